@@ -1,0 +1,1 @@
+"""Measurements: `python -m benchmarks.quantize`, `.sqnr`, `.train_step`; each has `--help`."""

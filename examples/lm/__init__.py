@@ -1,0 +1,1 @@
+"""The parts of `train_lm.py`: data, model, training, checkpoints and report."""

@@ -1,0 +1,192 @@
+"""What a reader gets: the table of losses, the picture of the curves, a sample of text."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # before pyplot: no display needed
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from .settings import KNOWN_RECIPES, Settings
+from .storage import Run
+
+BASELINE = "float32"
+
+# Okabe and Ito's palette: told apart with any colour vision.
+COLOURS = {
+    "float32": "#000000",
+    "bf16": "#999999",
+    "mxfp8": "#0072B2",
+    "mxfp8_hybrid": "#56B4E9",
+    "mxfp6": "#009E73",
+    "mxfp4": "#D55E00",
+    "mxint8": "#CC79A7",
+    "nvfp4": "#E69F00",
+}
+
+
+def by_recipe(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """Runs grouped by recipe, in the order of `KNOWN_RECIPES`, seeds ascending."""
+    ordered = sorted(runs, key=lambda run: (KNOWN_RECIPES.index(run.recipe), run.seed))
+    groups: dict[str, list[Run]] = {}
+    for run in ordered:
+        groups.setdefault(run.recipe, []).append(run)
+    return groups
+
+
+def gap(run: Run, baseline: Run) -> list[tuple[int, float]]:
+    """Per cent that a run's validation loss lies above its baseline's, where both have one."""
+    reference = dict(baseline.validation)
+    return [
+        (step, 100 * (loss / reference[step] - 1))
+        for step, loss in run.validation
+        if step in reference
+    ]
+
+
+def gaps(runs: Iterable[Run], baselines: Iterable[Run]) -> list[list[tuple[int, float]]]:
+    """The gap of every run to the baseline of its own seed, for seeds that have one."""
+    by_seed = {run.seed: run for run in baselines}
+    return [gap(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]
+
+
+def mean_and_spread(values: list[float], pattern: str) -> str:
+    """`mean`, or `mean ± standard deviation` from two values on; a dash for none."""
+    if not values:
+        return "-"
+    mean = format(statistics.mean(values), pattern)
+    if len(values) < 2:
+        return mean
+    return f"{mean} ± {format(statistics.stdev(values), pattern.replace('+', ''))}"
+
+
+def print_table(console: Console, runs: Iterable[Run], settings: Settings) -> None:
+    """Final validation losses, their gap to float32 with the same seed, and the speed."""
+    groups = by_recipe(runs)
+    title = f"Validation after {settings.steps:,} steps; gap to {BASELINE} of the same seed"
+    table = Table(title=title, title_justify="left")
+    table.add_column("recipe")
+    for column in ("seeds", "loss (nats/char)", "gap (%)", "tokens/s", "seconds"):
+        table.add_column(column, justify="right")
+    baselines = [run for run in groups.get(BASELINE, []) if run.finished]
+    for recipe, group in groups.items():
+        finished = [run for run in group if run.finished]
+        final_gaps = [points[-1][1] for points in gaps(finished, baselines)]
+        losses = [run.final_loss for run in finished if run.final_loss is not None]
+        speeds = [run.tokens_per_second(settings) for run in group if run.timed_steps]
+        table.add_row(
+            recipe,
+            f"{len(finished)} of {len(group)}" if len(finished) < len(group) else str(len(group)),
+            mean_and_spread(losses, ".4f"),
+            "" if recipe == BASELINE else mean_and_spread(final_gaps, "+.2f"),
+            f"{statistics.mean(speeds):,.0f}" if speeds else "-",
+            f"{statistics.mean(run.seconds for run in group):,.0f}",
+        )
+    console.print(table)
+    for run in (run for group in groups.values() for run in group if not run.finished):
+        console.print(Text(_unfinished(run, settings), style="bold red"))
+
+
+def _unfinished(run: Run, settings: Settings) -> str:
+    if run.diverged_at is not None:
+        return f"{run.label} DIVERGED: its loss was no longer finite after step {run.diverged_at:,}"
+    return f"{run.label} is unfinished: step {run.step:,} of {settings.steps:,}"
+
+
+def print_sample(console: Console, recipe: str, prompt: str, text: str) -> None:
+    """A sample, its prompt in bold."""
+    console.print(Panel(Text.assemble((prompt, "bold"), text), title=recipe, title_align="left"))
+
+
+def save_plot(path: Path, runs: Collection[Run], settings: Settings) -> None:
+    """Loss curves above, the gap to float32 below: means over seeds, their range shaded."""
+    groups = by_recipe(runs)
+    firsts = [run.validation[0][1] for run in runs if run.validation]
+    if not firsts:
+        return
+    with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
+        figure, (losses, differences) = plt.subplots(
+            2, 1, figsize=(8, 7.5), height_ratios=(3, 2), sharex=True, layout="constrained"
+        )
+        for recipe, group in groups.items():
+            colour = COLOURS[recipe]
+            _plot_train(losses, group, colour, settings)
+            curves = [run.validation for run in group]
+            _plot_points(losses, curves, colour, label=_legend(recipe, group, groups))
+            if recipe != BASELINE:
+                _plot_points(differences, gaps(group, groups.get(BASELINE, [])), colour)
+        # Without the fall from guessing, which would flatten all that follows.
+        losses.set_ylim(top=1.15 * max(firsts))
+        _label(losses, differences, settings)
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def _legend(recipe: str, group: list[Run], groups: dict[str, list[Run]]) -> str:
+    """A recipe with its last validation loss and gap."""
+    if any(run.diverged_at is not None for run in group):
+        return f"{recipe}: diverged"
+    if not all(run.finished for run in group):
+        return f"{recipe}: unfinished"
+    loss = statistics.mean(run.validation[-1][1] for run in group)
+    differences = [points[-1][1] for points in gaps(group, groups.get(BASELINE, [])) if points]
+    if recipe == BASELINE or not differences:
+        return f"{recipe}: {loss:.3f}"
+    return f"{recipe}: {loss:.3f} ({statistics.mean(differences):+.2f} %)"
+
+
+def _plot_train(axes: Axes, group: list[Run], colour: str, settings: Settings) -> None:
+    """Training loss, averaged over seeds and over a fortieth of the steps."""
+    group = [run for run in group if run.step]
+    if not group:
+        return
+    length = min(run.step for run in group)
+    loss = np.mean([run.train_loss[:length] for run in group], axis=0)
+    window = max(1, settings.steps // 40)
+    if length > window:
+        smooth = np.convolve(loss, np.full(window, 1 / window), mode="valid")
+        # Each mean stands at the middle of its window.
+        steps = np.arange(len(smooth)) + (window + 1) / 2
+        axes.plot(steps, smooth, color=colour, linewidth=1, alpha=0.45)
+
+
+def _plot_points(
+    axes: Axes, curves: list[list[tuple[int, float]]], colour: str, label: str | None = None
+) -> None:
+    """Mean and range of curves, as far as all of those go that have begun."""
+    curves = [curve for curve in curves if curve]
+    if not curves:
+        axes.plot([], [], "o-", color=colour, label=label)
+        return
+    length = min(map(len, curves))
+    steps = [step for step, _ in curves[0][:length]]
+    values = np.array([[value for _, value in curve[:length]] for curve in curves])
+    axes.plot(steps, values.mean(0), "o-", color=colour, markersize=4, linewidth=1.5, label=label)
+    if len(curves) > 1:
+        axes.fill_between(
+            steps, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0
+        )
+
+
+def _label(losses: Axes, differences: Axes, settings: Settings) -> None:
+    losses.set_title("Validation loss (points) and smoothed training loss (thin)", loc="left")
+    losses.set_ylabel("loss (nats a character)")
+    losses.legend(frameon=False, title="validation loss at the last step", alignment="left")
+    differences.set_title(f"Validation loss above {BASELINE}, same seed and data", loc="left")
+    differences.set_ylabel("gap (%)")
+    differences.set_xlabel("optimizer step")
+    differences.axhline(0, color=COLOURS[BASELINE], linewidth=1)
+    differences.set_xlim(0, settings.steps * 1.01)
+    for axes in (losses, differences):
+        axes.grid(alpha=0.25)

@@ -1,0 +1,76 @@
+"""What defines an experiment: its settings, and the precisions it compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+
+import mx_jax.recipes
+
+# What `--recipes all` means, and the names it accepts besides.
+RECIPES = ("float32", "bf16", "mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4")
+KNOWN_RECIPES = (*RECIPES, "mxfp8_hybrid")
+
+
+def _setting(text: str) -> Any:
+    return field(metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Every number that changes a result; two runs with equal settings are equal bit by bit."""
+
+    d_model: int = _setting("width of the residual stream")
+    layers: int = _setting("transformer blocks")
+    heads: int = _setting("attention heads")
+    context: int = _setting("characters the model sees")
+    batch: int = _setting("sequences a step")
+    steps: int = _setting("optimizer steps")
+    lr: float = _setting("peak learning rate: warm-up over an eighth of the steps, then cosine")
+    weight_decay: float = _setting("AdamW's decay of the matrices")
+    grad_clip: float = _setting("largest global norm of the gradient")
+    eval_every: int = _setting("steps between validations")
+    eval_tokens: int = _setting("characters that a validation reads, the same each time")
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0 and not (name == "weight_decay" and value == 0):
+                raise ValueError(f"{name} must be positive, got {name}={value}")
+        if self.d_model % (2 * self.heads):
+            raise ValueError(
+                "d_model must be a multiple of 2 * heads (rotary positions turn pairs), "
+                f"got d_model={self.d_model}, heads={self.heads}"
+            )
+
+    @property
+    def warmup(self) -> int:
+        """Steps until the learning rate peaks."""
+        return self.steps // 8
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Characters an optimizer step learns from."""
+        return self.batch * self.context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """How the block's linear layers multiply, and the dtype of everything around them."""
+
+    recipe: mx_jax.recipes.Recipe
+    dtype: Any
+
+
+def precision(name: str) -> Precision:
+    """The precision behind a name of `KNOWN_RECIPES`.
+
+    Quantized recipes keep float32 around them, so that their gap to float32 is the
+    quantization's alone.
+    """
+    if name == "bf16":
+        return Precision(recipe=mx_jax.recipes.high_precision(), dtype=jnp.bfloat16)
+    if name == "float32":
+        return Precision(recipe=mx_jax.recipes.high_precision(), dtype=jnp.float32)
+    return Precision(recipe=mx_jax.recipes.from_name(name), dtype=jnp.float32)

@@ -1,0 +1,242 @@
+"""The optimizer step, the validation, and the loop around them that survives being stopped."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from tqdm import tqdm
+
+from .data import Corpus
+from .model import Transformer, predict
+from .settings import Settings, precision
+from .storage import Checkpoints, Run
+
+
+class TrainState(NamedTuple):
+    """What a step turns into its successor; the step count lives in the optimizer's state."""
+
+    params: Any
+    optimizer: Any
+
+
+class Interrupted(Exception):
+    """A signal asked to stop, and the state is saved."""
+
+
+def build_model(recipe: str, settings: Settings, vocabulary: int) -> Transformer:
+    """The transformer of `settings` in the precision named `recipe`."""
+    chosen = precision(recipe)
+    return Transformer(
+        vocabulary=vocabulary,
+        d_model=settings.d_model,
+        layers=settings.layers,
+        heads=settings.heads,
+        context=settings.context,
+        recipe=chosen.recipe,
+        dtype=chosen.dtype,
+    )
+
+
+def build_optimizer(settings: Settings) -> optax.GradientTransformation:
+    """AdamW with warm-up, cosine decay to a tenth, and clipped gradients."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=settings.lr,
+        warmup_steps=settings.warmup,
+        decay_steps=settings.steps,
+        end_value=settings.lr / 10,
+    )
+
+    def is_matrix(params: Any) -> Any:
+        # By name: the scan over blocks gives their norm scales a second axis.
+        return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "scale", params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(settings.grad_clip),
+        optax.adamw(schedule, b2=0.95, weight_decay=settings.weight_decay, mask=is_matrix),
+    )
+
+
+@partial(jax.jit, static_argnames=("settings", "vocabulary"))
+def initial_state(seed: int, *, settings: Settings, vocabulary: int) -> TrainState:
+    """The state before the first step: one for all recipes, so float32's model makes it."""
+    model = build_model("float32", settings, vocabulary)
+    tokens = jnp.zeros((1, settings.context), jnp.int32)
+    params = model.init(jax.random.key(seed), tokens)["params"]
+    return TrainState(params, build_optimizer(settings).init(params))
+
+
+def mean_loss(params: Any, tokens: jax.Array, model: Transformer) -> jax.Array:
+    """Mean nats a character of predicting each window's next character."""
+    logits = predict(params, tokens[:, :-1], model)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+@partial(jax.jit, static_argnames=("model", "settings"), donate_argnames="state")
+def train_step(
+    state: TrainState, tokens: jax.Array, *, model: Transformer, settings: Settings
+) -> tuple[TrainState, jax.Array]:
+    """One optimizer step on windows [batch, context + 1]; returns the loss before it."""
+    loss, gradient = jax.value_and_grad(mean_loss)(state.params, tokens, model)
+    updates, optimizer = build_optimizer(settings).update(gradient, state.optimizer, state.params)
+    return TrainState(optax.apply_updates(state.params, updates), optimizer), loss
+
+
+@partial(jax.jit, static_argnames="model")
+def validate(params: Any, batches: jax.Array, *, model: Transformer) -> jax.Array:
+    """Mean loss over validation windows [batches, batch, context + 1]."""
+    return jax.lax.map(lambda tokens: mean_loss(params, tokens, model), batches).mean()
+
+
+class Trainer:
+    """One run from its newest checkpoint, or from its seed, to its last step.
+
+    Every random choice is a function of seed and step, so a run that was stopped, or
+    killed, ends bit by bit where an undisturbed one ends.
+    """
+
+    def __init__(self, run: Run, settings: Settings, corpus: Corpus, checkpoints: Checkpoints):
+        self.run = run
+        self.settings = settings
+        self.corpus = corpus
+        self.checkpoints = checkpoints
+        self.model = build_model(run.recipe, settings, len(corpus.vocabulary))
+        self.state = initial_state(run.seed, settings=settings, vocabulary=len(corpus.vocabulary))
+        restored = checkpoints.restore(self.state)
+        if restored is not None:
+            self.state, self.run = restored
+        self._lap = time.perf_counter()
+        self._compiled = False
+
+    def train(self, *, checkpoint_every: int, stop: Callable[[], bool]) -> None:
+        """Trains until done or diverged; raises `Interrupted`, state saved, when `stop` says so."""
+        with Progress(self.run, self.settings) as progress:
+            while self.run.step < self.settings.steps and self.run.diverged_at is None:
+                if stop():
+                    self.checkpoints.save(self.state, self.run)
+                    raise Interrupted
+                self._step(progress)
+                if self.run.step % checkpoint_every == 0 and self.run.diverged_at is None:
+                    self.checkpoints.save(self.state, self.run)
+            self.run.finished = self.run.diverged_at is None
+        if self.run.finished:
+            self.checkpoints.save(self.state, self.run)
+
+    def _step(self, progress: Progress) -> None:
+        settings, run = self.settings, self.run
+        started = time.perf_counter()
+        tokens = self.corpus.batch(
+            seed=run.seed, step=run.step, batch=settings.batch, context=settings.context
+        )
+        self.state, loss = train_step(self.state, tokens, model=self.model, settings=settings)
+        # Read every step: divergence shows at once, and waiting costs nothing at this size.
+        loss = float(loss)
+        if self._compiled:
+            run.step_seconds += time.perf_counter() - started
+            run.timed_steps += 1
+        self._compiled = True
+        if not math.isfinite(loss):
+            run.diverged_at = run.step
+            return
+        run.train_loss.append(loss)
+        progress.stepped(loss)
+        if run.step % settings.eval_every == 0 or run.step == settings.steps:
+            self._validate(progress)
+        now = time.perf_counter()
+        run.seconds += now - self._lap
+        self._lap = now
+
+    def _validate(self, progress: Progress) -> None:
+        loss = float(validate(self.state.params, self._validation_batches, model=self.model))
+        if not math.isfinite(loss):
+            self.run.diverged_at = self.run.step
+            return
+        self.run.validation.append((self.run.step, loss))
+        progress.validated(loss)
+
+    @cached_property
+    def _validation_batches(self) -> jax.Array:
+        settings = self.settings
+        batches = self.corpus.validation_batches(
+            batch=settings.batch, context=settings.context, tokens=settings.eval_tokens
+        )
+        return jnp.asarray(batches)
+
+
+class Progress:
+    """A bar in a terminal; elsewhere one line a validation, so that logs stay short."""
+
+    def __init__(self, run: Run, settings: Settings) -> None:
+        self._run = run
+        self._settings = settings
+        self._notes: dict[str, str] = {}
+        self._bar = tqdm(
+            desc=run.label,
+            total=settings.steps * settings.tokens_per_step,
+            initial=run.step * settings.tokens_per_step,
+            unit="tokens",
+            unit_scale=True,
+            dynamic_ncols=True,
+            disable=None,
+        )
+        self._bar.set_postfix_str("compiling")
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def stepped(self, loss: float) -> None:
+        """Moves the bar by one step."""
+        self._notes["loss"] = f"{loss:.3f}"
+        self._bar.set_postfix(self._notes, refresh=False)
+        self._bar.update(self._settings.tokens_per_step)
+
+    def validated(self, loss: float) -> None:
+        """Shows the newest validation loss."""
+        self._notes["validation"] = f"{loss:.4f}"
+        self._bar.set_postfix(self._notes)
+        if self._bar.disable:
+            run = self._run
+            print(
+                f"{run.label}: step {run.step:,} of {self._settings.steps:,}, "
+                f"loss {run.train_loss[-1]:.3f}, validation {loss:.4f}, "
+                f"{run.tokens_per_second(self._settings):,.0f} tokens/s",
+                flush=True,
+            )
+
+
+@contextmanager
+def stop_request() -> Iterator[Callable[[], bool]]:
+    """Turns the first Ctrl-C or SIGTERM into a question the loop asks; a second one kills.
+
+    A step donates its state, so an exception inside one would leave nothing to save.
+    """
+    received: list[int] = []
+
+    def restore_handlers() -> None:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+    def handle(number: int, _: Any) -> None:
+        received.append(number)
+        restore_handlers()
+        # Not `print`: the signal may have come in the middle of one.
+        os.write(2, b"\nstopping after this step (once more: at once) ...\n")
+
+    earlier = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(received)
+    finally:
+        restore_handlers()

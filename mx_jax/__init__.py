@@ -1,0 +1,23 @@
+"""Microscaling (MX) and float8 for JAX and Flax, bit for bit.
+
+`quantize` makes an `MXArray`; `matmul`, `dot_general` and `einsum` take a recipe; `nn.linen` and
+`nn.nnx` are Flax layers with one. Start with `mx_jax.recipes`.
+"""
+
+from mx_jax import convert as convert
+from mx_jax import formats as formats
+from mx_jax import inspect as inspect
+from mx_jax import nn as nn
+from mx_jax import recipes as recipes
+from mx_jax import testing as testing
+from mx_jax.mxarray import MXArray as MXArray
+from mx_jax.ops.dot_general import dot_general as dot_general
+from mx_jax.ops.dot_general import matmul as matmul
+from mx_jax.ops.einsum import einsum as einsum
+from mx_jax.ops.quantize import cast as cast
+from mx_jax.ops.quantize import cast_cotangent as cast_cotangent
+from mx_jax.ops.quantize import dequantize as dequantize
+from mx_jax.ops.quantize import quantize as quantize
+from mx_jax.ops.ragged_dot import ragged_dot as ragged_dot
+
+__version__ = "0.1.0"

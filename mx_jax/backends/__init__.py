@@ -1,0 +1,1 @@
+"""Interchangeable ways to compute; `table.py` lists them, `select.py` chooses."""

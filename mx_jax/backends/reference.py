@@ -1,0 +1,44 @@
+"""The reference as a backend: plain jnp, takes every call on every platform."""
+
+import dataclasses
+
+import jax
+
+from mx_jax.backends.base import Call, MatmulCall, Operand, QuantizeCall, Target
+from mx_jax.mxarray import MXArray
+from mx_jax.reference.matmul import scaled_matmul
+from mx_jax.reference.quantize import quantize
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceBackend:
+    """Dequantize to float32, then XLA's own dot. Defines what the others must give."""
+
+    name: str = "reference"
+    epsilon_bound: float = 2.0
+
+    def rejects(self, call: Call, target: Target) -> str | None:
+        """None: everything is taken."""
+        return None
+
+    def scaled_matmul(self, lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
+        """See `reference.matmul.scaled_matmul`."""
+        return scaled_matmul(lhs, rhs, call.dimension_numbers, call.out_dtype, call.precision)
+
+    def quantize(
+        self,
+        x: jax.Array,
+        call: QuantizeCall,
+        random_bits: jax.Array | None,
+        tensor_scale: jax.Array | None,
+    ) -> MXArray:
+        """See `reference.quantize.quantize`."""
+        return quantize(
+            x,
+            call.format,
+            call.blocks,
+            call.scale_rule,
+            call.rounding,
+            random_bits,
+            tensor_scale,
+        )

@@ -1,0 +1,80 @@
+"""Which backend takes a call: a pure function, so the whole table is testable on any machine."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from mx_jax.backends.base import Backend, Call, Target
+from mx_jax.backends.table import BACKENDS
+
+# Overrides enter the jit cache key: a function traced under one backend is not reused for another.
+_only_backend = jax.make_user_context(default_value=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The backend that takes a call, and why each one before it does not.
+
+    Attributes:
+      backend: the first that accepts.
+      rejections: (name, reason) of those tried before.
+    """
+
+    backend: Backend
+    rejections: tuple[tuple[str, str], ...]
+
+
+def only_backend(name: str | None):
+    """A context in which only the named backend is asked; None lifts an outer restriction.
+
+    Raises:
+      ValueError: unknown name; the message lists the known.
+
+    Example:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> from mx_jax.backends.select import only_backend
+      >>> with only_backend("reference"):
+      ...     mx_jax.quantize(jnp.ones(32), "mxfp4").shape
+      (32,)
+    """
+    known = [backend.name for backend in BACKENDS]
+    if name is not None and name not in known:
+        raise ValueError(f"unknown backend name={name!r}; known: {', '.join(known)}")
+    return _only_backend(name)
+
+
+def select(call: Call, target: Target, backends: Sequence[Backend] = BACKENDS) -> Choice:
+    """The first backend, in order of preference, that does not reject the call.
+
+    Args:
+      call: description of the work.
+      target: description of the machine.
+      backends: candidates, in order.
+
+    Raises:
+      ValueError: if all reject, which happens only under `only_backend`; every reason is listed.
+    """
+    only = _only_backend.value
+    rejections: list[tuple[str, str]] = []
+    for backend in backends:
+        reason = backend.rejects(call, target)
+        if only is not None and backend.name != only:
+            reason = f"not asked: only_backend({only!r})"
+        if reason is None:
+            return Choice(backend=backend, rejections=tuple(rejections))
+        rejections.append((backend.name, reason))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in rejections)
+    raise ValueError(f"no backend takes {call} on {target}: {reasons}")
+
+
+def current_target() -> Target:
+    """The machine that jax would use by default."""
+    platform = jax.default_backend()
+    if platform == "cpu":
+        return Target(platform=platform)
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    if capability is None:
+        return Target(platform=platform)
+    major, _, minor = str(capability).partition(".")
+    return Target(platform=platform, compute_capability=(int(major), int(minor or 0)))

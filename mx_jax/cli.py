@@ -1,0 +1,211 @@
+"""Command line: `python -m mx_jax`."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from mx_jax.formats import (
+    BLOCK_FORMATS,
+    ELEMENT_FORMATS,
+    SCALE_FORMATS,
+    BlockFormat,
+    ElementFormat,
+    ScaleFormat,
+    any_format,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status.
+
+    Args:
+      arguments: words after the program's name; default: those of the process.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 0
+    try:
+        options.run(options)
+        sys.stdout.flush()
+    except ValueError as error:
+        print(f"mx_jax: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; nothing is left to say at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return 0
+
+
+class _Console(Console):
+    """A console that leaves a closed pipe to `main`."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mx_jax", description="Microscaling (MX) and float8 formats for JAX."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    formats = commands.add_parser(
+        "formats",
+        help="print the table of formats, or every code of one",
+        description="Print what each element, scale and block format can represent.",
+    )
+    formats.add_argument(
+        "--values",
+        metavar="FORMAT",
+        help="list every code of an element, scale or block format, e.g. e2m1, e8m0 or mxfp4",
+    )
+    formats.set_defaults(run=_formats)
+    return parser
+
+
+def _formats(options: argparse.Namespace) -> None:
+    # Through a pipe there is no terminal to fit, and a cut table would be of no use.
+    console = _Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    if options.values:
+        for table in _value_tables(any_format(options.values)):
+            console.print(table)
+        return
+    for table in (_element_table(), _scale_table(), _block_table()):
+        console.print(table)
+    console.print(
+        "emax: unbiased exponent of the largest value. Dynamic range: 20 log10(max / smallest). "
+        "List every code of one with --values FORMAT."
+    )
+
+
+def _table(title: str, *columns: str, text_columns: Sequence[int] = (0,)) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index in text_columns else "right")
+    return table
+
+
+def _element_table() -> Table:
+    table = _table(
+        "Element formats",
+        "name",
+        "bits",
+        "exp",
+        "man",
+        "bias",
+        "emax",
+        "max",
+        "smallest normal",
+        "smallest subnormal",
+        "special values",
+        "range dB",
+        "dtype",
+        text_columns=(0, 9, 11),
+    )
+    for element in ELEMENT_FORMATS:
+        fixed = element.kind == "int"
+        table.add_row(
+            element.name,
+            str(element.bits),
+            "-" if fixed else str(element.exponent_bits),
+            str(element.mantissa_bits),
+            "-" if fixed else str(element.bias),
+            str(element.emax),
+            f"{element.max:.10g}",
+            "-" if fixed else _power(element.smallest_normal),
+            _power(element.smallest_subnormal),
+            _specials(element),
+            f"{element.dynamic_range_db:.1f}",
+            element.dtype_name,
+        )
+    return table
+
+
+def _specials(element: ElementFormat) -> str:
+    names = []
+    if element.kind == "int":
+        return "-2 never written" if not element.negative_extra else "-2"
+    if element.has_inf:
+        names.append("Inf")
+    if element.nan_code is not None:
+        names.append("NaN")
+    names.append("-0" if element.has_negative_zero else "no -0")
+    return ", ".join(names)
+
+
+def _power(value: float) -> str:
+    """Powers of two as such."""
+    mantissa, exponent = value.hex().split("p")
+    return f"2^{int(exponent)}" if float.fromhex(mantissa + "p0") == 1 else f"{value:g}"
+
+
+def _scale_table() -> Table:
+    table = _table(
+        "Scale formats",
+        "name",
+        "bits",
+        "bias",
+        "max",
+        "smallest",
+        "value",
+        "dtype",
+        text_columns=(0, 5, 6),
+    )
+    for scale in SCALE_FORMATS:
+        table.add_row(
+            scale.name,
+            str(scale.bits),
+            "-" if scale.bias is None else str(scale.bias),
+            _power(scale.max),
+            _power(scale.smallest),
+            "code / scale" if scale.kind == "divisor" else "code * scale",
+            scale.dtype_name,
+        )
+    return table
+
+
+def _block_table() -> Table:
+    table = _table(
+        "Block formats (elements that share a scale: kept x contracting axis)",
+        "name",
+        "element",
+        "scale",
+        "block",
+        "tensor scale",
+        "bits per element",
+        text_columns=(0, 1, 2, 3, 4),
+    )
+    for block in BLOCK_FORMATS:
+        kept, contracting = (getattr(size, "value", size) for size in block.block)
+        table.add_row(
+            block.name,
+            block.element.name,
+            block.scale.name,
+            f"{kept} x {contracting}",
+            "f32" if block.tensor_scale else "-",
+            f"{block.bits_per_element:g}",
+        )
+    return table
+
+
+def _value_tables(format: BlockFormat | ElementFormat | ScaleFormat) -> list[Table]:
+    """One table for an element or a scale, both for a block format."""
+    if isinstance(format, BlockFormat):
+        scale = [] if format.scale.is_float32 else _value_tables(format.scale)
+        return [*_value_tables(format.element), *scale]
+    if isinstance(format, ScaleFormat) and format.is_float32:
+        raise ValueError(
+            f"formats --values: {format.name} is float32, whose codes are too many to list"
+        )
+    table = _table(f"{type(format).__name__} {format.name}", "code", "hex", "binary", "value")
+    width = format.bits
+    for code in range(1 << width):
+        hexadecimal = f"0x{code:0{-(-width // 4)}X}"
+        table.add_row(str(code), hexadecimal, f"{code:0{width}b}", repr(format.value(code)))
+    return [table]

@@ -1,0 +1,1 @@
+"""Codes and values: bit-exact conversions, rounding, scales, packing and block shapes."""

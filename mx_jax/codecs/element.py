@@ -1,0 +1,148 @@
+"""Codes of an element format and the values they stand for, bit for bit.
+
+Source: OCP Microscaling Formats (MX) v1.0, sections 5.3 (element formats) and 6.3 (conversion).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mx_jax.codecs import float32
+from mx_jax.codecs.rounding import NEAREST, Rounding
+from mx_jax.formats import ElementFormat
+
+
+def encode(
+    x: jax.Array,
+    element: ElementFormat,
+    *,
+    exponent: jax.Array | int = 0,
+    rounding: Rounding = NEAREST,
+    random_bits: jax.Array | None = None,
+    saturate: bool = True,
+) -> jax.Array:
+    """Codes of `x / 2^exponent`, rounded once from the exact quotient.
+
+    With E the exponent of x, the quotient's exponent is `max(E - exponent, emin)`, the significand
+    keeps `mantissa_bits` below it, and the code is the rounded significand plus the exponent's
+    offset: a rounding carry flows into the exponent field by itself.
+
+    Args:
+      x: float32, bfloat16 or float16, any shape.
+      element: the element format.
+      exponent: unbiased power of two to divide by, int32, broadcastable to x.
+      rounding: how the dropped bits decide.
+      random_bits: int32 in `[0, 2^rounding.random_bits)`, shape of x; stochastic rounding only.
+      saturate: whether finite overflow and Inf become the largest finite value (MX v1.0, 6.3);
+        otherwise they become Inf, or NaN where there is no Inf.
+
+    Returns:
+      uint8 codes, one a byte, shape of x. NaN becomes the format's NaN with x's sign, or 0 where
+      the format has no NaN.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from mx_jax.codecs.element import encode
+      >>> from mx_jax.formats import E2M1
+      >>> encode(jnp.array([0.25, 0.75, -5.0, 1e9]), E2M1)
+      Array([ 0,  2, 14,  7], dtype=uint8)
+    """
+    bits = float32.to_bits(x)
+    magnitude = bits & float32.ABS
+    biased, mantissa = float32.normalize(magnitude)
+    # Unbiased exponent of the quotient above the smallest normal's; negative means subnormal.
+    above = biased - (127 + element.emin) - exponent
+    shift = (23 - element.mantissa_bits) + jnp.maximum(-above, 0)
+    significand = jnp.where(magnitude == 0, 0, mantissa | float32.HIDDEN)
+    kept = rounding.apply(significand, shift, random_bits)
+    half = kept + lax.shift_left(jnp.clip(above, 0, 1 << 9), jnp.int32(element.mantissa_bits))
+    return _with_sign(_limit(half, bits, element, saturate), bits, element)
+
+
+def _limit(half: jax.Array, bits: jax.Array, element: ElementFormat, saturate: bool) -> jax.Array:
+    """Keep codes of the non-negative half in range."""
+    if not saturate and element.overflow_code != element.max_code:
+        return jnp.where(half > element.max_code, element.overflow_code, half)
+    # Two's complement reaches one step further down than up; only INT8_FULL goes there.
+    top = element.max_code + (jnp.where(bits < 0, 1, 0) if element.negative_extra else 0)
+    return jnp.minimum(half, top)
+
+
+def _with_sign(half: jax.Array, bits: jax.Array, element: ElementFormat) -> jax.Array:
+    """Whole codes from the half's codes and x's patterns; NaN gets its code here."""
+    negative = bits < 0
+    nan = (bits & float32.ABS) > float32.INF
+    if element.nan_code is None:
+        half = jnp.where(nan, 0, half)
+        negative = negative & ~nan
+    else:
+        half = jnp.where(nan, element.nan_code, half)
+    if element.kind == "int":
+        return jnp.where(negative, -half, half).astype(jnp.uint8)
+    # fnuz: the sign bit alone is NaN, so neither zero nor NaN takes a sign.
+    takes_sign = negative if element.has_negative_zero else negative & (half > 0)
+    return jnp.where(takes_sign, half | element.sign_code, half).astype(jnp.uint8)
+
+
+def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
+    """Float32 patterns of the values of uint8 codes; every element value is a normal or zero.
+
+    Args:
+      codes: uint8, one code a byte; bits above the format's width are ignored.
+      element: the element format.
+
+    Returns:
+      int32 patterns, shape of codes.
+    """
+    codes = codes.astype(jnp.int32) & ((element.sign_code << 1) - 1)
+    negative = codes >= element.sign_code
+    if element.kind == "int":
+        half = jnp.where(negative, 2 * element.sign_code - codes, codes)
+        return _signed(_integer_bits(half, element), negative)
+    half = codes & (element.sign_code - 1)
+    p, rebias = element.mantissa_bits, 127 - element.bias
+    normal = lax.shift_left(half, 23 - p) + (rebias << 23)
+    subnormal = _integer_bits(half & ((1 << p) - 1), element)
+    pattern = jnp.where(half < (1 << p), subnormal, normal)
+    return _special(_signed(pattern, negative), codes, half, element)
+
+
+def _integer_bits(half: jax.Array, element: ElementFormat) -> jax.Array:
+    """Patterns of `half * smallest_subnormal`: an exact integer, its exponent moved."""
+    pattern = lax.bitcast_convert_type(half.astype(jnp.float32), jnp.int32)
+    moved = pattern + ((element.emin - element.mantissa_bits) << 23)
+    return jnp.where(half == 0, 0, moved)
+
+
+def _signed(pattern: jax.Array, negative: jax.Array) -> jax.Array:
+    return pattern | jnp.where(negative, jnp.int32(float32.SIGN), 0)
+
+
+def _special(
+    pattern: jax.Array, codes: jax.Array, half: jax.Array, element: ElementFormat
+) -> jax.Array:
+    """Put NaN and Inf where the format reserves codes for them."""
+    if not element.has_negative_zero:
+        return jnp.where(codes == element.nan_code, float32.NAN, pattern)
+    if not element.num_reserved_codes:
+        return pattern
+    special = jnp.where(half > element.max_code, float32.NAN, pattern)
+    if element.inf_code is None:
+        return special
+    infinity = (pattern & jnp.int32(float32.SIGN)) | float32.INF
+    return jnp.where(half == element.inf_code, infinity, special)
+
+
+def decode(
+    codes: jax.Array, element: ElementFormat, dtype: jax.typing.DTypeLike = jnp.float32
+) -> jax.Array:
+    """Values of uint8 codes; exact in float32 and bfloat16.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from mx_jax.codecs.element import decode
+      >>> from mx_jax.formats import INT8
+      >>> decode(jnp.array([1, 127, 128], jnp.uint8), INT8)
+      Array([ 0.015625,  1.984375, -2.      ], dtype=float32)
+    """
+    return float32.from_bits(decode_bits(codes, element), dtype)

@@ -1,0 +1,67 @@
+"""Float32 bit patterns: exact widening, narrowing and normalizing, without float arithmetic.
+
+XLA on CPU flushes subnormals on input, output and comparison; bit casts preserve them. So every
+function here works on int32 patterns.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+SIGN = -(1 << 31)
+ABS = 0x7FFFFFFF
+INF = 0x7F800000
+NAN = 0x7FC00000
+MANTISSA = 0x007FFFFF
+HIDDEN = 0x00800000
+
+
+def to_bits(x: jax.Array) -> jax.Array:
+    """Int32 patterns of the float32 values equal to x; float32, bfloat16 or float16 input."""
+    if x.dtype == jnp.bfloat16:
+        return lax.shift_left(lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32), 16)
+    # float16's subnormals are normal in float32, so its conversion has nothing to flush.
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+
+
+def from_bits(bits: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
+    """The float32 values of int32 patterns, rounded once to `dtype` (nearest, ties to even)."""
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.bfloat16:
+        return lax.bitcast_convert_type(_bfloat16_bits(bits), jnp.bfloat16)
+    if dtype == jnp.float16:
+        return _float16(bits)
+    return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+
+
+def _bfloat16_bits(bits: jax.Array) -> jax.Array:
+    nan = (bits & ABS) > INF
+    rounded = bits + 0x7FFF + (lax.shift_right_logical(bits, 16) & 1)
+    high = lax.shift_right_logical(jnp.where(nan, NAN, rounded), 16)
+    return high.astype(jnp.uint16)
+
+
+def _float16(bits: jax.Array) -> jax.Array:
+    # Float32 subnormals are far below half of float16's quantum: flushing them is right.
+    return lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.float16)
+
+
+def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Split non-negative float32 patterns into a biased exponent and a 23-bit mantissa.
+
+    Subnormals come out normalized, with biased exponents 0 to -22, so that the value is
+    `(1 + mantissa / 2^23) * 2^(exponent - 127)` for every finite non-zero input. Zero comes out
+    with exponent -149 and mantissa 0, below everything else.
+
+    Args:
+      magnitude: int32 patterns with a clear sign bit.
+
+    Returns:
+      `(biased_exponent, mantissa)`, int32.
+    """
+    subnormal = magnitude < HIDDEN
+    # A subnormal is its integer pattern times 2^-149, and integers convert to float32 exactly.
+    as_float = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.int32)
+    pattern = jnp.where(subnormal, as_float, magnitude)
+    exponent = (pattern >> 23) - jnp.where(subnormal, 149, 0)
+    return exponent, pattern & MANTISSA

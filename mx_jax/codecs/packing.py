@@ -1,0 +1,119 @@
+"""Packed storage: several codes a byte, and the scale layout of tensor cores.
+
+FP4 puts two codes in a byte, the first in the low nibble; FP6 puts four codes in three bytes,
+little-endian. Source: OCP MX v1.0 leaves storage open (5.1); these orders are the ones that
+compressed-tensors, gpt-oss, ModelOpt and cuBLAS read.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def codes_per_group(bits: int) -> int:
+    """How many codes fill a whole number of bytes: 1 for 8 bits, 2 for 4, 4 for 6."""
+    return 8 // math.gcd(8, bits)
+
+
+def packed_length(length: int, bits: int) -> int:
+    """Bytes that hold `length` codes; a last group that is not full is padded with zero codes."""
+    group = codes_per_group(bits)
+    return -(-length // group) * (group * bits // 8)
+
+
+def pack(codes: jax.Array, bits: int) -> jax.Array:
+    """Pack uint8 codes along the last axis.
+
+    Args:
+      codes: uint8 `[..., n]`, one code a byte.
+      bits: width of a code: 4, 6 or 8.
+
+    Returns:
+      uint8 `[..., packed_length(n, bits)]`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from mx_jax.codecs.packing import pack
+      >>> pack(jnp.array([0x1, 0x2, 0xF], jnp.uint8), 4)
+      Array([33, 15], dtype=uint8)
+    """
+    group = codes_per_group(bits)
+    if group == 1:
+        return codes
+    # Sizes are spelled out: reshape cannot work out a -1 where another axis is empty.
+    *rows, length = codes.shape
+    num_groups, num_bytes = -(-length // group), group * bits // 8
+    padding = [(0, 0)] * len(rows) + [(0, -length % group)]
+    grouped = jnp.pad(codes, padding).reshape(*rows, num_groups, group)
+    word = _join(grouped.astype(jnp.uint32), bits)
+    return _split(word, 8, num_bytes).astype(jnp.uint8).reshape(*rows, num_groups * num_bytes)
+
+
+def unpack(packed: jax.Array, bits: int, length: int) -> jax.Array:
+    """Undo `pack`.
+
+    Args:
+      packed: uint8 `[..., packed_length(length, bits)]`.
+      bits: width of a code.
+      length: number of codes.
+
+    Returns:
+      uint8 `[..., length]`, one code a byte.
+
+    Raises:
+      ValueError: if the packed length does not belong to `length`.
+    """
+    expected = packed_length(length, bits)
+    if packed.shape[-1] != expected:
+        raise ValueError(
+            f"unpack: length={length} codes of bits={bits} take {expected} bytes, "
+            f"got packed.shape={packed.shape}"
+        )
+    group = codes_per_group(bits)
+    if group == 1:
+        return packed
+    num_groups, num_bytes = -(-length // group), group * bits // 8
+    rows = packed.shape[:-1]
+    word = _join(packed.reshape(*rows, num_groups, num_bytes).astype(jnp.uint32), 8)
+    codes = _split(word, bits, group).astype(jnp.uint8)
+    return codes.reshape(*rows, num_groups * group)[..., :length]
+
+
+def _join(parts: jax.Array, width: int) -> jax.Array:
+    """One little-endian word from the fields along the last axis."""
+    word = parts[..., 0]
+    for index in range(1, parts.shape[-1]):
+        word = word | (parts[..., index] << (index * width))
+    return word
+
+
+def _split(word: jax.Array, width: int, count: int) -> jax.Array:
+    """The fields of a little-endian word, along a new last axis."""
+    shifts = lax.iota(jnp.uint32, count) * width
+    return (word[..., None] >> shifts) & ((1 << width) - 1)
+
+
+def to_blocked_scales(scales: jax.Array) -> jax.Array:
+    """Scales in the 128 x 4 tile order of tensor cores.
+
+    Padded with zeros to multiples of (128, 4), then ordered (rows/128, cols/4, 32, 4, 4): inside a
+    tile, row r of column c lies at `[r % 32, r // 32, c]`. Source: cuBLAS, 1D block scaling.
+
+    Args:
+      scales: `[rows, cols]` bytes.
+
+    Returns:
+      `[ceil(rows/128), ceil(cols/4), 32, 4, 4]`, same dtype.
+    """
+    rows, cols = scales.shape
+    padded = jnp.pad(scales, ((0, -rows % 128), (0, -cols % 4)))
+    tiles = padded.reshape(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
+    return tiles.transpose(0, 3, 2, 1, 4)
+
+
+def from_blocked_scales(blocked: jax.Array, rows: int, cols: int) -> jax.Array:
+    """Undo `to_blocked_scales`: `[rows, cols]` bytes."""
+    tiles = blocked.transpose(0, 3, 2, 1, 4)
+    return tiles.reshape(tiles.shape[0] * 128, tiles.shape[3] * 4)[:rows, :cols]

@@ -1,0 +1,112 @@
+"""Rounding modes as values: how a significand loses its low bits.
+
+A mode sees an integer significand `sig`, the number of low bits to drop, and, where it asks for
+them, random bits. Everything is integer arithmetic: XLA on CPU flushes subnormal floats.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# A significand has 24 bits; past this many dropped bits nothing but the random part can matter.
+_MAX_SHIFT = 31
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """A way to drop bits of a magnitude.
+
+    Attributes:
+      name: `"nearest"`, `"away"`, `"toward_zero"` or `"stochastic"`.
+      random_bits: how many random bits an element consumes; 0 for deterministic modes.
+      apply: `(sig, shift, bits) -> sig / 2^shift`, rounded to an integer.
+    """
+
+    name: str
+    random_bits: int
+    apply: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
+
+    def __repr__(self) -> str:
+        return f"Rounding({self.name})"
+
+    def __reduce__(self):
+        # By name and width: the function inside may be a closure, which does not pickle.
+        if self.random_bits:
+            return stochastic, (self.random_bits,)
+        return rounding_mode, (self.name,)
+
+
+def _nearest(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
+    # Adding just under half, plus the bit that decides ties, makes truncation round to even.
+    # Past 25 dropped bits every 24-bit significand is below half: the result is 0 there too.
+    shift = jnp.minimum(shift, 25)
+    odd = (sig >> shift) & 1
+    return (sig + (lax.shift_left(jnp.int32(1), shift - 1) - 1) + odd) >> shift
+
+
+def _away(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
+    shift = jnp.minimum(shift, 25)
+    return (sig + lax.shift_left(jnp.int32(1), shift - 1)) >> shift
+
+
+def _toward_zero(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
+    return sig >> jnp.minimum(shift, _MAX_SHIFT)
+
+
+@functools.cache
+def _stochastic(num_bits: int):
+    def apply(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
+        # Up iff floor(frac 2^n) + r >= 2^n. Every shift is at least 17 >= n, so the fraction's
+        # leading n bits are what remains of the dropped part after dropping shift - n bits.
+        kept = sig >> jnp.minimum(shift, _MAX_SHIFT)
+        dropped = sig - lax.shift_left(kept, jnp.minimum(shift, _MAX_SHIFT))
+        leading = dropped >> jnp.clip(shift - num_bits, 0, _MAX_SHIFT)
+        assert bits is not None, "stochastic rounding without random bits"
+        return kept + ((leading + bits) >> num_bits)
+
+    return apply
+
+
+def stochastic(num_bits: int) -> Rounding:
+    """Stochastic rounding with `num_bits` random bits an element.
+
+    The magnitude rounds up iff `floor(frac * 2^n) + r >= 2^n` for the n-bit random integer r, so
+    exact values never move and the expected value is right to `2^-n` of the quantum.
+
+    Args:
+      num_bits: n, 1 to 17 (a float32 significand drops at least 17 bits in every format).
+
+    Raises:
+      ValueError: if n is out of range.
+    """
+    if not 1 <= num_bits <= 17:
+        raise ValueError(f"stochastic: needs 1 <= num_bits <= 17, got num_bits={num_bits}")
+    return Rounding(name="stochastic", random_bits=num_bits, apply=_stochastic(num_bits))
+
+
+NEAREST = Rounding(name="nearest", random_bits=0, apply=_nearest)
+AWAY = Rounding(name="away", random_bits=0, apply=_away)
+TOWARD_ZERO = Rounding(name="toward_zero", random_bits=0, apply=_toward_zero)
+STOCHASTIC = stochastic(16)
+
+ROUNDINGS: tuple[Rounding, ...] = (NEAREST, AWAY, TOWARD_ZERO, STOCHASTIC)
+
+
+def rounding_mode(rounding: Rounding | str) -> Rounding:
+    """The rounding mode meant by an object or a name.
+
+    Raises:
+      ValueError: unknown name; the message lists the known.
+    """
+    if isinstance(rounding, Rounding):
+        return rounding
+    for known in ROUNDINGS:
+        if known.name == rounding:
+            return known
+    raise ValueError(
+        f"unknown rounding={rounding!r}; known: {', '.join(known.name for known in ROUNDINGS)}"
+    )

@@ -1,0 +1,150 @@
+"""Applying a block's shared scale, in both directions, without subnormal traps.
+
+E8M0 scales are exponents and are added to exponents, never multiplied: 2^-127 is a subnormal
+float32 that XLA on CPU flushes to zero. Float scales (NVFP4, float8) are IEEE float32 arithmetic,
+step by step as their definition has it. Source: MX v1.0, section 5.4.1; torchao for NVFP4.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mx_jax.codecs import element as element_codec
+from mx_jax.codecs import float32
+from mx_jax.codecs.rounding import Rounding
+from mx_jax.formats import BlockFormat, ScaleFormat
+
+E8M0_BIAS = 127
+E8M0_NAN = 255
+
+
+def true_divide(numerator: jax.Array, denominator: jax.Array | float) -> jax.Array:
+    """IEEE division, hidden from XLA's rewrites.
+
+    XLA turns division by a scalar or constant into a product by its reciprocal, which rounds
+    twice, and (a / b) / c into a / (b * c): an opaque denominator of full shape prevents the
+    first, an opaque quotient the second.
+    """
+    denominator = jnp.asarray(denominator, jnp.float32)
+    shape = jnp.broadcast_shapes(numerator.shape, denominator.shape)
+    numerator, full = jnp.broadcast_to(numerator, shape), jnp.broadcast_to(denominator, shape)
+    # vmap must batch the denominator with the numerator: what it left unbatched would be a
+    # broadcast scalar again, behind the barrier.
+    full = jnp.where(jnp.isnan(numerator), full, full)
+    return lax.optimization_barrier(numerator / lax.optimization_barrier(full))
+
+
+def exponent_to_e8m0(exponent: jax.Array) -> jax.Array:
+    """E8M0 bytes of unbiased exponents, clamped to -127..127 (byte 254 is the largest scale)."""
+    return (jnp.clip(exponent, -E8M0_BIAS, E8M0_BIAS) + E8M0_BIAS).astype(jnp.uint8)
+
+
+def scale_to_float32(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
+    """Float32 values of stored scales (E8M0's 2^-127 is a subnormal: do no arithmetic with it)."""
+    if scale.kind == "exponent":
+        exponent = scales.astype(jnp.int32)
+        pattern = jnp.where(exponent == 0, float32.HIDDEN >> 1, exponent << 23)
+        return float32.from_bits(jnp.where(exponent == E8M0_NAN, float32.NAN, pattern))
+    if scale.element is not None:
+        return element_codec.decode(scales, scale.element)
+    return scales
+
+
+def is_nan_scale(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
+    """Where the shared scale says that the whole block is NaN (MX v1.0, 5.4.1)."""
+    if scale.kind == "exponent":
+        return scales == E8M0_NAN
+    return jnp.isnan(scale_to_float32(scales, scale))
+
+
+def encode_scaled(
+    x: jax.Array,
+    scales: jax.Array,
+    format: BlockFormat,
+    *,
+    tensor_scale: jax.Array | None,
+    rounding: Rounding,
+    random_bits: jax.Array | None,
+) -> jax.Array:
+    """Codes of x over its block's scale; blocks with a NaN scale get NaN codes, or 0.
+
+    Args:
+      x: float values with split axes.
+      scales: stored scales, broadcastable to x.
+      format: the block format.
+      tensor_scale: float32 scale of the whole tensor, broadcastable to x, or None.
+      rounding: how dropped bits decide.
+      random_bits: as `element.encode` takes them.
+
+    Returns:
+      uint8 codes, shape of x.
+    """
+    element = format.element
+    how = {"rounding": rounding, "random_bits": random_bits}
+    if format.scale.kind == "exponent":
+        exponent = scales.astype(jnp.int32) - E8M0_BIAS
+        codes = element_codec.encode(x, element, exponent=exponent, **how)
+    else:
+        values = float32.from_bits(float32.to_bits(x))
+        quotient = _over_float_scale(values, scales, format, tensor_scale)
+        codes = element_codec.encode(quotient, element, **how)
+    nan_code = 0 if element.nan_code is None else element.nan_code
+    return jnp.where(is_nan_scale(scales, format.scale), jnp.uint8(nan_code), codes)
+
+
+def _over_float_scale(
+    values: jax.Array, scales: jax.Array, format: BlockFormat, tensor_scale: jax.Array | None
+) -> jax.Array:
+    scale = scale_to_float32(scales, format.scale)
+    if format.scale.kind == "divisor":
+        return values * scale
+    if format.scale.kind == "multiplier":
+        return true_divide(values, scale)
+    one = jnp.ones_like(scale)
+    if tensor_scale is None:
+        return values * true_divide(one, scale)
+    # x * ((1 / p) / s), in this order: NVFP4's own arithmetic, each step rounded.
+    return values * true_divide(true_divide(one, tensor_scale), scale)
+
+
+def decode_scaled(
+    codes: jax.Array, scales: jax.Array, format: BlockFormat, tensor_scale: jax.Array | None
+) -> jax.Array:
+    """Float32 patterns of `code value * scale`, the inverse of `encode_scaled`.
+
+    Exact for E8M0 scales, subnormal results included; what leaves float32's range becomes Inf.
+
+    Args:
+      codes: uint8 codes with split axes.
+      scales: stored scales, broadcastable to codes.
+      format: the block format.
+      tensor_scale: float32 scale of the whole tensor, broadcastable, or None.
+
+    Returns:
+      int32 patterns, shape of codes.
+    """
+    pattern = element_codec.decode_bits(codes, format.element)
+    if format.scale.kind == "exponent":
+        moved = _times_power_of_two(pattern, scales.astype(jnp.int32) - E8M0_BIAS)
+        return jnp.where(scales == E8M0_NAN, float32.NAN, moved)
+    values = float32.from_bits(pattern)
+    scale = scale_to_float32(scales, format.scale)
+    if tensor_scale is not None:
+        scale = tensor_scale * scale
+    divides = format.scale.kind == "divisor"
+    product = true_divide(values, scale) if divides else values * scale
+    return float32.to_bits(product)
+
+
+def _times_power_of_two(pattern: jax.Array, exponent: jax.Array) -> jax.Array:
+    """`value * 2^exponent` on patterns of element values, which are normal, zero, Inf or NaN."""
+    magnitude = pattern & float32.ABS
+    sign = pattern & jnp.int32(float32.SIGN)
+    biased = (magnitude >> 23) + exponent
+    significand = (magnitude & float32.MANTISSA) | float32.HIDDEN
+    # At most 7 significant bits, none below 2^-143: the shift into the subnormals drops zeros.
+    subnormal = significand >> jnp.clip(1 - biased, 0, 31)
+    moved = jnp.where(biased > 0, magnitude + (exponent << 23), subnormal)
+    moved = jnp.where(biased > 254, float32.INF, moved)
+    fixed = (magnitude == 0) | (magnitude >= float32.INF)
+    return sign | jnp.where(fixed, magnitude, moved)

@@ -1,0 +1,176 @@
+"""flax.linen: layers that call jax.numpy by name, answered in their place."""
+
+import contextlib
+import contextvars
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.core import meta
+from flax.linen.dtypes import promote_dtype
+from flax.linen.module import merge_param
+
+from mx_jax.convert import linen_products as products
+from mx_jax.convert.foreign import with_products
+from mx_jax.convert.products import cast_table, einsum_shape
+from mx_jax.convert.rules import Decision
+from mx_jax.nn import linen as mx_linen
+
+# Paths of foreign layers whose products are being made anew.
+_rewriting: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
+    "rewriting", default=()
+)
+
+
+@contextlib.contextmanager
+def lent(layer: nn.Module, loans: dict[str, Any]) -> Iterator[None]:
+    """Set attributes of a bound clone, past Flax's check that modules are frozen."""
+    before = {name: getattr(layer, name) for name in loans}
+    for name, value in loans.items():
+        object.__setattr__(layer, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            object.__setattr__(layer, name, value)
+
+
+def _answer_einsum(
+    lender: products.Lender,
+    call: Callable[..., Any],
+    inputs: jax.Array,
+    einsum_str: str | None = None,
+) -> jax.Array:
+    """flax.linen.Einsum: with a recipe, its twin of mx_jax.nn.linen runs in its scope."""
+    layer: Any = lender.layer
+    subscripts = merge_param("einsum_str", layer.einsum_str, einsum_str)
+    shape = einsum_shape(subscripts, tuple(layer.shape))
+    decision = lender.decide(
+        kernel=tuple(layer.shape),
+        shape=shape,
+        obstacle="contracts no axis" if shape is None else None,
+    )
+    if decision.recipe is None:
+        return call(inputs, einsum_str)
+    fields = {
+        field.name: getattr(layer, field.name)
+        for field in dataclasses.fields(nn.Einsum)
+        if field.init and field.name != "parent"
+    }
+    if layer.promote_dtype is promote_dtype:
+        fields["promote_dtype"] = mx_linen.promote_operands
+    twin = mx_linen.Einsum(**fields, recipe=decision.recipe, parent=layer.scope)
+    with products.named_in_errors(decision):
+        return twin(inputs, einsum_str)
+
+
+def _answer_lookup(
+    lender: products.Lender, call: Callable[..., Any], inputs: jax.Array
+) -> jax.Array:
+    """flax.linen.Embed: rows of the quantized table."""
+    recipe = _decide_embed(lender).recipe
+    if recipe is None:
+        return call(inputs)
+    layer: Any = lender.layer
+    key = lender.key(recipe)
+
+    def promote(table: Any, **options: Any) -> list[Any]:
+        return [cast_table(entry, recipe, key) for entry in layer_promote(table, **options)]
+
+    layer_promote = layer.promote_dtype
+    with lent(layer, {"promote_dtype": promote}):
+        return call(inputs)
+
+
+def _answer_attend(
+    lender: products.Lender, call: Callable[..., Any], query: jax.Array
+) -> jax.Array:
+    """flax.linen.Embed.attend: the query times the table, both along the features."""
+    decision = _decide_embed(lender)
+    if decision.recipe is None:
+        return call(query)
+    layer: Any = lender.layer
+    query, table = layer.promote_dtype(query, layer.embedding, dtype=layer.dtype)
+    dimensions = (((query.ndim - 1,), (1,)), ((), ()))
+    with products.named_in_errors(decision):
+        key = lender.key(decision.recipe)
+        return decision.recipe.dot_general(query, table, dimensions, key=key)
+
+
+def _decide_embed(lender: products.Lender):
+    layer: Any = lender.layer
+    return lender.decide(
+        kernel=(layer.num_embeddings, layer.features),
+        shape=(layer.features, layer.num_embeddings),
+        named_only=True,
+    )
+
+
+# By the functions themselves, below Flax's wrappers: what an interceptor is told it intercepts.
+ANSWERS: dict[Any, Callable[..., Any]] = {
+    inspect.unwrap(nn.Einsum.__call__): _answer_einsum,
+    inspect.unwrap(nn.Embed.__call__): _answer_lookup,
+    inspect.unwrap(nn.Embed.attend): _answer_attend,
+}
+
+
+def run_foreign(
+    lender: products.Lender, call: Callable[..., Any], args: Any, kwargs: Any, method: str
+) -> Any:
+    """A module without an attribute for its product: somebody's layer, or a container.
+
+    Args:
+      lender: of the module.
+      call: its method.
+      args: the method's.
+      kwargs: the method's.
+      method: the method's name.
+    """
+    path = lender.path
+    if path in _rewriting.get():
+        return call(*args, **kwargs)
+    layer = lender.layer
+    if layer.is_initializing():
+        # What init computes is thrown away, and it makes parameters, which only the trace that
+        # Flax began may do.
+        result = call(*args, **kwargs)
+        if products.recorder.get() is not None:
+            _decide_foreign(lender)
+        return result
+    recording = products.recorder.get() is not None
+    named = any(rule.types and issubclass(type(layer), rule.types) for rule in lender.rules)
+    decision = _decide_foreign(lender) if named or recording else None
+    if decision is None or decision.recipe is None:
+        return call(*args, **kwargs)
+    recipe = decision.recipe
+
+    def multiply(lhs: jax.Array, rhs: jax.Array, *dimensions: Any, **options: Any) -> jax.Array:
+        return recipe.dot_general(lhs, rhs, *dimensions, **options, key=lender.key(recipe))
+
+    token = _rewriting.set((*_rewriting.get(), path))
+    try:
+        with products.named_in_errors(decision):
+            run = with_products(call, multiply, repr(path), strict=method == "__call__")
+            return run(*args, **kwargs)
+    finally:
+        _rewriting.reset(token)
+
+
+def _decide_foreign(lender: products.Lender) -> Decision | None:
+    """The rules' decision, or None if the module has no matrix of its own."""
+    own = lender.layer.variables.get("params", {})
+    kernels = [
+        tuple(value.shape)
+        for value in map(meta.unbox, own.values())
+        if getattr(value, "ndim", 0) >= 2
+    ]
+    if not kernels:
+        return None
+    inner = [name for name, value in own.items() if isinstance(value, Mapping)]
+    obstacle = f"has layers of its own: {', '.join(inner)}" if inner else None
+    if isinstance(lender.layer, nn.ConvTranspose | nn.ConvLocal):
+        obstacle = "no product of patches and kernel"
+    return lender.decide(kernel=kernels[0], named_only=True, obstacle=obstacle)

@@ -1,0 +1,161 @@
+"""flax.linen: how a layer gets its recipe while it is called.
+
+A layer that takes its product as an attribute (`dot_general`, attention's einsums, Conv's
+`conv_general_dilated`) is lent one for the length of a call: what runs is a clone that Flax bound
+for it, so nobody else sees the change. Layers that call jax.numpy by name are answered in their
+place: `linen_answers.py`.
+"""
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+from flax.core import Scope, freeze
+from flax.linen.dtypes import promote_dtype
+from flax.linen.module import InterceptorContext
+from jax import lax
+
+from mx_jax.convert import linen_products as products
+from mx_jax.convert.linen_answers import ANSWERS, lent, run_foreign
+from mx_jax.convert.rules import Rule
+from mx_jax.nn import linen as mx_linen
+from mx_jax.recipes import Recipe
+
+_EINSUMS = ("qk_attn_weights_einsum", "attn_weights_value_einsum")
+
+
+@dataclasses.dataclass(frozen=True)
+class Interceptor:
+    """A method interceptor for `flax.linen.intercept_methods`: rules for the layers below a root.
+
+    Attributes:
+      rules: the rules.
+      root: path of the converted module.
+      name: its name.
+    """
+
+    rules: tuple[Rule, ...]
+    root: tuple[str, ...]
+    name: str | None
+
+    def __call__(
+        self, call: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext
+    ) -> Any:
+        """Run a method of a module, with what the rules say of it."""
+        layer, scope = context.module, context.module.scope
+        path = None if scope is None else self._path(layer)
+        if scope is None or path is None:
+            return call(*args, **kwargs)
+        _mark(scope, hash(self.rules))
+        if context.method_name == "setup":
+            return call(*args, **kwargs)
+        lender = products.Lender(self.rules, layer, path)
+        answer = ANSWERS.get(getattr(context.orig_method, "func", None))
+        if answer is not None:
+            return answer(lender, call, *args, **kwargs)
+        loans = _loans(lender)
+        if loans is None:
+            return run_foreign(lender, call, args, kwargs, context.method_name)
+        with lent(layer, loans):
+            return call(*args, **kwargs)
+
+    def _path(self, layer: nn.Module) -> str | None:
+        """Path below the root; None if it is not there."""
+        names = layer.path
+        if names[: len(self.root)] != self.root:
+            return None
+        names = names[len(self.root) :]
+        if not names and layer.name != self.name:
+            # A submodule that the model applies to parameters of its own making has no path.
+            return layer.name or ""
+        return "/".join(names)
+
+
+def _mark(scope: Scope, rules: int) -> None:
+    """Tell nn.jit that a scope and those below it are not like any other.
+
+    It compiles once for equal modules, wherever they are, but rules go by path. Its key has the
+    scope's flags in it, and a module below nn.jit is seen by interceptors only while it is traced:
+    so a scope marks the scopes that it makes.
+    """
+    scope.flags = freeze({**scope.flags, "mx_jax": (rules, *scope.path)})
+    # A strong reference would be a cycle, which keeps a model's variables until it is collected.
+    reference = weakref.ref(scope)
+
+    def push(*args: Any, **kwargs: Any) -> Scope:
+        parent = reference()
+        assert parent is not None
+        child = Scope.push(parent, *args, **kwargs)
+        _mark(child, rules)
+        return child
+
+    vars(scope)["push"] = push
+
+
+def _loans(lender: products.Lender) -> dict[str, Any] | None:
+    """What to set on a layer while it runs; None if it has no attribute for a product."""
+    layer: Any = lender.layer
+    fields = type(layer).__dataclass_fields__
+    if isinstance(getattr(layer, "recipe", None), Recipe):
+        lender.note("has its own recipe")
+        return {}
+    if "dot_general" in fields:
+        return _dot_general_loans(lender)
+    if all(f"{name}_cls" in fields for name in _EINSUMS):
+        return _attention_loans(lender)
+    if isinstance(layer, nn.Conv):
+        return _conv_loans(lender)
+    return None
+
+
+def _dot_general_loans(lender: products.Lender) -> dict[str, Any]:
+    layer: Any = lender.layer
+    ours = layer.dot_general is None or isinstance(layer.dot_general, products.DotGeneral)
+    if getattr(layer, "dot_general_cls", None) is not None or not (
+        ours or layer.dot_general is lax.dot_general
+    ):
+        lender.note("has its own dot_general")
+        return {}
+    loans: dict[str, Any] = {"dot_general": products.DotGeneral(lender)}
+    if getattr(layer, "promote_dtype", None) is promote_dtype:
+        # A kernel may be an MXArray, which is then used as it is.
+        loans["promote_dtype"] = mx_linen.promote_operands
+    return loans
+
+
+def _attention_loans(lender: products.Lender) -> dict[str, Any]:
+    layer: Any = lender.layer
+    obstacle = None
+    if any(getattr(layer, f"{name}_cls") is not None for name in _EINSUMS):
+        made = [getattr(layer, f"{name}_cls") for name in _EINSUMS]
+        if not all(isinstance(entry, products.Makes) for entry in made):
+            obstacle = "has its own einsum"
+    elif not {*_EINSUMS} <= inspect.signature(layer.attention_fn).parameters.keys():
+        obstacle = "its attention_fn takes no einsum"
+    if obstacle is not None:
+        for name in ("qk", "av"):
+            lender.decide(name, obstacle=obstacle)
+        return {}
+    loans: dict[str, Any] = {
+        f"{name}_cls": products.Makes(products.AttentionEinsum(lender, product, layer.precision))
+        for name, product in zip(_EINSUMS, ("qk", "av"), strict=True)
+    }
+    if layer.precision is not None and not isinstance(
+        layer.attention_fn, products.WithoutPrecision
+    ):
+        loans["attention_fn"] = products.WithoutPrecision(layer.attention_fn)
+    return loans
+
+
+def _conv_loans(lender: products.Lender) -> dict[str, Any]:
+    layer: Any = lender.layer
+    own = layer.conv_general_dilated
+    if layer.conv_general_dilated_cls is not None or not (
+        own in (None, lax.conv_general_dilated) or isinstance(own, products.ConvProduct)
+    ):
+        lender.note("has its own conv_general_dilated")
+        return {}
+    return {"conv_general_dilated": products.ConvProduct(lender)}

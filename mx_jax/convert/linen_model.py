@@ -1,0 +1,200 @@
+"""flax.linen: an unmodified module as one whose layers follow rules."""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from mx_jax.convert.linen_layers import Interceptor
+from mx_jax.convert.linen_products import Recorder, recorder
+from mx_jax.convert.report import Report
+from mx_jax.convert.rules import Rule, as_rules
+from mx_jax.nn.linen import RNG_STREAM
+
+# Conversions that are under way: (rules, path of the root).
+_active: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("active", default=())
+
+
+def linen(module: nn.Module, rules: Rule | Sequence[Rule]) -> nn.Module:
+    """A module whose layers follow rules: same parameters, same names, same methods.
+
+    The module is of a subclass of its own class with the same fields. While one of its methods
+    runs, layers below it are lent the products that the rules choose; nothing is stored, neither
+    in the module nor in its variables, so checkpoints go both ways and `original` takes the
+    conversion back. Modules with equal fields and rules are equal: a rebuilt model does not
+    retrace. Stochastic recipes draw from the stream `"quantize"`.
+
+    Args:
+      module: an unbound module; a converted one gets the new rules instead of its old.
+      rules: the first that matches a layer decides; see `Rule`.
+
+    Returns:
+      An unbound module. `bind` is not offered: layers called past the module's own methods would
+      silently stay in high precision.
+
+    Raises:
+      TypeError: not a flax.linen module, or not rules.
+      ValueError: a bound module.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> from mx_jax import convert, recipes
+      >>> model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
+      >>> quantized = convert.linen(model, [convert.Rule("layers_0", recipes.mxfp8())])
+      >>> x = jnp.ones((4, 32))
+      >>> variables = model.init(jax.random.key(0), x)
+      >>> quantized.apply(variables, x).shape
+      (4, 10)
+      >>> print(convert.report(model, [convert.Rule("layers_0", recipes.mxfp8())], x))
+      layer     type   kernel  rule  recipe
+      layers_0  Dense  32x64   0     mxfp8
+      layers_2  Dense  64x10   -     (no rule matches)
+      1 of 2 layers converted
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"convert.linen: needs a flax.linen module, got {type(module).__name__}; "
+            "use convert.nnx for flax.nnx"
+        )
+    if module.scope is not None:
+        raise ValueError(
+            f"convert.linen: needs an unbound module, got {type(module).__name__} bound at "
+            f"{'/'.join(module.path)!r}; convert the whole model before init and apply, with rules "
+            "for the part"
+        )
+    module = original(module)
+    return _rebuilt(module, _converted_class(type(module), as_rules(rules, "convert.linen")))
+
+
+def original(module: nn.Module) -> nn.Module:
+    """The module that was converted; a module that was not, as it is."""
+    base = getattr(type(module), "_mx_base", None)
+    return module if base is None else _rebuilt(module, base)
+
+
+def _rebuilt(module: nn.Module, cls: type) -> nn.Module:
+    fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
+    return cls(**fields)
+
+
+@functools.lru_cache(maxsize=1024)
+def _converted_class(base: type, rules: tuple[Rule, ...]) -> type:
+    """A subclass that runs its methods under rules.
+
+    One for each pair, so that equal modules have one class, which is what Flax compares. It keeps
+    the name: Flax names submodules after it.
+    """
+    body = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        # Otherwise the subclass would be given new ones in place of the user's.
+        "__eq__": base.__eq__,
+        "__hash__": base.__hash__,
+        "__reduce__": nn.nowrap(_reduce),
+        "_mx_base": base,
+        "_mx_rules": rules,
+        "_call_wrapped_method": nn.nowrap(_call_wrapped_method),
+        "apply": nn.nowrap(_under_rules("apply")),
+        "init_with_output": nn.nowrap(_under_rules("init_with_output")),
+        "bind": nn.nowrap(_bind),
+    }
+    return type(base)(base.__name__, (base,), body)
+
+
+def _reduce(self: Any) -> tuple[Any, ...]:
+    return linen, (original(self), self._mx_rules)
+
+
+def _call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
+    """Flax's way into every method: also where the module is a part of another."""
+    run = functools.partial(self._mx_base._call_wrapped_method, self, fun, args, kwargs)
+    if self.scope is None:
+        return run()
+    with _converting(self, self.path):
+        return run()
+
+
+def _under_rules(name: str):
+    """`apply` and the like: the method they are given may call submodules directly."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _converting(self, ()):
+            return getattr(self._mx_base, name)(self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+def _bind(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise ValueError(
+        f"convert.linen: {type(self).__name__}.bind would leave layers that are called past the "
+        "module's own methods in high precision; use apply(variables, ..., method=lambda module, "
+        "x: module.encoder(x)), or bind convert.original(module)"
+    )
+
+
+@contextlib.contextmanager
+def _converting(module: Any, root: tuple[str, ...]) -> Iterator[None]:
+    """Intercept methods below a module, once however its methods nest."""
+    active, conversion = _active.get(), (module._mx_rules, root)
+    if conversion in active:
+        yield
+        return
+    token = _active.set((*active, conversion))
+    try:
+        with nn.intercept_methods(Interceptor(module._mx_rules, root, module.name)):
+            yield
+    finally:
+        _active.reset(token)
+
+
+def report(
+    module: nn.Module,
+    rules: Rule | Sequence[Rule],
+    *args: Any,
+    rngs: Any = None,
+    strict: bool = False,
+    **kwargs: Any,
+) -> Report:
+    """What rules do to a module, from an abstract trace of its init.
+
+    Args:
+      module: as `linen` takes it.
+      rules: as `linen` takes them.
+      *args: example arguments of the module, arrays or `jax.ShapeDtypeStruct`.
+      rngs: streams for init; default: "params", "dropout" and "quantize".
+      strict: whether a rule that matched nothing is an error instead of a warning.
+      **kwargs: further arguments, `method` among them.
+    """
+    rules = as_rules(rules, "convert.report")
+    converted = linen(module, rules)
+    if rngs is None:
+        rngs = {name: jax.random.key(0) for name in ("params", "dropout", RNG_STREAM)}
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    # Flags such as train=True have to stay Python values; so do strings and functions.
+    dynamic = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def init(*arrays: Any) -> Any:
+        given = iter(arrays)
+        merged = [
+            next(given) if traced else leaf for leaf, traced in zip(leaves, dynamic, strict=True)
+        ]
+        own_args, own_kwargs = jax.tree.unflatten(tree, merged)
+        return converted.init(rngs, *own_args, **own_kwargs)
+
+    record = Recorder()
+    token = recorder.set(record)
+    try:
+        arrays = [leaf for leaf, traced in zip(leaves, dynamic, strict=True) if traced]
+        jax.eval_shape(init, *arrays)
+    finally:
+        recorder.reset(token)
+    result = Report(rules=rules, decisions=record.decisions)
+    result.check("convert.report", strict)
+    return result

@@ -1,0 +1,227 @@
+"""flax.linen: products that ask the rules when they are made, with the shapes they have."""
+
+import contextlib
+import contextvars
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mx_jax.convert import conv
+from mx_jax.convert.rules import Decision, Layer, Rule, decide
+from mx_jax.nn.linen import RNG_STREAM
+from mx_jax.ops.einsum import einsum
+from mx_jax.recipes import Recipe
+
+
+class Recorder:
+    """Decisions in the order in which a trace meets them, and layers that no rule could reach."""
+
+    def __init__(self):
+        self._decisions: dict[tuple[str, tuple[int, ...] | None], Decision] = {}
+        self._bare: dict[str, Layer] = {}
+
+    def add(self, decision: Decision) -> None:
+        """Keep a decision; a layer called again, or traced again, adds nothing."""
+        self._decisions.setdefault((decision.layer.path, decision.layer.kernel), decision)
+
+    def add_bare(self, layer: Layer) -> None:
+        """Keep a layer with an obstacle, in case nothing else is said of it."""
+        self._bare.setdefault(layer.path, layer)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """All of them; layers out of reach come last."""
+        known = {path for path, _ in self._decisions}
+        bare = [layer for path, layer in self._bare.items() if path not in known]
+        return (*self._decisions.values(), *(decide((), layer) for layer in bare))
+
+
+# Where decisions go while `report` traces a model.
+recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("recorder", default=None)
+
+
+class Lender:
+    """One layer in one call: its path, and the rules to ask.
+
+    Equal if rules and path are, so that a jit inside the layer finds what it compiled; with a
+    stochastic recipe never equal, because each call draws from its own scope.
+    """
+
+    def __init__(self, rules: tuple[Rule, ...], layer: nn.Module, path: str):
+        self.rules, self.layer, self.path = rules, layer, path
+        stochastic = any(rule.recipe and rule.recipe.is_stochastic for rule in rules)
+        self._identity = (rules, path, id(self) if stochastic else 0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lender) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    def decide(self, product: str | None = None, **facts: Any) -> Decision:
+        """The rules' decision about the layer, or about one named product of it.
+
+        Args:
+          product: name of the product, a further part of the path.
+          **facts: fields of `Layer`.
+        """
+        path = self.path if product is None else "/".join(filter(None, (self.path, product)))
+        decision = decide(self.rules, Layer(path=path, type=type(self.layer), **facts))
+        record = recorder.get()
+        if record is not None:
+            record.add(decision)
+        return decision
+
+    def note(self, obstacle: str) -> None:
+        """Tell the report why no rule reaches the layer, in case nothing else is said of it."""
+        record = recorder.get()
+        if record is not None:
+            record.add_bare(Layer(path=self.path, type=type(self.layer), obstacle=obstacle))
+
+    def key(self, recipe: Recipe) -> jax.Array | None:
+        """A key from the layer's `"quantize"` stream, if the recipe draws random bits.
+
+        As everywhere in Flax, `"params"` stands in for a stream that is not there: nn.scan and
+        nn.vmap pass on only the streams they list, and every model lists that one.
+        """
+        if not recipe.is_stochastic:
+            return None
+        if self.layer.has_rng(RNG_STREAM):
+            return self.layer.make_rng(RNG_STREAM)
+        if self.layer.is_initializing():
+            # Drawing from "params" here would change what the next parameter is drawn from.
+            return jax.random.key(0)
+        if self.layer.has_rng("params"):
+            return self.layer.make_rng("params")
+        raise ValueError(
+            f"{self.path or type(self.layer).__name__}: recipe {recipe.name!r} draws random bits "
+            f"and needs the {RNG_STREAM!r} stream; call apply(..., rngs={{{RNG_STREAM!r}: key}}). "
+            f"Below nn.scan or nn.vmap, list {RNG_STREAM!r} in split_rngs, or pass the key as "
+            "'params', a stream that they list already"
+        )
+
+
+@contextlib.contextmanager
+def named_in_errors(decision: Decision) -> Iterator[None]:
+    """Say in an error which layer and rule it comes from."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        error.add_note(
+            f"in layer {decision.layer.path!r} ({decision.layer.type.__name__}), "
+            f"converted by rule {decision.rule}"
+        )
+        raise
+
+
+@dataclasses.dataclass(frozen=True)
+class DotGeneral:
+    """What a layer calls in place of `jax.lax.dot_general`."""
+
+    lender: Lender
+
+    def __call__(
+        self, lhs: Any, rhs: Any, dimension_numbers: Any, *args: Any, **options: Any
+    ) -> Any:
+        """Ask the rules, then multiply with their recipe, or as the layer would have."""
+        (_, contracting), (_, batch) = dimension_numbers
+        kernel = tuple(rhs.shape)
+        kept = [size for axis, size in enumerate(kernel) if axis not in (*contracting, *batch)]
+        decision = self.lender.decide(
+            kernel=kernel,
+            shape=(*(kernel[axis] for axis in contracting), math.prod(kept)),
+            obstacle=None if len(contracting) else "contracts no axis",
+        )
+        if decision.recipe is None:
+            return lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
+        with named_in_errors(decision):
+            key = self.lender.key(decision.recipe)
+            return decision.recipe.dot_general(
+                lhs, rhs, dimension_numbers, *args, **options, key=key
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionEinsum:
+    """One of the two products inside an attention: `query key` or `weights value`."""
+
+    lender: Lender
+    product: str
+    precision: Any
+
+    def __call__(self, subscripts: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        """Ask the rules, then multiply with their recipe, or as the layer would have."""
+        decision = self.lender.decide(self.product)
+        if decision.recipe is None:
+            return jnp.einsum(subscripts, lhs, rhs, precision=self.precision)
+        with named_in_errors(decision):
+            key = self.lender.key(decision.recipe)
+            return einsum(
+                subscripts,
+                lhs,
+                rhs,
+                recipe=decision.recipe,
+                precision=self.precision,
+                key=key,
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Makes:
+    """A factory of one thing: what Flax's `*_cls` attributes take."""
+
+    product: Any
+
+    def __call__(self) -> Any:
+        """The thing."""
+        return self.product
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutPrecision:
+    """An attention function that takes no precision: Flax refuses it beside an einsum.
+
+    The einsums carry the precision instead.
+    """
+
+    attention_fn: Callable[..., jax.Array]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.attention_fn)
+        parameters = [p for p in signature.parameters.values() if p.name != "precision"]
+        return signature.replace(parameters=parameters)
+
+    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+        """The attention function's own answer."""
+        return self.attention_fn(*args, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvProduct:
+    """What a Conv calls in place of `jax.lax.conv_general_dilated`."""
+
+    lender: Lender
+
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any) -> jax.Array:
+        """Ask the rules, then multiply patches with their recipe, or convolve."""
+        kernel = tuple(rhs.shape)
+        decision = self.lender.decide(
+            kernel=kernel,
+            shape=(math.prod(kernel[:-2]), *kernel[-2:]),
+            named_only=True,
+            obstacle=conv.obstacle(options["feature_group_count"], options["lhs_dilation"]),
+        )
+        if decision.recipe is None:
+            return lax.conv_general_dilated(lhs, rhs, *args, **options)
+        with named_in_errors(decision):
+            key = self.lender.key(decision.recipe)
+            product = conv.ConvOfDotGeneral(dot_general=decision.recipe.dot_general)
+            return product(lhs, rhs, *args, **options, key=key)

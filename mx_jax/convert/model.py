@@ -1,0 +1,88 @@
+"""What conversion offers for models of both frameworks alike."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import flax.linen
+
+from mx_jax.convert import linen_model, nnx_model
+from mx_jax.convert.report import Report
+from mx_jax.convert.rules import Rule
+
+M = TypeVar("M")
+
+
+def report(
+    model: Any, rules: Rule | Sequence[Rule], *args: Any, strict: bool = False, **options: Any
+) -> Report:
+    """Every layer's decision, as a table to print, and the rules that matched nothing.
+
+    Nothing is computed: a flax.nnx model is walked, a flax.linen one traced abstractly.
+
+    Args:
+      model: of flax.linen or flax.nnx, converted or not.
+      rules: what `convert.linen` or `convert.nnx` would be given.
+      *args: flax.linen: example arguments, arrays or `jax.ShapeDtypeStruct`.
+      strict: whether a rule that matched nothing is an error instead of an `UnusedRuleWarning`.
+      **options: flax.linen: keyword arguments of the module, `method`, and `rngs` for its init.
+
+    Raises:
+      TypeError: another kind of model; arguments for a flax.nnx one.
+      ValueError: with strict, a rule that matched nothing.
+
+    Example:
+      >>> import flax.linen as nn, jax.numpy as jnp
+      >>> from mx_jax import convert, recipes
+      >>> rules = [
+      ...     convert.Rule(".*/qk", None),
+      ...     convert.Rule("attention/.*", recipes.mxfp8()),
+      ... ]
+      >>> class Model(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x):
+      ...         x = nn.MultiHeadAttention(num_heads=2, name="attention")(x)
+      ...         return nn.Dense(10, name="head")(x)
+      >>> print(convert.report(Model(), rules, jnp.ones((1, 8, 64))))
+      layer            type                kernel   rule  recipe
+      attention/query  DenseGeneral        64x2x32  1     mxfp8
+      attention/key    DenseGeneral        64x2x32  1     mxfp8
+      attention/value  DenseGeneral        64x2x32  1     mxfp8
+      attention/qk     MultiHeadAttention  -        0     (kept by its rule)
+      attention/av     MultiHeadAttention  -        1     mxfp8
+      attention/out    DenseGeneral        2x32x64  1     mxfp8
+      head             Dense               64x10    -     (no rule matches)
+      5 of 7 layers converted
+    """
+    if isinstance(model, flax.linen.Module):
+        return linen_model.report(model, rules, *args, strict=strict, **options)
+    if args or options:
+        raise TypeError(
+            "convert.report: example arguments are for flax.linen, whose layers appear when they "
+            f"are called; got them with {type(model).__name__}; drop them"
+        )
+    return nnx_model.report(model, rules, strict=strict)
+
+
+def original(model: M) -> M:
+    """The model before conversion: the way back from `convert.linen` and `convert.nnx`.
+
+    Args:
+      model: of flax.linen or flax.nnx; one that was never converted is all right.
+
+    Returns:
+      flax.linen: the module that was converted. flax.nnx: a copy that shares the Variables, with
+      the products that its layers had.
+
+    Raises:
+      TypeError: another kind of model.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> from mx_jax import convert, recipes
+      >>> model = nn.Dense(8)
+      >>> convert.original(convert.linen(model, convert.Rule(".*", recipes.mxfp8()))) == model
+      True
+    """
+    if isinstance(model, flax.linen.Module):
+        return linen_model.original(model)  # pyright: ignore[reportReturnType]
+    return nnx_model.original(model)  # pyright: ignore

@@ -1,0 +1,163 @@
+"""flax.nnx: an unmodified model as a copy whose layers follow rules."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx as flax_nnx
+
+from mx_jax.convert.nnx_foreign import Foreign
+from mx_jax.convert.nnx_layers import Hook, hook_of
+from mx_jax.convert.nnx_products import Injected, KeyedInjected
+from mx_jax.convert.report import Report
+from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
+from mx_jax.nn.nnx import RNG_STREAM
+
+M = TypeVar("M", bound=flax_nnx.Module)
+Path = tuple[Any, ...]
+
+
+def nnx(
+    model: M,
+    rules: Rule | Sequence[Rule],
+    *,
+    rngs: flax_nnx.Rngs | None = None,
+    strict: bool = False,
+) -> M:
+    """A copy of a model whose layers follow rules. It shares the model's Variables.
+
+    Modules are copied, Variables are not: training the copy trains the model, and a checkpoint of
+    one is a checkpoint of the other. The model itself is not changed, and `original` takes the
+    conversion back from a copy that came through split, merge or a transform. What is set on the
+    copy's layers is static and compares by value: a rebuilt model does not retrace.
+
+    Only stochastic recipes add state: a stream `"quantize"` in each layer that has one. In a stack
+    made by nnx.vmap it has a key for each layer, along the parameters' leading axis.
+
+    Args:
+      model: the model; a converted one gets the new rules instead of its old.
+      rules: the first that matches a layer decides; see `Rule`. A layer that the model holds in
+        several places has several paths, and matches by each.
+      rngs: streams, if a recipe draws random bits; `"quantize"` or the default one is forked.
+      strict: whether a rule that matched nothing is an error instead of a warning.
+
+    Returns:
+      A model of the same type.
+
+    Raises:
+      TypeError: not a flax.nnx module, or not rules.
+      ValueError: rngs missing; with strict, a rule that matched nothing.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> from mx_jax import convert, recipes
+      >>> model = nnx.Sequential(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.relu)
+      >>> quantized = convert.nnx(model, convert.Rule(".*", recipes.mxfp8()))
+      >>> quantized(jnp.ones((4, 32))).shape, quantized.layers[0].kernel is model.layers[0].kernel
+      ((4, 64), True)
+    """
+    rules = as_rules(rules, "convert.nnx")
+    copy = original(model)
+    plans = list(_plans(copy, rules))
+    decisions = tuple(decision for plan in plans for decision in plan.decisions)
+    Report(rules=rules, decisions=decisions).check("convert.nnx", strict)
+    for plan in plans:
+        if any(decision.recipe for decision in plan.decisions):
+            _inject(plan, rngs)
+    return copy
+
+
+def original(model: M) -> M:
+    """A copy of a model, converted or not, with the products that its layers had.
+
+    Raises:
+      TypeError: not a flax.nnx module.
+    """
+    if not isinstance(model, flax_nnx.Module):
+        raise TypeError(
+            f"convert.nnx: needs a flax.nnx module, got {type(model).__name__}; "
+            "use convert.linen for flax.linen"
+        )
+    copy = flax_nnx.clone(model, variables=False)
+    for _, layer in list(flax_nnx.iter_modules(copy)):
+        hook = hook_of(layer)
+        if hook is not None:
+            hook.take_back(layer)
+    return copy
+
+
+def report(model: Any, rules: Rule | Sequence[Rule], *, strict: bool = False) -> Report:
+    """What rules do to a model.
+
+    Args:
+      model: as `nnx` takes it.
+      rules: as `nnx` takes them.
+      strict: whether a rule that matched nothing is an error instead of a warning.
+    """
+    rules = as_rules(rules, "convert.report")
+    plans = _plans(original(model), rules)
+    decisions = tuple(decision for plan in plans for decision in plan.decisions)
+    result = Report(rules=rules, decisions=decisions)
+    result.check("convert.report", strict)
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    layer: Any
+    hook: Hook | Foreign
+    decisions: tuple[Decision, ...]
+
+
+def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
+    """Every layer that multiplies, and what the rules say of its products."""
+    places = flax_nnx.find_duplicates(model)
+    for parts, layer in list(flax_nnx.iter_modules(model)):
+        hook = hook_of(layer)
+        if hook is None:
+            continue
+        facts = hook.facts(layer)
+        obstacle = facts.pop("obstacle", None) or hook.obstacle(layer)
+        decisions = []
+        for product in hook.products:
+            first, *others = (
+                "/".join(map(str, path if product is None else (*path, product)))
+                for path in (parts, *_aliases(parts, places))
+            )
+            kind = Layer(
+                path=first, aliases=tuple(others), type=type(layer), obstacle=obstacle, **facts
+            )
+            decisions.append(decide(rules, kind))
+        yield _Plan(layer, hook, tuple(decisions))
+
+
+def _aliases(path: Path, places: Sequence[Sequence[Path]]) -> list[Path]:
+    """The other paths of what lies at a path, where it or something above it is shared."""
+    return [
+        (*other, *path[len(place) :])
+        for group in places
+        for place in group
+        if path[: len(place)] == place
+        for other in group
+        if other != place
+    ]
+
+
+def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
+    layer, hook = plan.layer, plan.hook
+    recipes = tuple(decision.recipe for decision in plan.decisions)
+    operation, replaced = hook.operation(layer, recipes), hook.replaced(layer)
+    stochastic = [recipe for recipe in recipes if recipe and recipe.is_stochastic]
+    if not stochastic:
+        hook.put(layer, Injected(operation=operation, replaced=replaced))
+        return
+    if rngs is None:
+        raise ValueError(
+            f"convert.nnx: {plan.decisions[0].layer.path!r} gets recipe {stochastic[0].name!r}, "
+            "which draws random bits; pass rngs=nnx.Rngs(quantize=seed)"
+        )
+    key, stack = rngs[RNG_STREAM](), hook.stack(layer)
+    stream = flax_nnx.RngStream(jax.random.split(key, stack) if stack else key, tag=RNG_STREAM)
+    hook.put(layer, KeyedInjected(operation, replaced, stream))

@@ -1,0 +1,80 @@
+"""Reports: every layer's decision as a table, and the rules that decided nothing."""
+
+import dataclasses
+import warnings
+
+from rich.table import Table
+
+from mx_jax.convert.rules import Decision, Rule
+
+COLUMNS = ("layer", "type", "kernel", "rule", "recipe")
+
+
+class UnusedRuleWarning(UserWarning):
+    """A rule decided about no layer of a model."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What rules do to a model. Print it, or hand it to rich.
+
+    Attributes:
+      rules: the rules, in order.
+      decisions: one for each layer, in the model's order.
+    """
+
+    rules: tuple[Rule, ...]
+    decisions: tuple[Decision, ...]
+
+    @property
+    def unused(self) -> tuple[int, ...]:
+        """Indices of the rules that decided about no layer."""
+        used = {decision.rule for decision in self.decisions}
+        return tuple(index for index in range(len(self.rules)) if index not in used)
+
+    @property
+    def num_converted(self) -> int:
+        """How many layers get a recipe."""
+        return sum(decision.recipe is not None for decision in self.decisions)
+
+    @property
+    def summary(self) -> str:
+        """How many layers are converted, and which rules are unused."""
+        text = f"{self.num_converted} of {len(self.decisions)} layers converted"
+        unused = [f"rule {i} ({self.rules[i]}) matched nothing" for i in self.unused]
+        return "\n".join([text, *unused])
+
+    def check(self, operation: str, strict: bool) -> None:
+        """Warn of rules that matched nothing, or raise ValueError if strict."""
+        if not self.unused:
+            return
+        rules = ", ".join(f"{index} ({self.rules[index]})" for index in self.unused)
+        paths = ", ".join(repr(decision.layer.path) for decision in self.decisions[:8])
+        more = ", ..." if len(self.decisions) > 8 else ""
+        text = (
+            f"{operation}: rules that matched no layer: {rules}; the model has {paths}{more}; "
+            "patterns match whole paths, and the first rule that matches decides"
+        )
+        if strict:
+            raise ValueError(text)
+        warnings.warn(text, UnusedRuleWarning, stacklevel=3)
+
+    def __str__(self) -> str:
+        rows = [COLUMNS, *map(_row, self.decisions)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([*lines, self.summary])
+
+    def __rich__(self) -> Table:
+        table = Table(*COLUMNS, caption=self.summary)
+        for decision in self.decisions:
+            table.add_row(*_row(decision), style=None if decision.recipe else "dim")
+        return table
+
+
+def _row(decision: Decision) -> tuple[str, ...]:
+    layer = decision.layer
+    kernel = "x".join(map(str, layer.kernel)) if layer.kernel else "-"
+    rule = "-" if decision.rule is None else str(decision.rule)
+    recipe = decision.recipe.name if decision.recipe else f"({decision.reason})"
+    return (layer.path or ".", layer.type.__name__, kernel, rule, recipe)

@@ -1,0 +1,159 @@
+"""Block formats: an element format, a scale format and the block that shares one scale.
+
+Source: OCP Microscaling Formats (MX) v1.0, section 5.3 and table 1; NVIDIA's NVFP4.
+"""
+
+import dataclasses
+import enum
+
+import numpy as np
+
+from mx_jax.formats.element import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, ElementFormat
+from mx_jax.formats.scale import E4M3_SCALE, E8M0, F32, F32_DIVISOR, ScaleFormat
+
+
+class Whole(enum.Enum):
+    """The block size of an axis that lies in one block, however long it is."""
+
+    WHOLE = "whole"
+
+    def __repr__(self) -> str:
+        return "WHOLE"
+
+
+WHOLE = Whole.WHOLE
+
+BlockSize = int | Whole
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockFormat:
+    """How a tensor is cut into blocks and what a block stores.
+
+    Attributes:
+      name: short lower-case name, e.g. `"mxfp8_e4m3"`.
+      element: format of the elements.
+      scale: format of the scale that a block shares.
+      block: sizes along (kept, contracting) axes: MX is `(1, 32)`, row-wise float8 `(1, WHOLE)`,
+        tensor-wise `(WHOLE, WHOLE)`, two-dimensional weights `(16, 16)`.
+      tensor_scale: whether a float32 scale of the whole tensor multiplies every block scale.
+
+    Raises:
+      ValueError: if a block size is not positive, or a tensor scale is asked of an E8M0 format.
+
+    Example:
+      >>> from mx_jax.formats import MXFP4
+      >>> MXFP4.element.name, MXFP4.scale.name, MXFP4.block, MXFP4.bits_per_element
+      ('e2m1', 'e8m0', (1, 32), 4.25)
+    """
+
+    name: str
+    element: ElementFormat
+    scale: ScaleFormat
+    block: tuple[BlockSize, BlockSize] = (1, 32)
+    tensor_scale: bool = False
+
+    def __post_init__(self):
+        if len(self.block) != 2:
+            raise ValueError(
+                f"BlockFormat {self.name}: block must be (kept, contracting), "
+                f"got block={self.block}"
+            )
+        for size in self.block:
+            check_block_size(size, f"BlockFormat {self.name}")
+        if self.tensor_scale and self.scale.kind != "element":
+            raise ValueError(
+                f"BlockFormat {self.name}: a tensor scale goes with a block scale in an element "
+                f"format such as e4m3, got scale={self.scale.name}; set tensor_scale=False"
+            )
+
+    @property
+    def bits_per_element(self) -> float:
+        """Stored bits of one element, its share of the block scale included."""
+        share = 1.0
+        for size in self.block:
+            share = 0.0 if isinstance(size, Whole) else share / size
+        return self.element.bits + self.scale.bits * share
+
+    def with_block(self, block_size: BlockSize) -> "BlockFormat":
+        """The same format with another block size along the contracting axis."""
+        check_block_size(block_size, f"BlockFormat {self.name}")
+        if block_size == self.block[1]:
+            return self
+        return dataclasses.replace(self, block=(self.block[0], block_size))
+
+    def __repr__(self) -> str:
+        return f"BlockFormat({self.name}, block={self.block})"
+
+
+def check_block_size(size: object, operation: str) -> None:
+    """Raise ValueError unless `size` is a positive int or WHOLE."""
+    if isinstance(size, Whole):
+        return
+    if isinstance(size, int | np.integer) and not isinstance(size, bool) and size > 0:
+        return
+    raise ValueError(
+        f"{operation}: a block size must be a positive int or WHOLE, got block_size={size!r}"
+    )
+
+
+def _mx(name: str, element: ElementFormat) -> BlockFormat:
+    return BlockFormat(name=name, element=element, scale=E8M0)
+
+
+def _nv(name: str, tensor_scale: bool) -> BlockFormat:
+    return BlockFormat(
+        name=name, element=E2M1, scale=E4M3_SCALE, block=(1, 16), tensor_scale=tensor_scale
+    )
+
+
+MXFP8_E4M3 = _mx("mxfp8_e4m3", E4M3)
+MXFP8_E5M2 = _mx("mxfp8_e5m2", E5M2)
+MXFP6_E2M3 = _mx("mxfp6_e2m3", E2M3)
+MXFP6_E3M2 = _mx("mxfp6_e3m2", E3M2)
+MXFP4 = _mx("mxfp4", E2M1)
+MXINT8 = _mx("mxint8", INT8)
+NVFP4 = _nv("nvfp4", tensor_scale=True)
+NVFP4_ONE_LEVEL = _nv("nvfp4_one_level", tensor_scale=False)
+
+MX_FORMATS: tuple[BlockFormat, ...] = (
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP4,
+    MXINT8,
+)
+
+
+def _float8(name: str, element: ElementFormat, kept: BlockSize) -> BlockFormat:
+    return BlockFormat(name=name, element=element, scale=F32_DIVISOR, block=(kept, WHOLE))
+
+
+MXFP4_2D = dataclasses.replace(MXFP4, name="mxfp4_2d", block=(32, 32))
+NVFP4_2D = dataclasses.replace(NVFP4, name="nvfp4_2d", block=(16, 16))
+
+FLOAT8_ROWWISE_E4M3 = _float8("float8_rowwise_e4m3", E4M3, 1)
+FLOAT8_ROWWISE_E5M2 = _float8("float8_rowwise_e5m2", E5M2, 1)
+FLOAT8_TENSORWISE_E4M3 = _float8("float8_tensorwise_e4m3", E4M3, WHOLE)
+FLOAT8_TENSORWISE_E5M2 = _float8("float8_tensorwise_e5m2", E5M2, WHOLE)
+FLOAT8_BLOCKWISE_E4M3 = BlockFormat(
+    name="float8_blockwise_e4m3", element=E4M3, scale=F32, block=(1, 128)
+)
+FLOAT8_BLOCKWISE_2D_E4M3 = dataclasses.replace(
+    FLOAT8_BLOCKWISE_E4M3, name="float8_blockwise_2d_e4m3", block=(128, 128)
+)
+
+BLOCK_FORMATS: tuple[BlockFormat, ...] = (
+    *MX_FORMATS,
+    NVFP4,
+    NVFP4_ONE_LEVEL,
+    MXFP4_2D,
+    NVFP4_2D,
+    FLOAT8_ROWWISE_E4M3,
+    FLOAT8_ROWWISE_E5M2,
+    FLOAT8_TENSORWISE_E4M3,
+    FLOAT8_TENSORWISE_E5M2,
+    FLOAT8_BLOCKWISE_E4M3,
+    FLOAT8_BLOCKWISE_2D_E4M3,
+)

@@ -1,0 +1,213 @@
+"""Element formats: what one code of a block means, as data.
+
+Source: OCP Microscaling Formats (MX) v1.0, section 5.3; ml_dtypes for the fnuz pair.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ElementFormat:
+    """A sign, exponent and mantissa layout of at most 8 bits; a table row, never a branch.
+
+    Magnitudes count upward with their codes: code `c` of the non-negative half stands for
+    `m * 2^(emin - mantissa_bits)` while its exponent field is 0 and for
+    `(1 + m / 2^mantissa_bits) * 2^(field - bias)` after that. INT8 is the same half with a single
+    exponent bit (1.6 fixed point, MX v1.0 5.3.4); only its sign differs: two's complement.
+
+    Attributes:
+      name: short lower-case name, e.g. `"e4m3"`.
+      kind: `"float"` (sign and magnitude) or `"int"` (two's complement).
+      exponent_bits: width of the exponent field.
+      mantissa_bits: width of the stored mantissa field.
+      bias: exponent bias; a field `f > 0` has the unbiased exponent `f - bias`.
+      num_reserved_codes: codes at the top of the non-negative half that are NaN or Inf.
+      has_inf: whether the first reserved code is Inf.
+      has_negative_zero: whether the sign bit alone is -0; the fnuz formats use that code for NaN.
+      negative_extra: whether the code below `-max` may be produced (INT8's -2.0).
+      dtype_name: name of the ml_dtypes (or NumPy) type with the same codes.
+
+    Example:
+      >>> from mx_jax.formats import E2M1
+      >>> E2M1.bits, E2M1.max, E2M1.smallest_subnormal
+      (4, 6.0, 0.5)
+    """
+
+    name: str
+    kind: Literal["float", "int"]
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    num_reserved_codes: int
+    has_inf: bool
+    dtype_name: str
+    has_negative_zero: bool = True
+    negative_extra: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Width of one code, sign included."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def emin(self) -> int:
+        """Unbiased exponent of the smallest normal value, which subnormals share."""
+        return 1 - self.bias
+
+    @property
+    def sign_code(self) -> int:
+        """The code with only the sign bit set."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def max_code(self) -> int:
+        """Largest finite code of the non-negative half."""
+        return self.sign_code - 1 - self.num_reserved_codes
+
+    @property
+    def emax(self) -> int:
+        """Unbiased exponent of the largest finite value (MX v1.0, table 1)."""
+        return (self.max_code >> self.mantissa_bits) - self.bias
+
+    @property
+    def max(self) -> float:
+        """Largest finite value."""
+        return float(self._magnitude(self.max_code))
+
+    @property
+    def max_mantissa(self) -> int:
+        """Mantissa field of the largest finite value."""
+        return self.max_code & ((1 << self.mantissa_bits) - 1)
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest value with a full mantissa; for INT8 this is 1.0, its leading bit."""
+        return math.ldexp(1.0, self.emin)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The quantum: smallest positive value."""
+        return math.ldexp(1.0, self.emin - self.mantissa_bits)
+
+    @property
+    def nan_code(self) -> int | None:
+        """The code written for NaN, or None where the format has none."""
+        if not self.has_negative_zero and self.kind == "float":
+            return self.sign_code
+        return self.sign_code - 1 if self.num_reserved_codes else None
+
+    @property
+    def inf_code(self) -> int | None:
+        """The code of +Inf, or None where the format has none."""
+        return self.max_code + 1 if self.has_inf else None
+
+    @property
+    def overflow_code(self) -> int:
+        """What a cast that does not saturate writes above the range: Inf, else NaN, else max."""
+        if self.inf_code is not None:
+            return self.inf_code
+        return self.max_code if self.nan_code is None else self.nan_code
+
+    @property
+    def dynamic_range_db(self) -> float:
+        """20 log10(max / smallest_subnormal), in dB."""
+        return 20.0 * math.log10(self.max / self.smallest_subnormal)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The ml_dtypes type whose codes these are (NumPy's int8 for INT8)."""
+        return np.dtype(getattr(ml_dtypes, self.dtype_name, self.dtype_name))
+
+    def value(self, code: int) -> float:
+        """The value of one code, exact in float64.
+
+        Args:
+          code: `0 <= code < 2^bits`.
+
+        Returns:
+          A float; NaN or Inf for the reserved codes.
+
+        Raises:
+          ValueError: if the code does not fit the format's bits.
+        """
+        if not 0 <= code < 1 << self.bits:
+            raise ValueError(
+                f"{self.name}.value: the code must lie in 0..{(1 << self.bits) - 1}, "
+                f"got code={code}"
+            )
+        negative, half = bool(code & self.sign_code), code & (self.sign_code - 1)
+        if self.kind == "int":
+            signed = half - self.sign_code if negative else half
+            return signed * self.smallest_subnormal
+        if not self.has_negative_zero and code == self.sign_code:
+            return math.nan
+        magnitude = self._magnitude(half) if half <= self.max_code else self._special(half)
+        return -magnitude if negative else magnitude
+
+    def _magnitude(self, half: int) -> float:
+        field, mantissa = half >> self.mantissa_bits, half & ((1 << self.mantissa_bits) - 1)
+        if field:
+            mantissa += 1 << self.mantissa_bits
+        return math.ldexp(mantissa, max(field, 1) - self.bias - self.mantissa_bits)
+
+    def _special(self, half: int) -> float:
+        return math.inf if half == self.inf_code else math.nan
+
+    def __repr__(self) -> str:
+        return f"ElementFormat({self.name})"
+
+
+def _float(name: str, exponent_bits: int, mantissa_bits: int, bias: int, dtype: str, **special):
+    facts = {"num_reserved_codes": 0, "has_inf": False} | special
+    return ElementFormat(
+        name=name,
+        kind="float",
+        exponent_bits=exponent_bits,
+        mantissa_bits=mantissa_bits,
+        bias=bias,
+        dtype_name=dtype,
+        **facts,
+    )
+
+
+def _fixed(name: str, negative_extra: bool) -> ElementFormat:
+    return ElementFormat(
+        name=name,
+        kind="int",
+        exponent_bits=1,
+        mantissa_bits=6,
+        bias=1,
+        num_reserved_codes=0,
+        has_inf=False,
+        dtype_name="int8",
+        has_negative_zero=False,
+        negative_extra=negative_extra,
+    )
+
+
+E4M3 = _float("e4m3", 4, 3, 7, "float8_e4m3fn", num_reserved_codes=1)
+E5M2 = _float("e5m2", 5, 2, 15, "float8_e5m2", num_reserved_codes=4, has_inf=True)
+E2M3 = _float("e2m3", 2, 3, 1, "float6_e2m3fn")
+E3M2 = _float("e3m2", 3, 2, 3, "float6_e3m2fn")
+E2M1 = _float("e2m1", 2, 1, 1, "float4_e2m1fn")
+INT8 = _fixed("int8", negative_extra=False)
+INT8_FULL = _fixed("int8_full", negative_extra=True)
+E4M3FNUZ = _float("e4m3fnuz", 4, 3, 8, "float8_e4m3fnuz", has_negative_zero=False)
+E5M2FNUZ = _float("e5m2fnuz", 5, 2, 16, "float8_e5m2fnuz", has_negative_zero=False)
+
+ELEMENT_FORMATS: tuple[ElementFormat, ...] = (
+    E4M3,
+    E5M2,
+    E2M3,
+    E3M2,
+    E2M1,
+    INT8,
+    INT8_FULL,
+    E4M3FNUZ,
+    E5M2FNUZ,
+)

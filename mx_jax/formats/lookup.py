@@ -1,0 +1,80 @@
+"""Formats by object, by name, or by the dtype whose codes they share."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from mx_jax.formats.block import BLOCK_FORMATS, MX_FORMATS, NVFP4, BlockFormat
+from mx_jax.formats.element import ELEMENT_FORMATS, ElementFormat
+from mx_jax.formats.scale import SCALE_FORMATS, ScaleFormat
+
+# A dtype says nothing about blocks: it stands for the block format that the MX specification
+# gives its elements, unless a second 4-bit format makes even that a guess.
+_NAMED_BY_DTYPE = (*MX_FORMATS, NVFP4)
+
+
+def _names(formats: Iterable[Any]) -> str:
+    return ", ".join(format.name for format in formats)
+
+
+def block_format(format: Any) -> BlockFormat:
+    """The block format meant by an object, a name or a dtype.
+
+    Args:
+      format: a `BlockFormat`; a name such as `"mxfp4"` (case and `-` for `_` do not matter); or
+        an ml_dtypes, NumPy or jnp dtype that only one block format stores.
+
+    Returns:
+      The `BlockFormat`.
+
+    Raises:
+      ValueError: unknown name, or a dtype that names no block format or several; the message
+        lists the choices.
+      TypeError: anything else.
+
+    Example:
+      >>> import ml_dtypes
+      >>> from mx_jax.formats import block_format
+      >>> block_format("MXFP4"), block_format(ml_dtypes.float8_e4m3fn)
+      (BlockFormat(mxfp4, block=(1, 32)), BlockFormat(mxfp8_e4m3, block=(1, 32)))
+    """
+    if isinstance(format, BlockFormat):
+        return format
+    if isinstance(format, str):
+        return _by_name(format, BLOCK_FORMATS, "block format")
+    return _by_dtype(format)
+
+
+def any_format(name: str) -> BlockFormat | ElementFormat | ScaleFormat:
+    """The block, element or scale format of that name, looked for in this order.
+
+    Raises:
+      ValueError: unknown name; the message lists the known.
+    """
+    return _by_name(name, (*BLOCK_FORMATS, *ELEMENT_FORMATS, *SCALE_FORMATS), "format")
+
+
+def _by_name(name: str, formats: Iterable[Any], what: str) -> Any:
+    wanted = name.strip().lower().replace("-", "_")
+    for format in formats:
+        if format.name == wanted:
+            return format
+    raise ValueError(f"unknown {what} name={name!r}; known: {_names(formats)}")
+
+
+def _by_dtype(dtype: Any) -> BlockFormat:
+    try:
+        wanted = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(
+            "a block format is given as a BlockFormat, a name or a dtype, "
+            f"got format={dtype!r} of type {type(dtype).__name__}; known names: "
+            f"{_names(BLOCK_FORMATS)}"
+        ) from None
+    matches = [format for format in _NAMED_BY_DTYPE if format.element.dtype == wanted]
+    if len(matches) == 1:
+        return matches[0]
+    choices = matches or BLOCK_FORMATS
+    why = "is stored by several block formats" if matches else "is stored by no block format"
+    raise ValueError(f"dtype={wanted.name} {why}; name one of: {_names(choices)}")

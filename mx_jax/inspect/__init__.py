@@ -1,0 +1,5 @@
+"""Making quantization visible: its error, and how a product will be computed."""
+
+from mx_jax.inspect.error import saturated_fraction as saturated_fraction
+from mx_jax.inspect.error import sqnr_db as sqnr_db
+from mx_jax.inspect.explain import explain as explain

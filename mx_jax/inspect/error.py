@@ -1,0 +1,52 @@
+"""How far quantized values are from the exact ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mx_jax.codecs.element import decode
+from mx_jax.mxarray import MXArray
+
+
+def sqnr_db(exact: jax.typing.ArrayLike, approximate: jax.typing.ArrayLike) -> float:
+    """Signal to quantization noise: `10 log10(sum exact^2 / sum (exact - approximate)^2)`, in dB.
+
+    Args:
+      exact: reference values.
+      approximate: values of the same shape.
+
+    Returns:
+      A float; inf if nothing differs.
+
+    Raises:
+      ValueError: if the shapes differ.
+
+    Example:
+      >>> import jax, mx_jax
+      >>> x = jax.random.normal(jax.random.key(0), (256, 256))
+      >>> round(mx_jax.inspect.sqnr_db(x, mx_jax.cast(x, "mxfp8_e4m3", scale_rule="rceil")))
+      32
+    """
+    # In float64: squares of float32 values leave float32's range long before the values do.
+    exact, approximate = np.asarray(exact, np.float64), np.asarray(approximate, np.float64)
+    if exact.shape != approximate.shape:
+        raise ValueError(
+            "sqnr_db: shapes must agree, got "
+            f"exact.shape={exact.shape}, approximate.shape={approximate.shape}"
+        )
+    noise = np.sum(np.square(exact - approximate))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(10.0 * np.log10(np.sum(np.square(exact)) / noise))
+
+
+def saturated_fraction(x: jax.typing.ArrayLike, quantized: MXArray) -> float:
+    """The share of x whose magnitude is above what its block can represent, 0 to 1.
+
+    Args:
+      x: what was quantized.
+      quantized: `quantize(x, ...)`.
+    """
+    values = jnp.abs(quantized.dequantize(jnp.float32))
+    element = quantized.format.element
+    at_limit = jnp.abs(decode(quantized.codes, element)) >= element.max
+    return float(jnp.mean(at_limit & (jnp.abs(jnp.asarray(x)) > values)))

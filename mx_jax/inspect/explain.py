@@ -1,0 +1,76 @@
+"""Which backend takes which product of a recipe, and why the others do not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mx_jax.backends.base import MatmulCall, Target
+from mx_jax.backends.select import current_target, select
+from mx_jax.specs import MatmulRecipe, MatmulSpec
+
+
+def explain(
+    recipe: MatmulRecipe,
+    m: int,
+    k: int,
+    n: int,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    target: Target | None = None,
+) -> str:
+    """Say how each of the three products of `[m, k] @ [k, n]` will be computed.
+
+    Args:
+      recipe: the recipe.
+      m: rows of the left operand.
+      k: contracting size.
+      n: columns of the right operand.
+      dtype: dtype of the products.
+      target: the machine; default: the one jax would use.
+
+    Returns:
+      Three paragraphs of text.
+
+    Example:
+      >>> import mx_jax
+      >>> print(mx_jax.inspect.explain(mx_jax.recipes.weight_only("mxfp4"), 8, 64, 64))
+      output [8, 64] x [64, 64]: high precision x mxfp4 (even, nearest) -> reference
+        not xla: XLA has no native float8 dot on platform=cpu
+      grad_lhs [8, 64] x [64, 64]: high precision x high precision -> jax.lax.dot_general
+      grad_rhs [64, 8] x [64, 8]: high precision x high precision -> jax.lax.dot_general
+    """
+    target = current_target() if target is None else target
+    products = (
+        ("output", recipe.fwd, (m, k), (n, k)),
+        ("grad_lhs", recipe.dlhs, (m, n), (k, n)),
+        ("grad_rhs", recipe.drhs, (n, m), (k, m)),
+    )
+    lines: list[str] = []
+    for name, spec, lhs_shape, rhs_shape in products:
+        lines += _explain_product(name, spec, lhs_shape, rhs_shape, np.dtype(dtype), target)
+    return "\n".join(lines)
+
+
+def _explain_product(
+    name: str,
+    spec: MatmulSpec,
+    lhs_shape: tuple[int, int],
+    rhs_shape: tuple[int, int],
+    dtype: np.dtype,
+    target: Target,
+) -> list[str]:
+    title = f"{name} {list(lhs_shape)} x {list(rhs_shape)}: {spec}"
+    if spec.is_high_precision:
+        return [f"{title} -> jax.lax.dot_general"]
+    call = MatmulCall(
+        lhs_shape=lhs_shape,
+        rhs_shape=rhs_shape,
+        num_batch=0,
+        num_contracting=1,
+        lhs_format=spec.lhs and spec.lhs.format,
+        rhs_format=spec.rhs and spec.rhs.format,
+        out_dtype=dtype,
+    )
+    choice = select(call, target)
+    rejected = [f"  not {backend}: {reason}" for backend, reason in choice.rejections]
+    return [f"{title} -> {choice.backend.name}", *rejected]

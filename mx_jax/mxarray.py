@@ -1,0 +1,238 @@
+"""MXArray: codes and scales that stand for a tensor."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs import float32, indexing, packing
+from mx_jax.codecs import scale as scale_codec
+from mx_jax.codecs.blocks import Blocks
+from mx_jax.formats import BlockFormat
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("codes", "scales", "tensor_scale"),
+    meta_fields=("format", "blocks", "dtype"),
+    drop_fields=("primal",),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class MXArray:
+    """A tensor stored as element codes and shared block scales.
+
+    `value[i] = decode(codes[i]) * scale(block of i)`. A pytree of its arrays; everything else is
+    static. `codes` and `scales` have equal rank. Made by `mx_jax.quantize`; the constructor only
+    assembles parts.
+
+    Invariants, for shape `[d_0, ..., d_r]`:
+      - `codes`: uint8 of that shape, one code a byte;
+      - `scales`: `ceil(d_i / size)` entries along an axis in `blocks`, `d_i` along the others;
+        uint8 bytes (E8M0, biased by 127, or E4M3), or float32 where the format says so;
+      - `tensor_scale`: float32 of shape `[1, ..., 1]`, or None;
+      - `blocks`: axes counted from the end with block sizes, stored, never inferred.
+
+    Attributes:
+      codes: element codes.
+      scales: block scales.
+      tensor_scale: scale of the whole tensor (NVFP4), else None.
+      format: the block format.
+      blocks: e.g. `((-1, 32),)`.
+      dtype: what `dequantize()` and `jnp.asarray` give: the dtype that was quantized.
+
+    Example:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> x = mx_jax.quantize(jnp.arange(64.0).reshape(2, 32), "mxfp8_e4m3")
+      >>> x.shape, x.scales.shape, x.blocks, x.nbytes
+      ((2, 32), (2, 1), ((-1, 32),), 66)
+      >>> x[1].dequantize()[:4]
+      Array([32., 32., 32., 36.], dtype=float32)
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    tensor_scale: jax.Array | None = None
+    format: BlockFormat
+    blocks: Blocks
+    dtype: np.dtype
+    # What was quantized, while it is being traced: dequantize() hands it the gradient. Not part
+    # of the pytree, so it never leaves the trace, costs nothing and ends at every jit boundary.
+    primal: jax.Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape, which is the shape of the codes."""
+        return self.codes.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.codes.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.codes.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the arrays take as they are: one byte a code, plus the scales."""
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(self))
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes once the codes are packed along the last axis."""
+        width = packing.packed_length(self.shape[-1] if self.ndim else 1, self.format.element.bits)
+        return self.nbytes - self.size + math.prod(self.shape[:-1]) * width
+
+    @property
+    def elements(self) -> jax.Array:
+        """The codes as their native dtype: float8, float4 or int8; not defined for FP6.
+
+        Raises:
+          TypeError: where XLA cannot carry the element dtype (float6).
+        """
+        element = self.format.element
+        if element.bits == 6:
+            raise TypeError(
+                f"MXArray.elements: XLA does not carry arrays of {element.dtype_name} (it aborts "
+                f"or raises), got format={self.format.name}; use codes, or decode with "
+                "dequantize()"
+            )
+        codes = self.codes.astype(jnp.uint4) if element.bits == 4 else self.codes
+        return lax.bitcast_convert_type(codes, element.dtype)
+
+    @property
+    def scale_values(self) -> jax.Array:
+        """The scales as their native dtype: float8_e8m0fnu, float8_e4m3fn or float32."""
+        if self.scales.dtype == self.format.scale.dtype:
+            return self.scales
+        return lax.bitcast_convert_type(self.scales, self.format.scale.dtype)
+
+    @property
+    def packed_codes(self) -> jax.Array:
+        """Codes packed along the last axis: FP4 two a byte, FP6 four in three bytes."""
+        return packing.pack(self.codes, self.format.element.bits)
+
+    def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+        """The values, exact in float32, rounded once to any other dtype.
+
+        The gradient is the identity: it passes straight through to the array that was quantized in
+        the same trace.
+
+        Args:
+          dtype: a float dtype; default: the dtype that was quantized.
+
+        Returns:
+          An array of the logical shape.
+        """
+        dtype = self.dtype if dtype is None else jnp.dtype(dtype)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"dequantize: needs a float dtype, got dtype={dtype.name}")
+        codes, inside = block_shapes.split(self.codes, self.blocks)
+        scales = block_shapes.spread(self.scales, inside)
+        tensor_scale = self.tensor_scale
+        if tensor_scale is not None:
+            tensor_scale = block_shapes.spread(tensor_scale, inside)
+        bits = scale_codec.decode_scaled(codes, scales, self.format, tensor_scale)
+        values = block_shapes.merge(float32.from_bits(bits, dtype), self.shape, inside)
+        return values if self.primal is None else straight_through(values, self.primal)
+
+    def __jax_array__(self) -> jax.Array:
+        return self.dequantize()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.dequantize(), dtype=dtype)
+
+    def __getitem__(self, index: Any) -> "MXArray":
+        """Index between blocks; see `codecs.indexing.index_blocks` for what each axis takes."""
+        indexed = indexing.index_blocks(index, self.shape, self.blocks)
+        tensor_scale = self.tensor_scale
+        if tensor_scale is not None:
+            tensor_scale = indexing.index_tensor_scale(tensor_scale, indexed.codes)
+        return dataclasses.replace(
+            self,
+            codes=self.codes[indexed.codes],
+            scales=self.scales[indexed.scales],
+            tensor_scale=tensor_scale,
+            blocks=indexed.blocks,
+            primal=None if self.primal is None else self.primal[indexed.codes],
+        )
+
+    def __iter__(self) -> Iterator["MXArray"]:
+        return (self[index] for index in range(len(self)))
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an MXArray without axes")
+        return self.shape[0]
+
+    def transpose(self, *axes: Any) -> "MXArray":
+        """Permute axes, given one by one or as a sequence; the blocks go with them.
+
+        Without arguments, reverse them.
+        """
+        order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
+        order = tuple(order) or tuple(range(self.ndim))[::-1]
+        in_range = all(-self.ndim <= axis < self.ndim for axis in order)
+        order = tuple(axis % self.ndim for axis in order) if in_range else order
+        if sorted(order) != list(range(self.ndim)):
+            raise ValueError(f"MXArray.transpose: axes={axes} do not permute ndim={self.ndim}")
+
+        def move(array):
+            return None if array is None else array.transpose(order)
+
+        return dataclasses.replace(
+            self,
+            codes=move(self.codes),
+            scales=move(self.scales),
+            tensor_scale=move(self.tensor_scale),
+            blocks=indexing.transpose_blocks(order, self.blocks),
+            primal=move(self.primal),
+        )
+
+    @property
+    def T(self) -> "MXArray":
+        """All axes reversed."""
+        return self.transpose()
+
+    @property
+    def mT(self) -> "MXArray":
+        """The last two axes exchanged."""
+        return self.transpose(*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
+
+    def __repr__(self) -> str:
+        # Leaves may be anything while a transformation rebuilds the tree; say what is there.
+        shape = tuple(getattr(self.codes, "shape", ()))
+        blocks = ", ".join(f"{axis}: {size!r}" for axis, size in self.blocks)
+        text = f"MXArray({self.format.name}, shape={shape}, dtype={self.dtype}, blocks={{{blocks}}}"
+        if isinstance(self.codes, jax.Array) and not isinstance(self.codes, Tracer):
+            values = np.asarray(self.dequantize(jnp.float32))
+            shown = np.array2string(values, threshold=20, edgeitems=2, precision=4, separator=", ")
+            text += f", nbytes={self.nbytes},\n" + shown.replace("\n ", "\n")
+        return text + ")"
+
+
+def with_dtype(x: MXArray, dtype: jax.typing.DTypeLike) -> MXArray:
+    """The same codes, to be read as another dtype."""
+    return dataclasses.replace(x, dtype=np.dtype(dtype))
+
+
+@jax.custom_jvp
+def straight_through(values: jax.Array, primal: jax.Array) -> jax.Array:
+    """`values`, with the gradient of `primal`: the rounding counts as the identity."""
+    return values
+
+
+@straight_through.defjvp
+def _straight_through_jvp(primals, tangents):
+    values, primal = primals
+    return straight_through(values, primal), tangents[1].astype(values.dtype)

@@ -1,0 +1,4 @@
+"""Flax layers: `linen` and `nnx`."""
+
+from mx_jax.nn import linen as linen
+from mx_jax.nn import nnx as nnx

@@ -1,0 +1,154 @@
+"""flax.linen layers that hand a recipe to the matmul; parameters, names and shapes are Flax's.
+
+A layer of the same name loads the checkpoint of Flax's own. A kernel may also be an `MXArray`
+blocked along its contracting axis, which is then used as it is.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as flax_nn
+import jax
+import jax.numpy as jnp
+from flax.linen import module as flax_module
+from flax.linen.dtypes import promote_dtype
+
+from mx_jax.mxarray import MXArray, with_dtype
+from mx_jax.nn.delayed import DelayedDotGeneral as DelayedDotGeneral
+from mx_jax.ops.einsum import einsum
+from mx_jax.recipes import Recipe
+
+# Flax's name of the stream that stochastic recipes draw from.
+RNG_STREAM = "quantize"
+
+
+def promote_operands(*args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
+    """Flax's `promote_dtype`, which only tells MXArrays what they are to be read as."""
+    plain = [jnp.zeros((), arg.dtype) if isinstance(arg, MXArray) else arg for arg in args]
+    promoted = promote_dtype(*plain, dtype=dtype, inexact=inexact)
+    return [
+        with_dtype(arg, value.dtype) if isinstance(arg, MXArray) else value
+        for arg, value in zip(args, promoted, strict=True)
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _LayerDotGeneral:
+    """The recipe's dot_general with a key from the layer's stream. Equal if the recipes are."""
+
+    recipe: Recipe
+    layer: Any = dataclasses.field(compare=False, repr=False)
+
+    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+        return self.recipe.dot_general(*args, **options, key=_layer_key(self.layer, self.recipe))
+
+
+def _layer_key(layer: flax_nn.Module, recipe: Recipe) -> jax.Array | None:
+    """A key from the layer's `"quantize"` stream, if the recipe draws random bits."""
+    if not recipe.is_stochastic:
+        return None
+    if layer.has_rng(RNG_STREAM):
+        return layer.make_rng(RNG_STREAM)
+    if layer.is_initializing():
+        # The values that init computes are thrown away: asking for a key would only be in the way.
+        return jax.random.key(0)
+    raise ValueError(
+        f"{type(layer).__name__}: recipe {recipe.name!r} draws random bits and needs the "
+        f"{RNG_STREAM!r} stream; call apply(..., rngs={{{RNG_STREAM!r}: key}})"
+    )
+
+
+def _inject(layer: Any) -> None:
+    """Set the recipe as the layer's dot_general, unless the user chose another.
+
+    Flax clones a layer, attributes and all, when it binds it: a clone's callable must draw from
+    the clone.
+    """
+    if layer.dot_general_cls is not None:
+        return
+    if layer.dot_general is None or isinstance(layer.dot_general, _LayerDotGeneral):
+        layer.dot_general = _LayerDotGeneral(recipe=layer.recipe, layer=layer)
+
+
+class Dense(flax_nn.Dense):
+    """`flax.linen.Dense` with a recipe.
+
+    Attributes:
+      recipe: what to quantize in the product and in its two gradients.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> layer = mx_jax.nn.linen.Dense(8, recipe=mx_jax.recipes.mxfp8())
+      >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 64)))
+      >>> jax.tree.map(jnp.shape, variables)
+      {'params': {'bias': (8,), 'kernel': (64, 8)}}
+    """
+
+    promote_dtype: Any = promote_operands
+    recipe: Recipe = dataclasses.field(kw_only=True)
+
+    def __post_init__(self):
+        _inject(self)
+        super().__post_init__()
+
+
+class DenseGeneral(flax_nn.DenseGeneral):
+    """`flax.linen.DenseGeneral` with a recipe; blocks lie along the last of its `axis`.
+
+    Attributes:
+      recipe: what to quantize in the product and in its two gradients.
+    """
+
+    promote_dtype: Any = promote_operands
+    recipe: Recipe = dataclasses.field(kw_only=True)
+
+    def __post_init__(self):
+        _inject(self)
+        super().__post_init__()
+
+
+class Einsum(flax_nn.Einsum):
+    """`flax.linen.Einsum` with a recipe.
+
+    Attributes:
+      recipe: what to quantize in the product and in its two gradients.
+    """
+
+    promote_dtype: Any = promote_operands
+    recipe: Recipe = dataclasses.field(kw_only=True)
+
+    @flax_nn.compact
+    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+        """Apply the einsum to inputs and kernel.
+
+        Flax's own method calls jnp.einsum by name, so it cannot be injected and is restated here.
+
+        Args:
+          inputs: left operand.
+          einsum_str: subscripts, unless given to the constructor.
+
+        Returns:
+          The product, plus the bias.
+        """
+        subscripts = flax_module.merge_param("einsum_str", self.einsum_str, einsum_str)
+        subscripts = subscripts.replace(" ", "")
+        if "->" not in subscripts:
+            raise ValueError(f"Einsum: needs explicit subscripts with '->', got {subscripts!r}")
+        if subscripts.count(",") != 1:
+            raise ValueError(f"Einsum: needs exactly two operands, got {subscripts!r}")
+        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
+        bias = broadcast_shape = None
+        if self.use_bias:
+            shape, broadcast_shape = self._get_bias_shape(subscripts, inputs, kernel)
+            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        product = einsum(
+            subscripts,
+            inputs,
+            kernel,
+            recipe=self.recipe,
+            precision=self.precision,
+            preferred_element_type=self.preferred_element_type,
+            key=_layer_key(self, self.recipe),
+        )
+        return product if bias is None else product + jnp.reshape(bias, broadcast_shape)

@@ -1,0 +1,182 @@
+"""flax.nnx layers that hand a recipe to the matmul; parameters, names and shapes are Flax's.
+
+A layer loads the state of Flax's own. A kernel may also be an `MXArray` blocked along its
+contracting axis, which is then used as it is.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+
+from mx_jax.mxarray import MXArray, with_dtype
+from mx_jax.ops.dot_general import RecipeDotGeneral
+from mx_jax.ops.einsum import einsum
+from mx_jax.recipes import Recipe
+
+
+def promote_operands(args: Sequence[Any], /, *, dtype: Any = None, inexact: bool = True) -> Any:
+    """Flax's `promote_dtype`, which only tells MXArrays what they are to be read as."""
+    plain = tuple(jnp.zeros((), arg.dtype) if isinstance(arg, MXArray) else arg for arg in args)
+    promoted = promote_dtype(plain, dtype=dtype, inexact=inexact)
+    return tuple(
+        with_dtype(arg, value.dtype) if isinstance(arg, MXArray) else value
+        for arg, value in zip(args, promoted, strict=True)
+    )
+
+
+# Name of the stream that stochastic recipes draw from; falls back to the default stream.
+RNG_STREAM = "quantize"
+
+
+class _Keyed:
+    """Hands the layer's callable a fresh key at every use, if its recipe draws random bits."""
+
+    recipe: Recipe
+
+    def _keep_stream(self, rngs: nnx.Rngs) -> None:
+        if not self.recipe.is_stochastic:
+            self.rngs = nnx.data(None)
+            return
+        # A stream of its own, derived without drawing: what the model's other layers are
+        # initialized with must not depend on the recipe.
+        stream = rngs[RNG_STREAM]
+        key = jax.random.fold_in(stream.key[...], stream.count[...])
+        self.rngs = nnx.Rngs(**{RNG_STREAM: jax.random.fold_in(key, 0x6D78)})[RNG_STREAM]
+
+    def _with_key(self, operation: Any) -> Any:
+        ours = isinstance(operation, RecipeDotGeneral | RecipeEinsum)
+        if not ours or not operation.recipe.is_stochastic:
+            return operation
+        assert self.rngs is not None
+        return functools.partial(operation, key=self.rngs())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecipeEinsum:
+    """A drop-in for `jnp.einsum` of two operands; equal recipes make equal instances."""
+
+    recipe: Recipe
+
+    def __call__(self, subscripts: str, lhs: Any, rhs: Any, **options: Any) -> jax.Array:
+        """See `mx_jax.einsum`."""
+        return einsum(subscripts, lhs, rhs, recipe=self.recipe, **options)
+
+
+class _KeyedDotGeneral(_Keyed):
+    """A layer that calls `self.dot_general`."""
+
+    @property
+    def dot_general(self) -> Any:
+        """What the layer multiplies with."""
+        return self._with_key(self._dot_general)
+
+    @dot_general.setter
+    def dot_general(self, value: Any) -> None:
+        self._dot_general = value
+
+
+class Linear(_KeyedDotGeneral, nnx.Linear):
+    """`flax.nnx.Linear` with a recipe.
+
+    Example:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> from flax import nnx
+      >>> layer = mx_jax.nn.nnx.Linear(64, 8, recipe=mx_jax.recipes.mxfp8(), rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((2, 64))).shape, layer.kernel.shape
+      ((2, 8), (64, 8))
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        recipe: Recipe,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        """Make the layer.
+
+        Args:
+          in_features: size of the contracted axis.
+          out_features: size of the result's last axis.
+          recipe: what to quantize in the product and in its two gradients.
+          rngs: streams; a stochastic recipe draws from `"quantize"`.
+          **options: `flax.nnx.Linear`'s own.
+        """
+        options = {"dot_general": recipe.dot_general, "promote_dtype": promote_operands} | options
+        super().__init__(in_features, out_features, rngs=rngs, **options)
+        self.recipe = recipe
+        self._keep_stream(rngs)
+
+
+class LinearGeneral(_KeyedDotGeneral, nnx.LinearGeneral):
+    """`flax.nnx.LinearGeneral` with a recipe; blocks lie along the last of its `axis`."""
+
+    def __init__(
+        self,
+        in_features: Any,
+        out_features: Any,
+        *,
+        recipe: Recipe,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        """Make the layer.
+
+        Args:
+          in_features: sizes of the contracted axes.
+          out_features: sizes of the result's last axes.
+          recipe: what to quantize in the product and in its two gradients.
+          rngs: streams; a stochastic recipe draws from `"quantize"`.
+          **options: `flax.nnx.LinearGeneral`'s own.
+        """
+        options = {"dot_general": recipe.dot_general, "promote_dtype": promote_operands} | options
+        super().__init__(in_features, out_features, rngs=rngs, **options)
+        self.recipe = recipe
+        self._keep_stream(rngs)
+
+
+class Einsum(_Keyed, nnx.Einsum):
+    """`flax.nnx.Einsum` with a recipe."""
+
+    def __init__(
+        self,
+        einsum_str: str,
+        kernel_shape: Any,
+        bias_shape: Any = None,
+        *,
+        recipe: Recipe,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        """Make the layer.
+
+        Args:
+          einsum_str: subscripts of inputs and kernel.
+          kernel_shape: shape of the kernel.
+          bias_shape: shape of the bias, or None for none.
+          recipe: what to quantize in the product and in its two gradients.
+          rngs: streams; a stochastic recipe draws from `"quantize"`.
+          **options: `flax.nnx.Einsum`'s own.
+        """
+        operation = RecipeEinsum(recipe=recipe)
+        options = {"einsum_op": operation, "promote_dtype": promote_operands} | options
+        super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, **options)
+        self.recipe = recipe
+        self._keep_stream(rngs)
+
+    @property
+    def einsum_op(self) -> Any:
+        """What the layer multiplies with."""
+        return self._with_key(self._einsum_op)
+
+    @einsum_op.setter
+    def einsum_op(self, value: Any) -> None:
+        self._einsum_op = value

@@ -1,0 +1,1 @@
+"""The operations users call: checks, canonical order, gradients, dispatch."""

@@ -1,0 +1,258 @@
+"""Differentiable products with a recipe: dot_general, matmul, and a callable to inject."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mx_jax.backends.base import Operand
+from mx_jax.mxarray import MXArray
+from mx_jax.ops.canonical import canonicalize, check_dimension_numbers, restore
+from mx_jax.ops.checks import QUANTIZABLE, check_is_key
+from mx_jax.ops.gradients import differentiable_matmul
+from mx_jax.specs import MatmulRecipe
+
+
+def dot_general(
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: lax.DotDimensionNumbers,
+    *,
+    recipe: MatmulRecipe,
+    precision: Any = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    out_sharding: Any = None,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """`jax.lax.dot_general` with quantized operands and quantized gradients.
+
+    Each operand of each of the three products is quantized along its own contracting axis, as the
+    recipe says; blocks lie along the last contracting axis. With Q the casts,
+    `y = Q(lhs) Q(rhs)`, `dlhs = Q(g) Q(rhs)^T`, `drhs = Q(lhs)^T Q(g)`, and every cast counts as
+    the identity in the gradient.
+
+    Args:
+      lhs: float32, bfloat16 or float16 values, or an MXArray blocked along its last contracting
+        axis, which is used as it is.
+      rhs: likewise.
+      dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`.
+      recipe: what to quantize, e.g. `mx_jax.recipes.mxfp8()`.
+      precision: as in `jax.lax.dot_general`, for high-precision operands.
+      preferred_element_type: dtype of the product; default: the operands' common dtype.
+      out_sharding: sharding of the product, as in `jax.lax.dot_general`.
+      key: PRNG key, if the recipe rounds stochastically.
+
+    Returns:
+      The product, axes `[*batch, *lhs_kept, *rhs_kept]`.
+
+    Raises:
+      ValueError: sizes or axes that do not fit, an MXArray blocked along another axis, a key
+        missing or not wanted.
+      TypeError: operands that are not float32, bfloat16, float16 or MXArray, or a recipe that is
+        none.
+
+    Example:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> x, w = jnp.ones((2, 64)), jnp.full((64, 3), 0.5)
+      >>> recipe = mx_jax.recipes.mxfp8()
+      >>> mx_jax.dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe)[0]
+      Array([32., 32., 32.], dtype=float32)
+    """
+    check_recipe(recipe, "dot_general")
+    lhs, rhs = as_operand(lhs, "lhs", recipe), as_operand(rhs, "rhs", recipe)
+    _check_matmul_key(key, recipe)
+    out_dtype = np.dtype(
+        jnp.result_type(lhs.dtype, rhs.dtype)
+        if preferred_element_type is None
+        else preferred_element_type
+    )
+    if recipe.is_high_precision and not isinstance(lhs, MXArray) and not isinstance(rhs, MXArray):
+        return lax.dot_general(
+            lhs,
+            rhs,
+            check_dimension_numbers(lhs, rhs, dimension_numbers),
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
+    lhs, rhs, groups = canonicalize(lhs, rhs, dimension_numbers)
+    product = differentiable_matmul(recipe, groups.filled(), lhs, rhs, out_dtype, precision, key)
+    product = restore(product, groups)
+    return constrain(product, out_sharding)
+
+
+def constrain(product: jax.Array, out_sharding: Any) -> jax.Array:
+    """The product where the caller wants it; meshes with explicit axes move it, others hint."""
+    if out_sharding is None:
+        return product
+    if jax.sharding.get_abstract_mesh().are_all_axes_explicit:
+        return jax.sharding.reshard(product, out_sharding)
+    return lax.with_sharding_constraint(product, out_sharding)
+
+
+def check_recipe(recipe: Any, operation: str) -> None:
+    """Raise TypeError unless recipe is one, with the remedy for a name or a forgotten call."""
+    if isinstance(recipe, MatmulRecipe):
+        return
+    hint = "call it: recipes are functions" if callable(recipe) else "e.g. mx_jax.recipes.mxfp8()"
+    raise TypeError(f"{operation}: recipe must be a Recipe ({hint}), got recipe={recipe!r}")
+
+
+def as_operand(x: Any, side: str, recipe: MatmulRecipe) -> Operand:
+    """An MXArray as it is, anything else as an array that the recipe can take.
+
+    Raises:
+      TypeError: a dtype that cannot be quantized, unless nothing is.
+    """
+    if isinstance(x, MXArray):
+        return x
+    dtype = getattr(x, "dtype", None)
+    array = x if isinstance(x, jax.Array) else jnp.asarray(x)
+    name = np.dtype(dtype if dtype is not None else array.dtype).name
+    if name in QUANTIZABLE or recipe.is_high_precision:
+        return array
+    raise TypeError(
+        f"matmul: {side} must be float32, bfloat16, float16 or an MXArray, got dtype={name}, "
+        f"shape={array.shape}; convert it first, e.g. {side}.astype(jnp.float32)"
+    )
+
+
+def _check_matmul_key(key: Any, recipe: MatmulRecipe) -> None:
+    if recipe.is_stochastic and key is None:
+        raise ValueError(
+            f"dot_general: recipe {recipe.name!r} rounds stochastically and needs a key, got "
+            "key=None; pass key=jax.random.key(seed)"
+        )
+    if not recipe.is_stochastic and key is not None:
+        raise ValueError(
+            f"dot_general: recipe {recipe.name!r} draws no random bits, got a key; drop it"
+        )
+    if key is not None:
+        check_is_key(key, "dot_general")
+
+
+def matmul(
+    lhs: Any,
+    rhs: Any,
+    *,
+    recipe: MatmulRecipe,
+    precision: Any = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """`jnp.matmul` with a recipe: `[..., m, k] @ [..., k, n]`, leading axes broadcast.
+
+    Args:
+      lhs: values or an MXArray blocked along its last axis; one axis means a row vector.
+      rhs: values or an MXArray blocked along its second-last axis; one axis means a column vector.
+      recipe: what to quantize.
+      precision: as in `jax.lax.dot_general`.
+      preferred_element_type: dtype of the product.
+      key: PRNG key, if the recipe rounds stochastically.
+
+    Returns:
+      `[..., m, n]`.
+
+    Raises:
+      ValueError: no axes, contracting sizes that differ, or leading axes that do not broadcast.
+
+    Example:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> w = mx_jax.quantize(jnp.ones((64, 3)), "mxfp4", axis=0)
+      >>> mx_jax.matmul(jnp.ones((2, 64)), w, recipe=mx_jax.recipes.weight_only("mxfp4")).shape
+      (2, 3)
+    """
+    check_recipe(recipe, "matmul")
+    lhs, rhs = as_operand(lhs, "lhs", recipe), as_operand(rhs, "rhs", recipe)
+    if not lhs.ndim or not rhs.ndim:
+        raise ValueError(
+            f"matmul: both operands need an axis, got lhs.shape={lhs.shape}, rhs.shape={rhs.shape}"
+        )
+    drop = [-2] * (lhs.ndim == 1 and rhs.ndim > 2)
+    rhs_contracting = max(rhs.ndim - 2, 0)
+    if lhs.shape[-1] != rhs.shape[rhs_contracting]:
+        raise ValueError(
+            f"matmul: contracting sizes must agree, got lhs.shape={lhs.shape} with k="
+            f"{lhs.shape[-1]} and rhs.shape={rhs.shape} with k={rhs.shape[rhs_contracting]}"
+        )
+    batch = _broadcast_batch(lhs.shape[:-2], rhs.shape[:-2])
+    # Leading axes of lhs alone are kept axes; only what both sides have is a batch.
+    num_batch = len(batch) if rhs.ndim > 2 else 0
+    if num_batch:
+        lhs, rhs = _with_batch(lhs, batch), _with_batch(rhs, batch)
+        rhs_contracting = rhs.ndim - 2
+    axes = tuple(range(num_batch))
+    product = dot_general(
+        lhs,
+        rhs,
+        (((lhs.ndim - 1,), (rhs_contracting,)), (axes, axes)),
+        recipe=recipe,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        key=key,
+    )
+    return jnp.squeeze(product, drop) if drop else product
+
+
+def _broadcast_batch(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    try:
+        return np.broadcast_shapes(left, right)
+    except ValueError:
+        raise ValueError(
+            f"matmul: leading axes must broadcast, got lhs batch={left} and rhs batch={right}"
+        ) from None
+
+
+def _with_batch(operand: Operand, batch: tuple[int, ...]) -> Operand:
+    if operand.shape[:-2] == batch:
+        return operand
+    if isinstance(operand, MXArray):
+        raise ValueError(
+            f"matmul: an MXArray is not broadcast, got batch={operand.shape[:-2]} where the "
+            f"product has batch={batch}; quantize the broadcast array, or pass dequantize()"
+        )
+    tail = operand.shape[-2:] if operand.ndim > 1 else (1, *operand.shape)
+    return jnp.broadcast_to(operand, (*batch, *tail))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecipeDotGeneral:
+    """A drop-in for `jax.lax.dot_general`, to inject where a layer takes one.
+
+    Equal recipes make equal instances, so rebuilding a model does not retrace it, as a fresh
+    `functools.partial` would.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, mx_jax
+      >>> layer = nn.Dense(8, dot_general=mx_jax.recipes.mxfp8().dot_general)
+      >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 64)))[0].shape
+      (2, 8)
+    """
+
+    recipe: MatmulRecipe
+
+    def __call__(
+        self,
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: lax.DotDimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        """See `mx_jax.dot_general`."""
+        return dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            recipe=self.recipe,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+            key=key,
+        )

@@ -1,0 +1,220 @@
+"""The three quantized products of a differentiable matmul."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mx_jax.backends.base import Operand
+from mx_jax.mxarray import MXArray
+from mx_jax.ops.canonical import Groups
+from mx_jax.ops.clipping import mask_clipped
+from mx_jax.ops.matmul import (
+    Place,
+    lhs_place,
+    operand_keys,
+    prepare_operands,
+    quantized_matmul,
+    rhs_place,
+)
+from mx_jax.reference import hadamard
+from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
+
+
+class Static(NamedTuple):
+    """What a product knows before it is traced.
+
+    Attributes:
+      recipe: formats of the product and of its two gradient products.
+      groups: sizes of the axis groups.
+      lhs_dtype: dtype of the left operand's cotangent; None if it is an MXArray.
+      rhs_dtype: likewise for the right operand.
+      out_dtype: dtype of the product.
+      precision: for high-precision operands.
+    """
+
+    recipe: MatmulRecipe
+    groups: Groups
+    lhs_dtype: np.dtype | None
+    rhs_dtype: np.dtype | None
+    out_dtype: np.dtype
+    precision: Any
+
+
+def differentiable_matmul(
+    recipe: MatmulRecipe,
+    groups: Groups,
+    lhs: Operand,
+    rhs: Operand,
+    out_dtype: np.dtype,
+    precision: Any,
+    key: jax.Array | None,
+) -> jax.Array:
+    """`[*batch, *m, *n]` with the recipe's own gradient products.
+
+    An MXArray that was quantized in the same trace hands its cotangent to what it was made of; any
+    other has none.
+    """
+    static = Static(recipe, groups, _dtype(lhs), _dtype(rhs), out_dtype, precision)
+    return _matmul(static, lhs, rhs, _primal(lhs), _primal(rhs), key)
+
+
+def _dtype(operand: Operand) -> np.dtype | None:
+    return None if isinstance(operand, MXArray) else np.dtype(operand.dtype)
+
+
+def _primal(operand: Operand) -> jax.Array | None:
+    return operand.primal if isinstance(operand, MXArray) else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(
+    static: Static,
+    lhs: Operand,
+    rhs: Operand,
+    lhs_primal: jax.Array | None,
+    rhs_primal: jax.Array | None,
+    key: jax.Array | None,
+) -> jax.Array:
+    return _forward(static, lhs, rhs, key)
+
+
+def _matmul_fwd(static, lhs, rhs, lhs_primal, rhs_primal, key):
+    if static.recipe.residuals is Residuals.QUANTIZED:
+        # The same key gives the same codes as without a gradient.
+        lhs, rhs = _quantize_both(static, lhs, rhs, key)
+    return _forward(static, lhs, rhs, key), (lhs, rhs, lhs_primal, rhs_primal, key)
+
+
+def _matmul_bwd(static, saved, cotangent):
+    lhs, rhs, lhs_primal, rhs_primal, key = saved
+    lhs_bars = _cotangents(_grad_lhs, static, static.lhs_dtype, lhs_primal, cotangent, rhs, key)
+    rhs_bars = _cotangents(_grad_rhs, static, static.rhs_dtype, rhs_primal, cotangent, lhs, key)
+    lhs_bars = (_like(lhs_bars[0], lhs), _like(lhs_bars[1], lhs_primal))
+    rhs_bars = (_like(rhs_bars[0], rhs), _like(rhs_bars[1], rhs_primal))
+    if static.recipe.mask_clipped:
+        lhs_bars = (_mask(static, "lhs", lhs_bars[0], lhs, key), lhs_bars[1])
+        rhs_bars = (_mask(static, "rhs", rhs_bars[0], rhs, key), rhs_bars[1])
+    key_bar = None if key is None else np.zeros(key.shape, jax.dtypes.float0)
+    return lhs_bars[0], rhs_bars[0], lhs_bars[1], rhs_bars[1], key_bar
+
+
+_matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+def _like(bar: jax.Array | None, operand: Any) -> jax.Array | None:
+    """A cotangent summed over the shard_map axes along which its operand did not vary."""
+    if bar is None:
+        return None
+    leaf = jax.tree.leaves(operand)[0]
+    extra = _varying(bar) - _varying(leaf)
+    return jax.lax.psum(bar, tuple(sorted(extra))) if extra else bar
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    """The shard_map axes along which a value differs, under either of JAX's names for them."""
+    kind: Any = jax.typeof(x)
+    return frozenset(kind.vma if hasattr(kind, "vma") else kind.mat.varying)
+
+
+def _cotangents(gradient, static, dtype, primal, cotangent, other, key):
+    """Cotangents of an operand and of what an MXArray operand was made of: one at most is there."""
+    if dtype is not None:
+        return gradient(static, cotangent, other, dtype, key), None
+    if primal is not None:
+        return None, gradient(static, cotangent, other, np.dtype(primal.dtype), key)
+    return None, None
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(static: Static, lhs: Operand, rhs: Operand, key: jax.Array | None) -> jax.Array:
+    recipe, groups = static.recipe, static.groups
+    with jax.named_scope("output"):
+        return quantized_matmul(
+            lhs, rhs, recipe.fwd, groups, static.out_dtype, static.precision, _fold(key, 0)
+        )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _quantize_both(
+    static: Static, lhs: Operand, rhs: Operand, key: jax.Array | None
+) -> tuple[Operand, Operand]:
+    return prepare_operands(lhs, rhs, static.recipe.fwd, static.groups, _fold(key, 0))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _grad_lhs(
+    static: Static, g: jax.Array, rhs: Operand, dtype: np.dtype, key: jax.Array | None
+) -> jax.Array:
+    """`g rhs^T`, contracted over n, in lhs's order."""
+    groups, g_is_lhs = static.groups.grad_lhs()
+    with jax.named_scope("grad_lhs"):
+        return _gradient(
+            static.recipe.dlhs, groups, g_is_lhs, g, rhs, dtype, static.precision, _fold(key, 1)
+        )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _grad_rhs(
+    static: Static, g: jax.Array, lhs: Operand, dtype: np.dtype, key: jax.Array | None
+) -> jax.Array:
+    """`lhs^T g`, contracted over m, in rhs's order."""
+    groups, g_is_lhs = static.groups.grad_rhs()
+    with jax.named_scope("grad_rhs"):
+        return _gradient(
+            static.recipe.drhs, groups, g_is_lhs, g, lhs, dtype, static.precision, _fold(key, 2)
+        )
+
+
+def _gradient(
+    spec: MatmulSpec,
+    groups: Groups,
+    g_is_lhs: bool,
+    g: jax.Array,
+    other: Operand,
+    dtype: np.dtype,
+    precision: Any,
+    key: jax.Array | None,
+) -> jax.Array:
+    """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
+    other = _reuse(other, spec.rhs, rhs_place(groups) if g_is_lhs else lhs_place(groups))
+    if g_is_lhs:
+        return quantized_matmul(g, other, spec, groups, dtype, precision, key)
+    return quantized_matmul(other, g, spec.swapped(), groups, dtype, precision, key)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _mask(
+    static: Static, side: str, bar: jax.Array | None, operand: Operand, key: jax.Array | None
+) -> jax.Array | None:
+    """An operand's cotangent without what the forward product clipped of it."""
+    groups, fwd = static.groups, static.recipe.fwd
+    left = side == "lhs"
+    spec, place = (fwd.lhs, lhs_place(groups)) if left else (fwd.rhs, rhs_place(groups))
+    if bar is None or spec is None or isinstance(operand, MXArray):
+        return bar
+    signs = None
+    if fwd.transform is not None:
+        signs = hadamard.draw_signs(fwd.transform, operand_keys(_fold(key, 0))[2])
+    return mask_clipped(bar, operand, spec, place.blocks(spec), signs, place.block_axis)
+
+
+def _reuse(operand: Operand, spec: OperandSpec | None, place: Place) -> Operand:
+    """A saved operand for a backward product.
+
+    Codes are reused if their blocks also lie along the new contracting axis (square blocks);
+    otherwise they are dequantized, to be quantized anew.
+    """
+    if not isinstance(operand, MXArray):
+        return operand
+    if spec is None:
+        return operand.dequantize()
+    reusable = operand.format == spec.format and operand.blocks == place.blocks(spec)
+    return operand if reusable else operand.dequantize(jnp.float32)
+
+
+def _fold(key: jax.Array | None, product: int) -> jax.Array | None:
+    """Each of the three products draws from its own stream."""
+    return None if key is None else jax.random.fold_in(key, product)

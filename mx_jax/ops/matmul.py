@@ -1,0 +1,164 @@
+"""One quantized product in canonical order: quantize, select a backend, run it."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mx_jax.backends.base import MatmulCall, Operand
+from mx_jax.backends.select import current_target, select
+from mx_jax.codecs.blocks import Blocks
+from mx_jax.mxarray import MXArray
+from mx_jax.ops.canonical import Groups
+from mx_jax.ops.quantize import operand_blocks, quantize_operand
+from mx_jax.reference import hadamard
+from mx_jax.specs import MatmulSpec, OperandSpec
+
+
+def quantized_matmul(
+    lhs: Operand,
+    rhs: Operand,
+    spec: MatmulSpec,
+    groups: Groups,
+    out_dtype: np.dtype,
+    precision: Any,
+    key: jax.Array | None,
+) -> jax.Array:
+    """Two canonical operands to `[*batch, *m, *n]`: quantize, select a backend, run it.
+
+    Args:
+      lhs: values, quantized here as spec.lhs says, or an MXArray, taken as it is.
+      rhs: likewise, by spec.rhs.
+      spec: formats of the two operands.
+      groups: sizes and order of the axis groups.
+      out_dtype: dtype of the product.
+      precision: for high-precision operands.
+      key: PRNG key if the spec rounds stochastically.
+
+    Returns:
+      `[*batch, *m, *n]`.
+    """
+    factor = unscale(lhs, rhs, spec)
+    lhs, rhs = prepare_operands(lhs, rhs, spec, groups, key)
+    call = MatmulCall(
+        lhs_shape=lhs.shape,
+        rhs_shape=rhs.shape,
+        num_batch=groups.batch,
+        num_contracting=groups.k,
+        lhs_k_first=groups.lhs_k_first,
+        rhs_k_first=groups.rhs_k_first,
+        lhs_format=lhs.format if isinstance(lhs, MXArray) else None,
+        rhs_format=rhs.format if isinstance(rhs, MXArray) else None,
+        out_dtype=out_dtype,
+        precision=precision,
+        fast_accumulation=spec.fast_accumulation,
+    )
+    product = _run(lhs, rhs, call)
+    return product if factor == 1.0 else product * jnp.asarray(factor, out_dtype)
+
+
+def unscale(lhs: Operand, rhs: Operand, spec: MatmulSpec) -> float:
+    """What takes the prescales out of the product again; an MXArray never had one."""
+    pairs = ((lhs, spec.lhs), (rhs, spec.rhs))
+    return 1.0 / math.prod(
+        operand_spec.prescale
+        for operand, operand_spec in pairs
+        if operand_spec is not None and not isinstance(operand, MXArray)
+    )
+
+
+def _run(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
+    if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):
+        return select(call, current_target()).backend.scaled_matmul(lhs, rhs, call)
+    return lax.dot_general(
+        lhs,
+        rhs,
+        call.dimension_numbers,
+        precision=call.precision,
+        preferred_element_type=call.out_dtype,
+    )
+
+
+class Place(NamedTuple):
+    """Where the groups of one canonical operand are.
+
+    Attributes:
+      batch: number of batch axes.
+      kept: number of kept axes.
+      k: number of contracting axes.
+      k_first: whether the contracting axes precede the kept ones.
+    """
+
+    batch: int
+    kept: int
+    k: int
+    k_first: bool
+
+    @property
+    def block_axis(self) -> int:
+        """The last contracting axis, counted from the end."""
+        return -self.kept - 1 if self.k_first else -1
+
+    def blocks(self, spec: OperandSpec) -> Blocks:
+        """Blocks of the operand there."""
+        return operand_blocks(spec.format, *self)
+
+
+def lhs_place(groups: Groups) -> Place:
+    """Where lhs's groups are."""
+    return Place(groups.batch, groups.m, groups.k, groups.lhs_k_first)
+
+
+def rhs_place(groups: Groups) -> Place:
+    """Where rhs's groups are."""
+    return Place(groups.batch, groups.n, groups.k, groups.rhs_k_first)
+
+
+def prepare_operands(
+    lhs: Operand, rhs: Operand, spec: MatmulSpec, groups: Groups, key: jax.Array | None
+) -> tuple[Operand, Operand]:
+    """Both operands as the product takes them: transformed, and quantized by their specs.
+
+    Each operand draws from its own key; a transform's signs, which both share, from a third.
+    """
+    lhs_key, rhs_key, sign_key = operand_keys(key)
+    left, right = lhs_place(groups), rhs_place(groups)
+    if spec.transform is not None:
+        signs = hadamard.draw_signs(spec.transform, sign_key)
+        lhs = _transform(lhs, signs, left.block_axis)
+        rhs = _transform(rhs, signs, right.block_axis)
+    return prepare(lhs, spec.lhs, left, lhs_key), prepare(rhs, spec.rhs, right, rhs_key)
+
+
+def operand_keys(key: jax.Array | None) -> tuple[Any, Any, Any]:
+    """Keys of the left operand, of the right one, and of the signs."""
+    if key is None:
+        return None, None, None
+    lhs_key, rhs_key, sign_key = jax.random.split(key, 3)
+    return lhs_key, rhs_key, sign_key
+
+
+def _transform(operand: Operand, signs: jax.Array, axis: int) -> Operand:
+    if isinstance(operand, MXArray):
+        raise ValueError(
+            "matmul: the recipe transforms its operands before quantizing, which an MXArray no "
+            f"longer allows, got format={operand.format.name}, shape={operand.shape}; pass "
+            "dequantize(), or a recipe without transform"
+        )
+    return hadamard.apply(operand, signs, axis)
+
+
+def prepare(
+    operand: Operand, spec: OperandSpec | None, place: Place, key: jax.Array | None
+) -> Operand:
+    """One operand, quantized by its spec unless it is or stays what it was."""
+    if spec is None or isinstance(operand, MXArray):
+        return operand
+    if spec.prescale != 1.0:
+        operand = operand * jnp.asarray(spec.prescale, operand.dtype)
+    return quantize_operand(
+        operand, spec, place.blocks(spec), key if spec.rounding.random_bits else None
+    )

@@ -1,0 +1,246 @@
+"""The public casts: checks once, picks a backend, keeps gradients flowing."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from mx_jax.backends.base import QuantizeCall
+from mx_jax.backends.select import current_target, select
+from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.rounding import Rounding
+from mx_jax.formats import BlockFormat, BlockSize, Whole
+from mx_jax.mxarray import MXArray, straight_through
+from mx_jax.ops.checks import (
+    as_quantizable,
+    blocks_along,
+    check_key,
+    check_tensor_scale,
+)
+from mx_jax.reference.scale_rules import ScaleRule
+from mx_jax.specs import OperandSpec, operand
+
+
+def quantize(
+    x: jax.typing.ArrayLike,
+    format: Any,
+    *,
+    axis: int = -1,
+    block_size: BlockSize | None = None,
+    scale_rule: ScaleRule | str | None = None,
+    rounding: Rounding | str = "nearest",
+    key: jax.Array | None = None,
+    tensor_scale: jax.typing.ArrayLike | None = None,
+) -> MXArray:
+    """Quantize x to a block format.
+
+    Per block, `scale = rule(max |x|)` and `codes = round(x / scale)`, rounded once from the exact
+    quotient and saturated (OCP MX v1.0, section 6.3). A block with NaN or Inf becomes NaN. The
+    gradient is the identity: `quantize(x).dequantize()` passes cotangents straight through to x
+    within one trace; an MXArray that crosses a jit boundary is integers, which carry none.
+
+    Args:
+      x: float32, bfloat16 or float16, any shape.
+      format: a `BlockFormat`, its name (`"mxfp8_e4m3"`, `"mxfp4"`, ...), or a dtype that only one
+        block format stores.
+      axis: the axis that blocks lie along.
+      block_size: elements of a block; default: the format's own (32 for MX). The last block may
+        be partial.
+      scale_rule: `"floor"` (the specification's, and the default), `"ceil"`, `"even"` or
+        `"rceil"` for E8M0 scales; `"amax"` for NVFP4.
+      rounding: `"nearest"` (ties to even), `"away"` (ties away from zero), `"toward_zero"` or
+        `"stochastic"`.
+      key: a PRNG key, for stochastic rounding and only for it.
+      tensor_scale: for formats with one (NVFP4), the scale to use instead of amax / 2688.
+
+    Returns:
+      An `MXArray` of x's shape.
+
+    Raises:
+      TypeError: x is not float32, bfloat16 or float16; the key is no PRNG key.
+      ValueError: unknown names, axis out of range, block size below 1, a rule that does not fit
+        the format, a key missing or not wanted.
+
+    Example:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> x = mx_jax.quantize(jnp.array([1.0, 2.6, -0.3, 6.0]), "mxfp4")
+      >>> x.codes, x.scales
+      (Array([2, 5, 9, 7], dtype=uint8), Array([127], dtype=uint8))
+      >>> x.dequantize()
+      Array([ 1. ,  3. , -0.5,  6. ], dtype=float32)
+    """
+    spec = operand(format, scale_rule=scale_rule, rounding=rounding)
+    array = as_quantizable(x, "quantize")
+    blocks = blocks_along(array.shape, axis, block_size, spec.format)
+    check_key(key, spec.rounding, "quantize")
+    scale = check_tensor_scale(tensor_scale, spec.format, array.ndim)
+    result = quantize_operand(array, spec, blocks, key, scale)
+    # Only a traced x can have a gradient; holding on to any other would keep it alive for nothing.
+    traced = array if isinstance(array, Tracer) else None
+    return with_primal(result, traced)
+
+
+def with_primal(x: MXArray, primal: jax.Array | None) -> MXArray:
+    """x with a gradient link to what was quantized."""
+    return MXArray(
+        codes=x.codes,
+        scales=x.scales,
+        tensor_scale=x.tensor_scale,
+        format=x.format,
+        blocks=x.blocks,
+        dtype=x.dtype,
+        primal=primal,
+    )
+
+
+def dequantize(x: MXArray, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """The values of an MXArray: `decode(code) * scale`, exact in float32.
+
+    Args:
+      x: what `quantize` returned.
+      dtype: a float dtype; default: the dtype that was quantized.
+
+    Returns:
+      An array of x's shape; one rounding from the exact value.
+
+    Raises:
+      TypeError: x is not an MXArray, or dtype is not a float.
+    """
+    if not isinstance(x, MXArray):
+        raise TypeError(f"dequantize: needs an MXArray, got x of type {type(x).__name__}")
+    return x.dequantize(dtype)
+
+
+def cast(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.Array:
+    """`quantize` and `dequantize` in one: x's values as the format represents them, x's dtype.
+
+    The gradient is the identity.
+
+    Args:
+      x: float32, bfloat16 or float16.
+      format: as `quantize` takes it.
+      **options: `quantize`'s keyword arguments.
+
+    Returns:
+      An array like x.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> mx_jax.cast(jnp.array([0.3, 5.1]), "mxfp4")
+      Array([0.5, 6. ], dtype=float32)
+      >>> jax.grad(lambda x: mx_jax.cast(x, "mxfp4").sum())(jnp.array([0.3, 5.1]))
+      Array([1., 1.], dtype=float32)
+    """
+    array = as_quantizable(x, "cast")
+    values = quantize(jax.lax.stop_gradient(array), format, **options).dequantize()
+    return straight_through(values, array)
+
+
+def cast_cotangent(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.Array:
+    """The identity, whose gradient is `cast` to the format: for seeing what low-precision
+    gradients alone do.
+
+    Args:
+      x: float32, bfloat16 or float16.
+      format: as `quantize` takes it.
+      **options: `quantize`'s keyword arguments, applied to the cotangent.
+
+    Returns:
+      x, unchanged.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> weights = jnp.array([0.3, 5.1])
+      >>> jax.grad(lambda x: (mx_jax.cast_cotangent(x, "mxfp4") * weights).sum())(weights)
+      Array([0.5, 6. ], dtype=float32)
+    """
+    array = as_quantizable(x, "cast_cotangent")
+    # Whatever is wrong with the options should be said where they are written, not in the
+    # backward pass: quantizing the shape alone raises it.
+    jax.eval_shape(lambda y: quantize(y, format, **options).codes, array)
+
+    @jax.custom_vjp
+    def identity(y, key):
+        return y
+
+    def backward(key, cotangent):
+        return cast(cotangent, format, **(options | {"key": key})), _zero_cotangent(key)
+
+    identity.defvjp(lambda y, key: (y, key), backward)
+    return identity(array, options.get("key"))
+
+
+def _zero_cotangent(key: jax.Array | None) -> np.ndarray | None:
+    return None if key is None else np.zeros(key.shape, jax.dtypes.float0)
+
+
+def quantize_operand(
+    x: jax.Array,
+    spec: OperandSpec,
+    blocks: Blocks,
+    key: jax.Array | None = None,
+    tensor_scale: jax.Array | None = None,
+) -> MXArray:
+    """Quantize a checked array by its spec, on the backend that takes it."""
+    return _quantize(x, key, tensor_scale, spec=spec, blocks=blocks)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "blocks"))
+def _quantize(
+    x: jax.Array,
+    key: jax.Array | None,
+    tensor_scale: jax.Array | None,
+    *,
+    spec: OperandSpec,
+    blocks: Blocks,
+) -> MXArray:
+    call = QuantizeCall(
+        shape=x.shape,
+        dtype=np.dtype(x.dtype),
+        format=spec.format,
+        blocks=blocks,
+        scale_rule=spec.scale_rule,
+        rounding=spec.rounding,
+    )
+    bits = None if key is None else draw_bits(key, x.shape, spec.rounding)
+    backend = select(call, current_target()).backend
+    return backend.quantize(x, call, bits, tensor_scale)
+
+
+def draw_bits(key: jax.Array, shape: tuple[int, ...], rounding: Rounding) -> jax.Array:
+    """Random integers in `[0, 2^n)` for stochastic rounding, a function of key and shape alone."""
+    bits = jax.random.bits(key, shape, jnp.uint16).astype(jnp.int32)
+    return bits >> (16 - rounding.random_bits)
+
+
+def operand_blocks(
+    format: BlockFormat,
+    num_batch: int,
+    num_kept: int,
+    num_contracting: int,
+    k_first: bool = False,
+) -> Blocks:
+    """Blocks of a canonical operand `[*batch, *kept, *k]`, or `[*batch, *k, *kept]` if k_first.
+
+    Along the last contracting axis, and for two-dimensional formats along the last kept axis too.
+    WHOLE takes every axis of its group; a tensor that is whole in both groups has one scale.
+    """
+    kept_size, contracting_size = format.block
+    kept_stop, contracting_stop = (0, -num_kept) if k_first else (-num_contracting, 0)
+    blocks = _along(contracting_size, num_contracting, contracting_stop)
+    blocks += _along(kept_size, num_kept, kept_stop)
+    if isinstance(kept_size, Whole):
+        blocks += _along(kept_size, num_batch, -num_kept - num_contracting)
+    return tuple(sorted(blocks))
+
+
+def _along(size: BlockSize, num_axes: int, stop: int) -> Blocks:
+    """Blocks in a group of axes that ends before `stop`, counted from the end."""
+    if size == 1 or not num_axes:
+        return ()
+    if isinstance(size, int):
+        return ((stop - 1, size),)
+    return tuple((axis, size) for axis in range(stop - num_axes, stop))

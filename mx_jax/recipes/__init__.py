@@ -1,0 +1,82 @@
+"""Named recipes: functions that return a frozen Recipe."""
+
+from collections.abc import Callable
+
+from mx_jax.recipes.base import Recipe as Recipe
+from mx_jax.recipes.float8 import AXISWISE as AXISWISE
+from mx_jax.recipes.float8 import DISABLED as DISABLED
+from mx_jax.recipes.float8 import Cast as Cast
+from mx_jax.recipes.float8 import Float8Config as Float8Config
+from mx_jax.recipes.float8 import float8_rowwise as float8_rowwise
+from mx_jax.recipes.float8 import float8_rowwise_with_gw_hp as float8_rowwise_with_gw_hp
+from mx_jax.recipes.float8 import float8_tensorwise as float8_tensorwise
+from mx_jax.recipes.fp4 import deepseek_v3 as deepseek_v3
+from mx_jax.recipes.fp4 import mxfp4_backward as mxfp4_backward
+from mx_jax.recipes.fp4 import mxfp4_stochastic as mxfp4_stochastic
+from mx_jax.recipes.fp4 import nvfp4_four_over_six as nvfp4_four_over_six
+from mx_jax.recipes.fp4 import nvfp4_pretraining as nvfp4_pretraining
+from mx_jax.recipes.fp4 import qat as qat
+from mx_jax.recipes.fp4 import quartet as quartet
+from mx_jax.recipes.mx import high_precision as high_precision
+from mx_jax.recipes.mx import mxfp4 as mxfp4
+from mx_jax.recipes.mx import mxfp6 as mxfp6
+from mx_jax.recipes.mx import mxfp8 as mxfp8
+from mx_jax.recipes.mx import mxfp8_hybrid as mxfp8_hybrid
+from mx_jax.recipes.mx import mxint8 as mxint8
+from mx_jax.recipes.mx import nvfp4 as nvfp4
+from mx_jax.recipes.mx import weight_only as weight_only
+from mx_jax.reference.hadamard import Hadamard as Hadamard
+from mx_jax.specs import MatmulSpec as MatmulSpec
+from mx_jax.specs import OperandSpec as OperandSpec
+from mx_jax.specs import Residuals as Residuals
+from mx_jax.specs import operand as operand
+
+_NAMED: tuple[Callable[[], Recipe], ...] = (
+    high_precision,
+    mxfp8,
+    mxfp8_hybrid,
+    mxfp6,
+    mxfp4,
+    mxint8,
+    nvfp4,
+    mxfp4_backward,
+    mxfp4_stochastic,
+    quartet,
+    nvfp4_pretraining,
+    nvfp4_four_over_six,
+    deepseek_v3,
+    float8_tensorwise,
+    float8_rowwise,
+    float8_rowwise_with_gw_hp,
+)
+# torchao's own names for its recipes.
+_ALIASES = {
+    "tensorwise": float8_tensorwise,
+    "rowwise": float8_rowwise,
+    "rowwise_with_gw_hp": float8_rowwise_with_gw_hp,
+}
+
+
+def names() -> tuple[str, ...]:
+    """Names that `from_name` knows, torchao's for float8 last."""
+    return (*(function().name for function in _NAMED), *_ALIASES)
+
+
+def from_name(name: str) -> Recipe:
+    """The named recipe that takes no arguments.
+
+    Raises:
+      ValueError: unknown name; the message lists the known.
+
+    Example:
+      >>> from mx_jax import recipes
+      >>> recipes.from_name("mxfp8") == recipes.mxfp8()
+      True
+    """
+    if name in _ALIASES:
+        return _ALIASES[name]()
+    for function in _NAMED:
+        recipe = function()
+        if recipe.name == name:
+            return recipe
+    raise ValueError(f"unknown recipe name={name!r}; known: {', '.join(names())}")

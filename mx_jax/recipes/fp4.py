@@ -1,0 +1,194 @@
+"""Published recipes that train with 4-bit products, and DeepSeek-V3's blockwise float8.
+
+Each docstring says what happens to each operand of each product. Source facts are cited; where a
+paper leaves a choice open, the docstring says which one was taken.
+"""
+
+import dataclasses
+from typing import Any
+
+from mx_jax.formats import (
+    FLOAT8_BLOCKWISE_2D_E4M3,
+    FLOAT8_BLOCKWISE_E4M3,
+    MXFP4,
+    MXFP4_2D,
+    NVFP4,
+    NVFP4_2D,
+    block_format,
+)
+from mx_jax.recipes.base import Recipe
+from mx_jax.recipes.mx import measured_operand
+from mx_jax.reference.hadamard import Hadamard
+from mx_jax.reference.scale_rules import AMAX, EVEN, FLOOR, FOUR_OVER_SIX, GAUSSIAN, RCEIL
+from mx_jax.specs import MatmulSpec, Residuals, operand
+
+_HIGH = MatmulSpec(lhs=None, rhs=None)
+
+# One fixed vector of 16 signs, as a public reference of the NVFP4 recipe has it.
+_NVFP4_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def mxfp4_backward() -> Recipe:
+    """High-precision forward, MXFP4 backward with stochastic rounding and Hadamard transform.
+
+    | product | lhs | rhs |
+    |---|---|---|
+    | output | high precision | high precision |
+    | grad_input | g: MXFP4, FLOOR of 3/4 g, stochastic | W: the same |
+    | grad_weight | g: the same | x: the same |
+
+    Both backward products go through a block Hadamard transform of 64 with random signs, and are
+    multiplied by 16/9. Needs a key. Source: Tseng et al., Training LLMs with MXFP4, arXiv
+    2502.20586.
+    """
+    spec = operand(MXFP4, scale_rule=FLOOR, rounding="stochastic", prescale=0.75)
+    backward = MatmulSpec(lhs=spec, rhs=spec, transform=Hadamard(size=64, signs=None))
+    return Recipe(
+        name="mxfp4_backward",
+        fwd=_HIGH,
+        dlhs=backward,
+        drhs=backward,
+        residuals=Residuals.PRIMAL,
+    )
+
+
+def mxfp4_stochastic() -> Recipe:
+    """MXFP4 in all three products, with what makes it train: this library's own mixture.
+
+    | product | lhs | rhs |
+    |---|---|---|
+    | output | x: MXFP4, EVEN, nearest | W: MXFP4 in blocks of 32 x 32, EVEN, nearest |
+    | grad_input | g: MXFP4, RCEIL, stochastic | W: as in the forward product |
+    | grad_weight | g: MXFP4, RCEIL, stochastic | x: MXFP4, EVEN, nearest |
+
+    grad_weight goes through a block Hadamard transform of 32 with random signs. RCEIL never clips,
+    so stochastic gradients are unbiased; square blocks give both products the same weight, so the
+    gradient belongs to the function that was computed. Needs a key.
+    """
+    nearest = operand(MXFP4, scale_rule=EVEN)
+    weight = operand(MXFP4_2D, scale_rule=EVEN)
+    gradient = operand(MXFP4, scale_rule=RCEIL, rounding="stochastic")
+    return Recipe(
+        name="mxfp4_stochastic",
+        fwd=MatmulSpec(lhs=nearest, rhs=weight),
+        dlhs=MatmulSpec(lhs=gradient, rhs=weight),
+        drhs=MatmulSpec(lhs=gradient, rhs=nearest, transform=Hadamard(size=32, signs=None)),
+        residuals=Residuals.PRIMAL,
+    )
+
+
+def nvfp4_pretraining() -> Recipe:
+    """NVFP4 in all three products, as NVIDIA pre-trained with it.
+
+    | product | lhs | rhs |
+    |---|---|---|
+    | output | x: NVFP4 1 x 16, nearest | W: NVFP4 16 x 16, nearest |
+    | grad_input | g: NVFP4 1 x 16, stochastic | W: as in the forward product |
+    | grad_weight | g: NVFP4 1 x 16, stochastic | x: NVFP4 1 x 16, nearest |
+
+    grad_weight goes through a block Hadamard transform of 16 with one fixed vector of signs. The
+    paper also keeps about 15 % of the linear layers (the last ones most of all), embeddings, head
+    and attention products in high precision: give those layers another recipe. Needs a key.
+    Source: Pretraining LLMs with NVFP4, arXiv 2509.25149.
+    """
+    nearest = operand(NVFP4, scale_rule=AMAX)
+    weight = operand(NVFP4_2D, scale_rule=AMAX)
+    gradient = operand(NVFP4, scale_rule=AMAX, rounding="stochastic")
+    transform = Hadamard(size=16, signs=_NVFP4_SIGNS)
+    return Recipe(
+        name="nvfp4_pretraining",
+        fwd=MatmulSpec(lhs=nearest, rhs=weight),
+        dlhs=MatmulSpec(lhs=gradient, rhs=weight),
+        drhs=MatmulSpec(lhs=gradient, rhs=nearest, transform=transform),
+        residuals=Residuals.PRIMAL,
+    )
+
+
+def nvfp4_four_over_six() -> Recipe:
+    """NVFP4 pre-training with adaptive block scales on the nearest-rounded operands.
+
+    As `nvfp4_pretraining`, but activations and weights try to scale each block's largest value to 6
+    and to 4 and keep the smaller error. Gradients, which round stochastically, keep the plain rule.
+    Needs a key. Source: Four Over Six, arXiv 2512.02010.
+    """
+    base = nvfp4_pretraining()
+    nearest = operand(NVFP4, scale_rule=FOUR_OVER_SIX)
+    weight = operand(NVFP4_2D, scale_rule=FOUR_OVER_SIX)
+    return dataclasses.replace(
+        base,
+        name="nvfp4_four_over_six",
+        fwd=dataclasses.replace(base.fwd, lhs=nearest, rhs=weight),
+        dlhs=dataclasses.replace(base.dlhs, rhs=weight),
+        drhs=dataclasses.replace(base.drhs, rhs=nearest),
+    )
+
+
+def quartet() -> Recipe:
+    """MXFP4 in all three products after Hadamard transforms of 32.
+
+    | product | lhs | rhs |
+    |---|---|---|
+    | output | x: MXFP4, GAUSSIAN, nearest | W: the same |
+    | grad_input | g: MXFP4, FLOOR of 3/4 g, stochastic | W: the same as g |
+    | grad_weight | g: the same | x: the same as g |
+
+    The forward transform has no signs, the backward ones draw new signs each time. Gradients of
+    values that the forward product clipped are zero. The backward products quantize the high-
+    precision operands anew, where the paper starts from the forward's codes. Needs a key.
+    Source: Quartet, arXiv 2505.14669.
+    """
+    forward = operand(MXFP4, scale_rule=GAUSSIAN)
+    gradient = operand(MXFP4, scale_rule=FLOOR, rounding="stochastic", prescale=0.75)
+    backward = MatmulSpec(lhs=gradient, rhs=gradient, transform=Hadamard(size=32, signs=None))
+    return Recipe(
+        name="quartet",
+        fwd=MatmulSpec(lhs=forward, rhs=forward, transform=Hadamard(size=32, signs=(1,) * 32)),
+        dlhs=backward,
+        drhs=backward,
+        residuals=Residuals.PRIMAL,
+        mask_clipped=True,
+    )
+
+
+def deepseek_v3() -> Recipe:
+    """Blockwise float8: E4M3 and float32 scales in all three products.
+
+    | product | lhs | rhs |
+    |---|---|---|
+    | output | x: 1 x 128 | W: 128 x 128 |
+    | grad_input | g: 1 x 128 | W: 128 x 128 |
+    | grad_weight | g: 1 x 128 | x: 1 x 128 |
+
+    Scales are amax / 448, and a code's value is multiplied with them. Source: DeepSeek-V3 technical
+    report, arXiv 2412.19437, section 3.3.
+    """
+    line, square = operand(FLOAT8_BLOCKWISE_E4M3), operand(FLOAT8_BLOCKWISE_2D_E4M3)
+    return Recipe(
+        name="deepseek_v3",
+        fwd=MatmulSpec(lhs=line, rhs=square),
+        dlhs=MatmulSpec(lhs=line, rhs=square),
+        drhs=MatmulSpec(lhs=line, rhs=line),
+        residuals=Residuals.PRIMAL,
+    )
+
+
+def qat(format: Any) -> Recipe:
+    """Quantization-aware training: quantized forward, high-precision backward.
+
+    The backward products multiply by the very values that the forward product used, dequantized:
+    the exact gradient of the quantized function, with each rounding taken as the identity.
+
+    Args:
+      format: block format of both operands, as an object, name or dtype.
+
+    Raises:
+      ValueError: unknown name, or a dtype that is ambiguous.
+    """
+    spec = measured_operand(block_format(format))
+    return Recipe(
+        name=f"qat({spec.format.name})",
+        fwd=MatmulSpec(lhs=spec, rhs=spec),
+        dlhs=_HIGH,
+        drhs=_HIGH,
+        residuals=Residuals.QUANTIZED,
+    )

@@ -1,0 +1,120 @@
+"""Named MX and NVFP4 recipes.
+
+Scale rules by measurement: RCEIL for FP8, EVEN for FP6 and FP4, FLOOR for INT8; FLOOR, the
+specification's rule, clips 2.4 % of normally distributed values in E2M1.
+"""
+
+from typing import Any
+
+from mx_jax.formats import (
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    MXINT8,
+    NVFP4,
+    BlockFormat,
+    block_format,
+)
+from mx_jax.recipes.base import Recipe
+from mx_jax.reference.scale_rules import AMAX, EVEN, FLOOR, RCEIL, ScaleRule
+from mx_jax.specs import MatmulSpec, OperandSpec, Residuals, operand
+
+# The rule that loses least for each format; others take their scale kind's default.
+MEASURED_RULES: tuple[tuple[BlockFormat, ScaleRule], ...] = (
+    (MXFP8_E4M3, RCEIL),
+    (MXFP8_E5M2, RCEIL),
+    (MXFP6_E2M3, EVEN),
+    (MXFP6_E3M2, EVEN),
+    (MXFP4, EVEN),
+    (MXINT8, FLOOR),
+    (NVFP4, AMAX),
+)
+
+
+def measured_operand(format: Any) -> OperandSpec:
+    """The operand spec of a format with the rule that loses least."""
+    format = block_format(format)
+    return operand(format, scale_rule=dict(MEASURED_RULES).get(format))
+
+
+def _recipe(name: str, forward: OperandSpec, gradient: OperandSpec) -> Recipe:
+    """One format for activations and weights, one for gradients, all three products quantized."""
+    backward = MatmulSpec(lhs=gradient, rhs=forward)
+    return Recipe(
+        name=name,
+        fwd=MatmulSpec(lhs=forward, rhs=forward),
+        dlhs=backward,
+        drhs=backward,
+        residuals=Residuals.PRIMAL,
+    )
+
+
+def _uniform(name: str, format: BlockFormat) -> Recipe:
+    return _recipe(name, measured_operand(format), measured_operand(format))
+
+
+def mxfp8() -> Recipe:
+    """MXFP8 training: E4M3 for activations, weights and gradients, RCEIL scales.
+
+    Source: Recipes for pre-training LLMs with MXFP8, arXiv 2506.08027.
+    """
+    return _uniform("mxfp8", MXFP8_E4M3)
+
+
+def mxfp8_hybrid() -> Recipe:
+    """MXFP8 training with E5M2 gradients: E4M3 for activations and weights, RCEIL scales."""
+    return _recipe("mxfp8_hybrid", measured_operand(MXFP8_E4M3), measured_operand(MXFP8_E5M2))
+
+
+def mxfp6() -> Recipe:
+    """MXFP6 training: E3M2 everywhere, EVEN scales. Source: Rouhani et al., arXiv 2310.10537."""
+    return _uniform("mxfp6", MXFP6_E3M2)
+
+
+def mxfp4() -> Recipe:
+    """Plain MXFP4 training: E2M1 everywhere, EVEN scales, nearest rounding."""
+    return _uniform("mxfp4", MXFP4)
+
+
+def mxint8() -> Recipe:
+    """MXINT8 training: INT8 everywhere, FLOOR scales (MX v1.0, section 5.3.4)."""
+    return _uniform("mxint8", MXINT8)
+
+
+def nvfp4() -> Recipe:
+    """Plain NVFP4 training: E2M1 in blocks of 16, E4M3 scales, a float32 scale a tensor."""
+    return _uniform("nvfp4", NVFP4)
+
+
+def weight_only(format: Any, scale_rule: ScaleRule | str | None = None) -> Recipe:
+    """Only the right operand (the weight) of the product itself is quantized.
+
+    Activations and both gradient products stay in high precision: for inference, and for
+    quantization-aware fine-tuning of weights.
+
+    Args:
+      format: block format of the weight, as an object, name or dtype.
+      scale_rule: rule or name; None: the one that loses least for the format.
+
+    Raises:
+      ValueError: unknown names, or a rule that does not fit the format.
+    """
+    spec = measured_operand(format)
+    if scale_rule is not None:
+        spec = operand(format, scale_rule=scale_rule)
+    high = MatmulSpec(lhs=None, rhs=None)
+    return Recipe(
+        name=f"weight_only({spec.format.name})",
+        fwd=MatmulSpec(lhs=None, rhs=spec),
+        dlhs=high,
+        drhs=high,
+        residuals=Residuals.PRIMAL,
+    )
+
+
+def high_precision() -> Recipe:
+    """Nothing is quantized: `jax.lax.dot_general` itself, gradients included."""
+    high = MatmulSpec(lhs=None, rhs=None)
+    return Recipe(name="high_precision", fwd=high, dlhs=high, drhs=high, residuals=Residuals.PRIMAL)

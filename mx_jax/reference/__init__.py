@@ -1,0 +1,1 @@
+"""What every number means, in plain jnp. Backends are compared with it bit for bit."""

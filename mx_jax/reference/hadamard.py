@@ -1,0 +1,114 @@
+"""Block Hadamard transform with random signs: spreads outliers before quantizing.
+
+`T(x) = (x * s) H / sqrt(g)` on consecutive groups of g values along the last axis, with H the
+symmetric Sylvester matrix and s signs. T is orthogonal, so applied to both operands of a product
+along the contracting axis it cancels: `T(a) . T(b) = a . b`.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hadamard:
+    """A block Hadamard transform along the contracting axis of both operands of a product.
+
+    Attributes:
+      size: g, a power of two; the contracting axis is padded with zeros to a multiple of it.
+      signs: g values of 1 or -1, or None to draw new signs from the matmul's key every time.
+
+    Raises:
+      ValueError: if size is no power of two above 1, or the signs are not g values of 1 or -1.
+    """
+
+    size: int
+    signs: tuple[int, ...] | None
+
+    def __post_init__(self):
+        if self.size < 2 or self.size & (self.size - 1):
+            raise ValueError(f"Hadamard: size must be a power of two above 1, got size={self.size}")
+        if self.signs is None:
+            return
+        if len(self.signs) != self.size or not set(self.signs) <= {1, -1}:
+            raise ValueError(
+                f"Hadamard: needs size={self.size} signs of 1 or -1, got signs={self.signs}"
+            )
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the signs are drawn from a key."""
+        return self.signs is None
+
+    def __str__(self) -> str:
+        return f"Hadamard {self.size}, {'random' if self.is_random else 'fixed'} signs"
+
+
+def seeded(size: int, seed: int) -> Hadamard:
+    """A transform whose signs come from a seed, the same on every machine.
+
+    Example:
+      >>> from mx_jax.reference.hadamard import seeded
+      >>> seeded(4, seed=0).signs
+      (1, 1, -1, 1)
+    """
+    bits = np.random.Generator(np.random.Philox(seed)).integers(0, 2, size)
+    return Hadamard(size=size, signs=tuple(int(1 - 2 * bit) for bit in bits))
+
+
+@functools.cache
+def matrix(size: int) -> np.ndarray:
+    """Sylvester's Hadamard matrix over sqrt(size): symmetric and orthogonal, float32."""
+    result = np.ones((1, 1))
+    while result.shape[0] < size:
+        result = np.block([[result, result], [result, -result]])
+    return (result / math.sqrt(size)).astype(np.float32)
+
+
+def draw_signs(transform: Hadamard, key: jax.Array | None) -> jax.Array:
+    """The transform's signs, float32 `[size]`; from the key if it draws them."""
+    if transform.signs is not None:
+        return jnp.asarray(transform.signs, jnp.float32)
+    assert key is not None, "random signs without a key"
+    return jax.random.rademacher(key, (transform.size,), jnp.float32)
+
+
+def apply(x: jax.Array, signs: jax.Array, axis: int = -1) -> jax.Array:
+    """`T(x)` along one axis, in float32.
+
+    Args:
+      x: values, length k along the axis.
+      signs: `[g]`.
+      axis: the axis.
+
+    Returns:
+      float32, length k' along the axis, the next multiple of g: the transform fills the padding.
+    """
+    return jnp.moveaxis(_apply_last(jnp.moveaxis(x, axis, -1), signs), -1, axis)
+
+
+def _apply_last(x: jax.Array, signs: jax.Array) -> jax.Array:
+    size = signs.shape[0]
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)]
+    groups = jnp.pad(x.astype(jnp.float32), padding).reshape(*x.shape[:-1], -1, size)
+    signs = signs.reshape((1,) * (groups.ndim - 1) + (size,))
+    turned = jnp.matmul(groups * signs, matrix(size), precision=lax.Precision.HIGHEST)
+    return turned.reshape(*x.shape[:-1], -1)
+
+
+def invert(y: jax.Array, signs: jax.Array, length: int, axis: int = -1) -> jax.Array:
+    """Undo `apply` and drop its padding down to `length` values along the axis."""
+    return jnp.moveaxis(_invert_last(jnp.moveaxis(y, axis, -1), signs, length), -1, axis)
+
+
+def _invert_last(y: jax.Array, signs: jax.Array, length: int) -> jax.Array:
+    size = signs.shape[0]
+    groups = y.reshape(*y.shape[:-1], -1, size)
+    signs = signs.reshape((1,) * (groups.ndim - 1) + (size,))
+    turned = jnp.matmul(groups, matrix(size), precision=lax.Precision.HIGHEST) * signs
+    return turned.reshape(*y.shape[:-1], -1)[..., :length]

@@ -1,0 +1,92 @@
+"""The meaning of quantize and dequantize, in plain jnp: every backend must match these bits."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs import float32
+from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.rounding import NEAREST, Rounding
+from mx_jax.codecs.scale import encode_scaled, true_divide
+from mx_jax.formats import BlockFormat
+from mx_jax.mxarray import MXArray
+from mx_jax.reference.scale_rules import BlockData, ScaleRule
+
+# Below this tensor scale, NVFP4's own float arithmetic would meet subnormals, which some platforms
+# flush and others keep. A larger scale than asked still represents every value.
+SMALLEST_TENSOR_SCALE = 2.0**-100
+
+
+def quantize(
+    x: jax.Array,
+    format: BlockFormat,
+    blocks: Blocks,
+    scale_rule: ScaleRule,
+    rounding: Rounding = NEAREST,
+    random_bits: jax.Array | None = None,
+    tensor_scale: jax.Array | None = None,
+) -> MXArray:
+    """Quantize x: per block amax, scale, then every element over its scale, rounded once.
+
+    `codes = encode(x / scale)`, `scale = rule(max |x| over the block)`, MX v1.0 section 6.3.
+
+    Args:
+      x: float32, bfloat16 or float16.
+      format: the block format.
+      blocks: axes from the end with block sizes.
+      scale_rule: from amax to the stored scale.
+      rounding: how dropped bits decide.
+      random_bits: shape of x; stochastic rounding only.
+      tensor_scale: float32 of shape [1, ..., 1] to use instead of the computed one.
+
+    Returns:
+      An `MXArray` without a link to x.
+    """
+    x = lax.stop_gradient(x)
+    pieces, inside = block_shapes.split(x, blocks)
+    magnitudes = float32.to_bits(pieces) & float32.ABS
+    # Patterns of non-negative floats order as integers: the maximum is exact, subnormal or not.
+    amax = jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)
+    if format.tensor_scale and tensor_scale is None:
+        largest_scale = scale_rule.largest_scale or format.scale.max
+        tensor_scale = tensor_scale_of(amax, largest_scale * format.element.max, x.ndim)
+    spread_scale = None
+    if tensor_scale is not None:
+        spread_scale = block_shapes.spread(tensor_scale, inside)
+    scales = scale_rule.scales(BlockData(pieces, inside, amax, format, spread_scale))
+    if random_bits is not None:
+        random_bits, _ = block_shapes.split(random_bits, blocks)
+    codes = encode_scaled(
+        pieces,
+        scales,
+        format,
+        tensor_scale=spread_scale,
+        rounding=rounding,
+        random_bits=random_bits,
+    )
+    return MXArray(
+        codes=block_shapes.merge(codes, x.shape, inside),
+        scales=lax.squeeze(scales, inside),
+        tensor_scale=tensor_scale,
+        format=format,
+        blocks=blocks,
+        dtype=x.dtype,
+    )
+
+
+def tensor_scale_of(amax: jax.Array, largest_value: float, ndim: int) -> jax.Array:
+    """`amax / (largest block scale * largest element)`, float32 of shape [1] * ndim.
+
+    Blocks with NaN or Inf are left out, since they become NaN by themselves; a tensor of zeros has
+    scale 1.
+    """
+    largest = jnp.max(jnp.where(amax < float32.INF, amax, 0), initial=0).reshape((1,) * ndim)
+    scale = true_divide(float32.from_bits(largest), largest_value)
+    scale = jnp.maximum(scale, SMALLEST_TENSOR_SCALE)
+    return jnp.where(largest == 0, jnp.float32(1), scale)
+
+
+def dequantize(x: MXArray, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """The values of an MXArray; see `MXArray.dequantize`."""
+    return x.dequantize(dtype)

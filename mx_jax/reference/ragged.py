@@ -1,0 +1,220 @@
+"""Rows in consecutive groups, in plain jnp: padded layouts, scales by group, ragged products.
+
+Blocks that lie along the rows, or hold several, start at each group's first row, so that no block
+crosses a group border. Group sizes are data and shapes are not: a layout has a fixed length in
+which every group starts at a multiple of the block, or, for blocks that hold a whole group, each
+row takes the scale of its group.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs import float32
+from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.rounding import Rounding
+from mx_jax.codecs.scale import encode_scaled
+from mx_jax.mxarray import MXArray
+from mx_jax.reference.matmul import _values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedRows:
+    """Where the rows of each group lie, in a layout whose groups start at multiples of `unit`.
+
+    Attributes:
+      unit: rows that a group is padded to a multiple of; 1 leaves every row in its place.
+      sizes: int32 `[g]`, rows of each group in the layout.
+      group: int32 `[p]`, the group of each row of the layout; g behind the last group.
+      source: int32 `[p]`, the row that stands there; m for padding.
+      position: int32 `[m]`, where each row stands; p for a row of no group.
+    """
+
+    unit: int
+    sizes: jax.Array
+    group: jax.Array
+    source: jax.Array
+    position: jax.Array
+
+    def place(self, x: jax.Array) -> jax.Array:
+        """`[m, c]` in the layout, `[p, c]`: padding and rows of no group are zeros."""
+        if self.unit == 1:
+            return jnp.where((self.group < self.sizes.shape[0])[:, None], x, 0)
+        return jnp.take(x, self.source, axis=0, mode="fill", fill_value=0)
+
+    def restore(self, x: Any) -> MXArray:
+        """`[p, c]` in blocks of `unit` rows as `[m, c]`, where every row has its block's scales."""
+        return dataclasses.replace(
+            x,
+            codes=jnp.take(x.codes, self.position, axis=0, mode="fill", fill_value=0),
+            scales=jnp.take(x.scales, self.position // self.unit, axis=0, mode="clip"),
+            blocks=_without_rows(x.blocks),
+        )
+
+
+def ragged_rows(group_sizes: jax.Array, num_rows: int, unit: int) -> RaggedRows:
+    """The layout of `num_rows` rows in consecutive groups.
+
+    Args:
+      group_sizes: int32 `[g]`, not negative; what they add up to beyond `num_rows` is cut off.
+      num_rows: m.
+      unit: a positive number of rows.
+
+    Returns:
+      A layout of p rows, `p <= m + min(g, m) * (unit - 1)`.
+    """
+    num_groups = group_sizes.shape[0]
+    ends = jnp.minimum(jnp.cumsum(group_sizes), num_rows)
+    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    padded = (ends - starts + unit - 1) // unit * unit
+    padded_ends = jnp.cumsum(padded)
+    padded_starts = padded_ends - padded
+    num_padded = (num_rows + min(num_groups, num_rows) * (unit - 1)) // unit * unit
+
+    layout_row = jnp.arange(num_padded, dtype=jnp.int32)
+    group = _group_of(layout_row, padded_ends)
+    offset = layout_row - _of_group(padded_starts, group)
+    filled = offset < _of_group(ends - starts, group)
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    row_group = _group_of(row, ends)
+    position = _of_group(padded_starts - starts, row_group) + row
+    return RaggedRows(
+        unit=unit,
+        sizes=padded,
+        group=group,
+        source=jnp.where(filled, _of_group(starts, group) + offset, num_rows),
+        position=jnp.where(row_group < num_groups, position, num_padded),
+    )
+
+
+def _group_of(row: jax.Array, ends: jax.Array) -> jax.Array:
+    """The group of each row; an empty group has none."""
+    return jnp.searchsorted(ends, row, side="right", method="compare_all").astype(jnp.int32)
+
+
+def _of_group(of_each: jax.Array, group: jax.Array) -> jax.Array:
+    """A number of each row's group; 0 for rows of none."""
+    return jnp.append(of_each, 0)[group]
+
+
+def _without_rows(blocks: Blocks) -> Blocks:
+    return tuple((axis, size) for axis, size in blocks if axis != -2)
+
+
+def group_peaks(x: jax.Array, rows: RaggedRows) -> jax.Array:
+    """The largest magnitude of each column within each group, float32 `[g, 1, c]` of `[p, c]`.
+
+    Found as an integer, so subnormals, infinities and NaN come out as they are; 0 without rows.
+    """
+    magnitudes = float32.to_bits(x) & float32.ABS
+    peaks = jax.ops.segment_max(
+        magnitudes, rows.group, num_segments=rows.sizes.shape[0], indices_are_sorted=True
+    )
+    return float32.from_bits(jnp.maximum(peaks, 0))[:, None]
+
+
+def encode_by_group(
+    x: jax.Array,
+    rows: RaggedRows,
+    peaks: MXArray,
+    rounding: Rounding,
+    random_bits: jax.Array | None,
+) -> MXArray:
+    """x under the scales that its groups' peaks were quantized with.
+
+    Args:
+      x: `[p, c]`, in the layout of `rows`.
+      rows: says whose row is whose.
+      peaks: `group_peaks`, `[g, 1, c]`, quantized in blocks that hold the whole axis -2.
+      rounding: how dropped bits decide.
+      random_bits: shape of x; stochastic rounding only.
+
+    Returns:
+      `[p, c]`, where every row has a copy of its group's scales.
+    """
+    blocks = _without_rows(peaks.blocks)
+    pieces, inside = block_shapes.split(x, blocks)
+    # Rows of no group are zeros, under a scale of their own that keeps them so.
+    scales = jnp.pad(peaks.scales[:, 0], ((0, 1), (0, 0)), constant_values=1)[rows.group]
+    tensor_scale = None if peaks.tensor_scale is None else peaks.tensor_scale[0]
+    codes = encode_scaled(
+        pieces,
+        block_shapes.spread(scales, inside),
+        peaks.format,
+        tensor_scale=None if tensor_scale is None else block_shapes.spread(tensor_scale, inside),
+        rounding=rounding,
+        random_bits=None if random_bits is None else block_shapes.split(random_bits, blocks)[0],
+    )
+    return MXArray(
+        codes=block_shapes.merge(codes, x.shape, inside),
+        scales=scales,
+        tensor_scale=tensor_scale,
+        format=peaks.format,
+        blocks=blocks,
+        dtype=x.dtype,
+    )
+
+
+def scaled_ragged_dot(
+    lhs: jax.Array | MXArray,
+    rhs: jax.Array | MXArray,
+    group_sizes: jax.Array,
+    contracting: tuple[int, int],
+    out_dtype: jax.typing.DTypeLike,
+    precision: Any = None,
+) -> jax.Array:
+    """`reference.matmul.scaled_matmul` group by group: exact factors, added in float32.
+
+    Args:
+      lhs: `[p, k]`.
+      rhs: `[g, k, n]` or `[g, n, k]`; `[p, n]` if the rows are contracted.
+      group_sizes: int32 `[g]`.
+      contracting: axes of lhs and rhs, counted from the end; (-2, -2) contracts the rows.
+      out_dtype: dtype of the product.
+      precision: for products with a high-precision operand; two quantized ones take the highest.
+
+    Returns:
+      `[p, n]` with zeros in rows of no group, or `[g, k, n]` if the rows are contracted.
+    """
+    left, right = isinstance(lhs, MXArray), isinstance(rhs, MXArray)
+    if not left and not right:
+        return _ragged_dot(lhs, rhs, group_sizes, contracting, precision, out_dtype)
+    precision = lax.Precision.HIGHEST if left and right else precision
+    product = _ragged_dot(
+        _values(lhs), _values(rhs), group_sizes, contracting, precision, jnp.float32
+    )
+    return product.astype(out_dtype)
+
+
+def _ragged_dot(lhs, rhs, group_sizes, contracting, precision, dtype) -> jax.Array:
+    rows_contracted = contracting == (-2, -2)
+
+    @jax.custom_batching.custom_vmap
+    def product(lhs, rhs, group_sizes):
+        num_batch = group_sizes.ndim - 1
+        batch = tuple(range(num_batch))
+        axes = (lhs.ndim + contracting[0],), (rhs.ndim + contracting[1],)
+        numbers = lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(axes, (batch, batch)),
+            lhs_ragged_dimensions=(num_batch,),
+            rhs_group_dimensions=() if rows_contracted else (num_batch,),
+        )
+        result = lax.ragged_dot_general(
+            lhs, rhs, group_sizes, numbers, precision=precision, preferred_element_type=dtype
+        )
+        # With the rows contracted, jax puts the groups before the batch.
+        return jnp.moveaxis(result, 0, num_batch) if rows_contracted else result
+
+    @product.def_vmap
+    def batched(axis_size, is_batched, *operands):
+        # jax's own rule only takes operands that are all mapped, all along their first axis.
+        every = zip(operands, is_batched, strict=True)
+        return product(
+            *(x if has else jnp.broadcast_to(x, (axis_size, *x.shape)) for x, has in every)
+        ), True
+
+    return product(lhs, rhs, group_sizes)

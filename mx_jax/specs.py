@@ -1,0 +1,224 @@
+"""Decisions as values: what happens to each operand of each matmul.
+
+Frozen, hashable and nested; nothing is filled in after construction. Two operands meet in one
+product, so a matmul's spec is checked against both of them when it is built.
+"""
+
+import dataclasses
+import enum
+import math
+from typing import Any
+
+from mx_jax.codecs.rounding import Rounding, rounding_mode
+from mx_jax.formats import BlockFormat, block_format
+from mx_jax.reference.hadamard import Hadamard
+from mx_jax.reference.scale_rules import ScaleRule, scale_rule_for
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperandSpec:
+    """How one operand is quantized along its contracting axis.
+
+    Build it with `operand`, which takes names.
+
+    Attributes:
+      format: block format.
+      scale_rule: from a block's amax to its scale.
+      rounding: how dropped bits decide.
+      prescale: factor before quantizing, taken out of the product again: below 1 it leaves
+        headroom under scale rules that clip.
+
+    Raises:
+      ValueError: if the rule fills another kind of scale than the format has, or prescale is not
+        positive.
+    """
+
+    format: BlockFormat
+    scale_rule: ScaleRule
+    rounding: Rounding
+    prescale: float = 1.0
+
+    def __post_init__(self):
+        scale_rule_for(self.scale_rule, self.format)
+        if not self.prescale > 0:
+            raise ValueError(f"OperandSpec: prescale must be positive, got {self.prescale}")
+
+    def __str__(self) -> str:
+        prescale = "" if self.prescale == 1 else f", times {self.prescale:g}"
+        return f"{self.format.name} ({self.scale_rule.name}, {self.rounding.name}{prescale})"
+
+
+def operand(
+    format: Any,
+    *,
+    scale_rule: ScaleRule | str | None = None,
+    rounding: Rounding | str = "nearest",
+    prescale: float = 1.0,
+) -> OperandSpec:
+    """An `OperandSpec` from names or objects.
+
+    Args:
+      format: anything `formats.block_format` takes.
+      scale_rule: rule or name; None: the first rule of the format's scale (FLOOR for MX).
+      rounding: mode or name.
+      prescale: factor before quantizing, taken out of the product again.
+
+    Raises:
+      ValueError: unknown names, or a rule that does not fit; the message lists what does.
+
+    Example:
+      >>> from mx_jax.specs import operand
+      >>> print(operand("mxfp4", scale_rule="even"))
+      mxfp4 (even, nearest)
+    """
+    format = block_format(format)
+    return OperandSpec(
+        format=format,
+        scale_rule=scale_rule_for(scale_rule, format),
+        rounding=rounding_mode(rounding),
+        prescale=prescale,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulSpec:
+    """The two operands of one matmul; None keeps an operand in high precision.
+
+    Attributes:
+      lhs: spec of the left operand, or None.
+      rhs: spec of the right operand, or None.
+      transform: applied to both operands before quantizing; it cancels in the product, so it
+        belongs to the matmul and not to one operand.
+      fast_accumulation: let a native kernel add in lower precision, where the platform can.
+
+    Raises:
+      ValueError: if blocks of the two operands would not meet: different sizes along the
+        contracting axis, or scales of different kinds; or a transform with nothing to quantize.
+    """
+
+    lhs: OperandSpec | None
+    rhs: OperandSpec | None
+    transform: Hadamard | None = None
+    fast_accumulation: bool = False
+
+    def __post_init__(self):
+        if self.lhs is None and self.rhs is None and self.transform is not None:
+            raise ValueError(
+                f"MatmulSpec: a transform ({self.transform}) cancels in a product whose operands "
+                "are both in high precision, got lhs=None and rhs=None; drop it, or quantize one"
+            )
+        if self.lhs is None or self.rhs is None:
+            return
+        left, right = self.lhs.format, self.rhs.format
+        remedy = "give both operands the same, or None to keep one in high precision"
+        if left.block[1] != right.block[1]:
+            raise ValueError(
+                "MatmulSpec: blocks of both operands must have one size along the contracting "
+                f"axis, got lhs={left.name} with block={left.block[1]!r} and rhs={right.name} with "
+                f"block={right.block[1]!r}; {remedy}"
+            )
+        if left.scale != right.scale:
+            raise ValueError(
+                "MatmulSpec: both operands must have scales in one format, got "
+                f"lhs={left.name} with {left.scale.name} and rhs={right.name} with "
+                f"{right.scale.name}; {remedy}"
+            )
+
+    @property
+    def is_high_precision(self) -> bool:
+        """Whether neither operand is quantized."""
+        return self.lhs is None and self.rhs is None
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether it needs a key: for stochastic rounding or for a transform's signs."""
+        if self.transform is not None and self.transform.is_random:
+            return True
+        return any(spec is not None and spec.rounding.random_bits for spec in (self.lhs, self.rhs))
+
+    def swapped(self) -> "MatmulSpec":
+        """The same product with its operands exchanged."""
+        return dataclasses.replace(self, lhs=self.rhs, rhs=self.lhs)
+
+    @property
+    def unscale(self) -> float:
+        """What takes the prescales of two operands quantized here out of the product again."""
+        return 1.0 / math.prod(spec.prescale for spec in (self.lhs, self.rhs) if spec is not None)
+
+    def __str__(self) -> str:
+        transform = f" after {self.transform}" if self.transform else ""
+        return f"{self.lhs or 'high precision'} x {self.rhs or 'high precision'}{transform}"
+
+
+class Residuals(enum.Enum):
+    """What is kept between the forward and the backward pass.
+
+    PRIMAL: the operands as they came; the backward matmuls quantize them anew along their own
+    contracting axes. QUANTIZED: the forward's codes and scales, dequantized and requantized along
+    the other axis: less memory, a second rounding error.
+    """
+
+    PRIMAL = "primal"
+    QUANTIZED = "quantized"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulRecipe:
+    """What a differentiable matmul does in each of its three products.
+
+    | product | lhs, blocks along | rhs, blocks along |
+    |---|---|---|
+    | fwd: `y = lhs rhs` | lhs: k | rhs: k |
+    | dlhs: `g rhs^T` | g: n | rhs: n |
+    | drhs: `g^T lhs` | g: m | lhs: m |
+
+    Attributes:
+      name: what tables and errors call it.
+      fwd: the product itself.
+      dlhs: gradient of the left operand; its lhs is the incoming cotangent.
+      drhs: gradient of the right operand; its lhs is the incoming cotangent.
+      residuals: what is kept for the backward products.
+      mask_clipped: whether values that the forward product clipped get no gradient, instead of
+        passing it straight through.
+
+    Raises:
+      ValueError: residuals or a mask that the forward product does not allow.
+    """
+
+    name: str
+    fwd: MatmulSpec
+    dlhs: MatmulSpec
+    drhs: MatmulSpec
+    residuals: Residuals
+    mask_clipped: bool = False
+
+    def __post_init__(self):
+        if self.mask_clipped and self.residuals is not Residuals.PRIMAL:
+            raise ValueError(
+                f"Recipe {self.name!r}: mask_clipped=True needs the forward's operands as they "
+                f"came, got residuals={self.residuals}; use residuals=PRIMAL"
+            )
+        specs = (self.fwd.lhs, self.fwd.rhs)
+        prescaled = any(spec is not None and spec.prescale != 1.0 for spec in specs)
+        if self.residuals is Residuals.QUANTIZED and (self.fwd.transform or prescaled):
+            raise ValueError(
+                f"Recipe {self.name!r}: residuals=QUANTIZED keeps the forward's codes for the "
+                f"backward products, but fwd ({self.fwd}) transforms or prescales what it "
+                "quantizes; use residuals=PRIMAL"
+            )
+
+    @property
+    def is_high_precision(self) -> bool:
+        """Whether no operand of any product is quantized."""
+        return all(spec.is_high_precision for spec in (self.fwd, self.dlhs, self.drhs))
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether any product needs a random key."""
+        return any(spec.is_stochastic for spec in (self.fwd, self.dlhs, self.drhs))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: output {self.fwd}; grad_lhs {self.dlhs}; grad_rhs {self.drhs}; "
+            f"keeps {self.residuals.value}"
+        )

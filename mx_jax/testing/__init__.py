@@ -1,0 +1,1 @@
+"""Shared cases and comparisons, installed so that tests, benchmarks and tuning agree."""

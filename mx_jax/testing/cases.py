@@ -1,0 +1,293 @@
+"""The cases that tests, benchmarks and tuning share: one table of casts, one of products.
+
+A case is a description. It draws its own arrays with NumPy, so that making them costs no
+compilation, and names itself for test ids and benchmark rows.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mx_jax import formats
+from mx_jax.backends.base import MatmulCall, Operand, QuantizeCall
+from mx_jax.formats import WHOLE, BlockFormat, BlockSize
+from mx_jax.ops.checks import blocks_along
+from mx_jax.ops.quantize import operand_blocks
+from mx_jax.reference.scale_rules import SCALE_RULES
+from mx_jax.specs import operand
+from mx_jax.testing.draw import Shape, draw_mxarray, in_pairs, with_signs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizeCase:
+    """A cast of one array.
+
+    Attributes:
+      format: block format, whose block size the case may change.
+      shape: shape of the array.
+      axis: the axis that blocks lie along.
+      block_size: instead of the format's own.
+      scale_rule: name, or None for the format's default.
+      rounding: name.
+      dtype: name of the array's dtype.
+    """
+
+    format: BlockFormat
+    shape: Shape
+    axis: int = -1
+    block_size: BlockSize | None = None
+    scale_rule: str | None = None
+    rounding: str = "nearest"
+    dtype: str = "float32"
+
+    @property
+    def call(self) -> QuantizeCall:
+        """What backends see of it."""
+        format = self.format
+        if self.block_size is not None:
+            format = format.with_block(self.block_size)
+        spec = operand(format, scale_rule=self.scale_rule, rounding=self.rounding)
+        return QuantizeCall(
+            shape=self.shape,
+            dtype=jnp.dtype(self.dtype),
+            format=format,
+            blocks=blocks_along(self.shape, self.axis, None, format),
+            scale_rule=spec.scale_rule,
+            rounding=spec.rounding,
+        )
+
+    def __str__(self) -> str:
+        block = "" if self.block_size is None else f"-block{self.block_size}"
+        rule = "" if self.scale_rule is None else f"-{self.scale_rule}"
+        shape = "x".join(map(str, self.shape))
+        return (
+            f"{self.format.name}{block}{rule}-{self.rounding}-{shape}-axis{self.axis}-{self.dtype}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulCase:
+    """A product `[*batch, *m, *k]` by `[*batch, *n, *k]`, or either with k before the kept axes.
+
+    Attributes:
+      lhs: block format of the left operand; None for high precision.
+      rhs: block format of the right operand; None for high precision.
+      batch: lengths of the batch axes.
+      m: lengths of the left operand's kept axes.
+      n: lengths of the right operand's kept axes.
+      k: lengths of the contracted axes; blocks lie along the last.
+      lhs_k_first: whether lhs is `[*batch, *k, *m]`.
+      rhs_k_first: whether rhs is `[*batch, *k, *n]`.
+      dtype: name of the dtype of a high-precision operand.
+      out_dtype: name of the product's dtype.
+    """
+
+    lhs: BlockFormat | None
+    rhs: BlockFormat | None
+    batch: Shape = ()
+    m: Shape = (5,)
+    n: Shape = (7,)
+    k: Shape = (96,)
+    lhs_k_first: bool = False
+    rhs_k_first: bool = False
+    dtype: str = "float32"
+    out_dtype: str = "float32"
+
+    @property
+    def call(self) -> MatmulCall:
+        """What backends see of it."""
+        return MatmulCall(
+            lhs_shape=self._shape(self.m, self.lhs_k_first),
+            rhs_shape=self._shape(self.n, self.rhs_k_first),
+            num_batch=len(self.batch),
+            num_contracting=len(self.k),
+            lhs_k_first=self.lhs_k_first,
+            rhs_k_first=self.rhs_k_first,
+            lhs_format=self.lhs,
+            rhs_format=self.rhs,
+            out_dtype=jnp.dtype(self.out_dtype),
+            precision=lax.Precision.HIGHEST,
+        )
+
+    @property
+    def num_products(self) -> int:
+        """How many products one entry of the result sums."""
+        return math.prod(self.k)
+
+    def operands(self, rng: np.random.Generator, octaves: int = 4) -> tuple[Operand, Operand]:
+        """Two operands: codes of every kind under scales that spread over `2 * octaves` octaves."""
+        return (
+            self._operand(rng, self.lhs, self.m, self.lhs_k_first, octaves),
+            self._operand(rng, self.rhs, self.n, self.rhs_k_first, octaves),
+        )
+
+    def cancelling_operands(self, rng: np.random.Generator) -> tuple[Operand, Operand]:
+        """Operands whose products cancel in pairs, except the first two and a last odd one."""
+        lhs, rhs = self.operands(rng)
+        left, right = (self.call.contracting_axes(side)[-1] for side in ("lhs", "rhs"))
+        return in_pairs(lhs, left, negated=False), in_pairs(rhs, right, negated=True)
+
+    def _shape(self, kept: Shape, k_first: bool) -> Shape:
+        groups = (self.k, kept) if k_first else (kept, self.k)
+        return (*self.batch, *groups[0], *groups[1])
+
+    def _operand(
+        self,
+        rng: np.random.Generator,
+        format: BlockFormat | None,
+        kept: Shape,
+        k_first: bool,
+        octaves: int,
+    ) -> Operand:
+        shape = self._shape(kept, k_first)
+        if format is None:
+            values = with_signs(rng, 2.0 ** rng.uniform(-octaves, octaves, shape))
+            return jnp.asarray(values.astype(jnp.dtype(self.dtype)))
+        blocks = operand_blocks(format, len(self.batch), len(kept), len(self.k), k_first)
+        return draw_mxarray(rng, shape, format, blocks, octaves)
+
+    def __str__(self) -> str:
+        groups = ".".join("x".join(map(str, g)) for g in (self.batch, self.m, self.n, self.k))
+        sides = ((self.lhs, self.lhs_k_first), (self.rhs, self.rhs_k_first))
+        left, right = (
+            (self.dtype if format is None else format.name) + "_k_first" * k_first
+            for format, k_first in sides
+        )
+        return f"{left}-{right}-{groups}-{self.out_dtype}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DotGeneralCase:
+    """Operand shapes and dimension numbers of a `dot_general`.
+
+    Attributes:
+      name: what is special about it.
+      lhs: shape of the left operand.
+      rhs: shape of the right operand.
+      contracting: contracted axes of (lhs, rhs).
+      batch: batch axes of (lhs, rhs).
+    """
+
+    name: str
+    lhs: Shape
+    rhs: Shape
+    contracting: tuple[Shape, Shape]
+    batch: tuple[Shape, Shape] = ((), ())
+
+    @property
+    def dimension_numbers(self) -> lax.DotDimensionNumbers:
+        """As `jax.lax.dot_general` takes them."""
+        return self.contracting, self.batch
+
+    def __str__(self) -> str:
+        return self.name
+
+
+QUANTIZE_CASES: tuple[QuantizeCase, ...] = (
+    # Every format under every rule that fits it; 80 is not a multiple of any block but 16.
+    *(
+        QuantizeCase(format=format, shape=(6, 80), scale_rule=rule.name)
+        for format in formats.BLOCK_FORMATS
+        for rule in SCALE_RULES
+        if format.scale.kind in rule.kinds
+    ),
+    # Every rounding, and every dtype, with each kind of element.
+    QuantizeCase(format=formats.MXFP8_E4M3, shape=(5, 64), rounding="away"),
+    QuantizeCase(format=formats.MXFP6_E3M2, shape=(5, 64), rounding="toward_zero"),
+    QuantizeCase(format=formats.MXFP4, shape=(5, 64), rounding="stochastic"),
+    QuantizeCase(format=formats.MXINT8, shape=(5, 64), rounding="stochastic", dtype="bfloat16"),
+    QuantizeCase(format=formats.NVFP4, shape=(5, 64), rounding="stochastic", dtype="float16"),
+    # Ranks, axes and block sizes.
+    QuantizeCase(format=formats.MXFP4, shape=(70,)),
+    QuantizeCase(format=formats.MXFP4, shape=(70, 3), axis=0),
+    QuantizeCase(format=formats.MXFP8_E5M2, shape=(2, 70, 3), axis=1, dtype="bfloat16"),
+    QuantizeCase(format=formats.MXINT8, shape=(2, 1, 3, 33), axis=-1, dtype="float16"),
+    QuantizeCase(format=formats.MXFP6_E2M3, shape=(4, 40), block_size=1),
+    QuantizeCase(format=formats.MXFP6_E2M3, shape=(4, 40), block_size=7),
+    QuantizeCase(format=formats.MXFP4, shape=(4, 40), block_size=128),
+    QuantizeCase(format=formats.MXFP4, shape=(4, 40), block_size=WHOLE),
+    QuantizeCase(format=formats.MXFP4_2D, shape=(2, 40, 70), axis=1),
+    # Nothing to do.
+    QuantizeCase(format=formats.MXFP4, shape=(0, 64)),
+    QuantizeCase(format=formats.NVFP4, shape=(3, 0)),
+)
+
+MATMUL_CASES: tuple[MatmulCase, ...] = (
+    # Every format with itself; the contracted size is not a multiple of its block.
+    *(MatmulCase(lhs=format, rhs=format, k=(90,)) for format in formats.BLOCK_FORMATS),
+    # Two formats that may meet.
+    MatmulCase(lhs=formats.MXFP8_E5M2, rhs=formats.MXFP8_E4M3),
+    MatmulCase(lhs=formats.MXFP8_E4M3, rhs=formats.MXFP4, out_dtype="bfloat16"),
+    MatmulCase(lhs=formats.MXINT8, rhs=formats.MXFP6_E2M3),
+    MatmulCase(lhs=formats.FLOAT8_ROWWISE_E5M2, rhs=formats.FLOAT8_TENSORWISE_E4M3),
+    # One operand in high precision.
+    *(
+        MatmulCase(lhs=None, rhs=formats.MXFP4, dtype=dtype, out_dtype=dtype)
+        for dtype in ("float32", "bfloat16", "float16")
+    ),
+    MatmulCase(lhs=formats.MXFP8_E4M3, rhs=None, dtype="bfloat16"),
+    MatmulCase(lhs=formats.NVFP4, rhs=None),
+    # Operands that hold k before the kept axes.
+    MatmulCase(lhs=formats.MXFP8_E4M3, rhs=formats.MXFP4, rhs_k_first=True),
+    MatmulCase(lhs=formats.MXINT8, rhs=formats.MXINT8, lhs_k_first=True, k=(3, 33)),
+    MatmulCase(
+        lhs=formats.NVFP4,
+        rhs=formats.NVFP4_2D,
+        batch=(2,),
+        m=(2, 3),
+        lhs_k_first=True,
+        rhs_k_first=True,
+    ),
+    MatmulCase(
+        lhs=formats.FLOAT8_ROWWISE_E4M3,
+        rhs=formats.FLOAT8_TENSORWISE_E4M3,
+        lhs_k_first=True,
+        rhs_k_first=True,
+    ),
+    MatmulCase(lhs=None, rhs=formats.MXFP4, rhs_k_first=True, dtype="bfloat16"),
+    # Shapes: batch axes, several kept or contracted axes, single rows, nothing at all.
+    MatmulCase(lhs=formats.MXFP8_E4M3, rhs=formats.MXFP8_E4M3, batch=(3,), k=(33,)),
+    MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP4, batch=(2, 3), out_dtype="float16"),
+    MatmulCase(lhs=formats.MXINT8, rhs=formats.MXINT8, m=(2, 3), n=(2, 2, 2), k=(64,)),
+    MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP4, k=(3, 40)),
+    MatmulCase(lhs=None, rhs=formats.MXFP6_E3M2, batch=(2,), m=(3, 2), k=(2, 2, 34)),
+    MatmulCase(lhs=formats.MXFP8_E4M3, rhs=formats.MXFP8_E4M3, m=(1,), n=(1,), k=(512,)),
+    MatmulCase(lhs=formats.MXFP8_E4M3, rhs=formats.MXFP8_E4M3, m=(1,), k=(1,)),
+    MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP4, m=(0,)),
+    MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP4, k=(0,)),
+)
+
+DOT_GENERAL_CASES: tuple[DotGeneralCase, ...] = tuple(
+    DotGeneralCase(name=name, lhs=lhs, rhs=rhs, contracting=contracting, batch=batch)
+    for name, lhs, rhs, contracting, batch in (
+        ("plain", (40, 64), (64, 48), ((1,), (0,)), ((), ())),
+        ("ragged", (34, 70), (70, 37), ((1,), (0,)), ((), ())),
+        ("transposed", (70, 6), (5, 70), ((0,), (1,)), ((), ())),
+        ("odd_batch", (6, 2, 40, 3), (40, 3, 5, 2), ((2,), (0,)), ((3, 1), (1, 3))),
+        ("kept_around", (3, 40, 17), (33, 40, 2), ((1,), (1,)), ((), ())),
+        ("contracting", (6, 3, 40), (3, 40, 5), ((1, 2), (0, 1)), ((), ())),
+        ("contracting_crossed", (34, 6, 4), (4, 5, 34), ((2, 0), (0, 2)), ((), ())),
+        ("negative", (2, 6, 40), (40, 5, 2), ((-1,), (-3,)), ((-3,), (-1,))),
+        ("vectors", (70,), (70,), ((0,), (0,)), ((), ())),
+        ("row", (40,), (40, 37), ((0,), (0,)), ((), ())),
+        ("column", (37, 40), (40,), ((1,), (0,)), ((), ())),
+        ("batch_of_vectors", (40, 3), (3, 40), ((0,), (1,)), ((1,), (0,))),
+    )
+)
+
+# For measuring: what the tests do not run, but every backend is asked about.
+LARGE_QUANTIZE_CASES: tuple[QuantizeCase, ...] = tuple(
+    QuantizeCase(format=format, shape=(4096, 4096), axis=axis, dtype=dtype)
+    for format in (formats.MXFP8_E4M3, formats.MXFP4)
+    for axis in (-1, 0)
+    for dtype in ("float32", "bfloat16")
+)
+
+LARGE_MATMUL_CASES: tuple[MatmulCase, ...] = tuple(
+    MatmulCase(lhs=format, rhs=format, m=(m,), n=(n,), k=(k,), out_dtype="bfloat16")
+    for format in (formats.MXFP8_E4M3, formats.MXFP6_E3M2, formats.MXFP4, formats.NVFP4)
+    for m, n, k in ((1024, 1024, 2048), (4096, 4096, 4096))
+)

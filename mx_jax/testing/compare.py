@@ -1,0 +1,90 @@
+"""Equality of bits, with a message that says where the first difference is."""
+
+from typing import Any
+
+import numpy as np
+
+# One unsigned integer type for each width of element; ml_dtypes gives narrow floats one byte.
+_PATTERNS = {size: np.dtype(f"uint{8 * size}") for size in (1, 2, 4, 8)}
+
+
+def bit_patterns(array: Any) -> np.ndarray:
+    """The bits of an array's elements, as unsigned integers of the same width.
+
+    Args:
+      array: a NumPy or jax array of any real dtype, ml_dtypes' included.
+
+    Returns:
+      uint8, uint16, uint32 or uint64, shape of `array`.
+
+    Raises:
+      TypeError: the elements are no numbers of 1, 2, 4 or 8 bytes.
+
+    Example:
+      >>> import numpy as np
+      >>> from mx_jax.testing.compare import bit_patterns
+      >>> [hex(pattern) for pattern in bit_patterns(np.float32([1.0, -0.0]))]
+      ['0x3f800000', '0x80000000']
+    """
+    array = np.asarray(array)
+    pattern = _PATTERNS.get(array.dtype.itemsize)
+    if pattern is None or array.dtype.kind in "cmMOSU":
+        raise TypeError(
+            f"bit_patterns: needs real numbers of 1, 2, 4 or 8 bytes, got dtype={array.dtype}"
+        )
+    return np.ascontiguousarray(array).view(pattern).reshape(array.shape)
+
+
+def assert_bitwise_equal(
+    actual: Any, expected: Any, *, what: str = "array", any_nan: bool = False
+) -> None:
+    """Raise unless both arrays have the same dtype, shape and bits.
+
+    0.0 and -0.0 differ, and so do two NaNs with different payloads, unless `any_nan`.
+
+    Args:
+      actual: NumPy or jax array.
+      expected: NumPy or jax array.
+      what: name of the array in the message.
+      any_nan: count every NaN as equal to every other.
+
+    Raises:
+      AssertionError: dtypes, shapes or bits differ. For bits, the message names the first element
+        that differs, its coordinates and both patterns, and says how many differ.
+
+    Example:
+      >>> import numpy as np
+      >>> from mx_jax.testing.compare import assert_bitwise_equal
+      >>> assert_bitwise_equal(np.float32([0.5, 1.0]), np.float32([0.5, 1.0]))
+      >>> assert_bitwise_equal(np.float32([[1.0, 0.0]]), np.float32([[1.0, -0.0]]), what="zeros")
+      Traceback (most recent call last):
+      AssertionError: zeros: 1 of 2 elements differ, the first at [0, 1]: actual 0x00000000 (0.0),
+      expected 0x80000000 (-0.0)
+    """
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    for fact in ("dtype", "shape"):
+        left, right = getattr(actual, fact), getattr(expected, fact)
+        if left != right:
+            raise AssertionError(f"{what}: {fact}s differ: actual {left}, expected {right}")
+    left, right = bit_patterns(actual), bit_patterns(expected)
+    differs = left != right
+    if any_nan:
+        differs &= ~(_is_nan(actual) & _is_nan(expected))
+    count = int(np.count_nonzero(differs))
+    if count:
+        first = tuple(int(i) for i in np.unravel_index(int(np.argmax(differs)), differs.shape))
+        raise AssertionError(
+            f"{what}: {count} of {differs.size} elements differ, the first at {list(first)}: "
+            f"actual {_describe(actual, left, first)}, expected {_describe(expected, right, first)}"
+        )
+
+
+def _is_nan(array: np.ndarray) -> np.ndarray:
+    # A NaN alone differs from itself, also in ml_dtypes; signalling ones would warn of it.
+    with np.errstate(invalid="ignore"):
+        return array != array
+
+
+def _describe(array: np.ndarray, patterns: np.ndarray, index: tuple[int, ...]) -> str:
+    digits = 2 * patterns.dtype.itemsize
+    return f"0x{int(patterns[index]):0{digits}X} ({array[index]})"

@@ -1,0 +1,158 @@
+"""Selection is a pure function of call and target; overrides are part of jit's cache key."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import formats
+from mx_jax.backends.base import MatmulCall, Target
+from mx_jax.backends.reference import ReferenceBackend
+from mx_jax.backends.select import current_target, only_backend, select
+from mx_jax.backends.table import BACKENDS
+from mx_jax.testing.cases import MatmulCase
+
+CPU = Target(platform="cpu")
+H200 = Target(platform="cuda", compute_capability=(9, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperOnly(ReferenceBackend):
+    """Takes k % 128 == 0 on compute capability 9.0, and says why it takes nothing else."""
+
+    name: str = "hopper"
+
+    def rejects(self, call, target):
+        if target != H200:
+            return f"needs compute capability 9.0, got {target.platform}"
+        if call.lhs_shape[-1] % 128:
+            return f"needs k % 128 == 0, got k={call.lhs_shape[-1]}"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class NotBuilt(ReferenceBackend):
+    name: str = "ffi"
+
+    def rejects(self, call, target):
+        return "not built: pip install . with a C++ compiler"
+
+
+def call_of(k: int) -> MatmulCall:
+    return MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP4, k=(k,)).call
+
+
+HOPPER, NOT_BUILT, REFERENCE = HopperOnly(), NotBuilt(), ReferenceBackend()
+ALL = (NOT_BUILT, HOPPER, REFERENCE)
+FFI_REASON = ("ffi", "not built: pip install . with a C++ compiler")
+
+
+@pytest.mark.parametrize(
+    ("k", "target", "backend", "rejections"),
+    [
+        (128, H200, HOPPER, (FFI_REASON,)),
+        (96, H200, REFERENCE, (FFI_REASON, ("hopper", "needs k % 128 == 0, got k=96"))),
+        (
+            128,
+            CPU,
+            REFERENCE,
+            (FFI_REASON, ("hopper", "needs compute capability 9.0, got cpu")),
+        ),
+    ],
+)
+def test_the_first_that_accepts_is_chosen(k, target, backend, rejections):
+    choice = select(call_of(k), target, ALL)
+    assert choice.backend is backend
+    assert choice.rejections == rejections
+
+
+def test_order_is_preference():
+    assert select(call_of(128), H200, (REFERENCE, HOPPER)).backend is REFERENCE
+
+
+def test_all_reject():
+    with pytest.raises(ValueError) as error:
+        select(call_of(96), H200, (NOT_BUILT, HOPPER))
+    text = str(error.value)
+    assert text.startswith("no backend takes MatmulCall(lhs_shape=(5, 96)")
+    assert "platform='cuda', compute_capability=(9, 0)" in text
+    assert "ffi: not built: pip install . with a C++ compiler" in text
+    assert "hopper: needs k % 128 == 0, got k=96" in text
+
+
+def test_only_backend_asks_only_it():
+    with only_backend("reference"):
+        choice = select(call_of(128), H200, ALL)
+    assert choice.backend is REFERENCE
+    assert choice.rejections == (
+        ("ffi", "not asked: only_backend('reference')"),
+        ("hopper", "not asked: only_backend('reference')"),
+    )
+    assert select(call_of(128), H200, ALL).backend is HOPPER
+
+
+def test_only_backend_can_be_lifted_inside():
+    with only_backend("reference"), only_backend(None):
+        assert select(call_of(128), H200, ALL).backend is HOPPER
+
+
+def test_only_backend_that_rejects():
+    with (
+        only_backend("reference"),
+        pytest.raises(ValueError, match=re.escape("hopper: not asked: only_backend('reference')")),
+    ):
+        select(call_of(128), H200, (HOPPER,))
+
+
+def test_only_backend_unknown_name():
+    known = ", ".join(backend.name for backend in BACKENDS)
+    with pytest.raises(ValueError, match=re.escape(f"unknown backend name='cuda'; known: {known}")):
+        only_backend("cuda")
+
+
+def test_only_backend_enters_the_cache_key():
+    traces = []
+
+    @jax.jit
+    def quantize(x):
+        traces.append(x)
+        return mx_jax.quantize(x, "mxfp4").codes
+
+    x = jnp.ones((2, 32))
+    quantize(x)
+    with only_backend("reference"):
+        quantize(x)
+        quantize(x)
+    quantize(x)
+    assert len(traces) == 2
+
+
+def test_only_backend_decides_what_runs():
+    x, w = np.ones((2, 64), np.float32), np.ones((64, 3), np.float32)
+    recipe = mx_jax.recipes.mxfp8()
+    mx_jax.matmul(x, w, recipe=recipe)
+    with only_backend("xla"), pytest.raises(ValueError, match="not asked: only_backend"):
+        mx_jax.matmul(x, w, recipe=recipe)
+
+
+def test_current_target_is_the_machine():
+    target = current_target()
+    assert target.platform == jax.default_backend()
+    assert (target.compute_capability is None) == (target.platform != "cuda")
+
+
+def test_targets_are_values():
+    assert Target(platform="cuda", compute_capability=(9, 0)) == H200
+    assert {CPU: 1}[Target(platform="cpu")] == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CPU.platform = "tpu"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_every_backend_has_its_own_name():
+    names = [backend.name for backend in BACKENDS]
+    assert len(set(names)) == len(names)
+    assert BACKENDS[-1] == ReferenceBackend(), "the one that takes everything comes last"

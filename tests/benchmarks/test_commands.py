@@ -1,0 +1,146 @@
+"""Each benchmark runs on tiny sizes, without peers, and writes JSON that makes sense."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ("mxfp8", "mxfp4")
+
+# Runs a command with options; gives its JSON and its Markdown.
+Runner = Callable[..., tuple[dict[str, Any], str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[list[str]], None]]:
+    """The main function of a benchmark, by name."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    return lambda name: importlib.import_module(f"benchmarks.{name}").main
+
+
+@pytest.fixture
+def run(command: Callable[[str], Any], tmp_path: Path) -> Runner:
+    def runner(name: str, *options: str) -> tuple[dict[str, Any], str]:
+        out = tmp_path / "folder" / "result.json"
+        command(name)([*options, "--out", str(out)])
+        result = json.loads(out.read_text())
+        assert result["environment"]["cores"] >= 1
+        assert result["environment"]["versions"]["jax"] != "not installed"
+        return result, out.with_suffix(".md").read_text()
+
+    return runner
+
+
+def check_spread(of: dict[str, float]) -> None:
+    assert 0 < of["smallest"] <= of["q1"] <= of["median"] <= of["q3"]
+
+
+def test_quantize(run: Runner):
+    options = "--formats mxfp4 nvfp4 --shapes 32x64 --dtypes float32 --no-peers".split()
+    pace = "--cores all --seconds 0.01 --min-rounds 3".split()
+    result, table = run("quantize", *options, *pace)
+    rows = result["rows"]
+    assert [(row["operation"], row["format"]) for row in rows] == [
+        (operation, format)
+        for operation in ("quantize", "dequantize")
+        for format in ("mxfp4", "nvfp4")
+    ]
+    for row in rows:
+        assert row["shape"] == [32, 64]
+        assert row["timings"].keys() == {"mx_jax", "x + 1", "copy"}
+        for timing in row["timings"].values():
+            check_spread(timing["wall_ms"])
+            assert timing["samples"] >= 3
+        check_spread(row["ratio_to_x_plus_1"])
+        assert row["ratio_to_bound"] > 0
+        assert f"| {row['operation']} {row['format']} " in table
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
+def test_quantize_on_one_core(tmp_path: Path):
+    # A process of its own, as a user starts it: it starts the pinned one.
+    out = tmp_path / "result.json"
+    options = "--formats mxint8 --shapes 8x32 --dtypes bfloat16 --no-peers --cores one".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.quantize", *options, "--seconds", "0", "--out", out],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert {(row["cores"], row["clock"]) for row in rows} == {("one", "cpu")}
+    assert "quantize mxint8 floor, bfloat16" in done.stdout
+
+
+def test_peers_that_are_missing_are_named(run: Runner, monkeypatch: pytest.MonkeyPatch):
+    peers = importlib.import_module("benchmarks.peers")
+    monkeypatch.setattr(peers, "PEERS", (peers.PEERS[1],))
+    monkeypatch.setitem(sys.modules, "qwix", None)
+    options = "--formats mxfp4 --shapes 8x32 --dtypes float32 --cores all --seconds 0".split()
+    result, table = run("quantize", *options)
+    assert all("cannot import qwix" in row["peers_left_out"]["Qwix"] for row in result["rows"])
+    assert "Left out: Qwix, quantize mxfp4: cannot import qwix" in table
+
+
+def test_sqnr(run: Runner):
+    formats = ["mxfp8_e4m3", "mxfp4", "mxint8"]
+    options = ["--size", "32x64x32", "--recipes", *RECIPES, "--formats", *formats]
+    result, table = run("sqnr", *options)
+    layer = {row["recipe"]: row for row in result["layer"]}
+    assert layer.keys() == set(RECIPES)
+    for product in ("output", "grad_input", "grad_weight"):
+        assert layer["mxfp8"][product] > 20 > layer["mxfp4"][product] > 8
+    casts = {(row["format"], row["scale_rule"]): row["sqnr"] for row in result["cast"]}
+    assert casts["mxint8", "floor"] > casts["mxfp8_e4m3", "rceil"] > casts["mxfp4", "even"] > 15
+    assert "| mxfp8 |" in table
+
+
+def test_train_step(run: Runner):
+    options = ["--size", "32x32x32", "--recipes", *RECIPES, "--cores", "all"]
+    result, table = run("train_step", *options, "--seconds", "0.01", "--min-rounds", "3")
+    assert {row["recipe"] for row in result["rows"]} == set(RECIPES)
+    parts = {"float32", "step", "quantize", "dequantize and multiply"}
+    for row in result["rows"]:
+        assert row["timings"].keys() == parts
+        assert row["overhead_percent"] > -100
+        for timing in row["timings"].values():
+            check_spread(timing["wall_ms"])
+    assert "| mxfp4 |" in table
+
+
+@pytest.mark.parametrize("name", ["quantize", "sqnr", "train_step"])
+def test_help(command: Any, name: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="0"):
+        command(name)(["--help"])
+    shown = capsys.readouterr().out
+    assert f"python -m benchmarks.{name}" in shown
+    assert "--out" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("quantize --shapes 32", "needs ROWSxCOLUMNS, got '32'"),
+        ("quantize --shapes 0x32", "needs positive sizes, got '0x32'"),
+        ("quantize --formats mxfp5", "invalid choice: 'mxfp5'"),
+        ("sqnr --size 32x32", "needs MxKxN, got '32x32'"),
+        ("sqnr --size 32x0x32", "needs positive sizes, got '32x0x32'"),
+        ("train_step --recipes mxfp5", "unknown mxfp5; known: high_precision, mxfp8"),
+    ],
+)
+def test_bad_options(
+    command: Any, arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]
+):
+    name, *options = arguments.split()
+    with pytest.raises(SystemExit) as stopped:
+        command(name)(options)
+    assert complaint in capsys.readouterr().err + str(stopped.value)

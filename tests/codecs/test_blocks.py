@@ -1,0 +1,62 @@
+"""Cutting axes into blocks and putting them back."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mx_jax.codecs.blocks import (
+    block_extent,
+    elements_per_block,
+    merge,
+    num_blocks,
+    scales_shape,
+    split,
+    spread,
+)
+from mx_jax.formats import WHOLE
+
+# shape, blocks, shape of the scales, split shape, axes inside blocks, elements of a block
+CASES = [
+    ((64,), ((-1, 32),), (2,), (2, 32), (1,), 32),
+    ((65,), ((-1, 32),), (3,), (3, 32), (1,), 32),
+    ((4, 64), ((-1, 32),), (4, 2), (4, 2, 32), (2,), 32),
+    ((70, 3), ((-2, 32),), (3, 3), (3, 32, 3), (1,), 32),
+    ((2, 5, 3), ((-2, 7),), (2, 1, 3), (2, 1, 7, 3), (2,), 7),
+    ((20, 33), ((-2, 16), (-1, 16)), (2, 3), (2, 16, 3, 16), (1, 3), 256),
+    ((4, 6), ((-1, WHOLE),), (4, 1), (4, 1, 6), (2,), 6),
+    ((4, 6), ((-2, WHOLE), (-1, WHOLE)), (1, 1), (1, 4, 1, 6), (1, 3), 24),
+    ((0, 64), ((-1, 32),), (0, 2), (0, 2, 32), (2,), 32),
+    ((3, 0), ((-1, 32),), (3, 0), (3, 0, 32), (2,), 32),
+    ((3, 0), ((-1, WHOLE),), (3, 0), (3, 0, 1), (2,), 1),
+    ((5, 4), ((-1, 1),), (5, 4), (5, 4, 1), (2,), 1),
+    ((5, 4), (), (5, 4), (5, 4), (), 1),
+]
+
+
+@pytest.mark.parametrize(("shape", "blocks", "counts", "pieces", "inside", "elements"), CASES)
+def test_split_and_merge(shape, blocks, counts, pieces, inside, elements):
+    x = np.arange(1, 1 + np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+    split_x, axes = split(jnp.asarray(x), blocks)
+    assert split_x.shape == pieces
+    assert axes == inside
+    assert scales_shape(shape, blocks) == counts
+    assert elements_per_block(shape, blocks) == elements
+    np.testing.assert_array_equal(merge(split_x, shape, axes), x)
+    # Padding is zeros, after everything else.
+    assert float(split_x.sum()) == float(x.sum())
+    spread_shape = spread(jnp.zeros(counts), axes).shape
+    assert all(have in (1, want) for have, want in zip(spread_shape, pieces, strict=True))
+
+
+def test_position_in_a_block():
+    x = jnp.arange(10.0).reshape(2, 5)
+    pieces, _ = split(x, ((-1, 3),))
+    expected = [[[0, 1, 2], [3, 4, 0]], [[5, 6, 7], [8, 9, 0]]]
+    np.testing.assert_array_equal(pieces, expected)
+
+
+def test_counts():
+    assert [num_blocks(32, n) for n in (0, 1, 31, 32, 33, 64)] == [0, 1, 1, 1, 2, 2]
+    assert [num_blocks(WHOLE, n) for n in (0, 1, 33)] == [0, 1, 1]
+    assert [block_extent(WHOLE, n) for n in (0, 1, 33)] == [1, 1, 33]
+    assert block_extent(32, 5) == 32

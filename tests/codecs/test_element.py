@@ -1,0 +1,235 @@
+"""Codes and values of elements, against ml_dtypes and against exact rational arithmetic."""
+
+import itertools
+from collections.abc import Iterator
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mx_jax.codecs.element import decode, encode
+from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding, stochastic
+from mx_jax.formats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    ELEMENT_FORMATS,
+    INT8,
+    INT8_FULL,
+    ElementFormat,
+)
+from mx_jax.testing.compare import assert_bitwise_equal
+from tests.codecs import oracle
+
+MODES = (NEAREST, AWAY, TOWARD_ZERO)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT16 = np.dtype(np.float16)
+
+
+def all_values(dtype: np.dtype) -> np.ndarray:
+    return np.arange(1 << 16, dtype=np.uint16).view(dtype)
+
+
+def all_codes(element: ElementFormat) -> np.ndarray:
+    return np.arange(1 << element.bits, dtype=np.uint8)
+
+
+@jax.jit
+def encode_to_all(x: jax.Array) -> dict[str, jax.Array]:
+    return {element.name: encode(x, element) for element in ELEMENT_FORMATS}
+
+
+@np.errstate(invalid="ignore")
+def cast_by_numpy(x: np.ndarray, element: ElementFormat) -> np.ndarray:
+    """ml_dtypes' cast of clipped values; for INT8, rint of 64 x, in float64."""
+    if element.kind == "int":
+        lowest = -128 if element.negative_extra else -127
+        units = np.rint(np.nan_to_num(x.astype(np.float64)).clip(-4, 4) * 64)
+        return np.clip(units, lowest, 127).astype(np.int8).view(np.uint8)
+    limit = np.array(element.max, x.dtype)
+    clipped = np.where(np.abs(x) > limit, np.copysign(limit, x), x)
+    return clipped.astype(element.dtype).view(np.uint8)
+
+
+@np.errstate(invalid="ignore")
+def check_cast(x: np.ndarray, codes: dict[str, jax.Array], what: str) -> None:
+    """Compare with ml_dtypes; any NaN code will do, and 0 is written where there is none."""
+    nan = np.isnan(x)
+    for element in ELEMENT_FORMATS:
+        actual, expected = np.asarray(codes[element.name]), cast_by_numpy(x, element)
+        assert_bitwise_equal(actual[~nan], expected[~nan], what=f"{what} to {element.name}")
+        written = actual[nan]
+        if element.nan_code is None:
+            assert not written.any(), f"NaN to {element.name}"
+        else:
+            assert np.isnan(written.view(element.dtype)).all(), f"NaN to {element.name}"
+
+
+def test_every_code_decodes_to_its_value():
+    @jax.jit
+    def decode_all(codes):
+        return {e.name: decode(codes[e.name], e) for e in ELEMENT_FORMATS}
+
+    values = decode_all({e.name: all_codes(e) for e in ELEMENT_FORMATS})
+    for element in ELEMENT_FORMATS:
+        expected = np.float32([element.value(int(code)) for code in all_codes(element)])
+        assert_bitwise_equal(values[element.name], expected, what=element.name, any_nan=True)
+
+
+def test_bits_above_the_format_are_ignored():
+    for codes, element in ((jnp.uint8([0x07, 0x1F]), E2M1), (jnp.uint8([0xF7, 0x8F]), E2M1)):
+        low = codes & ((1 << element.bits) - 1)
+        assert_bitwise_equal(decode(codes, element), decode(low, element))
+
+
+@pytest.mark.parametrize("saturate", [True, False])
+def test_every_code_round_trips(saturate: bool):
+    dtypes = (np.dtype(np.float32), BFLOAT16, FLOAT16)
+
+    @jax.jit
+    def round_trips(codes):
+        return {
+            (e.name, dtype.name): encode(decode(codes[e.name], e, dtype), e, saturate=saturate)
+            for e in ELEMENT_FORMATS
+            for dtype in dtypes
+        }
+
+    codes = round_trips({e.name: all_codes(e) for e in ELEMENT_FORMATS})
+    for element, dtype in itertools.product(ELEMENT_FORMATS, dtypes):
+        expected = all_codes(element)
+        if element is INT8:
+            expected[0x80] = 0x81  # -2 is read, but never written.
+        if element.inf_code is not None and saturate:
+            for sign in (0, element.sign_code):
+                expected[sign | element.inf_code] = sign | element.max_code
+        # Any code of NaN is as good as another.
+        actual, expected = (
+            np.asarray(array).view(element.dtype)
+            for array in (codes[element.name, dtype.name], expected)
+        )
+        assert_bitwise_equal(actual, expected, what=f"{element.name} {dtype}", any_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+def test_every_16_bit_value(dtype: np.dtype):
+    x = all_values(dtype)
+    check_cast(x, encode_to_all(jnp.asarray(x)), str(dtype))
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+def test_every_16_bit_value_without_saturation(dtype: np.dtype):
+    """Then overflow is what ml_dtypes makes of it: Inf, NaN, or the largest value."""
+    formats = [element for element in ELEMENT_FORMATS if element.kind == "float"]
+    encode_all = jax.jit(lambda x: {e.name: encode(x, e, saturate=False) for e in formats})
+    x = all_values(dtype)
+    codes = encode_all(jnp.asarray(x))
+    # float6 and float4 have no NaN: ml_dtypes writes -0 or 0 for one, this library 0.
+    x = x.astype(np.float32)
+    number = ~np.isnan(x)
+    for element in formats:
+        with np.errstate(invalid="ignore", over="ignore"):
+            expected = x.astype(element.dtype)
+        actual = np.asarray(codes[element.name]).view(element.dtype)
+        kept = number if element.nan_code is None else np.ones_like(number)
+        assert_bitwise_equal(actual[kept], expected[kept], what=element.name, any_nan=True)
+
+
+def random_patterns(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Float32: half uniform bit patterns, half with exponents of -20 to 20, where rounding acts."""
+    wild = rng.integers(0, 1 << 32, count // 2, dtype=np.uint64).astype(np.uint32)
+    tame = rng.integers(0, 1 << 32, count - count // 2, dtype=np.uint64).astype(np.uint32)
+    exponents = rng.integers(127 - 20, 127 + 21, len(tame), dtype=np.uint32)
+    tame = (tame & np.uint32(0x807FFFFF)) | (exponents << np.uint32(23))
+    return np.concatenate([wild, tame]).view(np.float32)
+
+
+def test_a_million_float32(rng: np.random.Generator):
+    x = random_patterns(rng, 1 << 20)
+    check_cast(x, encode_to_all(jnp.asarray(x)), "float32")
+
+
+@pytest.mark.slow
+def test_ten_million_float32(rng: np.random.Generator):
+    for _ in range(10):
+        x = random_patterns(rng, 1 << 20)
+        check_cast(x, encode_to_all(jnp.asarray(x)), "float32")
+
+
+def edges(element: ElementFormat) -> Iterator[float]:
+    """Every value, every midpoint, where overflow begins, each with its float32 neighbours."""
+    table = oracle.magnitudes(element)
+    points = {*table, *((low + high) / 2 for low, high in itertools.pairwise(table))}
+    points |= {table[-1] + (table[-1] - table[-2]) / 2, table[1] / 4, 2 * table[-1]}
+    for point in points:
+        exact = np.float32(float(point))
+        assert Fraction(float(exact)) == point
+        for x in (exact, np.nextafter(exact, np.float32(np.inf)), np.nextafter(exact, -exact)):
+            yield from (float(x), -float(x))
+
+
+@jax.jit
+def encode_all_ways(x: dict[str, jax.Array], exponent: jax.Array) -> dict[str, jax.Array]:
+    return {
+        f"{e.name} {mode.name}": encode(x[e.name], e, exponent=exponent, rounding=mode)
+        for e in ELEMENT_FORMATS
+        for mode in MODES
+    }
+
+
+# Over the smallest scale the points themselves are subnormal in float32.
+@pytest.mark.parametrize("exponent", [0, 1, 100, -130])
+def test_ties_and_their_neighbours(exponent: int):
+    points = {e.name: [x * 2.0**exponent for x in edges(e)] for e in ELEMENT_FORMATS}
+    x = {name: np.float32(values) for name, values in points.items()}
+    codes = encode_all_ways(x, jnp.int32(exponent))
+    for element in ELEMENT_FORMATS:
+        values = [float(value) for value in x[element.name]]
+        for mode in MODES:
+            expected = [oracle.encode(v, element, mode.name, exponent=exponent) for v in values]
+            what = f"{element.name} {mode.name}"
+            assert_bitwise_equal(codes[what], np.uint8(expected), what=what)
+
+
+def test_subnormal_float32_over_a_small_scale(rng: np.random.Generator):
+    """x and 2^exponent both far below what float arithmetic keeps: the quotient is exact."""
+    x = rng.integers(0, 1 << 24, 600, dtype=np.uint32)
+    x[:40] = np.arange(40)
+    x = (x | (rng.integers(0, 2, 600, dtype=np.uint32) << np.uint32(31))).view(np.float32)
+    exponent = rng.integers(-150, -120, 600).astype(np.int32)
+    elements = (E4M3, E5M2, E2M1, INT8, INT8_FULL)
+    encode_all = jax.jit(lambda x, k: [encode(x, e, exponent=k) for e in elements])
+    for element, codes in zip(elements, encode_all(x, exponent), strict=True):
+        expected = [
+            oracle.encode(float(v), element, "nearest", exponent=int(k))
+            for v, k in zip(x, exponent, strict=True)
+        ]
+        assert_bitwise_equal(codes, np.uint8(expected), what=element.name)
+
+
+@pytest.mark.parametrize("num_bits", [1, 5, 17])
+def test_stochastic_with_given_bits(num_bits: int, rng: np.random.Generator):
+    elements = (E4M3, E2M1, INT8)
+    mode: Rounding = stochastic(num_bits)
+    values = {
+        e.name: (rng.normal(size=400) * 10.0 ** rng.uniform(-3, 1, 400) * e.max / 4).astype("f4")
+        for e in elements
+    }
+    bits = rng.integers(0, 1 << num_bits, 400, dtype=np.int32)
+    bits[::7], bits[1::7] = 0, (1 << num_bits) - 1
+    codes = jax.jit(
+        lambda x: {e.name: encode(x[e.name], e, rounding=mode, random_bits=bits) for e in elements}
+    )(values)
+    for element in elements:
+        expected = [
+            oracle.encode(float(x), element, "stochastic", random=(int(r), num_bits))
+            for x, r in zip(values[element.name], bits, strict=True)
+        ]
+        assert_bitwise_equal(codes[element.name], np.uint8(expected), what=element.name)
+
+
+def test_random_bits_are_needed_for_stochastic_rounding():
+    with pytest.raises(AssertionError, match="stochastic rounding without random bits"):
+        encode(jnp.ones(3), E4M3, rounding=stochastic(8))

@@ -1,0 +1,91 @@
+"""Bit patterns: widening, narrowing and normalizing, exact down to the last subnormal."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mx_jax.codecs import float32
+from mx_jax.testing.compare import assert_bitwise_equal
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT16 = np.dtype(np.float16)
+
+
+def patterns(rng: np.random.Generator) -> np.ndarray:
+    """int32: random ones, subnormals, ties of bfloat16 and float16, specials."""
+    wild = rng.integers(0, 1 << 32, 100_000, dtype=np.uint64).astype(np.uint32)
+    half = wild[:20_000]
+    ties_of_bfloat16 = (half & np.uint32(0xFFFF0000)) | np.uint32(0x8000)
+    near_float16 = rng.uniform(-70000, 70000, 20_000).astype(np.float32)
+    small_float16 = (rng.normal(size=20_000) * 2.0**-20).astype(np.float32)
+    # Midpoints of neighbours in float16, whose subnormals are included.
+    steps = rng.integers(0, 0x7BFF, 20_000, dtype=np.uint16)
+    neighbours = steps.view(FLOAT16), (steps + np.uint16(1)).view(FLOAT16)
+    ties_of_float16 = sum(n.astype(np.float32) for n in neighbours) / np.float32(2)
+    floats = np.concatenate([near_float16, small_float16, ties_of_float16, -ties_of_float16])
+    specials = np.uint32([0, 1 << 31, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000])
+    return np.concatenate(
+        [
+            wild,
+            ties_of_bfloat16,
+            ties_of_bfloat16 + np.uint32(1),
+            ties_of_bfloat16 - np.uint32(1),
+            floats.view(np.uint32),
+            half & np.uint32(0x807FFFFF),
+            specials,
+            specials | np.uint32(1 << 31),
+        ]
+    ).view(np.int32)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+def test_every_16_bit_value_widens_exactly(dtype: np.dtype):
+    x = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    bits = np.asarray(jax.jit(float32.to_bits)(x)).view(np.float32)
+    assert_bitwise_equal(bits, x.astype(np.float32), what=str(dtype), any_nan=True)
+
+
+def test_float32_keeps_its_bits(rng: np.random.Generator):
+    bits = patterns(rng)
+    kept = jax.jit(lambda b: float32.to_bits(float32.from_bits(b)))(bits)
+    assert_bitwise_equal(kept, bits)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+def test_one_rounding_to_16_bits(dtype: np.dtype, rng: np.random.Generator):
+    bits = patterns(rng)
+    narrow = jax.jit(lambda b: float32.from_bits(b, dtype))(bits)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = bits.view(np.float32).astype(dtype)
+    assert_bitwise_equal(narrow, expected, what=str(dtype), any_nan=True)
+
+
+def test_normalize_gives_the_number_back(rng: np.random.Generator):
+    every_exponent = np.arange(255, dtype=np.int32) << 23
+    subnormal_bits = np.int32(1) << np.arange(23, dtype=np.int32)
+    random = rng.integers(1, 0x7F800000, 20_000).astype(np.int32)
+    magnitudes = np.concatenate(
+        [
+            every_exponent[1:],
+            every_exponent[1:] | 0x7FFFFF,
+            subnormal_bits,
+            subnormal_bits - 1,
+            random,
+            random & 0x7FFFFF,
+        ]
+    )
+    magnitudes = magnitudes[magnitudes > 0]
+    biased, mantissa = map(np.asarray, jax.jit(float32.normalize)(magnitudes))
+    assert (mantissa >= 0).all() and (mantissa < 1 << 23).all()
+    # In float64 everything here is exact and normal.
+    value = (1 + mantissa / 2.0**23) * 2.0 ** (biased - 127.0)
+    np.testing.assert_array_equal(value, magnitudes.view(np.float32).astype(np.float64))
+
+
+def test_zero_normalizes_below_everything():
+    biased, mantissa = float32.normalize(jnp.zeros(1, jnp.int32))
+    assert (int(biased[0]), int(mantissa[0])) == (-149, 0)
+    smallest, _ = float32.normalize(jnp.ones(1, jnp.int32))
+    assert int(smallest[0]) == -22

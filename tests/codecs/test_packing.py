@@ -1,0 +1,94 @@
+"""Packed codes against a string of bits, and the tile order of scales against its index formula."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mx_jax.codecs.packing import (
+    codes_per_group,
+    from_blocked_scales,
+    pack,
+    packed_length,
+    to_blocked_scales,
+    unpack,
+)
+from mx_jax.testing.compare import assert_bitwise_equal
+
+LENGTHS = (0, 1, 2, 3, 4, 5, 7, 32, 33)
+
+
+def pack_by_hand(codes: list[int], bits: int) -> list[int]:
+    """Codes as one little-endian number, whole groups of 1, 2 or 4 codes, cut into bytes."""
+    group = {8: 1, 4: 2, 6: 4}[bits]
+    codes = codes + [0] * (-len(codes) % group)
+    number = sum(code << (bits * position) for position, code in enumerate(codes))
+    return list(number.to_bytes(len(codes) * bits // 8, "little"))
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_pack_and_unpack(bits: int, rng: np.random.Generator):
+    codes = {
+        n: rng.integers(0, 1 << bits, (3, n)).astype(np.uint8).reshape(1, 3, n) for n in LENGTHS
+    }
+    packed = jax.jit(lambda codes: {n: pack(codes[n], bits) for n in codes})(codes)
+    unpacked = jax.jit(lambda p: {n: unpack(p[n], bits, n) for n in p})(packed)
+    for n in LENGTHS:
+        rows = [pack_by_hand(row.tolist(), bits) for row in codes[n][0]]
+        expected = np.array(rows, np.uint8).reshape(1, 3, -1 if n else 0)
+        assert_bitwise_equal(packed[n], expected, what=f"{n} codes of {bits} bits")
+        assert packed[n].shape[-1] == packed_length(n, bits)
+        assert_bitwise_equal(unpacked[n], codes[n], what=f"{n} codes of {bits} bits, unpacked")
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_no_rows(bits: int):
+    packed = pack(jnp.zeros((0, 6), jnp.uint8), bits)
+    assert packed.shape == (0, packed_length(6, bits))
+    assert unpack(packed, bits, 6).shape == (0, 6)
+
+
+def test_every_pair_of_nibbles():
+    low, high = np.meshgrid(np.arange(16), np.arange(16))
+    pairs = np.stack([low, high], -1).reshape(-1, 2).astype(np.uint8)
+    packed = np.asarray(pack(jnp.asarray(pairs), 4))[:, 0]
+    # The first element is the low nibble.
+    np.testing.assert_array_equal(packed, pairs[:, 0] + 16 * pairs[:, 1])
+
+
+def test_six_bits_known_by_heart():
+    # 000001 000010 000011 111111 from the low end: 10_000001, 0011_0000, 111111_00.
+    packed = pack(jnp.uint8([1, 2, 3, 63]), 6)
+    assert np.asarray(packed).tolist() == [0b10_000001, 0b0011_0000, 0b111111_00]
+
+
+def test_groups():
+    assert [codes_per_group(bits) for bits in (4, 6, 8)] == [2, 4, 1]
+    assert [packed_length(5, bits) for bits in (4, 6, 8)] == [3, 6, 5]
+
+
+@pytest.mark.parametrize(("bits", "length", "given"), [(4, 5, 2), (4, 3, 3), (6, 4, 4), (8, 2, 3)])
+def test_unpack_checks_the_length(bits: int, length: int, given: int):
+    expected = packed_length(length, bits)
+    message = rf"length={length} codes of bits={bits} take {expected} bytes, got .*\({given},\)$"
+    with pytest.raises(ValueError, match=message):
+        unpack(jnp.zeros(given, jnp.uint8), bits, length)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(128, 4), (1, 1), (130, 5), (256, 12), (0, 4)])
+def test_blocked_scales(rows: int, cols: int, rng: np.random.Generator):
+    scales = rng.integers(1, 256, (rows, cols)).astype(np.uint8)
+    blocked = np.asarray(jax.jit(to_blocked_scales)(scales))
+    tile_rows, tile_cols = -(-rows // 128), -(-cols // 4)
+    assert blocked.shape == (tile_rows, tile_cols, 32, 4, 4)
+    # cuBLAS, 1D block scaling: byte (r % 32) * 16 + (r // 32) * 4 + c of a 512-byte tile.
+    flat = blocked.reshape(-1)
+    expected = np.zeros_like(flat)
+    for row in range(rows):
+        for col in range(cols):
+            tile = (row // 128) * tile_cols + col // 4
+            inside = (row % 32) * 16 + (row % 128 // 32) * 4 + col % 4
+            expected[tile * 512 + inside] = scales[row, col]
+    assert_bitwise_equal(flat, expected)
+    back = jax.jit(from_blocked_scales, static_argnums=(1, 2))(blocked, rows, cols)
+    assert_bitwise_equal(back, scales)

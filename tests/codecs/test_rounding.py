@@ -1,0 +1,90 @@
+"""Rounding modes by name, and what each drops."""
+
+import math
+from fractions import Fraction
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mx_jax.codecs.rounding import (
+    AWAY,
+    NEAREST,
+    ROUNDINGS,
+    STOCHASTIC,
+    TOWARD_ZERO,
+    Rounding,
+    rounding_mode,
+    stochastic,
+)
+
+SHIFTS = (17, 18, 20, 23, 24, 25, 26, 31, 40, 300)
+SIGNIFICANDS = sorted(
+    {0, 1, 2, 3, (1 << 24) - 1, 1 << 23, (1 << 23) + 1}
+    | {k * (1 << s) + d for s in (16, 17, 19, 21) for k in (1, 3, 5, 7) for d in (-1, 0, 1)}
+)
+
+
+def expected(name: str, value: Fraction) -> int:
+    floor = math.floor(value)
+    if name == "toward_zero":
+        return floor
+    if name == "away":
+        return math.floor(value + Fraction(1, 2))
+    return round(value)  # Python rounds ties to even.
+
+
+@pytest.mark.parametrize("mode", [NEAREST, AWAY, TOWARD_ZERO], ids=lambda mode: mode.name)
+def test_deterministic_modes(mode: Rounding):
+    significands = jnp.asarray(SIGNIFICANDS, jnp.int32)
+    for shift in SHIFTS:
+        actual = mode.apply(significands, jnp.int32(shift), None)
+        wanted = [expected(mode.name, Fraction(s, 1 << shift)) for s in SIGNIFICANDS]
+        np.testing.assert_array_equal(actual, wanted, err_msg=f"shift {shift}")
+
+
+@pytest.mark.parametrize("num_bits", [1, 16, 17])
+def test_stochastic_rounds_up_as_often_as_its_fraction_says(num_bits: int):
+    """Over all values of the random bits, exactly floor(frac 2^n) of them round up."""
+    every = jnp.arange(1 << num_bits, dtype=jnp.int32)
+    mode = stochastic(num_bits)
+    assert mode.random_bits == num_bits
+    for significand, shift in (
+        ((3 << 22) + 12345, 20),
+        ((1 << 23) + 1, 24),
+        (1 << 23, 20),
+        (0, 20),
+    ):
+        value = Fraction(significand, 1 << shift)
+        floor = math.floor(value)
+        rounded = np.asarray(mode.apply(jnp.full_like(every, significand), jnp.int32(shift), every))
+        assert set(rounded.tolist()) <= {floor, floor + 1}
+        assert int((rounded - floor).sum()) == math.floor((value - floor) * 2**num_bits)
+
+
+def test_names():
+    assert [mode.name for mode in ROUNDINGS] == ["nearest", "away", "toward_zero", "stochastic"]
+    for mode in ROUNDINGS:
+        assert rounding_mode(mode.name) is mode
+        assert rounding_mode(mode) is mode
+    own = stochastic(8)
+    assert rounding_mode(own) is own
+    assert repr(own) == "Rounding(stochastic)"
+    assert (
+        [mode.random_bits for mode in ROUNDINGS]
+        == [0, 0, 0, 16]
+        == [0, 0, 0, STOCHASTIC.random_bits]
+    )
+
+
+@pytest.mark.parametrize("rounding", ["up", "", None, 3])
+def test_an_unknown_name_lists_the_known(rounding):
+    message = rf"^unknown rounding={rounding!r}; known: nearest, away, toward_zero, stochastic$"
+    with pytest.raises(ValueError, match=message):
+        rounding_mode(rounding)
+
+
+@pytest.mark.parametrize("num_bits", [-1, 0, 18, 32])
+def test_number_of_random_bits(num_bits: int):
+    with pytest.raises(ValueError, match=rf"1 <= num_bits <= 17, got num_bits={num_bits}$"):
+        stochastic(num_bits)

@@ -1,0 +1,77 @@
+"""docs/ builds without a warning, and the examples in README.md and docs/ do what they show."""
+
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def build(site: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", config, "-d", site],
+        cwd=config.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_docs_build(tmp_path: Path):
+    result = build(tmp_path / "site")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "site" / "api" / "mx_jax" / "index.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("page", "complaint"),
+    [("[gone](gone.md)", "gone.md"), ("::: mx_jax.no_such_name", "no_such_name")],
+)
+def test_a_planted_flaw_fails(tmp_path: Path, page: str, complaint: str):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(page)
+    config = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[0]
+    (tmp_path / "mkdocs.yml").write_text(config.replace("paths: [.]", f"paths: ['{ROOT}']"))
+    result = build(tmp_path / "site", tmp_path / "mkdocs.yml")
+    assert result.returncode == 1
+    assert complaint in result.stderr
+
+
+def run_examples(page: Path) -> list[str]:
+    """Run the python blocks of a page in one namespace, and collect what went wrong."""
+    text, complaints, namespace = page.read_text(), [], dict[str, Any](__name__="__main__")
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    runner = doctest.DocTestRunner(verbose=False, optionflags=options)
+    for block in BLOCK.finditer(text):
+        line = text.count("\n", 0, block.start(1))
+        if ">>>" in block[1]:
+            test = doctest.DocTestParser().get_doctest(
+                block[1], namespace, page.name, str(page), line
+            )
+            runner.run(test, out=complaints.append, clear_globs=False)
+            namespace.update(test.globs)
+        else:
+            exec(compile("\n" * line + block[1], page, "exec"), namespace)
+    return complaints
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_examples(page: Path):
+    complaints = run_examples(page)
+    assert not complaints, "".join(complaints)
+
+
+def test_a_wrong_example_is_noticed(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\ntext\n```python\n>>> x\n2\n```\n")
+    assert "line 6" in "".join(run_examples(page))
+    page.write_text("```python\nraise KeyError('x')\n```\n")
+    with pytest.raises(KeyError):
+        run_examples(page)

@@ -1,0 +1,64 @@
+"""pyproject.toml, README.md, CHANGELOG.md and .ci/run tell the same story."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import mx_jax
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+MAIN_JOB = (
+    'python3 -m venv .venv && .venv/bin/pip install ".[examples]"'
+    " && .venv/bin/python examples/train_lm.py"
+)
+TESTS = (
+    'python3 -m venv .venv && .venv/bin/pip install -e ".[test]" && .venv/bin/python -m pytest -n 2'
+)
+
+
+def test_version():
+    assert PROJECT["version"] == mx_jax.__version__
+    assert f"## [{mx_jax.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize(("name", "command"), [("main job", MAIN_JOB), ("tests", TESTS)])
+def test_readme_gives_the_command(name: str, command: str):
+    assert f"<!-- command: {name} -->\n```sh\n{command}\n```\n" in README
+
+
+@pytest.mark.parametrize("command", [MAIN_JOB, TESTS])
+def test_commands_name_what_exists(command: str):
+    extra = re.search(r'"\.\[(\w+)\]"', command)
+    assert extra is not None
+    assert extra[1] in PROJECT["optional-dependencies"]
+    assert all((ROOT / script).exists() for script in re.findall(r"\S+\.py\b", command))
+
+
+def show_ci_command(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [folder / ".ci" / "run", "--show"], capture_output=True, text=True, check=False
+    )
+
+
+def test_ci_runs_the_command_of_the_readme():
+    result = show_ci_command(ROOT)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == TESTS + "\n"
+
+
+def test_ci_follows_the_readme(tmp_path: Path):
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci" / "run").write_bytes((ROOT / ".ci" / "run").read_bytes())
+    (tmp_path / ".ci" / "run").chmod(0o755)
+    (tmp_path / "README.md").write_text(README.replace(TESTS, "echo other"))
+    assert show_ci_command(tmp_path).stdout == "echo other\n"
+    (tmp_path / "README.md").write_text(README.replace("<!-- command: tests -->", ""))
+    result = show_ci_command(tmp_path)
+    assert result.returncode == 1
+    assert "no single line of code below <!-- command: tests -->" in result.stderr

@@ -1,0 +1,145 @@
+"""The public names, pinned: one that appears or goes does so here first."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import mx_jax
+
+ROOT = Path(__file__).parents[2]
+NAMESPACES = {"formats", "inspect", "nn", "recipes", "testing"}
+PUBLIC = {
+    "mx_jax": NAMESPACES
+    | {
+        "MXArray",
+        "cast",
+        "cast_cotangent",
+        "convert",
+        "dequantize",
+        "dot_general",
+        "einsum",
+        "matmul",
+        "quantize",
+        "ragged_dot",
+    },
+    "mx_jax.formats": {
+        "BLOCK_FORMATS",
+        "BlockFormat",
+        "BlockSize",
+        "E2M1",
+        "E2M3",
+        "E3M2",
+        "E4M3",
+        "E4M3FNUZ",
+        "E4M3_SCALE",
+        "E5M2",
+        "E5M2FNUZ",
+        "E8M0",
+        "ELEMENT_FORMATS",
+        "ElementFormat",
+        "F32",
+        "F32_DIVISOR",
+        "FLOAT8_BLOCKWISE_2D_E4M3",
+        "FLOAT8_BLOCKWISE_E4M3",
+        "FLOAT8_ROWWISE_E4M3",
+        "FLOAT8_ROWWISE_E5M2",
+        "FLOAT8_TENSORWISE_E4M3",
+        "FLOAT8_TENSORWISE_E5M2",
+        "INT8",
+        "INT8_FULL",
+        "MXFP4",
+        "MXFP4_2D",
+        "MXFP6_E2M3",
+        "MXFP6_E3M2",
+        "MXFP8_E4M3",
+        "MXFP8_E5M2",
+        "MXINT8",
+        "MX_FORMATS",
+        "NVFP4",
+        "NVFP4_2D",
+        "NVFP4_ONE_LEVEL",
+        "SCALE_FORMATS",
+        "ScaleFormat",
+        "WHOLE",
+        "Whole",
+        "any_format",
+        "block_format",
+        "check_block_size",
+    },
+    "mx_jax.recipes": {
+        "AXISWISE",
+        "Cast",
+        "DISABLED",
+        "Float8Config",
+        "Hadamard",
+        "MatmulSpec",
+        "OperandSpec",
+        "Recipe",
+        "Residuals",
+        "deepseek_v3",
+        "float8_rowwise",
+        "float8_rowwise_with_gw_hp",
+        "float8_tensorwise",
+        "from_name",
+        "high_precision",
+        "mxfp4",
+        "mxfp4_backward",
+        "mxfp4_stochastic",
+        "mxfp6",
+        "mxfp8",
+        "mxfp8_hybrid",
+        "mxint8",
+        "names",
+        "nvfp4",
+        "nvfp4_four_over_six",
+        "nvfp4_pretraining",
+        "operand",
+        "qat",
+        "quartet",
+        "weight_only",
+    },
+    "mx_jax.nn": {"linen", "nnx"},
+    "mx_jax.inspect": {"explain", "saturated_fraction", "sqnr_db"},
+}
+
+
+def public_names(source: str) -> set[str]:
+    """Names that a module offers: `import X as X`, and what it defines without an underscore."""
+    names = set()
+    for node in ast.parse(source).body:
+        match node:
+            case ast.ImportFrom(names=aliases):
+                names |= {alias.asname for alias in aliases if alias.asname == alias.name}
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+    return {name for name in names if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names(module: str):
+    imported = importlib.import_module(module)
+    assert imported.__file__ is not None
+    assert public_names(Path(imported.__file__).read_text()) == PUBLIC[module]
+    assert all(hasattr(imported, name) for name in PUBLIC[module])
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_are_documented(module: str):
+    page = ROOT / "docs" / "api" / f"{module.removeprefix('mx_jax.')}.md"
+    words = set(re.findall(r"\w+", page.read_text()))
+    assert PUBLIC[module] - NAMESPACES - words == set()
+
+
+def test_version_is_public():
+    assert mx_jax.__version__.count(".") == 2
+
+
+def test_new_names_are_noticed():
+    source = "from a import b as b\nfrom a import c\nimport d\nx = 1\ny: int = 2\n_z = 3\n"
+    assert public_names(source) == {"b", "x", "y"}
+    assert public_names(source + "def f(): pass\nclass G: pass\n") == {"b", "x", "y", "f", "G"}

@@ -1,0 +1,134 @@
+"""Convolutions as products of patches: the same numbers, and recipes where a rule names them."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import mx_jax
+from mx_jax import convert, recipes
+from mx_jax.convert import Rule
+from mx_jax.convert.conv import ConvOfDotGeneral
+
+MXFP8 = recipes.mxfp8()
+CASES = {
+    "1x1": dict(kernel_size=(1, 1)),
+    "3x3 same": dict(kernel_size=(3, 3)),
+    "3x3 valid, strides": dict(kernel_size=(3, 3), strides=(2, 1), padding="VALID"),
+    "patches": dict(kernel_size=(2, 3), strides=(2, 3), padding="VALID"),
+    "patches with a remainder": dict(kernel_size=(4, 4), strides=(4, 4), padding="VALID"),
+    "patches, padded": dict(kernel_size=(4, 4), strides=(4, 4), padding="SAME"),
+    "dilated": dict(kernel_size=(2, 3), kernel_dilation=(3, 2)),
+    "circular": dict(kernel_size=(3, 3), padding="CIRCULAR"),
+    "pairs": dict(kernel_size=(3, 2), padding=((1, 0), (2, 3))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_convolution(name: str):
+    # Small integers: sums are exact in any order.
+    x = jax.random.randint(jax.random.key(1), (2, 6, 9, 3), -4, 5).astype(jnp.float32)
+    conv = nn.Conv(5, **CASES[name], kernel_init=nn.initializers.normal(2.0))
+    variables = jax.tree.map(jnp.round, conv.init(jax.random.key(0), x))
+    ours = conv.copy(
+        conv_general_dilated=lambda *args, **options: ConvOfDotGeneral(dot_general=lax.dot_general)(
+            *args, **options
+        )
+    )
+
+    def gradients(module: nn.Module) -> Any:
+        return jax.grad(lambda v, x: jnp.sum(module.apply(v, x) ** 2), (0, 1))(variables, x)
+
+    np.testing.assert_array_equal(ours.apply(variables, x), conv.apply(variables, x))
+    jax.tree.map(np.testing.assert_array_equal, gradients(ours), gradients(conv))
+
+
+def test_patches_that_do_not_overlap_are_not_copied():
+    x, kernel = jnp.ones((1, 8, 8, 4)), jnp.ones((4, 4, 4, 5))
+    conv = ConvOfDotGeneral(dot_general=lax.dot_general)
+    run = functools.partial(conv, window_strides=(4, 4), padding="VALID", rhs_dilation=(1, 1))
+    primitives = {eqn.primitive.name for eqn in jax.make_jaxpr(run)(x, kernel).eqns}
+    assert "dot_general" in primitives and "concatenate" not in primitives
+
+
+def example() -> jax.Array:
+    return jax.random.normal(jax.random.key(2), (2, 4, 4, 40))
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_only_rules_that_name_it_convert_it(framework: str):
+    x = example()
+    if framework == "linen":
+        kind, arguments = nn.Conv, (x,)
+        model = nn.Conv(6, (2, 2), strides=2)
+    else:
+        kind, arguments = nnx.Conv, ()
+        model = nnx.Conv(40, 6, (2, 2), strides=2, rngs=nnx.Rngs(0))
+    with pytest.warns(convert.UnusedRuleWarning):
+        report = convert.report(model, Rule(".*", MXFP8), *arguments)
+    assert report.decisions[0].reason == "rule 0: only a rule with types=Conv converts it"
+    report = convert.report(model, Rule(".*", MXFP8, types=kind), *arguments)
+    assert report.num_converted == 1
+    assert report.decisions[0].layer.shape == (4, 40, 6)
+
+
+def test_blocks_lie_along_the_input_features():
+    x = example()
+    model = nnx.Conv(40, 6, (2, 2), strides=2, use_bias=False, rngs=nnx.Rngs(0))
+    converted = convert.nnx(model, Rule(".*", MXFP8, types=nnx.Conv))
+    patches = x.reshape(2, 2, 2, 2, 2, 40).transpose(0, 1, 3, 2, 4, 5)
+    expected = mx_jax.einsum("bhwijc,ijcf->bhwf", patches, model.kernel[...], recipe=MXFP8)
+    np.testing.assert_array_equal(converted(x), expected)
+    linen = convert.linen(
+        nn.Conv(6, (2, 2), strides=2, use_bias=False), Rule(".*", MXFP8, types=nn.Conv)
+    )
+    variables = {"params": {"kernel": model.kernel[...]}}
+    np.testing.assert_array_equal(linen.apply(variables, x), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(feature_group_count=2), "feature_group_count=2: each group contracts other features"),
+        (dict(input_dilation=2, padding=((1, 1), (1, 1))), "input_dilation="),
+    ],
+)
+def test_what_is_no_product(options: dict[str, Any], reason: str):
+    x = example()
+    linen = nn.Conv(6, (2, 2), **options)
+    model = nnx.Conv(40, 6, (2, 2), **options, rngs=nnx.Rngs(0))
+    with pytest.warns(convert.UnusedRuleWarning):
+        reports = (
+            convert.report(linen, Rule(".*", MXFP8, types=nn.Conv), x),
+            convert.report(model, Rule(".*", MXFP8, types=nnx.Conv)),
+        )
+    for report in reports:
+        assert report.decisions[0].reason.startswith(reason)
+    variables = linen.init(jax.random.key(0), x)
+    converted = convert.linen(linen, Rule(".*", MXFP8, types=nn.Conv))
+    np.testing.assert_array_equal(converted.apply(variables, x), linen.apply(variables, x))
+
+
+def test_own_convolutions_stay():
+    own = nn.Conv(6, (1, 1), conv_general_dilated=lambda *args, **_: args[0])
+    with pytest.warns(convert.UnusedRuleWarning):
+        report = convert.report(own, Rule(".*", MXFP8, types=nn.Conv), jnp.ones((1, 3, 3, 6)))
+    assert report.decisions[0].reason == "has its own conv_general_dilated"
+
+
+def test_transposed_and_local_convolutions_stay():
+    x, models = jnp.ones((1, 4, 4, 8)), (nn.ConvTranspose(4, (2, 2)), nn.ConvLocal(4, (2, 2)))
+    with pytest.warns(convert.UnusedRuleWarning):
+        reports = [
+            convert.report(model, Rule(".*", MXFP8, types=type(model)), x) for model in models
+        ]
+        model = nnx.ConvTranspose(8, 4, (2, 2), rngs=nnx.Rngs(0))
+        reports.append(convert.report(model, Rule(".*", MXFP8, types=nnx.ConvTranspose)))
+    reasons = {report.decisions[0].reason for report in reports}
+    assert reasons == {"no product of patches and kernel"}

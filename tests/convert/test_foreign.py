@@ -1,0 +1,271 @@
+"""Layers that are not Flax's and multiply by name: converted where a rule names their type."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import mx_jax
+from mx_jax import convert, recipes
+from mx_jax.convert import Rule
+from mx_jax.convert.foreign import with_products
+from mx_jax.nn.linen import RNG_STREAM
+from mx_jax.recipes import MatmulSpec
+
+WEIGHT_ONLY = recipes.weight_only("mxfp4")
+STOCHASTIC = dataclasses.replace(
+    WEIGHT_ONLY,
+    name="stochastic weight",
+    fwd=MatmulSpec(lhs=None, rhs=recipes.operand("mxfp4", rounding="stochastic")),
+)
+X = jax.random.normal(jax.random.key(1), (2, 3, 40))
+
+
+class Einsum(nn.Module):
+    """As language models have it: subscripts come with the call."""
+
+    shape: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, subscripts: str, x: jax.Array) -> jax.Array:
+        w = self.param("w", nn.initializers.normal(), self.shape)
+        return jnp.einsum(subscripts, x, w)
+
+
+class Projection(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Einsum((40, 2, 5), name="q")("btd,dhk->bthk", x)
+
+
+class Table(nn.Module):
+    """A table with two methods, only one of which multiplies."""
+
+    def setup(self):
+        self.table = self.param("table", nn.initializers.normal(), (7, 40))
+
+    def look_up(self, tokens):
+        return self.table[tokens]
+
+    def __call__(self, x):
+        return self.attend(x)
+
+    def attend(self, x):
+        return x @ self.table.T
+
+
+class NnxEinsum(nnx.Module):
+    def __init__(self, subscripts: str, shape: tuple[int, ...], rngs: nnx.Rngs):
+        self.subscripts = subscripts
+        self.w = nnx.Param(jax.random.normal(rngs.params(), shape))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.einsum(self.subscripts, x, self.w[...])
+
+
+LINEN, NNX = (Rule(".*", WEIGHT_ONLY, types=kind) for kind in (Einsum, NnxEinsum))
+
+
+class TestLinen:
+    def test_equals_an_einsum_with_the_recipe(self):
+        model = Projection()
+        variables = model.init(jax.random.key(0), X)
+        converted = convert.linen(model, LINEN)
+        assert convert.report(model, LINEN, X).num_converted == 1
+
+        def by_hand(variables, x):
+            w = variables["params"]["q"]["w"]
+            return mx_jax.einsum("btd,dhk->bthk", x, w, recipe=WEIGHT_ONLY)
+
+        def with_gradients(function):
+            loss = lambda *args: jnp.sum(function(*args) ** 2)  # noqa: E731
+            return function(variables, X), jax.grad(loss, (0, 1))(variables, X)
+
+        jax.tree.map(
+            np.testing.assert_array_equal, with_gradients(converted.apply), with_gradients(by_hand)
+        )
+        np.testing.assert_array_equal(
+            convert.original(converted).apply(variables, X), model.apply(variables, X)
+        )
+
+    def test_inside_scan_and_jit(self):
+        class Stack(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                def body(layer, x, _):
+                    return layer("btd,df->btf", x), None
+
+                stack = nn.scan(
+                    body, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+                )
+                return stack(Einsum((40, 40), name="layers"), x, None)[0]
+
+        model = Stack()
+        variables = model.init(jax.random.key(0), X)
+        result = jax.jit(convert.linen(model, LINEN).apply)(variables, X)
+        expected = X
+        for w in variables["params"]["layers"]["w"]:
+            expected = mx_jax.einsum("btd,df->btf", expected, w, recipe=WEIGHT_ONLY)
+        np.testing.assert_allclose(result, expected, rtol=1e-5)
+
+    def test_every_method_that_multiplies(self):
+        model, rule = Table(), Rule(".*", WEIGHT_ONLY, types=Table)
+        variables = model.init(jax.random.key(0), X)
+        converted = convert.linen(model, rule)
+        table = variables["params"]["table"]
+        expected = mx_jax.matmul(X, table.T, recipe=WEIGHT_ONLY)
+        np.testing.assert_array_equal(converted.apply(variables, X), expected)
+        attended = converted.apply(variables, X, method="attend")
+        np.testing.assert_array_equal(attended, expected)
+        tokens = jnp.arange(3)
+        looked_up = converted.apply(variables, tokens, method="look_up")
+        np.testing.assert_array_equal(looked_up, table[:3])
+
+    def test_stochastic(self):
+        model, rule = Projection(), Rule(".*", STOCHASTIC, types=Einsum)
+        variables = model.init(jax.random.key(0), X)
+        converted = convert.linen(model, rule)
+        one, again, other = (
+            converted.apply(variables, X, rngs={RNG_STREAM: jax.random.key(seed)})
+            for seed in (1, 1, 2)
+        )
+        np.testing.assert_array_equal(one, again)
+        assert np.any(one != other)
+
+    def test_obstacles(self):
+        class Outer(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(3)(x) @ self.param("w", nn.initializers.ones, (3, 4))
+
+        with pytest.warns(convert.UnusedRuleWarning):
+            report = convert.report(Outer(), Rule("", WEIGHT_ONLY, types=Outer), X)
+        assert {d.layer.path: d.reason for d in report.decisions} == {
+            "Dense_0": "no rule matches",
+            "": "has layers of its own: Dense_0",
+        }
+
+    def test_a_layer_without_product(self):
+        class Adds(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return x + self.param("w", nn.initializers.ones, (3, 40))
+
+        variables = Adds().init(jax.random.key(0), X)
+        converted = convert.linen(Adds(), Rule(".*", WEIGHT_ONLY, types=Adds))
+        with pytest.raises(ValueError, match=r"names the type of '', but its call contains no dot"):
+            converted.apply(variables, X)
+
+
+class TestNnx:
+    def test_equals_an_einsum_with_the_recipe(self):
+        model = nnx.Sequential(NnxEinsum("btd,dhk->bthk", (40, 2, 5), nnx.Rngs(0)))
+        converted = convert.nnx(model, NNX)
+        layer = converted.layers[0]
+        assert isinstance(layer, NnxEinsum) and layer.w is model.layers[0].w
+        w = layer.w[...]
+        by_hand = functools.partial(mx_jax.einsum, "btd,dhk->bthk", recipe=WEIGHT_ONLY)
+        np.testing.assert_array_equal(converted(X), by_hand(X, w))
+        gradient = nnx.grad(lambda model: jnp.sum(model(X) ** 2))(converted)
+        expected = jax.grad(lambda w: jnp.sum(by_hand(X, w) ** 2))(w)
+        np.testing.assert_array_equal(jax.tree.leaves(gradient)[0], expected)
+        assert nnx.graphdef(convert.original(converted)) == nnx.graphdef(model)
+        assert nnx.graphdef(convert.nnx(converted, NNX)) == nnx.graphdef(converted)
+
+    def test_one_trace(self):
+        traces = []
+
+        @nnx.jit
+        def run(model, x):
+            traces.append(model)
+            return model(x)
+
+        for seed in (0, 1):
+            model = NnxEinsum("btd,df->btf", (40, 5), nnx.Rngs(seed))
+            run(convert.nnx(model, NNX), X)
+        assert len(traces) == 1
+
+    def test_stochastic(self):
+        model = NnxEinsum("btd,df->btf", (40, 5), nnx.Rngs(0))
+        rule = Rule(".*", STOCHASTIC, types=NnxEinsum)
+        converted = convert.nnx(model, rule, rngs=nnx.Rngs(3))
+        first, second = converted(X), converted(X)
+        assert np.any(first != second)
+        np.testing.assert_array_equal(convert.nnx(model, rule, rngs=nnx.Rngs(3))(X), first)
+
+    def test_obstacles(self):
+        class Holder(nnx.Module):
+            def __init__(self, rngs: nnx.Rngs):
+                self.w = nnx.Param(jnp.ones((3, 4)))
+
+        class Outer(nnx.Module):
+            def __init__(self, rngs: nnx.Rngs):
+                self.w = nnx.Param(jnp.ones((3, 4)))
+                self.holder = Holder(rngs)
+
+        with pytest.warns(convert.UnusedRuleWarning):
+            report = convert.report(Outer(nnx.Rngs(0)), Rule(".*", WEIGHT_ONLY, types=nnx.Module))
+        assert {d.layer.path: d.reason for d in report.decisions} == {
+            "holder": "is not callable",
+            "": "has layers of its own: holder",
+        }
+
+
+class TestProducts:
+    """with_products, on functions."""
+
+    W = jax.random.normal(jax.random.key(2), (5, 3, 40))
+
+    @staticmethod
+    def seen(function: Any, *args: Any) -> list[tuple[int, ...]]:
+        """Shapes of the right operands; the values have to stay what they were."""
+        kernels = []
+
+        def multiply(lhs, rhs, dimension_numbers, **options):
+            kernels.append(rhs.shape)
+            return lax.dot_general(lhs, rhs, dimension_numbers, **options)
+
+        results = with_products(function, multiply, "f")(*args)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5), results, function(*args)
+        )
+        return kernels
+
+    def test_the_kernel_is_on_the_right(self):
+        w = self.W
+        assert self.seen(lambda x: jnp.einsum("btd,fhd->btfh", x, w), X) == [w.shape]
+        assert self.seen(lambda x: jnp.einsum("fhd,btd->fhbt", w, x), X) == [w.shape]
+        # A batch axis in both; the kernel first.
+        assert len(self.seen(lambda x: jnp.einsum("fhd,bhd->bhf", w, x), X)) == 1
+        assert self.seen(lambda x: jnp.tanh(2 * w[0]) @ x[0].T, X) == [(3, 40)]
+
+    def test_inside_jit_and_several(self):
+        def function(x):
+            y = jax.jit(lambda x: jax.nn.gelu(x @ self.W[0].T))(x)
+            return {"y": y, "z": jax.nn.softmax(y) @ self.W[1]}
+
+        assert self.seen(function, X) == [(40, 3), (3, 40)]
+
+    def test_arguments_that_are_no_arrays(self):
+        def function(subscripts: str, x: Any, *, scale: float):
+            return scale * jnp.einsum(subscripts, x, self.W)
+
+        run = with_products(function, lambda *args, **_: lax.dot_general(*args), "f")
+        np.testing.assert_allclose(
+            run("btd,fhd->btfh", np.asarray(X), scale=2.0),
+            function("btd,fhd->btfh", X, scale=2.0),
+            rtol=1e-5,
+        )
+
+    def test_without_product(self):
+        message = r"names the type of f, but its call contains no dot_general.* drop the type"
+        with pytest.raises(ValueError, match=message):
+            with_products(jnp.tanh, lax.dot_general, "f")(X)
+        assert with_products(jnp.tanh, lax.dot_general, "f", strict=False)(X).shape == X.shape

@@ -1,0 +1,393 @@
+"""convert.linen: what the converted module is, and what becomes of each kind of layer."""
+
+import copy
+import dataclasses
+import functools
+import pickle
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import convert, recipes
+from mx_jax.convert import Rule
+
+from .linen_models import FLAX, WIDTH, Block, Compact, Setup, example_input
+
+MXFP8 = recipes.mxfp8()
+WEIGHT_ONLY = recipes.weight_only("mxfp4")
+KEPT = (Rule(".*", None),)
+
+
+def program(module: nn.Module, variables: Any, *args: Any, **options: Any) -> str:
+    """What apply runs, as a jaxpr: equal programs give equal bits, and nothing is compiled."""
+    return str(jax.make_jaxpr(functools.partial(module.apply, **options))(variables, *args))
+
+
+def abstract_init(module: nn.Module, *args: Any) -> Any:
+    return jax.eval_shape(module.init, jax.random.key(0), *args)
+
+
+def recipe_names(module: nn.Module, rules: Any, *args: Any, **options: Any) -> dict[str, str]:
+    report = convert.report(module, rules, *args, **options)
+    return {d.layer.path: d.recipe.name if d.recipe else d.reason for d in report.decisions}
+
+
+class TestModule:
+    """The converted module as a module."""
+
+    def test_is_of_its_own_class(self):
+        converted = convert.linen(Compact(FLAX), KEPT)
+        assert isinstance(converted, Compact) and type(converted).__name__ == "Compact"
+        assert converted.layers is FLAX
+
+    def test_equal_when_rebuilt(self):
+        rules = [Rule(".*/q", None), Rule(".*", recipes.mxfp8(), types=nn.Dense)]
+        same = [Rule(".*/q", None), Rule(".*", recipes.mxfp8(), types=[nn.Dense])]
+        left, right = convert.linen(Block(FLAX), rules), convert.linen(Block(FLAX), same)
+        assert left == right and hash(left) == hash(right)
+        assert left != Block(FLAX) and Block(FLAX) != left
+        assert left != convert.linen(Block(FLAX), rules[1:])
+        other = dataclasses.replace(FLAX, Dense=functools.partial(nn.Dense, use_bias=False))
+        assert left != convert.linen(Block(other), rules)
+
+    def test_original(self):
+        model = Setup(FLAX)
+        back = convert.original(convert.linen(model, KEPT))
+        assert back == model and type(back) is Setup
+        assert convert.original(model) is model
+
+    def test_converting_again_replaces_the_rules(self):
+        once = convert.linen(Block(FLAX), Rule(".*", MXFP8))
+        assert convert.linen(once, KEPT) == convert.linen(Block(FLAX), KEPT)
+
+    def test_clone_pickle_and_deepcopy(self):
+        converted = convert.linen(nn.Dense(3), KEPT)
+        assert converted.clone() == converted
+        assert converted.copy(features=4) == convert.linen(nn.Dense(4), KEPT)
+        assert pickle.loads(pickle.dumps(convert.linen(nn.LayerNorm(), KEPT))) == convert.linen(
+            nn.LayerNorm(), KEPT
+        )
+        model = convert.linen(Block(FLAX), Rule(".*", MXFP8))
+        assert copy.deepcopy(model) == model
+
+    def test_own_equality_and_hash_stay(self):
+        class Odd(nn.Module):
+            config: dict[str, int]
+
+            def __eq__(self, other: object) -> bool:
+                return isinstance(other, Odd) and self.config == other.config
+
+            def __hash__(self) -> int:
+                return 17
+
+        converted = convert.linen(Odd({"a": 1}), KEPT)
+        assert hash(converted) == 17 and converted == convert.linen(Odd({"a": 1}), KEPT)
+
+    def test_methods_by_name_function_and_lambda(self):
+        class Model(nn.Module):
+            def setup(self):
+                self.encoder = nn.Dense(5)
+
+            def encode(self, x):
+                return self.encoder(x)
+
+            def __call__(self, x):
+                return self.encode(x)
+
+        model, x = Model(), jnp.ones((2, WIDTH))
+        converted = convert.linen(model, Rule("encoder", MXFP8))
+        variables = abstract_init(model, x)
+        expected = program(converted, variables, x)
+        assert expected != program(model, variables, x)
+        assert program(converted, variables, x, method="encode") == expected
+        assert program(converted, variables, x, method=Model.encode) == expected
+        by_lambda = program(converted, variables, x, method=lambda model, x: model.encoder(x))
+        assert by_lambda == expected
+
+    def test_as_a_part_of_another_model(self):
+        class Outer(nn.Module):
+            inner: nn.Module
+
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(3)(self.inner(x))
+
+        x = example_input()
+        rule = Rule("Dense_0", MXFP8)
+        model = Outer(convert.linen(Block(FLAX), rule))
+        variables = abstract_init(model, x)
+        assert variables == abstract_init(Outer(Block(FLAX)), x)
+        # Paths are relative to what was converted: the outer Dense_0 is none of the rule's.
+        expected = convert.linen(Outer(Block(FLAX)), Rule("inner/Dense_0", MXFP8))
+        assert program(model, variables, x) == program(expected, variables, x)
+
+    def test_the_inner_conversion_wins(self):
+        class Outer(nn.Module):
+            inner: nn.Module
+
+            def __call__(self, x):
+                return self.inner(x)
+
+        x = example_input()
+        inner = Outer(convert.linen(Block(FLAX), Rule(".*", MXFP8)))
+        both = convert.linen(inner, Rule(".*", WEIGHT_ONLY))
+        variables = abstract_init(inner, x)
+        assert program(both, variables, x) == program(inner, variables, x)
+
+    def test_tabulate(self):
+        text = convert.linen(Block(FLAX), KEPT).tabulate(jax.random.key(0), example_input())
+        assert "Dense_0" in text
+
+    def test_nothing_stays_behind_after_an_error(self):
+        class Fails(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                nn.Dense(4)(x)
+                raise RuntimeError
+
+        x = jnp.ones((2, WIDTH))
+        with pytest.raises(RuntimeError):
+            convert.linen(Fails(), Rule(".*", MXFP8)).init(jax.random.key(0), x)
+        dense = nn.Dense(4)
+        variables = abstract_init(dense, x)
+        assert "float8" not in program(dense, variables, x)
+
+
+def test_one_trace_for_rebuilt_models_and_repeated_steps():
+    traces = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(module: nn.Module, variables: Any, x: jax.Array) -> Any:
+        traces.append(module)
+        gradients = jax.grad(lambda v: jnp.sum(module.apply(v, x) ** 2))(variables)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, variables, gradients)
+
+    def build(recipe: recipes.Recipe) -> nn.Module:
+        rules = [Rule("layers_0", None), Rule(".*", recipe, filter=convert.every(2))]
+        return convert.linen(nn.Sequential((nn.Dense(8), nn.tanh, nn.Dense(4))), rules)
+
+    x = example_input()
+    variables = build(WEIGHT_ONLY).init(jax.random.key(0), x)
+    for _ in range(3):
+        variables = step(build(recipes.weight_only("mxfp4")), variables, x)
+    assert len(traces) == 1
+    step(build(recipes.weight_only("mxfp6_e2m3")), variables, x)
+    assert len(traces) == 2
+
+
+class TestLayers:
+    """What becomes of each kind of layer."""
+
+    def test_first_match_wins(self):
+        rules = [Rule(".*/qk", None), Rule("attention/.*", WEIGHT_ONLY), Rule(".*", MXFP8)]
+        names = recipe_names(Compact(FLAX), rules, example_input())
+        assert names["attention/qk"] == "kept by its rule"
+        assert names["attention/av"] == names["attention/out"] == "weight_only(mxfp4)"
+        assert names["split"] == names["head"] == "mxfp8"
+
+    def test_shapes_that_filters_see(self):
+        seen = {}
+
+        def see(path: str, shape: tuple[int, ...] | None, recipe: recipes.Recipe | None) -> bool:
+            seen[path] = shape
+            return True
+
+        convert.report(Compact(FLAX), Rule(".*", MXFP8, filter=see), example_input())
+        assert seen == {
+            "attention/query": (WIDTH, WIDTH),
+            "attention/key": (WIDTH, WIDTH),
+            "attention/value": (WIDTH, WIDTH),
+            "attention/qk": None,
+            "attention/av": None,
+            "attention/out": (2, WIDTH // 2, WIDTH),
+            "split": (WIDTH, 10),
+            "each_head": (5, 7),
+            "merge": (2, 7, WIDTH),
+            "head": (WIDTH, 11),
+        }
+
+    def test_attention_with_precision(self):
+        attention = nn.MultiHeadDotProductAttention(2, precision=jax.lax.Precision.HIGHEST)
+        x = example_input()
+        variables = abstract_init(attention, x)
+        converted = convert.linen(attention, Rule("qk", MXFP8))
+        # Flax refuses an einsum beside a precision: the product that stays carries its own.
+        original = program(attention, variables, x)
+        assert original.count("HIGHEST") == 12, "six products, two operands each"
+        assert program(converted, variables, x).count("HIGHEST") >= 10
+        kept = convert.linen(attention, KEPT)
+        assert program(kept, variables, x) == original
+
+    def test_attention_without_einsum(self):
+        def own(query, key, value, mask=None):
+            return value
+
+        attention = nn.MultiHeadDotProductAttention(2, attention_fn=own)
+        names = recipe_names(attention, Rule(".*", MXFP8), example_input())
+        assert names["qk"] == names["av"] == "its attention_fn takes no einsum"
+        assert names["query"] == "mxfp8"
+
+    def test_attention_masks_dropout_and_sows_as_before(self):
+        attention = nn.MultiHeadDotProductAttention(2, dropout_rate=0.5, deterministic=False)
+        x = example_input()
+        rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+        variables = attention.init(rngs, x)
+        options = {"mask": nn.make_causal_mask(x[..., 0]), "sow_weights": True}
+        rules = Rule("(qk|av)", recipes.mxfp8())
+        results = [
+            module.apply(variables, x, rngs=rngs, mutable=["intermediates"], **options)
+            for module in (attention, convert.linen(attention, rules))
+        ]
+        (before, sown), (after, sown_after) = results
+        assert 18 < mx_jax.inspect.sqnr_db(before, after) < 60
+        weights = [jax.tree.leaves(tree)[0] for tree in (sown, sown_after)]
+        np.testing.assert_array_equal(weights[0] == 0, weights[1] == 0)
+
+    @pytest.mark.parametrize(
+        ("layer", "reason"),
+        [
+            (nn.Dense(4, dot_general=recipes.mxfp4().dot_general), "has its own dot_general"),
+            (nn.Dense(4, dot_general_cls=lambda: jax.lax.dot_general), "has its own dot_general"),
+            (mx_jax.nn.linen.Dense(4, recipe=recipes.mxfp4()), "has its own recipe"),
+            (
+                mx_jax.nn.linen.Einsum((WIDTH, 4), "btk,kn->btn", recipe=recipes.mxfp4()),
+                "has its own recipe",
+            ),
+            (
+                nn.Einsum((WIDTH,), "btk,k->btk", kernel_init=nn.initializers.ones),
+                "contracts no axis",
+            ),
+        ],
+        ids=["dot_general", "dot_general_cls", "recipe", "einsum recipe", "no contraction"],
+    )
+    def test_what_a_user_chose_stays(self, layer: nn.Module, reason: str):
+        x = example_input()
+        with pytest.warns(convert.UnusedRuleWarning):
+            assert recipe_names(layer, Rule(".*", MXFP8), x) == {"": reason}
+        variables = abstract_init(layer, x)
+        converted = convert.linen(layer, Rule(".*", MXFP8))
+        assert program(converted, variables, x) == program(layer, variables, x)
+
+    def test_attention_with_its_own_einsum(self):
+        attention = nn.MultiHeadDotProductAttention(
+            2,
+            qk_attn_weights_einsum_cls=lambda: jnp.einsum,
+            attn_weights_value_einsum_cls=lambda: jnp.einsum,
+        )
+        names = recipe_names(attention, Rule(".*", MXFP8), example_input())
+        assert names["qk"] == names["av"] == "has its own einsum"
+
+    def test_subclasses_and_foreign_layers(self):
+        class Scaled(nn.Einsum):
+            @nn.compact
+            def __call__(self, inputs, einsum_str=None):
+                return 2 * super().__call__(inputs, einsum_str)
+
+        class Foreign(nn.Module):
+            """A layer of somebody else's, with the attribute that Flax's have."""
+
+            dot_general: Any = jax.lax.dot_general
+
+            @nn.compact
+            def __call__(self, x):
+                kernel = self.param("w", nn.initializers.ones, (WIDTH, 3))
+                return self.dot_general(x, kernel, (((2,), (0,)), ((), ())))
+
+        class Bare(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return x @ self.param("w", nn.initializers.ones, (WIDTH, 3))
+
+        x = example_input()
+        scaled = Scaled((WIDTH, 6), "btk,kn->btn")
+        model = nn.Sequential([scaled])
+        assert recipe_names(model, Rule(".*", MXFP8), x) == {"layers_0": "mxfp8"}
+        variables = model.init(jax.random.key(0), x)
+        twice = convert.linen(model, Rule(".*", WEIGHT_ONLY)).apply(variables, x)
+        plain = mx_jax.nn.linen.Einsum((WIDTH, 6), "btk,kn->btn", recipe=WEIGHT_ONLY)
+        once = plain.apply({"params": variables["params"]["layers_0"]}, x)
+        np.testing.assert_array_equal(twice, 2 * once)
+        assert recipe_names(Foreign(), Rule(".*", MXFP8), x) == {"": "mxfp8"}
+        with pytest.warns(convert.UnusedRuleWarning):
+            names = recipe_names(Bare(), Rule(".*", MXFP8), x)
+        assert names == {"": "rule 0: only a rule with types=Bare converts it"}
+
+    def test_a_module_that_hands_dot_general_on(self):
+        class Hands(nn.Module):
+            dot_general: Any = None
+
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(4, dot_general=self.dot_general, name="inner")(x)
+
+        names = recipe_names(Hands(), Rule("inner", MXFP8), example_input())
+        assert names == {"inner": "mxfp8"}
+
+    def test_applied_with_parameters_of_its_own_making(self):
+        class Tied(nn.Module):
+            def setup(self):
+                self.embed = nn.Embed(7, WIDTH)
+                self.decoder = nn.Dense(7, use_bias=False)
+
+            def __call__(self, tokens):
+                x = self.embed(tokens)
+                kernel = self.embed.variables["params"]["embedding"].T
+                return self.decoder.apply({"params": {"kernel": kernel}}, x)
+
+        tokens = jnp.ones((2, 3), jnp.int32)
+        assert recipe_names(Tied(), Rule("decoder", MXFP8), tokens)["decoder"] == "mxfp8"
+
+    def test_an_MXArray_as_a_kernel(self):
+        x, dense = example_input(), nn.Dense(4)
+        variables = dense.init(jax.random.key(0), x)
+        kernel = mx_jax.quantize(variables["params"]["kernel"], "mxfp4", axis=0, scale_rule="even")
+        stored = {"params": variables["params"] | {"kernel": kernel}}
+        converted = convert.linen(dense, Rule(".*", WEIGHT_ONLY))
+        np.testing.assert_array_equal(converted.apply(stored, x), converted.apply(variables, x))
+
+
+class TestEmbed:
+    """Only a rule that names it; lookup from, and product with, the quantized table."""
+
+    def test_lookup_and_attend(self):
+        embed, tokens = nn.Embed(9, 33), jnp.arange(4)
+        query = jax.random.normal(jax.random.key(1), (2, 33))
+        variables = embed.init(jax.random.key(0), tokens)
+        table = variables["params"]["embedding"]
+        converted = convert.linen(embed, Rule(".*", WEIGHT_ONLY, types=nn.Embed))
+        quantized = mx_jax.cast(table, "mxfp4", scale_rule="even")
+        np.testing.assert_array_equal(converted.apply(variables, tokens), quantized[:4])
+        expected = mx_jax.einsum("qd,nd->qn", query, table, recipe=WEIGHT_ONLY)
+        attended = converted.apply(variables, query, method="attend")
+        np.testing.assert_array_equal(attended, expected)
+        gradient = jax.grad(lambda v: converted.apply(v, tokens).sum())(variables)
+        np.testing.assert_array_equal(gradient["params"]["embedding"][:4], 1.0)
+
+    def test_a_rule_that_does_not_name_it(self):
+        with pytest.warns(convert.UnusedRuleWarning):
+            names = recipe_names(nn.Embed(9, 33), Rule(".*", MXFP8), jnp.arange(4))
+        assert names == {"": "rule 0: only a rule with types=Embed converts it"}
+
+
+def test_errors():
+    with pytest.raises(TypeError, match=r"needs a flax.linen module, got int; use convert.nnx"):
+        convert.linen(3, KEPT)  # pyright: ignore
+    bound = nn.Dense(3).bind({"params": {}})
+    with pytest.raises(ValueError, match=r"needs an unbound module, got Dense bound at ''"):
+        convert.linen(bound, KEPT)
+    with pytest.raises(ValueError, match=r"Dense.bind would leave layers .* method=lambda"):
+        convert.linen(nn.Dense(3), KEPT).bind({"params": {}})
+    with pytest.raises(TypeError, match=r"convert.linen: rules must be Rule objects, got 'x'"):
+        convert.linen(nn.Dense(3), ["x"])  # pyright: ignore
+
+
+def test_an_error_inside_names_layer_and_rule():
+    model = nn.Sequential([nn.Dense(3, dtype=jnp.float8_e4m3fn)])
+    with pytest.raises(TypeError, match=r"must be float32") as caught:
+        convert.report(model, Rule(".*", MXFP8), jnp.ones((2, 4)))
+    assert "in layer 'layers_0' (Dense), converted by rule 0" in caught.value.__notes__

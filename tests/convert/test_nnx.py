@@ -1,0 +1,445 @@
+"""convert.nnx: copies that share Variables, equal to models written by hand, and the way back."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mx_jax
+from mx_jax import convert, recipes
+from mx_jax.convert import Rule
+from mx_jax.recipes import MatmulSpec, Recipe
+
+WIDTH = 48
+MXFP8 = recipes.mxfp8()
+WEIGHT_ONLY = recipes.weight_only("mxfp4")
+STOCHASTIC = dataclasses.replace(
+    WEIGHT_ONLY,
+    name="stochastic weight",
+    fwd=MatmulSpec(lhs=None, rhs=recipes.operand("mxfp4", rounding="stochastic")),
+)
+
+
+class Layers:
+    """Flax's constructors, or those of layers with a recipe."""
+
+    def __init__(self, recipe: Recipe | None = None):
+        mx, bind = mx_jax.nn.nnx, functools.partial
+        self.Linear = bind(mx.Linear, recipe=recipe) if recipe else nnx.Linear
+        self.LinearGeneral = bind(mx.LinearGeneral, recipe=recipe) if recipe else nnx.LinearGeneral
+        self.Einsum = bind(mx.Einsum, recipe=recipe) if recipe else nnx.Einsum
+
+
+class Model(nnx.Module):
+    """Every kind of layer, a shared one, a list, a dict and a norm."""
+
+    def __init__(self, layers: Layers, rngs: nnx.Rngs):
+        self.shared = layers.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.again = self.shared
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.split = layers.LinearGeneral(WIDTH, (2, 5), rngs=rngs)
+        self.each_head = layers.Einsum("bthk,hkf->bthf", (2, 5, 7), (2, 7), rngs=rngs)
+        self.merge = layers.LinearGeneral((2, 7), WIDTH, axis=(-2, -1), rngs=rngs)
+        self.blocks = nnx.List([layers.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+        self.heads = nnx.Dict(left=layers.Linear(WIDTH, 3, rngs=rngs))
+
+    def __call__(self, x):
+        x = self.again(self.norm(self.shared(x)))
+        x = self.merge(self.each_head(self.split(x)))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.heads["left"](x)
+
+
+def example_input() -> jax.Array:
+    return jax.random.normal(jax.random.key(7), (2, 3, WIDTH))
+
+
+def program(model: nnx.Module, *args: Any, grad: bool = True) -> str:
+    """Output and gradients, as a jaxpr: equal programs give equal bits."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def run(params, *args):
+        def loss(params):
+            return jnp.sum(nnx.merge(graph, params, rest)(*args) ** 2)  # pyright: ignore
+
+        return jax.value_and_grad(loss)(params) if grad else loss(params)
+
+    return str(jax.make_jaxpr(run)(params, *args))
+
+
+def state_paths(model: nnx.Module, *filters: Any) -> list[str]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.state(model, *filters))
+    return [jax.tree_util.keystr(path) for path, _ in leaves]
+
+
+def recipe_names(model: nnx.Module, rules: Any) -> dict[str, str]:
+    report = convert.report(model, rules)
+    return {d.layer.path: d.recipe.name if d.recipe else d.reason for d in report.decisions}
+
+
+class TestModel:
+    def test_equals_a_model_by_hand(self):
+        model, x = Model(Layers(), nnx.Rngs(0)), example_input()
+        converted = convert.nnx(model, Rule(".*", MXFP8))
+        by_hand = Model(Layers(MXFP8), nnx.Rngs(0))
+        assert program(converted, x) == program(by_hand, x)
+
+    def test_high_precision_is_the_original(self):
+        model, x = Model(Layers(), nnx.Rngs(0)), example_input()
+        original = program(model, x)
+        for rules in (Rule(".*", None), Rule(".*", recipes.high_precision())):
+            converted = convert.nnx(model, rules)
+            assert program(converted, x) == original
+            assert nnx.graphdef(converted) == nnx.graphdef(model)
+
+    def test_runs(self):
+        model = nnx.Sequential(nnx.Linear(WIDTH, 9, rngs=nnx.Rngs(0)))
+        converted = convert.nnx(model, Rule(".*", MXFP8))
+        by_hand = nnx.Sequential(mx_jax.nn.nnx.Linear(WIDTH, 9, recipe=MXFP8, rngs=nnx.Rngs(0)))
+        x = example_input()
+        np.testing.assert_array_equal(converted(x), by_hand(x))
+        assert 18 < mx_jax.inspect.sqnr_db(model(x), converted(x)) < 40
+
+    def test_copy_shares_variables(self):
+        model = Model(Layers(), nnx.Rngs(0))
+        before, paths = nnx.graphdef(model), state_paths(model)
+        converted = convert.nnx(model, Rule(".*", MXFP8))
+        assert type(converted) is Model
+        assert converted.split is not model.split
+        assert converted.split.kernel is model.split.kernel
+        assert converted.shared is converted.again, "sharing is kept"
+        assert nnx.graphdef(model) == before, "the model itself is as it was"
+        assert state_paths(converted) == paths
+
+    def test_training_the_copy_trains_the_model(self):
+        model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
+        converted = convert.nnx(model, Rule(".*", WEIGHT_ONLY))
+        converted.layers[0].kernel[...] = jnp.ones((4, 3))
+        np.testing.assert_array_equal(model.layers[0].kernel[...], 1.0)
+
+    def test_original(self):
+        model = Model(Layers(), nnx.Rngs(0))
+        rules = [Rule("shared", STOCHASTIC), Rule(".*", MXFP8)]
+        converted = convert.nnx(model, rules, rngs=nnx.Rngs(3))
+        # Also after the copy came through split and merge.
+        graph, state = nnx.split(converted)
+        for back in (convert.original(converted), convert.original(nnx.merge(graph, state))):
+            assert nnx.graphdef(back) == nnx.graphdef(model)
+            assert state_paths(back) == state_paths(model)
+        assert nnx.graphdef(convert.original(model)) == nnx.graphdef(model)
+
+    def test_converting_again_replaces_the_rules(self):
+        model = Model(Layers(), nnx.Rngs(0))
+        once = convert.nnx(model, Rule(".*", MXFP8))
+        again = convert.nnx(once, Rule("split", WEIGHT_ONLY))
+        assert nnx.graphdef(again) == nnx.graphdef(convert.nnx(model, Rule("split", WEIGHT_ONLY)))
+
+    def test_one_trace_for_rebuilt_models_and_repeated_steps(self):
+        traces = []
+
+        @nnx.jit
+        def step(model: nnx.Module, x: jax.Array) -> None:
+            traces.append(model)
+            gradients = nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)
+            nnx.update(model, jax.tree.map(lambda p, g: p - g, nnx.state(model), gradients))
+
+        def build(recipe: Recipe) -> nnx.Module:
+            model = nnx.Sequential(nnx.Linear(WIDTH, 3, rngs=nnx.Rngs(0)))
+            return convert.nnx(model, Rule(".*", recipe))
+
+        for _ in range(3):
+            model = build(recipes.weight_only("mxfp4"))
+            step(model, example_input())
+            step(model, example_input())
+        assert len(traces) == 1
+        step(build(recipes.weight_only("mxfp6_e2m3")), example_input())
+        assert len(traces) == 2
+
+
+class TestLayers:
+    def test_a_shared_layer_has_several_paths(self):
+        model = Model(Layers(), nnx.Rngs(0))
+        for pattern in ("again", "shared"):
+            assert recipe_names(model, Rule(pattern, MXFP8))["again"] == "mxfp8"
+        outer = nnx.Dict(left=model, right=model)
+        names = recipe_names(nnx.Sequential(outer), Rule("layers/0/right/split", MXFP8))
+        assert names["layers/0/left/split"] == "mxfp8"
+
+    def test_first_match_wins(self):
+        rules = [Rule("blocks/0", None), Rule("blocks/.*", WEIGHT_ONLY), Rule(".*", MXFP8)]
+        names = recipe_names(Model(Layers(), nnx.Rngs(0)), rules)
+        assert names == {
+            "again": "mxfp8",
+            "blocks/0": "kept by its rule",
+            "blocks/1": "weight_only(mxfp4)",
+            "each_head": "mxfp8",
+            "heads/left": "mxfp8",
+            "merge": "mxfp8",
+            "split": "mxfp8",
+        }
+
+    def test_shapes_that_filters_see(self):
+        seen = {}
+
+        def see(path: str, shape: tuple[int, ...] | None, recipe: Recipe | None) -> bool:
+            seen[path] = shape
+            return True
+
+        class Both(nnx.Module):
+            def __init__(self, rngs: nnx.Rngs):
+                self.model = Model(Layers(), rngs)
+                self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+
+        convert.report(Both(nnx.Rngs(0)), Rule(".*", MXFP8, filter=see))
+        assert seen == {
+            "attention/query": (8, 8),
+            "attention/key": (8, 8),
+            "attention/value": (8, 8),
+            "attention/qk": None,
+            "attention/av": None,
+            "attention/out": (2, 4, 8),
+            "model/again": (WIDTH, WIDTH),
+            "model/blocks/0": (WIDTH, WIDTH),
+            "model/blocks/1": (WIDTH, WIDTH),
+            "model/split": (WIDTH, 10),
+            "model/each_head": (5, 7),
+            "model/merge": (2, 7, WIDTH),
+            "model/heads/left": (WIDTH, 3),
+        }
+
+    @pytest.mark.parametrize(
+        ("make", "reason"),
+        [
+            (
+                lambda rngs: nnx.Linear(4, 3, dot_general=WEIGHT_ONLY.dot_general, rngs=rngs),
+                "has its own dot_general",
+            ),
+            (
+                lambda rngs: nnx.LinearGeneral(
+                    4, 3, dot_general_cls=lambda: jax.lax.dot_general, rngs=rngs
+                ),
+                "has its own dot_general_cls",
+            ),
+            (
+                lambda rngs: mx_jax.nn.nnx.Linear(4, 3, recipe=STOCHASTIC, rngs=rngs),
+                "has its own recipe",
+            ),
+            (
+                lambda rngs: nnx.Einsum(
+                    "bk,k->bk", (4,), kernel_init=nnx.initializers.ones, rngs=rngs
+                ),
+                "contracts no axis",
+            ),
+            (
+                lambda rngs: nnx.LoRA(4, 2, 3, rngs=rngs),
+                "rule 0: only a rule with types=LoRA converts it",
+            ),
+        ],
+        ids=["dot_general", "dot_general_cls", "recipe", "no contraction", "lora"],
+    )
+    def test_what_cannot_or_shall_not_be_converted(self, make: Any, reason: str):
+        model = nnx.Sequential(make(nnx.Rngs(0)))
+        with pytest.warns(convert.UnusedRuleWarning):
+            assert recipe_names(model, Rule(".*", MXFP8)).popitem() == ("layers/0", reason)
+        with pytest.warns(convert.UnusedRuleWarning):
+            converted = convert.nnx(model, Rule(".*", MXFP8))
+        assert nnx.graphdef(converted) == nnx.graphdef(model)
+
+    def test_linears_inside_lora(self):
+        rngs = nnx.Rngs(0)
+        wrapped = nnx.LoRA(4, 2, 3, base_module=nnx.Linear(4, 3, rngs=rngs), rngs=rngs)
+        assert recipe_names(wrapped, Rule(".*", MXFP8)) == {
+            "base_module": "mxfp8",
+            "": "has layers of its own: base_module",
+        }
+        linear = nnx.LoRALinear(WIDTH, 3, lora_rank=2, rngs=rngs)
+        assert recipe_names(linear, Rule(".*", MXFP8))[""] == "mxfp8"
+        x = example_input()
+        converted = convert.nnx(linear, Rule(".*", WEIGHT_ONLY))
+        by_hand = mx_jax.nn.nnx.Linear(WIDTH, 3, recipe=WEIGHT_ONLY, rngs=nnx.Rngs(1))
+        by_hand.kernel, by_hand.bias = linear.kernel, linear.bias
+        np.testing.assert_array_equal(converted(x), by_hand(x) + linear.lora(x))
+
+    def test_embed(self):
+        embed = nnx.Embed(9, 33, rngs=nnx.Rngs(0))
+        with pytest.warns(convert.UnusedRuleWarning):
+            names = recipe_names(embed, Rule(".*", MXFP8))
+        assert names == {"": "rule 0: only a rule with types=Embed converts it"}
+        converted = convert.nnx(embed, Rule(".*", WEIGHT_ONLY, types=nnx.Embed))
+        quantized = mx_jax.cast(embed.embedding[...], "mxfp4", scale_rule="even")
+        np.testing.assert_array_equal(converted(jnp.arange(4)), quantized[:4])
+        query = jax.random.normal(jax.random.key(1), (2, 33))
+        np.testing.assert_array_equal(converted.attend(query), jnp.dot(query, quantized.T))
+
+
+class TestAttention:
+    @pytest.mark.parametrize("num_kv_heads", [4, 2])
+    def test_both_products(self, num_kv_heads: int):
+        attention = nnx.MultiHeadAttention(
+            4, 32, num_kv_heads=num_kv_heads, decode=False, rngs=nnx.Rngs(0)
+        )
+        x = jax.random.normal(jax.random.key(1), (2, 6, 32))
+        outputs = {
+            pattern: convert.nnx(attention, Rule(pattern, MXFP8))(x, is_causal=True)
+            for pattern in ("qk", "av", "(qk|av)")
+        }
+        original = attention(x, is_causal=True)
+        for output in outputs.values():
+            assert 18 < mx_jax.inspect.sqnr_db(original, output) < 60
+        assert np.any(outputs["qk"] != outputs["av"])
+
+    def test_high_precision_products_are_flaxs(self):
+        # One product has a recipe that changes nothing: the other code path, the same numbers.
+        attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+        converted = convert.nnx(attention, Rule("qk", recipes.weight_only("mxfp8_e4m3")))
+        operation = converted.attention_fn.operation
+        x = jax.random.normal(jax.random.key(1), (2, 5, 2, 4))
+        mask = nnx.make_causal_mask(x[..., 0, 0])
+        high = dataclasses.replace(operation, qk=None)
+        for options in ({"mask": mask}, {"is_causal": True}, {"mask": mask, "is_causal": True}):
+            np.testing.assert_allclose(
+                high(x, x, x, **options), nnx.dot_product_attention(x, x, x, **options), rtol=2e-5
+            )
+
+    @pytest.mark.filterwarnings("ignore:.*sow:DeprecationWarning")
+    def test_sows_and_drops_as_before(self):
+        attention = nnx.MultiHeadAttention(
+            2, 8, dropout_rate=0.5, deterministic=False, decode=False, rngs=nnx.Rngs(0)
+        )
+        converted = convert.nnx(attention, Rule("(qk|av)", WEIGHT_ONLY))
+        x = jax.random.normal(jax.random.key(1), (1, 5, 8))
+        converted(x, rngs=nnx.Rngs(dropout=1), sow_weights=True)
+        (weights,) = converted.attention_weights.get_value()
+        np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
+
+    def test_own_attention_fn_stays(self):
+        def own(query, key, value, **options):
+            return value
+
+        attention = nnx.MultiHeadAttention(2, 8, attention_fn=own, decode=False, rngs=nnx.Rngs(0))
+        names = recipe_names(attention, Rule(".*", MXFP8))
+        assert names["qk"] == names["av"] == "has its own attention_fn"
+        assert names["query"] == "mxfp8"
+
+
+class TestStacks:
+    """Layers made by nnx.vmap, run by nnx.scan or nnx.vmap."""
+
+    @staticmethod
+    def stack(make: Any) -> nnx.Module:
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def build(rngs: nnx.Rngs) -> nnx.Module:
+            return make(rngs)
+
+        return build(nnx.Rngs(0))
+
+    @staticmethod
+    def scan(layers: nnx.Module, x: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, layer):
+            return layer(x)
+
+        return run(x, layers)
+
+    def test_scan_equals_by_hand(self):
+        layers = self.stack(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+        converted = convert.nnx(layers, Rule(".*", MXFP8))
+        by_hand = self.stack(
+            lambda rngs: mx_jax.nn.nnx.Linear(WIDTH, WIDTH, recipe=MXFP8, rngs=rngs)
+        )
+        x = example_input()
+        np.testing.assert_array_equal(self.scan(converted, x), self.scan(by_hand, x))
+        report = convert.report(layers, Rule(".*", MXFP8))
+        assert report.decisions[0].layer.kernel == (3, WIDTH, WIDTH)
+        assert report.decisions[0].layer.shape == (WIDTH, WIDTH)
+
+    def test_vmap_equals_by_hand(self):
+        layers = self.stack(lambda rngs: nnx.LinearGeneral(WIDTH, (2, 3), rngs=rngs))
+        by_hand = self.stack(
+            lambda rngs: mx_jax.nn.nnx.LinearGeneral(WIDTH, (2, 3), recipe=MXFP8, rngs=rngs)
+        )
+        run = nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))
+        x, converted = example_input(), convert.nnx(layers, Rule(".*", MXFP8))
+        np.testing.assert_array_equal(run(converted, x), run(by_hand, x))
+
+    def test_stochastic_layers_draw_their_own_keys(self):
+        def make(rngs):
+            ones = nnx.initializers.constant(0.3)
+            return nnx.Linear(WIDTH, WIDTH, kernel_init=ones, use_bias=False, rngs=rngs)
+
+        layers = convert.nnx(self.stack(make), Rule(".*", STOCHASTIC), rngs=nnx.Rngs(5))
+        run = nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))
+        first, second = run(layers, example_input()), run(layers, example_input())
+        assert np.any(first[0] != first[1]), "layers rounded alike"
+        assert np.any(first != second), "calls rounded alike"
+        again = convert.nnx(self.stack(make), Rule(".*", STOCHASTIC), rngs=nnx.Rngs(5))
+        np.testing.assert_array_equal(run(again, example_input()), first)
+
+    def test_streams_that_are_not_mapped(self):
+        layers = self.stack(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+        converted = convert.nnx(layers, Rule(".*", STOCHASTIC), rngs=nnx.Rngs(5))
+        axes = nnx.StateAxes({nnx.Param: 0, ...: None})
+        run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)
+        with pytest.raises(ValueError, match=r"got the streams 'quantize' of all its layers, of "):
+            run(example_input(), converted)
+
+
+class TestRandomness:
+    def test_equals_by_hand_and_draws_anew(self):
+        linear = nnx.Linear(WIDTH, 5, rngs=nnx.Rngs(0))
+        converted = convert.nnx(linear, Rule(".*", STOCHASTIC), rngs=nnx.Rngs(quantize=3))
+        by_hand = mx_jax.nn.nnx.Linear(
+            WIDTH, 5, recipe=STOCHASTIC, rngs=nnx.Rngs(params=0, quantize=3)
+        )
+        by_hand.kernel, by_hand.bias = linear.kernel, linear.bias
+        x, run = example_input(), nnx.jit(lambda model, x: model(x))
+        first, second = run(converted, x), run(converted, x)
+        assert np.any(first != second)
+        assert first.shape == by_hand(x).shape
+        again = convert.nnx(linear, Rule(".*", STOCHASTIC), rngs=nnx.Rngs(quantize=3))
+        np.testing.assert_array_equal(run(again, x), first)
+
+    def test_only_streams_are_added(self):
+        model = Model(Layers(), nnx.Rngs(0))
+        converted = convert.nnx(model, Rule("split", STOCHASTIC), rngs=nnx.Rngs(0))
+        assert state_paths(converted, nnx.Param) == state_paths(model)
+        assert [path.split("]")[0] for path in state_paths(converted, nnx.RngState)] == [
+            "['split'",
+            "['split'",
+        ]
+
+    def test_attention_and_embed(self):
+        attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+        embed = nnx.Embed(9, 33, rngs=nnx.Rngs(0))
+        x = jax.random.normal(jax.random.key(1), (1, 5, 8))
+        converted = convert.nnx(attention, Rule("qk", STOCHASTIC), rngs=nnx.Rngs(0))
+        assert np.any(converted(x) != converted(x))
+        rule = Rule(".*", STOCHASTIC, types=nnx.Embed)
+        table = convert.nnx(embed, rule, rngs=nnx.Rngs(0))
+        assert np.any(table(jnp.arange(9)) != table(jnp.arange(9)))
+
+
+def test_errors():
+    with pytest.raises(TypeError, match=r"needs a flax.nnx module, got int; use convert.linen"):
+        convert.nnx(3, Rule(".*", None))  # pyright: ignore
+    linear = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    message = r"convert.nnx: '' gets recipe 'stochastic weight', which draws .* pass rngs=nnx.Rngs"
+    with pytest.raises(ValueError, match=message):
+        convert.nnx(linear, Rule(".*", STOCHASTIC))
+    with pytest.raises(ValueError, match=r"convert.nnx: rules that matched no layer: 0 \('x'\)"):
+        convert.nnx(linear, Rule("x", None), strict=True)
+    with pytest.warns(convert.UnusedRuleWarning, match=r"rules that matched no layer: 0 \('x'\)"):
+        convert.nnx(linear, Rule("x", None))
+    with pytest.raises(TypeError, match=r"example arguments are for flax.linen.* got .* Linear"):
+        convert.report(linear, Rule(".*", None), jnp.ones(3))
+    with pytest.raises(TypeError, match=r"needs a flax.nnx module, got str"):
+        convert.report("model", Rule(".*", None))
+    with pytest.raises(TypeError, match=r"needs a flax.nnx module, got str"):
+        convert.original("model")

@@ -1,0 +1,170 @@
+"""Models that this project did not write: converted, and run forward and backward.
+
+They need packages that the other tests do not; docs/convert.md names them and the command. With
+`-s`, the reports are printed.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mx_jax
+from mx_jax import convert, recipes
+from mx_jax.convert import Rule
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+
+TOKENS = jnp.arange(32).reshape(2, 16)
+POSITIONS = jnp.broadcast_to(jnp.arange(16), (2, 16))
+# hidden size, layers, heads, feed-forward size
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+}
+
+
+def random_like(tree: Any) -> Any:
+    """Values of a trained size: some packages start projections at zero, others at one."""
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    values = [
+        jax.random.normal(key, leaf.shape, leaf.dtype)
+        / np.sqrt(leaf.shape[0] if leaf.ndim > 1 else 1)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, values)
+
+
+def judge(name: str, report: Any, run: Any, original: Any, converted: Any, params: Any) -> None:
+    """Print the report and the measures; check them."""
+    before, after = run(original)(params), run(converted)(params)
+    gradients = [
+        jax.grad(lambda params, module=module: jnp.sum(run(module)(params) ** 2))(params)
+        for module in (original, converted)
+    ]
+    sqnr = mx_jax.inspect.sqnr_db(before, after)
+    flat = [
+        jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(gradient)])
+        for gradient in gradients
+    ]
+    gradient_sqnr = mx_jax.inspect.sqnr_db(*flat)
+    print(f"\n{name}\n{report}\noutput {sqnr:.1f} dB, gradients {gradient_sqnr:.1f} dB")
+    assert np.all(np.isfinite(flat[1]))
+    assert 12 < sqnr < 45 and 8 < gradient_sqnr < 45
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A flax.linen model of transformers."""
+
+    model: str
+    config: str
+    options: dict[str, Any]
+    arguments: tuple[Any, ...]
+    num_converted: int
+
+
+CASES = [
+    Case(
+        "FlaxBertModel",
+        "BertConfig",
+        {"vocab_size": 64, "max_position_embeddings": 32},
+        (TOKENS, jnp.ones_like(TOKENS), jnp.zeros_like(TOKENS), POSITIONS, jnp.ones((2, 4))),
+        13,
+    ),
+    Case(
+        "FlaxLlamaForCausalLM",
+        "LlamaConfig",
+        {"vocab_size": 64, "max_position_embeddings": 32},
+        (TOKENS, jnp.ones_like(TOKENS), POSITIONS),
+        15,
+    ),
+    Case(
+        "FlaxViTModel",
+        "ViTConfig",
+        {"image_size": 16, "patch_size": 8},
+        (jax.random.normal(jax.random.key(1), (2, 16, 16, 3)),),
+        14,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
+def test_transformers(case: Case):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, case.config)(**SIZES, **case.options)
+    outer = getattr(transformers, case.model)(config, _do_init=False)
+    module = outer.module
+    rules = [
+        Rule(".*", recipes.mxfp8()),
+        Rule(".*patch_embeddings.*", recipes.mxfp8(), types=flax_conv()),
+    ]
+    rules = rules if "ViT" in case.model else rules[:1]
+    report = convert.report(module, rules, *case.arguments)
+    assert report.num_converted == case.num_converted
+    variables = module.init(jax.random.key(0), *case.arguments)
+    params = random_like(variables["params"])
+
+    def run(module):
+        return lambda params: module.apply({"params": params}, *case.arguments)[0]
+
+    judge(case.model, report, run, module, convert.linen(module, rules), params)
+
+
+def flax_conv() -> type:
+    import flax.linen
+
+    return flax.linen.Conv
+
+
+def tunix_model(name: str) -> types.ModuleType:
+    """One model file of tunix, past the package's front door, which imports its trainers."""
+    if "tunix" not in sys.modules:
+        spec = importlib.util.find_spec("tunix")
+        if spec is None or spec.origin is None:
+            pytest.skip("tunix is not installed")
+        package = types.ModuleType("tunix")
+        package.__path__ = [str(Path(spec.origin).parent)]
+        sys.modules["tunix"] = package
+    return importlib.import_module(f"tunix.models.{name}.model")
+
+
+@pytest.mark.parametrize(("name", "model"), [("llama3", "Llama3"), ("qwen3", "Qwen3")])
+def test_tunix(name: str, model: str):
+    source = tunix_model(name)
+    config = source.ModelConfig(
+        num_layers=2,
+        vocab_size=64,
+        embed_dim=64,
+        hidden_dim=128,
+        num_heads=4,
+        head_dim=16,
+        num_kv_heads=2,
+        rope_theta=10000,
+        norm_eps=1e-5,
+    )
+    network = getattr(source, model)(config, rngs=nnx.Rngs(0))
+    # Its attention and head multiply in an Einsum of tunix's own.
+    rules = [Rule(".*", recipes.mxfp8(), types=(nnx.Linear, source.Einsum))]
+    report = convert.report(network, rules)
+    assert report.num_converted == 15
+    _, params = nnx.split(network)
+    mask = jnp.tril(jnp.ones((2, 16, 16), bool))
+
+    def run(network):
+        graph, _ = nnx.split(network)
+        return lambda params: nnx.merge(graph, params)(TOKENS, POSITIONS, None, mask)[0]
+
+    judge(model, report, run, network, convert.nnx(network, rules), random_like(params))

@@ -1,0 +1,246 @@
+import json
+import math
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+for package in ("matplotlib", "optax", "orbax.checkpoint", "rich", "tqdm"):
+    pytest.importorskip(package)
+
+STEPS = 6
+TINY = (
+    f"--steps {STEPS} --d-model 32 --layers 2 --heads 1 --context 32 --batch 4 "
+    "--eval-every 3 --eval-tokens 256 --checkpoint-every 2 --sample 0"
+).split()
+
+
+@pytest.fixture
+def train_lm(example):
+    return example("train_lm")
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(f"{n} times {n} is {n * n}" for n in range(200)))
+    return path
+
+
+@pytest.fixture
+def call(train_lm, text, tmp_path):
+    """Runs the program on the tiny text, in the folder `out` of this test."""
+
+    def run(*options: str, out: str = "out") -> int:
+        return train_lm.main(["--data", str(text), "--out", str(tmp_path / out), *TINY, *options])
+
+    return run
+
+
+@pytest.fixture
+def results(tmp_path):
+    """What a folder's results.json says."""
+    return lambda out="out": json.loads((tmp_path / out / "results.json").read_text())
+
+
+@pytest.fixture
+def at_step(example, monkeypatch):
+    """Lets something happen during the n-th optimizer step from now."""
+
+    def plan(number: int, happening) -> None:
+        training = example("lm.training")
+        step, calls = training.train_step, []
+
+        def disturbed(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == number:
+                happening()
+            return step(*args, **kwargs)
+
+        monkeypatch.setattr(training, "train_step", disturbed)
+
+    return plan
+
+
+def fails(capsys, run) -> str:
+    """The message of a call that exits with status 2."""
+    with pytest.raises(SystemExit) as stop:
+        run()
+    assert stop.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def numbers(run: dict) -> dict:
+    """What a run measured, without the times."""
+    times = ("seconds", "step_seconds", "timed_steps", "tokens_per_second")
+    return {key: value for key, value in run.items() if key not in times}
+
+
+def test_results_table_and_plot(call, results, tmp_path, capsys):
+    assert call("--recipes", "float32,mxfp4", "--seeds", "0,1") == 0
+    document = results()
+    assert document["config"]["steps"] == STEPS
+    assert {"jax", "flax", "mx_jax", "python", "device"} <= document["environment"].keys()
+    runs = {(run["recipe"], run["seed"]): run for run in document["runs"]}
+    assert set(runs) == {(recipe, seed) for recipe in ("float32", "mxfp4") for seed in (0, 1)}
+    for run in runs.values():
+        assert len(run["train_loss"]) == STEPS
+        assert [step for step, _ in run["validation"]] == [3, 6]
+        assert run["final_validation_loss"] == run["validation"][-1][1]
+        assert run["finished"] and run["seconds"] > 0 and run["tokens_per_second"] > 0
+    # The same start and data, in another precision.
+    assert runs["float32", 0]["train_loss"] != runs["mxfp4", 0]["train_loss"]
+    assert runs["float32", 0]["train_loss"][0] == pytest.approx(
+        runs["mxfp4", 0]["train_loss"][0], rel=0.01
+    )
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    output = capsys.readouterr().out
+    losses = {key: run["final_validation_loss"] for key, run in runs.items()}
+    gap = np.mean([losses["mxfp4", seed] / losses["float32", seed] - 1 for seed in (0, 1)])
+    assert f"{100 * gap:+.2f} ±" in output
+
+
+def test_log_has_a_line_each_validation_no_bar_and_a_sample(call, capfd):
+    assert call("--recipes", "float32", "--sample", "9", "--prompt", "7 times") == 0
+    output, errors = capfd.readouterr()
+    assert "7 times" in output
+    assert output.count("float32, seed 0: step ") == 2
+    assert "%|" not in output + errors
+
+
+@pytest.fixture
+def final_state(example, tmp_path):
+    """Parameters and optimizer of a finished run, as a flat list of arrays."""
+
+    def restore(out: str, name: str) -> list[np.ndarray]:
+        with example("lm.storage").Checkpoints(tmp_path / out / "checkpoints" / name) as stored:
+            state, run = stored.restore(None)
+        assert run.step == STEPS
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+    return restore
+
+
+def test_resumed_runs_end_bit_identical(call, results, final_state, at_step, capsys):
+    def interrupt():
+        signal.raise_signal(signal.SIGINT)
+
+    def die():
+        raise RuntimeError("as if the power failed")
+
+    options = ("--recipes", "float32,mxfp4")
+    assert call(*options, out="undisturbed") == 0
+
+    at_step(STEPS + 3, interrupt)
+    assert call(*options) == 130
+    assert [len(run["train_loss"]) for run in results()["runs"]] == [STEPS, 3]
+    printed = capsys.readouterr().out
+    assert "mxfp4, seed 0 is unfinished: step 3 of 6" in printed
+    assert printed.splitlines()[-1].endswith("--recipes float32,mxfp4 --resume")
+
+    # Resumes at 3, checkpoints at 4, is killed in the step after that.
+    at_step(2, die)
+    with pytest.raises(RuntimeError, match="power"):
+        call(*options, "--resume")
+
+    assert call(*options, "--resume") == 0
+    assert "float32, seed 0: already done" in capsys.readouterr().out
+    assert list(map(numbers, results()["runs"])) == list(
+        map(numbers, results("undisturbed")["runs"])
+    )
+    for ours, undisturbed in zip(
+        final_state("out", "mxfp4-seed0"), final_state("undisturbed", "mxfp4-seed0"), strict=True
+    ):
+        np.testing.assert_array_equal(ours, undisturbed)
+
+
+def test_earlier_runs_are_kept_unless_told_otherwise(call, results, tmp_path, capsys):
+    options = ("--recipes", "float32")
+    assert call(*options) == 0
+    first = results()["runs"]
+
+    message = fails(capsys, lambda: call(*options))
+    assert "holds earlier runs; pass --resume to continue them, --overwrite" in message
+    message = fails(capsys, lambda: call(*options, "--resume", "--lr", "0.5"))
+    assert "made with other settings (lr: 0.003 then, 0.5 now)" in message
+    assert call("--recipes", "mxfp4", "--resume") == 0
+    assert results()["runs"][0] == first[0]
+    assert [run["recipe"] for run in results()["runs"]] == ["float32", "mxfp4"]
+
+    beside = tmp_path / "out" / "checkpoints" / "not-ours"
+    beside.mkdir()
+    assert call(*options, "--overwrite", "--seeds", "1") == 0
+    assert [(run["recipe"], run["seed"]) for run in results()["runs"]] == [("float32", 1)]
+    assert {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()} == {
+        beside.name,
+        "float32-seed1",
+    }
+
+
+def test_divergence_is_reported(call, results, capsys):
+    assert call("--recipes", "float32", "--lr", "1e38") == 1
+    (run,) = results()["runs"]
+    assert run["diverged_at"] == len(run["train_loss"]) < STEPS
+    assert run["final_validation_loss"] is None and not run["finished"]
+    assert all(map(math.isfinite, run["train_loss"]))
+    assert "float32, seed 0 DIVERGED: its loss was no longer finite" in capsys.readouterr().out
+    # It would diverge again.
+    assert call("--recipes", "float32", "--lr", "1e38", "--resume") == 1
+    assert results()["runs"] == [run]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--recipes", "mxfp9"], "unknown recipe 'mxfp9'; known: float32, bf16, mxfp8, mxfp6,"),
+        (["--seeds", "one"], "seeds are whole numbers below 2**31, as in 0,1,2; got 'one'"),
+        (["--steps", "0"], "steps must be positive, got steps=0"),
+        (["--lr", "nan"], "lr must be positive, got lr=nan"),
+        (["--heads", "3"], "multiple of 2 * heads (rotary positions turn pairs), got d_model=32"),
+        (["--checkpoint-every", "0"], "needs a whole number >= 1, got '0'"),
+        (["--prompt", "7 €"], "characters that the text never uses: '€'"),
+        (["--context", "999"], "text too short: "),
+        (["--data", "missing.txt"], "no such file: missing.txt"),
+        (["--data", "."], "cannot read .: Is a directory"),
+    ],
+)
+def test_wrong_options_say_what_is_wrong(call, options, message, capsys):
+    assert message in fails(capsys, lambda: call(*options))
+
+
+def test_text_that_is_not_utf8_is_refused(call, tmp_path, capsys):
+    path = tmp_path / "latin.txt"
+    path.write_bytes("Müller".encode("latin-1") * 1000)
+    message = fails(capsys, lambda: call("--data", str(path)))
+    assert f"not UTF-8 text: {path} (byte 0xfc at 1)" in message
+
+
+def test_foreign_results_are_left_alone(call, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.json").write_text('{"theirs": 1}')
+    assert "not a results file" in fails(capsys, lambda: call("--overwrite"))
+    assert (tmp_path / "out" / "results.json").read_text() == '{"theirs": 1}'
+
+
+def test_all_means_every_recipe_and_names_resolve(example):
+    settings = example("lm.settings")
+    assert example("lm.cli").recipe_list("all") == list(settings.RECIPES)
+    precisions = [settings.precision(name) for name in settings.KNOWN_RECIPES]
+    assert len(set(precisions)) == len(settings.KNOWN_RECIPES)
+    assert set(example("lm.report").COLOURS) == set(settings.KNOWN_RECIPES)
+
+
+def test_default_text_is_english_and_batches_are_reproducible(example):
+    data = example("lm.data")
+    text = data.standard_library_text()
+    assert len(text) > 400_000
+    corpus = data.Corpus.from_text(text, batch=16, context=64)
+    assert corpus.decode(corpus.encode("the while statement")) == "the while statement"
+    assert corpus.decode(np.concatenate([corpus.train, corpus.validation])) == text
+    batch = corpus.batch(seed=1, step=2, batch=4, context=8)
+    np.testing.assert_array_equal(batch, corpus.batch(seed=1, step=2, batch=4, context=8))
+    assert not np.array_equal(batch, corpus.batch(seed=1, step=3, batch=4, context=8))
+    windows = corpus.validation_batches(batch=4, context=8, tokens=64)
+    assert windows.shape == (2, 4, 9)
+    np.testing.assert_array_equal(windows.reshape(8, 9)[:, :8].ravel(), corpus.validation[:64])

@@ -1,0 +1,166 @@
+"""Facts of formats against ml_dtypes: finfo, and the value of every code."""
+
+import dataclasses
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mx_jax.formats import (
+    E4M3,
+    E4M3_SCALE,
+    E5M2,
+    E8M0,
+    ELEMENT_FORMATS,
+    F32,
+    F32_DIVISOR,
+    INT8,
+    INT8_FULL,
+    SCALE_FORMATS,
+    ElementFormat,
+)
+
+FLOATS = [element for element in ELEMENT_FORMATS if element.kind == "float"]
+
+
+def name(format) -> str:
+    return format.name
+
+
+def values_of_codes(dtype: np.dtype, count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.uint8).view(dtype).astype(np.float64)
+
+
+@pytest.mark.parametrize("element", FLOATS, ids=name)
+def test_finfo(element: ElementFormat):
+    info = ml_dtypes.finfo(element.dtype)
+    assert (element.bits, element.exponent_bits, element.mantissa_bits) == (
+        info.bits,
+        info.nexp,
+        info.nmant,
+    )
+    assert (element.emin, element.emax) == (info.minexp, info.maxexp - 1)
+    assert element.max == float(info.max) == -float(info.min)
+    assert element.smallest_normal == float(info.smallest_normal)
+    assert element.smallest_subnormal == float(info.smallest_subnormal)
+    assert 2.0**-element.mantissa_bits == float(info.eps)
+
+
+@pytest.mark.parametrize("element", FLOATS, ids=name)
+def test_every_code(element: ElementFormat):
+    count = 1 << element.bits
+    expected = values_of_codes(element.dtype, count)
+    actual = np.array([element.value(code) for code in range(count)])
+    np.testing.assert_array_equal(actual, expected)
+    finite = ~np.isnan(expected)
+    np.testing.assert_array_equal(np.signbit(actual[finite]), np.signbit(expected[finite]))
+
+
+@pytest.mark.parametrize("element", [INT8, INT8_FULL], ids=name)
+def test_every_code_of_int8(element: ElementFormat):
+    assert element.dtype == np.int8
+    expected = values_of_codes(np.dtype(np.int8), 256) / 64
+    np.testing.assert_array_equal([element.value(code) for code in range(256)], expected)
+
+
+@pytest.mark.parametrize("element", ELEMENT_FORMATS, ids=name)
+def test_special_codes_are_what_they_say(element: ElementFormat):
+    values = [element.value(code) for code in range(1 << element.bits)]
+    nans = {code for code, value in enumerate(values) if math.isnan(value)}
+    infinities = {code for code, value in enumerate(values) if math.isinf(value)}
+    assert element.nan_code is None or element.nan_code in nans
+    assert (element.nan_code is None) == (not nans)
+    assert infinities == (set() if element.inf_code is None else {0x7C, 0xFC})
+    assert values[element.max_code] == element.max
+    assert max(value for value in values if math.isfinite(value)) == element.max
+    assert min(value for value in values if value > 0) == element.smallest_subnormal
+    zeros = sum(value == 0 for value in values)
+    assert zeros == (2 if element.has_negative_zero else 1)
+
+
+def test_nan_inf_and_overflow_codes():
+    facts = {
+        element.name: (element.nan_code, element.inf_code, element.overflow_code)
+        for element in ELEMENT_FORMATS
+    }
+    assert facts == {
+        "e4m3": (0x7F, None, 0x7F),
+        "e5m2": (0x7F, 0x7C, 0x7C),
+        "e2m3": (None, None, 0x1F),
+        "e3m2": (None, None, 0x1F),
+        "e2m1": (None, None, 0x07),
+        "int8": (None, None, 0x7F),
+        "int8_full": (None, None, 0x7F),
+        "e4m3fnuz": (0x80, None, 0x80),
+        "e5m2fnuz": (0x80, None, 0x80),
+    }
+
+
+def test_dynamic_range():
+    decibels = {element.name: round(element.dynamic_range_db, 2) for element in ELEMENT_FORMATS}
+    assert decibels == {
+        "e4m3": 107.21,  # 448 * 2^9
+        "e5m2": 191.5,  # 57344 * 2^16
+        "e2m3": 35.56,  # 60
+        "e3m2": 53.03,  # 448
+        "e2m1": 21.58,  # 12
+        "int8": 42.08,  # 127
+        "int8_full": 42.08,
+        "e4m3fnuz": 107.81,  # 240 * 2^10
+        "e5m2fnuz": 197.52,  # 57344 * 2^17
+    }
+
+
+@pytest.mark.parametrize("code", [-1, 16, 255])
+def test_a_code_outside_the_format_is_refused(code: int):
+    (e2m1,) = (element for element in ELEMENT_FORMATS if element.name == "e2m1")
+    with pytest.raises(ValueError, match=rf"e2m1\.value: the code must lie in 0\.\.15, .*={code}$"):
+        e2m1.value(code)
+
+
+@pytest.mark.parametrize("scale", [E8M0, E4M3_SCALE], ids=name)
+def test_every_scale_byte(scale):
+    expected = values_of_codes(scale.dtype, 256)
+    actual = np.array([scale.value(code) for code in range(256)])
+    np.testing.assert_array_equal(actual, expected)
+    info = ml_dtypes.finfo(scale.dtype)
+    assert scale.max == float(info.max)
+    assert scale.smallest == float(info.smallest_subnormal)
+
+
+def test_scale_facts():
+    facts = {
+        scale.name: (scale.kind, scale.bits, scale.bias, scale.storage_dtype.name)
+        for scale in SCALE_FORMATS
+    }
+    assert facts == {
+        "e8m0": ("exponent", 8, 127, "uint8"),
+        "e4m3": ("element", 8, 7, "uint8"),
+        "f32": ("multiplier", 32, None, "float32"),
+        "f32_divisor": ("divisor", 32, None, "float32"),
+    }
+    assert [scale.is_float32 for scale in SCALE_FORMATS] == [False, False, True, True]
+    assert E4M3_SCALE.element is E4M3
+    assert (F32.max, F32.smallest) == (float(np.finfo(np.float32).max), 2.0**-149)
+
+
+@pytest.mark.parametrize(("scale", "code"), [(F32, 0), (F32_DIVISOR, 1), (E8M0, 256), (E8M0, -1)])
+def test_a_scale_code_that_means_nothing_is_refused(scale, code: int):
+    message = rf"{scale.name}\.value: needs a byte scale and a code in 0\.\.255, .*code={code}$"
+    with pytest.raises(ValueError, match=message):
+        scale.value(code)
+
+
+@pytest.mark.parametrize("formats", [ELEMENT_FORMATS, SCALE_FORMATS], ids=["element", "scale"])
+def test_formats_are_frozen_hashable_and_named_once(formats):
+    assert len({format.name for format in formats}) == len(set(formats)) == len(formats)
+    for format in formats:
+        assert hash(format) == hash(dataclasses.replace(format))
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            format.bits_per_code = 3
+
+
+def test_repr_is_short():
+    assert repr(E5M2) == "ElementFormat(e5m2)"
+    assert repr(E8M0) == "ScaleFormat(e8m0)"

@@ -1,0 +1,39 @@
+"""What tests of linen and of nnx layers share."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mx_jax import recipes
+from mx_jax.recipes import MatmulSpec, Recipe, operand
+from mx_jax.testing.compare import assert_bitwise_equal
+
+HIGH, MXFP4 = recipes.high_precision(), recipes.mxfp4()
+
+# Compiling is what takes the time here, so it optimizes less; data that need no rounding come out
+# the same.
+quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def assert_trees_equal(actual: Any, expected: Any) -> None:
+    """The same tree with the same bits; the message names the leaf that differs."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(expected)]
+    leaves = zip(paths, jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for path, left, right in leaves:
+        assert_bitwise_equal(left, right, what=path)
+
+
+def weighted_sum(y: jax.Array) -> jax.Array:
+    """A loss whose gradient by y differs from place to place, in whole numbers."""
+    return jnp.sum(y * (jnp.arange(y.size) % 7 - 3).reshape(y.shape))
+
+
+def stochastic() -> Recipe:
+    """MXFP4 that draws random bits for every operand of every product."""
+    spec = operand("mxfp4", scale_rule="rceil", rounding="stochastic")
+    both = MatmulSpec(lhs=spec, rhs=spec)
+    return dataclasses.replace(MXFP4, name="stochastic", fwd=both, dlhs=both, drhs=both)

@@ -1,0 +1,166 @@
+"""recipe.dot_general in Flax's own layers, and a tiny model that learns with each recipe."""
+
+import functools
+
+import flax.linen as flax_nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.nn import linen
+from mx_jax.nn import nnx as ours
+from mx_jax.recipes import Recipe
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+from tests.nn.layers import HIGH, MXFP4, quick
+
+KEY = jax.random.key(0)
+
+
+@pytest.fixture
+def x() -> np.ndarray:
+    return draw_few_octaves(np.random.default_rng(0), (2, 5, 40))
+
+
+def test_linen_dense(x: np.ndarray):
+    """An injected recipe is the layer of this library, in Flax's clothes."""
+    variables = flax_nn.Dense(8).init(KEY, x)
+    injected = flax_nn.Dense(8, dot_general=MXFP4.dot_general)
+    by_class = flax_nn.Dense(8, dot_general_cls=lambda: MXFP4.dot_general)
+    expected = linen.Dense(8, recipe=MXFP4).apply(variables, x)
+    assert_bitwise_equal(injected.apply(variables, x), expected)
+    assert_bitwise_equal(by_class.apply(variables, x), expected)
+
+
+def test_nnx_linear(x: np.ndarray):
+    injected = nnx.Linear(40, 8, dot_general=MXFP4.dot_general, rngs=nnx.Rngs(0))
+    layer = ours.Linear(40, 8, recipe=MXFP4, rngs=nnx.Rngs(0))
+    assert_bitwise_equal(injected(x), layer(x))
+
+
+def test_linen_attention(x: np.ndarray):
+    """High precision changes nothing; MXFP4 changes what the four projections multiply."""
+
+    def attention(recipe: Recipe | None):
+        inject = None if recipe is None else recipe.dot_general
+        return flax_nn.MultiHeadDotProductAttention(
+            num_heads=2, qkv_dot_general=inject, out_dot_general=inject
+        )
+
+    variables = quick(attention(None).init)(KEY, x)
+    plain, high, quantized = (
+        quick(attention(recipe).apply)(variables, x) for recipe in (None, HIGH, MXFP4)
+    )
+    assert_bitwise_equal(high, plain)
+    assert 5 < mx_jax.inspect.sqnr_db(plain, quantized) < 25
+
+
+def test_nnx_attention(x: np.ndarray):
+    calls = []
+
+    def attention(inject):
+        return nnx.MultiHeadAttention(
+            num_heads=2,
+            in_features=40,
+            qkv_dot_general=inject,
+            out_dot_general=inject,
+            decode=False,
+            rngs=nnx.Rngs(0),
+        )
+
+    def counted(*args, **options):
+        calls.append(args)
+        return HIGH.dot_general(*args, **options)
+
+    call = nnx.jit(lambda layer, x: layer(x))
+    plain = call(attention(lax.dot_general), x)
+    assert_bitwise_equal(call(attention(counted), x), plain)
+    assert len(calls) == 4
+    assert 5 < mx_jax.inspect.sqnr_db(plain, call(attention(MXFP4.dot_general), x)) < 25
+
+
+def test_an_injected_recipe_is_not_retraced(x: np.ndarray):
+    traces = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def apply(layer, variables, x):
+        traces.append(layer)
+        return layer.apply(variables, x)
+
+    variables = flax_nn.Dense(8).init(KEY, x)
+    for _ in range(3):
+        recipe = recipes.weight_only("mxfp8_e4m3")
+        apply(flax_nn.Dense(8, dot_general=recipe.dot_general), variables, x)
+    assert len(traces) == 1
+
+
+class Net(flax_nn.Module):
+    recipe: Recipe
+
+    @flax_nn.compact
+    def __call__(self, x):
+        x = flax_nn.relu(linen.Dense(64, recipe=self.recipe)(x))
+        return linen.Dense(4, recipe=self.recipe)(x)
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    """Four overlapping clouds of points."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 4, 128)
+    centers = rng.standard_normal((4, 32))
+    points = centers[labels] + 0.5 * rng.standard_normal((128, 32))
+    return points.astype(np.float32), labels
+
+
+def losses(step, num_steps: int = 30) -> list[float]:
+    return [float(step()) for _ in range(num_steps)]
+
+
+def cross_entropy(logits, labels):
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1))
+
+
+def test_a_linen_model_learns():
+    model = Net(recipe=MXFP4)
+    points, labels = data()
+    params = quick(Net(recipe=HIGH).init)(KEY, points)
+
+    @quick
+    def update(params):
+        loss, gradients = jax.value_and_grad(
+            lambda params: cross_entropy(model.apply(params, points), labels)
+        )(params)
+        return jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients), loss
+
+    def step():
+        nonlocal params
+        params, loss = update(params)
+        return loss
+
+    history = losses(step)
+    assert history[0] > 1.0 and history[-1] < 0.2 * history[0], history
+
+
+def test_an_nnx_model_learns():
+    points, labels = data()
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(
+        ours.Linear(32, 64, recipe=recipes.mxfp8(), rngs=rngs),
+        nnx.relu,
+        ours.Linear(64, 4, recipe=recipes.mxfp8(), rngs=rngs),
+    )
+
+    @nnx.jit
+    def step(model):
+        loss, gradients = nnx.value_and_grad(lambda m: cross_entropy(m(points), labels))(model)
+        params = nnx.state(model, nnx.Param)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients))
+        return loss
+
+    history = losses(lambda: step(model))
+    assert history[0] > 1.0 and history[-1] < 0.2 * history[0], history

@@ -1,0 +1,278 @@
+"""nnx layers with a recipe: Flax's parameters, Flax's numbers in high precision."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.nn import nnx as ours
+from mx_jax.recipes import MatmulSpec, Recipe, operand
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+from tests.nn.layers import HIGH, MXFP4, assert_trees_equal, quick, stochastic, weighted_sum
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A layer by its name in both libraries, and the product that it should be."""
+
+    layer: str
+    arguments: tuple[Any, ...]
+    options: tuple[tuple[str, Any], ...] = ()
+    input: tuple[int, ...]
+    contracting: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+    def flax(self, seed: int = 0, **options: Any) -> Any:
+        options |= dict(self.options)
+        return getattr(nnx, self.layer)(*self.arguments, rngs=nnx.Rngs(seed), **options)
+
+    def ours(self, recipe: Recipe = MXFP4, seed: int = 0, **options: Any) -> Any:
+        options |= dict(self.options)
+        layer = getattr(ours, self.layer)
+        return layer(*self.arguments, recipe=recipe, rngs=nnx.Rngs(seed), **options)
+
+    def x(self) -> np.ndarray:
+        return draw_few_octaves(np.random.default_rng(0), self.input)
+
+
+CASES = {
+    "linear": Case(layer="Linear", arguments=(40, 24), input=(3, 5, 40), contracting=((2,), (0,))),
+    "linear_general": Case(
+        layer="LinearGeneral",
+        arguments=((3, 40), (4, 6)),
+        options=(("axis", (-2, -1)),),
+        input=(5, 3, 40),
+        contracting=((1, 2), (0, 1)),
+    ),
+    "linear_general_batch": Case(
+        layer="LinearGeneral",
+        arguments=(40, 6),
+        options=(("batch_axis", {0: 3}),),
+        input=(3, 5, 40),
+        contracting=((2,), (1,)),
+        batch=((0,), (0,)),
+    ),
+    "einsum": Case(
+        layer="Einsum",
+        arguments=("btd,dhk->bthk", (40, 4, 6), (4, 6)),
+        input=(2, 5, 40),
+        contracting=((2,), (0,)),
+    ),
+}
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def value_and_grads(layer: Any, x: Any) -> tuple[Any, Any]:
+    """Output, and the gradients of a loss by parameters and input."""
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+
+    def run(params, x):
+        def loss(params, x):
+            y = nnx.merge(graph, params, rest)(x)
+            return weighted_sum(y), y
+
+        gradients, y = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+        return y, gradients
+
+    y, (by_params, by_x) = quick(run)(params, x)
+    return y, (nnx.to_pure_dict(by_params), by_x)
+
+
+def state(layer: Any) -> dict[str, Any]:
+    return nnx.to_pure_dict(nnx.state(layer))
+
+
+def tame(layer: Any) -> Any:
+    """The layer with parameters whose products with x need no rounding."""
+    rng = np.random.default_rng(1)
+    for name in ("kernel", "bias"):
+        param = getattr(layer, name)
+        param[...] = jnp.asarray(draw_few_octaves(rng, param.shape))
+    return layer
+
+
+@cases
+def test_state_is_flaxs(case: Case):
+    """Names, shapes, dtypes and, from the same seed, values."""
+    options = {"param_dtype": jnp.bfloat16}
+    actual, expected = state(case.ours(**options)), state(case.flax(**options))
+    assert_trees_equal(actual, expected)
+    assert set(actual) == {"kernel", "bias"}
+
+
+@cases
+def test_high_precision_is_flax(case: Case):
+    """Outputs and gradients, bit for bit, from each other's checkpoint."""
+    plain, layer = case.flax(), case.ours(HIGH, seed=1)
+    nnx.update(layer, nnx.state(plain))
+    x = np.random.default_rng(0).standard_normal(case.input, np.float32)
+    assert_trees_equal(value_and_grads(layer, x), value_and_grads(plain, x))
+    other = case.flax(seed=2)
+    nnx.update(other, nnx.state(layer))
+    assert_trees_equal(state(other), state(plain))
+
+
+@cases
+def test_mxfp4_is_dot_general(case: Case):
+    layer, x = tame(case.ours()), case.x()
+    dimensions = (case.contracting, case.batch)
+
+    @quick
+    def by_hand(x, kernel, bias):
+        y = mx_jax.dot_general(x, kernel, dimensions, recipe=MXFP4)
+        return y + (bias[:, None] if case.batch[0] else bias)
+
+    graph, params = nnx.split(layer)
+    actual = quick(lambda params, x: nnx.merge(graph, params)(x))(params, x)
+    assert_bitwise_equal(actual, by_hand(x, layer.kernel[...], layer.bias[...]))
+
+
+@cases
+def test_an_mxarray_kernel_is_used_as_it_is(case: Case):
+    """Only x is cast to MXFP4; the kernel keeps its MXINT8 codes, also through split and jit."""
+    both = MatmulSpec(lhs=MXFP4.fwd.lhs, rhs=operand("mxint8"))
+    plain = tame(case.ours(dataclasses.replace(MXFP4, name="both", fwd=both)))
+    layer, x = tame(case.ours()), case.x()
+    kernel = mx_jax.quantize(layer.kernel[...], "mxint8", axis=case.contracting[1][-1])
+    layer.kernel = nnx.Param(kernel)
+    call = nnx.jit(lambda layer, x: layer(x))
+    assert_bitwise_equal(call(layer, x), call(plain, x))
+
+
+def test_an_mxarray_kernel_in_an_unmodified_layer():
+    """Through __jax_array__: the values of the codes, multiplied in high precision."""
+    case = CASES["linear"]
+    plain, layer, x = tame(case.flax()), tame(case.flax()), case.x()
+    kernel = mx_jax.quantize(layer.kernel[...], "mxint8", axis=0)
+    layer.kernel = nnx.Param(kernel)
+    plain.kernel = nnx.Param(kernel.dequantize())
+    assert_bitwise_equal(layer(x), plain(x))
+
+
+@cases
+@pytest.mark.parametrize("quantized", [False, True])
+def test_dtype_is_that_of_the_computation(case: Case, quantized: bool):
+    layer = case.ours(dtype=jnp.bfloat16)
+    if quantized:
+        axis = case.contracting[1][-1]
+        layer.kernel = nnx.Param(mx_jax.quantize(layer.kernel[...], "mxfp4", axis=axis))
+    assert nnx.eval_shape(lambda layer, x: layer(x), layer, case.x()).dtype == jnp.bfloat16
+
+
+def test_bfloat16_and_preferred_element_type_are_flaxs():
+    case = CASES["linear"]
+    options = {"dtype": jnp.bfloat16, "preferred_element_type": jnp.float32}
+    actual = value_and_grads(tame(case.ours(HIGH, **options)), case.x())
+    expected = value_and_grads(tame(case.flax(**options)), case.x())
+    assert actual[0].dtype == jnp.float32
+    assert_trees_equal(actual, expected)
+
+
+def test_operations_of_the_users_own_are_respected():
+    calls = []
+
+    def own(*args, **options):
+        calls.append(options)
+        return lax.dot_general(*args, **options)
+
+    def own_einsum(*args, **options):
+        calls.append(options)
+        return jnp.einsum(*args, **options)
+
+    for name, options in (
+        ("linear", {"dot_general": own}),
+        ("linear_general", {"dot_general": own}),
+        ("linear_general", {"dot_general_cls": lambda: own}),
+        ("einsum", {"einsum_op": own_einsum}),
+    ):
+        case = CASES[name]
+        assert_bitwise_equal(case.ours(**options)(case.x()), case.flax()(case.x()))
+    assert len(calls) == 4
+
+
+def test_a_promote_dtype_of_the_users_own_is_respected():
+    def own(args, /, *, dtype=None, inexact=True):
+        return tuple(None if arg is None else jnp.asarray(arg, jnp.float16) for arg in args)
+
+    for case in CASES.values():
+        layer = case.ours(promote_dtype=own)
+        assert nnx.eval_shape(lambda layer, x: layer(x), layer, case.x()).dtype == jnp.float16
+
+
+@cases
+def test_a_rebuilt_layer_is_not_retraced(case: Case):
+    traces = []
+
+    @nnx.jit
+    def apply(layer, x):
+        traces.append(layer)
+        return layer(x)
+
+    for seed in range(3):
+        apply(case.ours(recipes.weight_only("mxfp8_e4m3"), seed=seed), case.x())
+    assert len(traces) == 1
+    apply(case.ours(HIGH), case.x())
+    assert len(traces) == 2
+
+
+def test_vmap_scan_and_remat():
+    """A stack of layers made by nnx.vmap and run by nnx.scan gives what the layers give in turn."""
+
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs: nnx.Rngs):
+        return ours.Linear(40, 40, recipe=recipes.weight_only("mxfp4"), rngs=rngs)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    @nnx.remat
+    def scanned(x, layer):
+        return x + layer(x)
+
+    def loss_of_scan(stack, x):
+        return jnp.sum(scanned(x, stack) ** 2)
+
+    def loss_in_turn(stack, x):
+        graph, params = nnx.split(stack)
+        for i in range(2):
+            layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[i], params))  # noqa: B023
+            x = x + layer(x)
+        return jnp.sum(x**2)
+
+    stack, x = make(nnx.Rngs(0)), draw_few_octaves(np.random.default_rng(0), (3, 40))
+    assert stack.kernel.shape == (2, 40, 40)
+    actual, expected = (nnx.jit(nnx.grad(loss))(stack, x) for loss in (loss_of_scan, loss_in_turn))
+    for left, right in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", [CASES["linear"], CASES["einsum"]], ids=["linear", "einsum"])
+def test_stochastic_recipes_draw_anew_at_every_call(case: Case):
+    first, second = case.ours(stochastic()), case.ours(stochastic())
+    call = nnx.jit(lambda layer, x: layer(x))
+    once, twice = call(first, case.x()), call(first, case.x())
+    assert not np.array_equal(once, twice)
+    assert_bitwise_equal(call(second, case.x()), once)
+
+
+@pytest.mark.parametrize("streams", [{"default": 0}, {"params": 0, "quantize": 1}], ids=str)
+def test_a_stochastic_recipe_leaves_the_parameters_flaxs(streams: dict[str, int]):
+    """Also those of the layers that are built after it."""
+    rngs, plain = nnx.Rngs(**streams), nnx.Rngs(**streams)
+    layers = [ours.Linear(8, 4, recipe=stochastic(), rngs=rngs) for _ in range(2)]
+    expected = [nnx.Linear(8, 4, rngs=plain) for _ in range(2)]
+    for left, right in zip(layers, expected, strict=True):
+        assert_bitwise_equal(left.kernel[...], right.kernel[...])
+
+
+@cases
+def test_the_recipe_is_required(case: Case):
+    with pytest.raises(TypeError, match="recipe"):
+        getattr(ours, case.layer)(*case.arguments, rngs=nnx.Rngs(0))

@@ -1,0 +1,182 @@
+"""What products refuse: each message says what was given and what to do. Empty arrays work."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import recipes
+from tests.ops.quick import quick
+
+MXFP8 = recipes.mxfp8()
+X, W = np.ones((2, 40), np.float32), np.ones((40, 3), np.float32)
+PLAIN = (((1,), (0,)), ((), ()))
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "side", "dtype"),
+    [
+        (X.astype(np.int32), W, "lhs", "int32"),
+        (X, W.astype(np.complex64), "rhs", "complex64"),
+        (X, W.astype(np.float64), "rhs", "float64"),
+        (X > 0, W, "lhs", "bool"),
+        (X, jnp.asarray(W, jnp.float8_e4m3fn), "rhs", "float8_e4m3fn"),
+        (X.tolist(), W.astype(int), "rhs", "int64"),
+    ],
+    ids=["int", "complex", "float64", "bool", "float8", "list"],
+)
+def test_dtypes(lhs: Any, rhs: Any, side: str, dtype: str):
+    message = (
+        f"{side} must be float32, bfloat16, float16 or an MXArray, got dtype={dtype}, "
+        f"shape={np.shape(lhs if side == 'lhs' else rhs)}; convert it first, e.g. "
+        f"{side}.astype(jnp.float32)"
+    )
+    for call in (
+        lambda: mx_jax.matmul(lhs, rhs, recipe=MXFP8),
+        lambda: mx_jax.einsum("mk,kn->mn", lhs, rhs, recipe=MXFP8),
+        lambda: mx_jax.dot_general(lhs, rhs, PLAIN, recipe=MXFP8),
+    ):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            call()
+
+
+def test_high_precision_takes_what_lax_takes():
+    x, w = X.astype(np.int32), W.astype(np.int32)
+    product = mx_jax.matmul(x, w, recipe=recipes.high_precision())
+    assert product.dtype == jnp.int32 and np.all(np.asarray(product) == 40)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hint"),
+    [
+        (recipes.mxfp8, "(call it: recipes are functions), got recipe=<function mxfp8"),
+        ("mxfp8", "(e.g. mx_jax.recipes.mxfp8()), got recipe='mxfp8'"),
+        (None, "(e.g. mx_jax.recipes.mxfp8()), got recipe=None"),
+        (MXFP8.fwd, "(e.g. mx_jax.recipes.mxfp8()), got recipe=MatmulSpec("),
+    ],
+    ids=["function", "name", "none", "spec"],
+)
+def test_recipes(recipe: Any, hint: str):
+    for operation, call in (
+        ("matmul", lambda: mx_jax.matmul(X, W, recipe=recipe)),
+        ("einsum", lambda: mx_jax.einsum("mk,kn->mn", X, W, recipe=recipe)),
+        ("dot_general", lambda: mx_jax.dot_general(X, W, PLAIN, recipe=recipe)),
+    ):
+        message = re.escape(f"{operation}: recipe must be a Recipe {hint}")
+        with pytest.raises(TypeError, match=f"^{message}"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "dimensions", "message"),
+    [
+        (
+            (2, 40),
+            (41, 3),
+            (((1,), (0,)), ((), ())),
+            "contracting sizes must agree, got lhs.shape=(2, 40) with contracting axes (1,) of "
+            "sizes (40,) and rhs.shape=(41, 3) with contracting axes (0,) of sizes (41,)",
+        ),
+        (
+            (4, 2, 40),
+            (5, 40, 3),
+            (((2,), (1,)), ((0,), (0,))),
+            "batch sizes must agree, got lhs.shape=(4, 2, 40) with batch axes (0,) of sizes (4,) "
+            "and rhs.shape=(5, 40, 3) with batch axes (0,) of sizes (5,)",
+        ),
+        (
+            (2, 40),
+            (2, 40),
+            (((1, 0), (1,)), ((), ())),
+            "contracting sizes must agree, got lhs.shape=(2, 40) with contracting axes (1, 0)",
+        ),
+        (
+            (2, 40),
+            (40, 3),
+            (((2,), (0,)), ((), ())),
+            "axis=2 is out of range for lhs of shape=(2, 40)",
+        ),
+        (
+            (2, 40),
+            (40, 3),
+            (((1,), (-3,)), ((), ())),
+            "axis=-3 is out of range for rhs of shape=(40, 3)",
+        ),
+        (
+            (40, 40),
+            (40, 40),
+            (((1, -1), (0, 1)), ((), ())),
+            "each axis of lhs may appear once, got contracting=(1, 1) and batch=()",
+        ),
+        (
+            (2, 40),
+            (2, 40),
+            (((1,), (1,)), ((0,), (1,))),
+            "batch sizes must agree",
+        ),
+        (
+            (40, 40),
+            (40, 40),
+            (((1,), (1,)), ((0,), (1,))),
+            "each axis of rhs may appear once, got contracting=(1,) and batch=(1,)",
+        ),
+        (
+            (2, 40),
+            (2, 40),
+            (((), ()), ((0, 1), (0, 1))),
+            "needs at least one contracting axis to lay blocks along, got "
+            "dimension_numbers=(((), ()), ((0, 1), (0, 1))); use jax.numpy for outer products",
+        ),
+    ],
+    ids=[
+        "contracting",
+        "batch",
+        "count",
+        "range",
+        "negative_range",
+        "twice",
+        "batch_of_other_size",
+        "batch_and_contracting",
+        "none",
+    ],
+)
+def test_dimension_numbers(lhs, rhs, dimensions, message: str):
+    left, right = np.ones(lhs, np.float32), np.ones(rhs, np.float32)
+    with pytest.raises(ValueError, match=f"^dot_general: {re.escape(message)}"):
+        mx_jax.dot_general(left, right, dimensions, recipe=MXFP8)
+
+
+@pytest.mark.parametrize(
+    ("name", "lhs", "rhs"),
+    [
+        ("mxfp4", (0, 40), (40, 3)),
+        ("mxfp4", (2, 40), (40, 0)),
+        ("nvfp4", (2, 0), (0, 3)),
+        ("nvfp4", (0, 0), (0, 0)),
+    ],
+    ids=str,
+)
+def test_empty_operands(name: str, lhs, rhs):
+    recipe = recipes.from_name(name)
+
+    def run(x, w):
+        product, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), x, w)
+        return product, *pullback(jnp.ones_like(product))
+
+    product, dx, dw = quick(run)(np.ones(lhs, np.float32), np.ones(rhs, np.float32))
+    assert (product.shape, dx.shape, dw.shape) == ((lhs[0], rhs[1]), lhs, rhs)
+    for result in (product, dx, dw):
+        assert not np.any(result)
+
+
+def test_nan_and_infinity_stay_in_their_block():
+    """A block with NaN or Inf becomes NaN: its row of the product, and no other."""
+    x = np.ones((4, 64), np.float32)
+    x[1, 3], x[2, 60] = np.nan, np.inf
+    product = np.asarray(mx_jax.matmul(x, np.ones((64, 3), np.float32), recipe=MXFP8))
+    assert np.array_equal(np.isnan(product).all(axis=1), [False, True, True, False])
+    assert np.all(product[[0, 3]] == 64)

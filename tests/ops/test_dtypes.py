@@ -1,0 +1,88 @@
+"""Dtypes of products and cotangents: those of lax.dot_general, each with one rounding."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.recipes import Recipe
+from mx_jax.testing.backend_suite import exact_values
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+from tests.ops.quick import quick
+
+DIMENSIONS = (((1,), (0,)), ((), ()))
+DTYPES = ("float32", "bfloat16", "float16")
+RECIPES = (recipes.mxfp8(), recipes.weight_only("mxfp4"))
+
+
+def dtypes(operation, lhs: str, rhs: str, preferred: str | None) -> list[str]:
+    """Of the product and both cotangents."""
+
+    def run(x, w):
+        product, pullback = jax.vjp(
+            lambda x, w: operation(x, w, DIMENSIONS, preferred_element_type=preferred), x, w
+        )
+        return product, *pullback(product)
+
+    x, w = jax.ShapeDtypeStruct((6, 40), lhs), jax.ShapeDtypeStruct((40, 5), rhs)
+    return [str(result.dtype) for result in jax.eval_shape(run, x, w)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_dtypes_are_those_of_lax(recipe: Recipe):
+    for lhs, rhs, preferred in itertools.product(DTYPES, DTYPES, (None, "bfloat16")):
+        actual = dtypes(recipe.dot_general, lhs, rhs, preferred)
+        if {lhs, rhs} == {"bfloat16", "float16"}:
+            # lax depends on the order of the two here; float32 holds both.
+            assert actual == [preferred or "float32", lhs, rhs]
+        else:
+            expected = dtypes(lax.dot_general, lhs, rhs, preferred)
+            assert actual == expected, (lhs, rhs, preferred)
+
+
+def test_narrow_operands_round_once(rng: np.random.Generator):
+    """Sums are float32 whatever goes in and out: one rounding, of the final value."""
+    x, w, g = (
+        jnp.asarray(draw_few_octaves(rng, shape), jnp.bfloat16)
+        for shape in ((6, 70), (70, 5), (6, 5))
+    )
+
+    def run(x, w, g):
+        product, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipes.mxfp4()), x, w)
+        return product, *pullback(g)
+
+    def cast(array, axis):
+        return exact_values(mx_jax.quantize(array, "mxfp4", axis=axis, scale_rule="even"))
+
+    expected = (
+        cast(x, 1) @ cast(w, 0),
+        cast(g, 1) @ cast(w, 1).T,
+        cast(x, 0).T @ cast(g, 0),
+    )
+    actual = quick(run)(x, w, g)
+    for name, left, right in zip(("product", "dx", "dw"), actual, expected, strict=True):
+        assert_bitwise_equal(left + 0, right.astype(np.float32).astype(jnp.bfloat16) + 0, what=name)
+
+
+def test_a_wide_product_of_narrow_operands(rng: np.random.Generator):
+    """preferred_element_type=float32 keeps the sum's bits, which bfloat16 would drop."""
+    x, w = (jnp.asarray(draw_few_octaves(rng, s), jnp.bfloat16) for s in ((6, 70), (70, 5)))
+    wide = mx_jax.matmul(x, w, recipe=recipes.mxfp4(), preferred_element_type=jnp.float32)
+    narrow = mx_jax.matmul(x, w, recipe=recipes.mxfp4())
+    assert wide.dtype == jnp.float32
+    assert_bitwise_equal(wide.astype(jnp.bfloat16), narrow)
+    assert not np.array_equal(wide, narrow.astype(jnp.float32))
+
+
+def test_an_mxarray_stands_for_the_dtype_that_was_quantized():
+    w = mx_jax.quantize(jnp.ones((40, 3), jnp.bfloat16), "mxfp4", axis=0)
+    x = np.ones((2, 40), np.float32)
+    recipe = recipes.mxfp8()
+    assert mx_jax.matmul(x, w, recipe=recipe).dtype == jnp.float32
+    assert mx_jax.matmul(jnp.asarray(x, jnp.bfloat16), w, recipe=recipe).dtype == jnp.bfloat16

@@ -1,0 +1,189 @@
+"""einsum against jnp.einsum: every shape of subscripts, in high precision and in MXFP8."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+from tests.ops.quick import quick
+
+SUBSCRIPTS = (
+    # subscripts, shape of lhs, shape of rhs
+    ("ij,jk->ik", (3, 40), (40, 4)),
+    ("ij,jk->ki", (3, 40), (40, 4)),
+    ("ji,kj->ik", (40, 3), (4, 40)),
+    ("ij,jk", (3, 40), (40, 4)),
+    ("ba,ca", (3, 40), (4, 40)),
+    ("zj,ja", (3, 40), (40, 4)),
+    (" i j , j k -> k i ", (3, 40), (40, 4)),
+    ("Ij,jK->KI", (3, 40), (40, 4)),
+    ("i,i->", (40,), (40,)),
+    ("i,i", (40,), (40,)),
+    ("ij,ij->", (3, 40), (3, 40)),
+    ("ij,ji->", (3, 40), (40, 3)),
+    ("ij,ij->i", (3, 40), (3, 40)),
+    ("bij,bjk->bik", (2, 3, 40), (2, 40, 4)),
+    ("bij,bjk->kib", (2, 3, 40), (2, 40, 4)),
+    ("bthd,bshd->bhts", (2, 3, 4, 40), (2, 5, 4, 40)),
+    ("bhts,bshd->bthd", (2, 4, 3, 40), (2, 40, 4, 5)),
+    ("btd,dhk->bthk", (2, 3, 40), (40, 4, 5)),
+    ("bthk,hkd->btd", (2, 3, 4, 40), (4, 40, 5)),
+    ("ijx,jk->ik", (3, 40, 2), (40, 4)),
+    ("ij,yjk->ik", (3, 40), (2, 40, 4)),
+    ("ijx,yjk->ki", (3, 40, 2), (2, 40, 4)),
+    ("...j,jk->...k", (2, 3, 40), (40, 4)),
+    ("...j,jk->...k", (40,), (40, 4)),
+    ("...j,jk", (2, 3, 40), (40, 4)),
+    ("...ij,...jk->...ik", (2, 3, 40), (2, 40, 4)),
+    ("...ij,...jk->...ik", (3, 40), (2, 40, 4)),
+    ("...ij,...jk->ki...", (6, 2, 3, 40), (2, 40, 4)),
+    ("b...j,b...kj->b...k", (2, 3, 40), (2, 3, 4, 40)),
+    ("ij...,jk...->ik...", (3, 40, 2), (40, 4, 2)),
+    ("ij...,jk...", (3, 40, 2), (40, 4, 2)),
+)
+PICKED = (
+    "ij,jk->ki",
+    "zj,ja",
+    "bij,bjk->kib",
+    "bthd,bshd->bhts",
+    "bthk,hkd->btd",
+    "ijx,yjk->ki",
+    "...ij,...jk->ki...",
+)
+IDS = [f"{number}-{subscripts}" for number, (subscripts, _, _) in enumerate(SUBSCRIPTS)]
+
+
+@pytest.mark.parametrize(("subscripts", "left", "right"), SUBSCRIPTS, ids=IDS)
+def test_shapes_are_einsums(subscripts, left, right):
+    lhs, rhs = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (left, right))
+    for recipe in (recipes.high_precision(), recipes.mxfp8()):
+        ours = functools.partial(mx_jax.einsum, subscripts, recipe=recipe)
+        actual = jax.eval_shape(ours, lhs, rhs)
+        expected = jax.eval_shape(lambda a, b: jnp.einsum(subscripts, a, b), lhs, rhs)
+        assert actual == expected
+
+
+def operands(rng: np.random.Generator) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Few octaves and few bits: sums come out the same in any order."""
+    return [
+        (np.round(draw_few_octaves(rng, left) * 8), np.round(draw_few_octaves(rng, right) * 8))
+        for _, left, right in SUBSCRIPTS
+    ]
+
+
+def all_of_them(einsum):
+    """Every einsum of the table and its gradients, compiled as one program."""
+
+    def run(pairs):
+        results = []
+        for (subscripts, _, _), (lhs, rhs) in zip(SUBSCRIPTS, pairs, strict=True):
+
+            def loss(lhs, rhs, subscripts=subscripts):
+                product = einsum(subscripts, lhs, rhs)
+                return jnp.sum(product * jnp.arange(1, product.size + 1).reshape(product.shape) % 8)
+
+            results.append(
+                (einsum(subscripts, lhs, rhs), *jax.grad(loss, argnums=(0, 1))(lhs, rhs))
+            )
+        return results
+
+    return quick(run)
+
+
+def test_high_precision_is_jnp(rng: np.random.Generator):
+    pairs = operands(rng)
+    recipe = recipes.high_precision()
+    actual = all_of_them(lambda s, a, b: mx_jax.einsum(s, a, b, recipe=recipe))(pairs)
+    expected = all_of_them(jnp.einsum)(pairs)
+    for name, lefts, rights in zip(IDS, actual, expected, strict=True):
+        for what, left, right in zip(("value", "dlhs", "drhs"), lefts, rights, strict=True):
+            assert_bitwise_equal(left, right, what=f"{name}: {what}")
+
+
+def test_mxfp8_is_close_to_jnp(rng: np.random.Generator):
+    picked = [row for row in SUBSCRIPTS if row[0] in PICKED]
+    shapes = [(subscripts, (left, right)) for subscripts, left, right in picked]
+    pairs = [tuple(rng.normal(size=x).astype(np.float32) for x in pair) for _, pair in shapes]
+    recipe = recipes.mxfp8()
+
+    def run(pairs):
+        return [
+            (
+                mx_jax.einsum(subscripts, lhs, rhs, recipe=recipe),
+                jnp.einsum(subscripts, lhs, rhs),
+                jnp.einsum(subscripts, abs(lhs), abs(rhs)),
+            )
+            for (subscripts, _), (lhs, rhs) in zip(shapes, pairs, strict=True)
+        ]
+
+    results = quick(run)(pairs)
+    for (subscripts, _), (actual, expected, magnitude) in zip(shapes, results, strict=True):
+        error = np.abs(actual - expected)
+        # Each of two casts to three mantissa bits is off by 2^-4 at most.
+        assert np.all(error <= 2.1 * 2**-4 * magnitude), subscripts
+        assert np.max(error / magnitude) > 2**-12, f"{subscripts}: nothing was quantized"
+
+
+def test_blocks_lie_along_the_last_contracted_letter_of_lhs(rng: np.random.Generator):
+    x, w = draw_few_octaves(rng, (6, 3, 40)), draw_few_octaves(rng, (40, 5, 3))
+    recipe = recipes.mxfp4()
+    actual = mx_jax.einsum("mij,jni->mn", x, w, recipe=recipe)
+    expected = mx_jax.dot_general(x, w, (((1, 2), (2, 0)), ((), ())), recipe=recipe)
+    assert_bitwise_equal(actual, expected)
+    other = mx_jax.einsum("mji,jni->mn", x.swapaxes(1, 2), w, recipe=recipe)
+    assert not np.array_equal(actual, other)
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "left", "right", "message"),
+    [
+        ("ij->i", (3, 40), (40, 4), "needs exactly two operands, got subscripts='ij->i'"),
+        ("ij,jk,kl->il", (3, 40), (40, 4), "needs exactly two operands"),
+        ("ii,ij->j", (3, 3), (3, 4), "a letter may occur once in each term, got subscripts='ii,ij"),
+        ("ij,jk->ii", (3, 40), (40, 4), "a letter may occur once in each term"),
+        ("ij,jk->iz", (3, 40), (40, 4), "result letters ['z'] are in no operand"),
+        ("ij,jk->ijk", (3, 40), (40, 4), "'ij,jk->ijk' contract no axis"),
+        ("i,j->ij", (3,), (4,), "contract no axis, so there is nothing to lay blocks along"),
+        (
+            "ij,jk->ik",
+            (3, 40),
+            (41, 4),
+            "sizes of 'j' in subscripts='ij,jk->ik' must agree, got "
+            "lhs.shape=(3, 40) with 40 and rhs.shape=(41, 4) with 41",
+        ),
+        (
+            "ijk,kl->il",
+            (3, 40),
+            (40, 4),
+            "term 'ijk' of subscripts='ijk,kl->il' names 3 axes, the operand has ndim=2",
+        ),
+        ("j,jk->k", (3, 40), (40, 4), "names 1 axes, the operand has ndim=2"),
+        (
+            "i1,1k->ik",
+            (3, 40),
+            (40, 4),
+            "subscripts are letters and '...', got subscripts='i1,1k->",
+        ),
+    ],
+    ids=str,
+)
+def test_errors(subscripts, left, right, message):
+    lhs, rhs = np.ones(left, np.float32), np.ones(right, np.float32)
+    with pytest.raises(ValueError, match=f"^einsum: .*{re.escape(message)}"):
+        mx_jax.einsum(subscripts, lhs, rhs, recipe=recipes.mxfp8())
+
+
+def test_a_sum_over_an_mxarray_is_refused():
+    x, w = (
+        np.ones((3, 40), np.float32),
+        mx_jax.quantize(np.ones((40, 4), np.float32), "mxfp4", axis=0),
+    )
+    with pytest.raises(ValueError, match="sum over an axis of an MXArray alone; pass dequantize"):
+        mx_jax.einsum("ij,jk->i", x, w, recipe=recipes.mxfp8())

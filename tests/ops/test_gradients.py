@@ -1,0 +1,229 @@
+"""Values and gradients of dot_general equal those computed by hand from dequantized operands.
+
+By hand means: axes named by letters, each operand of each product quantized in its own layout along
+that product's last contracting axis, then multiplied in float64 by NumPy. The data are such that
+no float32 sum rounds, so MX results must agree bit for bit.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.recipes import MatmulSpec, OperandSpec, Recipe, Residuals, operand
+from mx_jax.testing.backend_suite import exact_values
+from mx_jax.testing.cases import DOT_GENERAL_CASES, DotGeneralCase
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+from tests.ops.quick import quick
+
+HIGH = MatmulSpec(lhs=None, rhs=None)
+PLAIN = DOT_GENERAL_CASES[0]
+NUM_ROWS = 2048
+
+# Six operands in six ways: any two of them exchanged show.
+DISTINCT = Recipe(
+    name="distinct",
+    fwd=MatmulSpec(lhs=operand("mxfp4", scale_rule="even"), rhs=operand("mxint8")),
+    dlhs=MatmulSpec(lhs=operand("mxfp6_e2m3"), rhs=operand("mxfp4", scale_rule="floor")),
+    drhs=MatmulSpec(lhs=operand("mxint8", scale_rule="ceil"), rhs=operand("mxfp6_e3m2")),
+    residuals=Residuals.PRIMAL,
+)
+QUANTIZED = dataclasses.replace(DISTINCT, name="quantized", residuals=Residuals.QUANTIZED)
+HIGH_DRHS = dataclasses.replace(DISTINCT, name="high_drhs", drhs=HIGH)
+QUANTIZED_HIGH_DRHS = dataclasses.replace(QUANTIZED, name="quantized_high_drhs", drhs=HIGH)
+ONE_SIDED = dataclasses.replace(
+    DISTINCT,
+    name="one_sided",
+    fwd=MatmulSpec(lhs=operand("mxfp4"), rhs=None),
+    dlhs=MatmulSpec(lhs=None, rhs=operand("mxfp4")),
+    drhs=MatmulSpec(lhs=operand("mxint8"), rhs=None),
+)
+SQUARE = operand("mxfp4_2d", scale_rule="even")
+SQUARE_BLOCKS = Recipe(
+    name="square_blocks",
+    fwd=MatmulSpec(lhs=SQUARE, rhs=SQUARE),
+    dlhs=MatmulSpec(lhs=SQUARE, rhs=SQUARE),
+    drhs=MatmulSpec(lhs=SQUARE, rhs=SQUARE),
+    residuals=Residuals.QUANTIZED,
+)
+RECIPES = (
+    recipes.mxfp8_hybrid(),
+    recipes.nvfp4(),
+    recipes.weight_only("mxfp4"),
+    recipes.float8_rowwise_with_gw_hp(),
+    QUANTIZED,
+    HIGH_DRHS,
+    QUANTIZED_HIGH_DRHS,
+    ONE_SIDED,
+    SQUARE_BLOCKS,
+)
+
+
+class Letters:
+    """The axes of a product by letter: batch and contracted letters are shared."""
+
+    def __init__(self, case: DotGeneralCase):
+        lhs = list("abcdefg"[: len(case.lhs)])
+        rhs = list("ABCDEFG"[: len(case.rhs)])
+        for left, right in zip(*case.contracting, strict=True):
+            rhs[right] = lhs[left]
+        for left, right in zip(*case.batch, strict=True):
+            rhs[right] = lhs[left]
+        self.batch = [lhs[axis] for axis in case.batch[0]]
+        self.k = [lhs[axis] for axis in case.contracting[0]]
+        self.m = [letter for letter in lhs if letter not in rhs]
+        self.n = [letter for letter in rhs if letter not in lhs]
+        self.lhs, self.rhs = "".join(lhs), "".join(rhs)
+        self.out = "".join(self.batch + self.m + self.n)
+
+
+def cast(x: np.ndarray, term: str, group: list[str], spec: OperandSpec | None) -> np.ndarray:
+    """x as the product over the letters of `group` sees it, in float64."""
+    if spec is None:
+        return x.astype(np.float64)
+    if not group:
+        # A product over no axis is one over an axis of length one.
+        return cast(x[..., None], term + "z", ["z"], spec)[..., 0]
+    axis = term.index(group[-1])
+    if spec.format.scale.kind != "exponent" or spec.format.block != (1, 32):
+        return exact_values(quantize(x, spec, axis))
+    # Blocks by hand: zero-pad the axis, cut it, one block a row. A fixed number of rows compiles
+    # once for all cases.
+    rows = np.moveaxis(x, axis, -1)
+    length = rows.shape[-1]
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -length % 32)]
+    padded = np.pad(rows, padding)
+    blocks = np.zeros((NUM_ROWS, 32), np.float32)
+    blocks[: padded.size // 32] = padded.reshape(-1, 32)
+    values = exact_values(quantize(blocks, spec, -1))[: padded.size // 32]
+    return np.moveaxis(values.reshape(padded.shape)[..., :length], -1, axis)
+
+
+def quantize(x: np.ndarray, spec: OperandSpec, axis: int) -> mx_jax.MXArray:
+    options = {"scale_rule": spec.scale_rule, "rounding": spec.rounding}
+    return mx_jax.quantize(x, spec.format, axis=axis, **options)
+
+
+def by_hand(
+    case: DotGeneralCase, recipe: Recipe, lhs: np.ndarray, rhs: np.ndarray, g: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The product and both cotangents, in float64."""
+    to = Letters(case)
+    left = cast(lhs, to.lhs, to.k, recipe.fwd.lhs)
+    right = cast(rhs, to.rhs, to.k, recipe.fwd.rhs)
+    product = np.einsum(f"{to.lhs},{to.rhs}->{to.out}", left, right)
+    if recipe.residuals is Residuals.QUANTIZED:
+        lhs, rhs = left.astype(np.float32), right.astype(np.float32)
+    dlhs = np.einsum(
+        f"{to.out},{to.rhs}->{to.lhs}",
+        cast(g, to.out, to.n, recipe.dlhs.lhs),
+        cast(rhs, to.rhs, to.n, recipe.dlhs.rhs),
+    )
+    drhs = np.einsum(
+        f"{to.out},{to.lhs}->{to.rhs}",
+        cast(g, to.out, to.m, recipe.drhs.lhs),
+        cast(lhs, to.lhs, to.m, recipe.drhs.rhs),
+    )
+    return product, dlhs, drhs
+
+
+def draw(case: DotGeneralCase, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """Operands and a cotangent of the product."""
+    lhs, rhs = draw_few_octaves(rng, case.lhs), draw_few_octaves(rng, case.rhs)
+    sizes = dict(zip(Letters(case).lhs + Letters(case).rhs, case.lhs + case.rhs, strict=True))
+    return lhs, rhs, draw_few_octaves(rng, tuple(sizes[letter] for letter in Letters(case).out))
+
+
+def value_and_grads(operation, case: DotGeneralCase, arrays, jit=jax.jit):
+    """The product and both cotangents of a dot_general, compiled."""
+
+    def run(lhs, rhs, g):
+        product, pullback = jax.vjp(lambda a, b: operation(a, b, case.dimension_numbers), lhs, rhs)
+        return product, *pullback(g)
+
+    return jit(run)(*arrays)
+
+
+def compare(case: DotGeneralCase, recipe: Recipe, rng: np.random.Generator, jit=quick) -> None:
+    arrays = draw(case, rng)
+    actual = value_and_grads(recipe.dot_general, case, arrays, jit)
+    expected = by_hand(case, recipe, *arrays)
+    for name, left, right in zip(("product", "dlhs", "drhs"), actual, expected, strict=True):
+        if is_exact(recipe):
+            # Zeros have no sign worth comparing: where sums start is not said.
+            assert_bitwise_equal(np.asarray(left) + 0.0, right.astype(np.float32) + 0.0, what=name)
+        else:
+            tolerance = 2e-6 * np.abs(right).max()
+            np.testing.assert_allclose(left, right, rtol=0, atol=tolerance, err_msg=name)
+
+
+def is_exact(recipe: Recipe) -> bool:
+    """Whether no product of the recipe needs more bits than float32 has."""
+    specs = [spec for m in (recipe.fwd, recipe.dlhs, recipe.drhs) for spec in (m.lhs, m.rhs)]
+    return all(spec is not None and spec.format.scale.kind == "exponent" for spec in specs)
+
+
+@pytest.mark.parametrize("case", DOT_GENERAL_CASES, ids=str)
+def test_dimension_numbers(case: DotGeneralCase, rng: np.random.Generator):
+    compare(case, DISTINCT, rng)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_recipes(recipe: Recipe, rng: np.random.Generator):
+    # Float scales round in every step: the order of steps that users get is the one to test.
+    compare(PLAIN, recipe, rng, quick if is_exact(recipe) else jax.jit)
+
+
+def test_quantized_residuals_in_odd_positions(rng: np.random.Generator):
+    (case,) = (case for case in DOT_GENERAL_CASES if case.name == "odd_batch")
+    compare(case, QUANTIZED, rng)
+
+
+def test_the_comparison_sees_axes_and_specs(rng: np.random.Generator):
+    """Another axis or another spec gives other numbers, so agreement above means something."""
+    lhs, _, _ = draw(PLAIN, rng)
+    casts = [
+        cast(lhs, "ab", [letter], spec)
+        for matmul in (DISTINCT.fwd, DISTINCT.dlhs, DISTINCT.drhs)
+        for spec in (matmul.lhs, matmul.rhs)
+        for letter in "ab"
+    ]
+    for i, left in enumerate(casts):
+        for right in casts[:i]:
+            assert not np.array_equal(left, right)
+
+
+@pytest.mark.parametrize("case", DOT_GENERAL_CASES, ids=str)
+def test_high_precision_is_lax(case: DotGeneralCase, rng: np.random.Generator):
+    arrays = [10 ** rng.normal(size=x.shape).astype(np.float32) for x in draw(case, rng)]
+    actual = value_and_grads(recipes.high_precision().dot_general, case, arrays)
+    # lax itself takes no negative axes.
+    expected = value_and_grads(lax.dot_general, positive(case), arrays)
+    for name, left, right in zip(("product", "dlhs", "drhs"), actual, expected, strict=True):
+        assert_bitwise_equal(left, right, what=name)
+
+
+def positive(case: DotGeneralCase) -> DotGeneralCase:
+    sides = (len(case.lhs), len(case.rhs))
+
+    def turn(pair):
+        return tuple(tuple(a % n for a in axes) for axes, n in zip(pair, sides, strict=True))
+
+    return dataclasses.replace(case, contracting=turn(case.contracting), batch=turn(case.batch))
+
+
+def test_residuals_quantized_keep_no_primal():
+    """What is kept between the passes is uint8 codes and scales, not the float operands."""
+    x, w = np.ones((64, 96), np.float32), np.ones((96, 32), np.float32)
+
+    def kept(recipe: Recipe) -> list[str]:
+        _, pullback = jax.vjp(lambda a, b: mx_jax.matmul(a, b, recipe=recipe), x, w)
+        return sorted({str(leaf.dtype) for leaf in jax.tree.leaves(pullback)})
+
+    assert kept(DISTINCT) == ["float32"]
+    assert kept(QUANTIZED) == ["uint8"]

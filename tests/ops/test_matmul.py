@@ -1,0 +1,127 @@
+"""matmul against jnp.matmul: vectors, matrices, batches that broadcast."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.testing.backend_suite import exact_values
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+
+SHAPES = (
+    ((40,), (40,)),
+    ((40,), (40, 3)),
+    ((2, 40), (40,)),
+    ((2, 40), (40, 3)),
+    ((4, 2, 40), (40,)),
+    ((4, 2, 40), (40, 3)),
+    ((5, 4, 2, 40), (40, 3)),
+    ((40,), (4, 40, 3)),
+    ((40,), (5, 4, 40, 3)),
+    ((2, 40), (4, 40, 3)),
+    ((4, 2, 40), (4, 40, 3)),
+    ((1, 2, 40), (4, 40, 3)),
+    ((4, 2, 40), (1, 40, 3)),
+    ((5, 1, 2, 40), (4, 40, 3)),
+    ((5, 4, 2, 40), (4, 40, 3)),
+)
+
+
+def draw(rng: np.random.Generator) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Whole numbers, whose products sum exactly in any order."""
+    return [
+        (np.round(draw_few_octaves(rng, left) * 8), np.round(draw_few_octaves(rng, right) * 8))
+        for left, right in SHAPES
+    ]
+
+
+@pytest.mark.parametrize(("left", "right"), SHAPES, ids=str)
+def test_shapes_are_matmuls(left, right):
+    lhs, rhs = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (left, right))
+    expected = jax.eval_shape(jnp.matmul, lhs, rhs)
+    for recipe in (recipes.high_precision(), recipes.mxfp8()):
+        assert jax.eval_shape(functools.partial(mx_jax.matmul, recipe=recipe), lhs, rhs) == expected
+
+
+def test_high_precision_is_jnp(rng: np.random.Generator):
+    pairs = draw(rng)
+    recipe = recipes.high_precision()
+
+    @jax.jit
+    def run(pairs):
+        ours = [mx_jax.matmul(lhs, rhs, recipe=recipe) for lhs, rhs in pairs]
+        return ours, [jnp.matmul(lhs, rhs) for lhs, rhs in pairs]
+
+    for shapes, actual, expected in zip(SHAPES, *run(pairs), strict=True):
+        assert_bitwise_equal(actual, expected, what=str(shapes))
+
+
+def test_mxfp4_is_the_product_of_casts(rng: np.random.Generator):
+    """Blocks lie along the last axis of lhs and the second-last of rhs, whatever broadcasts."""
+    recipe = recipes.mxfp4()
+    spec = recipe.fwd.lhs
+    assert spec is not None
+    picked = [SHAPES.index(shapes) for shapes in SHAPES if shapes[0] in ((40,), (5, 1, 2, 40))]
+    pairs = draw(rng)
+    run = jax.jit(lambda pairs: [mx_jax.matmul(lhs, rhs, recipe=recipe) for lhs, rhs in pairs])
+    results = run([pairs[index] for index in picked])
+    for index, actual in zip(picked, results, strict=True):
+        lhs, rhs = (
+            exact_values(mx_jax.quantize(x, spec.format, axis=axis, scale_rule="even"))
+            for x, axis in zip(pairs[index], (-1, max(pairs[index][1].ndim - 2, 0)), strict=True)
+        )
+        expected = np.matmul(lhs, rhs).astype(np.float32)
+        assert_bitwise_equal(actual + 0.0, expected + 0.0, what=str(SHAPES[index]))
+
+
+def test_preferred_element_type_and_precision_are_handed_on():
+    x, w = np.ones((2, 40), np.float32), np.ones((40, 3), np.float32)
+    text = jax.jit(
+        functools.partial(
+            mx_jax.matmul,
+            recipe=recipes.weight_only("mxfp4"),
+            precision="highest",
+            preferred_element_type=jnp.bfloat16,
+        )
+    ).lower(x, w)
+    assert text.out_info.dtype == jnp.bfloat16
+    assert "HIGHEST" in text.as_text()
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "message"),
+    [
+        ((), (3,), "both operands need an axis, got lhs.shape=(), rhs.shape=(3,)"),
+        ((3,), (), "both operands need an axis, got lhs.shape=(3,), rhs.shape=()"),
+        (
+            (2, 40),
+            (41, 3),
+            "contracting sizes must agree, got lhs.shape=(2, 40) with k=40 and rhs.shape=(41, 3) "
+            "with k=41",
+        ),
+        ((40,), (41,), "got lhs.shape=(40,) with k=40 and rhs.shape=(41,) with k=41"),
+        (
+            (5, 2, 40),
+            (4, 40, 3),
+            "leading axes must broadcast, got lhs batch=(5,) and rhs batch=(4,)",
+        ),
+    ],
+    ids=str,
+)
+def test_errors(left, right, message):
+    lhs, rhs = np.ones(left, np.float32), np.ones(right, np.float32)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mx_jax.matmul(lhs, rhs, recipe=recipes.mxfp8())
+
+
+def test_an_mxarray_is_not_broadcast():
+    w = mx_jax.quantize(np.ones((1, 40, 3), np.float32), "mxfp4", axis=1)
+    message = "an MXArray is not broadcast, got batch=(1,) where the product has batch=(4,)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mx_jax.matmul(np.ones((4, 2, 40), np.float32), w, recipe=recipes.mxfp8())

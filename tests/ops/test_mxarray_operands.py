@@ -1,0 +1,159 @@
+"""MXArrays as operands: used as they are, linked to what they were made of within one trace."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.recipes import MatmulSpec, Residuals, operand
+from mx_jax.testing.backend_suite import exact_values
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+
+MXFP4, MXINT8 = recipes.mxfp4(), recipes.mxint8()
+
+
+def product(lhs, rhs) -> np.ndarray:
+    """`[m, k] @ [k, n]` of whatever the operands stand for; float32 holds it exactly here."""
+    return (exact_values(lhs) @ exact_values(rhs)).astype(np.float32)
+
+
+def as_mxfp4(x: np.ndarray, axis: int) -> mx_jax.MXArray:
+    return mx_jax.quantize(x, "mxfp4", axis=axis, scale_rule="even")
+
+
+@pytest.fixture
+def x(rng: np.random.Generator) -> np.ndarray:
+    return draw_few_octaves(rng, (6, 70))
+
+
+@pytest.fixture
+def w(rng: np.random.Generator) -> np.ndarray:
+    return draw_few_octaves(rng, (70, 5))
+
+
+@pytest.mark.parametrize("sides", ["lhs", "rhs", "both"])
+def test_codes_are_used_as_they_are(x: np.ndarray, w: np.ndarray, sides: str):
+    """MXINT8 codes go into an MXFP4 product unchanged; the other operand becomes MXFP4."""
+    left, right = mx_jax.quantize(x, "mxint8"), mx_jax.quantize(w, "mxint8", axis=0)
+    if sides == "lhs":
+        given, used = (left, w), (left, as_mxfp4(w, 0))
+    elif sides == "rhs":
+        given, used = (x, right), (as_mxfp4(x, 1), right)
+    else:
+        given = used = (left, right)
+    assert_bitwise_equal(mx_jax.matmul(*given, recipe=MXFP4), product(*used))
+
+
+@pytest.mark.parametrize("name", ["high_precision", "weight_only"])
+def test_high_precision_around_an_mxarray(x: np.ndarray, w: np.ndarray, name: str):
+    recipe = (
+        recipes.high_precision() if name == "high_precision" else recipes.weight_only("mxfp8_e4m3")
+    )
+    kernel = mx_jax.quantize(w, "mxfp4", axis=0)
+    # x has all its bits here, so the sums may round.
+    actual = mx_jax.matmul(x, kernel, recipe=recipe)
+    np.testing.assert_allclose(actual, product(x, kernel), rtol=0, atol=1e-4)
+
+
+def test_gradients_past_an_mxarray(x: np.ndarray, w: np.ndarray):
+    """The other operand's cotangent comes from the MXArray's values; it has none itself."""
+    kernel = mx_jax.quantize(w, "mxint8", axis=0)
+
+    @jax.jit
+    def gradient(x, kernel):
+        return jax.grad(lambda x: mx_jax.matmul(x, kernel, recipe=MXFP4).sum())(x)
+
+    g = as_mxfp4(np.ones((6, 5), np.float32), 1)
+    again = as_mxfp4(exact_values(kernel).astype(np.float32), 1)
+    assert_bitwise_equal(gradient(x, kernel), product(g, exact_values(again).T))
+
+
+def test_an_mxarray_itself_has_no_gradient(x: np.ndarray, w: np.ndarray):
+    kernel = mx_jax.quantize(w, "mxint8", axis=0)
+    grads = jax.grad(lambda kernel: mx_jax.matmul(x, kernel, recipe=MXFP4).sum(), allow_int=True)(
+        kernel
+    )
+    assert grads.codes.dtype == grads.scales.dtype == jax.dtypes.float0
+
+
+@pytest.mark.parametrize("residuals", Residuals)
+def test_straight_through_within_one_trace(x: np.ndarray, w: np.ndarray, residuals: Residuals):
+    """What was quantized gets the cotangent that it would get as a plain operand."""
+    recipe = dataclasses.replace(MXFP4, residuals=residuals)
+    g = np.round(x[:, :5] * 4)
+
+    def through(x, w):
+        return jnp.sum(mx_jax.matmul(as_mxfp4(x, 1), as_mxfp4(w, 0), recipe=recipe) * g)
+
+    def plain(x, w):
+        quantized = dataclasses.replace(recipe, residuals=Residuals.QUANTIZED)
+        return jnp.sum(mx_jax.matmul(x, w, recipe=quantized) * g)
+
+    both = [jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(x, w) for f in (through, plain)]
+    for left, right in zip(*map(jax.tree.leaves, both), strict=True):
+        assert_bitwise_equal(left, right)
+    assert np.abs(both[0][1][0]).max() > 0
+
+
+def test_straight_through_keeps_the_dtype(x: np.ndarray, w: np.ndarray):
+    def loss(w):
+        kernel = mx_jax.quantize(w, "mxfp4", axis=0)
+        return mx_jax.matmul(x, kernel, recipe=MXFP4).sum()
+
+    assert jax.grad(loss)(jnp.asarray(w, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_a_jit_boundary_ends_the_link(x: np.ndarray, w: np.ndarray):
+    quantize = jax.jit(lambda w: mx_jax.quantize(w, "mxfp4", axis=0))
+
+    def loss(w):
+        return mx_jax.matmul(x, quantize(w), recipe=MXFP4).sum()
+
+    assert not np.any(jax.grad(loss)(w))
+
+
+def test_transposed_and_sliced_mxarrays(rng: np.random.Generator, x: np.ndarray):
+    stack = mx_jax.quantize(draw_few_octaves(rng, (3, 5, 70)), "mxint8")
+    actual = mx_jax.matmul(x, stack[1].T, recipe=MXINT8)
+    expected = product(mx_jax.quantize(x, "mxint8"), exact_values(stack)[1].T)
+    assert_bitwise_equal(actual, expected)
+
+
+def test_blocks_along_another_axis(x: np.ndarray, w: np.ndarray):
+    wrong = mx_jax.quantize(w, "mxfp4", axis=1)
+    message = (
+        "dot_general: rhs is contracted along axis=0, but this MXArray (mxfp4, shape=(70, 5)) has "
+        "its blocks along axis=1; quantize it with axis=0, or pass rhs.dequantize()"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mx_jax.matmul(x, wrong, recipe=MXFP4)
+    # Each of the two remedies works.
+    for remedy in (as_mxfp4(w, 0), wrong.dequantize()):
+        assert mx_jax.matmul(x, remedy, recipe=MXFP4).shape == (6, 5)
+
+
+def test_blocks_along_another_contracted_axis(rng: np.random.Generator):
+    """Blocks lie along the last contracted axis; others of the group do not count."""
+    x = mx_jax.quantize(draw_few_octaves(rng, (6, 40, 3)), "mxfp4", axis=1)
+    y = draw_few_octaves(rng, (40, 3, 5))
+    message = "lhs is contracted along axis=2, but this MXArray (mxfp4, shape=(6, 40, 3)) has"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mx_jax.dot_general(x, y, (((1, 2), (0, 1)), ((), ())), recipe=MXFP4)
+    actual = mx_jax.dot_general(x, y, (((2, 1), (1, 0)), ((), ())), recipe=MXFP4)
+    expected = np.einsum("mij,ijn->mn", exact_values(x), exact_values(as_mxfp4(y, 0)))
+    assert_bitwise_equal(actual, expected.astype(np.float32))
+
+
+def test_a_prescale_is_not_taken_out_of_what_it_did_not_go_into(x: np.ndarray, w: np.ndarray):
+    """An MXArray operand was quantized elsewhere, without the recipe's prescale."""
+    spec = operand("mxint8", prescale=0.5)
+    recipe = dataclasses.replace(MXINT8, name="prescaled", fwd=MatmulSpec(lhs=spec, rhs=spec))
+    kernel = mx_jax.quantize(w, "mxint8", axis=0)
+    expected = mx_jax.matmul(x, kernel, recipe=MXINT8)
+    assert_bitwise_equal(mx_jax.matmul(x, kernel, recipe=recipe), expected)

@@ -1,0 +1,77 @@
+"""Signal to noise of a 1024 x 2048 x 1024 linear layer on normal data, against float32.
+
+Floors are the issue's where it states one, else what was measured, less half a decibel.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.recipes import MatmulSpec, Recipe, operand
+
+M, K, N = 1024, 2048, 1024
+
+_E2M3 = operand("mxfp6_e2m3", scale_rule="even")
+_BOTH = MatmulSpec(lhs=_E2M3, rhs=_E2M3)
+MXFP6_E2M3 = dataclasses.replace(
+    recipes.mxfp6(), name="mxfp6_e2m3", fwd=_BOTH, dlhs=_BOTH, drhs=_BOTH
+)
+
+
+@functools.cache
+def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Input, weight and cotangent of the output."""
+    rng = np.random.default_rng(0)
+    x, w, g = (
+        jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in ((M, K), (K, N), (M, N))
+    )
+    return x, w, g
+
+
+@functools.cache
+def measure(recipe: Recipe) -> tuple[float, float, float]:
+    """SQNR in dB of output, input gradient and weight gradient."""
+
+    @jax.jit
+    def run(x, w, g):
+        product, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), x, w)
+        return product, *pullback(g)
+
+    x, w, g = arrays()
+    exact = (x @ w, g @ w.T, x.T @ g)
+    output, dx, dw = map(mx_jax.inspect.sqnr_db, exact, run(x, w, g))
+    return output, dx, dw
+
+
+@pytest.mark.parametrize(
+    ("recipe", "floors"),
+    [
+        (recipes.mxfp8(), (27, 25, 24)),
+        (MXFP6_E2M3, (27.5, 27.5, 27.5)),
+        (recipes.mxint8(), (38.1, 38.1, 38.1)),
+        (recipes.mxfp4(), (15.5, 15.5, 15.5)),
+        (recipes.nvfp4(), (16.9, 16.9, 16.9)),
+    ],
+    ids=lambda value: value.name if isinstance(value, Recipe) else "",
+)
+def test_floors(recipe: Recipe, floors: tuple[float, float, float]):
+    measured = measure(recipe)
+    assert all(np.greater_equal(measured, floors)), measured
+
+
+def test_order():
+    """More bits are better, and so is NVFP4's finer block.
+
+    E2M3 has E4M3's mantissa and none of its range, so with scales that clip nothing it comes
+    second: 27.97 against 28.50 dB.
+    """
+    order = (recipes.mxfp4(), recipes.nvfp4(), MXFP6_E2M3, recipes.mxfp8(), recipes.mxint8())
+    for worse, better in itertools.pairwise(order):
+        assert all(np.less(measure(worse), measure(better))), (worse.name, better.name)

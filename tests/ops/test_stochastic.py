@@ -1,0 +1,156 @@
+"""Products that draw random bits: a function of the key alone, in every transformation."""
+
+import dataclasses
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.recipes import MatmulSpec, Recipe, Residuals, operand
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+from tests.ops.quick import quick
+
+SPEC = operand("mxfp4", scale_rule="rceil", rounding="stochastic")
+BOTH = MatmulSpec(lhs=SPEC, rhs=SPEC)
+RECIPE = Recipe(name="stochastic", fwd=BOTH, dlhs=BOTH, drhs=BOTH, residuals=Residuals.PRIMAL)
+NEAREST = recipes.mxfp4()
+KEY = jax.random.key(3)
+
+
+def value_and_grads(x, w, g, key, recipe=RECIPE):
+    product, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe, key=key), x, w)
+    return product, *pullback(g)
+
+
+run = quick(value_and_grads)
+
+
+@pytest.fixture(scope="module")
+def square() -> np.ndarray:
+    return draw_few_octaves(np.random.default_rng(0), (32, 32))
+
+
+def same(left, right) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_same_key_same_bits(square: np.ndarray):
+    first = run(square, square, square, KEY)
+    assert same(first, run(square, square, square, jax.random.key(3)))
+    assert same(first, value_and_grads(square, square, square, KEY)), "eager and jit differ"
+    other = run(square, square, square, jax.random.key(4))
+    for name, left, right in zip(("product", "dx", "dw"), first, other, strict=True):
+        assert not np.array_equal(left, right), name
+
+
+def test_every_operand_of_every_product_draws_its_own_bits():
+    """Multiplied with the identity, a cast shows; no two of the six are the same."""
+    a = np.random.default_rng(0).uniform(1.05, 1.45, (32, 32)).astype(np.float32)
+    one = np.eye(32, dtype=np.float32)
+    casts = {}
+    casts["x"], casts["g for dx"], _ = run(a, one, a, KEY)
+    casts["w"], casts["w for dx"], _ = run(one, a, one, KEY)
+    _, _, casts["g for dw"] = run(one, one, a, KEY)
+    _, _, casts["x for dw"] = run(a, one, one, KEY)
+    assert len(casts) == 6
+    for (name, left), (other, right) in itertools.combinations(casts.items(), 2):
+        assert set(np.unique(left)) == {1.0, 1.5}, name
+        agreement = max(np.mean(left == right), np.mean(left == np.transpose(right)))
+        # Values that round up with p in 0.1..0.9 agree with 0.61 by chance, the same bits with 1.
+        assert 0.4 < agreement < 0.7, (name, other)
+
+
+def test_gradients_do_not_change_the_forward_bits(square: np.ndarray):
+    """With residuals kept as codes too: the product is the one without a gradient."""
+    for residuals in Residuals:
+        recipe = dataclasses.replace(RECIPE, residuals=residuals)
+        alone = mx_jax.matmul(square, square, recipe=recipe, key=KEY)
+        with_gradient = quick(functools.partial(value_and_grads, recipe=recipe))
+        assert_bitwise_equal(with_gradient(square, square, square, KEY)[0], alone)
+
+
+def test_vmap_over_keys(square: np.ndarray):
+    keys = jax.random.split(KEY, 3)
+    mapped = quick(jax.vmap(value_and_grads, in_axes=(None, None, None, 0)))
+    actual = mapped(square, square, square, keys)
+    for i, key in enumerate(keys):
+        assert same([part[i] for part in actual], run(square, square, square, key))
+
+
+def test_raw_keys_are_keys(square: np.ndarray):
+    raw = jax.random.PRNGKey(3)
+    assert same(run(square, square, square, raw), run(square, square, square, KEY))
+
+
+def test_the_mean_is_the_product(square: np.ndarray):
+    """E[Q(x) Q(w)] = x w, which nearest rounding misses."""
+    keys = jax.random.split(KEY, 4096)
+    mean = quick(
+        lambda x: jnp.mean(
+            jax.vmap(lambda key: mx_jax.matmul(x, x, recipe=RECIPE, key=key))(keys), axis=0
+        )
+    )(square)
+    exact = square.astype(np.float64) @ square
+    nearest = mx_jax.matmul(square, square, recipe=NEAREST)
+    error = np.sqrt(np.mean((mean - exact) ** 2))
+    assert error < 0.1 * np.sqrt(np.mean((nearest - exact) ** 2))
+
+
+def test_a_mixed_recipe_draws_only_where_it_says(square: np.ndarray):
+    """Nearest forward, stochastic backward: the product does not depend on the key."""
+    recipe = dataclasses.replace(RECIPE, name="mixed", fwd=NEAREST.fwd)
+    mixed = quick(functools.partial(value_and_grads, recipe=recipe))
+    product, dx, _ = mixed(square, square, square, KEY)
+    other, other_dx, _ = mixed(square, square, square, jax.random.key(4))
+    assert_bitwise_equal(product, other)
+    assert_bitwise_equal(product, mx_jax.matmul(square, square, recipe=NEAREST))
+    assert not np.array_equal(dx, other_dx)
+
+
+X = np.ones((2, 32), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "error", "message"),
+    [
+        (
+            RECIPE,
+            None,
+            ValueError,
+            "dot_general: recipe 'stochastic' rounds stochastically and needs a key, got key=None; "
+            "pass key=jax.random.key(seed)",
+        ),
+        (
+            NEAREST,
+            KEY,
+            ValueError,
+            "dot_general: recipe 'mxfp4' draws no random bits, got a key; drop it",
+        ),
+        (
+            RECIPE,
+            jax.random.split(KEY),
+            TypeError,
+            "dot_general: key must be one PRNG key from jax.random.key or jax.random.PRNGKey, got "
+            "dtype=key<fry>, shape=(2,)",
+        ),
+        (RECIPE, 3, TypeError, "jax.random.PRNGKey, got 3"),
+        (RECIPE, np.float32([1, 2]), TypeError, "got dtype=float32, shape=(2,)"),
+        (RECIPE, np.uint32(1), TypeError, "got dtype=uint32, shape=()"),
+    ],
+    ids=["missing", "not_wanted", "two", "seed", "floats", "number"],
+)
+def test_key_errors(recipe: Recipe, key, error, message: str):
+    for call in (
+        lambda: mx_jax.matmul(X, X.T, recipe=recipe, key=key),
+        lambda: mx_jax.einsum("mk,nk->mn", X, X, recipe=recipe, key=key),
+        lambda: recipe.dot_general(X, X, (((1,), (1,)), ((), ())), key=key),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            call()

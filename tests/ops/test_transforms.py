@@ -1,0 +1,170 @@
+"""jit, vmap, scan, remat and checks of gradients: the same bits as without."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+from tests.ops.quick import quick
+
+RECIPE = recipes.mxfp4()
+NUM = 3
+
+
+def matmul(x, w):
+    return mx_jax.matmul(x, w, recipe=RECIPE)
+
+
+def with_gradients(operation):
+    """The product and both cotangents of an operation, for a given cotangent."""
+
+    def run(x, w, g):
+        product, pullback = jax.vjp(operation, x, w)
+        return product, *pullback(g)
+
+    return run
+
+
+plain = with_gradients(matmul)
+
+
+@pytest.fixture(scope="module")
+def arrays() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Stacks of three operands and cotangents; products of them need no rounding."""
+    rng = np.random.default_rng(0)
+    shapes = ((NUM, 6, 70), (NUM, 70, 37), (NUM, 6, 37))
+    x, w, g = (draw_few_octaves(rng, shape) for shape in shapes)
+    return x, w, g
+
+
+@pytest.fixture(scope="module")
+def expected(arrays) -> list[np.ndarray]:
+    """Product and cotangents one by one, each without a transformation around."""
+    one_by_one = [plain(*operands) for operands in zip(*arrays, strict=True)]
+    return [np.stack(results) for results in zip(*one_by_one, strict=True)]
+
+
+def check(actual, expected) -> None:
+    for name, left, right in zip(("product", "dx", "dw"), actual, expected, strict=True):
+        assert_bitwise_equal(np.asarray(left) + 0.0, right + 0.0, what=name)
+
+
+def in_turn(x, w, g):
+    """One product after the other in one program."""
+    results = [plain(x[i], w[i], g[i]) for i in range(NUM)]
+    return [jnp.stack(parts) for parts in zip(*results, strict=True)]
+
+
+def along_other_axes(x, w, g):
+    run = jax.vmap(plain, in_axes=(1, 2, 1), out_axes=0)
+    return run(x.swapaxes(0, 1), jnp.moveaxis(w, 0, 2), g.swapaxes(0, 1))
+
+
+def scanned(x, w, g):
+    return jax.lax.scan(lambda carry, operands: (carry, plain(*operands)), 0, (x, w, g))[1]
+
+
+TRANSFORMED = {
+    "in_turn": in_turn,
+    "batch_axis": plain,
+    "vmap": jax.vmap(plain),
+    "vmap_along_other_axes": along_other_axes,
+    "scan": scanned,
+    "remat": with_gradients(jax.checkpoint(matmul)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_bits_are_those_of_the_plain_call(arrays, expected, name: str):
+    check(quick(TRANSFORMED[name])(*arrays), expected)
+
+
+def test_vmap_over_one_operand(arrays):
+    x, w, _ = arrays
+    gradient = jax.grad(lambda x, w: matmul(x, w).sum(), argnums=(0, 1))
+    actual = quick(jax.vmap(gradient, in_axes=(0, None)))(x, w[0])
+    expected = quick(jax.vmap(gradient))(x, np.stack([w[0]] * NUM))
+    for left, right in zip(actual, expected, strict=True):
+        assert_bitwise_equal(left + 0.0, right + 0.0)
+
+
+def test_mxarrays_under_vmap_and_scan(arrays, expected):
+    """A stack of kernels, quantized one by one or at once, multiplied one by one or at once."""
+    x, w, _ = arrays
+    quantize = functools.partial(mx_jax.quantize, format="mxfp4", scale_rule="even")
+
+    @quick
+    def run(x, w):
+        one_by_one = jax.vmap(functools.partial(quantize, axis=0))(w)
+        at_once = quantize(w, axis=1)
+        scanned = jax.lax.scan(lambda carry, xw: (carry, matmul(*xw)), 0, (x, at_once))[1]
+        mapped = jax.vmap(matmul)(x, one_by_one)
+        shared = jax.vmap(matmul, in_axes=(0, None))(x, at_once[1])
+        return one_by_one, at_once, scanned, mapped, shared
+
+    one_by_one, at_once, scanned, mapped, shared = run(x, w)
+    assert one_by_one.blocks == at_once.blocks == ((-2, 32),)
+    assert_bitwise_equal(one_by_one.codes, at_once.codes)
+    assert_bitwise_equal(one_by_one.scales, at_once.scales)
+    assert_bitwise_equal(scanned + 0.0, expected[0] + 0.0)
+    assert_bitwise_equal(mapped + 0.0, expected[0] + 0.0)
+    assert_bitwise_equal(shared[1] + 0.0, expected[0][1] + 0.0)
+
+
+def test_gradient_of_a_scan(arrays):
+    """A stack of layers under scan has the gradient of the same layers written out."""
+    rng = np.random.default_rng(1)
+    x, layers = draw_few_octaves(rng, (4, 32)), draw_few_octaves(rng, (2, 32, 32)) / 64
+
+    def scanned(layers):
+        return jax.lax.scan(lambda x, w: (matmul(x, w), None), x, layers)[0].sum()
+
+    def written_out(layers):
+        return matmul(matmul(x, layers[0]), layers[1]).sum()
+
+    actual, expected = (quick(jax.grad(f))(layers) for f in (scanned, written_out))
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_eval_shape_and_lowering_touch_no_data():
+    x, w = jax.ShapeDtypeStruct((6, 70), jnp.float32), jax.ShapeDtypeStruct((70, 5), jnp.bfloat16)
+    assert jax.eval_shape(matmul, x, w) == jax.ShapeDtypeStruct((6, 5), jnp.float32)
+
+
+def test_products_are_named_in_the_program():
+    """Profiles and HLO say which of the three products a kernel belongs to."""
+    x, w = jax.ShapeDtypeStruct((6, 70), jnp.float32), jax.ShapeDtypeStruct((70, 5), jnp.float32)
+    gradient = jax.value_and_grad(lambda x, w: matmul(x, w).sum(), argnums=(0, 1))
+    text = jax.jit(gradient).lower(x, w).as_text(debug_info=True)
+    for name in ("output", "grad_lhs", "grad_rhs"):
+        assert re.search(rf'["/]{name}["/]', text), name
+
+
+def test_forward_mode_is_refused():
+    """A quantized product has three casts of its own; there is no tangent product among them."""
+    x = np.ones((2, 32), np.float32)
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        jax.jvp(lambda x: matmul(x, x.T), (x,), (x,))
+
+
+def test_one_trace_for_equal_recipes():
+    traces = []
+
+    @functools.partial(jax.jit, static_argnames="recipe")
+    def run(x, recipe):
+        traces.append(recipe)
+        return mx_jax.matmul(x, x.T, recipe=recipe)
+
+    x = np.ones((2, 32), np.float32)
+    for _ in range(3):
+        run(x, recipe=recipes.mxfp8())
+    assert len(traces) == 1
+    run(x, recipe=recipes.mxfp4())
+    assert len(traces) == 2

@@ -1,0 +1,204 @@
+"""What `quantize` refuses, and what it says: operation, rule, values, remedy."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax.formats import BLOCK_FORMATS, MXFP4, NVFP4, WHOLE
+from mx_jax.reference.scale_rules import SCALE_RULES
+
+X = np.ones((2, 32), np.float32)
+
+
+def refuses(error: type[Exception], message: str, *args, **options) -> None:
+    """quantize raises exactly this message."""
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        mx_jax.quantize(*args, **options)
+
+
+def needs_floats(dtype: str, shape: tuple) -> str:
+    return (
+        f"quantize: needs float32, bfloat16 or float16 input, got dtype={dtype}, shape={shape}; "
+        "convert it first, e.g. x.astype(jnp.float32)"
+    )
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.ones((2, 32), np.int32),
+        np.ones((2, 32), np.int64),
+        np.ones((2, 32), np.uint8),
+        np.ones((2, 32), np.bool_),
+        np.ones((2, 32), np.complex64),
+        np.ones((2, 32), np.float64),
+        np.ones((2, 32), ml_dtypes.float8_e4m3fn),
+        jnp.ones((2, 32), jnp.int32),
+        jnp.ones((2, 32), jnp.complex64),
+        jnp.ones((2, 32), bool),
+        jnp.ones((2, 32), jnp.float8_e5m2),
+    ],
+    ids=lambda x: f"{type(x).__name__}-{x.dtype}",
+)
+def test_dtypes(x):
+    """NumPy's 64-bit types included, which jnp.asarray would quietly narrow."""
+    refuses(TypeError, needs_floats(x.dtype.name, (2, 32)), x, MXFP4)
+
+
+def test_python_numbers():
+    refuses(TypeError, needs_floats("int32", (2,)), [1, 2], MXFP4)
+    refuses(TypeError, needs_floats("float64", ()), np.float64(1), MXFP4)
+    refuses(TypeError, needs_floats("complex64", (1,)), [1j], MXFP4)
+    # Python floats are float32 to jax.
+    assert mx_jax.quantize([1.0, 2.0], MXFP4).dtype == np.float32
+
+
+@pytest.mark.parametrize("x", ["abc", None, object(), np.array(["a"]), {"a": 1.0}], ids=type)
+def test_what_is_no_array(x):
+    with pytest.raises((TypeError, ValueError)):
+        mx_jax.quantize(x, MXFP4)
+
+
+@pytest.mark.parametrize("axis", [2, -3, 100])
+def test_axis_out_of_range(axis: int):
+    message = f"quantize: axis={axis} is out of range for shape=(2, 32); use -2..-1 or 0.."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        mx_jax.quantize(X, MXFP4, axis=axis)
+
+
+@pytest.mark.parametrize("axis", [None, 1.0, "0", True, (0,), [1]], ids=repr)
+def test_axis_that_is_no_int(axis):
+    refuses(TypeError, f"quantize: axis must be an int, got axis={axis!r}", X, MXFP4, axis=axis)
+
+
+def test_good_axes():
+    for axis in (-2, -1, 0, 1, np.int64(1), np.int32(-1)):
+        blocks = mx_jax.quantize(X, MXFP4, axis=axis).blocks
+        assert blocks == ((int(axis) % 2 - 2, 32),)
+
+
+@pytest.mark.parametrize("size", [0, -1, -32, 1.5, 32.0, True, False, "32", (1, 32)], ids=repr)
+def test_block_size(size):
+    message = f"quantize: a block size must be a positive int or WHOLE, got block_size={size!r}"
+    refuses(ValueError, message, X, MXFP4, block_size=size)
+
+
+@pytest.mark.parametrize("size", [1, 7, 32, 1000, np.int64(16), WHOLE], ids=repr)
+def test_good_block_sizes(size):
+    ((_, stored),) = mx_jax.quantize(X, MXFP4, block_size=size).blocks
+    assert stored == size
+
+
+@pytest.mark.parametrize("format", ["mxfp5", "MX", "e4m3", ""])
+def test_unknown_format(format: str):
+    known = ", ".join(f.name for f in BLOCK_FORMATS)
+    refuses(ValueError, f"unknown block format name={format!r}; known: {known}", X, format)
+
+
+def test_ambiguous_format():
+    message = "dtype=float4_e2m1fn is stored by several block formats; name one of: mxfp4, nvfp4"
+    refuses(ValueError, message, X, ml_dtypes.float4_e2m1fn)
+
+
+def test_format_of_the_wrong_type():
+    known = ", ".join(f.name for f in BLOCK_FORMATS)
+    message = (
+        "a block format is given as a BlockFormat, a name or a dtype, got format=3 of type int; "
+        f"known names: {known}"
+    )
+    refuses(TypeError, message, X, 3)
+
+
+def test_unknown_rule():
+    known = ", ".join(rule.name for rule in SCALE_RULES)
+    refuses(ValueError, f"unknown scale_rule='round'; known: {known}", X, MXFP4, scale_rule="round")
+
+
+@pytest.mark.parametrize("rule", [3, 1.5, ("floor",), object], ids=repr)
+def test_rule_of_the_wrong_type(rule):
+    """The message names what was passed."""
+    with pytest.raises((TypeError, ValueError), match=f"scale_rule={re.escape(repr(rule))}"):
+        mx_jax.quantize(X, MXFP4, scale_rule=rule)
+
+
+def test_rule_that_does_not_fit():
+    fitting = ", ".join(r.name for r in SCALE_RULES if "element" in r.kinds)
+    message = (
+        "scale rule 'rceil' fills scales of kind exponent, but format=nvfp4 has e4m3 scales of "
+        f"kind element; use one of: {fitting}"
+    )
+    refuses(ValueError, message, X, NVFP4, scale_rule="rceil")
+
+
+@pytest.mark.parametrize("rounding", ["up", "", None, 3], ids=repr)
+def test_unknown_rounding(rounding):
+    message = f"unknown rounding={rounding!r}; known: nearest, away, toward_zero, stochastic"
+    refuses(ValueError, message, X, MXFP4, rounding=rounding)
+
+
+def test_key_missing():
+    message = (
+        "quantize: stochastic rounding needs a key, got key=None; pass key=jax.random.key(seed)"
+    )
+    refuses(ValueError, message, X, MXFP4, rounding="stochastic")
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "away", "toward_zero"])
+def test_key_not_wanted(rounding: str):
+    message = (
+        f"quantize: a key is for stochastic rounding only, got rounding={rounding!r} and a key; "
+        "drop the key or use rounding='stochastic'"
+    )
+    refuses(ValueError, message, X, MXFP4, rounding=rounding, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("key", "described"),
+    [
+        (3, "3"),
+        ("key", "'key'"),
+        (np.zeros(2, np.float32), "dtype=float32, shape=(2,)"),
+        (np.zeros((2, 2), np.uint32), "dtype=uint32, shape=(2, 2)"),
+        (np.uint32(3), "dtype=uint32, shape=()"),
+    ],
+    ids=["int", "str", "floats", "raw keys", "scalar"],
+)
+def test_key_of_the_wrong_kind(key, described: str):
+    message = (
+        "quantize: key must be one PRNG key from jax.random.key or jax.random.PRNGKey, "
+        f"got {described}"
+    )
+    refuses(TypeError, message, X, MXFP4, rounding="stochastic", key=key)
+
+
+def test_several_keys():
+    message = "got dtype=key<fry>, shape=(2,)"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        keys = jax.random.split(jax.random.key(0))
+        mx_jax.quantize(X, MXFP4, rounding="stochastic", key=keys)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4_one_level", "float8_rowwise_e4m3"])
+def test_tensor_scale_where_there_is_none(format: str):
+    message = f"quantize: format={format} has no tensor scale, got tensor_scale; drop it"
+    refuses(ValueError, message, X, format, tensor_scale=1.0)
+
+
+@pytest.mark.parametrize("given", [np.ones(2, np.float32), np.ones((2, 1)), [1.0, 2.0]], ids=repr)
+def test_tensor_scale_of_the_wrong_shape(given):
+    shape = np.shape(given)
+    message = f"quantize: tensor_scale must be one number, got tensor_scale.shape={shape}"
+    refuses(ValueError, message, X, NVFP4, tensor_scale=given)
+
+
+def test_errors_come_at_trace_time():
+    """Also under jit and before anything runs."""
+    with pytest.raises(ValueError, match=r"axis=5 is out of range for shape=\(2, 32\)"):
+        jax.eval_shape(lambda x: mx_jax.quantize(x, MXFP4, axis=5), X)
+    with pytest.raises(TypeError, match="got dtype=int32"):
+        jax.jit(lambda x: mx_jax.quantize(x, MXFP4))(np.ones(3, np.int32))

@@ -1,0 +1,327 @@
+"""Formats whose scales are floats (NVFP4, float8) or cover two axes, against NumPy's float32.
+
+Here every step is IEEE float32 arithmetic in a fixed order; NumPy does the same steps.
+"""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax.formats import (
+    FLOAT8_BLOCKWISE_2D_E4M3,
+    FLOAT8_BLOCKWISE_E4M3,
+    FLOAT8_ROWWISE_E4M3,
+    FLOAT8_ROWWISE_E5M2,
+    FLOAT8_TENSORWISE_E4M3,
+    FLOAT8_TENSORWISE_E5M2,
+    MXFP4,
+    MXFP4_2D,
+    NVFP4,
+    NVFP4_2D,
+    NVFP4_ONE_LEVEL,
+    WHOLE,
+    BlockFormat,
+)
+from mx_jax.testing.compare import assert_bitwise_equal
+
+F = np.float32
+E4M3 = ml_dtypes.float8_e4m3fn
+E2M1 = ml_dtypes.float4_e2m1fn
+
+
+def tile_amax(x: np.ndarray, rows: int, cols: int) -> np.ndarray:
+    """Largest magnitude of each tile, spread over the tile: [m, n]."""
+    out = np.empty_like(x)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], cols):
+            out[i : i + rows, j : j + cols] = np.abs(x[i : i + rows, j : j + cols]).max()
+    return out
+
+
+def nvfp4(x: np.ndarray, p: np.float32 | None, rows: int = 1):
+    """Codes, scale bytes (spread) and values of finite x, step by step."""
+    scale = tile_amax(x, rows, 16) / F(6)
+    if p is not None:
+        scale = scale / p
+    s = np.clip(scale, F(2.0**-6), F(448)).astype(E4M3)
+    wide = s.astype(F)
+    quotient = x * (F(1) / wide) if p is None else x * ((F(1) / p) / wide)
+    codes = np.clip(quotient, F(-6), F(6)).astype(E2M1)
+    values = codes.astype(F) * (wide if p is None else p * wide)
+    return codes.view(np.uint8), s.view(np.uint8), values
+
+
+def wide_normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Normal values whose rows and columns differ in size."""
+    rows = 2.0 ** rng.uniform(-6, 6, (shape[0], 1))
+    return (rng.normal(size=shape) * rows * 2.0 ** rng.uniform(-3, 3, shape)).astype(F)
+
+
+def outputs(x: mx_jax.MXArray) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return x.codes, x.scales, x.dequantize(jnp.float32)
+
+
+@pytest.mark.parametrize("level", ["one", "two", "given", "square"])
+def test_nvfp4(level: str, rng: np.random.Generator):
+    x = wide_normal(rng, (33, 56))
+    x[3] = 0
+    x[4] *= F(1e-6)  # Far below 2^-6 of the largest scale.
+    x[5, :3] = [1e8, -0.0, 2.0**-140]
+    format = {"one": NVFP4_ONE_LEVEL, "square": NVFP4_2D}.get(level, NVFP4)
+    rows = format.block[0]
+    p = {"one": None, "given": F(0.037)}.get(level, np.abs(x).max() / F(448 * 6))
+    given = p if level == "given" else None
+    quantize = jax.jit(
+        lambda x: (
+            (q := mx_jax.quantize(x, format, tensor_scale=given)).tensor_scale,
+            *outputs(q),
+        )
+    )
+    tensor_scale, codes, scales, values = quantize(x)
+    expected_codes, expected_scales, expected_values = nvfp4(x, p, rows)
+    if p is not None:
+        assert_bitwise_equal(tensor_scale, np.full((1, 1), p, F), what="tensor scale")
+    # One byte of every tile.
+    assert_bitwise_equal(scales, expected_scales[::rows, ::16], what="scales")
+    assert_bitwise_equal(codes, expected_codes, what="codes")
+    assert_bitwise_equal(values, expected_values, what="values")
+
+
+@pytest.mark.parametrize("length", [16, 40])
+def test_nvfp4_for_each_row_of_a_vmap(length: int, rng: np.random.Generator):
+    """One tensor scale a row; rows of one block make every scale a scalar to XLA."""
+    x = wide_normal(rng, (50, length))
+    quantize = jax.jit(
+        jax.vmap(lambda row: ((q := mx_jax.quantize(row, NVFP4)).tensor_scale, *outputs(q)))
+    )
+    tensor_scale, codes, scales, values = quantize(x)
+    p = np.abs(x).max(axis=1, keepdims=True) / F(2688)
+    assert_bitwise_equal(tensor_scale, p, what="tensor scales")
+    rows = [nvfp4(row[None], p_row[0]) for row, p_row in zip(x, p, strict=True)]
+    expected = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
+    assert_bitwise_equal(scales, expected[1][:, ::16], what="scales")
+    assert_bitwise_equal(codes, expected[0], what="codes")
+    assert_bitwise_equal(values, expected[2], what="values")
+
+
+def test_nvfp4_of_zeros_and_of_what_is_not_finite(rng: np.random.Generator):
+    """Zeros stay zeros; a block with NaN or Inf is NaN and no other block sees it."""
+    x = rng.normal(size=(4, 32)).astype(F)
+    broken = x.copy()
+    broken[0, 3], broken[1, 20], broken[2, 17] = np.nan, np.inf, -np.inf
+    both = jax.jit(
+        lambda x: {f.name: outputs(mx_jax.quantize(x, f)) for f in (NVFP4, NVFP4_ONE_LEVEL)}
+    )
+    for name, (codes, scales, values) in both(broken).items():
+        nan = np.zeros((4, 2), bool)
+        nan[0, 0] = nan[1, 1] = nan[2, 1] = True
+        np.testing.assert_array_equal(np.isnan(values), nan.repeat(16, axis=1), err_msg=name)
+        np.testing.assert_array_equal(np.asarray(scales) == 0x7F, nan, err_msg=name)
+        assert not np.asarray(codes)[nan.repeat(16, axis=1)].any()
+    # What is not finite is left out of the tensor scale: the rest is as if it were zero.
+    finite = np.where(nan.repeat(16, axis=1), F(0), broken)
+    kept = ~nan.repeat(16, axis=1)
+    for left, right in zip(both(broken)["nvfp4"], both(finite)["nvfp4"], strict=True):
+        mask = kept if left.shape == kept.shape else ~nan
+        assert_bitwise_equal(np.asarray(left)[mask], np.asarray(right)[mask])
+    for zeros in (np.zeros((4, 32), F), np.full((4, 32), -0.0, F)):
+        for _, scales, values in both(zeros).values():
+            assert_bitwise_equal(values, zeros)
+            assert (np.asarray(scales) == 0x08).all()  # 2^-6, the smallest scale
+
+
+@pytest.mark.parametrize("size", [2.0**-149, 2.0**-126, 2.0**-100, 2.0**-80, 2.0**120])
+def test_nvfp4_of_tiny_and_huge_tensors(size: float):
+    """The tensor scale stops at 2^-100, where its own arithmetic would meet subnormals."""
+    x = np.float32([[6, -3, 1.5, 0.5] * 4]) * (F(size) if size < 2.0**100 else F(2.0**118))
+    quantize = jax.jit(lambda x: mx_jax.quantize(x, NVFP4))
+    quantized = quantize(x)
+    p = float(quantized.tensor_scale[0, 0])
+    assert 2.0**-100 <= p < 2.0**115
+    values = np.asarray(quantized.dequantize())
+    assert np.isfinite(values).all()
+    if size >= 2.0**-80:
+        np.testing.assert_allclose(values, x, rtol=0.05)
+    else:
+        # Below 2^-100 * 2^-6 * 0.25 there is nothing but zero.
+        assert np.abs(values - x).max() <= 2.0**-100 * 2.0**-6 * 0.5
+
+
+def test_scales_below_two_to_minus_six_are_an_option(rng: np.random.Generator):
+    """`amax` clamps E4M3 scales at the smallest normal, as NVFP4's reference does;
+    `amax_subnormal` uses the subnormals, and represents small blocks that `amax` loses."""
+    x = rng.normal(size=(2, 16)).astype(F)
+    x[1] *= F(2.0**-8)
+    quantize = jax.jit(
+        lambda x: {
+            rule: outputs(mx_jax.quantize(x, NVFP4_ONE_LEVEL, scale_rule=rule))
+            for rule in ("amax", "amax_subnormal")
+        }
+    )
+    results = {rule: [np.asarray(part) for part in parts] for rule, parts in quantize(x).items()}
+    expected = (tile_amax(x, 1, 16)[:, :1] / F(6)).astype(E4M3).view(np.uint8)
+    assert_bitwise_equal(results["amax_subnormal"][1], expected, what="subnormal scales")
+    assert results["amax"][1][1, 0] == 0x08 > results["amax_subnormal"][1][1, 0] > 0
+    lost = {rule: np.square(parts[2][1] - x[1]).sum() for rule, parts in results.items()}
+    assert lost["amax_subnormal"] < lost["amax"]
+    assert_bitwise_equal(results["amax"][0][0], results["amax_subnormal"][0][0])
+
+
+def test_four_over_six_takes_the_better_of_both(rng: np.random.Generator):
+    x = wide_normal(rng, (24, 16))
+    p = F(np.abs(x).max() / F(256 * 6))
+    quantize = jax.jit(lambda x: mx_jax.quantize(x, NVFP4, scale_rule="four_over_six"))
+    quantized = quantize(x)
+    assert_bitwise_equal(quantized.tensor_scale, np.full((1, 1), p, F))
+    candidates = []
+    for target in (6, 4):
+        s = np.clip(tile_amax(x, 1, 16) / F(target) / p, F(2.0**-6), F(448)).astype(E4M3)
+        codes = np.clip(x * ((F(1) / p) / s.astype(F)), F(-6), F(6)).astype(E2M1)
+        values = codes.astype(F) * (p * s.astype(F))
+        lost = np.square(values.astype(np.float64) - x).sum(axis=1)
+        candidates.append((codes.view(np.uint8), s.view(np.uint8)[:, :1], lost))
+    (codes6, scales6, lost6), (codes4, scales4, lost4) = candidates
+    # Leave out ties, which rounding in float32 may decide either way.
+    clear = np.abs(lost4 - lost6) > 1e-5 * lost6
+    four = lost4 < lost6
+    assert four[clear].any() and (~four)[clear].any()
+    pick = four[:, None]
+    expected = np.where(pick, scales4, scales6)
+    assert_bitwise_equal(np.asarray(quantized.scales)[clear], expected[clear], what="scales")
+    expected = np.where(pick, codes4, codes6)
+    assert_bitwise_equal(np.asarray(quantized.codes)[clear], expected[clear], what="codes")
+
+
+@pytest.mark.parametrize("rule", ["float8", "float8_power_of_two"])
+def test_float8_is_torchaos(rule: str, rng: np.random.Generator):
+    """scale = max / max(amax, 1e-12) as if in float64, rounded once; values are multiplied,
+    clamped and cast, and divided by the scale to come back."""
+    x = wide_normal(rng, (6, 40))
+    x[1], x[2, :] = 0, F(1e-13)
+    x[3, 5] = F(1e-12)
+    formats = (
+        FLOAT8_ROWWISE_E4M3,
+        FLOAT8_ROWWISE_E5M2,
+        FLOAT8_TENSORWISE_E4M3,
+        FLOAT8_TENSORWISE_E5M2,
+    )
+    quantize = jax.jit(
+        lambda x: {f.name: outputs(mx_jax.quantize(x, f, scale_rule=rule)) for f in formats}
+    )
+    results = quantize(x)
+    for format in formats:
+        element, rowwise = format.element, format.block[0] == 1
+        amax = np.abs(x).max(axis=1 if rowwise else None, keepdims=True).astype(np.float64)
+        scale = (element.max / np.maximum(amax, 1e-12)).astype(F)
+        if rule == "float8_power_of_two":
+            scale = np.ldexp(F(1), np.frexp(scale)[1] - 1).astype(F)
+        codes = np.clip(x * scale, F(-element.max), F(element.max)).astype(element.dtype)
+        values = codes.astype(F) / scale
+        actual = results[format.name]
+        assert_bitwise_equal(actual[1], scale, what=f"{format.name} scales")
+        assert_bitwise_equal(actual[0], codes.view(np.uint8), what=f"{format.name} codes")
+        assert_bitwise_equal(actual[2], values, what=f"{format.name} values")
+
+
+def test_float8_of_what_is_not_finite(rng: np.random.Generator):
+    x = rng.normal(size=(4, 16)).astype(F)
+    x[1, 3], x[2, 5] = np.nan, np.inf
+    quantize = jax.jit(
+        lambda x: [
+            outputs(mx_jax.quantize(x, FLOAT8_ROWWISE_E4M3, scale_rule=rule))
+            for rule in ("float8", "float8_power_of_two")
+        ]
+    )
+    for codes, scales, values in quantize(x):
+        lines = [False, True, True, False]
+        assert np.isnan(values).all(axis=1).tolist() == lines
+        assert np.isnan(scales)[:, 0].tolist() == lines
+        assert (np.asarray(codes)[1:3] == 0x7F).all()
+        assert np.isfinite(np.asarray(values)[[0, 3]]).all()
+
+
+@pytest.mark.parametrize("format", [FLOAT8_BLOCKWISE_E4M3, FLOAT8_BLOCKWISE_2D_E4M3], ids=str)
+def test_multipliers(format: BlockFormat, rng: np.random.Generator):
+    """DeepSeek-V3's scales, amax / 448: codes are E4M3(x / scale), values code * scale."""
+    x = wide_normal(rng, (130, 200))
+    x[0, :128] = 0 if format.block[0] == 1 else x[0, :128]
+    rows, cols = format.block
+    codes, scales, values = jax.jit(lambda x: outputs(mx_jax.quantize(x, format)))(x)
+    scale = tile_amax(x, int(rows), int(cols)) / F(448)
+    scale = np.where(scale == 0, F(1), scale)
+    expected = np.clip(x / scale, F(-448), F(448)).astype(E4M3)
+    assert_bitwise_equal(scales, scale[::rows, ::cols], what="scales")
+    assert_bitwise_equal(codes, expected.view(np.uint8), what="codes")
+    assert_bitwise_equal(values, expected.astype(F) * scale, what="values")
+
+
+def test_square_blocks_are_the_same_from_both_sides(rng: np.random.Generator):
+    """What two-dimensional blocks are for: the transposed tensor has the transposed codes."""
+    x = wide_normal(rng, (40, 70))
+    both = jax.jit(
+        lambda x: {
+            f.name: (
+                outputs(mx_jax.quantize(x, f)),
+                outputs(mx_jax.quantize(x, f, axis=0)),
+                outputs(mx_jax.quantize(x.T, f)),
+            )
+            for f in (MXFP4_2D, NVFP4_2D)
+        }
+    )
+    for name, (last, first, turned) in both(x).items():
+        for left, middle, right in zip(last, first, turned, strict=True):
+            assert_bitwise_equal(middle, left, what=f"{name} axis")
+            assert_bitwise_equal(np.asarray(right).T, left, what=f"{name} transposed")
+
+
+def test_square_blocks_share_one_scale(rng: np.random.Generator):
+    """A 32 x 32 block is quantized as if it were one long block."""
+    x = wide_normal(rng, (32, 64))
+    quantize = jax.jit(lambda x, flat: (mx_jax.quantize(x, MXFP4_2D), mx_jax.quantize(
+        flat, MXFP4, block_size=1024)))  # fmt: skip
+    flat = x.reshape(32, 2, 32).transpose(1, 0, 2).reshape(2, 1024)
+    square, long = quantize(x, flat)
+    assert square.scales.shape == (1, 2)
+    assert_bitwise_equal(np.asarray(square.scales)[0], np.asarray(long.scales)[:, 0])
+    back = np.asarray(long.codes).reshape(2, 32, 32).transpose(1, 0, 2).reshape(32, 64)
+    assert_bitwise_equal(square.codes, back)
+
+
+def test_square_blocks_need_two_axes():
+    message = r"format=mxfp4_2d has two-dimensional blocks=\(32, 32\) and needs at least two axes"
+    with pytest.raises(ValueError, match=message + r", got shape=\(64,\)"):
+        mx_jax.quantize(jnp.ones(64), MXFP4_2D)
+
+
+def test_whole_blocks_cover_an_axis(rng: np.random.Generator):
+    x = wide_normal(rng, (3, 50))
+    whole, long = jax.jit(
+        lambda x: [mx_jax.quantize(x, MXFP4, block_size=size) for size in (WHOLE, 50)]
+    )(x)
+    assert (whole.blocks, long.blocks) == (((-1, WHOLE),), ((-1, 50),))
+    assert whole.scales.shape == (3, 1)
+    assert_bitwise_equal(whole.codes, long.codes)
+    assert_bitwise_equal(whole.scales, long.scales)
+
+
+def test_gaussian_scale(rng: np.random.Generator):
+    """Quartet's: the power of two at or below 2.92 standard deviations over 6."""
+    x = wide_normal(rng, (64, 32))
+    x[5, 7] = np.inf
+    scales = jax.jit(lambda x: mx_jax.quantize(x, MXFP4, scale_rule="gaussian").scales)(x)
+    exact = np.delete(x, 5, axis=0).astype(np.float64)
+    deviation = exact.std(axis=1) * 2.92247856 / 6 + 1e-8
+    expected = np.floor(np.log2(deviation)).astype(int) + 127
+    np.testing.assert_array_equal(np.delete(np.asarray(scales)[:, 0], 5), expected)
+    assert scales[5, 0] == 255
+
+
+@pytest.mark.parametrize("given", [0.5, np.float32(0.5), jnp.float32(0.5), np.full((1, 1), 0.5)])
+def test_a_given_tensor_scale_may_have_any_shape_of_one(given):
+    x = jnp.ones((2, 16))
+    quantized = mx_jax.quantize(x, NVFP4, tensor_scale=given)
+    assert quantized.tensor_scale.shape == (1, 1)
+    assert float(quantized.tensor_scale[0, 0]) == 0.5

@@ -1,0 +1,306 @@
+"""MXArray: bytes, native dtypes, repr, conversions, and what transformations make of it."""
+
+import dataclasses
+import gc
+import re
+import weakref
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax.formats import (
+    FLOAT8_ROWWISE_E4M3,
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    MXINT8,
+    NVFP4,
+    NVFP4_ONE_LEVEL,
+    BlockFormat,
+)
+from mx_jax.testing.compare import assert_bitwise_equal
+
+
+@pytest.fixture
+def x(rng: np.random.Generator) -> np.ndarray:
+    return rng.normal(size=(3, 40)).astype(np.float32)
+
+
+def quantize_all(x: np.ndarray, *formats: BlockFormat) -> list[mx_jax.MXArray]:
+    return jax.jit(lambda x: [mx_jax.quantize(x, format) for format in formats])(x)
+
+
+NATIVE = [
+    (MXFP8_E4M3, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu),
+    (MXFP8_E5M2, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu),
+    (MXINT8, np.int8, ml_dtypes.float8_e8m0fnu),
+    (MXFP4, ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e8m0fnu),
+    (NVFP4_ONE_LEVEL, ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e4m3fn),
+    (FLOAT8_ROWWISE_E4M3, ml_dtypes.float8_e4m3fn, np.float32),
+]
+
+
+@pytest.mark.parametrize(
+    ("format", "element", "scale"), NATIVE, ids=lambda v: getattr(v, "name", None)
+)
+def test_native_dtypes(format, element, scale, x: np.ndarray):
+    """The same numbers as native arrays, outside jit and inside."""
+    quantized, elements, scale_values = jax.jit(
+        lambda x: ((q := mx_jax.quantize(x, format)), q.elements, q.scale_values)
+    )(x)
+    assert (elements.dtype, scale_values.dtype) == (element, scale)
+    assert (elements.shape, scale_values.shape) == (x.shape, quantized.scales.shape)
+    # NumPy unpacks 4-bit arrays to one a byte.
+    assert_bitwise_equal(np.asarray(elements).view(np.uint8), quantized.codes)
+    assert_bitwise_equal(np.asarray(scale_values).view(quantized.scales.dtype), quantized.scales)
+    assert_bitwise_equal(np.asarray(quantized.elements).view(np.uint8), quantized.codes)
+    assert_bitwise_equal(quantized.scale_values, scale_values, any_nan=True)
+    # What the native arrays say is what dequantizing gives.
+    spread = (
+        np.asarray(scale_values).astype(np.float64).repeat(40 if scale is np.float32 else 32, 1)
+    )
+    if format is NVFP4_ONE_LEVEL:
+        spread = np.asarray(scale_values).astype(np.float64).repeat(16, 1)
+    value = np.asarray(elements).astype(np.float64) / (64 if format is MXINT8 else 1)
+    spread = spread[:, :40]
+    product = value / spread if scale is np.float32 else value * spread
+    np.testing.assert_array_equal(quantized.dequantize(), product.astype(np.float32))
+
+
+@pytest.mark.parametrize("format", [MXFP6_E2M3, MXFP6_E3M2], ids=lambda format: format.name)
+def test_float6_has_no_native_array(format: BlockFormat, x: np.ndarray):
+    quantized = mx_jax.quantize(x, format)
+    message = (
+        f"MXArray.elements: XLA does not carry arrays of {format.element.dtype_name} (it aborts or "
+        f"raises), got format={format.name}; use codes, or decode with dequantize()"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        _ = quantized.elements
+    assert quantized.scale_values.dtype == ml_dtypes.float8_e8m0fnu
+
+
+def test_bytes(x: np.ndarray):
+    """120 elements; 2 blocks of 32 a row, 3 of 16, 1 of the whole row."""
+    sizes = {
+        q.format.name: (q.nbytes, q.packed_nbytes)
+        for q in quantize_all(x, MXFP8_E4M3, MXFP6_E3M2, MXFP4, NVFP4, FLOAT8_ROWWISE_E4M3)
+    }
+    assert sizes == {
+        "mxfp8_e4m3": (120 + 6, 120 + 6),
+        "mxfp6_e3m2": (120 + 6, 90 + 6),
+        "mxfp4": (120 + 6, 60 + 6),
+        "nvfp4": (120 + 9 + 4, 60 + 9 + 4),
+        "float8_rowwise_e4m3": (120 + 12, 120 + 12),
+    }
+
+
+@pytest.mark.parametrize(("length", "width"), [(1, 1), (7, 4), (32, 16), (33, 17)])
+def test_packed_bytes_of_odd_lengths(length: int, width: int):
+    quantized = mx_jax.quantize(jnp.ones((2, length)), MXFP4)
+    assert quantized.packed_codes.shape == (2, width)
+    assert quantized.packed_nbytes == 2 * width + quantized.scales.size
+
+
+def test_packed_codes(x: np.ndarray):
+    four, six, eight = quantize_all(x, MXFP4, MXFP6_E2M3, MXFP8_E4M3)
+    codes = np.asarray(four.codes)
+    assert_bitwise_equal(four.packed_codes, codes[:, ::2] | codes[:, 1::2] << 4)
+    quads = np.asarray(six.codes).reshape(3, 10, 4).astype(np.uint32)
+    words = quads[..., 0] | quads[..., 1] << 6 | quads[..., 2] << 12 | quads[..., 3] << 18
+    expected = words.astype("<u4").view(np.uint8).reshape(3, 10, 4)[..., :3].reshape(3, 30)
+    assert_bitwise_equal(six.packed_codes, expected)
+    assert_bitwise_equal(eight.packed_codes, eight.codes)
+
+
+def test_shape_facts(x: np.ndarray):
+    quantized = mx_jax.quantize(x.reshape(2, 3, 20), MXFP4, axis=1, block_size=2)
+    assert (quantized.shape, quantized.ndim, quantized.size) == ((2, 3, 20), 3, 120)
+    assert (len(quantized), quantized.dtype) == (2, np.float32)
+    assert quantized.scales.shape == (2, 2, 20)
+    assert quantized.blocks == ((-2, 2),)
+    assert quantized.codes.dtype == quantized.scales.dtype == np.uint8
+
+
+def test_no_tensor_without_axes():
+    bare = mx_jax.MXArray(
+        codes=jnp.uint8(3), scales=jnp.uint8(127), format=MXFP4, blocks=(), dtype=np.dtype("f4")
+    )
+    with pytest.raises(TypeError, match=r"len\(\) of an MXArray without axes"):
+        len(bare)
+    assert float(bare.dequantize()) == 1.5
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_dequantize_gives_back_the_dtype(dtype, x: np.ndarray):
+    quantized = mx_jax.quantize(jnp.asarray(x, dtype), MXFP8_E4M3)
+    assert quantized.dtype == dtype
+    assert quantized.dequantize().dtype == mx_jax.dequantize(quantized).dtype == dtype
+    assert jnp.asarray(quantized).dtype == np.asarray(quantized).dtype == dtype
+    for other in (jnp.float32, jnp.bfloat16, jnp.float16):
+        values = mx_jax.dequantize(quantized, other)
+        assert values.dtype == other
+        assert_bitwise_equal(values, quantized.dequantize(jnp.float32).astype(other))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64])
+def test_dequantize_to_what_is_no_float(dtype, x: np.ndarray):
+    quantized = mx_jax.quantize(x, MXFP8_E4M3)
+    with pytest.raises(TypeError, match=np.dtype(dtype).name):
+        mx_jax.dequantize(quantized, dtype)
+
+
+def test_conversions(x: np.ndarray):
+    quantized = mx_jax.quantize(x, MXFP8_E4M3)
+    values = np.asarray(quantized.dequantize())
+    assert_bitwise_equal(jnp.asarray(quantized), values)
+    assert_bitwise_equal(np.asarray(quantized), values)
+    assert_bitwise_equal(np.array(quantized, dtype=np.float64), values.astype(np.float64))
+    # jnp functions take it as the array it stands for, and so does arithmetic with an array.
+    assert_bitwise_equal(jnp.negative(quantized), -values)
+    assert_bitwise_equal(jax.jit(lambda q: jnp.asarray(q))(quantized), values)
+
+
+def test_an_mxarray_is_quantized_again_from_its_values(x: np.ndarray):
+    once = mx_jax.quantize(x, MXFP8_E4M3)
+    twice = mx_jax.quantize(once, MXFP8_E4M3)
+    assert_bitwise_equal(twice.codes, once.codes)
+    other = mx_jax.quantize(once, MXFP4, axis=0)
+    direct = mx_jax.quantize(once.dequantize(), MXFP4, axis=0)
+    assert_bitwise_equal(other.codes, direct.codes)
+
+
+def test_dequantize_takes_an_mxarray_only():
+    with pytest.raises(TypeError, match=r"^dequantize: needs an MXArray, got x of type ndarray$"):
+        mx_jax.dequantize(np.ones(32))
+
+
+def test_repr_shows_values():
+    quantized = mx_jax.quantize(jnp.float32([[1, 2.6], [-0.3, 6]]), MXFP4)
+    assert repr(quantized) == (
+        "MXArray(mxfp4, shape=(2, 2), dtype=float32, blocks={-1: 32}, nbytes=6,\n"
+        "[[ 1. ,  3. ],\n[-0.5,  6. ]])"
+    )
+    large = repr(mx_jax.quantize(jnp.ones((64, 64), jnp.bfloat16), NVFP4))
+    assert "nvfp4, shape=(64, 64), dtype=bfloat16, blocks={-1: 16}, nbytes=4356" in large
+    assert "..." in large and len(large) < 400
+
+
+def test_repr_of_whole_blocks():
+    quantized = mx_jax.quantize(jnp.ones((2, 3)), FLOAT8_ROWWISE_E4M3)
+    assert "blocks={-1: WHOLE}" in repr(quantized)
+
+
+def test_repr_without_values():
+    """Under a tracer, with abstract leaves, with leaves that are no arrays at all."""
+    seen = []
+
+    @jax.jit
+    def look(x):
+        quantized = mx_jax.quantize(x, MXFP4)
+        seen.append(repr(quantized))
+        return quantized
+
+    abstract = jax.eval_shape(look, jnp.ones((2, 32)))
+    text = "MXArray(mxfp4, shape=(2, 32), dtype=float32, blocks={-1: 32})"
+    assert seen == [text]
+    assert repr(abstract) == text
+    leafless = jax.tree.map(lambda _: None, abstract)
+    assert repr(leafless) == "MXArray(mxfp4, shape=(), dtype=float32, blocks={-1: 32})"
+    assert "mxfp4" in repr(jax.tree.map(lambda _: object(), abstract))
+
+
+def test_pytree(x: np.ndarray):
+    quantized = mx_jax.quantize(x, MXFP4)
+    leaves, structure = jax.tree.flatten(quantized)
+    assert [
+        leaf is array
+        for leaf, array in zip(leaves, (quantized.codes, quantized.scales), strict=True)
+    ]
+    again = jax.tree.unflatten(structure, leaves)
+    assert (again.format, again.blocks, again.dtype) == (MXFP4, ((-1, 32),), np.float32)
+    assert again.codes is quantized.codes
+    paths = [
+        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(quantized)
+    ]
+    assert paths == [".codes", ".scales"]
+    two_level = mx_jax.quantize(x, NVFP4)
+    paths = [
+        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(two_level)
+    ]
+    assert paths == [".codes", ".scales", ".tensor_scale"]
+    assert structure == jax.tree.structure(mx_jax.quantize(x + 1, MXFP4))
+    assert structure != jax.tree.structure(mx_jax.quantize(x, MXFP4, axis=0))
+    assert hash(structure) == hash(jax.tree.structure(mx_jax.quantize(x + 1, MXFP4)))
+
+
+def test_frozen(x: np.ndarray):
+    quantized = mx_jax.quantize(x, MXFP4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        quantized.codes = quantized.codes  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_eval_shape():
+    """Shapes without running anything: as large as one likes."""
+    shape = (1 << 20, 1 << 20)
+    abstract = jax.eval_shape(
+        lambda x: mx_jax.quantize(x, MXFP4), jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    )
+    assert (abstract.shape, abstract.codes.dtype) == (shape, np.uint8)
+    assert abstract.scales.shape == (1 << 20, 1 << 15)
+    assert abstract.nbytes == (1 << 40) + (1 << 35)
+    assert abstract.packed_nbytes == (1 << 39) + (1 << 35)
+    values = jax.eval_shape(lambda q: q.dequantize(), abstract)
+    assert (values.shape, values.dtype) == (shape, jnp.bfloat16)
+
+
+def test_one_program_for_all_arrays_alike(x: np.ndarray):
+    """Static fields compare by value: no retracing for another array of the same kind."""
+    traces = []
+
+    @jax.jit
+    def run(q):
+        traces.append(q.format)
+        return q.dequantize()
+
+    for values in (x, x + 1, 2 * x):
+        run(mx_jax.quantize(values, MXFP4))
+    run(mx_jax.quantize(x, dataclasses.replace(MXFP4)))
+    assert traces == [MXFP4]
+    run(mx_jax.quantize(x, MXFP8_E4M3))
+    assert traces == [MXFP4, MXFP8_E4M3]
+
+
+def test_what_was_quantized_is_not_kept_alive(rng: np.random.Generator):
+    """A weight quantized for inference must not hold its master copy."""
+    master = jnp.asarray(rng.normal(size=(4, 32)), jnp.float32)
+    quantized = mx_jax.quantize(master, MXFP4)
+    assert quantized.primal is None
+    gone = weakref.ref(master)
+    del master
+    gc.collect()
+    assert gone() is None
+    assert quantized.shape == (4, 32)
+
+
+def test_the_gradient_link_ends_at_jit(x: np.ndarray):
+    """It lives inside one trace: not a leaf, not part of the structure, not in what jit returns."""
+    links = []
+
+    @jax.jit
+    def run(x):
+        quantized = mx_jax.quantize(x, MXFP4)
+        links.append(quantized.primal is None)
+        links.append(len(jax.tree.leaves(quantized)))
+        return quantized
+
+    outside = run(x)
+    assert links == [False, 2]
+    assert outside.primal is None
+    plain = mx_jax.quantize(x, MXFP4)
+    assert jax.tree.structure(outside) == jax.tree.structure(plain)

@@ -1,0 +1,288 @@
+"""Gradients pass straight through, and jit, vmap, scan and remat change no bit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax.formats import FLOAT8_TENSORWISE_E4M3, MXFP4, MXFP8_E4M3, MXFP8_E5M2, MXINT8, NVFP4
+from mx_jax.testing.compare import assert_bitwise_equal
+
+FORMATS = (MXFP8_E4M3, MXFP4, MXINT8, NVFP4, FLOAT8_TENSORWISE_E4M3)
+
+
+@pytest.fixture
+def x(rng: np.random.Generator) -> np.ndarray:
+    return rng.normal(size=(3, 40)).astype(np.float32)
+
+
+@pytest.fixture
+def weights(rng: np.random.Generator) -> np.ndarray:
+    """What multiplies the values, and so is their cotangent."""
+    return rng.normal(size=(3, 40)).astype(np.float32)
+
+
+def round_trip(x, format, **options):
+    return mx_jax.quantize(x, format, **options).dequantize()
+
+
+def test_gradient_is_the_identity(x: np.ndarray, weights: np.ndarray):
+    """Of quantize().dequantize() and of cast, in every format, also for clipped values."""
+
+    @jax.jit
+    def gradients(x):
+        def loss(f):
+            return lambda x: jnp.sum(f(x) * weights)
+
+        return [
+            jax.grad(loss(lambda x, f=f, how=how: how(x, f)))(x)
+            for f in FORMATS
+            for how in (round_trip, mx_jax.cast)
+        ]
+
+    for gradient in gradients(x):
+        assert_bitwise_equal(gradient, weights)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradient_has_the_dtype_of_x(dtype, x: np.ndarray, weights: np.ndarray):
+    narrow, cotangent = jnp.asarray(x, dtype), jnp.asarray(weights, dtype)
+
+    @jax.jit
+    def gradients(x):
+        own = jax.vjp(lambda x: round_trip(x, MXFP4), x)[1](cotangent)
+        wide = jax.vjp(lambda x: mx_jax.quantize(x, MXFP4).dequantize(jnp.float32), x)[1](
+            cotangent.astype(jnp.float32)
+        )
+        cast = jax.vjp(lambda x: mx_jax.cast(x, MXFP4), x)[1](cotangent)
+        return own + wide + cast
+
+    for gradient in gradients(narrow):
+        assert_bitwise_equal(gradient, cotangent)
+
+
+def test_gradient_with_options(x: np.ndarray, weights: np.ndarray):
+    key = jax.random.key(0)
+    options = [
+        {"axis": 0, "block_size": 2},
+        {"scale_rule": "rceil", "rounding": "away"},
+        {"rounding": "stochastic", "key": key},
+    ]
+
+    @jax.jit
+    def gradients(x):
+        losses = (
+            lambda x, how=how: jnp.sum(mx_jax.cast(x, MXFP4, **how) * weights) for how in options
+        )
+        return [jax.grad(loss)(x) for loss in losses]
+
+    for gradient in gradients(x):
+        assert_bitwise_equal(gradient, weights)
+
+
+def test_gradient_outside_jit(x: np.ndarray, weights: np.ndarray):
+    gradient = jax.grad(lambda x: jnp.sum(round_trip(x, MXFP4) * weights))(x)
+    assert_bitwise_equal(gradient, weights)
+
+
+def test_gradient_through_index_and_transpose(x: np.ndarray, weights: np.ndarray):
+    """The link follows what happens to the codes."""
+
+    @jax.jit
+    def gradient(x):
+        def loss(x):
+            quantized = mx_jax.quantize(x, MXFP4)
+            turned = quantized.T.dequantize() * weights.T
+            return jnp.sum(turned) + jnp.sum(quantized[1:, 32:].dequantize())
+
+        return jax.grad(loss)(x)
+
+    expected = weights.copy()
+    expected[1:, 32:] += np.float32(1)
+    assert_bitwise_equal(gradient(x), expected)
+
+
+def test_forward_mode_and_higher_order(x: np.ndarray, weights: np.ndarray):
+    value, tangent = jax.jvp(lambda x: round_trip(x, MXFP4), (x,), (weights,))
+    assert_bitwise_equal(tangent, weights)
+    assert_bitwise_equal(value, mx_jax.cast(x, MXFP4))
+    # sum(Q(x)^2): the gradient is 2 Q(x), and its derivative along v is 2 v.
+    hvp = jax.jvp(jax.grad(lambda x: jnp.sum(round_trip(x, MXFP4) ** 2)), (x,), (weights,))
+    assert_bitwise_equal(hvp[0], 2 * np.asarray(value))
+    assert_bitwise_equal(hvp[1], 2 * weights)
+
+
+def test_no_gradient_crosses_a_jit_boundary(x: np.ndarray):
+    """An MXArray that leaves jit is integers: what came in is a constant of it."""
+    quantize = jax.jit(lambda x: mx_jax.quantize(x, MXFP4))
+    gradient = jax.grad(lambda x: jnp.sum(quantize(x).dequantize()))(x)
+    assert_bitwise_equal(gradient, np.zeros_like(x))
+
+
+def test_jit_vmap_scan_and_remat_change_no_bit(rng: np.random.Generator):
+    x = rng.normal(size=(4, 3, 40)).astype(np.float32)
+
+    def parts(x, format):
+        quantized = mx_jax.quantize(x, format)
+        return quantized.codes, quantized.scales, quantized.dequantize()
+
+    def ways(x, f):
+        _, scanned = jax.lax.scan(lambda _, row: (None, f(row)), None, x)
+        return {
+            "alone": jax.tree.map(lambda *rows: jnp.stack(rows), *(f(row) for row in x)),
+            "vmap": jax.vmap(f)(x),
+            "scan": scanned,
+            "remat": jax.vmap(jax.checkpoint(f))(x),
+            "last axis": jax.vmap(f, in_axes=2, out_axes=0)(jnp.moveaxis(x, 0, 2)),
+            "nested jit": jax.vmap(jax.jit(f))(x),
+        }
+
+    everything = jax.jit(
+        lambda x: {f.name: ways(x, functools.partial(parts, format=f)) for f in FORMATS}
+    )
+    for name, results in everything(x).items():
+        alone = results.pop("alone")
+        for way, result in results.items():
+            for left, right in zip(result, alone, strict=True):
+                assert_bitwise_equal(left, right, what=f"{name} under {way}")
+
+
+def test_vmap_over_an_mxarray(x: np.ndarray):
+    """The mapped axis leaves codes and scales alike; the blocks, counted from the end, stay."""
+    quantized = mx_jax.quantize(x, MXFP4)
+    seen = []
+
+    def row(q):
+        seen.append((q.shape, q.blocks))
+        return q.dequantize()
+
+    assert_bitwise_equal(jax.vmap(row)(quantized), quantized.dequantize())
+    assert seen == [((40,), ((-1, 32),))]
+
+
+def test_an_mxarray_made_under_vmap(x: np.ndarray):
+    """vmap stacks MXArrays: one tensor scale for each, where the format has one."""
+    stacked = jax.jit(jax.vmap(lambda row: mx_jax.quantize(row, NVFP4)))(x)
+    assert stacked.shape == (3, 40)
+    assert stacked.tensor_scale is not None and stacked.tensor_scale.shape == (3, 1)
+    assert stacked.blocks == ((-1, 16),)
+    whole = np.asarray(stacked.dequantize())
+    for index in range(3):
+        alone = mx_jax.quantize(x[index], NVFP4)
+        assert_bitwise_equal(whole[index], alone.dequantize())
+        assert_bitwise_equal(stacked[index].dequantize(), alone.dequantize())
+
+
+def test_scan_over_layers(rng: np.random.Generator):
+    """Stacked weights as scanned input: each step gets one layer's MXArray."""
+    stack = rng.normal(size=(4, 32, 8)).astype(np.float32)
+    quantized = mx_jax.quantize(stack, MXFP8_E4M3, axis=1)
+
+    @jax.jit
+    def run(quantized, x):
+        def layer(x, kernel):
+            assert kernel.shape == (32, 8)
+            assert kernel.blocks == ((-2, 32),)
+            return x + 1, kernel.dequantize()
+
+        return jax.lax.scan(layer, x, quantized)
+
+    count, values = run(quantized, 0)
+    assert count == 4
+    assert_bitwise_equal(values, quantized.dequantize())
+
+
+def test_an_mxarray_as_carry_and_through_cond(x: np.ndarray):
+    quantized = mx_jax.quantize(x, MXFP4)
+
+    @jax.jit
+    def run(quantized, x):
+        same, _ = jax.lax.scan(lambda q, _: (q, None), quantized, None, length=3)
+        other = jax.lax.cond(
+            x[0, 0] > 100, lambda: quantized, lambda: mx_jax.quantize(2 * x, MXFP4)
+        )
+        return same, other
+
+    same, other = run(quantized, x)
+    assert_bitwise_equal(same.codes, quantized.codes)
+    assert_bitwise_equal(other.codes, quantized.codes)
+    assert_bitwise_equal(other.scales, np.asarray(quantized.scales) + np.uint8(1))
+
+
+def test_cast_is_quantize_and_dequantize(x: np.ndarray):
+    @jax.jit
+    def both(x):
+        return [
+            (mx_jax.cast(x, f, **how), round_trip(x, f, **how))
+            for f in FORMATS
+            for how in ({}, {"axis": 0}, {"rounding": "toward_zero"})
+        ]
+
+    for left, right in both(x):
+        assert_bitwise_equal(left, right)
+    narrow = mx_jax.cast(jnp.asarray(x, jnp.bfloat16), MXFP4)
+    assert narrow.dtype == jnp.bfloat16
+
+
+def test_cast_cotangent(x: np.ndarray, weights: np.ndarray):
+    """The identity forward; backward, the cotangent as the format has it: under every transform."""
+
+    def loss(x, w):
+        return jnp.sum(mx_jax.cast_cotangent(x, MXFP8_E5M2, axis=-1, block_size=8) * w)
+
+    def in_scan(x, w):
+        _, losses = jax.lax.scan(lambda _, xw: (None, loss(*xw)), None, (x, w))
+        return losses.sum()
+
+    @jax.jit
+    def everything(x):
+        return {
+            "value": mx_jax.cast_cotangent(x, MXFP8_E5M2),
+            "grad": jax.grad(loss)(x, weights),
+            "vmap": jax.vmap(jax.grad(loss))(x, weights),
+            "scan": jax.grad(in_scan)(x, weights),
+            "remat": jax.grad(jax.checkpoint(loss))(x, weights),
+        }
+
+    results = everything(x)
+    assert_bitwise_equal(results.pop("value"), x)
+    expected = mx_jax.cast(weights, MXFP8_E5M2, block_size=8)
+    assert (np.asarray(expected) != weights).any()
+    for way, gradient in results.items():
+        assert_bitwise_equal(gradient, expected, what=way)
+    assert_bitwise_equal(jax.grad(loss)(x, weights), expected, what="outside jit")
+
+
+def test_cast_cotangent_with_a_key(x: np.ndarray, weights: np.ndarray):
+    def gradient(x, key):
+        def loss(x):
+            options = {"rounding": "stochastic", "key": key}
+            return jnp.sum(mx_jax.cast_cotangent(x, MXFP4, **options) * weights)
+
+        return jax.grad(loss)(x)
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    first, second = (jax.jit(gradient)(x, key) for key in keys)
+    for key, got in zip(keys, (first, second), strict=True):
+        expected = mx_jax.cast(weights, MXFP4, rounding="stochastic", key=key)
+        assert_bitwise_equal(got, expected)
+    assert (np.asarray(first) != np.asarray(second)).any()
+
+
+def test_cast_cotangent_checks_its_options_at_once(x: np.ndarray):
+    with pytest.raises(ValueError, match="unknown block format name='mxfp5'"):
+        mx_jax.cast_cotangent(x, "mxfp5")
+    with pytest.raises(ValueError, match="stochastic rounding needs a key"):
+        mx_jax.cast_cotangent(x, MXFP4, rounding="stochastic")
+    with pytest.raises(TypeError, match="cast_cotangent: needs float32, bfloat16 or float16"):
+        mx_jax.cast_cotangent(np.ones(3, np.int32), MXFP4)
+    with pytest.raises(TypeError, match="cast: needs float32, bfloat16 or float16"):
+        mx_jax.cast(np.ones(3, np.int32), MXFP4)
+
+
+def test_quantize_is_a_constant_under_stop_gradient(x: np.ndarray, weights: np.ndarray):
+    stopped = jax.grad(lambda x: jnp.sum(mx_jax.cast(jax.lax.stop_gradient(x), MXFP4) * weights))
+    assert_bitwise_equal(stopped(x), np.zeros_like(x))

@@ -1,0 +1,101 @@
+"""What ragged_dot refuses, and the texts that say why."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4, WHOLE
+from mx_jax.ops.ragged_dot import ragged_dot
+from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, Residuals, operand
+
+M, K, N, GROUPS = 12, 16, 8, 3
+SPEC = operand(MXFP4.with_block(8), scale_rule="even")
+
+
+def recipe_of(spec, **fields) -> Recipe:
+    both = MatmulSpec(lhs=spec, rhs=spec)
+    given = {"fwd": both, "dlhs": both, "drhs": both, "residuals": Residuals.PRIMAL}
+    return Recipe(name="uniform", **(given | fields))
+
+
+RECIPE = recipe_of(SPEC)
+STOCHASTIC = recipe_of(operand(MXFP4, scale_rule="rceil", rounding="stochastic"))
+X, W, SIZES = np.ones((M, K), np.float32), np.ones((GROUPS, K, N), np.float32), [4, 4, 4]
+BAD_ARGUMENTS = {
+    "rank of lhs": ((X[None], W, SIZES), ValueError, r"lhs \[m, k\].*lhs.shape=\(1, 12, 16\)"),
+    "rank of rhs": ((X, W[0], SIZES), ValueError, r"rhs \[g, k, n\].*rhs.shape=\(16, 8\)"),
+    "rank of sizes": ((X, W, [SIZES]), ValueError, r"\[g\].*group_sizes.shape=\(1, 3\)"),
+    "k": ((X[:, 1:], W, SIZES), ValueError, "contracting sizes must agree, here k=15 and k=16"),
+    "g": ((X, W, [6, 6]), ValueError, "every group needs a matrix, here g=2 and g=3"),
+    "float sizes": ((X, W, [4.0, 4.0, 4.0]), TypeError, "must be integers, got dtype=float32"),
+    "bool sizes": ((X, W, [True] * 3), TypeError, "must be integers, got dtype=bool"),
+    "lhs dtype": ((X.astype(int), W, SIZES), TypeError, "lhs must be float32.*dtype=int64"),
+    "rhs dtype": ((X, W.astype(int), SIZES), TypeError, "rhs must be float32.*dtype=int64"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error", "text"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
+def test_bad_arguments(arguments, error, text: str):
+    with pytest.raises(error, match=text):
+        ragged_dot(*arguments, recipe=RECIPE)
+
+
+@pytest.mark.parametrize(("side", "blocked"), [("lhs", 0), ("rhs", 2)])
+def test_blocks_along_another_axis(side: str, blocked: int):
+    operands = {"lhs": X, "rhs": W}
+    operands[side] = mx_jax.quantize(operands[side], "mxfp4", axis=blocked)
+    text = f"{side} is contracted along axis=1, but this .*axis={blocked}; quantize it with axis=1"
+    with pytest.raises(ValueError, match=text):
+        ragged_dot(**operands, group_sizes=SIZES, recipe=RECIPE)
+
+
+FOUR_OVER_SIX = operand(NVFP4.with_block(WHOLE), scale_rule="four_over_six")
+TALL = dataclasses.replace(MXFP8_E4M3, block=(8, 8))
+BAD_RECIPES = {
+    "name": ("mxfp8", None, TypeError, "ragged_dot: recipe must be a Recipe .*'mxfp8'"),
+    "function": (mx_jax.recipes.mxfp8, None, TypeError, "ragged_dot: recipe .*call it"),
+    "no key": (STOCHASTIC, None, ValueError, "'uniform' rounds stochastically and needs a key"),
+    "no use for a key": (
+        RECIPE,
+        jax.random.PRNGKey,
+        ValueError,
+        "'uniform' draws no random bits, got a key",
+    ),
+    "key that is none": (STOCHASTIC, 0, TypeError, "key must be one PRNG key"),
+    "rule of values": (
+        recipe_of(FOUR_OVER_SIX),
+        None,
+        ValueError,
+        r"drhs.lhs of recipe 'uniform'.*block=\(1, WHOLE\) of format=nvfp4.*'four_over_six'",
+    ),
+    "rule of values over rows": (
+        recipe_of(operand(dataclasses.replace(MXFP4, block=(WHOLE, 8)), scale_rule="gaussian")),
+        None,
+        ValueError,
+        r"fwd.lhs of recipe 'uniform'.*block=\(WHOLE, 8\) of format=mxfp4.*'gaussian'",
+    ),
+    "mask over rows": (
+        recipe_of(operand(TALL), mask_clipped=True),
+        None,
+        ValueError,
+        r"mask_clipped=True of recipe 'uniform' needs.*block=\(8, 8\) of format=mxfp8_e4m3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("recipe", "key", "error", "text"), BAD_RECIPES.values(), ids=BAD_RECIPES)
+def test_bad_recipes(recipe, key, error, text: str):
+    with pytest.raises(error, match=text):
+        ragged_dot(X, W, SIZES, recipe=recipe, key=key(0) if callable(key) else key)
+
+
+def test_a_transform_does_not_take_an_mxarray():
+    hadamard = Hadamard(size=4, signs=(1, 1, 1, 1))
+    fwd = MatmulSpec(lhs=SPEC, rhs=SPEC, transform=hadamard)
+    with pytest.raises(ValueError, match=r"an MXArray no longer allows, got format=mxfp4"):
+        ragged_dot(
+            X, mx_jax.quantize(W, SPEC.format, axis=1), SIZES, recipe=recipe_of(SPEC, fwd=fwd)
+        )

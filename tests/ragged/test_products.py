@@ -1,0 +1,294 @@
+"""ragged_dot's three products against a loop over groups: mx_jax.quantize, then float64 sums."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax.formats import FLOAT8_TENSORWISE_E5M2, MXFP4, MXFP6_E3M2, MXFP8_E4M3, NVFP4, WHOLE
+from mx_jax.ops.ragged_dot import ragged_dot
+from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, Residuals, operand
+from mx_jax.reference.ragged import ragged_rows
+
+# One shape for every cast of the loop, so that each operand spec compiles once.
+SIZE = 40
+GROUP_SIZES = (13, 0, 1, 18)
+HIGH = MatmulSpec(lhs=None, rhs=None)
+SIGNS = (1, -1, -1, 1)
+# Programs that run once on a few numbers: what LLVM could save is less than what it costs.
+compile = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+class Products(NamedTuple):
+    output: np.ndarray
+    grad_lhs: np.ndarray
+    grad_rhs: np.ndarray
+
+
+def transform(x, hadamard):
+    """Padded with zeros, signed and turned in float64; exact for small integers."""
+    x = np.pad(x, [(0, 0), (0, -x.shape[1] % hadamard.size)])
+    matrix = np.ones((1, 1))
+    while len(matrix) < hadamard.size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]]) / np.sqrt(2)
+    groups = x.reshape(-1, hadamard.size) * np.array(hadamard.signs)
+    return (groups @ matrix).reshape(x.shape)
+
+
+def cast_groups(operands, spec):
+    """Each operand quantized along its last axis; one tensor scale for all of them."""
+    if spec is None:
+        return operands
+    operands = [np.float32(x) * np.float32(spec.prescale) for x in operands]
+    scale = None
+    if spec.format.tensor_scale:
+        largest_scale = spec.scale_rule.largest_scale or 448
+        amax = max((np.abs(x).max() for x in operands if x.size), default=0)
+        scale = np.float32(amax) / np.float32(largest_scale * spec.format.element.max)
+    return [cast(x, spec, scale) for x in operands]
+
+
+def cast(x, spec, tensor_scale=None):
+    # Zeros behind the data join no block's amax: they only make shapes equal.
+    padded = np.zeros((SIZE, -(-x.shape[1] // SIZE) * SIZE), np.float32)
+    padded[: x.shape[0], : x.shape[1]] = x
+    values = caster(spec)(padded, tensor_scale)
+    return np.asarray(values)[: x.shape[0], : x.shape[1]].astype(np.float64)
+
+
+@functools.cache
+def caster(spec):
+    def values(x, tensor_scale):
+        options = {"scale_rule": spec.scale_rule, "tensor_scale": tensor_scale}
+        return mx_jax.quantize(x, spec.format, **options).dequantize()
+
+    return compile(values)
+
+
+def products_of_groups(spec, lefts, rights):
+    """Each `a b^T` of one of the three products, and the sum of its absolute terms."""
+    lefts, rights = ([np.float64(x) for x in side] for side in (lefts, rights))
+    if spec.transform is not None:
+        lefts, rights = ([transform(x, spec.transform) for x in s] for s in (lefts, rights))
+    pairs = zip(cast_groups(lefts, spec.lhs), cast_groups(rights, spec.rhs), strict=True)
+    for a, b in pairs:
+        yield a @ b.T * spec.unscale, np.abs(a) @ np.abs(b).T * spec.unscale
+
+
+def loop(recipe, lhs, rhs, group_sizes, g) -> tuple[Products, Products]:
+    """The products, group by group, and the sums of their absolute terms."""
+    values = Products(np.zeros(g.shape), np.zeros(lhs.shape), np.zeros(rhs.shape))
+    sums = Products(*(np.zeros_like(x) for x in values))
+    ends = np.cumsum(group_sizes)
+    rows = [slice(end - size, end) for size, end in zip(group_sizes, ends, strict=True)]
+    xs, gs, ws = [lhs[i] for i in rows], [g[i] for i in rows], list(rhs)
+    for kept, results in (
+        (0, products_of_groups(recipe.fwd, xs, [w.T for w in ws])),
+        (1, products_of_groups(recipe.dlhs, gs, ws)),
+    ):
+        for i, (value, total) in zip(rows, results, strict=True):
+            values[kept][i], sums[kept][i] = value, total
+    results = products_of_groups(recipe.drhs, [x.T for x in gs], [x.T for x in xs])
+    for j, (value, total) in enumerate(results):
+        values.grad_rhs[j], sums.grad_rhs[j] = value.T, total.T
+    return values, sums
+
+
+def run(recipe, lhs, rhs, group_sizes, g, key=None) -> Products:
+    @compile
+    def all_three(lhs, rhs, group_sizes, g):
+        def product(lhs, rhs):
+            return ragged_dot(lhs, rhs, group_sizes, recipe=recipe, key=key)
+
+        output, vjp = jax.vjp(product, lhs, rhs)
+        return output, *vjp(g)
+
+    results = all_three(*(jnp.asarray(x) for x in (lhs, rhs, group_sizes, g)))
+    return Products(*(np.asarray(x, np.float64) for x in results))
+
+
+def assert_close(actual: Products, expected: Products, sums: Products, num_added: int):
+    for name in Products._fields:
+        tolerance = 4 * 2.0**-24 * np.sqrt(num_added) * getattr(sums, name)
+        difference = np.abs(getattr(actual, name) - getattr(expected, name))
+        worst = np.unravel_index(np.argmax(difference - tolerance), difference.shape)
+        assert (difference <= tolerance).all(), (name, worst, difference[worst], tolerance[worst])
+
+
+def draw(rng, group_sizes, m=SIZE, k=SIZE, n=SIZE, integers=False):
+    """lhs, rhs and cotangent whose groups differ in magnitude, garbage behind the last group."""
+
+    def values(*shape):
+        return rng.integers(-5, 6, shape) if integers else rng.standard_normal(shape)
+
+    num_groups, used = len(group_sizes), sum(group_sizes)
+    factor = np.repeat(3.0 ** np.arange(num_groups), group_sizes)[:, None]
+    lhs, g = np.full((m, k), 1e30), np.full((m, n), -1e30)
+    lhs[used + 1 :], g[used + 1 :] = np.nan, np.inf
+    lhs[:used], g[:used] = values(used, k) * factor, values(used, n) / (1 if integers else factor)
+    rhs = values(num_groups, k, n) * (1.0 + np.arange(num_groups))[:, None, None]
+    return tuple(x.astype(np.float32) for x in (lhs, rhs, g))
+
+
+def uniform(spec, gradient=None, hadamard=None, **fields) -> Recipe:
+    fwd = MatmulSpec(lhs=spec, rhs=spec, transform=hadamard)
+    backward = MatmulSpec(lhs=gradient or spec, rhs=spec, transform=hadamard)
+    given = {"fwd": fwd, "dlhs": backward, "drhs": backward, "residuals": Residuals.PRIMAL}
+    return Recipe(name="uniform", **(given | fields))
+
+
+def block(format, kept, contracting):
+    return dataclasses.replace(format, block=(kept, contracting))
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "mxfp8": mx_jax.recipes.mxfp8,
+    "mxfp6, grad_rhs high": lambda: dataclasses.replace(
+        uniform(operand(MXFP6_E3M2.with_block(8), scale_rule="even")), drhs=HIGH
+    ),
+    "nvfp4": mx_jax.recipes.nvfp4,
+    "float8 rowwise": mx_jax.recipes.float8_rowwise,
+    "float8 tensorwise": mx_jax.recipes.float8_tensorwise,
+    "mxfp4, 4 x 8": lambda: uniform(operand(block(MXFP4, 4, 8), scale_rule="rceil")),
+    "nvfp4, 8 x WHOLE": lambda: uniform(operand(block(NVFP4, 8, WHOLE))),
+    "mxfp4, WHOLE x 8": lambda: uniform(operand(block(MXFP4, WHOLE, 8), scale_rule="floor")),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_products_of_a_loop_over_groups(name: str, rng: np.random.Generator):
+    recipe = RECIPES[name]()
+    lhs, rhs, g = draw(rng, GROUP_SIZES)
+    actual = run(recipe, lhs, rhs, GROUP_SIZES, g)
+    expected, sums = loop(recipe, lhs, rhs, GROUP_SIZES, g)
+    assert_close(actual, expected, sums, SIZE)
+
+
+TRANSFORMED = {
+    # Blocks of 8 and transforms of 4; blocks of 6 end where no transform does.
+    "in blocks": operand(MXFP8_E4M3.with_block(8), scale_rule="rceil", prescale=0.75),
+    "across blocks": operand(MXFP4.with_block(6), scale_rule="even"),
+    "in groups": operand(FLOAT8_TENSORWISE_E5M2, prescale=0.75),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transforms_stay_in_their_group(name: str, rng: np.random.Generator):
+    recipe = uniform(TRANSFORMED[name], hadamard=Hadamard(size=4, signs=SIGNS))
+    lhs, rhs, g = draw(rng, GROUP_SIZES, integers=True)
+    actual = run(recipe, lhs, rhs, GROUP_SIZES, g)
+    expected, sums = loop(recipe, lhs, rhs, GROUP_SIZES, g)
+    assert_close(actual, expected, sums, SIZE)
+
+
+@pytest.fixture(scope="module")
+def mxfp4_products():
+    """One compiled program for every group size."""
+    recipe = uniform(operand(MXFP4.with_block(8), scale_rule="even"))
+
+    @compile
+    def products(lhs, rhs, group_sizes, g):
+        output, vjp = jax.vjp(lambda x, w: ragged_dot(x, w, group_sizes, recipe=recipe), lhs, rhs)
+        return output, *vjp(g)
+
+    return recipe, products
+
+
+@pytest.mark.parametrize(
+    "group_sizes",
+    [(0, 0, 0), (0, 0, 30), (30, 0, 0), (8, 16, 6), (1, 1, 1), (7, 9, 14), (0, 1, 0), (10, 10, 10)],
+)
+def test_any_group_sizes_in_one_program(mxfp4_products, group_sizes, rng: np.random.Generator):
+    recipe, products = mxfp4_products
+    lhs, rhs, g = draw(rng, group_sizes, m=30, k=20, n=12)
+    actual = Products(*(np.float64(x) for x in products(lhs, rhs, np.int32(group_sizes), g)))
+    expected, sums = loop(recipe, lhs, rhs, group_sizes, g)
+    assert_close(actual, expected, sums, 30)
+    assert products._cache_size() == 1
+
+
+def test_group_sizes_beyond_the_rows_are_cut_off(mxfp4_products, rng: np.random.Generator):
+    _, products = mxfp4_products
+    lhs, rhs, g = draw(rng, (8, 20, 2), m=30, k=20, n=12)
+    cut, beyond = (products(lhs, rhs, np.int32(s), g) for s in ((8, 20, 2), (8, 20, 50)))
+    for left, right in zip(cut, beyond, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_saved_codes_are_quantized_anew(rng: np.random.Generator):
+    square = operand(block(MXFP4, 8, 8), scale_rule="rceil")
+    line = operand(MXFP4.with_block(8), scale_rule="even")
+    fwd = MatmulSpec(lhs=square, rhs=square)
+    backward = MatmulSpec(lhs=line, rhs=line)
+    recipe = uniform(square, fwd=fwd, dlhs=backward, drhs=backward, residuals=Residuals.QUANTIZED)
+    lhs, rhs, g = draw(rng, GROUP_SIZES)
+    actual = run(recipe, lhs, rhs, GROUP_SIZES, g)
+    ends = np.cumsum(GROUP_SIZES)
+    saved_lhs = np.zeros_like(lhs)
+    for size, end in zip(GROUP_SIZES, ends, strict=True):
+        saved_lhs[end - size : end] = cast(lhs[end - size : end], square)
+    saved_rhs = np.stack([cast(w.T, square).T for w in rhs])
+    output = loop(recipe, lhs, rhs, GROUP_SIZES, g)
+    gradients = loop(recipe, saved_lhs, saved_rhs, GROUP_SIZES, g)
+    expected, sums = (Products(y.output, *gs[1:]) for y, gs in zip(output, gradients, strict=True))
+    assert_close(actual, expected, sums, SIZE)
+
+
+def test_clipped_values_get_no_gradient(rng: np.random.Generator):
+    spec = operand(MXFP4.with_block(8), scale_rule="gaussian")
+    recipe = uniform(spec, dlhs=HIGH, drhs=HIGH, mask_clipped=True)
+    lhs, rhs, g = draw(rng, GROUP_SIZES)
+    actual = run(recipe, lhs, rhs, GROUP_SIZES, g)
+    expected, sums = loop(recipe, lhs, rhs, GROUP_SIZES, g)
+
+    @compile
+    def scales(x):
+        return mx_jax.quantize(x, spec.format, scale_rule=spec.scale_rule).scales
+
+    def kept(x):
+        # Clipped: at the top of the grid, 6 times a power of two, and still below the value.
+        exponents = np.int32(scales(np.pad(x, [(0, SIZE - len(x)), (0, 0)]))) - 127
+        top = 6 * 2.0 ** np.repeat(exponents, 8, axis=1)[: len(x)]
+        values = np.abs(cast(x, spec))
+        return ~((values == top) & (values < np.abs(x)))
+
+    used = sum(GROUP_SIZES)
+    lhs_kept = kept(lhs[:used])
+    rhs_kept = np.stack([kept(w.T).T for w in rhs])
+    assert 0.01 < 1 - lhs_kept.mean() < 0.2
+    expected.grad_lhs[:used] *= lhs_kept
+    expected = expected._replace(grad_rhs=expected.grad_rhs * rhs_kept)
+    assert_close(actual, expected, sums, SIZE)
+
+
+@pytest.mark.parametrize("unit", [1, 4, 6])
+def test_layout(unit: int, rng: np.random.Generator):
+    m, num_groups = 23, 5
+    layout = compile(lambda sizes: dataclasses.astuple(ragged_rows(sizes, m, unit))[1:])
+    place = compile(lambda sizes, x: ragged_rows(sizes, m, unit).place(x))
+    x = rng.standard_normal((m, 2)).astype(np.float32)
+    for _ in range(20):
+        asked = rng.multinomial(rng.integers(0, m + 9), rng.dirichlet([0.4] * num_groups))
+        # What goes beyond the rows is cut off.
+        sizes = np.diff(np.minimum(np.cumsum(asked), m), prepend=0)
+        expected, group_of, where = [], [], []
+        for j, (size, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
+            where += [len(expected) + i for i in range(size)]
+            rows = list(range(end - size, end)) + [m] * (-size % unit)
+            expected, group_of = expected + rows, group_of + [j] * len(rows)
+        padded, group, source, position = (np.asarray(a) for a in layout(np.int32(asked)))
+        num_padded = len(source)
+        assert len(expected) <= num_padded <= m + num_groups * (unit - 1)
+        rest = num_padded - len(expected)
+        assert padded.tolist() == [-(-size // unit) * unit for size in sizes]
+        assert group.tolist() == group_of + [num_groups] * rest
+        assert source.tolist() == expected + [m] * rest
+        assert position.tolist() == where + [num_padded] * (m - len(where))
+        placed = np.concatenate([x, np.zeros((1, 2), np.float32)])[source]
+        np.testing.assert_array_equal(place(np.int32(asked), x), placed)

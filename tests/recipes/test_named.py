@@ -1,0 +1,134 @@
+"""Named recipes: which format, rule and rounding each operand of each product has."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+import ml_dtypes
+import pytest
+
+from mx_jax import formats, recipes
+from mx_jax.recipes import OperandSpec, Recipe, Residuals, operand
+from mx_jax.reference.scale_rules import AMAX, CEIL, EVEN, FLOOR, RCEIL, ScaleRule
+
+
+def operands(recipe: Recipe) -> dict[str, OperandSpec | None]:
+    """Every operand by what it is."""
+    return {
+        "x": recipe.fwd.lhs,
+        "w": recipe.fwd.rhs,
+        "g for dx": recipe.dlhs.lhs,
+        "w for dx": recipe.dlhs.rhs,
+        "g for dw": recipe.drhs.lhs,
+        "x for dw": recipe.drhs.rhs,
+    }
+
+
+def gradients(recipe: Recipe) -> Iterator[OperandSpec | None]:
+    return (spec for name, spec in operands(recipe).items() if name.startswith("g "))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "format", "rule"),
+    [
+        (recipes.mxfp8(), formats.MXFP8_E4M3, RCEIL),
+        (recipes.mxfp6(), formats.MXFP6_E3M2, EVEN),
+        (recipes.mxfp4(), formats.MXFP4, EVEN),
+        (recipes.mxint8(), formats.MXINT8, FLOOR),
+        (recipes.nvfp4(), formats.NVFP4, AMAX),
+    ],
+    ids=lambda value: value.name if isinstance(value, Recipe) else "",
+)
+def test_one_format_everywhere(recipe: Recipe, format: formats.BlockFormat, rule: ScaleRule):
+    expected = operand(format, scale_rule=rule, rounding="nearest")
+    assert set(operands(recipe).values()) == {expected}
+    assert recipe.residuals is Residuals.PRIMAL
+
+
+def test_hybrid_has_e5m2_gradients():
+    e4m3 = operand("mxfp8_e4m3", scale_rule="rceil")
+    e5m2 = operand("mxfp8_e5m2", scale_rule="rceil")
+    recipe = recipes.mxfp8_hybrid()
+    assert operands(recipe) == {
+        "x": e4m3,
+        "w": e4m3,
+        "g for dx": e5m2,
+        "w for dx": e4m3,
+        "g for dw": e5m2,
+        "x for dw": e4m3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("format", "rule"),
+    [
+        ("mxfp8_e4m3", RCEIL),
+        ("mxfp8_e5m2", RCEIL),
+        ("mxfp6_e2m3", EVEN),
+        ("mxfp6_e3m2", EVEN),
+        ("mxfp4", EVEN),
+        ("mxint8", FLOOR),
+        ("nvfp4", AMAX),
+    ],
+)
+def test_weight_only(format: str, rule: ScaleRule):
+    """Only w of the output, under the rule that loses least."""
+    recipe = recipes.weight_only(format)
+    assert recipe.name == f"weight_only({format})"
+    expected = dict.fromkeys(operands(recipe)) | {"w": operand(format, scale_rule=rule)}
+    assert operands(recipe) == expected
+    assert recipes.weight_only(formats.block_format(format)) == recipe
+
+
+def test_weight_only_takes_a_rule_and_a_dtype():
+    recipe = recipes.weight_only("mxfp4", "ceil")
+    assert operands(recipe)["w"] == operand("mxfp4", scale_rule=CEIL)
+    assert recipes.weight_only(ml_dtypes.float6_e2m3fn) == recipes.weight_only("mxfp6_e2m3")
+    with pytest.raises(ValueError, match="scale rule 'amax' fills scales of kind element, but"):
+        recipes.weight_only("mxfp4", "amax")
+    with pytest.raises(ValueError, match="'mxfp7'"):
+        recipes.weight_only("mxfp7")
+
+
+def test_weight_only_of_a_changed_block_size():
+    """The rule belongs to the element; another block size is another format, with the default."""
+    format = formats.MXFP4.with_block(64)
+    spec = operands(recipes.weight_only(format))["w"]
+    assert spec is not None and spec.format.block == (1, 64)
+
+
+def test_high_precision_quantizes_nothing():
+    assert set(operands(recipes.high_precision()).values()) == {None}
+
+
+def test_from_name():
+    for name in recipes.names():
+        assert isinstance(recipes.from_name(name), Recipe)
+    assert recipes.from_name("mxfp8") == recipes.mxfp8()
+    known = ", ".join(recipes.names())
+    message = f"unknown recipe name='mxfp9'; known: {known}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        recipes.from_name("mxfp9")
+
+
+@pytest.mark.parametrize(
+    "name", ["high_precision", "mxfp8", "mxfp8_hybrid", "mxfp6", "mxfp4", "mxint8", "nvfp4"]
+)
+def test_names_are_those_of_functions(name: str):
+    recipe = getattr(recipes, name)()
+    assert recipe.name == name and name in recipes.names()
+    assert not recipe.is_stochastic
+    assert recipe.is_high_precision == (name == "high_precision")
+
+
+def test_gradients_of_training_recipes_are_quantized():
+    for name in ("mxfp8", "mxfp8_hybrid", "mxfp6", "mxfp4", "mxint8", "nvfp4"):
+        assert None not in list(gradients(recipes.from_name(name)))
+
+
+def test_replacing_a_product_keeps_the_rest():
+    recipe = recipes.mxfp8()
+    changed = dataclasses.replace(recipe, name="mixed", drhs=recipes.high_precision().drhs)
+    assert isinstance(changed, Recipe)
+    assert changed.drhs.is_high_precision and changed.fwd == recipe.fwd
+    assert changed != recipe and changed.dot_general.recipe == changed

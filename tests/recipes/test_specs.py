@@ -1,0 +1,207 @@
+"""Specs as values: wrong combinations fail when built, and the message names both sides."""
+
+import copy
+import dataclasses
+import pickle
+import re
+from typing import Any
+
+import pytest
+
+from mx_jax import formats, recipes
+from mx_jax.codecs.rounding import NEAREST, STOCHASTIC
+from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
+from mx_jax.recipes import Hadamard, MatmulSpec, OperandSpec, Recipe, Residuals, operand
+from mx_jax.reference.scale_rules import AMAX, EVEN, FLOOR
+
+HIGH = MatmulSpec(lhs=None, rhs=None)
+REMEDY = "; give both operands the same, or None to keep one in high precision"
+MXFP4_OF_16 = dataclasses.replace(MXFP4, name="mxfp4_16", block=(1, 16))
+
+
+def test_operand_from_names_and_objects():
+    spec = operand("mxfp4", scale_rule="even", rounding="stochastic", prescale=0.75)
+    assert spec == OperandSpec(format=MXFP4, scale_rule=EVEN, rounding=STOCHASTIC, prescale=0.75)
+    assert operand(MXFP4, scale_rule=EVEN, rounding=STOCHASTIC, prescale=0.75) == spec
+    assert operand("mxfp4") == OperandSpec(format=MXFP4, scale_rule=FLOOR, rounding=NEAREST)
+    assert operand("nvfp4") == OperandSpec(format=NVFP4, scale_rule=AMAX, rounding=NEAREST)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: operand("mxfp4", scale_rule="amax"),
+            "scale rule 'amax' fills scales of kind element, but format=mxfp4 has e8m0 scales of "
+            "kind exponent; use one of: floor, ceil, even, rceil",
+        ),
+        (
+            lambda: OperandSpec(format=NVFP4, scale_rule=FLOOR, rounding=NEAREST),
+            "scale rule 'floor' fills scales of kind exponent, but format=nvfp4 has e4m3 scales of "
+            "kind element; use one of: amax, amax_subnormal",
+        ),
+        (
+            lambda: operand("mxfp4", scale_rule="round"),
+            "unknown scale_rule='round'; known: floor, ceil, even, rceil, ",
+        ),
+        (
+            lambda: operand("mxfp4", rounding="up"),
+            "unknown rounding='up'; known: nearest, away, toward_zero, stochastic",
+        ),
+        (lambda: operand("mxfp5"), "'mxfp5'"),
+        (
+            lambda: operand("mxfp4", prescale=0.0),
+            "OperandSpec: prescale must be positive, got 0.0",
+        ),
+        (
+            lambda: operand("mxfp4", prescale=float("nan")),
+            "OperandSpec: prescale must be positive, got nan",
+        ),
+        (
+            lambda: MatmulSpec(lhs=operand(MXFP8_E4M3), rhs=operand(MXFP4_OF_16)),
+            "MatmulSpec: blocks of both operands must have one size along the contracting axis, "
+            "got lhs=mxfp8_e4m3 with block=32 and rhs=mxfp4_16 with block=16" + REMEDY,
+        ),
+        (
+            lambda: MatmulSpec(
+                lhs=operand("float8_rowwise_e4m3"), rhs=operand("float8_blockwise_e4m3")
+            ),
+            "got lhs=float8_rowwise_e4m3 with block=WHOLE and rhs=float8_blockwise_e4m3 with "
+            "block=128" + REMEDY,
+        ),
+        (
+            lambda: MatmulSpec(lhs=operand(NVFP4), rhs=operand(MXFP4_OF_16)),
+            "MatmulSpec: both operands must have scales in one format, got lhs=nvfp4 with e4m3 and "
+            "rhs=mxfp4_16 with e8m0" + REMEDY,
+        ),
+        (
+            lambda: MatmulSpec(lhs=operand(MXFP4_OF_16), rhs=operand(NVFP4)),
+            "got lhs=mxfp4_16 with e8m0 and rhs=nvfp4 with e4m3" + REMEDY,
+        ),
+        (
+            lambda: MatmulSpec(lhs=None, rhs=None, transform=Hadamard(size=16, signs=None)),
+            "MatmulSpec: a transform (Hadamard 16, random signs) cancels in a product whose "
+            "operands are both in high precision, got lhs=None and rhs=None; drop it, or quantize",
+        ),
+        (
+            lambda: dataclasses.replace(
+                recipes.mxfp8(),
+                fwd=MatmulSpec(lhs=operand("mxfp8_e4m3", prescale=0.75), rhs=None),
+                residuals=Residuals.QUANTIZED,
+            ),
+            "Recipe 'mxfp8': residuals=QUANTIZED keeps the forward's codes for the backward "
+            "products, but fwd (mxfp8_e4m3 (floor, nearest, times 0.75) x high precision) "
+            "transforms or prescales what it quantizes; use residuals=PRIMAL",
+        ),
+        (
+            lambda: dataclasses.replace(
+                recipes.mxfp8(), residuals=Residuals.QUANTIZED, mask_clipped=True
+            ),
+            "Recipe 'mxfp8': mask_clipped=True needs the forward's operands as they came, got "
+            "residuals=Residuals.QUANTIZED; use residuals=PRIMAL",
+        ),
+    ],
+    ids=[
+        "rule_of_nvfp4",
+        "rule_of_mx",
+        "unknown_rule",
+        "unknown_rounding",
+        "unknown_format",
+        "prescale",
+        "prescale_nan",
+        "block_sizes",
+        "block_kinds",
+        "scales",
+        "scales_exchanged",
+        "transform",
+        "residuals",
+        "mask",
+    ],
+)
+def test_wrong_combinations(build: Any, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build()
+
+
+def test_each_side_is_compared_with_the_other():
+    """The same format on both sides passes, whichever it is; None goes with any."""
+    for format in formats.BLOCK_FORMATS:
+        spec = operand(format)
+        for lhs, rhs in ((spec, spec), (spec, None), (None, spec)):
+            assert not MatmulSpec(lhs=lhs, rhs=rhs).is_high_precision
+
+
+@pytest.mark.parametrize("product", ["fwd", "dlhs", "drhs"])
+def test_one_product_makes_a_recipe_quantized_and_stochastic(product: str):
+    high = recipes.high_precision()
+    assert high.is_high_precision and not high.is_stochastic
+    for side in ("lhs", "rhs"):
+        sides = {"lhs": None, "rhs": None}
+        nearest = MatmulSpec(**sides | {side: operand("mxfp4")})
+        one = dataclasses.replace(high, **{product: nearest})
+        assert not one.is_high_precision and not one.is_stochastic
+        drawing = MatmulSpec(**sides | {side: operand("mxfp4", rounding="stochastic")})
+        assert dataclasses.replace(high, **{product: drawing}).is_stochastic
+
+
+def test_text():
+    spec = operand("mxfp4", scale_rule="even")
+    assert str(spec) == "mxfp4 (even, nearest)"
+    assert str(operand("nvfp4", prescale=0.75)) == "nvfp4 (amax, nearest, times 0.75)"
+    assert str(MatmulSpec(lhs=None, rhs=spec)) == "high precision x mxfp4 (even, nearest)"
+    transformed = MatmulSpec(lhs=spec, rhs=None, transform=Hadamard(size=2, signs=(1, -1)))
+    assert str(transformed) == (
+        "mxfp4 (even, nearest) x high precision after Hadamard 2, fixed signs"
+    )
+    assert str(recipes.weight_only("mxfp4")) == (
+        "weight_only(mxfp4): output high precision x mxfp4 (even, nearest); grad_lhs high "
+        "precision x high precision; grad_rhs high precision x high precision; keeps primal"
+    )
+    assert repr(spec) == (
+        "OperandSpec(format=BlockFormat(mxfp4, block=(1, 32)), scale_rule=ScaleRule(even), "
+        "rounding=Rounding(nearest), prescale=1.0)"
+    )
+    assert repr(recipes.mxfp4()).startswith("Recipe(name='mxfp4', fwd=MatmulSpec(lhs=OperandSpec(")
+
+
+def test_positions_are_not_accepted():
+    """Six operands in a row would be read wrongly."""
+    for build in (
+        lambda: OperandSpec(MXFP4, FLOOR, NEAREST),  # pyright: ignore[reportCallIssue]
+        lambda: MatmulSpec(None, None),  # pyright: ignore[reportCallIssue]
+        lambda: Recipe("x", HIGH, HIGH, HIGH),  # pyright: ignore[reportCallIssue]
+    ):
+        with pytest.raises(TypeError, match="positional"):
+            build()
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_recipes_are_values(name: str):
+    """Equal, with equal hashes, whenever and however they are made; and they cannot change."""
+    recipe = recipes.from_name(name)
+    for other in (recipes.from_name(name), copy.deepcopy(recipe), dataclasses.replace(recipe)):
+        assert other == recipe and hash(other) == hash(recipe)
+        assert other.dot_general == recipe.dot_general
+        assert hash(other.dot_general) == hash(recipe.dot_general)
+    for holder, field in (
+        (recipe, "fwd"),
+        (recipe.fwd, "lhs"),
+        (recipe.fwd.rhs or recipe.dlhs.rhs or operand("mxfp4"), "format"),
+        (recipe.dot_general, "recipe"),
+    ):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(holder, field, None)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_recipes_survive_pickling(name: str):
+    """A recipe crosses process boundaries and lies in saved configurations."""
+    recipe = recipes.from_name(name)
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+
+
+def test_all_named_recipes_differ():
+    named = {name: recipes.from_name(name) for name in recipes.names()}
+    distinct = {recipe: name for name, recipe in named.items()}
+    aliases = {name for name in named if name not in distinct.values()}
+    assert aliases <= {f"float8_{name}" for name in named}

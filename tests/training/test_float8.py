@@ -1,0 +1,243 @@
+"""float8 recipes: torchao's semantics, its invalid combinations, and what they cost."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, INT8, WHOLE
+from mx_jax.inspect import sqnr_db
+from mx_jax.recipes import AXISWISE, DISABLED, Cast, Float8Config, Residuals
+
+NAMES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp")
+ELEMENTS = {"e4m3": (E4M3, 448.0), "e5m2": (E5M2, 57344.0)}
+
+
+def _tensors() -> dict[str, np.ndarray]:
+    """Inputs that meet every branch: ordinary, wide, below epsilon, zero rows and columns."""
+    rng = np.random.default_rng(0)
+    normal = rng.standard_normal((24, 40)).astype(np.float32)
+    zeros = normal.copy()
+    zeros[3], zeros[:, 5], zeros[7] = 0.0, 0.0, -0.0
+    return {
+        "normal": normal,
+        "wide": np.ldexp(normal, rng.integers(-60, 60, normal.shape)).astype(np.float32),
+        "below epsilon": (normal * 1e-13).astype(np.float32),
+        "zeros": zeros,
+        "large": (normal * 1e30).astype(np.float32),
+    }
+
+
+def _oracle_scale(x: np.ndarray, axis: int | None, top: float, power_of_two: bool) -> np.ndarray:
+    """torchao's scale in float64: top / max(amax, 1e-12), rounded once, mantissa cleared."""
+    amax = np.abs(x.astype(np.float64)).max(axis=axis, keepdims=True)
+    scale = (top / np.maximum(amax, 1e-12)).astype(np.float32)
+    if power_of_two:
+        scale = (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
+    return scale
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize(("kind", "axis"), [("tensorwise", None), ("rowwise", -1), ("rowwise", 0)])
+def test_scales_and_codes_equal_a_float64_oracle(kind, axis, element, power_of_two):
+    format, top = ELEMENTS[element]
+    rule = "float8_power_of_two" if power_of_two else "float8"
+    for name, x in _tensors().items():
+        scale = _oracle_scale(x, axis, top, power_of_two)
+        with np.errstate(over="ignore"):
+            scaled = np.clip((x * scale).astype(np.float32), -top, top)
+        codes = scaled.astype(format.dtype).view(np.uint8)
+        actual = mx_jax.quantize(
+            jnp.asarray(x),
+            f"float8_{kind}_{element}",
+            axis=-1 if axis is None else axis,
+            scale_rule=rule,
+        )
+        np.testing.assert_array_equal(np.asarray(actual.scales), scale, err_msg=name)
+        np.testing.assert_array_equal(np.asarray(actual.codes), codes, err_msg=name)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize(("kind", "axis"), [("tensorwise", -1), ("rowwise", -1), ("rowwise", 0)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scales_and_codes_equal_torchao(kind, axis, element, power_of_two, dtype):
+    import torch
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+
+    target = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[element]
+    granularity = {
+        "tensorwise": ScalingGranularity.TENSORWISE,
+        "rowwise": ScalingGranularity.AXISWISE,
+    }[kind]
+    for name, x in _tensors().items():
+        theirs = torch.tensor(x).to(getattr(torch, dtype))
+        scale = tensor_to_scale(
+            theirs,
+            target,
+            scaling_granularity=granularity,
+            axiswise_dim=axis,
+            round_scales_to_power_of_2=power_of_two,
+        )
+        codes = to_fp8_saturated(theirs.float() * scale, target).view(torch.uint8).numpy()
+        ours = mx_jax.quantize(
+            jnp.asarray(x).astype(dtype),
+            f"float8_{kind}_{element}",
+            axis=axis,
+            scale_rule="float8_power_of_two" if power_of_two else "float8",
+        )
+        np.testing.assert_array_equal(np.asarray(ours.scales).ravel(), scale.numpy().ravel(), name)
+        np.testing.assert_array_equal(np.asarray(ours.codes), codes, name)
+
+
+def test_named_recipes_do_what_torchaos_do():
+    tensorwise = mx_jax.recipes.float8_tensorwise()
+    assert tensorwise.fwd.lhs.format.block == (WHOLE, WHOLE)
+    assert [spec.lhs.format.element for spec in (tensorwise.fwd, tensorwise.dlhs)] == [E4M3, E5M2]
+    assert tensorwise.fwd.lhs.scale_rule.name == "float8"
+    rowwise = mx_jax.recipes.float8_rowwise()
+    for spec in (rowwise.fwd, rowwise.dlhs, rowwise.drhs):
+        for operand in (spec.lhs, spec.rhs):
+            assert operand.format.block == (1, WHOLE)
+            assert operand.format.element == E4M3
+            assert operand.scale_rule.name == "float8_power_of_two"
+    mixed = mx_jax.recipes.float8_rowwise_with_gw_hp()
+    assert mixed.dlhs.lhs.format.block == (1, WHOLE)
+    assert mixed.dlhs.rhs.format.block == (WHOLE, WHOLE)
+    assert mixed.drhs.is_high_precision
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_torchaos_names_are_known(name):
+    assert mx_jax.recipes.from_name(name) == mx_jax.recipes.from_name(f"float8_{name}")
+
+
+def test_fast_accumulation_is_a_choice_of_each_product():
+    recipe = mx_jax.recipes.float8_rowwise()
+    chosen = [spec.fast_accumulation for spec in (recipe.fwd, recipe.dlhs, recipe.drhs)]
+    assert chosen == [True, False, False]
+    config = Float8Config(fast_accumulation_output=False, fast_accumulation_grad_weight=True)
+    recipe = config.recipe("mine")
+    chosen = [spec.fast_accumulation for spec in (recipe.fwd, recipe.dlhs, recipe.drhs)]
+    assert chosen == [False, False, True]
+
+
+def test_rocm_takes_the_fnuz_pair():
+    recipe = Float8Config().recipe("mine", platform="rocm")
+    assert recipe.fwd.lhs.format.element == E4M3FNUZ
+    assert recipe.dlhs.lhs.format.element == E5M2FNUZ
+    assert mx_jax.recipes.float8_tensorwise().fwd.lhs.format.element == E4M3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"cast_config_input": DISABLED},
+            r"both operands of output .* got input=high precision and weight=float8 tensorwise",
+        ),
+        (
+            {"cast_config_weight": DISABLED},
+            r"both operands of output .* got input=float8 tensorwise and weight=high precision",
+        ),
+        (
+            {"cast_config_grad_output": DISABLED},
+            r"both operands of grad_input .* got grad_output=high precision",
+        ),
+        (
+            {"cast_config_weight_for_grad_input": DISABLED},
+            r"both operands of grad_input .* weight_for_grad_input=high precision",
+        ),
+        (
+            {"cast_config_input_for_grad_weight": DISABLED},
+            r"both operands of grad_weight .* input_for_grad_weight=high precision",
+        ),
+        (
+            {"cast_config_grad_output_for_grad_weight": DISABLED},
+            r"both operands of grad_weight .* grad_output_for_grad_weight=high precision",
+        ),
+        (
+            {"cast_config_input_for_grad_weight": Cast(element=E5M2)},
+            r"input must be cast to one element format .* got e4m3 and e5m2",
+        ),
+        (
+            {"cast_config_weight_for_grad_input": Cast(element=E5M2)},
+            r"weight must be cast to one element format .* got e4m3 and e5m2",
+        ),
+        (
+            {"cast_config_grad_output_for_grad_weight": Cast(element=E4M3)},
+            r"grad_output must be cast to one element format .* got e5m2 and e4m3",
+        ),
+    ],
+)
+def test_invalid_configs_name_both_sides(options, message):
+    with pytest.raises(ValueError, match=message):
+        Float8Config(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scaling": "static"}, "scaling must be 'dynamic' or 'disabled', got 'static'"),
+        ({"granularity": "blockwise"}, "granularity must be .* got 'blockwise'"),
+        ({"scaling": "disabled", "granularity": "axiswise"}, "a disabled cast has no granularity"),
+        ({"element": INT8}, "8-bit floating-point format, got element=int8"),
+    ],
+)
+def test_invalid_casts_say_why(options, message):
+    with pytest.raises(ValueError, match=message):
+        Cast(**options)
+
+
+def _feed_forward(x, w_in, w_out, recipe):
+    hidden = jax.nn.gelu(mx_jax.matmul(x, w_in, recipe=recipe))
+    return mx_jax.matmul(hidden, w_out, recipe=recipe)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sqnr_of_a_4096_wide_feed_forward_block(name):
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (64, 1024))
+    w_in = jax.random.normal(keys[1], (1024, 4096)) / 32
+    w_out = jax.random.normal(keys[2], (4096, 1024)) / 64
+    g = jax.random.normal(keys[3], (64, 1024))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(recipe, x, w_in, w_out, g):
+        out, pullback = jax.vjp(lambda *args: _feed_forward(*args, recipe), x, w_in, w_out)
+        return out, *pullback(g)
+
+    exact = run(mx_jax.recipes.high_precision(), x, w_in, w_out, g)
+    approximate = run(mx_jax.recipes.from_name(name), x, w_in, w_out, g)
+    for reference, value in zip(exact, approximate, strict=True):
+        assert sqnr_db(reference, value) > 20.0
+
+
+@pytest.mark.parametrize("residuals", list(Residuals))
+def test_residuals_keep_what_they_say(residuals):
+    """float32 operands are 4 bytes an element, kept codes one."""
+    recipe = dataclasses.replace(mx_jax.recipes.float8_rowwise(), residuals=residuals)
+    x, w = jnp.ones((64, 128)), jnp.ones((128, 32))
+    _, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), x, w)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pullback))
+    elements = x.size + w.size
+    if residuals is Residuals.PRIMAL:
+        assert kept >= 4 * elements
+    else:
+        assert elements <= kept < 1.2 * elements
+
+
+def test_axiswise_needs_no_padding():
+    """torchao pads inner dimensions for its kernels; blocks here are padded inside."""
+    recipe = mx_jax.recipes.float8_rowwise()
+    x = jax.random.normal(jax.random.key(0), (5, 33))
+    w = jax.random.normal(jax.random.key(1), (33, 7))
+    assert sqnr_db(x @ w, mx_jax.matmul(x, w, recipe=recipe)) > 20
+    assert AXISWISE.granularity == "axiswise"

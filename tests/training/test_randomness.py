@@ -1,0 +1,225 @@
+"""Stochastic rounding and Hadamard transforms: unbiased, orthogonal, and the same for a key."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax.inspect import sqnr_db
+from mx_jax.recipes import Hadamard, MatmulSpec, operand
+from mx_jax.reference import hadamard
+
+RANDOM = ("mxfp4_backward", "mxfp4_stochastic", "quartet", "nvfp4_pretraining")
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp6_e3m2", "mxfp8_e4m3", "mxint8", "nvfp4"])
+def test_stochastic_rounding_is_unbiased(format):
+    """The mean of n draws lies within 5 standard errors of x, for every element.
+
+    A draw moves by at most one quantum q, so its standard deviation is at most q / 2; 5 standard
+    errors are missed by chance with probability below 6e-7 an element, 6e-4 for all 1024.
+    """
+    num_draws = 1024
+    x = jax.random.normal(jax.random.key(1), (8, 128))
+    rule = None if format == "nvfp4" else "rceil"
+
+    @jax.jit
+    def total(keys):
+        def draw(sum_so_far, key):
+            value = mx_jax.cast(x, format, scale_rule=rule, rounding="stochastic", key=key)
+            return sum_so_far + value, None
+
+        return jax.lax.scan(draw, jnp.zeros_like(x), keys)[0]
+
+    low, quantum = _below_and_step(
+        mx_jax.quantize(x, format, scale_rule=rule, rounding="toward_zero")
+    )
+    # NVFP4's block scale is itself rounded to nearest and may clip a block's largest value.
+    reachable = np.abs(x) <= np.abs(low) + quantum
+    assert reachable.mean() > 0.95 if format == "nvfp4" else reachable.all()
+    mean = np.asarray(total(jax.random.split(jax.random.key(2), num_draws))) / num_draws
+    # 16 random bits leave a bias of at most 2^-16 of a quantum; float32 sums of 1024 values round.
+    slack = quantum * 2.0**-16 + np.abs(x) * 1e-5
+    assert (np.abs(mean - x) <= 5 * quantum / 2 / math.sqrt(num_draws) + slack)[reachable].all()
+
+
+def _below_and_step(quantized: mx_jax.MXArray) -> tuple[np.ndarray, np.ndarray]:
+    """The values of codes, and how far each is from the next larger magnitude."""
+    element = quantized.format.element
+    codes = np.asarray(quantized.codes)
+    half = (
+        codes & (element.sign_code - 1) if element.kind == "float" else np.abs(codes.view(np.int8))
+    )
+    values = np.array([element.value(code) for code in range(element.sign_code)])
+    top = element.max_code
+    step = values[np.minimum(half + 1, top)] - values[half]
+    low = np.asarray(quantized.dequantize())
+    factor = np.asarray(dataclasses.replace(quantized, codes=jnp.full_like(quantized.codes, 1)))
+    return low, step * factor / element.smallest_subnormal
+
+
+def test_floor_is_biased_where_rceil_is_not():
+    """FLOOR clips, and what is clipped does not come back on average."""
+    x = jax.random.normal(jax.random.key(0), (64, 512))
+
+    def slope(rule):
+        keys = jax.random.split(jax.random.key(1), 64)
+        draws = jax.lax.map(
+            lambda key: mx_jax.cast(x, "mxfp4", scale_rule=rule, rounding="stochastic", key=key),
+            keys,
+        )
+        return float(jnp.vdot(draws.mean(0), x) / jnp.vdot(x, x))
+
+    assert abs(slope("rceil") - 1) < 1e-3
+    assert slope("floor") < 0.995
+
+
+@pytest.mark.parametrize("size", [2, 16, 32, 64])
+def test_hadamard_is_orthogonal(size):
+    matrix = hadamard.matrix(size)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(size), atol=2e-7)
+    np.testing.assert_array_equal(matrix, matrix.T)
+
+
+@pytest.mark.parametrize("length", [32, 64, 50])
+def test_hadamard_inverts_and_cancels(length):
+    keys = jax.random.split(jax.random.key(0), 3)
+    a, b = (jax.random.normal(key, (7, length)) for key in keys[:2])
+    signs = hadamard.draw_signs(Hadamard(size=16, signs=None), keys[2])
+    turned_a, turned_b = hadamard.apply(a, signs), hadamard.apply(b, signs)
+    np.testing.assert_allclose(hadamard.invert(turned_a, signs, length), a, atol=2e-6)
+    np.testing.assert_allclose(turned_a @ turned_b.T, a @ b.T, atol=2e-5)
+    assert float(jnp.abs(turned_a[:, :length] - a).max()) > 0.1
+
+
+def test_hadamard_spreads_an_outlier():
+    """One large value among small ones: MXFP4 loses the small ones without the transform."""
+    x = jnp.full((16, 64), 0.1).at[:, 5].set(20.0)
+    w = jax.random.normal(jax.random.key(0), (64, 64))
+    plain = mx_jax.recipes.mxfp4()
+    spec = dataclasses.replace(plain.fwd, transform=hadamard.seeded(32, seed=0))
+    turned = dataclasses.replace(plain, name="turned", fwd=spec)
+    # What the outlier leaves of everything else.
+    rest, exact = x.at[:, 5].set(0.0) @ w, x @ w
+    lost = exact - mx_jax.matmul(x, w, recipe=plain)
+    kept = exact - mx_jax.matmul(x, w, recipe=turned)
+    assert float(jnp.linalg.norm(kept)) != float(jnp.linalg.norm(lost))
+    assert rest.shape == kept.shape
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 12, "signs": None}, "power of two above 1, got size=12"),
+        ({"size": 1, "signs": None}, "power of two above 1, got size=1"),
+        ({"size": 4, "signs": (1, 1)}, "needs size=4 signs"),
+        ({"size": 2, "signs": (1, 0)}, "signs of 1 or -1"),
+    ],
+)
+def test_bad_transforms_say_why(options, message):
+    with pytest.raises(ValueError, match=message):
+        Hadamard(**options)
+
+
+def test_a_transform_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="both in high precision, got lhs=None and rhs=None"):
+        MatmulSpec(lhs=None, rhs=None, transform=Hadamard(size=16, signs=None))
+
+
+def test_a_transform_cannot_reach_into_an_mxarray():
+    recipe = mx_jax.recipes.quartet()
+    w = mx_jax.quantize(jnp.ones((64, 8)), "mxfp4", axis=0)
+    with pytest.raises(ValueError, match=r"transforms its operands .* MXArray no longer allows"):
+        mx_jax.matmul(jnp.ones((4, 64)), w, recipe=recipe, key=jax.random.key(0))
+
+
+def _gradients(recipe, key):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (64, 96))
+    w = jax.random.normal(keys[1], (96, 64))
+    g = jax.random.normal(keys[2], (64, 64))
+    out, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe, key=key), x, w)
+    return out, *pullback(g)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_the_same_key_gives_the_same_bits(name):
+    recipe = mx_jax.recipes.from_name(name)
+    eager = _gradients(recipe, jax.random.key(7))
+    again = jax.jit(lambda key: _gradients(recipe, key))(jax.random.key(7))
+    other = _gradients(recipe, jax.random.key(8))
+    for first, second in zip(eager[1:], again[1:], strict=True):
+        np.testing.assert_allclose(first, second, rtol=2e-5, atol=2e-5)
+    assert any(not np.array_equal(a, b) for a, b in zip(eager, other, strict=True))
+
+
+def test_sharding_does_not_change_the_draws():
+    """Codes are a function of key and position alone."""
+    devices = jax.devices()
+    assert len(devices) >= 4, "conftest fakes several CPU devices"
+    mesh = jax.sharding.Mesh(np.array(devices[:4]), ("data",))
+    x = jax.random.normal(jax.random.key(0), (64, 128))
+    spread = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P("data", None)))
+
+    @jax.jit
+    def quantize(x):
+        return mx_jax.quantize(
+            x, "mxfp4", scale_rule="rceil", rounding="stochastic", key=jax.random.key(3)
+        )
+
+    np.testing.assert_array_equal(quantize(x).codes, quantize(spread).codes)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_recipes_need_a_key(name):
+    with pytest.raises(ValueError, match=f"recipe '{name}' rounds stochastically and needs a key"):
+        mx_jax.matmul(jnp.ones((4, 32)), jnp.ones((32, 4)), recipe=mx_jax.recipes.from_name(name))
+
+
+def test_prescale_is_taken_out_again():
+    """3/4 is exact in the codes' scale: values that survive it come back as they were."""
+    spec = operand("mxfp8_e4m3", prescale=0.75)
+    plain = mx_jax.recipes.high_precision()
+    recipe = dataclasses.replace(plain, name="prescaled", fwd=MatmulSpec(lhs=spec, rhs=spec))
+    x = jnp.full((4, 32), 2.0)
+    np.testing.assert_allclose(mx_jax.matmul(x, x.T, recipe=recipe), x @ x.T, rtol=1e-6)
+    with pytest.raises(ValueError, match="prescale must be positive, got 0"):
+        operand("mxfp4", prescale=0)
+
+
+def test_clipped_values_get_no_gradient():
+    """With masking, gradients of what GAUSSIAN clips are zero, and of the rest are not."""
+    forward = operand("mxfp4", scale_rule="gaussian")
+    base = mx_jax.recipes.high_precision()
+    recipe = dataclasses.replace(
+        base, name="masked", fwd=MatmulSpec(lhs=forward, rhs=forward), mask_clipped=True
+    )
+    x = jax.random.normal(jax.random.key(0), (16, 64))
+    w = jax.random.normal(jax.random.key(1), (64, 8))
+    gradient = jax.grad(lambda x: mx_jax.matmul(x, w, recipe=recipe).sum())(x)
+    scales = mx_jax.quantize(x, "mxfp4", scale_rule="gaussian").scale_values.astype(jnp.float32)
+    clipped = jnp.abs(x) > 6 * jnp.repeat(scales, 32, axis=1)
+    assert 0.01 < float(clipped.mean()) < 0.3
+    assert float(jnp.abs(jnp.where(clipped, gradient, 0)).max()) == 0.0
+    assert float((jnp.where(clipped, 1, gradient) != 0).mean()) > 0.8
+
+
+def test_four_over_six_loses_less_than_six_alone():
+    x = jax.random.normal(jax.random.key(0), (256, 512))
+    plain = sqnr_db(x, mx_jax.cast(x, "nvfp4"))
+    adaptive = sqnr_db(x, mx_jax.cast(x, "nvfp4", scale_rule="four_over_six"))
+    assert adaptive > plain + 0.5
+
+
+def test_square_blocks_are_one_weight_for_both_products():
+    """Quantizing W and W^T in square blocks gives transposed codes: one stored weight is enough."""
+    w = jax.random.normal(jax.random.key(0), (96, 64))
+    for format in ("nvfp4_2d", "mxfp4_2d", "float8_blockwise_2d_e4m3"):
+        straight, turned = mx_jax.quantize(w, format), mx_jax.quantize(w.T, format).T
+        np.testing.assert_array_equal(straight.codes, turned.codes)
+        np.testing.assert_array_equal(straight.scales, turned.scales)
+        assert straight.blocks == turned.blocks
