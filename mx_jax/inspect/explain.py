@@ -33,9 +33,12 @@ def explain(
 
     Example:
       >>> import mx_jax
-      >>> print(mx_jax.inspect.explain(mx_jax.recipes.weight_only("mxfp4"), 8, 64, 64))
+      >>> from mx_jax.backends.base import Target
+      >>> recipe = mx_jax.recipes.weight_only("mxfp4")
+      >>> print(mx_jax.inspect.explain(recipe, 8, 64, 64, target=Target(platform="tpu")))
       output [8, 64] x [64, 64]: high precision x mxfp4 (even, nearest) -> reference
-        not xla: XLA has no native float8 dot on platform=cpu
+        not xla: XLA has no native float8 dot on platform=tpu
+        not cpu_ffi: runs on platform=cpu, got platform=tpu
       grad_lhs [8, 64] x [64, 64]: high precision x high precision -> jax.lax.dot_general
       grad_rhs [64, 8] x [64, 8]: high precision x high precision -> jax.lax.dot_general
     """

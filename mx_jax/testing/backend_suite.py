@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from mx_jax.backends.base import Backend, Call, MatmulCall, Operand, QuantizeCall, Target
+from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.select import current_target
 from mx_jax.backends.table import BACKENDS
 from mx_jax.codecs.blocks import block_extent
@@ -50,9 +51,20 @@ def _whole_axis_float8_on_gpu(call: Call, target: Target) -> bool:
     return isinstance(call, MatmulCall) and call.lhs_format in whole and call.rhs_format in whole
 
 
+def _what_the_handlers_compute(call: Call, target: Target) -> bool:
+    # Where nothing was built, nothing is promised.
+    if target.platform != "cpu" or isinstance(library.load(), str):
+        return False
+    if isinstance(call, MatmulCall):
+        return False
+    one_axis = len(call.blocks) == 1
+    return one_axis and call.scale_rule.name not in ("gaussian", "four_over_six")
+
+
 # What each backend of the table must take: the one line that a new backend adds.
 PROMISES: Mapping[str, Promise] = {
     "xla": _whole_axis_float8_on_gpu,
+    "cpu_ffi": _what_the_handlers_compute,
     "reference": _everything,
 }
 

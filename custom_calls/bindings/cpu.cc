@@ -1,0 +1,32 @@
+// The list of everything that the CPU library offers. Each handler is defined, with its operands and
+// attributes, beside the code that it runs; adding one is two lines here.
+#include "common/dispatch.h"
+#include "common/library.h"
+#include "common/macros.h"
+#include "xla/ffi/api/api.h"
+#include "xla/ffi/api/c_api.h"
+#include "xla/ffi/api/ffi.h"
+
+XLA_FFI_DECLARE_HANDLER_SYMBOL(MxQuantize);
+
+namespace {
+
+const mx::Target kTargets[] = {
+    {"mx_jax_cpu_quantize", reinterpret_cast<void*>(MxQuantize)},
+};
+
+}  // namespace
+
+extern "C" MX_EXPORT const mx::Library* mx_jax_cpu_library() {
+  static const mx::Library library = {
+      mx::kInterface,
+      XLA_FFI_API_MAJOR,
+      XLA_FFI_API_MINOR,
+      mx::IsaOverrideIsValid() ? 1 : 0,
+      mx::IsaName(mx::CurrentIsa()),
+      mx::IsaName(mx::DetectedIsa()),
+      sizeof(kTargets) / sizeof(kTargets[0]),
+      kTargets,
+  };
+  return &library;
+}

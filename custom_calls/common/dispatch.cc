@@ -1,0 +1,60 @@
+#include "common/dispatch.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#include "common/macros.h"
+
+namespace mx {
+namespace {
+
+constexpr const char* kNames[kNumIsas] = {"portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16"};
+
+Isa Detect() {
+#if MX_X86
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return kPortable;
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (!avx512) return kAvx2;
+  if (!__builtin_cpu_supports("avx512vnni")) return kAvx512;
+  return __builtin_cpu_supports("avx512bf16") ? kAvx512Bf16 : kAvx512Vnni;
+#else
+  return kPortable;
+#endif
+}
+
+struct Choice {
+  Isa detected;
+  Isa current;
+  bool valid;
+};
+
+Choice Choose() {
+  Choice choice{Detect(), kPortable, true};
+  choice.current = choice.detected;
+  const char* wanted = std::getenv("MX_JAX_CPU_ISA");
+  if (wanted == nullptr || *wanted == '\0') return choice;
+  for (int isa = 0; isa <= choice.detected; ++isa) {
+    if (std::strcmp(wanted, kNames[isa]) == 0) {
+      choice.current = static_cast<Isa>(isa);
+      return choice;
+    }
+  }
+  choice.valid = false;
+  return choice;
+}
+
+const Choice& TheChoice() {
+  static const Choice choice = Choose();
+  return choice;
+}
+
+}  // namespace
+
+const char* IsaName(Isa isa) { return kNames[isa]; }
+Isa DetectedIsa() { return TheChoice().detected; }
+Isa CurrentIsa() { return TheChoice().current; }
+bool IsaOverrideIsValid() { return TheChoice().valid; }
+
+}  // namespace mx

@@ -1,0 +1,34 @@
+// Which instruction set runs: found once, overridden by the environment variable MX_JAX_CPU_ISA.
+#ifndef MX_JAX_CUSTOM_CALLS_COMMON_DISPATCH_H_
+#define MX_JAX_CUSTOM_CALLS_COMMON_DISPATCH_H_
+
+namespace mx {
+
+// In ascending order: a machine that has one has all before it.
+enum Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 3, kAvx512Bf16 = 4 };
+constexpr int kNumIsas = 5;
+
+// "portable", "avx2", "avx512", "avx512_vnni" or "avx512_bf16".
+const char* IsaName(Isa isa);
+
+// The best that this machine has.
+Isa DetectedIsa();
+
+// What runs: the one that MX_JAX_CPU_ISA names, or the detected one where it is unset.
+Isa CurrentIsa();
+
+// Whether MX_JAX_CPU_ISA, if set, names an instruction set that this machine has.
+bool IsaOverrideIsValid();
+
+// Kernels of one kind for each instruction set; null where a set has none of its own. `kernels[0]`,
+// the portable one, is always there.
+template <class Kernels>
+const Kernels& Pick(const Kernels* const (&kernels)[kNumIsas]) {
+  int isa = CurrentIsa();
+  while (kernels[isa] == nullptr) --isa;
+  return *kernels[isa];
+}
+
+}  // namespace mx
+
+#endif  // MX_JAX_CUSTOM_CALLS_COMMON_DISPATCH_H_

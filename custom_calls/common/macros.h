@@ -1,0 +1,30 @@
+// What differs between compilers, and the rule that keeps instruction sets apart.
+//
+// A kernel is compiled once for each instruction set. An inline function with external linkage
+// would be merged by the linker, perhaps into the AVX-512 copy, and then run on a machine without
+// it. So whatever such a file includes has internal linkage: MX_INLINE functions, and templates
+// inside an anonymous namespace. No standard library templates there.
+#ifndef MX_JAX_CUSTOM_CALLS_COMMON_MACROS_H_
+#define MX_JAX_CUSTOM_CALLS_COMMON_MACROS_H_
+
+#if defined(__GNUC__) || defined(__clang__)
+#define MX_INLINE static inline __attribute__((always_inline, unused))
+#define MX_LIKELY(condition) __builtin_expect(!!(condition), 1)
+#define MX_UNLIKELY(condition) __builtin_expect(!!(condition), 0)
+#define MX_RESTRICT __restrict__
+#define MX_EXPORT __attribute__((visibility("default")))
+#else
+#define MX_INLINE static inline
+#define MX_LIKELY(condition) (condition)
+#define MX_UNLIKELY(condition) (condition)
+#define MX_RESTRICT
+#define MX_EXPORT
+#endif
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define MX_X86 1
+#else
+#define MX_X86 0
+#endif
+
+#endif  // MX_JAX_CUSTOM_CALLS_COMMON_MACROS_H_

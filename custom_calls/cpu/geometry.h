@@ -1,0 +1,89 @@
+// Where blocks lie in an array: the twin of mx_jax/codecs/blocks.py.
+#ifndef MX_JAX_CUSTOM_CALLS_CPU_GEOMETRY_H_
+#define MX_JAX_CUSTOM_CALLS_CPU_GEOMETRY_H_
+
+#include <cstdint>
+#include <numeric>
+#include <vector>
+
+#include "common/checks.h"
+
+namespace mx {
+
+using Dimensions = std::vector<int64_t>;
+
+// A blocked axis, counted from the start, and the positions of a block along it.
+struct BlockedAxis {
+  int64_t axis;
+  int64_t size;
+};
+
+// An array as `[outer, length, inner]` with blocks along `length`.
+struct Geometry {
+  int64_t outer = 1;
+  int64_t length = 1;
+  int64_t inner = 1;
+  int64_t block = 1;
+  int64_t num_blocks = 1;
+  std::vector<BlockedAxis> axes;  // ascending
+};
+
+inline int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How many codes fill whole bytes, and the bytes that hold `length` of them.
+inline int64_t CodesPerGroup(int32_t bits) { return 8 / std::gcd(8, bits); }
+inline int64_t PackedLength(int64_t length, int32_t bits) {
+  const int64_t group = CodesPerGroup(bits);
+  return CeilDivide(length, group) * (group * bits / 8);
+}
+
+// Blocked axes count blocks, others keep their length.
+inline Dimensions ScalesShape(Dimensions shape, const Geometry& geometry) {
+  for (const BlockedAxis& blocked : geometry.axes) {
+    shape[blocked.axis] = CeilDivide(shape[blocked.axis], blocked.size);
+  }
+  return shape;
+}
+
+// `blocks` is flat: axis from the end, size; a size of 0 is the whole axis. Several axes must be
+// neighbours and whole: then they are one.
+template <class Shape>
+xla::ffi::Error FindGeometry(const char* operation, const Shape& shape,
+                             xla::ffi::Span<const int64_t> blocks, Geometry* geometry) {
+  const int64_t rank = static_cast<int64_t>(shape.size());
+  if (blocks.size() == 0 || blocks.size() % 2 != 0) {
+    return InvalidArgument("mx_jax ", operation, ": blocks must be pairs of axis and size, got ",
+                           blocks.size(), " numbers");
+  }
+  bool whole = true;
+  for (size_t i = 0; i < blocks.size(); i += 2) {
+    const int64_t axis = blocks[i] + rank, size = blocks[i + 1];
+    if (blocks[i] >= 0 || axis < 0 || size < 0) {
+      return InvalidArgument("mx_jax ", operation, ": blocks need axes in -", rank,
+                             "..-1 and sizes >= 0, got axis=", blocks[i], ", size=", size);
+    }
+    if (i > 0 && axis != geometry->axes.back().axis + 1) {
+      return InvalidArgument("mx_jax ", operation, ": blocked axes must be neighbours, ascending, ",
+                             "got axis=", blocks[i], " after axis=", blocks[i - 2]);
+    }
+    whole = whole && size == 0;
+    const int64_t extent = shape[axis] > 0 ? shape[axis] : 1;
+    geometry->axes.push_back({axis, size == 0 ? extent : size});
+  }
+  if (geometry->axes.size() > 1 && !whole) {
+    return InvalidArgument("mx_jax ", operation, ": several blocked axes must be whole");
+  }
+  const int64_t first = geometry->axes.front().axis, last = geometry->axes.back().axis;
+  for (int64_t axis = 0; axis < rank; ++axis) {
+    (axis < first ? geometry->outer : axis > last ? geometry->inner : geometry->length) *=
+        shape[axis];
+  }
+  geometry->block = whole ? (geometry->length > 0 ? geometry->length : 1)
+                          : geometry->axes.front().size;
+  geometry->num_blocks = CeilDivide(geometry->length, geometry->block);
+  return xla::ffi::Error::Success();
+}
+
+}  // namespace mx
+
+#endif  // MX_JAX_CUSTOM_CALLS_CPU_GEOMETRY_H_

@@ -1,0 +1,13 @@
+// Quantizing in plain C++, compiled for AVX-512.
+#include "cpu/quantize.h"
+
+#if MX_X86
+namespace mx {
+namespace {
+#include "cpu/quantize_body.inc"
+}  // namespace
+
+const QuantizeKernels kQuantizeAvx512 = {Rows, Columns};
+
+}  // namespace mx
+#endif

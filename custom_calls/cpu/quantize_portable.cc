@@ -1,0 +1,11 @@
+// Quantizing in plain C++, for any compiler and machine.
+#include "cpu/quantize.h"
+
+namespace mx {
+namespace {
+#include "cpu/quantize_body.inc"
+}  // namespace
+
+const QuantizeKernels kQuantizePortable = {Rows, Columns};
+
+}  // namespace mx

@@ -1,0 +1,44 @@
+"""Handlers in C++ for the CPU, called through XLA's foreign function interface.
+
+Optional: where the library is not built, every call is rejected with that reason, and the reference
+computes it.
+"""
+
+import dataclasses
+
+import jax
+
+from mx_jax.backends.base import Call, MatmulCall, Operand, QuantizeCall, Target
+from mx_jax.backends.cpu_ffi import library, matmul, quantize
+from mx_jax.mxarray import MXArray
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuFfiBackend:
+    """Quantize and multiply in `custom_calls/`, by the widest vectors that the machine has."""
+
+    name: str = "cpu_ffi"
+    epsilon_bound: float = 2.0
+
+    def rejects(self, call: Call, target: Target) -> str | None:
+        """Why not: another platform, no library, or a call that no handler computes."""
+        if target.platform != "cpu":
+            return f"runs on platform=cpu, got platform={target.platform}"
+        loaded = library.load()
+        if isinstance(loaded, str):
+            return loaded
+        return quantize.rejects(call) if isinstance(call, QuantizeCall) else matmul.rejects(call)
+
+    def scaled_matmul(self, lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
+        """See `matmul.scaled_matmul`."""
+        return matmul.scaled_matmul(lhs, rhs, call)
+
+    def quantize(
+        self,
+        x: jax.Array,
+        call: QuantizeCall,
+        random_bits: jax.Array | None,
+        tensor_scale: jax.Array | None,
+    ) -> MXArray:
+        """See `quantize.quantize`."""
+        return quantize.quantize(x, call, random_bits, tensor_scale)

@@ -1,0 +1,143 @@
+"""Finding, checking and registering the compiled handlers of the CPU backend.
+
+The library is built by `pip install` from `custom_calls/`, and lies beside this file or, in an
+editable install, where the installer put it. Nothing of it is registered before it is known to fit:
+JAX refuses to start at all with a handler that was built against newer headers than its own.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import importlib.util
+import os
+import re
+import threading
+from pathlib import Path
+
+import jax
+
+# A path; or "none", to run as if nothing had been built.
+LIBRARY_VARIABLE = "MX_JAX_CPU_LIBRARY"
+ISA_VARIABLE = "MX_JAX_CPU_ISA"
+
+# What `custom_calls/common/library.h` calls kInterface: what handlers take and give.
+_INTERFACE = 1
+
+_NOT_BUILT = "not built: pip install . with a C++ compiler"
+
+_lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Library:
+    """A library whose handlers are registered.
+
+    Attributes:
+      path: the file.
+      isa: the instruction set that runs: `"portable"`, `"avx2"`, `"avx512"` or `"avx512_vnni"`.
+      detected_isa: the best that this machine has.
+      targets: names that `jax.ffi.ffi_call` takes.
+    """
+
+    path: Path
+    isa: str
+    detected_isa: str
+    targets: frozenset[str]
+
+
+class _Target(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("handler", ctypes.c_void_p)]
+
+
+class _Description(ctypes.Structure):
+    """`mx::Library` of `custom_calls/common/library.h`."""
+
+    _fields_ = [
+        ("interface", ctypes.c_int32),
+        ("api_major", ctypes.c_int32),
+        ("api_minor", ctypes.c_int32),
+        ("isa_override_is_valid", ctypes.c_int32),
+        ("isa", ctypes.c_char_p),
+        ("detected_isa", ctypes.c_char_p),
+        ("num_targets", ctypes.c_int64),
+        ("targets", ctypes.POINTER(_Target)),
+    ]
+
+
+def load() -> Library | str:
+    """The library with its handlers registered, or why there is none. Does its work once."""
+    with _lock:
+        return _load()
+
+
+@functools.cache
+def _load() -> Library | str:
+    path = find()
+    if path is None:
+        return _NOT_BUILT
+    try:
+        describe = ctypes.CDLL(str(path)).mx_jax_cpu_library
+    except (OSError, AttributeError) as error:
+        return f"cannot be loaded: {error}; build it again"
+    describe.restype = ctypes.POINTER(_Description)
+    description = describe().contents
+    reason = misfit(
+        description.interface, (description.api_major, description.api_minor), runtime_api_version()
+    )
+    if reason is not None:
+        return reason
+    isa, detected = description.isa.decode(), description.detected_isa.decode()
+    if not description.isa_override_is_valid:
+        wanted = os.environ.get(ISA_VARIABLE)
+        return f"{ISA_VARIABLE}={wanted} is unknown or not on this machine, which has {detected}"
+    targets = description.targets[: description.num_targets]
+    for target in targets:
+        pointer = ctypes.cast(target.handler, ctypes.CFUNCTYPE(ctypes.c_void_p))
+        jax.ffi.register_ffi_target(
+            target.name.decode(), jax.ffi.pycapsule(pointer), platform="cpu"
+        )
+    names = frozenset(target.name.decode() for target in targets)
+    return Library(path=path, isa=isa, detected_isa=detected, targets=names)
+
+
+def find() -> Path | None:
+    """The library's file: what the environment names, what was installed, or `build/` here."""
+    named = os.environ.get(LIBRARY_VARIABLE)
+    if named:
+        return None if named == "none" else Path(named)
+    # Only its place is asked for: it is no Python module.
+    spec = importlib.util.find_spec(f"{__package__}.native")
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin)
+    built = Path(__file__).parents[3] / "build" / "native.abi3.so"
+    return built if built.exists() else None
+
+
+def misfit(interface: int, built: tuple[int, int], runtime: tuple[int, int] | None) -> str | None:
+    """Why a library must not be registered, or None.
+
+    Args:
+      interface: what its handlers take, by number.
+      built: (major, minor) of the FFI headers that it was built with.
+      runtime: those of jaxlib; None where they are unknown.
+    """
+    if interface != _INTERFACE:
+        return f"built from other sources (interface {interface}, not {_INTERFACE}); build it again"
+    if runtime is None:
+        return "jaxlib does not say which FFI version it has: its headers are missing"
+    if built[0] != runtime[0] or built[1] > runtime[1]:
+        wanted, has = (".".join(map(str, version)) for version in (built, runtime))
+        return f"built for XLA FFI {wanted}, but this jaxlib has {has}; build it again with it"
+    return None
+
+
+def runtime_api_version() -> tuple[int, int] | None:
+    """(major, minor) of the FFI that the installed jaxlib speaks, from the headers it carries."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    try:
+        text = header.read_text()
+    except OSError:
+        return None
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    major, minor = (match and int(match[1]) for match in found)
+    return None if major is None or minor is None else (major, minor)

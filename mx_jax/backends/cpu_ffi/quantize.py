@@ -1,0 +1,118 @@
+"""Quantizing by the compiled handler: which calls it takes, and how it is called."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mx_jax.backends.base import QuantizeCall
+from mx_jax.codecs import float32
+from mx_jax.codecs.blocks import Blocks, scales_shape, split
+from mx_jax.formats import WHOLE, ElementFormat
+from mx_jax.mxarray import MXArray
+from mx_jax.reference.quantize import tensor_scale_of
+
+TARGET = "mx_jax_cpu_quantize"
+
+# Rules of float32 and element scales that the handler computes, by name; rules with a threshold are
+# told by it.
+_NAMED_RULES = ("amax", "amax_subnormal", "float8", "float8_power_of_two", "amax_multiplier")
+_ROUNDINGS = ("nearest", "away", "toward_zero", "stochastic")
+
+
+def rejects(call: QuantizeCall) -> str | None:
+    """Why the handler does not take a call, or None."""
+    if call.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"needs float32, bfloat16 or float16, got dtype={call.dtype}"
+    if call.scale_rule.threshold is None and call.scale_rule.name not in _NAMED_RULES:
+        return f"computes no scales by the rule {call.scale_rule.name!r}"
+    if call.rounding.name not in _ROUNDINGS:
+        return f"knows no rounding={call.rounding.name!r}"
+    return _rejects_blocks(call.blocks)
+
+
+def _rejects_blocks(blocks: Blocks) -> str | None:
+    axes = sorted(axis for axis, _ in blocks)
+    if not axes:
+        return "needs a blocked axis"
+    if len(axes) > 1 and any(size is not WHOLE for _, size in blocks):
+        return f"takes no two-dimensional blocks, got blocks={blocks}"
+    if axes != list(range(axes[0], axes[-1] + 1)):
+        return f"needs neighbouring blocked axes, got blocks={blocks}"
+    return None
+
+
+def quantize(
+    x: jax.Array,
+    call: QuantizeCall,
+    random_bits: jax.Array | None,
+    tensor_scale: jax.Array | None,
+) -> MXArray:
+    """x quantized by the handler."""
+    x = jax.lax.stop_gradient(x)
+    if call.format.tensor_scale and tensor_scale is None:
+        tensor_scale = _tensor_scale(x, call)
+    operands = [x]
+    if tensor_scale is not None:
+        operands.append(tensor_scale)
+    if random_bits is not None:
+        operands.append(random_bits)
+    results = (
+        jax.ShapeDtypeStruct(x.shape, jnp.uint8),
+        jax.ShapeDtypeStruct(scales_shape(x.shape, call.blocks), call.format.scale.storage_dtype),
+    )
+    codes, scales = jax.ffi.ffi_call(TARGET, results, vmap_method="broadcast_all")(
+        *operands, **attributes(call), has_tensor_scale=tensor_scale is not None, packed=False
+    )
+    return MXArray(
+        codes=codes,
+        scales=scales,
+        tensor_scale=tensor_scale,
+        format=call.format,
+        blocks=call.blocks,
+        dtype=np.dtype(x.dtype),
+    )
+
+
+def attributes(call: QuantizeCall) -> dict[str, object]:
+    """What the handler is told about a call, besides shapes and dtypes."""
+    rule = call.scale_rule
+    scale_element = call.format.scale.element
+    threshold = None if rule.threshold is None else rule.threshold(call.format.element)
+    return {
+        "blocks": flat_blocks(call.blocks),
+        "element": facts(call.format.element),
+        "rounding": call.rounding.name,
+        "random_bits": np.int32(call.rounding.random_bits),
+        "rule": rule.name if threshold is None else "exponent",
+        "scale_element": np.zeros(0, np.int32) if scale_element is None else facts(scale_element),
+        "threshold": np.int32(threshold or 0),
+    }
+
+
+def flat_blocks(blocks: Blocks) -> np.ndarray:
+    """Axis from the end and size, in turn, ascending; 0 stands for WHOLE."""
+    pairs = [(axis, 0 if size is WHOLE else size) for axis, size in sorted(blocks)]
+    return np.array(pairs, np.int64).reshape(-1)
+
+
+def facts(element: ElementFormat) -> np.ndarray:
+    """The independent facts of a format, as `custom_calls/common/element_codec.h` orders them."""
+    numbers = (
+        element.exponent_bits,
+        element.mantissa_bits,
+        element.bias,
+        element.num_reserved_codes,
+        element.has_inf,
+        element.kind == "int",
+        element.has_negative_zero,
+        element.negative_extra,
+    )
+    return np.array(numbers, np.int32)
+
+
+def _tensor_scale(x: jax.Array, call: QuantizeCall) -> jax.Array:
+    pieces, inside = split(x, call.blocks)
+    magnitudes = float32.to_bits(pieces) & float32.ABS
+    amax = jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)
+    largest_scale = call.scale_rule.largest_scale or call.format.scale.max
+    return tensor_scale_of(amax, largest_scale * call.format.element.max, x.ndim)
