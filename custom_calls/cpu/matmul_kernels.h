@@ -1,0 +1,112 @@
+// What the kernels of each instruction set offer to matmul.cc: packing operands into panels,
+// multiplying two panels, storing a tile. Every set shares one panel layout.
+//
+// A product is cut into tiles of kTileRows x kTileColumns. Each operand is first copied into
+// panels: kTileRows rows of lhs or kTileColumns rows of rhs, with k outermost. A panel is a row of
+// chunks of 32 along k, and a chunk holds, for R rows:
+//
+//   float    scale[32 / block][R]     of the chunk's blocks, with the elements' own factor
+//   int32_t  correction[32 / block][R]   only lhs of kInt8: -128 * (sum of the block)
+//   uint32_t element[32 / per_word][R]   words of 4, 2 or 1 consecutive elements
+//
+// Elements stay unscaled. Within a block they are multiplied and added, for the integer types
+// without any rounding; then the block's sum is scaled and added to the float32 tile. E8M0 scales
+// are powers of two, so scaling is exact, and every way to do it gives the same bits.
+#ifndef MX_JAX_CUSTOM_CALLS_CPU_MATMUL_KERNELS_H_
+#define MX_JAX_CUSTOM_CALLS_CPU_MATMUL_KERNELS_H_
+
+#include <cstdint>
+
+namespace mx {
+
+constexpr int kTileRows = 6;
+constexpr int kTileColumns = 32;
+constexpr int kChunk = 32;
+// Panels of lhs are made five at a time: 30 rows fill nearly a vector of 32.
+constexpr int kLhsPanelsPerGroup = 5;
+constexpr int kLhsGroupRows = kLhsPanelsPerGroup * kTileRows;
+
+// In the order of backends/cpu_ffi/matmul.py.
+enum Element : int32_t {
+  kE4M3, kE5M2, kE2M3, kE3M2, kE2M1, kElementInt8, kElementFloat32, kElementBf16, kElementF16
+};
+constexpr int kNumElements = 9;
+
+enum ScaleKind : int32_t { kNoScale, kScaleE8M0, kScaleE4M3 };
+
+// kInt8: rhs is stored with 128 added, as vpdpbusd takes one unsigned operand.
+enum PanelType : int32_t { kInt8, kInt16, kBf16, kFloat32 };
+constexpr int kNumPanelTypes = 4;
+
+// How a block's sum is scaled. kNormal: both scales and their product are normal float32.
+// kProduct: any float scales, one product. kWide: E8M0 scales that may be NaN or leave the range.
+enum Scaling : int32_t { kNormal, kProduct, kWide };
+
+enum OutType : int32_t { kOutFloat32, kOutBf16, kOutF16 };
+
+// One operand of one product. Either row_stride or k_stride is 1; strides count elements.
+struct Source {
+  const void* elements;
+  const uint8_t* scales;  // null for kNoScale
+  Element element;
+  ScaleKind scale_kind;
+  int32_t block;  // 16 or 32
+  int64_t rows, k;
+  int64_t row_stride, k_stride;
+  int64_t scale_row_stride, scale_block_stride;
+};
+
+// Tables by code, filled once; see matmul_tables.cc.
+struct ElementTables {
+  int8_t int8[256];
+  int16_t int16[256];
+  uint16_t bf16[256];
+  float float32[256];
+};
+const ElementTables& TablesOf(Element element);
+// 256 float32 scales, times the factor that the integers of a panel type were multiplied with.
+const float* ScaleTable(ScaleKind kind, Element element, PanelType type);
+
+// Exponents of a panel's scales: a zero block has none, a NaN is larger than any.
+struct ScaleRange {
+  int32_t low = 1000;
+  int32_t high = -1000;
+};
+
+struct MatmulKernels {
+  // Which panel types this set multiplies; kFloat32 always.
+  bool has[kNumPanelTypes];
+  // Packs kLhsGroupRows rows of lhs, or kTileColumns rows of rhs, from first_row on, all of k; rows
+  // beyond the last become zeros. Lhs panels lie `stride` bytes apart.
+  void (*pack_lhs)(const Source& source, PanelType type, int64_t first_row, char* out,
+                   int64_t stride, ScaleRange* range);
+  void (*pack_rhs)(const Source& source, PanelType type, int64_t first_row, char* out,
+                   ScaleRange* range);
+  // tile = (clear ? 0 : tile) + lhs panel * rhs panel, over num_chunks chunks.
+  void (*multiply)(PanelType type, int32_t block, Scaling scaling, int64_t num_chunks,
+                   const char* lhs, const char* rhs, float* tile, bool clear);
+  // Rounds alpha * tile[rows][columns] to the output's type, once.
+  void (*store)(const float* tile, int rows, int columns, float alpha, OutType type, void* out,
+                int64_t out_stride);
+  // out[rhs.rows] = lhs[1, k] * rhs[rows, k]^T for rows first .. last; null where packing does.
+  // lhs holds k float32 in the order that gemv_order asks for.
+  bool (*gemv)(const Source& rhs, const float* lhs, int64_t first, int64_t last, float* out);
+};
+
+constexpr int64_t BytesPerElement(PanelType type) {
+  return type == kInt8 ? 1 : type == kFloat32 ? 4 : 2;
+}
+constexpr int64_t ChunkBytes(PanelType type, int32_t block, int64_t rows, bool is_lhs) {
+  return rows * (kChunk / block * (is_lhs && type == kInt8 ? 8 : 4) +
+                 kChunk * BytesPerElement(type));
+}
+
+extern const MatmulKernels kMatmulPortable;
+extern const MatmulKernels kMatmulAvx2;
+extern const MatmulKernels kMatmulAvx512;
+extern const MatmulKernels kMatmulAvx512Vnni;
+extern const MatmulKernels kMatmulAvx512Bf16;
+
+}  // namespace mx
+
+#endif  // MX_JAX_CUSTOM_CALLS_CPU_MATMUL_KERNELS_H_
