@@ -3,7 +3,8 @@
     python examples/train_lm.py --quick --out look            # in about a minute
     python examples/train_lm.py                               # float32, mxfp8 and mxfp4
     python examples/train_lm.py --resume                      # after Ctrl-C, or a crash
-    python examples/train_lm.py --resume --recipes all --seeds 0,1,2   # adds the others
+    python examples/train_lm.py --resume --recipes nvfp4,quartet --seeds 0,1,2   # adds some
+    python examples/train_lm.py --resume --recipes all        # adds every named recipe
     python examples/train_lm.py --data book.txt --out book    # on a text of yours
 
 A seed fixes the initial parameters and the order of the data for every recipe, so two runs of

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from .settings import KNOWN_RECIPES, RECIPES, Settings
+from .settings import ALIASES, KNOWN_RECIPES, Settings
 
 
 def recipe_list(text: str) -> list[str]:
     """`a,b` or `all` as names, or an error that lists the known ones."""
-    names = list(RECIPES) if text == "all" else [name.strip() for name in text.split(",")]
+    names = KNOWN_RECIPES if text == "all" else [name.strip() for name in text.split(",")]
+    names = [ALIASES.get(name, name) for name in names]
     unknown = [name for name in names if name not in KNOWN_RECIPES]
     if unknown:
         raise argparse.ArgumentTypeError(
             f"unknown recipe {', '.join(map(repr, unknown))}; "
-            f"known: {', '.join(KNOWN_RECIPES)}, or all"
+            f"known: {', '.join((*KNOWN_RECIPES, *ALIASES))}, or all"
         )
     return list(dict.fromkeys(names))
 
@@ -86,8 +88,9 @@ class CommandLine:
             type=recipe_list,
             default=list(recipes),
             metavar="A,B,...",
-            help=f"of {', '.join(KNOWN_RECIPES)};\n"
-            f"all means {', '.join(RECIPES)}\n(default {','.join(recipes)})",
+            help="all, or some of\n"
+            + textwrap.fill(", ".join(KNOWN_RECIPES), width=70)
+            + f"\n(default {','.join(recipes)})",
         )
         add("--seeds", type=seed_list, default=[0], metavar="0,1,...", help="(default 0)")
         add("--data", type=Path, metavar="FILE", help="UTF-8 text (default: Python's own docs)")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import mx_jax.nn.linen as mx
-from mx_jax.recipes import Recipe
+from mx_jax.recipes import Recipe, high_precision
 
 
 def rotate(x: jax.Array) -> jax.Array:
@@ -40,9 +40,10 @@ class Block(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, recipe: Recipe | None = None) -> jax.Array:
         d_model = x.shape[-1]
-        linear = partial(mx.Dense, recipe=self.recipe, dtype=self.dtype, use_bias=False)
+        recipe = recipe or self.recipe
+        linear = partial(mx.Dense, recipe=recipe, dtype=self.dtype, use_bias=False)
         into = partial(linear, kernel_init=nn.initializers.normal(0.02))
         # Smaller by the square root of the number of residual sums, as in GPT-2.
         back = partial(linear, kernel_init=nn.initializers.normal(0.02 / (2 * self.layers) ** 0.5))
@@ -60,8 +61,22 @@ class Block(nn.Module):
         return x + back(d_model, name="down")(h)
 
 
+def high_or_not(block: Block, x: jax.Array, high: jax.Array) -> jax.Array:
+    """The block in high precision where `high` says so: one of the two is computed."""
+    return nn.cond(
+        high,
+        lambda block, x: block(x, recipe=high_precision()),
+        lambda block, x: block(x),
+        block,
+        x,
+    )
+
+
 class Transformer(nn.Module):
-    """Token indices [batch, time] to float32 logits [batch, time, vocabulary]."""
+    """Token indices [batch, time] to float32 logits [batch, time, vocabulary].
+
+    Stochastic recipes draw from the stream "quantize", which init does not need.
+    """
 
     vocabulary: int
     d_model: int
@@ -70,6 +85,8 @@ class Transformer(nn.Module):
     context: int
     recipe: Recipe
     dtype: Any
+    head: Recipe
+    high_blocks: tuple[int, ...] = ()
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -83,9 +100,13 @@ class Transformer(nn.Module):
         x = x.reshape(-1, self.d_model)
         # One block is traced and compiled, however many layers there are.
         blocks = nn.scan(
-            lambda block, x, _: (block(x), None),
+            lambda block, x, high: (
+                block(x) if high is None else high_or_not(block, x, high),
+                None,
+            ),
             variable_axes={"params": 0},
-            split_rngs={"params": True},
+            # A key for each layer, of whichever streams there are.
+            split_rngs={"params": True, mx.RNG_STREAM: True},
             length=self.layers,
         )
         block = Block(
@@ -96,15 +117,19 @@ class Transformer(nn.Module):
             dtype=self.dtype,
             name="blocks",
         )
-        x, _ = blocks(block, x, None)
+        high = jnp.isin(jnp.arange(self.layers), jnp.array(self.high_blocks))
+        x, _ = blocks(block, x, high if self.high_blocks else None)
         x = nn.RMSNorm(dtype=self.dtype, name="norm")(x)
-        logits = nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype, name="head")(x)
+        head = mx.Dense(
+            self.vocabulary, use_bias=False, dtype=self.dtype, recipe=self.head, name="head"
+        )
+        logits = head(x)
         return logits.astype(jnp.float32).reshape(*tokens.shape, self.vocabulary)
 
 
-def predict(params: Any, tokens: jax.Array, model: Transformer) -> jax.Array:
+def predict(params: Any, tokens: jax.Array, model: Transformer, key: jax.Array) -> jax.Array:
     """The model's logits; one type, where Flax's `apply` may also return changed variables."""
-    return cast(jax.Array, model.apply({"params": params}, tokens))
+    return cast(jax.Array, model.apply({"params": params}, tokens, rngs={mx.RNG_STREAM: key}))
 
 
 @partial(jax.jit, static_argnames=("model", "length"))
@@ -121,7 +146,7 @@ def generate(
 
     def next_token(carry, key):
         window, size = carry
-        logits = predict(params, window[None], model)[0, size - 1]
+        logits = predict(params, window[None], model, jax.random.fold_in(key, 1))[0, size - 1]
         token = jax.random.categorical(key, logits).astype(window.dtype)
         full = size == model.context
         window = jnp.where(full, jnp.roll(window, -1), window)

@@ -23,7 +23,8 @@ from .storage import Run
 
 BASELINE = "float32"
 
-# Okabe and Ito's palette: told apart with any colour vision.
+# Okabe and Ito's palette, told apart with any colour vision: the plain recipes in solid lines,
+# those of publications dashed, float8 dotted.
 COLOURS = {
     "float32": "#000000",
     "bf16": "#999999",
@@ -34,6 +35,27 @@ COLOURS = {
     "mxint8": "#CC79A7",
     "nvfp4": "#E69F00",
 }
+DASHED = {
+    "mxfp4_backward": "#999999",
+    "mxfp4_stochastic": "#D55E00",
+    "quartet": "#CC79A7",
+    "nvfp4_pretraining": "#E69F00",
+    "nvfp4_four_over_six": "#009E73",
+    "deepseek_v3": "#0072B2",
+}
+DOTTED = {
+    "float8_tensorwise": "#D55E00",
+    "float8_rowwise": "#0072B2",
+    "float8_rowwise_with_gw_hp": "#009E73",
+}
+
+
+def style(recipe: str) -> dict[str, str]:
+    """Colour and dashes of a recipe's curves."""
+    for colours, dashes in ((DASHED, "--"), (DOTTED, ":")):
+        if recipe in colours:
+            return {"color": colours[recipe], "linestyle": dashes}
+    return {"color": COLOURS[recipe], "linestyle": "-"}
 
 
 def by_recipe(runs: Iterable[Run]) -> dict[str, list[Run]]:
@@ -120,12 +142,12 @@ def save_plot(path: Path, runs: Collection[Run], settings: Settings) -> None:
             2, 1, figsize=(8, 7.5), height_ratios=(3, 2), sharex=True, layout="constrained"
         )
         for recipe, group in groups.items():
-            colour = COLOURS[recipe]
-            _plot_train(losses, group, colour, settings)
+            look = style(recipe)
+            _plot_train(losses, group, look["color"], settings)
             curves = [run.validation for run in group]
-            _plot_points(losses, curves, colour, label=_legend(recipe, group, groups))
+            _plot_points(losses, curves, look, label=_legend(recipe, group, groups))
             if recipe != BASELINE:
-                _plot_points(differences, gaps(group, groups.get(BASELINE, [])), colour)
+                _plot_points(differences, gaps(group, groups.get(BASELINE, [])), look)
         # Without the fall from guessing, which would flatten all that follows.
         losses.set_ylim(top=1.15 * max(firsts))
         _label(losses, differences, settings)
@@ -162,20 +184,23 @@ def _plot_train(axes: Axes, group: list[Run], colour: str, settings: Settings) -
 
 
 def _plot_points(
-    axes: Axes, curves: list[list[tuple[int, float]]], colour: str, label: str | None = None
+    axes: Axes,
+    curves: list[list[tuple[int, float]]],
+    look: dict[str, str],
+    label: str | None = None,
 ) -> None:
     """Mean and range of curves, as far as all of those go that have begun."""
     curves = [curve for curve in curves if curve]
     if not curves:
-        axes.plot([], [], "o-", color=colour, label=label)
+        axes.plot([], [], marker="o", **look, label=label)
         return
     length = min(map(len, curves))
     steps = [step for step, _ in curves[0][:length]]
     values = np.array([[value for _, value in curve[:length]] for curve in curves])
-    axes.plot(steps, values.mean(0), "o-", color=colour, markersize=4, linewidth=1.5, label=label)
+    axes.plot(steps, values.mean(0), marker="o", **look, markersize=4, linewidth=1.5, label=label)
     if len(curves) > 1:
         axes.fill_between(
-            steps, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0
+            steps, values.min(0), values.max(0), color=look["color"], alpha=0.15, linewidth=0
         )
 
 

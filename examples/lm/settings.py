@@ -9,9 +9,22 @@ import jax.numpy as jnp
 
 import mx_jax.recipes
 
-# What `--recipes all` means, and the names it accepts besides.
-RECIPES = ("float32", "bf16", "mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4")
-KNOWN_RECIPES = (*RECIPES, "mxfp8_hybrid")
+# Every named recipe under one name: here, high_precision is what dtype it computes in.
+KNOWN_RECIPES = (
+    "float32",
+    "bf16",
+    *dict.fromkeys(
+        mx_jax.recipes.from_name(name).name
+        for name in mx_jax.recipes.names()
+        if name != "high_precision"
+    ),
+)
+# Other names of the library for the same recipes.
+ALIASES = {
+    name: mx_jax.recipes.from_name(name).name
+    for name in mx_jax.recipes.names()
+    if name not in KNOWN_RECIPES and name != "high_precision"
+} | {"high_precision": "float32"}
 
 
 def _setting(text: str) -> Any:
@@ -55,12 +68,24 @@ class Settings:
         return self.batch * self.context
 
 
+HIGH_PRECISION = mx_jax.recipes.high_precision()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """How the block's linear layers multiply, and the dtype of everything around them."""
+    """How the linear layers multiply, and the dtype of everything around them.
+
+    Attributes:
+      recipe: of the linear layers inside the blocks.
+      dtype: of everything that no recipe casts.
+      head: recipe of the output layer.
+      high_blocks: indices of the blocks whose linear layers stay in high precision.
+    """
 
     recipe: mx_jax.recipes.Recipe
-    dtype: Any
+    dtype: Any = jnp.float32
+    head: mx_jax.recipes.Recipe = HIGH_PRECISION
+    high_blocks: tuple[int, ...] = ()
 
 
 def precision(name: str) -> Precision:
@@ -70,7 +95,7 @@ def precision(name: str) -> Precision:
     quantization's alone.
     """
     if name == "bf16":
-        return Precision(recipe=mx_jax.recipes.high_precision(), dtype=jnp.bfloat16)
+        return Precision(recipe=HIGH_PRECISION, dtype=jnp.bfloat16)
     if name == "float32":
-        return Precision(recipe=mx_jax.recipes.high_precision(), dtype=jnp.float32)
-    return Precision(recipe=mx_jax.recipes.from_name(name), dtype=jnp.float32)
+        return Precision(recipe=HIGH_PRECISION)
+    return Precision(recipe=mx_jax.recipes.from_name(name))

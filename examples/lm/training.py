@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from .data import Corpus
 from .model import Transformer, predict
-from .settings import Settings, precision
+from .settings import Precision, Settings, precision
 from .storage import Checkpoints, Run
 
 
@@ -33,9 +33,8 @@ class Interrupted(Exception):
     """A signal asked to stop, and the state is saved."""
 
 
-def build_model(recipe: str, settings: Settings, vocabulary: int) -> Transformer:
-    """The transformer of `settings` in the precision named `recipe`."""
-    chosen = precision(recipe)
+def build_model(chosen: Precision, settings: Settings, vocabulary: int) -> Transformer:
+    """The transformer of `settings` in a precision."""
     return Transformer(
         vocabulary=vocabulary,
         d_model=settings.d_model,
@@ -44,6 +43,8 @@ def build_model(recipe: str, settings: Settings, vocabulary: int) -> Transformer
         context=settings.context,
         recipe=chosen.recipe,
         dtype=chosen.dtype,
+        head=chosen.head,
+        high_blocks=chosen.high_blocks,
     )
 
 
@@ -70,24 +71,32 @@ def build_optimizer(settings: Settings) -> optax.GradientTransformation:
 @partial(jax.jit, static_argnames=("settings", "vocabulary"))
 def initial_state(seed: int, *, settings: Settings, vocabulary: int) -> TrainState:
     """The state before the first step: one for all recipes, so float32's model makes it."""
-    model = build_model("float32", settings, vocabulary)
+    model = build_model(precision("float32"), settings, vocabulary)
     tokens = jnp.zeros((1, settings.context), jnp.int32)
     params = model.init(jax.random.key(seed), tokens)["params"]
     return TrainState(params, build_optimizer(settings).init(params))
 
 
-def mean_loss(params: Any, tokens: jax.Array, model: Transformer) -> jax.Array:
+def mean_loss(params: Any, tokens: jax.Array, model: Transformer, key: jax.Array) -> jax.Array:
     """Mean nats a character of predicting each window's next character."""
-    logits = predict(params, tokens[:, :-1], model)
+    logits = predict(params, tokens[:, :-1], model, key)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
 @partial(jax.jit, static_argnames=("model", "settings"), donate_argnames="state")
 def train_step(
-    state: TrainState, tokens: jax.Array, *, model: Transformer, settings: Settings
+    state: TrainState,
+    tokens: jax.Array,
+    seed: int,
+    step: int,
+    *,
+    model: Transformer,
+    settings: Settings,
 ) -> tuple[TrainState, jax.Array]:
     """One optimizer step on windows [batch, context + 1]; returns the loss before it."""
-    loss, gradient = jax.value_and_grad(mean_loss)(state.params, tokens, model)
+    # What a step draws depends on nothing else, so a resumed run draws it again.
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    loss, gradient = jax.value_and_grad(mean_loss)(state.params, tokens, model, key)
     updates, optimizer = build_optimizer(settings).update(gradient, state.optimizer, state.params)
     return TrainState(optax.apply_updates(state.params, updates), optimizer), loss
 
@@ -95,7 +104,8 @@ def train_step(
 @partial(jax.jit, static_argnames="model")
 def validate(params: Any, batches: jax.Array, *, model: Transformer) -> jax.Array:
     """Mean loss over validation windows [batches, batch, context + 1]."""
-    return jax.lax.map(lambda tokens: mean_loss(params, tokens, model), batches).mean()
+    key = jax.random.key(0)  # the same each time, as the characters are
+    return jax.lax.map(lambda tokens: mean_loss(params, tokens, model, key), batches).mean()
 
 
 class Trainer:
@@ -105,12 +115,21 @@ class Trainer:
     killed, ends bit by bit where an undisturbed one ends.
     """
 
-    def __init__(self, run: Run, settings: Settings, corpus: Corpus, checkpoints: Checkpoints):
+    def __init__(
+        self,
+        run: Run,
+        settings: Settings,
+        corpus: Corpus,
+        checkpoints: Checkpoints,
+        chosen: Precision | None = None,
+    ):
+        """Prepares a run of the recipe that it names, or of `chosen`."""
         self.run = run
         self.settings = settings
         self.corpus = corpus
         self.checkpoints = checkpoints
-        self.model = build_model(run.recipe, settings, len(corpus.vocabulary))
+        chosen = chosen or precision(run.recipe)
+        self.model = build_model(chosen, settings, len(corpus.vocabulary))
         self.state = initial_state(run.seed, settings=settings, vocabulary=len(corpus.vocabulary))
         restored = checkpoints.restore(self.state)
         if restored is not None:
@@ -138,7 +157,9 @@ class Trainer:
         tokens = self.corpus.batch(
             seed=run.seed, step=run.step, batch=settings.batch, context=settings.context
         )
-        self.state, loss = train_step(self.state, tokens, model=self.model, settings=settings)
+        self.state, loss = train_step(
+            self.state, tokens, run.seed, run.step, model=self.model, settings=settings
+        )
         # Read every step: divergence shows at once, and waiting costs nothing at this size.
         loss = float(loss)
         if self._compiled:

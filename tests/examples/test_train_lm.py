@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from mx_jax import recipes
+
 for package in ("matplotlib", "optax", "orbax.checkpoint", "rich", "tqdm"):
     pytest.importorskip(package)
 
@@ -129,15 +131,15 @@ def test_resumed_runs_end_bit_identical(call, results, final_state, at_step, cap
     def die():
         raise RuntimeError("as if the power failed")
 
-    options = ("--recipes", "float32,mxfp4")
+    options = ("--recipes", "float32,mxfp4_stochastic")
     assert call(*options, out="undisturbed") == 0
 
     at_step(STEPS + 3, interrupt)
     assert call(*options) == 130
     assert [len(run["train_loss"]) for run in results()["runs"]] == [STEPS, 3]
     printed = capsys.readouterr().out
-    assert "mxfp4, seed 0 is unfinished: step 3 of 6" in printed
-    assert printed.splitlines()[-1].endswith("--recipes float32,mxfp4 --resume")
+    assert "mxfp4_stochastic, seed 0 is unfinished: step 3 of 6" in printed
+    assert printed.splitlines()[-1].endswith("--recipes float32,mxfp4_stochastic --resume")
 
     # Resumes at 3, checkpoints at 4, is killed in the step after that.
     at_step(2, die)
@@ -150,7 +152,9 @@ def test_resumed_runs_end_bit_identical(call, results, final_state, at_step, cap
         map(numbers, results("undisturbed")["runs"])
     )
     for ours, undisturbed in zip(
-        final_state("out", "mxfp4-seed0"), final_state("undisturbed", "mxfp4-seed0"), strict=True
+        final_state("out", "mxfp4_stochastic-seed0"),
+        final_state("undisturbed", "mxfp4_stochastic-seed0"),
+        strict=True,
     ):
         np.testing.assert_array_equal(ours, undisturbed)
 
@@ -193,7 +197,14 @@ def test_divergence_is_reported(call, results, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--recipes", "mxfp9"], "unknown recipe 'mxfp9'; known: float32, bf16, mxfp8, mxfp6,"),
+        (
+            ["--recipes", "mxfp4,mxfp9"],
+            "unknown recipe 'mxfp9'; known: float32, bf16, mxfp8, mxfp8_hybrid, mxfp6, mxfp4, "
+            "mxint8, nvfp4, mxfp4_backward, mxfp4_stochastic, quartet, nvfp4_pretraining, "
+            "nvfp4_four_over_six, deepseek_v3, float8_tensorwise, float8_rowwise, "
+            "float8_rowwise_with_gw_hp, tensorwise, rowwise, rowwise_with_gw_hp, high_precision, "
+            "or all",
+        ),
         (["--seeds", "one"], "seeds are whole numbers below 2**31, as in 0,1,2; got 'one'"),
         (["--steps", "0"], "steps must be positive, got steps=0"),
         (["--lr", "nan"], "lr must be positive, got lr=nan"),
@@ -223,12 +234,73 @@ def test_foreign_results_are_left_alone(call, tmp_path, capsys):
     assert (tmp_path / "out" / "results.json").read_text() == '{"theirs": 1}'
 
 
-def test_all_means_every_recipe_and_names_resolve(example):
-    settings = example("lm.settings")
-    assert example("lm.cli").recipe_list("all") == list(settings.RECIPES)
-    precisions = [settings.precision(name) for name in settings.KNOWN_RECIPES]
-    assert len(set(precisions)) == len(settings.KNOWN_RECIPES)
-    assert set(example("lm.report").COLOURS) == set(settings.KNOWN_RECIPES)
+def test_every_named_recipe_is_known_once(example):
+    settings, recipe_list = example("lm.settings"), example("lm.cli").recipe_list
+    known = list(settings.KNOWN_RECIPES)
+    assert recipe_list("all") == known
+    for name in recipes.names():
+        (chosen,) = recipe_list(name)
+        assert chosen in known
+        assert settings.precision(chosen).recipe == recipes.from_name(name)
+    assert recipe_list("rowwise,float8_rowwise,high_precision") == ["float8_rowwise", "float32"]
+    assert len({settings.precision(name) for name in known}) == len(known)
+    styles = [tuple(example("lm.report").style(name).values()) for name in known]
+    assert len(set(styles)) == len(known)
+
+
+@pytest.fixture
+def tiny(example):
+    """Settings of a model that compiles fast, its first state, and a batch."""
+    settings = example("lm.settings").Settings(
+        d_model=32,
+        layers=2,
+        heads=1,
+        context=32,
+        batch=2,
+        steps=1,
+        lr=1e-3,
+        weight_decay=0.1,
+        grad_clip=1.0,
+        eval_every=1,
+        eval_tokens=64,
+    )
+    state = example("lm.training").initial_state(0, settings=settings, vocabulary=16)
+    return settings, state, np.arange(66, dtype=np.int32).reshape(2, 33) % 16
+
+
+def test_what_a_step_draws_is_a_function_of_seed_and_step(example, tiny):
+    training, (settings, state, tokens) = example("lm.training"), tiny
+    chosen = example("lm.settings").precision("mxfp4_backward")
+    model = training.build_model(chosen, settings, 16)
+
+    def kernels(seed: int, step: int) -> np.ndarray:
+        given = jax.tree.map(jax.numpy.copy, state)  # a step donates its state
+        after, _ = training.train_step(given, tokens, seed, step, model=model, settings=settings)
+        return np.asarray(after.optimizer[1][0].mu["blocks"]["up"]["kernel"])
+
+    first = kernels(0, 0)
+    np.testing.assert_array_equal(kernels(0, 0), first)
+    assert not np.array_equal(kernels(0, 1), first)
+    assert not np.array_equal(kernels(1, 0), first)
+    assert not np.array_equal(first[0], 0 * first[0])
+
+
+def test_chosen_blocks_and_the_head_follow_their_own_recipe(example, tiny):
+    """High-precision blocks are what float32's model computes; the others are not."""
+    training, (settings, state, tokens) = example("lm.training"), tiny
+    predict = jax.jit(example("lm.model").predict, static_argnames="model")
+
+    def logits(**options):
+        chosen = example("lm.settings").Precision(**{"recipe": recipes.mxfp4(), **options})
+        model = training.build_model(chosen, settings, 16)
+        return predict(state.params, tokens[:, :-1], model, jax.random.key(0))
+
+    plain = logits(recipe=recipes.high_precision())
+    np.testing.assert_allclose(logits(high_blocks=(0, 1)), plain, rtol=1e-5, atol=1e-6)
+    error = {kept: np.linalg.norm(logits(high_blocks=kept) - plain) for kept in ((), (1,))}
+    assert error[()] > error[1,] > 1e-4 * np.linalg.norm(plain)
+    with_head = logits(recipe=recipes.high_precision(), head=recipes.mxfp4())
+    assert 1e-3 < np.linalg.norm(with_head - plain) / np.linalg.norm(plain) < 0.5
 
 
 def test_default_text_is_english_and_batches_are_reproducible(example):
