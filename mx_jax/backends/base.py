@@ -48,6 +48,8 @@ class MatmulCall:
       out_dtype: dtype of the product.
       precision: what `jax.lax.dot_general` takes, for high-precision operands.
       fast_accumulation: whether a native kernel may add in lower precision.
+      out_sharding: where the product lies, as `jax.lax.dot_general` takes it: only on a mesh with
+        explicit axes, else None.
     """
 
     lhs_shape: tuple[int, ...]
@@ -59,6 +61,7 @@ class MatmulCall:
     out_dtype: np.dtype
     precision: Any = None
     fast_accumulation: bool = False
+    out_sharding: Any = None
     lhs_k_first: bool = False
     rhs_k_first: bool = False
 

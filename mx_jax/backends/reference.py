@@ -23,7 +23,9 @@ class ReferenceBackend:
 
     def scaled_matmul(self, lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         """See `reference.matmul.scaled_matmul`."""
-        return scaled_matmul(lhs, rhs, call.dimension_numbers, call.out_dtype, call.precision)
+        return scaled_matmul(
+            lhs, rhs, call.dimension_numbers, call.out_dtype, call.precision, call.out_sharding
+        )
 
     def quantize(
         self,

@@ -51,6 +51,7 @@ class XlaBackend:
             call.dimension_numbers,
             precision=precision,
             preferred_element_type=jnp.float32,
+            out_sharding=call.out_sharding,
         )
         left = _kept_factors(lhs, call.contracting_axes("lhs"))
         right = _kept_factors(rhs, call.contracting_axes("rhs"))

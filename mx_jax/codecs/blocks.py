@@ -11,6 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from mx_jax.codecs.explicit_axes import join_axes, split_axes
 from mx_jax.formats import WHOLE, BlockSize
 
 Blocks = tuple[tuple[int, BlockSize], ...]
@@ -60,7 +61,7 @@ def split(x: jax.Array, blocks: Blocks) -> tuple[jax.Array, tuple[int, ...]]:
         inside.append(len(shape) - 1)
     if any(high for _, high in padding):
         x = jnp.pad(x, padding)
-    return x.reshape(shape), tuple(inside)
+    return split_axes(x, shape, inside), tuple(inside)
 
 
 def merge(y: jax.Array, shape: tuple[int, ...], inside: tuple[int, ...]) -> jax.Array:
@@ -71,7 +72,7 @@ def merge(y: jax.Array, shape: tuple[int, ...], inside: tuple[int, ...]) -> jax.
             joined[-1] *= length
         else:
             joined.append(length)
-    y = y.reshape(joined)
+    y = join_axes(y, joined, inside)
     if y.shape == shape:
         return y
     return y[tuple(slice(length) for length in shape)]

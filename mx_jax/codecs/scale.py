@@ -11,6 +11,7 @@ from jax import lax
 
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32
+from mx_jax.codecs.explicit_axes import broadcast_like
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat, ScaleFormat
 
@@ -27,7 +28,9 @@ def true_divide(numerator: jax.Array, denominator: jax.Array | float) -> jax.Arr
     """
     denominator = jnp.asarray(denominator, jnp.float32)
     shape = jnp.broadcast_shapes(numerator.shape, denominator.shape)
-    numerator, full = jnp.broadcast_to(numerator, shape), jnp.broadcast_to(denominator, shape)
+    if numerator.shape != shape:
+        numerator = jnp.broadcast_to(numerator, shape)
+    full = broadcast_like(denominator, numerator)
     # vmap must batch the denominator with the numerator: what it left unbatched would be a
     # broadcast scalar again, behind the barrier.
     full = jnp.where(jnp.isnan(numerator), full, full)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import encode_scaled, true_divide
 from mx_jax.formats import F32, WHOLE, BlockFormat, ElementFormat
@@ -137,15 +138,18 @@ def _product_bwd(static, saved, g):
     new_g = next_state(g, state, static.elements.cotangent)
     g = _quantize(g, new_g.scale, static.elements.cotangent)
     # One scale a tensor holds along any axis: the forward's codes serve both gradients.
-    lhs_bar = _gradient(static.groups.grad_lhs(), g, rhs, static.lhs_dtype)
-    rhs_bar = _gradient(static.groups.grad_rhs(), g, lhs, static.rhs_dtype)
+    lhs_bar = _gradient(static.groups.grad_lhs(), g, rhs, static.lhs_dtype, lhs)
+    rhs_bar = _gradient(static.groups.grad_rhs(), g, lhs, static.rhs_dtype, rhs)
     return lhs_bar, rhs_bar, DelayedStates(new_lhs, new_rhs, new_g)
 
 
 _product.defvjp(_product_fwd, _product_bwd)
 
 
-def _gradient(order: tuple[Groups, bool], g: MXArray, other: MXArray, dtype: np.dtype) -> jax.Array:
+def _gradient(
+    order: tuple[Groups, bool], g: MXArray, other: MXArray, dtype: np.dtype, like: MXArray
+) -> jax.Array:
     groups, g_is_lhs = order
     operands = (g, other) if g_is_lhs else (other, g)
-    return quantized_matmul(*operands, _AS_THEY_ARE, groups, dtype, None, None)
+    sharding = explicit_sharding(like.codes)
+    return quantized_matmul(*operands, _AS_THEY_ARE, groups, dtype, None, None, sharding)

@@ -12,6 +12,7 @@ from mx_jax.backends.base import Operand
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import canonicalize, check_dimension_numbers, restore
 from mx_jax.ops.checks import QUANTIZABLE, check_is_key
+from mx_jax.ops.explicit_axes import canonical_sharding
 from mx_jax.ops.gradients import differentiable_matmul
 from mx_jax.specs import MatmulRecipe
 
@@ -79,7 +80,16 @@ def dot_general(
             out_sharding=out_sharding,
         )
     lhs, rhs, groups = canonicalize(lhs, rhs, dimension_numbers)
-    product = differentiable_matmul(recipe, groups.filled(), lhs, rhs, out_dtype, precision, key)
+    product = differentiable_matmul(
+        recipe,
+        groups.filled(),
+        lhs,
+        rhs,
+        out_dtype,
+        precision,
+        key,
+        canonical_sharding(out_sharding, groups),
+    )
     product = restore(product, groups)
     return constrain(product, out_sharding)
 

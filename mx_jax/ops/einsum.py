@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from mx_jax.backends.base import Operand
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.dot_general import as_operand, check_recipe, constrain, dot_general
+from mx_jax.ops.explicit_axes import permuted_sharding
 from mx_jax.specs import MatmulRecipe
 
 
@@ -74,6 +75,8 @@ def einsum(
             "blocks along; use jnp.einsum"
         )
     _check_sizes(subscripts, lhs, left, rhs, right)
+    kept = [c for c in left if c not in right] + [c for c in right if c not in left]
+    order = batch + kept
     product = dot_general(
         lhs,
         rhs,
@@ -81,10 +84,9 @@ def einsum(
         recipe=recipe,
         precision=precision,
         preferred_element_type=preferred_element_type,
+        out_sharding=permuted_sharding(out_sharding, [terms.out.index(c) for c in order]),
         key=key,
     )
-    kept = [c for c in left if c not in right] + [c for c in right if c not in left]
-    order = batch + kept
     product = jnp.transpose(product, [order.index(letter) for letter in terms.out])
     return constrain(product, out_sharding)
 

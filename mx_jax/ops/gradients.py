@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.backends.base import Operand
+from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import Groups
 from mx_jax.ops.clipping import mask_clipped
@@ -33,6 +34,7 @@ class Static(NamedTuple):
       rhs_dtype: likewise for the right operand.
       out_dtype: dtype of the product.
       precision: for high-precision operands.
+      out_sharding: of the product, on a mesh with explicit axes.
     """
 
     recipe: MatmulRecipe
@@ -41,6 +43,19 @@ class Static(NamedTuple):
     rhs_dtype: np.dtype | None
     out_dtype: np.dtype
     precision: Any
+    out_sharding: Any = None
+
+
+class Bar(NamedTuple):
+    """What a cotangent has to be.
+
+    Attributes:
+      dtype: dtype of the operand.
+      out_sharding: where the operand lies, on a mesh with explicit axes.
+    """
+
+    dtype: np.dtype
+    out_sharding: Any
 
 
 def differentiable_matmul(
@@ -51,21 +66,32 @@ def differentiable_matmul(
     out_dtype: np.dtype,
     precision: Any,
     key: jax.Array | None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """`[*batch, *m, *n]` with the recipe's own gradient products.
 
     An MXArray that was quantized in the same trace hands its cotangent to what it was made of; any
     other has none.
     """
-    static = Static(recipe, groups, _dtype(lhs), _dtype(rhs), out_dtype, precision)
-    return _matmul(static, lhs, rhs, _primal(lhs), _primal(rhs), key)
+    static = Static(
+        recipe,
+        groups,
+        cotangent_dtype(lhs),
+        cotangent_dtype(rhs),
+        out_dtype,
+        precision,
+        out_sharding,
+    )
+    return _matmul(static, lhs, rhs, primal_of(lhs), primal_of(rhs), key)
 
 
-def _dtype(operand: Operand) -> np.dtype | None:
+def cotangent_dtype(operand: Operand) -> np.dtype | None:
+    """Dtype of an operand's cotangent; None for an MXArray, which has none of its own."""
     return None if isinstance(operand, MXArray) else np.dtype(operand.dtype)
 
 
-def _primal(operand: Operand) -> jax.Array | None:
+def primal_of(operand: Operand) -> jax.Array | None:
+    """What an MXArray was made of, while that is being traced."""
     return operand.primal if isinstance(operand, MXArray) else None
 
 
@@ -90,13 +116,14 @@ def _matmul_fwd(static, lhs, rhs, lhs_primal, rhs_primal, key):
 
 def _matmul_bwd(static, saved, cotangent):
     lhs, rhs, lhs_primal, rhs_primal, key = saved
-    lhs_bars = _cotangents(_grad_lhs, static, static.lhs_dtype, lhs_primal, cotangent, rhs, key)
-    rhs_bars = _cotangents(_grad_rhs, static, static.rhs_dtype, rhs_primal, cotangent, lhs, key)
+    left, right = (lhs, static.lhs_dtype, lhs_primal), (rhs, static.rhs_dtype, rhs_primal)
+    lhs_bars = cotangents(_grad_lhs, static, left, cotangent, rhs, key)
+    rhs_bars = cotangents(_grad_rhs, static, right, cotangent, lhs, key)
     lhs_bars = (_like(lhs_bars[0], lhs), _like(lhs_bars[1], lhs_primal))
     rhs_bars = (_like(rhs_bars[0], rhs), _like(rhs_bars[1], rhs_primal))
     if static.recipe.mask_clipped:
-        lhs_bars = (_mask(static, "lhs", lhs_bars[0], lhs, key), lhs_bars[1])
-        rhs_bars = (_mask(static, "rhs", rhs_bars[0], rhs, key), rhs_bars[1])
+        lhs_bars = (mask(static, "lhs", lhs_bars[0], lhs, key), lhs_bars[1])
+        rhs_bars = (mask(static, "rhs", rhs_bars[0], rhs, key), rhs_bars[1])
     key_bar = None if key is None else np.zeros(key.shape, jax.dtypes.float0)
     return lhs_bars[0], rhs_bars[0], lhs_bars[1], rhs_bars[1], key_bar
 
@@ -119,12 +146,24 @@ def _varying(x: jax.Array) -> frozenset[str]:
     return frozenset(kind.vma if hasattr(kind, "vma") else kind.mat.varying)
 
 
-def _cotangents(gradient, static, dtype, primal, cotangent, other, key):
-    """Cotangents of an operand and of what an MXArray operand was made of: one at most is there."""
+def cotangents(gradient, static, operand, g, other, key):
+    """Cotangents of an operand and of what an MXArray operand was made of: one at most is there.
+
+    Args:
+      gradient: `_grad_lhs` or `_grad_rhs`.
+      static: of the product.
+      operand: the operand, its cotangent's dtype or None, and its primal or None.
+      g: cotangent of the product.
+      other: the other operand.
+      key: of the product.
+    """
+    value, dtype, primal = operand
     if dtype is not None:
-        return gradient(static, cotangent, other, dtype, key), None
+        leaf = value.codes if isinstance(value, MXArray) else value
+        return gradient(static, g, other, Bar(dtype, explicit_sharding(leaf)), key), None
     if primal is not None:
-        return None, gradient(static, cotangent, other, np.dtype(primal.dtype), key)
+        bar = Bar(np.dtype(primal.dtype), explicit_sharding(primal))
+        return None, gradient(static, g, other, bar, key)
     return None, None
 
 
@@ -133,7 +172,14 @@ def _forward(static: Static, lhs: Operand, rhs: Operand, key: jax.Array | None) 
     recipe, groups = static.recipe, static.groups
     with jax.named_scope("output"):
         return quantized_matmul(
-            lhs, rhs, recipe.fwd, groups, static.out_dtype, static.precision, _fold(key, 0)
+            lhs,
+            rhs,
+            recipe.fwd,
+            groups,
+            static.out_dtype,
+            static.precision,
+            fold_in(key, 0),
+            static.out_sharding,
         )
 
 
@@ -141,30 +187,30 @@ def _forward(static: Static, lhs: Operand, rhs: Operand, key: jax.Array | None) 
 def _quantize_both(
     static: Static, lhs: Operand, rhs: Operand, key: jax.Array | None
 ) -> tuple[Operand, Operand]:
-    return prepare_operands(lhs, rhs, static.recipe.fwd, static.groups, _fold(key, 0))
+    return prepare_operands(lhs, rhs, static.recipe.fwd, static.groups, fold_in(key, 0))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _grad_lhs(
-    static: Static, g: jax.Array, rhs: Operand, dtype: np.dtype, key: jax.Array | None
+    static: Static, g: jax.Array, rhs: Operand, bar: Bar, key: jax.Array | None
 ) -> jax.Array:
     """`g rhs^T`, contracted over n, in lhs's order."""
     groups, g_is_lhs = static.groups.grad_lhs()
     with jax.named_scope("grad_lhs"):
         return _gradient(
-            static.recipe.dlhs, groups, g_is_lhs, g, rhs, dtype, static.precision, _fold(key, 1)
+            static.recipe.dlhs, groups, g_is_lhs, g, rhs, bar, static.precision, fold_in(key, 1)
         )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _grad_rhs(
-    static: Static, g: jax.Array, lhs: Operand, dtype: np.dtype, key: jax.Array | None
+    static: Static, g: jax.Array, lhs: Operand, bar: Bar, key: jax.Array | None
 ) -> jax.Array:
     """`lhs^T g`, contracted over m, in rhs's order."""
     groups, g_is_lhs = static.groups.grad_rhs()
     with jax.named_scope("grad_rhs"):
         return _gradient(
-            static.recipe.drhs, groups, g_is_lhs, g, lhs, dtype, static.precision, _fold(key, 2)
+            static.recipe.drhs, groups, g_is_lhs, g, lhs, bar, static.precision, fold_in(key, 2)
         )
 
 
@@ -174,19 +220,18 @@ def _gradient(
     g_is_lhs: bool,
     g: jax.Array,
     other: Operand,
-    dtype: np.dtype,
+    bar: Bar,
     precision: Any,
     key: jax.Array | None,
 ) -> jax.Array:
     """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
-    other = _reuse(other, spec.rhs, rhs_place(groups) if g_is_lhs else lhs_place(groups))
-    if g_is_lhs:
-        return quantized_matmul(g, other, spec, groups, dtype, precision, key)
-    return quantized_matmul(other, g, spec.swapped(), groups, dtype, precision, key)
+    other = reuse(other, spec.rhs, rhs_place(groups) if g_is_lhs else lhs_place(groups))
+    left, right, spec = (g, other, spec) if g_is_lhs else (other, g, spec.swapped())
+    return quantized_matmul(left, right, spec, groups, bar.dtype, precision, key, bar.out_sharding)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _mask(
+def mask(
     static: Static, side: str, bar: jax.Array | None, operand: Operand, key: jax.Array | None
 ) -> jax.Array | None:
     """An operand's cotangent without what the forward product clipped of it."""
@@ -197,11 +242,11 @@ def _mask(
         return bar
     signs = None
     if fwd.transform is not None:
-        signs = hadamard.draw_signs(fwd.transform, operand_keys(_fold(key, 0))[2])
+        signs = hadamard.draw_signs(fwd.transform, operand_keys(fold_in(key, 0))[2])
     return mask_clipped(bar, operand, spec, place.blocks(spec), signs, place.block_axis)
 
 
-def _reuse(operand: Operand, spec: OperandSpec | None, place: Place) -> Operand:
+def reuse(operand: Operand, spec: OperandSpec | None, place: Place) -> Operand:
     """A saved operand for a backward product.
 
     Codes are reused if their blocks also lie along the new contracting axis (square blocks);
@@ -215,6 +260,6 @@ def _reuse(operand: Operand, spec: OperandSpec | None, place: Place) -> Operand:
     return operand if reusable else operand.dequantize(jnp.float32)
 
 
-def _fold(key: jax.Array | None, product: int) -> jax.Array | None:
+def fold_in(key: jax.Array | None, product: int) -> jax.Array | None:
     """Each of the three products draws from its own stream."""
     return None if key is None else jax.random.fold_in(key, product)

@@ -26,6 +26,7 @@ def quantized_matmul(
     out_dtype: np.dtype,
     precision: Any,
     key: jax.Array | None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """Two canonical operands to `[*batch, *m, *n]`: quantize, select a backend, run it.
 
@@ -37,6 +38,7 @@ def quantized_matmul(
       out_dtype: dtype of the product.
       precision: for high-precision operands.
       key: PRNG key if the spec rounds stochastically.
+      out_sharding: of the product, on a mesh with explicit axes.
 
     Returns:
       `[*batch, *m, *n]`.
@@ -55,6 +57,7 @@ def quantized_matmul(
         out_dtype=out_dtype,
         precision=precision,
         fast_accumulation=spec.fast_accumulation,
+        out_sharding=out_sharding,
     )
     product = _run(lhs, rhs, call)
     return product if factor == 1.0 else product * jnp.asarray(factor, out_dtype)
@@ -79,6 +82,7 @@ def _run(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         call.dimension_numbers,
         precision=call.precision,
         preferred_element_type=call.out_dtype,
+        out_sharding=call.out_sharding,
     )
 
 

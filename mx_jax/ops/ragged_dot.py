@@ -18,9 +18,10 @@ from mx_jax.backends.base import Operand
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray
+from mx_jax.ops import gradients
 from mx_jax.ops.canonical import Groups, _check_blocks
 from mx_jax.ops.dot_general import _check_matmul_key, as_operand, check_recipe
-from mx_jax.ops.gradients import Static, _cotangents, _dtype, _fold, _mask, _primal, _reuse
+from mx_jax.ops.gradients import Bar, Static
 from mx_jax.ops.matmul import Place, _transform, operand_keys, prepare
 from mx_jax.ops.quantize import draw_bits, quantize_operand
 from mx_jax.reference import hadamard, ragged
@@ -105,9 +106,11 @@ def ragged_dot(
     for operand, side in ((lhs, "lhs"), (rhs, "rhs")):
         if isinstance(operand, MXArray):
             _check_blocks(operand, 1, side)
-    static = Static(recipe, _GROUPS, _dtype(lhs), _dtype(rhs), np.dtype(out_dtype), precision)
+    bars = (gradients.cotangent_dtype(lhs), gradients.cotangent_dtype(rhs))
+    static = Static(recipe, _GROUPS, *bars, np.dtype(out_dtype), precision)
     sizes = ragged_rows(sizes, lhs.shape[0], unit=1).sizes
-    return _ragged_dot(static, lhs, rhs, _primal(lhs), _primal(rhs), sizes, key)
+    primals = (gradients.primal_of(lhs), gradients.primal_of(rhs))
+    return _ragged_dot(static, lhs, rhs, *primals, sizes, key)
 
 
 def _as_group_sizes(group_sizes: Any) -> jax.Array:
@@ -173,17 +176,15 @@ def _ragged_dot_fwd(static, lhs, rhs, lhs_primal, rhs_primal, sizes, key):
 
 def _ragged_dot_bwd(static, saved, g):
     lhs, rhs, lhs_primal, rhs_primal, sizes, key = saved
-    lhs_bar, lhs_primal_bar = _cotangents(
-        _grad_lhs, static, static.lhs_dtype, lhs_primal, g, (rhs, sizes), key
-    )
-    rhs_bar, rhs_primal_bar = _cotangents(
-        _grad_rhs, static, static.rhs_dtype, rhs_primal, g, (lhs, sizes), key
-    )
+    left, right = (lhs, static.lhs_dtype, lhs_primal), (rhs, static.rhs_dtype, rhs_primal)
+    lhs_bars = gradients.cotangents(_grad_lhs, static, left, g, (rhs, sizes), key)
+    rhs_bars = gradients.cotangents(_grad_rhs, static, right, g, (lhs, sizes), key)
+    lhs_bar, rhs_bar = lhs_bars[0], rhs_bars[0]
     if static.recipe.mask_clipped:
-        lhs_bar = _mask(static, "lhs", lhs_bar, _without_unused(lhs, sizes), key)
-        rhs_bar = _mask(static, "rhs", rhs_bar, rhs, key)
+        lhs_bar = gradients.mask(static, "lhs", lhs_bar, _without_unused(lhs, sizes), key)
+        rhs_bar = gradients.mask(static, "rhs", rhs_bar, rhs, key)
     no_bars = [None if x is None else np.zeros(x.shape, jax.dtypes.float0) for x in (sizes, key)]
-    return lhs_bar, rhs_bar, lhs_primal_bar, rhs_primal_bar, *no_bars
+    return lhs_bar, rhs_bar, lhs_bars[1], rhs_bars[1], *no_bars
 
 
 _ragged_dot.defvjp(_ragged_dot_fwd, _ragged_dot_bwd)
@@ -194,23 +195,23 @@ def _forward(static: Static, lhs: Operand, rhs: Operand, sizes: jax.Array, key: 
     """`[m, k]` by `[g, k, n]` to `[m, n]`; and both operands as the product took them."""
     spec = static.recipe.fwd
     with jax.named_scope("output"):
-        lhs, rhs = _prepare_kept(lhs, rhs, _SECOND_LAST, sizes, spec, _fold(key, 0))
+        lhs, rhs = _prepare_kept(lhs, rhs, _SECOND_LAST, sizes, spec, gradients.fold_in(key, 0))
         product = _product(lhs, rhs, (-1, -2), sizes, spec, static.out_dtype, static.precision)
         return product, (lhs, rhs)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _grad_lhs(static: Static, g: jax.Array, other, dtype: np.dtype, key: Key) -> jax.Array:
+def _grad_lhs(static: Static, g: jax.Array, other, bar: Bar, key: Key) -> jax.Array:
     """`[m, n]` by `[g, k, n]` to `[m, k]`."""
     (rhs, sizes), spec = other, static.recipe.dlhs
     with jax.named_scope("grad_lhs"):
-        rhs = _reuse(rhs, spec.rhs, _LAST)
-        lhs, rhs = _prepare_kept(g, rhs, _LAST, sizes, spec, _fold(key, 1))
-        return _product(lhs, rhs, (-1, -1), sizes, spec, dtype, static.precision)
+        rhs = gradients.reuse(rhs, spec.rhs, _LAST)
+        lhs, rhs = _prepare_kept(g, rhs, _LAST, sizes, spec, gradients.fold_in(key, 1))
+        return _product(lhs, rhs, (-1, -1), sizes, spec, bar.dtype, static.precision)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _grad_rhs(static: Static, g: jax.Array, other, dtype: np.dtype, key: Key) -> jax.Array:
+def _grad_rhs(static: Static, g: jax.Array, other, bar: Bar, key: Key) -> jax.Array:
     """`[p, k]` by `[p, n]` to `[g, k, n]`: p are the rows, those of each group padded to blocks."""
     (lhs, sizes), spec = other, static.recipe.drhs.swapped()
     with jax.named_scope("grad_rhs"):
@@ -218,11 +219,11 @@ def _grad_rhs(static: Static, g: jax.Array, other, dtype: np.dtype, key: Key) ->
             lhs = lhs.dequantize() if spec.lhs is None else lhs.dequantize(jnp.float32)
         rows = ragged_rows(sizes, g.shape[0], _unit(spec))
         lhs, rhs, lhs_key, rhs_key = _transform_both(
-            rows.place(lhs), rows.place(g), (-2, -2), spec, _fold(key, 2)
+            rows.place(lhs), rows.place(g), (-2, -2), spec, gradients.fold_in(key, 2)
         )
         lhs = _prepare_contracted(rows, lhs, spec.lhs, lhs_key)
         rhs = _prepare_contracted(rows, rhs, spec.rhs, rhs_key)
-        return _product(lhs, rhs, (-2, -2), rows.sizes, spec, dtype, static.precision)
+        return _product(lhs, rhs, (-2, -2), rows.sizes, spec, bar.dtype, static.precision)
 
 
 def _product(lhs, rhs, contracting, sizes, spec: MatmulSpec, dtype, precision: Any) -> jax.Array:

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mx_jax.codecs import blocks as block_shapes
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hadamard:
@@ -94,11 +96,11 @@ def apply(x: jax.Array, signs: jax.Array, axis: int = -1) -> jax.Array:
 
 def _apply_last(x: jax.Array, signs: jax.Array) -> jax.Array:
     size = signs.shape[0]
-    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)]
-    groups = jnp.pad(x.astype(jnp.float32), padding).reshape(*x.shape[:-1], -1, size)
+    groups, inside = block_shapes.split(x.astype(jnp.float32), ((-1, size),))
     signs = signs.reshape((1,) * (groups.ndim - 1) + (size,))
     turned = jnp.matmul(groups * signs, matrix(size), precision=lax.Precision.HIGHEST)
-    return turned.reshape(*x.shape[:-1], -1)
+    length = groups.shape[-2] * size
+    return block_shapes.merge(turned, (*x.shape[:-1], length), inside)
 
 
 def invert(y: jax.Array, signs: jax.Array, length: int, axis: int = -1) -> jax.Array:
@@ -108,7 +110,7 @@ def invert(y: jax.Array, signs: jax.Array, length: int, axis: int = -1) -> jax.A
 
 def _invert_last(y: jax.Array, signs: jax.Array, length: int) -> jax.Array:
     size = signs.shape[0]
-    groups = y.reshape(*y.shape[:-1], -1, size)
+    groups, inside = block_shapes.split(y, ((-1, size),))
     signs = signs.reshape((1,) * (groups.ndim - 1) + (size,))
     turned = jnp.matmul(groups, matrix(size), precision=lax.Precision.HIGHEST) * signs
-    return turned.reshape(*y.shape[:-1], -1)[..., :length]
+    return block_shapes.merge(turned, (*y.shape[:-1], length), inside)

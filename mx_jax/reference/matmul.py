@@ -15,6 +15,7 @@ def scaled_matmul(
     dimension_numbers: lax.DotDimensionNumbers,
     out_dtype: jax.typing.DTypeLike,
     precision: Any = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """`sum over blocks of X_A X_B (sum over the block of P_A P_B)`.
 
@@ -28,6 +29,7 @@ def scaled_matmul(
       out_dtype: dtype of the product; one rounding from the float32 sum.
       precision: for products with a high-precision operand; two quantized operands always take
         the highest, so that no platform rounds them again on the way in.
+      out_sharding: of the product, as in `jax.lax.dot_general`.
 
     Returns:
       The product, axes in `dot_general`'s order.
@@ -40,6 +42,7 @@ def scaled_matmul(
         dimension_numbers,
         precision=precision,
         preferred_element_type=jnp.float32,
+        out_sharding=out_sharding,
     )
     return product.astype(out_dtype)
 

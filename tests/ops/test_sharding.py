@@ -115,26 +115,30 @@ def test_shard_map(mesh: Mesh, arrays, expected, check_vma: bool):
     check(jax.jit(shards)(*arrays), expected)
 
 
-# A weight gradient contracts the sharded tokens, and with explicit axes JAX wants to be told where
-# the sum goes: the quantized product does not hand that down yet.
-_NOT_YET = pytest.mark.xfail(reason="explicit mesh axes: gradients need out_sharding", strict=True)
-
-
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(RECIPE, marks=_NOT_YET), recipes.high_precision()],
-    ids=["mxfp4", "high_precision"],
+    [
+        RECIPE,
+        recipes.nvfp4(),
+        recipes.float8_rowwise(),
+        recipes.float8_tensorwise(),
+        recipes.from_name("mxfp4_stochastic"),
+        recipes.high_precision(),
+    ],
+    ids=lambda recipe: recipe.name,
 )
 def test_explicit_sharding(recipe, arrays):
     """Sharding in types: forward and backward agree on where things lie."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     x, w, g = arrays
-    expected = jax.jit(lambda *a: value_and_grads(*a, recipe=recipe))(x, w, g)
+    options = {"key": jax.random.key(0)} if recipe.is_stochastic else {}
+    run = jax.jit(lambda *a: value_and_grads(*a, recipe=recipe, **options))
+    expected = run(x, w, g)
     with jax.set_mesh(mesh):
         x = jax.device_put(x, NamedSharding(mesh, P("data", None)))
         w = jax.device_put(w, NamedSharding(mesh, P(None, "model")))
         g = jax.device_put(g, NamedSharding(mesh, P("data", "model")))
-        actual = jax.jit(lambda *a: value_and_grads(*a, recipe=recipe))(x, w, g)
+        actual = run(x, w, g)
     assert [result.sharding.spec for result in actual] == [
         P("data", "model"),
         P("data", None),
@@ -142,6 +146,8 @@ def test_explicit_sharding(recipe, arrays):
     ]
     if recipe == RECIPE:
         check(actual, expected)
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
 
 
 def test_out_sharding(arrays):
@@ -156,3 +162,20 @@ def test_out_sharding(arrays):
             assert product.sharding.spec == P("data", "model")
             product = mx_jax.einsum("mk,kn->nm", x, w, recipe=recipe, out_sharding=P("model"))
             assert product.sharding.spec == P("model", None)
+
+
+@pytest.mark.parametrize("spec", [P(), P("model")], ids=str)
+def test_out_sharding_of_a_sharded_sum(arrays, expected, spec):
+    """k is sharded in both operands: the caller says where the sum goes, or JAX refuses it."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    dimensions = (((1,), (0,)), ((), ()))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(arrays[0], NamedSharding(mesh, P(None, "data")))
+        w = jax.device_put(arrays[1], NamedSharding(mesh, P("data", None)))
+        product = mx_jax.dot_general(x, w, dimensions, recipe=RECIPE, out_sharding=spec)
+        row = mx_jax.dot_general(x[3], w, (((0,), (0,)), ((), ())), recipe=RECIPE, out_sharding=P())
+        turned = mx_jax.einsum("mk,kn->nm", x, w, recipe=RECIPE, out_sharding=P(None, *spec))
+    assert product.sharding.spec == P(*spec, *(None,) * (2 - len(spec)))
+    assert turned.sharding.spec == P(None, *(spec or (None,)))
+    for actual, wanted in ((product, expected[0]), (row, expected[0][3]), (turned.T, expected[0])):
+        assert_bitwise_equal(np.asarray(actual) + 0.0, np.asarray(wanted) + 0.0)

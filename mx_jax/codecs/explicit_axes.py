@@ -1,0 +1,80 @@
+"""Meshes with explicit axes, where the type of an array says where it lies.
+
+There JAX asks of a reshape or broadcast where its result shall lie, unless only one answer makes
+sense. On any other mesh, and without one, the functions here do nothing.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+
+def has_explicit_axes() -> bool:
+    """Whether the mesh in use has axes of `AxisType.Explicit`."""
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def explicit_sharding(x: jax.Array) -> NamedSharding | None:
+    """Where an array's type says that it lies; None on meshes without explicit axes."""
+    return jax.typeof(x).sharding if has_explicit_axes() else None
+
+
+def partitions(sharding: Any, ndim: int) -> list[Any]:
+    """The mesh axes of each of an array's axes, None where it is whole."""
+    spec = list(sharding.spec if isinstance(sharding, NamedSharding) else sharding)
+    return spec + [None] * (ndim - len(spec))
+
+
+def with_partitions(sharding: Any, parts: Sequence[Any]) -> Any:
+    """A sharding of the same kind and mesh with other mesh axes."""
+    spec = PartitionSpec(*parts)
+    return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
+
+
+def broadcast_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """x broadcast to the shape, and to the place, of another array."""
+    return jnp.broadcast_to(x, like.shape, out_sharding=explicit_sharding(like))
+
+
+def split_axes(x: jax.Array, shape: Sequence[int], inside: Sequence[int]) -> jax.Array:
+    """x reshaped so that each axis of `inside`, with the one before it, was one axis of x.
+
+    A sharded axis hands its mesh axes to the blocks if they divide evenly, or to the positions if
+    there is one block; otherwise blocks would be cut between devices, and the axis is gathered.
+    """
+    sharding = explicit_sharding(x)
+    if sharding is None:
+        return x.reshape(shape)
+    old, new = partitions(sharding, x.ndim), []
+    for axis in range(len(shape)):
+        if axis in inside:
+            part, count = new[-1], shape[axis - 1]
+            new[-1] = part if count > 1 and count % _devices(sharding, part) == 0 else None
+            new.append(part if count == 1 else None)
+        else:
+            new.append(old.pop(0))
+    return jax.lax.reshape(x, tuple(shape), out_sharding=with_partitions(sharding, new))
+
+
+def join_axes(y: jax.Array, shape: Sequence[int], inside: Sequence[int]) -> jax.Array:
+    """Undo `split_axes`: each axis of `inside` joins the one before it, wherever either lay."""
+    sharding = explicit_sharding(y)
+    if sharding is None:
+        return y.reshape(shape)
+    parts: list[Any] = []
+    for axis, part in enumerate(partitions(sharding, y.ndim)):
+        if axis in inside:
+            parts[-1] = parts[-1] or part
+        else:
+            parts.append(part)
+    return jax.lax.reshape(y, tuple(shape), out_sharding=with_partitions(sharding, parts))
+
+
+def _devices(sharding: NamedSharding, part: Any) -> int:
+    """Over how many devices an axis with these mesh axes is spread."""
+    names = part if isinstance(part, tuple) else (part,) if part else ()
+    return math.prod(sharding.mesh.shape[name] for name in names)
