@@ -15,14 +15,18 @@
 
 namespace mx {
 
+// Which matrix of each operand.
+struct Product {
+  int64_t lhs, rhs;
+};
+
 struct MatmulProblem {
-  Source lhs, rhs;  // of the first product of the batch
-  int64_t batch;
-  int64_t lhs_batch_bytes, rhs_batch_bytes;  // from one product's elements to the next's
-  int64_t lhs_scale_batch, rhs_scale_batch;  // likewise of scales
-  const float* alpha;                        // one for each product
+  Source lhs, rhs;  // the first matrix of each; others follow without gaps
+  std::vector<Product> products;
+  const float* alpha;  // the factor of each product, alpha_step apart
+  int64_t alpha_step;
   OutType out_type;
-  void* out;  // [batch, lhs.rows, rhs.rows]
+  void* out;  // [products, lhs.rows, rhs.rows]
 };
 
 inline bool FitsInt8(Element element) {
@@ -125,7 +129,7 @@ inline void RunTask(const MatmulKernels& kernels, const MatmulProblem& problem, 
         if (!last) continue;
         kernels.store(tile, static_cast<int>(std::min<int64_t>(kTileRows, m - row)),
                       static_cast<int>(std::min<int64_t>(kTileColumns, n - column)),
-                      problem.alpha[product], problem.out_type,
+                      problem.alpha[product * problem.alpha_step], problem.out_type,
                       out + (row * n + column) * out_size, n);
       }
     }
@@ -152,10 +156,16 @@ void MultiplySlabs(Pool& pool, const MatmulKernels& kernels, const MatmulProblem
   });
 }
 
-inline Source OfProduct(const Source& source, int64_t product, int64_t bytes, int64_t scales) {
+inline int64_t ElementBytes(Element element) {
+  return element <= kElementInt8 ? 1 : element == kElementFloat32 ? 4 : 2;
+}
+
+inline Source MatrixOf(const Source& source, int64_t index) {
   Source moved = source;
-  moved.elements = static_cast<const char*>(source.elements) + product * bytes;
-  if (source.scales != nullptr) moved.scales = source.scales + product * scales;
+  const int64_t bytes = source.rows * source.k * ElementBytes(source.element);
+  moved.elements = static_cast<const char*>(source.elements) + index * bytes;
+  const int64_t blocks = (source.k + source.block - 1) / source.block;
+  if (source.scales != nullptr) moved.scales = source.scales + index * source.rows * blocks;
   return moved;
 }
 
@@ -166,11 +176,10 @@ void RunPacked(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& pr
   const int64_t group_bytes = sizes.lhs_panel * kLhsPanelsPerGroup;
   Scratch left(sizes.lhs_per_slab * group_bytes + 64), right(sizes.rhs_per_slab * sizes.rhs_panel);
   std::vector<ScaleRange> left_ranges(sizes.lhs_per_slab), right_ranges(sizes.rhs_per_slab);
-  for (int64_t product = 0; product < problem.batch; ++product) {
-    const Source lhs =
-        OfProduct(problem.lhs, product, problem.lhs_batch_bytes, problem.lhs_scale_batch);
-    const Source rhs =
-        OfProduct(problem.rhs, product, problem.rhs_batch_bytes, problem.rhs_scale_batch);
+  const int64_t num_products = static_cast<int64_t>(problem.products.size());
+  for (int64_t product = 0; product < num_products; ++product) {
+    const Source lhs = MatrixOf(problem.lhs, problem.products[product].lhs);
+    const Source rhs = MatrixOf(problem.rhs, problem.products[product].rhs);
     for (int64_t i = 0; i < sizes.lhs_groups; i += sizes.lhs_per_slab) {
       const int64_t num_groups = std::min(sizes.lhs_per_slab, sizes.lhs_groups - i);
       for (int64_t j = 0; j < sizes.rhs_panels; j += sizes.rhs_per_slab) {
@@ -196,11 +205,24 @@ void RunPacked(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& pr
   }
 }
 
+// Products that share rhs are one product of more rows, where the rows follow each other.
+inline void MergeRows(MatmulProblem* problem) {
+  const int64_t batch = static_cast<int64_t>(problem->products.size());
+  if (batch < 2 || problem->lhs.k_stride != 1 || problem->alpha_step != 0) return;
+  for (int64_t i = 0; i < batch; ++i) {
+    if (problem->products[i].rhs != 0 || problem->products[i].lhs != i) return;
+  }
+  problem->lhs.rows *= batch;
+  problem->products.resize(1);
+}
+
 template <class Pool>
-void RunMatmul(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& problem) {
-  if (problem.batch == 0 || problem.lhs.rows == 0 || problem.rhs.rows == 0) return;
+void RunMatmul(Pool& pool, const MatmulKernels& kernels, MatmulProblem problem) {
+  MergeRows(&problem);
+  const int64_t batch = static_cast<int64_t>(problem.products.size());
+  if (batch == 0 || problem.lhs.rows == 0 || problem.rhs.rows == 0) return;
   // Waking another thread costs about what 2^18 products do.
-  const int64_t work = problem.lhs.rows * problem.rhs.rows * problem.lhs.k * problem.batch;
+  const int64_t work = problem.lhs.rows * problem.rhs.rows * problem.lhs.k * batch;
   NoPool nobody;
   if (work < (int64_t{1} << 18)) return RunPacked(nobody, kernels, problem);
   RunPacked(pool, kernels, problem);
