@@ -108,7 +108,8 @@ class Float8Config:
 
     Raises:
       ValueError: one operand of a product in float8 and the other in high precision, or a tensor
-        cast to two different element formats.
+        cast to two different element formats; a disabled cast counts with the element that it has
+        or would have.
     """
 
     cast_config_input: Cast = Cast()
@@ -132,11 +133,11 @@ class Float8Config:
                 )
         for tensor, first, second in self._tensors():
             elements = (_element(first, tensor), _element(second, tensor))
-            both_cast = not first.is_disabled and not second.is_disabled
-            if both_cast and elements[0] != elements[1]:
+            if elements[0] != elements[1]:
                 raise ValueError(
                     f"Float8Config: {tensor} must be cast to one element format in both products "
-                    f"it takes part in, got {elements[0].name} and {elements[1].name}"
+                    f"it takes part in, got {elements[0].name} and {elements[1].name}; give both "
+                    "casts the same element (a disabled cast, too, has its role's by default)"
                 )
 
     def _tensors(self) -> tuple[tuple[str, Cast, Cast], ...]:
@@ -265,6 +266,6 @@ def float8_rowwise_with_gw_hp() -> Recipe:
         cast_config_grad_output=dataclasses.replace(AXISWISE, element=E4M3),
         cast_config_input_for_grad_weight=DISABLED,
         cast_config_weight_for_grad_input=Cast(),
-        cast_config_grad_output_for_grad_weight=DISABLED,
+        cast_config_grad_output_for_grad_weight=dataclasses.replace(DISABLED, element=E4M3),
         round_scales_to_power_of_2=True,
     ).recipe("float8_rowwise_with_gw_hp")

@@ -175,6 +175,14 @@ def test_rocm_takes_the_fnuz_pair():
             {"cast_config_grad_output_for_grad_weight": Cast(element=E4M3)},
             r"grad_output must be cast to one element format .* got e5m2 and e4m3",
         ),
+        (
+            {
+                "cast_config_grad_output": Cast(element=E4M3),
+                "cast_config_input_for_grad_weight": DISABLED,
+                "cast_config_grad_output_for_grad_weight": DISABLED,
+            },
+            r"got e4m3 and e5m2; give both casts the same element \(a disabled cast, too",
+        ),
     ],
 )
 def test_invalid_configs_name_both_sides(options, message):

@@ -1,0 +1,166 @@
+"""torchao's float8 linear layer and its config, on CPU, beside ours."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax.formats import E4M3, E5M2
+from mx_jax.recipes import AXISWISE, DISABLED, Cast, Float8Config
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+
+NAMES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+M, K, N = 48, 64, 80
+# Roles in the order in which torchao's layer casts: forward, grad_input, grad_weight.
+ROLES = ("x", "w", "g for dx", "w for dx", "g for dw", "x for dw")
+
+
+@dataclasses.dataclass(frozen=True)
+class Theirs:
+    """What torchao's layer made of x, w [n, k] and g: arrays, and its casts in order."""
+
+    values: dict[str, np.ndarray]
+    output: np.ndarray
+    grad_input: np.ndarray
+    grad_weight: np.ndarray
+    casts: list[tuple[np.ndarray, np.ndarray]]
+
+
+def run_torchao(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> Theirs:
+    torch = pytest.importorskip("torch")
+    float8_linear = pytest.importorskip("torchao.float8.float8_linear")
+    config = pytest.importorskip("torchao.float8.config").Float8LinearConfig
+    rng = np.random.default_rng(0)
+    values = {
+        "x": rng.standard_normal((M, K)).astype(np.float32),
+        "w": rng.standard_normal((N, K)).astype(np.float32) / 8,
+        "g": rng.standard_normal((M, N)).astype(np.float32) * 1e-3,
+    }
+    casts: list[tuple[np.ndarray, np.ndarray]] = []
+    cast = float8_linear.hp_tensor_to_float8_dynamic
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        result = cast(*args, **options)
+        codes = result._data.contiguous().view(torch.uint8).numpy()
+        casts.append((codes, result._scale.float().numpy()))
+        return result
+
+    monkeypatch.setattr(float8_linear, "hp_tensor_to_float8_dynamic", recorded)
+    linear = torch.nn.Linear(K, N, bias=False, dtype=getattr(torch, dtype))
+    with torch.no_grad():
+        linear.weight.copy_(torch.tensor(values["w"]))
+    chosen = dataclasses.replace(config.from_recipe_name(name), emulate=True)
+    layer = float8_linear.Float8Linear.from_float(linear, config=chosen)
+    x = torch.tensor(values["x"]).to(getattr(torch, dtype)).requires_grad_()
+    output = layer(x)
+    output.backward(torch.tensor(values["g"]).to(getattr(torch, dtype)))
+    arrays = [tensor.detach().float().numpy() for tensor in (output, x.grad, layer.weight.grad)]
+    return Theirs(values, *arrays, casts)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_cast_of_a_linear_layer_has_torchaos_bits(name, dtype, monkeypatch):
+    theirs = run_torchao(name, dtype, monkeypatch)
+    recipe = mx_jax.recipes.from_name(name)
+    x, w, g = (jnp.asarray(theirs.values[key]).astype(dtype) for key in "xwg")
+    # Blocks lie along the contracting axis; torchao's weight is [n, k], cast as its transpose.
+    ours = dict(
+        zip(
+            ROLES,
+            (
+                (x, recipe.fwd.lhs, 1),
+                (w.T, recipe.fwd.rhs, 0),
+                (g, recipe.dlhs.lhs, 1),
+                (w.T, recipe.dlhs.rhs, 1),
+                (g, recipe.drhs.lhs, 0),
+                (x, recipe.drhs.rhs, 0),
+            ),
+            strict=True,
+        )
+    )
+    made = [role for role in ROLES if ours[role][1] is not None]
+    assert len(theirs.casts) == len(made) == (4 if name.endswith("hp") else 6)
+    for role, (codes, scale) in zip(made, theirs.casts, strict=True):
+        values, spec, axis = ours[role]
+        actual = mx_jax.quantize(values, spec.format, axis=axis, scale_rule=spec.scale_rule)
+        np.testing.assert_array_equal(np.asarray(actual.codes), codes, err_msg=role)
+        np.testing.assert_array_equal(
+            np.asarray(actual.scales).ravel(), scale.ravel(), err_msg=role
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_and_gradients_of_a_linear_layer_are_torchaos(name, dtype, monkeypatch):
+    """Same codes, same scales: products differ by float32's order of summation alone.
+
+    Either side is within (length + 2) * eps * sum |a b| of the exact product of the dequantized
+    operands, whose rounding adds one eps each; a bfloat16 result is rounded once more.
+    """
+    theirs = run_torchao(name, dtype, monkeypatch)
+    recipe = mx_jax.recipes.from_name(name)
+    x, w, g = (jnp.asarray(theirs.values[key]).astype(dtype) for key in "xwg")
+    output, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), x, w.T)
+    grad_input, grad_weight = pullback(g)
+    for ours, expected, (left, right, length) in (
+        (output, theirs.output, (x, w.T, K)),
+        (grad_input, theirs.grad_input, (g, w, N)),
+        (grad_weight.T, theirs.grad_weight, (g.T, x, M)),
+    ):
+        left, right = (np.abs(np.asarray(side, np.float32)) for side in (left, right))
+        bound = 2 * (length + 4) * 2.0**-24 * 1.2 * (left @ right)
+        if dtype == "bfloat16":
+            bound = bound + 2.0**-8 * np.abs(expected)
+        difference = np.abs(np.asarray(ours, np.float32) - expected)
+        assert (difference <= bound).all()
+        assert np.abs(expected).max() > 100 * bound.max() or dtype == "bfloat16"
+
+
+def test_exactly_what_torchao_rejects_is_rejected():
+    """Every combination of casts for the six operands: 8000 configs."""
+    torch = pytest.importorskip("torch")
+    config = pytest.importorskip("torchao.float8.config")
+    dtypes = {None: None, E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+    first = (Cast(), DISABLED, AXISWISE, Cast(element=E5M2))
+    second = (None, *first[:3], Cast(element=E4M3))
+    fields = (
+        "cast_config_input",
+        "cast_config_weight",
+        "cast_config_grad_output",
+        "cast_config_input_for_grad_weight",
+        "cast_config_weight_for_grad_input",
+        "cast_config_grad_output_for_grad_weight",
+    )
+
+    def translate(cast: Cast | None) -> Any:
+        # Anew each time: torchao fills the dtype in.
+        return cast and config.CastConfig(
+            scaling_type=config.ScalingType(cast.scaling),
+            scaling_granularity=config.ScalingGranularity(cast.granularity),
+            target_dtype=dtypes[cast.element],
+        )
+
+    counts = {True: 0, False: 0}
+    for casts in itertools.product(*[first] * 3, *[second] * 3):
+        options = dict(zip(fields, casts, strict=True))
+        ours = accepts(Float8Config, ValueError, options)
+        given = {field: translate(cast) for field, cast in options.items()}
+        theirs = accepts(config.Float8LinearConfig, AssertionError, given)
+        assert ours == theirs, options
+        counts[ours] += 1
+    assert min(counts.values()) > 100, counts
+
+
+def accepts(build: Any, error: type[Exception], options: dict[str, Any]) -> bool:
+    try:
+        build(**options)
+    except error:
+        return False
+    return True
