@@ -80,18 +80,11 @@ def dot_general(
             out_sharding=out_sharding,
         )
     lhs, rhs, groups = canonicalize(lhs, rhs, dimension_numbers)
+    sharding = canonical_sharding(out_sharding, groups)
     product = differentiable_matmul(
-        recipe,
-        groups.filled(),
-        lhs,
-        rhs,
-        out_dtype,
-        precision,
-        key,
-        canonical_sharding(out_sharding, groups),
+        recipe, groups.filled(), lhs, rhs, out_dtype, precision, key, sharding
     )
-    product = restore(product, groups)
-    return constrain(product, out_sharding)
+    return constrain(restore(product, groups), out_sharding)
 
 
 def constrain(product: jax.Array, out_sharding: Any) -> jax.Array:
