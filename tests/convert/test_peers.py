@@ -60,8 +60,12 @@ def judge(name: str, report: Any, run: Any, original: Any, converted: Any, param
         for gradient in gradients
     ]
     gradient_sqnr = mx_jax.inspect.sqnr_db(*flat)
-    print(f"\n{name}\n{report}\noutput {sqnr:.1f} dB, gradients {gradient_sqnr:.1f} dB")
+    norms = jnp.linalg.norm(flat[0]) * jnp.linalg.norm(flat[1])
+    cosine = float(jnp.vdot(*flat) / norms)
+    print(f"\n{name}\n{report}")
+    print(f"output {sqnr:.1f} dB, gradients {gradient_sqnr:.1f} dB, cosine {cosine:.4f}")
     assert np.all(np.isfinite(flat[1]))
+    assert 0.97 < cosine < 0.99999
     assert 12 < sqnr < 45 and 8 < gradient_sqnr < 45
 
 
