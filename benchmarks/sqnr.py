@@ -18,23 +18,16 @@ import mx_jax
 from benchmarks import environment, report
 from mx_jax import formats, recipes
 from mx_jax.inspect import sqnr_db
-from mx_jax.recipes import MatmulSpec, Recipe, Residuals
+from mx_jax.recipes import Recipe
 from mx_jax.reference.scale_rules import SCALE_RULES
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
 
 
-def mxfp6_e2m3() -> Recipe:
-    """MXFP6 with E2M3 everywhere: more precision, less range than `recipes.mxfp6`."""
-    spec = recipes.operand(formats.MXFP6_E2M3, scale_rule="even")
-    both = MatmulSpec(lhs=spec, rhs=spec)
-    return Recipe(name="mxfp6_e2m3", fwd=both, dlhs=both, drhs=both, residuals=Residuals.PRIMAL)
-
-
 def all_recipes(names: Sequence[str] = ()) -> list[Recipe]:
-    """The named recipes and MXFP6 E2M3, or those of them that are asked for."""
+    """The named recipes and weight-only ones, or those of them that are asked for."""
     known = [recipes.from_name(name) for name in recipes.names()]
-    known += [mxfp6_e2m3(), recipes.weight_only("mxfp8_e4m3"), recipes.weight_only("mxfp4")]
+    known += [recipes.weight_only("mxfp8_e4m3"), recipes.weight_only("mxfp4")]
     known = list({recipe.name: recipe for recipe in known}.values())  # names() lists aliases too
     unknown = set(names) - {recipe.name for recipe in known}
     if unknown:

@@ -31,6 +31,7 @@ COLOURS = {
     "mxfp8": "#0072B2",
     "mxfp8_hybrid": "#56B4E9",
     "mxfp6": "#009E73",
+    "mxfp6_e2m3": "#005F45",
     "mxfp4": "#D55E00",
     "mxint8": "#CC79A7",
     "nvfp4": "#E69F00",

@@ -20,6 +20,7 @@ from mx_jax.recipes.fp4 import quartet as quartet
 from mx_jax.recipes.mx import high_precision as high_precision
 from mx_jax.recipes.mx import mxfp4 as mxfp4
 from mx_jax.recipes.mx import mxfp6 as mxfp6
+from mx_jax.recipes.mx import mxfp6_e2m3 as mxfp6_e2m3
 from mx_jax.recipes.mx import mxfp8 as mxfp8
 from mx_jax.recipes.mx import mxfp8_hybrid as mxfp8_hybrid
 from mx_jax.recipes.mx import mxint8 as mxint8
@@ -36,6 +37,7 @@ _NAMED: tuple[Callable[[], Recipe], ...] = (
     mxfp8,
     mxfp8_hybrid,
     mxfp6,
+    mxfp6_e2m3,
     mxfp4,
     mxint8,
     nvfp4,

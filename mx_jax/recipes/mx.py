@@ -73,6 +73,15 @@ def mxfp6() -> Recipe:
     return _uniform("mxfp6", MXFP6_E3M2)
 
 
+def mxfp6_e2m3() -> Recipe:
+    """MXFP6 training: E2M3 everywhere, EVEN scales.
+
+    A mantissa bit more than `mxfp6` and an exponent bit less, which a block's shared scale makes up
+    for: 28 dB a product on normal data, where `mxfp6` has 22.6 and `mxfp8` 28.5.
+    """
+    return _uniform("mxfp6_e2m3", MXFP6_E2M3)
+
+
 def mxfp4() -> Recipe:
     """Plain MXFP4 training: E2M1 everywhere, EVEN scales, nearest rounding."""
     return _uniform("mxfp4", MXFP4)

@@ -89,6 +89,7 @@ PUBLIC = {
         "mxfp4_backward",
         "mxfp4_stochastic",
         "mxfp6",
+        "mxfp6_e2m3",
         "mxfp8",
         "mxfp8_hybrid",
         "mxint8",

@@ -199,8 +199,8 @@ def test_divergence_is_reported(call, results, capsys):
     [
         (
             ["--recipes", "mxfp4,mxfp9"],
-            "unknown recipe 'mxfp9'; known: float32, bf16, mxfp8, mxfp8_hybrid, mxfp6, mxfp4, "
-            "mxint8, nvfp4, mxfp4_backward, mxfp4_stochastic, quartet, nvfp4_pretraining, "
+            "unknown recipe 'mxfp9'; known: float32, bf16, mxfp8, mxfp8_hybrid, mxfp6, mxfp6_e2m3, "
+            "mxfp4, mxint8, nvfp4, mxfp4_backward, mxfp4_stochastic, quartet, nvfp4_pretraining, "
             "nvfp4_four_over_six, deepseek_v3, float8_tensorwise, float8_rowwise, "
             "float8_rowwise_with_gw_hp, tensorwise, rowwise, rowwise_with_gw_hp, high_precision, "
             "or all",

@@ -33,6 +33,7 @@ def gradients(recipe: Recipe) -> Iterator[OperandSpec | None]:
     [
         (recipes.mxfp8(), formats.MXFP8_E4M3, RCEIL),
         (recipes.mxfp6(), formats.MXFP6_E3M2, EVEN),
+        (recipes.mxfp6_e2m3(), formats.MXFP6_E2M3, EVEN),
         (recipes.mxfp4(), formats.MXFP4, EVEN),
         (recipes.mxint8(), formats.MXINT8, FLOOR),
         (recipes.nvfp4(), formats.NVFP4, AMAX),
@@ -112,7 +113,8 @@ def test_from_name():
 
 
 @pytest.mark.parametrize(
-    "name", ["high_precision", "mxfp8", "mxfp8_hybrid", "mxfp6", "mxfp4", "mxint8", "nvfp4"]
+    "name",
+    "high_precision mxfp8 mxfp8_hybrid mxfp6 mxfp6_e2m3 mxfp4 mxint8 nvfp4".split(),
 )
 def test_names_are_those_of_functions(name: str):
     recipe = getattr(recipes, name)()
@@ -122,7 +124,7 @@ def test_names_are_those_of_functions(name: str):
 
 
 def test_gradients_of_training_recipes_are_quantized():
-    for name in ("mxfp8", "mxfp8_hybrid", "mxfp6", "mxfp4", "mxint8", "nvfp4"):
+    for name in "mxfp8 mxfp8_hybrid mxfp6 mxfp6_e2m3 mxfp4 mxint8 nvfp4".split():
         assert None not in list(gradients(recipes.from_name(name)))
 
 
