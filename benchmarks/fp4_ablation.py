@@ -1,0 +1,228 @@
+"""What each ingredient of four-bit training brings: the language model of `examples`, over seeds.
+
+Each variant trains the transformer of `examples/train_lm.py`, made small, from the same parameters
+on the same data as float32 of its seed; the gap of their last validation losses is the table. The
+rows of a ladder add one ingredient each to the row before. Rounding alone sends a run down another
+path: bf16's gap and the spread over seeds say how much that is worth.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib
+
+from benchmarks import environment, report
+from benchmarks.fp4_variants import BASELINE, Variant, variants
+from benchmarks.language_model import (
+    Corpus,
+    Output,
+    Run,
+    Settings,
+    Trainer,
+    file_text,
+    standard_library_text,
+)
+
+SETTINGS = Settings(
+    d_model=64,
+    layers=4,
+    heads=2,
+    context=64,
+    batch=8,
+    steps=1000,
+    lr=8e-3,
+    weight_decay=0.1,
+    grad_clip=1.0,
+    eval_every=100,
+    eval_tokens=32768,
+)
+
+
+def train(
+    output: Output, chosen: Sequence[Variant], seeds: Sequence[int], corpus: Corpus
+) -> Iterator[str]:
+    """Train what has not ended yet, seed by seed; yields what comes next."""
+    for seed in seeds:
+        for variant in chosen:
+            run = output.run(variant.name, seed)
+            yield run.label
+            if run.ended:
+                continue
+            with output.checkpoints(run) as checkpoints:
+                trainer = Trainer(run, output.settings, corpus, checkpoints, variant.precision)
+                output.runs[run.name] = trainer.run
+                trainer.train(checkpoint_every=output.settings.steps, stop=lambda: False)
+                output.save()
+
+
+def late_loss(run: Run) -> float:
+    """Mean training loss of the last tenth of the steps: many more tokens than a validation."""
+    return statistics.mean(run.train_loss[-max(1, run.step // 10) :])
+
+
+def rows_of(chosen: Sequence[Variant], runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """One row a variant: final losses and gaps in per cent to float32 of the same seed."""
+    finished = {(run.recipe, run.seed): run for run in runs if run.finished}
+    return [_row(variant, finished, runs) for variant in chosen]
+
+
+def _row(
+    variant: Variant, finished: dict[tuple[str, int], Run], runs: Sequence[Run]
+) -> dict[str, Any]:
+    seeds = sorted(seed for name, seed in finished if name == variant.name)
+    of_seed = [finished[variant.name, seed] for seed in seeds]
+    pairs = [(run, finished.get((BASELINE, run.seed))) for run in of_seed]
+
+    def gaps(loss: Callable[[Run], Any]) -> list[float]:
+        return [100 * (loss(run) / loss(base) - 1) for run, base in pairs if base is not None]
+
+    diverged = [run for run in runs if run.recipe == variant.name and run.diverged_at is not None]
+    return {
+        "name": variant.name,
+        "what": variant.what,
+        "group": variant.group,
+        "decisions": str(variant.precision.recipe),
+        "high_blocks": variant.precision.high_blocks,
+        "head": variant.precision.head.name,
+        "seeds": seeds,
+        "losses": [run.final_loss for run in of_seed],
+        "gaps_percent": gaps(lambda run: run.final_loss),
+        "training_gaps_percent": gaps(late_loss),
+        "diverged": sorted(run.seed for run in diverged),
+        "validation": [run.validation for run in of_seed],
+        "seconds_per_step": [run.step_seconds / max(1, run.timed_steps) for run in of_seed],
+    }
+
+
+def _spread(values: Sequence[float], pattern: str) -> str:
+    if not values:
+        return "-"
+    text = format(statistics.mean(values), pattern)
+    if len(values) > 1:
+        text += f" ± {format(statistics.stdev(values), pattern.replace('+', ''))}"
+    return text
+
+
+def sheets(rows: Sequence[dict[str, Any]], settings: Settings) -> list[report.Sheet]:
+    """One table a group."""
+    columns = ["variant", "what", "seeds", "loss", "gap (%)", "training gap (%)"]
+    result = []
+    for group in dict.fromkeys(row["group"] for row in rows):
+        cells = [_cells(row) for row in rows if row["group"] == group and row["seeds"]]
+        if cells:
+            result.append(report.Sheet(group, columns, cells))
+    result[-1].notes = [
+        f"Validation loss after {settings.steps} steps, nats a character, and its gap to float32 "
+        "of the same seed; training gap: that of the mean training loss over the last tenth of "
+        "the steps. Mean ± standard deviation over seeds.",
+        f"d_model {settings.d_model}, {settings.layers} blocks, {settings.heads} heads, batch "
+        f"{settings.batch} x {settings.context}, peak learning rate {settings.lr}; embedding, "
+        "head, norms and attention products in float32 unless the row says otherwise.",
+    ]
+    return result
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    seeds = f"{len(row['seeds'])}"
+    if row["diverged"]:
+        seeds += f", {len(row['diverged'])} diverged"
+    is_base = row["name"] == BASELINE
+    gaps = [row["gaps_percent"], row["training_gaps_percent"]]
+    texts = ["" if is_base else _spread(values, "+.2f") for values in gaps]
+    return [row["name"], row["what"], seeds, _spread(row["losses"], ".4f"), *texts]
+
+
+def save_plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Gaps as bars, each seed a point; what lies far outside is cut, with its number."""
+    # Drawn without a display.
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = [row for row in rows if row["gaps_percent"] and row["name"] != BASELINE]
+    groups = list(dict.fromkeys(row["group"] for row in shown))
+    with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
+        figure, axes = plt.subplots(figsize=(8, 0.27 * len(shown) + 1.2), layout="constrained")
+        limit = 1.3 * sorted(max(row["gaps_percent"]) for row in shown)[int(0.9 * len(shown))]
+        for place, row in enumerate(shown):
+            colour = f"C{groups.index(row['group'])}"
+            mean = statistics.mean(row["gaps_percent"])
+            axes.barh(place, mean, color=colour, alpha=0.5)
+            points = [gap for gap in row["gaps_percent"] if gap < limit]
+            axes.plot(points, [place] * len(points), "o", color=colour, markersize=3)
+            if mean > limit:
+                axes.annotate(f"{mean:+.0f} %", (limit, place), ha="right", va="center")
+        axes.set_yticks(range(len(shown)), [row["name"] for row in shown])
+        axes.invert_yaxis()
+        axes.set_xlim(right=limit)
+        axes.axvline(0, color="black", linewidth=1)
+        axes.axvline(1, color="black", linewidth=0.5, linestyle="--")
+        axes.set_xlabel(f"validation loss above {BASELINE} of the same seed (%)")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
+    """Options and the settings they make."""
+    parser = report.parser("fp4_ablation", __doc__)
+    parser.set_defaults(out=report.RESULTS / "train_lm_fp4" / "results.json")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
+    parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="default: all")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="UTF-8 text")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("fp4_ablation_out"),
+        metavar="FOLDER",
+        help="for checkpoints; a stopped command goes on where it was",
+    )
+    for name in ("steps", "d_model", "heads", "layers", "context", "batch", "eval_tokens"):
+        default = getattr(SETTINGS, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N")
+    options = parser.parse_args(arguments)
+    given = {
+        field.name: getattr(options, field.name, None) for field in dataclasses.fields(Settings)
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    return options, dataclasses.replace(SETTINGS, **changes)
+
+
+def choose(names: Sequence[str], layers: int) -> list[Variant]:
+    """The variants by name; the baseline is always among them."""
+    every = variants(layers)
+    unknown = set(names) - {variant.name for variant in every}
+    if unknown:
+        known = ", ".join(variant.name for variant in every)
+        raise SystemExit(f"--variants: unknown {', '.join(sorted(unknown))}; known: {known}")
+    return [v for v in every if not names or v.name in names or v.name == BASELINE]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    options, settings = parse(arguments)
+    chosen = choose(options.variants, settings.layers)
+    facts = environment.describe()
+    text = standard_library_text() if options.data is None else file_text(options.data)
+    corpus = Corpus.from_text(text, batch=settings.batch, context=settings.context)
+    output = Output(
+        folder=options.work, settings=settings, fingerprint=corpus.fingerprint, environment={}
+    )
+    output.open(resume=True, overwrite=False)
+    with jax.default_matmul_precision("float32"):
+        for label in train(output, chosen, options.seeds, corpus):
+            print(label, file=sys.stderr, flush=True)
+    rows = rows_of(chosen, list(output.runs.values()))
+    config = {**dataclasses.asdict(settings), "data_sha256": corpus.fingerprint}
+    result = {"environment": facts, "config": config, "rows": rows}
+    report.publish("fp4_ablation", options, result, sheets(rows, settings))
+    save_plot(options.out.with_suffix(".png"), rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The rows of `fp4_ablation`: recipes that differ by one ingredient, and the published ones."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.language_model import Precision, precision
+from benchmarks.residuals import choices
+from mx_jax import recipes
+from mx_jax.formats import MXFP4, MXFP4_2D, NVFP4
+from mx_jax.recipes import Hadamard, MatmulSpec, OperandSpec, Recipe, Residuals, operand
+
+BASELINE = "float32"
+EVEN = operand(MXFP4, scale_rule="even")
+SQUARE = operand(MXFP4_2D, scale_rule="even")
+# RCEIL never clips, which stochastic rounding needs to be right on average.
+UNCLIPPED = operand(MXFP4, scale_rule="rceil")
+STOCHASTIC = operand(MXFP4, scale_rule="rceil", rounding="stochastic")
+RANDOM_32 = Hadamard(size=32, signs=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One row: what it changes, and how the model multiplies."""
+
+    name: str
+    what: str
+    group: str
+    precision: Precision
+
+
+def mxfp4(
+    name: str,
+    *,
+    x: OperandSpec = EVEN,
+    w: OperandSpec = EVEN,
+    g: OperandSpec = EVEN,
+    transform: Hadamard | None = None,
+) -> Recipe:
+    """MXFP4 in all three products; the transform is grad_weight's."""
+    return Recipe(
+        name=name,
+        fwd=MatmulSpec(lhs=x, rhs=w),
+        dlhs=MatmulSpec(lhs=g, rhs=w),
+        drhs=MatmulSpec(lhs=g, rhs=x, transform=transform),
+        residuals=Residuals.PRIMAL,
+    )
+
+
+def nvfp4_nearest(name: str) -> Recipe:
+    """NVFP4 with 4/6 scales and nearest rounding for every operand: what `nvfp4` is, less error."""
+    spec = operand(NVFP4, scale_rule="four_over_six")
+    both = MatmulSpec(lhs=spec, rhs=spec)
+    return Recipe(name=name, fwd=both, dlhs=both, drhs=both, residuals=Residuals.PRIMAL)
+
+
+def variants(layers: int) -> list[Variant]:
+    """Every row, in the order of the table."""
+    last, ends = (layers - 1,), (0, layers - 1)
+    full, best = recipes.mxfp4_stochastic(), recipes.nvfp4_four_over_six()
+    floor = operand(MXFP4, scale_rule="floor")
+
+    def rows(group: str, *entries: tuple[str, str, Any]) -> Iterator[Variant]:
+        for name, what, chosen in entries:
+            chosen = Precision(recipe=chosen) if isinstance(chosen, Recipe) else chosen
+            yield Variant(name=name, what=what, group=group, precision=chosen)
+
+    ladder = rows(
+        "MXFP4, each row adds to the one before",
+        ("mxfp4_floor", "FLOOR scales", mxfp4("mxfp4_floor", x=floor, w=floor, g=floor)),
+        ("mxfp4", "EVEN scales instead", recipes.mxfp4()),
+        ("mxfp4+sr", "stochastic gradients (RCEIL)", mxfp4("mxfp4+sr", g=STOCHASTIC)),
+        (
+            "mxfp4+sr+hadamard",
+            "Hadamard 32 on grad_weight",
+            mxfp4("mxfp4+sr+hadamard", g=STOCHASTIC, transform=RANDOM_32),
+        ),
+        ("mxfp4_stochastic", "32 x 32 weight blocks", full),
+        ("mxfp4_stochastic+last", "last block high", Precision(recipe=full, high_blocks=last)),
+        ("mxfp4_stochastic+ends", "first block high too", Precision(recipe=full, high_blocks=ends)),
+    )
+    alone = rows(
+        "MXFP4 with EVEN scales and one change",
+        (
+            "mxfp4, head too",
+            "head in MXFP4 too",
+            Precision(recipe=recipes.mxfp4(), head=recipes.mxfp4()),
+        ),
+        ("mxfp4, rceil g", "RCEIL gradients, nearest", mxfp4("rceil_g", g=UNCLIPPED)),
+        ("mxfp4, hadamard", "Hadamard 32 on grad_weight", mxfp4("hadamard", transform=RANDOM_32)),
+        ("mxfp4, 2-D", "32 x 32 weight blocks", mxfp4("square", w=SQUARE)),
+        ("mxfp4, ends", "both ends high", Precision(recipe=recipes.mxfp4(), high_blocks=ends)),
+    )
+    nvfp4 = rows(
+        "NVFP4, each row adds to the one before",
+        ("nvfp4", "plain", recipes.nvfp4()),
+        ("nvfp4_pretraining", "stochastic, Hadamard 16, 2-D", recipes.nvfp4_pretraining()),
+        ("nvfp4_four_over_six", "4/6 scales", best),
+        ("nvfp4_four_over_six+last", "last block high", Precision(recipe=best, high_blocks=last)),
+        ("nvfp4_four_over_six+ends", "first block too", Precision(recipe=best, high_blocks=ends)),
+    )
+    four_over_six = nvfp4_nearest("nvfp4, 4/6")
+    nearest = rows(
+        "NVFP4 with nearest rounding alone",
+        ("nvfp4, 4/6", "4/6 scales", four_over_six),
+        ("nvfp4, 4/6, ends", "both ends high", Precision(recipe=four_over_six, high_blocks=ends)),
+    )
+    published = rows(
+        "Other recipes",
+        ("mxfp4_backward", "high-precision forward (Tseng et al.)", recipes.mxfp4_backward()),
+        ("quartet", "Quartet", recipes.quartet()),
+        ("deepseek_v3", "float8 in blocks of 128", recipes.deepseek_v3()),
+        ("float8_tensorwise", "torchao", recipes.float8_tensorwise()),
+        ("float8_rowwise", "torchao", recipes.float8_rowwise()),
+        ("float8_rowwise_with_gw_hp", "torchao", recipes.float8_rowwise_with_gw_hp()),
+    )
+    kept = rows(
+        "What is kept between the passes",
+        *(
+            (choice.name, what, choice)
+            for recipe in (recipes.mxfp8(), recipes.mxfp4())
+            for what, choice in list(choices(recipe).items())[1:]
+        ),
+    )
+    yardsticks = rows(
+        "Yardsticks",
+        (BASELINE, "baseline", precision(BASELINE)),
+        ("bf16", "rounding alone", precision("bf16")),
+        ("mxfp8", "MXFP8", recipes.mxfp8()),
+    )
+    return [*yardsticks, *ladder, *alone, *nvfp4, *nearest, *published, *kept]

@@ -1,0 +1,123 @@
+"""The benchmarks that train or differentiate the language model, in tiny sizes."""
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from mx_jax import recipes
+
+for package in ("matplotlib", "optax", "orbax.checkpoint", "tqdm"):
+    pytest.importorskip(package)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """A benchmark by name."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    return lambda name: importlib.import_module(f"benchmarks.{name}")
+
+
+@pytest.fixture
+def settings(module) -> Any:
+    """A model whose sizes are multiples of the block."""
+    return dataclasses.replace(
+        module("fp4_ablation").SETTINGS, d_model=32, heads=1, layers=2, context=32, batch=2
+    )
+
+
+def test_bytes_of_linear_layers(module, settings):
+    """Kept operands are as wide as their dtype; kept codes a byte, and one of scale in 32."""
+    residuals = module("residuals")
+    # x of the four linears of both blocks, [64, k] with k of 32, 32, 32 and 128.
+    elements, weights = 2 * 64 * (3 * 32 + 128), 2 * 32 * (3 * 32 + 32 + 2 * 4 * 32)
+    primal, codes, high = residuals.choices(recipes.mxfp8()).values()
+    # W is a parameter in float32, and a copy of one in bfloat16.
+    assert residuals.linear_bytes(primal, jnp.float32, settings) == 4 * elements
+    assert residuals.linear_bytes(high, jnp.bfloat16, settings) == 2 * (elements + weights)
+    expected = (elements + weights) * 33 // 32
+    assert residuals.linear_bytes(codes, jnp.float32, settings) == expected
+
+
+@pytest.mark.slow
+def test_residuals(module, tmp_path):
+    out = tmp_path / "results.json"
+    options = "--d-model 32 --layers 2 --batch 2 --context 32 --recipes mxfp8".split()
+    module("residuals").main([*options, "--size", "64x64x64", "--out", str(out)])
+    plain, primal, codes, high = json.loads(out.read_text())["rows"]
+    for dtype in ("float32", "bfloat16"):
+        for row in (primal, high):
+            assert row["model_bytes"][dtype] == plain["model_bytes"][dtype]
+        saved = [
+            primal[what][dtype] - codes[what][dtype] for what in ("model_bytes", "linear_bytes")
+        ]
+        assert saved[0] > 0 and saved[1] > 0
+    assert high["sqnr_db"]["grad_weight"] is None
+    assert primal["sqnr_db"]["grad_weight"] >= codes["sqnr_db"]["grad_weight"] > 20
+    assert "| mxfp8, codes kept | codes, requantized along the other axis |" in (
+        out.with_suffix(".md").read_text()
+    )
+
+
+@pytest.mark.slow
+def test_fp4_ablation(module, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"{n} times {n} is {n * n}" for n in range(200)))
+    out = tmp_path / "results.json"
+    sizes = "--steps 2 --d-model 32 --heads 1 --layers 2 --context 32 --batch 2 --eval-tokens 64"
+    command = [*sizes.split(), "--data", str(text), "--work", str(tmp_path / "work"), "--seeds"]
+    command += ["0", "--out", str(out), "--variants", "mxfp4, ends", "mxfp4_floor"]
+    ablation = module("fp4_ablation")
+    ablation.main(command)
+    result = json.loads(out.read_text())
+    rows = {row["name"]: row for row in result["rows"]}
+    assert set(rows) == {"float32", "mxfp4, ends", "mxfp4_floor"}
+    base = rows["float32"]["losses"][0]
+    # Both blocks are ends here: nothing is left to quantize.
+    assert rows["mxfp4, ends"]["losses"][0] == pytest.approx(base, rel=1e-4)
+    assert rows["mxfp4_floor"]["losses"][0] != pytest.approx(base, rel=1e-5)
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    # Everything is done already: the second time only reports.
+    ablation.main(command)
+    assert json.loads(out.read_text())["rows"] == result["rows"]
+
+
+def test_ablation_compares_with_float32_of_the_same_seed(module):
+    ablation = module("fp4_ablation")
+    chosen = ablation.choose(["mxfp4", "mxfp4_floor"], 4)
+
+    def run(name: str, seed: int, loss: float, **options: Any) -> Any:
+        of = {"train_loss": [9.0] * 9 + [loss], "validation": [(10, loss)], "finished": True}
+        return ablation.Run(recipe=name, seed=seed, **of | options)
+
+    runs = [
+        run("float32", 0, 2.0),
+        run("float32", 1, 4.0),
+        run("mxfp4", 0, 2.02),
+        run("mxfp4", 1, 4.12),
+        run("mxfp4_floor", 0, 2.2),
+        run("mxfp4_floor", 1, 5.0, finished=False, diverged_at=3),
+    ]
+    rows = {row["name"]: row for row in ablation.rows_of(chosen, runs)}
+    assert rows["mxfp4"]["gaps_percent"] == pytest.approx([1.0, 3.0])
+    assert rows["mxfp4"]["training_gaps_percent"] == pytest.approx([1.0, 3.0])
+    assert rows["mxfp4_floor"]["diverged"] == [1]
+    (yardsticks, ladder) = ablation.sheets(list(rows.values()), ablation.SETTINGS)
+    assert yardsticks.rows == [["float32", "baseline", "2", "3.0000 ± 1.4142", "", ""]]
+    assert ladder.rows[0][2:] == ["1, 1 diverged", "2.2000", "+10.00", "+10.00"]
+    assert ladder.rows[1][2:] == ["2", "3.0700 ± 1.4849", "+2.00 ± 1.41", "+2.00 ± 1.41"]
+
+
+def test_variants_are_known_distinct_and_named(module):
+    every = module("fp4_variants").variants(4)
+    assert len({variant.name for variant in every}) == len(every)
+    assert len({variant.precision for variant in every}) == len(every)
+    with pytest.raises(SystemExit, match="unknown mxfp5; known: float32, bf16, mxfp8,"):
+        module("fp4_ablation").choose(["mxfp5"], 4)
