@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import mx_jax
+import mx_jax.convert
 from mx_jax.formats import E4M3, E5M2
 from mx_jax.recipes import AXISWISE, DISABLED, Cast, Float8Config
 
@@ -156,6 +157,24 @@ def test_exactly_what_torchao_rejects_is_rejected():
         assert ours == theirs, options
         counts[ours] += 1
     assert min(counts.values()) > 100, counts
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_the_auto_filter_is_torchaos(name):
+    """For every pair of sizes around its limits, and for a skipped name."""
+    torch = pytest.importorskip("torch")
+    utils = pytest.importorskip("torchao.float8.float8_linear_utils")
+    sizes = [8 * i for i in (127, 128, 129, 130, 255, 256, 257, 258, 511, 512, 513, 514)]
+    theirs = utils._auto_filter_for_recipe(name, ["head"])
+    ours, recipe = mx_jax.convert.AutoFilter(("head",)), mx_jax.recipes.from_name(name)
+    seen = set()
+    for k, n in itertools.product(sizes, sizes):
+        layer = torch.nn.Linear(k, n, bias=False, device="meta")
+        for path in ("mlp.up", "lm_head"):
+            expected = theirs(layer, path)
+            assert ours(path, (k, n), recipe) == expected, (path, k, n)
+            seen.add(expected)
+    assert seen == {True, False}
 
 
 def accepts(build: Any, error: type[Exception], options: dict[str, Any]) -> bool:
