@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -90,7 +91,8 @@ def _patches(
     ]
     taps = []
     for flat in range(math.prod(window)):
-        tap = jnp.unravel_index(flat, tuple(window))
+        # NumPy: below jit, jnp would make tracers even of constants.
+        tap = np.unravel_index(flat, tuple(window))
         start = [int(index) * step for index, step in zip(tap, dilation, strict=True)]
         stop = [
             first + (size - 1) * stride + 1

@@ -46,6 +46,7 @@ def test_equals_the_convolution(name: str):
         return jax.grad(lambda v, x: jnp.sum(module.apply(v, x) ** 2), (0, 1))(variables, x)
 
     np.testing.assert_array_equal(ours.apply(variables, x), conv.apply(variables, x))
+    np.testing.assert_array_equal(jax.jit(ours.apply)(variables, x), conv.apply(variables, x))
     jax.tree.map(np.testing.assert_array_equal, gradients(ours), gradients(conv))
 
 
