@@ -7,14 +7,20 @@
 #include "xla/ffi/api/c_api.h"
 #include "xla/ffi/api/ffi.h"
 
+XLA_FFI_DECLARE_HANDLER_SYMBOL(MxDequantize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxMatmul);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(MxMatmulPacked);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(MxPackWeights);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxQuantize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxTraffic);
 
 namespace {
 
 const mx::Target kTargets[] = {
+    {"mx_jax_cpu_dequantize", reinterpret_cast<void*>(MxDequantize)},
     {"mx_jax_cpu_matmul", reinterpret_cast<void*>(MxMatmul)},
+    {"mx_jax_cpu_matmul_packed", reinterpret_cast<void*>(MxMatmulPacked)},
+    {"mx_jax_cpu_pack_weights", reinterpret_cast<void*>(MxPackWeights)},
     {"mx_jax_cpu_quantize", reinterpret_cast<void*>(MxQuantize)},
     {"mx_jax_cpu_traffic", reinterpret_cast<void*>(MxTraffic)},
 };

@@ -8,6 +8,7 @@
 #include "common/checks.h"
 #include "common/element_codec.h"
 #include "common/scale_codec.h"
+#include "cpu/geometry.h"
 #include "cpu/quantize.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -89,6 +90,52 @@ inline xla::ffi::Error ParseRule(std::string_view name, int32_t threshold,
     return xla::ffi::Error::Success();
   }
   return InvalidArgument("mx_jax quantize: unknown rule='", name, "'");
+}
+
+// What scales mean: mx_jax.formats.ScaleFormat.kind.
+inline xla::ffi::Error ParseKind(const char* operation, std::string_view name,
+                                 ScaleFormatKind* kind) {
+  if (name == "exponent") {
+    *kind = ScaleFormatKind::kExponent;
+  } else if (name == "element") {
+    *kind = ScaleFormatKind::kElement;
+  } else if (name == "divisor") {
+    *kind = ScaleFormatKind::kDivisor;
+  } else if (name == "multiplier") {
+    *kind = ScaleFormatKind::kMultiplier;
+  } else {
+    return InvalidArgument("mx_jax ", operation, ": unknown kind='", name, "' of scales");
+  }
+  return xla::ffi::Error::Success();
+}
+
+// The first operand of `rest`: float32, one number for each of equal parts of the slices.
+inline xla::ffi::Error TakeTensorScale(const char* operation, const xla::ffi::RemainingArgs& rest,
+                                       int64_t outer, const float** scales, int64_t* count) {
+  auto scale = rest.get<xla::ffi::AnyBuffer>(0);
+  if (scale.has_error()) return scale.error();
+  *count = static_cast<int64_t>(scale->element_count());
+  if (scale->element_type() != xla::ffi::F32 || (outer != 0 && *count < 1) ||
+      (*count != 0 && outer % *count != 0)) {
+    return InvalidArgument("mx_jax ", operation, ": tensor_scale must be float32, one for each of ",
+                           "equal parts of ", outer, " slices, got tensor_scale.shape=",
+                           Shape(scale->dimensions()));
+  }
+  *scales = static_cast<const float*>(scale->untyped_data());
+  return xla::ffi::Error::Success();
+}
+
+inline xla::ffi::Error CheckPacking(const char* operation, bool packed, const Geometry& geometry,
+                                    const ElementFormat& element) {
+  const int64_t group = CodesPerGroup(element.bits);
+  if (!packed || (geometry.inner == 1 && geometry.block % group == 0 &&
+                  (element.bits == 4 || element.bits == 6 || element.bits == 8))) {
+    return xla::ffi::Error::Success();
+  }
+  return InvalidArgument("mx_jax ", operation, ": packed codes have 4, 6 or 8 bits, and blocks ",
+                         "along the last axis that are whole groups of ", group,
+                         ", got bits=", element.bits, ", block=", geometry.block,
+                         ", inner=", geometry.inner);
 }
 
 inline xla::ffi::Error ParseFloatType(const char* operation, const xla::ffi::AnyBuffer& x,

@@ -1,24 +1,20 @@
 // The quantizing handler: checks every shape, dtype and attribute, then shares the blocks out.
 #include "cpu/quantize.h"
 
-#include <algorithm>
 #include <cstdint>
 #include <string_view>
 
 #include "common/checks.h"
 #include "common/dispatch.h"
-#include "common/thread_pool.h"
 #include "cpu/attributes.h"
 #include "cpu/geometry.h"
+#include "cpu/share.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace mx {
 namespace {
 
 namespace ffi = xla::ffi;
-
-// A task's elements: large enough to hide the handing over, small enough to balance threads.
-constexpr int64_t kTaskElements = 1 << 15;
 
 #if MX_X86
 const QuantizeKernels* const kKernels[kNumIsas] = {&kQuantizePortable, &kQuantizeAvx2,
@@ -27,21 +23,6 @@ const QuantizeKernels* const kKernels[kNumIsas] = {&kQuantizePortable, &kQuantiz
 const QuantizeKernels* const kKernels[kNumIsas] = {&kQuantizePortable, nullptr, nullptr, nullptr,
                                                    nullptr};
 #endif
-
-template <class Pool>
-void Run(Pool& pool, const QuantizePlan& plan) {
-  const QuantizeKernels& kernels = Pick(kKernels);
-  const bool rows = plan.inner == 1;
-  const int64_t tiles = rows ? 1 : (plan.inner + kColumnTile - 1) / kColumnTile;
-  const int64_t units = plan.outer * plan.blocks_per_row * tiles;
-  const int64_t unit_elements = std::max<int64_t>(
-      std::min(plan.block, plan.length) * (rows ? 1 : std::min(plan.inner, kColumnTile)), 1);
-  const int64_t step = std::max<int64_t>(kTaskElements / unit_elements, 1);
-  ParallelFor(pool, (units + step - 1) / step, [&](int64_t task) {
-    const int64_t begin = task * step, end = std::min(begin + step, units);
-    rows ? kernels.rows(plan, begin, end) : kernels.columns(plan, begin, end);
-  });
-}
 
 struct Operands {
   const float* tensor_scales = nullptr;
@@ -58,21 +39,12 @@ ffi::Error TakeOperands(ffi::RemainingArgs rest, const ffi::AnyBuffer& x, bool h
                            "has_tensor_scale=", has_tensor_scale, ", stochastic=", stochastic,
                            ", got ", rest.size());
   }
-  size_t next = 0;
   if (has_tensor_scale) {
-    auto scale = rest.get<ffi::AnyBuffer>(next++);
-    if (scale.has_error()) return scale.error();
-    const int64_t count = static_cast<int64_t>(scale->element_count());
-    if (scale->element_type() != ffi::F32 || count < 1 || outer % count != 0) {
-      return InvalidArgument("mx_jax quantize: tensor_scale must be float32, one for each of equal ",
-                             "parts of outer=", outer, " slices, got tensor_scale.shape=",
-                             Shape(scale->dimensions()));
-    }
-    operands->tensor_scales = static_cast<const float*>(scale->untyped_data());
-    operands->num_tensor_scales = count;
+    MX_RETURN_IF_ERROR(TakeTensorScale("quantize", rest, outer, &operands->tensor_scales,
+                                       &operands->num_tensor_scales));
   }
   if (stochastic) {
-    auto bits = rest.get<ffi::AnyBuffer>(next);
+    auto bits = rest.get<ffi::AnyBuffer>(has_tensor_scale ? 1 : 0);
     if (bits.has_error()) return bits.error();
     if (bits->element_type() != ffi::S32 || !SameShape(bits->dimensions(), x.dimensions())) {
       return InvalidArgument("mx_jax quantize: random_bits must be int32 of x.shape=",
@@ -119,11 +91,7 @@ ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs r
   Geometry geometry;
   MX_RETURN_IF_ERROR(FindGeometry("quantize", x.dimensions(), blocks, &geometry));
   MX_RETURN_IF_ERROR(CheckResults(x, geometry, packed, plan.element, plan.rule, *codes, *scales));
-  if (packed && (geometry.inner != 1 || geometry.block % CodesPerGroup(plan.element.bits) != 0)) {
-    return InvalidArgument("mx_jax quantize: packed codes need blocks along the last axis that are ",
-                           "whole groups of ", CodesPerGroup(plan.element.bits),
-                           " codes, got block=", geometry.block, ", inner=", geometry.inner);
-  }
+  MX_RETURN_IF_ERROR(CheckPacking("quantize", packed, geometry, plan.element));
   Operands operands;
   const bool stochastic = plan.rounding == Rounding::kStochastic;
   MX_RETURN_IF_ERROR(
@@ -141,7 +109,9 @@ ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs r
   plan.blocks_per_row = geometry.num_blocks;
   plan.row_bytes = packed ? PackedLength(geometry.length, plan.element.bits) : 0;
   plan.num_random_bits = random_bits;
-  if (geometry.outer * geometry.inner * geometry.num_blocks != 0) Run(pool, plan);
+  if (geometry.outer * geometry.inner * geometry.num_blocks != 0) {
+    ShareBlocks(pool, plan, Pick(kKernels));
+  }
   return ffi::Error::Success();
 }
 

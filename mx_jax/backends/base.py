@@ -101,12 +101,29 @@ class QuantizeCall:
     rounding: Rounding
 
 
-Call = MatmulCall | QuantizeCall
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DequantizeCall:
+    """An MXArray whose values are wanted.
+
+    Attributes:
+      shape: logical shape.
+      dtype: of the values.
+      format: block format.
+      blocks: axes from the end with block sizes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    format: BlockFormat
+    blocks: Blocks
+
+
+Call = MatmulCall | QuantizeCall | DequantizeCall
 
 
 class Backend(Protocol):
-    """One way to compute. Every backend gives the reference's codes and scales bit for bit, and
-    products within its stated bound of the exact ones."""
+    """One way to compute. Every backend gives the reference's codes, scales and values bit for bit,
+    and products within its stated bound of the exact ones."""
 
     @property
     def name(self) -> str:
@@ -135,4 +152,8 @@ class Backend(Protocol):
         tensor_scale: jax.Array | None,
     ) -> MXArray:
         """x quantized, without a gradient link."""
+        ...
+
+    def dequantize(self, x: MXArray, call: DequantizeCall) -> jax.Array:
+        """The values of x in `call.dtype`, without a gradient link."""
         ...

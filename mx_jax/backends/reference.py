@@ -4,10 +4,17 @@ import dataclasses
 
 import jax
 
-from mx_jax.backends.base import Call, MatmulCall, Operand, QuantizeCall, Target
+from mx_jax.backends.base import (
+    Call,
+    DequantizeCall,
+    MatmulCall,
+    Operand,
+    QuantizeCall,
+    Target,
+)
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul
-from mx_jax.reference.quantize import quantize
+from mx_jax.reference.quantize import dequantize, quantize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,3 +51,7 @@ class ReferenceBackend:
             random_bits,
             tensor_scale,
         )
+
+    def dequantize(self, x: MXArray, call: DequantizeCall) -> jax.Array:
+        """See `MXArray.dequantize`."""
+        return dequantize(dataclasses.replace(x, primal=None), call.dtype)

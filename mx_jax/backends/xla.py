@@ -10,7 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.backends.base import Call, MatmulCall, Operand, QuantizeCall, Target
+from mx_jax.backends.base import (
+    Call,
+    DequantizeCall,
+    MatmulCall,
+    Operand,
+    QuantizeCall,
+    Target,
+)
 from mx_jax.codecs.scale import scale_to_float32
 from mx_jax.formats import WHOLE, BlockFormat
 from mx_jax.mxarray import MXArray
@@ -30,6 +37,8 @@ class XlaBackend:
         """Why not: a platform without float8 units, an operand that is not whole-axis float8."""
         if isinstance(call, QuantizeCall):
             return "quantizes nothing: XLA fuses the reference's own code"
+        if isinstance(call, DequantizeCall):
+            return "dequantizes nothing: XLA fuses the reference's own code"
         if target.platform == "cuda":
             if target.compute_capability is None or target.compute_capability < _CUDA_CAPABILITY:
                 return (
@@ -69,6 +78,10 @@ class XlaBackend:
     ) -> MXArray:
         """Never asked: `rejects` sends every quantize call on."""
         raise AssertionError("the xla backend rejects every QuantizeCall")
+
+    def dequantize(self, x: MXArray, call: DequantizeCall) -> jax.Array:
+        """Never asked: `rejects` sends every dequantize call on."""
+        raise AssertionError("the xla backend rejects every DequantizeCall")
 
 
 def _rejects_format(side: str, format: BlockFormat | None) -> str | None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mx_jax.backends.base import QuantizeCall
+from mx_jax.backends.base import DequantizeCall, QuantizeCall
 from mx_jax.backends.select import current_target, select
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import Rounding
@@ -111,7 +111,17 @@ def dequantize(x: MXArray, dtype: jax.typing.DTypeLike | None = None) -> jax.Arr
     """
     if not isinstance(x, MXArray):
         raise TypeError(f"dequantize: needs an MXArray, got x of type {type(x).__name__}")
-    return x.dequantize(dtype)
+    wanted = np.dtype(x.dtype if dtype is None else jnp.dtype(dtype))
+    if not jnp.issubdtype(wanted, jnp.floating):
+        raise TypeError(f"dequantize: needs a float dtype, got dtype={wanted.name}")
+    values = _dequantize(x, dtype=wanted)
+    return values if x.primal is None else straight_through(values, x.primal)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype",))
+def _dequantize(x: MXArray, *, dtype: np.dtype) -> jax.Array:
+    call = DequantizeCall(shape=x.shape, dtype=dtype, format=x.format, blocks=x.blocks)
+    return select(call, current_target()).backend.dequantize(x, call)
 
 
 def cast(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.Array:
@@ -135,7 +145,7 @@ def cast(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.Array:
       Array([1., 1.], dtype=float32)
     """
     array = as_quantizable(x, "cast")
-    values = quantize(jax.lax.stop_gradient(array), format, **options).dequantize()
+    values = dequantize(quantize(jax.lax.stop_gradient(array), format, **options))
     return straight_through(values, array)
 
 

@@ -17,7 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mx_jax.backends.base import Backend, Call, MatmulCall, Operand, QuantizeCall, Target
+from mx_jax.backends.base import (
+    Backend,
+    Call,
+    MatmulCall,
+    Operand,
+    QuantizeCall,
+    Target,
+)
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.select import current_target
 from mx_jax.backends.table import BACKENDS
@@ -34,6 +41,7 @@ from mx_jax.testing.cases import (
     QuantizeCase,
 )
 from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.dequantize_check import DEQUANTIZE_CASES, check_dequantize, dequantize_call
 from mx_jax.testing.draw import draw_any_bits, draw_few_octaves
 
 Promise = Callable[[Call, Target], bool]
@@ -57,8 +65,9 @@ def _what_the_handlers_compute(call: Call, target: Target) -> bool:
         return False
     if isinstance(call, MatmulCall):
         return False
-    one_axis = len(call.blocks) == 1
-    return one_axis and call.scale_rule.name not in ("gaussian", "four_over_six")
+    if isinstance(call, QuantizeCall) and call.scale_rule.name in ("gaussian", "four_over_six"):
+        return False
+    return len(call.blocks) == 1
 
 
 # What each backend of the table must take: the one line that a new backend adds.
@@ -263,6 +272,12 @@ class BackendSuite:
     def test_quantize(self, backend: Backend, case: QuantizeCase):
         if check_answer(backend, PROMISES[backend.name], case.call, current_target()):
             check_quantize(backend, case)
+
+    @pytest.mark.parametrize("case", DEQUANTIZE_CASES, ids=str)
+    def test_dequantize(self, backend: Backend, case: QuantizeCase):
+        call = dequantize_call(case)
+        if check_answer(backend, PROMISES[backend.name], call, current_target()):
+            check_dequantize(backend, case)
 
     @pytest.mark.parametrize("case", MATMUL_CASES, ids=str)
     def test_matmul(self, backend: Backend, case: MatmulCase):

@@ -8,8 +8,15 @@ import dataclasses
 
 import jax
 
-from mx_jax.backends.base import Call, MatmulCall, Operand, QuantizeCall, Target
-from mx_jax.backends.cpu_ffi import library, matmul, quantize
+from mx_jax.backends.base import (
+    Call,
+    DequantizeCall,
+    MatmulCall,
+    Operand,
+    QuantizeCall,
+    Target,
+)
+from mx_jax.backends.cpu_ffi import dequantize, library, matmul, quantize
 from mx_jax.mxarray import MXArray
 
 
@@ -27,7 +34,11 @@ class CpuFfiBackend:
         loaded = library.load()
         if isinstance(loaded, str):
             return loaded
-        return quantize.rejects(call) if isinstance(call, QuantizeCall) else matmul.rejects(call)
+        if isinstance(call, QuantizeCall):
+            return quantize.rejects(call)
+        if isinstance(call, DequantizeCall):
+            return dequantize.rejects(call)
+        return matmul.rejects(call)
 
     def scaled_matmul(self, lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         """See `matmul.scaled_matmul`."""
@@ -42,3 +53,7 @@ class CpuFfiBackend:
     ) -> MXArray:
         """See `quantize.quantize`."""
         return quantize.quantize(x, call, random_bits, tensor_scale)
+
+    def dequantize(self, x: MXArray, call: DequantizeCall) -> jax.Array:
+        """See `dequantize.dequantize`."""
+        return dequantize.dequantize(x, call)

@@ -27,10 +27,11 @@ def rejects(call: QuantizeCall) -> str | None:
         return f"computes no scales by the rule {call.scale_rule.name!r}"
     if call.rounding.name not in _ROUNDINGS:
         return f"knows no rounding={call.rounding.name!r}"
-    return _rejects_blocks(call.blocks)
+    return rejects_blocks(call.blocks)
 
 
-def _rejects_blocks(blocks: Blocks) -> str | None:
+def rejects_blocks(blocks: Blocks) -> str | None:
+    """Why the handlers cannot walk these blocks, or None."""
     axes = sorted(axis for axis, _ in blocks)
     if not axes:
         return "needs a blocked axis"

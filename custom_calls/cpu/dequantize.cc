@@ -1,0 +1,105 @@
+// The dequantizing handler: checks every shape, dtype and attribute, then shares the blocks out.
+#include "cpu/dequantize.h"
+
+#include <cstdint>
+#include <string_view>
+
+#include "common/checks.h"
+#include "common/dispatch.h"
+#include "cpu/attributes.h"
+#include "cpu/geometry.h"
+#include "cpu/share.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace mx {
+namespace {
+
+namespace ffi = xla::ffi;
+
+#if MX_X86
+const DequantizeKernels* const kKernels[kNumIsas] = {&kDequantizePortable, &kDequantizeAvx2,
+                                                     &kDequantizeAvx512, nullptr, nullptr};
+#else
+const DequantizeKernels* const kKernels[kNumIsas] = {&kDequantizePortable, nullptr, nullptr,
+                                                     nullptr, nullptr};
+#endif
+
+ffi::Error CheckOperands(ffi::AnyBuffer codes, ffi::AnyBuffer scales, const Dimensions& shape,
+                         const Geometry& geometry, bool packed, const DequantizePlan& plan) {
+  Dimensions stored = shape;
+  if (packed) stored.back() = PackedLength(shape.back(), plan.element.bits);
+  if (codes.element_type() != ffi::U8 || !SameShape(codes.dimensions(), stored)) {
+    return InvalidArgument("mx_jax dequantize: codes must be uint8 of shape ", Shape(stored),
+                           " for values of shape ", Shape(shape), ", got codes.shape=",
+                           Shape(codes.dimensions()));
+  }
+  const bool bytes =
+      plan.kind == ScaleFormatKind::kExponent || plan.kind == ScaleFormatKind::kElement;
+  const Dimensions scales_shape = ScalesShape(shape, geometry);
+  if (scales.element_type() != (bytes ? ffi::U8 : ffi::F32) ||
+      !SameShape(scales.dimensions(), scales_shape)) {
+    return InvalidArgument("mx_jax dequantize: scales must be ", bytes ? "uint8" : "float32",
+                           " of shape ", Shape(scales_shape), " for values of shape ", Shape(shape),
+                           ", got scales.shape=", Shape(scales.dimensions()));
+  }
+  return CheckPacking("dequantize", packed, geometry, plan.element);
+}
+
+ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer scales,
+                      ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
+                      ffi::Span<const int64_t> blocks, ffi::Span<const int32_t> element,
+                      std::string_view kind, ffi::Span<const int32_t> scale_element,
+                      bool has_tensor_scale, bool packed) {
+  DequantizePlan plan{};
+  MX_RETURN_IF_ERROR(ParseElement("dequantize", "element", element, &plan.element));
+  MX_RETURN_IF_ERROR(ParseKind("dequantize", kind, &plan.kind));
+  if (plan.kind == ScaleFormatKind::kElement) {
+    MX_RETURN_IF_ERROR(
+        ParseElement("dequantize", "scale_element", scale_element, &plan.scale_element));
+  }
+  MX_RETURN_IF_ERROR(ParseFloatType("dequantize", *out, &plan.type));
+  const Dimensions shape(out->dimensions().begin(), out->dimensions().end());
+  Geometry geometry;
+  MX_RETURN_IF_ERROR(FindGeometry("dequantize", shape, blocks, &geometry));
+  MX_RETURN_IF_ERROR(CheckOperands(codes, scales, shape, geometry, packed, plan));
+  if (rest.size() != (has_tensor_scale ? 1 : 0)) {
+    return InvalidArgument("mx_jax dequantize: needs ", has_tensor_scale ? 1 : 0,
+                           " operands after scales for has_tensor_scale=", has_tensor_scale,
+                           ", got ", rest.size());
+  }
+  if (has_tensor_scale) {
+    MX_RETURN_IF_ERROR(TakeTensorScale("dequantize", rest, geometry.outer, &plan.tensor_scales,
+                                       &plan.num_tensor_scales));
+  }
+  plan.codes = static_cast<const uint8_t*>(codes.untyped_data());
+  plan.scales = scales.untyped_data();
+  plan.out = out->untyped_data();
+  plan.outer = geometry.outer;
+  plan.length = geometry.length;
+  plan.inner = geometry.inner;
+  plan.block = geometry.block;
+  plan.blocks_per_row = geometry.num_blocks;
+  plan.row_bytes = packed ? PackedLength(geometry.length, plan.element.bits) : 0;
+  for (int32_t code = 0; code < 256; ++code) plan.values[code] = Decode(code, plan.element);
+  if (geometry.outer * geometry.inner * geometry.num_blocks != 0) {
+    ShareBlocks(pool, plan, Pick(kKernels));
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace mx
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MxDequantize, mx::Dequantize,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<xla::ffi::Span<const int64_t>>("blocks")
+                                  .Attr<xla::ffi::Span<const int32_t>>("element")
+                                  .Attr<std::string_view>("kind")
+                                  .Attr<xla::ffi::Span<const int32_t>>("scale_element")
+                                  .Attr<bool>("has_tensor_scale")
+                                  .Attr<bool>("packed"));

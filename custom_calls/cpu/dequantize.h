@@ -1,0 +1,46 @@
+// What the dequantizing kernels are given, and the table of them for each instruction set.
+#ifndef MX_JAX_CUSTOM_CALLS_CPU_DEQUANTIZE_H_
+#define MX_JAX_CUSTOM_CALLS_CPU_DEQUANTIZE_H_
+
+#include <stdint.h>
+
+#include "common/element_codec.h"
+#include "common/scale_codec.h"
+#include "cpu/quantize.h"
+
+namespace mx {
+
+// `[outer, length, inner]` with blocks along `length`; see QuantizePlan.
+struct DequantizePlan {
+  const uint8_t* codes;
+  const void* scales;
+  const float* tensor_scales;
+  int64_t num_tensor_scales;
+  void* out;
+  FloatType type;
+  int64_t outer;
+  int64_t length;
+  int64_t inner;
+  int64_t block;
+  int64_t blocks_per_row;
+  int64_t row_bytes;  // of a row of packed codes; 0 where each code has a byte
+  ElementFormat element;
+  ScaleFormatKind kind;
+  ElementFormat scale_element;  // of kElement
+  float values[256];            // of every code
+};
+
+struct DequantizeKernels {
+  // Blocks begin..end - 1 of `outer * blocks_per_row`; inner is 1.
+  void (*rows)(const DequantizePlan& plan, int64_t begin, int64_t end);
+  // Tiles begin..end - 1 of `outer * blocks_per_row * ceil(inner / kColumnTile)`; codes not packed.
+  void (*columns)(const DequantizePlan& plan, int64_t begin, int64_t end);
+};
+
+extern const DequantizeKernels kDequantizePortable;
+extern const DequantizeKernels kDequantizeAvx2;
+extern const DequantizeKernels kDequantizeAvx512;
+
+}  // namespace mx
+
+#endif  // MX_JAX_CUSTOM_CALLS_CPU_DEQUANTIZE_H_

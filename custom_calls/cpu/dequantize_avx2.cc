@@ -1,0 +1,13 @@
+// Dequantizing in plain C++, compiled for AVX2.
+#include "cpu/dequantize.h"
+
+#if MX_X86
+namespace mx {
+namespace {
+#include "cpu/dequantize_body.inc"
+}  // namespace
+
+const DequantizeKernels kDequantizeAvx2 = {Rows, Columns};
+
+}  // namespace mx
+#endif

@@ -1,0 +1,11 @@
+// Dequantizing in plain C++, for any compiler and machine.
+#include "cpu/dequantize.h"
+
+namespace mx {
+namespace {
+#include "cpu/dequantize_body.inc"
+}  // namespace
+
+const DequantizeKernels kDequantizePortable = {Rows, Columns};
+
+}  // namespace mx

@@ -1,0 +1,33 @@
+// How casts are shared between threads.
+#ifndef MX_JAX_CUSTOM_CALLS_CPU_SHARE_H_
+#define MX_JAX_CUSTOM_CALLS_CPU_SHARE_H_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/thread_pool.h"
+#include "cpu/quantize.h"
+
+namespace mx {
+
+// A task's elements: large enough to hide the handing over, small enough to balance threads.
+constexpr int64_t kTaskElements = 1 << 15;
+
+// Runs rows(begin, end) over the blocks of a plan, or columns(begin, end) over its tiles.
+template <class Pool, class Plan, class Kernels>
+void ShareBlocks(Pool& pool, const Plan& plan, const Kernels& kernels) {
+  const bool rows = plan.inner == 1;
+  const int64_t tiles = rows ? 1 : (plan.inner + kColumnTile - 1) / kColumnTile;
+  const int64_t units = plan.outer * plan.blocks_per_row * tiles;
+  const int64_t unit_elements = std::max<int64_t>(
+      std::min(plan.block, plan.length) * (rows ? 1 : std::min(plan.inner, kColumnTile)), 1);
+  const int64_t step = std::max<int64_t>(kTaskElements / unit_elements, 1);
+  ParallelFor(pool, (units + step - 1) / step, [&](int64_t task) {
+    const int64_t begin = task * step, end = std::min(begin + step, units);
+    rows ? kernels.rows(plan, begin, end) : kernels.columns(plan, begin, end);
+  });
+}
+
+}  // namespace mx
+
+#endif  // MX_JAX_CUSTOM_CALLS_CPU_SHARE_H_
