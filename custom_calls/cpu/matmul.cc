@@ -8,6 +8,7 @@
 #include "common/dispatch.h"
 #include "common/macros.h"
 #include "cpu/matmul_run.h"
+#include "cpu/weights.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace mx {
@@ -145,14 +146,99 @@ ffi::Error ParseOut(const ffi::AnyBuffer& out, OutType* type) {
   return ffi::Error::Success();
 }
 
+// Packed weights as rhs of `lhs`: `[panels, panel_bytes]`, which stand for `[rows, k]`.
+ffi::Error ParseWeights(const ffi::AnyBuffer& weights, std::string_view element,
+                        std::string_view scale, int32_t block, int64_t rows, int64_t k,
+                        Source* source) {
+  const auto* name = std::find(std::begin(kElementNames), std::end(kElementNames), element);
+  if (name == std::end(kElementNames) || (scale != "e8m0" && scale != "e4m3")) {
+    return InvalidArgument("mx_jax matmul: unknown rhs_element='", element, "' or rhs_scale='",
+                           scale, "'");
+  }
+  Source like{};
+  like.element = static_cast<Element>(name - std::begin(kElementNames));
+  like.scale_kind = scale == "e8m0" ? kScaleE8M0 : kScaleE4M3;
+  like.block = block;
+  like.rows = rows;
+  like.k = k;
+  const WeightSizes sizes = SizesOfWeights(like.element, block, rows, k);
+  const int64_t expected[] = {sizes.panels, sizes.panel_bytes};
+  if (weights.element_type() != ffi::U8 ||
+      !SameShape(weights.dimensions(), ffi::Span<const int64_t>(expected, 2))) {
+    return InvalidArgument("mx_jax matmul: packed weights of rows=", rows, ", k=", k, ", block=",
+                           block, ", rhs_element='", element, "' must be uint8 of shape ",
+                           Shape(ffi::Span<const int64_t>(expected, 2)), ", got ",
+                           Shape(weights.dimensions()));
+  }
+  *source = PackedSource(like, static_cast<const uint8_t*>(weights.untyped_data()));
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckBlock(int32_t block) {
+  if (block == 16 || block == 32) return ffi::Error::Success();
+  return InvalidArgument("mx_jax matmul: block must be 16 or 32, got block=", block);
+}
+
+ffi::Error MatmulPacked(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scales,
+                        ffi::AnyBuffer weights, ffi::Buffer<ffi::F32> alpha,
+                        ffi::Result<ffi::AnyBuffer> out, std::string_view lhs_element,
+                        std::string_view rhs_element, std::string_view lhs_scale,
+                        std::string_view rhs_scale, int32_t block, bool lhs_k_first) {
+  MX_RETURN_IF_ERROR(CheckBlock(block));
+  const Operand left{"lhs", lhs, lhs_scales, lhs_element, lhs_scale, lhs_k_first};
+  MatmulProblem problem{};
+  MX_RETURN_IF_ERROR(ParseOperand(left, block, &problem.lhs));
+  const auto shape = out->dimensions();
+  const auto given = lhs.dimensions();
+  bool fits = shape.size() == given.size() && shape[shape.size() - 2] == left.rows();
+  int64_t batch = 1;
+  for (size_t axis = 0; fits && axis + 2 < shape.size(); ++axis) {
+    fits = shape[axis] == given[axis];
+    batch *= shape[axis];
+  }
+  if (!fits || alpha.element_count() != 1) {
+    return InvalidArgument("mx_jax matmul: the product of packed weights, ", Shape(shape),
+                           ", does not follow from lhs.shape=", Shape(given),
+                           ", or alpha is not one factor: alpha.shape=", Shape(alpha.dimensions()));
+  }
+  MX_RETURN_IF_ERROR(ParseWeights(weights, rhs_element, rhs_scale, block, shape[shape.size() - 1],
+                                  left.k(), &problem.rhs));
+  MX_RETURN_IF_ERROR(ParseOut(*out, &problem.out_type));
+  for (int64_t i = 0; i < batch; ++i) problem.products.push_back({i, 0});
+  problem.alpha = alpha.typed_data();
+  problem.alpha_step = 0;
+  problem.out = out->untyped_data();
+  RunMatmul(pool, Pick(kKernels), problem);
+  return ffi::Error::Success();
+}
+
+ffi::Error PackWeightsOf(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer scales,
+                         ffi::Result<ffi::AnyBuffer> out, std::string_view element,
+                         std::string_view scale, int32_t block, bool k_first) {
+  MX_RETURN_IF_ERROR(CheckBlock(block));
+  const Operand operand{"rhs", codes, scales, element, scale, k_first};
+  Source source{};
+  MX_RETURN_IF_ERROR(ParseOperand(operand, block, &source));
+  Source packed{};
+  if (operand.rank() != 2 || source.scale_kind == kNoScale) {
+    return InvalidArgument("mx_jax pack_weights: needs codes [rows, k], or [k, rows] if k_first, ",
+                           "got codes.shape=", Shape(codes.dimensions()), ", element='", element, "'");
+  }
+  MX_RETURN_IF_ERROR(ParseWeights(*out, element, scale, block, source.rows, source.k, &packed));
+  uint8_t* to = static_cast<uint8_t*>(out->untyped_data());
+  const WeightSizes sizes = SizesOfWeights(source.element, block, source.rows, source.k);
+  ParallelFor(pool, sizes.panels, [&](int64_t panel) {
+    PackWeights(source, panel, to + panel * sizes.panel_bytes);
+  });
+  return ffi::Error::Success();
+}
+
 ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scales,
                   ffi::AnyBuffer rhs, ffi::AnyBuffer rhs_scales, ffi::Buffer<ffi::F32> alpha,
                   ffi::Result<ffi::AnyBuffer> out, std::string_view lhs_element,
                   std::string_view rhs_element, std::string_view lhs_scale,
                   std::string_view rhs_scale, int32_t block, bool lhs_k_first, bool rhs_k_first) {
-  if (block != 16 && block != 32) {
-    return InvalidArgument("mx_jax matmul: block must be 16 or 32, got block=", block);
-  }
+  MX_RETURN_IF_ERROR(CheckBlock(block));
   const Operand left{"lhs", lhs, lhs_scales, lhs_element, lhs_scale, lhs_k_first};
   const Operand right{"rhs", rhs, rhs_scales, rhs_element, rhs_scale, rhs_k_first};
   MatmulProblem problem{};
@@ -197,3 +283,29 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MxMatmul, mx::Matmul,
                                   .Attr<int32_t>("block")
                                   .Attr<bool>("lhs_k_first")
                                   .Attr<bool>("rhs_k_first"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MxMatmulPacked, mx::MatmulPacked,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<std::string_view>("lhs_element")
+                                  .Attr<std::string_view>("rhs_element")
+                                  .Attr<std::string_view>("lhs_scale")
+                                  .Attr<std::string_view>("rhs_scale")
+                                  .Attr<int32_t>("block")
+                                  .Attr<bool>("lhs_k_first"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MxPackWeights, mx::PackWeightsOf,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<std::string_view>("element")
+                                  .Attr<std::string_view>("scale")
+                                  .Attr<int32_t>("block")
+                                  .Attr<bool>("k_first"));

@@ -44,7 +44,11 @@ enum Scaling : int32_t { kNormal, kProduct, kWide };
 
 enum OutType : int32_t { kOutFloat32, kOutBf16, kOutF16 };
 
-// One operand of one product. Either row_stride or k_stride is 1; strides count elements.
+// Where codes lie. kStrided: as strides say, either row_stride or k_stride being 1. The others hold
+// panels of kTileColumns rows, `panel_bytes` apart, ready for kernels (see weights.h).
+enum Layout : int32_t { kStrided, kPanels4, kPanels8 };
+
+// One operand of one product; strides count elements.
 struct Source {
   const void* elements;
   const uint8_t* scales;  // null for kNoScale
@@ -54,6 +58,8 @@ struct Source {
   int64_t rows, k;
   int64_t row_stride, k_stride;
   int64_t scale_row_stride, scale_block_stride;
+  Layout layout = kStrided;
+  int64_t panel_bytes = 0;
 };
 
 // Tables by code, filled once; see matmul_tables.cc.
@@ -82,15 +88,16 @@ struct MatmulKernels {
                    int64_t stride, ScaleRange* range);
   void (*pack_rhs)(const Source& source, PanelType type, int64_t first_row, char* out,
                    ScaleRange* range);
-  // tile = (clear ? 0 : tile) + lhs panel * rhs panel, over num_chunks chunks.
-  void (*multiply)(PanelType type, int32_t block, Scaling scaling, int64_t num_chunks,
+  // tile = (clear ? 0 : tile) + lhs panel * rhs panel, over num_chunks chunks, of the first `rows`
+  // rows at least.
+  void (*multiply)(PanelType type, int rows, int32_t block, Scaling scaling, int64_t num_chunks,
                    const char* lhs, const char* rhs, float* tile, bool clear);
+  // The same for a float32 panel and codes as they came; null where packing is as fast.
+  void (*multiply_codes)(int rows, const Source& rhs, int64_t first_row, int64_t num_chunks, const char* lhs, const ScaleRange& lhs_range,
+                         float* tile, bool clear);
   // Rounds alpha * tile[rows][columns] to the output's type, once.
   void (*store)(const float* tile, int rows, int columns, float alpha, OutType type, void* out,
                 int64_t out_stride);
-  // out[rhs.rows] = lhs[1, k] * rhs[rows, k]^T for rows first .. last; null where packing does.
-  // lhs holds k float32 in the order that gemv_order asks for.
-  bool (*gemv)(const Source& rhs, const float* lhs, int64_t first, int64_t last, float* out);
 };
 
 constexpr int64_t BytesPerElement(PanelType type) {
@@ -99,6 +106,26 @@ constexpr int64_t BytesPerElement(PanelType type) {
 constexpr int64_t ChunkBytes(PanelType type, int32_t block, int64_t rows, bool is_lhs) {
   return rows * (kChunk / block * (is_lhs && type == kInt8 ? 8 : 4) +
                  kChunk * BytesPerElement(type));
+}
+
+// `count` chunks of a source, from chunk `first` on.
+static inline Source SliceOf(const Source& source, int64_t first, int64_t count) {
+  Source slice = source;
+  const int64_t bytes = source.element <= kElementInt8 ? 1 : source.element == kElementFloat32 ? 4 : 2;
+  const int64_t per_chunk = kChunk / source.block;
+  const char* elements = (const char*)source.elements;
+  int64_t scale_step = source.scale_block_stride;
+  if (source.layout == kStrided) {
+    elements += first * kChunk * source.k_stride * bytes;
+  } else {
+    elements += first * kChunk * kTileColumns / (source.layout == kPanels4 ? 2 : 1);
+    scale_step = kTileColumns;
+  }
+  slice.elements = elements;
+  if (source.scales != nullptr) slice.scales = source.scales + first * per_chunk * scale_step;
+  slice.k = source.k - first * kChunk;
+  if (slice.k > count * kChunk) slice.k = count * kChunk;
+  return slice;
 }
 
 extern const MatmulKernels kMatmulPortable;

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "common/thread_pool.h"
@@ -99,6 +100,18 @@ struct Slabs {
   const ScaleRange* rhs_ranges;  // by panel
 };
 
+// Lines that are about to be written, so that writing does not wait for them.
+inline void PrefetchRows(char* out, int rows, int64_t stride) {
+#if defined(__GNUC__) || defined(__clang__)
+  for (int i = 0; i < rows; ++i) {
+    __builtin_prefetch(out + i * stride, 1);
+    __builtin_prefetch(out + i * stride + 64, 1);
+  }
+#else
+  (void)out, (void)rows, (void)stride;
+#endif
+}
+
 inline void RunTask(const MatmulKernels& kernels, const MatmulProblem& problem, const Sizes& sizes,
                     const Slabs& slabs, const Task& task, int64_t product) {
   constexpr int64_t kTile = kTileRows * kTileColumns;
@@ -120,17 +133,18 @@ inline void RunTask(const MatmulKernels& kernels, const MatmulProblem& problem, 
         if (row >= m) break;
         const int64_t index = sliced ? (j - task.rhs_first) * width + i - task.lhs_first : 0;
         float* tile = reinterpret_cast<float*>(tiles.data()) + index * kTile;
+        char* to = out + (row * n + column) * out_size;
+        const int num_rows = static_cast<int>(std::min<int64_t>(kTileRows, m - row));
+        if (last) PrefetchRows(to, num_rows, n * out_size);
         const Scaling scaling =
             ChooseScaling(problem.lhs, problem.rhs, slabs.lhs_ranges[i / kLhsPanelsPerGroup],
                           slabs.rhs_ranges[j]);
-        kernels.multiply(sizes.type, problem.lhs.block, scaling, count,
+        kernels.multiply(sizes.type, num_rows, problem.lhs.block, scaling, count,
                          slabs.lhs + i * sizes.lhs_panel + chunk * sizes.lhs_chunk,
                          slabs.rhs + j * sizes.rhs_panel + chunk * sizes.rhs_chunk, tile, chunk == 0);
         if (!last) continue;
-        kernels.store(tile, static_cast<int>(std::min<int64_t>(kTileRows, m - row)),
-                      static_cast<int>(std::min<int64_t>(kTileColumns, n - column)),
-                      problem.alpha[product * problem.alpha_step], problem.out_type,
-                      out + (row * n + column) * out_size, n);
+        kernels.store(tile, num_rows, static_cast<int>(std::min<int64_t>(kTileColumns, n - column)),
+                      problem.alpha[product * problem.alpha_step], problem.out_type, to, n);
       }
     }
     chunk += count;
@@ -205,6 +219,115 @@ void RunPacked(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& pr
   }
 }
 
+// Rows up to which rhs is packed slice by slice beside its use, and codes are multiplied as they are.
+constexpr int64_t kThinRows = 60;
+constexpr int64_t kThinnestRows = 12;
+
+constexpr int64_t kThinPanels = 4;
+
+constexpr int64_t kThinSlice = 16;  // chunks
+constexpr int64_t kThinBytes = kThinPanels * kTileColumns * (kThinSlice * kChunk + 64);
+
+// A slice of a few panels' codes, moved close together: rows far apart evict each other from a
+// first-level cache, and no prefetcher of the hardware follows them.
+inline Source Gathered(const Source& rhs, int64_t first_row, int64_t chunk, int64_t count, char* to) {
+  Source slice = SliceOf(rhs, chunk, count);
+  slice.rows = std::min(kThinPanels * kTileColumns, rhs.rows - first_row);
+  const char* from = static_cast<const char*>(slice.elements) + first_row * rhs.row_stride;
+  if (rhs.scales != nullptr) slice.scales += first_row * rhs.scale_row_stride;
+  const bool rows_first = rhs.k_stride == 1;
+  const int64_t lines = rows_first ? slice.rows : slice.k;
+  const int64_t length = rows_first ? slice.k : slice.rows;
+  const int64_t step = rows_first ? rhs.row_stride : rhs.k_stride;
+  const int64_t packed = rows_first ? kThinSlice * kChunk + 64 : kThinPanels * kTileColumns;
+  for (int64_t line = 0; line < lines; ++line) {
+#if defined(__GNUC__) || defined(__clang__)
+    if (line + 8 < lines) {
+      const char* ahead = from + (line + 8) * step;
+      for (int64_t at = 0; at < length; at += 64) __builtin_prefetch(ahead + at, 0, 3);
+    }
+#endif
+    std::memcpy(to + line * packed, from + line * step, static_cast<size_t>(length));
+  }
+  slice.elements = to;
+  (rows_first ? slice.row_stride : slice.k_stride) = packed;
+  return slice;
+}
+
+// A few rhs panels times all of a few rows.
+inline void RunThinPanels(const MatmulKernels& kernels, const MatmulProblem& problem,
+                          const Sizes& sizes, const Source& rhs, const char* lhs,
+                          const ScaleRange* lhs_ranges, int64_t first_panel, int64_t product) {
+  constexpr int64_t kLhsPanels = kThinRows / kTileRows;
+  alignas(64) float tiles[kThinPanels][kLhsPanels][kTileRows * kTileColumns];
+  alignas(64) char packed[24 << 10];
+  const int64_t m = problem.lhs.rows, n = problem.rhs.rows;
+  const int64_t num_panels = std::min(kThinPanels, sizes.rhs_panels - first_panel);
+  const int64_t first_column = first_panel * kTileColumns;
+  const bool is_codes = rhs.element <= kElementInt8;
+  const bool codes = sizes.type == kFloat32 && kernels.multiply_codes != nullptr &&
+                     m <= kThinnestRows && is_codes;
+  const bool gather = is_codes && rhs.layout == kStrided;
+  const int64_t step = codes ? kThinSlice : sizes.slice;
+  Scratch gathered(gather ? kThinBytes : 1);
+  for (int64_t chunk = 0; chunk == 0 || chunk < sizes.chunks; chunk += step) {
+    const int64_t count = std::min(step, sizes.chunks - chunk);
+    const Source slice = gather ? Gathered(rhs, first_column, chunk, count, gathered.data())
+                                : SliceOf(rhs, chunk, count);
+    for (int64_t j = 0; j < num_panels; ++j) {
+      const int64_t row = (gather ? 0 : first_column) + j * kTileColumns;
+      ScaleRange range;
+      if (!codes) kernels.pack_rhs(slice, sizes.type, row, packed, &range);
+      for (int64_t i = 0; i * kTileRows < m; ++i) {
+        const int rows = static_cast<int>(std::min<int64_t>(kTileRows, m - i * kTileRows));
+        const char* left = lhs + i * sizes.lhs_panel + chunk * sizes.lhs_chunk;
+        const ScaleRange& left_range = lhs_ranges[i / kLhsPanelsPerGroup];
+        if (codes) {
+          kernels.multiply_codes(rows, slice, row, count, left, left_range, tiles[j][i], chunk == 0);
+        } else {
+          const Scaling scaling = ChooseScaling(problem.lhs, rhs, left_range, range);
+          kernels.multiply(sizes.type, rows, rhs.block, scaling, count, left, packed, tiles[j][i],
+                           chunk == 0);
+        }
+      }
+    }
+  }
+  const int64_t out_size = problem.out_type == kOutFloat32 ? 4 : 2;
+  char* out = static_cast<char*>(problem.out) + product * m * n * out_size;
+  for (int64_t j = 0; j < num_panels; ++j) {
+    const int64_t column = (first_panel + j) * kTileColumns;
+    for (int64_t i = 0; i * kTileRows < m; ++i) {
+      kernels.store(tiles[j][i], static_cast<int>(std::min<int64_t>(kTileRows, m - i * kTileRows)),
+                    static_cast<int>(std::min<int64_t>(kTileColumns, n - column)),
+                    problem.alpha[product * problem.alpha_step], problem.out_type,
+                    out + (i * kTileRows * n + column) * out_size, n);
+    }
+  }
+}
+
+template <class Pool>
+void RunThin(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& problem) {
+  const PanelType type = ChoosePanels(kernels, problem.lhs.element, problem.rhs.element);
+  const Sizes sizes = SizesOf(problem, type);
+  const int64_t group_bytes = sizes.lhs_panel * kLhsPanelsPerGroup;
+  Scratch left(sizes.lhs_groups * group_bytes + 64);
+  ScaleRange ranges[(kThinRows + kLhsGroupRows - 1) / kLhsGroupRows];
+  const int64_t num_products = static_cast<int64_t>(problem.products.size());
+  for (int64_t product = 0; product < num_products; ++product) {
+    const Source lhs = MatrixOf(problem.lhs, problem.products[product].lhs);
+    const Source rhs = MatrixOf(problem.rhs, problem.products[product].rhs);
+    NoPool nobody;
+    ParallelFor(nobody, sizes.lhs_groups, [&](int64_t group) {
+      ranges[group] = ScaleRange();
+      kernels.pack_lhs(lhs, type, group * kLhsGroupRows, left.data() + group * group_bytes,
+                       sizes.lhs_panel, &ranges[group]);
+    });
+    ParallelFor(pool, (sizes.rhs_panels + kThinPanels - 1) / kThinPanels, [&](int64_t task) {
+      RunThinPanels(kernels, problem, sizes, rhs, left.data(), ranges, task * kThinPanels, product);
+    });
+  }
+}
+
 // Products that share rhs are one product of more rows, where the rows follow each other.
 inline void MergeRows(MatmulProblem* problem) {
   const int64_t batch = static_cast<int64_t>(problem->products.size());
@@ -224,8 +347,9 @@ void RunMatmul(Pool& pool, const MatmulKernels& kernels, MatmulProblem problem) 
   // Waking another thread costs about what 2^18 products do.
   const int64_t work = problem.lhs.rows * problem.rhs.rows * problem.lhs.k * batch;
   NoPool nobody;
-  if (work < (int64_t{1} << 18)) return RunPacked(nobody, kernels, problem);
-  RunPacked(pool, kernels, problem);
+  const bool alone = work < (int64_t{1} << 18), thin = problem.lhs.rows <= kThinRows;
+  if (alone) return thin ? RunThin(nobody, kernels, problem) : RunPacked(nobody, kernels, problem);
+  thin ? RunThin(pool, kernels, problem) : RunPacked(pool, kernels, problem);
 }
 
 }  // namespace mx

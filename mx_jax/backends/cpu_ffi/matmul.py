@@ -36,7 +36,7 @@ def rejects(call: MatmulCall) -> str | None:
         return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
     formats = [f for f in (call.lhs_format, call.rhs_format) if f is not None]
     for format in formats:
-        reason = _rejects_format(format)
+        reason = rejects_format(format)
         if reason is not None:
             return reason
     blocks = {format.block[1] for format in formats}
@@ -45,7 +45,8 @@ def rejects(call: MatmulCall) -> str | None:
     return None
 
 
-def _rejects_format(format: BlockFormat) -> str | None:
+def rejects_format(format: BlockFormat) -> str | None:
+    """Why operands of a format are not taken, or None."""
     if format.element.name not in ELEMENTS:
         return f"multiplies elements in {', '.join(ELEMENTS)}, got {format.element.name}"
     if format.scale.name not in ("e8m0", "e4m3"):
@@ -113,8 +114,8 @@ class _Static:
 def scaled_matmul(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     """The product `[*batch, *m, *n]`, by the handler."""
     formats = [f for f in (call.lhs_format, call.rhs_format) if f is not None]
-    left, left_scales = _arrays(lhs, call.contracting_axes("lhs")[-1])
-    right, right_scales = _arrays(rhs, call.contracting_axes("rhs")[-1])
+    left, left_scales = arrays(lhs, call.contracting_axes("lhs")[-1])
+    right, right_scales = arrays(rhs, call.contracting_axes("rhs")[-1])
     alpha = jnp.ones((1,) * call.num_batch, jnp.float32)
     for operand in (lhs, rhs):
         if isinstance(operand, MXArray) and operand.tensor_scale is not None:
@@ -131,7 +132,7 @@ def scaled_matmul(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     return _product(static)(left, left_scales, right, right_scales, alpha)
 
 
-def _arrays(operand: Operand, contracting: int) -> tuple[jax.Array, jax.Array]:
+def arrays(operand: Operand, contracting: int) -> tuple[jax.Array, jax.Array]:
     """Elements and scales; blocks that span rows too get a scale for each row."""
     if not isinstance(operand, MXArray):
         known = operand.dtype in _DTYPES
@@ -161,7 +162,7 @@ def _product(static: _Static) -> Any:
     partitioned.def_partition(
         partition=functools.partial(_partition, static),
         sharding_rule=_sharding_rule(static),
-        **_replicated(static),
+        need_replication_factors=_replicated(static),
     )
 
     product: Any = custom_vmap(partitioned)
@@ -302,10 +303,10 @@ def _sharding_rule(static: _Static) -> str:
     return f"{', '.join(' '.join(names) for names in operands)} -> {' '.join(out)}"
 
 
-def _replicated(static: _Static) -> dict[str, tuple[str, ...]]:
+def _replicated(static: _Static) -> tuple[str, ...]:
     operands, out = _factors(static)
     names = dict.fromkeys(name for operand in operands for name in operand)
-    return {"need_replication_factors": tuple(name for name in names if name not in out)}
+    return tuple(name for name in names if name not in out)
 
 
 def _partition(static: _Static, mesh: Any, operands: Any, result: Any) -> Any:

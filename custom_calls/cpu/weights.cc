@@ -1,0 +1,56 @@
+#include "cpu/weights.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace mx {
+namespace {
+
+// A code without what its format does not use, and 0 beyond the ends.
+uint8_t CodeAt(const Source& source, int64_t row, int64_t k) {
+  if (row >= source.rows || k >= source.k) return 0;
+  const uint8_t code = static_cast<const uint8_t*>(
+      source.elements)[row * source.row_stride + k * source.k_stride];
+  return source.element == kE2M1 ? code & 15 : code;
+}
+
+bool IsZeroBlock(const Source& source, int64_t row, int64_t first, int64_t last) {
+  const float* values = TablesOf(source.element).float32;
+  for (int64_t k = first; k < last; ++k) {
+    if (values[CodeAt(source, row, k)] != 0.0f) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+void PackWeights(const Source& source, int64_t panel, uint8_t* out) {
+  const WeightSizes sizes = SizesOfWeights(source.element, source.block, source.rows, source.k);
+  const int64_t first_row = panel * kTileColumns;
+  const bool nibbles = LayoutOf(source.element) == kPanels4;
+  std::memset(out, 0, static_cast<size_t>(sizes.panel_bytes));
+  for (int64_t row = 0; row < kTileColumns; ++row) {
+    for (int64_t k = 0; k < source.k; ++k) {
+      const uint8_t code = CodeAt(source, first_row + row, k);
+      const int64_t word = nibbles ? k / 8 : k / 4;
+      uint8_t* to = out + (word * kTileColumns + row) * 4 + k % 4;
+      *to = static_cast<uint8_t>(*to | (nibbles && k % 8 >= 4 ? code << 4 : code));
+    }
+  }
+  uint8_t* scales = out + sizes.code_bytes;
+  const int64_t num_blocks = (source.k + source.block - 1) / source.block;
+  const uint8_t one = source.scale_kind == kScaleE8M0 ? 127 : 0x38;
+  std::memset(scales, one, static_cast<size_t>(sizes.panel_bytes - sizes.code_bytes));
+  for (int64_t row = 0; row < kTileColumns && first_row + row < source.rows; ++row) {
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      const uint8_t byte = source.scales[(first_row + row) * source.scale_row_stride +
+                                         block * source.scale_block_stride];
+      const int64_t first = block * source.block, last = std::min(first + source.block, source.k);
+      const bool zero = source.scale_kind == kScaleE8M0 && byte < 32 &&
+                        IsZeroBlock(source, first_row + row, first, last);
+      scales[block * kTileColumns + row] = zero ? one : byte;
+    }
+  }
+}
+
+}  // namespace mx
