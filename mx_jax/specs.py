@@ -25,8 +25,8 @@ class OperandSpec:
       format: block format.
       scale_rule: from a block's amax to its scale.
       rounding: how dropped bits decide.
-      prescale: factor before quantizing, taken out of the product again: below 1 it leaves
-        headroom under scale rules that clip.
+      prescale: factor before quantizing, taken out of the product again. The scale is that of
+        the multiplied values, so a rule that clips still clips.
 
     Raises:
       ValueError: if the rule fills another kind of scale than the format has, or prescale is not

@@ -19,10 +19,13 @@ from mx_jax.formats import (
 from mx_jax.recipes.base import Recipe
 from mx_jax.recipes.mx import measured_operand
 from mx_jax.reference.hadamard import Hadamard
-from mx_jax.reference.scale_rules import AMAX, EVEN, FLOOR, FOUR_OVER_SIX, GAUSSIAN, RCEIL
+from mx_jax.reference.scale_rules import AMAX, EVEN, FOUR_OVER_SIX, GAUSSIAN, RCEIL
 from mx_jax.specs import MatmulSpec, Residuals, operand
 
 _HIGH = MatmulSpec(lhs=None, rhs=None)
+
+# Stochastic rounding is right on average only where nothing clips.
+_THREE_QUARTERS = operand(MXFP4, scale_rule=RCEIL, rounding="stochastic", prescale=0.75)
 
 # One fixed vector of 16 signs, as a public reference of the NVFP4 recipe has it.
 _NVFP4_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -34,15 +37,17 @@ def mxfp4_backward() -> Recipe:
     | product | lhs | rhs |
     |---|---|---|
     | output | high precision | high precision |
-    | grad_input | g: MXFP4, FLOOR of 3/4 g, stochastic | W: the same |
+    | grad_input | g: MXFP4, RCEIL of 3/4 g, stochastic | W: the same |
     | grad_weight | g: the same | x: the same |
 
     Both backward products go through a block Hadamard transform of 64 with random signs, and are
-    multiplied by 16/9. Needs a key. Source: Tseng et al., Training LLMs with MXFP4, arXiv
-    2502.20586.
+    multiplied by 16/9. The paper takes FLOOR's scale of g for 3/4 g, whose block maxima then lie in
+    [3, 6) and never clip; RCEIL's scale of 3/4 g puts them in (3, 6], which differs for powers of
+    two alone. Needs a key. Source: Tseng et al., Training LLMs with MXFP4, arXiv 2502.20586.
     """
-    spec = operand(MXFP4, scale_rule=FLOOR, rounding="stochastic", prescale=0.75)
-    backward = MatmulSpec(lhs=spec, rhs=spec, transform=Hadamard(size=64, signs=None))
+    backward = MatmulSpec(
+        lhs=_THREE_QUARTERS, rhs=_THREE_QUARTERS, transform=Hadamard(size=64, signs=None)
+    )
     return Recipe(
         name="mxfp4_backward",
         fwd=_HIGH,
@@ -129,7 +134,7 @@ def quartet() -> Recipe:
     | product | lhs | rhs |
     |---|---|---|
     | output | x: MXFP4, GAUSSIAN, nearest | W: the same |
-    | grad_input | g: MXFP4, FLOOR of 3/4 g, stochastic | W: the same as g |
+    | grad_input | g: MXFP4, RCEIL of 3/4 g, stochastic | W: the same as g |
     | grad_weight | g: the same | x: the same as g |
 
     The forward transform has no signs, the backward ones draw new signs each time. Gradients of
@@ -138,8 +143,9 @@ def quartet() -> Recipe:
     Source: Quartet, arXiv 2505.14669.
     """
     forward = operand(MXFP4, scale_rule=GAUSSIAN)
-    gradient = operand(MXFP4, scale_rule=FLOOR, rounding="stochastic", prescale=0.75)
-    backward = MatmulSpec(lhs=gradient, rhs=gradient, transform=Hadamard(size=32, signs=None))
+    backward = MatmulSpec(
+        lhs=_THREE_QUARTERS, rhs=_THREE_QUARTERS, transform=Hadamard(size=32, signs=None)
+    )
     return Recipe(
         name="quartet",
         fwd=MatmulSpec(lhs=forward, rhs=forward, transform=Hadamard(size=32, signs=(1,) * 32)),

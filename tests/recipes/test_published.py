@@ -1,0 +1,207 @@
+"""Published recipes: what the sources say of each operand, and products made by hand from it."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.recipes import Recipe
+from mx_jax.reference import hadamard
+
+# Each operand as (format, scale rule, rounding, prescale), in the order x, w of the output; g, w of
+# grad_input; g, x of grad_weight. None: high precision.
+EVEN = ("mxfp4", "even", "nearest", 1.0)
+EVEN_2D = ("mxfp4_2d", "even", "nearest", 1.0)
+RCEIL_SR = ("mxfp4", "rceil", "stochastic", 1.0)
+# FLOOR's scale of x for 3/4 x, but for powers of two.
+THREE_QUARTERS = ("mxfp4", "rceil", "stochastic", 0.75)
+GAUSSIAN = ("mxfp4", "gaussian", "nearest", 1.0)
+NVFP4 = ("nvfp4", "amax", "nearest", 1.0)
+NVFP4_2D = ("nvfp4_2d", "amax", "nearest", 1.0)
+NVFP4_SR = ("nvfp4", "amax", "stochastic", 1.0)
+SIX = ("nvfp4", "four_over_six", "nearest", 1.0)
+SIX_2D = ("nvfp4_2d", "four_over_six", "nearest", 1.0)
+LINE = ("float8_blockwise_e4m3", "amax", "nearest", 1.0)
+SQUARE = ("float8_blockwise_2d_e4m3", "amax", "nearest", 1.0)
+
+OPERANDS = {
+    "mxfp4_backward": (None, None, THREE_QUARTERS, THREE_QUARTERS, THREE_QUARTERS, THREE_QUARTERS),
+    "mxfp4_stochastic": (EVEN, EVEN_2D, RCEIL_SR, EVEN_2D, RCEIL_SR, EVEN),
+    "quartet": (GAUSSIAN, GAUSSIAN, THREE_QUARTERS, THREE_QUARTERS, THREE_QUARTERS, THREE_QUARTERS),
+    "nvfp4_pretraining": (NVFP4, NVFP4_2D, NVFP4_SR, NVFP4_2D, NVFP4_SR, NVFP4),
+    "nvfp4_four_over_six": (SIX, SIX_2D, NVFP4_SR, SIX_2D, NVFP4_SR, SIX),
+    "deepseek_v3": (LINE, SQUARE, LINE, SQUARE, LINE, LINE),
+}
+# Size of the transform of each product, and whether its signs are drawn.
+TRANSFORMS = {
+    "mxfp4_backward": (None, (64, True), (64, True)),
+    "mxfp4_stochastic": (None, None, (32, True)),
+    "quartet": ((32, False), (32, True), (32, True)),
+    "nvfp4_pretraining": (None, None, (16, False)),
+    "nvfp4_four_over_six": (None, None, (16, False)),
+    "deepseek_v3": (None, None, None),
+}
+
+
+def products(recipe: Recipe) -> tuple[Any, Any, Any]:
+    return recipe.fwd, recipe.dlhs, recipe.drhs
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_operands_and_transforms(name: str):
+    recipe = recipes.from_name(name)
+    found = [
+        spec and (spec.format.name, spec.scale_rule.name, spec.rounding.name, spec.prescale)
+        for product in products(recipe)
+        for spec in (product.lhs, product.rhs)
+    ]
+    rule = found[0][1] if name == "deepseek_v3" else None
+    expected = [entry and (entry[0], rule or entry[1], *entry[2:]) for entry in OPERANDS[name]]
+    assert found == expected
+    transforms = [product.transform for product in products(recipe)]
+    assert [t and (t.size, t.is_random) for t in transforms] == list(TRANSFORMS[name])
+    assert recipe.mask_clipped == (name == "quartet")
+
+
+def test_fixed_signs():
+    """NVFP4's are those of a public reference, the same every time; Quartet's forward has none."""
+    transform = recipes.nvfp4_pretraining().drhs.transform
+    assert transform is not None and transform.signs is not None
+    assert "".join("+-"[sign < 0] for sign in transform.signs) == "+++-+------+-+--"
+    forward = recipes.quartet().fwd.transform
+    assert forward is not None and forward.signs == (1,) * 32
+
+
+def test_three_quarters_have_floors_scale():
+    """RCEIL of 3/4 x is FLOOR of x, unless a block's largest value is a power of two."""
+    x = (
+        jax.random.normal(jax.random.key(0), (512, 32))
+        * 2.0 ** jnp.arange(-8, 8).repeat(32)[:, None]
+    )
+    rceil = mx_jax.quantize(x * 0.75, "mxfp4", scale_rule="rceil")
+    floor = mx_jax.quantize(x, "mxfp4", scale_rule="floor")
+    np.testing.assert_array_equal(rceil.scales, floor.scales)
+    top = jnp.abs(x * 0.75).max(1) / rceil.scale_values.astype(jnp.float32)[:, 0]
+    assert 3 <= float(top.min()) < 3.2 and 5.8 < float(top.max()) <= 6
+    power = mx_jax.quantize(jnp.full(32, 0.75), "mxfp4", scale_rule="rceil")
+    assert int(power.scales[0]) == int(mx_jax.quantize(jnp.ones(32), "mxfp4").scales[0]) - 1
+
+
+@pytest.fixture(scope="module")
+def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
+    """x [m, k], w [k, n], g [m, n]; sizes that leave partial blocks."""
+    x, w, g = jax.random.split(jax.random.key(0), 3)
+    return (
+        jax.random.normal(x, (48, 144)),
+        jax.random.normal(w, (144, 80)) / 12,
+        jax.random.normal(g, (48, 80)),
+    )
+
+
+def run(recipe: Recipe, x: jax.Array, w: jax.Array, g: jax.Array, key: Any = None) -> list[Any]:
+    """Output, grad_input, grad_weight."""
+    y, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe, key=key), x, w)
+    return [y, *pullback(g)]
+
+
+def cast(x: jax.Array, entry: tuple[Any, ...], axis: int) -> jax.Array:
+    return mx_jax.cast(x, entry[0], axis=axis, scale_rule=entry[1])
+
+
+def close(actual: Any, left: jax.Array, right: jax.Array) -> None:
+    """The product of left and right, to float32's rounding of sums."""
+    expected = jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["mxfp4_stochastic", "nvfp4_pretraining", "nvfp4_four_over_six", "quartet"]
+)
+def test_outputs_by_hand(name: str, arrays):
+    x, w, _ = arrays
+    left, right = OPERANDS[name][:2]
+    assert left is not None and right is not None
+    if name == "quartet":
+        none = jnp.ones(32)
+        x, w = hadamard.apply(x, none, 1), hadamard.apply(w, none, 0)
+    y = mx_jax.matmul(*arrays[:2], recipe=recipes.from_name(name), key=jax.random.key(1))
+    close(y, cast(x, left, 1), cast(w, right, 0))
+    plain = arrays[0] @ arrays[1]
+    assert mx_jax.inspect.sqnr_db(plain, y) < 25
+
+
+def test_deepseek_by_hand(arrays):
+    """128 x 128 blocks give both products of w the same values."""
+    x, w, g = arrays
+    y, dx, dw = run(recipes.deepseek_v3(), x, w, g)
+
+    def line(x: jax.Array, axis: int) -> jax.Array:
+        return mx_jax.cast(x, "float8_blockwise_e4m3", axis=axis)
+
+    square = mx_jax.cast(w, "float8_blockwise_2d_e4m3", axis=0)
+    np.testing.assert_array_equal(mx_jax.cast(w, "float8_blockwise_2d_e4m3", axis=1), square)
+    close(y, line(x, 1), square)
+    close(dx, line(g, 1), square.T)
+    close(dw, line(x, 0).T, line(g, 0))
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8_e4m3", "nvfp4"])
+def test_qat_by_hand(format: str, arrays):
+    """The gradient of the function that was computed, each rounding taken as the identity."""
+    x, w, g = arrays
+    rule = recipes.weight_only(format).fwd.rhs.scale_rule  # pyright: ignore
+    x_cast = mx_jax.cast(x, format, axis=1, scale_rule=rule)
+    w_cast = mx_jax.cast(w, format, axis=0, scale_rule=rule)
+    y, dx, dw = run(recipes.qat(format), x, w, g)
+    close(y, x_cast, w_cast)
+    close(dx, g, w_cast.T)
+    close(dw, x_cast.T, g)
+
+
+def test_a_high_precision_forward_is_exact(arrays):
+    x, w, _ = arrays
+    y = mx_jax.matmul(x, w, recipe=recipes.mxfp4_backward(), key=jax.random.key(1))
+    np.testing.assert_array_equal(y, x @ w)
+
+
+@pytest.mark.parametrize("name", ["mxfp4_backward", "mxfp4_stochastic"])
+def test_gradients_are_right_on_average(name: str, arrays):
+    """The mean over n keys lies within 5 standard errors, estimated from the draws themselves.
+
+    mxfp4_backward: both operands are unbiased and independent, so both gradients are. In
+    mxfp4_stochastic only g is drawn: grad_input is right for the weight that the forward used.
+    5 standard errors are missed by chance with probability below 6e-7 an element: below 2 % for
+    all 18432 elements of both gradients (the estimate of the error widens it).
+    """
+    x, w, g = arrays
+    num_draws = 400
+    recipe = recipes.from_name(name)
+
+    @jax.jit
+    def moments(keys):
+        def draw(sums, key):
+            gradients = run(recipe, x, w, g, key)[1:]
+            return [
+                (total + value, squares + value**2)
+                for (total, squares), value in zip(sums, gradients, strict=True)
+            ], None
+
+        start = [(jnp.zeros(value.shape), jnp.zeros(value.shape)) for value in (x, w)]
+        return lax.scan(draw, start, keys)[0]
+
+    used = w if name == "mxfp4_backward" else cast(w, EVEN_2D, 0)
+    expected = [g @ used.T, x.T @ g]
+    found = moments(jax.random.split(jax.random.key(2), num_draws))
+    checked = found if name == "mxfp4_backward" else found[:1]
+    for (total, squares), exact in zip(checked, expected, strict=False):
+        mean = total / num_draws
+        error = jnp.sqrt(jnp.maximum(squares / num_draws - mean**2, 1e-12) / num_draws)
+        assert float(jnp.max(jnp.abs(mean - exact) / error)) < 5 * math.sqrt(1.2)
+        # A draw alone is far off: the average does the work.
+        assert float(jnp.mean(error) * math.sqrt(num_draws)) > 0.05
