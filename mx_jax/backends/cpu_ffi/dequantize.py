@@ -1,10 +1,13 @@
 """Dequantizing by the compiled handler."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.backends.base import DequantizeCall
+from mx_jax.backends.cpu_ffi import cast
 from mx_jax.backends.cpu_ffi.quantize import facts, flat_blocks, rejects_blocks
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import BlockFormat
@@ -22,16 +25,28 @@ def rejects(call: DequantizeCall) -> str | None:
 
 def dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
     """The values of x in `call.dtype`, by the handler."""
-    operands = [x.codes, x.scales]
-    if x.tensor_scale is not None:
-        operands.append(x.tensor_scale)
-    result = jax.ShapeDtypeStruct(x.shape, call.dtype)
-    return jax.ffi.ffi_call(TARGET, result, vmap_method="broadcast_all")(
-        *operands,
-        **attributes(x.format, x.blocks),
-        has_tensor_scale=x.tensor_scale is not None,
-        packed=False,
+    has_tensor_scale = x.tensor_scale is not None
+    described = cast.Cast(
+        target=TARGET,
+        attributes=cast.hashable(
+            attributes(x.format, x.blocks) | {"has_tensor_scale": has_tensor_scale, "packed": False}
+        ),
+        blocks=x.blocks,
+        operands=(
+            cast.Entry(per="element"),
+            cast.Entry(per="block"),
+            *((cast.Entry(per="tensor"),) * has_tensor_scale),
+        ),
+        results=(cast.Entry(per="element", dtype=np.dtype(call.dtype)),),
     )
+
+    def elsewhere(codes, scales, tensor_scale=None):
+        parts = dict(codes=codes, scales=scales, tensor_scale=tensor_scale, primal=None)
+        return (dataclasses.replace(x, **parts).dequantize(call.dtype),)
+
+    operands = [operand for operand in (x.codes, x.scales, x.tensor_scale) if operand is not None]
+    (values,) = cast.run(described, operands, elsewhere)
+    return values
 
 
 def attributes(format: BlockFormat, blocks: Blocks) -> dict[str, object]:

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.backends.base import QuantizeCall
+from mx_jax.backends.cpu_ffi import cast
 from mx_jax.codecs import float32
-from mx_jax.codecs.blocks import Blocks, scales_shape, split
+from mx_jax.codecs.blocks import Blocks, split
 from mx_jax.formats import WHOLE, ElementFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.reference.quantize import tensor_scale_of
+from mx_jax.reference import quantize as reference
 
 TARGET = "mx_jax_cpu_quantize"
 
@@ -52,18 +53,33 @@ def quantize(
     x = jax.lax.stop_gradient(x)
     if call.format.tensor_scale and tensor_scale is None:
         tensor_scale = _tensor_scale(x, call)
-    operands = [x]
+    optional = {}
     if tensor_scale is not None:
-        operands.append(tensor_scale)
+        optional["tensor_scale"] = cast.Entry(per="tensor"), tensor_scale
     if random_bits is not None:
-        operands.append(random_bits)
-    results = (
-        jax.ShapeDtypeStruct(x.shape, jnp.uint8),
-        jax.ShapeDtypeStruct(scales_shape(x.shape, call.blocks), call.format.scale.storage_dtype),
+        optional["random_bits"] = cast.Entry(per="element"), random_bits
+    described = cast.Cast(
+        target=TARGET,
+        attributes=cast.hashable(
+            attributes(call) | {"has_tensor_scale": tensor_scale is not None, "packed": False}
+        ),
+        blocks=call.blocks,
+        operands=(cast.Entry(per="element"), *(entry for entry, _ in optional.values())),
+        results=(
+            cast.Entry(per="element", dtype=np.dtype("uint8")),
+            cast.Entry(per="block", dtype=call.format.scale.storage_dtype),
+        ),
     )
-    codes, scales = jax.ffi.ffi_call(TARGET, results, vmap_method="broadcast_all")(
-        *operands, **attributes(call), has_tensor_scale=tensor_scale is not None, packed=False
-    )
+
+    def elsewhere(x, *rest):
+        given = dict(zip(optional, rest, strict=True))
+        q = reference.quantize(
+            x, call.format, call.blocks, call.scale_rule, rounding=call.rounding, **given
+        )
+        return q.codes, q.scales
+
+    operands = (x, *(operand for _, operand in optional.values()))
+    codes, scales = cast.run(described, operands, elsewhere)
     return MXArray(
         codes=codes,
         scales=scales,
@@ -116,4 +132,4 @@ def _tensor_scale(x: jax.Array, call: QuantizeCall) -> jax.Array:
     magnitudes = float32.to_bits(pieces) & float32.ABS
     amax = jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)
     largest_scale = call.scale_rule.largest_scale or call.format.scale.max
-    return tensor_scale_of(amax, largest_scale * call.format.element.max, x.ndim)
+    return reference.tensor_scale_of(amax, largest_scale * call.format.element.max, x.ndim)
