@@ -213,6 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output = Output(
         folder=options.work, settings=settings, fingerprint=corpus.fingerprint, environment={}
     )
+    if options.out.resolve() == output.results.resolve():
+        raise SystemExit(f"--out={options.out} is where --work keeps its runs; choose another")
     output.open(resume=True, overwrite=False)
     with jax.default_matmul_precision("float32"):
         for label in train(output, chosen, options.seeds, corpus):

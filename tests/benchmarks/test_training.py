@@ -121,3 +121,10 @@ def test_variants_are_known_distinct_and_named(module):
     assert len({variant.precision for variant in every}) == len(every)
     with pytest.raises(SystemExit, match="unknown mxfp5; known: float32, bf16, mxfp8,"):
         module("fp4_ablation").choose(["mxfp5"], 4)
+
+
+def test_the_table_does_not_overwrite_the_runs(module, tmp_path):
+    out = tmp_path / "results.json"
+    with pytest.raises(SystemExit, match="is where --work keeps its runs; choose another"):
+        module("fp4_ablation").main(["--work", str(tmp_path), "--out", str(out)])
+    assert not out.exists()
