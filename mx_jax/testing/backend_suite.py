@@ -64,7 +64,8 @@ def _what_the_handlers_compute(call: Call, target: Target) -> bool:
     if target.platform != "cpu" or isinstance(library.load(), str):
         return False
     if isinstance(call, MatmulCall):
-        return False
+        given = (call.lhs_format, call.rhs_format)
+        return all(f is None or not f.scale.is_float32 for f in given)
     if isinstance(call, QuantizeCall) and call.scale_rule.name in ("gaussian", "four_over_six"):
         return False
     return len(call.blocks) == 1

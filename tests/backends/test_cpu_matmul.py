@@ -1,0 +1,324 @@
+"""Products of the CPU library: random ones against float64, extremes, transforms, wrong calls."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import mx_jax
+from mx_jax import formats, recipes
+from mx_jax.backends.cpu_ffi import CpuFfiBackend, library, matmul
+from mx_jax.backends.select import only_backend
+from mx_jax.mxarray import MXArray
+from mx_jax.testing.backend_suite import check_matmul, exact_product, exact_values
+from mx_jax.testing.cases import MatmulCase
+from mx_jax.testing.compare import assert_bitwise_equal
+
+P = PartitionSpec
+BACKEND = CpuFfiBackend()
+FORMATS = (*formats.MX_FORMATS, formats.NVFP4)
+NUM_RANDOM = 60
+DTYPES = ("float32", "bfloat16", "float16")
+
+pytestmark = pytest.mark.skipif(
+    isinstance(library.load(), str), reason=f"no CPU library: {library.load()}"
+)
+
+
+def product(case: MatmulCase, lhs: Any, rhs: Any) -> jax.Array:
+    return jax.jit(lambda lhs, rhs: BACKEND.scaled_matmul(lhs, rhs, case.call))(lhs, rhs)
+
+
+def random_case(rng: np.random.Generator) -> MatmulCase:
+    """Any pair that may meet, in any order, of sizes around tiles, panels and chunks."""
+    block = rng.choice([16, 32])
+    choice = [None, *(format for format in FORMATS if format.block[1] == block)]
+    lhs, rhs = None, None
+    while lhs is None and rhs is None:
+        lhs, rhs = (choice[i] for i in rng.integers(0, len(choice), 2))
+    sizes = [1, 2, 3, 6, 7, 30, 31, 32, 33, 61, 70, 130]
+    m, n = (int(i) for i in rng.choice(sizes, 2))
+    batch = tuple(int(i) for i in rng.integers(1, 4, rng.integers(0, 3)))
+    return MatmulCase(
+        lhs=lhs,
+        rhs=rhs,
+        batch=batch,
+        m=(m,),
+        n=(n,),
+        k=(int(rng.choice([1, 15, 16, 31, 32, 33, 64, 100, 555])),),
+        lhs_k_first=bool(rng.integers(2)),
+        rhs_k_first=bool(rng.integers(2)),
+        dtype=str(rng.choice(DTYPES)),
+        out_dtype=str(rng.choice(DTYPES)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(NUM_RANDOM))
+def test_random_products(seed: int):
+    check_matmul(BACKEND, random_case(np.random.default_rng(seed)))
+
+
+INTEGERS = (formats.MXFP4, formats.MXFP6_E2M3, formats.MXFP6_E3M2, formats.MXINT8)
+
+
+@pytest.mark.parametrize("rhs", INTEGERS, ids=lambda format: format.name)
+@pytest.mark.parametrize("lhs", INTEGERS, ids=lambda format: format.name)
+def test_one_block_is_exact(lhs, rhs):
+    """A block's sum has no rounding, whatever its codes."""
+    case = MatmulCase(lhs=lhs, rhs=rhs, m=(40,), n=(70,), k=(32,))
+    left, right = case.operands(np.random.default_rng(1))
+    expected = exact_product(case.call, exact_values(left), exact_values(right))
+    assert_bitwise_equal(product(case, left, right), expected.astype(np.float32), what="product")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 13, 61])
+@pytest.mark.parametrize(
+    ("lhs", "rhs"),
+    [
+        (None, formats.MXFP4),
+        (None, formats.MXFP8_E4M3),
+        (formats.MXFP8_E5M2, formats.MXFP8_E4M3),
+        (formats.MXINT8, formats.MXFP4),
+        (formats.NVFP4, formats.NVFP4),
+    ],
+    ids=str,
+)
+def test_a_row_does_not_depend_on_the_others(lhs, rhs, rows: int):
+    """The same bits alone, among a few and among many: on one thread and on several."""
+    case = MatmulCase(lhs=lhs, rhs=rhs, m=(200,), n=(150,), k=(1100,))
+    left, right = case.operands(np.random.default_rng(2))
+    few = left[7 : 7 + rows]
+    alone = product(dataclasses.replace(case, m=(rows,)), few, right)
+    assert_bitwise_equal(alone, product(case, left, right)[7 : 7 + rows], what="rows")
+
+
+def with_scales(x: MXArray, row: int, byte: int) -> MXArray:
+    return dataclasses.replace(x, scales=x.scales.at[row, 1].set(byte))
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_a_nan_scale_makes_its_row_nan(format, rows: int):
+    case = MatmulCase(lhs=format, rhs=format, m=(rows,), n=(40,), k=(96,))
+    left, right = case.operands(np.random.default_rng(3))
+    nan = 255 if format.scale.kind == "exponent" else 127
+    clean = np.asarray(product(case, left, right))
+    spoilt = np.asarray(product(case, with_scales(left, 1, nan), with_scales(right, 39, nan)))
+    expected = clean.copy()
+    expected[1, :], expected[:, 39] = np.nan, np.nan
+    assert_bitwise_equal(np.isnan(spoilt), np.isnan(expected), what="NaN")
+    kept = ~np.isnan(expected)
+    assert_bitwise_equal(spoilt[kept], clean[kept], what="the others")
+
+
+@pytest.mark.parametrize("rows", [1, 3, 70])
+@pytest.mark.parametrize("rhs", [formats.MXFP8_E4M3, formats.MXFP8_E5M2], ids=str)
+@pytest.mark.parametrize("lhs", [None, formats.MXFP8_E4M3], ids=str)
+def test_special_codes_spread(lhs, rhs, rows: int):
+    """Code 0x7F is NaN in both float8 formats; E5M2's 0x7C is Inf."""
+    case = MatmulCase(lhs=lhs, rhs=rhs, m=(rows,), n=(40,), k=(96,))
+    left, right = case.operands(np.random.default_rng(4))
+    codes = right.codes.at[3, 50].set(0x7F).at[20, 7].set(0x7C)
+    right = dataclasses.replace(right, codes=codes)
+    actual = np.asarray(product(case, left, right))
+    with np.errstate(invalid="ignore"):
+        expected = exact_product(case.call, exact_values(left), exact_values(right))
+    assert_bitwise_equal(np.isnan(actual), np.isnan(expected), what="NaN")
+    assert_bitwise_equal(np.isinf(actual), np.isinf(expected), what="Inf")
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("rhs", FORMATS[:-1], ids=lambda format: format.name)
+@pytest.mark.parametrize("lhs", [None, formats.MXFP8_E4M3, formats.MXFP4], ids=str)
+def test_extreme_scales(lhs, rhs, rows: int):
+    """Scales at both ends of E8M0, whose products are ordinary numbers."""
+    case = MatmulCase(lhs=lhs, rhs=rhs, m=(rows,), n=(40,), k=(96,))
+    left, right = case.operands(np.random.default_rng(5))
+    ends = (0, 254 - rhs.element.emax) if lhs is not None else (40, 210)
+    scales = np.where(np.arange(40)[:, None] % 2 == 0, *ends)
+    right = dataclasses.replace(right, scales=jnp.asarray(scales + 0 * right.scales, jnp.uint8))
+    if lhs is not None:
+        # With the largest scales the smallest, and the other way round: one row each.
+        ends = np.where(np.arange(rows)[:, None] % 2 == 0, 10, 250 - lhs.element.emax)
+        left = dataclasses.replace(left, scales=jnp.asarray(ends + 0 * left.scales, jnp.uint8))
+    exact = exact_product(case.call, exact_values(left), exact_values(right))
+    magnitude = exact_product(case.call, abs(exact_values(left)), abs(exact_values(right)))
+    actual = np.asarray(product(case, left, right)).astype(np.float64)
+    inside = (magnitude < 2.0**127) & (magnitude > 2.0**-100)
+    assert inside.any()
+    error = np.abs(actual - exact)[inside]
+    assert (error <= 20 * 2.0**-24 * magnitude[inside]).all()
+
+
+def test_zero_blocks_cost_nothing_and_count_nothing():
+    """Quantize gives them byte 0."""
+    x = jnp.zeros((40, 96)).at[:, 40].set(1.0)
+    w = jnp.ones((50, 96)).at[:, :32].set(0.0)
+    case = MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP4, m=(40,), n=(50,), k=(96,))
+    actual = product(case, mx_jax.quantize(x, "mxfp4"), mx_jax.quantize(w, "mxfp4"))
+    assert_bitwise_equal(actual, np.ones((40, 50), np.float32), what="product")
+
+
+# Transforms ---------------------------------------------------------------------------------------
+
+
+def draw(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(6).standard_normal(shape), jnp.float32)
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
+def test_vmap_is_one_call(axes: tuple[int | None, int | None]):
+    x, w = draw(3, 40, 64), draw(3, 64, 50)
+    operands = [a if axis == 0 else a[0] for a, axis in zip((x, w), axes, strict=True)]
+
+    def multiply(x, w):
+        return mx_jax.matmul(x, w, recipe=recipes.mxfp8())
+
+    with only_backend("cpu_ffi"):
+        mapped = jax.jit(jax.vmap(multiply, axes))
+        assert mapped.lower(*operands).as_text().count(f"@{matmul.TARGET}(") == 1
+        actual = mapped(*operands)
+        for index in range(3):
+            one = [a[index] if axis == 0 else a for a, axis in zip(operands, axes, strict=True)]
+            assert_bitwise_equal(actual[index], jax.jit(multiply)(*one), what=f"[{index}]")
+
+
+@pytest.mark.parametrize("recipe", [recipes.mxfp4(), recipes.mxint8()], ids=lambda r: r.name)
+def test_gradients_through_scan_and_remat(recipe):
+    """Integer sums over one block are exact: the reference's bits."""
+    x, w = draw(32, 32), draw(2, 32, 32)
+
+    def loss(x, w):
+        step = jax.checkpoint(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))
+        return (jax.lax.scan(lambda x, w: (step(x, w), None), x, w)[0] ** 2).sum()
+
+    found = []
+    for name in ("cpu_ffi", "reference"):
+        with only_backend(name):
+            found.append(jax.jit(jax.grad(loss, (0, 1)))(x, w))
+    for left, right in zip(*found, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5 * float(jnp.abs(right).max()))
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize(
+    ("lhs_spec", "rhs_spec", "out_spec", "gathers"),
+    [
+        (P("data"), P("model"), P("data", "model"), 0),
+        (P(("data", "model")), P(), P(("data", "model")), 0),
+        # A sharded k is gathered, codes and scales, on one side or on both.
+        (P("data", "model"), P(), P("data"), 2),
+        (P(None, "data"), P("model", "data"), P(None, "model"), 4),
+    ],
+    ids=str,
+)
+def test_kept_axes_are_sharded_without_gathering(mesh, lhs_spec, rhs_spec, out_spec, gathers: int):
+    case = MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP4, m=(64,), n=(96,), k=(128,))
+    lhs, rhs = case.operands(np.random.default_rng(7))
+    expected = product(case, lhs, rhs)
+    lhs = jax.device_put(lhs, NamedSharding(mesh, lhs_spec))
+    rhs = jax.device_put(rhs, NamedSharding(mesh, rhs_spec))
+    compiled = (
+        jax.jit(lambda a, b: BACKEND.scaled_matmul(a, b, case.call)).lower(lhs, rhs).compile()
+    )
+    actual = compiled(lhs, rhs)
+    assert actual.sharding.is_equivalent_to(NamedSharding(mesh, out_spec), 2)
+    assert compiled.as_text().count("all-gather(") == gathers
+    assert_bitwise_equal(actual, expected, what="product")
+
+
+def test_export_runs_on_its_platform():
+    x, w = draw(40, 64), draw(64, 50)
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in library.load().targets]
+    with only_backend("cpu_ffi"):
+        function = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipes.mxfp8()))
+        exported = jax.export.export(function, disabled_checks=allowed)(x, w)
+        assert_bitwise_equal(exported.call(x, w), function(x, w), what="product")
+
+
+# Wrong calls --------------------------------------------------------------------------------------
+
+
+def call_handler(**changes: Any) -> jax.Array:
+    case = MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP8_E4M3, m=(5,), n=(7,), k=(64,))
+    lhs, rhs = case.operands(np.random.default_rng(8))
+    arguments: dict[str, Any] = {
+        "lhs": lhs.codes,
+        "lhs_scales": lhs.scales,
+        "rhs": rhs.codes,
+        "rhs_scales": rhs.scales,
+        "alpha": jnp.ones((1,), jnp.float32),
+        "lhs_element": "e2m1",
+        "rhs_element": "e4m3",
+        "lhs_scale": "e8m0",
+        "rhs_scale": "e8m0",
+        "block": np.int32(32),
+        "lhs_k_first": False,
+        "rhs_k_first": False,
+    }
+    shape = changes.pop("shape", (5, 7))
+    dtype = changes.pop("dtype", jnp.float32)
+    arguments |= changes
+    operands = [arguments.pop(n) for n in ("lhs", "lhs_scales", "rhs", "rhs_scales", "alpha")]
+    result = jax.ShapeDtypeStruct(shape, dtype)
+    return jax.ffi.ffi_call(matmul.TARGET, result)(*operands, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"block": np.int32(8)}, "block must be 16 or 32, got block=8"),
+        ({"lhs_element": "e9m9"}, "unknown lhs_element='e9m9'"),
+        ({"rhs_scale": "f32"}, "unknown rhs_scale='f32'"),
+        ({"lhs_element": "none"}, "lhs_element='none' needs float32, bfloat16 or float16"),
+        ({"lhs_scales": jnp.zeros((5, 3), jnp.uint8)}, r"lhs_scales must have shape \(5, 2\)"),
+        ({"rhs": jnp.zeros((7, 64), jnp.int8)}, "codes and scales must be uint8"),
+        ({"rhs": jnp.zeros((64,), jnp.uint8)}, r"rhs must be \[\*batch, rows, k\]"),
+        (
+            {"rhs": jnp.zeros((7, 96), jnp.uint8), "rhs_scales": jnp.zeros((7, 3), jnp.uint8)},
+            r"both operands must have one k, got lhs.shape=\(5, 64\), rhs.shape=\(7, 96\)",
+        ),
+        ({"shape": (5, 8)}, r"product's shape \(5, 8\) does not follow from lhs.shape=\(5, 64\)"),
+        ({"shape": (1, 5, 7)}, r"product's shape \(1, 5, 7\) does not follow"),
+        ({"dtype": jnp.int32}, "the product must be float32, bfloat16 or float16"),
+        (
+            {"alpha": jnp.ones((3,), jnp.float32)},
+            r"alpha must be.*got alpha.shape=\(3\)",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_wrong_calls_are_refused(changes: dict[str, Any], complaint: str):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=complaint):
+        jax.block_until_ready(call_handler(**changes))
+
+
+def test_a_right_call_is_not():
+    assert call_handler().shape == (5, 7)
+
+
+@pytest.mark.parametrize(
+    ("case", "complaint"),
+    [
+        (
+            MatmulCase(lhs=formats.FLOAT8_ROWWISE_E4M3, rhs=formats.FLOAT8_ROWWISE_E4M3),
+            "needs scales in e8m0 or e4m3",
+        ),
+        (
+            MatmulCase(lhs=formats.MXFP4.with_block(64), rhs=formats.MXFP4.with_block(64)),
+            "needs blocks of 16 or 32 along k",
+        ),
+    ],
+    ids=str,
+)
+def test_what_it_leaves_to_others(case: MatmulCase, complaint: str):
+    reason = matmul.rejects(case.call)
+    assert reason is not None and complaint in reason
