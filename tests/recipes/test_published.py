@@ -120,9 +120,7 @@ def close(actual: Any, left: jax.Array, right: jax.Array) -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "name", ["mxfp4_stochastic", "nvfp4_pretraining", "nvfp4_four_over_six", "quartet"]
-)
+@pytest.mark.parametrize("name", ["mxfp4_stochastic", "nvfp4_four_over_six", "quartet"])
 def test_outputs_by_hand(name: str, arrays):
     x, w, _ = arrays
     left, right = OPERANDS[name][:2]
@@ -151,7 +149,7 @@ def test_deepseek_by_hand(arrays):
     close(dw, line(x, 0).T, line(g, 0))
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "mxfp8_e4m3", "nvfp4"])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
 def test_qat_by_hand(format: str, arrays):
     """The gradient of the function that was computed, each rounding taken as the identity."""
     x, w, g = arrays

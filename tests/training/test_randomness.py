@@ -179,6 +179,34 @@ def test_sharding_does_not_change_the_draws():
     np.testing.assert_array_equal(quantize(x).codes, quantize(spread).codes)
 
 
+def test_sharding_does_not_change_the_gradients():
+    """All three products of a stochastic recipe, bit for bit: four-bit sums need no rounding."""
+    drawn = operand("mxfp4", scale_rule="rceil", rounding="stochastic")
+    both = MatmulSpec(lhs=drawn, rhs=drawn)
+    recipe = dataclasses.replace(
+        mx_jax.recipes.mxfp4(), name="stochastic", fwd=both, dlhs=both, drhs=both
+    )
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((64, 128), (128, 64), (64, 64))
+    arrays = [
+        jax.random.uniform(key, shape, minval=-1.0) for key, shape in zip(keys, shapes, strict=True)
+    ]
+
+    @jax.jit
+    def run(x, w, g):
+        key = jax.random.key(7)
+        y, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe, key=key), x, w)
+        return y, *pullback(g)
+
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+    spread = [
+        jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P("data", "model"))) for x in arrays
+    ]
+    for name, alone, sharded in zip(("y", "dx", "dw"), run(*arrays), run(*spread), strict=True):
+        np.testing.assert_array_equal(sharded, alone, err_msg=name)
+
+
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_recipes_need_a_key(name):
     with pytest.raises(ValueError, match=f"recipe '{name}' rounds stochastically and needs a key"):
