@@ -96,7 +96,6 @@ def _row(
         "training_gaps_percent": gaps(late_loss),
         "diverged": sorted(run.seed for run in diverged),
         "validation": [run.validation for run in of_seed],
-        "seconds_per_step": [run.step_seconds / max(1, run.timed_steps) for run in of_seed],
     }
 
 

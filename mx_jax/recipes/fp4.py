@@ -58,7 +58,7 @@ def mxfp4_backward() -> Recipe:
 
 
 def mxfp4_stochastic() -> Recipe:
-    """MXFP4 in all three products, with what makes it train: this library's own mixture.
+    """MXFP4 in all three products, with what the literature adds: this library's own mixture.
 
     | product | lhs | rhs |
     |---|---|---|
@@ -68,7 +68,8 @@ def mxfp4_stochastic() -> Recipe:
 
     grad_weight goes through a block Hadamard transform of 32 with random signs. RCEIL never clips,
     so stochastic gradients are unbiased; square blocks give both products the same weight, so the
-    gradient belongs to the function that was computed. Needs a key.
+    gradient belongs to the function that was computed. Unbiased is not better everywhere: in the
+    small runs of docs/training.md plain `mxfp4` ends no higher. Needs a key.
     """
     nearest = operand(MXFP4, scale_rule=EVEN)
     weight = operand(MXFP4_2D, scale_rule=EVEN)
