@@ -11,6 +11,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(MxDequantize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxMatmul);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxMatmulPacked);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxPackWeights);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(MxPeak);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxQuantize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxTraffic);
 
@@ -21,6 +22,7 @@ const mx::Target kTargets[] = {
     {"mx_jax_cpu_matmul", reinterpret_cast<void*>(MxMatmul)},
     {"mx_jax_cpu_matmul_packed", reinterpret_cast<void*>(MxMatmulPacked)},
     {"mx_jax_cpu_pack_weights", reinterpret_cast<void*>(MxPackWeights)},
+    {"mx_jax_cpu_peak", reinterpret_cast<void*>(MxPeak)},
     {"mx_jax_cpu_quantize", reinterpret_cast<void*>(MxQuantize)},
     {"mx_jax_cpu_traffic", reinterpret_cast<void*>(MxTraffic)},
 };

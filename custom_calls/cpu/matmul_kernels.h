@@ -92,8 +92,8 @@ struct MatmulKernels {
   // rows at least.
   void (*multiply)(PanelType type, int rows, int32_t block, Scaling scaling, int64_t num_chunks,
                    const char* lhs, const char* rhs, float* tile, bool clear);
-  // The same for a float32 panel and codes as they came; null where packing is as fast.
-  void (*multiply_codes)(int rows, const Source& rhs, int64_t first_row, int64_t num_chunks, const char* lhs, const ScaleRange& lhs_range,
+  // The same for a float32 or int8 panel and codes as they came; null where packing is as fast.
+  void (*multiply_codes)(PanelType type, int rows, const Source& rhs, int64_t first_row, int64_t num_chunks, const char* lhs, const ScaleRange& lhs_range,
                          float* tile, bool clear);
   // Rounds alpha * tile[rows][columns] to the output's type, once.
   void (*store)(const float* tile, int rows, int columns, float alpha, OutType type, void* out,

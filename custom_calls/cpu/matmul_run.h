@@ -265,8 +265,8 @@ inline void RunThinPanels(const MatmulKernels& kernels, const MatmulProblem& pro
   const int64_t num_panels = std::min(kThinPanels, sizes.rhs_panels - first_panel);
   const int64_t first_column = first_panel * kTileColumns;
   const bool is_codes = rhs.element <= kElementInt8;
-  const bool codes = sizes.type == kFloat32 && kernels.multiply_codes != nullptr &&
-                     m <= kThinnestRows && is_codes;
+  const bool codes = (sizes.type == kFloat32 || sizes.type == kInt8) && is_codes &&
+                     kernels.multiply_codes != nullptr && m <= kThinnestRows;
   const bool gather = is_codes && rhs.layout == kStrided;
   const int64_t step = codes ? kThinSlice : sizes.slice;
   Scratch gathered(gather ? kThinBytes : 1);
@@ -283,7 +283,8 @@ inline void RunThinPanels(const MatmulKernels& kernels, const MatmulProblem& pro
         const char* left = lhs + i * sizes.lhs_panel + chunk * sizes.lhs_chunk;
         const ScaleRange& left_range = lhs_ranges[i / kLhsPanelsPerGroup];
         if (codes) {
-          kernels.multiply_codes(rows, slice, row, count, left, left_range, tiles[j][i], chunk == 0);
+          kernels.multiply_codes(sizes.type, rows, slice, row, count, left, left_range, tiles[j][i],
+                                 chunk == 0);
         } else {
           const Scaling scaling = ChooseScaling(problem.lhs, rhs, left_range, range);
           kernels.multiply(sizes.type, rows, rhs.block, scaling, count, left, packed, tiles[j][i],

@@ -5,12 +5,14 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import mx_jax
 from mx_jax import formats
 from mx_jax.backends.cpu_ffi import CpuFfiBackend, library, weights
+from mx_jax.mxarray import MXArray
 from mx_jax.testing.backend_suite import exact_values
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -38,8 +40,8 @@ shapes[1] |= dict(lhs_k_first=True, rhs_k_first=True)
 pairs = [(f, f) for f in (*formats.MX_FORMATS, formats.NVFP4)]
 pairs += [(None, formats.MXFP4), (None, formats.MXFP8_E5M2)]
 pairs += [(formats.MXFP8_E4M3, formats.MXFP4), (formats.MXINT8, formats.MXFP6_E3M2)]
-for lhs, rhs in pairs:
-    for shape in shapes:
+for index, (lhs, rhs) in enumerate(pairs):
+    for shape in shapes if index % 3 == 0 else shapes[1:]:
         case = MatmulCase(lhs=lhs, rhs=rhs, **shape)
         check_matmul(backend, case)
         if None in (lhs, rhs) or "e4m3" in lhs.name or "e5m2" in lhs.name:
@@ -78,6 +80,7 @@ def test_packed_weights_give_the_same_bits(format, k_first: bool):
     for lhs, m, n, k in ((None, 1, 33, 100), (format, 7, 70, 40)):
         case = MatmulCase(lhs=lhs, rhs=format, m=(m,), n=(n,), k=(k,), rhs_k_first=k_first)
         left, right = case.operands(np.random.default_rng(m))
+        assert isinstance(right, MXArray)
         packed = weights.pack_weights(right)
         expected = backend.scaled_matmul(left, right, case.call)
         assert_bitwise_equal(weights.packed_matmul(left, packed), expected, what="product")
@@ -95,7 +98,7 @@ def test_packed_weights_take_half_a_byte_a_code():
 
 def test_packed_weights_under_vmap_and_jit():
     rng = np.random.default_rng(1)
-    w, x = (rng.standard_normal(s).astype(np.float32) for s in ((40, 64), (3, 5, 64)))
+    w, x = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((40, 64), (3, 5, 64)))
     packed = weights.pack_weights(mx_jax.quantize(w, "mxfp4"))
     mapped = jax.jit(jax.vmap(weights.packed_matmul, in_axes=(0, None)))
     assert mapped.lower(x, packed).as_text().count(f"@{weights.MATMUL_TARGET}(") == 1
@@ -106,7 +109,7 @@ def test_packed_weights_refuse_what_does_not_fit():
     x = mx_jax.quantize(np.ones((64, 96), np.float32), "mxfp4")
     packed = weights.pack_weights(x)
     with pytest.raises(ValueError, match=r"lhs must be \[\*batch, m, k\].*lhs.shape=\(3, 64\)"):
-        weights.packed_matmul(np.ones((3, 64), np.float32), packed)
+        weights.packed_matmul(jnp.ones((3, 64)), packed)
     with pytest.raises(ValueError, match="lhs must have blocks of 32 along its last axis"):
         weights.packed_matmul(mx_jax.quantize(np.ones((3, 96), np.float32), "nvfp4"), packed)
     with pytest.raises(ValueError, match=r"packs \[n, k\] or \[k, n\] with blocks along k"):

@@ -45,6 +45,13 @@ def rejects(call: MatmulCall) -> str | None:
     return None
 
 
+def block_size(format: BlockFormat) -> int:
+    """Positions of one block along k, of a format that is taken."""
+    size = format.block[1]
+    assert isinstance(size, int), format
+    return size
+
+
 def rejects_format(format: BlockFormat) -> str | None:
     """Why operands of a format are not taken, or None."""
     if format.element.name not in ELEMENTS:
@@ -125,7 +132,7 @@ def scaled_matmul(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         rhs=_side(right, rhs, call.rhs_k_first),
         num_batch=call.num_batch,
         num_k=call.num_contracting,
-        block=int(formats[0].block[1]),  # pyright: ignore[reportArgumentType]
+        block=block_size(formats[0]),
         alpha_shape=alpha.shape,
         out_dtype=np.dtype(call.out_dtype),
     )
@@ -140,6 +147,7 @@ def arrays(operand: Operand, contracting: int) -> tuple[jax.Array, jax.Array]:
     scales = operand.scales
     for axis, size in operand.blocks:
         if axis % operand.ndim != contracting:
+            assert isinstance(size, int), operand.blocks
             repeated = jnp.repeat(scales, size, axis)
             scales = lax.slice_in_dim(repeated, 0, operand.shape[axis], axis=axis)
     return operand.codes, scales

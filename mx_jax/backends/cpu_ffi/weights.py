@@ -58,7 +58,7 @@ class PackedWeights:
         """The weight as an MXArray `[n, k]`; blocks of zeros have scale 1."""
         rows, k = self.shape
         per_word = 8 if self.format.element.bits == 4 else 4
-        block = int(self.format.block[1])  # pyright: ignore[reportArgumentType]
+        block = matmul.block_size(self.format)
         chunks, blocks = -(-k // _CHUNK), -(-k // _CHUNK) * (_CHUNK // block)
         num_panels = self.panels.shape[0]
         code_bytes = chunks * _CHUNK * _ROWS * 4 // per_word
@@ -109,6 +109,7 @@ def pack_weights(weights: MXArray) -> PackedWeights:
     if reason is not None:
         raise ValueError(f"pack_weights: the cpu_ffi backend {reason}")
     ((axis, block),) = weights.blocks
+    assert isinstance(block, int), weights.blocks
     k_first = axis % 2 == 0
     rows, k = weights.shape[::-1] if k_first else weights.shape
     format = weights.format.with_block(block)
@@ -134,7 +135,7 @@ def pack_weights(weights: MXArray) -> PackedWeights:
 def _panels_shape(format: BlockFormat, rows: int, k: int) -> tuple[int, int]:
     chunks = -(-k // _CHUNK)
     codes = chunks * _CHUNK * _ROWS // (2 if format.element.bits == 4 else 1)
-    scales = chunks * (_CHUNK // int(format.block[1])) * _ROWS  # pyright: ignore[reportArgumentType]
+    scales = chunks * (_CHUNK // matmul.block_size(format)) * _ROWS
     return -(-rows // _ROWS), codes + -(-scales // 64) * 64
 
 
@@ -154,7 +155,7 @@ def packed_matmul(
     Raises:
       ValueError: contracted sizes or blocks that differ.
     """
-    block = weights.format.block[1]
+    block = matmul.block_size(weights.format)
     quantized = isinstance(lhs, MXArray)
     if lhs.ndim < 2 or lhs.shape[-1] != weights.shape[1]:
         raise ValueError(
@@ -175,7 +176,7 @@ def packed_matmul(
         "lhs_scale": lhs.format.scale.name if quantized else "none",
         "rhs_element": weights.format.element.name,
         "rhs_scale": weights.format.scale.name,
-        "block": np.int32(block),  # pyright: ignore[reportArgumentType]
+        "block": np.int32(block),
         "lhs_k_first": False,
     }
     call = _product(weights.shape[0], np.dtype(out_dtype), tuple(attributes.items()))

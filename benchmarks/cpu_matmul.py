@@ -1,0 +1,196 @@
+"""Products of the CPU library, beside XLA's own dot in float32 and bfloat16 and the reference.
+
+`[m, k]` by `[n, k]`, square ones and those of few rows, as decoding has them, against weights as
+they come and packed ahead of time. The machine's own peaks run in the same rounds: float32 FMA,
+bfloat16 and int8 dot products, on registers alone. One thread, pinned; process CPU time; see
+`benchmarks.timing`.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks import cores, environment, report
+from benchmarks.timing import Case, Samples, measure, ratio
+from mx_jax import formats
+from mx_jax.backends.base import MatmulCall, Operand
+from mx_jax.backends.cpu_ffi import CpuFfiBackend, library, weights
+from mx_jax.backends.reference import ReferenceBackend
+from mx_jax.mxarray import MXArray
+from mx_jax.testing.cases import MatmulCase
+
+FLOAT32, FLOAT32_KN, BFLOAT16 = "jnp.dot float32", "jnp.dot float32, w [k, n]", "jnp.dot bfloat16"
+DOTS = (FLOAT32, FLOAT32_KN, BFLOAT16)
+PEAKS = {"fma": 16, "bf16": 32, "vnni": 64}  # products of an instruction
+PEAK_ROUNDS = 400_000
+SQUARE = (
+    (formats.MXFP4, formats.MXFP4),
+    (formats.MXFP6_E2M3, formats.MXFP6_E2M3),
+    (formats.MXINT8, formats.MXINT8),
+    (formats.NVFP4, formats.NVFP4),
+    (formats.MXFP6_E3M2, formats.MXFP6_E3M2),
+    (formats.MXFP8_E4M3, formats.MXFP8_E4M3),
+    (None, formats.MXFP4),
+    (None, formats.MXFP8_E4M3),
+)
+DECODING = (
+    (None, formats.MXFP4),
+    (None, formats.MXFP8_E4M3),
+    (formats.MXINT8, formats.MXFP4),
+    (formats.MXFP8_E4M3, formats.MXFP8_E4M3),
+)
+
+
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """XLA's product of `[m, k]` and `[n, k]`, summed in float32."""
+    dimensions = (((1,), (1,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+
+
+def peak(instruction: str) -> Callable[[], jax.Array]:
+    """PEAK_ROUNDS times twelve instructions, as one call."""
+    result = jax.ShapeDtypeStruct((1,), jnp.int32)
+    call = jax.ffi.ffi_call("mx_jax_cpu_peak", result)
+    return jax.jit(lambda: call(instruction=instruction, rounds=np.int64(PEAK_ROUNDS)))
+
+
+def peaks() -> list[Case]:
+    """The peaks that this machine's instructions have."""
+    loaded = library.load()
+    assert not isinstance(loaded, str), loaded
+    known = {"avx512": ("fma",), "avx512_vnni": ("fma", "vnni"), "avx512_bf16": tuple(PEAKS)}
+    return [Case(f"peak {name}", peak(name)) for name in known.get(loaded.detected_isa, ())]
+
+
+def plain_cases(m: int, n: int, k: int) -> list[Case]:
+    """XLA's dots of high-precision operands."""
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((m, k), (n, k)))
+    bt, a16, b16 = jnp.asarray(np.asarray(b).T), a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+    product, product_kn = jax.jit(dot), jax.jit(jnp.dot)
+    return [
+        Case(FLOAT32, lambda: product(a, b)),
+        Case(FLOAT32_KN, lambda: product_kn(a, bt)),
+        Case(BFLOAT16, lambda: product(a16, b16)),
+    ]
+
+
+def quantized_cases(m: int, n: int, k: int, pairs: Sequence[Any], packed: bool) -> list[Case]:
+    """This backend's products and the reference's, of the same operands."""
+    found = []
+    for lhs, rhs in pairs:
+        case = MatmulCase(lhs=lhs, rhs=rhs, m=(m,), n=(n,), k=(k,))
+        name = f"{lhs.name if lhs else 'float32'} x {rhs.name}"
+        left, right = case.operands(np.random.default_rng(0))
+        for backend in (CpuFfiBackend(), ReferenceBackend()):
+            found.append(Case(f"{backend.name} {name}", _run(backend, case.call, left, right)))
+        if packed:
+            assert isinstance(right, MXArray)
+            panels = weights.pack_weights(right)
+            found.append(Case(f"cpu_ffi {name}, packed", _run_packed(left, panels)))
+    return found
+
+
+def _run(backend: Any, call: MatmulCall, left: Operand, right: Operand) -> Callable[[], jax.Array]:
+    function = jax.jit(lambda left, right: backend.scaled_matmul(left, right, call))
+    return lambda: function(left, right)
+
+
+def _run_packed(left: Operand, panels: weights.PackedWeights) -> Callable[[], jax.Array]:
+    function = jax.jit(weights.packed_matmul)
+    return lambda: function(left, panels)
+
+
+def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row a case: CPU milliseconds, ratios to XLA's dots, shares of the peaks.
+
+    Args:
+      options: `seconds` of a group, `min_rounds`, `sizes` of square products, `rows` of thin ones.
+    """
+    loaded = library.load()
+    if isinstance(loaded, str):
+        raise SystemExit(f"cpu_matmul: the CPU library is {loaded}")
+    groups = [(size, size, size, SQUARE, False) for size in options.sizes]
+    groups += [(m, 4096, 4096, DECODING, True) for m in options.rows]
+    found = []
+    with report.progress(len(groups)) as step:
+        for m, n, k, pairs, packed in groups:
+            step(f"{m} x {n} x {k}")
+            cases = [*plain_cases(m, n, k), *quantized_cases(m, n, k, pairs, packed), *peaks()]
+            samples = measure(cases, seconds=options.seconds, min_rounds=options.min_rounds)
+            found += [_row((m, n, k), name, samples) for name in samples]
+    return found
+
+
+def _row(shape: tuple[int, int, int], name: str, samples: dict[str, Samples]) -> dict[str, Any]:
+    summary = samples[name].summary()
+    row: dict[str, Any] = {"shape": shape, "case": name, "timings": summary}
+    if name.startswith("peak "):
+        products = 12 * PEAK_ROUNDS * PEAKS[name.removeprefix("peak ")]
+        row["gop_per_second"] = 2e-6 * products / summary["cpu_ms"]["median"]
+        return row
+    m, n, k = shape
+    row["gop_per_second"] = 2e-6 * m * n * k / summary["cpu_ms"]["median"]
+    best = min(DOTS, key=lambda dot: samples[dot].summary()["cpu_ms"]["median"])
+    floats = min(DOTS[:2], key=lambda dot: samples[dot].summary()["cpu_ms"]["median"])
+    for key, other in (("float32", floats), ("best", best)):
+        row[f"over_{key}"] = dataclasses.asdict(ratio(samples[other], samples[name], "cpu"))
+    for peak_name, products in PEAKS.items():
+        of = samples.get(f"peak {peak_name}")
+        if of is not None:
+            pace = 24e-6 * PEAK_ROUNDS * products / of.summary()["cpu_ms"]["median"]
+            row[f"share_of_{peak_name}"] = row["gop_per_second"] / pace
+    return row
+
+
+def sheets(result: dict[str, Any]) -> list[report.Sheet]:
+    """One table a shape."""
+    found = []
+    for shape in dict.fromkeys(tuple(row["shape"]) for row in result["rows"]):
+        sheet = report.Sheet(
+            "m x n x k = {} x {} x {}, one core, CPU time".format(*shape),
+            ["case", "ms", "quartiles", "GOP/s", "over float32", "over best dot", "of vnni peak"],
+            notes=["over: the median of XLA's time over this one, in the same rounds."],
+        )
+        for row in result["rows"]:
+            if tuple(row["shape"]) == shape:
+                sheet.rows.append(_cells(row))
+        found.append(sheet)
+    return found
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    time = row["timings"]["cpu_ms"]
+    cells = [row["case"], f"{time['median']:.3f}", f"{time['q1']:.3f} to {time['q3']:.3f}"]
+    cells.append(f"{row['gop_per_second']:.0f}")
+    for key in ("over_float32", "over_best"):
+        cells.append(f"{row[key]['median']:.2f}" if key in row else "")
+    share = row.get("share_of_vnni")
+    return [*cells, "" if share is None else f"{100 * share:.0f} %"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = report.parser("cpu/matmul", __doc__)
+    parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048], help="square ones")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32], help="of thin ones")
+    parser.add_argument("--seconds", type=float, default=4.0, help="budget of a shape")
+    parser.add_argument("--min-rounds", type=int, default=7, help="rounds, whatever they take")
+    options = parser.parse_args(arguments)
+    if not cores.can_pin():
+        raise SystemExit("cpu_matmul: this system cannot pin a process")
+    result = {
+        "environment": environment.describe(),
+        "rows": cores.on_one_core(rows, options),
+    }
+    report.publish("cpu/matmul", options, result, sheets(result))
+
+
+if __name__ == "__main__":
+    main()
