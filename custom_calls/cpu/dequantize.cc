@@ -79,7 +79,9 @@ ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer
   plan.inner = geometry.inner;
   plan.block = geometry.block;
   plan.blocks_per_row = geometry.num_blocks;
-  plan.row_bytes = packed ? PackedLength(geometry.length, plan.element.bits) : 0;
+  if (packed && plan.element.bits != 8) {
+    plan.row_bytes = PackedLength(geometry.length, plan.element.bits);
+  }
   for (int32_t code = 0; code < 256; ++code) plan.values[code] = Decode(code, plan.element);
   if (geometry.outer * geometry.inner * geometry.num_blocks != 0) {
     ShareBlocks(pool, plan, Pick(kKernels));

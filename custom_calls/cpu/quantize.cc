@@ -107,7 +107,9 @@ ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs r
   plan.inner = geometry.inner;
   plan.block = geometry.block;
   plan.blocks_per_row = geometry.num_blocks;
-  plan.row_bytes = packed ? PackedLength(geometry.length, plan.element.bits) : 0;
+  if (packed && plan.element.bits != 8) {
+    plan.row_bytes = PackedLength(geometry.length, plan.element.bits);
+  }
   plan.num_random_bits = random_bits;
   if (geometry.outer * geometry.inner * geometry.num_blocks != 0) {
     ShareBlocks(pool, plan, Pick(kKernels));

@@ -17,6 +17,7 @@ from mx_jax.backends.base import (
     Target,
 )
 from mx_jax.backends.cpu_ffi import dequantize, library, matmul, quantize
+from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.mxarray import MXArray
 
 
@@ -31,6 +32,8 @@ class CpuFfiBackend:
         """Why not: another platform, no library, or a call that no handler computes."""
         if target.platform != "cpu":
             return f"runs on platform=cpu, got platform={target.platform}"
+        if has_explicit_axes():
+            return "takes no mesh with explicit axes: types would have to say where results lie"
         loaded = library.load()
         if isinstance(loaded, str):
             return loaded
