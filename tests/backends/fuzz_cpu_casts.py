@@ -1,0 +1,94 @@
+"""Random casts by the compiled handlers against the reference: `fuzz_cpu_casts.py [cases [seed]]`.
+
+A program of its own, since MX_JAX_CPU_ISA is read once a process. Prints what it compared.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mx_jax import formats
+from mx_jax.backends.base import DequantizeCall, QuantizeCall, Target
+from mx_jax.backends.cpu_ffi import CpuFfiBackend, library
+from mx_jax.backends.reference import ReferenceBackend
+from mx_jax.reference.scale_rules import SCALE_RULES
+from mx_jax.testing.cases import QuantizeCase
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.dequantize_check import draw_any_codes
+from mx_jax.testing.draw import draw_any_bits
+
+HANDLERS, REFERENCE = CpuFfiBackend(), ReferenceBackend()
+CPU = Target(platform="cpu")
+
+
+def draw_case(rng: np.random.Generator) -> QuantizeCase:
+    """A format, a rule that fits it, and any shape."""
+    format = formats.BLOCK_FORMATS[rng.integers(len(formats.BLOCK_FORMATS))]
+    rules = [rule.name for rule in SCALE_RULES if format.scale.kind in rule.kinds]
+    shape = tuple(int(n) for n in rng.integers(1, 12, rng.integers(1, 3)))
+    width = int(rng.integers(1, 12)) * 32 if rng.random() < 0.5 else int(rng.integers(1, 300))
+    whole = format.block[0] != 1 or not isinstance(format.block[1], int)
+    return QuantizeCase(
+        format=format,
+        shape=(*shape, width),
+        axis=int(rng.choice([-1, -1, 0, -2])),
+        block_size=None if whole else [None, None, 1, 7, 16, 64, 128][rng.integers(7)],
+        scale_rule=str(rng.choice(rules)),
+        rounding=str(rng.choice(["nearest", "nearest", "away", "toward_zero", "stochastic"])),
+        dtype=str(rng.choice(["float32", "bfloat16", "float16"])),
+    )
+
+
+def draw_values(rng: np.random.Generator, call: QuantizeCall) -> jax.Array:
+    """Any bits; or tame numbers, mostly zeros, ties, subnormals."""
+    wild = draw_any_bits(rng, call.shape, call.dtype)
+    kind = rng.integers(4)
+    if kind == 1:
+        tame = rng.standard_normal(call.shape) * 2.0 ** rng.integers(-10, 10)
+        wild = (tame * (rng.random(call.shape) < rng.choice([0.02, 1.0]))).astype(call.dtype)
+    if kind == 2:
+        wild = (rng.integers(-2048, 2048, call.shape) / 128).astype(call.dtype)
+    if kind == 3:
+        sign_and_mantissa = {"float32": 0x807FFFFF, "bfloat16": 0x807F, "float16": 0x83FF}
+        bits = wild.view(f"uint{8 * call.dtype.itemsize}")
+        wild = (bits & bits.dtype.type(sign_and_mantissa[call.dtype.name])).view(call.dtype)
+    return jnp.asarray(wild)
+
+
+def check(rng: np.random.Generator) -> int:
+    """Cast there and back by both; how many elements were compared."""
+    call = draw_case(rng).call
+    if HANDLERS.rejects(call, CPU):
+        return 0
+    x = draw_values(rng, call)
+    num_bits = call.rounding.random_bits
+    bits = jnp.asarray(rng.integers(0, 1 << num_bits, x.shape, np.int32)) if num_bits else None
+    quantize = (HANDLERS.quantize, REFERENCE.quantize)
+    actual, expected = jax.jit(lambda x, b: [f(x, call, b, None) for f in quantize])(x, bits)
+    assert_bitwise_equal(actual.codes, expected.codes, what=f"codes of {call}")
+    assert_bitwise_equal(actual.scales, expected.scales, what=f"scales of {call}")
+    back = DequantizeCall(
+        shape=call.shape, dtype=call.dtype, format=call.format, blocks=call.blocks
+    )
+    q = draw_any_codes(rng, back)
+    dequantize = (HANDLERS.dequantize, REFERENCE.dequantize)
+    left, right = jax.jit(lambda q: [f(q, back) for f in dequantize])(q)
+    assert_bitwise_equal(left, right, what=f"values of {back}")
+    return 2 * x.size
+
+
+def main() -> None:
+    """Run the command."""
+    cases, seed = (int(text) for text in (*sys.argv[1:], *("40", "0")[len(sys.argv) - 1 :]))
+    loaded = library.load()
+    if isinstance(loaded, str):
+        sys.exit(f"no handlers: {loaded}")
+    rng = np.random.default_rng(seed)
+    compared = [check(rng) for _ in range(cases)]
+    print(f"{loaded.isa}: {sum(map(bool, compared))} casts, {sum(compared)} elements")
+
+
+if __name__ == "__main__":
+    main()

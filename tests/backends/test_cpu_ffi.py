@@ -1,0 +1,335 @@
+"""The compiled handlers of the CPU: loading, wrong calls, transformations, every instruction set.
+
+Skipped where nothing was built; that they are bit for bit the reference's, the shared suite checks.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mx_jax
+from mx_jax.backends.base import QuantizeCall, Target
+from mx_jax.backends.cpu_ffi import CpuFfiBackend, dequantize, library, quantize
+from mx_jax.backends.select import only_backend
+from mx_jax.formats import MXFP4, MXFP8_E4M3
+from mx_jax.testing.cases import QuantizeCase
+from mx_jax.testing.compare import assert_bitwise_equal
+
+ROOT = Path(__file__).parents[2]
+CPU = Target(platform="cpu")
+LOADED = library.load()
+needs_library = pytest.mark.skipif(isinstance(LOADED, str), reason=f"no handlers: {LOADED}")
+CALL = QuantizeCase(format=MXFP8_E4M3, shape=(4, 64)).call
+F32, U8, I32 = jnp.float32, jnp.uint8, jnp.int32
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *code.split()] if code.endswith(".py") else [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+# Loading ------------------------------------------------------------------------------------------
+
+
+def test_a_fitting_library_is_taken():
+    assert library.misfit(1, (0, 3), (0, 3)) is None
+    assert library.misfit(1, (0, 3), (0, 5)) is None
+
+
+@pytest.mark.parametrize(
+    ("interface", "built", "runtime", "reason"),
+    [
+        (2, (0, 3), (0, 3), "built from other sources (interface 2, not 1)"),
+        (1, (0, 5), (0, 3), "built for XLA FFI 0.5, but this jaxlib has 0.3"),
+        (1, (1, 0), (0, 3), "built for XLA FFI 1.0, but this jaxlib has 0.3"),
+        (1, (0, 3), None, "jaxlib does not say which FFI version it has"),
+    ],
+)
+def test_a_misfit_is_refused(interface, built, runtime, reason: str):
+    assert reason in str(library.misfit(interface, built, runtime))
+
+
+def test_the_runtime_says_its_version():
+    version = library.runtime_api_version()
+    assert version is not None and version >= (0, 3)
+
+
+REJECTS = """
+from mx_jax.backends.base import Target
+from mx_jax.backends.cpu_ffi import CpuFfiBackend
+from mx_jax.testing.cases import QuantizeCase
+from mx_jax.formats import MXFP4
+call = QuantizeCase(format=MXFP4, shape=(4, 64)).call
+print(CpuFfiBackend().rejects(call, Target(platform="cpu")))
+"""
+
+
+def test_without_a_library_everything_works(tmp_path: Path):
+    result = run_python(
+        REJECTS + "import mx_jax; print(mx_jax.quantize([1.0], 'mxfp4').codes)",
+        MX_JAX_CPU_LIBRARY="none",
+    )
+    assert result.stdout.splitlines() == ["not built: pip install . with a C++ compiler", "[6]"]
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"no library")
+    result = run_python(REJECTS, MX_JAX_CPU_LIBRARY=str(broken))
+    assert result.stdout.startswith("cannot be loaded: "), result.stderr
+
+
+@needs_library
+def test_an_unknown_instruction_set_is_a_reason():
+    result = run_python(REJECTS, MX_JAX_CPU_ISA="mmx")
+    assert result.stdout.startswith("MX_JAX_CPU_ISA=mmx is unknown or not on this machine, which")
+
+
+def test_other_platforms_are_rejected():
+    reason = CpuFfiBackend().rejects(CALL, Target(platform="cuda"))
+    assert reason == "runs on platform=cpu, got platform=cuda"
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(format=MXFP4, scale_rule="gaussian"), "computes no scales by the rule 'gaussian'"),
+        (dict(format=mx_jax.formats.MXFP4_2D), "takes no two-dimensional blocks"),
+    ],
+)
+def test_reasons(options, reason: str):
+    call = QuantizeCase(shape=(64, 64), **options).call
+    assert reason in str(CpuFfiBackend().rejects(call, CPU))
+
+
+# Instruction sets ---------------------------------------------------------------------------------
+
+
+def isas() -> list[str]:
+    if isinstance(LOADED, str):
+        return ["none"]
+    known = ["portable", "avx2", "avx512"]
+    return known[: known.index(LOADED.detected_isa) + 1] if LOADED.detected_isa in known else known
+
+
+@needs_library
+@pytest.mark.parametrize("isa", isas())
+def test_random_casts(isa: str):
+    result = subprocess.run(
+        [sys.executable, ROOT / "tests" / "backends" / "fuzz_cpu_casts.py", "25"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "MX_JAX_CPU_ISA": isa, "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.startswith(f"{isa}: "), result.stdout
+
+
+# Wrong calls --------------------------------------------------------------------------------------
+
+
+def call_quantize(x, codes=None, scales=None, *rest, **changed):
+    results = (
+        codes or jax.ShapeDtypeStruct((4, 64), U8),
+        scales or jax.ShapeDtypeStruct((4, 2), U8),
+    )
+    attributes = quantize.attributes(CALL) | {"has_tensor_scale": False, "packed": False} | changed
+    return jax.block_until_ready(jax.ffi.ffi_call(quantize.TARGET, results)(x, *rest, **attributes))
+
+
+X = jnp.ones((4, 64), F32)
+WRONG_CALLS = {
+    "dtype": (dict(x=X.astype(I32)), "needs float32, bfloat16 or float16"),
+    "codes": (
+        dict(codes=jax.ShapeDtypeStruct((4, 63), U8)),
+        r"codes must be uint8 of shape \(4, 64\)",
+    ),
+    "codes dtype": (dict(codes=jax.ShapeDtypeStruct((4, 64), I32)), "codes must be uint8"),
+    "scales": (
+        dict(scales=jax.ShapeDtypeStruct((4, 3), U8)),
+        r"scales must be uint8 of shape \(4, 2\)",
+    ),
+    "scales dtype": (dict(scales=jax.ShapeDtypeStruct((4, 2), F32)), "scales must be uint8"),
+    "axis": (dict(blocks=np.array([-3, 32])), "blocks need axes in -2..-1"),
+    "pairs": (dict(blocks=np.array([-1])), "blocks must be pairs of axis and size"),
+    "size": (dict(blocks=np.array([-1, -5])), "sizes >= 0"),
+    "apart": (dict(blocks=np.array([-1, 0, -2, 0])), "neighbours, ascending"),
+    "two": (dict(blocks=np.array([-2, 32, -1, 32])), "several blocked axes must be whole"),
+    "element": (dict(element=np.arange(8, dtype=np.int32)), "element must be the 8 facts"),
+    "rounding": (dict(rounding="up"), "unknown rounding='up'"),
+    "random bits": (dict(random_bits=np.int32(3)), "0 for others, got random_bits=3"),
+    "rule": (dict(rule="best"), "unknown rule='best'"),
+    "threshold": (dict(threshold=np.int32(0)), "needs 1 <= threshold"),
+    "tensor scale": (dict(has_tensor_scale=True), "needs 1 operands after x"),
+    "missing bits": (dict(rounding="stochastic", random_bits=np.int32(16)), "needs 1 operands"),
+    "packed": (
+        dict(packed=True, blocks=np.array([-2, 32]), scales=jax.ShapeDtypeStruct((1, 64), U8)),
+        "blocks along the last axis",
+    ),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_wrong_quantize_calls(name: str):
+    given, message = WRONG_CALLS[name]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"mx_jax quantize: .*{message}"):
+        call_quantize(**({"x": X} | given))
+
+
+WRONG_BACK = {
+    "codes": (dict(codes=(4, 63)), r"codes must be uint8 of shape \(4, 64\)"),
+    "scales": (dict(scales=(4, 1)), r"scales must be uint8 of shape \(4, 2\)"),
+    "dtype": (dict(dtype=I32), "needs float32, bfloat16 or float16"),
+    "kind": (dict(kind="percent"), "unknown kind='percent'"),
+    "element": (dict(element=np.zeros(3, np.int32)), "element must be the 8 facts"),
+    "tensor scale": (dict(has_tensor_scale=True), "needs 1 operands after scales"),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("name", WRONG_BACK)
+def test_wrong_dequantize_calls(name: str):
+    given, message = WRONG_BACK[name]
+    given = {"codes": (4, 64), "scales": (4, 2), "dtype": F32} | given
+    codes, scales = jnp.zeros(given.pop("codes"), U8), jnp.zeros(given.pop("scales"), U8)
+    result = jax.ShapeDtypeStruct((4, 64), given.pop("dtype"))
+    attributes = dequantize.attributes(CALL.format, CALL.blocks)
+    attributes |= {"has_tensor_scale": False, "packed": False} | given
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"mx_jax dequantize: .*{message}"):
+        jax.block_until_ready(
+            jax.ffi.ffi_call(dequantize.TARGET, result)(codes, scales, **attributes)
+        )
+
+
+# Packed codes -------------------------------------------------------------------------------------
+
+
+@needs_library
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e2m3"])
+@pytest.mark.parametrize("length", [64, 70])
+def test_packed_codes(name: str, length: int):
+    x = jax.random.normal(jax.random.key(0), (5, length))
+    q = mx_jax.quantize(x, name)
+    call = QuantizeCall(
+        shape=x.shape,
+        dtype=x.dtype,
+        format=q.format,
+        blocks=q.blocks,
+        scale_rule=mx_jax.specs.operand(name).scale_rule,
+        rounding=mx_jax.specs.operand(name).rounding,
+    )
+    options = {"has_tensor_scale": False, "packed": True}
+    results = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q.packed_codes, q.scales))
+    packed, scales = jax.ffi.ffi_call(quantize.TARGET, results)(
+        x, **quantize.attributes(call), **options
+    )
+    assert_bitwise_equal(packed, q.packed_codes, what="packed codes")
+    values = jax.ffi.ffi_call(dequantize.TARGET, jax.ShapeDtypeStruct(x.shape, F32))(
+        packed, scales, **dequantize.attributes(q.format, q.blocks), **options
+    )
+    assert_bitwise_equal(values, q.dequantize(F32), what="values")
+
+
+# Transformations ----------------------------------------------------------------------------------
+
+
+def cast(x, axis=-1, name="mxfp8_e4m3"):
+    q = mx_jax.quantize(x, name, axis=axis)
+    return q.codes, q.scales, mx_jax.dequantize(q)
+
+
+def check_same(actual, expected):
+    for name, left, right in zip(("codes", "scales", "values"), actual, expected, strict=True):
+        assert_bitwise_equal(left, right, what=name)
+
+
+@needs_library
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "nvfp4"])
+@pytest.mark.parametrize("in_axis", [0, 1])
+def test_vmap_is_one_call(name: str, in_axis: int):
+    x = jax.random.normal(jax.random.key(0), (3, 4, 64))
+    many = jax.jit(jax.vmap(lambda x: cast(x, name=name), in_axes=in_axis))
+    text = many.lower(x).as_text()
+    assert text.count("@mx_jax_cpu_quantize") == 1 and "while" not in text
+    with only_backend("reference"):
+        expected = jax.vmap(lambda x: cast(x, name=name), in_axes=in_axis)(x)
+    check_same(many(x), expected)
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "spec", [PartitionSpec("a", "b"), PartitionSpec(None, ("a", "b"))], ids=str
+)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_shards_are_not_gathered(spec: PartitionSpec, axis: int):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.random.normal(jax.random.key(0), (128, 256))
+    sharded = jax.device_put(x, NamedSharding(mesh, spec))
+    run = jax.jit(lambda x: cast(x, axis))
+    text = run.lower(sharded).compile().as_text()
+    assert "mx_jax_cpu_quantize" in text and "all-gather" not in text
+    actual = run(sharded)
+    assert actual[0].sharding.is_equivalent_to(sharded.sharding, 2)
+    with only_backend("reference"):
+        check_same(actual, cast(x, axis))
+
+
+@needs_library
+def test_lowered_for_a_gpu_it_is_plain_jax():
+    x = jnp.ones((4, 64))
+    traced = jax.jit(cast).trace(x)
+    assert "mx_jax_cpu" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mx_jax_cpu_quantize" in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+@needs_library
+def test_export_names_the_handler():
+    x = jax.random.normal(jax.random.key(0), (4, 64))
+    allowed = [
+        jax.export.DisabledSafetyCheck.custom_call(target)
+        for target in (quantize.TARGET, dequantize.TARGET)
+    ]
+    exported = jax.export.export(jax.jit(cast), disabled_checks=allowed)(x)
+    check_same(exported.call(x), cast(x))
+
+
+@needs_library
+def test_scan_remat_grad_and_donation():
+    x = jax.random.normal(jax.random.key(0), (3, 4, 64))
+    _, scanned = jax.lax.scan(lambda carry, x: (carry, cast(x)), 0, x)
+    check_same(scanned, jax.vmap(cast)(x))
+
+    def loss(x):
+        return (mx_jax.dequantize(mx_jax.quantize(x, "mxfp4")) ** 2).sum()
+
+    expected = 2 * mx_jax.quantize(x, "mxfp4").dequantize()
+    for function in (loss, jax.checkpoint(loss)):
+        assert_bitwise_equal(jax.grad(function)(x), expected, what="gradient")
+    donated = jax.jit(cast, donate_argnums=0)
+    check_same(donated(x + 0), cast(x))
+
+
+@needs_library
+def test_threads_share_nothing():
+    from concurrent.futures import ThreadPoolExecutor
+
+    arrays = [jax.random.normal(jax.random.key(seed), (64, 512)) for seed in range(8)]
+    run = jax.jit(cast)
+    expected = [run(x) for x in arrays]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            for actual, wanted in zip(pool.map(run, arrays), expected, strict=True):
+                check_same(actual, wanted)
