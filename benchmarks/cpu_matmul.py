@@ -28,7 +28,7 @@ from mx_jax.testing.cases import MatmulCase
 FLOAT32, FLOAT32_KN, BFLOAT16 = "jnp.dot float32", "jnp.dot float32, w [k, n]", "jnp.dot bfloat16"
 DOTS = (FLOAT32, FLOAT32_KN, BFLOAT16)
 PEAKS = {"fma": 16, "bf16": 32, "vnni": 64}  # products of an instruction
-PEAK_ROUNDS = 400_000
+PEAK_ROUNDS = 1_500_000
 SQUARE = (
     (formats.MXFP4, formats.MXFP4),
     (formats.MXFP6_E2M3, formats.MXFP6_E2M3),

@@ -268,7 +268,8 @@ inline void RunThinPanels(const MatmulKernels& kernels, const MatmulProblem& pro
   const bool codes = (sizes.type == kFloat32 || sizes.type == kInt8) && is_codes &&
                      kernels.multiply_codes != nullptr && m <= kThinnestRows;
   const bool gather = is_codes && rhs.layout == kStrided;
-  const int64_t step = codes ? kThinSlice : sizes.slice;
+  // Packed codes need no slices: each panel is one stream.
+  const int64_t step = !codes ? sizes.slice : gather ? kThinSlice : std::max<int64_t>(sizes.chunks, 1);
   Scratch gathered(gather ? kThinBytes : 1);
   for (int64_t chunk = 0; chunk == 0 || chunk < sizes.chunks; chunk += step) {
     const int64_t count = std::min(step, sizes.chunks - chunk);

@@ -65,7 +65,8 @@ def _what_the_handlers_compute(call: Call, target: Target) -> bool:
         return False
     if isinstance(call, MatmulCall):
         given = (call.lhs_format, call.rhs_format)
-        return all(f is None or not f.scale.is_float32 for f in given)
+        small = max((*call.lhs_shape, *call.rhs_shape)) <= 1024
+        return small and all(f is None or not f.scale.is_float32 for f in given)
     if isinstance(call, QuantizeCall) and call.scale_rule.name in ("gaussian", "four_over_six"):
         return False
     return len(call.blocks) == 1

@@ -1,0 +1,115 @@
+"""Wrong calls of the CPU's product handler, and calls that it leaves to others."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mx_jax import formats
+from mx_jax.backends.cpu_ffi import library, matmul
+from mx_jax.testing.cases import MatmulCase
+
+pytestmark = pytest.mark.skipif(
+    isinstance(library.load(), str), reason=f"no CPU library: {library.load()}"
+)
+
+
+def call_handler(**changes: Any) -> jax.Array:
+    case = MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP8_E4M3, m=(5,), n=(7,), k=(64,))
+    lhs: Any
+    rhs: Any
+    lhs, rhs = case.operands(np.random.default_rng(8))
+    arguments: dict[str, Any] = {
+        "lhs": lhs.codes,
+        "lhs_scales": lhs.scales,
+        "rhs": rhs.codes,
+        "rhs_scales": rhs.scales,
+        "alpha": jnp.ones((1,), jnp.float32),
+        "lhs_element": "e2m1",
+        "rhs_element": "e4m3",
+        "lhs_scale": "e8m0",
+        "rhs_scale": "e8m0",
+        "block": np.int32(32),
+        "lhs_k_first": False,
+        "rhs_k_first": False,
+    }
+    shape = changes.pop("shape", (5, 7))
+    dtype = changes.pop("dtype", jnp.float32)
+    arguments |= changes
+    operands = [arguments.pop(n) for n in ("lhs", "lhs_scales", "rhs", "rhs_scales", "alpha")]
+    result = jax.ShapeDtypeStruct(shape, dtype)
+    return jax.ffi.ffi_call(matmul.TARGET, result)(*operands, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"block": np.int32(8)}, "block must be 16 or 32, got block=8"),
+        ({"lhs_element": "e9m9"}, "unknown lhs_element='e9m9'"),
+        ({"rhs_scale": "f32"}, "unknown rhs_scale='f32'"),
+        ({"lhs_element": "none"}, "lhs_element='none' needs float32, bfloat16 or float16"),
+        ({"lhs_scales": jnp.zeros((5, 3), jnp.uint8)}, r"lhs_scales must have shape \(5, 2\)"),
+        ({"rhs": jnp.zeros((7, 64), jnp.int8)}, "codes and scales must be uint8"),
+        ({"rhs": jnp.zeros((64,), jnp.uint8)}, r"rhs must be \[\*batch, rows, k\]"),
+        (
+            {"rhs": jnp.zeros((7, 96), jnp.uint8), "rhs_scales": jnp.zeros((7, 3), jnp.uint8)},
+            r"both operands must have one k, got lhs.shape=\(5, 64\), rhs.shape=\(7, 96\)",
+        ),
+        ({"shape": (5, 8)}, r"product's shape \(5, 8\) does not follow from lhs.shape=\(5, 64\)"),
+        ({"shape": (1, 5, 7)}, r"product's shape \(1, 5, 7\) does not follow"),
+        ({"dtype": jnp.int32}, "the product must be float32, bfloat16 or float16"),
+        (
+            {"alpha": jnp.ones((3,), jnp.float32)},
+            r"alpha must be.*got alpha.shape=\(3\)",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_wrong_calls_are_refused(changes: dict[str, Any], complaint: str):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=complaint):
+        jax.block_until_ready(call_handler(**changes))
+
+
+def test_a_right_call_is_not():
+    assert call_handler().shape == (5, 7)
+
+
+@pytest.mark.parametrize(
+    ("case", "complaint"),
+    [
+        (
+            MatmulCase(lhs=formats.FLOAT8_ROWWISE_E4M3, rhs=formats.FLOAT8_ROWWISE_E4M3),
+            "needs scales in e8m0 or e4m3",
+        ),
+        (
+            MatmulCase(lhs=formats.MXFP4.with_block(64), rhs=formats.MXFP4.with_block(64)),
+            "needs blocks of 16 or 32 along k",
+        ),
+    ],
+    ids=str,
+)
+def test_what_it_leaves_to_others(case: MatmulCase, complaint: str):
+    reason = matmul.rejects(case.call)
+    assert reason is not None and complaint in reason
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16"])
+def test_float32_panels_leave_large_products_to_xla(isa: str, monkeypatch: pytest.MonkeyPatch):
+    loaded = library.load()
+    assert not isinstance(loaded, str)
+    monkeypatch.setattr(library, "load", lambda: dataclasses.replace(loaded, isa=isa))
+
+    def taken(lhs, rhs, rows: int) -> bool:
+        reason = matmul.rejects(MatmulCase(lhs=lhs, rhs=rhs, m=(rows,), n=(4096,)).call)
+        assert reason is None or f"multiplies these in float32 on {isa}" in reason
+        return reason is None
+
+    vnni, bf16 = isa in ("avx512_vnni", "avx512_bf16"), isa == "avx512_bf16"
+    assert taken(formats.MXFP4, formats.MXINT8, 4096) == vnni
+    assert taken(formats.MXFP6_E3M2, formats.MXFP4, 4096) == vnni
+    assert taken(formats.MXFP8_E4M3, formats.MXFP4, 4096) == bf16
+    assert not taken(None, formats.MXFP4, 4096)
+    assert taken(None, formats.MXFP4, 8)
