@@ -1,0 +1,185 @@
+"""Casts of the CPU library, beside a copy of the same bytes, the reference and other libraries.
+
+Every case reads one array and writes another. The bound is a handler that moves as many bytes and
+computes nothing: it runs in the same rounds. One thread, pinned; process CPU time; malloc keeps its
+pages, so that results do not lie on fresh ones; see `benchmarks.timing`.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import peers, report
+from benchmarks.timing import Case, Samples, measure, ratio
+from mx_jax.backends.base import DequantizeCall
+from mx_jax.backends.cpu_ffi import CpuFfiBackend, dequantize, quantize
+from mx_jax.backends.reference import ReferenceBackend
+from mx_jax.formats import block_format
+from mx_jax.testing.cases import QuantizeCase
+
+HANDLERS, REFERENCE = CpuFfiBackend(), ReferenceBackend()
+OURS, COPY, PLAIN = "cpu_ffi", "copy", "plain JAX"
+FORMATS = (
+    ("mxfp8_e4m3", "rceil"),
+    ("mxfp6_e2m3", "even"),
+    ("mxfp4", "even"),
+    ("mxint8", "floor"),
+    ("nvfp4", "amax"),
+)
+DTYPES = ("float32", "bfloat16")
+
+
+def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every cast: what was timed, and ratios within rounds.
+
+    Args:
+      options: shape, seconds, min_rounds, peers.
+    """
+    wanted = [
+        (operation, name, rule, dtype, axis)
+        for dtype in DTYPES
+        for name, rule in FORMATS
+        for operation, axis in (("quantize", -1), ("quantize", 0), ("pack", -1), ("dequantize", -1))
+        if operation != "pack" or block_format(name).element.bits < 8
+    ]
+    result = []
+    with report.progress(len(wanted)) as step:
+        for operation, name, rule, dtype, axis in wanted:
+            step(f"{operation} {name} {dtype} axis {axis}")
+            result.append(_row(options, operation, name, rule, dtype, axis))
+    return result
+
+
+def _row(
+    options: argparse.Namespace, operation: str, name: str, rule: str, dtype: str, axis: int
+) -> dict[str, Any]:
+    call = QuantizeCase(
+        format=block_format(name), shape=options.shape, axis=axis, scale_rule=rule, dtype=dtype
+    ).call
+    x = jax.random.normal(jax.random.key(0), options.shape).astype(dtype)
+    left_out: dict[str, str] = {}
+    if operation == "dequantize":
+        cases = _back(call, x)
+    elif operation == "pack":
+        cases = _packed(call, x)
+    else:
+        cases = _there(call, x)
+    if options.peers and axis == -1 and operation != "pack":
+        for peer in peers.PEERS:
+            case = peers.make(peer, operation, name, rule, x)
+            if isinstance(case, str):
+                left_out[peer.name] = case
+            elif case is not None:
+                cases.append(case)
+    samples = measure(cases, seconds=options.seconds, min_rounds=options.min_rounds)
+    return {
+        "operation": operation,
+        "format": name,
+        "rule": rule,
+        "dtype": dtype,
+        "axis": axis,
+        "shape": list(options.shape),
+        "timings": {case: each.summary() for case, each in samples.items()},
+        "share_of_copy": _share(samples),
+        "times_faster_than": {
+            case: vars(ratio(each, samples[OURS], "cpu"))
+            for case, each in samples.items()
+            if case not in (OURS, COPY)
+        },
+        "peers_left_out": left_out,
+    }
+
+
+def _share(samples: dict[str, Samples]) -> dict[str, float]:
+    return vars(ratio(samples[COPY], samples[OURS], "cpu"))
+
+
+def _case(name: str, function: Callable[..., Any], *arguments: Any) -> Case:
+    compiled = jax.jit(function)
+    return Case(name, lambda: compiled(*arguments))
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def copy_case(x: Any, out: Any) -> Case:
+    """Reads all bytes of x, and writes as many as `out` has."""
+    read, written = _num_bytes(x), _num_bytes(out)
+    data = jnp.zeros((read,), jnp.uint8)
+    result = jax.ShapeDtypeStruct((written,), jnp.uint8)
+    return _case(COPY, lambda data: jax.ffi.ffi_call("mx_jax_cpu_traffic", result)(data), data)
+
+
+def _there(call: Any, x: jax.Array) -> list[Case]:
+    def by(backend):
+        return lambda x: backend.quantize(x, call, None, None)
+
+    out = jax.eval_shape(by(HANDLERS), x)
+    cases = [_case(OURS, by(HANDLERS), x), _case(PLAIN, by(REFERENCE), x)]
+    return [*cases, copy_case(x, out)]
+
+
+def _packed(call: Any, x: jax.Array) -> list[Case]:
+    def ours(x):
+        out = jax.eval_shape(plain, x)
+        scale = [] if out[2] is None else [jnp.ones((1, 1), jnp.float32)]
+        return jax.ffi.ffi_call(quantize.TARGET, out[:2])(
+            x, *scale, **quantize.attributes(call), has_tensor_scale=bool(scale), packed=True
+        )
+
+    def plain(x):
+        given = jnp.ones((1, 1), jnp.float32) if call.format.tensor_scale else None
+        q = REFERENCE.quantize(x, call, None, given)
+        return q.packed_codes, q.scales, q.tensor_scale
+
+    out = jax.eval_shape(ours, x)
+    return [_case(OURS, ours, x), _case(PLAIN, plain, x), copy_case(x, out)]
+
+
+def _back(call: Any, x: jax.Array) -> list[Case]:
+    q = jax.jit(lambda x: HANDLERS.quantize(x, call, None, None))(x)
+    back = DequantizeCall(
+        shape=call.shape, dtype=call.dtype, format=call.format, blocks=call.blocks
+    )
+
+    def by(backend):
+        return lambda q: backend.dequantize(q, back)
+
+    assert dequantize.rejects(back) is None
+    cases = [_case(OURS, by(HANDLERS), q), _case(PLAIN, by(REFERENCE), q)]
+    return [*cases, copy_case(q, jax.eval_shape(by(HANDLERS), q))]
+
+
+def sheets(result: list[dict[str, Any]]) -> list[report.Sheet]:
+    """One table: milliseconds, share of the copy, times faster than each other case."""
+    names = list(dict.fromkeys(name for row in result for name in row["times_faster_than"]))
+    shape = result[0]["shape"]
+    sheet = report.Sheet(
+        title=f"Casts of {shape[0]} x {shape[1]}, one thread",
+        columns=["", "CPU ms", "quartiles", "% of copy", *(f"{name} / ours" for name in names)],
+        notes=sorted(
+            {
+                f"Left out: {name}, {row['operation']} {row['format']}: {why}"
+                for row in result
+                for name, why in row["peers_left_out"].items()
+            }
+        ),
+    )
+    for row in result:
+        ours = row["timings"][OURS]["cpu_ms"]
+        title = f"{row['operation']} {row['format']}, {row['dtype']}, axis {row['axis']}"
+        faster = row["times_faster_than"]
+        sheet.rows.append(
+            [
+                title,
+                f"{ours['median']:.2f}",
+                f"{ours['q1']:.2f} to {ours['q3']:.2f}",
+                f"{100 * row['share_of_copy']['median']:.0f}",
+                *(f"{faster[n]['median']:.1f}" if n in faster else "-" for n in names),
+            ]
+        )
+    return [sheet]
