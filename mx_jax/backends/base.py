@@ -45,6 +45,8 @@ class MatmulCall:
       rhs_k_first: whether rhs is `[*batch, *k, *n]`.
       lhs_format: block format of the left operand, None for high precision.
       rhs_format: block format of the right operand, None for high precision.
+      lhs_dtype: dtype of a left operand in high precision; None if it is quantized, or unknown.
+      rhs_dtype: likewise, of the right operand.
       out_dtype: dtype of the product.
       precision: what `jax.lax.dot_general` takes, for high-precision operands.
       fast_accumulation: whether a native kernel may add in lower precision.
@@ -64,6 +66,8 @@ class MatmulCall:
     out_sharding: Any = None
     lhs_k_first: bool = False
     rhs_k_first: bool = False
+    lhs_dtype: np.dtype | None = None
+    rhs_dtype: np.dtype | None = None
 
     @property
     def dimension_numbers(self) -> jax.lax.DotDimensionNumbers:

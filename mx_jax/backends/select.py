@@ -73,8 +73,13 @@ def current_target() -> Target:
     platform = jax.default_backend()
     if platform == "cpu":
         return Target(platform=platform)
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if capability is None:
+    device = jax.devices()[0]
+    if platform == "gpu":
+        # So jax calls both kinds; the client's version says which.
+        rocm = "rocm" in device.client.platform_version.lower()
+        platform = "rocm" if rocm else "cuda"
+    capability = getattr(device, "compute_capability", None)
+    if capability is None or platform == "rocm":
         return Target(platform=platform)
     major, _, minor = str(capability).partition(".")
     return Target(platform=platform, compute_capability=(int(major), int(minor or 0)))

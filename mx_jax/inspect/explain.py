@@ -72,6 +72,8 @@ def _explain_product(
         num_contracting=1,
         lhs_format=spec.lhs and spec.lhs.format,
         rhs_format=spec.rhs and spec.rhs.format,
+        lhs_dtype=dtype if spec.lhs is None else None,
+        rhs_dtype=dtype if spec.rhs is None else None,
         out_dtype=dtype,
     )
     choice = select(call, target)

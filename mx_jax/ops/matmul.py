@@ -54,6 +54,8 @@ def quantized_matmul(
         rhs_k_first=groups.rhs_k_first,
         lhs_format=lhs.format if isinstance(lhs, MXArray) else None,
         rhs_format=rhs.format if isinstance(rhs, MXArray) else None,
+        lhs_dtype=None if isinstance(lhs, MXArray) else np.dtype(lhs.dtype),
+        rhs_dtype=None if isinstance(rhs, MXArray) else np.dtype(rhs.dtype),
         out_dtype=out_dtype,
         precision=precision,
         fast_accumulation=spec.fast_accumulation,

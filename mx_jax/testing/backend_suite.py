@@ -17,19 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mx_jax.backends.base import (
-    Backend,
-    Call,
-    MatmulCall,
-    Operand,
-    QuantizeCall,
-    Target,
-)
+from mx_jax.backends.base import Backend, Call, MatmulCall, Operand, QuantizeCall, Target
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.select import current_target
 from mx_jax.backends.table import BACKENDS
 from mx_jax.codecs.blocks import block_extent
-from mx_jax.formats import BLOCK_FORMATS, MXFP8_E4M3, WHOLE
+from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.quantize import quantize
 from mx_jax.testing.cases import (
@@ -72,11 +65,21 @@ def _what_the_handlers_compute(call: Call, target: Target) -> bool:
     return len(call.blocks) == 1
 
 
+def _few_bit_weights_on_hopper(call: Call, target: Target) -> bool:
+    if target.compute_capability != (9, 0) or jax.__version_info__ < (0, 11, 2):
+        return False
+    if not isinstance(call, MatmulCall) or call.num_contracting > 1:
+        return False
+    values = call.lhs_format in MX_FORMATS or call.lhs_dtype == jnp.bfloat16
+    return values and call.rhs_format in (MXFP4, MXFP8_E4M3, MXFP8_E5M2)
+
+
 # What each backend of the table must take: the one line that a new backend adds.
 PROMISES: Mapping[str, Promise] = {
     "xla": _whole_axis_float8_on_gpu,
     "cpu_ffi": _what_the_handlers_compute,
     "reference": _everything,
+    "pallas_gpu": _few_bit_weights_on_hopper,
 }
 
 TARGETS: tuple[Target, ...] = (

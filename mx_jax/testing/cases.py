@@ -108,6 +108,8 @@ class MatmulCase:
             rhs_k_first=self.rhs_k_first,
             lhs_format=self.lhs,
             rhs_format=self.rhs,
+            lhs_dtype=jnp.dtype(self.dtype) if self.lhs is None else None,
+            rhs_dtype=jnp.dtype(self.dtype) if self.rhs is None else None,
             out_dtype=jnp.dtype(self.out_dtype),
             precision=lax.Precision.HIGHEST,
         )
