@@ -77,7 +77,11 @@ def variants(layers: int) -> list[Variant]:
         ),
         ("mxfp4_stochastic", "32 x 32 weight blocks", full),
         ("mxfp4_stochastic+last", "last block high", Precision(recipe=full, high_blocks=last)),
-        ("mxfp4_stochastic+ends", "first block high too", Precision(recipe=full, high_blocks=ends)),
+        (
+            "mxfp4_stochastic+ends",
+            "first and last block high",
+            Precision(recipe=full, high_blocks=ends),
+        ),
     )
     alone = rows(
         "MXFP4 with EVEN scales and one change",
@@ -97,7 +101,11 @@ def variants(layers: int) -> list[Variant]:
         ("nvfp4_pretraining", "stochastic, Hadamard 16, 2-D", recipes.nvfp4_pretraining()),
         ("nvfp4_four_over_six", "4/6 scales", best),
         ("nvfp4_four_over_six+last", "last block high", Precision(recipe=best, high_blocks=last)),
-        ("nvfp4_four_over_six+ends", "first block too", Precision(recipe=best, high_blocks=ends)),
+        (
+            "nvfp4_four_over_six+ends",
+            "first and last block high",
+            Precision(recipe=best, high_blocks=ends),
+        ),
     )
     four_over_six = nvfp4_nearest("nvfp4, 4/6")
     nearest = rows(
