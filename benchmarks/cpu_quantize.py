@@ -163,7 +163,7 @@ def sheets(result: list[dict[str, Any]]) -> list[report.Sheet]:
         columns=["", "CPU ms", "quartiles", "% of copy", *(f"{name} / ours" for name in names)],
         notes=sorted(
             {
-                f"Left out: {name}, {row['operation']} {row['format']}: {why}"
+                f"Left out: {name}: {why}"
                 for row in result
                 for name, why in row["peers_left_out"].items()
             }

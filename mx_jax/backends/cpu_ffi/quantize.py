@@ -58,18 +58,6 @@ def quantize(
         optional["tensor_scale"] = cast.Entry(per="tensor"), tensor_scale
     if random_bits is not None:
         optional["random_bits"] = cast.Entry(per="element"), random_bits
-    described = cast.Cast(
-        target=TARGET,
-        attributes=cast.hashable(
-            attributes(call) | {"has_tensor_scale": tensor_scale is not None, "packed": False}
-        ),
-        blocks=call.blocks,
-        operands=(cast.Entry(per="element"), *(entry for entry, _ in optional.values())),
-        results=(
-            cast.Entry(per="element", dtype=np.dtype("uint8")),
-            cast.Entry(per="block", dtype=call.format.scale.storage_dtype),
-        ),
-    )
 
     def elsewhere(x, *rest):
         given = dict(zip(optional, rest, strict=True))
@@ -79,7 +67,8 @@ def quantize(
         return q.codes, q.scales
 
     operands = (x, *(operand for _, operand in optional.values()))
-    codes, scales = cast.run(described, operands, elsewhere)
+    entries = tuple(entry for entry, _ in optional.values())
+    codes, scales = cast.run(_cast(call, entries), operands, elsewhere)
     return MXArray(
         codes=codes,
         scales=scales,
@@ -87,6 +76,21 @@ def quantize(
         format=call.format,
         blocks=call.blocks,
         dtype=np.dtype(x.dtype),
+    )
+
+
+def _cast(call: QuantizeCall, optional: tuple[cast.Entry, ...]) -> cast.Cast:
+    has_tensor_scale = any(entry.per == "tensor" for entry in optional)
+    given = attributes(call) | {"has_tensor_scale": has_tensor_scale, "packed": False}
+    return cast.Cast(
+        target=TARGET,
+        attributes=cast.hashable(given),
+        blocks=call.blocks,
+        operands=(cast.Entry(per="element"), *optional),
+        results=(
+            cast.Entry(per="element", dtype=np.dtype("uint8")),
+            cast.Entry(per="block", dtype=call.format.scale.storage_dtype),
+        ),
     )
 
 
