@@ -33,11 +33,11 @@ def casts(options: argparse.Namespace) -> dict[str, Any]:
     return {"isa": loaded.isa, "rows": cpu_quantize.rows(options)}
 
 
-def products(options: argparse.Namespace) -> list[dict[str, Any]]:
+def products(options: argparse.Namespace) -> dict[str, Any]:
     """Rows of products, in this process."""
     from benchmarks import cpu_matmul
 
-    return cpu_matmul.rows(options)
+    return {"rows": cpu_matmul.rows(options)}
 
 
 @contextlib.contextmanager
@@ -56,6 +56,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = report.parser("cpu", __doc__)
     parser.add_argument("what", nargs="?", choices=("all", "casts", "products"), default="all")
     parser.add_argument("--shape", type=report.shape, default=(4096, 4096), help="of casts")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048], help="of products")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32], help="of thin products")
     parser.add_argument("--seconds", type=float, default=2.0, help="budget of a comparison")
     parser.add_argument("--min-rounds", type=int, default=7, help="rounds, whatever they take")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
