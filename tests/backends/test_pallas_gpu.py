@@ -153,7 +153,7 @@ def test_jax_calls_both_kinds_gpu(version: str, monkeypatch: pytest.MonkeyPatch)
     assert current_target() == (H200 if "cuda" in version else Target(platform="rocm"))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 130, 160), (1, 128, 128)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 130, 160)])
 @pytest.mark.parametrize("format", [MXFP4, MXFP8_E5M2], ids=lambda format: format.name)
 def test_packing_round_trips(
     format: formats.BlockFormat, shape: tuple[int, int, int], rng: np.random.Generator
