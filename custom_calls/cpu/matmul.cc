@@ -40,9 +40,15 @@ struct Operand {
 
 ffi::Error ParseHighPrecision(const Operand& operand, Source* source) {
   switch (operand.elements.element_type()) {
-    case ffi::F32: source->element = kElementFloat32; break;
-    case ffi::BF16: source->element = kElementBf16; break;
-    case ffi::F16: source->element = kElementF16; break;
+    case ffi::F32:
+      source->element = kElementFloat32;
+      break;
+    case ffi::BF16:
+      source->element = kElementBf16;
+      break;
+    case ffi::F16:
+      source->element = kElementF16;
+      break;
     default:
       return InvalidArgument("mx_jax matmul: ", operand.side, "_element='none' needs float32, ",
                              "bfloat16 or float16, got another dtype of shape ",
@@ -56,7 +62,8 @@ ffi::Error ParseHighPrecision(const Operand& operand, Source* source) {
 ffi::Error ParseCodes(const Operand& operand, Source* source) {
   const auto* name = std::find(std::begin(kElementNames), std::end(kElementNames), operand.element);
   if (name == std::end(kElementNames)) {
-    return InvalidArgument("mx_jax matmul: unknown ", operand.side, "_element='", operand.element, "'");
+    return InvalidArgument("mx_jax matmul: unknown ", operand.side, "_element='", operand.element,
+                           "'");
   }
   if (operand.elements.element_type() != ffi::U8 || operand.scales.element_type() != ffi::U8) {
     return InvalidArgument("mx_jax matmul: codes and scales must be uint8, got another dtype for ",
@@ -71,8 +78,9 @@ ffi::Error ParseCodes(const Operand& operand, Source* source) {
   along = (along + source->block - 1) / source->block;
   if (!SameShape(operand.scales.dimensions(), expected)) {
     return InvalidArgument("mx_jax matmul: ", operand.side, "_scales must have shape ",
-                           Shape(expected), " for codes of shape ", Shape(shape), " and block=",
-                           source->block, ", got ", Shape(operand.scales.dimensions()));
+                           Shape(expected), " for codes of shape ", Shape(shape),
+                           " and block=", source->block, ", got ",
+                           Shape(operand.scales.dimensions()));
   }
   source->element = static_cast<Element>(name - std::begin(kElementNames));
   source->scale_kind = operand.scale == "e8m0" ? kScaleE8M0 : kScaleE4M3;
@@ -82,7 +90,8 @@ ffi::Error ParseCodes(const Operand& operand, Source* source) {
 
 ffi::Error ParseOperand(const Operand& operand, int32_t block, Source* source) {
   if (operand.rank() < 2) {
-    return InvalidArgument("mx_jax matmul: ", operand.side, " must be [*batch, rows, k], got shape ",
+    return InvalidArgument("mx_jax matmul: ", operand.side,
+                           " must be [*batch, rows, k], got shape ",
                            Shape(operand.elements.dimensions()));
   }
   source->block = block;
@@ -114,8 +123,8 @@ ffi::Error FindProducts(const Operand& lhs, const Operand& rhs, const ffi::AnyBu
   if (!fits) {
     return InvalidArgument("mx_jax matmul: the product's shape ", Shape(shape),
                            " does not follow from lhs.shape=", Shape(lhs.elements.dimensions()),
-                           ", rhs.shape=", Shape(rhs.elements.dimensions()), ", lhs_k_first=",
-                           lhs.k_first, ", rhs_k_first=", rhs.k_first);
+                           ", rhs.shape=", Shape(rhs.elements.dimensions()),
+                           ", lhs_k_first=", lhs.k_first, ", rhs_k_first=", rhs.k_first);
   }
   products->resize(batch);
   for (int64_t index = 0; index < batch; ++index) {
@@ -136,12 +145,19 @@ ffi::Error FindProducts(const Operand& lhs, const Operand& rhs, const ffi::AnyBu
 
 ffi::Error ParseOut(const ffi::AnyBuffer& out, OutType* type) {
   switch (out.element_type()) {
-    case ffi::F32: *type = kOutFloat32; break;
-    case ffi::BF16: *type = kOutBf16; break;
-    case ffi::F16: *type = kOutF16; break;
+    case ffi::F32:
+      *type = kOutFloat32;
+      break;
+    case ffi::BF16:
+      *type = kOutBf16;
+      break;
+    case ffi::F16:
+      *type = kOutF16;
+      break;
     default:
-      return InvalidArgument("mx_jax matmul: the product must be float32, bfloat16 or float16, got ",
-                             "another dtype of shape ", Shape(out.dimensions()));
+      return InvalidArgument(
+          "mx_jax matmul: the product must be float32, bfloat16 or float16, got ",
+          "another dtype of shape ", Shape(out.dimensions()));
   }
   return ffi::Error::Success();
 }
@@ -165,10 +181,10 @@ ffi::Error ParseWeights(const ffi::AnyBuffer& weights, std::string_view element,
   const int64_t expected[] = {sizes.panels, sizes.panel_bytes};
   if (weights.element_type() != ffi::U8 ||
       !SameShape(weights.dimensions(), ffi::Span<const int64_t>(expected, 2))) {
-    return InvalidArgument("mx_jax matmul: packed weights of rows=", rows, ", k=", k, ", block=",
-                           block, ", rhs_element='", element, "' must be uint8 of shape ",
-                           Shape(ffi::Span<const int64_t>(expected, 2)), ", got ",
-                           Shape(weights.dimensions()));
+    return InvalidArgument(
+        "mx_jax matmul: packed weights of rows=", rows, ", k=", k, ", block=", block,
+        ", rhs_element='", element, "' must be uint8 of shape ",
+        Shape(ffi::Span<const int64_t>(expected, 2)), ", got ", Shape(weights.dimensions()));
   }
   *source = PackedSource(like, static_cast<const uint8_t*>(weights.untyped_data()));
   return ffi::Error::Success();
@@ -222,14 +238,14 @@ ffi::Error PackWeightsOf(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuf
   Source packed{};
   if (operand.rank() != 2 || source.scale_kind == kNoScale) {
     return InvalidArgument("mx_jax pack_weights: needs codes [rows, k], or [k, rows] if k_first, ",
-                           "got codes.shape=", Shape(codes.dimensions()), ", element='", element, "'");
+                           "got codes.shape=", Shape(codes.dimensions()), ", element='", element,
+                           "'");
   }
   MX_RETURN_IF_ERROR(ParseWeights(*out, element, scale, block, source.rows, source.k, &packed));
   uint8_t* to = static_cast<uint8_t*>(out->untyped_data());
   const WeightSizes sizes = SizesOfWeights(source.element, block, source.rows, source.k);
-  ParallelFor(pool, sizes.panels, [&](int64_t panel) {
-    PackWeights(source, panel, to + panel * sizes.panel_bytes);
-  });
+  ParallelFor(pool, sizes.panels,
+              [&](int64_t panel) { PackWeights(source, panel, to + panel * sizes.panel_bytes); });
   return ffi::Error::Success();
 }
 

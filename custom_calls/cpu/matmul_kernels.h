@@ -28,7 +28,15 @@ constexpr int kLhsGroupRows = kLhsPanelsPerGroup * kTileRows;
 
 // In the order of backends/cpu_ffi/matmul.py.
 enum Element : int32_t {
-  kE4M3, kE5M2, kE2M3, kE3M2, kE2M1, kElementInt8, kElementFloat32, kElementBf16, kElementF16
+  kE4M3,
+  kE5M2,
+  kE2M3,
+  kE3M2,
+  kE2M1,
+  kElementInt8,
+  kElementFloat32,
+  kElementBf16,
+  kElementF16
 };
 constexpr int kNumElements = 9;
 
@@ -93,7 +101,8 @@ struct MatmulKernels {
   void (*multiply)(PanelType type, int rows, int32_t block, Scaling scaling, int64_t num_chunks,
                    const char* lhs, const char* rhs, float* tile, bool clear);
   // The same for a float32 or int8 panel and codes as they came; null where packing is as fast.
-  void (*multiply_codes)(PanelType type, int rows, const Source& rhs, int64_t first_row, int64_t num_chunks, const char* lhs, const ScaleRange& lhs_range,
+  void (*multiply_codes)(PanelType type, int rows, const Source& rhs, int64_t first_row,
+                         int64_t num_chunks, const char* lhs, const ScaleRange& lhs_range,
                          float* tile, bool clear);
   // Rounds alpha * tile[rows][columns] to the output's type, once.
   void (*store)(const float* tile, int rows, int columns, float alpha, OutType type, void* out,
@@ -104,14 +113,16 @@ constexpr int64_t BytesPerElement(PanelType type) {
   return type == kInt8 ? 1 : type == kFloat32 ? 4 : 2;
 }
 constexpr int64_t ChunkBytes(PanelType type, int32_t block, int64_t rows, bool is_lhs) {
-  return rows * (kChunk / block * (is_lhs && type == kInt8 ? 8 : 4) +
-                 kChunk * BytesPerElement(type));
+  return rows *
+         (kChunk / block * (is_lhs && type == kInt8 ? 8 : 4) + kChunk * BytesPerElement(type));
 }
 
 // `count` chunks of a source, from chunk `first` on.
 static inline Source SliceOf(const Source& source, int64_t first, int64_t count) {
   Source slice = source;
-  const int64_t bytes = source.element <= kElementInt8 ? 1 : source.element == kElementFloat32 ? 4 : 2;
+  const int64_t bytes = source.element <= kElementInt8      ? 1
+                        : source.element == kElementFloat32 ? 4
+                                                            : 2;
   const int64_t per_chunk = kChunk / source.block;
   const char* elements = (const char*)source.elements;
   int64_t scale_step = source.scale_block_stride;

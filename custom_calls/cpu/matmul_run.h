@@ -58,11 +58,11 @@ inline Scaling ChooseScaling(const Source& lhs, const Source& rhs, const ScaleRa
 
 struct Sizes {
   PanelType type;
-  int64_t chunks, slice;              // of k
-  int64_t lhs_panel, rhs_panel;       // bytes
-  int64_t lhs_chunk, rhs_chunk;       // bytes
-  int64_t lhs_groups, rhs_panels;     // in the whole operand
-  int64_t lhs_per_slab, rhs_per_slab; // groups and panels packed at a time
+  int64_t chunks, slice;               // of k
+  int64_t lhs_panel, rhs_panel;        // bytes
+  int64_t lhs_chunk, rhs_chunk;        // bytes
+  int64_t lhs_groups, rhs_panels;      // in the whole operand
+  int64_t lhs_per_slab, rhs_per_slab;  // groups and panels packed at a time
 };
 
 inline Sizes SizesOf(const MatmulProblem& problem, PanelType type) {
@@ -80,8 +80,8 @@ inline Sizes SizesOf(const MatmulProblem& problem, PanelType type) {
   sizes.lhs_groups = (problem.lhs.rows + kLhsGroupRows - 1) / kLhsGroupRows;
   sizes.rhs_panels = (problem.rhs.rows + kTileColumns - 1) / kTileColumns;
   const int64_t group_bytes = sizes.lhs_panel * kLhsPanelsPerGroup;
-  sizes.lhs_per_slab =
-      std::min(sizes.lhs_groups, std::max<int64_t>(1, kSlabBytes / std::max<int64_t>(1, group_bytes)));
+  sizes.lhs_per_slab = std::min(
+      sizes.lhs_groups, std::max<int64_t>(1, kSlabBytes / std::max<int64_t>(1, group_bytes)));
   sizes.rhs_per_slab = std::min(
       sizes.rhs_panels, std::max<int64_t>(1, kSlabBytes / std::max<int64_t>(1, sizes.rhs_panel)));
   return sizes;
@@ -141,7 +141,8 @@ inline void RunTask(const MatmulKernels& kernels, const MatmulProblem& problem, 
                           slabs.rhs_ranges[j]);
         kernels.multiply(sizes.type, num_rows, problem.lhs.block, scaling, count,
                          slabs.lhs + i * sizes.lhs_panel + chunk * sizes.lhs_chunk,
-                         slabs.rhs + j * sizes.rhs_panel + chunk * sizes.rhs_chunk, tile, chunk == 0);
+                         slabs.rhs + j * sizes.rhs_panel + chunk * sizes.rhs_chunk, tile,
+                         chunk == 0);
         if (!last) continue;
         kernels.store(tile, num_rows, static_cast<int>(std::min<int64_t>(kTileColumns, n - column)),
                       problem.alpha[product * problem.alpha_step], problem.out_type, to, n);
@@ -163,9 +164,8 @@ void MultiplySlabs(Pool& pool, const MatmulKernels& kernels, const MatmulProblem
   const int64_t across = (num_groups + high - 1) / high;
   ParallelFor(pool, count(), [&](int64_t index) {
     const int64_t i = index % across * high, j = index / across * wide;
-    const Task task = {i * kLhsPanelsPerGroup,
-                       std::min(i + high, num_groups) * kLhsPanelsPerGroup, j,
-                       std::min(j + wide, num_panels)};
+    const Task task = {i * kLhsPanelsPerGroup, std::min(i + high, num_groups) * kLhsPanelsPerGroup,
+                       j, std::min(j + wide, num_panels)};
     RunTask(kernels, problem, sizes, slabs, task, product);
   });
 }
@@ -202,8 +202,8 @@ void RunPacked(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& pr
         ParallelFor(pool, new_groups + num_panels, [&](int64_t task) {
           if (task < new_groups) {
             left_ranges[task] = ScaleRange();
-            kernels.pack_lhs(lhs, type, (i + task) * kLhsGroupRows, left.data() + task * group_bytes,
-                             sizes.lhs_panel, &left_ranges[task]);
+            kernels.pack_lhs(lhs, type, (i + task) * kLhsGroupRows,
+                             left.data() + task * group_bytes, sizes.lhs_panel, &left_ranges[task]);
           } else {
             task -= new_groups;
             right_ranges[task] = ScaleRange();
@@ -211,15 +211,16 @@ void RunPacked(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& pr
                              right.data() + task * sizes.rhs_panel, &right_ranges[task]);
           }
         });
-        const Slabs slabs = {left.data(), right.data(), i, j, left_ranges.data(),
-                             right_ranges.data()};
+        const Slabs slabs = {left.data(), right.data(),       i,
+                             j,           left_ranges.data(), right_ranges.data()};
         MultiplySlabs(pool, kernels, problem, sizes, slabs, num_groups, num_panels, product);
       }
     }
   }
 }
 
-// Rows up to which rhs is packed slice by slice beside its use, and codes are multiplied as they are.
+// Rows up to which rhs is packed slice by slice beside its use, and codes are multiplied as they
+// are.
 constexpr int64_t kThinRows = 60;
 constexpr int64_t kThinnestRows = 12;
 
@@ -230,7 +231,8 @@ constexpr int64_t kThinBytes = kThinPanels * kTileColumns * (kThinSlice * kChunk
 
 // A slice of a few panels' codes, moved close together: rows far apart evict each other from a
 // first-level cache, and no prefetcher of the hardware follows them.
-inline Source Gathered(const Source& rhs, int64_t first_row, int64_t chunk, int64_t count, char* to) {
+inline Source Gathered(const Source& rhs, int64_t first_row, int64_t chunk, int64_t count,
+                       char* to) {
   Source slice = SliceOf(rhs, chunk, count);
   slice.rows = std::min(kThinPanels * kTileColumns, rhs.rows - first_row);
   const char* from = static_cast<const char*>(slice.elements) + first_row * rhs.row_stride;
@@ -269,7 +271,9 @@ inline void RunThinPanels(const MatmulKernels& kernels, const MatmulProblem& pro
                      kernels.multiply_codes != nullptr && m <= kThinnestRows;
   const bool gather = is_codes && rhs.layout == kStrided;
   // Packed codes need no slices: each panel is one stream.
-  const int64_t step = !codes ? sizes.slice : gather ? kThinSlice : std::max<int64_t>(sizes.chunks, 1);
+  const int64_t step = !codes   ? sizes.slice
+                       : gather ? kThinSlice
+                                : std::max<int64_t>(sizes.chunks, 1);
   Scratch gathered(gather ? kThinBytes : 1);
   for (int64_t chunk = 0; chunk == 0 || chunk < sizes.chunks; chunk += step) {
     const int64_t count = std::min(step, sizes.chunks - chunk);

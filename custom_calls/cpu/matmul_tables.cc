@@ -97,7 +97,9 @@ const ElementTables& TablesOf(Element element) { return Tables().of[element]; }
 
 const float* ScaleTable(ScaleKind kind, Element element, PanelType type) {
   const bool integers = type == kInt8 || type == kInt16;
-  const int shift = !integers || element > kElementInt8 ? 0 : element == kElementInt8 ? kInt8Shift : kFacts[element].shift;
+  const int shift = !integers || element > kElementInt8 ? 0
+                    : element == kElementInt8           ? kInt8Shift
+                                                        : kFacts[element].shift;
   return kind == kScaleE4M3 ? Tables().e4m3[shift] : Tables().e8m0[shift];
 }
 

@@ -9,8 +9,8 @@ namespace {
 // A code without what its format does not use, and 0 beyond the ends.
 uint8_t CodeAt(const Source& source, int64_t row, int64_t k) {
   if (row >= source.rows || k >= source.k) return 0;
-  const uint8_t code = static_cast<const uint8_t*>(
-      source.elements)[row * source.row_stride + k * source.k_stride];
+  const uint8_t code =
+      static_cast<const uint8_t*>(source.elements)[row * source.row_stride + k * source.k_stride];
   return source.element == kE2M1 ? code & 15 : code;
 }
 

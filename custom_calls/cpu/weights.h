@@ -1,10 +1,10 @@
-// Weights in the order in which kernels read them, packed once: the codes of kTileColumns rows, with
-// k outermost, then their scales.
+// Weights in the order in which kernels read them, packed once: the codes of kTileColumns rows,
+// with k outermost, then their scales.
 //
-// A panel holds, for chunks of 32 along k, words of 4 codes of each row (kPanels8), or of 8 codes of
-// at most 4 bits (kPanels4): the low half of byte b is code b of 8, the high half code 4 + b. After
-// all chunks come the scale bytes, [blocks][row]. Rows and k are padded: with codes 0 under scale 1.
-// A block of zeros has scale 1 too. Every instruction set reads this one layout.
+// A panel holds, for chunks of 32 along k, words of 4 codes of each row (kPanels8), or of 8 codes
+// of at most 4 bits (kPanels4): the low half of byte b is code b of 8, the high half code 4 + b.
+// After all chunks come the scale bytes, [blocks][row]. Rows and k are padded: with codes 0 under
+// scale 1. A block of zeros has scale 1 too. Every instruction set reads this one layout.
 #ifndef MX_JAX_CUSTOM_CALLS_CPU_WEIGHTS_H_
 #define MX_JAX_CUSTOM_CALLS_CPU_WEIGHTS_H_
 

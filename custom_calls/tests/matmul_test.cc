@@ -37,12 +37,20 @@ Matrix Draw(std::mt19937& random, Element element, ScaleKind kind, int32_t block
   const int64_t blocks = (k + block - 1) / block, bytes = ElementBytes(element);
   matrix.elements.reset(new uint8_t[rows * k * bytes]);
   matrix.scales.reset(new uint8_t[rows * blocks]);
-  source = {matrix.elements.get(), kind == kNoScale ? nullptr : matrix.scales.get(), element, kind,
-            block, rows, k, k_first ? 1 : k, k_first ? rows : 1, k_first ? 1 : blocks,
+  source = {matrix.elements.get(),
+            kind == kNoScale ? nullptr : matrix.scales.get(),
+            element,
+            kind,
+            block,
+            rows,
+            k,
+            k_first ? 1 : k,
+            k_first ? rows : 1,
+            k_first ? 1 : blocks,
             k_first ? rows : 1};
   for (int64_t i = 0; i < rows * blocks; ++i) {
-    matrix.scales[i] = static_cast<uint8_t>(kind == kScaleE8M0 ? 120 + Pick(random, 15)
-                                                               : 40 + Pick(random, 30));
+    matrix.scales[i] =
+        static_cast<uint8_t>(kind == kScaleE8M0 ? 120 + Pick(random, 15) : 40 + Pick(random, 30));
   }
   const float* scale_values = ScaleTable(kind, element, kFloat32);
   const int bits = element == kE2M1 ? 4 : element == kE2M3 || element == kE3M2 ? 6 : 8;
@@ -103,7 +111,8 @@ void Multiply(const MatmulKernels& kernels, const Source& lhs, const Source& rhs
 bool Check(const MatmulKernels& kernels, int seed) {
   std::mt19937 random(seed);
   const int32_t block = Pick(random, 2) ? 32 : 16;
-  const int64_t sizes[] = {1, 2, 5, 6, 7, 31, 32, 33, 61, 95}, lengths[] = {0, 1, 16, 31, 33, 70, 600};
+  const int64_t sizes[] = {1, 2, 5, 6, 7, 31, 32, 33, 61, 95},
+                lengths[] = {0, 1, 16, 31, 33, 70, 600};
   const int64_t m = sizes[Pick(random, 10)], n = sizes[Pick(random, 10)];
   const int64_t k = lengths[Pick(random, 7)];
   const ScaleKind kind = block == 16 && Pick(random, 2) ? kScaleE4M3 : kScaleE8M0;
