@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from mx_jax.backends.pallas_gpu.tuning import Tiles
-from mx_jax.backends.pallas_gpu.weights import BLOCK, PAIR, ROWS
+from mx_jax.backends.pallas_gpu.weights import BLOCK, ROWS
 from mx_jax.formats import ElementFormat
 
 # Its declared types differ between versions of JAX, and none fits its own use.
@@ -135,8 +135,13 @@ class _Program:
 
         def step(_, x_smem, codes_smem, scales_smem, acc):
             rows = pl.ds(warpgroup * ROWS, ROWS)
+            loaded: Any = None
             for block in range(self.tiles.k // BLOCK):
-                bits = _load_codes(codes_smem, rows, block, self.element)
+                # Both blocks of an FP4 pair lie in the same bytes: nothing moves between threads.
+                index, nibble = divmod(block, self.codes_per_byte)
+                if nibble == 0:
+                    loaded = _load_bytes(codes_smem, rows, index)
+                bits = loaded << 32 - self.element.bits * (nibble + 1)
                 scale = plgpu.load(scales_smem.at[block, rows], layout=plgpu.Layout.WGMMA.reduce(1))
                 operand = _decode(bits, scale, self.element)
                 if self.interpreted:
@@ -195,17 +200,11 @@ def _transforms(columns: int, swizzle: int) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)
 
 
-def _load_codes(codes_smem: Any, rows: Any, block: int, element: ElementFormat) -> Any:
-    """One block of a warpgroup's 64 rows as int16 codes, as wgmma takes its left operand."""
-    paired = element.bits == 4
-    first = block // 2 * BLOCK if paired else block * BLOCK
-    packed = codes_smem.at[rows, pl.ds(first, BLOCK)]
+def _load_bytes(codes_smem: Any, rows: Any, index: int) -> Any:
+    """32 bytes of each of a warpgroup's 64 rows as int32, as wgmma takes its left operand."""
+    packed = codes_smem.at[rows, pl.ds(index * BLOCK, BLOCK)]
     loaded = plgpu.load(packed, layout=plgpu.Layout.WGMMA_UPCAST_2X)
-    bits = plgpu.layout_cast(loaded.astype(jnp.int16), plgpu.Layout.WGMMA)
-    if not paired:
-        return bits
-    # Both blocks of a pair lie in the same bytes: nothing moves between threads.
-    return bits & 0xF if block % (PAIR // BLOCK) == 0 else (bits >> 4) & 0xF
+    return plgpu.layout_cast(loaded.astype(jnp.int16), plgpu.Layout.WGMMA).astype(jnp.int32)
 
 
 def _decode(bits: Any, scale: Any, element: ElementFormat) -> Any:
@@ -213,14 +212,22 @@ def _decode(bits: Any, scale: Any, element: ElementFormat) -> Any:
 
     A code's exponent and mantissa, shifted to where float16 has them, are the element's value but
     for the difference of biases, and so are its subnormals. That difference joins the scale.
+
+    Args:
+      bits: codes in the highest bits of int32, anything below.
+      scale: uint8, one a row.
+      element: format of the codes.
     """
-    magnitude = element.sign_code - 1
-    half = (bits & magnitude) << 10 - element.mantissa_bits
-    half = half | (bits & element.sign_code) << 16 - element.bits
-    values = lax.bitcast_convert_type(half.astype(jnp.int16), jnp.float16).astype(jnp.float32)
+    # The sign stays in place: shifting copies it to the right, and the mask drops the copies.
+    magnitude = element.sign_code - 1 << 26 - element.mantissa_bits
+    shifted = lax.shift_right_arithmetic(bits, jnp.full_like(bits, 5 - element.exponent_bits))
+    shifted = shifted & jnp.int32(magnitude - 2**31)
+    half = lax.shift_right_logical(shifted, jnp.full_like(bits, 16)).astype(jnp.int16)
+    values = lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32)
     if element.num_reserved_codes and not element.has_inf:
         # Inf and NaN of a format that has both are float16's own.
-        values = jnp.where((bits & magnitude) > element.max_code, jnp.float32(jnp.nan), values)
+        largest = jnp.int32(element.max_code << 26 - element.mantissa_bits)
+        values = jnp.where((shifted & jnp.int32(magnitude)) > largest, jnp.float32(jnp.nan), values)
     for factor in _scale_factors(scale, 15 - element.bias):
         values = values * lax.broadcast_in_dim(factor, values.shape, (0,))
     return values.astype(jnp.bfloat16)
