@@ -22,10 +22,12 @@ class Target:
     Attributes:
       platform: jax's name, `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
       compute_capability: e.g. `(9, 0)` on an H200; None where there is none.
+      num_devices: between how many devices `jit` may split the call.
     """
 
     platform: str
     compute_capability: tuple[int, int] | None = None
+    num_devices: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

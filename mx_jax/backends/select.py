@@ -68,18 +68,26 @@ def select(call: Call, target: Target, backends: Sequence[Backend] = BACKENDS) -
     raise ValueError(f"no backend takes {call} on {target}: {reasons}")
 
 
-def current_target() -> Target:
-    """The machine that jax would use by default."""
+def current_target(num_devices: int | None = None) -> Target:
+    """The machine that jax would use by default.
+
+    Args:
+      num_devices: None: all that jax has; under `only_backend` one, since who names a backend takes
+        it as it is with sharded arrays.
+    """
     platform = jax.default_backend()
+    if num_devices is None:
+        num_devices = jax.device_count() if _only_backend.value is None else 1
     if platform == "cpu":
-        return Target(platform=platform)
+        return Target(platform=platform, num_devices=num_devices)
     device = jax.devices()[0]
     if platform == "gpu":
         # So jax calls both kinds; the client's version says which.
         rocm = "rocm" in device.client.platform_version.lower()
         platform = "rocm" if rocm else "cuda"
     capability = getattr(device, "compute_capability", None)
-    if capability is None or platform == "rocm":
-        return Target(platform=platform)
-    major, _, minor = str(capability).partition(".")
-    return Target(platform=platform, compute_capability=(int(major), int(minor or 0)))
+    numbers = None
+    if capability is not None and platform != "rocm":
+        major, _, minor = str(capability).partition(".")
+        numbers = (int(major), int(minor or 0))
+    return Target(platform=platform, compute_capability=numbers, num_devices=num_devices)

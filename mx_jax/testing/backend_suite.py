@@ -275,21 +275,21 @@ class BackendSuite:
 
     @pytest.mark.parametrize("case", QUANTIZE_CASES, ids=str)
     def test_quantize(self, backend: Backend, case: QuantizeCase):
-        if check_answer(backend, PROMISES[backend.name], case.call, current_target()):
+        if check_answer(backend, PROMISES[backend.name], case.call, current_target(1)):
             check_quantize(backend, case)
 
     @pytest.mark.parametrize("case", DEQUANTIZE_CASES, ids=str)
     def test_dequantize(self, backend: Backend, case: QuantizeCase):
         call = dequantize_call(case)
-        if check_answer(backend, PROMISES[backend.name], call, current_target()):
+        if check_answer(backend, PROMISES[backend.name], call, current_target(1)):
             check_dequantize(backend, case)
 
     @pytest.mark.parametrize("case", MATMUL_CASES, ids=str)
     def test_matmul(self, backend: Backend, case: MatmulCase):
-        if check_answer(backend, PROMISES[backend.name], case.call, current_target()):
+        if check_answer(backend, PROMISES[backend.name], case.call, current_target(1)):
             check_matmul(backend, case)
 
     def test_stagnating_sum(self, backend: Backend):
         call = STAGNATING_CASE.call
-        if check_answer(backend, PROMISES[backend.name], call, current_target()):
+        if check_answer(backend, PROMISES[backend.name], call, current_target(1)):
             check_stagnating_sum(backend)

@@ -95,6 +95,12 @@ def test_an_unknown_instruction_set_is_a_reason():
     assert result.stdout.startswith("MX_JAX_CPU_ISA=mmx is unknown or not on this machine, which")
 
 
+def test_several_devices_are_left_to_the_reference():
+    reason = CpuFfiBackend().rejects(CALL, Target(platform="cpu", num_devices=8))
+    assert reason is not None and reason.startswith("runs on one device: JAX cannot hand a custom")
+    assert reason.endswith("got num_devices=8; only_backend('cpu_ffi') insists")
+
+
 def test_other_platforms_are_rejected():
     reason = CpuFfiBackend().rejects(CALL, Target(platform="cuda"))
     assert reason == "runs on platform=cpu, got platform=cuda"
@@ -246,6 +252,13 @@ def test_packed_codes(name: str, length: int):
 # Transformations ----------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def insist():
+    """The tests see eight devices, where nobody else would choose the handlers."""
+    with only_backend("cpu_ffi"):
+        yield
+
+
 def cast(x, axis=-1, name="mxfp8_e4m3"):
     q = mx_jax.quantize(x, name, axis=axis)
     return q.codes, q.scales, mx_jax.dequantize(q)
@@ -257,6 +270,7 @@ def check_same(actual, expected):
 
 
 @needs_library
+@pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "nvfp4"])
 @pytest.mark.parametrize("in_axis", [0, 1])
 def test_vmap_is_one_call(name: str, in_axis: int):
@@ -270,6 +284,7 @@ def test_vmap_is_one_call(name: str, in_axis: int):
 
 
 @needs_library
+@pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize(
     "spec", [PartitionSpec("a", "b"), PartitionSpec(None, ("a", "b"))], ids=str
 )
@@ -288,6 +303,7 @@ def test_shards_are_not_gathered(spec: PartitionSpec, axis: int):
 
 
 @needs_library
+@pytest.mark.usefixtures("insist")
 def test_lowered_for_a_gpu_it_is_plain_jax():
     x = jnp.ones((4, 64))
     traced = jax.jit(cast).trace(x)
@@ -296,6 +312,7 @@ def test_lowered_for_a_gpu_it_is_plain_jax():
 
 
 @needs_library
+@pytest.mark.usefixtures("insist")
 def test_export_names_the_handler():
     x = jax.random.normal(jax.random.key(0), (4, 64))
     allowed = [
@@ -307,6 +324,7 @@ def test_export_names_the_handler():
 
 
 @needs_library
+@pytest.mark.usefixtures("insist")
 def test_scan_remat_grad_and_donation():
     x = jax.random.normal(jax.random.key(0), (3, 4, 64))
     _, scanned = jax.lax.scan(lambda carry, x: (carry, cast(x)), 0, x)
@@ -323,11 +341,17 @@ def test_scan_remat_grad_and_donation():
 
 
 @needs_library
+@pytest.mark.usefixtures("insist")
 def test_threads_share_nothing():
     from concurrent.futures import ThreadPoolExecutor
 
     arrays = [jax.random.normal(jax.random.key(seed), (64, 512)) for seed in range(8)]
-    run = jax.jit(cast)
+    jitted = jax.jit(cast)
+
+    def run(x):
+        with only_backend("cpu_ffi"):  # contexts belong to one thread
+            return jitted(x)
+
     expected = [run(x) for x in arrays]
     with ThreadPoolExecutor(8) as pool:
         for _ in range(5):

@@ -150,7 +150,7 @@ def test_jax_calls_both_kinds_gpu(version: str, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
-    assert current_target() == (H200 if "cuda" in version else Target(platform="rocm"))
+    assert current_target(1) == (H200 if "cuda" in version else Target(platform="rocm"))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 130, 160)])

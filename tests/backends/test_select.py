@@ -143,6 +143,9 @@ def test_current_target_is_the_machine():
     target = current_target()
     assert target.platform == jax.default_backend()
     assert (target.compute_capability is None) == (target.platform != "cuda")
+    assert target.num_devices == jax.device_count() == 8
+    with only_backend("reference"):
+        assert current_target().num_devices == 1
 
 
 def test_targets_are_values():

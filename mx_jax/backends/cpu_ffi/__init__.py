@@ -32,6 +32,13 @@ class CpuFfiBackend:
         """Why not: another platform, no library, or a call that no handler computes."""
         if target.platform != "cpu":
             return f"runs on platform=cpu, got platform={target.platform}"
+        if target.num_devices > 1:
+            # Shardings that cut a mesh axis in two, as reshapes make them, reach no custom call:
+            # jax.experimental.custom_partitioning fails to name them. The reference takes any.
+            return (
+                "runs on one device: JAX cannot hand a custom call every sharding, got "
+                f"num_devices={target.num_devices}; only_backend('cpu_ffi') insists"
+            )
         if has_explicit_axes():
             return "takes no mesh with explicit axes: types would have to say where results lie"
         loaded = library.load()
