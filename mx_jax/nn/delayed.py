@@ -26,7 +26,7 @@ class DelayedDotGeneral(flax_nn.Module):
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, mx_jax
       >>> layer = nn.Dense(8, dot_general_cls=mx_jax.nn.linen.DelayedDotGeneral)
-      >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 64)))
+      >>> variables = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 64)))
       >>> sorted(variables)
       ['_overwrite_with_gradient', 'params']
     """

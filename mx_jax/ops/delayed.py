@@ -90,6 +90,7 @@ def delayed_dot_general(
     return restore(product, groups)
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def next_state(x: jax.Array, state: DelayedState, element: ElementFormat) -> DelayedState:
     """The scale to use now, from the amaxes so far, and the history with x's amax in front.
 
@@ -103,6 +104,7 @@ def next_state(x: jax.Array, state: DelayedState, element: ElementFormat) -> Del
     return DelayedState(jnp.where(usable, fresh, state.scale), history)
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def _quantize(x: jax.Array, scale: jax.Array, element: ElementFormat) -> MXArray:
     """x with one given scale; what is larger than it reaches saturates."""
     format = BlockFormat(
