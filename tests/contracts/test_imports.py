@@ -36,11 +36,19 @@ VIOLATIONS = [
 ]
 
 
+# An editable install answers for the package before any path is looked at.
+PROGRAM = """
+import sys
+sys.meta_path = [f for f in sys.meta_path if type(f).__name__ != "ScikitBuildRedirectingFinder"]
+from importlinter.cli import lint_imports_command as run
+run()
+"""
+
+
 def lint_imports(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run import-linter on the package and the contracts that lie in `folder`."""
-    program = "from importlinter.cli import lint_imports_command as run; run()"
     return subprocess.run(
-        [sys.executable, "-c", program, "--no-logo", "--no-cache", *options],
+        [sys.executable, "-c", PROGRAM, "--no-logo", "--no-cache", *options],
         cwd=folder,
         env=os.environ | {"COLUMNS": "200", "PYTHONPATH": str(folder)},
         capture_output=True,
