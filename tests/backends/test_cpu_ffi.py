@@ -133,7 +133,7 @@ def isas() -> list[str]:
 @pytest.mark.parametrize("isa", isas())
 def test_random_casts(isa: str):
     result = subprocess.run(
-        [sys.executable, ROOT / "tests" / "backends" / "fuzz_cpu_casts.py", "25"],
+        [sys.executable, ROOT / "tests" / "backends" / "fuzz_cpu_casts.py", "15"],
         env=os.environ | {"PYTHONPATH": str(ROOT), "MX_JAX_CPU_ISA": isa, "XLA_FLAGS": ""},
         capture_output=True,
         text=True,

@@ -1,9 +1,9 @@
 """Every quantized tensor of the golden files, bit for bit: scales, codes and values.
 
-Three ways of running: operation by operation (`jax.disable_jit`), inside the caller's `jax.jit`,
-and as a plain call, where only the library's own jit compiles. The plain calls compile one program
-for each case, so the default run makes a part of them and `pytest -m slow` makes them all; the
-other two cover every array in the default run.
+Three ways of running: inside the caller's `jax.jit`, operation by operation (`jax.disable_jit`),
+and as a plain call, where only the library's own jit compiles. The first covers every array in the
+default run; the others compile more programs: the default run makes a part of them, and
+`pytest -m slow` the rest.
 """
 
 import jax
@@ -26,6 +26,11 @@ PLAIN_BY_DEFAULT = {
     ("edges_bf16.npz", "in_fp4_e2m1_b16"),
     *(source for source in SOURCES if source[0] == "nvfp4.npz"),
 }
+# Blocks of normal values differ in their scales alone: one tensor of them, and every edge.
+EAGER_BY_DEFAULT = {
+    *(source for source in SOURCES if not source[0].startswith("blocks")),
+    ("blocks_f32.npz", "in_A32"),
+}
 
 
 def num_outputs(source: Source) -> int:
@@ -43,7 +48,15 @@ def as_rows(source: Source, x: jax.Array) -> tuple[jax.Array, int]:
     return jnp.asarray(np.pad(values, ((0, rows - len(values)), (0, 0)))), len(values)
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name)
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(
+            source, id=name(source), marks=() if source in EAGER_BY_DEFAULT else pytest.mark.slow
+        )
+        for source in SOURCES
+    ],
+)
 def test_operation_by_operation(source: Source):
     cases, x = golden.sources()[source], golden.load(source)
     rows = x.shape[0]
