@@ -8,13 +8,13 @@ One thread of a process that is pinned to one core; process CPU time, in alterna
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks import cores, cpu_quantize, environment, peers, report
+from benchmarks import cores, cpu_matmul, cpu_quantize, environment, peers, report
+from mx_jax.backends.cpu_ffi import library
 
 # glibc keeps what arrays gave back: a result on fresh pages would measure page faults.
 KEEP_PAGES = (
@@ -25,8 +25,6 @@ KEEP_PAGES = (
 
 def casts(options: argparse.Namespace) -> dict[str, Any]:
     """Rows of casts, in this process, and what ran them."""
-    from mx_jax.backends.cpu_ffi import library
-
     loaded = library.load()
     if isinstance(loaded, str):
         raise SystemExit(f"the CPU library is missing: {loaded}")
@@ -35,8 +33,6 @@ def casts(options: argparse.Namespace) -> dict[str, Any]:
 
 def products(options: argparse.Namespace) -> dict[str, Any]:
     """Rows of products, in this process."""
-    from benchmarks import cpu_matmul
-
     return {"rows": cpu_matmul.rows(options)}
 
 
@@ -75,9 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.what != "products":
             result["casts"] = cores.on_one_core(casts, options)
             sheets += cpu_quantize.sheets(result["casts"]["rows"])
-        if options.what != "casts" and importlib.util.find_spec("benchmarks.cpu_matmul"):
-            from benchmarks import cpu_matmul
-
+        if options.what != "casts":
             result["products"] = cores.on_one_core(products, options)
             sheets += cpu_matmul.sheets(result["products"])
     result["load_average_at_the_end"] = round(os.getloadavg()[0], 2)
