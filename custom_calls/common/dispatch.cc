@@ -18,7 +18,8 @@ Isa Detect() {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (!avx512) return kAvx2;
   if (!__builtin_cpu_supports("avx512vnni")) return kAvx512;
-  return __builtin_cpu_supports("avx512bf16") ? kAvx512Bf16 : kAvx512Vnni;
+  const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  return bf16 ? kAvx512Bf16 : kAvx512Vnni;
 #else
   return kPortable;
 #endif

@@ -4,7 +4,7 @@
 
 namespace mx {
 
-// In ascending order: a machine that has one has all before it.
+// In ascending order: a machine that has one has all before it. kAvx512Bf16 means VBMI too.
 enum Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 3, kAvx512Bf16 = 4 };
 constexpr int kNumIsas = 5;
 

@@ -243,9 +243,12 @@ ffi::Error PackWeightsOf(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuf
   }
   MX_RETURN_IF_ERROR(ParseWeights(*out, element, scale, block, source.rows, source.k, &packed));
   uint8_t* to = static_cast<uint8_t*>(out->untyped_data());
+  const MatmulKernels& kernels = Pick(kKernels);
   const WeightSizes sizes = SizesOfWeights(source.element, block, source.rows, source.k);
   ParallelFor(pool, sizes.panels,
-              [&](int64_t panel) { PackWeights(source, panel, to + panel * sizes.panel_bytes); });
+              [&](int64_t panel) {
+                kernels.pack_codes(source, panel * kTileColumns, to + panel * sizes.panel_bytes);
+              });
   return ffi::Error::Success();
 }
 

@@ -17,6 +17,8 @@
 
 #include <cstdint>
 
+#include "common/macros.h"
+
 namespace mx {
 
 constexpr int kTileRows = 6;
@@ -56,6 +58,13 @@ enum OutType : int32_t { kOutFloat32, kOutBf16, kOutF16 };
 // panels of kTileColumns rows, `panel_bytes` apart, ready for kernels (see weights.h).
 enum Layout : int32_t { kStrided, kPanels4, kPanels8 };
 
+// What kernels ask about a panel of codes before they take its fast way; the last 64 bytes of it.
+struct PanelSummary {
+  uint8_t special;    // whether a code is NaN or Inf, or an E4M3 scale is NaN or negative
+  uint8_t low, high;  // the smallest and largest scale byte
+  uint8_t padding[61];
+};
+
 // One operand of one product; strides count elements.
 struct Source {
   const void* elements;
@@ -68,7 +77,21 @@ struct Source {
   int64_t scale_row_stride, scale_block_stride;
   Layout layout = kStrided;
   int64_t panel_bytes = 0;
+  const PanelSummary* summary = nullptr;  // of the first panel
 };
+
+// Exponents of a panel's scales: a zero block has none, a NaN is larger than any.
+struct ScaleRange {
+  int32_t low = 1000;
+  int32_t high = -1000;
+};
+
+// Whether kernels may multiply a panel as codes, by lhs with such scales.
+MX_INLINE bool IsTame(const PanelSummary& panel, ScaleKind kind, const ScaleRange& lhs) {
+  if (panel.special) return false;
+  return kind == kScaleE4M3 ||
+         (panel.low >= 47 && panel.high <= 207 && lhs.low >= -40 && lhs.high <= 40);
+}
 
 // Tables by code, filled once; see matmul_tables.cc.
 struct ElementTables {
@@ -81,11 +104,26 @@ const ElementTables& TablesOf(Element element);
 // 256 float32 scales, times the factor that the integers of a panel type were multiplied with.
 const float* ScaleTable(ScaleKind kind, Element element, PanelType type);
 
-// Exponents of a panel's scales: a zero block has none, a NaN is larger than any.
-struct ScaleRange {
-  int32_t low = 1000;
-  int32_t high = -1000;
+// Up to kMostRows rows of a packed lhs by neighbouring panels of codes (weights.h), to tiles. No
+// panel is special, and all scales are within 2^-80 .. 2^80, those of lhs within 2^-40 .. 2^40.
+struct CodesProduct {
+  PanelType type;
+  Element element;
+  ScaleKind scale_kind;
+  int32_t block;
+  int64_t num_chunks;
+  const char* codes;
+  const uint8_t* scales;
+  int64_t panel_bytes;  // to the next panel's codes, and to its scales
+  int panels;
+  const char* lhs;
+  int64_t lhs_stride;  // bytes to the next kTileRows rows
+  int rows;
+  float* tiles;
+  int64_t tile_stride;   // floats to the next panel's tiles; those of one panel follow each other
+  bool clear;
 };
+constexpr int kMostRows = 12;
 
 struct MatmulKernels {
   // Which panel types this set multiplies; kFloat32 always.
@@ -100,10 +138,10 @@ struct MatmulKernels {
   // rows at least.
   void (*multiply)(PanelType type, int rows, int32_t block, Scaling scaling, int64_t num_chunks,
                    const char* lhs, const char* rhs, float* tile, bool clear);
-  // The same for a float32 or int8 panel and codes as they came; null where packing is as fast.
-  void (*multiply_codes)(PanelType type, int rows, const Source& rhs, int64_t first_row,
-                         int64_t num_chunks, const char* lhs, const ScaleRange& lhs_range,
-                         float* tile, bool clear);
+  // The same for panels of codes, but not by kInt16; null where unpacking them first is as fast.
+  void (*multiply_codes)(const CodesProduct& product);
+  // Copies codes and scales of kTileColumns rows, from first_row on, into a panel (weights.h).
+  void (*pack_codes)(const Source& source, int64_t first_row, uint8_t* out);
   // Rounds alpha * tile[rows][columns] to the output's type, once.
   void (*store)(const float* tile, int rows, int columns, float alpha, OutType type, void* out,
                 int64_t out_stride);

@@ -11,81 +11,11 @@
 #include <vector>
 
 #include "common/thread_pool.h"
-#include "cpu/matmul_kernels.h"
+#include "cpu/matmul_problem.h"
+#include "cpu/matmul_thin.h"
 #include "cpu/scratch.h"
 
 namespace mx {
-
-// Which matrix of each operand.
-struct Product {
-  int64_t lhs, rhs;
-};
-
-struct MatmulProblem {
-  Source lhs, rhs;  // the first matrix of each; others follow without gaps
-  std::vector<Product> products;
-  const float* alpha;  // the factor of each product, alpha_step apart
-  int64_t alpha_step;
-  OutType out_type;
-  void* out;  // [products, lhs.rows, rhs.rows]
-};
-
-inline bool FitsInt8(Element element) {
-  return element == kE2M1 || element == kE2M3 || element == kElementInt8;
-}
-inline bool FitsInt16(Element element) { return FitsInt8(element) || element == kE3M2; }
-inline bool FitsBf16(Element element) {
-  return element != kElementFloat32 && element != kElementF16;
-}
-
-// The fastest type of panel that holds both operands exactly.
-inline PanelType ChoosePanels(const MatmulKernels& kernels, Element lhs, Element rhs) {
-  if (kernels.has[kInt8] && FitsInt8(lhs) && FitsInt8(rhs)) return kInt8;
-  if (kernels.has[kBf16] && FitsBf16(lhs) && FitsBf16(rhs)) return kBf16;
-  if (kernels.has[kInt16] && FitsInt16(lhs) && FitsInt16(rhs)) return kInt16;
-  return kFloat32;
-}
-
-inline Scaling ChooseScaling(const Source& lhs, const Source& rhs, const ScaleRange& left,
-                             const ScaleRange& right) {
-  if (lhs.scale_kind == kScaleE4M3 || rhs.scale_kind == kScaleE4M3) return kProduct;
-  // Room for the elements' factors, at most 2^-12, and for the blocks' sums.
-  const int low = std::min(left.low, 0) + std::min(right.low, 0);
-  const int high = std::max(left.high, 0) + std::max(right.high, 0);
-  const bool each = left.low >= -110 && right.low >= -110 && left.high < 128 && right.high < 128;
-  return each && low >= -110 && high <= 120 ? kNormal : kWide;
-}
-
-struct Sizes {
-  PanelType type;
-  int64_t chunks, slice;               // of k
-  int64_t lhs_panel, rhs_panel;        // bytes
-  int64_t lhs_chunk, rhs_chunk;        // bytes
-  int64_t lhs_groups, rhs_panels;      // in the whole operand
-  int64_t lhs_per_slab, rhs_per_slab;  // groups and panels packed at a time
-};
-
-inline Sizes SizesOf(const MatmulProblem& problem, PanelType type) {
-  // Slices of an rhs panel that fill half of a first-level cache; packed operands of 16 MiB.
-  constexpr int64_t kSlice[kNumPanelTypes] = {16, 8, 8, 4};
-  constexpr int64_t kSlabBytes = int64_t{16} << 20;
-  Sizes sizes;
-  sizes.type = type;
-  sizes.chunks = (problem.lhs.k + kChunk - 1) / kChunk;
-  sizes.slice = kSlice[type];
-  sizes.lhs_chunk = ChunkBytes(type, problem.lhs.block, kTileRows, true);
-  sizes.rhs_chunk = ChunkBytes(type, problem.lhs.block, kTileColumns, false);
-  sizes.lhs_panel = (sizes.chunks * sizes.lhs_chunk + 64 + 63) / 64 * 64;
-  sizes.rhs_panel = sizes.chunks * sizes.rhs_chunk;
-  sizes.lhs_groups = (problem.lhs.rows + kLhsGroupRows - 1) / kLhsGroupRows;
-  sizes.rhs_panels = (problem.rhs.rows + kTileColumns - 1) / kTileColumns;
-  const int64_t group_bytes = sizes.lhs_panel * kLhsPanelsPerGroup;
-  sizes.lhs_per_slab = std::min(
-      sizes.lhs_groups, std::max<int64_t>(1, kSlabBytes / std::max<int64_t>(1, group_bytes)));
-  sizes.rhs_per_slab = std::min(
-      sizes.rhs_panels, std::max<int64_t>(1, kSlabBytes / std::max<int64_t>(1, sizes.rhs_panel)));
-  return sizes;
-}
 
 // Tiles of one task: rows of panels by rows of panels.
 struct Task {
@@ -170,19 +100,6 @@ void MultiplySlabs(Pool& pool, const MatmulKernels& kernels, const MatmulProblem
   });
 }
 
-inline int64_t ElementBytes(Element element) {
-  return element <= kElementInt8 ? 1 : element == kElementFloat32 ? 4 : 2;
-}
-
-inline Source MatrixOf(const Source& source, int64_t index) {
-  Source moved = source;
-  const int64_t bytes = source.rows * source.k * ElementBytes(source.element);
-  moved.elements = static_cast<const char*>(source.elements) + index * bytes;
-  const int64_t blocks = (source.k + source.block - 1) / source.block;
-  if (source.scales != nullptr) moved.scales = source.scales + index * source.rows * blocks;
-  return moved;
-}
-
 template <class Pool>
 void RunPacked(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& problem) {
   const PanelType type = ChoosePanels(kernels, problem.lhs.element, problem.rhs.element);
@@ -216,121 +133,6 @@ void RunPacked(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& pr
         MultiplySlabs(pool, kernels, problem, sizes, slabs, num_groups, num_panels, product);
       }
     }
-  }
-}
-
-// Rows up to which rhs is packed slice by slice beside its use, and codes are multiplied as they
-// are.
-constexpr int64_t kThinRows = 60;
-constexpr int64_t kThinnestRows = 12;
-
-constexpr int64_t kThinPanels = 4;
-
-constexpr int64_t kThinSlice = 16;  // chunks
-constexpr int64_t kThinBytes = kThinPanels * kTileColumns * (kThinSlice * kChunk + 64);
-
-// A slice of a few panels' codes, moved close together: rows far apart evict each other from a
-// first-level cache, and no prefetcher of the hardware follows them.
-inline Source Gathered(const Source& rhs, int64_t first_row, int64_t chunk, int64_t count,
-                       char* to) {
-  Source slice = SliceOf(rhs, chunk, count);
-  slice.rows = std::min(kThinPanels * kTileColumns, rhs.rows - first_row);
-  const char* from = static_cast<const char*>(slice.elements) + first_row * rhs.row_stride;
-  if (rhs.scales != nullptr) slice.scales += first_row * rhs.scale_row_stride;
-  const bool rows_first = rhs.k_stride == 1;
-  const int64_t lines = rows_first ? slice.rows : slice.k;
-  const int64_t length = rows_first ? slice.k : slice.rows;
-  const int64_t step = rows_first ? rhs.row_stride : rhs.k_stride;
-  const int64_t packed = rows_first ? kThinSlice * kChunk + 64 : kThinPanels * kTileColumns;
-  for (int64_t line = 0; line < lines; ++line) {
-#if defined(__GNUC__) || defined(__clang__)
-    if (line + 8 < lines) {
-      const char* ahead = from + (line + 8) * step;
-      for (int64_t at = 0; at < length; at += 64) __builtin_prefetch(ahead + at, 0, 3);
-    }
-#endif
-    std::memcpy(to + line * packed, from + line * step, static_cast<size_t>(length));
-  }
-  slice.elements = to;
-  (rows_first ? slice.row_stride : slice.k_stride) = packed;
-  return slice;
-}
-
-// A few rhs panels times all of a few rows.
-inline void RunThinPanels(const MatmulKernels& kernels, const MatmulProblem& problem,
-                          const Sizes& sizes, const Source& rhs, const char* lhs,
-                          const ScaleRange* lhs_ranges, int64_t first_panel, int64_t product) {
-  constexpr int64_t kLhsPanels = kThinRows / kTileRows;
-  alignas(64) float tiles[kThinPanels][kLhsPanels][kTileRows * kTileColumns];
-  alignas(64) char packed[24 << 10];
-  const int64_t m = problem.lhs.rows, n = problem.rhs.rows;
-  const int64_t num_panels = std::min(kThinPanels, sizes.rhs_panels - first_panel);
-  const int64_t first_column = first_panel * kTileColumns;
-  const bool is_codes = rhs.element <= kElementInt8;
-  const bool codes = (sizes.type == kFloat32 || sizes.type == kInt8) && is_codes &&
-                     kernels.multiply_codes != nullptr && m <= kThinnestRows;
-  const bool gather = is_codes && rhs.layout == kStrided;
-  // Packed codes need no slices: each panel is one stream.
-  const int64_t step = !codes   ? sizes.slice
-                       : gather ? kThinSlice
-                                : std::max<int64_t>(sizes.chunks, 1);
-  Scratch gathered(gather ? kThinBytes : 1);
-  for (int64_t chunk = 0; chunk == 0 || chunk < sizes.chunks; chunk += step) {
-    const int64_t count = std::min(step, sizes.chunks - chunk);
-    const Source slice = gather ? Gathered(rhs, first_column, chunk, count, gathered.data())
-                                : SliceOf(rhs, chunk, count);
-    for (int64_t j = 0; j < num_panels; ++j) {
-      const int64_t row = (gather ? 0 : first_column) + j * kTileColumns;
-      ScaleRange range;
-      if (!codes) kernels.pack_rhs(slice, sizes.type, row, packed, &range);
-      for (int64_t i = 0; i * kTileRows < m; ++i) {
-        const int rows = static_cast<int>(std::min<int64_t>(kTileRows, m - i * kTileRows));
-        const char* left = lhs + i * sizes.lhs_panel + chunk * sizes.lhs_chunk;
-        const ScaleRange& left_range = lhs_ranges[i / kLhsPanelsPerGroup];
-        if (codes) {
-          kernels.multiply_codes(sizes.type, rows, slice, row, count, left, left_range, tiles[j][i],
-                                 chunk == 0);
-        } else {
-          const Scaling scaling = ChooseScaling(problem.lhs, rhs, left_range, range);
-          kernels.multiply(sizes.type, rows, rhs.block, scaling, count, left, packed, tiles[j][i],
-                           chunk == 0);
-        }
-      }
-    }
-  }
-  const int64_t out_size = problem.out_type == kOutFloat32 ? 4 : 2;
-  char* out = static_cast<char*>(problem.out) + product * m * n * out_size;
-  for (int64_t j = 0; j < num_panels; ++j) {
-    const int64_t column = (first_panel + j) * kTileColumns;
-    for (int64_t i = 0; i * kTileRows < m; ++i) {
-      kernels.store(tiles[j][i], static_cast<int>(std::min<int64_t>(kTileRows, m - i * kTileRows)),
-                    static_cast<int>(std::min<int64_t>(kTileColumns, n - column)),
-                    problem.alpha[product * problem.alpha_step], problem.out_type,
-                    out + (i * kTileRows * n + column) * out_size, n);
-    }
-  }
-}
-
-template <class Pool>
-void RunThin(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& problem) {
-  const PanelType type = ChoosePanels(kernels, problem.lhs.element, problem.rhs.element);
-  const Sizes sizes = SizesOf(problem, type);
-  const int64_t group_bytes = sizes.lhs_panel * kLhsPanelsPerGroup;
-  Scratch left(sizes.lhs_groups * group_bytes + 64);
-  ScaleRange ranges[(kThinRows + kLhsGroupRows - 1) / kLhsGroupRows];
-  const int64_t num_products = static_cast<int64_t>(problem.products.size());
-  for (int64_t product = 0; product < num_products; ++product) {
-    const Source lhs = MatrixOf(problem.lhs, problem.products[product].lhs);
-    const Source rhs = MatrixOf(problem.rhs, problem.products[product].rhs);
-    NoPool nobody;
-    ParallelFor(nobody, sizes.lhs_groups, [&](int64_t group) {
-      ranges[group] = ScaleRange();
-      kernels.pack_lhs(lhs, type, group * kLhsGroupRows, left.data() + group * group_bytes,
-                       sizes.lhs_panel, &ranges[group]);
-    });
-    ParallelFor(pool, (sizes.rhs_panels + kThinPanels - 1) / kThinPanels, [&](int64_t task) {
-      RunThinPanels(kernels, problem, sizes, rhs, left.data(), ranges, task * kThinPanels, product);
-    });
   }
 }
 

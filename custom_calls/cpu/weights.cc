@@ -14,6 +14,11 @@ uint8_t CodeAt(const Source& source, int64_t row, int64_t k) {
   return source.element == kE2M1 ? code & 15 : code;
 }
 
+// NaN or Inf, or what no scale of a kernel's fast way may be.
+bool IsSpecialCode(Element element, uint8_t code) {
+  return element == kE4M3 ? (code & 0x7f) == 0x7f : element == kE5M2 && (code & 0x7c) == 0x7c;
+}
+
 bool IsZeroBlock(const Source& source, int64_t row, int64_t first, int64_t last) {
   const float* values = TablesOf(source.element).float32;
   for (int64_t k = first; k < last; ++k) {
@@ -24,14 +29,15 @@ bool IsZeroBlock(const Source& source, int64_t row, int64_t first, int64_t last)
 
 }  // namespace
 
-void PackWeights(const Source& source, int64_t panel, uint8_t* out) {
+void PackCodesPortable(const Source& source, int64_t first_row, uint8_t* out) {
   const WeightSizes sizes = SizesOfWeights(source.element, source.block, source.rows, source.k);
-  const int64_t first_row = panel * kTileColumns;
   const bool nibbles = LayoutOf(source.element) == kPanels4;
   std::memset(out, 0, static_cast<size_t>(sizes.panel_bytes));
+  PanelSummary summary{};
   for (int64_t row = 0; row < kTileColumns; ++row) {
     for (int64_t k = 0; k < source.k; ++k) {
       const uint8_t code = CodeAt(source, first_row + row, k);
+      summary.special |= IsSpecialCode(source.element, code);
       const int64_t word = nibbles ? k / 8 : k / 4;
       uint8_t* to = out + (word * kTileColumns + row) * 4 + k % 4;
       *to = static_cast<uint8_t>(*to | (nibbles && k % 8 >= 4 ? code << 4 : code));
@@ -40,17 +46,25 @@ void PackWeights(const Source& source, int64_t panel, uint8_t* out) {
   uint8_t* scales = out + sizes.code_bytes;
   const int64_t num_blocks = (source.k + source.block - 1) / source.block;
   const uint8_t one = source.scale_kind == kScaleE8M0 ? 127 : 0x38;
-  std::memset(scales, one, static_cast<size_t>(sizes.panel_bytes - sizes.code_bytes));
+  summary.low = summary.high = one;
+  const int64_t scale_bytes =
+      sizes.panel_bytes - sizes.code_bytes - static_cast<int64_t>(sizeof summary);
+  std::memset(scales, one, static_cast<size_t>(scale_bytes));
   for (int64_t row = 0; row < kTileColumns && first_row + row < source.rows; ++row) {
     for (int64_t block = 0; block < num_blocks; ++block) {
-      const uint8_t byte = source.scales[(first_row + row) * source.scale_row_stride +
-                                         block * source.scale_block_stride];
+      uint8_t byte = source.scales[(first_row + row) * source.scale_row_stride +
+                                   block * source.scale_block_stride];
       const int64_t first = block * source.block, last = std::min(first + source.block, source.k);
       const bool zero = source.scale_kind == kScaleE8M0 && byte < 32 &&
                         IsZeroBlock(source, first_row + row, first, last);
-      scales[block * kTileColumns + row] = zero ? one : byte;
+      if (zero) byte = one;
+      summary.low = std::min(summary.low, byte);
+      summary.high = std::max(summary.high, byte);
+      summary.special |= source.scale_kind == kScaleE4M3 && byte >= 0x7f;
+      scales[block * kTileColumns + row] = byte;
     }
   }
+  std::memcpy(scales + scale_bytes, &summary, sizeof summary);
 }
 
 }  // namespace mx

@@ -128,7 +128,7 @@ bool Check(const MatmulKernels& kernels, int seed) {
   Scratch panels(packed.panels * packed.panel_bytes);
   uint8_t* bytes = reinterpret_cast<uint8_t*>(panels.data());
   for (int64_t panel = 0; panel < packed.panels; ++panel) {
-    PackWeights(rhs.source, panel, bytes + panel * packed.panel_bytes);
+    kernels.pack_codes(rhs.source, panel * kTileColumns, bytes + panel * packed.panel_bytes);
   }
   Multiply(kernels, lhs.source, PackedSource(rhs.source, bytes), again.get());
   for (int64_t i = 0; i < m * n; ++i) {

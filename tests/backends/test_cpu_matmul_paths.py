@@ -1,5 +1,6 @@
 """Every instruction set, forced in a process of its own; and weights packed ahead of time."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -93,7 +94,29 @@ def test_packed_weights_give_the_same_bits(format, k_first: bool):
 
 def test_packed_weights_take_half_a_byte_a_code():
     x = mx_jax.quantize(np.ones((64, 96), np.float32), "mxfp4")
-    assert weights.pack_weights(x).nbytes == 64 * 96 // 2 + 64 * 96 // 32 + 2 * 32
+    # And for each 32 rows, scales padded to 64 bytes and as many that sum the panel up.
+    assert weights.pack_weights(x).nbytes == 64 * 96 // 2 + 64 * 96 // 32 + 2 * 32 + 2 * 64
+
+
+@pytest.mark.parametrize("lhs", ["float32", "bfloat16", "same"])
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_packed_panels_of_any_kind(format, lhs: str):
+    """Ordinary panels beside one of any codes and one of extreme scales: as 70 rows have them."""
+    rng = np.random.default_rng(3)
+    case = MatmulCase(lhs=format, rhs=format, m=(70,), n=(170,), k=(600,))
+    left, right = case.operands(rng)
+    assert isinstance(right, MXArray) and isinstance(left, MXArray)
+    codes, scales = np.array(right.codes), np.array(right.scales)
+    codes[32:64] = rng.integers(0, 2**format.element.bits, codes[32:64].shape)
+    scales[96:128] = rng.integers(0, 256, scales[96:128].shape)
+    codes, scales = jnp.asarray(codes), jnp.asarray(scales)
+    right = dataclasses.replace(right, codes=codes, scales=scales)
+    rows = left if lhs == "same" else left.dequantize(lhs)
+    packed, backend = weights.pack_weights(right), CpuFfiBackend()
+    call = dataclasses.replace(case.call, lhs_format=format if lhs == "same" else None)
+    many = backend.scaled_matmul(rows, right, call)
+    for m in (1, 2, 4, 6, 8, 9, 16, 40):
+        assert_bitwise_equal(weights.packed_matmul(rows[:m], packed), many[:m], what=f"{m} rows")
 
 
 def test_packed_weights_under_vmap_and_jit():

@@ -23,7 +23,8 @@ PACK_TARGET = "mx_jax_cpu_pack_weights"
 MATMUL_TARGET = "mx_jax_cpu_matmul_packed"
 
 _ROWS = 32  # of a panel
-_CHUNK = 32  # along k; as in custom_calls/cpu/weights.h
+_CHUNK = 32  # along k
+_SUMMARY = 64  # bytes at the end of a panel; all as in custom_calls/cpu/weights.h
 
 
 @functools.partial(
@@ -136,7 +137,7 @@ def _panels_shape(format: BlockFormat, rows: int, k: int) -> tuple[int, int]:
     chunks = -(-k // _CHUNK)
     codes = chunks * _CHUNK * _ROWS // (2 if format.element.bits == 4 else 1)
     scales = chunks * (_CHUNK // matmul.block_size(format)) * _ROWS
-    return -(-rows // _ROWS), codes + -(-scales // 64) * 64
+    return -(-rows // _ROWS), codes + -(-scales // 64) * 64 + _SUMMARY
 
 
 def packed_matmul(
