@@ -20,9 +20,11 @@ from benchmarks import cores, environment, report
 from benchmarks.timing import Case, Samples, measure, ratio
 from mx_jax import formats
 from mx_jax.backends.base import MatmulCall, Operand
-from mx_jax.backends.cpu_ffi import CpuFfiBackend, library, weights
+from mx_jax.backends.cpu_ffi import CpuFfiBackend, library
 from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.mxarray import MXArray
+from mx_jax.ops.packing import pack_weights
+from mx_jax.packed import PackedMXArray
 from mx_jax.testing.cases import MatmulCase
 
 FLOAT32, FLOAT32_KN, BFLOAT16 = "jnp.dot float32", "jnp.dot float32, w [k, n]", "jnp.dot bfloat16"
@@ -42,7 +44,10 @@ SQUARE = (
 DECODING = (
     (None, formats.MXFP4),
     (None, formats.MXFP8_E4M3),
+    (None, formats.MXFP6_E3M2),
+    (None, formats.NVFP4),
     (formats.MXINT8, formats.MXFP4),
+    (formats.MXFP4, formats.MXFP4),
     (formats.MXFP8_E4M3, formats.MXFP8_E4M3),
 )
 
@@ -92,8 +97,7 @@ def quantized_cases(m: int, n: int, k: int, pairs: Sequence[Any], packed: bool) 
             found.append(Case(f"{backend.name} {name}", _run(backend, case.call, left, right)))
         if packed:
             assert isinstance(right, MXArray)
-            panels = weights.pack_weights(right)
-            found.append(Case(f"cpu_ffi {name}, packed", _run_packed(left, panels)))
+            found.append(Case(f"cpu_ffi {name}, packed", _run_packed(case.call, left, right)))
     return found
 
 
@@ -102,9 +106,12 @@ def _run(backend: Any, call: MatmulCall, left: Operand, right: Operand) -> Calla
     return lambda: function(left, right)
 
 
-def _run_packed(left: Operand, panels: weights.PackedWeights) -> Callable[[], jax.Array]:
-    function = jax.jit(weights.packed_matmul)
-    return lambda: function(left, panels)
+def _run_packed(call: MatmulCall, left: Operand, right: MXArray) -> Callable[[], jax.Array]:
+    packed = pack_weights(right)
+    assert isinstance(packed, PackedMXArray)
+    backend = CpuFfiBackend()
+    function = jax.jit(lambda left, packed: backend.packed_matmul(left, packed, call))
+    return lambda: function(left, packed)
 
 
 def rows(options: argparse.Namespace) -> list[dict[str, Any]]:

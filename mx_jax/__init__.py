@@ -14,10 +14,12 @@ from mx_jax.mxarray import MXArray as MXArray
 from mx_jax.ops.dot_general import dot_general as dot_general
 from mx_jax.ops.dot_general import matmul as matmul
 from mx_jax.ops.einsum import einsum as einsum
+from mx_jax.ops.packing import pack_weights as pack_weights
 from mx_jax.ops.quantize import cast as cast
 from mx_jax.ops.quantize import cast_cotangent as cast_cotangent
 from mx_jax.ops.quantize import dequantize as dequantize
 from mx_jax.ops.quantize import quantize as quantize
 from mx_jax.ops.ragged_dot import ragged_dot as ragged_dot
+from mx_jax.packed import PackedMXArray as PackedMXArray
 
 __version__ = "0.1.0"

@@ -221,11 +221,6 @@ class MXArray:
         return text + ")"
 
 
-def with_dtype(x: MXArray, dtype: jax.typing.DTypeLike) -> MXArray:
-    """The same codes, to be read as another dtype."""
-    return dataclasses.replace(x, dtype=np.dtype(dtype))
-
-
 @jax.custom_jvp
 def straight_through(values: jax.Array, primal: jax.Array) -> jax.Array:
     """`values`, with the gradient of `primal`: the rounding counts as the identity."""

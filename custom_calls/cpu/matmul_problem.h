@@ -87,6 +87,15 @@ inline int64_t ElementBytes(Element element) {
 
 inline Source MatrixOf(const Source& source, int64_t index) {
   Source moved = source;
+  if (source.layout != kStrided) {
+    const int64_t panels = (source.rows + kTileColumns - 1) / kTileColumns;
+    const int64_t step = index * panels * source.panel_bytes;
+    moved.elements = static_cast<const char*>(source.elements) + step;
+    moved.scales = source.scales + step;
+    moved.summary = reinterpret_cast<const PanelSummary*>(
+        reinterpret_cast<const char*>(source.summary) + step);
+    return moved;
+  }
   const int64_t bytes = source.rows * source.k * ElementBytes(source.element);
   moved.elements = static_cast<const char*>(source.elements) + index * bytes;
   const int64_t blocks = (source.k + source.block - 1) / source.block;

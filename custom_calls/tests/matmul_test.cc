@@ -1,5 +1,6 @@
 // Products of every instruction set that this machine has, against double precision, on operands
 // that end where their memory ends.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -137,6 +138,35 @@ bool Check(const MatmulKernels& kernels, int seed) {
   return true;
 }
 
+// Panels of any codes and scales at all: as the portable ones, to the byte.
+bool CheckPanels(const MatmulKernels& kernels, int seed) {
+  std::mt19937 random(seed);
+  const int32_t block = Pick(random, 2) ? 32 : 16;
+  const ScaleKind kind = Pick(random, 2) ? kScaleE4M3 : kScaleE8M0;
+  const Element element = static_cast<Element>(Pick(random, kElementInt8 + 1));
+  const int64_t rows = 1 + Pick(random, 70), k = 1 + Pick(random, 300);
+  const Matrix matrix = Draw(random, element, kind, block, rows, k);
+  const int bits = element == kE2M1 ? 4 : element == kE2M3 || element == kE3M2 ? 6 : 8;
+  const bool wild = Pick(random, 2) == 1;
+  for (int64_t i = 0; wild && i < rows * k; ++i) {
+    matrix.elements[i] = static_cast<uint8_t>(Pick(random, 1 << bits));
+  }
+  for (int64_t i = 0; wild && i < rows * ((k + block - 1) / block); ++i) {
+    matrix.scales[i] = static_cast<uint8_t>(Pick(random, 256));
+  }
+  const WeightSizes sizes = SizesOfWeights(element, block, rows, k);
+  Scratch found(sizes.panel_bytes), expected(sizes.panel_bytes);
+  for (int64_t panel = 0; panel < sizes.panels; ++panel) {
+    uint8_t* bytes[] = {reinterpret_cast<uint8_t*>(found.data()),
+                        reinterpret_cast<uint8_t*>(expected.data())};
+    std::fill(bytes[0], bytes[0] + sizes.panel_bytes, uint8_t{0xaa});
+    kernels.pack_codes(matrix.source, panel * kTileColumns, bytes[0]);
+    PackCodesPortable(matrix.source, panel * kTileColumns, bytes[1]);
+    if (!std::equal(bytes[0], bytes[0] + sizes.panel_bytes, bytes[1])) return false;
+  }
+  return true;
+}
+
 int Run() {
 #if MX_X86
   const MatmulKernels* const all[] = {&kMatmulPortable, &kMatmulAvx2, &kMatmulAvx512,
@@ -146,6 +176,10 @@ int Run() {
 #endif
   for (int isa = 0; isa <= DetectedIsa(); ++isa) {
     for (int seed = 0; seed < kNumProblems; ++seed) {
+      if (!CheckPanels(*all[isa], seed)) {
+        std::printf("%s: panels of seed %d are wrong\n", IsaName(static_cast<Isa>(isa)), seed);
+        return 1;
+      }
       if (Check(*all[isa], seed)) continue;
       std::printf("%s: product of seed %d is wrong\n", IsaName(static_cast<Isa>(isa)), seed);
       return 1;

@@ -10,9 +10,11 @@ from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray
 from mx_jax.reference.scale_rules import ScaleRule
 
 Operand = jax.Array | MXArray
+AnyOperand = Operand | PackedMXArray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,38 @@ class DequantizeCall:
     blocks: Blocks
 
 
-Call = MatmulCall | QuantizeCall | DequantizeCall
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackCall:
+    """Weights to be laid out once, for products in which they are rhs.
+
+    Attributes:
+      shape: logical shape.
+      format: block format.
+      blocks: axes from the end with block sizes.
+      num_batch: how many leading axes are batch axes of the products.
+      contracting: the axes that the products contract, in ascending order.
+    """
+
+    shape: tuple[int, ...]
+    format: BlockFormat
+    blocks: Blocks
+    num_batch: int
+    contracting: tuple[int, ...]
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The axes that stay."""
+        axes = range(self.num_batch, len(self.shape))
+        return tuple(axis for axis in axes if axis not in self.contracting)
+
+    @property
+    def k_first(self) -> bool:
+        """Whether the contracted axes come before all kept ones."""
+        axes = range(self.num_batch, self.num_batch + len(self.contracting))
+        return self.contracting == tuple(axes) and bool(self.kept)
+
+
+Call = MatmulCall | QuantizeCall | DequantizeCall | PackCall
 
 
 class Backend(Protocol):
@@ -150,6 +183,10 @@ class Backend(Protocol):
         """The product `[*batch, *m, *n]` in `call.out_dtype`."""
         ...
 
+    def packed_matmul(self, lhs: Operand, rhs: PackedMXArray, call: MatmulCall) -> jax.Array:
+        """The same, of weights that this backend packed for a product of these axes."""
+        ...
+
     def quantize(
         self,
         x: jax.Array,
@@ -163,3 +200,43 @@ class Backend(Protocol):
     def dequantize(self, x: MXArray, call: DequantizeCall) -> jax.Array:
         """The values of x in `call.dtype`, without a gradient link."""
         ...
+
+    def pack(self, x: MXArray, call: PackCall) -> MXArray | PackedMXArray:
+        """x in this backend's own layout."""
+        ...
+
+
+class ProductsOnly:
+    """What a backend answers that casts nothing and has no layout of its own for weights."""
+
+    name: str
+
+    def rejects_other(self, call: Call) -> str | None:
+        """Why a call that is no product is not taken."""
+        if isinstance(call, QuantizeCall):
+            return "quantizes nothing: XLA fuses the reference's own code"
+        if isinstance(call, DequantizeCall):
+            return "dequantizes nothing: XLA fuses the reference's own code"
+        return None if isinstance(call, MatmulCall) else "has no layout of its own for weights"
+
+    def quantize(
+        self,
+        x: jax.Array,
+        call: QuantizeCall,
+        random_bits: jax.Array | None,
+        tensor_scale: jax.Array | None,
+    ) -> MXArray:
+        """Never asked: `rejects` sends the call on."""
+        raise AssertionError(f"the {self.name} backend rejects every QuantizeCall")
+
+    def dequantize(self, x: MXArray, call: DequantizeCall) -> jax.Array:
+        """Never asked: `rejects` sends the call on."""
+        raise AssertionError(f"the {self.name} backend rejects every DequantizeCall")
+
+    def pack(self, x: MXArray, call: PackCall) -> MXArray | PackedMXArray:
+        """Never asked: `rejects` sends the call on."""
+        raise AssertionError(f"the {self.name} backend rejects every PackCall")
+
+    def packed_matmul(self, lhs: Operand, rhs: PackedMXArray, call: MatmulCall) -> jax.Array:
+        """Never asked: only who packed weights multiplies them."""
+        raise AssertionError(f"the {self.name} backend packs no weights")

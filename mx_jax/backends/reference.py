@@ -9,10 +9,12 @@ from mx_jax.backends.base import (
     DequantizeCall,
     MatmulCall,
     Operand,
+    PackCall,
     QuantizeCall,
     Target,
 )
 from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray
 from mx_jax.reference.matmul import scaled_matmul
 from mx_jax.reference.quantize import dequantize, quantize
 
@@ -55,3 +57,11 @@ class ReferenceBackend:
     def dequantize(self, x: MXArray, call: DequantizeCall) -> jax.Array:
         """See `MXArray.dequantize`."""
         return dequantize(dataclasses.replace(x, primal=None), call.dtype)
+
+    def packed_matmul(self, lhs: Operand, rhs: PackedMXArray, call: MatmulCall) -> jax.Array:
+        """Never asked: it packs nothing."""
+        raise AssertionError("the reference packs no weights")
+
+    def pack(self, x: MXArray, call: PackCall) -> MXArray:
+        """x itself: what it reads is the MXArray."""
+        return x

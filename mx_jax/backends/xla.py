@@ -10,14 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.backends.base import (
-    Call,
-    DequantizeCall,
-    MatmulCall,
-    Operand,
-    QuantizeCall,
-    Target,
-)
+from mx_jax.backends.base import Call, MatmulCall, Operand, ProductsOnly, Target
 from mx_jax.codecs.scale import scale_to_float32
 from mx_jax.formats import WHOLE, BlockFormat
 from mx_jax.mxarray import MXArray
@@ -27,7 +20,7 @@ _CUDA_CAPABILITY = (8, 9)
 
 
 @dataclasses.dataclass(frozen=True)
-class XlaBackend:
+class XlaBackend(ProductsOnly):
     """`jax.lax.dot_general` on float8 arrays, where the platform multiplies them natively."""
 
     name: str = "xla"
@@ -35,10 +28,8 @@ class XlaBackend:
 
     def rejects(self, call: Call, target: Target) -> str | None:
         """Why not: a platform without float8 units, an operand that is not whole-axis float8."""
-        if isinstance(call, QuantizeCall):
-            return "quantizes nothing: XLA fuses the reference's own code"
-        if isinstance(call, DequantizeCall):
-            return "dequantizes nothing: XLA fuses the reference's own code"
+        if not isinstance(call, MatmulCall):
+            return self.rejects_other(call)
         if target.platform == "cuda":
             if target.compute_capability is None or target.compute_capability < _CUDA_CAPABILITY:
                 return (
@@ -68,20 +59,6 @@ class XlaBackend:
         left = jnp.expand_dims(left, tuple(range(left.ndim, left.ndim + num_n)))
         right = jnp.expand_dims(right, tuple(range(call.num_batch, call.num_batch + num_m)))
         return (product * left * right).astype(call.out_dtype)
-
-    def quantize(
-        self,
-        x: jax.Array,
-        call: QuantizeCall,
-        random_bits: jax.Array | None,
-        tensor_scale: jax.Array | None,
-    ) -> MXArray:
-        """Never asked: `rejects` sends every quantize call on."""
-        raise AssertionError("the xla backend rejects every QuantizeCall")
-
-    def dequantize(self, x: MXArray, call: DequantizeCall) -> jax.Array:
-        """Never asked: `rejects` sends every dequantize call on."""
-        raise AssertionError("the xla backend rejects every DequantizeCall")
 
 
 def _rejects_format(side: str, format: BlockFormat | None) -> str | None:

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 
 from mx_jax.convert.rules import Shape
-from mx_jax.mxarray import MXArray
 from mx_jax.ops.quantize import cast
+from mx_jax.packed import Quantized
 from mx_jax.recipes import OperandSpec, Recipe
 
 
@@ -43,7 +43,7 @@ def cast_table(table: Any, recipe: Recipe, key: jax.Array | None) -> Any:
     values. The gradient is the identity.
     """
     spec: OperandSpec | None = recipe.fwd.rhs
-    if spec is None or isinstance(table, MXArray):
+    if spec is None or isinstance(table, Quantized):
         return table
     values = cast(
         table if spec.prescale == 1.0 else table * spec.prescale,

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax.linen import module as flax_module
 from flax.linen.dtypes import promote_dtype
 
-from mx_jax.mxarray import MXArray, with_dtype
 from mx_jax.nn.delayed import DelayedDotGeneral as DelayedDotGeneral
 from mx_jax.ops.einsum import einsum
+from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 
 # Flax's name of the stream that stochastic recipes draw from.
@@ -24,10 +24,10 @@ RNG_STREAM = "quantize"
 
 def promote_operands(*args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
     """Flax's `promote_dtype`, which only tells MXArrays what they are to be read as."""
-    plain = [jnp.zeros((), arg.dtype) if isinstance(arg, MXArray) else arg for arg in args]
+    plain = [jnp.zeros((), arg.dtype) if isinstance(arg, Quantized) else arg for arg in args]
     promoted = promote_dtype(*plain, dtype=dtype, inexact=inexact)
     return [
-        with_dtype(arg, value.dtype) if isinstance(arg, MXArray) else value
+        with_dtype(arg, value.dtype) if isinstance(arg, Quantized) else value
         for arg, value in zip(args, promoted, strict=True)
     ]
 

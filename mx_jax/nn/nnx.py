@@ -14,18 +14,18 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from mx_jax.mxarray import MXArray, with_dtype
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.ops.einsum import einsum
+from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 
 
 def promote_operands(args: Sequence[Any], /, *, dtype: Any = None, inexact: bool = True) -> Any:
     """Flax's `promote_dtype`, which only tells MXArrays what they are to be read as."""
-    plain = tuple(jnp.zeros((), arg.dtype) if isinstance(arg, MXArray) else arg for arg in args)
+    plain = tuple(jnp.zeros((), arg.dtype) if isinstance(arg, Quantized) else arg for arg in args)
     promoted = promote_dtype(plain, dtype=dtype, inexact=inexact)
     return tuple(
-        with_dtype(arg, value.dtype) if isinstance(arg, MXArray) else value
+        with_dtype(arg, value.dtype) if isinstance(arg, Quantized) else value
         for arg, value in zip(args, promoted, strict=True)
     )
 

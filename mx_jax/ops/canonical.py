@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from mx_jax.backends.base import Operand
-from mx_jax.mxarray import MXArray
+from mx_jax.backends.base import AnyOperand
+from mx_jax.packed import Quantized
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,8 @@ class Groups:
 
 
 def canonicalize(
-    lhs: Operand, rhs: Operand, dimension_numbers: lax.DotDimensionNumbers
-) -> tuple[Operand, Operand, Groups]:
+    lhs: AnyOperand, rhs: AnyOperand, dimension_numbers: lax.DotDimensionNumbers
+) -> tuple[AnyOperand, AnyOperand, Groups]:
     """Bring both operands into canonical order, transposing only what needs it.
 
     An operand without kept axes gets one of length one, so that every backward product has an axis
@@ -125,7 +125,7 @@ def canonicalize(
 
 
 def check_dimension_numbers(
-    lhs: Operand, rhs: Operand, dimension_numbers: lax.DotDimensionNumbers
+    lhs: AnyOperand, rhs: AnyOperand, dimension_numbers: lax.DotDimensionNumbers
 ) -> tuple[Any, Any]:
     """Dimension numbers with non-negative axes, checked against both shapes.
 
@@ -147,7 +147,7 @@ def restore(product: jax.Array, groups: Groups) -> jax.Array:
     return lax.squeeze(product, drop) if drop else product
 
 
-def _axes(axes: Any, operand: Operand, side: str) -> tuple[int, ...]:
+def _axes(axes: Any, operand: AnyOperand, side: str) -> tuple[int, ...]:
     axes = tuple(int(axis) for axis in axes)
     for axis in axes:
         if not -operand.ndim <= axis < operand.ndim:
@@ -158,7 +158,11 @@ def _axes(axes: Any, operand: Operand, side: str) -> tuple[int, ...]:
 
 
 def _check_pairs(
-    what: str, lhs: Operand, rhs: Operand, lhs_axes: tuple[int, ...], rhs_axes: tuple[int, ...]
+    what: str,
+    lhs: AnyOperand,
+    rhs: AnyOperand,
+    lhs_axes: tuple[int, ...],
+    rhs_axes: tuple[int, ...],
 ) -> None:
     left = tuple(lhs.shape[axis] for axis in lhs_axes)
     right = tuple(rhs.shape[axis] for axis in rhs_axes)
@@ -171,7 +175,7 @@ def _check_pairs(
 
 
 def _kept(
-    operand: Operand, contracting: tuple[int, ...], batch: tuple[int, ...], side: str
+    operand: AnyOperand, contracting: tuple[int, ...], batch: tuple[int, ...], side: str
 ) -> tuple[int, ...]:
     used = (*contracting, *batch)
     if len(set(used)) != len(used):
@@ -183,14 +187,14 @@ def _kept(
 
 
 def _arrange(
-    operand: Operand,
+    operand: AnyOperand,
     batch: tuple[int, ...],
     kept: tuple[int, ...],
     contracting: tuple[int, ...],
     side: str,
-) -> tuple[Operand, bool]:
+) -> tuple[AnyOperand, bool]:
     """The operand as `[*batch, *kept, *k]`, or `[*batch, *k, *kept]` if it is that already."""
-    if isinstance(operand, MXArray):
+    if isinstance(operand, Quantized):
         _check_blocks(operand, contracting[-1], side)
     as_it_is = tuple(range(operand.ndim))
     if kept and (*batch, *contracting, *kept) == as_it_is:
@@ -203,7 +207,7 @@ def _arrange(
     return operand, False
 
 
-def _check_blocks(operand: MXArray, wanted: int, side: str) -> None:
+def _check_blocks(operand: Quantized, wanted: int, side: str) -> None:
     """An MXArray's scales can leave the sum only if its blocks lie along the contracting axis."""
     blocked = [axis % operand.ndim for axis, _ in operand.blocks]
     if wanted not in blocked:

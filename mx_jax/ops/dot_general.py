@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mx_jax.backends.base import Operand
+from mx_jax.backends.base import AnyOperand
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import canonicalize, check_dimension_numbers, restore
 from mx_jax.ops.checks import QUANTIZABLE, check_is_key
 from mx_jax.ops.explicit_axes import canonical_sharding
 from mx_jax.ops.gradients import differentiable_matmul
+from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.specs import MatmulRecipe
 
 
@@ -63,14 +64,14 @@ def dot_general(
       Array([32., 32., 32.], dtype=float32)
     """
     check_recipe(recipe, "dot_general")
-    lhs, rhs = as_operand(lhs, "lhs", recipe), as_operand(rhs, "rhs", recipe)
+    lhs, rhs = as_operand(unpacked(lhs), "lhs", recipe), as_operand(rhs, "rhs", recipe)
     _check_matmul_key(key, recipe)
     out_dtype = np.dtype(
         jnp.result_type(lhs.dtype, rhs.dtype)
         if preferred_element_type is None
         else preferred_element_type
     )
-    if recipe.is_high_precision and not isinstance(lhs, MXArray) and not isinstance(rhs, MXArray):
+    if recipe.is_high_precision and not isinstance(lhs, MXArray) and not isinstance(rhs, Quantized):
         return lax.dot_general(
             lhs,
             rhs,
@@ -79,12 +80,21 @@ def dot_general(
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         )
+    if isinstance(rhs, PackedMXArray) and not _stays_packed(rhs, dimension_numbers):
+        rhs = rhs.unpack()
     lhs, rhs, groups = canonicalize(lhs, rhs, dimension_numbers)
     sharding = canonical_sharding(out_sharding, groups)
     product = differentiable_matmul(
         recipe, groups.filled(), lhs, rhs, out_dtype, precision, key, sharding
     )
     return constrain(restore(product, groups), out_sharding)
+
+
+def _stays_packed(rhs: PackedMXArray, dimension_numbers: lax.DotDimensionNumbers) -> bool:
+    """Whether a product contracts and keeps the very axes that weights were packed for."""
+    (_, contracting), (_, batch) = dimension_numbers
+    axes = (tuple(axis % rhs.ndim for axis in group) for group in (contracting, batch))
+    return rhs.serves(*axes)
 
 
 def constrain(product: jax.Array, out_sharding: Any) -> jax.Array:
@@ -104,13 +114,13 @@ def check_recipe(recipe: Any, operation: str) -> None:
     raise TypeError(f"{operation}: recipe must be a Recipe ({hint}), got recipe={recipe!r}")
 
 
-def as_operand(x: Any, side: str, recipe: MatmulRecipe) -> Operand:
+def as_operand(x: Any, side: str, recipe: MatmulRecipe) -> AnyOperand:
     """An MXArray as it is, anything else as an array that the recipe can take.
 
     Raises:
       TypeError: a dtype that cannot be quantized, unless nothing is.
     """
-    if isinstance(x, MXArray):
+    if isinstance(x, Quantized):
         return x
     dtype = getattr(x, "dtype", None)
     array = x if isinstance(x, jax.Array) else jnp.asarray(x)
@@ -209,10 +219,10 @@ def _broadcast_batch(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int
         ) from None
 
 
-def _with_batch(operand: Operand, batch: tuple[int, ...]) -> Operand:
+def _with_batch(operand: AnyOperand, batch: tuple[int, ...]) -> AnyOperand:
     if operand.shape[:-2] == batch:
         return operand
-    if isinstance(operand, MXArray):
+    if isinstance(operand, Quantized):
         raise ValueError(
             f"matmul: an MXArray is not broadcast, got batch={operand.shape[:-2]} where the "
             f"product has batch={batch}; quantize the broadcast array, or pass dequantize()"

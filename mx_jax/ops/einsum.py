@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mx_jax.backends.base import Operand
-from mx_jax.mxarray import MXArray
+from mx_jax.backends.base import AnyOperand
 from mx_jax.ops.dot_general import as_operand, check_recipe, constrain, dot_general
 from mx_jax.ops.explicit_axes import permuted_sharding
+from mx_jax.packed import Quantized
 from mx_jax.specs import MatmulRecipe
 
 
@@ -145,12 +145,14 @@ def _expand(term: str, ndim: int | None, num_dots: int) -> str:
     return term.replace("...", letters[num_dots - own :], 1)
 
 
-def _sum_alone(operand: Operand, term: str, others: str, subscripts: str) -> tuple[Operand, str]:
+def _sum_alone(
+    operand: AnyOperand, term: str, others: str, subscripts: str
+) -> tuple[AnyOperand, str]:
     """Sum over the letters that are in this operand alone."""
     alone = [axis for axis, letter in enumerate(term) if letter not in others]
     if not alone:
         return operand, term
-    if isinstance(operand, MXArray):
+    if isinstance(operand, Quantized):
         raise ValueError(
             f"einsum: subscripts={subscripts!r} sum over an axis of an MXArray alone; pass "
             "dequantize() instead"
@@ -158,7 +160,7 @@ def _sum_alone(operand: Operand, term: str, others: str, subscripts: str) -> tup
     return operand.sum(alone), "".join(c for c in term if c in others)
 
 
-def _check_sizes(subscripts: str, lhs: Operand, left: str, rhs: Operand, right: str) -> None:
+def _check_sizes(subscripts: str, lhs: AnyOperand, left: str, rhs: AnyOperand, right: str) -> None:
     sizes = dict(zip(left, lhs.shape, strict=True))
     for letter, size in zip(right, rhs.shape, strict=True):
         if sizes.get(letter, size) != size:

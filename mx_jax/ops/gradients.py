@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.backends.base import Operand
+from mx_jax.backends.base import AnyOperand, Operand
 from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import Groups
@@ -20,6 +20,7 @@ from mx_jax.ops.matmul import (
     quantized_matmul,
     rhs_place,
 )
+from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference import hadamard
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
 
@@ -61,8 +62,8 @@ class Bar(NamedTuple):
 def differentiable_matmul(
     recipe: MatmulRecipe,
     groups: Groups,
-    lhs: Operand,
-    rhs: Operand,
+    lhs: AnyOperand,
+    rhs: AnyOperand,
     out_dtype: np.dtype,
     precision: Any,
     key: jax.Array | None,
@@ -85,12 +86,12 @@ def differentiable_matmul(
     return _matmul(static, lhs, rhs, primal_of(lhs), primal_of(rhs), key)
 
 
-def cotangent_dtype(operand: Operand) -> np.dtype | None:
+def cotangent_dtype(operand: AnyOperand) -> np.dtype | None:
     """Dtype of an operand's cotangent; None for an MXArray, which has none of its own."""
-    return None if isinstance(operand, MXArray) else np.dtype(operand.dtype)
+    return None if isinstance(operand, Quantized) else np.dtype(operand.dtype)
 
 
-def primal_of(operand: Operand) -> jax.Array | None:
+def primal_of(operand: AnyOperand) -> jax.Array | None:
     """What an MXArray was made of, while that is being traced."""
     return operand.primal if isinstance(operand, MXArray) else None
 
@@ -98,8 +99,8 @@ def primal_of(operand: Operand) -> jax.Array | None:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(
     static: Static,
-    lhs: Operand,
-    rhs: Operand,
+    lhs: AnyOperand,
+    rhs: AnyOperand,
     lhs_primal: jax.Array | None,
     rhs_primal: jax.Array | None,
     key: jax.Array | None,
@@ -168,7 +169,7 @@ def cotangents(gradient, static, operand, g, other, key):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(static: Static, lhs: Operand, rhs: Operand, key: jax.Array | None) -> jax.Array:
+def _forward(static: Static, lhs: AnyOperand, rhs: AnyOperand, key: jax.Array | None) -> jax.Array:
     recipe, groups = static.recipe, static.groups
     with jax.named_scope("output"):
         return quantized_matmul(
@@ -185,14 +186,14 @@ def _forward(static: Static, lhs: Operand, rhs: Operand, key: jax.Array | None) 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _quantize_both(
-    static: Static, lhs: Operand, rhs: Operand, key: jax.Array | None
-) -> tuple[Operand, Operand]:
+    static: Static, lhs: AnyOperand, rhs: AnyOperand, key: jax.Array | None
+) -> tuple[AnyOperand, AnyOperand]:
     return prepare_operands(lhs, rhs, static.recipe.fwd, static.groups, fold_in(key, 0))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _grad_lhs(
-    static: Static, g: jax.Array, rhs: Operand, bar: Bar, key: jax.Array | None
+    static: Static, g: jax.Array, rhs: AnyOperand, bar: Bar, key: jax.Array | None
 ) -> jax.Array:
     """`g rhs^T`, contracted over n, in lhs's order."""
     groups, g_is_lhs = static.groups.grad_lhs()
@@ -204,7 +205,7 @@ def _grad_lhs(
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _grad_rhs(
-    static: Static, g: jax.Array, lhs: Operand, bar: Bar, key: jax.Array | None
+    static: Static, g: jax.Array, lhs: AnyOperand, bar: Bar, key: jax.Array | None
 ) -> jax.Array:
     """`lhs^T g`, contracted over m, in rhs's order."""
     groups, g_is_lhs = static.groups.grad_rhs()
@@ -219,7 +220,7 @@ def _gradient(
     groups: Groups,
     g_is_lhs: bool,
     g: jax.Array,
-    other: Operand,
+    other: AnyOperand,
     bar: Bar,
     precision: Any,
     key: jax.Array | None,
@@ -232,13 +233,13 @@ def _gradient(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def mask(
-    static: Static, side: str, bar: jax.Array | None, operand: Operand, key: jax.Array | None
+    static: Static, side: str, bar: jax.Array | None, operand: AnyOperand, key: jax.Array | None
 ) -> jax.Array | None:
     """An operand's cotangent without what the forward product clipped of it."""
     groups, fwd = static.groups, static.recipe.fwd
     left = side == "lhs"
     spec, place = (fwd.lhs, lhs_place(groups)) if left else (fwd.rhs, rhs_place(groups))
-    if bar is None or spec is None or isinstance(operand, MXArray):
+    if bar is None or spec is None or isinstance(operand, Quantized):
         return bar
     signs = None
     if fwd.transform is not None:
@@ -246,12 +247,14 @@ def mask(
     return mask_clipped(bar, operand, spec, place.blocks(spec), signs, place.block_axis)
 
 
-def reuse(operand: Operand, spec: OperandSpec | None, place: Place) -> Operand:
+def reuse(operand: AnyOperand, spec: OperandSpec | None, place: Place) -> Operand:
     """A saved operand for a backward product.
 
     Codes are reused if their blocks also lie along the new contracting axis (square blocks);
     otherwise they are dequantized, to be quantized anew.
     """
+    if isinstance(operand, PackedMXArray):
+        operand = operand.unpack()
     if not isinstance(operand, MXArray):
         return operand
     if spec is None:

@@ -1,26 +1,26 @@
 """One quantized product in canonical order: quantize, select a backend, run it."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mx_jax.backends.base import MatmulCall, Operand
+from mx_jax.backends.base import AnyOperand, MatmulCall, Operand
 from mx_jax.backends.select import current_target, select
 from mx_jax.codecs.blocks import Blocks
-from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import Groups
 from mx_jax.ops.quantize import operand_blocks, quantize_operand
+from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.reference import hadamard
 from mx_jax.specs import MatmulSpec, OperandSpec
 
 
 def quantized_matmul(
-    lhs: Operand,
-    rhs: Operand,
+    lhs: AnyOperand,
+    rhs: AnyOperand,
     spec: MatmulSpec,
     groups: Groups,
     out_dtype: np.dtype,
@@ -52,10 +52,10 @@ def quantized_matmul(
         num_contracting=groups.k,
         lhs_k_first=groups.lhs_k_first,
         rhs_k_first=groups.rhs_k_first,
-        lhs_format=lhs.format if isinstance(lhs, MXArray) else None,
-        rhs_format=rhs.format if isinstance(rhs, MXArray) else None,
-        lhs_dtype=None if isinstance(lhs, MXArray) else np.dtype(lhs.dtype),
-        rhs_dtype=None if isinstance(rhs, MXArray) else np.dtype(rhs.dtype),
+        lhs_format=lhs.format if isinstance(lhs, Quantized) else None,
+        rhs_format=rhs.format if isinstance(rhs, Quantized) else None,
+        lhs_dtype=None if isinstance(lhs, Quantized) else np.dtype(lhs.dtype),
+        rhs_dtype=None if isinstance(rhs, Quantized) else np.dtype(rhs.dtype),
         out_dtype=out_dtype,
         precision=precision,
         fast_accumulation=spec.fast_accumulation,
@@ -65,19 +65,24 @@ def quantized_matmul(
     return product if factor == 1.0 else product * jnp.asarray(factor, out_dtype)
 
 
-def unscale(lhs: Operand, rhs: Operand, spec: MatmulSpec) -> float:
+def unscale(lhs: AnyOperand, rhs: AnyOperand, spec: MatmulSpec) -> float:
     """What takes the prescales out of the product again; an MXArray never had one."""
     pairs = ((lhs, spec.lhs), (rhs, spec.rhs))
     return 1.0 / math.prod(
         operand_spec.prescale
         for operand, operand_spec in pairs
-        if operand_spec is not None and not isinstance(operand, MXArray)
+        if operand_spec is not None and not isinstance(operand, Quantized)
     )
 
 
-def _run(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
-    if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):
-        return select(call, current_target()).backend.scaled_matmul(lhs, rhs, call)
+def _run(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall) -> jax.Array:
+    if isinstance(lhs, Quantized) or isinstance(rhs, Quantized):
+        backend = select(call, current_target()).backend
+        if isinstance(rhs, PackedMXArray):
+            if rhs.backend == backend.name:
+                return backend.packed_matmul(unpacked(lhs), rhs, call)
+            rhs = rhs.unpack()
+        return backend.scaled_matmul(unpacked(lhs), rhs, call)
     return lax.dot_general(
         lhs,
         rhs,
@@ -124,8 +129,8 @@ def rhs_place(groups: Groups) -> Place:
 
 
 def prepare_operands(
-    lhs: Operand, rhs: Operand, spec: MatmulSpec, groups: Groups, key: jax.Array | None
-) -> tuple[Operand, Operand]:
+    lhs: AnyOperand, rhs: AnyOperand, spec: MatmulSpec, groups: Groups, key: jax.Array | None
+) -> tuple[AnyOperand, AnyOperand]:
     """Both operands as the product takes them: transformed, and quantized by their specs.
 
     Each operand draws from its own key; a transform's signs, which both share, from a third.
@@ -147,8 +152,8 @@ def operand_keys(key: jax.Array | None) -> tuple[Any, Any, Any]:
     return lhs_key, rhs_key, sign_key
 
 
-def _transform(operand: Operand, signs: jax.Array, axis: int) -> Operand:
-    if isinstance(operand, MXArray):
+def _transform(operand: AnyOperand, signs: jax.Array, axis: int) -> jax.Array:
+    if isinstance(operand, Quantized):
         raise ValueError(
             "matmul: the recipe transforms its operands before quantizing, which an MXArray no "
             f"longer allows, got format={operand.format.name}, shape={operand.shape}; pass "
@@ -157,11 +162,23 @@ def _transform(operand: Operand, signs: jax.Array, axis: int) -> Operand:
     return hadamard.apply(operand, signs, axis)
 
 
+@overload
 def prepare(
     operand: Operand, spec: OperandSpec | None, place: Place, key: jax.Array | None
-) -> Operand:
+) -> Operand: ...
+
+
+@overload
+def prepare(
+    operand: AnyOperand, spec: OperandSpec | None, place: Place, key: jax.Array | None
+) -> AnyOperand: ...
+
+
+def prepare(
+    operand: AnyOperand, spec: OperandSpec | None, place: Place, key: jax.Array | None
+) -> AnyOperand:
     """One operand, quantized by its spec unless it is or stays what it was."""
-    if spec is None or isinstance(operand, MXArray):
+    if spec is None or isinstance(operand, Quantized):
         return operand
     if spec.prescale != 1.0:
         operand = operand * jnp.asarray(spec.prescale, operand.dtype)

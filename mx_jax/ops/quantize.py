@@ -20,6 +20,7 @@ from mx_jax.ops.checks import (
     check_key,
     check_tensor_scale,
 )
+from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import OperandSpec, operand
 
@@ -96,7 +97,7 @@ def with_primal(x: MXArray, primal: jax.Array | None) -> MXArray:
     )
 
 
-def dequantize(x: MXArray, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+def dequantize(x: MXArray | PackedMXArray, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """The values of an MXArray: `decode(code) * scale`, exact in float32.
 
     Args:
@@ -109,6 +110,7 @@ def dequantize(x: MXArray, dtype: jax.typing.DTypeLike | None = None) -> jax.Arr
     Raises:
       TypeError: x is not an MXArray, or dtype is not a float.
     """
+    x = unpacked(x)
     if not isinstance(x, MXArray):
         raise TypeError(f"dequantize: needs an MXArray, got x of type {type(x).__name__}")
     wanted = np.dtype(x.dtype if dtype is None else jnp.dtype(dtype))

@@ -24,6 +24,7 @@ from mx_jax.ops.dot_general import _check_matmul_key, as_operand, check_recipe
 from mx_jax.ops.gradients import Bar, Static
 from mx_jax.ops.matmul import Place, _transform, operand_keys, prepare
 from mx_jax.ops.quantize import draw_bits, quantize_operand
+from mx_jax.packed import unpacked
 from mx_jax.reference import hadamard, ragged
 from mx_jax.reference.ragged import RaggedRows, ragged_rows
 from mx_jax.reference.scale_rules import FOUR_OVER_SIX, GAUSSIAN
@@ -91,7 +92,10 @@ def ragged_dot(
              [  0.,   0.]], dtype=float32)
     """
     check_recipe(recipe, "ragged_dot")
-    lhs, rhs = as_operand(lhs, "lhs", recipe), as_operand(rhs, "rhs", recipe)
+    lhs, rhs = (
+        as_operand(unpacked(operand), side, recipe)
+        for operand, side in ((lhs, "lhs"), (rhs, "rhs"))
+    )
     sizes = _as_group_sizes(group_sizes)
     _check_shapes(lhs, rhs, sizes)
     _check_matmul_key(key, recipe)

@@ -102,8 +102,11 @@ def test_float32_panels_leave_large_products_to_xla(isa: str, monkeypatch: pytes
     assert not isinstance(loaded, str)
     monkeypatch.setattr(library, "load", lambda: dataclasses.replace(loaded, isa=isa))
 
-    def taken(lhs, rhs, rows: int) -> bool:
-        reason = matmul.rejects(MatmulCase(lhs=lhs, rhs=rhs, m=(rows,), n=(4096,)).call)
+    def taken(lhs, rhs, rows: int, dtype: str = "float32") -> bool:
+        call = MatmulCase(lhs=lhs, rhs=rhs, m=(rows,), n=(4096,)).call
+        if lhs is None:
+            call = dataclasses.replace(call, lhs_dtype=jnp.dtype(dtype))
+        reason = matmul.rejects(call)
         assert reason is None or f"multiplies these in float32 on {isa}" in reason
         return reason is None
 
@@ -112,4 +115,5 @@ def test_float32_panels_leave_large_products_to_xla(isa: str, monkeypatch: pytes
     assert taken(formats.MXFP6_E3M2, formats.MXFP4, 4096) == vnni
     assert taken(formats.MXFP8_E4M3, formats.MXFP4, 4096) == bf16
     assert not taken(None, formats.MXFP4, 4096)
+    assert taken(None, formats.MXFP8_E4M3, 4096, "bfloat16") == bf16
     assert taken(None, formats.MXFP4, 8)

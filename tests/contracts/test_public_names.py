@@ -15,6 +15,7 @@ PUBLIC = {
     "mx_jax": NAMESPACES
     | {
         "MXArray",
+        "PackedMXArray",
         "cast",
         "cast_cotangent",
         "convert",
@@ -22,6 +23,7 @@ PUBLIC = {
         "dot_general",
         "einsum",
         "matmul",
+        "pack_weights",
         "quantize",
         "ragged_dot",
     },

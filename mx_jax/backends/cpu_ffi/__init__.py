@@ -13,12 +13,21 @@ from mx_jax.backends.base import (
     DequantizeCall,
     MatmulCall,
     Operand,
+    PackCall,
     QuantizeCall,
     Target,
 )
-from mx_jax.backends.cpu_ffi import dequantize, library, matmul, quantize
+from mx_jax.backends.cpu_ffi import (
+    dequantize,
+    library,
+    matmul,
+    packed_product,
+    quantize,
+    weights,
+)
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +57,18 @@ class CpuFfiBackend:
             return quantize.rejects(call)
         if isinstance(call, DequantizeCall):
             return dequantize.rejects(call)
+        if isinstance(call, PackCall):
+            return weights.rejects(call)
         return matmul.rejects(call)
 
     def scaled_matmul(self, lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         """See `matmul.scaled_matmul`."""
         return matmul.scaled_matmul(lhs, rhs, call)
+
+    def packed_matmul(self, lhs: Operand, rhs: PackedMXArray, call: MatmulCall) -> jax.Array:
+        """See `packed_product.packed_matmul`."""
+        assert isinstance(rhs, weights.PackedWeights)
+        return packed_product.packed_matmul(lhs, rhs, call)
 
     def quantize(
         self,
@@ -67,3 +83,7 @@ class CpuFfiBackend:
     def dequantize(self, x: MXArray, call: DequantizeCall) -> jax.Array:
         """See `dequantize.dequantize`."""
         return dequantize.dequantize(x, call)
+
+    def pack(self, x: MXArray, call: PackCall) -> weights.PackedWeights:
+        """See `weights.pack`."""
+        return weights.pack(x, call)

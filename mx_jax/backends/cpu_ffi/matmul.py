@@ -21,7 +21,7 @@ _INT16 = (*_INT8, "e3m2")
 # Elements that an instruction set multiplies faster than float32, both operands alike.
 _FAST: dict[str, tuple[tuple[str, ...], ...]] = {
     "avx512_vnni": (_INT8, _INT16),
-    "avx512_bf16": (_INT8, ELEMENTS),
+    "avx512_bf16": (_INT8, (*ELEMENTS, "bfloat16")),
 }
 # Rows of the smaller operand up to which float32 panels win over XLA's dot of dequantized
 # operands: beyond them its dot, which needs no panels of codes, is faster. Measured.
@@ -52,10 +52,8 @@ def rejects(call: MatmulCall) -> str | None:
 
 def _rejects_size(call: MatmulCall, isa: str) -> str | None:
     """Why XLA's own dot is the faster one, or None."""
-    elements = [
-        "none" if format is None else format.element.name
-        for format in (call.lhs_format, call.rhs_format)
-    ]
+    sides = ((call.lhs_format, call.lhs_dtype), (call.rhs_format, call.rhs_dtype))
+    elements = [str(dtype) if format is None else format.element.name for format, dtype in sides]
     if any(all(e in fast for e in elements) for fast in _FAST.get(isa, ())):
         return None
     limit = _FLOAT32_ROWS.get(isa, _FLOAT32_ROWS_OF_OTHERS)

@@ -9,20 +9,12 @@ from typing import Any
 
 import jax
 
-from mx_jax.backends.base import (
-    Call,
-    DequantizeCall,
-    MatmulCall,
-    Operand,
-    QuantizeCall,
-    Target,
-)
+from mx_jax.backends.base import Call, MatmulCall, Operand, ProductsOnly, Target
 from mx_jax.backends.pallas_gpu import matmul
-from mx_jax.mxarray import MXArray
 
 
 @dataclasses.dataclass(frozen=True)
-class PallasGpuBackend:
+class PallasGpuBackend(ProductsOnly):
     """Weights of 4 or 8 bits, decoded in registers on their way to the tensor cores.
 
     Attributes:
@@ -37,26 +29,10 @@ class PallasGpuBackend:
 
     def rejects(self, call: Call, target: Target) -> str | None:
         """Why not: another machine, an older JAX, or a product that no kernel computes."""
-        if isinstance(call, QuantizeCall):
-            return "quantizes nothing: XLA fuses the reference's own code"
-        if isinstance(call, DequantizeCall):
-            return "dequantizes nothing: XLA fuses the reference's own code"
+        if not isinstance(call, MatmulCall):
+            return self.rejects_other(call)
         return matmul.rejects(call, target)
 
     def scaled_matmul(self, lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         """See `matmul.scaled_matmul`."""
         return matmul.scaled_matmul(lhs, rhs, call, interpret=self.interpret)
-
-    def quantize(
-        self,
-        x: jax.Array,
-        call: QuantizeCall,
-        random_bits: jax.Array | None,
-        tensor_scale: jax.Array | None,
-    ) -> MXArray:
-        """Never asked: `rejects` sends every quantize call on."""
-        raise AssertionError("the pallas_gpu backend rejects every QuantizeCall")
-
-    def dequantize(self, x: MXArray, call: DequantizeCall) -> jax.Array:
-        """Never asked: `rejects` sends every dequantize call on."""
-        raise AssertionError("the pallas_gpu backend rejects every DequantizeCall")

@@ -1,0 +1,83 @@
+"""Weights laid out once for many products."""
+
+from collections.abc import Sequence
+
+from mx_jax.backends.base import PackCall
+from mx_jax.backends.select import current_target, select
+from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray
+
+
+def pack_weights(
+    weights: MXArray, *, contracting: int | Sequence[int] | None = None, num_batch: int = 0
+) -> MXArray | PackedMXArray:
+    """Weights in the order in which this machine's kernels read them, for any number of products.
+
+    A product of few rows, as in decoding, is bound by reading its weights; packed, they are read in
+    one stream, FP4 at half a byte a code. The result goes wherever the MXArray went as the right
+    operand: `matmul`, `dot_general`, `einsum`, a layer's kernel. Products have the same bits. It
+    belongs to this kind of machine and carries no gradient: train and save the MXArray.
+
+    Args:
+      weights: blocked along the axis that products contract; any other axes are kept.
+      contracting: the axes that products contract, if there are several; blocks lie along the last.
+      num_batch: how many leading axes are batch axes of the products, as in a stack of layers.
+
+    Returns:
+      A `PackedMXArray`; or weights themselves, where no backend here has a layout of its own for
+      them.
+
+    Raises:
+      TypeError: weights are not an MXArray.
+      ValueError: axes out of range, repeated, or without the blocks.
+
+    Example:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> w = mx_jax.pack_weights(mx_jax.quantize(jnp.ones((64, 3)), "mxfp4", axis=0))
+      >>> recipe = mx_jax.recipes.weight_only("mxfp4")
+      >>> mx_jax.matmul(jnp.ones((2, 64)), w, recipe=recipe)[0]
+      Array([64., 64., 64.], dtype=float32)
+    """
+    if isinstance(weights, PackedMXArray):
+        return weights
+    if not isinstance(weights, MXArray):
+        raise TypeError(
+            f"pack_weights: needs an MXArray, got weights of type {type(weights).__name__}; "
+            "quantize it first"
+        )
+    call = PackCall(
+        shape=weights.shape,
+        format=weights.format,
+        blocks=weights.blocks,
+        num_batch=num_batch,
+        contracting=_contracting(weights, contracting, num_batch),
+    )
+    return select(call, current_target()).backend.pack(weights, call)
+
+
+def _contracting(
+    weights: MXArray, contracting: int | Sequence[int] | None, num_batch: int
+) -> tuple[int, ...]:
+    """The contracted axes, counted from the front, in ascending order."""
+    blocked = tuple(axis % weights.ndim for axis, _ in weights.blocks)
+    if contracting is None:
+        axes = blocked
+    else:
+        given = (contracting,) if isinstance(contracting, int) else tuple(contracting)
+        if not all(-weights.ndim <= axis < weights.ndim for axis in given):
+            raise ValueError(
+                f"pack_weights: axis out of range, got contracting={contracting}, "
+                f"shape={weights.shape}"
+            )
+        axes = tuple(sorted(axis % weights.ndim for axis in given))
+    if not 0 <= num_batch < weights.ndim or any(axis < num_batch for axis in axes):
+        raise ValueError(
+            "pack_weights: the contracted axes must come after the batch axes, got "
+            f"num_batch={num_batch}, contracting={axes}, shape={weights.shape}"
+        )
+    if len(set(axes)) != len(axes) or not axes or axes[-1] not in blocked:
+        raise ValueError(
+            "pack_weights: each contracted axis counts once, and blocks lie along the last, got "
+            f"contracting={axes}, blocks along axis={', '.join(map(str, blocked))}"
+        )
+    return axes

@@ -1,0 +1,105 @@
+"""What a backend's own layout of an MXArray has in common with every other."""
+
+import abc
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from mx_jax.codecs.blocks import Blocks
+from mx_jax.formats import BlockFormat
+from mx_jax.mxarray import MXArray
+
+
+class PackedMXArray(abc.ABC):
+    """Weights in the order in which one backend's kernels read them, made by `pack_weights`.
+
+    It stands for the MXArray that it was made of: same shape, same values, and it goes where that
+    goes. Products by that backend read it as it lies; whatever else asks for it unpacks it, so it
+    is slow there, but never wrong. It belongs to one kind of machine: save the MXArray.
+
+    Subclasses are pytrees of their arrays.
+
+    Attributes:
+      format: the block format.
+      dtype: what `dequantize()` gives: the dtype that was quantized.
+    """
+
+    format: BlockFormat
+    dtype: np.dtype
+
+    @property
+    @abc.abstractmethod
+    def backend(self) -> str:
+        """Name of the backend whose layout this is."""
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the MXArray."""
+
+    @property
+    @abc.abstractmethod
+    def blocks(self) -> Blocks:
+        """The MXArray's blocks."""
+
+    @abc.abstractmethod
+    def unpack(self) -> MXArray:
+        """The MXArray again; blocks of zeros may have another scale."""
+
+    @abc.abstractmethod
+    def serves(self, contracting: tuple[int, ...], batch: tuple[int, ...]) -> bool:
+        """Whether the layout is made for products over these axes, counted from the front."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the arrays take."""
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(self))
+
+    def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+        """The values; see `MXArray.dequantize`."""
+        return self.unpack().dequantize(dtype)
+
+    def __jax_array__(self) -> jax.Array:
+        return self.dequantize()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.dequantize(), dtype=dtype)
+
+    def __getitem__(self, index: Any) -> MXArray:
+        return self.unpack()[index]
+
+    def transpose(self, *axes: Any) -> MXArray:
+        """Permute axes, unpacked."""
+        return self.unpack().transpose(*axes)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.format.name}, shape={self.shape}, dtype={self.dtype}, "
+            f"backend={self.backend})"
+        )
+
+
+Quantized = MXArray | PackedMXArray
+
+
+def unpacked(x: Any) -> Any:
+    """The MXArray of a PackedMXArray; anything else as it is."""
+    return x.unpack() if isinstance(x, PackedMXArray) else x
+
+
+def with_dtype(x: Any, dtype: jax.typing.DTypeLike) -> Any:
+    """The same codes, packed or not, to be read as another dtype."""
+    return dataclasses.replace(x, dtype=np.dtype(dtype))

@@ -1,0 +1,270 @@
+"""Weights packed ahead of time: the bits of unpacked ones, wherever an MXArray may go."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mx_jax
+from mx_jax import formats, recipes
+from mx_jax.backends.cpu_ffi import CpuFfiBackend, library, packed_product, weights
+from mx_jax.backends.select import only_backend
+from mx_jax.formats import BlockFormat
+from mx_jax.mxarray import MXArray
+from mx_jax.testing.backend_suite import exact_values
+from mx_jax.testing.cases import MatmulCase
+from mx_jax.testing.compare import assert_bitwise_equal
+
+FORMATS = (*formats.MX_FORMATS, formats.NVFP4)
+MXFP4 = recipes.weight_only("mxfp4")
+
+built = pytest.mark.skipif(
+    isinstance(library.load(), str), reason=f"no CPU library: {library.load()}"
+)
+
+
+@pytest.fixture
+def insist():
+    """Tests run with several simulated devices, where the library is not asked by itself."""
+    with only_backend("cpu_ffi"):
+        yield
+
+
+def draw(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def pack(x: MXArray, **options) -> weights.PackedWeights:
+    packed = mx_jax.pack_weights(x, **options)
+    assert isinstance(packed, weights.PackedWeights)
+    return packed
+
+
+def num_calls(function, *args) -> int:
+    return function.lower(*args).as_text().count(f"@{packed_product.TARGET}(")
+
+
+@built
+@pytest.mark.usefixtures("insist")
+@pytest.mark.parametrize("k_first", [False, True], ids=["n_k", "k_n"])
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_packed_weights_give_the_same_bits(format: BlockFormat, k_first: bool):
+    for lhs, m, n, k in ((None, 1, 33, 100), (format, 7, 70, 40)):
+        case = MatmulCase(lhs=lhs, rhs=format, m=(m,), n=(n,), k=(k,), rhs_k_first=k_first)
+        left, right = case.operands(np.random.default_rng(m))
+        assert isinstance(right, MXArray)
+        packed, backend = pack(right), CpuFfiBackend()
+        expected = backend.scaled_matmul(left, right, case.call)
+        assert_bitwise_equal(
+            backend.packed_matmul(left, packed, case.call), expected, what="product"
+        )
+        again = packed.unpack()
+        assert_bitwise_equal(again.codes, right.codes, what="codes")
+        assert_bitwise_equal(exact_values(again), exact_values(right), what="values")
+        assert (packed.shape, packed.format) == (right.shape, right.format)
+        assert (again.format, again.blocks) == (packed.format, packed.blocks)
+        assert again.blocks == right.blocks
+
+
+@built
+@pytest.mark.usefixtures("insist")
+def test_packed_weights_take_half_a_byte_a_code():
+    packed = pack(mx_jax.quantize(np.ones((64, 96), np.float32), "mxfp4"))
+    # And for each 32 rows, scales padded to 64 bytes and as many that sum the panel up.
+    assert packed.nbytes == 64 * 96 // 2 + 64 * 96 // 32 + 2 * 32 + 2 * 64
+    assert "mxfp4, shape=(64, 96), dtype=float32, backend=cpu_ffi" in repr(packed)
+
+
+@built
+@pytest.mark.usefixtures("insist")
+@pytest.mark.parametrize("lhs", ["float32", "bfloat16", "same"])
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_packed_panels_of_any_kind(format: BlockFormat, lhs: str):
+    """Ordinary panels beside one of any codes and one of extreme scales: as 70 rows have them."""
+    rng = np.random.default_rng(3)
+    case = MatmulCase(lhs=format, rhs=format, m=(70,), n=(170,), k=(600,))
+    left, right = case.operands(rng)
+    assert isinstance(right, MXArray) and isinstance(left, MXArray)
+    codes, scales = np.array(right.codes), np.array(right.scales)
+    codes[32:64] = rng.integers(0, 2**format.element.bits, codes[32:64].shape)
+    scales[96:128] = rng.integers(0, 256, scales[96:128].shape)
+    right = dataclasses.replace(right, codes=jnp.asarray(codes), scales=jnp.asarray(scales))
+    rows = left if lhs == "same" else left.dequantize(lhs)
+    packed, backend = pack(right), CpuFfiBackend()
+    call = dataclasses.replace(case.call, lhs_format=format if lhs == "same" else None)
+    many = backend.scaled_matmul(rows, right, call)
+    for m in (1, 2, 4, 6, 8, 9, 16, 40):
+        few = backend.packed_matmul(rows[:m], packed, dataclasses.replace(call, lhs_shape=(m, 600)))
+        assert_bitwise_equal(few, many[:m], what=f"{m} rows")
+
+
+# Where an MXArray may go --------------------------------------------------------------------------
+
+
+@built
+@pytest.mark.usefixtures("insist")
+@pytest.mark.parametrize(
+    ("subscripts", "x", "w", "options"),
+    [
+        ("tk,kn->tn", (3, 64), (64, 40), {}),
+        ("btk,nk->btn", (2, 3, 64), (40, 64), {}),
+        ("tk,khd->thd", (3, 64), (64, 4, 10), {}),
+        ("thk,hkn->tn", (3, 2, 64), (2, 64, 40), dict(contracting=(0, 1))),
+        ("lk,lkn->ln", (5, 64), (5, 64, 40), dict(num_batch=1)),
+        ("ltk,lnk->ltn", (5, 3, 64), (5, 40, 64), dict(num_batch=1)),
+        ("kt,kn->tn", (64, 3), (64, 40), {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_any_product_of_weights(format: str, subscripts: str, x, w, options):
+    right = subscripts.replace("->", ",").split(",")[1]
+    kernel = mx_jax.quantize(draw(*w), format, axis=right.index("k"))
+    packed = pack(kernel, **options)
+
+    @jax.jit
+    def product(x, w):
+        return mx_jax.einsum(subscripts, x, w, recipe=MXFP4)
+
+    assert num_calls(product, draw(*x, seed=1), packed) == 1
+    expected = product(draw(*x, seed=1), kernel)
+    assert_bitwise_equal(product(draw(*x, seed=1), packed), expected, what="product")
+
+
+@built
+@pytest.mark.usefixtures("insist")
+def test_other_axes_are_unpacked():
+    """A transposed use, a left operand, a dequantized one: slow, and right."""
+    kernel = mx_jax.quantize(draw(64, 64), "mxfp4", axis=1)
+    packed, x = pack(kernel), draw(3, 64)
+    recipe = recipes.high_precision()
+    with pytest.raises(ValueError, match="is contracted along axis=0"):
+        mx_jax.dot_general(x, packed, (((1,), (0,)), ((), ())), recipe=recipe)
+    left = mx_jax.dot_general(packed, x, (((1,), (1,)), ((), ())), recipe=recipe)
+    expected = mx_jax.dot_general(kernel, x, (((1,), (1,)), ((), ())), recipe=recipe)
+    assert_bitwise_equal(left, expected, what="product")
+    assert_bitwise_equal(mx_jax.dequantize(packed), kernel.dequantize(), what="values")
+    assert_bitwise_equal(jnp.asarray(packed), kernel.dequantize(), what="values")
+    assert_bitwise_equal(packed[3:5].codes, kernel[3:5].codes, what="codes")
+
+
+@built
+@pytest.mark.usefixtures("insist")
+def test_gradients_go_to_the_other_operand():
+    kernel, x = mx_jax.quantize(draw(64, 40), "mxfp4", axis=0), draw(3, 64, seed=1)
+    packed = pack(kernel)
+
+    def loss(x, w):
+        return (mx_jax.matmul(x, w, recipe=recipes.mxfp8()) ** 2).sum()
+
+    gradient = jax.jit(jax.grad(loss))
+    assert_bitwise_equal(gradient(x, packed), gradient(x, kernel), what="gradient")
+
+
+@built
+@pytest.mark.usefixtures("insist")
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
+def test_vmap_is_one_call(axes: tuple[int | None, int | None]):
+    kernels = mx_jax.quantize(draw(5, 64, 40), "mxfp4", axis=1)
+    stacked = jax.vmap(mx_jax.pack_weights)(kernels)
+    x = draw(5, 3, 64, seed=1)
+    if axes[0] is None:
+        x = x[0]
+    if axes[1] is None:
+        kernels, stacked = kernels[0], pack(kernels[0])
+
+    @jax.jit
+    def product(x, w):
+        return jax.vmap(lambda x, w: mx_jax.matmul(x, w, recipe=MXFP4), in_axes=axes)(x, w)
+
+    assert num_calls(product, x, stacked) == 1
+    assert_bitwise_equal(product(x, stacked), product(x, kernels), what="product")
+
+
+@built
+@pytest.mark.usefixtures("insist")
+def test_scan_over_layers():
+    kernels = jax.vmap(lambda w: mx_jax.quantize(w, "nvfp4", axis=0))(draw(4, 64, 64))
+    stacked = jax.vmap(mx_jax.pack_weights)(kernels)
+
+    @jax.jit
+    def run(x, w):
+        def layer(x, w):
+            return mx_jax.matmul(x, w, recipe=MXFP4), None
+
+        return jax.lax.scan(layer, x, w)[0]
+
+    assert_bitwise_equal(run(draw(3, 64), stacked), run(draw(3, 64), kernels), what="product")
+
+
+@built
+@pytest.mark.usefixtures("insist")
+def test_a_kernel_of_an_nnx_layer():
+    x, kernel = draw(3, 64), mx_jax.quantize(draw(64, 40, seed=1), "mxfp8_e4m3", axis=0)
+    layer = mx_jax.nn.nnx.Linear(64, 40, recipe=recipes.weight_only("mxfp8_e4m3"), rngs=nnx.Rngs(0))
+    found = []
+    for k in (pack(kernel), kernel):
+        layer.kernel = nnx.Param(k)
+        found.append(layer(x))
+    assert_bitwise_equal(*found, what="product")
+
+
+# Where nothing is packed --------------------------------------------------------------------------
+
+
+def test_without_a_backend_that_packs():
+    kernel = mx_jax.quantize(draw(64, 40), "mxfp4", axis=0)
+    with only_backend("reference"):
+        assert mx_jax.pack_weights(kernel) is kernel
+
+
+@built
+def test_packed_elsewhere():
+    """Where the backend is not asked, weights are unpacked, and the reference multiplies."""
+    kernel, x = mx_jax.quantize(draw(64, 40), "mxfp4", axis=0), draw(3, 64)
+    with only_backend("cpu_ffi"):
+        packed = pack(kernel)
+        assert mx_jax.pack_weights(packed) is packed
+    with only_backend("reference"):
+        product = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=MXFP4))
+        assert num_calls(product, x, packed) == 0
+        assert_bitwise_equal(product(x, packed), product(x, kernel), what="product")
+
+
+@built
+@pytest.mark.parametrize(
+    ("x", "options", "complaint"),
+    [
+        (jnp.ones((64, 40)), {}, "needs an MXArray, got weights of type ArrayImpl; quantize it"),
+        ((64, 40), dict(contracting=1), "blocks lie along the last, got contracting=.1,., blocks"),
+        ((64, 40), dict(contracting=7), "axis out of range, got contracting=7"),
+        ((64, 40), dict(num_batch=1), "come after the batch axes, got num_batch=1, contracting=.0"),
+    ],
+)
+def test_bad_input(x, options, complaint: str):
+    if isinstance(x, tuple):
+        x = mx_jax.quantize(draw(*x), "mxfp4", axis=0)
+    with pytest.raises((TypeError, ValueError), match=f"pack_weights: .*{complaint}"):
+        mx_jax.pack_weights(x, **options)
+
+
+@built
+@pytest.mark.usefixtures("insist")
+@pytest.mark.parametrize(
+    ("shape", "format", "options", "complaint"),
+    [
+        ((64, 96), "float8_rowwise_e4m3", {}, "needs scales in e8m0 or e4m3"),
+        ((8, 64, 40), "mxfp4", dict(axis=1), "contracted axes before or after all kept ones"),
+        ((64,), "mxfp4", {}, "packs blocks along the last contracted axis"),
+    ],
+)
+def test_what_it_does_not_pack(shape, format: str, options, complaint: str):
+    """An only backend says why; elsewhere the weights come back as they are."""
+    x = mx_jax.quantize(draw(*shape), format, **options)
+    with pytest.raises(ValueError, match=f"cpu_ffi: .*{complaint}"):
+        mx_jax.pack_weights(x)
+    with only_backend(None):
+        assert mx_jax.pack_weights(x) is x
