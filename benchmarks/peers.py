@@ -5,6 +5,7 @@ result says why. Imports are late because PyTorch takes seconds.
 """
 
 import dataclasses
+import functools
 import importlib
 import logging
 import warnings
@@ -21,7 +22,7 @@ from benchmarks.timing import Case
 # What a peer's function is made from: format, scale rule and the high-precision array.
 Maker = Callable[[str, str, jax.Array], Case | None]
 
-DISTRIBUTIONS = ("qwix", "torchao", "torch")
+DISTRIBUTIONS = ("qwix", "torchao", "torchmx", "torch")
 
 
 class Unavailable(Exception):
@@ -194,9 +195,39 @@ def _torchao(compiled: bool) -> Peer:
     return Peer(name, maker("quantize"), maker("dequantize"))
 
 
+# torchmx -----------------------------------------------------------------------------------------
+
+
+_TORCHMX = {
+    "mxfp8_e4m3": "float8_e4m3",
+    "mxfp6_e3m2": "float6_e3m2",
+    "mxfp6_e2m3": "float6_e2m3",
+    "mxfp4": "float4_e2m1",
+    "mxint8": "int8",
+}
+
+
+def _torchmx_case(operation: str, format: str, rule: str, x: jax.Array) -> Case | None:
+    """Whatever the rule: it has one of its own. It takes bfloat16 alone, and torchao 0.9."""
+    if format not in _TORCHMX or x.dtype != jnp.bfloat16:
+        return None
+    torch = _torch()
+    tensor, dtypes = _import("torchmx.mx_tensor").MXTensor, _import("torchmx.dtypes")
+    element, data = getattr(dtypes, _TORCHMX[format]), _as_tensor(torch, x)
+    if operation == "quantize":
+        return Case("torchmx", lambda: tensor.to_mx(data, element, 32))
+    quantized = tensor.to_mx(data, element, 32)
+    return Case("torchmx", lambda: quantized.to_dtype(torch.bfloat16))
+
+
 PEERS: tuple[Peer, ...] = (
     Peer("jax.nn", _jax_nn_quantize, _jax_nn_dequantize),
     Peer("Qwix", _qwix_quantize, _qwix_dequantize),
     _torchao(compiled=False),
     _torchao(compiled=True),
+    Peer(
+        "torchmx",
+        functools.partial(_torchmx_case, "quantize"),
+        functools.partial(_torchmx_case, "dequantize"),
+    ),
 )

@@ -8,6 +8,7 @@
 #include <limits>
 #include <memory>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "common/dispatch.h"
@@ -96,7 +97,25 @@ bool Close(const Matrix& lhs, const Matrix& rhs, const float* product) {
   return true;
 }
 
-void Multiply(const MatmulKernels& kernels, const Source& lhs, const Source& rhs, float* out) {
+// Starts a thread for each task.
+class Threads {
+ public:
+  ~Threads() {
+    for (std::thread& thread : threads_) thread.join();
+  }
+  int64_t num_threads() const { return 3; }
+  template <class Task>
+  void Schedule(Task task) {
+    threads_.emplace_back([task]() mutable { task(); });
+  }
+
+ private:
+  std::vector<std::thread> threads_;
+};
+
+template <class Pool>
+void Multiply(Pool& pool, const MatmulKernels& kernels, const Source& lhs, const Source& rhs,
+              float* out) {
   const float one = 1;
   MatmulProblem problem{};
   problem.lhs = lhs;
@@ -105,14 +124,13 @@ void Multiply(const MatmulKernels& kernels, const Source& lhs, const Source& rhs
   problem.alpha = &one;
   problem.out_type = kOutFloat32;
   problem.out = out;
-  NoPool nobody;
-  RunMatmul(nobody, kernels, problem);
+  RunMatmul(pool, kernels, problem);
 }
 
 bool Check(const MatmulKernels& kernels, int seed) {
   std::mt19937 random(seed);
   const int32_t block = Pick(random, 2) ? 32 : 16;
-  const int64_t sizes[] = {1, 2, 5, 6, 7, 31, 32, 33, 61, 95},
+  const int64_t sizes[] = {1, 2, 5, 6, 7, 31, 33, 61, 95, 160},
                 lengths[] = {0, 1, 16, 31, 33, 70, 600};
   const int64_t m = sizes[Pick(random, 10)], n = sizes[Pick(random, 10)];
   const int64_t k = lengths[Pick(random, 7)];
@@ -122,7 +140,8 @@ bool Check(const MatmulKernels& kernels, int seed) {
   const Matrix lhs = Draw(random, left, left == kElementFloat32 ? kNoScale : kind, block, m, k);
   const Matrix rhs = Draw(random, right, kind, block, n, k);
   std::unique_ptr<float[]> out(new float[m * n]), again(new float[m * n]);
-  Multiply(kernels, lhs.source, rhs.source, out.get());
+  NoPool nobody;
+  Multiply(nobody, kernels, lhs.source, rhs.source, out.get());
   if (!Close(lhs, rhs, out.get())) return false;
   // Packed ahead of time: the same bits.
   const WeightSizes packed = SizesOfWeights(right, block, n, k);
@@ -131,11 +150,12 @@ bool Check(const MatmulKernels& kernels, int seed) {
   for (int64_t panel = 0; panel < packed.panels; ++panel) {
     kernels.pack_codes(rhs.source, panel * kTileColumns, bytes + panel * packed.panel_bytes);
   }
-  Multiply(kernels, lhs.source, PackedSource(rhs.source, bytes), again.get());
-  for (int64_t i = 0; i < m * n; ++i) {
-    if (out[i] != again[i]) return false;
-  }
-  return true;
+  Threads threads;
+  Multiply(threads, kernels, lhs.source, PackedSource(rhs.source, bytes), again.get());
+  if (!std::equal(out.get(), out.get() + m * n, again.get())) return false;
+  // On several threads, where there is work enough for them.
+  Multiply(threads, kernels, lhs.source, rhs.source, again.get());
+  return std::equal(out.get(), out.get() + m * n, again.get());
 }
 
 // Panels of any codes and scales at all: as the portable ones, to the byte.
@@ -167,7 +187,7 @@ bool CheckPanels(const MatmulKernels& kernels, int seed) {
   return true;
 }
 
-int Run() {
+int Run(int count) {
 #if MX_X86
   const MatmulKernels* const all[] = {&kMatmulPortable, &kMatmulAvx2, &kMatmulAvx512,
                                       &kMatmulAvx512Vnni, &kMatmulAvx512Bf16};
@@ -175,7 +195,7 @@ int Run() {
   const MatmulKernels* const all[] = {&kMatmulPortable};
 #endif
   for (int isa = 0; isa <= DetectedIsa(); ++isa) {
-    for (int seed = 0; seed < kNumProblems; ++seed) {
+    for (int seed = 0; seed < count; ++seed) {
       if (!CheckPanels(*all[isa], seed)) {
         std::printf("%s: panels of seed %d are wrong\n", IsaName(static_cast<Isa>(isa)), seed);
         return 1;
@@ -185,11 +205,12 @@ int Run() {
       return 1;
     }
   }
-  std::printf("%d products on each of %d instruction sets\n", kNumProblems, DetectedIsa() + 1);
+  std::printf("%d products on each of %d instruction sets\n", count, DetectedIsa() + 1);
   return 0;
 }
 
 }  // namespace
 }  // namespace mx
 
-int main() { return mx::Run(); }
+// The number of products may be given.
+int main(int argc, char** argv) { return mx::Run(argc > 1 ? std::atoi(argv[1]) : mx::kNumProblems); }
