@@ -45,17 +45,28 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def test_a_fitting_library_is_taken():
-    assert library.misfit(1, (0, 3), (0, 3)) is None
-    assert library.misfit(1, (0, 3), (0, 5)) is None
+    assert library.misfit(library.INTERFACE, (0, 3), (0, 3)) is None
+    assert library.misfit(library.INTERFACE, (0, 3), (0, 5)) is None
+
+
+def test_an_installed_library_serves_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One that is shadowed by the checkout's own package."""
+    monkeypatch.delenv(library.LIBRARY_VARIABLE, raising=False)
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
+    installed = tmp_path / "mx_jax" / "backends" / "cpu_ffi" / "native.abi3.so"
+    installed.parent.mkdir(parents=True)
+    installed.write_bytes(b"")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "elsewhere"), str(tmp_path)])
+    assert library.find() == installed
 
 
 @pytest.mark.parametrize(
     ("interface", "built", "runtime", "reason"),
     [
-        (2, (0, 3), (0, 3), "built from other sources (interface 2, not 1)"),
-        (1, (0, 5), (0, 3), "built for XLA FFI 0.5, but this jaxlib has 0.3"),
-        (1, (1, 0), (0, 3), "built for XLA FFI 1.0, but this jaxlib has 0.3"),
-        (1, (0, 3), None, "jaxlib does not say which FFI version it has"),
+        (0, (0, 3), (0, 3), f"built from other sources (interface 0, not {library.INTERFACE})"),
+        (library.INTERFACE, (0, 5), (0, 3), "built for XLA FFI 0.5, but this jaxlib has 0.3"),
+        (library.INTERFACE, (1, 0), (0, 3), "built for XLA FFI 1.0, but this jaxlib has 0.3"),
+        (library.INTERFACE, (0, 3), None, "jaxlib does not say which FFI version it has"),
     ],
 )
 def test_a_misfit_is_refused(interface, built, runtime, reason: str):

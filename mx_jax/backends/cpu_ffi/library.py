@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import os
 import re
+import sys
 import threading
 from pathlib import Path
 
@@ -21,8 +22,9 @@ LIBRARY_VARIABLE = "MX_JAX_CPU_LIBRARY"
 ISA_VARIABLE = "MX_JAX_CPU_ISA"
 
 # What `custom_calls/common/library.h` calls kInterface: what handlers take and give.
-_INTERFACE = 1
+INTERFACE = 2
 
+_FILE = "native.abi3.so"
 _NOT_BUILT = "not built: pip install . with a C++ compiler"
 
 _lock = threading.Lock()
@@ -34,7 +36,8 @@ class Library:
 
     Attributes:
       path: the file.
-      isa: the instruction set that runs: `"portable"`, `"avx2"`, `"avx512"` or `"avx512_vnni"`.
+      isa: the instruction set that runs: `"portable"`, `"avx2"`, `"avx512"`, `"avx512_vnni"` or
+        `"avx512_bf16"`.
       detected_isa: the best that this machine has.
       targets: names that `jax.ffi.ffi_call` takes.
     """
@@ -101,7 +104,11 @@ def _load() -> Library | str:
 
 
 def find() -> Path | None:
-    """The library's file: what the environment names, what was installed, or `build/` here."""
+    """The library's file: what the environment names, what was installed, or `build/` here.
+
+    A checkout on the path shadows an installed package; the library that was built for that one
+    serves the checkout too, if it fits.
+    """
     named = os.environ.get(LIBRARY_VARIABLE)
     if named:
         return None if named == "none" else Path(named)
@@ -109,8 +116,10 @@ def find() -> Path | None:
     spec = importlib.util.find_spec(f"{__package__}.native")
     if spec is not None and spec.origin is not None:
         return Path(spec.origin)
-    built = Path(__file__).parents[3] / "build" / "native.abi3.so"
-    return built if built.exists() else None
+    inside = Path(*__name__.split(".")[:-1], _FILE)
+    places = [Path(entry) / inside for entry in sys.path]
+    places.append(Path(__file__).parents[3] / "build" / _FILE)
+    return next((place for place in places if place.is_file()), None)
 
 
 def misfit(interface: int, built: tuple[int, int], runtime: tuple[int, int] | None) -> str | None:
@@ -121,8 +130,8 @@ def misfit(interface: int, built: tuple[int, int], runtime: tuple[int, int] | No
       built: (major, minor) of the FFI headers that it was built with.
       runtime: those of jaxlib; None where they are unknown.
     """
-    if interface != _INTERFACE:
-        return f"built from other sources (interface {interface}, not {_INTERFACE}); build it again"
+    if interface != INTERFACE:
+        return f"built from other sources (interface {interface}, not {INTERFACE}); build it again"
     if runtime is None:
         return "jaxlib does not say which FFI version it has: its headers are missing"
     if built[0] != runtime[0] or built[1] > runtime[1]:
