@@ -116,6 +116,7 @@ struct CodesProduct {
   const uint8_t* scales;
   int64_t panel_bytes;  // to the next panel's codes, and to its scales
   int panels;
+  uint8_t highest_scale;  // of all panels
   const char* lhs;
   int64_t lhs_stride;  // bytes to the next kTileRows rows
   int rows;

@@ -84,7 +84,7 @@ struct ThinPanels {
 // `count` panels of codes, which lie as `like` says, by all rows.
 inline void MultiplyThinCodes(const ThinProduct& task, const Source& like, int64_t num_chunks,
                               const char* codes, const uint8_t* scales, int64_t count,
-                              int64_t chunk, float* tiles) {
+                              uint8_t highest_scale, int64_t chunk, float* tiles) {
   CodesProduct p{};
   p.type = task.sizes.type;
   p.element = like.element;
@@ -95,6 +95,7 @@ inline void MultiplyThinCodes(const ThinProduct& task, const Source& like, int64
   p.scales = scales;
   p.panel_bytes = like.panel_bytes;
   p.panels = static_cast<int>(count);
+  p.highest_scale = highest_scale;
   p.lhs_stride = task.sizes.lhs_panel;
   p.tile_stride = ThinPanels::kLhsPanels * ThinPanels::kTile;
   p.clear = chunk == 0;
@@ -136,19 +137,20 @@ inline void RunThinPacked(const ThinProduct& task, ThinPanels* panels) {
   const Source& rhs = task.rhs;
   for (int64_t panel = 0; panel < panels->count;) {
     int64_t count = 0;
+    uint8_t highest = 0;
     const int64_t at = (panels->first + panel) * rhs.panel_bytes;
     for (; panel + count < panels->count; ++count) {
-      const char* summary =
-          reinterpret_cast<const char*>(rhs.summary) + at + count * rhs.panel_bytes;
-      if (!IsTame(*reinterpret_cast<const PanelSummary*>(summary), rhs.scale_kind, task.lhs_range))
-        break;
+      const PanelSummary& summary = *reinterpret_cast<const PanelSummary*>(
+          reinterpret_cast<const char*>(rhs.summary) + at + count * rhs.panel_bytes);
+      if (!IsTame(summary, rhs.scale_kind, task.lhs_range)) break;
+      highest = std::max(highest, summary.high);
     }
     if (count == 0) {
       RunThinUnpacked(task, panels, panel++);
       continue;
     }
     MultiplyThinCodes(task, rhs, task.sizes.chunks, static_cast<const char*>(rhs.elements) + at,
-                      rhs.scales + at, count, 0, panels->tiles[panel][0]);
+                      rhs.scales + at, count, highest, 0, panels->tiles[panel][0]);
     panel += count;
   }
 }
@@ -166,6 +168,7 @@ inline void RunThinStrided(const ThinProduct& task, ThinPanels* panels) {
     for (int64_t panel = 0; panel < panels->count; panel += 2) {
       const int64_t pair = codes ? std::min<int64_t>(2, panels->count - panel) : 0;
       bool tame = codes;
+      uint8_t highest = 0;
       Source like = slice;
       like.panel_bytes = SizesOfWeights(rhs.element, rhs.block, kTileColumns, slice.k).panel_bytes;
       for (int64_t j = 0; j < pair; ++j) {
@@ -173,12 +176,14 @@ inline void RunThinStrided(const ThinProduct& task, ThinPanels* panels) {
         task.kernels.pack_codes(slice, (panel + j) * kTileColumns, to);
         const PanelSummary* summary = reinterpret_cast<const PanelSummary*>(to + like.panel_bytes);
         tame = tame && IsTame(summary[-1], rhs.scale_kind, task.lhs_range);
+        highest = std::max(highest, summary[-1].high);
       }
       if (tame) {
         const int64_t code_bytes =
             SizesOfWeights(rhs.element, rhs.block, kTileColumns, slice.k).code_bytes;
         MultiplyThinCodes(task, like, count, packed.data(),
-                          reinterpret_cast<uint8_t*>(packed.data()) + code_bytes, pair, chunk,
+                          reinterpret_cast<uint8_t*>(packed.data()) + code_bytes, pair, highest,
+                          chunk,
                           panels->tiles[panel][0]);
         continue;
       }
