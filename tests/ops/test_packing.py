@@ -80,7 +80,7 @@ def test_packed_weights_take_half_a_byte_a_code():
 
 @built
 @pytest.mark.usefixtures("insist")
-@pytest.mark.parametrize("lhs", ["float32", "bfloat16", "same"])
+@pytest.mark.parametrize("lhs", ["float32", "wide", "bfloat16", "same"])
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 def test_packed_panels_of_any_kind(format: BlockFormat, lhs: str):
     """Ordinary panels beside one of any codes and one of extreme scales: as 70 rows have them."""
@@ -92,13 +92,29 @@ def test_packed_panels_of_any_kind(format: BlockFormat, lhs: str):
     codes[32:64] = rng.integers(0, 2**format.element.bits, codes[32:64].shape)
     scales[96:128] = rng.integers(0, 256, scales[96:128].shape)
     right = dataclasses.replace(right, codes=jnp.asarray(codes), scales=jnp.asarray(scales))
-    rows = left if lhs == "same" else left.dequantize(lhs)
+    rows = left if lhs == "same" else left.dequantize("bfloat16" if lhs == "bfloat16" else None)
+    if lhs == "wide":
+        # Some rows have ordinary values alone, others tiny or huge ones.
+        exponents = rng.integers(-60, 60, rows.shape) * (np.arange(70) % 3 == 1)[:, None]
+        rows = jnp.asarray(np.ldexp(np.asarray(rows), exponents), jnp.float32)
     packed, backend = pack(right), CpuFfiBackend()
     call = dataclasses.replace(case.call, lhs_format=format if lhs == "same" else None)
     many = backend.scaled_matmul(rows, right, call)
-    for m in (1, 2, 4, 6, 8, 9, 16, 40):
-        few = backend.packed_matmul(rows[:m], packed, dataclasses.replace(call, lhs_shape=(m, 600)))
-        assert_bitwise_equal(few, many[:m], what=f"{m} rows")
+    for first, m in (
+        (0, 1),
+        (1, 1),
+        (0, 2),
+        (2, 2),
+        (5, 4),
+        (0, 6),
+        (0, 8),
+        (0, 9),
+        (0, 16),
+        (0, 40),
+    ):
+        few = dataclasses.replace(call, lhs_shape=(m, 600))
+        actual = backend.packed_matmul(rows[first : first + m], packed, few)
+        assert_bitwise_equal(actual, many[first : first + m], what=f"rows {first}, {m} of them")
 
 
 # Where an MXArray may go --------------------------------------------------------------------------
