@@ -241,6 +241,23 @@ def test_kept_axes_are_sharded_without_gathering(mesh, lhs_spec, rhs_spec, out_s
     assert_bitwise_equal(actual, expected, what="product")
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_lowered_for_another_platform(packed: bool):
+    x, w = draw(4, 64), mx_jax.quantize(draw(32, 64), "mxfp4")
+    numbers = (((1,), (1,)), ((), ()))
+    product = jax.jit(
+        lambda x, w: mx_jax.dot_general(x, w, numbers, recipe=mx_jax.recipes.high_precision())
+    )
+    with only_backend("cpu_ffi"):
+        traced = product.trace(x, mx_jax.pack_weights(w) if packed else w)
+    targets = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cpu", "cuda")
+    }
+    assert "mx_jax_cpu_matmul" in targets["cpu"]
+    assert "mx_jax_cpu" not in targets["cuda"]
+
+
 def test_export_runs_on_its_platform():
     x, w = draw(40, 64), draw(64, 50)
     loaded = library.load()

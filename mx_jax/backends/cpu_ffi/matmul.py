@@ -1,5 +1,6 @@
 """Products by the compiled handler: which calls it takes, and how it is called."""
 
+import functools
 import math
 from typing import Literal
 
@@ -13,6 +14,7 @@ from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.cpu_ffi.product import TARGET, Side, Static, product
 from mx_jax.formats import WHOLE, BlockFormat
 from mx_jax.mxarray import MXArray
+from mx_jax.reference.matmul import scaled_matmul as reference
 
 ELEMENTS = ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8")
 _BLOCKS = (16, 32)
@@ -93,7 +95,21 @@ def rejects_format(format: BlockFormat) -> str | None:
 
 
 def scaled_matmul(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
-    """The product `[*batch, *m, *n]`, by the handler."""
+    """The product `[*batch, *m, *n]`: by the handler, or in plain JAX on another platform."""
+    return lax.platform_dependent(
+        lhs,
+        rhs,
+        cpu=functools.partial(_by_handler, call),
+        default=functools.partial(elsewhere, call),
+    )
+
+
+def elsewhere(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
+    """What is lowered for another platform than the CPU: the reference."""
+    return reference(lhs, rhs, call.dimension_numbers, call.out_dtype, call.precision)
+
+
+def _by_handler(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
     formats = [f for f in (call.lhs_format, call.rhs_format) if f is not None]
     left, left_scales = arrays(lhs, call.contracting_axes("lhs")[-1])
     right, right_scales = arrays(rhs, call.contracting_axes("rhs")[-1])

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.custom_batching import custom_vmap
 
 from mx_jax.backends.base import MatmulCall, Operand
@@ -38,7 +39,16 @@ class Static:
 
 
 def packed_matmul(lhs: Operand, rhs: PackedWeights, call: MatmulCall) -> jax.Array:
-    """The product `[*batch, *m, *n]`, by the handler. The bits are those of unpacked weights."""
+    """The product `[*batch, *m, *n]`, with the bits that unpacked weights give."""
+    return lax.platform_dependent(
+        lhs,
+        rhs,
+        cpu=functools.partial(_by_handler, call),
+        default=lambda lhs, rhs: matmul.elsewhere(call, lhs, rhs.unpack()),
+    )
+
+
+def _by_handler(call: MatmulCall, lhs: Operand, rhs: PackedWeights) -> jax.Array:
     contracting = call.contracting_axes("lhs")
     kept = [a for a in range(call.num_batch, lhs.ndim) if a not in contracting]
     elements, scales = matmul.arrays(lhs, contracting[-1])
