@@ -56,6 +56,14 @@ const Choice& TheChoice() {
 const char* IsaName(Isa isa) { return kNames[isa]; }
 Isa DetectedIsa() { return TheChoice().detected; }
 Isa CurrentIsa() { return TheChoice().current; }
+bool HasVbmi() {
+#if MX_X86
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512vbmi");
+#else
+  return false;
+#endif
+}
 bool IsaOverrideIsValid() { return TheChoice().valid; }
 
 }  // namespace mx

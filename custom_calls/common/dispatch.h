@@ -17,6 +17,9 @@ Isa DetectedIsa();
 // What runs: the one that MX_JAX_CPU_ISA names, or the detected one where it is unset.
 Isa CurrentIsa();
 
+// Whether this machine permutes bytes of AVX-512 vectors (VBMI).
+bool HasVbmi();
+
 // Whether MX_JAX_CPU_ISA, if set, names an instruction set that this machine has.
 bool IsaOverrideIsValid();
 

@@ -92,6 +92,27 @@ inline xla::ffi::Error ParseRule(std::string_view name, int32_t threshold,
   return InvalidArgument("mx_jax quantize: unknown rule='", name, "'");
 }
 
+// What a cast is told besides shapes, dtypes and blocks: mx_jax.backends.cpu_ffi.quantize.
+struct CastAttributes {
+  xla::ffi::Span<const int32_t> element;
+  std::string_view rounding;
+  int32_t random_bits;
+  std::string_view rule;
+  xla::ffi::Span<const int32_t> scale_element;
+  int32_t threshold;
+  bool has_tensor_scale;
+  bool packed;
+};
+
+inline xla::ffi::Error ParseCast(const CastAttributes& attributes, QuantizePlan* plan) {
+  MX_RETURN_IF_ERROR(ParseElement("quantize", "element", attributes.element, &plan->element));
+  MX_RETURN_IF_ERROR(
+      ParseRounding(attributes.rounding, attributes.random_bits, &plan->rounding));
+  plan->num_random_bits = attributes.random_bits;
+  return ParseRule(attributes.rule, attributes.threshold, attributes.scale_element, plan->element,
+                   &plan->rule);
+}
+
 // What scales mean: mx_jax.formats.ScaleFormat.kind.
 inline xla::ffi::Error ParseKind(const char* operation, std::string_view name,
                                  ScaleFormatKind* kind) {
@@ -109,10 +130,11 @@ inline xla::ffi::Error ParseKind(const char* operation, std::string_view name,
   return xla::ffi::Error::Success();
 }
 
-// The first operand of `rest`: float32, one number for each of equal parts of the slices.
+// Operand `index` of `rest`: float32, one number for each of equal parts of the slices.
 inline xla::ffi::Error TakeTensorScale(const char* operation, const xla::ffi::RemainingArgs& rest,
-                                       int64_t outer, const float** scales, int64_t* count) {
-  auto scale = rest.get<xla::ffi::AnyBuffer>(0);
+                                       size_t index, int64_t outer, const float** scales,
+                                       int64_t* count) {
+  auto scale = rest.get<xla::ffi::AnyBuffer>(index);
   if (scale.has_error()) return scale.error();
   *count = static_cast<int64_t>(scale->element_count());
   if (scale->element_type() != xla::ffi::F32 || (outer != 0 && *count < 1) ||

@@ -68,20 +68,13 @@ ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer
                            ", got ", rest.size());
   }
   if (has_tensor_scale) {
-    MX_RETURN_IF_ERROR(TakeTensorScale("dequantize", rest, geometry.outer, &plan.tensor_scales,
+    MX_RETURN_IF_ERROR(TakeTensorScale("dequantize", rest, 0, geometry.outer, &plan.tensor_scales,
                                        &plan.num_tensor_scales));
   }
   plan.codes = static_cast<const uint8_t*>(codes.untyped_data());
   plan.scales = scales.untyped_data();
   plan.out = out->untyped_data();
-  plan.outer = geometry.outer;
-  plan.length = geometry.length;
-  plan.inner = geometry.inner;
-  plan.block = geometry.block;
-  plan.blocks_per_row = geometry.num_blocks;
-  if (packed && plan.element.bits != 8) {
-    plan.row_bytes = PackedLength(geometry.length, plan.element.bits);
-  }
+  FillPlan(geometry, packed, &plan);
   for (int32_t code = 0; code < 256; ++code) plan.values[code] = Decode(code, plan.element);
   if (geometry.outer * geometry.inner * geometry.num_blocks != 0) {
     ShareBlocks(pool, plan, Pick(kKernels));

@@ -84,6 +84,18 @@ xla::ffi::Error FindGeometry(const char* operation, const Shape& shape,
   return xla::ffi::Error::Success();
 }
 
+// Where the blocks of a plan lie; its element is known.
+template <class Plan>
+void FillPlan(const Geometry& geometry, bool packed, Plan* plan) {
+  plan->outer = geometry.outer;
+  plan->length = geometry.length;
+  plan->inner = geometry.inner;
+  plan->block = geometry.block;
+  plan->blocks_per_row = geometry.num_blocks;
+  plan->row_bytes =
+      packed && plan->element.bits != 8 ? PackedLength(geometry.length, plan->element.bits) : 0;
+}
+
 }  // namespace mx
 
 #endif  // MX_JAX_CUSTOM_CALLS_CPU_GEOMETRY_H_

@@ -33,18 +33,39 @@ struct QuantizePlan {
   ScaleRule rule;
   Rounding rounding;
   int32_t num_random_bits;
+  // Whether codes may go past the caches, where they lie in whole lines: lines that are written apart
+  // from each other, each to be read from memory first, cost more than all else; but small results
+  // are read again while they are in the cache.
+  bool streams;
 };
+
+// Elements from which on results are not expected to stay in a cache.
+constexpr int64_t kStreamedElements = 1 << 22;
+
+// Columns of a strip that is cast along both axes at once, of `inner`: whole blocks of the rows and
+// whole tiles, few enough that a strip of usual blocks stays in the second-level cache.
+MX_INLINE int64_t StripColumns(const QuantizePlan& rows) {
+  int64_t step = rows.block;
+  while (step % kColumnTile != 0) step += rows.block;
+  constexpr int64_t kEnough = 512;
+  return step < kEnough ? (kEnough + step - 1) / step * step : step;
+}
 
 struct QuantizeKernels {
   // Blocks begin..end - 1 of `outer * blocks_per_row`; inner is 1.
   void (*rows)(const QuantizePlan& plan, int64_t begin, int64_t end);
   // Tiles begin..end - 1 of `outer * blocks_per_row * ceil(inner / kColumnTile)`; codes not packed.
   void (*columns)(const QuantizePlan& plan, int64_t begin, int64_t end);
+  // One array in two casts, whose plans are `rows`, `[outer * length, inner, 1]`, and `columns`,
+  // `[outer, length, inner]`: strips begin..end - 1 of
+  // `outer * columns.blocks_per_row * ceil(inner / StripColumns(rows))`.
+  void (*both)(const QuantizePlan& rows, const QuantizePlan& columns, int64_t begin, int64_t end);
 };
 
 extern const QuantizeKernels kQuantizePortable;
 extern const QuantizeKernels kQuantizeAvx2;
 extern const QuantizeKernels kQuantizeAvx512;
+extern const QuantizeKernels kQuantizeAvx512Vbmi;
 
 }  // namespace mx
 

@@ -5,9 +5,10 @@
 namespace mx {
 namespace {
 #include "cpu/quantize_body.inc"
+#include "cpu/quantize_both_body.inc"
 }  // namespace
 
-const QuantizeKernels kQuantizeAvx2 = {Rows, Columns};
+const QuantizeKernels kQuantizeAvx2 = {Rows, Columns, Both<Rows, Columns>};
 
 }  // namespace mx
 #endif

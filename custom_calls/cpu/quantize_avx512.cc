@@ -11,9 +11,10 @@ namespace mx {
 namespace {
 #include "cpu/quantize_body.inc"
 #include "cpu/quantize_avx512.inc"
+#include "cpu/quantize_both_body.inc"
 }  // namespace
 
-const QuantizeKernels kQuantizeAvx512 = {Avx512Rows, Avx512Columns};
+const QuantizeKernels kQuantizeAvx512 = {Avx512Rows, Avx512Columns, Both<Avx512Rows, Avx512Columns>};
 
 }  // namespace mx
 #endif

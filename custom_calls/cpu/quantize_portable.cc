@@ -4,8 +4,9 @@
 namespace mx {
 namespace {
 #include "cpu/quantize_body.inc"
+#include "cpu/quantize_both_body.inc"
 }  // namespace
 
-const QuantizeKernels kQuantizePortable = {Rows, Columns};
+const QuantizeKernels kQuantizePortable = {Rows, Columns, Both<Rows, Columns>};
 
 }  // namespace mx

@@ -28,6 +28,21 @@ void ShareBlocks(Pool& pool, const Plan& plan, const Kernels& kernels) {
   });
 }
 
+// Runs both(begin, end) over the strips of two plans.
+template <class Pool, class Kernels>
+void ShareStrips(Pool& pool, const QuantizePlan& rows, const QuantizePlan& columns,
+                 const Kernels& kernels) {
+  const int64_t width = StripColumns(rows);
+  const int64_t strips =
+      columns.outer * columns.blocks_per_row * ((columns.inner + width - 1) / width);
+  const int64_t strip_elements = std::max<int64_t>(
+      std::min(columns.block, columns.length) * std::min(columns.inner, width), 1);
+  const int64_t step = std::max<int64_t>(kTaskElements / strip_elements, 1);
+  ParallelFor(pool, (strips + step - 1) / step, [&](int64_t task) {
+    kernels.both(rows, columns, task * step, std::min((task + 1) * step, strips));
+  });
+}
+
 }  // namespace mx
 
 #endif  // MX_JAX_CUSTOM_CALLS_CPU_SHARE_H_

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "common/dispatch.h"
@@ -32,11 +33,21 @@ float Widen(uint32_t bits, FloatType type) {
   return bits & 0x8000 ? -value : value;
 }
 
+// Memory that begins with a line, as XLA's does.
+struct FreeLines {
+  void operator()(uint8_t* data) const { ::operator delete[](data, std::align_val_t(64)); }
+};
+using Lines = std::unique_ptr<uint8_t[], FreeLines>;
+Lines MakeLines(int64_t size) {
+  return Lines(static_cast<uint8_t*>(::operator new[](size, std::align_val_t(64))));
+}
+
 // A random cast; arrays end where their memory ends, so that sanitizers see every step too far.
 struct Case {
   mx::QuantizePlan plan{};
   std::vector<uint32_t> patterns;  // of the input
-  std::unique_ptr<uint8_t[]> x, codes, scales;
+  std::unique_ptr<uint8_t[]> x, scales;
+  Lines codes;
   std::vector<int32_t> random_bits;
   std::vector<float> tensor_scales;
   int64_t size = 0, num_scales = 0, code_bytes = 0, scale_bytes = 0;
@@ -83,6 +94,14 @@ void DrawRule(Random& random, mx::QuantizePlan& plan) {
   }
 }
 
+int64_t DrawBlock(Random& random) {
+  const int64_t blocks[] = {1, 7, 16, 32, 32, 32, 64, 128, 2048};
+  return blocks[random.Below(9)];
+}
+
+// Roundings, operands and results of a cast whose rule and place are known.
+void DrawRest(Random& random, Case& test);
+
 Case Draw(uint64_t seed) {
   Random random(seed);
   Case test;
@@ -93,16 +112,66 @@ Case Draw(uint64_t seed) {
   plan.outer = 1 + random.Below(5);
   const bool rows = random.Below(2) == 0;
   plan.inner = rows ? 1 : 1 + random.Below(200);
-  const int64_t blocks[] = {1, 7, 16, 32, 32, 32, 64, 128, 2048};
-  plan.block = blocks[random.Below(9)];
+  plan.block = DrawBlock(random);
   plan.length = random.Below(2) == 0 ? plan.block * (1 + random.Below(40) * 32 / plan.block)
                                      : 1 + random.Below(rows ? 1500 : 150);
   plan.blocks_per_row = mx::CeilDivide(plan.length, plan.block);
+  test.size = plan.outer * plan.length * plan.inner;
+  DrawValues(random, test);
+  DrawRest(random, test);
+  return test;
+}
+
+// The columns of an array: usually wide enough for whole tiles, and with usual blocks.
+Case DrawColumns(uint64_t seed) {
+  Random random(seed);
+  Case test;
+  mx::QuantizePlan& plan = test.plan;
+  plan.element = mx::Derive(mx_test::kFormats[random.Below(9)].facts);
+  DrawRule(random, plan);
+  plan.type = static_cast<FloatType>(random.Below(3));
+  plan.outer = 1 + random.Below(3);
+  plan.inner = random.Below(3) == 0 ? 1 + random.Below(300) : 64 * (1 + random.Below(11));
+  plan.block = random.Below(2) == 0 ? 32 : DrawBlock(random);
+  plan.length = random.Below(2) == 0 ? 32 * (1 + random.Below(3)) : 1 + random.Below(100);
+  plan.blocks_per_row = mx::CeilDivide(plan.length, plan.block);
+  test.size = plan.outer * plan.length * plan.inner;
+  DrawValues(random, test);
+  DrawRest(random, test);
+  return test;
+}
+
+// The same array along its rows, mostly in the same format.
+Case DrawRowsOf(const Case& columns, uint64_t seed) {
+  Random random(seed ^ 0x5555);
+  Case test;
+  mx::QuantizePlan& plan = test.plan;
+  plan.element = columns.plan.element;
+  plan.rule = columns.plan.rule;
+  if (random.Below(3) == 0) {
+    plan.element = mx::Derive(mx_test::kFormats[random.Below(9)].facts);
+    DrawRule(random, plan);
+  }
+  plan.type = columns.plan.type;
+  plan.outer = columns.plan.outer * columns.plan.length;
+  plan.length = columns.plan.inner;
+  plan.inner = 1;
+  plan.block = random.Below(2) == 0 ? 32 : DrawBlock(random);
+  plan.blocks_per_row = mx::CeilDivide(plan.length, plan.block);
+  test.size = columns.size;
+  test.patterns = columns.patterns;
+  plan.x = columns.plan.x;
+  DrawRest(random, test);
+  return test;
+}
+
+void DrawRest(Random& random, Case& test) {
+  mx::QuantizePlan& plan = test.plan;
+  const bool rows = plan.inner == 1;
   plan.rounding = random.Below(2) == 0 ? Rounding::kNearest
                                        : static_cast<Rounding>(random.Below(4));
-  test.size = plan.outer * plan.length * plan.inner;
+  plan.streams = random.Below(2) == 0;
   test.num_scales = plan.outer * plan.blocks_per_row * plan.inner;
-  DrawValues(random, test);
   if (plan.rounding == Rounding::kStochastic) {
     plan.num_random_bits = static_cast<int32_t>(1 + random.Below(17));
     for (int64_t i = 0; i < test.size; ++i) {
@@ -119,17 +188,17 @@ Case Draw(uint64_t seed) {
     plan.num_tensor_scales = static_cast<int64_t>(test.tensor_scales.size());
   }
   const int32_t bits = plan.element.bits;
-  const bool packs = rows && bits != 8 && plan.block % mx::CodesPerGroup(bits) == 0 && random.Below(2) == 0;
+  const bool alone = test.x != nullptr;  // what is cast both ways is not packed
+  const bool packs = alone && rows && bits != 8 && plan.block % mx::CodesPerGroup(bits) == 0 && random.Below(2) == 0;
   plan.row_bytes = packs ? mx::PackedLength(plan.length, bits) : 0;
   const bool bytes = plan.rule.kind == mx::ScaleFormatKind::kExponent ||
                      plan.rule.kind == mx::ScaleFormatKind::kElement;
   test.code_bytes = packs ? plan.outer * plan.row_bytes : test.size;
   test.scale_bytes = test.num_scales * (bytes ? 1 : 4);
-  test.codes = std::make_unique<uint8_t[]>(test.code_bytes);
+  test.codes = MakeLines(test.code_bytes);
   test.scales = std::make_unique<uint8_t[]>(test.scale_bytes);
   plan.codes = test.codes.get();
   plan.scales = test.scales.get();
-  return test;
 }
 
 struct Expected {
@@ -206,6 +275,30 @@ void Run(const Plan& plan, const Kernels& kernels, uint64_t seed) {
   run(plan, cut, units);
 }
 
+bool CompareCodes(const Case& test, const Expected& expected) {
+  bool same = true;
+  for (int64_t i = 0; i < test.size; ++i) same &= CHECK_EQUAL(CodeAt(test, i), expected.codes[i]);
+  for (int64_t i = 0; i < test.num_scales; ++i) {
+    same &= CHECK_EQUAL(ScaleAt(test, i), expected.scales[i]);
+  }
+  return same;
+}
+
+// Both directions at once, in two parts.
+void CompareBoth(uint64_t seed, const mx::QuantizeKernels& quantize) {
+  mx::KeepSubnormals environment;
+  const Case columns = DrawColumns(seed);
+  const Case rows = DrawRowsOf(columns, seed);
+  const int64_t strips = columns.plan.outer * columns.plan.blocks_per_row *
+                         mx::CeilDivide(columns.plan.inner, mx::StripColumns(rows.plan));
+  const int64_t cut = Random(seed + 99).Below(strips + 1);
+  quantize.both(rows.plan, columns.plan, 0, cut);
+  quantize.both(rows.plan, columns.plan, cut, strips);
+  const bool same =
+      CompareCodes(rows, Plainly(rows)) & CompareCodes(columns, Plainly(columns));
+  if (!same) std::printf("  both ways, seed %llu\n", static_cast<unsigned long long>(seed));
+}
+
 // `kernels` on a case, against the plain loops; then the way back, against the values of the codes.
 void Compare(uint64_t seed, const mx::QuantizeKernels& quantize,
              const mx::DequantizeKernels& dequantize) {
@@ -213,11 +306,7 @@ void Compare(uint64_t seed, const mx::QuantizeKernels& quantize,
   Case test = Draw(seed);
   const Expected expected = Plainly(test);
   Run(test.plan, quantize, seed);
-  bool same = true;
-  for (int64_t i = 0; i < test.size; ++i) same &= CHECK_EQUAL(CodeAt(test, i), expected.codes[i]);
-  for (int64_t i = 0; i < test.num_scales; ++i) {
-    same &= CHECK_EQUAL(ScaleAt(test, i), expected.scales[i]);
-  }
+  bool same = CompareCodes(test, expected);
   const mx::QuantizePlan& plan = test.plan;
   mx::DequantizePlan back{};
   back.codes = plan.codes;
@@ -262,15 +351,20 @@ void Compare(uint64_t seed, const mx::QuantizeKernels& quantize,
 int main(int argc, char** argv) {
   const int64_t cases = argc > 1 ? std::atoll(argv[1]) : 300;
   const uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
-  for (int isa = 0; isa <= mx::DetectedIsa() && isa <= mx::kAvx512; ++isa) {
+  for (int isa = 0; isa <= mx::DetectedIsa() && isa <= mx::kAvx512Vnni; ++isa) {
     const mx::QuantizeKernels* quantize = &mx::kQuantizePortable;
     const mx::DequantizeKernels* dequantize = &mx::kDequantizePortable;
 #if MX_X86
     if (isa == mx::kAvx2) quantize = &mx::kQuantizeAvx2, dequantize = &mx::kDequantizeAvx2;
-    if (isa == mx::kAvx512) quantize = &mx::kQuantizeAvx512, dequantize = &mx::kDequantizeAvx512;
+    if (isa >= mx::kAvx512) quantize = &mx::kQuantizeAvx512, dequantize = &mx::kDequantizeAvx512;
+    if (isa > mx::kAvx512 && !mx::HasVbmi()) break;
+    if (isa > mx::kAvx512) quantize = &mx::kQuantizeAvx512Vbmi;
 #endif
-    for (int64_t i = 0; i < cases; ++i) Compare(first + i, *quantize, *dequantize);
-    std::printf("%s: %lld cases\n", mx::IsaName(static_cast<mx::Isa>(isa)),
+    for (int64_t i = 0; i < cases; ++i) {
+      Compare(first + i, *quantize, *dequantize);
+      CompareBoth(first + i, *quantize);
+    }
+    std::printf("%s: %lld cases of each kind\n", mx::IsaName(static_cast<mx::Isa>(isa)),
                 static_cast<long long>(cases));
   }
   return mx_test::Report();

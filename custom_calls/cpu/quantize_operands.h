@@ -1,0 +1,93 @@
+// Operands and results of the quantizing handlers, checked, and the kernels that they run.
+#ifndef MX_JAX_CUSTOM_CALLS_CPU_QUANTIZE_OPERANDS_H_
+#define MX_JAX_CUSTOM_CALLS_CPU_QUANTIZE_OPERANDS_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/checks.h"
+#include "common/dispatch.h"
+#include "cpu/attributes.h"
+#include "cpu/geometry.h"
+#include "cpu/quantize.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace mx {
+
+// The kernels of the instruction set that runs.
+inline const QuantizeKernels& ChosenQuantizeKernels() {
+#if MX_X86
+  // Not every machine with a later extension of AVX-512 has this one; today's have both.
+  if (CurrentIsa() > kAvx512 && HasVbmi()) return kQuantizeAvx512Vbmi;
+  static const QuantizeKernels* const kKernels[kNumIsas] = {
+      &kQuantizePortable, &kQuantizeAvx2, &kQuantizeAvx512, nullptr, nullptr};
+#else
+  static const QuantizeKernels* const kKernels[kNumIsas] = {&kQuantizePortable, nullptr, nullptr,
+                                                            nullptr, nullptr};
+#endif
+  return Pick(kKernels);
+}
+
+// How many operands follow x.
+inline size_t NumOperands(const CastAttributes& attributes) {
+  return (attributes.has_tensor_scale ? 1 : 0) + (attributes.random_bits != 0 ? 1 : 0);
+}
+
+inline xla::ffi::Error CheckCount(const xla::ffi::RemainingArgs& rest, size_t expected) {
+  if (rest.size() == expected) return xla::ffi::Error::Success();
+  return InvalidArgument("mx_jax quantize: needs ", expected, " operands after x: a tensor scale ",
+                         "where has_tensor_scale says so, and random bits for stochastic ",
+                         "rounding, got ", rest.size());
+}
+
+// From `first` on: `[tensor_scale]` and then `[random_bits]`, each where the attributes ask for it.
+inline xla::ffi::Error TakeOperands(const xla::ffi::RemainingArgs& rest, size_t first,
+                                    const xla::ffi::AnyBuffer& x, const CastAttributes& attributes,
+                                    QuantizePlan* plan) {
+  if (attributes.has_tensor_scale) {
+    MX_RETURN_IF_ERROR(TakeTensorScale("quantize", rest, first++, plan->outer,
+                                       &plan->tensor_scales, &plan->num_tensor_scales));
+  }
+  if (attributes.random_bits != 0) {
+    auto bits = rest.get<xla::ffi::AnyBuffer>(first);
+    if (bits.has_error()) return bits.error();
+    if (bits->element_type() != xla::ffi::S32 || !SameShape(bits->dimensions(), x.dimensions())) {
+      return InvalidArgument("mx_jax quantize: random_bits must be int32 of x.shape=",
+                             Shape(x.dimensions()), ", got random_bits.shape=",
+                             Shape(bits->dimensions()));
+    }
+    plan->random_bits = static_cast<const int32_t*>(bits->untyped_data());
+  }
+  return xla::ffi::Error::Success();
+}
+
+// The plan reads x and writes `codes` and `scales`, which must have the right shapes.
+inline xla::ffi::Error TakeResults(xla::ffi::AnyBuffer x, const Geometry& geometry, bool packed,
+                                   xla::ffi::AnyBuffer codes, xla::ffi::AnyBuffer scales,
+                                   QuantizePlan* plan) {
+  Dimensions expected(x.dimensions().begin(), x.dimensions().end());
+  const Dimensions scales_shape = ScalesShape(expected, geometry);
+  if (packed) expected.back() = PackedLength(expected.back(), plan->element.bits);
+  if (codes.element_type() != xla::ffi::U8 || !SameShape(codes.dimensions(), expected)) {
+    return InvalidArgument("mx_jax quantize: codes must be uint8 of shape ", Shape(expected),
+                           ", got codes.shape=", Shape(codes.dimensions()), " for x.shape=",
+                           Shape(x.dimensions()));
+  }
+  const bool bytes = plan->rule.kind == ScaleFormatKind::kExponent ||
+                     plan->rule.kind == ScaleFormatKind::kElement;
+  if (scales.element_type() != (bytes ? xla::ffi::U8 : xla::ffi::F32) ||
+      !SameShape(scales.dimensions(), scales_shape)) {
+    return InvalidArgument("mx_jax quantize: scales must be ", bytes ? "uint8" : "float32",
+                           " of shape ", Shape(scales_shape), ", got scales.shape=",
+                           Shape(scales.dimensions()), " for x.shape=", Shape(x.dimensions()));
+  }
+  plan->x = x.untyped_data();
+  plan->streams = static_cast<int64_t>(x.element_count()) >= kStreamedElements;
+  plan->codes = static_cast<uint8_t*>(codes.untyped_data());
+  plan->scales = scales.untyped_data();
+  return xla::ffi::Error::Success();
+}
+
+}  // namespace mx
+
+#endif  // MX_JAX_CUSTOM_CALLS_CPU_QUANTIZE_OPERANDS_H_
