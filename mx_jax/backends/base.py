@@ -110,6 +110,19 @@ class QuantizeCall:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizeBothCall:
+    """A tensor to be quantized twice, along different axes.
+
+    Attributes:
+      first: one cast.
+      second: the other, of the same shape and dtype.
+    """
+
+    first: QuantizeCall
+    second: QuantizeCall
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DequantizeCall:
     """An MXArray whose values are wanted.
 
@@ -157,7 +170,7 @@ class PackCall:
         return self.contracting == tuple(axes) and bool(self.kept)
 
 
-Call = MatmulCall | QuantizeCall | DequantizeCall | PackCall
+Call = MatmulCall | QuantizeCall | QuantizeBothCall | DequantizeCall | PackCall
 
 
 class Backend(Protocol):
@@ -197,6 +210,16 @@ class Backend(Protocol):
         """x quantized, without a gradient link."""
         ...
 
+    def quantize_both(
+        self,
+        x: jax.Array,
+        call: QuantizeBothCall,
+        random_bits: tuple[jax.Array | None, jax.Array | None],
+        tensor_scale: jax.Array | None,
+    ) -> tuple[MXArray, MXArray]:
+        """x quantized twice, as two calls of `quantize` would."""
+        ...
+
     def dequantize(self, x: MXArray, call: DequantizeCall) -> jax.Array:
         """The values of x in `call.dtype`, without a gradient link."""
         ...
@@ -213,7 +236,7 @@ class ProductsOnly:
 
     def rejects_other(self, call: Call) -> str | None:
         """Why a call that is no product is not taken."""
-        if isinstance(call, QuantizeCall):
+        if isinstance(call, QuantizeCall | QuantizeBothCall):
             return "quantizes nothing: XLA fuses the reference's own code"
         if isinstance(call, DequantizeCall):
             return "dequantizes nothing: XLA fuses the reference's own code"
@@ -228,6 +251,16 @@ class ProductsOnly:
     ) -> MXArray:
         """Never asked: `rejects` sends the call on."""
         raise AssertionError(f"the {self.name} backend rejects every QuantizeCall")
+
+    def quantize_both(
+        self,
+        x: jax.Array,
+        call: QuantizeBothCall,
+        random_bits: tuple[jax.Array | None, jax.Array | None],
+        tensor_scale: jax.Array | None,
+    ) -> tuple[MXArray, MXArray]:
+        """Never asked: `rejects` sends the call on."""
+        raise AssertionError(f"the {self.name} backend rejects every QuantizeBothCall")
 
     def dequantize(self, x: MXArray, call: DequantizeCall) -> jax.Array:
         """Never asked: `rejects` sends the call on."""

@@ -1,4 +1,4 @@
-"""The reference as a backend: plain jnp, takes every call on every platform."""
+"""The reference as a backend: plain jnp, takes every single call on every platform."""
 
 import dataclasses
 
@@ -10,6 +10,7 @@ from mx_jax.backends.base import (
     MatmulCall,
     Operand,
     PackCall,
+    QuantizeBothCall,
     QuantizeCall,
     Target,
 )
@@ -27,8 +28,8 @@ class ReferenceBackend:
     epsilon_bound: float = 2.0
 
     def rejects(self, call: Call, target: Target) -> str | None:
-        """None: everything is taken."""
-        return None
+        """None, except for pairs: `ops` makes two casts of one that nobody does in one."""
+        return "casts once at a time" if isinstance(call, QuantizeBothCall) else None
 
     def scaled_matmul(self, lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         """See `reference.matmul.scaled_matmul`."""
@@ -53,6 +54,16 @@ class ReferenceBackend:
             random_bits,
             tensor_scale,
         )
+
+    def quantize_both(
+        self,
+        x: jax.Array,
+        call: QuantizeBothCall,
+        random_bits: tuple[jax.Array | None, jax.Array | None],
+        tensor_scale: jax.Array | None,
+    ) -> tuple[MXArray, MXArray]:
+        """Never asked: `rejects` sends every pair of casts on."""
+        raise AssertionError("the reference backend rejects every QuantizeBothCall")
 
     def dequantize(self, x: MXArray, call: DequantizeCall) -> jax.Array:
         """See `MXArray.dequantize`."""

@@ -55,6 +55,21 @@ def select(call: Call, target: Target, backends: Sequence[Backend] = BACKENDS) -
     Raises:
       ValueError: if all reject, which happens only under `only_backend`; every reason is listed.
     """
+    choice, rejections = _ask(call, target, backends)
+    if choice is None:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in rejections)
+        raise ValueError(f"no backend takes {call} on {target}: {reasons}")
+    return choice
+
+
+def find(call: Call, target: Target, backends: Sequence[Backend] = BACKENDS) -> Choice | None:
+    """As `select`, for calls that can be made of others: None if all reject."""
+    return _ask(call, target, backends)[0]
+
+
+def _ask(
+    call: Call, target: Target, backends: Sequence[Backend]
+) -> tuple[Choice | None, list[tuple[str, str]]]:
     only = _only_backend.value
     rejections: list[tuple[str, str]] = []
     for backend in backends:
@@ -62,10 +77,9 @@ def select(call: Call, target: Target, backends: Sequence[Backend] = BACKENDS) -
         if only is not None and backend.name != only:
             reason = f"not asked: only_backend({only!r})"
         if reason is None:
-            return Choice(backend=backend, rejections=tuple(rejections))
+            return Choice(backend=backend, rejections=tuple(rejections)), rejections
         rejections.append((backend.name, reason))
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in rejections)
-    raise ValueError(f"no backend takes {call} on {target}: {reasons}")
+    return None, rejections
 
 
 def current_target(num_devices: int | None = None) -> Target:

@@ -20,6 +20,7 @@ from mx_jax.ops.matmul import (
     quantized_matmul,
     rhs_place,
 )
+from mx_jax.ops.quantize_both import Cast, quantize_operand_both, reads_once
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference import hadamard
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
@@ -118,8 +119,11 @@ def _matmul_fwd(static, lhs, rhs, lhs_primal, rhs_primal, key):
 def _matmul_bwd(static, saved, cotangent):
     lhs, rhs, lhs_primal, rhs_primal, key = saved
     left, right = (lhs, static.lhs_dtype, lhs_primal), (rhs, static.rhs_dtype, rhs_primal)
-    lhs_bars = cotangents(_grad_lhs, static, left, cotangent, rhs, key)
-    rhs_bars = cotangents(_grad_rhs, static, right, cotangent, lhs, key)
+    g_left = g_right = cotangent
+    if all(dtype is not None or primal is not None for _, dtype, primal in (left, right)):
+        g_left, g_right = quantize_cotangent(static, cotangent, key)
+    lhs_bars = cotangents(_grad_lhs, static, left, g_left, rhs, key)
+    rhs_bars = cotangents(_grad_rhs, static, right, g_right, lhs, key)
     lhs_bars = (_like(lhs_bars[0], lhs), _like(lhs_bars[1], lhs_primal))
     rhs_bars = (_like(rhs_bars[0], rhs), _like(rhs_bars[1], rhs_primal))
     if static.recipe.mask_clipped:
@@ -145,6 +149,32 @@ def _varying(x: jax.Array) -> frozenset[str]:
     """The shard_map axes along which a value differs, under either of JAX's names for them."""
     kind: Any = jax.typeof(x)
     return frozenset(kind.vma if hasattr(kind, "vma") else kind.mat.varying)
+
+
+def quantize_cotangent(
+    static: Static, g: jax.Array, key: jax.Array | None
+) -> tuple[Operand, Operand]:
+    """g for grad_lhs and for grad_rhs: quantized for both in one call, if a backend reads it once.
+
+    Otherwise, or where a product changes it first, as it is: the products quantize it themselves,
+    to the same bits.
+    """
+    casts, keys = [], []
+    for spec, (groups, is_lhs), product in (
+        (static.recipe.dlhs, static.groups.grad_lhs(), 1),
+        (static.recipe.drhs, static.groups.grad_rhs(), 2),
+    ):
+        own = spec.lhs
+        if own is None or own.prescale != 1.0 or spec.transform is not None:
+            return g, g
+        place = lhs_place(groups) if is_lhs else rhs_place(groups)
+        casts.append(Cast(own, place.blocks(own)))
+        drawn = operand_keys(fold_in(key, product))[0 if is_lhs else 1]
+        keys.append(drawn if own.rounding.random_bits else None)
+    if not reads_once(g, (casts[0], casts[1])):
+        return g, g
+    with jax.named_scope("grad_both"):
+        return quantize_operand_both(g, (casts[0], casts[1]), (keys[0], keys[1]))
 
 
 def cotangents(gradient, static, operand, g, other, key):
@@ -193,7 +223,7 @@ def _quantize_both(
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _grad_lhs(
-    static: Static, g: jax.Array, rhs: AnyOperand, bar: Bar, key: jax.Array | None
+    static: Static, g: Operand, rhs: AnyOperand, bar: Bar, key: jax.Array | None
 ) -> jax.Array:
     """`g rhs^T`, contracted over n, in lhs's order."""
     groups, g_is_lhs = static.groups.grad_lhs()
@@ -205,7 +235,7 @@ def _grad_lhs(
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _grad_rhs(
-    static: Static, g: jax.Array, lhs: AnyOperand, bar: Bar, key: jax.Array | None
+    static: Static, g: Operand, lhs: AnyOperand, bar: Bar, key: jax.Array | None
 ) -> jax.Array:
     """`lhs^T g`, contracted over m, in rhs's order."""
     groups, g_is_lhs = static.groups.grad_rhs()
@@ -219,7 +249,7 @@ def _gradient(
     spec: MatmulSpec,
     groups: Groups,
     g_is_lhs: bool,
-    g: jax.Array,
+    g: Operand,
     other: AnyOperand,
     bar: Bar,
     precision: Any,

@@ -17,14 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mx_jax.backends.base import Backend, Call, MatmulCall, Operand, QuantizeCall, Target
+from mx_jax.backends.base import (
+    Backend,
+    Call,
+    MatmulCall,
+    Operand,
+    QuantizeBothCall,
+    QuantizeCall,
+    Target,
+)
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.select import current_target
 from mx_jax.backends.table import BACKENDS
 from mx_jax.codecs.blocks import block_extent
 from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, WHOLE
 from mx_jax.mxarray import MXArray
-from mx_jax.reference.quantize import quantize
 from mx_jax.testing.cases import (
     LARGE_MATMUL_CASES,
     LARGE_QUANTIZE_CASES,
@@ -33,15 +40,19 @@ from mx_jax.testing.cases import (
     MatmulCase,
     QuantizeCase,
 )
-from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.dequantize_check import DEQUANTIZE_CASES, check_dequantize, dequantize_call
-from mx_jax.testing.draw import draw_any_bits, draw_few_octaves
+from mx_jax.testing.quantize_check import (
+    QUANTIZE_BOTH_CASES,
+    QuantizeBothCase,
+    check_quantize,
+    check_quantize_both,
+)
 
 Promise = Callable[[Call, Target], bool]
 
 
-def _everything(call: Call, target: Target) -> bool:
-    return True
+def _every_single_call(call: Call, target: Target) -> bool:
+    return not isinstance(call, QuantizeBothCall)
 
 
 def _whole_axis_float8_on_gpu(call: Call, target: Target) -> bool:
@@ -60,6 +71,8 @@ def _what_the_handlers_compute(call: Call, target: Target) -> bool:
         given = (call.lhs_format, call.rhs_format)
         small = max((*call.lhs_shape, *call.rhs_shape)) <= 1024
         return small and all(f is None or not f.scale.is_float32 for f in given)
+    if isinstance(call, QuantizeBothCall):
+        return True
     if isinstance(call, QuantizeCall) and call.scale_rule.name in ("gaussian", "four_over_six"):
         return False
     return len(call.blocks) == 1
@@ -78,7 +91,7 @@ def _few_bit_weights_on_hopper(call: Call, target: Target) -> bool:
 PROMISES: Mapping[str, Promise] = {
     "xla": _whole_axis_float8_on_gpu,
     "cpu_ffi": _what_the_handlers_compute,
-    "reference": _everything,
+    "reference": _every_single_call,
     "pallas_gpu": _few_bit_weights_on_hopper,
 }
 
@@ -97,7 +110,13 @@ _HALF_ULP = 2.0**-24
 
 STAGNATING_CASE = MatmulCase(lhs=MXFP8_E4M3, rhs=MXFP8_E4M3, m=(16,), n=(16,), k=(1024,))
 
-_ASKED_CASES = (*QUANTIZE_CASES, *MATMUL_CASES, *LARGE_QUANTIZE_CASES, *LARGE_MATMUL_CASES)
+_ASKED_CASES = (
+    *QUANTIZE_CASES,
+    *QUANTIZE_BOTH_CASES,
+    *MATMUL_CASES,
+    *LARGE_QUANTIZE_CASES,
+    *LARGE_MATMUL_CASES,
+)
 
 
 def check_answer(backend: Backend, promise: Promise, call: Call, target: Target) -> bool:
@@ -108,51 +127,6 @@ def check_answer(backend: Backend, promise: Promise, call: Call, target: Target)
     assert isinstance(reason, str) and reason, f"{backend.name} rejects {call} with {reason!r}"
     assert not promise(call, target), f"{backend.name} must take {call} on {target}: {reason}"
     return False
-
-
-def check_quantize(backend: Backend, case: QuantizeCase) -> None:
-    """Compare codes and scales with the reference's, on all kinds of floats."""
-    call = case.call
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(draw_any_bits(rng, case.shape, call.dtype))
-    _compare_quantize(backend, call, x, rng, None)
-    if call.format.tensor_scale and case.scale_rule is None:
-        tame = jnp.asarray(draw_few_octaves(rng, case.shape).astype(call.dtype))
-        given = jnp.full((1,) * x.ndim, 0.01, jnp.float32)
-        _compare_quantize(backend, call, tame, rng, given)
-
-
-def _compare_quantize(
-    backend: Backend,
-    call: QuantizeCall,
-    x: jax.Array,
-    rng: np.random.Generator,
-    tensor_scale: jax.Array | None,
-) -> None:
-    num_bits = call.rounding.random_bits
-    drawn = rng.integers(0, 1 << num_bits, x.shape, dtype=np.int32) if num_bits else None
-
-    @jax.jit
-    def both(x, bits, tensor_scale):
-        expected = quantize(
-            x,
-            call.format,
-            call.blocks,
-            call.scale_rule,
-            rounding=call.rounding,
-            random_bits=bits,
-            tensor_scale=tensor_scale,
-        )
-        return backend.quantize(x, call, bits, tensor_scale), expected
-
-    actual, expected = both(x, drawn, tensor_scale)
-    for fact in ("format", "blocks", "dtype"):
-        assert getattr(actual, fact) == getattr(expected, fact), fact
-    for name in ("codes", "scales", "tensor_scale"):
-        left, right = getattr(actual, name), getattr(expected, name)
-        assert (left is None) == (right is None), name
-        if right is not None:
-            assert_bitwise_equal(left, right, what=name)
 
 
 def exact_values(operand: Operand) -> np.ndarray:
@@ -277,6 +251,11 @@ class BackendSuite:
     def test_quantize(self, backend: Backend, case: QuantizeCase):
         if check_answer(backend, PROMISES[backend.name], case.call, current_target(1)):
             check_quantize(backend, case)
+
+    @pytest.mark.parametrize("case", QUANTIZE_BOTH_CASES, ids=str)
+    def test_quantize_both(self, backend: Backend, case: QuantizeBothCase):
+        if check_answer(backend, PROMISES[backend.name], case.call, current_target(1)):
+            check_quantize_both(backend, case)
 
     @pytest.mark.parametrize("case", DEQUANTIZE_CASES, ids=str)
     def test_dequantize(self, backend: Backend, case: QuantizeCase):

@@ -217,6 +217,7 @@ QUANTIZE_CASES: tuple[QuantizeCase, ...] = (
     QuantizeCase(format=formats.NVFP4, shape=(3, 0)),
 )
 
+
 MATMUL_CASES: tuple[MatmulCase, ...] = (
     # Every format with itself; the contracted size is not a multiple of its block.
     *(MatmulCase(lhs=format, rhs=format, k=(90,)) for format in formats.BLOCK_FORMATS),

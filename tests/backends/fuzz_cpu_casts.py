@@ -3,6 +3,7 @@
 A program of its own, since MX_JAX_CPU_ISA is read once a process. Prints what it compared.
 """
 
+import dataclasses
 import sys
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax import formats
-from mx_jax.backends.base import DequantizeCall, QuantizeCall, Target
+from mx_jax.backends.base import DequantizeCall, QuantizeBothCall, QuantizeCall, Target
 from mx_jax.backends.cpu_ffi import CpuFfiBackend, library
 from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.reference.scale_rules import SCALE_RULES
@@ -59,7 +60,8 @@ def draw_values(rng: np.random.Generator, call: QuantizeCall) -> jax.Array:
 
 def check(rng: np.random.Generator) -> int:
     """Cast there and back by both; how many elements were compared."""
-    call = draw_case(rng).call
+    case = draw_case(rng)
+    call = case.call
     if HANDLERS.rejects(call, CPU):
         return 0
     x = draw_values(rng, call)
@@ -76,6 +78,33 @@ def check(rng: np.random.Generator) -> int:
     dequantize = (HANDLERS.dequantize, REFERENCE.dequantize)
     left, right = jax.jit(lambda q: [f(q, back) for f in dequantize])(q)
     assert_bitwise_equal(left, right, what=f"values of {back}")
+    return 2 * x.size + check_both(rng, case, x)
+
+
+def check_both(rng: np.random.Generator, case: QuantizeCase, x: jax.Array) -> int:
+    """Cast along another axis too, in one call."""
+    axes = [axis for axis in range(-x.ndim, 0) if axis != case.axis % x.ndim - x.ndim]
+    if not axes:
+        return 0
+    other = dataclasses.replace(case, axis=int(rng.choice(axes)))
+    if rng.random() < 0.3:
+        other = dataclasses.replace(other, rounding="away", block_size=None)
+    calls = (case.call, other.call)
+    call = QuantizeBothCall(first=calls[0], second=calls[1])
+    if HANDLERS.rejects(call, CPU):
+        return 0
+    bits = tuple(
+        jnp.asarray(rng.integers(0, 1 << n, x.shape, np.int32)) if n else None
+        for n in (c.rounding.random_bits for c in calls)
+    )
+
+    def run(x, bits):
+        expected = [REFERENCE.quantize(x, c, b, None) for c, b in zip(calls, bits, strict=True)]
+        return HANDLERS.quantize_both(x, call, bits, None), expected
+
+    for single, actual, expected in zip(calls, *jax.jit(run)(x, bits), strict=True):
+        assert_bitwise_equal(actual.codes, expected.codes, what=f"codes of both, {single}")
+        assert_bitwise_equal(actual.scales, expected.scales, what=f"scales of both, {single}")
     return 2 * x.size
 
 

@@ -136,7 +136,7 @@ def test_reasons(options, reason: str):
 def isas() -> list[str]:
     if isinstance(LOADED, str):
         return ["none"]
-    known = ["portable", "avx2", "avx512"]
+    known = ["portable", "avx2", "avx512", "avx512_vnni"]
     return known[: known.index(LOADED.detected_isa) + 1] if LOADED.detected_isa in known else known
 
 
@@ -144,7 +144,7 @@ def isas() -> list[str]:
 @pytest.mark.parametrize("isa", isas())
 def test_random_casts(isa: str):
     result = subprocess.run(
-        [sys.executable, ROOT / "tests" / "backends" / "fuzz_cpu_casts.py", "15"],
+        [sys.executable, ROOT / "tests" / "backends" / "fuzz_cpu_casts.py", "9"],
         env=os.environ | {"PYTHONPATH": str(ROOT), "MX_JAX_CPU_ISA": isa, "XLA_FLAGS": ""},
         capture_output=True,
         text=True,

@@ -25,6 +25,7 @@ PUBLIC = {
         "matmul",
         "pack_weights",
         "quantize",
+        "quantize_both",
         "ragged_dot",
     },
     "mx_jax.formats": {

@@ -14,6 +14,7 @@ from mx_jax.backends.base import (
     MatmulCall,
     Operand,
     PackCall,
+    QuantizeBothCall,
     QuantizeCall,
     Target,
 )
@@ -23,6 +24,7 @@ from mx_jax.backends.cpu_ffi import (
     matmul,
     packed_product,
     quantize,
+    quantize_both,
     weights,
 )
 from mx_jax.codecs.explicit_axes import has_explicit_axes
@@ -55,6 +57,8 @@ class CpuFfiBackend:
             return loaded
         if isinstance(call, QuantizeCall):
             return quantize.rejects(call)
+        if isinstance(call, QuantizeBothCall):
+            return quantize_both.rejects(call)
         if isinstance(call, DequantizeCall):
             return dequantize.rejects(call)
         if isinstance(call, PackCall):
@@ -79,6 +83,16 @@ class CpuFfiBackend:
     ) -> MXArray:
         """See `quantize.quantize`."""
         return quantize.quantize(x, call, random_bits, tensor_scale)
+
+    def quantize_both(
+        self,
+        x: jax.Array,
+        call: QuantizeBothCall,
+        random_bits: tuple[jax.Array | None, jax.Array | None],
+        tensor_scale: jax.Array | None,
+    ) -> tuple[MXArray, MXArray]:
+        """See `quantize_both.quantize_both`."""
+        return quantize_both.quantize_both(x, call, random_bits, tensor_scale)
 
     def dequantize(self, x: MXArray, call: DequantizeCall) -> jax.Array:
         """See `dequantize.dequantize`."""

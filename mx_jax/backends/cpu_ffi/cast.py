@@ -32,10 +32,12 @@ class Entry:
     Attributes:
       per: how often there is an entry; a tensor has one for each batch, or one for all.
       dtype: of the entries; None for an operand, which has its own.
+      blocks: those that have an entry each: axes from the end with block sizes.
     """
 
     per: Literal["element", "block", "tensor"]
     dtype: np.dtype | None = None
+    blocks: Blocks = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class Cast:
       target: the handler's name.
       attributes: the handler's attributes, sorted; tuples of numbers stand for arrays, whose dtype
         is the first entry.
-      blocks: axes from the end with block sizes.
+      blocks: every axis that blocks lie along, from the end, with their size.
       operands: what the operands hold.
       results: what the results hold.
     """
@@ -59,7 +61,7 @@ class Cast:
 
     def shape_of(self, entry: Entry, shape: Shape) -> Shape:
         """Shape of an operand or result, given the tensor's."""
-        return scales_shape(shape, self.blocks) if entry.per == "block" else shape
+        return scales_shape(shape, entry.blocks) if entry.per == "block" else shape
 
 
 def hashable(attributes: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -138,30 +140,37 @@ def _factors(cast: Cast, shapes: tuple[Shape, ...]) -> _Factors:
     shape = shapes[0]
     sizes: dict[str, int] = {}
     replicated: list[str] = []
-    names = {per: [f"a{axis}" for axis in range(len(shape))] for per in ("element", "block")}
+    elements = [f"a{axis}" for axis in range(len(shape))]
     for axis, size in cast.blocks:
         axis %= len(shape)
         inside, outside = f"c{axis}", f"b{axis}"
         replicated.append(inside)
-        names["element"][axis], names["block"][axis] = inside, outside
+        elements[axis] = inside
         if not isinstance(size, Whole) and shape[axis] > size and shape[axis] % size == 0:
-            names["element"][axis] = f"({outside} {inside})"
+            elements[axis] = f"({outside} {inside})"
             sizes[inside] = size
         else:
             replicated.append(outside)
+
+    def named(entry: Entry) -> list[str]:
+        blocked = {axis % len(shape) for axis, _ in entry.blocks}
+        return [f"b{axis}" if axis in blocked else name for axis, name in enumerate(elements)]
+
     given = []
     for entry, operand in zip(cast.operands, shapes, strict=True):
         if entry.per != "tensor":
-            given.append(names[entry.per])
+            given.append(named(entry))
             continue
         alone = [f"t{axis}" for axis in range(len(shape))]
         given.append(
             [a if n == 1 else f"a{i}" for i, (a, n) in enumerate(zip(alone, operand, strict=True))]
         )
         replicated += [name for name in given[-1] if name.startswith("t")]
-    results = [names[entry.per] for entry in cast.results]
+    results = [named(entry) for entry in cast.results]
     left, right = (", ".join(" ".join(each) for each in side) for side in (given, results))
-    return _Factors(rule=f"{left} -> {right}", replicated=tuple(replicated), sizes=sizes)
+    return _Factors(
+        rule=f"{left} -> {right}", replicated=tuple(dict.fromkeys(replicated)), sizes=sizes
+    )
 
 
 def _partition(cast: Cast, shapes: tuple[Shape, ...], mesh: Any, given: Any, wanted: Any) -> Any:

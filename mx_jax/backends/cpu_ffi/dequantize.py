@@ -34,7 +34,7 @@ def dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
         blocks=x.blocks,
         operands=(
             cast.Entry(per="element"),
-            cast.Entry(per="block"),
+            cast.Entry(per="block", blocks=x.blocks),
             *((cast.Entry(per="tensor"),) * has_tensor_scale),
         ),
         results=(cast.Entry(per="element", dtype=np.dtype(call.dtype)),),

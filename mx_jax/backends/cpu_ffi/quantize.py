@@ -52,7 +52,7 @@ def quantize(
     """x quantized by the handler."""
     x = jax.lax.stop_gradient(x)
     if call.format.tensor_scale and tensor_scale is None:
-        tensor_scale = _tensor_scale(x, call)
+        tensor_scale = tensor_scale_of(x, call)
     optional = {}
     if tensor_scale is not None:
         optional["tensor_scale"] = cast.Entry(per="tensor"), tensor_scale
@@ -69,14 +69,7 @@ def quantize(
     operands = (x, *(operand for _, operand in optional.values()))
     entries = tuple(entry for entry, _ in optional.values())
     codes, scales = cast.run(_cast(call, entries), operands, elsewhere)
-    return MXArray(
-        codes=codes,
-        scales=scales,
-        tensor_scale=tensor_scale,
-        format=call.format,
-        blocks=call.blocks,
-        dtype=np.dtype(x.dtype),
-    )
+    return as_mxarray(codes, scales, tensor_scale, call)
 
 
 def _cast(call: QuantizeCall, optional: tuple[cast.Entry, ...]) -> cast.Cast:
@@ -87,10 +80,29 @@ def _cast(call: QuantizeCall, optional: tuple[cast.Entry, ...]) -> cast.Cast:
         attributes=cast.hashable(given),
         blocks=call.blocks,
         operands=(cast.Entry(per="element"), *optional),
-        results=(
-            cast.Entry(per="element", dtype=np.dtype("uint8")),
-            cast.Entry(per="block", dtype=call.format.scale.storage_dtype),
-        ),
+        results=results(call),
+    )
+
+
+def results(call: QuantizeCall) -> tuple[cast.Entry, cast.Entry]:
+    """Codes and scales."""
+    return (
+        cast.Entry(per="element", dtype=np.dtype("uint8")),
+        cast.Entry(per="block", dtype=call.format.scale.storage_dtype, blocks=call.blocks),
+    )
+
+
+def as_mxarray(
+    codes: jax.Array, scales: jax.Array, tensor_scale: jax.Array | None, call: QuantizeCall
+) -> MXArray:
+    """What the handler gave, as what backends return."""
+    return MXArray(
+        codes=codes,
+        scales=scales,
+        tensor_scale=tensor_scale,
+        format=call.format,
+        blocks=call.blocks,
+        dtype=np.dtype(call.dtype),
     )
 
 
@@ -131,7 +143,8 @@ def facts(element: ElementFormat) -> np.ndarray:
     return np.array(numbers, np.int32)
 
 
-def _tensor_scale(x: jax.Array, call: QuantizeCall) -> jax.Array:
+def tensor_scale_of(x: jax.Array, call: QuantizeCall) -> jax.Array:
+    """The scale of the whole tensor, from its largest finite block."""
     pieces, inside = split(x, call.blocks)
     magnitudes = float32.to_bits(pieces) & float32.ABS
     amax = jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)

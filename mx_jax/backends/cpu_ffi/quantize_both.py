@@ -1,0 +1,129 @@
+"""Quantizing along two axes at once by the compiled handler, which reads the array once."""
+
+import functools
+
+import jax
+
+from mx_jax.backends.base import QuantizeBothCall, QuantizeCall
+from mx_jax.backends.cpu_ffi import cast, quantize
+from mx_jax.codecs.blocks import Blocks, block_extent
+from mx_jax.formats import Whole
+from mx_jax.mxarray import MXArray
+from mx_jax.reference import quantize as reference
+
+TARGET = "mx_jax_cpu_quantize_both"
+
+# Rows that a strip holds in the cache while both casts read it.
+_LARGEST_BLOCK = 1024
+
+Bits = tuple[jax.Array | None, jax.Array | None]
+
+
+def rejects(call: QuantizeBothCall) -> str | None:
+    """Why the handler does not take both casts, or None."""
+    for single in (call.first, call.second):
+        reason = quantize.rejects(single) or _rejects_blocks(single.blocks)
+        if reason is not None:
+            return reason
+    last, other = _ordered(call)
+    (axis, size), (other_axis, _) = last.blocks[0], other.blocks[0]
+    if axis != -1 or other_axis == -1:
+        axes = (axis, other_axis)
+        return f"casts both ways along the last axis and another one, got axes {axes}"
+    if other_axis != -2 and last.shape[-1] % block_extent(size, last.shape[-1]):
+        return (
+            f"casts both ways along distant axes in whole blocks, got shape={last.shape}, "
+            f"blocks={last.blocks}"
+        )
+    if _tensor_rule(call.first) != _tensor_rule(call.second):
+        return "casts both ways with one tensor scale, got two formats or rules"
+    return None
+
+
+def quantize_both(
+    x: jax.Array, call: QuantizeBothCall, random_bits: Bits, tensor_scale: jax.Array | None
+) -> tuple[MXArray, MXArray]:
+    """x quantized twice by the handler."""
+    x = jax.lax.stop_gradient(x)
+    if call.first.format.tensor_scale and tensor_scale is None:
+        tensor_scale = quantize.tensor_scale_of(x, call.first)
+    last, other = _ordered(call)
+    swapped = last is not call.first
+    bits = random_bits[::-1] if swapped else random_bits
+    operands, entries = [x], [cast.Entry(per="element")]
+    for drawn in bits:
+        if tensor_scale is not None:
+            operands.append(tensor_scale)
+            entries.append(cast.Entry(per="tensor"))
+        if drawn is not None:
+            operands.append(drawn)
+            entries.append(cast.Entry(per="element"))
+    has_tensor_scale = tensor_scale is not None
+    described = cast.Cast(
+        target=TARGET,
+        attributes=cast.hashable(attributes((last, other), has_tensor_scale)),
+        blocks=other.blocks + last.blocks,
+        operands=tuple(entries),
+        results=quantize.results(last) + quantize.results(other),
+    )
+    elsewhere = functools.partial(_elsewhere, (last, other), has_tensor_scale)
+    codes, scales, other_codes, other_scales = cast.run(described, operands, elsewhere)
+    along_last = quantize.as_mxarray(codes, scales, tensor_scale, last)
+    along_other = quantize.as_mxarray(other_codes, other_scales, tensor_scale, other)
+    return (along_other, along_last) if swapped else (along_last, along_other)
+
+
+def _elsewhere(
+    calls: tuple[QuantizeCall, QuantizeCall], has_tensor_scale: bool, *operands: jax.Array
+) -> list[jax.Array]:
+    """The same results by the reference."""
+    x, *rest = operands
+    found = []
+    for call in calls:
+        q = reference.quantize(
+            x,
+            call.format,
+            call.blocks,
+            call.scale_rule,
+            rounding=call.rounding,
+            tensor_scale=rest.pop(0) if has_tensor_scale else None,
+            random_bits=rest.pop(0) if call.rounding.random_bits else None,
+        )
+        found += [q.codes, q.scales]
+    return found
+
+
+def attributes(
+    calls: tuple[QuantizeCall, QuantizeCall], has_tensor_scale: bool
+) -> dict[str, object]:
+    """What the handler is told: the single cast's attributes, of the last axis and of the other."""
+    return {
+        f"{prefix}_{name}": value
+        for prefix, call in zip(("last", "other"), calls, strict=True)
+        for name, value in (
+            quantize.attributes(call) | {"has_tensor_scale": has_tensor_scale}
+        ).items()
+    }
+
+
+def _rejects_blocks(blocks: Blocks) -> str | None:
+    sizes = [size for _, size in blocks]
+    if len(sizes) != 1 or isinstance(sizes[0], Whole):
+        return f"casts both ways along one axis each, got blocks={blocks}"
+    if sizes[0] > _LARGEST_BLOCK:
+        return f"casts both ways blocks <= {_LARGEST_BLOCK}, got blocks={blocks}"
+    return None
+
+
+def _ordered(call: QuantizeBothCall) -> tuple[QuantizeCall, QuantizeCall]:
+    """The cast along the last axis first, if there is one."""
+    if call.first.blocks[0][0] == -1:
+        return call.first, call.second
+    return call.second, call.first
+
+
+def _tensor_rule(call: QuantizeCall) -> tuple[object, object] | None:
+    """What the tensor scale depends on besides the tensor; None where there is none."""
+    if not call.format.tensor_scale:
+        return None
+    return call.scale_rule.largest_scale or call.format.scale.max, call.format.element.max

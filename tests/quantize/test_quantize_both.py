@@ -1,0 +1,112 @@
+"""quantize_both gives what two calls of quantize give, whatever JAX does to it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mx_jax
+from mx_jax.testing.compare import assert_bitwise_equal
+
+
+@pytest.fixture(params=["any", "cpu_ffi"])
+def x(request) -> jax.Array:
+    """Eight devices, where pairs are two casts; and one, where the handler may take them."""
+    from mx_jax.backends.cpu_ffi import library
+    from mx_jax.backends.select import only_backend
+
+    values = jax.random.normal(jax.random.key(0), (3, 40, 96))
+    if request.param == "any":
+        yield values
+    elif isinstance(library.load(), str):
+        pytest.skip("no handlers")
+    else:
+        with only_backend("cpu_ffi"):
+            yield values
+
+
+def singly(x, axes=(-1, -2), key=None, **options):
+    keys = (None, None) if key is None else jax.random.split(key)
+    return tuple(
+        mx_jax.quantize(x, axis=axis, key=k, **options) for axis, k in zip(axes, keys, strict=True)
+    )
+
+
+def check_same(actual, expected):
+    for left, right in zip(actual, expected, strict=True):
+        assert left.blocks == right.blocks and left.format == right.format
+        assert_bitwise_equal(left.codes, right.codes, what="codes")
+        assert_bitwise_equal(left.scales, right.scales, what="scales")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(format="mxfp8_e4m3", scale_rule="rceil"),
+        dict(format="nvfp4", axes=(0, -1)),
+        dict(format="mxfp4", rounding="stochastic", key=jax.random.key(1)),
+        dict(format="mxfp6_e2m3", block_size=16, axes=(1, 2)),
+    ],
+    ids=lambda options: options["format"],
+)
+def test_as_two_single_casts(options, x: jax.Array):
+    both = jax.jit(lambda x: (mx_jax.quantize_both(x, **options), singly(x, **options)))
+    check_same(*both(x))
+
+
+def codes(x):
+    return [(q.codes, q.scales) for q in mx_jax.quantize_both(x, "mxfp4")]
+
+
+def test_vmap_and_scan(x: jax.Array):
+    expected = jax.tree.leaves([(q.codes, q.scales) for q in singly(x, format="mxfp4")])
+    for actual in (jax.vmap(codes)(x), jax.lax.map(codes, x)):
+        for left, right in zip(jax.tree.leaves(actual), expected, strict=True):
+            assert_bitwise_equal(left, right)
+
+
+def test_gradients_pass_straight_through_both(x: jax.Array):
+    weights = jax.random.normal(jax.random.key(2), (2, *x.shape))
+
+    def loss(x):
+        pair = mx_jax.quantize_both(x, "mxfp8_e4m3")
+        return sum((q.dequantize() * w).sum() for q, w in zip(pair, weights, strict=True))
+
+    for function in (loss, jax.checkpoint(loss)):
+        assert_bitwise_equal(jax.jit(jax.grad(function))(x), weights[0] + weights[1])
+
+
+def test_sharded_input(x: jax.Array):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    wide = jnp.concatenate([x, x], axis=1)[:, :64, :64]
+    sharded = jax.device_put(wide, NamedSharding(mesh, PartitionSpec(None, "a", "b")))
+    check_same(
+        jax.jit(lambda x: mx_jax.quantize_both(x, "mxfp8_e4m3"))(sharded),
+        singly(wide, format="mxfp8_e4m3"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(axes=(-1,)), ValueError, "quantize_both: needs two axes, got axes=(-1,)"),
+        (
+            dict(axes=(1, -1)),
+            ValueError,
+            "needs two different axes, got axes=(1, -1) for shape=(2, 32)",
+        ),
+        (dict(axes=(0, 2)), ValueError, "axis=2 is out of range for shape=(2, 32)"),
+        (dict(rounding="stochastic"), ValueError, "quantize_both: stochastic rounding needs a key"),
+        (dict(tensor_scale=1.0), ValueError, "format=mxfp4 has no tensor scale"),
+    ],
+)
+def test_bad_input(options, error, message: str):
+    with pytest.raises(error, match=re.escape(message)):
+        mx_jax.quantize_both(jnp.ones((2, 32)), "mxfp4", **options)
+
+
+def test_integers_are_refused():
+    with pytest.raises(TypeError, match="quantize_both: needs float32, bfloat16 or float16 input"):
+        mx_jax.quantize_both(jnp.ones((2, 32), jnp.int32), "mxfp4")
