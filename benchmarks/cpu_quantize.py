@@ -1,11 +1,14 @@
 """Casts of the CPU library, beside a copy of the same bytes, the reference and other libraries.
 
-Every case reads one array and writes another. The bound is a handler that moves as many bytes and
+Every case reads one array and writes another, or two: `both` quantizes along either axis, and stands
+beside two single casts of ours. NVFP4 must look at everything once more, for its tensor scale. The
+bound is a handler that moves as many bytes and
 computes nothing: it runs in the same rounds. One thread, pinned; process CPU time; malloc keeps its
 pages, so that results do not lie on fresh ones; see `benchmarks.timing`.
 """
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,22 +17,24 @@ import jax.numpy as jnp
 
 from benchmarks import peers, report
 from benchmarks.timing import Case, Samples, measure, ratio
-from mx_jax.backends.base import DequantizeCall
-from mx_jax.backends.cpu_ffi import CpuFfiBackend, dequantize, quantize
+from mx_jax.backends.base import DequantizeCall, QuantizeBothCall, QuantizeCall
+from mx_jax.backends.cpu_ffi import CpuFfiBackend, dequantize, quantize, quantize_both
 from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.formats import block_format
 from mx_jax.testing.cases import QuantizeCase
 
 HANDLERS, REFERENCE = CpuFfiBackend(), ReferenceBackend()
-OURS, COPY, PLAIN = "cpu_ffi", "copy", "plain JAX"
+OURS, COPY, PLAIN, TWO = "cpu_ffi", "copy", "plain JAX", "two single casts"
 FORMATS = (
     ("mxfp8_e4m3", "rceil"),
     ("mxfp6_e2m3", "even"),
     ("mxfp4", "even"),
     ("mxint8", "floor"),
     ("nvfp4", "amax"),
+    ("mxfp4_2d", "even"),
 )
 DTYPES = ("float32", "bfloat16")
+OPERATIONS = (("quantize", -1), ("quantize", 0), ("both", -1), ("pack", -1), ("dequantize", -1))
 
 
 def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -42,8 +47,9 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         (operation, name, rule, dtype, axis)
         for dtype in DTYPES
         for name, rule in FORMATS
-        for operation, axis in (("quantize", -1), ("quantize", 0), ("pack", -1), ("dequantize", -1))
+        for operation, axis in OPERATIONS
         if operation != "pack" or block_format(name).element.bits < 8
+        if (operation in ("quantize", "dequantize") and axis == -1) or not _is_square(name)
     ]
     result = []
     with report.progress(len(wanted)) as step:
@@ -51,6 +57,10 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
             step(f"{operation} {name} {dtype} axis {axis}")
             result.append(_row(options, operation, name, rule, dtype, axis))
     return result
+
+
+def _is_square(name: str) -> bool:
+    return block_format(name).block[0] != 1
 
 
 def _row(
@@ -63,11 +73,14 @@ def _row(
     left_out: dict[str, str] = {}
     if operation == "dequantize":
         cases = _back(call, x)
+    elif operation == "both":
+        other = dataclasses.replace(call, blocks=((-2, call.blocks[0][1]),))
+        cases = _both(QuantizeBothCall(first=call, second=other), x)
     elif operation == "pack":
         cases = _packed(call, x)
     else:
         cases = _there(call, x)
-    if options.peers and axis == -1 and operation != "pack":
+    if options.peers and axis == -1 and operation in ("quantize", "dequantize"):
         for peer in peers.PEERS:
             case = peers.make(peer, operation, name, rule, x)
             if isinstance(case, str):
@@ -120,7 +133,27 @@ def _there(call: Any, x: jax.Array) -> list[Case]:
 
     out = jax.eval_shape(by(HANDLERS), x)
     cases = [_case(OURS, by(HANDLERS), x), _case(PLAIN, by(REFERENCE), x)]
-    return [*cases, copy_case(x, out)]
+    return [*cases, copy_case(_read(x, call), out)]
+
+
+def _read(x: jax.Array, call: QuantizeCall) -> list[jax.Array]:
+    """What a cast has to read: a tensor scale is known only after a first look at everything."""
+    return [x] * (1 + call.format.tensor_scale)
+
+
+def _both(call: QuantizeBothCall, x: jax.Array) -> list[Case]:
+    def once(x):
+        return HANDLERS.quantize_both(x, call, (None, None), None)
+
+    def twice(backend):
+        return lambda x: [
+            backend.quantize(x, single, None, None) for single in (call.first, call.second)
+        ]
+
+    assert quantize_both.rejects(call) is None
+    out = jax.eval_shape(once, x)
+    cases = [_case(OURS, once, x), _case(TWO, twice(HANDLERS), x)]
+    return [*cases, _case(PLAIN, twice(REFERENCE), x), copy_case(_read(x, call.first), out)]
 
 
 def _packed(call: Any, x: jax.Array) -> list[Case]:
@@ -171,7 +204,8 @@ def sheets(result: list[dict[str, Any]]) -> list[report.Sheet]:
     )
     for row in result:
         ours = row["timings"][OURS]["cpu_ms"]
-        title = f"{row['operation']} {row['format']}, {row['dtype']}, axis {row['axis']}"
+        where = "both axes" if row["operation"] == "both" else f"axis {row['axis']}"
+        title = f"{row['operation']} {row['format']}, {row['dtype']}, {where}"
         faster = row["times_faster_than"]
         sheet.rows.append(
             [

@@ -23,6 +23,8 @@ struct DequantizePlan {
   int64_t inner;
   int64_t block;
   int64_t blocks_per_row;
+  int64_t rows;        // of two-dimensional blocks, `[outer, rows, length]`, inner being 1
+  int64_t block_rows;  // of each of them; 0 where blocks have one dimension
   int64_t row_bytes;  // of a row of packed codes; 0 where each code has a byte
   ElementFormat element;
   ScaleFormatKind kind;
@@ -35,6 +37,8 @@ struct DequantizeKernels {
   void (*rows)(const DequantizePlan& plan, int64_t begin, int64_t end);
   // Tiles begin..end - 1 of `outer * blocks_per_row * ceil(inner / kColumnTile)`; codes not packed.
   void (*columns)(const DequantizePlan& plan, int64_t begin, int64_t end);
+  // Two-dimensional blocks begin..end - 1 of `outer * ceil(rows / block_rows) * blocks_per_row`.
+  void (*squares)(const DequantizePlan& plan, int64_t begin, int64_t end);
 };
 
 extern const DequantizeKernels kDequantizePortable;

@@ -5,9 +5,11 @@
 namespace mx {
 namespace {
 #include "cpu/dequantize_body.inc"
+#include "cpu/squares_body.inc"
+#include "cpu/dequantize_squares_body.inc"
 }  // namespace
 
-const DequantizeKernels kDequantizeAvx2 = {Rows, Columns};
+const DequantizeKernels kDequantizeAvx2 = {Rows, Columns, Squares};
 
 }  // namespace mx
 #endif

@@ -8,10 +8,12 @@
 namespace mx {
 namespace {
 #include "cpu/dequantize_body.inc"
+#include "cpu/squares_body.inc"
+#include "cpu/dequantize_squares_body.inc"
 #include "cpu/dequantize_avx512.inc"
 }  // namespace
 
-const DequantizeKernels kDequantizeAvx512 = {Avx512Rows, Avx512Columns};
+const DequantizeKernels kDequantizeAvx512 = {Avx512Rows, Avx512Columns, Squares};
 
 }  // namespace mx
 #endif

@@ -4,8 +4,10 @@
 namespace mx {
 namespace {
 #include "cpu/dequantize_body.inc"
+#include "cpu/squares_body.inc"
+#include "cpu/dequantize_squares_body.inc"
 }  // namespace
 
-const DequantizeKernels kDequantizePortable = {Rows, Columns};
+const DequantizeKernels kDequantizePortable = {Rows, Columns, Squares};
 
 }  // namespace mx

@@ -18,13 +18,16 @@ struct BlockedAxis {
   int64_t size;
 };
 
-// An array as `[outer, length, inner]` with blocks along `length`.
+// An array as `[outer, length, inner]` with blocks along `length`. Two-dimensional blocks, of the
+// last two axes, make it `[outer, rows, length]` instead, with blocks of `block_rows` by `block`.
 struct Geometry {
   int64_t outer = 1;
   int64_t length = 1;
   int64_t inner = 1;
   int64_t block = 1;
-  int64_t num_blocks = 1;
+  int64_t num_blocks = 1;  // along `length`
+  int64_t rows = 1;
+  int64_t block_rows = 0;  // 0: one-dimensional
   std::vector<BlockedAxis> axes;  // ascending
 };
 
@@ -46,7 +49,7 @@ inline Dimensions ScalesShape(Dimensions shape, const Geometry& geometry) {
 }
 
 // `blocks` is flat: axis from the end, size; a size of 0 is the whole axis. Several axes must be
-// neighbours and whole: then they are one.
+// neighbours and whole: then they are one; or the last two.
 template <class Shape>
 xla::ffi::Error FindGeometry(const char* operation, const Shape& shape,
                              xla::ffi::Span<const int64_t> blocks, Geometry* geometry) {
@@ -70,8 +73,19 @@ xla::ffi::Error FindGeometry(const char* operation, const Shape& shape,
     const int64_t extent = shape[axis] > 0 ? shape[axis] : 1;
     geometry->axes.push_back({axis, size == 0 ? extent : size});
   }
+  if (geometry->axes.size() == 2 && !whole && geometry->axes.back().axis == rank - 1) {
+    for (int64_t axis = 0; axis < rank - 2; ++axis) geometry->outer *= shape[axis];
+    geometry->rows = shape[rank - 2];
+    geometry->length = shape[rank - 1];
+    geometry->block_rows = geometry->axes.front().size;
+    geometry->block = geometry->axes.back().size;
+    geometry->num_blocks = CeilDivide(geometry->length, geometry->block);
+    return xla::ffi::Error::Success();
+  }
   if (geometry->axes.size() > 1 && !whole) {
-    return InvalidArgument("mx_jax ", operation, ": several blocked axes must be whole");
+    return InvalidArgument("mx_jax ", operation, ": several blocked axes must be whole, or the ",
+                           "last two, got ", geometry->axes.size(), " axes from axis=", blocks[0],
+                           " on");
   }
   const int64_t first = geometry->axes.front().axis, last = geometry->axes.back().axis;
   for (int64_t axis = 0; axis < rank; ++axis) {
@@ -92,6 +106,8 @@ void FillPlan(const Geometry& geometry, bool packed, Plan* plan) {
   plan->inner = geometry.inner;
   plan->block = geometry.block;
   plan->blocks_per_row = geometry.num_blocks;
+  plan->rows = geometry.rows;
+  plan->block_rows = geometry.block_rows;
   plan->row_bytes =
       packed && plan->element.bits != 8 ? PackedLength(geometry.length, plan->element.bits) : 0;
 }

@@ -28,6 +28,8 @@ struct QuantizePlan {
   int64_t inner;
   int64_t block;
   int64_t blocks_per_row;
+  int64_t rows;        // of two-dimensional blocks, `[outer, rows, length]`, inner being 1
+  int64_t block_rows;  // of each of them; 0 where blocks have one dimension
   int64_t row_bytes;  // of a row of packed codes; 0 where each code has a byte
   ElementFormat element;
   ScaleRule rule;
@@ -56,10 +58,15 @@ struct QuantizeKernels {
   void (*rows)(const QuantizePlan& plan, int64_t begin, int64_t end);
   // Tiles begin..end - 1 of `outer * blocks_per_row * ceil(inner / kColumnTile)`; codes not packed.
   void (*columns)(const QuantizePlan& plan, int64_t begin, int64_t end);
+  // Two-dimensional blocks begin..end - 1 of `outer * ceil(rows / block_rows) * blocks_per_row`.
+  void (*squares)(const QuantizePlan& plan, int64_t begin, int64_t end);
   // One array in two casts, whose plans are `rows`, `[outer * length, inner, 1]`, and `columns`,
   // `[outer, length, inner]`: strips begin..end - 1 of
   // `outer * columns.blocks_per_row * ceil(inner / StripColumns(rows))`.
   void (*both)(const QuantizePlan& rows, const QuantizePlan& columns, int64_t begin, int64_t end);
+  // Patterns of the largest magnitude in runs begin..end - 1, of those blocks that have neither NaN
+  // nor Inf; runs are `outer` rows where inner is 1, else `outer * blocks_per_row` rows of blocks.
+  void (*amax)(const QuantizePlan& plan, int64_t begin, int64_t end, int32_t* amax);
 };
 
 extern const QuantizeKernels kQuantizePortable;

@@ -10,11 +10,15 @@
 namespace mx {
 namespace {
 #include "cpu/quantize_body.inc"
+#include "cpu/quantize_amax_body.inc"
+#include "cpu/squares_body.inc"
+#include "cpu/quantize_squares_body.inc"
 #include "cpu/quantize_avx512.inc"
 #include "cpu/quantize_both_body.inc"
+#include "cpu/quantize_both_avx512.inc"
 }  // namespace
 
-const QuantizeKernels kQuantizeAvx512 = {Avx512Rows, Avx512Columns, Both<Avx512Rows, Avx512Columns>};
+const QuantizeKernels kQuantizeAvx512 = {Avx512Rows, Avx512Columns, Squares, Avx512Both, Amax};
 
 }  // namespace mx
 #endif

@@ -8,12 +8,16 @@
 namespace mx {
 namespace {
 #include "cpu/quantize_body.inc"
+#include "cpu/quantize_amax_body.inc"
+#include "cpu/squares_body.inc"
+#include "cpu/quantize_squares_body.inc"
 #include "cpu/quantize_avx512.inc"
 #include "cpu/quantize_both_body.inc"
+#include "cpu/quantize_both_avx512.inc"
 #include "cpu/quantize_words_vbmi.inc"
 }  // namespace
 
-const QuantizeKernels kQuantizeAvx512Vbmi = {VbmiRows, VbmiColumns, VbmiBoth};
+const QuantizeKernels kQuantizeAvx512Vbmi = {VbmiRows, VbmiColumns, Squares, VbmiBoth, Amax};
 
 }  // namespace mx
 #endif

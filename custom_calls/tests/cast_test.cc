@@ -141,6 +141,27 @@ Case DrawColumns(uint64_t seed) {
   return test;
 }
 
+// Two-dimensional blocks.
+Case DrawSquares(uint64_t seed) {
+  Random random(seed ^ 0x3333);
+  Case test;
+  mx::QuantizePlan& plan = test.plan;
+  plan.element = mx::Derive(mx_test::kFormats[random.Below(9)].facts);
+  DrawRule(random, plan);
+  plan.type = static_cast<FloatType>(random.Below(3));
+  plan.outer = 1 + random.Below(3);
+  plan.inner = 1;
+  plan.rows = 1 + random.Below(80);
+  plan.length = 1 + random.Below(200);
+  plan.block_rows = random.Below(2) == 0 ? 16 : 1 + random.Below(40);
+  plan.block = DrawBlock(random);
+  plan.blocks_per_row = mx::CeilDivide(plan.length, plan.block);
+  test.size = plan.outer * plan.rows * plan.length;
+  DrawValues(random, test);
+  DrawRest(random, test);
+  return test;
+}
+
 // The same array along its rows, mostly in the same format.
 Case DrawRowsOf(const Case& columns, uint64_t seed) {
   Random random(seed ^ 0x5555);
@@ -172,6 +193,7 @@ void DrawRest(Random& random, Case& test) {
                                        : static_cast<Rounding>(random.Below(4));
   plan.streams = random.Below(2) == 0;
   test.num_scales = plan.outer * plan.blocks_per_row * plan.inner;
+  if (plan.block_rows != 0) test.num_scales *= mx::CeilDivide(plan.rows, plan.block_rows);
   if (plan.rounding == Rounding::kStochastic) {
     plan.num_random_bits = static_cast<int32_t>(1 + random.Below(17));
     for (int64_t i = 0; i < test.size; ++i) {
@@ -188,7 +210,8 @@ void DrawRest(Random& random, Case& test) {
     plan.num_tensor_scales = static_cast<int64_t>(test.tensor_scales.size());
   }
   const int32_t bits = plan.element.bits;
-  const bool alone = test.x != nullptr;  // what is cast both ways is not packed
+  // What is cast both ways, or in squares, is not packed.
+  const bool alone = test.x != nullptr && plan.block_rows == 0;
   const bool packs = alone && rows && bits != 8 && plan.block % mx::CodesPerGroup(bits) == 0 && random.Below(2) == 0;
   plan.row_bytes = packs ? mx::PackedLength(plan.length, bits) : 0;
   const bool bytes = plan.rule.kind == mx::ScaleFormatKind::kExponent ||
@@ -299,6 +322,74 @@ void CompareBoth(uint64_t seed, const mx::QuantizeKernels& quantize) {
   if (!same) std::printf("  both ways, seed %llu\n", static_cast<unsigned long long>(seed));
 }
 
+// The index of the scale of an element.
+int64_t SquareOf(const mx::QuantizePlan& plan, int64_t index) {
+  const int64_t row = index / plan.length;
+  const int64_t square_row = row / plan.rows * mx::CeilDivide(plan.rows, plan.block_rows) +
+                             row % plan.rows / plan.block_rows;
+  return square_row * plan.blocks_per_row + index % plan.length / plan.block;
+}
+
+// Two-dimensional blocks, there and back.
+void CompareSquares(uint64_t seed, const mx::QuantizeKernels& quantize,
+                    const mx::DequantizeKernels& dequantize) {
+  mx::KeepSubnormals environment;
+  const Case test = DrawSquares(seed);
+  const mx::QuantizePlan& plan = test.plan;
+  quantize.squares(plan, 0, test.num_scales / 2);
+  quantize.squares(plan, test.num_scales / 2, test.num_scales);
+  std::vector<uint32_t> amax(test.num_scales, 0);
+  for (int64_t i = 0; i < test.size; ++i) {
+    uint32_t& largest = amax[SquareOf(plan, i)];
+    largest = std::max(largest, mx::BitsOf(Widen(test.patterns[i], plan.type)) & mx::kAbs);
+  }
+  const auto tensor_of = [&plan](int64_t i) {
+    const int64_t slice = i / (plan.rows * plan.length);
+    return plan.tensor_scales == nullptr
+               ? nullptr
+               : plan.tensor_scales + slice / (plan.outer / plan.num_tensor_scales);
+  };
+  mx::DequantizePlan back{};
+  back.codes = plan.codes, back.scales = plan.scales;
+  back.tensor_scales = plan.tensor_scales, back.num_tensor_scales = plan.num_tensor_scales;
+  back.outer = plan.outer, back.length = plan.length, back.inner = 1, back.rows = plan.rows;
+  back.block = plan.block, back.block_rows = plan.block_rows;
+  back.blocks_per_row = plan.blocks_per_row;
+  back.element = plan.element, back.kind = plan.rule.kind;
+  back.scale_element = plan.rule.scale_element;
+  for (int32_t code = 0; code < 256; ++code) back.values[code] = mx::Decode(code, plan.element);
+  auto values = std::make_unique<float[]>(test.size);
+  back.out = values.get();
+  dequantize.squares(back, 0, test.num_scales);
+  bool same = true;
+  for (int64_t i = 0; i < test.size; ++i) {
+    const float* tensor = tensor_of(i);
+    const mx::BlockScale scale = mx::ScaleOf(amax[SquareOf(plan, i)], plan.rule, tensor);
+    same &= CHECK_EQUAL(ScaleAt(test, SquareOf(plan, i)), scale.stored);
+    const bool divides = plan.rule.kind == mx::ScaleFormatKind::kMultiplier;
+    const float x = Widen(test.patterns[i], plan.type);
+    const float y = divides ? x / scale.factor : x * scale.factor;
+    const uint32_t drawn =
+        plan.random_bits == nullptr ? 0 : static_cast<uint32_t>(plan.random_bits[i]);
+    const uint32_t nan = static_cast<uint32_t>(std::max(plan.element.nan_code, 0));
+    const uint32_t code = scale.is_nan ? nan
+                                       : mx::Encode(mx::BitsOf(y), plan.element, plan.rounding,
+                                                    plan.num_random_bits, drawn);
+    same &= CHECK_EQUAL(test.codes[i], static_cast<uint8_t>(code));
+    float factor = mx::FloatOf(scale.stored);
+    if (back.kind == mx::ScaleFormatKind::kExponent) factor = mx::DecodeE8m0(scale.stored);
+    if (back.kind == mx::ScaleFormatKind::kElement) {
+      factor = mx::Decode(scale.stored, back.scale_element);
+      if (tensor != nullptr) factor = *tensor * factor;
+    }
+    const float value = mx::Decode(test.codes[i], plan.element);
+    float wanted = back.kind == mx::ScaleFormatKind::kDivisor ? value / factor : value * factor;
+    if (wanted != wanted) wanted = mx::FloatOf(mx::kNan);
+    same &= CHECK_EQUAL(mx::BitsOf(values[i]), mx::BitsOf(wanted));
+  }
+  if (!same) std::printf("  squares, seed %llu\n", static_cast<unsigned long long>(seed));
+}
+
 // `kernels` on a case, against the plain loops; then the way back, against the values of the codes.
 void Compare(uint64_t seed, const mx::QuantizeKernels& quantize,
              const mx::DequantizeKernels& dequantize) {
@@ -363,6 +454,7 @@ int main(int argc, char** argv) {
     for (int64_t i = 0; i < cases; ++i) {
       Compare(first + i, *quantize, *dequantize);
       CompareBoth(first + i, *quantize);
+      CompareSquares(first + i, *quantize, *dequantize);
     }
     std::printf("%s: %lld cases of each kind\n", mx::IsaName(static_cast<mx::Isa>(isa)),
                 static_cast<long long>(cases));

@@ -75,7 +75,7 @@ def _what_the_handlers_compute(call: Call, target: Target) -> bool:
         return True
     if isinstance(call, QuantizeCall) and call.scale_rule.name in ("gaussian", "four_over_six"):
         return False
-    return len(call.blocks) == 1
+    return len(call.blocks) == 1 or [axis for axis, _ in call.blocks] == [-2, -1]
 
 
 def _few_bit_weights_on_hopper(call: Call, target: Target) -> bool:

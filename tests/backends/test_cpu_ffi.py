@@ -122,11 +122,14 @@ def test_other_platforms_are_rejected():
     ("options", "reason"),
     [
         (dict(format=MXFP4, scale_rule="gaussian"), "computes no scales by the rule 'gaussian'"),
-        (dict(format=mx_jax.formats.MXFP4_2D), "takes no two-dimensional blocks"),
+        (
+            dict(format=mx_jax.formats.MXFP4_2D, shape=(64, 64, 2), axis=1),
+            "takes two-dimensional blocks of the last two axes, got blocks=((-3, 32), (-2, 32))",
+        ),
     ],
 )
 def test_reasons(options, reason: str):
-    call = QuantizeCase(shape=(64, 64), **options).call
+    call = QuantizeCase(**({"shape": (64, 64)} | options)).call
     assert reason in str(CpuFfiBackend().rejects(call, CPU))
 
 
@@ -183,7 +186,19 @@ WRONG_CALLS = {
     "pairs": (dict(blocks=np.array([-1])), "blocks must be pairs of axis and size"),
     "size": (dict(blocks=np.array([-1, -5])), "sizes >= 0"),
     "apart": (dict(blocks=np.array([-1, 0, -2, 0])), "neighbours, ascending"),
-    "two": (dict(blocks=np.array([-2, 32, -1, 32])), "several blocked axes must be whole"),
+    "two": (dict(blocks=np.array([-2, 32, -1, 32])), r"scales must be uint8 of shape \(1, 2\)"),
+    "two others": (
+        dict(x=jnp.ones((4, 8, 2)), blocks=np.array([-3, 2, -2, 4])),
+        "several blocked axes must be whole, or the last two, got 2 axes from axis=-3 on",
+    ),
+    "two, packed": (
+        dict(
+            packed=True,
+            blocks=np.array([-2, 32, -1, 32]),
+            scales=jax.ShapeDtypeStruct((1, 2), U8),
+        ),
+        "blocks along the last axis",
+    ),
     "element": (dict(element=np.arange(8, dtype=np.int32)), "element must be the 8 facts"),
     "rounding": (dict(rounding="up"), "unknown rounding='up'"),
     "random bits": (dict(random_bits=np.int32(3)), "0 for others, got random_bits=3"),

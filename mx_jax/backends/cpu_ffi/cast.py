@@ -19,7 +19,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.codecs.blocks import Blocks, scales_shape
-from mx_jax.formats import Whole
+from mx_jax.formats import WHOLE, Whole
 
 Arrays = Sequence[jax.Array]
 Shape = tuple[int, ...]
@@ -70,6 +70,12 @@ def hashable(attributes: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
         (name, (value.dtype.name, *value.tolist()) if isinstance(value, np.ndarray) else value)
         for name, value in sorted(attributes.items())
     )
+
+
+def flat_blocks(blocks: Blocks) -> np.ndarray:
+    """Axis from the end and size, in turn, ascending; 0 stands for WHOLE."""
+    pairs = [(axis, 0 if size is WHOLE else size) for axis, size in sorted(blocks)]
+    return np.array(pairs, np.int64).reshape(-1)
 
 
 def run(cast: Cast, operands: Arrays, elsewhere: Callable[..., Arrays]) -> Arrays:

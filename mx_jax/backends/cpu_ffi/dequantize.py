@@ -8,7 +8,7 @@ import numpy as np
 
 from mx_jax.backends.base import DequantizeCall
 from mx_jax.backends.cpu_ffi import cast
-from mx_jax.backends.cpu_ffi.quantize import facts, flat_blocks, rejects_blocks
+from mx_jax.backends.cpu_ffi.quantize import facts, rejects_blocks
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
@@ -53,7 +53,7 @@ def attributes(format: BlockFormat, blocks: Blocks) -> dict[str, object]:
     """What the handler is told about an array, besides shapes and dtypes."""
     of = format.scale.element
     return {
-        "blocks": flat_blocks(blocks),
+        "blocks": cast.flat_blocks(blocks),
         "element": facts(format.element),
         "kind": format.scale.kind,
         "scale_element": np.zeros(0, np.int32) if of is None else facts(of),

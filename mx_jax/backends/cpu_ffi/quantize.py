@@ -6,8 +6,8 @@ import numpy as np
 
 from mx_jax.backends.base import QuantizeCall
 from mx_jax.backends.cpu_ffi import cast
-from mx_jax.codecs import float32
-from mx_jax.codecs.blocks import Blocks, split
+from mx_jax.backends.cpu_ffi.tensor_scale import tensor_scale_of
+from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import WHOLE, ElementFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.reference import quantize as reference
@@ -36,8 +36,8 @@ def rejects_blocks(blocks: Blocks) -> str | None:
     axes = sorted(axis for axis, _ in blocks)
     if not axes:
         return "needs a blocked axis"
-    if len(axes) > 1 and any(size is not WHOLE for _, size in blocks):
-        return f"takes no two-dimensional blocks, got blocks={blocks}"
+    if axes != [-2, -1] and len(axes) > 1 and any(size is not WHOLE for _, size in blocks):
+        return f"takes two-dimensional blocks of the last two axes, got blocks={blocks}"
     if axes != list(range(axes[0], axes[-1] + 1)):
         return f"needs neighbouring blocked axes, got blocks={blocks}"
     return None
@@ -112,7 +112,7 @@ def attributes(call: QuantizeCall) -> dict[str, object]:
     scale_element = call.format.scale.element
     threshold = None if rule.threshold is None else rule.threshold(call.format.element)
     return {
-        "blocks": flat_blocks(call.blocks),
+        "blocks": cast.flat_blocks(call.blocks),
         "element": facts(call.format.element),
         "rounding": call.rounding.name,
         "random_bits": np.int32(call.rounding.random_bits),
@@ -120,12 +120,6 @@ def attributes(call: QuantizeCall) -> dict[str, object]:
         "scale_element": np.zeros(0, np.int32) if scale_element is None else facts(scale_element),
         "threshold": np.int32(threshold or 0),
     }
-
-
-def flat_blocks(blocks: Blocks) -> np.ndarray:
-    """Axis from the end and size, in turn, ascending; 0 stands for WHOLE."""
-    pairs = [(axis, 0 if size is WHOLE else size) for axis, size in sorted(blocks)]
-    return np.array(pairs, np.int64).reshape(-1)
 
 
 def facts(element: ElementFormat) -> np.ndarray:
@@ -141,12 +135,3 @@ def facts(element: ElementFormat) -> np.ndarray:
         element.negative_extra,
     )
     return np.array(numbers, np.int32)
-
-
-def tensor_scale_of(x: jax.Array, call: QuantizeCall) -> jax.Array:
-    """The scale of the whole tensor, from its largest finite block."""
-    pieces, inside = split(x, call.blocks)
-    magnitudes = float32.to_bits(pieces) & float32.ABS
-    amax = jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)
-    largest_scale = call.scale_rule.largest_scale or call.format.scale.max
-    return reference.tensor_scale_of(amax, largest_scale * call.format.element.max, x.ndim)

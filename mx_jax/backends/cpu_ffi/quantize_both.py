@@ -6,6 +6,7 @@ import jax
 
 from mx_jax.backends.base import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.cpu_ffi import cast, quantize
+from mx_jax.backends.cpu_ffi.tensor_scale import tensor_scale_of
 from mx_jax.codecs.blocks import Blocks, block_extent
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray
@@ -46,7 +47,7 @@ def quantize_both(
     """x quantized twice by the handler."""
     x = jax.lax.stop_gradient(x)
     if call.first.format.tensor_scale and tensor_scale is None:
-        tensor_scale = quantize.tensor_scale_of(x, call.first)
+        tensor_scale = tensor_scale_of(x, call.first)
     last, other = _ordered(call)
     swapped = last is not call.first
     bits = random_bits[::-1] if swapped else random_bits
