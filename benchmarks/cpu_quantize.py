@@ -1,10 +1,10 @@
 """Casts of the CPU library, beside a copy of the same bytes, the reference and other libraries.
 
-Every case reads one array and writes another, or two: `both` quantizes along either axis, and stands
-beside two single casts of ours. NVFP4 must look at everything once more, for its tensor scale. The
-bound is a handler that moves as many bytes and
-computes nothing: it runs in the same rounds. One thread, pinned; process CPU time; malloc keeps its
-pages, so that results do not lie on fresh ones; see `benchmarks.timing`.
+Every case reads one array and writes another, or two: `both` quantizes along either axis, and
+stands beside two single casts of ours. NVFP4 must look at everything once more, for its tensor
+scale. The bound is a handler that moves as many bytes and computes nothing: it runs in the same
+rounds. One thread, pinned; process CPU time; malloc keeps its pages, so that results do not lie on
+fresh ones; see `benchmarks.timing`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The handler that finds a tensor's largest finite block: the reference's tensor scale, NaN or not."""
+"""The handler that finds a tensor's largest finite block gives the reference's tensor scale."""
 
 import jax
 import jax.numpy as jnp

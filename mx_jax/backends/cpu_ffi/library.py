@@ -22,7 +22,7 @@ LIBRARY_VARIABLE = "MX_JAX_CPU_LIBRARY"
 ISA_VARIABLE = "MX_JAX_CPU_ISA"
 
 # What `custom_calls/common/library.h` calls kInterface: what handlers take and give.
-INTERFACE = 2
+INTERFACE = 3
 
 _FILE = "native.abi3.so"
 _NOT_BUILT = "not built: pip install . with a C++ compiler"
