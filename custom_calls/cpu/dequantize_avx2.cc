@@ -9,7 +9,7 @@ namespace {
 #include "cpu/dequantize_squares_body.inc"
 }  // namespace
 
-const DequantizeKernels kDequantizeAvx2 = {Rows, Columns, Squares};
+const DequantizeKernels kDequantizeAvx2 = {Rows, Columns, Squares<Rows>};
 
 }  // namespace mx
 #endif

@@ -8,12 +8,12 @@
 namespace mx {
 namespace {
 #include "cpu/dequantize_body.inc"
+#include "cpu/dequantize_avx512.inc"
 #include "cpu/squares_body.inc"
 #include "cpu/dequantize_squares_body.inc"
-#include "cpu/dequantize_avx512.inc"
 }  // namespace
 
-const DequantizeKernels kDequantizeAvx512 = {Avx512Rows, Avx512Columns, Squares};
+const DequantizeKernels kDequantizeAvx512 = {Avx512Rows, Avx512Columns, Squares<Avx512Rows>};
 
 }  // namespace mx
 #endif

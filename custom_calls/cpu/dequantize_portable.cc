@@ -8,6 +8,6 @@ namespace {
 #include "cpu/dequantize_squares_body.inc"
 }  // namespace
 
-const DequantizeKernels kDequantizePortable = {Rows, Columns, Squares};
+const DequantizeKernels kDequantizePortable = {Rows, Columns, Squares<Rows>};
 
 }  // namespace mx
