@@ -32,12 +32,12 @@ from mx_jax.backends.base import Operand
 from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul
 from mx_jax.backends.pallas_gpu.weights import pack
 from mx_jax.backends.select import current_target
-from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, BlockFormat
+from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul
 from mx_jax.testing.cases import MatmulCase
 
-FORMATS = {format.name: format for format in (MXFP4, MXFP8_E4M3, MXFP8_E5M2)}
+FORMATS = {format.name: format for format in (*MX_FORMATS, NVFP4)}
 KERNEL, BASELINE, DEQUANTIZE = "pallas_gpu", "bf16 dot", "dequantize, dot"
 # Bytes and bfloat16 operations a second, from NVIDIA's data sheets (dense).
 PEAKS = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12)}
@@ -57,6 +57,7 @@ CHECKS = (
         for sizes in _SIZES
     ),
     MatmulCase(lhs=MXFP8_E4M3, rhs=MXFP4, m=(70,), n=(300,), k=(640,)),
+    MatmulCase(lhs=NVFP4, rhs=NVFP4, m=(70,), n=(300,), k=(640,)),
 )
 
 
@@ -113,8 +114,7 @@ def products(
         if packed is None:
             return w
         w = mx_jax.quantize(w, format)
-        batch = jax.tree.map(lambda a: a[None], (w.codes, w.scales))
-        return pack(*batch, w.format, w.dtype) if packed else w
+        return pack(jax.tree.map(lambda a: a[None], w)) if packed else w
 
     def dot(x, w):
         return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
@@ -215,7 +215,9 @@ def sheets(checks: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = report.parser("gpu", __doc__)
-    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS)[:2])
+    parser.add_argument(
+        "--formats", nargs="+", choices=list(FORMATS), default=["mxfp4", "mxfp8_e4m3", "nvfp4"]
+    )
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 256, 4096])
     parser.add_argument("--size", type=int, default=8192, help="n and k")
     parser.add_argument("--copies", type=int, default=16, help="weights that a chain rotates over")

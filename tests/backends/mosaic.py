@@ -1,6 +1,7 @@
 """Mosaic GPU's interpreter, by JAX version, for the tests of GPU kernels."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,3 +28,8 @@ def reset_interpreter() -> None:
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def mostly_slow(cases: Sequence[Any], *quick: Any) -> list[Any]:
+    """Parameters of a test: all cases, of which only some run by default."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]

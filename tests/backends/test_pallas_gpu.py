@@ -16,17 +16,20 @@ from mx_jax import formats
 from mx_jax.backends.base import MatmulCall, Target
 from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul
 from mx_jax.backends.pallas_gpu.tuning import TILES, choose
-from mx_jax.backends.pallas_gpu.weights import pack
+from mx_jax.backends.pallas_gpu.weights import SLOTS, pack
 from mx_jax.backends.select import current_target, only_backend, select
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2
+from mx_jax.mxarray import MXArray
 from mx_jax.ops import quantize as ops_quantize
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.backends.mosaic import mostly_slow
 
 H200 = Target(platform="cuda", compute_capability=(9, 0))
 NEW = (0, 11, 2)
 TAKEN = MatmulCase(lhs=None, rhs=MXFP4, dtype="bfloat16").call
-BLOCK_16 = MXFP4.with_block(16)
+BLOCK_8 = MXFP4.with_block(8)
+ROWWISE = formats.FLOAT8_ROWWISE_E4M3
 
 
 def call_of(**facts: Any) -> MatmulCall:
@@ -41,6 +44,10 @@ def call_of(**facts: Any) -> MatmulCall:
         call_of(lhs=MXFP8_E5M2, rhs=None),
         call_of(lhs=formats.MXFP6_E2M3),
         call_of(lhs=MXFP4, rhs=formats.MXINT8),
+        call_of(rhs=formats.MXFP6_E3M2),
+        call_of(rhs=formats.NVFP4),
+        call_of(lhs=formats.NVFP4, rhs=formats.NVFP4_ONE_LEVEL),
+        call_of(rhs=MXFP4.with_block(48)),
         call_of(k=(3, 64), rhs_k_first=True),
         call_of(m=(0,)),
     ],
@@ -54,15 +61,18 @@ def test_takes(call: MatmulCall):
     [
         (
             call_of(rhs=None),
-            "needs weights in MXFP4 or MXFP8 on one side: lhs is in high precision",
+            "needs weights in a block format on one side: lhs is in high precision; rhs is in high",
         ),
-        (call_of(rhs=formats.NVFP4), "; rhs is nvfp4"),
-        (call_of(lhs=formats.MXINT8, rhs=formats.MXFP6_E3M2), "lhs is mxint8; rhs is mxfp6_e3m2"),
-        (call_of(rhs=BLOCK_16), r"rhs has blocks \(1, 16\), not \(1, 32\)"),
+        (call_of(lhs=ROWWISE, rhs=ROWWISE), "lhs is float8_rowwise_e4m3; rhs is float8_rowwise"),
+        (call_of(rhs=BLOCK_8), r"rhs has blocks \(1, 8\), not \(1, a multiple of 16\)"),
+        (call_of(rhs=formats.MXFP4_2D), r"rhs has blocks \(32, 32\), not \(1, a multiple of 16\)"),
         (call_of(dtype="float32"), "activations in bfloat16 or float16, got lhs in float32"),
         (dataclasses.replace(TAKEN, lhs_dtype=None), "bfloat16 or float16, got lhs in None"),
         (call_of(lhs=MXFP4, rhs=None, dtype="float32"), "got rhs in float32"),
-        (call_of(lhs=formats.NVFP4), "needs e8m0 scales on both sides, got lhs=nvfp4"),
+        (
+            call_of(lhs=ROWWISE),
+            "needs values that bfloat16 holds on both sides, got lhs=float8_row",
+        ),
         (call_of(out_dtype="float64"), "gives float32, bfloat16 or float16, got out_dtype=float64"),
         (
             dataclasses.replace(TAKEN, out_sharding=PartitionSpec("x")),
@@ -153,31 +163,98 @@ def test_jax_calls_both_kinds_gpu(version: str, monkeypatch: pytest.MonkeyPatch)
     assert current_target(1) == (H200 if "cuda" in version else Target(platform="rocm"))
 
 
+PACKED = (
+    *formats.MX_FORMATS,
+    formats.NVFP4,
+    MXFP4.with_block(48),
+    MXFP8_E4M3.with_block(128),
+)
+
+
+def random_weights(
+    rng: np.random.Generator, shape: tuple[int, int, int], format: formats.BlockFormat
+) -> MXArray:
+    """Any code under any scale byte."""
+    batch, n, k = shape
+    block = format.block[1]
+    assert isinstance(block, int)
+    return MXArray(
+        codes=jnp.asarray(rng.integers(0, 1 << format.element.bits, shape).astype(np.uint8)),
+        scales=jnp.asarray(rng.integers(0, 256, (batch, n, -(-k // block))).astype(np.uint8)),
+        tensor_scale=jnp.full((1, 1, 1), 0.5) if format.tensor_scale else None,
+        format=format,
+        blocks=((-1, block),),
+        dtype=jnp.dtype("bfloat16"),
+    )
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 130, 160)])
-@pytest.mark.parametrize("format", [MXFP4, MXFP8_E5M2], ids=lambda format: format.name)
+@pytest.mark.parametrize("format", mostly_slow(PACKED, MXFP4, PACKED[-2]), ids=str)
 def test_packing_round_trips(
     format: formats.BlockFormat, shape: tuple[int, int, int], rng: np.random.Generator
 ):
-    batch, n, k = shape
-    codes = rng.integers(0, 1 << format.element.bits, shape).astype(np.uint8)
-    scales = rng.integers(0, 256, (batch, n, -(-k // 32))).astype(np.uint8)
-    packed = pack(jnp.asarray(codes), jnp.asarray(scales), format, jnp.dtype("bfloat16"))
-    unpacked = packed.unpack()
-    assert_bitwise_equal(unpacked.codes, codes, what="codes")
-    assert_bitwise_equal(unpacked.scales, scales, what="scales")
-    padded_n, padded_k = -(-n // 128) * 128, -(-k // 128) * 128
-    assert packed.nbytes == batch * padded_n * padded_k * format.bits_per_element / 8
+    weights = random_weights(rng, shape, format)
+    if format.scale.element:
+        # E4M3 has two NaN; one of them comes back.
+        weights = dataclasses.replace(weights, scales=jnp.minimum(weights.scales, 127))
+    packed = jax.jit(pack)(weights)
+    unpacked = jax.jit(lambda packed: packed.unpack())(packed)
+    assert_bitwise_equal(unpacked.codes, weights.codes, what="codes")
+    values = weights.dequantize(jnp.float32)
+    blocks = np.asarray(jnp.isnan(values)).any(-1) if format.element.nan_code else False
+    same = np.asarray(unpacked.scales) == np.asarray(weights.scales)
+    assert (same | np.asarray(blocks)[..., None]).all()
+    assert unpacked.tensor_scale == weights.tensor_scale
+    np.testing.assert_array_equal(
+        np.isnan(unpacked.dequantize(jnp.float32)).any(-1), np.isnan(values).any(-1)
+    )
+
+
+def test_size_of_packed_weights(rng: np.random.Generator):
+    for format, bits in ((MXFP4, 4.5), (formats.NVFP4, 5), (MXFP8_E4M3, 8.5), (PACKED[3], 8.5)):
+        packed = jax.eval_shape(pack, random_weights(rng, (1, 128, 256), format))
+        assert packed.nbytes == 128 * 256 * bits / 8
+
+
+def test_a_nan_among_the_codes_becomes_its_blocks_scale(rng: np.random.Generator):
+    weights = random_weights(rng, (1, 2, 64), MXFP8_E5M2)
+    weights = dataclasses.replace(weights, codes=jnp.full((1, 2, 64), 0x7C, jnp.uint8))
+    one = jnp.full((1, 2, 2), 127, jnp.uint8)
+    weights = dataclasses.replace(weights, codes=weights.codes.at[0, 1, 40].set(0xFD), scales=one)
+    np.testing.assert_array_equal(
+        jax.jit(lambda w: pack(w).unpack().scales[0])(weights), [[127, 127], [127, 255]]
+    )
 
 
 def test_packing_is_what_its_docstring_says():
-    codes = np.arange(128, dtype=np.uint8).reshape(1, 1, 128) % 16
-    packed = pack(jnp.asarray(codes), jnp.ones((1, 1, 4), jnp.uint8), MXFP4, jnp.dtype("float32"))
-    for byte in (0, 1, 31, 32, 63):
-        group, column = divmod(byte, 32)
-        low, high = codes[0, 0, 64 * group + column], codes[0, 0, 64 * group + 32 + column]
-        assert packed.codes[0, 0, byte] == low | high << 4
-    np.testing.assert_array_equal(packed.scales[0, :, 0], [1, 1, 1, 1])
-    np.testing.assert_array_equal(packed.scales[0, :, 1:], 127)
+    codes = np.arange(256, dtype=np.uint8).reshape(1, 1, 256) % 16
+    weights = MXArray(
+        codes=jnp.asarray(codes),
+        scales=jnp.arange(120, 128, dtype=jnp.uint8).reshape(1, 1, 8),
+        format=MXFP4,
+        blocks=((-1, 32),),
+        dtype=jnp.dtype("float32"),
+    )
+    packed = jax.jit(pack)(weights)
+    assert packed.codes.shape == (1, 2, 128, 16)
+    for group, thread, pair, lane in np.ndindex(2, 4, 16, 2):
+        chunk, t = divmod(pair, 8)
+        code = codes[0, 0, 128 * group + 64 * chunk + 8 * t + 2 * thread + lane]
+        word, slot = divmod(pair, 4)
+        low, sign = SLOTS[4][slot]
+        half = int(packed.codes[0, group, 0, 4 * thread + word]) >> 16 * lane
+        assert (half >> low & 7, half >> sign & 1) == (code & 7, code >> 3)
+    assert packed.scales.shape == (1, 4, 128)
+    for i in range(4):
+        first, second = (120 + 2 * i) << 7, (121 + 2 * i) << 7
+        assert int(packed.scales[0, i, 0]) == second << 16 | first
+    np.testing.assert_array_equal(packed.scales[0, :, 1:], 0)
+
+
+def test_places_for_codes_do_not_overlap():
+    for bits, slots in SLOTS.items():
+        taken = [low + i for low, _ in slots for i in range(bits - 1)] + [sign for _, sign in slots]
+        assert sorted(taken) == list(range(16))
 
 
 # What a Hopper block may ask for, a KiB left for barriers.

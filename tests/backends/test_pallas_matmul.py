@@ -11,15 +11,16 @@ import pytest
 from mx_jax import formats
 from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul
 from mx_jax.backends.pallas_gpu.tuning import Tiles
-from mx_jax.backends.pallas_gpu.weights import pack
+from mx_jax.backends.pallas_gpu.weights import SLOTS, _slot_of, group_size, pack, stored_bits
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2
+from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul
 from mx_jax.testing.backend_suite import check_matmul
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.backends.mosaic import interpreter, needs_mosaic, reset_interpreter
+from tests.backends.mosaic import interpreter, mostly_slow, needs_mosaic, reset_interpreter
 
-WEIGHTS = (MXFP4, MXFP8_E4M3, MXFP8_E5M2)
+WEIGHTS = (*formats.MX_FORMATS, formats.NVFP4)
 
 pytestmark = needs_mosaic
 
@@ -33,12 +34,21 @@ def whole_numbers(rng: np.random.Generator, case: MatmulCase) -> tuple[Any, Any]
     """Operands whose sums are exact in float32 in any order."""
     lhs, rhs = case.operands(rng, octaves=1)
     small = jnp.asarray(rng.integers(-8, 9, lhs.shape), case.dtype)
-    # Of float8, the codes of few octaves; of float4 every code.
-    codes = rng.integers(0, 16, rhs.shape).astype(np.uint8)
-    if rhs.format.element.bits == 8:
-        one = rhs.format.element.bias << rhs.format.element.mantissa_bits
+    # Of float8, the codes of few octaves; of the others every code.
+    element = rhs.format.element
+    codes = rng.integers(0, 1 << element.bits, rhs.shape).astype(np.uint8)
+    if element.kind == "float" and element.bits == 8:
+        one = element.bias << element.mantissa_bits
         codes = (codes & 7) + one | (codes & 8) << 4
-    return small, dataclasses.replace(rhs, codes=jnp.asarray(codes))
+    rhs = dataclasses.replace(rhs, codes=jnp.asarray(codes))
+    if rhs.tensor_scale is not None:
+        scales = jnp.asarray(rng.integers(0x30, 0x40, rhs.scales.shape).astype(np.uint8))
+        rhs = dataclasses.replace(rhs, scales=scales, tensor_scale=rhs.tensor_scale * 0 + 0.25)
+    return small, rhs
+
+
+def as_batch(w: MXArray) -> MXArray:
+    return dataclasses.replace(w, codes=w.codes[None], scales=w.scales[None])
 
 
 def case_of(rhs: formats.BlockFormat, dtype: str = "bfloat16", **facts: Any) -> MatmulCase:
@@ -53,6 +63,13 @@ CASES = [
     case_of(MXFP8_E4M3, batch=(2,), m=(3,), k=(64,), lhs_k_first=True, out_dtype="float16"),
     case_of(MXFP8_E5M2, m=(2, 3), n=(4, 2), k=(2, 512), rhs_k_first=True),
     case_of(MXFP4, "float16", out_dtype="float16"),
+    case_of(formats.MXFP6_E2M3, k=(70,)),
+    pytest.param(
+        case_of(formats.MXFP6_E3M2, k=(32,), out_dtype="bfloat16"), marks=pytest.mark.slow
+    ),
+    case_of(formats.MXINT8, k=(64,)),
+    case_of(formats.NVFP4, n=(130,), k=(40,)),
+    pytest.param(case_of(MXFP4.with_block(64), k=(200,)), marks=pytest.mark.slow),
 ]
 
 
@@ -62,9 +79,9 @@ def test_is_the_reference_after_rounding(
 ):
     call = case.call
     lhs, rhs = whole_numbers(rng, case)
-    actual = matmul.scaled_matmul(lhs, rhs, call, interpret=interpret)
+    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, call, interpret=interpret))
     expected = scaled_matmul(lhs, rhs, call.dimension_numbers, call.out_dtype)
-    assert_bitwise_equal(actual, expected, what="product")
+    assert_bitwise_equal(run(lhs, rhs), expected, what="product")
 
 
 @pytest.mark.parametrize(
@@ -72,6 +89,9 @@ def test_is_the_reference_after_rounding(
     [
         case_of(MXFP8_E4M3, "float16", k=(40,)),
         MatmulCase(lhs=MXFP8_E5M2, rhs=formats.MXINT8, k=(40,), out_dtype="bfloat16"),
+        pytest.param(
+            MatmulCase(lhs=formats.NVFP4, rhs=formats.NVFP4, k=(40,)), marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
@@ -82,8 +102,8 @@ def test_is_near_float64(case: MatmulCase, interpret: Any):
 @pytest.mark.parametrize(
     ("tiles", "out_dtype"),
     [
-        (Tiles(m=16, k=64, stages=2, splits=2, warpgroups=1), "float32"),
-        (Tiles(m=128, k=64, stages=2, splits=1), "bfloat16"),
+        (Tiles(m=16, k=128, stages=2, splits=2, warpgroups=1), "float32"),
+        (Tiles(m=128, k=128, stages=2, splits=1), "bfloat16"),
     ],
     ids=str,
 )
@@ -92,7 +112,7 @@ def test_tiles_do_not_matter(
 ):
     case = case_of(MXFP4, m=(17,), n=(3,), k=(256,))
     x, w = whole_numbers(rng, case)
-    packed = pack(w.codes[None], w.scales[None], w.format, w.dtype)
+    packed = jax.jit(pack)(as_batch(w))
     actual = matmul.multiply(x[None], packed, out_dtype, tiles=tiles, interpret=interpret)
     expected = scaled_matmul(x, w, case.call.dimension_numbers, out_dtype)
     assert_bitwise_equal(actual[0], expected, what="product")
@@ -119,7 +139,8 @@ def test_what_is_not_finite_reaches_its_row_alone(interpret: Any):
     codes[1, 5], scales[2, 1] = 0x7F, 255
     rhs = dataclasses.replace(rhs, codes=jnp.asarray(codes), scales=jnp.asarray(scales))
     lhs = jnp.ones((2, 64), jnp.float16).at[1, 3].set(jnp.inf)
-    out = matmul.scaled_matmul(lhs, rhs, case.call, interpret=interpret)
+    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, case.call, interpret=interpret))
+    out = run(lhs, rhs)
     nan, inf = np.nan, np.inf
     np.testing.assert_array_equal(out, [[64, nan, nan, 64], [inf, nan, nan, inf]])
 
@@ -136,21 +157,49 @@ def test_empty(m: tuple[int], n: tuple[int], k: tuple[int]):
 
 @pytest.mark.parametrize("format", WEIGHTS, ids=lambda format: format.name)
 def test_every_code_under_every_scale(format: formats.BlockFormat):
-    from mx_jax.backends.pallas_gpu import kernel_sm90
+    """In NumPy, whose bfloat16 keeps subnormals as a GPU's does: exact, bit for bit."""
+    from mx_jax.backends.pallas_gpu.decode import Decoder, place
+
+    element, decoder = format.element, Decoder(format=format)
+    codes = np.arange(1 << element.bits).astype(np.uint16)
+    exact = np.array([element.value(code) for code in range(1 << element.bits)])
+    scales = np.array([format.scale.value(byte) for byte in range(256)])
+    sides = np.stack([codes, np.roll(codes, 1)], axis=-1)
+    slots = SLOTS[stored_bits(element)]
+    # All slots of a word at once, so that none disturbs another.
+    words = sum(np.asarray(_slot_of(jnp.asarray(sides), slot, element)) for slot in slots)
+    for slot in slots:
+        bits, head = (
+            None if x is None else np.asarray(x).view(jnp.bfloat16)
+            for x in place(jnp.asarray(words), slot, element)
+        )
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = decoder.lift(bits) if head is None else bits - head
+            values = np.asarray(values)[0::2]
+            decoded = values * scales[:, None].astype(jnp.bfloat16)
+            expected = np.outer(scales, exact).astype(jnp.bfloat16)
+        finite = ~np.isnan(exact)
+        assert decoded.dtype == jnp.bfloat16
+        decoded, expected = (x.astype(np.float32)[:, finite] for x in (decoded, expected))
+        np.testing.assert_array_equal(decoded, expected)
+
+
+@pytest.mark.parametrize("format", WEIGHTS, ids=lambda format: format.name)
+def test_the_interpreters_lift_is_the_same(format: formats.BlockFormat):
+    from mx_jax.backends.pallas_gpu.decode import Decoder, place
 
     element = format.element
-    codes = jnp.tile(jnp.arange(1 << element.bits, dtype=jnp.int16), (256, 1))
-    scales = jnp.arange(256, dtype=jnp.uint8)
-    # Below the code lies what a byte's other nibble may leave there.
-    bits = jnp.left_shift(codes.astype(jnp.int32), 32 - element.bits) | 0x5A5A5A
-    decoded = jax.jit(lambda b, s: kernel_sm90._decode(b, s, element))(bits, scales)
-    values = [element.value(code) for code in range(1 << element.bits)]
+    if element.kind == "int":
+        pytest.skip("an integer needs none")
+    codes = np.arange(1 << element.bits).astype(np.uint16)
+    slot = SLOTS[stored_bits(element)][0]
+    words = _slot_of(jnp.asarray(np.stack([codes, codes], -1)), slot, element)
+    bits = np.asarray(place(words, slot, element)[0]).view(jnp.bfloat16)
     with np.errstate(over="ignore", invalid="ignore"):
-        factors = [format.scale.value(byte) for byte in range(256)]
-        expected = np.outer(factors, values).astype(np.float32)
-    # The CPU flushes what is below float32's smallest normal number; a GPU keeps it.
-    expected = np.where(np.abs(expected) < 2.0**-126, np.copysign(0, expected), expected)
-    np.testing.assert_array_equal(np.asarray(decoded).astype(np.float32), expected)
+        actual = Decoder(format=format, interpreted=True).lift(jnp.asarray(bits))
+        expected = np.asarray(Decoder(format=format).lift(bits))
+    finite = ~np.isnan([element.value(code) for code in range(len(codes))]).repeat(2)
+    np.testing.assert_array_equal(np.asarray(actual)[finite], expected[finite])
 
 
 def test_a_missing_wait_is_a_race(
@@ -166,13 +215,18 @@ def test_a_missing_wait_is_a_race(
     reset_interpreter()
 
 
-@pytest.mark.parametrize("format", WEIGHTS, ids=lambda format: format.name)
+@pytest.mark.parametrize(
+    "format", mostly_slow(WEIGHTS, formats.MXFP4, formats.NVFP4), ids=lambda format: format.name
+)
 def test_lowers_for_cuda_without_a_plugin(format: formats.BlockFormat):
+    from mx_jax.backends.pallas_gpu.decode import Decoder
+
     case = case_of(format, m=(17,), n=(200,), k=(1024,), out_dtype="bfloat16")
     operands = case.operands(np.random.default_rng(0))
     run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, case.call))
     text = run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in text.splitlines() if "custom_call @mosaic_gpu" in line)
     # Activations padded to 32 rows, weights to 256, and the partial sums of one split.
-    width = 1024 // 2 if format.element.bits == 4 else 1024
-    assert f"(tensor<32x1024xbf16>, tensor<256x{width}xui8>, tensor<32x256xui8>)" in call
+    groups = 1024 // group_size(format.element)
+    pairs = 1024 // (2 * Decoder(format=format).granularity)
+    assert f"(tensor<32x1024xbf16>, tensor<{groups}x256x16xi32>, tensor<{pairs}x256xi32>)" in call

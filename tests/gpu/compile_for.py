@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
+import mx_jax
 from mx_jax import formats
 from mx_jax.backends.pallas_gpu import kernel_sm90
 from mx_jax.backends.pallas_gpu.tuning import TILES, Tiles
+from mx_jax.backends.pallas_gpu.weights import pack, stored_bits
 
 H200 = """
 gpu_device_info {
@@ -66,13 +68,13 @@ def compile_product(format: formats.BlockFormat, tiles: Tiles, out_dtype: str) -
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     product = functools.partial(
-        kernel_sm90.matmul, element=format.element, batch=1, tiles=tiles, out_dtype=out_dtype
+        kernel_sm90.matmul, format=format, batch=1, tiles=tiles, out_dtype=out_dtype
     )
-    width = K // 2 if format.element.bits == 4 else K
+    weights = jax.eval_shape(lambda x: pack(mx_jax.quantize(x, format)), jnp.ones((1, N, K)))
     operands = (
         jax.ShapeDtypeStruct((2 * tiles.m, K), jnp.bfloat16, sharding=place),
-        jax.ShapeDtypeStruct((N, width), jnp.uint8, sharding=place),
-        jax.ShapeDtypeStruct((K // 32, N), jnp.uint8, sharding=place),
+        jax.ShapeDtypeStruct(weights.codes.shape[1:], jnp.int32, sharding=place),
+        jax.ShapeDtypeStruct(weights.scales.shape[1:], jnp.int32, sharding=place),
     )
     device = mesh.devices.flat[0]
     # Without the default device, Mosaic compiles for an architecture of its own choice.
@@ -81,8 +83,8 @@ def compile_product(format: formats.BlockFormat, tiles: Tiles, out_dtype: str) -
 
 
 def main() -> None:
-    format = next(format for format in formats.MX_FORMATS if format.name == sys.argv[1])
-    for _, tiles in TILES["sm90", 4 if format.element.bits == 4 else 8]:
+    format = next(format for format in formats.BLOCK_FORMATS if format.name == sys.argv[1])
+    for _, tiles in TILES["sm90", stored_bits(format.element)]:
         for out_dtype in ("float32", "bfloat16"):
             compile_product(format, tiles, out_dtype)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mx_jax.backends.pallas_gpu.tuning import TILES
+from tests.gpu.sass import main_loop
 
 SCRIPT = Path(__file__).with_name("compile_for.py")
 # 65536 registers, three warpgroups of 128 threads.
@@ -39,15 +40,27 @@ def disassembler() -> str | None:
     return shutil.which("nvdisasm") or next(map(str, wheels), None)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "mxfp8_e5m2"])
-def test_compiles_without_spills(name: str, tmp_path: Path):
+# Most instructions that a thread issues for a code; a little above what was found.
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("mxfp4", 4.0),
+        ("nvfp4", 4.2),
+        ("mxfp8_e4m3", 4.2),
+        ("mxfp8_e5m2", 6.8),
+        ("mxfp6_e2m3", 4.2),
+        ("mxint8", 4.7),
+    ],
+)
+def test_compiles_without_spills(name: str, limit: float, tmp_path: Path):
     command = [sys.executable, str(SCRIPT), name]
     result = subprocess.run(
         command, env=environment(tmp_path), capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr[-3000:]
     reports = [path.read_text() for path in tmp_path.glob("*.ptxas")]
-    assert len(reports) == 2 * len(TILES["sm90", 4 if name == "mxfp4" else 8])
+    table = TILES["sm90", 4 if name.endswith("fp4") else 8]
+    assert len(reports) == 2 * len(table)
     for report in reports:
         assert "for 'sm_90a'" in report
         assert "0 bytes spill stores, 0 bytes spill loads" in report
@@ -57,6 +70,9 @@ def test_compiles_without_spills(name: str, tmp_path: Path):
     for path in tmp_path.glob("*.ptx"):
         assert re.search(r"wgmma\.mma_async\S*k16\.f32\.bf16\.bf16", path.read_text()), path
         assert "HGMMA.64x" in instructions(path), path
+    loop = main_loop(instructions(tmp_path / f"mx_jax_sm90_{name}_0.ptx"), "HGMMA")
+    codes = 64 * table[0][1].k / 128
+    assert len(loop) / codes <= limit
 
 
 def instructions(ptx: Path) -> str:

@@ -18,17 +18,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from mx_jax.backends.pallas_gpu.decode import Decoder
 from mx_jax.backends.pallas_gpu.tuning import Tiles
-from mx_jax.backends.pallas_gpu.weights import BLOCK, ROWS
-from mx_jax.formats import ElementFormat
+from mx_jax.backends.pallas_gpu.weights import CHUNK, ROWS, WORDS
+from mx_jax.formats import BlockFormat
 
 # Its declared types differ between versions of JAX, and none fits its own use.
 plgpu: Any = mosaic_gpu
 
 # The memory warpgroup only issues copies: it gives the others its registers.
 _MEMORY_REGISTERS = 40
-# A stage's left operand in registers is one block wide: 32 bfloat16, 64 bytes.
-_OPERAND_SWIZZLE = 64
+# The left operand in registers is 64 bfloat16 wide, 128 bytes, and so is its part of x.
+_OPERAND_SWIZZLE = 2 * CHUNK
 
 
 def matmul(
@@ -36,7 +37,7 @@ def matmul(
     codes: jax.Array,
     scales: jax.Array,
     *,
-    element: ElementFormat,
+    format: BlockFormat,
     batch: int,
     tiles: Tiles,
     out_dtype: Any,
@@ -46,10 +47,10 @@ def matmul(
 
     Args:
       x: bfloat16 `[batch * m, k]`; m a multiple of `tiles.m`.
-      codes: uint8 `[batch * n, k / 2]` for FP4, `[batch * n, k]` otherwise, as `weights.pack`
-        lays them out; n a multiple of `64 * tiles.warpgroups`, k of `tiles.k * tiles.splits`.
-      scales: uint8 `[batch * k / 32, n]`, E8M0.
-      element: format of the codes: a sign and up to 7 bits.
+      codes: int32 `[batch * k / group, n, 16]`, as `PackedWeights` has them; n a multiple of
+        `64 * tiles.warpgroups`, k of `tiles.k * tiles.splits`.
+      scales: int32 `[batch * k / (2 * granularity), n]`.
+      format: of the weights; a tensor scale is left out.
       batch: number of independent products.
       tiles: what one program computes, and how.
       out_dtype: bfloat16 or float32.
@@ -60,15 +61,13 @@ def matmul(
     """
     rows, n = x.shape[0], scales.shape[1]
     program = _Program(
-        element=element,
+        decoder=Decoder(format=format, interpreted=interpret is not None),
         tiles=tiles,
         out_dtype=jnp.dtype(out_dtype),
         num_m=rows // batch // tiles.m,
         num_n=n // tiles.n,
         num_k=x.shape[1] // tiles.k,
         num_rows=rows // tiles.m,
-        codes_per_byte=x.shape[1] // codes.shape[1],
-        interpreted=interpret is not None,
     )
     return plgpu.kernel(
         program.body,
@@ -81,7 +80,7 @@ def matmul(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         scratch_types=program.scratch_types(),
-        kernel_name=f"mx_jax_sm90_{element.name}",
+        kernel_name=f"mx_jax_sm90_{format.name}",
         interpret=interpret,
     )(x, codes, scales)
 
@@ -91,34 +90,30 @@ class _Program:
     """What every warpgroup of the grid runs.
 
     Attributes:
-      element: format of the codes.
+      decoder: of the weights.
       tiles: sizes.
       out_dtype: of the result.
       num_m: tiles along m of one product of the batch.
       num_n: tiles along n.
       num_k: steps along k, all splits together.
       num_rows: tiles along m of the whole batch.
-      codes_per_byte: 2 for FP4.
-      interpreted: whether stand-ins replace what the interpreter lacks.
     """
 
-    element: ElementFormat
+    decoder: Decoder
     tiles: Tiles
     out_dtype: Any
     num_m: int
     num_n: int
     num_k: int
     num_rows: int
-    codes_per_byte: int
-    interpreted: bool
 
     def scratch_types(self) -> list[Any]:
         """Shared memory besides the pipeline's: the result's tile, a stand-in's operand."""
         line = 128 // self.out_dtype.itemsize
         tile = (self.tiles.warpgroups, self.tiles.m, ROWS)
         scratch = [plgpu.SMEM(tile, self.out_dtype, transforms=_transforms(line, 128))]
-        if self.interpreted:
-            scratch.append(plgpu.SMEM((self.tiles.warpgroups, ROWS, BLOCK), jnp.bfloat16))
+        if self.decoder.interpreted:
+            scratch.append(plgpu.SMEM((self.tiles.warpgroups, ROWS, CHUNK), jnp.bfloat16))
         return scratch
 
     def body(self, x_gmem, codes_gmem, scales_gmem, out_gmem, out_smem, *operand_smem):
@@ -134,19 +129,20 @@ class _Program:
                 self._store(acc, out_smem.at[warpgroup], out_gmem, warpgroup)
 
         def step(_, x_smem, codes_smem, scales_smem, acc):
-            rows = pl.ds(warpgroup * ROWS, ROWS)
-            loaded: Any = None
-            for block in range(self.tiles.k // BLOCK):
-                # Both blocks of an FP4 pair lie in the same bytes: nothing moves between threads.
-                index, nibble = divmod(block, self.codes_per_byte)
-                if nibble == 0:
-                    loaded = _load_bytes(codes_smem, rows, index)
-                bits = loaded << 32 - self.element.bits * (nibble + 1)
-                scale = plgpu.load(scales_smem.at[block, rows], layout=plgpu.Layout.WGMMA.reduce(1))
-                operand = _decode(bits, scale, self.element)
-                if self.interpreted:
-                    operand = _through_smem(operand, operand_smem[0], warpgroup)
-                plgpu.wgmma(acc, operand, x_smem.at[:, pl.ds(block * BLOCK, BLOCK)].T)
+            decoder, rows = self.decoder, pl.ds(warpgroup * ROWS, ROWS)
+            pairs = decoder.group // (2 * decoder.granularity)
+            for group in range(self.tiles.k // decoder.group):
+                operands = decoder.operands(
+                    codes_smem.at[group],
+                    scales_smem.at[pl.ds(group * pairs, pairs)],
+                    rows,
+                    plgpu.Layout.WGMMA,
+                )
+                for chunk, operand in enumerate(operands):
+                    if decoder.interpreted:
+                        operand = _through_smem(operand, operand_smem[0], warpgroup)
+                    columns = pl.ds(group * decoder.group + chunk * CHUNK, CHUNK)
+                    plgpu.wgmma(acc, operand, x_smem.at[:, columns].T)
             plgpu.wgmma_wait(0)
             return acc
 
@@ -163,22 +159,22 @@ class _Program:
 
     def _in_specs(self) -> list[Any]:
         """Where each step's activations, codes and scales lie."""
-        tiles, n_index, row = self.tiles, lax.axis_index("n"), lax.axis_index("row")
+        tiles, decoder = self.tiles, self.decoder
+        n_index, row = lax.axis_index("n"), lax.axis_index("row")
         index = lax.div(row, self.num_m)
         first = lax.axis_index("split") * (self.num_k // tiles.splits)
         return [
             plgpu.BlockSpec(
                 (tiles.m, tiles.k),
                 lambda i: (row, first + i),
-                transforms=_transforms(BLOCK, _OPERAND_SWIZZLE),
+                transforms=_transforms(CHUNK, _OPERAND_SWIZZLE),
             ),
             plgpu.BlockSpec(
-                (tiles.n, tiles.k // self.codes_per_byte),
-                lambda i: (index * self.num_n + n_index, first + i),
-                transforms=_transforms(BLOCK, BLOCK),
+                (tiles.k // decoder.group, tiles.n, WORDS),
+                lambda i: (index * self.num_k + first + i, n_index, 0),
             ),
             plgpu.BlockSpec(
-                (tiles.k // BLOCK, tiles.n),
+                (tiles.k // (2 * decoder.granularity), tiles.n),
                 lambda i: (index * self.num_k + first + i, n_index),
             ),
         ]
@@ -198,53 +194,6 @@ class _Program:
 def _transforms(columns: int, swizzle: int) -> tuple[Any, ...]:
     """Tiles of 8 rows, `swizzle` bytes wide, without bank conflicts."""
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)
-
-
-def _load_bytes(codes_smem: Any, rows: Any, index: int) -> Any:
-    """32 bytes of each of a warpgroup's 64 rows as int32, as wgmma takes its left operand."""
-    packed = codes_smem.at[rows, pl.ds(index * BLOCK, BLOCK)]
-    loaded = plgpu.load(packed, layout=plgpu.Layout.WGMMA_UPCAST_2X)
-    return plgpu.layout_cast(loaded.astype(jnp.int16), plgpu.Layout.WGMMA).astype(jnp.int32)
-
-
-def _decode(bits: Any, scale: Any, element: ElementFormat) -> Any:
-    """`decode(code) * 2^(scale - 127)` in bfloat16.
-
-    A code's exponent and mantissa, shifted to where float16 has them, are the element's value but
-    for the difference of biases, and so are its subnormals. That difference joins the scale.
-
-    Args:
-      bits: codes in the highest bits of int32, anything below.
-      scale: uint8, one a row.
-      element: format of the codes.
-    """
-    # The sign stays in place: shifting copies it to the right, and the mask drops the copies.
-    magnitude = element.sign_code - 1 << 26 - element.mantissa_bits
-    shifted = lax.shift_right_arithmetic(bits, jnp.full_like(bits, 5 - element.exponent_bits))
-    shifted = shifted & jnp.int32(magnitude - 2**31)
-    half = lax.shift_right_logical(shifted, jnp.full_like(bits, 16)).astype(jnp.int16)
-    values = lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32)
-    if element.num_reserved_codes and not element.has_inf:
-        # Inf and NaN of a format that has both are float16's own.
-        largest = jnp.int32(element.max_code << 26 - element.mantissa_bits)
-        values = jnp.where((shifted & jnp.int32(magnitude)) > largest, jnp.float32(jnp.nan), values)
-    for factor in _scale_factors(scale, 15 - element.bias):
-        values = values * lax.broadcast_in_dim(factor, values.shape, (0,))
-    return values.astype(jnp.bfloat16)
-
-
-def _scale_factors(scale: Any, exponent: int) -> tuple[Any, Any]:
-    """Two normal float32 whose product is `2^(scale - 127 + exponent)`; NaN for byte 255.
-
-    One alone would overflow from large scales, and be flushed, on some machines, from small ones.
-    """
-    biased = scale.astype(jnp.int32) + (127 + exponent)
-    small, large = biased >> 1, (biased + 1) >> 1
-    nan = jnp.where(scale.astype(jnp.int32) == 255, jnp.int32(0x7FC00000), small << 23)
-    return (
-        lax.bitcast_convert_type(nan, jnp.float32),
-        lax.bitcast_convert_type(large << 23, jnp.float32),
-    )
 
 
 def _through_smem(operand: Any, operand_smem: Any, warpgroup: Any) -> Any:

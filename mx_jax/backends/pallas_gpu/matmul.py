@@ -1,5 +1,6 @@
 """Products by a GPU kernel: which calls it takes, how operands reach it, which tiles it gets."""
 
+import dataclasses
 import math
 from typing import Any, Literal
 
@@ -10,16 +11,23 @@ from jax import lax
 
 from mx_jax.backends.base import MatmulCall, Operand, Target
 from mx_jax.backends.pallas_gpu.tuning import Tiles, choose
-from mx_jax.backends.pallas_gpu.weights import BLOCK, PAD_N, PackedWeights, pack
+from mx_jax.backends.pallas_gpu.weights import (
+    MIN_BLOCK,
+    PAD_N,
+    PackedWeights,
+    pack,
+    stored_bits,
+)
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 
 # The first version whose Mosaic GPU has everything that the kernel calls.
 MIN_JAX = (0, 11, 2)
 _ARCHITECTURES = {(9, 0): "sm90"}
-_ELEMENTS = ("e2m1", "e4m3", "e5m2")
 _ACTIVATIONS = tuple(map(jnp.dtype, ("bfloat16", "float16")))
 _OUTPUTS = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
+# Significant bits of a bfloat16.
+_SIGNIFICANT = 8
 # The kernel counts elements in 32 bits; a grid's second axis has 16, in tiles of 128 rows.
 _MAX_ELEMENTS = 2**31 - 1
 _MAX_ROWS = 65535 * PAD_N
@@ -53,16 +61,15 @@ def _rejects_formats(call: MatmulCall) -> str | None:
     )
     reasons = [rejects_weights(format) for _, format, _ in sides]
     if all(reasons):
-        return f"needs weights in MXFP4 or MXFP8 on one side: lhs {reasons[0]}; rhs {reasons[1]}"
+        return f"needs weights in a block format on one side: lhs {reasons[0]}; rhs {reasons[1]}"
     weights = "lhs" if reasons[1] else "rhs"
     for side, format, dtype in sides:
         if side == weights:
             continue
         if format is None and dtype not in _ACTIVATIONS:
             return f"needs activations in bfloat16 or float16, got {side} in {dtype}"
-        if format is not None and format.scale.name != "e8m0":
-            # Every value of such an operand is a bfloat16.
-            return f"needs e8m0 scales on both sides, got {side}={format.name}"
+        if format is not None and not _fits_bfloat16(format):
+            return f"needs values that bfloat16 holds on both sides, got {side}={format.name}"
     return None
 
 
@@ -70,11 +77,21 @@ def rejects_weights(format: BlockFormat | None) -> str | None:
     """Why weights of a format are not taken, or None."""
     if format is None:
         return "is in high precision"
-    if format.element.name not in _ELEMENTS or format.scale.name != "e8m0":
+    if not _fits_bfloat16(format):
         return f"is {format.name}"
-    if format.block != (1, BLOCK):
-        return f"has blocks {format.block}, not (1, {BLOCK})"
+    kept, block = format.block
+    if kept != 1 or not isinstance(block, int) or block % MIN_BLOCK:
+        return f"has blocks {format.block}, not (1, a multiple of {MIN_BLOCK})"
     return None
+
+
+def _fits_bfloat16(format: BlockFormat) -> bool:
+    """Whether each element times its block's scale is a bfloat16, exponent aside."""
+    element, scale = format.element, format.scale
+    if scale.is_float32 or (element.kind == "float" and not element.has_negative_zero):
+        return False
+    in_scale = 0 if scale.element is None else scale.element.mantissa_bits + 1
+    return element.mantissa_bits + 1 + in_scale <= _SIGNIFICANT
 
 
 def _rejects_sizes(call: MatmulCall) -> str | None:
@@ -84,9 +101,10 @@ def _rejects_sizes(call: MatmulCall) -> str | None:
     )
     for side, shape, format in sides:
         axes = call.contracting_axes(side)
-        if format is not None and len(axes) > 1 and shape[axes[-1]] % BLOCK:
+        block = None if format is None else format.block[1]
+        if isinstance(block, int) and len(axes) > 1 and shape[axes[-1]] % block:
             return (
-                f"needs the last of several contracted axes in whole blocks of {BLOCK}, got "
+                f"needs the last of several contracted axes in whole blocks of {block}, got "
                 f"{side}_shape={shape}, contracting={axes}"
             )
         if math.prod(shape) > _MAX_ELEMENTS:
@@ -109,10 +127,15 @@ def scaled_matmul(
     swapped = rejects_weights(call.rhs_format) is not None
     activations, weights = (right, left) if swapped else (left, right)
     assert isinstance(weights, MXArray)
+    factor = None
     if isinstance(activations, MXArray):
-        activations = activations.dequantize(jnp.bfloat16)
-    packed = pack(weights.codes, weights.scales, weights.format, weights.dtype)
-    out = multiply(activations, packed, call.out_dtype, interpret=interpret)
+        # Exact in bfloat16, but for the tensor's scale, which is left for the product.
+        factor = activations.tensor_scale
+        activations = dataclasses.replace(activations, tensor_scale=None).dequantize(jnp.bfloat16)
+    out_dtype = call.out_dtype if factor is None else jnp.float32
+    out = multiply(activations, pack(weights), out_dtype, interpret=interpret)
+    if factor is not None:
+        out = (out * factor).astype(call.out_dtype)
     return (out.swapaxes(1, 2) if swapped else out).reshape(shape)
 
 
@@ -130,9 +153,11 @@ def _as_matrices(
     lengths = tuple(operand.shape[axis] for axis in kept)
     if not isinstance(operand, MXArray):
         return arrange(operand), lengths
+    tensor_scale = operand.tensor_scale
     matrices = MXArray(
         codes=arrange(operand.codes),
         scales=arrange(operand.scales),
+        tensor_scale=None if tensor_scale is None else tensor_scale.reshape(1, 1, 1),
         format=operand.format,
         blocks=((-1, operand.format.block[1]),),
         dtype=operand.dtype,
@@ -167,17 +192,18 @@ def multiply(
     n, dtype = weights.shape[1], np.dtype(out_dtype)
     parts = _bfloat16_parts(x)
     rows = parts.shape[1]
-    padded_k, padded_n = weights.scales.shape[1] * BLOCK, weights.scales.shape[2]
-    bits = 4 if weights.format.element.bits == 4 else 8
+    padded_n, padded_k = weights.padded_n, weights.padded_k
     if tiles is None:
+        bits = stored_bits(weights.format.element)
         tiles = choose("sm90", bits, batch=batch, m=rows, n=padded_n, k=padded_k)
     padded = jnp.pad(parts, ((0, 0), (0, -rows % tiles.m), (0, padded_k - k)))
-    once = tiles.splits == 1 and rows == m and dtype == jnp.bfloat16
+    factor = weights.tensor_scale
+    once = tiles.splits == 1 and rows == m and dtype == jnp.bfloat16 and factor is None
     sums = kernel_sm90.matmul(
         padded.reshape(-1, padded_k),
-        weights.codes.reshape(batch * padded_n, -1),
+        weights.codes.reshape(-1, *weights.codes.shape[2:]),
         weights.scales.reshape(-1, padded_n),
-        element=weights.format.element,
+        format=weights.format,
         batch=batch,
         tiles=tiles,
         out_dtype=jnp.bfloat16 if once else jnp.float32,
@@ -186,7 +212,8 @@ def multiply(
     sums = sums.reshape(tiles.splits, batch, -1, padded_n)[:, :, :rows, :n]
     if once:
         return sums[0]
-    return sums.reshape(-1, batch, rows // m, m, n).sum((0, 2)).astype(dtype)
+    out = sums.reshape(-1, batch, rows // m, m, n).sum((0, 2))
+    return (out if factor is None else out * factor).astype(dtype)
 
 
 def _bfloat16_parts(x: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ class Tiles:
 
     Attributes:
       m: rows of activations, a multiple of 8.
-      k: length of one step along k, a multiple of 64.
+      k: length of one step along k, a multiple of 128.
       warpgroups: that multiply; each takes 64 rows of weights.
       stages: steps in flight.
       splits: programs that share a tile's k and add their sums.
@@ -39,7 +39,8 @@ class Tiles:
 
     def shared_memory(self, code_bits: int, out_bytes: int) -> int:
         """Bytes of shared memory, barriers left out."""
-        step = self.m * self.k * 2 + self.n * self.k * code_bits // 8 + self.n * self.k // 32
+        # At worst, 16 codes share a scale of two bytes.
+        step = self.m * self.k * 2 + self.n * self.k * code_bits // 8 + self.n * self.k // 8
         return self.stages * step + self.n * self.m * out_bytes
 
 

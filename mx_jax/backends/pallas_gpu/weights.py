@@ -1,4 +1,4 @@
-"""Weights in the order in which the kernel reads them, packed once for any number of products."""
+"""Weights in the order in which the kernels read them, packed once for any number of products."""
 
 import dataclasses
 import functools
@@ -6,101 +6,223 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from mx_jax.codecs import scale as scale_codec
 from mx_jax.codecs.blocks import Blocks
-from mx_jax.formats import BlockFormat
+from mx_jax.formats import BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
 
-# What one scale covers.
-BLOCK = 32
-# FP4 packs two blocks into the bytes of one.
-PAIR = 2 * BLOCK
+# What the operand of one tensor-core instruction spans along k, in registers.
+CHUNK = 64
+# The most codes that share a stored scale.
+MAX_GRANULARITY = 32
+# Blocks are multiples of this: an operand's 16 columns are one step of the tensor cores.
+MIN_BLOCK = 16
 # Rows that one warpgroup multiplies.
 ROWS = 64
 # What n and k are padded to: two warpgroups' rows, and a step of the pipeline.
 PAD_N = 128
 PAD_K = 128
+# 32-bit words of one row that lie together: four of each of the four threads that share a row.
+WORDS = 16
+
+# Where each code of a 16-bit lane lies: (lowest bit of the magnitude, bit of the sign). Four bits:
+# the first two codes are moved to where bfloat16 has them by one shift for magnitude and sign, or
+# none. Found by trying all: no other order takes fewer instructions.
+SLOTS: dict[int, tuple[tuple[int, int], ...]] = {
+    4: ((6, 15), (3, 12), (0, 13), (9, 14)),
+    8: ((8, 15), (0, 7)),
+}
+
+
+def stored_bits(element: ElementFormat) -> int:
+    """Bits that a code takes in packed weights: 4 or 8."""
+    return 4 if element.bits == 4 else 8
+
+
+def group_size(element: ElementFormat) -> int:
+    """Codes of one row that lie together."""
+    return WORDS * 32 // stored_bits(element)
+
+
+def granularity(block: int) -> int:
+    """Codes that share a stored scale: 16 or 32; longer blocks repeat theirs."""
+    return min(block & -block, MAX_GRANULARITY)
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("codes", "scales"),
+    data_fields=("codes", "scales", "tensor_scale"),
     meta_fields=("shape", "format", "dtype"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PackedWeights:
-    """A batch of weights `[batch, n, k]` in the kernel's layout; `unpack` gives them back.
+    """A batch of weights `[batch, n, k]` in the kernels' layout; `unpack` gives them back.
 
-    Padded to multiples of 128 with zeros under a scale of one. With `n'` and `k'` padded:
+    Padded to multiples of 128, `n'` and `k'`, with codes and scales of zero.
 
-      - one byte a code: `codes[b, row, column]` is the code itself, `[batch, n', k']`;
-      - FP4: byte `32 g + j` of a row holds code `64 g + j` in its low and code `64 g + 32 + j` in
-        its high nibble, `[batch, n', k' / 2]`. So a thread that loads a byte has the same column
-        of two neighbouring blocks, and unpacking moves nothing between threads;
-      - `scales[b, block, row]`, `[batch, k' / 32, n']`: the scales of one block of many rows lie
-        together, as the kernel reads them.
+      - `codes[b, group, row]` are the 16 words of a group of codes: 128 of FP4, 64 of any other
+        element, which takes a byte. Four threads share a row of an operand. Thread c has words
+        `4 c` to `4 c + 3`, and in each chunk of 64 codes those at `8 t + 2 c + j`, for t in 0..7
+        and j in 0..1: what the tensor cores want of it. They follow each other in the order of t
+        in the halves j (low and high) of its words, each half laid out as `SLOTS` says.
+      - `scales[b, i, row]` holds two scales as bfloat16, of a row's blocks `2 i` (low half) and
+        `2 i + 1`. A block is 16 or 32 codes here; a longer one repeats its scale. Blocks with a
+        NaN among their codes have NaN for a scale: either makes the whole row's products NaN.
 
     Attributes:
-      codes: uint8.
-      scales: uint8, E8M0.
+      codes: int32 `[batch, k' / group_size, n', 16]`.
+      scales: int32 `[batch, k' / (2 * granularity), n']`.
+      tensor_scale: float32 scalar, or None.
       shape: `(batch, n, k)`.
-      format: the block format, with blocks of 32 along k.
+      format: the block format, with blocks along k.
       dtype: the dtype that was quantized.
     """
 
     codes: jax.Array
     scales: jax.Array
+    tensor_scale: jax.Array | None = None
     shape: tuple[int, int, int]
     format: BlockFormat
     dtype: np.dtype
 
     @property
+    def padded_n(self) -> int:
+        """Rows, padded."""
+        return self.codes.shape[2]
+
+    @property
+    def padded_k(self) -> int:
+        """Contracted length, padded."""
+        return self.codes.shape[1] * group_size(self.format.element)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        return int(np.prod(self.codes.shape) + np.prod(self.scales.shape))
+        return 4 * int(np.prod(self.codes.shape) + np.prod(self.scales.shape))
 
     def unpack(self) -> MXArray:
         """The weights as an MXArray `[batch, n, k]` with blocks along k."""
         batch, n, k = self.shape
-        codes, padded = self.codes, self.codes.shape[1]
-        if self.format.element.bits == 4:
-            pairs = codes.reshape(batch, padded, -1, 1, BLOCK)
-            codes = jnp.concatenate([pairs & 0xF, pairs >> 4], axis=3).reshape(batch, padded, -1)
-        blocks: Blocks = ((-1, BLOCK),)
+        element, (_, block) = self.format.element, self.format.block
+        assert isinstance(block, int)
+        slots = [_code_of(self.codes, slot, element) for slot in SLOTS[stored_bits(element)]]
+        codes = _from_threads(jnp.stack(slots, axis=-1), self.padded_k)
+        blocks: Blocks = ((-1, block),)
+        halves = lax.bitcast_convert_type(self.scales, jnp.uint16)
+        halves = halves.swapaxes(1, 2).reshape(batch, self.padded_n, -1)
+        halves = halves[..., : -(-k // granularity(block)) : block // granularity(block)]
+        tensor_scale = self.tensor_scale
         return MXArray(
             codes=codes[:, :n, :k],
-            scales=self.scales.swapaxes(1, 2)[:, :n, : -(-k // BLOCK)],
+            scales=_scale_bytes(halves, self.format)[:, :n],
+            tensor_scale=None if tensor_scale is None else tensor_scale.reshape(1, 1, 1),
             format=self.format,
             blocks=blocks,
             dtype=self.dtype,
         )
 
 
-def pack(codes: jax.Array, scales: jax.Array, format: BlockFormat, dtype: np.dtype):
-    """Codes and scales of weights `[batch, n, k]` in the kernel's layout.
+def pack(weights: MXArray) -> PackedWeights:
+    """Weights `[batch, n, k]` with blocks along k in the kernels' layout.
 
     Args:
-      codes: uint8 `[batch, n, k]`, one code a byte.
-      scales: uint8 `[batch, n, ceil(k / 32)]`, E8M0.
-      format: the block format.
-      dtype: the dtype that was quantized.
+      weights: blocks of a multiple of 16 codes along the last axis; scales of one byte.
 
     Returns:
       PackedWeights.
     """
-    batch, n, k = codes.shape
-    extra_n, extra_k = -n % PAD_N, -k % PAD_K
-    num_blocks = (k + extra_k) // BLOCK
-    codes = jnp.pad(codes, ((0, 0), (0, extra_n), (0, extra_k)))
-    padding = ((0, 0), (0, extra_n), (0, num_blocks - scales.shape[2]))
-    scales = jnp.pad(scales, padding, constant_values=127)
-    if format.element.bits == 4:
-        pairs = codes.reshape(batch, n + extra_n, -1, 2, BLOCK)
-        codes = (pairs[..., 0, :] | pairs[..., 1, :] << 4).reshape(batch, n + extra_n, -1)
+    format, element = weights.format, weights.format.element
+    batch, n, k = weights.shape
+    _, block = format.block
+    assert isinstance(block, int)
+    extra = ((0, 0), (0, -n % PAD_N), (0, -k % PAD_K))
+    padded_k = k + -k % PAD_K
+    spread = functools.partial(jnp.repeat, repeats=block // granularity(block), axis=2)
+    scales = spread(_bfloat16_bits(_with_nans(weights, block), format))
+    scales = scales[..., : padded_k // granularity(block)]
+    width = padded_k // granularity(block) - scales.shape[2]
+    scales = jnp.pad(scales, (extra[0], extra[1], (0, width))).reshape(
+        batch, n + extra[1][1], -1, 2
+    )
+    words = functools.reduce(
+        lax.bitwise_or,
+        (
+            _slot_of(codes, slot, element)
+            for codes, slot in zip(
+                _to_threads(jnp.pad(weights.codes, extra), element),
+                SLOTS[stored_bits(element)],
+                strict=True,
+            )
+        ),
+    )
+    tensor_scale = weights.tensor_scale
     return PackedWeights(
-        codes=codes,
-        scales=scales.swapaxes(1, 2),
+        codes=words,
+        scales=lax.bitcast_convert_type(scales, jnp.int32).swapaxes(1, 2),
+        tensor_scale=None if tensor_scale is None else tensor_scale.reshape(()),
         shape=(batch, n, k),
         format=format,
-        dtype=dtype,
+        dtype=weights.dtype,
     )
+
+
+def _to_threads(codes: jax.Array, element: ElementFormat) -> list[jax.Array]:
+    """Codes `[batch, n, k]` of each slot: uint16 `[batch, group, n, word, lane]`."""
+    batch, n, k = codes.shape
+    size, slots = group_size(element), len(SLOTS[stored_bits(element)])
+    # k = (group, chunk, t, thread, lane); a thread's words hold (chunk, t) in this order.
+    split = codes.reshape(batch, n, k // size, size // CHUNK, CHUNK // 8, 4, 2).transpose(
+        0, 2, 1, 5, 3, 4, 6
+    )
+    split = split.reshape(batch, k // size, n, WORDS, slots, 2).astype(jnp.uint16)
+    return [split[..., slot, :] for slot in range(slots)]
+
+
+def _from_threads(slots: jax.Array, k: int) -> jax.Array:
+    """Codes `[batch, n, k]` of uint8 `[batch, group, n, word, lane, slot]`."""
+    batch, groups, n = slots.shape[:3]
+    split = slots.swapaxes(4, 5).reshape(batch, groups, n, 4, -1, CHUNK // 8, 2)
+    return split.transpose(0, 2, 1, 4, 5, 3, 6).reshape(batch, n, k)
+
+
+def _slot_of(codes: jax.Array, slot: tuple[int, int], element: ElementFormat) -> jax.Array:
+    """Words with the codes of one slot: int32 of uint16 `[..., lane]`."""
+    low, sign = slot
+    magnitude, negative = codes & (element.sign_code - 1), codes >> (element.bits - 1)
+    return lax.bitcast_convert_type(magnitude << low | negative << sign, jnp.int32)
+
+
+def _code_of(words: jax.Array, slot: tuple[int, int], element: ElementFormat) -> jax.Array:
+    """The codes of one slot: uint8 `[..., lane]`, the inverse of `_slot_of`."""
+    lanes, (low, sign) = lax.bitcast_convert_type(words, jnp.uint16), slot
+    codes = lanes >> low & (element.sign_code - 1) | (lanes >> sign & 1) << (element.bits - 1)
+    return codes.astype(jnp.uint8)
+
+
+def _with_nans(weights: MXArray, block: int) -> jax.Array:
+    """Scales, with NaN for every block with a code that is NaN."""
+    element = weights.format.element
+    if element.nan_code is None:
+        return weights.scales
+    half = weights.codes & (element.sign_code - 1)
+    nan = half > element.max_code + element.has_inf
+    batch, n, k = nan.shape
+    nan = jnp.pad(nan, ((0, 0), (0, 0), (0, -k % block))).reshape(batch, n, -1, block).any(-1)
+    scale = weights.format.scale
+    nan_byte = scale_codec.E8M0_NAN if scale.element is None else scale.element.nan_code
+    return jnp.where(nan, jnp.uint8(nan_byte), weights.scales)
+
+
+def _bfloat16_bits(scales: jax.Array, format: BlockFormat) -> jax.Array:
+    """Scales as patterns of bfloat16, uint16: exact, 2^-127 as a subnormal."""
+    values = scale_codec.scale_to_float32(scales, format.scale)
+    return lax.bitcast_convert_type(values, jnp.uint16)[..., 1]
+
+
+def _scale_bytes(halves: jax.Array, format: BlockFormat) -> jax.Array:
+    """The inverse of `_bfloat16_bits`, by looking for each byte's pattern."""
+    patterns = _bfloat16_bits(jnp.arange(256, dtype=jnp.uint8), format)
+    order = jnp.argsort(patterns)
+    return order[jnp.searchsorted(patterns[order], halves)].astype(jnp.uint8)
