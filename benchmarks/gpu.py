@@ -29,7 +29,7 @@ import mx_jax
 from benchmarks import environment, report
 from benchmarks.timing import Case, measure, ratio
 from mx_jax.backends.base import Operand
-from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul
+from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul, rejections
 from mx_jax.backends.pallas_gpu.weights import pack
 from mx_jax.backends.select import current_target
 from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, NVFP4, BlockFormat
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse(arguments)
     asked = MatmulCase(lhs=None, rhs=MXFP4, dtype="bfloat16").call
-    reason = matmul.rejects(asked, current_target())
+    reason = rejections.rejects(asked, current_target())
     if reason is not None:
         raise SystemExit(f"benchmarks.gpu: needs a GPU that the kernel runs on: it {reason}")
     device = jax.devices()[0].device_kind

@@ -1,13 +1,17 @@
-"""Mosaic GPU's interpreter, by JAX version, for the tests of GPU kernels."""
+"""Mosaic GPU's interpreter, by JAX version, and operands, for the tests of GPU kernels."""
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from mx_jax.backends.pallas_gpu.matmul import MIN_JAX
+from mx_jax.backends.pallas_gpu.rejections import MIN_JAX
+from mx_jax.mxarray import MXArray
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < MIN_JAX or sys.version_info < (3, 12),
@@ -33,3 +37,17 @@ def reset_interpreter() -> None:
 def mostly_slow(cases: Sequence[Any], *quick: Any) -> list[Any]:
     """Parameters of a test: all cases, of which only some run by default."""
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+def few_octaves(rng: np.random.Generator, x: MXArray) -> MXArray:
+    """Codes whose sums are exact in float32 in any order: few octaves of float8, else all."""
+    element = x.format.element
+    codes = rng.integers(0, 1 << element.bits, x.shape).astype(np.uint8)
+    if element.kind == "float" and element.bits == 8:
+        one = element.bias << element.mantissa_bits
+        codes = (codes & 7) + one | (codes & 8) << 4
+    x = dataclasses.replace(x, codes=jnp.asarray(codes))
+    if x.tensor_scale is None:
+        return x
+    scales = jnp.asarray(rng.integers(0x30, 0x40, x.scales.shape).astype(np.uint8))
+    return dataclasses.replace(x, scales=scales, tensor_scale=x.tensor_scale * 0 + 0.25)

@@ -18,7 +18,13 @@ from mx_jax.reference.matmul import scaled_matmul
 from mx_jax.testing.backend_suite import check_matmul
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.backends.mosaic import interpreter, mostly_slow, needs_mosaic, reset_interpreter
+from tests.backends.mosaic import (
+    few_octaves,
+    interpreter,
+    mostly_slow,
+    needs_mosaic,
+    reset_interpreter,
+)
 
 WEIGHTS = (*formats.MX_FORMATS, formats.NVFP4)
 
@@ -26,29 +32,19 @@ pytestmark = needs_mosaic
 
 
 @pytest.fixture
-def interpret() -> Any:
-    return interpreter()
+def how() -> dict[str, Any]:
+    return {"architecture": "sm90", "interpret": interpreter()}
 
 
-def whole_numbers(rng: np.random.Generator, case: MatmulCase) -> tuple[Any, Any]:
+def whole_numbers(rng: np.random.Generator, case: MatmulCase) -> tuple[jax.Array, MXArray]:
     """Operands whose sums are exact in float32 in any order."""
     lhs, rhs = case.operands(rng, octaves=1)
-    small = jnp.asarray(rng.integers(-8, 9, lhs.shape), case.dtype)
-    # Of float8, the codes of few octaves; of the others every code.
-    element = rhs.format.element
-    codes = rng.integers(0, 1 << element.bits, rhs.shape).astype(np.uint8)
-    if element.kind == "float" and element.bits == 8:
-        one = element.bias << element.mantissa_bits
-        codes = (codes & 7) + one | (codes & 8) << 4
-    rhs = dataclasses.replace(rhs, codes=jnp.asarray(codes))
-    if rhs.tensor_scale is not None:
-        scales = jnp.asarray(rng.integers(0x30, 0x40, rhs.scales.shape).astype(np.uint8))
-        rhs = dataclasses.replace(rhs, scales=scales, tensor_scale=rhs.tensor_scale * 0 + 0.25)
-    return small, rhs
+    assert isinstance(rhs, MXArray)
+    return jnp.asarray(rng.integers(-8, 9, lhs.shape), case.dtype), few_octaves(rng, rhs)
 
 
 def as_batch(w: MXArray) -> MXArray:
-    return dataclasses.replace(w, codes=w.codes[None], scales=w.scales[None])
+    return jax.tree.map(lambda a: a[None], w)
 
 
 def case_of(rhs: formats.BlockFormat, dtype: str = "bfloat16", **facts: Any) -> MatmulCase:
@@ -75,11 +71,11 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_is_the_reference_after_rounding(
-    case: MatmulCase, rng: np.random.Generator, interpret: Any
+    case: MatmulCase, rng: np.random.Generator, how: dict[str, Any]
 ):
     call = case.call
     lhs, rhs = whole_numbers(rng, case)
-    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, call, interpret=interpret))
+    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, call, **how))
     expected = scaled_matmul(lhs, rhs, call.dimension_numbers, call.out_dtype)
     assert_bitwise_equal(run(lhs, rhs), expected, what="product")
 
@@ -95,36 +91,67 @@ def test_is_the_reference_after_rounding(
     ],
     ids=str,
 )
-def test_is_near_float64(case: MatmulCase, interpret: Any):
-    check_matmul(PallasGpuBackend(interpret=interpret), case)
+def test_is_near_float64(case: MatmulCase, how: dict[str, Any]):
+    check_matmul(PallasGpuBackend(**how), case)
 
 
 @pytest.mark.parametrize(
     ("tiles", "out_dtype"),
     [
-        (Tiles(m=16, k=128, stages=2, splits=2, warpgroups=1), "float32"),
+        (Tiles(m=16, n=64, k=128, stages=2, splits=2), "float32"),
         (Tiles(m=128, k=128, stages=2, splits=1), "bfloat16"),
     ],
     ids=str,
 )
 def test_tiles_do_not_matter(
-    tiles: Tiles, out_dtype: str, rng: np.random.Generator, interpret: Any
+    tiles: Tiles, out_dtype: str, rng: np.random.Generator, how: dict[str, Any]
 ):
     case = case_of(MXFP4, m=(17,), n=(3,), k=(256,))
     x, w = whole_numbers(rng, case)
     packed = jax.jit(pack)(as_batch(w))
-    actual = matmul.multiply(x[None], packed, out_dtype, tiles=tiles, interpret=interpret)
+    actual = matmul.multiply(x[None], packed, out_dtype, tiles=tiles, **how)
     expected = scaled_matmul(x, w, case.call.dimension_numbers, out_dtype)
     assert_bitwise_equal(actual[0], expected, what="product")
 
 
-def test_under_vmap(rng: np.random.Generator, interpret: Any):
+@pytest.mark.parametrize(
+    ("dtype", "format", "out_dtype"),
+    [("bfloat16", MXFP4, "bfloat16"), ("float16", formats.NVFP4, "float32")],
+)
+def test_many_rows_are_left_to_xla(
+    dtype: str,
+    format: formats.BlockFormat,
+    out_dtype: str,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def kernel(architecture: str) -> Any:
+        raise AssertionError(f"asked for {architecture}")
+
+    monkeypatch.setattr(matmul, "kernel", kernel)
+    case = case_of(format, dtype, m=(1024,), n=(5,), k=(64,), out_dtype=out_dtype)
+    x, w = whole_numbers(rng, case)
+    expected = scaled_matmul(x, w, case.call.dimension_numbers, out_dtype)
+
+    def packed(x: jax.Array, w: MXArray) -> jax.Array:
+        return matmul.multiply(x[None], pack(as_batch(w)), out_dtype, architecture="sm90")[0]
+
+    def whole(x: jax.Array, w: MXArray) -> jax.Array:
+        return matmul.scaled_matmul(x, w, case.call, architecture="sm90")
+
+    for product in (packed, whole):
+        assert_bitwise_equal(jax.jit(product)(x, w), expected, what="product")
+        with pytest.raises(AssertionError, match="asked for sm90"):
+            jax.eval_shape(product, x[1:], w)
+
+
+def test_under_vmap(rng: np.random.Generator, how: dict[str, Any]):
     case = case_of(MXFP4, m=(3,), n=(5,), k=(64,))
     x, w = whole_numbers(rng, case)
     xs = jnp.stack([x, 2 * x])
 
     def product(x):
-        return matmul.scaled_matmul(x, w, case.call, interpret=interpret)
+        return matmul.scaled_matmul(x, w, case.call, **how)
 
     expected = jnp.stack([scaled_matmul(x, w, case.call.dimension_numbers, "float32") for x in xs])
     assert_bitwise_equal(jax.jit(jax.vmap(product))(xs), expected, what="product")
@@ -132,14 +159,14 @@ def test_under_vmap(rng: np.random.Generator, interpret: Any):
 
 # The interpreter multiplies with NumPy, which warns.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_what_is_not_finite_reaches_its_row_alone(interpret: Any):
+def test_what_is_not_finite_reaches_its_row_alone(how: dict[str, Any]):
     case = case_of(MXFP8_E4M3, "float16", m=(2,), n=(4,), k=(64,))
     rhs = case.operands(np.random.default_rng(0))[1]
     codes, scales = np.full((4, 64), 0x38, np.uint8), np.full((4, 2), 127, np.uint8)
     codes[1, 5], scales[2, 1] = 0x7F, 255
     rhs = dataclasses.replace(rhs, codes=jnp.asarray(codes), scales=jnp.asarray(scales))
     lhs = jnp.ones((2, 64), jnp.float16).at[1, 3].set(jnp.inf)
-    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, case.call, interpret=interpret))
+    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, case.call, **how))
     out = run(lhs, rhs)
     nan, inf = np.nan, np.inf
     np.testing.assert_array_equal(out, [[64, nan, nan, 64], [inf, nan, nan, inf]])
@@ -203,7 +230,7 @@ def test_the_interpreters_lift_is_the_same(format: formats.BlockFormat):
 
 
 def test_a_missing_wait_is_a_race(
-    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, interpret: Any
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, how: dict[str, Any]
 ):
     from jax._src.pallas.mosaic_gpu import primitives
 
@@ -211,7 +238,7 @@ def test_a_missing_wait_is_a_race(
     x, w = whole_numbers(rng, case)
     monkeypatch.setattr(primitives, "barrier_wait", lambda *args, **kwargs: None)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
-        jax.block_until_ready(matmul.scaled_matmul(x, w, case.call, interpret=interpret))
+        jax.block_until_ready(matmul.scaled_matmul(x, w, case.call, **how))
     reset_interpreter()
 
 
@@ -223,7 +250,7 @@ def test_lowers_for_cuda_without_a_plugin(format: formats.BlockFormat):
 
     case = case_of(format, m=(17,), n=(200,), k=(1024,), out_dtype="bfloat16")
     operands = case.operands(np.random.default_rng(0))
-    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, case.call))
+    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, case.call, architecture="sm90"))
     text = run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in text.splitlines() if "custom_call @mosaic_gpu" in line)
     # Activations padded to 32 rows, weights to 256, and the partial sums of one split.

@@ -42,7 +42,7 @@ def test_every_check_is_a_product_that_the_kernel_takes():
     target = gpu.current_target()
     target = dataclasses.replace(target, platform="cuda", compute_capability=(9, 0))
     for case in gpu.CHECKS:
-        assert gpu.matmul.rejects(case.call, target, (0, 11, 2)) is None
+        assert gpu.rejections.rejects(case.call, target, (0, 11, 2)) is None
 
 
 def test_chains_of_both_baselines_agree():

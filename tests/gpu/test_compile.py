@@ -1,4 +1,4 @@
-"""Ahead of time, for sm_90a: no spills, a register cap, and tensor-core instructions found.
+"""Ahead of time, for every architecture: no spills, few registers, tensor-core instructions found.
 
 Needs `jax-cuda13-plugin` and `ptxas`, no GPU: run with `pytest -m gpu_compile`.
 """
@@ -40,6 +40,21 @@ def disassembler() -> str | None:
     return shutil.which("nvdisasm") or next(map(str, wheels), None)
 
 
+def compile_for(folder: Path, *arguments: str) -> list[str]:
+    """Compile in a process of its own; ptxas's reports, checked for spills."""
+    command = [sys.executable, str(SCRIPT), *arguments]
+    result = subprocess.run(
+        command, env=environment(folder), capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    reports = [path.read_text() for path in folder.glob("*.ptxas")]
+    for report in reports:
+        assert "0 bytes spill stores, 0 bytes spill loads" in report
+        (registers,) = re.findall(r"Used (\d+) registers", report)
+        assert int(registers) <= MAX_REGISTERS
+    return reports
+
+
 # Most instructions that a thread issues for a code; a little above what was found.
 @pytest.mark.parametrize(
     ("name", "limit"),
@@ -52,34 +67,48 @@ def disassembler() -> str | None:
         ("mxint8", 4.7),
     ],
 )
-def test_compiles_without_spills(name: str, limit: float, tmp_path: Path):
-    command = [sys.executable, str(SCRIPT), name]
-    result = subprocess.run(
-        command, env=environment(tmp_path), capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    reports = [path.read_text() for path in tmp_path.glob("*.ptxas")]
+def test_hopper(name: str, limit: float, tmp_path: Path):
     table = TILES["sm90", 4 if name.endswith("fp4") else 8]
+    reports = compile_for(tmp_path, "sm90", name)
     assert len(reports) == 2 * len(table)
     for report in reports:
         assert "for 'sm_90a'" in report
-        assert "0 bytes spill stores, 0 bytes spill loads" in report
         assert "erialized" not in report, "wgmma waits for each instruction"
-        (registers,) = re.findall(r"Used (\d+) registers", report)
-        assert int(registers) <= MAX_REGISTERS
     for path in tmp_path.glob("*.ptx"):
         assert re.search(r"wgmma\.mma_async\S*k16\.f32\.bf16\.bf16", path.read_text()), path
-        assert "HGMMA.64x" in instructions(path), path
-    loop = main_loop(instructions(tmp_path / f"mx_jax_sm90_{name}_0.ptx"), "HGMMA")
+        assert "HGMMA.64x" in disassembly(path, "sm_90a"), path
+    first = tmp_path / f"mx_jax_sm90_{name}_0.ptx"
+    loop = main_loop(disassembly(first, "sm_90a"), "HGMMA")
     codes = 64 * table[0][1].k / 128
     assert len(loop) / codes <= limit
 
 
-def instructions(ptx: Path) -> str:
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "kind"),
+    [
+        ("mxfp8_e4m3", "mxfp8_e5m2", "mxf8f6f4.block_scale.scale_vec::1X"),
+        ("mxfp4", "mxfp4", "mxf4nvf4.block_scale.scale_vec::2X"),
+        ("nvfp4", "nvfp4", "mxf4nvf4.block_scale.scale_vec::4X"),
+    ],
+)
+def test_blackwell(lhs: str, rhs: str, kind: str, tmp_path: Path):
+    reports = compile_for(tmp_path, "sm100", lhs, rhs)
+    assert len(reports) == 2 * len(TILES["sm100", 4 if lhs.endswith("fp4") else 8])
+    for report in reports:
+        assert "for 'sm_100a'" in report
+    for path in tmp_path.glob("*.ptx"):
+        assert f"tcgen05.mma.cta_group::1.kind::{kind}" in path.read_text(), path
+        expected = "UTCQMMA" if lhs.startswith("mxfp8") else "UTCOMMA"
+        assert expected in disassembly(path, "sm_100a"), path
+
+
+def disassembly(ptx: Path, architecture: str) -> str:
     """What ptxas makes of it."""
     tool = disassembler()
     if tool is None:
-        pytest.skip("compiled without spills; to look for HGMMA, install nvidia-cuda-nvdisasm")
+        pytest.skip(
+            "compiled without spills; to look at instructions, install nvidia-cuda-nvdisasm"
+        )
     cubin = str(ptx.with_suffix(".cubin"))
-    subprocess.run(["ptxas", "-arch=sm_90a", str(ptx), "-o", cubin], check=True)
+    subprocess.run(["ptxas", f"-arch={architecture}", str(ptx), "-o", cubin], check=True)
     return subprocess.run([tool, cubin], capture_output=True, text=True, check=True).stdout

@@ -10,29 +10,33 @@ from typing import Any
 import jax
 
 from mx_jax.backends.base import Call, MatmulCall, Operand, ProductsOnly, Target
-from mx_jax.backends.pallas_gpu import matmul
+from mx_jax.backends.pallas_gpu import matmul, rejections
 
 
 @dataclasses.dataclass(frozen=True)
 class PallasGpuBackend(ProductsOnly):
-    """Weights of 4 or 8 bits, decoded in registers on their way to the tensor cores.
+    """Weights decoded on their way to the tensor cores; on Blackwell, both operands as they are.
 
     Attributes:
       name: what `only_backend` calls it.
-      epsilon_bound: wider than the reference's: wgmma truncates where it adds.
+      epsilon_bound: wider than the reference's: tensor cores truncate where they add.
+      architecture: `"sm80"`, `"sm90"` or `"sm100"`, for tests; None: that of the first device.
       interpret: parameters of Mosaic's interpreter, for tests on a CPU; None compiles.
     """
 
     name: str = "pallas_gpu"
     epsilon_bound: float = 4.0
+    architecture: str | None = None
     interpret: Any = None
 
     def rejects(self, call: Call, target: Target) -> str | None:
         """Why not: another machine, an older JAX, or a product that no kernel computes."""
         if not isinstance(call, MatmulCall):
             return self.rejects_other(call)
-        return matmul.rejects(call, target)
+        return rejections.rejects(call, target)
 
     def scaled_matmul(self, lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         """See `matmul.scaled_matmul`."""
-        return matmul.scaled_matmul(lhs, rhs, call, interpret=self.interpret)
+        return matmul.scaled_matmul(
+            lhs, rhs, call, architecture=self.architecture, interpret=self.interpret
+        )

@@ -48,7 +48,7 @@ def matmul(
     Args:
       x: bfloat16 `[batch * m, k]`; m a multiple of `tiles.m`.
       codes: int32 `[batch * k / group, n, 16]`, as `PackedWeights` has them; n a multiple of
-        `64 * tiles.warpgroups`, k of `tiles.k * tiles.splits`.
+        `tiles.n`, k of `tiles.k * tiles.splits`.
       scales: int32 `[batch * k / (2 * granularity), n]`.
       format: of the weights; a tensor scale is left out.
       batch: number of independent products.
@@ -76,7 +76,7 @@ def matmul(
         # the only one that CUDA lets be long.
         grid=(tiles.splits, program.num_n, program.num_rows),
         grid_names=("split", "n", "row"),
-        num_threads=tiles.warpgroups + 1,
+        num_threads=tiles.n // ROWS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         scratch_types=program.scratch_types(),
@@ -107,13 +107,18 @@ class _Program:
     num_k: int
     num_rows: int
 
+    @property
+    def num_warpgroups(self) -> int:
+        """Warpgroups that multiply, 64 rows of weights each."""
+        return self.tiles.n // ROWS
+
     def scratch_types(self) -> list[Any]:
         """Shared memory besides the pipeline's: the result's tile, a stand-in's operand."""
         line = 128 // self.out_dtype.itemsize
-        tile = (self.tiles.warpgroups, self.tiles.m, ROWS)
+        tile = (self.num_warpgroups, self.tiles.m, ROWS)
         scratch = [plgpu.SMEM(tile, self.out_dtype, transforms=_transforms(line, 128))]
         if self.decoder.interpreted:
-            scratch.append(plgpu.SMEM((self.tiles.warpgroups, ROWS, CHUNK), jnp.bfloat16))
+            scratch.append(plgpu.SMEM((self.num_warpgroups, ROWS, CHUNK), jnp.bfloat16))
         return scratch
 
     def body(self, x_gmem, codes_gmem, scales_gmem, out_gmem, out_smem, *operand_smem):
@@ -151,7 +156,7 @@ class _Program:
             grid=(self.num_k // self.tiles.splits,),
             memory_registers=_MEMORY_REGISTERS,
             wg_axis="warpgroup",
-            num_compute_wgs=self.tiles.warpgroups,
+            num_compute_wgs=self.num_warpgroups,
             max_concurrent_steps=self.tiles.stages,
             compute_context=compute,
             in_specs=self._in_specs(),

@@ -1,0 +1,111 @@
+"""Which products GPU kernels take, by the description of a call and of the machine alone."""
+
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from mx_jax.backends.base import MatmulCall, Target
+from mx_jax.backends.pallas_gpu import scaled
+from mx_jax.backends.pallas_gpu.weights import MIN_BLOCK, PAD_N
+from mx_jax.formats import BlockFormat
+
+# The first version whose Mosaic GPU has everything that the kernels call.
+MIN_JAX = (0, 11, 2)
+ARCHITECTURES = {(9, 0): "sm90", (10, 0): "sm100"}
+# Those that multiply two quantized operands as they are; the others decode weights to bfloat16.
+BLOCK_SCALED = ("sm100",)
+_ACTIVATIONS = tuple(map(jnp.dtype, ("bfloat16", "float16")))
+_OUTPUTS = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
+# Significant bits of a bfloat16.
+_SIGNIFICANT = 8
+# The kernel counts elements in 32 bits; a grid's second axis has 16, in tiles of 128 rows.
+_MAX_ELEMENTS = 2**31 - 1
+_MAX_ROWS = 65535 * PAD_N
+
+
+def rejects(
+    call: MatmulCall, target: Target, jax_version: tuple[int, ...] = jax.__version_info__
+) -> str | None:
+    """Why no kernel takes a call on a machine, or None."""
+    if target.platform != "cuda":
+        return f"runs on platform=cuda, got platform={target.platform}"
+    if target.compute_capability not in ARCHITECTURES:
+        known = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
+        got = target.compute_capability
+        shown = None if got is None else ".".join(map(str, got))
+        return f"has kernels for CUDA compute capability {known}, got {shown}"
+    if jax_version < MIN_JAX:
+        needed, got = (".".join(map(str, version)) for version in (MIN_JAX, jax_version))
+        return f"needs jax>={needed}, got jax=={got}"
+    if call.out_sharding is not None:
+        return f"takes no out_sharding, got out_sharding={call.out_sharding}"
+    if call.out_dtype not in _OUTPUTS:
+        return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
+    if ARCHITECTURES[target.compute_capability] in BLOCK_SCALED:
+        reason = scaled.rejects_formats(call.lhs_format, call.rhs_format)
+    else:
+        reason = _rejects_formats(call)
+    return reason or _rejects_sizes(call)
+
+
+def _rejects_formats(call: MatmulCall) -> str | None:
+    sides = (
+        ("lhs", call.lhs_format, call.lhs_dtype),
+        ("rhs", call.rhs_format, call.rhs_dtype),
+    )
+    reasons = [rejects_weights(format) for _, format, _ in sides]
+    if all(reasons):
+        return f"needs weights in a block format on one side: lhs {reasons[0]}; rhs {reasons[1]}"
+    weights = "lhs" if reasons[1] else "rhs"
+    for side, format, dtype in sides:
+        if side == weights:
+            continue
+        if format is None and dtype not in _ACTIVATIONS:
+            return f"needs activations in bfloat16 or float16, got {side} in {dtype}"
+        if format is not None and not _fits_bfloat16(format):
+            return f"needs values that bfloat16 holds on both sides, got {side}={format.name}"
+    return None
+
+
+def rejects_weights(format: BlockFormat | None) -> str | None:
+    """Why weights of a format are not taken, or None."""
+    if format is None:
+        return "is in high precision"
+    if not _fits_bfloat16(format):
+        return f"is {format.name}"
+    kept, block = format.block
+    if kept != 1 or not isinstance(block, int) or block % MIN_BLOCK:
+        return f"has blocks {format.block}, not (1, a multiple of {MIN_BLOCK})"
+    return None
+
+
+def _fits_bfloat16(format: BlockFormat) -> bool:
+    """Whether each element times its block's scale is a bfloat16, exponent aside."""
+    element, scale = format.element, format.scale
+    if scale.is_float32 or (element.kind == "float" and not element.has_negative_zero):
+        return False
+    in_scale = 0 if scale.element is None else scale.element.mantissa_bits + 1
+    return element.mantissa_bits + 1 + in_scale <= _SIGNIFICANT
+
+
+def _rejects_sizes(call: MatmulCall) -> str | None:
+    sides: tuple[tuple[Literal["lhs", "rhs"], tuple[int, ...], BlockFormat | None], ...] = (
+        ("lhs", call.lhs_shape, call.lhs_format),
+        ("rhs", call.rhs_shape, call.rhs_format),
+    )
+    for side, shape, format in sides:
+        axes = call.contracting_axes(side)
+        block = None if format is None else format.block[1]
+        if isinstance(block, int) and len(axes) > 1 and shape[axes[-1]] % block:
+            return (
+                f"needs the last of several contracted axes in whole blocks of {block}, got "
+                f"{side}_shape={shape}, contracting={axes}"
+            )
+        if math.prod(shape) > _MAX_ELEMENTS:
+            return f"needs at most {_MAX_ELEMENTS} elements, got {side}_shape={shape}"
+        kept = (shape[i] for i in range(call.num_batch, len(shape)) if i not in axes)
+        if math.prod(kept) > _MAX_ROWS:
+            return f"needs at most {_MAX_ROWS} rows, got {side}_shape={shape}"
+    return None

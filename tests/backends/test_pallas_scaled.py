@@ -1,0 +1,140 @@
+"""Blackwell's kernel: its layouts, and its numbers in Mosaic's interpreter, races detected."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mx_jax import formats
+from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul, scaled
+from mx_jax.backends.pallas_gpu.tuning import Tiles
+from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
+from mx_jax.mxarray import MXArray
+from mx_jax.reference.matmul import scaled_matmul
+from mx_jax.testing.backend_suite import check_matmul
+from mx_jax.testing.cases import MatmulCase
+from mx_jax.testing.compare import assert_bitwise_equal
+from tests.backends.mosaic import few_octaves, interpreter, needs_mosaic, reset_interpreter
+
+
+@pytest.fixture
+def how() -> dict[str, Any]:
+    return {"architecture": "sm100", "interpret": interpreter()}
+
+
+def operands(rng: np.random.Generator, case: MatmulCase) -> tuple[MXArray, MXArray]:
+    """Both of few octaves, so that sums are exact in float32 in any order."""
+    lhs, rhs = case.operands(rng, octaves=1)
+    assert isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
+    return few_octaves(rng, lhs), few_octaves(rng, rhs)
+
+
+# Edges: one row, several tiles, several steps and splits, batches, several axes, each order.
+CASES = [
+    MatmulCase(lhs=MXFP8_E4M3, rhs=MXFP8_E5M2, m=(1,), n=(130,), k=(300,)),
+    MatmulCase(lhs=MXFP4, rhs=MXFP4, batch=(2,), m=(3,), k=(2, 512), out_dtype="bfloat16"),
+    MatmulCase(lhs=NVFP4, rhs=NVFP4, m=(130,), k=(40,), rhs_k_first=True, out_dtype="float16"),
+    pytest.param(
+        MatmulCase(lhs=MXFP4.with_block(16), rhs=MXFP4.with_block(16), k=(2048,)),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        MatmulCase(lhs=MXFP8_E5M2, rhs=MXFP8_E5M2, m=(2, 150), n=(300,), k=(768,)),
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@needs_mosaic
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_is_the_reference_after_rounding(
+    case: MatmulCase, rng: np.random.Generator, how: dict[str, Any]
+):
+    call = case.call
+    lhs, rhs = operands(rng, case)
+    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, call, **how))
+    expected = scaled_matmul(lhs, rhs, call.dimension_numbers, call.out_dtype)
+    assert_bitwise_equal(run(lhs, rhs), expected, what="product")
+
+
+@needs_mosaic
+@pytest.mark.slow
+@pytest.mark.parametrize("format", [MXFP8_E4M3, MXFP4, NVFP4], ids=lambda format: format.name)
+def test_is_near_float64(format: formats.BlockFormat, how: dict[str, Any]):
+    check_matmul(PallasGpuBackend(**how), MatmulCase(lhs=format, rhs=format, k=(90,)))
+
+
+@needs_mosaic
+def test_tiles_do_not_matter(rng: np.random.Generator, how: dict[str, Any]):
+    case = MatmulCase(lhs=MXFP8_E4M3, rhs=MXFP8_E4M3, m=(3,), n=(200,), k=(512,))
+    lhs, rhs = operands(rng, case)
+    tiles = Tiles(m=128, n=256, k=128, stages=2, splits=2)
+
+    def product(lhs: MXArray, rhs: MXArray) -> jax.Array:
+        left, right = (scaled.lay_out(jax.tree.map(lambda a: a[None], x)) for x in (lhs, rhs))
+        return scaled.multiply(left, right, jnp.float32, tiles=tiles, **how)[0]
+
+    expected = scaled_matmul(lhs, rhs, case.call.dimension_numbers, "float32")
+    assert_bitwise_equal(jax.jit(product)(lhs, rhs), expected, what="product")
+
+
+@needs_mosaic
+def test_a_missing_wait_is_a_race(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, how: dict[str, Any]
+):
+    from jax._src.pallas.mosaic_gpu import primitives
+
+    case = MatmulCase(lhs=MXFP4, rhs=MXFP4, k=(1024,))
+    lhs, rhs = operands(rng, case)
+    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, case.call, **how))
+    # The kernel looks the name up where it is defined first.
+    from jax.experimental.pallas import mosaic_gpu
+
+    for module in (primitives, mosaic_gpu):
+        monkeypatch.setattr(module, "barrier_wait", lambda *args, **kwargs: None)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+        jax.block_until_ready(run(lhs, rhs))
+    reset_interpreter()
+
+
+def test_layout_of_scales_is_what_the_docstring_says(rng: np.random.Generator):
+    scales = rng.integers(0, 255, (1, 130, 20)).astype(np.uint8)
+    x = MXArray(
+        codes=jnp.zeros((1, 130, 640), jnp.uint8),
+        scales=jnp.asarray(scales),
+        format=MXFP8_E4M3,
+        blocks=((-1, 32),),
+        dtype=jnp.dtype("float32"),
+    )
+    laid_out = scaled.lay_out(x)
+    assert laid_out.codes.shape == (256, 768) and laid_out.scales.shape == (2, 6, 32, 16)
+    bytes_ = np.asarray(laid_out.scales).view(np.uint8)
+    for row, column in ((0, 0), (37, 5), (129, 19), (96, 3), (64, 4)):
+        tile, (i, j) = row // 128, divmod(row % 128, 32)
+        found = bytes_[tile, column // 4, j, 4 * i + column % 4]
+        assert found == scales[0, row, column]
+    assert bytes_[1, 0, 5, 0] == 0, "padding"
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "reason"),
+    [
+        (None, MXFP4, "needs both sides quantized, got lhs in high precision"),
+        (MXFP4, None, "needs both sides quantized, got rhs in high precision"),
+        (MXFP4, formats.MXFP6_E2M3, "MXFP4 (also in blocks of 16) and NVFP4, got rhs=mxfp6_e2m3"),
+        (formats.MXINT8, MXFP4, "got lhs=mxint8 in blocks (1, 32)"),
+        (MXFP4.with_block(64), MXFP4, "got lhs=mxfp4 in blocks (1, 64)"),
+        (MXFP8_E4M3, MXFP4, "elements of one width and equal scales, got mxfp8_e4m3 by mxfp4"),
+        (MXFP4, NVFP4, "elements of one width and equal scales, got mxfp4 by nvfp4"),
+        (formats.NVFP4_2D, NVFP4, "got lhs=nvfp4_2d in blocks (16, 16)"),
+        (MXFP8_E4M3, MXFP8_E5M2, None),
+        (NVFP4, formats.NVFP4_ONE_LEVEL, None),
+    ],
+)
+def test_rejections(
+    lhs: formats.BlockFormat | None, rhs: formats.BlockFormat | None, reason: str | None
+):
+    found = scaled.rejects_formats(lhs, rhs)
+    assert found == reason if reason is None or found is None else reason in found
