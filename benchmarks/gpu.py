@@ -103,7 +103,7 @@ def check_all(backend: PallasGpuBackend, seed: int) -> list[dict[str, Any]]:
 
 
 def products(
-    format: BlockFormat, size: int, copies: int, interpret: Any = None
+    format: BlockFormat, size: int, copies: int, architecture: str | None = None
 ) -> dict[str, tuple[Callable[..., jax.Array], list[Any]]]:
     """Name -> (`x[m, size], weight -> [m, size]` in bfloat16, as many weights as copies)."""
 
@@ -120,7 +120,7 @@ def products(
         return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
     def kernel(x, w):
-        return matmul.multiply(x[None], w, jnp.bfloat16, interpret=interpret)[0]
+        return matmul.multiply(x[None], w, jnp.bfloat16, architecture=architecture)[0]
 
     keys = jax.random.split(jax.random.key(0), copies)
     return {

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +13,10 @@ import pytest
 from mx_jax.backends.pallas_gpu.rejections import MIN_JAX
 from mx_jax.mxarray import MXArray
 
+_MIN_JAX = min(MIN_JAX.values())
 needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < MIN_JAX or sys.version_info < (3, 12),
-    reason=f"Mosaic GPU's interpreter needs jax>={'.'.join(map(str, MIN_JAX))} and Python 3.12",
+    jax.__version_info__ < _MIN_JAX or sys.version_info < (3, 12),
+    reason=f"Mosaic GPU's interpreter needs jax>={'.'.join(map(str, _MIN_JAX))} and Python 3.12",
 )
 
 
@@ -32,6 +33,17 @@ def reset_interpreter() -> None:
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def race_of(run: Callable[[], jax.Array], capfd: pytest.CaptureFixture[str]) -> bool:
+    """Whether the interpreter finds a race: it raises, or before JAX 0.12 only prints."""
+    try:
+        jax.block_until_ready(run())
+    except jax.errors.JaxRuntimeError as error:
+        return "RACE DETECTED" in str(error)
+    finally:
+        reset_interpreter()
+    return "RACE DETECTED" in "".join(capfd.readouterr())
 
 
 def mostly_slow(cases: Sequence[Any], *quick: Any) -> list[Any]:

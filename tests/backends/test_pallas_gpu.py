@@ -101,16 +101,22 @@ def test_rejects_a_call(call: MatmulCall, reason: str):
         (
             Target(platform="cuda"),
             NEW,
-            "has kernels for CUDA compute capability 9.0, 10.0, got None",
+            "has kernels for CUDA compute capability 8.0, 8.9, 9.0, 10.0, got None",
+        ),
+        (
+            Target(platform="cuda", compute_capability=(8, 6)),
+            NEW,
+            "has kernels for CUDA compute capability 8.0, 8.9, 9.0, 10.0, got 8.6",
         ),
         (
             Target(platform="cuda", compute_capability=(8, 0)),
             NEW,
-            "has kernels for CUDA compute capability 9.0, 10.0, got 8.0",
+            "needs jax>=0.12.0, got jax==0.11.2",
         ),
+        (Target(platform="cuda", compute_capability=(8, 9)), (0, 12, 0), None),
         (
             Target(platform="cuda", compute_capability=(10, 0)),
-            NEW,
+            (0, 12, 0),
             "needs both sides quantized, got lhs in high precision",
         ),
         (H200, (0, 10, 2), "needs jax>=0.11.2, got jax==0.10.2"),
@@ -240,19 +246,19 @@ def test_packing_is_what_its_docstring_says():
         dtype=jnp.dtype("float32"),
     )
     packed = jax.jit(pack)(weights)
-    assert packed.codes.shape == (1, 2, 128, 16)
+    assert packed.codes.shape == (1, 2, 2, 64, 16)
     for group, thread, pair, lane in np.ndindex(2, 4, 16, 2):
         chunk, t = divmod(pair, 8)
         code = codes[0, 0, 128 * group + 64 * chunk + 8 * t + 2 * thread + lane]
         word, slot = divmod(pair, 4)
         low, sign = SLOTS[4][slot]
-        half = int(packed.codes[0, group, 0, 4 * thread + word]) >> 16 * lane
+        half = int(packed.codes[0, 0, group, 0, 4 * thread + word]) >> 16 * lane
         assert (half >> low & 7, half >> sign & 1) == (code & 7, code >> 3)
-    assert packed.scales.shape == (1, 4, 128)
+    assert packed.scales.shape == (1, 2, 4, 64)
     for i in range(4):
         first, second = (120 + 2 * i) << 7, (121 + 2 * i) << 7
-        assert int(packed.scales[0, i, 0]) == second << 16 | first
-    np.testing.assert_array_equal(packed.scales[0, :, 1:], 0)
+        assert int(packed.scales[0, 0, i, 0]) == second << 16 | first
+    np.testing.assert_array_equal(packed.scales[0, :, :, 1:], 0)
 
 
 def test_places_for_codes_do_not_overlap():
@@ -261,8 +267,11 @@ def test_places_for_codes_do_not_overlap():
         assert sorted(taken) == list(range(16))
 
 
-# What a Hopper block may ask for, a KiB left for barriers.
-SHARED_MEMORY = 227 * 1024 - 1024
+# What a block may ask for, a KiB left for barriers.
+SHARED_MEMORY = {
+    architecture: size * 1024 - 1024
+    for architecture, size in (("sm80", 163), ("sm89", 99), ("sm90", 227), ("sm100", 227))
+}
 
 
 @pytest.mark.parametrize(("key", "bucket"), [(k, i) for k in TILES for i in range(len(TILES[k]))])
@@ -274,11 +283,15 @@ def test_tiles_fit(key: tuple[str, int], bucket: int):
         # All activations are codes too, and the result is written by 128 bytes, in two buffers.
         assert tiles.m == 128 and tiles.n in (128, 256) and tiles.k * bits >= 1024
         used = tiles.shared_memory(bits, bits, out_bytes=0) + 2 * tiles.m * 128
+    elif architecture != "sm90":
+        # The result is stored from registers; cp.async copies at least four tiles of 8 by 64.
+        assert tiles.n == 64 and tiles.m * tiles.k % (4 * 8 * 64) == 0
+        used = tiles.shared_memory(16, bits, out_bytes=0)
     else:
         assert tiles.n == 128
         used = tiles.shared_memory(16, bits, out_bytes=4)
     # A swizzled tile of 8 rows starts at a multiple of 512 bytes, or wider.
-    assert used <= SHARED_MEMORY
+    assert used <= SHARED_MEMORY[architecture]
     assert [limit for limit, _ in TILES[key]] == sorted(limit for limit, _ in TILES[key])
 
 

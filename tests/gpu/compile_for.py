@@ -105,7 +105,8 @@ GPUS = {
         bandwidth=7.67e12,
     ),
 }
-N, K = 256, 4096
+# So long that every pipeline keeps its loop.
+N, K = 256, 65536
 FORMATS = {format.name: format for format in formats.BLOCK_FORMATS}
 
 
@@ -143,8 +144,9 @@ def compile_weights(architecture: str, name: str) -> None:
             product = functools.partial(
                 kernel.matmul, format=FORMATS[name], batch=1, tiles=tiles, out_dtype=out_dtype
             )
-            operands = (x, weights.codes, weights.scales)
-            flat = [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in operands[1:]]
+            flat = [
+                jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in (weights.codes, weights.scales)
+            ]
             compile_on(GPUS[architecture], product, (x, *flat))
 
 

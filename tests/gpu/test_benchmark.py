@@ -60,7 +60,7 @@ def test_chains_of_both_baselines_agree():
 
 @needs_mosaic
 def test_the_kernels_chain_lowers():
-    product, weights = gpu.products(gpu.MXFP4, 128, 2)[gpu.KERNEL]
+    product, weights = gpu.products(gpu.MXFP4, 128, 2, "sm90")[gpu.KERNEL]
     x = jnp.ones((3, 128), jnp.bfloat16)
     run = jax.jit(lambda x, weights: product(product(x, weights[0]), weights[1]))
     text = run.trace(x, weights).lower(lowering_platforms=("cuda",)).as_text()

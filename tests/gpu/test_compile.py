@@ -84,6 +84,26 @@ def test_hopper(name: str, limit: float, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("architecture", "name", "limit"),
+    [("sm80", "mxfp4", 3.9), ("sm80", "mxfp8_e4m3", 4.4), ("sm89", "mxfp4", 3.9)],
+)
+def test_ampere(architecture: str, name: str, limit: float, tmp_path: Path):
+    table = TILES[architecture, 4 if name.endswith("fp4") else 8]
+    reports = compile_for(tmp_path, architecture, name)
+    assert len(reports) == 2 * len(table)
+    target = architecture.replace("sm", "sm_")
+    for report in reports:
+        assert f"for '{target}'" in report
+    for path in tmp_path.glob("*.ptx"):
+        text = path.read_text()
+        assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in text, path
+        assert "cp.async.cg.shared.global" in text and "fma.rn.bf16x2" in text, path
+    first = tmp_path / f"mx_jax_sm80_{name}_0.ptx"
+    loop = main_loop(disassembly(first, target), "HMMA")
+    assert len(loop) / (64 * table[0][1].k / 128) <= limit
+
+
+@pytest.mark.parametrize(
     ("lhs", "rhs", "kind"),
     [
         ("mxfp8_e4m3", "mxfp8_e5m2", "mxf8f6f4.block_scale.scale_vec::1X"),

@@ -66,27 +66,31 @@ class Decoder:
         assert isinstance(block, int)
         return granularity(block)
 
-    def operands(self, words: Any, scales: Any, rows: Any, layout: Any) -> list[Any]:
+    @property
+    def pairs(self) -> int:
+        """Words of scales of a row of a group."""
+        return self.group // (2 * self.granularity)
+
+    def operands(self, words: Any, scales: Any, layout: Any) -> list[Any]:
         """A group of 64 rows as bfloat16 operands `[64, 64]`, in the order of k.
 
         Args:
-          words: reference to packed codes, `[n, 16]` of int32.
-          scales: reference to packed scales, `[group / (2 * granularity), n]` of int32.
-          rows: which 64.
+          words: reference to packed codes, `[64, 16]` of int32.
+          scales: reference to packed scales, `[group / (2 * granularity), 64]` of int32.
           layout: of the operands: a row's columns `2 c, 2 c + 1` of each 8 in thread c.
         """
-        loaded = plgpu.load(words.at[rows], layout=plgpu.Layout.WGMMA_8BIT, optimized=False)
+        loaded = plgpu.load(words, layout=plgpu.Layout.WGMMA_8BIT, optimized=False)
         values = self.values(loaded, layout)
         factors = []
-        for pair in range(self.group // (2 * self.granularity)):
-            both = plgpu.load(scales.at[pair, rows], layout=layout.reduce(1), optimized=False)
+        for pair in range(self.pairs):
+            both = plgpu.load(scales.at[pair], layout=layout.reduce(1), optimized=False)
             factors += [
                 _scale(both & 0xFFFF),
                 _scale(lax.shift_right_logical(both, _full(both, 16))),
             ]
         per_chunk = CHUNK // self.granularity
         return [
-            chunk * _spread(factors[i * per_chunk : (i + 1) * per_chunk])
+            chunk * _spread(factors[i * per_chunk : (i + 1) * per_chunk], layout)
             for i, chunk in enumerate(values)
         ]
 
@@ -180,10 +184,13 @@ def _scale(half: Any) -> Any:
     return lax.bitcast_convert_type(half.astype(jnp.int16), jnp.bfloat16)
 
 
-def _spread(factors: list[Any]) -> Any:
+def _spread(factors: list[Any], layout: Any) -> Any:
     """Scales of rows over the columns `[64, 64]` of an operand."""
     columns = CHUNK // len(factors)
-    spread = [lax.broadcast_in_dim(f, (f.shape[0], columns), (0,)) for f in factors]
+    spread = [
+        plgpu.layout_cast(lax.broadcast_in_dim(f, (f.shape[0], columns), (0,)), layout)
+        for f in factors
+    ]
     return spread[0] if len(spread) == 1 else lax.concatenate(spread, 1)
 
 

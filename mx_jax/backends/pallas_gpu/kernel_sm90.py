@@ -47,9 +47,9 @@ def matmul(
 
     Args:
       x: bfloat16 `[batch * m, k]`; m a multiple of `tiles.m`.
-      codes: int32 `[batch * k / group, n, 16]`, as `PackedWeights` has them; n a multiple of
-        `tiles.n`, k of `tiles.k * tiles.splits`.
-      scales: int32 `[batch * k / (2 * granularity), n]`.
+      codes: int32 `[batch * n / 64, k / group, 64, 16]`, as `PackedWeights` has them; n a multiple
+        of `tiles.n`, k of `tiles.k * tiles.splits`.
+      scales: int32 `[batch * n / 64, k / (2 * granularity), 64]`.
       format: of the weights; a tensor scale is left out.
       batch: number of independent products.
       tiles: what one program computes, and how.
@@ -59,7 +59,7 @@ def matmul(
     Returns:
       `[splits * batch * m, n]`.
     """
-    rows, n = x.shape[0], scales.shape[1]
+    rows, n = x.shape[0], codes.shape[0] // batch * ROWS
     program = _Program(
         decoder=Decoder(format=format, interpreted=interpret is not None),
         tiles=tiles,
@@ -134,13 +134,11 @@ class _Program:
                 self._store(acc, out_smem.at[warpgroup], out_gmem, warpgroup)
 
         def step(_, x_smem, codes_smem, scales_smem, acc):
-            decoder, rows = self.decoder, pl.ds(warpgroup * ROWS, ROWS)
-            pairs = decoder.group // (2 * decoder.granularity)
+            decoder = self.decoder
             for group in range(self.tiles.k // decoder.group):
                 operands = decoder.operands(
-                    codes_smem.at[group],
-                    scales_smem.at[pl.ds(group * pairs, pairs)],
-                    rows,
+                    codes_smem.at[warpgroup, group],
+                    scales_smem.at[warpgroup, pl.ds(group * decoder.pairs, decoder.pairs)],
                     plgpu.Layout.WGMMA,
                 )
                 for chunk, operand in enumerate(operands):
@@ -175,12 +173,12 @@ class _Program:
                 transforms=_transforms(CHUNK, _OPERAND_SWIZZLE),
             ),
             plgpu.BlockSpec(
-                (tiles.k // decoder.group, tiles.n, WORDS),
-                lambda i: (index * self.num_k + first + i, n_index, 0),
+                (self.num_warpgroups, tiles.k // decoder.group, ROWS, WORDS),
+                lambda i: (index * self.num_n + n_index, first + i, 0, 0),
             ),
             plgpu.BlockSpec(
-                (tiles.k // (2 * decoder.granularity), tiles.n),
-                lambda i: (index * self.num_k + first + i, n_index),
+                (self.num_warpgroups, tiles.k // (2 * decoder.granularity), ROWS),
+                lambda i: (index * self.num_n + n_index, first + i, 0),
             ),
         ]
 

@@ -165,7 +165,7 @@ def multiply(
     sums = kernel(architecture).matmul(
         padded.reshape(-1, padded_k),
         weights.codes.reshape(-1, *weights.codes.shape[2:]),
-        weights.scales.reshape(-1, padded_n),
+        weights.scales.reshape(-1, *weights.scales.shape[2:]),
         format=weights.format,
         batch=batch,
         tiles=tiles,
@@ -182,9 +182,9 @@ def multiply(
 def kernel(architecture: str) -> Any:
     """The module whose `matmul` multiplies by weights."""
     # Mosaic GPU is missing from older versions of JAX, which `rejects` keeps away from here.
-    from mx_jax.backends.pallas_gpu import kernel_sm90
+    from mx_jax.backends.pallas_gpu import kernel_sm80, kernel_sm90
 
-    return {"sm90": kernel_sm90}[architecture]
+    return {"sm80": kernel_sm80, "sm89": kernel_sm80, "sm90": kernel_sm90}[architecture]
 
 
 def _bfloat16_parts(x: jax.Array) -> jax.Array:

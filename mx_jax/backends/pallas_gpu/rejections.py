@@ -11,11 +11,12 @@ from mx_jax.backends.pallas_gpu import scaled
 from mx_jax.backends.pallas_gpu.weights import MIN_BLOCK, PAD_N
 from mx_jax.formats import BlockFormat
 
-# The first version whose Mosaic GPU has everything that the kernels call.
-MIN_JAX = (0, 11, 2)
-ARCHITECTURES = {(9, 0): "sm90", (10, 0): "sm100"}
+# Compute capability -> name of its kernel's tiles.
+ARCHITECTURES = {(8, 0): "sm80", (8, 9): "sm89", (9, 0): "sm90", (10, 0): "sm100"}
 # Those that multiply two quantized operands as they are; the others decode weights to bfloat16.
 BLOCK_SCALED = ("sm100",)
+# The first versions of JAX for which the kernels have been compiled.
+MIN_JAX = {"sm80": (0, 12, 0), "sm89": (0, 12, 0), "sm90": (0, 11, 2), "sm100": (0, 12, 0)}
 _ACTIVATIONS = tuple(map(jnp.dtype, ("bfloat16", "float16")))
 _OUTPUTS = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 # Significant bits of a bfloat16.
@@ -36,14 +37,16 @@ def rejects(
         got = target.compute_capability
         shown = None if got is None else ".".join(map(str, got))
         return f"has kernels for CUDA compute capability {known}, got {shown}"
-    if jax_version < MIN_JAX:
-        needed, got = (".".join(map(str, version)) for version in (MIN_JAX, jax_version))
+    architecture = ARCHITECTURES[target.compute_capability]
+    if jax_version < MIN_JAX[architecture]:
+        versions = (MIN_JAX[architecture], jax_version)
+        needed, got = (".".join(map(str, version)) for version in versions)
         return f"needs jax>={needed}, got jax=={got}"
     if call.out_sharding is not None:
         return f"takes no out_sharding, got out_sharding={call.out_sharding}"
     if call.out_dtype not in _OUTPUTS:
         return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
-    if ARCHITECTURES[target.compute_capability] in BLOCK_SCALED:
+    if architecture in BLOCK_SCALED:
         reason = scaled.rejects_formats(call.lhs_format, call.rhs_format)
     else:
         reason = _rejects_formats(call)

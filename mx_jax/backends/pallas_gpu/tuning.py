@@ -7,7 +7,7 @@ memory, 512 accumulator columns' worth of registers, and 132 SMs to fill.
 import dataclasses
 
 # Programs in flight that fill the machine once: SMs of an H100 or H200, of a B200.
-_NUM_SMS = {"sm90": 132, "sm100": 148}
+_NUM_SMS = {"sm80": 108, "sm89": 142, "sm90": 132, "sm100": 148}
 # A pipeline shorter than this has no steady state.
 _MIN_STEPS = 4
 
@@ -46,6 +46,16 @@ class Tiles:
 # sm90: any number of rows of activations that 8 divides, 64 rows of weights for each of two
 # warpgroups. sm100: 128 by 128 or 256, with steps of 128 bytes.
 TILES: dict[tuple[str, int], tuple[tuple[float, Tiles], ...]] = {
+    **{
+        (architecture, bits): (
+            (8, Tiles(m=8, n=64, k=256, splits=16)),
+            (16, Tiles(m=16, n=64, splits=16)),
+            (32, Tiles(m=32, n=64, stages=3, splits=8)),
+            (float("inf"), Tiles(m=64, n=64, stages=3, splits=4)),
+        )
+        for architecture in ("sm80", "sm89")
+        for bits in (4, 8)
+    },
     ("sm90", 4): (
         (8, Tiles(m=8, k=256, stages=5, splits=16)),
         (16, Tiles(m=16, k=256, stages=5, splits=16)),
@@ -73,7 +83,11 @@ TILES: dict[tuple[str, int], tuple[tuple[float, Tiles], ...]] = {
 # (architecture, bits of a code) -> rows from which it is faster to dequantize the weights once and
 # let XLA multiply in bfloat16. At so many rows the tensor cores are the bound for either, and a
 # kernel decodes the same weights again for every tile of rows.
-CROSSOVER: dict[tuple[str, int], int] = {("sm90", 4): 1024, ("sm90", 8): 1024}
+CROSSOVER: dict[tuple[str, int], int] = {
+    **{(architecture, bits): 256 for architecture in ("sm80", "sm89") for bits in (4, 8)},
+    ("sm90", 4): 1024,
+    ("sm90", 8): 1024,
+}
 
 
 def choose(architecture: str, code_bits: int, *, batch: int, m: int, n: int, k: int) -> Tiles:

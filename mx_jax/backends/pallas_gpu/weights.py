@@ -62,18 +62,21 @@ class PackedWeights:
 
     Padded to multiples of 128, `n'` and `k'`, with codes and scales of zero.
 
-      - `codes[b, group, row]` are the 16 words of a group of codes: 128 of FP4, 64 of any other
-        element, which takes a byte. Four threads share a row of an operand. Thread c has words
-        `4 c` to `4 c + 3`, and in each chunk of 64 codes those at `8 t + 2 c + j`, for t in 0..7
-        and j in 0..1: what the tensor cores want of it. They follow each other in the order of t
-        in the halves j (low and high) of its words, each half laid out as `SLOTS` says.
-      - `scales[b, i, row]` holds two scales as bfloat16, of a row's blocks `2 i` (low half) and
-        `2 i + 1`. A block is 16 or 32 codes here; a longer one repeats its scale. Blocks with a
+      - `codes[b, tile, group, row]` are the 16 words of a row of a tile of 64 rows, for a group of
+        codes: 128 of FP4, 64 of any other element, which takes a byte. Four threads share a row of
+        an operand. Thread c has words `4 c` to `4 c + 3`, and in each chunk of 64 codes those at
+        `8 t + 2 c + j`, for t in 0..7 and j in 0..1: what the tensor cores want of it. They follow
+        each other in the order of t in the halves j (low and high) of its words, each half laid out
+        as `SLOTS` says.
+      - `scales[b, tile, i, row]` holds two scales as bfloat16, of a row's blocks `2 i` (low half)
+        and `2 i + 1`. A block is 16 or 32 codes here; a longer one repeats its scale. Blocks with a
         NaN among their codes have NaN for a scale: either makes the whole row's products NaN.
 
+    So what a kernel reads of one tile, step by step along k, lies in one piece.
+
     Attributes:
-      codes: int32 `[batch, k' / group_size, n', 16]`.
-      scales: int32 `[batch, k' / (2 * granularity), n']`.
+      codes: int32 `[batch, n' / 64, k' / group_size, 64, 16]`.
+      scales: int32 `[batch, n' / 64, k' / (2 * granularity), 64]`.
       tensor_scale: float32 scalar, or None.
       shape: `(batch, n, k)`.
       format: the block format, with blocks along k.
@@ -90,12 +93,12 @@ class PackedWeights:
     @property
     def padded_n(self) -> int:
         """Rows, padded."""
-        return self.codes.shape[2]
+        return self.codes.shape[1] * ROWS
 
     @property
     def padded_k(self) -> int:
         """Contracted length, padded."""
-        return self.codes.shape[1] * group_size(self.format.element)
+        return self.codes.shape[2] * group_size(self.format.element)
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +114,7 @@ class PackedWeights:
         codes = _from_threads(jnp.stack(slots, axis=-1), self.padded_k)
         blocks: Blocks = ((-1, block),)
         halves = lax.bitcast_convert_type(self.scales, jnp.uint16)
-        halves = halves.swapaxes(1, 2).reshape(batch, self.padded_n, -1)
+        halves = halves.swapaxes(2, 3).reshape(batch, self.padded_n, -1)
         halves = halves[..., : -(-k // granularity(block)) : block // granularity(block)]
         tensor_scale = self.tensor_scale
         return MXArray(
@@ -143,9 +146,8 @@ def pack(weights: MXArray) -> PackedWeights:
     scales = spread(_bfloat16_bits(_with_nans(weights, block), format))
     scales = scales[..., : padded_k // granularity(block)]
     width = padded_k // granularity(block) - scales.shape[2]
-    scales = jnp.pad(scales, (extra[0], extra[1], (0, width))).reshape(
-        batch, n + extra[1][1], -1, 2
-    )
+    scales = jnp.pad(scales, (*extra[:2], (0, width)))
+    scales = scales.reshape(batch, -1, ROWS, scales.shape[2] // 2, 2)
     words = functools.reduce(
         lax.bitwise_or,
         (
@@ -160,7 +162,7 @@ def pack(weights: MXArray) -> PackedWeights:
     tensor_scale = weights.tensor_scale
     return PackedWeights(
         codes=words,
-        scales=lax.bitcast_convert_type(scales, jnp.int32).swapaxes(1, 2),
+        scales=lax.bitcast_convert_type(scales, jnp.int32).swapaxes(2, 3),
         tensor_scale=None if tensor_scale is None else tensor_scale.reshape(()),
         shape=(batch, n, k),
         format=format,
@@ -169,22 +171,21 @@ def pack(weights: MXArray) -> PackedWeights:
 
 
 def _to_threads(codes: jax.Array, element: ElementFormat) -> list[jax.Array]:
-    """Codes `[batch, n, k]` of each slot: uint16 `[batch, group, n, word, lane]`."""
+    """Codes `[batch, n, k]` of each slot: uint16 `[batch, tile, group, 64, word, lane]`."""
     batch, n, k = codes.shape
     size, slots = group_size(element), len(SLOTS[stored_bits(element)])
     # k = (group, chunk, t, thread, lane); a thread's words hold (chunk, t) in this order.
-    split = codes.reshape(batch, n, k // size, size // CHUNK, CHUNK // 8, 4, 2).transpose(
-        0, 2, 1, 5, 3, 4, 6
-    )
-    split = split.reshape(batch, k // size, n, WORDS, slots, 2).astype(jnp.uint16)
+    split = codes.reshape(batch, n // ROWS, ROWS, k // size, size // CHUNK, CHUNK // 8, 4, 2)
+    split = split.transpose(0, 1, 3, 2, 6, 4, 5, 7)
+    split = split.reshape(*split.shape[:4], WORDS, slots, 2).astype(jnp.uint16)
     return [split[..., slot, :] for slot in range(slots)]
 
 
 def _from_threads(slots: jax.Array, k: int) -> jax.Array:
-    """Codes `[batch, n, k]` of uint8 `[batch, group, n, word, lane, slot]`."""
-    batch, groups, n = slots.shape[:3]
-    split = slots.swapaxes(4, 5).reshape(batch, groups, n, 4, -1, CHUNK // 8, 2)
-    return split.transpose(0, 2, 1, 4, 5, 3, 6).reshape(batch, n, k)
+    """Codes `[batch, n, k]` of uint8 `[batch, tile, group, 64, word, lane, slot]`."""
+    batch, tiles, groups = slots.shape[:3]
+    split = slots.swapaxes(5, 6).reshape(batch, tiles, groups, ROWS, 4, -1, CHUNK // 8, 2)
+    return split.transpose(0, 1, 3, 2, 5, 6, 4, 7).reshape(batch, tiles * ROWS, k)
 
 
 def _slot_of(codes: jax.Array, slot: tuple[int, int], element: ElementFormat) -> jax.Array:
