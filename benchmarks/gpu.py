@@ -1,8 +1,8 @@
-"""The GPU kernel on a GPU: first whether its numbers are right, then how fast it is.
+"""The GPU kernels on a GPU: first whether their numbers are right, then how fast they are.
 
-Numbers. Every product of `CHECKS` on fresh random operands (the seed is written down), compared
-with the reference's float32 product. Just before, an array of NaN as large as the result is
-allocated and dropped, so that a tile which nobody writes is likely to show.
+Numbers. Every product of `CHECKS` that this GPU's kernel takes, on fresh random operands (the seed
+is written down), compared with the reference's float32 product. Just before, an array of NaN as
+large as the result is allocated and dropped, so that a tile which nobody writes is likely to show.
 
 Time. A product of few rows takes less time than starting it from Python. So one jitted function
 chains square products, `x <- x w_1 w_2 ...`, each by weights of its own: together they are larger
@@ -15,9 +15,8 @@ longer.
 
 import argparse
 import dataclasses
-import functools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,22 +24,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import mx_jax
 from benchmarks import environment, report
+from benchmarks.gpu_products import BASELINE, chained, products
 from benchmarks.timing import Case, measure, ratio
 from mx_jax.backends.base import Operand
-from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul, rejections
-from mx_jax.backends.pallas_gpu.weights import pack
+from mx_jax.backends.pallas_gpu import PallasGpuBackend, rejections
 from mx_jax.backends.select import current_target
-from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, NVFP4, BlockFormat
+from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul
 from mx_jax.testing.cases import MatmulCase
 
 FORMATS = {format.name: format for format in (*MX_FORMATS, NVFP4)}
-KERNEL, BASELINE, DEQUANTIZE = "pallas_gpu", "bf16 dot", "dequantize, dot"
 # Bytes and bfloat16 operations a second, from NVIDIA's data sheets (dense).
-PEAKS = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12)}
+PEAKS = {
+    "H200": (4.8e12, 989e12),
+    "H100": (3.35e12, 989e12),
+    "A100": (2.039e12, 312e12),
+    "L40S": (0.864e12, 362e12),
+}
 
 _SIZES: tuple[dict[str, Any], ...] = (
     dict(m=(1,), n=(1000,), k=(2080,)),
@@ -49,16 +51,33 @@ _SIZES: tuple[dict[str, Any], ...] = (
     dict(batch=(3,), m=(64,), n=(130,), k=(512,)),
     dict(m=(300,), n=(1024,), k=(1024,)),
 )
-CHECKS = (
+_WEIGHTS = (
     *(
-        MatmulCase(lhs=None, rhs=format, dtype=dtype, out_dtype=out_dtype, **sizes)
-        for format in FORMATS.values()
-        for dtype, out_dtype in (("bfloat16", "bfloat16"), ("float16", "float32"))
+        MatmulCase(lhs=None, rhs=format, dtype="bfloat16", out_dtype="bfloat16", **sizes)
+        for format in (MXFP4, MXFP8_E4M3)
         for sizes in _SIZES
     ),
+    *(
+        MatmulCase(lhs=None, rhs=format, dtype="float16", out_dtype="float32", **_SIZES[0])
+        for format in FORMATS.values()
+    ),
     MatmulCase(lhs=MXFP8_E4M3, rhs=MXFP4, m=(70,), n=(300,), k=(640,)),
-    MatmulCase(lhs=NVFP4, rhs=NVFP4, m=(70,), n=(300,), k=(640,)),
+    MatmulCase(lhs=NVFP4, rhs=None, dtype="bfloat16", m=(70,), n=(300,), k=(640,)),
 )
+_SCALED = (
+    *(
+        MatmulCase(lhs=format, rhs=format, out_dtype="bfloat16", **sizes)
+        for format in (MXFP8_E4M3, MXFP4, NVFP4)
+        for sizes in _SIZES
+    ),
+    MatmulCase(lhs=MXFP8_E5M2, rhs=MXFP8_E4M3, **_SIZES[0]),
+    MatmulCase(lhs=MXFP4.with_block(16), rhs=MXFP4.with_block(16), **_SIZES[0]),
+)
+# What is checked, by architecture.
+CHECKS = {
+    name: _SCALED if name in rejections.BLOCK_SCALED else _WEIGHTS
+    for name in rejections.ARCHITECTURES.values()
+}
 
 
 def check(backend: PallasGpuBackend, case: MatmulCase, rng: np.random.Generator) -> float:
@@ -91,59 +110,16 @@ def _absolute(operand: Operand) -> jax.Array:
     return jnp.abs(values)
 
 
-def check_all(backend: PallasGpuBackend, seed: int) -> list[dict[str, Any]]:
+def check_all(backend: PallasGpuBackend, architecture: str, seed: int) -> list[dict[str, Any]]:
     """One row of JSON for each product; finite operands, so that every entry counts."""
     rng = np.random.default_rng(seed)
     rows = []
-    with report.progress(len(CHECKS)) as step:
-        for case in CHECKS:
+    cases = CHECKS[architecture]
+    with report.progress(len(cases)) as step:
+        for case in cases:
             step(f"check {case}")
             rows.append({"case": str(case), "error_over_allowed": check(backend, case, rng)})
     return rows
-
-
-def products(
-    format: BlockFormat, size: int, copies: int, architecture: str | None = None
-) -> dict[str, tuple[Callable[..., jax.Array], list[Any]]]:
-    """Name -> (`x[m, size], weight -> [m, size]` in bfloat16, as many weights as copies)."""
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def weights(key, packed):
-        # So scaled, a chain of products keeps its magnitude.
-        w = jax.random.normal(key, (size, size), jnp.bfloat16) / size**0.5
-        if packed is None:
-            return w
-        w = mx_jax.quantize(w, format)
-        return pack(jax.tree.map(lambda a: a[None], w)) if packed else w
-
-    def dot(x, w):
-        return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
-
-    def kernel(x, w):
-        return matmul.multiply(x[None], w, jnp.bfloat16, architecture=architecture)[0]
-
-    keys = jax.random.split(jax.random.key(0), copies)
-    return {
-        KERNEL: (kernel, [weights(key, True) for key in keys]),
-        BASELINE: (dot, [weights(key, None) for key in keys]),
-        DEQUANTIZE: (
-            lambda x, w: dot(x, w.dequantize(jnp.bfloat16)),
-            [weights(key, False) for key in keys],
-        ),
-    }
-
-
-def chained(product: Callable[..., jax.Array], weights: list[Any], calls: int, x: jax.Array):
-    """A function that multiplies x by all weights, `calls` times over."""
-    run = jax.jit(lambda x, weights: functools.reduce(product, weights, x))
-
-    def sample():
-        y = x
-        for _ in range(calls):
-            y = run(y, weights)
-        return y
-
-    return sample
 
 
 def bound(facts: str, m: int, size: int, bits: float) -> float | None:
@@ -160,7 +136,7 @@ def measure_all(options: argparse.Namespace, device: str) -> list[dict[str, Any]
     rows = []
     with report.progress(len(options.formats) * len(options.rows)) as step:
         for name in options.formats:
-            known = products(FORMATS[name], options.size, options.copies)
+            known = products(FORMATS[name], options.size, options.copies, options.architecture)
             for m in options.rows:
                 step(f"{name}, {m} rows")
                 rows.append(_measure(known, name, m, options, device))
@@ -198,15 +174,15 @@ def sheets(checks: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> 
     """Two tables: numbers, then times."""
     numbers = report.Sheet("Largest error over what is allowed", ("product", "error"))
     numbers.rows = [(row["case"], f"{row['error_over_allowed']:.3f}") for row in checks]
-    columns = ("", *(f"{name}, us" for name in (BASELINE, DEQUANTIZE, KERNEL)))
+    names = [BASELINE, *(name for name in (rows[0]["speedup"] if rows else ()) if name != BASELINE)]
+    columns = ("", *(f"{name}, us" for name in names))
     speeds = report.Sheet(
-        "A square product, and its speed over the bfloat16 dot's",
-        (*columns, DEQUANTIZE, KERNEL, "bound"),
+        "A square product, and its speed over the bfloat16 dot's", (*columns, *names[1:], "bound")
     )
     for row in rows:
         cells = [f"{row['format']}, {row['m']} x {row['size']} x {row['size']}"]
-        cells += [f"{row['microseconds'][name]:.1f}" for name in (BASELINE, DEQUANTIZE, KERNEL)]
-        cells += [f"{row['speedup'][name]['median']:.2f}" for name in (DEQUANTIZE, KERNEL)]
+        cells += [f"{row['microseconds'][name]:.1f}" for name in names]
+        cells += [f"{row['speedup'][name]['median']:.2f}" for name in names[1:]]
         cells.append("-" if row["speedup_bound"] is None else f"{row['speedup_bound']:.2f}")
         speeds.rows.append(cells)
     return [numbers, speeds]
@@ -232,13 +208,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse(arguments)
-    asked = MatmulCase(lhs=None, rhs=MXFP4, dtype="bfloat16").call
-    reason = rejections.rejects(asked, current_target())
+    target = current_target()
+    options.architecture = rejections.ARCHITECTURES.get(target.compute_capability or (0, 0), "sm90")
+    reason = rejections.rejects(CHECKS[options.architecture][0].call, target)
     if reason is not None:
-        raise SystemExit(f"benchmarks.gpu: needs a GPU that the kernel runs on: it {reason}")
+        raise SystemExit(f"benchmarks.gpu: needs a GPU that a kernel runs on: it {reason}")
     device = jax.devices()[0].device_kind
     seed = secrets.randbits(32) if options.seed is None else options.seed
-    checks = check_all(PallasGpuBackend(), seed)
+    checks = check_all(PallasGpuBackend(), options.architecture, seed)
     wrong = [row["case"] for row in checks if not row["error_over_allowed"] <= 1]
     rows = [] if wrong else measure_all(options, device)
     result = {

@@ -15,7 +15,6 @@ import mx_jax
 from mx_jax import formats
 from mx_jax.backends.base import MatmulCall, Target
 from mx_jax.backends.pallas_gpu import PallasGpuBackend, rejections
-from mx_jax.backends.pallas_gpu.tuning import TILES, choose
 from mx_jax.backends.pallas_gpu.weights import SLOTS, pack
 from mx_jax.backends.select import current_target, only_backend, select
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2
@@ -265,55 +264,3 @@ def test_places_for_codes_do_not_overlap():
     for bits, slots in SLOTS.items():
         taken = [low + i for low, _ in slots for i in range(bits - 1)] + [sign for _, sign in slots]
         assert sorted(taken) == list(range(16))
-
-
-# What a block may ask for, a KiB left for barriers.
-SHARED_MEMORY = {
-    architecture: size * 1024 - 1024
-    for architecture, size in (("sm80", 163), ("sm89", 99), ("sm90", 227), ("sm100", 227))
-}
-
-
-@pytest.mark.parametrize(("key", "bucket"), [(k, i) for k in TILES for i in range(len(TILES[k]))])
-def test_tiles_fit(key: tuple[str, int], bucket: int):
-    limit, tiles = TILES[key][bucket]
-    architecture, bits = key
-    assert tiles.m % 8 == 0 and tiles.m <= limit and tiles.k % 128 == 0
-    if architecture == "sm100":
-        # All activations are codes too, and the result is written by 128 bytes, in two buffers.
-        assert tiles.m == 128 and tiles.n in (128, 256) and tiles.k * bits >= 1024
-        used = tiles.shared_memory(bits, bits, out_bytes=0) + 2 * tiles.m * 128
-    elif architecture != "sm90":
-        # The result is stored from registers; cp.async copies at least four tiles of 8 by 64.
-        assert tiles.n == 64 and tiles.m * tiles.k % (4 * 8 * 64) == 0
-        used = tiles.shared_memory(16, bits, out_bytes=0)
-    else:
-        assert tiles.n == 128
-        used = tiles.shared_memory(16, bits, out_bytes=4)
-    # A swizzled tile of 8 rows starts at a multiple of 512 bytes, or wider.
-    assert used <= SHARED_MEMORY[architecture]
-    assert [limit for limit, _ in TILES[key]] == sorted(limit for limit, _ in TILES[key])
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "k", "tile_m", "splits"),
-    [
-        (1, 8192, 8192, 8, 4),
-        (64, 8192, 8192, 64, 4),
-        (65, 8192, 8192, 128, 4),
-        (4096, 8192, 8192, 128, 1),
-        (1, 128, 128, 8, 1),
-        (1, 128, 128 * 7, 8, 1),
-    ],
-)
-def test_choice(m: int, n: int, k: int, tile_m: int, splits: int):
-    tiles = choose("sm90", 8, batch=1, m=m, n=n, k=k)
-    assert (tiles.m, tiles.splits) == (tile_m, splits)
-    assert k % (tiles.k * tiles.splits) == 0
-
-
-def test_every_choice_divides_k():
-    for k in range(128, 128 * 40, 128):
-        for bits in (4, 8):
-            tiles = choose("sm90", bits, batch=1, m=3, n=256, k=k)
-            assert k % (tiles.k * tiles.splits) == 0

@@ -16,7 +16,7 @@ from mx_jax.backends.pallas_gpu.rejections import (
     BLOCK_SCALED,
     rejects_weights,
 )
-from mx_jax.backends.pallas_gpu.tuning import CROSSOVER, Tiles, choose
+from mx_jax.backends.pallas_gpu.tuning import Tiles, choose, table
 from mx_jax.backends.pallas_gpu.weights import (
     PackedWeights,
     pack,
@@ -85,7 +85,7 @@ def _by_weights(
 
 def crossover(architecture: str, format: BlockFormat) -> float:
     """Rows from which weights are dequantized once and XLA multiplies."""
-    return CROSSOVER.get((architecture, stored_bits(format.element)), math.inf)
+    return table().crossover.get((architecture, stored_bits(format.element)), math.inf)
 
 
 def _dequantize_dot(x: jax.Array, weights: MXArray, out_dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -1,13 +1,29 @@
 """Which tiles a product takes: data per architecture, width of the codes and number of rows.
 
-No entry has been measured on hardware. They follow from the sizes of a Hopper SM: 227 KiB of shared
-memory, 512 accumulator columns' worth of registers, and 132 SMs to fill.
+No entry below has been measured on hardware: they follow from the sizes of shared memory and of the
+register file, and from the number of processors to fill. `python -m benchmarks.gpu_tune` measures
+on a GPU and writes a file; `MX_JAX_GPU_TILES` names a file to use instead of these entries.
 """
 
 import dataclasses
+import functools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-# Programs in flight that fill the machine once: SMs of an H100 or H200, of a B200.
+# Names a JSON file with a table of tiles, read once.
+TILES_VARIABLE = "MX_JAX_GPU_TILES"
+
+# Programs in flight that fill the machine once: SMs of an A100, L40S, H100 or H200, B200.
 _NUM_SMS = {"sm80": 108, "sm89": 142, "sm90": 132, "sm100": 148}
+# Bytes that a program may ask for, a KiB left for barriers.
+SHARED_MEMORY = {
+    architecture: (size - 1) * 1024
+    for architecture, size in (("sm80", 163), ("sm89", 99), ("sm90", 227), ("sm100", 227))
+}
 # A pipeline shorter than this has no steady state.
 _MIN_STEPS = 4
 
@@ -30,16 +46,29 @@ class Tiles:
     stages: int = 4
     splits: int = 1
 
-    def shared_memory(self, lhs_bits: int, rhs_bits: int, out_bytes: int) -> int:
-        """Bytes of shared memory that stages and a tile of the result take, barriers left out.
 
-        Args:
-          lhs_bits: bits of an activation or a code, as it lies in memory.
-          rhs_bits: likewise, of the weights; at worst, 16 codes share a scale of two bytes.
-          out_bytes: of a number of the result.
-        """
-        step = self.m * self.k * lhs_bits + self.n * self.k * (rhs_bits + 1)
-        return self.stages * step // 8 + self.n * self.m * out_bytes
+def shared_memory(architecture: str, code_bits: int, tiles: Tiles) -> int:
+    """Bytes of shared memory that the stages and a tile of the result take, barriers left out."""
+    # On Blackwell both sides are codes. At worst, 16 of them share a scale of two bytes.
+    both = architecture == "sm100"
+    lhs_bits = code_bits + 1 if both else 16
+    step = tiles.k * (tiles.m * lhs_bits + tiles.n * (code_bits + 1)) // 8
+    result = {"sm90": tiles.n * tiles.m * 4, "sm100": 2 * tiles.m * 128}
+    return tiles.stages * step + result.get(architecture, 0)
+
+
+def possible(architecture: str, code_bits: int, tiles: Tiles) -> bool:
+    """Whether an architecture's kernel can be compiled with these tiles, and started."""
+    if tiles.k % 128 or shared_memory(architecture, code_bits, tiles) > SHARED_MEMORY[architecture]:
+        return False
+    if architecture == "sm100":
+        return tiles.m == 128 and tiles.n in (128, 256) and tiles.k * code_bits % 1024 == 0
+    # A row of accumulators for every 8 activations.
+    rows = tiles.m % 8 == 0 and tiles.m <= 128
+    if architecture == "sm90":
+        return rows and tiles.n in (64, 128)
+    # cp.async copies at least four tiles of 8 by 64 activations.
+    return rows and tiles.n == 64 and tiles.m * tiles.k % (4 * 8 * 64) == 0
 
 
 # (architecture, bits of a code as it lies in memory) -> (largest number of rows, tiles), ascending.
@@ -90,11 +119,98 @@ CROSSOVER: dict[tuple[str, int], int] = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """What tuning finds.
+
+    Attributes:
+      tiles: as `TILES`.
+      crossover: as `CROSSOVER`.
+    """
+
+    tiles: Mapping[tuple[str, int], tuple[tuple[float, Tiles], ...]]
+    crossover: Mapping[tuple[str, int], float]
+
+
+def read(path: Path) -> Table:
+    """The entries above, and those of a file in their place.
+
+    Args:
+      path: JSON: `{"sm90, 4 bits": {"crossover": 1024, "tiles": [{"rows": 8, "m": 8, "n": 128,
+        "k": 256, "stages": 5, "splits": 16}, ...]}}`; rows ascend, null for any number.
+
+    Raises:
+      ValueError: if the file does not say this, or its tiles are impossible.
+    """
+    tiles, crossover = dict(TILES), dict[tuple[str, int], float](CROSSOVER)
+    try:
+        for name, entry in json.loads(path.read_text()).items():
+            architecture, bits = name.removesuffix(" bits").split(", ")
+            key = architecture, int(bits)
+            tiles[key] = tuple(map(_bucket, entry["tiles"]))
+            crossover[key] = math.inf if entry["crossover"] is None else entry["crossover"]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{TILES_VARIABLE}: needs a table as `python -m benchmarks.gpu_tune` writes it, got "
+            f"path={str(path)!r}: {error!r}"
+        ) from None
+    for (architecture, bits), buckets in tiles.items():
+        rows = [limit for limit, _ in buckets]
+        bad = [t for _, t in buckets if not possible(architecture, bits, t)]
+        if bad or rows != sorted(rows) or rows[-1:] != [math.inf]:
+            raise ValueError(
+                f"{TILES_VARIABLE}: needs possible tiles for ascending rows, up to any number, got "
+                f"path={str(path)!r}, architecture={architecture!r}, bits={bits}, rows={rows}, "
+                f"impossible={bad}"
+            )
+    return Table(tiles=tiles, crossover=crossover)
+
+
+def _bucket(entry: dict[str, Any]) -> tuple[float, Tiles]:
+    sizes = {name: size for name, size in entry.items() if name != "rows"}
+    return math.inf if entry["rows"] is None else entry["rows"], Tiles(**sizes)
+
+
+def as_json(found: Table) -> str:
+    """What `read` reads."""
+    entries = {
+        f"{architecture}, {bits} bits": {
+            "crossover": _finite(found.crossover.get((architecture, bits), math.inf)),
+            "tiles": [{"rows": _finite(rows)} | dataclasses.asdict(t) for rows, t in buckets],
+        }
+        for (architecture, bits), buckets in found.tiles.items()
+    }
+    return json.dumps(entries, indent=2) + "\n"
+
+
+def _finite(number: float) -> float | None:
+    return None if math.isinf(number) else number
+
+
+@functools.cache
+def table() -> Table:
+    """The entries above, or those of the file that the environment names."""
+    path = os.environ.get(TILES_VARIABLE)
+    return Table(tiles=TILES, crossover=CROSSOVER) if path is None else read(Path(path))
+
+
+def candidates(architecture: str, code_bits: int, rows: int) -> Iterator[Tiles]:
+    """Tiles worth measuring for a number of rows."""
+    m = 128 if architecture == "sm100" else min(128, max(8, 1 << (rows - 1).bit_length()))
+    for n in {"sm90": (128,), "sm100": (128, 256)}.get(architecture, (64,)):
+        for k in (128, 256):
+            for stages in range(2, 7):
+                for splits in (1, 2, 4, 8, 16):
+                    tiles = Tiles(m=m, n=n, k=k, stages=stages, splits=splits)
+                    if possible(architecture, code_bits, tiles):
+                        yield tiles
+
+
 def choose(architecture: str, code_bits: int, *, batch: int, m: int, n: int, k: int) -> Tiles:
     """The table's tiles, with as many splits as still help.
 
     Args:
-      architecture: `"sm90"` or `"sm100"`.
+      architecture: e.g. `"sm90"`.
       code_bits: 4 or 8.
       batch: number of products.
       m: rows of activations.
@@ -105,13 +221,15 @@ def choose(architecture: str, code_bits: int, *, batch: int, m: int, n: int, k: 
       Tiles whose `k * splits` divides k. The entry's splits are an upper bound: few programs are
       split until they fill the machine, none into fewer than four steps.
     """
-    tiles = next(tiles for limit, tiles in TILES[architecture, code_bits] if m <= limit)
-    if k % tiles.k:
-        tiles = dataclasses.replace(tiles, k=128)
+    buckets = table().tiles[architecture, code_bits]
+    tiles = next(tiles for limit, tiles in buckets if m <= limit)
+    shorter = (dataclasses.replace(tiles, k=128, m=rows) for rows in (tiles.m, 16))
+    tiles = next(
+        t for t in (tiles, *shorter) if k % t.k == 0 and possible(architecture, code_bits, t)
+    )
     steps = k // tiles.k
     programs = batch * -(-m // tiles.m) * -(-n // tiles.n)
-    wanted = min(
-        tiles.splits, max(1, 2 * _NUM_SMS[architecture] // programs), max(1, steps // _MIN_STEPS)
-    )
+    to_fill = max(1, 2 * _NUM_SMS[architecture] // programs)
+    wanted = min(tiles.splits, to_fill, max(1, steps // _MIN_STEPS))
     splits = max(count for count in range(1, wanted + 1) if steps % count == 0)
     return dataclasses.replace(tiles, splits=splits)
