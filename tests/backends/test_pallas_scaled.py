@@ -81,7 +81,16 @@ def test_tiles_do_not_matter(rng: np.random.Generator, how: dict[str, Any]):
 
 
 @needs_mosaic
+@pytest.mark.parametrize(
+    "dropped",
+    [
+        pytest.param("free stages", marks=pytest.mark.slow),
+        "copied tiles",
+        pytest.param("the sums", marks=pytest.mark.slow),
+    ],
+)
 def test_a_missing_wait_is_a_race(
+    dropped: str,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     rng: np.random.Generator,
@@ -89,11 +98,22 @@ def test_a_missing_wait_is_a_race(
 ):
     from jax.experimental.pallas import mosaic_gpu
 
-    case = MatmulCase(lhs=MXFP4, rhs=MXFP4, k=(1024,))
+    case = MatmulCase(lhs=MXFP4, rhs=MXFP4, batch=(1,), k=(1024,))
     lhs, rhs = operands(rng, case)
-    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, case.call, **how))
-    monkeypatch.setattr(mosaic_gpu, "barrier_wait", lambda *args, **kwargs: None)
-    assert race_of(lambda: run(lhs, rhs), capfd)
+    tiles = Tiles(m=128, k=256, stages=2, splits=1)
+    # In the order in which they are traced.
+    waits, wait = iter(("free stages", "copied tiles", "the sums")), mosaic_gpu.barrier_wait
+    traced: list[str] = []
+
+    def some(*args: Any, **kwargs: Any) -> None:
+        traced.append(next(waits))
+        if traced[-1] != dropped:
+            wait(*args, **kwargs)
+
+    monkeypatch.setattr(mosaic_gpu, "barrier_wait", some)
+    left, right = scaled.lay_out(lhs), scaled.lay_out(rhs)
+    assert race_of(lambda: scaled.multiply(left, right, "float32", tiles=tiles, **how), capfd)
+    assert len(traced) == 3
 
 
 def test_layout_of_scales_is_what_the_docstring_says(rng: np.random.Generator):

@@ -102,6 +102,12 @@ def test_crossover(times: list[tuple[int, float, float]], rows: float):
     assert gpu_tune.crossover(times) == rows
 
 
+def test_tuning_times_products():
+    options = gpu_tune.parse("--size 128 --copies 2 --calls 1 --seconds 0.1".split())
+    (seconds,) = gpu_tune.medians([None], gpu.MXFP4, "sm90", 3, options).values()
+    assert 0 < seconds < 1
+
+
 def test_tuning_picks_the_fastest(monkeypatch: pytest.MonkeyPatch):
     def medians(ways: Any, format: Any, architecture: str, rows: int, options: Any) -> Any:
         # Deeper pipelines are faster; from 64 rows on XLA is.
