@@ -197,8 +197,8 @@ def random_weights(
     )
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 130, 160)])
-@pytest.mark.parametrize("format", mostly_slow(PACKED, MXFP4, PACKED[-2]), ids=str)
+@pytest.mark.parametrize("shape", mostly_slow([(1, 1, 1), (2, 130, 160)], (2, 130, 160)))
+@pytest.mark.parametrize("format", mostly_slow(PACKED, MXFP4), ids=str)
 def test_packing_round_trips(
     format: formats.BlockFormat, shape: tuple[int, int, int], rng: np.random.Generator
 ):

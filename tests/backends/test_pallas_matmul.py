@@ -59,7 +59,7 @@ CASES = [
     case_of(MXFP8_E4M3, batch=(2,), m=(3,), k=(64,), lhs_k_first=True, out_dtype="float16"),
     case_of(MXFP8_E5M2, m=(2, 3), n=(4, 2), k=(2, 512), rhs_k_first=True),
     case_of(MXFP4, "float16", out_dtype="float16"),
-    case_of(formats.MXFP6_E2M3, k=(70,)),
+    pytest.param(case_of(formats.MXFP6_E2M3, k=(70,)), marks=pytest.mark.slow),
     pytest.param(
         case_of(formats.MXFP6_E3M2, k=(32,), out_dtype="bfloat16"), marks=pytest.mark.slow
     ),
@@ -102,7 +102,7 @@ def test_ampere_is_the_reference_after_rounding(
 @pytest.mark.parametrize(
     "case",
     [
-        case_of(MXFP8_E4M3, "float16", k=(40,)),
+        pytest.param(case_of(MXFP8_E4M3, "float16", k=(40,)), marks=pytest.mark.slow),
         MatmulCase(lhs=MXFP8_E5M2, rhs=formats.MXINT8, k=(40,), out_dtype="bfloat16"),
         pytest.param(
             MatmulCase(lhs=formats.NVFP4, rhs=formats.NVFP4, k=(40,)), marks=pytest.mark.slow
@@ -135,7 +135,10 @@ def test_tiles_do_not_matter(
 
 @pytest.mark.parametrize(
     ("dtype", "format", "out_dtype"),
-    [("bfloat16", MXFP4, "bfloat16"), ("float16", formats.NVFP4, "float32")],
+    [
+        ("bfloat16", formats.NVFP4, "bfloat16"),
+        pytest.param("float16", MXFP4, "float32", marks=pytest.mark.slow),
+    ],
 )
 def test_many_rows_are_left_to_xla(
     dtype: str,
@@ -230,6 +233,7 @@ def test_every_code_under_every_scale(format: formats.BlockFormat):
         np.testing.assert_array_equal(decoded, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", WEIGHTS, ids=lambda format: format.name)
 def test_the_interpreters_lift_is_the_same(format: formats.BlockFormat):
     from mx_jax.backends.pallas_gpu.decode import Decoder, place

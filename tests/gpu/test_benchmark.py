@@ -84,6 +84,7 @@ def test_what_tuning_compares_with_is_the_same_product():
     np.testing.assert_allclose(actual.astype(jnp.float32), expected, rtol=2**-8, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_cudnns_product_has_the_right_shape():
     product, weights = products(gpu.NVFP4, 128, 1, "sm100")[CUDNN]
     out = jax.eval_shape(product, jax.ShapeDtypeStruct((3, 128), jnp.bfloat16), weights[0])
@@ -102,6 +103,7 @@ def test_crossover(times: list[tuple[int, float, float]], rows: float):
     assert gpu_tune.crossover(times) == rows
 
 
+@pytest.mark.slow
 def test_tuning_times_products():
     options = gpu_tune.parse("--size 128 --copies 2 --calls 1 --seconds 0.1".split())
     (seconds,) = gpu_tune.medians([None], gpu.MXFP4, "sm90", 3, options).values()
