@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.base import MatmulCall, Target
-from mx_jax.backends.pallas_gpu import PallasGpuBackend, rejections
+from mx_jax.backends.base import MatmulCall, PackCall, Target
+from mx_jax.backends.pallas_gpu import PallasGpuBackend, packed, rejections
 from mx_jax.backends.pallas_gpu.weights import SLOTS, pack
 from mx_jax.backends.select import current_target, only_backend, select
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2
@@ -125,6 +125,35 @@ def test_rejects_a_call(call: MatmulCall, reason: str):
 )
 def test_rejects_a_machine(target: Target, version: tuple[int, ...], reason: str | None):
     assert rejections.rejects(TAKEN, target, version) == reason
+
+
+def packing(format: formats.BlockFormat = MXFP4, **facts: Any) -> PackCall:
+    usual = dict(shape=(64, 96), blocks=((-1, 32),), num_batch=0, contracting=(1,))
+    return PackCall(format=format, **(usual | facts))  # pyright: ignore[reportArgumentType]
+
+
+BLACKWELL = Target(platform="cuda", compute_capability=(10, 0))
+
+
+@pytest.mark.parametrize(
+    ("call", "target", "reason"),
+    [
+        (packing(), H200, None),
+        (packing(shape=(2, 96, 4, 8), blocks=((-3, 32),), num_batch=1), H200, None),
+        (packing(), Target(platform="cpu"), "runs on platform=cuda, got platform=cpu"),
+        (packing(), BLACKWELL, "packs no weights for Blackwell, whose tensor cores take both"),
+        (packing(formats.MXFP4_2D, blocks=((-2, 32), (-1, 32))), H200, "packs blocks along one"),
+        (packing(ROWWISE, blocks=((-1, formats.WHOLE),)), H200, "packs blocks that end, got"),
+        (packing(blocks=((-1, 8),)), H200, "has blocks (1, 8), not (1, a multiple of 16)"),
+        (packing(blocks=((-2, 32),)), H200, "packs blocks along the last contracted axis, got"),
+        (packing(shape=(8, 96, 4), blocks=((-2, 32),)), H200, "axes before or after all kept"),
+        (packing(shape=(3, 40, 8), blocks=((-2, 32),), contracting=(0, 1)), H200, "whole blocks"),
+        (packing(shape=(0, 96)), H200, "packs weights that have elements, got shape=(0, 96)"),
+    ],
+)
+def test_packs(call: PackCall, target: Target, reason: str | None):
+    found = packed.rejects(call, target, (0, 12, 0))
+    assert (found is None) if reason is None else (found is not None and reason in found)
 
 
 def test_casts_are_left_to_others():

@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 
-from mx_jax.backends.base import Call, MatmulCall, Operand, ProductsOnly, Target
-from mx_jax.backends.pallas_gpu import matmul, rejections
+from mx_jax.backends.base import Call, MatmulCall, Operand, PackCall, ProductsOnly, Target
+from mx_jax.backends.pallas_gpu import matmul, packed, rejections
+from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,8 @@ class PallasGpuBackend(ProductsOnly):
 
     def rejects(self, call: Call, target: Target) -> str | None:
         """Why not: another machine, an older JAX, or a product that no kernel computes."""
+        if isinstance(call, PackCall):
+            return packed.rejects(call, target)
         if not isinstance(call, MatmulCall):
             return self.rejects_other(call)
         return rejections.rejects(call, target)
@@ -40,3 +44,14 @@ class PallasGpuBackend(ProductsOnly):
         return matmul.scaled_matmul(
             lhs, rhs, call, architecture=self.architecture, interpret=self.interpret
         )
+
+    def packed_matmul(self, lhs: Operand, rhs: PackedMXArray, call: MatmulCall) -> jax.Array:
+        """See `matmul.packed_matmul`."""
+        assert isinstance(rhs, packed.GpuWeights)
+        return matmul.packed_matmul(
+            lhs, rhs, call, architecture=self.architecture, interpret=self.interpret
+        )
+
+    def pack(self, x: MXArray, call: PackCall) -> PackedMXArray:
+        """See `matmul.pack_weights`."""
+        return matmul.pack_weights(x, call)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mx_jax.backends.base import MatmulCall, Operand
-from mx_jax.backends.pallas_gpu import scaled
+from mx_jax.backends.base import MatmulCall, Operand, PackCall
+from mx_jax.backends.pallas_gpu import packed, scaled
+from mx_jax.backends.pallas_gpu.packed import GpuWeights
 from mx_jax.backends.pallas_gpu.rejections import (
     ARCHITECTURES,
     BLOCK_SCALED,
@@ -60,6 +61,34 @@ def scaled_matmul(
     return (out.swapaxes(1, 2) if swapped else out).reshape(shape)
 
 
+def packed_matmul(
+    lhs: Operand,
+    rhs: GpuWeights,
+    call: MatmulCall,
+    *,
+    architecture: str | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """The product `[*batch, *m, *n]` by weights that were packed for it; see `scaled_matmul`."""
+    left, m = _as_matrices(lhs, call.num_batch, call.contracting_axes("lhs"))
+    shape = (*call.lhs_shape[: call.num_batch], *m, *rhs.kept)
+    if 0 in left.shape:
+        return jnp.zeros(shape, call.out_dtype)
+    how = {"architecture": architecture or _current_architecture(), "interpret": interpret}
+    x, factor = _in_high_precision(left)
+    between = call.out_dtype if factor is None else jnp.float32
+    out = multiply(x, rhs.weights, between, **how)
+    out = out if factor is None else (out * factor).astype(call.out_dtype)
+    return out.reshape(shape)
+
+
+def pack_weights(x: MXArray, call: PackCall) -> GpuWeights:
+    """Weights in the layout that `packed_matmul` reads."""
+    matrices, _ = _as_matrices(x, call.num_batch, call.contracting)
+    assert isinstance(matrices, MXArray)
+    return packed.pack(x, matrices, call)
+
+
 def _current_architecture() -> str:
     capability = str(jax.devices()[0].compute_capability)  # pyright: ignore[reportAttributeAccessIssue]
     major, _, minor = capability.partition(".")
@@ -70,17 +99,22 @@ def _by_weights(
     activations: Operand, weights: MXArray, out_dtype: Any, how: dict[str, Any]
 ) -> jax.Array:
     """Decode or keep the activations, then multiply."""
-    factor = None
-    if isinstance(activations, MXArray):
-        # Exact in bfloat16, but for the tensor's scale, which is left for the product.
-        factor = activations.tensor_scale
-        activations = dataclasses.replace(activations, tensor_scale=None).dequantize(jnp.bfloat16)
+    activations, factor = _in_high_precision(activations)
     between = out_dtype if factor is None else jnp.float32
     if activations.shape[1] >= crossover(how["architecture"], weights.format):
         out = _dequantize_dot(activations, weights, between)
     else:
         out = multiply(activations, pack(weights), between, **how)
     return out if factor is None else (out * factor).astype(out_dtype)
+
+
+def _in_high_precision(activations: Operand) -> tuple[jax.Array, jax.Array | None]:
+    """Activations in bfloat16 or as they are, and a factor of the product."""
+    if not isinstance(activations, MXArray):
+        return activations, None
+    # Exact in bfloat16, but for the tensor's scale, which is left for the product.
+    values = dataclasses.replace(activations, tensor_scale=None).dequantize(jnp.bfloat16)
+    return values, activations.tensor_scale
 
 
 def crossover(architecture: str, format: BlockFormat) -> float:

@@ -30,6 +30,25 @@ def rejects(
     call: MatmulCall, target: Target, jax_version: tuple[int, ...] = jax.__version_info__
 ) -> str | None:
     """Why no kernel takes a call on a machine, or None."""
+    reason = rejects_machine(target, jax_version)
+    if reason is not None:
+        return reason
+    assert target.compute_capability is not None
+    if call.out_sharding is not None:
+        return f"takes no out_sharding, got out_sharding={call.out_sharding}"
+    if call.out_dtype not in _OUTPUTS:
+        return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
+    if ARCHITECTURES[target.compute_capability] in BLOCK_SCALED:
+        reason = scaled.rejects_formats(call.lhs_format, call.rhs_format)
+    else:
+        reason = _rejects_formats(call)
+    return reason or _rejects_sizes(call)
+
+
+def rejects_machine(
+    target: Target, jax_version: tuple[int, ...] = jax.__version_info__
+) -> str | None:
+    """Why there is no kernel for a machine, or None."""
     if target.platform != "cuda":
         return f"runs on platform=cuda, got platform={target.platform}"
     if target.compute_capability not in ARCHITECTURES:
@@ -42,15 +61,7 @@ def rejects(
         versions = (MIN_JAX[architecture], jax_version)
         needed, got = (".".join(map(str, version)) for version in versions)
         return f"needs jax>={needed}, got jax=={got}"
-    if call.out_sharding is not None:
-        return f"takes no out_sharding, got out_sharding={call.out_sharding}"
-    if call.out_dtype not in _OUTPUTS:
-        return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
-    if architecture in BLOCK_SCALED:
-        reason = scaled.rejects_formats(call.lhs_format, call.rhs_format)
-    else:
-        reason = _rejects_formats(call)
-    return reason or _rejects_sizes(call)
+    return None
 
 
 def _rejects_formats(call: MatmulCall) -> str | None:
