@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib
 import logging
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -63,7 +64,9 @@ def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise Unavailable(f"cannot import {name}: {error}") from None
+        # Python ends some of these messages with where the module lies, which no result should say.
+        why = re.sub(r" \([^()]*\)$", "", str(error))
+        raise Unavailable(f"cannot import {name}: {why}") from None
 
 
 # jax.nn: the quantizer inside jax.nn.scaled_dot_general, which has no public name ----------------
