@@ -23,10 +23,16 @@ class PackedMXArray(abc.ABC):
     Subclasses are pytrees of their arrays.
 
     Attributes:
+      kept: sizes of the axes that products keep.
+      k: sizes of the axes that products contract; blocks lie along the last.
+      k_first: whether the contracted axes precede the kept ones.
       format: the block format.
       dtype: what `dequantize()` gives: the dtype that was quantized.
     """
 
+    kept: tuple[int, ...]
+    k: tuple[int, ...]
+    k_first: bool
     format: BlockFormat
     dtype: np.dtype
 
@@ -41,9 +47,20 @@ class PackedMXArray(abc.ABC):
         """Shape of the MXArray."""
 
     @property
-    @abc.abstractmethod
     def blocks(self) -> Blocks:
         """The MXArray's blocks."""
+        _, block = self.format.block
+        return ((-len(self.kept) - 1 if self.k_first else -1, block),)
+
+    def matrix_axes(self, k: tuple[int, ...]) -> tuple[int, ...]:
+        """Kept axes, and contracted ones of these sizes, in the MXArray's order."""
+        return (*k, *self.kept) if self.k_first else (*self.kept, *k)
+
+    def arrange(self, matrices: jax.Array, batch: tuple[int, ...], k: tuple[int, ...]) -> jax.Array:
+        """Matrices `[..., n, k]` with their axes as the MXArray has them."""
+        if self.k_first:
+            matrices = matrices.swapaxes(-1, -2)
+        return matrices.reshape(*batch, *self.matrix_axes(k))
 
     @abc.abstractmethod
     def unpack(self) -> MXArray:

@@ -169,6 +169,20 @@ class PackCall:
         axes = range(self.num_batch, self.num_batch + len(self.contracting))
         return self.contracting == tuple(axes) and bool(self.kept)
 
+    def rejects_layout(self) -> str | None:
+        """Why the axes make no matrices `[n, k]` with blocks along k, or None."""
+        if len(self.blocks) != 1:
+            return f"packs blocks along one axis, got blocks={self.blocks}"
+        ((axis, block),) = self.blocks
+        k = self.contracting
+        if not self.kept or axis % len(self.shape) != k[-1]:
+            return f"packs blocks along the last contracted axis, got {self}"
+        if not self.k_first and (*self.kept, *k) != tuple(range(self.num_batch, len(self.shape))):
+            return f"packs contracted axes before or after all kept ones, got {self}"
+        if isinstance(block, int) and len(k) > 1 and self.shape[k[-1]] % block:
+            return f"needs whole blocks along the last of several contracted axes, got {self}"
+        return None
+
 
 Call = MatmulCall | QuantizeCall | QuantizeBothCall | DequantizeCall | PackCall
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from mx_jax.backends.base import PackCall
 from mx_jax.backends.cpu_ffi import library, matmul
-from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
@@ -59,13 +58,7 @@ class PackedWeights(PackedMXArray):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        matrix = self.k + self.kept if self.k_first else self.kept + self.k
-        return (*self.panels.shape[:-2], *matrix)
-
-    @property
-    def blocks(self) -> Blocks:
-        axis = -len(self.kept) - 1 if self.k_first else -1
-        return ((axis, matmul.block_size(self.format)),)
+        return (*self.panels.shape[:-2], *self.matrix_axes(self.k))
 
     def serves(self, contracting: tuple[int, ...], batch: tuple[int, ...]) -> bool:
         num_batch = self.panels.ndim - 2
@@ -90,8 +83,8 @@ class PackedWeights(PackedMXArray):
         scale_k = (*self.k[:-1], -(-self.k[-1] // block))
         scale = self.tensor_scale
         return MXArray(
-            codes=self._arrange(codes[..., :rows, :k], self.k),
-            scales=self._arrange(scales[..., :rows, : math.prod(scale_k)], scale_k),
+            codes=self.arrange(codes[..., :rows, :k], batch, self.k),
+            scales=self.arrange(scales[..., :rows, : math.prod(scale_k)], batch, scale_k),
             tensor_scale=None if scale is None else scale.reshape(*scale.shape, *self._ones),
             format=self.format,
             blocks=self.blocks,
@@ -102,34 +95,13 @@ class PackedWeights(PackedMXArray):
     def _ones(self) -> tuple[int, ...]:
         return (1,) * (len(self.kept) + len(self.k))
 
-    def _arrange(self, matrix: jax.Array, k: tuple[int, ...]) -> jax.Array:
-        """`[*batch, n, k]` with its axes as they were."""
-        batch = matrix.shape[:-2]
-        if self.k_first:
-            return jnp.swapaxes(matrix, -1, -2).reshape(*batch, *k, *self.kept)
-        return matrix.reshape(*batch, *self.kept, *k)
-
 
 def rejects(call: PackCall) -> str | None:
     """Why weights cannot be packed here, or None."""
     loaded = library.load()
     if isinstance(loaded, str) or TARGET not in loaded.targets:
         return "was built without packed weights; build it again"
-    reason = matmul.rejects_format(call.format)
-    if reason is not None:
-        return reason
-    if len(call.blocks) != 1:
-        return f"packs blocks along one axis, got blocks={call.blocks}"
-    ((axis, block),) = call.blocks
-    k = call.contracting
-    if not call.kept or axis % len(call.shape) != k[-1]:
-        return f"packs blocks along the last contracted axis, got {call}"
-    if not call.k_first and (*call.kept, *k) != tuple(range(call.num_batch, len(call.shape))):
-        return f"packs contracted axes before or after all kept ones, got {call}"
-    assert isinstance(block, int), call
-    if len(k) > 1 and call.shape[k[-1]] % block:
-        return f"needs whole blocks along the last of several contracted axes, got {call}"
-    return None
+    return matmul.rejects_format(call.format) or call.rejects_layout()
 
 
 def pack(x: MXArray, call: PackCall) -> PackedWeights:

@@ -15,7 +15,6 @@ from mx_jax.backends.pallas_gpu.rejections import (
     rejects_machine,
     rejects_weights,
 )
-from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
@@ -64,13 +63,7 @@ class GpuWeights(PackedMXArray):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        matrix = self.k + self.kept if self.k_first else self.kept + self.k
-        return (*self._stacked, *self.batch, *matrix)
-
-    @property
-    def blocks(self) -> Blocks:
-        _, block = self.format.block
-        return ((-len(self.kept) - 1 if self.k_first else -1, block),)
+        return (*self._stacked, *self.batch, *self.matrix_axes(self.k))
 
     def serves(self, contracting: tuple[int, ...], batch: tuple[int, ...]) -> bool:
         start = len(self.batch) + (0 if self.k_first else len(self.kept))
@@ -85,19 +78,13 @@ class GpuWeights(PackedMXArray):
         last = matrices.codes.shape[-1] // math.prod(self.k[:-1])
         blocks = self.scales.shape[-1] // math.prod(self.k[:-1])
         return MXArray(
-            codes=self._arrange(matrices.codes, (*self.k[:-1], last)),
-            scales=self._arrange(self.scales, (*self.k[:-1], blocks)),
+            codes=self.arrange(matrices.codes, self.batch, (*self.k[:-1], last)),
+            scales=self.arrange(self.scales, self.batch, (*self.k[:-1], blocks)),
             tensor_scale=self.tensor_scale,
             format=self.format,
             blocks=self.blocks,
             dtype=self.dtype,
         )
-
-    def _arrange(self, matrices: jax.Array, k: tuple[int, ...]) -> jax.Array:
-        """`[batch, n, k]` with its axes as they were."""
-        if self.k_first:
-            return matrices.swapaxes(-1, -2).reshape(*self.batch, *k, *self.kept)
-        return matrices.reshape(*self.batch, *self.kept, *k)
 
 
 def rejects(
@@ -110,21 +97,15 @@ def rejects(
     assert target.compute_capability is not None
     if ARCHITECTURES[target.compute_capability] in BLOCK_SCALED:
         return "packs no weights for Blackwell, whose tensor cores take both operands as they are"
-    if len(call.blocks) != 1:
-        return f"packs blocks along one axis, got blocks={call.blocks}"
-    ((axis, block),) = call.blocks
+    reason = call.rejects_layout()
+    if reason is not None:
+        return reason
+    ((_, block),) = call.blocks
     if not isinstance(block, int):
         return f"packs blocks that end, got blocks={call.blocks}"
     reason = rejects_weights(call.format.with_block(block))
     if reason is not None:
         return f"packs weights in a block format: this {reason}"
-    k = call.contracting
-    if not call.kept or axis % len(call.shape) != k[-1]:
-        return f"packs blocks along the last contracted axis, got {call}"
-    if not call.k_first and (*call.kept, *k) != tuple(range(call.num_batch, len(call.shape))):
-        return f"packs contracted axes before or after all kept ones, got {call}"
-    if len(k) > 1 and call.shape[k[-1]] % block:
-        return f"needs whole blocks along the last of several contracted axes, got {call}"
     if 0 in call.shape:
         return f"packs weights that have elements, got shape={call.shape}"
     return None
