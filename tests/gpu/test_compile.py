@@ -1,19 +1,20 @@
 """Ahead of time, for every architecture: no spills, few registers, tensor-core instructions found.
 
-Needs `jax-cuda13-plugin` and `ptxas`, no GPU: run with `pytest -m gpu_compile`.
+Needs the extra `gpu-compile`, no GPU: run with `pytest -m gpu_compile`.
 """
 
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mx_jax.backends.pallas_gpu.tuning import TILES
+from tests.gpu import tools
 from tests.gpu.sass import main_loop
 
 SCRIPT = Path(__file__).with_name("compile_for.py")
@@ -23,21 +24,21 @@ MAX_REGISTERS = 168
 pytestmark = [
     pytest.mark.gpu_compile,
     pytest.mark.skipif(
-        importlib.util.find_spec("jax_cuda13_plugin") is None or shutil.which("ptxas") is None,
-        reason="needs jax-cuda13-plugin and ptxas",
+        importlib.util.find_spec("jax_cuda13_plugin") is None or tools.find("ptxas") is None,
+        reason="needs jax-cuda13-plugin and ptxas: pip install '.[gpu-compile]'",
     ),
 ]
 
 
+def slow(*case: Any) -> Any:
+    """What CI has no time for."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def environment(folder: Path) -> dict[str, str]:
     root = os.pathsep.join([str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")])
-    return os.environ | {"PYTHONPATH": root, "MOSAIC_GPU_DUMP_TO": str(folder)}
-
-
-def disassembler() -> str | None:
-    """From the PATH, or from the wheel `nvidia-cuda-nvdisasm`."""
-    wheels = Path(sys.prefix).glob("lib/python*/site-packages/nvidia/*/bin/nvdisasm")
-    return shutil.which("nvdisasm") or next(map(str, wheels), None)
+    added = {"PYTHONPATH": root, "PATH": tools.search_path(), "MOSAIC_GPU_DUMP_TO": str(folder)}
+    return os.environ | added
 
 
 def compile_for(folder: Path, *arguments: str) -> list[str]:
@@ -60,11 +61,11 @@ def compile_for(folder: Path, *arguments: str) -> list[str]:
     ("name", "limit"),
     [
         ("mxfp4", 4.0),
-        ("nvfp4", 4.2),
+        slow("nvfp4", 4.2),
         ("mxfp8_e4m3", 4.2),
-        ("mxfp8_e5m2", 6.8),
-        ("mxfp6_e2m3", 4.2),
-        ("mxint8", 4.7),
+        slow("mxfp8_e5m2", 6.8),
+        slow("mxfp6_e2m3", 4.2),
+        slow("mxint8", 4.7),
     ],
 )
 def test_hopper(name: str, limit: float, tmp_path: Path):
@@ -85,7 +86,11 @@ def test_hopper(name: str, limit: float, tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("architecture", "name", "limit"),
-    [("sm80", "mxfp4", 3.9), ("sm80", "mxfp8_e4m3", 4.4), ("sm89", "mxfp4", 3.9)],
+    [
+        ("sm80", "mxfp4", 3.9),
+        slow("sm80", "mxfp8_e4m3", 4.4),
+        slow("sm89", "mxfp4", 3.9),
+    ],
 )
 def test_ampere(architecture: str, name: str, limit: float, tmp_path: Path):
     table = TILES[architecture, 4 if name.endswith("fp4") else 8]
@@ -124,11 +129,12 @@ def test_blackwell(lhs: str, rhs: str, kind: str, tmp_path: Path):
 
 def disassembly(ptx: Path, architecture: str) -> str:
     """What ptxas makes of it."""
-    tool = disassembler()
+    assembler, tool = tools.find("ptxas"), tools.find("nvdisasm")
+    assert assembler is not None
     if tool is None:
         pytest.skip(
             "compiled without spills; to look at instructions, install nvidia-cuda-nvdisasm"
         )
     cubin = str(ptx.with_suffix(".cubin"))
-    subprocess.run(["ptxas", f"-arch={architecture}", str(ptx), "-o", cubin], check=True)
+    subprocess.run([assembler, f"-arch={architecture}", str(ptx), "-o", cubin], check=True)
     return subprocess.run([tool, cubin], capture_output=True, text=True, check=True).stdout
