@@ -2,15 +2,17 @@
 
 from mx_jax.backends.base import Backend
 from mx_jax.backends.cpu_ffi import CpuFfiBackend
+from mx_jax.backends.cudnn import CudnnBackend
 from mx_jax.backends.pallas_gpu import PallasGpuBackend
 from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.backends.xla import XlaBackend
 
-# The GPU kernel stands behind the reference, which takes everything, until it has been measured on
-# hardware: only `only_backend("pallas_gpu")` reaches it. Its place is the first.
+# The GPU kernels and cuDNN stand behind the reference, which takes everything, until they have been
+# measured on hardware: only `only_backend` reaches them. Their places are the first.
 BACKENDS: tuple[Backend, ...] = (
     XlaBackend(),
     CpuFfiBackend(),
     ReferenceBackend(),
     PallasGpuBackend(),
+    CudnnBackend(),
 )

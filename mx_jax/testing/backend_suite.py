@@ -30,7 +30,7 @@ from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.select import current_target
 from mx_jax.backends.table import BACKENDS
 from mx_jax.codecs.blocks import block_extent
-from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, WHOLE
+from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.cases import (
     LARGE_MATMUL_CASES,
@@ -87,12 +87,20 @@ def _few_bit_weights_on_hopper(call: Call, target: Target) -> bool:
     return values and call.rhs_format in (MXFP4, MXFP8_E4M3, MXFP8_E5M2)
 
 
+def _mxfp8_and_nvfp4_on_blackwell(call: Call, target: Target) -> bool:
+    if target.compute_capability != (10, 0) or not isinstance(call, MatmulCall):
+        return False
+    pairs = ((MXFP8_E4M3, MXFP8_E4M3), (MXFP8_E4M3, MXFP8_E5M2), (NVFP4, NVFP4))
+    return call.num_contracting == 1 and (call.lhs_format, call.rhs_format) in pairs
+
+
 # What each backend of the table must take: the one line that a new backend adds.
 PROMISES: Mapping[str, Promise] = {
     "xla": _whole_axis_float8_on_gpu,
     "cpu_ffi": _what_the_handlers_compute,
     "reference": _every_single_call,
     "pallas_gpu": _few_bit_weights_on_hopper,
+    "cudnn": _mxfp8_and_nvfp4_on_blackwell,
 }
 
 TARGETS: tuple[Target, ...] = (

@@ -159,4 +159,4 @@ def test_every_backend_has_its_own_name():
     names = [backend.name for backend in BACKENDS]
     assert len(set(names)) == len(names)
     # The one that takes everything; behind it, only what has not been measured yet.
-    assert names[names.index(ReferenceBackend().name) :] == ["reference", "pallas_gpu"]
+    assert names[names.index(ReferenceBackend().name) :] == ["reference", "pallas_gpu", "cudnn"]

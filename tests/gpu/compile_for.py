@@ -110,7 +110,7 @@ N, K = 256, 65536
 FORMATS = {format.name: format for format in formats.BLOCK_FORMATS}
 
 
-def compile_on(gpu: Gpu, product: Callable[..., Any], operands: Any) -> None:
+def compile_on(gpu: Gpu, product: Callable[..., Any], operands: Any) -> Any:
     """Compile a product of operands of these shapes; an error raises, or aborts."""
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=gpu.description(), topology="1x1x1"
@@ -125,7 +125,7 @@ def compile_on(gpu: Gpu, product: Callable[..., Any], operands: Any) -> None:
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
         jax.default_device(mesh.devices.flat[0]),
     ):
-        jax.jit(product).lower(*placed).compile()
+        return jax.jit(product).lower(*placed).compile()
 
 
 def shapes(make: Callable[..., Any], shape: tuple[int, ...], format: formats.BlockFormat) -> Any:

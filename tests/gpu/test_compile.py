@@ -4,6 +4,7 @@ Needs the extra `gpu-compile`, no GPU: run with `pytest -m gpu_compile`.
 """
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from mx_jax.backends.cudnn import PAIRS
 from mx_jax.backends.pallas_gpu.tuning import TILES
 from tests.gpu import tools
 from tests.gpu.sass import main_loop
@@ -125,6 +127,17 @@ def test_blackwell(lhs: str, rhs: str, kind: str, tmp_path: Path):
         assert f"tcgen05.mma.cta_group::1.kind::{kind}" in path.read_text(), path
         expected = "UTCQMMA" if lhs.startswith("mxfp8") else "UTCOMMA"
         assert expected in disassembly(path, "sm_100a"), path
+
+
+def test_cudnn_gets_every_product_that_its_backend_takes(tmp_path: Path):
+    command = [sys.executable, str(SCRIPT.with_name("compile_cudnn.py"))]
+    result = subprocess.run(
+        command, env=environment(tmp_path), capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = json.loads(result.stdout)
+    assert len(found) == 3 * len(PAIRS)
+    assert set(map(tuple, found.values())) == {("__cudnn$blockScaledDot",)}
 
 
 def disassembly(ptx: Path, architecture: str) -> str:

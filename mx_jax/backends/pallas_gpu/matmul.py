@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from mx_jax.backends.base import MatmulCall, Operand, PackCall
+from mx_jax.backends.matrices import as_matrices
 from mx_jax.backends.pallas_gpu import packed, scaled
 from mx_jax.backends.pallas_gpu.packed import GpuWeights
 from mx_jax.backends.pallas_gpu.rejections import (
@@ -44,8 +45,8 @@ def scaled_matmul(
       architecture: one of `ARCHITECTURES`; None: that of the first device.
       interpret: parameters of Mosaic's interpreter.
     """
-    left, m = _as_matrices(lhs, call.num_batch, call.contracting_axes("lhs"))
-    right, n = _as_matrices(rhs, call.num_batch, call.contracting_axes("rhs"))
+    left, m = as_matrices(lhs, call.num_batch, call.contracting_axes("lhs"))
+    right, n = as_matrices(rhs, call.num_batch, call.contracting_axes("rhs"))
     shape = (*call.lhs_shape[: call.num_batch], *m, *n)
     if 0 in (*left.shape, *right.shape):
         return jnp.zeros(shape, call.out_dtype)
@@ -70,7 +71,7 @@ def packed_matmul(
     interpret: Any = None,
 ) -> jax.Array:
     """The product `[*batch, *m, *n]` by weights that were packed for it; see `scaled_matmul`."""
-    left, m = _as_matrices(lhs, call.num_batch, call.contracting_axes("lhs"))
+    left, m = as_matrices(lhs, call.num_batch, call.contracting_axes("lhs"))
     shape = (*call.lhs_shape[: call.num_batch], *m, *rhs.kept)
     if 0 in left.shape:
         return jnp.zeros(shape, call.out_dtype)
@@ -84,7 +85,7 @@ def packed_matmul(
 
 def pack_weights(x: MXArray, call: PackCall) -> GpuWeights:
     """Weights in the layout that `packed_matmul` reads."""
-    matrices, _ = _as_matrices(x, call.num_batch, call.contracting)
+    matrices, _ = as_matrices(x, call.num_batch, call.contracting)
     assert isinstance(matrices, MXArray)
     return packed.pack(x, matrices, call)
 
@@ -132,32 +133,6 @@ def _dequantize_dot(x: jax.Array, weights: MXArray, out_dtype: jax.typing.DTypeL
     sums = lax.dot_general(parts, values, numbers, preferred_element_type=kept)
     out = sums.reshape(x.shape[0], -1, m, values.shape[1]).sum(1)
     return (out if weights.tensor_scale is None else out * weights.tensor_scale).astype(out_dtype)
-
-
-def _as_matrices(
-    operand: Operand, num_batch: int, contracting: tuple[int, ...]
-) -> tuple[Operand, tuple[int, ...]]:
-    """`[batch, kept, k]`, and the lengths of the kept axes; blocks stay along k."""
-    batch = tuple(range(num_batch))
-    kept = tuple(axis for axis in range(num_batch, operand.ndim) if axis not in contracting)
-
-    def arrange(array: jax.Array) -> jax.Array:
-        sizes = (math.prod(array.shape[axis] for axis in g) for g in (batch, kept, contracting))
-        return array.transpose(*batch, *kept, *contracting).reshape(tuple(sizes))
-
-    lengths = tuple(operand.shape[axis] for axis in kept)
-    if not isinstance(operand, MXArray):
-        return arrange(operand), lengths
-    tensor_scale = operand.tensor_scale
-    matrices = MXArray(
-        codes=arrange(operand.codes),
-        scales=arrange(operand.scales),
-        tensor_scale=None if tensor_scale is None else tensor_scale.reshape(1, 1, 1),
-        format=operand.format,
-        blocks=((-1, operand.format.block[1]),),
-        dtype=operand.dtype,
-    )
-    return matrices, lengths
 
 
 def multiply(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax.backends.base import MatmulCall, Target
+from mx_jax.backends.matrices import rejects_parts_of_blocks
 from mx_jax.backends.pallas_gpu import scaled
 from mx_jax.backends.pallas_gpu.weights import MIN_BLOCK, PAD_N
 from mx_jax.formats import BlockFormat
@@ -105,21 +106,15 @@ def _fits_bfloat16(format: BlockFormat) -> bool:
 
 
 def _rejects_sizes(call: MatmulCall) -> str | None:
-    sides: tuple[tuple[Literal["lhs", "rhs"], tuple[int, ...], BlockFormat | None], ...] = (
-        ("lhs", call.lhs_shape, call.lhs_format),
-        ("rhs", call.rhs_shape, call.rhs_format),
+    sides: tuple[tuple[Literal["lhs", "rhs"], tuple[int, ...]], ...] = (
+        ("lhs", call.lhs_shape),
+        ("rhs", call.rhs_shape),
     )
-    for side, shape, format in sides:
+    for side, shape in sides:
         axes = call.contracting_axes(side)
-        block = None if format is None else format.block[1]
-        if isinstance(block, int) and len(axes) > 1 and shape[axes[-1]] % block:
-            return (
-                f"needs the last of several contracted axes in whole blocks of {block}, got "
-                f"{side}_shape={shape}, contracting={axes}"
-            )
         if math.prod(shape) > _MAX_ELEMENTS:
             return f"needs at most {_MAX_ELEMENTS} elements, got {side}_shape={shape}"
         kept = (shape[i] for i in range(call.num_batch, len(shape)) if i not in axes)
         if math.prod(kept) > _MAX_ROWS:
             return f"needs at most {_MAX_ROWS} rows, got {side}_shape={shape}"
-    return None
+    return rejects_parts_of_blocks(call)

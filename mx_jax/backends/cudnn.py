@@ -1,0 +1,99 @@
+"""cuDNN's block-scaled product on Blackwell, through `jax.nn.scaled_matmul`.
+
+Not yet run on a GPU. `rejects` lets through exactly what XLA hands to cuDNN: everything else it
+would dequantize without a word, in the product's dtype, which may be too narrow for the values.
+"""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from mx_jax.backends.base import Call, MatmulCall, Operand, ProductsOnly, Target
+from mx_jax.backends.matrices import as_matrices, rejects_parts_of_blocks
+from mx_jax.formats import MXFP8_E4M3, MXFP8_E5M2, NVFP4, NVFP4_ONE_LEVEL
+from mx_jax.mxarray import MXArray
+
+# Data-centre Blackwell: 10.0 and 10.3.
+_CUDA_MAJOR = 10
+# What XLA hands to cuDNN (its block scaling rewriter). E5M2 by E5M2 is not among it.
+PAIRS = (
+    (MXFP8_E4M3, MXFP8_E4M3),
+    (MXFP8_E4M3, MXFP8_E5M2),
+    (MXFP8_E5M2, MXFP8_E4M3),
+    *itertools.product((NVFP4, NVFP4_ONE_LEVEL), repeat=2),
+)
+_OUTPUTS = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
+# Scales lie in tiles of four columns; k is padded to whole ones, which XLA leaves to its callers.
+_SCALE_COLUMNS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class CudnnBackend(ProductsOnly):
+    """`jax.nn.scaled_matmul` where XLA gives it to cuDNN.
+
+    Attributes:
+      name: what `only_backend` calls it.
+      epsilon_bound: wider than the reference's: tensor cores truncate where they add.
+    """
+
+    name: str = "cudnn"
+    epsilon_bound: float = 4.0
+
+    def rejects(self, call: Call, target: Target) -> str | None:
+        """Why not: another machine, or a product that XLA would dequantize."""
+        if not isinstance(call, MatmulCall):
+            return self.rejects_other(call)
+        if target.platform != "cuda":
+            return f"runs on platform=cuda, got platform={target.platform}"
+        capability = target.compute_capability
+        if capability is None or capability[0] != _CUDA_MAJOR:
+            shown = None if capability is None else ".".join(map(str, capability))
+            return f"cuDNN multiplies by block on compute capability {_CUDA_MAJOR}.x, got {shown}"
+        return _rejects_product(call)
+
+    def scaled_matmul(self, lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
+        """One product of a batch of matrices; tensor scales multiply its float32 sums."""
+        left, m = as_matrices(lhs, call.num_batch, call.contracting_axes("lhs"))
+        right, n = as_matrices(rhs, call.num_batch, call.contracting_axes("rhs"))
+        assert isinstance(left, MXArray) and isinstance(right, MXArray)
+        shape = (*call.lhs_shape[: call.num_batch], *m, *n)
+        if 0 in (*left.shape, *right.shape):
+            return jnp.zeros(shape, call.out_dtype)
+        left, right = _whole_tiles(left), _whole_tiles(right)
+        factors = [x.tensor_scale for x in (left, right) if x.tensor_scale is not None]
+        product = jax.nn.scaled_matmul(
+            left.elements,
+            right.elements,
+            left.scale_values,
+            right.scale_values,
+            preferred_element_type=jnp.float32 if factors else call.out_dtype,
+        )
+        for factor in factors:
+            product = product * factor
+        return product.astype(call.out_dtype).reshape(shape)
+
+
+def _rejects_product(call: MatmulCall) -> str | None:
+    given = call.lhs_format, call.rhs_format
+    if given not in PAIRS:
+        names = " by ".join("high precision" if f is None else f.name for f in given)
+        return f"cuDNN multiplies MXFP8, but not E5M2 by E5M2, and NVFP4, got {names}"
+    if call.out_dtype not in _OUTPUTS:
+        return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
+    if call.out_sharding is not None:
+        return f"takes no out_sharding, got out_sharding={call.out_sharding}"
+    return rejects_parts_of_blocks(call)
+
+
+def _whole_tiles(x: MXArray) -> MXArray:
+    """x `[batch, rows, k]` with k padded by zeros to whole tiles of scales."""
+    block = x.format.block[1]
+    assert isinstance(block, int)
+    padded = math.ceil(x.shape[2] / (block * _SCALE_COLUMNS)) * block * _SCALE_COLUMNS
+    codes = jnp.pad(x.codes, ((0, 0), (0, 0), (0, padded - x.shape[2])))
+    missing = padded // block - x.scales.shape[2]
+    scales = jnp.pad(x.scales, ((0, 0), (0, 0), (0, missing)))
+    return dataclasses.replace(x, codes=codes, scales=scales)
