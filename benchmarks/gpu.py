@@ -1,8 +1,7 @@
 """The GPU kernels on a GPU: first whether their numbers are right, then how fast they are.
 
-Numbers. Every product of `CHECKS` that this GPU's kernel takes, on fresh random operands (the seed
-is written down), compared with the reference's float32 product. Just before, an array of NaN as
-large as the result is allocated and dropped, so that a tile which nobody writes is likely to show.
+Numbers. Everything that `benchmarks.gpu_checks` asks of this machine, on fresh random operands (the
+seed is written down).
 
 Time. A product of few rows takes less time than starting it from Python. So one jitted function
 chains square products, `x <- x w_1 w_2 ...`, each by weights of its own: together they are larger
@@ -10,32 +9,47 @@ than the L2 cache, and no product can be left out or merged with another. A samp
 of that function. All cases of a comparison run in one process in alternating order, as
 `benchmarks.timing` says; ratios are medians over rounds. Beside each ratio stands its upper bound:
 bytes over the memory's bandwidth, or operations over the tensor cores' peak, whichever takes
-longer.
+longer. Where PyTorch and Triton are installed, `benchmarks.gpu_peers` multiplies too. Casts are
+timed by `benchmarks.gpu_casts`.
+
+What fails is written down, and the rest goes on.
 """
 
 import argparse
 import dataclasses
+import os
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
+
+# PyTorch shares the GPU's memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
-from benchmarks import environment, report
-from benchmarks.gpu_products import BASELINE, chained, products
+from benchmarks import environment, gpu_casts, gpu_peers, report
+from benchmarks.gpu_checks import CHECKS, FORMATS, checks, run_all, wrong
+from benchmarks.gpu_products import BASELINE, Pair, Way, chained, products
 from benchmarks.timing import Case, measure, ratio
-from mx_jax.backends.base import Operand
-from mx_jax.backends.pallas_gpu import PallasGpuBackend, rejections
+from mx_jax.backends.base import Target
+from mx_jax.backends.pallas_gpu import rejections
 from mx_jax.backends.select import current_target
-from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
-from mx_jax.mxarray import MXArray
-from mx_jax.reference.matmul import scaled_matmul
-from mx_jax.testing.cases import MatmulCase
+from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
 
-FORMATS = {format.name: format for format in (*MX_FORMATS, NVFP4)}
+# What is timed, by architecture.
+PAIRS = {
+    name: [Pair(lhs=f, rhs=f) for f in (MXFP8_E4M3, MXFP4, NVFP4)]
+    if name in rejections.BLOCK_SCALED
+    else [
+        Pair(rhs=MXFP4),
+        Pair(rhs=MXFP8_E4M3),
+        Pair(lhs=MXFP8_E4M3, rhs=MXFP8_E4M3),
+        Pair(rhs=NVFP4),
+    ]
+    for name in rejections.ARCHITECTURES.values()
+}
 # Bytes and bfloat16 operations a second, from NVIDIA's data sheets (dense).
 PEAKS = {
     "H200": (4.8e12, 989e12),
@@ -43,83 +57,6 @@ PEAKS = {
     "A100": (2.039e12, 312e12),
     "L40S": (0.864e12, 362e12),
 }
-
-_SIZES: tuple[dict[str, Any], ...] = (
-    dict(m=(1,), n=(1000,), k=(2080,)),
-    dict(m=(17,), n=(256,), k=(4096,)),
-    dict(m=(40,), n=(384,), k=(1024,), rhs_k_first=True),
-    dict(batch=(3,), m=(64,), n=(130,), k=(512,)),
-    dict(m=(300,), n=(1024,), k=(1024,)),
-)
-_WEIGHTS = (
-    *(
-        MatmulCase(lhs=None, rhs=format, dtype="bfloat16", out_dtype="bfloat16", **sizes)
-        for format in (MXFP4, MXFP8_E4M3)
-        for sizes in _SIZES
-    ),
-    *(
-        MatmulCase(lhs=None, rhs=format, dtype="float16", out_dtype="float32", **_SIZES[0])
-        for format in FORMATS.values()
-    ),
-    MatmulCase(lhs=MXFP8_E4M3, rhs=MXFP4, m=(70,), n=(300,), k=(640,)),
-    MatmulCase(lhs=NVFP4, rhs=None, dtype="bfloat16", m=(70,), n=(300,), k=(640,)),
-)
-_SCALED = (
-    *(
-        MatmulCase(lhs=format, rhs=format, out_dtype="bfloat16", **sizes)
-        for format in (MXFP8_E4M3, MXFP4, NVFP4)
-        for sizes in _SIZES
-    ),
-    MatmulCase(lhs=MXFP8_E5M2, rhs=MXFP8_E4M3, **_SIZES[0]),
-    MatmulCase(lhs=MXFP4.with_block(16), rhs=MXFP4.with_block(16), **_SIZES[0]),
-)
-# What is checked, by architecture.
-CHECKS = {
-    name: _SCALED if name in rejections.BLOCK_SCALED else _WEIGHTS
-    for name in rejections.ARCHITECTURES.values()
-}
-
-
-def check(backend: PallasGpuBackend, case: MatmulCase, rng: np.random.Generator) -> float:
-    """The largest error of a product, over what the backend's bound and one rounding allow."""
-    call = case.call
-    lhs, rhs = case.operands(rng)
-    exact = dataclasses.replace(call, out_dtype=jnp.dtype("float32"))
-    reference = jax.jit(
-        lambda lhs, rhs: scaled_matmul(
-            lhs, rhs, exact.dimension_numbers, exact.out_dtype, lax.Precision.HIGHEST
-        )
-    )
-    expected = np.asarray(reference(lhs, rhs), np.float64)
-    magnitude = np.asarray(reference(_absolute(lhs), _absolute(rhs)), np.float64)
-    run = jax.jit(lambda lhs, rhs: backend.scaled_matmul(lhs, rhs, call)).lower(lhs, rhs).compile()
-    jax.block_until_ready(jnp.full(expected.shape, jnp.nan, call.out_dtype))
-    actual = np.asarray(run(lhs, rhs)).astype(np.float64)
-    # Twice: the reference has an error of its own.
-    allowed = 2 * backend.epsilon_bound * 2.0**-24 * np.sqrt(case.num_products) * magnitude
-    info = jnp.finfo(call.out_dtype)
-    allowed += float(info.eps) / 2 * (np.abs(expected) + allowed) + float(info.smallest_normal)
-    with np.errstate(invalid="ignore"):
-        error = np.where(actual == expected, 0.0, np.abs(actual - expected) / allowed)
-    # What is NaN on one side only is wrong by any measure.
-    return float(np.max(np.where(np.isnan(error), np.inf, error)))
-
-
-def _absolute(operand: Operand) -> jax.Array:
-    values = operand.dequantize(jnp.float32) if isinstance(operand, MXArray) else operand
-    return jnp.abs(values)
-
-
-def check_all(backend: PallasGpuBackend, architecture: str, seed: int) -> list[dict[str, Any]]:
-    """One row of JSON for each product; finite operands, so that every entry counts."""
-    rng = np.random.default_rng(seed)
-    rows = []
-    cases = CHECKS[architecture]
-    with report.progress(len(cases)) as step:
-        for case in cases:
-            step(f"check {case}")
-            rows.append({"case": str(case), "error_over_allowed": check(backend, case, rng)})
-    return rows
 
 
 def bound(facts: str, m: int, size: int, bits: float) -> float | None:
@@ -131,104 +68,169 @@ def bound(facts: str, m: int, size: int, bits: float) -> float | None:
     return max(moved / peaks[0], 2 * m * size * size / peaks[1])
 
 
-def measure_all(options: argparse.Namespace, device: str) -> list[dict[str, Any]]:
-    """Rows of JSON, one for each format and number of rows."""
+def measure_all(
+    options: argparse.Namespace, device: str, target: Target, deadline: float
+) -> list[dict[str, Any]]:
+    """Rows of JSON, one for each pair of formats and number of rows."""
     rows = []
-    with report.progress(len(options.formats) * len(options.rows)) as step:
-        for name in options.formats:
-            known = products(FORMATS[name], options.size, options.copies, options.architecture)
+    with report.progress(len(options.pairs) * len(options.rows)) as step:
+        for pair in options.pairs:
+            known = products(pair, options.size, options.copies, target)
+            weights = {}
             for m in options.rows:
-                step(f"{name}, {m} rows")
-                rows.append(_measure(known, name, m, options, device))
+                step(f"{pair}, {m} rows")
+                if time.monotonic() > deadline:
+                    continue
+                makers = _makers(known, weights, m, options)
+                makers += gpu_peers.cases(pair, m, options.size, options.copies, options.calls)
+                rows.append(_measure(pair, makers, m, options, device))
     return rows
 
 
-def _measure(
-    known: dict[str, Any], name: str, m: int, options: argparse.Namespace, device: str
-) -> dict[str, Any]:
+def _makers(
+    known: dict[str, Way], weights: dict[str, list[Any]], m: int, options: argparse.Namespace
+) -> list[tuple[str, Callable[[], Case]]]:
+    """What makes each of our cases; `weights` keeps what was laid out for other numbers of rows."""
     x = jax.random.normal(jax.random.key(1), (m, options.size), jnp.bfloat16)
-    cases = [
-        Case(case, chained(product, weights, options.calls, x))
-        for case, (product, weights) in known.items()
-    ]
+
+    def maker(name: str) -> Callable[[], Case]:
+        def make() -> Case:
+            if name not in weights:
+                weights[name] = known[name].weights(options.size, options.copies)
+            chain = chained(known[name].product, weights[name], options.calls, x)
+            return Case(name, chain)
+
+        return make
+
+    return [(name, maker(name)) for name in known]
+
+
+def _measure(
+    pair: Pair,
+    makers: list[tuple[str, Callable[[], Case]]],
+    m: int,
+    options: argparse.Namespace,
+    device: str,
+) -> dict[str, Any]:
+    cases, failed = [], {}
+    for name, make in makers:
+        # What cannot be compiled or started must not cost the times of the others.
+        try:
+            case = make()
+            jax.block_until_ready(case.run())
+            cases.append(case)
+        except Exception as error:
+            failed[name] = report.first_line(error)
     samples = measure(cases, seconds=options.seconds, max_rounds=1001)
     count = options.copies * options.calls
-    bits = FORMATS[name].bits_per_element
-    ours, base = (bound(device, m, options.size, b) for b in (bits, 16))
+    ours, base = (bound(device, m, options.size, b) for b in (pair.rhs.bits_per_element, 16))
     return {
-        "format": name,
+        "pair": str(pair),
         "m": m,
         "size": options.size,
         "microseconds": {
-            case: 1e3 * of.summary()["wall_ms"]["median"] / count for case, of in samples.items()
+            name: 1e3 * of.summary()["wall_ms"]["median"] / count for name, of in samples.items()
         },
         "speedup": {
-            case: dataclasses.asdict(ratio(samples[BASELINE], samples[case], "wall"))
-            for case in samples
+            name: dataclasses.asdict(ratio(samples[BASELINE], samples[name], "wall"))
+            for name in samples
+            if BASELINE in samples
         },
         "speedup_bound": base / ours if base and ours else None,
+        "failed": failed,
     }
 
 
-def sheets(checks: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[report.Sheet]:
-    """Two tables: numbers, then times."""
-    numbers = report.Sheet("Largest error over what is allowed", ("product", "error"))
-    numbers.rows = [(row["case"], f"{row['error_over_allowed']:.3f}") for row in checks]
-    names = [BASELINE, *(name for name in (rows[0]["speedup"] if rows else ()) if name != BASELINE)]
-    columns = ("", *(f"{name}, us" for name in names))
-    speeds = report.Sheet(
-        "A square product, and its speed over the bfloat16 dot's", (*columns, *names[1:], "bound")
-    )
+def sheets(result: dict[str, Any]) -> list[report.Sheet]:
+    """Numbers, times, speeds, and casts."""
+    checks, rows = result["checks"], result["rows"]
+    numbers = report.Sheet("Largest error over what is allowed", ("check", "error"))
+    numbers.rows = [
+        (row["case"], row["failed"] if "failed" in row else f"{row['error_over_allowed']:.3f}")
+        for row in checks
+    ]
+    found = dict.fromkeys(name for row in rows for name in (*row["microseconds"], *row["failed"]))
+    names = [BASELINE, *(name for name in found if name != BASELINE)]
+    times = report.Sheet("Microseconds of a square product", ("", *names))
+    speeds = report.Sheet("Speed over the bfloat16 dot's", ("", *names[1:], "bound"))
     for row in rows:
-        cells = [f"{row['format']}, {row['m']} x {row['size']} x {row['size']}"]
-        cells += [f"{row['microseconds'][name]:.1f}" for name in names]
-        cells += [f"{row['speedup'][name]['median']:.2f}" for name in names[1:]]
-        cells.append("-" if row["speedup_bound"] is None else f"{row['speedup_bound']:.2f}")
-        speeds.rows.append(cells)
-    return [numbers, speeds]
+        title = f"{row['pair']}, {row['m']} x {row['size']} x {row['size']}"
+        times.rows.append([title, *(_number(row["microseconds"].get(name), 1) for name in names)])
+        medians = [row["speedup"].get(name, {}).get("median") for name in names[1:]]
+        numbered = [_number(value, 2) for value in (*medians, row["speedup_bound"])]
+        speeds.rows.append([title, *numbered])
+    times.notes = [
+        f"{row['pair']}, {row['m']} rows: {name} failed: {why}"
+        for row in rows
+        for name, why in row["failed"].items()
+    ]
+    return [numbers, times, speeds, gpu_casts.sheet(result["casts"])]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = report.parser("gpu", __doc__)
     parser.add_argument(
-        "--formats", nargs="+", choices=list(FORMATS), default=["mxfp4", "mxfp8_e4m3", "nvfp4"]
+        "--pairs",
+        nargs="+",
+        type=_pair,
+        default=None,
+        metavar="[LHS,]RHS",
+        help="formats of both sides; without LHS x stays in bfloat16 (default: by GPU)",
     )
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 256, 4096])
     parser.add_argument("--size", type=int, default=8192, help="n and k")
     parser.add_argument("--copies", type=int, default=16, help="weights that a chain rotates over")
     parser.add_argument("--calls", type=int, default=10, help="of the chain, in one sample")
-    parser.add_argument("--seconds", type=float, default=8.0, help="budget of a comparison")
+    parser.add_argument("--seconds", type=float, default=4.0, help="budget of a comparison")
+    parser.add_argument(
+        "--minutes", type=float, default=8.5, help="after which nothing more is begun"
+    )
     parser.add_argument(
         "--seed", type=int, default=None, help="of the checks; default: a fresh one"
     )
     return parser.parse_args(arguments)
 
 
+def _pair(text: str) -> Pair:
+    """`"mxfp4"` or `"mxfp8_e4m3,mxfp4"`; an argparse type."""
+    try:
+        *lhs, rhs = (FORMATS[name] for name in text.split(","))
+        return Pair(lhs=lhs[0] if lhs else None, rhs=rhs)
+    except KeyError:
+        known = ", ".join(FORMATS)
+        raise argparse.ArgumentTypeError(f"needs [LHS,]RHS of {known}; got {text!r}") from None
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse(arguments)
+    deadline = time.monotonic() + 60 * options.minutes
     target = current_target()
-    options.architecture = rejections.ARCHITECTURES.get(target.compute_capability or (0, 0), "sm90")
-    reason = rejections.rejects(CHECKS[options.architecture][0].call, target)
+    architecture = rejections.ARCHITECTURES.get(target.compute_capability or (0, 0), "sm90")
+    reason = rejections.rejects(CHECKS[architecture][0].call, target)
     if reason is not None:
         raise SystemExit(f"benchmarks.gpu: needs a GPU that a kernel runs on: it {reason}")
+    options.pairs = options.pairs or PAIRS[architecture]
     device = jax.devices()[0].device_kind
     seed = secrets.randbits(32) if options.seed is None else options.seed
-    checks = check_all(PallasGpuBackend(), options.architecture, seed)
-    wrong = [row["case"] for row in checks if not row["error_over_allowed"] <= 1]
-    rows = [] if wrong else measure_all(options, device)
-    result = {
-        "environment": environment.describe() | {"gpu": device},
-        "seed": seed,
-        "checks": checks,
-        "rows": rows,
-    }
+    result = {"environment": environment.describe(["torch", "triton"]) | {"gpu": device}}
+    result |= {"seed": seed, "checks": [], "casts": [], "rows": []}
     out = report.RESULTS / "gpu" / f"{device.lower().replace(' ', '-')}.json"
     options.out = getattr(options, "out", out)
-    report.publish("gpu", options, result, sheets(checks, rows))
-    if wrong:
-        raise SystemExit(f"benchmarks.gpu: wrong products, so no times: {', '.join(wrong)}")
+    # Written after each part: a kernel that hangs must not cost the answers before it.
+    result["checks"] = run_all(list(checks(target, architecture)), seed, deadline)
+    report.publish("gpu", options, result, sheets(result))
+    result["rows"] = measure_all(options, device, target, deadline)
+    report.publish("gpu", options, result, sheets(result))
+    result["casts"] = gpu_casts.measure_all(options, target, deadline)
+    report.publish("gpu", options, result, sheets(result))
+    if failed := wrong(result["checks"]):
+        raise SystemExit(f"benchmarks.gpu: not right, so no time counts: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

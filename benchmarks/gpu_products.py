@@ -1,5 +1,6 @@
 """Products that GPUs are timed by: chains of square products, each by weights of its own."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,15 +10,18 @@ import jax.numpy as jnp
 from jax import lax
 
 import mx_jax
+from mx_jax.backends.base import Target
+from mx_jax.backends.cudnn import CudnnBackend
 from mx_jax.backends.pallas_gpu import matmul, scaled
-from mx_jax.backends.pallas_gpu.rejections import BLOCK_SCALED
+from mx_jax.backends.pallas_gpu.rejections import ARCHITECTURES, BLOCK_SCALED
 from mx_jax.backends.pallas_gpu.tuning import Tiles
 from mx_jax.backends.pallas_gpu.weights import pack
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
+from mx_jax.testing.cases import MatmulCase
 
 KERNEL, BASELINE, DEQUANTIZE = "pallas_gpu", "bf16 dot", "dequantize, dot"
-CUDNN = "jax.nn.scaled_matmul"
+CUDNN = "cudnn"
 
 # `x[m, size], weight -> [m, size]` in bfloat16.
 Product = Callable[[jax.Array, Any], jax.Array]
@@ -32,13 +36,29 @@ def dot(x: jax.Array, w: jax.Array) -> jax.Array:
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    """What a timed product multiplies.
+
+    Attributes:
+      lhs: what x is quantized to on the way, as a part of the time; None: x stays in bfloat16.
+      rhs: of the weights.
+    """
+
+    lhs: BlockFormat | None = None
+    rhs: BlockFormat
+
+    def __str__(self) -> str:
+        return f"{'bf16' if self.lhs is None else self.lhs.name} x {self.rhs.name}"
+
+
 def kernel_product(
-    format: BlockFormat, architecture: str, tiles: Tiles | None = None, dequantize: bool = False
+    pair: Pair, architecture: str, tiles: Tiles | None = None, dequantize: bool = False
 ) -> tuple[Callable[[MXArray], Any], Product]:
     """How an architecture's kernel wants quantized weights, and its product by them.
 
     Args:
-      format: of the weights; on Blackwell x is quantized to it on the way.
+      pair: the formats.
       architecture: e.g. `"sm90"`.
       tiles: instead of the table's.
       dequantize: what the kernel is compared with for many rows: XLA's product of decoded weights.
@@ -46,12 +66,13 @@ def kernel_product(
     if architecture in BLOCK_SCALED:
 
         def scaled_product(x: jax.Array, w: scaled.ScaledOperand) -> jax.Array:
-            left = scaled.lay_out(_batch(mx_jax.quantize(x, format)))
+            left = scaled.lay_out(_batch(mx_jax.quantize(x, pair.lhs or pair.rhs)))
             return scaled.multiply(left, w, jnp.bfloat16, architecture=architecture, tiles=tiles)[0]
 
         return lambda w: scaled.lay_out(_batch(w)), scaled_product
 
     def product(x: jax.Array, w: Any) -> jax.Array:
+        x = _cast(x, pair.lhs)
         if dequantize:
             return dot(x, w.unpack().dequantize(jnp.bfloat16)[0])
         out = matmul.multiply(x[None], w, jnp.bfloat16, architecture=architecture, tiles=tiles)
@@ -60,41 +81,61 @@ def kernel_product(
     return lambda w: pack(_batch(w)), product
 
 
-def products(
-    format: BlockFormat, size: int, copies: int, architecture: str
-) -> dict[str, tuple[Product, list[Any]]]:
-    """Name -> (product, as many weights as copies)."""
-    lay_out, kernel = kernel_product(format, architecture)
-    keys = jax.random.split(jax.random.key(0), copies)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to multiply.
 
-    def weights(how: Callable[[jax.Array], Any]) -> list[Any]:
-        # So scaled, a chain of products keeps its magnitude.
+    Attributes:
+      lay_out: from bfloat16 weights `[n, k]` to what `product` reads; not a part of the time.
+      product: `x[m, k], weights -> [m, n]` in bfloat16.
+    """
+
+    lay_out: Callable[[jax.Array], Any]
+    product: Product
+
+    def weights(self, size: int, copies: int) -> list[Any]:
+        """Square weights; so scaled, a chain of products keeps its magnitude."""
         run = jax.jit(
-            lambda key: how(jax.random.normal(key, (size, size), jnp.bfloat16) / size**0.5)
+            lambda key: self.lay_out(jax.random.normal(key, (size, size), jnp.bfloat16) / size**0.5)
         )
-        return [run(key) for key in keys]
+        return [run(key) for key in jax.random.split(jax.random.key(0), copies)]
 
-    known: dict[str, tuple[Product, list[Any]]] = {
-        KERNEL: (kernel, weights(lambda w: lay_out(mx_jax.quantize(w, format)))),
-        BASELINE: (dot, weights(lambda w: w)),
+
+def products(pair: Pair, size: int, copies: int, target: Target) -> dict[str, Way]:
+    """Ways to multiply a pair on a machine, by name, each with as many weights as copies."""
+    assert target.compute_capability is not None
+    lay_out, kernel = kernel_product(pair, ARCHITECTURES[target.compute_capability])
+    known: dict[str, tuple[Callable[[jax.Array], Any], Product]] = {
+        KERNEL: (lambda w: lay_out(mx_jax.quantize(w, pair.rhs)), kernel),
+        BASELINE: (lambda w: w, dot),
         DEQUANTIZE: (
-            lambda x, w: dot(x, w.dequantize(jnp.bfloat16)),
-            weights(lambda w: mx_jax.quantize(w, format)),
+            lambda w: mx_jax.quantize(w, pair.rhs),
+            lambda x, w: dot(_cast(x, pair.lhs), w.dequantize(jnp.bfloat16)),
         ),
     }
-    if architecture in BLOCK_SCALED:
-        known[CUDNN] = (functools.partial(_cudnn, format), known[DEQUANTIZE][1])
-    return known
+    case = MatmulCase(lhs=pair.lhs, rhs=pair.rhs, m=(1,), n=(size,), k=(size,), dtype="bfloat16")
+    if CudnnBackend().rejects(case.call, target) is None:
+        known[CUDNN] = known[DEQUANTIZE][0], functools.partial(_cudnn, pair)
+    return {name: Way(lay_out=way, product=of) for name, (way, of) in known.items()}
 
 
-def _cudnn(format: BlockFormat, x: jax.Array, w: MXArray) -> jax.Array:
-    """cuDNN's block-scaled product, through jax; a tensor's scale multiplies afterwards."""
-    left, right = _batch(mx_jax.quantize(x, format)), _batch(w)
-    parts = (left.elements, right.elements, left.scale_values, right.scale_values)
-    out = jax.nn.scaled_matmul(*parts, preferred_element_type=jnp.float32)[0]
-    for factor in (left.tensor_scale, right.tensor_scale):
-        out = out if factor is None else out * factor.reshape(())
-    return out.astype(jnp.bfloat16)
+def _cast(x: jax.Array, format: BlockFormat | None) -> jax.Array:
+    """x as the product sees it: rounded to a format's values, if it names one."""
+    return x if format is None else mx_jax.quantize(x, format).dequantize(jnp.bfloat16)
+
+
+def _cudnn(pair: Pair, x: jax.Array, w: MXArray) -> jax.Array:
+    assert pair.lhs is not None
+    left = mx_jax.quantize(x, pair.lhs)
+    call = MatmulCase(
+        lhs=pair.lhs,
+        rhs=pair.rhs,
+        m=x.shape[:1],
+        n=w.shape[:1],
+        k=x.shape[1:],
+        out_dtype="bfloat16",
+    ).call
+    return CudnnBackend().scaled_matmul(left, w, call)
 
 
 def chained(product: Product, weights: list[Any], calls: int, x: jax.Array):

@@ -5,12 +5,18 @@ chains of square products in one process, in alternating order, as `benchmarks.t
 with the least median wins. Numbers are checked first: `python -m benchmarks.gpu` does. Then the
 crossover: the least number of rows from which decoding the weights once, for XLA's product, is
 faster. To use the file, set MX_JAX_GPU_TILES to its path.
+
+The file is written after each number of rows, and a second run adds to it, with other --bits or
+--rows: tuning everything takes longer than a machine may be lent for. Tiles that do not compile or
+start are left out, and named.
 """
 
 import argparse
 import dataclasses
+import json
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -18,7 +24,7 @@ import jax.numpy as jnp
 
 import mx_jax
 from benchmarks import report
-from benchmarks.gpu_products import chained, kernel_product
+from benchmarks.gpu_products import Pair, chained, kernel_product
 from benchmarks.timing import Case, measure
 from mx_jax.backends.pallas_gpu import tuning
 from mx_jax.backends.pallas_gpu.rejections import ARCHITECTURES, BLOCK_SCALED
@@ -46,7 +52,7 @@ def medians(
       rows: of activations.
       options: of the command.
     """
-    lay_out, _ = kernel_product(format, architecture)
+    lay_out, _ = kernel_product(Pair(rhs=format), architecture)
     make = jax.jit(
         lambda key: lay_out(
             mx_jax.quantize(
@@ -60,12 +66,20 @@ def medians(
     x = jax.random.normal(jax.random.key(1), (rows, options.size), jnp.bfloat16)
     cases = []
     for way in ways:
-        _, product = kernel_product(format, architecture, way, dequantize=way is None)
-        cases.append(Case(str(way), chained(product, weights, options.calls, x)))
+        _, product = kernel_product(Pair(rhs=format), architecture, way, dequantize=way is None)
+        case = Case(str(way), chained(product, weights, options.calls, x))
+        try:
+            jax.block_until_ready(case.run())
+            cases.append(case)
+        except Exception as error:
+            print(f"left out: {way}: {report.first_line(error)}", file=sys.stderr)
     samples = measure(cases, seconds=options.seconds, max_rounds=101)
     count = options.copies * options.calls
-    found = (samples[case.name].summary()["wall_ms"]["median"] for case in cases)
-    return {way: ms / 1e3 / count for way, ms in zip(ways, found, strict=True)}
+    return {
+        way: samples[str(way)].summary()["wall_ms"]["median"] / 1e3 / count
+        for way in ways
+        if str(way) in samples
+    }
 
 
 def fastest(times: dict[Tiles | None, float]) -> Tiles:
@@ -87,14 +101,25 @@ def crossover(times: Sequence[tuple[int, float, float]]) -> float:
     return rows
 
 
-def tune(architecture: str, options: argparse.Namespace) -> tuning.Table:
-    """The table for one architecture."""
-    tiles: dict[tuple[str, int], tuple[tuple[float, Tiles], ...]] = {}
-    limits: dict[tuple[str, int], float] = {}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """What was measured for a number of rows.
+
+    Attributes:
+      tiles: the fastest.
+      kernel: their seconds.
+      dot: seconds of XLA's product of decoded weights; infinity where there is none.
+    """
+
+    tiles: Tiles
+    kernel: float
+    dot: float
+
+
+def tune(architecture: str, options: argparse.Namespace) -> Iterator[tuple[int, int, Found]]:
+    """(bits, rows, the fastest tiles), one after the other."""
     with report.progress(len(options.bits) * len(options.rows)) as step:
         for bits in options.bits:
-            buckets: list[tuple[float, Tiles]] = []
-            compared: list[tuple[int, float, float]] = []
             for rows in options.rows:
                 step(f"{bits} bits, {rows} rows")
                 ways: list[Tiles | None] = list(tuning.candidates(architecture, bits, rows))
@@ -102,13 +127,48 @@ def tune(architecture: str, options: argparse.Namespace) -> tuning.Table:
                 if architecture not in BLOCK_SCALED:
                     ways.append(None)
                 times = medians(ways, FORMATS[bits], architecture, rows, options)
-                best = fastest(times)
-                buckets.append((rows, best))
-                compared.append((rows, times[best], times.get(None, math.inf)))
-            buckets[-1] = (math.inf, buckets[-1][1])
-            tiles[architecture, bits] = tuple(buckets)
-            limits[architecture, bits] = crossover(compared)
+                if any(tiles is not None for tiles in times):
+                    best = fastest(times)
+                    dot = times.get(None, math.inf)
+                    yield bits, rows, Found(tiles=best, kernel=times[best], dot=dot)
+
+
+def as_table(architecture: str, found: dict[tuple[int, int], Found]) -> tuning.Table:
+    """What `tuning.read` reads, of what was found by (bits, rows)."""
+    tiles: dict[tuple[str, int], tuple[tuple[float, Tiles], ...]] = {}
+    limits: dict[tuple[str, int], float] = {}
+    for bits in sorted({bits for bits, _ in found}):
+        of = {rows: found[bits, rows] for key, rows in sorted(found) if key == bits}
+        buckets: list[tuple[float, Tiles]] = [(rows, one.tiles) for rows, one in of.items()]
+        buckets[-1] = (math.inf, buckets[-1][1])
+        tiles[architecture, bits] = tuple(buckets)
+        limits[architecture, bits] = crossover([(m, o.kernel, o.dot) for m, o in of.items()])
     return tuning.Table(tiles=tiles, crossover=limits)
+
+
+def measured(path: Path) -> dict[tuple[int, int], Found]:
+    """What an earlier run wrote beside the table."""
+    if not path.exists():
+        return {}
+    return {
+        (row["bits"], row["rows"]): Found(
+            tiles=Tiles(**row["tiles"]), kernel=row["kernel"], dot=row["dot"] or math.inf
+        )
+        for row in json.loads(path.read_text())
+    }
+
+
+def write(path: Path, architecture: str, found: dict[tuple[int, int], Found]) -> None:
+    """The table, and beside it the times that it follows from."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tuning.as_json(as_table(architecture, found)))
+    rows = [
+        {"bits": bits, "rows": rows}
+        | dataclasses.asdict(one)
+        | {"dot": None if math.isinf(one.dot) else one.dot}
+        for (bits, rows), one in sorted(found.items())
+    ]
+    path.with_suffix(".times.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -142,14 +202,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"benchmarks.gpu_tune: needs a CUDA GPU of compute capability {known}, got "
             f"platform={target.platform}, compute_capability={target.compute_capability}"
         )
-    table = tune(architecture, options)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(tuning.as_json(table))
+    found = measured(options.out.with_suffix(".times.json"))
+    for bits, rows, one in tune(architecture, options):
+        found[bits, rows] = one
+        write(options.out, architecture, found)
+        over = "" if math.isinf(one.dot) else f", {one.dot / one.kernel:.2f} of XLA's speed"
+        print(f"{bits} bits, {rows} rows: {one.tiles}, {1e6 * one.kernel:.1f} us{over}")
     tuning.read(options.out)
-    for key, buckets in table.tiles.items():
-        print(*key, "crossover", table.crossover[key])
-        for rows, tiles in buckets:
-            print(" ", rows, dataclasses.asdict(tiles))
     print(f"written to {options.out}; to use it: export {tuning.TILES_VARIABLE}={options.out}")
 
 

@@ -100,6 +100,11 @@ def progress(total: int) -> Iterator[Any]:
         yield step
 
 
+def first_line(error: BaseException) -> str:
+    """What a table says of a failure."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
+
+
 def publish(command: str, options: argparse.Namespace, result: Any, sheets: Sequence[Sheet]):
     """Print the sheets, write the result as JSON and the sheets as Markdown beside it."""
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)

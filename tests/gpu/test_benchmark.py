@@ -1,6 +1,12 @@
 """`benchmarks.gpu` as far as a machine without a GPU goes: checks, chains, tables, its refusal."""
 
 import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,21 +15,25 @@ import numpy as np
 import pytest
 
 import mx_jax
-from benchmarks import gpu, gpu_tune, report
+from benchmarks import gpu, gpu_casts, gpu_checks, gpu_tune, report
 from benchmarks.gpu_products import (
     BASELINE,
     CUDNN,
     DEQUANTIZE,
     KERNEL,
+    Pair,
+    Way,
     chained,
     kernel_product,
     products,
 )
+from mx_jax.backends.base import Target
 from mx_jax.backends.pallas_gpu import PallasGpuBackend, tuning
 from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.testing.cases import MatmulCase
 from tests.backends.mosaic import needs_mosaic
 
+H200 = Target(platform="cuda", compute_capability=(9, 0))
 SMALL = MatmulCase(lhs=None, rhs=gpu.MXFP4, dtype="bfloat16", out_dtype="bfloat16")
 
 
@@ -40,7 +50,77 @@ class Altered(PallasGpuBackend):
 
 @pytest.mark.parametrize(("last", "wrong"), [(0.0, False), (1e6, True), (np.nan, True)])
 def test_a_wrong_entry_is_noticed(last: float, wrong: bool, rng: np.random.Generator):
-    assert (gpu.check(Altered(last), SMALL, rng) > 1) == wrong
+    assert (gpu_checks.product_error(Altered(last), SMALL, rng) > 1) == wrong
+
+
+def test_bits_that_change_are_noticed(rng: np.random.Generator):
+    class Racing(ReferenceBackend):
+        def scaled_matmul(self, lhs, rhs, call):
+            product = ReferenceBackend().scaled_matmul(lhs, rhs, call)
+            counts = itertools.count()
+            shape = jax.ShapeDtypeStruct((), product.dtype)
+            tiny = jax.experimental.io_callback(
+                lambda: np.asarray(1e-30 * next(counts), product.dtype), shape
+            )
+            return product + tiny
+
+    case = dataclasses.replace(SMALL, rhs=gpu.MXFP4, k=(0,), dtype="float32", out_dtype="float32")
+    assert gpu_checks.product_error(ReferenceBackend(), case, rng) == 0
+    assert gpu_checks.product_error(Racing(), case, rng) == np.inf
+
+
+def test_a_wrong_code_is_noticed(rng: np.random.Generator):
+    class Flipped(ReferenceBackend):
+        def quantize(self, x, call, random_bits, tensor_scale):
+            found = ReferenceBackend().quantize(x, call, random_bits, tensor_scale)
+            return dataclasses.replace(found, codes=found.codes.at[-1, -1].add(1))
+
+    case = gpu_checks.CASTS[0]
+    assert gpu_checks.cast_error(ReferenceBackend(), case, rng) == 0
+    assert gpu_checks.cast_error(Flipped(), case, rng) == np.inf
+
+
+def test_the_whole_command_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What cannot run is written down, and costs nothing else its answer."""
+    monkeypatch.setattr(gpu, "current_target", lambda: H200)
+    monkeypatch.setattr(gpu.rejections, "MIN_JAX", {"sm90": (0, 0)})
+    monkeypatch.setitem(gpu_checks.CHECKS, "sm90", (SMALL,))
+    monkeypatch.setattr(gpu_checks, "CASTS", gpu_checks.CASTS[:1])
+    monkeypatch.setattr(gpu_casts, "FORMATS", gpu_casts.FORMATS[:1])
+    out = tmp_path / "gpu.json"
+    options = "--pairs mxfp4 --rows 3 --size 256 --copies 2 --calls 1 --seconds 0.02 --seed 1"
+    with pytest.raises(SystemExit, match="not right, so no time counts: pallas_gpu, "):
+        gpu.main([*options.split(), "--out", str(out)])
+    result = json.loads(out.read_text())
+    checks = {row["case"].partition(",")[0]: row for row in result["checks"]}
+    assert "failed" in checks["pallas_gpu"] and checks["reference"]["error_over_allowed"] == 0
+    (row,) = result["rows"]
+    assert set(row["failed"]) == {KERNEL}
+    assert set(row["microseconds"]) == {BASELINE, DEQUANTIZE}
+    assert len(result["casts"]) == len(gpu_casts.DTYPES) * len(gpu_casts.AXES)
+    assert all(cast["share_of_copy"][gpu_casts.PLAIN] > 0 for cast in result["casts"])
+    text = out.with_suffix(".md").read_text()
+    assert f"bf16 x mxfp4, 3 rows: {KERNEL} failed: " in text
+
+
+def test_what_no_time_is_left_for_is_left_out():
+    with pytest.raises(ZeroDivisionError):
+        gpu_checks.Check(name="a", run=lambda rng: 1 / 0).run(np.random.default_rng(0))
+    found = [gpu_checks.Check(name="a", run=lambda rng: 1 / 0)]
+    (late,) = gpu_checks.run_all(found, 0, deadline=-np.inf)
+    (failed,) = gpu_checks.run_all(found, 0, deadline=np.inf)
+    assert late == {"case": "a", "failed": "left out: no time left"}
+    assert failed == {"case": "a", "failed": "ZeroDivisionError: division by zero"}
+    assert gpu_checks.wrong([late, failed]) == ["a", "a"]
+
+
+@pytest.mark.peers
+def test_tritons_product_is_right():
+    pytest.importorskip("triton")
+    code = Path(__file__).with_name("triton_product.py")
+    interpreted = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(code.parents[2])}
+    done = subprocess.run([sys.executable, code], env=interpreted, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_needs_a_gpu():
@@ -57,17 +137,17 @@ def test_tuning_needs_a_gpu():
 def test_every_check_is_a_product_that_the_kernel_takes(capability: tuple[int, int], name: str):
     target = gpu.current_target()
     target = dataclasses.replace(target, platform="cuda", compute_capability=capability)
-    assert len(gpu.CHECKS[name]) > 10
-    for case in gpu.CHECKS[name]:
+    assert len(gpu_checks.CHECKS[name]) > 10
+    for case in gpu_checks.CHECKS[name]:
         assert gpu.rejections.rejects(case.call, target, (0, 12, 0)) is None
 
 
-def test_chains_of_both_baselines_agree():
-    known = products(gpu.MXFP8_E4M3, 64, 2, "sm90")
+@pytest.mark.parametrize("lhs", [None, gpu.MXFP8_E4M3])
+def test_chains_of_both_baselines_agree(lhs: Any):
+    known = products(Pair(lhs=lhs, rhs=gpu.MXFP8_E4M3), 64, 2, H200)
     x = jnp.ones((3, 64), jnp.bfloat16)
     outs = {
-        name: np.asarray(chained(*known[name], 2, x)()).astype(np.float32)
-        for name in (BASELINE, DEQUANTIZE)
+        name: np.asarray(run(known[name], x)).astype(np.float32) for name in (BASELINE, DEQUANTIZE)
     }
     base = outs[BASELINE]
     assert 0.1 < np.abs(base).mean() < 10, "the chain must keep its magnitude"
@@ -75,8 +155,12 @@ def test_chains_of_both_baselines_agree():
     assert 0 < difference < 0.3
 
 
+def run(way: Way, x: jax.Array) -> Any:
+    return chained(way.product, way.weights(64, 2), 2, x)()
+
+
 def test_what_tuning_compares_with_is_the_same_product():
-    lay_out, product = kernel_product(gpu.MXFP4, "sm90", dequantize=True)
+    lay_out, product = kernel_product(Pair(rhs=gpu.MXFP4), "sm90", dequantize=True)
     w = mx_jax.quantize(jnp.linspace(-3, 3, 5 * 64).reshape(5, 64), "mxfp4")
     x = jnp.linspace(-1, 1, 2 * 64).reshape(2, 64).astype(jnp.bfloat16)
     expected = x.astype(jnp.float32) @ w.dequantize(jnp.float32).T
@@ -86,8 +170,10 @@ def test_what_tuning_compares_with_is_the_same_product():
 
 @pytest.mark.slow
 def test_cudnns_product_has_the_right_shape():
-    product, weights = products(gpu.NVFP4, 128, 1, "sm100")[CUDNN]
-    out = jax.eval_shape(product, jax.ShapeDtypeStruct((3, 128), jnp.bfloat16), weights[0])
+    b200 = dataclasses.replace(H200, compute_capability=(10, 0))
+    way = products(Pair(lhs=gpu.NVFP4, rhs=gpu.NVFP4), 128, 1, b200)[CUDNN]
+    (weights,) = way.weights(128, 1)
+    out = jax.eval_shape(way.product, jax.ShapeDtypeStruct((3, 128), jnp.bfloat16), weights)
     assert (out.shape, out.dtype) == ((3, 128), jnp.bfloat16)
 
 
@@ -110,22 +196,36 @@ def test_tuning_times_products():
     assert 0 < seconds < 1
 
 
-def test_tuning_picks_the_fastest(monkeypatch: pytest.MonkeyPatch):
+def test_tuning_picks_the_fastest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def medians(ways: Any, format: Any, architecture: str, rows: int, options: Any) -> Any:
         # Deeper pipelines are faster; from 64 rows on XLA is.
         return {t: 0.5 if t is None and rows >= 64 else 1 / (t.stages if t else 1) for t in ways}
 
     monkeypatch.setattr(gpu_tune, "medians", medians)
-    table = gpu_tune.tune("sm90", gpu_tune.parse(["--rows", "64", "8", "--bits", "4"]))
+    options = gpu_tune.parse(["--rows", "64", "8", "--bits", "4"])
+    found = {(bits, rows): one for bits, rows, one in gpu_tune.tune("sm90", options)}
+    table = gpu_tune.as_table("sm90", found)
     (first, few), (last, many) = table.tiles["sm90", 4]
     assert (first, few.m, few.stages) == (8, 8, 6) and (last, many.m) == (np.inf, 64)
     assert table.crossover["sm90", 4] == np.inf
     assert tuning.as_json(table).count('"rows": null') == 1
+    gpu_tune.write(tmp_path / "tiles.json", "sm90", found)
+    assert gpu_tune.measured(tmp_path / "tiles.times.json") == found
+    assert tuning.read(tmp_path / "tiles.json").tiles["sm90", 4] == table.tiles["sm90", 4]
+
+
+def test_tiles_that_cannot_start_are_left_out(capfd: pytest.CaptureFixture[str]):
+    options = gpu_tune.parse("--size 128 --copies 1 --calls 1 --seconds 0.01".split())
+    bad = tuning.Tiles(m=8)
+    times = gpu_tune.medians([bad, None], gpu.MXFP4, "sm90", 3, options)
+    assert list(times) == [None]
+    assert f"left out: {bad}: " in capfd.readouterr().err
 
 
 @needs_mosaic
 def test_the_kernels_chain_lowers():
-    product, weights = products(gpu.MXFP4, 128, 2, "sm90")[KERNEL]
+    way = products(Pair(rhs=gpu.MXFP4), 128, 2, H200)[KERNEL]
+    product, weights = way.product, way.weights(128, 2)
     x = jnp.ones((3, 128), jnp.bfloat16)
     run = jax.jit(lambda x, weights: product(product(x, weights[0]), weights[1]))
     text = run.trace(x, weights).lower(lowering_platforms=("cuda",)).as_text()
@@ -134,22 +234,25 @@ def test_the_kernels_chain_lowers():
 
 def row(m: int, speedup: Any) -> dict[str, Any]:
     return {
-        "format": "mxfp4",
+        "pair": "bf16 x mxfp4",
         "m": m,
         "size": 8192,
         "microseconds": {BASELINE: 30.0, DEQUANTIZE: 60.0, KERNEL: 15.0},
         "speedup": {name: {"median": 2.0} for name in (DEQUANTIZE, KERNEL, BASELINE)},
         "speedup_bound": speedup,
+        "failed": {},
     }
 
 
 def test_tables():
-    checks = [{"case": "a", "error_over_allowed": 0.25}]
-    numbers, speeds = gpu.sheets(checks, [row(1, 3.76), row(16, None)])
-    assert isinstance(numbers, report.Sheet) and "| a | 0.250 |" in numbers.markdown()
-    assert (
-        "| mxfp4, 1 x 8192 x 8192 | 30.0 | 60.0 | 15.0 | 2.00 | 2.00 | 3.76 |" in speeds.markdown()
-    )
+    checks = [{"case": "a", "error_over_allowed": 0.25}, {"case": "b", "failed": "no"}]
+    result = {"checks": checks, "rows": [row(1, 3.76), row(16, None)], "casts": []}
+    numbers, times, speeds, _ = gpu.sheets(result)
+    assert isinstance(numbers, report.Sheet)
+    assert "| a | 0.250 |" in numbers.markdown() and "| b | no |" in numbers.markdown()
+    title = "| bf16 x mxfp4, 1 x 8192 x 8192 | "
+    assert f"{title}30.0 | 60.0 | 15.0 |" in times.markdown()
+    assert f"{title}2.00 | 2.00 | 3.76 |" in speeds.markdown()
     assert speeds.rows[1][-1] == "-"
 
 

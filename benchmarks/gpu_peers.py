@@ -1,0 +1,105 @@
+"""Products of other libraries on the same GPU, where they are installed: PyTorch and Triton.
+
+Each multiplies a chain of square weights, as `gpu_products.chained` does, recorded once as a CUDA
+graph: so neither pays for Python.
+
+  - `torch bf16`: what cuBLAS takes when PyTorch calls it.
+  - `torch int4`: PyTorch's 4-bit weights in groups of 32, with bfloat16 scales and zeros. Not MX,
+    but about as many bits, and tuned for few rows.
+  - `triton dot_scaled`: Triton's own product of bfloat16 by MXFP4, tiles found by its autotuner.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.gpu_products import Pair
+from benchmarks.timing import Case
+from mx_jax.formats import MXFP4
+
+TORCH, INT4, TRITON = "torch bf16", "torch int4", "triton dot_scaled"
+_INT4_GROUP = 32
+# Of the layout that PyTorch's kernel reads.
+_INNER_K_TILES = 8
+
+# `x[m, size], weight -> [m, size]`.
+Product = Callable[[Any, Any], Any]
+
+
+def cases(pair: Pair, rows: int, size: int, copies: int, calls: int) -> list[tuple[str, Any]]:
+    """Names, and what makes each case: it may raise, where a library lacks what it needs."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    torch: Any = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        return []
+    known: dict[str, tuple[Callable[[Any], Any], Product]] = {
+        TORCH: (lambda w: w, torch.nn.functional.linear)
+    }
+    if pair.lhs is None and pair.rhs.element.bits == 4:
+        known[INT4] = lambda w: _int4(torch, w), lambda x, w: _int4_product(torch, x, w)
+    if pair == Pair(rhs=MXFP4) and importlib.util.find_spec("triton") is not None:
+        ours: Any = importlib.import_module("benchmarks.gpu_triton")
+        known[TRITON] = ours.random_weights, ours.product
+
+    def maker(name: str) -> Callable[[], Case]:
+        lay_out, product = known[name]
+
+        def make() -> Case:
+            x = torch.randn(rows, size, device="cuda", dtype=torch.bfloat16)
+            weights = [
+                lay_out(torch.randn(size, size, device="cuda", dtype=torch.bfloat16) / size**0.5)
+                for _ in range(copies)
+            ]
+            return Case(name, recorded(torch, product, x, weights, calls))
+
+        return make
+
+    return [(name, maker(name)) for name in known]
+
+
+def recorded(
+    torch: Any, product: Product, x: Any, weights: Sequence[Any], calls: int
+) -> Callable[[], Any]:
+    """A function that multiplies x by all weights, `calls` times, and waits for the end."""
+
+    def chain() -> Any:
+        y = x
+        for weight in weights:
+            y = product(y, weight)
+        return y
+
+    # Before recording, so that libraries have chosen their algorithms.
+    for _ in range(3):
+        chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain()
+
+    def run() -> Any:
+        for _ in range(calls):
+            graph.replay()
+        torch.cuda.synchronize()
+        return out
+
+    return run
+
+
+def _int4(torch: Any, weights: Any) -> tuple[Any, Any]:
+    """Random codes, whose values are about as large as the weights given: only time counts."""
+    size = weights.shape[1]
+    codes = torch.randint(0, 256, (size, size // 2), device="cuda", dtype=torch.uint8)
+    packed = torch.ops.aten._convert_weight_to_int4pack(codes, _INNER_K_TILES)
+    scales_and_zeros = torch.zeros(
+        size // _INT4_GROUP, size, 2, device="cuda", dtype=torch.bfloat16
+    )
+    # A code from 0 to 15, less 8, has a standard deviation of 4.6.
+    scales_and_zeros[..., 0] = 1 / (4.6 * size**0.5)
+    return packed, scales_and_zeros
+
+
+def _int4_product(torch: Any, x: Any, weights: tuple[Any, Any]) -> Any:
+    packed, scales_and_zeros = weights
+    return torch.ops.aten._weight_int4pack_mm(x, packed, _INT4_GROUP, scales_and_zeros)
