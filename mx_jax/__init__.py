@@ -11,6 +11,8 @@ from mx_jax import nn as nn
 from mx_jax import recipes as recipes
 from mx_jax import testing as testing
 from mx_jax.mxarray import MXArray as MXArray
+from mx_jax.ops.choice import only_backend as only_backend
+from mx_jax.ops.choice import prefer_backends as prefer_backends
 from mx_jax.ops.dot_general import dot_general as dot_general
 from mx_jax.ops.dot_general import matmul as matmul
 from mx_jax.ops.einsum import einsum as einsum

@@ -10,6 +10,7 @@ from mx_jax.backends.table import BACKENDS
 
 # Overrides enter the jit cache key: a function traced under one backend is not reused for another.
 _only_backend = jax.make_user_context(default_value=None)
+_preferred = jax.make_user_context(default_value=())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,22 +27,62 @@ class Choice:
 
 
 def only_backend(name: str | None):
-    """A context in which only the named backend is asked; None lifts an outer restriction.
+    """A context in which only the named backend is asked, and what it rejects is an error.
+
+    For tests and for measuring one backend. It enters jit's cache key.
+
+    Args:
+      name: of a backend, as `inspect.explain` prints it; None lifts an outer restriction.
+
+    Returns:
+      The context manager.
 
     Raises:
       ValueError: unknown name; the message lists the known.
 
     Example:
       >>> import jax.numpy as jnp, mx_jax
-      >>> from mx_jax.backends.select import only_backend
-      >>> with only_backend("reference"):
+      >>> with mx_jax.only_backend("reference"):
       ...     mx_jax.quantize(jnp.ones(32), "mxfp4").shape
       (32,)
     """
-    known = [backend.name for backend in BACKENDS]
-    if name is not None and name not in known:
-        raise ValueError(f"unknown backend name={name!r}; known: {', '.join(known)}")
+    if name is not None:
+        _check_known("only_backend", name)
     return _only_backend(name)
+
+
+def prefer_backends(*names: str):
+    """A context in which the named backends are asked first, and all others after them.
+
+    What they reject goes to the next, as it always does. This is how to use a backend that stands
+    behind the reference, such as the GPU kernels, which nobody has measured yet. It enters jit's
+    cache key.
+
+    Args:
+      names: of backends, in order of preference; none lifts an outer preference.
+
+    Returns:
+      The context manager.
+
+    Raises:
+      ValueError: unknown name; the message lists the known.
+
+    Example:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> x = mx_jax.quantize(jnp.ones((4, 32)), "mxfp4")
+      >>> with mx_jax.prefer_backends("pallas_gpu", "cudnn"):
+      ...     mx_jax.matmul(x, jnp.ones((32, 2)), recipe=mx_jax.recipes.mxfp4()).shape
+      (4, 2)
+    """
+    for name in names:
+        _check_known("prefer_backends", name)
+    return _preferred(names)
+
+
+def _check_known(operation: str, name: str) -> None:
+    known = [backend.name for backend in BACKENDS]
+    if name not in known:
+        raise ValueError(f"{operation}: unknown backend name={name!r}; known: {', '.join(known)}")
 
 
 def select(call: Call, target: Target, backends: Sequence[Backend] = BACKENDS) -> Choice:
@@ -70,9 +111,11 @@ def find(call: Call, target: Target, backends: Sequence[Backend] = BACKENDS) -> 
 def _ask(
     call: Call, target: Target, backends: Sequence[Backend]
 ) -> tuple[Choice | None, list[tuple[str, str]]]:
-    only = _only_backend.value
+    only, preferred = _only_backend.value, _preferred.value
     rejections: list[tuple[str, str]] = []
-    for backend in backends:
+    rank = {name: place for place, name in enumerate(preferred)}
+    # Stable: the rest keep the table's order.
+    for backend in sorted(backends, key=lambda backend: rank.get(backend.name, len(rank))):
         reason = backend.rejects(call, target)
         if only is not None and backend.name != only:
             reason = f"not asked: only_backend({only!r})"

@@ -12,7 +12,7 @@ import mx_jax
 from mx_jax import formats
 from mx_jax.backends.base import MatmulCall, Target
 from mx_jax.backends.reference import ReferenceBackend
-from mx_jax.backends.select import current_target, only_backend, select
+from mx_jax.backends.select import current_target, only_backend, prefer_backends, select
 from mx_jax.backends.table import BACKENDS
 from mx_jax.testing.cases import MatmulCase
 
@@ -114,7 +114,30 @@ def test_only_backend_unknown_name():
         only_backend("cuda")
 
 
-def test_only_backend_enters_the_cache_key():
+def test_preferred_backends_are_asked_first(monkeypatch: pytest.MonkeyPatch):
+    table = (REFERENCE, NOT_BUILT, HOPPER)
+    monkeypatch.setattr("mx_jax.backends.select.BACKENDS", table)
+    with prefer_backends("hopper", "ffi"):
+        assert select(call_of(128), H200, table).backend is HOPPER
+        choice = select(call_of(96), H200, table)
+        with prefer_backends():
+            assert select(call_of(128), H200, table).backend is REFERENCE
+        with only_backend("reference"):
+            assert select(call_of(128), H200, table).backend is REFERENCE
+    assert choice.backend is REFERENCE
+    assert choice.rejections == (("hopper", "needs k % 128 == 0, got k=96"), FFI_REASON)
+    assert select(call_of(128), H200, table).backend is REFERENCE
+
+
+def test_prefer_backends_unknown_name():
+    with pytest.raises(
+        ValueError, match="prefer_backends: unknown backend name='cuda'; known: xla"
+    ):
+        prefer_backends("pallas_gpu", "cuda")
+
+
+@pytest.mark.parametrize("choose", [only_backend, prefer_backends])
+def test_a_choice_enters_the_cache_key(choose):
     traces = []
 
     @jax.jit
@@ -124,7 +147,7 @@ def test_only_backend_enters_the_cache_key():
 
     x = jnp.ones((2, 32))
     quantize(x)
-    with only_backend("reference"):
+    with choose("reference"):
         quantize(x)
         quantize(x)
     quantize(x)

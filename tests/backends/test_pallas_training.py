@@ -1,0 +1,79 @@
+"""Training with the GPU kernels: the output and both gradients are products of theirs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax.backends.base import MatmulCall, Target
+from mx_jax.backends.pallas_gpu import matmul
+from tests.backends.mosaic import interpreter, needs_mosaic
+
+H200 = Target(platform="cuda", compute_capability=(9, 0))
+# Powers of two and small integers: their sums are exact in any order.
+X = np.random.default_rng(0).integers(-2, 3, (3, 64)).astype(np.float32)
+MODEL = nn.Dense(40, dot_general=mx_jax.recipes.mxfp8().dot_general, dtype=jnp.bfloat16)
+
+
+@pytest.fixture
+def on_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A machine with an H200, as far as selection sees."""
+    for module in ("matmul", "quantize", "quantize_both"):
+        monkeypatch.setattr(f"mx_jax.ops.{module}.current_target", lambda: H200)
+    yield monkeypatch
+    # What was traced for this machine must not serve another test.
+    jax.clear_caches()
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, **how: Any) -> list[MatmulCall]:
+    """The calls of the kernels' backend from now on, which it answers in this way."""
+    calls, product = [], matmul.scaled_matmul
+
+    def watched(lhs, rhs, call, **_):
+        calls.append(call)
+        return product(lhs, rhs, call, **how)
+
+    monkeypatch.setattr(matmul, "scaled_matmul", watched)
+    return calls
+
+
+def gradients(params, x):
+    """Of a loss whose cotangent is 1 and -1."""
+    signs = jnp.where(jnp.arange(40) % 3 == 0, -1.0, 1.0)
+    return jax.grad(lambda p, x: jnp.sum(MODEL.apply(p, x) * signs), argnums=(0, 1))(params, x)
+
+
+def parameters():
+    kernel = np.random.default_rng(1).integers(-3, 4, (64, 40)).astype(np.float32) / 4
+    return {"params": {"kernel": jnp.asarray(kernel), "bias": jnp.zeros(40)}}
+
+
+@needs_mosaic
+def test_gradients_are_the_references(on_h200: pytest.MonkeyPatch):
+    x = jnp.asarray(X, jnp.bfloat16)
+    with mx_jax.only_backend("reference"):
+        expected = MODEL.apply(parameters(), x), gradients(parameters(), x)
+    asked = watch(on_h200, architecture="sm90", interpret=interpreter())
+    with mx_jax.prefer_backends("pallas_gpu"):
+        actual = MODEL.apply(parameters(), x), gradients(parameters(), x)
+    # One product alone, then one and two for gradients.
+    assert len(asked) == 4
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@needs_mosaic
+def test_a_training_step_lowers_to_three_kernels(on_h200: pytest.MonkeyPatch):
+    asked = watch(on_h200, architecture="sm90", interpret=None)
+    x = jnp.asarray(X, jnp.bfloat16)
+    with mx_jax.prefer_backends("pallas_gpu"):
+        traced = jax.jit(gradients).trace(parameters(), x)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(asked) == 3
+    # Nobody wants the output itself: what is left are its two gradients.
+    assert text.count("custom_call @mosaic_gpu") == 2
