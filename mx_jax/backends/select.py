@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import jax
 
@@ -26,7 +27,7 @@ class Choice:
     rejections: tuple[tuple[str, str], ...]
 
 
-def only_backend(name: str | None):
+def only_backend(name: str | None) -> AbstractContextManager[None]:
     """A context in which only the named backend is asked, and what it rejects is an error.
 
     For tests and for measuring one backend. It enters jit's cache key.
@@ -51,7 +52,7 @@ def only_backend(name: str | None):
     return _only_backend(name)
 
 
-def prefer_backends(*names: str):
+def prefer_backends(*names: str) -> AbstractContextManager[None]:
     """A context in which the named backends are asked first, and all others after them.
 
     What they reject goes to the next, as it always does. This is how to use a backend that stands
