@@ -1,0 +1,230 @@
+// Random casts for the tests of the kernels: arrays of any bit patterns, and where results go.
+#ifndef MX_JAX_CUSTOM_CALLS_TESTS_CAST_DRAW_H_
+#define MX_JAX_CUSTOM_CALLS_TESTS_CAST_DRAW_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "cpu/geometry.h"
+#include "cpu/quantize.h"
+#include "tests/check.h"
+#include "tests/formats.h"
+
+namespace mx_test {
+
+using mx::FloatType;
+using mx::Rounding;
+
+using mx::FloatType;
+using mx::Rounding;
+using mx_test::Random;
+
+inline float Widen(uint32_t bits, FloatType type) {
+  if (type == FloatType::kF32) return mx::FloatOf(bits);
+  if (type == FloatType::kBf16) return mx::FloatOf(bits << 16);
+  const uint32_t magnitude = bits & 0x7fff;
+  const float value = magnitude >= 0x7c00
+                          ? mx::FloatOf(mx::kInf | magnitude << 13)
+                          : mx::FloatOf(magnitude << 13) * mx::FloatOf((127u + 112u) << 23);
+  return bits & 0x8000 ? -value : value;
+}
+
+// Memory that begins with a line, as XLA's does.
+struct FreeLines {
+  void operator()(uint8_t* data) const { ::operator delete[](data, std::align_val_t(64)); }
+};
+using Lines = std::unique_ptr<uint8_t[], FreeLines>;
+inline Lines MakeLines(int64_t size) {
+  return Lines(static_cast<uint8_t*>(::operator new[](size, std::align_val_t(64))));
+}
+
+// A random cast; arrays end where their memory ends, so that sanitizers see every step too far.
+struct Case {
+  mx::QuantizePlan plan{};
+  std::vector<uint32_t> patterns;  // of the input
+  std::unique_ptr<uint8_t[]> x, scales;
+  Lines codes;
+  std::vector<int32_t> random_bits;
+  std::vector<float> tensor_scales;
+  int64_t size = 0, num_scales = 0, code_bytes = 0, scale_bytes = 0;
+};
+
+inline void DrawValues(Random& random, Case& test) {
+  const int64_t width = test.plan.type == FloatType::kF32 ? 4 : 2;
+  const int kind = static_cast<int>(random.Below(4));
+  test.x = std::make_unique<uint8_t[]>(test.size * width);
+  for (int64_t i = 0; i < test.size; ++i) {
+    uint32_t bits = random.Bits();
+    if (kind == 1 && random.Below(64) != 0) bits = (bits & 0x80ffffff) | 0x3f000000;
+    if (kind == 2) bits &= 0x80ffffff;
+    if (kind == 3 && random.Below(8) != 0) bits = 0;
+    if (width == 2) bits >>= 16;
+    test.patterns.push_back(bits);
+    std::memcpy(&test.x[i * width], &bits, width);
+  }
+  test.plan.x = test.x.get();
+}
+
+inline void DrawRule(Random& random, mx::QuantizePlan& plan) {
+  plan.rule.emax = plan.element.emax;
+  plan.rule.target = mx::MaxOf(plan.element);
+  switch (random.Below(6)) {
+    case 0:
+      plan.rule.kind = mx::ScaleFormatKind::kElement;
+      plan.rule.scale_element = mx::Derive(mx_test::kFormats[0].facts);
+      plan.rule.smallest = mx::SmallestNormal(plan.rule.scale_element);
+      return;
+    case 1:
+      plan.rule.kind = mx::ScaleFormatKind::kDivisor;
+      plan.rule.power_of_two = random.Below(2) == 0;
+      plan.rule.scale_of_tiny = static_cast<float>(double(plan.rule.target) / 1e-12);
+      return;
+    case 2:
+      plan.rule.kind = mx::ScaleFormatKind::kMultiplier;
+      return;
+    default: {
+      const int32_t thresholds[] = {1 << 23, 1, (1 << 23) - (1 << 19), 0x600001};
+      plan.rule.kind = mx::ScaleFormatKind::kExponent;
+      plan.rule.threshold = thresholds[random.Below(4)];
+    }
+  }
+}
+
+inline int64_t DrawBlock(Random& random) {
+  const int64_t blocks[] = {1, 7, 16, 32, 32, 32, 64, 128, 2048};
+  return blocks[random.Below(9)];
+}
+
+// Roundings, operands and results of a cast whose rule and place are known.
+inline void DrawRest(Random& random, Case& test) {
+  mx::QuantizePlan& plan = test.plan;
+  const bool rows = plan.inner == 1;
+  plan.rounding = random.Below(2) == 0 ? Rounding::kNearest
+                                       : static_cast<Rounding>(random.Below(4));
+  plan.streams = random.Below(2) == 0;
+  test.num_scales = plan.outer * plan.blocks_per_row * plan.inner;
+  if (plan.block_rows != 0) test.num_scales *= mx::CeilDivide(plan.rows, plan.block_rows);
+  if (plan.rounding == Rounding::kStochastic) {
+    plan.num_random_bits = static_cast<int32_t>(1 + random.Below(17));
+    for (int64_t i = 0; i < test.size; ++i) {
+      test.random_bits.push_back(static_cast<int32_t>(random.Below(1 << plan.num_random_bits)));
+    }
+    plan.random_bits = test.random_bits.data();
+  }
+  if (plan.rule.kind == mx::ScaleFormatKind::kElement && random.Below(2) == 0) {
+    test.tensor_scales.assign(random.Below(2) == 0 ? 1 : plan.outer, 0.0f);
+    for (float& scale : test.tensor_scales) {
+      scale = mx::PowerOfTwo(static_cast<int32_t>(random.Below(40)) - 20) * 1.37f;
+    }
+    plan.tensor_scales = test.tensor_scales.data();
+    plan.num_tensor_scales = static_cast<int64_t>(test.tensor_scales.size());
+  }
+  const int32_t bits = plan.element.bits;
+  // What is cast both ways, or in squares, is not packed.
+  const bool alone = test.x != nullptr && plan.block_rows == 0;
+  const bool packs = alone && rows && bits != 8 &&
+                     plan.block % mx::CodesPerGroup(bits) == 0 && random.Below(2) == 0;
+  plan.row_bytes = packs ? mx::PackedLength(plan.length, bits) : 0;
+  const bool bytes = plan.rule.kind == mx::ScaleFormatKind::kExponent ||
+                     plan.rule.kind == mx::ScaleFormatKind::kElement;
+  test.code_bytes = packs ? plan.outer * plan.row_bytes : test.size;
+  test.scale_bytes = test.num_scales * (bytes ? 1 : 4);
+  test.codes = MakeLines(test.code_bytes);
+  test.scales = std::make_unique<uint8_t[]>(test.scale_bytes);
+  plan.codes = test.codes.get();
+  plan.scales = test.scales.get();
+}
+
+
+// An element, a rule and a type: what every drawing begins with.
+inline void Begin(Random& random, mx::QuantizePlan& plan) {
+  plan.element = mx::Derive(mx_test::kFormats[random.Below(9)].facts);
+  DrawRule(random, plan);
+  plan.type = static_cast<FloatType>(random.Below(3));
+}
+
+// The rest, once the sizes are known.
+inline void End(Random& random, Case& test) {
+  mx::QuantizePlan& plan = test.plan;
+  plan.blocks_per_row = mx::CeilDivide(plan.length, plan.block);
+  test.size = plan.outer * std::max<int64_t>(plan.rows, 1) * plan.length * plan.inner;
+  DrawValues(random, test);
+  DrawRest(random, test);
+}
+
+inline Case Draw(uint64_t seed) {
+  Random random(seed);
+  Case test;
+  mx::QuantizePlan& plan = test.plan;
+  Begin(random, plan);
+  plan.outer = 1 + random.Below(5);
+  const bool rows = random.Below(2) == 0;
+  plan.inner = rows ? 1 : 1 + random.Below(200);
+  plan.block = DrawBlock(random);
+  plan.length = random.Below(2) == 0 ? plan.block * (1 + random.Below(40) * 32 / plan.block)
+                                     : 1 + random.Below(rows ? 1500 : 150);
+  End(random, test);
+  return test;
+}
+
+// The columns of an array: usually wide enough for whole tiles, and with usual blocks.
+inline Case DrawColumns(uint64_t seed) {
+  Random random(seed);
+  Case test;
+  mx::QuantizePlan& plan = test.plan;
+  Begin(random, plan);
+  plan.outer = 1 + random.Below(3);
+  plan.inner = random.Below(3) == 0 ? 1 + random.Below(300) : 64 * (1 + random.Below(11));
+  plan.block = random.Below(2) == 0 ? 32 : DrawBlock(random);
+  plan.length = random.Below(2) == 0 ? 32 * (1 + random.Below(3)) : 1 + random.Below(100);
+  End(random, test);
+  return test;
+}
+
+// Two-dimensional blocks.
+inline Case DrawSquares(uint64_t seed) {
+  Random random(seed ^ 0x3333);
+  Case test;
+  mx::QuantizePlan& plan = test.plan;
+  Begin(random, plan);
+  plan.outer = 1 + random.Below(3);
+  plan.inner = 1;
+  plan.rows = 1 + random.Below(80);
+  plan.length = 1 + random.Below(200);
+  plan.block_rows = random.Below(2) == 0 ? 16 : 1 + random.Below(40);
+  plan.block = DrawBlock(random);
+  End(random, test);
+  return test;
+}
+
+// The same array along its rows, mostly in the same format.
+inline Case DrawRowsOf(const Case& columns, uint64_t seed) {
+  Random random(seed ^ 0x5555);
+  Case test;
+  mx::QuantizePlan& plan = test.plan;
+  plan.element = columns.plan.element;
+  plan.rule = columns.plan.rule;
+  if (random.Below(3) == 0) {
+    plan.element = mx::Derive(mx_test::kFormats[random.Below(9)].facts);
+    DrawRule(random, plan);
+  }
+  plan.type = columns.plan.type;
+  plan.outer = columns.plan.outer * columns.plan.length;
+  plan.length = columns.plan.inner;
+  plan.inner = 1;
+  plan.block = random.Below(2) == 0 ? 32 : DrawBlock(random);
+  plan.blocks_per_row = mx::CeilDivide(plan.length, plan.block);
+  test.size = columns.size;
+  test.patterns = columns.patterns;
+  plan.x = columns.plan.x;
+  DrawRest(random, test);
+  return test;
+}
+
+}  // namespace mx_test
+
+#endif  // MX_JAX_CUSTOM_CALLS_TESTS_CAST_DRAW_H_
