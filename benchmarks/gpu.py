@@ -40,7 +40,7 @@ from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
 
 # What is timed, by architecture.
 PAIRS = {
-    name: [Pair(lhs=f, rhs=f) for f in (MXFP8_E4M3, MXFP4, NVFP4)]
+    name: [Pair(rhs=MXFP4), *(Pair(lhs=f, rhs=f) for f in (MXFP8_E4M3, MXFP4, NVFP4))]
     if name in rejections.BLOCK_SCALED
     else [
         Pair(rhs=MXFP4),

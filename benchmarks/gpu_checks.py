@@ -61,7 +61,7 @@ _SCALED = (
 )
 # Products that are checked, by architecture.
 CHECKS = {
-    name: _SCALED if name in rejections.BLOCK_SCALED else _WEIGHTS
+    name: (*_WEIGHTS, *(_SCALED if name in rejections.BLOCK_SCALED else ()))
     for name in rejections.ARCHITECTURES.values()
 }
 # Casts that are checked everywhere: all bit patterns are drawn, NaN, Inf and subnormals too.

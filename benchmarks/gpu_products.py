@@ -14,7 +14,7 @@ from mx_jax.backends.base import Target
 from mx_jax.backends.cudnn import CudnnBackend
 from mx_jax.backends.pallas_gpu import matmul, scaled
 from mx_jax.backends.pallas_gpu.rejections import ARCHITECTURES, BLOCK_SCALED
-from mx_jax.backends.pallas_gpu.tuning import Tiles
+from mx_jax.backends.pallas_gpu.tuning import TCGEN05, Tiles
 from mx_jax.backends.pallas_gpu.weights import pack
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
@@ -53,21 +53,22 @@ class Pair:
 
 
 def kernel_product(
-    pair: Pair, architecture: str, tiles: Tiles | None = None, dequantize: bool = False
+    pair: Pair, name: str, tiles: Tiles | None = None, dequantize: bool = False
 ) -> tuple[Callable[[MXArray], Any], Product]:
-    """How an architecture's kernel wants quantized weights, and its product by them.
+    """How a kernel wants quantized weights, and its product by them.
 
     Args:
-      pair: the formats.
-      architecture: e.g. `"sm90"`.
+      pair: the formats; both sides have one for tcgen05.
+      name: as the table of tiles has it, e.g. `"sm90"` or `TCGEN05`.
       tiles: instead of the table's.
       dequantize: what the kernel is compared with for many rows: XLA's product of decoded weights.
     """
-    if architecture in BLOCK_SCALED:
+    if name == TCGEN05:
 
         def scaled_product(x: jax.Array, w: scaled.ScaledOperand) -> jax.Array:
-            left = scaled.lay_out(_batch(mx_jax.quantize(x, pair.lhs or pair.rhs)))
-            return scaled.multiply(left, w, jnp.bfloat16, architecture=architecture, tiles=tiles)[0]
+            assert pair.lhs is not None
+            left = scaled.lay_out(_batch(mx_jax.quantize(x, pair.lhs)))
+            return scaled.multiply(left, w, jnp.bfloat16, tiles=tiles)[0]
 
         return lambda w: scaled.lay_out(_batch(w)), scaled_product
 
@@ -75,7 +76,7 @@ def kernel_product(
         x = _cast(x, pair.lhs)
         if dequantize:
             return dot(x, w.unpack().dequantize(jnp.bfloat16)[0])
-        out = matmul.multiply(x[None], w, jnp.bfloat16, architecture=architecture, tiles=tiles)
+        out = matmul.multiply(x[None], w, jnp.bfloat16, architecture=name, tiles=tiles)
         return out[0]
 
     return lambda w: pack(_batch(w)), product
@@ -104,7 +105,9 @@ class Way:
 def products(pair: Pair, size: int, copies: int, target: Target) -> dict[str, Way]:
     """Ways to multiply a pair on a machine, by name, each with as many weights as copies."""
     assert target.compute_capability is not None
-    lay_out, kernel = kernel_product(pair, ARCHITECTURES[target.compute_capability])
+    name = ARCHITECTURES[target.compute_capability]
+    as_they_are = name in BLOCK_SCALED and scaled.meet(pair.lhs, pair.rhs)
+    lay_out, kernel = kernel_product(pair, TCGEN05 if as_they_are else name)
     known: dict[str, tuple[Callable[[jax.Array], Any], Product]] = {
         KERNEL: (lambda w: lay_out(mx_jax.quantize(w, pair.rhs)), kernel),
         BASELINE: (lambda w: w, dot),

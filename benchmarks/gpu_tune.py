@@ -13,6 +13,7 @@ start are left out, and named.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import sys
@@ -28,18 +29,21 @@ from benchmarks.gpu_products import Pair, chained, kernel_product
 from benchmarks.timing import Case, measure
 from mx_jax.backends.pallas_gpu import tuning
 from mx_jax.backends.pallas_gpu.rejections import ARCHITECTURES, BLOCK_SCALED
-from mx_jax.backends.pallas_gpu.tuning import Tiles
+from mx_jax.backends.pallas_gpu.tuning import TCGEN05, Tiles
 from mx_jax.backends.select import current_target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, BlockFormat
 
 # What stands for each width of codes.
 FORMATS = {4: MXFP4, 8: MXFP8_E4M3}
 
+# A kernel as the table of tiles names it, bits of a code, rows of activations.
+Key = tuple[str, int, int]
+
 
 def medians(
     ways: Sequence[Tiles | None],
     format: BlockFormat,
-    architecture: str,
+    name: str,
     rows: int,
     options: argparse.Namespace,
 ) -> dict[Tiles | None, float]:
@@ -47,12 +51,13 @@ def medians(
 
     Args:
       ways: tiles; None stands for decoding the weights once.
-      format: of the weights.
-      architecture: e.g. `"sm90"`.
+      format: of the weights; of the activations too for tcgen05.
+      name: of the kernel, e.g. `"sm90"` or `TCGEN05`.
       rows: of activations.
       options: of the command.
     """
-    lay_out, _ = kernel_product(Pair(rhs=format), architecture)
+    pair = Pair(lhs=format if name == TCGEN05 else None, rhs=format)
+    lay_out, _ = kernel_product(pair, name)
     make = jax.jit(
         lambda key: lay_out(
             mx_jax.quantize(
@@ -66,7 +71,7 @@ def medians(
     x = jax.random.normal(jax.random.key(1), (rows, options.size), jnp.bfloat16)
     cases = []
     for way in ways:
-        _, product = kernel_product(Pair(rhs=format), architecture, way, dequantize=way is None)
+        _, product = kernel_product(pair, name, way, dequantize=way is None)
         case = Case(str(way), chained(product, weights, options.calls, x))
         try:
             jax.block_until_ready(case.run())
@@ -116,57 +121,58 @@ class Found:
     dot: float
 
 
-def tune(architecture: str, options: argparse.Namespace) -> Iterator[tuple[int, int, Found]]:
-    """(bits, rows, the fastest tiles), one after the other."""
-    with report.progress(len(options.bits) * len(options.rows)) as step:
-        for bits in options.bits:
-            for rows in options.rows:
-                step(f"{bits} bits, {rows} rows")
-                ways: list[Tiles | None] = list(tuning.candidates(architecture, bits, rows))
-                ways = [t for t in ways if t and options.size % (t.k * t.splits) == 0]
-                if architecture not in BLOCK_SCALED:
-                    ways.append(None)
-                times = medians(ways, FORMATS[bits], architecture, rows, options)
-                if any(tiles is not None for tiles in times):
-                    best = fastest(times)
-                    dot = times.get(None, math.inf)
-                    yield bits, rows, Found(tiles=best, kernel=times[best], dot=dot)
+def tune(architecture: str, options: argparse.Namespace) -> Iterator[tuple[Key, Found]]:
+    """The fastest tiles of each of an architecture's kernels, one after the other."""
+    names = [architecture, *([TCGEN05] if architecture in BLOCK_SCALED else [])]
+    keys = list(itertools.product(names, options.bits, options.rows))
+    with report.progress(len(keys)) as step:
+        for name, bits, rows in keys:
+            step(f"{name}, {bits} bits, {rows} rows")
+            ways: list[Tiles | None] = list(tuning.candidates(name, bits, rows))
+            ways = [t for t in ways if t and options.size % (t.k * t.splits) == 0]
+            if name != TCGEN05:
+                ways.append(None)
+            times = medians(ways, FORMATS[bits], name, rows, options)
+            if any(tiles is not None for tiles in times):
+                best = fastest(times)
+                dot = times.get(None, math.inf)
+                yield (name, bits, rows), Found(tiles=best, kernel=times[best], dot=dot)
 
 
-def as_table(architecture: str, found: dict[tuple[int, int], Found]) -> tuning.Table:
-    """What `tuning.read` reads, of what was found by (bits, rows)."""
+def as_table(found: dict[Key, Found]) -> tuning.Table:
+    """What `tuning.read` reads."""
     tiles: dict[tuple[str, int], tuple[tuple[float, Tiles], ...]] = {}
     limits: dict[tuple[str, int], float] = {}
-    for bits in sorted({bits for bits, _ in found}):
-        of = {rows: found[bits, rows] for key, rows in sorted(found) if key == bits}
+    for kernel, group in itertools.groupby(sorted(found), key=lambda key: key[:2]):
+        of = {rows: found[*kernel, rows] for *_, rows in group}
         buckets: list[tuple[float, Tiles]] = [(rows, one.tiles) for rows, one in of.items()]
         buckets[-1] = (math.inf, buckets[-1][1])
-        tiles[architecture, bits] = tuple(buckets)
-        limits[architecture, bits] = crossover([(m, o.kernel, o.dot) for m, o in of.items()])
+        tiles[kernel] = tuple(buckets)
+        limits[kernel] = crossover([(m, o.kernel, o.dot) for m, o in of.items()])
     return tuning.Table(tiles=tiles, crossover=limits)
 
 
-def measured(path: Path) -> dict[tuple[int, int], Found]:
+def measured(path: Path) -> dict[Key, Found]:
     """What an earlier run wrote beside the table."""
     if not path.exists():
         return {}
     return {
-        (row["bits"], row["rows"]): Found(
+        (row["name"], row["bits"], row["rows"]): Found(
             tiles=Tiles(**row["tiles"]), kernel=row["kernel"], dot=row["dot"] or math.inf
         )
         for row in json.loads(path.read_text())
     }
 
 
-def write(path: Path, architecture: str, found: dict[tuple[int, int], Found]) -> None:
+def write(path: Path, found: dict[Key, Found]) -> None:
     """The table, and beside it the times that it follows from."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(tuning.as_json(as_table(architecture, found)))
+    path.write_text(tuning.as_json(as_table(found)))
     rows = [
-        {"bits": bits, "rows": rows}
+        {"name": name, "bits": bits, "rows": rows}
         | dataclasses.asdict(one)
         | {"dot": None if math.isinf(one.dot) else one.dot}
-        for (bits, rows), one in sorted(found.items())
+        for (name, bits, rows), one in sorted(found.items(), key=lambda item: item[0])
     ]
     path.with_suffix(".times.json").write_text(json.dumps(rows, indent=1) + "\n")
 
@@ -203,11 +209,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"platform={target.platform}, compute_capability={target.compute_capability}"
         )
     found = measured(options.out.with_suffix(".times.json"))
-    for bits, rows, one in tune(architecture, options):
-        found[bits, rows] = one
-        write(options.out, architecture, found)
+    for key, one in tune(architecture, options):
+        found[key] = one
+        write(options.out, found)
         over = "" if math.isinf(one.dot) else f", {one.dot / one.kernel:.2f} of XLA's speed"
-        print(f"{bits} bits, {rows} rows: {one.tiles}, {1e6 * one.kernel:.1f} us{over}")
+        name, bits, rows = key
+        print(f"{name}, {bits} bits, {rows} rows: {one.tiles}, {1e6 * one.kernel:.1f} us{over}")
     tuning.read(options.out)
     print(f"written to {options.out}; to use it: export {tuning.TILES_VARIABLE}={options.out}")
 

@@ -149,6 +149,7 @@ class PackCall:
       blocks: axes from the end with block sizes.
       num_batch: how many leading axes are batch axes of the products.
       contracting: the axes that the products contract, in ascending order.
+      lhs_format: block format of the activations; None for high precision, or if it is not known.
     """
 
     shape: tuple[int, ...]
@@ -156,6 +157,7 @@ class PackCall:
     blocks: Blocks
     num_batch: int
     contracting: tuple[int, ...]
+    lhs_format: BlockFormat | None = None
 
     @property
     def kept(self) -> tuple[int, ...]:

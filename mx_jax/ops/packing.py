@@ -5,30 +5,41 @@ from collections.abc import Sequence
 from mx_jax.backends.base import PackCall
 from mx_jax.backends.select import current_target, select
 from mx_jax.mxarray import MXArray
+from mx_jax.ops.dot_general import check_recipe
 from mx_jax.packed import PackedMXArray
+from mx_jax.specs import MatmulRecipe
 
 
 def pack_weights(
-    weights: MXArray, *, contracting: int | Sequence[int] | None = None, num_batch: int = 0
+    weights: MXArray,
+    *,
+    contracting: int | Sequence[int] | None = None,
+    num_batch: int = 0,
+    recipe: MatmulRecipe | None = None,
 ) -> MXArray | PackedMXArray:
     """Weights in the order in which this machine's kernels read them, for any number of products.
 
     A product of few rows, as in decoding, is bound by reading its weights; packed, they are read in
     one stream, FP4 at half a byte a code. The result goes wherever the MXArray went as the right
-    operand: `matmul`, `dot_general`, `einsum`, a layer's kernel. Products have the same bits. It
-    belongs to this kind of machine and carries no gradient: train and save the MXArray.
+    operand: `matmul`, `dot_general`, `einsum`, a layer's kernel. Products by `recipe` have the same
+    bits. It belongs to this kind of machine and carries no gradient: train and save the MXArray.
+
+    One layout serves activations of every kind, except on Blackwell, whose tensor cores take two
+    quantized operands as they are: there a recipe that quantizes activations, to a format that may
+    meet the weights', asks for another. Products by any other recipe are right, but slower.
 
     Args:
       weights: blocked along the axis that products contract; any other axes are kept.
       contracting: the axes that products contract, if there are several; blocks lie along the last.
       num_batch: how many leading axes are batch axes of the products, as in a stack of layers.
+      recipe: of the products, where it is known; None: weights in any layout that serves all.
 
     Returns:
       A `PackedMXArray`; or weights themselves, where no backend here has a layout of its own for
       them.
 
     Raises:
-      TypeError: weights are not an MXArray.
+      TypeError: weights are not an MXArray, or recipe is none.
       ValueError: axes out of range, repeated, or without the blocks.
 
     Example:
@@ -45,12 +56,16 @@ def pack_weights(
             f"pack_weights: needs an MXArray, got weights of type {type(weights).__name__}; "
             "quantize it first"
         )
+    if recipe is not None:
+        check_recipe(recipe, "pack_weights")
+    activations = None if recipe is None else recipe.fwd.lhs
     call = PackCall(
         shape=weights.shape,
         format=weights.format,
         blocks=weights.blocks,
         num_batch=num_batch,
         contracting=_contracting(weights, contracting, num_batch),
+        lhs_format=None if activations is None else activations.format,
     )
     return select(call, current_target()).backend.pack(weights, call)
 

@@ -78,8 +78,10 @@ def _what_the_handlers_compute(call: Call, target: Target) -> bool:
     return len(call.blocks) == 1 or [axis for axis, _ in call.blocks] == [-2, -1]
 
 
-def _few_bit_weights_on_hopper(call: Call, target: Target) -> bool:
-    if target.compute_capability != (9, 0) or jax.__version_info__ < (0, 11, 2):
+def _few_bit_weights_from_ampere_on(call: Call, target: Target) -> bool:
+    capability = target.compute_capability
+    first = (0, 11, 2) if capability == (9, 0) else (0, 12, 0)
+    if capability is None or capability < (8, 0) or jax.__version_info__ < first:
         return False
     if not isinstance(call, MatmulCall) or call.num_contracting > 1:
         return False
@@ -99,7 +101,7 @@ PROMISES: Mapping[str, Promise] = {
     "xla": _whole_axis_float8_on_gpu,
     "cpu_ffi": _what_the_handlers_compute,
     "reference": _every_single_call,
-    "pallas_gpu": _few_bit_weights_on_hopper,
+    "pallas_gpu": _few_bit_weights_from_ampere_on,
     "cudnn": _mxfp8_and_nvfp4_on_blackwell,
 }
 

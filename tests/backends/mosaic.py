@@ -12,6 +12,7 @@ import pytest
 
 from mx_jax.backends.pallas_gpu.rejections import MIN_JAX
 from mx_jax.mxarray import MXArray
+from mx_jax.testing.cases import MatmulCase
 
 _MIN_JAX = min(MIN_JAX.values())
 needs_mosaic = pytest.mark.skipif(
@@ -63,3 +64,10 @@ def few_octaves(rng: np.random.Generator, x: MXArray) -> MXArray:
         return x
     scales = jnp.asarray(rng.integers(0x30, 0x40, x.scales.shape).astype(np.uint8))
     return dataclasses.replace(x, scales=scales, tensor_scale=x.tensor_scale * 0 + 0.25)
+
+
+def whole_numbers(rng: np.random.Generator, case: MatmulCase) -> tuple[jax.Array, MXArray]:
+    """High precision by quantized, of sums that are exact in float32 in any order."""
+    lhs, rhs = case.operands(rng, octaves=1)
+    assert isinstance(rhs, MXArray)
+    return jnp.asarray(rng.integers(-8, 9, lhs.shape), case.dtype), few_octaves(rng, rhs)

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.base import MatmulCall, PackCall, Target
 from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul
-from mx_jax.backends.pallas_gpu.packed import GpuWeights
 from mx_jax.backends.pallas_gpu.tuning import Tiles
 from mx_jax.backends.pallas_gpu.weights import SLOTS, _slot_of, group_size, pack, stored_bits
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2
@@ -21,15 +19,14 @@ from mx_jax.testing.backend_suite import check_matmul
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.backends.mosaic import (
-    few_octaves,
     interpreter,
     mostly_slow,
     needs_mosaic,
     race_of,
+    whole_numbers,
 )
 
 WEIGHTS = (*formats.MX_FORMATS, formats.NVFP4)
-H200 = Target(platform="cuda", compute_capability=(9, 0))
 
 pytestmark = needs_mosaic
 
@@ -37,13 +34,6 @@ pytestmark = needs_mosaic
 @pytest.fixture
 def how() -> dict[str, Any]:
     return {"architecture": "sm90", "interpret": interpreter()}
-
-
-def whole_numbers(rng: np.random.Generator, case: MatmulCase) -> tuple[jax.Array, MXArray]:
-    """Operands whose sums are exact in float32 in any order."""
-    lhs, rhs = case.operands(rng, octaves=1)
-    assert isinstance(rhs, MXArray)
-    return jnp.asarray(rng.integers(-8, 9, lhs.shape), case.dtype), few_octaves(rng, rhs)
 
 
 def as_batch(w: MXArray) -> MXArray:
@@ -100,6 +90,20 @@ def test_ampere_is_the_reference_after_rounding(
     case: MatmulCase, rng: np.random.Generator, how: dict[str, Any]
 ):
     test_is_the_reference_after_rounding(case, rng, how | {"architecture": "sm80"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        case_of(formats.MXFP6_E3M2, m=(3,), n=(130,), k=(500,), out_dtype="bfloat16"),
+        MatmulCase(lhs=formats.MXINT8, rhs=formats.MXINT8, m=(3,), k=(40,)),
+        MatmulCase(lhs=MXFP4, rhs=None, dtype="float16", m=(70,), n=(3,), k=(200,)),
+    ],
+    ids=str,
+)
+def test_blackwell_decodes_what_it_cannot_take_as_it_is(case: MatmulCase):
+    check_matmul(PallasGpuBackend(architecture="sm100", interpret=interpreter()), case)
 
 
 @pytest.mark.parametrize(
@@ -287,59 +291,3 @@ def test_lowers_for_cuda_without_a_plugin(format: formats.BlockFormat):
     groups = 1024 // group_size(format.element)
     pairs = 1024 // (2 * Decoder(format=format).granularity)
     assert f"(tensor<32x1024xbf16>, tensor<4x{groups}x64x16xi32>, tensor<4x{pairs}x64xi32>)" in call
-
-
-# Packed ahead of time -----------------------------------------------------------------------------
-
-
-def pack_for(backend: PallasGpuBackend, w: MXArray, call: MatmulCall) -> GpuWeights:
-    packing = PackCall(
-        shape=w.shape,
-        format=w.format,
-        blocks=w.blocks,
-        num_batch=call.num_batch,
-        contracting=call.contracting_axes("rhs"),
-    )
-    assert backend.rejects(packing, H200) is None
-    packed = backend.pack(w, packing)
-    assert isinstance(packed, GpuWeights)
-    assert packed.serves(packing.contracting, tuple(range(call.num_batch)))
-    return packed
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        case_of(MXFP4, batch=(2,), m=(3,), n=(70,), k=(100,), rhs_k_first=True),
-        pytest.param(case_of(formats.NVFP4, m=(2, 3), n=(4, 2), k=(2, 64)), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_packed_weights_give_the_same_product(case: MatmulCase, rng: np.random.Generator):
-    call, backend = case.call, PallasGpuBackend(architecture="sm90", interpret=interpreter())
-    lhs, rhs = whole_numbers(rng, case)
-    packed = pack_for(backend, rhs, call)
-    product = jax.jit(lambda lhs, rhs: backend.packed_matmul(lhs, rhs, call))(lhs, packed)
-    expected = scaled_matmul(lhs, rhs, call.dimension_numbers, call.out_dtype)
-    assert_bitwise_equal(product, expected, what="product")
-
-
-@pytest.mark.parametrize("format", WEIGHTS, ids=lambda format: format.name)
-def test_packed_weights_are_the_mxarray(format: formats.BlockFormat, rng: np.random.Generator):
-    """Every code and scale, NaN among them, in any order of axes, stacked by vmap or not."""
-    case = case_of(format, batch=(2,), m=(1,), n=(5, 3), k=(2, 64), rhs_k_first=True)
-    _, w = case.operands(rng)
-    assert isinstance(w, MXArray)
-    codes = rng.integers(0, 2**format.element.bits, w.shape).astype(np.uint8)
-    scales = rng.integers(0, 256, w.scales.shape).astype(np.uint8)
-    w = dataclasses.replace(w, codes=jnp.asarray(codes), scales=jnp.asarray(scales))
-    packed = pack_for(PallasGpuBackend(architecture="sm90"), w, case.call)
-    assert (packed.shape, packed.blocks, packed.backend) == (w.shape, w.blocks, "pallas_gpu")
-    for field in ("codes", "scales", "tensor_scale"):
-        kept, given = (getattr(each, field) for each in (packed.unpack(), w))
-        assert (kept is None) == (given is None)
-        if given is not None:
-            assert_bitwise_equal(kept, given, what=field)
-    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), packed)
-    assert stacked.shape == (2, *w.shape) and stacked.unpack().shape == (2, *w.shape)
-    assert not stacked.serves((2, 3), (0, 1))

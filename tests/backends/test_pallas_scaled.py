@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul, scaled
+from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul, rejections, scaled
 from mx_jax.backends.pallas_gpu.tuning import Tiles
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from mx_jax.mxarray import MXArray
@@ -68,14 +68,14 @@ def test_is_near_float64(format: formats.BlockFormat, how: dict[str, Any]):
 
 @needs_mosaic
 @pytest.mark.slow
-def test_tiles_do_not_matter(rng: np.random.Generator, how: dict[str, Any]):
+def test_tiles_do_not_matter(rng: np.random.Generator):
     case = MatmulCase(lhs=MXFP8_E4M3, rhs=MXFP8_E4M3, m=(3,), n=(200,), k=(512,))
     lhs, rhs = operands(rng, case)
     tiles = Tiles(m=128, n=256, k=128, stages=2, splits=2)
 
     def product(lhs: MXArray, rhs: MXArray) -> jax.Array:
         left, right = (scaled.lay_out(jax.tree.map(lambda a: a[None], x)) for x in (lhs, rhs))
-        return scaled.multiply(left, right, jnp.float32, tiles=tiles, **how)[0]
+        return scaled.multiply(left, right, jnp.float32, tiles=tiles, interpret=interpreter())[0]
 
     expected = scaled_matmul(lhs, rhs, case.call.dimension_numbers, "float32")
     assert_bitwise_equal(jax.jit(product)(lhs, rhs), expected, what="product")
@@ -95,7 +95,6 @@ def test_a_missing_wait_is_a_race(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     rng: np.random.Generator,
-    how: dict[str, Any],
 ):
     from jax.experimental.pallas import mosaic_gpu
 
@@ -113,7 +112,8 @@ def test_a_missing_wait_is_a_race(
 
     monkeypatch.setattr(mosaic_gpu, "barrier_wait", some)
     left, right = scaled.lay_out(lhs), scaled.lay_out(rhs)
-    assert race_of(lambda: scaled.multiply(left, right, "float32", tiles=tiles, **how), capfd)
+    how = {"tiles": tiles, "interpret": interpreter()}
+    assert race_of(lambda: scaled.multiply(left, right, "float32", **how), capfd)
     assert len(traced) == 3
 
 
@@ -128,7 +128,7 @@ def test_layout_of_scales_is_what_the_docstring_says(rng: np.random.Generator):
     )
     laid_out = scaled.lay_out(x)
     assert laid_out.codes.shape == (256, 768) and laid_out.scales.shape == (2, 6, 32, 16)
-    bytes_ = np.asarray(laid_out.scales).view(np.uint8)
+    bytes_ = np.asarray(laid_out.scales)
     for row, column in ((0, 0), (37, 5), (129, 19), (96, 3), (64, 4)):
         tile, (i, j) = row // 128, divmod(row % 128, 32)
         found = bytes_[tile, column // 4, j, 4 * i + column % 4]
@@ -136,23 +136,43 @@ def test_layout_of_scales_is_what_the_docstring_says(rng: np.random.Generator):
     assert bytes_[1, 0, 5, 0] == 0, "padding"
 
 
+def test_fp4_takes_half_a_byte(rng: np.random.Generator):
+    codes = rng.integers(0, 16, (1, 128, 256)).astype(np.uint8)
+    x = MXArray(
+        codes=jnp.asarray(codes),
+        scales=jnp.zeros((1, 128, 8), jnp.uint8),
+        format=MXFP4,
+        blocks=((-1, 32),),
+        dtype=jnp.dtype("float32"),
+    )
+    laid_out = jax.jit(scaled.lay_out)(x)
+    assert laid_out.codes.nbytes == 128 * 256 // 2
+    np.testing.assert_array_equal(laid_out.codes, codes[0, :, 0::2] | codes[0, :, 1::2] << 4)
+    native = jax.jit(lambda laid_out: laid_out.elements)(laid_out)
+    assert native.dtype == jnp.float4_e2m1fn
+    np.testing.assert_array_equal(np.asarray(native).view(np.uint8), codes[0])
+
+
 @pytest.mark.parametrize(
-    ("lhs", "rhs", "reason"),
+    ("lhs", "rhs", "meet"),
     [
-        (None, MXFP4, "needs both sides quantized, got lhs in high precision"),
-        (MXFP4, None, "needs both sides quantized, got rhs in high precision"),
-        (MXFP4, formats.MXFP6_E2M3, "MXFP4 (also in blocks of 16) and NVFP4, got rhs=mxfp6_e2m3"),
-        (formats.MXINT8, MXFP4, "got lhs=mxint8 in blocks (1, 32)"),
-        (MXFP4.with_block(64), MXFP4, "got lhs=mxfp4 in blocks (1, 64)"),
-        (MXFP8_E4M3, MXFP4, "elements of one width and equal scales, got mxfp8_e4m3 by mxfp4"),
-        (MXFP4, NVFP4, "elements of one width and equal scales, got mxfp4 by nvfp4"),
-        (formats.NVFP4_2D, NVFP4, "got lhs=nvfp4_2d in blocks (16, 16)"),
-        (MXFP8_E4M3, MXFP8_E5M2, None),
-        (NVFP4, formats.NVFP4_ONE_LEVEL, None),
+        (None, MXFP4, False),
+        (MXFP4, None, False),
+        (MXFP4, formats.MXFP6_E2M3, False),
+        (formats.MXINT8, formats.MXINT8, False),
+        (MXFP4.with_block(64), MXFP4.with_block(64), False),
+        (MXFP8_E4M3, MXFP4, False),
+        (MXFP4, NVFP4, False),
+        (formats.NVFP4_2D, formats.NVFP4_2D, False),
+        (MXFP4, MXFP4, True),
+        (MXFP4.with_block(16), MXFP4.with_block(16), True),
+        (MXFP8_E4M3, MXFP8_E5M2, True),
+        (NVFP4, formats.NVFP4_ONE_LEVEL, True),
     ],
 )
-def test_rejections(
-    lhs: formats.BlockFormat | None, rhs: formats.BlockFormat | None, reason: str | None
+def test_which_formats_meet(
+    lhs: formats.BlockFormat | None, rhs: formats.BlockFormat | None, meet: bool
 ):
-    found = scaled.rejects_formats(lhs, rhs)
-    assert found == reason if reason is None or found is None else reason in found
+    assert scaled.meet(lhs, rhs) == meet
+    if lhs is not None and rhs is not None and meet:
+        assert rejections.rejects_weights(rhs) is None, "what is taken as it is can be decoded too"

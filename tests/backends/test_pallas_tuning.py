@@ -17,7 +17,7 @@ def test_tiles_are_possible(key: tuple[str, int]):
     assert limits == sorted(limits) and limits[-1] == np.inf
     for limit, tiles in TILES[key]:
         assert tuning.possible(*key, tiles)
-        assert tiles.m <= limit or key[0] == "sm100"
+        assert tiles.m <= limit or key[0] == "tcgen05"
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,9 @@ def test_tiles_are_possible(key: tuple[str, int]):
         ("sm90", Tiles(m=12)),
         ("sm90", Tiles(m=8, k=192)),
         ("sm90", Tiles(m=128, k=256)),
-        ("sm100", Tiles(m=64, k=256)),
-        ("sm100", Tiles(m=128, n=256, k=256, stages=5)),
+        ("tcgen05", Tiles(m=64, k=256)),
+        ("tcgen05", Tiles(m=128, n=256, k=256, stages=5)),
+        ("sm100", Tiles(m=8, n=128, k=256)),
     ],
 )
 def test_impossible_tiles(architecture: str, tiles: Tiles):
@@ -42,7 +43,7 @@ def test_candidates_are_many_and_fit_the_rows(architecture: str, bits: int):
     for rows in (1, 16, 64, 4096):
         found = set(tuning.candidates(architecture, bits, rows))
         assert len(found) > 4 and all(tuning.possible(architecture, bits, t) for t in found)
-        assert architecture == "sm100" or {t.m for t in found} == {min(128, max(8, rows))}
+        assert architecture == "tcgen05" or {t.m for t in found} == {min(128, max(8, rows))}
 
 
 @pytest.fixture
@@ -65,10 +66,10 @@ def test_a_file_replaces_entries(tuned: Path):
 
 
 def test_the_table_survives_its_file(tuned: Path):
-    table = tuning.Table(tiles=TILES, crossover=tuning.CROSSOVER | {("sm100", 4): np.inf})
+    table = tuning.Table(tiles=TILES, crossover=tuning.CROSSOVER | {("tcgen05", 4): np.inf})
     tuned.write_text(tuning.as_json(table))
     assert tuning.table().tiles == TILES
-    assert tuning.table().crossover == table.crossover | {("sm100", 8): np.inf}
+    assert tuning.table().crossover == table.crossover | {("tcgen05", 8): np.inf}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_choice(m: int, n: int, k: int, tile_m: int, splits: int):
 def test_every_choice_divides_k():
     for k in range(256, 256 * 20, 128):
         for architecture, bits in TILES:
-            k -= k % 256 if architecture == "sm100" else 0
+            k -= k % 256 if architecture == "tcgen05" else 0
             tiles = choose(architecture, bits, batch=1, m=3, n=256, k=k)
             assert k % (tiles.k * tiles.splits) == 0
             assert tuning.possible(architecture, bits, tiles)

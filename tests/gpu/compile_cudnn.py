@@ -32,7 +32,7 @@ def calls(case: MatmulCase) -> list[str]:
     def product(lhs, rhs):
         return CudnnBackend().scaled_matmul(lhs, rhs, case.call)
 
-    text = compile_on(GPUS["sm100"], product, operands).as_text()
+    text = compile_on(GPUS["sm_100a"], product, operands).as_text()
     return re.findall(r'custom_call_target="([^"]*)"', text) + re.findall(r"\bdot\(", text)
 
 

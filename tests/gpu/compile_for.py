@@ -1,15 +1,17 @@
 """Compile kernels for a GPU on a machine without one; ptxas's reports land in a folder.
 
-    MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_for.py sm90 mxfp4
-    MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_for.py sm100 mxfp8_e4m3 mxfp8_e5m2
+    MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_for.py sm_90a mxfp4
+    MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_for.py sm_100a mxfp4 mxfp4
 
-A process of its own: the CUDA plugin stays loaded, and a failed compile may abort. Every entry of
-the tuning table is compiled, with both dtypes that the kernel writes. The files' names end in the
-count of compiles before.
+One format: weights to be decoded; two: operands that are taken as they are. A process of its own:
+the CUDA plugin stays loaded, and a failed compile may abort. Every entry of the tuning table is
+compiled, with both dtypes that the kernel writes. The files' names end in the count of compiles
+before.
 """
 
 import dataclasses
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -23,41 +25,56 @@ from jax.experimental import topologies
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.pallas_gpu import matmul, scaled, tuning
+from mx_jax.backends.pallas_gpu import matmul, rejections, scaled, tuning
 from mx_jax.backends.pallas_gpu.weights import pack, stored_bits
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What XLA asks about a GPU that it compiles for."""
+    """What XLA asks about a GPU that it compiles for.
+
+    Attributes:
+      name: e.g. `"A100"`.
+      capability: CUDA's.
+      cores: streaming multiprocessors.
+      shared: KiB of shared memory of one of them, of which a program may have all but one.
+      level_2: MiB of cache.
+      bandwidth: bytes a second.
+    """
 
     name: str
     capability: tuple[int, int]
-    accelerated: bool
     cores: int
-    shared_memory: int
+    shared: int
     level_2: int
     bandwidth: float
+
+    @property
+    def target(self) -> str:
+        """What ptxas calls it: from Hopper on with the instructions of this very architecture."""
+        major, minor = self.capability
+        return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
     def description(self) -> str:
         """XLA's text form."""
         major, minor = self.capability
-        feature = "ACCELERATED_FEATURES" if self.accelerated else "NONE"
+        accelerated = self.target.endswith("a")
+        feature = "ACCELERATED_FEATURES" if accelerated else "NONE"
         return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: {self.shared_memory - 1024}
-  shared_memory_per_core: {self.shared_memory} core_count: {self.cores} fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {(self.shared - 1) * 1024}
+  shared_memory_per_core: {self.shared * 1024} core_count: {self.cores} fpus_per_core: 128
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   registers_per_core_limit: 65536 registers_per_block_limit: 65536 clock_rate_ghz: 1.98
-  memory_bandwidth: {self.bandwidth:.0f} l2_cache_size: {self.level_2}
+  memory_bandwidth: {self.bandwidth:.0f} l2_cache_size: {self.level_2 * 2**20}
   device_memory_size: 151397597184
   cuda_compute_capability {{
     major: {major} minor: {minor} feature_extension: {feature}
   }}
   device_vendor: "NVIDIA Corporation"
-  platform_version: "Compute Capability {major}.{minor}{"a" if self.accelerated else ""}"
+  platform_version: "Compute Capability {major}.{minor}{"a" if accelerated else ""}"
   name: "NVIDIA {self.name}" driver_version: "13.0.0" runtime_version: "13.0.0"
   compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
 }}
@@ -67,43 +84,21 @@ device_description_str: "NVIDIA {self.name}"
 """
 
 
+# One of each compute capability that has kernels, by what ptxas calls it.
 GPUS = {
-    "sm80": Gpu(
-        name="A100",
-        capability=(8, 0),
-        accelerated=False,
-        cores=108,
-        shared_memory=167936,
-        level_2=41943040,
-        bandwidth=2.039e12,
-    ),
-    "sm89": Gpu(
-        name="L40S",
-        capability=(8, 9),
-        accelerated=False,
-        cores=142,
-        shared_memory=102400,
-        level_2=100663296,
-        bandwidth=0.864e12,
-    ),
-    "sm90": Gpu(
-        name="H200",
-        capability=(9, 0),
-        accelerated=True,
-        cores=132,
-        shared_memory=233472,
-        level_2=52428800,
-        bandwidth=4.8e12,
-    ),
-    "sm100": Gpu(
-        name="B200",
-        capability=(10, 0),
-        accelerated=True,
-        cores=148,
-        shared_memory=233472,
-        level_2=132644864,
-        bandwidth=7.67e12,
-    ),
+    gpu.target: gpu
+    for gpu in (
+        Gpu("A100", (8, 0), 108, 164, 40, 2.039e12),
+        Gpu("A40", (8, 6), 84, 100, 6, 0.696e12),
+        Gpu("Orin", (8, 7), 16, 164, 4, 0.205e12),
+        Gpu("L40S", (8, 9), 142, 100, 96, 0.864e12),
+        Gpu("H200", (9, 0), 132, 228, 50, 4.8e12),
+        Gpu("B200", (10, 0), 148, 228, 126, 7.67e12),
+        Gpu("B300", (10, 3), 148, 228, 126, 7.67e12),
+        Gpu("Thor", (11, 0), 20, 228, 32, 0.273e12),
+        Gpu("GeForce RTX 5090", (12, 0), 170, 100, 96, 1.792e12),
+        Gpu("GB10", (12, 1), 48, 100, 24, 0.273e12),
+    )
 }
 # So long that every pipeline keeps its loop.
 N, K = 256, 65536
@@ -111,7 +106,7 @@ FORMATS = {format.name: format for format in formats.BLOCK_FORMATS}
 
 
 def compile_on(gpu: Gpu, product: Callable[..., Any], operands: Any) -> Any:
-    """Compile a product of operands of these shapes; an error raises, or aborts."""
+    """A compiled product of operands of these shapes; an error raises, or aborts."""
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=gpu.description(), topology="1x1x1"
     )
@@ -134,8 +129,9 @@ def shapes(make: Callable[..., Any], shape: tuple[int, ...], format: formats.Blo
     return jax.eval_shape(lambda x: make(mx_jax.quantize(x, format)), array)
 
 
-def compile_weights(architecture: str, name: str) -> None:
+def compile_weights(gpu: Gpu, name: str) -> None:
     """bfloat16 by weights of a format."""
+    architecture = rejections.ARCHITECTURES[gpu.capability]
     kernel = matmul.kernel(architecture)
     weights = shapes(pack, (1, N, K), FORMATS[name])
     for _, tiles in tuning.TILES[architecture, stored_bits(FORMATS[name].element)]:
@@ -147,27 +143,39 @@ def compile_weights(architecture: str, name: str) -> None:
             flat = [
                 jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in (weights.codes, weights.scales)
             ]
-            compile_on(GPUS[architecture], product, (x, *flat))
+            compile_on(gpu, product, (x, *flat))
 
 
-def compile_scaled(architecture: str, lhs: str, rhs: str) -> None:
+def compile_scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
     """Two block-scaled operands."""
     from mx_jax.backends.pallas_gpu import kernel_sm100
 
-    left, right = (shapes(scaled.lay_out, (1, N, K), FORMATS[name]) for name in (lhs, rhs))
-    for _, tiles in tuning.TILES[architecture, FORMATS[lhs].element.bits]:
+    def rows(x: mx_jax.MXArray) -> scaled.ScaledOperand:
+        batch = jax.tree.map(lambda array: array[None], x)
+        return scaled.lay_out(dataclasses.replace(batch, tensor_scale=None))
+
+    operands = tuple(shapes(rows, (N, K), FORMATS[name]) for name in (lhs, rhs))
+    for _, tiles in tuning.TILES[tuning.TCGEN05, FORMATS[lhs].element.bits]:
         for out_dtype in ("float32", "bfloat16"):
-            product = functools.partial(
-                kernel_sm100.matmul,
-                block=FORMATS[lhs].block[1],
-                batch=1,
-                tiles=tiles,
-                out_dtype=out_dtype,
-            )
-            operands = (left.codes, right.codes, left.scales, right.scales)
-            compile_on(GPUS[architecture], product, operands)
+
+            def product(left, right, tiles=tiles, out_dtype=out_dtype):
+                return kernel_sm100.matmul(
+                    left.elements,
+                    right.elements,
+                    left.scale_values,
+                    right.scale_values,
+                    block=FORMATS[lhs].block[1],
+                    batch=1,
+                    tiles=tiles,
+                    out_dtype=out_dtype,
+                )
+
+            sizes = compile_on(gpu, product, operands).memory_analysis()
+            given = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(operands))
+            assert sizes.argument_size_in_bytes == given, f"{sizes} for {given} bytes"
+            assert sizes.temp_size_in_bytes == 0, f"bytes are not the kernel's own memory: {sizes}"
 
 
 if __name__ == "__main__":
-    compile_formats = compile_scaled if sys.argv[1] == "sm100" else compile_weights
-    compile_formats(*sys.argv[1:])
+    target, *names = sys.argv[1:]
+    (compile_weights if len(names) == 1 else compile_scaled)(GPUS[target], *names)

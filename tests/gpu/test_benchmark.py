@@ -129,7 +129,7 @@ def test_needs_a_gpu():
 
 
 def test_tuning_needs_a_gpu():
-    with pytest.raises(SystemExit, match=r"needs a CUDA GPU of compute capability 8\.0, 8\.9"):
+    with pytest.raises(SystemExit, match=r"needs a CUDA GPU of compute capability 8\.0, 8\.6"):
         gpu_tune.main([])
 
 
@@ -175,6 +175,9 @@ def test_cudnns_product_has_the_right_shape():
     (weights,) = way.weights(128, 1)
     out = jax.eval_shape(way.product, jax.ShapeDtypeStruct((3, 128), jnp.bfloat16), weights)
     assert (out.shape, out.dtype) == ((3, 128), jnp.bfloat16)
+    for lhs, layout in ((gpu.NVFP4, ScaledOperand), (None, PackedWeights)):
+        (weights,) = products(Pair(lhs=lhs, rhs=gpu.NVFP4), 128, 1, b200)[KERNEL].weights(128, 1)
+        assert isinstance(weights, layout)
 
 
 @pytest.mark.parametrize(
@@ -203,15 +206,25 @@ def test_tuning_picks_the_fastest(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     monkeypatch.setattr(gpu_tune, "medians", medians)
     options = gpu_tune.parse(["--rows", "64", "8", "--bits", "4"])
-    found = {(bits, rows): one for bits, rows, one in gpu_tune.tune("sm90", options)}
-    table = gpu_tune.as_table("sm90", found)
+    found = dict(gpu_tune.tune("sm90", options))
+    table = gpu_tune.as_table(found)
     (first, few), (last, many) = table.tiles["sm90", 4]
     assert (first, few.m, few.stages) == (8, 8, 6) and (last, many.m) == (np.inf, 64)
     assert table.crossover["sm90", 4] == np.inf
     assert tuning.as_json(table).count('"rows": null') == 1
-    gpu_tune.write(tmp_path / "tiles.json", "sm90", found)
+    gpu_tune.write(tmp_path / "tiles.json", found)
     assert gpu_tune.measured(tmp_path / "tiles.times.json") == found
     assert tuning.read(tmp_path / "tiles.json").tiles["sm90", 4] == table.tiles["sm90", 4]
+
+
+def test_blackwells_kernels_are_both_tuned(monkeypatch: pytest.MonkeyPatch):
+    def medians(ways: Any, format: Any, name: str, rows: int, options: Any) -> Any:
+        assert (None in ways) == (name == "sm100"), "XLA's product decodes weights too"
+        return dict.fromkeys(ways, 1.0)
+
+    monkeypatch.setattr(gpu_tune, "medians", medians)
+    found = dict(gpu_tune.tune("sm100", gpu_tune.parse(["--rows", "64", "--bits", "4"])))
+    assert list(gpu_tune.as_table(found).tiles) == [("sm100", 4), ("tcgen05", 4)]
 
 
 def test_tiles_that_cannot_start_are_left_out(capfd: pytest.CaptureFixture[str]):

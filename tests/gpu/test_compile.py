@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 
 from mx_jax.backends.cudnn import PAIRS
-from mx_jax.backends.pallas_gpu.tuning import TILES
+from mx_jax.backends.pallas_gpu.rejections import ARCHITECTURES
+from mx_jax.backends.pallas_gpu.tuning import TCGEN05, TILES
 from tests.gpu import tools
 from tests.gpu.sass import main_loop
 
+# What ptxas calls each compute capability that has kernels.
+GPUS = {f"sm_{major}{minor}{'a' * (major >= 9)}": (major, minor) for major, minor in ARCHITECTURES}
 SCRIPT = Path(__file__).with_name("compile_for.py")
 # 65536 registers, three warpgroups of 128 threads.
 MAX_REGISTERS = 168
@@ -72,7 +75,7 @@ def compile_for(folder: Path, *arguments: str) -> list[str]:
 )
 def test_hopper(name: str, limit: float, tmp_path: Path):
     table = TILES["sm90", 4 if name.endswith("fp4") else 8]
-    reports = compile_for(tmp_path, "sm90", name)
+    reports = compile_for(tmp_path, "sm_90a", name)
     assert len(reports) == 2 * len(table)
     for report in reports:
         assert "for 'sm_90a'" in report
@@ -87,46 +90,58 @@ def test_hopper(name: str, limit: float, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "name", "limit"),
+    ("target", "name", "limit"),
     [
-        ("sm80", "mxfp4", 3.9),
-        slow("sm80", "mxfp8_e4m3", 4.4),
-        slow("sm89", "mxfp4", 3.9),
+        ("sm_80", "mxfp4", 3.9),
+        slow("sm_80", "mxfp8_e4m3", 4.4),
+        slow("sm_86", "mxfp4", 3.9),
+        slow("sm_87", "mxfp4", 3.9),
+        slow("sm_89", "mxfp4", 3.9),
+        slow("sm_100a", "mxfp4", 3.9),
+        slow("sm_100a", "mxfp8_e5m2", 6.8),
+        slow("sm_100a", "mxfp6_e3m2", 4.4),
+        slow("sm_103a", "mxfp4", 3.9),
+        slow("sm_110a", "mxfp4", 3.9),
+        slow("sm_120a", "mxfp4", 3.9),
+        slow("sm_121a", "mxfp4", 3.9),
     ],
 )
-def test_ampere(architecture: str, name: str, limit: float, tmp_path: Path):
-    table = TILES[architecture, 4 if name.endswith("fp4") else 8]
-    reports = compile_for(tmp_path, architecture, name)
+def test_ampere_and_what_decodes_like_it(target: str, name: str, limit: float, tmp_path: Path):
+    table = TILES[ARCHITECTURES[GPUS[target]], 4 if name.endswith("fp4") else 8]
+    reports = compile_for(tmp_path, target, name)
     assert len(reports) == 2 * len(table)
-    target = architecture.replace("sm", "sm_")
     for report in reports:
         assert f"for '{target}'" in report
     for path in tmp_path.glob("*.ptx"):
         text = path.read_text()
         assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in text, path
-        assert "cp.async.cg.shared.global" in text and "fma.rn.bf16x2" in text, path
+        copy = "cp.async.bulk.tensor" if target.endswith("a") else "cp.async.cg.shared.global"
+        assert copy in text and re.search(r"(fma\.rn|mul)\.bf16x2", text), path
     first = tmp_path / f"mx_jax_sm80_{name}_0.ptx"
     loop = main_loop(disassembly(first, target), "HMMA")
     assert len(loop) / (64 * table[0][1].k / 128) <= limit
 
 
 @pytest.mark.parametrize(
-    ("lhs", "rhs", "kind"),
+    ("target", "lhs", "rhs", "kind"),
     [
-        ("mxfp8_e4m3", "mxfp8_e5m2", "mxf8f6f4.block_scale.scale_vec::1X"),
-        ("mxfp4", "mxfp4", "mxf4nvf4.block_scale.scale_vec::2X"),
-        ("nvfp4", "nvfp4", "mxf4nvf4.block_scale.scale_vec::4X"),
+        ("sm_100a", "mxfp8_e4m3", "mxfp8_e5m2", "mxf8f6f4.block_scale.scale_vec::1X"),
+        ("sm_100a", "mxfp4", "mxfp4", "mxf4nvf4.block_scale.scale_vec::2X"),
+        ("sm_100a", "nvfp4", "nvfp4", "mxf4nvf4.block_scale.scale_vec::4X"),
+        slow("sm_103a", "mxfp8_e5m2", "mxfp8_e4m3", "mxf8f6f4.block_scale.scale_vec::1X"),
+        slow("sm_103a", "nvfp4", "nvfp4", "mxf4nvf4.block_scale.scale_vec::4X"),
+        slow("sm_110a", "mxfp4", "mxfp4", "mxf4nvf4.block_scale.scale_vec::2X"),
     ],
 )
-def test_blackwell(lhs: str, rhs: str, kind: str, tmp_path: Path):
-    reports = compile_for(tmp_path, "sm100", lhs, rhs)
-    assert len(reports) == 2 * len(TILES["sm100", 4 if lhs.endswith("fp4") else 8])
+def test_blackwell(target: str, lhs: str, rhs: str, kind: str, tmp_path: Path):
+    reports = compile_for(tmp_path, target, lhs, rhs)
+    assert len(reports) == 2 * len(TILES[TCGEN05, 4 if lhs.endswith("fp4") else 8])
     for report in reports:
-        assert "for 'sm_100a'" in report
+        assert f"for '{target}'" in report
     for path in tmp_path.glob("*.ptx"):
         assert f"tcgen05.mma.cta_group::1.kind::{kind}" in path.read_text(), path
         expected = "UTCQMMA" if lhs.startswith("mxfp8") else "UTCOMMA"
-        assert expected in disassembly(path, "sm_100a"), path
+        assert expected in disassembly(path, target), path
 
 
 def test_cudnn_gets_every_product_that_its_backend_takes(tmp_path: Path):

@@ -258,6 +258,7 @@ def test_packed_elsewhere():
         ((64, 40), dict(contracting=1), "blocks lie along the last, got contracting=.1,., blocks"),
         ((64, 40), dict(contracting=7), "axis out of range, got contracting=7"),
         ((64, 40), dict(num_batch=1), "come after the batch axes, got num_batch=1, contracting=.0"),
+        ((64, 40), dict(recipe=recipes.mxfp8), "recipe must be a Recipe .call it: recipes are"),
     ],
 )
 def test_bad_input(x, options, complaint: str):

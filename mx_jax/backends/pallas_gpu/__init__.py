@@ -17,7 +17,7 @@ from mx_jax.packed import PackedMXArray
 
 @dataclasses.dataclass(frozen=True)
 class PallasGpuBackend(ProductsOnly):
-    """Weights decoded on their way to the tensor cores; on Blackwell, both operands as they are.
+    """Weights decoded on their way to the tensor cores; on Blackwell, two operands as they are.
 
     Attributes:
       name: what `only_backend` calls it.
@@ -54,4 +54,4 @@ class PallasGpuBackend(ProductsOnly):
 
     def pack(self, x: MXArray, call: PackCall) -> PackedMXArray:
         """See `matmul.pack_weights`."""
-        return matmul.pack_weights(x, call)
+        return matmul.pack_weights(x, call, architecture=self.architecture)

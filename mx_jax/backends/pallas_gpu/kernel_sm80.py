@@ -1,9 +1,9 @@
-"""Ampere's and Ada's kernel: bfloat16 activations by weights decoded on their way to mma.
+"""Kernel of Ampere, Ada and Blackwell: bfloat16 activations by weights decoded on their way to mma.
 
 Device code only; `matmul.py` checks, pads and picks. One warpgroup copies tiles into shared memory
-some steps ahead (cp.async), loads its codes and scales from there, decodes them to bfloat16 and
-multiplies by mma, synchronously. As on Hopper the product is computed transposed,
-`weights[n, k] x activations[m, k]`: few activations then need no padding beyond 8 rows.
+some steps ahead (by cp.async; by TMA where Mosaic finds it), loads its codes and scales from there,
+decodes them to bfloat16 and multiplies by mma, synchronously. As on Hopper the product is computed
+transposed, `weights[n, k] x activations[m, k]`: few activations then need no padding beyond 8 rows.
 
 Imports Mosaic GPU, so the adapter imports this file only when it takes a call.
 """

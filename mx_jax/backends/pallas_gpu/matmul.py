@@ -18,6 +18,7 @@ from mx_jax.backends.pallas_gpu.rejections import (
     BLOCK_SCALED,
     rejects_weights,
 )
+from mx_jax.backends.pallas_gpu.scaled import ScaledOperand
 from mx_jax.backends.pallas_gpu.tuning import Tiles, choose, table
 from mx_jax.backends.pallas_gpu.weights import (
     PackedWeights,
@@ -51,10 +52,10 @@ def scaled_matmul(
     if 0 in (*left.shape, *right.shape):
         return jnp.zeros(shape, call.out_dtype)
     how = {"architecture": architecture or _current_architecture(), "interpret": interpret}
-    if how["architecture"] in BLOCK_SCALED:
+    if _as_they_are(call, how["architecture"]):
         assert isinstance(left, MXArray) and isinstance(right, MXArray)
         operands = scaled.lay_out(left), scaled.lay_out(right)
-        return scaled.multiply(*operands, call.out_dtype, **how).reshape(shape)
+        return scaled.multiply(*operands, call.out_dtype, interpret=interpret).reshape(shape)
     swapped = rejects_weights(call.rhs_format) is not None
     activations, weights = (right, left) if swapped else (left, right)
     assert isinstance(weights, MXArray)
@@ -70,24 +71,40 @@ def packed_matmul(
     architecture: str | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """The product `[*batch, *m, *n]` by weights that were packed for it; see `scaled_matmul`."""
+    """The product `[*batch, *m, *n]` by weights that were packed for it; see `scaled_matmul`.
+
+    Weights in the layout that the product does not want are brought into the other: for many rows
+    that is little beside the product itself, for few it takes longer than the product.
+    """
     left, m = as_matrices(lhs, call.num_batch, call.contracting_axes("lhs"))
     shape = (*call.lhs_shape[: call.num_batch], *m, *rhs.kept)
     if 0 in left.shape:
         return jnp.zeros(shape, call.out_dtype)
     how = {"architecture": architecture or _current_architecture(), "interpret": interpret}
-    x, factor = _in_high_precision(left)
-    between = call.out_dtype if factor is None else jnp.float32
-    out = multiply(x, rhs.weights, between, **how)
-    out = out if factor is None else (out * factor).astype(call.out_dtype)
-    return out.reshape(shape)
+    weights, as_they_are = rhs.weights, _as_they_are(call, how["architecture"])
+    many = left.shape[1] >= crossover(how["architecture"], weights.format)
+    if as_they_are and many and isinstance(weights, PackedWeights):
+        weights = scaled.lay_out(weights.unpack())
+    if isinstance(weights, ScaledOperand):
+        if as_they_are:
+            assert isinstance(left, MXArray)
+            left = scaled.lay_out(left)
+            out = scaled.multiply(left, weights, call.out_dtype, interpret=interpret)
+            return out.reshape(shape)
+        weights = weights.unpack()
+    return _by_weights(left, weights, call.out_dtype, how).reshape(shape)
 
 
-def pack_weights(x: MXArray, call: PackCall) -> GpuWeights:
-    """Weights in the layout that `packed_matmul` reads."""
+def pack_weights(x: MXArray, call: PackCall, *, architecture: str | None = None) -> GpuWeights:
+    """Weights in a layout that `packed_matmul` reads."""
     matrices, _ = as_matrices(x, call.num_batch, call.contracting)
     assert isinstance(matrices, MXArray)
-    return packed.pack(x, matrices, call)
+    return packed.pack(matrices, call, architecture or _current_architecture())
+
+
+def _as_they_are(call: MatmulCall, architecture: str) -> bool:
+    """Whether the tensor cores take both operands of a product without decoding."""
+    return architecture in BLOCK_SCALED and scaled.meet(call.lhs_format, call.rhs_format)
 
 
 def _current_architecture() -> str:
@@ -97,15 +114,17 @@ def _current_architecture() -> str:
 
 
 def _by_weights(
-    activations: Operand, weights: MXArray, out_dtype: Any, how: dict[str, Any]
+    activations: Operand, weights: MXArray | PackedWeights, out_dtype: Any, how: dict[str, Any]
 ) -> jax.Array:
-    """Decode or keep the activations, then multiply."""
+    """Decode or keep the activations, then multiply by weights that are decoded on their way."""
     activations, factor = _in_high_precision(activations)
     between = out_dtype if factor is None else jnp.float32
-    if activations.shape[1] >= crossover(how["architecture"], weights.format):
+    many = activations.shape[1] >= crossover(how["architecture"], weights.format)
+    if isinstance(weights, MXArray) and many:
         out = _dequantize_dot(activations, weights, between)
     else:
-        out = multiply(activations, pack(weights), between, **how)
+        packed_weights = pack(weights) if isinstance(weights, MXArray) else weights
+        out = multiply(activations, packed_weights, between, **how)
     return out if factor is None else (out * factor).astype(out_dtype)
 
 
@@ -193,7 +212,7 @@ def kernel(architecture: str) -> Any:
     # Mosaic GPU is missing from older versions of JAX, which `rejects` keeps away from here.
     from mx_jax.backends.pallas_gpu import kernel_sm80, kernel_sm90
 
-    return {"sm80": kernel_sm80, "sm89": kernel_sm80, "sm90": kernel_sm90}[architecture]
+    return kernel_sm90 if architecture == "sm90" else kernel_sm80
 
 
 def _bfloat16_parts(x: jax.Array) -> jax.Array:

@@ -8,32 +8,28 @@ import jax
 import numpy as np
 
 from mx_jax.backends.base import PackCall, Target
+from mx_jax.backends.pallas_gpu import scaled
 from mx_jax.backends.pallas_gpu import weights as layout
-from mx_jax.backends.pallas_gpu.rejections import (
-    ARCHITECTURES,
-    BLOCK_SCALED,
-    rejects_machine,
-    rejects_weights,
-)
+from mx_jax.backends.pallas_gpu.rejections import BLOCK_SCALED, rejects_machine, rejects_weights
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
 
+Weights = layout.PackedWeights | scaled.ScaledOperand
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("weights", "scales", "tensor_scale"),
+    data_fields=("weights",),
     meta_fields=("batch", "kept", "k", "k_first", "format", "dtype"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class GpuWeights(PackedMXArray):
-    """Weights `[*batch, *kept, *k]`, or `[*batch, *k, *kept]`, in the kernels' layout.
+    """Weights `[*batch, *kept, *k]`, or `[*batch, *k, *kept]`, in a layout of the kernels'.
 
     Attributes:
-      weights: what kernels read: a batch of matrices `[n, k]`.
-      scales: the bytes as they came, `[batch, n, blocks]`: what kernels read of a block with a NaN
-        among its codes is a NaN scale.
-      tensor_scale: as it came (NVFP4), else None.
+      weights: what kernels read, a batch of matrices `[n, k]`: PackedWeights are decoded on their
+        way to the tensor cores, a ScaledOperand goes there as it is.
       batch: sizes of the batch axes.
       kept: sizes of the kept axes.
       k: sizes of the contracted axes; blocks lie along the last.
@@ -42,9 +38,7 @@ class GpuWeights(PackedMXArray):
       dtype: the dtype that was quantized.
     """
 
-    weights: layout.PackedWeights
-    scales: jax.Array
-    tensor_scale: jax.Array | None
+    weights: Weights
     batch: tuple[int, ...]
     kept: tuple[int, ...]
     k: tuple[int, ...]
@@ -59,7 +53,7 @@ class GpuWeights(PackedMXArray):
     @property
     def _stacked(self) -> tuple[int, ...]:
         """Leading axes that vmap stacked."""
-        return self.scales.shape[:-3]
+        return self.weights.stacked
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,12 +69,11 @@ class GpuWeights(PackedMXArray):
         if self._stacked:
             return jax.vmap(GpuWeights.unpack)(self)
         matrices = self.weights.unpack()
-        last = matrices.codes.shape[-1] // math.prod(self.k[:-1])
-        blocks = self.scales.shape[-1] // math.prod(self.k[:-1])
+        blocks, scale = matrices.scales.shape[-1] // math.prod(self.k[:-1]), matrices.tensor_scale
         return MXArray(
-            codes=self.arrange(matrices.codes, self.batch, (*self.k[:-1], last)),
-            scales=self.arrange(self.scales, self.batch, (*self.k[:-1], blocks)),
-            tensor_scale=self.tensor_scale,
+            codes=self.arrange(matrices.codes, self.batch, self.k),
+            scales=self.arrange(matrices.scales, self.batch, (*self.k[:-1], blocks)),
+            tensor_scale=None if scale is None else scale.reshape((1,) * len(self.shape)),
             format=self.format,
             blocks=self.blocks,
             dtype=self.dtype,
@@ -94,9 +87,6 @@ def rejects(
     reason = rejects_machine(target, jax_version)
     if reason is not None:
         return reason
-    assert target.compute_capability is not None
-    if ARCHITECTURES[target.compute_capability] in BLOCK_SCALED:
-        return "packs no weights for Blackwell, whose tensor cores take both operands as they are"
     reason = call.rejects_layout()
     if reason is not None:
         return reason
@@ -111,18 +101,23 @@ def rejects(
     return None
 
 
-def pack(x: MXArray, matrices: MXArray, call: PackCall) -> GpuWeights:
-    """Weights that `rejects` lets through; `matrices` are x as `[batch, n, k]`."""
+def pack(matrices: MXArray, call: PackCall, architecture: str) -> GpuWeights:
+    """Weights that `rejects` lets through, here as `[batch, n, k]`.
+
+    Decoding serves activations of any kind. So weights are laid out to be taken as they are only
+    where that is possible and the call says that activations come in such a format.
+    """
     ((_, block),) = call.blocks
     assert isinstance(block, int)
+    format = call.format.with_block(block)
+    as_it_is = architecture in BLOCK_SCALED and scaled.meet(call.lhs_format, format)
+    lay_out = scaled.lay_out if as_it_is else layout.pack
     return GpuWeights(
-        weights=layout.pack(dataclasses.replace(matrices, format=call.format.with_block(block))),
-        scales=matrices.scales,
-        tensor_scale=x.tensor_scale,
+        weights=lay_out(dataclasses.replace(matrices, format=format)),
         batch=call.shape[: call.num_batch],
         kept=tuple(call.shape[axis] for axis in call.kept),
         k=tuple(call.shape[axis] for axis in call.contracting),
         k_first=call.k_first,
-        format=call.format.with_block(block),
-        dtype=x.dtype,
+        format=format,
+        dtype=matrices.dtype,
     )

@@ -8,13 +8,25 @@ import jax.numpy as jnp
 
 from mx_jax.backends.base import MatmulCall, Target
 from mx_jax.backends.matrices import rejects_parts_of_blocks
-from mx_jax.backends.pallas_gpu import scaled
-from mx_jax.backends.pallas_gpu.weights import MIN_BLOCK, PAD_N
+from mx_jax.backends.pallas_gpu.weights import MIN_BLOCK, ROWS
 from mx_jax.formats import BlockFormat
 
-# Compute capability -> name of its kernel's tiles.
-ARCHITECTURES = {(8, 0): "sm80", (8, 9): "sm89", (9, 0): "sm90", (10, 0): "sm100"}
-# Those that multiply two quantized operands as they are; the others decode weights to bfloat16.
+# Compute capability -> name of its kernel's tiles. GPUs of one shared memory have them in common:
+# 8.6 and 12.x have what 8.9 has. 12.x has other instructions for block-scaled operands than 10.x.
+ARCHITECTURES = {
+    (8, 0): "sm80",
+    (8, 6): "sm89",
+    (8, 7): "sm80",
+    (8, 9): "sm89",
+    (9, 0): "sm90",
+    (10, 0): "sm100",
+    (10, 3): "sm100",
+    (11, 0): "sm100",
+    (12, 0): "sm89",
+    (12, 1): "sm89",
+}
+# Those that multiply two quantized operands as they are, where their formats allow: all such
+# products could be taken by decoding too.
 BLOCK_SCALED = ("sm100",)
 # The first versions of JAX for which the kernels have been compiled.
 MIN_JAX = {"sm80": (0, 12, 0), "sm89": (0, 12, 0), "sm90": (0, 11, 2), "sm100": (0, 12, 0)}
@@ -22,9 +34,9 @@ _ACTIVATIONS = tuple(map(jnp.dtype, ("bfloat16", "float16")))
 _OUTPUTS = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 # Significant bits of a bfloat16.
 _SIGNIFICANT = 8
-# The kernel counts elements in 32 bits; a grid's second axis has 16, in tiles of 128 rows.
+# Kernels count elements in 32 bits; a grid's second axis has 16, in tiles of at least 64 rows.
 _MAX_ELEMENTS = 2**31 - 1
-_MAX_ROWS = 65535 * PAD_N
+_MAX_ROWS = 65535 * ROWS
 
 
 def rejects(
@@ -34,16 +46,11 @@ def rejects(
     reason = rejects_machine(target, jax_version)
     if reason is not None:
         return reason
-    assert target.compute_capability is not None
     if call.out_sharding is not None:
         return f"takes no out_sharding, got out_sharding={call.out_sharding}"
     if call.out_dtype not in _OUTPUTS:
         return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
-    if ARCHITECTURES[target.compute_capability] in BLOCK_SCALED:
-        reason = scaled.rejects_formats(call.lhs_format, call.rhs_format)
-    else:
-        reason = _rejects_formats(call)
-    return reason or _rejects_sizes(call)
+    return _rejects_formats(call) or _rejects_sizes(call)
 
 
 def rejects_machine(

@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from mx_jax.backends.pallas_gpu.tuning import Tiles, choose
+from mx_jax.backends.pallas_gpu.tuning import TCGEN05, Tiles, choose
+from mx_jax.codecs import packing
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 
@@ -25,20 +27,11 @@ _PAD_ROWS = 128
 _PAD_K = 256
 
 
-def rejects_formats(lhs: BlockFormat | None, rhs: BlockFormat | None) -> str | None:
-    """Why two formats do not meet in Blackwell's kernel, or None."""
-    for side, format in (("lhs", lhs), ("rhs", rhs)):
-        if format is None:
-            return f"needs both sides quantized, got {side} in high precision"
-        if _kind(format) is None:
-            return (
-                "multiplies MXFP8, MXFP4 (also in blocks of 16) and NVFP4, got "
-                f"{side}={format.name} in blocks {format.block}"
-            )
-    assert lhs is not None and rhs is not None
-    if _kind(lhs) != _kind(rhs) or (lhs.scale, lhs.block) != (rhs.scale, rhs.block):
-        return f"needs elements of one width and equal scales, got {lhs.name} by {rhs.name}"
-    return None
+def meet(lhs: BlockFormat | None, rhs: BlockFormat | None) -> bool:
+    """Whether the tensor cores multiply operands of two formats as they are."""
+    if lhs is None or rhs is None or _kind(lhs) is None:
+        return False
+    return _kind(lhs) == _kind(rhs) and (lhs.scale, lhs.block) == (rhs.scale, rhs.block)
 
 
 def _kind(format: BlockFormat) -> int | None:
@@ -53,21 +46,24 @@ def _kind(format: BlockFormat) -> int | None:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("codes", "scales", "tensor_scale"),
-    meta_fields=("shape", "format"),
+    meta_fields=("shape", "format", "dtype"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ScaledOperand:
     """A batch of rows `[batch, rows, k]` as Blackwell's tensor cores read them.
 
-    Padded with zeros to multiples of 128 rows and 256 of k, `rows'` and `k'`.
+    Padded with zeros to multiples of 128 rows and 256 of k, `rows'` and `k'`. Everything is bytes:
+    what kernels take as FP4 or FP8 is the same memory under another name.
 
     Attributes:
-      codes: `[batch * rows', k']` in the element's own dtype.
-      scales: `[batch * rows' / 128, k' / (4 * block), 32, 16]` in the scale's own dtype: of
-        a tile of 128 rows and 4 columns, row `32 i + j` lies at `[j, 4 i]` to `[j, 4 i + 3]`.
+      codes: uint8 `[batch * rows', bytes of k' codes]`; of two FP4 codes the first lies in the low
+        half of a byte.
+      scales: uint8 `[batch * rows' / 128, k' / (4 * block), 32, 16]`: of a tile of 128 rows and 4
+        columns, row `32 i + j` lies at `[j, 4 i]` to `[j, 4 i + 3]`.
       tensor_scale: float32 scalar, or None.
       shape: `(batch, rows, k)`.
       format: the block format.
+      dtype: the dtype that was quantized.
     """
 
     codes: jax.Array
@@ -75,6 +71,46 @@ class ScaledOperand:
     tensor_scale: jax.Array | None = None
     shape: tuple[int, int, int]
     format: BlockFormat
+    dtype: np.dtype
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """Leading axes that vmap stacked."""
+        return self.codes.shape[:-2]
+
+    @property
+    def padded_k(self) -> int:
+        """Contracted length, padded."""
+        return self.codes.shape[1] * 8 // self.format.element.bits
+
+    @property
+    def elements(self) -> jax.Array:
+        """The codes in the element's own dtype: `[batch * rows', k']`."""
+        native = lax.bitcast_convert_type(self.codes, self.format.element.dtype)
+        return native.reshape(-1, self.padded_k)
+
+    @property
+    def scale_values(self) -> jax.Array:
+        """The scales in their own dtype."""
+        return lax.bitcast_convert_type(self.scales, self.format.scale.dtype)
+
+    def unpack(self) -> MXArray:
+        """The operand as an MXArray `[batch, rows, k]` with blocks along k."""
+        batch, rows, k = self.shape
+        block = self.format.block[1]
+        assert isinstance(block, int)
+        codes = packing.unpack(self.codes, self.format.element.bits, self.padded_k)
+        tiles = self.scales.reshape(*self.scales.shape[:2], 32, 4, SCALE_COLUMNS)
+        scales = tiles.transpose(0, 3, 2, 1, 4).reshape(batch, -1, self.padded_k // block)
+        tensor_scale = self.tensor_scale
+        return MXArray(
+            codes=codes.reshape(batch, -1, self.padded_k)[:, :rows, :k],
+            scales=scales[:, :rows, : -(-k // block)],
+            tensor_scale=None if tensor_scale is None else tensor_scale.reshape(1, 1, 1),
+            format=self.format,
+            blocks=((-1, block),),
+            dtype=self.dtype,
+        )
 
 
 def lay_out(x: MXArray) -> ScaledOperand:
@@ -88,14 +124,14 @@ def lay_out(x: MXArray) -> ScaledOperand:
     scales = jnp.pad(x.scales, ((0, 0), (0, padded_rows - rows), (0, missing)))
     tiles = scales.reshape(-1, 4, 32, padded_k // (block * SCALE_COLUMNS), SCALE_COLUMNS)
     tiles = tiles.transpose(0, 3, 2, 1, 4).reshape(tiles.shape[0], tiles.shape[3], 32, 16)
-    native = dataclasses.replace(x, codes=codes.reshape(-1, padded_k), scales=tiles)
     tensor_scale = x.tensor_scale
     return ScaledOperand(
-        codes=native.elements,
-        scales=native.scale_values,
+        codes=packing.pack(codes.reshape(-1, padded_k), x.format.element.bits),
+        scales=tiles,
         tensor_scale=None if tensor_scale is None else tensor_scale.reshape(()),
         shape=(batch, rows, k),
         format=x.format,
+        dtype=x.dtype,
     )
 
 
@@ -104,7 +140,6 @@ def multiply(
     rhs: ScaledOperand,
     out_dtype: jax.typing.DTypeLike,
     *,
-    architecture: str = "sm100",
     tiles: Tiles | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -113,10 +148,9 @@ def multiply(
     from mx_jax.backends.pallas_gpu import kernel_sm100
 
     (batch, m, _), n, dtype = lhs.shape, rhs.shape[1], np.dtype(out_dtype)
-    (rows, k), columns = lhs.codes.shape, rhs.codes.shape[0] // batch
-    rows //= batch
+    rows, columns, k = lhs.codes.shape[0] // batch, rhs.codes.shape[0] // batch, lhs.padded_k
     if tiles is None:
-        tiles = choose(architecture, lhs.format.element.bits, batch=batch, m=rows, n=columns, k=k)
+        tiles = choose(TCGEN05, lhs.format.element.bits, batch=batch, m=rows, n=columns, k=k)
     if columns % tiles.n:
         tiles = dataclasses.replace(tiles, n=_PAD_ROWS)
     factors = [x.tensor_scale for x in (lhs, rhs) if x.tensor_scale is not None]
@@ -124,10 +158,10 @@ def multiply(
     block = lhs.format.block[1]
     assert isinstance(block, int)
     sums = kernel_sm100.matmul(
-        lhs.codes,
-        rhs.codes,
-        lhs.scales,
-        rhs.scales,
+        lhs.elements,
+        rhs.elements,
+        lhs.scale_values,
+        rhs.scale_values,
         block=block,
         batch=batch,
         tiles=tiles,

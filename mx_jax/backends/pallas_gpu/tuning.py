@@ -1,5 +1,8 @@
 """Which tiles a product takes: data per architecture, width of the codes and number of rows.
 
+An architecture's name stands for its kernel that decodes weights; Blackwell's other kernel, which
+takes both operands as they are, has a name of its own.
+
 No entry below has been measured on hardware: they follow from the sizes of shared memory and of the
 register file, and from the number of processors to fill. `python -m benchmarks.gpu_tune` measures
 on a GPU and writes a file; `MX_JAX_GPU_TILES` names a file to use instead of these entries.
@@ -16,14 +19,16 @@ from typing import Any
 
 # Names a JSON file with a table of tiles, read once.
 TILES_VARIABLE = "MX_JAX_GPU_TILES"
+# Blackwell's kernel for two block-scaled operands.
+TCGEN05 = "tcgen05"
 
 # Programs in flight that fill the machine once: SMs of an A100, L40S, H100 or H200, B200.
-_NUM_SMS = {"sm80": 108, "sm89": 142, "sm90": 132, "sm100": 148}
+_NUM_SMS = {"sm80": 108, "sm89": 142, "sm90": 132, "sm100": 148, TCGEN05: 148}
+_KIB = {"sm80": 163, "sm89": 99, "sm90": 227, "sm100": 227, TCGEN05: 227}
 # Bytes that a program may ask for, a KiB left for barriers.
-SHARED_MEMORY = {
-    architecture: (size - 1) * 1024
-    for architecture, size in (("sm80", 163), ("sm89", 99), ("sm90", 227), ("sm100", 227))
-}
+SHARED_MEMORY = {name: (size - 1) * 1024 for name, size in _KIB.items()}
+# Those whose programs are one warpgroup that multiplies by mma.
+_MMA = ("sm80", "sm89", "sm100")
 # A pipeline shorter than this has no steady state.
 _MIN_STEPS = 4
 
@@ -49,11 +54,11 @@ class Tiles:
 
 def shared_memory(architecture: str, code_bits: int, tiles: Tiles) -> int:
     """Bytes of shared memory that the stages and a tile of the result take, barriers left out."""
-    # On Blackwell both sides are codes. At worst, 16 of them share a scale of two bytes.
-    both = architecture == "sm100"
+    # By tcgen05 both sides are codes. At worst, 16 of them share a scale of two bytes.
+    both = architecture == TCGEN05
     lhs_bits = code_bits + 1 if both else 16
     step = tiles.k * (tiles.m * lhs_bits + tiles.n * (code_bits + 1)) // 8
-    result = {"sm90": tiles.n * tiles.m * 4, "sm100": 2 * tiles.m * 128}
+    result = {"sm90": tiles.n * tiles.m * 4, TCGEN05: 2 * tiles.m * 128}
     return tiles.stages * step + result.get(architecture, 0)
 
 
@@ -61,7 +66,7 @@ def possible(architecture: str, code_bits: int, tiles: Tiles) -> bool:
     """Whether an architecture's kernel can be compiled with these tiles, and started."""
     if tiles.k % 128 or shared_memory(architecture, code_bits, tiles) > SHARED_MEMORY[architecture]:
         return False
-    if architecture == "sm100":
+    if architecture == TCGEN05:
         return tiles.m == 128 and tiles.n in (128, 256) and tiles.k * code_bits % 1024 == 0
     # A row of accumulators for every 8 activations.
     rows = tiles.m % 8 == 0 and tiles.m <= 128
@@ -73,7 +78,7 @@ def possible(architecture: str, code_bits: int, tiles: Tiles) -> bool:
 
 # (architecture, bits of a code as it lies in memory) -> (largest number of rows, tiles), ascending.
 # sm90: any number of rows of activations that 8 divides, 64 rows of weights for each of two
-# warpgroups. sm100: 128 by 128 or 256, with steps of 128 bytes.
+# warpgroups. tcgen05: 128 by 128 or 256, with steps of 128 bytes.
 TILES: dict[tuple[str, int], tuple[tuple[float, Tiles], ...]] = {
     **{
         (architecture, bits): (
@@ -82,7 +87,7 @@ TILES: dict[tuple[str, int], tuple[tuple[float, Tiles], ...]] = {
             (32, Tiles(m=32, n=64, stages=3, splits=8)),
             (float("inf"), Tiles(m=64, n=64, stages=3, splits=4)),
         )
-        for architecture in ("sm80", "sm89")
+        for architecture in _MMA
         for bits in (4, 8)
     },
     ("sm90", 4): (
@@ -99,11 +104,11 @@ TILES: dict[tuple[str, int], tuple[tuple[float, Tiles], ...]] = {
         (64, Tiles(m=64, splits=8)),
         (float("inf"), Tiles(m=128, stages=3, splits=4)),
     ),
-    ("sm100", 4): (
+    (TCGEN05, 4): (
         (256, Tiles(m=128, k=256, stages=4, splits=8)),
         (float("inf"), Tiles(m=128, n=256, k=256, stages=3, splits=2)),
     ),
-    ("sm100", 8): (
+    (TCGEN05, 8): (
         (256, Tiles(m=128, k=256, stages=2, splits=8)),
         (float("inf"), Tiles(m=128, n=256, k=128, stages=3, splits=2)),
     ),
@@ -113,7 +118,7 @@ TILES: dict[tuple[str, int], tuple[tuple[float, Tiles], ...]] = {
 # let XLA multiply in bfloat16. At so many rows the tensor cores are the bound for either, and a
 # kernel decodes the same weights again for every tile of rows.
 CROSSOVER: dict[tuple[str, int], int] = {
-    **{(architecture, bits): 256 for architecture in ("sm80", "sm89") for bits in (4, 8)},
+    **{(architecture, bits): 256 for architecture in _MMA for bits in (4, 8)},
     ("sm90", 4): 1024,
     ("sm90", 8): 1024,
 }
@@ -196,8 +201,8 @@ def table() -> Table:
 
 def candidates(architecture: str, code_bits: int, rows: int) -> Iterator[Tiles]:
     """Tiles worth measuring for a number of rows."""
-    m = 128 if architecture == "sm100" else min(128, max(8, 1 << (rows - 1).bit_length()))
-    for n in {"sm90": (128,), "sm100": (128, 256)}.get(architecture, (64,)):
+    m = 128 if architecture == TCGEN05 else min(128, max(8, 1 << (rows - 1).bit_length()))
+    for n in {"sm90": (128,), TCGEN05: (128, 256)}.get(architecture, (64,)):
         for k in (128, 256):
             for stages in range(2, 7):
                 for splits in (1, 2, 4, 8, 16):
@@ -210,7 +215,7 @@ def choose(architecture: str, code_bits: int, *, batch: int, m: int, n: int, k: 
     """The table's tiles, with as many splits as still help.
 
     Args:
-      architecture: e.g. `"sm90"`.
+      architecture: e.g. `"sm90"`, or `TCGEN05`.
       code_bits: 4 or 8.
       batch: number of products.
       m: rows of activations.

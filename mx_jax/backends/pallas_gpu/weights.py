@@ -9,7 +9,6 @@ import numpy as np
 from jax import lax
 
 from mx_jax.codecs import scale as scale_codec
-from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
 
@@ -53,7 +52,7 @@ def granularity(block: int) -> int:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("codes", "scales", "tensor_scale"),
+    data_fields=("codes", "scales", "scale_bytes", "tensor_scale"),
     meta_fields=("shape", "format", "dtype"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,6 +76,7 @@ class PackedWeights:
     Attributes:
       codes: int32 `[batch, n' / 64, k' / group_size, 64, 16]`.
       scales: int32 `[batch, n' / 64, k' / (2 * granularity), 64]`.
+      scale_bytes: uint8 `[batch, n, blocks]`, as they came: no kernel reads them.
       tensor_scale: float32 scalar, or None.
       shape: `(batch, n, k)`.
       format: the block format, with blocks along k.
@@ -85,10 +85,16 @@ class PackedWeights:
 
     codes: jax.Array
     scales: jax.Array
+    scale_bytes: jax.Array
     tensor_scale: jax.Array | None = None
     shape: tuple[int, int, int]
     format: BlockFormat
     dtype: np.dtype
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """Leading axes that vmap stacked."""
+        return self.codes.shape[:-5]
 
     @property
     def padded_n(self) -> int:
@@ -102,27 +108,22 @@ class PackedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
+        """Bytes that kernels read: codes and scales."""
         return 4 * int(np.prod(self.codes.shape) + np.prod(self.scales.shape))
 
     def unpack(self) -> MXArray:
         """The weights as an MXArray `[batch, n, k]` with blocks along k."""
-        batch, n, k = self.shape
-        element, (_, block) = self.format.element, self.format.block
-        assert isinstance(block, int)
+        _, n, k = self.shape
+        element = self.format.element
         slots = [_code_of(self.codes, slot, element) for slot in SLOTS[stored_bits(element)]]
         codes = _from_threads(jnp.stack(slots, axis=-1), self.padded_k)
-        blocks: Blocks = ((-1, block),)
-        halves = lax.bitcast_convert_type(self.scales, jnp.uint16)
-        halves = halves.swapaxes(2, 3).reshape(batch, self.padded_n, -1)
-        halves = halves[..., : -(-k // granularity(block)) : block // granularity(block)]
         tensor_scale = self.tensor_scale
         return MXArray(
             codes=codes[:, :n, :k],
-            scales=_scale_bytes(halves, self.format)[:, :n],
+            scales=self.scale_bytes,
             tensor_scale=None if tensor_scale is None else tensor_scale.reshape(1, 1, 1),
             format=self.format,
-            blocks=blocks,
+            blocks=((-1, self.format.block[1]),),
             dtype=self.dtype,
         )
 
@@ -163,6 +164,7 @@ def pack(weights: MXArray) -> PackedWeights:
     return PackedWeights(
         codes=words,
         scales=lax.bitcast_convert_type(scales, jnp.int32).swapaxes(2, 3),
+        scale_bytes=weights.scales,
         tensor_scale=None if tensor_scale is None else tensor_scale.reshape(()),
         shape=(batch, n, k),
         format=format,
@@ -220,10 +222,3 @@ def _bfloat16_bits(scales: jax.Array, format: BlockFormat) -> jax.Array:
     """Scales as patterns of bfloat16, uint16: exact, 2^-127 as a subnormal."""
     values = scale_codec.scale_to_float32(scales, format.scale)
     return lax.bitcast_convert_type(values, jnp.uint16)[..., 1]
-
-
-def _scale_bytes(halves: jax.Array, format: BlockFormat) -> jax.Array:
-    """The inverse of `_bfloat16_bits`, by looking for each byte's pattern."""
-    patterns = _bfloat16_bits(jnp.arange(256, dtype=jnp.uint8), format)
-    order = jnp.argsort(patterns)
-    return order[jnp.searchsorted(patterns[order], halves)].astype(jnp.uint8)

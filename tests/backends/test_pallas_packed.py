@@ -1,0 +1,287 @@
+"""Weights packed ahead of time for GPU kernels, in either layout: products in the interpreter."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import formats, recipes
+from mx_jax.backends.base import Call, MatmulCall, PackCall, Target
+from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul, scaled
+from mx_jax.backends.pallas_gpu.packed import GpuWeights
+from mx_jax.backends.pallas_gpu.scaled import ScaledOperand
+from mx_jax.backends.pallas_gpu.weights import PackedWeights
+from mx_jax.backends.reference import ReferenceBackend
+from mx_jax.backends.select import Choice
+from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
+from mx_jax.mxarray import MXArray
+from mx_jax.ops import matmul as ops_matmul
+from mx_jax.ops import packing as ops_packing
+from mx_jax.reference.matmul import scaled_matmul
+from mx_jax.testing.cases import MatmulCase
+from mx_jax.testing.compare import assert_bitwise_equal
+from tests.backends.mosaic import few_octaves, interpreter, mostly_slow, needs_mosaic, whole_numbers
+
+DECODED = (*formats.MX_FORMATS, NVFP4)
+AS_THEY_ARE = (MXFP8_E4M3, MXFP8_E5M2, MXFP4, MXFP4.with_block(16), NVFP4)
+
+pytestmark = needs_mosaic
+
+
+def backend_of(architecture: str) -> PallasGpuBackend:
+    return PallasGpuBackend(architecture=architecture, interpret=interpreter())
+
+
+def pack(backend: PallasGpuBackend, w: MXArray, call: MatmulCall, lhs: Any = None) -> GpuWeights:
+    packing = PackCall(
+        shape=w.shape,
+        format=w.format,
+        blocks=w.blocks,
+        num_batch=call.num_batch,
+        contracting=call.contracting_axes("rhs"),
+        lhs_format=lhs,
+    )
+    capability = {"sm90": (9, 0), "sm100": (10, 0)}[backend.architecture or ""]
+    target = Target(platform="cuda", compute_capability=capability)
+    if jax.__version_info__ >= (0, 12):
+        assert backend.rejects(packing, target) is None
+    packed = backend.pack(w, packing)
+    assert isinstance(packed, GpuWeights)
+    assert packed.serves(packing.contracting, tuple(range(call.num_batch)))
+    return packed
+
+
+def case_of(rhs: BlockFormat, lhs: BlockFormat | None = None, **facts: Any) -> MatmulCase:
+    return MatmulCase(lhs=lhs, rhs=rhs, dtype="float32" if lhs else "bfloat16", **facts)
+
+
+def operands(rng: np.random.Generator, case: MatmulCase) -> tuple[Any, MXArray]:
+    """Of few octaves, so that sums are exact in float32 in any order."""
+    if case.lhs is None:
+        return whole_numbers(rng, case)
+    lhs, rhs = case.operands(rng, octaves=1)
+    assert isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
+    return few_octaves(rng, lhs), few_octaves(rng, rhs)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "case"),
+    [
+        ("sm90", case_of(MXFP4, batch=(2,), m=(3,), n=(70,), k=(100,), rhs_k_first=True)),
+        pytest.param("sm90", case_of(NVFP4, m=(2, 3), n=(4, 2), k=(2, 64)), marks=pytest.mark.slow),
+        ("sm100", case_of(MXFP4, MXFP4, batch=(2,), m=(3,), n=(70,), k=(100,), rhs_k_first=True)),
+        pytest.param(
+            "sm100",
+            case_of(NVFP4, NVFP4, m=(2, 3), n=(4, 2), k=(2, 64), out_dtype="bfloat16"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "sm100",
+            case_of(MXFP8_E4M3, MXFP8_E5M2, m=(1,), n=(200,), k=(2100,)),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_packed_weights_give_the_same_product(
+    architecture: str, case: MatmulCase, rng: np.random.Generator
+):
+    call, backend = case.call, backend_of(architecture)
+    lhs, rhs = operands(rng, case)
+    packed = jax.jit(lambda w: pack(backend, w, call, case.lhs))(rhs)
+    assert isinstance(packed.weights, ScaledOperand if architecture == "sm100" else PackedWeights)
+    product = jax.jit(lambda lhs, rhs: backend.packed_matmul(lhs, rhs, call))(lhs, packed)
+    expected = scaled_matmul(lhs, rhs, call.dimension_numbers, call.out_dtype)
+    assert_bitwise_equal(product, expected, what="product")
+
+
+@pytest.mark.parametrize(
+    "which",
+    mostly_slow(
+        [
+            *(("sm90", None, format) for format in DECODED),
+            *(("sm100", format, format) for format in AS_THEY_ARE),
+            ("sm100", None, MXFP4),
+            ("sm100", MXFP8_E4M3, MXFP4),
+            ("sm100", MXFP4, formats.MXFP6_E2M3),
+        ],
+        ("sm90", None, MXFP8_E5M2),
+        ("sm90", None, formats.MXFP6_E2M3),
+        ("sm100", NVFP4, NVFP4),
+        ("sm100", MXFP8_E4M3, MXFP8_E4M3),
+        ("sm100", None, MXFP4),
+    ),
+    ids=str,
+)
+def test_packed_weights_are_the_mxarray(
+    which: tuple[str, BlockFormat | None, BlockFormat], rng: np.random.Generator
+):
+    """Every code and scale, NaN among them, in any order of axes, stacked by vmap or not."""
+    architecture, lhs, format = which
+    case = case_of(format, batch=(2,), m=(1,), n=(5, 3), k=(2, 64), rhs_k_first=True)
+    _, w = case.operands(rng)
+    assert isinstance(w, MXArray)
+    codes = rng.integers(0, 2**format.element.bits, w.shape).astype(np.uint8)
+    scales = rng.integers(0, 256, w.scales.shape).astype(np.uint8)
+    w = dataclasses.replace(w, codes=jnp.asarray(codes), scales=jnp.asarray(scales))
+    packed = pack(PallasGpuBackend(architecture=architecture), w, case.call, lhs)
+    as_it_is = architecture == "sm100" and lhs == format
+    assert isinstance(packed.weights, ScaledOperand if as_it_is else PackedWeights)
+    assert (packed.shape, packed.blocks, packed.backend) == (w.shape, w.blocks, "pallas_gpu")
+    for field in ("codes", "scales", "tensor_scale"):
+        kept, given = (getattr(each, field) for each in (packed.unpack(), w))
+        assert (kept is None) == (given is None)
+        if given is not None:
+            assert_bitwise_equal(kept, given, what=field)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), packed)
+    assert stacked.shape == (2, *w.shape) and stacked.unpack().shape == (2, *w.shape)
+    assert_bitwise_equal(stacked.unpack()[1].codes, w.codes, what="stacked codes")
+    assert not stacked.serves((2, 3), (0, 1))
+
+
+def test_size_as_it_is(rng: np.random.Generator):
+    for format, bits in ((MXFP4, 4.25), (NVFP4, 4.5), (MXFP8_E4M3, 8.25)):
+        case = case_of(format, format, n=(256,), k=(512,))
+        _, w = case.operands(rng)
+        assert isinstance(w, MXArray)
+        packed = pack(PallasGpuBackend(architecture="sm100"), w, case.call, format)
+        assert packed.nbytes == 256 * 512 * bits / 8 + 4 * format.tensor_scale
+
+
+class Asked(Exception):
+    """Which kernel a product would have started."""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch):
+    def stop(name: str, *args: Any, **kwargs: Any):
+        raise Asked(name)
+
+    monkeypatch.setattr(matmul, "kernel", functools.partial(stop, "decodes"))
+    monkeypatch.setattr(matmul, "_dequantize_dot", functools.partial(stop, "xla"))
+    monkeypatch.setattr(scaled, "multiply", functools.partial(stop, "as they are"))
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "packed_for", "rows", "kernel"),
+    [
+        # Packed for nothing in particular: decoded, unless many rows make up for another layout.
+        (None, MXFP4, None, 3, "decodes"),
+        (MXFP4, MXFP4, None, 3, "decodes"),
+        (MXFP4, MXFP4, None, 300, "as they are"),
+        (None, MXFP4, None, 300, "xla"),
+        (MXFP8_E4M3, MXFP4, None, 300, "xla"),
+        # Packed for quantized activations.
+        (MXFP4, MXFP4, MXFP4, 3, "as they are"),
+        (MXFP8_E5M2, MXFP8_E4M3, MXFP8_E5M2, 3, "as they are"),
+        (None, MXFP4, MXFP4, 3, "decodes"),
+        (None, MXFP4, MXFP4, 300, "xla"),
+        (MXFP8_E4M3, MXFP4, MXFP4, 3, "decodes"),
+        # Not packed.
+        (MXFP4, MXFP4, "not", 3, "as they are"),
+        (None, MXFP4, "not", 3, "decodes"),
+        (NVFP4, None, "not", 3, "decodes"),
+        (formats.MXINT8, formats.MXINT8, "not", 3, "decodes"),
+        (MXFP8_E4M3, MXFP4, "not", 300, "xla"),
+    ],
+    ids=str,
+)
+def test_which_kernel_blackwell_starts(
+    lhs: BlockFormat | None,
+    rhs: BlockFormat | None,
+    packed_for: Any,
+    rows: int,
+    kernel: str,
+    rng: np.random.Generator,
+):
+    case = MatmulCase(lhs=lhs, rhs=rhs, dtype="bfloat16", m=(rows,), n=(3,), k=(64,))
+    backend, (left, right) = PallasGpuBackend(architecture="sm100"), case.operands(rng)
+    with pytest.raises(Asked, match=kernel):
+        if packed_for == "not":
+            jax.eval_shape(lambda x, w: backend.scaled_matmul(x, w, case.call), left, right)
+        else:
+            assert isinstance(right, MXArray)
+            packed = pack(backend, right, case.call, packed_for)
+            jax.eval_shape(lambda x, w: backend.packed_matmul(x, w, case.call), left, packed)
+
+
+# As a user's code has them ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """Ops choose Blackwell's kernels, in the interpreter, for packing and for forward products."""
+    asked: list[Call] = []
+
+    def select(call: Call, target: Target) -> Choice:
+        asked.append(call)
+        mine = isinstance(call, PackCall) or (
+            isinstance(call, MatmulCall) and scaled.meet(call.lhs_format, call.rhs_format)
+        )
+        backend = backend_of("sm100") if mine else ReferenceBackend()
+        return Choice(backend=backend, rejections=())
+
+    monkeypatch.setattr(ops_packing, "select", select)
+    monkeypatch.setattr(ops_matmul, "select", select)
+    return asked
+
+
+def drawn(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(5).standard_normal(shape), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        (None, PackedWeights),
+        (recipes.weight_only("mxfp4"), PackedWeights),
+        (recipes.mxfp8(), PackedWeights),
+        (recipes.mxfp4(), ScaledOperand),
+    ],
+    ids=str,
+)
+def test_a_recipe_chooses_the_layout(blackwell: list[Call], recipe: Any, layout: type):
+    kernel = mx_jax.quantize(drawn(64, 6), "mxfp4", axis=0)
+    packed = mx_jax.pack_weights(kernel, recipe=recipe)
+    assert isinstance(packed, GpuWeights) and isinstance(packed.weights, layout)
+    (call,) = blackwell
+    assert isinstance(call, PackCall)
+    spec = None if recipe is None else recipe.fwd.lhs
+    assert call.lhs_format == (None if spec is None else spec.format)
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("loop", mostly_slow(["scan", "vmap", "grad"], "scan"))
+def test_layers_stacked_and_differentiated(loop: str, monkeypatch: pytest.MonkeyPatch):
+    recipe = recipes.mxfp4()
+    kernels = mx_jax.quantize(drawn(2, 64, 64), "mxfp4", axis=-2)
+    x = drawn(3, 64)
+    layers = jax.vmap(functools.partial(mx_jax.pack_weights, recipe=recipe))(kernels)
+    assert isinstance(layers, GpuWeights) and isinstance(layers.weights, ScaledOperand)
+
+    def run(x: jax.Array, layers: Any) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> jax.Array:
+            return mx_jax.matmul(x, w, recipe=recipe)
+
+        if loop == "vmap":
+            return jax.vmap(layer, in_axes=(None, 0))(x, layers)
+        if loop == "scan":
+            return jax.lax.scan(lambda x, w: (layer(x, w), None), x, layers)[0]
+        first = jax.tree.map(lambda leaf: leaf[0], layers)
+        return jax.grad(lambda x: (layer(x, first) ** 2).sum())(x)
+
+    def unpack(self: GpuWeights):
+        raise AssertionError("a forward product reads weights as they are")
+
+    expected = jax.jit(run)(x, kernels)
+    if loop != "grad":
+        monkeypatch.setattr(GpuWeights, "unpack", unpack)
+    actual = jax.jit(run)(x, layers)
+    # Not bit for bit: a code of the next layer may round the other way.
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)
