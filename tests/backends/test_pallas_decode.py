@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mx_jax.backends.pallas_gpu.tuning import TILES
+from mx_jax.backends.pallas_gpu import tuning
 from mx_jax.backends.pallas_gpu.weights import CHUNK, ROWS, SLOTS, WORDS
 from mx_jax.formats import MXFP4, MXFP8_E4M3
 from tests.backends.mosaic import needs_mosaic
@@ -71,18 +71,18 @@ def test_threads_get_what_the_interpreter_says(
             np.testing.assert_array_equal(held[:, i], pair)
 
 
-@pytest.mark.parametrize("key", [key for key in TILES if key[0] in ("sm80", "sm89")], ids=str)
+@pytest.mark.parametrize("key", [key for key in tuning.TILES if key[0] in tuning.MMA], ids=str)
 def test_what_cp_async_copies_is_one_piece(key: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
     import jax.numpy as jnp
 
-    from mx_jax.backends.pallas_gpu import kernel_sm80
+    from mx_jax.backends.pallas_gpu import program
     from mx_jax.backends.pallas_gpu.decode import Decoder
 
-    monkeypatch.setattr(kernel_sm80.lax, "axis_index", lambda _: 0)
+    monkeypatch.setattr(program.lax, "axis_index", lambda _: 0)
     decoder = Decoder(format=MXFP4 if key[1] == 4 else MXFP8_E4M3)
     arrays = (8, 4096 // decoder.group, ROWS, WORDS), (8, 4096 // 2 // decoder.granularity, ROWS)
-    for _, tiles in TILES[key]:
-        program = kernel_sm80._Program(
+    for _, tiles in tuning.TILES[key]:
+        sizes = program.Program(
             decoder=decoder,
             tiles=tiles,
             out_dtype=jnp.dtype("float32"),
@@ -91,7 +91,7 @@ def test_what_cp_async_copies_is_one_piece(key: tuple[str, int], monkeypatch: py
             num_k=4096 // tiles.k,
             num_rows=1,
         )
-        _, *plain = program._in_specs()
+        _, *plain = sizes.in_specs()
         for spec, shape in zip(plain, arrays, strict=True):
             assert not spec.transforms and len(spec.block_shape) == len(shape)
             partial = [i for i, size in enumerate(spec.block_shape) if size != shape[i]]

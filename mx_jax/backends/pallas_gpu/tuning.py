@@ -28,7 +28,7 @@ _KIB = {"sm80": 163, "sm89": 99, "sm90": 227, "sm100": 227, TCGEN05: 227}
 # Bytes that a program may ask for, a KiB left for barriers.
 SHARED_MEMORY = {name: (size - 1) * 1024 for name, size in _KIB.items()}
 # Those whose programs are one warpgroup that multiplies by mma.
-_MMA = ("sm80", "sm89", "sm100")
+MMA = ("sm80", "sm89", "sm100")
 # A pipeline shorter than this has no steady state.
 _MIN_STEPS = 4
 
@@ -87,7 +87,7 @@ TILES: dict[tuple[str, int], tuple[tuple[float, Tiles], ...]] = {
             (32, Tiles(m=32, n=64, stages=3, splits=8)),
             (float("inf"), Tiles(m=64, n=64, stages=3, splits=4)),
         )
-        for architecture in _MMA
+        for architecture in MMA
         for bits in (4, 8)
     },
     ("sm90", 4): (
@@ -118,7 +118,7 @@ TILES: dict[tuple[str, int], tuple[tuple[float, Tiles], ...]] = {
 # let XLA multiply in bfloat16. At so many rows the tensor cores are the bound for either, and a
 # kernel decodes the same weights again for every tile of rows.
 CROSSOVER: dict[tuple[str, int], int] = {
-    **{(architecture, bits): 256 for architecture in _MMA for bits in (4, 8)},
+    **{(architecture, bits): 256 for architecture in MMA for bits in (4, 8)},
     ("sm90", 4): 1024,
     ("sm90", 8): 1024,
 }
