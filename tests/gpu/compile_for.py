@@ -146,6 +146,13 @@ def compile_weights(gpu: Gpu, name: str) -> None:
             compile_on(gpu, product, (x, *flat))
 
 
+def compile_dequantize(gpu: Gpu, name: str, _: str) -> None:
+    """Packed weights to bfloat16."""
+    weights = shapes(pack, (1, N, K), FORMATS[name])
+    architecture = rejections.ARCHITECTURES[gpu.capability]
+    compile_on(gpu, lambda w: matmul._decoded(w, architecture, None), (weights,))
+
+
 def compile_scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
     """Two block-scaled operands."""
     from mx_jax.backends.pallas_gpu import kernel_sm100
@@ -178,4 +185,5 @@ def compile_scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
 
 if __name__ == "__main__":
     target, *names = sys.argv[1:]
-    (compile_weights if len(names) == 1 else compile_scaled)(GPUS[target], *names)
+    compile_formats = compile_weights if len(names) == 1 else compile_scaled
+    (compile_dequantize if names[-1] == "dequantize" else compile_formats)(GPUS[target], *names)

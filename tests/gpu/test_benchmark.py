@@ -29,6 +29,8 @@ from benchmarks.gpu_products import (
 )
 from mx_jax.backends.base import Target
 from mx_jax.backends.pallas_gpu import PallasGpuBackend, tuning
+from mx_jax.backends.pallas_gpu.scaled import ScaledOperand
+from mx_jax.backends.pallas_gpu.weights import PackedWeights
 from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.testing.cases import MatmulCase
 from tests.backends.mosaic import needs_mosaic

@@ -122,6 +122,28 @@ def test_ampere_and_what_decodes_like_it(target: str, name: str, limit: float, t
     assert len(loop) / (64 * table[0][1].k / 128) <= limit
 
 
+# Writing two bytes for each code takes longer than so many instructions.
+@pytest.mark.parametrize(
+    ("target", "name", "limit"),
+    [
+        ("sm_90a", "mxfp4", 4.5),
+        slow("sm_90a", "mxfp8_e5m2", 8.0),
+        slow("sm_80", "mxfp4", 4.5),
+        slow("sm_100a", "nvfp4", 4.5),
+    ],
+)
+def test_dequantize(target: str, name: str, limit: float, tmp_path: Path):
+    (report,) = compile_for(tmp_path, target, name, "dequantize")
+    assert f"for '{target}'" in report
+    (ptx,) = tmp_path.glob("*.ptx")
+    text = disassembly(ptx, target)
+    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+.*?;", text, re.MULTILINE)
+    stores = "UTMASTG" if target.endswith("a") else "ST.E"
+    assert any(stores in instruction for instruction in instructions)
+    # A thread of 128 has 512 columns of 64 rows.
+    assert len(instructions) / (64 * 512 / 128) <= limit
+
+
 @pytest.mark.parametrize(
     ("target", "lhs", "rhs", "kind"),
     [

@@ -14,6 +14,7 @@ from mx_jax.backends.matrices import as_matrices
 from mx_jax.backends.pallas_gpu import packed, scaled
 from mx_jax.backends.pallas_gpu.packed import GpuWeights
 from mx_jax.backends.pallas_gpu.rejections import (
+    ACCELERATED,
     ARCHITECTURES,
     BLOCK_SCALED,
     rejects_weights,
@@ -121,7 +122,8 @@ def _by_weights(
     between = out_dtype if factor is None else jnp.float32
     many = activations.shape[1] >= crossover(how["architecture"], weights.format)
     if isinstance(weights, MXArray) and many:
-        out = _dequantize_dot(activations, weights, between)
+        values = dataclasses.replace(weights, tensor_scale=None).dequantize(jnp.bfloat16)
+        out = _dequantize_dot(activations, values, weights.tensor_scale, between)
     else:
         packed_weights = pack(weights) if isinstance(weights, MXArray) else weights
         out = multiply(activations, packed_weights, between, **how)
@@ -142,16 +144,30 @@ def crossover(architecture: str, format: BlockFormat) -> float:
     return table().crossover.get((architecture, stored_bits(format.element)), math.inf)
 
 
-def _dequantize_dot(x: jax.Array, weights: MXArray, out_dtype: jax.typing.DTypeLike) -> jax.Array:
-    """`x[batch, m, k]` by `weights[batch, n, k]` by XLA in bfloat16, with one rounding."""
+def _dequantize_dot(
+    x: jax.Array, values: jax.Array, factor: jax.Array | None, out_dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """`x[batch, m, k]` by bfloat16 `values[batch, n, k]` and a factor, by XLA, rounded once."""
     m, parts = x.shape[1], _bfloat16_parts(x)
-    values = dataclasses.replace(weights, tensor_scale=None).dequantize(jnp.bfloat16)
-    once = parts is x and weights.tensor_scale is None
-    kept = np.dtype(out_dtype) if once else jnp.float32
+    kept = np.dtype(out_dtype) if parts is x and factor is None else jnp.float32
     numbers = (((2,), (2,)), ((0,), (0,)))
     sums = lax.dot_general(parts, values, numbers, preferred_element_type=kept)
     out = sums.reshape(x.shape[0], -1, m, values.shape[1]).sum(1)
-    return (out if weights.tensor_scale is None else out * weights.tensor_scale).astype(out_dtype)
+    return (out if factor is None else out * factor).astype(out_dtype)
+
+
+def _decoded(weights: PackedWeights, architecture: str, interpret: Any) -> jax.Array:
+    """Packed weights in bfloat16, `[batch, n', k']`, their tensor scale left out."""
+    from mx_jax.backends.pallas_gpu import kernel_dequantize
+
+    values = kernel_dequantize.dequantize(
+        weights.codes.reshape(-1, *weights.codes.shape[2:]),
+        weights.scales.reshape(-1, *weights.scales.shape[2:]),
+        format=weights.format,
+        accelerated=architecture in ACCELERATED,
+        interpret=interpret,
+    )
+    return values.reshape(weights.shape[0], weights.padded_n, weights.padded_k)
 
 
 def multiply(
@@ -178,7 +194,11 @@ def multiply(
     """
     architecture = architecture or _current_architecture()
     if tiles is None and x.shape[1] >= crossover(architecture, weights.format):
-        return _dequantize_dot(x, weights.unpack(), out_dtype)
+        # Zeros in x, not fewer columns of the weights, which would be copied.
+        widened = jnp.pad(x, ((0, 0), (0, 0), (0, weights.padded_k - x.shape[2])))
+        values = _decoded(weights, architecture, interpret)
+        out = _dequantize_dot(widened, values, weights.tensor_scale, out_dtype)
+        return out[..., : weights.shape[1]]
     batch, m, k = x.shape
     n, dtype = weights.shape[1], np.dtype(out_dtype)
     parts = _bfloat16_parts(x)

@@ -28,6 +28,8 @@ ARCHITECTURES = {
 # Those that multiply two quantized operands as they are, where their formats allow: all such
 # products could be taken by decoding too.
 BLOCK_SCALED = ("sm100",)
+# Those with a tensor memory accelerator, which the kernels for the others know nothing of.
+ACCELERATED = ("sm90", "sm100")
 # The first versions of JAX for which the kernels have been compiled.
 MIN_JAX = {"sm80": (0, 12, 0), "sm89": (0, 12, 0), "sm90": (0, 11, 2), "sm100": (0, 12, 0)}
 _ACTIVATIONS = tuple(map(jnp.dtype, ("bfloat16", "float16")))

@@ -1,0 +1,43 @@
+"""Packed weights decoded to bfloat16 by a kernel of their own, in the interpreter, bit for bit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mx_jax import formats
+from mx_jax.backends.pallas_gpu import matmul
+from mx_jax.backends.pallas_gpu.weights import pack
+from mx_jax.formats import MXFP4, BlockFormat
+from mx_jax.testing.compare import assert_bitwise_equal
+from tests.backends.mosaic import interpreter, mostly_slow, needs_mosaic
+from tests.backends.test_pallas_gpu import PACKED, random_weights
+
+pytestmark = needs_mosaic
+
+
+@pytest.mark.parametrize("architecture", ["sm80", "sm90"])
+@pytest.mark.parametrize("format", mostly_slow(PACKED, MXFP4, formats.MXFP6_E3M2), ids=str)
+def test_decodes_as_xla_does(format: BlockFormat, architecture: str, rng: np.random.Generator):
+    weights = random_weights(rng, (2, 130, 700), format)
+    # XLA on CPU loses bfloat16's subnormals, where a GPU keeps them.
+    scales = np.clip(np.asarray(weights.scales), 40, 120)
+    if format.scale.element is None:
+        scales[0, 3], scales[1, 5, 1] = 250, 255
+    weights = dataclasses.replace(weights, scales=jnp.asarray(scales))
+    packed = pack(weights)
+    expected = dataclasses.replace(packed.unpack(), tensor_scale=None).dequantize(jnp.bfloat16)
+    values = matmul._decoded(packed, architecture, interpreter())
+    assert values.shape == (2, packed.padded_n, packed.padded_k)
+    assert_bitwise_equal(values[:, :130, :700], expected, what="values")
+    outside = values.at[:, :130, :700].set(0)
+    assert not np.asarray(jnp.any(outside != 0))
+
+
+def test_lowers_for_cuda(rng: np.random.Generator):
+    packed = pack(random_weights(rng, (1, 128, 1024), MXFP4))
+    run = jax.jit(lambda packed: matmul._decoded(packed, "sm90", None))
+    text = run.trace(packed).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
