@@ -31,10 +31,10 @@ from mx_jax.backends.pallas_gpu import tuning
 from mx_jax.backends.pallas_gpu.rejections import ARCHITECTURES, BLOCK_SCALED
 from mx_jax.backends.pallas_gpu.tuning import TCGEN05, Tiles
 from mx_jax.backends.select import current_target
-from mx_jax.formats import MXFP4, MXFP8_E4M3, BlockFormat
+from mx_jax.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3, BlockFormat
 
 # What stands for each width of codes.
-FORMATS = {4: MXFP4, 8: MXFP8_E4M3}
+FORMATS = {4: MXFP4, 6: MXFP6_E2M3, 8: MXFP8_E4M3}
 
 # A kernel as the table of tiles names it, bits of a code, rows of activations.
 Key = tuple[str, int, int]
@@ -125,6 +125,7 @@ def tune(architecture: str, options: argparse.Namespace) -> Iterator[tuple[Key, 
     """The fastest tiles of each of an architecture's kernels, one after the other."""
     names = [architecture, *([TCGEN05] if architecture in BLOCK_SCALED else [])]
     keys = list(itertools.product(names, options.bits, options.rows))
+    keys = [key for key in keys if key[:2] in tuning.TILES]
     with report.progress(len(keys)) as step:
         for name, bits, rows in keys:
             step(f"{name}, {bits} bits, {rows} rows")

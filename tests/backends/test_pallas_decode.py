@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from mx_jax.backends.pallas_gpu import tuning
-from mx_jax.backends.pallas_gpu.weights import CHUNK, ROWS, SLOTS, WORDS
-from mx_jax.formats import MXFP4, MXFP8_E4M3
+from mx_jax.backends.pallas_gpu.weights import CHUNK, ROWS
+from mx_jax.formats import MXFP4, MXFP6_E3M2, MXFP8_E4M3, BlockFormat
 from tests.backends.mosaic import needs_mosaic
+
+# One of each number of stored bits.
+STORED = {4: MXFP4, 6: MXFP6_E3M2, 8: MXFP8_E4M3}
 
 pytestmark = needs_mosaic
 
@@ -28,10 +31,10 @@ def of_threads(x: np.ndarray, layout: Any) -> np.ndarray:
     return x.reshape(128, -1, x.shape[-1])
 
 
-@pytest.mark.parametrize("bits", SLOTS)
+@pytest.mark.parametrize("format", STORED.values(), ids=lambda format: format.name)
 @pytest.mark.parametrize("architecture", ["sm80", "sm90"])
 def test_threads_get_what_the_interpreter_says(
-    architecture: str, bits: int, monkeypatch: pytest.MonkeyPatch
+    architecture: str, format: BlockFormat, monkeypatch: pytest.MonkeyPatch
 ):
     import jax.numpy as jnp
     from jax._src.interpreters import mlir
@@ -42,9 +45,10 @@ def test_threads_get_what_the_interpreter_says(
 
     layouts = decode.plgpu.Layout
     layout = layouts.WGMMA if architecture == "sm90" else layouts.MMA_LHS(jnp.bfloat16)
-    count, slots = WORDS * 32 // bits // CHUNK, len(SLOTS[bits])
+    decoder = decode.Decoder(format=format)
+    count, slots, width = decoder.group // CHUNK, len(decoder.storage.slots), decoder.storage.words
     # Words whose two halves name themselves.
-    names = np.arange(slots * ROWS * WORDS, dtype=np.int32).reshape(slots, ROWS, WORDS)
+    names = np.arange(slots * ROWS * width, dtype=np.int32).reshape(slots, ROWS, width)
     halves = [jnp.asarray(n << 17 | n << 1 | 1 << 16) for n in names]
     expected = decode._interpreted_halves(halves, count)
     expected = [np.asarray(chunk).view(np.uint16) for chunk in expected]
@@ -52,7 +56,7 @@ def test_threads_get_what_the_interpreter_says(
     class Array:
         def __init__(self, words: np.ndarray):
             self.shape = words.shape
-            held = of_threads(words, layouts.WGMMA_8BIT.to_mgpu())
+            held = of_threads(words, decoder.words_layout.to_mgpu())
             # A register of a thread as an object: [register] of [thread, vector].
             self.registers = np.empty(held.shape[1], object)
             for i in range(held.shape[1]):
@@ -79,8 +83,10 @@ def test_what_cp_async_copies_is_one_piece(key: tuple[str, int], monkeypatch: py
     from mx_jax.backends.pallas_gpu.decode import Decoder
 
     monkeypatch.setattr(program.lax, "axis_index", lambda _: 0)
-    decoder = Decoder(format=MXFP4 if key[1] == 4 else MXFP8_E4M3)
-    arrays = (8, 4096 // decoder.group, ROWS, WORDS), (8, 4096 // 2 // decoder.granularity, ROWS)
+    decoder = Decoder(format=STORED[key[1]])
+    stored = decoder.storage
+    codes = (8, 4096 // stored.group * stored.planes, ROWS, stored.words)
+    arrays = codes, (8, 4096 // 2 // decoder.granularity, ROWS)
     for _, tiles in tuning.TILES[key]:
         sizes = program.Program(
             decoder=decoder,

@@ -15,9 +15,16 @@ import mx_jax
 from mx_jax import formats
 from mx_jax.backends.base import MatmulCall, PackCall, Target
 from mx_jax.backends.pallas_gpu import PallasGpuBackend, packed, rejections
-from mx_jax.backends.pallas_gpu.weights import SLOTS, pack
+from mx_jax.backends.pallas_gpu.storage import SLOTS, Slot, codes_of, storage, words_of
+from mx_jax.backends.pallas_gpu.weights import pack
 from mx_jax.backends.select import current_target, only_backend, select
-from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2
+from mx_jax.formats import (
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+)
 from mx_jax.mxarray import MXArray
 from mx_jax.ops import quantize as ops_quantize
 from mx_jax.testing.cases import MatmulCase
@@ -242,7 +249,8 @@ def test_packing_round_trips(
 
 
 def test_size_of_packed_weights(rng: np.random.Generator):
-    for format, bits in ((MXFP4, 4.5), (formats.NVFP4, 5), (MXFP8_E4M3, 8.5), (PACKED[3], 8.5)):
+    known = {MXFP4: 4.5, formats.NVFP4: 5, MXFP8_E4M3: 8.5, formats.MXINT8: 8.5}
+    for format, bits in (known | dict.fromkeys((MXFP6_E2M3, MXFP6_E3M2), 6.5)).items():
         packed = jax.eval_shape(pack, random_weights(rng, (1, 128, 256), format))
         assert packed.nbytes == 128 * 256 * bits / 8
 
@@ -272,9 +280,8 @@ def test_packing_is_what_its_docstring_says():
         chunk, t = divmod(pair, 8)
         code = codes[0, 0, 128 * group + 64 * chunk + 8 * t + 2 * thread + lane]
         word, slot = divmod(pair, 4)
-        low, sign = SLOTS[4][slot]
         half = int(packed.codes[0, 0, group, 0, 4 * thread + word]) >> 16 * lane
-        assert (half >> low & 7, half >> sign & 1) == (code & 7, code >> 3)
+        assert code_in([half], SLOTS[4, None][slot]) == code
     assert packed.scales.shape == (1, 2, 4, 64)
     for i in range(4):
         first, second = (120 + 2 * i) << 7, (121 + 2 * i) << 7
@@ -282,7 +289,42 @@ def test_packing_is_what_its_docstring_says():
     np.testing.assert_array_equal(packed.scales[0, :, :, 1:], 0)
 
 
+def code_in(halves: list[int], slot: Slot) -> int:
+    return sum(
+        (halves[field.plane] >> field.at & (1 << field.width) - 1) << field.lowest for field in slot
+    )
+
+
+@pytest.mark.parametrize("format", [MXFP6_E2M3, MXFP6_E3M2], ids=lambda format: format.name)
+def test_packing_of_six_bits_is_what_its_docstring_says(
+    format: formats.BlockFormat, rng: np.random.Generator
+):
+    weights = random_weights(rng, (1, 70, 256), format)
+    packed, codes = jax.jit(pack)(weights), np.asarray(weights.codes)
+    assert packed.codes.shape == (1, 2, 6, 64, 8)
+    for group, thread, pair, lane in np.ndindex(2, 4, 16, 2):
+        chunk, t = divmod(pair, 8)
+        code = codes[0, 69, 128 * group + 64 * chunk + 8 * t + 2 * thread + lane]
+        word, slot = divmod(pair, 8)
+        planes = packed.codes[0, 1, 3 * group : 3 * group + 3, 5, 2 * thread + word]
+        halves = [int(plane) >> 16 * lane for plane in planes]
+        assert code_in(halves, SLOTS[6, format.element.mantissa_bits][slot]) == code
+
+
 def test_places_for_codes_do_not_overlap():
-    for bits, slots in SLOTS.items():
-        taken = [low + i for low, _ in slots for i in range(bits - 1)] + [sign for _, sign in slots]
-        assert sorted(taken) == list(range(16))
+    for (bits, _), slots in SLOTS.items():
+        fields = [field for slot in slots for field in slot]
+        taken = [(f.plane, f.at + i) for f in fields for i in range(f.width)]
+        planes = 1 + max(plane for plane, _ in taken)
+        assert sorted(taken) == [(plane, bit) for plane in range(planes) for bit in range(16)]
+        for slot in slots:
+            assert sorted(f.lowest + i for f in slot for i in range(f.width)) == list(range(bits))
+
+
+def test_other_widths_lie_as_the_next_wider():
+    e4m1 = dataclasses.replace(MXFP6_E3M2.element, name="e4m1", exponent_bits=4, mantissa_bits=1)
+    stored = storage(e4m1)
+    assert (stored.bits, stored.planes, stored.group) == (8, 1, 64)
+    codes = jnp.arange(64, dtype=jnp.uint16).reshape(2, 16, 2)
+    for code, again in zip(codes, codes_of(words_of(list(codes), e4m1), e4m1), strict=True):
+        np.testing.assert_array_equal(again, code)

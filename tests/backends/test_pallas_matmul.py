@@ -10,8 +10,9 @@ import pytest
 
 from mx_jax import formats
 from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul
+from mx_jax.backends.pallas_gpu.storage import storage, words_of
 from mx_jax.backends.pallas_gpu.tuning import Tiles
-from mx_jax.backends.pallas_gpu.weights import SLOTS, _slot_of, group_size, pack, stored_bits
+from mx_jax.backends.pallas_gpu.weights import pack
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul
@@ -52,7 +53,7 @@ CASES = [
     case_of(MXFP8_E4M3, batch=(2,), m=(3,), k=(64,), lhs_k_first=True, out_dtype="float16"),
     case_of(MXFP8_E5M2, m=(2, 3), n=(4, 2), k=(2, 512), rhs_k_first=True),
     case_of(MXFP4, "float16", out_dtype="float16"),
-    pytest.param(case_of(formats.MXFP6_E2M3, k=(70,)), marks=pytest.mark.slow),
+    case_of(formats.MXFP6_E2M3, n=(70,), k=(150,)),
     pytest.param(
         case_of(formats.MXFP6_E3M2, k=(32,), out_dtype="bfloat16"), marks=pytest.mark.slow
     ),
@@ -81,6 +82,7 @@ def test_is_the_reference_after_rounding(
             case_of(MXFP8_E4M3, "float16", m=(1,), n=(130,), k=(70,)),
             case_of(MXFP8_E5M2, m=(70,), k=(512,), rhs_k_first=True, out_dtype="bfloat16"),
             case_of(formats.NVFP4, m=(20,), k=(200,)),
+            case_of(formats.MXFP6_E3M2, m=(20,), k=(700,)),
         ],
         case_of(MXFP4, batch=(2,), m=(9,), n=(70,), k=(1100,), out_dtype="bfloat16"),
     ),
@@ -223,13 +225,14 @@ def test_every_code_under_every_scale(format: formats.BlockFormat):
     exact = np.array([element.value(code) for code in range(1 << element.bits)])
     scales = np.array([format.scale.value(byte) for byte in range(256)])
     sides = np.stack([codes, np.roll(codes, 1)], axis=-1)
-    slots = SLOTS[stored_bits(element)]
-    # All slots of a word at once, so that none disturbs another.
-    words = sum(np.asarray(_slot_of(jnp.asarray(sides), slot, element)) for slot in slots)
-    for slot in slots:
+    slots = storage(element).slots
+    # All slots of a word at once, each with codes of its own, so that none disturbs another.
+    turned = [np.roll(sides, 5 * i, axis=0) for i in range(len(slots))]
+    words = words_of([jnp.asarray(of_slot) for of_slot in turned], element)
+    for i, slot in enumerate(slots):
         bits, head = (
-            None if x is None else np.asarray(x).view(jnp.bfloat16)
-            for x in place(jnp.asarray(words), slot, element)
+            None if x is None else np.roll(np.asarray(x), -5 * i).view(jnp.bfloat16)
+            for x in place(words, slot, element)
         )
         with np.errstate(over="ignore", invalid="ignore"):
             values = decoder.lift(bits) if head is None else bits - head
@@ -251,9 +254,9 @@ def test_the_interpreters_lift_is_the_same(format: formats.BlockFormat):
     if element.kind == "int":
         pytest.skip("an integer needs none")
     codes = np.arange(1 << element.bits).astype(np.uint16)
-    slot = SLOTS[stored_bits(element)][0]
-    words = _slot_of(jnp.asarray(np.stack([codes, codes], -1)), slot, element)
-    bits = np.asarray(place(words, slot, element)[0]).view(jnp.bfloat16)
+    slots = storage(element).slots
+    words = words_of([jnp.asarray(np.stack([codes, codes], -1))] * len(slots), element)
+    bits = np.asarray(place(words, slots[0], element)[0]).view(jnp.bfloat16)
     with np.errstate(over="ignore", invalid="ignore"):
         actual = Decoder(format=format, interpreted=True).lift(jnp.asarray(bits))
         expected = np.asarray(Decoder(format=format).lift(bits))
@@ -290,6 +293,7 @@ def test_lowers_for_cuda_without_a_plugin(format: formats.BlockFormat):
     text = run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in text.splitlines() if "custom_call @mosaic_gpu" in line)
     # Activations padded to 32 rows, weights to 256, and the partial sums of one split.
-    groups = 1024 // group_size(format.element)
+    stored = storage(format.element)
+    words = f"{1024 // stored.group * stored.planes}x64x{stored.words}"
     pairs = 1024 // (2 * Decoder(format=format).granularity)
-    assert f"(tensor<32x1024xbf16>, tensor<4x{groups}x64x16xi32>, tensor<4x{pairs}x64xi32>)" in call
+    assert f"(tensor<32x1024xbf16>, tensor<4x{words}xi32>, tensor<4x{pairs}x64xi32>)" in call

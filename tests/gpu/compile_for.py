@@ -26,7 +26,8 @@ from jax.experimental import topologies
 import mx_jax
 from mx_jax import formats
 from mx_jax.backends.pallas_gpu import matmul, rejections, scaled, tuning
-from mx_jax.backends.pallas_gpu.weights import pack, stored_bits
+from mx_jax.backends.pallas_gpu.storage import storage
+from mx_jax.backends.pallas_gpu.weights import pack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ def compile_weights(gpu: Gpu, name: str) -> None:
     architecture = rejections.ARCHITECTURES[gpu.capability]
     kernel = matmul.kernel(architecture)
     weights = shapes(pack, (1, N, K), FORMATS[name])
-    for _, tiles in tuning.TILES[architecture, stored_bits(FORMATS[name].element)]:
+    for _, tiles in tuning.TILES[architecture, storage(FORMATS[name].element).bits]:
         for out_dtype in ("float32", "bfloat16"):
             x = jax.ShapeDtypeStruct((2 * tiles.m, K), jnp.bfloat16)
             product = functools.partial(

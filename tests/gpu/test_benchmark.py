@@ -225,8 +225,9 @@ def test_blackwells_kernels_are_both_tuned(monkeypatch: pytest.MonkeyPatch):
         return dict.fromkeys(ways, 1.0)
 
     monkeypatch.setattr(gpu_tune, "medians", medians)
-    found = dict(gpu_tune.tune("sm100", gpu_tune.parse(["--rows", "64", "--bits", "4"])))
-    assert list(gpu_tune.as_table(found).tiles) == [("sm100", 4), ("tcgen05", 4)]
+    found = dict(gpu_tune.tune("sm100", gpu_tune.parse(["--rows", "64", "--bits", "4", "6"])))
+    kernels = [("sm100", 4), ("sm100", 6), ("tcgen05", 4)]
+    assert list(gpu_tune.as_table(found).tiles) == kernels
 
 
 def test_tiles_that_cannot_start_are_left_out(capfd: pytest.CaptureFixture[str]):

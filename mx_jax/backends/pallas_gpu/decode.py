@@ -10,6 +10,9 @@ Imports Mosaic GPU, so only kernels import this file.
 """
 
 import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,13 +20,8 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu
 
-from mx_jax.backends.pallas_gpu.weights import (
-    CHUNK,
-    SLOTS,
-    granularity,
-    group_size,
-    stored_bits,
-)
+from mx_jax.backends.pallas_gpu.storage import Field, Slot, Storage, storage
+from mx_jax.backends.pallas_gpu.weights import CHUNK, granularity
 from mx_jax.formats import BlockFormat, ElementFormat
 
 # Its declared types differ between versions of JAX, and none fits its own use.
@@ -55,9 +53,20 @@ class Decoder:
         return self.format.element
 
     @property
+    def storage(self) -> Storage:
+        """Where the codes' bits lie."""
+        return storage(self.element)
+
+    @property
     def group(self) -> int:
         """Codes of a row that `operands` decodes."""
-        return group_size(self.element)
+        return self.storage.group
+
+    @property
+    def words_layout(self) -> Any:
+        """Of a plane's words: of a row, thread c has `4 c` to `4 c + 3`, or `2 c` and `2 c + 1`."""
+        layouts = {16: plgpu.Layout.WGMMA_8BIT, 8: plgpu.Layout.WGMMA}
+        return layouts[self.storage.words]
 
     @property
     def granularity(self) -> int:
@@ -75,11 +84,14 @@ class Decoder:
         """A group of 64 rows as bfloat16 operands `[64, 64]`, in the order of k.
 
         Args:
-          words: reference to packed codes, `[64, 16]` of int32.
+          words: reference to packed codes, `[planes, 64, words]` of int32.
           scales: reference to packed scales, `[group / (2 * granularity), 64]` of int32.
           layout: of the operands: a row's columns `2 c, 2 c + 1` of each 8 in thread c.
         """
-        loaded = plgpu.load(words, layout=plgpu.Layout.WGMMA_8BIT, optimized=False)
+        loaded = [
+            plgpu.load(words.at[plane], layout=self.words_layout, optimized=False)
+            for plane in range(self.storage.planes)
+        ]
         values = self.values(loaded, layout)
         factors = []
         for pair in range(self.pairs):
@@ -94,10 +106,9 @@ class Decoder:
             for i, chunk in enumerate(values)
         ]
 
-    def values(self, words: Any, layout: Any) -> list[Any]:
+    def values(self, words: Sequence[Any], layout: Any) -> list[Any]:
         """The elements' own values, before scales: a list of bfloat16 `[64, 64]`."""
-        signs = SLOTS[stored_bits(self.element)]
-        placed = [place(words, slot, self.element) for slot in signs]
+        placed = [place(words, slot, self.element) for slot in self.storage.slots]
         chunks = self._halves([bits for bits, _ in placed], layout)
         if self.element.kind == "int":
             heads = self._halves([bits for _, bits in placed], layout)
@@ -130,7 +141,7 @@ class Decoder:
         if self.interpreted:
             return _interpreted_halves(slots, count)
         operand = plgpu.ShapeDtypeStruct((slots[0].shape[0], CHUNK), jnp.bfloat16, layout=layout)
-        types = (plgpu.Layout.WGMMA_8BIT,) * len(slots)
+        types = (self.words_layout,) * len(slots)
         return list(
             plgpu.inline_mgpu(arg_types=types, return_type=(operand,) * count)(
                 lambda _, *arrays: _mosaic_halves(arrays, count, layout)
@@ -138,23 +149,34 @@ class Decoder:
         )
 
 
-def place(words: Any, slot: tuple[int, int], element: ElementFormat) -> tuple[Any, Any]:
-    """One code of each half of int32 words, as patterns of bfloat16.
+def place(words: Sequence[Any], slot: Slot, element: ElementFormat) -> tuple[Any, Any]:
+    """One code of each half of int32 words, a word of each plane, as patterns of bfloat16.
 
     Floats: `(bits, 0)`, where bits are `value * 2^(bias - 127)`. The element's exponent stands in
     the lowest bits of bfloat16's, so its subnormals are bfloat16's. Integers, in two's complement:
     `(bits, head)`, the value is their difference.
     """
-    low, sign = slot
-    magnitude = element.sign_code - 1
+    magnitude = [field for field in slot if field.lowest < element.bits - 1]
+    sign = [field for field in slot if field.lowest == element.bits - 1]
     if element.kind == "int":
         # Seven bits in steps of 1/64, and the sign's -2: from 2 + bits/64 take 2, or 4.
         to = _MANTISSA_BITS - element.exponent_bits - element.mantissa_bits
-        bits = _moved(words, to - low) & _both(magnitude << to) | _both(_TWO)
-        return bits, _moved(words, _MANTISSA_BITS - sign) & _both(1 << _MANTISSA_BITS) | _both(_TWO)
+        bits = _gathered(words, [(field, to + field.lowest) for field in magnitude])
+        head = _gathered(words, [(field, _MANTISSA_BITS) for field in sign])
+        return bits | _both(_TWO), head | _both(_TWO)
     to = _MANTISSA_BITS - element.mantissa_bits
-    bits = _moved(words, to - low) & _both(magnitude << to)
-    return bits | _moved(words, _SIGN_BIT - sign) & _both(1 << _SIGN_BIT), None
+    moves = [(field, to + field.lowest) for field in magnitude]
+    return _gathered(words, moves + [(field, _SIGN_BIT) for field in sign]), None
+
+
+def _gathered(words: Sequence[Any], moves: Sequence[tuple[Field, int]]) -> Any:
+    """Each field moved to a bit of its half; those that move alike go together."""
+    masks: dict[tuple[int, int], int] = {}
+    for field, to in moves:
+        key = field.plane, to - field.at
+        masks[key] = masks.get(key, 0) | ((1 << field.width) - 1) << to
+    parts = [_moved(words[plane], left) & _both(mask) for (plane, left), mask in masks.items()]
+    return functools.reduce(operator.or_, parts)
 
 
 def _moved(words: Any, left: int) -> Any:

@@ -20,11 +20,11 @@ from mx_jax.backends.pallas_gpu.rejections import (
     rejects_weights,
 )
 from mx_jax.backends.pallas_gpu.scaled import ScaledOperand
+from mx_jax.backends.pallas_gpu.storage import storage
 from mx_jax.backends.pallas_gpu.tuning import Tiles, choose, table
 from mx_jax.backends.pallas_gpu.weights import (
     PackedWeights,
     pack,
-    stored_bits,
 )
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
@@ -141,7 +141,7 @@ def _in_high_precision(activations: Operand) -> tuple[jax.Array, jax.Array | Non
 
 def crossover(architecture: str, format: BlockFormat) -> float:
     """Rows from which weights are dequantized once and XLA multiplies."""
-    return table().crossover.get((architecture, stored_bits(format.element)), math.inf)
+    return table().crossover.get((architecture, storage(format.element).bits), math.inf)
 
 
 def _dequantize_dot(
@@ -205,7 +205,7 @@ def multiply(
     rows = parts.shape[1]
     padded_n, padded_k = weights.padded_n, weights.padded_k
     if tiles is None:
-        bits = stored_bits(weights.format.element)
+        bits = storage(weights.format.element).bits
         tiles = choose(architecture, bits, batch=batch, m=rows, n=padded_n, k=padded_k)
     padded = jnp.pad(parts, ((0, 0), (0, -rows % tiles.m), (0, padded_k - k)))
     factor = weights.tensor_scale

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from mx_jax.backends.pallas_gpu.decode import Decoder
 from mx_jax.backends.pallas_gpu.tuning import Tiles
-from mx_jax.backends.pallas_gpu.weights import CHUNK, ROWS, WORDS
+from mx_jax.backends.pallas_gpu.weights import CHUNK, ROWS
 from mx_jax.formats import BlockFormat
 
 # Its declared types differ between versions of JAX, and none fits its own use.
@@ -95,7 +95,8 @@ class Program:
         row = lax.axis_index("row")
         tile = lax.div(row, self.num_m) * self.num_n + lax.axis_index("n")
         first = lax.axis_index("split") * (self.num_k // tiles.splits)
-        codes = (warpgroups, tiles.k // decoder.group, ROWS, WORDS)
+        stored = decoder.storage
+        codes = (warpgroups, tiles.k // stored.group * stored.planes, ROWS, stored.words)
         scales = (warpgroups, tiles.k // (2 * decoder.granularity), ROWS)
         blocks = (
             ((tiles.m, tiles.k), lambda i: (row, first + i), transforms(CHUNK, _SWIZZLE)),
@@ -108,10 +109,10 @@ class Program:
         self, codes_smem: Any, scales_smem: Any, warpgroup: Any, layout: Any
     ) -> Iterator[tuple[Any, Any]]:
         """One warpgroup's operands `[64, 64]` of a step, each with its columns of the step."""
-        decoder = self.decoder
+        decoder, planes = self.decoder, self.decoder.storage.planes
         for group in range(self.tiles.k // decoder.group):
             operands = decoder.operands(
-                codes_smem.at[warpgroup, group],
+                codes_smem.at[warpgroup, pl.ds(group * planes, planes)],
                 scales_smem.at[warpgroup, pl.ds(group * decoder.pairs, decoder.pairs)],
                 layout,
             )

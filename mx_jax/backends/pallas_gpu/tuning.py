@@ -88,15 +88,18 @@ TILES: dict[tuple[str, int], tuple[tuple[float, Tiles], ...]] = {
             (float("inf"), Tiles(m=64, n=64, stages=3, splits=4)),
         )
         for architecture in MMA
-        for bits in (4, 8)
+        for bits in (4, 6, 8)
     },
-    ("sm90", 4): (
-        (8, Tiles(m=8, k=256, stages=5, splits=16)),
-        (16, Tiles(m=16, k=256, stages=5, splits=16)),
-        (32, Tiles(m=32, k=256, stages=4, splits=16)),
-        (64, Tiles(m=64, splits=8)),
-        (float("inf"), Tiles(m=128, stages=3, splits=4)),
-    ),
+    **{
+        ("sm90", bits): (
+            (8, Tiles(m=8, k=256, stages=5, splits=16)),
+            (16, Tiles(m=16, k=256, stages=5, splits=16)),
+            (32, Tiles(m=32, k=256, stages=4, splits=16)),
+            (64, Tiles(m=64, splits=8)),
+            (float("inf"), Tiles(m=128, stages=3, splits=4)),
+        )
+        for bits in (4, 6)
+    },
     ("sm90", 8): (
         (8, Tiles(m=8, splits=16)),
         (16, Tiles(m=16, splits=16)),
@@ -118,9 +121,8 @@ TILES: dict[tuple[str, int], tuple[tuple[float, Tiles], ...]] = {
 # let XLA multiply in bfloat16. At so many rows the tensor cores are the bound for either, and a
 # kernel decodes the same weights again for every tile of rows.
 CROSSOVER: dict[tuple[str, int], int] = {
-    **{(architecture, bits): 256 for architecture in MMA for bits in (4, 8)},
-    ("sm90", 4): 1024,
-    ("sm90", 8): 1024,
+    **{(architecture, bits): 256 for architecture in MMA for bits in (4, 6, 8)},
+    **{("sm90", bits): 1024 for bits in (4, 6, 8)},
 }
 
 
@@ -216,7 +218,7 @@ def choose(architecture: str, code_bits: int, *, batch: int, m: int, n: int, k: 
 
     Args:
       architecture: e.g. `"sm90"`, or `TCGEN05`.
-      code_bits: 4 or 8.
+      code_bits: 4, 6 or 8.
       batch: number of products.
       m: rows of activations.
       n: rows of weights, padded.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mx_jax.backends.pallas_gpu.storage import codes_of, storage, words_of
 from mx_jax.codecs import scale as scale_codec
 from mx_jax.formats import BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
@@ -23,26 +24,6 @@ ROWS = 64
 # What n and k are padded to: two warpgroups' rows, and a step of the pipeline.
 PAD_N = 128
 PAD_K = 128
-# 32-bit words of one row that lie together: four of each of the four threads that share a row.
-WORDS = 16
-
-# Where each code of a 16-bit lane lies: (lowest bit of the magnitude, bit of the sign). Four bits:
-# the first two codes are moved to where bfloat16 has them by one shift for magnitude and sign, or
-# none. Found by trying all: no other order takes fewer instructions.
-SLOTS: dict[int, tuple[tuple[int, int], ...]] = {
-    4: ((6, 15), (3, 12), (0, 13), (9, 14)),
-    8: ((8, 15), (0, 7)),
-}
-
-
-def stored_bits(element: ElementFormat) -> int:
-    """Bits that a code takes in packed weights: 4 or 8."""
-    return 4 if element.bits == 4 else 8
-
-
-def group_size(element: ElementFormat) -> int:
-    """Codes of one row that lie together."""
-    return WORDS * 32 // stored_bits(element)
 
 
 def granularity(block: int) -> int:
@@ -62,11 +43,14 @@ class PackedWeights:
     Padded to multiples of 128, `n'` and `k'`, with codes and scales of zero.
 
       - `codes[b, tile, group, row]` are the 16 words of a row of a tile of 64 rows, for a group of
-        codes: 128 of FP4, 64 of any other element, which takes a byte. Four threads share a row of
-        an operand. Thread c has words `4 c` to `4 c + 3`, and in each chunk of 64 codes those at
+        codes: 128 of FP4, 64 of any other element that takes a byte. Four threads share a row of an
+        operand. Thread c has words `4 c` to `4 c + 3`, and in each chunk of 64 codes those at
         `8 t + 2 c + j`, for t in 0..7 and j in 0..1: what the tensor cores want of it. They follow
         each other in the order of t in the halves j (low and high) of its words, each half laid out
         as `SLOTS` says.
+      - FP6 has groups of 128 codes in three planes of 8 words a row, `codes[b, tile, 3 * group + p,
+        row]`: two with four bits of a code, one with the other two. Thread c has words `2 c` and
+        `2 c + 1` of each, which say together what one word says above.
       - `scales[b, tile, i, row]` holds two scales as bfloat16, of a row's blocks `2 i` (low half)
         and `2 i + 1`. A block is 16 or 32 codes here; a longer one repeats its scale. Blocks with a
         NaN among their codes have NaN for a scale: either makes the whole row's products NaN.
@@ -74,7 +58,7 @@ class PackedWeights:
     So what a kernel reads of one tile, step by step along k, lies in one piece.
 
     Attributes:
-      codes: int32 `[batch, n' / 64, k' / group_size, 64, 16]`.
+      codes: int32 `[batch, n' / 64, planes * k' / group, 64, words]`, as `Storage` counts them.
       scales: int32 `[batch, n' / 64, k' / (2 * granularity), 64]`.
       scale_bytes: uint8 `[batch, n, blocks]`, as they came: no kernel reads them.
       tensor_scale: float32 scalar, or None.
@@ -104,7 +88,8 @@ class PackedWeights:
     @property
     def padded_k(self) -> int:
         """Contracted length, padded."""
-        return self.codes.shape[2] * group_size(self.format.element)
+        stored = storage(self.format.element)
+        return self.codes.shape[2] // stored.planes * stored.group
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +100,9 @@ class PackedWeights:
         """The weights as an MXArray `[batch, n, k]` with blocks along k."""
         _, n, k = self.shape
         element = self.format.element
-        slots = [_code_of(self.codes, slot, element) for slot in SLOTS[stored_bits(element)]]
+        batch, tiles, _, *row = self.codes.shape
+        planes = self.codes.reshape(batch, tiles, -1, storage(element).planes, *row)
+        slots = codes_of(tuple(jnp.moveaxis(planes, 3, 0)), element)
         codes = _from_threads(jnp.stack(slots, axis=-1), self.padded_k)
         tensor_scale = self.tensor_scale
         return MXArray(
@@ -149,20 +136,11 @@ def pack(weights: MXArray) -> PackedWeights:
     width = padded_k // granularity(block) - scales.shape[2]
     scales = jnp.pad(scales, (*extra[:2], (0, width)))
     scales = scales.reshape(batch, -1, ROWS, scales.shape[2] // 2, 2)
-    words = functools.reduce(
-        lax.bitwise_or,
-        (
-            _slot_of(codes, slot, element)
-            for codes, slot in zip(
-                _to_threads(jnp.pad(weights.codes, extra), element),
-                SLOTS[stored_bits(element)],
-                strict=True,
-            )
-        ),
-    )
+    planes = words_of(_to_threads(jnp.pad(weights.codes, extra), element), element)
+    words = jnp.stack(planes, axis=3)
     tensor_scale = weights.tensor_scale
     return PackedWeights(
-        codes=words,
+        codes=words.reshape(batch, words.shape[1], -1, *words.shape[4:]),
         scales=lax.bitcast_convert_type(scales, jnp.int32).swapaxes(2, 3),
         scale_bytes=weights.scales,
         tensor_scale=None if tensor_scale is None else tensor_scale.reshape(()),
@@ -174,12 +152,12 @@ def pack(weights: MXArray) -> PackedWeights:
 
 def _to_threads(codes: jax.Array, element: ElementFormat) -> list[jax.Array]:
     """Codes `[batch, n, k]` of each slot: uint16 `[batch, tile, group, 64, word, lane]`."""
-    batch, n, k = codes.shape
-    size, slots = group_size(element), len(SLOTS[stored_bits(element)])
+    (batch, n, k), stored = codes.shape, storage(element)
+    size, slots = stored.group, len(stored.slots)
     # k = (group, chunk, t, thread, lane); a thread's words hold (chunk, t) in this order.
     split = codes.reshape(batch, n // ROWS, ROWS, k // size, size // CHUNK, CHUNK // 8, 4, 2)
     split = split.transpose(0, 1, 3, 2, 6, 4, 5, 7)
-    split = split.reshape(*split.shape[:4], WORDS, slots, 2).astype(jnp.uint16)
+    split = split.reshape(*split.shape[:4], stored.words, slots, 2).astype(jnp.uint16)
     return [split[..., slot, :] for slot in range(slots)]
 
 
@@ -188,20 +166,6 @@ def _from_threads(slots: jax.Array, k: int) -> jax.Array:
     batch, tiles, groups = slots.shape[:3]
     split = slots.swapaxes(5, 6).reshape(batch, tiles, groups, ROWS, 4, -1, CHUNK // 8, 2)
     return split.transpose(0, 1, 3, 2, 5, 6, 4, 7).reshape(batch, tiles * ROWS, k)
-
-
-def _slot_of(codes: jax.Array, slot: tuple[int, int], element: ElementFormat) -> jax.Array:
-    """Words with the codes of one slot: int32 of uint16 `[..., lane]`."""
-    low, sign = slot
-    magnitude, negative = codes & (element.sign_code - 1), codes >> (element.bits - 1)
-    return lax.bitcast_convert_type(magnitude << low | negative << sign, jnp.int32)
-
-
-def _code_of(words: jax.Array, slot: tuple[int, int], element: ElementFormat) -> jax.Array:
-    """The codes of one slot: uint8 `[..., lane]`, the inverse of `_slot_of`."""
-    lanes, (low, sign) = lax.bitcast_convert_type(words, jnp.uint16), slot
-    codes = lanes >> low & (element.sign_code - 1) | (lanes >> sign & 1) << (element.bits - 1)
-    return codes.astype(jnp.uint8)
 
 
 def _with_nans(weights: MXArray, block: int) -> jax.Array:
