@@ -129,8 +129,12 @@ def tune(architecture: str, options: argparse.Namespace) -> Iterator[tuple[Key, 
     with report.progress(len(keys)) as step:
         for name, bits, rows in keys:
             step(f"{name}, {bits} bits, {rows} rows")
-            ways: list[Tiles | None] = list(tuning.candidates(name, bits, rows))
-            ways = [t for t in ways if t and options.size % (t.k * t.splits) == 0]
+            ways: list[Tiles | None] = [
+                tiles
+                for tiles in tuning.candidates(name, bits, rows)
+                if options.size % (tiles.k * tiles.splits) == 0
+                and tuning.keeps_busy(name, tiles, m=rows, n=options.size)
+            ]
             if name != TCGEN05:
                 ways.append(None)
             times = medians(ways, FORMATS[bits], name, rows, options)

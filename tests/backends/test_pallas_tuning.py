@@ -27,6 +27,11 @@ def test_tiles_are_possible(key: tuple[str, int]):
         ("sm80", Tiles(m=8, n=128, k=256)),
         ("sm89", Tiles(m=64, n=64, k=256, stages=4)),
         ("sm90", Tiles(m=12)),
+        ("sm90", Tiles(m=8, n=320)),
+        ("sm90", Tiles(m=8, n=128, k=512, parts=4)),
+        ("sm90", Tiles(m=8, n=64, k=128, parts=2)),
+        ("sm90", Tiles(m=128, n=64, k=512, stages=2, parts=4)),
+        ("sm80", Tiles(m=8, n=64, k=256, parts=2)),
         ("sm90", Tiles(m=8, k=192)),
         ("sm90", Tiles(m=128, k=256)),
         ("tcgen05", Tiles(m=64, k=256)),
@@ -97,9 +102,10 @@ def test_a_wrong_file(text: str, reason: str, tuned: Path):
 @pytest.mark.parametrize(
     ("m", "n", "k", "tile_m", "splits"),
     [
-        (1, 8192, 8192, 8, 4),
-        (64, 8192, 8192, 64, 4),
-        (65, 8192, 8192, 128, 4),
+        (1, 8192, 8192, 8, 1),
+        (1, 4096, 8192, 8, 2),
+        (64, 8192, 8192, 64, 2),
+        (65, 8192, 8192, 128, 2),
         (4096, 8192, 8192, 128, 1),
         (1, 128, 128, 8, 1),
         (1, 128, 128 * 7, 8, 1),
@@ -109,6 +115,25 @@ def test_choice(m: int, n: int, k: int, tile_m: int, splits: int):
     tiles = choose("sm90", 8, batch=1, m=m, n=n, k=k)
     assert (tiles.m, tiles.splits) == (tile_m, splits)
     assert k % (tiles.k * tiles.splits) == 0
+
+
+def test_parts_give_way_where_k_is_short(tuned: Path):
+    mine = Tiles(m=8, n=64, k=512, stages=4, parts=4)
+    found = tuning.Table(tiles={("sm90", 4): ((np.inf, mine),)}, crossover={})
+    tuned.write_text(tuning.as_json(tuning.Table(tiles=found.tiles, crossover={})))
+    shapes = {
+        k: (t.n, t.k, t.parts)
+        for k in (1024, 768, 640)
+        for t in [choose("sm90", 4, batch=1, m=1, n=128, k=k)]
+    }
+    assert shapes == {1024: (64, 512, 4), 768: (64, 256, 2), 640: (128, 128, 1)}
+
+
+def test_busy():
+    few, many = Tiles(m=8, n=64, parts=4), Tiles(m=8, n=128, splits=16)
+    assert tuning.keeps_busy("sm90", few, m=1, n=8192)
+    assert not tuning.keeps_busy("sm90", few, m=1, n=1024)
+    assert not tuning.keeps_busy("sm90", many, m=1, n=8192)
 
 
 def test_every_choice_divides_k():

@@ -94,7 +94,7 @@ def test_hopper(name: str, limit: float, tmp_path: Path):
         assert "HGMMA.64x" in disassembly(path, "sm_90a"), path
     first = tmp_path / f"mx_jax_sm90_{name}_0.ptx"
     loop = main_loop(disassembly(first, "sm_90a"), "HGMMA")
-    codes = 64 * table[0][1].k / 128
+    codes = 64 * table[0][1].k / table[0][1].parts / 128
     assert len(loop) / codes <= limit
 
 

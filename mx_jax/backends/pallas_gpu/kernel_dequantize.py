@@ -39,7 +39,8 @@ def dequantize(
     """Weights as bfloat16, their tensor scale left out.
 
     Args:
-      codes: int32 `[n / 64, k / group, 64, 16]`, as `PackedWeights` has them, batches merged.
+      codes: int32 `[n / 64, k / group * planes, 64, words]`, as `PackedWeights` has them, batches
+        merged.
       scales: int32 `[n / 64, k / (2 * granularity), 64]`.
       format: of the weights.
       accelerated: whether the GPU has a tensor memory accelerator: from Hopper on.
@@ -49,8 +50,8 @@ def dequantize(
       `[n, k]`.
     """
     decoder = Decoder(format=format, interpreted=interpret is not None)
-    tiles, groups = codes.shape[:2]
-    k = groups * decoder.group
+    tiles, pieces = codes.shape[:2]
+    k = pieces // decoder.storage.planes * decoder.group
     columns = next(c for c in (_COLUMNS, _COLUMNS // 2, PAD_K) if k % c == 0)
     program = _Program(decoder=decoder, columns=columns, accelerated=accelerated)
     return plgpu.kernel(
@@ -93,13 +94,13 @@ class _Program:
         decoder, accelerated = self.decoder, self.accelerated
         layout = plgpu.Layout.WGMMA if accelerated else plgpu.Layout.MMA_LHS(jnp.bfloat16)
         tile, part = lax.axis_index("tile"), lax.axis_index("k")
-        groups = self.columns // decoder.group
+        groups, planes = self.columns // decoder.group, decoder.storage.planes
         rows = pl.ds(tile * ROWS, ROWS)
         chunk = 0
         for i in range(groups):
             group = part * groups + i
             operands = decoder.operands(
-                codes_gmem.at[tile, group],
+                codes_gmem.at[tile, pl.ds(group * planes, planes)],
                 scales_gmem.at[tile, pl.ds(group * decoder.pairs, decoder.pairs)],
                 layout,
             )

@@ -84,15 +84,21 @@ class _Program(Program):
     """One warpgroup copies, the others decode and multiply."""
 
     def scratch_types(self) -> list[Any]:
-        """Shared memory besides the pipeline's: the result's tile, a stand-in's operand."""
-        line = 128 // self.out_dtype.itemsize
-        tile = (self.num_warpgroups, self.tiles.m, ROWS)
+        """Shared memory besides the pipeline's: result, partial sums, a stand-in's operand."""
+        tiles, line = self.tiles, 128 // self.out_dtype.itemsize
+        tile = (tiles.n // ROWS, tiles.m, ROWS)
         scratch = [plgpu.SMEM(tile, self.out_dtype, transforms=transforms(line, 128))]
+        if tiles.parts > 1:
+            shape = (self.num_warpgroups, ROWS, tiles.m)
+            scratch += [
+                plgpu.SMEM(shape, jnp.float32),
+                plgpu.Barrier(num_arrivals=self.num_warpgroups),
+            ]
         if self.decoder.interpreted:
             scratch.append(plgpu.SMEM((self.num_warpgroups, ROWS, CHUNK), jnp.bfloat16))
         return scratch
 
-    def body(self, x_gmem, codes_gmem, scales_gmem, out_gmem, out_smem, *operand_smem):
+    def body(self, x_gmem, codes_gmem, scales_gmem, out_gmem, out_smem, *scratch):
         """Copy, decode, multiply; then one copy of the result's tile."""
         warpgroup = lax.axis_index("warpgroup")
 
@@ -102,13 +108,16 @@ class _Program(Program):
             @functools.partial(pl.run_scoped, acc=plgpu.ACC(shape, jnp.float32))
             def _(acc):
                 pipeline(acc)
-                self._store(acc, out_smem.at[warpgroup], out_gmem, warpgroup)
+                if self.tiles.parts > 1:
+                    self._add_parts(acc[...], out_smem, out_gmem, *scratch[:2])
+                else:
+                    self._store(acc[...], out_smem, out_gmem, warpgroup)
 
         def step(_, x_smem, codes_smem, scales_smem, acc):
             layout = plgpu.Layout.WGMMA
             for operand, columns in self.operands(codes_smem, scales_smem, warpgroup, layout):
                 if self.decoder.interpreted:
-                    operand = _through_smem(operand, operand_smem[0], warpgroup)
+                    operand = _through_smem(operand, scratch[-1], warpgroup)
                 plgpu.wgmma(acc, operand, x_smem.at[:, columns].T)
             plgpu.wgmma_wait(0)
             return acc
@@ -124,14 +133,30 @@ class _Program(Program):
             in_specs=self.in_specs(),
         )(x_gmem, codes_gmem, scales_gmem)
 
-    def _store(self, acc: Any, tile: Any, out_gmem: Any, warpgroup: Any) -> None:
+    def _add_parts(
+        self, sums: Any, out_smem: Any, out_gmem: Any, sums_smem: Any, written: Any
+    ) -> None:
+        """The sums of the warpgroups that share rows, added in their order by the first of them."""
+        parts, warpgroup = self.tiles.parts, lax.axis_index("warpgroup")
+        sums_smem[warpgroup] = sums
+        plgpu.barrier_arrive(written)
+
+        @pl.when(lax.rem(warpgroup, parts) == 0)
+        def _():
+            plgpu.barrier_wait(written)
+            total = sums
+            for part in range(1, parts):
+                total += plgpu.load(sums_smem.at[warpgroup + part], layout=plgpu.Layout.WGMMA)
+            self._store(total, out_smem, out_gmem, lax.div(warpgroup, parts))
+
+    def _store(self, sums: Any, out_smem: Any, out_gmem: Any, row_tile: Any) -> None:
         """The transposed sums, transposed again on their way through shared memory."""
-        sums = acc[...].astype(self.out_dtype)
-        tile.T[...] = plgpu.layout_cast(sums, plgpu.Layout.WGMMA_TRANSPOSED)
+        tile = out_smem.at[row_tile]
+        tile.T[...] = plgpu.layout_cast(sums.astype(self.out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
         first = lax.axis_index("split") * self.num_rows + lax.axis_index("row")
         rows = pl.ds(first * self.tiles.m, self.tiles.m)
-        columns = pl.ds(lax.axis_index("n") * self.tiles.n + warpgroup * ROWS, ROWS)
+        columns = pl.ds(lax.axis_index("n") * self.tiles.n + row_tile * ROWS, ROWS)
         plgpu.copy_smem_to_gmem(tile, out_gmem.at[rows, columns])
         plgpu.wait_smem_to_gmem(0)
 

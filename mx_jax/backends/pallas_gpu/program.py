@@ -82,8 +82,8 @@ class Program:
 
     @property
     def num_warpgroups(self) -> int:
-        """Warpgroups that multiply, 64 rows of weights each."""
-        return self.tiles.n // ROWS
+        """Warpgroups that multiply, 64 rows of weights each, or a part of their columns."""
+        return self.tiles.n // ROWS * self.tiles.parts
 
     def in_specs(self) -> list[Any]:
         """Where each step's activations, codes and scales lie.
@@ -91,13 +91,13 @@ class Program:
         cp.async takes what has no tiling for one piece of memory, and says nothing if it is not:
         codes and scales of one tile of rows are.
         """
-        tiles, decoder, warpgroups = self.tiles, self.decoder, self.num_warpgroups
+        tiles, decoder, row_tiles = self.tiles, self.decoder, self.tiles.n // ROWS
         row = lax.axis_index("row")
         tile = lax.div(row, self.num_m) * self.num_n + lax.axis_index("n")
         first = lax.axis_index("split") * (self.num_k // tiles.splits)
         stored = decoder.storage
-        codes = (warpgroups, tiles.k // stored.group * stored.planes, ROWS, stored.words)
-        scales = (warpgroups, tiles.k // (2 * decoder.granularity), ROWS)
+        codes = (row_tiles, tiles.k // stored.group * stored.planes, ROWS, stored.words)
+        scales = (row_tiles, tiles.k // (2 * decoder.granularity), ROWS)
         blocks = (
             ((tiles.m, tiles.k), lambda i: (row, first + i), transforms(CHUNK, _SWIZZLE)),
             (codes, lambda i: (tile, first + i, 0, 0), ()),
@@ -108,12 +108,20 @@ class Program:
     def operands(
         self, codes_smem: Any, scales_smem: Any, warpgroup: Any, layout: Any
     ) -> Iterator[tuple[Any, Any]]:
-        """One warpgroup's operands `[64, 64]` of a step, each with its columns of the step."""
-        decoder, planes = self.decoder, self.decoder.storage.planes
-        for group in range(self.tiles.k // decoder.group):
+        """One warpgroup's operands `[64, 64]` of a step, each with its columns of the step.
+
+        Warpgroups that share rows take one part of the step's columns after the other.
+        """
+        decoder, parts = self.decoder, self.tiles.parts
+        planes = decoder.storage.planes
+        rows = lax.div(warpgroup, parts) if parts > 1 else warpgroup
+        groups = self.tiles.k // decoder.group // parts
+        first = lax.rem(warpgroup, parts) * groups if parts > 1 else 0
+        for i in range(groups):
+            group = first + i
             operands = decoder.operands(
-                codes_smem.at[warpgroup, pl.ds(group * planes, planes)],
-                scales_smem.at[warpgroup, pl.ds(group * decoder.pairs, decoder.pairs)],
+                codes_smem.at[rows, pl.ds(group * planes, planes)],
+                scales_smem.at[rows, pl.ds(group * decoder.pairs, decoder.pairs)],
                 layout,
             )
             for chunk, operand in enumerate(operands):

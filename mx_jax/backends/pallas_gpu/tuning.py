@@ -29,6 +29,8 @@ _KIB = {"sm80": 163, "sm89": 99, "sm90": 227, "sm100": 227, TCGEN05: 227}
 SHARED_MEMORY = {name: (size - 1) * 1024 for name, size in _KIB.items()}
 # Those whose programs are one warpgroup that multiplies by mma.
 MMA = ("sm80", "sm89", "sm100")
+# Programs that one SM holds at a time, by their registers.
+_RESIDENT = {"sm90": 1, TCGEN05: 1}
 # A pipeline shorter than this has no steady state.
 _MIN_STEPS = 4
 
@@ -43,6 +45,8 @@ class Tiles:
       k: length of one step along k.
       stages: steps in flight.
       splits: programs that share a tile's k and add their sums.
+      parts: warpgroups of a program that share its rows, and add their sums in shared memory: each
+        multiplies a part of every step's k. Only Hopper's kernel knows more than one.
     """
 
     m: int
@@ -50,6 +54,7 @@ class Tiles:
     k: int = 128
     stages: int = 4
     splits: int = 1
+    parts: int = 1
 
 
 def shared_memory(architecture: str, code_bits: int, tiles: Tiles) -> int:
@@ -58,7 +63,9 @@ def shared_memory(architecture: str, code_bits: int, tiles: Tiles) -> int:
     both = architecture == TCGEN05
     lhs_bits = code_bits + 1 if both else 16
     step = tiles.k * (tiles.m * lhs_bits + tiles.n * (code_bits + 1)) // 8
-    result = {"sm90": tiles.n * tiles.m * 4, TCGEN05: 2 * tiles.m * 128}
+    sums = tiles.n * tiles.m * 4
+    results = sums if tiles.parts == 1 else (1 + tiles.parts) * sums
+    result = {"sm90": results, TCGEN05: 2 * tiles.m * 128}
     return tiles.stages * step + result.get(architecture, 0)
 
 
@@ -71,14 +78,25 @@ def possible(architecture: str, code_bits: int, tiles: Tiles) -> bool:
     # A row of accumulators for every 8 activations.
     rows = tiles.m % 8 == 0 and tiles.m <= 128
     if architecture == "sm90":
-        return rows and tiles.n in (64, 128)
+        return rows and _possible_warpgroups(tiles)
+    rows = rows and tiles.parts == 1
     # cp.async copies at least four tiles of 8 by 64 activations.
     return rows and tiles.n == 64 and tiles.m * tiles.k % (4 * 8 * 64) == 0
 
 
+def _possible_warpgroups(tiles: Tiles) -> bool:
+    """Whether a program of Hopper's kernel has at most four warpgroups, and registers for them."""
+    # A group of codes, which one warpgroup decodes at a time, spans at most 128 columns.
+    warpgroups, rest = divmod(tiles.n * tiles.parts, 64)
+    parted = tiles.k % (128 * tiles.parts) == 0
+    return not rest and parted and warpgroups <= 4 and warpgroups * tiles.m <= 256
+
+
 # (architecture, bits of a code as it lies in memory) -> (largest number of rows, tiles), ascending.
-# sm90: any number of rows of activations that 8 divides, 64 rows of weights for each of two
-# warpgroups. tcgen05: 128 by 128 or 256, with steps of 128 bytes.
+# sm90: any number of rows of activations that 8 divides. Few: four warpgroups decode the same 64
+# rows of weights, so that some work while others wait, and no sums leave a program where k need not
+# be split. Many: 64 rows of weights for each of two warpgroups. tcgen05: 128 by 128 or 256, with
+# steps of 128 bytes.
 TILES: dict[tuple[str, int], tuple[tuple[float, Tiles], ...]] = {
     **{
         (architecture, bits): (
@@ -92,17 +110,17 @@ TILES: dict[tuple[str, int], tuple[tuple[float, Tiles], ...]] = {
     },
     **{
         ("sm90", bits): (
-            (8, Tiles(m=8, k=256, stages=5, splits=16)),
-            (16, Tiles(m=16, k=256, stages=5, splits=16)),
-            (32, Tiles(m=32, k=256, stages=4, splits=16)),
+            (8, Tiles(m=8, n=64, k=512, stages=5, splits=16, parts=4)),
+            (16, Tiles(m=16, n=64, k=512, stages=4, splits=16, parts=4)),
+            (32, Tiles(m=32, n=64, k=512, stages=3, splits=16, parts=4)),
             (64, Tiles(m=64, splits=8)),
             (float("inf"), Tiles(m=128, stages=3, splits=4)),
         )
         for bits in (4, 6)
     },
     ("sm90", 8): (
-        (8, Tiles(m=8, splits=16)),
-        (16, Tiles(m=16, splits=16)),
+        (8, Tiles(m=8, n=64, k=512, stages=4, splits=16, parts=4)),
+        (16, Tiles(m=16, n=64, k=512, stages=3, splits=16, parts=4)),
         (32, Tiles(m=32, splits=16)),
         (64, Tiles(m=64, splits=8)),
         (float("inf"), Tiles(m=128, stages=3, splits=4)),
@@ -201,16 +219,31 @@ def table() -> Table:
     return Table(tiles=TILES, crossover=CROSSOVER) if path is None else read(Path(path))
 
 
+# (n, parts) worth measuring.
+_SHAPES = {
+    "sm90": ((64, 2), (64, 4), (128, 1), (128, 2), (256, 1)),
+    TCGEN05: ((128, 1), (256, 1)),
+}
+
+
 def candidates(architecture: str, code_bits: int, rows: int) -> Iterator[Tiles]:
-    """Tiles worth measuring for a number of rows."""
+    """Tiles worth measuring for a number of rows: of each shape the deepest pipeline."""
     m = 128 if architecture == TCGEN05 else min(128, max(8, 1 << (rows - 1).bit_length()))
-    for n in {"sm90": (128,), TCGEN05: (128, 256)}.get(architecture, (64,)):
-        for k in (128, 256):
-            for stages in range(2, 7):
+    for n, parts in _SHAPES.get(architecture, ((64, 1),)):
+        for k in (128, 256, 512):
+            one = Tiles(m=m, n=n, k=k, parts=parts)
+            depths = (dataclasses.replace(one, stages=stages) for stages in range(6, 1, -1))
+            deepest = [tiles for tiles in depths if possible(architecture, code_bits, tiles)][:1]
+            for tiles in deepest:
                 for splits in (1, 2, 4, 8, 16):
-                    tiles = Tiles(m=m, n=n, k=k, stages=stages, splits=splits)
-                    if possible(architecture, code_bits, tiles):
-                        yield tiles
+                    yield dataclasses.replace(tiles, splits=splits)
+
+
+def keeps_busy(architecture: str, tiles: Tiles, *, m: int, n: int) -> bool:
+    """Whether a product of these sizes fills the machine at least half, and not many times over."""
+    programs = -(-m // tiles.m) * -(-n // tiles.n) * tiles.splits
+    at_once = _RESIDENT.get(architecture, 2) * _NUM_SMS[architecture]
+    return programs * 2 >= at_once and (tiles.splits == 1 or programs <= 4 * at_once)
 
 
 def choose(architecture: str, code_bits: int, *, batch: int, m: int, n: int, k: int) -> Tiles:
@@ -230,13 +263,21 @@ def choose(architecture: str, code_bits: int, *, batch: int, m: int, n: int, k: 
     """
     buckets = table().tiles[architecture, code_bits]
     tiles = next(tiles for limit, tiles in buckets if m <= limit)
-    shorter = (dataclasses.replace(tiles, k=128, m=rows) for rows in (tiles.m, 16))
-    tiles = next(
-        t for t in (tiles, *shorter) if k % t.k == 0 and possible(architecture, code_bits, t)
-    )
+    fits = functools.partial(possible, architecture, code_bits)
+    tiles = next(t for t in _smaller(tiles) if n % t.n == k % t.k == 0 and fits(t))
     steps = k // tiles.k
     programs = batch * -(-m // tiles.m) * -(-n // tiles.n)
-    to_fill = max(1, 2 * _NUM_SMS[architecture] // programs)
+    to_fill = max(1, _RESIDENT.get(architecture, 2) * _NUM_SMS[architecture] // programs)
     wanted = min(tiles.splits, to_fill, max(1, steps // _MIN_STEPS))
     splits = max(count for count in range(1, wanted + 1) if steps % count == 0)
     return dataclasses.replace(tiles, splits=splits)
+
+
+def _smaller(tiles: Tiles) -> Iterator[Tiles]:
+    """Tiles, and what stands in for them where they do not divide an operand."""
+    yield tiles
+    if tiles.parts > 1:
+        yield dataclasses.replace(tiles, k=256, parts=min(tiles.parts, 2))
+    for m in (tiles.m, 16):
+        for n in (tiles.n, 128) if tiles.parts == 1 else (128,):
+            yield dataclasses.replace(tiles, k=128, m=m, n=n, parts=1)

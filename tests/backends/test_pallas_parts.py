@@ -1,0 +1,59 @@
+"""Hopper's kernel with several warpgroups for the same rows: their sums meet in shared memory."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mx_jax import formats
+from mx_jax.backends.pallas_gpu import matmul
+from mx_jax.backends.pallas_gpu.tuning import Tiles
+from mx_jax.backends.pallas_gpu.weights import pack
+from mx_jax.formats import MXFP4, MXFP8_E4M3, BlockFormat
+from mx_jax.reference.matmul import scaled_matmul
+from mx_jax.testing.compare import assert_bitwise_equal
+from tests.backends.mosaic import interpreter, mostly_slow, needs_mosaic, race_of, whole_numbers
+from tests.backends.test_pallas_matmul import as_batch, case_of
+
+pytestmark = needs_mosaic
+
+QUICK = MXFP4, Tiles(m=8, n=64, k=512, stages=2, parts=4), "bfloat16"
+
+
+def product(format: BlockFormat, tiles: Tiles, out_dtype: str) -> tuple[Any, Any]:
+    """The kernel's, as a function to be called, and the reference's."""
+    case = case_of(format, m=(3,), n=(200,), k=(1000,), out_dtype=out_dtype)
+    x, w = whole_numbers(np.random.default_rng(0), case)
+    packed = jax.jit(pack)(as_batch(w))
+    how = {"architecture": "sm90", "tiles": tiles, "interpret": interpreter()}
+    expected = scaled_matmul(x, w, case.call.dimension_numbers, out_dtype)
+    return lambda: matmul.multiply(x[None], packed, out_dtype, **how)[0], expected
+
+
+@pytest.mark.parametrize(
+    "what",
+    mostly_slow(
+        [
+            QUICK,
+            (MXFP8_E4M3, Tiles(m=16, n=128, k=256, stages=2, parts=2, splits=2), "float32"),
+            (formats.NVFP4, Tiles(m=8, n=64, k=256, stages=3, parts=2), "float32"),
+            (MXFP4, Tiles(m=8, n=256, k=128, stages=2), "bfloat16"),
+        ],
+        QUICK,
+    ),
+    ids=str,
+)
+def test_is_the_reference_after_rounding(what: tuple[BlockFormat, Tiles, str]):
+    run, expected = product(*what)
+    assert_bitwise_equal(run(), expected, what="product")
+
+
+def test_a_missing_wait_for_the_other_sums_is_a_race(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    from mx_jax.backends.pallas_gpu import kernel_sm90
+
+    monkeypatch.setattr(kernel_sm90.plgpu, "barrier_wait", lambda *args, **kwargs: None)
+    run, _ = product(*QUICK)
+    assert race_of(run, capfd)
