@@ -61,8 +61,8 @@ def test_gradients_are_the_references(on_h200: pytest.MonkeyPatch):
     asked = watch(on_h200, architecture="sm90", interpret=interpreter())
     with mx_jax.prefer_backends("pallas_gpu"):
         actual = MODEL.apply(parameters(), x), gradients(parameters(), x)
-    # One product alone, then one and two for gradients.
-    assert len(asked) == 4
+    # The output and two gradients, however often each was traced.
+    assert len({(call.lhs_shape, call.rhs_shape, call.lhs_k_first) for call in asked}) == 3
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
