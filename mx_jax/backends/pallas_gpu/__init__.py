@@ -9,8 +9,17 @@ from typing import Any
 
 import jax
 
-from mx_jax.backends.base import Call, MatmulCall, Operand, PackCall, ProductsOnly, Target
-from mx_jax.backends.pallas_gpu import matmul, packed, rejections
+from mx_jax.backends.base import (
+    Call,
+    MatmulCall,
+    Operand,
+    PackCall,
+    ProductsOnly,
+    QuantizeBothCall,
+    QuantizeCall,
+    Target,
+)
+from mx_jax.backends.pallas_gpu import matmul, packed, quantize, rejections
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
 
@@ -35,6 +44,8 @@ class PallasGpuBackend(ProductsOnly):
         """Why not: another machine, an older JAX, or a product that no kernel computes."""
         if isinstance(call, PackCall):
             return packed.rejects(call, target)
+        if isinstance(call, QuantizeCall | QuantizeBothCall):
+            return quantize.rejects(call, target)
         if not isinstance(call, MatmulCall):
             return self.rejects_other(call)
         return rejections.rejects(call, target)
@@ -55,3 +66,27 @@ class PallasGpuBackend(ProductsOnly):
     def pack(self, x: MXArray, call: PackCall) -> PackedMXArray:
         """See `matmul.pack_weights`."""
         return matmul.pack_weights(x, call, architecture=self.architecture)
+
+    def quantize(
+        self,
+        x: jax.Array,
+        call: QuantizeCall,
+        random_bits: jax.Array | None,
+        tensor_scale: jax.Array | None,
+    ) -> MXArray:
+        """See `quantize.quantize`."""
+        architecture = self.architecture or matmul.current_architecture()
+        how = {"architecture": architecture, "interpret": self.interpret}
+        return quantize.quantize(x, call, tensor_scale, **how)
+
+    def quantize_both(
+        self,
+        x: jax.Array,
+        call: QuantizeBothCall,
+        random_bits: tuple[jax.Array | None, jax.Array | None],
+        tensor_scale: jax.Array | None,
+    ) -> tuple[MXArray, MXArray]:
+        """See `quantize.quantize_both`."""
+        architecture = self.architecture or matmul.current_architecture()
+        how = {"architecture": architecture, "interpret": self.interpret}
+        return quantize.quantize_both(x, call, tensor_scale, **how)

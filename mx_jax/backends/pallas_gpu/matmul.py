@@ -52,7 +52,7 @@ def scaled_matmul(
     shape = (*call.lhs_shape[: call.num_batch], *m, *n)
     if 0 in (*left.shape, *right.shape):
         return jnp.zeros(shape, call.out_dtype)
-    how = {"architecture": architecture or _current_architecture(), "interpret": interpret}
+    how = {"architecture": architecture or current_architecture(), "interpret": interpret}
     if _as_they_are(call, how["architecture"]):
         assert isinstance(left, MXArray) and isinstance(right, MXArray)
         operands = scaled.lay_out(left), scaled.lay_out(right)
@@ -81,7 +81,7 @@ def packed_matmul(
     shape = (*call.lhs_shape[: call.num_batch], *m, *rhs.kept)
     if 0 in left.shape:
         return jnp.zeros(shape, call.out_dtype)
-    how = {"architecture": architecture or _current_architecture(), "interpret": interpret}
+    how = {"architecture": architecture or current_architecture(), "interpret": interpret}
     weights, as_they_are = rhs.weights, _as_they_are(call, how["architecture"])
     many = left.shape[1] >= crossover(how["architecture"], weights.format)
     if as_they_are and many and isinstance(weights, PackedWeights):
@@ -100,7 +100,7 @@ def pack_weights(x: MXArray, call: PackCall, *, architecture: str | None = None)
     """Weights in a layout that `packed_matmul` reads."""
     matrices, _ = as_matrices(x, call.num_batch, call.contracting)
     assert isinstance(matrices, MXArray)
-    return packed.pack(matrices, call, architecture or _current_architecture())
+    return packed.pack(matrices, call, architecture or current_architecture())
 
 
 def _as_they_are(call: MatmulCall, architecture: str) -> bool:
@@ -108,7 +108,8 @@ def _as_they_are(call: MatmulCall, architecture: str) -> bool:
     return architecture in BLOCK_SCALED and scaled.meet(call.lhs_format, call.rhs_format)
 
 
-def _current_architecture() -> str:
+def current_architecture() -> str:
+    """Which of `ARCHITECTURES` the first device has."""
     capability = str(jax.devices()[0].compute_capability)  # pyright: ignore[reportAttributeAccessIssue]
     major, _, minor = capability.partition(".")
     return ARCHITECTURES[int(major), int(minor or 0)]
@@ -192,7 +193,7 @@ def multiply(
     Returns:
       The product; one rounding from float32 sums.
     """
-    architecture = architecture or _current_architecture()
+    architecture = architecture or current_architecture()
     if tiles is None and x.shape[1] >= crossover(architecture, weights.format):
         # Zeros in x, not fewer columns of the weights, which would be copied.
         widened = jnp.pad(x, ((0, 0), (0, 0), (0, weights.padded_k - x.shape[2])))

@@ -1,0 +1,220 @@
+"""Values to codes and scales in registers: what the quantizing kernel computes with.
+
+Device code. A block's largest magnitude is found among patterns, whose order is that of the values;
+its scale comes from the pattern's exponent, by additions and shifts. Elements are multiplied by a
+power of two, which is exact, and rounded once: by the conversion instruction where the GPU has one,
+else by adding a number so large that float32's own rounding drops the right bits. All of it is
+plain array code, which the interpreter runs too.
+
+Imports Mosaic GPU, so only kernels import this file.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from mx_jax.codecs import float32
+from mx_jax.codecs.scale import E8M0_NAN, true_divide
+from mx_jax.formats import BlockFormat, ElementFormat
+
+# E8M0's largest scale, 2^127.
+_LARGEST_STORED = 254
+_MANTISSA_BITS = 23
+# What `cvt.rn.satfinite` writes, from compute capability 8.9 on.
+_CONVERTED = ("float8_e4m3fn", "float8_e5m2")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """From a tile of values to its codes and scales.
+
+    Attributes:
+      format: the block format.
+      threshold: of rules for power-of-two scales: see `ScaleRule`; None for scales in an element
+        format.
+      smallest_scale: the smallest scale in an element format that the rule gives.
+      converts: whether the GPU converts to float8.
+      packed: whether the GPU compares two 16-bit integers at a time.
+      interpreted: whether stand-ins replace what XLA on CPU would get wrong.
+    """
+
+    format: BlockFormat
+    threshold: int | None
+    smallest_scale: float = 0.0
+    converts: bool = True
+    packed: bool = True
+    interpreted: bool = False
+
+    def magnitudes(self, x: Any) -> Any:
+        """Patterns of |x| as integers of x's width, or as int32."""
+        if x.dtype == jnp.float32:
+            return lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(float32.ABS)
+        bits = lax.bitcast_convert_type(x, jnp.int16) & jnp.int16(0x7FFF)
+        return bits if self.packed else bits.astype(jnp.int32)
+
+    def scales(self, amax: Any, dtype: Any, tensor_scale: Any) -> tuple[Any, Any]:
+        """Stored scales as int32, and what `codes` multiplies by.
+
+        Args:
+          amax: the largest of each block's `magnitudes`.
+          dtype: of the values.
+          tensor_scale: float32 scalar, or None.
+        """
+        pattern = _float32_pattern(amax, dtype)
+        if self.threshold is None:
+            return self._element_scales(pattern, tensor_scale)
+        stored = power_of_two_scale(pattern, self.format.element, self.threshold)
+        return stored, stored if self.interpreted else _reciprocal(stored)
+
+    def codes(self, x: Any, stored: Any, factor: Any, spread: Callable[[Any], Any]) -> Any:
+        """uint8 codes of x; blocks with a NaN or Inf get the format's NaN, or 0.
+
+        Args:
+          x: the values.
+          stored: stored scales of blocks, int32.
+          factor: what `scales` gave with them.
+          spread: from one number a block to one an element.
+        """
+        element = self.format.element
+        values = self._scaled(x, spread(factor))
+        if self.threshold is None:
+            # Where a tensor scale is so small that its reciprocal is infinite, zeros become NaN.
+            values = jnp.where(values == values, values, jnp.float32(0))
+        codes = self._rounded(values)
+        nan = stored == self._nan_scale
+        keep = jnp.where(nan, 0, 0xFF).astype(jnp.uint8)
+        fill = jnp.where(nan, element.nan_code or 0, 0).astype(jnp.uint8)
+        return codes & spread(keep) | spread(fill)
+
+    @property
+    def _nan_scale(self) -> int:
+        of = self.format.scale.element
+        if of is None:
+            return E8M0_NAN
+        assert of.nan_code is not None
+        return of.nan_code
+
+    def _scaled(self, x: Any, factor: Any) -> Any:
+        """x over its scale, in float32."""
+        if self.threshold is None or not self.interpreted:
+            return x.astype(jnp.float32) * factor
+        # XLA on CPU flushes subnormals: exponents there are added, not multiplied.
+        return over_power_of_two(x, factor)
+
+    def _rounded(self, values: Any) -> Any:
+        """uint8 codes, of blocks that hold no NaN."""
+        element = self.format.element
+        if element.kind == "int":
+            return _integers(values, element)
+        if self.converts and element.dtype_name in _CONVERTED:
+            if self.interpreted:
+                # XLA's conversion does not saturate.
+                values = jnp.clip(values, -element.max, element.max)
+            return lax.bitcast_convert_type(values.astype(element.dtype), jnp.uint8)
+        signs = lax.bitcast_convert_type(values, jnp.int32)
+        signs = lax.shift_right_logical(signs, jnp.full_like(signs, 32 - element.bits))
+        return (halves(values, element) | signs & element.sign_code).astype(jnp.uint8)
+
+    def _element_scales(self, pattern: Any, tensor_scale: Any) -> tuple[Any, Any]:
+        """Scales in an element format, by NVFP4's own arithmetic: each step rounds in float32."""
+        of = self.format.scale.element
+        assert of is not None
+        finite = pattern < float32.INF
+        amax = lax.bitcast_convert_type(jnp.where(finite, pattern, 0), jnp.float32)
+        scale = self._divided(amax, jnp.full_like(amax, self.format.element.max))
+        if tensor_scale is not None:
+            scale = self._divided(scale, jnp.full_like(scale, tensor_scale))
+        known = finite & (scale == scale)
+        scale = jnp.minimum(jnp.maximum(scale, self.smallest_scale), of.max)
+        stored = jnp.where(known, halves(scale, of), self._nan_scale)
+        rounded = _decoded(stored, of)
+        factor = jnp.ones_like(amax)
+        if tensor_scale is not None:
+            factor = self._divided(factor, jnp.full_like(amax, tensor_scale))
+        return stored, self._divided(factor, rounded)
+
+    def _divided(self, numerator: Any, denominator: Any) -> Any:
+        return true_divide(numerator, denominator) if self.interpreted else numerator / denominator
+
+
+def power_of_two_scale(pattern: Any, element: ElementFormat, threshold: int) -> Any:
+    """E8M0 bytes, as int32, of float32 patterns of largest magnitudes.
+
+    `E - emax`, plus one where the mantissa reaches the threshold: adding what is missing to the
+    next power of two carries into the exponent. Only one octave of subnormals can matter, to
+    elements whose largest exponent is 0; doubling makes it normal.
+    """
+    missing = (1 << _MANTISSA_BITS) - threshold
+    subnormal = pattern < float32.HIDDEN
+    normal = jnp.where(subnormal, pattern + pattern, pattern) + missing
+    exponent = (normal >> _MANTISSA_BITS) - jnp.where(subnormal, 1, 0) - element.emax
+    stored = jnp.minimum(jnp.maximum(exponent, 0), _LARGEST_STORED)
+    return jnp.where(pattern >= float32.INF, E8M0_NAN, stored)
+
+
+def _reciprocal(stored: Any) -> Any:
+    """One over an E8M0 scale, in float32: 2^-127 is a subnormal, but a number."""
+    exponent = jnp.maximum(_LARGEST_STORED - stored, 0) << _MANTISSA_BITS
+    return lax.bitcast_convert_type(jnp.maximum(exponent, float32.HIDDEN >> 1), jnp.float32)
+
+
+def over_power_of_two(x: Any, stored: Any) -> Any:
+    """x over E8M0 scales in float32, without a multiplication; below 2^-126 it is a zero."""
+    bits = float32.to_bits(x)
+    magnitude = bits & float32.ABS
+    biased, mantissa = float32.normalize(magnitude)
+    exponent = biased + 127 - stored
+    pattern = jnp.where(exponent > 0, exponent << _MANTISSA_BITS | mantissa, 0)
+    pattern = jnp.where(magnitude == 0, 0, pattern)
+    return lax.bitcast_convert_type(pattern | bits & jnp.int32(float32.SIGN), jnp.float32)
+
+
+def halves(values: Any, element: ElementFormat) -> Any:
+    """Codes of |values| as int32, rounded to nearest even and saturated; NaN becomes some code.
+
+    With E the exponent, or emin if that is larger, |value| + 2^(E + 23 - mantissa_bits) is rounded
+    where the element ends. What the sum's pattern has grown by is the significand; the code is that
+    plus the exponent's offset.
+    """
+    dropped = _MANTISSA_BITS - element.mantissa_bits
+    magnitude = jnp.minimum(jnp.abs(values), jnp.float32(element.max))
+    smallest = (127 + element.emin) << _MANTISSA_BITS
+    bits = lax.bitcast_convert_type(magnitude, jnp.int32)
+    top = jnp.maximum(bits & jnp.int32(float32.INF), smallest)
+    large = top + (dropped << _MANTISSA_BITS)
+    sums = magnitude + lax.bitcast_convert_type(large, jnp.float32)
+    significand = lax.bitcast_convert_type(sums, jnp.int32) - large
+    return significand + ((top - smallest) >> dropped)
+
+
+def _integers(values: Any, element: ElementFormat) -> Any:
+    """Two's complement codes: the low bits of a sum whose last place is the element's quantum."""
+    quantum = element.smallest_subnormal
+    lowest = -(element.max + quantum * element.negative_extra)
+    kept = jnp.minimum(jnp.maximum(values, jnp.float32(lowest)), jnp.float32(element.max))
+    sums = kept + jnp.float32(1.5 * 2.0**_MANTISSA_BITS * quantum)
+    return lax.bitcast_convert_type(sums, jnp.int32).astype(jnp.uint8)
+
+
+def _decoded(codes: Any, element: ElementFormat) -> Any:
+    """Values of non-negative codes; the NaN code becomes NaN."""
+    smallest = element.smallest_subnormal
+    rebias = (127 - element.bias) << element.mantissa_bits
+    normal = (codes + rebias) << (_MANTISSA_BITS - element.mantissa_bits)
+    subnormal = lax.bitcast_convert_type(codes.astype(jnp.float32) * smallest, jnp.int32)
+    pattern = jnp.where(codes < (1 << element.mantissa_bits), subnormal, normal)
+    pattern = jnp.where(codes == element.nan_code, float32.NAN, pattern)
+    return lax.bitcast_convert_type(pattern, jnp.float32)
+
+
+def _float32_pattern(amax: Any, dtype: Any) -> Any:
+    """Patterns of float32 from those of `dtype`, none negative."""
+    if dtype == jnp.float32:
+        return amax
+    if dtype == jnp.bfloat16:
+        return amax.astype(jnp.int32) << 16
+    values = lax.bitcast_convert_type(amax.astype(jnp.int16), jnp.float16)
+    return lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)

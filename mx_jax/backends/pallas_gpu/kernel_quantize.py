@@ -1,0 +1,123 @@
+"""The quantizing kernel: one read of a tensor, codes and scales along one axis or two.
+
+Device code only; `quantize.py` checks, pads and picks. A program of one warpgroup loads a tile from
+global memory into registers, 16 bytes a thread at a time, and stores what it becomes: nothing is
+staged in shared memory, and several programs on a processor hide each other's waits. A warp holds
+whole blocks, so a block's largest magnitude takes a few shuffles.
+
+Imports Mosaic GPU, so the adapter imports this file only when it takes a call.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.pallas import mosaic_gpu
+
+from mx_jax.backends.pallas_gpu.encode import Encoder
+from mx_jax.backends.pallas_gpu.quantize_tiles import Tile
+
+# Its declared types differ between versions of JAX, and none fits its own use.
+plgpu: Any = mosaic_gpu
+
+
+def quantize(
+    x: jax.Array,
+    tensor_scales: jax.Array | None,
+    *,
+    tile: Tile,
+    encoders: tuple[Encoder, ...],
+    interpret: Any = None,
+) -> list[jax.Array]:
+    """Codes and scales along each of the tile's axes, in turn.
+
+    Args:
+      x: float32, bfloat16 or float16, seen as `tile` says, in whole tiles.
+      tensor_scales: float32, one for each axis, or None.
+      tile: what one program quantizes.
+      encoders: one for each axis.
+      interpret: parameters of Mosaic's interpreter, None to compile.
+
+    Returns:
+      For each axis, uint8 codes in the shape of x and uint8 scales, which lack the axis.
+    """
+    shapes = []
+    for axis in tile.axes:
+        shapes += [x.shape, x.shape[:axis] + x.shape[axis + 1 :]]
+    program = _Program(tile=tile, encoders=encoders, counts=tile.counts(x.shape))
+    operands = (x,) if tensor_scales is None else (x, tensor_scales)
+    return plgpu.kernel(
+        program.body,
+        out_type=[jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes],
+        grid=(math.prod(program.counts),),
+        grid_names=("tile",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name=f"mx_jax_quantize_{encoders[0].format.name}",
+        interpret=interpret,
+    )(*operands)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Program:
+    """What each program runs.
+
+    Attributes:
+      tile: what it quantizes.
+      encoders: one for each axis.
+      counts: tiles along each axis.
+    """
+
+    tile: Tile
+    encoders: tuple[Encoder, ...]
+    counts: tuple[int, ...]
+
+    def body(self, x_gmem, *rest):
+        """One tile: load, then quantize along each axis and store."""
+        count = 2 * len(self.encoders)
+        (tensor_scales_gmem,), outs = rest[:-count] or (None,), rest[-count:]
+        at, layout = self._at(), _layout(self.tile)
+        x = plgpu.load(x_gmem.at[at], layout=layout, optimized=False)
+        for i, (axis, encoder) in enumerate(zip(self.tile.axes, self.encoders, strict=True)):
+            codes_gmem, scales_gmem = outs[2 * i : 2 * i + 2]
+            tensor_scale = tensor_scales_gmem[i] if encoder.format.tensor_scale else None
+            amax = jnp.max(encoder.magnitudes(x), axis=axis)
+            stored, factor = encoder.scales(amax, x.dtype, tensor_scale)
+            spread = functools.partial(_spread, axis=axis, shape=x.shape, layout=layout)
+            codes = encoder.codes(x, stored, factor, spread)
+            plgpu.store(codes_gmem.at[at], codes, optimized=False)
+            scales = stored.astype(jnp.uint8)
+            plgpu.store(scales_gmem.at[at[:axis] + at[axis + 1 :]], scales, optimized=False)
+
+    def _at(self) -> tuple[Any, ...]:
+        """Where this program's tile lies; the last axis runs fastest."""
+        index, at = lax.axis_index("tile"), []
+        for count, length in zip(self.counts[::-1], self.tile.shape[::-1], strict=True):
+            at.append(pl.ds(lax.rem(index, count) * length, length))
+            index = lax.div(index, count)
+        return tuple(at[::-1])
+
+
+def _spread(blocks: Any, *, axis: int, shape: tuple[int, ...], layout: Any) -> Any:
+    """One number a block to one an element."""
+    kept = tuple(a for a in range(len(shape)) if a != axis)
+    return plgpu.layout_cast(lax.broadcast_in_dim(blocks, shape, kept), layout)
+
+
+def _layout(tile: Tile) -> Any:
+    """Who holds what, in Mosaic's terms: each tiling appends its axes, the last are a vector's."""
+    tiling = fragmented_array.Tiling((tile.all_warps, tile.warp, tile.lanes, tile.vector))
+    rank = len(tile.shape)
+    layout = fragmented_array.TiledLayout(
+        tiling,
+        warp_dims=tuple(range(-4 * rank, -3 * rank)),
+        lane_dims=tuple(range(-2 * rank, -rank)),
+        vector_dim=-1,
+        _check_canonical=False,
+    ).canonicalize()
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)

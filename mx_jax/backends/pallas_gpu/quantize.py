@@ -1,0 +1,314 @@
+"""Casts by the GPU's quantizing kernel: which calls it takes, and how a tensor reaches it."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from mx_jax.backends.base import QuantizeBothCall, QuantizeCall, Target
+from mx_jax.backends.pallas_gpu import quantize_tiles
+from mx_jax.backends.pallas_gpu.quantize_tiles import Tile
+from mx_jax.backends.pallas_gpu.rejections import rejects_machine
+from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs import float32
+from mx_jax.mxarray import MXArray
+from mx_jax.reference import quantize as reference
+
+# The first version of JAX for which the kernel has been compiled.
+MIN_JAX = (0, 12, 0)
+_DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
+# A warp holds whole blocks, in both directions.
+BLOCKS = (16, 32)
+# The kernel counts elements in 32 bits.
+_MAX_ELEMENTS = 2**31 - 1
+# Those that cannot convert to float8, and those that compare 16-bit integers one by one.
+_NO_CONVERSIONS = ("sm80",)
+_NO_PACKED_MAXIMUM = ("sm80", "sm89")
+# Rules of scales in an element format, by name: whether subnormal scales are used.
+_ELEMENT_RULES = {"amax": False, "amax_subnormal": True}
+
+
+def rejects(
+    call: QuantizeCall | QuantizeBothCall,
+    target: Target,
+    jax_version: tuple[int, ...] = jax.__version_info__,
+) -> str | None:
+    """Why the kernel does not take a call on a machine, or None."""
+    reason = rejects_machine(target, jax_version)
+    if reason is not None:
+        return reason
+    if jax_version < MIN_JAX:
+        needed, got = (".".join(map(str, version)) for version in (MIN_JAX, jax_version))
+        return f"needs jax>={needed} to quantize, got jax=={got}"
+    if isinstance(call, QuantizeCall):
+        return _rejects(call)
+    return _rejects(call.first) or _rejects(call.second) or _rejects_pair(call)
+
+
+def _rejects(call: QuantizeCall) -> str | None:
+    if call.dtype not in _DTYPES:
+        return f"needs float32, bfloat16 or float16, got dtype={call.dtype}"
+    if call.rounding.name != "nearest":
+        return f"rounds to nearest even, got rounding={call.rounding.name!r}"
+    sizes = [size for _, size in call.blocks]
+    if len(sizes) != 1 or sizes[0] not in BLOCKS:
+        return f"takes blocks of 16 or 32 along one axis, got blocks={call.blocks}"
+    rule, element = call.scale_rule, call.format.element
+    if rule.threshold is None and rule.name not in _ELEMENT_RULES:
+        return f"computes no scales by the rule {rule.name!r}"
+    if element.kind == "float" and not element.has_negative_zero:
+        return f"needs elements with a negative zero, got element={element.name}"
+    if rule.threshold is None and element.nan_code is not None:
+        return f"takes no {call.format.scale.name} scales over elements with NaN, got {element.name}"
+    if math.prod(call.shape) > _MAX_ELEMENTS:
+        return f"needs at most {_MAX_ELEMENTS} elements, got shape={call.shape}"
+    return None
+
+
+def _rejects_pair(call: QuantizeBothCall) -> str | None:
+    ((first, size),), ((second, other_size),) = call.first.blocks, call.second.blocks
+    if {first, second} != {-1, -2}:
+        return f"casts both ways along the last two axes, got axes {(first, second)}"
+    if size != other_size:
+        return f"casts both ways in blocks of one size, got {size} and {other_size}"
+    return None
+
+
+def quantize(
+    x: jax.Array,
+    call: QuantizeCall,
+    tensor_scale: jax.Array | None,
+    *,
+    architecture: str,
+    interpret: Any = None,
+) -> MXArray:
+    """x quantized along one axis.
+
+    Args:
+      x: the tensor.
+      call: its description, which `rejects` takes.
+      tensor_scale: float32 `[1, ..., 1]`, or None to compute one where the format has it.
+      architecture: one of `ARCHITECTURES`.
+      interpret: parameters of Mosaic's interpreter.
+    """
+    (out,) = _cast(x, (call,), tensor_scale, architecture, interpret)
+    return out
+
+
+def quantize_both(
+    x: jax.Array,
+    call: QuantizeBothCall,
+    tensor_scale: jax.Array | None,
+    *,
+    architecture: str,
+    interpret: Any = None,
+) -> tuple[MXArray, MXArray]:
+    """x quantized along its last two axes, read once; see `quantize`."""
+    first, second = _cast(x, (call.first, call.second), tensor_scale, architecture, interpret)
+    return first, second
+
+
+def _cast(
+    x: jax.Array,
+    calls: tuple[QuantizeCall, ...],
+    tensor_scale: jax.Array | None,
+    architecture: str,
+    interpret: Any,
+) -> list[MXArray]:
+    x = lax.stop_gradient(x)
+    factors = [_tensor_scale(x, call, tensor_scale) for call in calls]
+    given = [factor.reshape(()) for factor in factors if factor is not None]
+    arrays = _batchable(calls, architecture, interpret)(x, *given)
+    return [
+        MXArray(
+            codes=codes,
+            scales=scales,
+            tensor_scale=factor,
+            format=call.format,
+            blocks=call.blocks,
+            dtype=call.dtype,
+        )
+        for call, factor, codes, scales in zip(
+            calls, factors, arrays[::2], arrays[1::2], strict=True
+        )
+    ]
+
+
+def _tensor_scale(
+    x: jax.Array, call: QuantizeCall, tensor_scale: jax.Array | None
+) -> jax.Array | None:
+    """The scale that is given, or computed from x by XLA; None where the format has none."""
+    if not call.format.tensor_scale or tensor_scale is not None:
+        return tensor_scale
+    pieces, inside = block_shapes.split(x, call.blocks)
+    magnitudes = float32.to_bits(pieces) & float32.ABS
+    amax = jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)
+    largest_scale = call.scale_rule.largest_scale or call.format.scale.max
+    return reference.tensor_scale_of(amax, largest_scale * call.format.element.max, x.ndim)
+
+
+def _batchable(calls: tuple[QuantizeCall, ...], architecture: str, interpret: Any) -> Callable:
+    """The kernel on x and tensor scales, batched by one more leading axis of x."""
+
+    def plain(x: jax.Array, *tensor_scales: jax.Array) -> tuple[jax.Array, ...]:
+        return _run(x, calls, tensor_scales, architecture, interpret)
+
+    function: Any = custom_vmap(plain)
+
+    def batch(size: int, in_batched: Sequence[bool], x: jax.Array, *tensor_scales: jax.Array):
+        if any(in_batched[1:]):
+            # A scale for each: the kernel has one for all that it quantizes.
+            xs = x if in_batched[0] else jnp.broadcast_to(x, (size, *x.shape))
+            scales = [
+                s if batched else jnp.broadcast_to(s, (size,))
+                for s, batched in zip(tensor_scales, in_batched[1:], strict=True)
+            ]
+            out = lax.map(lambda each: function(*each), (xs, *scales))
+        else:
+            wider = tuple(dataclasses.replace(call, shape=(size, *call.shape)) for call in calls)
+            out = _batchable(wider, architecture, interpret)(x, *tensor_scales)
+        return out, (True,) * len(out)
+
+    function.def_vmap(batch)
+    return function
+
+
+def _run(
+    x: jax.Array,
+    calls: tuple[QuantizeCall, ...],
+    tensor_scales: Sequence[jax.Array],
+    architecture: str,
+    interpret: Any,
+) -> tuple[jax.Array, ...]:
+    """Codes and scales of each call: a view of x, in whole tiles, through the kernel."""
+    if x.size == 0:
+        whole = [(x.shape, block_shapes.scales_shape(x.shape, call.blocks)) for call in calls]
+        return tuple(jnp.zeros(shape, jnp.uint8) for shapes in whole for shape in shapes)
+    # Mosaic GPU is missing from older versions of JAX, which `rejects` keeps away from here.
+    from mx_jax.backends.pallas_gpu import kernel_quantize
+
+    # The kernel's order: columns before rows.
+    ordered = sorted(calls, key=lambda call: call.blocks)
+    view = View.of(x.shape, tuple(call.blocks[0] for call in ordered))
+    tile = view.tile(x.dtype.itemsize)
+    encoders = tuple(_encoder(call, architecture, interpret is not None) for call in ordered)
+    scales = dict(zip((c for c in calls if c.format.tensor_scale), tensor_scales, strict=True))
+    given = [scales.get(call, jnp.float32(1)) for call in ordered] if scales else None
+    outs = kernel_quantize.quantize(
+        _padded(view.into(x), tile.padded(view.shape)),
+        None if given is None else jnp.stack(given),
+        tile=tile,
+        encoders=encoders,
+        interpret=interpret,
+    )
+    found = {
+        call: (
+            view.codes(outs[2 * i]),
+            view.scales(outs[2 * i + 1], i, block_shapes.scales_shape(x.shape, call.blocks)),
+        )
+        for i, call in enumerate(ordered)
+    }
+    return tuple(array for call in calls for array in found[call])
+
+
+def _encoder(call: QuantizeCall, architecture: str, interpreted: bool) -> Any:
+    from mx_jax.backends.pallas_gpu.encode import Encoder
+
+    rule, of = call.scale_rule, call.format.scale.element
+    smallest = 0.0
+    if of is not None:
+        subnormal = _ELEMENT_RULES[rule.name]
+        smallest = of.smallest_subnormal if subnormal else of.smallest_normal
+    return Encoder(
+        format=call.format,
+        threshold=None if rule.threshold is None else rule.threshold(call.format.element),
+        smallest_scale=smallest,
+        converts=architecture not in _NO_CONVERSIONS,
+        packed=architecture not in _NO_PACKED_MAXIMUM,
+        interpreted=interpreted,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class View:
+    """How the kernel sees a tensor: `[outer * length / block, block, ...]`.
+
+    Attributes:
+      original: the tensor's shape.
+      split: the same as `[outer, length]`, `[outer, length, inner]` for blocks along another axis
+        than the last, or `[outer, length, last]` for blocks along both.
+      block: elements of a block.
+      both: whether blocks lie along the last axis too.
+    """
+
+    original: tuple[int, ...]
+    split: tuple[int, ...]
+    block: int
+    both: bool
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], blocks: Sequence[tuple[int, Any]]) -> "View":
+        """The view for blocks along these axes, ascending."""
+        axis, block = blocks[0]
+        axis %= len(shape)
+        outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+        both = len(blocks) > 1
+        split = (outer, shape[axis], inner) if both or inner > 1 else (outer, shape[axis])
+        return cls(original=shape, split=split, block=block, both=both)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """`split` in whole blocks."""
+        blocked = (1, 2) if self.both else (1,)
+        return tuple(n + -n % self.block if i in blocked else n for i, n in enumerate(self.split))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What the kernel sees, before it is padded to whole tiles."""
+        outer, length, *inner = self.whole
+        if self.both:
+            inner = [inner[0] // self.block, self.block]
+        return (outer * (length // self.block), self.block, *inner)
+
+    def tile(self, itemsize: int) -> Tile:
+        """What one program quantizes of it."""
+        if self.both:
+            return quantize_tiles.along_both(self.shape, self.block, itemsize)
+        if len(self.shape) == 2:
+            return quantize_tiles.along_rows(self.shape[0], self.block, itemsize)
+        return quantize_tiles.along_columns(self.shape, self.block, itemsize)
+
+    def into(self, x: jax.Array) -> jax.Array:
+        """The tensor as the view; a copy only where its last blocks are partial."""
+        return _padded(x.reshape(self.split), self.whole).reshape(self.shape)
+
+    def codes(self, codes: jax.Array) -> jax.Array:
+        """The kernel's codes in the tensor's shape."""
+        codes = _cut(codes, self.shape).reshape(self.whole)
+        return _cut(codes, self.split).reshape(self.original)
+
+    def scales(self, scales: jax.Array, index: int, shape: tuple[int, ...]) -> jax.Array:
+        """The kernel's scales along the first or second of the blocked axes, in their own shape."""
+        axis = 1 + index
+        inside = 2 * axis - 1
+        kept = self.shape[:inside] + self.shape[inside + 1 :]
+        whole, split = list(self.whole), list(self.split)
+        whole[axis] = split[axis] = whole[axis] // self.block
+        return _cut(_cut(scales, kept).reshape(whole), tuple(split)).reshape(shape)
+
+
+def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """x with zeros behind, up to a shape."""
+    if x.shape == shape:
+        return x
+    return jnp.pad(x, [(0, wide - n) for n, wide in zip(x.shape, shape, strict=True)])
+
+
+def _cut(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """x without what padding added."""
+    return x if x.shape == shape else x[tuple(slice(n) for n in shape)]
