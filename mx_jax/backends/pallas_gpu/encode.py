@@ -14,8 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from mx_jax.backends.pallas_gpu.pairs import Pairs
 from mx_jax.codecs import float32
 from mx_jax.codecs.scale import E8M0_NAN, true_divide
 from mx_jax.formats import BlockFormat, ElementFormat
@@ -69,7 +71,9 @@ class Encoder:
         stored = power_of_two_scale(pattern, self.format.element, self.threshold)
         return stored, stored if self.interpreted else _reciprocal(stored)
 
-    def codes(self, x: Any, stored: Any, factor: Any, spread: Callable[[Any], Any]) -> Any:
+    def codes(
+        self, x: Any, stored: Any, factor: Any, spread: Callable[[Any], Any], pairs: Pairs
+    ) -> Any:
         """uint8 codes of x; blocks with a NaN or Inf get the format's NaN, or 0.
 
         Args:
@@ -77,7 +81,10 @@ class Encoder:
           stored: stored scales of blocks, int32.
           factor: what `scales` gave with them.
           spread: from one number a block to one an element.
+          pairs: views of x's tile.
         """
+        if self._in_pairs(x.dtype):
+            return self._codes_in_pairs(x, stored, spread, pairs)
         element = self.format.element
         values = self._scaled(x, spread(factor))
         if self.threshold is None:
@@ -86,8 +93,15 @@ class Encoder:
         codes = self._rounded(values)
         nan = stored == self._nan_scale
         keep = jnp.where(nan, 0, 0xFF).astype(jnp.uint8)
-        fill = jnp.where(nan, element.nan_code or 0, 0).astype(jnp.uint8)
-        return codes & spread(keep) | spread(fill)
+        codes = codes & spread(keep)
+        if not element.nan_code:
+            return codes
+        return codes | spread(jnp.where(nan, element.nan_code, 0).astype(jnp.uint8))
+
+    @property
+    def _by_conversion(self) -> bool:
+        """Whether one instruction encodes."""
+        return self.converts and self.format.element.dtype_name in _CONVERTED
 
     @property
     def _nan_scale(self) -> int:
@@ -96,6 +110,42 @@ class Encoder:
             return E8M0_NAN
         assert of.nan_code is not None
         return of.nan_code
+
+    def _in_pairs(self, dtype: Any) -> bool:
+        """Whether bfloat16 arithmetic encodes two values at a time: where one alone takes long."""
+        if self._by_conversion or self.format.element.kind == "int":
+            return False
+        return self.packed and self.threshold is not None and dtype == jnp.bfloat16
+
+    def _codes_in_pairs(
+        self, x: Any, stored: Any, spread: Callable[[Any], Any], pairs: Pairs
+    ) -> Any:
+        """The same in words of two bfloat16: `halves` in its smaller arithmetic.
+
+        Each half of a word stays within its 16 bits: sums of words are pairs of sums.
+        """
+        element = self.format.element
+        words = pairs.to_words(x)
+        magnitude = pairs.to_numbers(words & _both(0x7FFF), jnp.bfloat16)
+        if self.interpreted:
+            scaled = over_power_of_two(magnitude, spread(stored)).astype(jnp.bfloat16)
+        else:
+            factor = jnp.maximum((_LARGEST_STORED - stored) << 7, 1 << 6).astype(jnp.int16)
+            scaled = magnitude * spread(lax.bitcast_convert_type(factor, jnp.bfloat16))
+        scaled = jnp.minimum(scaled, jnp.bfloat16(element.max))
+        dropped, smallest = 7 - element.mantissa_bits, (127 + element.emin) << 7
+        top = lax.bitcast_convert_type(scaled, jnp.int16) & jnp.int16(0x7F80)
+        top = pairs.to_words(jnp.maximum(top, jnp.int16(smallest)))
+        large = top + _both(dropped << 7)
+        sums = pairs.to_words(scaled + pairs.to_numbers(large, jnp.bfloat16))
+        half = (sums - large) + (_shifted(top, dropped) - _both(smallest >> dropped))
+        nan = stored == self._nan_scale
+        code = half | _shifted(words, 16 - element.bits) & _both(element.sign_code)
+        code = code & pairs.to_words(spread(jnp.where(nan, 0, -1).astype(jnp.int16)))
+        if element.nan_code:
+            fill = jnp.where(nan, element.nan_code, 0).astype(jnp.int16)
+            code = code | pairs.to_words(spread(fill))
+        return pairs.to_bytes(code)
 
     def _scaled(self, x: Any, factor: Any) -> Any:
         """x over its scale, in float32."""
@@ -109,7 +159,7 @@ class Encoder:
         element = self.format.element
         if element.kind == "int":
             return _integers(values, element)
-        if self.converts and element.dtype_name in _CONVERTED:
+        if self._by_conversion:
             if self.interpreted:
                 # XLA's conversion does not saturate.
                 values = jnp.clip(values, -element.max, element.max)
@@ -138,6 +188,15 @@ class Encoder:
 
     def _divided(self, numerator: Any, denominator: Any) -> Any:
         return true_divide(numerator, denominator) if self.interpreted else numerator / denominator
+
+
+def _both(half: int) -> Any:
+    """The same 16 bits in both halves of an int32."""
+    return jnp.int32(np.uint32(half * 0x10001).astype(np.int32))
+
+
+def _shifted(words: Any, right: int) -> Any:
+    return lax.shift_right_logical(words, jnp.full_like(words, right)) if right else words
 
 
 def power_of_two_scale(pattern: Any, element: ElementFormat, threshold: int) -> Any:

@@ -21,6 +21,7 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu
 
 from mx_jax.backends.pallas_gpu.encode import Encoder
+from mx_jax.backends.pallas_gpu.pairs import Pairs
 from mx_jax.backends.pallas_gpu.quantize_tiles import Tile
 
 # Its declared types differ between versions of JAX, and none fits its own use.
@@ -81,15 +82,21 @@ class _Program:
         """One tile: load, then quantize along each axis and store."""
         count = 2 * len(self.encoders)
         (tensor_scales_gmem,), outs = rest[:-count] or (None,), rest[-count:]
-        at, layout = self._at(), _layout(self.tile)
-        x = plgpu.load(x_gmem.at[at], layout=layout, optimized=False)
+        at = self._at()
+        pairs = Pairs(
+            shape=self.tile.shape,
+            numbers=_layout(self.tile),
+            words=_layout(self.tile.in_words()),
+            interpreted=self.encoders[0].interpreted,
+        )
+        x = plgpu.load(x_gmem.at[at], layout=pairs.numbers, optimized=False)
         for i, (axis, encoder) in enumerate(zip(self.tile.axes, self.encoders, strict=True)):
             codes_gmem, scales_gmem = outs[2 * i : 2 * i + 2]
             tensor_scale = tensor_scales_gmem[i] if encoder.format.tensor_scale else None
             amax = jnp.max(encoder.magnitudes(x), axis=axis)
             stored, factor = encoder.scales(amax, x.dtype, tensor_scale)
-            spread = functools.partial(_spread, axis=axis, shape=x.shape, layout=layout)
-            codes = encoder.codes(x, stored, factor, spread)
+            spread = functools.partial(_spread, axis=axis, pairs=pairs)
+            codes = encoder.codes(x, stored, factor, spread, pairs)
             plgpu.store(codes_gmem.at[at], codes, optimized=False)
             scales = stored.astype(jnp.uint8)
             plgpu.store(scales_gmem.at[at[:axis] + at[axis + 1 :]], scales, optimized=False)
@@ -103,10 +110,11 @@ class _Program:
         return tuple(at[::-1])
 
 
-def _spread(blocks: Any, *, axis: int, shape: tuple[int, ...], layout: Any) -> Any:
+def _spread(blocks: Any, *, axis: int, pairs: Pairs) -> Any:
     """One number a block to one an element."""
-    kept = tuple(a for a in range(len(shape)) if a != axis)
-    return plgpu.layout_cast(lax.broadcast_in_dim(blocks, shape, kept), layout)
+    kept = tuple(a for a in range(len(pairs.shape)) if a != axis)
+    wide = lax.broadcast_in_dim(blocks, pairs.shape, kept)
+    return plgpu.layout_cast(wide, pairs.numbers)
 
 
 def _layout(tile: Tile) -> Any:

@@ -36,6 +36,13 @@ class Tile:
     lanes: Shape
     vector: Shape
 
+    def in_words(self) -> "Tile":
+        """The same tile where two elements are one word."""
+        names = ("shape", "all_warps", "warp", "lanes", "vector")
+        sizes = {name: getattr(self, name) for name in names}
+        halved = {name: (*size[:-1], size[-1] // 2) for name, size in sizes.items()}
+        return dataclasses.replace(self, **halved)
+
     def padded(self, shape: Shape) -> Shape:
         """The smallest view of whole tiles."""
         return tuple(n + -n % tile for n, tile in zip(shape, self.shape, strict=True))
