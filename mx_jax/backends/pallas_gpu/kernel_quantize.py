@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
@@ -50,7 +51,9 @@ def quantize(
     """
     shapes = []
     for axis in tile.axes:
-        shapes += [x.shape, x.shape[:axis] + x.shape[axis + 1 :]]
+        lengths = x.shape[:axis] + x.shape[axis + 1 :]
+        order = tile.scales_order or range(len(lengths))
+        shapes += [x.shape, tuple(lengths[i] for i in order)]
     program = _Program(tile=tile, encoders=encoders, counts=tile.counts(x.shape))
     operands = (x,) if tensor_scales is None else (x, tensor_scales)
     return plgpu.kernel(
@@ -58,7 +61,11 @@ def quantize(
         out_type=[jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes],
         grid=(math.prod(program.counts),),
         grid_names=("tile",),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            # No thread reads what another writes.
+            unsafe_no_auto_barriers=True,
+        ),
         kernel_name=f"mx_jax_quantize_{encoders[0].format.name}",
         interpret=interpret,
     )(*operands)
@@ -81,7 +88,7 @@ class _Program:
     def body(self, x_gmem, *rest):
         """One tile: load, then quantize along each axis and store."""
         count = 2 * len(self.encoders)
-        (tensor_scales_gmem,), outs = rest[:-count] or (None,), rest[-count:]
+        given, outs = rest[:-count], rest[-count:]
         at = self._at()
         pairs = Pairs(
             shape=self.tile.shape,
@@ -92,13 +99,17 @@ class _Program:
         x = plgpu.load(x_gmem.at[at], layout=pairs.numbers, optimized=False)
         for i, (axis, encoder) in enumerate(zip(self.tile.axes, self.encoders, strict=True)):
             codes_gmem, scales_gmem = outs[2 * i : 2 * i + 2]
-            tensor_scale = tensor_scales_gmem[i] if encoder.format.tensor_scale else None
+            tensor_scale = given[0][i] if encoder.format.tensor_scale else None
             amax = jnp.max(encoder.magnitudes(x), axis=axis)
             stored, factor = encoder.scales(amax, x.dtype, tensor_scale)
             spread = functools.partial(_spread, axis=axis, pairs=pairs)
             codes = encoder.codes(x, stored, factor, spread, pairs)
             plgpu.store(codes_gmem.at[at], codes, optimized=False)
             scales = stored.astype(jnp.uint8)
+            if self.tile.scales_order:
+                scales_gmem = scales_gmem.transpose(
+                    tuple(np.argsort(self.tile.scales_order).tolist())
+                )
             plgpu.store(scales_gmem.at[at[:axis] + at[axis + 1 :]], scales, optimized=False)
 
     def _at(self) -> tuple[Any, ...]:

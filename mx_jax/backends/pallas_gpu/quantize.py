@@ -11,9 +11,9 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from mx_jax.backends.base import QuantizeBothCall, QuantizeCall, Target
-from mx_jax.backends.pallas_gpu import quantize_tiles
-from mx_jax.backends.pallas_gpu.quantize_tiles import Tile
-from mx_jax.backends.pallas_gpu.rejections import rejects_machine
+from mx_jax.backends.pallas_gpu import scaled
+from mx_jax.backends.pallas_gpu.quantize_views import View, ViewOfTiles, padded
+from mx_jax.backends.pallas_gpu.rejections import BLOCK_SCALED, rejects_machine
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
 from mx_jax.mxarray import MXArray
@@ -64,7 +64,9 @@ def _rejects(call: QuantizeCall) -> str | None:
     if element.kind == "float" and not element.has_negative_zero:
         return f"needs elements with a negative zero, got element={element.name}"
     if rule.threshold is None and element.nan_code is not None:
-        return f"takes no {call.format.scale.name} scales over elements with NaN, got {element.name}"
+        return (
+            f"takes no {call.format.scale.name} scales over elements with NaN, got {element.name}"
+        )
     if math.prod(call.shape) > _MAX_ELEMENTS:
         return f"needs at most {_MAX_ELEMENTS} elements, got shape={call.shape}"
     return None
@@ -194,14 +196,14 @@ def _run(
 
     # The kernel's order: columns before rows.
     ordered = sorted(calls, key=lambda call: call.blocks)
-    view = View.of(x.shape, tuple(call.blocks[0] for call in ordered))
+    view = _view(ordered, architecture)
     tile = view.tile(x.dtype.itemsize)
     encoders = tuple(_encoder(call, architecture, interpret is not None) for call in ordered)
-    scales = dict(zip((c for c in calls if c.format.tensor_scale), tensor_scales, strict=True))
-    given = [scales.get(call, jnp.float32(1)) for call in ordered] if scales else None
+    factors = iter(tensor_scales)
+    given = {c: next(factors) if c.format.tensor_scale else jnp.float32(1) for c in calls}
     outs = kernel_quantize.quantize(
-        _padded(view.into(x), tile.padded(view.shape)),
-        None if given is None else jnp.stack(given),
+        padded(view.into(x), tile.padded(view.shape)),
+        jnp.stack([given[call] for call in ordered]) if tensor_scales else None,
         tile=tile,
         encoders=encoders,
         interpret=interpret,
@@ -214,6 +216,22 @@ def _run(
         for i, call in enumerate(ordered)
     }
     return tuple(array for call in calls for array in found[call])
+
+
+def _view(ordered: Sequence[QuantizeCall], architecture: str) -> View:
+    """How the kernel sees the tensor; on Blackwell so that scales come as products take them."""
+    call = ordered[0]
+    (axis, block), rows = call.blocks[0], math.prod(call.shape[:-1])
+    assert isinstance(block, int)
+    if (
+        architecture in BLOCK_SCALED
+        and scaled.rejects_formats(call.format, call.format) is None
+        and axis == -1
+        and rows % scaled.SCALE_ROWS == 0
+        and call.shape[-1] % (scaled.SCALE_COLUMNS * block) == 0
+    ):
+        return ViewOfTiles(original=call.shape, split=(rows, call.shape[-1]), block=block)
+    return View.of(call.shape, tuple(call.blocks[0] for call in ordered))
 
 
 def _encoder(call: QuantizeCall, architecture: str, interpreted: bool) -> Any:
@@ -232,83 +250,3 @@ def _encoder(call: QuantizeCall, architecture: str, interpreted: bool) -> Any:
         packed=architecture not in _NO_PACKED_MAXIMUM,
         interpreted=interpreted,
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class View:
-    """How the kernel sees a tensor: `[outer * length / block, block, ...]`.
-
-    Attributes:
-      original: the tensor's shape.
-      split: the same as `[outer, length]`, `[outer, length, inner]` for blocks along another axis
-        than the last, or `[outer, length, last]` for blocks along both.
-      block: elements of a block.
-      both: whether blocks lie along the last axis too.
-    """
-
-    original: tuple[int, ...]
-    split: tuple[int, ...]
-    block: int
-    both: bool
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...], blocks: Sequence[tuple[int, Any]]) -> "View":
-        """The view for blocks along these axes, ascending."""
-        axis, block = blocks[0]
-        axis %= len(shape)
-        outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
-        both = len(blocks) > 1
-        split = (outer, shape[axis], inner) if both or inner > 1 else (outer, shape[axis])
-        return cls(original=shape, split=split, block=block, both=both)
-
-    @property
-    def whole(self) -> tuple[int, ...]:
-        """`split` in whole blocks."""
-        blocked = (1, 2) if self.both else (1,)
-        return tuple(n + -n % self.block if i in blocked else n for i, n in enumerate(self.split))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """What the kernel sees, before it is padded to whole tiles."""
-        outer, length, *inner = self.whole
-        if self.both:
-            inner = [inner[0] // self.block, self.block]
-        return (outer * (length // self.block), self.block, *inner)
-
-    def tile(self, itemsize: int) -> Tile:
-        """What one program quantizes of it."""
-        if self.both:
-            return quantize_tiles.along_both(self.shape, self.block, itemsize)
-        if len(self.shape) == 2:
-            return quantize_tiles.along_rows(self.shape[0], self.block, itemsize)
-        return quantize_tiles.along_columns(self.shape, self.block, itemsize)
-
-    def into(self, x: jax.Array) -> jax.Array:
-        """The tensor as the view; a copy only where its last blocks are partial."""
-        return _padded(x.reshape(self.split), self.whole).reshape(self.shape)
-
-    def codes(self, codes: jax.Array) -> jax.Array:
-        """The kernel's codes in the tensor's shape."""
-        codes = _cut(codes, self.shape).reshape(self.whole)
-        return _cut(codes, self.split).reshape(self.original)
-
-    def scales(self, scales: jax.Array, index: int, shape: tuple[int, ...]) -> jax.Array:
-        """The kernel's scales along the first or second of the blocked axes, in their own shape."""
-        axis = 1 + index
-        inside = 2 * axis - 1
-        kept = self.shape[:inside] + self.shape[inside + 1 :]
-        whole, split = list(self.whole), list(self.split)
-        whole[axis] = split[axis] = whole[axis] // self.block
-        return _cut(_cut(scales, kept).reshape(whole), tuple(split)).reshape(shape)
-
-
-def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """x with zeros behind, up to a shape."""
-    if x.shape == shape:
-        return x
-    return jnp.pad(x, [(0, wide - n) for n, wide in zip(x.shape, shape, strict=True)])
-
-
-def _cut(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """x without what padding added."""
-    return x if x.shape == shape else x[tuple(slice(n) for n in shape)]

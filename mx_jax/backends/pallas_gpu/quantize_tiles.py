@@ -1,4 +1,4 @@
-"""How a tensor is cut for the quantizing kernel: views of it, tiles, and who holds what of a tile."""
+"""What a program of the quantizing kernel takes at a time, and who holds what of it."""
 
 import dataclasses
 import math
@@ -27,6 +27,7 @@ class Tile:
       warp: what a warp holds of that.
       lanes: what its lanes hold in one vector each.
       vector: what one lane loads at a time.
+      scales_order: axes of the scales as the kernel stores them; empty: as they are.
     """
 
     axes: tuple[int, ...]
@@ -35,6 +36,7 @@ class Tile:
     warp: Shape
     lanes: Shape
     vector: Shape
+    scales_order: Shape = ()
 
     def in_words(self) -> "Tile":
         """The same tile where two elements are one word."""
@@ -92,14 +94,35 @@ def along_both(shape: Shape, block: int, itemsize: int) -> Tile:
     """
     vector = _VECTOR_BYTES // itemsize
     down, across = _share((shape[0], shape[2]), (1, 1))
-    all_warps = (down, block, across, block)
+    repeats = max(LANES * _PER_THREAD // block**2, 1)
+    while shape[2] % (across * repeats) and repeats > 1:
+        repeats //= 2
     return Tile(
         axes=(1, 3),
-        shape=all_warps,
-        all_warps=all_warps,
+        shape=(down, block, across * repeats, block),
+        all_warps=(down, block, across, block),
         warp=(1, block, 1, block),
         lanes=(1, LANES * vector // block, 1, block),
         vector=(1, 1, 1, vector),
+    )
+
+
+def along_rows_of_tiles(block: int, itemsize: int) -> Tile:
+    """Of a view `[rows / 128, 4, 32, k / (4 * block), 4, block]`: as `along_rows`, but scales lie
+    as Blackwell's tensor cores read them, in `[rows / 128, k / (4 * block), 32, 4, 4]`."""
+    vector = _VECTOR_BYTES // itemsize
+    rows = LANES * vector // (4 * block) or 1
+    columns = min(LANES * vector // block, 4)
+    repeats = _PER_THREAD // vector
+    warp = (1, 1, rows, 1, columns, block)
+    return Tile(
+        axes=(5,),
+        shape=(1, WARPS, rows * repeats * columns // 4, 1, 4, block),
+        all_warps=(1, WARPS, rows, 1, columns, block),
+        warp=warp,
+        lanes=warp,
+        vector=(1, 1, 1, 1, 1, vector),
+        scales_order=(0, 3, 2, 1, 4),
     )
 
 
