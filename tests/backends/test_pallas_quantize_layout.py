@@ -1,0 +1,198 @@
+"""The GPU's quantizing kernel without running it: calls, tiles, layouts, exact arithmetic."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mx_jax import formats
+from mx_jax.backends.base import QuantizeBothCall, QuantizeCall, Target
+from mx_jax.backends.pallas_gpu import PallasGpuBackend, quantize, quantize_tiles
+from mx_jax.backends.pallas_gpu.quantize_tiles import Tile
+from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
+from mx_jax.testing.cases import QuantizeCase
+from tests.backends.mosaic import needs_mosaic
+from tests.backends.test_pallas_decode import of_threads
+
+H200 = Target(platform="cuda", compute_capability=(9, 0))
+NEW = (0, 12, 0)
+
+
+def call_of(format: formats.BlockFormat = MXFP8_E4M3, **facts: Any) -> QuantizeCall:
+    return QuantizeCase(**{"format": format, "shape": (64, 96), "dtype": "bfloat16"} | facts).call
+
+
+def both_of(*axes: int, **facts: Any) -> QuantizeBothCall:
+    first, second = (call_of(axis=axis, **facts) for axis in axes)
+    return QuantizeBothCall(first=first, second=second)
+
+
+FNUZ = dataclasses.replace(MXFP8_E4M3, element=formats.E4M3FNUZ)
+NV_E4M3 = dataclasses.replace(NVFP4, element=formats.E4M3)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        *((call_of(format, dtype=d), None) for format in formats.MX_FORMATS for d in ("float16",)),
+        (call_of(NVFP4, shape=(7,)), None),
+        (call_of(axis=0, block_size=16, shape=(0, 3, 1)), None),
+        (both_of(-2, -1), None),
+        (
+            dataclasses.replace(call_of(), dtype=np.dtype("float64")),
+            "bfloat16 or float16, got dtyp",
+        ),
+        (call_of(rounding="stochastic"), "rounds to nearest even, got rounding='stochastic'"),
+        (call_of(block_size=64), "takes blocks of 16 or 32 along one axis, got blocks=((-1, 64),)"),
+        (
+            call_of(formats.MXFP4_2D),
+            "takes blocks of 16 or 32 along one axis, got blocks=((-2, 32)",
+        ),
+        (call_of(formats.FLOAT8_ROWWISE_E4M3), "along one axis, got blocks=((-1, WHOLE),)"),
+        (call_of(scale_rule="gaussian"), "computes no scales by the rule 'gaussian'"),
+        (call_of(NVFP4, scale_rule="four_over_six"), "no scales by the rule 'four_over_six'"),
+        (call_of(FNUZ), "needs elements with a negative zero, got element=e4m3fnuz"),
+        (call_of(NV_E4M3), "needs elements without NaN under float scales, got element=e4m3"),
+        (call_of(shape=(2**16, 2**15)), "needs at most 2147483647 elements, got shape=(65536, 3"),
+        (
+            both_of(-1, -3, shape=(2, 64, 64)),
+            "both ways along the last two axes, got axes (-1, -3)",
+        ),
+        (both_of(-1, -2, rounding="away"), "rounds to nearest even, got rounding='away'"),
+        (
+            QuantizeBothCall(first=call_of(MXFP4), second=call_of(NVFP4, axis=-2)),
+            "casts both ways in blocks of one size, got 32 and 16",
+        ),
+    ],
+)
+def test_rejects_a_call(call: QuantizeCall | QuantizeBothCall, reason: str | None):
+    found = quantize.rejects(call, H200, NEW)
+    assert found is None if reason is None else (found is not None and reason in found)
+
+
+@pytest.mark.parametrize(
+    ("target", "version", "reason"),
+    [
+        (Target(platform="cpu"), NEW, "runs on platform=cuda, got platform=cpu"),
+        (H200, (0, 11, 2), "needs jax>=0.12.0 to quantize, got jax==0.11.2"),
+        (H200, (0, 10, 2), "needs jax>=0.11.2, got jax==0.10.2"),
+        *((Target(platform="cuda", compute_capability=c), NEW, None) for c in ((8, 0), (10, 0))),
+    ],
+)
+def test_rejects_a_machine(target: Target, version: tuple[int, ...], reason: str | None):
+    assert quantize.rejects(call_of(), target, version) == reason
+
+
+def test_nothing_is_asked_of_a_device(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "devices", lambda: pytest.fail("asked for devices"))
+    for call in (call_of(), both_of(-1, -2)):
+        quantize.rejects(call, H200, NEW)
+        assert PallasGpuBackend().rejects(call, Target(platform="cpu")) is not None
+
+
+def views(block: int, itemsize: int) -> list[tuple[tuple[int, ...], Tile]]:
+    """Every kind of tile, on a view of whole tiles."""
+    rows, columns, both = (4096, block), (8, block, 512), (8, block, 16, block)
+    return [
+        (rows, quantize_tiles.along_rows(rows[0], block, itemsize)),
+        ((192, block), quantize_tiles.along_rows(192, block, itemsize)),
+        (columns, quantize_tiles.along_columns(columns, block, itemsize)),
+        ((4, block, 64), quantize_tiles.along_columns((4, block, 64), block, itemsize)),
+        (both, quantize_tiles.along_both(both, block, itemsize)),
+        ((4, block, 1, block), quantize_tiles.along_both((4, block, 1, block), block, itemsize)),
+        ((2, 4, 32, 3, 4, block), quantize_tiles.along_rows_of_tiles(block, itemsize)),
+    ]
+
+
+@needs_mosaic
+@pytest.mark.parametrize("block", quantize.BLOCKS)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_who_holds_what(block: int, itemsize: int):
+    from mx_jax.backends.pallas_gpu.kernel_quantize import _layout
+
+    for view, tile in views(block, itemsize):
+        assert tile.padded(view) == view, "no padding in these"
+        elements = np.arange(np.prod(view)).reshape(view)[tuple(map(slice, tile.shape))]
+        held = of_threads(elements, _layout(tile).to_mgpu())
+        assert sorted(held.ravel()) == sorted(elements.ravel()), "each by one thread"
+        assert held.shape[-1] * itemsize == 16 and (np.diff(held) == 1).all(), "16 bytes at a time"
+        # A warp's load is whole lines of 64 bytes at least: full sectors of memory.
+        loads = (
+            held.reshape(4, 32, *held.shape[1:])
+            .transpose(0, 2, 1, 3)
+            .reshape(-1, 32 * held.shape[-1])
+        )
+        lines = np.sort(loads, axis=-1).reshape(
+            len(loads), -1, min(64, block * itemsize) // itemsize
+        )
+        assert (np.diff(lines) == 1).all() and (lines[..., 0] * itemsize % 32 == 0).all()
+        # Blocks lie within a warp.
+        warp_of = np.empty(elements.size, int)
+        order = np.argsort(elements.ravel())
+        flat = np.argsort(held.reshape(-1), kind="stable")
+        warp_of[order] = flat // (held.size // 4)
+        for axis in tile.axes:
+            warps = np.moveaxis(warp_of.reshape(tile.shape), axis, -1)
+            assert (warps == warps[..., :1]).all()
+        if itemsize == 2:
+            words = np.arange(elements.size // 2).reshape(tile.in_words().shape)
+            pairs = of_threads(words, _layout(tile.in_words()).to_mgpu())
+            numbers = of_threads(
+                np.arange(elements.size).reshape(tile.shape), _layout(tile).to_mgpu()
+            )
+            assert (
+                numbers.reshape(*pairs.shape, 2) == np.stack([2 * pairs, 2 * pairs + 1], -1)
+            ).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "itemsize", "padding"),
+    [
+        ((4096, 8192), -1, 2, 1),
+        ((1, 2880), -1, 2, 96 / 90),
+        ((3, 2880), -2, 2, 48 / 45),
+        ((4096, 2880), -2, 2, 1),
+        ((4, 32, 192), -2, 4, 1),
+    ],
+)
+def test_what_is_padded(shape: tuple[int, ...], axis: int, itemsize: int, padding: float):
+    from mx_jax.backends.pallas_gpu.quantize_views import View
+
+    view = View.of(shape, ((axis, 32),))
+    padded = view.tile(itemsize).padded(view.shape)
+    whole = np.prod(view.shape)
+    assert np.prod(padded) / whole == pytest.approx(padding)
+
+
+@needs_mosaic
+def test_a_product_by_the_reciprocal_is_the_quotient():
+    """What only a GPU computes, in NumPy, which keeps subnormals: every bfloat16, every scale."""
+    from mx_jax.backends.pallas_gpu import encode
+
+    x = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)
+    x = x[np.isfinite(x.astype(np.float32))]
+    exact = jax.jit(encode.over_power_of_two)
+    for stored in (*range(0, 255, 11), 1, 2, 253, 254):
+        factor = np.asarray(jax.jit(encode._reciprocal)(jnp.int32(stored)))
+        with np.errstate(over="ignore"):
+            product = x.astype(np.float32) * factor
+        # No scale is so small that its own block overflows.
+        in_range = np.isfinite(product)
+        product = product[in_range]
+        found = np.asarray(exact(jnp.asarray(x), jnp.int32(stored)))[in_range]
+        tiny = np.abs(product) < np.finfo(np.float32).tiny
+        assert (np.signbit(found) == np.signbit(product)).all()
+        assert (found[tiny] == 0).all()
+        np.testing.assert_array_equal(found[~tiny], product[~tiny])
+
+
+def test_one_permutation_takes_the_low_bytes():
+    pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+    from mx_jax.backends.pallas_gpu.pairs import _LOW_BYTES
+
+    words = np.array([0x00220011, 0x00440033], np.uint32).view(np.uint8)
+    chosen = [words[_LOW_BYTES >> 4 * i & 7] for i in range(4)]
+    assert bytes(chosen) == bytes((0x11, 0x22, 0x33, 0x44))

@@ -1,0 +1,107 @@
+"""Bytes that XLA's kernels and this package's move to cast one tensor, counted in compiled code.
+
+    python tests/gpu/traffic.py sm90
+
+A process of its own, as `compile_for` is. One line for each cast, as JSON: what was cast, whose
+kernels, how many of them, bytes an element. Counted, not measured: every kernel of the optimized
+module is taken to read each of its operands once and to write its results, and no cache to help.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tests.gpu.compile_for import GPUS, compile_on
+
+import jax
+import jax.numpy as jnp
+
+from mx_jax import formats
+from mx_jax.backends.base import Backend, QuantizeBothCall
+from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.reference import ReferenceBackend
+from mx_jax.testing.cases import QuantizeCase
+from mx_jax.testing.dequantize_check import dequantize_call
+
+SHAPE = (8192, 8192)
+AXES = {"rows": (-1,), "columns": (-2,), "both": (-1, -2)}
+# What moves nothing of its own.
+_FREE = ("parameter", "bitcast", "get-tuple-element", "tuple", "constant")
+
+
+def kernels(module: str) -> Iterator[int]:
+    """Bytes that each kernel of an optimized module's entry reads and writes."""
+    sizes: dict[str, int] = {}
+    for line in module[module.index("\nENTRY") :].splitlines()[2:]:
+        found = re.match(r"\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z-]+)\((.*?)\)", line)
+        if not found:
+            continue
+        name, type_, operation, operands = found.groups()
+        sizes[name] = sum(_bytes(*array) for array in re.findall(r"([a-z]\w+)\[([\d,]*)\]", type_))
+        if operation not in _FREE:
+            read = set(re.findall(r"%([\w.-]+)", operands))
+            yield sizes[name] + sum(sizes[operand] for operand in read)
+
+
+def _bytes(dtype: str, lengths: str) -> int:
+    bits = re.search(r"\d+", dtype)
+    assert bits is not None, dtype
+    return math.prod(int(n) for n in lengths.split(",") if n) * int(bits[0]) // 8
+
+
+def cast_by(
+    backend: Backend, format: formats.BlockFormat, dtype: str, axes: tuple[int, ...]
+) -> Callable[[jax.Array], Any]:
+    """A tensor quantized along one axis or two: in one call where the backend takes both."""
+    calls = [QuantizeCase(format=format, shape=SHAPE, dtype=dtype, axis=a).call for a in axes]
+    if len(calls) > 1 and isinstance(backend, PallasGpuBackend):
+        both = QuantizeBothCall(first=calls[0], second=calls[1])
+        return lambda x: backend.quantize_both(x, both, (None, None), None)
+    return lambda x: [backend.quantize(x, call, None, None) for call in calls]
+
+
+def quantizing(architecture: str) -> Iterator[dict[str, Any]]:
+    """Every way to quantize, by XLA's fusions and by the kernel."""
+    backends = {
+        "XLA": ReferenceBackend(),
+        "kernel": PallasGpuBackend(architecture=architecture),
+    }
+    for dtype in ("bfloat16", "float32"):
+        x = jax.ShapeDtypeStruct(SHAPE, jnp.dtype(dtype))
+        for way, axes in AXES.items():
+            for name, backend in backends.items():
+                cast = cast_by(backend, formats.MXFP8_E4M3, dtype, axes)
+                found = list(kernels(compile_on(GPUS[architecture], cast, (x,)).as_text()))
+                yield summary(f"quantize {way}", dtype, name, found)
+
+
+def dequantizing(architecture: str) -> dict[str, Any]:
+    """By XLA's fusion."""
+    case = QuantizeCase(format=formats.MXFP8_E4M3, shape=SHAPE, dtype="bfloat16")
+    call = dequantize_call(case)
+    backend = ReferenceBackend()
+    x = jax.ShapeDtypeStruct(SHAPE, call.dtype)
+    q = jax.eval_shape(lambda x: backend.quantize(x, case.call, None, None), x)
+
+    def values(codes: jax.Array, scales: jax.Array) -> jax.Array:
+        parts = {"codes": codes, "scales": scales}
+        return backend.dequantize(dataclasses.replace(q, **parts), call)
+
+    found = list(kernels(compile_on(GPUS[architecture], values, (q.codes, q.scales)).as_text()))
+    return summary("dequantize", "bfloat16", "XLA", found)
+
+
+def summary(what: str, dtype: str, by: str, found: list[int]) -> dict[str, Any]:
+    """One line of the table."""
+    elements = math.prod(SHAPE)
+    bytes_ = round(sum(found) / elements, 3)
+    return {"what": what, "dtype": dtype, "by": by, "kernels": len(found), "bytes": bytes_}
+
+
+if __name__ == "__main__":
+    for line in (*quantizing(sys.argv[1]), dequantizing(sys.argv[1])):
+        print(json.dumps(line))
