@@ -78,11 +78,14 @@ def _what_the_handlers_compute(call: Call, target: Target) -> bool:
     return len(call.blocks) == 1 or [axis for axis, _ in call.blocks] == [-2, -1]
 
 
-def _few_bit_weights_from_ampere_on(call: Call, target: Target) -> bool:
+def _casts_and_few_bit_weights_from_ampere_on(call: Call, target: Target) -> bool:
     capability = target.compute_capability
     first = (0, 11, 2) if capability == (9, 0) else (0, 12, 0)
     if capability is None or capability < (8, 0) or jax.__version_info__ < first:
         return False
+    if isinstance(call, QuantizeCall):
+        plain = call.rounding.name == "nearest" and call.scale_rule.threshold is not None
+        return plain and call.format in MX_FORMATS and jax.__version_info__ >= (0, 12, 0)
     if not isinstance(call, MatmulCall) or call.num_contracting > 1:
         return False
     values = call.lhs_format in MX_FORMATS or call.lhs_dtype == jnp.bfloat16
@@ -101,7 +104,7 @@ PROMISES: Mapping[str, Promise] = {
     "xla": _whole_axis_float8_on_gpu,
     "cpu_ffi": _what_the_handlers_compute,
     "reference": _every_single_call,
-    "pallas_gpu": _few_bit_weights_from_ampere_on,
+    "pallas_gpu": _casts_and_few_bit_weights_from_ampere_on,
     "cudnn": _mxfp8_and_nvfp4_on_blackwell,
 }
 

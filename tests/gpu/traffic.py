@@ -15,8 +15,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.gpu.compile_for import GPUS, compile_on
-
 import jax
 import jax.numpy as jnp
 
@@ -26,6 +24,7 @@ from mx_jax.backends.pallas_gpu import PallasGpuBackend
 from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.dequantize_check import dequantize_call
+from tests.gpu.compile_for import GPUS, compile_on
 
 SHAPE = (8192, 8192)
 AXES = {"rows": (-1,), "columns": (-2,), "both": (-1, -2)}

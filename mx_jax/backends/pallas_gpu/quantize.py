@@ -64,9 +64,7 @@ def _rejects(call: QuantizeCall) -> str | None:
     if element.kind == "float" and not element.has_negative_zero:
         return f"needs elements with a negative zero, got element={element.name}"
     if rule.threshold is None and element.nan_code is not None:
-        return (
-            f"takes no {call.format.scale.name} scales over elements with NaN, got {element.name}"
-        )
+        return f"needs elements without NaN under float scales, got element={element.name}"
     if math.prod(call.shape) > _MAX_ELEMENTS:
         return f"needs at most {_MAX_ELEMENTS} elements, got shape={call.shape}"
     return None
