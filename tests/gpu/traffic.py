@@ -10,10 +10,13 @@ module is taken to read each of its operands once and to write its results, and 
 import dataclasses
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +50,10 @@ def kernels(module: str) -> Iterator[int]:
 
 
 def _bytes(dtype: str, lengths: str) -> int:
-    bits = re.search(r"\d+", dtype)
-    assert bits is not None, dtype
-    return math.prod(int(n) for n in lengths.split(",") if n) * int(bits[0]) // 8
+    digits = re.search(r"\d+", dtype)
+    # Booleans have none, and take a byte.
+    bits = int(digits[0]) if digits else 8
+    return math.prod(int(n) for n in lengths.split(",") if n) * bits // 8
 
 
 def cast_by(
