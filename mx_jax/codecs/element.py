@@ -11,6 +11,10 @@ from mx_jax.codecs import float32
 from mx_jax.codecs.rounding import NEAREST, Rounding
 from mx_jax.formats import ElementFormat
 
+# Eight-bit types that GPUs convert in one instruction. Spelled out in integers, decoding these two
+# is so long that XLA makes two kernels of dequantizing, with an int32 of every element between.
+_CONVERTED = ("float8_e4m3fn", "float8_e5m2")
+
 
 def encode(
     x: jax.Array,
@@ -94,6 +98,12 @@ def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
     Returns:
       int32 patterns, shape of codes.
     """
+    if element.dtype_name in _CONVERTED:
+        values = lax.bitcast_convert_type(codes.astype(jnp.uint8), element.dtype).astype(
+            jnp.float32
+        )
+        pattern = lax.bitcast_convert_type(values, jnp.int32)
+        return jnp.where((pattern & float32.ABS) > float32.INF, float32.NAN, pattern)
     codes = codes.astype(jnp.int32) & ((element.sign_code << 1) - 1)
     negative = codes >= element.sign_code
     if element.kind == "int":
