@@ -94,58 +94,60 @@ def test_nothing_is_asked_of_a_device(monkeypatch: pytest.MonkeyPatch):
 
 
 def views(block: int, itemsize: int) -> list[tuple[tuple[int, ...], Tile]]:
-    """Every kind of tile, on a view of whole tiles."""
-    rows, columns, both = (4096, block), (8, block, 512), (8, block, 16, block)
-    return [
-        (rows, quantize_tiles.along_rows(rows[0], block, itemsize)),
-        ((192, block), quantize_tiles.along_rows(192, block, itemsize)),
-        (columns, quantize_tiles.along_columns(columns, block, itemsize)),
-        ((4, block, 64), quantize_tiles.along_columns((4, block, 64), block, itemsize)),
-        (both, quantize_tiles.along_both(both, block, itemsize)),
-        ((4, block, 1, block), quantize_tiles.along_both((4, block, 1, block), block, itemsize)),
-        ((2, 4, 32, 3, 4, block), quantize_tiles.along_rows_of_tiles(block, itemsize)),
+    """Every kind of tile, on views of whole tiles, wide and narrow."""
+    line = 128 // itemsize
+    found: list[tuple[tuple[int, ...], Tile]] = [
+        (view, quantize_tiles.along_rows(view[0], block, itemsize))
+        for view in ((4096, block), (192, block))
     ]
+    for down, across in ((2, 4), (4, 1)):
+        view = (down, block, across * line)
+        found.append((view, quantize_tiles.along_columns(view, block, itemsize)))
+        view = (down, block, across * line // block, block)
+        found.append((view, quantize_tiles.along_both(view, block, itemsize)))
+    tiles = quantize_tiles.along_rows_of_tiles(block, itemsize)
+    return [*found, ((2, 4, 32, 3, 4, block), tiles)]
+
+
+def layout_of(tile: Tile) -> Any:
+    from mx_jax.backends.pallas_gpu.kernel_quantize import _layout
+
+    return _layout(tile).to_mgpu()
 
 
 @needs_mosaic
 @pytest.mark.parametrize("block", quantize.BLOCKS)
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_who_holds_what(block: int, itemsize: int):
-    from mx_jax.backends.pallas_gpu.kernel_quantize import _layout
-
     for view, tile in views(block, itemsize):
         assert tile.padded(view) == view, "no padding in these"
         elements = np.arange(np.prod(view)).reshape(view)[tuple(map(slice, tile.shape))]
-        held = of_threads(elements, _layout(tile).to_mgpu())
+        held = of_threads(elements, layout_of(tile))
         assert sorted(held.ravel()) == sorted(elements.ravel()), "each by one thread"
-        assert held.shape[-1] * itemsize == 16 and (np.diff(held) == 1).all(), "16 bytes at a time"
-        # A warp's load is whole lines of 64 bytes at least: full sectors of memory.
-        loads = (
-            held.reshape(4, 32, *held.shape[1:])
-            .transpose(0, 2, 1, 3)
-            .reshape(-1, 32 * held.shape[-1])
-        )
-        lines = np.sort(loads, axis=-1).reshape(
-            len(loads), -1, min(64, block * itemsize) // itemsize
-        )
-        assert (np.diff(lines) == 1).all() and (lines[..., 0] * itemsize % 32 == 0).all()
-        # Blocks lie within a warp.
-        warp_of = np.empty(elements.size, int)
-        order = np.argsort(elements.ravel())
-        flat = np.argsort(held.reshape(-1), kind="stable")
-        warp_of[order] = flat // (held.size // 4)
+        vector = held.shape[-1]
+        assert vector * itemsize == 16 and (np.diff(held) == 1).all(), "16 bytes at a time"
+        # What a warp loads at a time is whole sectors of memory.
+        loads = np.sort(held.reshape(4, 32, -1, vector).swapaxes(1, 2).reshape(-1, 32 * vector))
+        sectors = loads.reshape(len(loads), -1, 32 // itemsize)
+        assert (np.diff(sectors) == 1).all() and (sectors[..., 0] * itemsize % 32 == 0).all()
+        warps = np.empty(tile.shape, int)
+        places = np.searchsorted(elements.ravel(), held.reshape(4, -1))
+        warps.ravel()[places] = np.arange(4)[:, None]
         for axis in tile.axes:
-            warps = np.moveaxis(warp_of.reshape(tile.shape), axis, -1)
-            assert (warps == warps[..., :1]).all()
-        if itemsize == 2:
-            words = np.arange(elements.size // 2).reshape(tile.in_words().shape)
-            pairs = of_threads(words, _layout(tile.in_words()).to_mgpu())
-            numbers = of_threads(
-                np.arange(elements.size).reshape(tile.shape), _layout(tile).to_mgpu()
-            )
-            assert (
-                numbers.reshape(*pairs.shape, 2) == np.stack([2 * pairs, 2 * pairs + 1], -1)
-            ).all()
+            assert (warps == warps.take([0], axis)).all(), "a block lies within a warp"
+
+
+@needs_mosaic
+@pytest.mark.parametrize("block", quantize.BLOCKS)
+def test_words_are_pairs_of_numbers(block: int):
+    for _, tile in views(block, 2):
+        halved = tile.in_words()
+        numbers = of_threads(np.arange(np.prod(tile.shape)).reshape(tile.shape), layout_of(tile))
+        words = of_threads(
+            np.arange(np.prod(halved.shape)).reshape(halved.shape), layout_of(halved)
+        )
+        np.testing.assert_array_equal(numbers[..., ::2], 2 * words)
+        np.testing.assert_array_equal(numbers[..., 1::2], 2 * words + 1)
 
 
 @pytest.mark.parametrize(

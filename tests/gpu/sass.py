@@ -4,6 +4,12 @@ import re
 from collections.abc import Sequence
 
 
+def instructions(disassembly: str) -> list[str]:
+    """Every instruction of a kernel, in order, but those that only fill up."""
+    found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", disassembly, re.MULTILINE)
+    return [instruction for instruction in found if not instruction.startswith("NOP")]
+
+
 def main_loop(disassembly: str, marker: str) -> Sequence[str]:
     """Instructions of the shortest loop that holds an instruction named `marker`.
 

@@ -63,7 +63,7 @@ class Encoder:
         Args:
           amax: the largest of each block's `magnitudes`.
           dtype: of the values.
-          tensor_scale: float32 scalar, or None.
+          tensor_scale: float32 scalar and its reciprocal, or None.
         """
         pattern = _float32_pattern(amax, dtype)
         if self.threshold is None:
@@ -176,14 +176,12 @@ class Encoder:
         amax = lax.bitcast_convert_type(jnp.where(finite, pattern, 0), jnp.float32)
         scale = self._divided(amax, jnp.full_like(amax, self.format.element.max))
         if tensor_scale is not None:
-            scale = self._divided(scale, jnp.full_like(scale, tensor_scale))
+            scale = self._divided(scale, jnp.full_like(scale, tensor_scale[0]))
         known = finite & (scale == scale)
         scale = jnp.minimum(jnp.maximum(scale, self.smallest_scale), of.max)
         stored = jnp.where(known, halves(scale, of), self._nan_scale)
         rounded = _decoded(stored, of)
-        factor = jnp.ones_like(amax)
-        if tensor_scale is not None:
-            factor = self._divided(factor, jnp.full_like(amax, tensor_scale))
+        factor = jnp.full_like(amax, 1.0 if tensor_scale is None else tensor_scale[1])
         return stored, self._divided(factor, rounded)
 
     def _divided(self, numerator: Any, denominator: Any) -> Any:

@@ -41,7 +41,7 @@ def quantize(
 
     Args:
       x: float32, bfloat16 or float16, seen as `tile` says, in whole tiles.
-      tensor_scales: float32, one for each axis, or None.
+      tensor_scales: float32 `[axes, 2]`, each with its reciprocal, or None.
       tile: what one program quantizes.
       encoders: one for each axis.
       interpret: parameters of Mosaic's interpreter, None to compile.
@@ -99,7 +99,8 @@ class _Program:
         x = plgpu.load(x_gmem.at[at], layout=pairs.numbers, optimized=False)
         for i, (axis, encoder) in enumerate(zip(self.tile.axes, self.encoders, strict=True)):
             codes_gmem, scales_gmem = outs[2 * i : 2 * i + 2]
-            tensor_scale = given[0][i] if encoder.format.tensor_scale else None
+            has_tensor_scale = encoder.format.tensor_scale
+            tensor_scale = (given[0][i, 0], given[0][i, 1]) if has_tensor_scale else None
             amax = jnp.max(encoder.magnitudes(x), axis=axis)
             stored, factor = encoder.scales(amax, x.dtype, tensor_scale)
             spread = functools.partial(_spread, axis=axis, pairs=pairs)

@@ -88,21 +88,20 @@ def along_columns(shape: Shape, block: int, itemsize: int) -> Tile:
 
 
 def along_both(shape: Shape, block: int, itemsize: int) -> Tile:
-    """Of a view `[blocks, block, blocks', block]`: a square of two blocks for each warp.
+    """Of a view `[blocks, block, blocks', block]`: as `along_columns`.
 
     The first axis is that of columns, along the second; the other is that of rows.
     """
     vector = _VECTOR_BYTES // itemsize
-    down, across = _share((shape[0], shape[2]), (1, 1))
-    repeats = max(LANES * _PER_THREAD // block**2, 1)
-    while shape[2] % (across * repeats) and repeats > 1:
-        repeats //= 2
+    line = _LINE_BYTES // itemsize
+    down, across = _share((shape[0], shape[2]), (1, line // block))
+    all_warps = (down, block, across * (line // block), block)
     return Tile(
         axes=(1, 3),
-        shape=(down, block, across * repeats, block),
-        all_warps=(down, block, across, block),
-        warp=(1, block, 1, block),
-        lanes=(1, LANES * vector // block, 1, block),
+        shape=all_warps,
+        all_warps=all_warps,
+        warp=(1, block, line // block, block),
+        lanes=(1, LANES * vector // line, line // block, block),
         vector=(1, 1, 1, vector),
     )
 

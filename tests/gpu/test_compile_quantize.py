@@ -1,0 +1,123 @@
+"""Ahead of time, for every architecture: casts spill nothing and take few instructions an element.
+
+Needs the extra `gpu-compile`, no GPU: run with `pytest -m gpu_compile`.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import sass, test_compile
+from tests.gpu.test_compile import disassembly, environment, slow
+
+FOLDER = Path(__file__).parent
+# Of 65536: three programs of 128 threads at a time, two where every bfloat16 is encoded in float32.
+MAX_REGISTERS = {"sm80": 200, "sm89": 200, "sm90": 168, "sm100": 168}
+
+pytestmark = test_compile.pytestmark
+
+# Most instructions that a thread issues for an element; a little above what was found.
+QUICK = {
+    "mxfp8_e4m3:bfloat16:rows": 10.0,
+    "mxfp8_e4m3:bfloat16:columns": 11.0,
+    "mxfp8_e4m3:bfloat16:both": 18.0,
+    "mxfp4:bfloat16:rows": 12.5,
+    "mxfp4:bfloat16:both": 21.0,
+}
+SLOW = {
+    "mxfp8_e5m2:bfloat16:rows": 10.0,
+    "mxfp4:bfloat16:columns": 11.0,
+    "mxfp6_e2m3:bfloat16:rows": 12.5,
+    "mxint8:bfloat16:rows": 13.0,
+    "mxint8:bfloat16:both": 22.5,
+    "mxfp8_e4m3:float32:rows": 11.5,
+    "mxfp8_e4m3:float32:columns": 10.5,
+    "mxfp8_e4m3:float32:both": 20.0,
+    "mxfp4:float32:rows": 20.0,
+    "mxfp4:float32:both": 36.0,
+    "mxfp4:float16:rows": 21.0,
+    "nvfp4:bfloat16:rows": 24.0,
+    "nvfp4:bfloat16:columns": 31.0,
+    "nvfp4:float32:rows": 28.0,
+}
+AMPERE = {"mxfp8_e4m3:bfloat16:rows": 21.0, "mxint8:bfloat16:both": 24.0}
+ADA = {"mxfp8_e4m3:bfloat16:rows": 11.0, "mxfp4:bfloat16:columns": 23.0}
+BLACKWELL = {
+    "mxfp8_e4m3:bfloat16:rows": 10.5,
+    "mxfp8_e4m3:bfloat16:both": 17.5,
+    "mxfp4:bfloat16:rows": 13.5,
+    "nvfp4:bfloat16:rows": 24.0,
+}
+
+
+def run(script: str, folder: Path, *arguments: str) -> str:
+    """What a script of this folder prints, in a process of its own."""
+    command = [sys.executable, str(FOLDER / script), *arguments]
+    result = subprocess.run(
+        command, env=environment(folder), capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def counted(architecture: str, casts: Iterable[str], folder: Path) -> dict[str, tuple[float, int]]:
+    """Instructions an element and registers of each cast, none of which spills."""
+    casts = list(casts)
+    elements = json.loads(run("compile_quantize.py", folder, architecture, *casts))
+    target = {"sm90": "sm_90a", "sm100": "sm_100a"}.get(
+        architecture, architecture.replace("m", "m_")
+    )
+    found = {}
+    for i, (cast, count) in enumerate(zip(casts, elements, strict=True)):
+        (report,) = folder.glob(f"*_{i}.ptxas")
+        text = report.read_text()
+        assert f"for '{target}'" in text and "0 bytes spill stores, 0 bytes spill loads" in text
+        registers = int(text.split("Used ")[1].split()[0])
+        issued = sass.instructions(disassembly(report.with_suffix(".ptx"), target))
+        assert sum("LD.E.128" in each or "LDG.E.128" in each for each in issued) >= 1, cast
+        found[cast] = (len(issued) / count, registers)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "limits"),
+    [
+        ("sm90", QUICK),
+        slow("sm90", SLOW),
+        slow("sm80", AMPERE),
+        slow("sm89", ADA),
+        slow("sm100", BLACKWELL),
+    ],
+)
+def test_casts(architecture: str, limits: dict[str, float], tmp_path: Path):
+    for cast, (instructions, registers) in counted(architecture, limits, tmp_path).items():
+        assert limits[cast] / 1.25 < instructions <= limits[cast], cast
+        assert registers <= MAX_REGISTERS[architecture], cast
+
+
+def test_blackwells_scales_need_no_transposition(tmp_path: Path):
+    names = ("mxfp8_e4m3", "nvfp4")
+    fp8, fp4 = json.loads(run("compile_quantize.py", tmp_path, "product", *names))
+    for operations in (fp8, fp4):
+        assert operations.count("custom-call") == 3
+        assert not {"transpose", "copy", "pad"} & set(operations), operations
+    # Sums of several splits, or their conversion; XLA packs four-bit codes, two to a byte.
+    assert fp8.count("fusion") <= 1
+
+
+@pytest.mark.slow
+def test_traffic(tmp_path: Path):
+    """Why there is a kernel: XLA reads the tensor twice and writes int32 between; and why not for
+    dequantizing."""
+    lines = map(json.loads, run("traffic.py", tmp_path, "sm90").splitlines())
+    moved = {(line["what"], line["dtype"], line["by"]): line["bytes"] for line in lines}
+    for way, written in (("rows", 1), ("columns", 1), ("both", 2)):
+        for dtype, read in (("bfloat16", 2), ("float32", 4)):
+            kernel, plain = (moved[f"quantize {way}", dtype, by] for by in ("kernel", "XLA"))
+            assert kernel == pytest.approx(read + written * 33 / 32, abs=2e-3)
+            assert plain > 1.6 * kernel
+    assert moved["dequantize", "bfloat16", "XLA"] < 1.05 * (2 + 33 / 32)
