@@ -1,6 +1,6 @@
-"""Training with the GPU kernels: the output and both gradients are products of theirs."""
+"""Training with the GPU kernels: the output and both gradients are products and casts of theirs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax.backends.base import MatmulCall, Target
-from mx_jax.backends.pallas_gpu import matmul
+from mx_jax.backends.base import Call, MatmulCall, QuantizeBothCall, QuantizeCall, Target
+from mx_jax.backends.pallas_gpu import matmul, quantize
 from tests.backends.mosaic import interpreter, needs_mosaic
 
 H200 = Target(platform="cuda", compute_capability=(9, 0))
@@ -30,16 +30,26 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     jax.clear_caches()
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, **how: Any) -> list[MatmulCall]:
+def watch(monkeypatch: pytest.MonkeyPatch, **how: Any) -> list[Call]:
     """The calls of the kernels' backend from now on, which it answers in this way."""
-    calls, product = [], matmul.scaled_matmul
+    calls: list[Call] = []
 
-    def watched(lhs, rhs, call, **_):
-        calls.append(call)
-        return product(lhs, rhs, call, **how)
+    def watched(answer: Callable[..., Any], call_at: int) -> Callable[..., Any]:
+        def answered(*arguments, **_):
+            calls.append(arguments[call_at])
+            return answer(*arguments, **how)
 
-    monkeypatch.setattr(matmul, "scaled_matmul", watched)
+        return answered
+
+    monkeypatch.setattr(matmul, "scaled_matmul", watched(matmul.scaled_matmul, 2))
+    for name in ("quantize", "quantize_both"):
+        monkeypatch.setattr(quantize, name, watched(getattr(quantize, name), 1))
     return calls
+
+
+def count(calls: list[Call], kind: type) -> int:
+    """How many calls of one kind."""
+    return sum(isinstance(call, kind) for call in calls)
 
 
 def gradients(params, x):
@@ -61,19 +71,22 @@ def test_gradients_are_the_references(on_h200: pytest.MonkeyPatch):
     asked = watch(on_h200, architecture="sm90", interpret=interpreter())
     with mx_jax.prefer_backends("pallas_gpu"):
         actual = MODEL.apply(parameters(), x), gradients(parameters(), x)
-    # The output and two gradients, however often each was traced.
-    assert len({(call.lhs_shape, call.rhs_shape, call.lhs_k_first) for call in asked}) == 3
+    # One product alone, then one and two for gradients.
+    assert count(asked, MatmulCall) == 4
+    # Operands alone, then again for the gradients, each along both axes; the cotangent in one.
+    assert (count(asked, QuantizeCall), count(asked, QuantizeBothCall)) == (2 + 4, 1)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
 @needs_mosaic
-def test_a_training_step_lowers_to_three_kernels(on_h200: pytest.MonkeyPatch):
+def test_a_training_step_lowers_to_kernels(on_h200: pytest.MonkeyPatch):
     asked = watch(on_h200, architecture="sm90", interpret=None)
     x = jnp.asarray(X, jnp.bfloat16)
     with mx_jax.prefer_backends("pallas_gpu"):
         traced = jax.jit(gradients).trace(parameters(), x)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert len(asked) == 3
-    # Nobody wants the output itself: what is left are its two gradients.
-    assert text.count("custom_call @mosaic_gpu") == 2
+    assert count(asked, MatmulCall) == 3
+    assert (count(asked, QuantizeCall), count(asked, QuantizeBothCall)) == (4, 1)
+    # Nobody wants the output itself: what is left are its two gradients, and their three casts.
+    assert text.count("custom_call @mosaic_gpu") == 2 + 3

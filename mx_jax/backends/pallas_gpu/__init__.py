@@ -1,4 +1,4 @@
-"""Block-scaled products on GPUs by Pallas kernels (Mosaic GPU), one file per architecture.
+"""Block-scaled products and casts on GPUs by Pallas kernels (Mosaic GPU).
 
 Optional: where JAX is too old or the GPU another, every call is rejected with that reason. Nothing
 here imports Mosaic GPU before a call is taken.
@@ -75,9 +75,9 @@ class PallasGpuBackend(ProductsOnly):
         tensor_scale: jax.Array | None,
     ) -> MXArray:
         """See `quantize.quantize`."""
-        architecture = self.architecture or matmul.current_architecture()
-        how = {"architecture": architecture, "interpret": self.interpret}
-        return quantize.quantize(x, call, tensor_scale, **how)
+        return quantize.quantize(
+            x, call, tensor_scale, architecture=self.architecture, interpret=self.interpret
+        )
 
     def quantize_both(
         self,
@@ -87,6 +87,6 @@ class PallasGpuBackend(ProductsOnly):
         tensor_scale: jax.Array | None,
     ) -> tuple[MXArray, MXArray]:
         """See `quantize.quantize_both`."""
-        architecture = self.architecture or matmul.current_architecture()
-        how = {"architecture": architecture, "interpret": self.interpret}
-        return quantize.quantize_both(x, call, tensor_scale, **how)
+        return quantize.quantize_both(
+            x, call, tensor_scale, architecture=self.architecture, interpret=self.interpret
+        )

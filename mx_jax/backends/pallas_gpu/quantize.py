@@ -12,6 +12,7 @@ from jax.custom_batching import custom_vmap
 
 from mx_jax.backends.base import QuantizeBothCall, QuantizeCall, Target
 from mx_jax.backends.pallas_gpu import scaled
+from mx_jax.backends.pallas_gpu.matmul import current_architecture
 from mx_jax.backends.pallas_gpu.quantize_views import View, ViewOfTiles, padded
 from mx_jax.backends.pallas_gpu.rejections import BLOCK_SCALED, rejects_machine
 from mx_jax.codecs import blocks as block_shapes
@@ -85,7 +86,7 @@ def quantize(
     call: QuantizeCall,
     tensor_scale: jax.Array | None,
     *,
-    architecture: str,
+    architecture: str | None = None,
     interpret: Any = None,
 ) -> MXArray:
     """x quantized along one axis.
@@ -94,7 +95,7 @@ def quantize(
       x: the tensor.
       call: its description, which `rejects` takes.
       tensor_scale: float32 `[1, ..., 1]`, or None to compute one where the format has it.
-      architecture: one of `ARCHITECTURES`.
+      architecture: one of `ARCHITECTURES`; None: that of the first device.
       interpret: parameters of Mosaic's interpreter.
     """
     (out,) = _cast(x, (call,), tensor_scale, architecture, interpret)
@@ -106,7 +107,7 @@ def quantize_both(
     call: QuantizeBothCall,
     tensor_scale: jax.Array | None,
     *,
-    architecture: str,
+    architecture: str | None = None,
     interpret: Any = None,
 ) -> tuple[MXArray, MXArray]:
     """x quantized along its last two axes, read once; see `quantize`."""
@@ -118,10 +119,11 @@ def _cast(
     x: jax.Array,
     calls: tuple[QuantizeCall, ...],
     tensor_scale: jax.Array | None,
-    architecture: str,
+    architecture: str | None,
     interpret: Any,
 ) -> list[MXArray]:
     x = lax.stop_gradient(x)
+    architecture = architecture or current_architecture()
     factors = [_tensor_scale(x, call, tensor_scale) for call in calls]
     given = [factor.reshape(()) for factor in factors if factor is not None]
     arrays = _batchable(calls, architecture, interpret)(x, *given)
