@@ -28,9 +28,9 @@ _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 BLOCKS = (16, 32)
 # The kernel counts elements in 32 bits.
 _MAX_ELEMENTS = 2**31 - 1
-# Those that cannot convert to float8, and those that compare 16-bit integers one by one.
-_NO_CONVERSIONS = ("sm80",)
-_NO_PACKED_MAXIMUM = ("sm80", "sm89")
+# Those whose GPUs all convert to float8 and compare 16-bit integers two at a time. Others have so
+# much less bandwidth that memory is the bound without.
+_CONVERTING = ("sm90", "sm100")
 # Rules of scales in an element format, by name: whether subnormal scales are used.
 _ELEMENT_RULES = {"amax": False, "amax_subnormal": True}
 
@@ -253,7 +253,7 @@ def _encoder(call: QuantizeCall, architecture: str, interpreted: bool) -> Any:
         format=call.format,
         threshold=None if rule.threshold is None else rule.threshold(call.format.element),
         smallest_scale=smallest,
-        converts=architecture not in _NO_CONVERSIONS,
-        packed=architecture not in _NO_PACKED_MAXIMUM,
+        converts=architecture in _CONVERTING,
+        packed=architecture in _CONVERTING,
         interpreted=interpreted,
     )
