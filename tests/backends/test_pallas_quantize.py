@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -171,7 +172,7 @@ def test_any_tensor_scale(scale: float, rng: np.random.Generator):
 
 
 @pytest.fixture
-def in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_use(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Interpreted, as if this machine had an H200, and the only backend."""
     h200 = select.Target(platform="cuda", compute_capability=(9, 0))
     for module in ("quantize", "quantize_both"):
@@ -179,6 +180,9 @@ def in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     table = (*(b for b in select.BACKENDS if b.name != "pallas_gpu"), backend())
     for function in (select.find, select.select):
         monkeypatch.setattr(function, "__defaults__", (table,))
+    yield
+    # What was traced for this machine must not serve another test.
+    jax.clear_caches()
 
 
 @pytest.mark.usefixtures("in_use")

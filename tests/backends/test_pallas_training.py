@@ -48,8 +48,8 @@ def watch(monkeypatch: pytest.MonkeyPatch, **how: Any) -> list[Call]:
 
 
 def count(calls: list[Call], kind: type) -> int:
-    """How many calls of one kind."""
-    return sum(isinstance(call, kind) for call in calls)
+    """How many different calls of one kind: jit may trace one twice, or find it traced."""
+    return len({call for call in calls if isinstance(call, kind)})
 
 
 def gradients(params, x):
@@ -71,10 +71,9 @@ def test_gradients_are_the_references(on_h200: pytest.MonkeyPatch):
     asked = watch(on_h200, architecture="sm90", interpret=interpreter())
     with mx_jax.prefer_backends("pallas_gpu"):
         actual = MODEL.apply(parameters(), x), gradients(parameters(), x)
-    # One product alone, then one and two for gradients.
-    assert count(asked, MatmulCall) == 4
-    # Operands alone, then again for the gradients, each along both axes; the cotangent in one.
-    assert (count(asked, QuantizeCall), count(asked, QuantizeBothCall)) == (2 + 4, 1)
+    # One product, and two for gradients; their operands along both axes, the cotangent in one call.
+    assert count(asked, MatmulCall) == 3
+    assert (count(asked, QuantizeCall), count(asked, QuantizeBothCall)) == (4, 1)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 

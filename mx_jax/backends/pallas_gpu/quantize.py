@@ -232,7 +232,7 @@ def _view(ordered: Sequence[QuantizeCall], architecture: str) -> View:
     assert isinstance(block, int)
     if (
         architecture in BLOCK_SCALED
-        and scaled.rejects_formats(call.format, call.format) is None
+        and scaled.meet(call.format, call.format)
         and axis == -1
         and rows % scaled.SCALE_ROWS == 0
         and call.shape[-1] % (scaled.SCALE_COLUMNS * block) == 0
