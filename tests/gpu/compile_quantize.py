@@ -1,6 +1,6 @@
 """Compile casts for a GPU on a machine without one; ptxas's reports land in a folder.
 
-    MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_quantize.py sm90 \
+    MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_quantize.py sm_90a \
         mxfp8_e4m3:bfloat16:rows mxfp4:float32:both
 
 Prints, as JSON, how many elements a thread of each cast quantizes, in order. The files' names end
@@ -25,18 +25,17 @@ import jax
 
 from mx_jax.backends.pallas_gpu.quantize_views import View
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
-from tests.gpu.compile_for import FORMATS, GPUS, compile_on
+from tests.gpu.compile_for import FORMATS, GPUS, Gpu, compile_on
 from tests.gpu.traffic import AXES, cast_by, kernel_on
 
 SHAPE = (4096, 4096)
 
 
-def compile_cast(architecture: str, name: str, dtype: str, way: str) -> int:
+def compile_cast(gpu: Gpu, name: str, dtype: str, way: str) -> int:
     """One cast of a square array: how many elements a thread quantizes."""
     axes = AXES[way]
     x = jax.ShapeDtypeStruct(SHAPE, dtype)
-    backend = kernel_on(architecture)
-    compile_on(GPUS[architecture], cast_by(backend, FORMATS[name], dtype, axes, SHAPE), (x,))
+    compile_on(gpu, cast_by(kernel_on(gpu), FORMATS[name], dtype, axes, SHAPE), (x,))
     cases = [QuantizeCase(format=FORMATS[name], shape=SHAPE, dtype=dtype, axis=a) for a in axes]
     view = View.of(SHAPE, sorted(case.call.blocks[0] for case in cases))
     return math.prod(view.tile(x.dtype.itemsize).shape) // 128
@@ -44,7 +43,8 @@ def compile_cast(architecture: str, name: str, dtype: str, way: str) -> int:
 
 def product_operations(name: str) -> list[str]:
     """What is left of a product and its two casts once XLA has optimized them."""
-    format, backend, shape = FORMATS[name], kernel_on("sm100"), (512, 1024)
+    format, gpu, shape = FORMATS[name], GPUS["sm_100a"], (512, 1024)
+    backend = kernel_on(gpu)
     cast = cast_by(backend, format, "bfloat16", (-1,), shape)
     rows, k = (shape[0],), (shape[1],)
     case = MatmulCase(lhs=format, rhs=format, m=rows, n=rows, k=k, out_dtype="bfloat16")
@@ -53,7 +53,7 @@ def product_operations(name: str) -> list[str]:
         return backend.scaled_matmul(*cast(x), *cast(w), case.call)
 
     operands = (jax.ShapeDtypeStruct(shape, "bfloat16"),) * 2
-    module = compile_on(GPUS["sm100"], product, operands).as_text()
+    module = compile_on(gpu, product, operands).as_text()
     entry = module[module.index("\nENTRY") :]
     return re.findall(r"= (?:\(.*?\)|\S+) ([a-z-]+)\(", entry)
 
@@ -63,4 +63,4 @@ if __name__ == "__main__":
     if what == "product":
         print(json.dumps([product_operations(name) for name in names]))
     else:
-        print(json.dumps([compile_cast(what, *name.split(":")) for name in names]))
+        print(json.dumps([compile_cast(GPUS[what], *name.split(":")) for name in names]))

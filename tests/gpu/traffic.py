@@ -1,6 +1,6 @@
 """Bytes that XLA's kernels and this package's move to cast one tensor, counted in compiled code.
 
-    python tests/gpu/traffic.py sm90
+    python tests/gpu/traffic.py sm_90a
 
 A process of its own, as `compile_for` is. One line for each cast, as JSON: what was cast, whose
 kernels, how many of them, bytes an element. Counted, not measured: every kernel of the optimized
@@ -24,10 +24,11 @@ import jax.numpy as jnp
 from mx_jax import formats
 from mx_jax.backends.base import Backend, QuantizeBothCall
 from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.pallas_gpu.rejections import ARCHITECTURES
 from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.dequantize_check import dequantize_call
-from tests.gpu.compile_for import GPUS, compile_on
+from tests.gpu.compile_for import GPUS, Gpu, compile_on
 
 SHAPE = (8192, 8192)
 AXES = {"rows": (-1,), "columns": (-2,), "both": (-1, -2)}
@@ -56,9 +57,9 @@ def _bytes(dtype: str, lengths: str) -> int:
     return math.prod(int(n) for n in lengths.split(",") if n) * bits // 8
 
 
-def kernel_on(architecture: str) -> PallasGpuBackend:
+def kernel_on(gpu: Gpu) -> PallasGpuBackend:
     """This package's kernels, compiled."""
-    return PallasGpuBackend(architecture=architecture)
+    return PallasGpuBackend(architecture=ARCHITECTURES[gpu.capability])
 
 
 def cast_by(
@@ -78,22 +79,22 @@ def cast_by(
     return lambda x: [backend.quantize(x, call, None, scale) for call in calls]
 
 
-def quantizing(architecture: str) -> Iterator[dict[str, Any]]:
+def quantizing(gpu: Gpu) -> Iterator[dict[str, Any]]:
     """Every way to quantize, by XLA's fusions and by the kernel."""
     backends = {
         "XLA": ReferenceBackend(),
-        "kernel": kernel_on(architecture),
+        "kernel": kernel_on(gpu),
     }
     for dtype in ("bfloat16", "float32"):
         x = jax.ShapeDtypeStruct(SHAPE, jnp.dtype(dtype))
         for way, axes in AXES.items():
             for name, backend in backends.items():
                 cast = cast_by(backend, formats.MXFP8_E4M3, dtype, axes)
-                found = list(kernels(compile_on(GPUS[architecture], cast, (x,)).as_text()))
+                found = list(kernels(compile_on(gpu, cast, (x,)).as_text()))
                 yield summary(f"quantize {way}", dtype, name, found)
 
 
-def dequantizing(architecture: str) -> dict[str, Any]:
+def dequantizing(gpu: Gpu) -> dict[str, Any]:
     """By XLA's fusion."""
     case = QuantizeCase(format=formats.MXFP8_E4M3, shape=SHAPE, dtype="bfloat16")
     call = dequantize_call(case)
@@ -105,7 +106,7 @@ def dequantizing(architecture: str) -> dict[str, Any]:
         parts = {"codes": codes, "scales": scales}
         return backend.dequantize(dataclasses.replace(q, **parts), call)
 
-    found = list(kernels(compile_on(GPUS[architecture], values, (q.codes, q.scales)).as_text()))
+    found = list(kernels(compile_on(gpu, values, (q.codes, q.scales)).as_text()))
     return summary("dequantize", "bfloat16", "XLA", found)
 
 
@@ -117,5 +118,6 @@ def summary(what: str, dtype: str, by: str, found: list[int]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for line in (*quantizing(sys.argv[1]), dequantizing(sys.argv[1])):
+    target = GPUS[sys.argv[1]]
+    for line in (*quantizing(target), dequantizing(target)):
         print(json.dumps(line))
