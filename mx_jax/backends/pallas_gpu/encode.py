@@ -69,7 +69,7 @@ class Encoder:
         if self.threshold is None:
             return self._element_scales(pattern, tensor_scale)
         stored = power_of_two_scale(pattern, self.format.element, self.threshold)
-        return stored, stored if self.interpreted else _reciprocal(stored)
+        return stored, stored if self.interpreted else reciprocal(stored)
 
     def codes(
         self, x: Any, stored: Any, factor: Any, spread: Callable[[Any], Any], pairs: Pairs
@@ -130,8 +130,7 @@ class Encoder:
         if self.interpreted:
             scaled = over_power_of_two(magnitude, spread(stored)).astype(jnp.bfloat16)
         else:
-            factor = jnp.maximum((_LARGEST_STORED - stored) << 7, 1 << 6).astype(jnp.int16)
-            scaled = magnitude * spread(lax.bitcast_convert_type(factor, jnp.bfloat16))
+            scaled = magnitude * spread(reciprocal(stored, jnp.bfloat16))
         scaled = jnp.minimum(scaled, jnp.bfloat16(element.max))
         dropped, smallest = 7 - element.mantissa_bits, (127 + element.emin) << 7
         top = lax.bitcast_convert_type(scaled, jnp.int16) & jnp.int16(0x7F80)
@@ -212,10 +211,12 @@ def power_of_two_scale(pattern: Any, element: ElementFormat, threshold: int) -> 
     return jnp.where(pattern >= float32.INF, E8M0_NAN, stored)
 
 
-def _reciprocal(stored: Any) -> Any:
-    """One over an E8M0 scale, in float32: 2^-127 is a subnormal, but a number."""
-    exponent = jnp.maximum(_LARGEST_STORED - stored, 0) << _MANTISSA_BITS
-    return lax.bitcast_convert_type(jnp.maximum(exponent, float32.HIDDEN >> 1), jnp.float32)
+def reciprocal(stored: Any, dtype: Any = jnp.float32) -> Any:
+    """One over an E8M0 scale, in float32 or bfloat16: 2^-127 is a subnormal, but a number."""
+    mantissa_bits, width = (23, jnp.int32) if dtype == jnp.float32 else (7, jnp.int16)
+    exponent = jnp.maximum(_LARGEST_STORED - stored, 0) << mantissa_bits
+    pattern = jnp.maximum(exponent, 1 << mantissa_bits - 1)
+    return lax.bitcast_convert_type(pattern.astype(width), dtype)
 
 
 def over_power_of_two(x: Any, stored: Any) -> Any:
