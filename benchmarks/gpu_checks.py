@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks import report
-from mx_jax.backends.base import Backend, Operand, Target
+from mx_jax.backends.base import Backend, Operand, QuantizeCall, Target
 from mx_jax.backends.cudnn import CudnnBackend
 from mx_jax.backends.pallas_gpu import PallasGpuBackend, rejections
 from mx_jax.backends.reference import ReferenceBackend
@@ -27,6 +27,7 @@ from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, NVF
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
+from mx_jax.testing.quantize_check import QuantizeBothCase
 
 FORMATS = {format.name: format for format in (*MX_FORMATS, NVFP4)}
 
@@ -70,6 +71,15 @@ CASTS = tuple(
     for format in (*MX_FORMATS, NVFP4_ONE_LEVEL)
     for axis, dtype in ((-1, "bfloat16"), (-2, "float32"))
 )
+# Casts along both axes in one call, in whole tiles and not, for who takes them.
+BOTH = tuple(
+    QuantizeBothCase(
+        first=QuantizeCase(format=format, shape=shape, dtype=dtype),
+        second=QuantizeCase(format=format, shape=shape, dtype=dtype, axis=-2),
+    )
+    for format in (MXFP8_E4M3, MXFP4)
+    for shape, dtype in (((256, 1024), "bfloat16"), ((2, 70, 600), "float32"))
+)
 # How often a product is repeated: sums are added in a fixed order, so nothing may change.
 _REPEATS = 5
 
@@ -100,6 +110,12 @@ def checks(target: Target, architecture: str) -> Iterator[Check]:
             if backend.rejects(case.call, target) is None:
                 name = f"{backend.name}, {case}"
                 yield Check(name=name, run=functools.partial(cast_error, backend, case))
+
+    for case in BOTH:
+        backend = PallasGpuBackend()
+        if backend.rejects(case.call, target) is None:
+            name = f"{backend.name}, {case}"
+            yield Check(name=name, run=functools.partial(both_error, backend, case))
 
 
 def product_error(backend: Backend, case: MatmulCase, rng: np.random.Generator) -> float:
@@ -137,16 +153,30 @@ def _absolute(operand: Operand) -> jax.Array:
 
 def cast_error(backend: Backend, case: QuantizeCase, rng: np.random.Generator) -> float:
     """0 if a cast of random bits has the reference's codes and scales of a CPU, else infinity."""
-    call = case.call
-    bits = rng.integers(0, 256, (*case.shape, call.dtype.itemsize)).astype(np.uint8)
-    x = bits.view(call.dtype)[..., 0]
-    cpu = jax.devices("cpu")[0]
-    with jax.default_device(cpu):
-        expected = jax.jit(lambda x: ReferenceBackend().quantize(x, call, None, None))(x)
+    call, x = case.call, _any_bits(rng, case)
     actual = jax.jit(lambda x: backend.quantize(x, call, None, None))(jnp.asarray(x))
+    return 0.0 if _as_on_a_cpu(actual, x, call) else math.inf
+
+
+def both_error(backend: Backend, case: QuantizeBothCase, rng: np.random.Generator) -> float:
+    """The same of two casts in one call."""
+    call, x = case.call, _any_bits(rng, case.first)
+    run = jax.jit(lambda x: backend.quantize_both(x, call, (None, None), None))
+    pairs = zip(run(jnp.asarray(x)), (call.first, call.second), strict=True)
+    return 0.0 if all(_as_on_a_cpu(actual, x, single) for actual, single in pairs) else math.inf
+
+
+def _any_bits(rng: np.random.Generator, case: QuantizeCase) -> np.ndarray:
+    dtype = case.call.dtype
+    return rng.integers(0, 256, (*case.shape, dtype.itemsize), np.uint8).view(dtype)[..., 0]
+
+
+def _as_on_a_cpu(actual: MXArray, x: np.ndarray, call: QuantizeCall) -> bool:
+    """Whether codes and scales are the reference's."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = jax.jit(lambda x: ReferenceBackend().quantize(x, call, None, None))(x)
     arrays = ((expected.codes, actual.codes), (expected.scales, actual.scales))
-    same = all(np.array_equal(np.asarray(e), np.asarray(a)) for e, a in arrays)
-    return 0.0 if same else math.inf
+    return all(np.array_equal(np.asarray(e), np.asarray(a)) for e, a in arrays)
 
 
 def run_all(found: Sequence[Check], seed: int, deadline: float) -> list[dict[str, Any]]:

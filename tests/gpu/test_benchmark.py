@@ -82,6 +82,22 @@ def test_a_wrong_code_is_noticed(rng: np.random.Generator):
     assert gpu_checks.cast_error(Flipped(), case, rng) == np.inf
 
 
+def test_a_wrong_code_of_two_casts_is_noticed(rng: np.random.Generator):
+    class Twice(ReferenceBackend):
+        def quantize_both(self, x, call, random_bits, tensor_scale):
+            singles = (call.first, call.second)
+            return tuple(self.quantize(x, single, None, tensor_scale) for single in singles)
+
+    class Swapped(Twice):
+        def quantize_both(self, x, call, random_bits, tensor_scale):
+            first, second = super().quantize_both(x, call, random_bits, tensor_scale)
+            return first, dataclasses.replace(second, codes=first.codes)
+
+    case = gpu_checks.BOTH[0]
+    assert gpu_checks.both_error(Twice(), case, rng) == 0
+    assert gpu_checks.both_error(Swapped(), case, rng) == np.inf
+
+
 def test_the_whole_command_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What cannot run is written down, and costs nothing else its answer."""
     monkeypatch.setattr(gpu, "current_target", lambda: H200)
