@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mx_jax.codecs import element as element_codec
 from mx_jax.codecs.element import decode, encode
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding, stochastic
 from mx_jax.formats import (
@@ -233,3 +234,14 @@ def test_stochastic_with_given_bits(num_bits: int, rng: np.random.Generator):
 def test_random_bits_are_needed_for_stochastic_rounding():
     with pytest.raises(AssertionError, match="stochastic rounding without random bits"):
         encode(jnp.ones(3), E4M3, rounding=stochastic(8))
+
+
+@pytest.mark.parametrize("name", element_codec._CONVERTED)
+def test_decoding_by_conversion_is_decoding(name: str):
+    """What GPUs run, on this platform."""
+    (element,) = (e for e in ELEMENT_FORMATS if e.dtype_name == name)
+    codes = jnp.arange(256, dtype=jnp.uint8)
+    np.testing.assert_array_equal(
+        element_codec._decode_by_conversion(codes, element),
+        element_codec._decode_in_integers(codes, element),
+    )
