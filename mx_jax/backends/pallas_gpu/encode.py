@@ -19,7 +19,7 @@ from jax import lax
 
 from mx_jax.backends.pallas_gpu.pairs import Pairs
 from mx_jax.codecs import float32
-from mx_jax.codecs.scale import E8M0_NAN, true_divide
+from mx_jax.codecs.scale import E8M0_NAN
 from mx_jax.formats import BlockFormat, ElementFormat
 
 # E8M0's largest scale, 2^127.
@@ -57,17 +57,20 @@ class Encoder:
         bits = lax.bitcast_convert_type(x, jnp.int16) & jnp.int16(0x7FFF)
         return bits if self.packed else bits.astype(jnp.int32)
 
-    def scales(self, amax: Any, dtype: Any, tensor_scale: Any) -> tuple[Any, Any]:
+    def scales(
+        self, amax: Any, dtype: Any, tensor_scale: Any, divide: Callable[[Any, Any], Any]
+    ) -> tuple[Any, Any]:
         """Stored scales as int32, and what `codes` multiplies by.
 
         Args:
           amax: the largest of each block's `magnitudes`.
           dtype: of the values.
-          tensor_scale: float32 scalar and its reciprocal, or None.
+          tensor_scale: float32 scalar, or None.
+          divide: two arrays, or an array by a scalar, rounded once.
         """
         pattern = _float32_pattern(amax, dtype)
         if self.threshold is None:
-            return self._element_scales(pattern, tensor_scale)
+            return self._element_scales(pattern, tensor_scale, divide)
         stored = power_of_two_scale(pattern, self.format.element, self.threshold)
         return stored, stored if self.interpreted else reciprocal(stored)
 
@@ -167,24 +170,25 @@ class Encoder:
         signs = lax.shift_right_logical(signs, jnp.full_like(signs, 32 - element.bits))
         return (halves(values, element) | signs & element.sign_code).astype(jnp.uint8)
 
-    def _element_scales(self, pattern: Any, tensor_scale: Any) -> tuple[Any, Any]:
+    def _element_scales(
+        self, pattern: Any, tensor_scale: Any, divide: Callable[[Any, Any], Any]
+    ) -> tuple[Any, Any]:
         """Scales in an element format, by NVFP4's own arithmetic: each step rounds in float32."""
         of = self.format.scale.element
         assert of is not None
         finite = pattern < float32.INF
         amax = lax.bitcast_convert_type(jnp.where(finite, pattern, 0), jnp.float32)
-        scale = self._divided(amax, jnp.full_like(amax, self.format.element.max))
+        scale = divide(amax, jnp.float32(self.format.element.max))
         if tensor_scale is not None:
-            scale = self._divided(scale, jnp.full_like(scale, tensor_scale[0]))
+            scale = divide(scale, tensor_scale)
         known = finite & (scale == scale)
         scale = jnp.minimum(jnp.maximum(scale, self.smallest_scale), of.max)
         stored = jnp.where(known, halves(scale, of), self._nan_scale)
         rounded = _decoded(stored, of)
-        factor = jnp.full_like(amax, 1.0 if tensor_scale is None else tensor_scale[1])
-        return stored, self._divided(factor, rounded)
-
-    def _divided(self, numerator: Any, denominator: Any) -> Any:
-        return true_divide(numerator, denominator) if self.interpreted else numerator / denominator
+        factor = jnp.ones_like(amax)
+        if tensor_scale is not None:
+            factor = divide(factor, tensor_scale)
+        return stored, divide(factor, rounded)
 
 
 def _both(half: int) -> Any:

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu
 from mx_jax.backends.pallas_gpu.encode import Encoder
 from mx_jax.backends.pallas_gpu.pairs import Pairs
 from mx_jax.backends.pallas_gpu.quantize_tiles import Tile
+from mx_jax.codecs.scale import true_divide
 
 # Its declared types differ between versions of JAX, and none fits its own use.
 plgpu: Any = mosaic_gpu
@@ -41,7 +42,7 @@ def quantize(
 
     Args:
       x: float32, bfloat16 or float16, seen as `tile` says, in whole tiles.
-      tensor_scales: float32 `[axes, 2]`, each with its reciprocal, or None.
+      tensor_scales: float32, one for each axis, or None.
       tile: what one program quantizes.
       encoders: one for each axis.
       interpret: parameters of Mosaic's interpreter, None to compile.
@@ -99,10 +100,10 @@ class _Program:
         x = plgpu.load(x_gmem.at[at], layout=pairs.numbers, optimized=False)
         for i, (axis, encoder) in enumerate(zip(self.tile.axes, self.encoders, strict=True)):
             codes_gmem, scales_gmem = outs[2 * i : 2 * i + 2]
-            has_tensor_scale = encoder.format.tensor_scale
-            tensor_scale = (given[0][i, 0], given[0][i, 1]) if has_tensor_scale else None
+            tensor_scale = given[0][i] if encoder.format.tensor_scale else None
             amax = jnp.max(encoder.magnitudes(x), axis=axis)
-            stored, factor = encoder.scales(amax, x.dtype, tensor_scale)
+            divide = true_divide if encoder.interpreted else _division(pairs, axis)
+            stored, factor = encoder.scales(amax, x.dtype, tensor_scale, divide)
             spread = functools.partial(_spread, axis=axis, pairs=pairs)
             codes = encoder.codes(x, stored, factor, spread, pairs)
             plgpu.store(codes_gmem.at[at], codes, optimized=False)
@@ -120,6 +121,24 @@ class _Program:
             at.append(pl.ds(lax.rem(index, count) * length, length))
             index = lax.div(index, count)
         return tuple(at[::-1])
+
+
+def _division(pairs: Pairs, axis: int) -> Any:
+    """The quotient of blocks' numbers, rounded once: Mosaic's own may be off by two units."""
+    layout = pairs.numbers.reduce(axis)
+    shape = pairs.shape[:axis] + pairs.shape[axis + 1 :]
+    out = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout, layout), return_type=out)
+    def divide(_, numerator, denominator):
+        exact = numerator._lift_fast_instr("div.rn.f32")
+        return numerator._pointwise(exact, denominator)
+
+    def divided(numerator: Any, denominator: Any) -> Any:
+        wide = jnp.broadcast_to(denominator, shape)
+        return divide(*(plgpu.layout_cast(array, layout) for array in (numerator, wide)))
+
+    return divided
 
 
 def _spread(blocks: Any, *, axis: int, pairs: Pairs) -> Any:

@@ -17,7 +17,6 @@ from mx_jax.backends.pallas_gpu.quantize_views import View, ViewOfTiles, padded
 from mx_jax.backends.pallas_gpu.rejections import BLOCK_SCALED, rejects_machine
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
-from mx_jax.codecs.scale import true_divide
 from mx_jax.mxarray import MXArray
 from mx_jax.reference import quantize as reference
 
@@ -204,7 +203,7 @@ def _run(
     given = {c: next(factors) if c.format.tensor_scale else jnp.float32(1) for c in calls}
     outs = kernel_quantize.quantize(
         padded(view.into(x), tile.padded(view.shape)),
-        _with_reciprocals([given[call] for call in ordered]) if tensor_scales else None,
+        jnp.stack([given[call] for call in ordered]) if tensor_scales else None,
         tile=tile,
         encoders=encoders,
         interpret=interpret,
@@ -217,12 +216,6 @@ def _run(
         for i, call in enumerate(ordered)
     }
     return tuple(array for call in calls for array in found[call])
-
-
-def _with_reciprocals(tensor_scales: Sequence[jax.Array]) -> jax.Array:
-    """Float32 `[n, 2]`: scales and what to multiply by, for one division less in every block."""
-    scales = jnp.stack(tensor_scales)
-    return jnp.stack([scales, true_divide(jnp.ones_like(scales), scales)], axis=1)
 
 
 def _view(ordered: Sequence[QuantizeCall], architecture: str) -> View:
