@@ -67,7 +67,7 @@ def kernel_product(
 
         def scaled_product(x: jax.Array, w: scaled.ScaledOperand) -> jax.Array:
             assert pair.lhs is not None
-            left = scaled.lay_out(_batch(mx_jax.quantize(x, pair.lhs)))
+            left = scaled.lay_out(_batch(mx_jax.quantize(x, pair.lhs)), left=True)
             return scaled.multiply(left, w, jnp.bfloat16, tiles=tiles)[0]
 
         return lambda w: scaled.lay_out(_batch(w)), scaled_product

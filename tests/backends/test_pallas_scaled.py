@@ -1,5 +1,6 @@
 """Blackwell's kernel: its layouts, and its numbers in Mosaic's interpreter, races detected."""
 
+import functools
 from typing import Any
 
 import jax
@@ -42,6 +43,10 @@ CASES = [
     ),
     pytest.param(
         MatmulCase(lhs=MXFP8_E5M2, rhs=MXFP8_E5M2, m=(2, 150), n=(300,), k=(768,)),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        MatmulCase(lhs=NVFP4, rhs=NVFP4, batch=(3,), m=(70,), n=(130,), k=(512,)),
         marks=pytest.mark.slow,
     ),
 ]
@@ -134,6 +139,25 @@ def test_layout_of_scales_is_what_the_docstring_says(rng: np.random.Generator):
         found = bytes_[tile, column // 4, j, 4 * i + column % 4]
         assert found == scales[0, row, column]
     assert bytes_[1, 0, 5, 0] == 0, "padding"
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("rows", "laid_out_rows"), [(3, 8), (70, 72), (128, 128), (130, 256)])
+def test_few_rows_are_not_padded_to_tiles(rows: int, laid_out_rows: int, rng: np.random.Generator):
+    from mx_jax.backends.pallas_gpu import kernel_sm100
+
+    case = MatmulCase(lhs=MXFP4, rhs=MXFP4, batch=(2,), m=(rows,), n=(40,), k=(512,))
+    lhs, rhs = operands(rng, case)
+    left, right = scaled.lay_out(lhs, left=True), scaled.lay_out(rhs)
+    assert left.codes.shape == (2 * laid_out_rows, 256) and right.codes.shape == (2 * 128, 256)
+    assert_bitwise_equal(left.unpack().codes, lhs.codes, what="codes")
+    assert_bitwise_equal(left.unpack().scales, lhs.scales, what="scales")
+    tiles = Tiles(m=128, k=256, stages=2, splits=2)
+    kernel = functools.partial(
+        kernel_sm100.matmul, block=32, batch=2, tiles=tiles, out_dtype=jnp.dtype("float32")
+    )
+    arrays = (left.elements, right.elements, left.scale_values, right.scale_values)
+    assert jax.eval_shape(kernel, *arrays).shape == (2 * 2 * laid_out_rows, 128)
 
 
 def test_fp4_takes_half_a_byte(rng: np.random.Generator):

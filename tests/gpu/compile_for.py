@@ -155,15 +155,17 @@ def compile_dequantize(gpu: Gpu, name: str, _: str) -> None:
 
 
 def compile_scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
-    """Two block-scaled operands."""
+    """Two block-scaled operands: eight rows, or more than a tile has."""
     from mx_jax.backends.pallas_gpu import kernel_sm100
 
-    def rows(x: mx_jax.MXArray) -> scaled.ScaledOperand:
+    def lay_out(x: mx_jax.MXArray, left: bool) -> scaled.ScaledOperand:
         batch = jax.tree.map(lambda array: array[None], x)
-        return scaled.lay_out(dataclasses.replace(batch, tensor_scale=None))
+        return scaled.lay_out(dataclasses.replace(batch, tensor_scale=None), left=left)
 
-    operands = tuple(shapes(rows, (N, K), FORMATS[name]) for name in (lhs, rhs))
-    for _, tiles in tuning.TILES[tuning.TCGEN05, FORMATS[lhs].element.bits]:
+    weights = shapes(functools.partial(lay_out, left=False), (N, K), FORMATS[rhs])
+    for limit, tiles in tuning.TILES[tuning.TCGEN05, FORMATS[lhs].element.bits]:
+        rows = N if math.isinf(limit) else 8
+        x = shapes(functools.partial(lay_out, left=True), (rows, K), FORMATS[lhs])
         for out_dtype in ("float32", "bfloat16"):
 
             def product(left, right, tiles=tiles, out_dtype=out_dtype):
@@ -178,8 +180,8 @@ def compile_scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
                     out_dtype=out_dtype,
                 )
 
-            sizes = compile_on(gpu, product, operands).memory_analysis()
-            given = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(operands))
+            sizes = compile_on(gpu, product, (x, weights)).memory_analysis()
+            given = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((x, weights)))
             assert sizes.argument_size_in_bytes == given, f"{sizes} for {given} bytes"
             assert sizes.temp_size_in_bytes == 0, f"bytes are not the kernel's own memory: {sizes}"
 

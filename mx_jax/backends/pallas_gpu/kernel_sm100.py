@@ -44,9 +44,11 @@ def matmul(
     """Partial products of padded operands; summed over `tiles.splits` they are the product.
 
     Args:
-      lhs: float8 or float4 `[batch * m, k]`; m a multiple of `tiles.m`.
+      lhs: float8 or float4 `[batch * m, k]`; m a multiple of `tiles.m`, or fewer rows, a multiple
+        of 8: a tile's other rows are then neither read nor written.
       rhs: likewise `[batch * n, k]`; n a multiple of `tiles.n`, k of `tiles.k * tiles.splits`.
-      lhs_scales: `[batch * m / 128, k / (4 * block), 32, 16]` in E8M0 or E4M3.
+      lhs_scales: `[batch * m' / 128, k / (4 * block), 32, 16]` in E8M0 or E4M3, of m' rows: m
+        padded to a multiple of 128.
       rhs_scales: likewise, of n.
       block: codes that share a scale.
       batch: number of independent products.
@@ -58,14 +60,16 @@ def matmul(
       `[splits * batch * m, n]`.
     """
     (rows, k), columns = lhs.shape, rhs.shape[0] // batch
+    used = min(tiles.m, rows // batch)
     program = _Program(
         block=block,
         tiles=tiles,
+        used=used,
         out_dtype=jnp.dtype(out_dtype),
-        num_m=rows // batch // tiles.m,
+        num_m=rows // batch // used,
         num_n=columns // tiles.n,
         num_k=k // tiles.k,
-        num_rows=rows // tiles.m,
+        num_rows=rows // used,
         interpreted=interpret is not None,
     )
     arrays = (lhs, rhs, lhs_scales, rhs_scales)
@@ -90,6 +94,7 @@ class _Program:
     Attributes:
       block: codes that share a scale.
       tiles: sizes.
+      used: rows of a tile of the left operand that are read, and written of the product.
       out_dtype: of the result.
       num_m: tiles along m of one product of the batch.
       num_n: tiles along n.
@@ -100,6 +105,7 @@ class _Program:
 
     block: int
     tiles: Tiles
+    used: int
     out_dtype: Any
     num_m: int
     num_n: int
@@ -189,10 +195,11 @@ class _Program:
         step = lax.axis_index("split") * (self.num_k // tiles.splits) + i
         along_k = pl.ds(step * tiles.k, tiles.k)
         scales_along_k = pl.ds(step * self.scale_tiles, self.scale_tiles)
-        for side, (index, size) in enumerate(((row, tiles.m), (column, tiles.n))):
-            rows, scale_rows = pl.ds(index * size, size), size // SCALE_ROWS
+        sides = ((row, tiles.m, self.used), (column, tiles.n, tiles.n))
+        for side, (index, size, used) in enumerate(sides):
+            rows, scale_rows = pl.ds(index * used, used), size // SCALE_ROWS
             plgpu.copy_gmem_to_smem(
-                gmem[side].at[rows, along_k], codes[side].at[slot], full.at[slot]
+                gmem[side].at[rows, along_k], codes[side].at[slot, pl.ds(0, used)], full.at[slot]
             )
             plgpu.copy_gmem_to_smem(
                 gmem[side + 2].at[pl.ds(index * scale_rows, scale_rows), scales_along_k],
@@ -237,13 +244,14 @@ class _Program:
         tiles = self.tiles
         plgpu.barrier_wait(done)
         first = lax.axis_index("split") * self.num_rows + lax.axis_index("row")
-        rows = pl.ds(first * tiles.m, tiles.m)
+        rows = pl.ds(first * self.used, self.used)
         for part in range(tiles.n // self.store):
             sums = plgpu.async_load_tmem(acc.at[:, pl.ds(part * self.store, self.store)])
             out_smem[part % 2] = sums.astype(self.out_dtype)
             plgpu.commit_smem()
             columns = pl.ds(lax.axis_index("n") * tiles.n + part * self.store, self.store)
-            plgpu.copy_smem_to_gmem(out_smem.at[part % 2], out_gmem.at[rows, columns])
+            written = out_smem.at[part % 2, pl.ds(0, self.used)]
+            plgpu.copy_smem_to_gmem(written, out_gmem.at[rows, columns])
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         plgpu.wait_load_tmem()
         plgpu.wait_smem_to_gmem(0)

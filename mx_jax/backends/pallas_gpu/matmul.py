@@ -55,7 +55,7 @@ def scaled_matmul(
     how = {"architecture": architecture or current_architecture(), "interpret": interpret}
     if _as_they_are(call, how["architecture"]):
         assert isinstance(left, MXArray) and isinstance(right, MXArray)
-        operands = scaled.lay_out(left), scaled.lay_out(right)
+        operands = scaled.lay_out(left, left=True), scaled.lay_out(right)
         return scaled.multiply(*operands, call.out_dtype, interpret=interpret).reshape(shape)
     swapped = rejects_weights(call.rhs_format) is not None
     activations, weights = (right, left) if swapped else (left, right)
@@ -89,7 +89,7 @@ def packed_matmul(
     if isinstance(weights, ScaledOperand):
         if as_they_are:
             assert isinstance(left, MXArray)
-            left = scaled.lay_out(left)
+            left = scaled.lay_out(left, left=True)
             out = scaled.multiply(left, weights, call.out_dtype, interpret=interpret)
             return out.reshape(shape)
         weights = weights.unpack()

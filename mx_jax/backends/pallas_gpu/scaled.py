@@ -22,8 +22,10 @@ KINDS: tuple[tuple[tuple[str, ...], tuple[tuple[str, int], ...]], ...] = (
     (("e4m3", "e5m2"), (("e8m0", 32),)),
     (("e2m1",), (("e8m0", 32), ("e8m0", 16), ("e4m3", 16))),
 )
-# What rows and k are padded to: a tile of scales, and 128 bytes of codes.
+# What rows and k are padded to: a tile of scales, and 128 bytes of codes. A left operand of fewer
+# rows than a tile brings codes for a multiple of 8 alone.
 _PAD_ROWS = 128
+_PAD_FEW = 8
 _PAD_K = 256
 
 
@@ -52,8 +54,9 @@ def _kind(format: BlockFormat) -> int | None:
 class ScaledOperand:
     """A batch of rows `[batch, rows, k]` as Blackwell's tensor cores read them.
 
-    Padded with zeros to multiples of 128 rows and 256 of k, `rows'` and `k'`. Everything is bytes:
-    what kernels take as FP4 or FP8 is the same memory under another name.
+    Padded with zeros to multiples of 128 rows and 256 of k, `rows'` and `k'`; a left operand of
+    fewer than 128 rows has codes for a multiple of 8. Everything is bytes: what kernels take as FP4
+    or FP8 is the same memory under another name.
 
     Attributes:
       codes: uint8 `[batch * rows', bytes of k' codes]`; of two FP4 codes the first lies in the low
@@ -113,13 +116,19 @@ class ScaledOperand:
         )
 
 
-def lay_out(x: MXArray) -> ScaledOperand:
-    """An MXArray `[batch, rows, k]`, with blocks along k, in the kernel's layout."""
+def lay_out(x: MXArray, *, left: bool = False) -> ScaledOperand:
+    """An MXArray `[batch, rows, k]`, with blocks along k, in the kernel's layout.
+
+    Args:
+      x: to be laid out.
+      left: whether as a left operand, of which few rows are read as they are.
+    """
     batch, rows, k = x.shape
     block = x.format.block[1]
     assert isinstance(block, int)
     padded_rows, padded_k = rows + -rows % _PAD_ROWS, k + -k % _PAD_K
-    codes = jnp.pad(x.codes, ((0, 0), (0, padded_rows - rows), (0, padded_k - k)))
+    unit = _PAD_FEW if left and rows < _PAD_ROWS else _PAD_ROWS
+    codes = jnp.pad(x.codes, ((0, 0), (0, -rows % unit), (0, padded_k - k)))
     missing = padded_k // block - x.scales.shape[2]
     scales = jnp.pad(x.scales, ((0, 0), (0, padded_rows - rows), (0, missing)))
     tiles = scales.reshape(-1, 4, 32, padded_k // (block * SCALE_COLUMNS), SCALE_COLUMNS)
