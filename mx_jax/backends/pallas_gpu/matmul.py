@@ -195,11 +195,7 @@ def multiply(
     """
     architecture = architecture or current_architecture()
     if tiles is None and x.shape[1] >= crossover(architecture, weights.format):
-        # Zeros in x, not fewer columns of the weights, which would be copied.
-        widened = jnp.pad(x, ((0, 0), (0, 0), (0, weights.padded_k - x.shape[2])))
-        values = _decoded(weights, architecture, interpret)
-        out = _dequantize_dot(widened, values, weights.tensor_scale, out_dtype)
-        return out[..., : weights.shape[1]]
+        return _decoded_dot(x, weights, out_dtype, architecture, interpret)
     batch, m, k = x.shape
     n, dtype = weights.shape[1], np.dtype(out_dtype)
     parts = _bfloat16_parts(x)
@@ -226,6 +222,21 @@ def multiply(
         return sums[0]
     out = sums.reshape(-1, batch, rows // m, m, n).sum((0, 2))
     return (out if factor is None else out * factor).astype(dtype)
+
+
+def _decoded_dot(
+    x: jax.Array,
+    weights: PackedWeights,
+    out_dtype: jax.typing.DTypeLike,
+    architecture: str,
+    interpret: Any,
+) -> jax.Array:
+    """`multiply` by XLA, of weights decoded once."""
+    # Zeros in x, not fewer columns of the weights, which would be copied.
+    widened = jnp.pad(x, ((0, 0), (0, 0), (0, weights.padded_k - x.shape[2])))
+    values = _decoded(weights, architecture, interpret)
+    out = _dequantize_dot(widened, values, weights.tensor_scale, out_dtype)
+    return out[..., : weights.shape[1]]
 
 
 def kernel(architecture: str) -> Any:
