@@ -85,7 +85,7 @@ def _casts_and_few_bit_weights_from_ampere_on(call: Call, target: Target) -> boo
         return False
     if isinstance(call, QuantizeCall):
         plain = call.rounding.name == "nearest" and call.scale_rule.threshold is not None
-        return plain and call.format in MX_FORMATS and jax.__version_info__ >= (0, 12, 0)
+        return plain and call.format in MX_FORMATS
     if not isinstance(call, MatmulCall) or call.num_contracting > 1:
         return False
     values = call.lhs_format in MX_FORMATS or call.lhs_dtype == jnp.bfloat16

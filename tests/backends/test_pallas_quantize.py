@@ -28,10 +28,7 @@ from mx_jax.testing.quantize_check import (
 )
 from tests.backends.mosaic import interpreter, mostly_slow, needs_mosaic, race_of
 
-pytestmark = [
-    needs_mosaic,
-    pytest.mark.skipif(jax.__version_info__ < quantize.MIN_JAX, reason="needs jax>=0.12.0"),
-]
+pytestmark = needs_mosaic
 RULES = tuple(rule.name for rule in (FLOOR, CEIL, EVEN, RCEIL))
 
 

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from mx_jax.backends.pallas_gpu.decode import Decoder
+from mx_jax.backends.pallas_gpu.stores import store
 from mx_jax.backends.pallas_gpu.weights import CHUNK, PAD_K, ROWS
 from mx_jax.formats import BlockFormat
 
@@ -112,7 +113,7 @@ class _Program:
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(values_smem[0].at[chunk], out)
                 else:
-                    plgpu.store(out, values, optimized=False)
+                    store(out, values)
                 chunk += 1
         if accelerated:
             plgpu.wait_smem_to_gmem(0)

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu
 from mx_jax.backends.pallas_gpu.encode import Encoder
 from mx_jax.backends.pallas_gpu.pairs import Pairs
 from mx_jax.backends.pallas_gpu.quantize_tiles import Tile
+from mx_jax.backends.pallas_gpu.stores import store
 from mx_jax.codecs.scale import true_divide
 
 # Its declared types differ between versions of JAX, and none fits its own use.
@@ -106,13 +107,13 @@ class _Program:
             stored, factor = encoder.scales(amax, x.dtype, tensor_scale, divide)
             spread = functools.partial(_spread, axis=axis, pairs=pairs)
             codes = encoder.codes(x, stored, factor, spread, pairs)
-            plgpu.store(codes_gmem.at[at], codes, optimized=False)
+            store(codes_gmem.at[at], codes)
             scales = stored.astype(jnp.uint8)
             if self.tile.scales_order:
                 scales_gmem = scales_gmem.transpose(
                     tuple(np.argsort(self.tile.scales_order).tolist())
                 )
-            plgpu.store(scales_gmem.at[at[:axis] + at[axis + 1 :]], scales, optimized=False)
+            store(scales_gmem.at[at[:axis] + at[axis + 1 :]], scales)
 
     def _at(self) -> tuple[Any, ...]:
         """Where this program's tile lies; the last axis runs fastest."""

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from mx_jax.backends.pallas_gpu.program import Program
+from mx_jax.backends.pallas_gpu.stores import store
 from mx_jax.backends.pallas_gpu.tuning import Tiles
 from mx_jax.backends.pallas_gpu.weights import ROWS
 from mx_jax.formats import BlockFormat
@@ -79,7 +80,7 @@ class _Program(Program):
         first = lax.axis_index("split") * self.num_n + lax.axis_index("n")
         rows = pl.ds(first * tiles.n, tiles.n)
         columns = pl.ds(lax.axis_index("row") * tiles.m, tiles.m)
-        plgpu.store(out_gmem.at[rows, columns], acc.astype(self.out_dtype), optimized=False)
+        store(out_gmem.at[rows, columns], acc.astype(self.out_dtype))
 
     def _step(self, _, x_smem, codes_smem, scales_smem, acc):
         """One step along k."""

@@ -20,8 +20,6 @@ from mx_jax.codecs import float32
 from mx_jax.mxarray import MXArray
 from mx_jax.reference import quantize as reference
 
-# The first version of JAX for which the kernel has been compiled.
-MIN_JAX = (0, 12, 0)
 _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 # A warp holds whole blocks, in both directions.
 BLOCKS = (16, 32)
@@ -43,9 +41,6 @@ def rejects(
     reason = rejects_machine(target, jax_version)
     if reason is not None:
         return reason
-    if jax_version < MIN_JAX:
-        needed, got = (".".join(map(str, version)) for version in (MIN_JAX, jax_version))
-        return f"needs jax>={needed} to quantize, got jax=={got}"
     if isinstance(call, QuantizeCall):
         return _rejects(call)
     return _rejects(call.first) or _rejects(call.second) or _rejects_pair(call)
