@@ -21,6 +21,13 @@ needs_mosaic = pytest.mark.skipif(
 )
 
 
+# Below it the interpreter fails on these kernels, which are rejected there too.
+needs_newer_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < max(MIN_JAX.values()) or sys.version_info < (3, 12),
+    reason=f"needs jax>={'.'.join(map(str, max(MIN_JAX.values())))} and Python 3.12",
+)
+
+
 def interpreter() -> Any:
     """Parameters that interpret a kernel; a race raises, with both accesses in the message."""
     from jax.experimental.pallas import mosaic_gpu as plgpu

@@ -23,6 +23,7 @@ from tests.backends.mosaic import (
     interpreter,
     mostly_slow,
     needs_mosaic,
+    needs_newer_mosaic,
     race_of,
     whole_numbers,
 )
@@ -74,6 +75,7 @@ def test_is_the_reference_after_rounding(
     assert_bitwise_equal(run(lhs, rhs), expected, what="product")
 
 
+@needs_newer_mosaic
 @pytest.mark.parametrize(
     "case",
     mostly_slow(

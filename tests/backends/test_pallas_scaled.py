@@ -17,7 +17,7 @@ from mx_jax.reference.matmul import scaled_matmul
 from mx_jax.testing.backend_suite import check_matmul
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.backends.mosaic import few_octaves, interpreter, needs_mosaic, race_of
+from tests.backends.mosaic import few_octaves, interpreter, needs_newer_mosaic, race_of
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ CASES = [
 ]
 
 
-@needs_mosaic
+@needs_newer_mosaic
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_is_the_reference_after_rounding(
     case: MatmulCase, rng: np.random.Generator, how: dict[str, Any]
@@ -64,14 +64,14 @@ def test_is_the_reference_after_rounding(
     assert_bitwise_equal(run(lhs, rhs), expected, what="product")
 
 
-@needs_mosaic
+@needs_newer_mosaic
 @pytest.mark.slow
 @pytest.mark.parametrize("format", [MXFP8_E4M3, MXFP4, NVFP4], ids=lambda format: format.name)
 def test_is_near_float64(format: formats.BlockFormat, how: dict[str, Any]):
     check_matmul(PallasGpuBackend(**how), MatmulCase(lhs=format, rhs=format, k=(90,)))
 
 
-@needs_mosaic
+@needs_newer_mosaic
 @pytest.mark.slow
 def test_tiles_do_not_matter(rng: np.random.Generator):
     case = MatmulCase(lhs=MXFP8_E4M3, rhs=MXFP8_E4M3, m=(3,), n=(200,), k=(512,))
@@ -86,7 +86,7 @@ def test_tiles_do_not_matter(rng: np.random.Generator):
     assert_bitwise_equal(jax.jit(product)(lhs, rhs), expected, what="product")
 
 
-@needs_mosaic
+@needs_newer_mosaic
 @pytest.mark.parametrize(
     "dropped",
     [
@@ -141,7 +141,7 @@ def test_layout_of_scales_is_what_the_docstring_says(rng: np.random.Generator):
     assert bytes_[1, 0, 5, 0] == 0, "padding"
 
 
-@needs_mosaic
+@needs_newer_mosaic
 @pytest.mark.parametrize(("rows", "laid_out_rows"), [(3, 8), (70, 72), (128, 128), (130, 256)])
 def test_few_rows_are_not_padded_to_tiles(rows: int, laid_out_rows: int, rng: np.random.Generator):
     from mx_jax.backends.pallas_gpu import kernel_sm100
