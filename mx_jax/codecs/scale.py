@@ -20,7 +20,23 @@ E8M0_NAN = 255
 
 
 def true_divide(numerator: jax.Array, denominator: jax.Array | float) -> jax.Array:
-    """IEEE division, hidden from XLA's rewrites.
+    """IEEE division, wherever numbers and quotient are normal, hidden from XLA's rewrites.
+
+    On GPUs XLA's own division may be off by two units in the last place: there it is made exact.
+    """
+    denominator = jnp.asarray(denominator, jnp.float32)
+    near = opaque_divide(numerator, denominator)
+    return lax.platform_dependent(
+        near, numerator, denominator, cuda=nearest_quotient, rocm=nearest_quotient, default=_first
+    )
+
+
+def _first(near: jax.Array, *_: jax.Array) -> jax.Array:
+    return near
+
+
+def opaque_divide(numerator: jax.Array, denominator: jax.Array | float) -> jax.Array:
+    """The platform's own division, hidden from XLA's rewrites.
 
     XLA turns division by a scalar or constant into a product by its reciprocal, which rounds
     twice, and (a / b) / c into a / (b * c): an opaque denominator of full shape prevents the
@@ -35,6 +51,40 @@ def true_divide(numerator: jax.Array, denominator: jax.Array | float) -> jax.Arr
     # broadcast scalar again, behind the barrier.
     full = jnp.where(jnp.isnan(numerator), full, full)
     return lax.optimization_barrier(numerator / lax.optimization_barrier(full))
+
+
+def nearest_quotient(near: jax.Array, numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    """The float32 nearest to a quotient, from one that is at most three units away.
+
+    What `numerator - near * denominator` leaves is a few of the denominator's significands, so 32
+    bits hold it exactly, whatever overflows on the way; it says how many units to go. No quotient
+    of two float32 lies half-way between two others. Where one of the three is not normal, nothing
+    changes.
+    """
+    top, bottom, result = (float32.to_bits(x) for x in (numerator, denominator, near))
+    (top_exponent, top_digits), (bottom_exponent, bottom_digits) = map(_parts, (top, bottom))
+    # A step may cross a power of two, where units change: the next step goes by the new ones.
+    for _ in range(3):
+        exponent, digits = _parts(result)
+        shift = top_exponent - bottom_exponent - exponent + (127 + 23)
+        left = lax.shift_left(top_digits, jnp.clip(shift, 0, 31)) - bottom_digits * digits
+        # Below a power of two, units are half as large.
+        below = jnp.where(digits == float32.HIDDEN, 4 * left, 2 * left)
+        up = (2 * left > bottom_digits).astype(jnp.int32)
+        down = (below < -bottom_digits).astype(jnp.int32)
+        up += (2 * left > 3 * bottom_digits).astype(jnp.int32)
+        down += (below < -3 * bottom_digits).astype(jnp.int32)
+        normal = (shift > 20) & (shift < 27) & (exponent > 1) & (exponent < 254)
+        for given in (top_exponent, bottom_exponent):
+            normal &= (given > 0) & (given < 255)
+        result = jnp.where(normal, result + up - down, result)
+    return float32.from_bits(result)
+
+
+def _parts(pattern: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Biased exponents and significands with their leading bit, of normal numbers."""
+    exponent = (pattern & float32.ABS) >> 23
+    return exponent, pattern & float32.MANTISSA | float32.HIDDEN
 
 
 def exponent_to_e8m0(exponent: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from mx_jax.codecs.scale import (
     encode_scaled,
     exponent_to_e8m0,
     is_nan_scale,
+    nearest_quotient,
     scale_to_float32,
     true_divide,
 )
@@ -192,3 +193,35 @@ def test_float_scales_are_float32_arithmetic(scale, rng: np.random.Generator):
     actual = np.asarray(bits).view(np.float32)
     assert_bitwise_equal(actual[normal], back[normal], what="values", any_nan=True)
     assert np.isnan(actual[-1]).all()
+
+
+# Where a step to the right quotient crosses a power of two, or nearly does.
+EDGES = np.array([0, 1, 2, 0x3FFFFF, 0x400000, 0x7FFFFE, 0x7FFFFF], np.uint32)
+
+
+@pytest.mark.parametrize("units", range(-3, 4))
+def test_a_near_quotient_becomes_the_nearest(units: int, rng: np.random.Generator):
+    a, b = (rng.integers(0, 1 << 32, 1 << 17, dtype=np.uint32) for _ in range(2))
+    for bits, half in ((a, slice(0, 1 << 16)), (b, slice(1 << 15, 3 << 15))):
+        bits[half] = bits[half] & 0xFF800000 | rng.choice(EDGES, 1 << 16)
+    a, b = a.view(np.float32), b.view(np.float32)
+    with np.errstate(all="ignore"):
+        exact = a / b
+    tiny, huge = np.float32(2.0**-122), np.float32(2.0**122)
+    normal = (np.abs(exact) > tiny) & (np.abs(exact) < huge)
+    for x in (a, b):
+        normal &= np.isfinite(x) & (np.abs(x) >= np.finfo(np.float32).tiny)
+    assert normal.sum() > 1 << 16
+    near = np.where(normal, exact.view(np.int32) + units, exact.view(np.int32)).view(np.float32)
+    found = np.asarray(jax.jit(nearest_quotient)(near, a, b))
+    assert_bitwise_equal(found[normal], exact[normal], what="quotients")
+    # Nor does it touch anything special.
+    special = ~(np.isfinite(a) & np.isfinite(b) & np.isfinite(exact))
+    assert_bitwise_equal(found[special], near[special], what="NaN and Inf")
+
+
+def test_only_gpus_correct_their_quotients():
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    traced = jax.jit(true_divide).trace(x, x)
+    texts = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda")}
+    assert "shift_left" in texts["cuda"] and "shift_left" not in texts["cpu"]

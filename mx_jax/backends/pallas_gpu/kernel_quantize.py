@@ -25,7 +25,7 @@ from mx_jax.backends.pallas_gpu.encode import Encoder
 from mx_jax.backends.pallas_gpu.pairs import Pairs
 from mx_jax.backends.pallas_gpu.quantize_tiles import Tile
 from mx_jax.backends.pallas_gpu.stores import store
-from mx_jax.codecs.scale import true_divide
+from mx_jax.codecs.scale import opaque_divide
 
 # Its declared types differ between versions of JAX, and none fits its own use.
 plgpu: Any = mosaic_gpu
@@ -103,7 +103,7 @@ class _Program:
             codes_gmem, scales_gmem = outs[2 * i : 2 * i + 2]
             tensor_scale = given[0][i] if encoder.format.tensor_scale else None
             amax = jnp.max(encoder.magnitudes(x), axis=axis)
-            divide = true_divide if encoder.interpreted else _division(pairs, axis)
+            divide = opaque_divide if encoder.interpreted else _division(pairs, axis)
             stored, factor = encoder.scales(amax, x.dtype, tensor_scale, divide)
             spread = functools.partial(_spread, axis=axis, pairs=pairs)
             codes = encoder.codes(x, stored, factor, spread, pairs)
