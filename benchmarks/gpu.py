@@ -17,10 +17,11 @@ What fails is written down, and the rest goes on.
 
 import argparse
 import dataclasses
+import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 # PyTorch shares the GPU's memory.
@@ -70,9 +71,8 @@ def bound(facts: str, m: int, size: int, bits: float) -> float | None:
 
 def measure_all(
     options: argparse.Namespace, device: str, target: Target, deadline: float
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Rows of JSON, one for each pair of formats and number of rows."""
-    rows = []
     with report.progress(len(options.pairs) * len(options.rows)) as step:
         for pair in options.pairs:
             known = products(pair, options.size, options.copies, target)
@@ -83,8 +83,7 @@ def measure_all(
                     continue
                 makers = _makers(known, weights, m, options)
                 makers += gpu_peers.cases(pair, m, options.size, options.copies, options.calls)
-                rows.append(_measure(pair, makers, m, options, device))
-    return rows
+                yield _measure(pair, makers, m, options, device)
 
 
 def _makers(
@@ -222,10 +221,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result |= {"seed": seed, "checks": [], "casts": [], "rows": []}
     out = report.RESULTS / "gpu" / f"{device.lower().replace(' ', '-')}.json"
     options.out = getattr(options, "out", out)
-    # Written after each part: a kernel that hangs must not cost the answers before it.
+    # Written after each part, and each row: what hangs or crashes must not cost the answers before.
     result["checks"] = run_all(list(checks(target, architecture)), seed, deadline)
     report.publish("gpu", options, result, sheets(result))
-    result["rows"] = measure_all(options, device, target, deadline)
+    for row in measure_all(options, device, target, deadline):
+        result["rows"].append(row)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     report.publish("gpu", options, result, sheets(result))
     result["casts"] = gpu_casts.measure_all(options, target, deadline)
     report.publish("gpu", options, result, sheets(result))
