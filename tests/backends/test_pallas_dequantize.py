@@ -1,4 +1,4 @@
-"""Packed weights decoded to bfloat16 by a kernel of their own, in the interpreter, against XLA's."""
+"""Packed weights decoded to bfloat16 by a kernel of their own: in the interpreter, as by XLA."""
 
 import dataclasses
 
