@@ -154,9 +154,11 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
     speeds = report.Sheet("Speed over the bfloat16 dot's", ("", *names[1:], "bound"))
     for row in rows:
         title = f"{row['pair']}, {row['m']} x {row['size']} x {row['size']}"
-        times.rows.append([title, *(_number(row["microseconds"].get(name), 1) for name in names)])
+        times.rows.append(
+            [title, *(report.number(row["microseconds"].get(name), 1) for name in names)]
+        )
         medians = [row["speedup"].get(name, {}).get("median") for name in names[1:]]
-        numbered = [_number(value, 2) for value in (*medians, row["speedup_bound"])]
+        numbered = [report.number(value, 2) for value in (*medians, row["speedup_bound"])]
         speeds.rows.append([title, *numbered])
     times.notes = [
         f"{row['pair']}, {row['m']} rows: {name} failed: {why}"
@@ -164,10 +166,6 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
         for name, why in row["failed"].items()
     ]
     return [numbers, times, speeds, gpu_casts.sheet(result["casts"])]
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -142,8 +142,9 @@ def sheet(rows: Sequence[dict[str, Any]]) -> report.Sheet:
     columns = ("", *(f"{name}, us" for name in names), *(f"{name}, % of copy" for name in others))
     result = report.Sheet("Quantizing a square array", columns)
     for row in rows:
-        times = [_shown(row["microseconds"].get(name), 1) for name in names]
-        shares = [_shown(row["share_of_copy"].get(name), 0, 100) for name in others]
+        percent = {name: 100 * share for name, share in row["share_of_copy"].items()}
+        times = [report.number(row["microseconds"].get(name), 1) for name in names]
+        shares = [report.number(percent.get(name), 0) for name in others]
         result.rows.append([row["cast"], *times, *shares])
     result.notes = [
         f"{row['cast']}: {name} failed: {why}"
@@ -151,7 +152,3 @@ def sheet(rows: Sequence[dict[str, Any]]) -> report.Sheet:
         for name, why in row["failed"].items()
     ]
     return result
-
-
-def _shown(value: float | None, digits: int, factor: float = 1.0) -> str:
-    return "-" if value is None else f"{factor * value:.{digits}f}"

@@ -105,6 +105,11 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
 
 
+def number(value: float | None, digits: int) -> str:
+    """A cell with a number, or with a dash where nothing was measured."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
 def publish(command: str, options: argparse.Namespace, result: Any, sheets: Sequence[Sheet]):
     """Print the sheets, write the result as JSON and the sheets as Markdown beside it."""
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
