@@ -75,7 +75,7 @@ def kernel_product(
     def product(x: jax.Array, w: Any) -> jax.Array:
         x = _cast(x, pair.lhs)
         if dequantize:
-            return dot(x, w.unpack().dequantize(jnp.bfloat16)[0])
+            return matmul.decoded_dot(x[None], w, jnp.bfloat16, name, None)[0]
         out = matmul.multiply(x[None], w, jnp.bfloat16, architecture=name, tiles=tiles)
         return out[0]
 

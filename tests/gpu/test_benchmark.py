@@ -28,12 +28,12 @@ from benchmarks.gpu_products import (
     products,
 )
 from mx_jax.backends.base import Target
-from mx_jax.backends.pallas_gpu import PallasGpuBackend, tuning
+from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul, tuning
 from mx_jax.backends.pallas_gpu.scaled import ScaledOperand
 from mx_jax.backends.pallas_gpu.weights import PackedWeights
 from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.testing.cases import MatmulCase
-from tests.backends.mosaic import needs_mosaic
+from tests.backends.mosaic import interpreter, needs_mosaic
 
 H200 = Target(platform="cuda", compute_capability=(9, 0))
 # The commands say so themselves on older versions, which have no kernels to measure.
@@ -50,6 +50,17 @@ class Altered(PallasGpuBackend):
     def scaled_matmul(self, lhs, rhs, call):
         product = ReferenceBackend().scaled_matmul(lhs, rhs, call)
         return product.at[-1, -1].add(self.last)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.fixture
+def decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that decodes weights alone runs in the interpreter."""
+    product = matmul.decoded_dot
+
+    def interpreted(x, weights, out_dtype, architecture, _):
+        return product(x, weights, out_dtype, architecture, interpreter())
+
+    monkeypatch.setattr(matmul, "decoded_dot", interpreted)
 
 
 @pytest.mark.parametrize(("last", "wrong"), [(0.0, False), (1e6, True), (np.nan, True)])
@@ -179,6 +190,7 @@ def run(way: Way, x: jax.Array) -> Any:
     return chained(way.product, way.weights(64, 2), 2, x)()
 
 
+@pytest.mark.usefixtures("decodes")
 def test_what_tuning_compares_with_is_the_same_product():
     lay_out, product = kernel_product(Pair(rhs=gpu.MXFP4), "sm90", dequantize=True)
     w = mx_jax.quantize(jnp.linspace(-3, 3, 5 * 64).reshape(5, 64), "mxfp4")
@@ -212,6 +224,7 @@ def test_crossover(times: list[tuple[int, float, float]], rows: float):
     assert gpu_tune.crossover(times) == rows
 
 
+@pytest.mark.usefixtures("decodes")
 @pytest.mark.slow
 def test_tuning_times_products():
     options = gpu_tune.parse("--size 128 --copies 2 --calls 1 --seconds 0.1".split())
@@ -248,6 +261,7 @@ def test_blackwells_kernels_are_both_tuned(monkeypatch: pytest.MonkeyPatch):
     assert list(gpu_tune.as_table(found).tiles) == kernels
 
 
+@pytest.mark.usefixtures("decodes")
 def test_tiles_that_cannot_start_are_left_out(capfd: pytest.CaptureFixture[str]):
     options = gpu_tune.parse("--size 128 --copies 1 --calls 1 --seconds 0.01".split())
     bad = tuning.Tiles(m=8)

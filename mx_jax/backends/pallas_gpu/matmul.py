@@ -195,7 +195,7 @@ def multiply(
     """
     architecture = architecture or current_architecture()
     if tiles is None and x.shape[1] >= crossover(architecture, weights.format):
-        return _decoded_dot(x, weights, out_dtype, architecture, interpret)
+        return decoded_dot(x, weights, out_dtype, architecture, interpret)
     batch, m, k = x.shape
     n, dtype = weights.shape[1], np.dtype(out_dtype)
     parts = _bfloat16_parts(x)
@@ -224,7 +224,7 @@ def multiply(
     return (out if factor is None else out * factor).astype(dtype)
 
 
-def _decoded_dot(
+def decoded_dot(
     x: jax.Array,
     weights: PackedWeights,
     out_dtype: jax.typing.DTypeLike,
