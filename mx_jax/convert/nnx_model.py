@@ -158,6 +158,12 @@ def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
             f"convert.nnx: {plan.decisions[0].layer.path!r} gets recipe {stochastic[0].name!r}, "
             "which draws random bits; pass rngs=nnx.Rngs(quantize=seed)"
         )
+    if not {RNG_STREAM, "default"} & set(rngs):
+        raise ValueError(
+            f"convert.nnx: {plan.decisions[0].layer.path!r} gets recipe {stochastic[0].name!r}, "
+            f"which draws random bits, but rngs has only {', '.join(map(repr, rngs))}; pass "
+            f"rngs=nnx.Rngs({RNG_STREAM}=seed)"
+        )
     key, stack = rngs[RNG_STREAM](), hook.stack(layer)
     stream = flax_nnx.RngStream(jax.random.split(key, stack) if stack else key, tag=RNG_STREAM)
     hook.put(layer, KeyedInjected(operation, replaced, stream))

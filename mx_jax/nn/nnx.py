@@ -33,6 +33,45 @@ def promote_operands(args: Sequence[Any], /, *, dtype: Any = None, inexact: bool
 # Name of the stream that stochastic recipes draw from; falls back to the default stream.
 RNG_STREAM = "quantize"
 
+# Parts what is drawn for rounding from what the same stream gives its other users.
+_ROUNDING = 0x6D78
+
+
+def stream_of_layer(rngs: nnx.Rngs, layer: str, recipe: Recipe) -> nnx.RngStream | None:
+    """A stream for one layer, unlike that of any other, made after the layer's parameters.
+
+    What the model's other layers are initialized with must not depend on the recipe: only the
+    stream `"quantize"`, which nothing else reads, is drawn from. The parameters' stream is looked
+    at, not drawn from: each layer has moved it on, and each layer of a stack has its own, so that
+    it tells layers apart where the other stream is shared or stands still.
+
+    Returns:
+      The stream; None if rngs has none and only gradients would need it.
+
+    Raises:
+      ValueError: rngs has no such stream, and the forward product draws random bits.
+    """
+    if RNG_STREAM in rngs:
+        key = rngs[RNG_STREAM]()
+    elif "default" in rngs:
+        key = _next_key(rngs["default"])
+    elif not recipe.fwd.is_stochastic:
+        return None
+    else:
+        raise ValueError(
+            f"{layer}: recipe {recipe.name!r} draws random bits and needs the {RNG_STREAM!r} "
+            f"stream, got rngs with {', '.join(map(repr, rngs)) or 'no stream'}; pass "
+            f"nnx.Rngs(..., {RNG_STREAM}=seed)"
+        )
+    salt = jax.random.bits(_next_key(rngs["params"]), (), jnp.uint32)
+    return nnx.RngStream(jax.random.fold_in(key, salt), tag=RNG_STREAM)
+
+
+def _next_key(stream: nnx.RngStream) -> jax.Array:
+    """A key from where a stream stands, which leaves it standing there."""
+    key = jax.random.fold_in(stream.key[...], stream.count[...])
+    return jax.random.fold_in(key, _ROUNDING)
+
 
 class _Keyed:
     """Hands the layer's callable a fresh key at every use, if its recipe draws random bits."""
@@ -40,20 +79,15 @@ class _Keyed:
     recipe: Recipe
 
     def _keep_stream(self, rngs: nnx.Rngs) -> None:
-        if not self.recipe.is_stochastic:
-            self.rngs = nnx.data(None)
-            return
-        # A stream of its own, derived without drawing: what the model's other layers are
-        # initialized with must not depend on the recipe.
-        stream = rngs[RNG_STREAM]
-        key = jax.random.fold_in(stream.key[...], stream.count[...])
-        self.rngs = nnx.Rngs(**{RNG_STREAM: jax.random.fold_in(key, 0x6D78)})[RNG_STREAM]
+        own = None
+        if self.recipe.is_stochastic:
+            own = stream_of_layer(rngs, type(self).__name__, self.recipe)
+        self.rngs = nnx.data(own)
 
     def _with_key(self, operation: Any) -> Any:
         ours = isinstance(operation, RecipeDotGeneral | RecipeEinsum)
-        if not ours or not operation.recipe.is_stochastic:
+        if not ours or not operation.recipe.is_stochastic or self.rngs is None:
             return operation
-        assert self.rngs is not None
         return functools.partial(operation, key=self.rngs())
 
 

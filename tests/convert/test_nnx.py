@@ -406,6 +406,20 @@ class TestRandomness:
         again = convert.nnx(linear, Rule(".*", STOCHASTIC), rngs=nnx.Rngs(quantize=3))
         np.testing.assert_array_equal(run(again, x), first)
 
+    @pytest.mark.parametrize("streams", [{"default": 0}, {"params": 0, "quantize": 1}], ids=str)
+    def test_every_layer_has_a_stream_of_its_own(self, streams: dict[str, int]):
+        model = nnx.List([nnx.Linear(8, 4, rngs=nnx.Rngs(0)) for _ in range(3)])
+        converted = convert.nnx(model, Rule(".*", STOCHASTIC), rngs=nnx.Rngs(**streams))
+        keys = jax.tree.leaves(nnx.state(converted, nnx.RngKey))
+        assert len({jax.random.key_data(key).tobytes() for key in keys}) == 3
+
+    def test_a_missing_stream_is_named(self):
+        message = r"convert.nnx: '' gets recipe 'stochastic weight', .* but rngs has only 'params'"
+        with pytest.raises(ValueError, match=message):
+            convert.nnx(
+                nnx.Linear(8, 4, rngs=nnx.Rngs(0)), Rule(".*", STOCHASTIC), rngs=nnx.Rngs(params=0)
+            )
+
     def test_only_streams_are_added(self):
         model = Model(Layers(), nnx.Rngs(0))
         converted = convert.nnx(model, Rule("split", STOCHASTIC), rngs=nnx.Rngs(0))

@@ -1,6 +1,7 @@
 """nnx layers with a recipe: Flax's parameters, Flax's numbers in high precision."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -270,6 +271,75 @@ def test_a_stochastic_recipe_leaves_the_parameters_flaxs(streams: dict[str, int]
     expected = [nnx.Linear(8, 4, rngs=plain) for _ in range(2)]
     for left, right in zip(layers, expected, strict=True):
         assert_bitwise_equal(left.kernel[...], right.kernel[...])
+
+
+STREAMS = [{"default": 0}, {"params": 0, "quantize": 1}, {"default": 0, "params": 1}]
+
+
+@pytest.mark.parametrize("streams", STREAMS, ids=str)
+def test_every_layer_has_a_stream_of_its_own(streams: dict[str, int]):
+    """Rounding errors of two layers must not be those of one; a rebuilt model has the same."""
+
+    def keys() -> list[bytes]:
+        rngs = nnx.Rngs(**streams)
+        layers = [
+            ours.Linear(8, 4, recipe=stochastic(), rngs=rngs),
+            ours.Linear(8, 4, recipe=stochastic(), use_bias=False, rngs=rngs),
+            ours.LinearGeneral(8, 4, recipe=stochastic(), rngs=rngs),
+            ours.Einsum("bk,kn->bn", (8, 4), recipe=stochastic(), rngs=rngs),
+        ]
+        return [jax.random.key_data(layer.rngs.key[...]).tobytes() for layer in layers]
+
+    assert len(set(keys())) == 4
+    assert keys() == keys()
+
+
+def test_errors_of_two_layers_do_not_correlate():
+    """Equal kernels and inputs: only the drawn bits tell the layers' errors apart."""
+    rngs = nnx.Rngs(params=0, quantize=1)
+    ones = nnx.initializers.constant(0.3)
+    x = np.random.default_rng(0).standard_normal((16, 64), np.float32)
+
+    def error() -> np.ndarray:
+        layer = ours.Linear(64, 64, recipe=stochastic(), kernel_init=ones, rngs=rngs)
+        return np.asarray(layer(x) - x @ np.full((64, 64), 0.3, np.float32)).ravel()
+
+    assert abs(np.corrcoef(error(), error())[0, 1]) < 0.5
+
+
+@pytest.mark.parametrize("only", [..., "params"], ids=["all", "params"])
+def test_layers_of_a_stack_have_streams_of_their_own(only: Any):
+    """Made by nnx.vmap: also where only the parameters' stream is split."""
+
+    @nnx.split_rngs(splits=3, only=only)
+    @nnx.vmap(in_axes=(nnx.StateAxes({"params": 0, ...: 0 if only is ... else None}),), out_axes=0)
+    def make(rngs: nnx.Rngs):
+        first = ours.Linear(8, 4, recipe=stochastic(), rngs=rngs)
+        return first, ours.Linear(8, 4, recipe=stochastic(), rngs=rngs)
+
+    rngs = nnx.Rngs(params=0, quantize=1)
+    keys = [jax.random.key_data(layer.rngs.key[...]) for layer in (*make(rngs), *make(rngs))]
+    assert len(np.unique(np.concatenate(keys), axis=0)) == 12
+
+
+def test_a_layer_made_below_jit_has_the_stream_of_one_made_outside():
+    def make(rngs: nnx.Rngs):
+        return [ours.Linear(8, 4, recipe=stochastic(), rngs=rngs) for _ in range(2)]
+
+    layers = (*nnx.jit(make)(nnx.Rngs(0, quantize=1)), *make(nnx.Rngs(0, quantize=1)))
+    keys = [jax.random.key_data(layer.rngs.key[...]).tobytes() for layer in layers]
+    assert keys[:2] == keys[2:] and keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("case", [CASES["linear"], CASES["einsum"]], ids=["linear", "einsum"])
+def test_a_missing_stream_is_named(case: Case):
+    message = (
+        f"{case.layer}: recipe 'stochastic' draws random bits and needs the 'quantize' stream, "
+        "got rngs with 'params', 'dropout'; pass nnx.Rngs(..., quantize=seed)"
+    )
+    layer = getattr(ours, case.layer)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        layer(*case.arguments, recipe=stochastic(), rngs=nnx.Rngs(params=0, dropout=1))
 
 
 @cases
