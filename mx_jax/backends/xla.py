@@ -66,6 +66,8 @@ def _rejects_format(side: str, format: BlockFormat | None) -> str | None:
         return f"needs two float8 operands, got {side} in high precision"
     if format.element.bits != 8 or format.element.kind != "float":
         return f"needs float8 elements, got {side}={format.name}"
+    if not format.is_known:
+        return f"multiplies the library's own float8, got {side}={format.name} of other facts"
     if format.block[1] is not WHOLE:
         return f"needs one scale along the contracting axis, got {side}={format.name}"
     return None

@@ -11,12 +11,13 @@ from jax import lax
 
 from mx_jax.codecs import float32
 from mx_jax.codecs.rounding import NEAREST, Rounding
-from mx_jax.formats import ElementFormat
+from mx_jax.formats import E4M3, E5M2, ElementFormat
+from mx_jax.formats.element import known_element
 
 # Eight-bit types that GPUs convert in one instruction. Spelled out in integers, decoding these two
 # is so long that XLA makes two kernels of dequantizing, with an int32 of every element between. On
 # CPUs XLA's conversion is the slower one, by half.
-_CONVERTED = ("float8_e4m3fn", "float8_e5m2")
+_CONVERTED = (E4M3, E5M2)
 
 
 def encode(
@@ -102,7 +103,7 @@ def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
       int32 patterns, shape of codes.
     """
     spelled_out = functools.partial(_decode_in_integers, element=element)
-    if element.dtype_name not in _CONVERTED:
+    if known_element(element) not in _CONVERTED:
         return spelled_out(codes)
     converted = functools.partial(_decode_by_conversion, element=element)
     return lax.platform_dependent(codes, cpu=spelled_out, default=converted)

@@ -7,6 +7,7 @@ them, random bits. Everything is integer arithmetic: XLA on CPU flushes subnorma
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from jax import lax
 
 # A significand has 24 bits; past this many dropped bits nothing but the random part can matter.
 _MAX_SHIFT = 31
+# The fewest bits that a float32 significand drops in any format.
+MAX_RANDOM_BITS = 17
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,11 +36,24 @@ class Rounding:
     def __repr__(self) -> str:
         return f"Rounding({self.name})"
 
-    def __reduce__(self):
-        # By name and width: the function inside may be a closure, which does not pickle.
-        if self.random_bits:
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The library's own by name and width, so that a pickle does not hold what lies inside; any
+        # other is what its function is, whatever it is called.
+        if self in ROUNDINGS:
+            return rounding_mode, (self.name,)
+        if self.is_stochastic:
             return stochastic, (self.random_bits,)
-        return rounding_mode, (self.name,)
+        return _built, (self.name, self.random_bits, self.apply)
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether it is the library's own stochastic rounding, of any width."""
+        known = 1 <= self.random_bits <= MAX_RANDOM_BITS
+        return known and self == stochastic(self.random_bits)
+
+
+def _built(name: str, random_bits: int, apply: Any) -> Rounding:
+    return Rounding(name=name, random_bits=random_bits, apply=apply)
 
 
 def _nearest(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
@@ -83,7 +99,7 @@ def stochastic(num_bits: int) -> Rounding:
     Raises:
       ValueError: if n is out of range.
     """
-    if not 1 <= num_bits <= 17:
+    if not 1 <= num_bits <= MAX_RANDOM_BITS:
         raise ValueError(f"stochastic: needs 1 <= num_bits <= 17, got num_bits={num_bits}")
     return Rounding(name="stochastic", random_bits=num_bits, apply=_stochastic(num_bits))
 

@@ -8,8 +8,17 @@ import enum
 
 import numpy as np
 
-from mx_jax.formats.element import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, ElementFormat
-from mx_jax.formats.scale import E4M3_SCALE, E8M0, F32, F32_DIVISOR, ScaleFormat
+from mx_jax.formats.element import (
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    INT8,
+    ElementFormat,
+    known_element,
+)
+from mx_jax.formats.scale import E4M3_SCALE, E8M0, F32, F32_DIVISOR, ScaleFormat, known_scale
 
 
 class Whole(enum.Enum):
@@ -74,6 +83,11 @@ class BlockFormat:
         for size in self.block:
             share = 0.0 if isinstance(size, Whole) else share / size
         return self.element.bits + self.scale.bits * share
+
+    @property
+    def is_known(self) -> bool:
+        """Whether element and scale are the library's own by their facts: what kernels ask."""
+        return known_element(self.element) is not None and known_scale(self.scale) is not None
 
     def with_block(self, block_size: BlockSize) -> "BlockFormat":
         """The same format with another block size along the contracting axis."""

@@ -4,6 +4,7 @@ Source: OCP Microscaling Formats (MX) v1.0, section 5.3; ml_dtypes for the fnuz 
 """
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
@@ -211,3 +212,21 @@ ELEMENT_FORMATS: tuple[ElementFormat, ...] = (
     E4M3FNUZ,
     E5M2FNUZ,
 )
+
+
+@functools.cache
+def known_element(element: ElementFormat) -> ElementFormat | None:
+    """The row of `ELEMENT_FORMATS` with the same facts, under whatever name; None if there is none.
+
+    Example:
+      >>> import dataclasses
+      >>> from mx_jax.formats.element import E2M1, known_element
+      >>> known_element(dataclasses.replace(E2M1, name="mine"))
+      ElementFormat(e2m1)
+      >>> known_element(dataclasses.replace(E2M1, bias=2)) is None
+      True
+    """
+    for known in ELEMENT_FORMATS:
+        if dataclasses.replace(element, name=known.name) == known:
+            return known
+    return None

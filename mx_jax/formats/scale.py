@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from mx_jax.formats.element import E4M3 as _E4M3
-from mx_jax.formats.element import ElementFormat
+from mx_jax.formats.element import ElementFormat, known_element
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,3 +108,14 @@ F32 = ScaleFormat(name="f32", kind="multiplier", bits=32, dtype_name="float32")
 F32_DIVISOR = dataclasses.replace(F32, name="f32_divisor", kind="divisor")
 
 SCALE_FORMATS: tuple[ScaleFormat, ...] = (E8M0, E4M3_SCALE, F32, F32_DIVISOR)
+
+
+def known_scale(scale: ScaleFormat) -> ScaleFormat | None:
+    """The row of `SCALE_FORMATS` with the same facts, under whatever name, or None."""
+    element = None if scale.element is None else known_element(scale.element)
+    if element is None and scale.element is not None:
+        return None
+    for known in SCALE_FORMATS:
+        if dataclasses.replace(scale, name=known.name, element=element) == known:
+            return known
+    return None

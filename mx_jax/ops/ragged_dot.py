@@ -27,15 +27,12 @@ from mx_jax.ops.quantize import draw_bits, quantize_operand
 from mx_jax.packed import unpacked
 from mx_jax.reference import hadamard, ragged
 from mx_jax.reference.ragged import RaggedRows, ragged_rows
-from mx_jax.reference.scale_rules import FOUR_OVER_SIX, GAUSSIAN
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
 
 # The axis of experts is no batch axis here: a format that is WHOLE takes one matrix at a time.
 _GROUPS = Groups(batch=0, m=1, n=1, k=1, rhs_k_first=True)
 _LAST = Place(batch=0, kept=1, k=1, k_first=False)
 _SECOND_LAST = Place(batch=0, kept=1, k=1, k_first=True)
-# Rules that look at more of a block than its amax cannot be split into peaks and scales.
-_RULES_OF_VALUES = (FOUR_OVER_SIX, GAUSSIAN)
 
 Key = jax.Array | None
 
@@ -151,12 +148,14 @@ def _check_rows(recipe: MatmulRecipe) -> None:
     for name, spec, axis in over_rows:
         if spec is None or not isinstance(spec.format.block[axis], Whole):
             continue
-        if spec.scale_rule in _RULES_OF_VALUES:
+        # Such a rule cannot be split into peaks and scales.
+        if spec.scale_rule.reads_values:
             raise ValueError(
                 f"ragged_dot: {name} of recipe {recipe.name!r} has one block for all rows of a "
                 f"group, got block={spec.format.block} of format={spec.format.name}, which "
                 f"scale_rule={spec.scale_rule.name!r} cannot fill, since it looks at more than "
-                "the largest value; use another rule, or blocks of a fixed size"
+                "the largest value; use another rule, or blocks of a fixed size (a function of "
+                "one's own that looks at amax alone: FromAmax(function))"
             )
     if recipe.mask_clipped and fwd.lhs is not None and fwd.lhs.format.block[0] != 1:
         raise ValueError(

@@ -30,6 +30,7 @@ from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.select import current_target
 from mx_jax.backends.table import BACKENDS
 from mx_jax.codecs.blocks import block_extent
+from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.cases import (
@@ -73,7 +74,7 @@ def _what_the_handlers_compute(call: Call, target: Target) -> bool:
         return small and all(f is None or not f.scale.is_float32 for f in given)
     if isinstance(call, QuantizeBothCall):
         return True
-    if isinstance(call, QuantizeCall) and call.scale_rule.name in ("gaussian", "four_over_six"):
+    if isinstance(call, QuantizeCall) and call.scale_rule.reads_values:
         return False
     return len(call.blocks) == 1 or [axis for axis, _ in call.blocks] == [-2, -1]
 
@@ -84,7 +85,7 @@ def _casts_and_few_bit_weights_from_ampere_on(call: Call, target: Target) -> boo
     if capability is None or capability < (8, 0) or jax.__version_info__ < first:
         return False
     if isinstance(call, QuantizeCall):
-        plain = call.rounding.name == "nearest" and call.scale_rule.threshold is not None
+        plain = call.rounding == NEAREST and call.scale_rule.threshold is not None
         return plain and call.format in MX_FORMATS
     if not isinstance(call, MatmulCall) or call.num_contracting > 1:
         return False

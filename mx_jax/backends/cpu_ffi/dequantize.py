@@ -8,7 +8,7 @@ import numpy as np
 
 from mx_jax.backends.base import DequantizeCall
 from mx_jax.backends.cpu_ffi import cast
-from mx_jax.backends.cpu_ffi.quantize import facts, rejects_blocks
+from mx_jax.backends.cpu_ffi.quantize import facts, rejects_blocks, rejects_parts
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
@@ -20,7 +20,7 @@ def rejects(call: DequantizeCall) -> str | None:
     """Why the handler does not take a call, or None."""
     if call.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"gives float32, bfloat16 or float16, got dtype={call.dtype}"
-    return rejects_blocks(call.blocks)
+    return rejects_parts(call.format) or rejects_blocks(call.blocks)
 
 
 def dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:

@@ -12,7 +12,9 @@ from jax import lax
 from mx_jax.backends.base import MatmulCall, Operand
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.cpu_ffi.product import TARGET, Side, Static, product
-from mx_jax.formats import WHOLE, BlockFormat
+from mx_jax.formats import E4M3_SCALE, E8M0, WHOLE, BlockFormat
+from mx_jax.formats.element import known_element
+from mx_jax.formats.scale import known_scale
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul as reference
 
@@ -55,7 +57,7 @@ def rejects(call: MatmulCall) -> str | None:
 def _rejects_size(call: MatmulCall, isa: str) -> str | None:
     """Why XLA's own dot is the faster one, or None."""
     sides = ((call.lhs_format, call.lhs_dtype), (call.rhs_format, call.rhs_dtype))
-    elements = [str(dtype) if format is None else format.element.name for format, dtype in sides]
+    elements = [str(dtype) if format is None else names(format)[0] for format, dtype in sides]
     if any(all(e in fast for e in elements) for fast in _FAST.get(isa, ())):
         return None
     limit = _FLOAT32_ROWS.get(isa, _FLOAT32_ROWS_OF_OTHERS)
@@ -83,15 +85,25 @@ def block_size(format: BlockFormat) -> int:
 
 def rejects_format(format: BlockFormat) -> str | None:
     """Why operands of a format are not taken, or None."""
-    if format.element.name not in ELEMENTS:
+    element = known_element(format.element)
+    if element is None or element.name not in ELEMENTS:
         return f"multiplies elements in {', '.join(ELEMENTS)}, got {format.element.name}"
-    if format.scale.name not in ("e8m0", "e4m3"):
+    if known_scale(format.scale) not in (E8M0, E4M3_SCALE):
         return f"needs scales in e8m0 or e4m3, got {format.name} with {format.scale.name}"
     if format.block[1] not in _BLOCKS:
         return f"needs blocks of {' or '.join(map(str, _BLOCKS))} along k, got {format}"
     if format.block[0] is WHOLE:
         return f"needs blocks that end along the kept axes, got {format}"
     return None
+
+
+def names(format: BlockFormat | None) -> tuple[str, str]:
+    """What the handler calls the element and the scale of a format that it takes."""
+    if format is None:
+        return "none", "none"
+    element, scale = known_element(format.element), known_scale(format.scale)
+    assert element is not None and scale is not None, format
+    return element.name, scale.name
 
 
 def scaled_matmul(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
@@ -144,10 +156,5 @@ def arrays(operand: Operand, contracting: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _side(array: jax.Array, operand: Operand, k_first: bool) -> Side:
-    quantized = isinstance(operand, MXArray)
-    return Side(
-        shape=array.shape,
-        k_first=k_first,
-        element=operand.format.element.name if quantized else "none",
-        scale=operand.format.scale.name if quantized else "none",
-    )
+    element, scale = names(operand.format if isinstance(operand, MXArray) else None)
+    return Side(shape=array.shape, k_first=k_first, element=element, scale=scale)

@@ -64,12 +64,14 @@ def _by_handler(call: MatmulCall, lhs: Operand, rhs: PackedWeights) -> jax.Array
         alpha = alpha * rhs.tensor_scale
     if quantized and lhs.tensor_scale is not None:
         alpha = alpha * lhs.tensor_scale.reshape((1,) * call.num_batch)
+    lhs_element, lhs_scale = matmul.names(lhs.format if isinstance(lhs, MXArray) else None)
+    rhs_element, rhs_scale = matmul.names(rhs.format)
     static = Static(
-        lhs_element=lhs.format.element.name if quantized else "none",
-        lhs_scale=lhs.format.scale.name if quantized else "none",
+        lhs_element=lhs_element,
+        lhs_scale=lhs_scale,
         lhs_k_first=call.lhs_k_first,
-        rhs_element=rhs.format.element.name,
-        rhs_scale=rhs.format.scale.name,
+        rhs_element=rhs_element,
+        rhs_scale=rhs_scale,
         block=matmul.block_size(rhs.format),
         columns=math.prod(rhs.kept),
         out_dtype=np.dtype(call.out_dtype),

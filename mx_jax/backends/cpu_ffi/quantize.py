@@ -8,27 +8,69 @@ from mx_jax.backends.base import QuantizeCall
 from mx_jax.backends.cpu_ffi import cast
 from mx_jax.backends.cpu_ffi.tensor_scale import tensor_scale_of
 from mx_jax.codecs.blocks import Blocks
-from mx_jax.formats import WHOLE, ElementFormat
+from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
+from mx_jax.formats import WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.reference import quantize as reference
+from mx_jax.reference.scale_rules import (
+    AMAX,
+    AMAX_MULTIPLIER,
+    AMAX_SUBNORMAL,
+    FLOAT8,
+    FLOAT8_POWER_OF_TWO,
+)
 
 TARGET = "mx_jax_cpu_quantize"
 
-# Rules of float32 and element scales that the handler computes, by name; rules with a threshold are
-# told by it.
-_NAMED_RULES = ("amax", "amax_subnormal", "float8", "float8_power_of_two", "amax_multiplier")
-_ROUNDINGS = ("nearest", "away", "toward_zero", "stochastic")
+# Rules of float32 and element scales that the handler computes, by what they compute: its name for
+# them, and the kind of scale that it fills. Rules of powers of two are told by their threshold.
+_RULES = {
+    AMAX.scales: ("amax", "element"),
+    AMAX_SUBNORMAL.scales: ("amax_subnormal", "element"),
+    FLOAT8.scales: ("float8", "divisor"),
+    FLOAT8_POWER_OF_TWO.scales: ("float8_power_of_two", "divisor"),
+    AMAX_MULTIPLIER.scales: ("amax_multiplier", "multiplier"),
+}
+_POWER_OF_TWO = ("exponent", "exponent")
+_ROUNDINGS = {NEAREST.apply: "nearest", AWAY.apply: "away", TOWARD_ZERO.apply: "toward_zero"}
 
 
 def rejects(call: QuantizeCall) -> str | None:
     """Why the handler does not take a call, or None."""
     if call.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"needs float32, bfloat16 or float16, got dtype={call.dtype}"
-    if call.scale_rule.threshold is None and call.scale_rule.name not in _NAMED_RULES:
-        return f"computes no scales by the rule {call.scale_rule.name!r}"
-    if call.rounding.name not in _ROUNDINGS:
+    if _rule(call) is None:
+        return f"computes no scales by the rule {call.scale_rule.name!r} for {call.format.name}"
+    if _rounding(call.rounding) is None:
         return f"knows no rounding={call.rounding.name!r}"
+    reason = rejects_parts(call.format)
+    if reason is not None:
+        return reason
     return rejects_blocks(call.blocks)
+
+
+def rejects_parts(format: BlockFormat) -> str | None:
+    """Why the handlers do not know a format's elements or scales, or None."""
+    if format.is_known:
+        return None
+    element, scale = format.element.name, format.scale.name
+    return f"knows the library's own formats, got other facts of element={element}, scale={scale}"
+
+
+def _rule(call: QuantizeCall) -> tuple[str, int] | None:
+    """What the handler calls the rule, and its threshold or 0; None if it does not know it."""
+    rule, threshold = call.scale_rule, call.scale_rule.kernel_threshold(call.format.element)
+    found = _RULES.get(rule.scales) if threshold is None else _POWER_OF_TWO
+    if found is None or found[1] != call.format.scale.kind:
+        return None
+    return found[0], threshold or 0
+
+
+def _rounding(rounding: Rounding) -> str | None:
+    """What the handler calls a rounding; None if it does not know it."""
+    if rounding.is_stochastic:
+        return "stochastic"
+    return None if rounding.random_bits else _ROUNDINGS.get(rounding.apply)
 
 
 def rejects_blocks(blocks: Blocks) -> str | None:
@@ -108,17 +150,17 @@ def as_mxarray(
 
 def attributes(call: QuantizeCall) -> dict[str, object]:
     """What the handler is told about a call, besides shapes and dtypes."""
-    rule = call.scale_rule
+    rule, rounding = _rule(call), _rounding(call.rounding)
+    assert rule is not None and rounding is not None, call
     scale_element = call.format.scale.element
-    threshold = None if rule.threshold is None else rule.threshold(call.format.element)
     return {
         "blocks": cast.flat_blocks(call.blocks),
         "element": facts(call.format.element),
-        "rounding": call.rounding.name,
+        "rounding": rounding,
         "random_bits": np.int32(call.rounding.random_bits),
-        "rule": rule.name if threshold is None else "exponent",
+        "rule": rule[0],
         "scale_element": np.zeros(0, np.int32) if scale_element is None else facts(scale_element),
-        "threshold": np.int32(threshold or 0),
+        "threshold": np.int32(rule[1]),
     }
 
 

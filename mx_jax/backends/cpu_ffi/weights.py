@@ -117,19 +117,22 @@ def pack(x: MXArray, call: PackCall) -> PackedWeights:
         sizes = (math.prod(array.shape[axis] for axis in g) for g in (call.kept, call.contracting))
         return array.reshape(*batch, *tuple(sizes)[:: -1 if call.k_first else 1])
 
+    element, scale = matmul.names(format)
     result = jax.ShapeDtypeStruct((*batch, *_panels_shape(format, rows, columns)), jnp.uint8)
     panels = jax.ffi.ffi_call(TARGET, result, vmap_method="broadcast_all")(
         matrices(x.codes),
         matrices(x.scales),
-        element=format.element.name,
-        scale=format.scale.name,
+        element=element,
+        scale=scale,
         block=np.int32(block),
         k_first=call.k_first,
     )
-    scale = x.tensor_scale
+    tensor_scale = x.tensor_scale
+    if tensor_scale is not None:
+        tensor_scale = tensor_scale.reshape((1,) * call.num_batch)
     return PackedWeights(
         panels=panels,
-        tensor_scale=None if scale is None else scale.reshape((1,) * call.num_batch),
+        tensor_scale=tensor_scale,
         kept=kept,
         k=k,
         k_first=call.k_first,

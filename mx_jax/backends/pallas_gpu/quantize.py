@@ -17,8 +17,10 @@ from mx_jax.backends.pallas_gpu.quantize_views import View, ViewOfTiles, padded
 from mx_jax.backends.pallas_gpu.rejections import BLOCK_SCALED, rejects_machine
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
+from mx_jax.codecs.rounding import NEAREST
 from mx_jax.mxarray import MXArray
 from mx_jax.reference import quantize as reference
+from mx_jax.reference.scale_rules import AMAX, AMAX_SUBNORMAL
 
 _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 # A warp holds whole blocks, in both directions.
@@ -28,8 +30,8 @@ _MAX_ELEMENTS = 2**31 - 1
 # Those whose GPUs all convert to float8 and compare 16-bit integers two at a time. Others have so
 # much less bandwidth that memory is the bound without.
 _CONVERTING = ("sm90", "sm100")
-# Rules of scales in an element format, by name: whether subnormal scales are used.
-_ELEMENT_RULES = {"amax": False, "amax_subnormal": True}
+# Rules of scales in an element format, by what they compute: whether subnormal scales are used.
+_ELEMENT_RULES = {AMAX.scales: False, AMAX_SUBNORMAL.scales: True}
 
 
 def rejects(
@@ -49,17 +51,22 @@ def rejects(
 def _rejects(call: QuantizeCall) -> str | None:
     if call.dtype not in _DTYPES:
         return f"needs float32, bfloat16 or float16, got dtype={call.dtype}"
-    if call.rounding.name != "nearest":
+    if call.rounding != NEAREST:
         return f"rounds to nearest even, got rounding={call.rounding.name!r}"
     sizes = [size for _, size in call.blocks]
     if len(sizes) != 1 or sizes[0] not in BLOCKS:
         return f"takes blocks of 16 or 32 along one axis, got blocks={call.blocks}"
-    rule, element = call.scale_rule, call.format.element
-    if rule.threshold is None and rule.name not in _ELEMENT_RULES:
-        return f"computes no scales by the rule {rule.name!r}"
+    rule, element, kind = call.scale_rule, call.format.element, call.format.scale.kind
+    if not call.format.is_known:
+        return f"knows the library's own formats, got other facts of {call.format.name}"
+    threshold = rule.kernel_threshold(element)
+    if kind != ("element" if threshold is None else "exponent") or (
+        threshold is None and rule.scales not in _ELEMENT_RULES
+    ):
+        return f"computes no scales by the rule {rule.name!r} for {call.format.name}"
     if element.kind == "float" and not element.has_negative_zero:
         return f"needs elements with a negative zero, got element={element.name}"
-    if rule.threshold is None and element.nan_code is not None:
+    if threshold is None and element.nan_code is not None:
         return f"needs elements without NaN under float scales, got element={element.name}"
     if math.prod(call.shape) > _MAX_ELEMENTS:
         return f"needs at most {_MAX_ELEMENTS} elements, got shape={call.shape}"
@@ -235,11 +242,11 @@ def _encoder(call: QuantizeCall, architecture: str, interpreted: bool) -> Any:
     rule, of = call.scale_rule, call.format.scale.element
     smallest = 0.0
     if of is not None:
-        subnormal = _ELEMENT_RULES[rule.name]
+        subnormal = _ELEMENT_RULES[rule.scales]
         smallest = of.smallest_subnormal if subnormal else of.smallest_normal
     return Encoder(
         format=call.format,
-        threshold=None if rule.threshold is None else rule.threshold(call.format.element),
+        threshold=rule.kernel_threshold(call.format.element),
         smallest_scale=smallest,
         converts=architecture in _CONVERTING,
         packed=architecture in _CONVERTING,

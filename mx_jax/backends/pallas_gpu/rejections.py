@@ -108,7 +108,11 @@ def rejects_weights(format: BlockFormat | None) -> str | None:
 def _fits_bfloat16(format: BlockFormat) -> bool:
     """Whether each element times its block's scale is a bfloat16, exponent aside."""
     element, scale = format.element, format.scale
-    if scale.is_float32 or (element.kind == "float" and not element.has_negative_zero):
+    if (
+        not format.is_known
+        or scale.is_float32
+        or (element.kind == "float" and not element.has_negative_zero)
+    ):
         return False
     in_scale = 0 if scale.element is None else scale.element.mantissa_bits + 1
     return element.mantissa_bits + 1 + in_scale <= _SIGNIFICANT

@@ -11,16 +11,27 @@ from jax import lax
 
 from mx_jax.backends.pallas_gpu.tuning import TCGEN05, Tiles, choose
 from mx_jax.codecs import packing
-from mx_jax.formats import BlockFormat
+from mx_jax.formats import (
+    E2M1,
+    E4M3,
+    E4M3_SCALE,
+    E5M2,
+    E8M0,
+    BlockFormat,
+    ElementFormat,
+    ScaleFormat,
+)
+from mx_jax.formats.element import known_element
+from mx_jax.formats.scale import known_scale
 from mx_jax.mxarray import MXArray
 
 # Scales lie in tiles of 128 rows and 4 columns, as the tensor cores read them.
 SCALE_ROWS = 128
 SCALE_COLUMNS = 4
 # Elements that may meet, with the scales and blocks that they may have.
-KINDS: tuple[tuple[tuple[str, ...], tuple[tuple[str, int], ...]], ...] = (
-    (("e4m3", "e5m2"), (("e8m0", 32),)),
-    (("e2m1",), (("e8m0", 32), ("e8m0", 16), ("e4m3", 16))),
+KINDS: tuple[tuple[tuple[ElementFormat, ...], tuple[tuple[ScaleFormat, int], ...]], ...] = (
+    ((E4M3, E5M2), ((E8M0, 32),)),
+    ((E2M1,), ((E8M0, 32), (E8M0, 16), (E4M3_SCALE, 16))),
 )
 # What rows and k are padded to: a tile of scales, and 128 bytes of codes. A left operand of fewer
 # rows than a tile brings codes for a multiple of 8 alone.
@@ -39,8 +50,9 @@ def meet(lhs: BlockFormat | None, rhs: BlockFormat | None) -> bool:
 def _kind(format: BlockFormat) -> int | None:
     """Which of `KINDS` a format belongs to."""
     kept, block = format.block
+    element, scale = known_element(format.element), known_scale(format.scale)
     for index, (elements, scales) in enumerate(KINDS):
-        if kept == 1 and format.element.name in elements and (format.scale.name, block) in scales:
+        if kept == 1 and element in elements and (scale, block) in scales:
             return index
     return None
 

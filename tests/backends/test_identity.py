@@ -1,0 +1,345 @@
+"""Rules, elements, scales and roundings are known by their value: a known name gives none of it.
+
+What only looks like the library's own goes to the reference, so the default way and the reference
+agree in every bit.
+"""
+
+import copy
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import formats, recipes
+from mx_jax.backends.base import DequantizeCall, MatmulCall, PackCall, QuantizeCall, Target
+from mx_jax.backends.cpu_ffi import library
+from mx_jax.backends.select import select
+from mx_jax.backends.table import BACKENDS
+from mx_jax.codecs.rounding import NEAREST, ROUNDINGS, TOWARD_ZERO, Rounding, stochastic
+from mx_jax.formats import (
+    E2M1,
+    E4M3,
+    MXFP4,
+    MXFP8_E4M3,
+    MXINT8,
+    NVFP4,
+    WHOLE,
+)
+from mx_jax.formats.element import known_element
+from mx_jax.recipes import MatmulSpec, Recipe, Residuals, operand
+from mx_jax.reference.scale_rules import (
+    AMAX,
+    FLOOR,
+    GAUSSIAN,
+    SCALE_RULES,
+    FromAmax,
+    PowerOfTwo,
+    ScaleRule,
+    power_of_two,
+)
+from mx_jax.testing.compare import assert_bitwise_equal
+
+BUILT = not isinstance(library.load(), str)
+X = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+BIASED = dataclasses.replace(E2M1, bias=2)
+
+
+def ones(data) -> jax.Array:
+    """A scale of 2^-5 for every block."""
+    return jnp.full_like(data.amax, 122).astype(jnp.uint8)
+
+
+def smallest(data) -> jax.Array:
+    """E4M3's code of 1 for every block."""
+    return jnp.full_like(data.amax, 56).astype(jnp.uint8)
+
+
+def one_third_up(element) -> int:
+    return (1 << 23) // 3
+
+
+def always_up(element) -> int:
+    return 0
+
+
+RULES = {
+    "amax": ("nvfp4", ScaleRule(name="amax", kinds=("element",), scales=smallest)),
+    "floor": ("mxfp4", ScaleRule(name="floor", kinds=("exponent",), scales=ones)),
+    "floor_of_a_threshold": (
+        "mxfp4",
+        ScaleRule(name="floor", kinds=("exponent",), scales=ones, threshold=FLOOR.threshold),
+    ),
+    "own_threshold": ("mxfp8_e4m3", power_of_two("floor", one_third_up)),
+    "threshold_out_of_range": ("mxfp8_e4m3", power_of_two("floor", always_up)),
+    "largest_scale": ("nvfp4", dataclasses.replace(AMAX, largest_scale=256.0)),
+}
+
+
+@pytest.mark.parametrize(("format", "rule"), RULES.values(), ids=RULES)
+def test_a_rule_of_ones_own_under_a_known_name(format: str, rule: ScaleRule):
+    known = mx_jax.quantize(X, format, scale_rule=rule.name)
+    ours = mx_jax.quantize(X, format, scale_rule=rule)
+    with mx_jax.only_backend("reference"):
+        expected = mx_jax.quantize(X, format, scale_rule=rule)
+    assert_bitwise_equal(ours.codes, expected.codes)
+    assert_bitwise_equal(ours.scales, expected.scales)
+    assert not np.array_equal(ours.dequantize(), known.dequantize())
+
+
+def test_a_threshold_says_all_of_a_power_of_two_rule():
+    rule = power_of_two("mine", one_third_up)
+    assert rule.scales == PowerOfTwo(one_third_up) and rule.is_power_of_two
+    assert rule == power_of_two("mine", one_third_up)
+    assert dataclasses.replace(FLOOR, name="mine").is_power_of_two
+    assert not dataclasses.replace(FLOOR, scales=ones).is_power_of_two
+    message = "ScaleRule 'floor': scales and threshold contradict each other"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(FLOOR, threshold=one_third_up)
+
+
+@pytest.mark.skipif(not BUILT, reason="needs the CPU library")
+def test_a_threshold_of_ones_own_reaches_the_kernels():
+    call = QuantizeCall(
+        shape=(4, 64),
+        dtype=np.dtype("float32"),
+        format=MXFP4,
+        blocks=((-1, 32),),
+        scale_rule=power_of_two("mine", one_third_up),
+        rounding=NEAREST,
+    )
+    cpu = Target(platform="cpu")
+    assert select(call, cpu).backend.name == "cpu_ffi"
+    for rule in (power_of_two("floor", always_up), dataclasses.replace(FLOOR, scales=ones)):
+        other = dataclasses.replace(call, scale_rule=rule)
+        assert select(other, cpu).backend.name == "reference"
+    renamed = dataclasses.replace(AMAX, name="mine")
+    assert select(
+        dataclasses.replace(call, format=NVFP4, blocks=((-1, 16),), scale_rule=renamed), cpu
+    ).backend.name == ("cpu_ffi")
+
+
+def test_a_rule_of_another_kind_of_scale_is_the_reference_s():
+    """E8M0's bytes in E4M3's place mean what the reference says."""
+    rule = dataclasses.replace(FLOOR, kinds=("exponent", "element"))
+    ours = mx_jax.quantize(X, "nvfp4", scale_rule=rule)
+    with mx_jax.only_backend("reference"):
+        expected = mx_jax.quantize(X, "nvfp4", scale_rule=rule)
+    assert_bitwise_equal(ours.codes, expected.codes)
+    assert_bitwise_equal(ours.scales, expected.scales)
+
+
+@pytest.mark.parametrize("element", [BIASED, dataclasses.replace(E2M1, bias=5)], ids=["2", "5"])
+def test_an_element_of_ones_own_under_a_known_name(element):
+    """Products, casts and values of E2M1 with another bias: the reference's, everywhere."""
+    format = dataclasses.replace(MXFP4, element=element)
+    recipe = recipes.weight_only(format)
+    x, w = X, X.T
+
+    def run():
+        q = mx_jax.quantize(w, format, axis=0)
+        packed = mx_jax.pack_weights(q)
+        product = mx_jax.matmul(x, q, recipe=recipe)
+        return q.codes, q.scales, product, mx_jax.matmul(x, packed, recipe=recipe), q.dequantize()
+
+    found = run()
+    with mx_jax.only_backend("reference"):
+        expected = run()
+    for ours, theirs in zip(found[:2], expected[:2], strict=True):
+        assert_bitwise_equal(ours, theirs)
+    exact = X.astype(np.float64) @ np.asarray(found[4], np.float64)
+    for product in found[2:4]:
+        np.testing.assert_allclose(product, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_scale_of_ones_own_under_a_known_name():
+    scale = dataclasses.replace(formats.E4M3_SCALE, element=dataclasses.replace(E4M3, bias=8))
+    format = dataclasses.replace(NVFP4, scale=scale)
+    q = mx_jax.quantize(X.T, format, axis=0)
+    product = mx_jax.matmul(X, q, recipe=recipes.weight_only(format))
+    exact = X.astype(np.float64) @ np.asarray(q.dequantize(), np.float64)
+    np.testing.assert_allclose(product, exact, rtol=1e-5, atol=1e-5)
+
+
+def targets() -> list[Target]:
+    capabilities = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+    gpus = [Target(platform="cuda", compute_capability=each) for each in capabilities]
+    return [Target(platform="cpu"), Target(platform="rocm"), *gpus]
+
+
+def calls_with(format: formats.BlockFormat) -> list:
+    """Every kind of call that a format may be in."""
+    block = format.block[1]
+    shape, blocks = (64, 64), ((-1, block),)
+    product = MatmulCall(
+        lhs_shape=shape,
+        rhs_shape=shape,
+        num_batch=0,
+        num_contracting=1,
+        lhs_format=format,
+        rhs_format=format,
+        out_dtype=np.dtype("float32"),
+    )
+    bfloat16 = np.dtype(jnp.bfloat16)
+    return [
+        product,
+        dataclasses.replace(product, lhs_format=None, lhs_dtype=bfloat16),
+        dataclasses.replace(product, rhs_format=None, rhs_dtype=bfloat16),
+        QuantizeCall(
+            shape=shape,
+            dtype=bfloat16,
+            format=format,
+            blocks=blocks,
+            scale_rule=operand(format).scale_rule,
+            rounding=NEAREST,
+        ),
+        DequantizeCall(shape=shape, dtype=bfloat16, format=format, blocks=blocks),
+        PackCall(shape=shape, format=format, blocks=blocks, num_batch=0, contracting=(1,)),
+    ]
+
+
+STRANGERS = {
+    "element": dataclasses.replace(MXFP4, element=BIASED),
+    "element_of_8_bits": dataclasses.replace(
+        MXFP8_E4M3, element=dataclasses.replace(E4M3, num_reserved_codes=2)
+    ),
+    "integers": dataclasses.replace(
+        MXINT8, element=dataclasses.replace(formats.INT8, mantissa_bits=5)
+    ),
+    "whole": dataclasses.replace(
+        formats.FLOAT8_ROWWISE_E4M3, element=dataclasses.replace(E4M3, bias=8)
+    ),
+    "scale": dataclasses.replace(
+        NVFP4,
+        scale=dataclasses.replace(formats.E4M3_SCALE, element=dataclasses.replace(E4M3, bias=8)),
+    ),
+}
+
+
+@pytest.mark.parametrize("format", STRANGERS.values(), ids=STRANGERS)
+def test_only_the_reference_takes_what_nobody_else_knows(format: formats.BlockFormat):
+    for target in targets():
+        for call in calls_with(format):
+            takers = [each.name for each in BACKENDS if each.rejects(call, target) is None]
+            assert takers == ["reference"], (call, target)
+
+
+@pytest.mark.skipif(not BUILT, reason="needs the CPU library")
+@pytest.mark.parametrize("format", [MXFP4, MXFP8_E4M3, NVFP4], ids=lambda format: format.name)
+def test_another_name_is_no_other_value(format: formats.BlockFormat):
+    """A renamed copy has the same kernels, on CPUs and GPUs, and the same products."""
+    scale, element = format.scale, dataclasses.replace(format.element, name="mine")
+    renamed = dataclasses.replace(
+        format, name="mine", element=element, scale=dataclasses.replace(scale, name="s")
+    )
+    for target in (Target(platform="cpu"), Target(platform="cuda", compute_capability=(10, 0))):
+        for ours, theirs in zip(calls_with(renamed), calls_with(format), strict=True):
+            for backend in BACKENDS:
+                if backend.name == "cudnn":  # takes formats, whole, that XLA names
+                    continue
+                taken = [backend.rejects(call, target) is None for call in (ours, theirs)]
+                assert taken[0] == taken[1], (backend.name, ours)
+    product, same = (
+        mx_jax.matmul(X, mx_jax.quantize(X.T, each, axis=0), recipe=recipes.weight_only(each))
+        for each in (renamed, dataclasses.replace(renamed, name=format.name))
+    )
+    assert_bitwise_equal(product, same)
+
+
+def test_known_elements():
+    for element in formats.ELEMENT_FORMATS:
+        assert known_element(element) is element
+        assert known_element(dataclasses.replace(element, name="mine")) is element
+    assert known_element(BIASED) is None
+
+
+def towards_zero(sig, shift, bits):
+    return TOWARD_ZERO.apply(sig, shift, bits)
+
+
+ROUNDING_STRANGERS = (
+    Rounding(name="nearest", random_bits=0, apply=towards_zero),
+    Rounding(name="stochastic", random_bits=4, apply=towards_zero),
+)
+
+
+@pytest.mark.parametrize("rounding", ROUNDING_STRANGERS, ids=lambda rounding: rounding.name)
+def test_a_rounding_of_ones_own_under_a_known_name(rounding: Rounding):
+    key = jax.random.key(0) if rounding.random_bits else None
+    ours = mx_jax.quantize(X, "mxfp4", rounding=rounding, key=key)
+    expected = mx_jax.quantize(X, "mxfp4", rounding="toward_zero")
+    assert_bitwise_equal(ours.codes, expected.codes)
+
+
+# Pickling and copying -----------------------------------------------------------------------------
+
+
+def test_a_copy_is_equal():
+    """A value of one's own under a known name does not become the library's."""
+    rules = [*SCALE_RULES, *(rule for _, rule in RULES.values())]
+    renamed = dataclasses.replace(GAUSSIAN, name="mine")
+    for value in (*rules, renamed, *ROUNDINGS, stochastic(5), *ROUNDING_STRANGERS):
+        _check_copies(value)
+
+
+def _check_copies(value):
+    for other in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value), copy.copy(value)):
+        assert other == value and hash(other) == hash(value)
+        assert type(other) is type(value) and other.name == value.name
+
+
+def test_the_library_s_own_are_pickled_by_name():
+    """So that what lies on a disk outlives a change of the functions inside."""
+    for value in (*SCALE_RULES, *ROUNDINGS):
+        assert b"apply" not in pickle.dumps(value) and b"threshold" not in pickle.dumps(value)
+
+
+# Rules that look at more than the largest value ---------------------------------------------------
+
+
+def test_reads_values():
+    names = {rule.name for rule in SCALE_RULES if rule.reads_values}
+    assert names == {"gaussian", "four_over_six"}
+    # Nobody knows what a function of one's own looks at, unless it cannot.
+    assert ScaleRule(name="amax", kinds=("element",), scales=smallest).reads_values
+    assert not ScaleRule(name="mine", kinds=("element",), scales=FromAmax(smallest)).reads_values
+    assert dataclasses.replace(AMAX, scales=smallest).reads_values
+
+
+def test_a_function_of_amax_sees_no_values():
+    seen = []
+
+    def watch(data):
+        seen.append(data.values)
+        return ones(data)
+
+    mx_jax.quantize(
+        X, "mxfp4", scale_rule=ScaleRule(name="w", kinds=("exponent",), scales=FromAmax(watch))
+    )
+    assert seen == [None]
+
+
+@pytest.mark.parametrize("rule", [dataclasses.replace(GAUSSIAN, name="mine"), RULES["floor"][1]])
+def test_ragged_dot_asks_what_a_rule_reads(rule: ScaleRule):
+    spec = operand(dataclasses.replace(MXFP4, block=(1, WHOLE)), scale_rule=rule)
+    both = MatmulSpec(lhs=spec, rhs=spec)
+    recipe = Recipe(name="mine", fwd=both, dlhs=both, drhs=both, residuals=Residuals.PRIMAL)
+    with pytest.raises(ValueError, match=rf"scale_rule={rule.name!r} cannot fill.*FromAmax"):
+        mx_jax.ragged_dot(X, np.ones((1, 64, 8), np.float32), [4], recipe=recipe)
+
+
+def test_ragged_dot_takes_a_rule_of_amax_of_ones_own():
+    """A power-of-two rule of one's own over all rows of a group gives matmul's weight gradient."""
+    spec = operand(
+        dataclasses.replace(MXFP8_E4M3, block=(1, WHOLE)),
+        scale_rule=power_of_two("mine", one_third_up),
+    )
+    both = MatmulSpec(lhs=spec, rhs=spec)
+    recipe = Recipe(name="mine", fwd=both, dlhs=both, drhs=both, residuals=Residuals.PRIMAL)
+    w = np.random.default_rng(1).standard_normal((64, 8)).astype(np.float32)
+    ours = jax.grad(lambda w: mx_jax.ragged_dot(X, w[None], [4], recipe=recipe).sum())(w)
+    expected = jax.grad(lambda w: mx_jax.matmul(X, w, recipe=recipe).sum())(w)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
