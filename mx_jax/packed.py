@@ -95,8 +95,9 @@ class PackedMXArray(abc.ABC):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.dequantize(), dtype=dtype)
 
-    def __getitem__(self, index: Any) -> MXArray:
-        return self.unpack()[index]
+    def __getitem__(self, index: Any) -> "MXArray | PackedMXArray":
+        # `x[...]` is how nnx reads a Variable: it must not cost an unpacking.
+        return self if index is ... else self.unpack()[index]
 
     def transpose(self, *axes: Any) -> MXArray:
         """Permute axes, unpacked."""

@@ -28,14 +28,19 @@ _rewriting: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
 @contextlib.contextmanager
 def lent(layer: nn.Module, loans: dict[str, Any]) -> Iterator[None]:
     """Set attributes of a bound clone, past Flax's check that modules are frozen."""
-    before = {name: getattr(layer, name) for name in loans}
+    own = vars(layer)
+    before = {name: own[name] for name in loans if name in own}
     for name, value in loans.items():
         object.__setattr__(layer, name, value)
     try:
         yield
     finally:
-        for name, value in before.items():
-            object.__setattr__(layer, name, value)
+        for name in loans:
+            if name in before:
+                object.__setattr__(layer, name, before[name])
+            else:
+                # A method of the class, which the loan stood before.
+                object.__delattr__(layer, name)
 
 
 def _answer_einsum(

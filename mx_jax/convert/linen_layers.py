@@ -7,6 +7,7 @@ place: `linen_answers.py`.
 """
 
 import dataclasses
+import functools
 import inspect
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from mx_jax.convert import linen_products as products
 from mx_jax.convert.linen_answers import ANSWERS, lent, run_foreign
 from mx_jax.convert.rules import Rule
 from mx_jax.nn import linen as mx_linen
+from mx_jax.nn.stored import stored_param
 from mx_jax.recipes import Recipe
 
 _EINSUMS = ("qk_attn_weights_einsum", "attn_weights_value_einsum")
@@ -50,6 +52,18 @@ class Interceptor:
         if scope is None or path is None:
             return call(*args, **kwargs)
         _mark(scope, hash(self.rules))
+        with lent(layer, _param_loan(layer)):
+            return self._run(call, args, kwargs, context, path)
+
+    def _run(
+        self,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        context: InterceptorContext,
+        path: str,
+    ) -> Any:
+        layer = context.module
         if context.method_name == "setup":
             return call(*args, **kwargs)
         lender = products.Lender(self.rules, layer, path)
@@ -93,6 +107,14 @@ def _mark(scope: Scope, rules: int) -> None:
         return child
 
     vars(scope)["push"] = push
+
+
+def _param_loan(layer: nn.Module) -> dict[str, Any]:
+    """A `param` that takes quantized weights, for whatever module is not ours."""
+    if isinstance(layer, mx_linen.StoredParams):
+        return {}
+    own = functools.partial(type(layer).param, layer)
+    return {"param": functools.partial(stored_param, layer, own)}
 
 
 def _loans(lender: products.Lender) -> dict[str, Any] | None:

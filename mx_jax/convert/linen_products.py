@@ -17,7 +17,8 @@ from mx_jax.convert import conv
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
 from mx_jax.nn.linen import RNG_STREAM
 from mx_jax.ops.einsum import einsum
-from mx_jax.recipes import Recipe
+from mx_jax.packed import Quantized
+from mx_jax.recipes import Recipe, high_precision
 
 
 class Recorder:
@@ -139,6 +140,9 @@ class DotGeneral:
             shape=(*(kernel[axis] for axis in contracting), math.prod(kept)),
             obstacle=None if len(contracting) else "contracts no axis",
         )
+        if decision.recipe is None and isinstance(rhs, Quantized):
+            # A stored kernel is what it is; only the input stays in high precision.
+            decision = dataclasses.replace(decision, recipe=high_precision())
         if decision.recipe is None:
             return lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
         with named_in_errors(decision):

@@ -12,7 +12,13 @@ from jax import lax
 
 from mx_jax.convert import conv
 from mx_jax.convert.nnx_foreign import Foreign, is_foreign
-from mx_jax.convert.nnx_products import Attention, Injected, KeyedInjected, TablePromotion
+from mx_jax.convert.nnx_products import (
+    Attention,
+    Injected,
+    KeyedInjected,
+    OperandPromotion,
+    TablePromotion,
+)
 from mx_jax.convert.products import einsum_shape
 from mx_jax.nn.nnx import RecipeEinsum
 from mx_jax.recipes import Recipe
@@ -64,6 +70,9 @@ class Hook:
         # Static values are a part of the graph definition; a stream is data.
         wrap = nnx.static if isinstance(product, Injected) else nnx.data
         setattr(layer, self.attribute, wrap(product))
+        if getattr(layer, "promote_dtype", None) is promote_dtype:
+            # A kernel may be an MXArray, which is then used as it is.
+            layer.promote_dtype = nnx.static(OperandPromotion(replaced=promote_dtype))
 
     def take_back(self, layer: Any) -> None:
         """Undo `put`, if it was done."""
@@ -71,6 +80,9 @@ class Hook:
             value = getattr(layer, self.attribute)
             if isinstance(value, Injected | KeyedInjected):
                 setattr(layer, self.attribute, nnx.static(value.replaced))
+        promotion = getattr(layer, "promote_dtype", None)
+        if isinstance(promotion, OperandPromotion):
+            layer.promote_dtype = nnx.static(promotion.replaced)
 
     def stack(self, layer: Any) -> tuple[int, ...]:
         """The leading axes of a stack of layers made by nnx.vmap; () for a single one."""

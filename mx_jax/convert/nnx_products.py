@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mx_jax.convert.products import cast_table
-from mx_jax.nn.nnx import RNG_STREAM
+from mx_jax.nn.nnx import RNG_STREAM, promote_operands
 from mx_jax.ops.einsum import einsum
 from mx_jax.recipes import Recipe
 
@@ -57,6 +57,21 @@ class KeyedInjected(nnx.Module):
                 "parameters, e.g. StateAxes({(nnx.Param, nnx.RngState): 0, ...: None})"
             )
         return self.operation(*args, **options, key=self.stream())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperandPromotion:
+    """Flax's promote_dtype, past which quantized kernels go as they are.
+
+    Attributes:
+      replaced: Flax's own.
+    """
+
+    replaced: Callable[..., Any]
+
+    def __call__(self, args: Any, /, **options: Any) -> Any:
+        """The promoted operands."""
+        return promote_operands(args, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

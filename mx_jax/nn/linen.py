@@ -1,7 +1,7 @@
 """flax.linen layers that hand a recipe to the matmul; parameters, names and shapes are Flax's.
 
 A layer of the same name loads the checkpoint of Flax's own. A kernel may also be an `MXArray`
-blocked along its contracting axis, which is then used as it is.
+blocked along its contracting axis, or what `pack_weights` makes of it, and is used as it is.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from flax.linen import module as flax_module
 from flax.linen.dtypes import promote_dtype
 
 from mx_jax.nn.delayed import DelayedDotGeneral as DelayedDotGeneral
+from mx_jax.nn.stored import StoredParams as StoredParams
 from mx_jax.ops.einsum import einsum
 from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
@@ -70,7 +71,7 @@ def _inject(layer: Any) -> None:
         layer.dot_general = _LayerDotGeneral(recipe=layer.recipe, layer=layer)
 
 
-class Dense(flax_nn.Dense):
+class Dense(StoredParams, flax_nn.Dense):
     """`flax.linen.Dense` with a recipe.
 
     Attributes:
@@ -92,7 +93,7 @@ class Dense(flax_nn.Dense):
         super().__post_init__()
 
 
-class DenseGeneral(flax_nn.DenseGeneral):
+class DenseGeneral(StoredParams, flax_nn.DenseGeneral):
     """`flax.linen.DenseGeneral` with a recipe; blocks lie along the last of its `axis`.
 
     Attributes:
@@ -107,7 +108,7 @@ class DenseGeneral(flax_nn.DenseGeneral):
         super().__post_init__()
 
 
-class Einsum(flax_nn.Einsum):
+class Einsum(StoredParams, flax_nn.Einsum):
     """`flax.linen.Einsum` with a recipe.
 
     Attributes:

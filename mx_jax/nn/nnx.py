@@ -1,7 +1,7 @@
 """flax.nnx layers that hand a recipe to the matmul; parameters, names and shapes are Flax's.
 
 A layer loads the state of Flax's own. A kernel may also be an `MXArray` blocked along its
-contracting axis, which is then used as it is.
+contracting axis, or what `pack_weights` makes of it, and is used as it is.
 """
 
 import dataclasses
