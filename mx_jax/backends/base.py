@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol
 import jax
 import numpy as np
 
+from mx_jax.backends.target import Target as Target
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat
@@ -15,21 +16,6 @@ from mx_jax.reference.scale_rules import ScaleRule
 
 Operand = jax.Array | MXArray
 AnyOperand = Operand | PackedMXArray
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Target:
-    """The machine that will run a call.
-
-    Attributes:
-      platform: jax's name, `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
-      compute_capability: e.g. `(9, 0)` on an H200; None where there is none.
-      num_devices: between how many devices `jit` may split the call.
-    """
-
-    platform: str
-    compute_capability: tuple[int, int] | None = None
-    num_devices: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

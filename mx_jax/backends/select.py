@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager
 
 import jax
 
+from mx_jax.backends import target as machine
 from mx_jax.backends.base import Backend, Call, Target
-from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.table import BACKENDS, REFERENCE
 
 # Overrides enter the jit cache key: a function traced under one backend is not reused for another.
 _only_backend = jax.make_user_context(default_value=None)
@@ -105,7 +106,7 @@ def select(call: Call, target: Target, backends: Sequence[Backend] = BACKENDS) -
 
 
 def find(call: Call, target: Target, backends: Sequence[Backend] = BACKENDS) -> Choice | None:
-    """As `select`, for calls that can be made of others: None if all reject."""
+    """As `select`, for calls that can be made of others: None if all that are asked reject."""
     return _ask(call, target, backends)[0]
 
 
@@ -115,37 +116,34 @@ def _ask(
     only, preferred = _only_backend.value, _preferred.value
     rejections: list[tuple[str, str]] = []
     rank = {name: place for place, name in enumerate(preferred)}
+    unproved = _behind_the_reference(backends)
     # Stable: the rest keep the table's order.
     for backend in sorted(backends, key=lambda backend: rank.get(backend.name, len(rank))):
-        reason = backend.rejects(call, target)
         if only is not None and backend.name != only:
             reason = f"not asked: only_backend({only!r})"
+        elif backend.name in unproved - {only, *preferred}:
+            reason = f"not asked: not proved on hardware; prefer_backends({backend.name!r}) asks it"
+        else:
+            reason = backend.rejects(call, target)
         if reason is None:
             return Choice(backend=backend, rejections=tuple(rejections)), rejections
         rejections.append((backend.name, reason))
     return None, rejections
 
 
+def _behind_the_reference(backends: Sequence[Backend]) -> set[str]:
+    """Names of those that are asked only by name, also for calls that the reference refuses."""
+    places = [place for place, backend in enumerate(backends) if backend == REFERENCE]
+    return {backend.name for backend in backends[places[0] + 1 :]} if places else set()
+
+
 def current_target(num_devices: int | None = None) -> Target:
-    """The machine that jax would use by default.
+    """The machine that a call is for: see `target.current_target`.
 
     Args:
-      num_devices: None: all that jax has; under `only_backend` one, since who names a backend takes
-        it as it is with sharded arrays.
+      num_devices: None: those of the machine; under `only_backend` one, since who names a backend
+        takes it as it is with sharded arrays.
     """
-    platform = jax.default_backend()
-    if num_devices is None:
-        num_devices = jax.device_count() if _only_backend.value is None else 1
-    if platform == "cpu":
-        return Target(platform=platform, num_devices=num_devices)
-    device = jax.devices()[0]
-    if platform == "gpu":
-        # So jax calls both kinds; the client's version says which.
-        rocm = "rocm" in device.client.platform_version.lower()
-        platform = "rocm" if rocm else "cuda"
-    capability = getattr(device, "compute_capability", None)
-    numbers = None
-    if capability is not None and platform != "rocm":
-        major, _, minor = str(capability).partition(".")
-        numbers = (int(major), int(minor or 0))
-    return Target(platform=platform, compute_capability=numbers, num_devices=num_devices)
+    if num_devices is None and _only_backend.value is not None:
+        num_devices = 1
+    return machine.current_target(num_devices)

@@ -7,12 +7,15 @@ from mx_jax.backends.pallas_gpu import PallasGpuBackend
 from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.backends.xla import XlaBackend
 
-# The GPU kernels and cuDNN stand behind the reference, which takes everything, until they have been
-# measured on hardware: only `only_backend` reaches them. Their places are the first.
+REFERENCE = ReferenceBackend()
+
+# What stands before the reference is checked on the hardware that it accepts. What stands behind it
+# is not yet: `select` and `find` ask it only where `prefer_backends` or `only_backend` names it,
+# also for calls that the reference refuses. Once measured, its place is the first.
 BACKENDS: tuple[Backend, ...] = (
     XlaBackend(),
     CpuFfiBackend(),
-    ReferenceBackend(),
+    REFERENCE,
     PallasGpuBackend(),
     CudnnBackend(),
 )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.backends.base import AnyOperand, Operand
+from mx_jax.backends.target import follow
 from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import Groups
@@ -84,7 +85,8 @@ def differentiable_matmul(
         precision,
         out_sharding,
     )
-    return _matmul(static, lhs, rhs, primal_of(lhs), primal_of(rhs), key)
+    with follow(lhs, rhs):
+        return _matmul(static, lhs, rhs, primal_of(lhs), primal_of(rhs), key)
 
 
 def cotangent_dtype(operand: AnyOperand) -> np.dtype | None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from mx_jax.backends.base import PackCall
 from mx_jax.backends.select import current_target, select
+from mx_jax.backends.target import follow
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.dot_general import check_recipe
 from mx_jax.packed import PackedMXArray
@@ -67,7 +68,8 @@ def pack_weights(
         contracting=_contracting(weights, contracting, num_batch),
         lhs_format=None if activations is None else activations.format,
     )
-    return select(call, current_target()).backend.pack(weights, call)
+    with follow(weights):
+        return select(call, current_target()).backend.pack(weights, call)
 
 
 def _contracting(

@@ -10,6 +10,7 @@ from jax.core import Tracer
 
 from mx_jax.backends.base import DequantizeCall, QuantizeCall
 from mx_jax.backends.select import current_target, select
+from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat, BlockSize, Whole
@@ -116,7 +117,8 @@ def dequantize(x: MXArray | PackedMXArray, dtype: jax.typing.DTypeLike | None = 
     wanted = np.dtype(x.dtype if dtype is None else jnp.dtype(dtype))
     if not jnp.issubdtype(wanted, jnp.floating):
         raise TypeError(f"dequantize: needs a float dtype, got dtype={wanted.name}")
-    values = _dequantize(x, dtype=wanted)
+    with follow(x):
+        values = _dequantize(x, dtype=wanted)
     return values if x.primal is None else straight_through(values, x.primal)
 
 
@@ -197,7 +199,8 @@ def quantize_operand(
     tensor_scale: jax.Array | None = None,
 ) -> MXArray:
     """Quantize a checked array by its spec, on the backend that takes it."""
-    return _quantize(x, key, tensor_scale, spec=spec, blocks=blocks)
+    with follow(x):
+        return _quantize(x, key, tensor_scale, spec=spec, blocks=blocks)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "blocks"))

@@ -9,6 +9,7 @@ from jax.core import Tracer
 
 from mx_jax.backends.base import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.select import current_target, find
+from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockSize
@@ -118,8 +119,10 @@ def quantize_operand_both(
     tensor_scale: jax.Array | None = None,
 ) -> tuple[MXArray, MXArray]:
     """Quantize a checked array twice: in one call if a backend takes both, else in two."""
-    if reads_once(x, casts):
-        return _quantize_both(x, keys, tensor_scale, casts=casts)
+    with follow(x):
+        once = reads_once(x, casts)
+        if once:
+            return _quantize_both(x, keys, tensor_scale, casts=casts)
     first, second = (
         quantize_operand(x, *cast, key, tensor_scale) for cast, key in zip(casts, keys, strict=True)
     )

@@ -202,10 +202,9 @@ def test_jax_calls_both_kinds_gpu(version: str, monkeypatch: pytest.MonkeyPatch)
         platform_version = version
 
     class Device:
-        client = Client()
+        platform, device_kind, client = "gpu", version, Client()
         compute_capability = "9.0" if "cuda" in version else "gfx942"
 
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     assert current_target(1) == (H200 if "cuda" in version else Target(platform="rocm"))
 

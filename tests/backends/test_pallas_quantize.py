@@ -171,14 +171,12 @@ def test_any_tensor_scale(scale: float, rng: np.random.Generator):
 @pytest.fixture
 def in_use(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Interpreted, as if this machine had an H200, and the only backend."""
-    h200 = select.Target(platform="cuda", compute_capability=(9, 0))
-    for module in ("quantize", "quantize_both"):
-        monkeypatch.setattr(f"mx_jax.ops.{module}.current_target", lambda: h200)
     table = (*(b for b in select.BACKENDS if b.name != "pallas_gpu"), backend())
     for function in (select.find, select.select):
         monkeypatch.setattr(function, "__defaults__", (table,))
-    yield
-    # What was traced for this machine must not serve another test.
+    with mx_jax.testing.target("cuda", (9, 0)):
+        yield
+    # What was traced with this table must not serve another test.
     jax.clear_caches()
 
 

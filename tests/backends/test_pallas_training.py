@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax.backends.base import Call, MatmulCall, QuantizeBothCall, QuantizeCall, Target
+from mx_jax.backends.base import Call, MatmulCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.pallas_gpu import matmul, quantize
 from tests.backends.mosaic import interpreter, needs_mosaic
 
-H200 = Target(platform="cuda", compute_capability=(9, 0))
 # Powers of two and small integers: their sums are exact in any order.
 X = np.random.default_rng(0).integers(-2, 3, (3, 64)).astype(np.float32)
 MODEL = nn.Dense(40, dot_general=mx_jax.recipes.mxfp8().dot_general, dtype=jnp.bfloat16)
@@ -23,10 +22,9 @@ MODEL = nn.Dense(40, dot_general=mx_jax.recipes.mxfp8().dot_general, dtype=jnp.b
 @pytest.fixture
 def on_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A machine with an H200, as far as selection sees."""
-    for module in ("matmul", "quantize", "quantize_both"):
-        monkeypatch.setattr(f"mx_jax.ops.{module}.current_target", lambda: H200)
-    yield monkeypatch
-    # What was traced for this machine must not serve another test.
+    with mx_jax.testing.target("cuda", (9, 0)):
+        yield monkeypatch
+    # What was traced with answers of its own must not serve another test.
     jax.clear_caches()
 
 
@@ -68,7 +66,7 @@ def test_gradients_are_the_references(on_h200: pytest.MonkeyPatch):
     x = jnp.asarray(X, jnp.bfloat16)
     with mx_jax.only_backend("reference"):
         expected = MODEL.apply(parameters(), x), gradients(parameters(), x)
-    asked = watch(on_h200, architecture="sm90", interpret=interpreter())
+    asked = watch(on_h200, interpret=interpreter())
     with mx_jax.prefer_backends("pallas_gpu"):
         actual = MODEL.apply(parameters(), x), gradients(parameters(), x)
     # One product, and two for gradients; their operands along both axes, the cotangent in one call.
@@ -80,7 +78,7 @@ def test_gradients_are_the_references(on_h200: pytest.MonkeyPatch):
 
 @needs_mosaic
 def test_a_training_step_lowers_to_kernels(on_h200: pytest.MonkeyPatch):
-    asked = watch(on_h200, architecture="sm90", interpret=None)
+    asked = watch(on_h200)
     x = jnp.asarray(X, jnp.bfloat16)
     with mx_jax.prefer_backends("pallas_gpu"):
         traced = jax.jit(gradients).trace(parameters(), x)

@@ -10,11 +10,13 @@ import pytest
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.base import MatmulCall, Target
+from mx_jax.backends.base import MatmulCall, QuantizeBothCall, Target
+from mx_jax.backends.pallas_gpu import PallasGpuBackend, rejections
+from mx_jax.backends.pallas_gpu.rejections import ARCHITECTURES
 from mx_jax.backends.reference import ReferenceBackend
-from mx_jax.backends.select import current_target, only_backend, prefer_backends, select
+from mx_jax.backends.select import current_target, find, only_backend, prefer_backends, select
 from mx_jax.backends.table import BACKENDS
-from mx_jax.testing.cases import MatmulCase
+from mx_jax.testing.cases import MatmulCase, QuantizeCase
 
 CPU = Target(platform="cpu")
 H200 = Target(platform="cuda", compute_capability=(9, 0))
@@ -183,3 +185,66 @@ def test_every_backend_has_its_own_name():
     assert len(set(names)) == len(names)
     # The one that takes everything; behind it, only what has not been measured yet.
     assert names[names.index(ReferenceBackend().name) :] == ["reference", "pallas_gpu", "cudnn"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TakesAll(ReferenceBackend):
+    """Not proved on hardware: it stands behind the reference."""
+
+    name: str = "pallas_gpu"
+
+    def rejects(self, call, target):
+        return None
+
+
+def both_call() -> QuantizeBothCall:
+    first, second = (
+        QuantizeCase(format=formats.MXFP4, shape=(64, 64), axis=axis).call for axis in (-1, -2)
+    )
+    return QuantizeBothCall(first=first, second=second)
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_nothing_behind_the_reference_is_asked_unless_named(num_devices: int):
+    """Not even for a call that the reference refuses, which two casts stand in for."""
+    target = dataclasses.replace(H200, num_devices=num_devices)
+    table = (NOT_BUILT, REFERENCE, TakesAll())
+    assert find(both_call(), target, table) is None
+    with prefer_backends("cudnn"):
+        assert find(both_call(), target, table) is None
+    for named in (prefer_backends, only_backend):
+        with named("pallas_gpu"):
+            choice = find(both_call(), target, table)
+        assert choice is not None and choice.backend == TakesAll()
+    with pytest.raises(ValueError) as error:
+        select(both_call(), target, table)
+    reason = "not asked: not proved on hardware; prefer_backends('pallas_gpu') asks it"
+    assert f"reference: casts once at a time; pallas_gpu: {reason}" in str(error.value)
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_no_gpu_kernel_is_reached_by_default(capability, monkeypatch: pytest.MonkeyPatch):
+    """Whichever version of JAX is there."""
+    monkeypatch.setattr(rejections, "MIN_JAX", dict.fromkeys(ARCHITECTURES.values(), (0, 0)))
+    target = Target(platform="cuda", compute_capability=capability)
+    assert rejections.rejects_machine(target) is None
+    assert find(both_call(), target) is None
+    with prefer_backends("pallas_gpu"):
+        choice = find(both_call(), target)
+    assert choice is not None and choice.backend.name == "pallas_gpu"
+
+
+def test_a_gradient_on_a_gpu_is_two_casts_of_the_reference(monkeypatch: pytest.MonkeyPatch):
+    """As a user meets it: a training step traced for an H200, as many of them as there may be."""
+    monkeypatch.setattr(rejections, "MIN_JAX", dict.fromkeys(ARCHITECTURES.values(), (0, 0)))
+    asked = []
+    monkeypatch.setattr(PallasGpuBackend, "quantize_both", lambda *_: asked.append(_) or 1 / 0)
+    w, recipe = jnp.ones((64, 32), jnp.bfloat16), mx_jax.recipes.mxfp8()
+
+    def loss(w, x):
+        return mx_jax.matmul(x, w, recipe=recipe).sum()
+
+    for num_devices in (1, 8):
+        with mx_jax.testing.target("cuda", (9, 0), num_devices=num_devices):
+            jax.jit(jax.grad(loss)).trace(w, jnp.ones((32, 64), jnp.bfloat16))
+    assert asked == []

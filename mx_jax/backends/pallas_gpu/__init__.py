@@ -31,7 +31,7 @@ class PallasGpuBackend(ProductsOnly):
     Attributes:
       name: what `only_backend` calls it.
       epsilon_bound: wider than the reference's: tensor cores truncate where they add.
-      architecture: `"sm80"`, `"sm90"` or `"sm100"`, for tests; None: that of the first device.
+      architecture: `"sm80"`, `"sm90"` or `"sm100"`, for tests; None: that of the machine it is for.
       interpret: parameters of Mosaic's interpreter, for tests on a CPU; None compiles.
     """
 

@@ -26,6 +26,7 @@ from mx_jax.backends.pallas_gpu.weights import (
     PackedWeights,
     pack,
 )
+from mx_jax.backends.target import current_target
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 
@@ -44,7 +45,7 @@ def scaled_matmul(
       lhs: left operand.
       rhs: right operand.
       call: their description, which `rejects` takes.
-      architecture: one of `ARCHITECTURES`; None: that of the first device.
+      architecture: one of `ARCHITECTURES`; None: that of the machine it is for.
       interpret: parameters of Mosaic's interpreter.
     """
     left, m = as_matrices(lhs, call.num_batch, call.contracting_axes("lhs"))
@@ -109,10 +110,14 @@ def _as_they_are(call: MatmulCall, architecture: str) -> bool:
 
 
 def current_architecture() -> str:
-    """Which of `ARCHITECTURES` the first device has."""
-    capability = str(jax.devices()[0].compute_capability)  # pyright: ignore[reportAttributeAccessIssue]
-    major, _, minor = capability.partition(".")
-    return ARCHITECTURES[int(major), int(minor or 0)]
+    """Which of `ARCHITECTURES` the machine has that a call is for."""
+    capability = current_target(1).compute_capability
+    if capability not in ARCHITECTURES:
+        raise ValueError(
+            f"pallas_gpu: has no kernels for compute_capability={capability}; see "
+            "mx_jax.inspect.explain for what takes a call here"
+        )
+    return ARCHITECTURES[capability]
 
 
 def _by_weights(
@@ -186,7 +191,7 @@ def multiply(
       x: bfloat16 or float16; no axis empty.
       weights: what `pack` gave.
       out_dtype: float32, bfloat16 or float16.
-      architecture: one of `ARCHITECTURES`; None: that of the first device.
+      architecture: one of `ARCHITECTURES`; None: that of the machine it is for.
       tiles: instead of the table's; a kernel then multiplies any number of rows.
       interpret: parameters of Mosaic's interpreter.
 

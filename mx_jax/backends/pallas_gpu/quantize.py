@@ -96,7 +96,7 @@ def quantize(
       x: the tensor.
       call: its description, which `rejects` takes.
       tensor_scale: float32 `[1, ..., 1]`, or None to compute one where the format has it.
-      architecture: one of `ARCHITECTURES`; None: that of the first device.
+      architecture: one of `ARCHITECTURES`; None: that of the machine it is for.
       interpret: parameters of Mosaic's interpreter.
     """
     (out,) = _cast(x, (call,), tensor_scale, architecture, interpret)

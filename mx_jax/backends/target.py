@@ -1,0 +1,115 @@
+"""The machine that a call is for: what a context names, else where JAX would run it."""
+
+import contextlib
+import dataclasses
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """The machine that will run a call.
+
+    Attributes:
+      platform: jax's name, `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
+      compute_capability: e.g. `(9, 0)` on an H200; None where there is none.
+      num_devices: between how many devices `jit` may split the call.
+    """
+
+    platform: str
+    compute_capability: tuple[int, int] | None = None
+    num_devices: int = 1
+
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+# Both enter jit's cache key: what was traced for one machine is not reused for another.
+_named = jax.make_user_context(default_value=None)
+_of_arrays = jax.make_user_context(default_value=None)
+
+
+def use_target(target: Target) -> AbstractContextManager[None]:
+    """A context in which every call is for this machine, whether it is there or not."""
+    return _named(target)
+
+
+def follow(*operands: Any) -> AbstractContextManager[None]:
+    """A context for the devices that committed arrays lie on, if all operands are such arrays.
+
+    For calls outside `jit`, `grad` and `vmap`: JAX runs them there, and a traced value does not
+    know its devices.
+    """
+    leaves = jax.tree.leaves(operands)
+    if not leaves or any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in leaves):
+        return contextlib.nullcontext()
+    devices = [min(x.devices(), key=lambda device: device.id) for x in leaves if x.committed]
+    if not devices or _kind(devices[0]) == _kind(_device()):
+        return contextlib.nullcontext()
+    return _of_arrays(devices[0])
+
+
+def _kind(device: jax.Device) -> tuple[str, str]:
+    return device.platform, device.device_kind
+
+
+def current_target(num_devices: int | None = None) -> Target:
+    """The machine that a call is for.
+
+    In this order: what `use_target` names; the devices of committed arrays outside `jit`
+    (`follow`); those of the mesh in context (`jax.set_mesh`, `jax.shard_map`); the device of
+    `jax.default_device`; JAX's first. All of it is in jit's cache key, and all of it is known while
+    tracing. Where a traced function is run elsewhere nevertheless, what was chosen is lowered there
+    in plain JAX, or refused.
+
+    Args:
+      num_devices: instead of the machine's.
+    """
+    named = _named.value
+    if named is not None:
+        return named if num_devices is None else dataclasses.replace(named, num_devices=num_devices)
+    device = _device()
+    if num_devices is None:
+        num_devices = jax.device_count(device.platform)
+    platform = _platform(device)
+    numbers = None
+    capability = getattr(device, "compute_capability", None)
+    if capability is not None and platform == "cuda":
+        major, _, minor = str(capability).partition(".")
+        numbers = (int(major), int(minor or 0))
+    return Target(platform=platform, compute_capability=numbers, num_devices=num_devices)
+
+
+def _device() -> jax.Device:
+    """A device like the one that jax would use."""
+    if _of_arrays.value is not None:
+        return _of_arrays.value
+    in_mesh = _device_of_mesh()
+    if in_mesh is not None:
+        return in_mesh
+    default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(default, str):
+        return jax.devices(default)[0]
+    return jax.devices()[0] if default is None else default
+
+
+def _device_of_mesh() -> jax.Device | None:
+    """A device here like those of the mesh in context, or None where there is none."""
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if described is None:
+        return None
+    try:
+        devices = jax.devices(described.platform)
+    except RuntimeError:
+        # A mesh for a machine that is not there; `testing.target` names one.
+        return None
+    return next((d for d in devices if _kind(d)[1] == described.device_kind), None)
+
+
+def _platform(device: jax.Device) -> str:
+    if device.platform != "gpu":
+        return device.platform
+    # So jax calls both kinds; the client's version says which.
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"

@@ -1,0 +1,191 @@
+"""The machine that a call is for: named, that of arrays, of a mesh, the default, JAX's own."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import mx_jax
+from mx_jax.backends.base import Target
+from mx_jax.backends.select import current_target
+from mx_jax.testing import target
+from tests.backends.mosaic import needs_mosaic
+
+CPU = jax.devices("cpu")
+H200 = Target(platform="cuda", compute_capability=(9, 0))
+
+
+class Gpu:
+    """What the library reads of a GPU's device."""
+
+    platform, device_kind, id = "gpu", "NVIDIA H200", 0
+    compute_capability = "9.0"
+    client = type("Client", (), {"platform_version": "PJRT C API\ncuda 13000"})
+
+
+@pytest.fixture
+def on_gpu_host(monkeypatch: pytest.MonkeyPatch):
+    """A host with eight GPUs, which JAX prefers, and one CPU."""
+    devices: dict[Any, list[Any]] = {None: [Gpu()] * 8, "gpu": [Gpu()] * 8, "cpu": CPU[:1]}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda platform=None: devices[platform])
+    monkeypatch.setattr(jax, "device_count", lambda platform=None: len(devices[platform]))
+
+
+@pytest.fixture(name="seen")
+def _seen(monkeypatch: pytest.MonkeyPatch):
+    """Targets of the calls that were traced from now on."""
+    targets: list[Target] = []
+
+    def watched(num_devices=None):
+        targets.append(current_target(num_devices))
+        return targets[-1]
+
+    for module in ("matmul", "packing", "quantize", "quantize_both"):
+        monkeypatch.setattr(f"mx_jax.ops.{module}.current_target", watched)
+    return targets
+
+
+def trace(*_: Any) -> Target:
+    """The target while something is traced."""
+    found: list[Target] = []
+    jax.jit(lambda x: found.append(current_target()) or x).trace(1.0)
+    return found[0]
+
+
+@pytest.mark.usefixtures("on_gpu_host")
+def test_a_gpu_host():
+    assert current_target() == trace() == Target(**(vars(H200) | {"num_devices": 8}))
+    with mx_jax.only_backend("xla"):
+        assert current_target() == H200
+
+
+@pytest.mark.usefixtures("on_gpu_host")
+@pytest.mark.parametrize("device", [CPU[0], "cpu"])
+def test_the_default_device_decides(device: Any):
+    with jax.default_device(device):
+        assert current_target() == trace() == Target(platform="cpu", num_devices=1)
+
+
+@pytest.mark.usefixtures("on_gpu_host")
+def test_the_mesh_decides():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        assert current_target() == trace() == Target(platform="cpu", num_devices=1)
+    found = []
+
+    def local(x):
+        found.append(current_target())
+        return x
+
+    jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"))).trace(
+        jnp.ones(2)
+    )
+    assert found == [Target(platform="cpu", num_devices=1)]
+
+
+def test_a_mesh_of_a_machine_that_is_not_there_decides_nothing():
+    kind = jax.sharding.get_abstract_mesh()
+    with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+        described: Any = jax.sharding.get_abstract_mesh().abstract_device
+    absent = type(described)(device_kind="TPU v6", num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=absent)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert current_target().platform == "cpu"
+    assert jax.sharding.get_abstract_mesh() == kind
+
+
+@pytest.mark.usefixtures("on_gpu_host")
+def test_arrays_on_a_cpu_decide_outside_jit(seen: list[Target]):
+    """And jit's cache tells both apart: what was traced for a GPU is not taken for them."""
+    there, here = jnp.ones((2, 96)), jax.device_put(jnp.ones((2, 96)), CPU[0])
+    w = jax.device_put(jnp.ones((96, 3)), CPU[0])
+    recipe, weight_only = mx_jax.recipes.mxfp4(), mx_jax.recipes.weight_only("mxfp4")
+
+    def calls(x, w):
+        mx_jax.quantize_both(x, "mxfp4", block_size=2)
+        mx_jax.dequantize(mx_jax.quantize(x, "mxfp4"))
+        mx_jax.matmul(x, w, recipe=recipe)
+        packed = mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0))
+        mx_jax.matmul(x, packed, recipe=weight_only)
+
+    for x, factor, platform in ((there, there.T, "cuda"), (here, w, "cpu")):
+        jax.clear_caches()
+        seen.clear()
+        calls(x, factor)
+        assert {target.platform for target in seen} == {platform}
+        # Of both casts, dequantize, matmul, pack_weights and the product.
+        assert len(seen) > 6
+    # Traced, nobody knows where they will be.
+    seen.clear()
+    jax.jit(lambda x: mx_jax.quantize(x, "mxfp6_e2m3").codes)(here)
+    assert {target.platform for target in seen} == {"cuda"}
+
+
+@pytest.mark.usefixtures("on_gpu_host")
+def test_what_was_chosen_for_a_gpu_is_right_on_a_cpu():
+    """A traced function does not know its devices: XLA's float8 product runs on either."""
+    jax.clear_caches()
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.integers(-3, 4, shape), jnp.float32) for shape in ((4, 64), (64, 8)))
+    x, w = jax.device_put((x, w), CPU[0])
+    recipe = mx_jax.recipes.float8_rowwise()
+    product = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))
+    assert "f8E4M3FN>) -> tensor<4x8xf32>" in product.lower(x, w).as_text()
+    with mx_jax.only_backend("reference"):
+        expected = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))(x, w)
+    np.testing.assert_array_equal(product(x, w), expected)
+
+
+def test_a_named_target_goes_first_and_enters_the_cache_key(seen: list[Target]):
+    here = jax.device_put(jnp.ones((3, 32)), CPU[0])
+    quantize = jax.jit(lambda x: mx_jax.quantize(x, "mxfp4").codes)
+    for _ in range(2):
+        with target("cuda", (9, 0)), jax.default_device(CPU[0]):
+            assert current_target() == trace() == H200
+            quantize.trace(here)
+            with mx_jax.only_backend("reference"):
+                assert current_target() == H200
+        with target("tpu", num_devices=4):
+            assert current_target() == Target(platform="tpu", num_devices=4)
+            assert current_target(1) == Target(platform="tpu")
+            quantize.trace(here)
+        quantize.trace(here)
+    assert [target.platform for target in seen] == ["cuda", "tpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gpu",), "needs one of the platforms cpu, cuda, rocm, tpu, got platform='gpu'"),
+        (("cuda",), "needs the compute capability, as in (\"cuda\", (9, 0)), got platform='cuda'"),
+        (("cuda", (9,)), "a compute capability is two numbers, (9, 0), got platform='cuda', comp"),
+        (("cuda", 9.0), "a compute capability is two numbers, (9, 0), got platform='cuda', compu"),
+        (("cpu", (9, 0)), "only CUDA GPUs have a compute capability, got platform='cpu', comput"),
+    ],
+)
+def test_targets_that_are_none(arguments: Any, message: str):
+    with pytest.raises(ValueError, match=re.escape(f"target: {message}")):
+        target(*arguments)
+    with pytest.raises(ValueError, match=re.escape("target: needs a device, got num_devices=0")):
+        target("cpu", num_devices=0)
+
+
+@needs_mosaic
+def test_kernels_are_lowered_for_a_gpu_that_is_not_there():
+    w = mx_jax.quantize(jnp.ones((256, 128)), "mxfp4", axis=0)
+    recipe = mx_jax.recipes.weight_only("mxfp4")
+    x = jnp.ones((4, 256), jnp.bfloat16)
+    product = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))
+
+    def lowered() -> str:
+        return product.trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+
+    with target("cuda", (9, 0)):
+        assert "mosaic_gpu" not in lowered(), "not by default"
+        with mx_jax.prefer_backends("pallas_gpu"):
+            assert "custom_call @mosaic_gpu" in lowered()
