@@ -110,6 +110,18 @@ def find(call: Call, target: Target, backends: Sequence[Backend] = BACKENDS) -> 
     return _ask(call, target, backends)[0]
 
 
+def on_request(call: Call, target: Target, backends: Sequence[Backend] = BACKENDS) -> list[str]:
+    """Names of the backends that are asked only by name and would take the call.
+
+    Args:
+      call: description of the work.
+      target: description of the machine.
+      backends: as `select` takes them.
+    """
+    asleep = _behind_the_reference(backends) - {_only_backend.value, *_preferred.value}
+    return [b.name for b in backends if b.name in asleep and b.rejects(call, target) is None]
+
+
 def _ask(
     call: Call, target: Target, backends: Sequence[Backend]
 ) -> tuple[Choice | None, list[tuple[str, str]]]:

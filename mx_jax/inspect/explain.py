@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.backends.base import MatmulCall, Target
-from mx_jax.backends.select import current_target, select
+from mx_jax.backends.select import current_target, on_request, select
 from mx_jax.specs import MatmulRecipe, MatmulSpec
 
 
@@ -26,10 +26,12 @@ def explain(
       k: contracting size.
       n: columns of the right operand.
       dtype: dtype of the products.
-      target: the machine; default: the one jax would use.
+      target: the machine; default: the one that a call here is for, as `testing.target`,
+        `jax.default_device` or jax itself says.
 
     Returns:
-      Three paragraphs of text.
+      Three paragraphs of text. Each has the product and its backend, why no backend before it takes
+      the product, and which ones would if they were named.
 
     Example:
       >>> import mx_jax
@@ -78,4 +80,8 @@ def _explain_product(
     )
     choice = select(call, target)
     rejected = [f"  not {backend}: {reason}" for backend, reason in choice.rejections]
-    return [f"{title} -> {choice.backend.name}", *rejected]
+    named = [
+        f"  {name} takes it if named, by prefer_backends({name!r}): not proved on hardware yet"
+        for name in on_request(call, target)
+    ]
+    return [f"{title} -> {choice.backend.name}", *rejected, *named]

@@ -6,6 +6,7 @@ import pytest
 import mx_jax
 from mx_jax import recipes
 from mx_jax.backends.base import Target
+from mx_jax.backends.pallas_gpu import rejections
 from mx_jax.backends.select import only_backend
 
 CPU = Target(platform="cpu", num_devices=8)
@@ -52,6 +53,23 @@ def test_the_dtype_is_that_of_the_product():
     recipe = recipes.mxfp4()
     for dtype in (jnp.float32, jnp.bfloat16, "float16"):
         assert explain(recipe, 8, 64, 32, dtype=dtype, target=CPU).count("-> reference") == 3
+
+
+def test_what_waits_for_its_name(monkeypatch: pytest.MonkeyPatch):
+    """Backends behind the reference: by default not asked, but shown."""
+    monkeypatch.setattr(rejections, "MIN_JAX", {"sm100": (0, 0)})
+    b200 = Target(platform="cuda", compute_capability=(10, 0))
+    with mx_jax.testing.target("cuda", (10, 0)):
+        text = explain(recipes.mxfp8(), 8, 64, 32, dtype="bfloat16")
+        assert text == explain(recipes.mxfp8(), 8, 64, 32, dtype="bfloat16", target=b200)
+    assert text.count("-> reference") == 3
+    for name in ("pallas_gpu", "cudnn"):
+        line = f"  {name} takes it if named, by prefer_backends('{name}'): not proved on hardware"
+        assert text.count(line) == 3
+    with mx_jax.prefer_backends("pallas_gpu"):
+        named = explain(recipes.mxfp8(), 8, 64, 32, dtype="bfloat16", target=b200)
+    assert named.count("-> pallas_gpu") == named.count("cudnn takes it if named") == 3
+    assert "pallas_gpu takes it" not in named
 
 
 def test_only_backend_is_seen():
