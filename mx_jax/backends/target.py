@@ -24,6 +24,8 @@ class Target:
     num_devices: int = 1
 
 
+# jax.Device is no type to a type checker.
+Device = Any
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 # Both enter jit's cache key: what was traced for one machine is not reused for another.
@@ -51,7 +53,7 @@ def follow(*operands: Any) -> AbstractContextManager[None]:
     return _of_arrays(devices[0])
 
 
-def _kind(device: jax.Device) -> tuple[str, str]:
+def _kind(device: Device) -> tuple[str, str]:
     return device.platform, device.device_kind
 
 
@@ -82,7 +84,7 @@ def current_target(num_devices: int | None = None) -> Target:
     return Target(platform=platform, compute_capability=numbers, num_devices=num_devices)
 
 
-def _device() -> jax.Device:
+def _device() -> Device:
     """A device like the one that jax would use."""
     if _of_arrays.value is not None:
         return _of_arrays.value
@@ -95,7 +97,7 @@ def _device() -> jax.Device:
     return jax.devices()[0] if default is None else default
 
 
-def _device_of_mesh() -> jax.Device | None:
+def _device_of_mesh() -> Device | None:
     """A device here like those of the mesh in context, or None where there is none."""
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if described is None:
@@ -108,7 +110,7 @@ def _device_of_mesh() -> jax.Device | None:
     return next((d for d in devices if _kind(d)[1] == described.device_kind), None)
 
 
-def _platform(device: jax.Device) -> str:
+def _platform(device: Device) -> str:
     if device.platform != "gpu":
         return device.platform
     # So jax calls both kinds; the client's version says which.

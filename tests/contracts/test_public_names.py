@@ -109,6 +109,7 @@ PUBLIC = {
     },
     "mx_jax.nn": {"linen", "nnx"},
     "mx_jax.inspect": {"explain", "saturated_fraction", "sqnr_db"},
+    "mx_jax.testing": {"target"},
 }
 
 
