@@ -24,3 +24,14 @@ hypothesis.settings.load_profile("repeatable")
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator of its own for each test, seeded by the test's name."""
     return np.random.default_rng(zlib.crc32(request.node.name.encode()))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Who leaves a test out on one Python says why, in a sentence that a reader can check."""
+    for mark in item.iter_markers("one_python"):
+        reason = mark.kwargs.get("reason", "")
+        if mark.args or set(mark.kwargs) != {"reason"} or len(reason.split()) < 3:
+            raise pytest.UsageError(
+                f"{item.nodeid}: one_python needs reason='why it depends on no version', got "
+                f"args={mark.args}, kwargs={mark.kwargs}"
+            )
