@@ -18,6 +18,8 @@ from mx_jax.convert.foreign import with_products
 from mx_jax.convert.products import cast_table, einsum_shape
 from mx_jax.convert.rules import Decision
 from mx_jax.nn import linen as mx_linen
+from mx_jax.nn.stored import quantized_in
+from mx_jax.recipes import high_precision
 
 # Paths of foreign layers whose products are being made anew.
 _rewriting: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
@@ -58,7 +60,12 @@ def _answer_einsum(
         shape=shape,
         obstacle="contracts no axis" if shape is None else None,
     )
-    if decision.recipe is None:
+    recipe = decision.recipe
+    kernel = quantized_in(layer.get_variable("params", "kernel"))
+    if recipe is None and shape is not None and kernel is not None:
+        # A stored kernel is what it is; only the input stays in high precision.
+        recipe = high_precision()
+    if recipe is None:
         return call(inputs, einsum_str)
     fields = {
         field.name: getattr(layer, field.name)
@@ -67,7 +74,7 @@ def _answer_einsum(
     }
     if layer.promote_dtype is promote_dtype:
         fields["promote_dtype"] = mx_linen.promote_operands
-    twin = mx_linen.Einsum(**fields, recipe=decision.recipe, parent=layer.scope)
+    twin = mx_linen.Einsum(**fields, recipe=recipe, parent=layer.scope)
     with products.named_in_errors(decision):
         return twin(inputs, einsum_str)
 

@@ -140,16 +140,15 @@ class DotGeneral:
             shape=(*(kernel[axis] for axis in contracting), math.prod(kept)),
             obstacle=None if len(contracting) else "contracts no axis",
         )
-        if decision.recipe is None and isinstance(rhs, Quantized):
+        recipe = decision.recipe
+        if recipe is None and isinstance(rhs, Quantized):
             # A stored kernel is what it is; only the input stays in high precision.
-            decision = dataclasses.replace(decision, recipe=high_precision())
-        if decision.recipe is None:
+            recipe = high_precision()
+        if recipe is None:
             return lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
         with named_in_errors(decision):
-            key = self.lender.key(decision.recipe)
-            return decision.recipe.dot_general(
-                lhs, rhs, dimension_numbers, *args, **options, key=key
-            )
+            key = self.lender.key(recipe)
+            return recipe.dot_general(lhs, rhs, dimension_numbers, *args, **options, key=key)
 
 
 @dataclasses.dataclass(frozen=True)

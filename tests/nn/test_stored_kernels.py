@@ -168,3 +168,118 @@ def test_the_product_reads_what_is_stored(case: Case, way: Any):
     assert num_calls(run, packed, x) == 1
     assert num_calls(run, packed, x, target=product.TARGET) == 0
     assert_bitwise_equal(jax.jit(run)(packed, x), expected, what="packed")
+
+
+# Stacks of layers ----------------------------------------------------------------------------------
+
+NUM_LAYERS = 3
+
+
+class Stack(flax_nn.Module):
+    """Layers in nn.scan, ours or Flax's."""
+
+    ours: bool
+    remat: bool = False
+
+    @flax_nn.compact
+    def __call__(self, x):
+        block = flax_nn.remat(Block) if self.remat else Block
+        scan = flax_nn.scan(
+            block, variable_axes={"params": 0}, split_rngs={"params": True}, length=NUM_LAYERS
+        )
+        return scan(self.ours, name="stack")(x, None)[0]
+
+
+class Block(flax_nn.Module):
+    ours: bool
+
+    @flax_nn.compact
+    def __call__(self, x, _):
+        dense = linen.Dense(64, recipe=RECIPE) if self.ours else flax_nn.Dense(64)
+        return flax_nn.relu(dense(x)), None
+
+
+def linen_stack(model: Any, kernel: Any, bias: jax.Array) -> tuple[Any, Runs]:
+    layer = type(flax_nn.Dense(1)).__name__ + "_0"
+    return run_linen(model, {"stack": {layer: {"kernel": kernel, "bias": bias}}})
+
+
+def nnx_stack(make: Callable[..., Any], kernel: Any, bias: jax.Array) -> tuple[Any, Runs]:
+    """nnx.vmap makes the layers, nnx.scan runs them."""
+    model = flax_nnx.vmap(make)(flax_nnx.Rngs(0).split(NUM_LAYERS))
+    if not isinstance(model, nnx.Linear):
+        model = convert.nnx(model, RULE)
+    model.kernel.set_value(kernel)
+    model.bias.set_value(bias)
+    graph, state = flax_nnx.split(model)
+
+    @flax_nnx.scan(in_axes=(0, flax_nnx.Carry), out_axes=flax_nnx.Carry)
+    def run(layer, x):
+        return flax_nnx.relu(layer(x))
+
+    return state, lambda state, x: run(flax_nnx.merge(graph, state), x)
+
+
+STACKS: dict[str, Callable[[Any, jax.Array], tuple[Any, Runs]]] = {
+    "linen": lambda *params: linen_stack(Stack(True), *params),
+    "remat": lambda *params: linen_stack(Stack(True, remat=True), *params),
+    "convert.linen": lambda *params: linen_stack(convert.linen(Stack(False), RULE), *params),
+    "nnx": lambda *params: nnx_stack(
+        lambda rngs: nnx.Linear(64, 64, recipe=RECIPE, rngs=rngs), *params
+    ),
+    "convert.nnx": lambda *params: nnx_stack(
+        lambda rngs: flax_nnx.Linear(64, 64, rngs=rngs), *params
+    ),
+}
+
+
+@built
+@pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
+@pytest.mark.parametrize("format", [STORED, "nvfp4"])
+def test_a_scanned_stack(format: str, stack: Any):
+    """Packed as one array, of which scan slices every leaf: each slice is a packed matrix."""
+    kernels = mx_jax.quantize(draw(NUM_LAYERS, 64, 64), format, axis=1)
+    bias, x = draw(NUM_LAYERS, 64, seed=1), draw(2, 64, seed=2)
+    stored, run = stack(mx_jax.pack_weights(kernels, num_batch=1), bias)
+    assert num_calls(run, stored, x) == 1
+    expected = x
+    for layer in range(NUM_LAYERS):
+        product = mx_jax.matmul(expected, kernels[layer], recipe=RECIPE)
+        expected = jax.nn.relu(product + bias[layer])
+    assert_bitwise_equal(jax.jit(run)(stored, x), expected, what="packed")
+
+
+@built
+def test_experts_in_one_product():
+    """nn.vmap over packed experts is one call of the handler."""
+    case = CASES["dense"]
+    experts = flax_nn.vmap(
+        linen.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0
+    )(24, recipe=RECIPE)
+    kernels = mx_jax.quantize(draw(3, *case.kernel), "nvfp4", axis=1)
+    params = {"kernel": mx_jax.pack_weights(kernels, num_batch=1), "bias": draw(3, 24, seed=1)}
+    x = draw(3, 2, 64, seed=2)
+    stored, run = run_linen(experts, params)
+    assert num_calls(run, stored, x) == 1
+    expected = mx_jax.matmul(x, kernels, recipe=RECIPE) + params["bias"][:, None]
+    assert_bitwise_equal(jax.jit(run)(stored, x), expected, what="packed")
+
+
+@built
+@pytest.mark.parametrize("stack", [STACKS["linen"], STACKS["convert.nnx"]], ids=["linen", "nnx"])
+def test_gradients_go_through_a_packed_stack(stack: Any):
+    """As LoRA needs them: with respect to activations and biases, of the bits of an MXArray."""
+    kernels = jax.vmap(lambda w: mx_jax.quantize(w, "nvfp4", axis=0))(draw(NUM_LAYERS, 64, 64))
+    packed = jax.vmap(mx_jax.pack_weights)(kernels)
+    bias, x = draw(NUM_LAYERS, 64, seed=1), draw(2, 64, seed=2)
+
+    def gradients(kernel: Any) -> Any:
+        def loss(bias, x):
+            stored, run = stack(kernel, bias)
+            return (run(stored, x) ** 2).sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(bias, x)
+
+    for actual, expected in zip(gradients(packed), gradients(kernels), strict=True):
+        assert jnp.abs(expected).max() > 0
+        assert_bitwise_equal(actual, expected, what="gradient")

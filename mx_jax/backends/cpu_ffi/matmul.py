@@ -128,7 +128,8 @@ def _by_handler(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
     alpha = jnp.ones((1,) * call.num_batch, jnp.float32)
     for operand in (lhs, rhs):
         if isinstance(operand, MXArray) and operand.tensor_scale is not None:
-            alpha = alpha * operand.tensor_scale.reshape((1,) * call.num_batch)
+            scale = operand.tensor_scale
+            alpha = alpha * scale.reshape(scale.shape[: call.num_batch])
     static = Static(
         lhs=_side(left, lhs, call.lhs_k_first),
         rhs=_side(right, rhs, call.rhs_k_first),

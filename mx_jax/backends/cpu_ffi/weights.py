@@ -36,7 +36,7 @@ class PackedWeights(PackedMXArray):
 
     Attributes:
       panels: uint8 `[*batch, ceil(n / 32), bytes of a panel]`, with n the product of kept.
-      tensor_scale: float32 of as many axes as batch has (NVFP4), else None.
+      tensor_scale: float32 `[*batch]` (NVFP4), else None.
       kept: sizes of the kept axes.
       k: sizes of the contracted axes; blocks lie along the last.
       k_first: whether the contracted axes precede the kept ones.
@@ -129,7 +129,9 @@ def pack(x: MXArray, call: PackCall) -> PackedWeights:
     )
     tensor_scale = x.tensor_scale
     if tensor_scale is not None:
-        tensor_scale = tensor_scale.reshape((1,) * call.num_batch)
+        # One for each matrix: scan slices every array of a stack along the same axes.
+        tensor_scale = tensor_scale.reshape(tensor_scale.shape[: call.num_batch])
+        tensor_scale = jnp.broadcast_to(tensor_scale, batch)
     return PackedWeights(
         panels=panels,
         tensor_scale=tensor_scale,
