@@ -63,7 +63,7 @@ def encode(
     shift = (23 - element.mantissa_bits) + jnp.maximum(-above, 0)
     significand = jnp.where(magnitude == 0, 0, mantissa | float32.HIDDEN)
     kept = rounding.apply(significand, shift, random_bits)
-    half = kept + lax.shift_left(jnp.clip(above, 0, 1 << 9), jnp.int32(element.mantissa_bits))
+    half = kept + (jnp.clip(above, 0, 1 << 9) << element.mantissa_bits)
     return _with_sign(_limit(half, bits, element, saturate), bits, element)
 
 
@@ -72,7 +72,7 @@ def _limit(half: jax.Array, bits: jax.Array, element: ElementFormat, saturate: b
     if not saturate and element.overflow_code != element.max_code:
         return jnp.where(half > element.max_code, element.overflow_code, half)
     # Two's complement reaches one step further down than up; only INT8_FULL goes there.
-    top = element.max_code + (jnp.where(bits < 0, 1, 0) if element.negative_extra else 0)
+    top = element.max_code + ((bits < 0).astype(jnp.int32) if element.negative_extra else 0)
     return jnp.minimum(half, top)
 
 
@@ -123,7 +123,7 @@ def _decode_in_integers(codes: jax.Array, element: ElementFormat) -> jax.Array:
         return _signed(_integer_bits(half, element), negative)
     half = codes & (element.sign_code - 1)
     p, rebias = element.mantissa_bits, 127 - element.bias
-    normal = lax.shift_left(half, 23 - p) + (rebias << 23)
+    normal = (half << (23 - p)) + (rebias << 23)
     subnormal = _integer_bits(half & ((1 << p) - 1), element)
     pattern = jnp.where(half < (1 << p), subnormal, normal)
     return _special(_signed(pattern, negative), codes, half, element)

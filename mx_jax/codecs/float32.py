@@ -19,7 +19,7 @@ HIDDEN = 0x00800000
 def to_bits(x: jax.Array) -> jax.Array:
     """Int32 patterns of the float32 values equal to x; float32, bfloat16 or float16 input."""
     if x.dtype == jnp.bfloat16:
-        return lax.shift_left(lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32), 16)
+        return lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32) << 16
     # float16's subnormals are normal in float32, so its conversion has nothing to flush.
     return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
@@ -36,8 +36,8 @@ def from_bits(bits: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> jax
 
 def _bfloat16_bits(bits: jax.Array) -> jax.Array:
     nan = (bits & ABS) > INF
-    rounded = bits + 0x7FFF + (lax.shift_right_logical(bits, 16) & 1)
-    high = lax.shift_right_logical(jnp.where(nan, NAN, rounded), 16)
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    high = (jnp.where(nan, NAN, rounded) >> 16) & 0xFFFF
     return high.astype(jnp.uint16)
 
 
@@ -63,5 +63,5 @@ def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
     # A subnormal is its integer pattern times 2^-149, and integers convert to float32 exactly.
     as_float = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.int32)
     pattern = jnp.where(subnormal, as_float, magnitude)
-    exponent = (pattern >> 23) - jnp.where(subnormal, 149, 0)
+    exponent = (pattern >> 23) - jnp.where(subnormal, jnp.int32(149), 0)
     return exponent, pattern & MANTISSA
