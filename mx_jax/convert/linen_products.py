@@ -57,7 +57,7 @@ class Lender:
 
     def __init__(self, rules: tuple[Rule, ...], layer: nn.Module, path: str):
         self.rules, self.layer, self.path = rules, layer, path
-        stochastic = any(rule.recipe and rule.recipe.is_stochastic for rule in rules)
+        stochastic = any(rule.quantizes and rule.quantizes.is_stochastic for rule in rules)
         self._identity = (rules, path, id(self) if stochastic else 0)
 
     def __eq__(self, other: object) -> bool:

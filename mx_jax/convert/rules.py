@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.recipes import Recipe
 
 # The kernel as a filter sees it: contracting axes in order, then all kept axes merged into one;
@@ -22,7 +23,8 @@ class Rule:
       pattern: regular expression that the whole path has to match (`re.fullmatch`). A path joins
         the names of the parameter tree by `/`, relative to the converted model:
         `"encoder/block_3/attention/query"`; the model itself is `""`.
-      recipe: what to quantize in the layer's products; None leaves it in high precision.
+      recipe: what to quantize in the layer's products, or a recipe's name; None leaves it in high
+        precision.
       types: layer type, or types; None: every type but embeddings, convolutions and layers that
         are not Flax's, which only a rule that names them converts.
       filter: `(path, shape, recipe) -> bool` with the kernel's shape as `(*contracting, kept)`,
@@ -31,7 +33,7 @@ class Rule:
         defined once, or a frozen value: a fresh lambda is a new rule and retraces.
 
     Raises:
-      ValueError: a pattern that is no regular expression.
+      ValueError: a pattern that is no regular expression, or a name that is no recipe's.
       TypeError: a recipe, types or filter of another type.
 
     Example:
@@ -43,7 +45,7 @@ class Rule:
     """
 
     pattern: str
-    recipe: Recipe | None
+    recipe: Recipe | str | None
     _: dataclasses.KW_ONLY
     types: type | tuple[type, ...] | None = None
     filter: Filter | None = None
@@ -56,12 +58,9 @@ class Rule:
                 f"Rule: pattern must be a regular expression, got pattern={self.pattern!r} "
                 f"({error}); for everything write '.*', not '*'"
             ) from None
-        if self.recipe is not None and not isinstance(self.recipe, Recipe):
-            hint = "call it" if callable(self.recipe) else "e.g. mx_jax.recipes.mxfp8()"
-            raise TypeError(
-                f"Rule {self.pattern!r}: recipe must be a Recipe ({hint}) or None, "
-                f"got recipe={self.recipe!r}"
-            )
+        if self.recipe is not None:
+            recipe = as_recipe(self.recipe, f"Rule {self.pattern!r}", Recipe)
+            object.__setattr__(self, "recipe", recipe)
         if self.types is not None:
             types = tuple(self.types) if isinstance(self.types, tuple | list) else (self.types,)
             if not all(isinstance(entry, type) for entry in types):
@@ -75,6 +74,12 @@ class Rule:
                 f"Rule {self.pattern!r}: filter must be a function of (path, shape, recipe), "
                 f"got filter={self.filter!r}"
             )
+
+    @property
+    def quantizes(self) -> Recipe | None:
+        """The recipe, also where it was given by name; None for high precision."""
+        assert not isinstance(self.recipe, str)
+        return None if self.recipe is None or self.recipe.is_high_precision else self.recipe
 
     def __str__(self) -> str:
         return repr(self.pattern)
@@ -146,10 +151,10 @@ def decide(rules: tuple[Rule, ...], layer: Layer) -> Decision:
             continue
         note = _handed_on(rule, layer)
         if note is None:
-            if rule.recipe is None or rule.recipe.is_high_precision:
+            if rule.quantizes is None:
                 # The layer's own product then, to the bit, whatever order it multiplies in.
                 return Decision(layer=layer, rule=index, recipe=None, reason="kept by its rule")
-            return Decision(layer=layer, rule=index, recipe=rule.recipe)
+            return Decision(layer=layer, rule=index, recipe=rule.quantizes)
         if note:
             notes.append(f"rule {index}: {note}")
     return Decision(
@@ -164,9 +169,10 @@ def _handed_on(rule: Rule, layer: Layer) -> str | None:
         return f"only a rule with types={layer.type.__name__} converts it"
     if types is not None and not issubclass(layer.type, types):
         return ""
-    if rule.filter is None or rule.filter(layer.path, layer.shape, rule.recipe):
+    recipe: Any = rule.recipe
+    if rule.filter is None or rule.filter(layer.path, layer.shape, recipe):
         return None
     why_not = getattr(rule.filter, "why_not", None)
     if why_not is not None:
-        return why_not(layer.path, layer.shape, rule.recipe)
+        return why_not(layer.path, layer.shape, recipe)
     return f"{getattr(rule.filter, '__name__', rule.filter)} says no"

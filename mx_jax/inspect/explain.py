@@ -6,11 +6,12 @@ import numpy as np
 
 from mx_jax.backends.base import MatmulCall, Target
 from mx_jax.backends.select import current_target, on_request, select
+from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.specs import MatmulRecipe, MatmulSpec
 
 
 def explain(
-    recipe: MatmulRecipe,
+    recipe: MatmulRecipe | str,
     m: int,
     k: int,
     n: int,
@@ -21,7 +22,7 @@ def explain(
     """Say how each of the three products of `[m, k] @ [k, n]` will be computed.
 
     Args:
-      recipe: the recipe.
+      recipe: the recipe, or its name.
       m: rows of the left operand.
       k: contracting size.
       n: columns of the right operand.
@@ -44,6 +45,7 @@ def explain(
       grad_lhs [8, 64] x [64, 64]: high precision x high precision -> jax.lax.dot_general
       grad_rhs [64, 8] x [64, 8]: high precision x high precision -> jax.lax.dot_general
     """
+    recipe = as_recipe(recipe, "explain")
     target = current_target() if target is None else target
     products = (
         ("output", recipe.fwd, (m, k), (n, k)),

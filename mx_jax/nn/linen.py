@@ -16,6 +16,7 @@ from flax.linen.dtypes import promote_dtype
 from mx_jax.nn.delayed import DelayedDotGeneral as DelayedDotGeneral
 from mx_jax.nn.stored import StoredParams as StoredParams
 from mx_jax.ops.einsum import einsum
+from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 
@@ -62,9 +63,12 @@ def _layer_key(layer: flax_nn.Module, recipe: Recipe) -> jax.Array | None:
 def _inject(layer: Any) -> None:
     """Set the recipe as the layer's dot_general, unless the user chose another.
 
+    A name gives way to its recipe, so that equal layers have equal fields.
+
     Flax clones a layer, attributes and all, when it binds it: a clone's callable must draw from
     the clone.
     """
+    layer.recipe = as_recipe(layer.recipe, type(layer).__name__, Recipe)
     if layer.dot_general_cls is not None:
         return
     if layer.dot_general is None or isinstance(layer.dot_general, _LayerDotGeneral):
@@ -75,7 +79,7 @@ class Dense(StoredParams, flax_nn.Dense):
     """`flax.linen.Dense` with a recipe.
 
     Attributes:
-      recipe: what to quantize in the product and in its two gradients.
+      recipe: what to quantize in the product and in its two gradients, or a recipe's name.
 
     Example:
       >>> import jax, jax.numpy as jnp, mx_jax
@@ -86,7 +90,7 @@ class Dense(StoredParams, flax_nn.Dense):
     """
 
     promote_dtype: Any = promote_operands
-    recipe: Recipe = dataclasses.field(kw_only=True)
+    recipe: Recipe | str = dataclasses.field(kw_only=True)
 
     def __post_init__(self):
         _inject(self)
@@ -97,11 +101,11 @@ class DenseGeneral(StoredParams, flax_nn.DenseGeneral):
     """`flax.linen.DenseGeneral` with a recipe; blocks lie along the last of its `axis`.
 
     Attributes:
-      recipe: what to quantize in the product and in its two gradients.
+      recipe: what to quantize in the product and in its two gradients, or a recipe's name.
     """
 
     promote_dtype: Any = promote_operands
-    recipe: Recipe = dataclasses.field(kw_only=True)
+    recipe: Recipe | str = dataclasses.field(kw_only=True)
 
     def __post_init__(self):
         _inject(self)
@@ -112,11 +116,15 @@ class Einsum(StoredParams, flax_nn.Einsum):
     """`flax.linen.Einsum` with a recipe.
 
     Attributes:
-      recipe: what to quantize in the product and in its two gradients.
+      recipe: what to quantize in the product and in its two gradients, or a recipe's name.
     """
 
     promote_dtype: Any = promote_operands
-    recipe: Recipe = dataclasses.field(kw_only=True)
+    recipe: Recipe | str = dataclasses.field(kw_only=True)
+
+    def __post_init__(self):
+        self.recipe = as_recipe(self.recipe, type(self).__name__, Recipe)
+        super().__post_init__()
 
     @flax_nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
@@ -133,6 +141,7 @@ class Einsum(StoredParams, flax_nn.Einsum):
         """
         subscripts = flax_module.merge_param("einsum_str", self.einsum_str, einsum_str)
         subscripts = subscripts.replace(" ", "")
+        assert isinstance(self.recipe, Recipe)
         if "->" not in subscripts:
             raise ValueError(f"Einsum: needs explicit subscripts with '->', got {subscripts!r}")
         if subscripts.count(",") != 1:

@@ -16,6 +16,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.ops.einsum import einsum
+from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 
@@ -91,11 +92,15 @@ class _Keyed:
         return functools.partial(operation, key=self.rngs())
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecipeEinsum:
     """A drop-in for `jnp.einsum` of two operands; equal recipes make equal instances."""
 
     recipe: Recipe
+
+    def __post_init__(self):
+        object.__setattr__(self, "recipe", as_recipe(self.recipe, "RecipeEinsum", Recipe))
 
     def __call__(self, subscripts: str, lhs: Any, rhs: Any, **options: Any) -> jax.Array:
         """See `mx_jax.einsum`."""
@@ -131,7 +136,7 @@ class Linear(_KeyedDotGeneral, nnx.Linear):
         in_features: int,
         out_features: int,
         *,
-        recipe: Recipe,
+        recipe: Recipe | str,
         rngs: nnx.Rngs,
         **options: Any,
     ):
@@ -140,10 +145,11 @@ class Linear(_KeyedDotGeneral, nnx.Linear):
         Args:
           in_features: size of the contracted axis.
           out_features: size of the result's last axis.
-          recipe: what to quantize in the product and in its two gradients.
+          recipe: what to quantize in the product and in its two gradients, or a recipe's name.
           rngs: streams; a stochastic recipe draws from `"quantize"`.
           **options: `flax.nnx.Linear`'s own.
         """
+        recipe = as_recipe(recipe, type(self).__name__, Recipe)
         options = {"dot_general": recipe.dot_general, "promote_dtype": promote_operands} | options
         super().__init__(in_features, out_features, rngs=rngs, **options)
         self.recipe = recipe
@@ -158,7 +164,7 @@ class LinearGeneral(_KeyedDotGeneral, nnx.LinearGeneral):
         in_features: Any,
         out_features: Any,
         *,
-        recipe: Recipe,
+        recipe: Recipe | str,
         rngs: nnx.Rngs,
         **options: Any,
     ):
@@ -167,10 +173,11 @@ class LinearGeneral(_KeyedDotGeneral, nnx.LinearGeneral):
         Args:
           in_features: sizes of the contracted axes.
           out_features: sizes of the result's last axes.
-          recipe: what to quantize in the product and in its two gradients.
+          recipe: what to quantize in the product and in its two gradients, or a recipe's name.
           rngs: streams; a stochastic recipe draws from `"quantize"`.
           **options: `flax.nnx.LinearGeneral`'s own.
         """
+        recipe = as_recipe(recipe, type(self).__name__, Recipe)
         options = {"dot_general": recipe.dot_general, "promote_dtype": promote_operands} | options
         super().__init__(in_features, out_features, rngs=rngs, **options)
         self.recipe = recipe
@@ -186,7 +193,7 @@ class Einsum(_Keyed, nnx.Einsum):
         kernel_shape: Any,
         bias_shape: Any = None,
         *,
-        recipe: Recipe,
+        recipe: Recipe | str,
         rngs: nnx.Rngs,
         **options: Any,
     ):
@@ -196,10 +203,11 @@ class Einsum(_Keyed, nnx.Einsum):
           einsum_str: subscripts of inputs and kernel.
           kernel_shape: shape of the kernel.
           bias_shape: shape of the bias, or None for none.
-          recipe: what to quantize in the product and in its two gradients.
+          recipe: what to quantize in the product and in its two gradients, or a recipe's name.
           rngs: streams; a stochastic recipe draws from `"quantize"`.
           **options: `flax.nnx.Einsum`'s own.
         """
+        recipe = as_recipe(recipe, type(self).__name__, Recipe)
         operation = RecipeEinsum(recipe=recipe)
         options = {"einsum_op": operation, "promote_dtype": promote_operands} | options
         super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, **options)

@@ -14,6 +14,7 @@ from mx_jax.ops.canonical import canonicalize, check_dimension_numbers, restore
 from mx_jax.ops.checks import QUANTIZABLE, check_is_key
 from mx_jax.ops.explicit_axes import canonical_sharding
 from mx_jax.ops.gradients import differentiable_matmul
+from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.specs import MatmulRecipe
 
@@ -23,7 +24,7 @@ def dot_general(
     rhs: Any,
     dimension_numbers: lax.DotDimensionNumbers,
     *,
-    recipe: MatmulRecipe,
+    recipe: MatmulRecipe | str,
     precision: Any = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: Any = None,
@@ -41,7 +42,7 @@ def dot_general(
         axis, which is used as it is.
       rhs: likewise.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`.
-      recipe: what to quantize, e.g. `mx_jax.recipes.mxfp8()`.
+      recipe: what to quantize, e.g. `mx_jax.recipes.mxfp8()`, or a name, e.g. `"mxfp8"`.
       precision: as in `jax.lax.dot_general`, for high-precision operands.
       preferred_element_type: dtype of the product; default: the operands' common dtype.
       out_sharding: sharding of the product, as in `jax.lax.dot_general`.
@@ -63,7 +64,7 @@ def dot_general(
       >>> mx_jax.dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe)[0]
       Array([32., 32., 32.], dtype=float32)
     """
-    check_recipe(recipe, "dot_general")
+    recipe = as_recipe(recipe, "dot_general")
     lhs, rhs = as_operand(unpacked(lhs), "lhs", recipe), as_operand(rhs, "rhs", recipe)
     _check_matmul_key(key, recipe)
     out_dtype = np.dtype(
@@ -106,14 +107,6 @@ def constrain(product: jax.Array, out_sharding: Any) -> jax.Array:
     return lax.with_sharding_constraint(product, out_sharding)
 
 
-def check_recipe(recipe: Any, operation: str) -> None:
-    """Raise TypeError unless recipe is one, with the remedy for a name or a forgotten call."""
-    if isinstance(recipe, MatmulRecipe):
-        return
-    hint = "call it: recipes are functions" if callable(recipe) else "e.g. mx_jax.recipes.mxfp8()"
-    raise TypeError(f"{operation}: recipe must be a Recipe ({hint}), got recipe={recipe!r}")
-
-
 def as_operand(x: Any, side: str, recipe: MatmulRecipe) -> AnyOperand:
     """An MXArray as it is, anything else as an array that the recipe can take.
 
@@ -151,7 +144,7 @@ def matmul(
     lhs: Any,
     rhs: Any,
     *,
-    recipe: MatmulRecipe,
+    recipe: MatmulRecipe | str,
     precision: Any = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     key: jax.Array | None = None,
@@ -161,7 +154,7 @@ def matmul(
     Args:
       lhs: values or an MXArray blocked along its last axis; one axis means a row vector.
       rhs: values or an MXArray blocked along its second-last axis; one axis means a column vector.
-      recipe: what to quantize.
+      recipe: what to quantize, or a recipe's name.
       precision: as in `jax.lax.dot_general`.
       preferred_element_type: dtype of the product.
       key: PRNG key, if the recipe rounds stochastically.
@@ -178,7 +171,7 @@ def matmul(
       >>> mx_jax.matmul(jnp.ones((2, 64)), w, recipe=mx_jax.recipes.weight_only("mxfp4")).shape
       (2, 3)
     """
-    check_recipe(recipe, "matmul")
+    recipe = as_recipe(recipe, "matmul")
     lhs, rhs = as_operand(lhs, "lhs", recipe), as_operand(rhs, "rhs", recipe)
     if not lhs.ndim or not rhs.ndim:
         raise ValueError(
@@ -231,12 +224,13 @@ def _with_batch(operand: AnyOperand, batch: tuple[int, ...]) -> AnyOperand:
     return jnp.broadcast_to(operand, (*batch, *tail))
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecipeDotGeneral:
     """A drop-in for `jax.lax.dot_general`, to inject where a layer takes one.
 
-    Equal recipes make equal instances, so rebuilding a model does not retrace it, as a fresh
-    `functools.partial` would.
+    A pytree without leaves, so that it may stand in one that jit is given. Equal recipes make equal
+    instances, so rebuilding a model does not retrace it, as a fresh `functools.partial` would.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, mx_jax
@@ -246,6 +240,9 @@ class RecipeDotGeneral:
     """
 
     recipe: MatmulRecipe
+
+    def __post_init__(self):
+        object.__setattr__(self, "recipe", as_recipe(self.recipe, "RecipeDotGeneral"))
 
     def __call__(
         self,

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax.backends.base import AnyOperand
-from mx_jax.ops.dot_general import as_operand, check_recipe, constrain, dot_general
+from mx_jax.ops.dot_general import as_operand, constrain, dot_general
 from mx_jax.ops.explicit_axes import permuted_sharding
+from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.packed import Quantized
 from mx_jax.specs import MatmulRecipe
 
@@ -27,7 +28,7 @@ def einsum(
     lhs: Any,
     rhs: Any,
     *,
-    recipe: MatmulRecipe,
+    recipe: MatmulRecipe | str,
     precision: Any = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: Any = None,
@@ -43,7 +44,7 @@ def einsum(
       subscripts: e.g. `"...td,dhk->...thk"`; without `->`, letters that occur once, in order.
       lhs: values or an MXArray blocked along the last contracted axis.
       rhs: likewise.
-      recipe: what to quantize.
+      recipe: what to quantize, or a recipe's name.
       precision: as in `jax.lax.dot_general`.
       preferred_element_type: dtype of the product.
       out_sharding: sharding of the product.
@@ -62,7 +63,7 @@ def einsum(
       >>> mx_jax.einsum("btd,dhk->bthk", x, w, recipe=mx_jax.recipes.mxfp8()).shape
       (2, 5, 4, 8)
     """
-    check_recipe(recipe, "einsum")
+    recipe = as_recipe(recipe, "einsum")
     lhs, rhs = as_operand(lhs, "lhs", recipe), as_operand(rhs, "rhs", recipe)
     terms = _parse(subscripts, lhs.ndim, rhs.ndim)
     lhs, left = _sum_alone(lhs, terms.lhs, terms.rhs + terms.out, subscripts)

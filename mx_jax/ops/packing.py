@@ -6,7 +6,7 @@ from mx_jax.backends.base import PackCall
 from mx_jax.backends.select import current_target, select
 from mx_jax.backends.target import follow
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.dot_general import check_recipe
+from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.packed import PackedMXArray
 from mx_jax.specs import MatmulRecipe
 
@@ -16,7 +16,7 @@ def pack_weights(
     *,
     contracting: int | Sequence[int] | None = None,
     num_batch: int = 0,
-    recipe: MatmulRecipe | None = None,
+    recipe: MatmulRecipe | str | None = None,
 ) -> MXArray | PackedMXArray:
     """Weights in the order in which this machine's kernels read them, for any number of products.
 
@@ -33,7 +33,8 @@ def pack_weights(
       weights: blocked along the axis that products contract; any other axes are kept.
       contracting: the axes that products contract, if there are several; blocks lie along the last.
       num_batch: how many leading axes are batch axes of the products, as in a stack of layers.
-      recipe: of the products, where it is known; None: weights in any layout that serves all.
+      recipe: of the products, or its name, where it is known; None: weights in any layout that
+        serves all.
 
     Returns:
       A `PackedMXArray`; or weights themselves, where no backend here has a layout of its own for
@@ -58,7 +59,7 @@ def pack_weights(
             "quantize it first"
         )
     if recipe is not None:
-        check_recipe(recipe, "pack_weights")
+        recipe = as_recipe(recipe, "pack_weights")
     activations = None if recipe is None else recipe.fwd.lhs
     call = PackCall(
         shape=weights.shape,

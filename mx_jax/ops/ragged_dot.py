@@ -20,10 +20,11 @@ from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray
 from mx_jax.ops import gradients
 from mx_jax.ops.canonical import Groups, _check_blocks
-from mx_jax.ops.dot_general import _check_matmul_key, as_operand, check_recipe
+from mx_jax.ops.dot_general import _check_matmul_key, as_operand
 from mx_jax.ops.gradients import Bar, Static
 from mx_jax.ops.matmul import Place, _transform, operand_keys, prepare
 from mx_jax.ops.quantize import draw_bits, quantize_operand
+from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.packed import unpacked
 from mx_jax.reference import hadamard, ragged
 from mx_jax.reference.ragged import RaggedRows, ragged_rows
@@ -42,7 +43,7 @@ def ragged_dot(
     rhs: Any,
     group_sizes: Any,
     *,
-    recipe: MatmulRecipe,
+    recipe: MatmulRecipe | str,
     precision: Any = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     key: jax.Array | None = None,
@@ -62,7 +63,7 @@ def ragged_dot(
         used as it is.
       rhs: likewise, blocked along its second-last axis.
       group_sizes: integers, not negative; what they add up to beyond m is cut off.
-      recipe: what to quantize, e.g. `mx_jax.recipes.mxfp8()`; `high_precision()` is
+      recipe: what to quantize, e.g. `mx_jax.recipes.mxfp8()` or its name; `high_precision()` is
         `jax.lax.ragged_dot` itself.
       precision: as in `jax.lax.ragged_dot`, for high-precision operands.
       preferred_element_type: dtype of the product; default: the operands' common dtype.
@@ -88,7 +89,7 @@ def ragged_dot(
              [128., 128.],
              [  0.,   0.]], dtype=float32)
     """
-    check_recipe(recipe, "ragged_dot")
+    recipe = as_recipe(recipe, "ragged_dot")
     lhs, rhs = (
         as_operand(unpacked(operand), side, recipe)
         for operand, side in ((lhs, "lhs"), (rhs, "rhs"))

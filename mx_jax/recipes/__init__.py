@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+from mx_jax.ops.recipe_names import enter_recipe as _enter_recipe
+from mx_jax.ops.recipe_names import named_recipe as _named_recipe
+from mx_jax.ops.recipe_names import recipe_names as _recipe_names
 from mx_jax.recipes.base import Recipe as Recipe
 from mx_jax.recipes.float8 import AXISWISE as AXISWISE
 from mx_jax.recipes.float8 import DISABLED as DISABLED
@@ -59,13 +62,21 @@ _ALIASES = {
 }
 
 
+for _function in _NAMED:
+    _enter_recipe(_function().name, _function)
+for _alias, _function in _ALIASES.items():
+    _enter_recipe(_alias, _function)
+
+
 def names() -> tuple[str, ...]:
     """Names that `from_name` knows, torchao's for float8 last."""
-    return (*(function().name for function in _NAMED), *_ALIASES)
+    return _recipe_names()
 
 
 def from_name(name: str) -> Recipe:
     """The named recipe that takes no arguments.
+
+    Wherever a recipe is taken, its name is too.
 
     Raises:
       ValueError: unknown name; the message lists the known.
@@ -75,10 +86,6 @@ def from_name(name: str) -> Recipe:
       >>> recipes.from_name("mxfp8") == recipes.mxfp8()
       True
     """
-    if name in _ALIASES:
-        return _ALIASES[name]()
-    for function in _NAMED:
-        recipe = function()
-        if recipe.name == name:
-            return recipe
-    raise ValueError(f"unknown recipe name={name!r}; known: {', '.join(names())}")
+    recipe = _named_recipe(name)
+    assert isinstance(recipe, Recipe)
+    return recipe

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import mx_jax
 from mx_jax import recipes
+from mx_jax.ops.dot_general import RecipeDotGeneral
 from tests.ops.quick import quick
 
 MXFP8 = recipes.mxfp8()
@@ -54,17 +56,26 @@ def test_high_precision_takes_what_lax_takes():
     ("recipe", "hint"),
     [
         (recipes.mxfp8, "(call it: recipes are functions), got recipe=<function mxfp8"),
-        ("mxfp8", "(e.g. mx_jax.recipes.mxfp8()), got recipe='mxfp8'"),
+        (
+            3,
+            "(e.g. mx_jax.recipes.mxfp8()), got recipe=3; or the name of one: high_precision",
+        ),
         (None, "(e.g. mx_jax.recipes.mxfp8()), got recipe=None"),
         (MXFP8.fwd, "(e.g. mx_jax.recipes.mxfp8()), got recipe=MatmulSpec("),
     ],
-    ids=["function", "name", "none", "spec"],
+    ids=["function", "number", "none", "spec"],
 )
 def test_recipes(recipe: Any, hint: str):
     for operation, call in (
         ("matmul", lambda: mx_jax.matmul(X, W, recipe=recipe)),
         ("einsum", lambda: mx_jax.einsum("mk,kn->mn", X, W, recipe=recipe)),
         ("dot_general", lambda: mx_jax.dot_general(X, W, PLAIN, recipe=recipe)),
+        ("explain", lambda: mx_jax.inspect.explain(recipe, 8, 32, 8)),
+        ("RecipeDotGeneral", lambda: RecipeDotGeneral(recipe=recipe)),
+        ("Dense", lambda: mx_jax.nn.linen.Dense(8, recipe=recipe)),
+        ("Einsum", lambda: mx_jax.nn.linen.Einsum((8,), recipe=recipe)),
+        ("Linear", lambda: mx_jax.nn.nnx.Linear(8, 8, recipe=recipe, rngs=nnx.Rngs(0))),
+        ("Einsum", lambda: mx_jax.nn.nnx.Einsum("k,k->", (8,), recipe=recipe, rngs=nnx.Rngs(0))),
     ):
         message = re.escape(f"{operation}: recipe must be a Recipe {hint}")
         with pytest.raises(TypeError, match=f"^{message}"):

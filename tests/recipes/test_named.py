@@ -1,13 +1,20 @@
 """Named recipes: which format, rule and rounding each operand of each product has."""
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import pytest
+from flax import nnx
 
-from mx_jax import formats, recipes
+import mx_jax
+from mx_jax import convert, formats, nn, recipes
+from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.recipes import OperandSpec, Recipe, Residuals, operand
 from mx_jax.reference.scale_rules import AMAX, CEIL, EVEN, FLOOR, RCEIL, ScaleRule
 
@@ -110,6 +117,49 @@ def test_from_name():
     message = f"unknown recipe name='mxfp9'; known: {known}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         recipes.from_name("mxfp9")
+
+
+def program(operation: Callable[..., Any], *operands: Any, **options: Any) -> str:
+    return str(jax.make_jaxpr(functools.partial(operation, **options))(*operands))
+
+
+def test_a_name_is_taken_wherever_a_recipe_is():
+    """The same program, and layers and rules that are equal: a name is gone once it is passed."""
+    recipe, x, w = recipes.mxfp4(), jnp.ones((4, 64)), jnp.ones((64, 8))
+    experts, sizes, plain = jnp.ones((2, 64, 8)), jnp.array([1, 3]), (((1,), (0,)), ((), ()))
+    weights, rngs = mx_jax.quantize(w, "mxfp4", axis=0), nnx.Rngs(0)
+    calls: list[Callable[[Any], Any]] = [
+        lambda recipe: program(mx_jax.matmul, x, w, recipe=recipe),
+        lambda recipe: program(mx_jax.dot_general, x, w, dimension_numbers=plain, recipe=recipe),
+        lambda recipe: program(functools.partial(mx_jax.einsum, "mk,kn"), x, w, recipe=recipe),
+        lambda recipe: program(mx_jax.ragged_dot, x, experts, group_sizes=sizes, recipe=recipe),
+        lambda recipe: jax.tree.structure(mx_jax.pack_weights(weights, recipe=recipe)),
+        lambda recipe: mx_jax.inspect.explain(recipe, 8, 64, 64),
+        lambda recipe: hash(RecipeDotGeneral(recipe=recipe)),
+        lambda recipe: convert.Rule(".*", recipe),
+        lambda recipe: nn.linen.Dense(8, recipe=recipe),
+        lambda recipe: nn.linen.DenseGeneral(8, recipe=recipe),
+        lambda recipe: nn.linen.Einsum((8,), recipe=recipe),
+        lambda recipe: nnx.graphdef(nn.nnx.Linear(8, 8, recipe=recipe, rngs=rngs)),
+        lambda recipe: nnx.graphdef(nn.nnx.LinearGeneral(8, 8, recipe=recipe, rngs=rngs)),
+        lambda recipe: nnx.graphdef(nn.nnx.Einsum("bk,kn->bn", (8, 8), recipe=recipe, rngs=rngs)),
+    ]
+    for call in calls:
+        assert call("MXFP4") == call(recipe)
+
+
+def test_an_injected_recipe_may_stand_in_a_jitted_pytree():
+    x, w = jnp.ones((4, 64)), jnp.ones((64, 8))
+    traces = []
+
+    @jax.jit
+    def apply(layer):
+        traces.append(layer)
+        return layer["dot_general"](layer["x"], w, (((1,), (0,)), ((), ())))
+
+    for _ in range(2):
+        assert apply({"x": x, "dot_general": recipes.mxfp4().dot_general})[0, 0] == 64
+    assert len(traces) == 1
 
 
 @pytest.mark.parametrize(
