@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 import mx_jax
 from mx_jax import formats
 from mx_jax.backends.base import MatmulCall, PackCall, Target
-from mx_jax.backends.pallas_gpu import PallasGpuBackend, packed, rejections
+from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul, packed, rejections
 from mx_jax.backends.pallas_gpu.storage import SLOTS, Slot, codes_of, storage, words_of
 from mx_jax.backends.pallas_gpu.weights import pack
 from mx_jax.backends.select import current_target, only_backend, select
@@ -207,6 +207,29 @@ def test_jax_calls_both_kinds_gpu(version: str, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     assert current_target(1) == (H200 if "cuda" in version else Target(platform="rocm"))
+
+
+def test_a_float16_is_two_bfloat16_of_its_sign():
+    """Every one: so an infinite weight gives each part's product the same infinity, never NaN."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    parts = matmul._bfloat16_parts(jnp.asarray(every)[None, :, None])
+    assert parts.dtype == jnp.bfloat16 and parts.shape == (1, 2 << 16, 1)
+    high, low = np.asarray(parts, np.float64).reshape(2, -1)
+    np.testing.assert_array_equal(high + low, every.astype(np.float64))
+    known = ~np.isnan(every)
+    for part in (high, low):
+        np.testing.assert_array_equal(np.sign(part[known]), np.sign(every[known]))
+
+
+def test_many_rows_of_float16_by_infinite_weights():
+    """Those that XLA multiplies, by weights decoded once."""
+    case = MatmulCase(lhs=None, rhs=MXFP8_E5M2, dtype="float16", m=(1024,), n=(1,), k=(32,))
+    weights = case.operands(np.random.default_rng(0))[1]
+    codes, scales = jnp.full((1, 32), 0x7C, np.uint8), jnp.full((1, 1), 127, np.uint8)
+    weights = dataclasses.replace(weights, codes=codes, scales=scales)
+    x = jnp.ones((1024, 32), jnp.float16)
+    out = matmul.scaled_matmul(x, weights, case.call, architecture="sm90")
+    np.testing.assert_array_equal(out, np.full((1024, 1), np.inf, np.float32))
 
 
 PACKED = (

@@ -207,6 +207,28 @@ def test_what_is_not_finite_reaches_its_row_alone(how: dict[str, Any]):
     np.testing.assert_array_equal(out, [[64, nan, nan, 64], [inf, nan, nan, inf]])
 
 
+# NumPy, as above.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("architecture", ["sm90", pytest.param("sm80", marks=needs_newer_mosaic)])
+def test_float16_by_infinite_weights(architecture: str, how: dict[str, Any]):
+    """Neither of a float16's two parts makes NaN of an infinite product, whatever it rounds to."""
+    case = case_of(MXFP8_E5M2, "float16", m=(7,), n=(3,), k=(64,))
+    rhs = case.operands(np.random.default_rng(0))[1]
+    codes = np.full((3, 64), 0x3C, np.uint8)
+    codes[1, 5], codes[2, 5] = 0x7C, 0xFC
+    scales = jnp.full((3, 2), 127, np.uint8)
+    rhs = dataclasses.replace(rhs, codes=jnp.asarray(codes), scales=scales)
+    # Of one bit, rounded up and down to bfloat16, the smallest, and what is not finite either.
+    met = np.array([1, 1 + 3 * 2.0**-9, -1 - 2.0**-9, 2.0**-24, 0, np.inf, -np.inf], np.float16)
+    lhs = jnp.zeros((7, 64), jnp.float16).at[:, 5].set(met)
+    here = how | {"architecture": architecture}
+    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, case.call, **here))
+    weights = np.array([1, np.inf, -np.inf])
+    with np.errstate(invalid="ignore"):
+        expected = np.outer(met, weights).astype(np.float32)
+    np.testing.assert_array_equal(run(lhs, rhs), expected)
+
+
 @pytest.mark.parametrize(
     ("m", "n", "k"), [((0,), (3,), (32,)), ((2,), (0,), (32,)), ((2,), (3,), (0,))]
 )

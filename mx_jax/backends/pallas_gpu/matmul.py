@@ -256,12 +256,17 @@ def _bfloat16_parts(x: jax.Array) -> jax.Array:
     """Rows of bfloat16 whose products sum to x's: x itself, or a float16's two parts below.
 
     A float16 has 11 significant bits, so what bfloat16's 8 leave over is a bfloat16 too. Where few
-    rows multiply, reading weights takes the time and the second row is free.
+    rows multiply, reading weights takes the time and the second row is free. Both parts have x's
+    sign, and neither is zero unless x is: where nothing is left over, they are halves. So both
+    products of an infinite weight are the same infinity, and their sum is no NaN.
     """
     if x.dtype == jnp.bfloat16:
         return x
     exact = x.astype(jnp.float32)
-    # Not a pair of casts, which XLA may leave out.
-    high = lax.reduce_precision(exact, exponent_bits=8, mantissa_bits=7)
-    low = jnp.where(jnp.isfinite(high), exact - high, 0.0)
+    # Rounded toward zero by a mask, not by a pair of casts, which XLA may leave out.
+    bits = lax.bitcast_convert_type(exact, jnp.uint32) & jnp.uint32(0xFFFF0000)
+    high = lax.bitcast_convert_type(bits, jnp.float32)
+    halved = high == exact
+    high = jnp.where(halved, 0.5 * exact, high)
+    low = jnp.where(halved, high, exact - high)
     return jnp.concatenate([high, low], axis=1).astype(jnp.bfloat16)
