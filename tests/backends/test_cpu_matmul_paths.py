@@ -12,9 +12,12 @@ from mx_jax.backends.cpu_ffi import library
 ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
 FORMATS = (*formats.MX_FORMATS, formats.NVFP4)
 
-pytestmark = pytest.mark.skipif(
-    isinstance(library.load(), str), reason=f"no CPU library: {library.load()}"
-)
+pytestmark = [
+    pytest.mark.skipif(isinstance(library.load(), str), reason=f"no CPU library: {library.load()}"),
+    pytest.mark.one_python(
+        reason="compares instruction sets of one compiled file, the same on both"
+    ),
+]
 
 # Prints a digest of integer products, which no instruction set may change.
 SCRIPT = """

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.one_python(reason="reads the import statements of the sources alone")
+
 ROOT = Path(__file__).parents[2]
 TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
 CONTRACTS = TOOLS["importlinter"]["contracts"]
