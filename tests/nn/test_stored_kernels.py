@@ -170,7 +170,7 @@ def test_the_product_reads_what_is_stored(case: Case, way: Any):
     assert_bitwise_equal(jax.jit(run)(packed, x), expected, what="packed")
 
 
-# Stacks of layers ----------------------------------------------------------------------------------
+# Stacks of layers ---------------------------------------------------------------------------------
 
 NUM_LAYERS = 3
 
