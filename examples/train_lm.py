@@ -11,7 +11,8 @@ A seed fixes the initial parameters and the order of the data for every recipe, 
 one seed differ by their arithmetic alone. The linear layers inside the blocks follow the recipe;
 embedding, head, norms and attention products do not. Rounding also sends a run down another path,
 worth up to one per cent of loss by itself: smaller gaps than that need the mean of some seeds.
-Ctrl-C saves a checkpoint first.
+Ctrl-C saves a checkpoint first. The exit status is 0, or 1 if a run diverged, 2 for wrong options,
+3 if a file could not be written or read, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import jax
 import numpy as np
 from lm.cli import CommandLine
 from lm.data import Corpus, DataError, file_text, standard_library_text
+from lm.disk import DiskError
 from lm.model import generate
 from lm.report import print_sample, print_table, save_plot
 from lm.settings import Settings
@@ -37,6 +39,11 @@ from lm.training import Interrupted, Trainer, stop_request
 from rich.console import Console
 
 import mx_jax
+
+# Exit statuses, beside 0 and argparse's 2 for wrong options.
+DIVERGED = 1
+NO_DISK = 3
+STOPPED = 130
 
 DEFAULT_RECIPES = ("float32", "mxfp8", "mxfp4")
 DEFAULT = Settings(
@@ -113,6 +120,9 @@ def write_sample(
     """Lets the model of a finished run continue the prompt; every recipe throws the same dice."""
     with output.checkpoints(run) as checkpoints:
         trainer = Trainer(run, output.settings, corpus, checkpoints)
+    if trainer.run.step < output.settings.steps:
+        console.print(f"{run.label}: no sample, since its last checkpoint is lost")
+        return
     params, model = trainer.state.params, trainer.model
     tokens = generate(params, prompt, jax.random.key(0), model=model, length=length)
     print_sample(console, run.label, corpus.decode(prompt), corpus.decode(np.asarray(tokens)))
@@ -126,7 +136,7 @@ def report(output: Output, console: Console) -> None:
 
 
 def run(output: Output, corpus: Corpus, prompt: np.ndarray, arguments: argparse.Namespace) -> int:
-    """Trains, reports, samples; the exit status is 1 if a run diverged, 130 if stopped."""
+    """Trains, reports, samples; returns the exit status."""
     console = Console(markup=False, highlight=False)
     console.print(
         f"{len(corpus.train):,} characters to train on, {len(corpus.validation):,} to validate; "
@@ -136,12 +146,12 @@ def run(output: Output, corpus: Corpus, prompt: np.ndarray, arguments: argparse.
         train_all(output, corpus, arguments, console)
     except Interrupted:
         report(output, console)
-        return 130
+        return STOPPED
     report(output, console)
     chosen = [output.run(recipe, arguments.seeds[0]) for recipe in arguments.recipes]
     for finished in (run for run in chosen if run.finished and arguments.sample):
         write_sample(finished, output, corpus, prompt, arguments.sample, console)
-    return 1 if any(run.diverged_at is not None for run in output.runs.values()) else 0
+    return DIVERGED if any(run.diverged_at is not None for run in output.runs.values()) else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -166,8 +176,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             status = run(output, corpus, prompt, arguments)
         except KeyboardInterrupt:  # a second Ctrl-C: at once, from the newest checkpoint
-            status = 130
-    if status == 130:
+            status = STOPPED
+        except DiskError as error:
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+            status = NO_DISK
+    if status in (STOPPED, NO_DISK):
         again = [word for word in argv if word not in ("--overwrite", "--resume")] + ["--resume"]
         print(f"stopped; to continue: {shlex.join(['python', sys.argv[0], *again])}")
     return status

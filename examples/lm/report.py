@@ -18,6 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from .disk import replace
 from .settings import KNOWN_RECIPES, Settings
 from .storage import Run
 
@@ -69,7 +70,7 @@ def by_recipe(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def gap(run: Run, baseline: Run) -> list[tuple[int, float]]:
-    """Per cent that a run's validation loss lies above its baseline's, where both have one."""
+    """Percent that a run's validation loss lies above its baseline's, where both have one."""
     reference = dict(baseline.validation)
     return [
         (step, 100 * (loss / reference[step] - 1))
@@ -152,8 +153,10 @@ def save_plot(path: Path, runs: Collection[Run], settings: Settings) -> None:
         # Without the fall from guessing, which would flatten all that follows.
         losses.set_ylim(top=1.15 * max(firsts))
         _label(losses, differences, settings)
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
+        try:
+            replace("the plot", path, lambda file: figure.savefig(file, format="png", dpi=150))
+        finally:
+            plt.close(figure)
 
 
 def _legend(recipe: str, group: list[Run], groups: dict[str, list[Run]]) -> str:
@@ -207,7 +210,7 @@ def _plot_points(
 
 def _label(losses: Axes, differences: Axes, settings: Settings) -> None:
     losses.set_title("Validation loss (points) and smoothed training loss (thin)", loc="left")
-    losses.set_ylabel("loss (nats a character)")
+    losses.set_ylabel("loss (nats per character)")
     losses.legend(frameon=False, title="validation loss at the last step", alignment="left")
     differences.set_title(f"Validation loss above {BASELINE}, same seed and data", loc="left")
     differences.set_ylabel("gap (%)")

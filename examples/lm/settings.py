@@ -39,7 +39,7 @@ class Settings:
     layers: int = _setting("transformer blocks")
     heads: int = _setting("attention heads")
     context: int = _setting("characters the model sees")
-    batch: int = _setting("sequences a step")
+    batch: int = _setting("sequences per step")
     steps: int = _setting("optimizer steps")
     lr: float = _setting("peak learning rate: warm-up over an eighth of the steps, then cosine")
     weight_decay: float = _setting("AdamW's decay of the matrices")

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
+from .disk import (
+    DiskError,
+    check_checksums,
+    check_room,
+    one_message,
+    record_checksums,
+    replace,
+    writing,
+)
 from .settings import Settings
 
 
@@ -52,7 +62,7 @@ class Run:
 
     @property
     def final_loss(self) -> float | None:
-        """Validation loss in nats a character; `None` until finished."""
+        """Validation loss in nats per character; `None` until finished."""
         return self.validation[-1][1] if self.finished else None
 
     def tokens_per_second(self, settings: Settings) -> float:
@@ -69,13 +79,15 @@ class Run:
 
 
 class Checkpoints:
-    """The newest state of one run on disk, beside the curves that led to it."""
+    """The newest states of one run on disk, beside the curves that led to them."""
 
-    def __init__(self, folder: Path) -> None:
-        # Synchronous: when `save` returns, the state is safe. Orbax deletes the older
-        # checkpoint only once the newer is complete, so one is enough.
-        options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+    def __init__(self, folder: Path, *, keep: int = 3) -> None:
+        self._folder = folder.resolve()
+        # Synchronous: when `save` returns, the state is safe. More than one is kept, since a
+        # disk may lose part of the newest one.
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+        with writing("checkpoints", self._folder), one_message():
+            self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -85,18 +97,64 @@ class Checkpoints:
 
     def save(self, state: Any, run: Run) -> None:
         """Writes both, unless this step is there already."""
-        if self._manager.latest_step() != run.step:
-            items = {"state": ocp.args.StandardSave(state), "run": ocp.args.JsonSave(asdict(run))}
+        if self._manager.latest_step() == run.step:
+            return
+        items = {"state": ocp.args.StandardSave(state), "run": ocp.args.JsonSave(asdict(run))}
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        what = f"the checkpoint of step {run.step:,} ({size / 1e6:,.1f} MB)"
+        with writing(what, self._folder, self._remove_partial), one_message():
+            check_room(self._folder, size)
             self._manager.save(run.step, args=ocp.args.Composite(**items))
+            record_checksums(self._folder / str(run.step))
 
     def restore(self, like: Any) -> tuple[Any, Run] | None:
-        """The newest state, with the structure of `like`, and its run; `None` if there is none."""
-        step = self._manager.latest_step()
-        if step is None:
-            return None
+        """The newest state that can be read, with the structure of `like`, and its run.
+
+        Returns `None` if nothing was saved. Says so where it passes over a damaged checkpoint,
+        which is deleted once an older one is read: its steps are trained again, bit for bit.
+        """
+        damaged: dict[int, str] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                with one_message():
+                    restored = self._restore_step(step, like)
+            # Whatever Orbax, TensorStore or JSON raise for files that are cut off or missing.
+            except Exception as error:
+                damaged[step] = _first_line(error)
+                continue
+            for newer, reason in damaged.items():
+                self._manager.delete(newer)
+                print(
+                    f"{self._folder.name}: cannot read the checkpoint of step {newer:,}, "
+                    f"going back to step {step:,} ({reason})",
+                    file=sys.stderr,
+                )
+            return restored
+        if damaged:
+            reasons = "; ".join(f"step {step:,}: {reason}" for step, reason in damaged.items())
+            raise DiskError(
+                f"cannot read any checkpoint in {self._folder} ({reasons}); to train this run "
+                "from its start, delete that folder and pass --resume: other runs are kept"
+            )
+        return None
+
+    def _restore_step(self, step: int, like: Any) -> tuple[Any, Run]:
+        check_checksums(self._folder / str(step))
         items = {"state": ocp.args.StandardRestore(like), "run": ocp.args.JsonRestore()}
         restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         return restored["state"], Run.from_dict(restored["run"])
+
+    def _remove_partial(self) -> str:
+        """Makes room on a full disk, and says what remains."""
+        for partial in self._folder.glob("*.orbax-checkpoint-tmp"):
+            shutil.rmtree(partial, ignore_errors=True)
+        step = self._manager.latest_step()
+        return f"the newest one is of step {step:,}" if step else "there is no earlier one"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return text if isinstance(error, DiskError) else f"{type(error).__name__}: {text}"[:200]
 
 
 class OutputError(Exception):
@@ -141,6 +199,8 @@ class Output:
             self.save()
         except OSError as error:
             raise OutputError(f"cannot write to {self.folder}: {error.strerror}") from None
+        except DiskError as error:
+            raise OutputError(str(error)) from None
 
     def save(self) -> None:
         """Writes the results: whole or not at all, even if killed here."""
@@ -149,9 +209,8 @@ class Output:
             "environment": self.environment,
             "runs": [self._entry(run) for run in self.runs.values()],
         }
-        partial = self.results.with_suffix(".partial")
-        partial.write_text(json.dumps(document, indent=1, allow_nan=False), encoding="utf-8")
-        os.replace(partial, self.results)
+        text = json.dumps(document, indent=1, allow_nan=False)
+        replace("the results", self.results, lambda file: file.write(text.encode()))
 
     def _checkpoint_folder(self, run: Run) -> Path:
         return self.folder / "checkpoints" / run.name

@@ -78,7 +78,7 @@ def initial_state(seed: int, *, settings: Settings, vocabulary: int) -> TrainSta
 
 
 def mean_loss(params: Any, tokens: jax.Array, model: Transformer, key: jax.Array) -> jax.Array:
-    """Mean nats a character of predicting each window's next character."""
+    """Mean nats per character of predicting each window's next character."""
     logits = predict(params, tokens[:, :-1], model, key)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
@@ -131,9 +131,9 @@ class Trainer:
         chosen = chosen or precision(run.recipe)
         self.model = build_model(chosen, settings, len(corpus.vocabulary))
         self.state = initial_state(run.seed, settings=settings, vocabulary=len(corpus.vocabulary))
-        restored = checkpoints.restore(self.state)
-        if restored is not None:
-            self.state, self.run = restored
+        # Without a checkpoint from its start, however far the recorded curves came.
+        fresh = Run(recipe=run.recipe, seed=run.seed)
+        self.state, self.run = checkpoints.restore(self.state) or (self.state, fresh)
         self._lap = time.perf_counter()
         self._compiled = False
 
@@ -195,7 +195,7 @@ class Trainer:
 
 
 class Progress:
-    """A bar in a terminal; elsewhere one line a validation, so that logs stay short."""
+    """A bar in a terminal; elsewhere one line per validation, so that logs stay short."""
 
     def __init__(self, run: Run, settings: Settings) -> None:
         self._run = run

@@ -1,4 +1,3 @@
-import json
 import math
 import signal
 
@@ -11,58 +10,7 @@ from mx_jax import recipes
 for package in ("matplotlib", "optax", "orbax.checkpoint", "rich", "tqdm"):
     pytest.importorskip(package)
 
-STEPS = 6
-TINY = (
-    f"--steps {STEPS} --d-model 32 --layers 2 --heads 1 --context 32 --batch 4 "
-    "--eval-every 3 --eval-tokens 256 --checkpoint-every 2 --sample 0"
-).split()
-
-
-@pytest.fixture
-def train_lm(example):
-    return example("train_lm")
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("\n".join(f"{n} times {n} is {n * n}" for n in range(200)))
-    return path
-
-
-@pytest.fixture
-def call(train_lm, text, tmp_path):
-    """Runs the program on the tiny text, in the folder `out` of this test."""
-
-    def run(*options: str, out: str = "out") -> int:
-        return train_lm.main(["--data", str(text), "--out", str(tmp_path / out), *TINY, *options])
-
-    return run
-
-
-@pytest.fixture
-def results(tmp_path):
-    """What a folder's results.json says."""
-    return lambda out="out": json.loads((tmp_path / out / "results.json").read_text())
-
-
-@pytest.fixture
-def at_step(example, monkeypatch):
-    """Lets something happen during the n-th optimizer step from now."""
-
-    def plan(number: int, happening) -> None:
-        training = example("lm.training")
-        step, calls = training.train_step, []
-
-        def disturbed(*args, **kwargs):
-            calls.append(1)
-            if len(calls) == number:
-                happening()
-            return step(*args, **kwargs)
-
-        monkeypatch.setattr(training, "train_step", disturbed)
-
-    return plan
+STEPS = 6  # of the tiny runs in conftest.py
 
 
 def fails(capsys, run) -> str:
@@ -71,12 +19,6 @@ def fails(capsys, run) -> str:
         run()
     assert stop.value.code == 2
     return " ".join(capsys.readouterr().err.split())
-
-
-def numbers(run: dict) -> dict:
-    """What a run measured, without the times."""
-    times = ("seconds", "step_seconds", "timed_steps", "tokens_per_second")
-    return {key: value for key, value in run.items() if key not in times}
 
 
 def test_results_table_and_plot(call, results, tmp_path, capsys):
@@ -111,20 +53,7 @@ def test_log_has_a_line_each_validation_no_bar_and_a_sample(call, capfd):
     assert "%|" not in output + errors
 
 
-@pytest.fixture
-def final_state(example, tmp_path):
-    """Parameters and optimizer of a finished run, as a flat list of arrays."""
-
-    def restore(out: str, name: str) -> list[np.ndarray]:
-        with example("lm.storage").Checkpoints(tmp_path / out / "checkpoints" / name) as stored:
-            state, run = stored.restore(None)
-        assert run.step == STEPS
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-
-    return restore
-
-
-def test_resumed_runs_end_bit_identical(call, results, final_state, at_step, capsys):
+def test_resumed_runs_end_bit_identical(call, results, measured, final_state, at_step, capsys):
     def interrupt():
         signal.raise_signal(signal.SIGINT)
 
@@ -148,9 +77,7 @@ def test_resumed_runs_end_bit_identical(call, results, final_state, at_step, cap
 
     assert call(*options, "--resume") == 0
     assert "float32, seed 0: already done" in capsys.readouterr().out
-    assert list(map(numbers, results()["runs"])) == list(
-        map(numbers, results("undisturbed")["runs"])
-    )
+    assert measured() == measured("undisturbed")
     for ours, undisturbed in zip(
         final_state("out", "mxfp4_stochastic-seed0"),
         final_state("undisturbed", "mxfp4_stochastic-seed0"),

@@ -1,0 +1,192 @@
+"""A full disk, damaged checkpoints and power cuts: one clear message, and nothing lost."""
+
+import errno
+import os
+import resource
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+for package in ("matplotlib", "optax", "orbax.checkpoint", "rich", "tqdm"):
+    pytest.importorskip(package)
+
+OPTIONS = ("--recipes", "float32")
+NAME = "float32-seed0"
+NO_DISK = 3
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    return tmp_path / "out" / "checkpoints" / NAME
+
+
+@pytest.fixture
+def interrupted(call, at_step, checkpoints):
+    """A run stopped after step 5 of 6, with checkpoints of steps 2, 4 and 5."""
+    at_step(5, lambda: signal.raise_signal(signal.SIGINT))
+    assert call(*OPTIONS) == 130
+    assert {path.name for path in checkpoints.iterdir()} == {"2", "4", "5"}
+
+
+def largest_file(folder: Path) -> Path:
+    return max(folder.rglob("*"), key=lambda path: path.is_file() * path.stat().st_size)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def test_a_truncated_checkpoint_sends_the_run_back_to_the_one_before(
+    call, interrupted, measured, final_state, checkpoints, capfd
+):
+    damaged = largest_file(checkpoints / "5")
+    truncate(damaged)
+    assert call(*OPTIONS, "--resume") == 0
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        f"{NAME}: cannot read the checkpoint of step 5, going back to step 4 "
+        f"({damaged.relative_to(checkpoints / '5')} is damaged)"
+    )
+    # Its steps are trained again, with the same bits.
+    assert call(*OPTIONS, out="undisturbed") == 0
+    assert measured() == measured("undisturbed")
+    pairs = zip(final_state("out", NAME), final_state("undisturbed", NAME), strict=True)
+    for ours, undisturbed in pairs:
+        np.testing.assert_array_equal(ours, undisturbed)
+    assert {path.name for path in checkpoints.iterdir()} == {"2", "4", "6"}
+
+
+def test_a_bit_that_flipped_is_noticed(example, interrupted, checkpoints, capsys):
+    path = largest_file(checkpoints / "5")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with example("lm.storage").Checkpoints(checkpoints) as stored:
+        _, run = stored.restore(None)
+    assert run.step == 4
+    assert "cannot read the checkpoint of step 5" in capsys.readouterr().err
+
+
+def test_damage_without_checksums_is_noticed_too(example, interrupted, checkpoints, capfd):
+    """A crash between saving and summing, or a checkpoint of an earlier version."""
+    for folder in checkpoints.iterdir():
+        (folder / "checksums.json").unlink()
+    truncate(largest_file(checkpoints / "5"))
+    with example("lm.storage").Checkpoints(checkpoints) as stored:
+        _, run = stored.restore(None)
+    assert run.step == 4
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_a_message_where_no_checkpoint_is_whole(call, interrupted, checkpoints, capfd):
+    for folder in list(checkpoints.iterdir()):
+        truncate(folder / "run" / "metadata")
+    assert call(*OPTIONS, "--resume") == NO_DISK
+    output, errors = capfd.readouterr()
+    assert f"cannot read any checkpoint in {checkpoints} (step 5: run/metadata is dam" in errors
+    assert "delete that folder and pass --resume: other runs are kept" in errors
+    assert len(errors.splitlines()) == 1
+    assert output.splitlines()[-1].endswith("--resume")
+    assert {path.name for path in checkpoints.iterdir()} == {"2", "4", "5"}
+
+
+def test_a_run_without_any_checkpoint_starts_again(call, measured, at_step):
+    def die():
+        raise RuntimeError("as if the power failed")
+
+    at_step(2, die)
+    with pytest.raises(RuntimeError, match="power"):
+        call(*OPTIONS)
+    assert [len(run["train_loss"]) for run in measured()] == [1]
+    assert call(*OPTIONS, "--resume") == 0
+    assert call(*OPTIONS, out="undisturbed") == 0
+    assert measured() == measured("undisturbed")
+
+
+def test_a_full_disk_is_one_message(example, call, results, checkpoints, monkeypatch, capfd):
+    disk = example("lm.disk")
+    usage = type(disk.shutil.disk_usage("/"))
+    answers = [usage(10**9, 0, 10**9)]  # room for the first checkpoint
+    full = usage(10**9, 10**9 - 12_345, 12_345)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: answers.pop() if answers else full)
+    assert call(*OPTIONS) == NO_DISK
+    output, errors = capfd.readouterr()
+    (line,) = errors.splitlines()
+    assert "error: cannot write the checkpoint of step 4 (0.3 MB) to " in line
+    assert f"{checkpoints}: No space left on device (0.0 MB of 1,000.0 MB free); " in line
+    assert "the newest one is of step 2; free some space there, or use --out" in line
+    assert output.splitlines()[-1].endswith("--recipes float32 --resume")
+    assert [path.name for path in checkpoints.iterdir()] == ["2"]
+    assert [len(run["train_loss"]) for run in results()["runs"]] == [4]
+
+    monkeypatch.undo()
+    assert call(*OPTIONS, "--resume") == 0
+
+
+def test_a_file_that_may_not_grow_is_one_message(call, checkpoints, capfd):
+    """The system itself refuses: what Orbax, TensorStore and their threads print stays out."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))
+        assert call(*OPTIONS) == NO_DISK
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "cannot write the checkpoint of step 2 (0.3 MB) to " in line
+    assert f": {os.strerror(errno.EFBIG)} (" in line
+    assert "there is no earlier one; " in line
+    assert list(checkpoints.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_results_that_do_not_fit_leave_the_old_ones(example, tmp_path):
+    disk, path = example("lm.disk"), tmp_path / "results.json"
+    path.write_text("old")
+    (tmp_path / "results.json.partial").symlink_to("/dev/full")
+    message = rf"cannot write the results to {path}: No space left on device \(.* free\); free some"
+    with pytest.raises(disk.DiskError, match=message):
+        disk.replace("the results", path, lambda file: file.write(b"new" * 10_000))
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_a_folder_that_cannot_be_written_gives_another_remedy(example, tmp_path):
+    disk, path = example("lm.disk"), tmp_path / "gone" / "results.json"
+    with pytest.raises(disk.DiskError, match=r"No such file.*make that folder writable"):
+        disk.replace("the results", path, lambda file: file.write(b"new"))
+
+
+def test_results_are_on_the_disk_before_their_name_is(example, tmp_path, monkeypatch):
+    disk, path, events = example("lm.disk"), tmp_path / "results.json", []
+    fsync, rename = os.fsync, os.replace
+
+    def record_fsync(descriptor: int) -> None:
+        target = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        events.append((target.name, target.stat().st_size if target.is_file() else "folder"))
+        fsync(descriptor)
+
+    def record_rename(source: Path, target: Path) -> None:
+        events.append("renamed")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_rename)
+    disk.replace("the results", path, lambda file: file.write(b"new"))
+    assert events == [("results.json.partial", 3), "renamed", (tmp_path.name, "folder")]
+    assert path.read_bytes() == b"new"
+
+
+def test_the_program_writes_its_results_and_plot_this_way(example, call, tmp_path, monkeypatch):
+    written = []
+    disk, storage, report = example("lm.disk"), example("lm.storage"), example("lm.report")
+
+    def replace(what, path, write):
+        written.append(path.name)
+        disk.replace(what, path, write)
+
+    monkeypatch.setattr(storage, "replace", replace)
+    monkeypatch.setattr(report, "replace", replace)
+    assert call(*OPTIONS) == 0
+    assert set(written) == {"results.json", "loss.png"}
+    assert not list((tmp_path / "out").glob("*.partial"))
