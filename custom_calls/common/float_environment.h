@@ -8,14 +8,16 @@
 
 namespace mx {
 
-// While it lives, this thread keeps subnormals and rounds to nearest even; then all is as it was.
+// While it lives, this thread keeps subnormals and rounds to nearest even; then all is as it was,
+// but for flags, which stay raised as after any arithmetic.
 class KeepSubnormals {
  public:
 #if defined(__x86_64__) || defined(_M_X64)
   KeepSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~kFlushDenormalsRounding); }
-  ~KeepSubnormals() { _mm_setcsr(saved_); }
+  ~KeepSubnormals() { _mm_setcsr(saved_ | (_mm_getcsr() & kFlags)); }
 
  private:
+  static constexpr unsigned kFlags = 0x003fu;
   // FZ, DAZ, and the two bits of the rounding mode.
   static constexpr unsigned kFlushDenormalsRounding = 0x8000u | 0x0040u | 0x6000u;
   unsigned saved_;

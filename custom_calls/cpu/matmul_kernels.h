@@ -62,8 +62,17 @@ enum Layout : int32_t { kStrided, kPanels4, kPanels8 };
 struct PanelSummary {
   uint8_t special;    // whether a code is NaN or Inf, or an E4M3 scale is NaN or negative
   uint8_t low, high;  // the smallest and largest scale byte
-  uint8_t padding[61];
+  uint8_t padding;
+  // A bit for each chunk, or for a power of two of them: whether a float of 8 bits is subnormal there.
+  uint8_t subnormal[60];
 };
+
+// By how many places the index of a chunk is shifted to that of its bit.
+MX_INLINE int SummaryShift(int64_t num_chunks) {
+  int shift = 0;
+  while ((num_chunks - 1) >> shift >= 60 * 8) ++shift;
+  return shift;
+}
 
 // One operand of one product; strides count elements.
 struct Source {
@@ -116,7 +125,8 @@ struct CodesProduct {
   const uint8_t* scales;
   int64_t panel_bytes;  // to the next panel's codes, and to its scales
   int panels;
-  uint8_t highest_scale;  // of all panels
+  const PanelSummary* summaries;  // of the first panel; others follow as panels do
+  bool folded;  // whether lhs has the factor kFoldLhs: see FoldedLhs of matmul_thin.h
   const char* lhs;
   int64_t lhs_stride;  // bytes to the next kTileRows rows
   int rows;
@@ -125,6 +135,12 @@ struct CodesProduct {
   bool clear;
 };
 constexpr int kMostRows = 12;
+
+// What decoding floats of 8 bits to float32 leaves out, a large power of two, goes in part to lhs.
+// Then no value is decoded with a multiplication of its own.
+constexpr float kFoldLhs = 0x1p60f;
+// The scales take the rest, up to 2^60: the largest of them, by the largest of lhs, stay in float32.
+constexpr uint8_t kMostFoldedScale = 127 + 27;
 
 struct MatmulKernels {
   // Which panel types this set multiplies; kFloat32 always.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 
 #include "common/thread_pool.h"
 #include "cpu/matmul_problem.h"
@@ -59,6 +60,7 @@ struct ThinProduct {
   const Sizes& sizes;
   Source rhs;
   const char* lhs;
+  const char* folded;  // lhs times kFoldLhs, or null
   ScaleRange lhs_range;
   int64_t product;
 
@@ -85,6 +87,7 @@ struct ThinPanels {
 inline void MultiplyThinCodes(const ThinProduct& task, const Source& like, int64_t num_chunks,
                               const char* codes, const uint8_t* scales, int64_t count,
                               uint8_t highest_scale, int64_t chunk, float* tiles) {
+  const char* summaries = codes + like.panel_bytes - sizeof(PanelSummary);
   CodesProduct p{};
   p.type = task.sizes.type;
   p.element = like.element;
@@ -95,14 +98,16 @@ inline void MultiplyThinCodes(const ThinProduct& task, const Source& like, int64
   p.scales = scales;
   p.panel_bytes = like.panel_bytes;
   p.panels = static_cast<int>(count);
-  p.highest_scale = highest_scale;
+  p.summaries = reinterpret_cast<const PanelSummary*>(summaries);
+  p.folded = task.folded != nullptr && highest_scale <= kMostFoldedScale;
   p.lhs_stride = task.sizes.lhs_panel;
   p.tile_stride = ThinPanels::kLhsPanels * ThinPanels::kTile;
   p.clear = chunk == 0;
   const int64_t m = task.problem.lhs.rows;
   for (int64_t row = 0; row < m; row += kMostRows) {
     p.rows = static_cast<int>(std::min<int64_t>(kMostRows, m - row));
-    p.lhs = task.lhs + row / kTileRows * task.sizes.lhs_panel + chunk * task.sizes.lhs_chunk;
+    p.lhs = (p.folded ? task.folded : task.lhs) + row / kTileRows * task.sizes.lhs_panel +
+            chunk * task.sizes.lhs_chunk;
     p.tiles = tiles + row * kTileColumns;
     task.kernels.multiply_codes(p);
   }
@@ -230,12 +235,47 @@ inline void RunThinPanels(const ThinProduct& task, int64_t first_panel) {
   StoreThin(task, panels);
 }
 
+// Whether rhs is multiplied faster by a folded lhs: MatmulKernels::multiply_codes.
+inline bool WantsFold(const ThinProduct& thin) {
+  return thin.sizes.type == kFloat32 && thin.rhs.element <= kE5M2 &&
+         thin.rhs.scale_kind == kScaleE8M0 && thin.as_codes();
+}
+
+// Copies packed panels of float32 to `out`, times kFoldLhs. False where that might change a bit or
+// come near a subnormal: every value must be 0, or between 2^-34 and 2^40.
+inline bool FoldedLhs(const ThinProduct& thin, char* out) {
+  const Sizes& sizes = thin.sizes;
+  const int64_t scales = kChunk / thin.problem.lhs.block * kTileRows;
+  const int64_t panels = (thin.problem.lhs.rows + kTileRows - 1) / kTileRows;
+  int outside = 0;
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    for (int64_t chunk = 0; chunk < sizes.chunks; ++chunk) {
+      const int64_t at = panel * sizes.lhs_panel + chunk * sizes.lhs_chunk;
+      const float* from = reinterpret_cast<const float*>(thin.lhs + at);
+      float* to = reinterpret_cast<float*>(out + at);
+      std::memcpy(to, from, static_cast<size_t>(scales) * sizeof(float));
+      from += scales, to += scales;
+      for (int64_t i = 0; i < kChunk * kTileRows; ++i) {
+        uint32_t magnitude;
+        std::memcpy(&magnitude, from + i, sizeof magnitude);
+        magnitude &= 0x7fffffff;
+        const uint32_t lowest = (127 - 34) << 23, highest = (127 + 40) << 23;
+        outside |= (magnitude != 0) & (magnitude - lowest > highest - lowest);
+      }
+      if (outside) return false;
+      for (int64_t i = 0; i < kChunk * kTileRows; ++i) to[i] = from[i] * kFoldLhs;
+    }
+  }
+  return true;
+}
+
 template <class Pool>
 void RunThin(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& problem) {
   const PanelType type = ChoosePanels(kernels, problem.lhs.element, problem.rhs.element);
   const Sizes sizes = SizesOf(problem, type);
   const int64_t group_bytes = sizes.lhs_panel * kLhsPanelsPerGroup;
   Scratch left(sizes.lhs_groups * group_bytes + 64);
+  std::unique_ptr<Scratch> folded;
   const int64_t num_products = static_cast<int64_t>(problem.products.size());
   for (int64_t product = 0; product < num_products; ++product) {
     const Source lhs = MatrixOf(problem.lhs, problem.products[product].lhs);
@@ -246,7 +286,11 @@ void RunThin(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& prob
       kernels.pack_lhs(lhs, type, group * kLhsGroupRows, left.data() + group * group_bytes,
                        sizes.lhs_panel, &range);
     });
-    const ThinProduct thin = {kernels, problem, sizes, rhs, left.data(), range, product};
+    ThinProduct thin = {kernels, problem, sizes, rhs, left.data(), nullptr, range, product};
+    if (WantsFold(thin)) {
+      if (folded == nullptr) folded.reset(new Scratch(sizes.lhs_groups * group_bytes + 64));
+      if (FoldedLhs(thin, folded->data())) thin.folded = folded->data();
+    }
     ParallelFor(pool, (sizes.rhs_panels + kThinPanels - 1) / kThinPanels,
                 [&](int64_t task) { RunThinPanels(thin, task * kThinPanels); });
   }

@@ -19,6 +19,11 @@ bool IsSpecialCode(Element element, uint8_t code) {
   return element == kE4M3 ? (code & 0x7f) == 0x7f : element == kE5M2 && (code & 0x7c) == 0x7c;
 }
 
+bool IsSubnormalCode(Element element, uint8_t code) {
+  const uint8_t fraction = element == kE4M3 ? 7 : 3, magnitude = code & 0x7f;
+  return element <= kE5M2 && magnitude != 0 && magnitude <= fraction;
+}
+
 bool IsZeroBlock(const Source& source, int64_t row, int64_t first, int64_t last) {
   const float* values = TablesOf(source.element).float32;
   for (int64_t k = first; k < last; ++k) {
@@ -34,10 +39,15 @@ void PackCodesPortable(const Source& source, int64_t first_row, uint8_t* out) {
   const bool nibbles = LayoutOf(source.element) == kPanels4;
   std::memset(out, 0, static_cast<size_t>(sizes.panel_bytes));
   PanelSummary summary{};
+  const int shift = SummaryShift((source.k + kChunk - 1) / kChunk);
   for (int64_t row = 0; row < kTileColumns; ++row) {
     for (int64_t k = 0; k < source.k; ++k) {
       const uint8_t code = CodeAt(source, first_row + row, k);
       summary.special |= IsSpecialCode(source.element, code);
+      if (IsSubnormalCode(source.element, code)) {
+        const int64_t bit = k / kChunk >> shift;
+        summary.subnormal[bit / 8] |= static_cast<uint8_t>(1 << bit % 8);
+      }
       const int64_t word = nibbles ? k / 8 : k / 4;
       uint8_t* to = out + (word * kTileColumns + row) * 4 + k % 4;
       *to = static_cast<uint8_t>(*to | (nibbles && k % 8 >= 4 ? code << 4 : code));

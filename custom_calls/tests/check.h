@@ -2,13 +2,14 @@
 #ifndef MX_JAX_CUSTOM_CALLS_TESTS_CHECK_H_
 #define MX_JAX_CUSTOM_CALLS_TESTS_CHECK_H_
 
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 
 namespace mx_test {
 
-inline int64_t checks = 0;
-inline int64_t failures = 0;
+inline std::atomic<int64_t> checks{0};
+inline std::atomic<int64_t> failures{0};
 
 template <class Left, class Right>
 bool CheckEqual(const Left& left, const Right& right, const char* text, const char* file,
@@ -24,8 +25,8 @@ bool CheckEqual(const Left& left, const Right& right, const char* text, const ch
 
 // What main returns.
 inline int Report() {
-  std::printf("%lld checks, %lld failures\n", static_cast<long long>(checks),
-              static_cast<long long>(failures));
+  std::printf("%lld checks, %lld failures\n", static_cast<long long>(checks.load()),
+              static_cast<long long>(failures.load()));
   return failures == 0 && checks > 0 ? 0 : 1;
 }
 
