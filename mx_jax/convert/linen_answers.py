@@ -145,16 +145,16 @@ def run_foreign(
     if path in _rewriting.get():
         return call(*args, **kwargs)
     layer = lender.layer
+    reported = any(record.reports for record in products.recorders_of(lender.rules))
+    named = any(rule.types and issubclass(type(layer), rule.types) for rule in lender.rules)
     if layer.is_initializing():
         # What init computes is thrown away, and it makes parameters, which only the trace that
         # Flax began may do.
         result = call(*args, **kwargs)
-        if products.recorder.get() is not None:
+        if named or reported:
             _decide_foreign(lender)
         return result
-    recording = products.recorder.get() is not None
-    named = any(rule.types and issubclass(type(layer), rule.types) for rule in lender.rules)
-    decision = _decide_foreign(lender) if named or recording else None
+    decision = _decide_foreign(lender) if named or reported else None
     if decision is None or decision.recipe is None:
         return call(*args, **kwargs)
     recipe = decision.recipe

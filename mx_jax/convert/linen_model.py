@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 
 from mx_jax.convert.linen_layers import Interceptor
-from mx_jax.convert.linen_products import Recorder, recorder
+from mx_jax.convert.linen_products import recorded, recorders_of
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Rule, as_rules
 from mx_jax.nn.linen import RNG_STREAM
@@ -20,7 +20,7 @@ from mx_jax.nn.linen import RNG_STREAM
 _active: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("active", default=())
 
 
-def linen(module: nn.Module, rules: Rule | Sequence[Rule]) -> nn.Module:
+def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = False) -> nn.Module:
     """A module whose layers follow rules: same parameters, same names, same methods.
 
     The module is of a subclass of its own class with the same fields. While one of its methods
@@ -29,9 +29,13 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule]) -> nn.Module:
     conversion back. Modules with equal fields and rules are equal: a rebuilt model does not
     retrace. Stochastic recipes draw from the stream `"quantize"`.
 
+    A linen module has no layers before it runs: rules that match nothing are told of at the end of
+    `init`, and of an `apply` of `__call__`, unless they matched before.
+
     Args:
       module: an unbound module; a converted one gets the new rules instead of its old.
       rules: the first that matches a layer decides; see `Rule`.
+      strict: whether a rule that matched nothing is an error instead of an `UnusedRuleWarning`.
 
     Returns:
       An unbound module. `bind` is not offered: layers called past the module's own methods would
@@ -39,7 +43,7 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule]) -> nn.Module:
 
     Raises:
       TypeError: not a flax.linen module, or not rules.
-      ValueError: a bound module.
+      ValueError: a bound module; with strict, from `init` and `apply`, a rule that matched nothing.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -68,7 +72,11 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule]) -> nn.Module:
             "for the part"
         )
     module = original(module)
-    return _rebuilt(module, _converted_class(type(module), as_rules(rules, "convert.linen")))
+    return _converted(module, as_rules(rules, "convert.linen"), strict)
+
+
+def _converted(module: nn.Module, rules: tuple[Rule, ...], strict: bool) -> nn.Module:
+    return _rebuilt(module, _converted_class(type(module), rules, strict))
 
 
 def original(module: nn.Module) -> nn.Module:
@@ -83,11 +91,11 @@ def _rebuilt(module: nn.Module, cls: type) -> nn.Module:
 
 
 @functools.lru_cache(maxsize=1024)
-def _converted_class(base: type, rules: tuple[Rule, ...]) -> type:
+def _converted_class(base: type, rules: tuple[Rule, ...], strict: bool) -> type:
     """A subclass that runs its methods under rules.
 
-    One for each pair, so that equal modules have one class, which is what Flax compares. It keeps
-    the name: Flax names submodules after it.
+    One for each combination, so that equal modules have one class, which is what Flax compares. It
+    keeps the name: Flax names submodules after it.
     """
     body = {
         "__module__": base.__module__,
@@ -99,6 +107,7 @@ def _converted_class(base: type, rules: tuple[Rule, ...]) -> type:
         "__reduce__": nn.nowrap(_reduce),
         "_mx_base": base,
         "_mx_rules": rules,
+        "_mx_strict": strict,
         "_call_wrapped_method": nn.nowrap(_call_wrapped_method),
         "apply": nn.nowrap(_under_rules("apply")),
         "init_with_output": nn.nowrap(_under_rules("init_with_output")),
@@ -108,7 +117,7 @@ def _converted_class(base: type, rules: tuple[Rule, ...]) -> type:
 
 
 def _reduce(self: Any) -> tuple[Any, ...]:
-    return linen, (original(self), self._mx_rules)
+    return _converted, (original(self), self._mx_rules, self._mx_strict)
 
 
 def _call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
@@ -116,7 +125,7 @@ def _call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
     run = functools.partial(self._mx_base._call_wrapped_method, self, fun, args, kwargs)
     if self.scope is None:
         return run()
-    with _converting(self, self.path):
+    with _converting(self, self.path, whole=fun.__name__ == "__call__"):
         return run()
 
 
@@ -124,7 +133,10 @@ def _under_rules(name: str):
     """`apply` and the like: the method they are given may call submodules directly."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _converting(self, ()):
+        called = kwargs.get("method") or "__call__"
+        # init makes the parameters of all layers, whichever method it runs.
+        whole = name != "apply" or getattr(called, "__name__", called) == "__call__"
+        with _converting(self, (), whole=whole):
             return getattr(self._mx_base, name)(self, *args, **kwargs)
 
     method.__name__ = name
@@ -140,18 +152,47 @@ def _bind(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _converting(module: Any, root: tuple[str, ...]) -> Iterator[None]:
-    """Intercept methods below a module, once however its methods nest."""
-    active, conversion = _active.get(), (module._mx_rules, root)
+def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[None]:
+    """Intercept methods below a module, once however its methods nest.
+
+    Args:
+      module: the converted module.
+      root: its path.
+      whole: whether the method meets all layers, so that a rule without one is told of.
+    """
+    rules = module._mx_rules
+    active, conversion = _active.get(), (rules, root)
     if conversion in active:
         yield
         return
+    reported = any(record.reports for record in recorders_of(rules))
     token = _active.set((*active, conversion))
     try:
-        with nn.intercept_methods(Interceptor(module._mx_rules, root, module.name)):
+        intercepting = nn.intercept_methods(Interceptor(rules, root, module.name))
+        with recorded(rules, reports=False) as record, intercepting:
             yield
     finally:
         _active.reset(token)
+    # Not after an exception; and a report tells of its rules itself.
+    used = _used_rules(module)
+    result = Report(rules=rules, decisions=record.decisions)
+    if whole and not reported:
+        result.check("convert.linen", module._mx_strict, used)
+    used |= set(range(len(rules))) - set(result.unused)
+
+
+def _used_rules(module: Any) -> set[int]:
+    """Rules that matched in earlier calls: nn.jit keeps what it traced, a mode has own layers."""
+    try:
+        return _used_by(module if module.scope is None else type(module))
+    except TypeError:
+        # A field that cannot be hashed.
+        return _used_by(type(module))
+
+
+@functools.lru_cache(maxsize=256)
+def _used_by(model: Any) -> set[int]:
+    return set()
 
 
 def report(
@@ -188,13 +229,9 @@ def report(
         own_args, own_kwargs = jax.tree.unflatten(tree, merged)
         return converted.init(rngs, *own_args, **own_kwargs)
 
-    record = Recorder()
-    token = recorder.set(record)
-    try:
+    with recorded(rules, reports=True) as record:
         arrays = [leaf for leaf, traced in zip(leaves, dynamic, strict=True) if traced]
         jax.eval_shape(init, *arrays)
-    finally:
-        recorder.reset(token)
     result = Report(rules=rules, decisions=record.decisions)
     result.check("convert.report", strict)
     return result

@@ -22,9 +22,15 @@ from mx_jax.recipes import Recipe, high_precision
 
 
 class Recorder:
-    """Decisions in the order in which a trace meets them, and layers that no rule could reach."""
+    """Decisions in the order in which a trace meets them, and layers that no rule could reach.
 
-    def __init__(self):
+    Attributes:
+      rules: whose decisions are kept.
+      reports: whether every layer counts, not only those that some rule could convert.
+    """
+
+    def __init__(self, rules: tuple[Rule, ...], *, reports: bool):
+        self.rules, self.reports = rules, reports
         self._decisions: dict[tuple[str, tuple[int, ...] | None], Decision] = {}
         self._bare: dict[str, Layer] = {}
 
@@ -44,8 +50,26 @@ class Recorder:
         return (*self._decisions.values(), *(decide((), layer) for layer in bare))
 
 
-# Where decisions go while `report` traces a model.
-recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("recorder", default=None)
+# Where decisions go while models run.
+_recorders: contextvars.ContextVar[tuple[Recorder, ...]] = contextvars.ContextVar(
+    "recorders", default=()
+)
+
+
+@contextlib.contextmanager
+def recorded(rules: tuple[Rule, ...], *, reports: bool) -> Iterator[Recorder]:
+    """A recorder of what these rules decide meanwhile."""
+    record = Recorder(rules, reports=reports)
+    token = _recorders.set((*_recorders.get(), record))
+    try:
+        yield record
+    finally:
+        _recorders.reset(token)
+
+
+def recorders_of(rules: tuple[Rule, ...]) -> list[Recorder]:
+    """The recorders that keep these rules' decisions now."""
+    return [record for record in _recorders.get() if record.rules == rules]
 
 
 class Lender:
@@ -75,15 +99,13 @@ class Lender:
         """
         path = self.path if product is None else "/".join(filter(None, (self.path, product)))
         decision = decide(self.rules, Layer(path=path, type=type(self.layer), **facts))
-        record = recorder.get()
-        if record is not None:
+        for record in recorders_of(self.rules):
             record.add(decision)
         return decision
 
     def note(self, obstacle: str) -> None:
         """Tell the report why no rule reaches the layer, in case nothing else is said of it."""
-        record = recorder.get()
-        if record is not None:
+        for record in recorders_of(self.rules):
             record.add_bare(Layer(path=self.path, type=type(self.layer), obstacle=obstacle))
 
     def key(self, recipe: Recipe) -> jax.Array | None:
@@ -101,6 +123,9 @@ class Lender:
             return jax.random.key(0)
         if self.layer.has_rng("params"):
             return self.layer.make_rng("params")
+        if not recipe.fwd.is_stochastic:
+            # Gradients tell themselves that they need a key.
+            return None
         raise ValueError(
             f"{self.path or type(self.layer).__name__}: recipe {recipe.name!r} draws random bits "
             f"and needs the {RNG_STREAM!r} stream; call apply(..., rngs={{{RNG_STREAM!r}: key}}). "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from collections.abc import Set
 
 from rich.table import Table
 
@@ -11,7 +12,7 @@ COLUMNS = ("layer", "type", "kernel", "rule", "recipe")
 
 
 class UnusedRuleWarning(UserWarning):
-    """A rule decided about no layer of a model."""
+    """A rule decided about no layer of a model, or there was no rule at all."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,16 +45,26 @@ class Report:
         unused = [f"rule {i} ({self.rules[i]}) matched nothing" for i in self.unused]
         return "\n".join([text, *unused])
 
-    def check(self, operation: str, strict: bool) -> None:
-        """Warn of rules that matched nothing, or raise ValueError if strict."""
-        if not self.unused:
+    def check(self, operation: str, strict: bool, used: Set[int] = frozenset()) -> None:
+        """Warn of rules that matched nothing, or raise ValueError if strict.
+
+        Args:
+          operation: for the message.
+          strict: whether to raise.
+          used: rules that are known to have matched at other times.
+        """
+        unused = [index for index in self.unused if index not in used]
+        if self.rules and not unused:
             return
-        rules = ", ".join(f"{index} ({self.rules[index]})" for index in self.unused)
+        rules = ", ".join(f"{index} ({self.rules[index]})" for index in unused)
         paths = ", ".join(repr(decision.layer.path) for decision in self.decisions[:8])
         more = ", ..." if len(self.decisions) > 8 else ""
+        complaint = f"rules that matched no layer: {rules}" if rules else "there are no rules"
+        if self.num_converted == 0 and not used:
+            complaint += "; no layer is converted"
         text = (
-            f"{operation}: rules that matched no layer: {rules}; the model has {paths}{more}; "
-            "patterns match whole paths, and the first rule that matches decides"
+            f"{operation}: {complaint}; the model has {paths or 'no layer that a rule reaches'}"
+            f"{more}; patterns match whole paths, and the first rule that matches decides"
         )
         if strict:
             raise ValueError(text)
