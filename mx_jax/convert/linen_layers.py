@@ -23,6 +23,7 @@ from mx_jax.convert import linen_products as products
 from mx_jax.convert.linen_answers import ANSWERS, lent, run_foreign
 from mx_jax.convert.rules import Rule
 from mx_jax.nn import linen as mx_linen
+from mx_jax.nn.operations import Operation
 from mx_jax.nn.stored import stored_param
 from mx_jax.recipes import Recipe
 
@@ -121,6 +122,9 @@ def _loans(lender: products.Lender) -> dict[str, Any] | None:
     """What to set on a layer while it runs; None if it has no attribute for a product."""
     layer: Any = lender.layer
     fields = type(layer).__dataclass_fields__
+    if isinstance(layer, Operation):
+        # Part of the layer that holds it, which is noted.
+        return {}
     if isinstance(getattr(layer, "recipe", None), Recipe):
         lender.note("has its own recipe")
         return {}

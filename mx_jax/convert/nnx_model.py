@@ -149,21 +149,30 @@ def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
     layer, hook = plan.layer, plan.hook
     recipes = tuple(decision.recipe for decision in plan.decisions)
     operation, replaced = hook.operation(layer, recipes), hook.replaced(layer)
-    stochastic = [recipe for recipe in recipes if recipe and recipe.is_stochastic]
-    if not stochastic:
+    stream = None
+    if any(recipe is not None and recipe.is_stochastic for recipe in recipes):
+        stream = _stream(plan, rngs)
+    if stream is None:
         hook.put(layer, Injected(operation=operation, replaced=replaced))
-        return
-    if rngs is None:
-        raise ValueError(
-            f"convert.nnx: {plan.decisions[0].layer.path!r} gets recipe {stochastic[0].name!r}, "
-            "which draws random bits; pass rngs=nnx.Rngs(quantize=seed)"
-        )
-    if not {RNG_STREAM, "default"} & set(rngs):
-        raise ValueError(
-            f"convert.nnx: {plan.decisions[0].layer.path!r} gets recipe {stochastic[0].name!r}, "
-            f"which draws random bits, but rngs has only {', '.join(map(repr, rngs))}; pass "
-            f"rngs=nnx.Rngs({RNG_STREAM}=seed)"
-        )
-    key, stack = rngs[RNG_STREAM](), hook.stack(layer)
-    stream = flax_nnx.RngStream(jax.random.split(key, stack) if stack else key, tag=RNG_STREAM)
-    hook.put(layer, KeyedInjected(operation, replaced, stream))
+    else:
+        hook.put(layer, KeyedInjected(operation, replaced, stream))
+
+
+def _stream(plan: _Plan, rngs: flax_nnx.Rngs | None) -> flax_nnx.RngStream | None:
+    """A stream for one layer, or for each of a stack; None without rngs, for forward passes only.
+
+    Raises:
+      ValueError: no rngs, or none with the stream, and a forward product draws.
+    """
+    names = () if rngs is None else tuple(rngs)
+    if rngs is None or not {RNG_STREAM, "default"} & set(names):
+        for decision in plan.decisions:
+            if decision.recipe is not None and decision.recipe.fwd.is_stochastic:
+                but = "" if rngs is None else f", but rngs has only {', '.join(map(repr, names))}"
+                raise ValueError(
+                    f"convert.nnx: {decision.layer.path!r} gets recipe {decision.recipe.name!r}, "
+                    f"which draws random bits{but}; pass rngs=nnx.Rngs({RNG_STREAM}=seed)"
+                )
+        return None
+    key, stack = rngs[RNG_STREAM](), plan.hook.stack(plan.layer)
+    return flax_nnx.RngStream(jax.random.split(key, stack) if stack else key, tag=RNG_STREAM)

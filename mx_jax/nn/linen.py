@@ -14,14 +14,15 @@ from flax.linen import module as flax_module
 from flax.linen.dtypes import promote_dtype
 
 from mx_jax.nn.delayed import DelayedDotGeneral as DelayedDotGeneral
+from mx_jax.nn.operations import DotGeneral as DotGeneral
+from mx_jax.nn.operations import EinsumOp as EinsumOp
+from mx_jax.nn.randomness import RNG_STREAM as RNG_STREAM
+from mx_jax.nn.randomness import layer_key
 from mx_jax.nn.stored import StoredParams as StoredParams
 from mx_jax.ops.einsum import einsum
 from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
-
-# Flax's name of the stream that stochastic recipes draw from.
-RNG_STREAM = "quantize"
 
 
 def promote_operands(*args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
@@ -42,22 +43,7 @@ class _LayerDotGeneral:
     layer: Any = dataclasses.field(compare=False, repr=False)
 
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
-        return self.recipe.dot_general(*args, **options, key=_layer_key(self.layer, self.recipe))
-
-
-def _layer_key(layer: flax_nn.Module, recipe: Recipe) -> jax.Array | None:
-    """A key from the layer's `"quantize"` stream, if the recipe draws random bits."""
-    if not recipe.is_stochastic:
-        return None
-    if layer.has_rng(RNG_STREAM):
-        return layer.make_rng(RNG_STREAM)
-    if layer.is_initializing():
-        # The values that init computes are thrown away: asking for a key would only be in the way.
-        return jax.random.key(0)
-    raise ValueError(
-        f"{type(layer).__name__}: recipe {recipe.name!r} draws random bits and needs the "
-        f"{RNG_STREAM!r} stream; call apply(..., rngs={{{RNG_STREAM!r}: key}})"
-    )
+        return self.recipe.dot_general(*args, **options, key=layer_key(self.layer, self.recipe))
 
 
 def _inject(layer: Any) -> None:
@@ -159,6 +145,6 @@ class Einsum(StoredParams, flax_nn.Einsum):
             recipe=self.recipe,
             precision=self.precision,
             preferred_element_type=self.preferred_element_type,
-            key=_layer_key(self, self.recipe),
+            key=layer_key(self, self.recipe),
         )
         return product if bias is None else product + jnp.reshape(bias, broadcast_shape)
