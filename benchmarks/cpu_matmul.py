@@ -156,14 +156,25 @@ def _row(shape: tuple[int, int, int], name: str, samples: dict[str, Samples]) ->
     return row
 
 
+COLUMNS = (
+    "case",
+    "CPU time (ms)",
+    "quartiles (ms)",
+    "GOP/s",
+    "speedup over float32 dot",
+    "speedup over the fastest dot",
+    "% of the VNNI peak",
+)
+
+
 def sheets(result: dict[str, Any]) -> list[report.Sheet]:
     """One table a shape."""
     found = []
     for shape in dict.fromkeys(tuple(row["shape"]) for row in result["rows"]):
         sheet = report.Sheet(
             "m x n x k = {} x {} x {}, one core, CPU time".format(*shape),
-            ["case", "ms", "quartiles", "GOP/s", "over float32", "over best dot", "of vnni peak"],
-            notes=["over: the median of XLA's time over this one, in the same rounds."],
+            COLUMNS,
+            notes=["Speedup: XLA's time divided by this one, median over the same rounds."],
         )
         for row in result["rows"]:
             if tuple(row["shape"]) == shape:

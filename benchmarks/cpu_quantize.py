@@ -188,12 +188,18 @@ def _back(call: Any, x: jax.Array) -> list[Case]:
 
 
 def sheets(result: list[dict[str, Any]]) -> list[report.Sheet]:
-    """One table: milliseconds, share of the copy, times faster than each other case."""
+    """One table: time, bandwidth beside a copy's, and the speedup over each other case."""
     names = list(dict.fromkeys(name for row in result for name in row["times_faster_than"]))
     shape = result[0]["shape"]
     sheet = report.Sheet(
         title=f"Casts of {shape[0]} x {shape[1]}, one thread",
-        columns=["", "CPU ms", "quartiles", "% of copy", *(f"{name} / ours" for name in names)],
+        columns=[
+            "",
+            "CPU time (ms)",
+            "quartiles (ms)",
+            "bandwidth, % of a copy",
+            *(f"speedup over {name}" for name in names),
+        ],
         notes=sorted(
             {
                 f"Left out: {name}: {why}"

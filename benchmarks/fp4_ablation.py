@@ -3,7 +3,7 @@
 Each variant trains the transformer of `examples/train_lm.py`, made small, from the same parameters
 on the same data as float32 of its seed; the gap of their last validation losses is the table. The
 rows of a ladder add one ingredient each to the row before. Rounding alone sends a run down another
-path: bf16's gap and the spread over seeds say how much that is worth.
+path: bf16's gap and the spread over seeds show how much that matters.
 """
 
 import argparse
@@ -110,16 +110,23 @@ def _spread(values: Sequence[float], pattern: str) -> str:
 
 def sheets(rows: Sequence[dict[str, Any]], settings: Settings) -> list[report.Sheet]:
     """One table a group."""
-    columns = ["variant", "what", "seeds", "loss", "gap (%)", "training gap (%)"]
+    columns = [
+        "variant",
+        "what it is, or adds",
+        "seeds",
+        "validation loss",
+        "validation gap (%)",
+        "training gap (%)",
+    ]
     result = []
     for group in dict.fromkeys(row["group"] for row in rows):
         cells = [_cells(row) for row in rows if row["group"] == group and row["seeds"]]
         if cells:
             result.append(report.Sheet(group, columns, cells))
     result[-1].notes = [
-        f"Validation loss after {settings.steps} steps, nats a character, and its gap to float32 "
-        "of the same seed; training gap: that of the mean training loss over the last tenth of "
-        "the steps. Mean ± standard deviation over seeds.",
+        f"Validation loss after {settings.steps} steps, in nats per character, and its gap to "
+        "float32 with the same seed; training gap: that of the mean training loss over the last "
+        "tenth of the steps. Mean ± standard deviation over seeds, n in the column `seeds`.",
         f"d_model {settings.d_model}, {settings.layers} blocks, {settings.heads} heads, batch "
         f"{settings.batch} x {settings.context}, peak learning rate {settings.lr}; embedding, "
         "head, norms and attention products in float32 unless the row says otherwise.",

@@ -1,8 +1,8 @@
-"""How fast a GPU quantizes, as a share of the pace of a plain copy in the same run.
+"""How fast a GPU quantizes: its bandwidth, relative to that of a plain copy in the same run.
 
 A sample quantizes several arrays, together larger than the L2 cache, in one jitted function. The
-pace is the bytes that a cast must read and write, once, over its time; a copy reads and writes the
-input. So a cast at 100 % reads its input once and is bound by memory.
+bandwidth is the bytes that a cast must read and write, once, divided by its time; a copy reads and
+writes the input. So a cast at 100 % reads its input once and is bound by memory.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ class Cast:
 
 
 def measure_all(options: Any, target: Target, deadline: float) -> list[dict[str, Any]]:
-    """Rows of JSON: microseconds of one cast, and its pace over a copy's."""
+    """Rows of JSON: microseconds of one cast, and its bandwidth over a copy's."""
     casts = [
         (f"{format.name} from {dtype}, {name}", Cast(format=format, dtype=dtype, axes=axes))
         for format in FORMATS
@@ -93,7 +93,7 @@ def _measure(cast: Cast, options: Any, target: Target) -> dict[str, Any]:
             for name, of in samples.items()
         },
         "share_of_copy": {
-            name: _pace(samples[COPY], of, cast.moved(options.size) / copied)
+            name: _bandwidth(samples[COPY], of, cast.moved(options.size) / copied)
             for name, of in samples.items()
             if name != COPY and COPY in samples
         },
@@ -130,16 +130,20 @@ def _sample(one: Callable[[jax.Array], Any], arrays: list[jax.Array]) -> Callabl
     return lambda: run(arrays)
 
 
-def _pace(copy: Samples, cast: Samples, bytes_over_copys: float) -> float:
+def _bandwidth(copy: Samples, cast: Samples, bytes_over_copys: float) -> float:
     pairs = zip(copy.wall, cast.wall, strict=True)
     return spread([bytes_over_copys * c / max(q, 1e-9) for c, q in pairs]).median
 
 
 def sheet(rows: Sequence[dict[str, Any]]) -> report.Sheet:
-    """Microseconds and shares, side by side."""
+    """Microseconds and bandwidths, side by side."""
     names = list(dict.fromkeys(name for row in rows for name in row["microseconds"]))
     others = [name for name in names if name != COPY]
-    columns = ("", *(f"{name}, us" for name in names), *(f"{name}, % of copy" for name in others))
+    columns = (
+        "",
+        *(f"{name} (us)" for name in names),
+        *(f"{name}, bandwidth in % of a copy" for name in others),
+    )
     result = report.Sheet("Quantizing a square array", columns)
     for row in rows:
         percent = {name: 100 * share for name, share in row["share_of_copy"].items()}

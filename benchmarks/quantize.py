@@ -138,12 +138,12 @@ def sheets(rows: Sequence[dict[str, Any]]) -> list[report.Sheet]:
 def _sheet(shape: tuple[int, int], which: str, rows: Sequence[dict[str, Any]]) -> report.Sheet:
     names = [peer.name for peer in peers.PEERS]
     names = [name for name in names if any(name in r["ratio_of_peer_to_mx_jax"] for r in rows)]
-    unit = "ms" if which == "all" else "CPU ms"
+    unit = "time (ms)" if which == "all" else "CPU time (ms)"
     where = "all cores" if which == "all" else "one core, huge pages"
-    columns = ["", unit, "quartiles", PLUS, f"/ ({PLUS})", "/ bound"]
+    columns = ["", unit, "quartiles (ms)", f"{PLUS} (ms)", f"time / {PLUS}", "time / bound"]
     sheet = report.Sheet(
         title=f"{shape[0]} x {shape[1]}, {where}",
-        columns=[*columns, *(f"{name} / ours" for name in names)],
+        columns=[*columns, *(f"speedup over {name}" for name in names)],
         notes=_notes(rows),
     )
     for row in rows:
@@ -164,12 +164,12 @@ def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     timings = [row["timings"] for row in rows if row["dtype"] == rows[0]["dtype"]]
     faults = {name: max(of[name]["minor_faults"] for of in timings) for name in (PLUS, COPY, OURS)}
     notes = [
-        f"Page faults a call, {rows[0]['dtype']}, at most: "
+        f"Page faults per call, {rows[0]['dtype']}, at most: "
         + ", ".join(f"{name} {number:.0f}" for name, number in faults.items())
         + "."
     ]
     if faults[PLUS] > 2000:
-        notes.append("`x + 1` runs at the pace of fresh pages here, not of memory.")
+        notes.append("`x + 1` is limited by page faults here, not by memory bandwidth.")
     left_out = {
         f"{name}, {row['operation']} {row['format']}: {why}"
         for row in rows

@@ -7,18 +7,18 @@ array of the result is ready (`jax.block_until_ready`); dropping the result, and
 collector, stay outside it. Rounds go on until the time budget is spent.
 
 What is reported. The median over rounds, with the quartiles, since noise only ever adds and has a
-long tail. A ratio is taken within each round and its median reported: the pace of the machine
+long tail. A ratio is taken within each round and its median reported: the speed of the machine
 cancels.
 
-What the baselines mean. `x + 1` reads and writes an array of x's size: the pace of memory. Where
-the result is larger than malloc's mmap threshold (at most 32 MiB on glibc), it lies on fresh pages
-every time, and the pace is that of page faults, which a quantizer with its smaller result may not
-pay: minor faults a call are recorded beside the time. So everything is measured twice. "All cores":
-the wall clock of an ordinary process, what a user gets. "One core": the CPU time of a process that
-is pinned to one core and asks for huge pages (`benchmarks.cores`), which is the arithmetic itself,
-and stays steady on a machine that others use too. Arrays inside and beyond the last-level cache
-are both run. The bound is the time of the bytes that a case must read and write, at the pace of a
-plain copy.
+What the baselines mean. `x + 1` reads and writes an array of x's size: it runs at memory bandwidth.
+Where the result is larger than malloc's mmap threshold (at most 32 MiB on glibc), it lies on fresh
+pages every time, and page faults set the speed, which a quantizer with its smaller result may not
+pay: minor faults per call are recorded beside the time. So everything is measured twice. "All
+cores": the wall clock of an ordinary process, what a user gets. "One core": the CPU time of a
+process that is pinned to one core and asks for huge pages (`benchmarks.cores`), which is the
+arithmetic itself, and stays steady on a machine that others use too. Arrays inside and beyond the
+last-level cache are both run. The bound is the time of the bytes that a case must read and write,
+at the bandwidth of a plain copy.
 """
 
 import dataclasses

@@ -142,11 +142,11 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
 
 
 def _sheet(which: str, rows: Sequence[dict[str, Any]], sizes: str) -> report.Sheet:
-    unit, cores_text = ("ms", "all cores") if which == "all" else ("CPU ms", "one core")
+    unit, cores_text = ("time", "all cores") if which == "all" else ("CPU time", "one core")
     parts = (FLOAT32, STEP, QUANTIZE, MULTIPLY)
     sheet = report.Sheet(
-        f"Step of a product, {sizes} (m x k x n), {cores_text}, {unit}",
-        ["recipe", *parts, "overhead", "quartiles"],
+        f"Step of a product, {sizes} (m x k x n), {cores_text}, {unit} in ms",
+        ["recipe", *parts, "overhead over float32", "quartiles of the overhead"],
     )
     for row in rows:
         times = [row["timings"][part][f"{row['clock']}_ms"]["median"] for part in parts]
