@@ -30,7 +30,7 @@ class OperandSpec:
 
     Raises:
       ValueError: if the rule fills another kind of scale than the format has, or prescale is not
-        positive.
+        positive, not finite or so extreme that float32 does not hold it or its reciprocal.
     """
 
     format: BlockFormat
@@ -42,6 +42,11 @@ class OperandSpec:
         scale_rule_for(self.scale_rule, self.format)
         if not self.prescale > 0:
             raise ValueError(f"OperandSpec: prescale must be positive, got {self.prescale}")
+        if not 2.0**-126 <= self.prescale <= 2.0**126:
+            raise ValueError(
+                "OperandSpec: prescale and its reciprocal must be normal float32 numbers, 2^-126 "
+                f"to 2^126, got prescale={self.prescale}"
+            )
 
     def __str__(self) -> str:
         prescale = "" if self.prescale == 1 else f", times {self.prescale:g}"
@@ -80,9 +85,23 @@ def operand(
     )
 
 
+def _as_spec(given: Any, side: str) -> OperandSpec | None:
+    """An operand of a `MatmulSpec`, where a format or a name stands for `operand` of it."""
+    if given is None or isinstance(given, OperandSpec):
+        return given
+    if isinstance(given, str | BlockFormat):
+        return operand(given)
+    raise TypeError(
+        f"MatmulSpec: {side} must be an OperandSpec, a format, its name or None, got "
+        f"{side}={given!r}; e.g. operand('mxfp4')"
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulSpec:
     """The two operands of one matmul; None keeps an operand in high precision.
+
+    A format, or its name, stands for `operand(format)`: its first scale rule, rounded to nearest.
 
     Attributes:
       lhs: spec of the left operand, or None.
@@ -94,6 +113,12 @@ class MatmulSpec:
     Raises:
       ValueError: if blocks of the two operands would not meet: different sizes along the
         contracting axis, or scales of different kinds; or a transform with nothing to quantize.
+      TypeError: an operand or a transform that is none.
+
+    Example:
+      >>> from mx_jax.specs import MatmulSpec, operand
+      >>> MatmulSpec(lhs=None, rhs="mxfp4") == MatmulSpec(lhs=None, rhs=operand("mxfp4"))
+      True
     """
 
     lhs: OperandSpec | None
@@ -102,6 +127,13 @@ class MatmulSpec:
     fast_accumulation: bool = False
 
     def __post_init__(self):
+        for side in ("lhs", "rhs"):
+            object.__setattr__(self, side, _as_spec(getattr(self, side), side))
+        if not isinstance(self.transform, Hadamard | None):
+            raise TypeError(
+                "MatmulSpec: transform must be a Hadamard or None, got "
+                f"transform={self.transform!r}; e.g. Hadamard(size=16, signs=None)"
+            )
         if self.lhs is None and self.rhs is None and self.transform is not None:
             raise ValueError(
                 f"MatmulSpec: a transform ({self.transform}) cancels in a product whose operands "
@@ -143,11 +175,16 @@ class MatmulSpec:
     @property
     def unscale(self) -> float:
         """What takes the prescales of two operands quantized here out of the product again."""
-        return 1.0 / math.prod(spec.prescale for spec in (self.lhs, self.rhs) if spec is not None)
+        return unscale(self.lhs, self.rhs)
 
     def __str__(self) -> str:
         transform = f" after {self.transform}" if self.transform else ""
         return f"{self.lhs or 'high precision'} x {self.rhs or 'high precision'}{transform}"
+
+
+def unscale(*specs: OperandSpec | None) -> float:
+    """What takes the prescales of operands that a product quantizes out of it again."""
+    return 1.0 / math.prod(spec.prescale for spec in specs if spec is not None)
 
 
 class Residuals(enum.Enum):

@@ -105,11 +105,7 @@ def canonicalize(
         MXArray whose blocks do not lie along the last contracting axis.
     """
     (lhs_k, rhs_k), (lhs_b, rhs_b) = check_dimension_numbers(lhs, rhs, dimension_numbers)
-    if not lhs_k:
-        raise ValueError(
-            "dot_general: needs at least one contracting axis to lay blocks along, got "
-            f"dimension_numbers={dimension_numbers}; use jax.numpy for outer products"
-        )
+    assert lhs_k, "nothing to lay blocks along: dot_general leaves it to XLA"
     lhs_m, rhs_n = _kept(lhs, lhs_k, lhs_b, "lhs"), _kept(rhs, rhs_k, rhs_b, "rhs")
     lhs, lhs_k_first = _arrange(lhs, lhs_b, lhs_m, lhs_k, "lhs")
     rhs, rhs_k_first = _arrange(rhs, rhs_b, rhs_n, rhs_k, "rhs")

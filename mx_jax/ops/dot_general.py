@@ -9,11 +9,11 @@ import numpy as np
 from jax import lax
 
 from mx_jax.backends.base import AnyOperand
-from mx_jax.mxarray import MXArray
+from mx_jax.ops.arguments import as_operand, check_depth, check_out_dtype, goes_to_lax
 from mx_jax.ops.canonical import canonicalize, check_dimension_numbers, restore
-from mx_jax.ops.checks import QUANTIZABLE, check_is_key
 from mx_jax.ops.explicit_axes import canonical_sharding
 from mx_jax.ops.gradients import differentiable_matmul
+from mx_jax.ops.keys import check_matmul_key
 from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.specs import MatmulRecipe
@@ -65,22 +65,26 @@ def dot_general(
       Array([32., 32., 32.], dtype=float32)
     """
     recipe = as_recipe(recipe, "dot_general")
-    lhs, rhs = as_operand(unpacked(lhs), "lhs", recipe), as_operand(rhs, "rhs", recipe)
-    _check_matmul_key(key, recipe)
-    out_dtype = np.dtype(
-        jnp.result_type(lhs.dtype, rhs.dtype)
-        if preferred_element_type is None
-        else preferred_element_type
-    )
-    if recipe.is_high_precision and not isinstance(lhs, MXArray) and not isinstance(rhs, Quantized):
+    lhs = as_operand(unpacked(lhs), "lhs", recipe, "dot_general")
+    rhs = as_operand(rhs, "rhs", recipe, "dot_general")
+    dimension_numbers = check_depth(dimension_numbers)
+    if goes_to_lax(recipe, lhs, rhs) or not dimension_numbers[0][0]:
+        # What contracts nothing has nothing to quantize either, and draws nothing.
         return lax.dot_general(
-            lhs,
-            rhs,
+            _values(lhs),
+            _values(rhs),
             check_dimension_numbers(lhs, rhs, dimension_numbers),
             precision=precision,
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         )
+    key = check_matmul_key(key, recipe)
+    check_out_dtype(preferred_element_type, "dot_general")
+    out_dtype = np.dtype(
+        jnp.result_type(lhs.dtype, rhs.dtype)
+        if preferred_element_type is None
+        else preferred_element_type
+    )
     if isinstance(rhs, PackedMXArray) and not _stays_packed(rhs, dimension_numbers):
         rhs = rhs.unpack()
     lhs, rhs, groups = canonicalize(lhs, rhs, dimension_numbers)
@@ -89,6 +93,10 @@ def dot_general(
         recipe, groups.filled(), lhs, rhs, out_dtype, precision, key, sharding
     )
     return constrain(restore(product, groups), out_sharding)
+
+
+def _values(operand: AnyOperand) -> jax.Array:
+    return operand.dequantize() if isinstance(operand, Quantized) else operand
 
 
 def _stays_packed(rhs: PackedMXArray, dimension_numbers: lax.DotDimensionNumbers) -> bool:
@@ -105,39 +113,6 @@ def constrain(product: jax.Array, out_sharding: Any) -> jax.Array:
     if jax.sharding.get_abstract_mesh().are_all_axes_explicit:
         return jax.sharding.reshard(product, out_sharding)
     return lax.with_sharding_constraint(product, out_sharding)
-
-
-def as_operand(x: Any, side: str, recipe: MatmulRecipe) -> AnyOperand:
-    """An MXArray as it is, anything else as an array that the recipe can take.
-
-    Raises:
-      TypeError: a dtype that cannot be quantized, unless nothing is.
-    """
-    if isinstance(x, Quantized):
-        return x
-    dtype = getattr(x, "dtype", None)
-    array = x if isinstance(x, jax.Array) else jnp.asarray(x)
-    name = np.dtype(dtype if dtype is not None else array.dtype).name
-    if name in QUANTIZABLE or recipe.is_high_precision:
-        return array
-    raise TypeError(
-        f"matmul: {side} must be float32, bfloat16, float16 or an MXArray, got dtype={name}, "
-        f"shape={array.shape}; convert it first, e.g. {side}.astype(jnp.float32)"
-    )
-
-
-def _check_matmul_key(key: Any, recipe: MatmulRecipe) -> None:
-    if recipe.is_stochastic and key is None:
-        raise ValueError(
-            f"dot_general: recipe {recipe.name!r} rounds stochastically and needs a key, got "
-            "key=None; pass key=jax.random.key(seed)"
-        )
-    if not recipe.is_stochastic and key is not None:
-        raise ValueError(
-            f"dot_general: recipe {recipe.name!r} draws no random bits, got a key; drop it"
-        )
-    if key is not None:
-        check_is_key(key, "dot_general")
 
 
 def matmul(
@@ -173,6 +148,8 @@ def matmul(
     """
     recipe = as_recipe(recipe, "matmul")
     lhs, rhs = as_operand(lhs, "lhs", recipe), as_operand(rhs, "rhs", recipe)
+    if not goes_to_lax(recipe, lhs, rhs):
+        check_out_dtype(preferred_element_type, "matmul")
     if not lhs.ndim or not rhs.ndim:
         raise ValueError(
             f"matmul: both operands need an axis, got lhs.shape={lhs.shape}, rhs.shape={rhs.shape}"

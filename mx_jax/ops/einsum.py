@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax.backends.base import AnyOperand
-from mx_jax.ops.dot_general import as_operand, constrain, dot_general
+from mx_jax.ops.arguments import as_operand, check_out_dtype, goes_to_lax
+from mx_jax.ops.dot_general import constrain, dot_general
 from mx_jax.ops.explicit_axes import permuted_sharding
 from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.packed import Quantized
@@ -64,17 +65,20 @@ def einsum(
       (2, 5, 4, 8)
     """
     recipe = as_recipe(recipe, "einsum")
-    lhs, rhs = as_operand(lhs, "lhs", recipe), as_operand(rhs, "rhs", recipe)
+    if not isinstance(subscripts, str):
+        raise TypeError(
+            "einsum: subscripts must be a string such as 'mk,kn->mn', got "
+            f"subscripts={subscripts!r}"
+        )
+    lhs = as_operand(lhs, "lhs", recipe, "einsum")
+    rhs = as_operand(rhs, "rhs", recipe, "einsum")
     terms = _parse(subscripts, lhs.ndim, rhs.ndim)
     lhs, left = _sum_alone(lhs, terms.lhs, terms.rhs + terms.out, subscripts)
     rhs, right = _sum_alone(rhs, terms.rhs, terms.lhs + terms.out, subscripts)
     batch = [letter for letter in left if letter in right and letter in terms.out]
     contracted = [letter for letter in left if letter in right and letter not in terms.out]
-    if not contracted:
-        raise ValueError(
-            f"einsum: subscripts={subscripts!r} contract no axis, so there is nothing to lay "
-            "blocks along; use jnp.einsum"
-        )
+    if contracted and not goes_to_lax(recipe, lhs, rhs):
+        check_out_dtype(preferred_element_type, "einsum")
     _check_sizes(subscripts, lhs, left, rhs, right)
     kept = [c for c in left if c not in right] + [c for c in right if c not in left]
     order = batch + kept

@@ -13,6 +13,7 @@ from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import Groups
 from mx_jax.ops.clipping import mask_clipped
+from mx_jax.ops.keys import product_key
 from mx_jax.ops.matmul import (
     Place,
     lhs_place,
@@ -163,15 +164,15 @@ def quantize_cotangent(
     """
     casts, keys = [], []
     for spec, (groups, is_lhs), product in (
-        (static.recipe.dlhs, static.groups.grad_lhs(), 1),
-        (static.recipe.drhs, static.groups.grad_rhs(), 2),
+        (static.recipe.dlhs, static.groups.grad_lhs(), "dlhs"),
+        (static.recipe.drhs, static.groups.grad_rhs(), "drhs"),
     ):
         own = spec.lhs
         if own is None or own.prescale != 1.0 or spec.transform is not None:
             return g, g
         place = lhs_place(groups) if is_lhs else rhs_place(groups)
         casts.append(Cast(own, place.blocks(own)))
-        drawn = operand_keys(fold_in(key, product))[0 if is_lhs else 1]
+        drawn = operand_keys(product_key(static.recipe, product, key))[0 if is_lhs else 1]
         keys.append(drawn if own.rounding.random_bits else None)
     if not reads_once(g, (casts[0], casts[1])):
         return g, g
@@ -211,7 +212,7 @@ def _forward(static: Static, lhs: AnyOperand, rhs: AnyOperand, key: jax.Array | 
             groups,
             static.out_dtype,
             static.precision,
-            fold_in(key, 0),
+            product_key(recipe, "fwd", key),
             static.out_sharding,
         )
 
@@ -220,7 +221,9 @@ def _forward(static: Static, lhs: AnyOperand, rhs: AnyOperand, key: jax.Array | 
 def _quantize_both(
     static: Static, lhs: AnyOperand, rhs: AnyOperand, key: jax.Array | None
 ) -> tuple[AnyOperand, AnyOperand]:
-    return prepare_operands(lhs, rhs, static.recipe.fwd, static.groups, fold_in(key, 0))
+    return prepare_operands(
+        lhs, rhs, static.recipe.fwd, static.groups, product_key(static.recipe, "fwd", key)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -229,10 +232,9 @@ def _grad_lhs(
 ) -> jax.Array:
     """`g rhs^T`, contracted over n, in lhs's order."""
     groups, g_is_lhs = static.groups.grad_lhs()
+    own = product_key(static.recipe, "dlhs", key)
     with jax.named_scope("grad_lhs"):
-        return _gradient(
-            static.recipe.dlhs, groups, g_is_lhs, g, rhs, bar, static.precision, fold_in(key, 1)
-        )
+        return _gradient(static.recipe.dlhs, groups, g_is_lhs, g, rhs, bar, static.precision, own)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -241,10 +243,9 @@ def _grad_rhs(
 ) -> jax.Array:
     """`lhs^T g`, contracted over m, in rhs's order."""
     groups, g_is_lhs = static.groups.grad_rhs()
+    own = product_key(static.recipe, "drhs", key)
     with jax.named_scope("grad_rhs"):
-        return _gradient(
-            static.recipe.drhs, groups, g_is_lhs, g, lhs, bar, static.precision, fold_in(key, 2)
-        )
+        return _gradient(static.recipe.drhs, groups, g_is_lhs, g, lhs, bar, static.precision, own)
 
 
 def _gradient(
@@ -275,7 +276,9 @@ def mask(
         return bar
     signs = None
     if fwd.transform is not None:
-        signs = hadamard.draw_signs(fwd.transform, operand_keys(fold_in(key, 0))[2])
+        signs = hadamard.draw_signs(
+            fwd.transform, operand_keys(product_key(static.recipe, "fwd", key))[2]
+        )
     return mask_clipped(bar, operand, spec, place.blocks(spec), signs, place.block_axis)
 
 
@@ -293,8 +296,3 @@ def reuse(operand: AnyOperand, spec: OperandSpec | None, place: Place) -> Operan
         return operand.dequantize()
     reusable = operand.format == spec.format and operand.blocks == place.blocks(spec)
     return operand if reusable else operand.dequantize(jnp.float32)
-
-
-def fold_in(key: jax.Array | None, product: int) -> jax.Array | None:
-    """Each of the three products draws from its own stream."""
-    return None if key is None else jax.random.fold_in(key, product)

@@ -1,6 +1,5 @@
 """One quantized product in canonical order: quantize, select a backend, run it."""
 
-import math
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -15,7 +14,7 @@ from mx_jax.ops.canonical import Groups
 from mx_jax.ops.quantize import operand_blocks, quantize_operand
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.reference import hadamard
-from mx_jax.specs import MatmulSpec, OperandSpec
+from mx_jax.specs import MatmulSpec, OperandSpec, unscale
 
 
 def quantized_matmul(
@@ -43,7 +42,7 @@ def quantized_matmul(
     Returns:
       `[*batch, *m, *n]`.
     """
-    factor = unscale(lhs, rhs, spec)
+    given = lhs, rhs
     lhs, rhs = prepare_operands(lhs, rhs, spec, groups, key)
     call = MatmulCall(
         lhs_shape=lhs.shape,
@@ -61,18 +60,7 @@ def quantized_matmul(
         fast_accumulation=spec.fast_accumulation,
         out_sharding=out_sharding,
     )
-    product = _run(lhs, rhs, call)
-    return product if factor == 1.0 else product * jnp.asarray(factor, out_dtype)
-
-
-def unscale(lhs: AnyOperand, rhs: AnyOperand, spec: MatmulSpec) -> float:
-    """What takes the prescales out of the product again; an MXArray never had one."""
-    pairs = ((lhs, spec.lhs), (rhs, spec.rhs))
-    return 1.0 / math.prod(
-        operand_spec.prescale
-        for operand, operand_spec in pairs
-        if operand_spec is not None and not isinstance(operand, Quantized)
-    )
+    return unscaled(_run(lhs, rhs, call), *given, spec)
 
 
 def _run(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall) -> jax.Array:
@@ -180,8 +168,24 @@ def prepare(
     """One operand, quantized by its spec unless it is or stays what it was."""
     if spec is None or isinstance(operand, Quantized):
         return operand
-    if spec.prescale != 1.0:
-        operand = operand * jnp.asarray(spec.prescale, operand.dtype)
     return quantize_operand(
-        operand, spec, place.blocks(spec), key if spec.rounding.random_bits else None
+        prescaled(operand, spec),
+        spec,
+        place.blocks(spec),
+        key if spec.rounding.random_bits else None,
     )
+
+
+def prescaled(x: jax.Array, spec: OperandSpec) -> jax.Array:
+    """What an operand's spec quantizes: x times its prescale, in x's dtype."""
+    return x if spec.prescale == 1.0 else x * jnp.asarray(spec.prescale, x.dtype)
+
+
+def unscaled(product: jax.Array, lhs: AnyOperand, rhs: AnyOperand, spec: MatmulSpec) -> jax.Array:
+    """A product without the prescales of its operands, as they were before quantizing.
+
+    An operand that came quantized never had one.
+    """
+    pairs = ((lhs, spec.lhs), (rhs, spec.rhs))
+    factor = unscale(*(own for x, own in pairs if not isinstance(x, Quantized)))
+    return product if factor == 1.0 else product * jnp.asarray(factor, product.dtype)

@@ -19,11 +19,13 @@ from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray
 from mx_jax.ops import gradients
+from mx_jax.ops.arguments import as_operand, check_out_dtype, goes_to_lax
 from mx_jax.ops.canonical import Groups, _check_blocks
-from mx_jax.ops.dot_general import _check_matmul_key, as_operand
 from mx_jax.ops.gradients import Bar, Static
-from mx_jax.ops.matmul import Place, _transform, operand_keys, prepare
+from mx_jax.ops.keys import check_matmul_key, product_key
+from mx_jax.ops.matmul import Place, _transform, operand_keys, prepare, prescaled, unscaled
 from mx_jax.ops.quantize import draw_bits, quantize_operand
+from mx_jax.ops.ragged_checks import as_group_sizes, at_most, check_rows, check_shapes
 from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.packed import unpacked
 from mx_jax.reference import hadamard, ragged
@@ -91,17 +93,19 @@ def ragged_dot(
     """
     recipe = as_recipe(recipe, "ragged_dot")
     lhs, rhs = (
-        as_operand(unpacked(operand), side, recipe)
+        as_operand(unpacked(operand), side, recipe, "ragged_dot")
         for operand, side in ((lhs, "lhs"), (rhs, "rhs"))
     )
-    sizes = _as_group_sizes(group_sizes)
-    _check_shapes(lhs, rhs, sizes)
-    _check_matmul_key(key, recipe)
-    if recipe.is_high_precision and not isinstance(lhs, MXArray) and not isinstance(rhs, MXArray):
+    sizes = as_group_sizes(group_sizes)
+    check_shapes(lhs, rhs, sizes)
+    sizes = at_most(sizes, lhs.shape[0])
+    key = check_matmul_key(key, recipe)
+    if goes_to_lax(recipe, lhs, rhs):
         return lax.ragged_dot(
             lhs, rhs, sizes, precision=precision, preferred_element_type=preferred_element_type
         )
-    _check_rows(recipe)
+    check_rows(recipe)
+    check_out_dtype(preferred_element_type, "ragged_dot")
     out_dtype = preferred_element_type
     if out_dtype is None:
         out_dtype = jnp.result_type(lhs.dtype, rhs.dtype)
@@ -113,57 +117,6 @@ def ragged_dot(
     sizes = ragged_rows(sizes, lhs.shape[0], unit=1).sizes
     primals = (gradients.primal_of(lhs), gradients.primal_of(rhs))
     return _ragged_dot(static, lhs, rhs, *primals, sizes, key)
-
-
-def _as_group_sizes(group_sizes: Any) -> jax.Array:
-    sizes = group_sizes if isinstance(group_sizes, jax.Array) else jnp.asarray(group_sizes)
-    if not jnp.issubdtype(sizes.dtype, jnp.integer):
-        raise TypeError(
-            f"ragged_dot: group_sizes must be integers, got dtype={sizes.dtype}, "
-            f"shape={sizes.shape}; convert them, e.g. group_sizes.astype(jnp.int32)"
-        )
-    # Narrow integers would overflow when sizes are added up.
-    return sizes.astype(jnp.int32)
-
-
-def _check_shapes(lhs: Operand, rhs: Operand, sizes: jax.Array) -> None:
-    if lhs.ndim != 2 or rhs.ndim != 3 or sizes.ndim != 1:
-        rule = "needs lhs [m, k], rhs [g, k, n] and group_sizes [g] (jax.vmap adds a batch)"
-    elif lhs.shape[1] != rhs.shape[1]:
-        rule = f"contracting sizes must agree, here k={lhs.shape[1]} and k={rhs.shape[1]}"
-    elif rhs.shape[0] != sizes.shape[0]:
-        rule = f"every group needs a matrix, here g={sizes.shape[0]} and g={rhs.shape[0]}"
-    else:
-        return
-    raise ValueError(
-        f"ragged_dot: {rule}; got lhs.shape={lhs.shape}, rhs.shape={rhs.shape}, "
-        f"group_sizes.shape={sizes.shape}"
-    )
-
-
-def _check_rows(recipe: MatmulRecipe) -> None:
-    """Raise for what a recipe asks of the ragged axis and cannot have."""
-    fwd, dlhs, drhs = recipe.fwd, recipe.dlhs, recipe.drhs
-    over_rows = [("fwd.lhs", fwd.lhs, 0), ("dlhs.lhs", dlhs.lhs, 0)]
-    over_rows += [("drhs.lhs", drhs.lhs, 1), ("drhs.rhs", drhs.rhs, 1)]
-    for name, spec, axis in over_rows:
-        if spec is None or not isinstance(spec.format.block[axis], Whole):
-            continue
-        # Such a rule cannot be split into peaks and scales.
-        if spec.scale_rule.reads_values:
-            raise ValueError(
-                f"ragged_dot: {name} of recipe {recipe.name!r} has one block for all rows of a "
-                f"group, got block={spec.format.block} of format={spec.format.name}, which "
-                f"scale_rule={spec.scale_rule.name!r} cannot fill, since it looks at more than "
-                "the largest value; use another rule, or blocks of a fixed size (a function of "
-                "one's own that looks at amax alone: FromAmax(function))"
-            )
-    if recipe.mask_clipped and fwd.lhs is not None and fwd.lhs.format.block[0] != 1:
-        raise ValueError(
-            f"ragged_dot: mask_clipped=True of recipe {recipe.name!r} needs blocks of one row in "
-            f"fwd.lhs, got block={fwd.lhs.format.block} of format={fwd.lhs.format.name}; use such "
-            "a format, or mask_clipped=False"
-        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -199,9 +152,12 @@ def _forward(static: Static, lhs: Operand, rhs: Operand, sizes: jax.Array, key: 
     """`[m, k]` by `[g, k, n]` to `[m, n]`; and both operands as the product took them."""
     spec = static.recipe.fwd
     with jax.named_scope("output"):
-        lhs, rhs = _prepare_kept(lhs, rhs, _SECOND_LAST, sizes, spec, gradients.fold_in(key, 0))
-        product = _product(lhs, rhs, (-1, -2), sizes, spec, static.out_dtype, static.precision)
-        return product, (lhs, rhs)
+        own, given = product_key(static.recipe, "fwd", key), (lhs, rhs)
+        lhs, rhs = _prepare_kept(lhs, rhs, _SECOND_LAST, sizes, spec, own)
+        product = ragged.scaled_ragged_dot(
+            lhs, rhs, sizes, (-1, -2), static.out_dtype, static.precision
+        )
+        return unscaled(product, *given, spec), (lhs, rhs)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -210,8 +166,10 @@ def _grad_lhs(static: Static, g: jax.Array, other, bar: Bar, key: Key) -> jax.Ar
     (rhs, sizes), spec = other, static.recipe.dlhs
     with jax.named_scope("grad_lhs"):
         rhs = gradients.reuse(rhs, spec.rhs, _LAST)
-        lhs, rhs = _prepare_kept(g, rhs, _LAST, sizes, spec, gradients.fold_in(key, 1))
-        return _product(lhs, rhs, (-1, -1), sizes, spec, bar.dtype, static.precision)
+        own, given = product_key(static.recipe, "dlhs", key), (g, rhs)
+        lhs, rhs = _prepare_kept(g, rhs, _LAST, sizes, spec, own)
+        product = ragged.scaled_ragged_dot(lhs, rhs, sizes, (-1, -1), bar.dtype, static.precision)
+        return unscaled(product, *given, spec)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -223,16 +181,15 @@ def _grad_rhs(static: Static, g: jax.Array, other, bar: Bar, key: Key) -> jax.Ar
             lhs = lhs.dequantize() if spec.lhs is None else lhs.dequantize(jnp.float32)
         rows = ragged_rows(sizes, g.shape[0], _unit(spec))
         lhs, rhs, lhs_key, rhs_key = _transform_both(
-            rows.place(lhs), rows.place(g), (-2, -2), spec, gradients.fold_in(key, 2)
+            rows.place(lhs), rows.place(g), (-2, -2), spec, product_key(static.recipe, "drhs", key)
         )
+        given = lhs, rhs
         lhs = _prepare_contracted(rows, lhs, spec.lhs, lhs_key)
         rhs = _prepare_contracted(rows, rhs, spec.rhs, rhs_key)
-        return _product(lhs, rhs, (-2, -2), rows.sizes, spec, bar.dtype, static.precision)
-
-
-def _product(lhs, rhs, contracting, sizes, spec: MatmulSpec, dtype, precision: Any) -> jax.Array:
-    product = ragged.scaled_ragged_dot(lhs, rhs, sizes, contracting, dtype, precision)
-    return product if spec.unscale == 1.0 else product * jnp.asarray(spec.unscale, dtype)
+        product = ragged.scaled_ragged_dot(
+            lhs, rhs, rows.sizes, (-2, -2), bar.dtype, static.precision
+        )
+        return unscaled(product, *given, spec)
 
 
 def _unit(spec: MatmulSpec) -> int:
@@ -291,8 +248,7 @@ def _quantize_groups(
     rows: RaggedRows, x: jax.Array, spec: OperandSpec, place: Place, key: Any
 ) -> MXArray:
     """`[p, c]` in blocks that hold all rows of a group: scales come from the groups' peaks."""
-    if spec.prescale != 1.0:
-        x = x * jnp.asarray(spec.prescale, x.dtype)
+    x = prescaled(x, spec)
     nearest = dataclasses.replace(spec, rounding=NEAREST)
     peaks = quantize_operand(ragged.group_peaks(x, rows), nearest, place.blocks(spec))
     bits = draw_bits(key, x.shape, spec.rounding) if spec.rounding.random_bits else None

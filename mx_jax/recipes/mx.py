@@ -101,7 +101,9 @@ def weight_only(format: Any, scale_rule: ScaleRule | str | None = None) -> Recip
     """Only the right operand (the weight) of the product itself is quantized.
 
     Activations and both gradient products stay in high precision: for inference, and for
-    quantization-aware fine-tuning of weights.
+    quantization-aware fine-tuning of weights. `grad_lhs = g Q(rhs)^T` multiplies the very weight
+    that the product multiplied, as the function that ran has it; `grad_rhs = lhs^T g` passes
+    straight through to the weight, as if its cast were the identity.
 
     Args:
       format: block format of the weight, as an object, name or dtype.
@@ -119,7 +121,7 @@ def weight_only(format: Any, scale_rule: ScaleRule | str | None = None) -> Recip
         fwd=MatmulSpec(lhs=None, rhs=spec),
         dlhs=high,
         drhs=high,
-        residuals=Residuals.PRIMAL,
+        residuals=Residuals.QUANTIZED,
     )
 
 

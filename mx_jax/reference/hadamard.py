@@ -26,6 +26,7 @@ class Hadamard:
       signs: g values of 1 or -1, or None to draw new signs from the matmul's key every time.
 
     Raises:
+      TypeError: if size is no int, or the signs are no tuple.
       ValueError: if size is no power of two above 1, or the signs are not g values of 1 or -1.
     """
 
@@ -33,6 +34,15 @@ class Hadamard:
     signs: tuple[int, ...] | None
 
     def __post_init__(self):
+        if isinstance(self.size, bool) or not isinstance(self.size, int):
+            raise TypeError(
+                f"Hadamard: size must be an int, got size={self.size!r}; e.g. "
+                "Hadamard(size=16, signs=None)"
+            )
+        if not isinstance(self.signs, tuple | None):
+            raise TypeError(
+                f"Hadamard: signs must be a tuple or None, got signs={self.signs!r}; e.g. (1, -1)"
+            )
         if self.size < 2 or self.size & (self.size - 1):
             raise ValueError(f"Hadamard: size must be a power of two above 1, got size={self.size}")
         if self.signs is None:

@@ -68,7 +68,7 @@ def ragged_rows(group_sizes: jax.Array, num_rows: int, unit: int) -> RaggedRows:
       A layout of p rows, `p <= m + min(g, m) * (unit - 1)`.
     """
     num_groups = group_sizes.shape[0]
-    ends = jnp.minimum(jnp.cumsum(group_sizes), num_rows)
+    ends = _sums_up_to(num_rows, group_sizes)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     padded = (ends - starts + unit - 1) // unit * unit
     padded_ends = jnp.cumsum(padded)
@@ -89,6 +89,14 @@ def ragged_rows(group_sizes: jax.Array, num_rows: int, unit: int) -> RaggedRows:
         source=jnp.where(filled, _of_group(starts, group) + offset, num_rows),
         position=jnp.where(row_group < num_groups, position, num_padded),
     )
+
+
+def _sums_up_to(most: int, sizes: jax.Array) -> jax.Array:
+    """Cumulative sums, none above `most`, whatever int32 would overflow to."""
+    sizes = jnp.minimum(sizes, most)
+    if most * sizes.shape[0] <= jnp.iinfo(jnp.int32).max:
+        return jnp.minimum(jnp.cumsum(sizes), most)
+    return lax.associative_scan(lambda a, b: jnp.minimum(a, most - b) + b, sizes)
 
 
 def _group_of(row: jax.Array, ends: jax.Array) -> jax.Array:

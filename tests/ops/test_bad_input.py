@@ -135,13 +135,6 @@ def test_recipes(recipe: Any, hint: str):
             (((1,), (1,)), ((0,), (1,))),
             "each axis of rhs may appear once, got contracting=(1,) and batch=(1,)",
         ),
-        (
-            (2, 40),
-            (2, 40),
-            (((), ()), ((0, 1), (0, 1))),
-            "needs at least one contracting axis to lay blocks along, got "
-            "dimension_numbers=(((), ()), ((0, 1), (0, 1))); use jax.numpy for outer products",
-        ),
     ],
     ids=[
         "contracting",
@@ -152,13 +145,111 @@ def test_recipes(recipe: Any, hint: str):
         "twice",
         "batch_of_other_size",
         "batch_and_contracting",
-        "none",
     ],
 )
 def test_dimension_numbers(lhs, rhs, dimensions, message: str):
     left, right = np.ones(lhs, np.float32), np.ones(rhs, np.float32)
     with pytest.raises(ValueError, match=f"^dot_general: {re.escape(message)}"):
         mx_jax.dot_general(left, right, dimensions, recipe=MXFP8)
+
+
+SHAPE = "must be ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), each a sequence"
+
+
+@pytest.mark.parametrize("recipe", [MXFP8, recipes.high_precision()], ids=["mxfp8", "high"])
+@pytest.mark.parametrize(
+    ("dimensions", "error", "message"),
+    [
+        (((1,), (0,)), ValueError, SHAPE),
+        ((1, 0), ValueError, SHAPE),
+        (((1, 0), ((), ())), ValueError, SHAPE),
+        ((((1,), (0,)), ((), ()), ()), ValueError, SHAPE),
+        (None, ValueError, SHAPE),
+        ("mk,kn", ValueError, SHAPE),
+        ((((1.5,), (0,)), ((), ())), TypeError, "axes must be integers, got dimension_numbers="),
+        ((("k", "k"), ("", "")), TypeError, "axes must be integers, got dimension_numbers="),
+    ],
+    ids=["flat", "numbers", "no_groups", "three", "none", "letters", "floats", "text"],
+)
+def test_depth_of_dimension_numbers(dimensions, error, message: str, recipe):
+    with pytest.raises(error, match=f"^dot_general: .*{re.escape(message)}"):
+        mx_jax.dot_general(X, W, dimensions, recipe=recipe)
+
+
+CALLS = {
+    "matmul": lambda x, w, **options: mx_jax.matmul(x, w, **options),
+    "dot_general": lambda x, w, **options: mx_jax.dot_general(x, w, PLAIN, **options),
+    "einsum": lambda x, w, **options: mx_jax.einsum("mk,kn->mn", x, w, **options),
+    "ragged_dot": lambda x, w, **options: mx_jax.ragged_dot(x, w, [2], **options),
+}
+CALL = pytest.mark.parametrize("operation", CALLS)
+
+
+@CALL
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        ("abc", "must be an array of numbers or an MXArray, got lhs of type str; pass"),
+        (None, "must be an array of numbers or an MXArray, got lhs of type NoneType"),
+        ({"w": 1}, "must be an array of numbers or an MXArray, got lhs of type dict"),
+        (np.array(["a"]), "got lhs of type ndarray of dtype=<U1"),
+        (np.array([object()]), "got lhs of type ndarray of dtype=object"),
+        (
+            X.astype(">f4"),
+            "must have this machine's byte order, got dtype=>f4, shape=(2, 40); convert it first, "
+            "e.g. lhs.astype(lhs.dtype.newbyteorder('='))",
+        ),
+    ],
+    ids=["text", "none", "dict", "texts", "objects", "big_endian"],
+)
+@pytest.mark.parametrize("recipe", [MXFP8, recipes.high_precision()], ids=["mxfp8", "high"])
+def test_what_is_no_array(operation: str, x, message: str, recipe):
+    with pytest.raises(TypeError, match=f"^{operation}: lhs .*{re.escape(message)}"):
+        CALLS[operation](x, W, recipe=recipe)
+    # The remedy is one.
+    if isinstance(x, np.ndarray) and x.dtype.kind == "f":
+        mx_jax.matmul(x.astype(x.dtype.newbyteorder("=")), W, recipe=recipe)
+
+
+def test_a_tracer_s_own_error_is_jax_s():
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        jax.jit(lambda x: mx_jax.matmul(ToNumpy(x), W, recipe=MXFP8))(X)
+
+
+class ToNumpy:
+    """Something that only NumPy can make an array of."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.x)
+
+
+@CALL
+@pytest.mark.parametrize("dtype", [jnp.int32, np.uint8, jnp.complex64, bool], ids=str)
+def test_products_of_quantized_operands_are_floating_point(operation: str, dtype):
+    message = (
+        f"{operation}: the product of quantized operands is floating point, got "
+        f"preferred_element_type={jnp.dtype(dtype).name}; use float32, bfloat16 or float16"
+    )
+    w = W[None] if operation == "ragged_dot" else W
+    for recipe in (MXFP8, recipes.weight_only("mxfp4")):
+        with pytest.raises(TypeError, match=f"^{message}"):
+            CALLS[operation](X, w, recipe=recipe, preferred_element_type=dtype)
+    stored = mx_jax.quantize(W, "mxfp4", axis=0)
+    if operation != "ragged_dot":
+        with pytest.raises(TypeError, match=f"^{message}"):
+            CALLS[operation](
+                X, stored, recipe=recipes.high_precision(), preferred_element_type=dtype
+            )
+
+
+@pytest.mark.parametrize("subscripts", [None, 3, ["mk,kn->mn"], b"mk,kn->mn"], ids=repr)
+def test_subscripts_are_text(subscripts):
+    message = f"einsum: subscripts must be a string such as 'mk,kn->mn', got {subscripts=}"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        mx_jax.einsum(subscripts, X, W, recipe=MXFP8)
 
 
 @pytest.mark.parametrize(

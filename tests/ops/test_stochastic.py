@@ -128,12 +128,6 @@ X = np.ones((2, 32), np.float32)
             "pass key=jax.random.key(seed)",
         ),
         (
-            NEAREST,
-            KEY,
-            ValueError,
-            "dot_general: recipe 'mxfp4' draws no random bits, got a key; drop it",
-        ),
-        (
             RECIPE,
             jax.random.split(KEY),
             TypeError,
@@ -144,7 +138,7 @@ X = np.ones((2, 32), np.float32)
         (RECIPE, np.float32([1, 2]), TypeError, "got dtype=float32, shape=(2,)"),
         (RECIPE, np.uint32(1), TypeError, "got dtype=uint32, shape=()"),
     ],
-    ids=["missing", "not_wanted", "two", "seed", "floats", "number"],
+    ids=["missing", "two", "seed", "floats", "number"],
 )
 def test_key_errors(recipe: Recipe, key, error, message: str):
     for call in (

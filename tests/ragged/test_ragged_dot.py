@@ -10,8 +10,11 @@ from jax import lax
 
 import mx_jax
 from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP4
+from mx_jax.ops.ragged_checks import as_group_sizes, at_most
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, Residuals, operand
+from mx_jax.reference import ragged
+from mx_jax.reference.ragged import ragged_rows
 from mx_jax.testing.compare import assert_bitwise_equal
 
 M, K, N, GROUPS = 12, 16, 8, 3
@@ -296,3 +299,59 @@ def test_signs_are_drawn_from_the_key_and_cancel(rng: np.random.Generator):
         assert_bitwise_equal(array, same)
         assert (np.asarray(array) != different).any()
         assert np.linalg.norm(array - exact) < 0.03 * np.linalg.norm(exact)
+
+
+# Group sizes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        np.uint32([5, 2**32 - 1, 3]),
+        np.int32([5, 2**31 - 1, 2**31 - 1]),
+        np.int64([5, 7, 0]),
+        np.uint8([5, 200, 200]),
+    ],
+    ids=["uint32", "sum_beyond_int32", "int64", "uint8"],
+)
+def test_sizes_beyond_the_rows_are_cut_off(sizes, rng: np.random.Generator):
+    """Whatever their dtype, traced or not: no sum and no narrowing wraps around."""
+    lhs, rhs, _, g = draw(rng)
+    expected = compiled(lhs, rhs, np.int32([5, 7, 0]), g)
+    given = jnp.asarray(sizes)
+    for actual in (compiled(lhs, rhs, given, g), products(lhs, rhs, given, g)):
+        assert_all_close(actual, expected)
+
+
+def test_wide_sizes_with_x64():
+    with jax.enable_x64(True):
+        sizes = as_group_sizes(np.int64([5, 2**32, 3]))
+        assert sizes.dtype == jnp.int64
+        for cut in (at_most(sizes, M), jax.jit(at_most, static_argnums=1)(sizes, M)):
+            assert cut.dtype == jnp.int32 and cut.tolist() == [5, 12, 3]
+        assert ragged_rows(cut, M, unit=1).sizes.tolist() == [5, 7, 0]
+
+
+def test_sums_of_many_large_groups():
+    """g * m beyond int32: sums are cut as they are made."""
+    sizes = jnp.full((8,), 2**29, jnp.int32)
+    ends = ragged._sums_up_to(2**30, sizes)
+    assert ends.tolist() == [2**29, *[2**30] * 7]
+
+
+# Keys ----------------------------------------------------------------------------------------
+
+
+def test_one_group_draws_as_matmul_does(rng: np.random.Generator):
+    """Each of the three products has its own stream, and matmul's: the bits agree, so codes do."""
+    spec = operand(MXFP4, scale_rule="rceil", rounding="stochastic")
+    recipe, key = recipe_of(spec), jax.random.key(7)
+    lhs, rhs, g = (rng.standard_normal(s, np.float32) for s in ((64, 32), (32, 32), (64, 32)))
+
+    def three(operation):
+        output, vjp = jax.vjp(operation, lhs, rhs)
+        return output, *vjp(g)
+
+    dense = three(lambda x, w: mx_jax.matmul(x, w, recipe=recipe, key=key))
+    ours = three(lambda x, w: ragged_dot(x, w[None], [64], recipe=recipe, key=key))
+    assert_all_close(ours, dense)

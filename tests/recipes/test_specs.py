@@ -58,6 +58,12 @@ def test_operand_from_names_and_objects():
             "OperandSpec: prescale must be positive, got nan",
         ),
         (
+            lambda: operand("mxfp4", prescale=float("inf")),
+            "OperandSpec: prescale and its reciprocal must be normal float32 numbers, 2^-126 to "
+            "2^126, got prescale=inf",
+        ),
+        (lambda: operand("mxfp4", prescale=1e-40), "2^-126 to 2^126, got prescale=1e-40"),
+        (
             lambda: MatmulSpec(lhs=operand(MXFP8_E4M3), rhs=operand(MXFP4_OF_16)),
             "MatmulSpec: blocks of both operands must have one size along the contracting axis, "
             "got lhs=mxfp8_e4m3 with block=32 and rhs=mxfp4_16 with block=16" + REMEDY,
@@ -109,6 +115,8 @@ def test_operand_from_names_and_objects():
         "unknown_format",
         "prescale",
         "prescale_nan",
+        "prescale_inf",
+        "prescale_tiny",
         "block_sizes",
         "block_kinds",
         "scales",
@@ -120,6 +128,50 @@ def test_operand_from_names_and_objects():
 )
 def test_wrong_combinations(build: Any, message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
+        build()
+
+
+def test_a_format_stands_for_its_operand():
+    spec = MatmulSpec(lhs="mxfp4", rhs=MXFP8_E4M3)  # pyright: ignore[reportArgumentType]
+    assert spec == MatmulSpec(lhs=operand("mxfp4"), rhs=operand(MXFP8_E4M3))
+    assert hash(spec) == hash(MatmulSpec(lhs=operand("mxfp4"), rhs=operand(MXFP8_E4M3)))
+    with pytest.raises(ValueError, match="unknown block format name='mxfp5'; known: mxfp8_e4m3"):
+        MatmulSpec(lhs=None, rhs="mxfp5")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: MatmulSpec(lhs=4, rhs=None),  # pyright: ignore
+            "MatmulSpec: lhs must be an OperandSpec, a format, its name or None, got lhs=4; e.g. "
+            "operand('mxfp4')",
+        ),
+        (
+            lambda: MatmulSpec(lhs=None, rhs=recipes.mxfp4),  # pyright: ignore
+            "MatmulSpec: rhs must be an OperandSpec, a format, its name or None, got rhs=<function",
+        ),
+        (
+            lambda: MatmulSpec(lhs=None, rhs=operand("mxfp4"), transform=16),  # pyright: ignore
+            "MatmulSpec: transform must be a Hadamard or None, got transform=16; e.g. Hadamard(",
+        ),
+        (
+            lambda: Hadamard(size="16", signs=None),  # pyright: ignore
+            "Hadamard: size must be an int, got size='16'; e.g. Hadamard(size=16, signs=None)",
+        ),
+        (
+            lambda: Hadamard(size=16.0, signs=None),  # pyright: ignore
+            "Hadamard: size must be an int, got size=16.0",
+        ),
+        (
+            lambda: Hadamard(size=2, signs=[1, -1]),  # pyright: ignore
+            "Hadamard: signs must be a tuple or None, got signs=[1, -1]; e.g. (1, -1)",
+        ),
+    ],
+    ids=["number", "function", "transform", "text", "float", "list"],
+)
+def test_wrong_types(build: Any, message: str):
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
         build()
 
 
@@ -155,7 +207,7 @@ def test_text():
     )
     assert str(recipes.weight_only("mxfp4")) == (
         "weight_only(mxfp4): output high precision x mxfp4 (even, nearest); grad_lhs high "
-        "precision x high precision; grad_rhs high precision x high precision; keeps primal"
+        "precision x high precision; grad_rhs high precision x high precision; keeps quantized"
     )
     assert repr(spec) == (
         "OperandSpec(format=BlockFormat(mxfp4, block=(1, 32)), scale_rule=ScaleRule(even), "

@@ -1,0 +1,95 @@
+"""Which calls need a key, which only take one, and what the product then is."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.recipes import MatmulSpec, Recipe, operand
+from mx_jax.testing.compare import assert_bitwise_equal
+from tests.ops.quick import quick
+
+KEY = jax.random.key(3)
+NEAREST = recipes.mxfp4()
+DRAWS = operand("mxfp4", scale_rule="rceil", rounding="stochastic")
+X = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+W = np.random.default_rng(1).standard_normal((64, 32)).astype(np.float32)
+PLAIN = (((1,), (0,)), ((), ()))
+
+
+def drawing(**products: MatmulSpec) -> Recipe:
+    return dataclasses.replace(NEAREST, name="drawing", **products)
+
+
+BOTH = MatmulSpec(lhs=DRAWS, rhs=DRAWS)
+BACKWARD = drawing(dlhs=BOTH, drhs=BOTH)
+CALLS = {
+    "matmul": lambda x, w, **options: mx_jax.matmul(x, w, **options),
+    "dot_general": lambda x, w, **options: mx_jax.dot_general(x, w, PLAIN, **options),
+    "einsum": lambda x, w, **options: mx_jax.einsum("mk,kn->mn", x, w, **options),
+    "ragged_dot": lambda x, w, **options: mx_jax.ragged_dot(x, w[None], [4], **options),
+}
+CALL = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+@CALL
+def test_a_forward_product_that_draws_nothing_needs_no_key(call):
+    """Inference with a training recipe: the product of the recipe's nearest-rounded forward."""
+    for recipe in (BACKWARD, recipes.mxfp4_backward(), recipes.nvfp4_pretraining()):
+        product = call(X, W, recipe=recipe)
+        assert_bitwise_equal(product, call(X, W, recipe=recipe, key=KEY))
+
+
+@CALL
+@pytest.mark.parametrize(
+    ("recipe", "product"),
+    [(drawing(dlhs=BOTH), "grad_lhs"), (drawing(drhs=BOTH), "grad_rhs")],
+    ids=["lhs", "rhs"],
+)
+def test_a_gradient_that_draws_says_so(call, recipe: Recipe, product: str):
+    message = re.escape(
+        f"recipe 'drawing' rounds stochastically in {product} and needs a key, got key=None; pass "
+        "key=jax.random.key(seed)"
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.grad(lambda x, w: call(x, w, recipe=recipe).sum(), argnums=(0, 1))(X, W)
+
+
+def test_only_a_gradient_that_is_taken_draws():
+    """A stored weight has no cotangent, so its stochastic gradient product never runs."""
+    recipe = drawing(drhs=BOTH)
+    stored = mx_jax.quantize(W, "mxfp4", axis=0, scale_rule="even")
+    dx = jax.grad(lambda x: mx_jax.matmul(x, stored, recipe=recipe).sum())(X)
+    expected = jax.grad(lambda x: mx_jax.matmul(x, stored, recipe=NEAREST).sum())(X)
+    assert_bitwise_equal(dx, expected)
+
+
+@CALL
+def test_a_recipe_that_draws_nothing_takes_a_key(call):
+    """Code may be the same for every recipe: the key is not used, in any product."""
+    for recipe in (NEAREST, recipes.high_precision()):
+
+        def run(x, w, key, recipe=recipe):
+            product, pullback = jax.vjp(lambda x, w: call(x, w, recipe=recipe, key=key), x, w)
+            return product, *pullback(jnp.ones_like(product))
+
+        compiled = quick(run)
+        for ours, theirs in zip(compiled(X, W, KEY), compiled(X, W, None), strict=True):
+            assert_bitwise_equal(ours, theirs)
+
+
+@CALL
+def test_what_is_no_key_is_refused_all_the_same(call):
+    with pytest.raises(TypeError, match="key must be one PRNG key"):
+        call(X, W, recipe=NEAREST, key=3)
+
+
+def test_quantize_refuses_a_key_that_it_would_not_use():
+    """There the key says that stochastic rounding was meant, and the rounding is an argument."""
+    with pytest.raises(ValueError, match="drop the key or use rounding='stochastic'"):
+        mx_jax.quantize(X, "mxfp4", key=KEY)

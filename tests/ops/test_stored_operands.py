@@ -1,0 +1,136 @@
+"""What belongs to operands quantized here, and what to those that come quantized: prescales,
+saved codes, and the gradient of a product with a quantized weight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.recipes import MatmulSpec, Recipe, Residuals, operand
+from mx_jax.testing.compare import assert_bitwise_equal
+
+HIGH = MatmulSpec(lhs=None, rhs=None)
+
+
+def uniform(spec, **fields) -> Recipe:
+    both = MatmulSpec(lhs=spec, rhs=spec)
+    given = {"fwd": both, "dlhs": both, "drhs": both, "residuals": Residuals.PRIMAL}
+    return Recipe(name="uniform", **(given | fields))
+
+
+# Prescales ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stored", ["neither", "lhs", "rhs", "both"])
+def test_a_stored_operand_never_had_a_prescale(stored: str):
+    """matmul and ragged_dot alike: 32 products of 1 by 1."""
+    recipe = uniform(operand("mxfp8_e4m3", prescale=2.0))
+    x, w = np.ones((4, 32), np.float32), np.ones((32, 2), np.float32)
+    experts = w[None]
+    if stored in ("lhs", "both"):
+        x = mx_jax.quantize(x, "mxfp8_e4m3")
+    if stored in ("rhs", "both"):
+        w = mx_jax.quantize(w, "mxfp8_e4m3", axis=0)
+        experts = mx_jax.quantize(experts, "mxfp8_e4m3", axis=1)
+    assert np.all(mx_jax.matmul(x, w, recipe=recipe) == 32)
+    assert np.all(mx_jax.ragged_dot(x, experts, [4], recipe=recipe) == 32)
+
+
+def test_gradients_take_out_what_they_put_in():
+    recipe = uniform(operand("mxfp8_e4m3", prescale=2.0))
+    x, w = np.ones((4, 32), np.float32), np.ones((32, 64), np.float32)
+    stored = mx_jax.quantize(w, "mxfp8_e4m3", axis=0)
+    experts = mx_jax.quantize(w[None], "mxfp8_e4m3", axis=1)
+    dense = jax.grad(lambda x: mx_jax.matmul(x, stored, recipe=recipe).sum())(x)
+    ragged = jax.grad(lambda x: mx_jax.ragged_dot(x, experts, [4], recipe=recipe).sum())(x)
+    assert np.all(dense == 64) and np.all(ragged == 64)
+
+
+# The gradient belongs to the function that ran ----------------------------------------------------
+
+X = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+W = np.random.default_rng(1).standard_normal((64, 16)).astype(np.float32)
+G = np.random.default_rng(2).standard_normal((4, 16)).astype(np.float32)
+
+
+def vjp(operation, dtype=jnp.float32):
+    product, pullback = jax.vjp(operation, X.astype(dtype), W.astype(dtype))
+    return product, *pullback(G.astype(product.dtype))
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxint8", "nvfp4", "float8_rowwise_e4m3"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_weight_only_s_gradient_is_that_of_its_forward(format: str, dtype):
+    """grad_lhs by the weight that was multiplied; grad_rhs straight through to the weight."""
+    recipe = recipes.weight_only(format)
+    rule = recipe.fwd.rhs.scale_rule  # pyright: ignore[reportOptionalMemberAccess]
+    quantized = mx_jax.quantize(W.astype(dtype), format, axis=0, scale_rule=rule)
+    product, dx, dw = vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), dtype)
+    assert_bitwise_equal(product, mx_jax.matmul(X.astype(dtype), W.astype(dtype), recipe=recipe))
+    exact = [np.asarray(each, np.float64) for each in (quantized.dequantize(), G.astype(dtype))]
+    tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+    np.testing.assert_allclose(
+        np.asarray(dx, np.float64), exact[1] @ exact[0].T, rtol=tolerance, atol=10 * tolerance
+    )
+    straight = np.asarray(X.astype(dtype), np.float64).T @ exact[1]
+    np.testing.assert_allclose(
+        np.asarray(dw, np.float64), straight, rtol=tolerance, atol=10 * tolerance
+    )
+    if format == "mxfp4":
+        unquantized = exact[1] @ W.T.astype(np.float64)
+        assert np.abs(np.asarray(dx, np.float64) - unquantized).max() > 0.3
+
+
+def test_weight_only_s_gradient_under_a_mixture_of_experts():
+    recipe = recipes.weight_only("mxfp4")
+    dense = vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))
+    ragged = vjp(lambda x, w: mx_jax.ragged_dot(x, w[None], [4], recipe=recipe))
+    for ours, theirs in zip(ragged, dense, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_stored_weight_and_the_weight_give_one_gradient():
+    recipe = recipes.weight_only("mxfp4")
+    stored = mx_jax.quantize(W, "mxfp4", axis=0, scale_rule="even")
+    for weight in (stored, mx_jax.pack_weights(stored)):
+        ours = jax.vjp(lambda x, weight=weight: mx_jax.matmul(x, weight, recipe=recipe), X)[1](G)[0]
+        theirs = vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))[1]
+        assert_bitwise_equal(ours, theirs)
+
+
+# Saved codes --------------------------------------------------------------------------------------
+
+
+def test_saved_codes_are_requantized_from_their_exact_values():
+    """NVFP4's values need more bits than bfloat16 has: in float32 they are rounded once."""
+    recipe = uniform(operand("nvfp4"), residuals=Residuals.QUANTIZED)
+    rng = np.random.default_rng(3)
+    x, w, g = (jnp.bfloat16(rng.standard_normal(shape)) for shape in ((64, 64), (64, 64), (64, 64)))
+    dx = jax.vjp(lambda x: mx_jax.matmul(x, w, recipe=recipe), x)[1](g)[0]
+    saved = mx_jax.quantize(w, "nvfp4", axis=0).dequantize(jnp.float32)
+    expected, other = (
+        mx_jax.matmul(
+            g,
+            mx_jax.quantize(each, "nvfp4", axis=1).transpose(),
+            recipe=recipe,
+            preferred_element_type=jnp.bfloat16,
+        )
+        for each in (saved, saved.astype(jnp.bfloat16))
+    )
+    assert not np.array_equal(expected, other), "the data do not tell them apart"
+    assert_bitwise_equal(dx, expected)
+
+
+def test_saved_codes_of_a_product_in_high_precision_have_the_operand_s_dtype():
+    """qat in bfloat16: the gradient multiplies bfloat16 by bfloat16, as the operands came."""
+    recipe = recipes.qat("nvfp4")
+    rng = np.random.default_rng(3)
+    x, w, g = (jnp.bfloat16(rng.standard_normal((64, 64))) for _ in range(3))
+    saved = mx_jax.quantize(w, "nvfp4", axis=0).dequantize()
+    expected = jax.lax.dot_general(
+        g, saved, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16
+    )
+    dx = jax.vjp(lambda x: mx_jax.matmul(x, w, recipe=recipe), x)[1](g)[0]
+    assert_bitwise_equal(dx, expected)
