@@ -35,7 +35,7 @@ def dot_general(
     Each operand of each of the three products is quantized along its own contracting axis, as the
     recipe says; blocks lie along the last contracting axis. With Q the casts,
     `y = Q(lhs) Q(rhs)`, `dlhs = Q(g) Q(rhs)^T`, `drhs = Q(lhs)^T Q(g)`, and every cast counts as
-    the identity in the gradient.
+    the identity in the gradient. A product that contracts nothing is `jax.lax.dot_general`'s.
 
     Args:
       lhs: float32, bfloat16 or float16 values, or an MXArray blocked along its last contracting
@@ -46,16 +46,16 @@ def dot_general(
       precision: as in `jax.lax.dot_general`, for high-precision operands.
       preferred_element_type: dtype of the product; default: the operands' common dtype.
       out_sharding: sharding of the product, as in `jax.lax.dot_general`.
-      key: PRNG key, if the recipe rounds stochastically.
+      key: PRNG key, if a product that runs draws random bits; others do not use it.
 
     Returns:
       The product, axes `[*batch, *lhs_kept, *rhs_kept]`.
 
     Raises:
       ValueError: sizes or axes that do not fit, an MXArray blocked along another axis, a key
-        missing or not wanted.
-      TypeError: operands that are not float32, bfloat16, float16 or MXArray, or a recipe that is
-        none.
+        missing, here or when the gradient is taken.
+      TypeError: operands that are not float32, bfloat16, float16 or MXArray, a dtype of the
+        product that is not floating point, or a recipe or key that is none.
 
     Example:
       >>> import jax.numpy as jnp, mx_jax
@@ -132,7 +132,7 @@ def matmul(
       recipe: what to quantize, or a recipe's name.
       precision: as in `jax.lax.dot_general`.
       preferred_element_type: dtype of the product.
-      key: PRNG key, if the recipe rounds stochastically.
+      key: PRNG key, if a product that runs draws random bits; others do not use it.
 
     Returns:
       `[..., m, n]`.

@@ -39,7 +39,8 @@ def einsum(
 
     Letters in both operands and not in the result are contracted, blocks lie along the last of
     them in lhs's order; letters in all three are batch axes. Letters of one operand that are in
-    nothing else are summed first, in high precision.
+    nothing else are summed first, in high precision. Without a contracted letter there is nothing
+    to quantize.
 
     Args:
       subscripts: e.g. `"...td,dhk->...thk"`; without `->`, letters that occur once, in order.
@@ -49,14 +50,15 @@ def einsum(
       precision: as in `jax.lax.dot_general`.
       preferred_element_type: dtype of the product.
       out_sharding: sharding of the product.
-      key: PRNG key, if the recipe rounds stochastically.
+      key: PRNG key, if a product that runs draws random bits; others do not use it.
 
     Returns:
       The product, axes as the subscripts say.
 
     Raises:
-      ValueError: subscripts that do not fit the operands; no contracted letter; a letter twice in
-        one operand; a sum over an MXArray's own axis.
+      ValueError: subscripts that do not fit the operands; a letter twice in one operand; a sum
+        over an MXArray's own axis.
+      TypeError: subscripts that are no string.
 
     Example:
       >>> import jax.numpy as jnp, mx_jax

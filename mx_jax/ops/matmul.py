@@ -178,7 +178,11 @@ def prepare(
 
 def prescaled(x: jax.Array, spec: OperandSpec) -> jax.Array:
     """What an operand's spec quantizes: x times its prescale, in x's dtype."""
-    return x if spec.prescale == 1.0 else x * jnp.asarray(spec.prescale, x.dtype)
+    if spec.prescale == 1.0:
+        return x
+    product = x * jnp.asarray(spec.prescale, x.dtype)
+    # XLA would hand on float32 where float32 is read next, and other bits with it.
+    return product if x.dtype == jnp.float32 else lax.optimization_barrier(product)
 
 
 def unscaled(product: jax.Array, lhs: AnyOperand, rhs: AnyOperand, spec: MatmulSpec) -> jax.Array:

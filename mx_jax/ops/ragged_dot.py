@@ -69,14 +69,15 @@ def ragged_dot(
         `jax.lax.ragged_dot` itself.
       precision: as in `jax.lax.ragged_dot`, for high-precision operands.
       preferred_element_type: dtype of the product; default: the operands' common dtype.
-      key: PRNG key, if the recipe rounds stochastically.
+      key: PRNG key, if a product that runs draws random bits; others do not use it.
 
     Returns:
       The product, `[m, n]`.
 
     Raises:
-      ValueError: shapes that do not fit, an MXArray blocked along another axis, a key missing or
-        not wanted, a recipe with what cannot be done group by group.
+      ValueError: shapes that do not fit, an MXArray blocked along another axis, a key missing,
+        group sizes known to be negative or beyond JAX's integers, a recipe with what cannot be
+        done group by group.
       TypeError: group sizes that are no integers, operands that are not float32, bfloat16, float16
         or MXArray, or a recipe that is none.
 
