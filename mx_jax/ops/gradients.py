@@ -13,7 +13,7 @@ from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import Groups
 from mx_jax.ops.clipping import mask_clipped
-from mx_jax.ops.keys import product_key
+from mx_jax.ops.keys import Product, product_key
 from mx_jax.ops.matmul import (
     Place,
     lhs_place,
@@ -163,10 +163,11 @@ def quantize_cotangent(
     to the same bits.
     """
     casts, keys = [], []
-    for spec, (groups, is_lhs), product in (
+    products: tuple[tuple[MatmulSpec, tuple[Groups, bool], Product], ...] = (
         (static.recipe.dlhs, static.groups.grad_lhs(), "dlhs"),
         (static.recipe.drhs, static.groups.grad_rhs(), "drhs"),
-    ):
+    )
+    for spec, (groups, is_lhs), product in products:
         own = spec.lhs
         if own is None or own.prescale != 1.0 or spec.transform is not None:
             return g, g

@@ -8,6 +8,7 @@ from mx_jax.ops.checks import check_is_key
 from mx_jax.specs import MatmulRecipe
 
 Key = jax.Array | None
+Product = Literal["fwd", "dlhs", "drhs"]
 
 # Each product has a stream of its own. The second entry is what errors call it.
 _STREAMS = {"fwd": (0, "output"), "dlhs": (1, "grad_lhs"), "drhs": (2, "grad_rhs")}
@@ -32,7 +33,7 @@ def check_matmul_key(key: Any, recipe: MatmulRecipe) -> Key:
     return key if recipe.is_stochastic else None
 
 
-def product_key(recipe: MatmulRecipe, product: Literal["fwd", "dlhs", "drhs"], key: Key) -> Key:
+def product_key(recipe: MatmulRecipe, product: Product, key: Key) -> Key:
     """What one of the three products draws from; None if it draws nothing.
 
     Raises:
