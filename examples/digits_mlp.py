@@ -1,11 +1,14 @@
 """Trains a small network on scikit-learn's handwritten digits in float32, MXFP8 and MXFP4."""
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
+from tqdm import trange
 
 from mx_jax import recipes
 from mx_jax.nn.nnx import Linear
@@ -41,15 +44,15 @@ def train_step(model: MLP, optimizer: nnx.Optimizer, pixels: jax.Array, digits: 
     optimizer.update(model, nnx.grad(mean_loss)(model, pixels, digits))
 
 
-def accuracy(recipe: recipes.Recipe, steps: int) -> float:
-    """Share of the test images that a network trained with the recipe reads right."""
+def accuracy(name: str, recipe: recipes.Recipe, steps: int) -> float:
+    """Fraction of the test images that a network trained with the recipe classifies correctly."""
     images, labels = load_digits(return_X_y=True)
     images = images.astype("float32") / 16
     split = train_test_split(images, labels, random_state=0)
     images, test_images, labels, test_labels = map(jnp.asarray, split)
     model = MLP(recipe, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(LEARNING_RATE), wrt=nnx.Param)
-    for _ in range(steps):
+    for _ in trange(steps, desc=f"{name:>7}", unit="step", leave=False, disable=None):
         train_step(model, optimizer, images, labels)
     return float((model(test_images).argmax(-1) == test_labels).mean())
 
@@ -57,8 +60,10 @@ def accuracy(recipe: recipes.Recipe, steps: int) -> float:
 def main(steps: int = STEPS) -> None:
     """Prints the test accuracy of each recipe; one test image of 450 is 0.22 %."""
     for name, recipe in RECIPES.items():
-        print(f"{name:>7}: {accuracy(recipe, steps):.2%} of the test images")
+        print(f"{name:>7}: {accuracy(name, recipe, steps):.2%} of the test images")
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"default {STEPS}")
+    main(parser.parse_args().steps)

@@ -3,16 +3,18 @@
     python examples/train_lm.py --quick --out look            # in about a minute
     python examples/train_lm.py                               # float32, mxfp8 and mxfp4
     python examples/train_lm.py --resume                      # after Ctrl-C, or a crash
-    python examples/train_lm.py --resume --recipes nvfp4,quartet --seeds 0,1,2   # adds some
+    python examples/train_lm.py --resume --recipes nvfp4,quartet --seeds 0,1,2   # adds runs
     python examples/train_lm.py --resume --recipes all        # adds every named recipe
-    python examples/train_lm.py --data book.txt --out book    # on a text of yours
+    python examples/train_lm.py --data book.txt --out book    # on your own text
 
-A seed fixes the initial parameters and the order of the data for every recipe, so two runs of
-one seed differ by their arithmetic alone. The linear layers inside the blocks follow the recipe;
-embedding, head, norms and attention products do not. Rounding also sends a run down another path,
-worth up to one per cent of loss by itself: smaller gaps than that need the mean of some seeds.
-Ctrl-C saves a checkpoint first. The exit status is 0, or 1 if a run diverged, 2 for wrong options,
-3 if a file could not be written or read, 130 after Ctrl-C.
+A seed fixes the initial parameters and the order of the data for every recipe, so runs with the
+same seed differ only in their arithmetic. The linear layers inside the blocks follow the recipe;
+embedding, head, norms and attention products do not. Rounding alone changes the loss by up to one
+percent in either direction, so compare smaller gaps over several seeds.
+
+Ctrl-C saves a checkpoint first. If the newest checkpoint is damaged, --resume goes back to the one
+before. Exit status: 0 if all is well, 1 if a run diverged, 2 for wrong options, 3 if a file could
+not be written or read, 130 after Ctrl-C.
 """
 
 from __future__ import annotations

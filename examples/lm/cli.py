@@ -88,25 +88,32 @@ class CommandLine:
             type=recipe_list,
             default=list(recipes),
             metavar="A,B,...",
-            help="all, or some of\n"
+            help="number formats to train in: all, or a list of\n"
             + textwrap.fill(", ".join(KNOWN_RECIPES), width=70)
             + f"\n(default {','.join(recipes)})",
         )
-        add("--seeds", type=seed_list, default=[0], metavar="0,1,...", help="(default 0)")
-        add("--data", type=Path, metavar="FILE", help="UTF-8 text (default: Python's own docs)")
-        add("--quick", action="store_true", help="a small model, in about a minute")
+        add("--seeds", type=seed_list, default=[0], metavar="0,1,...", help="seeds (default 0)")
+        add(
+            "--data",
+            type=Path,
+            metavar="FILE",
+            help="UTF-8 text to train on (default: Python's own docs)",
+        )
+        add("--quick", action="store_true", help="a smaller model and fewer steps: about a minute")
 
     def _add_output(self) -> None:
-        group = self._parser.add_argument_group("what to leave behind")
+        group = self._parser.add_argument_group("what to write")
         group.add_argument(
             "--out",
             type=Path,
             default=Path("train_lm_out"),
             metavar="FOLDER",
-            help="for results.json, loss.png, checkpoints (default ./train_lm_out)",
+            help="folder for results.json, loss.png and checkpoints\n(default ./train_lm_out)",
         )
         earlier = group.add_mutually_exclusive_group()
-        earlier.add_argument("--resume", action="store_true", help="continue the runs in --out")
+        earlier.add_argument(
+            "--resume", action="store_true", help="continue or add to the runs in --out"
+        )
         earlier.add_argument("--overwrite", action="store_true", help="delete the runs in --out")
         group.add_argument(
             "--checkpoint-every",
@@ -120,14 +127,16 @@ class CommandLine:
             type=at_least(0),
             default=200,
             metavar="N",
-            help="characters that each recipe's model writes at the end (default 200)",
+            help="characters of text that each model writes at the end (default 200)",
         )
         group.add_argument(
-            "--prompt", help="what they continue (default: the start of the validation text)"
+            "--prompt",
+            metavar="TEXT",
+            help="text for them to continue (default: start of the validation text)",
         )
 
     def _add_settings(self) -> None:
-        group = self._parser.add_argument_group("settings (default; with --quick)")
+        group = self._parser.add_argument_group("settings (default; value with --quick)")
         for setting in dataclasses.fields(Settings):
             default, quick = (getattr(self._presets[i], setting.name) for i in (False, True))
             group.add_argument(

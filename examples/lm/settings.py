@@ -38,14 +38,14 @@ class Settings:
     d_model: int = _setting("width of the residual stream")
     layers: int = _setting("transformer blocks")
     heads: int = _setting("attention heads")
-    context: int = _setting("characters the model sees")
+    context: int = _setting("characters in a sequence")
     batch: int = _setting("sequences per step")
     steps: int = _setting("optimizer steps")
-    lr: float = _setting("peak learning rate: warm-up over an eighth of the steps, then cosine")
-    weight_decay: float = _setting("AdamW's decay of the matrices")
-    grad_clip: float = _setting("largest global norm of the gradient")
+    lr: float = _setting("peak learning rate: warm-up for 1/8 of the steps, then cosine decay")
+    weight_decay: float = _setting("AdamW's weight decay of matrices")
+    grad_clip: float = _setting("largest global norm of the gradients")
     eval_every: int = _setting("steps between validations")
-    eval_tokens: int = _setting("characters that a validation reads, the same each time")
+    eval_tokens: int = _setting("characters read in each validation")
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("optax")
 pytest.importorskip("sklearn")
+pytest.importorskip("tqdm")
 
 
 def test_every_recipe_learns_and_is_printed(example, capsys):
