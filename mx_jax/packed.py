@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -90,6 +91,13 @@ class PackedMXArray(abc.ABC):
         return self.unpack().dequantize(dtype)
 
     def __jax_array__(self) -> jax.Array:
+        # Where something asks for an array without a word, it is mostly a layer of Flax's own.
+        warnings.warn(
+            f"{self!r} is unpacked and dequantized, which is slow: only mx_jax.matmul, dot_general "
+            "and einsum, the layers of mx_jax.nn, and models converted by mx_jax.convert multiply "
+            "by packed weights as they are; for the values call dequantize()",
+            stacklevel=2,
+        )
         return self.dequantize()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

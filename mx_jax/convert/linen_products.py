@@ -165,15 +165,17 @@ class DotGeneral:
             shape=(*(kernel[axis] for axis in contracting), math.prod(kept)),
             obstacle=None if len(contracting) else "contracts no axis",
         )
-        recipe = decision.recipe
-        if recipe is None and isinstance(rhs, Quantized):
-            # A stored kernel is what it is; only the input stays in high precision.
-            recipe = high_precision()
+        recipe = decision.recipe or _recipe_of_stored(rhs)
         if recipe is None:
             return lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
         with named_in_errors(decision):
             key = self.lender.key(recipe)
             return recipe.dot_general(lhs, rhs, dimension_numbers, *args, **options, key=key)
+
+
+def _recipe_of_stored(kernel: Any) -> Recipe | None:
+    """Where no rule decides: a stored kernel is what it is, and only the input is as it was."""
+    return high_precision() if isinstance(kernel, Quantized) else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -149,13 +149,14 @@ def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
     layer, hook = plan.layer, plan.hook
     recipes = tuple(decision.recipe for decision in plan.decisions)
     operation, replaced = hook.operation(layer, recipes), hook.replaced(layer)
+    name = f"{type(layer).__name__}, converted by convert.nnx"
     stream = None
     if any(recipe is not None and recipe.is_stochastic for recipe in recipes):
         stream = _stream(plan, rngs)
     if stream is None:
-        hook.put(layer, Injected(operation=operation, replaced=replaced))
+        hook.put(layer, Injected(operation=operation, replaced=replaced, layer=name))
     else:
-        hook.put(layer, KeyedInjected(operation, replaced, stream))
+        hook.put(layer, KeyedInjected(operation, replaced, stream, name))
 
 
 def _stream(plan: _Plan, rngs: flax_nnx.Rngs | None) -> flax_nnx.RngStream | None:

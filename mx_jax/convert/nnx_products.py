@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mx_jax.convert.products import cast_table
+from mx_jax.nn.errors import named_in_errors
 from mx_jax.nn.nnx import RNG_STREAM, promote_operands
 from mx_jax.ops.einsum import einsum
 from mx_jax.recipes import Recipe
@@ -22,30 +23,37 @@ class Injected:
     Attributes:
       operation: what the layer now calls.
       replaced: what it called before.
+      layer: what errors call the layer. Not its path, by which equal layers would differ.
     """
 
     operation: Callable[..., Any]
     replaced: Any
+    layer: str
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The operation's result."""
-        return self.operation(*args, **options)
+        with named_in_errors(self.layer):
+            return self.operation(*args, **options)
 
 
 class KeyedInjected(nnx.Module):
     """Like `Injected`, with a stream that gives each use a fresh key."""
 
-    def __init__(self, operation: Callable[..., Any], replaced: Any, stream: nnx.RngStream):
+    def __init__(
+        self, operation: Callable[..., Any], replaced: Any, stream: nnx.RngStream, layer: str
+    ):
         """Make it.
 
         Args:
           operation: what the layer now calls, with `key`.
           replaced: what it called before.
           stream: where keys come from; one key for each layer of a stack.
+          layer: what errors call the layer.
         """
         self.operation = nnx.static(operation)
         self.replaced = nnx.static(replaced)
         self.stream = stream
+        self.layer = nnx.static(layer)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The operation's result."""
@@ -56,7 +64,8 @@ class KeyedInjected(nnx.Module):
                 f"layers, of shape={stacked}; where the stack is run, map them with the "
                 "parameters, e.g. StateAxes({(nnx.Param, nnx.RngState): 0, ...: None})"
             )
-        return self.operation(*args, **options, key=self.stream())
+        with named_in_errors(self.layer):
+            return self.operation(*args, **options, key=self.stream())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from flax.linen import module as flax_module
 from flax.linen.dtypes import promote_dtype
 
 from mx_jax.nn.delayed import DelayedDotGeneral as DelayedDotGeneral
+from mx_jax.nn.errors import named_in_errors
 from mx_jax.nn.operations import DotGeneral as DotGeneral
 from mx_jax.nn.operations import EinsumOp as EinsumOp
 from mx_jax.nn.randomness import RNG_STREAM as RNG_STREAM
@@ -43,7 +44,13 @@ class _LayerDotGeneral:
     layer: Any = dataclasses.field(compare=False, repr=False)
 
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
-        return self.recipe.dot_general(*args, **options, key=layer_key(self.layer, self.recipe))
+        with named_in_errors(_name(self.layer)):
+            key = layer_key(self.layer, self.recipe)
+            return self.recipe.dot_general(*args, **options, key=key)
+
+
+def _name(layer: flax_nn.Module) -> str:
+    return f"{'/'.join(layer.path)!r} ({type(layer).__name__})"
 
 
 def _inject(layer: Any) -> None:
@@ -138,13 +145,14 @@ class Einsum(StoredParams, flax_nn.Einsum):
             shape, broadcast_shape = self._get_bias_shape(subscripts, inputs, kernel)
             bias = self.param("bias", self.bias_init, shape, self.param_dtype)
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        product = einsum(
-            subscripts,
-            inputs,
-            kernel,
-            recipe=self.recipe,
-            precision=self.precision,
-            preferred_element_type=self.preferred_element_type,
-            key=layer_key(self, self.recipe),
-        )
+        with named_in_errors(_name(self)):
+            product = einsum(
+                subscripts,
+                inputs,
+                kernel,
+                recipe=self.recipe,
+                precision=self.precision,
+                preferred_element_type=self.preferred_element_type,
+                key=layer_key(self, self.recipe),
+            )
         return product if bias is None else product + jnp.reshape(bias, broadcast_shape)

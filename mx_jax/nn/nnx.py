@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
+from mx_jax.nn.errors import named_in_errors
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.ops.einsum import einsum
 from mx_jax.ops.recipe_names import as_recipe
@@ -84,6 +85,12 @@ class _Keyed:
         if self.recipe.is_stochastic:
             own = stream_of_layer(rngs, type(self).__name__, self.recipe)
         self.rngs = nnx.data(own)
+
+    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+        """See Flax's layer of the same name."""
+        flax_layer: Any = super()
+        with named_in_errors(type(self).__name__):
+            return flax_layer.__call__(*args, **options)
 
     def _with_key(self, operation: Any) -> Any:
         ours = isinstance(operation, RecipeDotGeneral | RecipeEinsum)

@@ -15,7 +15,8 @@ from mx_jax.ops.explicit_axes import canonical_sharding
 from mx_jax.ops.gradients import differentiable_matmul
 from mx_jax.ops.keys import check_matmul_key
 from mx_jax.ops.recipe_names import as_recipe
-from mx_jax.packed import PackedMXArray, Quantized, unpacked
+from mx_jax.ops.unpacking import packed_for
+from mx_jax.packed import Quantized, unpacked
 from mx_jax.specs import MatmulRecipe
 
 
@@ -85,8 +86,7 @@ def dot_general(
         if preferred_element_type is None
         else preferred_element_type
     )
-    if isinstance(rhs, PackedMXArray) and not _stays_packed(rhs, dimension_numbers):
-        rhs = rhs.unpack()
+    rhs = packed_for(rhs, dimension_numbers)
     lhs, rhs, groups = canonicalize(lhs, rhs, dimension_numbers)
     sharding = canonical_sharding(out_sharding, groups)
     product = differentiable_matmul(
@@ -97,13 +97,6 @@ def dot_general(
 
 def _values(operand: AnyOperand) -> jax.Array:
     return operand.dequantize() if isinstance(operand, Quantized) else operand
-
-
-def _stays_packed(rhs: PackedMXArray, dimension_numbers: lax.DotDimensionNumbers) -> bool:
-    """Whether a product contracts and keeps the very axes that weights were packed for."""
-    (_, contracting), (_, batch) = dimension_numbers
-    axes = (tuple(axis % rhs.ndim for axis in group) for group in (contracting, batch))
-    return rhs.serves(*axes)
 
 
 def constrain(product: jax.Array, out_sharding: Any) -> jax.Array:

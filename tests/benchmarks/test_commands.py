@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from mx_jax.backends.cpu_ffi import library
+
 ROOT = Path(__file__).parents[2]
 RECIPES = ("mxfp8", "mxfp4")
 
@@ -81,6 +83,29 @@ def test_quantize_on_one_core(tmp_path: Path):
     assert "quantize mxint8 floor, bfloat16" in done.stdout
 
 
+@pytest.mark.skipif(isinstance(library.load(), str), reason="no CPU library")
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
+def test_packed_layers(tmp_path: Path):
+    # Tests simulate several devices, where nothing is packed.
+    out = tmp_path / "result.json"
+    options = "--formats mxfp4 --size 64 --seconds 0 --min-rounds 3".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.packed_layers", *options, "--out", out],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["case"].partition(",")[0].split()[0] for row in rows].count("packed") == 4
+    for row in rows:
+        assert row["timings"]["samples"] >= 3
+        check_spread(row["timings"]["cpu_ms"])
+        check_spread(row["of_float32"])
+
+
 def test_peers_that_are_missing_are_named(run: Runner, monkeypatch: pytest.MonkeyPatch):
     peers = importlib.import_module("benchmarks.peers")
     monkeypatch.setattr(peers, "PEERS", (peers.PEERS[1],))
@@ -117,7 +142,7 @@ def test_train_step(run: Runner):
     assert "| mxfp4 |" in table
 
 
-@pytest.mark.parametrize("name", ["quantize", "sqnr", "train_step"])
+@pytest.mark.parametrize("name", ["quantize", "sqnr", "train_step", "packed_layers"])
 def test_help(command: Any, name: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="0"):
         command(name)(["--help"])

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import flax.errors as flax_errors
 import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from mx_jax.backends.select import only_backend
 from mx_jax.mxarray import MXArray
 from mx_jax.nn import linen, nnx
 from mx_jax.packed import PackedMXArray
+from mx_jax.reference.hadamard import Hadamard
 from mx_jax.testing.compare import assert_bitwise_equal
 
 # Kernels are stored in a format that the recipe does not have: to quantize one again shows.
@@ -209,9 +211,8 @@ def nnx_stack(make: Callable[..., Any], kernel: Any, bias: jax.Array) -> tuple[A
     model = flax_nnx.vmap(make)(flax_nnx.Rngs(0).split(NUM_LAYERS))
     if not isinstance(model, nnx.Linear):
         model = convert.nnx(model, RULE)
-    model.kernel.set_value(kernel)
-    model.bias.set_value(bias)
-    graph, state = flax_nnx.split(model)
+    graph, _ = flax_nnx.split(model)
+    state, _ = run_nnx(model, {"kernel": kernel, "bias": bias})
 
     @flax_nnx.scan(in_axes=(0, flax_nnx.Carry), out_axes=flax_nnx.Carry)
     def run(layer, x):
@@ -283,3 +284,213 @@ def test_gradients_go_through_a_packed_stack(stack: Any):
     for actual, expected in zip(gradients(packed), gradients(kernels), strict=True):
         assert jnp.abs(expected).max() > 0
         assert_bitwise_equal(actual, expected, what="gradient")
+
+
+# Kernels that a layer cannot use ------------------------------------------------------------------
+
+
+ESCAPE = str.maketrans({"(": r"\(", ")": r"\)"})
+LAYERS = {
+    "linen": "in layer '' (Dense)",
+    "nnx": "in layer Linear",
+    "convert.linen": "in layer '' (Dense), converted by rule 0",
+    "convert.nnx": "in layer Linear, converted by convert.nnx",
+}
+
+
+@built
+@pytest.mark.parametrize("packed", [False, True], ids=["MXArray", "packed"])
+@pytest.mark.parametrize("way", WAYS)
+def test_blocks_along_another_axis(way: str, packed: bool):
+    """The error has the axes and the remedy; its notes, the layer."""
+    case = CASES["dense"]
+    kernel: Any = mx_jax.quantize(draw(*case.kernel), STORED, axis=1)
+    if packed:
+        kernel = mx_jax.pack_weights(kernel)
+    stored, run = WAYS[way](case, case.params() | {"kernel": kernel})
+    complaint = r"contracted along axis=0, but this .*blocks along axis=1; quantize it with axis=0"
+    with pytest.raises(ValueError, match=complaint) as caught:
+        jax.eval_shape(run, stored, draw(*case.x))
+    assert LAYERS[way] in caught.value.__notes__
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_recipe_that_transforms(way: str, monkeypatch: pytest.MonkeyPatch):
+    case = CASES["dense"]
+    both = recipes.operand("mxfp4")
+    fwd = recipes.MatmulSpec(lhs=both, rhs=both, transform=Hadamard(size=32, signs=(1,) * 32))
+    recipe = dataclasses.replace(RECIPE, fwd=fwd)
+    monkeypatch.setitem(globals(), "RECIPE", recipe)
+    monkeypatch.setitem(globals(), "RULE", convert.Rule(".*", recipe))
+    stored, run = WAYS[way](case, case.params())
+    complaint = "the recipe transforms its operands.*pass dequantize.., or a recipe without trans"
+    with pytest.raises(ValueError, match=complaint) as caught:
+        jax.eval_shape(run, stored, draw(*case.x))
+    assert LAYERS[way] in caught.value.__notes__
+
+
+@built
+@pytest.mark.parametrize("way", ["linen", "convert.linen"])
+@cases
+def test_linen_wants_the_declared_shape(case: Case, way: str):
+    params = case.params()
+    other = mx_jax.quantize(draw(*case.kernel, 32), STORED)
+    for kernel in (other, mx_jax.pack_weights(other)):
+        stored, run = WAYS[way](case, params | {"kernel": kernel})
+        shapes = f"shape {case.kernel}, but .* has shape {other.shape}".translate(ESCAPE)
+        with pytest.raises(flax_errors.ScopeParamShapeError, match=shapes):
+            jax.eval_shape(run, stored, draw(*case.x))
+
+
+@built
+@ways
+def test_a_layout_for_other_products(way: Any):
+    """Right, but slow: the warning has both layouts and the remedy."""
+    once = mx_jax.quantize(draw(64, 2, 24), STORED, axis=0)
+    packed = mx_jax.pack_weights(once)
+    case = dataclasses.replace(
+        CASES["general_batch"],
+        linen=lambda nn: nn.Einsum((64, 2, 24), "tbk,kbn->tbn", use_bias=False),
+        nnx=lambda nn: nn.Einsum("tbk,kbn->tbn", (64, 2, 24), rngs=flax_nnx.Rngs(0)),
+    )
+    stored, run = way(case, {"kernel": packed})
+    complaint = (
+        r"laid out for contracting=\(0,\), num_batch=0, .*product has contracting=\(0,\), "
+        r"batch=\(1,\); pack the MXArray with pack_weights\(..., contracting=\(0,\), num_batch=1\)"
+    )
+    x = draw(3, 2, 64)
+    with pytest.warns(UserWarning, match=complaint):
+        product = jax.jit(run)(stored, x)
+    assert_bitwise_equal(product, mx_jax.einsum("tbk,kbn->tbn", x, once, recipe=RECIPE))
+
+
+# Other modules ------------------------------------------------------------------------------------
+
+
+@built
+@pytest.mark.parametrize("convert_it", [False, True], ids=["flax", "unmatched"])
+def test_unconverted_nnx_warns(convert_it: bool):
+    """Flax's own promote_dtype asks for an array: right, slow, and said."""
+    case = CASES["dense"]
+    layer = case.nnx(flax_nnx)
+    if convert_it:
+        with pytest.warns(convert.UnusedRuleWarning):
+            layer = convert.nnx(layer, convert.Rule("elsewhere", RECIPE))
+    params, x = case.params(), draw(*case.x)
+    stored, run = run_nnx(layer, params | {"kernel": case.pack(params["kernel"])})
+    with pytest.warns(UserWarning, match="is unpacked and dequantized, which is slow: only mx_jax"):
+        actual = jax.jit(run)(stored, x)
+    expected = x @ params["kernel"].dequantize() + params["bias"]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+@built
+def test_unconverted_linen_refuses():
+    """Flax compares the packed array's shape before anything of ours is asked."""
+    case = CASES["dense"]
+    params = case.params()
+    stored, run = run_linen(case.linen(flax_nn), params | {"kernel": case.pack(params["kernel"])})
+    with pytest.raises(flax_errors.ScopeParamShapeError):
+        run(stored, draw(*case.x))
+
+
+class Own(flax_nn.Module):
+    """A layer of a user's own: its product is the library's, its parameter Flax's."""
+
+    in_setup: bool
+
+    def setup(self):
+        if self.in_setup:
+            self.kernel = self.param("kernel", flax_nn.initializers.ones, (64, 24))
+
+    @flax_nn.compact
+    def __call__(self, x):
+        kernel = (
+            self.kernel
+            if self.in_setup
+            else self.param("kernel", flax_nn.initializers.ones, (64, 24))
+        )
+        return mx_jax.matmul(x, kernel, recipe=RECIPE)
+
+
+class OwnStored(linen.StoredParams, Own):
+    """The same, which says that it takes what is stored."""
+
+
+@built
+@pytest.mark.parametrize("in_setup", [False, True])
+@pytest.mark.parametrize("convert_it", [False, True])
+def test_a_module_of_ones_own(convert_it: bool, in_setup: bool):
+    case, x = CASES["dense"], draw(3, 64)
+    kernel = case.quantize(draw(64, 24))
+    model: Any = convert.linen(Own(in_setup), RULE) if convert_it else OwnStored(in_setup)
+    stored, run = run_linen(model, {"kernel": case.pack(kernel)})
+    assert num_calls(run, stored, x) == 1
+    assert_bitwise_equal(jax.jit(run)(stored, x), mx_jax.matmul(x, kernel, recipe=RECIPE))
+
+
+@built
+@pytest.mark.parametrize("layer", ["dense", "einsum"])
+def test_a_layer_that_no_rule_converts(layer: str):
+    """In a converted linen model it multiplies by what is stored, in high precision otherwise."""
+    case = CASES[layer]
+    model = convert.linen(case.linen(flax_nn), convert.Rule(".*", None))
+    params, x = case.params(), draw(*case.x)
+    stored, run = run_linen(model, params | {"kernel": case.pack(params["kernel"])})
+    assert num_calls(run, stored, x) == 1
+    recipe = recipes.high_precision()
+    expected = mx_jax.einsum(case.product, x, params["kernel"], recipe=recipe) + params["bias"]
+    assert_bitwise_equal(jax.jit(run)(stored, x), expected)
+
+
+@built
+def test_a_boxed_kernel():
+    """Flax's partitioning metadata around packed weights."""
+    case, x = CASES["dense"], draw(3, 64)
+    params = case.params()
+    init = flax_nn.with_partitioning(flax_nn.initializers.lecun_normal(), (None, "model"))
+    model = linen.Dense(24, recipe=RECIPE, kernel_init=init)
+    boxed = flax_nn.Partitioned(case.pack(params["kernel"]), names=(None, "model"))
+    stored, run = run_linen(model, params | {"kernel": boxed})
+    assert num_calls(run, stored, x) == 1
+    stored, plain = run_linen(linen.Dense(24, recipe=RECIPE), params)
+    assert_bitwise_equal(jax.jit(run)(stored, x), jax.jit(plain)(stored, x))
+
+
+def test_the_way_back_from_convert_nnx():
+    """`original` gives Flax's own promotion back, so that a float model is Flax's to the bit."""
+    layer = CASES["dense"].nnx(flax_nnx)
+    there_and_back = convert.original(convert.nnx(layer, RULE))
+    assert there_and_back.promote_dtype is layer.promote_dtype
+    assert flax_nnx.graphdef(there_and_back) == flax_nnx.graphdef(layer)
+
+
+@built
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_the_projections_of_an_attention(framework: str):
+    """Four packed kernels, one of them contracted along two axes."""
+    names = ("query", "key", "value", "out")
+    rule, x = convert.Rule("query|key|value|out", RECIPE), draw(1, 3, 64)
+    if framework == "linen":
+        model: Any = flax_nn.MultiHeadDotProductAttention(num_heads=2)
+        params = model.init(jax.random.key(0), x)["params"]
+        model = convert.linen(model, rule)
+    else:
+        model = flax_nnx.MultiHeadAttention(2, 64, decode=False, rngs=flax_nnx.Rngs(0))
+        params = {
+            name: {"kernel": getattr(model, name).kernel[...]}
+            for name in ("query", "key", "value", "out")
+        }
+        model = convert.nnx(model, rule)
+    for name in names:
+        axes = (0, 1) if name == "out" else (0,)
+        kernel = mx_jax.quantize(params[name]["kernel"], STORED, axis=axes[-1])
+        params[name]["kernel"] = mx_jax.pack_weights(kernel, contracting=axes)
+    if framework == "linen":
+        stored, run = run_linen(model, params)
+    else:
+        for name in params:
+            getattr(model, name).kernel.set_value(params[name]["kernel"])
+        stored, run = run_nnx(model, {})
+    compiled = jax.jit(run).lower(stored, x).compile().as_text() or ""
+    assert compiled.count(f'custom_call_target="{packed_product.TARGET}"') == 4

@@ -1,0 +1,167 @@
+"""Packed kernels in layers: one row by a square kernel, as a token in decoding, beside float32.
+
+The layers of mx_jax.nn and converted ones of Flax, linen and nnx, with parameters as arguments of
+jit, in rounds with Flax's own layers in float32. One thread, pinned; process CPU time, which counts
+the dispatch of the call as well; see `benchmarks.timing`.
+"""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as flax_nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx as flax_nnx
+
+import mx_jax
+from benchmarks import cores, environment, report
+from benchmarks.timing import Case, Samples, measure, ratio
+from mx_jax import convert, recipes
+from mx_jax.backends.cpu_ffi import library
+from mx_jax.nn import linen, nnx
+from mx_jax.packed import PackedMXArray
+
+COMMAND = "cpu/packed_layers"
+FLOAT32 = {"linen": "float32 flax.linen.Dense", "nnx": "float32 flax.nnx.Linear"}
+
+
+def cases(format: str, rows: int, size: int) -> list[Case]:
+    """Layers of `[rows, size]` by `[size, size]`: float32, packed, and an MXArray."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, size)), jnp.float32)
+    drawn = rng.standard_normal((size, size)) / math.sqrt(size)
+    kernel = jnp.asarray(drawn, jnp.float32)
+    stored = mx_jax.quantize(kernel, format, axis=0)
+    packed = mx_jax.pack_weights(stored)
+    if not isinstance(packed, PackedMXArray):
+        raise SystemExit(f"packed_layers: {len(jax.devices())} devices, needs one CPU device")
+    recipe = recipes.weight_only(format)
+    rule = convert.Rule(".*", recipe)
+    dense, rngs = flax_nn.Dense(size, use_bias=False), flax_nnx.Rngs(0)
+    linear = flax_nnx.Linear(size, size, use_bias=False, rngs=rngs)
+    ours = linen.Dense(size, use_bias=False, recipe=recipe)
+    our_linear = nnx.Linear(size, size, use_bias=False, recipe=recipe, rngs=rngs)
+    converted = convert.linen(dense, rule), convert.nnx(linear, rule)
+    return [
+        Case(FLOAT32["linen"], _linen(dense, kernel, x)),
+        Case(FLOAT32["nnx"], _nnx(linear, kernel, x)),
+        Case("packed, mx_jax.nn.linen.Dense", _linen(ours, packed, x)),
+        Case("packed, mx_jax.nn.nnx.Linear", _nnx(our_linear, packed, x)),
+        Case("packed, converted flax.linen.Dense", _linen(converted[0], packed, x)),
+        Case("packed, converted flax.nnx.Linear", _nnx(converted[1], packed, x)),
+        Case("MXArray, mx_jax.nn.linen.Dense", _linen(ours, stored, x)),
+        Case("MXArray, mx_jax.nn.nnx.Linear", _nnx(our_linear, stored, x)),
+    ]
+
+
+def _linen(layer: Any, kernel: Any, x: jax.Array) -> Callable[[], jax.Array]:
+    apply, variables = jax.jit(layer.apply), {"params": {"kernel": kernel}}
+    return lambda: apply(variables, x)
+
+
+def _nnx(layer: Any, kernel: Any, x: jax.Array) -> Callable[[], jax.Array]:
+    layer.kernel.set_value(kernel)
+    graph, state = flax_nnx.split(layer)
+    # A copy: cases of one layer, and a converted one and its original, share their Variables.
+    state = jax.tree.map(lambda leaf: leaf, state)
+    call = jax.jit(lambda state, x: flax_nnx.merge(graph, state)(x))
+    return lambda: call(state, x)
+
+
+def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row a case: CPU milliseconds and their ratio to float32's.
+
+    Args:
+      options: `formats`, `rows` of the input, `size` of the kernel, `seconds` of a comparison,
+        `min_rounds`.
+    """
+    loaded = library.load()
+    if isinstance(loaded, str):
+        raise SystemExit(f"packed_layers: the CPU library is {loaded}")
+    found = []
+    groups = [(format, count) for format in options.formats for count in options.rows]
+    with report.progress(len(groups)) as step:
+        for format, count in groups:
+            step(f"{format}, {count} rows")
+            samples = measure(
+                cases(format, count, options.size),
+                seconds=options.seconds,
+                min_rounds=options.min_rounds,
+                max_rounds=options.max_rounds,
+            )
+            shape = (count, options.size, options.size)
+            found += [_row(format, shape, name, samples) for name in samples]
+    return found
+
+
+def _row(
+    format: str, shape: tuple[int, ...], name: str, samples: dict[str, Samples]
+) -> dict[str, Any]:
+    framework = "nnx" if "nnx" in name else "linen"
+    over = ratio(samples[name], samples[FLOAT32[framework]], "cpu")
+    return {
+        "format": format,
+        "shape": shape,
+        "case": name,
+        "timings": samples[name].summary(),
+        "of_float32": dataclasses.asdict(over),
+    }
+
+
+def sheets(result: dict[str, Any]) -> list[report.Sheet]:
+    """One table a format and shape."""
+    found = []
+    for key in dict.fromkeys((row["format"], tuple(row["shape"])) for row in result["rows"]):
+        format, shape = key
+        sheet = report.Sheet(
+            "{}, m x n x k = {} x {} x {}, one core, CPU time".format(format, *shape),
+            ["layer", "ms", "quartiles", "of float32's time", "quartiles"],
+            notes=[
+                "of float32's time: the median of this time over that of Flax's float32 layer of "
+                "the same framework, in the same rounds."
+            ],
+        )
+        for row in result["rows"]:
+            if (row["format"], tuple(row["shape"])) == key:
+                sheet.rows.append(_cells(row))
+        found.append(sheet)
+    return found
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    time, of = row["timings"]["cpu_ms"], row["of_float32"]
+    return [
+        row["case"],
+        f"{time['median']:.3f}",
+        f"{time['q1']:.3f} to {time['q3']:.3f}",
+        f"{of['median']:.2f}",
+        f"{of['q1']:.2f} to {of['q3']:.2f}",
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = report.parser(COMMAND, __doc__)
+    parser.prog = "python -m benchmarks.packed_layers"
+    parser.add_argument(
+        "--formats", nargs="*", default=["mxfp4", "mxfp8_e4m3", "nvfp4"], help="weight_only recipes"
+    )
+    parser.add_argument("--rows", type=int, nargs="*", default=[1], help="rows of the input")
+    parser.add_argument("--size", type=int, default=2048, help="of the square kernel")
+    parser.add_argument("--seconds", type=float, default=20.0, help="budget of a comparison")
+    parser.add_argument("--min-rounds", type=int, default=21, help="rounds, whatever they take")
+    parser.add_argument("--max-rounds", type=int, default=301, help="rounds, however fast")
+    options = parser.parse_args(arguments)
+    if not cores.can_pin():
+        raise SystemExit("packed_layers: this system cannot pin a process")
+    described = environment.describe()
+    result = {"environment": described, "rows": cores.on_one_core(rows, options)}
+    report.publish(COMMAND, options, result, sheets(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Packed weights in products that their layout was not made for."""
+
+import warnings
+from typing import Any
+
+from jax import lax
+
+from mx_jax.backends.base import AnyOperand
+from mx_jax.packed import PackedMXArray
+
+
+def packed_for(rhs: AnyOperand, dimension_numbers: lax.DotDimensionNumbers) -> AnyOperand:
+    """A right operand; packed weights unpacked where their layout does not serve the product.
+
+    Unpacking is slow and goes unseen, so it warns, unless the product is going to be refused.
+
+    Args:
+      rhs: any operand.
+      dimension_numbers: of the product.
+    """
+    if not isinstance(rhs, PackedMXArray):
+        return rhs
+    (_, contracting), (_, batch) = dimension_numbers
+    contracting, batch = (_from_front(axes, rhs.ndim) for axes in (contracting, batch))
+    if rhs.serves(contracting, batch):
+        return rhs
+    blocked = tuple(axis % rhs.ndim for axis, _ in rhs.blocks)
+    if contracting and contracting[-1] in blocked:
+        num_batch = rhs.ndim - len(rhs.kept) - len(rhs.k)
+        first = num_batch + (0 if rhs.k_first else len(rhs.kept))
+        warnings.warn(
+            f"dot_general: packed weights are unpacked at every call: {rhs!r} is laid out for "
+            f"contracting={tuple(range(first, first + len(rhs.k)))}, num_batch={num_batch}, and "
+            f"this product has contracting={contracting}, batch={batch}; pack the MXArray with "
+            f"pack_weights(..., contracting={contracting}, num_batch={len(batch)})",
+            stacklevel=3,
+        )
+    return rhs.unpack()
+
+
+def _from_front(axes: Any, ndim: int) -> tuple[int, ...]:
+    return tuple(int(axis) % ndim for axis in axes)
