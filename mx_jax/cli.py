@@ -1,9 +1,12 @@
 """Command line: `python -m mx_jax`."""
 
 import argparse
+import contextlib
+import json
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +20,7 @@ from mx_jax.formats import (
     ScaleFormat,
     any_format,
 )
+from mx_jax.inspect import environment, environment_tables
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        options.run(options)
+        status = options.run(options)
         sys.stdout.flush()
     except ValueError as error:
         print(f"mx_jax: {error}", file=sys.stderr)
@@ -40,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader (head, less) has seen enough; nothing is left to say at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    return 0
+    return status
 
 
 class _Console(Console):
@@ -66,22 +70,61 @@ def _parser() -> argparse.ArgumentParser:
         help="list every code of an element, scale or block format, e.g. e2m1, e8m0 or mxfp4",
     )
     formats.set_defaults(run=_formats)
+    env = commands.add_parser(
+        "env",
+        help="print versions, devices, the C++ library and backends",
+        description="Print versions and devices, whether the C++ library is used or why not, and "
+        "which backend computes what on this machine.",
+    )
+    env.add_argument("--json", action="store_true", help="print it as JSON")
+    env.set_defaults(run=_env)
     return parser
 
 
-def _formats(options: argparse.Namespace) -> None:
+def _console() -> Console:
     # Through a pipe there is no terminal to fit, and a cut table would be of no use.
-    console = _Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    return _Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+
+
+def _env(options: argparse.Namespace) -> int:
+    with _quiet():
+        found = environment.describe()
+    if options.json:
+        print(json.dumps(found, indent=1))
+        return 1 if "error" in found else 0
+    console = _console()
+    for table in environment_tables.tables(found):
+        console.print(table)
+    if "error" in found:
+        console.print(found["error"], markup=False)
+    return 1 if "error" in found else 0
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning that the library is missing: the table says it."""
+    logger = logging.getLogger("mx_jax")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _formats(options: argparse.Namespace) -> int:
+    console = _console()
     if options.values:
         for table in _value_tables(any_format(options.values)):
             console.print(table)
-        return
+        return 0
     for table in (_element_table(), _scale_table(), _block_table()):
         console.print(table)
     console.print(
         "emax: unbiased exponent of the largest value. Dynamic range: 20 log10(max / smallest). "
         "List every code of one with --values FORMAT."
     )
+    return 0
 
 
 def _table(title: str, *columns: str, text_columns: Sequence[int] = (0,)) -> Table:

@@ -118,7 +118,7 @@ def on_request(call: Call, target: Target, backends: Sequence[Backend] = BACKEND
       target: description of the machine.
       backends: as `select` takes them.
     """
-    asleep = _behind_the_reference(backends) - {_only_backend.value, *_preferred.value}
+    asleep = only_if_named(backends) - {_only_backend.value, *_preferred.value}
     return [b.name for b in backends if b.name in asleep and b.rejects(call, target) is None]
 
 
@@ -128,7 +128,7 @@ def _ask(
     only, preferred = _only_backend.value, _preferred.value
     rejections: list[tuple[str, str]] = []
     rank = {name: place for place, name in enumerate(preferred)}
-    unproved = _behind_the_reference(backends)
+    unproved = only_if_named(backends)
     # Stable: the rest keep the table's order.
     for backend in sorted(backends, key=lambda backend: rank.get(backend.name, len(rank))):
         if only is not None and backend.name != only:
@@ -143,8 +143,8 @@ def _ask(
     return None, rejections
 
 
-def _behind_the_reference(backends: Sequence[Backend]) -> set[str]:
-    """Names of those that are asked only by name, also for calls that the reference refuses."""
+def only_if_named(backends: Sequence[Backend] = BACKENDS) -> set[str]:
+    """Names of those behind the reference, which nothing but their name reaches."""
     places = [place for place, backend in enumerate(backends) if backend == REFERENCE]
     return {backend.name for backend in backends[places[0] + 1 :]} if places else set()
 

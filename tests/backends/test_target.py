@@ -1,6 +1,8 @@
 """The machine that a call is for: named, that of arrays, of a mesh, the default, JAX's own."""
 
 import re
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -55,6 +57,13 @@ def trace(*_: Any) -> Target:
     found: list[Target] = []
     jax.jit(lambda x: found.append(current_target()) or x).trace(1.0)
     return found[0]
+
+
+def test_importing_starts_no_backend():
+    """A program may import the library before it chooses a platform or joins other processes."""
+    code = "import mx_jax; from jax._src import xla_bridge as b; print(b.backends_are_initialized())"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False"]
 
 
 @pytest.mark.usefixtures("on_gpu_host")

@@ -54,6 +54,7 @@ class CpuFfiBackend:
             return "takes no mesh with explicit axes: types would have to say where results lie"
         loaded = library.load()
         if isinstance(loaded, str):
+            library.say_once(loaded)
             return loaded
         if isinstance(call, QuantizeCall):
             return quantize.rejects(call)

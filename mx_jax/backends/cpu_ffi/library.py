@@ -9,6 +9,7 @@ import ctypes
 import dataclasses
 import functools
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -25,9 +26,11 @@ ISA_VARIABLE = "MX_JAX_CPU_ISA"
 INTERFACE = 3
 
 _FILE = "native.abi3.so"
-_NOT_BUILT = "not built: pip install . with a C++ compiler"
+_NOT_BUILT = "not built: with a C++ compiler, pip install -v . builds it, or shows why not"
+_LEFT_OUT = f"left out: {LIBRARY_VARIABLE}=none"
 
 _lock = threading.Lock()
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,7 @@ def load() -> Library | str:
 def _load() -> Library | str:
     path = find()
     if path is None:
-        return _NOT_BUILT
+        return _LEFT_OUT if os.environ.get(LIBRARY_VARIABLE) else _NOT_BUILT
     try:
         describe = ctypes.CDLL(str(path)).mx_jax_cpu_library
     except (OSError, AttributeError) as error:
@@ -101,6 +104,22 @@ def _load() -> Library | str:
         )
     names = frozenset(target.name.decode() for target in targets)
     return Library(path=path, isa=isa, detected_isa=detected, targets=names)
+
+
+@functools.cache
+def say_once(reason: str) -> None:
+    """Log that plain JAX stands in for the library, unless that was asked for.
+
+    pip hides what a build prints, so the first call is where a failed one is noticed.
+    """
+    if reason != _LEFT_OUT:
+        _logger.warning(
+            "mx_jax: casts and products run in plain JAX, several times slower than in the C++ "
+            "library, which is not used: %s. `python -m mx_jax env` says what is here; "
+            "%s=none leaves it out without a word",
+            reason,
+            LIBRARY_VARIABLE,
+        )
 
 
 def find() -> Path | None:

@@ -1,0 +1,160 @@
+"""`python -m mx_jax env`: what runs here and why, as tables and as JSON."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import mx_jax
+from mx_jax.backends.cpu_ffi import library
+from mx_jax.backends.table import BACKENDS
+from mx_jax.cli import main
+
+ROOT = Path(__file__).parents[2]
+PLAIN = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "MX_JAX_CPU_ISA": ""}
+needs_library = pytest.mark.skipif(
+    isinstance(library.load(), str), reason="the C++ library is not here"
+)
+
+
+def described(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["env", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | PLAIN | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_versions_devices_and_variables(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MX_JAX_GPU_TILES", "tiles.json")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    found = described(capsys)
+    versions = found["versions"]
+    assert versions.pop("mx_jax") == mx_jax.__version__
+    assert versions.pop("Python") == sys.version.split()[0]
+    assert set(versions) == {"jax", "jaxlib", "flax", "ml_dtypes", "numpy"}
+    assert versions == {name: importlib.metadata.version(name) for name in versions}
+    kind = jax.devices()[0].device_kind
+    assert found["devices"] == [{"platform": "cpu", "kind": kind, "number": 8}]
+    assert found["target"] == {"platform": "cpu", "compute_capability": None, "num_devices": 8}
+    assert found["variables"]["MX_JAX_GPU_TILES"] == "tiles.json"
+    assert found["variables"]["JAX_PLATFORMS"] is None
+    assert "xla_force_host_platform_device_count=8" in found["variables"]["XLA_FLAGS"]
+
+
+@needs_library
+def test_the_library_and_what_it_takes(capsys: pytest.CaptureFixture[str]):
+    loaded = library.load()
+    assert not isinstance(loaded, str)
+    with mx_jax.testing.target("cpu"):
+        found = described(capsys)
+    assert found["cpu_library"] == {
+        "path": str(loaded.path),
+        "instruction_set": loaded.isa,
+        "best_instruction_set": loaded.detected_isa,
+        "missing": None,
+    }
+    backends = {backend["name"]: backend for backend in found["backends"]}
+    assert list(backends) == [backend.name for backend in BACKENDS]
+    calls = list(found["calls"])
+    (rejected,) = backends["cpu_ffi"]["rejects"]
+    assert rejected == "float8 x float8, scales by rows"
+    assert backends["cpu_ffi"]["takes"] == [name for name in calls if name != rejected]
+    assert backends["reference"]["rejects"] == {
+        "cast along both axes": "casts once at a time",
+    }
+    assert backends["xla"]["takes"] == []
+    reasons = backends["xla"]["rejects"]
+    assert reasons["MXFP8 x MXFP8"] == "XLA has no native float8 dot on platform=cpu"
+    asked = {name: backend["only_if_named"] for name, backend in backends.items()}
+    assert [name for name in asked if asked[name]] == ["pallas_gpu", "cudnn"]
+    assert found["calls"].pop(rejected) == "reference"
+    assert set(found["calls"].values()) == {"cpu_ffi"}
+
+
+def test_another_machine(capsys: pytest.CaptureFixture[str]):
+    """A GPU's backends are shown, but nothing is given to what must be named."""
+    with mx_jax.testing.target("cuda", (10, 0), num_devices=2):
+        found = described(capsys)
+        assert main(["env"]) == 0
+        text = capsys.readouterr().out
+    target = {"platform": "cuda", "compute_capability": [10, 0], "num_devices": 2}
+    assert found["target"] == target
+    calls = found["calls"]
+    assert calls.pop("float8 x float8, scales by rows") == "xla"
+    assert calls.pop("cast along both axes") == "two casts"
+    assert set(calls.values()) == {"reference"}
+    cudnn = found["backends"][-1]
+    assert cudnn["takes"] == ["MXFP8 x MXFP8", "NVFP4 x NVFP4"]
+    assert "runs on platform=cpu, got platform=cuda" in text
+    assert text.count("only if named") == 2
+
+
+def test_as_tables(capsys: pytest.CaptureFixture[str]):
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    for words in ("Versions", "C++ library", "Backends", "MXFP8 x MXFP8", jax.__version__):
+        assert words in text
+    for backend in BACKENDS:
+        assert backend.name in text
+
+
+def test_without_a_library():
+    run = run_python("-m", "mx_jax", "env", MX_JAX_CPU_LIBRARY="none")
+    assert run.returncode == 0, run.stderr
+    assert "left out: MX_JAX_CPU_LIBRARY=none" in run.stdout
+    run = run_python("-m", "mx_jax", "env", "--json", MX_JAX_CPU_LIBRARY="/no/such/file.so")
+    missing = json.loads(run.stdout)["cpu_library"]["missing"]
+    assert missing.startswith("cannot be loaded: /no/such/file.so: cannot open")
+    assert run.stderr == "", "said once, where it was asked for"
+
+
+def test_no_device_is_said_in_words():
+    run = run_python("-m", "mx_jax", "env", JAX_PLATFORMS="tpux")
+    assert run.returncode == 1
+    assert "JAX finds no device" in run.stdout and "tpux" in run.stdout
+    assert "Traceback" not in run.stderr
+    assert mx_jax.__version__ in run.stdout
+
+
+CAST = "import mx_jax; [mx_jax.quantize([1.0], f).codes for f in ('mxfp4', 'mxfp8_e4m3')]"
+
+
+def test_falling_back_is_said_once():
+    run = run_python("-c", CAST, MX_JAX_CPU_LIBRARY="/no/such/file.so")
+    assert run.returncode == 0, run.stderr
+    (line,) = run.stderr.splitlines()
+    assert line.startswith(
+        "mx_jax: casts and products run in plain JAX, several times slower than in the C++ "
+        "library, which is not used: cannot be loaded: /no/such/file.so"
+    )
+    assert line.endswith("MX_JAX_CPU_LIBRARY=none leaves it out without a word")
+    assert run_python("-c", CAST, MX_JAX_CPU_LIBRARY="none").stderr == ""
+
+
+def test_a_build_that_failed_is_a_reason(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("MX_JAX_CPU_LIBRARY", raising=False)
+    monkeypatch.setattr(library, "find", lambda: None)
+    reason = library._load.__wrapped__()
+    assert reason == "not built: with a C++ compiler, pip install -v . builds it, or shows why not"
+
+
+def test_help():
+    run = run_python("-m", "mx_jax", "env", "--help")
+    assert run.returncode == 0 and "--json" in run.stdout and "C++ library" in run.stdout
