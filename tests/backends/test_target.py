@@ -61,7 +61,9 @@ def trace(*_: Any) -> Target:
 
 def test_importing_starts_no_backend():
     """A program may import the library before it chooses a platform or joins other processes."""
-    code = "import mx_jax; from jax._src import xla_bridge as b; print(b.backends_are_initialized())"
+    code = (
+        "import mx_jax; from jax._src import xla_bridge as b; print(b.backends_are_initialized())"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False"]
 

@@ -1,7 +1,10 @@
 """pyproject.toml, README.md, CHANGELOG.md and .ci/run tell the same story."""
 
+import os
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -64,3 +67,27 @@ def test_ci_follows_the_readme(tmp_path: Path):
     result = show_ci_command(tmp_path)
     assert result.returncode == 1
     assert "no single line of code below <!-- command: tests -->" in result.stderr
+
+
+def test_a_build_without_the_library_says_so(tmp_path: Path):
+    """As pip shows it with -v. A wheel is made all the same, in plain JAX."""
+    pytest.importorskip("scikit_build_core")
+    if shutil.which("cmake") is None:
+        pytest.skip("needs CMake, which fails here for want of a compiler")
+    code = f"import mx_jax_build; mx_jax_build.build_wheel({str(tmp_path)!r})"
+    backend = {"PYTHONPATH": str(ROOT / "custom_calls" / "packaging"), "CXX": "false"}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | backend,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
+    assert "mx_jax: the C++ library was NOT built; the error is shown above." in output
+    assert "python -m mx_jax env" in output
+    assert [wheel.name.partition("-py3-")[2] for wheel in tmp_path.glob("*.whl")] == [
+        "none-any.whl"
+    ]
