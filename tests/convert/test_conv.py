@@ -25,6 +25,9 @@ CASES = {
     "patches with a remainder": dict(kernel_size=(4, 4), strides=(4, 4), padding="VALID"),
     "patches, padded": dict(kernel_size=(4, 4), strides=(4, 4), padding="SAME"),
     "dilated": dict(kernel_size=(2, 3), kernel_dilation=(3, 2)),
+    "dilated, strides of the kernel's size": dict(
+        kernel_size=(2, 2), strides=(2, 2), kernel_dilation=(2, 3), padding="VALID"
+    ),
     "circular": dict(kernel_size=(3, 3), padding="CIRCULAR"),
     "pairs": dict(kernel_size=(3, 2), padding=((1, 0), (2, 3))),
 }
@@ -98,6 +101,7 @@ def test_blocks_lie_along_the_input_features():
     [
         (dict(feature_group_count=2), "feature_group_count=2: each group contracts other features"),
         (dict(input_dilation=2, padding=((1, 1), (1, 1))), "input_dilation="),
+        (dict(input_dilation=(1, 2), padding=((1, 1), (1, 1))), "input_dilation="),
     ],
 )
 def test_what_is_no_product(options: dict[str, Any], reason: str):
