@@ -119,10 +119,10 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
         format, shape = key
         sheet = report.Sheet(
             "{}, m x n x k = {} x {} x {}, one core, CPU time".format(format, *shape),
-            ["layer", "ms", "quartiles", "of float32's time", "quartiles"],
+            ["layer", "CPU time (ms)", "quartiles (ms)", "time / float32 layer", "quartiles"],
             notes=[
-                "of float32's time: the median of this time over that of Flax's float32 layer of "
-                "the same framework, in the same rounds."
+                "time / float32 layer: this time divided by that of Flax's float32 layer of the "
+                "same framework, median over the same rounds."
             ],
         )
         for row in result["rows"]:
