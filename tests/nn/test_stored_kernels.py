@@ -319,7 +319,7 @@ def test_a_recipe_that_transforms(way: str, monkeypatch: pytest.MonkeyPatch):
     case = CASES["dense"]
     both = recipes.operand("mxfp4")
     fwd = recipes.MatmulSpec(lhs=both, rhs=both, transform=Hadamard(size=32, signs=(1,) * 32))
-    recipe = dataclasses.replace(RECIPE, fwd=fwd)
+    recipe = dataclasses.replace(recipes.mxfp4(), fwd=fwd)
     monkeypatch.setitem(globals(), "RECIPE", recipe)
     monkeypatch.setitem(globals(), "RULE", convert.Rule(".*", recipe))
     stored, run = WAYS[way](case, case.params())
@@ -417,16 +417,29 @@ class OwnStored(linen.StoredParams, Own):
     """The same, which says that it takes what is stored."""
 
 
+class Mixed(flax_nn.Module):
+    """One's own layer and Flax's."""
+
+    in_setup: bool
+
+    @flax_nn.compact
+    def __call__(self, x):
+        return flax_nn.Dense(8)(Own(self.in_setup, name="own")(x))
+
+
 @built
 @pytest.mark.parametrize("in_setup", [False, True])
-@pytest.mark.parametrize("convert_it", [False, True])
-def test_a_module_of_ones_own(convert_it: bool, in_setup: bool):
+def test_a_module_of_ones_own(in_setup: bool):
+    """It inherits from StoredParams, or is a part of a converted model."""
     case, x = CASES["dense"], draw(3, 64)
     kernel = case.quantize(draw(64, 24))
-    model: Any = convert.linen(Own(in_setup), RULE) if convert_it else OwnStored(in_setup)
-    stored, run = run_linen(model, {"kernel": case.pack(kernel)})
+    stored, run = run_linen(OwnStored(in_setup), {"kernel": case.pack(kernel)})
     assert num_calls(run, stored, x) == 1
     assert_bitwise_equal(jax.jit(run)(stored, x), mx_jax.matmul(x, kernel, recipe=RECIPE))
+    mixed = convert.linen(Mixed(in_setup), RULE)
+    params = mixed.init(jax.random.key(0), x)["params"]
+    stored, run = run_linen(mixed, params | {"own": {"kernel": case.pack(kernel)}})
+    assert num_calls(run, stored, x) == 1
 
 
 @built
