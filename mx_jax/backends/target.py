@@ -74,7 +74,7 @@ def current_target(num_devices: int | None = None) -> Target:
         return named if num_devices is None else dataclasses.replace(named, num_devices=num_devices)
     device = _device()
     if num_devices is None:
-        num_devices = jax.device_count(device.platform)
+        num_devices = _number_of(device)
     platform = _platform(device)
     numbers = None
     capability = getattr(device, "compute_capability", None)
@@ -108,6 +108,14 @@ def _device_of_mesh() -> Device | None:
         # A mesh for a machine that is not there; `testing.target` names one.
         return None
     return next((d for d in devices if _kind(d)[1] == described.device_kind), None)
+
+
+def _number_of(device: Device) -> int:
+    """How many devices of its platform there are; of one that is only compiled for, one."""
+    try:
+        return jax.device_count(device.platform)
+    except RuntimeError:
+        return 1
 
 
 def _platform(device: Device) -> str:

@@ -152,6 +152,17 @@ def test_what_was_chosen_for_a_gpu_is_right_on_a_cpu():
     np.testing.assert_array_equal(product(x, w), expected)
 
 
+@pytest.mark.usefixtures("on_gpu_host")
+def test_a_device_that_is_only_compiled_for(monkeypatch: pytest.MonkeyPatch):
+    """As the default device may be one of `jax.experimental.topologies`."""
+
+    def none_here(platform=None):
+        raise RuntimeError(f"Unknown backend: '{platform}' requested")
+
+    monkeypatch.setattr(jax, "device_count", none_here)
+    assert current_target() == H200
+
+
 def test_a_named_target_goes_first_and_enters_the_cache_key(seen: list[Target]):
     here = jax.device_put(jnp.ones((3, 32)), CPU[0])
     quantize = jax.jit(lambda x: mx_jax.quantize(x, "mxfp4").codes)
