@@ -13,9 +13,10 @@ from jax import lax
 from jax.core import Tracer
 
 from mx_jax.codecs import blocks as block_shapes
-from mx_jax.codecs import float32, indexing, packing
+from mx_jax.codecs import float32, indexing, packing, reshaping, updating
 from mx_jax.codecs import scale as scale_codec
 from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.invariants import check_parts, violation
 from mx_jax.formats import BlockFormat
 
 
@@ -134,6 +135,7 @@ class MXArray:
         Returns:
           An array of the logical shape.
         """
+        check_parts(self, "dequantize")
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"dequantize: needs a float dtype, got dtype={dtype.name}")
@@ -154,6 +156,7 @@ class MXArray:
 
     def __getitem__(self, index: Any) -> "MXArray":
         """Index between blocks; see `codecs.indexing.index_blocks` for what each axis takes."""
+        check_parts(self, "MXArray index")
         indexed = indexing.index_blocks(index, self.shape, self.blocks)
         tensor_scale = self.tensor_scale
         if tensor_scale is not None:
@@ -199,6 +202,56 @@ class MXArray:
             primal=move(self.primal),
         )
 
+    def reshape(self, *shape: Any, order: str = "C", **options: Any) -> "MXArray":
+        """Join and divide axes where every block stays whole; `jnp.reshape` comes here too.
+
+        Args:
+          *shape: the new lengths, one by one or as a sequence; one of them may be -1.
+          order: "C" only.
+          **options: `copy` and `out_sharding` as None, which `jnp.reshape` passes on.
+
+        Raises:
+          ValueError: another size, or blocks that would not stay whole.
+        """
+        if order != "C" or any(option is not None for option in options.values()):
+            raise ValueError(
+                f"MXArray.reshape: takes order='C' alone, got order={order!r}, {options}; "
+                "dequantize() first"
+            )
+        check_parts(self, "MXArray.reshape")
+        tensor_scale = self.tensor_scale
+        given = None if tensor_scale is None else tensor_scale.shape
+        to = reshaping.reshape_blocks(shape, self.shape, self.blocks, given)
+        if tensor_scale is not None:
+            tensor_scale = reshaping.reshape_tensor_scale(tensor_scale, to)
+        return dataclasses.replace(
+            self,
+            codes=self.codes.reshape(to.codes),
+            scales=self.scales.reshape(to.scales),
+            tensor_scale=tensor_scale,
+            blocks=to.blocks,
+            primal=None if self.primal is None else self.primal.reshape(to.codes),
+        )
+
+    @property
+    def at(self) -> updating.At:
+        """`x.at[index].set(values)`: x with an MXArray in place of whole blocks."""
+        check_parts(self, "MXArray.at")
+        return updating.At(self)
+
+    def dynamic_update_slice(self, update: "MXArray", start_indices: Any) -> "MXArray":
+        """`lax.dynamic_update_slice` of whole blocks: a cache takes new rows, and nothing moves.
+
+        Starts may be traced. Along blocked axes they lie between blocks: any other is refused, or,
+        traced, makes what it writes NaN; so is another tensor scale. No gradient passes.
+
+        Args:
+          update: of the same format and blocks, whole blocks of it.
+          start_indices: one integer an axis, in elements.
+        """
+        check_parts(self, "MXArray.dynamic_update_slice")
+        return updating.dynamic_update_slice(self, update, start_indices)
+
     @property
     def T(self) -> "MXArray":
         """All axes reversed."""
@@ -209,16 +262,26 @@ class MXArray:
         """The last two axes exchanged."""
         return self.transpose(*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
 
+    def _parts(self) -> tuple[Any, ...]:
+        return self.codes, self.scales, self.tensor_scale, self.format, self.blocks
+
     def __repr__(self) -> str:
         # Leaves may be anything while a transformation rebuilds the tree; say what is there.
         shape = tuple(getattr(self.codes, "shape", ()))
         blocks = ", ".join(f"{axis}: {size!r}" for axis, size in self.blocks)
         text = f"MXArray({self.format.name}, shape={shape}, dtype={self.dtype}, blocks={{{blocks}}}"
-        if isinstance(self.codes, jax.Array) and not isinstance(self.codes, Tracer):
+        concrete = isinstance(self.codes, jax.Array) and not isinstance(self.codes, Tracer)
+        if concrete and not violation(*self._parts()):
             values = np.asarray(self.dequantize(jnp.float32))
             shown = np.array2string(values, threshold=20, edgeitems=2, precision=4, separator=", ")
             text += f", nbytes={self.nbytes},\n" + shown.replace("\n ", "\n")
         return text + ")"
+
+
+def without_tensor_scale(x: MXArray) -> MXArray:
+    """Codes and block scales alone: what is left once the tensor scale goes elsewhere."""
+    format = dataclasses.replace(x.format, tensor_scale=False)
+    return dataclasses.replace(x, tensor_scale=None, format=format)
 
 
 @jax.custom_jvp

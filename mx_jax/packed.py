@@ -112,8 +112,13 @@ class PackedMXArray(abc.ABC):
         return self.unpack().transpose(*axes)
 
     def __repr__(self) -> str:
+        # Leaves may be anything while a transformation rebuilds the tree; say what is there.
+        try:
+            shape = str(self.shape)
+        except (AttributeError, TypeError):
+            shape = "unknown"
         return (
-            f"{type(self).__name__}({self.format.name}, shape={self.shape}, dtype={self.dtype}, "
+            f"{type(self).__name__}({self.format.name}, shape={shape}, dtype={self.dtype}, "
             f"backend={self.backend})"
         )
 

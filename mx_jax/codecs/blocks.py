@@ -35,14 +35,16 @@ def scales_shape(shape: tuple[int, ...], blocks: Blocks) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def split(x: jax.Array, blocks: Blocks) -> tuple[jax.Array, tuple[int, ...]]:
+def split(x: jax.Array, blocks: Blocks, *, fill: bool = False) -> tuple[jax.Array, tuple[int, ...]]:
     """Cut each blocked axis into (blocks, position in the block), zero-padding the last block.
 
-    Zeros do not change a block's amax (MX v1.0, 5.2).
+    Zeros do not change a block's amax (MX v1.0, 5.2). So an axis that is shorter than its block
+    stays as it is: padded, it could take any multiple of its memory.
 
     Args:
       x: any array.
       blocks: axes from the end with block sizes.
+      fill: pad an axis that is shorter than its block too, for those who count positions.
 
     Returns:
       The reshaped array, and its axes that run inside blocks.
@@ -56,6 +58,8 @@ def split(x: jax.Array, blocks: Blocks) -> tuple[jax.Array, tuple[int, ...]]:
             shape.append(length)
             continue
         extent, count = block_extent(sizes[axis], length), num_blocks(sizes[axis], length)
+        if isinstance(length, int) and 0 < length < extent and not fill:
+            extent = length
         padding[axis] = (0, count * extent - length)
         shape += [count, extent]
         inside.append(len(shape) - 1)

@@ -45,7 +45,30 @@ def saturated_fraction(x: jax.typing.ArrayLike, quantized: MXArray) -> float:
     Args:
       x: what was quantized.
       quantized: `quantize(x, ...)`.
+
+    Returns:
+      A float.
+
+    Raises:
+      ValueError: if the shapes differ.
+      TypeError: if quantized is not an MXArray.
+
+    Example:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> x = jnp.array([7.9, 1.0, 2.0, 3.0])
+      >>> mx_jax.inspect.saturated_fraction(x, mx_jax.quantize(x, "mxfp4"))
+      0.25
     """
+    if not isinstance(quantized, MXArray):
+        raise TypeError(
+            "saturated_fraction: needs an MXArray, got quantized of type "
+            f"{type(quantized).__name__}; quantize x first"
+        )
+    if np.shape(x) != quantized.shape:
+        raise ValueError(
+            "saturated_fraction: shapes must agree, got "
+            f"x.shape={np.shape(x)}, quantized.shape={quantized.shape}; pass what was quantized"
+        )
     values = jnp.abs(quantized.dequantize(jnp.float32))
     element = quantized.format.element
     at_limit = jnp.abs(decode(quantized.codes, element)) >= element.max

@@ -9,6 +9,8 @@ import numpy as np
 from jax import lax
 
 from mx_jax.backends.base import AnyOperand
+from mx_jax.codecs.invariants import check_parts
+from mx_jax.mxarray import MXArray
 from mx_jax.ops.checks import QUANTIZABLE
 from mx_jax.packed import Quantized
 from mx_jax.specs import MatmulRecipe
@@ -20,7 +22,10 @@ def as_operand(x: Any, side: str, recipe: MatmulRecipe, operation: str = "matmul
     Raises:
       TypeError: what is no array of numbers, or of another byte order; a dtype that cannot be
         quantized, unless nothing is.
+      ValueError: an MXArray whose parts do not fit together.
     """
+    if isinstance(x, MXArray):
+        check_parts(x, f"{operation}: {side}")
     if isinstance(x, Quantized):
         return x
     dtype = getattr(x, "dtype", None)

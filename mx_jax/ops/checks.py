@@ -1,14 +1,18 @@
 """Checks of what users pass in: once, at the public functions, before tracing goes further."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
+from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.invariants import tensor_scale_shape
 from mx_jax.codecs.rounding import Rounding
-from mx_jax.formats import BlockFormat, BlockSize, Whole, check_block_size
+from mx_jax.formats import BlockFormat, BlockSize, Whole
 
 QUANTIZABLE = ("float32", "bfloat16", "float16")
 
@@ -31,29 +35,23 @@ def as_quantizable(x: Any, operation: str) -> jax.Array:
     return array
 
 
-def blocks_along(
-    shape: tuple[int, ...], axis: int, block_size: BlockSize | None, format: BlockFormat
-) -> Blocks:
+def blocks_along(shape: tuple[int, ...], axis: int, format: BlockFormat) -> Blocks:
     """The blocks of an array quantized along one axis.
 
     A two-dimensional format also covers the neighbouring axis: the one before, or the next one
     where there is none before.
 
     Raises:
-      ValueError: axis out of range, or block size below 1.
+      ValueError: axis out of range.
       TypeError: axis is not an int.
     """
-    if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
-        raise TypeError(f"quantize: axis must be an int, got axis={axis!r}")
+    axis = as_axis(axis, "quantize")
     if not -len(shape) <= axis < len(shape):
         raise ValueError(
             f"quantize: axis={axis} is out of range for shape={shape}; "
             + ("a scalar has no axis for blocks" if not shape else f"use -{len(shape)}..-1 or 0..")
         )
-    if block_size is not None:
-        check_block_size(block_size, "quantize")
-        format = format.with_block(block_size if isinstance(block_size, Whole) else int(block_size))
-    contracting = int(axis) % len(shape) - len(shape)
+    contracting = axis % len(shape) - len(shape)
     kept_size, contracting_size = format.block
     sizes: dict[int, BlockSize] = {contracting: contracting_size}
     if isinstance(kept_size, Whole):
@@ -104,11 +102,43 @@ def check_is_key(key: Any, operation: str) -> None:
     )
 
 
-def check_tensor_scale(tensor_scale: Any, format: BlockFormat, ndim: int) -> jax.Array | None:
-    """A given tensor scale as float32 of shape [1] * ndim, or None.
+def as_axis(axis: Any, operation: str, name: str = "axis") -> int:
+    """An axis as an int.
 
     Raises:
-      ValueError: the format has no tensor scale, or it is not one number.
+      TypeError: anything that is no integer, which int() would cut down to one.
+    """
+    if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
+        raise TypeError(
+            f"{operation}: {name} must be an int, got {name}={axis!r}; count axes from 0, or from "
+            "the end with -1"
+        )
+    return int(axis)
+
+
+def as_axes(axes: Any, operation: str, name: str) -> tuple[int, ...]:
+    """A sequence of axes as ints.
+
+    Raises:
+      TypeError: no sequence, or one with what is no integer.
+    """
+    if not isinstance(axes, Sequence) or isinstance(axes, str):
+        raise TypeError(
+            f"{operation}: {name} must be a sequence of ints, got {name}={axes!r}; e.g. (-1, -2)"
+        )
+    return tuple(as_axis(axis, operation, name) for axis in axes)
+
+
+def check_tensor_scale(
+    tensor_scale: Any, format: BlockFormat, shape: tuple[int, ...], blocks: Blocks
+) -> jax.Array | None:
+    """A given tensor scale as float32 with an axis for each of x's, or None.
+
+    A traced one that is no scale becomes NaN, and with it every value.
+
+    Raises:
+      ValueError: the format has no tensor scale, or its shape does not fit, or a number in it is
+        not finite and positive.
     """
     if tensor_scale is None:
         return None
@@ -117,8 +147,28 @@ def check_tensor_scale(tensor_scale: Any, format: BlockFormat, ndim: int) -> jax
             f"quantize: format={format.name} has no tensor scale, got tensor_scale; drop it"
         )
     scale = jnp.asarray(tensor_scale, jnp.float32)
-    if scale.size != 1:
+    if scale.size == 1 and scale.ndim < len(shape):
+        scale = scale.reshape((1,) * len(shape))
+    reason = _leading_axes(scale.shape, shape) or tensor_scale_shape(scale.shape, shape, blocks)
+    if reason is not None:
+        raise ValueError(f"quantize: {reason}; pass one number, or one for each matrix of a batch")
+    # By its bits: XLA takes subnormals for zeros when it compares.
+    bits = float32.to_bits(scale)
+    valid = (bits > 0) & (bits < float32.INF)
+    if not isinstance(valid, Tracer) and not bool(valid.all()):
         raise ValueError(
-            f"quantize: tensor_scale must be one number, got tensor_scale.shape={scale.shape}"
+            f"quantize: tensor_scale must be finite and positive, got tensor_scale={tensor_scale}; "
+            "leave it out, and it is computed"
         )
-    return scale.reshape((1,) * ndim)
+    return jnp.where(valid, scale, jnp.float32(jnp.nan))
+
+
+def _leading_axes(given: tuple[int, ...], shape: tuple[int, ...]) -> str | None:
+    """Why scales are not one for all, or one for each position of x's first axes."""
+    varying = [axis for axis, length in enumerate(given) if length != 1]
+    if all(given[axis] != 1 or shape[axis] == 1 for axis in range(max(varying, default=0))):
+        return None
+    return (
+        "a tensor scale belongs to the whole tensor, or to each position of its first axes, got "
+        f"tensor_scale.shape={given}, shape={shape}"
+    )

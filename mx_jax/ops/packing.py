@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from mx_jax.backends.base import PackCall
 from mx_jax.backends.select import current_target, select
 from mx_jax.backends.target import follow
+from mx_jax.codecs.invariants import check_parts
 from mx_jax.mxarray import MXArray
+from mx_jax.ops.checks import as_axes, as_axis
 from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.packed import PackedMXArray
 from mx_jax.specs import MatmulRecipe
@@ -41,8 +43,9 @@ def pack_weights(
       them.
 
     Raises:
-      TypeError: weights are not an MXArray, or recipe is none.
-      ValueError: axes out of range, repeated, or without the blocks.
+      TypeError: weights are not an MXArray, recipe is none, or an axis is no int.
+      ValueError: axes out of range, repeated, or without the blocks; an MXArray whose parts do not
+        fit together.
 
     Example:
       >>> import jax.numpy as jnp, mx_jax
@@ -58,6 +61,8 @@ def pack_weights(
             f"pack_weights: needs an MXArray, got weights of type {type(weights).__name__}; "
             "quantize it first"
         )
+    check_parts(weights, "pack_weights")
+    num_batch = as_axis(num_batch, "pack_weights", "num_batch")
     if recipe is not None:
         recipe = as_recipe(recipe, "pack_weights")
     activations = None if recipe is None else recipe.fwd.lhs
@@ -81,7 +86,8 @@ def _contracting(
     if contracting is None:
         axes = blocked
     else:
-        given = (contracting,) if isinstance(contracting, int) else tuple(contracting)
+        several = contracting if isinstance(contracting, Sequence) else (contracting,)
+        given = as_axes(several, "pack_weights", "contracting")
         if not all(-weights.ndim <= axis < weights.ndim for axis in given):
             raise ValueError(
                 f"pack_weights: axis out of range, got contracting={contracting}, "

@@ -1,5 +1,6 @@
 """The public casts: checks once, picks a backend, keeps gradients flowing."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,8 +13,9 @@ from mx_jax.backends.base import DequantizeCall, QuantizeCall
 from mx_jax.backends.select import current_target, select
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.invariants import check_parts
 from mx_jax.codecs.rounding import Rounding
-from mx_jax.formats import BlockFormat, BlockSize, Whole
+from mx_jax.formats import BlockFormat, BlockSize, Whole, check_block_size
 from mx_jax.mxarray import MXArray, straight_through
 from mx_jax.ops.checks import (
     as_quantizable,
@@ -56,7 +58,9 @@ def quantize(
       rounding: `"nearest"` (ties to even), `"away"` (ties away from zero), `"toward_zero"` or
         `"stochastic"`.
       key: a PRNG key, for stochastic rounding and only for it.
-      tensor_scale: for formats with one (NVFP4), the scale to use instead of amax / 2688.
+      tensor_scale: for formats with one (NVFP4), the scale to use instead of amax / 2688: finite
+        and positive; one number, or one for each position of x's first axes, e.g. of shape
+        `[2, 1, 1]` for a batch of two matrices.
 
     Returns:
       An `MXArray` of x's shape.
@@ -76,13 +80,23 @@ def quantize(
     """
     spec = operand(format, scale_rule=scale_rule, rounding=rounding)
     array = as_quantizable(x, "quantize")
-    blocks = blocks_along(array.shape, axis, block_size, spec.format)
+    spec = with_block_size(spec, block_size, "quantize")
+    blocks = blocks_along(array.shape, axis, spec.format)
     check_key(key, spec.rounding, "quantize")
-    scale = check_tensor_scale(tensor_scale, spec.format, array.ndim)
+    scale = check_tensor_scale(tensor_scale, spec.format, array.shape, blocks)
     result = quantize_operand(array, spec, blocks, key, scale)
     # Only a traced x can have a gradient; holding on to any other would keep it alive for nothing.
     traced = array if isinstance(array, Tracer) else None
     return with_primal(result, traced)
+
+
+def with_block_size(spec: OperandSpec, block_size: BlockSize | None, operation: str) -> OperandSpec:
+    """The spec with another size of blocks along the contracting axis; None: its format's own."""
+    if block_size is None:
+        return spec
+    check_block_size(block_size, operation)
+    size = block_size if isinstance(block_size, Whole) else int(block_size)
+    return dataclasses.replace(spec, format=spec.format.with_block(size))
 
 
 def with_primal(x: MXArray, primal: jax.Array | None) -> MXArray:
@@ -110,10 +124,12 @@ def dequantize(x: MXArray | PackedMXArray, dtype: jax.typing.DTypeLike | None = 
 
     Raises:
       TypeError: x is not an MXArray, or dtype is not a float.
+      ValueError: an MXArray whose parts do not fit together.
     """
     x = unpacked(x)
     if not isinstance(x, MXArray):
         raise TypeError(f"dequantize: needs an MXArray, got x of type {type(x).__name__}")
+    check_parts(x, "dequantize")
     wanted = np.dtype(x.dtype if dtype is None else jnp.dtype(dtype))
     if not jnp.issubdtype(wanted, jnp.floating):
         raise TypeError(f"dequantize: needs a float dtype, got dtype={wanted.name}")

@@ -14,8 +14,8 @@ from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockSize
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.checks import as_quantizable, blocks_along, check_key, check_tensor_scale
-from mx_jax.ops.quantize import draw_bits, quantize_operand, with_primal
+from mx_jax.ops.checks import as_axes, as_quantizable, blocks_along, check_key, check_tensor_scale
+from mx_jax.ops.quantize import draw_bits, quantize_operand, with_block_size, with_primal
 from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import OperandSpec, operand
 
@@ -72,12 +72,12 @@ def quantize_both(
     """
     spec = operand(format, scale_rule=scale_rule, rounding=rounding)
     array = as_quantizable(x, "quantize_both")
+    axes = as_axes(axes, "quantize_both", "axes")
     if len(axes) != 2:
         raise ValueError(f"quantize_both: needs two axes, got axes={axes}; see quantize for one")
-    pair = tuple(
-        Cast(spec, blocks_along(array.shape, axis, block_size, spec.format)) for axis in axes
-    )
-    first, second = (int(axis) % array.ndim for axis in axes)
+    spec = with_block_size(spec, block_size, "quantize_both")
+    pair = tuple(Cast(spec, blocks_along(array.shape, axis, spec.format)) for axis in axes)
+    first, second = (axis % array.ndim for axis in axes)
     if first == second:
         raise ValueError(
             f"quantize_both: needs two different axes, got axes={axes} for shape={array.shape}; "
@@ -85,7 +85,8 @@ def quantize_both(
         )
     check_key(key, spec.rounding, "quantize_both")
     keys = (None, None) if key is None else tuple(jax.random.split(key))
-    scale = check_tensor_scale(tensor_scale, spec.format, array.ndim)
+    both = pair[0].blocks + pair[1].blocks
+    scale = check_tensor_scale(tensor_scale, spec.format, array.shape, both)
     results = quantize_operand_both(array, (pair[0], pair[1]), (keys[0], keys[1]), scale)
     traced = array if isinstance(array, Tracer) else None
     return with_primal(results[0], traced), with_primal(results[1], traced)

@@ -44,6 +44,7 @@ class Cast:
     Raises:
       ValueError: unknown scaling or granularity, a disabled axis-wise cast, or an element format
         that is not 8-bit floating point.
+      TypeError: element is no element format, such as a name.
     """
 
     scaling: Literal["dynamic", "disabled"] = "dynamic"
@@ -64,6 +65,11 @@ class Cast:
             raise ValueError(
                 "float8 Cast: a disabled cast has no granularity, got scaling='disabled' with "
                 "granularity='axiswise'; leave granularity out"
+            )
+        if self.element is not None and not isinstance(self.element, ElementFormat):
+            raise TypeError(
+                "float8 Cast: element must be an ElementFormat or None, got "
+                f"element={self.element!r}; use mx_jax.formats.E4M3 or E5M2"
             )
         if self.element is not None and (self.element.bits != 8 or self.element.kind != "float"):
             raise ValueError(

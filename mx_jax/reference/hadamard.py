@@ -108,7 +108,7 @@ def apply(x: jax.Array, signs: jax.Array, axis: int = -1) -> jax.Array:
 
 def _apply_last(x: jax.Array, signs: jax.Array) -> jax.Array:
     size = signs.shape[0]
-    groups, inside = block_shapes.split(x.astype(jnp.float32), ((-1, size),))
+    groups, inside = block_shapes.split(x.astype(jnp.float32), ((-1, size),), fill=True)
     signs = signs.reshape((1,) * (groups.ndim - 1) + (size,))
     turned = jnp.matmul(groups * signs, matrix(size), precision=lax.Precision.HIGHEST)
     length = groups.shape[-2] * size
@@ -122,7 +122,7 @@ def invert(y: jax.Array, signs: jax.Array, length: int, axis: int = -1) -> jax.A
 
 def _invert_last(y: jax.Array, signs: jax.Array, length: int) -> jax.Array:
     size = signs.shape[0]
-    groups, inside = block_shapes.split(y, ((-1, size),))
+    groups, inside = block_shapes.split(y, ((-1, size),), fill=True)
     signs = signs.reshape((1,) * (groups.ndim - 1) + (size,))
     turned = jnp.matmul(groups, matrix(size), precision=lax.Precision.HIGHEST) * signs
     return block_shapes.merge(turned, (*y.shape[:-1], length), inside)

@@ -44,7 +44,9 @@ def quantize(
       An `MXArray` without a link to x.
     """
     x = lax.stop_gradient(x)
-    pieces, inside = block_shapes.split(x, blocks)
+    # Rules of values may count them, zeros that fill up the block included.
+    fill = scale_rule.reads_values
+    pieces, inside = block_shapes.split(x, blocks, fill=fill)
     magnitudes = float32.to_bits(pieces) & float32.ABS
     # Patterns of non-negative floats order as integers: the maximum is exact, subnormal or not.
     amax = jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)
@@ -56,7 +58,7 @@ def quantize(
         spread_scale = block_shapes.spread(tensor_scale, inside)
     scales = scale_rule.scales(BlockData(pieces, inside, amax, format, spread_scale))
     if random_bits is not None:
-        random_bits, _ = block_shapes.split(random_bits, blocks)
+        random_bits, _ = block_shapes.split(random_bits, blocks, fill=fill)
     codes = encode_scaled(
         pieces,
         scales,

@@ -54,7 +54,7 @@ class QuantizeCase:
             shape=self.shape,
             dtype=jnp.dtype(self.dtype),
             format=format,
-            blocks=blocks_along(self.shape, self.axis, None, format),
+            blocks=blocks_along(self.shape, self.axis, format),
             scale_rule=spec.scale_rule,
             rounding=spec.rounding,
         )

@@ -73,7 +73,11 @@ def test_axis_out_of_range(axis: int):
 
 @pytest.mark.parametrize("axis", [None, 1.0, "0", True, (0,), [1]], ids=repr)
 def test_axis_that_is_no_int(axis):
-    refuses(TypeError, f"quantize: axis must be an int, got axis={axis!r}", X, MXFP4, axis=axis)
+    message = (
+        f"quantize: axis must be an int, got axis={axis!r}; count axes from 0, or from the end "
+        "with -1"
+    )
+    refuses(TypeError, message, X, MXFP4, axis=axis)
 
 
 def test_good_axes():
@@ -189,11 +193,63 @@ def test_tensor_scale_where_there_is_none(format: str):
     refuses(ValueError, message, X, format, tensor_scale=1.0)
 
 
-@pytest.mark.parametrize("given", [np.ones(2, np.float32), np.ones((2, 1)), [1.0, 2.0]], ids=repr)
+@pytest.mark.parametrize("given", [np.ones(2, np.float32), np.ones((2, 32)), [1.0, 2.0]], ids=repr)
 def test_tensor_scale_of_the_wrong_shape(given):
-    shape = np.shape(given)
-    message = f"quantize: tensor_scale must be one number, got tensor_scale.shape={shape}"
+    message = (
+        "quantize: tensor_scale must have an axis for each of codes, of length 1, or of the same "
+        f"length where no blocks lie, got tensor_scale.shape={np.shape(given)}, codes.shape=(2, "
+        "32), blocks=((-1, 16),); pass one number, or one for each matrix of a batch"
+    )
     refuses(ValueError, message, X, NVFP4, tensor_scale=given)
+
+
+def test_tensor_scale_of_an_axis_behind_another():
+    with pytest.raises(ValueError, match=r"of its first axes, got tensor_scale.shape=\(1, 2, 1\)"):
+        mx_jax.quantize(np.ones((3, 2, 32), np.float32), NVFP4, tensor_scale=np.ones((1, 2, 1)))
+
+
+@pytest.mark.parametrize("given", [0.0, -1.0, np.inf, np.nan, -np.inf, -1e-45], ids=repr)
+def test_tensor_scale_that_scales_nothing(given: float):
+    """Known, it is refused; traced, every value is NaN."""
+    message = (
+        f"quantize: tensor_scale must be finite and positive, got tensor_scale={given}; leave it "
+        "out, and it is computed"
+    )
+    refuses(ValueError, message, X, NVFP4, tensor_scale=given)
+    for backend in ("reference", "cpu_ffi"):
+        with mx_jax.only_backend(backend):
+            cast = jax.jit(lambda x, p: mx_jax.cast(x, NVFP4, tensor_scale=p))
+            assert np.isnan(cast(X, jnp.float32(given))).all()
+
+
+@pytest.mark.parametrize("axes", [None, 1, 1.5, "01"], ids=repr)
+def test_axes_that_are_no_sequence(axes):
+    with pytest.raises(
+        TypeError, match="quantize_both: axes must be a sequence of ints, got axes="
+    ):
+        mx_jax.quantize_both(X, MXFP4, axes=axes)
+
+
+def test_axes_of_packed_weights_and_products_that_are_no_ints():
+    weights = mx_jax.quantize(X, MXFP4)
+    with pytest.raises(TypeError, match=r"pack_weights: contracting must be an int, got.*=1\.5"):
+        mx_jax.pack_weights(weights, contracting=1.5)
+    with pytest.raises(TypeError, match=r"pack_weights: num_batch must be an int, got.*=0\.0"):
+        mx_jax.pack_weights(weights, num_batch=0.0)
+    with pytest.raises(TypeError, match=r"dot_general: lhs: axes must be an int, got axes=1\.5"):
+        mx_jax.dot_general(X, X, (((1.5,), (1,)), ((), ())), recipe="mxfp8")
+
+
+def test_a_float8_element_by_name():
+    with pytest.raises(TypeError, match=r"element must be an ElementFormat or None.*'e4m3'; use"):
+        mx_jax.recipes.Cast(element="e4m3")
+
+
+def test_saturated_fraction_of_another_shape():
+    with pytest.raises(ValueError, match=r"x.shape=\(32,\), quantized.shape=\(2, 32\); pass what"):
+        mx_jax.inspect.saturated_fraction(X[0], mx_jax.quantize(X, MXFP4))
+    with pytest.raises(TypeError, match="needs an MXArray, got quantized of type ndarray"):
+        mx_jax.inspect.saturated_fraction(X, X)
 
 
 def test_errors_come_at_trace_time():

@@ -1,6 +1,5 @@
 """Products by GPU kernels: how operands reach them, and which one computes."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -28,7 +27,7 @@ from mx_jax.backends.pallas_gpu.weights import (
 )
 from mx_jax.backends.target import current_target
 from mx_jax.formats import BlockFormat
-from mx_jax.mxarray import MXArray
+from mx_jax.mxarray import MXArray, without_tensor_scale
 
 
 def scaled_matmul(
@@ -128,7 +127,7 @@ def _by_weights(
     between = out_dtype if factor is None else jnp.float32
     many = activations.shape[1] >= crossover(how["architecture"], weights.format)
     if isinstance(weights, MXArray) and many:
-        values = dataclasses.replace(weights, tensor_scale=None).dequantize(jnp.bfloat16)
+        values = without_tensor_scale(weights).dequantize(jnp.bfloat16)
         out = _dequantize_dot(activations, values, weights.tensor_scale, between)
     else:
         packed_weights = pack(weights) if isinstance(weights, MXArray) else weights
@@ -141,7 +140,7 @@ def _in_high_precision(activations: Operand) -> tuple[jax.Array, jax.Array | Non
     if not isinstance(activations, MXArray):
         return activations, None
     # Exact in bfloat16, but for the tensor's scale, which is left for the product.
-    values = dataclasses.replace(activations, tensor_scale=None).dequantize(jnp.bfloat16)
+    values = without_tensor_scale(activations).dequantize(jnp.bfloat16)
     return values, activations.tensor_scale
 
 
