@@ -37,6 +37,8 @@ class MatmulCall:
       rhs_format: block format of the right operand, None for high precision.
       lhs_dtype: dtype of a left operand in high precision; None if it is quantized, or unknown.
       rhs_dtype: likewise, of the right operand.
+      lhs_scale_axes: axes of the left operand whose positions have tensor scales of their own.
+      rhs_scale_axes: likewise, of the right operand.
       out_dtype: dtype of the product.
       precision: what `jax.lax.dot_general` takes, for high-precision operands.
       fast_accumulation: whether a native kernel may add in lower precision.
@@ -58,6 +60,8 @@ class MatmulCall:
     rhs_k_first: bool = False
     lhs_dtype: np.dtype | None = None
     rhs_dtype: np.dtype | None = None
+    lhs_scale_axes: tuple[int, ...] = ()
+    rhs_scale_axes: tuple[int, ...] = ()
 
     @property
     def dimension_numbers(self) -> jax.lax.DotDimensionNumbers:
@@ -85,6 +89,7 @@ class QuantizeCall:
       blocks: axes from the end with block sizes.
       scale_rule: from amax to the stored scale.
       rounding: how dropped bits decide.
+      scale_axes: the first axes whose positions are given tensor scales of their own.
     """
 
     shape: tuple[int, ...]
@@ -93,6 +98,7 @@ class QuantizeCall:
     blocks: Blocks
     scale_rule: ScaleRule
     rounding: Rounding
+    scale_axes: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,12 +123,14 @@ class DequantizeCall:
       dtype: of the values.
       format: block format.
       blocks: axes from the end with block sizes.
+      scale_axes: axes whose positions have tensor scales of their own.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     format: BlockFormat
     blocks: Blocks
+    scale_axes: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,6 +144,7 @@ class PackCall:
       num_batch: how many leading axes are batch axes of the products.
       contracting: the axes that the products contract, in ascending order.
       lhs_format: block format of the activations; None for high precision, or if it is not known.
+      scale_axes: axes whose positions have tensor scales of their own.
     """
 
     shape: tuple[int, ...]
@@ -144,6 +153,7 @@ class PackCall:
     num_batch: int
     contracting: tuple[int, ...]
     lhs_format: BlockFormat | None = None
+    scale_axes: tuple[int, ...] = ()
 
     @property
     def kept(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax.backends.base import Call, MatmulCall, Operand, ProductsOnly, Target
-from mx_jax.backends.matrices import as_matrices, rejects_parts_of_blocks
+from mx_jax.backends.matrices import as_matrices, rejects_parts_of_blocks, rejects_scale_axes
 from mx_jax.formats import MXFP8_E4M3, MXFP8_E5M2, NVFP4, NVFP4_ONE_LEVEL
 from mx_jax.mxarray import MXArray
 
@@ -77,6 +77,9 @@ class CudnnBackend(ProductsOnly):
 
 
 def _rejects_product(call: MatmulCall) -> str | None:
+    reason = rejects_scale_axes(call, batch=False)
+    if reason is not None:
+        return reason
     given = call.lhs_format, call.rhs_format
     if given not in PAIRS:
         names = " by ".join("high precision" if f is None else f.name for f in given)

@@ -5,7 +5,7 @@ from typing import Literal
 
 import jax
 
-from mx_jax.backends.base import MatmulCall, Operand
+from mx_jax.backends.base import MatmulCall, Operand, PackCall
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 
@@ -61,4 +61,24 @@ def rejects_parts_of_blocks(call: MatmulCall) -> str | None:
                 f"needs the last of several contracted axes in whole blocks of {block}, got "
                 f"{side}_shape={shape}, contracting={axes}"
             )
+    return None
+
+
+def rejects_scale_axes(call: MatmulCall | PackCall, *, batch: bool) -> str | None:
+    """Why tensor scales cannot leave the sums, or None.
+
+    Args:
+      call: a product, or weights for one.
+      batch: whether each matrix of a batch may have a tensor scale of its own.
+    """
+    allowed = call.num_batch if batch else 0
+    given = (
+        (call.scale_axes,)
+        if isinstance(call, PackCall)
+        else (call.lhs_scale_axes, call.rhs_scale_axes)
+    )
+    for axes in given:
+        if any(axis >= allowed for axis in axes):
+            each = "a matrix" if batch else "an operand"
+            return f"needs one tensor scale {each}, got one for each position of axes={axes}"
     return None

@@ -14,7 +14,6 @@ import jax
 from jax import lax
 
 from mx_jax.backends.base import AnyOperand
-from mx_jax.ops.checks import as_axes
 from mx_jax.packed import Quantized
 
 
@@ -145,7 +144,7 @@ def restore(product: jax.Array, groups: Groups) -> jax.Array:
 
 
 def _axes(axes: Any, operand: AnyOperand, side: str) -> tuple[int, ...]:
-    axes = as_axes(tuple(axes), f"dot_general: {side}", "axes")
+    axes = tuple(int(axis) for axis in axes)
     for axis in axes:
         if not -operand.ndim <= axis < operand.ndim:
             raise ValueError(

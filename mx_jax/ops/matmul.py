@@ -10,6 +10,8 @@ from jax import lax
 from mx_jax.backends.base import AnyOperand, MatmulCall, Operand
 from mx_jax.backends.select import current_target, select
 from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.invariants import varying_axes
+from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import Groups
 from mx_jax.ops.quantize import operand_blocks, quantize_operand
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
@@ -59,8 +61,15 @@ def quantized_matmul(
         precision=precision,
         fast_accumulation=spec.fast_accumulation,
         out_sharding=out_sharding,
+        lhs_scale_axes=_scale_axes(lhs),
+        rhs_scale_axes=_scale_axes(rhs),
     )
     return unscaled(_run(lhs, rhs, call), *given, spec)
+
+
+def _scale_axes(operand: AnyOperand) -> tuple[int, ...]:
+    """Axes along which an operand's tensor scale varies; packed weights had theirs looked at."""
+    return varying_axes(operand.tensor_scale) if isinstance(operand, MXArray) else ()
 
 
 def _run(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall) -> jax.Array:

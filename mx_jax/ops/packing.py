@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from mx_jax.backends.base import PackCall
 from mx_jax.backends.select import current_target, select
 from mx_jax.backends.target import follow
-from mx_jax.codecs.invariants import check_parts
+from mx_jax.codecs.invariants import check_parts, varying_axes
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.checks import as_axes, as_axis
 from mx_jax.ops.recipe_names import as_recipe
@@ -73,6 +73,7 @@ def pack_weights(
         num_batch=num_batch,
         contracting=_contracting(weights, contracting, num_batch),
         lhs_format=None if activations is None else activations.format,
+        scale_axes=varying_axes(weights.tensor_scale),
     )
     with follow(weights):
         return select(call, current_target()).backend.pack(weights, call)

@@ -13,7 +13,7 @@ from mx_jax.backends.base import DequantizeCall, QuantizeCall
 from mx_jax.backends.select import current_target, select
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.invariants import check_parts
+from mx_jax.codecs.invariants import check_parts, varying_axes
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat, BlockSize, Whole, check_block_size
 from mx_jax.mxarray import MXArray, straight_through
@@ -140,7 +140,13 @@ def dequantize(x: MXArray | PackedMXArray, dtype: jax.typing.DTypeLike | None = 
 
 @functools.partial(jax.jit, static_argnames=("dtype",))
 def _dequantize(x: MXArray, *, dtype: np.dtype) -> jax.Array:
-    call = DequantizeCall(shape=x.shape, dtype=dtype, format=x.format, blocks=x.blocks)
+    call = DequantizeCall(
+        shape=x.shape,
+        dtype=dtype,
+        format=x.format,
+        blocks=x.blocks,
+        scale_axes=varying_axes(x.tensor_scale),
+    )
     return select(call, current_target()).backend.dequantize(x, call)
 
 
@@ -235,6 +241,7 @@ def _quantize(
         blocks=blocks,
         scale_rule=spec.scale_rule,
         rounding=spec.rounding,
+        scale_axes=varying_axes(tensor_scale),
     )
     bits = None if key is None else draw_bits(key, x.shape, spec.rounding)
     backend = select(call, current_target()).backend

@@ -11,6 +11,7 @@ from mx_jax.backends.base import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.select import current_target, find
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.invariants import varying_axes
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockSize
 from mx_jax.mxarray import MXArray
@@ -92,7 +93,9 @@ def quantize_both(
     return with_primal(results[0], traced), with_primal(results[1], traced)
 
 
-def both_call(x: jax.Array, casts: tuple[Cast, Cast]) -> QuantizeBothCall:
+def both_call(
+    x: jax.Array, casts: tuple[Cast, Cast], tensor_scale: jax.Array | None = None
+) -> QuantizeBothCall:
     """What backends see of two casts of a checked array."""
     first, second = (
         QuantizeCall(
@@ -102,15 +105,18 @@ def both_call(x: jax.Array, casts: tuple[Cast, Cast]) -> QuantizeBothCall:
             blocks=blocks,
             scale_rule=spec.scale_rule,
             rounding=spec.rounding,
+            scale_axes=varying_axes(tensor_scale),
         )
         for spec, blocks in casts
     )
     return QuantizeBothCall(first=first, second=second)
 
 
-def reads_once(x: jax.Array, casts: tuple[Cast, Cast]) -> bool:
+def reads_once(
+    x: jax.Array, casts: tuple[Cast, Cast], tensor_scale: jax.Array | None = None
+) -> bool:
     """Whether a backend makes one call of two casts."""
-    return find(both_call(x, casts), current_target()) is not None
+    return find(both_call(x, casts, tensor_scale), current_target()) is not None
 
 
 def quantize_operand_both(
@@ -138,7 +144,7 @@ def _quantize_both(
     *,
     casts: tuple[Cast, Cast],
 ) -> tuple[MXArray, MXArray]:
-    call = both_call(x, casts)
+    call = both_call(x, casts, tensor_scale)
     choice = find(call, current_target())
     assert choice is not None, "asked before, with the same answer"
     first, second = (

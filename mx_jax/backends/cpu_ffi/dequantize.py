@@ -18,6 +18,8 @@ TARGET = "mx_jax_cpu_dequantize"
 
 def rejects(call: DequantizeCall) -> str | None:
     """Why the handler does not take a call, or None."""
+    if call.scale_axes != tuple(range(len(call.scale_axes))):
+        return f"needs tensor scales of the first axes, got them along axes={call.scale_axes}"
     if call.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"gives float32, bfloat16 or float16, got dtype={call.dtype}"
     return rejects_parts(call.format) or rejects_blocks(call.blocks)

@@ -12,6 +12,7 @@ from jax import lax
 from mx_jax.backends.base import MatmulCall, Operand
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.cpu_ffi.product import TARGET, Side, Static, product
+from mx_jax.backends.matrices import rejects_scale_axes
 from mx_jax.formats import E4M3_SCALE, E8M0, WHOLE, BlockFormat
 from mx_jax.formats.element import known_element
 from mx_jax.formats.scale import known_scale
@@ -43,6 +44,9 @@ def rejects(call: MatmulCall) -> str | None:
         return f"takes no out_sharding, got out_sharding={call.out_sharding}"
     if call.out_dtype not in _DTYPES:
         return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
+    reason = rejects_scale_axes(call, batch=True)
+    if reason is not None:
+        return reason
     formats = [f for f in (call.lhs_format, call.rhs_format) if f is not None]
     for format in formats:
         reason = rejects_format(format)

@@ -63,7 +63,7 @@ def _by_handler(call: MatmulCall, lhs: Operand, rhs: PackedWeights) -> jax.Array
     if rhs.tensor_scale is not None:
         alpha = alpha * rhs.tensor_scale
     if quantized and lhs.tensor_scale is not None:
-        alpha = alpha * lhs.tensor_scale.reshape((1,) * call.num_batch)
+        alpha = alpha * lhs.tensor_scale.reshape(lhs.tensor_scale.shape[: call.num_batch])
     lhs_element, lhs_scale = matmul.names(lhs.format if isinstance(lhs, MXArray) else None)
     rhs_element, rhs_scale = matmul.names(rhs.format)
     static = Static(

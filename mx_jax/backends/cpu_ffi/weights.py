@@ -14,6 +14,7 @@ import numpy as np
 
 from mx_jax.backends.base import PackCall
 from mx_jax.backends.cpu_ffi import library, matmul
+from mx_jax.backends.matrices import rejects_scale_axes
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
@@ -101,7 +102,11 @@ def rejects(call: PackCall) -> str | None:
     loaded = library.load()
     if isinstance(loaded, str) or TARGET not in loaded.targets:
         return "was built without packed weights; build it again"
-    return matmul.rejects_format(call.format) or call.rejects_layout()
+    return (
+        matmul.rejects_format(call.format)
+        or call.rejects_layout()
+        or rejects_scale_axes(call, batch=True)
+    )
 
 
 def pack(x: MXArray, call: PackCall) -> PackedWeights:

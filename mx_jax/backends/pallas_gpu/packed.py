@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from mx_jax.backends.base import PackCall, Target
+from mx_jax.backends.matrices import rejects_scale_axes
 from mx_jax.backends.pallas_gpu import scaled
 from mx_jax.backends.pallas_gpu import weights as layout
 from mx_jax.backends.pallas_gpu.rejections import BLOCK_SCALED, rejects_machine, rejects_weights
@@ -87,7 +88,7 @@ def rejects(
     reason = rejects_machine(target, jax_version)
     if reason is not None:
         return reason
-    reason = call.rejects_layout()
+    reason = call.rejects_layout() or rejects_scale_axes(call, batch=False)
     if reason is not None:
         return reason
     ((_, block),) = call.blocks

@@ -49,6 +49,8 @@ def rejects(
 
 
 def _rejects(call: QuantizeCall) -> str | None:
+    if call.scale_axes:
+        return f"takes one tensor scale, got one for each position of axes={call.scale_axes}"
     if call.dtype not in _DTYPES:
         return f"needs float32, bfloat16 or float16, got dtype={call.dtype}"
     if call.rounding != NEAREST:

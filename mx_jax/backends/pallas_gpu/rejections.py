@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax.backends.base import MatmulCall, Target
-from mx_jax.backends.matrices import rejects_parts_of_blocks
+from mx_jax.backends.matrices import rejects_parts_of_blocks, rejects_scale_axes
 from mx_jax.backends.pallas_gpu.weights import MIN_BLOCK, ROWS
 from mx_jax.formats import BlockFormat
 
@@ -52,7 +52,7 @@ def rejects(
         return f"takes no out_sharding, got out_sharding={call.out_sharding}"
     if call.out_dtype not in _OUTPUTS:
         return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
-    return _rejects_formats(call) or _rejects_sizes(call)
+    return rejects_scale_axes(call, batch=False) or _rejects_formats(call) or _rejects_sizes(call)
 
 
 def rejects_machine(
