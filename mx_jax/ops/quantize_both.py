@@ -73,12 +73,12 @@ def quantize_both(
     """
     spec = operand(format, scale_rule=scale_rule, rounding=rounding)
     array = as_quantizable(x, "quantize_both")
-    axes = as_axes(axes, "quantize_both", "axes")
-    if len(axes) != 2:
+    wanted = as_axes(axes, "quantize_both", "axes")
+    if len(wanted) != 2:
         raise ValueError(f"quantize_both: needs two axes, got axes={axes}; see quantize for one")
     spec = with_block_size(spec, block_size, "quantize_both")
-    pair = tuple(Cast(spec, blocks_along(array.shape, axis, spec.format)) for axis in axes)
-    first, second = (axis % array.ndim for axis in axes)
+    pair = tuple(Cast(spec, blocks_along(array.shape, axis, spec.format)) for axis in wanted)
+    first, second = (axis % array.ndim for axis in wanted)
     if first == second:
         raise ValueError(
             f"quantize_both: needs two different axes, got axes={axes} for shape={array.shape}; "
