@@ -139,13 +139,7 @@ class MXArray:
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"dequantize: needs a float dtype, got dtype={dtype.name}")
-        codes, inside = block_shapes.split(self.codes, self.blocks)
-        scales = block_shapes.spread(self.scales, inside)
-        tensor_scale = self.tensor_scale
-        if tensor_scale is not None:
-            tensor_scale = block_shapes.spread(tensor_scale, inside)
-        bits = scale_codec.decode_scaled(codes, scales, self.format, tensor_scale)
-        values = block_shapes.merge(float32.from_bits(bits, dtype), self.shape, inside)
+        values = decode(self, dtype)
         return values if self.primal is None else straight_through(values, self.primal)
 
     def __jax_array__(self) -> jax.Array:
@@ -294,3 +288,41 @@ def straight_through(values: jax.Array, primal: jax.Array) -> jax.Array:
 def _straight_through_jvp(primals, tangents):
     values, primal = primals
     return straight_through(values, primal), tangents[1].astype(values.dtype)
+
+
+def decode(
+    x: MXArray, dtype: jax.typing.DTypeLike, *, exponent: int = 0, saturates: bool = False
+) -> jax.Array:
+    """The values times `2^exponent`, without a gradient.
+
+    Args:
+      x: codes and scales.
+      dtype: a float dtype.
+      exponent: E8M0 scales only.
+      saturates: whether finite codes stay finite: what is beyond `dtype`, as a code under a scale
+        that was rounded up may be, becomes the largest number that it has.
+
+    Returns:
+      An array of the logical shape.
+    """
+    codes, inside = block_shapes.split(x.codes, x.blocks)
+    scales = block_shapes.spread(x.scales, inside)
+    tensor_scale = x.tensor_scale
+    if tensor_scale is not None:
+        tensor_scale = block_shapes.spread(tensor_scale, inside)
+
+    def bits_of(exponent: int) -> jax.Array:
+        return scale_codec.decode_scaled(codes, scales, x.format, tensor_scale, exponent)
+
+    bits = bits_of(exponent)
+    if saturates and x.format.scale.kind == "exponent":
+        largest = float32.to_bits(jnp.asarray(jnp.finfo(dtype).max, jnp.float32))
+        sign = bits & jnp.int32(float32.SIGN)
+        # Far from the end of float32, only Inf itself is Inf, and NaN is larger.
+        finite = bits_of(exponent - _FAR) & float32.ABS < float32.INF
+        bits = jnp.where(finite, sign | jnp.minimum(bits & float32.ABS, largest), bits)
+    return block_shapes.merge(float32.from_bits(bits, dtype), x.shape, inside)
+
+
+# No element times the largest scale reaches 2^(128 + 16).
+_FAR = 16

@@ -161,7 +161,11 @@ def _over_float_scale(
 
 
 def decode_scaled(
-    codes: jax.Array, scales: jax.Array, format: BlockFormat, tensor_scale: jax.Array | None
+    codes: jax.Array,
+    scales: jax.Array,
+    format: BlockFormat,
+    tensor_scale: jax.Array | None,
+    exponent: int = 0,
 ) -> jax.Array:
     """Float32 patterns of `code value * scale`, the inverse of `encode_scaled`.
 
@@ -172,13 +176,14 @@ def decode_scaled(
       scales: stored scales, broadcastable to codes.
       format: the block format.
       tensor_scale: float32 scale of the whole tensor, broadcastable, or None.
+      exponent: of a power of two that every value is multiplied with; E8M0 scales only.
 
     Returns:
       int32 patterns, shape of codes.
     """
     pattern = element_codec.decode_bits(codes, format.element)
     if format.scale.kind == "exponent":
-        moved = _times_power_of_two(pattern, scales.astype(jnp.int32) - E8M0_BIAS)
+        moved = _times_power_of_two(pattern, scales.astype(jnp.int32) - E8M0_BIAS + exponent)
         return jnp.where(scales == E8M0_NAN, float32.NAN, moved)
     values = float32.from_bits(pattern)
     scale = scale_to_float32(scales, format.scale)

@@ -10,7 +10,7 @@ import numpy as np
 from mx_jax.backends.base import AnyOperand, Operand
 from mx_jax.backends.target import follow
 from mx_jax.codecs.explicit_axes import explicit_sharding
-from mx_jax.mxarray import MXArray
+from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops.canonical import Groups
 from mx_jax.ops.clipping import mask_clipped
 from mx_jax.ops.keys import Product, product_key
@@ -294,6 +294,6 @@ def reuse(operand: AnyOperand, spec: OperandSpec | None, place: Place) -> Operan
     if not isinstance(operand, MXArray):
         return operand
     if spec is None:
-        return operand.dequantize()
+        return decode(operand, operand.dtype, saturates=True)
     reusable = operand.format == spec.format and operand.blocks == place.blocks(spec)
-    return operand if reusable else operand.dequantize(jnp.float32)
+    return operand if reusable else decode(operand, jnp.float32, saturates=True)

@@ -17,7 +17,7 @@ from jax import lax
 from mx_jax.backends.base import Operand
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import Whole
-from mx_jax.mxarray import MXArray
+from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops import gradients
 from mx_jax.ops.arguments import as_operand, check_out_dtype, goes_to_lax
 from mx_jax.ops.canonical import Groups, _check_blocks
@@ -179,7 +179,7 @@ def _grad_rhs(static: Static, g: jax.Array, other, bar: Bar, key: Key) -> jax.Ar
     (lhs, sizes), spec = other, static.recipe.drhs.swapped()
     with jax.named_scope("grad_rhs"):
         if isinstance(lhs, MXArray):
-            lhs = lhs.dequantize() if spec.lhs is None else lhs.dequantize(jnp.float32)
+            lhs = decode(lhs, lhs.dtype if spec.lhs is None else jnp.float32, saturates=True)
         rows = ragged_rows(sizes, g.shape[0], _unit(spec))
         lhs, rhs, lhs_key, rhs_key = _transform_both(
             rows.place(lhs), rows.place(g), (-2, -2), spec, product_key(static.recipe, "drhs", key)

@@ -1,12 +1,12 @@
 """The meaning of a scaled product, in plain jnp (OCP MX v1.0, sections 6.1 and 6.2)."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.mxarray import MXArray
+from mx_jax.mxarray import MXArray, decode, straight_through
 
 
 def scaled_matmul(
@@ -20,7 +20,9 @@ def scaled_matmul(
     """`sum over blocks of X_A X_B (sum over the block of P_A P_B)`.
 
     Both operands are dequantized to float32, where element times scale is exact, multiplied
-    exactly and accumulated in float32.
+    exactly and accumulated in float32. A code may stand for 2^128, which is not a float32; so
+    operands with E8M0 scales are decoded as 2^-2 of what they are, and the sums multiplied back.
+    What is below 2^-124 of such an operand may count as zero, where a platform flushes subnormals.
 
     Args:
       lhs: values or an MXArray.
@@ -36,18 +38,41 @@ def scaled_matmul(
     """
     if isinstance(lhs, MXArray) and isinstance(rhs, MXArray):
         precision = lax.Precision.HIGHEST
+    left, right = scaled_values(lhs), scaled_values(rhs)
     product = lax.dot_general(
-        _values(lhs),
-        _values(rhs),
+        left.values,
+        right.values,
         dimension_numbers,
         precision=precision,
         preferred_element_type=jnp.float32,
         out_sharding=out_sharding,
     )
-    return product.astype(out_dtype)
+    return unscaled(product, left, right).astype(out_dtype)
 
 
-def _values(operand: jax.Array | MXArray) -> jax.Array:
-    if isinstance(operand, MXArray):
-        return operand.dequantize(jnp.float32)
-    return operand.astype(jnp.float32)
+class ScaledValues(NamedTuple):
+    """Float32 values that stand for `values * 2^exponent`."""
+
+    values: jax.Array
+    exponent: int
+
+
+def scaled_values(operand: jax.Array | MXArray) -> ScaledValues:
+    """The values of an operand, of which none is Inf that the quantized array did not have."""
+    if not isinstance(operand, MXArray):
+        return ScaledValues(operand.astype(jnp.float32), 0)
+    exponent = _HEADROOM if operand.format.scale.kind == "exponent" else 0
+    values = decode(operand, jnp.float32, exponent=-exponent)
+    if operand.primal is not None:
+        values = straight_through(values, operand.primal.astype(jnp.float32) * 2.0**-exponent)
+    return ScaledValues(values, exponent)
+
+
+def unscaled(product: jax.Array, lhs: ScaledValues, rhs: ScaledValues) -> jax.Array:
+    """A product of the operands' values as one of what they stand for."""
+    exponent = lhs.exponent + rhs.exponent
+    return product * jnp.float32(2.0**exponent) if exponent else product
+
+
+# Scales that are rounded up bring the largest finite float32 to 2^128 at most.
+_HEADROOM = 2

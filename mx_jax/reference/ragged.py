@@ -19,7 +19,7 @@ from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.codecs.scale import encode_scaled
 from mx_jax.mxarray import MXArray
-from mx_jax.reference.matmul import _values
+from mx_jax.reference.matmul import scaled_values, unscaled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,10 +192,9 @@ def scaled_ragged_dot(
     if not left and not right:
         return _ragged_dot(lhs, rhs, group_sizes, contracting, precision, out_dtype)
     precision = lax.Precision.HIGHEST if left and right else precision
-    product = _ragged_dot(
-        _values(lhs), _values(rhs), group_sizes, contracting, precision, jnp.float32
-    )
-    return product.astype(out_dtype)
+    a, b = scaled_values(lhs), scaled_values(rhs)
+    product = _ragged_dot(a.values, b.values, group_sizes, contracting, precision, jnp.float32)
+    return unscaled(product, a, b).astype(out_dtype)
 
 
 def _ragged_dot(lhs, rhs, group_sizes, contracting, precision, dtype) -> jax.Array:

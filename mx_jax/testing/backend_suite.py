@@ -9,19 +9,16 @@ promise it may refuse, with a reason. So support can grow quietly, but never shr
 is compared with the reference, codes and scales bit for bit, and with products in float64.
 """
 
-import math
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from mx_jax.backends.base import (
     Backend,
     Call,
     MatmulCall,
-    Operand,
     QuantizeBothCall,
     QuantizeCall,
     Target,
@@ -29,10 +26,8 @@ from mx_jax.backends.base import (
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.select import current_target
 from mx_jax.backends.table import BACKENDS
-from mx_jax.codecs.blocks import block_extent
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, WHOLE
-from mx_jax.mxarray import MXArray
 from mx_jax.testing.cases import (
     LARGE_MATMUL_CASES,
     LARGE_QUANTIZE_CASES,
@@ -42,6 +37,14 @@ from mx_jax.testing.cases import (
     QuantizeCase,
 )
 from mx_jax.testing.dequantize_check import DEQUANTIZE_CASES, check_dequantize, dequantize_call
+from mx_jax.testing.matmul_check import EXTREME_CASES as EXTREME_CASES
+from mx_jax.testing.matmul_check import STAGNATING_CASE as STAGNATING_CASE
+from mx_jax.testing.matmul_check import ExtremeCase as ExtremeCase
+from mx_jax.testing.matmul_check import check_extremes as check_extremes
+from mx_jax.testing.matmul_check import check_matmul as check_matmul
+from mx_jax.testing.matmul_check import check_stagnating_sum as check_stagnating_sum
+from mx_jax.testing.matmul_check import exact_product as exact_product
+from mx_jax.testing.matmul_check import exact_values as exact_values
 from mx_jax.testing.quantize_check import (
     QUANTIZE_BOTH_CASES,
     QuantizeBothCase,
@@ -119,11 +122,6 @@ TARGETS: tuple[Target, ...] = (
     Target(platform="tpu"),
 )
 
-# Half a unit in the last place of float32, relative to the value.
-_HALF_ULP = 2.0**-24
-
-STAGNATING_CASE = MatmulCase(lhs=MXFP8_E4M3, rhs=MXFP8_E4M3, m=(16,), n=(16,), k=(1024,))
-
 _ASKED_CASES = (
     *QUANTIZE_CASES,
     *QUANTIZE_BOTH_CASES,
@@ -141,112 +139,6 @@ def check_answer(backend: Backend, promise: Promise, call: Call, target: Target)
     assert isinstance(reason, str) and reason, f"{backend.name} rejects {call} with {reason!r}"
     assert not promise(call, target), f"{backend.name} must take {call} on {target}: {reason}"
     return False
-
-
-def exact_values(operand: Operand) -> np.ndarray:
-    """The values of an operand in float64, from the formats' tables alone, without codecs."""
-    if not isinstance(operand, MXArray):
-        return np.asarray(operand).astype(np.float64)
-    element, scale = operand.format.element, operand.format.scale
-    table = np.array([element.value(code) for code in range(1 << element.bits)])
-    values = table[np.asarray(operand.codes)]
-    scales = np.asarray(operand.scales)
-    if not scale.is_float32:
-        scales = np.array([scale.value(code) for code in range(256)])[scales]
-    scales = scales.astype(np.float64)
-    for axis, size in operand.blocks:
-        length = operand.shape[axis]
-        repeated = np.repeat(scales, block_extent(size, length), axis=axis)
-        scales = np.take(repeated, range(length), axis=axis)
-    if operand.tensor_scale is not None:
-        scales = scales * np.asarray(operand.tensor_scale, np.float64)
-    return values / scales if scale.kind == "divisor" else values * scales
-
-
-def exact_product(call: MatmulCall, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-    """`[*batch, *m, *n]` of float64 values."""
-    left, m = _as_matrices(lhs, call.num_batch, call.contracting_axes("lhs"))
-    right, n = _as_matrices(rhs, call.num_batch, call.contracting_axes("rhs"))
-    product = left @ np.swapaxes(right, -1, -2)
-    return product.reshape(*lhs.shape[: call.num_batch], *m, *n)
-
-
-def _as_matrices(
-    x: np.ndarray, num_batch: int, contracting: tuple[int, ...]
-) -> tuple[np.ndarray, tuple[int, ...]]:
-    """`[batch, kept, k]`, and the lengths of the kept axes."""
-    kept = [axis for axis in range(num_batch, x.ndim) if axis not in contracting]
-    batch, lengths, ks = (
-        [x.shape[axis] for axis in axes] for axes in (range(num_batch), kept, contracting)
-    )
-    moved = x.transpose(*range(num_batch), *kept, *contracting)
-    sizes = (math.prod(batch), math.prod(lengths), math.prod(ks))
-    return moved.reshape(sizes), tuple(lengths)
-
-
-def check_matmul(backend: Backend, case: MatmulCase) -> None:
-    """Compare products with float64's: codes of all kinds, and sums that nearly cancel.
-
-    Rounding errors point either way here, so they stay within the backend's
-    `epsilon_bound * 2^-24 * sqrt(k) * sum |a b|`, plus the rounding to the product's dtype.
-    """
-    call = case.call
-    run = jax.jit(lambda lhs, rhs: backend.scaled_matmul(lhs, rhs, call))
-    bound = backend.epsilon_bound * math.sqrt(max(case.num_products, 1)) * _HALF_ULP
-    rng = np.random.default_rng(0)
-    for lhs, rhs in (case.operands(rng), case.cancelling_operands(rng)):
-        _compare_product(run(lhs, rhs), call, lhs, rhs, bound)
-
-
-def check_stagnating_sum(backend: Backend) -> None:
-    """The worst order of summands: one large, then many ones that a short accumulator loses.
-
-    After 2^24, float32 loses them too: every rounding error points the same way and `sqrt(k)` does
-    not hold. Nothing may exceed `2^-24 * k * sum |a b|`, which float32 additions in any order keep.
-    """
-    case = STAGNATING_CASE
-    call = case.call
-    run = jax.jit(lambda lhs, rhs: backend.scaled_matmul(lhs, rhs, call))
-    ones = np.full(call.lhs_shape, 0x38, np.uint8)
-    alone = ones.copy()
-    alone[:, 1:32] = 0
-    rhs = _mxfp8(ones, 0)
-    for exponent in (8, 11, 14, 24):
-        lhs = _mxfp8(alone, exponent)
-        _compare_product(run(lhs, rhs), call, lhs, rhs, case.num_products * _HALF_ULP)
-
-
-def _mxfp8(codes: np.ndarray, exponent: int) -> MXArray:
-    """Codes under scales of one, but for 2^exponent over each row's first block."""
-    scales = np.full((codes.shape[0], codes.shape[1] // 32), 127, np.uint8)
-    scales[:, 0] += exponent
-    return MXArray(
-        codes=jnp.asarray(codes),
-        scales=jnp.asarray(scales),
-        format=MXFP8_E4M3,
-        blocks=((-1, 32),),
-        dtype=jnp.dtype("float32"),
-    )
-
-
-def _compare_product(
-    product: jax.Array, call: MatmulCall, lhs: Operand, rhs: Operand, bound: float
-) -> None:
-    left, right = exact_values(lhs), exact_values(rhs)
-    exact = exact_product(call, left, right)
-    magnitude = exact_product(call, np.abs(left), np.abs(right))
-    assert product.dtype == call.out_dtype and product.shape == exact.shape
-    allowed = bound * magnitude
-    if call.out_dtype != np.float32:
-        info = jnp.finfo(call.out_dtype)
-        allowed += float(info.eps) / 2 * (np.abs(exact) + allowed)
-        allowed += float(info.smallest_normal)
-    error = np.abs(np.asarray(product).astype(np.float64) - exact)
-    excess = error > allowed
-    assert not excess.any(), (
-        f"{excess.sum()} of {exact.size} products are too far from the exact ones, "
-        f"the worst by {np.max(error[excess] / allowed[excess])} times what is allowed"
-    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
@@ -286,3 +178,8 @@ class BackendSuite:
         call = STAGNATING_CASE.call
         if check_answer(backend, PROMISES[backend.name], call, current_target(1)):
             check_stagnating_sum(backend)
+
+    @pytest.mark.parametrize("case", EXTREME_CASES, ids=str)
+    def test_extremes(self, backend: Backend, case: ExtremeCase):
+        if check_answer(backend, PROMISES[backend.name], case.call, current_target(1)):
+            check_extremes(backend, case)
