@@ -98,10 +98,13 @@ def mean_and_spread(values: list[float], pattern: str) -> str:
 def print_table(console: Console, runs: Iterable[Run], settings: Settings) -> None:
     """Final validation losses, their gap to float32 with the same seed, and the speed."""
     groups = by_recipe(runs)
-    title = f"Validation after {settings.steps:,} steps; gap to {BASELINE} of the same seed"
+    title = (
+        f"Validation loss after {settings.steps:,} steps, and its gap to {BASELINE} with the same "
+        "seed\n(mean ± standard deviation where there are several seeds)"
+    )
     table = Table(title=title, title_justify="left")
     table.add_column("recipe")
-    for column in ("seeds", "loss (nats/char)", "gap (%)", "tokens/s", "seconds"):
+    for column in ("seeds", "loss (nats/char)", "gap (%)", "tokens/s", "time (s)"):
         table.add_column(column, justify="right")
     baselines = [run for run in groups.get(BASELINE, []) if run.finished]
     for recipe, group in groups.items():
