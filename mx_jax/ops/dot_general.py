@@ -143,17 +143,9 @@ def matmul(
     lhs, rhs = as_operand(lhs, "lhs", recipe), as_operand(rhs, "rhs", recipe)
     if not goes_to_lax(recipe, lhs, rhs):
         check_out_dtype(preferred_element_type, "matmul")
-    if not lhs.ndim or not rhs.ndim:
-        raise ValueError(
-            f"matmul: both operands need an axis, got lhs.shape={lhs.shape}, rhs.shape={rhs.shape}"
-        )
     drop = [-2] * (lhs.ndim == 1 and rhs.ndim > 2)
     rhs_contracting = max(rhs.ndim - 2, 0)
-    if lhs.shape[-1] != rhs.shape[rhs_contracting]:
-        raise ValueError(
-            f"matmul: contracting sizes must agree, got lhs.shape={lhs.shape} with k="
-            f"{lhs.shape[-1]} and rhs.shape={rhs.shape} with k={rhs.shape[rhs_contracting]}"
-        )
+    _check_matmul_shapes(lhs.shape, rhs.shape, rhs_contracting)
     batch = _broadcast_batch(lhs.shape[:-2], rhs.shape[:-2])
     # Leading axes of lhs alone are kept axes; only what both sides have is a batch.
     num_batch = len(batch) if rhs.ndim > 2 else 0
@@ -171,6 +163,20 @@ def matmul(
         key=key,
     )
     return jnp.squeeze(product, drop) if drop else product
+
+
+def _check_matmul_shapes(
+    lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], rhs_contracting: int
+) -> None:
+    if not lhs_shape or not rhs_shape:
+        raise ValueError(
+            f"matmul: both operands need an axis, got lhs.shape={lhs_shape}, rhs.shape={rhs_shape}"
+        )
+    if lhs_shape[-1] != rhs_shape[rhs_contracting]:
+        raise ValueError(
+            f"matmul: contracting sizes must agree, got lhs.shape={lhs_shape} with k="
+            f"{lhs_shape[-1]} and rhs.shape={rhs_shape} with k={rhs_shape[rhs_contracting]}"
+        )
 
 
 def _broadcast_batch(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:

@@ -67,11 +67,6 @@ def einsum(
       (2, 5, 4, 8)
     """
     recipe = as_recipe(recipe, "einsum")
-    if not isinstance(subscripts, str):
-        raise TypeError(
-            "einsum: subscripts must be a string such as 'mk,kn->mn', got "
-            f"subscripts={subscripts!r}"
-        )
     lhs = as_operand(lhs, "lhs", recipe, "einsum")
     rhs = as_operand(rhs, "rhs", recipe, "einsum")
     terms = _parse(subscripts, lhs.ndim, rhs.ndim)
@@ -103,6 +98,11 @@ def _axes(letters: list[str], left: str, right: str) -> tuple[list[int], list[in
 
 
 def _parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> _Subscripts:
+    if not isinstance(subscripts, str):
+        raise TypeError(
+            "einsum: subscripts must be a string such as 'mk,kn->mn', got "
+            f"subscripts={subscripts!r}"
+        )
     text = subscripts.replace(" ", "")
     inputs, arrow, out = text.partition("->")
     if inputs.count(",") != 1:

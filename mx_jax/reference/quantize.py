@@ -53,9 +53,7 @@ def quantize(
     if format.tensor_scale and tensor_scale is None:
         largest_scale = scale_rule.largest_scale or format.scale.max
         tensor_scale = tensor_scale_of(amax, largest_scale * format.element.max, x.ndim)
-    spread_scale = None
-    if tensor_scale is not None:
-        spread_scale = block_shapes.spread(tensor_scale, inside)
+    spread_scale = None if tensor_scale is None else block_shapes.spread(tensor_scale, inside)
     scales = scale_rule.scales(BlockData(pieces, inside, amax, format, spread_scale))
     if random_bits is not None:
         random_bits, _ = block_shapes.split(random_bits, blocks, fill=fill)
