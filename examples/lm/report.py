@@ -99,8 +99,8 @@ def print_table(console: Console, runs: Iterable[Run], settings: Settings) -> No
     """Final validation losses, their gap to float32 with the same seed, and the speed."""
     groups = by_recipe(runs)
     title = (
-        f"Validation loss after {settings.steps:,} steps, and its gap to {BASELINE} with the same "
-        "seed\n(mean ± standard deviation where there are several seeds)"
+        f"Validation loss after {settings.steps:,} steps, gap to {BASELINE} with the same seed\n"
+        "(mean ± standard deviation over seeds)"
     )
     table = Table(title=title, title_justify="left")
     table.add_column("recipe")
