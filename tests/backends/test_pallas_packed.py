@@ -80,6 +80,15 @@ def operands(rng: np.random.Generator, case: MatmulCase) -> tuple[Any, MXArray]:
             case_of(NVFP4, NVFP4, m=(2, 3), n=(4, 2), k=(2, 64), out_dtype="bfloat16"),
             marks=pytest.mark.slow,
         ),
+        # A tensor scale for each matrix of the batch.
+        *(
+            pytest.param(
+                architecture,
+                case_of(NVFP4, lhs, batch=(2,), m=(3,), n=(70,), k=(96,)),
+                marks=pytest.mark.slow,
+            )
+            for architecture, lhs in (("sm90", None), ("sm100", NVFP4))
+        ),
         pytest.param(
             "sm100",
             case_of(MXFP8_E4M3, MXFP8_E5M2, m=(1,), n=(200,), k=(2100,)),
@@ -139,11 +148,15 @@ def test_packed_weights_are_the_mxarray(
         kept, given = (getattr(each, field) for each in (packed.unpack(), w))
         assert (kept is None) == (given is None)
         if given is not None:
-            assert_bitwise_equal(kept, given, what=field)
+            # A stack has a tensor scale for each of its matrices.
+            assert_bitwise_equal(kept, jnp.broadcast_to(given, kept.shape), what=field)
+    first = jax.tree.map(lambda leaf: leaf[0], packed)
+    assert first.shape == w.shape[1:] and first.serves((0, 1), ())
+    assert_bitwise_equal(first.unpack().codes, w.codes[0], what="codes of the first")
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), packed)
     assert stacked.shape == (2, *w.shape) and stacked.unpack().shape == (2, *w.shape)
     assert_bitwise_equal(stacked.unpack()[1].codes, w.codes, what="stacked codes")
-    assert not stacked.serves((2, 3), (0, 1))
+    assert stacked.serves((2, 3), (0, 1)) and not stacked.serves((1, 2), (0,))
 
 
 def test_size_as_it_is(rng: np.random.Generator):
@@ -264,7 +277,12 @@ def test_layers_stacked_and_differentiated(loop: str, monkeypatch: pytest.Monkey
     recipe = recipes.mxfp4()
     kernels = mx_jax.quantize(drawn(2, 64, 64), "mxfp4", axis=-2)
     x = drawn(3, 64)
-    layers = jax.vmap(functools.partial(mx_jax.pack_weights, recipe=recipe))(kernels)
+    layers: Any = jax.vmap(functools.partial(mx_jax.pack_weights, recipe=recipe))(kernels)
+    if loop == "scan":
+        # As one array, of which scan slices every leaf.
+        at_once = mx_jax.pack_weights(kernels, num_batch=1, recipe=recipe)
+        assert jax.tree.all(jax.tree.map(jnp.array_equal, at_once, layers))
+        layers = at_once
     assert isinstance(layers, GpuWeights) and isinstance(layers.weights, ScaledOperand)
 
     def run(x: jax.Array, layers: Any) -> jax.Array:

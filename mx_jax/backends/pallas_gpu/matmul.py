@@ -82,7 +82,7 @@ def packed_matmul(
     if 0 in left.shape:
         return jnp.zeros(shape, call.out_dtype)
     how = {"architecture": architecture or current_architecture(), "interpret": interpret}
-    weights, as_they_are = rhs.weights, _as_they_are(call, how["architecture"])
+    weights, as_they_are = rhs.weights.merged(), _as_they_are(call, how["architecture"])
     many = left.shape[1] >= crossover(how["architecture"], weights.format)
     if as_they_are and many and isinstance(weights, PackedWeights):
         weights = scaled.lay_out(weights.unpack())

@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.backends.base import PackCall, Target
@@ -22,16 +24,16 @@ Weights = layout.PackedWeights | scaled.ScaledOperand
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("weights",),
-    meta_fields=("batch", "kept", "k", "k_first", "format", "dtype"),
+    meta_fields=("kept", "k", "k_first", "format", "dtype"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class GpuWeights(PackedMXArray):
     """Weights `[*batch, *kept, *k]`, or `[*batch, *k, *kept]`, in a layout of the kernels'.
 
     Attributes:
-      weights: what kernels read, a batch of matrices `[n, k]`: PackedWeights are decoded on their
-        way to the tensor cores, a ScaledOperand goes there as it is.
-      batch: sizes of the batch axes.
+      weights: what kernels read, matrices `[n, k]`: PackedWeights are decoded on their way to the
+        tensor cores, a ScaledOperand goes there as it is. Every array of a stack has the batch
+        axes in front, so that scan and vmap may slice it.
       kept: sizes of the kept axes.
       k: sizes of the contracted axes; blocks lie along the last.
       k_first: whether the contracted axes precede the kept ones.
@@ -40,7 +42,6 @@ class GpuWeights(PackedMXArray):
     """
 
     weights: Weights
-    batch: tuple[int, ...]
     kept: tuple[int, ...]
     k: tuple[int, ...]
     k_first: bool
@@ -52,28 +53,23 @@ class GpuWeights(PackedMXArray):
         return "pallas_gpu"
 
     @property
-    def _stacked(self) -> tuple[int, ...]:
-        """Leading axes that vmap stacked."""
-        return self.weights.stacked
-
-    @property
     def shape(self) -> tuple[int, ...]:
-        return (*self._stacked, *self.batch, *self.matrix_axes(self.k))
+        return (*self.weights.stacked, *self.matrix_axes(self.k))
 
     def serves(self, contracting: tuple[int, ...], batch: tuple[int, ...]) -> bool:
-        start = len(self.batch) + (0 if self.k_first else len(self.kept))
+        num_batch = len(self.weights.stacked)
+        start = num_batch + (0 if self.k_first else len(self.kept))
         axes = tuple(range(start, start + len(self.k)))
-        leads = batch == tuple(range(len(self.batch)))
-        return not self._stacked and leads and contracting == axes
+        return batch == tuple(range(num_batch)) and contracting == axes
 
     def unpack(self) -> MXArray:
-        if self._stacked:
+        if self.weights.stacked:
             return jax.vmap(GpuWeights.unpack)(self)
         matrices = self.weights.unpack()
         blocks, scale = matrices.scales.shape[-1] // math.prod(self.k[:-1]), matrices.tensor_scale
         return MXArray(
-            codes=self.arrange(matrices.codes, self.batch, self.k),
-            scales=self.arrange(matrices.scales, self.batch, (*self.k[:-1], blocks)),
+            codes=self.arrange(matrices.codes, (), self.k),
+            scales=self.arrange(matrices.scales, (), (*self.k[:-1], blocks)),
             tensor_scale=None if scale is None else scale.reshape((1,) * len(self.shape)),
             format=self.format,
             blocks=self.blocks,
@@ -114,11 +110,26 @@ def pack(matrices: MXArray, call: PackCall, architecture: str) -> GpuWeights:
     as_it_is = architecture in BLOCK_SCALED and scaled.meet(call.lhs_format, format)
     lay_out = scaled.lay_out if as_it_is else layout.pack
     return GpuWeights(
-        weights=lay_out(dataclasses.replace(matrices, format=format)),
-        batch=call.shape[: call.num_batch],
+        weights=_stack(dataclasses.replace(matrices, format=format), call, lay_out),
         kept=tuple(call.shape[axis] for axis in call.kept),
         k=tuple(call.shape[axis] for axis in call.contracting),
         k_first=call.k_first,
         format=format,
         dtype=matrices.dtype,
     )
+
+
+def _stack(matrices: MXArray, call: PackCall, lay_out: Callable[[MXArray], Weights]) -> Weights:
+    """Matrices `[batch, n, k]` laid out one by one, `[*batch]` in front of every array."""
+    if not call.num_batch:
+        return lay_out(matrices)
+    batch, (count, *_) = call.shape[: call.num_batch], matrices.shape
+    scale = matrices.tensor_scale
+    singles = dataclasses.replace(
+        matrices,
+        codes=matrices.codes[:, None],
+        scales=matrices.scales[:, None],
+        tensor_scale=None if scale is None else jnp.broadcast_to(scale, (count, 1, 1))[:, None],
+    )
+    stacked = jax.vmap(lay_out)(singles)
+    return jax.tree.map(lambda leaf: leaf.reshape(*batch, *leaf.shape[1:]), stacked)

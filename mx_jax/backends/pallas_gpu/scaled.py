@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -75,7 +76,7 @@ class ScaledOperand:
         half of a byte.
       scales: uint8 `[batch * rows' / 128, k' / (4 * block), 32, 16]`: of a tile of 128 rows and 4
         columns, row `32 i + j` lies at `[j, 4 i]` to `[j, 4 i + 3]`.
-      tensor_scale: float32 scalar, or None.
+      tensor_scale: float32 scalar, or `[batch, 1, 1]`, or None.
       shape: `(batch, rows, k)`.
       format: the block format.
       dtype: the dtype that was quantized.
@@ -90,8 +91,20 @@ class ScaledOperand:
 
     @property
     def stacked(self) -> tuple[int, ...]:
-        """Leading axes that vmap stacked."""
+        """Leading axes of a stack."""
         return self.codes.shape[:-2]
+
+    def merged(self) -> "ScaledOperand":
+        """A stack as one batch, which is what kernels take."""
+        if not self.stacked:
+            return self
+        return dataclasses.replace(
+            self,
+            codes=self.codes.reshape(-1, *self.codes.shape[-1:]),
+            scales=self.scales.reshape(-1, *self.scales.shape[-3:]),
+            tensor_scale=None if self.tensor_scale is None else self.tensor_scale.reshape(-1, 1, 1),
+            shape=(math.prod(self.stacked), *self.shape[1:]),
+        )
 
     @property
     def padded_k(self) -> int:
@@ -121,7 +134,7 @@ class ScaledOperand:
         return MXArray(
             codes=codes.reshape(batch, -1, self.padded_k)[:, :rows, :k],
             scales=scales[:, :rows, : -(-k // block)],
-            tensor_scale=None if tensor_scale is None else tensor_scale.reshape(1, 1, 1),
+            tensor_scale=None if tensor_scale is None else tensor_scale.reshape(-1, 1, 1),
             format=self.format,
             blocks=((-1, block),),
             dtype=self.dtype,
@@ -149,11 +162,17 @@ def lay_out(x: MXArray, *, left: bool = False) -> ScaledOperand:
     return ScaledOperand(
         codes=packing.pack(codes.reshape(-1, padded_k), x.format.element.bits),
         scales=tiles,
-        tensor_scale=None if tensor_scale is None else tensor_scale.reshape(()),
+        tensor_scale=_factor(tensor_scale),
         shape=(batch, rows, k),
         format=x.format,
         dtype=x.dtype,
     )
+
+
+def _factor(tensor_scale: jax.Array | None) -> jax.Array | None:
+    if tensor_scale is None:
+        return None
+    return tensor_scale.reshape(() if tensor_scale.size == 1 else (-1, 1, 1))
 
 
 def multiply(

@@ -61,7 +61,7 @@ class PackedWeights:
       codes: int32 `[batch, n' / 64, planes * k' / group, 64, words]`, as `Storage` counts them.
       scales: int32 `[batch, n' / 64, k' / (2 * granularity), 64]`.
       scale_bytes: uint8 `[batch, n, blocks]`, as they came: no kernel reads them.
-      tensor_scale: float32 scalar, or None.
+      tensor_scale: float32 scalar, or `[batch, 1, 1]`, or None.
       shape: `(batch, n, k)`.
       format: the block format, with blocks along k.
       dtype: the dtype that was quantized.
@@ -77,8 +77,25 @@ class PackedWeights:
 
     @property
     def stacked(self) -> tuple[int, ...]:
-        """Leading axes that vmap stacked."""
+        """Leading axes of a stack."""
         return self.codes.shape[:-5]
+
+    def merged(self) -> "PackedWeights":
+        """A stack as one batch, which is what kernels take."""
+        if not self.stacked:
+            return self
+        codes, scales, scale_bytes = (
+            array.reshape(-1, *array.shape[len(self.stacked) + 1 :])
+            for array in (self.codes, self.scales, self.scale_bytes)
+        )
+        return dataclasses.replace(
+            self,
+            codes=codes,
+            scales=scales,
+            scale_bytes=scale_bytes,
+            tensor_scale=None if self.tensor_scale is None else self.tensor_scale.reshape(-1, 1, 1),
+            shape=(codes.shape[0], *self.shape[1:]),
+        )
 
     @property
     def padded_n(self) -> int:
@@ -108,7 +125,7 @@ class PackedWeights:
         return MXArray(
             codes=codes[:, :n, :k],
             scales=self.scale_bytes,
-            tensor_scale=None if tensor_scale is None else tensor_scale.reshape(1, 1, 1),
+            tensor_scale=None if tensor_scale is None else tensor_scale.reshape(-1, 1, 1),
             format=self.format,
             blocks=((-1, self.format.block[1]),),
             dtype=self.dtype,
