@@ -437,8 +437,8 @@ def test_a_module_of_ones_own(in_setup: bool):
     assert num_calls(run, stored, x) == 1
     assert_bitwise_equal(jax.jit(run)(stored, x), mx_jax.matmul(x, kernel, recipe=RECIPE))
     mixed = convert.linen(Mixed(in_setup), RULE)
-    params = mixed.init(jax.random.key(0), x)["params"]
-    stored, run = run_linen(mixed, params | {"own": {"kernel": case.pack(kernel)}})
+    params = {**mixed.init(jax.random.key(0), x)["params"], "own": {"kernel": case.pack(kernel)}}
+    stored, run = run_linen(mixed, params)
     assert num_calls(run, stored, x) == 1
 
 
