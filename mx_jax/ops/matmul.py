@@ -14,6 +14,7 @@ from mx_jax.codecs.invariants import varying_axes
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import Groups
 from mx_jax.ops.quantize import operand_blocks, quantize_operand
+from mx_jax.ops.unpacking import unpacked_for
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.reference import hadamard
 from mx_jax.specs import MatmulSpec, OperandSpec, unscale
@@ -74,11 +75,12 @@ def _scale_axes(operand: AnyOperand) -> tuple[int, ...]:
 
 def _run(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall) -> jax.Array:
     if isinstance(lhs, Quantized) or isinstance(rhs, Quantized):
-        backend = select(call, current_target()).backend
+        choice = select(call, current_target())
+        backend = choice.backend
         if isinstance(rhs, PackedMXArray):
             if rhs.backend == backend.name:
                 return backend.packed_matmul(unpacked(lhs), rhs, call)
-            rhs = rhs.unpack()
+            rhs = unpacked_for(rhs, choice)
         return backend.scaled_matmul(unpacked(lhs), rhs, call)
     return lax.dot_general(
         lhs,

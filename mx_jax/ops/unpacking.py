@@ -1,4 +1,4 @@
-"""Packed weights in products that their layout was not made for."""
+"""Packed weights in products that they were not made for."""
 
 import warnings
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 from jax import lax
 
 from mx_jax.backends.base import AnyOperand
+from mx_jax.backends.select import Choice
+from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
 
 
@@ -35,6 +37,23 @@ def packed_for(rhs: AnyOperand, dimension_numbers: lax.DotDimensionNumbers) -> A
             f"pack_weights(..., contracting={contracting}, num_batch={len(batch)})",
             stacklevel=3,
         )
+    return rhs.unpack()
+
+
+def unpacked_for(rhs: PackedMXArray, choice: Choice) -> MXArray:
+    """Packed weights for a backend that does not read them; warns, for it is slow and goes unseen.
+
+    Args:
+      rhs: packed for another backend.
+      choice: the backend that takes the product, and why others do not.
+    """
+    reason = dict(choice.rejections).get(rhs.backend, "it is not asked here")
+    warnings.warn(
+        f"matmul: packed weights are unpacked at every call: {rhs!r} belongs to backend "
+        f"{rhs.backend}, and {choice.backend.name} takes this product ({rhs.backend}: {reason}); "
+        "pass the MXArray, or pack it where the product runs",
+        stacklevel=3,
+    )
     return rhs.unpack()
 
 
