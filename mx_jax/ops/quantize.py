@@ -250,8 +250,10 @@ def _quantize(
 
 def draw_bits(key: jax.Array, shape: tuple[int, ...], rounding: Rounding) -> jax.Array:
     """Random integers in `[0, 2^n)` for stochastic rounding, a function of key and shape alone."""
-    bits = jax.random.bits(key, shape, jnp.uint16).astype(jnp.int32)
-    return bits >> (16 - rounding.random_bits)
+    width = rounding.random_bits
+    if width > 16:
+        return (jax.random.bits(key, shape, jnp.uint32) >> (32 - width)).astype(jnp.int32)
+    return jax.random.bits(key, shape, jnp.uint16).astype(jnp.int32) >> (16 - width)
 
 
 def operand_blocks(

@@ -49,6 +49,19 @@ def test_gradients_take_out_what_they_put_in():
     assert np.all(dense == 64) and np.all(ragged == 64)
 
 
+def test_a_prescale_leaves_no_bias_in_bfloat16():
+    """16/9 is no bfloat16: rounded to one, it would lengthen every product by 0.2 %."""
+    recipe = uniform(operand("mxfp4", scale_rule="rceil", prescale=0.75))
+    rng = np.random.default_rng(0)
+    x, w = (rng.uniform(0.5, 1.5, shape).astype(np.float32) for shape in ((64, 64), (64, 64)))
+    x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+    narrow, wide = (
+        np.asarray(mx_jax.matmul(x, w, recipe=recipe, preferred_element_type=dtype), np.float64)
+        for dtype in (jnp.bfloat16, jnp.float32)
+    )
+    assert abs(np.mean(narrow / wide) - 1) < 3e-4
+
+
 # The gradient belongs to the function that ran ----------------------------------------------------
 
 X = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)

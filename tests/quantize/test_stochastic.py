@@ -142,3 +142,13 @@ def test_fewer_random_bits():
     assert abs((values[:, 2] == 1.5).mean() - 0.5) < 0.05
     assert abs((values[:, 3] == 1.5).mean() - 0.5) < 0.05
     assert set(values[:, 2]) == set(values[:, 3]) == {1.0, 1.5}
+
+
+@pytest.mark.parametrize("num_bits", [4, 15, 16, 17])
+def test_every_width_is_right_on_average(num_bits: int):
+    """1/3 between 0 and 0.5: up with probability 2/3, cut to a multiple of 2^-n."""
+    x = jnp.full((4096,), 1 / 3).at[::32].set(6.0)
+    q = mx_jax.quantize(x, "mxfp4", rounding=stochastic(num_bits), key=jax.random.key(0))
+    mean = float(q.dequantize().reshape(-1, 32)[:, 1:].mean())
+    expected = 0.5 * np.floor(2 / 3 * 2**num_bits) / 2**num_bits
+    assert abs(mean - expected) < 0.015
