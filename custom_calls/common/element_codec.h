@@ -77,7 +77,8 @@ MX_INLINE ElementFormat Derive(const ElementFacts& facts) {
 
 // Whether the facts describe a format that the kernels can hold: a byte, and the arithmetic below.
 MX_INLINE bool IsElement(const ElementFacts& facts) {
-  const bool widths = facts.exponent_bits >= 1 && facts.mantissa_bits >= 1 &&
+  const bool widths = facts.exponent_bits >= 1 && facts.exponent_bits <= 7 &&
+                      facts.mantissa_bits >= 1 && facts.mantissa_bits <= 7 &&
                       facts.exponent_bits + facts.mantissa_bits <= 7;
   return widths && facts.bias >= -8 && facts.bias <= 24 && facts.num_reserved_codes >= 0 &&
          facts.num_reserved_codes <= 1 << facts.mantissa_bits;

@@ -147,17 +147,22 @@ inline xla::ffi::Error TakeTensorScale(const char* operation, const xla::ffi::Re
   return xla::ffi::Error::Success();
 }
 
+// Packed codes fill whole bytes along the last axis, and blocks must lie as the bytes do.
 inline xla::ffi::Error CheckPacking(const char* operation, bool packed, const Geometry& geometry,
                                     const ElementFormat& element) {
   const int64_t group = CodesPerGroup(element.bits);
-  if (!packed || (geometry.inner == 1 && geometry.block_rows == 0 && geometry.block % group == 0 &&
+  const bool along_last = geometry.axes.back().axis == geometry.rank - 1 &&
+                          (geometry.axes.size() == 1 || geometry.last % group == 0);
+  if (!packed || (along_last && geometry.block_rows == 0 && geometry.block % group == 0 &&
                   (element.bits == 4 || element.bits == 6 || element.bits == 8))) {
     return xla::ffi::Error::Success();
   }
   return InvalidArgument("mx_jax ", operation, ": packed codes have 4, 6 or 8 bits, and blocks ",
                          "along the last axis that are whole groups of ", group,
                          ", got bits=", element.bits, ", block=", geometry.block,
-                         ", inner=", geometry.inner, ", block_rows=", geometry.block_rows);
+                         ", inner=", geometry.inner, ", block_rows=", geometry.block_rows,
+                         ", last blocked axis=", geometry.axes.back().axis - geometry.rank,
+                         ", length of the last axis=", geometry.last);
 }
 
 inline xla::ffi::Error ParseFloatType(const char* operation, const xla::ffi::AnyBuffer& x,

@@ -2,6 +2,7 @@
 #ifndef MX_JAX_CUSTOM_CALLS_CPU_GEOMETRY_H_
 #define MX_JAX_CUSTOM_CALLS_CPU_GEOMETRY_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <numeric>
 #include <vector>
@@ -29,9 +30,14 @@ struct Geometry {
   int64_t rows = 1;
   int64_t block_rows = 0;  // 0: one-dimensional
   std::vector<BlockedAxis> axes;  // ascending
+  int64_t rank = 0;
+  int64_t last = 1;  // length of the last axis
 };
 
-inline int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// A block that is longer, of any axis, holds all of it: sums with a block's size stay in range.
+constexpr int64_t kLongestBlock = int64_t{1} << 40;
+
+inline int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
 // How many codes fill whole bytes, and the bytes that hold `length` of them.
 inline int64_t CodesPerGroup(int32_t bits) { return 8 / std::gcd(8, bits); }
@@ -58,13 +64,16 @@ xla::ffi::Error FindGeometry(const char* operation, const Shape& shape,
     return InvalidArgument("mx_jax ", operation, ": blocks must be pairs of axis and size, got ",
                            blocks.size(), " numbers");
   }
+  geometry->rank = rank;
+  geometry->last = rank == 0 ? 1 : shape[rank - 1];
   bool whole = true;
   for (size_t i = 0; i < blocks.size(); i += 2) {
-    const int64_t axis = blocks[i] + rank, size = blocks[i + 1];
-    if (blocks[i] >= 0 || axis < 0 || size < 0) {
+    if (blocks[i] >= 0 || blocks[i] < -rank || blocks[i + 1] < 0) {
       return InvalidArgument("mx_jax ", operation, ": blocks need axes in -", rank,
-                             "..-1 and sizes >= 0, got axis=", blocks[i], ", size=", size);
+                             "..-1 and sizes >= 0, got axis=", blocks[i],
+                             ", size=", blocks[i + 1]);
     }
+    const int64_t axis = blocks[i] + rank, size = std::min(blocks[i + 1], kLongestBlock);
     if (i > 0 && axis != geometry->axes.back().axis + 1) {
       return InvalidArgument("mx_jax ", operation, ": blocked axes must be neighbours, ascending, ",
                              "got axis=", blocks[i], " after axis=", blocks[i - 2]);

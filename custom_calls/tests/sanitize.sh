@@ -15,8 +15,9 @@ for sanitizers in address,undefined thread; do
   cmake -S . -B "$build" -DMX_JAX_TESTS=ON -DMX_JAX_SANITIZE="$sanitizers" \
     -DPython_EXECUTABLE="$(command -v "${1:-python3}")" >/dev/null
   cmake --build "$build" --target codec_test cast_test thread_pool_test matmul_test subnormal_test \
+    attributes_test \
     -j "${JOBS:-2}" >/dev/null
-  for test in codec_test thread_pool_test subnormal_test "cast_test ${CAST_CASES:-100}" \
+  for test in codec_test attributes_test thread_pool_test subnormal_test "cast_test ${CAST_CASES:-100}" \
     "matmul_test ${PRODUCT_CASES:-200}"; do
     echo "$sanitizers: $test"
     "$build"/tests/$test
