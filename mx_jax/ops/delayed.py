@@ -19,6 +19,7 @@ from mx_jax.formats import F32, WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import Groups, canonicalize, restore
 from mx_jax.ops.matmul import quantized_matmul
+from mx_jax.ops.varying import max_like, sum_like
 from mx_jax.specs import MatmulSpec
 
 _AS_THEY_ARE = MatmulSpec(lhs=None, rhs=None)
@@ -52,8 +53,25 @@ class Elements(NamedTuple):
     cotangent: ElementFormat
 
 
+class Scaling(NamedTuple):
+    """How a history becomes a scale.
+
+    Attributes:
+      margin: powers of two between the largest value and the format's.
+      most_recent: whether the latest amax counts alone, instead of the largest.
+    """
+
+    margin: int = 0
+    most_recent: bool = False
+
+
+# Flax's and TransformerEngine's default.
+MAX = Scaling()
+
+
 class _Static(NamedTuple):
     elements: Elements
+    scaling: Scaling
     groups: Groups
     lhs_dtype: np.dtype
     rhs_dtype: np.dtype
@@ -67,11 +85,13 @@ def delayed_dot_general(
     states: DelayedStates,
     elements: Elements,
     out_dtype: jax.typing.DTypeLike,
+    scaling: Scaling = MAX,
 ) -> jax.Array:
     """`jax.lax.dot_general` of float8 operands whose scales were known before the step.
 
-    Each tensor is quantized tensor-wise with `scale = max(amax_history) / element max`. The
-    gradient with respect to `states` is their next value.
+    Each tensor is quantized tensor-wise with `scale = 2^margin * amax / element max`, where amax is
+    the largest of its history, or the latest. The gradient with respect to `states` is their next
+    value; below shard_map, amaxes are those of all shards.
 
     Args:
       lhs: values.
@@ -80,28 +100,68 @@ def delayed_dot_general(
       states: of the operands and of the incoming cotangent.
       elements: float8 formats of the same three.
       out_dtype: dtype of the product.
+      scaling: how a history becomes a scale.
 
     Returns:
       The product.
     """
+    return chained_dot_general(lhs, rhs, dimension_numbers, states, elements, out_dtype, scaling)[0]
+
+
+def chained_dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: lax.DotDimensionNumbers,
+    states: DelayedStates,
+    elements: Elements,
+    out_dtype: jax.typing.DTypeLike,
+    scaling: Scaling,
+) -> tuple[jax.Array, DelayedStates]:
+    """`delayed_dot_general`, and the states for the next product of the same step.
+
+    They are equal to the given ones. But autodiff adds up what several products say of one state,
+    and along this chain each hands on the larger of its own amaxes and its successors'.
+    """
     dtypes = (np.dtype(lhs.dtype), np.dtype(rhs.dtype), np.dtype(out_dtype))
     lhs_, rhs_, groups = canonicalize(lhs, rhs, dimension_numbers)
-    product: Any = _product(_Static(elements, groups.filled(), *dtypes), lhs_, rhs_, states)
-    return restore(product, groups)
+    static = _Static(elements, scaling, groups.filled(), *dtypes)
+    result: Any = _product(static, lhs_, rhs_, states)
+    return restore(result[0], groups), result[1]
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def next_state(x: jax.Array, state: DelayedState, element: ElementFormat) -> DelayedState:
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def next_state(
+    x: jax.Array, state: DelayedState, element: ElementFormat, scaling: Scaling = MAX
+) -> DelayedState:
     """The scale to use now, from the amaxes so far, and the history with x's amax in front.
 
-    A history of zeros, or with Inf or NaN in it, keeps the scale.
+    A history of zeros, or with Inf or NaN in it, keeps the scale; so does an amax whose scale is no
+    normal float32.
     """
-    amax = jnp.max(state.amax_history)
-    fresh = true_divide(amax, element.max)
-    usable = (amax > 0) & jnp.isfinite(amax)
-    newest = jnp.max(jnp.abs(x.astype(jnp.float32)))
-    history = jnp.roll(state.amax_history, 1).at[0].set(newest)
-    return DelayedState(jnp.where(usable, fresh, state.scale), history)
+    before = _as_float32(state)
+    history = before.amax_history
+    amax = history[0] if scaling.most_recent else jnp.max(history)
+    fresh = true_divide(amax, element.max) * 2.0**scaling.margin
+    usable = (fresh > 0) & jnp.isfinite(fresh)
+    newest = max_like(jnp.max(jnp.abs(x.astype(jnp.float32))), history)
+    scale = jnp.where(usable, fresh, before.scale)
+    return DelayedState(scale, jnp.roll(history, 1).at[0].set(newest))
+
+
+def _as_float32(state: DelayedState) -> DelayedState:
+    """A state of a dtype of its own, such as Flax's `fp32_max_grad`, as numbers."""
+    return DelayedState(*(lax.convert_element_type(leaf, jnp.float32) for leaf in state))
+
+
+def _next_bar(own: DelayedState, later: DelayedState, state: DelayedState) -> DelayedState:
+    """A state's cotangent: its next value, or that of the step's later products where larger."""
+    largest = jax.tree.map(jnp.maximum, own, _as_float32(later))
+    return DelayedState(
+        *(
+            lax.convert_element_type(leaf, like.dtype)
+            for leaf, like in zip(largest, state, strict=True)
+        )
+    )
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -122,27 +182,31 @@ def _quantize(x: jax.Array, scale: jax.Array, element: ElementFormat) -> MXArray
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(static: _Static, lhs: Any, rhs: Any, states: DelayedStates) -> jax.Array:
+def _product(
+    static: _Static, lhs: Any, rhs: Any, states: DelayedStates
+) -> tuple[jax.Array, DelayedStates]:
     return _product_fwd(static, lhs, rhs, states)[0]
 
 
 def _product_fwd(static, lhs, rhs, states):
-    new_lhs = next_state(lhs, states.lhs, static.elements.lhs)
-    new_rhs = next_state(rhs, states.rhs, static.elements.rhs)
+    new_lhs = next_state(lhs, states.lhs, static.elements.lhs, static.scaling)
+    new_rhs = next_state(rhs, states.rhs, static.elements.rhs, static.scaling)
     lhs = _quantize(lhs, new_lhs.scale, static.elements.lhs)
     rhs = _quantize(rhs, new_rhs.scale, static.elements.rhs)
     out = quantized_matmul(lhs, rhs, _AS_THEY_ARE, static.groups, static.out_dtype, None, None)
-    return out, (lhs, rhs, new_lhs, new_rhs, states.cotangent)
+    return (out, states), (lhs, rhs, new_lhs, new_rhs, states)
 
 
-def _product_bwd(static, saved, g):
-    lhs, rhs, new_lhs, new_rhs, state = saved
-    new_g = next_state(g, state, static.elements.cotangent)
+def _product_bwd(static, saved, bars):
+    lhs, rhs, new_lhs, new_rhs, states = saved
+    g, later = bars
+    new_g = next_state(g, states.cotangent, static.elements.cotangent, static.scaling)
     g = _quantize(g, new_g.scale, static.elements.cotangent)
     # One scale a tensor holds along any axis: the forward's codes serve both gradients.
     lhs_bar = _gradient(static.groups.grad_lhs(), g, rhs, static.lhs_dtype, lhs)
     rhs_bar = _gradient(static.groups.grad_rhs(), g, lhs, static.rhs_dtype, rhs)
-    return lhs_bar, rhs_bar, DelayedStates(new_lhs, new_rhs, new_g)
+    state_bars = map(_next_bar, (new_lhs, new_rhs, new_g), later, states)
+    return sum_like(lhs_bar, lhs), sum_like(rhs_bar, rhs), DelayedStates(*state_bars)
 
 
 _product.defvjp(_product_fwd, _product_bwd)

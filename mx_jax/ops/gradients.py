@@ -23,6 +23,7 @@ from mx_jax.ops.matmul import (
     rhs_place,
 )
 from mx_jax.ops.quantize_both import Cast, quantize_operand_both, reads_once
+from mx_jax.ops.varying import sum_like
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference import hadamard
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
@@ -127,8 +128,8 @@ def _matmul_bwd(static, saved, cotangent):
         g_left, g_right = quantize_cotangent(static, cotangent, key)
     lhs_bars = cotangents(_grad_lhs, static, left, g_left, rhs, key)
     rhs_bars = cotangents(_grad_rhs, static, right, g_right, lhs, key)
-    lhs_bars = (_like(lhs_bars[0], lhs), _like(lhs_bars[1], lhs_primal))
-    rhs_bars = (_like(rhs_bars[0], rhs), _like(rhs_bars[1], rhs_primal))
+    lhs_bars = (sum_like(lhs_bars[0], lhs), sum_like(lhs_bars[1], lhs_primal))
+    rhs_bars = (sum_like(rhs_bars[0], rhs), sum_like(rhs_bars[1], rhs_primal))
     if static.recipe.mask_clipped:
         lhs_bars = (mask(static, "lhs", lhs_bars[0], lhs, key), lhs_bars[1])
         rhs_bars = (mask(static, "rhs", rhs_bars[0], rhs, key), rhs_bars[1])
@@ -137,21 +138,6 @@ def _matmul_bwd(static, saved, cotangent):
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
-
-
-def _like(bar: jax.Array | None, operand: Any) -> jax.Array | None:
-    """A cotangent summed over the shard_map axes along which its operand did not vary."""
-    if bar is None:
-        return None
-    leaf = jax.tree.leaves(operand)[0]
-    extra = _varying(bar) - _varying(leaf)
-    return jax.lax.psum(bar, tuple(sorted(extra))) if extra else bar
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-    """The shard_map axes along which a value differs, under either of JAX's names for them."""
-    kind: Any = jax.typeof(x)
-    return frozenset(kind.vma if hasattr(kind, "vma") else kind.mat.varying)
 
 
 def quantize_cotangent(
