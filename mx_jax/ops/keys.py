@@ -45,6 +45,7 @@ def product_key(recipe: MatmulRecipe, product: Product, key: Key) -> Key:
     if key is None:
         raise ValueError(
             f"dot_general: recipe {recipe.name!r} rounds stochastically in {name} and needs a key, "
-            "got key=None; pass key=jax.random.key(seed) to the product that is differentiated"
+            "got key=None; pass key=jax.random.key(seed) to the product that is differentiated, or "
+            "the stream 'quantize' to a Flax model"
         )
     return jax.random.fold_in(key, stream)
