@@ -46,7 +46,8 @@ def reshape_blocks(
     """
     new = _complete(wanted, shape)
     if new == shape:
-        return Reshaped(new, scales_shape(new, blocks), *(tensor_scale or (),) * 2, blocks)
+        given = tensor_scale or (1,) * len(shape)
+        return Reshaped(new, scales_shape(new, blocks), given, given, blocks)
     if 0 in shape:
         raise _cut(new, shape, blocks)
     sizes = {axis % len(shape): size for axis, size in blocks}
