@@ -177,24 +177,7 @@ class MXArray:
 
         Without arguments, reverse them.
         """
-        order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
-        order = tuple(order) or tuple(range(self.ndim))[::-1]
-        in_range = all(-self.ndim <= axis < self.ndim for axis in order)
-        order = tuple(axis % self.ndim for axis in order) if in_range else order
-        if sorted(order) != list(range(self.ndim)):
-            raise ValueError(f"MXArray.transpose: axes={axes} do not permute ndim={self.ndim}")
-
-        def move(array):
-            return None if array is None else array.transpose(order)
-
-        return dataclasses.replace(
-            self,
-            codes=move(self.codes),
-            scales=move(self.scales),
-            tensor_scale=move(self.tensor_scale),
-            blocks=indexing.transpose_blocks(order, self.blocks),
-            primal=move(self.primal),
-        )
+        return indexing.transpose(self, axes)
 
     def reshape(self, *shape: Any, order: str = "C", **options: Any) -> "MXArray":
         """Join and divide axes where every block stays whole; `jnp.reshape` comes here too.
@@ -207,25 +190,8 @@ class MXArray:
         Raises:
           ValueError: another size, or blocks that would not stay whole.
         """
-        if order != "C" or any(option is not None for option in options.values()):
-            raise ValueError(
-                f"MXArray.reshape: takes order='C' alone, got order={order!r}, {options}; "
-                "dequantize() first"
-            )
         check_parts(self, "MXArray.reshape")
-        tensor_scale = self.tensor_scale
-        given = None if tensor_scale is None else tensor_scale.shape
-        to = reshaping.reshape_blocks(shape, self.shape, self.blocks, given)
-        if tensor_scale is not None:
-            tensor_scale = reshaping.reshape_tensor_scale(tensor_scale, to)
-        return dataclasses.replace(
-            self,
-            codes=self.codes.reshape(to.codes),
-            scales=self.scales.reshape(to.scales),
-            tensor_scale=tensor_scale,
-            blocks=to.blocks,
-            primal=None if self.primal is None else self.primal.reshape(to.codes),
-        )
+        return reshaping.reshape(self, shape, {"order": order, **options})
 
     @property
     def at(self) -> updating.At:

@@ -1,5 +1,6 @@
 """Indexing and transposing a blocked tensor: what happens to its codes, scales and blocks."""
 
+import dataclasses
 import operator
 from typing import Any, NamedTuple
 
@@ -77,6 +78,28 @@ def index_tensor_scale(tensor_scale: jax.Array, index: tuple[Any, ...]) -> jax.A
         items.append(item)
         axis += 1
     return tensor_scale[tuple(items)]
+
+
+def transpose(x: Any, axes: tuple[Any, ...]) -> Any:
+    """An MXArray with its axes permuted; see `MXArray.transpose`."""
+    order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
+    order = tuple(order) or tuple(range(x.ndim))[::-1]
+    in_range = all(-x.ndim <= axis < x.ndim for axis in order)
+    order = tuple(axis % x.ndim for axis in order) if in_range else order
+    if sorted(order) != list(range(x.ndim)):
+        raise ValueError(f"MXArray.transpose: axes={axes} do not permute ndim={x.ndim}")
+
+    def move(array: jax.Array | None) -> jax.Array | None:
+        return None if array is None else array.transpose(order)
+
+    return dataclasses.replace(
+        x,
+        codes=move(x.codes),
+        scales=move(x.scales),
+        tensor_scale=move(x.tensor_scale),
+        blocks=transpose_blocks(order, x.blocks),
+        primal=move(x.primal),
+    )
 
 
 def transpose_blocks(axes: tuple[int, ...], blocks: Blocks) -> Blocks:

@@ -1,11 +1,11 @@
 """Reshaping a blocked tensor where every block stays whole."""
 
+import dataclasses
 import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from mx_jax.codecs.blocks import Blocks, scales_shape
@@ -24,6 +24,29 @@ class Reshaped(NamedTuple):
     spread: Shape
     tensor_scale: Shape
     blocks: Blocks
+
+
+def reshape(x: Any, shape: Any, options: dict[str, Any]) -> Any:
+    """An MXArray in another shape; see `MXArray.reshape`."""
+    if {name for name, value in options.items() if value is not None} != {"order"} or (
+        options["order"] != "C"
+    ):
+        raise ValueError(
+            f"MXArray.reshape: takes order='C' alone, got {options}; dequantize() first"
+        )
+    tensor_scale = x.tensor_scale
+    given = None if tensor_scale is None else tensor_scale.shape
+    to = reshape_blocks(shape, x.shape, x.blocks, given)
+    if tensor_scale is not None:
+        tensor_scale = jnp.broadcast_to(tensor_scale, to.spread).reshape(to.tensor_scale)
+    return dataclasses.replace(
+        x,
+        codes=x.codes.reshape(to.codes),
+        scales=x.scales.reshape(to.scales),
+        tensor_scale=tensor_scale,
+        blocks=to.blocks,
+        primal=None if x.primal is None else x.primal.reshape(to.codes),
+    )
 
 
 def reshape_blocks(
@@ -71,11 +94,6 @@ def reshape_blocks(
         new_sizes = dict.fromkeys(range(len(new)), WHOLE)
     found = tuple((axis - len(new), size) for axis, size in sorted(new_sizes.items()))
     return Reshaped(new, scales_shape(new, found), tuple(spread), tuple(lengths), found)
-
-
-def reshape_tensor_scale(tensor_scale: jax.Array, to: Reshaped) -> jax.Array:
-    """A tensor scale in its new shape."""
-    return jnp.broadcast_to(tensor_scale, to.spread).reshape(to.tensor_scale)
 
 
 def _complete(wanted: Any, shape: Shape) -> Shape:

@@ -75,7 +75,7 @@ def test_bad_shapes():
         x.reshape(5, -1)
     with pytest.raises(TypeError, match="lengths must be ints, got shape="):
         x.reshape(3, 64.0)
-    with pytest.raises(ValueError, match="order='C' alone, got order='F'"):
+    with pytest.raises(ValueError, match=r"order='C' alone, got \{'order': 'F'\}"):
         x.reshape((3, 64), order="F")
     assert x.reshape(-1, 32).shape == (6, 32)
 
