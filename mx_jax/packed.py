@@ -103,7 +103,7 @@ class PackedMXArray(abc.ABC):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.dequantize(), dtype=dtype)
 
-    def __getitem__(self, index: Any) -> "MXArray | PackedMXArray":
+    def __getitem__(self, index: Any) -> Any:
         # `x[...]` is how nnx reads a Variable: it must not cost an unpacking.
         return self if index is ... else self.unpack()[index]
 

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mx_jax.packed import Quantized
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvOfDotGeneral:
@@ -29,7 +31,7 @@ class ConvOfDotGeneral:
     def __call__(
         self,
         lhs: jax.Array,
-        rhs: jax.Array,
+        rhs: jax.Array | Quantized,
         window_strides: Sequence[int],
         padding: Any,
         *,
@@ -41,7 +43,7 @@ class ConvOfDotGeneral:
 
         Args:
           lhs: channels last.
-          rhs: kernel.
+          rhs: kernel; a stored one has its blocks along the input features.
           window_strides: steps of the window.
           padding: as in `jax.lax.conv_general_dilated`.
           rhs_dilation: steps between the taps.
@@ -49,9 +51,16 @@ class ConvOfDotGeneral:
           **options: what the caller has checked (groups, dilation of the input, dimension
             numbers), and options of dot_general.
         """
-        patches = _patches(lhs, rhs.shape[:-2], window_strides, padding, rhs_dilation)
-        kernel = rhs.reshape(-1, *rhs.shape[-2:])
-        contracting = ((patches.ndim - 2, patches.ndim - 1), (0, 1))
+        window = rhs.shape[:-2]
+        patches = _patches(lhs, window, window_strides, padding, rhs_dilation)
+        kernel, num_contracted = rhs, rhs.ndim - 1
+        if isinstance(rhs, Quantized):
+            # What is stored stays as it lies, packed for all of its taps.
+            patches = patches.reshape(*patches.shape[:-2], *window, patches.shape[-1])
+        else:
+            kernel, num_contracted = rhs.reshape(-1, *rhs.shape[-2:]), 2
+        last = tuple(range(patches.ndim - num_contracted, patches.ndim))
+        contracting = (last, tuple(range(num_contracted)))
         kept = {
             name: options[name]
             for name in ("preferred_element_type", "out_sharding", "key")

@@ -145,11 +145,14 @@ def _dot_general_loans(lender: products.Lender) -> dict[str, Any]:
     ):
         lender.note("has its own dot_general")
         return {}
-    loans: dict[str, Any] = {"dot_general": products.DotGeneral(lender)}
-    if getattr(layer, "promote_dtype", None) is promote_dtype:
-        # A kernel may be an MXArray, which is then used as it is.
-        loans["promote_dtype"] = mx_linen.promote_operands
-    return loans
+    return {"dot_general": products.DotGeneral(lender), **_promotion_loan(layer)}
+
+
+def _promotion_loan(layer: Any) -> dict[str, Any]:
+    """Past Flax's promote_dtype a stored kernel goes as it is."""
+    if getattr(layer, "promote_dtype", None) is not promote_dtype:
+        return {}
+    return {"promote_dtype": mx_linen.promote_operands}
 
 
 def _attention_loans(lender: products.Lender) -> dict[str, Any]:
@@ -184,4 +187,4 @@ def _conv_loans(lender: products.Lender) -> dict[str, Any]:
     ):
         lender.note("has its own conv_general_dilated")
         return {}
-    return {"conv_general_dilated": products.ConvProduct(lender)}
+    return {"conv_general_dilated": products.ConvProduct(lender), **_promotion_loan(layer)}

@@ -240,7 +240,7 @@ class ConvProduct:
 
     lender: Lender
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any) -> jax.Array:
+    def __call__(self, lhs: jax.Array, rhs: Any, *args: Any, **options: Any) -> jax.Array:
         """Ask the rules, then multiply patches with their recipe, or convolve."""
         kernel = tuple(rhs.shape)
         decision = self.lender.decide(
@@ -250,7 +250,8 @@ class ConvProduct:
             obstacle=conv.obstacle(options["feature_group_count"], options["lhs_dilation"]),
         )
         if decision.recipe is None:
-            return lax.conv_general_dilated(lhs, rhs, *args, **options)
+            values = rhs.dequantize() if isinstance(rhs, Quantized) else rhs
+            return lax.conv_general_dilated(lhs, values, *args, **options)
         with named_in_errors(decision):
             key = self.lender.key(decision.recipe)
             product = conv.ConvOfDotGeneral(dot_general=decision.recipe.dot_general)

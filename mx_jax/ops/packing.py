@@ -14,7 +14,7 @@ from mx_jax.specs import MatmulRecipe
 
 
 def pack_weights(
-    weights: MXArray,
+    weights: MXArray | PackedMXArray,
     *,
     contracting: int | Sequence[int] | None = None,
     num_batch: int = 0,

@@ -13,6 +13,8 @@ from jax import lax
 
 import mx_jax
 from mx_jax import convert, recipes
+from mx_jax.backends.cpu_ffi import library, packed_product, product
+from mx_jax.backends.select import only_backend
 from mx_jax.convert import Rule
 from mx_jax.convert.conv import ConvOfDotGeneral
 
@@ -139,3 +141,45 @@ def test_transposed_and_local_convolutions_stay():
         reports.append(convert.report(model, Rule(".*", MXFP8, types=nnx.ConvTranspose)))
     reasons = {report.decisions[0].reason for report in reports}
     assert reasons == {"no product of patches and kernel"}
+
+
+@pytest.mark.skipif(isinstance(library.load(), str), reason="no CPU library")
+@pytest.mark.parametrize("packed", [False, True], ids=["MXArray", "packed"])
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_a_stored_kernel_is_used_as_it_is(framework: str, packed: bool):
+    """In a format that the recipe does not have: quantized again, it would be another."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((1, 4, 5, 32)), jnp.float32)
+    kernel = mx_jax.quantize(
+        jnp.asarray(rng.standard_normal((3, 2, 32, 8)), jnp.float32), "mxfp8_e4m3", axis=2
+    )
+    flax_conv = nn.Conv(8, (3, 2), use_bias=False)
+    expected = flax_conv.apply({"params": {"kernel": kernel.dequantize()}}, x)
+    rule = Rule(".*", recipes.weight_only("mxfp4"), types=(nn.Conv, nnx.Conv))
+    with only_backend("cpu_ffi"):
+        stored: Any = kernel
+        if packed:
+            stored = mx_jax.pack_weights(kernel, contracting=(0, 1, 2))
+        if framework == "linen":
+            run: Any = convert.linen(flax_conv, rule).apply
+            state: Any = {"params": {"kernel": stored}}
+        else:
+            model = nnx.Conv(32, 8, (3, 2), use_bias=False, rngs=nnx.Rngs(0))
+            model = convert.nnx(model, rule)
+            model.kernel.set_value(stored)
+            graph, state = nnx.split(model)
+            run = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
+        text = jax.jit(run).lower(state, x).as_text()
+        target = packed_product.TARGET if packed else product.TARGET
+        assert text.count(f"@{target}(") == 1
+        np.testing.assert_allclose(jax.jit(run)(state, x), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_stored_kernel_that_no_rule_converts():
+    kernel = mx_jax.quantize(jnp.ones((3, 3, 32, 8)), "mxfp8_e4m3", axis=2)
+    conv, x = nn.Conv(8, (3, 3), use_bias=False), jnp.ones((1, 4, 4, 32))
+    kept = convert.linen(conv, Rule(".*", None, types=nn.Conv))
+    actual = kept.apply({"params": {"kernel": kernel}}, x)
+    np.testing.assert_array_equal(
+        actual, conv.apply({"params": {"kernel": jnp.ones((3, 3, 32, 8))}}, x)
+    )
