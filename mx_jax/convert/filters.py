@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from mx_jax.convert.rules import Shape
 from mx_jax.formats import BlockFormat, Whole
+from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.recipes import MatmulSpec, Recipe
 
 
@@ -55,21 +56,23 @@ class AutoFilter:
 
     skip: tuple[str, ...] = ()
 
-    def __call__(self, path: str, shape: Shape, recipe: Recipe | None) -> bool:
+    def __call__(self, path: str, shape: Shape, recipe: Recipe | str | None) -> bool:
         """Whether converting the layer should pay; the arguments are a rule's filter's."""
         return self.why_not(path, shape, recipe) is None
 
-    def why_not(self, path: str, shape: Shape, recipe: Recipe | None) -> str | None:
+    def why_not(self, path: str, shape: Shape, recipe: Recipe | str | None) -> str | None:
         """The reason against converting the layer, or None.
 
         Args:
           path: of the layer.
           shape: `(*contracting, kept)` of the kernel, or None.
-          recipe: what the layer would get.
+          recipe: what the layer would get, or its name.
         """
         for part in self.skip:
             if part in path:
                 return f"the path contains {part!r}"
+        if recipe is not None:
+            recipe = as_recipe(recipe, type(self).__name__, Recipe)
         if recipe is None or recipe.is_high_precision:
             return "its recipe quantizes nothing"
         if shape is None:

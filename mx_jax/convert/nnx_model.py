@@ -40,6 +40,7 @@ def nnx(
       rules: the first that matches a layer decides; see `Rule`. A layer that the model holds in
         several places has several paths, and matches by each.
       rngs: streams, if a recipe draws random bits; `"quantize"` or the default one is forked.
+        Where gradients alone draw, evaluation needs none.
       strict: whether a rule that matched nothing is an error instead of a warning.
 
     Returns:
@@ -47,7 +48,8 @@ def nnx(
 
     Raises:
       TypeError: not a flax.nnx module, or not rules.
-      ValueError: rngs missing; with strict, a rule that matched nothing.
+      ValueError: rngs missing, and a forward product draws; with strict, a rule that matched
+        nothing.
 
     Example:
       >>> from flax import nnx

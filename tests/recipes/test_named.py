@@ -137,6 +137,7 @@ def test_a_name_is_taken_wherever_a_recipe_is():
         lambda recipe: mx_jax.inspect.explain(recipe, 8, 64, 64),
         lambda recipe: hash(RecipeDotGeneral(recipe=recipe)),
         lambda recipe: convert.Rule(".*", recipe),
+        lambda recipe: convert.gains.why_not("", (1000, 64), recipe),
         lambda recipe: nn.linen.Dense(8, recipe=recipe),
         lambda recipe: nn.linen.DenseGeneral(8, recipe=recipe),
         lambda recipe: nn.linen.Einsum((8,), recipe=recipe),
