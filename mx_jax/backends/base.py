@@ -185,6 +185,17 @@ class PackCall:
 Call = MatmulCall | QuantizeCall | QuantizeBothCall | DequantizeCall | PackCall
 
 
+def rejects_symbolic(call: Call) -> str | None:
+    """Why a kernel of constant sizes does not take a call whose sizes `jax.export` leaves open."""
+    calls = (call.first, call.second) if isinstance(call, QuantizeBothCall) else (call,)
+    for each in calls:
+        both = isinstance(each, MatmulCall)
+        for shape in (each.lhs_shape, each.rhs_shape) if both else (each.shape,):
+            if not all(isinstance(size, int) for size in shape):
+                return f"needs constant sizes, got shape={shape}"
+    return None
+
+
 class Backend(Protocol):
     """One way to compute. Every backend gives the reference's codes, scales and values bit for bit,
     and products within its stated bound of the exact ones."""

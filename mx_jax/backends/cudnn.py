@@ -11,7 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from mx_jax.backends.base import Call, MatmulCall, Operand, ProductsOnly, Target
+from mx_jax.backends.base import Call, MatmulCall, Operand, ProductsOnly, Target, rejects_symbolic
 from mx_jax.backends.matrices import as_matrices, rejects_parts_of_blocks, rejects_scale_axes
 from mx_jax.formats import MXFP8_E4M3, MXFP8_E5M2, NVFP4, NVFP4_ONE_LEVEL
 from mx_jax.mxarray import MXArray
@@ -52,7 +52,7 @@ class CudnnBackend(ProductsOnly):
         if capability is None or capability[0] != _CUDA_MAJOR:
             shown = None if capability is None else ".".join(map(str, capability))
             return f"cuDNN multiplies by block on compute capability {_CUDA_MAJOR}.x, got {shown}"
-        return _rejects_product(call)
+        return rejects_symbolic(call) or _rejects_product(call)
 
     def scaled_matmul(self, lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         """One product of a batch of matrices; tensor scales multiply its float32 sums."""

@@ -181,7 +181,7 @@ def _check_matmul_shapes(
 
 def _broadcast_batch(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
     try:
-        return np.broadcast_shapes(left, right)
+        return jnp.broadcast_shapes(left, right)
     except ValueError:
         raise ValueError(
             f"matmul: leading axes must broadcast, got lhs batch={left} and rhs batch={right}"

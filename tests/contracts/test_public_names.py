@@ -22,6 +22,7 @@ PUBLIC = {
         "dequantize",
         "dot_general",
         "einsum",
+        "export_targets",
         "matmul",
         "only_backend",
         "pack_weights",

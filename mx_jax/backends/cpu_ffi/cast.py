@@ -152,7 +152,9 @@ def _factors(cast: Cast, shapes: tuple[Shape, ...]) -> _Factors:
         inside, outside = f"c{axis}", f"b{axis}"
         replicated.append(inside)
         elements[axis] = inside
-        if not isinstance(size, Whole) and shape[axis] > size and shape[axis] % size == 0:
+        # A symbolic axis counts as one that is cut nowhere.
+        known = isinstance(shape[axis], int) and not isinstance(size, Whole)
+        if known and shape[axis] > size and shape[axis] % size == 0:
             elements[axis] = f"({outside} {inside})"
             sizes[inside] = size
         else:
@@ -187,7 +189,8 @@ def _partition(cast: Cast, shapes: tuple[Shape, ...], mesh: Any, given: Any, wan
     for axis, size in cast.blocks:
         axis %= len(shape)
         devices = _num_devices(sharding.mesh, spec[axis])
-        if isinstance(size, Whole) or shape[axis] % (size * devices):
+        known = isinstance(shape[axis], int)
+        if isinstance(size, Whole) or not known or shape[axis] % (size * devices):
             spec[axis] = None
 
     def placed(entry: Entry, lengths: Shape) -> NamedSharding:

@@ -66,7 +66,8 @@ def _rejects_size(call: MatmulCall, isa: str) -> str | None:
         return None
     limit = _FLOAT32_ROWS.get(isa, _FLOAT32_ROWS_OF_OTHERS)
     m, n = _rows(call, "lhs"), _rows(call, "rhs")
-    if min(m, n) <= limit:
+    # Symbolic rows may be few, and every number of them is multiplied rightly.
+    if not isinstance(m, int) or not isinstance(n, int) or min(m, n) <= limit:
         return None
     return (
         f"multiplies these in float32 on {isa}, where XLA's dot of dequantized operands is faster "

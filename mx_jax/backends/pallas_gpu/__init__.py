@@ -18,6 +18,7 @@ from mx_jax.backends.base import (
     QuantizeBothCall,
     QuantizeCall,
     Target,
+    rejects_symbolic,
 )
 from mx_jax.backends.pallas_gpu import matmul, packed, quantize, rejections
 from mx_jax.mxarray import MXArray
@@ -42,6 +43,9 @@ class PallasGpuBackend(ProductsOnly):
 
     def rejects(self, call: Call, target: Target) -> str | None:
         """Why not: another machine, an older JAX, or a product that no kernel computes."""
+        reason = rejects_symbolic(call)
+        if reason is not None:
+            return reason
         if isinstance(call, PackCall):
             return packed.rejects(call, target)
         if isinstance(call, QuantizeCall | QuantizeBothCall):
