@@ -60,7 +60,7 @@ def test_reshape(x: MXArray, shape: tuple[int, ...], blocks: Any):
         (array((4, 40), "float8_rowwise_e4m3"), (4, 2, 20)),
         (array((0, 64)), (64, 0)),
     ],
-    ids=str,
+    ids=lambda value: value.format.name if isinstance(value, MXArray) else str(value),
 )
 def test_blocks_that_would_be_cut(x: MXArray, shape: tuple[int, ...]):
     with pytest.raises(
