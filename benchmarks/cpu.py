@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks import cores, cpu_matmul, cpu_quantize, environment, peers, report
+from benchmarks.data import KINDS
 from mx_jax.backends.cpu_ffi import library
 
 # glibc keeps what arrays gave back: a result on fresh pages would measure page faults.
@@ -54,6 +55,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", type=report.shape, default=(4096, 4096), help="of casts")
     parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048], help="of products")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32], help="of thin products")
+    parser.add_argument("--data", nargs="*", choices=KINDS, default=KINDS, help="of weights")
     parser.add_argument("--seconds", type=float, default=2.0, help="budget of a comparison")
     parser.add_argument("--min-rounds", type=int, default=7, help="rounds, whatever they take")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)

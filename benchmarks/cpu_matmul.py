@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks import cores, environment, report
+from benchmarks.data import KINDS, draw
 from benchmarks.timing import Case, Samples, measure, ratio
 from mx_jax import formats
 from mx_jax.backends.base import MatmulCall, Operand
@@ -24,6 +25,7 @@ from mx_jax.backends.cpu_ffi import CpuFfiBackend, library
 from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.packing import pack_weights
+from mx_jax.ops.quantize import quantize
 from mx_jax.packed import PackedMXArray
 from mx_jax.testing.cases import MatmulCase
 
@@ -86,13 +88,26 @@ def plain_cases(m: int, n: int, k: int) -> list[Case]:
     ]
 
 
-def quantized_cases(m: int, n: int, k: int, pairs: Sequence[Any], packed: bool) -> list[Case]:
+def operands(case: MatmulCase, data: str) -> tuple[Operand, Operand]:
+    """Operands of a product: weights of a kind of `benchmarks.data`, activations always normal."""
+    values = draw("normal", case.call.lhs_shape, 1), draw(data, case.call.rhs_shape)
+    left, right = (
+        jnp.asarray(x) if format is None else quantize(jnp.asarray(x), format, axis=-1)
+        for x, format in zip(values, (case.lhs, case.rhs), strict=True)
+    )
+    return left, right
+
+
+def quantized_cases(
+    shape: tuple[int, int, int], pairs: Sequence[Any], packed: bool, data: str
+) -> list[Case]:
     """This backend's products and the reference's, of the same operands."""
+    m, n, k = shape
     found = []
     for lhs, rhs in pairs:
         case = MatmulCase(lhs=lhs, rhs=rhs, m=(m,), n=(n,), k=(k,))
         name = f"{lhs.name if lhs else 'float32'} x {rhs.name}"
-        left, right = case.operands(np.random.default_rng(0))
+        left, right = operands(case, data)
         for backend in (CpuFfiBackend(), ReferenceBackend()):
             found.append(Case(f"{backend.name} {name}", _run(backend, case.call, left, right)))
         if packed:
@@ -118,20 +133,22 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a case: CPU milliseconds, ratios to XLA's dots, shares of the peaks.
 
     Args:
-      options: `seconds` of a group, `min_rounds`, `sizes` of square products, `rows` of thin ones.
+      options: `seconds` of a group, `min_rounds`, `sizes` of square products, `rows` of thin ones,
+        kinds of `data` in the weights of thin ones.
     """
     loaded = library.load()
     if isinstance(loaded, str):
         raise SystemExit(f"cpu_matmul: the CPU library is {loaded}")
-    groups = [(size, size, size, SQUARE, False) for size in options.sizes]
-    groups += [(m, 4096, 4096, DECODING, True) for m in options.rows]
+    groups = [((size,) * 3, SQUARE, False, "normal") for size in options.sizes]
+    for m in options.rows:
+        groups += [((m, 4096, 4096), DECODING, True, data) for data in options.data]
     found = []
     with report.progress(len(groups)) as step:
-        for m, n, k, pairs, packed in groups:
-            step(f"{m} x {n} x {k}")
-            cases = [*plain_cases(m, n, k), *quantized_cases(m, n, k, pairs, packed), *peaks()]
+        for shape, pairs, packed, data in groups:
+            step(f"{shape} {data}")
+            cases = [*plain_cases(*shape), *quantized_cases(shape, pairs, packed, data), *peaks()]
             samples = measure(cases, seconds=options.seconds, min_rounds=options.min_rounds)
-            found += [_row((m, n, k), name, samples) for name in samples]
+            found += [{"data": data, **_row(shape, name, samples)} for name in samples]
     return found
 
 
@@ -168,19 +185,23 @@ COLUMNS = (
 
 
 def sheets(result: dict[str, Any]) -> list[report.Sheet]:
-    """One table a shape."""
+    """One table a shape and kind of data."""
     found = []
-    for shape in dict.fromkeys(tuple(row["shape"]) for row in result["rows"]):
+    for shape, data in dict.fromkeys(map(_place, result["rows"])):
         sheet = report.Sheet(
-            "m x n x k = {} x {} x {}, one core, CPU time".format(*shape),
+            "m x n x k = {} x {} x {}, {}, one core, CPU time".format(*shape, data),
             COLUMNS,
             notes=["Speedup: XLA's time divided by this one, median over the same rounds."],
         )
         for row in result["rows"]:
-            if tuple(row["shape"]) == shape:
+            if _place(row) == (shape, data):
                 sheet.rows.append(_cells(row))
         found.append(sheet)
     return found
+
+
+def _place(row: dict[str, Any]) -> tuple[tuple[int, ...], str]:
+    return tuple(row["shape"]), row["data"]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -198,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser("cpu/matmul", __doc__)
     parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048], help="square ones")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32], help="of thin ones")
+    parser.add_argument("--data", nargs="*", choices=KINDS, default=KINDS, help="of weights")
     parser.add_argument("--seconds", type=float, default=4.0, help="budget of a shape")
     parser.add_argument("--min-rounds", type=int, default=7, help="rounds, whatever they take")
     options = parser.parse_args(arguments)

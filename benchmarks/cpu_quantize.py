@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import peers, report
+from benchmarks.data import draw
 from benchmarks.timing import Case, Samples, measure, ratio
 from mx_jax.backends.base import DequantizeCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.cpu_ffi import CpuFfiBackend, dequantize, quantize, quantize_both
@@ -41,21 +42,24 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every cast: what was timed, and ratios within rounds.
 
     Args:
-      options: shape, seconds, min_rounds, peers.
+      options: shape, seconds, min_rounds, peers; kinds of data, of which those that are not normal
+        are for single casts of float32.
     """
     wanted = [
-        (operation, name, rule, dtype, axis)
-        for dtype in DTYPES
+        (operation, name, rule, dtype, axis, data)
+        for data in options.data
+        for dtype in (DTYPES if data == "normal" else ("float32",))
         for name, rule in FORMATS
         for operation, axis in OPERATIONS
         if operation != "pack" or block_format(name).element.bits < 8
-        if (operation in ("quantize", "dequantize") and axis == -1) or not _is_square(name)
+        if (operation in ("quantize", "dequantize") and axis == -1)
+        or not (_is_square(name) or data != "normal")
     ]
     result = []
     with report.progress(len(wanted)) as step:
-        for operation, name, rule, dtype, axis in wanted:
-            step(f"{operation} {name} {dtype} axis {axis}")
-            result.append(_row(options, operation, name, rule, dtype, axis))
+        for cast in wanted:
+            step(" ".join(map(str, cast)))
+            result.append(_row(options, *cast))
     return result
 
 
@@ -64,12 +68,18 @@ def _is_square(name: str) -> bool:
 
 
 def _row(
-    options: argparse.Namespace, operation: str, name: str, rule: str, dtype: str, axis: int
+    options: argparse.Namespace,
+    operation: str,
+    name: str,
+    rule: str,
+    dtype: str,
+    axis: int,
+    data: str,
 ) -> dict[str, Any]:
     call = QuantizeCase(
         format=block_format(name), shape=options.shape, axis=axis, scale_rule=rule, dtype=dtype
     ).call
-    x = jax.random.normal(jax.random.key(0), options.shape).astype(dtype)
+    x = jnp.asarray(draw(data, options.shape)).astype(dtype)
     left_out: dict[str, str] = {}
     if operation == "dequantize":
         cases = _back(call, x)
@@ -94,6 +104,7 @@ def _row(
         "rule": rule,
         "dtype": dtype,
         "axis": axis,
+        "data": data,
         "shape": list(options.shape),
         "timings": {case: each.summary() for case, each in samples.items()},
         "share_of_copy": _share(samples),
@@ -211,7 +222,7 @@ def sheets(result: list[dict[str, Any]]) -> list[report.Sheet]:
     for row in result:
         ours = row["timings"][OURS]["cpu_ms"]
         where = "both axes" if row["operation"] == "both" else f"axis {row['axis']}"
-        title = f"{row['operation']} {row['format']}, {row['dtype']}, {where}"
+        title = f"{row['operation']} {row['format']}, {row['dtype']}, {where}, {row['data']}"
         faster = row["times_faster_than"]
         sheet.rows.append(
             [

@@ -153,8 +153,8 @@ def _factors(cast: Cast, shapes: tuple[Shape, ...]) -> _Factors:
         replicated.append(inside)
         elements[axis] = inside
         # A symbolic axis counts as one that is cut nowhere.
-        known = isinstance(shape[axis], int) and not isinstance(size, Whole)
-        if known and shape[axis] > size and shape[axis] % size == 0:
+        known = isinstance(shape[axis], int)
+        if not isinstance(size, Whole) and known and shape[axis] > size and not shape[axis] % size:
             elements[axis] = f"({outside} {inside})"
             sizes[inside] = size
         else:
