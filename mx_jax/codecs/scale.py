@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.codecs import element as element_codec
-from mx_jax.codecs import float32
+from mx_jax.codecs import float32, tiny
 from mx_jax.codecs.explicit_axes import broadcast_like
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat, ScaleFormat
@@ -156,6 +156,8 @@ def _over_float_scale(
     one = jnp.ones_like(scale)
     if tensor_scale is None:
         return values * true_divide(one, scale)
+    small = tiny.is_tiny(tensor_scale)
+    values, tensor_scale = tiny.lift(values, small), tiny.lift(tensor_scale, small)
     # x * ((1 / p) / s), in this order: NVFP4's own arithmetic, each step rounded.
     return values * true_divide(true_divide(one, tensor_scale), scale)
 
@@ -188,7 +190,9 @@ def decode_scaled(
     values = float32.from_bits(pattern)
     scale = scale_to_float32(scales, format.scale)
     if tensor_scale is not None:
-        scale = tensor_scale * scale
+        small = tiny.is_tiny(tensor_scale)
+        scale = tiny.lift(tensor_scale, small) * scale
+        return tiny.lower(float32.to_bits(values * scale), small)
     divides = format.scale.kind == "divisor"
     product = true_divide(values, scale) if divides else values * scale
     return float32.to_bits(product)

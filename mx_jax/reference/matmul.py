@@ -1,11 +1,13 @@
 """The meaning of a scaled product, in plain jnp (OCP MX v1.0, sections 6.1 and 6.2)."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mx_jax.codecs import tiny
 from mx_jax.mxarray import MXArray, decode, straight_through
 
 
@@ -23,6 +25,7 @@ def scaled_matmul(
     exactly and accumulated in float32. A code may stand for 2^128, which is not a float32; so
     operands with E8M0 scales are decoded as 2^-2 of what they are, and the sums multiplied back.
     What is below 2^-124 of such an operand may count as zero, where a platform flushes subnormals.
+    An operand under one tiny tensor scale (NVFP4) is decoded as 2^64 of what it is.
 
     Args:
       lhs: values or an MXArray.
@@ -51,27 +54,41 @@ def scaled_matmul(
 
 
 class ScaledValues(NamedTuple):
-    """Float32 values that stand for `values * 2^exponent`."""
+    """Float32 values that stand for `values * factor`, a power of two.
+
+    Attributes:
+      values: of the operand's shape.
+      factor: a number, or a float32 scalar array if it depends on the operand's data.
+    """
 
     values: jax.Array
-    exponent: int
+    factor: Any = 1.0
 
 
 def scaled_values(operand: jax.Array | MXArray) -> ScaledValues:
     """The values of an operand, of which none is Inf that the quantized array did not have."""
     if not isinstance(operand, MXArray):
-        return ScaledValues(operand.astype(jnp.float32), 0)
-    exponent = _HEADROOM if operand.format.scale.kind == "exponent" else 0
-    values = decode(operand, jnp.float32, exponent=-exponent)
+        return ScaledValues(operand.astype(jnp.float32))
+    exponent, factor = 0, 1.0
+    scale, lifted = operand.tensor_scale, operand
+    if operand.format.scale.kind == "exponent":
+        exponent, factor = -_HEADROOM, 2.0**_HEADROOM
+    elif scale is not None and scale.size == 1:
+        small = tiny.is_tiny(scale)
+        lifted = dataclasses.replace(operand, tensor_scale=tiny.lift(scale, small))
+        factor = jnp.where(small, jnp.float32(2.0**-64), jnp.float32(1)).reshape(())
+    values = decode(lifted, jnp.float32, exponent=exponent)
     if operand.primal is not None:
-        values = straight_through(values, operand.primal.astype(jnp.float32) * 2.0**-exponent)
-    return ScaledValues(values, exponent)
+        values = straight_through(values, operand.primal.astype(jnp.float32) / factor)
+    return ScaledValues(values, factor)
 
 
 def unscaled(product: jax.Array, lhs: ScaledValues, rhs: ScaledValues) -> jax.Array:
     """A product of the operands' values as one of what they stand for."""
-    exponent = lhs.exponent + rhs.exponent
-    return product * jnp.float32(2.0**exponent) if exponent else product
+    for factor in (lhs.factor, rhs.factor):
+        if isinstance(factor, jax.Array) or factor != 1.0:
+            product = product * factor
+    return product
 
 
 # Scales that are rounded up bring the largest finite float32 to 2^128 at most.

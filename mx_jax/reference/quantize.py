@@ -5,17 +5,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.codecs import blocks as block_shapes
-from mx_jax.codecs import float32
+from mx_jax.codecs import float32, tiny
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import NEAREST, Rounding
 from mx_jax.codecs.scale import encode_scaled, true_divide
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.scale_rules import BlockData, ScaleRule
-
-# Below this tensor scale, NVFP4's own float arithmetic would meet subnormals, which some platforms
-# flush and others keep. A larger scale than asked still represents every value.
-SMALLEST_TENSOR_SCALE = 2.0**-100
 
 
 def quantize(
@@ -79,12 +75,14 @@ def tensor_scale_of(amax: jax.Array, largest_value: float, ndim: int) -> jax.Arr
     """`amax / (largest block scale * largest element)`, float32 of shape [1] * ndim.
 
     Blocks with NaN or Inf are left out, since they become NaN by themselves; a tensor of zeros has
-    scale 1.
+    scale 1, and no other a smaller one than the smallest float32.
     """
     largest = jnp.max(jnp.where(amax < float32.INF, amax, 0), initial=0).reshape((1,) * ndim)
-    scale = true_divide(float32.from_bits(largest), largest_value)
-    scale = jnp.maximum(scale, SMALLEST_TENSOR_SCALE)
-    return jnp.where(largest == 0, jnp.float32(1), scale)
+    # Above 2^-64 even the smallest scale is far from subnormals.
+    small = largest < (127 - 64) << 23
+    scale = true_divide(tiny.lift(float32.from_bits(largest), small), largest_value)
+    bits = jnp.maximum(tiny.lower(float32.to_bits(scale), small), 1)
+    return jnp.where(largest == 0, jnp.float32(1), float32.from_bits(bits))
 
 
 def dequantize(x: MXArray, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax.codecs import element as element_codec
-from mx_jax.codecs import float32
+from mx_jax.codecs import float32, tiny
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import (
     E8M0_NAN,
@@ -119,9 +119,13 @@ def _element_scale(data: BlockData, target: float, smallest: float) -> jax.Array
     """Codes of `amax / target` over the tensor scale, clipped; NaN where amax is not finite."""
     of = _scale_element(data.format.scale)
     finite = data.amax < float32.INF
-    scale = true_divide(float32.from_bits(jnp.where(finite, data.amax, 0)), target)
-    if data.tensor_scale is not None:
-        scale = true_divide(scale, data.tensor_scale)
+    largest = float32.from_bits(jnp.where(finite, data.amax, 0))
+    if data.tensor_scale is None:
+        scale = true_divide(largest, target)
+    else:
+        small = tiny.is_tiny(data.tensor_scale)
+        scale = true_divide(tiny.lift(largest, small), target)
+        scale = true_divide(scale, tiny.lift(data.tensor_scale, small))
     codes = element_codec.encode(jnp.clip(scale, smallest, of.max), of)
     return jnp.where(finite, codes, jnp.uint8(of.nan_code or 0))
 

@@ -110,16 +110,3 @@ def test_both_casts_share_them():
     first, second = mx_jax.quantize_both(TOKENS, "nvfp4", tensor_scale=SCALES)
     same(first, mx_jax.quantize(TOKENS, "nvfp4", tensor_scale=SCALES))
     same(second, mx_jax.quantize(TOKENS, "nvfp4", axis=-2, tensor_scale=SCALES))
-
-
-@pytest.mark.xfail(strict=True, reason="the computed tensor scale is clamped at 2^-100")
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("amax", [3e-33, 1e-36])
-def test_tiny_tensors_lose_no_more_than_others(amax: float, backend: str):
-    unit = TOKENS / np.abs(TOKENS).max()
-    with mx_jax.only_backend(backend):
-        wanted, got = (
-            mx_jax.inspect.sqnr_db(x, mx_jax.cast(x, "nvfp4"))
-            for x in (unit, (unit * amax).astype(np.float32))
-        )
-    assert got > wanted - 0.1

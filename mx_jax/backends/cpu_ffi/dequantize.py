@@ -5,10 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from mx_jax.backends.base import DequantizeCall
 from mx_jax.backends.cpu_ffi import cast
 from mx_jax.backends.cpu_ffi.quantize import facts, rejects_blocks, rejects_parts
+from mx_jax.codecs import float32, tiny
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
@@ -27,6 +29,19 @@ def rejects(call: DequantizeCall) -> str | None:
 
 def dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
     """The values of x in `call.dtype`, by the handler."""
+    if x.tensor_scale is None:
+        return _by_handler(x, call.dtype)
+    small, scale = tiny.is_tiny(x.tensor_scale), x.tensor_scale
+
+    def lifted() -> jax.Array:
+        large = dataclasses.replace(x, tensor_scale=tiny.lift(scale, small))
+        bits = float32.to_bits(_by_handler(large, np.dtype("float32")))
+        return float32.from_bits(tiny.lower(bits, small), call.dtype)
+
+    return lax.cond(tiny.any_of(small), lifted, lambda: _by_handler(x, call.dtype))
+
+
+def _by_handler(x: MXArray, dtype: np.dtype) -> jax.Array:
     has_tensor_scale = x.tensor_scale is not None
     described = cast.Cast(
         target=TARGET,
@@ -39,12 +54,12 @@ def dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
             cast.Entry(per="block", blocks=x.blocks),
             *((cast.Entry(per="tensor"),) * has_tensor_scale),
         ),
-        results=(cast.Entry(per="element", dtype=np.dtype(call.dtype)),),
+        results=(cast.Entry(per="element", dtype=np.dtype(dtype)),),
     )
 
     def elsewhere(codes, scales, tensor_scale=None):
         parts = dict(codes=codes, scales=scales, tensor_scale=tensor_scale, primal=None)
-        return (dataclasses.replace(x, **parts).dequantize(call.dtype),)
+        return (dataclasses.replace(x, **parts).dequantize(dtype),)
 
     operands = [operand for operand in (x.codes, x.scales, x.tensor_scale) if operand is not None]
     (values,) = cast.run(described, operands, elsewhere)

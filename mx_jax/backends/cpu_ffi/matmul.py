@@ -13,6 +13,7 @@ from mx_jax.backends.base import MatmulCall, Operand
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.cpu_ffi.product import TARGET, Side, Static, product
 from mx_jax.backends.matrices import rejects_scale_axes
+from mx_jax.codecs import tiny
 from mx_jax.formats import E4M3_SCALE, E8M0, WHOLE, BlockFormat
 from mx_jax.formats.element import known_element
 from mx_jax.formats.scale import known_scale
@@ -134,7 +135,7 @@ def _by_handler(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
     for operand in (lhs, rhs):
         if isinstance(operand, MXArray) and operand.tensor_scale is not None:
             scale = operand.tensor_scale
-            alpha = alpha * scale.reshape(scale.shape[: call.num_batch])
+            alpha = tiny.product(alpha, scale.reshape(scale.shape[: call.num_batch]))
     static = Static(
         lhs=_side(left, lhs, call.lhs_k_first),
         rhs=_side(right, rhs, call.rhs_k_first),

@@ -14,6 +14,7 @@ from jax.custom_batching import custom_vmap
 from mx_jax.backends.base import MatmulCall, Operand
 from mx_jax.backends.cpu_ffi import matmul
 from mx_jax.backends.cpu_ffi.weights import PackedWeights
+from mx_jax.codecs import tiny
 from mx_jax.mxarray import MXArray
 
 TARGET = "mx_jax_cpu_matmul_packed"
@@ -61,9 +62,10 @@ def _by_handler(call: MatmulCall, lhs: Operand, rhs: PackedWeights) -> jax.Array
 
     alpha = jnp.ones((1,) * call.num_batch, jnp.float32)
     if rhs.tensor_scale is not None:
-        alpha = alpha * rhs.tensor_scale
+        alpha = tiny.product(alpha, rhs.tensor_scale)
     if quantized and lhs.tensor_scale is not None:
-        alpha = alpha * lhs.tensor_scale.reshape(lhs.tensor_scale.shape[: call.num_batch])
+        scale = lhs.tensor_scale
+        alpha = tiny.product(alpha, scale.reshape(scale.shape[: call.num_batch]))
     lhs_element, lhs_scale = matmul.names(lhs.format if isinstance(lhs, MXArray) else None)
     rhs_element, rhs_scale = matmul.names(rhs.format)
     static = Static(

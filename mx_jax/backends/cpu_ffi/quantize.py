@@ -1,5 +1,7 @@
 """Quantizing by the compiled handler: which calls it takes, and how it is called."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import numpy as np
 from mx_jax.backends.base import QuantizeCall
 from mx_jax.backends.cpu_ffi import cast
 from mx_jax.backends.cpu_ffi.tensor_scale import tensor_scale_of
+from mx_jax.codecs import tiny
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat
@@ -95,6 +98,20 @@ def quantize(
     x = jax.lax.stop_gradient(x)
     if call.format.tensor_scale and tensor_scale is None:
         tensor_scale = tensor_scale_of(x, call)
+    by_handler = functools.partial(_by_handler, call, random_bits)
+    if tensor_scale is None:
+        codes, scales = by_handler(x, None)
+    else:
+        codes, scales = tiny.divided(x, tensor_scale, by_handler)
+    return as_mxarray(codes, scales, tensor_scale, call)
+
+
+def _by_handler(
+    call: QuantizeCall,
+    random_bits: jax.Array | None,
+    x: jax.Array,
+    tensor_scale: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
     optional = {}
     if tensor_scale is not None:
         optional["tensor_scale"] = cast.Entry(per="tensor"), tensor_scale
@@ -111,7 +128,7 @@ def quantize(
     operands = (x, *(operand for _, operand in optional.values()))
     entries = tuple(entry for entry, _ in optional.values())
     codes, scales = cast.run(_cast(call, entries), operands, elsewhere)
-    return as_mxarray(codes, scales, tensor_scale, call)
+    return codes, scales
 
 
 def _cast(call: QuantizeCall, optional: tuple[cast.Entry, ...]) -> cast.Cast:

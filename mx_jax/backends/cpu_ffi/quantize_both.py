@@ -7,6 +7,7 @@ import jax
 from mx_jax.backends.base import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.cpu_ffi import cast, quantize
 from mx_jax.backends.cpu_ffi.tensor_scale import tensor_scale_of
+from mx_jax.codecs import tiny
 from mx_jax.codecs.blocks import Blocks, block_extent
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray
@@ -50,7 +51,25 @@ def quantize_both(
         tensor_scale = tensor_scale_of(x, call.first)
     last, other = _ordered(call)
     swapped = last is not call.first
-    bits = random_bits[::-1] if swapped else random_bits
+    by_handler = functools.partial(
+        _by_handler, (last, other), random_bits[::-1] if swapped else random_bits
+    )
+    if tensor_scale is None:
+        parts = by_handler(x, None)
+    else:
+        parts = tiny.divided(x, tensor_scale, by_handler)
+    along_last = quantize.as_mxarray(*parts[:2], tensor_scale, last)
+    along_other = quantize.as_mxarray(*parts[2:], tensor_scale, other)
+    return (along_other, along_last) if swapped else (along_last, along_other)
+
+
+def _by_handler(
+    calls: tuple[QuantizeCall, QuantizeCall],
+    bits: Bits,
+    x: jax.Array,
+    tensor_scale: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    last, other = calls
     operands, entries = [x], [cast.Entry(per="element")]
     for drawn in bits:
         if tensor_scale is not None:
@@ -68,10 +87,7 @@ def quantize_both(
         results=quantize.results(last) + quantize.results(other),
     )
     elsewhere = functools.partial(_elsewhere, (last, other), has_tensor_scale)
-    codes, scales, other_codes, other_scales = cast.run(described, operands, elsewhere)
-    along_last = quantize.as_mxarray(codes, scales, tensor_scale, last)
-    along_other = quantize.as_mxarray(other_codes, other_scales, tensor_scale, other)
-    return (along_other, along_last) if swapped else (along_last, along_other)
+    return tuple(cast.run(described, operands, elsewhere))
 
 
 def _elsewhere(

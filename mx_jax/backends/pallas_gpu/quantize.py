@@ -16,7 +16,7 @@ from mx_jax.backends.pallas_gpu.matmul import current_architecture
 from mx_jax.backends.pallas_gpu.quantize_views import View, ViewOfTiles, padded
 from mx_jax.backends.pallas_gpu.rejections import BLOCK_SCALED, rejects_machine
 from mx_jax.codecs import blocks as block_shapes
-from mx_jax.codecs import float32
+from mx_jax.codecs import float32, tiny
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.mxarray import MXArray
 from mx_jax.reference import quantize as reference
@@ -127,9 +127,18 @@ def _cast(
 ) -> list[MXArray]:
     x = lax.stop_gradient(x)
     architecture = architecture or current_architecture()
+    if len({call.format.tensor_scale for call in calls}) > 1:
+        # One may lift x, and the other must not.
+        return [_cast(x, (c,), tensor_scale, architecture, interpret)[0] for c in calls]
     factors = [_tensor_scale(x, call, tensor_scale) for call in calls]
     given = [factor.reshape(()) for factor in factors if factor is not None]
-    arrays = _batchable(calls, architecture, interpret)(x, *given)
+    kernel = _batchable(calls, architecture, interpret)
+    if given:
+        # Where there are two, both are of the same tensor.
+        count = len(given)
+        arrays = tiny.divided(x, given[0], lambda x, p: kernel(x, *(p,) * count))
+    else:
+        arrays = kernel(x)
     return [
         MXArray(
             codes=codes,

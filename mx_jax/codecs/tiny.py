@@ -1,0 +1,98 @@
+"""Tensor scales near the bottom of float32: their arithmetic done 2^64 times as large, exactly.
+
+NVFP4 divides by its tensor scale p. Of a tiny tensor p is a subnormal, which some platforms flush,
+and 1 / p may be Inf. So where p is tiny, both p and what it divides are lifted: multiplied by a
+power of two, which leaves the quotients, hence codes and block scales, as they are. What is
+multiplied by p is lowered again, in integers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from mx_jax.codecs import float32
+
+_LIFT = 64
+# 2^-100: above, no step of the arithmetic leaves the normal numbers.
+_TINY = (127 - 100) << 23
+
+
+def is_tiny(tensor_scale: jax.Array) -> jax.Array:
+    """Where a tensor scale is positive and below 2^-100."""
+    bits = float32.to_bits(tensor_scale)
+    return (bits > 0) & (bits < _TINY)
+
+
+def lift(x: jax.Array, where: jax.Array) -> jax.Array:
+    """Float32 values, times 2^64 where asked; subnormals are the numbers that they are.
+
+    Args:
+      x: float32, bfloat16 or float16.
+      where: bool, broadcastable to x.
+    """
+    bits = float32.to_bits(x)
+    values, magnitude = float32.from_bits(bits), bits & float32.ABS
+    # A subnormal is its pattern times 2^-149, and integers below 2^24 convert exactly.
+    small = float32.to_bits(magnitude.astype(jnp.float32) * jnp.float32(2.0 ** (_LIFT - 149)))
+    small = float32.from_bits(small | bits & jnp.int32(float32.SIGN))
+    lifted = jnp.where(magnitude < float32.HIDDEN, small, values * jnp.float32(2.0**_LIFT))
+    return jnp.where(where, lifted, values)
+
+
+def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
+    """Float32 patterns, divided by 2^64 where asked, rounded once where the result is subnormal.
+
+    Args:
+      bits: int32 patterns of normal numbers, zeros, Inf or NaN.
+      where: bool, broadcastable to bits.
+    """
+    magnitude = bits & float32.ABS
+    shift = _LIFT + 1 - (magnitude >> 23)
+    digits = magnitude & float32.MANTISSA | float32.HIDDEN
+    kept = digits >> jnp.clip(shift, 1, 31)
+    # To nearest, ties to even: half of what is dropped, less one where the last kept bit is even.
+    half = lax.shift_left(jnp.int32(1), jnp.clip(shift, 1, 25) - 1)
+    rounded = (digits + half - 1 + (kept & 1)) >> jnp.clip(shift, 1, 31)
+    lowered = jnp.where(shift > 0, rounded, magnitude - (_LIFT << 23))
+    fixed = (magnitude == 0) | (magnitude >= float32.INF) | ~where
+    return jnp.where(fixed, magnitude, lowered) | bits & jnp.int32(float32.SIGN)
+
+
+def product(left: jax.Array, right: jax.Array) -> jax.Array:
+    """The product of two tensor scales, rounded to what float32 has, subnormals included."""
+    lifted = [(lift(scale, is_tiny(scale)), is_tiny(scale)) for scale in (left, right)]
+    bits = float32.to_bits(lifted[0][0] * lifted[1][0])
+    for _, tiny in lifted:
+        bits = lower(bits, tiny)
+    return float32.from_bits(bits)
+
+
+def divided(x: jax.Array, tensor_scale: jax.Array, by: Callable[..., Any]) -> Any:
+    """`by(x, tensor_scale)`, or the same of both lifted: only if a scale is tiny, x is read for it.
+
+    Args:
+      x: what the scale divides.
+      tensor_scale: float32, broadcastable to x.
+      by: gives the same for both multiplied by one number.
+    """
+    tiny = is_tiny(tensor_scale)
+    return lax.cond(
+        any_of(tiny),
+        lambda: by(lift(x, tiny), lift(tensor_scale, tiny)),
+        lambda: by(x, tensor_scale),
+    )
+
+
+@custom_vmap
+def any_of(mask: jax.Array) -> jax.Array:
+    """`jnp.any`, also over the axes that vmap adds: a cond stays a branch there."""
+    return jnp.any(mask)
+
+
+@any_of.def_vmap
+def _any_of_batch(axis_size: int, in_batched: Any, mask: jax.Array) -> tuple[jax.Array, bool]:
+    return any_of(mask), False
