@@ -51,15 +51,16 @@ def quantize_both(
         tensor_scale = tensor_scale_of(x, call.first)
     last, other = _ordered(call)
     swapped = last is not call.first
-    by_handler = functools.partial(
-        _by_handler, (last, other), random_bits[::-1] if swapped else random_bits
-    )
+    first, second = random_bits
+    bits = (second, first) if swapped else (first, second)
+    by_handler = functools.partial(_by_handler, (last, other), bits)
     if tensor_scale is None:
         parts = by_handler(x, None)
     else:
         parts = tiny.divided(x, tensor_scale, by_handler)
-    along_last = quantize.as_mxarray(*parts[:2], tensor_scale, last)
-    along_other = quantize.as_mxarray(*parts[2:], tensor_scale, other)
+    codes, scales, other_codes, other_scales = parts
+    along_last = quantize.as_mxarray(codes, scales, tensor_scale, last)
+    along_other = quantize.as_mxarray(other_codes, other_scales, tensor_scale, other)
     return (along_other, along_last) if swapped else (along_last, along_other)
 
 
