@@ -146,7 +146,7 @@ class ExtremeCase:
       rhs: block format, of E8M0 scales.
       quantized_lhs: whether lhs has the same format; else it is float32.
       scale_rule: name.
-      exponent: rhs is about this power of two, and lhs about its inverse.
+      exponent: rhs is about this power of two, and lhs about its inverse, up to 2^100.
     """
 
     rhs: formats.BlockFormat
@@ -166,7 +166,9 @@ class ExtremeCase:
         lhs, rhs = (rng.uniform(0.5, 1, shape) for shape in (call.lhs_shape, call.rhs_shape))
         rhs = np.where(rng.random(rhs.shape) < 0.1, 1.0, rhs) * rng.choice([-1, 1], rhs.shape)
         rhs = np.minimum(np.abs(rhs) * 2.0**self.exponent, 3.4028234e38) * np.sign(rhs)
-        lhs = np.where(rng.random(lhs.shape) < 0.2, 0.0, lhs) * 2.0 ** max(-self.exponent, -120)
+        lhs = np.where(rng.random(lhs.shape) < 0.2, 0.0, lhs)
+        # Backends may add lhs times codes before scaling: for float32 that has its end at 2^128.
+        lhs *= 2.0 ** np.clip(-self.exponent, -120, _LARGEST_LHS)
         rhs[0] = 2.0 ** (self.exponent // 2)
         quantized = self._quantized(rhs)
         left = lhs.astype(np.float32)
@@ -194,6 +196,9 @@ EXTREME_CASES = tuple(
     for both in (False, True)
     for exponent in (128, -119, -124)
 )
+
+# A float32 lhs times codes up to 2^16, 2^12 of them, stays finite.
+_LARGEST_LHS = 100
 
 # Below this a value of an operand may count as zero.
 FLUSHED = 2.0**-124

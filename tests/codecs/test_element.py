@@ -236,10 +236,9 @@ def test_random_bits_are_needed_for_stochastic_rounding():
         encode(jnp.ones(3), E4M3, rounding=stochastic(8))
 
 
-@pytest.mark.parametrize("name", element_codec._CONVERTED)
-def test_decoding_by_conversion_is_decoding(name: str):
+@pytest.mark.parametrize("element", element_codec._CONVERTED, ids=lambda element: element.name)
+def test_decoding_by_conversion_is_decoding(element: ElementFormat):
     """What GPUs run, on this platform."""
-    (element,) = (e for e in ELEMENT_FORMATS if e.dtype_name == name)
     codes = jnp.arange(256, dtype=jnp.uint8)
     np.testing.assert_array_equal(
         element_codec._decode_by_conversion(codes, element),

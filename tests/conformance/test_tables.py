@@ -91,7 +91,7 @@ def test_dequantize_every_code_under_every_scale(mode: Callable):
         return MXArray(
             codes=jnp.tile(jnp.arange(count, dtype=jnp.uint8), (256, 1)),
             scales=jnp.arange(256, dtype=jnp.uint8)[:, None],
-            format=FORMATS[name],
+            format=FORMATS[name].with_block(count),
             blocks=((-1, count),),
             dtype=np.dtype(np.float32),
         )
