@@ -144,7 +144,7 @@ def isas() -> list[str]:
 
 
 @needs_library
-@pytest.mark.one_python(reason="compares instruction sets of one compiled file, the same on both")
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", isas())
 def test_random_casts(isa: str):
     result = subprocess.run(

@@ -33,6 +33,7 @@ def settings(module) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_bytes_of_linear_layers(module, settings):
     """Kept operands are as wide as their dtype; kept codes a byte, and one of scale in 32."""
     residuals = module("residuals")

@@ -53,6 +53,7 @@ def test_log_has_a_line_each_validation_no_bar_and_a_sample(call, capfd):
     assert "%|" not in output + errors
 
 
+@pytest.mark.slow
 def test_resumed_runs_end_bit_identical(call, results, measured, final_state, at_step, capsys):
     def interrupt():
         signal.raise_signal(signal.SIGINT)
@@ -195,6 +196,7 @@ def tiny(example):
     return settings, state, np.arange(66, dtype=np.int32).reshape(2, 33) % 16
 
 
+@pytest.mark.slow
 def test_what_a_step_draws_is_a_function_of_seed_and_step(example, tiny):
     training, (settings, state, tokens) = example("lm.training"), tiny
     chosen = example("lm.settings").precision("mxfp4_backward")
@@ -212,6 +214,7 @@ def test_what_a_step_draws_is_a_function_of_seed_and_step(example, tiny):
     assert not np.array_equal(first[0], 0 * first[0])
 
 
+@pytest.mark.slow
 def test_chosen_blocks_and_the_head_follow_their_own_recipe(example, tiny):
     """High-precision blocks are what float32's model computes; the others are not."""
     training, (settings, state, tokens) = example("lm.training"), tiny

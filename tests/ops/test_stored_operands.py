@@ -117,6 +117,7 @@ def test_a_stored_weight_and_the_weight_give_one_gradient():
 # Saved codes --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_saved_codes_are_requantized_from_their_exact_values():
     """NVFP4's values need more bits than bfloat16 has: in float32 they are rounded once."""
     recipe = uniform(operand("nvfp4"), residuals=Residuals.QUANTIZED)

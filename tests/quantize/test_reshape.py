@@ -88,6 +88,7 @@ def test_jnp_reshape_keeps_codes():
         jnp.reshape(array((3, 64)), (12, 16))
 
 
+@pytest.mark.slow
 def test_reshape_passes_gradients_and_a_tensor_scale_for_each_matrix():
     def loss(x: jax.Array) -> jax.Array:
         return (mx_jax.quantize(x, "mxfp4").reshape(2, 2, 32).dequantize() ** 2).sum()
