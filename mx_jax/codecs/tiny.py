@@ -51,14 +51,13 @@ def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
       where: bool, broadcastable to bits.
     """
     magnitude = bits & float32.ABS
-    shift = _LIFT + 1 - (magnitude >> 23)
-    digits = magnitude & float32.MANTISSA | float32.HIDDEN
-    kept = digits >> jnp.clip(shift, 1, 31)
-    # To nearest, ties to even: half of what is dropped, less one where the last kept bit is even.
-    half = lax.shift_left(jnp.int32(1), jnp.clip(shift, 1, 25) - 1)
-    rounded = (digits + half - 1 + (kept & 1)) >> jnp.clip(shift, 1, 31)
-    lowered = jnp.where(shift > 0, rounded, magnitude - (_LIFT << 23))
-    fixed = (magnitude == 0) | (magnitude >= float32.INF) | ~where
+    # Beside 2^-62, which is subnormals' end times 2^64, the sum's last bit is their unit: addition
+    # rounds, to nearest and ties to even, and what it adds to the pattern is the result's pattern.
+    beside = float32.from_bits(magnitude) + jnp.float32(2.0**-62)
+    subnormal = float32.to_bits(beside) - ((127 - 62) << 23)
+    lowered = magnitude - (_LIFT << 23)
+    lowered = jnp.where(magnitude < (127 - 62) << 23, subnormal, lowered)
+    fixed = (magnitude >= float32.INF) | ~where
     return jnp.where(fixed, magnitude, lowered) | bits & jnp.int32(float32.SIGN)
 
 
