@@ -11,6 +11,7 @@ from mx_jax import formats
 from mx_jax.backends.pallas_gpu import matmul
 from mx_jax.backends.pallas_gpu.weights import pack
 from mx_jax.formats import MXFP4, BlockFormat
+from mx_jax.mxarray import without_tensor_scale
 from tests.backends.mosaic import interpreter, mostly_slow, needs_mosaic
 from tests.backends.test_pallas_gpu import PACKED, random_weights
 
@@ -29,7 +30,7 @@ def test_decodes_as_xla_does(format: BlockFormat, architecture: str, rng: np.ran
         scales[0, 3], scales[1, 5, 1] = 250, 255
     weights = dataclasses.replace(weights, codes=codes, scales=jnp.asarray(scales))
     packed = pack(weights)
-    expected = dataclasses.replace(packed.unpack(), tensor_scale=None).dequantize(jnp.bfloat16)
+    expected = without_tensor_scale(packed.unpack()).dequantize(jnp.bfloat16)
     values = matmul._decoded(packed, architecture, interpreter())
     assert values.shape == (2, packed.padded_n, packed.padded_k)
     # Not bit by bit: a zero of E5M2 loses its sign, which no product shows.

@@ -132,13 +132,7 @@ def _cast(
         return [_cast(x, (c,), tensor_scale, architecture, interpret)[0] for c in calls]
     factors = [_tensor_scale(x, call, tensor_scale) for call in calls]
     given = [factor.reshape(()) for factor in factors if factor is not None]
-    kernel = _batchable(calls, architecture, interpret)
-    if given:
-        # Where there are two, both are of the same tensor.
-        count = len(given)
-        arrays = tiny.divided(x, given[0], lambda x, p: kernel(x, *(p,) * count))
-    else:
-        arrays = kernel(x)
+    arrays = _batchable(calls, architecture, interpret)(x, *given)
     return [
         MXArray(
             codes=codes,
@@ -171,7 +165,15 @@ def _batchable(calls: tuple[QuantizeCall, ...], architecture: str, interpret: An
     """The kernel on x and tensor scales, batched by one more leading axis of x."""
 
     def plain(x: jax.Array, *tensor_scales: jax.Array) -> tuple[jax.Array, ...]:
-        return _run(x, calls, tensor_scales, architecture, interpret)
+        if not tensor_scales:
+            return _run(x, calls, (), architecture, interpret)
+
+        def run(x: jax.Array, tensor_scale: jax.Array) -> tuple[jax.Array, ...]:
+            # Where there are two, both are of the same tensor.
+            same = (tensor_scale,) * len(tensor_scales)
+            return _run(x, calls, same, architecture, interpret)
+
+        return tiny.divided(x, tensor_scales[0], run)
 
     function: Any = custom_vmap(plain)
 
