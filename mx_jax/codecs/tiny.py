@@ -16,7 +16,8 @@ from jax.custom_batching import custom_vmap
 
 from mx_jax.codecs import float32
 
-_LIFT = 64
+# Exponent of the power of two that lifts.
+LIFT = 64
 # 2^-100: above, no step of the arithmetic leaves the normal numbers.
 _TINY = (127 - 100) << 23
 
@@ -37,9 +38,9 @@ def lift(x: jax.Array, where: jax.Array) -> jax.Array:
     bits = float32.to_bits(x)
     values, magnitude = float32.from_bits(bits), bits & float32.ABS
     # A subnormal is its pattern times 2^-149, and integers below 2^24 convert exactly.
-    small = float32.to_bits(magnitude.astype(jnp.float32) * jnp.float32(2.0 ** (_LIFT - 149)))
+    small = float32.to_bits(magnitude.astype(jnp.float32) * jnp.float32(2.0 ** (LIFT - 149)))
     small = float32.from_bits(small | bits & jnp.int32(float32.SIGN))
-    lifted = jnp.where(magnitude < float32.HIDDEN, small, values * jnp.float32(2.0**_LIFT))
+    lifted = jnp.where(magnitude < float32.HIDDEN, small, values * jnp.float32(2.0**LIFT))
     return jnp.where(where, lifted, values)
 
 
@@ -55,7 +56,7 @@ def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
     # rounds, to nearest and ties to even, and what it adds to the pattern is the result's pattern.
     beside = float32.from_bits(magnitude) + jnp.float32(2.0**-62)
     subnormal = float32.to_bits(beside) - ((127 - 62) << 23)
-    lowered = magnitude - (_LIFT << 23)
+    lowered = magnitude - (LIFT << 23)
     lowered = jnp.where(magnitude < (127 - 62) << 23, subnormal, lowered)
     fixed = (magnitude >= float32.INF) | ~where
     return jnp.where(fixed, magnitude, lowered) | bits & jnp.int32(float32.SIGN)

@@ -76,7 +76,7 @@ def scaled_values(operand: jax.Array | MXArray) -> ScaledValues:
     elif scale is not None and scale.size == 1:
         small = tiny.is_tiny(scale)
         lifted = dataclasses.replace(operand, tensor_scale=tiny.lift(scale, small))
-        factor = jnp.where(small, jnp.float32(2.0**-64), jnp.float32(1)).reshape(())
+        factor = jnp.where(small, jnp.float32(2.0**-tiny.LIFT), jnp.float32(1)).reshape(())
     values = decode(lifted, jnp.float32, exponent=exponent)
     if operand.primal is not None:
         values = straight_through(values, operand.primal.astype(jnp.float32) / factor)
