@@ -1,0 +1,191 @@
+"""What the house weighs: walks, lines and types of geometry, kept in benchmarks/results/structure.
+
+`python -m tests.contracts.structure after` measures the sources as they are, enters them under that
+label and writes the page anew. `test_walk.py` holds the walks to the entry made last.
+"""
+
+import argparse
+import ast
+import json
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.report import RESULTS, Sheet
+from tests.contracts import walk
+
+ROOT = Path(__file__).parents[2]
+RECORD = RESULTS / "structure.json"
+PAGE = RESULTS / "structure.md"
+
+# What says which axes of an operand are batch, kept and contracted, where blocks lie along them and
+# in which order they come: class, and the fields or properties that do.
+GEOMETRY = (
+    ("Axes", ""),
+    ("Groups", ""),
+    ("Place", ""),
+    ("Side", "shape k_first"),
+    ("Static", "num_batch num_k alpha_shape block lhs_k_first columns"),
+    ("MatmulCall", "lhs_shape rhs_shape num_batch num_contracting lhs_k_first rhs_k_first"),
+    ("PackCall", "shape blocks num_batch contracting kept k_first"),
+    ("PackedMXArray", "kept k k_first"),
+    ("GpuWeights", "kept k k_first"),
+    ("PackedWeights", "kept k k_first shape"),
+)
+
+
+def measure() -> dict[str, Any]:
+    """All the numbers, of the sources as they are."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {
+        "commit": commit.stdout.strip(),
+        "jax": jax.__version__,
+        "walks": {name: walk.take(name).counts() for name in walk.names()},
+        "lines": lines(),
+        "geometry": geometry(),
+        "k_first": _mentions("k_first"),
+    }
+
+
+def lines() -> dict[str, int]:
+    """Lines of Python and C++ by folder, those of files beside the folders under the parent."""
+    found: Counter[str] = Counter()
+    for path in _sources("mx_jax", ("*.py",)):
+        found[str(path.relative_to(ROOT).parent)] += _num_lines(path)
+    for path in _sources(
+        "custom_calls", ("*.cc", "*.h", "*.inc", "*.py", "CMakeLists.txt", "*.cmake")
+    ):
+        inside = path.relative_to(ROOT).parts
+        found["/".join(inside[:2]) if len(inside) > 2 else inside[0]] += _num_lines(path)
+    return dict(sorted(found.items()))
+
+
+def geometry() -> list[str]:
+    """The types of `GEOMETRY` that stand in mx_jax: file, class and what of it is geometry."""
+    found = []
+    for path in _sources("mx_jax", ("*.py",)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for name, fields in GEOMETRY if isinstance(node, ast.ClassDef) else ():
+                if node.name == name:
+                    here = _names(node) if not fields else _names(node) & set(fields.split())
+                    place = path.relative_to(ROOT / "mx_jax")
+                    found += [f"`{name}` ({place}): {', '.join(sorted(here))}"] if here else []
+    return sorted(found)
+
+
+def _names(node: ast.ClassDef) -> set[str]:
+    """Fields and properties."""
+    fields = {
+        n.target.id
+        for n in node.body
+        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    }
+    properties = {
+        n.name
+        for n in node.body
+        if isinstance(n, ast.FunctionDef)
+        and any(isinstance(d, ast.Name) and d.id == "property" for d in n.decorator_list)
+    }
+    return fields | properties
+
+
+def _mentions(word: str) -> dict[str, int]:
+    texts = [path.read_text() for path in _sources("mx_jax", ("*.py",))]
+    counts = [sum(bool(re.search(word, line)) for line in text.splitlines()) for text in texts]
+    return {"lines": sum(counts), "files": sum(count > 0 for count in counts)}
+
+
+def _sources(folder: str, patterns: Iterable[str]) -> list[Path]:
+    found = (path for pattern in patterns for path in (ROOT / folder).rglob(pattern))
+    return sorted(path for path in found if "__pycache__" not in path.parts)
+
+
+def _num_lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def committed() -> dict[str, Any]:
+    """Every entry, by its label."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def sheets(record: dict[str, Any]) -> list[Sheet]:
+    """The page's tables; what stands for two entries reads `first -> second`."""
+    entries = list(record.values())
+
+    def row(name: str, *path: str) -> str:
+        values = []
+        for entry in entries:
+            value: Any = entry
+            for key in (*path, name):
+                value = value.get(key, "-") if isinstance(value, dict) else "-"
+            values.append(str(value))
+        return " -> ".join(values)
+
+    walks = Sheet("From a call to the kernel", ["walk", *walk.COLUMNS], notes=[_definitions()])
+    for name in dict.fromkeys(name for entry in entries for name in entry["walks"]):
+        walks.rows.append([name, *(row(column, "walks", name) for column in walk.COLUMNS)])
+    folders = Sheet("Lines by folder", ["folder", "lines"])
+    for folder in sorted({folder for entry in entries for folder in entry["lines"]}):
+        folders.rows.append([folder, row(folder, "lines")])
+    sums = [
+        [sum(v for k, v in e["lines"].items() if k.startswith(top)) for e in entries]
+        for top in _TOPS
+    ]
+    folders.rows += [
+        [f"all of {top}", " -> ".join(map(str, s))] for top, s in zip(_TOPS, sums, strict=True)
+    ]
+    words = Sheet("`k_first` in mx_jax", ["", "number"])
+    words.rows += [[what, row(what, "k_first")] for what in ("lines", "files")]
+    return [walks, folders, words]
+
+
+_TOPS = ("mx_jax", "custom_calls")
+
+
+def _definitions() -> str:
+    return str(walk.__doc__).partition("\n\n")[2].strip()
+
+
+def page(record: dict[str, Any]) -> str:
+    """The page, from every entry."""
+    made = "; ".join(
+        f"{label}: commit {e['commit']}, jax {e['jax']}" for label, e in record.items()
+    )
+    parts = ["# tests.contracts.structure", "", f"{made}.", ""]
+    parts += [sheet.markdown() for sheet in sheets(record)]
+    parts += ["## Types that describe the geometry of an operand", ""]
+    for label, entry in record.items():
+        parts += [
+            f"{label}, {len(entry['geometry'])}:",
+            "",
+            *(f"- {t}" for t in entry["geometry"]),
+            "",
+        ]
+    return "\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.contracts.structure", description=str(__doc__)
+    )
+    parser.add_argument("label", help="of the entry that is made or replaced, e.g. before or after")
+    record = committed() | {parser.parse_args().label: measure()}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    PAGE.write_text(page(record))
+    print(page(record))
+
+
+if __name__ == "__main__":
+    main()

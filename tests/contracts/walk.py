@@ -1,0 +1,252 @@
+"""How far it is from what a user calls to the kernel: `python -m tests.contracts.walk`.
+
+A frame is a call of a Python function that is written in a file of mx_jax. Comprehensions are not
+counted (Python 3.12 has none), nor is what dataclasses generate. For each walk:
+
+- `depth`: frames of mx_jax that are on the stack when a kernel is called (`jax.ffi.ffi_call`, or
+  Pallas's `kernel` and `pallas_call`), at most; `way files`: the files that these are written in.
+- `frames`: all that were entered until then and after, `files`: theirs, and `changes`: how often a
+  frame was entered that is written in another file than the one before it. What is traced for
+  platforms that the call is not for is among them.
+
+Every walk is traced in full: no jit of JAX and no cache of mx_jax remembers an earlier one. Caches
+without arguments (is the C++ library there?) are facts of the machine, and stay.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from rich.console import Console
+from rich.table import Table
+
+import mx_jax
+
+PACKAGE = os.path.dirname(mx_jax.__file__) + os.sep
+_INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
+COLUMNS = ("depth", "way files", "frames", "files", "changes")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Walk:
+    """What was entered between a call and the end of its trace.
+
+    Attributes:
+      way: (file, function) of the frames on the stack when a kernel was called, outermost first;
+        of several such ways the longest, and the first of these.
+      entered: the file of each frame, in the order in which they were entered.
+    """
+
+    way: tuple[tuple[str, str], ...]
+    entered: tuple[str, ...]
+
+    def counts(self) -> dict[str, int]:
+        """The numbers that the module describes."""
+        pairs = zip(self.entered, self.entered[1:], strict=False)
+        numbers = (
+            len(self.way),
+            len({file for file, _ in self.way}),
+            len(self.entered),
+            len(set(self.entered)),
+            sum(before != after for before, after in pairs),
+        )
+        return dict(zip(COLUMNS, numbers, strict=True))
+
+
+def record(run: Callable[[], Any]) -> Walk:
+    """Follow a call from empty caches; the call itself is no frame of mx_jax."""
+    run()  # imports what it needs
+    clear_caches()
+    kernels = _kernels()
+    way: list[tuple[str, str]] = []
+    entered: list[str] = []
+
+    def follow(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal way
+        if event != "call":
+            return
+        file = _file(frame.f_code)
+        if file is not None:
+            entered.append(file)
+        elif frame.f_code in kernels:
+            found = _stack(frame)
+            way = found if len(found) > len(way) else way
+
+    sys.setprofile(follow)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    if not way:
+        raise RuntimeError("walk: no kernel was called; is the C++ library here?")
+    return Walk(way=tuple(way), entered=tuple(entered))
+
+
+def clear_caches() -> None:
+    """Forget what was traced, and what mx_jax remembers for given arguments."""
+    jax.clear_caches()
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] != "mx_jax":
+            continue
+        for value in vars(module).values():
+            if (
+                isinstance(value, functools._lru_cache_wrapper)
+                and inspect.signature(value).parameters
+            ):
+                value.cache_clear()
+
+
+def _kernels() -> frozenset[CodeType]:
+    functions: list[Any] = [jax.ffi.ffi_call, pl.pallas_call]
+    with contextlib.suppress(ImportError):
+        from jax.experimental.pallas import mosaic_gpu
+
+        functions.append(mosaic_gpu.kernel)
+    return frozenset(inspect.unwrap(function).__code__ for function in functions)
+
+
+def _file(code: CodeType) -> str | None:
+    """Where a frame is written, inside mx_jax; None elsewhere."""
+    if not code.co_filename.startswith(PACKAGE) or code.co_name in _INLINED:
+        return None
+    return code.co_filename[len(PACKAGE) :]
+
+
+def _stack(innermost: FrameType) -> list[tuple[str, str]]:
+    found = []
+    frame: FrameType | None = innermost
+    while frame is not None:
+        file = _file(frame.f_code)
+        if file is not None:
+            found.append((file, frame.f_code.co_qualname))
+        frame = frame.f_back
+    return found[::-1]
+
+
+# The walks ----------------------------------------------------------------------------------------
+
+Run = Callable[[], Any]
+X = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+
+
+@contextlib.contextmanager
+def dense_forward() -> Iterator[Run]:
+    """`mx_jax.nn.linen.Dense` in mxfp8, to the C++ kernels: two casts and a product."""
+    layer = mx_jax.nn.linen.Dense(32, recipe="mxfp8")
+    with mx_jax.testing.target("cpu"):
+        variables = jax.eval_shape(layer.init, jax.random.key(0), X)
+        yield lambda: jax.jit(layer.apply).trace(variables, X)
+
+
+@contextlib.contextmanager
+def dense_backward() -> Iterator[Run]:
+    """The same with the gradients of input, kernel and bias."""
+    layer = mx_jax.nn.linen.Dense(32, recipe="mxfp8")
+
+    def loss(variables: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(layer.apply(variables, x))
+
+    with mx_jax.testing.target("cpu"):
+        variables = jax.eval_shape(layer.init, jax.random.key(0), X)
+        yield lambda: jax.jit(jax.grad(loss, argnums=(0, 1))).trace(variables, X)
+
+
+@contextlib.contextmanager
+def packed_product() -> Iterator[Run]:
+    """`mx_jax.matmul` of float32 by packed MXFP4 weights, to the C++ kernel."""
+    recipe = mx_jax.recipes.weight_only("mxfp4")
+    with mx_jax.testing.target("cpu"):
+        weights = mx_jax.pack_weights(mx_jax.quantize(jnp.ones((64, 32)), "mxfp4", axis=0))
+
+        def product(x: jax.Array, weights: Any) -> jax.Array:
+            return mx_jax.matmul(x, weights, recipe=recipe)
+
+        yield lambda: jax.jit(product).trace(X, weights)
+
+
+@contextlib.contextmanager
+def pallas_product() -> Iterator[Run]:
+    """`mx_jax.matmul` of bfloat16 by MXFP4 weights, lowered for a Hopper GPU."""
+    recipe = mx_jax.recipes.weight_only("mxfp4")
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.bfloat16)
+    kernel = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    weights = jax.eval_shape(lambda kernel: mx_jax.quantize(kernel, "mxfp4", axis=0), kernel)
+
+    def product(x: jax.Array, weights: Any) -> jax.Array:
+        return mx_jax.matmul(x, weights, recipe=recipe)
+
+    with mx_jax.testing.target("cuda", (9, 0)), mx_jax.only_backend("pallas_gpu"):
+        yield lambda: jax.jit(product).trace(x, weights).lower(lowering_platforms=("cuda",))
+
+
+WALKS = (dense_forward, dense_backward, packed_product, pallas_product)
+
+
+def names() -> tuple[str, ...]:
+    """The walks that this JAX can take: Pallas's kernels for GPUs ask for a newer one."""
+    return tuple(walk.__name__ for walk in WALKS if walk is not pallas_product or _has_pallas())
+
+
+def _has_pallas() -> bool:
+    return jax.__version_info__ >= (0, 11, 2) and sys.version_info >= (3, 12)
+
+
+def take(name: str) -> Walk:
+    """One of the walks, by the name of its function."""
+    (start,) = (walk for walk in WALKS if walk.__name__ == name)
+    with start() as run:
+        return record(run)
+
+
+# What is printed ----------------------------------------------------------------------------------
+
+
+def draw(walk: Walk) -> str:
+    """The way in files, as deep as its frames."""
+    lines, before = [], None
+    for depth, (file, function) in enumerate(walk.way):
+        place = f"{file}: " if file != before else " " * (len(file) + 2)
+        lines.append(f"{depth + 1:2} {'  ' * depth}{place}{function}")
+        before = file
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.contracts.walk",
+        description=str(__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    known = [walk.__name__ for walk in WALKS]
+    parser.add_argument("walks", nargs="*", metavar="WALK", help=f"default: {', '.join(known)}")
+    parser.add_argument("--draw", action="store_true", help="print each way, frame by frame")
+    parser.add_argument("--json", action="store_true", help="print the counts as JSON")
+    options = parser.parse_args()
+    if unknown := set(options.walks) - set(known):
+        parser.error(f"unknown walk: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    walks = {name: take(name) for name in options.walks or names()}
+    if options.json:
+        print(json.dumps({name: walk.counts() for name, walk in walks.items()}))
+        return
+    table = Table("walk", *COLUMNS, title="From a call to the kernel", title_justify="left")
+    for name, walk in walks.items():
+        table.add_row(name, *map(str, walk.counts().values()))
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console.print(table)
+    for name, walk in walks.items() if options.draw else ():
+        console.print(f"\n{name}\n{draw(walk)}", markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
