@@ -8,6 +8,7 @@ import jax
 
 from mx_jax.backends import target as machine
 from mx_jax.backends.base import Backend, Call, Target
+from mx_jax.backends.records import Selection, active_recorder
 from mx_jax.backends.table import BACKENDS, REFERENCE
 
 # Overrides enter the jit cache key: a function traced under one backend is not reused for another.
@@ -123,6 +124,24 @@ def on_request(call: Call, target: Target, backends: Sequence[Backend] = BACKEND
 
 
 def _ask(
+    call: Call, target: Target, backends: Sequence[Backend]
+) -> tuple[Choice | None, list[tuple[str, str]]]:
+    choice, rejections = _first(call, target, backends)
+    recorder = active_recorder()
+    if recorder is not None:
+        recorder.entries.append(
+            Selection(
+                call=call,
+                target=target,
+                backend=None if choice is None else choice.backend.name,
+                rejections=tuple(rejections),
+                on_request=tuple(on_request(call, target, backends)),
+            )
+        )
+    return choice, rejections
+
+
+def _first(
     call: Call, target: Target, backends: Sequence[Backend]
 ) -> tuple[Choice | None, list[tuple[str, str]]]:
     only, preferred = _only_backend.value, _preferred.value

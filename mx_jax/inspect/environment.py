@@ -5,11 +5,13 @@ import os
 import platform
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from mx_jax import recipes
 from mx_jax.backends.base import (
     Call,
     DequantizeCall,
@@ -17,14 +19,18 @@ from mx_jax.backends.base import (
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
-    Target,
 )
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.pallas_gpu import tuning
-from mx_jax.backends.select import current_target, find, only_if_named
+from mx_jax.backends.records import Selection, recording
+from mx_jax.backends.select import current_target, only_if_named
 from mx_jax.backends.table import BACKENDS
-from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP4, MXFP8_E4M3, NVFP4, BlockFormat
-from mx_jax.specs import operand
+from mx_jax.formats import MXFP4, MXFP8_E4M3
+from mx_jax.ops.dot_general import matmul
+from mx_jax.ops.packing import pack_weights
+from mx_jax.ops.quantize import dequantize, quantize
+from mx_jax.ops.quantize_both import quantize_both
+from mx_jax.specs import MatmulRecipe
 
 _PACKAGES = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy")
 _VARIABLES = (
@@ -38,7 +44,6 @@ _VARIABLES = (
     "XLA_FLAGS",
 )
 _SIZE = 1024
-_BFLOAT16 = np.dtype("bfloat16")
 
 
 def describe() -> dict[str, Any]:
@@ -59,7 +64,7 @@ def describe() -> dict[str, Any]:
     except RuntimeError as error:
         return found | {"error": f"JAX finds no device: {error}"}
     numbers = Counter((device.platform, device.device_kind) for device in devices)
-    target = current_target()
+    target, selections = current_target(), _selections()
     return found | {
         "devices": [{"platform": p, "kind": k, "number": n} for (p, k), n in numbers.items()],
         "target": {
@@ -67,8 +72,8 @@ def describe() -> dict[str, Any]:
             "compute_capability": target.compute_capability and list(target.compute_capability),
             "num_devices": target.num_devices,
         },
-        "backends": _backends(target),
-        "calls": {name: _chosen(call, target) for name, call in _calls().items()},
+        "backends": _backends(selections),
+        "calls": {name: s.backend or "two casts" for name, s in selections.items()},
     }
 
 
@@ -90,11 +95,11 @@ def _cpu_library() -> dict[str, str | None]:
     }
 
 
-def _backends(target: Target) -> list[dict[str, Any]]:
-    named, calls = only_if_named(), _calls()
+def _backends(selections: dict[str, Selection]) -> list[dict[str, Any]]:
+    named = only_if_named()
     found = []
     for backend in BACKENDS:
-        reasons = {name: backend.rejects(call, target) for name, call in calls.items()}
+        reasons = {name: backend.rejects(s.call, s.target) for name, s in selections.items()}
         found.append(
             {
                 "name": backend.name,
@@ -106,50 +111,28 @@ def _backends(target: Target) -> list[dict[str, Any]]:
     return found
 
 
-def _chosen(call: Call, target: Target) -> str:
-    choice = find(call, target)
-    return "two casts" if choice is None else choice.backend.name
+def _selections() -> dict[str, Selection]:
+    """What is selected for one call of each kind that matters, of common sizes."""
+    x = jax.ShapeDtypeStruct((_SIZE, _SIZE), np.dtype("bfloat16"))
+    found = {}
+    for name, (kind, function) in _EXAMPLES.items():
+        with recording() as recorder:
+            jax.eval_shape(function, x)
+        found[name] = next(s for s in recorder.selections if isinstance(s.call, kind))
+    return found
 
 
-def _calls() -> dict[str, Call]:
-    """One call of each kind that matters, of common sizes."""
-    rows, columns = (_cast(axis) for axis in (-1, -2))
-    shape, blocks = rows.shape, rows.blocks
-    mxfp4 = PackCall(shape=shape, format=MXFP4, blocks=blocks, num_batch=0, contracting=(1,))
-    return {
-        "cast to MXFP8": rows,
-        "cast along both axes": QuantizeBothCall(first=rows, second=columns),
-        "dequantize MXFP8": DequantizeCall(
-            shape=shape, dtype=_BFLOAT16, format=MXFP8_E4M3, blocks=blocks
-        ),
-        "bfloat16 x MXFP4": _product(None, MXFP4),
-        "pack MXFP4 weights": mxfp4,
-        "MXFP8 x MXFP8": _product(MXFP8_E4M3, MXFP8_E4M3),
-        "NVFP4 x NVFP4": _product(NVFP4, NVFP4),
-        "float8 x float8, scales by rows": _product(FLOAT8_ROWWISE_E4M3, FLOAT8_ROWWISE_E4M3),
-    }
+def _product(recipe: MatmulRecipe | str) -> tuple[type[Call], Callable[[jax.Array], Any]]:
+    return MatmulCall, lambda x: matmul(x, x, recipe=recipe)
 
 
-def _cast(axis: int) -> QuantizeCall:
-    spec = operand(MXFP8_E4M3)
-    return QuantizeCall(
-        shape=(_SIZE, _SIZE),
-        dtype=_BFLOAT16,
-        format=spec.format,
-        blocks=((axis, 32),),
-        scale_rule=spec.scale_rule,
-        rounding=spec.rounding,
-    )
-
-
-def _product(lhs: BlockFormat | None, rhs: BlockFormat) -> MatmulCall:
-    return MatmulCall(
-        lhs_shape=(_SIZE, _SIZE),
-        rhs_shape=(_SIZE, _SIZE),
-        num_batch=0,
-        num_contracting=1,
-        lhs_format=lhs,
-        rhs_format=rhs,
-        lhs_dtype=_BFLOAT16 if lhs is None else None,
-        out_dtype=_BFLOAT16,
-    )
+_EXAMPLES: dict[str, tuple[type[Call], Callable[[jax.Array], Any]]] = {
+    "cast to MXFP8": (QuantizeCall, lambda x: quantize(x, MXFP8_E4M3)),
+    "cast along both axes": (QuantizeBothCall, lambda x: quantize_both(x, MXFP8_E4M3)),
+    "dequantize MXFP8": (DequantizeCall, lambda x: dequantize(quantize(x, MXFP8_E4M3))),
+    "bfloat16 x MXFP4": _product(recipes.weight_only(MXFP4)),
+    "pack MXFP4 weights": (PackCall, lambda x: pack_weights(quantize(x, MXFP4))),
+    "MXFP8 x MXFP8": _product("mxfp8"),
+    "NVFP4 x NVFP4": _product("nvfp4"),
+    "float8 x float8, scales by rows": _product("float8_rowwise"),
+}

@@ -6,6 +6,7 @@ from typing import Any
 from jax import lax
 
 from mx_jax.backends.base import AnyOperand
+from mx_jax.backends.records import active_recorder
 from mx_jax.backends.select import Choice
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
@@ -30,12 +31,11 @@ def packed_for(rhs: AnyOperand, dimension_numbers: lax.DotDimensionNumbers) -> A
     if contracting and contracting[-1] in blocked:
         num_batch = rhs.ndim - len(rhs.kept) - len(rhs.k)
         first = num_batch + (0 if rhs.k_first else len(rhs.kept))
-        warnings.warn(
+        _tell(
             f"dot_general: packed weights are unpacked at every call: {rhs!r} is laid out for "
             f"contracting={tuple(range(first, first + len(rhs.k)))}, num_batch={num_batch}, and "
             f"this product has contracting={contracting}, batch={batch}; pack the MXArray with "
-            f"pack_weights(..., contracting={contracting}, num_batch={len(batch)})",
-            stacklevel=3,
+            f"pack_weights(..., contracting={contracting}, num_batch={len(batch)})"
         )
     return rhs.unpack()
 
@@ -48,13 +48,21 @@ def unpacked_for(rhs: PackedMXArray, choice: Choice) -> MXArray:
       choice: the backend that takes the product, and why others do not.
     """
     reason = dict(choice.rejections).get(rhs.backend, "it is not asked here")
-    warnings.warn(
+    _tell(
         f"matmul: packed weights are unpacked at every call: {rhs!r} belongs to backend "
         f"{rhs.backend}, and {choice.backend.name} takes this product ({rhs.backend}: {reason}); "
-        "pass the MXArray, or pack it where the product runs",
-        stacklevel=3,
+        "pass the MXArray, or pack it where the product runs"
     )
     return rhs.unpack()
+
+
+def _tell(text: str) -> None:
+    """Warn the caller of our caller; whoever records what is done is told there."""
+    recorder = active_recorder()
+    if recorder is None:
+        warnings.warn(text, stacklevel=4)
+    else:
+        recorder.entries.append(text)
 
 
 def _from_front(axes: Any, ndim: int) -> tuple[int, ...]:

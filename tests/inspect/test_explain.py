@@ -1,17 +1,31 @@
 """explain: which backend takes which product, and why the others do not."""
 
+from typing import Any
+
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import pytest
 
 import mx_jax
-from mx_jax import recipes
-from mx_jax.backends.base import Target
+from mx_jax import convert, recipes
+from mx_jax.backends.base import MatmulCall, Target
+from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.pallas_gpu import rejections
-from mx_jax.backends.select import only_backend
+from mx_jax.backends.records import recording
+from mx_jax.backends.select import current_target, only_backend
 
 CPU = Target(platform="cpu", num_devices=8)
 H200 = Target(platform="cuda", compute_capability=(9, 0))
 explain = mx_jax.inspect.explain
+explain_call = mx_jax.inspect.explain_call
+needs_library = pytest.mark.skipif(
+    isinstance(library.load(), str), reason="the C++ library is not here"
+)
+
+
+def titles(text: str) -> list[str]:
+    return [line for line in text.splitlines() if not line.startswith("  ")]
 
 
 def test_shapes_and_specs_of_the_three_products():
@@ -45,7 +59,7 @@ def test_high_precision_products_are_jax():
 
 def test_the_default_target_is_this_machine():
     recipe = recipes.mxfp4()
-    current = mx_jax.backends.select.current_target()
+    current = current_target()
     assert explain(recipe, 8, 64, 32) == explain(recipe, 8, 64, 32, target=current)
 
 
@@ -66,10 +80,10 @@ def test_what_waits_for_its_name(monkeypatch: pytest.MonkeyPatch):
     for name in ("pallas_gpu", "cudnn"):
         line = f"  {name} takes it if named, by prefer_backends('{name}'): not proved on hardware"
         assert text.count(line) == 3
-    with mx_jax.prefer_backends("pallas_gpu"):
+    with mx_jax.prefer_backends("cudnn"):
         named = explain(recipes.mxfp8(), 8, 64, 32, dtype="bfloat16", target=b200)
-    assert named.count("-> pallas_gpu") == named.count("cudnn takes it if named") == 3
-    assert "pallas_gpu takes it" not in named
+    assert named.count("-> cudnn") == named.count("pallas_gpu takes it if named") == 3
+    assert "cudnn takes it" not in named
 
 
 def test_only_backend_is_seen():
@@ -77,5 +91,123 @@ def test_only_backend_is_seen():
         text = explain(recipes.float8_rowwise(), 8, 64, 32, target=H200)
     assert text.count("-> reference") == 3
     assert text.count("  not xla: not asked: only_backend('reference')") == 3
-    with only_backend("xla"), pytest.raises(ValueError, match="no backend takes MatmulCall"):
+    with only_backend("xla"), pytest.raises(ValueError, match="no backend takes Quantize"):
         explain(recipes.mxfp4(), 8, 64, 32, target=H200)
+
+
+def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+    return mx_jax.matmul(x, w, recipe=recipes.mxfp8()).sum()
+
+
+X, W = jax.ShapeDtypeStruct((8, 64), "float32"), jax.ShapeDtypeStruct((64, 32), "float32")
+E4M3 = "mxfp8_e4m3 (rceil, nearest) in blocks of 32 along axis"
+
+
+def test_every_cast_and_product_of_a_call():
+    """What training does, in its order: the operands as they lie, the cotangent cast twice."""
+    with mx_jax.testing.target("tpu"):
+        text = explain_call(jax.grad(loss, (0, 1)), X, W)
+    assert titles(text) == [
+        "on platform=tpu, num_devices=1",
+        f"cast float32 [8, 64] to {E4M3} -1 -> reference",
+        f"cast float32 [64, 32] to {E4M3} -2 -> reference",
+        "product mxfp8_e4m3 [8, 64] x mxfp8_e4m3 [64, 32] over axes [1] and [0], to float32 "
+        "-> reference",
+        f"cast float32 [8, 32] to {E4M3} -1; with it cast float32 [8, 32] to {E4M3} -2 "
+        "-> two casts",
+        f"cast float32 [8, 32] to {E4M3} -1 -> reference",
+        f"cast float32 [64, 32] to {E4M3} -1 -> reference",
+        "product mxfp8_e4m3 [8, 32] x mxfp8_e4m3 [64, 32] over axes [1] and [1], to float32 "
+        "-> reference",
+        f"cast float32 [8, 64] to {E4M3} -2 -> reference",
+        f"cast float32 [8, 32] to {E4M3} -2 -> reference",
+        "product mxfp8_e4m3 [8, 64] x mxfp8_e4m3 [8, 32] over axes [0] and [0], to float32 "
+        "-> reference",
+    ]
+    assert "  not reference: casts once at a time" in text.splitlines()
+
+
+def test_no_trace_answers_for_another():
+    """What is traced already is traced again, and what was recorded is not run by later calls."""
+    step = jax.jit(jax.grad(loss))
+    step(jnp.ones(X.shape), jnp.ones(W.shape))
+    first = explain_call(step, X, W)
+    assert first.count("\nproduct") == 3 and explain_call(step, X, W) == first
+    with recording() as recorder:
+        step(jnp.ones(X.shape), jnp.ones(W.shape))
+    assert sum(isinstance(s.call, MatmulCall) for s in recorder.selections) == 3
+    seen = len(recorder.entries)
+    step(jnp.ones(X.shape), jnp.ones(W.shape))
+    assert len(recorder.entries) == seen, "nobody records"
+
+
+@needs_library
+def test_products_that_cross_over_and_several_devices():
+    """The same product: in C++ for few rows, by XLA for many, by XLA between several devices."""
+    recipe = recipes.weight_only("mxfp4")
+    few = explain(recipe, 4, 64, 64, target=Target(platform="cpu"))
+    assert few.splitlines()[0].endswith("-> cpu_ffi")
+    many = explain(recipe, 4096, 64, 4096, target=Target(platform="cpu"))
+    assert many.splitlines()[0].endswith("-> reference")
+    assert "rows, got m=4096, n=4096" in many
+    several = explain(recipe, 4, 64, 64, target=CPU)
+    assert several.splitlines()[0].endswith("-> reference")
+    assert "num_devices=8" in several
+
+
+@needs_library
+def test_weights_that_are_packed_for_nothing():
+    """Unpacking at every call is told where it is explained, and warned of where it is done."""
+
+    def serve(x: jax.Array, w: Any) -> jax.Array:
+        packed = mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0))
+        with only_backend("reference"):
+            return mx_jax.matmul(x, packed, recipe=recipes.weight_only("mxfp4"))
+
+    with mx_jax.testing.target("cpu"):
+        lines = titles(explain_call(serve, X, W))
+        with pytest.warns(UserWarning, match="unpacked at every call"):
+            jax.eval_shape(serve, X, W)
+    assert "pack mxfp4 [64, 32] for axes [0] -> cpu_ffi" in lines
+    (remark,) = (line for line in lines if "unpacked at every call" in line)
+    assert lines.index(remark) == 4 and "belongs to backend cpu_ffi, and reference takes" in remark
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> tuple[jax.Array, None]:
+        x = x + nn.Dense(64, name="up")(x)
+        return nn.Dropout(0.1, deterministic=not train)(x), None
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        layers = nn.scan(
+            nn.remat(Block, static_argnums=(2,)),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
+            length=3,
+        )
+        return layers(name="blocks")(x, train)[0]
+
+
+def test_a_model_of_layers():
+    """Through scan, remat and flags that stay Python values; equal layers are told of once."""
+    model = convert.linen(Model(), convert.Rule(".*", recipes.mxfp8()))
+    x = jnp.ones((8, 64))
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = jax.eval_shape(lambda: model.init(rngs, x, True))
+    text = explain_call(model.apply, variables, x, train=True, rngs={"dropout": rngs["dropout"]})
+    assert [line.split()[0] for line in titles(text)] == ["on", "cast", "cast", "product"]
+    with mx_jax.testing.target("cuda", (9, 0)):
+        assert titles(explain_call(model.apply, variables, x, False))[0] == (
+            "on platform=cuda, compute_capability=(9, 0), num_devices=1"
+        )
+
+
+def test_what_stays_as_it_is_is_not_told():
+    assert explain_call(jnp.matmul, X, W) == ""
+    with pytest.raises(ValueError, match="contracting sizes must agree"):
+        explain_call(mx_jax.matmul, X, X, recipe="mxfp8")

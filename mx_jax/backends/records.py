@@ -1,0 +1,73 @@
+"""What selection decided while functions were traced, for whoever explains it."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+from mx_jax.backends.base import Call, Target
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selection:
+    """One question to the backends, and their answer.
+
+    Attributes:
+      call: the work.
+      target: the machine.
+      backend: name of the first that accepts; None if all that are asked reject.
+      rejections: (name, reason) of those tried before.
+      on_request: names of those that are asked only by name and would have accepted.
+    """
+
+    call: Call
+    target: Target
+    backend: str | None
+    rejections: tuple[tuple[str, str], ...]
+    on_request: tuple[str, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class Recorder:
+    """What a trace met, in order; equal only to itself.
+
+    Attributes:
+      entries: selections, and remarks on what is done besides.
+    """
+
+    entries: list[Selection | str] = dataclasses.field(default_factory=list)
+
+    @property
+    def selections(self) -> list[Selection]:
+        """The selections alone."""
+        return [entry for entry in self.entries if isinstance(entry, Selection)]
+
+
+# In jit's cache key, and no recorder equals another: so nothing that is traced for one is answered
+# from an earlier trace, and no later call from this one.
+_active = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """A context in which every selection is recorded; in nested ones, by the innermost.
+
+    It records what is traced: of a function under `jit`, the first of several equal calls.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> from mx_jax.backends.records import recording
+      >>> with recording() as recorder:
+      ...     shape = jax.eval_shape(lambda x: mx_jax.cast(x, "mxfp4"), jnp.ones(32))
+      >>> [type(selection.call).__name__ for selection in recorder.selections]
+      ['QuantizeCall', 'DequantizeCall']
+    """
+    recorder = Recorder()
+    with _active(recorder):
+        yield recorder
+
+
+def active_recorder() -> Recorder | None:
+    """The recorder to tell, if there is one."""
+    return _active.value
