@@ -31,26 +31,15 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import environment, gpu_casts, gpu_peers, report
-from benchmarks.gpu_checks import CHECKS, FORMATS, checks, run_all, wrong
+from benchmarks.gpu_checks import FORMATS, checks, products_of, run_all, wrong
 from benchmarks.gpu_products import BASELINE, Pair, Way, chained, products
 from benchmarks.timing import Case, measure, ratio
 from mx_jax.backends.base import Target
-from mx_jax.backends.pallas_gpu import rejections
+from mx_jax.backends.pallas_gpu.architecture import SM90, Architecture, architecture_of
+from mx_jax.backends.pallas_gpu.products.rejections import rejects
 from mx_jax.backends.select import current_target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
 
-# What is timed, by architecture.
-PAIRS = {
-    name: [Pair(rhs=MXFP4), *(Pair(lhs=f, rhs=f) for f in (MXFP8_E4M3, MXFP4, NVFP4))]
-    if name in rejections.BLOCK_SCALED
-    else [
-        Pair(rhs=MXFP4),
-        Pair(rhs=MXFP8_E4M3),
-        Pair(lhs=MXFP8_E4M3, rhs=MXFP8_E4M3),
-        Pair(rhs=NVFP4),
-    ]
-    for name in rejections.ARCHITECTURES.values()
-}
 # Bytes and bfloat16 operations a second, from NVIDIA's data sheets (dense).
 PEAKS = {
     "H200": (4.8e12, 989e12),
@@ -203,16 +192,28 @@ def _pair(text: str) -> Pair:
         raise argparse.ArgumentTypeError(f"needs [LHS,]RHS of {known}; got {text!r}") from None
 
 
+def pairs_of(architecture: Architecture) -> list[Pair]:
+    """What is timed, unless the command names pairs."""
+    if architecture.kernel(MXFP4, MXFP4) != architecture.decoding:
+        return [Pair(rhs=MXFP4), *(Pair(lhs=f, rhs=f) for f in (MXFP8_E4M3, MXFP4, NVFP4))]
+    return [
+        Pair(rhs=MXFP4),
+        Pair(rhs=MXFP8_E4M3),
+        Pair(lhs=MXFP8_E4M3, rhs=MXFP8_E4M3),
+        Pair(rhs=NVFP4),
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse(arguments)
     deadline = time.monotonic() + 60 * options.minutes
     target = current_target()
-    architecture = rejections.ARCHITECTURES.get(target.compute_capability or (0, 0), "sm90")
-    reason = rejections.rejects(CHECKS[architecture][0].call, target)
+    architecture = architecture_of(target.compute_capability) or SM90
+    reason = rejects(products_of(architecture)[0].call, target)
     if reason is not None:
         raise SystemExit(f"benchmarks.gpu: needs a GPU that a kernel runs on: it {reason}")
-    options.pairs = options.pairs or PAIRS[architecture]
+    options.pairs = options.pairs or pairs_of(architecture)
     device = jax.devices()[0].device_kind
     seed = secrets.randbits(32) if options.seed is None else options.seed
     result = {"environment": environment.describe(["torch", "triton"]) | {"gpu": device}}

@@ -21,7 +21,8 @@ from jax import lax
 from benchmarks import report
 from mx_jax.backends.base import Backend, Operand, QuantizeCall, Target
 from mx_jax.backends.cudnn import CudnnBackend
-from mx_jax.backends.pallas_gpu import PallasGpuBackend, rejections
+from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.pallas_gpu.architecture import Architecture
 from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, NVFP4_ONE_LEVEL
 from mx_jax.mxarray import MXArray
@@ -60,11 +61,6 @@ _SCALED = (
     MatmulCase(lhs=MXFP8_E5M2, rhs=MXFP8_E4M3, **_SIZES[0]),
     MatmulCase(lhs=MXFP4.with_block(16), rhs=MXFP4.with_block(16), **_SIZES[0]),
 )
-# Products that are checked, by architecture.
-CHECKS = {
-    name: (*_WEIGHTS, *(_SCALED if name in rejections.BLOCK_SCALED else ()))
-    for name in rejections.ARCHITECTURES.values()
-}
 # Casts that are checked everywhere: all bit patterns are drawn, NaN, Inf and subnormals too.
 CASTS = tuple(
     QuantizeCase(format=format, shape=(96, 1024), axis=axis, dtype=dtype)
@@ -98,10 +94,16 @@ class Check:
     run: Callable[[np.random.Generator], float]
 
 
-def checks(target: Target, architecture: str) -> Iterator[Check]:
+def products_of(architecture: Architecture) -> tuple[MatmulCase, ...]:
+    """Products that are checked, of each of its kernels."""
+    as_they_are = architecture.kernel(MXFP4, MXFP4) != architecture.decoding
+    return (*_WEIGHTS, *(_SCALED if as_they_are else ()))
+
+
+def checks(target: Target, architecture: Architecture) -> Iterator[Check]:
     """Everything that this machine can be asked."""
     for backend in (PallasGpuBackend(), CudnnBackend()):
-        for case in CHECKS[architecture]:
+        for case in products_of(architecture):
             if backend.rejects(case.call, target) is None:
                 name = f"{backend.name}, {case}"
                 yield Check(name=name, run=functools.partial(product_error, backend, case))

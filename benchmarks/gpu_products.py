@@ -12,10 +12,11 @@ from jax import lax
 import mx_jax
 from mx_jax.backends.base import Target
 from mx_jax.backends.cudnn import CudnnBackend
-from mx_jax.backends.pallas_gpu import matmul, scaled
-from mx_jax.backends.pallas_gpu.rejections import ARCHITECTURES, BLOCK_SCALED
-from mx_jax.backends.pallas_gpu.tuning import TCGEN05, Tiles
-from mx_jax.backends.pallas_gpu.weights import pack
+from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
+from mx_jax.backends.pallas_gpu.kernels import Kernel
+from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
+from mx_jax.backends.pallas_gpu.products import decoded, scaled
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.cases import MatmulCase
@@ -53,33 +54,38 @@ class Pair:
 
 
 def kernel_product(
-    pair: Pair, name: str, tiles: Tiles | None = None, dequantize: bool = False
+    pair: Pair,
+    architecture: Architecture,
+    kernel: Kernel,
+    tiles: Tiles | None = None,
+    dequantize: bool = False,
 ) -> tuple[Callable[[MXArray], Any], Product]:
     """How a kernel wants quantized weights, and its product by them.
 
     Args:
-      pair: the formats; both sides have one for tcgen05.
-      name: as the table of tiles has it, e.g. `"sm90"` or `TCGEN05`.
+      pair: the formats; both sides have one where the kernel takes both as they are.
+      architecture: the GPU.
+      kernel: one of its own.
       tiles: instead of the table's.
       dequantize: what the kernel is compared with for many rows: XLA's product of decoded weights.
     """
-    if name == TCGEN05:
+    if kernel.layout is ScaledOperand:
 
-        def scaled_product(x: jax.Array, w: scaled.ScaledOperand) -> jax.Array:
+        def scaled_product(x: jax.Array, w: ScaledOperand) -> jax.Array:
             assert pair.lhs is not None
-            left = scaled.lay_out(_batch(mx_jax.quantize(x, pair.lhs)), left=True)
-            return scaled.multiply(left, w, jnp.bfloat16, tiles=tiles)[0]
+            left = ScaledOperand.of(_batch(mx_jax.quantize(x, pair.lhs)), left=True)
+            return scaled.multiply(left, w, jnp.bfloat16, architecture, tiles=tiles)[0]
 
-        return lambda w: scaled.lay_out(_batch(w)), scaled_product
+        return lambda w: ScaledOperand.of(_batch(w)), scaled_product
 
     def product(x: jax.Array, w: Any) -> jax.Array:
         x = _cast(x, pair.lhs)
         if dequantize:
-            return matmul.decoded_dot(x[None], w, jnp.bfloat16, name, None)[0]
-        out = matmul.multiply(x[None], w, jnp.bfloat16, architecture=name, tiles=tiles)
-        return out[0]
+            return decoded.decoded_dot(x[None], w, jnp.bfloat16, architecture, None)[0]
+        how = {"architecture": architecture, "tiles": tiles}
+        return decoded.multiply(x[None], w, jnp.bfloat16, **how)[0]
 
-    return lambda w: pack(_batch(w)), product
+    return lambda w: kernel.layout.of(_batch(w)), product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,10 +110,9 @@ class Way:
 
 def products(pair: Pair, size: int, copies: int, target: Target) -> dict[str, Way]:
     """Ways to multiply a pair on a machine, by name, each with as many weights as copies."""
-    assert target.compute_capability is not None
-    name = ARCHITECTURES[target.compute_capability]
-    as_they_are = name in BLOCK_SCALED and scaled.meet(pair.lhs, pair.rhs)
-    lay_out, kernel = kernel_product(pair, TCGEN05 if as_they_are else name)
+    architecture = architecture_of(target.compute_capability)
+    assert architecture is not None
+    lay_out, kernel = kernel_product(pair, architecture, architecture.kernel(pair.lhs, pair.rhs))
     known: dict[str, tuple[Callable[[jax.Array], Any], Product]] = {
         KERNEL: (lambda w: lay_out(mx_jax.quantize(w, pair.rhs)), kernel),
         BASELINE: (lambda w: w, dot),

@@ -1,6 +1,6 @@
 """Finds tiles for the kernels on this machine's GPU, and writes the file that the library reads.
 
-For each width of codes and each number of rows, every candidate of `tuning.candidates` is timed on
+For each width of codes and each number of rows, every candidate of `tuning.space` is timed on
 chains of square products in one process, in alternating order, as `benchmarks.timing` says; the one
 with the least median wins. Numbers are checked first: `python -m benchmarks.gpu` does. Then the
 crossover: the least number of rows from which decoding the weights once, for XLA's product, is
@@ -27,23 +27,27 @@ import mx_jax
 from benchmarks import report
 from benchmarks.gpu_products import Pair, chained, kernel_product
 from benchmarks.timing import Case, measure
-from mx_jax.backends.pallas_gpu import tuning
-from mx_jax.backends.pallas_gpu.rejections import ARCHITECTURES, BLOCK_SCALED
-from mx_jax.backends.pallas_gpu.tuning import TCGEN05, Tiles
+from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of, capabilities
+from mx_jax.backends.pallas_gpu.kernels import Kernel
+from mx_jax.backends.pallas_gpu.tuning import table
+from mx_jax.backends.pallas_gpu.tuning.space import candidates, keeps_busy
+from mx_jax.backends.pallas_gpu.tuning.table import Entry
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles, Tuning
 from mx_jax.backends.select import current_target
 from mx_jax.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3, BlockFormat
 
 # What stands for each width of codes.
 FORMATS = {4: MXFP4, 6: MXFP6_E2M3, 8: MXFP8_E4M3}
 
-# A kernel as the table of tiles names it, bits of a code, rows of activations.
-Key = tuple[str, int, int]
+# An entry of the table of tiles, rows of activations.
+Key = tuple[Entry, int]
 
 
 def medians(
     ways: Sequence[Tiles | None],
     format: BlockFormat,
-    name: str,
+    architecture: Architecture,
+    kernel: Kernel,
     rows: int,
     options: argparse.Namespace,
 ) -> dict[Tiles | None, float]:
@@ -51,13 +55,14 @@ def medians(
 
     Args:
       ways: tiles; None stands for decoding the weights once.
-      format: of the weights; of the activations too for tcgen05.
-      name: of the kernel, e.g. `"sm90"` or `TCGEN05`.
+      format: of the weights; of the activations too where the kernel takes both as they are.
+      architecture: the GPU.
+      kernel: one of its own.
       rows: of activations.
       options: of the command.
     """
-    pair = Pair(lhs=format if name == TCGEN05 else None, rhs=format)
-    lay_out, _ = kernel_product(pair, name)
+    pair = Pair(lhs=None if kernel == architecture.decoding else format, rhs=format)
+    lay_out, _ = kernel_product(pair, architecture, kernel)
     make = jax.jit(
         lambda key: lay_out(
             mx_jax.quantize(
@@ -71,7 +76,7 @@ def medians(
     x = jax.random.normal(jax.random.key(1), (rows, options.size), jnp.bfloat16)
     cases = []
     for way in ways:
-        _, product = kernel_product(pair, name, way, dequantize=way is None)
+        _, product = kernel_product(pair, architecture, kernel, way, dequantize=way is None)
         case = Case(str(way), chained(product, weights, options.calls, x))
         try:
             jax.block_until_ready(case.run())
@@ -121,40 +126,44 @@ class Found:
     dot: float
 
 
-def tune(architecture: str, options: argparse.Namespace) -> Iterator[tuple[Key, Found]]:
+def tune(architecture: Architecture, options: argparse.Namespace) -> Iterator[tuple[Key, Found]]:
     """The fastest tiles of each of an architecture's kernels, one after the other."""
-    names = [architecture, *([TCGEN05] if architecture in BLOCK_SCALED else [])]
-    keys = list(itertools.product(names, options.bits, options.rows))
-    keys = [key for key in keys if key[:2] in tuning.TILES]
+    keys: list[tuple[Kernel, int, int]] = [
+        (kernel, bits, rows)
+        for kernel in reversed(architecture.kernels)
+        for bits in options.bits
+        if bits in dict(kernel.tuning)
+        for rows in options.rows
+    ]
     with report.progress(len(keys)) as step:
-        for name, bits, rows in keys:
-            step(f"{name}, {bits} bits, {rows} rows")
+        for kernel, bits, rows in keys:
+            entry = Entry(architecture.name, kernel.name, bits)
+            step(f"{entry}, {rows} rows")
             ways: list[Tiles | None] = [
                 tiles
-                for tiles in tuning.candidates(name, bits, rows)
+                for tiles in candidates(architecture, kernel, bits, rows)
                 if options.size % (tiles.k * tiles.splits) == 0
-                and tuning.keeps_busy(name, tiles, m=rows, n=options.size)
+                and keeps_busy(architecture, kernel, tiles, m=rows, n=options.size)
             ]
-            if name != TCGEN05:
+            if kernel == architecture.decoding:
                 ways.append(None)
-            times = medians(ways, FORMATS[bits], name, rows, options)
+            times = medians(ways, FORMATS[bits], architecture, kernel, rows, options)
             if any(tiles is not None for tiles in times):
                 best = fastest(times)
                 dot = times.get(None, math.inf)
-                yield (name, bits, rows), Found(tiles=best, kernel=times[best], dot=dot)
+                yield (entry, rows), Found(tiles=best, kernel=times[best], dot=dot)
 
 
-def as_table(found: dict[Key, Found]) -> tuning.Table:
-    """What `tuning.read` reads."""
-    tiles: dict[tuple[str, int], tuple[tuple[float, Tiles], ...]] = {}
-    limits: dict[tuple[str, int], float] = {}
-    for kernel, group in itertools.groupby(sorted(found), key=lambda key: key[:2]):
-        of = {rows: found[*kernel, rows] for *_, rows in group}
+def as_table(found: dict[Key, Found]) -> dict[Entry, Tuning]:
+    """What `table.read` reads."""
+    entries: dict[Entry, Tuning] = {}
+    for entry, group in itertools.groupby(sorted(found), key=lambda key: key[0]):
+        of = {rows: found[entry, rows] for _, rows in group}
         buckets: list[tuple[float, Tiles]] = [(rows, one.tiles) for rows, one in of.items()]
         buckets[-1] = (math.inf, buckets[-1][1])
-        tiles[kernel] = tuple(buckets)
-        limits[kernel] = crossover([(m, o.kernel, o.dot) for m, o in of.items()])
-    return tuning.Table(tiles=tiles, crossover=limits)
+        limit = crossover([(m, o.kernel, o.dot) for m, o in of.items()])
+        entries[entry] = Tuning(tiles=tuple(buckets), crossover=limit)
+    return entries
 
 
 def measured(path: Path) -> dict[Key, Found]:
@@ -162,7 +171,7 @@ def measured(path: Path) -> dict[Key, Found]:
     if not path.exists():
         return {}
     return {
-        (row["name"], row["bits"], row["rows"]): Found(
+        (Entry(*row["entry"]), row["rows"]): Found(
             tiles=Tiles(**row["tiles"]), kernel=row["kernel"], dot=row["dot"] or math.inf
         )
         for row in json.loads(path.read_text())
@@ -172,12 +181,12 @@ def measured(path: Path) -> dict[Key, Found]:
 def write(path: Path, found: dict[Key, Found]) -> None:
     """The table, and beside it the times that it follows from."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(tuning.as_json(as_table(found)))
+    path.write_text(table.as_json(as_table(found)))
     rows = [
-        {"name": name, "bits": bits, "rows": rows}
+        {"entry": entry, "rows": rows}
         | dataclasses.asdict(one)
         | {"dot": None if math.isinf(one.dot) else one.dot}
-        for (name, bits, rows), one in sorted(found.items(), key=lambda item: item[0])
+        for (entry, rows), one in sorted(found.items(), key=lambda item: item[0])
     ]
     path.with_suffix(".times.json").write_text(json.dumps(rows, indent=1) + "\n")
 
@@ -206,9 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse(arguments)
     target = current_target()
-    architecture = ARCHITECTURES.get(target.compute_capability or (0, 0))
+    architecture = architecture_of(target.compute_capability)
     if target.platform != "cuda" or architecture is None:
-        known = ", ".join(".".join(map(str, capability)) for capability in ARCHITECTURES)
+        known = ", ".join(".".join(map(str, capability)) for capability in capabilities())
         raise SystemExit(
             f"benchmarks.gpu_tune: needs a CUDA GPU of compute capability {known}, got "
             f"platform={target.platform}, compute_capability={target.compute_capability}"
@@ -218,10 +227,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found[key] = one
         write(options.out, found)
         over = "" if math.isinf(one.dot) else f", {one.dot / one.kernel:.2f} of XLA's speed"
-        name, bits, rows = key
-        print(f"{name}, {bits} bits, {rows} rows: {one.tiles}, {1e6 * one.kernel:.1f} us{over}")
-    tuning.read(options.out)
-    print(f"written to {options.out}; to use it: export {tuning.TILES_VARIABLE}={options.out}")
+        entry, rows = key
+        print(f"{entry}, {rows} rows: {one.tiles}, {1e6 * one.kernel:.1f} us{over}")
+    table.read(options.out)
+    print(f"written to {options.out}; to use it: export {table.TILES_VARIABLE}={options.out}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from mx_jax.backends.base import (
     QuantizeCall,
 )
 from mx_jax.backends.cpu_ffi import library
-from mx_jax.backends.pallas_gpu import tuning
+from mx_jax.backends.pallas_gpu.tuning.table import TILES_VARIABLE
 from mx_jax.backends.records import Selection, recording
 from mx_jax.backends.select import current_target, only_if_named
 from mx_jax.backends.table import BACKENDS
@@ -36,7 +36,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy")
 _VARIABLES = (
     library.LIBRARY_VARIABLE,
     library.ISA_VARIABLE,
-    tuning.TILES_VARIABLE,
+    TILES_VARIABLE,
     "JAX_PLATFORMS",
     "JAX_ENABLE_X64",
     "JAX_NUM_CPU_DEVICES",

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mx_jax.backends.pallas_gpu.rejections import MIN_JAX
+from mx_jax.backends.pallas_gpu import architecture
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.cases import MatmulCase
 
-_MIN_JAX = min(MIN_JAX.values())
+_VERSIONS = [row.min_jax for row in architecture.ARCHITECTURES]
+_MIN_JAX, _NEWER = min(_VERSIONS), max(_VERSIONS)
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < _MIN_JAX or sys.version_info < (3, 12),
     reason=f"Mosaic GPU's interpreter needs jax>={'.'.join(map(str, _MIN_JAX))} and Python 3.12",
@@ -23,9 +24,15 @@ needs_mosaic = pytest.mark.skipif(
 
 # Below it the interpreter fails on these kernels, which are rejected there too.
 needs_newer_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < max(MIN_JAX.values()) or sys.version_info < (3, 12),
-    reason=f"needs jax>={'.'.join(map(str, max(MIN_JAX.values())))} and Python 3.12",
+    jax.__version_info__ < _NEWER or sys.version_info < (3, 12),
+    reason=f"needs jax>={'.'.join(map(str, _NEWER))} and Python 3.12",
 )
+
+
+def with_any_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the kernels had been compiled for every version of JAX."""
+    rows = [dataclasses.replace(row, min_jax=(0, 0)) for row in architecture.ARCHITECTURES]
+    monkeypatch.setattr(architecture, "ARCHITECTURES", tuple(rows))
 
 
 def interpreter() -> Any:

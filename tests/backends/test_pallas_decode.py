@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mx_jax.backends.pallas_gpu import tuning
-from mx_jax.backends.pallas_gpu.weights import CHUNK, ROWS
+from mx_jax.backends.pallas_gpu.architecture import SM80, SM90, Architecture
+from mx_jax.backends.pallas_gpu.kernels import MMA
+from mx_jax.backends.pallas_gpu.layouts.weights import CHUNK, ROWS
 from mx_jax.formats import MXFP4, MXFP6_E3M2, MXFP8_E4M3, BlockFormat
 from tests.backends.mosaic import needs_mosaic
 
@@ -32,19 +33,19 @@ def of_threads(x: np.ndarray, layout: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("format", STORED.values(), ids=lambda format: format.name)
-@pytest.mark.parametrize("architecture", ["sm80", "sm90"])
+@pytest.mark.parametrize("architecture", [SM80, SM90], ids=str)
 def test_threads_get_what_the_interpreter_says(
-    architecture: str, format: BlockFormat, monkeypatch: pytest.MonkeyPatch
+    architecture: Architecture, format: BlockFormat, monkeypatch: pytest.MonkeyPatch
 ):
     import jax.numpy as jnp
     from jax._src.interpreters import mlir
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
 
-    from mx_jax.backends.pallas_gpu import decode
+    from mx_jax.backends.pallas_gpu.casts import decode
 
     layouts = decode.plgpu.Layout
-    layout = layouts.WGMMA if architecture == "sm90" else layouts.MMA_LHS(jnp.bfloat16)
+    layout = layouts.WGMMA if architecture is SM90 else layouts.MMA_LHS(jnp.bfloat16)
     decoder = decode.Decoder(format=format)
     count, slots, width = decoder.group // CHUNK, len(decoder.storage.slots), decoder.storage.words
     # Words whose two halves name themselves.
@@ -75,20 +76,20 @@ def test_threads_get_what_the_interpreter_says(
             np.testing.assert_array_equal(held[:, i], pair)
 
 
-@pytest.mark.parametrize("key", [key for key in tuning.TILES if key[0] in tuning.MMA], ids=str)
-def test_what_cp_async_copies_is_one_piece(key: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("bits", STORED)
+def test_what_cp_async_copies_is_one_piece(bits: int, monkeypatch: pytest.MonkeyPatch):
     import jax.numpy as jnp
 
-    from mx_jax.backends.pallas_gpu import program
-    from mx_jax.backends.pallas_gpu.decode import Decoder
+    from mx_jax.backends.pallas_gpu.casts.decode import Decoder
+    from mx_jax.backends.pallas_gpu.products import program
 
     monkeypatch.setattr(program.lax, "axis_index", lambda _: 0)
-    decoder = Decoder(format=STORED[key[1]])
+    decoder = Decoder(format=STORED[bits])
     stored = decoder.storage
     codes = (8, 4096 // stored.group * stored.planes, ROWS, stored.words)
     arrays = codes, (8, 4096 // 2 // decoder.granularity, ROWS)
-    for _, tiles in tuning.TILES[key]:
-        sizes = program.Program(
+    for _, tiles in MMA.tuned(bits).tiles:
+        sizes = program.DecodingProgram(
             decoder=decoder,
             tiles=tiles,
             out_dtype=jnp.dtype("float32"),

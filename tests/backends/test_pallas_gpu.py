@@ -14,9 +14,11 @@ from jax.sharding import PartitionSpec
 import mx_jax
 from mx_jax import formats
 from mx_jax.backends.base import MatmulCall, PackCall, Target
-from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul, packed, rejections
-from mx_jax.backends.pallas_gpu.storage import SLOTS, Slot, codes_of, storage, words_of
-from mx_jax.backends.pallas_gpu.weights import pack
+from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.pallas_gpu.architecture import SM90, capabilities
+from mx_jax.backends.pallas_gpu.layouts.storage import SLOTS, Slot, codes_of, storage, words_of
+from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
+from mx_jax.backends.pallas_gpu.products import decoded, matmul, packing, rejections
 from mx_jax.backends.select import current_target, only_backend, select
 from mx_jax.formats import (
     MXFP4,
@@ -123,7 +125,7 @@ def test_rejects_a_call(call: MatmulCall, reason: str):
         ),
         *(
             (Target(platform="cuda", compute_capability=capability), (0, 12, 0), None)
-            for capability in rejections.ARCHITECTURES
+            for capability in capabilities()
         ),
         (H200, (0, 10, 2), "needs jax>=0.11.2, got jax==0.10.2"),
         (H200, (0, 11, 2), None),
@@ -134,7 +136,7 @@ def test_rejects_a_machine(target: Target, version: tuple[int, ...], reason: str
     assert rejections.rejects(TAKEN, target, version) == reason
 
 
-def packing(format: formats.BlockFormat = MXFP4, **facts: Any) -> PackCall:
+def pack_of(format: formats.BlockFormat = MXFP4, **facts: Any) -> PackCall:
     usual = dict(shape=(64, 96), blocks=((-1, 32),), num_batch=0, contracting=(1,))
     return PackCall(format=format, **(usual | facts))  # pyright: ignore[reportArgumentType]
 
@@ -145,23 +147,35 @@ BLACKWELL = Target(platform="cuda", compute_capability=(10, 0))
 @pytest.mark.parametrize(
     ("call", "target", "reason"),
     [
-        (packing(), H200, None),
-        (packing(shape=(2, 96, 4, 8), blocks=((-3, 32),), num_batch=1), H200, None),
-        (packing(), Target(platform="cpu"), "runs on platform=cuda, got platform=cpu"),
-        (packing(), BLACKWELL, None),
-        (packing(lhs_format=MXFP4), BLACKWELL, None),
-        (packing(formats.MXINT8), BLACKWELL, None),
-        (packing(formats.MXFP4_2D, blocks=((-2, 32), (-1, 32))), H200, "packs blocks along one"),
-        (packing(ROWWISE, blocks=((-1, formats.WHOLE),)), H200, "packs blocks that end, got"),
-        (packing(blocks=((-1, 8),)), H200, "has blocks (1, 8), not (1, a multiple of 16)"),
-        (packing(blocks=((-2, 32),)), H200, "packs blocks along the last contracted axis, got"),
-        (packing(shape=(8, 96, 4), blocks=((-2, 32),)), H200, "axes before or after all kept"),
-        (packing(shape=(3, 40, 8), blocks=((-2, 32),), contracting=(0, 1)), H200, "whole blocks"),
-        (packing(shape=(0, 96)), H200, "packs weights that have elements, got shape=(0, 96)"),
+        (pack_of(), H200, None),
+        (pack_of(shape=(2, 96, 4, 8), blocks=((-3, 32),), num_batch=1), H200, None),
+        (pack_of(), Target(platform="cpu"), "runs on platform=cuda, got platform=cpu"),
+        (pack_of(), BLACKWELL, None),
+        (pack_of(lhs_format=MXFP4), BLACKWELL, None),
+        (pack_of(formats.MXINT8), BLACKWELL, None),
+        (
+            pack_of(formats.MXFP4_2D, blocks=((-2, 32), (-1, 32))),
+            H200,
+            "packs blocks along one",
+        ),
+        (pack_of(ROWWISE, blocks=((-1, formats.WHOLE),)), H200, "packs blocks that end, got"),
+        (pack_of(blocks=((-1, 8),)), H200, "has blocks (1, 8), not (1, a multiple of 16)"),
+        (
+            pack_of(blocks=((-2, 32),)),
+            H200,
+            "packs blocks along the last contracted axis, got",
+        ),
+        (pack_of(shape=(8, 96, 4), blocks=((-2, 32),)), H200, "axes before or after all kept"),
+        (
+            pack_of(shape=(3, 40, 8), blocks=((-2, 32),), contracting=(0, 1)),
+            H200,
+            "whole blocks",
+        ),
+        (pack_of(shape=(0, 96)), H200, "packs weights that have elements, got shape=(0, 96)"),
     ],
 )
 def test_packs(call: PackCall, target: Target, reason: str | None):
-    found = packed.rejects(call, target, (0, 12, 0))
+    found = packing.rejects(call, target, (0, 12, 0))
     assert (found is None) if reason is None else (found is not None and reason in found)
 
 
@@ -188,7 +202,10 @@ def test_only_who_asks_gets_it():
 
 
 def test_importing_the_library_does_not_import_mosaic():
-    mosaic, kernel = "jax.experimental.pallas.mosaic_gpu", "mx_jax.backends.pallas_gpu.kernel_sm90"
+    mosaic, kernel = (
+        "jax.experimental.pallas.mosaic_gpu",
+        f"{PallasGpuBackend.__module__}.products.wgmma",
+    )
     code = f"import sys, mx_jax; print({mosaic!r} in sys.modules, {kernel!r} in sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -212,7 +229,7 @@ def test_jax_calls_both_kinds_gpu(version: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_float16_is_two_bfloat16_of_its_sign():
     """Every one: so an infinite weight gives each part's product the same infinity, never NaN."""
     every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    parts = matmul._bfloat16_parts(jnp.asarray(every)[None, :, None])
+    parts = decoded._bfloat16_parts(jnp.asarray(every)[None, :, None])
     assert parts.dtype == jnp.bfloat16 and parts.shape == (1, 2 << 16, 1)
     high, low = np.asarray(parts, np.float64).reshape(2, -1)
     np.testing.assert_array_equal(high + low, every.astype(np.float64))
@@ -228,7 +245,7 @@ def test_many_rows_of_float16_by_infinite_weights():
     codes, scales = jnp.full((1, 32), 0x7C, np.uint8), jnp.full((1, 1), 127, np.uint8)
     weights = dataclasses.replace(weights, codes=codes, scales=scales)
     x = jnp.ones((1024, 32), jnp.float16)
-    out = matmul.scaled_matmul(x, weights, case.call, architecture="sm90")
+    out = matmul.scaled_matmul(x, weights, case.call, architecture=SM90)
     np.testing.assert_array_equal(out, np.full((1024, 1), np.inf, np.float32))
 
 
@@ -263,7 +280,7 @@ def test_packing_round_trips(
     format: formats.BlockFormat, shape: tuple[int, int, int], rng: np.random.Generator
 ):
     weights = random_weights(rng, shape, format)
-    packed = jax.jit(pack)(weights)
+    packed = jax.jit(PackedWeights.of)(weights)
     unpacked = jax.jit(lambda packed: packed.unpack())(packed)
     assert_bitwise_equal(unpacked.codes, weights.codes, what="codes")
     assert_bitwise_equal(unpacked.scales, weights.scales, what="scales")
@@ -273,7 +290,7 @@ def test_packing_round_trips(
 def test_size_of_packed_weights(rng: np.random.Generator):
     known = {MXFP4: 4.5, formats.NVFP4: 5, MXFP8_E4M3: 8.5, formats.MXINT8: 8.5}
     for format, bits in (known | dict.fromkeys((MXFP6_E2M3, MXFP6_E3M2), 6.5)).items():
-        packed = jax.eval_shape(pack, random_weights(rng, (1, 128, 256), format))
+        packed = jax.eval_shape(PackedWeights.of, random_weights(rng, (1, 128, 256), format))
         assert packed.nbytes == 128 * 256 * bits / 8
 
 
@@ -282,7 +299,7 @@ def test_a_nan_among_the_codes_becomes_its_blocks_scale(rng: np.random.Generator
     weights = dataclasses.replace(weights, codes=jnp.full((1, 2, 64), 0x7C, jnp.uint8))
     one = jnp.full((1, 2, 2), 127, jnp.uint8)
     weights = dataclasses.replace(weights, codes=weights.codes.at[0, 1, 40].set(0xFD), scales=one)
-    halves = np.asarray(jax.jit(lambda w: pack(w).scales)(weights)).view(jnp.bfloat16)
+    halves = np.asarray(jax.jit(lambda w: PackedWeights.of(w).scales)(weights)).view(jnp.bfloat16)
     first, second = halves.astype(np.float32).reshape(2, -1, 64, 2)[0, 0, :2]
     np.testing.assert_array_equal([first, second], [[1, 1], [1, np.nan]])
 
@@ -296,7 +313,7 @@ def test_packing_is_what_its_docstring_says():
         blocks=((-1, 32),),
         dtype=jnp.dtype("float32"),
     )
-    packed = jax.jit(pack)(weights)
+    packed = jax.jit(PackedWeights.of)(weights)
     assert packed.codes.shape == (1, 2, 2, 64, 16)
     for group, thread, pair, lane in np.ndindex(2, 4, 16, 2):
         chunk, t = divmod(pair, 8)
@@ -322,7 +339,7 @@ def test_packing_of_six_bits_is_what_its_docstring_says(
     format: formats.BlockFormat, rng: np.random.Generator
 ):
     weights = random_weights(rng, (1, 70, 256), format)
-    packed, codes = jax.jit(pack)(weights), np.asarray(weights.codes)
+    packed, codes = jax.jit(PackedWeights.of)(weights), np.asarray(weights.codes)
     assert packed.codes.shape == (1, 2, 6, 64, 8)
     for group, thread, pair, lane in np.ndindex(2, 4, 16, 2):
         chunk, t = divmod(pair, 8)

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul
-from mx_jax.backends.pallas_gpu.storage import storage, words_of
-from mx_jax.backends.pallas_gpu.tuning import Tiles
-from mx_jax.backends.pallas_gpu.weights import pack
+from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.pallas_gpu.architecture import SM80, SM90, SM100, Architecture
+from mx_jax.backends.pallas_gpu.layouts.storage import storage, words_of
+from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
+from mx_jax.backends.pallas_gpu.products import decoded, matmul
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul
@@ -35,7 +37,7 @@ pytestmark = needs_mosaic
 
 @pytest.fixture
 def how() -> dict[str, Any]:
-    return {"architecture": "sm90", "interpret": interpreter()}
+    return {"architecture": SM90, "interpret": interpreter()}
 
 
 def as_batch(w: MXArray) -> MXArray:
@@ -93,7 +95,7 @@ def test_is_the_reference_after_rounding(
 def test_ampere_is_the_reference_after_rounding(
     case: MatmulCase, rng: np.random.Generator, how: dict[str, Any]
 ):
-    test_is_the_reference_after_rounding(case, rng, how | {"architecture": "sm80"})
+    test_is_the_reference_after_rounding(case, rng, how | {"architecture": SM80})
 
 
 @pytest.mark.slow
@@ -107,7 +109,7 @@ def test_ampere_is_the_reference_after_rounding(
     ids=str,
 )
 def test_blackwell_decodes_what_it_cannot_take_as_it_is(case: MatmulCase):
-    check_matmul(PallasGpuBackend(architecture="sm100", interpret=interpreter()), case)
+    check_matmul(PallasGpuBackend(architecture=SM100, interpret=interpreter()), case)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +140,8 @@ def test_tiles_do_not_matter(
 ):
     case = case_of(MXFP4, m=(17,), n=(3,), k=(256,))
     x, w = whole_numbers(rng, case)
-    packed = jax.jit(pack)(as_batch(w))
-    actual = matmul.multiply(x[None], packed, out_dtype, tiles=tiles, **how)
+    packed = jax.jit(PackedWeights.of)(as_batch(w))
+    actual = decoded.multiply(x[None], packed, out_dtype, tiles=tiles, **how)
     expected = scaled_matmul(x, w, case.call.dimension_numbers, out_dtype)
     assert_bitwise_equal(actual[0], expected, what="product")
 
@@ -158,25 +160,26 @@ def test_many_rows_are_left_to_xla(
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    def kernel(architecture: str) -> Any:
-        raise AssertionError(f"asked for {architecture}")
+    def asked(*_: Any, **__: Any) -> Any:
+        raise AssertionError("asked for a kernel")
 
-    monkeypatch.setattr(matmul, "kernel", kernel)
+    wgmma = dataclasses.replace(SM90.decoding, run=asked)
+    sm90 = dataclasses.replace(SM90, kernels=(wgmma,))
     case = case_of(format, dtype, m=(1024,), n=(5,), k=(64,), out_dtype=out_dtype)
     x, w = whole_numbers(rng, case)
     expected = scaled_matmul(x, w, case.call.dimension_numbers, out_dtype)
 
-    how = {"architecture": "sm90", "interpret": interpreter()}
+    how = {"architecture": sm90, "interpret": interpreter()}
 
     def packed(x: jax.Array, w: MXArray) -> jax.Array:
-        return matmul.multiply(x[None], pack(as_batch(w)), out_dtype, **how)[0]
+        return decoded.multiply(x[None], PackedWeights.of(as_batch(w)), out_dtype, **how)[0]
 
     def whole(x: jax.Array, w: MXArray) -> jax.Array:
-        return matmul.scaled_matmul(x, w, case.call, architecture="sm90")
+        return matmul.scaled_matmul(x, w, case.call, architecture=sm90)
 
     for product in (packed, whole):
         assert_bitwise_equal(jax.jit(product)(x, w), expected, what="product")
-        with pytest.raises(AssertionError, match="asked for sm90"):
+        with pytest.raises(AssertionError, match="asked for a kernel"):
             jax.eval_shape(product, x[1:], w)
 
 
@@ -209,8 +212,8 @@ def test_what_is_not_finite_reaches_its_row_alone(how: dict[str, Any]):
 
 # NumPy, as above.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("architecture", ["sm90", pytest.param("sm80", marks=needs_newer_mosaic)])
-def test_float16_by_infinite_weights(architecture: str, how: dict[str, Any]):
+@pytest.mark.parametrize("architecture", [SM90, pytest.param(SM80, marks=needs_newer_mosaic)])
+def test_float16_by_infinite_weights(architecture: Architecture, how: dict[str, Any]):
     """Neither of a float16's two parts makes NaN of an infinite product, whatever it rounds to."""
     case = case_of(MXFP8_E5M2, "float16", m=(7,), n=(3,), k=(64,))
     rhs = case.operands(np.random.default_rng(0))[1]
@@ -242,7 +245,7 @@ def test_empty(m: tuple[int], n: tuple[int], k: tuple[int]):
 @pytest.mark.parametrize("format", WEIGHTS, ids=lambda format: format.name)
 def test_every_code_under_every_scale(format: formats.BlockFormat):
     """In NumPy, whose bfloat16 keeps subnormals as a GPU's does: exact, bit for bit."""
-    from mx_jax.backends.pallas_gpu.decode import Decoder, place
+    from mx_jax.backends.pallas_gpu.casts.decode import Decoder, place
 
     element, decoder = format.element, Decoder(format=format)
     codes = np.arange(1 << element.bits).astype(np.uint16)
@@ -272,7 +275,7 @@ def test_every_code_under_every_scale(format: formats.BlockFormat):
 @pytest.mark.slow
 @pytest.mark.parametrize("format", WEIGHTS, ids=lambda format: format.name)
 def test_the_interpreters_lift_is_the_same(format: formats.BlockFormat):
-    from mx_jax.backends.pallas_gpu.decode import Decoder, place
+    from mx_jax.backends.pallas_gpu.casts.decode import Decoder, place
 
     element = format.element
     if element.kind == "int":
@@ -288,9 +291,9 @@ def test_the_interpreters_lift_is_the_same(format: formats.BlockFormat):
     np.testing.assert_array_equal(np.asarray(actual)[finite], expected[finite])
 
 
-@pytest.mark.parametrize("architecture", mostly_slow(["sm80", "sm90"], "sm90"))
+@pytest.mark.parametrize("architecture", mostly_slow([SM80, SM90], SM90), ids=str)
 def test_a_missing_wait_is_a_race(
-    architecture: str,
+    architecture: Architecture,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     rng: np.random.Generator,
@@ -309,11 +312,11 @@ def test_a_missing_wait_is_a_race(
     "format", mostly_slow(WEIGHTS, formats.MXFP4, formats.NVFP4), ids=lambda format: format.name
 )
 def test_lowers_for_cuda_without_a_plugin(format: formats.BlockFormat):
-    from mx_jax.backends.pallas_gpu.decode import Decoder
+    from mx_jax.backends.pallas_gpu.casts.decode import Decoder
 
     case = case_of(format, m=(17,), n=(200,), k=(1024,), out_dtype="bfloat16")
     operands = case.operands(np.random.default_rng(0))
-    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, case.call, architecture="sm90"))
+    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, case.call, architecture=SM90))
     text = run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in text.splitlines() if "custom_call @mosaic_gpu" in line)
     # Activations padded to 32 rows, weights to 256, and the partial sums of one split.

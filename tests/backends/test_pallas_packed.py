@@ -12,10 +12,12 @@ import pytest
 import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.backends.base import Call, MatmulCall, PackCall, Target
-from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul, scaled
-from mx_jax.backends.pallas_gpu.packed import GpuWeights
-from mx_jax.backends.pallas_gpu.scaled import ScaledOperand
-from mx_jax.backends.pallas_gpu.weights import PackedWeights
+from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.pallas_gpu.architecture import SM90, SM100, Architecture
+from mx_jax.backends.pallas_gpu.layouts.packed import GpuWeights
+from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand, meet
+from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
+from mx_jax.backends.pallas_gpu.products import decoded
 from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.backends.select import Choice
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
@@ -33,7 +35,7 @@ AS_THEY_ARE = (MXFP8_E4M3, MXFP8_E5M2, MXFP4, MXFP4.with_block(16), NVFP4)
 pytestmark = needs_mosaic
 
 
-def backend_of(architecture: str) -> PallasGpuBackend:
+def backend_of(architecture: Architecture) -> PallasGpuBackend:
     return PallasGpuBackend(architecture=architecture, interpret=interpreter())
 
 
@@ -46,7 +48,8 @@ def pack(backend: PallasGpuBackend, w: MXArray, call: MatmulCall, lhs: Any = Non
         contracting=call.contracting_axes("rhs"),
         lhs_format=lhs,
     )
-    capability = {"sm90": (9, 0), "sm100": (10, 0)}[backend.architecture or ""]
+    assert backend.architecture is not None
+    capability = backend.architecture.capabilities[0]
     target = Target(platform="cuda", compute_capability=capability)
     if jax.__version_info__ >= (0, 12):
         assert backend.rejects(packing, target) is None
@@ -72,11 +75,11 @@ def operands(rng: np.random.Generator, case: MatmulCase) -> tuple[Any, MXArray]:
 @pytest.mark.parametrize(
     ("architecture", "case"),
     [
-        ("sm90", case_of(MXFP4, batch=(2,), m=(3,), n=(70,), k=(100,), rhs_k_first=True)),
-        pytest.param("sm90", case_of(NVFP4, m=(2, 3), n=(4, 2), k=(2, 64)), marks=pytest.mark.slow),
-        ("sm100", case_of(MXFP4, MXFP4, batch=(2,), m=(3,), n=(70,), k=(100,), rhs_k_first=True)),
+        (SM90, case_of(MXFP4, batch=(2,), m=(3,), n=(70,), k=(100,), rhs_k_first=True)),
+        pytest.param(SM90, case_of(NVFP4, m=(2, 3), n=(4, 2), k=(2, 64)), marks=pytest.mark.slow),
+        (SM100, case_of(MXFP4, MXFP4, batch=(2,), m=(3,), n=(70,), k=(100,), rhs_k_first=True)),
         pytest.param(
-            "sm100",
+            SM100,
             case_of(NVFP4, NVFP4, m=(2, 3), n=(4, 2), k=(2, 64), out_dtype="bfloat16"),
             marks=pytest.mark.slow,
         ),
@@ -87,10 +90,10 @@ def operands(rng: np.random.Generator, case: MatmulCase) -> tuple[Any, MXArray]:
                 case_of(NVFP4, lhs, batch=(2,), m=(3,), n=(70,), k=(96,)),
                 marks=pytest.mark.slow,
             )
-            for architecture, lhs in (("sm90", None), ("sm100", NVFP4))
+            for architecture, lhs in ((SM90, None), (SM100, NVFP4))
         ),
         pytest.param(
-            "sm100",
+            SM100,
             case_of(MXFP8_E4M3, MXFP8_E5M2, m=(1,), n=(200,), k=(2100,)),
             marks=pytest.mark.slow,
         ),
@@ -98,12 +101,12 @@ def operands(rng: np.random.Generator, case: MatmulCase) -> tuple[Any, MXArray]:
     ids=str,
 )
 def test_packed_weights_give_the_same_product(
-    architecture: str, case: MatmulCase, rng: np.random.Generator
+    architecture: Architecture, case: MatmulCase, rng: np.random.Generator
 ):
     call, backend = case.call, backend_of(architecture)
     lhs, rhs = operands(rng, case)
     packed = jax.jit(lambda w: pack(backend, w, call, case.lhs))(rhs)
-    assert isinstance(packed.weights, ScaledOperand if architecture == "sm100" else PackedWeights)
+    assert isinstance(packed.weights, ScaledOperand if architecture is SM100 else PackedWeights)
     product = jax.jit(lambda lhs, rhs: backend.packed_matmul(lhs, rhs, call))(lhs, packed)
     expected = scaled_matmul(lhs, rhs, call.dimension_numbers, call.out_dtype)
     assert_bitwise_equal(product, expected, what="product")
@@ -113,24 +116,24 @@ def test_packed_weights_give_the_same_product(
     "which",
     mostly_slow(
         [
-            *(("sm90", None, format) for format in DECODED),
-            *(("sm100", format, format) for format in AS_THEY_ARE),
-            ("sm100", None, MXFP4),
-            ("sm100", MXFP8_E4M3, MXFP4),
-            ("sm100", MXFP4, formats.MXFP6_E2M3),
-            ("sm90", MXFP4, MXFP4),
+            *((SM90, None, format) for format in DECODED),
+            *((SM100, format, format) for format in AS_THEY_ARE),
+            (SM100, None, MXFP4),
+            (SM100, MXFP8_E4M3, MXFP4),
+            (SM100, MXFP4, formats.MXFP6_E2M3),
+            (SM90, MXFP4, MXFP4),
         ],
-        ("sm90", None, MXFP8_E5M2),
-        ("sm90", None, formats.MXFP6_E2M3),
-        ("sm100", NVFP4, NVFP4),
-        ("sm100", MXFP8_E4M3, MXFP8_E4M3),
-        ("sm100", None, MXFP4),
-        ("sm90", MXFP4, MXFP4),
+        (SM90, None, MXFP8_E5M2),
+        (SM90, None, formats.MXFP6_E2M3),
+        (SM100, NVFP4, NVFP4),
+        (SM100, MXFP8_E4M3, MXFP8_E4M3),
+        (SM100, None, MXFP4),
+        (SM90, MXFP4, MXFP4),
     ),
     ids=str,
 )
 def test_packed_weights_are_the_mxarray(
-    which: tuple[str, BlockFormat | None, BlockFormat], rng: np.random.Generator
+    which: tuple[Architecture, BlockFormat | None, BlockFormat], rng: np.random.Generator
 ):
     """Every code and scale, NaN among them, in any order of axes, stacked by vmap or not."""
     architecture, lhs, format = which
@@ -141,7 +144,7 @@ def test_packed_weights_are_the_mxarray(
     scales = rng.integers(0, 256, w.scales.shape).astype(np.uint8)
     w = dataclasses.replace(w, codes=jnp.asarray(codes), scales=jnp.asarray(scales))
     packed = pack(PallasGpuBackend(architecture=architecture), w, case.call, lhs)
-    as_it_is = architecture == "sm100" and lhs == format
+    as_it_is = architecture is SM100 and lhs == format
     assert isinstance(packed.weights, ScaledOperand if as_it_is else PackedWeights)
     assert (packed.shape, packed.blocks, packed.backend) == (w.shape, w.blocks, "pallas_gpu")
     for field in ("codes", "scales", "tensor_scale"):
@@ -164,45 +167,47 @@ def test_size_as_it_is(rng: np.random.Generator):
         case = case_of(format, format, n=(256,), k=(512,))
         _, w = case.operands(rng)
         assert isinstance(w, MXArray)
-        packed = pack(PallasGpuBackend(architecture="sm100"), w, case.call, format)
+        packed = pack(PallasGpuBackend(architecture=SM100), w, case.call, format)
         assert packed.nbytes == 256 * 512 * bits / 8 + 4 * format.tensor_scale
 
 
 class Asked(Exception):
-    """Which kernel a product would have started."""
+    """What would have multiplied."""
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch):
+def blackwell_that_tells(monkeypatch: pytest.MonkeyPatch) -> Architecture:
     def stop(name: str, *args: Any, **kwargs: Any):
         raise Asked(name)
 
-    monkeypatch.setattr(matmul, "kernel", functools.partial(stop, "decodes"))
-    monkeypatch.setattr(matmul, "_dequantize_dot", functools.partial(stop, "xla"))
-    monkeypatch.setattr(scaled, "multiply", functools.partial(stop, "as they are"))
+    monkeypatch.setattr(decoded, "_dequantize_dot", functools.partial(stop, "xla"))
+    kernels = (
+        dataclasses.replace(kernel, run=functools.partial(stop, kernel.name))
+        for kernel in SM100.kernels
+    )
+    return dataclasses.replace(SM100, kernels=tuple(kernels))
 
 
-@pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize(
     ("lhs", "rhs", "packed_for", "rows", "kernel"),
     [
         # Packed for nothing in particular: decoded, unless many rows make up for another layout.
-        (None, MXFP4, None, 3, "decodes"),
-        (MXFP4, MXFP4, None, 3, "decodes"),
-        (MXFP4, MXFP4, None, 300, "as they are"),
+        (None, MXFP4, None, 3, "mma"),
+        (MXFP4, MXFP4, None, 3, "mma"),
+        (MXFP4, MXFP4, None, 300, "tcgen05"),
         (None, MXFP4, None, 300, "xla"),
         (MXFP8_E4M3, MXFP4, None, 300, "xla"),
         # Packed for quantized activations.
-        (MXFP4, MXFP4, MXFP4, 3, "as they are"),
-        (MXFP8_E5M2, MXFP8_E4M3, MXFP8_E5M2, 3, "as they are"),
-        (None, MXFP4, MXFP4, 3, "decodes"),
+        (MXFP4, MXFP4, MXFP4, 3, "tcgen05"),
+        (MXFP8_E5M2, MXFP8_E4M3, MXFP8_E5M2, 3, "tcgen05"),
+        (None, MXFP4, MXFP4, 3, "mma"),
         (None, MXFP4, MXFP4, 300, "xla"),
-        (MXFP8_E4M3, MXFP4, MXFP4, 3, "decodes"),
+        (MXFP8_E4M3, MXFP4, MXFP4, 3, "mma"),
         # Not packed.
-        (MXFP4, MXFP4, "not", 3, "as they are"),
-        (None, MXFP4, "not", 3, "decodes"),
-        (NVFP4, None, "not", 3, "decodes"),
-        (formats.MXINT8, formats.MXINT8, "not", 3, "decodes"),
+        (MXFP4, MXFP4, "not", 3, "tcgen05"),
+        (None, MXFP4, "not", 3, "mma"),
+        (NVFP4, None, "not", 3, "mma"),
+        (formats.MXINT8, formats.MXINT8, "not", 3, "mma"),
         (MXFP8_E4M3, MXFP4, "not", 300, "xla"),
     ],
     ids=str,
@@ -214,9 +219,11 @@ def test_which_kernel_blackwell_starts(
     rows: int,
     kernel: str,
     rng: np.random.Generator,
+    blackwell_that_tells: Architecture,
 ):
     case = MatmulCase(lhs=lhs, rhs=rhs, dtype="bfloat16", m=(rows,), n=(3,), k=(64,))
-    backend, (left, right) = PallasGpuBackend(architecture="sm100"), case.operands(rng)
+    backend = PallasGpuBackend(architecture=blackwell_that_tells)
+    left, right = case.operands(rng)
     with pytest.raises(Asked, match=kernel):
         if packed_for == "not":
             jax.eval_shape(lambda x, w: backend.scaled_matmul(x, w, case.call), left, right)
@@ -237,9 +244,9 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     def select(call: Call, target: Target) -> Choice:
         asked.append(call)
         mine = isinstance(call, PackCall) or (
-            isinstance(call, MatmulCall) and scaled.meet(call.lhs_format, call.rhs_format)
+            isinstance(call, MatmulCall) and meet(call.lhs_format, call.rhs_format)
         )
-        backend = backend_of("sm100") if mine else ReferenceBackend()
+        backend = backend_of(SM100) if mine else ReferenceBackend()
         return Choice(backend=backend, rejections=())
 
     monkeypatch.setattr(ops_packing, "select", select)

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.pallas_gpu import matmul
-from mx_jax.backends.pallas_gpu.tuning import Tiles
-from mx_jax.backends.pallas_gpu.weights import pack
+from mx_jax.backends.pallas_gpu.architecture import SM90
+from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
+from mx_jax.backends.pallas_gpu.products import decoded
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 from mx_jax.formats import MXFP4, MXFP8_E4M3, BlockFormat
 from mx_jax.reference.matmul import scaled_matmul
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -25,10 +26,10 @@ def product(format: BlockFormat, tiles: Tiles, out_dtype: str) -> tuple[Any, Any
     """The kernel's, as a function to be called, and the reference's."""
     case = case_of(format, m=(3,), n=(200,), k=(1000,), out_dtype=out_dtype)
     x, w = whole_numbers(np.random.default_rng(0), case)
-    packed = jax.jit(pack)(as_batch(w))
-    how = {"architecture": "sm90", "tiles": tiles, "interpret": interpreter()}
+    packed = jax.jit(PackedWeights.of)(as_batch(w))
+    how = {"architecture": SM90, "tiles": tiles, "interpret": interpreter()}
     expected = scaled_matmul(x, w, case.call.dimension_numbers, out_dtype)
-    return lambda: matmul.multiply(x[None], packed, out_dtype, **how)[0], expected
+    return lambda: decoded.multiply(x[None], packed, out_dtype, **how)[0], expected
 
 
 @pytest.mark.parametrize(
@@ -52,8 +53,8 @@ def test_is_the_reference_after_rounding(what: tuple[BlockFormat, Tiles, str]):
 def test_a_missing_wait_for_the_other_sums_is_a_race(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    from mx_jax.backends.pallas_gpu import kernel_sm90
+    from mx_jax.backends.pallas_gpu.products import wgmma
 
-    monkeypatch.setattr(kernel_sm90.plgpu, "barrier_wait", lambda *args, **kwargs: None)
+    monkeypatch.setattr(wgmma.plgpu, "barrier_wait", lambda *args, **kwargs: None)
     run, _ = product(*QUICK)
     assert race_of(run, capfd)

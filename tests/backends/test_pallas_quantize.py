@@ -14,7 +14,9 @@ import mx_jax
 from mx_jax import formats
 from mx_jax.backends import select
 from mx_jax.backends.base import QuantizeCall
-from mx_jax.backends.pallas_gpu import PallasGpuBackend, quantize
+from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.pallas_gpu.architecture import SM80, SM89, SM90, SM100, Architecture
+from mx_jax.backends.pallas_gpu.casts import quantize
 from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from mx_jax.reference.scale_rules import CEIL, EVEN, FLOOR, RCEIL
@@ -32,7 +34,7 @@ pytestmark = needs_mosaic
 RULES = tuple(rule.name for rule in (FLOOR, CEIL, EVEN, RCEIL))
 
 
-def backend(architecture: str = "sm90") -> PallasGpuBackend:
+def backend(architecture: Architecture = SM90) -> PallasGpuBackend:
     return PallasGpuBackend(architecture=architecture, interpret=interpreter())
 
 
@@ -76,20 +78,20 @@ def test_shapes(case: QuantizeCase):
 
 # Other architectures lack conversions and packed maxima, or take scales in tiles.
 ELSEWHERE = [
-    ("sm80", case_of(MXFP8_E4M3)),
-    ("sm80", case_of(MXFP4, axis=0)),
-    ("sm89", case_of(MXFP8_E5M2, scale_rule="even")),
-    ("sm100", case_of(MXFP8_E4M3, shape=(2, 64, 256))),
-    ("sm100", case_of(NVFP4, shape=(128, 64), dtype="float32")),
-    ("sm100", case_of(MXFP4, shape=(128, 128), block_size=16)),
-    ("sm100", case_of(MXFP4, shape=(128, 160))),
+    (SM80, case_of(MXFP8_E4M3)),
+    (SM80, case_of(MXFP4, axis=0)),
+    (SM89, case_of(MXFP8_E5M2, scale_rule="even")),
+    (SM100, case_of(MXFP8_E4M3, shape=(2, 64, 256))),
+    (SM100, case_of(NVFP4, shape=(128, 64), dtype="float32")),
+    (SM100, case_of(MXFP4, shape=(128, 128), block_size=16)),
+    (SM100, case_of(MXFP4, shape=(128, 160))),
 ]
 
 
 @pytest.mark.parametrize(
     "where", mostly_slow(ELSEWHERE, ELSEWHERE[0], ELSEWHERE[3]), ids=lambda w: f"{w[0]}-{w[1]}"
 )
-def test_architectures(where: tuple[str, QuantizeCase]):
+def test_architectures(where: tuple[Architecture, QuantizeCase]):
     architecture, case = where
     check_quantize(backend(architecture), case)
 
@@ -223,18 +225,18 @@ def test_vmap(format: formats.BlockFormat, rng: np.random.Generator):
 def test_tiles_that_overlap_are_a_race(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    from mx_jax.backends.pallas_gpu.kernel_quantize import _Program
+    from mx_jax.backends.pallas_gpu.casts.quantize_kernel import QuantizeProgram
 
     call = case_of(shape=(8, 1024)).call
     x = jnp.ones(call.shape, jnp.bfloat16)
-    at = _Program._at
+    at = QuantizeProgram._at
 
-    def shifted(self: _Program) -> Any:
+    def shifted(self: QuantizeProgram) -> Any:
         (rows, columns) = at(self)
         return dataclasses.replace(rows, start=rows.start // 2), columns
 
     assert not race_of(lambda: backend().quantize(x, call, None, None).codes, capfd)
-    monkeypatch.setattr(_Program, "_at", shifted)
+    monkeypatch.setattr(QuantizeProgram, "_at", shifted)
     assert race_of(lambda: backend().quantize(x, call, None, None).codes, capfd)
 
 
@@ -251,7 +253,7 @@ MUTANTS = [
 def test_a_wrong_shift_is_noticed(
     mutant: tuple[str, Any, QuantizeCase], monkeypatch: pytest.MonkeyPatch
 ):
-    from mx_jax.backends.pallas_gpu import encode
+    from mx_jax.backends.pallas_gpu.casts import encode
 
     name, replacement, case = mutant
     monkeypatch.setattr(encode, name, replacement)
@@ -262,7 +264,7 @@ def test_a_wrong_shift_is_noticed(
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_whole_tiles_are_not_copied(axis: int):
     call = case_of(shape=(3, 64, 512), axis=axis).call
-    run = functools.partial(quantize.quantize, call=call, tensor_scale=None, architecture="sm90")
+    run = functools.partial(quantize.quantize, call=call, tensor_scale=None, architecture=SM90)
     text = str(jax.make_jaxpr(run)(jax.ShapeDtypeStruct(call.shape, call.dtype)))
     before, after = text.split("mpmd_map", 1)
     assert " pad" not in before and "slice" not in after.rsplit("]", 1)[-1]

@@ -10,8 +10,10 @@ import pytest
 
 from mx_jax import formats
 from mx_jax.backends.base import QuantizeBothCall, QuantizeCall, Target
-from mx_jax.backends.pallas_gpu import PallasGpuBackend, quantize, quantize_tiles
-from mx_jax.backends.pallas_gpu.quantize_tiles import Tile
+from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.pallas_gpu.casts import quantize
+from mx_jax.backends.pallas_gpu.casts import tiles as quantize_tiles
+from mx_jax.backends.pallas_gpu.casts.tiles import Tile
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
 from mx_jax.testing.cases import QuantizeCase
 from tests.backends.mosaic import needs_mosaic
@@ -115,7 +117,7 @@ def views(block: int, itemsize: int) -> list[tuple[tuple[int, ...], Tile]]:
 
 
 def layout_of(tile: Tile) -> Any:
-    from mx_jax.backends.pallas_gpu.kernel_quantize import _layout
+    from mx_jax.backends.pallas_gpu.casts.quantize_kernel import _layout
 
     return _layout(tile).to_mgpu()
 
@@ -166,7 +168,7 @@ def test_words_are_pairs_of_numbers(block: int):
     ],
 )
 def test_what_is_padded(shape: tuple[int, ...], axis: int, itemsize: int, padding: float):
-    from mx_jax.backends.pallas_gpu.quantize_views import View
+    from mx_jax.backends.pallas_gpu.casts.views import View
 
     view = View.of(shape, ((axis, 32),))
     padded = view.tile(itemsize).padded(view.shape)
@@ -178,7 +180,7 @@ def test_what_is_padded(shape: tuple[int, ...], axis: int, itemsize: int, paddin
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_product_by_the_reciprocal_is_the_quotient(dtype: str):
     """What only a GPU computes, in NumPy, which keeps subnormals: every bfloat16, many scales."""
-    from mx_jax.backends.pallas_gpu import encode
+    from mx_jax.backends.pallas_gpu.casts import encode
 
     x = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)
     x = x[np.isfinite(x.astype(np.float32))]
@@ -200,7 +202,7 @@ def test_a_product_by_the_reciprocal_is_the_quotient(dtype: str):
 
 def test_one_permutation_takes_the_low_bytes():
     pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
-    from mx_jax.backends.pallas_gpu.pairs import _LOW_BYTES
+    from mx_jax.backends.pallas_gpu.casts.pairs import _LOW_BYTES
 
     words = np.array([0x00220011, 0x00440033], np.uint32).view(np.uint8)
     chosen = [words[_LOW_BYTES >> 4 * i & 7] for i in range(4)]

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul, rejections, scaled
-from mx_jax.backends.pallas_gpu.tuning import Tiles
+from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.pallas_gpu.architecture import SM100
+from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand, meet
+from mx_jax.backends.pallas_gpu.products import matmul, rejections, scaled
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul
@@ -22,7 +25,7 @@ from tests.backends.mosaic import few_octaves, interpreter, needs_newer_mosaic, 
 
 @pytest.fixture
 def how() -> dict[str, Any]:
-    return {"architecture": "sm100", "interpret": interpreter()}
+    return {"architecture": SM100, "interpret": interpreter()}
 
 
 def operands(rng: np.random.Generator, case: MatmulCase) -> tuple[MXArray, MXArray]:
@@ -79,8 +82,9 @@ def test_tiles_do_not_matter(rng: np.random.Generator):
     tiles = Tiles(m=128, n=256, k=128, stages=2, splits=2)
 
     def product(lhs: MXArray, rhs: MXArray) -> jax.Array:
-        left, right = (scaled.lay_out(jax.tree.map(lambda a: a[None], x)) for x in (lhs, rhs))
-        return scaled.multiply(left, right, jnp.float32, tiles=tiles, interpret=interpreter())[0]
+        left, right = (ScaledOperand.of(jax.tree.map(lambda a: a[None], x)) for x in (lhs, rhs))
+        how = {"tiles": tiles, "interpret": interpreter()}
+        return scaled.multiply(left, right, jnp.float32, SM100, **how)[0]
 
     expected = scaled_matmul(lhs, rhs, case.call.dimension_numbers, "float32")
     assert_bitwise_equal(jax.jit(product)(lhs, rhs), expected, what="product")
@@ -116,8 +120,8 @@ def test_a_missing_wait_is_a_race(
             wait(*args, **kwargs)
 
     monkeypatch.setattr(mosaic_gpu, "barrier_wait", some)
-    left, right = scaled.lay_out(lhs), scaled.lay_out(rhs)
-    how = {"tiles": tiles, "interpret": interpreter()}
+    left, right = ScaledOperand.of(lhs), ScaledOperand.of(rhs)
+    how = {"architecture": SM100, "tiles": tiles, "interpret": interpreter()}
     assert race_of(lambda: scaled.multiply(left, right, "float32", **how), capfd)
     assert len(traced) == 3
 
@@ -131,7 +135,7 @@ def test_layout_of_scales_is_what_the_docstring_says(rng: np.random.Generator):
         blocks=((-1, 32),),
         dtype=jnp.dtype("float32"),
     )
-    laid_out = scaled.lay_out(x)
+    laid_out = ScaledOperand.of(x)
     assert laid_out.codes.shape == (256, 768) and laid_out.scales.shape == (2, 6, 32, 16)
     bytes_ = np.asarray(laid_out.scales)
     for row, column in ((0, 0), (37, 5), (129, 19), (96, 3), (64, 4)):
@@ -144,17 +148,17 @@ def test_layout_of_scales_is_what_the_docstring_says(rng: np.random.Generator):
 @needs_newer_mosaic
 @pytest.mark.parametrize(("rows", "laid_out_rows"), [(3, 8), (70, 72), (128, 128), (130, 256)])
 def test_few_rows_are_not_padded_to_tiles(rows: int, laid_out_rows: int, rng: np.random.Generator):
-    from mx_jax.backends.pallas_gpu import kernel_sm100
+    from mx_jax.backends.pallas_gpu.products import tcgen05
 
     case = MatmulCase(lhs=MXFP4, rhs=MXFP4, batch=(2,), m=(rows,), n=(40,), k=(512,))
     lhs, rhs = operands(rng, case)
-    left, right = scaled.lay_out(lhs, left=True), scaled.lay_out(rhs)
+    left, right = ScaledOperand.of(lhs, left=True), ScaledOperand.of(rhs)
     assert left.codes.shape == (2 * laid_out_rows, 256) and right.codes.shape == (2 * 128, 256)
     assert_bitwise_equal(left.unpack().codes, lhs.codes, what="codes")
     assert_bitwise_equal(left.unpack().scales, lhs.scales, what="scales")
     tiles = Tiles(m=128, k=256, stages=2, splits=2)
     kernel = functools.partial(
-        kernel_sm100.matmul, block=32, batch=2, tiles=tiles, out_dtype=jnp.dtype("float32")
+        tcgen05.partial_products, block=32, batch=2, tiles=tiles, out_dtype=jnp.dtype("float32")
     )
     arrays = (left.elements, right.elements, left.scale_values, right.scale_values)
     assert jax.eval_shape(kernel, *arrays).shape == (2 * 2 * laid_out_rows, 128)
@@ -169,7 +173,7 @@ def test_fp4_takes_half_a_byte(rng: np.random.Generator):
         blocks=((-1, 32),),
         dtype=jnp.dtype("float32"),
     )
-    laid_out = jax.jit(scaled.lay_out)(x)
+    laid_out = jax.jit(ScaledOperand.of)(x)
     assert laid_out.codes.nbytes == 128 * 256 // 2
     np.testing.assert_array_equal(laid_out.codes, codes[0, :, 0::2] | codes[0, :, 1::2] << 4)
     native = jax.jit(lambda laid_out: laid_out.elements)(laid_out)
@@ -178,7 +182,7 @@ def test_fp4_takes_half_a_byte(rng: np.random.Generator):
 
 
 @pytest.mark.parametrize(
-    ("lhs", "rhs", "meet"),
+    ("lhs", "rhs", "expected"),
     [
         (None, MXFP4, False),
         (MXFP4, None, False),
@@ -195,8 +199,8 @@ def test_fp4_takes_half_a_byte(rng: np.random.Generator):
     ],
 )
 def test_which_formats_meet(
-    lhs: formats.BlockFormat | None, rhs: formats.BlockFormat | None, meet: bool
+    lhs: formats.BlockFormat | None, rhs: formats.BlockFormat | None, expected: bool
 ):
-    assert scaled.meet(lhs, rhs) == meet
-    if lhs is not None and rhs is not None and meet:
+    assert meet(lhs, rhs) == expected
+    if lhs is not None and rhs is not None and expected:
         assert rejections.rejects_weights(rhs) is None, "what is taken as it is can be decoded too"

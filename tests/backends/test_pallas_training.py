@@ -11,7 +11,8 @@ import pytest
 
 import mx_jax
 from mx_jax.backends.base import Call, MatmulCall, QuantizeBothCall, QuantizeCall
-from mx_jax.backends.pallas_gpu import matmul, quantize
+from mx_jax.backends.pallas_gpu.casts import quantize
+from mx_jax.backends.pallas_gpu.products import matmul
 from tests.backends.mosaic import interpreter, needs_mosaic
 
 # Powers of two and small integers: their sums are exact in any order.

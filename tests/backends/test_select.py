@@ -11,12 +11,13 @@ import pytest
 import mx_jax
 from mx_jax import formats
 from mx_jax.backends.base import MatmulCall, QuantizeBothCall, Target
-from mx_jax.backends.pallas_gpu import PallasGpuBackend, rejections
-from mx_jax.backends.pallas_gpu.rejections import ARCHITECTURES
+from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.pallas_gpu.architecture import capabilities, rejects_machine
 from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.backends.select import current_target, find, only_backend, prefer_backends, select
 from mx_jax.backends.table import BACKENDS
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
+from tests.backends.mosaic import with_any_jax
 
 CPU = Target(platform="cpu")
 H200 = Target(platform="cuda", compute_capability=(9, 0))
@@ -222,12 +223,12 @@ def test_nothing_behind_the_reference_is_asked_unless_named(num_devices: int):
     assert f"reference: casts once at a time; pallas_gpu: {reason}" in str(error.value)
 
 
-@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize("capability", capabilities())
 def test_no_gpu_kernel_is_reached_by_default(capability, monkeypatch: pytest.MonkeyPatch):
     """Whichever version of JAX is there."""
-    monkeypatch.setattr(rejections, "MIN_JAX", dict.fromkeys(ARCHITECTURES.values(), (0, 0)))
+    with_any_jax(monkeypatch)
     target = Target(platform="cuda", compute_capability=capability)
-    assert rejections.rejects_machine(target) is None
+    assert rejects_machine(target) is None
     assert find(both_call(), target) is None
     with prefer_backends("pallas_gpu"):
         choice = find(both_call(), target)
@@ -236,7 +237,7 @@ def test_no_gpu_kernel_is_reached_by_default(capability, monkeypatch: pytest.Mon
 
 def test_a_gradient_on_a_gpu_is_two_casts_of_the_reference(monkeypatch: pytest.MonkeyPatch):
     """As a user meets it: a training step traced for an H200, as many of them as there may be."""
-    monkeypatch.setattr(rejections, "MIN_JAX", dict.fromkeys(ARCHITECTURES.values(), (0, 0)))
+    with_any_jax(monkeypatch)
     asked = []
     monkeypatch.setattr(PallasGpuBackend, "quantize_both", lambda *_: asked.append(_) or 1 / 0)
     w, recipe = jnp.ones((64, 32), jnp.bfloat16), mx_jax.recipes.mxfp8()

@@ -25,9 +25,11 @@ from jax.experimental import topologies
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.pallas_gpu import matmul, rejections, scaled, tuning
-from mx_jax.backends.pallas_gpu.storage import storage
-from mx_jax.backends.pallas_gpu.weights import pack
+from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
+from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
+from mx_jax.backends.pallas_gpu.layouts.storage import storage
+from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
+from mx_jax.backends.pallas_gpu.products import decoded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,13 @@ class Gpu:
     shared: int
     level_2: int
     bandwidth: float
+
+    @property
+    def architecture(self) -> Architecture:
+        """What the kernels know of it."""
+        found = architecture_of(self.capability)
+        assert found is not None
+        return found
 
     @property
     def target(self) -> str:
@@ -132,14 +141,13 @@ def shapes(make: Callable[..., Any], shape: tuple[int, ...], format: formats.Blo
 
 def compile_weights(gpu: Gpu, name: str) -> None:
     """bfloat16 by weights of a format."""
-    architecture = rejections.ARCHITECTURES[gpu.capability]
-    kernel = matmul.kernel(architecture)
-    weights = shapes(pack, (1, N, K), FORMATS[name])
-    for _, tiles in tuning.TILES[architecture, storage(FORMATS[name].element).bits]:
+    kernel = gpu.architecture.decoding
+    weights = shapes(PackedWeights.of, (1, N, K), FORMATS[name])
+    for _, tiles in kernel.tuned(storage(FORMATS[name].element).bits).tiles:
         for out_dtype in ("float32", "bfloat16"):
             x = jax.ShapeDtypeStruct((2 * tiles.m, K), jnp.bfloat16)
             product = functools.partial(
-                kernel.matmul, format=FORMATS[name], batch=1, tiles=tiles, out_dtype=out_dtype
+                kernel.run, format=FORMATS[name], batch=1, tiles=tiles, out_dtype=out_dtype
             )
             flat = [
                 jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in (weights.codes, weights.scales)
@@ -149,27 +157,26 @@ def compile_weights(gpu: Gpu, name: str) -> None:
 
 def compile_dequantize(gpu: Gpu, name: str, _: str) -> None:
     """Packed weights to bfloat16."""
-    weights = shapes(pack, (1, N, K), FORMATS[name])
-    architecture = rejections.ARCHITECTURES[gpu.capability]
-    compile_on(gpu, lambda w: matmul._decoded(w, architecture, None), (weights,))
+    weights = shapes(PackedWeights.of, (1, N, K), FORMATS[name])
+    compile_on(gpu, lambda w: decoded.decode(w, gpu.architecture, None), (weights,))
 
 
 def compile_scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
     """Two block-scaled operands: eight rows, or more than a tile has."""
-    from mx_jax.backends.pallas_gpu import kernel_sm100
 
-    def lay_out(x: mx_jax.MXArray, left: bool) -> scaled.ScaledOperand:
+    def lay_out(x: mx_jax.MXArray, left: bool) -> ScaledOperand:
         batch = jax.tree.map(lambda array: array[None], x)
-        return scaled.lay_out(dataclasses.replace(batch, tensor_scale=None), left=left)
+        return ScaledOperand.of(dataclasses.replace(batch, tensor_scale=None), left=left)
 
     weights = shapes(functools.partial(lay_out, left=False), (N, K), FORMATS[rhs])
-    for limit, tiles in tuning.TILES[tuning.TCGEN05, FORMATS[lhs].element.bits]:
+    kernel = gpu.architecture.kernel(FORMATS[lhs], FORMATS[rhs])
+    for limit, tiles in kernel.tuned(FORMATS[lhs].element.bits).tiles:
         rows = N if math.isinf(limit) else 8
         x = shapes(functools.partial(lay_out, left=True), (rows, K), FORMATS[lhs])
         for out_dtype in ("float32", "bfloat16"):
 
             def product(left, right, tiles=tiles, out_dtype=out_dtype):
-                return kernel_sm100.matmul(
+                return kernel.run(
                     left.elements,
                     right.elements,
                     left.scale_values,

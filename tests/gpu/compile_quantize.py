@@ -23,7 +23,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 
-from mx_jax.backends.pallas_gpu.quantize_views import View
+from mx_jax.backends.pallas_gpu.casts.views import View
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 from tests.gpu.compile_for import FORMATS, GPUS, Gpu, compile_on
 from tests.gpu.traffic import AXES, cast_by, kernel_on

@@ -28,12 +28,24 @@ from benchmarks.gpu_products import (
     products,
 )
 from mx_jax.backends.base import Target
-from mx_jax.backends.pallas_gpu import PallasGpuBackend, matmul, tuning
-from mx_jax.backends.pallas_gpu.scaled import ScaledOperand
-from mx_jax.backends.pallas_gpu.weights import PackedWeights
+from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.pallas_gpu.architecture import (
+    SM90,
+    SM100,
+    architecture_of,
+    capabilities,
+)
+from mx_jax.backends.pallas_gpu.kernels import MMA, TCGEN05, WGMMA, Kernel
+from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
+from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
+from mx_jax.backends.pallas_gpu.products import decoded
+from mx_jax.backends.pallas_gpu.products.rejections import rejects
+from mx_jax.backends.pallas_gpu.tuning import table
+from mx_jax.backends.pallas_gpu.tuning.table import Entry
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.testing.cases import MatmulCase
-from tests.backends.mosaic import interpreter, needs_mosaic
+from tests.backends.mosaic import interpreter, needs_mosaic, with_any_jax
 
 H200 = Target(platform="cuda", compute_capability=(9, 0))
 # The commands say so themselves on older versions, which have no kernels to measure.
@@ -55,12 +67,12 @@ class Altered(PallasGpuBackend):
 @pytest.fixture
 def decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel that decodes weights alone runs in the interpreter."""
-    product = matmul.decoded_dot
+    product = decoded.decoded_dot
 
     def interpreted(x, weights, out_dtype, architecture, _):
         return product(x, weights, out_dtype, architecture, interpreter())
 
-    monkeypatch.setattr(matmul, "decoded_dot", interpreted)
+    monkeypatch.setattr(decoded, "decoded_dot", interpreted)
 
 
 @pytest.mark.parametrize(("last", "wrong"), [(0.0, False), (1e6, True), (np.nan, True)])
@@ -113,8 +125,9 @@ def test_a_wrong_code_of_two_casts_is_noticed(rng: np.random.Generator):
 
 def test_the_whole_command_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What cannot run is written down, and costs nothing else its answer."""
-    monkeypatch.setattr(gpu.rejections, "MIN_JAX", {"sm90": (0, 0)})
-    monkeypatch.setitem(gpu_checks.CHECKS, "sm90", (SMALL,))
+    with_any_jax(monkeypatch)
+    for module in (gpu, gpu_checks):
+        monkeypatch.setattr(module, "products_of", lambda _: (SMALL,))
     monkeypatch.setattr(gpu_checks, "CASTS", gpu_checks.CASTS[:1])
     monkeypatch.setattr(gpu_casts, "FORMATS", gpu_casts.FORMATS[:1])
     out = tmp_path / "gpu.json"
@@ -164,13 +177,18 @@ def test_tuning_needs_a_gpu():
         gpu_tune.main([])
 
 
-@pytest.mark.parametrize(("capability", "name"), gpu.rejections.ARCHITECTURES.items())
-def test_every_check_is_a_product_that_the_kernel_takes(capability: tuple[int, int], name: str):
+@pytest.mark.parametrize("capability", capabilities())
+def test_every_check_is_a_product_that_the_kernel_takes(capability: tuple[int, int]):
     target = gpu.current_target()
     target = dataclasses.replace(target, platform="cuda", compute_capability=capability)
-    assert len(gpu_checks.CHECKS[name]) > 10
-    for case in gpu_checks.CHECKS[name]:
-        assert gpu.rejections.rejects(case.call, target, (0, 12, 0)) is None
+    architecture = architecture_of(capability)
+    assert architecture is not None
+    cases = gpu_checks.products_of(architecture)
+    assert len(cases) > 10
+    for case in cases:
+        assert rejects(case.call, target, (0, 12, 0)) is None
+    taken = {architecture.kernel(case.lhs, case.rhs) for case in cases}
+    assert taken == set(architecture.kernels)
 
 
 @pytest.mark.parametrize("lhs", [None, gpu.MXFP8_E4M3])
@@ -192,7 +210,7 @@ def run(way: Way, x: jax.Array) -> Any:
 
 @pytest.mark.usefixtures("decodes")
 def test_what_tuning_compares_with_is_the_same_product():
-    lay_out, product = kernel_product(Pair(rhs=gpu.MXFP4), "sm90", dequantize=True)
+    lay_out, product = kernel_product(Pair(rhs=gpu.MXFP4), SM90, WGMMA, dequantize=True)
     w = mx_jax.quantize(jnp.linspace(-3, 3, 5 * 64).reshape(5, 64), "mxfp4")
     x = jnp.linspace(-1, 1, 2 * 64).reshape(2, 64).astype(jnp.bfloat16)
     expected = x.astype(jnp.float32) @ w.dequantize(jnp.float32).T
@@ -228,44 +246,47 @@ def test_crossover(times: list[tuple[int, float, float]], rows: float):
 @pytest.mark.slow
 def test_tuning_times_products():
     options = gpu_tune.parse("--size 128 --copies 2 --calls 1 --seconds 0.1".split())
-    (seconds,) = gpu_tune.medians([None], gpu.MXFP4, "sm90", 3, options).values()
+    (seconds,) = gpu_tune.medians([None], gpu.MXFP4, SM90, WGMMA, 3, options).values()
     assert 0 < seconds < 1
 
 
 def test_tuning_picks_the_fastest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    def medians(ways: Any, format: Any, architecture: str, rows: int, options: Any) -> Any:
+    def medians(ways: Any, format: Any, _: Any, kernel: Kernel, rows: int, options: Any) -> Any:
         # Deeper pipelines are faster; from 64 rows on XLA is.
         return {t: 0.5 if t is None and rows >= 64 else 1 / (t.stages if t else 1) for t in ways}
 
     monkeypatch.setattr(gpu_tune, "medians", medians)
     options = gpu_tune.parse(["--rows", "64", "8", "--bits", "4"])
-    found = dict(gpu_tune.tune("sm90", options))
-    table = gpu_tune.as_table(found)
-    (first, few), (last, many) = table.tiles["sm90", 4]
+    found = dict(gpu_tune.tune(SM90, options))
+    tuned = gpu_tune.as_table(found)
+    ((entry, tuning),) = tuned.items()
+    assert entry == Entry("sm90", "wgmma", 4)
+    (first, few), (last, many) = tuning.tiles
     assert (first, few.m, few.stages) == (8, 8, 6) and (last, many.m) == (np.inf, 64)
-    assert table.crossover["sm90", 4] == np.inf
-    assert tuning.as_json(table).count('"rows": null') == 1
+    assert tuning.crossover == np.inf
+    assert table.as_json(tuned).count('"rows": null') == 1
     gpu_tune.write(tmp_path / "tiles.json", found)
     assert gpu_tune.measured(tmp_path / "tiles.times.json") == found
-    assert tuning.read(tmp_path / "tiles.json").tiles["sm90", 4] == table.tiles["sm90", 4]
+    assert table.read(tmp_path / "tiles.json") == tuned
 
 
 def test_blackwells_kernels_are_both_tuned(monkeypatch: pytest.MonkeyPatch):
-    def medians(ways: Any, format: Any, name: str, rows: int, options: Any) -> Any:
-        assert (None in ways) == (name == "sm100"), "XLA's product decodes weights too"
+    def medians(ways: Any, format: Any, _: Any, kernel: Kernel, rows: int, options: Any) -> Any:
+        assert (None in ways) == (kernel == MMA), "XLA's product decodes weights too"
         return dict.fromkeys(ways, 1.0)
 
     monkeypatch.setattr(gpu_tune, "medians", medians)
-    found = dict(gpu_tune.tune("sm100", gpu_tune.parse(["--rows", "64", "--bits", "4", "6"])))
-    kernels = [("sm100", 4), ("sm100", 6), ("tcgen05", 4)]
-    assert list(gpu_tune.as_table(found).tiles) == kernels
+    found = dict(gpu_tune.tune(SM100, gpu_tune.parse(["--rows", "64", "--bits", "4", "6"])))
+    kernels = [(MMA, 4), (MMA, 6), (TCGEN05, 4)]
+    expected = [Entry("sm100", kernel.name, bits) for kernel, bits in kernels]
+    assert list(gpu_tune.as_table(found)) == expected
 
 
 @pytest.mark.usefixtures("decodes")
 def test_tiles_that_cannot_start_are_left_out(capfd: pytest.CaptureFixture[str]):
     options = gpu_tune.parse("--size 128 --copies 1 --calls 1 --seconds 0.01".split())
-    bad = tuning.Tiles(m=8)
-    times = gpu_tune.medians([bad, None], gpu.MXFP4, "sm90", 3, options)
+    bad = Tiles(m=8)
+    times = gpu_tune.medians([bad, None], gpu.MXFP4, SM90, WGMMA, 3, options)
     assert list(times) == [None]
     assert f"left out: {bad}: " in capfd.readouterr().err
 

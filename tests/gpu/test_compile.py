@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from mx_jax.backends.cudnn import PAIRS
-from mx_jax.backends.pallas_gpu.rejections import ARCHITECTURES
-from mx_jax.backends.pallas_gpu.storage import storage
-from mx_jax.backends.pallas_gpu.tuning import TCGEN05, TILES
+from mx_jax.backends.pallas_gpu.architecture import architecture_of, capabilities
+from mx_jax.backends.pallas_gpu.kernels import TCGEN05, WGMMA
+from mx_jax.backends.pallas_gpu.layouts.storage import storage
 from mx_jax.formats import BLOCK_FORMATS
 from tests.gpu import tools
 from tests.gpu.sass import main_loop
 
 # What ptxas calls each compute capability that has kernels.
-GPUS = {f"sm_{major}{minor}{'a' * (major >= 9)}": (major, minor) for major, minor in ARCHITECTURES}
+GPUS = {f"sm_{major}{minor}{'a' * (major >= 9)}": (major, minor) for major, minor in capabilities()}
 SCRIPT = Path(__file__).with_name("compile_for.py")
 # 65536 registers, three warpgroups of 128 threads.
 MAX_REGISTERS = 168
@@ -83,7 +83,7 @@ def compile_for(folder: Path, *arguments: str) -> list[str]:
     ],
 )
 def test_hopper(name: str, limit: float, tmp_path: Path):
-    table = TILES["sm90", bits_of(name)]
+    table = WGMMA.tuned(bits_of(name)).tiles
     reports = compile_for(tmp_path, "sm_90a", name)
     assert len(reports) == 2 * len(table)
     for report in reports:
@@ -117,7 +117,9 @@ def test_hopper(name: str, limit: float, tmp_path: Path):
     ],
 )
 def test_ampere_and_what_decodes_like_it(target: str, name: str, limit: float, tmp_path: Path):
-    table = TILES[ARCHITECTURES[GPUS[target]], bits_of(name)]
+    architecture = architecture_of(GPUS[target])
+    assert architecture is not None
+    table = architecture.decoding.tuned(bits_of(name)).tiles
     reports = compile_for(tmp_path, target, name)
     assert len(reports) == 2 * len(table)
     for report in reports:
@@ -167,7 +169,7 @@ def test_dequantize(target: str, name: str, limit: float, tmp_path: Path):
 )
 def test_blackwell(target: str, lhs: str, rhs: str, kind: str, tmp_path: Path):
     reports = compile_for(tmp_path, target, lhs, rhs)
-    assert len(reports) == 2 * len(TILES[TCGEN05, 4 if lhs.endswith("fp4") else 8])
+    assert len(reports) == 2 * len(TCGEN05.tuned(4 if lhs.endswith("fp4") else 8).tiles)
     for report in reports:
         assert f"for '{target}'" in report
     for path in tmp_path.glob("*.ptx"):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mx_jax.backends.pallas_gpu.rejections import ARCHITECTURES
+from mx_jax.backends.pallas_gpu.architecture import SM100, architecture_of
 from tests.gpu import sass, test_compile
 from tests.gpu.test_compile import GPUS, disassembly, environment, slow
 
@@ -87,7 +87,7 @@ def counted(target: str, casts: Iterable[str], folder: Path) -> dict[str, tuple[
 
 def few(target: str) -> dict[str, float]:
     """What is compiled for a GPU that is not Hopper."""
-    if ARCHITECTURES[GPUS[target]] != "sm100":
+    if architecture_of(GPUS[target]) != SM100:
         return BEFORE_HOPPER
     return THOR if target == "sm_110a" else BLACKWELL
 

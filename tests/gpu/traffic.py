@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from mx_jax import formats
 from mx_jax.backends.base import Backend, QuantizeBothCall
 from mx_jax.backends.pallas_gpu import PallasGpuBackend
-from mx_jax.backends.pallas_gpu.rejections import ARCHITECTURES
+from mx_jax.backends.pallas_gpu.architecture import architecture_of
 from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.dequantize_check import dequantize_call
@@ -59,7 +59,7 @@ def _bytes(dtype: str, lengths: str) -> int:
 
 def kernel_on(gpu: Gpu) -> PallasGpuBackend:
     """This package's kernels, compiled."""
-    return PallasGpuBackend(architecture=ARCHITECTURES[gpu.capability])
+    return PallasGpuBackend(architecture=architecture_of(gpu.capability))
 
 
 def cast_by(

@@ -11,9 +11,9 @@ import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.backends.base import MatmulCall, Target
 from mx_jax.backends.cpu_ffi import library
-from mx_jax.backends.pallas_gpu import rejections
 from mx_jax.backends.records import recording
 from mx_jax.backends.select import current_target, only_backend
+from tests.backends.mosaic import with_any_jax
 
 CPU = Target(platform="cpu", num_devices=8)
 H200 = Target(platform="cuda", compute_capability=(9, 0))
@@ -71,7 +71,7 @@ def test_the_dtype_is_that_of_the_product():
 
 def test_what_waits_for_its_name(monkeypatch: pytest.MonkeyPatch):
     """Backends behind the reference: by default not asked, but shown."""
-    monkeypatch.setattr(rejections, "MIN_JAX", {"sm100": (0, 0)})
+    with_any_jax(monkeypatch)
     b200 = Target(platform="cuda", compute_capability=(10, 0))
     with mx_jax.testing.target("cuda", (10, 0)):
         text = explain(recipes.mxfp8(), 8, 64, 32, dtype="bfloat16")

@@ -20,7 +20,10 @@ from mx_jax.backends.base import (
     Target,
     rejects_symbolic,
 )
-from mx_jax.backends.pallas_gpu import matmul, packed, quantize, rejections
+from mx_jax.backends.pallas_gpu.architecture import Architecture
+from mx_jax.backends.pallas_gpu.casts import quantize
+from mx_jax.backends.pallas_gpu.layouts.packed import GpuWeights
+from mx_jax.backends.pallas_gpu.products import matmul, packing, rejections
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
 
@@ -32,13 +35,13 @@ class PallasGpuBackend(ProductsOnly):
     Attributes:
       name: what `only_backend` calls it.
       epsilon_bound: wider than the reference's: tensor cores truncate where they add.
-      architecture: `"sm80"`, `"sm90"` or `"sm100"`, for tests; None: that of the machine it is for.
+      architecture: the GPU, for tests; None: that of the machine it is for.
       interpret: parameters of Mosaic's interpreter, for tests on a CPU; None compiles.
     """
 
     name: str = "pallas_gpu"
     epsilon_bound: float = 4.0
-    architecture: str | None = None
+    architecture: Architecture | None = None
     interpret: Any = None
 
     def rejects(self, call: Call, target: Target) -> str | None:
@@ -47,7 +50,7 @@ class PallasGpuBackend(ProductsOnly):
         if reason is not None:
             return reason
         if isinstance(call, PackCall):
-            return packed.rejects(call, target)
+            return packing.rejects(call, target)
         if isinstance(call, QuantizeCall | QuantizeBothCall):
             return quantize.rejects(call, target)
         if not isinstance(call, MatmulCall):
@@ -62,14 +65,14 @@ class PallasGpuBackend(ProductsOnly):
 
     def packed_matmul(self, lhs: Operand, rhs: PackedMXArray, call: MatmulCall) -> jax.Array:
         """See `matmul.packed_matmul`."""
-        assert isinstance(rhs, packed.GpuWeights)
+        assert isinstance(rhs, GpuWeights)
         return matmul.packed_matmul(
             lhs, rhs, call, architecture=self.architecture, interpret=self.interpret
         )
 
     def pack(self, x: MXArray, call: PackCall) -> PackedMXArray:
-        """See `matmul.pack_weights`."""
-        return matmul.pack_weights(x, call, architecture=self.architecture)
+        """See `packing.pack_weights`."""
+        return packing.pack_weights(x, call, architecture=self.architecture)
 
     def quantize(
         self,

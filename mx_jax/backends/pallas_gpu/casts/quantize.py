@@ -11,10 +11,13 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from mx_jax.backends.base import QuantizeBothCall, QuantizeCall, Target
-from mx_jax.backends.pallas_gpu import scaled
-from mx_jax.backends.pallas_gpu.matmul import current_architecture
-from mx_jax.backends.pallas_gpu.quantize_views import View, ViewOfTiles, padded
-from mx_jax.backends.pallas_gpu.rejections import BLOCK_SCALED, rejects_machine
+from mx_jax.backends.pallas_gpu.architecture import (
+    Architecture,
+    current_architecture,
+    rejects_machine,
+)
+from mx_jax.backends.pallas_gpu.casts.views import View, ViewOfTiles, padded
+from mx_jax.backends.pallas_gpu.layouts.scaled import SCALE_COLUMNS, SCALE_ROWS, ScaledOperand
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, tiny
 from mx_jax.codecs.rounding import NEAREST
@@ -27,9 +30,6 @@ _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 BLOCKS = (16, 32)
 # The kernel counts elements in 32 bits.
 _MAX_ELEMENTS = 2**31 - 1
-# Those whose GPUs all convert to float8 and compare 16-bit integers two at a time. Others have so
-# much less bandwidth that memory is the bound without.
-_CONVERTING = ("sm90", "sm100")
 # Rules of scales in an element format, by what they compute: whether subnormal scales are used.
 _ELEMENT_RULES = {AMAX.scales: False, AMAX_SUBNORMAL.scales: True}
 
@@ -89,7 +89,7 @@ def quantize(
     call: QuantizeCall,
     tensor_scale: jax.Array | None,
     *,
-    architecture: str | None = None,
+    architecture: Architecture | None = None,
     interpret: Any = None,
 ) -> MXArray:
     """x quantized along one axis.
@@ -98,7 +98,7 @@ def quantize(
       x: the tensor.
       call: its description, which `rejects` takes.
       tensor_scale: float32 `[1, ..., 1]`, or None to compute one where the format has it.
-      architecture: one of `ARCHITECTURES`; None: that of the machine it is for.
+      architecture: the GPU; None: that of the machine it is for.
       interpret: parameters of Mosaic's interpreter.
     """
     (out,) = _cast(x, (call,), tensor_scale, architecture, interpret)
@@ -110,7 +110,7 @@ def quantize_both(
     call: QuantizeBothCall,
     tensor_scale: jax.Array | None,
     *,
-    architecture: str | None = None,
+    architecture: Architecture | None = None,
     interpret: Any = None,
 ) -> tuple[MXArray, MXArray]:
     """x quantized along its last two axes, read once; see `quantize`."""
@@ -122,7 +122,7 @@ def _cast(
     x: jax.Array,
     calls: tuple[QuantizeCall, ...],
     tensor_scale: jax.Array | None,
-    architecture: str | None,
+    architecture: Architecture | None,
     interpret: Any,
 ) -> list[MXArray]:
     x = lax.stop_gradient(x)
@@ -161,7 +161,9 @@ def _tensor_scale(
     return reference.tensor_scale_of(amax, largest_scale * call.format.element.max, x.ndim)
 
 
-def _batchable(calls: tuple[QuantizeCall, ...], architecture: str, interpret: Any) -> Callable:
+def _batchable(
+    calls: tuple[QuantizeCall, ...], architecture: Architecture, interpret: Any
+) -> Callable:
     """The kernel on x and tensor scales, batched by one more leading axis of x."""
 
     def plain(x: jax.Array, *tensor_scales: jax.Array) -> tuple[jax.Array, ...]:
@@ -199,7 +201,7 @@ def _run(
     x: jax.Array,
     calls: tuple[QuantizeCall, ...],
     tensor_scales: Sequence[jax.Array],
-    architecture: str,
+    architecture: Architecture,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
     """Codes and scales of each call: a view of x, in whole tiles, through the kernel."""
@@ -207,7 +209,7 @@ def _run(
         whole = [(x.shape, block_shapes.scales_shape(x.shape, call.blocks)) for call in calls]
         return tuple(jnp.zeros(shape, jnp.uint8) for shapes in whole for shape in shapes)
     # Mosaic GPU is missing from older versions of JAX, which `rejects` keeps away from here.
-    from mx_jax.backends.pallas_gpu import kernel_quantize
+    from mx_jax.backends.pallas_gpu.casts import quantize_kernel
 
     # The kernel's order: columns before rows.
     ordered = sorted(calls, key=lambda call: call.blocks)
@@ -216,7 +218,7 @@ def _run(
     encoders = tuple(_encoder(call, architecture, interpret is not None) for call in ordered)
     factors = iter(tensor_scales)
     given = {c: next(factors) if c.format.tensor_scale else jnp.float32(1) for c in calls}
-    outs = kernel_quantize.quantize(
+    outs = quantize_kernel.quantize(
         padded(view.into(x), tile.padded(view.shape)),
         jnp.stack([given[call] for call in ordered]) if tensor_scales else None,
         tile=tile,
@@ -233,24 +235,23 @@ def _run(
     return tuple(array for call in calls for array in found[call])
 
 
-def _view(ordered: Sequence[QuantizeCall], architecture: str) -> View:
+def _view(ordered: Sequence[QuantizeCall], architecture: Architecture) -> View:
     """How the kernel sees the tensor; on Blackwell so that scales come as products take them."""
     call = ordered[0]
     (axis, block), rows = call.blocks[0], math.prod(call.shape[:-1])
     assert isinstance(block, int)
     if (
-        architecture in BLOCK_SCALED
-        and scaled.meet(call.format, call.format)
+        architecture.kernel(call.format, call.format).layout is ScaledOperand
         and axis == -1
-        and rows % scaled.SCALE_ROWS == 0
-        and call.shape[-1] % (scaled.SCALE_COLUMNS * block) == 0
+        and rows % SCALE_ROWS == 0
+        and call.shape[-1] % (SCALE_COLUMNS * block) == 0
     ):
         return ViewOfTiles(original=call.shape, split=(rows, call.shape[-1]), block=block)
     return View.of(call.shape, tuple(call.blocks[0] for call in ordered))
 
 
-def _encoder(call: QuantizeCall, architecture: str, interpreted: bool) -> Any:
-    from mx_jax.backends.pallas_gpu.encode import Encoder
+def _encoder(call: QuantizeCall, architecture: Architecture, interpreted: bool) -> Any:
+    from mx_jax.backends.pallas_gpu.casts.encode import Encoder
 
     rule, of = call.scale_rule, call.format.scale.element
     smallest = 0.0
@@ -261,7 +262,7 @@ def _encoder(call: QuantizeCall, architecture: str, interpreted: bool) -> Any:
         format=call.format,
         threshold=rule.kernel_threshold(call.format.element),
         smallest_scale=smallest,
-        converts=architecture in _CONVERTING,
-        packed=architecture in _CONVERTING,
+        converts=architecture.converts_float8,
+        packed=architecture.compares_pairs,
         interpreted=interpreted,
     )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mx_jax.backends.pallas_gpu.pairs import Pairs
+from mx_jax.backends.pallas_gpu.casts.pairs import Pairs
 from mx_jax.codecs import float32
 from mx_jax.codecs.scale import E8M0_NAN
 from mx_jax.formats import BlockFormat, ElementFormat

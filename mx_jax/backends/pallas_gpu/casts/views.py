@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mx_jax.backends.pallas_gpu import quantize_tiles
-from mx_jax.backends.pallas_gpu.quantize_tiles import Tile
-from mx_jax.backends.pallas_gpu.scaled import SCALE_COLUMNS, SCALE_ROWS
+from mx_jax.backends.pallas_gpu.casts import tiles
+from mx_jax.backends.pallas_gpu.casts.tiles import Tile
+from mx_jax.backends.pallas_gpu.layouts.scaled import SCALE_COLUMNS, SCALE_ROWS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,10 +57,10 @@ class View:
     def tile(self, itemsize: int) -> Tile:
         """What one program quantizes of it."""
         if self.both:
-            return quantize_tiles.along_both(self.shape, self.block, itemsize)
+            return tiles.along_both(self.shape, self.block, itemsize)
         if len(self.shape) == 2:
-            return quantize_tiles.along_rows(self.shape[0], self.block, itemsize)
-        return quantize_tiles.along_columns(self.shape, self.block, itemsize)
+            return tiles.along_rows(self.shape[0], self.block, itemsize)
+        return tiles.along_columns(self.shape, self.block, itemsize)
 
     def into(self, x: jax.Array) -> jax.Array:
         """The tensor as the view; a copy only where its last blocks are partial."""
@@ -85,7 +85,7 @@ class View:
 class ViewOfTiles(View):
     """Rows as Blackwell cuts them: `[rows / 128, 4, 32, k / (4 * block), 4, block]`.
 
-    The kernel's scales are then what `scaled.lay_out` makes of an `MXArray`: it undoes the
+    The kernel's scales are then what `ScaledOperand.of` makes of an `MXArray`: it undoes the
     transposition here, and XLA leaves both out.
     """
 
@@ -97,7 +97,7 @@ class ViewOfTiles(View):
 
     def tile(self, itemsize: int) -> Tile:
         """What one program quantizes of it."""
-        return quantize_tiles.along_rows_of_tiles(self.block, itemsize)
+        return tiles.along_rows_of_tiles(self.block, itemsize)
 
     def scales(self, scales: jax.Array, index: int, shape: tuple[int, ...]) -> jax.Array:
         """The kernel's scales in their own shape."""

@@ -1,8 +1,8 @@
 """Packed weights to bfloat16 in one pass over memory, for products of so many rows that XLA makes.
 
-Device code only; `matmul.py` picks. A program decodes 64 rows of some groups of codes, straight
-from memory to registers, and writes them on: programs are many and small, so while one waits,
-others of its processor work. Where there is a tensor memory accelerator, values take the way
+Device code only; `products/decoded.py` picks. A program decodes 64 rows of some groups of codes,
+straight from memory to registers, and writes them on: programs are many and small, so while one
+waits, others of its processor work. Where there is a tensor memory accelerator, values take the way
 through shared memory, from which whole lines are copied; elsewhere threads write what they hold.
 
 Imports Mosaic GPU, so the adapter imports this file only when it takes a call.
@@ -17,9 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from mx_jax.backends.pallas_gpu.decode import Decoder
+from mx_jax.backends.pallas_gpu.casts.decode import Decoder
+from mx_jax.backends.pallas_gpu.layouts.weights import CHUNK, PAD_K, ROWS
 from mx_jax.backends.pallas_gpu.stores import store
-from mx_jax.backends.pallas_gpu.weights import CHUNK, PAD_K, ROWS
 from mx_jax.formats import BlockFormat
 
 # Its declared types differ between versions of JAX, and none fits its own use.
@@ -54,7 +54,7 @@ def dequantize(
     tiles, pieces = codes.shape[:2]
     k = pieces // decoder.storage.planes * decoder.group
     columns = next(c for c in (_COLUMNS, _COLUMNS // 2, PAD_K) if k % c == 0)
-    program = _Program(decoder=decoder, columns=columns, accelerated=accelerated)
+    program = DequantizeProgram(decoder=decoder, columns=columns, accelerated=accelerated)
     return plgpu.kernel(
         program.body,
         out_type=jax.ShapeDtypeStruct((tiles * ROWS, k), jnp.bfloat16),
@@ -69,7 +69,7 @@ def dequantize(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Program:
+class DequantizeProgram:
     """What the warpgroup of each program runs.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Blackwell's kernel: two block-scaled operands, multiplied as they are by tcgen05.
 
-Device code only; `scaled.py` checks, pads and lays out. Of one warpgroup, one warp copies tiles of
+Device code only; `scaled.py` lays out and picks. Of one warpgroup, one warp copies tiles of
 codes and scales into shared memory and another moves the scales on to tensor memory and starts the
 products, which tensor memory sums in float32; each waits for the other at barriers, one pair for a
 stage. The other warpgroup writes the sums out.
@@ -17,8 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from mx_jax.backends.pallas_gpu.scaled import SCALE_COLUMNS, SCALE_ROWS
-from mx_jax.backends.pallas_gpu.tuning import Tiles
+from mx_jax.backends.pallas_gpu.layouts.scaled import SCALE_COLUMNS, SCALE_ROWS
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 
 # Its declared types differ between versions of JAX, and none fits its own use.
 plgpu: Any = mosaic_gpu
@@ -29,7 +29,7 @@ _SWIZZLE = 128
 _COPIES = 4
 
 
-def matmul(
+def partial_products(
     lhs: jax.Array,
     rhs: jax.Array,
     lhs_scales: jax.Array,
@@ -61,7 +61,7 @@ def matmul(
     """
     (rows, k), columns = lhs.shape, rhs.shape[0] // batch
     used = min(tiles.m, rows // batch)
-    program = _Program(
+    program = Tcgen05Program(
         block=block,
         tiles=tiles,
         used=used,
@@ -88,7 +88,7 @@ def matmul(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Program:
+class Tcgen05Program:
     """What both warpgroups of the grid run.
 
     Attributes:

@@ -1,16 +1,14 @@
-"""Products of two block-scaled operands on Blackwell: which formats, and how operands lie."""
+"""Block-scaled operands as Blackwell's tensor cores read them, and which formats meet there."""
 
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mx_jax.backends.pallas_gpu.tuning import TCGEN05, Tiles, choose
 from mx_jax.codecs import packing
 from mx_jax.formats import (
     E2M1,
@@ -89,6 +87,34 @@ class ScaledOperand:
     format: BlockFormat
     dtype: np.dtype
 
+    @classmethod
+    def of(cls, x: MXArray, *, left: bool = False) -> "ScaledOperand":
+        """An MXArray `[batch, rows, k]`, with blocks along k, in this layout.
+
+        Args:
+          x: to be laid out.
+          left: whether as a left operand, of which few rows are read as they are.
+        """
+        batch, rows, k = x.shape
+        block = x.format.block[1]
+        assert isinstance(block, int)
+        padded_rows, padded_k = rows + -rows % _PAD_ROWS, k + -k % _PAD_K
+        unit = _PAD_FEW if left and rows < _PAD_ROWS else _PAD_ROWS
+        codes = jnp.pad(x.codes, ((0, 0), (0, -rows % unit), (0, padded_k - k)))
+        missing = padded_k // block - x.scales.shape[2]
+        scales = jnp.pad(x.scales, ((0, 0), (0, padded_rows - rows), (0, missing)))
+        tiles = scales.reshape(-1, 4, 32, padded_k // (block * SCALE_COLUMNS), SCALE_COLUMNS)
+        tiles = tiles.transpose(0, 3, 2, 1, 4).reshape(tiles.shape[0], tiles.shape[3], 32, 16)
+        tensor_scale = x.tensor_scale
+        return cls(
+            codes=packing.pack(codes.reshape(-1, padded_k), x.format.element.bits),
+            scales=tiles,
+            tensor_scale=_factor(tensor_scale),
+            shape=(batch, rows, k),
+            format=x.format,
+            dtype=x.dtype,
+        )
+
     @property
     def stacked(self) -> tuple[int, ...]:
         """Leading axes of a stack."""
@@ -141,75 +167,7 @@ class ScaledOperand:
         )
 
 
-def lay_out(x: MXArray, *, left: bool = False) -> ScaledOperand:
-    """An MXArray `[batch, rows, k]`, with blocks along k, in the kernel's layout.
-
-    Args:
-      x: to be laid out.
-      left: whether as a left operand, of which few rows are read as they are.
-    """
-    batch, rows, k = x.shape
-    block = x.format.block[1]
-    assert isinstance(block, int)
-    padded_rows, padded_k = rows + -rows % _PAD_ROWS, k + -k % _PAD_K
-    unit = _PAD_FEW if left and rows < _PAD_ROWS else _PAD_ROWS
-    codes = jnp.pad(x.codes, ((0, 0), (0, -rows % unit), (0, padded_k - k)))
-    missing = padded_k // block - x.scales.shape[2]
-    scales = jnp.pad(x.scales, ((0, 0), (0, padded_rows - rows), (0, missing)))
-    tiles = scales.reshape(-1, 4, 32, padded_k // (block * SCALE_COLUMNS), SCALE_COLUMNS)
-    tiles = tiles.transpose(0, 3, 2, 1, 4).reshape(tiles.shape[0], tiles.shape[3], 32, 16)
-    tensor_scale = x.tensor_scale
-    return ScaledOperand(
-        codes=packing.pack(codes.reshape(-1, padded_k), x.format.element.bits),
-        scales=tiles,
-        tensor_scale=_factor(tensor_scale),
-        shape=(batch, rows, k),
-        format=x.format,
-        dtype=x.dtype,
-    )
-
-
 def _factor(tensor_scale: jax.Array | None) -> jax.Array | None:
     if tensor_scale is None:
         return None
     return tensor_scale.reshape(() if tensor_scale.size == 1 else (-1, 1, 1))
-
-
-def multiply(
-    lhs: ScaledOperand,
-    rhs: ScaledOperand,
-    out_dtype: jax.typing.DTypeLike,
-    *,
-    tiles: Tiles | None = None,
-    interpret: Any = None,
-) -> jax.Array:
-    """`lhs[batch, m, k]` by `rhs[batch, n, k]`: `[batch, m, n]`, one rounding from float32 sums."""
-    # Mosaic GPU is missing from older versions of JAX, which `rejects` keeps away from here.
-    from mx_jax.backends.pallas_gpu import kernel_sm100
-
-    (batch, m, _), n, dtype = lhs.shape, rhs.shape[1], np.dtype(out_dtype)
-    rows, columns, k = lhs.codes.shape[0] // batch, rhs.codes.shape[0] // batch, lhs.padded_k
-    if tiles is None:
-        tiles = choose(TCGEN05, lhs.format.element.bits, batch=batch, m=rows, n=columns, k=k)
-    if columns % tiles.n:
-        tiles = dataclasses.replace(tiles, n=_PAD_ROWS)
-    factors = [x.tensor_scale for x in (lhs, rhs) if x.tensor_scale is not None]
-    once = tiles.splits == 1 and dtype == jnp.bfloat16 and not factors
-    block = lhs.format.block[1]
-    assert isinstance(block, int)
-    sums = kernel_sm100.matmul(
-        lhs.elements,
-        rhs.elements,
-        lhs.scale_values,
-        rhs.scale_values,
-        block=block,
-        batch=batch,
-        tiles=tiles,
-        out_dtype=jnp.bfloat16 if once else jnp.float32,
-        interpret=interpret,
-    )
-    sums = sums.reshape(tiles.splits, batch, rows, columns)[:, :, :m, :n]
-    out = sums[0] if tiles.splits == 1 else sums.sum(0)
-    for factor in factors:
-        out = out * factor
-    return out.astype(dtype)

@@ -1,6 +1,6 @@
 """Hopper's kernel: bfloat16 activations by block-scaled weights, decoded on their way to wgmma.
 
-Device code only; `matmul.py` checks, pads and picks. A program computes the transposed product
+Device code only; `decoded.py` pads and picks. A program computes the transposed product
 `weights[n, k] x activations[m, k]`, because wgmma takes its left operand from registers: one
 warpgroup copies tiles into shared memory, the others load codes and scales from there, decode them
 to bfloat16 and multiply. Each waits for the other at barriers, one pair for a stage.
@@ -17,9 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from mx_jax.backends.pallas_gpu.program import Program, transforms
-from mx_jax.backends.pallas_gpu.tuning import Tiles
-from mx_jax.backends.pallas_gpu.weights import CHUNK, ROWS
+from mx_jax.backends.pallas_gpu.layouts.weights import CHUNK, ROWS
+from mx_jax.backends.pallas_gpu.products.program import DecodingProgram, transforms
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 from mx_jax.formats import BlockFormat
 
 # Its declared types differ between versions of JAX, and none fits its own use.
@@ -29,7 +29,7 @@ plgpu: Any = mosaic_gpu
 _MEMORY_REGISTERS = 40
 
 
-def matmul(
+def partial_products(
     x: jax.Array,
     codes: jax.Array,
     scales: jax.Array,
@@ -56,7 +56,7 @@ def matmul(
     Returns:
       `[splits * batch * m, n]`.
     """
-    program = _Program.of(
+    program = WgmmaProgram.of(
         x,
         codes,
         format=format,
@@ -80,7 +80,7 @@ def matmul(
     )(x, codes, scales)
 
 
-class _Program(Program):
+class WgmmaProgram(DecodingProgram):
     """One warpgroup copies, the others decode and multiply."""
 
     def scratch_types(self) -> list[Any]:

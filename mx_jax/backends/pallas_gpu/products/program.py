@@ -13,9 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from mx_jax.backends.pallas_gpu.decode import Decoder
-from mx_jax.backends.pallas_gpu.tuning import Tiles
-from mx_jax.backends.pallas_gpu.weights import CHUNK, ROWS
+from mx_jax.backends.pallas_gpu.casts.decode import Decoder
+from mx_jax.backends.pallas_gpu.layouts.weights import CHUNK, ROWS
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 from mx_jax.formats import BlockFormat
 
 # Its declared types differ between versions of JAX, and none fits its own use.
@@ -26,7 +26,7 @@ _SWIZZLE = 2 * CHUNK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
+class DecodingProgram:
     """What every warpgroup of a grid `(split, n, row)` runs.
 
     The grid's last axis runs fastest, so that programs which share weights run together; it is also
@@ -62,7 +62,7 @@ class Program:
         out_dtype: Any,
         interpret: Any,
     ) -> Self:
-        """The program for padded operands, as `kernel_sm90.matmul` takes them."""
+        """The program for padded operands, as `wgmma.partial_products` takes them."""
         rows, k = x.shape
         return cls(
             decoder=Decoder(format=format, interpreted=interpret is not None),

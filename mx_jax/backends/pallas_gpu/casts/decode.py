@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu
 
-from mx_jax.backends.pallas_gpu.storage import Field, Slot, Storage, storage
-from mx_jax.backends.pallas_gpu.weights import CHUNK, granularity
+from mx_jax.backends.pallas_gpu.layouts.storage import Field, Slot, Storage, storage
+from mx_jax.backends.pallas_gpu.layouts.weights import CHUNK, granularity
 from mx_jax.formats import BlockFormat, ElementFormat
 
 # Its declared types differ between versions of JAX, and none fits its own use.

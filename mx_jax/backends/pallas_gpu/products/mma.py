@@ -1,6 +1,6 @@
 """Kernel of Ampere, Ada and Blackwell: bfloat16 activations by weights decoded on their way to mma.
 
-Device code only; `matmul.py` checks, pads and picks. One warpgroup copies tiles into shared memory
+Device code only; `decoded.py` pads and picks. One warpgroup copies tiles into shared memory
 some steps ahead (by cp.async; by TMA where Mosaic finds it), loads its codes and scales from there,
 decodes them to bfloat16 and multiplies by mma, synchronously. As on Hopper the product is computed
 transposed, `weights[n, k] x activations[m, k]`: few activations then need no padding beyond 8 rows.
@@ -16,17 +16,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from mx_jax.backends.pallas_gpu.program import Program
+from mx_jax.backends.pallas_gpu.layouts.weights import ROWS
+from mx_jax.backends.pallas_gpu.products.program import DecodingProgram
 from mx_jax.backends.pallas_gpu.stores import store
-from mx_jax.backends.pallas_gpu.tuning import Tiles
-from mx_jax.backends.pallas_gpu.weights import ROWS
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 from mx_jax.formats import BlockFormat
 
 # Its declared types differ between versions of JAX, and none fits its own use.
 plgpu: Any = mosaic_gpu
 
 
-def matmul(
+def partial_products(
     x: jax.Array,
     codes: jax.Array,
     scales: jax.Array,
@@ -37,11 +37,11 @@ def matmul(
     out_dtype: Any,
     interpret: Any = None,
 ) -> jax.Array:
-    """Partial products of padded operands; arguments and result as `kernel_sm90.matmul` has them.
+    """Partial products of padded operands: arguments and result of `wgmma.partial_products`.
 
     `tiles.n` is 64, and a multiple of 8 rows of activations makes `tiles.m`.
     """
-    program = _Program.of(
+    program = MmaProgram.of(
         x,
         codes,
         format=format,
@@ -63,7 +63,7 @@ def matmul(
     return out.reshape(tiles.splits, n, rows).swapaxes(1, 2).reshape(-1, n)
 
 
-class _Program(Program):
+class MmaProgram(DecodingProgram):
     """One warpgroup copies, decodes and multiplies by turns."""
 
     def body(self, x_gmem, codes_gmem, scales_gmem, out_gmem):

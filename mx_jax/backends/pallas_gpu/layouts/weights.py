@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mx_jax.backends.pallas_gpu.storage import codes_of, storage, words_of
+from mx_jax.backends.pallas_gpu.layouts.storage import codes_of, storage, words_of
 from mx_jax.codecs import scale as scale_codec
 from mx_jax.formats import BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
@@ -75,6 +75,41 @@ class PackedWeights:
     format: BlockFormat
     dtype: np.dtype
 
+    @classmethod
+    def of(cls, weights: MXArray) -> "PackedWeights":
+        """Weights `[batch, n, k]` with blocks along k in the kernels' layout.
+
+        Args:
+          weights: blocks of a multiple of 16 codes along the last axis; scales of one byte.
+
+        Returns:
+          PackedWeights.
+        """
+        format, element = weights.format, weights.format.element
+        batch, n, k = weights.shape
+        _, block = format.block
+        assert isinstance(block, int)
+        extra = ((0, 0), (0, -n % PAD_N), (0, -k % PAD_K))
+        padded_k = k + -k % PAD_K
+        spread = functools.partial(jnp.repeat, repeats=block // granularity(block), axis=2)
+        scales = spread(_bfloat16_bits(_with_nans(weights, block), format))
+        scales = scales[..., : padded_k // granularity(block)]
+        width = padded_k // granularity(block) - scales.shape[2]
+        scales = jnp.pad(scales, (*extra[:2], (0, width)))
+        scales = scales.reshape(batch, -1, ROWS, scales.shape[2] // 2, 2)
+        planes = words_of(_to_threads(jnp.pad(weights.codes, extra), element), element)
+        words = jnp.stack(planes, axis=3)
+        tensor_scale = weights.tensor_scale
+        return cls(
+            codes=words.reshape(batch, words.shape[1], -1, *words.shape[4:]),
+            scales=lax.bitcast_convert_type(scales, jnp.int32).swapaxes(2, 3),
+            scale_bytes=weights.scales,
+            tensor_scale=None if tensor_scale is None else tensor_scale.reshape(()),
+            shape=(batch, n, k),
+            format=format,
+            dtype=weights.dtype,
+        )
+
     @property
     def stacked(self) -> tuple[int, ...]:
         """Leading axes of a stack."""
@@ -130,41 +165,6 @@ class PackedWeights:
             blocks=((-1, self.format.block[1]),),
             dtype=self.dtype,
         )
-
-
-def pack(weights: MXArray) -> PackedWeights:
-    """Weights `[batch, n, k]` with blocks along k in the kernels' layout.
-
-    Args:
-      weights: blocks of a multiple of 16 codes along the last axis; scales of one byte.
-
-    Returns:
-      PackedWeights.
-    """
-    format, element = weights.format, weights.format.element
-    batch, n, k = weights.shape
-    _, block = format.block
-    assert isinstance(block, int)
-    extra = ((0, 0), (0, -n % PAD_N), (0, -k % PAD_K))
-    padded_k = k + -k % PAD_K
-    spread = functools.partial(jnp.repeat, repeats=block // granularity(block), axis=2)
-    scales = spread(_bfloat16_bits(_with_nans(weights, block), format))
-    scales = scales[..., : padded_k // granularity(block)]
-    width = padded_k // granularity(block) - scales.shape[2]
-    scales = jnp.pad(scales, (*extra[:2], (0, width)))
-    scales = scales.reshape(batch, -1, ROWS, scales.shape[2] // 2, 2)
-    planes = words_of(_to_threads(jnp.pad(weights.codes, extra), element), element)
-    words = jnp.stack(planes, axis=3)
-    tensor_scale = weights.tensor_scale
-    return PackedWeights(
-        codes=words.reshape(batch, words.shape[1], -1, *words.shape[4:]),
-        scales=lax.bitcast_convert_type(scales, jnp.int32).swapaxes(2, 3),
-        scale_bytes=weights.scales,
-        tensor_scale=None if tensor_scale is None else tensor_scale.reshape(()),
-        shape=(batch, n, k),
-        format=format,
-        dtype=weights.dtype,
-    )
 
 
 def _to_threads(codes: jax.Array, element: ElementFormat) -> list[jax.Array]:

@@ -21,9 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu
 
-from mx_jax.backends.pallas_gpu.encode import Encoder
-from mx_jax.backends.pallas_gpu.pairs import Pairs
-from mx_jax.backends.pallas_gpu.quantize_tiles import Tile
+from mx_jax.backends.pallas_gpu.casts.encode import Encoder
+from mx_jax.backends.pallas_gpu.casts.pairs import Pairs
+from mx_jax.backends.pallas_gpu.casts.tiles import Tile
 from mx_jax.backends.pallas_gpu.stores import store
 from mx_jax.codecs.scale import opaque_divide
 
@@ -56,7 +56,7 @@ def quantize(
         lengths = x.shape[:axis] + x.shape[axis + 1 :]
         order = tile.scales_order or range(len(lengths))
         shapes += [x.shape, tuple(lengths[i] for i in order)]
-    program = _Program(tile=tile, encoders=encoders, counts=tile.counts(x.shape))
+    program = QuantizeProgram(tile=tile, encoders=encoders, counts=tile.counts(x.shape))
     operands = (x,) if tensor_scales is None else (x, tensor_scales)
     return plgpu.kernel(
         program.body,
@@ -74,7 +74,7 @@ def quantize(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Program:
+class QuantizeProgram:
     """What each program runs.
 
     Attributes:

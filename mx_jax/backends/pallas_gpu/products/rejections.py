@@ -8,30 +8,10 @@ import jax.numpy as jnp
 
 from mx_jax.backends.base import MatmulCall, Target
 from mx_jax.backends.matrices import rejects_parts_of_blocks, rejects_scale_axes
-from mx_jax.backends.pallas_gpu.weights import MIN_BLOCK, ROWS
+from mx_jax.backends.pallas_gpu.architecture import rejects_machine
+from mx_jax.backends.pallas_gpu.layouts.weights import MIN_BLOCK, ROWS
 from mx_jax.formats import BlockFormat
 
-# Compute capability -> name of its kernel's tiles. GPUs of one shared memory have them in common:
-# 8.6 and 12.x have what 8.9 has. 12.x has other instructions for block-scaled operands than 10.x.
-ARCHITECTURES = {
-    (8, 0): "sm80",
-    (8, 6): "sm89",
-    (8, 7): "sm80",
-    (8, 9): "sm89",
-    (9, 0): "sm90",
-    (10, 0): "sm100",
-    (10, 3): "sm100",
-    (11, 0): "sm100",
-    (12, 0): "sm89",
-    (12, 1): "sm89",
-}
-# Those that multiply two quantized operands as they are, where their formats allow: all such
-# products could be taken by decoding too.
-BLOCK_SCALED = ("sm100",)
-# Those with a tensor memory accelerator, which the kernels for the others know nothing of.
-ACCELERATED = ("sm90", "sm100")
-# The first versions of JAX for which the kernels have been compiled.
-MIN_JAX = {"sm80": (0, 12, 0), "sm89": (0, 12, 0), "sm90": (0, 11, 2), "sm100": (0, 12, 0)}
 _ACTIVATIONS = tuple(map(jnp.dtype, ("bfloat16", "float16")))
 _OUTPUTS = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 # Significant bits of a bfloat16.
@@ -53,25 +33,6 @@ def rejects(
     if call.out_dtype not in _OUTPUTS:
         return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
     return rejects_scale_axes(call, batch=False) or _rejects_formats(call) or _rejects_sizes(call)
-
-
-def rejects_machine(
-    target: Target, jax_version: tuple[int, ...] = jax.__version_info__
-) -> str | None:
-    """Why there is no kernel for a machine, or None."""
-    if target.platform != "cuda":
-        return f"runs on platform=cuda, got platform={target.platform}"
-    if target.compute_capability not in ARCHITECTURES:
-        known = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
-        got = target.compute_capability
-        shown = None if got is None else ".".join(map(str, got))
-        return f"has kernels for CUDA compute capability {known}, got {shown}"
-    architecture = ARCHITECTURES[target.compute_capability]
-    if jax_version < MIN_JAX[architecture]:
-        versions = (MIN_JAX[architecture], jax_version)
-        needed, got = (".".join(map(str, version)) for version in versions)
-        return f"needs jax>={needed}, got jax=={got}"
-    return None
 
 
 def _rejects_formats(call: MatmulCall) -> str | None:

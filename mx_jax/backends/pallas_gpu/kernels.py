@@ -1,0 +1,218 @@
+"""The kernels that multiply on tensor cores: one row each, named after its instruction.
+
+No entry of their tables has been measured on hardware: they follow from the sizes of shared memory
+and of the register file, and from the number of processors to fill. `python -m
+benchmarks.gpu_tune` measures on a GPU and writes a file, which `tuning.table` reads.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+
+from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand, meet
+from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles, Tuning
+from mx_jax.formats import BlockFormat
+
+_ANY = math.inf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Kernel:
+    """One way to multiply.
+
+    Attributes:
+      name: the instruction that multiplies; its device code is `products/<name>.py`.
+      layout: how the right operand lies. PackedWeights: they are decoded to bfloat16 on their way,
+        and meet bfloat16. ScaledOperand: both operands lie so, and are taken as they are.
+      takes: whether it multiplies operands of two formats, None for high precision, of those that
+        the backend does not reject.
+      run: its partial products, as its file says. Mosaic GPU is imported when it is called.
+      possible: whether it can be compiled with tiles for codes of so many bits, as they lie in
+        memory, shared memory aside.
+      shared_memory: bytes of it that the stages and a tile of the result take, barriers left out.
+      resident: programs that one processor holds at a time, by their registers.
+      min_rows: of a tile, for few rows of the left operand.
+      shapes: (n, parts) of tiles that are worth measuring.
+      tuning: (bits of a code, as they lie in memory; tiles and crossover).
+    """
+
+    name: str
+    layout: type[PackedWeights] | type[ScaledOperand]
+    takes: Callable[[BlockFormat | None, BlockFormat | None], bool]
+    run: Callable[..., jax.Array]
+    possible: Callable[[int, Tiles], bool]
+    shared_memory: Callable[[int, Tiles], int]
+    resident: int
+    min_rows: int
+    shapes: tuple[tuple[int, int], ...]
+    tuning: tuple[tuple[int, Tuning], ...]
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def tuned(self, code_bits: int) -> Tuning:
+        """Its own tiles and crossover."""
+        return dict(self.tuning)[code_bits]
+
+
+def _anything(lhs: BlockFormat | None, rhs: BlockFormat | None) -> bool:
+    """What is decoded has no format left."""
+    return True
+
+
+def _stages(tiles: Tiles, lhs_bits: int, rhs_bits: int) -> int:
+    """Bytes of the steps in flight. At worst, 16 codes share a scale of two bytes."""
+    step = tiles.k * (tiles.m * lhs_bits + tiles.n * (rhs_bits + 1)) // 8
+    return tiles.stages * step
+
+
+# Ampere's, which also compiles for Ada and every Blackwell.
+
+
+def _run_mma(*arrays, **how) -> jax.Array:
+    from mx_jax.backends.pallas_gpu.products import mma
+
+    return mma.partial_products(*arrays, **how)
+
+
+def _possible_mma(code_bits: int, tiles: Tiles) -> bool:
+    # A row of accumulators for every 8 activations.
+    rows = tiles.m % 8 == 0 and tiles.m <= 128 and tiles.parts == 1
+    # cp.async copies at least four tiles of 8 by 64 activations.
+    return rows and tiles.n == 64 and tiles.m * tiles.k % (4 * 8 * 64) == 0
+
+
+MMA = Kernel(
+    name="mma",
+    layout=PackedWeights,
+    takes=_anything,
+    run=_run_mma,
+    possible=_possible_mma,
+    shared_memory=lambda code_bits, tiles: _stages(tiles, 16, code_bits),
+    resident=2,
+    min_rows=8,
+    shapes=((64, 1),),
+    tuning=tuple(
+        (
+            bits,
+            Tuning(
+                tiles=(
+                    (8, Tiles(m=8, n=64, k=256, splits=16)),
+                    (16, Tiles(m=16, n=64, splits=16)),
+                    (32, Tiles(m=32, n=64, stages=3, splits=8)),
+                    (_ANY, Tiles(m=64, n=64, stages=3, splits=4)),
+                ),
+                crossover=256,
+            ),
+        )
+        for bits in (4, 6, 8)
+    ),
+)
+
+
+# Hopper's. Any number of rows of activations that 8 divides. Few: four warpgroups decode the same
+# 64 rows of weights, so that some work while others wait, and no sums leave a program where k need
+# not be split. Many: 64 rows of weights for each of two warpgroups.
+
+
+def _run_wgmma(*arrays, **how) -> jax.Array:
+    from mx_jax.backends.pallas_gpu.products import wgmma
+
+    return wgmma.partial_products(*arrays, **how)
+
+
+def _possible_wgmma(code_bits: int, tiles: Tiles) -> bool:
+    """At most four warpgroups, and registers for them."""
+    # A group of codes, which one warpgroup decodes at a time, spans at most 128 columns.
+    warpgroups, rest = divmod(tiles.n * tiles.parts, 64)
+    parted = tiles.k % (128 * tiles.parts) == 0
+    rows = tiles.m % 8 == 0 and tiles.m <= 128
+    return rows and not rest and parted and warpgroups <= 4 and warpgroups * tiles.m <= 256
+
+
+def _shared_by_wgmma(code_bits: int, tiles: Tiles) -> int:
+    sums = tiles.n * tiles.m * 4
+    return _stages(tiles, 16, code_bits) + (sums if tiles.parts == 1 else (1 + tiles.parts) * sums)
+
+
+_FEW_WGMMA = tuple(
+    (m, Tiles(m=m, n=64, k=512, stages=stages, splits=16, parts=4))
+    for m, stages in ((8, 5), (16, 4), (32, 3))
+)
+_MANY_WGMMA = ((64, Tiles(m=64, splits=8)), (_ANY, Tiles(m=128, stages=3, splits=4)))
+
+WGMMA = Kernel(
+    name="wgmma",
+    layout=PackedWeights,
+    takes=_anything,
+    run=_run_wgmma,
+    possible=_possible_wgmma,
+    shared_memory=_shared_by_wgmma,
+    resident=1,
+    min_rows=8,
+    shapes=((64, 2), (64, 4), (128, 1), (128, 2), (256, 1)),
+    tuning=(
+        *((bits, Tuning(tiles=(*_FEW_WGMMA, *_MANY_WGMMA), crossover=1024)) for bits in (4, 6)),
+        (
+            8,
+            Tuning(
+                tiles=(
+                    (8, Tiles(m=8, n=64, k=512, stages=4, splits=16, parts=4)),
+                    (16, Tiles(m=16, n=64, k=512, stages=3, splits=16, parts=4)),
+                    (32, Tiles(m=32, splits=16)),
+                    *_MANY_WGMMA,
+                ),
+                crossover=1024,
+            ),
+        ),
+    ),
+)
+
+
+# Blackwell's: 128 by 128 or 256, with steps of 128 bytes.
+
+
+def _run_tcgen05(*arrays, **how) -> jax.Array:
+    from mx_jax.backends.pallas_gpu.products import tcgen05
+
+    return tcgen05.partial_products(*arrays, **how)
+
+
+TCGEN05 = Kernel(
+    name="tcgen05",
+    layout=ScaledOperand,
+    takes=meet,
+    run=_run_tcgen05,
+    possible=lambda code_bits, tiles: (
+        tiles.m == 128 and tiles.n in (128, 256) and tiles.k * code_bits % 1024 == 0
+    ),
+    shared_memory=lambda code_bits, tiles: (
+        _stages(tiles, code_bits + 1, code_bits) + 2 * tiles.m * 128
+    ),
+    resident=1,
+    min_rows=128,
+    shapes=((128, 1), (256, 1)),
+    tuning=(
+        (
+            4,
+            Tuning(
+                tiles=(
+                    (256, Tiles(m=128, k=256, stages=4, splits=8)),
+                    (_ANY, Tiles(m=128, n=256, k=256, stages=3, splits=2)),
+                )
+            ),
+        ),
+        (
+            8,
+            Tuning(
+                tiles=(
+                    (256, Tiles(m=128, k=256, stages=2, splits=8)),
+                    (_ANY, Tiles(m=128, n=256, k=128, stages=3, splits=2)),
+                )
+            ),
+        ),
+    ),
+)

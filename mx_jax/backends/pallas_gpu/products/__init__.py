@@ -1,0 +1,1 @@
+"""Products: which kernel takes one, how operands reach it; kernels are named after instructions."""

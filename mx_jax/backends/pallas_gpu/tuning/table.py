@@ -1,0 +1,135 @@
+"""Tiles by name, as `python -m benchmarks.gpu_tune` writes them into a file.
+
+`MX_JAX_GPU_TILES` names a file whose entries stand in for those of the rows in `kernels`.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mx_jax.backends.pallas_gpu import architecture as machines
+from mx_jax.backends.pallas_gpu.architecture import Architecture
+from mx_jax.backends.pallas_gpu.kernels import Kernel
+from mx_jax.backends.pallas_gpu.tuning.space import possible
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles, Tuning
+
+# Names a JSON file with a table of tiles, read once.
+TILES_VARIABLE = "MX_JAX_GPU_TILES"
+
+
+class Entry(NamedTuple):
+    """What an entry is for.
+
+    Attributes:
+      architecture: name of a row, e.g. `"sm90"`.
+      kernel: name of one of its kernels, e.g. `"wgmma"`.
+      bits: of a code, as it lies in memory.
+    """
+
+    architecture: str
+    kernel: str
+    bits: int
+
+    def __str__(self) -> str:
+        return f"{self.architecture} {self.kernel}, {self.bits} bits"
+
+
+Table = Mapping[Entry, Tuning]
+
+
+def tuned(architecture: Architecture, kernel: Kernel, code_bits: int) -> Tuning:
+    """Tiles of a kernel on an architecture: of the file, if it has an entry, else its own."""
+    found = table().get(Entry(architecture.name, kernel.name, code_bits))
+    return kernel.tuned(code_bits) if found is None else found
+
+
+@functools.cache
+def table() -> Table:
+    """The entries of the file that the environment names; none without one."""
+    path = os.environ.get(TILES_VARIABLE)
+    return {} if path is None else read(Path(path))
+
+
+def read(path: Path) -> Table:
+    """The entries of a file.
+
+    Args:
+      path: JSON: `{"sm90 wgmma, 4 bits": {"crossover": 1024, "tiles": [{"rows": 8, "m": 8, "n":
+        128, "k": 256, "stages": 5, "splits": 16}, ...]}}`; rows ascend, null for any number.
+
+    Raises:
+      ValueError: if the file does not say this, or its tiles are impossible.
+    """
+    found: dict[Entry, Tuning] = {}
+    try:
+        entries = [
+            (_named(name), _tuning(entry)) for name, entry in json.loads(path.read_text()).items()
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{TILES_VARIABLE}: needs a table as `python -m benchmarks.gpu_tune` writes it, got "
+            f"path={str(path)!r}: {error!r}"
+        ) from None
+    for (architecture, kernel, bits), tuning in entries:
+        rows = [limit for limit, _ in tuning.tiles]
+        bad = [
+            tiles for _, tiles in tuning.tiles if not possible(architecture, kernel, bits, tiles)
+        ]
+        if bad or rows != sorted(rows) or rows[-1:] != [math.inf]:
+            raise ValueError(
+                f"{TILES_VARIABLE}: needs possible tiles for ascending rows, up to any number, got "
+                f"path={str(path)!r}, architecture={architecture.name!r}, "
+                f"kernel={kernel.name!r}, bits={bits}, rows={rows}, impossible={bad}"
+            )
+        found[Entry(architecture.name, kernel.name, bits)] = tuning
+    return found
+
+
+def _named(name: str) -> tuple[Architecture, Kernel, int]:
+    """What an entry is for; before kernels had names, one word said which."""
+    words, bits = name.removesuffix(" bits").split(", ")
+    named = (
+        (row, kernel)
+        for row in machines.ARCHITECTURES
+        for kernel in reversed(row.kernels)
+        if {*words.split()} <= {row.name, kernel.name}
+    )
+    found = next(named, None)
+    if found is None:
+        raise ValueError(f"knows no kernel of this name: {name!r}")
+    return (*found, int(bits))
+
+
+def _tuning(entry: dict[str, Any]) -> Tuning:
+    tiles = []
+    for bucket in entry["tiles"]:
+        sizes = {name: size for name, size in bucket.items() if name != "rows"}
+        tiles.append((_number(bucket["rows"]), Tiles(**sizes)))
+    return Tuning(tiles=tuple(tiles), crossover=_number(entry["crossover"]))
+
+
+def as_json(found: Table) -> str:
+    """What `read` reads."""
+    entries = {
+        str(entry): {
+            "crossover": _finite(tuning.crossover),
+            "tiles": [
+                {"rows": _finite(rows)} | dataclasses.asdict(tiles) for rows, tiles in tuning.tiles
+            ],
+        }
+        for entry, tuning in found.items()
+    }
+    return json.dumps(entries, indent=2) + "\n"
+
+
+def _finite(number: float) -> float | None:
+    return None if math.isinf(number) else number
+
+
+def _number(finite: float | None) -> float:
+    return math.inf if finite is None else finite

@@ -1,0 +1,41 @@
+"""What one program of a kernel computes, and how that follows from the number of rows."""
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """What one program of a kernel computes.
+
+    Attributes:
+      m: rows of activations, or of the left operand.
+      n: rows of weights, or of the right operand.
+      k: length of one step along k.
+      stages: steps in flight.
+      splits: programs that share a tile's k and add their sums.
+      parts: warpgroups of a program that share its rows, and add their sums in shared memory: each
+        multiplies a part of every step's k. Only Hopper's kernel knows more than one.
+    """
+
+    m: int
+    n: int = 128
+    k: int = 128
+    stages: int = 4
+    splits: int = 1
+    parts: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What a kernel does with codes of one width.
+
+    Attributes:
+      tiles: (largest number of rows, tiles), ascending; the last are for any number.
+      crossover: rows from which it is faster to dequantize the weights once and let XLA multiply in
+        bfloat16. At so many rows the tensor cores are the bound for either, and a kernel decodes
+        the same weights again for every tile of rows.
+    """
+
+    tiles: tuple[tuple[float, Tiles], ...]
+    crossover: float = math.inf
