@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks import cores, environment, report
+from benchmarks import cores, environment, limits, report
 from benchmarks.data import KINDS, draw
 from benchmarks.timing import Case, Samples, measure, ratio
 from mx_jax import formats
@@ -31,8 +31,6 @@ from mx_jax.testing.cases import MatmulCase
 
 FLOAT32, FLOAT32_KN, BFLOAT16 = "jnp.dot float32", "jnp.dot float32, w [k, n]", "jnp.dot bfloat16"
 DOTS = (FLOAT32, FLOAT32_KN, BFLOAT16)
-PEAKS = {"fma": 16, "bf16": 32, "vnni": 64}  # products of an instruction
-PEAK_ROUNDS = 1_500_000
 SQUARE = (
     (formats.MXFP4, formats.MXFP4),
     (formats.MXFP6_E2M3, formats.MXFP6_E2M3),
@@ -58,21 +56,6 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """XLA's product of `[m, k]` and `[n, k]`, summed in float32."""
     dimensions = (((1,), (1,)), ((), ()))
     return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
-
-
-def peak(instruction: str) -> Callable[[], jax.Array]:
-    """PEAK_ROUNDS times twelve instructions, as one call."""
-    result = jax.ShapeDtypeStruct((1,), jnp.int32)
-    call = jax.ffi.ffi_call("mx_jax_cpu_peak", result)
-    return jax.jit(lambda: call(instruction=instruction, rounds=np.int64(PEAK_ROUNDS)))
-
-
-def peaks() -> list[Case]:
-    """The peaks that this machine's instructions have."""
-    loaded = library.load()
-    assert not isinstance(loaded, str), loaded
-    known = {"avx512": ("fma",), "avx512_vnni": ("fma", "vnni"), "avx512_bf16": tuple(PEAKS)}
-    return [Case(f"peak {name}", peak(name)) for name in known.get(loaded.detected_isa, ())]
 
 
 def plain_cases(m: int, n: int, k: int) -> list[Case]:
@@ -146,7 +129,8 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     with report.progress(len(groups)) as step:
         for shape, pairs, packed, data in groups:
             step(f"{shape} {data}")
-            cases = [*plain_cases(*shape), *quantized_cases(shape, pairs, packed, data), *peaks()]
+            cases = [*plain_cases(*shape), *quantized_cases(shape, pairs, packed, data)]
+            cases += [Case(f"peak {name}", run) for name, run in limits.peaks().items()]
             samples = measure(cases, seconds=options.seconds, min_rounds=options.min_rounds)
             found += [{"data": data, **_row(shape, name, samples)} for name in samples]
     return found
@@ -156,7 +140,7 @@ def _row(shape: tuple[int, int, int], name: str, samples: dict[str, Samples]) ->
     summary = samples[name].summary()
     row: dict[str, Any] = {"shape": shape, "case": name, "timings": summary}
     if name.startswith("peak "):
-        products = 12 * PEAK_ROUNDS * PEAKS[name.removeprefix("peak ")]
+        products = 12 * limits.PEAK_ROUNDS * limits.PEAKS[name.removeprefix("peak ")]
         row["gop_per_second"] = 2e-6 * products / summary["cpu_ms"]["median"]
         return row
     m, n, k = shape
@@ -165,10 +149,10 @@ def _row(shape: tuple[int, int, int], name: str, samples: dict[str, Samples]) ->
     floats = min(DOTS[:2], key=lambda dot: samples[dot].summary()["cpu_ms"]["median"])
     for key, other in (("float32", floats), ("best", best)):
         row[f"over_{key}"] = dataclasses.asdict(ratio(samples[other], samples[name], "cpu"))
-    for peak_name, products in PEAKS.items():
+    for peak_name, products in limits.PEAKS.items():
         of = samples.get(f"peak {peak_name}")
         if of is not None:
-            pace = 24e-6 * PEAK_ROUNDS * products / of.summary()["cpu_ms"]["median"]
+            pace = 24e-6 * limits.PEAK_ROUNDS * products / of.summary()["cpu_ms"]["median"]
             row[f"share_of_{peak_name}"] = row["gop_per_second"] / pace
     return row
 

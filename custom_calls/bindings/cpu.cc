@@ -1,6 +1,5 @@
 // The list of everything that the CPU library offers. Each handler is defined, with its operands and
 // attributes, beside the code that it runs; adding one is two lines here.
-#include "common/dispatch.h"
 #include "common/library.h"
 #include "common/macros.h"
 #include "xla/ffi/api/api.h"
@@ -12,10 +11,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(MxDequantize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxMatmul);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxMatmulPacked);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxPackWeights);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(MxPeak);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxQuantize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxQuantizeBoth);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(MxTraffic);
 
 namespace {
 
@@ -25,24 +22,13 @@ const mx::Target kTargets[] = {
     {"mx_jax_cpu_matmul", reinterpret_cast<void*>(MxMatmul)},
     {"mx_jax_cpu_matmul_packed", reinterpret_cast<void*>(MxMatmulPacked)},
     {"mx_jax_cpu_pack_weights", reinterpret_cast<void*>(MxPackWeights)},
-    {"mx_jax_cpu_peak", reinterpret_cast<void*>(MxPeak)},
     {"mx_jax_cpu_quantize", reinterpret_cast<void*>(MxQuantize)},
     {"mx_jax_cpu_quantize_both", reinterpret_cast<void*>(MxQuantizeBoth)},
-    {"mx_jax_cpu_traffic", reinterpret_cast<void*>(MxTraffic)},
 };
 
 }  // namespace
 
 extern "C" MX_EXPORT const mx::Library* mx_jax_cpu_library() {
-  static const mx::Library library = {
-      mx::kInterface,
-      XLA_FFI_API_MAJOR,
-      XLA_FFI_API_MINOR,
-      mx::IsaOverrideIsValid() ? 1 : 0,
-      mx::IsaName(mx::CurrentIsa()),
-      mx::IsaName(mx::DetectedIsa()),
-      sizeof(kTargets) / sizeof(kTargets[0]),
-      kTargets,
-  };
+  static const mx::Library library = mx::Describe(kTargets);
   return &library;
 }

@@ -1,5 +1,5 @@
 // Element formats as numbers, and one code at a time: the twin of mx_jax/codecs/element.py.
-// OCP Microscaling Formats (MX) v1.0, sections 5.3 and 6.3. Included by kernels: see macros.h.
+// OCP Microscaling Formats (MX) v1.0, sections 5.3 and 6.3. Included by kernels: see target.h.
 #ifndef MX_JAX_CUSTOM_CALLS_COMMON_ELEMENT_CODEC_H_
 #define MX_JAX_CUSTOM_CALLS_COMMON_ELEMENT_CODEC_H_
 

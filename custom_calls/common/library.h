@@ -2,7 +2,11 @@
 #ifndef MX_JAX_CUSTOM_CALLS_COMMON_LIBRARY_H_
 #define MX_JAX_CUSTOM_CALLS_COMMON_LIBRARY_H_
 
+#include <cstddef>
 #include <cstdint>
+
+#include "common/dispatch.h"
+#include "xla/ffi/api/c_api.h"
 
 namespace mx {
 
@@ -25,6 +29,18 @@ struct Library {
   int64_t num_targets;
   const Target* targets;
 };
+
+template <size_t kCount>
+Library Describe(const Target (&targets)[kCount]) {
+  return {kInterface,
+          XLA_FFI_API_MAJOR,
+          XLA_FFI_API_MINOR,
+          IsaOverrideIsValid() ? 1 : 0,
+          IsaName(CurrentIsa()),
+          IsaName(DetectedIsa()),
+          kCount,
+          targets};
+}
 
 }  // namespace mx
 

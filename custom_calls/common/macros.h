@@ -1,9 +1,4 @@
-// What differs between compilers, and the rule that keeps instruction sets apart.
-//
-// A kernel is compiled once for each instruction set. An inline function with external linkage
-// would be merged by the linker, perhaps into the AVX-512 copy, and then run on a machine without
-// it. So whatever such a file includes has internal linkage: MX_INLINE functions, and templates
-// inside an anonymous namespace. No standard library templates there.
+// What differs between compilers.
 #ifndef MX_JAX_CUSTOM_CALLS_COMMON_MACROS_H_
 #define MX_JAX_CUSTOM_CALLS_COMMON_MACROS_H_
 

@@ -1,5 +1,5 @@
 // From a block's largest magnitude to its stored scale: the twin of mx_jax/reference/scale_rules.py.
-// OCP MX v1.0, sections 5.4.1 and 6.3. Included by kernels: see macros.h.
+// OCP MX v1.0, sections 5.4.1 and 6.3. Included by kernels: see target.h.
 #ifndef MX_JAX_CUSTOM_CALLS_COMMON_SCALE_CODEC_H_
 #define MX_JAX_CUSTOM_CALLS_COMMON_SCALE_CODEC_H_
 

@@ -9,8 +9,8 @@
 #include <new>
 #include <vector>
 
-#include "cpu/geometry.h"
-#include "cpu/quantize.h"
+#include "casts/geometry.h"
+#include "casts/quantize.h"
 #include "tests/check.h"
 #include "tests/formats.h"
 
@@ -18,10 +18,6 @@ namespace mx_test {
 
 using mx::FloatType;
 using mx::Rounding;
-
-using mx::FloatType;
-using mx::Rounding;
-using mx_test::Random;
 
 inline float Widen(uint32_t bits, FloatType type) {
   if (type == FloatType::kF32) return mx::FloatOf(bits);
@@ -50,7 +46,7 @@ struct Case {
   Lines codes;
   std::vector<int32_t> random_bits;
   std::vector<float> tensor_scales;
-  int64_t size = 0, num_scales = 0, code_bytes = 0, scale_bytes = 0;
+  int64_t size = 0, num_scales = 0, scale_bytes = 0;
 };
 
 inline void DrawValues(Random& random, Case& test) {
@@ -102,7 +98,6 @@ inline int64_t DrawBlock(Random& random) {
 // Roundings, operands and results of a cast whose rule and place are known.
 inline void DrawRest(Random& random, Case& test) {
   mx::QuantizePlan& plan = test.plan;
-  const bool rows = plan.inner == 1;
   plan.rounding = random.Below(2) == 0 ? Rounding::kNearest
                                        : static_cast<Rounding>(random.Below(4));
   plan.streams = random.Below(2) == 0;
@@ -123,17 +118,10 @@ inline void DrawRest(Random& random, Case& test) {
     plan.tensor_scales = test.tensor_scales.data();
     plan.num_tensor_scales = static_cast<int64_t>(test.tensor_scales.size());
   }
-  const int32_t bits = plan.element.bits;
-  // What is cast both ways, or in squares, is not packed.
-  const bool alone = test.x != nullptr && plan.block_rows == 0;
-  const bool packs = alone && rows && bits != 8 &&
-                     plan.block % mx::CodesPerGroup(bits) == 0 && random.Below(2) == 0;
-  plan.row_bytes = packs ? mx::PackedLength(plan.length, bits) : 0;
   const bool bytes = plan.rule.kind == mx::ScaleFormatKind::kExponent ||
                      plan.rule.kind == mx::ScaleFormatKind::kElement;
-  test.code_bytes = packs ? plan.outer * plan.row_bytes : test.size;
   test.scale_bytes = test.num_scales * (bytes ? 1 : 4);
-  test.codes = MakeLines(test.code_bytes);
+  test.codes = MakeLines(test.size);
   test.scales = std::make_unique<uint8_t[]>(test.scale_bytes);
   plan.codes = test.codes.get();
   plan.scales = test.scales.get();

@@ -8,11 +8,11 @@
 #include <memory>
 #include <vector>
 
+#include "casts/dequantize.h"
+#include "casts/geometry.h"
+#include "casts/quantize.h"
 #include "common/dispatch.h"
 #include "common/float_environment.h"
-#include "cpu/dequantize.h"
-#include "cpu/geometry.h"
-#include "cpu/quantize.h"
 #include "tests/cast_draw.h"
 #include "tests/check.h"
 
@@ -65,7 +65,6 @@ mx::DequantizePlan Back(const mx::QuantizePlan& plan, float* out) {
   back.outer = plan.outer, back.length = plan.length, back.inner = plan.inner;
   back.block = plan.block, back.blocks_per_row = plan.blocks_per_row;
   back.rows = plan.rows, back.block_rows = plan.block_rows;
-  back.row_bytes = plan.row_bytes;
   back.element = plan.element, back.kind = plan.rule.kind;
   back.scale_element = plan.rule.scale_element;
   for (int32_t code = 0; code < 256; ++code) back.values[code] = mx::Decode(code, plan.element);
@@ -103,16 +102,6 @@ Expected Plainly(const Case& test) {
   return expected;
 }
 
-uint8_t CodeAt(const Case& test, int64_t index) {
-  const mx::QuantizePlan& plan = test.plan;
-  if (plan.row_bytes == 0) return test.codes[index];
-  const int64_t row = index / plan.length, bit = index % plan.length * plan.element.bits;
-  const uint8_t* bytes = &test.codes[row * plan.row_bytes + bit / 8];
-  const uint32_t high = bit % 8 + plan.element.bits > 8 ? bytes[1] : 0;
-  const uint32_t word = (bytes[0] | high << 8) >> (bit % 8);
-  return static_cast<uint8_t>(word & (2 * plan.element.sign_code - 1));
-}
-
 uint32_t ScaleAt(const Case& test, int64_t index) {
   if (test.scale_bytes == test.num_scales) return test.scales[index];
   uint32_t bits;
@@ -134,7 +123,7 @@ void Run(const Plan& plan, const Kernels& kernels, uint64_t seed) {
 
 bool CompareCodes(const Case& test, const Expected& expected) {
   bool same = true;
-  for (int64_t i = 0; i < test.size; ++i) same &= CHECK_EQUAL(CodeAt(test, i), expected.codes[i]);
+  for (int64_t i = 0; i < test.size; ++i) same &= CHECK_EQUAL(test.codes[i], expected.codes[i]);
   for (int64_t i = 0; i < test.num_scales; ++i) {
     same &= CHECK_EQUAL(ScaleAt(test, i), expected.scales[i]);
   }
@@ -223,13 +212,13 @@ int main(int argc, char** argv) {
   const int64_t cases = argc > 1 ? std::atoll(argv[1]) : 300;
   const uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
   for (int isa = 0; isa <= mx::DetectedIsa() && isa <= mx::kAvx512Vnni; ++isa) {
-    const mx::QuantizeKernels* quantize = &mx::kQuantizePortable;
-    const mx::DequantizeKernels* dequantize = &mx::kDequantizePortable;
+    const mx::QuantizeKernels* quantize = &mx::portable::kQuantize;
+    const mx::DequantizeKernels* dequantize = &mx::portable::kDequantize;
 #if MX_X86
-    if (isa == mx::kAvx2) quantize = &mx::kQuantizeAvx2, dequantize = &mx::kDequantizeAvx2;
-    if (isa >= mx::kAvx512) quantize = &mx::kQuantizeAvx512, dequantize = &mx::kDequantizeAvx512;
+    if (isa == mx::kAvx2) quantize = &mx::avx2::kQuantize, dequantize = &mx::avx2::kDequantize;
+    if (isa >= mx::kAvx512) quantize = &mx::avx512::kQuantize, dequantize = &mx::avx512::kDequantize;
     if (isa > mx::kAvx512 && !mx::HasVbmi()) break;
-    if (isa > mx::kAvx512) quantize = &mx::kQuantizeAvx512Vbmi;
+    if (isa > mx::kAvx512) quantize = &mx::avx512_vbmi::kQuantize;
 #endif
     for (int64_t i = 0; i < cases; ++i) {
       Compare(first + i, *quantize, *dequantize);

@@ -14,8 +14,8 @@
 #include "common/dispatch.h"
 #include "common/macros.h"
 #include "common/thread_pool.h"
-#include "cpu/matmul_run.h"
-#include "cpu/weights.h"
+#include "products/run.h"
+#include "products/weights.h"
 
 namespace mx {
 namespace {
@@ -189,10 +189,10 @@ bool CheckPanels(const MatmulKernels& kernels, int seed) {
 
 int Run(int count) {
 #if MX_X86
-  const MatmulKernels* const all[] = {&kMatmulPortable, &kMatmulAvx2, &kMatmulAvx512,
-                                      &kMatmulAvx512Vnni, &kMatmulAvx512Bf16};
+  const MatmulKernels* const all[] = {&portable::kMatmul, &avx2::kMatmul, &avx512::kMatmul,
+                                      &avx512_vnni::kMatmul, &avx512_bf16::kMatmul};
 #else
-  const MatmulKernels* const all[] = {&kMatmulPortable};
+  const MatmulKernels* const all[] = {&portable::kMatmul};
 #endif
   for (int isa = 0; isa <= DetectedIsa(); ++isa) {
     for (int seed = 0; seed < count; ++seed) {

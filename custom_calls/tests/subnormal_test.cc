@@ -10,15 +10,15 @@
 #include <thread>
 #include <vector>
 
+#include "casts/dequantize.h"
+#include "casts/geometry.h"
+#include "casts/quantize.h"
+#include "casts/share.h"
 #include "common/dispatch.h"
 #include "common/macros.h"
 #include "common/thread_pool.h"
-#include "cpu/dequantize.h"
-#include "cpu/geometry.h"
-#include "cpu/matmul_run.h"
-#include "cpu/quantize.h"
-#include "cpu/share.h"
-#include "cpu/weights.h"
+#include "products/run.h"
+#include "products/weights.h"
 #include "tests/check.h"
 #include "tests/formats.h"
 
@@ -360,19 +360,19 @@ int main() {
   // Tables are filled once, and hold subnormals.
   mx::TablesOf(mx::kE4M3);
   CheckFlag();
-  const mx::MatmulKernels* const products[] = {&mx::kMatmulPortable, &mx::kMatmulAvx2,
-                                               &mx::kMatmulAvx512, &mx::kMatmulAvx512Vnni,
-                                               &mx::kMatmulAvx512Bf16};
+  const mx::MatmulKernels* const products[] = {
+      &mx::portable::kMatmul, &mx::avx2::kMatmul, &mx::avx512::kMatmul, &mx::avx512_vnni::kMatmul,
+      &mx::avx512_bf16::kMatmul};
   for (int isa = 0; isa <= mx::DetectedIsa(); ++isa) {
     CheckAllProducts(*products[isa], mx::IsaName(static_cast<mx::Isa>(isa)));
   }
-  CheckAllCasts(mx::kQuantizePortable, mx::kDequantizePortable, "portable");
+  CheckAllCasts(mx::portable::kQuantize, mx::portable::kDequantize, "portable");
   if (mx::DetectedIsa() >= mx::kAvx2) {
-    CheckAllCasts(mx::kQuantizeAvx2, mx::kDequantizeAvx2, "avx2");
+    CheckAllCasts(mx::avx2::kQuantize, mx::avx2::kDequantize, "avx2");
   }
   if (mx::DetectedIsa() >= mx::kAvx512) {
-    CheckAllCasts(mx::kQuantizeAvx512, mx::kDequantizeAvx512, "avx512");
-    if (mx::HasVbmi()) CheckAllCasts(mx::kQuantizeAvx512Vbmi, mx::kDequantizeAvx512, "vbmi");
+    CheckAllCasts(mx::avx512::kQuantize, mx::avx512::kDequantize, "avx512");
+    if (mx::HasVbmi()) CheckAllCasts(mx::avx512_vbmi::kQuantize, mx::avx512::kDequantize, "vbmi");
   }
   return mx_test::Report();
 }

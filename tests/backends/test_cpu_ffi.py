@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
-from mx_jax.backends.base import QuantizeCall, Target
+from mx_jax.backends.base import Target
 from mx_jax.backends.cpu_ffi import CpuFfiBackend, dequantize, library, quantize
 from mx_jax.backends.select import only_backend
 from mx_jax.formats import MXFP4, MXFP8_E4M3
@@ -166,7 +166,7 @@ def call_quantize(x, codes=None, scales=None, *rest, **changed):
         codes or jax.ShapeDtypeStruct((4, 64), U8),
         scales or jax.ShapeDtypeStruct((4, 2), U8),
     )
-    attributes = quantize.attributes(CALL) | {"has_tensor_scale": False, "packed": False} | changed
+    attributes = quantize.attributes(CALL) | {"has_tensor_scale": False} | changed
     return jax.block_until_ready(jax.ffi.ffi_call(quantize.TARGET, results)(x, *rest, **attributes))
 
 
@@ -192,14 +192,6 @@ WRONG_CALLS = {
         dict(x=jnp.ones((4, 8, 2)), blocks=np.array([-3, 2, -2, 4])),
         "several blocked axes must be whole, or the last two, got 2 axes from axis=-3 on",
     ),
-    "two, packed": (
-        dict(
-            packed=True,
-            blocks=np.array([-2, 32, -1, 32]),
-            scales=jax.ShapeDtypeStruct((1, 2), U8),
-        ),
-        "blocks along the last axis",
-    ),
     "element": (dict(element=np.arange(8, dtype=np.int32)), "element must be the 8 facts"),
     "rounding": (dict(rounding="up"), "unknown rounding='up'"),
     "random bits": (dict(random_bits=np.int32(3)), "0 for others, got random_bits=3"),
@@ -207,10 +199,6 @@ WRONG_CALLS = {
     "threshold": (dict(threshold=np.int32(0)), "needs 1 <= threshold"),
     "tensor scale": (dict(has_tensor_scale=True), "needs 1 operands after x"),
     "missing bits": (dict(rounding="stochastic", random_bits=np.int32(16)), "needs 1 operands"),
-    "packed": (
-        dict(packed=True, blocks=np.array([-2, 32]), scales=jax.ShapeDtypeStruct((1, 64), U8)),
-        "blocks along the last axis",
-    ),
 }
 
 
@@ -240,40 +228,11 @@ def test_wrong_dequantize_calls(name: str):
     codes, scales = jnp.zeros(given.pop("codes"), U8), jnp.zeros(given.pop("scales"), U8)
     result = jax.ShapeDtypeStruct((4, 64), given.pop("dtype"))
     attributes = dequantize.attributes(CALL.format, CALL.blocks)
-    attributes |= {"has_tensor_scale": False, "packed": False} | given
+    attributes |= {"has_tensor_scale": False} | given
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"mx_jax dequantize: .*{message}"):
         jax.block_until_ready(
             jax.ffi.ffi_call(dequantize.TARGET, result)(codes, scales, **attributes)
         )
-
-
-# Packed codes -------------------------------------------------------------------------------------
-
-
-@needs_library
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e2m3"])
-@pytest.mark.parametrize("length", [64, 70])
-def test_packed_codes(name: str, length: int):
-    x = jax.random.normal(jax.random.key(0), (5, length))
-    q = mx_jax.quantize(x, name)
-    call = QuantizeCall(
-        shape=x.shape,
-        dtype=x.dtype,
-        format=q.format,
-        blocks=q.blocks,
-        scale_rule=mx_jax.specs.operand(name).scale_rule,
-        rounding=mx_jax.specs.operand(name).rounding,
-    )
-    options = {"has_tensor_scale": False, "packed": True}
-    results = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q.packed_codes, q.scales))
-    packed, scales = jax.ffi.ffi_call(quantize.TARGET, results)(
-        x, **quantize.attributes(call), **options
-    )
-    assert_bitwise_equal(packed, q.packed_codes, what="packed codes")
-    values = jax.ffi.ffi_call(dequantize.TARGET, jax.ShapeDtypeStruct(x.shape, F32))(
-        packed, scales, **dequantize.attributes(q.format, q.blocks), **options
-    )
-    assert_bitwise_equal(values, q.dequantize(F32), what="values")
 
 
 # Transformations ----------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def _by_handler(x: MXArray, dtype: np.dtype) -> jax.Array:
     described = cast.Cast(
         target=TARGET,
         attributes=cast.hashable(
-            attributes(x.format, x.blocks) | {"has_tensor_scale": has_tensor_scale, "packed": False}
+            attributes(x.format, x.blocks) | {"has_tensor_scale": has_tensor_scale}
         ),
         blocks=x.blocks,
         operands=(

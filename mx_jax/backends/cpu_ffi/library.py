@@ -81,6 +81,11 @@ def _load() -> Library | str:
     path = find()
     if path is None:
         return _LEFT_OUT if os.environ.get(LIBRARY_VARIABLE) else _NOT_BUILT
+    return register(path)
+
+
+def register(path: Path) -> Library | str:
+    """Register the handlers of a file, unless they do not fit; says why not."""
     try:
         describe = ctypes.CDLL(str(path)).mx_jax_cpu_library
     except (OSError, AttributeError) as error:

@@ -133,7 +133,7 @@ def _by_handler(
 
 def _cast(call: QuantizeCall, optional: tuple[cast.Entry, ...]) -> cast.Cast:
     has_tensor_scale = any(entry.per == "tensor" for entry in optional)
-    given = attributes(call) | {"has_tensor_scale": has_tensor_scale, "packed": False}
+    given = attributes(call) | {"has_tensor_scale": has_tensor_scale}
     return cast.Cast(
         target=TARGET,
         attributes=cast.hashable(given),

@@ -23,7 +23,7 @@ TARGET = "mx_jax_cpu_pack_weights"
 
 _ROWS = 32  # of a panel
 _CHUNK = 32  # along k
-_SUMMARY = 64  # bytes at the end of a panel; all as in custom_calls/cpu/weights.h
+_SUMMARY = 64  # bytes at the end of a panel; all as in custom_calls/products/weights.h
 
 
 @functools.partial(

@@ -1,0 +1,70 @@
+// The largest magnitude of a tensor, as formats with a tensor scale need it.
+#ifndef MX_JAX_CUSTOM_CALLS_CASTS_AMAX_INL_H_
+#define MX_JAX_CUSTOM_CALLS_CASTS_AMAX_INL_H_
+
+#include "casts/quantize_plain-inl.h"
+
+namespace mx::MX_TARGET {
+namespace {
+
+MX_INLINE uint32_t RunAmax(const float* x, int64_t n) { return AmaxOf(x, n); }
+
+// Patterns order as magnitudes do, so the widest is widened alone.
+template <class T>
+MX_INLINE uint32_t RunAmax(const T* x, int64_t n) {
+  int16_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int16_t magnitude = static_cast<int16_t>(x[i].bits & 0x7fff);
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  T widest;
+  widest.bits = static_cast<uint16_t>(largest);
+  return BitsOf(Widen(widest));
+}
+
+// The same where a NaN or Inf is among n values, whose block is left out; rare. `rows` of `columns`
+// values are blocks along the columns; one row has blocks of `block`.
+template <class T>
+uint32_t FiniteAmax(const T* x, int64_t rows, int64_t columns, int64_t block) {
+  uint32_t largest = 0;
+  const int64_t width = rows == 1 ? block : 1;
+  for (int64_t j = 0; j < columns; j += width) {
+    uint32_t amax = 0;
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t count = columns - j < width ? columns - j : width;
+      const uint32_t part = RunAmax(x + i * columns + j, count);
+      amax = part > amax ? part : amax;
+    }
+    largest = amax < kInf && amax > largest ? amax : largest;
+  }
+  return largest;
+}
+
+template <class T>
+void RunsAmax(const QuantizePlan& plan, int64_t begin, int64_t end, int32_t* amax) {
+  const T* x = static_cast<const T*>(plan.x);
+  for (int64_t index = begin; index < end; ++index) {
+    int64_t rows = 1, columns = plan.length, start = index * plan.length;
+    int64_t block = plan.block;
+    if (plan.inner != 1) {
+      const int64_t slice = index / plan.blocks_per_row;
+      const int64_t first = (index - slice * plan.blocks_per_row) * plan.block;
+      rows = plan.length - first < plan.block ? plan.length - first : plan.block;
+      columns = plan.inner;
+      start = (slice * plan.length + first) * plan.inner;
+      block = 1;
+    }
+    uint32_t largest = RunAmax(x + start, rows * columns);
+    if (MX_UNLIKELY(largest >= kInf)) largest = FiniteAmax(x + start, rows, columns, block);
+    amax[index] = static_cast<int32_t>(largest);
+  }
+}
+
+void Amax(const QuantizePlan& plan, int64_t begin, int64_t end, int32_t* amax) {
+  ByType(plan.type, [&](auto x) { RunsAmax<decltype(x)>(plan, begin, end, amax); });
+}
+
+}  // namespace
+}  // namespace mx::MX_TARGET
+
+#endif  // MX_JAX_CUSTOM_CALLS_CASTS_AMAX_INL_H_

@@ -1,0 +1,50 @@
+// What the dequantizing kernels are given, and the table of them for each instruction set.
+#ifndef MX_JAX_CUSTOM_CALLS_CASTS_DEQUANTIZE_H_
+#define MX_JAX_CUSTOM_CALLS_CASTS_DEQUANTIZE_H_
+
+#include <stdint.h>
+
+#include "casts/quantize.h"
+#include "common/element_codec.h"
+#include "common/scale_codec.h"
+
+namespace mx {
+
+// `[outer, length, inner]` with blocks along `length`; see QuantizePlan.
+struct DequantizePlan {
+  const uint8_t* codes;
+  const void* scales;
+  const float* tensor_scales;
+  int64_t num_tensor_scales;
+  void* out;
+  FloatType type;
+  int64_t outer;
+  int64_t length;
+  int64_t inner;
+  int64_t block;
+  int64_t blocks_per_row;
+  int64_t rows;        // of two-dimensional blocks, `[outer, rows, length]`, inner being 1
+  int64_t block_rows;  // of each of them; 0 where blocks have one dimension
+  ElementFormat element;
+  ScaleFormatKind kind;
+  ElementFormat scale_element;  // of kElement
+  float values[256];            // of every code
+};
+
+struct DequantizeKernels {
+  // Blocks begin..end - 1 of `outer * blocks_per_row`; inner is 1.
+  void (*rows)(const DequantizePlan& plan, int64_t begin, int64_t end);
+  // Tiles begin..end - 1 of `outer * blocks_per_row * ceil(inner / kColumnTile)`.
+  void (*columns)(const DequantizePlan& plan, int64_t begin, int64_t end);
+  // Two-dimensional blocks begin..end - 1 of `outer * ceil(rows / block_rows) * blocks_per_row`.
+  void (*squares)(const DequantizePlan& plan, int64_t begin, int64_t end);
+};
+
+// Of dequantize_kernels.cc, compiled for each set.
+namespace portable { extern const DequantizeKernels kDequantize; }
+namespace avx2 { extern const DequantizeKernels kDequantize; }
+namespace avx512 { extern const DequantizeKernels kDequantize; }
+
+}  // namespace mx
+
+#endif  // MX_JAX_CUSTOM_CALLS_CASTS_DEQUANTIZE_H_

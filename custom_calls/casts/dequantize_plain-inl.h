@@ -1,0 +1,142 @@
+// The dequantizing kernels in plain C++, which compilers turn into vectors.
+#ifndef MX_JAX_CUSTOM_CALLS_CASTS_DEQUANTIZE_PLAIN_INL_H_
+#define MX_JAX_CUSTOM_CALLS_CASTS_DEQUANTIZE_PLAIN_INL_H_
+
+#include "casts/dequantize.h"
+#include "common/target.h"
+
+namespace mx::MX_TARGET {
+namespace {
+
+// Rounded once, to nearest even; a NaN becomes the one NaN that the reference gives.
+MX_INLINE uint16_t ToBf16(float value) {
+  const uint32_t bits = BitsOf(value);
+  if ((bits & kAbs) > kInf) return static_cast<uint16_t>(kNan >> 16);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+MX_INLINE uint16_t ToF16(float value) {
+  const uint32_t bits = BitsOf(value);
+  const uint32_t magnitude = bits & kAbs;
+  const uint32_t sign = (bits >> 16) & 0x8000;
+  if (magnitude > kInf) return 0x7e00;
+  if (magnitude >= (142u << 23) + 0x7ff000u) return static_cast<uint16_t>(sign | 0x7c00);
+  if (magnitude < (113u << 23)) {
+    // Adding 0.5 aligns the last bit of float32 with that of a subnormal half.
+    const uint32_t sum = BitsOf(FloatOf(magnitude) + 0.5f);
+    return static_cast<uint16_t>(sign | (sum - BitsOf(0.5f)));
+  }
+  const uint32_t rounded = magnitude + 0xfff + ((magnitude >> 13) & 1);
+  return static_cast<uint16_t>(sign | ((rounded - (112u << 23)) >> 13));
+}
+
+MX_INLINE void StoreValue(float* out, float value) {
+  *out = (BitsOf(value) & kAbs) > kInf ? FloatOf(kNan) : value;
+}
+
+MX_INLINE void StoreValue(Bf16* out, float value) { out->bits = ToBf16(value); }
+MX_INLINE void StoreValue(F16* out, float value) { out->bits = ToF16(value); }
+
+// What the value of a code is multiplied with, or divided by.
+MX_INLINE float ScaleAt(const DequantizePlan& plan, int64_t index, const float* tensor) {
+  if (plan.kind == ScaleFormatKind::kExponent) {
+    return DecodeE8m0(static_cast<const uint8_t*>(plan.scales)[index]);
+  }
+  if (plan.kind != ScaleFormatKind::kElement) {
+    return static_cast<const float*>(plan.scales)[index];
+  }
+  const float scale =
+      Decode(static_cast<const uint8_t*>(plan.scales)[index], plan.scale_element);
+  return tensor == nullptr ? scale : *tensor * scale;
+}
+
+MX_INLINE const float* TensorScale(const DequantizePlan& plan, int64_t outer) {
+  if (plan.tensor_scales == nullptr) return nullptr;
+  return plan.tensor_scales + outer / (plan.outer / plan.num_tensor_scales);
+}
+
+// The scale of byte 0, which blocks of zeros have, is subnormal: it costs a hundred times as much on
+// some processors. Twice that scale is not; values are halved for it, which is exact.
+MX_INLINE bool IsSubnormal(const DequantizePlan& plan, float scale) {
+  return plan.kind == ScaleFormatKind::kExponent && (BitsOf(scale) & kAbs) < kHidden;
+}
+
+// n values that share one scale.
+template <class T>
+MX_INLINE void DecodeRun(const DequantizePlan& plan, const uint8_t* codes, int64_t n, float scale,
+                         T* out) {
+  if (plan.kind == ScaleFormatKind::kDivisor) {
+    for (int64_t i = 0; i < n; ++i) StoreValue(out + i, plan.values[codes[i]] / scale);
+  } else if (IsSubnormal(plan, scale)) {
+    for (int64_t i = 0; i < n; ++i) {
+      StoreValue(out + i, plan.values[codes[i]] * 0.5f * FloatOf(kHidden));
+    }
+  } else {
+    for (int64_t i = 0; i < n; ++i) StoreValue(out + i, plan.values[codes[i]] * scale);
+  }
+}
+
+template <class T>
+void RowBlock(const DequantizePlan& plan, int64_t index) {
+  const int64_t row = index / plan.blocks_per_row;
+  const int64_t first = (index - row * plan.blocks_per_row) * plan.block;
+  const int64_t rest = plan.length - first;
+  const int64_t n = rest < plan.block ? rest : plan.block;
+  const int64_t start = row * plan.length + first;
+  const float scale = ScaleAt(plan, index, TensorScale(plan, row));
+  DecodeRun(plan, plan.codes + start, n, scale, static_cast<T*>(plan.out) + start);
+}
+
+template <class T>
+void RowBlocks(const DequantizePlan& plan, int64_t begin, int64_t end) {
+  for (int64_t index = begin; index < end; ++index) RowBlock<T>(plan, index);
+}
+
+template <class T>
+void ColumnBlock(const DequantizePlan& plan, int64_t index) {
+  const int64_t tiles = (plan.inner + kColumnTile - 1) / kColumnTile;
+  const int64_t block = index / tiles;
+  const int64_t column = (index - block * tiles) * kColumnTile;
+  const int64_t left = plan.inner - column;
+  const int64_t columns = left < kColumnTile ? left : kColumnTile;
+  const int64_t slice = block / plan.blocks_per_row;
+  const int64_t first = (block - slice * plan.blocks_per_row) * plan.block;
+  const int64_t rows = plan.length - first < plan.block ? plan.length - first : plan.block;
+  const int64_t start = (slice * plan.length + first) * plan.inner + column;
+  float scales[kColumnTile], halves[kColumnTile];
+  for (int64_t j = 0; j < columns; ++j) {
+    scales[j] = ScaleAt(plan, block * plan.inner + column + j, TensorScale(plan, slice));
+    const bool subnormal = IsSubnormal(plan, scales[j]);
+    if (subnormal) scales[j] = FloatOf(kHidden);
+    halves[j] = subnormal ? 0.5f : 1.0f;
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    const uint8_t* codes = plan.codes + start + i * plan.inner;
+    T* out = static_cast<T*>(plan.out) + start + i * plan.inner;
+    if (plan.kind == ScaleFormatKind::kDivisor) {
+      for (int64_t j = 0; j < columns; ++j) StoreValue(out + j, plan.values[codes[j]] / scales[j]);
+    } else {
+      for (int64_t j = 0; j < columns; ++j) {
+        StoreValue(out + j, plan.values[codes[j]] * halves[j] * scales[j]);
+      }
+    }
+  }
+}
+
+template <class T>
+void ColumnBlocks(const DequantizePlan& plan, int64_t begin, int64_t end) {
+  for (int64_t index = begin; index < end; ++index) ColumnBlock<T>(plan, index);
+}
+
+void Rows(const DequantizePlan& plan, int64_t begin, int64_t end) {
+  ByType(plan.type, [&](auto x) { RowBlocks<decltype(x)>(plan, begin, end); });
+}
+
+void Columns(const DequantizePlan& plan, int64_t begin, int64_t end) {
+  ByType(plan.type, [&](auto x) { ColumnBlocks<decltype(x)>(plan, begin, end); });
+}
+
+}  // namespace
+}  // namespace mx::MX_TARGET
+
+#endif  // MX_JAX_CUSTOM_CALLS_CASTS_DEQUANTIZE_PLAIN_INL_H_

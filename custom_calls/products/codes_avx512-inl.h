@@ -1,0 +1,404 @@
+// Panels of codes (weights.h) by a panel of few rows, decoded on their way, with AVX-512. Adds in the
+// order in which an unpacked panel is added, so the bits are the same.
+#ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_CODES_AVX512_INL_H_
+#define MX_JAX_CUSTOM_CALLS_PRODUCTS_CODES_AVX512_INL_H_
+
+#include <immintrin.h>
+#include <string.h>
+
+#include "products/multiply_avx512-inl.h"
+
+namespace mx::MX_TARGET {
+namespace {
+
+// --------------------------------------------------------------------------------------- decoding
+
+enum Coding { kCode4, kCode6, kCodeE4M3, kCodeE5M2, kCodeInt8 };
+
+// Floats of 8 bits are decoded to float32 but for a factor, which puts the bias right. It may go to
+// lhs and to the scales instead, in two parts: kFoldLhs, and the rest at the end.
+//
+// Shifting a code is enough, but for subnormal codes: they would be subnormal float32, and Intel's
+// processors take a hundred times as long for each product of one. A chunk that has any is decoded
+// as kLifted: a code's magnitude moves up so far that a byte holds the exponents of what was
+// subnormal too, as normal numbers, and 0; and the factor is smaller by as much.
+MX_INLINE constexpr float BiasFactor(Coding coding, bool lifted) {
+  return coding == kCodeE4M3   ? (lifted ? 0x1p117f : 0x1p120f)
+         : coding == kCodeE5M2 ? (lifted ? 0x1p110f : 0x1p112f)
+                               : 1.0f;
+}
+MX_INLINE constexpr bool IsByteFloat(Coding coding) {
+  return coding == kCodeE4M3 || coding == kCodeE5M2;
+}
+
+// Lifted magnitudes of 64 floats of 8 bits as bytes: 5 bits of exponent, from 1 on, then the mantissa.
+template <Coding kCoding>
+MX_INLINE __m512i LiftedBytes(__m512i lifts, __m512i codes) {
+  constexpr bool kE4 = kCoding == kCodeE4M3;
+  const __m512i lift = _mm512_set1_epi8(kE4 ? 3 << 3 : 2 << 2);
+  const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi8(0x7f));
+  const __mmask64 low = _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(kE4 ? 0x78 : 0x7c));
+  return _mm512_add_epi8(magnitude, _mm512_mask_shuffle_epi8(lift, low, lifts, magnitude));
+}
+
+// By how much 0 and subnormal codes are lifted.
+template <Coding kCoding>
+MX_INLINE __m512i LiftOfSubnormals() {
+  return _mm512_broadcast_i32x4(
+      kCoding == kCodeE4M3
+          ? _mm_setr_epi8(0, 7, 14, 17, 20, 21, 22, 23, 0, 0, 0, 0, 0, 0, 0, 0)
+          : _mm_setr_epi8(0, 3, 6, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
+}
+
+// What a register's look-up needs: values of 32, 64 or 256 codes.
+struct CodeTable {
+  __m512i part[8];
+};
+
+// The upper or lower bytes of 64 words.
+MX_INLINE __m512i BytesOf(const uint16_t* words, bool upper) {
+  __m256i half[2];
+  for (int i = 0; i < 2; ++i) {
+    const __m512i both = _mm512_loadu_si512(words + 32 * i);
+    half[i] = _mm512_cvtepi16_epi8(upper ? _mm512_srli_epi16(both, 8) : both);
+  }
+  return _mm512_inserti64x4(_mm512_castsi256_si512(half[0]), half[1], 1);
+}
+
+template <PanelType kType, Coding kCoding>
+MX_INLINE CodeTable MakeCodeTable(Element element) {
+  const ElementTables& tables = TablesOf(element);
+  CodeTable table;
+  for (int i = 0; i < 8; ++i) table.part[i] = _mm512_setzero_si512();
+  if (kType == kFloat32 && IsByteFloat(kCoding)) {
+    table.part[0] = LiftOfSubnormals<kCoding>();
+  } else if (kType == kInt8) {
+    const __m512i flip = _mm512_set1_epi8((char)0x80);
+    for (int i = 0; i < 4; ++i) {
+      const __m128i bytes = _mm_loadu_si128((const __m128i*)(tables.int8 + 16 * i));
+      table.part[i] = _mm512_xor_si512(_mm512_broadcast_i32x4(bytes), flip);
+    }
+  } else if (kCoding == kCode4 || kCoding == kCode6) {
+    for (int i = 0; i < 2; ++i) table.part[i] = _mm512_loadu_si512(tables.bf16 + 32 * i);
+  } else if (kType == kBf16) {
+    for (int i = 0; i < 8; ++i) table.part[i] = BytesOf(tables.bf16 + 64 * (i % 4), i < 4);
+  }
+  return table;
+}
+
+// Codes to bytes, 128 added. A format of six bits has sixteen codes a table.
+template <Coding kCoding>
+MX_INLINE __m512i BytesOfCodes(const CodeTable& table, __m512i codes) {
+  if (kCoding == kCodeInt8) return _mm512_xor_si512(codes, _mm512_set1_epi8((char)0x80));
+  const __m512i low = _mm512_and_si512(codes, _mm512_set1_epi8(15));
+  __m512i found = _mm512_shuffle_epi8(table.part[0], low);
+  if (kCoding == kCode4) return found;
+  const __m512i group = _mm512_and_si512(codes, _mm512_set1_epi8(0x30));
+  MX_UNROLL
+  for (int i = 1; i < 4; ++i) {
+    const __mmask64 mine = _mm512_cmpeq_epi8_mask(group, _mm512_set1_epi8((char)(16 * i)));
+    found = _mm512_mask_shuffle_epi8(found, mine, table.part[i], low);
+  }
+  return found;
+}
+
+// One word of `first` where the mask has ones, else of `second`.
+MX_INLINE __m512i Select(__m512i mask, __m512i first, __m512i second) {
+  return _mm512_ternarylogic_epi32(mask, first, second, 0xca);
+}
+
+// bf16 values, as words, of the even and the odd bytes of `codes`. For a float32 panel, floats of
+// 8 bits come without their BiasFactor.
+template <PanelType kType, Coding kCoding, bool kLifted>
+MX_INLINE void LookUpWords(const CodeTable& table, __m512i codes, __m512i* even, __m512i* odd) {
+  const __m512i* t = table.part;
+  if (kCoding == kCode4) {
+    // Bits beyond the fifth do not count, and the table has each of its 16 entries twice.
+    *even = _mm512_permutexvar_epi16(codes, t[0]);
+    *odd = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), t[0]);
+  } else if (kCoding == kCode6) {
+    *even = _mm512_permutex2var_epi16(t[0], codes, t[1]);
+    *odd = _mm512_permutex2var_epi16(t[0], _mm512_srli_epi16(codes, 8), t[1]);
+  } else if (kType == kFloat32 && !kLifted) {
+    constexpr int kShift = kCoding == kCodeE5M2 ? 3 : 4;
+    const __m512i mask = _mm512_set1_epi16((short)(kCoding == kCodeE5M2 ? 0x8fe0 : 0x87f0));
+    *even = _mm512_and_si512(_mm512_srai_epi16(_mm512_slli_epi16(codes, 8), kShift), mask);
+    *odd = _mm512_and_si512(_mm512_srai_epi16(codes, kShift), mask);
+  } else if (kType == kFloat32) {
+    // A product with a power of two and 0 takes a byte of each word to where it belongs.
+    constexpr short kShift = kCoding == kCodeE5M2 ? 1 << 5 : 1 << 4;
+    const __m512i sign = _mm512_set1_epi16((short)0x8000);
+    const __m512i bytes = LiftedBytes<kCoding>(t[0], codes);
+    const __m512i low = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(kShift));
+    const __m512i high = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(kShift << 8));
+    *even = Select(sign, _mm512_slli_epi16(codes, 8), low);
+    *odd = Select(sign, codes, high);
+  }
+#if MX_RANK >= MX_RANK_avx512_bf16
+  else {
+    const __m512i sign = _mm512_set1_epi8((char)0x80);
+    __m512i upper = _mm512_permutex2var_epi8(t[0], codes, t[1]);
+    __m512i lower = _mm512_permutex2var_epi8(t[4], codes, t[5]);
+    if (kCoding == kCodeInt8) {
+      const __mmask64 negative = _mm512_movepi8_mask(codes);
+      upper = _mm512_mask_mov_epi8(upper, negative, _mm512_permutex2var_epi8(t[2], codes, t[3]));
+      lower = _mm512_mask_mov_epi8(lower, negative, _mm512_permutex2var_epi8(t[6], codes, t[7]));
+    } else {
+      upper = Select(sign, codes, upper);
+    }
+    const __m512i top = _mm512_set1_epi16((short)0xff00);
+    *even = Select(top, _mm512_slli_epi16(upper, 8), lower);
+    *odd = Select(top, upper, _mm512_srli_epi16(lower, 8));
+  }
+#endif
+}
+
+// Words of a panel, in the order of k, of a register's codes: 8 to a word of rows if kCode4, else 4.
+// Without their BiasFactor if kFold.
+template <PanelType kType, Coding kCoding, bool kFold, bool kLifted>
+MX_INLINE void DecodeWords(const CodeTable& table, __m512i codes, __m512i* words) {
+  if (kType == kInt8) {
+    words[0] = BytesOfCodes<kCoding>(table, codes);
+    if (kCoding == kCode4) {
+      words[1] = BytesOfCodes<kCoding>(table, _mm512_srli_epi16(codes, 4));
+    }
+    return;
+  }
+  if (kType == kFloat32 && kCoding == kCodeInt8) {
+    MX_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const __m512i integers = _mm512_srai_epi32(_mm512_slli_epi32(codes, 24 - 8 * i), 24);
+      words[i] = _mm512_castps_si512(
+          _mm512_mul_ps(_mm512_cvtepi32_ps(integers), _mm512_set1_ps(0x1p-6f)));
+    }
+    return;
+  }
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
+  MX_UNROLL
+  for (int nibble = 0; nibble < (kCoding == kCode4 ? 2 : 1); ++nibble) {
+    __m512i even, odd;
+    LookUpWords<kType, kCoding, kLifted>(table, nibble ? _mm512_srli_epi16(codes, 4) : codes, &even,
+                                         &odd);
+    __m512i* to = words + nibble * 2 * (kType == kFloat32 ? 2 : 1);
+    if (kType != kFloat32) {
+      to[0] = Select(upper, _mm512_slli_epi32(odd, 16), even);
+      to[1] = Select(upper, odd, _mm512_srli_epi32(even, 16));
+      continue;
+    }
+    to[0] = _mm512_slli_epi32(even, 16), to[1] = _mm512_slli_epi32(odd, 16);
+    to[2] = _mm512_and_si512(even, upper), to[3] = _mm512_and_si512(odd, upper);
+    if (kFold || !IsByteFloat(kCoding)) continue;
+    const __m512 factor = _mm512_set1_ps(BiasFactor(kCoding, kLifted));
+    MX_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      to[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(to[i]), factor));
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------ multiplying
+
+// 16 tame scales times `factor`, a power of two. E8M0: as bits, less float32's bias, to which the
+// bits of another scale are added.
+MX_INLINE __m512 TameScales(ScaleKind kind, const uint8_t* bytes, float factor) {
+  const __m512i wide = _mm512_cvtepu8_epi32(_mm_load_si128((const __m128i*)bytes));
+  if (kind == kScaleE8M0) {
+    int32_t bits;
+    memcpy(&bits, &factor, sizeof bits);
+    const __m512i bias = _mm512_set1_epi32(bits - (254 << 23));
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(wide, 23), bias));
+  }
+  // A half with the code's bits is it, subnormal or not, but for a power of two.
+  const __m256i halves = _mm256_slli_epi16(_mm512_cvtepi32_epi16(wide), 7);
+  return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(0x1p8f * factor));
+}
+
+// Where kPanels neighbouring panels are read, and kRows rows of lhs.
+struct CodesPlace {
+  const char* lhs;
+  const char* codes;
+  const uint8_t* scales;
+};
+
+// One block of the sums below, `s` of its chunk; `place` moves on to the next one.
+template <PanelType kType, Coding kCoding, int kRows, int kPanels, bool kFold, bool kLifted>
+MX_INLINE void MultiplyCodesBlock(const CodesProduct& p, const CodeTable& table, int s,
+                                  int64_t chunk, CodesPlace* place,
+                                  __m512 (&total)[kRows][kPanels][2]) {
+  constexpr int kCodes = kCoding == kCode4 ? 8 : 4;
+  constexpr int kWords = kCodes * (int)BytesPerElement(kType) / 4;
+  const int blocks = kChunk / p.block, groups = kChunk / kCodes / blocks;
+  const float* scale_table = ScaleTable(p.scale_kind, p.element, kType);
+  const float unfold = kFold ? BiasFactor(kCoding, kLifted) / kFoldLhs : 1.0f;
+  const float factor = unfold * scale_table[p.scale_kind == kScaleE8M0 ? 127 : 0x38];
+  // Row i's values: its scale, its correction, its words.
+  const char* left[(kRows + R - 1) / R];
+  MX_UNROLL
+  for (int i = 0; i < (kRows + R - 1) / R; ++i) {
+    left[i] = place->lhs + i * p.lhs_stride + chunk * ChunkBytes(kType, p.block, R, true);
+  }
+  const int correction = (blocks + s) * R;
+  int word = blocks * R * (kType == kInt8 ? 2 : 1) + s * groups * kWords * R;
+  __m512i sum[kRows][kPanels][2];
+  MX_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    const int32_t* values = (const int32_t*)left[i / R];
+    MX_UNROLL
+    for (int j = 0; j < 2 * kPanels; ++j) {
+      sum[i][j / 2][j % 2] = kType == kInt8 ? _mm512_set1_epi32(values[correction + i % R])
+                                            : _mm512_setzero_si512();
+    }
+  }
+  for (int g = 0; g < groups; ++g) {
+    __m512i decoded[kPanels][2][kWords];
+    MX_UNROLL
+    for (int j = 0; j < 2 * kPanels; ++j) {
+      const char* from = place->codes + j / 2 * p.panel_bytes + 64 * (j % 2);
+      _mm_prefetch(from + kPrefetchBytes, _MM_HINT_T0);
+      DecodeWords<kType, kCoding, kFold, kLifted>(table, _mm512_load_si512(from),
+                                                  decoded[j / 2][j % 2]);
+    }
+    MX_UNROLL
+    for (int w = 0; w < kWords; ++w) {
+      MX_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        const __m512i value =
+            _mm512_set1_epi32(((const int32_t*)left[i / R])[word + w * R + i % R]);
+        MX_UNROLL
+        for (int j = 0; j < 2 * kPanels; ++j) {
+          sum[i][j / 2][j % 2] =
+              MultiplyAdd<kType>(sum[i][j / 2][j % 2], decoded[j / 2][j % 2][w], value);
+        }
+      }
+    }
+    word += kWords * R;
+    place->codes += 128;
+  }
+  __m512 scale[kPanels][2];
+  MX_UNROLL
+  for (int j = 0; j < 2 * kPanels; ++j) {
+    scale[j / 2][j % 2] =
+        TameScales(p.scale_kind, place->scales + j / 2 * p.panel_bytes + 16 * (j % 2), factor);
+  }
+  place->scales += C;
+  MX_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    const float mine = ((const float*)left[i / R])[s * R + i % R];
+    MX_UNROLL
+    for (int j = 0; j < 2 * kPanels; ++j) {
+      const __m512 exact = AsFloat<kType>(sum[i][j / 2][j % 2]);
+      __m512* to = &total[i][j / 2][j % 2];
+      *to = p.scale_kind == kScaleE8M0
+                ? AddScaled<kNormal>(*to, exact, scale[j / 2][j % 2], mine)
+                : AddScaled<kProduct>(*to, exact, scale[j / 2][j % 2], mine);
+    }
+  }
+}
+
+// Whether a chunk of neighbouring panels has subnormal codes.
+template <int kPanels>
+MX_INLINE bool HasSubnormals(const CodesProduct& p, int panel, int64_t bit) {
+  const char* first = (const char*)p.summaries + panel * p.panel_bytes;
+  int found = 0;
+  MX_UNROLL
+  for (int j = 0; j < kPanels; ++j) {
+    found |= ((const PanelSummary*)(first + j * p.panel_bytes))->subnormal[bit / 8];
+  }
+  return found >> bit % 8 & 1;
+}
+
+// kRows rows, from `row` on, by kPanels panels, from `panel` on. Several panels at once keep the
+// multipliers busy where a row alone has too few sums.
+template <PanelType kType, Coding kCoding, int kRows, int kPanels, bool kFold>
+void MultiplyCodesOf(const CodesProduct& p, int row, int panel) {
+  constexpr bool kMayLift = kType == kFloat32 && IsByteFloat(kCoding);
+  const CodeTable table = MakeCodeTable<kType, kCoding>(p.element);
+  CodesPlace place = {p.lhs + row / R * p.lhs_stride, p.codes + panel * p.panel_bytes,
+                      p.scales + panel * p.panel_bytes};
+  float* tiles = p.tiles + panel * p.tile_stride + row * C;
+  __m512 total[kRows][kPanels][2];
+  MX_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    MX_UNROLL
+    for (int j = 0; j < 2 * kPanels; ++j) {
+      const float* from = tiles + j / 2 * p.tile_stride + i * C + j % 2 * 16;
+      total[i][j / 2][j % 2] = p.clear ? _mm512_setzero_ps() : _mm512_load_ps(from);
+    }
+  }
+  const int shift = kMayLift ? SummaryShift(p.num_chunks) : 0;
+  for (int64_t chunk = 0; chunk < p.num_chunks; ++chunk) {
+    const bool lifted = kMayLift && HasSubnormals<kPanels>(p, panel, chunk >> shift);
+    for (int s = 0; s < kChunk / p.block; ++s) {
+      if (kMayLift && lifted) {
+        MultiplyCodesBlock<kType, kCoding, kRows, kPanels, kFold, kMayLift>(p, table, s, chunk,
+                                                                            &place, total);
+      } else {
+        MultiplyCodesBlock<kType, kCoding, kRows, kPanels, kFold, false>(p, table, s, chunk, &place,
+                                                                         total);
+      }
+    }
+  }
+  MX_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    MX_UNROLL
+    for (int j = 0; j < 2 * kPanels; ++j) {
+      _mm512_store_ps(tiles + j / 2 * p.tile_stride + i * C + j % 2 * 16,
+                      total[i][j / 2][j % 2]);
+    }
+  }
+}
+
+// The last one or two rows.
+template <PanelType kType, Coding kCoding, bool kFold>
+MX_INLINE void MultiplyCodesPair(const CodesProduct& p, int row) {
+  int panel = 0;
+  for (; panel + 1 < p.panels; panel += 2) {
+    row + 1 == p.rows ? MultiplyCodesOf<kType, kCoding, 1, 2, kFold>(p, row, panel)
+                      : MultiplyCodesOf<kType, kCoding, 2, 2, kFold>(p, row, panel);
+  }
+  if (panel < p.panels) MultiplyCodesOf<kType, kCoding, 2, 1, kFold>(p, row, panel);
+}
+
+template <PanelType kType, Coding kCoding, bool kFold>
+MX_INLINE void MultiplyCodesRows(const CodesProduct& p) {
+  // As many rows as there are registers for their sums, beside decoded words.
+  constexpr int kMost = kType == kFloat32 ? R : 8;
+  for (int row = 0; row < p.rows;) {
+    const int left = p.rows - row;
+    if (left <= 2) return MultiplyCodesPair<kType, kCoding, kFold>(p, row);
+    for (int panel = 0; panel < p.panels; ++panel) {
+      if (left <= 4) MultiplyCodesOf<kType, kCoding, 4, 1, kFold>(p, row, panel);
+      else if (left <= R || left > kMost) {
+        MultiplyCodesOf<kType, kCoding, R, 1, kFold>(p, row, panel);
+      } else {
+        MultiplyCodesOf<kType, kCoding, kMost, 1, kFold>(p, row, panel);
+      }
+    }
+    row += left > R && left <= kMost ? kMost : R;
+  }
+}
+
+template <PanelType kType, Coding kCoding>
+MX_INLINE void MultiplyCodesAs(const CodesProduct& p) {
+  if constexpr (kType == kFloat32 && IsByteFloat(kCoding)) {
+    if (p.folded) return MultiplyCodesRows<kType, kCoding, true>(p);
+  }
+  MultiplyCodesRows<kType, kCoding, false>(p);
+}
+
+template <PanelType kType>
+void MultiplyCodes(const CodesProduct& p) {
+  if (p.element == kE2M1) return MultiplyCodesAs<kType, kCode4>(p);
+  if (p.element == kElementInt8) return MultiplyCodesAs<kType, kCodeInt8>(p);
+  if (p.element == kE2M3) return MultiplyCodesAs<kType, kCode6>(p);
+  if constexpr (kType != kInt8) {
+    if (p.element == kE3M2) return MultiplyCodesAs<kType, kCode6>(p);
+    if (p.element == kE4M3) return MultiplyCodesAs<kType, kCodeE4M3>(p);
+    MultiplyCodesAs<kType, kCodeE5M2>(p);
+  }
+}
+
+}  // namespace
+}  // namespace mx::MX_TARGET
+
+#endif  // MX_JAX_CUSTOM_CALLS_PRODUCTS_CODES_AVX512_INL_H_

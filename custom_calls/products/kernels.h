@@ -1,0 +1,218 @@
+// What the kernels of each instruction set offer to matmul.cc: packing operands into panels,
+// multiplying two panels, storing a tile. Every set shares one panel layout.
+//
+// A product is cut into tiles of kTileRows x kTileColumns. Each operand is first copied into
+// panels: kTileRows rows of lhs or kTileColumns rows of rhs, with k outermost. A panel is a row of
+// chunks of 32 along k, and a chunk holds, for R rows:
+//
+//   float    scale[32 / block][R]     of the chunk's blocks, with the elements' own factor
+//   int32_t  correction[32 / block][R]   only lhs of kInt8: -128 * (sum of the block)
+//   uint32_t element[32 / per_word][R]   words of 4, 2 or 1 consecutive elements
+//
+// Elements stay unscaled. Within a block they are multiplied and added, for the integer types
+// without any rounding; then the block's sum is scaled and added to the float32 tile. E8M0 scales
+// are powers of two, so scaling is exact, and every way to do it gives the same bits.
+#ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_H_
+#define MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_H_
+
+#include <cstdint>
+
+#include "common/macros.h"
+
+namespace mx {
+
+constexpr int kTileRows = 6;
+constexpr int kTileColumns = 32;
+constexpr int kChunk = 32;
+// Panels of lhs are made five at a time: 30 rows fill nearly a vector of 32.
+constexpr int kLhsPanelsPerGroup = 5;
+constexpr int kLhsGroupRows = kLhsPanelsPerGroup * kTileRows;
+
+// In the order of backends/cpu_ffi/matmul.py.
+enum Element : int32_t {
+  kE4M3,
+  kE5M2,
+  kE2M3,
+  kE3M2,
+  kE2M1,
+  kElementInt8,
+  kElementFloat32,
+  kElementBf16,
+  kElementF16
+};
+constexpr int kNumElements = 9;
+
+enum ScaleKind : int32_t { kNoScale, kScaleE8M0, kScaleE4M3 };
+
+// kInt8: rhs is stored with 128 added, as vpdpbusd takes one unsigned operand.
+enum PanelType : int32_t { kInt8, kInt16, kBf16, kFloat32 };
+constexpr int kNumPanelTypes = 4;
+
+// How a block's sum is scaled. kNormal: both scales and their product are normal float32.
+// kProduct: any float scales, one product. kWide: E8M0 scales that may be NaN or leave the range.
+enum Scaling : int32_t { kNormal, kProduct, kWide };
+
+enum OutType : int32_t { kOutFloat32, kOutBf16, kOutF16 };
+
+// Where codes lie. kStrided: as strides say, either row_stride or k_stride being 1. The others hold
+// panels of kTileColumns rows, `panel_bytes` apart, ready for kernels (see weights.h).
+enum Layout : int32_t { kStrided, kPanels4, kPanels8 };
+
+// What kernels ask about a panel of codes before they take its fast way; the last 64 bytes of it.
+struct PanelSummary {
+  uint8_t special;    // whether a code is NaN or Inf, or an E4M3 scale is NaN or negative
+  uint8_t low, high;  // the smallest and largest scale byte
+  uint8_t padding;
+  // A bit for each chunk, or for a power of two of them: whether a float of 8 bits is subnormal there.
+  uint8_t subnormal[60];
+};
+
+// By how many places the index of a chunk is shifted to that of its bit.
+MX_INLINE int SummaryShift(int64_t num_chunks) {
+  int shift = 0;
+  while ((num_chunks - 1) >> shift >= 60 * 8) ++shift;
+  return shift;
+}
+
+// One operand of one product; strides count elements.
+struct Source {
+  const void* elements;
+  const uint8_t* scales;  // null for kNoScale
+  Element element;
+  ScaleKind scale_kind;
+  int32_t block;  // 16 or 32
+  int64_t rows, k;
+  int64_t row_stride, k_stride;
+  int64_t scale_row_stride, scale_block_stride;
+  Layout layout = kStrided;
+  int64_t panel_bytes = 0;
+  const PanelSummary* summary = nullptr;  // of the first panel
+};
+
+// Exponents of a panel's scales: a zero block has none, a NaN is larger than any.
+struct ScaleRange {
+  int32_t low = 1000;
+  int32_t high = -1000;
+};
+
+// Whether kernels may multiply a panel as codes, by lhs with such scales.
+MX_INLINE bool IsTame(const PanelSummary& panel, ScaleKind kind, const ScaleRange& lhs) {
+  if (panel.special) return false;
+  return kind == kScaleE4M3 ||
+         (panel.low >= 47 && panel.high <= 207 && lhs.low >= -40 && lhs.high <= 40);
+}
+
+// Tables by code, filled once; see matmul_tables.cc.
+struct ElementTables {
+  int8_t int8[256];
+  int16_t int16[256];
+  uint16_t bf16[256];
+  float float32[256];
+};
+const ElementTables& TablesOf(Element element);
+// 256 float32 scales, times the factor that the integers of a panel type were multiplied with.
+const float* ScaleTable(ScaleKind kind, Element element, PanelType type);
+
+// Up to kMostRows rows of a packed lhs by neighbouring panels of codes (weights.h), to tiles. No
+// panel is special, and all scales are within 2^-80 .. 2^80, those of lhs within 2^-40 .. 2^40.
+struct CodesProduct {
+  Element element;
+  ScaleKind scale_kind;
+  int32_t block;
+  int64_t num_chunks;
+  const char* codes;
+  const uint8_t* scales;
+  int64_t panel_bytes;  // to the next panel's codes, and to its scales
+  int panels;
+  const PanelSummary* summaries;  // of the first panel; others follow as panels do
+  bool folded;  // whether lhs has the factor kFoldLhs: see FoldedLhs of matmul_thin.h
+  const char* lhs;
+  int64_t lhs_stride;  // bytes to the next kTileRows rows
+  int rows;
+  float* tiles;
+  int64_t tile_stride;   // floats to the next panel's tiles; those of one panel follow each other
+  bool clear;
+};
+constexpr int kMostRows = 12;
+
+// What decoding floats of 8 bits to float32 leaves out, a large power of two, goes in part to lhs.
+// Then no value is decoded with a multiplication of its own.
+constexpr float kFoldLhs = 0x1p60f;
+// The scales take the rest, up to 2^60: the largest of them, by the largest of lhs, stay in float32.
+constexpr uint8_t kMostFoldedScale = 127 + 27;
+
+// The kernels of one panel type.
+struct PanelKernels {
+  // Packs kLhsGroupRows rows of lhs, or kTileColumns rows of rhs, from first_row on, all of k; rows
+  // beyond the last become zeros. Lhs panels lie `stride` bytes apart.
+  void (*pack_lhs)(const Source& source, int64_t first_row, char* out, int64_t stride,
+                   ScaleRange* range);
+  void (*pack_rhs)(const Source& source, int64_t first_row, char* out, ScaleRange* range);
+  // tile = (clear ? 0 : tile) + lhs panel * rhs panel, over num_chunks chunks, of the first `rows`
+  // rows at least.
+  void (*multiply)(int rows, int32_t block, Scaling scaling, int64_t num_chunks, const char* lhs,
+                   const char* rhs, float* tile, bool clear);
+  // The same for panels of codes; null where unpacking them first is as fast.
+  void (*multiply_codes)(const CodesProduct& product);
+};
+
+// The kernels of one instruction set.
+struct MatmulKernels {
+  // Null for a panel type that it does not multiply; never for kFloat32.
+  const PanelKernels* panels[kNumPanelTypes];
+  // Copies codes and scales of kTileColumns rows, from first_row on, into a panel (weights.h).
+  void (*pack_codes)(const Source& source, int64_t first_row, uint8_t* out);
+  // Rounds alpha * tile[rows][columns] to the output's type, once.
+  void (*store)(const float* tile, int rows, int columns, float alpha, OutType type, void* out,
+                int64_t out_stride);
+};
+
+constexpr int64_t BytesPerElement(PanelType type) {
+  return type == kInt8 ? 1 : type == kFloat32 ? 4 : 2;
+}
+constexpr int64_t ChunkBytes(PanelType type, int32_t block, int64_t rows, bool is_lhs) {
+  return rows *
+         (kChunk / block * (is_lhs && type == kInt8 ? 8 : 4) + kChunk * BytesPerElement(type));
+}
+
+// `count` chunks of a source, from chunk `first` on.
+static inline Source SliceOf(const Source& source, int64_t first, int64_t count) {
+  Source slice = source;
+  const int64_t bytes = source.element <= kElementInt8      ? 1
+                        : source.element == kElementFloat32 ? 4
+                                                            : 2;
+  const int64_t per_chunk = kChunk / source.block;
+  const char* elements = (const char*)source.elements;
+  int64_t scale_step = source.scale_block_stride;
+  if (source.layout == kStrided) {
+    elements += first * kChunk * source.k_stride * bytes;
+  } else {
+    elements += first * kChunk * kTileColumns / (source.layout == kPanels4 ? 2 : 1);
+    scale_step = kTileColumns;
+  }
+  slice.elements = elements;
+  if (source.scales != nullptr) slice.scales = source.scales + first * per_chunk * scale_step;
+  slice.k = source.k - first * kChunk;
+  if (slice.k > count * kChunk) slice.k = count * kChunk;
+  return slice;
+}
+
+// Of matmul_kernels.cc, compiled for each set. What a set does not speed up, it takes from one below it.
+namespace portable { extern const MatmulKernels kMatmul; }
+namespace avx2 { extern const MatmulKernels kMatmul; }
+namespace avx512 {
+extern const MatmulKernels kMatmul;
+extern const PanelKernels kFloat32Panels;
+void PackCodes(const Source& source, int64_t first_row, uint8_t* out);
+void Store(const float* tile, int rows, int columns, float alpha, OutType type, void* out,
+           int64_t out_stride);
+}  // namespace avx512
+namespace avx512_vnni {
+extern const MatmulKernels kMatmul;
+extern const PanelKernels kInt8Panels, kInt16Panels;
+}  // namespace avx512_vnni
+namespace avx512_bf16 { extern const MatmulKernels kMatmul; }
+
+}  // namespace mx
+
+#endif  // MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_H_

@@ -1,0 +1,259 @@
+// The kernels of kernels.h in plain C++, with AVX2 where there is that: float32 panels alone. Sums of a
+// block of integers stay below 2^24, so they are exact there too.
+#ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_PLAIN_INL_H_
+#define MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_PLAIN_INL_H_
+
+#include <stdint.h>
+#include <string.h>
+
+#include "common/macros.h"
+#include "common/target.h"
+#include "products/kernels.h"
+#include "products/weights.h"
+
+#if MX_RANK >= MX_RANK_avx2
+#include <immintrin.h>
+#endif
+
+namespace mx::MX_TARGET {
+namespace {
+
+constexpr int R = kTileRows;
+constexpr int C = kTileColumns;
+
+MX_INLINE float FromBits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+MX_INLINE uint32_t ToBits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+MX_INLINE float FromHalf(uint16_t half) {
+  const uint32_t sign = (uint32_t)(half & 0x8000) << 16, magnitude = half & 0x7fff;
+  if (magnitude >= 0x7c00) return FromBits(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+  // The exponent moves by 112. A subnormal gets a leading bit of 2^-14, which is taken out again: to
+  // multiply a subnormal float32 costs a hundred times as much on some processors.
+  if (magnitude < 0x400) {
+    return FromBits(sign | ToBits(FromBits((magnitude << 13) + (113u << 23)) - 0x1p-14f));
+  }
+  return FromBits(sign | ((magnitude << 13) + (112u << 23)));
+}
+
+// Rounded to nearest, ties to even; overflow gives infinity.
+MX_INLINE uint16_t ToHalf(float value) {
+  const uint32_t bits = ToBits(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+  if (magnitude >= 0x47800000) return (uint16_t)(sign | 0x7c00);
+  if (magnitude < 0x38800000) {
+    // Adding 0.5 leaves the bits of a half's subnormal at the end of the significand.
+    return (uint16_t)(sign | (ToBits(FromBits(magnitude) + 0.5f) - 0x3f000000));
+  }
+  const uint32_t odd = magnitude >> 13 & 1;
+  return (uint16_t)(sign | (magnitude - 0x38000000 + 0xfff + odd) >> 13);
+}
+
+MX_INLINE uint16_t ToBf16(float value) {
+  const uint32_t bits = ToBits(value);
+  if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// -------------------------------------------------------------------------------------- packing
+
+MX_INLINE float Value(const Source& source, const float* table, int64_t at) {
+  switch (source.element) {
+    case kElementFloat32:
+      return ((const float*)source.elements)[at];
+    case kElementBf16:
+      return FromBits((uint32_t)((const uint16_t*)source.elements)[at] << 16);
+    case kElementF16:
+      return FromHalf(((const uint16_t*)source.elements)[at]);
+    default:
+      return table[((const uint8_t*)source.elements)[at]];
+  }
+}
+
+// Where element k of a row is, and how far its code is shifted.
+MX_INLINE int64_t PanelByte(const Source& source, int64_t row, int64_t k, int* shift) {
+  const int64_t panel = row / C * source.panel_bytes, column = row % C * 4;
+  const bool nibbles = source.layout == kPanels4;
+  const int64_t word = nibbles ? k / 8 : k / 4;
+  *shift = nibbles && k % 8 >= 4 ? 4 : 0;
+  return panel + word * C * 4 + column + k % 4;
+}
+
+MX_INLINE float PanelValue(const Source& source, const float* table, int64_t row, int64_t k) {
+  int shift;
+  const uint8_t byte = ((const uint8_t*)source.elements)[PanelByte(source, row, k, &shift)];
+  return table[source.layout == kPanels4 ? byte >> shift & 15 : byte];
+}
+
+MX_INLINE int ScaleByte(const Source& source, int64_t row, int64_t block) {
+  if (source.layout != kStrided) {
+    return source.scales[row / C * source.panel_bytes + block * C + row % C];
+  }
+  return source.scales[row * source.scale_row_stride + block * source.scale_block_stride];
+}
+
+// Zero blocks have byte 0, 2^-127. Any scale does for them, and an ordinary one costs nothing.
+MX_INLINE bool IsZeroBlock(const Source& source, const float* table, int64_t row, int64_t block) {
+  if (source.layout != kStrided || source.scale_kind != kScaleE8M0) return false;
+  int64_t end = (block + 1) * source.block;
+  if (end > source.k) end = source.k;
+  for (int64_t k = block * source.block; k < end; ++k) {
+    if (Value(source, table, row * source.row_stride + k * source.k_stride) != 0.0f) return false;
+  }
+  return true;
+}
+
+// One panel of kRows rows.
+template <int kRows>
+MX_INLINE void PackPanel(const Source& source, int64_t first_row, char* out, ScaleRange* range) {
+  const float* table = source.element <= kElementInt8 ? TablesOf(source.element).float32 : nullptr;
+  const float* scale_table = ScaleTable(source.scale_kind, source.element, kFloat32);
+  const int64_t num_chunks = (source.k + kChunk - 1) / kChunk;
+  const int64_t num_blocks = (source.k + source.block - 1) / source.block;
+  const int per_chunk = kChunk / source.block;
+  const int64_t left = source.rows - first_row;
+  const int rows = left < 0 ? 0 : left < kRows ? (int)left : kRows;
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    float* scales = (float*)out;
+    float* values = scales + per_chunk * kRows;
+    out = (char*)(values + kChunk * kRows);
+    for (int s = 0; s < per_chunk; ++s) {
+      const int64_t block = chunk * per_chunk + s;
+      for (int i = 0; i < kRows; ++i) {
+        float scale = 1.0f;
+        if (i < rows && block < num_blocks && source.scale_kind != kNoScale) {
+          int byte = ScaleByte(source, first_row + i, block);
+          if (byte < 32 && IsZeroBlock(source, table, first_row + i, block)) byte = 127;
+          scale = scale_table[byte];
+          if (byte - 127 < range->low) range->low = byte - 127;
+          const int high = byte == 255 ? 1000 : byte - 127;
+          if (high > range->high) range->high = high;
+        }
+        scales[s * kRows + i] = scale;
+      }
+    }
+    for (int k = 0; k < kChunk; ++k) {
+      const int64_t at = (chunk * kChunk + k) * source.k_stride + first_row * source.row_stride;
+      const int count = chunk * kChunk + k < source.k ? rows : 0;
+      for (int i = 0; i < count; ++i) {
+        values[k * kRows + i] = source.layout == kStrided
+                                    ? Value(source, table, at + i * source.row_stride)
+                                    : PanelValue(source, table, first_row + i, chunk * kChunk + k);
+      }
+      for (int i = count; i < kRows; ++i) values[k * kRows + i] = 0.0f;
+    }
+  }
+}
+
+void PackLhs(const Source& source, int64_t first_row, char* out, int64_t stride,
+             ScaleRange* range) {
+  for (int panel = 0; panel < kLhsPanelsPerGroup; ++panel) {
+    PackPanel<R>(source, first_row + panel * R, out + panel * stride, range);
+  }
+}
+
+void PackRhs(const Source& source, int64_t first_row, char* out, ScaleRange* range) {
+  PackPanel<C>(source, first_row, out, range);
+}
+
+// ---------------------------------------------------------------------------------- multiplying
+
+// Columns whose sums stay in registers.
+constexpr int kColumns = MX_RANK >= MX_RANK_avx2 ? 16 : 8;
+
+// sums[R][kColumns] of one block.
+MX_INLINE void MultiplyBlock(int32_t block, const float* MX_RESTRICT lhs,
+                             const float* MX_RESTRICT rhs, float* MX_RESTRICT sums) {
+#if MX_RANK >= MX_RANK_avx2
+  __m256 sum[R][2];
+  for (int i = 0; i < R; ++i) sum[i][0] = sum[i][1] = _mm256_setzero_ps();
+  for (int k = 0; k < block; ++k) {
+    const __m256 first = _mm256_loadu_ps(rhs), second = _mm256_loadu_ps(rhs + 8);
+    for (int i = 0; i < R; ++i) {
+      const __m256 factor = _mm256_broadcast_ss(lhs + i);
+      sum[i][0] = _mm256_fmadd_ps(first, factor, sum[i][0]);
+      sum[i][1] = _mm256_fmadd_ps(second, factor, sum[i][1]);
+    }
+    lhs += R;
+    rhs += C;
+  }
+  for (int i = 0; i < R; ++i) {
+    _mm256_storeu_ps(sums + i * kColumns, sum[i][0]);
+    _mm256_storeu_ps(sums + i * kColumns + 8, sum[i][1]);
+  }
+#else
+  float sum[R][kColumns];
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < kColumns; ++j) sum[i][j] = 0.0f;
+  }
+  for (int k = 0; k < block; ++k) {
+    for (int i = 0; i < R; ++i) {
+      for (int j = 0; j < kColumns; ++j) sum[i][j] += lhs[i] * rhs[j];
+    }
+    lhs += R;
+    rhs += C;
+  }
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < kColumns; ++j) sums[i * kColumns + j] = sum[i][j];
+  }
+#endif
+}
+
+void Multiply(int, int32_t block, Scaling scaling, int64_t num_chunks, const char* lhs,
+              const char* rhs, float* tile, bool clear) {
+  const int per_chunk = kChunk / block;
+  if (clear) memset(tile, 0, sizeof(float) * R * C);
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    for (int s = 0; s < per_chunk; ++s) {
+      const float* left = (const float*)lhs + s * R;
+      const float* right = (const float*)rhs + s * C;
+      const float* rows = (const float*)lhs + (per_chunk + s * block) * R;
+      const float* columns = (const float*)rhs + (per_chunk + s * block) * C;
+      for (int from = 0; from < C; from += kColumns) {
+        float sums[R * kColumns];
+        MultiplyBlock(block, rows, columns + from, sums);
+        for (int i = 0; i < R; ++i) {
+          float* total = tile + i * C + from;
+          for (int j = 0; j < kColumns; ++j) {
+            const float sum = sums[i * kColumns + j];
+            if (scaling == kWide) {
+              // Neither scale nor their product need be float32, only what they make of the sum.
+              total[j] += (float)((double)sum * (double)left[i] * (double)right[from + j]);
+            } else {
+              total[j] += sum * (left[i] * right[from + j]);
+            }
+          }
+        }
+      }
+    }
+    lhs += ChunkBytes(kFloat32, block, R, true);
+    rhs += ChunkBytes(kFloat32, block, C, false);
+  }
+}
+
+// -------------------------------------------------------------------------------------- storing
+
+void Store(const float* tile, int rows, int columns, float alpha, OutType type, void* out,
+           int64_t out_stride) {
+  for (int i = 0; i < rows; ++i) {
+    for (int j = 0; j < columns; ++j) {
+      const float value = tile[i * C + j] * alpha;
+      const int64_t at = i * out_stride + j;
+      if (type == kOutFloat32) ((float*)out)[at] = value;
+      else ((uint16_t*)out)[at] = type == kOutBf16 ? ToBf16(value) : ToHalf(value);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace mx::MX_TARGET
+
+#endif  // MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_PLAIN_INL_H_

@@ -1,0 +1,157 @@
+// The handler of scaled products: checks every shape, dtype and attribute, then runs the kernels.
+#include <cstdint>
+#include <string_view>
+
+#include "common/checks.h"
+#include "common/dispatch.h"
+#include "common/macros.h"
+#include "products/operands.h"
+#include "products/run.h"
+#include "products/weights.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace mx {
+namespace {
+
+#if MX_X86
+const MatmulKernels* const kKernels[kNumIsas] = {
+    &portable::kMatmul, &avx2::kMatmul, &avx512::kMatmul, &avx512_vnni::kMatmul,
+    &avx512_bf16::kMatmul};
+#else
+const MatmulKernels* const kKernels[kNumIsas] = {&portable::kMatmul};
+#endif
+
+ffi::Error MatmulPacked(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scales,
+                        ffi::AnyBuffer weights, ffi::Buffer<ffi::F32> alpha,
+                        ffi::Result<ffi::AnyBuffer> out, std::string_view lhs_element,
+                        std::string_view rhs_element, std::string_view lhs_scale,
+                        std::string_view rhs_scale, int32_t block, bool lhs_k_first) {
+  MX_RETURN_IF_ERROR(CheckBlock(block));
+  const Operand left{"lhs", lhs, lhs_scales, lhs_element, lhs_scale, lhs_k_first};
+  MatmulProblem problem{};
+  MX_RETURN_IF_ERROR(ParseOperand(left, block, &problem.lhs));
+  const Dimensions shape = out->dimensions();
+  const int64_t columns = shape.size() < 2 ? 0 : shape[shape.size() - 1];
+  MX_RETURN_IF_ERROR(ParseWeights(weights, rhs_element, rhs_scale, block, columns, left.k(),
+                                  &problem.rhs));
+  if (!FindProducts(lhs.dimensions(), left.rows(), weights.dimensions(), columns, shape,
+                    &problem.products)) {
+    return InvalidArgument("mx_jax matmul: the product of packed weights, ", Shape(shape),
+                           ", does not follow from lhs.shape=", Shape(lhs.dimensions()),
+                           ", weights.shape=", Shape(weights.dimensions()),
+                           ", lhs_k_first=", lhs_k_first);
+  }
+  MX_RETURN_IF_ERROR(ParseAlpha(alpha, &problem));
+  MX_RETURN_IF_ERROR(ParseOut(*out, &problem.out_type));
+  problem.out = out->untyped_data();
+  RunMatmul(pool, Pick(kKernels), problem);
+  return ffi::Error::Success();
+}
+
+ffi::Error PackWeightsOf(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer scales,
+                         ffi::Result<ffi::AnyBuffer> out, std::string_view element,
+                         std::string_view scale, int32_t block, bool k_first) {
+  MX_RETURN_IF_ERROR(CheckBlock(block));
+  const Operand operand{"rhs", codes, scales, element, scale, k_first};
+  Source source{};
+  MX_RETURN_IF_ERROR(ParseOperand(operand, block, &source));
+  Source packed{};
+  const Dimensions from = codes.dimensions(), to = out->dimensions();
+  bool fits = source.scale_kind != kNoScale && to.size() == from.size();
+  int64_t batch = 1;
+  for (size_t axis = 0; fits && axis + 2 < from.size(); ++axis) {
+    fits = from[axis] == to[axis];
+    batch *= from[axis];
+  }
+  if (!fits) {
+    return InvalidArgument("mx_jax pack_weights: needs codes [*batch, rows, k], or [*batch, k, ",
+                           "rows] if k_first, and as many axes of panels, got codes.shape=",
+                           Shape(from), ", element='", element, "', panels.shape=", Shape(to));
+  }
+  MX_RETURN_IF_ERROR(ParseWeights(*out, element, scale, block, source.rows, source.k, &packed));
+  uint8_t* panels = static_cast<uint8_t*>(out->untyped_data());
+  const MatmulKernels& kernels = Pick(kKernels);
+  const WeightSizes sizes = SizesOfWeights(source.element, block, source.rows, source.k);
+  ParallelFor(pool, batch * sizes.panels, [&](int64_t task) {
+    const Source matrix = MatrixOf(source, task / sizes.panels);
+    kernels.pack_codes(matrix, task % sizes.panels * kTileColumns,
+                       panels + task * sizes.panel_bytes);
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scales,
+                  ffi::AnyBuffer rhs, ffi::AnyBuffer rhs_scales, ffi::Buffer<ffi::F32> alpha,
+                  ffi::Result<ffi::AnyBuffer> out, std::string_view lhs_element,
+                  std::string_view rhs_element, std::string_view lhs_scale,
+                  std::string_view rhs_scale, int32_t block, bool lhs_k_first, bool rhs_k_first) {
+  MX_RETURN_IF_ERROR(CheckBlock(block));
+  const Operand left{"lhs", lhs, lhs_scales, lhs_element, lhs_scale, lhs_k_first};
+  const Operand right{"rhs", rhs, rhs_scales, rhs_element, rhs_scale, rhs_k_first};
+  MatmulProblem problem{};
+  MX_RETURN_IF_ERROR(ParseOperand(left, block, &problem.lhs));
+  MX_RETURN_IF_ERROR(ParseOperand(right, block, &problem.rhs));
+  if (left.k() != right.k()) {
+    return InvalidArgument("mx_jax matmul: both operands must have one k, got lhs.shape=",
+                           Shape(lhs.dimensions()), ", rhs.shape=", Shape(rhs.dimensions()),
+                           ", lhs_k_first=", lhs_k_first, ", rhs_k_first=", rhs_k_first);
+  }
+  if (!FindProducts(lhs.dimensions(), left.rows(), rhs.dimensions(), right.rows(),
+                    out->dimensions(), &problem.products)) {
+    return InvalidArgument("mx_jax matmul: the product's shape ", Shape(out->dimensions()),
+                           " does not follow from lhs.shape=", Shape(lhs.dimensions()),
+                           ", rhs.shape=", Shape(rhs.dimensions()), ", lhs_k_first=", lhs_k_first,
+                           ", rhs_k_first=", rhs_k_first);
+  }
+  MX_RETURN_IF_ERROR(ParseAlpha(alpha, &problem));
+  MX_RETURN_IF_ERROR(ParseOut(*out, &problem.out_type));
+  problem.out = out->untyped_data();
+  RunMatmul(pool, Pick(kKernels), problem);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace mx
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MxMatmul, mx::Matmul,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<std::string_view>("lhs_element")
+                                  .Attr<std::string_view>("rhs_element")
+                                  .Attr<std::string_view>("lhs_scale")
+                                  .Attr<std::string_view>("rhs_scale")
+                                  .Attr<int32_t>("block")
+                                  .Attr<bool>("lhs_k_first")
+                                  .Attr<bool>("rhs_k_first"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MxMatmulPacked, mx::MatmulPacked,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<std::string_view>("lhs_element")
+                                  .Attr<std::string_view>("rhs_element")
+                                  .Attr<std::string_view>("lhs_scale")
+                                  .Attr<std::string_view>("rhs_scale")
+                                  .Attr<int32_t>("block")
+                                  .Attr<bool>("lhs_k_first"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MxPackWeights, mx::PackWeightsOf,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<std::string_view>("element")
+                                  .Attr<std::string_view>("scale")
+                                  .Attr<int32_t>("block")
+                                  .Attr<bool>("k_first"));

@@ -1,0 +1,511 @@
+// Operands to panels, with AVX-512.
+#ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_PACK_AVX512_INL_H_
+#define MX_JAX_CUSTOM_CALLS_PRODUCTS_PACK_AVX512_INL_H_
+
+#include <immintrin.h>
+#include <string.h>
+
+#include "common/macros.h"
+#include "common/target.h"
+#include "products/kernels.h"
+
+// GCC 12 takes its own undefined vectors for a mistake.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+#define MX_UNROLL _Pragma("GCC unroll 32")
+
+namespace mx::MX_TARGET {
+namespace {
+
+constexpr int R = kTileRows;
+constexpr int C = kTileColumns;
+constexpr int kPrefetchBytes = 4096;
+
+
+// ------------------------------------------------------------------------------------- decoding
+
+struct Decoder {
+  __m512i table[8];
+  Element element;
+  int levels;  // of a table of bytes: 0 none, 1 up to 16 codes, 2 up to 64
+};
+
+MX_INLINE Decoder MakeDecoder(Element element, PanelType type) {
+  Decoder decoder;
+  decoder.element = element;
+  decoder.levels = element == kElementInt8 ? 0 : element == kE2M1 ? 1 : 2;
+  for (int i = 0; i < 8; ++i) decoder.table[i] = _mm512_setzero_si512();
+  if (element > kElementInt8) return decoder;
+  const ElementTables& tables = TablesOf(element);
+  if (type == kInt8) {
+    for (int i = 0; i < 4; ++i) {
+      decoder.table[i] =
+          _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)(tables.int8 + 16 * i)));
+    }
+  } else {
+    const void* words = type == kInt16 ? (const void*)tables.int16 : (const void*)tables.bf16;
+    for (int i = 0; i < 8; ++i) decoder.table[i] = _mm512_loadu_si512((const char*)words + 64 * i);
+  }
+  return decoder;
+}
+
+MX_INLINE __m512i LookupBytes(const Decoder& decoder, __m512i codes) {
+  if (decoder.levels == 0) return codes;
+  __m512i found = _mm512_shuffle_epi8(decoder.table[0], codes);
+  if (decoder.levels == 1) return found;
+  // Codes from 16 on, in steps of 16: bits 4 and 5 choose the table.
+  const __m512i low = _mm512_and_si512(codes, _mm512_set1_epi8(15));
+  const __m512i group = _mm512_and_si512(codes, _mm512_set1_epi8(0x30));
+  MX_UNROLL
+  for (int i = 1; i < 4; ++i) {
+    const __mmask64 mine = _mm512_cmpeq_epi8_mask(group, _mm512_set1_epi8((char)(16 * i)));
+    found = _mm512_mask_shuffle_epi8(found, mine, decoder.table[i], low);
+  }
+  return found;
+}
+
+// 32 codes to the 32 words that the table of 256 has for them.
+MX_INLINE __m512i LookupWords(const Decoder& decoder, __m256i codes) {
+  const __m512i index = _mm512_cvtepu8_epi16(codes);
+  const __m512i* t = decoder.table;
+  __m512i found = _mm512_permutex2var_epi16(t[0], index, t[1]);
+  if (decoder.element == kE2M1 || decoder.element == kE2M3 || decoder.element == kE3M2)
+    return found;
+  const __mmask32 bit6 = _mm512_test_epi16_mask(index, _mm512_set1_epi16(64));
+  const __mmask32 bit7 = _mm512_test_epi16_mask(index, _mm512_set1_epi16(128));
+  found = _mm512_mask_mov_epi16(found, bit6, _mm512_permutex2var_epi16(t[2], index, t[3]));
+  const __m512i upper = _mm512_mask_mov_epi16(_mm512_permutex2var_epi16(t[4], index, t[5]), bit6,
+                                              _mm512_permutex2var_epi16(t[6], index, t[7]));
+  return _mm512_mask_mov_epi16(found, bit7, upper);
+}
+
+// 32 bf16 to 32 float32: a shift.
+struct Elements32 {
+  __m512i low, high;
+};
+
+MX_INLINE Elements32 Widen(__m512i words) {
+  return {_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(words)), 16),
+          _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(words, 1)), 16)};
+}
+
+MX_INLINE __mmask32 FirstOf32(int count) { return count >= 32 ? ~0u : (1u << count) - 1; }
+
+// `count` of 32 consecutive codes, zeros after them.
+MX_INLINE __m256i LoadCodes(const Source& source, int64_t at, int count) {
+  return _mm256_maskz_loadu_epi8(FirstOf32(count), (const uint8_t*)source.elements + at);
+}
+
+// `count` of 32 consecutive high-precision values, zeros after them: as they are for kBf16, else as
+// float32.
+template <PanelType kType>
+MX_INLINE Elements32 LoadValues(const Source& source, int64_t at, int count) {
+  const __mmask32 mask = FirstOf32(count);
+  if (source.element == kElementFloat32) {
+    const float* p = (const float*)source.elements + at;
+    return {_mm512_castps_si512(_mm512_maskz_loadu_ps((__mmask16)mask, p)),
+            _mm512_castps_si512(_mm512_maskz_loadu_ps((__mmask16)(mask >> 16), p + 16))};
+  }
+  const __m512i words = _mm512_maskz_loadu_epi16(mask, (const uint16_t*)source.elements + at);
+  if (source.element == kElementF16) {
+    return {_mm512_castps_si512(_mm512_cvtph_ps(_mm512_castsi512_si256(words))),
+            _mm512_castps_si512(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(words, 1)))};
+  }
+  if (kType == kBf16) return {words, _mm512_setzero_si512()};
+  return Widen(words);
+}
+
+// -------------------------------------------------------------------------------------- packing
+
+MX_INLINE void Transpose16x16(__m512i r[16]) {
+  __m512i t[16];
+  MX_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  MX_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  MX_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+    t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+    t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+  }
+  MX_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+    r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
+    r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
+    r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
+  }
+}
+
+// 32 pairs of 16-bit values to words of 16 rows each: value i of one, then of the other.
+MX_INLINE void JoinWords(__m512i first, __m512i second, __m512i* low, __m512i* high) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i pairs = _mm512_add_epi32(_mm512_or_si512(lanes, _mm512_slli_epi32(lanes, 16)),
+                                         _mm512_set1_epi32(32 << 16));
+  *low = _mm512_permutex2var_epi16(first, pairs, second);
+  *high = _mm512_permutex2var_epi16(
+      first, _mm512_add_epi32(pairs, _mm512_set1_epi32(16 | 16 << 16)), second);
+}
+
+// 32 rows, of which words stand in two vectors, to the panels.
+struct RhsWriter {
+  char* out;
+  int64_t chunk_bytes;
+
+  __attribute__((always_inline)) inline void Row(int64_t chunk, int64_t offset, __m512i low,
+                                                 __m512i high) const {
+    char* to = out + chunk * chunk_bytes + offset * C * 4;
+    _mm512_storeu_si512(to, low);
+    _mm512_storeu_si512(to + 64, high);
+  }
+};
+
+struct LhsWriter {
+  char* out;
+  int64_t chunk_bytes, stride;
+
+  // Writes two words more than belong to it: words are written in ascending order, so what
+  // follows overwrites them, and a panel ends with room for them.
+  __attribute__((always_inline)) inline void Row(int64_t chunk, int64_t offset, __m512i low,
+                                                 __m512i high) const {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    char* to = out + chunk * chunk_bytes + offset * R * 4;
+    MX_UNROLL
+    for (int panel = 0; panel < kLhsPanelsPerGroup; ++panel) {
+      const __m512i from = _mm512_add_epi32(lanes, _mm512_set1_epi32(panel * R));
+      const __m512i mine = _mm512_permutex2var_epi32(low, from, high);
+      _mm256_storeu_si256((__m256i*)(to + panel * stride), _mm512_castsi512_si256(mine));
+    }
+  }
+};
+
+MX_INLINE bool IsZeroBlock(const Source& source, int64_t row, int64_t block) {
+  const int64_t begin = block * source.block;
+  int64_t end = begin + source.block;
+  if (end > source.k) end = source.k;
+  // Both zeros of the float formats, and INT8's only one, which -128 is not.
+  const bool is_int = source.element == kElementInt8;
+  const int bits = source.element == kE2M1 ? 4 : source.element <= kE5M2 || is_int ? 8 : 6;
+  const uint8_t magnitude = is_int ? 0xff : (uint8_t)((1 << (bits - 1)) - 1);
+  const uint8_t* p = (const uint8_t*)source.elements + row * source.row_stride;
+  for (int64_t k = begin; k < end; ++k) {
+    if (p[k * source.k_stride] & magnitude) return false;
+  }
+  return true;
+}
+
+MX_INLINE const uint8_t* ScalesOfBlock(const Source& source, int64_t first_row, int64_t block) {
+  if (source.layout != kStrided) {
+    return source.scales + first_row / C * source.panel_bytes + block * C;
+  }
+  return source.scales + block * source.scale_block_stride + first_row * source.scale_row_stride;
+}
+
+// The smallest and largest bytes of a panel's E8M0 scales.
+struct ScaleBounds {
+  __m256i low, high;
+};
+
+MX_INLINE ScaleBounds NoBounds() { return {_mm256_set1_epi8((char)0xff), _mm256_setzero_si256()}; }
+
+MX_INLINE void AddTo(const ScaleBounds& bounds, ScaleRange* range) {
+  uint8_t low[32], high[32];
+  _mm256_storeu_si256((__m256i*)low, bounds.low);
+  _mm256_storeu_si256((__m256i*)high, bounds.high);
+  for (int i = 1; i < 32; ++i) {
+    if (low[i] < low[0]) low[0] = low[i];
+    if (high[i] > high[0]) high[0] = high[i];
+  }
+  if (low[0] > high[0]) return;
+  if (low[0] - 127 < range->low) range->low = low[0] - 127;
+  const int largest = high[0] == 255 ? 1000 : high[0] - 127;
+  if (largest > range->high) range->high = largest;
+}
+
+// 32 scale bytes of one block of 32 rows; 127, which is 1, where there is none.
+MX_INLINE __m256i LoadScaleBytes(const Source& source, int64_t first_row, int64_t block,
+                                 int count) {
+  const uint8_t* p = ScalesOfBlock(source, first_row, block);
+  const __m256i one = _mm256_set1_epi8(127);
+  if (source.scale_row_stride == 1) return _mm256_mask_loadu_epi8(one, FirstOf32(count), p);
+  uint8_t bytes[32];
+  _mm256_storeu_si256((__m256i*)bytes, one);
+  for (int i = 0; i < count; ++i) bytes[i] = p[i * source.scale_row_stride];
+  return _mm256_loadu_si256((const __m256i*)bytes);
+}
+
+// Zero blocks have byte 0. Any scale does for them, and an ordinary one costs nothing.
+MX_INLINE __m256i WithoutZeroBlocks(const Source& source, int64_t first_row, int64_t block,
+                                    __m256i bytes) {
+  __mmask32 small = _mm256_cmplt_epu8_mask(bytes, _mm256_set1_epi8(32));
+  if (MX_LIKELY(small == 0) || source.layout != kStrided) return bytes;
+  __mmask32 zero = 0;
+  for (int i = 0; i < 32; ++i) {
+    if ((small >> i & 1) && IsZeroBlock(source, first_row + i, block)) zero |= 1u << i;
+  }
+  return _mm256_mask_mov_epi8(bytes, zero, _mm256_set1_epi8(127));
+}
+
+// 2^(byte - 127), times the factor that table[127] holds: the exponent's bits, but for both ends.
+MX_INLINE __m512 PowersOfTwo(__m512i bytes, const float* table) {
+  __m512i bits = _mm512_slli_epi32(bytes, 23);
+  const __mmask16 subnormal = _mm512_testn_epi32_mask(bytes, bytes);
+  const __mmask16 nan = _mm512_cmpeq_epi32_mask(bytes, _mm512_set1_epi32(255));
+  bits = _mm512_mask_mov_epi32(bits, subnormal, _mm512_set1_epi32(0x00400000));
+  bits = _mm512_mask_mov_epi32(bits, nan, _mm512_set1_epi32(0x7fc00000));
+  return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(table[127]));
+}
+
+// The float32 scales of 32 rows of one chunk.
+MX_INLINE void LoadScales(const Source& source, const float* table, int64_t first_row,
+                          int64_t chunk, __m512 scales[2][2], ScaleBounds* bounds) {
+  const int per_chunk = kChunk / source.block;
+  const int64_t num_blocks = (source.k + source.block - 1) / source.block;
+  const int64_t left = source.rows - first_row;
+  const int count = left < 0 ? 0 : left < 32 ? (int)left : 32;
+  for (int s = 0; s < per_chunk; ++s) {
+    const int64_t block = chunk * per_chunk + s;
+    scales[s][0] = scales[s][1] = _mm512_set1_ps(1.0f);
+    if (source.scale_kind == kNoScale || block >= num_blocks) continue;
+    __m256i bytes = LoadScaleBytes(source, first_row, block, count);
+    if (source.scale_kind == kScaleE8M0) {
+      bytes = WithoutZeroBlocks(source, first_row, block, bytes);
+      bounds->low = _mm256_min_epu8(bounds->low, bytes);
+      bounds->high = _mm256_max_epu8(bounds->high, bytes);
+    }
+    for (int half = 0; half < 2; ++half) {
+      const __m512i index = _mm512_cvtepu8_epi32(half ? _mm256_extracti128_si256(bytes, 1)
+                                                      : _mm256_castsi256_si128(bytes));
+      scales[s][half] = source.scale_kind == kScaleE8M0 ? PowersOfTwo(index, table)
+                                                        : _mm512_i32gather_ps(index, table, 4);
+    }
+  }
+}
+
+template <class Writer>
+MX_INLINE void WriteScales(const Writer& writer, const Source& source, int64_t chunk,
+                           const __m512 scales[2][2]) {
+  for (int s = 0; s < kChunk / source.block; ++s) {
+    writer.Row(chunk, s, _mm512_castps_si512(scales[s][0]), _mm512_castps_si512(scales[s][1]));
+  }
+}
+
+struct ChunkSize {
+  int k, rows;
+};
+
+MX_INLINE ChunkSize SizeOfChunk(const Source& source, int64_t first_row, int64_t chunk) {
+  const int64_t k = source.k - chunk * kChunk, rows = source.rows - first_row;
+  return {k < 32 ? (int)k : 32, rows < 0 ? 0 : rows < 32 ? (int)rows : 32};
+}
+
+// The chunks that follow: whatever the prefetchers of the hardware do, they stop at pages.
+MX_INLINE void PrefetchCodes(const char* words, int groups) {
+  for (int line = 0; line < 2 * groups; ++line) {
+    _mm_prefetch(words + kPrefetchBytes + 64 * line, _MM_HINT_T0);
+  }
+}
+
+// Words of 4 codes, consecutive along k, of 32 rows: low[g] and high[g] of 16 rows each.
+MX_INLINE void ChunkCodes(const Source& source, int64_t first_row, int64_t chunk, __m512i low[8],
+                          __m512i high[8]) {
+  if (source.layout != kStrided) {
+    const char* panel = (const char*)source.elements + first_row / C * source.panel_bytes;
+    const int groups = source.layout == kPanels4 ? 4 : 8;
+    const char* words = panel + chunk * groups * C * 4;
+    PrefetchCodes(words, groups);
+    const __m512i nibble = _mm512_set1_epi8(15);
+    MX_UNROLL
+    for (int g = 0; g < 8; ++g) {
+      const char* from = words + (groups == 4 ? g / 2 : g) * C * 4;
+      low[g] = _mm512_load_si512(from), high[g] = _mm512_load_si512(from + 64);
+      if (groups == 8) continue;
+      if (g % 2) low[g] = _mm512_srli_epi16(low[g], 4), high[g] = _mm512_srli_epi16(high[g], 4);
+      low[g] = _mm512_and_si512(low[g], nibble), high[g] = _mm512_and_si512(high[g], nibble);
+    }
+    return;
+  }
+  const ChunkSize size = SizeOfChunk(source, first_row, chunk);
+  const __m256i none = _mm256_setzero_si256();
+  if (source.k_stride == 1) {
+    const int64_t at = first_row * source.row_stride + chunk * kChunk;
+    __m512i t[16];
+    MX_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      const __m256i one =
+          i < size.rows ? LoadCodes(source, at + i * source.row_stride, size.k) : none;
+      const __m256i other =
+          i + 16 < size.rows ? LoadCodes(source, at + (i + 16) * source.row_stride, size.k) : none;
+      t[i] = _mm512_inserti64x4(_mm512_castsi256_si512(one), other, 1);
+    }
+    Transpose16x16(t);
+    MX_UNROLL
+    for (int g = 0; g < 8; ++g) low[g] = t[g], high[g] = t[8 + g];
+    return;
+  }
+  const int64_t at = chunk * kChunk * source.k_stride + first_row;
+  for (int g = 0; g < 8; ++g) {
+    __m512i bytes[4];
+    MX_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int k = 4 * g + i;
+      bytes[i] = _mm512_cvtepu8_epi16(
+          k < size.k ? LoadCodes(source, at + k * source.k_stride, size.rows) : none);
+    }
+    JoinWords(_mm512_or_si512(bytes[0], _mm512_slli_epi16(bytes[1], 8)),
+              _mm512_or_si512(bytes[2], _mm512_slli_epi16(bytes[3], 8)), &low[g], &high[g]);
+  }
+}
+
+// Codes to the words of a panel, of 16 rows.
+template <PanelType kType>
+MX_INLINE void Expand(const Decoder& decoder, const __m512i codes[8], __m512i words[32]) {
+  MX_UNROLL
+  for (int g = 0; g < 8; ++g) {
+    if (kType == kInt8) {
+      words[g] = LookupBytes(decoder, codes[g]);
+      continue;
+    }
+    MX_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const __m512i pair = half ? _mm512_srli_epi32(codes[g], 16) : codes[g];
+      const __m512i found = LookupWords(decoder, _mm512_cvtepi32_epi16(pair));
+      if (kType == kFloat32) {
+        words[4 * g + 2 * half] = _mm512_slli_epi32(found, 16);
+        words[4 * g + 2 * half + 1] = _mm512_and_si512(found, _mm512_set1_epi32((int)0xffff0000));
+      } else {
+        words[2 * g + half] = found;
+      }
+    }
+  }
+}
+
+// The words of one chunk of high-precision values.
+template <PanelType kType>
+MX_INLINE void ChunkValues(const Source& source, int64_t first_row, int64_t chunk, __m512i low[32],
+                           __m512i high[32]) {
+  constexpr int kWords = kChunk * (int)BytesPerElement(kType) / 4;
+  const ChunkSize size = SizeOfChunk(source, first_row, chunk);
+  const Elements32 none = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+  if (source.k_stride == 1) {
+    const int64_t at = first_row * source.row_stride + chunk * kChunk;
+    for (int half = 0; half < 2; ++half) {
+      __m512i t[2][16];
+      MX_UNROLL
+      for (int i = 0; i < 16; ++i) {
+        const int row = 16 * half + i;
+        const Elements32 values =
+            row < size.rows ? LoadValues<kType>(source, at + row * source.row_stride, size.k)
+                            : none;
+        t[0][i] = values.low, t[1][i] = values.high;
+      }
+      for (int part = 0; part < kWords / 16; ++part) {
+        Transpose16x16(t[part]);
+        MX_UNROLL
+        for (int g = 0; g < 16; ++g) (half ? high : low)[16 * part + g] = t[part][g];
+      }
+    }
+    return;
+  }
+  const int64_t at = chunk * kChunk * source.k_stride + first_row;
+  constexpr int kPerWord = kChunk / kWords;
+  for (int g = 0; g < kWords; ++g) {
+    Elements32 values[4] = {none, none, none, none};
+    for (int i = 0; i < kPerWord; ++i) {
+      const int k = kPerWord * g + i;
+      if (k < size.k) values[i] = LoadValues<kType>(source, at + k * source.k_stride, size.rows);
+    }
+    if (kType == kFloat32) low[g] = values[0].low, high[g] = values[0].high;
+    else JoinWords(values[0].low, values[1].low, &low[g], &high[g]);
+  }
+}
+
+// The words of one chunk, 32 rows wide, in two vectors for each position along k.
+template <PanelType kType>
+MX_INLINE void ChunkWords(const Decoder& decoder, const Source& source, int64_t first_row,
+                          int64_t chunk, __m512i low[32], __m512i high[32]) {
+  if (source.element > kElementInt8) {
+    ChunkValues<kType>(source, first_row, chunk, low, high);
+    return;
+  }
+  __m512i low_codes[8], high_codes[8];
+  ChunkCodes(source, first_row, chunk, low_codes, high_codes);
+  Expand<kType>(decoder, low_codes, low);
+  Expand<kType>(decoder, high_codes, high);
+}
+
+template <PanelType kType, bool kLhs, class Writer>
+MX_INLINE void Pack(const Source& source, int64_t first_row, const Writer& writer,
+                    ScaleRange* range) {
+  constexpr int kWords = kChunk * (int)BytesPerElement(kType) / 4;
+  const Decoder decoder = MakeDecoder(source.element, kType);
+  const float* table = ScaleTable(source.scale_kind, source.element, kType);
+  const int64_t num_chunks = (source.k + kChunk - 1) / kChunk;
+  const int per_chunk = kChunk / source.block;
+  ScaleBounds bounds = NoBounds();
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    __m512 scales[2][2];
+    LoadScales(source, table, first_row, chunk, scales, &bounds);
+    WriteScales(writer, source, chunk, scales);
+    __m512i low[32], high[32];
+    ChunkWords<kType>(decoder, source, first_row, chunk, low, high);
+    int64_t offset = per_chunk;
+#if MX_RANK >= MX_RANK_avx512_vnni
+    if (kType == kInt8 && kLhs) {
+      // -128 * (sum of the block) takes out what was added to rhs.
+      const __m512i ones = _mm512_set1_epi8(1);
+      const int step = kWords / per_chunk;
+      for (int s = 0; s < per_chunk; ++s) {
+        __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+        for (int g = s * step; g < (s + 1) * step; ++g) {
+          sums[0] = _mm512_dpbusd_epi32(sums[0], ones, low[g]);
+          sums[1] = _mm512_dpbusd_epi32(sums[1], ones, high[g]);
+        }
+        const __m512i zero = _mm512_setzero_si512();
+        writer.Row(chunk, offset++, _mm512_sub_epi32(zero, _mm512_slli_epi32(sums[0], 7)),
+                   _mm512_sub_epi32(zero, _mm512_slli_epi32(sums[1], 7)));
+      }
+    }
+#endif
+    const __m512i flip = _mm512_set1_epi8(kType == kInt8 && !kLhs ? (char)0x80 : 0);
+    MX_UNROLL
+    for (int g = 0; g < kWords; ++g) {
+      writer.Row(chunk, offset + g, _mm512_xor_si512(low[g], flip),
+                 _mm512_xor_si512(high[g], flip));
+    }
+  }
+  AddTo(bounds, range);
+}
+
+template <PanelType kType>
+void PackLhs(const Source& source, int64_t first_row, char* out, int64_t stride,
+               ScaleRange* range) {
+  // A group has 30 rows: the last two of 32 belong to the next one.
+  Source limited = source;
+  if (limited.rows > first_row + kLhsGroupRows) limited.rows = first_row + kLhsGroupRows;
+  const LhsWriter writer = {out, ChunkBytes(kType, source.block, R, true), stride};
+  Pack<kType, true>(limited, first_row, writer, range);
+}
+
+template <PanelType kType>
+void PackRhs(const Source& source, int64_t first_row, char* out, ScaleRange* range) {
+  const RhsWriter writer = {out, ChunkBytes(kType, source.block, C, false)};
+  Pack<kType, false>(source, first_row, writer, range);
+}
+
+}  // namespace
+}  // namespace mx::MX_TARGET
+
+#endif  // MX_JAX_CUSTOM_CALLS_PRODUCTS_PACK_AVX512_INL_H_

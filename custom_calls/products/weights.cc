@@ -1,0 +1,80 @@
+#include "products/weights.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace mx {
+namespace {
+
+// A code without what its format does not use, and 0 beyond the ends.
+uint8_t CodeAt(const Source& source, int64_t row, int64_t k) {
+  if (row >= source.rows || k >= source.k) return 0;
+  const uint8_t code =
+      static_cast<const uint8_t*>(source.elements)[row * source.row_stride + k * source.k_stride];
+  return source.element == kE2M1 ? code & 15 : code;
+}
+
+// NaN or Inf, or what no scale of a kernel's fast way may be.
+bool IsSpecialCode(Element element, uint8_t code) {
+  return element == kE4M3 ? (code & 0x7f) == 0x7f : element == kE5M2 && (code & 0x7c) == 0x7c;
+}
+
+bool IsSubnormalCode(Element element, uint8_t code) {
+  const uint8_t fraction = element == kE4M3 ? 7 : 3, magnitude = code & 0x7f;
+  return element <= kE5M2 && magnitude != 0 && magnitude <= fraction;
+}
+
+bool IsZeroBlock(const Source& source, int64_t row, int64_t first, int64_t last) {
+  const float* values = TablesOf(source.element).float32;
+  for (int64_t k = first; k < last; ++k) {
+    if (values[CodeAt(source, row, k)] != 0.0f) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+void PackCodesPortable(const Source& source, int64_t first_row, uint8_t* out) {
+  const WeightSizes sizes = SizesOfWeights(source.element, source.block, source.rows, source.k);
+  const bool nibbles = LayoutOf(source.element) == kPanels4;
+  std::memset(out, 0, static_cast<size_t>(sizes.panel_bytes));
+  PanelSummary summary{};
+  const int shift = SummaryShift((source.k + kChunk - 1) / kChunk);
+  for (int64_t row = 0; row < kTileColumns; ++row) {
+    for (int64_t k = 0; k < source.k; ++k) {
+      const uint8_t code = CodeAt(source, first_row + row, k);
+      summary.special |= IsSpecialCode(source.element, code);
+      if (IsSubnormalCode(source.element, code)) {
+        const int64_t bit = k / kChunk >> shift;
+        summary.subnormal[bit / 8] |= static_cast<uint8_t>(1 << bit % 8);
+      }
+      const int64_t word = nibbles ? k / 8 : k / 4;
+      uint8_t* to = out + (word * kTileColumns + row) * 4 + k % 4;
+      *to = static_cast<uint8_t>(*to | (nibbles && k % 8 >= 4 ? code << 4 : code));
+    }
+  }
+  uint8_t* scales = out + sizes.code_bytes;
+  const int64_t num_blocks = (source.k + source.block - 1) / source.block;
+  const uint8_t one = source.scale_kind == kScaleE8M0 ? 127 : 0x38;
+  summary.low = summary.high = one;
+  const int64_t scale_bytes =
+      sizes.panel_bytes - sizes.code_bytes - static_cast<int64_t>(sizeof summary);
+  std::memset(scales, one, static_cast<size_t>(scale_bytes));
+  for (int64_t row = 0; row < kTileColumns && first_row + row < source.rows; ++row) {
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      uint8_t byte = source.scales[(first_row + row) * source.scale_row_stride +
+                                   block * source.scale_block_stride];
+      const int64_t first = block * source.block, last = std::min(first + source.block, source.k);
+      const bool zero = source.scale_kind == kScaleE8M0 && byte < 32 &&
+                        IsZeroBlock(source, first_row + row, first, last);
+      if (zero) byte = one;
+      summary.low = std::min(summary.low, byte);
+      summary.high = std::max(summary.high, byte);
+      summary.special |= source.scale_kind == kScaleE4M3 && byte >= 0x7f;
+      scales[block * kTileColumns + row] = byte;
+    }
+  }
+  std::memcpy(scales + scale_bytes, &summary, sizeof summary);
+}
+
+}  // namespace mx

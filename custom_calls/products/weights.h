@@ -1,0 +1,58 @@
+// Weights in the order in which kernels read them, packed once: the codes of kTileColumns rows,
+// with k outermost, then their scales.
+//
+// A panel holds, for chunks of 32 along k, words of 4 codes of each row (kPanels8), or of 8 codes
+// of at most 4 bits (kPanels4): the low half of byte b is code b of 8, the high half code 4 + b.
+// After all chunks come the scale bytes, [blocks][row], padded to 64 bytes, and a PanelSummary. Rows
+// and k are padded: with codes 0 under scale 1. A block of zeros has E8M0 scale 1 too, if its own
+// was small. Every instruction set reads this one layout.
+#ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_WEIGHTS_H_
+#define MX_JAX_CUSTOM_CALLS_PRODUCTS_WEIGHTS_H_
+
+#include <cstdint>
+
+#include "products/kernels.h"
+
+namespace mx {
+
+MX_INLINE Layout LayoutOf(Element element) { return element == kE2M1 ? kPanels4 : kPanels8; }
+
+struct WeightSizes {
+  int64_t panels;
+  int64_t code_bytes;  // of a panel
+  int64_t panel_bytes;
+};
+
+MX_INLINE WeightSizes SizesOfWeights(Element element, int32_t block, int64_t rows, int64_t k) {
+  const int64_t chunks = (k + kChunk - 1) / kChunk;
+  const int64_t per_element = LayoutOf(element) == kPanels4 ? 2 : 1;
+  WeightSizes sizes;
+  sizes.panels = (rows + kTileColumns - 1) / kTileColumns;
+  sizes.code_bytes = chunks * kChunk * kTileColumns / per_element;
+  const int64_t scale_bytes = chunks * (kChunk / block) * kTileColumns;
+  sizes.panel_bytes =
+      sizes.code_bytes + (scale_bytes + 63) / 64 * 64 + static_cast<int64_t>(sizeof(PanelSummary));
+  return sizes;
+}
+
+// Packs one panel in plain C++: what every instruction set's pack_codes gives.
+void PackCodesPortable(const Source& source, int64_t first_row, uint8_t* out);
+
+// What kernels read: `packed` holds the panels of `like`, whose elements are not looked at.
+MX_INLINE Source PackedSource(const Source& like, const uint8_t* packed) {
+  const WeightSizes sizes = SizesOfWeights(like.element, like.block, like.rows, like.k);
+  Source source = like;
+  source.elements = packed;
+  source.scales = packed + sizes.code_bytes;
+  source.layout = LayoutOf(like.element);
+  source.panel_bytes = sizes.panel_bytes;
+  source.summary = reinterpret_cast<const PanelSummary*>(packed + sizes.panel_bytes) - 1;
+  source.row_stride = source.k_stride = 0;
+  source.scale_row_stride = 1;
+  source.scale_block_stride = kTileColumns;
+  return source;
+}
+
+}  // namespace mx
+
+#endif  // MX_JAX_CUSTOM_CALLS_PRODUCTS_WEIGHTS_H_
