@@ -2,11 +2,13 @@
 
 import argparse
 import contextlib
+import importlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +23,9 @@ from mx_jax.formats import (
     any_format,
 )
 from mx_jax.inspect import environment, environment_tables
+
+AnyFormat = BlockFormat | ElementFormat | ScaleFormat
+F = TypeVar("F", ElementFormat, ScaleFormat)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,13 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     formats = commands.add_parser(
         "formats",
         help="print the table of formats, or every code of one",
-        description="Print what each element, scale and block format can represent.",
+        description="Print what each element, scale and block format can represent. FORMAT is a "
+        "name, e.g. e2m1, e8m0 or mxfp4, or module:NAME, a format of your own.",
     )
     formats.add_argument(
-        "--values",
-        metavar="FORMAT",
-        help="list every code of an element, scale or block format, e.g. e2m1, e8m0 or mxfp4",
+        "formats", metavar="FORMAT", nargs="*", help="only these, and what they consist of"
     )
+    formats.add_argument("--values", metavar="FORMAT", help="list every code of a format")
     formats.set_defaults(run=_formats)
     env = commands.add_parser(
         "env",
@@ -115,16 +120,43 @@ def _quiet() -> Iterator[None]:
 def _formats(options: argparse.Namespace) -> int:
     console = _console()
     if options.values:
-        for table in _value_tables(any_format(options.values)):
+        for table in _value_tables(_format(options.values)):
             console.print(table)
         return 0
-    for table in (_element_table(), _scale_table(), _block_table()):
-        console.print(table)
+    own = (*BLOCK_FORMATS, *ELEMENT_FORMATS, *SCALE_FORMATS)
+    given = [_format(each) for each in options.formats] or own
+    blocks = [each for each in given if isinstance(each, BlockFormat)]
+    elements = _parts(given, ElementFormat, [block.element for block in blocks])
+    scales = _parts(given, ScaleFormat, [block.scale for block in blocks])
+    for table in (_element_table(elements), _scale_table(scales), _block_table(blocks)):
+        if table.row_count:
+            console.print(table)
     console.print(
         "emax: unbiased exponent of the largest value. Dynamic range: 20 log10(max / smallest). "
         "List every code of one with --values FORMAT."
     )
     return 0
+
+
+def _format(text: str) -> AnyFormat:
+    """A format by its name; by `module:NAME` one of the user's own."""
+    if ":" not in text:
+        return any_format(text)
+    module, _, name = text.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"formats: cannot import {text!r}: {error}") from None
+    if not isinstance(found, AnyFormat):
+        raise ValueError(
+            f"formats: {text!r} must be a BlockFormat, ElementFormat or ScaleFormat, got {found!r}"
+        )
+    return found
+
+
+def _parts(given: Iterable[Any], kind: type[F], more: Iterable[F]) -> list[F]:
+    """What is of a kind, and more of it, each once."""
+    return list(dict.fromkeys([*(each for each in given if isinstance(each, kind)), *more]))
 
 
 def _table(title: str, *columns: str, text_columns: Sequence[int] = (0,)) -> Table:
@@ -134,7 +166,7 @@ def _table(title: str, *columns: str, text_columns: Sequence[int] = (0,)) -> Tab
     return table
 
 
-def _element_table() -> Table:
+def _element_table(elements: Iterable[ElementFormat]) -> Table:
     table = _table(
         "Element formats",
         "name",
@@ -151,7 +183,7 @@ def _element_table() -> Table:
         "dtype",
         text_columns=(0, 9, 11),
     )
-    for element in ELEMENT_FORMATS:
+    for element in elements:
         fixed = element.kind == "int"
         table.add_row(
             element.name,
@@ -165,7 +197,7 @@ def _element_table() -> Table:
             _power(element.smallest_subnormal),
             _specials(element),
             f"{element.dynamic_range_db:.1f}",
-            element.dtype_name,
+            element.dtype_name or "-",
         )
     return table
 
@@ -188,7 +220,7 @@ def _power(value: float) -> str:
     return f"2^{int(exponent)}" if float.fromhex(mantissa + "p0") == 1 else f"{value:g}"
 
 
-def _scale_table() -> Table:
+def _scale_table(scales: Iterable[ScaleFormat]) -> Table:
     table = _table(
         "Scale formats",
         "name",
@@ -200,7 +232,7 @@ def _scale_table() -> Table:
         "dtype",
         text_columns=(0, 5, 6),
     )
-    for scale in SCALE_FORMATS:
+    for scale in scales:
         table.add_row(
             scale.name,
             str(scale.bits),
@@ -213,7 +245,7 @@ def _scale_table() -> Table:
     return table
 
 
-def _block_table() -> Table:
+def _block_table(blocks: Iterable[BlockFormat]) -> Table:
     table = _table(
         "Block formats (elements that share a scale: kept x contracting axis)",
         "name",
@@ -224,7 +256,7 @@ def _block_table() -> Table:
         "bits per element",
         text_columns=(0, 1, 2, 3, 4),
     )
-    for block in BLOCK_FORMATS:
+    for block in blocks:
         kept, contracting = (getattr(size, "value", size) for size in block.block)
         table.add_row(
             block.name,
@@ -237,7 +269,7 @@ def _block_table() -> Table:
     return table
 
 
-def _value_tables(format: BlockFormat | ElementFormat | ScaleFormat) -> list[Table]:
+def _value_tables(format: AnyFormat) -> list[Table]:
     """One table for an element or a scale, both for a block format."""
     if isinstance(format, BlockFormat):
         scale = [] if format.scale.is_float32 else _value_tables(format.scale)

@@ -99,13 +99,13 @@ class MXArray:
         """The codes as their native dtype: float8, float4 or int8; not defined for FP6.
 
         Raises:
-          TypeError: where XLA cannot carry the element dtype (float6).
+          TypeError: where XLA cannot carry the element dtype (float6), or there is none.
         """
         element = self.format.element
-        if element.bits == 6:
+        if element.dtype_name is None or element.bits not in (4, 8):
             raise TypeError(
-                f"MXArray.elements: XLA does not carry arrays of {element.dtype_name} (it aborts "
-                f"or raises), got format={self.format.name}; use codes, or decode with "
+                f"MXArray.elements: XLA does not carry arrays of {element.dtype_name or element} "
+                f"(it aborts or raises), got format={self.format.name}; use codes, or decode with "
                 "dequantize()"
             )
         codes = self.codes.astype(jnp.uint4) if element.bits == 4 else self.codes

@@ -86,7 +86,7 @@ def _with_sign(half: jax.Array, bits: jax.Array, element: ElementFormat) -> jax.
     else:
         half = jnp.where(nan, element.nan_code, half)
     if element.kind == "int":
-        return jnp.where(negative, -half, half).astype(jnp.uint8)
+        return (jnp.where(negative, -half, half) & ((element.sign_code << 1) - 1)).astype(jnp.uint8)
     # fnuz: the sign bit alone is NaN, so neither zero nor NaN takes a sign.
     takes_sign = negative if element.has_negative_zero else negative & (half > 0)
     return jnp.where(takes_sign, half | element.sign_code, half).astype(jnp.uint8)

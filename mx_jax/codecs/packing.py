@@ -1,7 +1,7 @@
 """Packed storage: several codes a byte, and the scale layout of tensor cores.
 
-FP4 puts two codes in a byte, the first in the low nibble; FP6 puts four codes in three bytes,
-little-endian. Source: OCP MX v1.0 leaves storage open (5.1); these orders are the ones that
+Little-endian: FP4 puts two codes in a byte, the first in the low nibble; FP6 puts four codes in
+three bytes. Source: OCP MX v1.0 leaves storage open (5.1); these orders are the ones that
 compressed-tensors, gpt-oss, ModelOpt and cuBLAS read.
 """
 
@@ -9,11 +9,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 
 def codes_per_group(bits: int) -> int:
-    """How many codes fill a whole number of bytes: 1 for 8 bits, 2 for 4, 4 for 6."""
+    """How many codes fill a whole number of bytes: 1 for 8 bits, 2 for 4, 4 for 6, 8 for 5."""
     return 8 // math.gcd(8, bits)
 
 
@@ -28,7 +27,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
 
     Args:
       codes: uint8 `[..., n]`, one code a byte.
-      bits: width of a code: 4, 6 or 8.
+      bits: width of a code, up to 8.
 
     Returns:
       uint8 `[..., packed_length(n, bits)]`.
@@ -47,8 +46,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     num_groups, num_bytes = -(-length // group), group * bits // 8
     padding = [(0, 0)] * len(rows) + [(0, -length % group)]
     grouped = jnp.pad(codes, padding).reshape(*rows, num_groups, group)
-    word = _join(grouped.astype(jnp.uint32), bits)
-    return _split(word, 8, num_bytes).astype(jnp.uint8).reshape(*rows, num_groups * num_bytes)
+    return _regroup(grouped, bits, 8).reshape(*rows, num_groups * num_bytes)
 
 
 def unpack(packed: jax.Array, bits: int, length: int) -> jax.Array:
@@ -76,23 +74,24 @@ def unpack(packed: jax.Array, bits: int, length: int) -> jax.Array:
         return packed
     num_groups, num_bytes = -(-length // group), group * bits // 8
     rows = packed.shape[:-1]
-    word = _join(packed.reshape(*rows, num_groups, num_bytes).astype(jnp.uint32), 8)
-    codes = _split(word, bits, group).astype(jnp.uint8)
+    codes = _regroup(packed.reshape(*rows, num_groups, num_bytes), 8, bits)
     return codes.reshape(*rows, num_groups * group)[..., :length]
 
 
-def _join(parts: jax.Array, width: int) -> jax.Array:
-    """One little-endian word from the fields along the last axis."""
-    word = parts[..., 0]
-    for index in range(1, parts.shape[-1]):
-        word = word | (parts[..., index] << (index * width))
-    return word
-
-
-def _split(word: jax.Array, width: int, count: int) -> jax.Array:
-    """The fields of a little-endian word, along a new last axis."""
-    shifts = lax.iota(jnp.uint32, count) * width
-    return (word[..., None] >> shifts) & ((1 << width) - 1)
+def _regroup(fields: jax.Array, given: int, wanted: int) -> jax.Array:
+    """Fields of `given` bits along the last axis, little-endian, cut into `wanted` bits each."""
+    count = fields.shape[-1]
+    wide = fields.astype(jnp.uint32)
+    cut = []
+    for start in range(0, count * given, wanted):
+        # No word has to hold the whole group: eight codes of five bits take 40.
+        field = jnp.zeros((), jnp.uint32)
+        for index in range(start // given, min(count, -(-(start + wanted) // given))):
+            shift = index * given - start
+            part = wide[..., index]
+            field |= part << shift if shift >= 0 else part >> -shift
+        cut.append((field & ((1 << wanted) - 1)).astype(jnp.uint8))
+    return jnp.stack(cut, axis=-1)
 
 
 def to_blocked_scales(scales: jax.Array) -> jax.Array:

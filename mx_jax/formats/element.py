@@ -6,7 +6,7 @@ Source: OCP Microscaling Formats (MX) v1.0, section 5.3; ml_dtypes for the fnuz 
 import dataclasses
 import functools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -24,31 +24,68 @@ class ElementFormat:
     Attributes:
       name: short lower-case name, e.g. `"e4m3"`.
       kind: `"float"` (sign and magnitude) or `"int"` (two's complement).
-      exponent_bits: width of the exponent field.
+      exponent_bits: width of the exponent field; 1 for `"int"`.
       mantissa_bits: width of the stored mantissa field.
       bias: exponent bias; a field `f > 0` has the unbiased exponent `f - bias`.
       num_reserved_codes: codes at the top of the non-negative half that are NaN or Inf.
-      has_inf: whether the first reserved code is Inf.
+      has_inf: whether the first reserved code is Inf; the last is NaN then.
       has_negative_zero: whether the sign bit alone is -0; the fnuz formats use that code for NaN.
       negative_extra: whether the code below `-max` may be produced (INT8's -2.0).
-      dtype_name: name of the ml_dtypes (or NumPy) type with the same codes.
+      dtype_name: name of the ml_dtypes (or NumPy) type with the same codes; None if there is none.
+
+    Raises:
+      ValueError: facts that make no codes of at most 8 bits, or values that float32 does not hold
+        under every E8M0 scale.
 
     Example:
-      >>> from mx_jax.formats import E2M1
+      >>> from mx_jax.formats import E2M1, ElementFormat
       >>> E2M1.bits, E2M1.max, E2M1.smallest_subnormal
       (4, 6.0, 0.5)
+      >>> fp5 = ElementFormat(name="e2m2", exponent_bits=2, mantissa_bits=2, bias=1)
+      >>> fp5.bits, fp5.max, fp5.value(0b10001)
+      (5, 7.0, -0.25)
     """
 
     name: str
-    kind: Literal["float", "int"]
+    kind: Literal["float", "int"] = "float"
     exponent_bits: int
     mantissa_bits: int
     bias: int
-    num_reserved_codes: int
-    has_inf: bool
-    dtype_name: str
+    num_reserved_codes: int = 0
+    has_inf: bool = False
+    dtype_name: str | None = None
     has_negative_zero: bool = True
     negative_extra: bool = False
+
+    def __post_init__(self):
+        reason = self._violation()
+        if reason is not None:
+            raise ValueError(f"ElementFormat {self.name}: {reason}")
+
+    def _violation(self) -> str | None:
+        """The first rule that the facts break, with what they are."""
+        facts = f"exponent_bits={self.exponent_bits}, mantissa_bits={self.mantissa_bits}"
+        if self.kind not in ("float", "int"):
+            return f"needs kind='float' or 'int', got kind={self.kind!r}"
+        if self.exponent_bits < 1 or self.mantissa_bits < 0 or self.bits > 8:
+            return f"needs a sign, an exponent and a mantissa in at most 8 bits, got {facts}"
+        if self.kind == "int" and self.exponent_bits != 1:
+            return f"needs exponent_bits=1, as fixed point has, got kind='int', {facts}"
+        fewest = 2 if self.has_inf else 0
+        most = self.sign_code - 2 if self.kind == "float" and self.has_negative_zero else 0
+        if not fewest <= self.num_reserved_codes <= most:
+            return (
+                f"needs {fewest} to {most} reserved codes, got num_reserved_codes="
+                f"{self.num_reserved_codes}, kind={self.kind!r}, has_inf={self.has_inf}, "
+                f"has_negative_zero={self.has_negative_zero}, {facts}"
+            )
+        if self.smallest_subnormal < 2.0**-22 or self.emax > 16:
+            return (
+                "needs values from 2^-22 to below 2^17, which are float32 numbers under every E8M0 "
+                f"scale, got smallest_subnormal={self.smallest_subnormal}, max={self.max}, "
+                f"bias={self.bias}; choose another bias"
+            )
+        return None
 
     @property
     def bits(self) -> int:
@@ -121,7 +158,16 @@ class ElementFormat:
 
     @property
     def dtype(self) -> np.dtype:
-        """The ml_dtypes type whose codes these are (NumPy's int8 for INT8)."""
+        """The ml_dtypes type whose codes these are (NumPy's int8 for INT8).
+
+        Raises:
+          TypeError: there is none.
+        """
+        if self.dtype_name is None:
+            raise TypeError(
+                f"ElementFormat {self.name}: no dtype has these codes, got dtype_name=None; use "
+                "codes and values as they are"
+            )
         return np.dtype(getattr(ml_dtypes, self.dtype_name, self.dtype_name))
 
     def value(self, code: int) -> float:
@@ -163,16 +209,16 @@ class ElementFormat:
         return f"ElementFormat({self.name})"
 
 
-def _float(name: str, exponent_bits: int, mantissa_bits: int, bias: int, dtype: str, **special):
-    facts = {"num_reserved_codes": 0, "has_inf": False} | special
+def _float(
+    name: str, exponent_bits: int, mantissa_bits: int, bias: int, dtype: str, **special: Any
+) -> ElementFormat:
     return ElementFormat(
         name=name,
-        kind="float",
         exponent_bits=exponent_bits,
         mantissa_bits=mantissa_bits,
         bias=bias,
         dtype_name=dtype,
-        **facts,
+        **special,
     )
 
 
@@ -183,8 +229,6 @@ def _fixed(name: str, negative_extra: bool) -> ElementFormat:
         exponent_bits=1,
         mantissa_bits=6,
         bias=1,
-        num_reserved_codes=0,
-        has_inf=False,
         dtype_name="int8",
         has_negative_zero=False,
         negative_extra=negative_extra,

@@ -1,0 +1,280 @@
+"""FP5 of `fp5.py` everywhere that a format goes; nothing of mx_jax knows of it.
+
+What it must give is computed here from a table of its values, in fractions.
+"""
+
+import dataclasses
+import itertools
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.cli import main
+from mx_jax.codecs import element as element_codec
+from mx_jax.codecs import packing
+from mx_jax.formats import E2M1, ElementFormat
+from mx_jax.recipes import MatmulSpec, Recipe, Residuals, operand
+from mx_jax.testing.compare import assert_bitwise_equal
+from tests.extending.fp5 import FP5, MXFP5
+
+# Codes 0 to 15; those with the sign bit, 16, stand for the same with a minus.
+VALUES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0)
+
+
+def nearest(quotient: Fraction) -> int:
+    """Code of the nearest magnitude, of two the even code; above 7 the largest."""
+    distances = [abs(quotient - Fraction(value)) for value in VALUES]
+    closest = min(distances)
+    codes = [code for code, distance in enumerate(distances) if distance == closest]
+    return min(codes, key=lambda code: code % 2)
+
+
+def exponent_of(value: Fraction) -> int:
+    """floor(log2 value)."""
+    exponent = value.numerator.bit_length() - value.denominator.bit_length()
+    return exponent if Fraction(2) ** exponent <= value else exponent - 1
+
+
+def floor(amax: Fraction) -> int:
+    return exponent_of(amax) - 2
+
+
+def ceil(amax: Fraction) -> int:
+    exponent = exponent_of(amax)
+    return exponent - 2 + (Fraction(2) ** exponent < amax)
+
+
+def even(amax: Fraction) -> int:
+    """FLOOR of amax rounded to two mantissa bits, ties away from zero."""
+    unit = Fraction(2) ** (exponent_of(amax) - 2)
+    return floor(math.floor(amax / unit + Fraction(1, 2)) * unit)
+
+
+def rceil(amax: Fraction) -> int:
+    exponent = floor(amax)
+    return exponent + (7 * Fraction(2) ** exponent < amax)
+
+
+def quantized(row: np.ndarray, rule) -> tuple[list[int], list[int]]:
+    """Codes and E8M0 bytes of one row in blocks of 32."""
+    codes, scales = [], []
+    for start in range(0, len(row), 32):
+        block = row[start : start + 32]
+        if not np.isfinite(block).all():
+            codes += [0] * len(block)  # FP5 has no NaN: the scale says it
+            scales.append(255)
+            continue
+        exact = [Fraction(float(x)) for x in block]
+        amax = max(map(abs, exact))
+        exponent = min(max(rule(amax), -127), 127) if amax else -127
+        scales.append(exponent + 127)
+        for x, value in zip(block, exact, strict=True):
+            codes.append(nearest(abs(value) / Fraction(2) ** exponent) + 16 * bool(np.signbit(x)))
+    return codes, scales
+
+
+def rows(rng: np.random.Generator) -> np.ndarray:
+    """Ordinary, tied, huge, tiny and special numbers; the second block of a row is not full."""
+    x = rng.standard_normal((6, 40)).astype(np.float32)
+    ties = np.array([(a + b) / 2 for a, b in itertools.pairwise(VALUES)], np.float32)
+    x[1, :15], x[1, 15:32] = ties, -7
+    x[2] *= np.float32(2.0**126)
+    x[3] *= np.float32(2.0**-130)
+    x[4, :32], x[4, 32:] = 0, (-0.0, 7, 7.5, 8, 15, 15.5, -15.5, 1e-30)
+    x[5, 3], x[5, 35] = np.nan, np.inf
+    return x
+
+
+RULES = {"floor": floor, "ceil": ceil, "even": even, "rceil": rceil}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_casts(rule: str, rng: np.random.Generator):
+    x = rows(rng)
+    q = mx_jax.quantize(x, MXFP5, scale_rule=rule)
+    for row, codes, scales in zip(x, np.asarray(q.codes), np.asarray(q.scales), strict=True):
+        expected_codes, expected_scales = quantized(row, RULES[rule])
+        np.testing.assert_array_equal(scales, expected_scales)
+        np.testing.assert_array_equal(codes, expected_codes)
+
+
+def test_values(rng: np.random.Generator):
+    q = mx_jax.quantize(rows(rng), MXFP5)
+    found = np.asarray(q.dequantize()).astype(np.float64)
+    codes, scales = np.asarray(q.codes), np.repeat(np.asarray(q.scales), 32, axis=1)[:, :40]
+    signed = np.array([*VALUES, *(-value for value in VALUES)])
+    expected = signed[codes] * 2.0 ** (scales.astype(np.float64) - 127)
+    expected[scales == 255] = np.nan
+    assert_bitwise_equal(found.astype(np.float32), expected.astype(np.float32))
+
+
+def test_facts():
+    assert (FP5.bits, FP5.max, FP5.emax) == (5, 7.0, 2)
+    assert (FP5.smallest_normal, FP5.smallest_subnormal, FP5.nan_code) == (1.0, 0.25, None)
+    assert [FP5.value(code) for code in range(32)] == [*VALUES, *(-value for value in VALUES)]
+    assert MXFP5.bits_per_element == 5.25
+    assert repr(MXFP5) == "BlockFormat(mxfp5, block=(1, 32))"
+    with pytest.raises(TypeError, match=r"ElementFormat e2m2: no dtype.*dtype_name=None"):
+        _ = FP5.dtype
+
+
+def test_printing_and_other_forms():
+    q = mx_jax.quantize(jnp.arange(16.0), MXFP5)
+    assert repr(q) == (
+        "MXArray(mxfp5, shape=(16,), dtype=float32, blocks={-1: 32}, nbytes=17,\n"
+        "[ 0.,  1.,  2.,  3.,  4.,  5.,  6.,  7.,  8.,  8., 10., 12., 12., 12., 14.,\n14.])"
+    )
+    with pytest.raises(TypeError, match=r"ElementFormat\(e2m2\).*format=mxfp5; use codes"):
+        _ = q.elements
+
+
+def test_packed_codes():
+    """Eight codes in five bytes, the first in the lowest bits."""
+    q = mx_jax.quantize(jnp.linspace(-7, 7, 3 * 43).reshape(3, 43), MXFP5)
+    assert q.packed_codes.shape == (3, 30) and q.packed_nbytes == 3 * 30 + 3 * 2
+    for codes, packed in zip(np.asarray(q.codes), np.asarray(q.packed_codes), strict=True):
+        together = sum(int(code) << (5 * place) for place, code in enumerate(codes))
+        assert packed.tobytes() == together.to_bytes(30, "little")
+    assert_bitwise_equal(packing.unpack(q.packed_codes, 5, 43), q.codes)
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]):
+    assert main(["formats", "tests.extending.fp5:MXFP5"]) == 0
+    shown = [line.replace(" ", "") for line in capsys.readouterr().out.splitlines()]
+    assert "│e2m2│5│2│2│1│2│7│2^0│2^-2│-0│28.9│-│" in shown
+    assert "│mxfp5│e2m2│e8m0│1x32│-│5.25│" in shown
+    assert not any("mxfp4" in line for line in shown)
+    assert main(["formats", "--values", "tests.extending.fp5:FP5"]) == 0
+    cells = [line.split("│") for line in capsys.readouterr().out.splitlines() if "0x" in line]
+    assert [float(row[4]) for row in cells] == [*VALUES, *(-value for value in VALUES)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tests.extending.none:FP5", "cannot import 'tests.extending.none:FP5': No module"),
+        ("tests.extending.fp5:FP6", "has no attribute 'FP6'"),
+        (":FP5", "cannot import ':FP5': Empty module name"),
+        ("math:pi", "must be a BlockFormat, ElementFormat or ScaleFormat, got 3.14"),
+    ],
+)
+def test_the_command_line_refuses(text: str, message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["formats", text]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1
+
+
+def test_products_and_their_gradients(rng: np.random.Generator):
+    spec = operand(MXFP5, scale_rule="even")
+    both = MatmulSpec(lhs=spec, rhs=spec)
+    recipe = Recipe(name="mxfp5", fwd=both, dlhs=both, drhs=both, residuals=Residuals.PRIMAL)
+    # Square and outside jit: every cast along an axis is compiled once.
+    x, w, g = (rng.standard_normal((32, 32)).astype(np.float32) for _ in range(3))
+
+    def values(array: np.ndarray, axis: int) -> np.ndarray:
+        q = mx_jax.quantize(array, MXFP5, axis=axis, scale_rule="even")
+        return np.asarray(q.dequantize(), np.float64)
+
+    product, backward = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), x, w)
+    dx, dw = backward(g)
+    near = {"rtol": 1e-5, "atol": 1e-5}
+    np.testing.assert_allclose(product, values(x, 1) @ values(w, 0), **near)
+    np.testing.assert_allclose(dx, values(g, 1) @ values(w, 1).T, **near)
+    np.testing.assert_allclose(dw, values(x, 0).T @ values(g, 0), **near)
+
+
+def test_packed_weights_and_layers(rng: np.random.Generator):
+    """Where no backend has a layout for it, packing leaves weights as they are."""
+    recipe = recipes.weight_only(MXFP5)
+    x = rng.standard_normal((3, 64)).astype(np.float32)
+    layer = mx_jax.nn.linen.Dense(8, recipe=recipe, use_bias=False)
+    variables = layer.init(jax.random.key(0), x)
+    weights = mx_jax.quantize(variables["params"]["kernel"], MXFP5, axis=0)
+    packed = mx_jax.pack_weights(weights)
+    expected = mx_jax.matmul(x, packed, recipe=recipe)
+    assert_bitwise_equal(layer.apply(variables, x), expected)
+    stored = {"params": {"kernel": packed}}
+    assert_bitwise_equal(layer.apply(stored, x), expected)
+
+
+# Its own name, and that of an element which kernels know.
+@pytest.mark.parametrize("name", ["e2m2", "e2m1"])
+@pytest.mark.parametrize(
+    ("backend", "machine"), [("cpu_ffi", ("cpu",)), ("pallas_gpu", ("cuda", (9, 0)))]
+)
+def test_kernels_refuse_it_by_its_facts(name: str, backend: str, machine: tuple):
+    """Casts and products: with the reason, and never as the E2M1 that it may be called."""
+    format = dataclasses.replace(MXFP5, element=dataclasses.replace(FP5, name=name))
+    x = jnp.ones((4, 64))
+    weights = mx_jax.quantize(jnp.ones((64, 8)), format, axis=0)
+    recipe = recipes.weight_only(format)
+    with mx_jax.testing.target(*machine), mx_jax.only_backend(backend):
+        for call in (
+            lambda: mx_jax.quantize(x, format),
+            lambda: mx_jax.matmul(x, weights, recipe=recipe),
+        ):
+            with pytest.raises(ValueError, match=rf"no backend takes .*{backend}: "):
+                jax.eval_shape(call)
+
+
+# Other shapes of codes ----------------------------------------------------------------------------
+
+LAYOUTS = (
+    ElementFormat(name="e3m0", exponent_bits=3, mantissa_bits=0, bias=3),
+    ElementFormat(name="e1m0", exponent_bits=1, mantissa_bits=0, bias=1),
+    ElementFormat(name="e1m2", exponent_bits=1, mantissa_bits=2, bias=0),
+    ElementFormat(name="e3m3", exponent_bits=3, mantissa_bits=3, bias=3, num_reserved_codes=1),
+    ElementFormat(
+        name="e4m2", exponent_bits=4, mantissa_bits=2, bias=7, num_reserved_codes=4, has_inf=True
+    ),
+    ElementFormat(
+        name="e2m2fnuz", exponent_bits=2, mantissa_bits=2, bias=2, has_negative_zero=False
+    ),
+    ElementFormat(name="int4", kind="int", exponent_bits=1, mantissa_bits=2, bias=1),
+)
+
+
+def test_every_code_of_other_layouts():
+    @jax.jit
+    def both_ways():
+        every = {e.name: jnp.arange(1 << e.bits, dtype=jnp.uint8) for e in LAYOUTS}
+        values = {e.name: element_codec.decode(every[e.name], e) for e in LAYOUTS}
+        return values, {
+            e.name: element_codec.encode(values[e.name], e, saturate=False) for e in LAYOUTS
+        }
+
+    values, codes = both_ways()
+    for element in LAYOUTS:
+        expected = np.array([element.value(code) for code in range(1 << element.bits)], np.float32)
+        np.testing.assert_array_equal(values[element.name], expected)
+        kept = np.isfinite(expected)
+        if element.kind == "int":
+            kept[element.sign_code] = False  # -2^n is read, and not written
+        every = np.arange(1 << element.bits)
+        np.testing.assert_array_equal(np.asarray(codes[element.name])[kept], every[kept])
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (dict(kind="fixed"), "needs kind='float' or 'int', got kind='fixed'"),
+        (dict(mantissa_bits=6), "in at most 8 bits, got exponent_bits=2, mantissa_bits=6"),
+        (dict(exponent_bits=0), "needs a sign, an exponent and a mantissa"),
+        (dict(mantissa_bits=-1), "needs a sign, an exponent and a mantissa"),
+        (dict(kind="int"), "needs exponent_bits=1, as fixed point has"),
+        (dict(num_reserved_codes=7), "needs 0 to 6 reserved codes, got num_reserved_codes=7"),
+        (dict(has_inf=True, num_reserved_codes=1), "needs 2 to 6 reserved codes"),
+        (dict(has_negative_zero=False, num_reserved_codes=1), "needs 0 to 0 reserved codes"),
+        (dict(bias=23), "got smallest_subnormal=.*, bias=23; choose another bias"),
+        (dict(bias=-15), "needs values from 2\\^-22 to below 2\\^17"),
+    ],
+)
+def test_facts_that_make_no_format(facts: dict, message: str):
+    with pytest.raises(ValueError, match=rf"^ElementFormat e2m1: .*{message}"):
+        dataclasses.replace(E2M1, **facts)
