@@ -146,12 +146,20 @@ def four_over_six(data: BlockData) -> jax.Array:
     """`amax / 6` or `amax / 4`, whichever loses less."""
     of = _scale_element(data.format.scale)
     candidates = [_element_scale(data, target, of.smallest_normal) for target in (6.0, 4.0)]
-    six, four = (_squared_error(data, scales) for scales in candidates)
+    six, four = (squared_error(data, scales) for scales in candidates)
     return jnp.where(four < six, candidates[1], candidates[0])
 
 
-def _squared_error(data: BlockData, scales: jax.Array) -> jax.Array:
-    """Sum over each block of what a scale would lose."""
+def squared_error(data: BlockData, scales: jax.Array) -> jax.Array:
+    """What scales would lose: over each block, the sum of `(decoded - x)^2`, rounded to nearest.
+
+    Args:
+      data: the blocks; their values are read.
+      scales: stored scales, of amax's shape.
+
+    Returns:
+      float32, of amax's shape; a float sum, whose last bits depend on the order.
+    """
     codes = encode_scaled(
         data.values,
         scales,

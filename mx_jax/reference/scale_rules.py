@@ -29,34 +29,20 @@ class ScaleRule:
       kinds: kinds of `ScaleFormat` that the rule can fill.
       scales: from the block's data to its stored scale. A block with a NaN or Inf gets the NaN
         scale: quiet loss would be worse. A function of amax alone is best given as
-        `FromAmax(function)`: then `ragged_dot` may ask it about all rows of a group at once.
-      threshold: for rules of amax with power-of-two scales, the 23-bit mantissa from which the
-        exponent goes up by one, given the element; else None. With `scales=PowerOfTwo(threshold)`,
-        as `power_of_two` builds it, it is all that a kernel needs.
+        `FromAmax(function)`: then `ragged_dot` may ask it about all rows of a group at once;
+        `PowerOfTwo(threshold)`, as `power_of_two` builds it, is all that a kernel needs.
       largest_scale: the block scale that a tensor scale leaves room for; None: the format's max.
-
-    Raises:
-      ValueError: a threshold that is not that of `scales`.
     """
 
     name: str
     kinds: tuple[str, ...]
     scales: Callable[[BlockData], jax.Array]
-    threshold: Callable[[ElementFormat], int] | None = None
     largest_scale: float | None = None
 
-    def __post_init__(self):
-        if isinstance(self.scales, PowerOfTwo) and self.scales.threshold != self.threshold:
-            raise ValueError(
-                f"ScaleRule {self.name!r}: scales and threshold contradict each other, got "
-                f"scales={self.scales} and threshold={self.threshold}; build it with "
-                "power_of_two(name, threshold)"
-            )
-
     @property
-    def is_power_of_two(self) -> bool:
-        """Whether `threshold` says everything that `scales` does."""
-        return self.threshold is not None and self.scales == PowerOfTwo(self.threshold)
+    def threshold(self) -> Callable[[ElementFormat], int] | None:
+        """The threshold that says everything, of rules that have one: see `PowerOfTwo`."""
+        return self.scales.threshold if isinstance(self.scales, PowerOfTwo) else None
 
     @property
     def reads_values(self) -> bool:
@@ -65,7 +51,7 @@ class ScaleRule:
 
     def kernel_threshold(self, element: ElementFormat) -> int | None:
         """The threshold for an element, 1 to 2^23; None if that does not say everything."""
-        if self.threshold is None or not self.is_power_of_two:
+        if self.threshold is None:
             return None
         value = self.threshold(element)
         fits = isinstance(value, int | np.integer) and 1 <= value <= 1 << 23
@@ -102,9 +88,7 @@ def power_of_two(name: str, threshold: Callable[[ElementFormat], int]) -> ScaleR
       >>> mx_jax.quantize(jnp.array([5.9, 6.0]), "mxfp4", block_size=1, scale_rule=half_up).scales
       Array([127, 128], dtype=uint8)
     """
-    return ScaleRule(
-        name=name, kinds=("exponent",), scales=PowerOfTwo(threshold), threshold=threshold
-    )
+    return ScaleRule(name=name, kinds=("exponent",), scales=PowerOfTwo(threshold))
 
 
 FLOOR = power_of_two("floor", functions.never)

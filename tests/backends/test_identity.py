@@ -69,10 +69,6 @@ def always_up(element) -> int:
 RULES = {
     "amax": ("nvfp4", ScaleRule(name="amax", kinds=("element",), scales=smallest)),
     "floor": ("mxfp4", ScaleRule(name="floor", kinds=("exponent",), scales=ones)),
-    "floor_of_a_threshold": (
-        "mxfp4",
-        ScaleRule(name="floor", kinds=("exponent",), scales=ones, threshold=FLOOR.threshold),
-    ),
     "own_threshold": ("mxfp8_e4m3", power_of_two("floor", one_third_up)),
     "threshold_out_of_range": ("mxfp8_e4m3", power_of_two("floor", always_up)),
     "largest_scale": ("nvfp4", dataclasses.replace(AMAX, largest_scale=256.0)),
@@ -92,13 +88,10 @@ def test_a_rule_of_ones_own_under_a_known_name(format: str, rule: ScaleRule):
 
 def test_a_threshold_says_all_of_a_power_of_two_rule():
     rule = power_of_two("mine", one_third_up)
-    assert rule.scales == PowerOfTwo(one_third_up) and rule.is_power_of_two
+    assert rule.scales == PowerOfTwo(one_third_up) and rule.threshold is one_third_up
     assert rule == power_of_two("mine", one_third_up)
-    assert dataclasses.replace(FLOOR, name="mine").is_power_of_two
-    assert not dataclasses.replace(FLOOR, scales=ones).is_power_of_two
-    message = "ScaleRule 'floor': scales and threshold contradict each other"
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(FLOOR, threshold=one_third_up)
+    assert dataclasses.replace(FLOOR, name="mine").threshold is FLOOR.threshold
+    assert dataclasses.replace(FLOOR, scales=ones).threshold is None
 
 
 @pytest.mark.skipif(not BUILT, reason="needs the CPU library")

@@ -1,0 +1,133 @@
+"""The rule of `least_error.py` everywhere that a rule goes; nothing of mx_jax knows of it."""
+
+import dataclasses
+import pickle
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax.formats import MXFP4, MXFP4_2D, WHOLE, BlockFormat
+from mx_jax.recipes import MatmulSpec, Recipe, Residuals, operand
+from mx_jax.testing.compare import assert_bitwise_equal
+from tests.extending.fp5 import MXFP5
+from tests.extending.least_error import LEAST_ERROR
+
+
+def lost(block: np.ndarray, exponent: int, format: BlockFormat) -> Fraction:
+    """The squared error of a block under a scale of `2^exponent`."""
+    element = format.element
+    values = [Fraction(element.value(code)) for code in range(element.max_code + 1)]
+    scale = Fraction(2) ** exponent
+    return sum(
+        (min(abs(abs(Fraction(float(x))) / scale - value) for value in values) * scale) ** 2
+        for x in block.ravel()
+    )
+
+
+def byte(block: np.ndarray, format: BlockFormat) -> int:
+    """FLOOR's scale or the next, whichever loses less; at a draw FLOOR's."""
+    amax = np.float32(np.max(np.abs(block)))
+    low = int(np.frexp(amax)[1]) - 1 - format.element.emax
+    return 127 + low + (lost(block, low + 1, format) < lost(block, low, format))
+
+
+def multiples(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Multiples of 1/4 up to 16, whose squared errors float32 adds up exactly."""
+    return (rng.integers(-64, 65, shape) / 4).astype(np.float32)
+
+
+@pytest.mark.parametrize("format", [MXFP4, MXFP5], ids=lambda format: format.name)
+def test_scales(format: BlockFormat, rng: np.random.Generator):
+    x = multiples(rng, (24, 40))
+    x[0, :] = 0.25
+    q = mx_jax.quantize(x, format, scale_rule=LEAST_ERROR)
+    expected = [[byte(row[:32], format), byte(row[32:], format)] for row in x]
+    np.testing.assert_array_equal(q.scales, expected)
+    with mx_jax.only_backend("reference"):
+        low = np.asarray(mx_jax.quantize(x, format, scale_rule="floor").scales)
+    taken = np.asarray(q.scales).astype(int) - low
+    assert set(taken.ravel()) == {0, 1}  # no rule of its own if it always took the same
+
+
+def test_amax_does_not_decide():
+    """Two blocks of one amax, of which one is worth a coarser scale."""
+    x = np.full((2, 32), 7.5, np.float32)
+    x[1, 1:] = 0.5
+    q = mx_jax.quantize(x, "mxfp4", scale_rule=LEAST_ERROR)
+    assert np.asarray(q.scales).ravel().tolist() == [128, 127]
+    assert LEAST_ERROR.reads_values and LEAST_ERROR.threshold is None
+
+
+def test_special_blocks():
+    x = np.zeros((4, 32), np.float32)
+    x[1, 0], x[2, 0], x[3] = np.nan, -np.inf, np.finfo(np.float32).max
+    q = mx_jax.quantize(x, "mxfp4", scale_rule=LEAST_ERROR)
+    # The squared errors of the last block are beyond float32, so they are alike.
+    assert np.asarray(q.scales).ravel().tolist() == [0, 255, 255, 252]
+    values = np.asarray(q.dequantize())
+    assert (values[0] == 0).all() and np.isnan(values[1:3]).all()
+
+
+def test_everywhere_a_rule_goes(rng: np.random.Generator):
+    """Both axes at once, under jit and vmap, in square blocks, beside the kernels' own rules."""
+    x = multiples(rng, (32, 32))
+    rows = mx_jax.quantize(x, "mxfp4", scale_rule=LEAST_ERROR)
+    first, second = mx_jax.quantize_both(x, "mxfp4", axes=(-1, -2), scale_rule=LEAST_ERROR)
+    assert_bitwise_equal(first.codes, rows.codes)
+    assert np.asarray(second.scales)[0].tolist() == [byte(column, MXFP4) for column in x.T]
+    cast = jax.jit(jax.vmap(lambda row: mx_jax.quantize(row, "mxfp4", scale_rule=LEAST_ERROR)))
+    assert_bitwise_equal(cast(x).scales, rows.scales)
+    square = mx_jax.quantize(x, MXFP4_2D, scale_rule=LEAST_ERROR)
+    assert np.asarray(square.scales).tolist() == [[byte(x, MXFP4)]]
+
+
+def recipe_of(format: BlockFormat) -> Recipe:
+    spec = operand(format, scale_rule=LEAST_ERROR)
+    both = MatmulSpec(lhs=spec, rhs=spec)
+    return Recipe(name="mine", fwd=both, dlhs=both, drhs=both, residuals=Residuals.PRIMAL)
+
+
+def test_products_and_gradients(rng: np.random.Generator):
+    x, w, g = (multiples(rng, (32, 32)) for _ in range(3))
+    recipe = recipe_of(MXFP4)
+    assert "mxfp4 (least_error, nearest)" in str(recipe)
+    product, backward = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), x, w)
+    dx, dw = backward(g)
+
+    def values(array: np.ndarray, axis: int) -> np.ndarray:
+        q = mx_jax.quantize(array, MXFP4, axis=axis, scale_rule=LEAST_ERROR)
+        return np.asarray(q.dequantize(), np.float64)
+
+    # Multiples of 1/4 of few bits: float32 adds these up without rounding.
+    np.testing.assert_array_equal(product, values(x, 1) @ values(w, 0))
+    np.testing.assert_array_equal(dx, values(g, 1) @ values(w, 1).T)
+    np.testing.assert_array_equal(dw, values(x, 0).T @ values(g, 0))
+
+
+def test_it_is_asked_what_it_reads():
+    """Rows of a ragged group share a scale only by rules of amax."""
+    recipe = recipe_of(dataclasses.replace(MXFP4, block=(1, WHOLE)))
+    with pytest.raises(ValueError, match="scale_rule='least_error' cannot fill"):
+        mx_jax.ragged_dot(jnp.ones((4, 64)), jnp.ones((1, 64, 8)), [4], recipe=recipe)
+
+
+@pytest.mark.parametrize("name", ["least_error", "floor"])
+@pytest.mark.parametrize(
+    ("backend", "machine"), [("cpu_ffi", ("cpu",)), ("pallas_gpu", ("cuda", (9, 0)))]
+)
+def test_kernels_refuse_it_whatever_it_is_called(name: str, backend: str, machine: tuple):
+    rule = dataclasses.replace(LEAST_ERROR, name=name)
+    with (
+        mx_jax.testing.target(*machine),
+        mx_jax.only_backend(backend),
+        pytest.raises(ValueError, match=rf"no backend takes .*{backend}: "),
+    ):
+        jax.eval_shape(lambda: mx_jax.quantize(jnp.ones((4, 64)), "mxfp4", scale_rule=rule))
+
+
+def test_a_copy_is_the_same_rule():
+    assert pickle.loads(pickle.dumps(LEAST_ERROR)) == LEAST_ERROR
