@@ -8,8 +8,6 @@ by both scales.
 import dataclasses
 from typing import Literal
 
-import jax
-
 from mx_jax.formats import (
     E4M3,
     E4M3FNUZ,
@@ -20,6 +18,7 @@ from mx_jax.formats import (
     BlockFormat,
     ElementFormat,
 )
+from mx_jax.ops.choice import current_target
 from mx_jax.recipes.base import Recipe
 from mx_jax.reference.scale_rules import FLOAT8, FLOAT8_POWER_OF_TWO
 from mx_jax.specs import MatmulSpec, OperandSpec, Residuals, operand
@@ -184,9 +183,10 @@ class Float8Config:
 
         Args:
           name: what tables and errors call it.
-          platform: `"rocm"` takes the fnuz element formats; default: the one jax would use.
+          platform: `"rocm"` takes the fnuz element formats; default: that of the machine which a
+            product would be for, where this is called.
         """
-        platform = jax.default_backend() if platform is None else platform
+        platform = current_target().platform if platform is None else platform
         fast = (
             self.fast_accumulation_output,
             self.fast_accumulation_grad_input,

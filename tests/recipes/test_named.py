@@ -35,6 +35,32 @@ def gradients(recipe: Recipe) -> Iterator[OperandSpec | None]:
     return (spec for name, spec in operands(recipe).items() if name.startswith("g "))
 
 
+class RocmGpu:
+    """What the library reads of an AMD GPU's device, which JAX calls by the same platform."""
+
+    platform, device_kind, id = "gpu", "AMD Instinct MI300X", 0
+    client = type("Client", (), {"platform_version": "PJRT C API\nrocm 70000"})
+
+
+def test_float8_elements_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch):
+    ocp, fnuz = {"e4m3", "e5m2"}, {"e4m3fnuz", "e5m2fnuz"}
+
+    def elements() -> set[str]:
+        found = operands(recipes.float8_tensorwise()).values()
+        return {spec.format.element.name for spec in found if spec is not None}
+
+    assert elements() == ocp
+    for machine, expected in ((("rocm",), fnuz), (("cuda", (9, 0)), ocp), (("cpu",), ocp)):
+        with mx_jax.testing.target(*machine):
+            assert elements() == expected
+    monkeypatch.setattr(jax, "devices", lambda platform=None: [RocmGpu()])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "device_count", lambda platform=None: 1)
+    assert elements() == fnuz
+    given = recipes.Float8Config().recipe("mine", platform="cuda").fwd.lhs
+    assert given is not None and given.format.element == formats.E4M3
+
+
 @pytest.mark.parametrize(
     ("recipe", "format", "rule"),
     [
