@@ -163,7 +163,7 @@ def test_many_rows_are_left_to_xla(
     def asked(*_: Any, **__: Any) -> Any:
         raise AssertionError("asked for a kernel")
 
-    wgmma = dataclasses.replace(SM90.decoding, run=asked)
+    wgmma = dataclasses.replace(SM90.decoding, load=asked)
     sm90 = dataclasses.replace(SM90, kernels=(wgmma,))
     case = case_of(format, dtype, m=(1024,), n=(5,), k=(64,), out_dtype=out_dtype)
     x, w = whole_numbers(rng, case)

@@ -182,7 +182,7 @@ def blackwell_that_tells(monkeypatch: pytest.MonkeyPatch) -> Architecture:
 
     monkeypatch.setattr(decoded, "_dequantize_dot", functools.partial(stop, "xla"))
     kernels = (
-        dataclasses.replace(kernel, run=functools.partial(stop, kernel.name))
+        dataclasses.replace(kernel, load=functools.partial(stop, kernel.name))
         for kernel in SM100.kernels
     )
     return dataclasses.replace(SM100, kernels=tuple(kernels))

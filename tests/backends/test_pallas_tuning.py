@@ -18,7 +18,7 @@ from mx_jax.backends.pallas_gpu.kernels import MMA, TCGEN05, WGMMA, Kernel
 from mx_jax.backends.pallas_gpu.products.decoded import crossover
 from mx_jax.backends.pallas_gpu.tuning import table
 from mx_jax.backends.pallas_gpu.tuning.plan import choose
-from mx_jax.backends.pallas_gpu.tuning.space import candidates, keeps_busy, possible
+from mx_jax.backends.pallas_gpu.tuning.space import candidates, keeps_busy
 from mx_jax.backends.pallas_gpu.tuning.table import Entry
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles, Tuning
 from mx_jax.formats import MXFP4, MXFP8_E4M3
@@ -42,7 +42,7 @@ def test_tiles_are_possible(key: Key):
     limits = [limit for limit, _ in buckets]
     assert limits == sorted(limits) and limits[-1] == np.inf
     for limit, tiles in buckets:
-        assert possible(*key, tiles)
+        assert Architecture.possible(*key, tiles)
         assert tiles.m <= max(limit, kernel.min_rows)
 
 
@@ -66,14 +66,14 @@ def test_tiles_are_possible(key: Key):
     ],
 )
 def test_impossible_tiles(architecture: Architecture, kernel: Kernel, tiles: Tiles):
-    assert not possible(architecture, kernel, 4, tiles)
+    assert not architecture.possible(kernel, 4, tiles)
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_candidates_are_many_and_fit_the_rows(key: Key):
     for rows in (1, 16, 64, 4096):
         found = set(candidates(*key, rows))
-        assert len(found) > 4 and all(possible(*key, tiles) for tiles in found)
+        assert len(found) > 4 and all(Architecture.possible(*key, tiles) for tiles in found)
         assert {tiles.m for tiles in found} == {min(128, max(key[1].min_rows, rows))}
 
 
@@ -182,4 +182,4 @@ def test_every_choice_divides_the_operands(m: int, n: int):
             k -= k % 256 if key[1] is TCGEN05 else 0
             tiles = choose(*key, batch=1, m=m, n=n, k=k)
             assert n % tiles.n == k % (tiles.k * tiles.splits) == 0
-            assert possible(*key, tiles)
+            assert Architecture.possible(*key, tiles)

@@ -147,7 +147,7 @@ def compile_weights(gpu: Gpu, name: str) -> None:
         for out_dtype in ("float32", "bfloat16"):
             x = jax.ShapeDtypeStruct((2 * tiles.m, K), jnp.bfloat16)
             product = functools.partial(
-                kernel.run, format=FORMATS[name], batch=1, tiles=tiles, out_dtype=out_dtype
+                kernel.load(), format=FORMATS[name], batch=1, tiles=tiles, out_dtype=out_dtype
             )
             flat = [
                 jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in (weights.codes, weights.scales)
@@ -176,7 +176,7 @@ def compile_scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
         for out_dtype in ("float32", "bfloat16"):
 
             def product(left, right, tiles=tiles, out_dtype=out_dtype):
-                return kernel.run(
+                return kernel.load()(
                     left.elements,
                     right.elements,
                     left.scale_values,

@@ -6,6 +6,7 @@ import jax
 
 from mx_jax.backends.pallas_gpu.kernels import MMA, TCGEN05, WGMMA, Kernel
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 from mx_jax.backends.target import Target, current_target
 from mx_jax.formats import BlockFormat
 
@@ -62,6 +63,15 @@ class Architecture:
     def kernel(self, lhs: BlockFormat | None, rhs: BlockFormat | None) -> Kernel:
         """The first that takes operands of two formats."""
         return next(kernel for kernel in self.kernels if kernel.takes(lhs, rhs))
+
+    def possible(self, kernel: Kernel, code_bits: int, tiles: Tiles) -> bool:
+        """Whether a kernel can be compiled with these tiles, and started here."""
+        fits = kernel.shared_memory(code_bits, tiles) <= self.shared_memory
+        return tiles.k % 128 == 0 and fits and kernel.possible(code_bits, tiles)
+
+    def at_once(self, kernel: Kernel) -> int:
+        """Programs in flight that fill the machine once."""
+        return kernel.resident * self.num_sms
 
 
 SM80 = Architecture(

@@ -16,6 +16,7 @@ from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles, Tuning
 from mx_jax.formats import BlockFormat
 
+Run = Callable[..., jax.Array]
 _ANY = math.inf
 
 
@@ -29,7 +30,8 @@ class Kernel:
         and meet bfloat16. ScaledOperand: both operands lie so, and are taken as they are.
       takes: whether it multiplies operands of two formats, None for high precision, of those that
         the backend does not reject.
-      run: its partial products, as its file says. Mosaic GPU is imported when it is called.
+      load: gives its `partial_products`, whose file says what they take. Mosaic GPU is imported
+        then, which older versions of JAX lack.
       possible: whether it can be compiled with tiles for codes of so many bits, as they lie in
         memory, shared memory aside.
       shared_memory: bytes of it that the stages and a tile of the result take, barriers left out.
@@ -42,7 +44,7 @@ class Kernel:
     name: str
     layout: type[PackedWeights] | type[ScaledOperand]
     takes: Callable[[BlockFormat | None, BlockFormat | None], bool]
-    run: Callable[..., jax.Array]
+    load: Callable[[], Run]
     possible: Callable[[int, Tiles], bool]
     shared_memory: Callable[[int, Tiles], int]
     resident: int
@@ -72,10 +74,10 @@ def _stages(tiles: Tiles, lhs_bits: int, rhs_bits: int) -> int:
 # Ampere's, which also compiles for Ada and every Blackwell.
 
 
-def _run_mma(*arrays, **how) -> jax.Array:
+def _load_mma() -> Run:
     from mx_jax.backends.pallas_gpu.products import mma
 
-    return mma.partial_products(*arrays, **how)
+    return mma.partial_products
 
 
 def _possible_mma(code_bits: int, tiles: Tiles) -> bool:
@@ -89,7 +91,7 @@ MMA = Kernel(
     name="mma",
     layout=PackedWeights,
     takes=_anything,
-    run=_run_mma,
+    load=_load_mma,
     possible=_possible_mma,
     shared_memory=lambda code_bits, tiles: _stages(tiles, 16, code_bits),
     resident=2,
@@ -118,10 +120,10 @@ MMA = Kernel(
 # not be split. Many: 64 rows of weights for each of two warpgroups.
 
 
-def _run_wgmma(*arrays, **how) -> jax.Array:
+def _load_wgmma() -> Run:
     from mx_jax.backends.pallas_gpu.products import wgmma
 
-    return wgmma.partial_products(*arrays, **how)
+    return wgmma.partial_products
 
 
 def _possible_wgmma(code_bits: int, tiles: Tiles) -> bool:
@@ -148,7 +150,7 @@ WGMMA = Kernel(
     name="wgmma",
     layout=PackedWeights,
     takes=_anything,
-    run=_run_wgmma,
+    load=_load_wgmma,
     possible=_possible_wgmma,
     shared_memory=_shared_by_wgmma,
     resident=1,
@@ -175,17 +177,17 @@ WGMMA = Kernel(
 # Blackwell's: 128 by 128 or 256, with steps of 128 bytes.
 
 
-def _run_tcgen05(*arrays, **how) -> jax.Array:
+def _load_tcgen05() -> Run:
     from mx_jax.backends.pallas_gpu.products import tcgen05
 
-    return tcgen05.partial_products(*arrays, **how)
+    return tcgen05.partial_products
 
 
 TCGEN05 = Kernel(
     name="tcgen05",
     layout=ScaledOperand,
     takes=meet,
-    run=_run_tcgen05,
+    load=_load_tcgen05,
     possible=lambda code_bits, tiles: (
         tiles.m == 128 and tiles.n in (128, 256) and tiles.k * code_bits % 1024 == 0
     ),

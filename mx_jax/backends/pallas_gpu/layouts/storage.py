@@ -70,22 +70,23 @@ class Storage:
     bits: int
     slots: tuple[Slot, ...]
 
-    @property
+    @functools.cached_property
     def planes(self) -> int:
         """Words that hold the codes of one place."""
         return 1 + max(field.plane for slot in self.slots for field in slot)
 
-    @property
+    @functools.cached_property
     def words(self) -> int:
         """32-bit words of one row that lie together: as many for each of four threads."""
         return 16 if self.planes == 1 else 8
 
-    @property
+    @functools.cached_property
     def group(self) -> int:
         """Codes of one row that lie together."""
         return self.words * 2 * len(self.slots)
 
 
+@functools.cache
 def storage(element: ElementFormat) -> Storage:
     """Of the narrowest kind that holds an element's codes."""
     for bits, mantissa in SLOTS:

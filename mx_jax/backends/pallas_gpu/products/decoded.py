@@ -117,7 +117,7 @@ def multiply(
     padded = jnp.pad(parts, ((0, 0), (0, -rows % tiles.m), (0, padded_k - k)))
     factor = weights.tensor_scale
     once = tiles.splits == 1 and rows == m and dtype == jnp.bfloat16 and factor is None
-    sums = kernel.run(
+    sums = kernel.load()(
         padded.reshape(-1, padded_k),
         weights.codes.reshape(-1, *weights.codes.shape[2:]),
         weights.scales.reshape(-1, *weights.scales.shape[2:]),

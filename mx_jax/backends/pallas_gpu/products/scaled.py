@@ -36,7 +36,7 @@ def multiply(
     once = tiles.splits == 1 and dtype == jnp.bfloat16 and not factors
     block = lhs.format.block[1]
     assert isinstance(block, int)
-    sums = kernel.run(
+    sums = kernel.load()(
         lhs.elements,
         rhs.elements,
         lhs.scale_values,

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from mx_jax.backends.pallas_gpu.architecture import Architecture
 from mx_jax.backends.pallas_gpu.kernels import Kernel
-from mx_jax.backends.pallas_gpu.tuning.space import at_once, possible
 from mx_jax.backends.pallas_gpu.tuning.table import tuned
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 
@@ -43,11 +42,11 @@ def choose(
     tiles = next(
         tiles
         for tiles in _smaller(entry)
-        if n % tiles.n == k % tiles.k == 0 and possible(architecture, kernel, code_bits, tiles)
+        if n % tiles.n == k % tiles.k == 0 and architecture.possible(kernel, code_bits, tiles)
     )
     steps = k // tiles.k
     programs = batch * -(-m // tiles.m) * -(-n // tiles.n)
-    to_fill = max(1, at_once(architecture, kernel) // programs)
+    to_fill = max(1, architecture.at_once(kernel) // programs)
     wanted = min(tiles.splits, to_fill, max(1, steps // _MIN_STEPS))
     splits = max(count for count in range(1, wanted + 1) if steps % count == 0)
     return dataclasses.replace(tiles, splits=splits)

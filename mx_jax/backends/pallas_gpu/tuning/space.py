@@ -1,4 +1,4 @@
-"""Which tiles are possible, and which of them are worth measuring."""
+"""Which tiles are worth measuring."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,21 +8,10 @@ from mx_jax.backends.pallas_gpu.kernels import Kernel
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 
 
-def possible(architecture: Architecture, kernel: Kernel, code_bits: int, tiles: Tiles) -> bool:
-    """Whether a kernel can be compiled with these tiles, and started on an architecture."""
-    fits = kernel.shared_memory(code_bits, tiles) <= architecture.shared_memory
-    return tiles.k % 128 == 0 and fits and kernel.possible(code_bits, tiles)
-
-
-def at_once(architecture: Architecture, kernel: Kernel) -> int:
-    """Programs in flight that fill the machine once."""
-    return kernel.resident * architecture.num_sms
-
-
 def keeps_busy(architecture: Architecture, kernel: Kernel, tiles: Tiles, *, m: int, n: int) -> bool:
     """Whether a product of these sizes fills the machine at least half, and not many times over."""
     programs = -(-m // tiles.m) * -(-n // tiles.n) * tiles.splits
-    full = at_once(architecture, kernel)
+    full = architecture.at_once(kernel)
     return programs * 2 >= full and (tiles.splits == 1 or programs <= 4 * full)
 
 
@@ -35,9 +24,7 @@ def candidates(
         for k in (128, 256, 512):
             one = Tiles(m=m, n=n, k=k, parts=parts)
             depths = (dataclasses.replace(one, stages=stages) for stages in range(6, 1, -1))
-            fitting = (
-                tiles for tiles in depths if possible(architecture, kernel, code_bits, tiles)
-            )
+            fitting = (tiles for tiles in depths if architecture.possible(kernel, code_bits, tiles))
             for tiles in list(fitting)[:1]:
                 for splits in (1, 2, 4, 8, 16):
                     yield dataclasses.replace(tiles, splits=splits)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from mx_jax.backends.pallas_gpu import architecture as machines
 from mx_jax.backends.pallas_gpu.architecture import Architecture
 from mx_jax.backends.pallas_gpu.kernels import Kernel
-from mx_jax.backends.pallas_gpu.tuning.space import possible
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles, Tuning
 
 # Names a JSON file with a table of tiles, read once.
@@ -77,9 +76,7 @@ def read(path: Path) -> Table:
         ) from None
     for (architecture, kernel, bits), tuning in entries:
         rows = [limit for limit, _ in tuning.tiles]
-        bad = [
-            tiles for _, tiles in tuning.tiles if not possible(architecture, kernel, bits, tiles)
-        ]
+        bad = [tiles for _, tiles in tuning.tiles if not architecture.possible(kernel, bits, tiles)]
         if bad or rows != sorted(rows) or rows[-1:] != [math.inf]:
             raise ValueError(
                 f"{TILES_VARIABLE}: needs possible tiles for ascending rows, up to any number, got "
