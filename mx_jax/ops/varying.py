@@ -1,4 +1,4 @@
-"""What differs from shard to shard below shard_map."""
+"""Sums and maxima over what differs from shard to shard below shard_map."""
 
 from typing import Any
 
@@ -6,11 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-
-def varying(x: jax.Array) -> frozenset[str]:
-    """The shard_map axes along which a value differs, under either of JAX's names for them."""
-    kind: Any = jax.typeof(x)
-    return frozenset(kind.vma if hasattr(kind, "vma") else kind.mat.varying)
+from mx_jax.codecs.varying import varying
 
 
 def sum_like(bar: jax.Array | None, operand: Any) -> jax.Array | None:

@@ -18,7 +18,7 @@ from flax import nnx as flax_nnx
 
 import mx_jax
 from mx_jax import convert, recipes
-from mx_jax.backends.cpu_ffi import library, packed_product, product
+from mx_jax.backends.cpu_ffi import library, matmul, packed_product
 from mx_jax.backends.select import only_backend
 from mx_jax.mxarray import MXArray
 from mx_jax.nn import linen, nnx
@@ -162,13 +162,13 @@ def test_the_product_reads_what_is_stored(case: Case, way: Any):
     """One call of the packed product; of an MXArray, one of the product, on its own codes."""
     params, x = case.params(), draw(*case.x, seed=2)
     stored, run = way(case, params)
-    assert num_calls(run, stored, x, target=product.TARGET) == 1
+    assert num_calls(run, stored, x, target=matmul.TARGET) == 1
     bias = params["bias"][:, None] if case.num_batch else params["bias"]
     expected = mx_jax.einsum(case.product, x, params["kernel"], recipe=RECIPE) + bias
     assert_bitwise_equal(jax.jit(run)(stored, x), expected, what="MXArray")
     packed, run = way(case, params | {"kernel": case.pack(params["kernel"])})
     assert num_calls(run, packed, x) == 1
-    assert num_calls(run, packed, x, target=product.TARGET) == 0
+    assert num_calls(run, packed, x, target=matmul.TARGET) == 0
     assert_bitwise_equal(jax.jit(run)(packed, x), expected, what="packed")
 
 

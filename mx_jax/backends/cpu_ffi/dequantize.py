@@ -8,7 +8,8 @@ import numpy as np
 from jax import lax
 
 from mx_jax.backends.base import DequantizeCall
-from mx_jax.backends.cpu_ffi import cast
+from mx_jax.backends.cpu_ffi.cast_axes import cast_axes, flat_blocks
+from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.quantize import facts, rejects_blocks, rejects_parts
 from mx_jax.codecs import float32, tiny
 from mx_jax.codecs.blocks import Blocks
@@ -42,27 +43,24 @@ def dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
 
 
 def _by_handler(x: MXArray, dtype: np.dtype) -> jax.Array:
+    operands = [operand for operand in (x.codes, x.scales, x.tensor_scale) if operand is not None]
+    axes = cast_axes(x.blocks)
+    given = (axes.elements, *axes.scales, axes.tensor_scale)[: len(operands)]
     has_tensor_scale = x.tensor_scale is not None
-    described = cast.Cast(
+    handler = Handler(
         target=TARGET,
-        attributes=cast.hashable(
+        axes=f"{', '.join(given)} -> {axes.elements}",
+        dtypes=(np.dtype(dtype),),
+        attributes=hashable(
             attributes(x.format, x.blocks) | {"has_tensor_scale": has_tensor_scale}
         ),
-        blocks=x.blocks,
-        operands=(
-            cast.Entry(per="element"),
-            cast.Entry(per="block", blocks=x.blocks),
-            *((cast.Entry(per="tensor"),) * has_tensor_scale),
-        ),
-        results=(cast.Entry(per="element", dtype=np.dtype(dtype)),),
     )
 
     def elsewhere(codes, scales, tensor_scale=None):
         parts = dict(codes=codes, scales=scales, tensor_scale=tensor_scale, primal=None)
         return (dataclasses.replace(x, **parts).dequantize(dtype),)
 
-    operands = [operand for operand in (x.codes, x.scales, x.tensor_scale) if operand is not None]
-    (values,) = cast.run(described, operands, elsewhere)
+    (values,) = lax.platform_dependent(*operands, cpu=handler, default=elsewhere)
     return values
 
 
@@ -70,7 +68,7 @@ def attributes(format: BlockFormat, blocks: Blocks) -> dict[str, object]:
     """What the handler is told about an array, besides shapes and dtypes."""
     of = format.scale.element
     return {
-        "blocks": cast.flat_blocks(blocks),
+        "blocks": flat_blocks(blocks),
         "element": facts(format.element),
         "kind": format.scale.kind,
         "scale_element": np.zeros(0, np.int32) if of is None else facts(of),

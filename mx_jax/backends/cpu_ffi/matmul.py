@@ -1,5 +1,6 @@
 """Products by the compiled handler: which calls it takes, and how it is called."""
 
+import dataclasses
 import functools
 import math
 from typing import Literal
@@ -11,7 +12,7 @@ from jax import lax
 
 from mx_jax.backends.base import MatmulCall, Operand
 from mx_jax.backends.cpu_ffi import library
-from mx_jax.backends.cpu_ffi.product import TARGET, Side, Static, product
+from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.matrices import rejects_scale_axes
 from mx_jax.codecs import tiny
 from mx_jax.formats import E4M3_SCALE, E8M0, WHOLE, BlockFormat
@@ -19,6 +20,8 @@ from mx_jax.formats.element import known_element
 from mx_jax.formats.scale import known_scale
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul as reference
+
+TARGET = "mx_jax_cpu_matmul"
 
 ELEMENTS = ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8")
 _BLOCKS = (16, 32)
@@ -128,24 +131,72 @@ def elsewhere(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
 
 
 def _by_handler(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
-    formats = [f for f in (call.lhs_format, call.rhs_format) if f is not None]
-    left, left_scales = arrays(lhs, call.contracting_axes("lhs")[-1])
-    right, right_scales = arrays(rhs, call.contracting_axes("rhs")[-1])
-    alpha = jnp.ones((1,) * call.num_batch, jnp.float32)
-    for operand in (lhs, rhs):
-        if isinstance(operand, MXArray) and operand.tensor_scale is not None:
-            scale = operand.tensor_scale
-            alpha = tiny.product(alpha, scale.reshape(scale.shape[: call.num_batch]))
-    static = Static(
-        lhs=_side(left, lhs, call.lhs_k_first),
-        rhs=_side(right, rhs, call.rhs_k_first),
-        num_batch=call.num_batch,
-        num_k=call.num_contracting,
-        block=block_size(formats[0]),
-        alpha_shape=alpha.shape,
-        out_dtype=np.dtype(call.out_dtype),
+    (format, *_) = [f for f in (call.lhs_format, call.rhs_format) if f is not None]
+    left, right = side(lhs, call, "lhs"), side(rhs, call, "rhs")
+    handler = Handler(
+        target=TARGET,
+        axes=f"{left.axes}, {right.axes}, *lr -> *lr {left.kept} {right.kept}",
+        dtypes=(np.dtype(call.out_dtype),),
+        attributes=hashable(
+            left.attributes | right.attributes | {"block": np.int32(block_size(format))}
+        ),
     )
-    return product(static)(left, left_scales, right, right_scales, alpha)
+    scales = [x.tensor_scale for x in (lhs, rhs) if isinstance(x, MXArray)]
+    (product,) = handler(*left.arrays, *right.arrays, alpha(call, *scales))
+    return product
+
+
+def alpha(call: MatmulCall, *tensor_scales: jax.Array | None) -> jax.Array:
+    """What each matrix of a product is multiplied with: the product of its tensor scales."""
+    alpha = jnp.ones((1,) * call.num_batch, jnp.float32)
+    for scale in tensor_scales:
+        if scale is not None:
+            alpha = tiny.product(alpha, scale.reshape(scale.shape[: call.num_batch]))
+    return jnp.broadcast_to(alpha, call.lhs_shape[: call.num_batch])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Side:
+    """One operand as the handler takes it.
+
+    Attributes:
+      arrays: elements and scales.
+      axes: of both.
+      kept: the kept ones, which the handler takes as one.
+      attributes: what it is told of them.
+    """
+
+    arrays: tuple[jax.Array, jax.Array]
+    axes: str
+    kept: str
+    attributes: dict[str, object]
+
+
+def side(operand: Operand, call: MatmulCall, which: Literal["lhs", "rhs"]) -> Side:
+    """One operand of a product."""
+    contracting = call.contracting_axes(which)
+    k_first = call.lhs_k_first if which == "lhs" else call.rhs_k_first
+    format = operand.format if isinstance(operand, MXArray) else None
+    batch, letter = ("*l", "m") if which == "lhs" else ("*r", "n")
+    num_kept = operand.ndim - call.num_batch - len(contracting)
+    kept = f"({' '.join(f'{letter}{index}' for index in range(num_kept))})"
+    k = " ".join(f"k{index}" for index in range(len(contracting)))
+
+    def in_order(k: str) -> str:
+        return f"{batch} ({k}) {kept}" if k_first else f"{batch} {kept} ({k})"
+
+    scales = "0" if format is None else in_order(f"{k}/{block_size(format)}")
+    element, scale = names(format)
+    return Side(
+        arrays=arrays(operand, contracting[-1]),
+        axes=f"{in_order(k)}, {scales}",
+        kept=kept,
+        attributes={
+            f"{which}_element": element,
+            f"{which}_scale": scale,
+            f"{which}_k_first": k_first,
+        },
+    )
 
 
 def arrays(operand: Operand, contracting: int) -> tuple[jax.Array, jax.Array]:
@@ -160,8 +211,3 @@ def arrays(operand: Operand, contracting: int) -> tuple[jax.Array, jax.Array]:
             repeated = jnp.repeat(scales, size, axis)
             scales = lax.slice_in_dim(repeated, 0, operand.shape[axis], axis=axis)
     return operand.codes, scales
-
-
-def _side(array: jax.Array, operand: Operand, k_first: bool) -> Side:
-    element, scale = names(operand.format if isinstance(operand, MXArray) else None)
-    return Side(shape=array.shape, k_first=k_first, element=element, scale=scale)

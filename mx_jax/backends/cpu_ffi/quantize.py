@@ -5,9 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from mx_jax.backends.base import QuantizeCall
-from mx_jax.backends.cpu_ffi import cast
+from mx_jax.backends.cpu_ffi.cast_axes import cast_axes, flat_blocks
+from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.tensor_scale import tensor_scale_of
 from mx_jax.codecs import tiny
 from mx_jax.codecs.blocks import Blocks
@@ -95,7 +97,7 @@ def quantize(
     tensor_scale: jax.Array | None,
 ) -> MXArray:
     """x quantized by the handler."""
-    x = jax.lax.stop_gradient(x)
+    x = lax.stop_gradient(x)
     if call.format.tensor_scale and tensor_scale is None:
         tensor_scale = tensor_scale_of(x, call)
     by_handler = functools.partial(_by_handler, call, random_bits)
@@ -112,43 +114,34 @@ def _by_handler(
     x: jax.Array,
     tensor_scale: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    optional = {}
+    axes, optional = cast_axes(call.blocks), {}
     if tensor_scale is not None:
-        optional["tensor_scale"] = cast.Entry(per="tensor"), tensor_scale
+        optional["tensor_scale"] = axes.tensor_scale, tensor_scale
     if random_bits is not None:
-        optional["random_bits"] = cast.Entry(per="element"), random_bits
+        optional["random_bits"] = axes.elements, random_bits
+    given = ", ".join([axes.elements, *(own for own, _ in optional.values())])
+    handler = Handler(
+        target=TARGET,
+        axes=f"{given} -> {axes.elements}, {axes.scales[0]}",
+        dtypes=result_dtypes(call),
+        attributes=hashable(attributes(call) | {"has_tensor_scale": tensor_scale is not None}),
+    )
 
     def elsewhere(x, *rest):
-        given = dict(zip(optional, rest, strict=True))
+        named = dict(zip(optional, rest, strict=True))
         q = reference.quantize(
-            x, call.format, call.blocks, call.scale_rule, rounding=call.rounding, **given
+            x, call.format, call.blocks, call.scale_rule, rounding=call.rounding, **named
         )
         return q.codes, q.scales
 
     operands = (x, *(operand for _, operand in optional.values()))
-    entries = tuple(entry for entry, _ in optional.values())
-    codes, scales = cast.run(_cast(call, entries), operands, elsewhere)
+    codes, scales = lax.platform_dependent(*operands, cpu=handler, default=elsewhere)
     return codes, scales
 
 
-def _cast(call: QuantizeCall, optional: tuple[cast.Entry, ...]) -> cast.Cast:
-    has_tensor_scale = any(entry.per == "tensor" for entry in optional)
-    given = attributes(call) | {"has_tensor_scale": has_tensor_scale}
-    return cast.Cast(
-        target=TARGET,
-        attributes=cast.hashable(given),
-        blocks=call.blocks,
-        operands=(cast.Entry(per="element"), *optional),
-        results=results(call),
-    )
-
-
-def results(call: QuantizeCall) -> tuple[cast.Entry, cast.Entry]:
-    """Codes and scales."""
-    return (
-        cast.Entry(per="element", dtype=np.dtype("uint8")),
-        cast.Entry(per="block", dtype=call.format.scale.storage_dtype, blocks=call.blocks),
-    )
+def result_dtypes(call: QuantizeCall) -> tuple[np.dtype, np.dtype]:
+    """Of codes and scales."""
+    return np.dtype("uint8"), call.format.scale.storage_dtype
 
 
 def as_mxarray(
@@ -171,7 +164,7 @@ def attributes(call: QuantizeCall) -> dict[str, object]:
     assert rule is not None and rounding is not None, call
     scale_element = call.format.scale.element
     return {
-        "blocks": cast.flat_blocks(call.blocks),
+        "blocks": flat_blocks(call.blocks),
         "element": facts(call.format.element),
         "rounding": rounding,
         "random_bits": np.int32(call.rounding.random_bits),

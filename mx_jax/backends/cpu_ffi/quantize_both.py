@@ -3,9 +3,12 @@
 import functools
 
 import jax
+from jax import lax
 
 from mx_jax.backends.base import QuantizeBothCall, QuantizeCall
-from mx_jax.backends.cpu_ffi import cast, quantize
+from mx_jax.backends.cpu_ffi import quantize
+from mx_jax.backends.cpu_ffi.cast_axes import cast_axes
+from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.tensor_scale import tensor_scale_of
 from mx_jax.codecs import tiny
 from mx_jax.codecs.blocks import Blocks, block_extent
@@ -46,7 +49,7 @@ def quantize_both(
     x: jax.Array, call: QuantizeBothCall, random_bits: Bits, tensor_scale: jax.Array | None
 ) -> tuple[MXArray, MXArray]:
     """x quantized twice by the handler."""
-    x = jax.lax.stop_gradient(x)
+    x = lax.stop_gradient(x)
     if call.first.format.tensor_scale and tensor_scale is None:
         tensor_scale = tensor_scale_of(x, call.first)
     last, other = _ordered(call)
@@ -71,29 +74,29 @@ def _by_handler(
     tensor_scale: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
     last, other = calls
-    operands, entries = [x], [cast.Entry(per="element")]
+    axes, has_tensor_scale = cast_axes(last.blocks, other.blocks), tensor_scale is not None
+    operands, given = [x], [axes.elements]
     for drawn in bits:
         if tensor_scale is not None:
             operands.append(tensor_scale)
-            entries.append(cast.Entry(per="tensor"))
+            given.append(axes.tensor_scale)
         if drawn is not None:
             operands.append(drawn)
-            entries.append(cast.Entry(per="element"))
-    has_tensor_scale = tensor_scale is not None
-    described = cast.Cast(
+            given.append(axes.elements)
+    wanted = [f"{axes.elements}, {scales}" for scales in axes.scales]
+    handler = Handler(
         target=TARGET,
-        attributes=cast.hashable(attributes((last, other), has_tensor_scale)),
-        blocks=other.blocks + last.blocks,
-        operands=tuple(entries),
-        results=quantize.results(last) + quantize.results(other),
+        axes=f"{', '.join(given)} -> {', '.join(wanted)}",
+        dtypes=quantize.result_dtypes(last) + quantize.result_dtypes(other),
+        attributes=hashable(attributes(calls, has_tensor_scale)),
     )
-    elsewhere = functools.partial(_elsewhere, (last, other), has_tensor_scale)
-    return tuple(cast.run(described, operands, elsewhere))
+    elsewhere = functools.partial(_elsewhere, calls, has_tensor_scale)
+    return lax.platform_dependent(*operands, cpu=handler, default=elsewhere)
 
 
 def _elsewhere(
     calls: tuple[QuantizeCall, QuantizeCall], has_tensor_scale: bool, *operands: jax.Array
-) -> list[jax.Array]:
+) -> tuple[jax.Array, ...]:
     """The same results by the reference."""
     x, *rest = operands
     found = []
@@ -108,7 +111,7 @@ def _elsewhere(
             random_bits=rest.pop(0) if call.rounding.random_bits else None,
         )
         found += [q.codes, q.scales]
-    return found
+    return tuple(found)
 
 
 def attributes(

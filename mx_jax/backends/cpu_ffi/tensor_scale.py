@@ -8,7 +8,8 @@ import numpy as np
 from jax import lax
 
 from mx_jax.backends.base import QuantizeCall
-from mx_jax.backends.cpu_ffi import cast
+from mx_jax.backends.cpu_ffi.cast_axes import cast_axes, flat_blocks
+from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks, split
 from mx_jax.formats import WHOLE
@@ -29,12 +30,12 @@ def _amax(x: jax.Array, blocks: Blocks) -> jax.Array:
     axis, size = blocks[0]
     single = math.prod(x.shape[axis:][1:]) == 1
     runs = ((axis, WHOLE if single else size), *((a, WHOLE) for a in range(axis + 1, 0)))
-    described = cast.Cast(
+    axes = cast_axes(runs)
+    handler = Handler(
         target=TARGET,
-        attributes=cast.hashable({"blocks": cast.flat_blocks(blocks)}),
-        blocks=runs,
-        operands=(cast.Entry(per="element"),),
-        results=(cast.Entry(per="block", dtype=np.dtype("int32"), blocks=runs),),
+        axes=f"{axes.elements} -> {axes.scales[0]}",
+        dtypes=(np.dtype("int32"),),
+        attributes=hashable({"blocks": flat_blocks(blocks)}),
     )
 
     def elsewhere(x):
@@ -43,7 +44,7 @@ def _amax(x: jax.Array, blocks: Blocks) -> jax.Array:
         reduced = tuple(range(axis if single else axis + 1, 0))
         return (jnp.max(finite, axis=reduced, keepdims=True),)
 
-    (amax,) = cast.run(described, (x,), elsewhere)
+    (amax,) = lax.platform_dependent(x, cpu=handler, default=elsewhere)
     return amax
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from mx_jax.backends.base import PackCall
 from mx_jax.backends.cpu_ffi import library, matmul
+from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.matrices import rejects_scale_axes
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
@@ -21,7 +22,7 @@ from mx_jax.packed import PackedMXArray
 
 TARGET = "mx_jax_cpu_pack_weights"
 
-_ROWS = 32  # of a panel
+PANEL_ROWS = 32
 _CHUNK = 32  # along k
 _SUMMARY = 64  # bytes at the end of a panel; all as in custom_calls/products/weights.h
 
@@ -73,14 +74,15 @@ class PackedWeights(PackedMXArray):
         block = matmul.block_size(self.format)
         chunks, blocks = -(-k // _CHUNK), -(-k // _CHUNK) * (_CHUNK // block)
         batch, num_panels = self.panels.shape[:-2], self.panels.shape[-2]
-        code_bytes = chunks * _CHUNK * _ROWS * 4 // per_word
-        words = self.panels[..., :code_bytes].reshape(*batch, num_panels, -1, _ROWS, 4)
+        code_bytes = chunks * _CHUNK * PANEL_ROWS * 4 // per_word
+        words = self.panels[..., :code_bytes].reshape(*batch, num_panels, -1, PANEL_ROWS, 4)
         if per_word == 8:
             words = jnp.concatenate([words & 15, words >> 4], axis=-1)
-        codes = jnp.swapaxes(words, -3, -2).reshape(*batch, num_panels * _ROWS, chunks * _CHUNK)
-        scales = self.panels[..., code_bytes : code_bytes + blocks * _ROWS]
-        scales = jnp.swapaxes(scales.reshape(*batch, num_panels, blocks, _ROWS), -2, -1)
-        scales = scales.reshape(*batch, num_panels * _ROWS, blocks)
+        padded_rows = num_panels * PANEL_ROWS
+        codes = jnp.swapaxes(words, -3, -2).reshape(*batch, padded_rows, chunks * _CHUNK)
+        scales = self.panels[..., code_bytes : code_bytes + blocks * PANEL_ROWS]
+        scales = jnp.swapaxes(scales.reshape(*batch, num_panels, blocks, PANEL_ROWS), -2, -1)
+        scales = scales.reshape(*batch, padded_rows, blocks)
         scale_k = (*self.k[:-1], -(-self.k[-1] // block))
         scale = self.tensor_scale
         return MXArray(
@@ -116,22 +118,24 @@ def pack(x: MXArray, call: PackCall) -> PackedWeights:
     format = call.format.with_block(block)
     kept = tuple(call.shape[axis] for axis in call.kept)
     k = tuple(call.shape[axis] for axis in call.contracting)
-    batch, rows, columns = call.shape[: call.num_batch], math.prod(kept), math.prod(k)
+    batch, columns = call.shape[: call.num_batch], math.prod(k)
 
     def matrices(array: jax.Array) -> jax.Array:
         sizes = (math.prod(array.shape[axis] for axis in g) for g in (call.kept, call.contracting))
         return array.reshape(*batch, *tuple(sizes)[:: -1 if call.k_first else 1])
 
     element, scale = matmul.names(format)
-    result = jax.ShapeDtypeStruct((*batch, *_panels_shape(format, rows, columns)), jnp.uint8)
-    panels = jax.ffi.ffi_call(TARGET, result, vmap_method="broadcast_all")(
-        matrices(x.codes),
-        matrices(x.scales),
-        element=element,
-        scale=scale,
-        block=np.int32(block),
-        k_first=call.k_first,
+    given = "*b k n, *b k/{block} n" if call.k_first else "*b n k, *b n k/{block}"
+    handler = Handler(
+        target=TARGET,
+        axes=f"{given.format(block=block)} -> *b n/{PANEL_ROWS} bytes",
+        dtypes=(np.dtype("uint8"),),
+        attributes=hashable(
+            {"element": element, "scale": scale, "block": np.int32(block), "k_first": call.k_first}
+        ),
+        sizes=(("bytes", _panel_bytes(format, columns)),),
     )
+    (panels,) = handler(matrices(x.codes), matrices(x.scales))
     tensor_scale = x.tensor_scale
     if tensor_scale is not None:
         # One for each matrix: scan slices every array of a stack along the same axes.
@@ -148,8 +152,8 @@ def pack(x: MXArray, call: PackCall) -> PackedWeights:
     )
 
 
-def _panels_shape(format: BlockFormat, rows: int, k: int) -> tuple[int, int]:
+def _panel_bytes(format: BlockFormat, k: int) -> int:
     chunks = -(-k // _CHUNK)
-    codes = chunks * _CHUNK * _ROWS // (2 if format.element.bits == 4 else 1)
-    scales = chunks * (_CHUNK // matmul.block_size(format)) * _ROWS
-    return -(-rows // _ROWS), codes + -(-scales // 64) * 64 + _SUMMARY
+    codes = chunks * _CHUNK * PANEL_ROWS // (2 if format.element.bits == 4 else 1)
+    scales = chunks * (_CHUNK // matmul.block_size(format)) * PANEL_ROWS
+    return codes + -(-scales // 64) * 64 + _SUMMARY
