@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend.core.primitives import dot_general_p, jit_p
 
+from mx_jax.inspect.abstract import of_arrays
+
 
 def with_products(
     function: Callable[..., Any],
@@ -38,20 +40,8 @@ def with_products(
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        dynamic = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
-
-        def flat(*arrays: jax.Array) -> Any:
-            given = iter(arrays)
-            merged = [
-                next(given) if traced else leaf
-                for leaf, traced in zip(leaves, dynamic, strict=True)
-            ]
-            own_args, own_kwargs = jax.tree.unflatten(tree, merged)
-            return function(*own_args, **own_kwargs)
-
-        arrays = [leaf for leaf, traced in zip(leaves, dynamic, strict=True) if traced]
-        program, shape = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+        flat, arrays = of_arrays(function, *args, **kwargs)
+        program, shape = jax.make_jaxpr(flat, return_shape=True)(arrays)
         if strict and not _has_product(program):
             raise ValueError(
                 f"convert: a rule names the type of {name}, but its call contains no dot_general; "

@@ -15,7 +15,8 @@ from flax.linen.module import merge_param
 
 from mx_jax.convert import linen_products as products
 from mx_jax.convert.foreign import with_products
-from mx_jax.convert.products import cast_table, einsum_shape
+from mx_jax.convert.kinds import EINSUM, EMBED, foreign_facts
+from mx_jax.convert.products import cast_table
 from mx_jax.convert.rules import Decision
 from mx_jax.nn import linen as mx_linen
 from mx_jax.nn.stored import quantized_in
@@ -54,15 +55,11 @@ def _answer_einsum(
     """flax.linen.Einsum: with a recipe, its twin of mx_jax.nn.linen runs in its scope."""
     layer: Any = lender.layer
     subscripts = merge_param("einsum_str", layer.einsum_str, einsum_str)
-    shape = einsum_shape(subscripts, tuple(layer.shape))
-    decision = lender.decide(
-        kernel=tuple(layer.shape),
-        shape=shape,
-        obstacle="contracts no axis" if shape is None else None,
-    )
+    facts = EINSUM.facts(layer, tuple(layer.shape), subscripts)
+    decision = lender.decide(**facts)
     recipe = decision.recipe
     kernel = quantized_in(layer.get_variable("params", "kernel"))
-    if recipe is None and shape is not None and kernel is not None:
+    if recipe is None and facts["shape"] is not None and kernel is not None:
         # A stored kernel is what it is; only the input stays in high precision.
         recipe = high_precision()
     if recipe is None:
@@ -75,7 +72,7 @@ def _answer_einsum(
     if layer.promote_dtype is promote_dtype:
         fields["promote_dtype"] = mx_linen.promote_operands
     twin = mx_linen.Einsum(**fields, recipe=recipe, parent=layer.scope)
-    with products.named_in_errors(decision):
+    with products.named(decision):
         return twin(inputs, einsum_str)
 
 
@@ -107,18 +104,14 @@ def _answer_attend(
     layer: Any = lender.layer
     query, table = layer.promote_dtype(query, layer.embedding, dtype=layer.dtype)
     dimensions = (((query.ndim - 1,), (1,)), ((), ()))
-    with products.named_in_errors(decision):
+    with products.named(decision):
         key = lender.key(decision.recipe)
         return decision.recipe.dot_general(query, table, dimensions, key=key)
 
 
 def _decide_embed(lender: products.Lender):
     layer: Any = lender.layer
-    return lender.decide(
-        kernel=(layer.num_embeddings, layer.features),
-        shape=(layer.features, layer.num_embeddings),
-        named_only=True,
-    )
+    return lender.decide(**EMBED.facts(layer, (layer.num_embeddings, layer.features)))
 
 
 # By the functions themselves, below Flax's wrappers: what an interceptor is told it intercepts.
@@ -164,7 +157,7 @@ def run_foreign(
 
     token = _rewriting.set((*_rewriting.get(), path))
     try:
-        with products.named_in_errors(decision):
+        with products.named(decision):
             run = with_products(call, multiply, repr(path), strict=method == "__call__")
             return run(*args, **kwargs)
     finally:
@@ -179,10 +172,6 @@ def _decide_foreign(lender: products.Lender) -> Decision | None:
         for value in map(meta.unbox, own.values())
         if getattr(value, "ndim", 0) >= 2
     ]
-    if not kernels:
-        return None
     inner = [name for name, value in own.items() if isinstance(value, Mapping)]
-    obstacle = f"has layers of its own: {', '.join(inner)}" if inner else None
-    if isinstance(lender.layer, nn.ConvTranspose | nn.ConvLocal):
-        obstacle = "no product of patches and kernel"
-    return lender.decide(kernel=kernels[0], named_only=True, obstacle=obstacle)
+    facts = foreign_facts(lender.layer, kernels, inner)
+    return None if facts is None else lender.decide(**facts)

@@ -1,9 +1,8 @@
 """flax.linen: how a layer gets its recipe while it is called.
 
-A layer that takes its product as an attribute (`dot_general`, attention's einsums, Conv's
-`conv_general_dilated`) is lent one for the length of a call: what runs is a clone that Flax bound
-for it, so nobody else sees the change. Layers that call jax.numpy by name are answered in their
-place: `linen_answers.py`.
+A layer that takes its product as an attribute (`kinds.py` has the table) is lent one for the length
+of a call: what runs is a clone that Flax bound for it, so nobody else sees the change. Layers that
+call jax.numpy by name are answered in their place: `linen_answers.py`.
 """
 
 import dataclasses
@@ -17,9 +16,9 @@ import flax.linen as nn
 from flax.core import Scope, freeze
 from flax.linen.dtypes import promote_dtype
 from flax.linen.module import InterceptorContext
-from jax import lax
 
 from mx_jax.convert import linen_products as products
+from mx_jax.convert.kinds import ATTENTION, kind_of
 from mx_jax.convert.linen_answers import ANSWERS, lent, run_foreign
 from mx_jax.convert.rules import Rule
 from mx_jax.nn import linen as mx_linen
@@ -27,7 +26,8 @@ from mx_jax.nn.operations import Operation
 from mx_jax.nn.stored import stored_param
 from mx_jax.recipes import Recipe
 
-_EINSUMS = ("qk_attn_weights_einsum", "attn_weights_value_einsum")
+# As an attention_fn takes them, whose attributes end in `_cls`.
+_EINSUMS = tuple(slot.attribute.removesuffix("_cls") for slot in ATTENTION.linen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,70 +121,46 @@ def _param_loan(layer: nn.Module) -> dict[str, Any]:
 def _loans(lender: products.Lender) -> dict[str, Any] | None:
     """What to set on a layer while it runs; None if it has no attribute for a product."""
     layer: Any = lender.layer
-    fields = type(layer).__dataclass_fields__
     if isinstance(layer, Operation):
         # Part of the layer that holds it, which is noted.
         return {}
     if isinstance(getattr(layer, "recipe", None), Recipe):
         lender.note("has its own recipe")
         return {}
-    if "dot_general" in fields:
-        return _dot_general_loans(lender)
-    if all(f"{name}_cls" in fields for name in _EINSUMS):
+    kind = kind_of(layer)
+    if kind is None:
+        return None
+    if kind is ATTENTION:
         return _attention_loans(lender)
-    if isinstance(layer, nn.Conv):
-        return _conv_loans(lender)
-    return None
-
-
-def _dot_general_loans(lender: products.Lender) -> dict[str, Any]:
-    layer: Any = lender.layer
-    ours = layer.dot_general is None or isinstance(layer.dot_general, products.DotGeneral)
-    if getattr(layer, "dot_general_cls", None) is not None or not (
-        ours or layer.dot_general is lax.dot_general
-    ):
-        lender.note("has its own dot_general")
+    (slot,) = kind.linen
+    obstacle = slot.obstacle(layer, products.Product)
+    if obstacle is not None:
+        lender.note(obstacle)
         return {}
-    return {"dot_general": products.DotGeneral(lender), **_promotion_loan(layer)}
-
-
-def _promotion_loan(layer: Any) -> dict[str, Any]:
-    """Past Flax's promote_dtype a stored kernel goes as it is."""
-    if getattr(layer, "promote_dtype", None) is not promote_dtype:
-        return {}
-    return {"promote_dtype": mx_linen.promote_operands}
+    loans: dict[str, Any] = {slot.attribute: products.Product(lender, kind, slot.defaults[-1])}
+    if getattr(layer, "promote_dtype", None) is promote_dtype:
+        # Past Flax's own a stored kernel goes as it is.
+        loans["promote_dtype"] = mx_linen.promote_operands
+    return loans
 
 
 def _attention_loans(lender: products.Lender) -> dict[str, Any]:
     layer: Any = lender.layer
     obstacle = None
-    if any(getattr(layer, f"{name}_cls") is not None for name in _EINSUMS):
-        made = [getattr(layer, f"{name}_cls") for name in _EINSUMS]
-        if not all(isinstance(entry, products.Makes) for entry in made):
-            obstacle = "has its own einsum"
+    if any(slot.obstacle(layer, products.Makes) for slot in ATTENTION.linen):
+        obstacle = "has its own einsum"
     elif not {*_EINSUMS} <= inspect.signature(layer.attention_fn).parameters.keys():
         obstacle = "its attention_fn takes no einsum"
     if obstacle is not None:
-        for name in ("qk", "av"):
+        for name in ATTENTION.products:
             lender.decide(name, obstacle=obstacle)
         return {}
     loans: dict[str, Any] = {
-        f"{name}_cls": products.Makes(products.AttentionEinsum(lender, product, layer.precision))
-        for name, product in zip(_EINSUMS, ("qk", "av"), strict=True)
+        slot.attribute: products.Makes(products.AttentionEinsum(lender, name, layer.precision))
+        for slot, name in zip(ATTENTION.linen, ATTENTION.products, strict=True)
     }
     if layer.precision is not None and not isinstance(
         layer.attention_fn, products.WithoutPrecision
     ):
         loans["attention_fn"] = products.WithoutPrecision(layer.attention_fn)
     return loans
-
-
-def _conv_loans(lender: products.Lender) -> dict[str, Any]:
-    layer: Any = lender.layer
-    own = layer.conv_general_dilated
-    if layer.conv_general_dilated_cls is not None or not (
-        own in (None, lax.conv_general_dilated) or isinstance(own, products.ConvProduct)
-    ):
-        lender.note("has its own conv_general_dilated")
-        return {}
-    return {"conv_general_dilated": products.ConvProduct(lender), **_promotion_loan(layer)}

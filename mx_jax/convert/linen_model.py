@@ -14,6 +14,7 @@ from mx_jax.convert.linen_layers import Interceptor
 from mx_jax.convert.linen_products import recorded, recorders_of
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Rule, as_rules
+from mx_jax.inspect.abstract import of_arrays
 from mx_jax.nn.linen import RNG_STREAM
 
 # Conversions that are under way: (rules, path of the root).
@@ -217,21 +218,8 @@ def report(
     converted = linen(module, rules)
     if rngs is None:
         rngs = {name: jax.random.key(0) for name in ("params", "dropout", RNG_STREAM)}
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    # Flags such as train=True have to stay Python values; so do strings and functions.
-    dynamic = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
-
-    def init(*arrays: Any) -> Any:
-        given = iter(arrays)
-        merged = [
-            next(given) if traced else leaf for leaf, traced in zip(leaves, dynamic, strict=True)
-        ]
-        own_args, own_kwargs = jax.tree.unflatten(tree, merged)
-        return converted.init(rngs, *own_args, **own_kwargs)
-
     with recorded(rules, reports=True) as record:
-        arrays = [leaf for leaf, traced in zip(leaves, dynamic, strict=True) if traced]
-        jax.eval_shape(init, *arrays)
+        jax.eval_shape(*of_arrays(functools.partial(converted.init, rngs), *args, **kwargs))
     result = Report(rules=rules, decisions=record.decisions)
     result.check("convert.report", strict)
     return result

@@ -4,19 +4,18 @@ import contextlib
 import contextvars
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from mx_jax.convert import conv
+from mx_jax.convert.kinds import EINSUM, Kind
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
+from mx_jax.nn.errors import named_in_errors
 from mx_jax.nn.linen import RNG_STREAM
-from mx_jax.ops.einsum import einsum
 from mx_jax.packed import Quantized
 from mx_jax.recipes import Recipe, high_precision
 
@@ -134,48 +133,44 @@ class Lender:
         )
 
 
-@contextlib.contextmanager
-def named_in_errors(decision: Decision) -> Iterator[None]:
+def named(decision: Decision) -> AbstractContextManager[None]:
     """Say in an error which layer and rule it comes from."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        error.add_note(
-            f"in layer {decision.layer.path!r} ({decision.layer.type.__name__}), "
-            f"converted by rule {decision.rule}"
-        )
-        raise
+    layer = decision.layer
+    return named_in_errors(
+        f"{layer.path!r} ({layer.type.__name__}), converted by rule {decision.rule}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class DotGeneral:
-    """What a layer calls in place of `jax.lax.dot_general`."""
+class Product:
+    """What a layer multiplies with in place of its own product.
+
+    Attributes:
+      lender: who asks the rules.
+      kind: of the layer.
+      default: what the layer calls itself.
+    """
 
     lender: Lender
+    kind: Kind
+    default: Callable[..., Any]
 
-    def __call__(
-        self, lhs: Any, rhs: Any, dimension_numbers: Any, *args: Any, **options: Any
-    ) -> Any:
+    def __call__(self, lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
         """Ask the rules, then multiply with their recipe, or as the layer would have."""
-        (_, contracting), (_, batch) = dimension_numbers
-        kernel = tuple(rhs.shape)
-        kept = [size for axis, size in enumerate(kernel) if axis not in (*contracting, *batch)]
-        decision = self.lender.decide(
-            kernel=kernel,
-            shape=(*(kernel[axis] for axis in contracting), math.prod(kept)),
-            obstacle=None if len(contracting) else "contracts no axis",
-        )
-        recipe = decision.recipe or _recipe_of_stored(rhs)
+        facts = self.kind.facts(self.lender.layer, tuple(rhs.shape), *args)
+        decision = self.lender.decide(**facts)
+        recipe = decision.recipe
+        if recipe is None and isinstance(rhs, Quantized):
+            # A stored kernel is what it is, and only the input is as it was.
+            if self.kind.reads_stored:
+                recipe = high_precision()
+            else:
+                rhs = rhs.dequantize()
         if recipe is None:
-            return lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
-        with named_in_errors(decision):
+            return self.default(lhs, rhs, *args, **options)
+        with named(decision):
             key = self.lender.key(recipe)
-            return recipe.dot_general(lhs, rhs, dimension_numbers, *args, **options, key=key)
-
-
-def _recipe_of_stored(kernel: Any) -> Recipe | None:
-    """Where no rule decides: a stored kernel is what it is, and only the input is as it was."""
-    return high_precision() if isinstance(kernel, Quantized) else None
+            return self.kind.operation(recipe)(lhs, rhs, *args, **options, key=key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +178,7 @@ class AttentionEinsum:
     """One of the two products inside an attention: `query key` or `weights value`."""
 
     lender: Lender
-    product: str
+    product: str | None
     precision: Any
 
     def __call__(self, subscripts: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -191,16 +186,9 @@ class AttentionEinsum:
         decision = self.lender.decide(self.product)
         if decision.recipe is None:
             return jnp.einsum(subscripts, lhs, rhs, precision=self.precision)
-        with named_in_errors(decision):
-            key = self.lender.key(decision.recipe)
-            return einsum(
-                subscripts,
-                lhs,
-                rhs,
-                recipe=decision.recipe,
-                precision=self.precision,
-                key=key,
-            )
+        with named(decision):
+            key, multiply = self.lender.key(decision.recipe), EINSUM.operation(decision.recipe)
+            return multiply(subscripts, lhs, rhs, precision=self.precision, key=key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,27 +220,3 @@ class WithoutPrecision:
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
         """The attention function's own answer."""
         return self.attention_fn(*args, **options)
-
-
-@dataclasses.dataclass(frozen=True)
-class ConvProduct:
-    """What a Conv calls in place of `jax.lax.conv_general_dilated`."""
-
-    lender: Lender
-
-    def __call__(self, lhs: jax.Array, rhs: Any, *args: Any, **options: Any) -> jax.Array:
-        """Ask the rules, then multiply patches with their recipe, or convolve."""
-        kernel = tuple(rhs.shape)
-        decision = self.lender.decide(
-            kernel=kernel,
-            shape=(math.prod(kernel[:-2]), *kernel[-2:]),
-            named_only=True,
-            obstacle=conv.obstacle(options["feature_group_count"], options["lhs_dilation"]),
-        )
-        if decision.recipe is None:
-            values = rhs.dequantize() if isinstance(rhs, Quantized) else rhs
-            return lax.conv_general_dilated(lhs, values, *args, **options)
-        with named_in_errors(decision):
-            key = self.lender.key(decision.recipe)
-            product = conv.ConvOfDotGeneral(dot_general=decision.recipe.dot_general)
-            return product(lhs, rhs, *args, **options, key=key)

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx as flax_nnx
 
-from mx_jax.convert.nnx_foreign import Foreign
-from mx_jax.convert.nnx_layers import Hook, hook_of
+from mx_jax.convert.kinds import Kind
+from mx_jax.convert.nnx_layers import judged, put, replaced, stack, take_back
 from mx_jax.convert.nnx_products import Injected, KeyedInjected
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
@@ -84,9 +84,7 @@ def original(model: M) -> M:
         )
     copy = flax_nnx.clone(model, variables=False)
     for _, layer in list(flax_nnx.iter_modules(copy)):
-        hook = hook_of(layer)
-        if hook is not None:
-            hook.take_back(layer)
+        take_back(layer)
     return copy
 
 
@@ -109,7 +107,7 @@ def report(model: Any, rules: Rule | Sequence[Rule], *, strict: bool = False) ->
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     layer: Any
-    hook: Hook | Foreign
+    kind: Kind
     decisions: tuple[Decision, ...]
 
 
@@ -117,22 +115,19 @@ def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
     """Every layer that multiplies, and what the rules say of its products."""
     places = flax_nnx.find_duplicates(model)
     for parts, layer in list(flax_nnx.iter_modules(model)):
-        hook = hook_of(layer)
-        if hook is None:
+        found = judged(layer)
+        if found is None:
             continue
-        facts = hook.facts(layer)
-        obstacle = facts.pop("obstacle", None) or hook.obstacle(layer)
+        kind, facts = found
         decisions = []
-        for product in hook.products:
+        for product in kind.products:
             first, *others = (
                 "/".join(map(str, path if product is None else (*path, product)))
                 for path in (parts, *_aliases(parts, places))
             )
-            kind = Layer(
-                path=first, aliases=tuple(others), type=type(layer), obstacle=obstacle, **facts
-            )
-            decisions.append(decide(rules, kind))
-        yield _Plan(layer, hook, tuple(decisions))
+            judging = Layer(path=first, aliases=tuple(others), type=type(layer), **facts)
+            decisions.append(decide(rules, judging))
+        yield _Plan(layer, kind, tuple(decisions))
 
 
 def _aliases(path: Path, places: Sequence[Sequence[Path]]) -> list[Path]:
@@ -148,17 +143,18 @@ def _aliases(path: Path, places: Sequence[Sequence[Path]]) -> list[Path]:
 
 
 def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
-    layer, hook = plan.layer, plan.hook
+    layer, kind = plan.layer, plan.kind
     recipes = tuple(decision.recipe for decision in plan.decisions)
-    operation, replaced = hook.operation(layer, recipes), hook.replaced(layer)
+    operation, before = kind.operation(*recipes), replaced(layer, kind)
     name = f"{type(layer).__name__}, converted by convert.nnx"
     stream = None
     if any(recipe is not None and recipe.is_stochastic for recipe in recipes):
         stream = _stream(plan, rngs)
     if stream is None:
-        hook.put(layer, Injected(operation=operation, replaced=replaced, layer=name))
+        product = Injected(operation=operation, replaced=before, layer=name)
     else:
-        hook.put(layer, KeyedInjected(operation, replaced, stream, name))
+        product = KeyedInjected(operation, before, stream, name)
+    put(layer, kind, product)
 
 
 def _stream(plan: _Plan, rngs: flax_nnx.Rngs | None) -> flax_nnx.RngStream | None:
@@ -177,5 +173,5 @@ def _stream(plan: _Plan, rngs: flax_nnx.Rngs | None) -> flax_nnx.RngStream | Non
                     f"which draws random bits{but}; pass rngs=nnx.Rngs({RNG_STREAM}=seed)"
                 )
         return None
-    key, stack = rngs[RNG_STREAM](), plan.hook.stack(plan.layer)
-    return flax_nnx.RngStream(jax.random.split(key, stack) if stack else key, tag=RNG_STREAM)
+    key, sizes = rngs[RNG_STREAM](), stack(plan.layer, plan.kind)
+    return flax_nnx.RngStream(jax.random.split(key, sizes) if sizes else key, tag=RNG_STREAM)

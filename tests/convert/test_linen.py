@@ -253,7 +253,10 @@ class TestLayers:
         ("layer", "reason"),
         [
             (nn.Dense(4, dot_general=recipes.mxfp4().dot_general), "has its own dot_general"),
-            (nn.Dense(4, dot_general_cls=lambda: jax.lax.dot_general), "has its own dot_general"),
+            (
+                nn.Dense(4, dot_general_cls=lambda: jax.lax.dot_general),
+                "has its own dot_general_cls",
+            ),
             (mx_jax.nn.linen.Dense(4, recipe=recipes.mxfp4()), "has its own recipe"),
             (
                 mx_jax.nn.linen.Einsum((WIDTH, 4), "btk,kn->btn", recipe=recipes.mxfp4()),

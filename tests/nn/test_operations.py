@@ -179,4 +179,4 @@ def test_conversion_leaves_it_alone():
     with pytest.warns(convert.UnusedRuleWarning):
         report = convert.report(layer, convert.Rule(".*", recipes.mxfp8()), X)
     reasons = {decision.layer.path: decision.reason for decision in report.decisions}
-    assert reasons == {"": "has its own dot_general"}
+    assert reasons == {"": "has its own dot_general_cls"}

@@ -1,0 +1,244 @@
+"""Kinds of layers: the one table of what they multiply with, which both frameworks' walks read.
+
+Where a layer's product is an attribute, its row says all: the walks put another product there, in
+linen for the length of a call (`linen_layers.py`), in nnx in a copy (`nnx_layers.py`). What linen
+calls by name is answered in `linen_answers.py`; somebody's own layer is traced (`foreign.py`).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+from jax import lax
+
+from mx_jax.convert import conv
+from mx_jax.convert.nnx_products import Attention, TablePromotion
+from mx_jax.convert.products import einsum_shape
+from mx_jax.convert.rules import Shape
+from mx_jax.nn.nnx import RecipeEinsum
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """The attribute that layers multiply with.
+
+    Attributes:
+      types: class of the layers, or classes.
+      attribute: its name.
+      defaults: what is there unless a user put something else, which then stays; the last is what
+        such a layer multiplies with.
+    """
+
+    types: type | tuple[type, ...]
+    attribute: str
+    defaults: tuple[Any, ...]
+
+    def holds(self, layer: Any) -> bool:
+        """Whether a layer has the slot; for a linen module, whether it is one of its fields."""
+        if not isinstance(layer, self.types):
+            return False
+        return not isinstance(layer, nn.Module) or self.attribute in layer.__dataclass_fields__
+
+    def obstacle(self, layer: Any, ours: type | tuple[type, ...]) -> str | None:
+        """Why the slot of a layer is not to be filled, or None.
+
+        Args:
+          layer: a layer with the slot.
+          ours: classes of what conversion puts there.
+        """
+        if getattr(layer, f"{self.attribute}_cls", None) is not None:
+            return f"has its own {self.attribute}_cls"
+        value = getattr(layer, self.attribute)
+        if isinstance(value, ours) or any(value is default for default in self.defaults):
+            return None
+        return f"has its own {self.attribute}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """How layers of one kind are converted. What the report says of them follows from it.
+
+    Attributes:
+      linen: where flax.linen modules of this kind hold each of their products.
+      nnx: where flax.nnx modules do; several products may be made by one thing.
+      operation: from the recipe of each product, None for high precision, to what goes there. It is
+        called as what was there before, and with `key` if a recipe draws random bits.
+      products: names of the products, if there are several.
+      shape: from the layer, the shape of its kernel and, in linen, what its product is called with
+        after the operands, to the kernel as filters see it; None if nothing is contracted. None in
+        its place: there is no kernel.
+      kernel: the parameter whose leading axes tell a stack of nnx layers.
+      kernel_ndim: how many axes it has in a single layer.
+      named_only: whether only a rule that names the type converts it.
+      obstacle: why this layer cannot be converted, or None.
+      reads_stored: whether a quantized kernel is multiplied as it is where no rule decides, or by
+        its values.
+    """
+
+    linen: tuple[Slot, ...] = ()
+    nnx: Slot | None = None
+    operation: Callable[..., Callable[..., Any]]
+    products: tuple[str | None, ...] = (None,)
+    shape: Callable[..., Shape] | None = lambda layer, kernel, *call: kernel
+    kernel: Callable[[Any], Any] = lambda layer: layer.kernel
+    kernel_ndim: Callable[[Any], int] = lambda layer: 2
+    named_only: bool = False
+    obstacle: Callable[[Any], str | None] = lambda layer: None
+    reads_stored: bool = False
+
+    def facts(self, layer: Any, kernel: tuple[int, ...], *call: Any) -> dict[str, Any]:
+        """Fields of `Layer` that rules judge by.
+
+        Args:
+          layer: the layer.
+          kernel: shape of its kernel in a single layer.
+          *call: what the product is called with after the operands, where that is known.
+        """
+        if self.shape is None:
+            return {"named_only": self.named_only, "obstacle": self.obstacle(layer)}
+        shape = self.shape(layer, kernel, *call)
+        obstacle = self.obstacle(layer) if shape else "contracts no axis"
+        return {
+            "kernel": kernel,
+            "shape": shape,
+            "named_only": self.named_only,
+            "obstacle": obstacle,
+        }
+
+
+def _dense_axes(layer: Any) -> tuple[int, int, int]:
+    """How many batch, contracting and kept axes the kernel of an nnx layer has."""
+    sizes = (getattr(layer, "batch_axis", ()), layer.in_features, layer.out_features)
+    batch, contracting, kept = (1 if isinstance(x, int) else len(x) for x in sizes)
+    return batch, contracting, kept
+
+
+def _dense_shape(layer: Any, kernel: tuple[int, ...], dimensions: Any = None, *_: Any) -> Shape:
+    if dimensions is None:
+        num_batch, num_contracting, _kept = _dense_axes(layer)
+        dimensions = ((), range(num_batch, num_batch + num_contracting)), ((), range(num_batch))
+    (_, contracting), (_, batch) = dimensions
+    kept = [size for axis, size in enumerate(kernel) if axis not in (*contracting, *batch)]
+    return (*(kernel[axis] for axis in contracting), math.prod(kept)) if contracting else None
+
+
+# In linen, whatever module has the attribute.
+DENSE = Kind(
+    linen=(Slot(nn.Module, "dot_general", (None, lax.dot_general)),),
+    nnx=Slot((nnx.Linear, nnx.LinearGeneral), "dot_general", (None, lax.dot_general)),
+    operation=lambda recipe: recipe.dot_general,
+    shape=_dense_shape,
+    kernel_ndim=lambda layer: sum(_dense_axes(layer)),
+    reads_stored=True,
+)
+EINSUM = Kind(
+    nnx=Slot(nnx.Einsum, "einsum_op", (jnp.einsum,)),
+    operation=lambda recipe: RecipeEinsum(recipe=recipe),
+    shape=lambda layer, kernel, subscripts=None: einsum_shape(
+        subscripts or layer.einsum_str, kernel
+    ),
+    kernel_ndim=lambda layer: len(layer.kernel_shape),
+    reads_stored=True,
+)
+CONV = Kind(
+    linen=(Slot(nn.Conv, "conv_general_dilated", (None, lax.conv_general_dilated)),),
+    nnx=Slot(nnx.Conv, "conv_general_dilated", (lax.conv_general_dilated,)),
+    operation=lambda recipe: conv.ConvOfDotGeneral(dot_general=recipe.dot_general),
+    shape=lambda layer, kernel, *call: (math.prod(kernel[:-2]), *kernel[-2:]),
+    kernel_ndim=lambda layer: len(layer.kernel_shape),
+    named_only=True,
+    obstacle=lambda layer: conv.obstacle(layer.feature_group_count, layer.input_dilation),
+)
+EMBED = Kind(
+    nnx=Slot(nnx.Embed, "promote_dtype", (promote_dtype,)),
+    operation=lambda recipe: TablePromotion(recipe=recipe, promote=promote_dtype),
+    shape=lambda layer, kernel: kernel[::-1],
+    kernel=lambda layer: layer.embedding,
+    named_only=True,
+)
+ATTENTION = Kind(
+    linen=tuple(
+        Slot(nn.Module, f"{name}_cls", (None,))
+        for name in ("qk_attn_weights_einsum", "attn_weights_value_einsum")
+    ),
+    nnx=Slot(nnx.MultiHeadAttention, "attention_fn", (nnx.dot_product_attention,)),
+    operation=lambda qk, av: Attention(qk=qk, av=av),
+    products=("qk", "av"),
+    shape=None,
+    kernel=lambda layer: layer.query.kernel,
+    kernel_ndim=lambda layer: 3,
+)
+# Somebody's own layer, whose call is traced: `foreign_facts` says what rules judge by.
+FOREIGN = Kind(operation=lambda recipe: recipe.dot_general)
+
+_KINDS: list[Kind] = [DENSE, EINSUM, CONV, EMBED, ATTENTION]
+
+# Their parameters multiply elementwise.
+_WITHOUT_PRODUCT = (nnx.BatchNorm, nnx.GroupNorm, nnx.LayerNorm, nnx.RMSNorm)
+_WITHOUT_PATCHES = (nn.ConvTranspose, nn.ConvLocal, nnx.ConvTranspose)
+
+
+def register(kind: Kind) -> None:
+    """Tell conversion how layers of a kind multiply, Flax's or anybody's.
+
+    What is registered last is asked first. Without it, a layer of somebody's own is converted only
+    by a rule that names its type, and by tracing its call.
+
+    Args:
+      kind: where the layers hold their product, and what takes its place.
+
+    Example:
+      >>> import functools, flax.linen as nn, jax, jax.numpy as jnp, mx_jax
+      >>> from mx_jax import convert
+      >>> class Project(nn.Module):
+      ...     multiply: object = jnp.matmul
+      ...
+      ...     @nn.compact
+      ...     def __call__(self, x):
+      ...         w = self.param("w", nn.initializers.ones, (x.shape[-1], 8))
+      ...         return self.multiply(x, w)
+      >>> convert.register(
+      ...     convert.Kind(
+      ...         linen=(convert.Slot(Project, "multiply", (jnp.matmul,)),),
+      ...         operation=lambda recipe: functools.partial(mx_jax.matmul, recipe=recipe),
+      ...     )
+      ... )
+      >>> print(convert.report(Project(), convert.Rule(".*", "mxfp8"), jnp.ones((4, 64))))
+      layer  type     kernel  rule  recipe
+      .      Project  64x8    0     mxfp8
+      1 of 1 layers converted
+    """
+    _KINDS.insert(0, kind)
+
+
+def kind_of(layer: Any) -> Kind | None:
+    """The kind of a layer that holds its products in attributes."""
+    for kind in _KINDS:
+        slots = kind.linen if isinstance(layer, nn.Module) else (kind.nnx,)
+        if slots and all(slot is not None and slot.holds(layer) for slot in slots):
+            return kind
+    return None
+
+
+def foreign_facts(
+    layer: Any, kernels: Sequence[tuple[int, ...]], inner: Sequence[str]
+) -> dict[str, Any] | None:
+    """Fields of `Layer` of somebody's own layer; None if it has nothing to multiply with.
+
+    Args:
+      layer: the layer.
+      kernels: shapes of its own parameters of two axes and more.
+      inner: names of its layers.
+    """
+    if not kernels or isinstance(layer, _WITHOUT_PRODUCT):
+        return None
+    obstacle = f"has layers of its own: {', '.join(inner)}" if inner else None
+    if isinstance(layer, _WITHOUT_PATCHES):
+        obstacle = "no product of patches and kernel"
+    # Which axes it contracts is not known.
+    return {"kernel": kernels[0], "named_only": True, "obstacle": obstacle}

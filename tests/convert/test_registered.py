@@ -1,0 +1,150 @@
+"""A layer that is not Flax's, told to conversion from outside.
+
+Places to touch for a layer type that conversion does not know: one, a call of `convert.register`
+beside the layer, for linen and nnx together (before: five, in the walks of both frameworks).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mx_jax
+from mx_jax import convert, recipes
+from mx_jax.convert import Rule, kinds
+from mx_jax.recipes import MatmulSpec
+
+X = jax.random.normal(jax.random.key(1), (3, 64))
+WEIGHT = jax.random.normal(jax.random.key(2), (2, 64, 32))
+RECIPE = recipes.mxfp8()
+STOCHASTIC = dataclasses.replace(
+    RECIPE,
+    name="stochastic",
+    fwd=MatmulSpec(lhs=None, rhs=recipes.operand("mxfp4", rounding="stochastic")),
+)
+
+
+def multiply_heads(x: jax.Array, heads: jax.Array) -> jax.Array:
+    return jnp.einsum("bk,hkn->bhn", x, heads)
+
+
+def twice(x: jax.Array, heads: jax.Array) -> jax.Array:
+    return 2 * multiply_heads(x, heads)
+
+
+class Heads(nn.Module):
+    """`[b, k]` by `[h, k, n]`: the product is an attribute of its own name and signature."""
+
+    features: int = 32
+    multiply: Any = multiply_heads
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        shape = (2, x.shape[-1], self.features)
+        return self.multiply(x, self.param("heads", nn.initializers.normal(), shape))
+
+
+class NnxHeads(nnx.Module):
+    def __init__(self, multiply: Any = multiply_heads):
+        self.heads = nnx.Param(WEIGHT)
+        self.multiply = nnx.static(multiply)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.multiply(x, self.heads[...])
+
+
+KIND = convert.Kind(
+    linen=(convert.Slot(Heads, "multiply", (multiply_heads,)),),
+    nnx=convert.Slot(NnxHeads, "multiply", (multiply_heads,)),
+    operation=lambda recipe: functools.partial(mx_jax.einsum, "bk,hkn->bhn", recipe=recipe),
+    shape=lambda layer, kernel, *call: (kernel[1], kernel[0] * kernel[2]),
+    kernel=lambda layer: layer.heads,
+    kernel_ndim=lambda layer: 3,
+    reads_stored=True,
+)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(kinds, "_KINDS", [*kinds._KINDS])
+    convert.register(KIND)
+    yield
+
+
+def reason(model: Any, *args: Any) -> str:
+    with pytest.warns(convert.UnusedRuleWarning):
+        (decision,) = convert.report(model, Rule(".*", RECIPE), *args).decisions
+    return decision.reason
+
+
+def run(model: Any, rule: Rule, x: jax.Array, heads: Any) -> Any:
+    """A converted model of either framework."""
+    if isinstance(model, nn.Module):
+        return convert.linen(model, rule).apply({"params": {"heads": heads}}, x)
+    return convert.nnx(model, rule)(x)
+
+
+def test_unknown_it_is_converted_only_by_name():
+    for model, args in ((Heads(), (X,)), (NnxHeads(), ())):
+        assert reason(model, *args) == f"rule 0: only a rule with types={type(model).__name__} " + (
+            "converts it"
+        )
+
+
+@pytest.mark.parametrize("model", [Heads(), NnxHeads()], ids=["linen", "nnx"])
+@pytest.mark.usefixtures("registered")
+def test_registered_it_is_a_layer_like_any_other(model: Any):
+    """Reported with the shape that filters see, with the recipe's products and gradients."""
+    args = (X,) if isinstance(model, nn.Module) else ()
+    (decision,) = convert.report(model, Rule(".*", RECIPE), *args).decisions
+    assert decision.recipe == RECIPE
+    assert (decision.layer.kernel, decision.layer.shape) == ((2, 64, 32), (64, 64))
+
+    def gradients(function: Any) -> Any:
+        return jax.value_and_grad(lambda x: (function(x) ** 2).sum())(X)
+
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        gradients(lambda x: run(model, Rule(".*", RECIPE), x, WEIGHT)),
+        gradients(lambda x: mx_jax.einsum("bk,hkn->bhn", x, WEIGHT, recipe=RECIPE)),
+    )
+    own = Heads(multiply=twice) if args else NnxHeads(twice)
+    assert reason(own, *args) == "has its own multiply"
+
+
+@pytest.mark.usefixtures("registered")
+def test_random_bits_stored_kernels_and_the_way_back():
+    rule = Rule(".*", STOCHASTIC)
+    variables, key = {"params": {"heads": WEIGHT}}, jax.random.key(3)
+    first = convert.linen(Heads(), rule).apply(variables, X, rngs={"quantize": key})
+    again = convert.linen(Heads(), rule).apply(variables, X, rngs={"quantize": key})
+    other = convert.linen(Heads(), rule).apply(variables, X, rngs={"quantize": jax.random.key(4)})
+    np.testing.assert_array_equal(first, again)
+    assert np.any(first != other)
+    model = convert.nnx(NnxHeads(), rule, rngs=nnx.Rngs(quantize=0))
+    assert np.any(model(X) != model(X)), "each use has a key of its own"
+    assert convert.original(model).multiply is multiply_heads
+    stored = mx_jax.quantize(WEIGHT, "mxfp4", axis=1)
+    kept = run(Heads(), Rule(".*", None), X, stored)
+    np.testing.assert_allclose(kept, multiply_heads(X, stored.dequantize()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("registered")
+def test_in_a_stack():
+    """The leading axis of a stack is told from the kernel's own, and each layer has a stream."""
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def build(rngs: nnx.Rngs) -> NnxHeads:
+        del rngs
+        return NnxHeads()
+
+    model = convert.nnx(build(nnx.Rngs(0)), Rule(".*", STOCHASTIC), rngs=nnx.Rngs(quantize=0))
+    assert model.multiply.stream.key.shape == (3,)
