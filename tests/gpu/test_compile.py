@@ -92,7 +92,7 @@ def test_hopper(name: str, limit: float, tmp_path: Path):
     for path in tmp_path.glob("*.ptx"):
         assert re.search(r"wgmma\.mma_async\S*k16\.f32\.bf16\.bf16", path.read_text()), path
         assert "HGMMA.64x" in disassembly(path, "sm_90a"), path
-    first = tmp_path / f"mx_jax_sm90_{name}_0.ptx"
+    first = tmp_path / f"mx_jax_wgmma_{name}_0.ptx"
     loop = main_loop(disassembly(first, "sm_90a"), "HGMMA")
     codes = 64 * table[0][1].k / table[0][1].parts / 128
     assert len(loop) / codes <= limit
@@ -129,7 +129,7 @@ def test_ampere_and_what_decodes_like_it(target: str, name: str, limit: float, t
         assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in text, path
         copy = "cp.async.bulk.tensor" if target.endswith("a") else "cp.async.cg.shared.global"
         assert copy in text and re.search(r"(fma\.rn|mul)\.bf16x2", text), path
-    first = tmp_path / f"mx_jax_sm80_{name}_0.ptx"
+    first = tmp_path / f"mx_jax_mma_{name}_0.ptx"
     loop = main_loop(disassembly(first, target), "HMMA")
     assert len(loop) / (64 * table[0][1].k / 128) <= limit
 

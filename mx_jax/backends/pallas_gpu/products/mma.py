@@ -56,7 +56,7 @@ def partial_products(
         out_type=jax.ShapeDtypeStruct((tiles.splits * n, rows), out_dtype),
         **program.grid,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        kernel_name=f"mx_jax_sm80_{format.name}",
+        kernel_name=f"mx_jax_mma_{format.name}",
         interpret=interpret,
     )(x, codes, scales)
     # Few rows: XLA transposes on the way to the sum over splits.

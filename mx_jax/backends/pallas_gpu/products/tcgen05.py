@@ -82,7 +82,7 @@ def partial_products(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         scratch_types=program.scratch_types(*(array.dtype for array in arrays)),
-        kernel_name=f"mx_jax_sm100_{lhs.dtype}_{rhs.dtype}_{block}",
+        kernel_name=f"mx_jax_tcgen05_{lhs.dtype}_{rhs.dtype}_{block}",
         interpret=interpret,
     )(*arrays)
 

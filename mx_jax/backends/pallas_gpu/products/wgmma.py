@@ -75,7 +75,7 @@ def partial_products(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         scratch_types=program.scratch_types(),
-        kernel_name=f"mx_jax_sm90_{format.name}",
+        kernel_name=f"mx_jax_wgmma_{format.name}",
         interpret=interpret,
     )(x, codes, scales)
 

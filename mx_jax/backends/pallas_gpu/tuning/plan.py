@@ -36,14 +36,23 @@ def choose(
     Returns:
       Tiles whose `k * splits` divides k. The entry's splits are an upper bound: few programs are
       split until they fill the machine, none into fewer than four steps.
+
+    Raises:
+      ValueError: if none fit: the row's memory is smaller than its kernel can do with.
     """
     buckets = tuned(architecture, kernel, code_bits).tiles
     entry = next(tiles for limit, tiles in buckets if m <= limit)
-    tiles = next(
+    fitting = (
         tiles
         for tiles in _smaller(entry)
         if n % tiles.n == k % tiles.k == 0 and architecture.possible(kernel, code_bits, tiles)
     )
+    tiles = next(fitting, None)
+    if tiles is None:
+        raise ValueError(
+            f"pallas_gpu: no tiles of {kernel} for {code_bits} bits fit {architecture}: n={n}, "
+            f"k={k}, shared_memory={architecture.shared_memory}, nor any smaller than {entry}"
+        )
     steps = k // tiles.k
     programs = batch * -(-m // tiles.m) * -(-n // tiles.n)
     to_fill = max(1, architecture.at_once(kernel) // programs)
@@ -53,11 +62,17 @@ def choose(
 
 
 def _smaller(tiles: Tiles) -> Iterator[Tiles]:
-    """Tiles, and what stands in for them where they do not divide an operand."""
+    """Tiles, and what stands in for them where they do not divide an operand or do not fit."""
+    for shape in _shapes(tiles):
+        for stages in range(shape.stages, min(shape.stages, 2) - 1, -1):
+            yield dataclasses.replace(shape, stages=stages)
+
+
+def _shapes(tiles: Tiles) -> Iterator[Tiles]:
     yield tiles
     yield dataclasses.replace(tiles, n=128)
     if tiles.parts > 1:
         yield dataclasses.replace(tiles, k=256, parts=min(tiles.parts, 2))
-    for m in (tiles.m, 16):
+    for m in (tiles.m, tiles.m // 2, tiles.m // 4, 16):
         for n in (tiles.n, 128) if tiles.parts == 1 else (128,):
             yield dataclasses.replace(tiles, k=128, m=m, n=n, parts=1)

@@ -18,8 +18,19 @@ def keeps_busy(architecture: Architecture, kernel: Kernel, tiles: Tiles, *, m: i
 def candidates(
     architecture: Architecture, kernel: Kernel, code_bits: int, rows: int
 ) -> Iterator[Tiles]:
-    """Tiles worth measuring for a number of rows: of each shape the deepest pipeline."""
+    """Tiles worth measuring for a number of rows: of each shape the deepest pipeline.
+
+    Those of fewer rows only where memory has no room for as many.
+    """
     m = min(128, max(kernel.min_rows, 1 << (rows - 1).bit_length()))
+    found = list(_of_rows(architecture, kernel, code_bits, m))
+    while not found and m > kernel.min_rows:
+        m //= 2
+        found = list(_of_rows(architecture, kernel, code_bits, m))
+    yield from found
+
+
+def _of_rows(architecture: Architecture, kernel: Kernel, code_bits: int, m: int) -> Iterator[Tiles]:
     for n, parts in kernel.shapes:
         for k in (128, 256, 512):
             one = Tiles(m=m, n=n, k=k, parts=parts)

@@ -1,0 +1,181 @@
+"""GPUs and kernels as rows: a GPU that mx_jax does not know, registered from outside.
+
+Places to touch for a GPU: 1, its row, which names the kernels it shares with others (before: 20, of
+twelve tables and nine branches in four files, for one with a name and tiles of its own). For a
+kernel: 2, its row and its file.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.backends.base import Target
+from mx_jax.backends.pallas_gpu import architecture
+from mx_jax.backends.pallas_gpu.architecture import SM90, SM100, Architecture
+from mx_jax.backends.pallas_gpu.kernels import MMA, TCGEN05, WGMMA
+from mx_jax.backends.pallas_gpu.products.rejections import rejects
+from mx_jax.backends.pallas_gpu.tuning import table
+from mx_jax.backends.pallas_gpu.tuning.plan import choose
+from mx_jax.backends.pallas_gpu.tuning.space import candidates
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles, Tuning
+from mx_jax.backends.select import prefer_backends, select
+from mx_jax.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3
+from mx_jax.testing.cases import MatmulCase
+from tests.backends.mosaic import needs_mosaic
+
+# A Hopper with the memory of an RTX and few processors.
+SMALL_HOPPER = dataclasses.replace(
+    SM90,
+    name="sm99",
+    capabilities=((9, 9),),
+    min_jax=(0, 0),
+    num_sms=24,
+    shared_memory=98 * 1024,
+)
+TARGET = Target(platform="cuda", compute_capability=(9, 9))
+CALL = MatmulCase(lhs=None, rhs=MXFP4, dtype="bfloat16").call
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is registered ends with the test."""
+    monkeypatch.setattr(architecture, "ARCHITECTURES", architecture.ARCHITECTURES)
+    yield
+    table.table.cache_clear()
+    # What was traced for it must not serve another test.
+    jax.clear_caches()
+
+
+@pytest.fixture
+def registered(clean: None) -> None:
+    architecture.register(SMALL_HOPPER)
+
+
+@pytest.mark.usefixtures("clean")
+def test_nothing_runs_there_before():
+    found = rejects(CALL, TARGET)
+    assert found is not None and found.endswith("12.0, 12.1, got 9.9")
+    architecture.register(SMALL_HOPPER)
+    assert rejects(CALL, TARGET) is None
+    elsewhere = rejects(CALL, dataclasses.replace(TARGET, compute_capability=(7, 5)))
+    assert elsewhere is not None and "8.9, 9.0, 9.9, 10.0" in elsewhere
+
+
+@pytest.mark.usefixtures("registered")
+def test_selection_and_explain():
+    assert select(CALL, TARGET).backend.name == "reference"
+    with prefer_backends("pallas_gpu"):
+        assert select(CALL, TARGET).backend.name == "pallas_gpu"
+    text = mx_jax.inspect.explain(recipes.mxfp8(), 8, 64, 32, dtype="bfloat16", target=TARGET)
+    assert text.count("pallas_gpu takes it if named") == 3
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_tiles_follow_from_its_memory(bits: int):
+    """Those of a Hopper, less deep: the row has no tables of its own."""
+    smaller = 0
+    for m in (1, 16, 32, 64, 4096):
+        for n, k in ((128, 128), (256, 640), (4096, 8192)):
+            sizes = {"batch": 1, "m": m, "n": n, "k": k}
+            tiles = choose(SMALL_HOPPER, WGMMA, bits, **sizes)
+            assert SMALL_HOPPER.possible(WGMMA, bits, tiles)
+            assert n % tiles.n == k % (tiles.k * tiles.splits) == 0
+            smaller += not SMALL_HOPPER.possible(WGMMA, bits, choose(SM90, WGMMA, bits, **sizes))
+        assert set(candidates(SMALL_HOPPER, WGMMA, bits, m))
+    assert smaller, "an H200's would not do"
+
+
+def test_a_pipeline_gets_less_deep_before_a_step_gets_shorter():
+    sizes = {"batch": 1, "m": 1, "n": 4096, "k": 8192}
+    usual, small = (choose(row, WGMMA, 4, **sizes) for row in (SM90, SMALL_HOPPER))
+    assert (usual.stages, small.stages) == (5, 3)
+    assert (small.k, small.n, small.parts) == (usual.k, usual.n, usual.parts)
+
+
+def test_splits_follow_from_its_processors():
+    splits = [
+        choose(row, WGMMA, 8, batch=1, m=64, n=4096, k=8192).splits
+        for row in (SM90, dataclasses.replace(SM90, num_sms=24))
+    ]
+    assert splits[0] > splits[1] == 1
+
+
+def test_memory_that_no_tiles_fit():
+    tiny = dataclasses.replace(SMALL_HOPPER, shared_memory=1024)
+    with pytest.raises(ValueError, match="no tiles of wgmma for 4 bits fit sm99: n=128, k=25"):
+        choose(tiny, WGMMA, 4, batch=1, m=8, n=128, k=256)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_file_of_tiles_knows_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, mine = tmp_path / "tiles.json", Tiles(m=16, n=64, stages=2)
+    monkeypatch.setenv(table.TILES_VARIABLE, str(path))
+    entry = table.Entry("sm99", "wgmma", 4)
+    path.write_text(table.as_json({entry: Tuning(tiles=((float("inf"), mine),), crossover=7)}))
+    table.table.cache_clear()
+    sizes = {"batch": 1, "m": 1, "n": 128, "k": 256}
+    assert choose(SMALL_HOPPER, WGMMA, 4, **sizes) == mine
+    assert choose(SM90, WGMMA, 4, **sizes) != mine
+
+
+@needs_mosaic
+@pytest.mark.usefixtures("registered")
+def test_products_and_casts_lower_to_its_kernels():
+    recipe = recipes.weight_only("mxfp4")
+    x = jax.ShapeDtypeStruct((3, 1024), jnp.bfloat16)
+    w = jax.eval_shape(lambda: mx_jax.quantize(jnp.ones((1024, 128)), "mxfp4", axis=0))
+
+    def run(x: Any, w: Any) -> Any:
+        return mx_jax.matmul(x, w, recipe=recipe), mx_jax.quantize(x, "mxfp8_e4m3")
+
+    with mx_jax.testing.target("cuda", (9, 9)), prefer_backends("pallas_gpu"):
+        text = jax.jit(run).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2
+    # Partial sums: an H200 would split k.
+    splits = choose(SMALL_HOPPER, WGMMA, 4, batch=1, m=3, n=128, k=1024).splits
+    assert f"tensor<{8 * splits}x128xf32>" in text
+
+
+class Asked(Exception):
+    """What would have multiplied."""
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_row_in_place_of_another_and_a_kernel_of_its_own():
+    """A kernel for FP4 by FP6, which none of mx_jax takes as they are."""
+
+    def takes(lhs: Any, rhs: Any) -> bool:
+        return (lhs, rhs) == (MXFP4, MXFP6_E2M3)
+
+    def load(name: str) -> Any:
+        raise Asked(name)
+
+    kernels = (
+        dataclasses.replace(kernel, name=name, takes=takes, load=functools.partial(load, name))
+        for kernel, takes, name in (
+            (WGMMA, takes, "wgmma_fp6"),
+            (TCGEN05, TCGEN05.takes, "tcgen05"),
+            (MMA, MMA.takes, "mma"),
+        )
+    )
+    row = dataclasses.replace(SM100, min_jax=(0, 0), capabilities=((10, 0),), kernels=(*kernels,))
+    architecture.register(row)
+    assert architecture.architecture_of((10, 0)) is row
+    assert architecture.architecture_of((10, 3)) is SM100
+    for rhs, name in ((MXFP6_E2M3, "wgmma_fp6"), (MXFP4, "tcgen05"), (MXFP8_E4M3, "mma")):
+        assert row.kernel(MXFP4, rhs).name == name
+
+
+@pytest.mark.parametrize("kernels", [(), (TCGEN05,), (MMA, TCGEN05)])
+def test_the_last_kernel_decodes(kernels: Any):
+    with pytest.raises(ValueError, match=r"last decodes weights, got kernels=\("):
+        dataclasses.replace(SM100, kernels=kernels)
+    assert isinstance(dataclasses.replace(SM100, kernels=(*kernels, MMA)), Architecture)
