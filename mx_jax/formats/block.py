@@ -171,3 +171,14 @@ BLOCK_FORMATS: tuple[BlockFormat, ...] = (
     FLOAT8_BLOCKWISE_E4M3,
     FLOAT8_BLOCKWISE_2D_E4M3,
 )
+
+
+def known_block(format: BlockFormat) -> BlockFormat | None:
+    """The row of `BLOCK_FORMATS` with the same facts, under whatever names, or None."""
+    element, scale = known_element(format.element), known_scale(format.scale)
+    if element is None or scale is None:
+        return None
+    for known in BLOCK_FORMATS:
+        if dataclasses.replace(format, name=known.name, element=element, scale=scale) == known:
+            return known
+    return None

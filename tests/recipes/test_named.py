@@ -35,6 +35,17 @@ def gradients(recipe: Recipe) -> Iterator[OperandSpec | None]:
     return (spec for name, spec in operands(recipe).items() if name.startswith("g "))
 
 
+def test_a_measured_rule_is_found_by_the_format_s_facts():
+    element = dataclasses.replace(formats.E2M1, name="e")
+    for renamed in (
+        dataclasses.replace(formats.MXFP4, name="mine"),
+        dataclasses.replace(formats.MXFP4, element=element),
+    ):
+        assert operands(recipes.weight_only(renamed))["w"] == operand(renamed, scale_rule=EVEN)
+    other = dataclasses.replace(formats.MXFP4, element=dataclasses.replace(element, bias=2))
+    assert operands(recipes.weight_only(other))["w"] == operand(other, scale_rule=FLOOR)
+
+
 class RocmGpu:
     """What the library reads of an AMD GPU's device, which JAX calls by the same platform."""
 
