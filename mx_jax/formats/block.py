@@ -179,6 +179,6 @@ def known_block(format: BlockFormat) -> BlockFormat | None:
     if element is None or scale is None:
         return None
     for known in BLOCK_FORMATS:
-        if dataclasses.replace(format, name=known.name, element=element, scale=scale) == known:
+        if vars(format) | {"name": known.name, "element": element, "scale": scale} == vars(known):
             return known
     return None

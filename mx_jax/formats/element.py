@@ -271,6 +271,6 @@ def known_element(element: ElementFormat) -> ElementFormat | None:
       True
     """
     for known in ELEMENT_FORMATS:
-        if dataclasses.replace(element, name=known.name) == known:
+        if vars(element) | {"name": known.name} == vars(known):
             return known
     return None

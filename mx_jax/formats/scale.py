@@ -116,6 +116,6 @@ def known_scale(scale: ScaleFormat) -> ScaleFormat | None:
     if element is None and scale.element is not None:
         return None
     for known in SCALE_FORMATS:
-        if dataclasses.replace(scale, name=known.name, element=element) == known:
+        if vars(scale) | {"name": known.name, "element": element} == vars(known):
             return known
     return None
