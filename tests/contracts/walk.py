@@ -6,10 +6,10 @@ counted (Python 3.12 has none), nor is what dataclasses generate. For each walk:
 - `depth`: frames of mx_jax that are on the stack when a kernel is called (`jax.ffi.ffi_call`, or
   Pallas's `kernel` and `pallas_call`), at most; `way files`: the files that these are written in.
 - `frames`: all that were entered until then and after, `files`: theirs, and `changes`: how often a
-  frame was entered that is written in another file than the one before it. What is traced for
-  platforms that the call is not for is among them.
+  frame was entered that is written in another file than the one before it.
 
-Every walk is traced in full: no jit of JAX and no cache of mx_jax remembers an earlier one. Caches
+Of `jax.lax.platform_dependent` only the branch that the call's machine takes is followed. Every
+walk is traced in full: no jit of JAX and no cache of mx_jax remembers an earlier one. Caches
 without arguments (is the C++ library there?) are facts of the machine, and stay.
 """
 
@@ -64,9 +64,28 @@ class Walk:
         return dict(zip(COLUMNS, numbers, strict=True))
 
 
-def record(run: Callable[[], Any]) -> Walk:
+def record(run: Callable[[], Any], platform: str = "cpu") -> Walk:
     """Follow a call from empty caches; the call itself is no frame of mx_jax."""
-    run()  # imports what it needs
+    with _one_platform(platform):
+        run()  # imports what it needs
+        return _record(run)
+
+
+@contextlib.contextmanager
+def _one_platform(platform: str) -> Iterator[None]:
+    def only(*operands: Any, default: Any = None, **branches: Any) -> Any:
+        return branches.get(platform, default)(*operands)
+
+    whole: Any = jax.lax.platform_dependent
+    jax.lax.platform_dependent = only
+    try:
+        yield
+    finally:
+        jax.lax.platform_dependent = whole
+        jax.clear_caches()  # of what was traced for one platform alone
+
+
+def _record(run: Callable[[], Any]) -> Walk:
     clear_caches()
     kernels = _kernels()
     way: list[tuple[str, str]] = []
@@ -206,7 +225,7 @@ def take(name: str) -> Walk:
     """One of the walks, by the name of its function."""
     (start,) = (walk for walk in WALKS if walk.__name__ == name)
     with start() as run:
-        return record(run)
+        return record(run, "cuda" if start is pallas_product else "cpu")
 
 
 # What is printed ----------------------------------------------------------------------------------
