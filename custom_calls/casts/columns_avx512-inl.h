@@ -1,5 +1,5 @@
-// Blocks along another axis than the last with AVX-512: a column is a lane, and a tile is kColumnTile of
-// them.
+// Blocks along another axis than the last with AVX-512: a column is a lane, and a tile is
+// kColumnTile of them.
 #ifndef MX_JAX_CUSTOM_CALLS_CASTS_COLUMNS_AVX512_INL_H_
 #define MX_JAX_CUSTOM_CALLS_CASTS_COLUMNS_AVX512_INL_H_
 

@@ -1,5 +1,6 @@
 // Dequantizing with AVX-512. A code's magnitude, moved to the top of a half's mantissa, is a half
-// that differs from its value by a power of two, subnormal or not; converting it to float32 is exact.
+// that differs from its value by a power of two, subnormal or not; converting it to float32 is
+// exact.
 #ifndef MX_JAX_CUSTOM_CALLS_CASTS_DEQUANTIZE_AVX512_INL_H_
 #define MX_JAX_CUSTOM_CALLS_CASTS_DEQUANTIZE_AVX512_INL_H_
 
@@ -195,22 +196,14 @@ MX_INLINE bool SuitsVectors(const DequantizePlan& plan) {
 template <class T>
 void Avx512RowBlocks(const DequantizePlan& plan, int64_t begin, int64_t end) {
   const Decoder decoder = DecoderOf(plan.element);
-  const int64_t full = plan.length / plan.block;
   const bool flat = plan.length % plan.block == 0 && plan.num_tensor_scales <= 1;
-  while (begin < end) {
-    const int64_t row = begin / plan.blocks_per_row;
-    const int64_t first = begin - row * plan.blocks_per_row;
-    const int64_t stop = flat ? first + (end - begin) : full;
-    const int64_t count = stop - first < end - begin ? stop - first : end - begin;
-    if (count <= 0) {
-      RowBlock<T>(plan, begin++);
-      continue;
-    }
-    const int64_t start = row * plan.length + first * plan.block;
-    DecodeSegmentAnyWay<T>(plan, decoder, begin, count, plan.codes + start,
-                           static_cast<T*>(plan.out) + start, TensorScale(plan, row));
-    begin += count;
-  }
+  ForRuns(
+      plan, flat, begin, end,
+      [&](int64_t block, int64_t count, int64_t row, int64_t start) {
+        DecodeSegmentAnyWay<T>(plan, decoder, block, count, plan.codes + start,
+                               static_cast<T*>(plan.out) + start, TensorScale(plan, row));
+      },
+      [&](int64_t block) { RowBlock<T>(plan, block); });
 }
 
 void Avx512Rows(const DequantizePlan& plan, int64_t begin, int64_t end) {
@@ -243,26 +236,20 @@ MX_INLINE bool DecodeColumnTile(const DequantizePlan& plan, const Decoder& decod
 template <class T>
 void Avx512ColumnBlocks(const DequantizePlan& plan, int64_t begin, int64_t end) {
   const Decoder decoder = DecoderOf(plan.element);
-  const int64_t tiles = (plan.inner + kColumnTile - 1) / kColumnTile;
   for (int64_t index = begin; index < end; ++index) {
-    const int64_t block = index / tiles;
-    const int64_t column = (index - block * tiles) * kColumnTile;
-    const int64_t slice = block / plan.blocks_per_row;
-    const int64_t first = (block - slice * plan.blocks_per_row) * plan.block;
-    const int64_t rows = plan.length - first < plan.block ? plan.length - first : plan.block;
-    const int64_t start = (slice * plan.length + first) * plan.inner + column;
+    const ColumnPlace place = PlaceOf(plan, index);
     alignas(64) float factors[kColumnTile];
-    bool usual = plan.inner - column >= kColumnTile;
+    bool usual = place.columns == kColumnTile;
     for (int v = 0; usual && v < 4; ++v) {
-      usual = FindFactors<T>(plan, decoder, block * plan.inner + column + v * kLanes, kGroup,
-                          TensorScale(plan, slice), factors + v * kLanes);
+      usual = FindFactors<T>(plan, decoder, place.scale + v * kLanes, kGroup,
+                             TensorScale(plan, place.slice), factors + v * kLanes);
     }
-    const uint8_t* codes = plan.codes + start;
-    T* out = static_cast<T*>(plan.out) + start;
+    const uint8_t* codes = plan.codes + place.start;
+    T* out = static_cast<T*>(plan.out) + place.start;
     if (usual) {
       usual = decoder.is_integer
-                  ? DecodeColumnTile<T, true>(plan, decoder, codes, out, rows, factors)
-                  : DecodeColumnTile<T, false>(plan, decoder, codes, out, rows, factors);
+                  ? DecodeColumnTile<T, true>(plan, decoder, codes, out, place.rows, factors)
+                  : DecodeColumnTile<T, false>(plan, decoder, codes, out, place.rows, factors);
     }
     if (!usual) ColumnBlock<T>(plan, index);
   }

@@ -3,6 +3,7 @@
 #define MX_JAX_CUSTOM_CALLS_CASTS_DEQUANTIZE_PLAIN_INL_H_
 
 #include "casts/dequantize.h"
+#include "casts/places.h"
 #include "common/target.h"
 
 namespace mx::MX_TARGET {
@@ -50,11 +51,6 @@ MX_INLINE float ScaleAt(const DequantizePlan& plan, int64_t index, const float* 
   return tensor == nullptr ? scale : *tensor * scale;
 }
 
-MX_INLINE const float* TensorScale(const DequantizePlan& plan, int64_t outer) {
-  if (plan.tensor_scales == nullptr) return nullptr;
-  return plan.tensor_scales + outer / (plan.outer / plan.num_tensor_scales);
-}
-
 // The scale of byte 0, which blocks of zeros have, is subnormal: it costs a hundred times as much on
 // some processors. Twice that scale is not; values are halved for it, which is exact.
 MX_INLINE bool IsSubnormal(const DequantizePlan& plan, float scale) {
@@ -94,25 +90,18 @@ void RowBlocks(const DequantizePlan& plan, int64_t begin, int64_t end) {
 
 template <class T>
 void ColumnBlock(const DequantizePlan& plan, int64_t index) {
-  const int64_t tiles = (plan.inner + kColumnTile - 1) / kColumnTile;
-  const int64_t block = index / tiles;
-  const int64_t column = (index - block * tiles) * kColumnTile;
-  const int64_t left = plan.inner - column;
-  const int64_t columns = left < kColumnTile ? left : kColumnTile;
-  const int64_t slice = block / plan.blocks_per_row;
-  const int64_t first = (block - slice * plan.blocks_per_row) * plan.block;
-  const int64_t rows = plan.length - first < plan.block ? plan.length - first : plan.block;
-  const int64_t start = (slice * plan.length + first) * plan.inner + column;
+  const ColumnPlace place = PlaceOf(plan, index);
+  const int64_t columns = place.columns;
   float scales[kColumnTile], halves[kColumnTile];
   for (int64_t j = 0; j < columns; ++j) {
-    scales[j] = ScaleAt(plan, block * plan.inner + column + j, TensorScale(plan, slice));
+    scales[j] = ScaleAt(plan, place.scale + j, TensorScale(plan, place.slice));
     const bool subnormal = IsSubnormal(plan, scales[j]);
     if (subnormal) scales[j] = FloatOf(kHidden);
     halves[j] = subnormal ? 0.5f : 1.0f;
   }
-  for (int64_t i = 0; i < rows; ++i) {
-    const uint8_t* codes = plan.codes + start + i * plan.inner;
-    T* out = static_cast<T*>(plan.out) + start + i * plan.inner;
+  for (int64_t i = 0; i < place.rows; ++i) {
+    const uint8_t* codes = plan.codes + place.start + i * plan.inner;
+    T* out = static_cast<T*>(plan.out) + place.start + i * plan.inner;
     if (plan.kind == ScaleFormatKind::kDivisor) {
       for (int64_t j = 0; j < columns; ++j) StoreValue(out + j, plan.values[codes[j]] / scales[j]);
     } else {

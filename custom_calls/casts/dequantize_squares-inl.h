@@ -1,10 +1,10 @@
-// Dequantizing two-dimensional blocks. Each row of a square is a row of one-dimensional blocks, whose
-// scales serve all rows of the square.
+// Dequantizing two-dimensional blocks. Each row of a square is a row of one-dimensional blocks,
+// whose scales serve all rows of the square.
 #ifndef MX_JAX_CUSTOM_CALLS_CASTS_DEQUANTIZE_SQUARES_INL_H_
 #define MX_JAX_CUSTOM_CALLS_CASTS_DEQUANTIZE_SQUARES_INL_H_
 
 #include "casts/dequantize_plain-inl.h"
-#include "casts/squares.h"
+#include "casts/places.h"
 
 namespace mx::MX_TARGET {
 namespace {

@@ -2,6 +2,7 @@
 #ifndef MX_JAX_CUSTOM_CALLS_CASTS_QUANTIZE_PLAIN_INL_H_
 #define MX_JAX_CUSTOM_CALLS_CASTS_QUANTIZE_PLAIN_INL_H_
 
+#include "casts/places.h"
 #include "casts/quantize.h"
 #include "common/target.h"
 
@@ -153,11 +154,6 @@ MX_INLINE uint32_t AmaxOf(const float* x, int64_t n) {
   return static_cast<uint32_t>(amax);
 }
 
-MX_INLINE const float* TensorScale(const QuantizePlan& plan, int64_t outer) {
-  if (plan.tensor_scales == nullptr) return nullptr;
-  return plan.tensor_scales + outer / (plan.outer / plan.num_tensor_scales);
-}
-
 MX_INLINE void StoreScale(const QuantizePlan& plan, int64_t index, uint32_t stored) {
   if (plan.rule.kind == ScaleFormatKind::kExponent || plan.rule.kind == ScaleFormatKind::kElement) {
     static_cast<uint8_t*>(plan.scales)[index] = static_cast<uint8_t>(stored);
@@ -261,30 +257,6 @@ MX_INLINE void EncodeColumnRow(const float* x, int64_t columns, const ColumnScal
 
 // Rows of a tile that are kept as float32 between the two passes; taller blocks are read again.
 constexpr int64_t kTileRows = 64;
-
-// Where a tile of columns lies.
-struct ColumnPlace {
-  int64_t slice;    // of `outer`
-  int64_t start;    // its first element
-  int64_t scale;    // its first scale
-  int64_t rows;     // of its block
-  int64_t columns;  // at most kColumnTile
-};
-
-MX_INLINE ColumnPlace PlaceOf(const QuantizePlan& plan, int64_t index) {
-  const int64_t tiles = (plan.inner + kColumnTile - 1) / kColumnTile;
-  const int64_t block = index / tiles;
-  const int64_t column = (index - block * tiles) * kColumnTile;
-  const int64_t left = plan.inner - column;
-  ColumnPlace place;
-  place.slice = block / plan.blocks_per_row;
-  const int64_t first = (block - place.slice * plan.blocks_per_row) * plan.block;
-  place.rows = plan.length - first < plan.block ? plan.length - first : plan.block;
-  place.columns = left < kColumnTile ? left : kColumnTile;
-  place.start = (place.slice * plan.length + first) * plan.inner + column;
-  place.scale = block * plan.inner + column;
-  return place;
-}
 
 template <class T>
 void ColumnBlock(const QuantizePlan& plan, const Magic& magic, int64_t index, float* tile) {

@@ -4,7 +4,7 @@
 
 #include "casts/amax-inl.h"
 #include "casts/quantize_plain-inl.h"
-#include "casts/squares.h"
+#include "casts/places.h"
 
 namespace mx::MX_TARGET {
 namespace {

@@ -1,6 +1,6 @@
-// Blocks of 16 << n contiguous values with AVX-512: the largest magnitudes of sixteen blocks fill one
-// vector, so that scales are computed side by side. What is left over, and what is rare, goes through
-// the plain loops.
+// Blocks of 16 << n contiguous values with AVX-512: the largest magnitudes of sixteen blocks fill
+// one vector, so that scales are computed side by side. What is left over, and what is rare, goes
+// through the plain loops.
 #ifndef MX_JAX_CUSTOM_CALLS_CASTS_ROWS_AVX512_INL_H_
 #define MX_JAX_CUSTOM_CALLS_CASTS_ROWS_AVX512_INL_H_
 
@@ -212,26 +212,13 @@ MX_INLINE bool RowsSuitVectors(const QuantizePlan& plan) {
 template <class T>
 void VectorRowBlocks(const QuantizePlan& plan, int64_t begin, int64_t end) {
   const Encoder encoder = EncoderOf(plan);
-  const int64_t full = plan.length / plan.block;
   const bool flat = plan.length % plan.block == 0 && plan.num_tensor_scales <= 1;
-  if (flat) {
-    const Segment all = {begin, end - begin, begin * plan.block, plan.tensor_scales};
-    return EncodeSegmentAnyWay<T>(plan, encoder, all);
-  }
-  while (begin < end) {
-    const int64_t row = begin / plan.blocks_per_row;
-    const int64_t first = begin - row * plan.blocks_per_row;
-    int64_t count = full - first < end - begin ? full - first : end - begin;
-    if (count > 0) {
-      const Segment part = {begin, count, row * plan.length + first * plan.block,
-                            TensorScale(plan, row)};
-      EncodeSegmentAnyWay<T>(plan, encoder, part);
-    } else {
-      RowBlocks<T>(plan, begin, begin + 1);
-      count = 1;
-    }
-    begin += count;
-  }
+  ForRuns(
+      plan, flat, begin, end,
+      [&](int64_t block, int64_t count, int64_t row, int64_t start) {
+        EncodeSegmentAnyWay<T>(plan, encoder, {block, count, start, TensorScale(plan, row)});
+      },
+      [&](int64_t block) { RowBlocks<T>(plan, block, block + 1); });
 }
 
 // Of a plan that suits vectors.

@@ -1,5 +1,5 @@
-// Casting along both axes, strip by strip, by the kernels of either: what the second direction reads,
-// the first has left in the cache.
+// Casting along both axes, strip by strip, by the kernels of either: what the second direction
+// reads, the first has left in the cache.
 #ifndef MX_JAX_CUSTOM_CALLS_CASTS_STRIPS_INL_H_
 #define MX_JAX_CUSTOM_CALLS_CASTS_STRIPS_INL_H_
 

@@ -1,5 +1,5 @@
-// Both directions strip by strip with AVX-512: what a direction needs is made once for all strips, and
-// codes may go past the caches along rows too.
+// Both directions strip by strip with AVX-512: what a direction needs is made once for all strips,
+// and codes may go past the caches along rows too.
 #ifndef MX_JAX_CUSTOM_CALLS_CASTS_STRIPS_AVX512_INL_H_
 #define MX_JAX_CUSTOM_CALLS_CASTS_STRIPS_AVX512_INL_H_
 

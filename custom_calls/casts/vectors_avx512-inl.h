@@ -1,4 +1,5 @@
-// Sixteen values at a time with AVX-512: their codes, and the scales of sixteen blocks side by side.
+// Sixteen values at a time with AVX-512: their codes, and the scales of sixteen blocks side by
+// side.
 #ifndef MX_JAX_CUSTOM_CALLS_CASTS_VECTORS_AVX512_INL_H_
 #define MX_JAX_CUSTOM_CALLS_CASTS_VECTORS_AVX512_INL_H_
 

@@ -315,28 +315,19 @@ void WordSegment(const QuantizePlan& plan, const WordCoder& coder, const Segment
     EncodeTileRows<kMantissa, false>(tile, (1 - slot) * kGroupRows, scales[1 - slot], coder, place);
   }
   const int64_t done = groups * kGroup;
-  if (done < segment.count) avx512::kQuantize.rows(plan, segment.block + done, segment.block + segment.count);
+  if (done >= segment.count) return;
+  avx512::kQuantize.rows(plan, segment.block + done, segment.block + segment.count);
 }
 
 template <class T, int kMantissa>
 void WordRows(const QuantizePlan& plan, int64_t begin, int64_t end) {
   const WordCoder coder = WordCoderOf(plan);
-  const int64_t full = plan.length / kRowBlock;
-  const bool flat = plan.length % kRowBlock == 0;
-  while (begin < end) {
-    const int64_t row = begin / plan.blocks_per_row;
-    const int64_t first = begin - row * plan.blocks_per_row;
-    const int64_t stop = flat ? first + (end - begin) : full;
-    const int64_t count = stop - first < end - begin ? stop - first : end - begin;
-    if (count <= 0) {
-      avx512::kQuantize.rows(plan, begin, begin + 1);
-      ++begin;
-      continue;
-    }
-    const Segment part = {begin, count, row * plan.length + first * kRowBlock, nullptr};
-    WordSegment<T, kMantissa>(plan, coder, part);
-    begin += count;
-  }
+  ForRuns(
+      plan, plan.length % kRowBlock == 0, begin, end,
+      [&](int64_t block, int64_t count, int64_t, int64_t start) {
+        WordSegment<T, kMantissa>(plan, coder, {block, count, start, nullptr});
+      },
+      [&](int64_t block) { avx512::kQuantize.rows(plan, block, block + 1); });
 }
 
 // Columns alone ------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
-// The instruction set that a file of kernels is compiled for. Each *_kernels.cc is compiled once for
-// each of them, with its flags and -DMX_TARGET=<its name>, and defines one table in the namespace of
-// that name. What it includes, the *-inl.h files, lies in an anonymous namespace in there.
+// The instruction set that a file of kernels is compiled for. Each *_kernels.cc is compiled once
+// for each of them, with its flags and -DMX_TARGET=<its name>, and defines one table in the
+// namespace of that name. What it includes, the *-inl.h files, lies in an anonymous namespace in
+// there.
 //
 // An inline function with external linkage would be merged by the linker, perhaps into the AVX-512
-// copy, and then run on a machine without it. So whatever such a file includes has internal linkage:
-// MX_INLINE functions, and templates inside an anonymous namespace. No standard library templates.
+// copy, and then run on a machine without it. So whatever such a file includes has internal
+// linkage: MX_INLINE functions, and templates inside an anonymous namespace. No standard library
+// templates.
 #ifndef MX_JAX_CUSTOM_CALLS_COMMON_TARGET_H_
 #define MX_JAX_CUSTOM_CALLS_COMMON_TARGET_H_
 

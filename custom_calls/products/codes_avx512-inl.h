@@ -1,5 +1,5 @@
-// Panels of codes (weights.h) by a panel of few rows, decoded on their way, with AVX-512. Adds in the
-// order in which an unpacked panel is added, so the bits are the same.
+// Panels of codes (weights.h) by a panel of few rows, decoded on their way, with AVX-512. Adds in
+// the order in which an unpacked panel is added, so the bits are the same.
 #ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_CODES_AVX512_INL_H_
 #define MX_JAX_CUSTOM_CALLS_PRODUCTS_CODES_AVX512_INL_H_
 

@@ -125,7 +125,7 @@ struct CodesProduct {
   int64_t panel_bytes;  // to the next panel's codes, and to its scales
   int panels;
   const PanelSummary* summaries;  // of the first panel; others follow as panels do
-  bool folded;  // whether lhs has the factor kFoldLhs: see FoldedLhs of matmul_thin.h
+  bool folded;  // whether lhs has the factor kFoldLhs: see fold.h
   const char* lhs;
   int64_t lhs_stride;  // bytes to the next kTileRows rows
   int rows;
@@ -197,7 +197,7 @@ static inline Source SliceOf(const Source& source, int64_t first, int64_t count)
   return slice;
 }
 
-// Of matmul_kernels.cc, compiled for each set. What a set does not speed up, it takes from one below it.
+// Of matmul_kernels.cc, compiled for each set. What one does not speed up, it takes from another.
 namespace portable { extern const MatmulKernels kMatmul; }
 namespace avx2 { extern const MatmulKernels kMatmul; }
 namespace avx512 {

@@ -1,12 +1,12 @@
-// The kernels of kernels.h in plain C++, with AVX2 where there is that: float32 panels alone. Sums of a
-// block of integers stay below 2^24, so they are exact there too.
+// The kernels of kernels.h in plain C++, with AVX2 where there is that: float32 panels alone. Sums
+// of a block of integers stay below 2^24, so they are exact there too.
 #ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_PLAIN_INL_H_
 #define MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_PLAIN_INL_H_
 
 #include <stdint.h>
 #include <string.h>
 
-#include "common/macros.h"
+#include "common/element_codec.h"
 #include "common/target.h"
 #include "products/kernels.h"
 #include "products/weights.h"
@@ -21,44 +21,32 @@ namespace {
 constexpr int R = kTileRows;
 constexpr int C = kTileColumns;
 
-MX_INLINE float FromBits(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-MX_INLINE uint32_t ToBits(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
 MX_INLINE float FromHalf(uint16_t half) {
   const uint32_t sign = (uint32_t)(half & 0x8000) << 16, magnitude = half & 0x7fff;
-  if (magnitude >= 0x7c00) return FromBits(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+  if (magnitude >= 0x7c00) return FloatOf(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
   // The exponent moves by 112. A subnormal gets a leading bit of 2^-14, which is taken out again: to
   // multiply a subnormal float32 costs a hundred times as much on some processors.
   if (magnitude < 0x400) {
-    return FromBits(sign | ToBits(FromBits((magnitude << 13) + (113u << 23)) - 0x1p-14f));
+    return FloatOf(sign | BitsOf(FloatOf((magnitude << 13) + (113u << 23)) - 0x1p-14f));
   }
-  return FromBits(sign | ((magnitude << 13) + (112u << 23)));
+  return FloatOf(sign | ((magnitude << 13) + (112u << 23)));
 }
 
 // Rounded to nearest, ties to even; overflow gives infinity.
 MX_INLINE uint16_t ToHalf(float value) {
-  const uint32_t bits = ToBits(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  const uint32_t bits = BitsOf(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00);
   if (magnitude >= 0x47800000) return (uint16_t)(sign | 0x7c00);
   if (magnitude < 0x38800000) {
     // Adding 0.5 leaves the bits of a half's subnormal at the end of the significand.
-    return (uint16_t)(sign | (ToBits(FromBits(magnitude) + 0.5f) - 0x3f000000));
+    return (uint16_t)(sign | (BitsOf(FloatOf(magnitude) + 0.5f) - 0x3f000000));
   }
   const uint32_t odd = magnitude >> 13 & 1;
   return (uint16_t)(sign | (magnitude - 0x38000000 + 0xfff + odd) >> 13);
 }
 
 MX_INLINE uint16_t ToBf16(float value) {
-  const uint32_t bits = ToBits(value);
+  const uint32_t bits = BitsOf(value);
   if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
@@ -70,7 +58,7 @@ MX_INLINE float Value(const Source& source, const float* table, int64_t at) {
     case kElementFloat32:
       return ((const float*)source.elements)[at];
     case kElementBf16:
-      return FromBits((uint32_t)((const uint16_t*)source.elements)[at] << 16);
+      return FloatOf((uint32_t)((const uint16_t*)source.elements)[at] << 16);
     case kElementF16:
       return FromHalf(((const uint16_t*)source.elements)[at]);
     default:

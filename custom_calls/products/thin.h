@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "common/thread_pool.h"
+#include "products/fold.h"
 #include "products/problem.h"
 #include "products/scratch.h"
 #include "products/weights.h"
@@ -241,34 +242,6 @@ inline bool WantsFold(const ThinProduct& thin) {
          thin.rhs.scale_kind == kScaleE8M0 && thin.as_codes();
 }
 
-// Copies packed panels of float32 to `out`, times kFoldLhs. False where that might change a bit or
-// come near a subnormal: every value must be 0, or between 2^-34 and 2^40.
-inline bool FoldedLhs(const ThinProduct& thin, char* out) {
-  const Sizes& sizes = thin.sizes;
-  const int64_t scales = kChunk / thin.problem.lhs.block * kTileRows;
-  const int64_t panels = (thin.problem.lhs.rows + kTileRows - 1) / kTileRows;
-  int outside = 0;
-  for (int64_t panel = 0; panel < panels; ++panel) {
-    for (int64_t chunk = 0; chunk < sizes.chunks; ++chunk) {
-      const int64_t at = panel * sizes.lhs_panel + chunk * sizes.lhs_chunk;
-      const float* from = reinterpret_cast<const float*>(thin.lhs + at);
-      float* to = reinterpret_cast<float*>(out + at);
-      std::memcpy(to, from, static_cast<size_t>(scales) * sizeof(float));
-      from += scales, to += scales;
-      for (int64_t i = 0; i < kChunk * kTileRows; ++i) {
-        uint32_t magnitude;
-        std::memcpy(&magnitude, from + i, sizeof magnitude);
-        magnitude &= 0x7fffffff;
-        const uint32_t lowest = (127 - 34) << 23, highest = (127 + 40) << 23;
-        outside |= (magnitude != 0) & (magnitude - lowest > highest - lowest);
-      }
-      if (outside) return false;
-      for (int64_t i = 0; i < kChunk * kTileRows; ++i) to[i] = from[i] * kFoldLhs;
-    }
-  }
-  return true;
-}
-
 template <class Pool>
 void RunThin(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& problem) {
   const PanelType type = ChoosePanels(kernels, problem.lhs.element, problem.rhs.element);
@@ -289,7 +262,7 @@ void RunThin(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& prob
     ThinProduct thin = {kernels, problem, sizes, rhs, left.data(), nullptr, range, product};
     if (WantsFold(thin)) {
       if (folded == nullptr) folded.reset(new Scratch(sizes.lhs_groups * group_bytes + 64));
-      if (FoldedLhs(thin, folded->data())) thin.folded = folded->data();
+      if (FoldLhs(problem.lhs, sizes, left.data(), folded->data())) thin.folded = folded->data();
     }
     ParallelFor(pool, (sizes.rhs_panels + kThinPanels - 1) / kThinPanels,
                 [&](int64_t task) { RunThinPanels(thin, task * kThinPanels); });

@@ -127,66 +127,49 @@ inline void DrawRest(Random& random, Case& test) {
   plan.scales = test.scales.get();
 }
 
-
-// An element, a rule and a type: what every drawing begins with.
-inline void Begin(Random& random, mx::QuantizePlan& plan) {
+// A random cast whose sizes `place` draws.
+template <class Place>
+Case DrawCase(uint64_t seed, const Place& place) {
+  Random random(seed);
+  Case test;
+  mx::QuantizePlan& plan = test.plan;
   plan.element = mx::Derive(mx_test::kFormats[random.Below(9)].facts);
   DrawRule(random, plan);
   plan.type = static_cast<FloatType>(random.Below(3));
-}
-
-// The rest, once the sizes are known.
-inline void End(Random& random, Case& test) {
-  mx::QuantizePlan& plan = test.plan;
+  place(random, plan);
   plan.blocks_per_row = mx::CeilDivide(plan.length, plan.block);
   test.size = plan.outer * std::max<int64_t>(plan.rows, 1) * plan.length * plan.inner;
   DrawValues(random, test);
   DrawRest(random, test);
+  return test;
 }
 
-inline Case Draw(uint64_t seed) {
-  Random random(seed);
-  Case test;
-  mx::QuantizePlan& plan = test.plan;
-  Begin(random, plan);
+// Rows or columns.
+inline void DrawPlace(Random& random, mx::QuantizePlan& plan) {
   plan.outer = 1 + random.Below(5);
   const bool rows = random.Below(2) == 0;
   plan.inner = rows ? 1 : 1 + random.Below(200);
   plan.block = DrawBlock(random);
   plan.length = random.Below(2) == 0 ? plan.block * (1 + random.Below(40) * 32 / plan.block)
                                      : 1 + random.Below(rows ? 1500 : 150);
-  End(random, test);
-  return test;
 }
 
-// The columns of an array: usually wide enough for whole tiles, and with usual blocks.
-inline Case DrawColumns(uint64_t seed) {
-  Random random(seed);
-  Case test;
-  mx::QuantizePlan& plan = test.plan;
-  Begin(random, plan);
+// Usually wide enough for whole tiles, and with usual blocks.
+inline void DrawColumns(Random& random, mx::QuantizePlan& plan) {
   plan.outer = 1 + random.Below(3);
   plan.inner = random.Below(3) == 0 ? 1 + random.Below(300) : 64 * (1 + random.Below(11));
   plan.block = random.Below(2) == 0 ? 32 : DrawBlock(random);
   plan.length = random.Below(2) == 0 ? 32 * (1 + random.Below(3)) : 1 + random.Below(100);
-  End(random, test);
-  return test;
 }
 
 // Two-dimensional blocks.
-inline Case DrawSquares(uint64_t seed) {
-  Random random(seed ^ 0x3333);
-  Case test;
-  mx::QuantizePlan& plan = test.plan;
-  Begin(random, plan);
+inline void DrawSquares(Random& random, mx::QuantizePlan& plan) {
   plan.outer = 1 + random.Below(3);
   plan.inner = 1;
   plan.rows = 1 + random.Below(80);
   plan.length = 1 + random.Below(200);
   plan.block_rows = random.Below(2) == 0 ? 16 : 1 + random.Below(40);
   plan.block = DrawBlock(random);
-  End(random, test);
-  return test;
 }
 
 // The same array along its rows, mostly in the same format.

@@ -133,7 +133,7 @@ bool CompareCodes(const Case& test, const Expected& expected) {
 // Both directions at once, in two parts.
 void CompareBoth(uint64_t seed, const mx::QuantizeKernels& quantize) {
   mx::KeepSubnormals environment;
-  const Case columns = mx_test::DrawColumns(seed);
+  const Case columns = mx_test::DrawCase(seed, mx_test::DrawColumns);
   const Case rows = mx_test::DrawRowsOf(columns, seed);
   const int64_t strips = columns.plan.outer * columns.plan.blocks_per_row *
                          mx::CeilDivide(columns.plan.inner, mx::StripColumns(rows.plan));
@@ -157,7 +157,7 @@ int64_t SquareOf(const mx::QuantizePlan& plan, int64_t index) {
 void CompareSquares(uint64_t seed, const mx::QuantizeKernels& quantize,
                     const mx::DequantizeKernels& dequantize) {
   mx::KeepSubnormals environment;
-  const Case test = mx_test::DrawSquares(seed);
+  const Case test = mx_test::DrawCase(seed ^ 0x3333, mx_test::DrawSquares);
   const mx::QuantizePlan& plan = test.plan;
   quantize.squares(plan, 0, test.num_scales / 2);
   quantize.squares(plan, test.num_scales / 2, test.num_scales);
@@ -186,7 +186,7 @@ void CompareSquares(uint64_t seed, const mx::QuantizeKernels& quantize,
 void Compare(uint64_t seed, const mx::QuantizeKernels& quantize,
              const mx::DequantizeKernels& dequantize) {
   mx::KeepSubnormals environment;
-  const Case test = mx_test::Draw(seed);
+  const Case test = mx_test::DrawCase(seed, mx_test::DrawPlace);
   const Expected expected = Plainly(test);
   Run(test.plan, quantize, seed);
   bool same = CompareCodes(test, expected);
@@ -216,7 +216,9 @@ int main(int argc, char** argv) {
     const mx::DequantizeKernels* dequantize = &mx::portable::kDequantize;
 #if MX_X86
     if (isa == mx::kAvx2) quantize = &mx::avx2::kQuantize, dequantize = &mx::avx2::kDequantize;
-    if (isa >= mx::kAvx512) quantize = &mx::avx512::kQuantize, dequantize = &mx::avx512::kDequantize;
+    if (isa >= mx::kAvx512) {
+      quantize = &mx::avx512::kQuantize, dequantize = &mx::avx512::kDequantize;
+    }
     if (isa > mx::kAvx512 && !mx::HasVbmi()) break;
     if (isa > mx::kAvx512) quantize = &mx::avx512_vbmi::kQuantize;
 #endif

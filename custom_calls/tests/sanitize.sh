@@ -14,12 +14,13 @@ for sanitizers in address,undefined thread; do
   build="$scratch/${sanitizers/,/-}"
   cmake -S . -B "$build" -DMX_JAX_TESTS=ON -DMX_JAX_SANITIZE="$sanitizers" \
     -DPython_EXECUTABLE="$(command -v "${1:-python3}")" >/dev/null
-  cmake --build "$build" --target codec_test cast_test thread_pool_test matmul_test subnormal_test \
-    attributes_test \
-    -j "${JOBS:-2}" >/dev/null
-  for test in codec_test attributes_test thread_pool_test subnormal_test "cast_test ${CAST_CASES:-100}" \
-    "matmul_test ${PRODUCT_CASES:-200}"; do
-    echo "$sanitizers: $test"
-    "$build"/tests/$test
+  cmake --build "$build" -j "${JOBS:-2}" >/dev/null
+  for source in tests/*_test.cc; do
+    test=$(basename "$source" .cc)
+    cases=()
+    [[ $test != cast_test ]] || cases=("${CAST_CASES:-100}")
+    [[ $test != matmul_test ]] || cases=("${PRODUCT_CASES:-200}")
+    echo "$sanitizers: $test ${cases[*]}"
+    "$build/tests/$test" "${cases[@]}"
   done
 done
