@@ -143,7 +143,6 @@ EINSUM = Kind(
         subscripts or layer.einsum_str, kernel
     ),
     kernel_ndim=lambda layer: len(layer.kernel_shape),
-    reads_stored=True,
 )
 CONV = Kind(
     linen=(Slot(nn.Conv, "conv_general_dilated", (None, lax.conv_general_dilated)),),

@@ -67,7 +67,6 @@ KIND = convert.Kind(
     shape=lambda layer, kernel, *call: (kernel[1], kernel[0] * kernel[2]),
     kernel=lambda layer: layer.heads,
     kernel_ndim=lambda layer: 3,
-    reads_stored=True,
 )
 
 
@@ -120,7 +119,7 @@ def test_registered_it_is_a_layer_like_any_other(model: Any):
 
 
 @pytest.mark.usefixtures("registered")
-def test_random_bits_stored_kernels_and_the_way_back():
+def test_random_bits_and_the_way_back():
     rule = Rule(".*", STOCHASTIC)
     variables, key = {"params": {"heads": WEIGHT}}, jax.random.key(3)
     first = convert.linen(Heads(), rule).apply(variables, X, rngs={"quantize": key})
@@ -131,9 +130,33 @@ def test_random_bits_stored_kernels_and_the_way_back():
     model = convert.nnx(NnxHeads(), rule, rngs=nnx.Rngs(quantize=0))
     assert np.any(model(X) != model(X)), "each use has a key of its own"
     assert convert.original(model).multiply is multiply_heads
+
+
+@pytest.mark.parametrize("reads_stored", [True, False])
+@pytest.mark.usefixtures("registered")
+def test_a_stored_kernel_that_no_rule_decides_about(reads_stored: bool):
+    """By a product in high precision that reads it, or by the layer's own with its values."""
+    made: list[str] = []
+
+    def operation(recipe: recipes.Recipe) -> Any:
+        made.append(recipe.name)
+        return KIND.operation(recipe)
+
+    convert.register(dataclasses.replace(KIND, operation=operation, reads_stored=reads_stored))
     stored = mx_jax.quantize(WEIGHT, "mxfp4", axis=1)
     kept = run(Heads(), Rule(".*", None), X, stored)
     np.testing.assert_allclose(kept, multiply_heads(X, stored.dequantize()), rtol=1e-5, atol=1e-5)
+    assert made == (["high_precision"] if reads_stored else [])
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_is_registered_last_is_asked_first():
+    """So Flax's own layers may be told anew."""
+    assert convert.report(nn.Dense(8), Rule(".*", RECIPE), X).num_converted == 1
+    convert.register(dataclasses.replace(kinds.DENSE, named_only=True))
+    only = "rule 0: only a rule with types={} converts it"
+    assert reason(nn.Dense(8), X) == only.format("Dense")
+    assert reason(nnx.Linear(64, 8, rngs=nnx.Rngs(0))) == only.format("Linear")
 
 
 @pytest.mark.usefixtures("registered")
