@@ -4,6 +4,7 @@ Source: OCP Microscaling Formats (MX) v1.0, section 5.4.1 (E8M0).
 """
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
@@ -110,6 +111,7 @@ F32_DIVISOR = dataclasses.replace(F32, name="f32_divisor", kind="divisor")
 SCALE_FORMATS: tuple[ScaleFormat, ...] = (E8M0, E4M3_SCALE, F32, F32_DIVISOR)
 
 
+@functools.cache
 def known_scale(scale: ScaleFormat) -> ScaleFormat | None:
     """The row of `SCALE_FORMATS` with the same facts, under whatever name, or None."""
     element = None if scale.element is None else known_element(scale.element)

@@ -51,9 +51,9 @@ class ScaleRule:
 
     def kernel_threshold(self, element: ElementFormat) -> int | None:
         """The threshold for an element, 1 to 2^23; None if that does not say everything."""
-        if self.threshold is None:
+        if not isinstance(self.scales, PowerOfTwo):
             return None
-        value = self.threshold(element)
+        value = self.scales.threshold(element)
         fits = isinstance(value, int | np.integer) and 1 <= value <= 1 << 23
         return int(value) if fits else None
 

@@ -272,9 +272,22 @@ def test_every_code_of_other_layouts():
         (dict(has_inf=True, num_reserved_codes=1), "needs 2 to 6 reserved codes"),
         (dict(has_negative_zero=False, num_reserved_codes=1), "needs 0 to 0 reserved codes"),
         (dict(bias=23), "got smallest_subnormal=.*, bias=23; choose another bias"),
-        (dict(bias=-15), "needs values from 2\\^-22 to below 2\\^17"),
+        (dict(bias=-14), "needs values from 2\\^-22 to below 2\\^17"),
     ],
 )
 def test_facts_that_make_no_format(facts: dict, message: str):
     with pytest.raises(ValueError, match=rf"^ElementFormat e2m1: .*{message}"):
         dataclasses.replace(E2M1, **facts)
+
+
+def test_the_ends_of_what_float32_holds():
+    """Under the smallest and the largest scale both ends are float32 numbers, or beyond them."""
+    for bias, end in ((22, 2.0**-149), (-13, np.inf)):
+        element = dataclasses.replace(E2M1, bias=bias)
+        byte, code = (0, 1) if bias > 0 else (254, element.max_code)
+        q = dataclasses.replace(
+            mx_jax.quantize(jnp.zeros(1), dataclasses.replace(MXFP5, element=element)),
+            codes=jnp.full(1, code, jnp.uint8),
+            scales=jnp.full(1, byte, jnp.uint8),
+        )
+        assert np.asarray(q.dequantize())[0] == np.float32(end)
