@@ -88,7 +88,7 @@ def test_what_cp_async_copies_is_one_piece(bits: int, monkeypatch: pytest.Monkey
     stored = decoder.storage
     codes = (8, 4096 // stored.group * stored.planes, ROWS, stored.words)
     arrays = codes, (8, 4096 // 2 // decoder.granularity, ROWS)
-    for _, tiles in MMA.tuned(bits).tiles:
+    for _, tiles in MMA.tuning_of(bits).tiles:
         sizes = program.DecodingProgram(
             decoder=decoder,
             tiles=tiles,

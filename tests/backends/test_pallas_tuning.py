@@ -38,7 +38,7 @@ HOPPER = Entry("sm90", "wgmma", 4)
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_tiles_are_possible(key: Key):
     _, kernel, bits = key
-    buckets = kernel.tuned(bits).tiles
+    buckets = kernel.tuning_of(bits).tiles
     limits = [limit for limit, _ in buckets]
     assert limits == sorted(limits) and limits[-1] == np.inf
     for limit, tiles in buckets:
@@ -96,7 +96,7 @@ def test_a_file_replaces_entries(tuned: Path):
 
 
 def test_every_entry_survives_its_file(tuned: Path):
-    every = {Entry(a.name, kernel.name, bits): kernel.tuned(bits) for a, kernel, bits in KEYS}
+    every = {Entry(a.name, kernel.name, bits): kernel.tuning_of(bits) for a, kernel, bits in KEYS}
     tuned.write_text(table.as_json(every))
     assert table.table() == every
 
@@ -111,7 +111,7 @@ def test_every_entry_survives_its_file(tuned: Path):
 )
 def test_a_file_of_before_kernels_had_names(name: str, entry: Entry, tuned: Path):
     (kernel,) = (k for a, k, bits in KEYS if (a.name, k.name, bits) == entry)
-    found = kernel.tuned(entry.bits)
+    found = kernel.tuning_of(entry.bits)
     tuned.write_text(table.as_json({entry: found}).replace(str(entry), name))
     assert table.table() == {entry: found}
 

@@ -3,6 +3,7 @@
 The contracts themselves are in pyproject.toml, under `tool.importlinter`.
 """
 
+import graphlib
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import grimp
 import pytest
 
 pytestmark = pytest.mark.one_python(reason="reads the import statements of the sources alone")
@@ -94,3 +96,24 @@ def test_copy_without_violation_passes(copy: Path):
 
 def test_every_contract_has_a_violation():
     assert {contract["id"] for contract in CONTRACTS} == {contract for contract, _, _ in VIOLATIONS}
+
+
+def circle(graph: grimp.ImportGraph) -> list[str]:
+    """Modules that import each other in turn, late imports included; none if there are none."""
+    imported = {m: graph.find_modules_directly_imported_by(m) for m in graph.modules}
+    try:
+        graphlib.TopologicalSorter(imported).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_imports_go_in_a_circle():
+    graph = grimp.build_graph("mx_jax", cache_dir=None)
+    assert circle(graph) == []
+    # Two modules of one layer, where no contract says which is the lower.
+    graph.add_import(
+        importer="mx_jax.backends.pallas_gpu.layouts.storage",
+        imported="mx_jax.backends.pallas_gpu.layouts.weights",
+    )
+    assert "mx_jax.backends.pallas_gpu.layouts.storage" in circle(graph)

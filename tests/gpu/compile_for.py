@@ -143,7 +143,7 @@ def compile_weights(gpu: Gpu, name: str) -> None:
     """bfloat16 by weights of a format."""
     kernel = gpu.architecture.decoding
     weights = shapes(PackedWeights.of, (1, N, K), FORMATS[name])
-    for _, tiles in kernel.tuned(storage(FORMATS[name].element).bits).tiles:
+    for _, tiles in kernel.tuning_of(storage(FORMATS[name].element).bits).tiles:
         for out_dtype in ("float32", "bfloat16"):
             x = jax.ShapeDtypeStruct((2 * tiles.m, K), jnp.bfloat16)
             product = functools.partial(
@@ -170,7 +170,7 @@ def compile_scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
 
     weights = shapes(functools.partial(lay_out, left=False), (N, K), FORMATS[rhs])
     kernel = gpu.architecture.kernel(FORMATS[lhs], FORMATS[rhs])
-    for limit, tiles in kernel.tuned(FORMATS[lhs].element.bits).tiles:
+    for limit, tiles in kernel.tuning_of(FORMATS[lhs].element.bits).tiles:
         rows = N if math.isinf(limit) else 8
         x = shapes(functools.partial(lay_out, left=True), (rows, K), FORMATS[lhs])
         for out_dtype in ("float32", "bfloat16"):

@@ -83,7 +83,7 @@ def compile_for(folder: Path, *arguments: str) -> list[str]:
     ],
 )
 def test_hopper(name: str, limit: float, tmp_path: Path):
-    table = WGMMA.tuned(bits_of(name)).tiles
+    table = WGMMA.tuning_of(bits_of(name)).tiles
     reports = compile_for(tmp_path, "sm_90a", name)
     assert len(reports) == 2 * len(table)
     for report in reports:
@@ -119,7 +119,7 @@ def test_hopper(name: str, limit: float, tmp_path: Path):
 def test_ampere_and_what_decodes_like_it(target: str, name: str, limit: float, tmp_path: Path):
     architecture = architecture_of(GPUS[target])
     assert architecture is not None
-    table = architecture.decoding.tuned(bits_of(name)).tiles
+    table = architecture.decoding.tuning_of(bits_of(name)).tiles
     reports = compile_for(tmp_path, target, name)
     assert len(reports) == 2 * len(table)
     for report in reports:
@@ -169,7 +169,7 @@ def test_dequantize(target: str, name: str, limit: float, tmp_path: Path):
 )
 def test_blackwell(target: str, lhs: str, rhs: str, kind: str, tmp_path: Path):
     reports = compile_for(tmp_path, target, lhs, rhs)
-    assert len(reports) == 2 * len(TCGEN05.tuned(4 if lhs.endswith("fp4") else 8).tiles)
+    assert len(reports) == 2 * len(TCGEN05.tuning_of(4 if lhs.endswith("fp4") else 8).tiles)
     for report in reports:
         assert f"for '{target}'" in report
     for path in tmp_path.glob("*.ptx"):

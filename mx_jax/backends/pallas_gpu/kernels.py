@@ -55,7 +55,7 @@ class Kernel:
     def __repr__(self) -> str:
         return self.name
 
-    def tuned(self, code_bits: int) -> Tuning:
+    def tuning_of(self, code_bits: int) -> Tuning:
         """Its own tiles and crossover."""
         return dict(self.tuning)[code_bits]
 

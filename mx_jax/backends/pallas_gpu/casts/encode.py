@@ -20,13 +20,14 @@ from jax import lax
 from mx_jax.backends.pallas_gpu.casts.pairs import Pairs
 from mx_jax.codecs import float32
 from mx_jax.codecs.scale import E8M0_NAN
-from mx_jax.formats import BlockFormat, ElementFormat
+from mx_jax.formats import E4M3, E5M2, BlockFormat, ElementFormat
+from mx_jax.formats.element import known_element
 
 # E8M0's largest scale, 2^127.
 _LARGEST_STORED = 254
 _MANTISSA_BITS = 23
 # What `cvt.rn.satfinite` writes, from compute capability 8.9 on.
-_CONVERTED = ("float8_e4m3fn", "float8_e5m2")
+_CONVERTED = (E4M3, E5M2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,7 @@ class Encoder:
     @property
     def _by_conversion(self) -> bool:
         """Whether one instruction encodes."""
-        return self.converts and self.format.element.dtype_name in _CONVERTED
+        return self.converts and known_element(self.format.element) in _CONVERTED
 
     @property
     def _nan_scale(self) -> int:

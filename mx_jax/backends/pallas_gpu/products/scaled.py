@@ -1,6 +1,5 @@
 """Products of two block-scaled operands, which a kernel takes as they are."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.backends.pallas_gpu.architecture import Architecture
-from mx_jax.backends.pallas_gpu.layouts.scaled import SCALE_ROWS, ScaledOperand
+from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
 from mx_jax.backends.pallas_gpu.tuning.plan import choose
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 
@@ -30,8 +29,6 @@ def multiply(
         tiles = choose(
             architecture, kernel, lhs.format.element.bits, batch=batch, m=rows, n=columns, k=k
         )
-    if columns % tiles.n:
-        tiles = dataclasses.replace(tiles, n=SCALE_ROWS)
     factors = [x.tensor_scale for x in (lhs, rhs) if x.tensor_scale is not None]
     once = tiles.splits == 1 and dtype == jnp.bfloat16 and not factors
     block = lhs.format.block[1]

@@ -44,7 +44,7 @@ Table = Mapping[Entry, Tuning]
 def tuned(architecture: Architecture, kernel: Kernel, code_bits: int) -> Tuning:
     """Tiles of a kernel on an architecture: of the file, if it has an entry, else its own."""
     found = table().get(Entry(architecture.name, kernel.name, code_bits))
-    return kernel.tuned(code_bits) if found is None else found
+    return kernel.tuning_of(code_bits) if found is None else found
 
 
 @functools.cache
