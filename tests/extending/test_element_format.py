@@ -1,6 +1,8 @@
 """FP5 of `fp5.py` everywhere that a format goes; nothing of mx_jax knows of it.
 
-What it must give is computed here from a table of its values, in fractions.
+Places to touch: one, that file (before: 12, for a row of the library's own; from outside, a dtype
+had to be made up and codes of five bits were packed wrongly). What it must give is computed here
+from a table of its values, in fractions.
 """
 
 import dataclasses
