@@ -73,7 +73,7 @@ def plain_cases(m: int, n: int, k: int) -> list[Case]:
 
 def operands(case: MatmulCase, data: str) -> tuple[Operand, Operand]:
     """Operands of a product: weights of a kind of `benchmarks.data`, activations always normal."""
-    values = draw("normal", case.call.lhs_shape, 1), draw(data, case.call.rhs_shape)
+    values = draw("normal", case.call.lhs.shape, 1), draw(data, case.call.rhs.shape)
     left, right = (
         jnp.asarray(x) if format is None else quantize(jnp.asarray(x), format, axis=-1)
         for x, format in zip(values, (case.lhs, case.rhs), strict=True)

@@ -20,16 +20,17 @@ from benchmarks import cores, environment, report
 from benchmarks.sqnr import all_recipes, operands, size
 from benchmarks.timing import Case, Samples, measure, ratio
 from mx_jax import recipes
+from mx_jax.axes import Axes, ProductAxes
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.canonical import Groups
-from mx_jax.ops.matmul import prepare_operands, quantized_matmul
+from mx_jax.ops.multiply import quantized_matmul
+from mx_jax.ops.operands import prepare_operands
 from mx_jax.recipes import MatmulSpec, Recipe
 
 CLOCKS = {"all": "wall", "one": "cpu"}
 FLOAT32, STEP, QUANTIZE, MULTIPLY = "float32", "step", "quantize", "dequantize and multiply"
 FLOAT = np.dtype(np.float32)
 # x is [m, k] and w is [k, n], as the layers hold them: no product needs a transposed copy.
-FORWARD = Groups(batch=0, m=1, n=1, k=1, rhs_k_first=True)
+FORWARD = ProductAxes(Axes.ordered(), Axes.ordered(k_first=True))
 
 
 def step_function(recipe: Recipe) -> Callable[..., Any]:
@@ -44,9 +45,9 @@ def step_function(recipe: Recipe) -> Callable[..., Any]:
     return step
 
 
-def products(recipe: Recipe) -> list[tuple[MatmulSpec, Groups, str]]:
-    """Spec, axis groups and operands of the three products, as the library runs them."""
-    (dlhs, g_first), (drhs, g_last) = FORWARD.grad_lhs(), FORWARD.grad_rhs()
+def products(recipe: Recipe) -> list[tuple[MatmulSpec, ProductAxes, str]]:
+    """Spec, axes and operands of the three products, as the library runs them."""
+    (dlhs, g_first), (drhs, g_last) = FORWARD.cotangent("lhs"), FORWARD.cotangent("rhs")
     assert g_first and not g_last
     return [
         (recipe.fwd, FORWARD, "xw"),
@@ -62,9 +63,9 @@ def quantize_function(recipe: Recipe) -> Callable[..., Any]:
     def quantize(x, w, g):
         arrays = {"x": x, "w": w, "g": g}
         prepared = []
-        for spec, groups, (lhs, rhs) in products(recipe):
+        for spec, axes, (lhs, rhs) in products(recipe):
             key = jax.random.key(7) if spec.is_stochastic else None
-            prepared.append(prepare_operands(arrays[lhs], arrays[rhs], spec, groups, key))
+            prepared.append(prepare_operands(arrays[lhs], arrays[rhs], spec, axes, key))
         return prepared
 
     return quantize
@@ -76,9 +77,9 @@ def multiply_function(recipe: Recipe) -> Callable[..., Any]:
     @jax.jit
     def multiply(prepared):
         found = []
-        for (spec, groups, _), (lhs, rhs) in zip(products(recipe), prepared, strict=True):
+        for (spec, axes, _), (lhs, rhs) in zip(products(recipe), prepared, strict=True):
             done = dataclasses.replace(spec, lhs=None, rhs=None, transform=None)
-            found.append(quantized_matmul(lhs, rhs, done, groups, FLOAT, None, None))
+            found.append(quantized_matmul(lhs, rhs, done, axes, FLOAT))
         return found
 
     return multiply

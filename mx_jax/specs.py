@@ -9,6 +9,7 @@ import enum
 import math
 from typing import Any
 
+from mx_jax.axes import Side
 from mx_jax.codecs.rounding import Rounding, rounding_mode
 from mx_jax.formats import BlockFormat, block_format
 from mx_jax.reference.hadamard import Hadamard
@@ -175,16 +176,11 @@ class MatmulSpec:
     @property
     def unscale(self) -> float:
         """What takes the prescales of two operands quantized here out of the product again."""
-        return unscale(self.lhs, self.rhs)
+        return 1.0 / math.prod(own.prescale for own in (self.lhs, self.rhs) if own is not None)
 
     def __str__(self) -> str:
         transform = f" after {self.transform}" if self.transform else ""
         return f"{self.lhs or 'high precision'} x {self.rhs or 'high precision'}{transform}"
-
-
-def unscale(*specs: OperandSpec | None) -> float:
-    """What takes the prescales of operands that a product quantizes out of it again."""
-    return 1.0 / math.prod(spec.prescale for spec in specs if spec is not None)
 
 
 class Residuals(enum.Enum):
@@ -243,6 +239,10 @@ class MatmulRecipe:
                 f"backward products, but fwd ({self.fwd}) transforms or prescales what it "
                 "quantizes; use residuals=PRIMAL"
             )
+
+    def gradient(self, side: Side) -> MatmulSpec:
+        """The product that gives an operand's cotangent."""
+        return self.dlhs if side == "lhs" else self.drhs
 
     @property
     def is_high_precision(self) -> bool:

@@ -1,21 +1,58 @@
 """What selection sees of a call and of the machine, and what a backend has to answer."""
 
 import dataclasses
-from typing import Any, Literal, Protocol
+import math
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.target import Target as Target
 from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.invariants import varying_axes
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.packed import PackedMXArray
+from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.scale_rules import ScaleRule
 
 Operand = jax.Array | MXArray
 AnyOperand = Operand | PackedMXArray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperandType:
+    """What selection sees of one operand of a product.
+
+    Attributes:
+      shape: logical shape.
+      axes: which of its axes are batch, kept and contracted; in a product, in canonical order.
+      format: block format; None for high precision.
+      dtype: dtype in high precision; None if the operand is quantized, or if it is not known.
+      scale_axes: axes whose positions have tensor scales of their own.
+    """
+
+    shape: tuple[int, ...]
+    axes: Axes
+    format: BlockFormat | None = None
+    dtype: np.dtype | None = None
+    scale_axes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, operand: AnyOperand, axes: Axes) -> "OperandType":
+        """The type of an array; packed weights had their tensor scales looked at before."""
+        if not isinstance(operand, Quantized):
+            return cls(shape=operand.shape, axes=axes, dtype=np.dtype(operand.dtype))
+        scale = operand.tensor_scale if isinstance(operand, MXArray) else None
+        return cls(
+            shape=operand.shape, axes=axes, format=operand.format, scale_axes=varying_axes(scale)
+        )
+
+    @property
+    def rows(self) -> int:
+        """Of the matrix that a product sees: the size of the kept axes."""
+        return math.prod(self.shape[axis] for axis in self.axes.kept)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,18 +64,8 @@ class MatmulCall:
     the contracting group.
 
     Attributes:
-      lhs_shape: shape of the left operand.
-      rhs_shape: shape of the right operand.
-      num_batch: how many leading axes are batch axes.
-      num_contracting: how many axes are contracted.
-      lhs_k_first: whether lhs is `[*batch, *k, *m]`.
-      rhs_k_first: whether rhs is `[*batch, *k, *n]`.
-      lhs_format: block format of the left operand, None for high precision.
-      rhs_format: block format of the right operand, None for high precision.
-      lhs_dtype: dtype of a left operand in high precision; None if it is quantized, or unknown.
-      rhs_dtype: likewise, of the right operand.
-      lhs_scale_axes: axes of the left operand whose positions have tensor scales of their own.
-      rhs_scale_axes: likewise, of the right operand.
+      lhs: the left operand.
+      rhs: the right operand.
       out_dtype: dtype of the product.
       precision: what `jax.lax.dot_general` takes, for high-precision operands.
       fast_accumulation: whether a native kernel may add in lower precision.
@@ -46,36 +73,27 @@ class MatmulCall:
         explicit axes, else None.
     """
 
-    lhs_shape: tuple[int, ...]
-    rhs_shape: tuple[int, ...]
-    num_batch: int
-    num_contracting: int
-    lhs_format: BlockFormat | None
-    rhs_format: BlockFormat | None
+    lhs: OperandType
+    rhs: OperandType
     out_dtype: np.dtype
     precision: Any = None
     fast_accumulation: bool = False
     out_sharding: Any = None
-    lhs_k_first: bool = False
-    rhs_k_first: bool = False
-    lhs_dtype: np.dtype | None = None
-    rhs_dtype: np.dtype | None = None
-    lhs_scale_axes: tuple[int, ...] = ()
-    rhs_scale_axes: tuple[int, ...] = ()
+
+    @property
+    def sides(self) -> tuple[tuple[Side, OperandType], ...]:
+        """Both operands with their names."""
+        return ("lhs", self.lhs), ("rhs", self.rhs)
+
+    @property
+    def num_batch(self) -> int:
+        """How many leading axes are batch axes."""
+        return len(self.lhs.axes.batch)
 
     @property
     def dimension_numbers(self) -> jax.lax.DotDimensionNumbers:
         """Dimension numbers of `jax.lax.dot_general` for this order."""
-        batch = tuple(range(self.num_batch))
-        return (self.contracting_axes("lhs"), self.contracting_axes("rhs")), (batch, batch)
-
-    def contracting_axes(self, side: Literal["lhs", "rhs"]) -> tuple[int, ...]:
-        """Axes of one operand that are contracted."""
-        left = side == "lhs"
-        first = self.lhs_k_first if left else self.rhs_k_first
-        ndim = len(self.lhs_shape if left else self.rhs_shape)
-        start = self.num_batch if first else ndim - self.num_contracting
-        return tuple(range(start, start + self.num_contracting))
+        return ProductAxes(self.lhs.axes, self.rhs.axes).dimension_numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,46 +156,33 @@ class PackCall:
     """Weights to be laid out once, for products in which they are rhs.
 
     Attributes:
-      shape: logical shape.
-      format: block format.
+      weights: their type; the axes may lie in any order.
       blocks: axes from the end with block sizes.
-      num_batch: how many leading axes are batch axes of the products.
-      contracting: the axes that the products contract, in ascending order.
       lhs_format: block format of the activations; None for high precision, or if it is not known.
-      scale_axes: axes whose positions have tensor scales of their own.
     """
 
-    shape: tuple[int, ...]
-    format: BlockFormat
+    weights: OperandType
     blocks: Blocks
-    num_batch: int
-    contracting: tuple[int, ...]
     lhs_format: BlockFormat | None = None
-    scale_axes: tuple[int, ...] = ()
 
     @property
-    def kept(self) -> tuple[int, ...]:
-        """The axes that stay."""
-        axes = range(self.num_batch, len(self.shape))
-        return tuple(axis for axis in axes if axis not in self.contracting)
-
-    @property
-    def k_first(self) -> bool:
-        """Whether the contracted axes come before all kept ones."""
-        axes = range(self.num_batch, self.num_batch + len(self.contracting))
-        return self.contracting == tuple(axes) and bool(self.kept)
+    def format(self) -> BlockFormat:
+        """The weights' block format."""
+        assert self.weights.format is not None, self
+        return self.weights.format
 
     def rejects_layout(self) -> str | None:
         """Why the axes make no matrices `[n, k]` with blocks along k, or None."""
         if len(self.blocks) != 1:
             return f"packs blocks along one axis, got blocks={self.blocks}"
         ((axis, block),) = self.blocks
-        k = self.contracting
-        if not self.kept or axis % len(self.shape) != k[-1]:
+        shape, axes = self.weights.shape, self.weights.axes
+        k = axes.contracting
+        if not axes.kept or axis % axes.ndim != k[-1]:
             return f"packs blocks along the last contracted axis, got {self}"
-        if not self.k_first and (*self.kept, *k) != tuple(range(self.num_batch, len(self.shape))):
+        if not axes.is_canonical:
             return f"packs contracted axes before or after all kept ones, got {self}"
-        if isinstance(block, int) and len(k) > 1 and self.shape[k[-1]] % block:
+        if isinstance(block, int) and len(k) > 1 and shape[k[-1]] % block:
             return f"needs whole blocks along the last of several contracted axes, got {self}"
         return None
 
@@ -187,13 +192,18 @@ Call = MatmulCall | QuantizeCall | QuantizeBothCall | DequantizeCall | PackCall
 
 def rejects_symbolic(call: Call) -> str | None:
     """Why a kernel of constant sizes does not take a call whose sizes `jax.export` leaves open."""
-    calls = (call.first, call.second) if isinstance(call, QuantizeBothCall) else (call,)
-    for each in calls:
-        both = isinstance(each, MatmulCall)
-        for shape in (each.lhs_shape, each.rhs_shape) if both else (each.shape,):
-            if not all(isinstance(size, int) for size in shape):
-                return f"needs constant sizes, got shape={shape}"
+    for shape in _shapes(call):
+        if not all(isinstance(size, int) for size in shape):
+            return f"needs constant sizes, got shape={shape}"
     return None
+
+
+def _shapes(call: Call) -> tuple[tuple[int, ...], ...]:
+    if isinstance(call, MatmulCall):
+        return call.lhs.shape, call.rhs.shape
+    if isinstance(call, QuantizeBothCall):
+        return (call.first.shape,)
+    return (call.weights.shape if isinstance(call, PackCall) else call.shape,)
 
 
 class Backend(Protocol):

@@ -56,10 +56,10 @@ class CudnnBackend(ProductsOnly):
 
     def scaled_matmul(self, lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         """One product of a batch of matrices; tensor scales multiply its float32 sums."""
-        left, m = as_matrices(lhs, call.num_batch, call.contracting_axes("lhs"))
-        right, n = as_matrices(rhs, call.num_batch, call.contracting_axes("rhs"))
+        left, m = as_matrices(lhs, call.lhs.axes)
+        right, n = as_matrices(rhs, call.rhs.axes)
         assert isinstance(left, MXArray) and isinstance(right, MXArray)
-        shape = (*call.lhs_shape[: call.num_batch], *m, *n)
+        shape = (*call.lhs.shape[: call.num_batch], *m, *n)
         if 0 in (*left.shape, *right.shape):
             return jnp.zeros(shape, call.out_dtype)
         left, right = _whole_tiles(left), _whole_tiles(right)
@@ -80,7 +80,7 @@ def _rejects_product(call: MatmulCall) -> str | None:
     reason = rejects_scale_axes(call, batch=False)
     if reason is not None:
         return reason
-    given = call.lhs_format, call.rhs_format
+    given = call.lhs.format, call.rhs.format
     if given not in PAIRS:
         names = " by ".join("high precision" if f is None else f.name for f in given)
         return f"cuDNN multiplies MXFP8, but not E5M2 by E5M2, and NVFP4, got {names}"

@@ -38,7 +38,7 @@ class XlaBackend(ProductsOnly):
                 )
         elif target.platform != "rocm":
             return f"XLA has no native float8 dot on platform={target.platform}"
-        return _rejects_format("lhs", call.lhs_format) or _rejects_format("rhs", call.rhs_format)
+        return _rejects_format("lhs", call.lhs.format) or _rejects_format("rhs", call.rhs.format)
 
     def scaled_matmul(self, lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         """The dot of the codes over the scales of the kept axes."""
@@ -53,8 +53,8 @@ class XlaBackend(ProductsOnly):
             preferred_element_type=jnp.float32,
             out_sharding=call.out_sharding,
         )
-        left = _kept_factors(lhs, call.contracting_axes("lhs"))
-        right = _kept_factors(rhs, call.contracting_axes("rhs"))
+        left = _kept_factors(lhs, call.lhs.axes.contracting)
+        right = _kept_factors(rhs, call.rhs.axes.contracting)
         num_m, num_n = (side.ndim - call.num_batch for side in (left, right))
         left = jnp.expand_dims(left, tuple(range(left.ndim, left.ndim + num_n)))
         right = jnp.expand_dims(right, tuple(range(call.num_batch, call.num_batch + num_m)))

@@ -11,6 +11,7 @@ from mx_jax.backends.base import (
     Call,
     DequantizeCall,
     MatmulCall,
+    OperandType,
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
@@ -146,18 +147,16 @@ def _machine(target: Target) -> str:
     return f"on platform={target.platform}{shown}, num_devices={target.num_devices}"
 
 
+def _operand(own: OperandType) -> str:
+    return f"{own.dtype if own.format is None else own.format.name} {list(own.shape)}"
+
+
 def _work(call: Call) -> str:
     """A call in words; shapes and axes as the arrays lie."""
     match call:
         case MatmulCall():
-            lhs, rhs = (
-                f"{dtype if format is None else format.name} {list(shape)}"
-                for format, dtype, shape in (
-                    (call.lhs_format, call.lhs_dtype, call.lhs_shape),
-                    (call.rhs_format, call.rhs_dtype, call.rhs_shape),
-                )
-            )
-            left, right = (list(call.contracting_axes(side)) for side in ("lhs", "rhs"))
+            lhs, rhs = (_operand(own) for _, own in call.sides)
+            left, right = (list(own.axes.contracting) for _, own in call.sides)
             return f"product {lhs} x {rhs} over axes {left} and {right}, to {call.out_dtype}"
         case QuantizeCall():
             how = f"{call.format.name} ({call.scale_rule.name}, {call.rounding.name})"
@@ -168,4 +167,5 @@ def _work(call: Call) -> str:
         case DequantizeCall():
             return f"dequantize {call.format.name} {list(call.shape)} to {call.dtype}"
         case PackCall():
-            return f"pack {call.format.name} {list(call.shape)} for axes {list(call.contracting)}"
+            axes = list(call.weights.axes.contracting)
+            return f"pack {_operand(call.weights)} for axes {axes}"

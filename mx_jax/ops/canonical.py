@@ -7,90 +7,22 @@ axes would cost an all-gather. An operand whose groups only stand in the other o
 quantizing a transposed copy costs XLA several times what quantizing along the other axis does.
 """
 
-import dataclasses
 from typing import Any
 
-import jax
 from jax import lax
 
+from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends.base import AnyOperand
 from mx_jax.packed import Quantized
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Groups:
-    """How many axes each group of a product has, and in which order the operands hold them.
-
-    Attributes:
-      batch: batch axes, first in both operands.
-      m: kept axes of lhs.
-      n: kept axes of rhs.
-      k: contracting axes.
-      lhs_k_first: whether lhs is `[*batch, *k, *m]` rather than `[*batch, *m, *k]`.
-      rhs_k_first: whether rhs is `[*batch, *k, *n]` rather than `[*batch, *n, *k]`.
-    """
-
-    batch: int
-    m: int
-    n: int
-    k: int
-    lhs_k_first: bool = False
-    rhs_k_first: bool = False
-
-    def filled(self) -> "Groups":
-        """The groups of the canonical operands, where no kept group is empty."""
-        return dataclasses.replace(self, m=max(self.m, 1), n=max(self.n, 1))
-
-    def grad_lhs(self) -> tuple["Groups", bool]:
-        """Groups of the product that gives lhs's cotangent, in lhs's own order.
-
-        With g `[*batch, *m, *n]`: g by rhs if lhs holds m first, rhs by g if it holds k first.
-
-        Returns:
-          The groups, and whether g is the left operand.
-        """
-        rhs_n_first = not self.rhs_k_first
-        if self.lhs_k_first:
-            return Groups(
-                batch=self.batch, m=self.k, n=self.m, k=self.n, lhs_k_first=rhs_n_first
-            ), False
-        return Groups(batch=self.batch, m=self.m, n=self.k, k=self.n, rhs_k_first=rhs_n_first), True
-
-    def grad_rhs(self) -> tuple["Groups", bool]:
-        """Groups of the product that gives rhs's cotangent, in rhs's own order.
-
-        With g `[*batch, *m, *n]`: lhs by g if rhs holds k first, g by lhs if it holds n first.
-
-        Returns:
-          The groups, and whether g is the left operand.
-        """
-        lhs_m_first = not self.lhs_k_first
-        if self.rhs_k_first:
-            return Groups(
-                batch=self.batch,
-                m=self.k,
-                n=self.n,
-                k=self.m,
-                lhs_k_first=lhs_m_first,
-                rhs_k_first=True,
-            ), False
-        return Groups(
-            batch=self.batch,
-            m=self.n,
-            n=self.k,
-            k=self.m,
-            lhs_k_first=True,
-            rhs_k_first=lhs_m_first,
-        ), True
-
-
 def canonicalize(
     lhs: AnyOperand, rhs: AnyOperand, dimension_numbers: lax.DotDimensionNumbers
-) -> tuple[AnyOperand, AnyOperand, Groups]:
+) -> tuple[AnyOperand, AnyOperand, ProductAxes, tuple[int, ...]]:
     """Bring both operands into canonical order, transposing only what needs it.
 
     An operand without kept axes gets one of length one, so that every backward product has an axis
-    to contract; `restore` takes it out of the product again.
+    to contract; it comes out of the product again.
 
     Args:
       lhs: values or MXArray.
@@ -98,7 +30,8 @@ def canonicalize(
       dimension_numbers: as `jax.lax.dot_general` takes them; negative axes are allowed.
 
     Returns:
-      The operands in canonical order and the sizes of the groups.
+      The operands in canonical order, their axes, and the axes of the product that have length one
+      because an operand had no kept axes: `jax.lax.squeeze` takes them out.
 
     Raises:
       ValueError: contracting or batch sizes that differ, repeated or out-of-range axes, or an
@@ -107,17 +40,11 @@ def canonicalize(
     (lhs_k, rhs_k), (lhs_b, rhs_b) = check_dimension_numbers(lhs, rhs, dimension_numbers)
     assert lhs_k, "nothing to lay blocks along: dot_general leaves it to XLA"
     lhs_m, rhs_n = _kept(lhs, lhs_k, lhs_b, "lhs"), _kept(rhs, rhs_k, rhs_b, "rhs")
-    lhs, lhs_k_first = _arrange(lhs, lhs_b, lhs_m, lhs_k, "lhs")
-    rhs, rhs_k_first = _arrange(rhs, rhs_b, rhs_n, rhs_k, "rhs")
-    groups = Groups(
-        batch=len(lhs_b),
-        m=len(lhs_m),
-        n=len(rhs_n),
-        k=len(lhs_k),
-        lhs_k_first=lhs_k_first,
-        rhs_k_first=rhs_k_first,
-    )
-    return lhs, rhs, groups
+    lhs, left = _arrange(lhs, Axes(lhs_b, lhs_m, lhs_k), "lhs")
+    rhs, right = _arrange(rhs, Axes(rhs_b, rhs_n, rhs_k), "rhs")
+    first_n = len(lhs_b) + len(left.kept)
+    empty = (len(lhs_b),) * (not lhs_m) + (first_n,) * (not rhs_n)
+    return lhs, rhs, ProductAxes(left, right), empty
 
 
 def check_dimension_numbers(
@@ -134,13 +61,6 @@ def check_dimension_numbers(
     _check_pairs("contracting", lhs, rhs, lhs_k, rhs_k)
     _check_pairs("batch", lhs, rhs, lhs_b, rhs_b)
     return (lhs_k, rhs_k), (lhs_b, rhs_b)
-
-
-def restore(product: jax.Array, groups: Groups) -> jax.Array:
-    """Drop the axes of length one that `canonicalize` gave to empty groups."""
-    drop = [groups.batch] * (not groups.m)
-    drop += [groups.batch + max(groups.m, 1)] * (not groups.n)
-    return lax.squeeze(product, drop) if drop else product
 
 
 def _axes(axes: Any, operand: AnyOperand, side: str) -> tuple[int, ...]:
@@ -182,28 +102,22 @@ def _kept(
     return tuple(axis for axis in range(operand.ndim) if axis not in used)
 
 
-def _arrange(
-    operand: AnyOperand,
-    batch: tuple[int, ...],
-    kept: tuple[int, ...],
-    contracting: tuple[int, ...],
-    side: str,
-) -> tuple[AnyOperand, bool]:
+def _arrange(operand: AnyOperand, axes: Axes, side: str) -> tuple[AnyOperand, Axes]:
     """The operand as `[*batch, *kept, *k]`, or `[*batch, *k, *kept]` if it is that already."""
     if isinstance(operand, Quantized):
-        _check_blocks(operand, contracting[-1], side)
-    as_it_is = tuple(range(operand.ndim))
-    if kept and (*batch, *contracting, *kept) == as_it_is:
-        return operand, True
-    order = (*batch, *kept, *contracting)
-    if order != as_it_is:
+        check_blocks(operand, axes.contracting[-1], side)
+    batch, kept, k = (len(group) for group in (axes.batch, axes.kept, axes.contracting))
+    if axes.is_canonical and kept:
+        return operand, axes
+    order = (*axes.batch, *axes.kept, *axes.contracting)
+    if order != tuple(range(axes.ndim)):
         operand = operand.transpose(order)
     if not kept:
-        operand = operand[(slice(None),) * len(batch) + (None,)]
-    return operand, False
+        operand = operand[(slice(None),) * batch + (None,)]
+    return operand, Axes.ordered(batch=batch, kept=max(kept, 1), contracting=k)
 
 
-def _check_blocks(operand: Quantized, wanted: int, side: str) -> None:
+def check_blocks(operand: Quantized, wanted: int, side: str) -> None:
     """An MXArray's scales can leave the sum only if its blocks lie along the contracting axis."""
     blocked = [axis % operand.ndim for axis, _ in operand.blocks]
     if wanted not in blocked:

@@ -1,26 +1,55 @@
 """Gradients of a clipping cast: nothing passes where the forward product saturated."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mx_jax.codecs.blocks import Blocks
+from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.backends.base import AnyOperand
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import ElementFormat
-from mx_jax.ops.matmul import prescaled
+from mx_jax.ops.keys import product_key
+from mx_jax.ops.operands import Key, operand_keys, prescaled
 from mx_jax.ops.quantize import quantize_operand
+from mx_jax.packed import Quantized
 from mx_jax.reference import hadamard
-from mx_jax.specs import OperandSpec
+from mx_jax.specs import MatmulRecipe, OperandSpec
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def mask_clipped(
-    cotangent: jax.Array,
-    operand: jax.Array,
-    spec: OperandSpec,
-    blocks: Blocks,
-    signs: jax.Array | None,
-    axis: int,
+    recipe: MatmulRecipe,
+    side: Side,
+    axes: ProductAxes,
+    bar: jax.Array,
+    operand: AnyOperand,
+    key: Key,
+) -> jax.Array:
+    """An operand's cotangent without what the forward product clipped, if the recipe says so.
+
+    Args:
+      recipe: of the product.
+      side: which operand.
+      axes: of the forward product.
+      bar: the cotangent.
+      operand: as it came to the forward product; codes have nothing clipped.
+      key: of the product.
+    """
+    fwd = recipe.fwd
+    spec, own = (fwd.lhs, axes.lhs) if side == "lhs" else (fwd.rhs, axes.rhs)
+    if not recipe.mask_clipped or spec is None or isinstance(operand, Quantized):
+        return bar
+    signs = None
+    if fwd.transform is not None:
+        signs = hadamard.draw_signs(fwd.transform, operand_keys(product_key(recipe, "fwd", key))[2])
+    return _without_clipped(bar, operand, spec, own, signs)
+
+
+def _without_clipped(
+    cotangent: jax.Array, operand: jax.Array, spec: OperandSpec, axes: Axes, signs: Any
 ) -> jax.Array:
     """The operand's cotangent without what belongs to clipped values.
 
@@ -30,13 +59,13 @@ def mask_clipped(
       cotangent: of the operand, in its shape.
       operand: as it came to the forward product.
       spec: how the forward product quantized it.
-      blocks: its blocks there.
+      axes: of the operand there: the transform and the blocks lie along its last contracted one.
       signs: of the forward's transform, or None without one.
-      axis: the axis that the transform and the blocks lie along.
 
     Returns:
       A cotangent like the given one.
     """
+    axis, blocks = axes.block_axis, axes.blocks(spec.format)
     values = operand if signs is None else hadamard.apply(operand, signs, axis)
     values = prescaled(values, spec)
     # Scales are deterministic, and what lies beyond the largest code saturates however it is

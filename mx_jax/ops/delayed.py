@@ -4,6 +4,7 @@ The state is explicit. Its "gradient" is its next value, as Flax's `overwrite_wi
 collection wants it: a training step writes it back instead of handing it to the optimizer.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -12,14 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mx_jax.codecs.explicit_axes import explicit_sharding
+from mx_jax.axes import ProductAxes, Side
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import encode_scaled, true_divide
 from mx_jax.formats import F32, WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.canonical import Groups, canonicalize, restore
-from mx_jax.ops.matmul import quantized_matmul
-from mx_jax.ops.varying import max_like, sum_like
+from mx_jax.ops.canonical import canonicalize
+from mx_jax.ops.multiply import quantized_matmul
+from mx_jax.ops.product import Bar, differentiable
+from mx_jax.ops.varying import max_like
 from mx_jax.specs import MatmulSpec
 
 _AS_THEY_ARE = MatmulSpec(lhs=None, rhs=None)
@@ -69,15 +71,6 @@ class Scaling(NamedTuple):
 MAX = Scaling()
 
 
-class _Static(NamedTuple):
-    elements: Elements
-    scaling: Scaling
-    groups: Groups
-    lhs_dtype: np.dtype
-    rhs_dtype: np.dtype
-    out_dtype: np.dtype
-
-
 def delayed_dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -122,11 +115,12 @@ def chained_dot_general(
     They are equal to the given ones. But autodiff adds up what several products say of one state,
     and along this chain each hands on the larger of its own amaxes and its successors'.
     """
-    dtypes = (np.dtype(lhs.dtype), np.dtype(rhs.dtype), np.dtype(out_dtype))
-    lhs_, rhs_, groups = canonicalize(lhs, rhs, dimension_numbers)
-    static = _Static(elements, scaling, groups.filled(), *dtypes)
-    result: Any = _product(static, lhs_, rhs_, states)
-    return restore(result[0], groups), result[1]
+    lhs, rhs, axes, empty = canonicalize(lhs, rhs, dimension_numbers)  # pyright: ignore
+    product = DelayedProduct(
+        elements=elements, scaling=scaling, axes=axes, out_dtype=np.dtype(out_dtype)
+    )
+    result, states = differentiable(product, lhs, rhs, states)
+    return lax.squeeze(result, empty), states
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -181,41 +175,66 @@ def _quantize(x: jax.Array, scale: jax.Array, element: ElementFormat) -> MXArray
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(
-    static: _Static, lhs: Any, rhs: Any, states: DelayedStates
-) -> tuple[jax.Array, DelayedStates]:
-    return _product_fwd(static, lhs, rhs, states)[0]
+class _Saved(NamedTuple):
+    """The states before the step, and the operands' next ones."""
+
+    states: DelayedStates
+    lhs: DelayedState
+    rhs: DelayedState
 
 
-def _product_fwd(static, lhs, rhs, states):
-    new_lhs = next_state(lhs, states.lhs, static.elements.lhs, static.scaling)
-    new_rhs = next_state(rhs, states.rhs, static.elements.rhs, static.scaling)
-    lhs = _quantize(lhs, new_lhs.scale, static.elements.lhs)
-    rhs = _quantize(rhs, new_rhs.scale, static.elements.rhs)
-    out = quantized_matmul(lhs, rhs, _AS_THEY_ARE, static.groups, static.out_dtype, None, None)
-    return (out, states), (lhs, rhs, new_lhs, new_rhs, states)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DelayedProduct:
+    """A product of operands with scales of their states, and the states again.
 
+    Attributes:
+      elements: float8 formats of the three tensors.
+      scaling: how a history becomes a scale.
+      axes: of both operands, in canonical order.
+      out_dtype: dtype of the product.
+    """
 
-def _product_bwd(static, saved, bars):
-    lhs, rhs, new_lhs, new_rhs, states = saved
-    g, later = bars
-    new_g = next_state(g, states.cotangent, static.elements.cotangent, static.scaling)
-    g = _quantize(g, new_g.scale, static.elements.cotangent)
-    # One scale a tensor holds along any axis: the forward's codes serve both gradients.
-    lhs_bar = _gradient(static.groups.grad_lhs(), g, rhs, static.lhs_dtype, lhs)
-    rhs_bar = _gradient(static.groups.grad_rhs(), g, lhs, static.rhs_dtype, rhs)
-    state_bars = map(_next_bar, (new_lhs, new_rhs, new_g), later, states)
-    return sum_like(lhs_bar, lhs), sum_like(rhs_bar, rhs), DelayedStates(*state_bars)
+    elements: Elements
+    scaling: Scaling
+    axes: ProductAxes
+    out_dtype: np.dtype
 
+    def forward(self, lhs: Any, rhs: Any, extra: DelayedStates) -> tuple[Any, DelayedStates]:
+        """The product, of operands quantized here unless `keep` did it."""
+        if not isinstance(lhs, MXArray):
+            lhs, rhs, _ = self.keep(lhs, rhs, extra)
+        return quantized_matmul(lhs, rhs, _AS_THEY_ARE, self.axes, self.out_dtype), extra
 
-_product.defvjp(_product_fwd, _product_bwd)
+    def keep(self, lhs: Any, rhs: Any, extra: DelayedStates) -> tuple[MXArray, MXArray, _Saved]:
+        """Both operands quantized, and the states."""
+        lhs, new_lhs = self._quantize(lhs, extra.lhs, self.elements.lhs)
+        rhs, new_rhs = self._quantize(rhs, extra.rhs, self.elements.rhs)
+        return lhs, rhs, _Saved(extra, new_lhs, new_rhs)
 
+    def cotangents(self, g: Any, saved: _Saved, both: bool) -> tuple[Any, DelayedStates]:
+        """g quantized once, for one scale a tensor holds along any axis; and the next states."""
+        del both
+        (g, later), states = g, saved.states
+        g, new_g = self._quantize(g, states.cotangent, self.elements.cotangent)
+        news = (saved.lhs, saved.rhs, new_g)
+        return (g, g), DelayedStates(*map(_next_bar, news, later, states))
 
-def _gradient(
-    order: tuple[Groups, bool], g: MXArray, other: MXArray, dtype: np.dtype, like: MXArray
-) -> jax.Array:
-    groups, g_is_lhs = order
-    operands = (g, other) if g_is_lhs else (other, g)
-    sharding = explicit_sharding(like.codes)
-    return quantized_matmul(*operands, _AS_THEY_ARE, groups, dtype, None, None, sharding)
+    def gradient(self, side: Side, g: MXArray, other: Any, bar: Bar, saved: _Saved) -> jax.Array:
+        """The forward's codes serve both gradients."""
+        del saved
+        axes, g_is_lhs = self.axes.cotangent(side)
+        left, right = (g, other) if g_is_lhs else (other, g)
+        return quantized_matmul(
+            left, right, _AS_THEY_ARE, axes, bar.dtype, out_sharding=bar.out_sharding
+        )
+
+    def masked(self, side: Side, bar: jax.Array, own: Any, saved: _Saved) -> jax.Array:
+        """The cotangent as it is: what the next step's scale is for is not masked."""
+        del side, own, saved
+        return bar
+
+    def _quantize(
+        self, x: jax.Array, state: DelayedState, element: ElementFormat
+    ) -> tuple[MXArray, DelayedState]:
+        new = next_state(x, state, element, self.scaling)
+        return _quantize(x, new.scale, element), new

@@ -10,10 +10,11 @@ from jax import lax
 
 from mx_jax.backends.base import AnyOperand
 from mx_jax.ops.arguments import as_operand, check_depth, check_out_dtype, goes_to_lax
-from mx_jax.ops.canonical import canonicalize, check_dimension_numbers, restore
+from mx_jax.ops.canonical import canonicalize, check_dimension_numbers
+from mx_jax.ops.dense import DenseProduct
 from mx_jax.ops.explicit_axes import canonical_sharding
-from mx_jax.ops.gradients import differentiable_matmul
 from mx_jax.ops.keys import check_matmul_key
+from mx_jax.ops.product import differentiable
 from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.ops.unpacking import packed_for
 from mx_jax.packed import Quantized, unpacked
@@ -87,12 +88,15 @@ def dot_general(
         else preferred_element_type
     )
     rhs = packed_for(rhs, dimension_numbers)
-    lhs, rhs, groups = canonicalize(lhs, rhs, dimension_numbers)
-    sharding = canonical_sharding(out_sharding, groups)
-    product = differentiable_matmul(
-        recipe, groups.filled(), lhs, rhs, out_dtype, precision, key, sharding
+    lhs, rhs, axes, empty = canonicalize(lhs, rhs, dimension_numbers)
+    product = DenseProduct(
+        recipe=recipe,
+        axes=axes,
+        out_dtype=out_dtype,
+        precision=precision,
+        out_sharding=canonical_sharding(out_sharding, axes, empty),
     )
-    return constrain(restore(product, groups), out_sharding)
+    return constrain(lax.squeeze(differentiable(product, lhs, rhs, key), empty), out_sharding)
 
 
 def _values(operand: AnyOperand) -> jax.Array:

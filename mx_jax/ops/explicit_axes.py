@@ -8,27 +8,26 @@ operand lies.
 from collections.abc import Sequence
 from typing import Any
 
+from mx_jax.axes import ProductAxes
 from mx_jax.codecs.explicit_axes import has_explicit_axes, partitions, with_partitions
-from mx_jax.ops.canonical import Groups
 
 
-def canonical_sharding(out_sharding: Any, groups: Groups) -> Any:
-    """A product's sharding while empty groups still have their axes of length one.
+def canonical_sharding(out_sharding: Any, axes: ProductAxes, empty: Sequence[int]) -> Any:
+    """A product's sharding while operands without kept axes still have one of length one.
 
     Args:
       out_sharding: NamedSharding or PartitionSpec of the product as the caller sees it, or None.
-      groups: sizes of the caller's groups, some perhaps empty.
+      axes: of the canonical operands.
+      empty: axes of their product that the caller does not see, in ascending order.
 
     Returns:
-      The same for `[*batch, *m, *n]` with no group empty; None on meshes without explicit axes.
+      The same for `[*batch, *m, *n]`; None on meshes without explicit axes.
     """
     if out_sharding is None or not has_explicit_axes():
         return None
-    parts = partitions(out_sharding, groups.batch + groups.m + groups.n)
-    if not groups.m:
-        parts.insert(groups.batch, None)
-    if not groups.n:
-        parts.append(None)
+    parts = partitions(out_sharding, axes.ndim - len(empty))
+    for axis in empty:
+        parts.insert(axis, None)
     return with_partitions(out_sharding, parts)
 
 

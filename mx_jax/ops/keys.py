@@ -4,11 +4,15 @@ from typing import Any, Literal
 
 import jax
 
+from mx_jax.axes import Side
 from mx_jax.ops.checks import check_is_key
 from mx_jax.specs import MatmulRecipe
 
 Key = jax.Array | None
 Product = Literal["fwd", "dlhs", "drhs"]
+
+# Which product gives which operand's cotangent.
+GRADIENTS: dict[Side, Product] = {"lhs": "dlhs", "rhs": "drhs"}
 
 # Each product has a stream of its own. The second entry is what errors call it.
 _STREAMS = {"fwd": (0, "output"), "dlhs": (1, "grad_lhs"), "drhs": (2, "grad_rhs")}

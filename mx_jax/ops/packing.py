@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from mx_jax.backends.base import PackCall
+from mx_jax.axes import Axes
+from mx_jax.backends.base import OperandType, PackCall
 from mx_jax.backends.select import current_target, select
 from mx_jax.backends.target import follow
-from mx_jax.codecs.invariants import check_parts, varying_axes
+from mx_jax.codecs.invariants import check_parts
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.checks import as_axes, as_axis
 from mx_jax.ops.recipe_names import as_recipe
@@ -67,22 +68,16 @@ def pack_weights(
         recipe = as_recipe(recipe, "pack_weights")
     activations = None if recipe is None else recipe.fwd.lhs
     call = PackCall(
-        shape=weights.shape,
-        format=weights.format,
+        weights=OperandType.of(weights, _axes(weights, contracting, num_batch)),
         blocks=weights.blocks,
-        num_batch=num_batch,
-        contracting=_contracting(weights, contracting, num_batch),
         lhs_format=None if activations is None else activations.format,
-        scale_axes=varying_axes(weights.tensor_scale),
     )
     with follow(weights):
         return select(call, current_target()).backend.pack(weights, call)
 
 
-def _contracting(
-    weights: MXArray, contracting: int | Sequence[int] | None, num_batch: int
-) -> tuple[int, ...]:
-    """The contracted axes, counted from the front, in ascending order."""
+def _axes(weights: MXArray, contracting: int | Sequence[int] | None, num_batch: int) -> Axes:
+    """The weights' axes in the product, each group in ascending order."""
     blocked = tuple(axis % weights.ndim for axis, _ in weights.blocks)
     if contracting is None:
         axes = blocked
@@ -105,4 +100,5 @@ def _contracting(
             "pack_weights: each contracted axis counts once, and blocks lie along the last, got "
             f"contracting={axes}, blocks along axis={', '.join(map(str, blocked))}"
         )
-    return axes
+    batch, rest = tuple(range(num_batch)), range(num_batch, weights.ndim)
+    return Axes(batch, tuple(axis for axis in rest if axis not in axes), axes)

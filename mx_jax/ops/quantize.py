@@ -15,7 +15,7 @@ from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.invariants import check_parts, varying_axes
 from mx_jax.codecs.rounding import Rounding
-from mx_jax.formats import BlockFormat, BlockSize, Whole, check_block_size
+from mx_jax.formats import BlockSize, Whole, check_block_size
 from mx_jax.mxarray import MXArray, straight_through
 from mx_jax.ops.checks import (
     as_quantizable,
@@ -254,33 +254,3 @@ def draw_bits(key: jax.Array, shape: tuple[int, ...], rounding: Rounding) -> jax
     if width > 16:
         return (jax.random.bits(key, shape, jnp.uint32) >> (32 - width)).astype(jnp.int32)
     return jax.random.bits(key, shape, jnp.uint16).astype(jnp.int32) >> (16 - width)
-
-
-def operand_blocks(
-    format: BlockFormat,
-    num_batch: int,
-    num_kept: int,
-    num_contracting: int,
-    k_first: bool = False,
-) -> Blocks:
-    """Blocks of a canonical operand `[*batch, *kept, *k]`, or `[*batch, *k, *kept]` if k_first.
-
-    Along the last contracting axis, and for two-dimensional formats along the last kept axis too.
-    WHOLE takes every axis of its group; a tensor that is whole in both groups has one scale.
-    """
-    kept_size, contracting_size = format.block
-    kept_stop, contracting_stop = (0, -num_kept) if k_first else (-num_contracting, 0)
-    blocks = _along(contracting_size, num_contracting, contracting_stop)
-    blocks += _along(kept_size, num_kept, kept_stop)
-    if isinstance(kept_size, Whole):
-        blocks += _along(kept_size, num_batch, -num_kept - num_contracting)
-    return tuple(sorted(blocks))
-
-
-def _along(size: BlockSize, num_axes: int, stop: int) -> Blocks:
-    """Blocks in a group of axes that ends before `stop`, counted from the end."""
-    if size == 1 or not num_axes:
-        return ()
-    if isinstance(size, int):
-        return ((stop - 1, size),)
-    return tuple((axis, size) for axis in range(stop - num_axes, stop))

@@ -23,7 +23,7 @@ from mx_jax.specs import OperandSpec, operand
 Key = jax.Array | None
 
 
-class Cast(NamedTuple):
+class OperandCast(NamedTuple):
     """One of the two casts: how it quantizes, and where its blocks lie."""
 
     spec: OperandSpec
@@ -77,7 +77,7 @@ def quantize_both(
     if len(wanted) != 2:
         raise ValueError(f"quantize_both: needs two axes, got axes={axes}; see quantize for one")
     spec = with_block_size(spec, block_size, "quantize_both")
-    pair = tuple(Cast(spec, blocks_along(array.shape, axis, spec.format)) for axis in wanted)
+    pair = tuple(OperandCast(spec, blocks_along(array.shape, axis, spec.format)) for axis in wanted)
     first, second = (axis % array.ndim for axis in wanted)
     if first == second:
         raise ValueError(
@@ -94,7 +94,7 @@ def quantize_both(
 
 
 def both_call(
-    x: jax.Array, casts: tuple[Cast, Cast], tensor_scale: jax.Array | None = None
+    x: jax.Array, casts: tuple[OperandCast, OperandCast], tensor_scale: jax.Array | None = None
 ) -> QuantizeBothCall:
     """What backends see of two casts of a checked array."""
     first, second = (
@@ -113,7 +113,7 @@ def both_call(
 
 
 def reads_once(
-    x: jax.Array, casts: tuple[Cast, Cast], tensor_scale: jax.Array | None = None
+    x: jax.Array, casts: tuple[OperandCast, OperandCast], tensor_scale: jax.Array | None = None
 ) -> bool:
     """Whether a backend makes one call of two casts."""
     return find(both_call(x, casts, tensor_scale), current_target()) is not None
@@ -121,7 +121,7 @@ def reads_once(
 
 def quantize_operand_both(
     x: jax.Array,
-    casts: tuple[Cast, Cast],
+    casts: tuple[OperandCast, OperandCast],
     keys: tuple[Key, Key],
     tensor_scale: jax.Array | None = None,
 ) -> tuple[MXArray, MXArray]:
@@ -142,7 +142,7 @@ def _quantize_both(
     keys: tuple[Key, Key],
     tensor_scale: jax.Array | None,
     *,
-    casts: tuple[Cast, Cast],
+    casts: tuple[OperandCast, OperandCast],
 ) -> tuple[MXArray, MXArray]:
     call = both_call(x, casts, tensor_scale)
     choice = find(call, current_target())

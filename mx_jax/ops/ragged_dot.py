@@ -7,37 +7,38 @@ Two of its three products keep the rows (output, grad_lhs), the third sums over 
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.base import Operand
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray, decode
-from mx_jax.ops import gradients
 from mx_jax.ops.arguments import as_operand, check_out_dtype, goes_to_lax
-from mx_jax.ops.canonical import Groups, _check_blocks
-from mx_jax.ops.gradients import Bar, Static
-from mx_jax.ops.keys import check_matmul_key, product_key
-from mx_jax.ops.matmul import Place, _transform, operand_keys, prepare, prescaled, unscaled
+from mx_jax.ops.canonical import check_blocks
+from mx_jax.ops.clipping import mask_clipped
+from mx_jax.ops.keys import GRADIENTS, check_matmul_key, product_key
+from mx_jax.ops.operands import Key, prepare, prescaled, reuse, transform_operands, unscaled
+from mx_jax.ops.product import Bar, differentiable, zero_bars
 from mx_jax.ops.quantize import draw_bits, quantize_operand
 from mx_jax.ops.ragged_checks import as_group_sizes, at_most, check_rows, check_shapes
 from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.packed import unpacked
-from mx_jax.reference import hadamard, ragged
+from mx_jax.reference import ragged
 from mx_jax.reference.ragged import RaggedRows, ragged_rows
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
 
 # The axis of experts is no batch axis here: a format that is WHOLE takes one matrix at a time.
-_GROUPS = Groups(batch=0, m=1, n=1, k=1, rhs_k_first=True)
-_LAST = Place(batch=0, kept=1, k=1, k_first=False)
-_SECOND_LAST = Place(batch=0, kept=1, k=1, k_first=True)
-
-Key = jax.Array | None
+_LAST = Axes.ordered()
+_SECOND_LAST = Axes.ordered(k_first=True)
+_FORWARD = ProductAxes(_LAST, _SECOND_LAST)
+_GRAD_LHS = ProductAxes(_LAST, _LAST)
+_GRAD_RHS = ProductAxes(_SECOND_LAST, _SECOND_LAST)
 
 
 def ragged_dot(
@@ -112,84 +113,97 @@ def ragged_dot(
         out_dtype = jnp.result_type(lhs.dtype, rhs.dtype)
     for operand, side in ((lhs, "lhs"), (rhs, "rhs")):
         if isinstance(operand, MXArray):
-            _check_blocks(operand, 1, side)
-    bars = (gradients.cotangent_dtype(lhs), gradients.cotangent_dtype(rhs))
-    static = Static(recipe, _GROUPS, *bars, np.dtype(out_dtype), precision)
+            check_blocks(operand, 1, side)
     sizes = ragged_rows(sizes, lhs.shape[0], unit=1).sizes
-    primals = (gradients.primal_of(lhs), gradients.primal_of(rhs))
-    return _ragged_dot(static, lhs, rhs, *primals, sizes, key)
+    product = RaggedProduct(recipe=recipe, out_dtype=np.dtype(out_dtype), precision=precision)
+    return differentiable(product, lhs, rhs, _Extra(sizes, key))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged_dot(static, lhs, rhs, lhs_primal, rhs_primal, sizes, key) -> jax.Array:
-    return _forward(static, lhs, rhs, sizes, key)[0]
+class _Extra(NamedTuple):
+    """What a product depends on besides its operands."""
+
+    sizes: jax.Array
+    key: Key
 
 
-def _ragged_dot_fwd(static, lhs, rhs, lhs_primal, rhs_primal, sizes, key):
-    product, prepared = _forward(static, lhs, rhs, sizes, key)
-    if static.recipe.residuals is Residuals.QUANTIZED:
-        lhs, rhs = prepared
-    return product, (lhs, rhs, lhs_primal, rhs_primal, sizes, key)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedProduct:
+    """`[m, k]` by `[g, k, n]` to `[m, n]`, by a recipe.
 
+    Attributes:
+      recipe: formats of the product and of its two gradient products.
+      out_dtype: dtype of the product.
+      precision: for high-precision operands.
+    """
 
-def _ragged_dot_bwd(static, saved, g):
-    lhs, rhs, lhs_primal, rhs_primal, sizes, key = saved
-    left, right = (lhs, static.lhs_dtype, lhs_primal), (rhs, static.rhs_dtype, rhs_primal)
-    lhs_bars = gradients.cotangents(_grad_lhs, static, left, g, (rhs, sizes), key)
-    rhs_bars = gradients.cotangents(_grad_rhs, static, right, g, (lhs, sizes), key)
-    lhs_bar, rhs_bar = lhs_bars[0], rhs_bars[0]
-    if static.recipe.mask_clipped:
-        lhs_bar = gradients.mask(static, "lhs", lhs_bar, _without_unused(lhs, sizes), key)
-        rhs_bar = gradients.mask(static, "rhs", rhs_bar, rhs, key)
-    no_bars = [None if x is None else np.zeros(x.shape, jax.dtypes.float0) for x in (sizes, key)]
-    return lhs_bar, rhs_bar, lhs_bars[1], rhs_bars[1], *no_bars
+    recipe: MatmulRecipe
+    out_dtype: np.dtype
+    precision: Any
 
+    @functools.partial(jax.jit, static_argnums=0)
+    def forward(self, lhs: Operand, rhs: Operand, extra: _Extra) -> jax.Array:
+        """The product."""
+        key = product_key(self.recipe, "fwd", extra.key)
+        with jax.named_scope("output"):
+            return self._multiply(_FORWARD, self.recipe.fwd, lhs, rhs, extra.sizes, key)
 
-_ragged_dot.defvjp(_ragged_dot_fwd, _ragged_dot_bwd)
+    def keep(self, lhs: Operand, rhs: Operand, extra: _Extra) -> tuple[Operand, Operand, _Extra]:
+        """The operands as they came, or as the product took them."""
+        if self.recipe.residuals is Residuals.QUANTIZED:
+            lhs, rhs = self._prepared(lhs, rhs, extra)
+        return lhs, rhs, extra
 
+    @functools.partial(jax.jit, static_argnums=0)
+    def _prepared(self, lhs: Operand, rhs: Operand, extra: _Extra) -> tuple[Operand, Operand]:
+        key = product_key(self.recipe, "fwd", extra.key)
+        return _prepare_kept(lhs, rhs, _FORWARD, extra.sizes, self.recipe.fwd, key)
 
-@functools.partial(jax.jit, static_argnums=0)
-def _forward(static: Static, lhs: Operand, rhs: Operand, sizes: jax.Array, key: Key):
-    """`[m, k]` by `[g, k, n]` to `[m, n]`; and both operands as the product took them."""
-    spec = static.recipe.fwd
-    with jax.named_scope("output"):
-        own, given = product_key(static.recipe, "fwd", key), (lhs, rhs)
-        lhs, rhs = _prepare_kept(lhs, rhs, _SECOND_LAST, sizes, spec, own)
+    def cotangents(self, g: jax.Array, saved: _Extra, both: bool) -> tuple[Any, _Extra]:
+        """g for each gradient, which quantizes it itself."""
+        del both
+        return (g, g), zero_bars(saved)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1, 4))
+    def gradient(
+        self, side: Side, g: jax.Array, other: Operand, bar: Bar, saved: _Extra
+    ) -> jax.Array:
+        """`[m, n]` by `[g, k, n]` to `[m, k]`, or `[m, k]` by `[m, n]` to `[g, k, n]`."""
+        key = product_key(self.recipe, GRADIENTS[side], saved.key)
+        with jax.named_scope(f"grad_{side}"):
+            if side == "rhs":
+                return self._grad_rhs(g, other, bar.dtype, saved.sizes, key)
+            spec, wide = self.recipe.dlhs, dataclasses.replace(self, out_dtype=bar.dtype)
+            rhs = reuse(other, spec.rhs, _GRAD_LHS.rhs)
+            return wide._multiply(_GRAD_LHS, spec, g, rhs, saved.sizes, key)
+
+    def masked(self, side: Side, bar: jax.Array, own: Operand, saved: _Extra) -> jax.Array:
+        """The cotangent without what the product clipped."""
+        if side == "lhs":
+            own = _without_unused(own, saved.sizes)
+        return mask_clipped(self.recipe, side, _FORWARD, bar, own, saved.key)
+
+    def _multiply(
+        self, axes: ProductAxes, spec: MatmulSpec, lhs: Operand, rhs: Operand, sizes: Any, key: Key
+    ) -> jax.Array:
+        """A product that keeps the rows."""
+        left, right = _prepare_kept(lhs, rhs, axes, sizes, spec, key)
+        contracting = (axes.lhs.block_axis, axes.rhs.block_axis)
         product = ragged.scaled_ragged_dot(
-            lhs, rhs, sizes, (-1, -2), static.out_dtype, static.precision
+            left, right, sizes, contracting, self.out_dtype, self.precision
         )
-        return unscaled(product, *given, spec), (lhs, rhs)
+        return unscaled(product, lhs, rhs, spec)
 
-
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def _grad_lhs(static: Static, g: jax.Array, other, bar: Bar, key: Key) -> jax.Array:
-    """`[m, n]` by `[g, k, n]` to `[m, k]`."""
-    (rhs, sizes), spec = other, static.recipe.dlhs
-    with jax.named_scope("grad_lhs"):
-        rhs = gradients.reuse(rhs, spec.rhs, _LAST)
-        own, given = product_key(static.recipe, "dlhs", key), (g, rhs)
-        lhs, rhs = _prepare_kept(g, rhs, _LAST, sizes, spec, own)
-        product = ragged.scaled_ragged_dot(lhs, rhs, sizes, (-1, -1), bar.dtype, static.precision)
-        return unscaled(product, *given, spec)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def _grad_rhs(static: Static, g: jax.Array, other, bar: Bar, key: Key) -> jax.Array:
-    """`[p, k]` by `[p, n]` to `[g, k, n]`: p are the rows, those of each group padded to blocks."""
-    (lhs, sizes), spec = other, static.recipe.drhs.swapped()
-    with jax.named_scope("grad_rhs"):
+    def _grad_rhs(self, g: jax.Array, lhs: Operand, dtype: np.dtype, sizes: Any, key: Key) -> Any:
+        """`[p, k]` by `[p, n]`: p are the rows, those of each group padded to whole blocks."""
+        spec = self.recipe.drhs.swapped()
         if isinstance(lhs, MXArray):
             lhs = decode(lhs, lhs.dtype if spec.lhs is None else jnp.float32, saturates=True)
         rows = ragged_rows(sizes, g.shape[0], _unit(spec))
-        lhs, rhs, lhs_key, rhs_key = _transform_both(
-            rows.place(lhs), rows.place(g), (-2, -2), spec, product_key(static.recipe, "drhs", key)
-        )
-        given = lhs, rhs
-        lhs = _prepare_contracted(rows, lhs, spec.lhs, lhs_key)
-        rhs = _prepare_contracted(rows, rhs, spec.rhs, rhs_key)
-        product = ragged.scaled_ragged_dot(
-            lhs, rhs, rows.sizes, (-2, -2), bar.dtype, static.precision
-        )
+        given = rows.place(lhs), rows.place(g)
+        left, right, (lhs_key, rhs_key) = transform_operands(*given, spec, _GRAD_RHS, key)
+        lhs = _prepare_contracted(rows, left, spec.lhs, lhs_key)
+        rhs = _prepare_contracted(rows, right, spec.rhs, rhs_key)
+        product = ragged.scaled_ragged_dot(lhs, rhs, rows.sizes, (-2, -2), dtype, self.precision)
         return unscaled(product, *given, spec)
 
 
@@ -205,24 +219,13 @@ def _without_unused(x: Operand, sizes: jax.Array) -> Operand:
     return x if isinstance(x, MXArray) else ragged_rows(sizes, x.shape[0], unit=1).place(x)
 
 
-def _transform_both(
-    lhs: Operand, rhs: Operand, contracting: tuple[int, int], spec: MatmulSpec, key: Key
-) -> tuple[Any, Any, Key, Key]:
-    """Both operands transformed along their contracting axes, and each one's key."""
-    lhs_key, rhs_key, sign_key = operand_keys(key)
-    if spec.transform is not None:
-        signs = hadamard.draw_signs(spec.transform, sign_key)
-        lhs, rhs = _transform(lhs, signs, contracting[0]), _transform(rhs, signs, contracting[1])
-    return lhs, rhs, lhs_key, rhs_key
-
-
 def _prepare_kept(
-    lhs: Operand, rhs: Operand, right: Place, sizes: jax.Array, spec: MatmulSpec, key: Key
+    lhs: Operand, rhs: Operand, axes: ProductAxes, sizes: jax.Array, spec: MatmulSpec, key: Key
 ) -> tuple[Operand, Operand]:
     """Both operands as a product that keeps the rows takes them."""
     lhs = _without_unused(lhs, sizes)
-    lhs, rhs, lhs_key, rhs_key = _transform_both(lhs, rhs, (-1, right.block_axis), spec, key)
-    return _prepare_rows(sizes, lhs, spec.lhs, lhs_key), prepare(rhs, spec.rhs, right, rhs_key)
+    lhs, rhs, (lhs_key, rhs_key) = transform_operands(lhs, rhs, spec, axes, key)
+    return _prepare_rows(sizes, lhs, spec.lhs, lhs_key), prepare(rhs, spec.rhs, axes.rhs, rhs_key)
 
 
 def _prepare_rows(sizes: jax.Array, x: Operand, spec: OperandSpec | None, key: Key) -> Operand:
@@ -246,11 +249,11 @@ def _prepare_contracted(
 
 
 def _quantize_groups(
-    rows: RaggedRows, x: jax.Array, spec: OperandSpec, place: Place, key: Any
+    rows: RaggedRows, x: jax.Array, spec: OperandSpec, axes: Axes, key: Any
 ) -> MXArray:
     """`[p, c]` in blocks that hold all rows of a group: scales come from the groups' peaks."""
     x = prescaled(x, spec)
     nearest = dataclasses.replace(spec, rounding=NEAREST)
-    peaks = quantize_operand(ragged.group_peaks(x, rows), nearest, place.blocks(spec))
+    peaks = quantize_operand(ragged.group_peaks(x, rows), nearest, axes.blocks(spec.format))
     bits = draw_bits(key, x.shape, spec.rounding) if spec.rounding.random_bits else None
     return ragged.encode_by_group(x, rows, peaks, spec.rounding, bits)

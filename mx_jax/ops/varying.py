@@ -9,11 +9,14 @@ from jax import lax
 from mx_jax.codecs.varying import varying
 
 
-def sum_like(bar: jax.Array | None, operand: Any) -> jax.Array | None:
-    """A cotangent summed over the shard_map axes along which its operand did not vary."""
-    if bar is None:
-        return None
-    extra = varying(bar) - varying(jax.tree.leaves(operand)[0])
+def sum_over(bar: jax.Array, own: frozenset[str]) -> jax.Array:
+    """A cotangent summed over the shard_map axes along which its value did not vary.
+
+    Args:
+      bar: the cotangent, of one shard's share.
+      own: the axes along which the value varies.
+    """
+    extra = varying(bar) - own
     return lax.psum(bar, tuple(sorted(extra))) if extra else bar
 
 

@@ -64,7 +64,7 @@ def _whole_axis_float8_on_gpu(call: Call, target: Target) -> bool:
     if target.platform != "rocm" and (capability is None or capability < (8, 9)):
         return False
     whole = [format for format in BLOCK_FORMATS if format.block[1] is WHOLE]
-    return isinstance(call, MatmulCall) and call.lhs_format in whole and call.rhs_format in whole
+    return isinstance(call, MatmulCall) and call.lhs.format in whole and call.rhs.format in whole
 
 
 def _what_the_handlers_compute(call: Call, target: Target) -> bool:
@@ -72,8 +72,8 @@ def _what_the_handlers_compute(call: Call, target: Target) -> bool:
     if target.platform != "cpu" or isinstance(library.load(), str):
         return False
     if isinstance(call, MatmulCall):
-        given = (call.lhs_format, call.rhs_format)
-        small = max((*call.lhs_shape, *call.rhs_shape)) <= 1024
+        given = (call.lhs.format, call.rhs.format)
+        small = max((*call.lhs.shape, *call.rhs.shape)) <= 1024
         return small and all(f is None or not f.scale.is_float32 for f in given)
     if isinstance(call, QuantizeBothCall):
         return True
@@ -90,17 +90,17 @@ def _casts_and_few_bit_weights_from_ampere_on(call: Call, target: Target) -> boo
     if isinstance(call, QuantizeCall):
         plain = call.rounding == NEAREST and call.scale_rule.threshold is not None
         return plain and call.format in MX_FORMATS
-    if not isinstance(call, MatmulCall) or call.num_contracting > 1:
+    if not isinstance(call, MatmulCall) or len(call.lhs.axes.contracting) > 1:
         return False
-    values = call.lhs_format in MX_FORMATS or call.lhs_dtype == jnp.bfloat16
-    return values and call.rhs_format in (MXFP4, MXFP8_E4M3, MXFP8_E5M2)
+    values = call.lhs.format in MX_FORMATS or call.lhs.dtype == jnp.bfloat16
+    return values and call.rhs.format in (MXFP4, MXFP8_E4M3, MXFP8_E5M2)
 
 
 def _mxfp8_and_nvfp4_on_blackwell(call: Call, target: Target) -> bool:
     if target.compute_capability != (10, 0) or not isinstance(call, MatmulCall):
         return False
     pairs = ((MXFP8_E4M3, MXFP8_E4M3), (MXFP8_E4M3, MXFP8_E5M2), (NVFP4, NVFP4))
-    return call.num_contracting == 1 and (call.lhs_format, call.rhs_format) in pairs
+    return len(call.lhs.axes.contracting) == 1 and (call.lhs.format, call.rhs.format) in pairs
 
 
 # What each backend of the table must take: the one line that a new backend adds.

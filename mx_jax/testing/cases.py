@@ -12,10 +12,10 @@ import numpy as np
 from jax import lax
 
 from mx_jax import formats
-from mx_jax.backends.base import MatmulCall, Operand, QuantizeCall
+from mx_jax.axes import Axes
+from mx_jax.backends.base import MatmulCall, Operand, OperandType, QuantizeCall
 from mx_jax.formats import WHOLE, BlockFormat, BlockSize
 from mx_jax.ops.checks import blocks_along
-from mx_jax.ops.quantize import operand_blocks
 from mx_jax.reference.scale_rules import SCALE_RULES
 from mx_jax.specs import operand
 from mx_jax.testing.draw import Shape, draw_mxarray, in_pairs, with_signs
@@ -100,16 +100,8 @@ class MatmulCase:
     def call(self) -> MatmulCall:
         """What backends see of it."""
         return MatmulCall(
-            lhs_shape=self._shape(self.m, self.lhs_k_first),
-            rhs_shape=self._shape(self.n, self.rhs_k_first),
-            num_batch=len(self.batch),
-            num_contracting=len(self.k),
-            lhs_k_first=self.lhs_k_first,
-            rhs_k_first=self.rhs_k_first,
-            lhs_format=self.lhs,
-            rhs_format=self.rhs,
-            lhs_dtype=jnp.dtype(self.dtype) if self.lhs is None else None,
-            rhs_dtype=jnp.dtype(self.dtype) if self.rhs is None else None,
+            lhs=self._type(self.lhs, self.m, self.lhs_k_first),
+            rhs=self._type(self.rhs, self.n, self.rhs_k_first),
             out_dtype=jnp.dtype(self.out_dtype),
             precision=lax.Precision.HIGHEST,
         )
@@ -122,34 +114,33 @@ class MatmulCase:
     def operands(self, rng: np.random.Generator, octaves: int = 4) -> tuple[Operand, Operand]:
         """Two operands: codes of every kind under scales that spread over `2 * octaves` octaves."""
         return (
-            self._operand(rng, self.lhs, self.m, self.lhs_k_first, octaves),
-            self._operand(rng, self.rhs, self.n, self.rhs_k_first, octaves),
+            self._operand(rng, self.call.lhs, octaves),
+            self._operand(rng, self.call.rhs, octaves),
         )
 
     def cancelling_operands(self, rng: np.random.Generator) -> tuple[Operand, Operand]:
         """Operands whose products cancel in pairs, except the first two and a last odd one."""
         lhs, rhs = self.operands(rng)
-        left, right = (self.call.contracting_axes(side)[-1] for side in ("lhs", "rhs"))
+        left, right = (own.axes.contracting[-1] for _, own in self.call.sides)
         return in_pairs(lhs, left, negated=False), in_pairs(rhs, right, negated=True)
 
-    def _shape(self, kept: Shape, k_first: bool) -> Shape:
+    def _type(self, format: BlockFormat | None, kept: Shape, k_first: bool) -> OperandType:
+        axes = Axes.ordered(
+            batch=len(self.batch), kept=len(kept), contracting=len(self.k), k_first=k_first
+        )
         groups = (self.k, kept) if k_first else (kept, self.k)
-        return (*self.batch, *groups[0], *groups[1])
+        return OperandType(
+            shape=(*self.batch, *groups[0], *groups[1]),
+            axes=axes,
+            format=format,
+            dtype=jnp.dtype(self.dtype) if format is None else None,
+        )
 
-    def _operand(
-        self,
-        rng: np.random.Generator,
-        format: BlockFormat | None,
-        kept: Shape,
-        k_first: bool,
-        octaves: int,
-    ) -> Operand:
-        shape = self._shape(kept, k_first)
-        if format is None:
-            values = with_signs(rng, 2.0 ** rng.uniform(-octaves, octaves, shape))
-            return jnp.asarray(values.astype(jnp.dtype(self.dtype)))
-        blocks = operand_blocks(format, len(self.batch), len(kept), len(self.k), k_first)
-        return draw_mxarray(rng, shape, format, blocks, octaves)
+    def _operand(self, rng: np.random.Generator, own: OperandType, octaves: int) -> Operand:
+        if own.format is None:
+            values = with_signs(rng, 2.0 ** rng.uniform(-octaves, octaves, own.shape))
+            return jnp.asarray(values.astype(own.dtype))
+        return draw_mxarray(rng, own.shape, own.format, own.axes.blocks(own.format), octaves)
 
     def __str__(self) -> str:
         groups = ".".join("x".join(map(str, g)) for g in (self.batch, self.m, self.n, self.k))

@@ -45,8 +45,8 @@ def exact_values(operand: Operand) -> np.ndarray:
 
 def exact_product(call: MatmulCall, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
     """`[*batch, *m, *n]` of float64 values."""
-    left, m = _as_matrices(lhs, call.num_batch, call.contracting_axes("lhs"))
-    right, n = _as_matrices(rhs, call.num_batch, call.contracting_axes("rhs"))
+    left, m = _as_matrices(lhs, call.num_batch, call.lhs.axes.contracting)
+    right, n = _as_matrices(rhs, call.num_batch, call.rhs.axes.contracting)
     product = left @ np.swapaxes(right, -1, -2)
     return product.reshape(*lhs.shape[: call.num_batch], *m, *n)
 
@@ -87,7 +87,7 @@ def check_stagnating_sum(backend: Backend) -> None:
     case = STAGNATING_CASE
     call = case.call
     run = jax.jit(lambda lhs, rhs: backend.scaled_matmul(lhs, rhs, call))
-    ones = np.full(call.lhs_shape, 0x38, np.uint8)
+    ones = np.full(call.lhs.shape, 0x38, np.uint8)
     alone = ones.copy()
     alone[:, 1:32] = 0
     rhs = _mxfp8(ones, 0)
@@ -163,7 +163,7 @@ class ExtremeCase:
     def operands(self) -> tuple[Operand, Operand]:
         """Both operands; some of lhs's values are zeros, and a row of rhs is of ordinary size."""
         rng, call = np.random.default_rng(0), self.call
-        lhs, rhs = (rng.uniform(0.5, 1, shape) for shape in (call.lhs_shape, call.rhs_shape))
+        lhs, rhs = (rng.uniform(0.5, 1, shape) for shape in (call.lhs.shape, call.rhs.shape))
         rhs = np.where(rng.random(rhs.shape) < 0.1, 1.0, rhs) * rng.choice([-1, 1], rhs.shape)
         rhs = np.minimum(np.abs(rhs) * 2.0**self.exponent, 3.4028234e38) * np.sign(rhs)
         lhs = np.where(rng.random(lhs.shape) < 0.2, 0.0, lhs)
@@ -212,5 +212,5 @@ def check_extremes(backend: Backend, case: ExtremeCase) -> None:
     lhs, rhs = case.operands()
     product = jax.jit(lambda lhs, rhs: backend.scaled_matmul(lhs, rhs, case.call))(lhs, rhs)
     assert np.isfinite(np.asarray(product)).all(), f"{case}: not finite, got {product}"
-    bound = backend.epsilon_bound * math.sqrt(case.call.lhs_shape[-1]) * _HALF_ULP
+    bound = backend.epsilon_bound * math.sqrt(case.call.lhs.shape[-1]) * _HALF_ULP
     _compare_product(product, case.call, lhs, rhs, bound, FLUSHED)

@@ -105,7 +105,9 @@ def test_float32_panels_leave_large_products_to_xla(isa: str, monkeypatch: pytes
     def taken(lhs, rhs, rows: int, dtype: str = "float32") -> bool:
         call = MatmulCase(lhs=lhs, rhs=rhs, m=(rows,), n=(4096,)).call
         if lhs is None:
-            call = dataclasses.replace(call, lhs_dtype=jnp.dtype(dtype))
+            call = dataclasses.replace(
+                call, lhs=dataclasses.replace(call.lhs, dtype=jnp.dtype(dtype))
+            )
         reason = matmul.rejects(call)
         assert reason is None or f"multiplies these in float32 on {isa}" in reason
         return reason is None

@@ -15,7 +15,15 @@ import pytest
 
 import mx_jax
 from mx_jax import formats, recipes
-from mx_jax.backends.base import DequantizeCall, MatmulCall, PackCall, QuantizeCall, Target
+from mx_jax.axes import Axes
+from mx_jax.backends.base import (
+    DequantizeCall,
+    MatmulCall,
+    OperandType,
+    PackCall,
+    QuantizeCall,
+    Target,
+)
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.select import select
 from mx_jax.backends.table import BACKENDS
@@ -167,20 +175,14 @@ def calls_with(format: formats.BlockFormat) -> list:
     """Every kind of call that a format may be in."""
     block = format.block[1]
     shape, blocks = (64, 64), ((-1, block),)
-    product = MatmulCall(
-        lhs_shape=shape,
-        rhs_shape=shape,
-        num_batch=0,
-        num_contracting=1,
-        lhs_format=format,
-        rhs_format=format,
-        out_dtype=np.dtype("float32"),
-    )
     bfloat16 = np.dtype(jnp.bfloat16)
+    quantized = OperandType(shape=shape, axes=Axes.ordered(), format=format)
+    plain = OperandType(shape=shape, axes=Axes.ordered(), dtype=bfloat16)
+    product = MatmulCall(lhs=quantized, rhs=quantized, out_dtype=np.dtype("float32"))
     return [
         product,
-        dataclasses.replace(product, lhs_format=None, lhs_dtype=bfloat16),
-        dataclasses.replace(product, rhs_format=None, rhs_dtype=bfloat16),
+        dataclasses.replace(product, lhs=plain),
+        dataclasses.replace(product, rhs=plain),
         QuantizeCall(
             shape=shape,
             dtype=bfloat16,
@@ -190,7 +192,7 @@ def calls_with(format: formats.BlockFormat) -> list:
             rounding=NEAREST,
         ),
         DequantizeCall(shape=shape, dtype=bfloat16, format=format, blocks=blocks),
-        PackCall(shape=shape, format=format, blocks=blocks, num_batch=0, contracting=(1,)),
+        PackCall(weights=quantized, blocks=blocks),
     ]
 
 

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.base import MatmulCall, PackCall, Target
+from mx_jax.axes import Axes
+from mx_jax.backends.base import MatmulCall, OperandType, PackCall, Target
 from mx_jax.backends.pallas_gpu import PallasGpuBackend
 from mx_jax.backends.pallas_gpu.architecture import SM90, capabilities
 from mx_jax.backends.pallas_gpu.layouts.storage import SLOTS, Slot, codes_of, storage, words_of
@@ -36,6 +37,7 @@ from tests.backends.mosaic import mostly_slow
 H200 = Target(platform="cuda", compute_capability=(9, 0))
 NEW = (0, 11, 2)
 TAKEN = MatmulCase(lhs=None, rhs=MXFP4, dtype="bfloat16").call
+UNKNOWN = dataclasses.replace(TAKEN.lhs, dtype=None)
 BLOCK_8 = MXFP4.with_block(8)
 ROWWISE = formats.FLOAT8_ROWWISE_E4M3
 
@@ -75,7 +77,7 @@ def test_takes(call: MatmulCall):
         (call_of(rhs=BLOCK_8), r"rhs has blocks \(1, 8\), not \(1, a multiple of 16\)"),
         (call_of(rhs=formats.MXFP4_2D), r"rhs has blocks \(32, 32\), not \(1, a multiple of 16\)"),
         (call_of(dtype="float32"), "activations in bfloat16 or float16, got lhs in float32"),
-        (dataclasses.replace(TAKEN, lhs_dtype=None), "bfloat16 or float16, got lhs in None"),
+        (dataclasses.replace(TAKEN, lhs=UNKNOWN), "bfloat16 or float16, got lhs in None"),
         (call_of(lhs=MXFP4, rhs=None, dtype="float32"), "got rhs in float32"),
         (
             call_of(lhs=ROWWISE),
@@ -136,9 +138,18 @@ def test_rejects_a_machine(target: Target, version: tuple[int, ...], reason: str
     assert rejections.rejects(TAKEN, target, version) == reason
 
 
-def pack_of(format: formats.BlockFormat = MXFP4, **facts: Any) -> PackCall:
-    usual = dict(shape=(64, 96), blocks=((-1, 32),), num_batch=0, contracting=(1,))
-    return PackCall(format=format, **(usual | facts))  # pyright: ignore[reportArgumentType]
+def pack_of(
+    format: formats.BlockFormat = MXFP4,
+    shape: tuple[int, ...] = (64, 96),
+    blocks: Any = ((-1, 32),),
+    contracting: tuple[int, ...] = (1,),
+    num_batch: int = 0,
+    lhs_format: formats.BlockFormat | None = None,
+) -> PackCall:
+    kept = tuple(axis for axis in range(num_batch, len(shape)) if axis not in contracting)
+    axes = Axes(tuple(range(num_batch)), kept, contracting)
+    weights = OperandType(shape=shape, axes=axes, format=format)
+    return PackCall(weights=weights, blocks=blocks, lhs_format=lhs_format)
 
 
 BLACKWELL = Target(platform="cuda", compute_capability=(10, 0))
@@ -190,7 +201,7 @@ def test_dequantizing_is_left_to_others():
 def test_ops_tell_it_the_dtype_of_activations():
     x, w = jnp.ones((1, 32)), mx_jax.quantize(jnp.ones((32, 4)), "mxfp4", axis=0)
     recipe = mx_jax.recipes.weight_only("mxfp4")
-    with only_backend("pallas_gpu"), pytest.raises(ValueError, match=r"lhs_dtype=dtype.'float32'"):
+    with only_backend("pallas_gpu"), pytest.raises(ValueError, match=r"dtype=dtype.'float32'"):
         mx_jax.matmul(x, w, recipe=recipe)
 
 

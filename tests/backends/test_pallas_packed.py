@@ -11,7 +11,7 @@ import pytest
 
 import mx_jax
 from mx_jax import formats, recipes
-from mx_jax.backends.base import Call, MatmulCall, PackCall, Target
+from mx_jax.backends.base import Call, MatmulCall, OperandType, PackCall, Target
 from mx_jax.backends.pallas_gpu import PallasGpuBackend
 from mx_jax.backends.pallas_gpu.architecture import SM90, SM100, Architecture
 from mx_jax.backends.pallas_gpu.layouts.packed import GpuWeights
@@ -22,7 +22,7 @@ from mx_jax.backends.reference import ReferenceBackend
 from mx_jax.backends.select import Choice
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.ops import matmul as ops_matmul
+from mx_jax.ops import multiply
 from mx_jax.ops import packing as ops_packing
 from mx_jax.reference.matmul import scaled_matmul
 from mx_jax.testing.cases import MatmulCase
@@ -40,14 +40,8 @@ def backend_of(architecture: Architecture) -> PallasGpuBackend:
 
 
 def pack(backend: PallasGpuBackend, w: MXArray, call: MatmulCall, lhs: Any = None) -> GpuWeights:
-    packing = PackCall(
-        shape=w.shape,
-        format=w.format,
-        blocks=w.blocks,
-        num_batch=call.num_batch,
-        contracting=call.contracting_axes("rhs"),
-        lhs_format=lhs,
-    )
+    weights = OperandType.of(w, call.rhs.axes)
+    packing = PackCall(weights=weights, blocks=w.blocks, lhs_format=lhs)
     assert backend.architecture is not None
     capability = backend.architecture.capabilities[0]
     target = Target(platform="cuda", compute_capability=capability)
@@ -55,7 +49,7 @@ def pack(backend: PallasGpuBackend, w: MXArray, call: MatmulCall, lhs: Any = Non
         assert backend.rejects(packing, target) is None
     packed = backend.pack(w, packing)
     assert isinstance(packed, GpuWeights)
-    assert packed.serves(packing.contracting, tuple(range(call.num_batch)))
+    assert packed.serves(call.rhs.axes.contracting, call.rhs.axes.batch)
     return packed
 
 
@@ -244,13 +238,13 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     def select(call: Call, target: Target) -> Choice:
         asked.append(call)
         mine = isinstance(call, PackCall) or (
-            isinstance(call, MatmulCall) and meet(call.lhs_format, call.rhs_format)
+            isinstance(call, MatmulCall) and meet(call.lhs.format, call.rhs.format)
         )
         backend = backend_of(SM100) if mine else ReferenceBackend()
         return Choice(backend=backend, rejections=())
 
     monkeypatch.setattr(ops_packing, "select", select)
-    monkeypatch.setattr(ops_matmul, "select", select)
+    monkeypatch.setattr(multiply, "select", select)
     return asked
 
 

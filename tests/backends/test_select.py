@@ -32,8 +32,8 @@ class HopperOnly(ReferenceBackend):
     def rejects(self, call, target):
         if target != H200:
             return f"needs compute capability 9.0, got {target.platform}"
-        if call.lhs_shape[-1] % 128:
-            return f"needs k % 128 == 0, got k={call.lhs_shape[-1]}"
+        if call.lhs.shape[-1] % 128:
+            return f"needs k % 128 == 0, got k={call.lhs.shape[-1]}"
         return None
 
 
@@ -81,7 +81,7 @@ def test_all_reject():
     with pytest.raises(ValueError) as error:
         select(call_of(96), H200, (NOT_BUILT, HOPPER))
     text = str(error.value)
-    assert text.startswith("no backend takes MatmulCall(lhs_shape=(5, 96)")
+    assert text.startswith("no backend takes MatmulCall(lhs=OperandType(shape=(5, 96)")
     assert "platform='cuda', compute_capability=(9, 0)" in text
     assert "ffi: not built: pip install . with a C++ compiler" in text
     assert "hopper: needs k % 128 == 0, got k=96" in text

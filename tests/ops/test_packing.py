@@ -10,6 +10,7 @@ from flax import nnx
 
 import mx_jax
 from mx_jax import formats, recipes
+from mx_jax.backends.base import OperandType
 from mx_jax.backends.cpu_ffi import CpuFfiBackend, library, packed_product, weights
 from mx_jax.backends.select import only_backend
 from mx_jax.formats import BlockFormat
@@ -98,7 +99,9 @@ def test_packed_panels_of_any_kind(format: BlockFormat, lhs: str):
         exponents = rng.integers(-105, 105, rows.shape) * (np.arange(70) % 3 == 1)[:, None]
         rows = jnp.asarray(np.ldexp(np.asarray(rows), exponents), jnp.float32)
     packed, backend = pack(right), CpuFfiBackend()
-    call = dataclasses.replace(case.call, lhs_format=format if lhs == "same" else None)
+    call = case.call
+    if lhs != "same":
+        call = dataclasses.replace(call, lhs=OperandType.of(rows, call.lhs.axes))
     many = backend.scaled_matmul(rows, right, call)
     for first, m in (
         (0, 1),
@@ -112,7 +115,7 @@ def test_packed_panels_of_any_kind(format: BlockFormat, lhs: str):
         (0, 16),
         (0, 40),
     ):
-        few = dataclasses.replace(call, lhs_shape=(m, 600))
+        few = dataclasses.replace(call, lhs=dataclasses.replace(call.lhs, shape=(m, 600)))
         actual = backend.packed_matmul(rows[first : first + m], packed, few)
         assert_bitwise_equal(actual, many[first : first + m], what=f"rows {first}, {m} of them")
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mx_jax.axes import Axes
 from mx_jax.backends.base import MatmulCall, Operand
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
@@ -51,25 +52,25 @@ def rejects(call: MatmulCall) -> str | None:
     reason = rejects_scale_axes(call, batch=True)
     if reason is not None:
         return reason
-    formats = [f for f in (call.lhs_format, call.rhs_format) if f is not None]
+    formats = [f for f in (call.lhs.format, call.rhs.format) if f is not None]
     for format in formats:
         reason = rejects_format(format)
         if reason is not None:
             return reason
     blocks = {format.block[1] for format in formats}
     if len(blocks) > 1:
-        return f"needs one block size, got lhs={call.lhs_format}, rhs={call.rhs_format}"
+        return f"needs one block size, got lhs={call.lhs.format}, rhs={call.rhs.format}"
     return _rejects_size(call, loaded.isa)
 
 
 def _rejects_size(call: MatmulCall, isa: str) -> str | None:
     """Why XLA's own dot is the faster one, or None."""
-    sides = ((call.lhs_format, call.lhs_dtype), (call.rhs_format, call.rhs_dtype))
+    sides = ((call.lhs.format, call.lhs.dtype), (call.rhs.format, call.rhs.dtype))
     elements = [str(dtype) if format is None else names(format)[0] for format, dtype in sides]
     if any(all(e in fast for e in elements) for fast in _FAST.get(isa, ())):
         return None
     limit = _FLOAT32_ROWS.get(isa, _FLOAT32_ROWS_OF_OTHERS)
-    m, n = _rows(call, "lhs"), _rows(call, "rhs")
+    m, n = call.lhs.rows, call.rhs.rows
     # Symbolic rows may be few, and every number of them is multiplied rightly.
     if not isinstance(m, int) or not isinstance(n, int) or min(m, n) <= limit:
         return None
@@ -77,12 +78,6 @@ def _rejects_size(call: MatmulCall, isa: str) -> str | None:
         f"multiplies these in float32 on {isa}, where XLA's dot of dequantized operands is faster "
         f"beyond {limit} rows, got m={m}, n={n}"
     )
-
-
-def _rows(call: MatmulCall, side: Literal["lhs", "rhs"]) -> int:
-    shape = call.lhs_shape if side == "lhs" else call.rhs_shape
-    inner = (*range(call.num_batch), *call.contracting_axes(side))
-    return math.prod(size for axis, size in enumerate(shape) if axis not in inner)
 
 
 def block_size(format: BlockFormat) -> int:
@@ -131,8 +126,8 @@ def elsewhere(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
 
 
 def _by_handler(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
-    (format, *_) = [f for f in (call.lhs_format, call.rhs_format) if f is not None]
-    left, right = side(lhs, call, "lhs"), side(rhs, call, "rhs")
+    (format, *_) = [f for f in (call.lhs.format, call.rhs.format) if f is not None]
+    left, right = side(lhs, call.lhs.axes, "lhs"), side(rhs, call.rhs.axes, "rhs")
     handler = Handler(
         target=TARGET,
         axes=f"{left.axes}, {right.axes}, *lr -> *lr {left.kept} {right.kept}",
@@ -152,7 +147,7 @@ def alpha(call: MatmulCall, *tensor_scales: jax.Array | None) -> jax.Array:
     for scale in tensor_scales:
         if scale is not None:
             alpha = tiny.product(alpha, scale.reshape(scale.shape[: call.num_batch]))
-    return jnp.broadcast_to(alpha, call.lhs_shape[: call.num_batch])
+    return jnp.broadcast_to(alpha, call.lhs.shape[: call.num_batch])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,29 +167,26 @@ class Side:
     attributes: dict[str, object]
 
 
-def side(operand: Operand, call: MatmulCall, which: Literal["lhs", "rhs"]) -> Side:
+def side(operand: Operand, axes: Axes, which: Literal["lhs", "rhs"]) -> Side:
     """One operand of a product."""
-    contracting = call.contracting_axes(which)
-    k_first = call.lhs_k_first if which == "lhs" else call.rhs_k_first
     format = operand.format if isinstance(operand, MXArray) else None
     batch, letter = ("*l", "m") if which == "lhs" else ("*r", "n")
-    num_kept = operand.ndim - call.num_batch - len(contracting)
-    kept = f"({' '.join(f'{letter}{index}' for index in range(num_kept))})"
-    k = " ".join(f"k{index}" for index in range(len(contracting)))
+    kept = f"({' '.join(f'{letter}{index}' for index in range(len(axes.kept)))})"
+    k = " ".join(f"k{index}" for index in range(len(axes.contracting)))
 
     def in_order(k: str) -> str:
-        return f"{batch} ({k}) {kept}" if k_first else f"{batch} {kept} ({k})"
+        return f"{batch} ({k}) {kept}" if axes.k_first else f"{batch} {kept} ({k})"
 
     scales = "0" if format is None else in_order(f"{k}/{block_size(format)}")
     element, scale = names(format)
     return Side(
-        arrays=arrays(operand, contracting[-1]),
+        arrays=arrays(operand, axes.contracting[-1]),
         axes=f"{in_order(k)}, {scales}",
         kept=kept,
         attributes={
             f"{which}_element": element,
             f"{which}_scale": scale,
-            f"{which}_k_first": k_first,
+            f"{which}_k_first": axes.k_first,
         },
     )
 

@@ -27,7 +27,7 @@ def packed_matmul(lhs: Operand, rhs: PackedWeights, call: MatmulCall) -> jax.Arr
 
 
 def _by_handler(call: MatmulCall, lhs: Operand, rhs: PackedWeights) -> jax.Array:
-    left, (element, scale) = matmul.side(lhs, call, "lhs"), matmul.names(rhs.format)
+    left, (element, scale) = matmul.side(lhs, call.lhs.axes, "lhs"), matmul.names(rhs.format)
     handler = Handler(
         target=TARGET,
         axes=f"{left.axes}, *r n/{PANEL_ROWS} bytes, *lr -> *lr {left.kept} n",

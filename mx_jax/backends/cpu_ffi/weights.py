@@ -116,37 +116,32 @@ def pack(x: MXArray, call: PackCall) -> PackedWeights:
     ((_, block),) = call.blocks
     assert isinstance(block, int), call.blocks
     format = call.format.with_block(block)
-    kept = tuple(call.shape[axis] for axis in call.kept)
-    k = tuple(call.shape[axis] for axis in call.contracting)
-    batch, columns = call.shape[: call.num_batch], math.prod(k)
-
-    def matrices(array: jax.Array) -> jax.Array:
-        sizes = (math.prod(array.shape[axis] for axis in g) for g in (call.kept, call.contracting))
-        return array.reshape(*batch, *tuple(sizes)[:: -1 if call.k_first else 1])
+    axes = call.weights.axes
+    batch, kept, k = axes.sizes(call.weights.shape)
 
     element, scale = matmul.names(format)
-    given = "*b k n, *b k/{block} n" if call.k_first else "*b n k, *b n k/{block}"
+    given = "*b k n, *b k/{block} n" if axes.k_first else "*b n k, *b n k/{block}"
     handler = Handler(
         target=TARGET,
         axes=f"{given.format(block=block)} -> *b n/{PANEL_ROWS} bytes",
         dtypes=(np.dtype("uint8"),),
         attributes=hashable(
-            {"element": element, "scale": scale, "block": np.int32(block), "k_first": call.k_first}
+            {"element": element, "scale": scale, "block": np.int32(block), "k_first": axes.k_first}
         ),
-        sizes=(("bytes", _panel_bytes(format, columns)),),
+        sizes=(("bytes", _panel_bytes(format, math.prod(k))),),
     )
-    (panels,) = handler(matrices(x.codes), matrices(x.scales))
+    (panels,) = handler(axes.as_matrices(x.codes), axes.as_matrices(x.scales))
     tensor_scale = x.tensor_scale
     if tensor_scale is not None:
         # One for each matrix: scan slices every array of a stack along the same axes.
-        tensor_scale = tensor_scale.reshape(tensor_scale.shape[: call.num_batch])
+        tensor_scale = tensor_scale.reshape(tensor_scale.shape[: len(batch)])
         tensor_scale = jnp.broadcast_to(tensor_scale, batch)
     return PackedWeights(
         panels=panels,
         tensor_scale=tensor_scale,
         kept=kept,
         k=k,
-        k_first=call.k_first,
+        k_first=axes.k_first,
         format=format,
         dtype=x.dtype,
     )

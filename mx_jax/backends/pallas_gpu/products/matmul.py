@@ -33,18 +33,18 @@ def scaled_matmul(
       architecture: the GPU; None: that of the machine it is for.
       interpret: parameters of Mosaic's interpreter.
     """
-    left, m = as_matrices(lhs, call.num_batch, call.contracting_axes("lhs"))
-    right, n = as_matrices(rhs, call.num_batch, call.contracting_axes("rhs"))
-    shape = (*call.lhs_shape[: call.num_batch], *m, *n)
+    left, m = as_matrices(lhs, call.lhs.axes)
+    right, n = as_matrices(rhs, call.rhs.axes)
+    shape = (*call.lhs.shape[: call.num_batch], *m, *n)
     if 0 in (*left.shape, *right.shape):
         return jnp.zeros(shape, call.out_dtype)
     architecture = architecture or current_architecture()
-    if architecture.kernel(call.lhs_format, call.rhs_format).layout is ScaledOperand:
+    if architecture.kernel(call.lhs.format, call.rhs.format).layout is ScaledOperand:
         assert isinstance(left, MXArray) and isinstance(right, MXArray)
         operands = ScaledOperand.of(left, left=True), ScaledOperand.of(right)
         out = scaled.multiply(*operands, call.out_dtype, architecture, interpret=interpret)
         return out.reshape(shape)
-    swapped = rejects_weights(call.rhs_format) is not None
+    swapped = rejects_weights(call.rhs.format) is not None
     activations, weights = (right, left) if swapped else (left, right)
     assert isinstance(weights, MXArray)
     out = decoded.by_weights(activations, weights, call.out_dtype, architecture, interpret)
@@ -64,13 +64,13 @@ def packed_matmul(
     Weights in the layout that the product does not want are brought into the other: for many rows
     that is little beside the product itself, for few it takes longer than the product.
     """
-    left, m = as_matrices(lhs, call.num_batch, call.contracting_axes("lhs"))
-    shape = (*call.lhs_shape[: call.num_batch], *m, *rhs.kept)
+    left, m = as_matrices(lhs, call.lhs.axes)
+    shape = (*call.lhs.shape[: call.num_batch], *m, *rhs.kept)
     if 0 in left.shape:
         return jnp.zeros(shape, call.out_dtype)
     architecture = architecture or current_architecture()
     weights = rhs.weights.merged()
-    wanted = architecture.kernel(call.lhs_format, call.rhs_format).layout
+    wanted = architecture.kernel(call.lhs.format, call.rhs.format).layout
     if wanted is ScaledOperand:
         many = left.shape[1] >= decoded.crossover(architecture, weights.format)
         if many and isinstance(weights, PackedWeights):

@@ -35,8 +35,8 @@ def rejects(
     reason = rejects_weights(call.format.with_block(block))
     if reason is not None:
         return f"packs weights in a block format: this {reason}"
-    if 0 in call.shape:
-        return f"packs weights that have elements, got shape={call.shape}"
+    if 0 in call.weights.shape:
+        return f"packs weights that have elements, got shape={call.weights.shape}"
     return None
 
 
@@ -48,16 +48,17 @@ def pack_weights(
     Decoding serves activations of any kind. So weights are laid out to be taken as they are only
     where that is possible and the call says that activations come in such a format.
     """
-    matrices, _ = as_matrices(x, call.num_batch, call.contracting)
+    matrices, _ = as_matrices(x, call.weights.axes)
     ((_, block),) = call.blocks
     assert isinstance(matrices, MXArray) and isinstance(block, int)
     format = call.format.with_block(block)
     kernel = (architecture or current_architecture()).kernel(call.lhs_format, format)
+    _, kept, k = call.weights.axes.sizes(call.weights.shape)
     return GpuWeights(
         weights=_stack(dataclasses.replace(matrices, format=format), call, kernel.layout),
-        kept=tuple(call.shape[axis] for axis in call.kept),
-        k=tuple(call.shape[axis] for axis in call.contracting),
-        k_first=call.k_first,
+        kept=kept,
+        k=k,
+        k_first=call.weights.axes.k_first,
         format=format,
         dtype=matrices.dtype,
     )
@@ -67,15 +68,17 @@ def _stack(
     matrices: MXArray, call: PackCall, layout: type[PackedWeights] | type[ScaledOperand]
 ) -> PackedWeights | ScaledOperand:
     """Matrices `[batch, n, k]` laid out one by one, `[*batch]` in front of every array."""
-    if not call.num_batch:
+    batch, _, _ = call.weights.axes.sizes(call.weights.shape)
+    if not batch:
         return layout.of(matrices)
-    batch, (count, *_) = call.shape[: call.num_batch], matrices.shape
     scale = matrices.tensor_scale
+    if scale is not None:
+        scale = jnp.broadcast_to(scale, (matrices.shape[0], 1, 1))[:, None]
     singles = dataclasses.replace(
         matrices,
         codes=matrices.codes[:, None],
         scales=matrices.scales[:, None],
-        tensor_scale=None if scale is None else jnp.broadcast_to(scale, (count, 1, 1))[:, None],
+        tensor_scale=scale,
     )
     stacked = jax.vmap(layout.of)(singles)
     return jax.tree.map(lambda leaf: leaf.reshape(*batch, *leaf.shape[1:]), stacked)

@@ -1,7 +1,6 @@
 """Which products GPU kernels take, by the description of a call and of the machine alone."""
 
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,21 +35,17 @@ def rejects(
 
 
 def _rejects_formats(call: MatmulCall) -> str | None:
-    sides = (
-        ("lhs", call.lhs_format, call.lhs_dtype),
-        ("rhs", call.rhs_format, call.rhs_dtype),
-    )
-    reasons = [rejects_weights(format) for _, format, _ in sides]
+    reasons = [rejects_weights(own.format) for _, own in call.sides]
     if all(reasons):
         return f"needs weights in a block format on one side: lhs {reasons[0]}; rhs {reasons[1]}"
     weights = "lhs" if reasons[1] else "rhs"
-    for side, format, dtype in sides:
+    for side, own in call.sides:
         if side == weights:
             continue
-        if format is None and dtype not in _ACTIVATIONS:
-            return f"needs activations in bfloat16 or float16, got {side} in {dtype}"
-        if format is not None and not _fits_bfloat16(format):
-            return f"needs values that bfloat16 holds on both sides, got {side}={format.name}"
+        if own.format is None and own.dtype not in _ACTIVATIONS:
+            return f"needs activations in bfloat16 or float16, got {side} in {own.dtype}"
+        if own.format is not None and not _fits_bfloat16(own.format):
+            return f"needs values that bfloat16 holds on both sides, got {side}={own.format.name}"
     return None
 
 
@@ -80,15 +75,9 @@ def _fits_bfloat16(format: BlockFormat) -> bool:
 
 
 def _rejects_sizes(call: MatmulCall) -> str | None:
-    sides: tuple[tuple[Literal["lhs", "rhs"], tuple[int, ...]], ...] = (
-        ("lhs", call.lhs_shape),
-        ("rhs", call.rhs_shape),
-    )
-    for side, shape in sides:
-        axes = call.contracting_axes(side)
-        if math.prod(shape) > _MAX_ELEMENTS:
-            return f"needs at most {_MAX_ELEMENTS} elements, got {side}_shape={shape}"
-        kept = (shape[i] for i in range(call.num_batch, len(shape)) if i not in axes)
-        if math.prod(kept) > _MAX_ROWS:
-            return f"needs at most {_MAX_ROWS} rows, got {side}_shape={shape}"
+    for side, own in call.sides:
+        if math.prod(own.shape) > _MAX_ELEMENTS:
+            return f"needs at most {_MAX_ELEMENTS} elements, got {side}_shape={own.shape}"
+        if own.rows > _MAX_ROWS:
+            return f"needs at most {_MAX_ROWS} rows, got {side}_shape={own.shape}"
     return rejects_parts_of_blocks(call)

@@ -1,0 +1,108 @@
+"""The dense product and its two gradients, each by its own spec of the recipe."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from mx_jax.axes import ProductAxes, Side
+from mx_jax.backends.base import AnyOperand
+from mx_jax.ops.clipping import mask_clipped
+from mx_jax.ops.keys import GRADIENTS, product_key
+from mx_jax.ops.multiply import quantized_matmul
+from mx_jax.ops.operands import Key, operand_keys, prepare_operands, reuse
+from mx_jax.ops.product import Bar, zero_bars
+from mx_jax.ops.quantize_both import OperandCast, quantize_operand_both, reads_once
+from mx_jax.specs import MatmulRecipe, Residuals
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseProduct:
+    """`[*batch, *m, *n]` by a recipe. What it depends on besides the operands is a key.
+
+    Attributes:
+      recipe: formats of the product and of its two gradient products.
+      axes: of both operands, in canonical order.
+      out_dtype: dtype of the product.
+      precision: for high-precision operands.
+      out_sharding: of the product, on a mesh with explicit axes.
+    """
+
+    recipe: MatmulRecipe
+    axes: ProductAxes
+    out_dtype: np.dtype
+    precision: Any = None
+    out_sharding: Any = None
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def forward(self, lhs: AnyOperand, rhs: AnyOperand, extra: Key) -> jax.Array:
+        """The product."""
+        with jax.named_scope("output"):
+            return quantized_matmul(
+                lhs,
+                rhs,
+                self.recipe.fwd,
+                self.axes,
+                self.out_dtype,
+                self.precision,
+                product_key(self.recipe, "fwd", extra),
+                self.out_sharding,
+            )
+
+    def keep(
+        self, lhs: AnyOperand, rhs: AnyOperand, extra: Key
+    ) -> tuple[AnyOperand, AnyOperand, Key]:
+        """The operands as they came, or as the product took them, and the key."""
+        if self.recipe.residuals is Residuals.QUANTIZED:
+            # The same key gives the same codes as without a gradient.
+            lhs, rhs = self._prepared(lhs, rhs, extra)
+        return lhs, rhs, extra
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _prepared(self, lhs: AnyOperand, rhs: AnyOperand, key: Key) -> Any:
+        fwd = product_key(self.recipe, "fwd", key)
+        return prepare_operands(lhs, rhs, self.recipe.fwd, self.axes, fwd)
+
+    def cotangents(self, g: jax.Array, saved: Key, both: bool) -> tuple[tuple[Any, Any], Any]:
+        """g for both gradients: quantized for both in one call, if a backend reads it once.
+
+        Otherwise, or where a product changes it first, as it is: the products quantize it
+        themselves, to the same bits.
+        """
+        pair = (g, g)
+        lhs_cast, rhs_cast = (self._cotangent_cast(side, saved) for side in GRADIENTS)
+        if both and lhs_cast is not None and rhs_cast is not None:
+            (left, left_key), (right, right_key) = lhs_cast, rhs_cast
+            if reads_once(g, (left, right)):
+                with jax.named_scope("grad_both"):
+                    pair = quantize_operand_both(g, (left, right), (left_key, right_key))
+        return pair, zero_bars(saved)
+
+    def _cotangent_cast(self, side: Side, key: Key) -> tuple[OperandCast, Key] | None:
+        """How one gradient quantizes g, and by which key; None if it changes g first, or not."""
+        spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
+        own = spec.lhs
+        if own is None or own.prescale != 1.0 or spec.transform is not None:
+            return None
+        lhs_key, rhs_key, _ = operand_keys(product_key(self.recipe, GRADIENTS[side], key))
+        place, drawn = (axes.lhs, lhs_key) if g_is_lhs else (axes.rhs, rhs_key)
+        cast = OperandCast(own, place.blocks(own.format))
+        return cast, drawn if own.rounding.random_bits else None
+
+    @functools.partial(jax.jit, static_argnums=(0, 1, 4))
+    def gradient(self, side: Side, g: Any, other: AnyOperand, bar: Bar, saved: Key) -> jax.Array:
+        """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
+        spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
+        with jax.named_scope(f"grad_{side}"):
+            other = reuse(other, spec.rhs, axes.rhs if g_is_lhs else axes.lhs)
+            left, right, spec = (g, other, spec) if g_is_lhs else (other, g, spec.swapped())
+            own = product_key(self.recipe, GRADIENTS[side], saved)
+            return quantized_matmul(
+                left, right, spec, axes, bar.dtype, self.precision, own, bar.out_sharding
+            )
+
+    def masked(self, side: Side, bar: jax.Array, own: AnyOperand, saved: Key) -> jax.Array:
+        """The cotangent without what the product clipped."""
+        return mask_clipped(self.recipe, side, self.axes, bar, own, saved)

@@ -1,0 +1,70 @@
+"""One quantized product in canonical order: quantize, select a backend, run it."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from mx_jax.axes import ProductAxes
+from mx_jax.backends.base import AnyOperand, MatmulCall, Operand, OperandType
+from mx_jax.backends.select import current_target, select
+from mx_jax.ops.operands import Key, prepare_operands, unscaled
+from mx_jax.ops.unpacking import unpacked_for
+from mx_jax.packed import PackedMXArray, Quantized, unpacked
+from mx_jax.specs import MatmulSpec
+
+
+def quantized_matmul(
+    lhs: AnyOperand,
+    rhs: AnyOperand,
+    spec: MatmulSpec,
+    axes: ProductAxes,
+    out_dtype: np.dtype,
+    precision: Any = None,
+    key: Key = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """Two canonical operands to `[*batch, *m, *n]`: quantize, select a backend, run it.
+
+    Args:
+      lhs: values, quantized here as spec.lhs says, or an MXArray, taken as it is.
+      rhs: likewise, by spec.rhs.
+      spec: formats of the two operands.
+      axes: of both operands, in canonical order.
+      out_dtype: dtype of the product.
+      precision: for high-precision operands.
+      key: PRNG key if the spec rounds stochastically.
+      out_sharding: of the product, on a mesh with explicit axes.
+
+    Returns:
+      `[*batch, *m, *n]`.
+    """
+    given = lhs, rhs
+    lhs, rhs = prepare_operands(lhs, rhs, spec, axes, key)
+    if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
+        return lax.dot_general(
+            lhs,
+            rhs,
+            axes.dimension_numbers,
+            precision=precision,
+            preferred_element_type=out_dtype,
+            out_sharding=out_sharding,
+        )
+    call = MatmulCall(
+        lhs=OperandType.of(lhs, axes.lhs),
+        rhs=OperandType.of(rhs, axes.rhs),
+        out_dtype=out_dtype,
+        precision=precision,
+        fast_accumulation=spec.fast_accumulation,
+        out_sharding=out_sharding,
+    )
+    choice = select(call, current_target())
+    left: Operand = unpacked(lhs)
+    if not isinstance(rhs, PackedMXArray):
+        product = choice.backend.scaled_matmul(left, rhs, call)
+    elif rhs.backend == choice.backend.name:
+        product = choice.backend.packed_matmul(left, rhs, call)
+    else:
+        product = choice.backend.scaled_matmul(left, unpacked_for(rhs, choice), call)
+    return unscaled(product, *given, spec)

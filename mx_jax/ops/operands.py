@@ -1,0 +1,119 @@
+"""What a product does to each operand before it multiplies: transform, prescale, quantize."""
+
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mx_jax.axes import Axes, ProductAxes
+from mx_jax.backends.base import AnyOperand, Operand
+from mx_jax.mxarray import MXArray, decode
+from mx_jax.ops.quantize import quantize_operand
+from mx_jax.packed import PackedMXArray, Quantized
+from mx_jax.reference import hadamard
+from mx_jax.specs import MatmulSpec, OperandSpec
+
+Key = jax.Array | None
+
+
+def prepare_operands(
+    lhs: AnyOperand, rhs: AnyOperand, spec: MatmulSpec, axes: ProductAxes, key: Key
+) -> tuple[AnyOperand, AnyOperand]:
+    """Both operands as the product takes them: transformed, and quantized by their specs.
+
+    Each operand draws from its own key; a transform's signs, which both share, from a third.
+    """
+    lhs, rhs, (lhs_key, rhs_key) = transform_operands(lhs, rhs, spec, axes, key)
+    return prepare(lhs, spec.lhs, axes.lhs, lhs_key), prepare(rhs, spec.rhs, axes.rhs, rhs_key)
+
+
+def transform_operands(
+    lhs: AnyOperand, rhs: AnyOperand, spec: MatmulSpec, axes: ProductAxes, key: Key
+) -> tuple[Any, Any, tuple[Key, Key]]:
+    """Both operands transformed along their contracted axes, and each one's key."""
+    lhs_key, rhs_key, sign_key = operand_keys(key)
+    if spec.transform is not None:
+        signs = hadamard.draw_signs(spec.transform, sign_key)
+        lhs = _transform(lhs, signs, axes.lhs.block_axis)
+        rhs = _transform(rhs, signs, axes.rhs.block_axis)
+    return lhs, rhs, (lhs_key, rhs_key)
+
+
+def operand_keys(key: Key) -> tuple[Any, Any, Any]:
+    """Keys of the left operand, of the right one, and of the signs."""
+    if key is None:
+        return None, None, None
+    lhs_key, rhs_key, sign_key = jax.random.split(key, 3)
+    return lhs_key, rhs_key, sign_key
+
+
+def _transform(operand: AnyOperand, signs: jax.Array, axis: int) -> jax.Array:
+    if isinstance(operand, Quantized):
+        raise ValueError(
+            "matmul: the recipe transforms its operands before quantizing, which an MXArray no "
+            f"longer allows, got format={operand.format.name}, shape={operand.shape}; pass "
+            "dequantize(), or a recipe without transform"
+        )
+    return hadamard.apply(operand, signs, axis)
+
+
+@overload
+def prepare(operand: Operand, spec: OperandSpec | None, axes: Axes, key: Key) -> Operand: ...
+
+
+@overload
+def prepare(operand: AnyOperand, spec: OperandSpec | None, axes: Axes, key: Key) -> AnyOperand: ...
+
+
+def prepare(operand: AnyOperand, spec: OperandSpec | None, axes: Axes, key: Key) -> AnyOperand:
+    """One operand, quantized by its spec unless it is or stays what it was."""
+    if spec is None or isinstance(operand, Quantized):
+        return operand
+    return quantize_operand(
+        prescaled(operand, spec),
+        spec,
+        axes.blocks(spec.format),
+        key if spec.rounding.random_bits else None,
+    )
+
+
+def prescaled(x: jax.Array, spec: OperandSpec) -> jax.Array:
+    """What an operand's spec quantizes: x times its prescale, in x's dtype."""
+    if spec.prescale == 1.0:
+        return x
+    product = x * jnp.asarray(spec.prescale, x.dtype)
+    # XLA would hand on float32 where float32 is read next, and other bits with it.
+    return product if x.dtype == jnp.float32 else lax.optimization_barrier(product)
+
+
+def unscaled(product: jax.Array, lhs: AnyOperand, rhs: AnyOperand, spec: MatmulSpec) -> jax.Array:
+    """A product without the prescales of its operands, as they were before quantizing.
+
+    An operand that came quantized never had one.
+    """
+    left, right = (
+        None if isinstance(x, Quantized) else own for x, own in ((lhs, spec.lhs), (rhs, spec.rhs))
+    )
+    factor = MatmulSpec(lhs=left, rhs=right).unscale
+    if factor == 1.0:
+        return product
+    # 16/9 is 1.78125 in bfloat16: every gradient would be 0.2 % too long.
+    wide = jnp.promote_types(product.dtype, jnp.float32)
+    return (product.astype(wide) * jnp.asarray(factor, wide)).astype(product.dtype)
+
+
+def reuse(operand: AnyOperand, spec: OperandSpec | None, axes: Axes) -> Operand:
+    """A saved operand for a backward product.
+
+    Codes are reused if their blocks also lie along the new contracting axis (square blocks);
+    otherwise they are dequantized, to be quantized anew.
+    """
+    if isinstance(operand, PackedMXArray):
+        operand = operand.unpack()
+    if not isinstance(operand, MXArray):
+        return operand
+    if spec is None:
+        return decode(operand, operand.dtype, saturates=True)
+    reusable = operand.format == spec.format and operand.blocks == axes.blocks(spec.format)
+    return operand if reusable else decode(operand, jnp.float32, saturates=True)

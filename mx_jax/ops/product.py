@@ -1,0 +1,137 @@
+"""The one differentiable product: every kind, dense, ragged or delayed, is a parameter of it.
+
+An operand enters as the value that has a gradient, or as codes, or as both: codes that were made of
+a value in the same trace multiply, and the value gets their cotangent. So each side has one.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from mx_jax.axes import Side
+from mx_jax.backends.base import AnyOperand
+from mx_jax.backends.target import follow
+from mx_jax.codecs.explicit_axes import explicit_sharding
+from mx_jax.mxarray import MXArray
+from mx_jax.ops.varying import sum_over, varying
+from mx_jax.packed import Quantized
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bar:
+    """What the cotangent of a value has to be.
+
+    Attributes:
+      dtype: the value's dtype.
+      out_sharding: where the value lies, on a mesh with explicit axes.
+      varying: the shard_map axes along which the value differs.
+    """
+
+    dtype: np.dtype
+    out_sharding: Any
+    varying: frozenset[str]
+
+    @classmethod
+    def of(cls, value: jax.Array) -> "Bar":
+        """The cotangent of a value."""
+        return cls(
+            dtype=np.dtype(value.dtype),
+            out_sharding=explicit_sharding(value),
+            varying=varying(value),
+        )
+
+
+class Product(Protocol):
+    """One kind of product: a frozen value, static under `jit`.
+
+    `extra` is whatever else it depends on: a key, group sizes, scale states.
+    """
+
+    def forward(self, lhs: Any, rhs: Any, extra: Any) -> Any:
+        """The product of operands as they came, or as `keep` gives them."""
+        ...
+
+    def keep(self, lhs: Any, rhs: Any, extra: Any) -> tuple[AnyOperand, AnyOperand, Any]:
+        """The operands as they are saved for the backward pass, and what is saved of `extra`."""
+        ...
+
+    def cotangents(self, g: Any, saved: Any, both: bool) -> tuple[tuple[Any, Any], Any]:
+        """g as the products for lhs and for rhs take it, and the cotangent of `extra`.
+
+        Args:
+          g: cotangent of what `forward` gives.
+          saved: what `keep` saved.
+          both: whether both products are wanted.
+        """
+        ...
+
+    def gradient(self, side: Side, g: Any, other: Any, bar: Bar, saved: Any) -> jax.Array:
+        """The cotangent of one operand: the product of g and the other operand."""
+        ...
+
+    def masked(self, side: Side, bar: jax.Array, own: Any, saved: Any) -> jax.Array:
+        """An operand's cotangent without what the forward product clipped of it."""
+        ...
+
+
+def differentiable(product: Product, lhs: AnyOperand, rhs: AnyOperand, extra: Any) -> Any:
+    """What `product.forward` gives, with the product's own gradient.
+
+    An MXArray that was quantized in the same trace hands its cotangent to what it was made of; any
+    other has none.
+    """
+    values, codes = zip(_normalize(lhs), _normalize(rhs), strict=True)
+    with follow(lhs, rhs):
+        return _product(product, values, codes, extra)
+
+
+def _normalize(operand: AnyOperand) -> tuple[jax.Array | None, Quantized | None]:
+    """The value that has a gradient, if there is one, and the codes, if there are any."""
+    if isinstance(operand, Quantized):
+        return operand.primal if isinstance(operand, MXArray) else None, operand
+    return operand, None
+
+
+def _operands(values: Any, codes: Any) -> tuple[AnyOperand, AnyOperand]:
+    lhs, rhs = (value if code is None else code for value, code in zip(values, codes, strict=True))
+    return lhs, rhs
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(product: Product, values: Any, codes: Any, extra: Any) -> Any:
+    return product.forward(*_operands(values, codes), extra)
+
+
+def _product_fwd(product, values, codes, extra):
+    lhs, rhs, saved = product.keep(*_operands(values, codes), extra)
+    bars = tuple(None if value is None else Bar.of(value) for value in values)
+    return product.forward(lhs, rhs, extra), (lhs, rhs, bars, saved)
+
+
+def _product_bwd(product, residuals, g):
+    lhs, rhs, bars, saved = residuals
+    (g_lhs, g_rhs), extra_bar = product.cotangents(g, saved, None not in bars)
+    values = (
+        _cotangent(product, "lhs", g_lhs, lhs, rhs, bars[0], saved),
+        _cotangent(product, "rhs", g_rhs, rhs, lhs, bars[1], saved),
+    )
+    return values, (None, None), extra_bar
+
+
+_product.defvjp(_product_fwd, _product_bwd)
+
+
+def _cotangent(product, side, g, own, other, bar, saved):
+    if bar is None:
+        return None
+    value = product.gradient(side, g, other, bar, saved)
+    return product.masked(side, sum_over(value, bar.varying), own, saved)
+
+
+def zero_bars(tree: Any) -> Any:
+    """The cotangent of integers and keys."""
+    return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), tree)
