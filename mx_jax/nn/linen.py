@@ -20,6 +20,7 @@ from mx_jax.nn.operations import EinsumOp as EinsumOp
 from mx_jax.nn.randomness import RNG_STREAM as RNG_STREAM
 from mx_jax.nn.randomness import layer_key
 from mx_jax.nn.stored import StoredParams as StoredParams
+from mx_jax.ops.dot_general import dot_general
 from mx_jax.ops.einsum import einsum
 from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.packed import Quantized, with_dtype
@@ -46,7 +47,7 @@ class _LayerDotGeneral:
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
         with named_in_errors(_name(self.layer)):
             key = layer_key(self.layer, self.recipe)
-            return self.recipe.dot_general(*args, **options, key=key)
+            return dot_general(*args, **options, recipe=self.recipe, key=key)
 
 
 def _name(layer: flax_nn.Module) -> str:

@@ -71,14 +71,17 @@ class DenseProduct:
         Otherwise, or where a product changes it first, as it is: the products quantize it
         themselves, to the same bits.
         """
-        pair = (g, g)
-        lhs_cast, rhs_cast = (self._cotangent_cast(side, saved) for side in GRADIENTS)
-        if both and lhs_cast is not None and rhs_cast is not None:
-            (left, left_key), (right, right_key) = lhs_cast, rhs_cast
-            if reads_once(g, (left, right)):
-                with jax.named_scope("grad_both"):
-                    pair = quantize_operand_both(g, (left, right), (left_key, right_key))
-        return pair, zero_bars(saved)
+        return self._quantized_cotangents(g, saved) if both else (g, g), zero_bars(saved)
+
+    def _quantized_cotangents(self, g: jax.Array, key: Key) -> tuple[Any, Any]:
+        lhs_cast, rhs_cast = (self._cotangent_cast(side, key) for side in GRADIENTS)
+        if lhs_cast is None or rhs_cast is None:
+            return g, g
+        (left, left_key), (right, right_key) = lhs_cast, rhs_cast
+        if not reads_once(g, (left, right)):
+            return g, g
+        with jax.named_scope("grad_both"):
+            return quantize_operand_both(g, (left, right), (left_key, right_key))
 
     def _cotangent_cast(self, side: Side, key: Key) -> tuple[OperandCast, Key] | None:
         """How one gradient quantizes g, and by which key; None if it changes g first, or not."""

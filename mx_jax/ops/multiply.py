@@ -9,7 +9,7 @@ from jax import lax
 from mx_jax.axes import ProductAxes
 from mx_jax.backends.base import AnyOperand, MatmulCall, Operand, OperandType
 from mx_jax.backends.select import current_target, select
-from mx_jax.ops.operands import Key, prepare_operands, unscaled
+from mx_jax.ops.operands import Key, prepare, transform_operands, unscaled
 from mx_jax.ops.unpacking import unpacked_for
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.specs import MatmulSpec
@@ -41,7 +41,9 @@ def quantized_matmul(
       `[*batch, *m, *n]`.
     """
     given = lhs, rhs
-    lhs, rhs = prepare_operands(lhs, rhs, spec, axes, key)
+    lhs, rhs, (lhs_key, rhs_key) = transform_operands(lhs, rhs, spec, axes, key)
+    lhs = prepare(lhs, spec.lhs, axes.lhs, lhs_key)
+    rhs = prepare(rhs, spec.rhs, axes.rhs, rhs_key)
     if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
         return lax.dot_general(
             lhs,

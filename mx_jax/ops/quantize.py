@@ -84,7 +84,8 @@ def quantize(
     blocks = blocks_along(array.shape, axis, spec.format)
     check_key(key, spec.rounding, "quantize")
     scale = check_tensor_scale(tensor_scale, spec.format, array.shape, blocks)
-    result = quantize_operand(array, spec, blocks, key, scale)
+    with follow(array):
+        result = quantize_operand(array, spec, blocks, key, scale)
     # Only a traced x can have a gradient; holding on to any other would keep it alive for nothing.
     traced = array if isinstance(array, Tracer) else None
     return with_primal(result, traced)
@@ -213,6 +214,7 @@ def _zero_cotangent(key: jax.Array | None) -> np.ndarray | None:
     return None if key is None else np.zeros(key.shape, jax.dtypes.float0)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def quantize_operand(
     x: jax.Array,
     spec: OperandSpec,
@@ -220,20 +222,10 @@ def quantize_operand(
     key: jax.Array | None = None,
     tensor_scale: jax.Array | None = None,
 ) -> MXArray:
-    """Quantize a checked array by its spec, on the backend that takes it."""
-    with follow(x):
-        return _quantize(x, key, tensor_scale, spec=spec, blocks=blocks)
+    """Quantize a checked array by its spec, on the backend that takes it on the machine in context.
 
-
-@functools.partial(jax.jit, static_argnames=("spec", "blocks"))
-def _quantize(
-    x: jax.Array,
-    key: jax.Array | None,
-    tensor_scale: jax.Array | None,
-    *,
-    spec: OperandSpec,
-    blocks: Blocks,
-) -> MXArray:
+    Whoever calls it outside a product says `with follow(x)`.
+    """
     call = QuantizeCall(
         shape=x.shape,
         dtype=np.dtype(x.dtype),

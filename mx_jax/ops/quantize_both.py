@@ -130,10 +130,11 @@ def quantize_operand_both(
         once = reads_once(x, casts)
         if once:
             return _quantize_both(x, keys, tensor_scale, casts=casts)
-    first, second = (
-        quantize_operand(x, *cast, key, tensor_scale) for cast, key in zip(casts, keys, strict=True)
-    )
-    return first, second
+        first, second = (
+            quantize_operand(x, *cast, key, tensor_scale)
+            for cast, key in zip(casts, keys, strict=True)
+        )
+        return first, second
 
 
 @functools.partial(jax.jit, static_argnames=("casts",))
