@@ -1,7 +1,5 @@
 """Sums and maxima over what differs from shard to shard below shard_map."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax

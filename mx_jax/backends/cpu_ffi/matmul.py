@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Literal
 
 import jax
