@@ -19,14 +19,14 @@ LENGTHS = (0, 1, 2, 3, 4, 5, 7, 32, 33)
 
 
 def pack_by_hand(codes: list[int], bits: int) -> list[int]:
-    """Codes as one little-endian number, whole groups of 1, 2 or 4 codes, cut into bytes."""
-    group = {8: 1, 4: 2, 6: 4}[bits]
+    """Codes as one little-endian number, whole groups of 1 to 8 codes, cut into bytes."""
+    group = {8: 1, 4: 2, 6: 4, 2: 4}.get(bits, 8)
     codes = codes + [0] * (-len(codes) % group)
     number = sum(code << (bits * position) for position, code in enumerate(codes))
     return list(number.to_bytes(len(codes) * bits // 8, "little"))
 
 
-@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("bits", range(2, 9))
 def test_pack_and_unpack(bits: int, rng: np.random.Generator):
     codes = {
         n: rng.integers(0, 1 << bits, (3, n)).astype(np.uint8).reshape(1, 3, n) for n in LENGTHS
