@@ -257,7 +257,12 @@ def _straight_through_jvp(primals, tangents):
 
 
 def decode(
-    x: MXArray, dtype: jax.typing.DTypeLike, *, exponent: int = 0, saturates: bool = False
+    x: MXArray,
+    dtype: jax.typing.DTypeLike,
+    *,
+    exponent: int = 0,
+    saturates: bool = False,
+    lifted: bool = False,
 ) -> jax.Array:
     """The values times `2^exponent`, without a gradient.
 
@@ -278,7 +283,7 @@ def decode(
         tensor_scale = block_shapes.spread(tensor_scale, inside)
 
     def bits_of(exponent: int) -> jax.Array:
-        return scale_codec.decode_scaled(codes, scales, x.format, tensor_scale, exponent)
+        return scale_codec.decode_scaled(codes, scales, x.format, tensor_scale, exponent, lifted)
 
     bits = bits_of(exponent)
     if saturates and x.format.scale.kind == "exponent":

@@ -168,6 +168,7 @@ def decode_scaled(
     format: BlockFormat,
     tensor_scale: jax.Array | None,
     exponent: int = 0,
+    lifted: bool = False,
 ) -> jax.Array:
     """Float32 patterns of `code value * scale`, the inverse of `encode_scaled`.
 
@@ -179,6 +180,7 @@ def decode_scaled(
       format: the block format.
       tensor_scale: float32 scale of the whole tensor, broadcastable, or None.
       exponent: of a power of two that every value is multiplied with; E8M0 scales only.
+      lifted: whether a tiny tensor scale comes lifted, and the values are to be so too.
 
     Returns:
       int32 patterns, shape of codes.
@@ -189,7 +191,9 @@ def decode_scaled(
         return jnp.where(scales == E8M0_NAN, float32.NAN, moved)
     values = float32.from_bits(pattern)
     scale = scale_to_float32(scales, format.scale)
-    if tensor_scale is not None:
+    if tensor_scale is not None and lifted:
+        scale = tensor_scale * scale
+    elif tensor_scale is not None:
         small = tiny.is_tiny(tensor_scale)
         scale = tiny.lift(tensor_scale, small) * scale
         return tiny.lower(float32.to_bits(values * scale), small)

@@ -23,9 +23,8 @@ _TINY = (127 - 100) << 23
 
 
 def is_tiny(tensor_scale: jax.Array) -> jax.Array:
-    """Where a tensor scale is positive and below 2^-100."""
-    bits = float32.to_bits(tensor_scale)
-    return (bits > 0) & (bits < _TINY)
+    """Where a tensor scale, which is positive, is below 2^-100."""
+    return float32.to_bits(tensor_scale) < _TINY
 
 
 def lift(x: jax.Array, where: jax.Array) -> jax.Array:
@@ -39,7 +38,7 @@ def lift(x: jax.Array, where: jax.Array) -> jax.Array:
     values, magnitude = float32.from_bits(bits), bits & float32.ABS
     # A subnormal is its pattern times 2^-149, and integers below 2^24 convert exactly.
     small = float32.to_bits(magnitude.astype(jnp.float32) * jnp.float32(2.0 ** (LIFT - 149)))
-    small = float32.from_bits(small | bits & jnp.int32(float32.SIGN))
+    small = float32.from_bits(small | bits ^ magnitude)
     lifted = jnp.where(magnitude < float32.HIDDEN, small, values * jnp.float32(2.0**LIFT))
     return jnp.where(where, lifted, values)
 
@@ -59,7 +58,7 @@ def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
     lowered = magnitude - (LIFT << 23)
     lowered = jnp.where(magnitude < (127 - 62) << 23, subnormal, lowered)
     fixed = (magnitude >= float32.INF) | ~where
-    return jnp.where(fixed, magnitude, lowered) | bits & jnp.int32(float32.SIGN)
+    return jnp.where(fixed, magnitude, lowered) | bits ^ magnitude
 
 
 def product(left: jax.Array, right: jax.Array) -> jax.Array:

@@ -69,15 +69,16 @@ def scaled_values(operand: jax.Array | MXArray) -> ScaledValues:
     """The values of an operand, of which none is Inf that the quantized array did not have."""
     if not isinstance(operand, MXArray):
         return ScaledValues(operand.astype(jnp.float32))
-    exponent, factor = 0, 1.0
-    scale, lifted = operand.tensor_scale, operand
+    exponent, factor, lifted = 0, 1.0, False
+    scale, scaled = operand.tensor_scale, operand
     if operand.format.scale.kind == "exponent":
         exponent, factor = -_HEADROOM, 2.0**_HEADROOM
     elif scale is not None and scale.size == 1:
         small = tiny.is_tiny(scale)
-        lifted = dataclasses.replace(operand, tensor_scale=tiny.lift(scale, small))
+        scaled = dataclasses.replace(operand, tensor_scale=tiny.lift(scale, small))
+        lifted = True
         factor = jnp.where(small, jnp.float32(2.0**-tiny.LIFT), jnp.float32(1)).reshape(())
-    values = decode(lifted, jnp.float32, exponent=exponent)
+    values = decode(scaled, jnp.float32, exponent=exponent, lifted=lifted)
     if operand.primal is not None:
         values = straight_through(values, operand.primal.astype(jnp.float32) / factor)
     return ScaledValues(values, factor)

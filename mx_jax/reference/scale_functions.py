@@ -16,6 +16,7 @@ from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32, tiny
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import (
+    E8M0_BIAS,
     E8M0_NAN,
     decode_scaled,
     encode_scaled,
@@ -54,10 +55,15 @@ class PowerOfTwo:
     threshold: Callable[[ElementFormat], int]
 
     def __call__(self, data: BlockData) -> jax.Array:
-        biased, mantissa = float32.normalize(data.amax)
-        element = data.format.element
-        up = (mantissa >= self.threshold(element)).astype(jnp.int32)
-        stored = exponent_to_e8m0(biased - 127 - element.emax + up)
+        element, amax = data.format.element, data.amax
+        if element.emax < 1:
+            biased, mantissa = float32.normalize(amax)
+            amax = (biased << 23) + mantissa
+        # Elsewhere a subnormal amax has the smallest scale, whatever its exponent. From the
+        # threshold on, what is added carries into the exponent.
+        carry = (1 << 23) - min(self.threshold(element), 1 << 23)
+        biased = (amax + carry >> 23) - element.emax
+        stored = jnp.clip(biased, 0, 2 * E8M0_BIAS).astype(jnp.uint8)
         return jnp.where(data.amax >= float32.INF, jnp.uint8(E8M0_NAN), stored)
 
 
