@@ -106,6 +106,30 @@ def test_packed_layers(tmp_path: Path):
         check_spread(row["of_float32"])
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
+def test_compile_time(tmp_path: Path):
+    out = tmp_path / "result.json"
+    options = "--recipes mxfp4 --layers 2 --width 64 --rounds 2".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.compile_time", *options, "--out", out],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {(row["backends"], row["case"]): row for row in json.loads(out.read_text())["rows"]}
+    assert len(rows) == 4
+    for row in rows.values():
+        for phase in ("trace", "lower", "compile"):
+            check_spread(row["seconds"][phase])
+        assert row["before"]["computations"] >= 1 and row["rounds"] == 2
+    plain, cast = (rows["reference", case]["after"] for case in ("float32", "mxfp4"))
+    assert cast["instructions"] > plain["instructions"] > 0
+    assert cast["computations"] > plain["computations"] > 0
+
+
 def test_peers_that_are_missing_are_named(run: Runner, monkeypatch: pytest.MonkeyPatch):
     peers = importlib.import_module("benchmarks.peers")
     monkeypatch.setattr(peers, "PEERS", (peers.PEERS[1],))
@@ -142,7 +166,9 @@ def test_train_step(run: Runner):
     assert "| mxfp4 |" in table
 
 
-@pytest.mark.parametrize("name", ["quantize", "sqnr", "train_step", "packed_layers"])
+@pytest.mark.parametrize(
+    "name", ["quantize", "sqnr", "train_step", "packed_layers", "compile_time"]
+)
 def test_help(command: Any, name: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="0"):
         command(name)(["--help"])
