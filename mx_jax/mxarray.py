@@ -256,6 +256,9 @@ def _straight_through_jvp(primals, tangents):
     return straight_through(values, primal), tangents[1].astype(values.dtype)
 
 
+# One program, also where nothing is traced: operation by operation it would be dozens of them for
+# every new shape.
+@functools.partial(jax.jit, static_argnames=("dtype", "exponent", "saturates"), inline=True)
 def decode(
     x: MXArray,
     dtype: jax.typing.DTypeLike,
