@@ -17,7 +17,7 @@ from mx_jax.backends.base import Target
 from mx_jax.backends.cpu_ffi import CpuFfiBackend, library, quantize_both
 from mx_jax.backends.select import only_backend
 from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP4, MXFP8_E4M3, NVFP4
-from mx_jax.ops import gradients
+from mx_jax.ops import dense
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.quantize_check import QuantizeBothCase
@@ -154,7 +154,7 @@ def test_training_reads_cotangents_once(stochastic: bool, monkeypatch: pytest.Mo
         recipe = dataclasses.replace(recipe, dlhs=spec, drhs=spec)
     together, text = gradient(recipe, key)
     assert text.count("@mx_jax_cpu_quantize_both") == 1
-    monkeypatch.setattr(gradients, "reads_once", lambda x, casts: False)
+    monkeypatch.setattr(dense, "reads_once", lambda x, casts: False)
     apart, text = gradient(recipe, key)
     assert "@mx_jax_cpu_quantize_both" not in text
     for left, right in zip(together, apart, strict=True):
