@@ -21,8 +21,8 @@ from benchmarks.data import KINDS, draw
 from benchmarks.timing import Case, Samples, measure, ratio
 from mx_jax import formats
 from mx_jax.backends.base import MatmulCall, Operand
-from mx_jax.backends.cpu_ffi import CpuFfiBackend, library
-from mx_jax.backends.reference import ReferenceBackend
+from mx_jax.backends.cpu_ffi import CPU_FFI, library
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.packing import pack_weights
 from mx_jax.ops.quantize import quantize
@@ -91,7 +91,7 @@ def quantized_cases(
         case = MatmulCase(lhs=lhs, rhs=rhs, m=(m,), n=(n,), k=(k,))
         name = f"{lhs.name if lhs else 'float32'} x {rhs.name}"
         left, right = operands(case, data)
-        for backend in (CpuFfiBackend(), ReferenceBackend()):
+        for backend in (CPU_FFI, REFERENCE):
             found.append(Case(f"{backend.name} {name}", _run(backend, case.call, left, right)))
         if packed:
             assert isinstance(right, MXArray)
@@ -100,15 +100,15 @@ def quantized_cases(
 
 
 def _run(backend: Any, call: MatmulCall, left: Operand, right: Operand) -> Callable[[], jax.Array]:
-    function = jax.jit(lambda left, right: backend.scaled_matmul(left, right, call))
+    function = jax.jit(lambda left, right: backend.run(call, left, right))
     return lambda: function(left, right)
 
 
 def _run_packed(call: MatmulCall, left: Operand, right: MXArray) -> Callable[[], jax.Array]:
     packed = pack_weights(right)
     assert isinstance(packed, PackedMXArray)
-    backend = CpuFfiBackend()
-    function = jax.jit(lambda left, packed: backend.packed_matmul(left, packed, call))
+    backend = CPU_FFI
+    function = jax.jit(lambda left, packed: backend.run(call, left, packed))
     return lambda: function(left, packed)
 
 

@@ -19,12 +19,12 @@ from benchmarks import limits, peers, report
 from benchmarks.data import draw
 from benchmarks.timing import Case, Samples, measure, ratio
 from mx_jax.backends.base import DequantizeCall, QuantizeBothCall, QuantizeCall
-from mx_jax.backends.cpu_ffi import CpuFfiBackend, dequantize, quantize, quantize_both
-from mx_jax.backends.reference import ReferenceBackend
+from mx_jax.backends.cpu_ffi import CPU_FFI, dequantize, quantize, quantize_both
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.formats import block_format
 from mx_jax.testing.cases import QuantizeCase
 
-HANDLERS, REFERENCE = CpuFfiBackend(), ReferenceBackend()
+HANDLERS, REFERENCE = CPU_FFI, REFERENCE
 OURS, COPY, PLAIN, TWO = "cpu_ffi", "copy", "plain JAX", "two single casts"
 FORMATS = (
     ("mxfp8_e4m3", "rceil"),
@@ -139,7 +139,7 @@ def copy_case(x: Any, out: Any) -> Case:
 
 def _there(call: Any, x: jax.Array) -> list[Case]:
     def by(backend):
-        return lambda x: backend.quantize(x, call, None, None)
+        return lambda x: backend.run(call, x, None, None)
 
     out = jax.eval_shape(by(HANDLERS), x)
     cases = [_case(OURS, by(HANDLERS), x), _case(PLAIN, by(REFERENCE), x)]
@@ -153,11 +153,11 @@ def _read(x: jax.Array, call: QuantizeCall) -> list[jax.Array]:
 
 def _both(call: QuantizeBothCall, x: jax.Array) -> list[Case]:
     def once(x):
-        return HANDLERS.quantize_both(x, call, (None, None), None)
+        return HANDLERS.run(call, x, (None, None), None)
 
     def twice(backend):
         return lambda x: [
-            backend.quantize(x, single, None, None) for single in (call.first, call.second)
+            backend.run(single, x, None, None) for single in (call.first, call.second)
         ]
 
     assert quantize_both.rejects(call) is None
@@ -176,7 +176,7 @@ def _packed(call: Any, x: jax.Array) -> list[Case]:
 
     def plain(x):
         given = jnp.ones((1, 1), jnp.float32) if call.format.tensor_scale else None
-        q = REFERENCE.quantize(x, call, None, given)
+        q = REFERENCE.run(call, x, None, given)
         return q.packed_codes, q.scales, q.tensor_scale
 
     out = jax.eval_shape(ours, x)
@@ -184,13 +184,13 @@ def _packed(call: Any, x: jax.Array) -> list[Case]:
 
 
 def _back(call: Any, x: jax.Array) -> list[Case]:
-    q = jax.jit(lambda x: HANDLERS.quantize(x, call, None, None))(x)
+    q = jax.jit(lambda x: HANDLERS.run(call, x, None, None))(x)
     back = DequantizeCall(
         shape=call.shape, dtype=call.dtype, format=call.format, blocks=call.blocks
     )
 
     def by(backend):
-        return lambda q: backend.dequantize(q, back)
+        return lambda q: backend.run(back, q)
 
     assert dequantize.rejects(back) is None
     cases = [_case(OURS, by(HANDLERS), q), _case(PLAIN, by(REFERENCE), q)]

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from benchmarks import report
 from benchmarks.timing import Case, Samples, measure, spread
 from mx_jax.backends.base import Backend, QuantizeBothCall, QuantizeCall, Target
-from mx_jax.backends.pallas_gpu import PallasGpuBackend
-from mx_jax.backends.reference import ReferenceBackend
+from mx_jax.backends.pallas_gpu import PALLAS_GPU
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4_ONE_LEVEL, BlockFormat
 from mx_jax.testing.cases import QuantizeCase
 
@@ -106,7 +106,7 @@ def ways(cast: Cast, size: int, target: Target) -> dict[str, Callable[[jax.Array
     calls = cast.calls(size)
     # Not x + 0, which XLA knows to be x.
     known: dict[str, Callable[[jax.Array], Any]] = {COPY: lambda x: -x}
-    for name, backend in ((PLAIN, ReferenceBackend()), ("pallas_gpu", PallasGpuBackend())):
+    for name, backend in ((PLAIN, REFERENCE), ("pallas_gpu", PALLAS_GPU)):
         taken: Any = QuantizeBothCall(first=calls[0], second=calls[1]) if calls[1:] else calls[0]
         if backend.rejects(taken, target) is None:
             known[name] = _together(backend, taken)
@@ -117,12 +117,12 @@ def ways(cast: Cast, size: int, target: Target) -> dict[str, Callable[[jax.Array
 
 def _together(backend: Backend, call: Any) -> Callable[[jax.Array], Any]:
     if isinstance(call, QuantizeBothCall):
-        return lambda x: backend.quantize_both(x, call, (None, None), None)
-    return lambda x: backend.quantize(x, call, None, None)
+        return lambda x: backend.run(call, x, (None, None), None)
+    return lambda x: backend.run(call, x, None, None)
 
 
 def _one_by_one(backend: Backend, calls: Sequence[QuantizeCall]) -> Callable[[jax.Array], Any]:
-    return lambda x: [backend.quantize(x, call, None, None) for call in calls]
+    return lambda x: [backend.run(call, x, None, None) for call in calls]
 
 
 def _sample(one: Callable[[jax.Array], Any], arrays: list[jax.Array]) -> Callable[[], Any]:

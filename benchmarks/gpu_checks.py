@@ -20,10 +20,10 @@ from jax import lax
 
 from benchmarks import report
 from mx_jax.backends.base import Backend, Operand, QuantizeCall, Target
-from mx_jax.backends.cudnn import CudnnBackend
-from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.cudnn import CUDNN
+from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.architecture import Architecture
-from mx_jax.backends.reference import ReferenceBackend
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, NVFP4_ONE_LEVEL
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul
@@ -102,19 +102,19 @@ def products_of(architecture: Architecture) -> tuple[MatmulCase, ...]:
 
 def checks(target: Target, architecture: Architecture) -> Iterator[Check]:
     """Everything that this machine can be asked."""
-    for backend in (PallasGpuBackend(), CudnnBackend()):
+    for backend in (PALLAS_GPU, CUDNN):
         for case in products_of(architecture):
             if backend.rejects(case.call, target) is None:
                 name = f"{backend.name}, {case}"
                 yield Check(name=name, run=functools.partial(product_error, backend, case))
     for case in CASTS:
-        for backend in (ReferenceBackend(), PallasGpuBackend()):
+        for backend in (REFERENCE, PALLAS_GPU):
             if backend.rejects(case.call, target) is None:
                 name = f"{backend.name}, {case}"
                 yield Check(name=name, run=functools.partial(cast_error, backend, case))
 
     for case in BOTH:
-        backend = PallasGpuBackend()
+        backend = PALLAS_GPU
         if backend.rejects(case.call, target) is None:
             name = f"{backend.name}, {case}"
             yield Check(name=name, run=functools.partial(both_error, backend, case))
@@ -132,7 +132,7 @@ def product_error(backend: Backend, case: MatmulCase, rng: np.random.Generator) 
     )
     expected = np.asarray(reference(lhs, rhs), np.float64)
     magnitude = np.asarray(reference(_absolute(lhs), _absolute(rhs)), np.float64)
-    run = jax.jit(lambda lhs, rhs: backend.scaled_matmul(lhs, rhs, call)).lower(lhs, rhs).compile()
+    run = jax.jit(lambda lhs, rhs: backend.run(call, lhs, rhs)).lower(lhs, rhs).compile()
     jax.block_until_ready(jnp.full(expected.shape, jnp.nan, call.out_dtype))
     actual, *again = (np.asarray(run(lhs, rhs)) for _ in range(_REPEATS))
     if any(actual.tobytes() != other.tobytes() for other in again):
@@ -156,14 +156,14 @@ def _absolute(operand: Operand) -> jax.Array:
 def cast_error(backend: Backend, case: QuantizeCase, rng: np.random.Generator) -> float:
     """0 if a cast of random bits has the reference's codes and scales of a CPU, else infinity."""
     call, x = case.call, _any_bits(rng, case)
-    actual = jax.jit(lambda x: backend.quantize(x, call, None, None))(jnp.asarray(x))
+    actual = jax.jit(lambda x: backend.run(call, x, None, None))(jnp.asarray(x))
     return 0.0 if _as_on_a_cpu(actual, x, call) else math.inf
 
 
 def both_error(backend: Backend, case: QuantizeBothCase, rng: np.random.Generator) -> float:
     """The same of two casts in one call."""
     call, x = case.call, _any_bits(rng, case.first)
-    run = jax.jit(lambda x: backend.quantize_both(x, call, (None, None), None))
+    run = jax.jit(lambda x: backend.run(call, x, (None, None), None))
     pairs = zip(run(jnp.asarray(x)), (call.first, call.second), strict=True)
     return 0.0 if all(_as_on_a_cpu(actual, x, single) for actual, single in pairs) else math.inf
 
@@ -176,7 +176,7 @@ def _any_bits(rng: np.random.Generator, case: QuantizeCase) -> np.ndarray:
 def _as_on_a_cpu(actual: MXArray, x: np.ndarray, call: QuantizeCall) -> bool:
     """Whether codes and scales are the reference's."""
     with jax.default_device(jax.devices("cpu")[0]):
-        expected = jax.jit(lambda x: ReferenceBackend().quantize(x, call, None, None))(x)
+        expected = jax.jit(lambda x: REFERENCE.run(call, x, None, None))(x)
     arrays = ((expected.codes, actual.codes), (expected.scales, actual.scales))
     return all(np.array_equal(np.asarray(e), np.asarray(a)) for e, a in arrays)
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 import mx_jax
+from mx_jax.backends import cudnn
 from mx_jax.backends.base import Target
-from mx_jax.backends.cudnn import CudnnBackend
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
 from mx_jax.backends.pallas_gpu.kernels import Kernel
 from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
@@ -22,7 +22,7 @@ from mx_jax.mxarray import MXArray
 from mx_jax.testing.cases import MatmulCase
 
 KERNEL, BASELINE, DEQUANTIZE = "pallas_gpu", "bf16 dot", "dequantize, dot"
-CUDNN = "cudnn"
+CUDNN = cudnn.CUDNN.name
 
 # `x[m, size], weight -> [m, size]` in bfloat16.
 Product = Callable[[jax.Array, Any], jax.Array]
@@ -122,7 +122,7 @@ def products(pair: Pair, size: int, copies: int, target: Target) -> dict[str, Wa
         ),
     }
     case = MatmulCase(lhs=pair.lhs, rhs=pair.rhs, m=(1,), n=(size,), k=(size,), dtype="bfloat16")
-    if CudnnBackend().rejects(case.call, target) is None:
+    if cudnn.CUDNN.rejects(case.call, target) is None:
         known[CUDNN] = known[DEQUANTIZE][0], functools.partial(_cudnn, pair)
     return {name: Way(lay_out=way, product=of) for name, (way, of) in known.items()}
 
@@ -143,7 +143,7 @@ def _cudnn(pair: Pair, x: jax.Array, w: MXArray) -> jax.Array:
         k=x.shape[1:],
         out_dtype="bfloat16",
     ).call
-    return CudnnBackend().scaled_matmul(left, w, call)
+    return cudnn.CUDNN.run(call, left, w)
 
 
 def chained(product: Product, weights: list[Any], calls: int, x: jax.Array):

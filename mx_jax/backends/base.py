@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -206,103 +207,61 @@ def _shapes(call: Call) -> tuple[tuple[int, ...], ...]:
     return (call.weights.shape if isinstance(call, PackCall) else call.shape,)
 
 
-class Backend(Protocol):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offer:
+    """One kind of call that a backend takes.
+
+    Attributes:
+      call: its type.
+      rejects: given a call and the target, why this call cannot be taken there, e.g.
+        `"needs k % 128 == 0, got k=96"`; None to accept. Decided from the description alone,
+        before anything runs.
+      run: given the operands and the call last, what the call asks for. MatmulCall: `(lhs, rhs,
+        call)` to the product `[*batch, *m, *n]` in `call.out_dtype`; rhs may be weights that this
+        backend packed for a product of these axes. QuantizeCall: `(x, random_bits, tensor_scale,
+        call)` to an MXArray without a gradient link. QuantizeBothCall: likewise, with a pair of
+        random bits, to a pair. DequantizeCall: `(x, call)` to values in `call.dtype`. PackCall:
+        `(x, call)` to x in this backend's own layout, or to x itself.
+    """
+
+    call: type[Call]
+    rejects: Callable[[Any, Target], str | None]
+    run: Callable[..., Any]
+
+
+# Why a backend does not take a kind of call that it does not offer.
+_NOT_OFFERED: Mapping[type[Call], str] = {
+    MatmulCall: "multiplies nothing: XLA's own dot does",
+    QuantizeCall: "quantizes nothing: XLA fuses the reference's own code",
+    QuantizeBothCall: "casts once at a time",
+    DequantizeCall: "dequantizes nothing: XLA fuses the reference's own code",
+    PackCall: "has no layout of its own for weights",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
     """One way to compute. Every backend gives the reference's codes, scales and values bit for bit,
-    and products within its stated bound of the exact ones."""
+    and products within its stated bound of the exact ones.
 
-    @property
-    def name(self) -> str:
-        """What `only_backend` and `explain` call it."""
-        ...
-
-    @property
-    def epsilon_bound(self) -> float:
-        """c in `|C - exact| <= c * 2^-24 * sqrt(k) * sum |a b|` for float32 products."""
-        ...
-
-    def rejects(self, call: Call, target: Target) -> str | None:
-        """Why this call cannot be taken on this machine, e.g. `"needs k % 128 == 0, got k=96"`;
-        None to accept. Decided from the description alone, before anything runs."""
-        ...
-
-    def scaled_matmul(self, lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
-        """The product `[*batch, *m, *n]` in `call.out_dtype`."""
-        ...
-
-    def packed_matmul(self, lhs: Operand, rhs: PackedMXArray, call: MatmulCall) -> jax.Array:
-        """The same, of weights that this backend packed for a product of these axes."""
-        ...
-
-    def quantize(
-        self,
-        x: jax.Array,
-        call: QuantizeCall,
-        random_bits: jax.Array | None,
-        tensor_scale: jax.Array | None,
-    ) -> MXArray:
-        """x quantized, without a gradient link."""
-        ...
-
-    def quantize_both(
-        self,
-        x: jax.Array,
-        call: QuantizeBothCall,
-        random_bits: tuple[jax.Array | None, jax.Array | None],
-        tensor_scale: jax.Array | None,
-    ) -> tuple[MXArray, MXArray]:
-        """x quantized twice, as two calls of `quantize` would."""
-        ...
-
-    def dequantize(self, x: MXArray, call: DequantizeCall) -> jax.Array:
-        """The values of x in `call.dtype`, without a gradient link."""
-        ...
-
-    def pack(self, x: MXArray, call: PackCall) -> MXArray | PackedMXArray:
-        """x in this backend's own layout."""
-        ...
-
-
-class ProductsOnly:
-    """What a backend answers that casts nothing and has no layout of its own for weights."""
+    Attributes:
+      name: what `only_backend` and `explain` call it.
+      epsilon_bound: c in `|C - exact| <= c * 2^-24 * sqrt(k) * sum |a b|` for float32 products.
+      table: what it offers, a row for each kind of call; of any other it says that it does not.
+    """
 
     name: str
+    epsilon_bound: float
+    table: tuple[Offer, ...]
 
-    def rejects_other(self, call: Call) -> str | None:
-        """Why a call that is no product is not taken."""
-        if isinstance(call, QuantizeCall | QuantizeBothCall):
-            return "quantizes nothing: XLA fuses the reference's own code"
-        if isinstance(call, DequantizeCall):
-            return "dequantizes nothing: XLA fuses the reference's own code"
-        return None if isinstance(call, MatmulCall) else "has no layout of its own for weights"
+    def rejects(self, call: Call, target: Target) -> str | None:
+        """Why a call is not taken on a machine, or None."""
+        for offer in self.table:
+            if offer.call is type(call):
+                return offer.rejects(call, target)
+        return _NOT_OFFERED[type(call)]
 
-    def quantize(
-        self,
-        x: jax.Array,
-        call: QuantizeCall,
-        random_bits: jax.Array | None,
-        tensor_scale: jax.Array | None,
-    ) -> MXArray:
-        """Never asked: `rejects` sends the call on."""
-        raise AssertionError(f"the {self.name} backend rejects every QuantizeCall")
-
-    def quantize_both(
-        self,
-        x: jax.Array,
-        call: QuantizeBothCall,
-        random_bits: tuple[jax.Array | None, jax.Array | None],
-        tensor_scale: jax.Array | None,
-    ) -> tuple[MXArray, MXArray]:
-        """Never asked: `rejects` sends the call on."""
-        raise AssertionError(f"the {self.name} backend rejects every QuantizeBothCall")
-
-    def dequantize(self, x: MXArray, call: DequantizeCall) -> jax.Array:
-        """Never asked: `rejects` sends the call on."""
-        raise AssertionError(f"the {self.name} backend rejects every DequantizeCall")
-
-    def pack(self, x: MXArray, call: PackCall) -> MXArray | PackedMXArray:
-        """Never asked: `rejects` sends the call on."""
-        raise AssertionError(f"the {self.name} backend rejects every PackCall")
-
-    def packed_matmul(self, lhs: Operand, rhs: PackedMXArray, call: MatmulCall) -> jax.Array:
-        """Never asked: only who packed weights multiplies them."""
-        raise AssertionError(f"the {self.name} backend packs no weights")
+    def run(self, call: Call, *operands: Any) -> Any:
+        """What a call that is not rejected asks for: see `Offer.run`."""
+        (run,) = (offer.run for offer in self.table if offer.call is type(call))
+        return run(*operands, call)

@@ -11,7 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from mx_jax.backends.base import Call, MatmulCall, Operand, ProductsOnly, Target, rejects_symbolic
+from mx_jax.backends.base import Backend, MatmulCall, Offer, Operand, Target, rejects_symbolic
 from mx_jax.backends.matrices import as_matrices, rejects_parts_of_blocks, rejects_scale_axes
 from mx_jax.formats import MXFP8_E4M3, MXFP8_E5M2, NVFP4, NVFP4_ONE_LEVEL
 from mx_jax.mxarray import MXArray
@@ -30,50 +30,15 @@ _OUTPUTS = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 _SCALE_COLUMNS = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class CudnnBackend(ProductsOnly):
-    """`jax.nn.scaled_matmul` where XLA gives it to cuDNN.
-
-    Attributes:
-      name: what `only_backend` calls it.
-      epsilon_bound: wider than the reference's: tensor cores truncate where they add.
-    """
-
-    name: str = "cudnn"
-    epsilon_bound: float = 4.0
-
-    def rejects(self, call: Call, target: Target) -> str | None:
-        """Why not: another machine, or a product that XLA would dequantize."""
-        if not isinstance(call, MatmulCall):
-            return self.rejects_other(call)
-        if target.platform != "cuda":
-            return f"runs on platform=cuda, got platform={target.platform}"
-        capability = target.compute_capability
-        if capability is None or capability[0] != _CUDA_MAJOR:
-            shown = None if capability is None else ".".join(map(str, capability))
-            return f"cuDNN multiplies by block on compute capability {_CUDA_MAJOR}.x, got {shown}"
-        return rejects_symbolic(call) or _rejects_product(call)
-
-    def scaled_matmul(self, lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
-        """One product of a batch of matrices; tensor scales multiply its float32 sums."""
-        left, m = as_matrices(lhs, call.lhs.axes)
-        right, n = as_matrices(rhs, call.rhs.axes)
-        assert isinstance(left, MXArray) and isinstance(right, MXArray)
-        shape = (*call.lhs.shape[: call.num_batch], *m, *n)
-        if 0 in (*left.shape, *right.shape):
-            return jnp.zeros(shape, call.out_dtype)
-        left, right = _whole_tiles(left), _whole_tiles(right)
-        factors = [x.tensor_scale for x in (left, right) if x.tensor_scale is not None]
-        product = jax.nn.scaled_matmul(
-            left.elements,
-            right.elements,
-            left.scale_values,
-            right.scale_values,
-            preferred_element_type=jnp.float32 if factors else call.out_dtype,
-        )
-        for factor in factors:
-            product = product * factor
-        return product.astype(call.out_dtype).reshape(shape)
+def _rejects(call: MatmulCall, target: Target) -> str | None:
+    """Why not: another machine, or a product that XLA would dequantize."""
+    if target.platform != "cuda":
+        return f"runs on platform=cuda, got platform={target.platform}"
+    capability = target.compute_capability
+    if capability is None or capability[0] != _CUDA_MAJOR:
+        shown = None if capability is None else ".".join(map(str, capability))
+        return f"cuDNN multiplies by block on compute capability {_CUDA_MAJOR}.x, got {shown}"
+    return rejects_symbolic(call) or _rejects_product(call)
 
 
 def _rejects_product(call: MatmulCall) -> str | None:
@@ -100,3 +65,34 @@ def _whole_tiles(x: MXArray) -> MXArray:
     missing = padded // block - x.scales.shape[2]
     scales = jnp.pad(x.scales, ((0, 0), (0, 0), (0, missing)))
     return dataclasses.replace(x, codes=codes, scales=scales)
+
+
+def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
+    """One product of a batch of matrices; tensor scales multiply its float32 sums."""
+    left, m = as_matrices(lhs, call.lhs.axes)
+    right, n = as_matrices(rhs, call.rhs.axes)
+    assert isinstance(left, MXArray) and isinstance(right, MXArray)
+    shape = (*call.lhs.shape[: call.num_batch], *m, *n)
+    if 0 in (*left.shape, *right.shape):
+        return jnp.zeros(shape, call.out_dtype)
+    left, right = _whole_tiles(left), _whole_tiles(right)
+    factors = [x.tensor_scale for x in (left, right) if x.tensor_scale is not None]
+    product = jax.nn.scaled_matmul(
+        left.elements,
+        right.elements,
+        left.scale_values,
+        right.scale_values,
+        preferred_element_type=jnp.float32 if factors else call.out_dtype,
+    )
+    for factor in factors:
+        product = product * factor
+    return product.astype(call.out_dtype).reshape(shape)
+
+
+# `jax.nn.scaled_matmul` where XLA gives it to cuDNN. The bound is wider than the reference's:
+# tensor cores truncate where they add.
+CUDNN = Backend(
+    name="cudnn",
+    epsilon_bound=4.0,
+    table=(Offer(call=MatmulCall, rejects=_rejects, run=_multiply),),
+)

@@ -14,6 +14,7 @@ from mx_jax.backends.table import BACKENDS, REFERENCE
 # Overrides enter the jit cache key: a function traced under one backend is not reused for another.
 _only_backend = jax.make_user_context(default_value=None)
 _preferred = jax.make_user_context(default_value=())
+_added = jax.make_user_context(default_value=())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,19 +83,59 @@ def prefer_backends(*names: str) -> AbstractContextManager[None]:
     return _preferred(names)
 
 
+def with_backends(*backends: Backend) -> AbstractContextManager[None]:
+    """A context with more backends than the table's, asked before those.
+
+    For trying a backend, or one that belongs to another package. It enters jit's cache key.
+
+    Args:
+      backends: in order of preference, of other names than the table's; none lifts an outer
+        addition.
+
+    Returns:
+      The context manager.
+
+    Raises:
+      ValueError: a name that is taken.
+
+    Example:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> from mx_jax.backends.base import Backend, DequantizeCall, Offer
+      >>> from mx_jax.backends.select import with_backends
+      >>> zeros = Offer(
+      ...     call=DequantizeCall,
+      ...     rejects=lambda call, target: None if call.shape == (32,) else "needs 32 values",
+      ...     run=lambda x, call: jnp.zeros(x.shape, call.dtype),
+      ... )
+      >>> with with_backends(Backend(name="zeros", epsilon_bound=0.0, table=(zeros,))):
+      ...     mx_jax.cast(jnp.ones(32), "mxfp4").sum()
+      Array(0., dtype=float32)
+    """
+    names = [backend.name for backend in (*backends, *BACKENDS)]
+    taken = sorted({name for name in names if names.count(name) > 1})
+    if taken:
+        raise ValueError(f"with_backends: each backend needs a name of its own, got names={taken}")
+    return _added(backends)
+
+
+def known_backends() -> tuple[Backend, ...]:
+    """Those that `with_backends` adds, and the table's."""
+    return (*_added.value, *BACKENDS)
+
+
 def _check_known(operation: str, name: str) -> None:
-    known = [backend.name for backend in BACKENDS]
+    known = [backend.name for backend in known_backends()]
     if name not in known:
         raise ValueError(f"{operation}: unknown backend name={name!r}; known: {', '.join(known)}")
 
 
-def select(call: Call, target: Target, backends: Sequence[Backend] = BACKENDS) -> Choice:
+def select(call: Call, target: Target, backends: Sequence[Backend] | None = None) -> Choice:
     """The first backend, in order of preference, that does not reject the call.
 
     Args:
       call: description of the work.
       target: description of the machine.
-      backends: candidates, in order.
+      backends: candidates, in order; None: `known_backends`.
 
     Raises:
       ValueError: if all reject, which happens only under `only_backend`; every reason is listed.
@@ -106,12 +147,12 @@ def select(call: Call, target: Target, backends: Sequence[Backend] = BACKENDS) -
     return choice
 
 
-def find(call: Call, target: Target, backends: Sequence[Backend] = BACKENDS) -> Choice | None:
+def find(call: Call, target: Target, backends: Sequence[Backend] | None = None) -> Choice | None:
     """As `select`, for calls that can be made of others: None if all that are asked reject."""
     return _ask(call, target, backends)[0]
 
 
-def on_request(call: Call, target: Target, backends: Sequence[Backend] = BACKENDS) -> list[str]:
+def on_request(call: Call, target: Target, backends: Sequence[Backend] | None = None) -> list[str]:
     """Names of the backends that are asked only by name and would take the call.
 
     Args:
@@ -119,13 +160,15 @@ def on_request(call: Call, target: Target, backends: Sequence[Backend] = BACKEND
       target: description of the machine.
       backends: as `select` takes them.
     """
+    backends = known_backends() if backends is None else backends
     asleep = only_if_named(backends) - {_only_backend.value, *_preferred.value}
     return [b.name for b in backends if b.name in asleep and b.rejects(call, target) is None]
 
 
 def _ask(
-    call: Call, target: Target, backends: Sequence[Backend]
+    call: Call, target: Target, backends: Sequence[Backend] | None
 ) -> tuple[Choice | None, list[tuple[str, str]]]:
+    backends = known_backends() if backends is None else backends
     choice, rejections = _first(call, target, backends)
     recorder = active_recorder()
     if recorder is not None:
@@ -162,8 +205,9 @@ def _first(
     return None, rejections
 
 
-def only_if_named(backends: Sequence[Backend] = BACKENDS) -> set[str]:
+def only_if_named(backends: Sequence[Backend] | None = None) -> set[str]:
     """Names of those behind the reference, which nothing but their name reaches."""
+    backends = known_backends() if backends is None else backends
     places = [place for place, backend in enumerate(backends) if backend == REFERENCE]
     return {backend.name for backend in backends[places[0] + 1 :]} if places else set()
 

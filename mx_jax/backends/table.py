@@ -1,21 +1,13 @@
 """The backends, in order of preference. The only list: adding one is one file and one line."""
 
 from mx_jax.backends.base import Backend
-from mx_jax.backends.cpu_ffi import CpuFfiBackend
-from mx_jax.backends.cudnn import CudnnBackend
-from mx_jax.backends.pallas_gpu import PallasGpuBackend
-from mx_jax.backends.reference import ReferenceBackend
-from mx_jax.backends.xla import XlaBackend
-
-REFERENCE = ReferenceBackend()
+from mx_jax.backends.cpu_ffi import CPU_FFI
+from mx_jax.backends.cudnn import CUDNN
+from mx_jax.backends.pallas_gpu import PALLAS_GPU
+from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.xla import XLA
 
 # What stands before the reference is checked on the hardware that it accepts. What stands behind it
 # is not yet: `select` and `find` ask it only where `prefer_backends` or `only_backend` names it,
 # also for calls that the reference refuses. Once measured, its place is the first.
-BACKENDS: tuple[Backend, ...] = (
-    XlaBackend(),
-    CpuFfiBackend(),
-    REFERENCE,
-    PallasGpuBackend(),
-    CudnnBackend(),
-)
+BACKENDS: tuple[Backend, ...] = (XLA, CPU_FFI, REFERENCE, PALLAS_GPU, CUDNN)

@@ -4,13 +4,11 @@ With one scale s_a for a row of lhs and s_b for a row of rhs,
 `C = (sum of a_code b_code) / s_a / s_b`: the codes go to the platform's matrix units as they are.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.backends.base import Call, MatmulCall, Operand, ProductsOnly, Target
+from mx_jax.backends.base import Backend, MatmulCall, Offer, Operand, Target
 from mx_jax.codecs.scale import scale_to_float32
 from mx_jax.formats import WHOLE, BlockFormat
 from mx_jax.mxarray import MXArray
@@ -19,46 +17,17 @@ from mx_jax.mxarray import MXArray
 _CUDA_CAPABILITY = (8, 9)
 
 
-@dataclasses.dataclass(frozen=True)
-class XlaBackend(ProductsOnly):
-    """`jax.lax.dot_general` on float8 arrays, where the platform multiplies them natively."""
-
-    name: str = "xla"
-    epsilon_bound: float = 2.0
-
-    def rejects(self, call: Call, target: Target) -> str | None:
-        """Why not: a platform without float8 units, an operand that is not whole-axis float8."""
-        if not isinstance(call, MatmulCall):
-            return self.rejects_other(call)
-        if target.platform == "cuda":
-            if target.compute_capability is None or target.compute_capability < _CUDA_CAPABILITY:
-                return (
-                    f"needs CUDA compute capability >= {_CUDA_CAPABILITY} for float8, got "
-                    f"{target.compute_capability}"
-                )
-        elif target.platform != "rocm":
-            return f"XLA has no native float8 dot on platform={target.platform}"
-        return _rejects_format("lhs", call.lhs.format) or _rejects_format("rhs", call.rhs.format)
-
-    def scaled_matmul(self, lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
-        """The dot of the codes over the scales of the kept axes."""
-        assert isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
-        # On GPUs, XLA lets float8 products accumulate fast exactly when the precision is DEFAULT.
-        precision = lax.Precision.DEFAULT if call.fast_accumulation else lax.Precision.HIGHEST
-        product = lax.dot_general(
-            lhs.elements,
-            rhs.elements,
-            call.dimension_numbers,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-            out_sharding=call.out_sharding,
-        )
-        left = _kept_factors(lhs, call.lhs.axes.contracting)
-        right = _kept_factors(rhs, call.rhs.axes.contracting)
-        num_m, num_n = (side.ndim - call.num_batch for side in (left, right))
-        left = jnp.expand_dims(left, tuple(range(left.ndim, left.ndim + num_n)))
-        right = jnp.expand_dims(right, tuple(range(call.num_batch, call.num_batch + num_m)))
-        return (product * left * right).astype(call.out_dtype)
+def _rejects(call: MatmulCall, target: Target) -> str | None:
+    """Why not: a platform without float8 units, an operand that is not whole-axis float8."""
+    if target.platform == "cuda":
+        if target.compute_capability is None or target.compute_capability < _CUDA_CAPABILITY:
+            return (
+                f"needs CUDA compute capability >= {_CUDA_CAPABILITY} for float8, got "
+                f"{target.compute_capability}"
+            )
+    elif target.platform != "rocm":
+        return f"XLA has no native float8 dot on platform={target.platform}"
+    return _rejects_format("lhs", call.lhs.format) or _rejects_format("rhs", call.rhs.format)
 
 
 def _rejects_format(side: str, format: BlockFormat | None) -> str | None:
@@ -77,3 +46,32 @@ def _kept_factors(operand: MXArray, contracting: tuple[int, ...]) -> jax.Array:
     """What a row's dot is multiplied with: `[*batch, *kept]`, 1 where an axis is whole."""
     scale = lax.squeeze(scale_to_float32(operand.scales, operand.format.scale), contracting)
     return 1.0 / scale if operand.format.scale.kind == "divisor" else scale
+
+
+def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
+    """The dot of the codes over the scales of the kept axes."""
+    assert isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
+    # On GPUs, XLA lets float8 products accumulate fast exactly when the precision is DEFAULT.
+    precision = lax.Precision.DEFAULT if call.fast_accumulation else lax.Precision.HIGHEST
+    product = lax.dot_general(
+        lhs.elements,
+        rhs.elements,
+        call.dimension_numbers,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+        out_sharding=call.out_sharding,
+    )
+    left = _kept_factors(lhs, call.lhs.axes.contracting)
+    right = _kept_factors(rhs, call.rhs.axes.contracting)
+    num_m, num_n = (side.ndim - call.num_batch for side in (left, right))
+    left = jnp.expand_dims(left, tuple(range(left.ndim, left.ndim + num_n)))
+    right = jnp.expand_dims(right, tuple(range(call.num_batch, call.num_batch + num_m)))
+    return (product * left * right).astype(call.out_dtype)
+
+
+# `jax.lax.dot_general` on float8 arrays, where the platform multiplies them natively.
+XLA = Backend(
+    name="xla",
+    epsilon_bound=2.0,
+    table=(Offer(call=MatmulCall, rejects=_rejects, run=_multiply),),
+)

@@ -23,8 +23,7 @@ from mx_jax.backends.base import (
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.pallas_gpu.tuning.table import TILES_VARIABLE
 from mx_jax.backends.records import Selection, recording
-from mx_jax.backends.select import current_target, only_if_named
-from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.select import current_target, known_backends, only_if_named
 from mx_jax.formats import MXFP4, MXFP8_E4M3
 from mx_jax.ops.dot_general import matmul
 from mx_jax.ops.packing import pack_weights
@@ -98,7 +97,7 @@ def _cpu_library() -> dict[str, str | None]:
 def _backends(selections: dict[str, Selection]) -> list[dict[str, Any]]:
     named = only_if_named()
     found = []
-    for backend in BACKENDS:
+    for backend in known_backends():
         reasons = {name: backend.rejects(s.call, s.target) for name, s in selections.items()}
         found.append(
             {

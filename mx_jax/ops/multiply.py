@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 
 from mx_jax.axes import ProductAxes
-from mx_jax.backends.base import AnyOperand, MatmulCall, Operand, OperandType
+from mx_jax.backends.base import AnyOperand, MatmulCall, OperandType
 from mx_jax.backends.select import current_target, select
 from mx_jax.ops.operands import Key, prepare, transform_operands, unscaled
 from mx_jax.ops.unpacking import unpacked_for
@@ -62,11 +62,7 @@ def quantized_matmul(
         out_sharding=out_sharding,
     )
     choice = select(call, current_target())
-    left: Operand = unpacked(lhs)
-    if not isinstance(rhs, PackedMXArray):
-        product = choice.backend.scaled_matmul(left, rhs, call)
-    elif rhs.backend == choice.backend.name:
-        product = choice.backend.packed_matmul(left, rhs, call)
-    else:
-        product = choice.backend.scaled_matmul(left, unpacked_for(rhs, choice), call)
+    if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
+        rhs = unpacked_for(rhs, choice)
+    product = choice.backend.run(call, unpacked(lhs), rhs)
     return unscaled(product, *given, spec)

@@ -73,7 +73,7 @@ def pack_weights(
         lhs_format=None if activations is None else activations.format,
     )
     with follow(weights):
-        return select(call, current_target()).backend.pack(weights, call)
+        return select(call, current_target()).backend.run(call, weights)
 
 
 def _axes(weights: MXArray, contracting: int | Sequence[int] | None, num_batch: int) -> Axes:

@@ -148,7 +148,7 @@ def _dequantize(x: MXArray, *, dtype: np.dtype) -> jax.Array:
         blocks=x.blocks,
         scale_axes=varying_axes(x.tensor_scale),
     )
-    return select(call, current_target()).backend.dequantize(x, call)
+    return select(call, current_target()).backend.run(call, x)
 
 
 def cast(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.Array:
@@ -237,7 +237,7 @@ def quantize_operand(
     )
     bits = None if key is None else draw_bits(key, x.shape, spec.rounding)
     backend = select(call, current_target()).backend
-    return backend.quantize(x, call, bits, tensor_scale)
+    return backend.run(call, x, bits, tensor_scale)
 
 
 def draw_bits(key: jax.Array, shape: tuple[int, ...], rounding: Rounding) -> jax.Array:

@@ -152,4 +152,4 @@ def _quantize_both(
         None if key is None else draw_bits(key, x.shape, cast.spec.rounding)
         for cast, key in zip(casts, keys, strict=True)
     )
-    return choice.backend.quantize_both(x, call, (first, second), tensor_scale)
+    return choice.backend.run(call, x, (first, second), tensor_scale)

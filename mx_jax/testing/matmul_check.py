@@ -71,7 +71,7 @@ def check_matmul(backend: Backend, case: MatmulCase) -> None:
     `epsilon_bound * 2^-24 * sqrt(k) * sum |a b|`, plus the rounding to the product's dtype.
     """
     call = case.call
-    run = jax.jit(lambda lhs, rhs: backend.scaled_matmul(lhs, rhs, call))
+    run = jax.jit(lambda lhs, rhs: backend.run(call, lhs, rhs))
     bound = backend.epsilon_bound * math.sqrt(max(case.num_products, 1)) * _HALF_ULP
     rng = np.random.default_rng(0)
     for lhs, rhs in (case.operands(rng), case.cancelling_operands(rng)):
@@ -86,7 +86,7 @@ def check_stagnating_sum(backend: Backend) -> None:
     """
     case = STAGNATING_CASE
     call = case.call
-    run = jax.jit(lambda lhs, rhs: backend.scaled_matmul(lhs, rhs, call))
+    run = jax.jit(lambda lhs, rhs: backend.run(call, lhs, rhs))
     ones = np.full(call.lhs.shape, 0x38, np.uint8)
     alone = ones.copy()
     alone[:, 1:32] = 0
@@ -210,7 +210,7 @@ def check_extremes(backend: Backend, case: ExtremeCase) -> None:
     Values below 2^-124 may be flushed, and products below 2^-122; XLA does so below 2^-126.
     """
     lhs, rhs = case.operands()
-    product = jax.jit(lambda lhs, rhs: backend.scaled_matmul(lhs, rhs, case.call))(lhs, rhs)
+    product = jax.jit(lambda lhs, rhs: backend.run(case.call, lhs, rhs))(lhs, rhs)
     assert np.isfinite(np.asarray(product)).all(), f"{case}: not finite, got {product}"
     bound = backend.epsilon_bound * math.sqrt(case.call.lhs.shape[-1]) * _HALF_ULP
     _compare_product(product, case.call, lhs, rhs, bound, FLUSHED)

@@ -50,7 +50,7 @@ def _compare_quantize(
             random_bits=bits,
             tensor_scale=tensor_scale,
         )
-        return backend.quantize(x, call, bits, tensor_scale), expected
+        return backend.run(call, x, bits, tensor_scale), expected
 
     assert_same(*both(x, drawn, tensor_scale))
 
@@ -122,7 +122,7 @@ def check_quantize_both(backend: Backend, case: QuantizeBothCase) -> None:
             quantize(x, c.format, c.blocks, c.scale_rule, rounding=c.rounding, random_bits=drawn)
             for c, drawn in zip(calls, bits, strict=True)
         ]
-        return backend.quantize_both(x, call, tuple(bits), None), expected
+        return backend.run(call, x, tuple(bits), None), expected
 
     for actual, expected in zip(*run(x, bits), strict=True):
         assert_same(actual, expected)

@@ -12,15 +12,15 @@ import numpy as np
 
 from mx_jax import formats
 from mx_jax.backends.base import DequantizeCall, QuantizeBothCall, QuantizeCall, Target
-from mx_jax.backends.cpu_ffi import CpuFfiBackend, library
-from mx_jax.backends.reference import ReferenceBackend
+from mx_jax.backends.cpu_ffi import CPU_FFI, library
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.reference.scale_rules import SCALE_RULES
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.dequantize_check import draw_any_codes
 from mx_jax.testing.draw import draw_any_bits
 
-HANDLERS, REFERENCE = CpuFfiBackend(), ReferenceBackend()
+HANDLERS, REFERENCE = CPU_FFI, REFERENCE
 CPU = Target(platform="cpu")
 
 
@@ -99,8 +99,8 @@ def check_both(rng: np.random.Generator, case: QuantizeCase, x: jax.Array) -> in
     )
 
     def run(x, bits):
-        expected = [REFERENCE.quantize(x, c, b, None) for c, b in zip(calls, bits, strict=True)]
-        return HANDLERS.quantize_both(x, call, bits, None), expected
+        expected = [REFERENCE.run(c, x, b, None) for c, b in zip(calls, bits, strict=True)]
+        return HANDLERS.run(call, x, bits, None), expected
 
     for single, actual, expected in zip(calls, *jax.jit(run)(x, bits), strict=True):
         assert_bitwise_equal(actual.codes, expected.codes, what=f"codes of both, {single}")

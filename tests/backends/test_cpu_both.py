@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax.backends.base import Target
-from mx_jax.backends.cpu_ffi import CpuFfiBackend, library, quantize_both
+from mx_jax.backends.cpu_ffi import CPU_FFI, library, quantize_both
 from mx_jax.backends.select import only_backend
 from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP4, MXFP8_E4M3, NVFP4
 from mx_jax.ops import dense
@@ -65,7 +65,7 @@ def along(axis: int, format=MXFP8_E4M3, shape=(40, 64), **options) -> QuantizeCa
     ],
 )
 def test_reasons(call, reason: str):
-    assert reason in str(CpuFfiBackend().rejects(call, CPU))
+    assert reason in str(CPU_FFI.rejects(call, CPU))
 
 
 RESULTS = {"codes": (40, 64), "scales": (40, 2), "other_codes": (40, 64), "other_scales": (2, 64)}

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax.backends.base import Target
-from mx_jax.backends.cpu_ffi import CpuFfiBackend, dequantize, library, quantize
+from mx_jax.backends.cpu_ffi import CPU_FFI, dequantize, library, quantize
 from mx_jax.backends.select import only_backend
 from mx_jax.formats import MXFP4, MXFP8_E4M3
 from mx_jax.testing.cases import QuantizeCase
@@ -80,11 +80,11 @@ def test_the_runtime_says_its_version():
 
 REJECTS = """
 from mx_jax.backends.base import Target
-from mx_jax.backends.cpu_ffi import CpuFfiBackend
+from mx_jax.backends.cpu_ffi import CPU_FFI
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.formats import MXFP4
 call = QuantizeCase(format=MXFP4, shape=(4, 64)).call
-print(CpuFfiBackend().rejects(call, Target(platform="cpu")))
+print(CPU_FFI.rejects(call, Target(platform="cpu")))
 """
 
 
@@ -107,13 +107,13 @@ def test_an_unknown_instruction_set_is_a_reason():
 
 
 def test_several_devices_are_left_to_the_reference():
-    reason = CpuFfiBackend().rejects(CALL, Target(platform="cpu", num_devices=8))
+    reason = CPU_FFI.rejects(CALL, Target(platform="cpu", num_devices=8))
     assert reason is not None and reason.startswith("runs on one device: JAX cannot hand a custom")
     assert reason.endswith("got num_devices=8; only_backend('cpu_ffi') insists")
 
 
 def test_other_platforms_are_rejected():
-    reason = CpuFfiBackend().rejects(CALL, Target(platform="cuda"))
+    reason = CPU_FFI.rejects(CALL, Target(platform="cuda"))
     assert reason == "runs on platform=cpu, got platform=cuda"
 
 
@@ -130,7 +130,7 @@ def test_other_platforms_are_rejected():
 )
 def test_reasons(options, reason: str):
     call = QuantizeCase(**({"shape": (64, 64)} | options)).call
-    assert reason in str(CpuFfiBackend().rejects(call, CPU))
+    assert reason in str(CPU_FFI.rejects(call, CPU))
 
 
 # Instruction sets ---------------------------------------------------------------------------------

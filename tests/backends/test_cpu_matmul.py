@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import formats, recipes
-from mx_jax.backends.cpu_ffi import CpuFfiBackend, library, matmul
+from mx_jax.backends.cpu_ffi import CPU_FFI, library, rejections
 from mx_jax.backends.select import only_backend
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.backend_suite import check_matmul, exact_product, exact_values
@@ -20,7 +20,7 @@ from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
 
 P = PartitionSpec
-BACKEND = CpuFfiBackend()
+BACKEND = CPU_FFI
 FORMATS = (*formats.MX_FORMATS, formats.NVFP4)
 NUM_RANDOM = 60
 DTYPES = ("float32", "bfloat16", "float16")
@@ -35,7 +35,7 @@ def draw_operands(case: MatmulCase, seed: int) -> tuple[Any, Any]:
 
 
 def product(case: MatmulCase, lhs: Any, rhs: Any) -> jax.Array:
-    return jax.jit(lambda lhs, rhs: BACKEND.scaled_matmul(lhs, rhs, case.call))(lhs, rhs)
+    return jax.jit(lambda lhs, rhs: BACKEND.run(case.call, lhs, rhs))(lhs, rhs)
 
 
 def random_case(rng: np.random.Generator) -> MatmulCase:
@@ -185,7 +185,7 @@ def test_vmap_is_one_call(axes: tuple[int | None, int | None]):
 
     with only_backend("cpu_ffi"):
         mapped = jax.jit(jax.vmap(multiply, axes))
-        assert mapped.lower(*operands).as_text().count(f"@{matmul.TARGET}(") == 1
+        assert mapped.lower(*operands).as_text().count(f"@{rejections.MATMUL}(") == 1
         actual = mapped(*operands)
         for index in range(3):
             one = [a[index] if axis == 0 else a for a, axis in zip(operands, axes, strict=True)]
@@ -231,9 +231,7 @@ def test_kept_axes_are_sharded_without_gathering(mesh, lhs_spec, rhs_spec, out_s
     expected = product(case, lhs, rhs)
     lhs = jax.device_put(lhs, NamedSharding(mesh, lhs_spec))
     rhs = jax.device_put(rhs, NamedSharding(mesh, rhs_spec))
-    compiled = (
-        jax.jit(lambda a, b: BACKEND.scaled_matmul(a, b, case.call)).lower(lhs, rhs).compile()
-    )
+    compiled = jax.jit(lambda a, b: BACKEND.run(case.call, a, b)).lower(lhs, rhs).compile()
     actual = compiled(lhs, rhs)
     assert actual.sharding.is_equivalent_to(NamedSharding(mesh, out_spec), 2)
     text = compiled.as_text()

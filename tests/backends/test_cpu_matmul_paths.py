@@ -21,12 +21,12 @@ SCRIPT = """
 import hashlib
 import numpy as np
 from mx_jax import formats
-from mx_jax.backends.cpu_ffi import CpuFfiBackend, library
+from mx_jax.backends.cpu_ffi import CPU_FFI, library
 from mx_jax.testing.backend_suite import check_matmul
 from mx_jax.testing.cases import MatmulCase
 
 assert not isinstance(library.load(), str), library.load()
-backend, digest = CpuFfiBackend(), hashlib.sha256()
+backend, digest = CPU_FFI, hashlib.sha256()
 shapes = [dict(m=(1,), n=(33,), k=(100,)), dict(m=(70,), n=(40,), k=(530,))]
 shapes[1] |= dict(lhs_k_first=True, rhs_k_first=True)
 pairs = [(f, f) for f in (*formats.MX_FORMATS, formats.NVFP4)]
@@ -39,7 +39,7 @@ for index, (lhs, rhs) in enumerate(pairs):
         if None in (lhs, rhs) or "e4m3" in lhs.name or "e5m2" in lhs.name:
             continue
         left, right = case.operands(np.random.default_rng(0))
-        digest.update(np.asarray(backend.scaled_matmul(left, right, case.call)).tobytes())
+        digest.update(np.asarray(backend.run(case.call, left, right)).tobytes())
 print(library.load().isa, digest.hexdigest())
 """
 

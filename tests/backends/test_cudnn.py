@@ -7,7 +7,7 @@ import pytest
 
 from mx_jax import formats
 from mx_jax.backends.base import Target
-from mx_jax.backends.cudnn import CudnnBackend
+from mx_jax.backends.cudnn import CUDNN
 from mx_jax.testing.backend_suite import check_matmul
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 
@@ -29,14 +29,14 @@ needs_a_product_on_cpus = pytest.mark.skipif(
 @needs_a_product_on_cpus
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products(case: MatmulCase):
-    assert CudnnBackend().rejects(case.call, B200) is None
-    check_matmul(CudnnBackend(), case)
+    assert CUDNN.rejects(case.call, B200) is None
+    check_matmul(CUDNN, case)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_xla_is_handed_whole_tiles_in_the_product_s_dtype(case: MatmulCase):
     lhs, rhs = case.operands(np.random.default_rng(0))
-    run = jax.jit(lambda lhs, rhs: CudnnBackend().scaled_matmul(lhs, rhs, case.call))
+    run = jax.jit(lambda lhs, rhs: CUDNN.run(case.call, lhs, rhs))
     (call,) = (e for e in equations(jax.make_jaxpr(run)(lhs, rhs)) if "scaled_matmul" in e)
     block = case.lhs.block[1] if case.lhs is not None else None
     tile = {32: 128, 16: 64}[block]
@@ -61,7 +61,7 @@ def equations(closed):
 
 def test_empty_products_are_zeros():
     case = MatmulCase(lhs=E4M3, rhs=E4M3, k=(0,))
-    out = CudnnBackend().scaled_matmul(*case.operands(np.random.default_rng(0)), case.call)
+    out = CUDNN.run(case.call, *case.operands(np.random.default_rng(0)))
     np.testing.assert_array_equal(out, np.zeros((5, 7), np.float32))
 
 
@@ -110,4 +110,4 @@ def test_empty_products_are_zeros():
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_reasons(case: MatmulCase | QuantizeCase, target: Target, reason: str):
-    assert CudnnBackend().rejects(case.call, target) == reason
+    assert CUDNN.rejects(case.call, target) == reason

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.pallas_gpu import backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM80, SM90, SM100, Architecture
 from mx_jax.backends.pallas_gpu.layouts.storage import storage, words_of
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
@@ -109,7 +109,7 @@ def test_ampere_is_the_reference_after_rounding(
     ids=str,
 )
 def test_blackwell_decodes_what_it_cannot_take_as_it_is(case: MatmulCase):
-    check_matmul(PallasGpuBackend(architecture=SM100, interpret=interpreter()), case)
+    check_matmul(backend_for(architecture=SM100, interpret=interpreter()), case)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_blackwell_decodes_what_it_cannot_take_as_it_is(case: MatmulCase):
     ids=str,
 )
 def test_is_near_float64(case: MatmulCase, how: dict[str, Any]):
-    check_matmul(PallasGpuBackend(**how), case)
+    check_matmul(backend_for(**how), case)
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ import pytest
 
 import mx_jax
 from mx_jax import formats, recipes
-from mx_jax.backends.base import Call, MatmulCall, OperandType, PackCall, Target
-from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.base import Backend, Call, MatmulCall, OperandType, PackCall, Target
+from mx_jax.backends.pallas_gpu import backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM90, SM100, Architecture
 from mx_jax.backends.pallas_gpu.layouts.packed import GpuWeights
 from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand, meet
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.products import decoded
-from mx_jax.backends.reference import ReferenceBackend
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import Choice
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
@@ -35,11 +35,11 @@ AS_THEY_ARE = (MXFP8_E4M3, MXFP8_E5M2, MXFP4, MXFP4.with_block(16), NVFP4)
 pytestmark = needs_mosaic
 
 
-def backend_of(architecture: Architecture) -> PallasGpuBackend:
-    return PallasGpuBackend(architecture=architecture, interpret=interpreter())
+def backend_of(architecture: Architecture) -> Backend:
+    return backend_for(architecture=architecture, interpret=interpreter())
 
 
-def pack(backend: PallasGpuBackend, w: MXArray, call: MatmulCall, lhs: Any = None) -> GpuWeights:
+def pack(backend: Backend, w: MXArray, call: MatmulCall, lhs: Any = None) -> GpuWeights:
     weights = OperandType.of(w, call.rhs.axes)
     packing = PackCall(weights=weights, blocks=w.blocks, lhs_format=lhs)
     assert backend.architecture is not None
@@ -47,7 +47,7 @@ def pack(backend: PallasGpuBackend, w: MXArray, call: MatmulCall, lhs: Any = Non
     target = Target(platform="cuda", compute_capability=capability)
     if jax.__version_info__ >= (0, 12):
         assert backend.rejects(packing, target) is None
-    packed = backend.pack(w, packing)
+    packed = backend.run(packing, w)
     assert isinstance(packed, GpuWeights)
     assert packed.serves(call.rhs.axes.contracting, call.rhs.axes.batch)
     return packed
@@ -101,7 +101,7 @@ def test_packed_weights_give_the_same_product(
     lhs, rhs = operands(rng, case)
     packed = jax.jit(lambda w: pack(backend, w, call, case.lhs))(rhs)
     assert isinstance(packed.weights, ScaledOperand if architecture is SM100 else PackedWeights)
-    product = jax.jit(lambda lhs, rhs: backend.packed_matmul(lhs, rhs, call))(lhs, packed)
+    product = jax.jit(lambda lhs, rhs: backend.run(call, lhs, rhs))(lhs, packed)
     expected = scaled_matmul(lhs, rhs, call.dimension_numbers, call.out_dtype)
     assert_bitwise_equal(product, expected, what="product")
 
@@ -137,7 +137,7 @@ def test_packed_weights_are_the_mxarray(
     codes = rng.integers(0, 2**format.element.bits, w.shape).astype(np.uint8)
     scales = rng.integers(0, 256, w.scales.shape).astype(np.uint8)
     w = dataclasses.replace(w, codes=jnp.asarray(codes), scales=jnp.asarray(scales))
-    packed = pack(PallasGpuBackend(architecture=architecture), w, case.call, lhs)
+    packed = pack(backend_for(architecture=architecture), w, case.call, lhs)
     as_it_is = architecture is SM100 and lhs == format
     assert isinstance(packed.weights, ScaledOperand if as_it_is else PackedWeights)
     assert (packed.shape, packed.blocks, packed.backend) == (w.shape, w.blocks, "pallas_gpu")
@@ -161,7 +161,7 @@ def test_size_as_it_is(rng: np.random.Generator):
         case = case_of(format, format, n=(256,), k=(512,))
         _, w = case.operands(rng)
         assert isinstance(w, MXArray)
-        packed = pack(PallasGpuBackend(architecture=SM100), w, case.call, format)
+        packed = pack(backend_for(architecture=SM100), w, case.call, format)
         assert packed.nbytes == 256 * 512 * bits / 8 + 4 * format.tensor_scale
 
 
@@ -216,15 +216,15 @@ def test_which_kernel_blackwell_starts(
     blackwell_that_tells: Architecture,
 ):
     case = MatmulCase(lhs=lhs, rhs=rhs, dtype="bfloat16", m=(rows,), n=(3,), k=(64,))
-    backend = PallasGpuBackend(architecture=blackwell_that_tells)
+    backend = backend_for(architecture=blackwell_that_tells)
     left, right = case.operands(rng)
     with pytest.raises(Asked, match=kernel):
         if packed_for == "not":
-            jax.eval_shape(lambda x, w: backend.scaled_matmul(x, w, case.call), left, right)
+            jax.eval_shape(lambda x, w: backend.run(case.call, x, w), left, right)
         else:
             assert isinstance(right, MXArray)
             packed = pack(backend, right, case.call, packed_for)
-            jax.eval_shape(lambda x, w: backend.packed_matmul(x, w, case.call), left, packed)
+            jax.eval_shape(lambda x, w: backend.run(case.call, x, w), left, packed)
 
 
 # As a user's code has them ------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         mine = isinstance(call, PackCall) or (
             isinstance(call, MatmulCall) and meet(call.lhs.format, call.rhs.format)
         )
-        backend = backend_of(SM100) if mine else ReferenceBackend()
+        backend = backend_of(SM100) if mine else REFERENCE
         return Choice(backend=backend, rejections=())
 
     monkeypatch.setattr(ops_packing, "select", select)

@@ -13,11 +13,11 @@ import pytest
 import mx_jax
 from mx_jax import formats
 from mx_jax.backends import select
-from mx_jax.backends.base import QuantizeCall
-from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.base import Backend, QuantizeCall
+from mx_jax.backends.pallas_gpu import backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM80, SM89, SM90, SM100, Architecture
 from mx_jax.backends.pallas_gpu.casts import quantize
-from mx_jax.backends.reference import ReferenceBackend
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from mx_jax.reference.scale_rules import CEIL, EVEN, FLOOR, RCEIL
 from mx_jax.testing.cases import QuantizeCase
@@ -34,8 +34,8 @@ pytestmark = needs_mosaic
 RULES = tuple(rule.name for rule in (FLOOR, CEIL, EVEN, RCEIL))
 
 
-def backend(architecture: Architecture = SM90) -> PallasGpuBackend:
-    return PallasGpuBackend(architecture=architecture, interpret=interpreter())
+def backend(architecture: Architecture = SM90) -> Backend:
+    return backend_for(architecture=architecture, interpret=interpreter())
 
 
 def case_of(format: formats.BlockFormat = MXFP8_E4M3, **facts: Any) -> QuantizeCase:
@@ -117,13 +117,13 @@ def test_both_directions(case: QuantizeBothCase):
     check_quantize_both(backend(), case)
 
 
-def check(backend: PallasGpuBackend, x: jax.Array, call: QuantizeCall, *given: jax.Array) -> None:
+def check(backend: Backend, x: jax.Array, call: QuantizeCall, *given: jax.Array) -> None:
     """Compare with the reference, given a tensor scale or none."""
     scale = given[0] if given else None
 
     @jax.jit
     def run(x: jax.Array) -> Any:
-        return [b.quantize(x, call, None, scale) for b in (backend, ReferenceBackend())]
+        return [b.run(call, x, None, scale) for b in (backend, REFERENCE)]
 
     assert_same(*run(x))
 
@@ -216,10 +216,10 @@ def test_vmap(format: formats.BlockFormat, rng: np.random.Generator):
     x = jnp.asarray(rng.standard_normal((2, 3, 2, 64)).astype(np.float32))
 
     def twice(backend: Any) -> Any:
-        mapped = jax.vmap(lambda x: backend.quantize(x, call, None, None), in_axes=1)
+        mapped = jax.vmap(lambda x: backend.run(call, x, None, None), in_axes=1)
         return jax.jit(jax.vmap(mapped))(x)
 
-    assert_same(twice(backend()), twice(ReferenceBackend()))
+    assert_same(twice(backend()), twice(REFERENCE))
 
 
 def test_tiles_that_overlap_are_a_race(

@@ -10,7 +10,7 @@ import pytest
 
 from mx_jax import formats
 from mx_jax.backends.base import QuantizeBothCall, QuantizeCall, Target
-from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.casts import quantize
 from mx_jax.backends.pallas_gpu.casts import tiles as quantize_tiles
 from mx_jax.backends.pallas_gpu.casts.tiles import Tile
@@ -97,7 +97,7 @@ def test_nothing_is_asked_of_a_device(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "devices", lambda: pytest.fail("asked for devices"))
     for call in (call_of(), both_of(-1, -2)):
         quantize.rejects(call, H200, NEW)
-        assert PallasGpuBackend().rejects(call, Target(platform="cpu")) is not None
+        assert PALLAS_GPU.rejects(call, Target(platform="cpu")) is not None
 
 
 def views(block: int, itemsize: int) -> list[tuple[tuple[int, ...], Tile]]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.pallas_gpu import backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM100
 from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand, meet
 from mx_jax.backends.pallas_gpu.products import matmul, rejections, scaled
@@ -71,7 +71,7 @@ def test_is_the_reference_after_rounding(
 @pytest.mark.slow
 @pytest.mark.parametrize("format", [MXFP8_E4M3, MXFP4, NVFP4], ids=lambda format: format.name)
 def test_is_near_float64(format: formats.BlockFormat, how: dict[str, Any]):
-    check_matmul(PallasGpuBackend(**how), MatmulCase(lhs=format, rhs=format, k=(90,)))
+    check_matmul(backend_for(**how), MatmulCase(lhs=format, rhs=format, k=(90,)))
 
 
 @needs_newer_mosaic

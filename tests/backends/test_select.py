@@ -11,45 +11,38 @@ import pytest
 import mx_jax
 from mx_jax import formats
 from mx_jax.backends.base import MatmulCall, QuantizeBothCall, Target
-from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.architecture import capabilities, rejects_machine
-from mx_jax.backends.reference import ReferenceBackend
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import current_target, find, only_backend, prefer_backends, select
 from mx_jax.backends.table import BACKENDS
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
+from tests.backends.altered import altered, answering
 from tests.backends.mosaic import with_any_jax
 
 CPU = Target(platform="cpu")
 H200 = Target(platform="cuda", compute_capability=(9, 0))
 
 
-@dataclasses.dataclass(frozen=True)
-class HopperOnly(ReferenceBackend):
+def hopper_only(call, target):
     """Takes k % 128 == 0 on compute capability 9.0, and says why it takes nothing else."""
-
-    name: str = "hopper"
-
-    def rejects(self, call, target):
-        if target != H200:
-            return f"needs compute capability 9.0, got {target.platform}"
-        if call.lhs.shape[-1] % 128:
-            return f"needs k % 128 == 0, got k={call.lhs.shape[-1]}"
-        return None
+    if target != H200:
+        return f"needs compute capability 9.0, got {target.platform}"
+    if call.lhs.shape[-1] % 128:
+        return f"needs k % 128 == 0, got k={call.lhs.shape[-1]}"
+    return None
 
 
-@dataclasses.dataclass(frozen=True)
-class NotBuilt(ReferenceBackend):
-    name: str = "ffi"
-
-    def rejects(self, call, target):
-        return "not built: pip install . with a C++ compiler"
+def not_built(call, target):
+    return "not built: pip install . with a C++ compiler"
 
 
 def call_of(k: int) -> MatmulCall:
     return MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP4, k=(k,)).call
 
 
-HOPPER, NOT_BUILT, REFERENCE = HopperOnly(), NotBuilt(), ReferenceBackend()
+HOPPER = answering(REFERENCE, hopper_only, name="hopper")
+NOT_BUILT = answering(REFERENCE, not_built, name="ffi")
 ALL = (NOT_BUILT, HOPPER, REFERENCE)
 FFI_REASON = ("ffi", "not built: pip install . with a C++ compiler")
 
@@ -185,17 +178,15 @@ def test_every_backend_has_its_own_name():
     names = [backend.name for backend in BACKENDS]
     assert len(set(names)) == len(names)
     # The one that takes everything; behind it, only what has not been measured yet.
-    assert names[names.index(ReferenceBackend().name) :] == ["reference", "pallas_gpu", "cudnn"]
+    assert names[names.index(REFERENCE.name) :] == ["reference", "pallas_gpu", "cudnn"]
 
 
-@dataclasses.dataclass(frozen=True)
-class TakesAll(ReferenceBackend):
-    """Not proved on hardware: it stands behind the reference."""
+def takes_all(call, target):
+    return None
 
-    name: str = "pallas_gpu"
 
-    def rejects(self, call, target):
-        return None
+# Not proved on hardware: it stands behind the reference.
+TAKES_ALL = answering(PALLAS_GPU, takes_all)
 
 
 def both_call() -> QuantizeBothCall:
@@ -209,14 +200,14 @@ def both_call() -> QuantizeBothCall:
 def test_nothing_behind_the_reference_is_asked_unless_named(num_devices: int):
     """Not even for a call that the reference refuses, which two casts stand in for."""
     target = dataclasses.replace(H200, num_devices=num_devices)
-    table = (NOT_BUILT, REFERENCE, TakesAll())
+    table = (NOT_BUILT, REFERENCE, TAKES_ALL)
     assert find(both_call(), target, table) is None
     with prefer_backends("cudnn"):
         assert find(both_call(), target, table) is None
     for named in (prefer_backends, only_backend):
         with named("pallas_gpu"):
             choice = find(both_call(), target, table)
-        assert choice is not None and choice.backend == TakesAll()
+        assert choice is not None and choice.backend == TAKES_ALL
     with pytest.raises(ValueError) as error:
         select(both_call(), target, table)
     reason = "not asked: not proved on hardware; prefer_backends('pallas_gpu') asks it"
@@ -239,7 +230,9 @@ def test_a_gradient_on_a_gpu_is_two_casts_of_the_reference(monkeypatch: pytest.M
     """As a user meets it: a training step traced for an H200, as many of them as there may be."""
     with_any_jax(monkeypatch)
     asked = []
-    monkeypatch.setattr(PallasGpuBackend, "quantize_both", lambda *_: asked.append(_) or 1 / 0)
+    failing = altered(PALLAS_GPU, QuantizeBothCall, lambda *_: asked.append(_) or 1 / 0)
+    table = [failing if backend == PALLAS_GPU else backend for backend in BACKENDS]
+    monkeypatch.setattr("mx_jax.backends.select.BACKENDS", tuple(table))
     w, recipe = jnp.ones((64, 32), jnp.bfloat16), mx_jax.recipes.mxfp8()
 
     def loss(w, x):

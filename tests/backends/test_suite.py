@@ -8,10 +8,12 @@ import pytest
 from jax import lax
 
 from mx_jax import formats
-from mx_jax.backends.reference import ReferenceBackend
+from mx_jax.backends.base import Backend, MatmulCall, QuantizeCall
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.testing import backend_suite, cases
 from mx_jax.testing.backend_suite import BackendSuite
+from tests.backends.altered import altered, answering
 
 PLAIN = cases.QuantizeCase(format=formats.MXFP4, shape=(5, 64))
 STOCHASTIC = dataclasses.replace(PLAIN, rounding="stochastic")
@@ -24,12 +26,8 @@ class TestBackends(BackendSuite):
     """Every backend of the table."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Refusing(ReferenceBackend):
-    reason: Any = "not today"
-
-    def rejects(self, call, target):
-        return self.reason
+def refusing(reason: Any = "not today") -> Backend:
+    return answering(REFERENCE, lambda call, target: reason)
 
 
 def everything(call, target):
@@ -41,114 +39,97 @@ def nothing(call, target):
 
 
 def test_an_answer_is_a_reason_or_nothing():
-    assert backend_suite.check_answer(ReferenceBackend(), everything, PLAIN.call, CPU)
-    assert not backend_suite.check_answer(Refusing(), nothing, PLAIN.call, CPU)
+    assert backend_suite.check_answer(REFERENCE, everything, PLAIN.call, CPU)
+    assert not backend_suite.check_answer(refusing(), nothing, PLAIN.call, CPU)
 
 
 @pytest.mark.parametrize("reason", ["", True, NotImplementedError("x")], ids=repr)
 def test_a_refusal_without_a_reason_is_noticed(reason: Any):
     with pytest.raises(AssertionError, match=r"reference rejects QuantizeCall\(.* with"):
-        backend_suite.check_answer(Refusing(reason=reason), nothing, PLAIN.call, CPU)
+        backend_suite.check_answer(refusing(reason), nothing, PLAIN.call, CPU)
 
 
 def test_shrinking_support_is_noticed():
     with pytest.raises(AssertionError, match=r"reference must take MatmulCall\(.*: not today"):
-        backend_suite.check_answer(Refusing(), everything, PRODUCT.call, CPU)
+        backend_suite.check_answer(refusing(), everything, PRODUCT.call, CPU)
 
 
-class OneCodeOff(ReferenceBackend):
-    def quantize(self, x, call, random_bits, tensor_scale):
-        result = super().quantize(x, call, random_bits, tensor_scale)
-        return dataclasses.replace(result, codes=result.codes.at[0, 0].add(1))
+def one_code_off(x, random_bits, tensor_scale, call):
+    result = REFERENCE.run(call, x, random_bits, tensor_scale)
+    return dataclasses.replace(result, codes=result.codes.at[0, 0].add(1))
 
 
-class OneScaleOff(ReferenceBackend):
-    def quantize(self, x, call, random_bits, tensor_scale):
-        result = super().quantize(x, call, random_bits, tensor_scale)
-        return dataclasses.replace(result, scales=result.scales.at[-1, -1].add(1))
+def one_scale_off(x, random_bits, tensor_scale, call):
+    result = REFERENCE.run(call, x, random_bits, tensor_scale)
+    return dataclasses.replace(result, scales=result.scales.at[-1, -1].add(1))
 
 
-class OtherDtype(ReferenceBackend):
-    def quantize(self, x, call, random_bits, tensor_scale):
-        result = super().quantize(x, call, random_bits, tensor_scale)
-        return dataclasses.replace(result, dtype=jnp.dtype("bfloat16"))
+def other_dtype(x, random_bits, tensor_scale, call):
+    result = REFERENCE.run(call, x, random_bits, tensor_scale)
+    return dataclasses.replace(result, dtype=jnp.dtype("bfloat16"))
 
 
-class NeverRandom(ReferenceBackend):
-    def quantize(self, x, call, random_bits, tensor_scale):
-        call = dataclasses.replace(call, rounding=NEAREST)
-        return super().quantize(x, call, None, tensor_scale)
+def never_random(x, random_bits, tensor_scale, call):
+    return REFERENCE.run(dataclasses.replace(call, rounding=NEAREST), x, None, tensor_scale)
 
 
-class OwnTensorScale(ReferenceBackend):
-    def quantize(self, x, call, random_bits, tensor_scale):
-        return super().quantize(x, call, random_bits, None)
+def own_tensor_scale(x, random_bits, tensor_scale, call):
+    return REFERENCE.run(call, x, random_bits, None)
 
 
 @pytest.mark.parametrize(
-    ("backend", "case", "complaint"),
+    ("quantize", "case", "complaint"),
     [
-        (OneCodeOff(), PLAIN, r"codes: 1 of 320 elements differ, the first at \[0, 0\]"),
-        (OneScaleOff(), PLAIN, r"scales: 1 of 10 elements differ, the first at \[4, 1\]"),
-        (OtherDtype(), PLAIN, "dtype"),
-        (NeverRandom(), STOCHASTIC, "codes: "),
-        (OwnTensorScale(), NVFP4, "codes: |scales: |tensor_scale: "),
+        (one_code_off, PLAIN, r"codes: 1 of 320 elements differ, the first at \[0, 0\]"),
+        (one_scale_off, PLAIN, r"scales: 1 of 10 elements differ, the first at \[4, 1\]"),
+        (other_dtype, PLAIN, "dtype"),
+        (never_random, STOCHASTIC, "codes: "),
+        (own_tensor_scale, NVFP4, "codes: |scales: |tensor_scale: "),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, ReferenceBackend) else None,
+    ids=lambda value: getattr(value, "__name__", None),
 )
-def test_wrong_bits_are_noticed(
-    backend: ReferenceBackend, case: cases.QuantizeCase, complaint: str
-):
+def test_wrong_bits_are_noticed(quantize: Any, case: cases.QuantizeCase, complaint: str):
     with pytest.raises(AssertionError, match=complaint):
-        backend_suite.check_quantize(backend, case)
+        backend_suite.check_quantize(altered(REFERENCE, QuantizeCall, quantize), case)
 
 
-class RoundedSum(ReferenceBackend):
+def rounded_sum(lhs, rhs, call):
     """A product as TF32 would round it once."""
-
-    def scaled_matmul(self, lhs, rhs, call):
-        return lax.reduce_precision(super().scaled_matmul(lhs, rhs, call), 8, 10)
+    return lax.reduce_precision(REFERENCE.run(call, lhs, rhs), 8, 10)
 
 
-class Transposed(ReferenceBackend):
-    def scaled_matmul(self, lhs, rhs, call):
-        return super().scaled_matmul(lhs, rhs, call).T
+def transposed(lhs, rhs, call):
+    return REFERENCE.run(call, lhs, rhs).T
 
 
-class WideResult(ReferenceBackend):
-    def scaled_matmul(self, lhs, rhs, call):
-        return super().scaled_matmul(lhs, rhs, call).astype(jnp.float16)
+def wide_result(lhs, rhs, call):
+    return REFERENCE.run(call, lhs, rhs).astype(jnp.float16)
 
 
-class OneBlockForgotten(ReferenceBackend):
-    def scaled_matmul(self, lhs, rhs, call):
-        lhs = dataclasses.replace(lhs, codes=lhs.codes.at[..., -26:].set(0))
-        return super().scaled_matmul(lhs, rhs, call)
+def one_block_forgotten(lhs, rhs, call):
+    lhs = dataclasses.replace(lhs, codes=lhs.codes.at[..., -26:].set(0))
+    return REFERENCE.run(call, lhs, rhs)
 
 
-class ShortAccumulator(ReferenceBackend):
+def short_accumulator(lhs, rhs, call):
     """Adds blocks exactly, and then each block's sum to eight bits."""
+    left, right = lhs.dequantize(jnp.float32), rhs.dequantize(jnp.float32)
+    left = left.reshape(left.shape[0], -1, 32)
+    blocks = jnp.einsum("mbk,nbk->bmn", left, right.reshape(right.shape[0], -1, 32))
 
-    def scaled_matmul(self, lhs, rhs, call):
-        left, right = lhs.dequantize(jnp.float32), rhs.dequantize(jnp.float32)
-        left = left.reshape(left.shape[0], -1, 32)
-        blocks = jnp.einsum("mbk,nbk->bmn", left, right.reshape(right.shape[0], -1, 32))
+    def add(total, block):
+        return lax.reduce_precision(total + block, 8, 7), None
 
-        def add(total, block):
-            return lax.reduce_precision(total + block, 8, 7), None
-
-        return lax.scan(add, jnp.zeros_like(blocks[0]), blocks)[0]
+    return lax.scan(add, jnp.zeros_like(blocks[0]), blocks)[0]
 
 
-@pytest.mark.parametrize(
-    "backend", [RoundedSum(), Transposed(), WideResult(), OneBlockForgotten()], ids=repr
-)
-def test_wrong_products_are_noticed(backend: ReferenceBackend):
+@pytest.mark.parametrize("multiply", [rounded_sum, transposed, wide_result, one_block_forgotten])
+def test_wrong_products_are_noticed(multiply: Any):
     square = dataclasses.replace(PRODUCT, m=(7,), k=(90,))
     with pytest.raises(AssertionError):
-        backend_suite.check_matmul(backend, square)
+        backend_suite.check_matmul(altered(REFERENCE, MatmulCall, multiply), square)
 
 
 def test_a_short_accumulator_is_noticed():
     with pytest.raises(AssertionError, match="of 256 products are too far from the exact ones"):
-        backend_suite.check_stagnating_sum(ShortAccumulator())
+        backend_suite.check_stagnating_sum(altered(REFERENCE, MatmulCall, short_accumulator))

@@ -8,7 +8,7 @@ import pytest
 
 from mx_jax import formats
 from mx_jax.backends.base import MatmulCall, Target
-from mx_jax.backends.xla import XlaBackend
+from mx_jax.backends.xla import XLA
 from mx_jax.testing.backend_suite import check_matmul
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 
@@ -23,8 +23,8 @@ H200 = Target(platform="cuda", compute_capability=(9, 0))
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products(case: MatmulCase):
-    assert XlaBackend().rejects(case.call, H200) is None
-    check_matmul(XlaBackend(), case)
+    assert XLA.rejects(case.call, H200) is None
+    check_matmul(XLA, case)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_products(case: MatmulCase):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_reasons(case: MatmulCase | QuantizeCase, target: Target, reason: str):
-    assert XlaBackend().rejects(case.call, target) == reason
+    assert XLA.rejects(case.call, target) == reason
 
 
 def test_fast_accumulation_asks_for_the_default_precision():
@@ -77,5 +77,5 @@ def test_fast_accumulation_asks_for_the_default_precision():
 
 def lowered(call: MatmulCall) -> str:
     operands = CASES[0].operands(np.random.default_rng(0))
-    run = jax.jit(lambda lhs, rhs: XlaBackend().scaled_matmul(lhs, rhs, call))
+    run = jax.jit(lambda lhs, rhs: XLA.run(call, lhs, rhs))
     return run.lower(*operands).as_text()

@@ -13,7 +13,7 @@ from jax import lax
 
 import mx_jax
 from mx_jax import convert, recipes
-from mx_jax.backends.cpu_ffi import library, matmul, packed_product
+from mx_jax.backends.cpu_ffi import library, rejections
 from mx_jax.backends.select import only_backend
 from mx_jax.convert import Rule
 from mx_jax.convert.conv import ConvOfDotGeneral
@@ -170,7 +170,7 @@ def test_a_stored_kernel_is_used_as_it_is(framework: str, packed: bool):
             graph, state = nnx.split(model)
             run = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
         text = jax.jit(run).lower(state, x).as_text()
-        target = packed_product.TARGET if packed else matmul.TARGET
+        target = rejections.PACKED_MATMUL if packed else rejections.MATMUL
         assert text.count(f"@{target}(") == 1
         np.testing.assert_allclose(jax.jit(run)(state, x), expected, rtol=1e-5, atol=1e-4)
 

@@ -13,7 +13,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import numpy as np
 
-from mx_jax.backends.cudnn import PAIRS, CudnnBackend
+from mx_jax.backends.cudnn import CUDNN, PAIRS
 from mx_jax.testing.cases import MatmulCase
 from tests.gpu.compile_for import GPUS, compile_on
 
@@ -30,7 +30,7 @@ def calls(case: MatmulCase) -> list[str]:
     operands = case.operands(np.random.default_rng(0))
 
     def product(lhs, rhs):
-        return CudnnBackend().scaled_matmul(lhs, rhs, case.call)
+        return CUDNN.run(case.call, lhs, rhs)
 
     text = compile_on(GPUS["sm_100a"], product, operands).as_text()
     return re.findall(r'custom_call_target="([^"]*)"', text) + re.findall(r"\bdot\(", text)

@@ -27,8 +27,8 @@ from benchmarks.gpu_products import (
     kernel_product,
     products,
 )
-from mx_jax.backends.base import Target
-from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.base import Backend, MatmulCall, QuantizeBothCall, QuantizeCall, Target
+from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.architecture import (
     SM90,
     SM100,
@@ -43,8 +43,9 @@ from mx_jax.backends.pallas_gpu.products.rejections import rejects
 from mx_jax.backends.pallas_gpu.tuning import table
 from mx_jax.backends.pallas_gpu.tuning.table import Entry
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
-from mx_jax.backends.reference import ReferenceBackend
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.testing.cases import MatmulCase
+from tests.backends.altered import altered
 from tests.backends.mosaic import interpreter, needs_mosaic, with_any_jax
 
 H200 = Target(platform="cuda", compute_capability=(9, 0))
@@ -53,15 +54,13 @@ pytestmark = needs_mosaic
 SMALL = MatmulCase(lhs=None, rhs=gpu.MXFP4, dtype="bfloat16", out_dtype="bfloat16")
 
 
-class Altered(PallasGpuBackend):
+def with_last_entry(last: float) -> Backend:
     """The reference's product with its last entry replaced."""
 
-    def __init__(self, last: float):
-        object.__setattr__(self, "last", last)
+    def multiply(lhs, rhs, call):
+        return REFERENCE.run(call, lhs, rhs).at[-1, -1].add(last)
 
-    def scaled_matmul(self, lhs, rhs, call):
-        product = ReferenceBackend().scaled_matmul(lhs, rhs, call)
-        return product.at[-1, -1].add(self.last)  # pyright: ignore[reportAttributeAccessIssue]
+    return altered(REFERENCE, MatmulCall, multiply)
 
 
 @pytest.fixture
@@ -77,50 +76,47 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("last", "wrong"), [(0.0, False), (1e6, True), (np.nan, True)])
 def test_a_wrong_entry_is_noticed(last: float, wrong: bool, rng: np.random.Generator):
-    assert (gpu_checks.product_error(Altered(last), SMALL, rng) > 1) == wrong
+    assert (gpu_checks.product_error(with_last_entry(last), SMALL, rng) > 1) == wrong
 
 
 def test_bits_that_change_are_noticed(rng: np.random.Generator):
-    class Racing(ReferenceBackend):
-        def scaled_matmul(self, lhs, rhs, call):
-            product = ReferenceBackend().scaled_matmul(lhs, rhs, call)
-            counts = itertools.count()
-            shape = jax.ShapeDtypeStruct((), product.dtype)
-            tiny = jax.experimental.io_callback(
-                lambda: np.asarray(1e-30 * next(counts), product.dtype), shape
-            )
-            return product + tiny
+    def racing(lhs, rhs, call):
+        product = REFERENCE.run(call, lhs, rhs)
+        counts = itertools.count()
+        shape = jax.ShapeDtypeStruct((), product.dtype)
+        tiny = jax.experimental.io_callback(
+            lambda: np.asarray(1e-30 * next(counts), product.dtype), shape
+        )
+        return product + tiny
 
     case = dataclasses.replace(SMALL, rhs=gpu.MXFP4, k=(0,), dtype="float32", out_dtype="float32")
-    assert gpu_checks.product_error(ReferenceBackend(), case, rng) == 0
-    assert gpu_checks.product_error(Racing(), case, rng) == np.inf
+    assert gpu_checks.product_error(REFERENCE, case, rng) == 0
+    assert gpu_checks.product_error(altered(REFERENCE, MatmulCall, racing), case, rng) == np.inf
 
 
 def test_a_wrong_code_is_noticed(rng: np.random.Generator):
-    class Flipped(ReferenceBackend):
-        def quantize(self, x, call, random_bits, tensor_scale):
-            found = ReferenceBackend().quantize(x, call, random_bits, tensor_scale)
-            return dataclasses.replace(found, codes=found.codes.at[-1, -1].add(1))
+    def flipped(x, random_bits, tensor_scale, call):
+        found = REFERENCE.run(call, x, random_bits, tensor_scale)
+        return dataclasses.replace(found, codes=found.codes.at[-1, -1].add(1))
 
     case = gpu_checks.CASTS[0]
-    assert gpu_checks.cast_error(ReferenceBackend(), case, rng) == 0
-    assert gpu_checks.cast_error(Flipped(), case, rng) == np.inf
+    assert gpu_checks.cast_error(REFERENCE, case, rng) == 0
+    assert gpu_checks.cast_error(altered(REFERENCE, QuantizeCall, flipped), case, rng) == np.inf
 
 
 def test_a_wrong_code_of_two_casts_is_noticed(rng: np.random.Generator):
-    class Twice(ReferenceBackend):
-        def quantize_both(self, x, call, random_bits, tensor_scale):
-            singles = (call.first, call.second)
-            return tuple(self.quantize(x, single, None, tensor_scale) for single in singles)
+    def twice(x, random_bits, tensor_scale, call):
+        singles = (call.first, call.second)
+        return tuple(REFERENCE.run(single, x, None, tensor_scale) for single in singles)
 
-    class Swapped(Twice):
-        def quantize_both(self, x, call, random_bits, tensor_scale):
-            first, second = super().quantize_both(x, call, random_bits, tensor_scale)
-            return first, dataclasses.replace(second, codes=first.codes)
+    def swapped(x, random_bits, tensor_scale, call):
+        first, second = twice(x, random_bits, tensor_scale, call)
+        return first, dataclasses.replace(second, codes=first.codes)
 
     case = gpu_checks.BOTH[0]
-    assert gpu_checks.both_error(Twice(), case, rng) == 0
-    assert gpu_checks.both_error(Swapped(), case, rng) == np.inf
+    for run, error in ((twice, 0), (swapped, np.inf)):
+        backend = altered(PALLAS_GPU, QuantizeBothCall, run)
+        assert gpu_checks.both_error(backend, case, rng) == error
 
 
 def test_the_whole_command_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

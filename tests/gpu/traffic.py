@@ -23,9 +23,9 @@ import jax.numpy as jnp
 
 from mx_jax import formats
 from mx_jax.backends.base import Backend, QuantizeBothCall
-from mx_jax.backends.pallas_gpu import PallasGpuBackend
+from mx_jax.backends.pallas_gpu import backend_for
 from mx_jax.backends.pallas_gpu.architecture import architecture_of
-from mx_jax.backends.reference import ReferenceBackend
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.dequantize_check import dequantize_call
 from tests.gpu.compile_for import GPUS, Gpu, compile_on
@@ -57,9 +57,9 @@ def _bytes(dtype: str, lengths: str) -> int:
     return math.prod(int(n) for n in lengths.split(",") if n) * bits // 8
 
 
-def kernel_on(gpu: Gpu) -> PallasGpuBackend:
+def kernel_on(gpu: Gpu) -> Backend:
     """This package's kernels, compiled."""
-    return PallasGpuBackend(architecture=architecture_of(gpu.capability))
+    return backend_for(architecture=architecture_of(gpu.capability))
 
 
 def cast_by(
@@ -73,16 +73,16 @@ def cast_by(
     calls = [QuantizeCase(format=format, shape=shape, dtype=dtype, axis=a).call for a in axes]
     # As if it were known: what finds it reads the tensor once more.
     scale = jnp.ones((1, 1)) if format.tensor_scale else None
-    if len(calls) > 1 and isinstance(backend, PallasGpuBackend):
+    if len(calls) > 1 and backend != REFERENCE:
         both = QuantizeBothCall(first=calls[0], second=calls[1])
-        return lambda x: backend.quantize_both(x, both, (None, None), scale)
-    return lambda x: [backend.quantize(x, call, None, scale) for call in calls]
+        return lambda x: backend.run(both, x, (None, None), scale)
+    return lambda x: [backend.run(call, x, None, scale) for call in calls]
 
 
 def quantizing(gpu: Gpu) -> Iterator[dict[str, Any]]:
     """Every way to quantize, by XLA's fusions and by the kernel."""
     backends = {
-        "XLA": ReferenceBackend(),
+        "XLA": REFERENCE,
         "kernel": kernel_on(gpu),
     }
     for dtype in ("bfloat16", "float32"):
@@ -98,13 +98,13 @@ def dequantizing(gpu: Gpu) -> dict[str, Any]:
     """By XLA's fusion."""
     case = QuantizeCase(format=formats.MXFP8_E4M3, shape=SHAPE, dtype="bfloat16")
     call = dequantize_call(case)
-    backend = ReferenceBackend()
+    backend = REFERENCE
     x = jax.ShapeDtypeStruct(SHAPE, call.dtype)
-    q = jax.eval_shape(lambda x: backend.quantize(x, case.call, None, None), x)
+    q = jax.eval_shape(lambda x: backend.run(case.call, x, None, None), x)
 
     def values(codes: jax.Array, scales: jax.Array) -> jax.Array:
         parts = {"codes": codes, "scales": scales}
-        return backend.dequantize(dataclasses.replace(q, **parts), call)
+        return backend.run(call, dataclasses.replace(q, **parts))
 
     found = list(kernels(compile_on(gpu, values, (q.codes, q.scales)).as_text()))
     return summary("dequantize", "bfloat16", "XLA", found)

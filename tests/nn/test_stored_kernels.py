@@ -18,7 +18,7 @@ from flax import nnx as flax_nnx
 
 import mx_jax
 from mx_jax import convert, recipes
-from mx_jax.backends.cpu_ffi import library, matmul, packed_product
+from mx_jax.backends.cpu_ffi import library, rejections
 from mx_jax.backends.select import only_backend
 from mx_jax.mxarray import MXArray
 from mx_jax.nn import linen, nnx
@@ -151,7 +151,7 @@ WAYS: dict[str, Callable[[Case, Any], tuple[Any, Runs]]] = {
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
-def num_calls(run: Runs, *args: Any, target: str = packed_product.TARGET) -> int:
+def num_calls(run: Runs, *args: Any, target: str = rejections.PACKED_MATMUL) -> int:
     return jax.jit(run).lower(*args).as_text().count(f"@{target}(")
 
 
@@ -162,13 +162,13 @@ def test_the_product_reads_what_is_stored(case: Case, way: Any):
     """One call of the packed product; of an MXArray, one of the product, on its own codes."""
     params, x = case.params(), draw(*case.x, seed=2)
     stored, run = way(case, params)
-    assert num_calls(run, stored, x, target=matmul.TARGET) == 1
+    assert num_calls(run, stored, x, target=rejections.MATMUL) == 1
     bias = params["bias"][:, None] if case.num_batch else params["bias"]
     expected = mx_jax.einsum(case.product, x, params["kernel"], recipe=RECIPE) + bias
     assert_bitwise_equal(jax.jit(run)(stored, x), expected, what="MXArray")
     packed, run = way(case, params | {"kernel": case.pack(params["kernel"])})
     assert num_calls(run, packed, x) == 1
-    assert num_calls(run, packed, x, target=matmul.TARGET) == 0
+    assert num_calls(run, packed, x, target=rejections.MATMUL) == 0
     assert_bitwise_equal(jax.jit(run)(packed, x), expected, what="packed")
 
 
@@ -506,4 +506,4 @@ def test_the_projections_of_an_attention(framework: str):
             getattr(model, name).kernel.set_value(params[name]["kernel"])
         stored, run = run_nnx(model, {})
     compiled = jax.jit(run).lower(stored, x).compile().as_text() or ""
-    assert compiled.count(f'custom_call_target="{packed_product.TARGET}"') == 4
+    assert compiled.count(f'custom_call_target="{rejections.PACKED_MATMUL}"') == 4

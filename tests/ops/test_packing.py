@@ -11,7 +11,7 @@ from flax import nnx
 import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.backends.base import OperandType
-from mx_jax.backends.cpu_ffi import CpuFfiBackend, library, packed_product, weights
+from mx_jax.backends.cpu_ffi import CPU_FFI, library, rejections, weights
 from mx_jax.backends.select import only_backend
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
@@ -45,7 +45,7 @@ def pack(x: MXArray, **options) -> weights.PackedWeights:
 
 
 def num_calls(function, *args) -> int:
-    return function.lower(*args).as_text().count(f"@{packed_product.TARGET}(")
+    return function.lower(*args).as_text().count(f"@{rejections.PACKED_MATMUL}(")
 
 
 @built
@@ -57,11 +57,9 @@ def test_packed_weights_give_the_same_bits(format: BlockFormat, k_first: bool):
         case = MatmulCase(lhs=lhs, rhs=format, m=(m,), n=(n,), k=(k,), rhs_k_first=k_first)
         left, right = case.operands(np.random.default_rng(m))
         assert isinstance(right, MXArray)
-        packed, backend = pack(right), CpuFfiBackend()
-        expected = backend.scaled_matmul(left, right, case.call)
-        assert_bitwise_equal(
-            backend.packed_matmul(left, packed, case.call), expected, what="product"
-        )
+        packed, backend = pack(right), CPU_FFI
+        expected = backend.run(case.call, left, right)
+        assert_bitwise_equal(backend.run(case.call, left, packed), expected, what="product")
         again = packed.unpack()
         assert_bitwise_equal(again.codes, right.codes, what="codes")
         assert_bitwise_equal(exact_values(again), exact_values(right), what="values")
@@ -98,11 +96,11 @@ def test_packed_panels_of_any_kind(format: BlockFormat, lhs: str):
         # Some rows have ordinary values alone, others tiny or huge ones.
         exponents = rng.integers(-105, 105, rows.shape) * (np.arange(70) % 3 == 1)[:, None]
         rows = jnp.asarray(np.ldexp(np.asarray(rows), exponents), jnp.float32)
-    packed, backend = pack(right), CpuFfiBackend()
+    packed, backend = pack(right), CPU_FFI
     call = case.call
     if lhs != "same":
         call = dataclasses.replace(call, lhs=OperandType.of(rows, call.lhs.axes))
-    many = backend.scaled_matmul(rows, right, call)
+    many = backend.run(call, rows, right)
     for first, m in (
         (0, 1),
         (1, 1),
@@ -116,7 +114,7 @@ def test_packed_panels_of_any_kind(format: BlockFormat, lhs: str):
         (0, 40),
     ):
         few = dataclasses.replace(call, lhs=dataclasses.replace(call.lhs, shape=(m, 600)))
-        actual = backend.packed_matmul(rows[first : first + m], packed, few)
+        actual = backend.run(few, rows[first : first + m], packed)
         assert_bitwise_equal(actual, many[first : first + m], what=f"rows {first}, {m} of them")
 
 

@@ -92,9 +92,9 @@ def rejects_blocks(blocks: Blocks) -> str | None:
 
 def quantize(
     x: jax.Array,
-    call: QuantizeCall,
     random_bits: jax.Array | None,
     tensor_scale: jax.Array | None,
+    call: QuantizeCall,
 ) -> MXArray:
     """x quantized by the handler."""
     x = lax.stop_gradient(x)

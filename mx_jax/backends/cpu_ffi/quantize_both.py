@@ -46,7 +46,7 @@ def rejects(call: QuantizeBothCall) -> str | None:
 
 
 def quantize_both(
-    x: jax.Array, call: QuantizeBothCall, random_bits: Bits, tensor_scale: jax.Array | None
+    x: jax.Array, random_bits: Bits, tensor_scale: jax.Array | None, call: QuantizeBothCall
 ) -> tuple[MXArray, MXArray]:
     """x quantized twice by the handler."""
     x = lax.stop_gradient(x)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.backends.base import PackCall
-from mx_jax.backends.cpu_ffi import library, matmul
+from mx_jax.backends.cpu_ffi import library, rejections
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.matrices import rejects_scale_axes
 from mx_jax.formats import BlockFormat
@@ -71,7 +71,7 @@ class PackedWeights(PackedMXArray):
     def unpack(self) -> MXArray:
         rows, k = math.prod(self.kept), math.prod(self.k)
         per_word = 8 if self.format.element.bits == 4 else 4
-        block = matmul.block_size(self.format)
+        block = rejections.block_size(self.format)
         chunks, blocks = -(-k // _CHUNK), -(-k // _CHUNK) * (_CHUNK // block)
         batch, num_panels = self.panels.shape[:-2], self.panels.shape[-2]
         code_bytes = chunks * _CHUNK * PANEL_ROWS * 4 // per_word
@@ -105,7 +105,7 @@ def rejects(call: PackCall) -> str | None:
     if isinstance(loaded, str) or TARGET not in loaded.targets:
         return "was built without packed weights; build it again"
     return (
-        matmul.rejects_format(call.format)
+        rejections.rejects_format(call.format)
         or call.rejects_layout()
         or rejects_scale_axes(call, batch=True)
     )
@@ -119,7 +119,7 @@ def pack(x: MXArray, call: PackCall) -> PackedWeights:
     axes = call.weights.axes
     batch, kept, k = axes.sizes(call.weights.shape)
 
-    element, scale = matmul.names(format)
+    element, scale = rejections.names(format)
     given = "*b k n, *b k/{block} n" if axes.k_first else "*b n k, *b n k/{block}"
     handler = Handler(
         target=TARGET,
@@ -150,5 +150,5 @@ def pack(x: MXArray, call: PackCall) -> PackedWeights:
 def _panel_bytes(format: BlockFormat, k: int) -> int:
     chunks = -(-k // _CHUNK)
     codes = chunks * _CHUNK * PANEL_ROWS // (2 if format.element.bits == 4 else 1)
-    scales = chunks * (_CHUNK // matmul.block_size(format)) * PANEL_ROWS
+    scales = chunks * (_CHUNK // rejections.block_size(format)) * PANEL_ROWS
     return codes + -(-scales // 64) * 64 + _SUMMARY

@@ -86,8 +86,9 @@ def _rejects_pair(call: QuantizeBothCall) -> str | None:
 
 def quantize(
     x: jax.Array,
-    call: QuantizeCall,
+    random_bits: jax.Array | None,
     tensor_scale: jax.Array | None,
+    call: QuantizeCall,
     *,
     architecture: Architecture | None = None,
     interpret: Any = None,
@@ -96,8 +97,9 @@ def quantize(
 
     Args:
       x: the tensor.
-      call: its description, which `rejects` takes.
+      random_bits: None: `rejects` takes no rounding that draws.
       tensor_scale: float32 `[1, ..., 1]`, or None to compute one where the format has it.
+      call: its description, which `rejects` takes.
       architecture: the GPU; None: that of the machine it is for.
       interpret: parameters of Mosaic's interpreter.
     """
@@ -107,8 +109,9 @@ def quantize(
 
 def quantize_both(
     x: jax.Array,
-    call: QuantizeBothCall,
+    random_bits: tuple[jax.Array | None, jax.Array | None],
     tensor_scale: jax.Array | None,
+    call: QuantizeBothCall,
     *,
     architecture: Architecture | None = None,
     interpret: Any = None,

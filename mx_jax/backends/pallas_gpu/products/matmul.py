@@ -18,7 +18,7 @@ from mx_jax.mxarray import MXArray
 
 def scaled_matmul(
     lhs: Operand,
-    rhs: Operand,
+    rhs: Operand | GpuWeights,
     call: MatmulCall,
     *,
     architecture: Architecture | None = None,
@@ -28,11 +28,13 @@ def scaled_matmul(
 
     Args:
       lhs: left operand.
-      rhs: right operand.
+      rhs: right operand, or weights that were packed for the product.
       call: their description, which `rejects` takes.
       architecture: the GPU; None: that of the machine it is for.
       interpret: parameters of Mosaic's interpreter.
     """
+    if isinstance(rhs, GpuWeights):
+        return packed_matmul(lhs, rhs, call, architecture=architecture, interpret=interpret)
     left, m = as_matrices(lhs, call.lhs.axes)
     right, n = as_matrices(rhs, call.rhs.axes)
     shape = (*call.lhs.shape[: call.num_batch], *m, *n)

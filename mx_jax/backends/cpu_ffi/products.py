@@ -1,0 +1,136 @@
+"""Products by the compiled handlers, of codes as they are or of packed weights."""
+
+import dataclasses
+import functools
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mx_jax.axes import Axes
+from mx_jax.backends.base import MatmulCall, Operand
+from mx_jax.backends.cpu_ffi.handler import Handler, hashable
+from mx_jax.backends.cpu_ffi.rejections import DTYPES, MATMUL, PACKED_MATMUL, block_size, names
+from mx_jax.backends.cpu_ffi.weights import PANEL_ROWS, PackedWeights
+from mx_jax.codecs import tiny
+from mx_jax.mxarray import MXArray
+from mx_jax.packed import unpacked
+from mx_jax.reference.matmul import scaled_matmul as reference
+
+
+def multiply(lhs: Operand, rhs: Operand | PackedWeights, call: MatmulCall) -> jax.Array:
+    """The product `[*batch, *m, *n]`: by a handler, or in plain JAX on another platform.
+
+    Packed weights give the bits that they give unpacked.
+    """
+    by_handler = _by_packed if isinstance(rhs, PackedWeights) else _by_codes
+    return lax.platform_dependent(
+        lhs,
+        rhs,
+        cpu=functools.partial(by_handler, call),
+        default=lambda lhs, rhs: reference(
+            lhs, unpacked(rhs), call.dimension_numbers, call.out_dtype, call.precision
+        ),
+    )
+
+
+def _by_codes(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
+    (format, *_) = [f for f in (call.lhs.format, call.rhs.format) if f is not None]
+    left, right = _side(lhs, call.lhs.axes, "lhs"), _side(rhs, call.rhs.axes, "rhs")
+    handler = Handler(
+        target=MATMUL,
+        axes=f"{left.axes}, {right.axes}, *lr -> *lr {left.kept} {right.kept}",
+        dtypes=(np.dtype(call.out_dtype),),
+        attributes=hashable(
+            left.attributes | right.attributes | {"block": np.int32(block_size(format))}
+        ),
+    )
+    scales = [x.tensor_scale for x in (lhs, rhs) if isinstance(x, MXArray)]
+    (product,) = handler(*left.arrays, *right.arrays, _alpha(call, *scales))
+    return product
+
+
+def _by_packed(call: MatmulCall, lhs: Operand, rhs: PackedWeights) -> jax.Array:
+    left, (element, scale) = _side(lhs, call.lhs.axes, "lhs"), names(rhs.format)
+    handler = Handler(
+        target=PACKED_MATMUL,
+        axes=f"{left.axes}, *r n/{PANEL_ROWS} bytes, *lr -> *lr {left.kept} n",
+        dtypes=(np.dtype(call.out_dtype),),
+        attributes=hashable(
+            left.attributes
+            | {"rhs_element": element, "rhs_scale": scale}
+            | {"block": np.int32(block_size(rhs.format))}
+        ),
+        sizes=(("n", math.prod(rhs.kept)),),
+    )
+    lhs_scale = lhs.tensor_scale if isinstance(lhs, MXArray) else None
+    alpha = _alpha(call, lhs_scale, rhs.tensor_scale)
+    (product,) = handler(*left.arrays, rhs.panels, alpha)
+    return product.reshape(*product.shape[:-1], *rhs.kept)
+
+
+def _alpha(call: MatmulCall, *tensor_scales: jax.Array | None) -> jax.Array:
+    """What each matrix of a product is multiplied with: the product of its tensor scales."""
+    alpha = jnp.ones((1,) * call.num_batch, jnp.float32)
+    for scale in tensor_scales:
+        if scale is not None:
+            alpha = tiny.product(alpha, scale.reshape(scale.shape[: call.num_batch]))
+    return jnp.broadcast_to(alpha, call.lhs.shape[: call.num_batch])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Side:
+    """One operand as the handler takes it.
+
+    Attributes:
+      arrays: elements and scales.
+      axes: of both.
+      kept: the kept ones, which the handler takes as one.
+      attributes: what it is told of them.
+    """
+
+    arrays: tuple[jax.Array, jax.Array]
+    axes: str
+    kept: str
+    attributes: dict[str, object]
+
+
+def _side(operand: Operand, axes: Axes, which: Literal["lhs", "rhs"]) -> _Side:
+    """One operand of a product."""
+    format = operand.format if isinstance(operand, MXArray) else None
+    batch, letter = ("*l", "m") if which == "lhs" else ("*r", "n")
+    kept = f"({' '.join(f'{letter}{index}' for index in range(len(axes.kept)))})"
+    k = " ".join(f"k{index}" for index in range(len(axes.contracting)))
+
+    def in_order(k: str) -> str:
+        return f"{batch} ({k}) {kept}" if axes.k_first else f"{batch} {kept} ({k})"
+
+    scales = "0" if format is None else in_order(f"{k}/{block_size(format)}")
+    element, scale = names(format)
+    return _Side(
+        arrays=_arrays(operand, axes.contracting[-1]),
+        axes=f"{in_order(k)}, {scales}",
+        kept=kept,
+        attributes={
+            f"{which}_element": element,
+            f"{which}_scale": scale,
+            f"{which}_k_first": axes.k_first,
+        },
+    )
+
+
+def _arrays(operand: Operand, contracting: int) -> tuple[jax.Array, jax.Array]:
+    """Elements and scales; blocks that span rows too get a scale for each row."""
+    if not isinstance(operand, MXArray):
+        known = operand.dtype in DTYPES
+        return operand if known else operand.astype(jnp.float32), jnp.zeros((0,), jnp.uint8)
+    scales = operand.scales
+    for axis, size in operand.blocks:
+        if axis % operand.ndim != contracting:
+            assert isinstance(size, int), operand.blocks
+            repeated = jnp.repeat(scales, size, axis)
+            scales = lax.slice_in_dim(repeated, 0, operand.shape[axis], axis=axis)
+    return operand.codes, scales
