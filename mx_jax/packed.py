@@ -1,9 +1,10 @@
-"""What a backend's own layout of an MXArray has in common with every other."""
+"""An MXArray in a backend's own layout."""
 
-import abc
 import dataclasses
+import functools
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,16 +15,39 @@ from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 
 
-class PackedMXArray(abc.ABC):
-    """Weights in the order in which one backend's kernels read them, made by `pack_weights`.
-
-    It stands for the MXArray that it was made of: same shape, same values, and it goes where that
-    goes. Products by that backend read it as it lies; whatever else asks for it unpacks it, so it
-    is slow there, but never wrong. It belongs to one kind of machine: save the MXArray.
-
-    Subclasses are pytrees of their arrays.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a backend lays out weights.
 
     Attributes:
+      backend: name of the backend that packs them and whose products read them.
+      batch: given the arrays, sizes of the batch axes, which each array has in front, so that scan
+        and vmap may slice it.
+      unpack: given what is packed, the MXArray that it was made of.
+    """
+
+    backend: str
+    batch: Callable[[Any], tuple[int, ...]]
+    unpack: Callable[["PackedMXArray"], MXArray]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("arrays",),
+    meta_fields=("layout", "kept", "k", "k_first", "format", "dtype"),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class PackedMXArray:
+    """Weights in the order in which one backend's kernels read them, made by `pack_weights`.
+
+    It stands for the MXArray that it was made of, `[*batch, *kept, *k]` or `[*batch, *k, *kept]`:
+    same shape, same values, and it goes where that goes. Products by that backend read it as it
+    lies; whatever else asks for it unpacks it, so it is slow there, but never wrong. It belongs to
+    one kind of machine: save the MXArray.
+
+    Attributes:
+      arrays: what the kernels read, a pytree.
+      layout: how the arrays lie, and for whom.
       kept: sizes of the axes that products keep.
       k: sizes of the axes that products contract; blocks lie along the last.
       k_first: whether the contracted axes precede the kept ones.
@@ -31,6 +55,8 @@ class PackedMXArray(abc.ABC):
       dtype: what `dequantize()` gives: the dtype that was quantized.
     """
 
+    arrays: Any
+    layout: Layout
     kept: tuple[int, ...]
     k: tuple[int, ...]
     k_first: bool
@@ -38,14 +64,19 @@ class PackedMXArray(abc.ABC):
     dtype: np.dtype
 
     @property
-    @abc.abstractmethod
     def backend(self) -> str:
         """Name of the backend whose layout this is."""
+        return self.layout.backend
 
     @property
-    @abc.abstractmethod
+    def batch(self) -> tuple[int, ...]:
+        """Sizes of the batch axes."""
+        return self.layout.batch(self.arrays)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the MXArray."""
+        return (*self.batch, *self.matrix_axes(self.k))
 
     @property
     def blocks(self) -> Blocks:
@@ -63,13 +94,16 @@ class PackedMXArray(abc.ABC):
             matrices = matrices.swapaxes(-1, -2)
         return matrices.reshape(*batch, *self.matrix_axes(k))
 
-    @abc.abstractmethod
     def unpack(self) -> MXArray:
         """The MXArray again; blocks of zeros may have another scale."""
+        return self.layout.unpack(self)
 
-    @abc.abstractmethod
     def serves(self, contracting: tuple[int, ...], batch: tuple[int, ...]) -> bool:
         """Whether the layout is made for products over these axes, counted from the front."""
+        num_batch = len(self.batch)
+        start = num_batch + (0 if self.k_first else len(self.kept))
+        axes = tuple(range(start, start + len(self.k)))
+        return contracting == axes and batch == tuple(range(num_batch))
 
     @property
     def ndim(self) -> int:
@@ -118,7 +152,7 @@ class PackedMXArray(abc.ABC):
         except (AttributeError, TypeError):
             shape = "unknown"
         return (
-            f"{type(self).__name__}({self.format.name}, shape={shape}, dtype={self.dtype}, "
+            f"PackedMXArray({self.format.name}, shape={shape}, dtype={self.dtype}, "
             f"backend={self.backend})"
         )
 

@@ -14,7 +14,6 @@ from mx_jax import formats, recipes
 from mx_jax.backends.base import Backend, Call, MatmulCall, OperandType, PackCall, Target
 from mx_jax.backends.pallas_gpu import backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM90, SM100, Architecture
-from mx_jax.backends.pallas_gpu.layouts.packed import GpuWeights
 from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand, meet
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.products import decoded
@@ -24,6 +23,7 @@ from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.ops import multiply
 from mx_jax.ops import packing as ops_packing
+from mx_jax.packed import PackedMXArray
 from mx_jax.reference.matmul import scaled_matmul
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -39,7 +39,7 @@ def backend_of(architecture: Architecture) -> Backend:
     return backend_for(architecture=architecture, interpret=interpreter())
 
 
-def pack(backend: Backend, w: MXArray, call: MatmulCall, lhs: Any = None) -> GpuWeights:
+def pack(backend: Backend, w: MXArray, call: MatmulCall, lhs: Any = None) -> PackedMXArray:
     weights = OperandType.of(w, call.rhs.axes)
     packing = PackCall(weights=weights, blocks=w.blocks, lhs_format=lhs)
     assert backend.architecture is not None
@@ -48,7 +48,7 @@ def pack(backend: Backend, w: MXArray, call: MatmulCall, lhs: Any = None) -> Gpu
     if jax.__version_info__ >= (0, 12):
         assert backend.rejects(packing, target) is None
     packed = backend.run(packing, w)
-    assert isinstance(packed, GpuWeights)
+    assert isinstance(packed, PackedMXArray)
     assert packed.serves(call.rhs.axes.contracting, call.rhs.axes.batch)
     return packed
 
@@ -100,7 +100,7 @@ def test_packed_weights_give_the_same_product(
     call, backend = case.call, backend_of(architecture)
     lhs, rhs = operands(rng, case)
     packed = jax.jit(lambda w: pack(backend, w, call, case.lhs))(rhs)
-    assert isinstance(packed.weights, ScaledOperand if architecture is SM100 else PackedWeights)
+    assert isinstance(packed.arrays, ScaledOperand if architecture is SM100 else PackedWeights)
     product = jax.jit(lambda lhs, rhs: backend.run(call, lhs, rhs))(lhs, packed)
     expected = scaled_matmul(lhs, rhs, call.dimension_numbers, call.out_dtype)
     assert_bitwise_equal(product, expected, what="product")
@@ -139,7 +139,7 @@ def test_packed_weights_are_the_mxarray(
     w = dataclasses.replace(w, codes=jnp.asarray(codes), scales=jnp.asarray(scales))
     packed = pack(backend_for(architecture=architecture), w, case.call, lhs)
     as_it_is = architecture is SM100 and lhs == format
-    assert isinstance(packed.weights, ScaledOperand if as_it_is else PackedWeights)
+    assert isinstance(packed.arrays, ScaledOperand if as_it_is else PackedWeights)
     assert (packed.shape, packed.blocks, packed.backend) == (w.shape, w.blocks, "pallas_gpu")
     for field in ("codes", "scales", "tensor_scale"):
         kept, given = (getattr(each, field) for each in (packed.unpack(), w))
@@ -265,7 +265,7 @@ def drawn(*shape: int) -> jax.Array:
 def test_a_recipe_chooses_the_layout(blackwell: list[Call], recipe: Any, layout: type):
     kernel = mx_jax.quantize(drawn(64, 6), "mxfp4", axis=0)
     packed = mx_jax.pack_weights(kernel, recipe=recipe)
-    assert isinstance(packed, GpuWeights) and isinstance(packed.weights, layout)
+    assert isinstance(packed, PackedMXArray) and isinstance(packed.arrays, layout)
     (call,) = blackwell
     assert isinstance(call, PackCall)
     spec = None if recipe is None else recipe.fwd.lhs
@@ -284,7 +284,7 @@ def test_layers_stacked_and_differentiated(loop: str, monkeypatch: pytest.Monkey
         at_once = mx_jax.pack_weights(kernels, num_batch=1, recipe=recipe)
         assert jax.tree.all(jax.tree.map(jnp.array_equal, at_once, layers))
         layers = at_once
-    assert isinstance(layers, GpuWeights) and isinstance(layers.weights, ScaledOperand)
+    assert isinstance(layers, PackedMXArray) and isinstance(layers.arrays, ScaledOperand)
 
     def run(x: jax.Array, layers: Any) -> jax.Array:
         def layer(x: jax.Array, w: Any) -> jax.Array:
@@ -297,12 +297,12 @@ def test_layers_stacked_and_differentiated(loop: str, monkeypatch: pytest.Monkey
         first = jax.tree.map(lambda leaf: leaf[0], layers)
         return jax.grad(lambda x: (layer(x, first) ** 2).sum())(x)
 
-    def unpack(self: GpuWeights):
+    def unpack(self: PackedMXArray):
         raise AssertionError("a forward product reads weights as they are")
 
     expected = jax.jit(run)(x, kernels)
     if loop != "grad":
-        monkeypatch.setattr(GpuWeights, "unpack", unpack)
+        monkeypatch.setattr(PackedMXArray, "unpack", unpack)
     actual = jax.jit(run)(x, layers)
     # Not bit for bit: a code of the next layer may round the other way.
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)

@@ -11,10 +11,11 @@ from flax import nnx
 import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.backends.base import OperandType
-from mx_jax.backends.cpu_ffi import CPU_FFI, library, rejections, weights
+from mx_jax.backends.cpu_ffi import CPU_FFI, library, rejections
 from mx_jax.backends.select import only_backend
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray
 from mx_jax.testing.backend_suite import exact_values
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -38,9 +39,9 @@ def draw(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-def pack(x: MXArray, **options) -> weights.PackedWeights:
+def pack(x: MXArray, **options) -> PackedMXArray:
     packed = mx_jax.pack_weights(x, **options)
-    assert isinstance(packed, weights.PackedWeights)
+    assert isinstance(packed, PackedMXArray)
     return packed
 
 

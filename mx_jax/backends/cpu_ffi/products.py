@@ -14,19 +14,19 @@ from mx_jax.axes import Axes
 from mx_jax.backends.base import MatmulCall, Operand
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.rejections import DTYPES, MATMUL, PACKED_MATMUL, block_size, names
-from mx_jax.backends.cpu_ffi.weights import PANEL_ROWS, PackedWeights
+from mx_jax.backends.cpu_ffi.weights import PANEL_ROWS
 from mx_jax.codecs import tiny
 from mx_jax.mxarray import MXArray
-from mx_jax.packed import unpacked
+from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.matmul import scaled_matmul as reference
 
 
-def multiply(lhs: Operand, rhs: Operand | PackedWeights, call: MatmulCall) -> jax.Array:
+def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> jax.Array:
     """The product `[*batch, *m, *n]`: by a handler, or in plain JAX on another platform.
 
     Packed weights give the bits that they give unpacked.
     """
-    by_handler = _by_packed if isinstance(rhs, PackedWeights) else _by_codes
+    by_handler = _by_packed if isinstance(rhs, PackedMXArray) else _by_codes
     return lax.platform_dependent(
         lhs,
         rhs,
@@ -53,7 +53,7 @@ def _by_codes(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
     return product
 
 
-def _by_packed(call: MatmulCall, lhs: Operand, rhs: PackedWeights) -> jax.Array:
+def _by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
     left, (element, scale) = _side(lhs, call.lhs.axes, "lhs"), names(rhs.format)
     handler = Handler(
         target=PACKED_MATMUL,
@@ -67,8 +67,8 @@ def _by_packed(call: MatmulCall, lhs: Operand, rhs: PackedWeights) -> jax.Array:
         sizes=(("n", math.prod(rhs.kept)),),
     )
     lhs_scale = lhs.tensor_scale if isinstance(lhs, MXArray) else None
-    alpha = _alpha(call, lhs_scale, rhs.tensor_scale)
-    (product,) = handler(*left.arrays, rhs.panels, alpha)
+    alpha = _alpha(call, lhs_scale, rhs.arrays.tensor_scale)
+    (product,) = handler(*left.arrays, rhs.arrays.bytes, alpha)
     return product.reshape(*product.shape[:-1], *rhs.kept)
 
 

@@ -18,7 +18,7 @@ from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.matrices import rejects_scale_axes
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.packed import PackedMXArray
+from mx_jax.packed import Layout, PackedMXArray
 
 TARGET = "mx_jax_cpu_pack_weights"
 
@@ -28,75 +28,56 @@ _SUMMARY = 64  # bytes at the end of a panel; all as in custom_calls/products/we
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("panels", "tensor_scale"),
-    meta_fields=("kept", "k", "k_first", "format", "dtype"),
+    jax.tree_util.register_dataclass, data_fields=("bytes", "tensor_scale"), meta_fields=()
 )
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class PackedWeights(PackedMXArray):
-    """Weights `[*batch, *kept, *k]`, or `[*batch, *k, *kept]`, panel by panel.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Panels:
+    """Weights panel by panel.
 
     Attributes:
-      panels: uint8 `[*batch, ceil(n / 32), bytes of a panel]`, with n the product of kept.
+      bytes: uint8 `[*batch, ceil(n / 32), bytes of a panel]`, with n the product of kept.
       tensor_scale: float32 `[*batch]` (NVFP4), else None.
-      kept: sizes of the kept axes.
-      k: sizes of the contracted axes; blocks lie along the last.
-      k_first: whether the contracted axes precede the kept ones.
-      format: the block format.
-      dtype: the dtype that was quantized.
     """
 
-    panels: jax.Array
+    bytes: jax.Array
     tensor_scale: jax.Array | None
-    kept: tuple[int, ...]
-    k: tuple[int, ...]
-    k_first: bool
-    format: BlockFormat
-    dtype: np.dtype
 
-    @property
-    def backend(self) -> str:
-        return "cpu_ffi"
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.panels.shape[:-2], *self.matrix_axes(self.k))
+def batch_of(panels: Panels) -> tuple[int, ...]:
+    """Sizes of the batch axes."""
+    return panels.bytes.shape[:-2]
 
-    def serves(self, contracting: tuple[int, ...], batch: tuple[int, ...]) -> bool:
-        num_batch = self.panels.ndim - 2
-        start = num_batch if self.k_first else num_batch + len(self.kept)
-        axes = tuple(range(start, start + len(self.k)))
-        return contracting == axes and batch == tuple(range(num_batch))
 
-    def unpack(self) -> MXArray:
-        rows, k = math.prod(self.kept), math.prod(self.k)
-        per_word = 8 if self.format.element.bits == 4 else 4
-        block = rejections.block_size(self.format)
-        chunks, blocks = -(-k // _CHUNK), -(-k // _CHUNK) * (_CHUNK // block)
-        batch, num_panels = self.panels.shape[:-2], self.panels.shape[-2]
-        code_bytes = chunks * _CHUNK * PANEL_ROWS * 4 // per_word
-        words = self.panels[..., :code_bytes].reshape(*batch, num_panels, -1, PANEL_ROWS, 4)
-        if per_word == 8:
-            words = jnp.concatenate([words & 15, words >> 4], axis=-1)
-        padded_rows = num_panels * PANEL_ROWS
-        codes = jnp.swapaxes(words, -3, -2).reshape(*batch, padded_rows, chunks * _CHUNK)
-        scales = self.panels[..., code_bytes : code_bytes + blocks * PANEL_ROWS]
-        scales = jnp.swapaxes(scales.reshape(*batch, num_panels, blocks, PANEL_ROWS), -2, -1)
-        scales = scales.reshape(*batch, padded_rows, blocks)
-        scale_k = (*self.k[:-1], -(-self.k[-1] // block))
-        scale = self.tensor_scale
-        return MXArray(
-            codes=self.arrange(codes[..., :rows, :k], batch, self.k),
-            scales=self.arrange(scales[..., :rows, : math.prod(scale_k)], batch, scale_k),
-            tensor_scale=None if scale is None else scale.reshape(*scale.shape, *self._ones),
-            format=self.format,
-            blocks=self.blocks,
-            dtype=self.dtype,
-        )
+def unpack(packed: PackedMXArray) -> MXArray:
+    """The weights that panels were made of."""
+    panels, scale = packed.arrays.bytes, packed.arrays.tensor_scale
+    rows, k = math.prod(packed.kept), math.prod(packed.k)
+    per_word = 8 if packed.format.element.bits == 4 else 4
+    block = rejections.block_size(packed.format)
+    chunks, blocks = -(-k // _CHUNK), -(-k // _CHUNK) * (_CHUNK // block)
+    batch, num_panels = panels.shape[:-2], panels.shape[-2]
+    code_bytes = chunks * _CHUNK * PANEL_ROWS * 4 // per_word
+    words = panels[..., :code_bytes].reshape(*batch, num_panels, -1, PANEL_ROWS, 4)
+    if per_word == 8:
+        words = jnp.concatenate([words & 15, words >> 4], axis=-1)
+    padded_rows = num_panels * PANEL_ROWS
+    codes = jnp.swapaxes(words, -3, -2).reshape(*batch, padded_rows, chunks * _CHUNK)
+    scales = panels[..., code_bytes : code_bytes + blocks * PANEL_ROWS]
+    scales = jnp.swapaxes(scales.reshape(*batch, num_panels, blocks, PANEL_ROWS), -2, -1)
+    scales = scales.reshape(*batch, padded_rows, blocks)
+    scale_k = (*packed.k[:-1], -(-packed.k[-1] // block))
+    ones = (1,) * (len(packed.kept) + len(packed.k))
+    return MXArray(
+        codes=packed.arrange(codes[..., :rows, :k], batch, packed.k),
+        scales=packed.arrange(scales[..., :rows, : math.prod(scale_k)], batch, scale_k),
+        tensor_scale=None if scale is None else scale.reshape(*scale.shape, *ones),
+        format=packed.format,
+        blocks=packed.blocks,
+        dtype=packed.dtype,
+    )
 
-    @property
-    def _ones(self) -> tuple[int, ...]:
-        return (1,) * (len(self.kept) + len(self.k))
+
+PANELS = Layout(backend="cpu_ffi", batch=batch_of, unpack=unpack)
 
 
 def rejects(call: PackCall) -> str | None:
@@ -111,7 +92,7 @@ def rejects(call: PackCall) -> str | None:
     )
 
 
-def pack(x: MXArray, call: PackCall) -> PackedWeights:
+def pack(x: MXArray, call: PackCall) -> PackedMXArray:
     """Weights that `rejects` lets through, in the kernels' order."""
     ((_, block),) = call.blocks
     assert isinstance(block, int), call.blocks
@@ -136,9 +117,9 @@ def pack(x: MXArray, call: PackCall) -> PackedWeights:
         # One for each matrix: scan slices every array of a stack along the same axes.
         tensor_scale = tensor_scale.reshape(tensor_scale.shape[: len(batch)])
         tensor_scale = jnp.broadcast_to(tensor_scale, batch)
-    return PackedWeights(
-        panels=panels,
-        tensor_scale=tensor_scale,
+    return PackedMXArray(
+        arrays=Panels(bytes=panels, tensor_scale=tensor_scale),
+        layout=PANELS,
         kept=kept,
         k=k,
         k_first=axes.k_first,

@@ -8,17 +8,17 @@ import jax.numpy as jnp
 from mx_jax.backends.base import MatmulCall, Operand
 from mx_jax.backends.matrices import as_matrices
 from mx_jax.backends.pallas_gpu.architecture import Architecture, current_architecture
-from mx_jax.backends.pallas_gpu.layouts.packed import GpuWeights
 from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.products import decoded, scaled
 from mx_jax.backends.pallas_gpu.products.rejections import rejects_weights
 from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray
 
 
 def scaled_matmul(
     lhs: Operand,
-    rhs: Operand | GpuWeights,
+    rhs: Operand | PackedMXArray,
     call: MatmulCall,
     *,
     architecture: Architecture | None = None,
@@ -33,7 +33,7 @@ def scaled_matmul(
       architecture: the GPU; None: that of the machine it is for.
       interpret: parameters of Mosaic's interpreter.
     """
-    if isinstance(rhs, GpuWeights):
+    if isinstance(rhs, PackedMXArray):
         return packed_matmul(lhs, rhs, call, architecture=architecture, interpret=interpret)
     left, m = as_matrices(lhs, call.lhs.axes)
     right, n = as_matrices(rhs, call.rhs.axes)
@@ -55,7 +55,7 @@ def scaled_matmul(
 
 def packed_matmul(
     lhs: Operand,
-    rhs: GpuWeights,
+    rhs: PackedMXArray,
     call: MatmulCall,
     *,
     architecture: Architecture | None = None,
@@ -71,7 +71,7 @@ def packed_matmul(
     if 0 in left.shape:
         return jnp.zeros(shape, call.out_dtype)
     architecture = architecture or current_architecture()
-    weights = rhs.weights.merged()
+    weights = rhs.arrays.merged()
     wanted = architecture.kernel(call.lhs.format, call.rhs.format).layout
     if wanted is ScaledOperand:
         many = left.shape[1] >= decoded.crossover(architecture, weights.format)

@@ -12,11 +12,12 @@ from mx_jax.backends.pallas_gpu.architecture import (
     current_architecture,
     rejects_machine,
 )
-from mx_jax.backends.pallas_gpu.layouts.packed import GpuWeights
+from mx_jax.backends.pallas_gpu.layouts.packed import MATRICES
 from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.products.rejections import rejects_weights
 from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray
 
 
 def rejects(
@@ -42,7 +43,7 @@ def rejects(
 
 def pack_weights(
     x: MXArray, call: PackCall, *, architecture: Architecture | None = None
-) -> GpuWeights:
+) -> PackedMXArray:
     """Weights that `rejects` lets through, in a layout that `packed_matmul` reads.
 
     Decoding serves activations of any kind. So weights are laid out to be taken as they are only
@@ -54,8 +55,9 @@ def pack_weights(
     format = call.format.with_block(block)
     kernel = (architecture or current_architecture()).kernel(call.lhs_format, format)
     _, kept, k = call.weights.axes.sizes(call.weights.shape)
-    return GpuWeights(
-        weights=_stack(dataclasses.replace(matrices, format=format), call, kernel.layout),
+    return PackedMXArray(
+        arrays=_stack(dataclasses.replace(matrices, format=format), call, kernel.layout),
+        layout=MATRICES,
         kept=kept,
         k=k,
         k_first=call.weights.axes.k_first,
