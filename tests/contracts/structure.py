@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 PLACES = (
     ("an element format", "12", "1", "tests/extending/test_element_format.py"),
     ("a scale rule", "8 to 9", "1", "tests/extending/test_scale_rule.py"),
+    ("a backend", "6", "1", "tests/extending/test_backend.py"),
     ("a layer, for convert", "5 to 6", "1", "tests/convert/test_registered.py"),
     ("a GPU with kernels of others", "20", "1", "tests/backends/test_pallas_architecture.py"),
     ("a GPU kernel", "20", "2", "tests/backends/test_pallas_architecture.py"),
