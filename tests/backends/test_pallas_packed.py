@@ -39,12 +39,13 @@ def backend_of(architecture: Architecture) -> Backend:
     return backend_for(architecture=architecture, interpret=interpreter())
 
 
-def pack(backend: Backend, w: MXArray, call: MatmulCall, lhs: Any = None) -> PackedMXArray:
+def pack(
+    architecture: Architecture, w: MXArray, call: MatmulCall, lhs: Any = None
+) -> PackedMXArray:
     weights = OperandType.of(w, call.rhs.axes)
     packing = PackCall(weights=weights, blocks=w.blocks, lhs_format=lhs)
-    assert backend.architecture is not None
-    capability = backend.architecture.capabilities[0]
-    target = Target(platform="cuda", compute_capability=capability)
+    backend = backend_for(architecture=architecture)
+    target = Target(platform="cuda", compute_capability=architecture.capabilities[0])
     if jax.__version_info__ >= (0, 12):
         assert backend.rejects(packing, target) is None
     packed = backend.run(packing, w)
@@ -99,7 +100,7 @@ def test_packed_weights_give_the_same_product(
 ):
     call, backend = case.call, backend_of(architecture)
     lhs, rhs = operands(rng, case)
-    packed = jax.jit(lambda w: pack(backend, w, call, case.lhs))(rhs)
+    packed = jax.jit(lambda w: pack(architecture, w, call, case.lhs))(rhs)
     assert isinstance(packed.arrays, ScaledOperand if architecture is SM100 else PackedWeights)
     product = jax.jit(lambda lhs, rhs: backend.run(call, lhs, rhs))(lhs, packed)
     expected = scaled_matmul(lhs, rhs, call.dimension_numbers, call.out_dtype)
@@ -137,7 +138,7 @@ def test_packed_weights_are_the_mxarray(
     codes = rng.integers(0, 2**format.element.bits, w.shape).astype(np.uint8)
     scales = rng.integers(0, 256, w.scales.shape).astype(np.uint8)
     w = dataclasses.replace(w, codes=jnp.asarray(codes), scales=jnp.asarray(scales))
-    packed = pack(backend_for(architecture=architecture), w, case.call, lhs)
+    packed = pack(architecture, w, case.call, lhs)
     as_it_is = architecture is SM100 and lhs == format
     assert isinstance(packed.arrays, ScaledOperand if as_it_is else PackedWeights)
     assert (packed.shape, packed.blocks, packed.backend) == (w.shape, w.blocks, "pallas_gpu")
@@ -161,7 +162,7 @@ def test_size_as_it_is(rng: np.random.Generator):
         case = case_of(format, format, n=(256,), k=(512,))
         _, w = case.operands(rng)
         assert isinstance(w, MXArray)
-        packed = pack(backend_for(architecture=SM100), w, case.call, format)
+        packed = pack(SM100, w, case.call, format)
         assert packed.nbytes == 256 * 512 * bits / 8 + 4 * format.tensor_scale
 
 
@@ -223,7 +224,7 @@ def test_which_kernel_blackwell_starts(
             jax.eval_shape(lambda x, w: backend.run(case.call, x, w), left, right)
         else:
             assert isinstance(right, MXArray)
-            packed = pack(backend, right, case.call, packed_for)
+            packed = pack(blackwell_that_tells, right, case.call, packed_for)
             jax.eval_shape(lambda x, w: backend.run(case.call, x, w), left, packed)
 
 

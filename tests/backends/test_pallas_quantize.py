@@ -174,8 +174,7 @@ def test_any_tensor_scale(scale: float, rng: np.random.Generator):
 def in_use(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Interpreted, as if this machine had an H200, and the only backend."""
     table = (*(b for b in select.BACKENDS if b.name != "pallas_gpu"), backend())
-    for function in (select.find, select.select):
-        monkeypatch.setattr(function, "__defaults__", (table,))
+    monkeypatch.setattr(select, "BACKENDS", table)
     with mx_jax.testing.target("cuda", (9, 0)):
         yield
     # What was traced with this table must not serve another test.
@@ -235,9 +234,9 @@ def test_tiles_that_overlap_are_a_race(
         (rows, columns) = at(self)
         return dataclasses.replace(rows, start=rows.start // 2), columns
 
-    assert not race_of(lambda: backend().quantize(x, call, None, None).codes, capfd)
+    assert not race_of(lambda: backend().run(call, x, None, None).codes, capfd)
     monkeypatch.setattr(QuantizeProgram, "_at", shifted)
-    assert race_of(lambda: backend().quantize(x, call, None, None).codes, capfd)
+    assert race_of(lambda: backend().run(call, x, None, None).codes, capfd)
 
 
 # What to break, and a case that must notice.
@@ -264,7 +263,9 @@ def test_a_wrong_shift_is_noticed(
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_whole_tiles_are_not_copied(axis: int):
     call = case_of(shape=(3, 64, 512), axis=axis).call
-    run = functools.partial(quantize.quantize, call=call, tensor_scale=None, architecture=SM90)
+    run = functools.partial(
+        quantize.quantize, random_bits=None, tensor_scale=None, call=call, architecture=SM90
+    )
     text = str(jax.make_jaxpr(run)(jax.ShapeDtypeStruct(call.shape, call.dtype)))
     before, after = text.split("mpmd_map", 1)
     assert " pad" not in before and "slice" not in after.rsplit("]", 1)[-1]
