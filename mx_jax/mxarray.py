@@ -258,7 +258,9 @@ def _straight_through_jvp(primals, tangents):
 
 # One program, also where nothing is traced: operation by operation it would be dozens of them for
 # every new shape.
-@functools.partial(jax.jit, static_argnames=("dtype", "exponent", "saturates"), inline=True)
+@functools.partial(
+    jax.jit, static_argnames=("dtype", "exponent", "saturates", "lifted"), inline=True
+)
 def decode(
     x: MXArray,
     dtype: jax.typing.DTypeLike,
