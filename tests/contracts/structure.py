@@ -33,7 +33,7 @@ RECORD = RESULTS / "structure.json"
 PAGE = RESULTS / "structure.md"
 
 # What says which axes of an operand are batch, kept and contracted, where blocks lie along them and
-# in which order they come: class, and the fields or properties that do.
+# in which order they come: class, and the fields or properties that do. One of them alone does not.
 GEOMETRY = (
     ("Axes", ""),
     ("ProductAxes", ""),
@@ -97,7 +97,7 @@ def geometry() -> list[str]:
                 if node.name == name:
                     here = _names(node) if not fields else _names(node) & set(fields.split())
                     place = path.relative_to(ROOT / "mx_jax")
-                    if here or not fields:
+                    if len(here) > 1 or not fields:
                         found.append(f"`{name}` ({place}): {', '.join(sorted(here))}")
     return sorted(found)
 
