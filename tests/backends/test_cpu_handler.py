@@ -185,3 +185,14 @@ def test_below_shard_map_operands_may_vary_differently(mesh: Mesh, packed: bool,
         local, mesh=mesh, in_specs=specs, out_specs=P("a", "b"), check_vma=check_vma
     )
     assert_bitwise_equal(jax.jit(run)(x, w), jax.jit(local)(x, w), what="product")
+
+
+@built
+@pytest.mark.usefixtures("insist")
+def test_shards_that_cut_blocks_are_gathered(mesh: Mesh):
+    """Three blocks on four devices."""
+    x = draw(8, 96)
+    expected = mx_jax.quantize(x, "mxfp4")
+    out = NamedSharding(mesh, P(None, "a"))
+    cast = jax.jit(lambda x: mx_jax.quantize(x, "mxfp4").codes, out_shardings=out)
+    assert_bitwise_equal(cast(place(x, mesh, None, "a")), expected.codes, what="codes")
