@@ -16,6 +16,7 @@ from jax import lax
 
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.base import Operand
+from mx_jax.backends.records import active_recorder
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray, decode
@@ -188,9 +189,7 @@ class RaggedProduct:
         """A product that keeps the rows."""
         left, right = _prepare_kept(lhs, rhs, axes, sizes, spec, key)
         contracting = (axes.lhs.block_axis, axes.rhs.block_axis)
-        product = ragged.scaled_ragged_dot(
-            left, right, sizes, contracting, self.out_dtype, self.precision
-        )
+        product = _scaled(left, right, sizes, contracting, self.out_dtype, self.precision)
         return unscaled(product, lhs, rhs, spec)
 
     def _grad_rhs(self, g: jax.Array, lhs: Operand, dtype: np.dtype, sizes: Any, key: Key) -> Any:
@@ -203,8 +202,27 @@ class RaggedProduct:
         left, right, (lhs_key, rhs_key) = transform_operands(*given, spec, _GRAD_RHS, key)
         lhs = _prepare_contracted(rows, left, spec.lhs, lhs_key)
         rhs = _prepare_contracted(rows, right, spec.rhs, rhs_key)
-        product = ragged.scaled_ragged_dot(lhs, rhs, rows.sizes, (-2, -2), dtype, self.precision)
+        product = _scaled(lhs, rhs, rows.sizes, (-2, -2), dtype, self.precision)
         return unscaled(product, *given, spec)
+
+
+def _scaled(
+    lhs: Operand,
+    rhs: Operand,
+    sizes: jax.Array,
+    contracting: tuple[int, int],
+    dtype: np.dtype,
+    precision: Any,
+) -> jax.Array:
+    """The reference's product, for which no backend is asked: so it tells of itself."""
+    recorder = active_recorder()
+    if recorder is not None:
+        left, right = (
+            f"{x.format.name if isinstance(x, MXArray) else x.dtype} {list(x.shape)}"
+            for x in (lhs, rhs)
+        )
+        recorder.entries.append(f"ragged product {left} x {right}, to {dtype} -> reference")
+    return ragged.scaled_ragged_dot(lhs, rhs, sizes, contracting, dtype, precision)
 
 
 def _unit(spec: MatmulSpec) -> int:
