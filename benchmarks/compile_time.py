@@ -25,6 +25,7 @@ import mx_jax
 from benchmarks import cores, environment, report
 from benchmarks.timing import spread
 from mx_jax import recipes
+from mx_jax.backends.cpu_ffi import library
 
 FLOAT32, REFERENCE, DEFAULT = "float32", "reference", "default"
 PHASES = ("trace", "lower", "compile")
@@ -170,6 +171,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.recipes = list(dict.fromkeys([FLOAT32, *options.recipes]))
     if not cores.can_pin():
         raise SystemExit("compile_time: this system cannot pin a process")
+    loaded = library.load()
+    if DEFAULT in options.backends and isinstance(loaded, str):
+        raise SystemExit(f"the CPU library is missing: {loaded}; try --backends {REFERENCE}")
     result = {
         "environment": environment.describe(),
         "layers": options.layers,

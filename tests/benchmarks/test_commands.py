@@ -109,9 +109,10 @@ def test_packed_layers(tmp_path: Path):
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
 def test_compile_time(tmp_path: Path):
     out = tmp_path / "result.json"
-    options = "--recipes mxfp4 --layers 2 --width 64 --rounds 2".split()
+    backends = ["reference"] if isinstance(library.load(), str) else ["reference", "default"]
+    options = "--recipes mxfp4 --layers 2 --width 64 --rounds 2 --backends".split()
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.compile_time", *options, "--out", out],
+        [sys.executable, "-m", "benchmarks.compile_time", *options, *backends, "--out", out],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
         capture_output=True,
@@ -120,7 +121,7 @@ def test_compile_time(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     rows = {(row["backends"], row["case"]): row for row in json.loads(out.read_text())["rows"]}
-    assert len(rows) == 4
+    assert len(rows) == 2 * len(backends)
     for row in rows.values():
         for phase in ("trace", "lower", "compile"):
             check_spread(row["seconds"][phase])
@@ -128,6 +129,8 @@ def test_compile_time(tmp_path: Path):
     plain, cast = (rows["reference", case]["after"] for case in ("float32", "mxfp4"))
     assert cast["instructions"] > plain["instructions"] > 0
     assert cast["computations"] > plain["computations"] > 0
+    if "default" in backends:
+        assert rows["default", "mxfp4"]["after"]["instructions"] < cast["instructions"]
 
 
 def test_peers_that_are_missing_are_named(run: Runner, monkeypatch: pytest.MonkeyPatch):
