@@ -238,12 +238,6 @@ class MXArray:
         return text + ")"
 
 
-def without_tensor_scale(x: MXArray) -> MXArray:
-    """Codes and block scales alone: what is left once the tensor scale goes elsewhere."""
-    format = dataclasses.replace(x.format, tensor_scale=False)
-    return dataclasses.replace(x, tensor_scale=None, format=format)
-
-
 @jax.custom_jvp
 def straight_through(values: jax.Array, primal: jax.Array) -> jax.Array:
     """`values`, with the gradient of `primal`: the rounding counts as the identity."""
@@ -277,6 +271,7 @@ def decode(
       exponent: E8M0 scales only.
       saturates: whether finite codes stay finite: what is beyond `dtype`, as a code under a scale
         that was rounded up may be, becomes the largest number that it has.
+      lifted: whether a tiny tensor scale comes lifted, and the values are to be so too.
 
     Returns:
       An array of the logical shape.

@@ -1,5 +1,6 @@
 """Operands of a product as batches of matrices: what kernels with three axes share."""
 
+import dataclasses
 import math
 
 import jax
@@ -39,6 +40,12 @@ def as_matrices(operand: Operand, axes: Axes) -> tuple[Operand, tuple[int, ...]]
         dtype=operand.dtype,
     )
     return matrices, lengths
+
+
+def without_tensor_scale(x: MXArray) -> MXArray:
+    """Codes and block scales alone: what is left once the tensor scale goes elsewhere."""
+    format = dataclasses.replace(x.format, tensor_scale=False)
+    return dataclasses.replace(x, tensor_scale=None, format=format)
 
 
 def rejects_parts_of_blocks(call: MatmulCall) -> str | None:

@@ -5,7 +5,6 @@ them, random bits. Everything is integer arithmetic: XLA on CPU flushes subnorma
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,18 +72,20 @@ def _toward_zero(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> ja
     return sig >> jnp.minimum(shift, _MAX_SHIFT)
 
 
-@functools.cache
-def _stochastic(num_bits: int):
-    def apply(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class _Stochastic:
+    """Up with the probability of the fraction, by so many random bits. Equal if the widths are."""
+
+    num_bits: int
+
+    def __call__(self, sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
         # Up iff floor(frac 2^n) + r >= 2^n. Every shift is at least 17 >= n, so the fraction's
         # leading n bits are what remains of the dropped part after dropping shift - n bits.
         kept = sig >> jnp.minimum(shift, _MAX_SHIFT)
         dropped = sig - lax.shift_left(kept, jnp.minimum(shift, _MAX_SHIFT))
-        leading = dropped >> jnp.clip(shift - num_bits, 0, _MAX_SHIFT)
+        leading = dropped >> jnp.clip(shift - self.num_bits, 0, _MAX_SHIFT)
         assert bits is not None, "stochastic rounding without random bits"
-        return kept + ((leading + bits) >> num_bits)
-
-    return apply
+        return kept + ((leading + bits) >> self.num_bits)
 
 
 def stochastic(num_bits: int) -> Rounding:
@@ -101,7 +102,7 @@ def stochastic(num_bits: int) -> Rounding:
     """
     if not 1 <= num_bits <= MAX_RANDOM_BITS:
         raise ValueError(f"stochastic: needs 1 <= num_bits <= 17, got num_bits={num_bits}")
-    return Rounding(name="stochastic", random_bits=num_bits, apply=_stochastic(num_bits))
+    return Rounding(name="stochastic", random_bits=num_bits, apply=_Stochastic(num_bits))
 
 
 NEAREST = Rounding(name="nearest", random_bits=0, apply=_nearest)

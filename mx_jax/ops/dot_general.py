@@ -82,17 +82,15 @@ def dot_general(
         )
     key = check_matmul_key(key, recipe)
     check_out_dtype(preferred_element_type, "dot_general")
-    out_dtype = np.dtype(
-        jnp.result_type(lhs.dtype, rhs.dtype)
-        if preferred_element_type is None
-        else preferred_element_type
-    )
+    out_dtype = preferred_element_type
+    if out_dtype is None:
+        out_dtype = jnp.result_type(lhs.dtype, rhs.dtype)
     rhs = packed_for(rhs, dimension_numbers)
     lhs, rhs, axes, empty = canonicalize(lhs, rhs, dimension_numbers)
     product = DenseProduct(
         recipe=recipe,
         axes=axes,
-        out_dtype=out_dtype,
+        out_dtype=np.dtype(out_dtype),
         precision=precision,
         out_sharding=canonical_sharding(out_sharding, axes, empty),
     )

@@ -195,10 +195,8 @@ class RaggedProduct:
     def _grad_rhs(self, g: jax.Array, lhs: Operand, dtype: np.dtype, sizes: Any, key: Key) -> Any:
         """`[p, k]` by `[p, n]`: p are the rows, those of each group padded to whole blocks."""
         spec = self.recipe.drhs.swapped()
-        if isinstance(lhs, MXArray):
-            lhs = decode(lhs, lhs.dtype if spec.lhs is None else jnp.float32, saturates=True)
         rows = ragged_rows(sizes, g.shape[0], _unit(spec))
-        given = rows.place(lhs), rows.place(g)
+        given = rows.place(_values(lhs, spec.lhs)), rows.place(g)
         left, right, (lhs_key, rhs_key) = transform_operands(*given, spec, _GRAD_RHS, key)
         lhs = _prepare_contracted(rows, left, spec.lhs, lhs_key)
         rhs = _prepare_contracted(rows, right, spec.rhs, rhs_key)
@@ -223,6 +221,13 @@ def _scaled(
         )
         recorder.entries.append(f"ragged product {left} x {right}, to {dtype} -> reference")
     return ragged.scaled_ragged_dot(lhs, rhs, sizes, contracting, dtype, precision)
+
+
+def _values(x: Operand, spec: OperandSpec | None) -> jax.Array:
+    """A saved operand's values, to be quantized anew unless it is to stay in high precision."""
+    if not isinstance(x, MXArray):
+        return x
+    return decode(x, x.dtype if spec is None else jnp.float32, saturates=True)
 
 
 def _unit(spec: MatmulSpec) -> int:

@@ -47,7 +47,7 @@ def _seen(monkeypatch: pytest.MonkeyPatch):
         targets.append(current_target(num_devices))
         return targets[-1]
 
-    for module in ("matmul", "packing", "quantize", "quantize_both"):
+    for module in ("multiply", "packing", "quantize", "quantize_both"):
         monkeypatch.setattr(f"mx_jax.ops.{module}.current_target", watched)
     return targets
 

@@ -1,5 +1,7 @@
 """Rounding modes by name, and what each drops."""
 
+import copy
+import dataclasses
 import math
 from fractions import Fraction
 
@@ -88,3 +90,11 @@ def test_an_unknown_name_lists_the_known(rounding):
 def test_number_of_random_bits(num_bits: int):
     with pytest.raises(ValueError, match=rf"1 <= num_bits <= 17, got num_bits={num_bits}$"):
         stochastic(num_bits)
+
+
+def test_stochastic_modes_are_equal_by_width_alone():
+    """No cache has to remember that they are."""
+    apart = dataclasses.replace(STOCHASTIC, apply=copy.copy(STOCHASTIC.apply))
+    assert apart.apply is not STOCHASTIC.apply
+    assert apart == STOCHASTIC and hash(apart) == hash(STOCHASTIC) and apart.is_stochastic
+    assert stochastic(7) != dataclasses.replace(stochastic(7), apply=STOCHASTIC.apply)
