@@ -20,7 +20,8 @@ from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.dequantize_check import draw_any_codes
 from mx_jax.testing.draw import draw_any_bits
 
-HANDLERS, REFERENCE = CPU_FFI, REFERENCE
+HANDLERS = CPU_FFI
+BOTH = (HANDLERS, REFERENCE)
 CPU = Target(platform="cpu")
 
 
@@ -67,16 +68,14 @@ def check(rng: np.random.Generator) -> int:
     x = draw_values(rng, call)
     num_bits = call.rounding.random_bits
     bits = jnp.asarray(rng.integers(0, 1 << num_bits, x.shape, np.int32)) if num_bits else None
-    quantize = (HANDLERS.quantize, REFERENCE.quantize)
-    actual, expected = jax.jit(lambda x, b: [f(x, call, b, None) for f in quantize])(x, bits)
+    actual, expected = jax.jit(lambda x, b: [own.run(call, x, b, None) for own in BOTH])(x, bits)
     assert_bitwise_equal(actual.codes, expected.codes, what=f"codes of {call}")
     assert_bitwise_equal(actual.scales, expected.scales, what=f"scales of {call}")
     back = DequantizeCall(
         shape=call.shape, dtype=call.dtype, format=call.format, blocks=call.blocks
     )
     q = draw_any_codes(rng, back)
-    dequantize = (HANDLERS.dequantize, REFERENCE.dequantize)
-    left, right = jax.jit(lambda q: [f(q, back) for f in dequantize])(q)
+    left, right = jax.jit(lambda q: [own.run(back, q) for own in BOTH])(q)
     assert_bitwise_equal(left, right, what=f"values of {back}")
     return 2 * x.size + check_both(rng, case, x)
 

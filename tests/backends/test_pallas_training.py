@@ -1,6 +1,7 @@
 """Training with the GPU kernels: the output and both gradients are products and casts of theirs."""
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax.backends.base import Call, MatmulCall, QuantizeBothCall, QuantizeCall
-from mx_jax.backends.pallas_gpu.casts import quantize
-from mx_jax.backends.pallas_gpu.products import matmul
+from mx_jax.backends import select
+from mx_jax.backends.base import Call, MatmulCall, Offer, QuantizeBothCall, QuantizeCall
+from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
+from mx_jax.backends.table import BACKENDS
 from tests.backends.mosaic import interpreter, needs_mosaic
 
 # Powers of two and small integers: their sums are exact in any order.
@@ -29,20 +31,21 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     jax.clear_caches()
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, **how: Any) -> list[Call]:
-    """The calls of the kernels' backend from now on, which it answers in this way."""
+def watch(monkeypatch: pytest.MonkeyPatch, interpret: Any = None) -> list[Call]:
+    """The calls that the kernels' backend runs from now on, in this way."""
     calls: list[Call] = []
 
-    def watched(answer: Callable[..., Any], call_at: int) -> Callable[..., Any]:
-        def answered(*arguments, **_):
-            calls.append(arguments[call_at])
-            return answer(*arguments, **how)
+    def watched(offer: Offer) -> Offer:
+        def run(*arguments):
+            calls.append(arguments[-1])
+            return offer.run(*arguments)
 
-        return answered
+        return dataclasses.replace(offer, run=run)
 
-    monkeypatch.setattr(matmul, "scaled_matmul", watched(matmul.scaled_matmul, 2))
-    for name in ("quantize", "quantize_both"):
-        monkeypatch.setattr(quantize, name, watched(getattr(quantize, name), 1))
+    kernels = backend_for(interpret=interpret)
+    kernels = dataclasses.replace(kernels, table=tuple(map(watched, kernels.table)))
+    backends = tuple(kernels if own == PALLAS_GPU else own for own in BACKENDS)
+    monkeypatch.setattr(select, "BACKENDS", backends)
     return calls
 
 
@@ -67,7 +70,7 @@ def test_gradients_are_the_references(on_h200: pytest.MonkeyPatch):
     x = jnp.asarray(X, jnp.bfloat16)
     with mx_jax.only_backend("reference"):
         expected = MODEL.apply(parameters(), x), gradients(parameters(), x)
-    asked = watch(on_h200, interpret=interpreter())
+    asked = watch(on_h200, interpreter())
     with mx_jax.prefer_backends("pallas_gpu"):
         actual = MODEL.apply(parameters(), x), gradients(parameters(), x)
     # One product, and two for gradients; their operands along both axes, the cotangent in one call.
