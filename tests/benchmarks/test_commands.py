@@ -106,6 +106,7 @@ def test_packed_layers(tmp_path: Path):
         check_spread(row["of_float32"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
 def test_compile_time(tmp_path: Path):
     out = tmp_path / "result.json"
@@ -143,6 +144,7 @@ def test_peers_that_are_missing_are_named(run: Runner, monkeypatch: pytest.Monke
     assert "Left out: Qwix, quantize mxfp4: cannot import qwix" in table
 
 
+@pytest.mark.slow
 def test_sqnr(run: Runner):
     formats = ["mxfp8_e4m3", "mxfp4", "mxint8"]
     options = ["--size", "32x64x32", "--recipes", *RECIPES, "--formats", *formats]

@@ -115,6 +115,7 @@ def test_as_tables(capsys: pytest.CaptureFixture[str]):
         assert backend.name in text
 
 
+@pytest.mark.slow
 def test_without_a_library():
     run = run_python("-m", "mx_jax", "env", MX_JAX_CPU_LIBRARY="none")
     assert run.returncode == 0, run.stderr

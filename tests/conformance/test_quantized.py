@@ -26,11 +26,8 @@ PLAIN_BY_DEFAULT = {
     ("edges_bf16.npz", "in_fp4_e2m1_b16"),
     *(source for source in SOURCES if source[0] == "nvfp4.npz"),
 }
-# The edges, and one tensor of normal values: what else differs in dtype or scales is slow.
-EAGER_BY_DEFAULT = {
-    *(source for source in SOURCES if source[0] == "edges_f32.npz"),
-    ("nvfp4.npz", "in_f32_0"),
-}
+# The edges: what else differs in dtype or scales is slow.
+EAGER_BY_DEFAULT = {source for source in SOURCES if source[0] == "edges_f32.npz"}
 
 
 def num_outputs(source: Source) -> int:

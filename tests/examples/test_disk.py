@@ -39,6 +39,7 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+@pytest.mark.slow
 def test_a_truncated_checkpoint_sends_the_run_back_to_the_one_before(
     call, interrupted, measured, final_state, checkpoints, capfd
 ):
@@ -58,6 +59,7 @@ def test_a_truncated_checkpoint_sends_the_run_back_to_the_one_before(
     assert {path.name for path in checkpoints.iterdir()} == {"2", "4", "6"}
 
 
+@pytest.mark.slow
 def test_a_bit_that_flipped_is_noticed(example, interrupted, checkpoints, capsys):
     path = largest_file(checkpoints / "5")
     content = bytearray(path.read_bytes())
@@ -69,6 +71,7 @@ def test_a_bit_that_flipped_is_noticed(example, interrupted, checkpoints, capsys
     assert "cannot read the checkpoint of step 5" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_damage_without_checksums_is_noticed_too(example, interrupted, checkpoints, capfd):
     """A crash between saving and summing, or a checkpoint of an earlier version."""
     for folder in checkpoints.iterdir():
@@ -81,6 +84,7 @@ def test_damage_without_checksums_is_noticed_too(example, interrupted, checkpoin
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_message_where_no_checkpoint_is_whole(call, interrupted, checkpoints, capfd):
     for folder in list(checkpoints.iterdir()):
         truncate(folder / "run" / "metadata")
