@@ -107,14 +107,8 @@ class Axes:
         For backends only: merging two axes that are sharded would cost an all-gather.
         """
         batch, kept, contracting = self.sizes(x.shape)
-        return x.reshape(*batch, *self._in_order((math.prod(kept),), (math.prod(contracting),)))
-
-    def from_matrices(self, matrices: jax.Array, kept: Shape, contracting: Shape) -> jax.Array:
-        """The inverse of `as_matrices`, for these sizes of the merged axes."""
-        return matrices.reshape(*matrices.shape[:-2], *self._in_order(kept, contracting))
-
-    def _in_order(self, kept: Shape, contracting: Shape) -> Shape:
-        return (*contracting, *kept) if self.k_first else (*kept, *contracting)
+        sizes = math.prod(kept), math.prod(contracting)
+        return x.reshape(*batch, *(sizes[::-1] if self.k_first else sizes))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.base import AnyOperand
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import ElementFormat
-from mx_jax.ops.keys import product_key
-from mx_jax.ops.operands import Key, operand_keys, prescaled
+from mx_jax.ops.keys import Key, product_key
+from mx_jax.ops.operands import operand_keys, prescaled
 from mx_jax.ops.quantize import quantize_operand
 from mx_jax.packed import Quantized
 from mx_jax.reference import hadamard

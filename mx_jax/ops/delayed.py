@@ -115,11 +115,11 @@ def chained_dot_general(
     They are equal to the given ones. But autodiff adds up what several products say of one state,
     and along this chain each hands on the larger of its own amaxes and its successors'.
     """
-    lhs, rhs, axes, empty = canonicalize(lhs, rhs, dimension_numbers)  # pyright: ignore
+    left, right, axes, empty = canonicalize(lhs, rhs, dimension_numbers)
     product = DelayedProduct(
         elements=elements, scaling=scaling, axes=axes, out_dtype=np.dtype(out_dtype)
     )
-    result, states = differentiable(product, lhs, rhs, states)
+    result, states = differentiable(product, left, right, states)
     return lax.squeeze(result, empty), states
 
 

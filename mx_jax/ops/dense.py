@@ -10,9 +10,9 @@ import numpy as np
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.base import AnyOperand
 from mx_jax.ops.clipping import mask_clipped
-from mx_jax.ops.keys import GRADIENTS, product_key
+from mx_jax.ops.keys import GRADIENTS, Key, product_key
 from mx_jax.ops.multiply import quantized_matmul
-from mx_jax.ops.operands import Key, operand_keys, prepare_operands, reuse
+from mx_jax.ops.operands import operand_keys, prepare_operands, reuse
 from mx_jax.ops.product import Bar, zero_bars
 from mx_jax.ops.quantize_both import OperandCast, quantize_operand_both, reads_once
 from mx_jax.specs import MatmulRecipe, Residuals

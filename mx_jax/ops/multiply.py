@@ -9,7 +9,8 @@ from jax import lax
 from mx_jax.axes import ProductAxes
 from mx_jax.backends.base import AnyOperand, MatmulCall, OperandType
 from mx_jax.backends.select import current_target, select
-from mx_jax.ops.operands import Key, prepare, transform_operands, unscaled
+from mx_jax.ops.keys import Key
+from mx_jax.ops.operands import prepare, transform_operands, unscaled
 from mx_jax.ops.unpacking import unpacked_for
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.specs import MatmulSpec

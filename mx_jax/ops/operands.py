@@ -9,12 +9,11 @@ from jax import lax
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends.base import AnyOperand, Operand
 from mx_jax.mxarray import MXArray, decode
+from mx_jax.ops.keys import Key
 from mx_jax.ops.quantize import quantize_operand
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference import hadamard
 from mx_jax.specs import MatmulSpec, OperandSpec
-
-Key = jax.Array | None
 
 
 def prepare_operands(

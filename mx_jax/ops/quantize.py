@@ -23,6 +23,7 @@ from mx_jax.ops.checks import (
     check_key,
     check_tensor_scale,
 )
+from mx_jax.ops.product import zero_bars
 from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import OperandSpec, operand
@@ -204,14 +205,10 @@ def cast_cotangent(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.
         return y
 
     def backward(key, cotangent):
-        return cast(cotangent, format, **(options | {"key": key})), _zero_cotangent(key)
+        return cast(cotangent, format, **(options | {"key": key})), zero_bars(key)
 
     identity.defvjp(lambda y, key: (y, key), backward)
     return identity(array, options.get("key"))
-
-
-def _zero_cotangent(key: jax.Array | None) -> np.ndarray | None:
-    return None if key is None else np.zeros(key.shape, jax.dtypes.float0)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

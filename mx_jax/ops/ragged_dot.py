@@ -23,8 +23,8 @@ from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops.arguments import as_operand, check_out_dtype, goes_to_lax
 from mx_jax.ops.canonical import check_blocks
 from mx_jax.ops.clipping import mask_clipped
-from mx_jax.ops.keys import GRADIENTS, check_matmul_key, product_key
-from mx_jax.ops.operands import Key, prepare, prescaled, reuse, transform_operands, unscaled
+from mx_jax.ops.keys import GRADIENTS, Key, check_matmul_key, product_key
+from mx_jax.ops.operands import prepare, prescaled, reuse, transform_operands, unscaled
 from mx_jax.ops.product import Bar, differentiable, zero_bars
 from mx_jax.ops.quantize import draw_bits, quantize_operand
 from mx_jax.ops.ragged_checks import as_group_sizes, at_most, check_rows, check_shapes
