@@ -22,7 +22,7 @@ from benchmarks.timing import Case, Samples, measure, ratio
 from mx_jax import recipes
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.multiply import quantized_matmul
+from mx_jax.ops.multiply import multiply as product
 from mx_jax.ops.operands import prepare_operands
 from mx_jax.recipes import MatmulSpec, Recipe
 
@@ -78,8 +78,7 @@ def multiply_function(recipe: Recipe) -> Callable[..., Any]:
     def multiply(prepared):
         found = []
         for (spec, axes, _), (lhs, rhs) in zip(products(recipe), prepared, strict=True):
-            done = dataclasses.replace(spec, lhs=None, rhs=None, transform=None)
-            found.append(quantized_matmul(lhs, rhs, done, axes, FLOAT))
+            found.append(product(lhs, rhs, axes, FLOAT, fast_accumulation=spec.fast_accumulation))
         return found
 
     return multiply

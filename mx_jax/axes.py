@@ -1,6 +1,7 @@
 """Where an operand of a product holds its batch, kept and contracted axes."""
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
@@ -46,28 +47,28 @@ class Axes:
         groups = axes[batch:middle], axes[middle:]
         return cls(axes[:batch], *(groups[::-1] if k_first else groups))
 
-    @property
+    @functools.cached_property
     def ndim(self) -> int:
         """Number of axes."""
         return len(self.batch) + len(self.kept) + len(self.contracting)
 
-    @property
+    @functools.cached_property
     def k_first(self) -> bool:
         """Whether the contracted axes come before the kept ones."""
         return bool(self.kept) and self.contracting[0] < self.kept[0]
 
-    @property
+    @functools.cached_property
     def is_canonical(self) -> bool:
         """Whether the groups follow each other as operations leave them."""
         return self.order == tuple(range(self.ndim))
 
-    @property
+    @functools.cached_property
     def order(self) -> tuple[int, ...]:
         """The axes, group by group: the transposition to canonical order."""
         groups = (self.contracting, self.kept) if self.k_first else (self.kept, self.contracting)
         return (*self.batch, *groups[0], *groups[1])
 
-    @property
+    @functools.cached_property
     def block_axis(self) -> int:
         """The last contracted axis, counted from the end."""
         return self.contracting[-1] - self.ndim
@@ -118,12 +119,12 @@ class ProductAxes:
     lhs: Axes
     rhs: Axes
 
-    @property
+    @functools.cached_property
     def ndim(self) -> int:
         """Number of axes of the product."""
         return len(self.lhs.batch) + len(self.lhs.kept) + len(self.rhs.kept)
 
-    @property
+    @functools.cached_property
     def dimension_numbers(self) -> lax.DotDimensionNumbers:
         """What `jax.lax.dot_general` takes."""
         return (self.lhs.contracting, self.rhs.contracting), (self.lhs.batch, self.rhs.batch)

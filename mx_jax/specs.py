@@ -6,7 +6,7 @@ product, so a matmul's spec is checked against both of them when it is built.
 
 import dataclasses
 import enum
-import math
+import functools
 from typing import Any
 
 from mx_jax.axes import Side
@@ -157,12 +157,12 @@ class MatmulSpec:
                 f"{right.scale.name}; {remedy}"
             )
 
-    @property
+    @functools.cached_property
     def is_high_precision(self) -> bool:
         """Whether neither operand is quantized."""
         return self.lhs is None and self.rhs is None
 
-    @property
+    @functools.cached_property
     def is_stochastic(self) -> bool:
         """Whether it needs a key: for stochastic rounding or for a transform's signs."""
         if self.transform is not None and self.transform.is_random:
@@ -172,11 +172,6 @@ class MatmulSpec:
     def swapped(self) -> "MatmulSpec":
         """The same product with its operands exchanged."""
         return dataclasses.replace(self, lhs=self.rhs, rhs=self.lhs)
-
-    @property
-    def unscale(self) -> float:
-        """What takes the prescales of two operands quantized here out of the product again."""
-        return 1.0 / math.prod(own.prescale for own in (self.lhs, self.rhs) if own is not None)
 
     def __str__(self) -> str:
         transform = f" after {self.transform}" if self.transform else ""
@@ -244,12 +239,12 @@ class MatmulRecipe:
         """The product that gives an operand's cotangent."""
         return self.dlhs if side == "lhs" else self.drhs
 
-    @property
+    @functools.cached_property
     def is_high_precision(self) -> bool:
         """Whether no operand of any product is quantized."""
         return all(spec.is_high_precision for spec in (self.fwd, self.dlhs, self.drhs))
 
-    @property
+    @functools.cached_property
     def is_stochastic(self) -> bool:
         """Whether any product needs a random key."""
         return any(spec.is_stochastic for spec in (self.fwd, self.dlhs, self.drhs))

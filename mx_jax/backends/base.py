@@ -1,6 +1,7 @@
 """What selection sees of a call and of the machine, and what a backend has to answer."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -230,7 +231,7 @@ class Offer:
 
 
 # Why a backend does not take a kind of call that it does not offer.
-_NOT_OFFERED: Mapping[type[Call], str] = {
+NOT_OFFERED: Mapping[type[Call], str] = {
     MatmulCall: "multiplies nothing: XLA's own dot does",
     QuantizeCall: "quantizes nothing: XLA fuses the reference's own code",
     QuantizeBothCall: "casts once at a time",
@@ -254,14 +255,16 @@ class Backend:
     epsilon_bound: float
     table: tuple[Offer, ...]
 
+    @functools.cached_property
+    def offers(self) -> Mapping[type[Call], Offer]:
+        """The table by the kind of call."""
+        return {offer.call: offer for offer in self.table}
+
     def rejects(self, call: Call, target: Target) -> str | None:
         """Why a call is not taken on a machine, or None."""
-        for offer in self.table:
-            if offer.call is type(call):
-                return offer.rejects(call, target)
-        return _NOT_OFFERED[type(call)]
+        offer = self.offers.get(type(call))
+        return NOT_OFFERED[type(call)] if offer is None else offer.rejects(call, target)
 
     def run(self, call: Call, *operands: Any) -> Any:
         """What a call that is not rejected asks for: see `Offer.run`."""
-        (run,) = (offer.run for offer in self.table if offer.call is type(call))
-        return run(*operands, call)
+        return self.offers[type(call)].run(*operands, call)

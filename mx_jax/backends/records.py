@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -44,9 +45,10 @@ class Recorder:
         return [entry for entry in self.entries if isinstance(entry, Selection)]
 
 
+# `active.value` is the recorder to tell, or None.
 # In jit's cache key, and no recorder equals another: so nothing that is traced for one is answered
 # from an earlier trace, and no later call from this one.
-_active = jax.make_user_context(default_value=None)
+active: Any = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
@@ -64,10 +66,5 @@ def recording() -> Iterator[Recorder]:
       ['QuantizeCall', 'DequantizeCall']
     """
     recorder = Recorder()
-    with _active(recorder):
+    with active(recorder):
         yield recorder
-
-
-def active_recorder() -> Recorder | None:
-    """The recorder to tell, if there is one."""
-    return _active.value

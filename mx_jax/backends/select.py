@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 import jax
 
 from mx_jax.backends import target as machine
-from mx_jax.backends.base import Backend, Call, Target
-from mx_jax.backends.records import Selection, active_recorder
+from mx_jax.backends.base import NOT_OFFERED, Backend, Call, Offer, Target
+from mx_jax.backends.records import Selection, active
 from mx_jax.backends.table import BACKENDS, REFERENCE
 
 # Overrides enter the jit cache key: a function traced under one backend is not reused for another.
@@ -23,10 +23,12 @@ class Choice:
 
     Attributes:
       backend: the first that accepts.
+      offer: what it offers for such calls; `offer.run` computes this one.
       rejections: (name, reason) of those tried before.
     """
 
     backend: Backend
+    offer: Offer
     rejections: tuple[tuple[str, str], ...]
 
 
@@ -129,80 +131,76 @@ def _check_known(operation: str, name: str) -> None:
         raise ValueError(f"{operation}: unknown backend name={name!r}; known: {', '.join(known)}")
 
 
-def select(call: Call, target: Target, backends: Sequence[Backend] | None = None) -> Choice:
+def select(
+    call: Call, target: Target | None = None, backends: Sequence[Backend] | None = None
+) -> Choice:
     """The first backend, in order of preference, that does not reject the call.
 
     Args:
       call: description of the work.
-      target: description of the machine.
+      target: description of the machine; None: `current_target`.
       backends: candidates, in order; None: `known_backends`.
 
     Raises:
       ValueError: if all reject, which happens only under `only_backend`; every reason is listed.
     """
-    choice, rejections = _ask(call, target, backends)
+    choice, target, rejections = _ask(call, target, backends)
     if choice is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in rejections)
         raise ValueError(f"no backend takes {call} on {target}: {reasons}")
     return choice
 
 
-def find(call: Call, target: Target, backends: Sequence[Backend] | None = None) -> Choice | None:
+def find(
+    call: Call, target: Target | None = None, backends: Sequence[Backend] | None = None
+) -> Choice | None:
     """As `select`, for calls that can be made of others: None if all that are asked reject."""
     return _ask(call, target, backends)[0]
 
 
-def on_request(call: Call, target: Target, backends: Sequence[Backend] | None = None) -> list[str]:
-    """Names of the backends that are asked only by name and would take the call.
-
-    Args:
-      call: description of the work.
-      target: description of the machine.
-      backends: as `select` takes them.
-    """
-    backends = known_backends() if backends is None else backends
+def on_request(call: Call, target: Target, backends: Sequence[Backend]) -> tuple[str, ...]:
+    """Names of the backends that are asked only by name and would take the call."""
     asleep = only_if_named(backends) - {_only_backend.value, *_preferred.value}
-    return [b.name for b in backends if b.name in asleep and b.rejects(call, target) is None]
+    return tuple(b.name for b in backends if b.name in asleep and b.rejects(call, target) is None)
 
 
 def _ask(
-    call: Call, target: Target, backends: Sequence[Backend] | None
-) -> tuple[Choice | None, list[tuple[str, str]]]:
-    backends = known_backends() if backends is None else backends
-    choice, rejections = _first(call, target, backends)
-    recorder = active_recorder()
-    if recorder is not None:
+    call: Call, target: Target | None, backends: Sequence[Backend] | None
+) -> tuple[Choice | None, Target, list[tuple[str, str]]]:
+    """The choice, for which machine, and (name, reason) of those that reject."""
+    target = current_target() if target is None else target
+    backends = (*_added.value, *BACKENDS) if backends is None else backends
+    only, preferred = _only_backend.value, _preferred.value
+    unproved = only_if_named(backends) - {only, *preferred}
+    choice, rejections = None, []
+    named = [
+        backend for name in dict.fromkeys(preferred) for backend in backends if backend.name == name
+    ]
+    for backend in (*named, *(backend for backend in backends if backend not in named)):
+        offer = backend.offers.get(type(call))
+        if only is not None and backend.name != only:
+            reason = f"not asked: only_backend({only!r})"
+        elif backend.name in unproved:
+            reason = f"not asked: not proved on hardware; prefer_backends({backend.name!r}) asks it"
+        elif offer is None:
+            reason = NOT_OFFERED[type(call)]
+        else:
+            reason = offer.rejects(call, target)
+            if reason is None:
+                choice = Choice(backend=backend, offer=offer, rejections=tuple(rejections))
+                break
+        rejections.append((backend.name, reason))
+    if (recorder := active.value) is not None:
         recorder.entries.append(
             Selection(
                 call=call,
                 target=target,
                 backend=None if choice is None else choice.backend.name,
                 rejections=tuple(rejections),
-                on_request=tuple(on_request(call, target, backends)),
+                on_request=on_request(call, target, backends),
             )
         )
-    return choice, rejections
-
-
-def _first(
-    call: Call, target: Target, backends: Sequence[Backend]
-) -> tuple[Choice | None, list[tuple[str, str]]]:
-    only, preferred = _only_backend.value, _preferred.value
-    rejections: list[tuple[str, str]] = []
-    rank = {name: place for place, name in enumerate(preferred)}
-    unproved = only_if_named(backends)
-    # Stable: the rest keep the table's order.
-    for backend in sorted(backends, key=lambda backend: rank.get(backend.name, len(rank))):
-        if only is not None and backend.name != only:
-            reason = f"not asked: only_backend({only!r})"
-        elif backend.name in unproved - {only, *preferred}:
-            reason = f"not asked: not proved on hardware; prefer_backends({backend.name!r}) asks it"
-        else:
-            reason = backend.rejects(call, target)
-        if reason is None:
-            return Choice(backend=backend, rejections=tuple(rejections)), rejections
-        rejections.append((backend.name, reason))
-    return None, rejections
+    return choice, target, rejections
 
 
 def only_if_named(backends: Sequence[Backend] | None = None) -> set[str]:

@@ -5,6 +5,7 @@ them, random bits. Everything is integer arithmetic: XLA on CPU flushes subnorma
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,7 @@ class Rounding:
             return stochastic, (self.random_bits,)
         return _built, (self.name, self.random_bits, self.apply)
 
-    @property
+    @functools.cached_property
     def is_stochastic(self) -> bool:
         """Whether it is the library's own stochastic rounding, of any width."""
         known = 1 <= self.random_bits <= MAX_RANDOM_BITS

@@ -5,6 +5,7 @@ Source: OCP Microscaling Formats (MX) v1.0, section 5.3 and table 1; NVIDIA's NV
 
 import dataclasses
 import enum
+import functools
 
 import numpy as np
 
@@ -76,7 +77,7 @@ class BlockFormat:
                 f"format such as e4m3, got scale={self.scale.name}; set tensor_scale=False"
             )
 
-    @property
+    @functools.cached_property
     def bits_per_element(self) -> float:
         """Stored bits of one element, its share of the block scale included."""
         share = 1.0
@@ -84,7 +85,7 @@ class BlockFormat:
             share = 0.0 if isinstance(size, Whole) else share / size
         return self.element.bits + self.scale.bits * share
 
-    @property
+    @functools.cached_property
     def is_known(self) -> bool:
         """Whether element and scale are the library's own by their facts: what kernels ask."""
         return known_element(self.element) is not None and known_scale(self.scale) is not None
@@ -179,6 +180,7 @@ def known_block(format: BlockFormat) -> BlockFormat | None:
     if element is None or scale is None:
         return None
     for known in BLOCK_FORMATS:
-        if vars(format) | {"name": known.name, "element": element, "scale": scale} == vars(known):
+        alike = dataclasses.replace(format, name=known.name, element=element, scale=scale)
+        if alike == known:
             return known
     return None

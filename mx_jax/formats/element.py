@@ -87,76 +87,76 @@ class ElementFormat:
             )
         return None
 
-    @property
+    @functools.cached_property
     def bits(self) -> int:
         """Width of one code, sign included."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
-    @property
+    @functools.cached_property
     def emin(self) -> int:
         """Unbiased exponent of the smallest normal value, which subnormals share."""
         return 1 - self.bias
 
-    @property
+    @functools.cached_property
     def sign_code(self) -> int:
         """The code with only the sign bit set."""
         return 1 << (self.bits - 1)
 
-    @property
+    @functools.cached_property
     def max_code(self) -> int:
         """Largest finite code of the non-negative half."""
         return self.sign_code - 1 - self.num_reserved_codes
 
-    @property
+    @functools.cached_property
     def emax(self) -> int:
         """Unbiased exponent of the largest finite value (MX v1.0, table 1)."""
         return (self.max_code >> self.mantissa_bits) - self.bias
 
-    @property
+    @functools.cached_property
     def max(self) -> float:
         """Largest finite value."""
         return float(self._magnitude(self.max_code))
 
-    @property
+    @functools.cached_property
     def max_mantissa(self) -> int:
         """Mantissa field of the largest finite value."""
         return self.max_code & ((1 << self.mantissa_bits) - 1)
 
-    @property
+    @functools.cached_property
     def smallest_normal(self) -> float:
         """Smallest value with a full mantissa; for INT8 this is 1.0, its leading bit."""
         return math.ldexp(1.0, self.emin)
 
-    @property
+    @functools.cached_property
     def smallest_subnormal(self) -> float:
         """The quantum: smallest positive value."""
         return math.ldexp(1.0, self.emin - self.mantissa_bits)
 
-    @property
+    @functools.cached_property
     def nan_code(self) -> int | None:
         """The code written for NaN, or None where the format has none."""
         if not self.has_negative_zero and self.kind == "float":
             return self.sign_code
         return self.sign_code - 1 if self.num_reserved_codes else None
 
-    @property
+    @functools.cached_property
     def inf_code(self) -> int | None:
         """The code of +Inf, or None where the format has none."""
         return self.max_code + 1 if self.has_inf else None
 
-    @property
+    @functools.cached_property
     def overflow_code(self) -> int:
         """What a cast that does not saturate writes above the range: Inf, else NaN, else max."""
         if self.inf_code is not None:
             return self.inf_code
         return self.max_code if self.nan_code is None else self.nan_code
 
-    @property
+    @functools.cached_property
     def dynamic_range_db(self) -> float:
         """20 log10(max / smallest_subnormal), in dB."""
         return 20.0 * math.log10(self.max / self.smallest_subnormal)
 
-    @property
+    @functools.cached_property
     def dtype(self) -> np.dtype:
         """The ml_dtypes type whose codes these are (NumPy's int8 for INT8).
 
@@ -271,6 +271,6 @@ def known_element(element: ElementFormat) -> ElementFormat | None:
       True
     """
     for known in ELEMENT_FORMATS:
-        if vars(element) | {"name": known.name} == vars(known):
+        if dataclasses.replace(element, name=known.name) == known:
             return known
     return None

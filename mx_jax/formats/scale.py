@@ -40,36 +40,36 @@ class ScaleFormat:
     dtype_name: str
     element: ElementFormat | None = None
 
-    @property
+    @functools.cached_property
     def is_float32(self) -> bool:
         """Whether the scale is stored as a float32 value rather than as a byte."""
         return self.kind in ("multiplier", "divisor")
 
-    @property
+    @functools.cached_property
     def dtype(self) -> np.dtype:
         """The ml_dtypes type whose codes these are."""
         return np.dtype(getattr(ml_dtypes, self.dtype_name, self.dtype_name))
 
-    @property
+    @functools.cached_property
     def storage_dtype(self) -> np.dtype:
         """The dtype of `MXArray.scales`: bytes, or float32 for the float32 scale."""
         return np.dtype("float32" if self.is_float32 else "uint8")
 
-    @property
+    @functools.cached_property
     def bias(self) -> int | None:
         """Exponent bias of the stored code; None for a float32 scale."""
         if self.kind == "exponent":
             return 127
         return self.element.bias if self.element else None
 
-    @property
+    @functools.cached_property
     def max(self) -> float:
         """Largest scale."""
         if self.is_float32:
             return float(np.finfo(np.float32).max)
         return self.element.max if self.element else math.ldexp(1.0, 127)
 
-    @property
+    @functools.cached_property
     def smallest(self) -> float:
         """Smallest positive scale."""
         if self.is_float32:
@@ -118,6 +118,6 @@ def known_scale(scale: ScaleFormat) -> ScaleFormat | None:
     if element is None and scale.element is not None:
         return None
     for known in SCALE_FORMATS:
-        if vars(scale) | {"name": known.name, "element": element} == vars(known):
+        if dataclasses.replace(scale, name=known.name, element=element) == known:
             return known
     return None

@@ -76,6 +76,12 @@ def check_out_dtype(dtype: Any, operation: str) -> None:
     )
 
 
+def dtype_of_product(wanted: Any, lhs: Any, rhs: Any, operation: str) -> np.dtype:
+    """The dtype of a quantized product: what is wanted, checked, or the operands' common dtype."""
+    check_out_dtype(wanted, operation)
+    return np.dtype(jnp.result_type(lhs.dtype, rhs.dtype) if wanted is None else wanted)
+
+
 def check_depth(dimension_numbers: Any) -> lax.DotDimensionNumbers:
     """Dimension numbers as tuples of ints.
 

@@ -14,17 +14,15 @@ import numpy as np
 from jax import lax
 
 from mx_jax.axes import ProductAxes, Side
+from mx_jax.backends.target import follow
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import encode_scaled, true_divide
 from mx_jax.formats import F32, WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import canonicalize
-from mx_jax.ops.multiply import quantized_matmul
-from mx_jax.ops.product import Bar, differentiable
+from mx_jax.ops.multiply import multiply
+from mx_jax.ops.product import Bar, Given, differentiable
 from mx_jax.ops.varying import max_like
-from mx_jax.specs import MatmulSpec
-
-_AS_THEY_ARE = MatmulSpec(lhs=None, rhs=None)
 
 
 class DelayedState(NamedTuple):
@@ -119,7 +117,8 @@ def chained_dot_general(
     product = DelayedProduct(
         elements=elements, scaling=scaling, axes=axes, out_dtype=np.dtype(out_dtype)
     )
-    result, states = differentiable(product, left, right, states)
+    with follow(left, right):
+        result, states = differentiable(product, Given.of(left), Given.of(right), states)
     return lax.squeeze(result, empty), states
 
 
@@ -203,7 +202,7 @@ class DelayedProduct:
         """The product, of operands quantized here unless `keep` did it."""
         if not isinstance(lhs, MXArray):
             lhs, rhs, _ = self.keep(lhs, rhs, extra)
-        return quantized_matmul(lhs, rhs, _AS_THEY_ARE, self.axes, self.out_dtype), extra
+        return multiply(lhs, rhs, self.axes, self.out_dtype), extra
 
     def keep(self, lhs: Any, rhs: Any, extra: DelayedStates) -> tuple[MXArray, MXArray, _Saved]:
         """Both operands quantized, and the states."""
@@ -224,9 +223,7 @@ class DelayedProduct:
         del saved
         axes, g_is_lhs = self.axes.cotangent(side)
         left, right = (g, other) if g_is_lhs else (other, g)
-        return quantized_matmul(
-            left, right, _AS_THEY_ARE, axes, bar.dtype, out_sharding=bar.out_sharding
-        )
+        return multiply(left, right, axes, bar.dtype, out_sharding=bar.out_sharding)
 
     def masked(self, side: Side, bar: jax.Array, own: Any, saved: _Saved) -> jax.Array:
         """The cotangent as it is: what the next step's scale is for is not masked."""

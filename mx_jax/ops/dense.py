@@ -11,8 +11,8 @@ from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.base import AnyOperand
 from mx_jax.ops.clipping import mask_clipped
 from mx_jax.ops.keys import GRADIENTS, Key, product_key
-from mx_jax.ops.multiply import quantized_matmul
-from mx_jax.ops.operands import operand_keys, prepare_operands, reuse
+from mx_jax.ops.multiply import multiply
+from mx_jax.ops.operands import operand_keys, prepare_operands, reuse, unscaled
 from mx_jax.ops.product import Bar, zero_bars
 from mx_jax.ops.quantize_both import OperandCast, quantize_operand_both, reads_once
 from mx_jax.specs import MatmulRecipe, Residuals
@@ -39,17 +39,19 @@ class DenseProduct:
     @functools.partial(jax.jit, static_argnums=0)
     def forward(self, lhs: AnyOperand, rhs: AnyOperand, extra: Key) -> jax.Array:
         """The product."""
+        spec, key = self.recipe.fwd, product_key(self.recipe, "fwd", extra)
         with jax.named_scope("output"):
-            return quantized_matmul(
-                lhs,
-                rhs,
-                self.recipe.fwd,
+            left, right = prepare_operands(lhs, rhs, spec, self.axes, key)
+            product = multiply(
+                left,
+                right,
                 self.axes,
                 self.out_dtype,
-                self.precision,
-                product_key(self.recipe, "fwd", extra),
-                self.out_sharding,
+                precision=self.precision,
+                fast_accumulation=spec.fast_accumulation,
+                out_sharding=self.out_sharding,
             )
+            return unscaled(product, lhs, rhs, spec)
 
     def keep(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: Key
@@ -100,11 +102,19 @@ class DenseProduct:
         spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
         with jax.named_scope(f"grad_{side}"):
             other = reuse(other, spec.rhs, axes.rhs if g_is_lhs else axes.lhs)
-            left, right, spec = (g, other, spec) if g_is_lhs else (other, g, spec.swapped())
-            own = product_key(self.recipe, GRADIENTS[side], saved)
-            return quantized_matmul(
-                left, right, spec, axes, bar.dtype, self.precision, own, bar.out_sharding
+            lhs, rhs, spec = (g, other, spec) if g_is_lhs else (other, g, spec.swapped())
+            key = product_key(self.recipe, GRADIENTS[side], saved)
+            left, right = prepare_operands(lhs, rhs, spec, axes, key)
+            product = multiply(
+                left,
+                right,
+                axes,
+                bar.dtype,
+                precision=self.precision,
+                fast_accumulation=spec.fast_accumulation,
+                out_sharding=bar.out_sharding,
             )
+            return unscaled(product, lhs, rhs, spec)
 
     def masked(self, side: Side, bar: jax.Array, own: AnyOperand, saved: Key) -> jax.Array:
         """The cotangent without what the product clipped."""

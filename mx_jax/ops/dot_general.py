@@ -5,16 +5,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from mx_jax.backends.base import AnyOperand
-from mx_jax.ops.arguments import as_operand, check_depth, check_out_dtype, goes_to_lax
+from mx_jax.backends.target import follow
+from mx_jax.ops.arguments import (
+    as_operand,
+    check_depth,
+    check_out_dtype,
+    dtype_of_product,
+    goes_to_lax,
+)
 from mx_jax.ops.canonical import canonicalize, check_dimension_numbers
 from mx_jax.ops.dense import DenseProduct
 from mx_jax.ops.explicit_axes import canonical_sharding
 from mx_jax.ops.keys import check_matmul_key
-from mx_jax.ops.product import differentiable
+from mx_jax.ops.product import Given, differentiable
 from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.ops.unpacking import packed_for
 from mx_jax.packed import Quantized, unpacked
@@ -81,20 +87,19 @@ def dot_general(
             out_sharding=out_sharding,
         )
     key = check_matmul_key(key, recipe)
-    check_out_dtype(preferred_element_type, "dot_general")
-    out_dtype = preferred_element_type
-    if out_dtype is None:
-        out_dtype = jnp.result_type(lhs.dtype, rhs.dtype)
+    out_dtype = dtype_of_product(preferred_element_type, lhs, rhs, "dot_general")
     rhs = packed_for(rhs, dimension_numbers)
     lhs, rhs, axes, empty = canonicalize(lhs, rhs, dimension_numbers)
     product = DenseProduct(
         recipe=recipe,
         axes=axes,
-        out_dtype=np.dtype(out_dtype),
+        out_dtype=out_dtype,
         precision=precision,
         out_sharding=canonical_sharding(out_sharding, axes, empty),
     )
-    return constrain(lax.squeeze(differentiable(product, lhs, rhs, key), empty), out_sharding)
+    with follow(lhs, rhs):
+        value = differentiable(product, Given.of(lhs), Given.of(rhs), key)
+    return constrain(lax.squeeze(value, empty), out_sharding)
 
 
 def _values(operand: AnyOperand) -> jax.Array:

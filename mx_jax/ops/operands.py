@@ -1,5 +1,6 @@
 """What a product does to each operand before it multiplies: transform, prescale, quantize."""
 
+import math
 from typing import Any, overload
 
 import jax
@@ -91,10 +92,9 @@ def unscaled(product: jax.Array, lhs: AnyOperand, rhs: AnyOperand, spec: MatmulS
 
     An operand that came quantized never had one.
     """
-    left, right = (
-        None if isinstance(x, Quantized) else own for x, own in ((lhs, spec.lhs), (rhs, spec.rhs))
-    )
-    factor = MatmulSpec(lhs=left, rhs=right).unscale
+    sides = (lhs, spec.lhs), (rhs, spec.rhs)
+    prescales = [own.prescale for x, own in sides if own and not isinstance(x, Quantized)]
+    factor = 1.0 / math.prod(prescales)
     if factor == 1.0:
         return product
     # 16/9 is 1.78125 in bfloat16: every gradient would be 0.2 % too long.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from mx_jax.axes import Axes
 from mx_jax.backends.base import OperandType, PackCall
-from mx_jax.backends.select import current_target, select
+from mx_jax.backends.select import select
 from mx_jax.backends.target import follow
 from mx_jax.codecs.invariants import check_parts
 from mx_jax.mxarray import MXArray
@@ -73,7 +73,7 @@ def pack_weights(
         lhs_format=None if activations is None else activations.format,
     )
     with follow(weights):
-        return select(call, current_target()).backend.run(call, weights)
+        return select(call).offer.run(weights, call)
 
 
 def _axes(weights: MXArray, contracting: int | Sequence[int] | None, num_batch: int) -> Axes:

@@ -6,14 +6,13 @@ a value in the same trace multiply, and the value gets their cotangent. So each 
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from mx_jax.axes import Side
 from mx_jax.backends.base import AnyOperand
-from mx_jax.backends.target import follow
 from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.varying import sum_over, varying
@@ -78,51 +77,54 @@ class Product(Protocol):
         ...
 
 
-def differentiable(product: Product, lhs: AnyOperand, rhs: AnyOperand, extra: Any) -> Any:
-    """What `product.forward` gives, with the product's own gradient.
+class Given(NamedTuple):
+    """An operand as it enters a product.
 
-    An MXArray that was quantized in the same trace hands its cotangent to what it was made of; any
-    other has none.
+    Attributes:
+      value: what has a gradient; None if nothing has.
+      codes: what multiplies; None if the value does.
     """
-    values, codes = zip(_normalize(lhs), _normalize(rhs), strict=True)
-    with follow(lhs, rhs):
-        return _product(product, values, codes, extra)
+
+    value: jax.Array | None
+    codes: Quantized | None
+
+    @classmethod
+    def of(cls, operand: AnyOperand) -> "Given":
+        """An MXArray that was quantized in the same trace hands its cotangent to what it was made
+        of; any other has none."""
+        if isinstance(operand, Quantized):
+            return cls(operand.primal if isinstance(operand, MXArray) else None, operand)
+        return cls(operand, None)
 
 
-def _normalize(operand: AnyOperand) -> tuple[jax.Array | None, Quantized | None]:
-    """The value that has a gradient, if there is one, and the codes, if there are any."""
-    if isinstance(operand, Quantized):
-        return operand.primal if isinstance(operand, MXArray) else None, operand
-    return operand, None
-
-
-def _operands(values: Any, codes: Any) -> tuple[AnyOperand, AnyOperand]:
-    lhs, rhs = (value if code is None else code for value, code in zip(values, codes, strict=True))
-    return lhs, rhs
+def _operands(*given: Given) -> tuple[AnyOperand, ...]:
+    return tuple(value if codes is None else codes for value, codes in given)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(product: Product, values: Any, codes: Any, extra: Any) -> Any:
-    return product.forward(*_operands(values, codes), extra)
+def differentiable(product: Product, lhs: Given, rhs: Given, extra: Any) -> Any:
+    """What `product.forward` gives, with the product's own gradient.
+
+    Whoever calls it says `with follow(lhs, rhs)`.
+    """
+    return product.forward(*_operands(lhs, rhs), extra)
 
 
-def _product_fwd(product, values, codes, extra):
-    lhs, rhs, saved = product.keep(*_operands(values, codes), extra)
-    bars = tuple(None if value is None else Bar.of(value) for value in values)
-    return product.forward(lhs, rhs, extra), (lhs, rhs, bars, saved)
+def _product_fwd(product, lhs, rhs, extra):
+    left, right, saved = product.keep(*_operands(lhs, rhs), extra)
+    bars = tuple(None if given.value is None else Bar.of(given.value) for given in (lhs, rhs))
+    return product.forward(left, right, extra), (left, right, bars, saved)
 
 
 def _product_bwd(product, residuals, g):
     lhs, rhs, bars, saved = residuals
     (g_lhs, g_rhs), extra_bar = product.cotangents(g, saved, None not in bars)
-    values = (
-        _cotangent(product, "lhs", g_lhs, lhs, rhs, bars[0], saved),
-        _cotangent(product, "rhs", g_rhs, rhs, lhs, bars[1], saved),
-    )
-    return values, (None, None), extra_bar
+    lhs_bar = _cotangent(product, "lhs", g_lhs, lhs, rhs, bars[0], saved)
+    rhs_bar = _cotangent(product, "rhs", g_rhs, rhs, lhs, bars[1], saved)
+    return Given(lhs_bar, None), Given(rhs_bar, None), extra_bar
 
 
-_product.defvjp(_product_fwd, _product_bwd)
+differentiable.defvjp(_product_fwd, _product_bwd)
 
 
 def _cotangent(product, side, g, own, other, bar, saved):

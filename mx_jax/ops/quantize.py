@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from mx_jax.backends.base import DequantizeCall, QuantizeCall
-from mx_jax.backends.select import current_target, select
+from mx_jax.backends.select import select
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.invariants import check_parts, varying_axes
@@ -149,7 +149,7 @@ def _dequantize(x: MXArray, *, dtype: np.dtype) -> jax.Array:
         blocks=x.blocks,
         scale_axes=varying_axes(x.tensor_scale),
     )
-    return select(call, current_target()).backend.run(call, x)
+    return select(call).offer.run(x, call)
 
 
 def cast(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.Array:
@@ -233,8 +233,7 @@ def quantize_operand(
         scale_axes=varying_axes(tensor_scale),
     )
     bits = None if key is None else draw_bits(key, x.shape, spec.rounding)
-    backend = select(call, current_target()).backend
-    return backend.run(call, x, bits, tensor_scale)
+    return select(call).offer.run(x, bits, tensor_scale, call)
 
 
 def draw_bits(key: jax.Array, shape: tuple[int, ...], rounding: Rounding) -> jax.Array:

@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 from mx_jax.backends.base import QuantizeBothCall, QuantizeCall
-from mx_jax.backends.select import current_target, find
+from mx_jax.backends.select import find
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.invariants import varying_axes
@@ -115,7 +115,7 @@ def reads_once(
     x: jax.Array, casts: tuple[OperandCast, OperandCast], tensor_scale: jax.Array | None = None
 ) -> bool:
     """Whether a backend makes one call of two casts."""
-    return find(both_call(x, casts, tensor_scale), current_target()) is not None
+    return find(both_call(x, casts, tensor_scale)) is not None
 
 
 def quantize_operand_both(
@@ -145,10 +145,10 @@ def _quantize_both(
     casts: tuple[OperandCast, OperandCast],
 ) -> tuple[MXArray, MXArray]:
     call = both_call(x, casts, tensor_scale)
-    choice = find(call, current_target())
+    choice = find(call)
     assert choice is not None, "asked before, with the same answer"
     first, second = (
         None if key is None else draw_bits(key, x.shape, cast.spec.rounding)
         for cast, key in zip(casts, keys, strict=True)
     )
-    return choice.backend.run(call, x, (first, second), tensor_scale)
+    return choice.offer.run(x, (first, second), tensor_scale, call)

@@ -16,16 +16,17 @@ from jax import lax
 
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.base import Operand
-from mx_jax.backends.records import active_recorder
+from mx_jax.backends.records import active
+from mx_jax.backends.target import follow
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray, decode
-from mx_jax.ops.arguments import as_operand, check_out_dtype, goes_to_lax
+from mx_jax.ops.arguments import as_operand, dtype_of_product, goes_to_lax
 from mx_jax.ops.canonical import check_blocks
 from mx_jax.ops.clipping import mask_clipped
 from mx_jax.ops.keys import GRADIENTS, Key, check_matmul_key, product_key
 from mx_jax.ops.operands import prepare, prescaled, reuse, transform_operands, unscaled
-from mx_jax.ops.product import Bar, differentiable, zero_bars
+from mx_jax.ops.product import Bar, Given, differentiable, zero_bars
 from mx_jax.ops.quantize import draw_bits, quantize_operand
 from mx_jax.ops.ragged_checks import as_group_sizes, at_most, check_rows, check_shapes
 from mx_jax.ops.recipe_names import as_recipe
@@ -108,16 +109,14 @@ def ragged_dot(
             lhs, rhs, sizes, precision=precision, preferred_element_type=preferred_element_type
         )
     check_rows(recipe)
-    check_out_dtype(preferred_element_type, "ragged_dot")
-    out_dtype = preferred_element_type
-    if out_dtype is None:
-        out_dtype = jnp.result_type(lhs.dtype, rhs.dtype)
+    out_dtype = dtype_of_product(preferred_element_type, lhs, rhs, "ragged_dot")
     for operand, side in ((lhs, "lhs"), (rhs, "rhs")):
         if isinstance(operand, MXArray):
             check_blocks(operand, 1, side)
     sizes = ragged_rows(sizes, lhs.shape[0], unit=1).sizes
-    product = RaggedProduct(recipe=recipe, out_dtype=np.dtype(out_dtype), precision=precision)
-    return differentiable(product, lhs, rhs, _Extra(sizes, key))
+    product = RaggedProduct(recipe=recipe, out_dtype=out_dtype, precision=precision)
+    with follow(lhs, rhs):
+        return differentiable(product, Given.of(lhs), Given.of(rhs), _Extra(sizes, key))
 
 
 class _Extra(NamedTuple):
@@ -213,7 +212,7 @@ def _scaled(
     precision: Any,
 ) -> jax.Array:
     """The reference's product, for which no backend is asked: so it tells of itself."""
-    recorder = active_recorder()
+    recorder = active.value
     if recorder is not None:
         left, right = (
             f"{x.format.name if isinstance(x, MXArray) else x.dtype} {list(x.shape)}"

@@ -6,7 +6,7 @@ from typing import Any
 from jax import lax
 
 from mx_jax.backends.base import AnyOperand
-from mx_jax.backends.records import active_recorder
+from mx_jax.backends.records import active
 from mx_jax.backends.select import Choice
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
@@ -58,7 +58,7 @@ def unpacked_for(rhs: PackedMXArray, choice: Choice) -> MXArray:
 
 def _tell(text: str) -> None:
     """Warn the caller of our caller; whoever records what is done is told there."""
-    recorder = active_recorder()
+    recorder = active.value
     if recorder is None:
         warnings.warn(text, stacklevel=4)
     else:

@@ -236,13 +236,13 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """Ops choose Blackwell's kernels, in the interpreter, for packing and for forward products."""
     asked: list[Call] = []
 
-    def select(call: Call, target: Target) -> Choice:
+    def select(call: Call) -> Choice:
         asked.append(call)
         mine = isinstance(call, PackCall) or (
             isinstance(call, MatmulCall) and meet(call.lhs.format, call.rhs.format)
         )
         backend = backend_of(SM100) if mine else REFERENCE
-        return Choice(backend=backend, rejections=())
+        return Choice(backend=backend, offer=backend.offers[type(call)], rejections=())
 
     monkeypatch.setattr(ops_packing, "select", select)
     monkeypatch.setattr(multiply, "select", select)

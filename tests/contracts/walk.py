@@ -10,7 +10,8 @@ counted (Python 3.12 has none), nor is what dataclasses generate. For each walk:
 
 Of `jax.lax.platform_dependent` only the branch that the call's machine takes is followed. Every
 walk is traced in full: no jit of JAX and no cache of mx_jax remembers an earlier one. Caches
-without arguments (is the C++ library there?) are facts of the machine, and stay.
+without arguments (is the C++ library there?) are facts of the machine, and stay; so does what a
+format or a recipe knows of itself (its largest code, whether it draws random bits).
 """
 
 import argparse

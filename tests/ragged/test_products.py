@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -78,7 +79,8 @@ def products_of_groups(spec, lefts, rights):
         lefts, rights = ([transform(x, spec.transform) for x in s] for s in (lefts, rights))
     pairs = zip(cast_groups(lefts, spec.lhs), cast_groups(rights, spec.rhs), strict=True)
     for a, b in pairs:
-        yield a @ b.T * spec.unscale, np.abs(a) @ np.abs(b).T * spec.unscale
+        prescales = math.prod(own.prescale for own in (spec.lhs, spec.rhs) if own is not None)
+        yield a @ b.T / prescales, np.abs(a) @ np.abs(b).T / prescales
 
 
 def loop(recipe, lhs, rhs, group_sizes, g) -> tuple[Products, Products]:
