@@ -118,7 +118,8 @@ def chained_dot_general(
         elements=elements, scaling=scaling, axes=axes, out_dtype=np.dtype(out_dtype)
     )
     with follow(left, right):
-        result, states = differentiable(product, Given.of(left), Given.of(right), states)
+        found: Any = differentiable(product, Given.of(left), Given.of(right), states)
+    result, states = found
     return lax.squeeze(result, empty), states
 
 

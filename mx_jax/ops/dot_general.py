@@ -98,7 +98,7 @@ def dot_general(
         out_sharding=canonical_sharding(out_sharding, axes, empty),
     )
     with follow(lhs, rhs):
-        value = differentiable(product, Given.of(lhs), Given.of(rhs), key)
+        value: Any = differentiable(product, Given.of(lhs), Given.of(rhs), key)
     return constrain(lax.squeeze(value, empty), out_sharding)
 
 

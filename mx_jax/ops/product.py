@@ -96,9 +96,10 @@ class Given(NamedTuple):
             return cls(operand.primal if isinstance(operand, MXArray) else None, operand)
         return cls(operand, None)
 
-
-def _operands(*given: Given) -> tuple[AnyOperand, ...]:
-    return tuple(value if codes is None else codes for value, codes in given)
+    @property
+    def operand(self) -> Any:
+        """What multiplies."""
+        return self.value if self.codes is None else self.codes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -107,11 +108,11 @@ def differentiable(product: Product, lhs: Given, rhs: Given, extra: Any) -> Any:
 
     Whoever calls it says `with follow(lhs, rhs)`.
     """
-    return product.forward(*_operands(lhs, rhs), extra)
+    return product.forward(lhs.operand, rhs.operand, extra)
 
 
 def _product_fwd(product, lhs, rhs, extra):
-    left, right, saved = product.keep(*_operands(lhs, rhs), extra)
+    left, right, saved = product.keep(lhs.operand, rhs.operand, extra)
     bars = tuple(None if given.value is None else Bar.of(given.value) for given in (lhs, rhs))
     return product.forward(left, right, extra), (left, right, bars, saved)
 
