@@ -223,11 +223,13 @@ class Offer:
         call)` to an MXArray without a gradient link. QuantizeBothCall: likewise, with a pair of
         random bits, to a pair. DequantizeCall: `(x, call)` to values in `call.dtype`. PackCall:
         `(x, call)` to x in this backend's own layout, or to x itself.
+      how: what computes it, in words, where the backend's name does not say it.
     """
 
     call: type[Call]
     rejects: Callable[[Any, Target], str | None]
     run: Callable[..., Any]
+    how: str = ""
 
 
 # Why a backend does not take a kind of call that it does not offer.

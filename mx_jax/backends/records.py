@@ -20,6 +20,7 @@ class Selection:
       backend: name of the first that accepts; None if all that are asked reject.
       rejections: (name, reason) of those tried before.
       on_request: names of those that are asked only by name and would have accepted.
+      how: what the one that accepts says of how it computes, in words; may be empty.
     """
 
     call: Call
@@ -27,6 +28,7 @@ class Selection:
     backend: str | None
     rejections: tuple[tuple[str, str], ...]
     on_request: tuple[str, ...]
+    how: str = ""
 
 
 @dataclasses.dataclass(eq=False)

@@ -198,6 +198,7 @@ def _ask(
                 backend=None if choice is None else choice.backend.name,
                 rejections=tuple(rejections),
                 on_request=on_request(call, target, backends),
+                how="" if choice is None else choice.offer.how,
             )
         )
     return choice, target, rejections

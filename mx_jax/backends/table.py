@@ -6,8 +6,9 @@ from mx_jax.backends.cudnn import CUDNN
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.xla import XLA
+from mx_jax.backends.xla_bfloat16 import XLA_BFLOAT16
 
 # What stands before the reference is checked on the hardware that it accepts. What stands behind it
 # is not yet: `select` and `find` ask it only where `prefer_backends` or `only_backend` names it,
 # also for calls that the reference refuses. Once measured, its place is the first.
-BACKENDS: tuple[Backend, ...] = (XLA, CPU_FFI, REFERENCE, PALLAS_GPU, CUDNN)
+BACKENDS: tuple[Backend, ...] = (XLA, CPU_FFI, XLA_BFLOAT16, REFERENCE, PALLAS_GPU, CUDNN)

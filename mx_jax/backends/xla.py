@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.backends.base import Backend, MatmulCall, Offer, Operand, Target
-from mx_jax.codecs.scale import scale_to_float32
+from mx_jax.backends.sums import row_scales, scaled
 from mx_jax.formats import WHOLE, BlockFormat
 from mx_jax.mxarray import MXArray
 
@@ -42,18 +42,12 @@ def _rejects_format(side: str, format: BlockFormat | None) -> str | None:
     return None
 
 
-def _kept_factors(operand: MXArray, contracting: tuple[int, ...]) -> jax.Array:
-    """What a row's dot is multiplied with: `[*batch, *kept]`, 1 where an axis is whole."""
-    scale = lax.squeeze(scale_to_float32(operand.scales, operand.format.scale), contracting)
-    return 1.0 / scale if operand.format.scale.kind == "divisor" else scale
-
-
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     """The dot of the codes over the scales of the kept axes."""
     assert isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
     # On GPUs, XLA lets float8 products accumulate fast exactly when the precision is DEFAULT.
     precision = lax.Precision.DEFAULT if call.fast_accumulation else lax.Precision.HIGHEST
-    product = lax.dot_general(
+    sums = lax.dot_general(
         lhs.elements,
         rhs.elements,
         call.dimension_numbers,
@@ -61,12 +55,8 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         preferred_element_type=jnp.float32,
         out_sharding=call.out_sharding,
     )
-    left = _kept_factors(lhs, call.lhs.axes.contracting)
-    right = _kept_factors(rhs, call.rhs.axes.contracting)
-    num_m, num_n = (side.ndim - call.num_batch for side in (left, right))
-    left = jnp.expand_dims(left, tuple(range(left.ndim, left.ndim + num_n)))
-    right = jnp.expand_dims(right, tuple(range(call.num_batch, call.num_batch + num_m)))
-    return (product * left * right).astype(call.out_dtype)
+    scales = row_scales("lhs", lhs), row_scales("rhs", rhs)
+    return scaled(sums, call, *scales).astype(call.out_dtype)
 
 
 # `jax.lax.dot_general` on float8 arrays, where the platform multiplies them natively.

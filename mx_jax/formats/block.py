@@ -86,6 +86,17 @@ class BlockFormat:
         return self.element.bits + self.scale.bits * share
 
     @functools.cached_property
+    def significand_bits(self) -> int | None:
+        """Binary digits of an element times its block scale; None if the scale is any float32.
+
+        A product with no more of them than a dtype has is exact there, within its range.
+        """
+        if self.scale.is_float32:
+            return None
+        of_scale = 0 if self.scale.element is None else self.scale.element.significand_bits
+        return self.element.significand_bits + of_scale
+
+    @functools.cached_property
     def is_known(self) -> bool:
         """Whether element and scale are the library's own by their facts: what kernels ask."""
         return known_element(self.element) is not None and known_scale(self.scale) is not None

@@ -93,6 +93,11 @@ class ElementFormat:
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @functools.cached_property
+    def significand_bits(self) -> int:
+        """Binary digits of a value, the leading one included."""
+        return 1 + self.mantissa_bits
+
+    @functools.cached_property
     def emin(self) -> int:
         """Unbiased exponent of the smallest normal value, which subnormals share."""
         return 1 - self.bias

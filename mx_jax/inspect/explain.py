@@ -56,10 +56,12 @@ def explain(
       >>> import mx_jax
       >>> from mx_jax.backends.base import Target
       >>> recipe = mx_jax.recipes.weight_only("mxfp4")
-      >>> print(mx_jax.inspect.explain(recipe, 8, 64, 64, target=Target(platform="tpu")))
-      output [8, 64] x [64, 64]: high precision x mxfp4 (even, nearest) -> reference
-        not xla: XLA has no native float8 dot on platform=tpu
-        not cpu_ffi: runs on platform=cpu, got platform=tpu
+      >>> target = Target(platform="rocm")
+      >>> print(mx_jax.inspect.explain(recipe, 8, 64, 64, dtype="bfloat16", target=target))
+      output [8, 64] x [64, 64]: high precision x mxfp4 (even, nearest) -> xla_bfloat16
+          (XLA bfloat16 dot, float32 sums)
+        not xla: needs two float8 operands, got lhs in high precision
+        not cpu_ffi: runs on platform=cpu, got platform=rocm
       grad_lhs [8, 64] x [64, 64]: high precision x high precision -> jax.lax.dot_general
       grad_rhs [64, 8] x [64, 8]: high precision x high precision -> jax.lax.dot_general
     """
@@ -116,6 +118,7 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str
       cast float32 [8, 64] to mxfp4 (floor, nearest) in blocks of 32 along axis -1 -> reference
         not xla: quantizes nothing: XLA fuses the reference's own code
         not cpu_ffi: runs on platform=cpu, got platform=tpu
+        not xla_bfloat16: quantizes nothing: XLA fuses the reference's own code
     """
     with recording() as recorder:
         jax.eval_shape(*of_arrays(function, *args, **kwargs))
@@ -138,7 +141,8 @@ def _answer(title: str, selection: Selection) -> list[str]:
         f"  {name} takes it if named, by prefer_backends({name!r}): not proved on hardware yet"
         for name in selection.on_request
     ]
-    return [f"{title} -> {selection.backend or 'two casts'}", *rejected, *named]
+    how = f" ({selection.how})" if selection.how else ""
+    return [f"{title} -> {selection.backend or 'two casts'}{how}", *rejected, *named]
 
 
 def _machine(target: Target) -> str:

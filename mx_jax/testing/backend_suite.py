@@ -67,6 +67,13 @@ def _whole_axis_float8_on_gpu(call: Call, target: Target) -> bool:
     return isinstance(call, MatmulCall) and call.lhs.format in whole and call.rhs.format in whole
 
 
+def _what_bfloat16_holds_on_accelerators(call: Call, target: Target) -> bool:
+    if target.platform == "cpu" or not isinstance(call, MatmulCall):
+        return False
+    held = [format for format in BLOCK_FORMATS if format.block[1] != 128]
+    return all(own.format in held or own.dtype == jnp.bfloat16 for _, own in call.sides)
+
+
 def _what_the_handlers_compute(call: Call, target: Target) -> bool:
     # Where nothing was built, nothing is promised.
     if target.platform != "cpu" or isinstance(library.load(), str):
@@ -107,6 +114,7 @@ def _mxfp8_and_nvfp4_on_blackwell(call: Call, target: Target) -> bool:
 PROMISES: Mapping[str, Promise] = {
     "xla": _whole_axis_float8_on_gpu,
     "cpu_ffi": _what_the_handlers_compute,
+    "xla_bfloat16": _what_bfloat16_holds_on_accelerators,
     "reference": _every_single_call,
     "pallas_gpu": _casts_and_few_bit_weights_from_ampere_on,
     "cudnn": _mxfp8_and_nvfp4_on_blackwell,

@@ -1,0 +1,112 @@
+"""XLA's bfloat16 dot with float32 sums: the plain way of every accelerator.
+
+Matrix units multiply bfloat16 many times as fast as float32, and a product of two bfloat16 is
+exact in float32. So an operand whose element times block scale has no more than bfloat16's eight
+binary digits is dequantized to bfloat16 and loses nothing; scales with more digits of their own
+leave the sums. Nothing but plain operations: any sharding partitions it as it does any other dot.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mx_jax.axes import Side
+from mx_jax.backends.base import Backend, MatmulCall, Offer, Operand, OperandType, Target
+from mx_jax.backends.matrices import without_tensor_scale
+from mx_jax.backends.sums import SumScale, row_scales, scaled
+from mx_jax.codecs import element as element_codec
+from mx_jax.formats import WHOLE, BlockFormat
+from mx_jax.mxarray import MXArray, decode
+
+_DIGITS = 8
+# Scales that are rounded up bring the largest finite float32 to 2^128, which bfloat16 has not
+# either. Like the reference, E8M0 operands are decoded as 2^-2 of what they are.
+_HEADROOM = 2
+
+
+def bfloat16_holds(format: BlockFormat) -> bool:
+    """Whether bfloat16 has all digits of an element times what stays with it inside a sum.
+
+    A tensor scale and float32 scales of whole rows leave the sum, so only the element is left.
+    """
+    digits = format.significand_bits
+    if digits is None and format.block[1] is WHOLE:
+        digits = format.element.significand_bits
+    return digits is not None and digits <= _DIGITS
+
+
+def _rejects(call: MatmulCall, target: Target) -> str | None:
+    """Why not: a CPU, an operand that bfloat16 does not hold, scales inside the sums."""
+    if target.platform == "cpu":
+        return "for accelerators, whose units multiply bfloat16, got platform=cpu"
+    return _rejects_operand("lhs", call.lhs) or _rejects_operand("rhs", call.rhs)
+
+
+def _rejects_operand(side: Side, own: OperandType) -> str | None:
+    if own.format is None:
+        if own.dtype == jnp.bfloat16:
+            return None
+        return (
+            f"needs operands that bfloat16 holds, got {side}_dtype={own.dtype}, whose product "
+            "keeps the caller's precision"
+        )
+    if not bfloat16_holds(own.format):
+        return (
+            f"needs element times block scale in {_DIGITS} binary digits, or float32 scales of "
+            f"whole rows, got {side}={own.format.name}, block={own.format.block}"
+        )
+    if set(own.scale_axes) & set(own.axes.contracting):
+        return (
+            f"needs one tensor scale along the contracted axes, got {side} with one for each "
+            f"position of axes={own.scale_axes}"
+        )
+    return None
+
+
+def _values(side: Side, operand: Operand) -> tuple[jax.Array, float, tuple[SumScale, ...]]:
+    """Bfloat16 values, and what to multiply the sums with: a power of two, and scales."""
+    if not isinstance(operand, MXArray):
+        return operand, 1.0, ()
+    format = operand.format
+    if format.scale.is_float32:
+        values = element_codec.decode(operand.codes, format.element, jnp.bfloat16)
+        return values, 1.0, (row_scales(side, operand),)
+    if format.scale.kind == "exponent":
+        return decode(operand, jnp.bfloat16, exponent=-_HEADROOM), 2.0**_HEADROOM, ()
+    values = decode(without_tensor_scale(operand), jnp.bfloat16)
+    scale = operand.tensor_scale
+    return values, 1.0, () if scale is None else (SumScale(side, scale),)
+
+
+def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
+    """The dot of bfloat16 values, and the scales that leave its sums."""
+    left, left_factor, left_scales = _values("lhs", lhs)
+    right, right_factor, right_scales = _values("rhs", rhs)
+    product = lax.dot_general(
+        left,
+        right,
+        call.dimension_numbers,
+        # Of bfloat16 there is nothing to split, whatever `jax_default_matmul_precision` says.
+        precision=lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+        out_sharding=call.out_sharding,
+    )
+    product = scaled(product, call, *left_scales, *right_scales)
+    factor = left_factor * right_factor
+    return (product if factor == 1.0 else product * factor).astype(call.out_dtype)
+
+
+# The bound is wider than the reference's: matrix units add as they like, and scales that leave the
+# sums round twice each.
+XLA_BFLOAT16 = Backend(
+    name="xla_bfloat16",
+    epsilon_bound=4.0,
+    table=(
+        Offer(
+            call=MatmulCall,
+            rejects=_rejects,
+            run=_multiply,
+            how="XLA bfloat16 dot, float32 sums",
+        ),
+    ),
+)

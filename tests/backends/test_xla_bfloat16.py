@@ -1,0 +1,268 @@
+"""XLA's bfloat16 dot: what it takes, where, and its arithmetic, which runs anywhere."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import formats, recipes
+from mx_jax.backends.base import MatmulCall, Target
+from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.xla_bfloat16 import XLA_BFLOAT16, bfloat16_holds
+from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS
+from mx_jax.mxarray import MXArray
+from mx_jax.testing.backend_suite import (
+    EXTREME_CASES,
+    ExtremeCase,
+    check_extremes,
+    check_matmul,
+    check_stagnating_sum,
+)
+from mx_jax.testing.cases import MATMUL_CASES, MatmulCase
+
+TPU = Target(platform="tpu")
+ACCELERATORS = (TPU, Target(platform="rocm"), Target(platform="cuda", compute_capability=(9, 0)))
+TAKEN = tuple(case for case in MATMUL_CASES if XLA_BFLOAT16.rejects(case.call, TPU) is None)
+SQUARE = MatmulCase(lhs=formats.MXFP8_E4M3, rhs=formats.MXFP8_E4M3, k=(64,))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(call: MatmulCall, lhs: Any, rhs: Any) -> jax.Array:
+    return XLA_BFLOAT16.run(call, lhs, rhs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run_reference(call: MatmulCall, lhs: Any, rhs: Any) -> jax.Array:
+    return REFERENCE.run(call, lhs, rhs)
+
+
+def test_what_is_taken():
+    """All MX and NVFP4 formats and whole-axis float8; high precision only in bfloat16."""
+    assert {format for format in BLOCK_FORMATS if not bfloat16_holds(format)} == {
+        formats.FLOAT8_BLOCKWISE_E4M3,
+        formats.FLOAT8_BLOCKWISE_2D_E4M3,
+    }
+    given = {case.lhs for case in TAKEN} | {case.rhs for case in TAKEN}
+    assert {format for format in BLOCK_FORMATS if bfloat16_holds(format)} <= given
+    assert {case.dtype for case in TAKEN if None in (case.lhs, case.rhs)} == {"bfloat16"}
+
+
+def test_digits_are_counted():
+    """By the facts: an element of six digits under a scale of four is not held, one of four is."""
+    scale, block = formats.E4M3_SCALE, (1, 16)
+    wide, narrow = (
+        formats.ElementFormat(name="mine", exponent_bits=2, mantissa_bits=bits, bias=1)
+        for bits in (5, 3)
+    )
+    for element, digits, held in ((narrow, 8, True), (wide, 10, False)):
+        format = formats.BlockFormat(name="mine", element=element, scale=scale, block=block)
+        assert (format.significand_bits, bfloat16_holds(format)) == (digits, held)
+    assert formats.MXINT8.significand_bits == 7
+    assert formats.FLOAT8_ROWWISE_E4M3.significand_bits is None
+
+
+@pytest.mark.parametrize("format", MX_FORMATS, ids=str)
+def test_every_code_is_a_bfloat16(format: formats.BlockFormat):
+    """The digits claimed are enough for each of them, and the largest needs them all."""
+    element = format.element
+    values = np.array([element.value(code) for code in range(1 << element.bits)])
+    values = values[np.isfinite(values)]
+    digits = [int(m * 2**20) for m in np.abs(np.frexp(values)[0])]
+    needed = max(21 - ((x & -x).bit_length() - 1) - 1 for x in digits if x)
+    assert needed == format.significand_bits
+    np.testing.assert_array_equal(values.astype(jnp.bfloat16).astype(np.float64), values)
+
+
+@pytest.mark.parametrize("case", TAKEN, ids=str)
+def test_products(case: MatmulCase):
+    check_matmul(XLA_BFLOAT16, case)
+
+
+def test_stagnating_sum():
+    check_stagnating_sum(XLA_BFLOAT16)
+
+
+@pytest.mark.parametrize("case", [case for case in EXTREME_CASES if case.quantized_lhs], ids=str)
+def test_extremes(case: ExtremeCase):
+    check_extremes(XLA_BFLOAT16, case)
+
+
+def one_by_one(format: formats.BlockFormat, scale: int) -> tuple[MatmulCall, MXArray, MXArray]:
+    """Every code under one scale, each times one."""
+    case = MatmulCase(lhs=format, rhs=format, m=(256,), n=(1,), k=(1,))
+    lhs, rhs = case.operands(np.random.default_rng(0))
+    assert isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
+    codes = jnp.arange(256, dtype=jnp.uint8)[:, None] & ((1 << format.element.bits) - 1)
+    one = next(code for code in range(256) if format.element.value(code) == 1)
+    return (
+        case.call,
+        dataclasses.replace(lhs, codes=codes, scales=jnp.full((256, 1), scale, jnp.uint8)),
+        dataclasses.replace(rhs, codes=jnp.full((1, 1), one, jnp.uint8), scales=jnp.uint8([[127]])),
+    )
+
+
+@pytest.mark.parametrize("scale", [0, 5, 12, 127, 246, 254, 255])
+@pytest.mark.parametrize("format", MX_FORMATS, ids=str)
+def test_every_code_under_a_scale(format: formats.BlockFormat, scale: int):
+    """The reference's product, to the bit; below 2^-124 of an operand both may count as zero."""
+    call, lhs, rhs = one_by_one(format, scale)
+    expected = np.asarray(run_reference(call, lhs, rhs))
+    product = np.asarray(run(call, lhs, rhs))
+    clear = ~(np.abs(expected) < 2.0**-124)
+    np.testing.assert_array_equal(product[clear], expected[clear])
+    assert (np.abs(product[~clear]) < 2.0**-124).all()
+    if scale == 255:
+        assert np.isnan(product).all()
+    if scale in (12, 127):
+        assert clear.sum() > 14 and np.isfinite(product).any()
+
+
+def tensor_scaled(lhs_scale: float, rhs_scale: float) -> np.ndarray:
+    """Ones by ones in NVFP4, under these tensor scales: k = 16."""
+    case = MatmulCase(lhs=formats.NVFP4, rhs=formats.NVFP4, m=(2,), n=(3,), k=(16,))
+    operands = [
+        dataclasses.replace(
+            x,
+            codes=jnp.full(x.shape, 2, jnp.uint8),
+            scales=jnp.full(x.scales.shape, 0x38, jnp.uint8),
+            tensor_scale=jnp.full((1, 1), scale, jnp.float32),
+        )
+        for x, scale in zip(
+            case.operands(np.random.default_rng(0)), (lhs_scale, rhs_scale), strict=True
+        )
+        if isinstance(x, MXArray)
+    ]
+    return np.asarray(run(case.call, *operands))
+
+
+@pytest.mark.parametrize(
+    ("lhs_scale", "rhs_scale"),
+    [
+        (2.0**-140, 2.0**100),
+        (2.0**120, 2.0**-130),
+        (2.0**-149, 2.0**127),
+        (1.5 * 2.0**-100, 1.25),
+        (0.0, 2.0),
+        (np.inf, 2.0),
+        (np.nan, 2.0),
+    ],
+)
+def test_tensor_scales_that_meet(lhs_scale: float, rhs_scale: float):
+    """Scales far apart meet on the sums, in whichever order: neither over- nor underflows."""
+    expected = 16 * np.float64(lhs_scale) * np.float64(rhs_scale)
+    for scales in ((lhs_scale, rhs_scale), (rhs_scale, lhs_scale)):
+        np.testing.assert_array_equal(tensor_scaled(*scales), np.full((2, 3), expected))
+
+
+@pytest.mark.parametrize("target", ACCELERATORS, ids=str)
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (SQUARE, None),
+        (dataclasses.replace(SQUARE, lhs=None, dtype="bfloat16"), None),
+        (
+            dataclasses.replace(SQUARE, rhs=None),
+            "needs operands that bfloat16 holds, got rhs_dtype=float32, whose product keeps the "
+            "caller's precision",
+        ),
+        (
+            dataclasses.replace(SQUARE, lhs=None, dtype="float16"),
+            "needs operands that bfloat16 holds, got lhs_dtype=float16, whose product keeps the "
+            "caller's precision",
+        ),
+        (
+            dataclasses.replace(SQUARE, rhs=formats.FLOAT8_BLOCKWISE_2D_E4M3),
+            "needs element times block scale in 8 binary digits, or float32 scales of whole rows, "
+            "got rhs=float8_blockwise_2d_e4m3, block=(128, 128)",
+        ),
+    ],
+    ids=str,
+)
+def test_reasons(case: MatmulCase, reason: str | None, target: Target):
+    assert XLA_BFLOAT16.rejects(case.call, target) == reason
+
+
+def test_not_on_cpus():
+    reason = "for accelerators, whose units multiply bfloat16, got platform=cpu"
+    assert XLA_BFLOAT16.rejects(SQUARE.call, Target(platform="cpu")) == reason
+
+
+def test_tensor_scales_along_the_contracted_axis():
+    call = dataclasses.replace(SQUARE, lhs=formats.NVFP4, k=(32,)).call
+    along_k = dataclasses.replace(call, lhs=dataclasses.replace(call.lhs, scale_axes=(1,)))
+    along_m = dataclasses.replace(call, lhs=dataclasses.replace(call.lhs, scale_axes=(0,)))
+    assert XLA_BFLOAT16.rejects(along_m, TPU) is None
+    reason = "needs one tensor scale along the contracted axes, got lhs with one for each position"
+    assert str(XLA_BFLOAT16.rejects(along_k, TPU)).startswith(reason)
+
+
+DOT = re.compile(r"stablehlo\.dot_general .* : \(tensor<(\S+)>, tensor<(\S+)>\) -> tensor<(\S+)>")
+
+
+def dots(function: Any, *shapes: Any, target: Target) -> list[tuple[str, ...]]:
+    """Types of operands and results of what a function multiplies, lowered for a machine."""
+    with mx_jax.testing.target(target.platform, target.compute_capability):
+        text = jax.jit(function).trace(*shapes).lower(lowering_platforms=(target.platform,))
+    lowered = text.as_text()
+    assert "custom_call" not in lowered
+    found = DOT.findall(lowered)
+    assert len(found) == lowered.count("stablehlo.dot")
+    return found
+
+
+def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize("target", ACCELERATORS, ids=str)
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
+def test_a_training_step_multiplies_bfloat16(name: str, target: Target):
+    """A Dense layer and both of its gradients: three products, as a bfloat16 model has them."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return mx_jax.matmul(x, w, recipe=name).astype(jnp.float32).sum()
+
+    step = jax.value_and_grad(loss, (0, 1))
+    found = dots(step, array(2048, 4096), array(2048, 2048), target=target)
+    assert sorted(found) == [
+        ("2048x2048xbf16", "2048x4096xbf16", "2048x4096xf32"),
+        ("2048x2048xbf16", "2048x4096xbf16", "2048x4096xf32"),
+        ("2048x4096xbf16", "2048x4096xbf16", "2048x2048xf32"),
+    ]
+
+
+@pytest.mark.parametrize("target", ACCELERATORS, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_few_bit_weights_multiply_activations(dtype: str, target: Target):
+    """Those of a bfloat16 model in bfloat16; those of a float32 model as they are."""
+    recipe, w = recipes.weight_only("mxfp4"), array(512, 256)
+    w = jax.eval_shape(lambda w: mx_jax.quantize(w, "mxfp4", axis=0), w)
+    for precision, shown in ((None, ""), ("highest", "precision = [HIGHEST, HIGHEST]")):
+
+        def product(x: jax.Array, w: Any, precision: Any = precision) -> jax.Array:
+            return mx_jax.matmul(x, w, recipe=recipe, precision=precision)
+
+        (found,) = dots(product, array(16, 512, dtype=dtype), w, target=target)
+        kind = "bf16" if dtype == "bfloat16" else "f32"
+        assert found == (f"16x512x{kind}", f"512x256x{kind}", "16x256xf32")
+        with mx_jax.testing.target(target.platform, target.compute_capability):
+            traced = jax.jit(product).trace(array(16, 512, dtype=dtype), w)
+        text = traced.lower(lowering_platforms=(target.platform,)).as_text()
+        assert dtype == "bfloat16" or shown in text
+
+
+def test_explain_names_the_way():
+    """From the selection itself; what is not covered, with its reason."""
+    lines = mx_jax.inspect.explain("mxfp8", 8, 64, 32, dtype="bfloat16", target=TPU).splitlines()
+    titles = [line for line in lines if not line.startswith("  ")]
+    how = " -> xla_bfloat16 (XLA bfloat16 dot, float32 sums)"
+    assert len(titles) == 3 and all(line.endswith(how) for line in titles)
+    text = mx_jax.inspect.explain(recipes.weight_only("mxfp4"), 8, 64, 32, target=TPU)
+    assert text.splitlines()[0].endswith(" -> reference")
+    assert "not xla_bfloat16: needs operands that bfloat16 holds, got lhs_dtype=float32" in text
