@@ -52,35 +52,51 @@ def scaled(sums: jax.Array, call: MatmulCall, *scales: SumScale) -> jax.Array:
     Returns:
       `[*batch, *m, *n]`, each scale's significand multiplied with one rounding.
     """
-    halves = [_halves(scale, call) for scale in scales]
-    for first, _ in halves:
-        sums = sums * first
-    for _, second in halves:
-        sums = sums * second
+    first, second = [], []
+    # Scalars before rows: they meet each other at no cost.
+    for scale in sorted(scales, key=lambda scale: not _is_scalar(scale)):
+        halves = _halves(_in_product(scale, call), scale.divides)
+        for factors, half in zip((first, second), halves, strict=True):
+            if factors and factors[-1].ndim == half.ndim == 0:
+                half = factors.pop() * half
+            factors.append(half)
+    # Behind the barrier they are arrays to XLA, and the product stays one kernel: else it spreads
+    # a part of their arithmetic to the sums' shape, in memory.
+    for factor in lax.optimization_barrier((*first, *second)):
+        sums = sums * factor
     return sums
 
 
-def _halves(scale: SumScale, call: MatmulCall) -> tuple[jax.Array, jax.Array]:
-    """Two factors of about equal exponents, in the place of the operand's rows in the product."""
-    own = call.lhs if scale.side == "lhs" else call.rhs
-    values = lax.squeeze(scale.values.astype(jnp.float32), own.axes.contracting)
+def _is_scalar(scale: SumScale) -> bool:
+    return all(length == 1 for length in scale.values.shape)
+
+
+def _in_product(scale: SumScale, call: MatmulCall) -> jax.Array:
+    """A scalar, or scales in the place of the operand's rows in the product."""
+    values = scale.values.astype(jnp.float32)
+    if _is_scalar(scale):
+        return values.reshape(())
     num_m, num_n = len(call.lhs.axes.kept), len(call.rhs.axes.kept)
     if scale.side == "lhs":
-        values = jnp.expand_dims(values, tuple(range(values.ndim, values.ndim + num_n)))
-    else:
-        values = jnp.expand_dims(values, tuple(range(call.num_batch, call.num_batch + num_m)))
+        values = lax.squeeze(values, call.lhs.axes.contracting)
+        return jnp.expand_dims(values, tuple(range(values.ndim, values.ndim + num_n)))
+    values = lax.squeeze(values, call.rhs.axes.contracting)
+    return jnp.expand_dims(values, tuple(range(call.num_batch, call.num_batch + num_m)))
+
+
+def _halves(values: jax.Array, divides: bool) -> tuple[jax.Array, jax.Array]:
+    """Two factors of about equal exponents; of zero, Inf and NaN, one is 1."""
     bits = float32.to_bits(values)
     magnitude = bits & float32.ABS
     biased, mantissa = float32.normalize(magnitude)
     ordinary = (magnitude > 0) & (magnitude < float32.INF)
     significand = float32.from_bits(bits & jnp.int32(float32.SIGN) | mantissa | _ONE)
-    # Zero, Inf and NaN have no exponent to halve.
     significand = jnp.where(ordinary, significand, values)
     exponent = jnp.where(ordinary, biased - 127, 0)
-    if scale.divides:
+    if divides:
         significand, exponent = true_divide(jnp.ones_like(values), significand), -exponent
-    first = exponent >> 1
-    return significand * _power(first), _power(exponent - first)
+    half = exponent >> 1
+    return significand * _power(half), _power(exponent - half)
 
 
 def _power(exponent: jax.Array) -> jax.Array:

@@ -71,7 +71,7 @@ def test_nothing_runs_there_before():
 
 @pytest.mark.usefixtures("registered")
 def test_selection_and_explain():
-    assert select(CALL, TARGET).backend.name == "reference"
+    assert select(CALL, TARGET).backend.name == "xla_bfloat16"
     with prefer_backends("pallas_gpu"):
         assert select(CALL, TARGET).backend.name == "pallas_gpu"
     text = mx_jax.inspect.explain(recipes.mxfp8(), 8, 64, 32, dtype="bfloat16", target=TARGET)

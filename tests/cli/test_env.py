@@ -99,7 +99,9 @@ def test_another_machine(capsys: pytest.CaptureFixture[str]):
     calls = found["calls"]
     assert calls.pop("float8 x float8, scales by rows") == "xla"
     assert calls.pop("cast along both axes") == "two casts"
-    assert set(calls.values()) == {"reference"}
+    products = {name for name, backend in calls.items() if backend == "xla_bfloat16"}
+    assert products == {"bfloat16 x MXFP4", "MXFP8 x MXFP8", "NVFP4 x NVFP4"}
+    assert set(calls.values()) == {"reference", "xla_bfloat16"}
     cudnn = found["backends"][-1]
     assert cudnn["takes"] == ["MXFP8 x MXFP8", "NVFP4 x NVFP4"]
     assert "runs on platform=cpu, got platform=cuda" in text
