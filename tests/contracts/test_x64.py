@@ -10,7 +10,7 @@ import pytest
 
 import mx_jax
 from mx_jax import recipes
-from tests.ops.quick import quick
+from tests.quick import quick
 
 # Each kind of element and scale.
 FORMATS = ["mxfp8_e4m3", "mxfp6_e3m2", "mxfp4_2d", "mxint8", "nvfp4", "float8_rowwise_e4m3"]

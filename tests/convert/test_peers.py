@@ -24,8 +24,8 @@ from mx_jax.convert import Rule
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
-TOKENS = jnp.arange(32).reshape(2, 16)
-POSITIONS = jnp.broadcast_to(jnp.arange(16), (2, 16))
+TOKENS = np.arange(32, dtype=np.int32).reshape(2, 16)
+POSITIONS = np.broadcast_to(np.arange(16, dtype=np.int32), (2, 16))
 # hidden size, layers, heads, feed-forward size
 SIZES = {
     "hidden_size": 64,
@@ -85,21 +85,21 @@ CASES = [
         "FlaxBertModel",
         "BertConfig",
         {"vocab_size": 64, "max_position_embeddings": 32},
-        (TOKENS, jnp.ones_like(TOKENS), jnp.zeros_like(TOKENS), POSITIONS, jnp.ones((2, 4))),
+        (TOKENS, np.ones_like(TOKENS), np.zeros_like(TOKENS), POSITIONS, np.ones((2, 4))),
         13,
     ),
     Case(
         "FlaxLlamaForCausalLM",
         "LlamaConfig",
         {"vocab_size": 64, "max_position_embeddings": 32},
-        (TOKENS, jnp.ones_like(TOKENS), POSITIONS),
+        (TOKENS, np.ones_like(TOKENS), POSITIONS),
         15,
     ),
     Case(
         "FlaxViTModel",
         "ViTConfig",
         {"image_size": 16, "patch_size": 8},
-        (jax.random.normal(jax.random.key(1), (2, 16, 16, 3)),),
+        (np.random.default_rng(1).standard_normal((2, 16, 16, 3), np.float32),),
         14,
     ),
 ]

@@ -21,8 +21,8 @@ from mx_jax import convert, recipes
 from mx_jax.convert import Rule, kinds
 from mx_jax.recipes import MatmulSpec
 
-X = jax.random.normal(jax.random.key(1), (3, 64))
-WEIGHT = jax.random.normal(jax.random.key(2), (2, 64, 32))
+X = np.random.default_rng(1).standard_normal((3, 64), np.float32)
+WEIGHT = np.random.default_rng(2).standard_normal((2, 64, 32), np.float32)
 RECIPE = recipes.mxfp8()
 STOCHASTIC = dataclasses.replace(
     RECIPE,
@@ -53,7 +53,7 @@ class Heads(nn.Module):
 
 class NnxHeads(nnx.Module):
     def __init__(self, multiply: Any = multiply_heads):
-        self.heads = nnx.Param(WEIGHT)
+        self.heads = nnx.Param(jnp.asarray(WEIGHT))
         self.multiply = nnx.static(multiply)
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -1,7 +1,6 @@
 """What tests of linen and of nnx layers share."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -12,10 +11,6 @@ from mx_jax.recipes import MatmulSpec, Recipe, operand
 from mx_jax.testing.compare import assert_bitwise_equal
 
 HIGH, MXFP4 = recipes.high_precision(), recipes.mxfp4()
-
-# Compiling is what takes the time here, so it optimizes less; data that need no rounding come out
-# the same.
-quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def assert_trees_equal(actual: Any, expected: Any) -> None:

@@ -17,7 +17,8 @@ from mx_jax.nn import nnx as ours
 from mx_jax.recipes import Recipe
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
-from tests.nn.layers import HIGH, MXFP4, quick
+from tests.nn.layers import HIGH, MXFP4
+from tests.quick import quick
 
 KEY = jax.random.key(0)
 

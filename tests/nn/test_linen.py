@@ -19,7 +19,8 @@ from mx_jax.nn import linen
 from mx_jax.recipes import MatmulSpec, Recipe, operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
-from tests.nn.layers import HIGH, MXFP4, assert_trees_equal, quick, stochastic, weighted_sum
+from tests.nn.layers import HIGH, MXFP4, assert_trees_equal, stochastic, weighted_sum
+from tests.quick import quick
 
 KEY = jax.random.key(0)
 

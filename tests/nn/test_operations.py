@@ -15,7 +15,8 @@ from mx_jax import convert, recipes
 from mx_jax.nn import linen
 from mx_jax.nn.linen import DotGeneral, EinsumOp
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.nn.layers import MXFP4, quick, stochastic
+from tests.nn.layers import MXFP4, stochastic
+from tests.quick import quick
 
 KEY = jax.random.key(0)
 X = np.random.default_rng(0).standard_normal((2, 5, 32), np.float32)

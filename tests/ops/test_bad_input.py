@@ -12,7 +12,7 @@ from flax import nnx
 import mx_jax
 from mx_jax import recipes
 from mx_jax.ops.dot_general import RecipeDotGeneral
-from tests.ops.quick import quick
+from tests.quick import quick
 
 MXFP8 = recipes.mxfp8()
 X, W = np.ones((2, 40), np.float32), np.ones((40, 3), np.float32)

@@ -14,7 +14,7 @@ from mx_jax.recipes import Recipe
 from mx_jax.testing.backend_suite import exact_values
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
-from tests.ops.quick import quick
+from tests.quick import quick
 
 DIMENSIONS = (((1,), (0,)), ((), ()))
 DTYPES = ("float32", "bfloat16", "float16")

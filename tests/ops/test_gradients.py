@@ -19,7 +19,7 @@ from mx_jax.testing.backend_suite import exact_values
 from mx_jax.testing.cases import DOT_GENERAL_CASES, DotGeneralCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
-from tests.ops.quick import quick
+from tests.quick import quick
 
 HIGH = MatmulSpec(lhs=None, rhs=None)
 PLAIN = DOT_GENERAL_CASES[0]

@@ -12,7 +12,7 @@ import mx_jax
 from mx_jax import recipes
 from mx_jax.recipes import MatmulSpec, Recipe, operand
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.ops.quick import quick
+from tests.quick import quick
 
 KEY = jax.random.key(3)
 NEAREST = recipes.mxfp4()

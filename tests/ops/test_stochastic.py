@@ -15,7 +15,7 @@ from mx_jax import recipes
 from mx_jax.recipes import MatmulSpec, Recipe, Residuals, operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
-from tests.ops.quick import quick
+from tests.quick import quick
 
 SPEC = operand("mxfp4", scale_rule="rceil", rounding="stochastic")
 BOTH = MatmulSpec(lhs=SPEC, rhs=SPEC)

@@ -12,7 +12,7 @@ import mx_jax
 from mx_jax import recipes
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
-from tests.ops.quick import quick
+from tests.quick import quick
 
 RECIPE = recipes.mxfp4()
 NUM = 3

@@ -1,6 +1,7 @@
 """A malformed MXArray is refused wherever one enters, by what its parts are, never by a number."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,17 +14,21 @@ import mx_jax
 from mx_jax import MXArray, recipes
 
 X = np.linspace(-3.0, 3.0, 4 * 64).astype(np.float32).reshape(64, 4)
-MX = mx_jax.quantize(X, "mxfp8_e4m3", axis=0)
-NV = mx_jax.quantize(X, "nvfp4", axis=0)
+MX, NV = "mxfp8_e4m3", "nvfp4"
 ACTIVATIONS = np.ones((2, 64), np.float32)
 RECIPE = recipes.weight_only("mxfp8_e4m3")
 
 
-def scales_of(shape: tuple[int, ...]) -> jax.Array:
-    return jnp.zeros(shape, jnp.uint8)
+@functools.cache
+def quantized(format: str) -> MXArray:
+    return mx_jax.quantize(X, format, axis=0)
 
 
-MALFORMED: dict[str, tuple[MXArray, dict[str, Any], str]] = {
+def scales_of(shape: tuple[int, ...]) -> np.ndarray:
+    return np.zeros(shape, np.uint8)
+
+
+MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "scales of another shape": (
         MX,
         {"scales": scales_of((1, 4))},
@@ -32,12 +37,12 @@ MALFORMED: dict[str, tuple[MXArray, dict[str, Any], str]] = {
     "scales of another rank": (MX, {"scales": scales_of((2, 4, 1))}, r"scales.shape=\(2, 4, 1\)"),
     "scales of another dtype": (
         MX,
-        {"scales": jnp.zeros((2, 4))},
+        {"scales": np.zeros((2, 4), np.float32)},
         "scales must be uint8, got scales.dtype=float32",
     ),
     "codes of another dtype": (
         MX,
-        {"codes": jnp.zeros((64, 4), jnp.int32)},
+        {"codes": np.zeros((64, 4), np.int32)},
         "codes must be uint8, got codes.dtype=int32",
     ),
     "no codes": (MX, {"codes": None}, "codes must be uint8, got codes.dtype=NoneType"),
@@ -47,19 +52,23 @@ MALFORMED: dict[str, tuple[MXArray, dict[str, Any], str]] = {
     "blocks from the front": (MX, {"blocks": ((0, 32),)}, r"from the end, got blocks=\(\(0"),
     "a tensor scale too many": (
         MX,
-        {"tensor_scale": jnp.ones((1, 1))},
+        {"tensor_scale": np.ones((1, 1), np.float32)},
         r"has no tensor scale, got tensor_scale.shape=\(1, 1\)",
     ),
     "no tensor scale": (NV, {"tensor_scale": None}, "missing, got tensor_scale=None"),
     "a tensor scale of another dtype": (
         NV,
-        {"tensor_scale": jnp.ones((1, 1), jnp.bfloat16)},
+        {"tensor_scale": np.ones((1, 1), jnp.bfloat16)},
         "tensor_scale must be float32, got tensor_scale.dtype=bfloat16",
     ),
-    "a tensor scale of another rank": (NV, {"tensor_scale": jnp.ones(())}, r"scale.shape=\(\)"),
+    "a tensor scale of another rank": (
+        NV,
+        {"tensor_scale": np.ones((), np.float32)},
+        r"scale.shape=\(\)",
+    ),
     "a tensor scale along blocks": (
         NV,
-        {"tensor_scale": jnp.ones((64, 1))},
+        {"tensor_scale": np.ones((64, 1), np.float32)},
         r"where no blocks lie, got tensor_scale.shape=\(64, 1\)",
     ),
 }
@@ -86,28 +95,28 @@ ENTRIES: dict[str, Callable[[MXArray], Any]] = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed(name: str):
-    array, parts, match = MALFORMED[name]
+    format, parts, match = MALFORMED[name]
     with pytest.raises(ValueError, match=f"dequantize: a malformed MXArray, format=.*{match}"):
-        mx_jax.dequantize(dataclasses.replace(array, **parts))
+        mx_jax.dequantize(dataclasses.replace(quantized(format), **parts))
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_refused_wherever_it_enters(entry: str):
-    malformed = dataclasses.replace(MX, scales=scales_of((1, 4)))
+    malformed = dataclasses.replace(quantized(MX), scales=scales_of((1, 4)))
     with pytest.raises(ValueError, match=r"a malformed MXArray.* make it with mx_jax.quantize"):
         ENTRIES[entry](malformed)
 
 
 def test_refused_under_jit():
-    malformed = dataclasses.replace(MX, scales=scales_of((1, 4)))
+    malformed = dataclasses.replace(quantized(MX), scales=scales_of((1, 4)))
     with pytest.raises(ValueError, match="matmul: rhs: a malformed MXArray"):
         jax.jit(ENTRIES["matmul"])(malformed)
 
 
 def test_trees_may_hold_anything():
-    assert "MXArray" in repr(dataclasses.replace(MX, scales=scales_of((1, 4))))
+    assert "MXArray" in repr(dataclasses.replace(quantized(MX), scales=scales_of((1, 4))))
     for leaf in (None, object(), 1, jax.ShapeDtypeStruct((3,), "float32")):
-        assert "MXArray" in repr(jax.tree.map(lambda _, leaf=leaf: leaf, MX))
+        assert "MXArray" in repr(jax.tree.map(lambda _, leaf=leaf: leaf, quantized(MX)))
     batched = jax.vmap(lambda x: mx_jax.quantize(x, "nvfp4"))(jnp.ones((3, 4, 32)))
     assert jax.vmap(lambda q: q.dequantize())(batched).shape == (3, 4, 32)
     assert mx_jax.dequantize(batched).shape == (3, 4, 32)

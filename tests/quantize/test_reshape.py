@@ -1,5 +1,7 @@
 """Reshaping keeps blocks whole, or says so; blocks are written into an array and nothing moves."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,37 +14,42 @@ from mx_jax import MXArray
 from mx_jax.formats import WHOLE
 
 
+@functools.cache
 def array(shape: tuple[int, ...], format: str = "mxfp8_e4m3", **how: Any) -> MXArray:
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     return mx_jax.quantize(x, format, **how)
 
 
+# Made where it is needed: every worker of a run reads every file.
+later = functools.partial(functools.partial, array)
+
 RESHAPES = [
-    ("merge rows", array((2, 3, 64)), (6, 64), ((-1, 32),)),
-    ("divide rows", array((6, 64)), (2, 3, 1, 64), ((-1, 32),)),
-    ("merge the blocked axis", array((3, 64)), (192,), ((-1, 32),)),
-    ("divide the blocked axis", array((3, 128)), (3, 2, 64), ((-1, 32),)),
-    ("both", array((2, 2, 64)), (1, 4, 2, 32), ((-1, 32),)),
-    ("blocks along the first", array((64, 2, 3), axis=0), (64, 6), ((-2, 32),)),
-    ("divide the first", array((64, 6), axis=0), (2, 32, 3, 2), ((-3, 32),)),
-    ("a partial block stays", array((2, 3, 40)), (6, 40), ((-1, 32),)),
-    ("two-dimensional blocks", array((64, 32), "mxfp4_2d"), (2, 32, 32), ((-2, 32), (-1, 32))),
-    ("row-wise", array((4, 40), "float8_rowwise_e4m3"), (2, 2, 40), ((-1, WHOLE),)),
-    ("one tensor scale", array((4, 32), "nvfp4"), (2, 64), ((-1, 16),)),
+    ("merge rows", later((2, 3, 64)), (6, 64), ((-1, 32),)),
+    ("divide rows", later((6, 64)), (2, 3, 1, 64), ((-1, 32),)),
+    ("merge the blocked axis", later((3, 64)), (192,), ((-1, 32),)),
+    ("divide the blocked axis", later((3, 128)), (3, 2, 64), ((-1, 32),)),
+    ("both", later((2, 2, 64)), (1, 4, 2, 32), ((-1, 32),)),
+    ("blocks along the first", later((64, 2, 3), axis=0), (64, 6), ((-2, 32),)),
+    ("divide the first", later((64, 6), axis=0), (2, 32, 3, 2), ((-3, 32),)),
+    ("a partial block stays", later((2, 3, 40)), (6, 40), ((-1, 32),)),
+    ("two-dimensional blocks", later((64, 32), "mxfp4_2d"), (2, 32, 32), ((-2, 32), (-1, 32))),
+    ("row-wise", later((4, 40), "float8_rowwise_e4m3"), (2, 2, 40), ((-1, WHOLE),)),
+    ("one tensor scale", later((4, 32), "nvfp4"), (2, 64), ((-1, 16),)),
     (
         "tensor-wise",
-        array((4, 6), "float8_tensorwise_e4m3"),
+        later((4, 6), "float8_tensorwise_e4m3"),
         (3, 1, 8),
         ((-3, WHOLE), (-2, WHOLE), (-1, WHOLE)),
     ),
-    ("as it is", array((1, 1)), (1, 1), ((-1, 32),)),
+    ("as it is", later((1, 1)), (1, 1), ((-1, 32),)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("x", "shape", "blocks"), [c[1:] for c in RESHAPES], ids=[c[0] for c in RESHAPES]
+    ("make", "shape", "blocks"), [c[1:] for c in RESHAPES], ids=[c[0] for c in RESHAPES]
 )
-def test_reshape(x: MXArray, shape: tuple[int, ...], blocks: Any):
+def test_reshape(make: Callable[[], MXArray], shape: tuple[int, ...], blocks: Any):
+    x = make()
     y = x.reshape(shape)
     assert (y.shape, y.blocks) == (shape, blocks)
     np.testing.assert_array_equal(y.dequantize(), x.dequantize().reshape(shape))
@@ -50,23 +57,23 @@ def test_reshape(x: MXArray, shape: tuple[int, ...], blocks: Any):
 
 
 @pytest.mark.parametrize(
-    ("x", "shape"),
+    ("make", "shape"),
     [
-        (array((3, 64)), (12, 16)),
-        (array((3, 40)), (120,)),
-        (array((64, 3), axis=0), (192,)),
-        (array((64, 64), "mxfp4_2d"), (4096,)),
-        (array((4, 40), "float8_rowwise_e4m3"), (160,)),
-        (array((4, 40), "float8_rowwise_e4m3"), (4, 2, 20)),
-        (array((0, 64)), (64, 0)),
+        (later((3, 64)), (12, 16)),
+        (later((3, 40)), (120,)),
+        (later((64, 3), axis=0), (192,)),
+        (later((64, 64), "mxfp4_2d"), (4096,)),
+        (later((4, 40), "float8_rowwise_e4m3"), (160,)),
+        (later((4, 40), "float8_rowwise_e4m3"), (4, 2, 20)),
+        (later((0, 64)), (64, 0)),
     ],
-    ids=lambda value: value.format.name if isinstance(value, MXArray) else str(value),
+    ids=lambda value: str(getattr(value, "args", value)),
 )
-def test_blocks_that_would_be_cut(x: MXArray, shape: tuple[int, ...]):
+def test_blocks_that_would_be_cut(make: Callable[[], MXArray], shape: tuple[int, ...]):
     with pytest.raises(
         ValueError, match=r"MXArray.reshape: .* would cut blocks.* dequantize\(\) first"
     ):
-        x.reshape(shape)
+        make().reshape(shape)
 
 
 def test_bad_shapes():

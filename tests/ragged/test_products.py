@@ -16,14 +16,13 @@ from mx_jax.formats import FLOAT8_TENSORWISE_E5M2, MXFP4, MXFP6_E3M2, MXFP8_E4M3
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, Residuals, operand
 from mx_jax.reference.ragged import ragged_rows
+from tests.quick import quick
 
 # One shape for every cast of the loop, so that each operand spec compiles once.
 SIZE = 40
 GROUP_SIZES = (13, 0, 1, 18)
 HIGH = MatmulSpec(lhs=None, rhs=None)
 SIGNS = (1, -1, -1, 1)
-# Programs that run once on a few numbers: what LLVM could save is less than what it costs.
-compile = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 class Products(NamedTuple):
@@ -69,7 +68,7 @@ def caster(spec):
         options = {"scale_rule": spec.scale_rule, "tensor_scale": tensor_scale}
         return mx_jax.quantize(x, spec.format, **options).dequantize()
 
-    return compile(values)
+    return quick(values)
 
 
 def products_of_groups(spec, lefts, rights):
@@ -103,7 +102,7 @@ def loop(recipe, lhs, rhs, group_sizes, g) -> tuple[Products, Products]:
 
 
 def run(recipe, lhs, rhs, group_sizes, g, key=None) -> Products:
-    @compile
+    @quick
     def all_three(lhs, rhs, group_sizes, g):
         def product(lhs, rhs):
             return ragged_dot(lhs, rhs, group_sizes, recipe=recipe, key=key)
@@ -194,7 +193,7 @@ def mxfp4_products():
     """One compiled program for every group size."""
     recipe = uniform(operand(MXFP4.with_block(8), scale_rule="even"))
 
-    @compile
+    @quick
     def products(lhs, rhs, group_sizes, g):
         output, vjp = jax.vjp(lambda x, w: ragged_dot(x, w, group_sizes, recipe=recipe), lhs, rhs)
         return output, *vjp(g)
@@ -249,7 +248,7 @@ def test_clipped_values_get_no_gradient(rng: np.random.Generator):
     actual = run(recipe, lhs, rhs, GROUP_SIZES, g)
     expected, sums = loop(recipe, lhs, rhs, GROUP_SIZES, g)
 
-    @compile
+    @quick
     def scales(x):
         return mx_jax.quantize(x, spec.format, scale_rule=spec.scale_rule).scales
 
@@ -272,8 +271,8 @@ def test_clipped_values_get_no_gradient(rng: np.random.Generator):
 @pytest.mark.parametrize("unit", [1, 4, 6])
 def test_layout(unit: int, rng: np.random.Generator):
     m, num_groups = 23, 5
-    layout = compile(lambda sizes: dataclasses.astuple(ragged_rows(sizes, m, unit))[1:])
-    place = compile(lambda sizes, x: ragged_rows(sizes, m, unit).place(x))
+    layout = quick(lambda sizes: dataclasses.astuple(ragged_rows(sizes, m, unit))[1:])
+    place = quick(lambda sizes, x: ragged_rows(sizes, m, unit).place(x))
     x = rng.standard_normal((m, 2)).astype(np.float32)
     for _ in range(20):
         asked = rng.multinomial(rng.integers(0, m + 9), rng.dirichlet([0.4] * num_groups))

@@ -16,6 +16,7 @@ from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, Residuals, operand
 from mx_jax.reference import ragged
 from mx_jax.reference.ragged import ragged_rows
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.quick import quick
 
 M, K, N, GROUPS = 12, 16, 8, 3
 SPEC = operand(MXFP4.with_block(8), scale_rule="even")
@@ -29,8 +30,6 @@ def recipe_of(spec, name="uniform", **fields) -> Recipe:
 
 RECIPE = recipe_of(SPEC)
 HIGH = mx_jax.recipes.high_precision()
-# Programs that run once on a few numbers: what LLVM could save is less than what it costs.
-compile = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def products(lhs, rhs, group_sizes, g):
@@ -39,7 +38,7 @@ def products(lhs, rhs, group_sizes, g):
     return output, *vjp(g)
 
 
-compiled = compile(products)
+compiled = quick(products)
 
 
 def draw(rng, *batch):
@@ -94,7 +93,7 @@ def test_vmap(axes, rng: np.random.Generator):
         one if axis is None else np.moveaxis(batch, 0, axis)
         for one, batch, axis in zip(ones, batches, axes, strict=True)
     ]
-    actual = compile(jax.vmap(products, axes))(*operands)
+    actual = quick(jax.vmap(products, axes))(*operands)
     for i in range(2):
         chosen = [
             one if axis is None else batch[i]
@@ -106,7 +105,7 @@ def test_vmap(axes, rng: np.random.Generator):
 def test_vmap_twice(rng: np.random.Generator):
     lhs, rhs, sizes, g = draw(rng, 2, 3)
     inner = jax.vmap(products, (0, None, None, 0))
-    actual = compile(jax.vmap(inner, (0, 0, None, 0)))(lhs, rhs[:, 0], sizes[0, 0], g)
+    actual = quick(jax.vmap(inner, (0, 0, None, 0)))(lhs, rhs[:, 0], sizes[0, 0], g)
     for i in range(2):
         for j in range(3):
             expected = compiled(lhs[i, j], rhs[i, 0], sizes[0, 0], g[i, j])
@@ -129,8 +128,8 @@ def test_remat_and_scan(rng: np.random.Generator):
         y, vjp = jax.vjp(lambda x, w: jnp.tanh(ragged_dot(x, w, sizes, recipe=RECIPE)), x, w)
         return y, *vjp(g)
 
-    one = compile(one)
-    actual = compile(jax.grad(scanned, (0, 1)))(lhs, weights)
+    one = quick(one)
+    actual = quick(jax.grad(scanned, (0, 1)))(lhs, weights)
     middle, _, _ = one(lhs, weights[0], g)
     _, middle_bar, last_bar = one(middle, weights[1], g)
     _, lhs_bar, first_bar = one(lhs, weights[0], middle_bar)
@@ -149,7 +148,7 @@ def test_nothing_to_multiply(shape):
 def test_narrow_group_sizes_do_not_overflow(rng: np.random.Generator):
     lhs = rng.standard_normal((300, 8), np.float32)
     rhs = rng.standard_normal((2, 8, 1), np.float32)
-    dot = compile(functools.partial(ragged_dot, recipe=recipe_of(None)))
+    dot = quick(functools.partial(ragged_dot, recipe=recipe_of(None)))
     narrow, wide = (dot(lhs, rhs, np.array([200, 100], t)) for t in (np.uint8, np.int32))
     assert_bitwise_equal(narrow, wide)
     assert (narrow != 0).all()
@@ -165,7 +164,7 @@ def quantized(x, axis):
 def test_quantized_operands(rng: np.random.Generator):
     lhs, rhs, sizes, g = draw(rng)
 
-    @compile
+    @quick
     def through_quantize(lhs, rhs):
         def product(lhs, rhs):
             lhs, rhs = quantized(lhs, -1), quantized(rhs, -2)
@@ -181,9 +180,9 @@ def test_quantized_operands(rng: np.random.Generator):
 
 def test_a_stored_weight(rng: np.random.Generator):
     lhs, rhs, sizes, g = draw(rng)
-    stored = compile(quantized, static_argnums=1)(rhs, -2)
+    stored = quick(quantized, static_argnums=1)(rhs, -2)
 
-    @compile
+    @quick
     def through_stored(lhs, stored):
         output, vjp = jax.vjp(lambda x: ragged_dot(x, stored, sizes, recipe=RECIPE), lhs)
         high = ragged_dot(lhs, stored, sizes, recipe=HIGH)
@@ -236,7 +235,7 @@ def exact_products(lhs, rhs, g):
 def rounded(request: pytest.FixtureRequest):
     """The products of one operand after another, rounded with many keys at a time."""
     one_key = functools.partial(rounded_products, request.param)
-    return compile(jax.vmap(one_key, (None, None, None, 0)))
+    return quick(jax.vmap(one_key, (None, None, None, 0)))
 
 
 NUM_KEYS = 256
@@ -273,7 +272,7 @@ def test_rows_draw_their_bits_whatever_their_group(rng: np.random.Generator):
     lhs, rhs, _, g = draw(rng)
     rhs = np.broadcast_to(rhs[:1], rhs.shape)
 
-    @compile
+    @quick
     def rounded(sizes):
         return jax.vjp(
             lambda x: ragged_dot(x, rhs, sizes, recipe=STOCHASTIC, key=jax.random.key(0)), lhs
@@ -291,7 +290,7 @@ def test_signs_are_drawn_from_the_key_and_cancel(rng: np.random.Generator):
     both = MatmulSpec(lhs=spec, rhs=spec, transform=Hadamard(size=8, signs=None))
     recipe = recipe_of(spec, fwd=both, dlhs=both, drhs=both)
     lhs, rhs, _, g = draw(rng)
-    rounded = compile(functools.partial(rounded_products, recipe))
+    rounded = quick(functools.partial(rounded_products, recipe))
     once, again, other = (rounded(lhs, rhs, g, jax.random.key(seed)) for seed in (0, 0, 1))
     for array, same, different, exact in zip(
         once, again, other, exact_products(lhs, rhs, g), strict=True

@@ -11,7 +11,7 @@ import numpy as np
 import mx_jax
 from mx_jax import recipes
 from mx_jax.recipes import Recipe
-from tests.nn.layers import quick
+from tests.quick import quick
 
 HEADS, TIME, FEATURES = 2, 40, 64
 RECIPE = recipes.mxfp8()

@@ -1,0 +1,19 @@
+"""jit for tests: compiling is what takes their time, so it optimizes less.
+
+Data that need no rounding come out the same, and so do two runs of one program. Not for tests of
+rounding, of speed, or of what XLA makes of a program: they keep a user's compiler.
+"""
+
+import functools
+
+import jax
+
+OPTIONS: dict[str, bool | int] = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+if jax.__version_info__ < (0, 11):
+    # Emits LLVM's code without MLIR in between. Newer versions have no such option.
+    OPTIONS["xla_cpu_use_fusion_emitters"] = False
+
+quick = functools.partial(jax.jit, compiler_options=OPTIONS)
