@@ -234,7 +234,9 @@ class TestProducts:
 
         results = with_products(function, multiply, "f")(*args)
         jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-5), results, function(*args)
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+            results,
+            function(*args),
         )
         return kernels
 
