@@ -1,0 +1,105 @@
+"""The numeric core, module by module, and the tests that are to find a change of it.
+
+Quick tests come first: each mutant runs them in this order, up to the first that fails.
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def path_of(module: str) -> Path:
+    """A module's file."""
+    return (ROOT / module.replace(".", "/")).with_suffix(".py")
+
+
+def _jit(*names: str) -> tuple[str, ...]:
+    """Golden arrays, of the published ones, through the caller's jit."""
+    return tuple(f"tests/conformance/test_quantized.py::test_jit[{name}]" for name in names)
+
+
+_FORMATS = (
+    "tests/formats",
+    *(
+        f"tests/extending/test_element_format.py::{name}"
+        for name in ("test_facts_that_make_no_format", "test_the_ends_of_what_float32_holds")
+    ),
+)
+_TABLES = tuple(
+    f"tests/conformance/test_tables.py::{name}[jit]"
+    for name in ("test_cast", "test_cast_without_saturation", "test_decode", "test_decode_e8m0")
+)
+_EDGES = _jit("edges_f32-fp4_e2m1_b32", "nvfp4-f32_0")
+_RULES = (
+    "tests/quantize/test_scale_rules.py",
+    "tests/quantize/test_power_of_two.py",
+    "tests/quantize/test_float_scales.py",
+)
+_SHARDED = tuple(
+    f"tests/ops/test_sharding.py::{name}"
+    for name in ("test_shard_map", "test_out_sharding", "test_explicit_sharding[mxfp4]")
+)
+_MALFORMED = (
+    # Another test of the file needs the C++ library.
+    *(
+        f"tests/quantize/test_malformed.py::{name}"
+        for name in ("test_malformed", "test_refused_wherever_it_enters")
+    ),
+)
+_RAGGED = tuple(
+    f"tests/ragged/test_products.py::{name}"
+    for name in (
+        "test_layout",
+        "test_group_sizes_beyond_the_rows_are_cut_off",
+        "test_products_of_a_loop_over_groups[float8 rowwise]",
+        "test_products_of_a_loop_over_groups[mxfp4, 4 x 8]",
+        "test_saved_codes_are_quantized_anew",
+    )
+)
+
+CORE: dict[str, tuple[str, ...]] = {
+    "mx_jax.formats.block": _FORMATS,
+    "mx_jax.formats.element": _FORMATS,
+    "mx_jax.formats.lookup": _FORMATS,
+    "mx_jax.formats.scale": _FORMATS,
+    "mx_jax.codecs.blocks": ("tests/codecs/test_blocks.py",),
+    "mx_jax.codecs.element": (*_TABLES, "tests/codecs/test_element.py"),
+    "mx_jax.codecs.explicit_axes": _SHARDED,
+    "mx_jax.codecs.float32": (
+        "tests/codecs/test_float32.py",
+        "tests/quantize/test_mxarray.py::test_dequantize_gives_back_the_dtype",
+    ),
+    "mx_jax.codecs.indexing": ("tests/quantize/test_indexing.py",),
+    "mx_jax.codecs.invariants": _MALFORMED,
+    "mx_jax.codecs.packing": ("tests/codecs/test_packing.py",),
+    "mx_jax.codecs.reshaping": ("tests/quantize/test_reshape.py",),
+    "mx_jax.codecs.rounding": (
+        "tests/codecs/test_rounding.py",
+        _TABLES[0],
+        "tests/conformance/test_tables.py::test_stochastic_rounding_with_given_bits[jit]",
+        "tests/codecs/test_element.py::test_stochastic_with_given_bits",
+        "tests/codecs/test_element.py::test_ties_and_their_neighbours",
+    ),
+    "mx_jax.codecs.scale": ("tests/codecs/test_scale.py", *_EDGES),
+    "mx_jax.codecs.tiny": (
+        "tests/quantize/test_tiny_tensors.py",
+        "tests/quantize/test_float_scales.py::test_nvfp4_of_tiny_and_huge_tensors",
+    ),
+    "mx_jax.codecs.updating": (
+        "tests/quantize/test_reshape.py::test_what_at_refuses",
+        "tests/quantize/test_reshape.py::test_at_sets_whole_blocks",
+        "tests/quantize/test_reshape.py::test_a_cache_takes_rows",
+        "tests/quantize/test_reshape.py::test_whole_blocks_along_a_blocked_axis",
+        "tests/quantize/test_reshape.py::test_a_tensor_scale_is_never_left_behind",
+    ),
+    "mx_jax.codecs.varying": ("tests/ops/test_sharding.py::test_shard_map",),
+    "mx_jax.reference.hadamard": ("tests/reference/test_hadamard.py",),
+    "mx_jax.reference.matmul": ("tests/reference/test_matmul.py",),
+    "mx_jax.reference.quantize": (*_EDGES, *_RULES[2:]),
+    "mx_jax.reference.ragged": _RAGGED,
+    "mx_jax.reference.scale_functions": _RULES,
+    "mx_jax.reference.scale_rules": _RULES,
+    "mx_jax.axes": ("tests/reference/test_axes.py",),
+    "mx_jax.ops.clipping": ("tests/ops/test_clipping.py",),
+    "mx_jax.ops.keys": ("tests/ops/test_keys.py",),
+}

@@ -1,0 +1,49 @@
+"""What is known of each mutant: a file to which every outcome is added, so that a run resumes."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from tests.mutation.mutants import Mutant
+from tests.mutation.server import Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """One line of the file.
+
+    Attributes:
+      id: of the mutant.
+      killed: whether a test failed.
+      test: which one.
+      seconds: of CPU.
+    """
+
+    id: str
+    killed: bool
+    test: str
+    seconds: float
+
+
+class Session:
+    """Outcomes by mutant, on disk.
+
+    A killed mutant stays killed while its module stays as it is; a survivor is tried again on
+    demand, once there are new tests.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self._known = {known.id: known for known in (Known(**json.loads(line)) for line in lines)}
+
+    def get(self, mutant: Mutant) -> Known | None:
+        return self._known.get(mutant.id)
+
+    def add(self, mutant: Mutant, outcome: Outcome) -> Known:
+        known = Known(mutant.id, not outcome.passed, outcome.test, round(outcome.seconds, 2))
+        self._known[known.id] = known
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(known)) + "\n")
+        return known
