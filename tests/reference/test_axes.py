@@ -1,0 +1,116 @@
+"""Where operands hold their axes, and which product gives a cotangent; no array is compiled."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.formats import (
+    FLOAT8_ROWWISE_E4M3,
+    FLOAT8_TENSORWISE_E4M3,
+    MXFP4,
+    MXFP4_2D,
+    NVFP4,
+    WHOLE,
+)
+
+TWO_OF_EACH = Axes((0, 1), (2, 3), (4, 5))
+K_FIRST = Axes((0, 1), (4, 5), (2, 3))
+
+
+def test_canonical_orders():
+    assert Axes.ordered() == Axes((), (0,), (1,))
+    assert Axes.ordered(k_first=True) == Axes((), (1,), (0,))
+    assert Axes.ordered(batch=2, kept=2, contracting=2) == TWO_OF_EACH
+    assert Axes.ordered(batch=2, kept=2, contracting=2, k_first=True) == K_FIRST
+    assert Axes.ordered(batch=1, kept=1, contracting=2) == Axes((0,), (1,), (2, 3))
+    assert Axes.ordered(kept=2, contracting=1, k_first=True) == Axes((), (1, 2), (0,))
+
+
+def test_facts():
+    for axes, k_first in ((TWO_OF_EACH, False), (K_FIRST, True)):
+        assert (axes.ndim, axes.k_first, axes.is_canonical) == (6, k_first, True)
+        assert axes.order == (0, 1, 2, 3, 4, 5)
+        assert axes.sizes((2, 3, 4, 5, 6, 7)) == (
+            ((2, 3), (6, 7), (4, 5)) if k_first else ((2, 3), (4, 5), (6, 7))
+        )
+    assert (TWO_OF_EACH.block_axis, K_FIRST.block_axis) == (-1, -3)
+    assert TWO_OF_EACH.exchanged() == K_FIRST
+    mixed = Axes((2,), (3,), (0, 1))
+    assert (mixed.ndim, mixed.k_first, mixed.is_canonical) == (4, True, False)
+    assert (mixed.order, mixed.block_axis) == ((2, 0, 1, 3), -3)
+    # Which comes first is asked of the first axis of each group; without kept axes, nothing does.
+    assert not Axes((), (0, 2), (1,)).k_first
+    assert Axes((), (1,), (0, 2)).k_first
+    assert not Axes((), (), (0, 1)).k_first
+
+
+def test_as_matrices():
+    x = np.arange(2 * 3 * 4 * 5 * 6 * 7).reshape(2, 3, 4, 5, 6, 7)
+    assert TWO_OF_EACH.as_matrices(x).shape == (2, 3, 20, 42)  # pyright: ignore
+    assert K_FIRST.as_matrices(x).shape == (2, 3, 20, 42)  # pyright: ignore
+    assert Axes.ordered(kept=2, k_first=True).as_matrices(x[0, 0, 0]).shape == (5, 42)  # pyright: ignore
+    assert Axes.ordered(kept=2).as_matrices(x[0, 0, 0]).shape == (30, 7)  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("format", "blocks", "k_first"),
+    [
+        (MXFP4, ((-1, 32),), ((-3, 32),)),
+        (NVFP4, ((-1, 16),), ((-3, 16),)),
+        (MXFP4_2D, ((-3, 32), (-1, 32)), ((-3, 32), (-1, 32))),
+        (MXFP4.with_block(1), (), ()),
+        (FLOAT8_ROWWISE_E4M3, ((-2, WHOLE), (-1, WHOLE)), ((-4, WHOLE), (-3, WHOLE))),
+        (
+            FLOAT8_TENSORWISE_E4M3,
+            tuple((axis, WHOLE) for axis in range(-6, 0)),
+            tuple((axis, WHOLE) for axis in range(-6, 0)),
+        ),
+    ],
+)
+def test_blocks(format, blocks, k_first):
+    assert TWO_OF_EACH.blocks(format) == blocks
+    assert K_FIRST.blocks(format) == k_first
+
+
+def dot_general(lhs: np.ndarray, rhs: np.ndarray, axes: ProductAxes) -> np.ndarray:
+    """As `jax.lax.dot_general`, by einsum."""
+    (k_lhs, k_rhs), (b_lhs, b_rhs) = axes.dimension_numbers
+    letters = iter("abcdefghijklmnopqrstuvwxyz")
+    left = {axis: next(letters) for axis in range(lhs.ndim)}
+    right = dict(zip((*k_rhs, *b_rhs), (left[a] for a in (*k_lhs, *b_lhs)), strict=True))
+    right |= {axis: next(letters) for axis in range(rhs.ndim) if axis not in right}
+    out = [left[a] for a in b_lhs]
+    out += [left[a] for a in axes.lhs.kept] + [right[a] for a in axes.rhs.kept]
+    subscripts = ["".join(side[a] for a in range(len(side))) for side in (left, right)]
+    return np.einsum(f"{subscripts[0]},{subscripts[1]}->{''.join(out)}", lhs, rhs)
+
+
+BATCH, M, N, K = (2,), (3, 4), (5,), (6, 7)
+
+
+def operand(kept: tuple[int, ...], k_first: bool) -> tuple[Axes, np.ndarray]:
+    axes = Axes.ordered(batch=1, kept=len(kept), contracting=2, k_first=k_first)
+    shape = (*BATCH, *((*K, *kept) if k_first else (*kept, *K)))
+    return axes, np.random.default_rng(len(kept)).integers(-9, 9, shape)
+
+
+@pytest.mark.parametrize("side", ["lhs", "rhs"])
+def test_cotangents(side: Side):
+    """<g, product(d, other)> = <cotangent, d> for every d, in d's own order of axes."""
+    for k_firsts in itertools.product((False, True), repeat=2):
+        (lhs_axes, lhs), (rhs_axes, rhs) = map(operand, (M, N), k_firsts)
+        axes = ProductAxes(lhs_axes, rhs_axes)
+        g = np.random.default_rng(7).integers(-9, 9, (*BATCH, *M, *N))
+        assert axes.ndim == g.ndim == 4
+        of, g_is_left = axes.cotangent(side)
+        own, other = (lhs, rhs) if side == "lhs" else (rhs, lhs)
+        bar = dot_general(g, other, of) if g_is_left else dot_general(other, g, of)
+        assert bar.shape == own.shape
+        step = np.random.default_rng(8).integers(-9, 9, own.shape)
+        moved = dot_general(step, rhs, axes) if side == "lhs" else dot_general(lhs, step, axes)
+        assert (g * moved).sum() == (bar * step).sum()
+        # Every group in canonical order: backends take nothing else.
+        assert of.lhs.is_canonical and of.rhs.is_canonical
+        assert g_is_left is not (k_firsts[0] if side == "lhs" else k_firsts[1])

@@ -1,0 +1,68 @@
+"""The block Hadamard transform: its matrix, its signs, and what it is along an axis."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mx_jax.reference import hadamard
+from mx_jax.reference.hadamard import Hadamard
+
+SIGNS = np.float32([1, -1, -1, 1])
+
+
+def sylvester(size: int) -> np.ndarray:
+    """(-1)^(number of ones in i & j) / sqrt(size)."""
+    ones = [[(i & j).bit_count() for j in range(size)] for i in range(size)]
+    return np.float32((-1.0) ** np.array(ones) / math.sqrt(size))
+
+
+@pytest.mark.parametrize("size", [2, 4, 16, 128])
+def test_matrix(size: int):
+    matrix = hadamard.matrix(size)
+    assert matrix.dtype == np.float32
+    np.testing.assert_array_equal(matrix, sylvester(size))
+
+
+@pytest.mark.parametrize("size", [-2, 0, 1, 3, 12])
+def test_a_size_is_a_power_of_two_above_one(size: int):
+    with pytest.raises(ValueError, match=f"must be a power of two above 1, got size={size}"):
+        Hadamard(size=size, signs=None)
+
+
+def test_signs_are_one_each():
+    assert Hadamard(size=2, signs=(1, -1)).signs == (1, -1)
+    for signs in ((1,), (1, -1, 1), (1, 0), (2, 1)):
+        with pytest.raises(ValueError, match="needs size=2 signs of 1 or -1, got signs="):
+            Hadamard(size=2, signs=signs)
+    with pytest.raises(TypeError, match="size must be an int, got size=True"):
+        Hadamard(size=True, signs=None)
+
+
+def test_where_signs_come_from():
+    fixed, drawn = Hadamard(size=2, signs=(1, -1)), Hadamard(size=2, signs=None)
+    assert (fixed.is_random, drawn.is_random) == (False, True)
+    assert hadamard.seeded(8, seed=3) == Hadamard(size=8, signs=(-1, 1, 1, 1, -1, 1, 1, -1))
+    given = hadamard.draw_signs(fixed, None)
+    assert given.dtype == jnp.float32 and np.asarray(given).tolist() == [1, -1]
+    key = jax.random.key(0)
+    many = np.asarray(hadamard.draw_signs(Hadamard(size=64, signs=None), key))
+    expected = np.asarray(jax.random.bernoulli(key, jnp.float32(0.5), (64,)))
+    np.testing.assert_array_equal(many, np.where(expected, np.float32(1), np.float32(-1)))
+
+
+def test_transform_along_an_axis():
+    """In float32, from any dtype; what fills the last group up is transformed with it."""
+    x = np.random.default_rng(0).integers(-8, 8, (3, 6, 2)).astype(np.float32)
+    padded = np.pad(x, ((0, 0), (0, 2), (0, 0))).reshape(3, 2, 4, 2)
+    expected = np.einsum("agij,ik->agkj", padded * SIGNS[:, None], sylvester(4)).reshape(3, 8, 2)
+    turned = hadamard.apply(jnp.bfloat16(x), jnp.asarray(SIGNS), axis=1)
+    assert turned.dtype == jnp.float32
+    np.testing.assert_array_equal(turned, expected)
+    np.testing.assert_array_equal(hadamard.invert(turned, jnp.asarray(SIGNS), 6, axis=1), x)
+    # By default along the last axis; shorter than a group too.
+    last = hadamard.apply(jnp.asarray(x[0, :2]), jnp.asarray(SIGNS))
+    np.testing.assert_array_equal(last, np.pad(x[0, :2], ((0, 0), (0, 2))) * SIGNS @ sylvester(4))
+    np.testing.assert_array_equal(hadamard.invert(last, jnp.asarray(SIGNS), 2), x[0, :2])
