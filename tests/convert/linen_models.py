@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
+import numpy as np
 
 import mx_jax
 from mx_jax.recipes import Recipe
@@ -187,5 +187,5 @@ MODELS: dict[str, tuple[Callable[[Layers], nn.Module], int]] = {
 }
 
 
-def example_input() -> jax.Array:
-    return jax.random.normal(jax.random.key(7), (2, 3, WIDTH))
+def example_input() -> np.ndarray:
+    return np.random.default_rng(7).standard_normal((2, 3, WIDTH), np.float32)

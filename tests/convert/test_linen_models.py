@@ -12,6 +12,7 @@ import pytest
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule
+from tests.quick import quick
 
 from .linen_models import FLAX, MODELS, by_hand, example_input
 
@@ -41,8 +42,8 @@ def test_converted_models(name: str):
     make, num_layers = MODELS[name]
     model, x = make(FLAX), example_input()
     converted = convert.linen(model, Rule(".*", MXFP8))
-    variables = jax.jit(model.init)(jax.random.key(0), x)
-    assert_same_bits(jax.jit(converted.init)(jax.random.key(0), x), variables)
+    variables = quick(model.init)(jax.random.key(0), x)
+    assert_same_bits(quick(converted.init)(jax.random.key(0), x), variables)
 
     # Equal programs give equal bits, and comparing them compiles nothing.
     assert program(converted, variables, x) == program(make(by_hand(MXFP8)), variables, x)
@@ -59,8 +60,8 @@ def test_converted_models(name: str):
 def test_converted_models_run(name: str):
     make, num_layers = MODELS[name]
     model, x = make(FLAX), example_input()
-    variables = jax.jit(model.init)(jax.random.key(0), x)
-    compiled = jax.jit(run, static_argnums=0)
+    variables = quick(model.init)(jax.random.key(0), x)
+    compiled = quick(run, static_argnums=0)
     converted = compiled(convert.linen(model, Rule(".*", MXFP8)), variables, x)
     assert_same_bits(converted, compiled(make(by_hand(MXFP8)), variables, x))
     original = compiled(model, variables, x)
@@ -74,7 +75,7 @@ def test_converted_models_run(name: str):
 def test_rules_go_by_path_below_nn_jit():
     # Flax compiles equal modules below nn.jit once, wherever they are.
     model, x = MODELS["jit"][0](FLAX), example_input()
-    variables = jax.jit(model.init)(jax.random.key(0), x)
+    variables = quick(model.init)(jax.random.key(0), x)
     outputs = {
         pattern: convert.linen(model, Rule(pattern, MXFP8)).apply(variables, x)
         for pattern in ("first/.*", "second/.*")
