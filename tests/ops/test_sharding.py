@@ -10,6 +10,7 @@ import mx_jax
 from mx_jax import recipes
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
+from tests.quick import quick
 
 P = PartitionSpec
 RECIPE = recipes.mxfp4()
@@ -37,7 +38,7 @@ def value_and_grads(x, w, g, recipe=RECIPE, **options):
 
 @pytest.fixture(scope="module")
 def expected(arrays) -> list[jax.Array]:
-    return jax.jit(value_and_grads)(*arrays)
+    return quick(value_and_grads)(*arrays)
 
 
 def check(actual, expected) -> None:
@@ -61,7 +62,7 @@ def test_sharded_operands(mesh: Mesh, arrays, expected, x_spec, w_spec):
     x, w, g = arrays
     x = jax.device_put(x, NamedSharding(mesh, x_spec))
     w = jax.device_put(w, NamedSharding(mesh, w_spec))
-    check(jax.jit(value_and_grads)(x, w, g), expected)
+    check(quick(value_and_grads)(x, w, g), expected)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -112,7 +113,7 @@ def test_shard_map(mesh: Mesh, arrays, expected, check_vma: bool):
         check_vma=check_vma,
     )
     # Two shares of 32 tokens, one block each: so dw is the same sum of the same casts.
-    check(jax.jit(shards)(*arrays), expected)
+    check(quick(shards)(*arrays), expected)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +133,13 @@ def test_explicit_sharding(recipe, arrays):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     x, w, g = arrays
     options = {"key": jax.random.key(0)} if recipe.is_stochastic else {}
-    run = jax.jit(lambda *a: value_and_grads(*a, recipe=recipe, **options))
-    expected = run(x, w, g)
+    run = quick(lambda *a, **options: value_and_grads(*a, recipe=recipe, **options))
+    expected = run(x, w, g, **options)
     with jax.set_mesh(mesh):
         x = jax.device_put(x, NamedSharding(mesh, P("data", None)))
         w = jax.device_put(w, NamedSharding(mesh, P(None, "model")))
         g = jax.device_put(g, NamedSharding(mesh, P("data", "model")))
-        actual = run(x, w, g)
+        actual = run(x, w, g, **options)
     assert [result.sharding.spec for result in actual] == [
         P("data", "model"),
         P("data", None),
