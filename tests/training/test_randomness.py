@@ -53,8 +53,8 @@ def test_stochastic_rounding_is_unbiased(format):
     reachable = np.abs(x) <= np.abs(low) + quantum
     assert reachable.mean() > 0.95 if format == "nvfp4" else reachable.all()
     mean = np.asarray(total(jax.random.split(jax.random.key(2), num_draws))) / num_draws
-    # 16 random bits leave a bias of at most 2^-16 of a quantum, float32 sums of 1024 values an error
-    # of at most 1024 times 2^-24.
+    # 16 random bits leave a bias of at most 2^-16 of a quantum; a float32 sum of 1024 values is off
+    # by at most 1024 times 2^-24.
     slack = quantum * 2.0**-16 + np.abs(x) * 2.0**-14
     assert (np.abs(mean - x) <= 5 * quantum / 2 / math.sqrt(num_draws) + slack)[reachable].all()
 
