@@ -7,6 +7,7 @@ run that was interrupted goes on where it stopped. Exit status 1: the score is b
 import argparse
 import datetime
 import fnmatch
+import hashlib
 import json
 import platform
 import random
@@ -19,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tests.mutation import report, server
-from tests.mutation.core import CORE, ROOT
+from tests.mutation.core import CORE, ROOT, path_of
 from tests.mutation.mutants import Mutant, Place, draw
 from tests.mutation.operators import check, mutate, places
 from tests.mutation.session import Session
@@ -86,7 +87,6 @@ def run(
     random.Random(args.seed).shuffle(drawn)
     started, results = datetime.datetime.now(), []
     server.prepare(args.folder)
-    limits: dict[str, float] = {}
     columns = [BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
         task = progress.add_task("", total=len(drawn))
@@ -95,12 +95,12 @@ def run(
             mutant = mutate(place)
             if mutant is None:
                 continue
-            known = session.get(mutant)
+            known = session.get(mutant.id)
             if known is None or (args.again and not known.killed):
                 spent = (datetime.datetime.now() - started).total_seconds()
                 if args.minutes is not None and spent > 60 * args.minutes:
                     return results, False
-                known = session.add(mutant, try_out(mutant, limits))
+                known = session.add(mutant.id, try_out(mutant, session))
                 if not known.killed:
                     progress.print(
                         f"survives: {place.module}:{place.line}\n  - {mutant.before}"
@@ -113,15 +113,25 @@ def run(
     return results, True
 
 
-def try_out(mutant: Mutant, limits: dict[str, float]) -> server.Outcome:
+def try_out(mutant: Mutant, session: Session) -> server.Outcome:
     """Run the module's tests, which pass without the mutant, and show how long they take."""
     module = mutant.place.module
-    if module not in limits:
-        whole = server.run(module, None, CORE[module], 600)
+    tests, unchanged = CORE[module], f"{module}:unchanged:{digest(module)}"
+    known = session.get(unchanged)
+    if known is None:
+        whole = server.run(module, None, tests, 600)
         if not whole.passed:
             raise SystemExit(f"{module}: tests fail without a mutant\n{whole.output}")
-        limits[module] = 3 * whole.seconds + 20
-    return server.run(module, mutant.source, CORE[module], limits[module])
+        known = session.add(unchanged, whole)
+    return server.run(module, mutant.source, tests, 3 * known.seconds + 20)
+
+
+def digest(module: str) -> str:
+    """Of a module and the tests that run for it."""
+    files = [path_of(module)]
+    for path in sorted({ROOT / test.partition("::")[0] for test in CORE[module]}):
+        files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def show(counts: dict[str, int], results: list[report.Result]) -> None:

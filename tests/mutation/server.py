@@ -147,7 +147,7 @@ class _FirstFailure:
 
     def _note(self, report: Any) -> None:
         if report.failed:
-            self.path.write_text(json.dumps(report.nodeid))
+            self.path.write_text(json.dumps(report.nodeid or "importing"))
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -4,7 +4,6 @@ import dataclasses
 import json
 from pathlib import Path
 
-from tests.mutation.mutants import Mutant
 from tests.mutation.server import Outcome
 
 
@@ -13,7 +12,7 @@ class Known:
     """One line of the file.
 
     Attributes:
-      id: of the mutant.
+      id: of the mutant, or of a module without one.
       killed: whether a test failed.
       test: which one.
       seconds: of CPU.
@@ -37,11 +36,11 @@ class Session:
         lines = path.read_text().splitlines() if path.exists() else []
         self._known = {known.id: known for known in (Known(**json.loads(line)) for line in lines)}
 
-    def get(self, mutant: Mutant) -> Known | None:
-        return self._known.get(mutant.id)
+    def get(self, id: str) -> Known | None:
+        return self._known.get(id)
 
-    def add(self, mutant: Mutant, outcome: Outcome) -> Known:
-        known = Known(mutant.id, not outcome.passed, outcome.test, round(outcome.seconds, 2))
+    def add(self, id: str, outcome: Outcome) -> Known:
+        known = Known(id, not outcome.passed, outcome.test, round(outcome.seconds, 2))
         self._known[known.id] = known
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:

@@ -70,14 +70,14 @@ def test_change_is_one_line():
 def test_a_session_resumes(tmp_path: Path):
     path = tmp_path / "build" / "session.jsonl"
     first = Session(path)
-    assert first.get(mutant(1)) is None
-    first.add(mutant(1), Outcome(True, "", 1.0))
-    first.add(mutant(2), Outcome(False, "tests/test_x.py::test_y", 2.0))
-    first.add(mutant(1), Outcome(False, "tests/test_new.py::test_z", 3.0))
+    assert first.get(mutant(1).id) is None
+    first.add(mutant(1).id, Outcome(True, "", 1.0))
+    first.add(mutant(2).id, Outcome(False, "tests/test_x.py::test_y", 2.0))
+    first.add(mutant(1).id, Outcome(False, "tests/test_new.py::test_z", 3.0))
     second = Session(path)
-    assert second.get(mutant(1)) == Known(mutant(1).id, True, "tests/test_new.py::test_z", 3.0)
-    assert second.get(mutant(2)) == Known(mutant(2).id, True, "tests/test_x.py::test_y", 2.0)
-    assert second.get(mutant(3)) is None
+    assert second.get(mutant(1).id) == Known(mutant(1).id, True, "tests/test_new.py::test_z", 3.0)
+    assert second.get(mutant(2).id) == Known(mutant(2).id, True, "tests/test_x.py::test_y", 2.0)
+    assert second.get(mutant(3).id) is None
 
 
 def result(number: int, killed: bool) -> report.Result:
