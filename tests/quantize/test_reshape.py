@@ -33,7 +33,7 @@ RESHAPES = [
     ("divide the first", later((64, 6), axis=0), (2, 32, 3, 2), ((-3, 32),)),
     ("a partial block stays", later((2, 3, 40)), (6, 40), ((-1, 32),)),
     ("two-dimensional blocks", later((64, 32), "mxfp4_2d"), (2, 32, 32), ((-2, 32), (-1, 32))),
-    ("row-wise", later((4, 40), "float8_rowwise_e4m3"), (2, 2, 40), ((-1, WHOLE),)),
+    ("row-wise", later((4, 40), "float8_rowwise_e4m3"), (2, 2, 1, 40), ((-1, WHOLE),)),
     ("one tensor scale", later((4, 32), "nvfp4"), (2, 64), ((-1, 16),)),
     (
         "tensor-wise",
@@ -185,3 +185,11 @@ def test_a_tensor_scale_is_never_left_behind():
         x.at[1:2].set(other)
     traced = jax.jit(lambda x, row: x.at[1:2].set(row))(x, other).dequantize()
     assert bool(jnp.isnan(traced[1]).all()) and bool(jnp.isfinite(traced[2:]).all())
+
+
+def test_tensor_scales_of_some_matrices_are_not_enough():
+    """One for each matrix: all of them have to be the array's."""
+    nvfp4 = mx_jax.quantize(jnp.ones((2, 4, 32)), "nvfp4", tensor_scale=jnp.ones((2, 1, 1)))
+    row = mx_jax.quantize(jnp.ones((2, 1, 32)), "nvfp4", tensor_scale=jnp.float32([[[1]], [[2]]]))
+    with pytest.raises(ValueError, match="must be under the array's tensor scale"):
+        nvfp4.at[:, :1].set(row)

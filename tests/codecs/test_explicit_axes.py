@@ -1,0 +1,96 @@
+"""Where split and joined axes lie on a mesh with explicit axes; types alone, nothing compiled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from mx_jax.codecs.explicit_axes import (
+    broadcast_like,
+    explicit_sharding,
+    has_explicit_axes,
+    join_axes,
+    partitions,
+    split_axes,
+    with_partitions,
+)
+
+P = PartitionSpec
+
+
+def mesh(*types: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 4), ("a", "b"), axis_types=types)
+
+
+def lies(function, *arrays: tuple[tuple[int, ...], PartitionSpec]) -> tuple:
+    """Shape and partitions of what a function gives of arrays that lie so on explicit axes."""
+    with jax.set_mesh(mesh(AxisType.Explicit, AxisType.Explicit)) as _:
+        given = [
+            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(_abstract(), spec))
+            for shape, spec in arrays
+        ]
+        out = jax.eval_shape(function, *given)
+    return out.shape, tuple(partitions(out.sharding, len(out.shape)))
+
+
+def _abstract():
+    return jax.sharding.get_abstract_mesh()
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "pieces", "inside", "parts"),
+    [
+        # Blocks divide evenly over the devices, or do not, or there is one.
+        ((8, 64), P("a", "b"), (8, 4, 16), (2,), ("a", "b", None)),
+        ((8, 64), P("a", "b"), (8, 2, 32), (2,), ("a", None, None)),
+        ((8, 64), P("a", "b"), (8, 1, 64), (2,), ("a", None, "b")),
+        ((8, 64), P(None, ("a", "b")), (8, 8, 8), (2,), (None, ("a", "b"), None)),
+        ((8, 64), P(None, ("a", "b")), (8, 4, 16), (2,), (None, None, None)),
+        ((8, 64), P("a"), (2, 4, 2, 32), (1, 3), ("a", None, None, None)),
+        ((8, 64), P(None, "a"), (8, 2, 32), (2,), (None, "a", None)),
+        ((8, 64), P("b", "a"), (8, 64), (), ("b", "a")),
+    ],
+)
+def test_split(shape, spec, pieces, inside, parts):
+    assert lies(lambda x: split_axes(x, pieces, inside), (shape, spec)) == (pieces, parts)
+
+
+def test_join():
+    """The joined axis lies where either part did."""
+    for spec, parts in (
+        (P("a", "b", None), ("a", "b")),
+        (P("a", None, "b"), ("a", "b")),
+        (P(None, None, None), (None, None)),
+    ):
+        joined = lies(lambda x: join_axes(x, (8, 64), (2,)), ((8, 4, 16), spec))
+        assert joined == ((8, 64), parts)
+
+
+def test_broadcast():
+    found = lies(broadcast_like, ((), P()), ((8, 4), P("a", "b")))
+    assert found == ((8, 4), ("a", "b"))
+
+
+def test_meshes_that_ask_nothing():
+    """Without a mesh, and with automatic axes; one explicit axis is enough to be asked."""
+    x = jnp.arange(6.0)
+    assert not has_explicit_axes() and explicit_sharding(x) is None
+    np.testing.assert_array_equal(split_axes(x, (2, 3), (1,)), np.arange(6.0).reshape(2, 3))
+    np.testing.assert_array_equal(join_axes(x.reshape(2, 3), (6,), (1,)), x)
+    for types, asked in (
+        ((AxisType.Auto, AxisType.Auto), False),
+        ((AxisType.Auto, AxisType.Explicit), True),
+    ):
+        with jax.set_mesh(mesh(*types)):
+            assert has_explicit_axes() == asked
+
+
+def test_partitions():
+    """As many as there are axes; of the same kind as what they come from."""
+    assert partitions(P("a"), 3) == ["a", None, None]
+    assert with_partitions(P("a"), [None, "b"]) == P(None, "b")
+    sharding = NamedSharding(mesh(AxisType.Auto, AxisType.Auto), P("a"))
+    assert partitions(sharding, 2) == ["a", None]
+    moved = with_partitions(sharding, ["b"])
+    assert moved == NamedSharding(sharding.mesh, P("b"))
