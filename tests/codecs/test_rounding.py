@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import pickle
 from fractions import Fraction
 
 import jax.numpy as jnp
@@ -98,3 +99,13 @@ def test_stochastic_modes_are_equal_by_width_alone():
     assert apart.apply is not STOCHASTIC.apply
     assert apart == STOCHASTIC and hash(apart) == hash(STOCHASTIC) and apart.is_stochastic
     assert stochastic(7) != dataclasses.replace(stochastic(7), apply=STOCHASTIC.apply)
+
+
+def test_modes_survive_pickling():
+    own = dataclasses.replace(AWAY, apply=TOWARD_ZERO.apply)
+    for mode in (*ROUNDINGS, stochastic(7), own, dataclasses.replace(own, random_bits=3)):
+        assert pickle.loads(pickle.dumps(mode)) == mode
+    assert pickle.loads(pickle.dumps(AWAY)) is AWAY
+    assert pickle.loads(pickle.dumps(stochastic(7))).is_stochastic
+    assert not any(mode.is_stochastic for mode in (*ROUNDINGS[:3], own))
+    assert stochastic(1).is_stochastic and stochastic(17).is_stochastic

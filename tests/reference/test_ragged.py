@@ -1,0 +1,102 @@
+"""Parts of the ragged product that no shape of an ordinary test reaches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mx_jax
+from mx_jax.codecs.rounding import NEAREST
+from mx_jax.formats import FLOAT8_TENSORWISE_E4M3, NVFP4, WHOLE
+from mx_jax.reference.quantize import quantize
+from mx_jax.reference.ragged import (
+    _sums_up_to,
+    encode_by_group,
+    group_peaks,
+    ragged_rows,
+    scaled_ragged_dot,
+)
+from mx_jax.reference.scale_rules import scale_rule_for
+from mx_jax.testing.compare import assert_bitwise_equal
+
+MAX = np.iinfo(np.int32).max
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (MAX, [MAX, MAX, 5]),
+        (MAX, [3, MAX - 5, 1, 1, 9]),
+        (MAX // 3, [MAX, 0, 1]),
+        (MAX // 3 + 1, [7, MAX, 0, 1]),
+        (10, [3, 0, 9, 2]),
+    ],
+)
+def test_sums_stop_at_the_most(most: int, sizes: list[int]):
+    """However large the sizes are: added in 64 bits, and cut off."""
+    expected = np.minimum(np.cumsum(np.minimum(np.int64(sizes), most)), most)
+    assert _sums_up_to(most, jnp.int32(sizes)).tolist() == expected.tolist()
+
+
+ROWS = np.float32([[1, -2], [3, 0.5], [-7, np.inf], [0, -1e-45], [9, 9]])
+
+
+def test_peaks_of_groups():
+    """The largest magnitude, as it is; 0 for a group without rows; rows of no group count not."""
+    rows = ragged_rows(jnp.int32([2, 0, 1, 1]), 5, 1)
+    peaks = group_peaks(jnp.asarray(ROWS), rows)
+    expected = np.float32([[[3, 2]], [[0, 0]], [[7, np.inf]], [[0, 1e-45]]])
+    assert_bitwise_equal(peaks, expected)
+
+
+@pytest.mark.parametrize("format", [FLOAT8_TENSORWISE_E4M3, NVFP4], ids=lambda f: f.name)
+def test_rows_under_their_groups_scales(format):
+    """As if every group were quantized by itself; rows of no group are zeros that stay zeros."""
+    x = np.where(np.isfinite(ROWS), ROWS, 2).astype(np.float32)
+    sizes = np.int32([2, 0, 2])
+    rows = ragged_rows(jnp.asarray(sizes), 5, 1)
+    blocks = ((-2, WHOLE), (-1, format.block[1]))
+    rule = scale_rule_for(None, format)
+
+    @jax.jit
+    def by_group(x):
+        placed = rows.place(x)
+        peaks = quantize(group_peaks(placed, rows), format, blocks, rule)
+        return encode_by_group(placed, rows, peaks, NEAREST, None), peaks
+
+    found, peaks = by_group(x)
+    assert found.blocks == blocks[1:] and found.dtype == jnp.float32
+    scales = np.asarray(peaks.scales)[:, 0]
+    assert_bitwise_equal(found.scales[:4], scales[[0, 0, 2, 2]])
+    assert not np.asarray(found.codes)[4].any()
+    assert np.asarray(found.scales)[4].tolist() == [1] * scales.shape[1]
+    if format is NVFP4:
+        assert_bitwise_equal(found.tensor_scale, np.asarray(peaks.tensor_scale)[0])
+    else:
+        values = np.asarray(found.dequantize())[:4]
+        np.testing.assert_allclose(values, x[:4], rtol=1 / 16, atol=1e-4)
+
+
+def test_how_the_product_is_asked_for():
+    """Two quantized operands at the highest precision; sums in float32 unless neither is."""
+    x, w = jnp.ones((4, 32)), jnp.ones((2, 32, 8))
+    q, r = mx_jax.quantize(x, "mxfp4"), mx_jax.quantize(w, "mxfp4", axis=1)
+    low, high = lax.Precision.DEFAULT, lax.Precision.HIGHEST
+    sizes = jnp.int32([3, 1])
+    for lhs, rhs, precision, dtype in (
+        (q, r, high, jnp.float32),
+        (q, w, low, jnp.float32),
+        (x, r, low, jnp.float32),
+        (x, w, low, jnp.bfloat16),
+    ):
+
+        def product(lhs=lhs, rhs=rhs):
+            return scaled_ragged_dot(lhs, rhs, sizes, (-1, -2), jnp.bfloat16, precision=low)
+
+        calls = [e for e in jax.make_jaxpr(product)().eqns if "call" in e.params]
+        (dot,) = calls[-1].params["call"].jaxpr.eqns
+        assert dot.primitive.name == "ragged_dot_general"
+        assert dot.params["precision"] == (precision, precision)
+        assert jnp.dtype(dot.params["preferred_element_type"]) == dtype
+        assert product().dtype == jnp.bfloat16 and (np.asarray(product()) == 32).all()

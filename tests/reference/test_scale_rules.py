@@ -1,0 +1,79 @@
+"""What a rule says of itself: to kernels, to casts that may leave its values out, to pickle."""
+
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+
+from mx_jax.formats import E2M1, E4M3, FLOAT8_ROWWISE_E4M3, MXFP4, NVFP4
+from mx_jax.reference import scale_functions as functions
+from mx_jax.reference.scale_rules import (
+    AMAX,
+    CEIL,
+    EVEN,
+    FLOAT8,
+    FLOOR,
+    FOUR_OVER_SIX,
+    GAUSSIAN,
+    RCEIL,
+    SCALE_RULES,
+    FromAmax,
+    PowerOfTwo,
+    ScaleRule,
+    power_of_two,
+    scale_rule_for,
+)
+
+
+def seven(element) -> int:
+    return 7
+
+
+@pytest.mark.parametrize(
+    ("value", "known"),
+    [(0, None), (1, 1), (1 << 23, 1 << 23), ((1 << 23) + 1, None), (np.int64(5), 5), (5.0, None)],
+)
+def test_what_kernels_are_told(value, known: int | None):
+    found = power_of_two("mine", lambda element: value).kernel_threshold(E2M1)
+    assert found == known and type(found) is type(known)
+
+
+def test_thresholds_of_the_librarys_own():
+    told = {rule.name: rule.kernel_threshold(E4M3) for rule in SCALE_RULES}
+    assert told.pop("floor") == 1 << 23 and told.pop("ceil") == 1
+    assert told.pop("even") == (1 << 23) - (1 << 19)
+    assert told.pop("rceil") == (6 << 20) + 1
+    assert set(told.values()) == {None}
+    assert EVEN.threshold is functions.rounds_up and AMAX.threshold is None
+
+
+def test_who_reads_values():
+    assert {rule.name for rule in SCALE_RULES if rule.reads_values} == {"gaussian", "four_over_six"}
+    mine = ScaleRule(name="mine", kinds=("exponent",), scales=lambda data: data.amax)
+    assert mine.reads_values
+    unseen = FromAmax(lambda data: data.values)
+    assert unseen(functions.BlockData(1, (), 2, MXFP4, None)) is None  # pyright: ignore
+
+
+def test_rules_survive_pickling():
+    own = power_of_two("mine", seven)
+    called_floor = dataclasses.replace(own, name="floor", largest_scale=3.0)
+    for rule in (*SCALE_RULES, own, called_floor):
+        again = pickle.loads(pickle.dumps(rule))
+        assert again == rule and again.largest_scale == rule.largest_scale
+    assert pickle.loads(pickle.dumps(GAUSSIAN)) is GAUSSIAN
+    assert FOUR_OVER_SIX.largest_scale == 256
+    assert FLOOR.scales == PowerOfTwo(functions.never) != CEIL.scales
+
+
+def test_the_rule_that_is_meant():
+    for format, first in ((MXFP4, FLOOR), (NVFP4, AMAX), (FLOAT8_ROWWISE_E4M3, FLOAT8)):
+        assert scale_rule_for(None, format) is first
+    assert scale_rule_for("rceil", MXFP4) is RCEIL
+    own = power_of_two("mine", seven)
+    assert scale_rule_for(own, MXFP4) is own
+    with pytest.raises(ValueError, match="fills scales of kind exponent"):
+        scale_rule_for(own, NVFP4)
+    with pytest.raises(TypeError, match="got scale_rule=3"):
+        scale_rule_for(3, MXFP4)  # pyright: ignore
