@@ -77,6 +77,13 @@ class Axes:
         """The same array in a product that contracts what this one keeps."""
         return Axes(self.batch, self.contracting, self.kept)
 
+    def in_batch(self) -> "Axes":
+        """The axes of one such array after the other, along a new batch axis in front."""
+        batch, kept, contracting = (
+            tuple(axis + 1 for axis in group) for group in (self.batch, self.kept, self.contracting)
+        )
+        return Axes((0, *batch), kept, contracting)
+
     def blocks(self, format: BlockFormat) -> Blocks:
         """Blocks of an operand in canonical order.
 

@@ -99,6 +99,34 @@ class MatmulCall:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedCall:
+    """A product of rows in consecutive groups, whose sizes are data.
+
+    Attributes:
+      lhs: `[p, k]`, or `[k, m]` if the rows are contracted.
+      rhs: a matrix for each group, its only batch axis; or `[k, n]`.
+      num_groups: g.
+      out_dtype: dtype of the product, `[p, n]` or `[g, m, n]`; precision: as in `MatmulCall`.
+    """
+
+    lhs: OperandType
+    rhs: OperandType
+    num_groups: int
+    out_dtype: np.dtype
+    precision: Any = None
+
+    @property
+    def contracts_rows(self) -> bool:
+        """Whether the groups are of what is contracted."""
+        return not self.rhs.axes.batch
+
+    @property
+    def contracting(self) -> tuple[int, int]:
+        """The contracted axes of both operands, counted from the end."""
+        return self.lhs.axes.block_axis, self.rhs.axes.block_axis
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizeCall:
     """A tensor to be quantized.
 
@@ -189,7 +217,7 @@ class PackCall:
         return None
 
 
-Call = MatmulCall | QuantizeCall | QuantizeBothCall | DequantizeCall | PackCall
+Call = MatmulCall | RaggedCall | QuantizeCall | QuantizeBothCall | DequantizeCall | PackCall
 
 
 def rejects_symbolic(call: Call) -> str | None:
@@ -201,7 +229,7 @@ def rejects_symbolic(call: Call) -> str | None:
 
 
 def _shapes(call: Call) -> tuple[tuple[int, ...], ...]:
-    if isinstance(call, MatmulCall):
+    if isinstance(call, MatmulCall | RaggedCall):
         return call.lhs.shape, call.rhs.shape
     if isinstance(call, QuantizeBothCall):
         return (call.first.shape,)
@@ -219,7 +247,8 @@ class Offer:
         before anything runs.
       run: given the operands and the call last, what the call asks for. MatmulCall: `(lhs, rhs,
         call)` to the product `[*batch, *m, *n]` in `call.out_dtype`; rhs may be weights that this
-        backend packed for a product of these axes. QuantizeCall: `(x, random_bits, tensor_scale,
+        backend packed for a product of these axes. RaggedCall: `(lhs, rhs, group_sizes, call)`, the
+        sizes int32 `[g]` of at most all rows. QuantizeCall: `(x, random_bits, tensor_scale,
         call)` to an MXArray without a gradient link. QuantizeBothCall: likewise, with a pair of
         random bits, to a pair. DequantizeCall: `(x, call)` to values in `call.dtype`. PackCall:
         `(x, call)` to x in this backend's own layout, or to x itself.
@@ -235,6 +264,7 @@ class Offer:
 # Why a backend does not take a kind of call that it does not offer.
 NOT_OFFERED: Mapping[type[Call], str] = {
     MatmulCall: "multiplies nothing: XLA's own dot does",
+    RaggedCall: "multiplies no groups of rows",
     QuantizeCall: "quantizes nothing: XLA fuses the reference's own code",
     QuantizeBothCall: "casts once at a time",
     DequantizeCall: "dequantizes nothing: XLA fuses the reference's own code",

@@ -14,15 +14,25 @@ from mx_jax.backends.base import (
     Operand,
     PackCall,
     QuantizeCall,
+    RaggedCall,
     Target,
 )
 from mx_jax.mxarray import MXArray
-from mx_jax.reference import matmul, quantize
+from mx_jax.reference import matmul, quantize, ragged
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     return matmul.scaled_matmul(
         lhs, rhs, call.dimension_numbers, call.out_dtype, call.precision, call.out_sharding
+    )
+
+
+def multiply_groups(
+    lhs: Operand, rhs: Operand, group_sizes: jax.Array, call: RaggedCall
+) -> jax.Array:
+    """A product of rows in groups, by XLA's own ragged product of dequantized operands."""
+    return ragged.scaled_ragged_dot(
+        lhs, rhs, group_sizes, call.contracting, call.out_dtype, call.precision
     )
 
 
@@ -65,6 +75,7 @@ REFERENCE = Backend(
     epsilon_bound=2.0,
     table=(
         _offer(call=MatmulCall, run=_multiply),
+        _offer(call=RaggedCall, run=multiply_groups),
         _offer(call=QuantizeCall, run=_quantize),
         _offer(call=DequantizeCall, run=_dequantize),
         _offer(call=PackCall, run=_as_it_is),

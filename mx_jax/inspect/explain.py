@@ -15,6 +15,7 @@ from mx_jax.backends.base import (
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
+    RaggedCall,
     Target,
 )
 from mx_jax.backends.records import Selection, recording
@@ -162,6 +163,9 @@ def _work(call: Call) -> str:
             lhs, rhs = (_operand(own) for _, own in call.sides)
             left, right = (list(own.axes.contracting) for _, own in call.sides)
             return f"product {lhs} x {rhs} over axes {left} and {right}, to {call.out_dtype}"
+        case RaggedCall():
+            lhs, rhs = _operand(call.lhs), _operand(call.rhs)
+            return f"ragged product {lhs} x {rhs}, {call.num_groups} groups, to {call.out_dtype}"
         case QuantizeCall():
             how = f"{call.format.name} ({call.scale_rule.name}, {call.rounding.name})"
             blocks = " and ".join(f"{size} along axis {axis}" for axis, size in call.blocks)

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from mx_jax.axes import Axes, ProductAxes, Side
-from mx_jax.backends.base import Operand
-from mx_jax.backends.records import active
+from mx_jax.backends.base import Operand, OperandType, RaggedCall
+from mx_jax.backends.select import select
 from mx_jax.backends.target import follow
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import Whole
@@ -187,8 +187,8 @@ class RaggedProduct:
     ) -> jax.Array:
         """A product that keeps the rows."""
         left, right = _prepare_kept(lhs, rhs, axes, sizes, spec, key)
-        contracting = (axes.lhs.block_axis, axes.rhs.block_axis)
-        product = _scaled(left, right, sizes, contracting, self.out_dtype, self.precision)
+        in_groups = dataclasses.replace(axes, rhs=axes.rhs.in_batch())
+        product = _scaled(left, right, sizes, in_groups, self.out_dtype, self.precision)
         return unscaled(product, lhs, rhs, spec)
 
     def _grad_rhs(self, g: jax.Array, lhs: Operand, dtype: np.dtype, sizes: Any, key: Key) -> Any:
@@ -199,27 +199,25 @@ class RaggedProduct:
         left, right, (lhs_key, rhs_key) = transform_operands(*given, spec, _GRAD_RHS, key)
         lhs = _prepare_contracted(rows, left, spec.lhs, lhs_key)
         rhs = _prepare_contracted(rows, right, spec.rhs, rhs_key)
-        product = _scaled(lhs, rhs, rows.sizes, (-2, -2), dtype, self.precision)
+        product = _scaled(lhs, rhs, rows.sizes, _GRAD_RHS, dtype, self.precision)
         return unscaled(product, *given, spec)
 
 
 def _scaled(
-    lhs: Operand,
-    rhs: Operand,
-    sizes: jax.Array,
-    contracting: tuple[int, int],
-    dtype: np.dtype,
-    precision: Any,
+    lhs: Operand, rhs: Operand, sizes: jax.Array, axes: ProductAxes, dtype: np.dtype, precision: Any
 ) -> jax.Array:
-    """The reference's product, for which no backend is asked: so it tells of itself."""
-    recorder = active.value
-    if recorder is not None:
-        left, right = (
-            f"{x.format.name if isinstance(x, MXArray) else x.dtype} {list(x.shape)}"
-            for x in (lhs, rhs)
-        )
-        recorder.entries.append(f"ragged product {left} x {right}, to {dtype} -> reference")
-    return ragged.scaled_ragged_dot(lhs, rhs, sizes, contracting, dtype, precision)
+    """A product of prepared operands, on the backend that takes it."""
+    if not isinstance(lhs, MXArray) and not isinstance(rhs, MXArray):
+        contracting = axes.lhs.block_axis, axes.rhs.block_axis
+        return ragged.scaled_ragged_dot(lhs, rhs, sizes, contracting, dtype, precision)
+    call = RaggedCall(
+        lhs=OperandType.of(lhs, axes.lhs),
+        rhs=OperandType.of(rhs, axes.rhs),
+        num_groups=sizes.shape[0],
+        out_dtype=dtype,
+        precision=precision,
+    )
+    return select(call).offer.run(lhs, rhs, sizes, call)
 
 
 def _values(x: Operand, spec: OperandSpec | None) -> jax.Array:

@@ -16,6 +16,7 @@ from mx_jax.backends.base import (
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
+    RaggedCall,
     Target,
 )
 from mx_jax.backends.cpu_ffi import (
@@ -24,6 +25,7 @@ from mx_jax.backends.cpu_ffi import (
     products,
     quantize,
     quantize_both,
+    ragged,
     rejections,
     weights,
 )
@@ -67,6 +69,7 @@ CPU_FFI = Backend(
     epsilon_bound=2.0,
     table=(
         _offer(MatmulCall, rejections.rejects, products.multiply),
+        _offer(RaggedCall, ragged.rejects, ragged.multiply_groups),
         _offer(QuantizeCall, quantize.rejects, quantize.quantize),
         _offer(QuantizeBothCall, quantize_both.rejects, quantize_both.quantize_both),
         _offer(DequantizeCall, dequantize.rejects, dequantize.dequantize),

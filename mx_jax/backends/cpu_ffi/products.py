@@ -26,7 +26,7 @@ def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> ja
 
     Packed weights give the bits that they give unpacked.
     """
-    by_handler = _by_packed if isinstance(rhs, PackedMXArray) else _by_codes
+    by_handler = _by_packed if isinstance(rhs, PackedMXArray) else by_codes
     return lax.platform_dependent(
         lhs,
         rhs,
@@ -37,7 +37,8 @@ def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> ja
     )
 
 
-def _by_codes(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
+def by_codes(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
+    """The product of codes as they are, by the handler."""
     (format, *_) = [f for f in (call.lhs.format, call.rhs.format) if f is not None]
     left, right = _side(lhs, call.lhs.axes, "lhs"), _side(rhs, call.rhs.axes, "rhs")
     handler = Handler(

@@ -1,0 +1,158 @@
+"""The product of groups on CPUs: tiles of rows by the compiled handler, each by its own matrix."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.backends.cpu_ffi import library
+from mx_jax.ops.ragged_dot import ragged_dot
+from mx_jax.testing.compare import assert_bitwise_equal
+
+pytestmark = pytest.mark.skipif(
+    isinstance(library.load(), str), reason="the C++ library is not built"
+)
+M, K, N, GROUPS = 80, 64, 48, 4
+# Tiles of 32 rows: some groups end within one, some take several, some none, rows are left over.
+SIZES = {
+    "within tiles": (5, 0, 40, 20),
+    "several tiles": (0, 71, 0, 9),
+    "nothing": (0, 0, 0, 0),
+    "whole tiles": (32, 32, 16, 0),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_device():
+    # The tests have eight devices, of which the handlers take one.
+    with mx_jax.testing.target("cpu"):
+        yield
+
+
+def draw(rng: np.random.Generator):
+    shapes = (M, K), (GROUPS, K, N), (M, N)
+    return tuple(rng.standard_normal(shape, np.float32) for shape in shapes)
+
+
+@functools.cache
+def products(recipe, backend=None):
+    """The product and both gradients."""
+
+    def three(lhs, rhs, g, sizes):
+        y, vjp = jax.vjp(lambda x, w: ragged_dot(x, w, sizes, recipe=recipe), lhs, rhs)
+        return y, *vjp(g)
+
+    def on_backend(*operands):
+        with mx_jax.only_backend(backend):
+            return jax.jit(three)(*operands)
+
+    return on_backend
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4"])
+def test_as_the_reference(recipe, sizes, rng: np.random.Generator):
+    operands = *draw(rng), np.int32(sizes)
+    actual = products(recipe)(*operands)
+    expected = products(recipe, "reference")(*operands)
+    # Sums of at most 80 products of magnitude 10 or so, in another order.
+    for found, wanted in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+    rows = sum(sizes)
+    assert not actual[0][rows:].any() and not actual[1][rows:].any()
+
+
+def test_each_group_has_the_bits_of_its_own_product(rng: np.random.Generator):
+    lhs, rhs, _ = draw(rng)
+    sizes = SIZES["within tiles"]
+    rhs = mx_jax.quantize(rhs, "mxfp8_e4m3", axis=1)
+    actual = jax.jit(lambda x, w: ragged_dot(x, w, np.int32(sizes), recipe="mxfp8"))(lhs, rhs)
+    alone = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
+    start = 0
+    for group, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        assert_bitwise_equal(actual[rows], alone(lhs[rows], rhs[group]), what=f"group {group}")
+        start += size
+
+
+def test_what_runs_is_the_handler_as_often_as_there_are_tiles(rng: np.random.Generator):
+    def product(lhs, rhs, sizes):
+        return ragged_dot(lhs, rhs, sizes, recipe="mxfp4")
+
+    lhs, rhs, _ = draw(rng)
+    text = jax.jit(product).lower(lhs, rhs, np.int32(SIZES["nothing"])).as_text()
+    assert "mx_jax_cpu_matmul" in text and "stablehlo.while" in text
+    assert not re.search(r"ragged_dot|dot_general", text)
+    told = mx_jax.inspect.explain_call(product, lhs, rhs, np.int32(SIZES["nothing"]))
+    assert (
+        "ragged product mxfp4 [80, 64] x mxfp4 [4, 64, 48], 4 groups, to float32 -> cpu_ffi"
+    ) in told
+
+
+def test_nothing_of_a_group_reaches_another(rng: np.random.Generator):
+    operands = *draw(rng), np.int32(SIZES["within tiles"])
+    expected = products("mxfp8")(*operands)
+    lhs, rhs, g, sizes = operands
+    spoilt = rhs.copy(), g.copy()
+    spoilt[0][2], spoilt[1][5:45] = np.nan, np.nan
+    actual = products("mxfp8")(lhs, *spoilt, sizes)
+    for found, wanted, axis in zip(actual, expected, (M, M, GROUPS), strict=True):
+        others = np.r_[0:5, 45:M] if axis == M else np.r_[0, 1, 3]
+        assert_bitwise_equal(found[others], wanted[others], what="other groups")
+        assert np.isnan(np.delete(np.asarray(found), others, 0)).all()
+
+
+def test_each_expert_may_have_its_own_tensor_scale(rng: np.random.Generator):
+    lhs, rhs, _ = draw(rng)
+    rhs = jax.vmap(functools.partial(mx_jax.quantize, format="nvfp4", axis=0))(rhs * 2.0**-9)
+    assert rhs.tensor_scale is not None and rhs.tensor_scale.shape == (GROUPS, 1, 1)
+    sizes, recipe = np.int32(SIZES["within tiles"]), recipes.weight_only("nvfp4")
+    found = []
+    for backend in ("cpu_ffi", "reference"):
+        with mx_jax.only_backend(backend):
+            run = jax.jit(lambda x, w: ragged_dot(x, w, sizes, recipe=recipe))
+            found.append(run(lhs, rhs))
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-6)
+
+
+def test_vmap_and_shard_map(rng: np.random.Generator):
+    lhs, rhs, g = draw(rng)
+    sizes = np.int32([SIZES["within tiles"], SIZES["several tiles"]])
+    batch = np.stack([lhs, lhs[::-1]]), np.stack([g, g[::-1]])
+
+    def three(x, g, sizes):
+        y, vjp = jax.vjp(lambda x, w: ragged_dot(x, w, sizes, recipe="mxfp4"), x, rhs)
+        return y, *vjp(g)
+
+    expected = [products("mxfp4")(x, rhs, g, s) for x, g, s in zip(*batch, sizes, strict=True)]
+    mapped = jax.jit(jax.vmap(three))(*batch, sizes)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(x, g, sizes):
+        return tuple(part[None] for part in three(x[0], g[0], sizes[0]))
+
+    shard = jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    sharded = jax.jit(shard)(*batch, sizes)
+    # One array on all shards gets the gradients of all.
+    together = np.sum([of_rhs for *_, of_rhs in expected], 0)
+    for i, (y, of_lhs, of_rhs) in enumerate(expected):
+        for found, of_weights in ((mapped, of_rhs), (sharded, together)):
+            for each, wanted in zip(found, (y, of_lhs, of_weights), strict=True):
+                np.testing.assert_allclose(each[i], wanted, rtol=0, atol=1e-5)
+
+
+def test_x64(rng: np.random.Generator):
+    lhs, rhs, g = draw(rng)
+    sizes = SIZES["within tiles"]
+    expected = products("mxfp4")(lhs, rhs, g, np.int32(sizes))
+    with jax.enable_x64(True):
+        actual = products("mxfp4")(lhs, rhs, g, np.int64(sizes))
+    for found, wanted in zip(actual, expected, strict=True):
+        assert found.dtype == jnp.float32
+        assert_bitwise_equal(found, wanted, what="with x64")
