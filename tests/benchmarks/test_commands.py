@@ -83,6 +83,27 @@ def test_quantize_on_one_core(tmp_path: Path):
     assert "quantize mxint8 floor, bfloat16" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(isinstance(library.load(), str), reason="no CPU library")
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
+def test_ragged(tmp_path: Path):
+    out = tmp_path / "result.json"
+    options = "--formats mxfp4 --tokens 8 --experts 2 --size 64 --seconds 0 --min-rounds 3".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.ragged", *options, "--out", out],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["work"] for row in rows] == ["forward"] * 4 + ["step"] * 3
+    for row in rows:
+        check_spread(row["timings"]["cpu_ms"])
+
+
 @pytest.mark.skipif(isinstance(library.load(), str), reason="no CPU library")
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
 def test_packed_layers(tmp_path: Path):

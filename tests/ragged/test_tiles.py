@@ -14,6 +14,7 @@ from mx_jax import recipes
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.quick import quick
 
 pytestmark = pytest.mark.skipif(
     isinstance(library.load(), str), reason="the C++ library is not built"
@@ -50,7 +51,7 @@ def products(recipe, backend=None):
 
     def on_backend(*operands):
         with mx_jax.only_backend(backend):
-            return jax.jit(three)(*operands)
+            return quick(three)(*operands)
 
     return on_backend
 
@@ -72,8 +73,8 @@ def test_each_group_has_the_bits_of_its_own_product(rng: np.random.Generator):
     lhs, rhs, _ = draw(rng)
     sizes = SIZES["within tiles"]
     rhs = mx_jax.quantize(rhs, "mxfp8_e4m3", axis=1)
-    actual = jax.jit(lambda x, w: ragged_dot(x, w, np.int32(sizes), recipe="mxfp8"))(lhs, rhs)
-    alone = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
+    actual = quick(lambda x, w: ragged_dot(x, w, np.int32(sizes), recipe="mxfp8"))(lhs, rhs)
+    alone = quick(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
     start = 0
     for group, size in enumerate(sizes):
         rows = slice(start, start + size)
@@ -116,7 +117,7 @@ def test_each_expert_may_have_its_own_tensor_scale(rng: np.random.Generator):
     found = []
     for backend in ("cpu_ffi", "reference"):
         with mx_jax.only_backend(backend):
-            run = jax.jit(lambda x, w: ragged_dot(x, w, sizes, recipe=recipe))
+            run = quick(lambda x, w: ragged_dot(x, w, sizes, recipe=recipe))
             found.append(run(lhs, rhs))
     np.testing.assert_allclose(*found, rtol=0, atol=1e-6)
 
@@ -131,14 +132,14 @@ def test_vmap_and_shard_map(rng: np.random.Generator):
         return y, *vjp(g)
 
     expected = [products("mxfp4")(x, rhs, g, s) for x, g, s in zip(*batch, sizes, strict=True)]
-    mapped = jax.jit(jax.vmap(three))(*batch, sizes)
+    mapped = quick(jax.vmap(three))(*batch, sizes)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def local(x, g, sizes):
         return tuple(part[None] for part in three(x[0], g[0], sizes[0]))
 
     shard = jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    sharded = jax.jit(shard)(*batch, sizes)
+    sharded = quick(shard)(*batch, sizes)
     # One array on all shards gets the gradients of all.
     together = np.sum([of_rhs for *_, of_rhs in expected], 0)
     for i, (y, of_lhs, of_rhs) in enumerate(expected):
