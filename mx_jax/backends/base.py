@@ -100,13 +100,13 @@ class MatmulCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedCall:
-    """A product of rows in consecutive groups, whose sizes are data.
+    """A product of rows in groups, whose sizes are data.
 
     Attributes:
       lhs: `[p, k]`, or `[k, m]` if the rows are contracted.
       rhs: a matrix for each group, its only batch axis; or `[k, n]`.
-      num_groups: g.
-      out_dtype: dtype of the product, `[p, n]` or `[g, m, n]`; precision: as in `MatmulCall`.
+      num_groups: g; the product is `[p, n]`, or `[g, m, n]`.
+      out_dtype: as in `MatmulCall`, and precision.
     """
 
     lhs: OperandType
@@ -222,10 +222,8 @@ Call = MatmulCall | RaggedCall | QuantizeCall | QuantizeBothCall | DequantizeCal
 
 def rejects_symbolic(call: Call) -> str | None:
     """Why a kernel of constant sizes does not take a call whose sizes `jax.export` leaves open."""
-    for shape in _shapes(call):
-        if not all(isinstance(size, int) for size in shape):
-            return f"needs constant sizes, got shape={shape}"
-    return None
+    open_shapes = [s for s in _shapes(call) if not all(isinstance(size, int) for size in s)]
+    return f"needs constant sizes, got shape={open_shapes[0]}" if open_shapes else None
 
 
 def _shapes(call: Call) -> tuple[tuple[int, ...], ...]:

@@ -27,7 +27,7 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     )
 
 
-def multiply_groups(
+def _multiply_groups(
     lhs: Operand, rhs: Operand, group_sizes: jax.Array, call: RaggedCall
 ) -> jax.Array:
     """A product of rows in groups, by XLA's own ragged product of dequantized operands."""
@@ -75,7 +75,7 @@ REFERENCE = Backend(
     epsilon_bound=2.0,
     table=(
         _offer(call=MatmulCall, run=_multiply),
-        _offer(call=RaggedCall, run=multiply_groups),
+        _offer(call=RaggedCall, run=_multiply_groups),
         _offer(call=QuantizeCall, run=_quantize),
         _offer(call=DequantizeCall, run=_dequantize),
         _offer(call=PackCall, run=_as_it_is),

@@ -174,19 +174,22 @@ def test_weights_that_are_packed_for_nothing():
     assert lines.index(remark) == 4 and "belongs to backend cpu_ffi, and reference takes" in remark
 
 
-def test_experts():
-    """Casts of a ragged product are selected, its products are the reference's alone."""
+@needs_library
+@pytest.mark.parametrize(("platform", "backend"), [("cpu", "cpu_ffi"), ("tpu", "reference")])
+def test_experts(platform, backend):
+    """Casts of a ragged product are selected, and its products."""
 
     def loss(x: jax.Array, w: jax.Array) -> jax.Array:
         return mx_jax.ragged_dot(x, w, jnp.array([3, 5]), recipe=recipes.mxfp8()).sum()
 
     experts = jax.ShapeDtypeStruct((2, 64, 32), "float32")
-    lines = titles(explain_call(jax.grad(loss, (0, 1)), X, experts))
+    with mx_jax.testing.target(platform):
+        lines = titles(explain_call(jax.grad(loss, (0, 1)), X, experts))
     e4m3 = "mxfp8_e4m3"
     assert [line for line in lines if line.startswith("ragged")] == [
-        f"ragged product {e4m3} [8, 64] x {e4m3} [2, 64, 32], to float32 -> reference",
-        f"ragged product {e4m3} [8, 32] x {e4m3} [2, 64, 32], to float32 -> reference",
-        f"ragged product {e4m3} [64, 64] x {e4m3} [64, 32], to float32 -> reference",
+        f"ragged product {e4m3} [8, 64] x {e4m3} [2, 64, 32], 2 groups, to float32 -> {backend}",
+        f"ragged product {e4m3} [8, 32] x {e4m3} [2, 64, 32], 2 groups, to float32 -> {backend}",
+        f"ragged product {e4m3} [64, 64] x {e4m3} [64, 32], 2 groups, to float32 -> {backend}",
     ]
     assert sum(line.startswith("cast") for line in lines) == 6
 

@@ -17,9 +17,9 @@ from mx_jax.axes import Axes
 from mx_jax.backends.base import MatmulCall, Operand, RaggedCall, rejects_symbolic
 from mx_jax.backends.cpu_ffi import rejections
 from mx_jax.backends.cpu_ffi.products import by_codes
-from mx_jax.backends.reference import multiply_groups as reference
 from mx_jax.codecs.varying import vary_alike
 from mx_jax.mxarray import MXArray
+from mx_jax.reference.ragged import scaled_ragged_dot as reference
 
 # Rows of a tile: about as many as a group has, within what keeps a matrix's decoding worth while
 # and rows of other groups few. A multiple of every block.
@@ -40,7 +40,9 @@ def multiply_groups(
         rhs,
         group_sizes,
         cpu=functools.partial(_by_tiles, call),
-        default=functools.partial(reference, call=call),
+        default=lambda lhs, rhs, group_sizes: reference(
+            lhs, rhs, group_sizes, call.contracting, call.out_dtype, call.precision
+        ),
     )
 
 
