@@ -30,7 +30,8 @@ from mx_jax.ops.product import Bar, Given, differentiable, zero_bars
 from mx_jax.ops.quantize import draw_bits, quantize_operand
 from mx_jax.ops.ragged_checks import as_group_sizes, at_most, check_rows, check_shapes
 from mx_jax.ops.recipe_names import as_recipe
-from mx_jax.packed import unpacked
+from mx_jax.ops.unpacking import packed_for, unpacked_for
+from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.reference import ragged
 from mx_jax.reference.ragged import RaggedRows, ragged_rows
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
@@ -40,6 +41,7 @@ _LAST = Axes.ordered()
 _SECOND_LAST = Axes.ordered(k_first=True)
 _FORWARD = ProductAxes(_LAST, _SECOND_LAST)
 _GRAD_LHS = ProductAxes(_LAST, _LAST)
+_EXPERTS = (((1,), (1,)), ((), (0,)))
 _GRAD_RHS = ProductAxes(_SECOND_LAST, _SECOND_LAST)
 
 
@@ -96,10 +98,8 @@ def ragged_dot(
              [  0.,   0.]], dtype=float32)
     """
     recipe = as_recipe(recipe, "ragged_dot")
-    lhs, rhs = (
-        as_operand(unpacked(operand), side, recipe, "ragged_dot")
-        for operand, side in ((lhs, "lhs"), (rhs, "rhs"))
-    )
+    lhs = as_operand(unpacked(lhs), "lhs", recipe, "ragged_dot")
+    rhs = packed_for(as_operand(rhs, "rhs", recipe, "ragged_dot"), _EXPERTS, "ragged_dot")
     sizes = as_group_sizes(group_sizes)
     check_shapes(lhs, rhs, sizes)
     sizes = at_most(sizes, lhs.shape[0])
@@ -207,7 +207,7 @@ def _scaled(
     lhs: Operand, rhs: Operand, sizes: jax.Array, axes: ProductAxes, dtype: np.dtype, precision: Any
 ) -> jax.Array:
     """A product of prepared operands, on the backend that takes it."""
-    if not isinstance(lhs, MXArray) and not isinstance(rhs, MXArray):
+    if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
         contracting = axes.lhs.block_axis, axes.rhs.block_axis
         return ragged.scaled_ragged_dot(lhs, rhs, sizes, contracting, dtype, precision)
     call = RaggedCall(
@@ -217,7 +217,10 @@ def _scaled(
         out_dtype=dtype,
         precision=precision,
     )
-    return select(call).offer.run(lhs, rhs, sizes, call)
+    choice = select(call)
+    if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
+        rhs = unpacked_for(rhs, choice, "ragged_dot")
+    return choice.offer.run(lhs, rhs, sizes, call)
 
 
 def _values(x: Operand, spec: OperandSpec | None) -> jax.Array:

@@ -12,7 +12,9 @@ from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
 
 
-def packed_for(rhs: AnyOperand, dimension_numbers: lax.DotDimensionNumbers) -> AnyOperand:
+def packed_for(
+    rhs: AnyOperand, dimension_numbers: lax.DotDimensionNumbers, operation: str = "dot_general"
+) -> AnyOperand:
     """A right operand; packed weights unpacked where their layout does not serve the product.
 
     Unpacking is slow and goes unseen, so it warns, unless the product is going to be refused.
@@ -20,6 +22,7 @@ def packed_for(rhs: AnyOperand, dimension_numbers: lax.DotDimensionNumbers) -> A
     Args:
       rhs: any operand.
       dimension_numbers: of the product.
+      operation: what the warning names.
     """
     if not isinstance(rhs, PackedMXArray):
         return rhs
@@ -32,7 +35,7 @@ def packed_for(rhs: AnyOperand, dimension_numbers: lax.DotDimensionNumbers) -> A
         num_batch = rhs.ndim - len(rhs.kept) - len(rhs.k)
         first = num_batch + (0 if rhs.k_first else len(rhs.kept))
         _tell(
-            f"dot_general: packed weights are unpacked at every call: {rhs!r} is laid out for "
+            f"{operation}: packed weights are unpacked at every call: {rhs!r} is laid out for "
             f"contracting={tuple(range(first, first + len(rhs.k)))}, num_batch={num_batch}, and "
             f"this product has contracting={contracting}, batch={batch}; pack the MXArray with "
             f"pack_weights(..., contracting={contracting}, num_batch={len(batch)})"
@@ -40,16 +43,17 @@ def packed_for(rhs: AnyOperand, dimension_numbers: lax.DotDimensionNumbers) -> A
     return rhs.unpack()
 
 
-def unpacked_for(rhs: PackedMXArray, choice: Choice) -> MXArray:
+def unpacked_for(rhs: PackedMXArray, choice: Choice, operation: str = "matmul") -> MXArray:
     """Packed weights for a backend that does not read them; warns, for it is slow and goes unseen.
 
     Args:
       rhs: packed for another backend.
       choice: the backend that takes the product, and why others do not.
+      operation: what the warning names.
     """
     reason = dict(choice.rejections).get(rhs.backend, "it is not asked here")
     _tell(
-        f"matmul: packed weights are unpacked at every call: {rhs!r} belongs to backend "
+        f"{operation}: packed weights are unpacked at every call: {rhs!r} belongs to backend "
         f"{rhs.backend}, and {choice.backend.name} takes this product ({rhs.backend}: {reason}); "
         "pass the MXArray, or pack it where the product runs"
     )

@@ -13,6 +13,7 @@ import mx_jax
 from mx_jax import recipes
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.ops.ragged_dot import ragged_dot
+from mx_jax.packed import PackedMXArray
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
 
@@ -120,6 +121,42 @@ def test_each_expert_may_have_its_own_tensor_scale(rng: np.random.Generator):
             run = quick(lambda x, w: ragged_dot(x, w, sizes, recipe=recipe))
             found.append(run(lhs, rhs))
     np.testing.assert_allclose(*found, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_packed_experts_give_the_same_bits(format, rng: np.random.Generator):
+    lhs, rhs, g = draw(rng)
+    sizes, recipe = np.int32(SIZES["within tiles"]), recipes.weight_only(format)
+    stored = jax.vmap(functools.partial(mx_jax.quantize, format=format, axis=0))(jnp.asarray(rhs))
+    packed = mx_jax.pack_weights(stored, contracting=1, num_batch=1)
+    assert isinstance(packed, PackedMXArray)
+
+    def two(x, w):
+        y, vjp = jax.vjp(lambda x: ragged_dot(x, w, sizes, recipe=recipe), x)
+        return y, *vjp(g)
+
+    assert "mx_jax_cpu_matmul_packed" in jax.jit(two).lower(lhs, packed).as_text()
+    for found, wanted in zip(quick(two)(lhs, packed), quick(two)(lhs, stored), strict=True):
+        assert_bitwise_equal(found, wanted, what="of packed experts")
+
+
+def test_packed_experts_that_do_not_serve_say_so(rng: np.random.Generator):
+    lhs, rhs, _ = draw(rng)
+    stored = mx_jax.quantize(rhs, "mxfp4", axis=1)
+    sizes, recipe = np.int32(SIZES["within tiles"]), recipes.weight_only("mxfp4")
+
+    def product(w):
+        return jax.eval_shape(lambda w: ragged_dot(lhs, w, sizes, recipe=recipe), w)
+
+    packed = mx_jax.pack_weights(stored, contracting=1, num_batch=1)
+    with (
+        mx_jax.only_backend("reference"),
+        pytest.warns(UserWarning, match=r"ragged_dot: packed weights are unpacked .* cpu_ffi"),
+    ):
+        product(packed)
+    along_n = mx_jax.pack_weights(mx_jax.quantize(rhs, "mxfp4"), contracting=2, num_batch=1)
+    with pytest.raises(ValueError, match="has its blocks along axis=2"):
+        product(along_n)
 
 
 def test_vmap_and_shard_map(rng: np.random.Generator):

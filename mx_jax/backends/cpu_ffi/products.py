@@ -26,7 +26,7 @@ def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> ja
 
     Packed weights give the bits that they give unpacked.
     """
-    by_handler = _by_packed if isinstance(rhs, PackedMXArray) else by_codes
+    by_handler = by_packed if isinstance(rhs, PackedMXArray) else by_codes
     return lax.platform_dependent(
         lhs,
         rhs,
@@ -54,7 +54,8 @@ def by_codes(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
     return product
 
 
-def _by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
+def by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
+    """The product by packed weights, by the handler."""
     left, (element, scale) = _side(lhs, call.lhs.axes, "lhs"), names(rhs.format)
     handler = Handler(
         target=PACKED_MATMUL,

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.axes import Axes
-from mx_jax.backends.base import MatmulCall, Operand, RaggedCall, rejects_symbolic
+from mx_jax.backends.base import AnyOperand, MatmulCall, Operand, RaggedCall, rejects_symbolic
 from mx_jax.backends.cpu_ffi import rejections
-from mx_jax.backends.cpu_ffi.products import by_codes
+from mx_jax.backends.cpu_ffi.products import by_codes, by_packed
 from mx_jax.codecs.varying import vary_alike
 from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.ragged import scaled_ragged_dot as reference
 
 # Rows of a tile: about as many as a group has, within what keeps a matrix's decoding worth while
@@ -32,16 +33,19 @@ def rejects(call: RaggedCall) -> str | None:
 
 
 def multiply_groups(
-    lhs: Operand, rhs: Operand, group_sizes: jax.Array, call: RaggedCall
+    lhs: Operand, rhs: AnyOperand, group_sizes: jax.Array, call: RaggedCall
 ) -> jax.Array:
-    """The product, by tiles; in plain JAX on another platform."""
+    """The product, by tiles; in plain JAX on another platform.
+
+    Packed weights give the bits that they give unpacked.
+    """
     return lax.platform_dependent(
         lhs,
         rhs,
         group_sizes,
         cpu=functools.partial(_by_tiles, call),
         default=lambda lhs, rhs, group_sizes: reference(
-            lhs, rhs, group_sizes, call.contracting, call.out_dtype, call.precision
+            lhs, unpacked(rhs), group_sizes, call.contracting, call.out_dtype, call.precision
         ),
     )
 
@@ -103,7 +107,7 @@ class _Tiles:
         return group, first, (row >= start) & (row < end)
 
 
-def _by_tiles(call: RaggedCall, lhs: Operand, rhs: Operand, group_sizes: jax.Array) -> jax.Array:
+def _by_tiles(call: RaggedCall, lhs: Operand, rhs: AnyOperand, group_sizes: jax.Array) -> jax.Array:
     n = call.rhs.shape[2 if call.rhs.axes.k_first and not call.contracts_rows else 1]
     if call.contracts_rows:
         shape, dtype = (call.num_groups, call.lhs.shape[1], n), jnp.dtype(jnp.float32)
@@ -120,19 +124,20 @@ def _by_tiles(call: RaggedCall, lhs: Operand, rhs: Operand, group_sizes: jax.Arr
 
 
 def _kept(
-    call: MatmulCall, tiles: _Tiles, lhs: Operand, rhs: Operand, step: Any, out: jax.Array
+    call: MatmulCall, tiles: _Tiles, lhs: Operand, rhs: Any, step: Any, out: jax.Array
 ) -> jax.Array:
     """One tile's rows of the product `[p, n]`."""
     group, first, counts = tiles.at(step)
     matrix = _each(rhs, lambda x: lax.dynamic_index_in_dim(x, group, keepdims=False))
-    product = by_codes(call, _rows(lhs, first, tiles), matrix)
+    by_handler: Any = by_packed if isinstance(matrix, PackedMXArray) else by_codes
+    product = by_handler(call, _rows(lhs, first, tiles), matrix)
     before = lax.dynamic_slice_in_dim(out, first, tiles.rows)
     product = jnp.where(counts[:, None], product, before)
     return lax.dynamic_update_slice_in_dim(out, product, first, 0)
 
 
 def _contracted(
-    call: MatmulCall, tiles: _Tiles, lhs: Operand, rhs: Operand, step: Any, out: jax.Array
+    call: MatmulCall, tiles: _Tiles, lhs: Operand, rhs: Any, step: Any, out: jax.Array
 ) -> jax.Array:
     """One tile's part of a group's sum in `[g, m, n]`."""
     group, first, counts = tiles.at(step)
@@ -164,8 +169,10 @@ def _only(x: Operand, counts: jax.Array) -> Operand:
     )
 
 
-def _each(x: Operand, change: Any) -> Operand:
+def _each(x: Any, change: Any) -> Any:
     """The same of codes and scales, or of values; one tensor scale stays, others are indexed."""
+    if isinstance(x, PackedMXArray):
+        return dataclasses.replace(x, arrays=jax.tree.map(change, x.arrays))
     if not isinstance(x, MXArray):
         return change(x)
     scale = x.tensor_scale
