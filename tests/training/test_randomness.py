@@ -39,7 +39,7 @@ def test_stochastic_rounding_is_unbiased(format):
     rule = None if format == "nvfp4" else "rceil"
 
     @jax.jit
-    def total(keys):
+    def total(x, keys):
         def draw(sum_so_far, key):
             value = mx_jax.cast(x, format, scale_rule=rule, rounding="stochastic", key=key)
             return sum_so_far + value, None
@@ -52,7 +52,7 @@ def test_stochastic_rounding_is_unbiased(format):
     # NVFP4's block scale is itself rounded to nearest and may clip a block's largest value.
     reachable = np.abs(x) <= np.abs(low) + quantum
     assert reachable.mean() > 0.95 if format == "nvfp4" else reachable.all()
-    mean = np.asarray(total(jax.random.split(jax.random.key(2), num_draws))) / num_draws
+    mean = np.asarray(total(x, jax.random.split(jax.random.key(2), num_draws))) / num_draws
     # 16 random bits leave a bias of at most 2^-16 of a quantum; a float32 sum of 1024 values is off
     # by at most 1024 times 2^-24.
     slack = quantum * 2.0**-16 + np.abs(x) * 2.0**-14
@@ -158,8 +158,7 @@ def test_a_transform_cannot_reach_into_an_mxarray():
         mx_jax.matmul(jnp.ones((4, 64)), w, recipe=recipe, key=jax.random.key(0))
 
 
-def _gradients(recipe, key):
-    x, w, g = normal(64, 96), normal(96, 64, seed=1), normal(64, 64, seed=2)
+def _gradients(recipe, key, x, w, g):
     out, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe, key=key), x, w)
     return out, *pullback(g)
 
@@ -167,9 +166,10 @@ def _gradients(recipe, key):
 @pytest.mark.parametrize("name", slow_but_one(RANDOM))
 def test_the_same_key_gives_the_same_bits(name):
     recipe = mx_jax.recipes.from_name(name)
-    eager = _gradients(recipe, jax.random.key(7))
-    again = jax.jit(lambda key: _gradients(recipe, key))(jax.random.key(7))
-    other = _gradients(recipe, jax.random.key(8))
+    arrays = normal(64, 96), normal(96, 64, seed=1), normal(64, 64, seed=2)
+    eager = _gradients(recipe, jax.random.key(7), *arrays)
+    again = jax.jit(functools.partial(_gradients, recipe))(jax.random.key(7), *arrays)
+    other = _gradients(recipe, jax.random.key(8), *arrays)
     for first, second in zip(eager[1:], again[1:], strict=True):
         np.testing.assert_allclose(first, second, rtol=2e-5, atol=2e-5)
     assert any(not np.array_equal(a, b) for a, b in zip(eager, other, strict=True))
