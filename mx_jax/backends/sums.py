@@ -96,12 +96,7 @@ def _halves(values: jax.Array, divides: bool) -> tuple[jax.Array, jax.Array]:
     if divides:
         significand, exponent = true_divide(jnp.ones_like(values), significand), -exponent
     half = exponent >> 1
-    return significand * _power(half), _power(exponent - half)
-
-
-def _power(exponent: jax.Array) -> jax.Array:
-    """`2^exponent`, of a normal number."""
-    return float32.from_bits((exponent + 127) << 23)
+    return significand * float32.power_of_two(half), float32.power_of_two(exponent - half)
 
 
 _ONE = 127 << 23

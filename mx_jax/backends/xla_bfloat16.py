@@ -14,7 +14,10 @@ from mx_jax.axes import Side
 from mx_jax.backends.base import Backend, MatmulCall, Offer, Operand, OperandType, Target
 from mx_jax.backends.matrices import without_tensor_scale
 from mx_jax.backends.sums import SumScale, row_scales, scaled
+from mx_jax.codecs import blocks
 from mx_jax.codecs import element as element_codec
+from mx_jax.codecs.float32 import power_of_two
+from mx_jax.codecs.scale import E8M0_BIAS, E8M0_NAN
 from mx_jax.formats import WHOLE, BlockFormat
 from mx_jax.mxarray import MXArray, decode
 
@@ -72,10 +75,26 @@ def _values(side: Side, operand: Operand) -> tuple[jax.Array, float, tuple[SumSc
         values = element_codec.decode(operand.codes, format.element, jnp.bfloat16)
         return values, 1.0, (row_scales(side, operand),)
     if format.scale.kind == "exponent":
-        return decode(operand, jnp.bfloat16, exponent=-_HEADROOM), 2.0**_HEADROOM, ()
+        return _under_exponents(operand), 2.0**_HEADROOM, ()
     values = decode(without_tensor_scale(operand), jnp.bfloat16)
     scale = operand.tensor_scale
     return values, 1.0, () if scale is None else (SumScale(side, scale),)
+
+
+def _under_exponents(operand: MXArray) -> jax.Array:
+    """Bfloat16 values under E8M0 scales, times 2^-2: exact from 2^-124 on, and Inf as in float32.
+
+    Multiplied twice, each time by a normal power of two. In few operations, and none on the scales
+    alone that XLA would give a kernel of its own.
+    """
+    codes, inside = blocks.split(operand.codes, operand.blocks)
+    scales = blocks.spread(operand.scales, inside).astype(jnp.int32)
+    exponent = scales - (E8M0_BIAS + _HEADROOM)
+    half = exponent >> 1
+    first = jnp.where(scales == E8M0_NAN, jnp.float32(jnp.nan), power_of_two(half))
+    values = element_codec.decode(codes, operand.format.element)
+    values = values * first * power_of_two(exponent - half)
+    return blocks.merge(values.astype(jnp.bfloat16), operand.shape, inside)
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:

@@ -46,6 +46,11 @@ def _float16(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.float16)
 
 
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """`2^exponent` of int32 exponents from -126 to 127."""
+    return from_bits((exponent + 127) << 23)
+
+
 def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Split non-negative float32 patterns into a biased exponent and a 23-bit mantissa.
 

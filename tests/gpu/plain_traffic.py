@@ -1,0 +1,104 @@
+"""Bytes that whole products move on a GPU without any kernel of this package, beside bfloat16's.
+
+    python tests/gpu/plain_traffic.py sm_90a [FILE]
+
+A process of its own, as `compile_for` is. One line of JSON for each case; with a FILE, all of them
+as one list. Counted, not measured, as `traffic.py` counts: every kernel of the optimized module is
+taken to read each of its operands once and to write its results, and no cache to help.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+
+import mx_jax
+from mx_jax import recipes
+from tests.gpu.compile_for import GPUS, Gpu, compile_on
+from tests.gpu.traffic import kernels
+
+RECIPES = ("high_precision", "mxfp8", "mxfp4", "nvfp4")
+FORMATS = ("mxfp8_e4m3", "mxfp4", "nvfp4")
+ROWS = (1, 16, 4096)
+# A Dense layer from 2048 features to 4096, of 2048 tokens; weights of a decoder's layer.
+TOKENS, FEATURES, UNITS = 2048, 2048, 4096
+SIDE = 8192
+
+
+def moved(gpu: Gpu, function: Any, *operands: Any) -> dict[str, Any]:
+    """Kernels, and MiB that they move."""
+    found = list(kernels(compile_on(gpu, function, operands).as_text()))
+    return {"kernels": len(found), "MiB": round(sum(found) / 2**20, 1)}
+
+
+def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def training_step(gpu: Gpu, name: str, dtype: str) -> dict[str, Any]:
+    """A Dense layer in bfloat16 with both gradients; weights and their gradient of a dtype."""
+    recipe = getattr(recipes, name)()
+
+    def product(w: jax.Array, x: jax.Array) -> jax.Array:
+        return mx_jax.matmul(x, w.astype(jnp.bfloat16), recipe=recipe)
+
+    def step(w: jax.Array, x: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+        y, pullback = jax.vjp(product, w, x)
+        return y, *pullback(g)
+
+    operands = (
+        array(FEATURES, UNITS, dtype=dtype),
+        array(TOKENS, FEATURES),
+        array(TOKENS, UNITS),
+    )
+    return {"what": "training step", "weights": dtype, "by": name, **moved(gpu, step, *operands)}
+
+
+def few_bit_weights(gpu: Gpu, name: str, rows: int) -> dict[str, Any]:
+    """Bfloat16 activations by quantized weights."""
+    w = jax.eval_shape(lambda w: mx_jax.quantize(w, name, axis=0), array(SIDE, SIDE))
+    recipe = recipes.weight_only(name)
+    leaves, tree = jax.tree.flatten(w)
+
+    def product(x: jax.Array, *leaves: jax.Array) -> jax.Array:
+        return mx_jax.matmul(x, jax.tree.unflatten(tree, leaves), recipe=recipe)
+
+    found = moved(gpu, product, array(rows, SIDE), *leaves)
+    return {"what": "weight-only product", "rows": rows, "by": name, **found}
+
+
+def bfloat16_weights(gpu: Gpu, rows: int) -> dict[str, Any]:
+    """The same product of bfloat16 weights."""
+    found = moved(gpu, jnp.matmul, array(rows, SIDE), array(SIDE, SIDE))
+    return {"what": "weight-only product", "rows": rows, "by": "bfloat16", **found}
+
+
+def lines(gpu: Gpu) -> Iterator[dict[str, Any]]:
+    """Every case, each with its ratio to what it is compared with."""
+    for dtype in ("bfloat16", "float32"):
+        steps = [training_step(gpu, name, dtype) for name in RECIPES]
+        for line in steps:
+            yield line | {"ratio": round(line["MiB"] / steps[0]["MiB"], 2)}
+    # Few-bit weights are written as bfloat16, and read again.
+    twice = 2 * 2 * SIDE * SIDE / 2**20
+    for rows in ROWS:
+        yield bfloat16_weights(gpu, rows)
+        for name in FORMATS:
+            line = few_bit_weights(gpu, name, rows)
+            yield line | {"ratio to two passes": round(line["MiB"] / twice, 2)}
+
+
+if __name__ == "__main__":
+    found = []
+    for line in lines(GPUS[sys.argv[1]]):
+        found.append(line)
+        print(json.dumps(line), flush=True)
+    if len(sys.argv) > 2:
+        Path(sys.argv[2]).write_text(json.dumps(found, indent=1) + "\n")
