@@ -55,8 +55,8 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         preferred_element_type=jnp.float32,
         out_sharding=call.out_sharding,
     )
-    scales = row_scales("lhs", lhs), row_scales("rhs", rhs)
-    return scaled(sums, call, *scales).astype(call.out_dtype)
+    scales = row_scales("lhs", lhs, call), row_scales("rhs", rhs, call)
+    return scaled(sums, *scales).astype(call.out_dtype)
 
 
 # `jax.lax.dot_general` on float8 arrays, where the platform multiplies them natively.

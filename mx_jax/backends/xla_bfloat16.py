@@ -13,7 +13,7 @@ from jax import lax
 from mx_jax.axes import Side
 from mx_jax.backends.base import Backend, MatmulCall, Offer, Operand, OperandType, Target
 from mx_jax.backends.matrices import without_tensor_scale
-from mx_jax.backends.sums import SumScale, row_scales, scaled
+from mx_jax.backends.sums import SumScale, row_scales, scaled, tensor_scale
 from mx_jax.codecs import blocks
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs.float32 import power_of_two
@@ -21,6 +21,7 @@ from mx_jax.codecs.scale import E8M0_BIAS, E8M0_NAN
 from mx_jax.formats import WHOLE, BlockFormat
 from mx_jax.mxarray import MXArray, decode
 
+HOW = "XLA bfloat16 dot, float32 sums"
 _DIGITS = 8
 # Scales that are rounded up bring the largest finite float32 to 2^128, which bfloat16 has not
 # either. Like the reference, E8M0 operands are decoded as 2^-2 of what they are.
@@ -66,19 +67,31 @@ def _rejects_operand(side: Side, own: OperandType) -> str | None:
     return None
 
 
-def _values(side: Side, operand: Operand) -> tuple[jax.Array, float, tuple[SumScale, ...]]:
-    """Bfloat16 values, and what to multiply the sums with: a power of two, and scales."""
+def block_values(operand: Operand) -> tuple[jax.Array, float]:
+    """Bfloat16 values without tensor scale and float32 scales, and a factor of the sums.
+
+    Args:
+      operand: bfloat16 values, or an array of which `bfloat16_holds`.
+
+    Returns:
+      An array of the operand's shape, and a power of two.
+    """
     if not isinstance(operand, MXArray):
-        return operand, 1.0, ()
-    format = operand.format
-    if format.scale.is_float32:
-        values = element_codec.decode(operand.codes, format.element, jnp.bfloat16)
-        return values, 1.0, (row_scales(side, operand),)
-    if format.scale.kind == "exponent":
-        return _under_exponents(operand), 2.0**_HEADROOM, ()
-    values = decode(without_tensor_scale(operand), jnp.bfloat16)
-    scale = operand.tensor_scale
-    return values, 1.0, () if scale is None else (SumScale(side, scale),)
+        return operand, 1.0
+    if operand.format.scale.is_float32:
+        return element_codec.decode(operand.codes, operand.format.element, jnp.bfloat16), 1.0
+    if operand.format.scale.kind == "exponent":
+        return _under_exponents(operand), 2.0**_HEADROOM
+    return decode(without_tensor_scale(operand), jnp.bfloat16), 1.0
+
+
+def _scales(side: Side, operand: Operand, call: MatmulCall) -> tuple[SumScale, ...]:
+    """The scales that leave the sums."""
+    if not isinstance(operand, MXArray):
+        return ()
+    if operand.format.scale.is_float32:
+        return (row_scales(side, operand, call),)
+    return tensor_scale(side, operand, call)
 
 
 def _under_exponents(operand: MXArray) -> jax.Array:
@@ -99,9 +112,8 @@ def _under_exponents(operand: MXArray) -> jax.Array:
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     """The dot of bfloat16 values, and the scales that leave its sums."""
-    left, left_factor, left_scales = _values("lhs", lhs)
-    right, right_factor, right_scales = _values("rhs", rhs)
-    product = lax.dot_general(
+    (left, left_factor), (right, right_factor) = block_values(lhs), block_values(rhs)
+    sums = lax.dot_general(
         left,
         right,
         call.dimension_numbers,
@@ -110,9 +122,9 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         preferred_element_type=jnp.float32,
         out_sharding=call.out_sharding,
     )
-    product = scaled(product, call, *left_scales, *right_scales)
+    sums = scaled(sums, *_scales("lhs", lhs, call), *_scales("rhs", rhs, call))
     factor = left_factor * right_factor
-    return (product if factor == 1.0 else product * factor).astype(call.out_dtype)
+    return (sums if factor == 1.0 else sums * factor).astype(call.out_dtype)
 
 
 # The bound is wider than the reference's: matrix units add as they like, and scales that leave the
@@ -125,7 +137,7 @@ XLA_BFLOAT16 = Backend(
             call=MatmulCall,
             rejects=_rejects,
             run=_multiply,
-            how="XLA bfloat16 dot, float32 sums",
+            how=HOW,
         ),
     ),
 )

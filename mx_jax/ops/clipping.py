@@ -12,7 +12,7 @@ from mx_jax.backends.base import AnyOperand
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import ElementFormat
 from mx_jax.ops.keys import Key, product_key
-from mx_jax.ops.operands import operand_keys, prescaled
+from mx_jax.ops.operands import operand_keys, prescaled, transformed
 from mx_jax.ops.quantize import quantize_operand
 from mx_jax.packed import Quantized
 from mx_jax.reference import hadamard
@@ -66,7 +66,7 @@ def _without_clipped(
       A cotangent like the given one.
     """
     axis, blocks = axes.block_axis, axes.blocks(spec.format)
-    values = operand if signs is None else hadamard.apply(operand, signs, axis)
+    values = operand if signs is None else transformed(operand, signs, axis)
     values = prescaled(values, spec)
     # Scales are deterministic, and what lies beyond the largest code saturates however it is
     # rounded: the mask needs none of the forward's random bits.
@@ -74,7 +74,7 @@ def _without_clipped(
     quantized = quantize_operand(values, nearest, blocks)
     limit = dataclasses.replace(quantized, codes=_largest(values, spec.format.element))
     clipped = jnp.abs(values.astype(jnp.float32)) > jnp.abs(limit.dequantize(jnp.float32))
-    turned = cotangent if signs is None else hadamard.apply(cotangent, signs, axis)
+    turned = cotangent if signs is None else transformed(cotangent, signs, axis)
     kept = jnp.where(clipped, 0, turned)
     if signs is not None:
         kept = hadamard.invert(kept, signs, cotangent.shape[axis], axis)

@@ -9,6 +9,9 @@ from jax import lax
 
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends.base import AnyOperand, Operand
+from mx_jax.backends.records import active
+from mx_jax.backends.select import current_target
+from mx_jax.backends.xla_bfloat16 import HOW
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops.keys import Key
 from mx_jax.ops.quantize import quantize_operand
@@ -55,7 +58,20 @@ def _transform(operand: AnyOperand, signs: jax.Array, axis: int) -> jax.Array:
             f"longer allows, got format={operand.format.name}, shape={operand.shape}; pass "
             "dequantize(), or a recipe without transform"
         )
-    return hadamard.apply(operand, signs, axis)
+    return transformed(operand, signs, axis)
+
+
+def transformed(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
+    """`hadamard.apply`, on accelerators with bfloat16's exact products where x is bfloat16."""
+    if (platform := current_target().platform) == "cpu":
+        return hadamard.apply(x, signs, axis)
+    in_bfloat16 = x.dtype == jnp.bfloat16
+    if (recorder := active.value) is not None:
+        how = HOW if in_bfloat16 else "XLA float32 dot, HIGHEST: bfloat16 does not hold its values"
+        recorder.entries.append(
+            f"Hadamard transform of {x.dtype} {list(x.shape)} on platform={platform} -> {how}"
+        )
+    return hadamard.apply(x, signs, axis, in_bfloat16=in_bfloat16)
 
 
 @overload

@@ -8,6 +8,7 @@ along the contracting axis it cancels: `T(a) . T(b) = a . b`.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -74,12 +75,18 @@ def seeded(size: int, seed: int) -> Hadamard:
 
 
 @functools.cache
-def matrix(size: int) -> np.ndarray:
-    """Sylvester's Hadamard matrix over sqrt(size): symmetric and orthogonal, float32."""
+def _sylvester(size: int) -> np.ndarray:
+    """Sylvester's Hadamard matrix: symmetric, of 1 and -1."""
     result = np.ones((1, 1))
     while result.shape[0] < size:
         result = np.block([[result, result], [result, -result]])
-    return (result / math.sqrt(size)).astype(np.float32)
+    return result
+
+
+@functools.cache
+def matrix(size: int) -> np.ndarray:
+    """Sylvester's Hadamard matrix over sqrt(size): symmetric and orthogonal, float32."""
+    return (_sylvester(size) / math.sqrt(size)).astype(np.float32)
 
 
 def draw_signs(transform: Hadamard, key: jax.Array | None) -> jax.Array:
@@ -92,25 +99,46 @@ def draw_signs(transform: Hadamard, key: jax.Array | None) -> jax.Array:
     return jnp.where(drawn, jnp.float32(1), jnp.float32(-1))
 
 
-def apply(x: jax.Array, signs: jax.Array, axis: int = -1) -> jax.Array:
+def apply(
+    x: jax.Array, signs: jax.Array, axis: int = -1, *, in_bfloat16: bool = False
+) -> jax.Array:
     """`T(x)` along one axis, in float32.
 
     Args:
       x: values, length k along the axis.
       signs: `[g]`.
       axis: the axis.
+      in_bfloat16: whether to multiply bfloat16 values by 1 and -1, which is exact, and divide the
+        float32 sums by sqrt(g): the same but for rounding, on units that are faster.
 
     Returns:
       float32, length k' along the axis, the next multiple of g: the transform fills the padding.
     """
-    return jnp.moveaxis(_apply_last(jnp.moveaxis(x, axis, -1), signs), -1, axis)
+    turn = _turn_bfloat16 if in_bfloat16 else _turn
+    return jnp.moveaxis(_apply_last(jnp.moveaxis(x, axis, -1), signs, turn), -1, axis)
 
 
-def _apply_last(x: jax.Array, signs: jax.Array) -> jax.Array:
+def _turn(groups: jax.Array, signs: jax.Array) -> jax.Array:
+    """The transform of groups along the last axis, as it is defined."""
+    groups = groups.astype(jnp.float32) * signs
+    return jnp.matmul(groups, matrix(signs.size), precision=lax.Precision.HIGHEST)
+
+
+def _turn_bfloat16(groups: jax.Array, signs: jax.Array) -> jax.Array:
+    size = signs.size
+    sums = jnp.matmul(
+        groups * signs.astype(jnp.bfloat16),
+        _sylvester(size).astype(jnp.bfloat16),
+        precision=lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
+    return sums * jnp.float32(1 / math.sqrt(size))
+
+
+def _apply_last(x: jax.Array, signs: jax.Array, turn: Callable[..., jax.Array]) -> jax.Array:
     size = signs.shape[0]
-    groups, inside = block_shapes.split(x.astype(jnp.float32), ((-1, size),), fill=True)
-    signs = signs.reshape((1,) * (groups.ndim - 1) + (size,))
-    turned = jnp.matmul(groups * signs, matrix(size), precision=lax.Precision.HIGHEST)
+    groups, inside = block_shapes.split(x, ((-1, size),), fill=True)
+    turned = turn(groups, signs.reshape((1,) * (groups.ndim - 1) + (size,)))
     length = groups.shape[-2] * size
     return block_shapes.merge(turned, (*x.shape[:-1], length), inside)
 

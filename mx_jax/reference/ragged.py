@@ -190,14 +190,15 @@ def scaled_ragged_dot(
     """
     left, right = isinstance(lhs, MXArray), isinstance(rhs, MXArray)
     if not left and not right:
-        return _ragged_dot(lhs, rhs, group_sizes, contracting, precision, out_dtype)
+        return grouped_dot(lhs, rhs, group_sizes, contracting, precision, out_dtype)
     precision = lax.Precision.HIGHEST if left and right else precision
     a, b = scaled_values(lhs), scaled_values(rhs)
-    product = _ragged_dot(a.values, b.values, group_sizes, contracting, precision, jnp.float32)
+    product = grouped_dot(a.values, b.values, group_sizes, contracting, precision, jnp.float32)
     return unscaled(product, a, b).astype(out_dtype)
 
 
-def _ragged_dot(lhs, rhs, group_sizes, contracting, precision, dtype) -> jax.Array:
+def grouped_dot(lhs, rhs, group_sizes, contracting, precision, dtype) -> jax.Array:
+    """`lax.ragged_dot_general` of the operands of `scaled_ragged_dot`, also under `vmap`."""
     rows_contracted = contracting == (-2, -2)
 
     @jax.custom_batching.custom_vmap

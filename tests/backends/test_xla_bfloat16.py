@@ -17,6 +17,7 @@ from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.xla_bfloat16 import XLA_BFLOAT16, bfloat16_holds
 from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS
 from mx_jax.mxarray import MXArray
+from mx_jax.reference import hadamard
 from mx_jax.testing.backend_suite import (
     EXTREME_CASES,
     ExtremeCase,
@@ -266,3 +267,88 @@ def test_explain_names_the_way():
     text = mx_jax.inspect.explain(recipes.weight_only("mxfp4"), 8, 64, 32, target=TPU)
     assert text.splitlines()[0].endswith(" -> reference")
     assert "not xla_bfloat16: needs operands that bfloat16 holds, got lhs_dtype=float32" in text
+
+
+def test_the_transform_of_bfloat16_is_a_bfloat16_dot():
+    """Of NVFP4's pre-training recipe, whose operands are turned before the last product."""
+
+    def loss(w: jax.Array, x: jax.Array, key: jax.Array) -> jax.Array:
+        product = mx_jax.matmul(x, w, recipe=recipes.nvfp4_pretraining(), key=key)
+        return product.astype(jnp.float32).sum()
+
+    step, key = jax.value_and_grad(loss, (0, 1)), jax.eval_shape(lambda: jax.random.key(0))
+    for dtype, shown in (("bfloat16", {"bf16"}), ("float32", {"bf16", "f32"})):
+        shapes = (array(128, 64, dtype=dtype), array(32, 128, dtype=dtype), key)
+        found = dots(step, *shapes, target=TPU)
+        assert {side.rsplit("x", 1)[1] for types in found for side in types[:2]} == shown
+        with mx_jax.testing.target("tpu"):
+            lines = mx_jax.inspect.explain_call(step, *shapes).splitlines()
+        (line,) = {line for line in lines if line.startswith("Hadamard") and "[32, 128]" in line}
+        how = "bfloat16 dot, float32 sums" if dtype == "bfloat16" else "float32 dot, HIGHEST"
+        assert f"Hadamard transform of {dtype} [32, 128] on platform=tpu -> XLA {how}" in line
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_the_transform_in_bfloat16(size: int):
+    """Products by 1 and -1 are exact: as near to float64 as float32's."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(40, 3 * size - 5)).astype(jnp.bfloat16))
+    transform = hadamard.seeded(size, seed=0)
+    signs = hadamard.draw_signs(transform, None)
+    turn = jax.jit(functools.partial(hadamard.apply, axis=-1), static_argnames="in_bfloat16")
+    exact = np.zeros((40, 3 * size))
+    exact[:, : x.shape[1]] = np.asarray(x, np.float64)
+    rows = hadamard.matrix(size).astype(np.float64)
+    rows = np.sign(rows) / np.sqrt(size)
+    exact = ((exact.reshape(40, 3, size) * np.asarray(signs)) @ rows).reshape(40, -1)
+    for in_bfloat16 in (False, True):
+        error = np.abs(np.asarray(turn(x, signs, in_bfloat16=in_bfloat16)) - exact)
+        assert error.max() < 2.0**-24 * size
+
+
+GROUPS = array(2, dtype="int32")
+
+
+@pytest.mark.parametrize("target", ACCELERATORS, ids=str)
+def test_experts_multiply_bfloat16(target: Target):
+    """Every product of `ragged_dot` and its gradients, which no backend is asked for."""
+
+    def loss(w: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
+        return mx_jax.ragged_dot(x, w, sizes, recipe="mxfp8").astype(jnp.float32).sum()
+
+    step = jax.value_and_grad(loss, (0, 1))
+    with mx_jax.testing.target(target.platform, target.compute_capability):
+        shapes = array(2, 64, 32), array(16, 64), GROUPS
+        jaxpr = str(jax.make_jaxpr(step)(*shapes))
+        lines = mx_jax.inspect.explain_call(step, *shapes).splitlines()
+    found = re.findall(r"(\w+\[.*?\]) = ragged_dot_general\[", jaxpr)
+    assert len(found) == 3
+    told = [line for line in lines if line.startswith("ragged product")]
+    assert len(told) == 3 and all(line.endswith("XLA bfloat16 dot, float32 sums") for line in told)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "mxfp4"])
+def test_products_of_experts(recipe: str):
+    """As in float32, which a CPU takes, to the order of the sums."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=s).astype(jnp.bfloat16)) for s in ((9, 64), (3, 64, 8)))
+    sizes = jnp.array([2, 0, 5])
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        y, pullback = jax.vjp(
+            lambda w, x: mx_jax.ragged_dot(
+                x, w, sizes, recipe=recipe, preferred_element_type=jnp.float32
+            ),
+            w,
+            x,
+        )
+        return y, *pullback(y)
+
+    expected = jax.jit(step)(w, x)
+    with mx_jax.testing.target("tpu"):
+        found = jax.jit(step)(w, x)
+    for got, want in zip(found, expected, strict=True):
+        largest = np.abs(np.asarray(want, np.float64)).max()
+        difference = np.abs(np.asarray(got, np.float64) - np.asarray(want, np.float64))
+        # The cotangents are bfloat16, of sums that differ in their last bits.
+        assert difference.max() <= largest * (2.0**-8 if want.dtype == jnp.bfloat16 else 2.0**-20)
