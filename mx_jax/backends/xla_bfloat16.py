@@ -11,7 +11,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.axes import Side
-from mx_jax.backends.base import Backend, MatmulCall, Offer, Operand, OperandType, Target
+from mx_jax.backends.base import (
+    Backend,
+    MatmulCall,
+    Offer,
+    Operand,
+    OperandType,
+    RaggedCall,
+    Target,
+)
 from mx_jax.backends.matrices import without_tensor_scale
 from mx_jax.backends.sums import SumScale, row_scales, scaled, tensor_scale
 from mx_jax.codecs import blocks
@@ -20,6 +28,7 @@ from mx_jax.codecs.float32 import power_of_two
 from mx_jax.codecs.scale import E8M0_BIAS, E8M0_NAN
 from mx_jax.formats import WHOLE, BlockFormat
 from mx_jax.mxarray import MXArray, decode
+from mx_jax.reference.ragged import grouped_dot
 
 HOW = "XLA bfloat16 dot, float32 sums"
 _DIGITS = 8
@@ -39,7 +48,7 @@ def bfloat16_holds(format: BlockFormat) -> bool:
     return digits is not None and digits <= _DIGITS
 
 
-def _rejects(call: MatmulCall, target: Target) -> str | None:
+def _rejects(call: MatmulCall | RaggedCall, target: Target) -> str | None:
     """Why not: a CPU, an operand that bfloat16 does not hold, scales inside the sums."""
     if target.platform == "cpu":
         return "for accelerators, whose units multiply bfloat16, got platform=cpu"
@@ -65,6 +74,17 @@ def _rejects_operand(side: Side, own: OperandType) -> str | None:
             f"position of axes={own.scale_axes}"
         )
     return None
+
+
+def _rejects_groups(call: RaggedCall, target: Target) -> str | None:
+    """As `_rejects`; and scales that leave the sums must be the same in every group."""
+    for side, own in (("lhs", call.lhs), ("rhs", call.rhs)):
+        if own.format is not None and (own.format.scale.is_float32 or own.scale_axes):
+            return (
+                f"needs one tensor scale at most outside the sums of all groups, got {side}="
+                f"{own.format.name}, a tensor scale for each position of axes={own.scale_axes}"
+            )
+    return _rejects(call, target)
 
 
 def block_values(operand: Operand) -> tuple[jax.Array, float]:
@@ -127,17 +147,26 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     return (sums if factor == 1.0 else sums * factor).astype(call.out_dtype)
 
 
+def _multiply_groups(
+    lhs: Operand, rhs: Operand, group_sizes: jax.Array, call: RaggedCall
+) -> jax.Array:
+    """The same of rows in groups."""
+    (left, left_factor), (right, right_factor) = block_values(lhs), block_values(rhs)
+    sums = grouped_dot(
+        left, right, group_sizes, call.contracting, lax.Precision.DEFAULT, jnp.float32
+    )
+    found = (x.tensor_scale for x in (lhs, rhs) if isinstance(x, MXArray))
+    sums = scaled(sums, *(SumScale(scale.reshape(())) for scale in found if scale is not None))
+    return (sums * (left_factor * right_factor)).astype(call.out_dtype)
+
+
 # The bound is wider than the reference's: matrix units add as they like, and scales that leave the
 # sums round twice each.
 XLA_BFLOAT16 = Backend(
     name="xla_bfloat16",
     epsilon_bound=4.0,
     table=(
-        Offer(
-            call=MatmulCall,
-            rejects=_rejects,
-            run=_multiply,
-            how=HOW,
-        ),
+        Offer(call=MatmulCall, rejects=_rejects, run=_multiply, how=HOW),
+        Offer(call=RaggedCall, rejects=_rejects_groups, run=_multiply_groups, how=HOW),
     ),
 )

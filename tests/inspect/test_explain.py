@@ -175,7 +175,7 @@ def test_weights_that_are_packed_for_nothing():
 
 
 @needs_library
-@pytest.mark.parametrize(("platform", "backend"), [("cpu", "cpu_ffi"), ("tpu", "reference")])
+@pytest.mark.parametrize(("platform", "backend"), [("cpu", "cpu_ffi"), ("tpu", PLAIN)])
 def test_experts(platform, backend):
     """Casts of a ragged product are selected, and its products."""
 
