@@ -1,6 +1,7 @@
 """mask_clipped: no gradient for what the forward product clipped, and for nothing else."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import mx_jax
 from mx_jax.formats import INT8_FULL, MXINT8
 from mx_jax.recipes import Hadamard, MatmulSpec, OperandSpec, Recipe, Residuals, operand
 from mx_jax.reference import hadamard
+from tests.quick import quick
 
 HIGH = MatmulSpec(lhs=None, rhs=None)
 
@@ -28,8 +30,15 @@ def masking(spec: OperandSpec | None, rhs: OperandSpec | None = None, **fwd) -> 
 
 def passes(recipe: Recipe, x: np.ndarray, **options) -> np.ndarray:
     """Where the gradient of a row passes: with one column of ones, dx is 1 or 0."""
-    w = np.ones((x.size, 1), np.float32)
-    dx = jax.grad(lambda x: mx_jax.matmul(x[None], w, recipe=recipe, **options).sum())(x)
+
+    @quick
+    def gradient(x, w, **options):
+        def total(x):
+            return mx_jax.matmul(x[None], w, recipe=recipe, **options).sum()
+
+        return jax.grad(total)(x)
+
+    dx = gradient(x, np.ones((x.size, 1), np.float32), **options)
     assert set(np.asarray(dx).tolist()) <= {0.0, 1.0}
     return np.asarray(dx) == 1
 
@@ -92,7 +101,8 @@ def test_the_right_operand_too_with_random_signs_and_drawn_bits():
     rng = np.random.default_rng(0)
     x, w = (rng.standard_normal(s).astype(np.float32) for s in ((3, 64), (64, 4)))
     key = jax.random.key(5)
-    dw = jax.grad(lambda w: mx_jax.matmul(x, w, recipe=recipe, key=key).sum())(w)
+    product = functools.partial(mx_jax.matmul, recipe=recipe)
+    dw = quick(jax.grad(lambda w, x, key: product(x, w, key=key).sum()))(w, x, key)
     sign_key = jax.random.split(jax.random.fold_in(key, 0), 3)[2]
     signs = hadamard.draw_signs(Hadamard(size=32, signs=None), sign_key)
     assert set(np.asarray(signs)) == {1.0, -1.0}
@@ -113,7 +123,8 @@ def test_ragged_rows_with_drawn_bits():
     recipe = masking(spec)
     x = np.stack([row(7, 6), row(3, 7)])
     w, key = np.ones((1, 32, 1), np.float32), jax.random.key(0)
-    dx = jax.grad(lambda x: mx_jax.ragged_dot(x, w, [2], recipe=recipe, key=key).sum())(x)
+    product = functools.partial(mx_jax.ragged_dot, recipe=recipe)
+    dx = quick(jax.grad(lambda x, w, key: product(x, w, [2], key=key).sum()))(x, w, key)
     assert np.array_equal(dx, x != 7)
 
 

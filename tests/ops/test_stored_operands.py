@@ -1,6 +1,8 @@
 """What belongs to operands quantized here, and what to those that come quantized: prescales,
 saved codes, and the gradient of a product with a quantized weight."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import mx_jax
 from mx_jax import recipes
 from mx_jax.recipes import MatmulSpec, Recipe, Residuals, operand
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.quick import quick
 
 HIGH = MatmulSpec(lhs=None, rhs=None)
 
@@ -70,8 +73,12 @@ G = np.random.default_rng(2).standard_normal((4, 16)).astype(np.float32)
 
 
 def vjp(operation, dtype=jnp.float32):
-    product, pullback = jax.vjp(operation, X.astype(dtype), W.astype(dtype))
-    return product, *pullback(G.astype(product.dtype))
+    @quick
+    def run(x, w, g):
+        product, pullback = jax.vjp(operation, x, w)
+        return product, *pullback(g)
+
+    return run(X.astype(dtype), W.astype(dtype), G.astype(dtype))
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "mxint8", "nvfp4", "float8_rowwise_e4m3"])
@@ -81,8 +88,9 @@ def test_weight_only_s_gradient_is_that_of_its_forward(format: str, dtype):
     recipe = recipes.weight_only(format)
     rule = recipe.fwd.rhs.scale_rule  # pyright: ignore[reportOptionalMemberAccess]
     quantized = mx_jax.quantize(W.astype(dtype), format, axis=0, scale_rule=rule)
-    product, dx, dw = vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), dtype)
-    assert_bitwise_equal(product, mx_jax.matmul(X.astype(dtype), W.astype(dtype), recipe=recipe))
+    multiply = functools.partial(mx_jax.matmul, recipe=recipe)
+    product, dx, dw = vjp(multiply, dtype)
+    assert_bitwise_equal(product, quick(multiply)(X.astype(dtype), W.astype(dtype)))
     exact = [np.asarray(each, np.float64) for each in (quantized.dequantize(), G.astype(dtype))]
     tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
     np.testing.assert_allclose(
@@ -108,8 +116,13 @@ def test_weight_only_s_gradient_under_a_mixture_of_experts():
 def test_a_stored_weight_and_the_weight_give_one_gradient():
     recipe = recipes.weight_only("mxfp4")
     stored = mx_jax.quantize(W, "mxfp4", axis=0, scale_rule="even")
+
+    @quick
+    def by_stored(x, w, g):
+        return jax.vjp(lambda x: mx_jax.matmul(x, w, recipe=recipe), x)[1](g)[0]
+
     for weight in (stored, mx_jax.pack_weights(stored)):
-        ours = jax.vjp(lambda x, weight=weight: mx_jax.matmul(x, weight, recipe=recipe), X)[1](G)[0]
+        ours = by_stored(X, weight, G)
         theirs = vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))[1]
         assert_bitwise_equal(ours, theirs)
 

@@ -18,8 +18,13 @@ from mx_jax.formats import E4M3
 from mx_jax.inspect import sqnr_db
 from mx_jax.nn.linen import DelayedDotGeneral
 from mx_jax.ops.delayed import DelayedState, Scaling, next_state
+from tests.quick import quick
 
 STATE = "_overwrite_with_gradient"
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 def _layer(history_length=4):
@@ -30,8 +35,10 @@ def _layer(history_length=4):
 
 def test_state_has_the_names_and_shapes_of_flaxs_own():
     x = jnp.ones((2, 32))
-    theirs = nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp).init(jax.random.key(0), x)
-    ours = _layer(1024).init(jax.random.key(0), x)
+    theirs, ours = (
+        jax.eval_shape(layer.init, jax.random.key(0), x)
+        for layer in (nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp), _layer(1024))
+    )
     strip = [jax.tree.map(jnp.shape, next(iter(tree[STATE].values()))) for tree in (theirs, ours)]
     assert strip[0] == strip[1]
     assert jax.tree.map(jnp.shape, theirs["params"]) == jax.tree.map(jnp.shape, ours["params"])
@@ -50,9 +57,9 @@ def test_the_scale_comes_from_the_history(history, scale):
 
 def test_a_step_overwrites_the_state_and_the_next_uses_it():
     layer = _layer()
-    x = jax.random.normal(jax.random.key(0), (64, 32)) * 1000
+    x = normal(64, 32) * 1000
     target = x[:, :16]
-    variables = layer.init(jax.random.key(1), x)
+    variables = quick(layer.init)(jax.random.key(1), x)
     train = TrainState.create(apply_fn=layer.apply, params=variables, tx=optax.sgd(0.0))
 
     @jax.jit
@@ -62,26 +69,30 @@ def test_a_step_overwrites_the_state_and_the_next_uses_it():
 
         return train.apply_gradients(grads=jax.grad(loss)(train.params))
 
-    exact = x @ variables["params"]["kernel"]
-    first = sqnr_db(exact, layer.apply(train.params, x))
+    exact, apply = x @ np.asarray(variables["params"]["kernel"]), quick(layer.apply)
+    first = sqnr_db(exact, apply(train.params, x))
     train = step(train)
-    second = sqnr_db(exact, layer.apply(train.params, x))
+    second = sqnr_db(exact, apply(train.params, x))
     state = next(iter(train.params[STATE].values()))
-    assert float(state["input_amax_history"][0]) == float(jnp.abs(x).max())
+    assert float(state["input_amax_history"][0]) == float(np.abs(x).max())
     # Scale 1 saturates at 448; after one step the history knows better.
     assert first < 15 < 25 < second
 
 
 def test_gradients_follow_float32s():
     layer = _layer()
-    x = jax.random.normal(jax.random.key(0), (64, 32))
-    g = jax.random.normal(jax.random.key(1), (64, 16))
-    variables = layer.init(jax.random.key(2), x)
-    for _ in range(2):
+    x, g = normal(64, 32), normal(64, 16, seed=1)
+    variables = quick(layer.init)(jax.random.key(2), x)
+
+    @quick
+    def step(variables, x, g):
         out, pullback = jax.vjp(layer.apply, variables, x)
-        bars, x_bar = pullback(g)
+        return out, *pullback(g)
+
+    for _ in range(2):
+        out, bars, x_bar = step(variables, x, g)
         variables = {"params": variables["params"], STATE: bars[STATE]}
-    kernel = variables["params"]["kernel"]
+    kernel = np.asarray(variables["params"]["kernel"])
     assert sqnr_db(x @ kernel, out) > 25
     assert sqnr_db(g @ kernel.T, x_bar) > 22
     assert sqnr_db(x.T @ g, bars["params"]["kernel"]) > 22
@@ -117,10 +128,10 @@ def test_the_layer_has_margin_and_choice():
     ):
         operation = functools.partial(DelayedDotGeneral, history_length=2, **options)
         layer = nn.Dense(16, dot_general_cls=operation)
-        variables = layer.init(jax.random.key(0), x)
+        variables = quick(layer.init)(jax.random.key(0), x)
         (name, state), *_ = variables[STATE].items()
         state = {**state, "input_amax_history": jnp.array([448.0, 896.0])}
-        grads = jax.grad(lambda v, layer=layer: apply(layer, v, x).sum())(
+        grads = quick(jax.grad(lambda v, layer=layer: apply(layer, v, x).sum()))(
             {**variables, STATE: {name: state}}
         )
         assert float(grads[STATE][name]["input_scale"][0]) == scale
@@ -172,18 +183,18 @@ def _largest(tree) -> dict[str, float]:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_a_layer_called_several_times_has_the_largest_amax(compiled: bool):
-    x = jax.random.normal(jax.random.key(0), (4, 32))
-    variables = Twice().init(jax.random.key(1), x)
+    x = normal(4, 32)
+    variables = quick(Twice().init)(jax.random.key(1), x)
 
     def loss(variables, weights):
         return sum(
             jnp.sum(w * y) for w, y in zip(weights, Twice().apply(variables, x), strict=True)
         )
 
-    grad = jax.jit(jax.grad(loss)) if compiled else jax.grad(loss)
+    grad = quick(jax.grad(loss)) if compiled else jax.grad(loss)
     for weights in ((5.0, 1.0, 2.0), (1.0, 2.0, 5.0)):
         largest = _largest(grad(variables, weights))
-        assert largest == {"input": float(3 * jnp.abs(x).max()), "output_grad": 5.0}
+        assert largest == {"input": float(3 * np.abs(x).max()), "output_grad": 5.0}
 
 
 def _as_max(variables):
@@ -196,17 +207,16 @@ def _as_max(variables):
 
 def test_states_of_flaxs_dtype_are_maximal_wherever_they_meet():
     """Below remat every call is a trace of its own."""
-    x = jax.random.normal(jax.random.key(0), (4, 32))
-    model = Twice(remat=True)
-    variables = model.init(jax.random.key(1), x)
+    x, model = normal(4, 32), Twice(remat=True)
+    variables = quick(model.init)(jax.random.key(1), x)
 
-    @jax.jit
+    @quick
     @jax.grad
     def grad(variables):
         first, second, third = apply(model, _as_max(variables), x)
         return jnp.sum(first * 5 + second + third)
 
-    largest = {"input": float(3 * jnp.abs(x).max()), "output_grad": 5.0}
+    largest = {"input": float(3 * np.abs(x).max()), "output_grad": 5.0}
     assert _largest(grad(variables)) == largest
 
 
@@ -242,12 +252,12 @@ class Mapped(nn.Module):
     "model", [Scanned(), Mapped(None), Mapped(0)], ids=["scan", "vmap, shared", "vmap, one each"]
 )
 def test_a_state_below_scan_and_vmap_is_of_all_that_share_it(model):
-    x = jax.random.normal(jax.random.key(0), (4, 2, 32))
-    variables = model.init(jax.random.key(1), x)
+    x = normal(4, 2, 32)
+    variables = quick(model.init)(jax.random.key(1), x)
     convert = _as_max if isinstance(model, Scanned) else dict
-    grad = jax.jit(jax.grad(lambda v: apply(model, convert(v), x).sum()))
+    grad = quick(jax.grad(lambda v: apply(model, convert(v), x).sum()))
     (state,) = jax.tree.leaves(grad(variables)[STATE], is_leaf=lambda leaf: "input_scale" in leaf)
-    rows = jnp.abs(x).max((1, 2))
+    rows = np.abs(x).max((1, 2))
     own = getattr(model, "state_axis", None) == 0
     expected = rows if own else rows.max()
     np.testing.assert_array_equal(state["input_amax_history"][..., 0], expected)
@@ -263,8 +273,8 @@ def test_below_shard_map_amaxes_are_those_of_all_shards(check_vma: bool, outside
     """Inputs and cotangents of the shards differ, weights do not; their gradients are summed."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     layer = _layer()
-    x = jax.random.normal(jax.random.key(0), (8, 32)) * jnp.arange(1.0, 9.0)[:, None]
-    variables = layer.init(jax.random.key(1), x)
+    x = normal(8, 32) * np.arange(1, 9, dtype=np.float32)[:, None]
+    variables = quick(layer.init)(jax.random.key(1), x)
     split = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma)
 
     def loss(variables, x):
@@ -286,10 +296,10 @@ def test_below_shard_map_amaxes_are_those_of_all_shards(check_vma: bool, outside
         )(variables, x)
 
     whole = True
-    expected = jax.jit(jax.grad(loss))(variables, x)
+    expected = quick(jax.grad(loss))(variables, x)
     whole = False
     run = jax.grad(total) if outside else split(inside, in_specs=(P(), P("data")), out_specs=P())
-    actual = jax.jit(run)(variables, x)
+    actual = quick(run)(variables, x)
     jax.tree.map(np.testing.assert_array_equal, actual[STATE], expected[STATE])
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4),
