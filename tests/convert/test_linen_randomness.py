@@ -14,6 +14,7 @@ from mx_jax import convert, recipes
 from mx_jax.convert import Rule
 from mx_jax.nn.linen import RNG_STREAM
 from mx_jax.recipes import MatmulSpec
+from tests.quick import quick
 
 from .linen_models import FLAX, WIDTH, Block, example_input, scanned
 
@@ -29,16 +30,16 @@ KEYS = [jax.random.key(seed) for seed in (1, 2)]
 
 def setup_model(module: nn.Module):
     x = example_input()
-    variables = jax.jit(module.init)(jax.random.key(0), x)
+    variables = quick(module.init)(jax.random.key(0), x)
     converted = convert.linen(module, RULE)
-    apply = jax.jit(lambda variables, x, rngs: converted.apply(variables, x, rngs=rngs))
+    apply = quick(lambda variables, x, rngs: converted.apply(variables, x, rngs=rngs))
     return variables, x, converted, apply
 
 
 def test_same_key_same_bits_as_by_hand():
     variables, x, converted, apply = setup_model(nn.Dense(5))
     by_hand = mx_jax.nn.linen.Dense(5, recipe=STOCHASTIC)
-    expected = jax.jit(lambda v, x, rngs: by_hand.apply(v, x, rngs=rngs))
+    expected = quick(lambda v, x, rngs: by_hand.apply(v, x, rngs=rngs))
     results = [apply(variables, x, {RNG_STREAM: key}) for key in KEYS]
     for key, result in zip(KEYS, results, strict=True):
         np.testing.assert_array_equal(result, expected(variables, x, {RNG_STREAM: key}))
@@ -62,7 +63,7 @@ def test_layers_draw_different_keys():
 def test_init_needs_no_stream_and_draws_nothing_from_the_others():
     module, x = Block(FLAX), example_input()
     converted = convert.linen(module, RULE)
-    plain, ours = (jax.jit(m.init)(jax.random.key(0), x) for m in (module, converted))
+    plain, ours = (quick(m.init)(jax.random.key(0), x) for m in (module, converted))
     jax.tree.map(np.testing.assert_array_equal, plain, ours)
 
 
@@ -126,10 +127,10 @@ def test_gradients_repeat_with_the_key():
         recipes.mxfp8(), name="sr", drhs=MatmulSpec(lhs=STOCHASTIC.fwd.rhs, rhs=None)
     )
     module, x = Block(FLAX), example_input()
-    variables = module.init(jax.random.key(0), x)
+    variables = quick(module.init)(jax.random.key(0), x)
     converted = convert.linen(module, Rule(".*", recipe))
 
-    @jax.jit
+    @quick
     def gradient(variables, key):
         def loss(variables):
             return jnp.sum(converted.apply(variables, x, rngs={RNG_STREAM: key}) ** 2)

@@ -29,6 +29,16 @@ FORMS = {
 forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
+@functools.partial(quick, static_argnums=0)
+def init(model: flax_nn.Module) -> Any:
+    return model.init(KEY, X)
+
+
+@functools.partial(quick, static_argnums=0)
+def apply(model: flax_nn.Module, variables: Any, x: Any, key: Any) -> Any:
+    return model.apply(variables, x, rngs={"quantize": key})
+
+
 class Twins(flax_nn.Module):
     """Two equal layers, which differ by their rounding alone, and the first once more."""
 
@@ -52,13 +62,12 @@ def test_parameters_are_those_of_the_layer_without_it(form: Any):
 @forms
 def test_each_product_draws_its_own_bits(form: Any):
     model = Twins(form(stochastic()))
-    variables = model.init(KEY, X)
-    apply = quick(lambda key: model.apply(variables, X, rngs={"quantize": key}))
-    first, second, again = apply(KEY)
+    draw = functools.partial(apply, model, init(model), X)
+    first, second, again = draw(KEY)
     assert np.any(first != second) and np.any(first != again)
-    for left, right in zip(apply(KEY), (first, second, again), strict=True):
+    for left, right in zip(draw(KEY), (first, second, again), strict=True):
         assert_bitwise_equal(left, right)
-    assert np.any(apply(jax.random.key(1))[0] != first)
+    assert np.any(draw(jax.random.key(1))[0] != first)
 
 
 @forms
@@ -88,14 +97,11 @@ def test_attention_projections(form: Any):
     attention = flax_nn.MultiHeadDotProductAttention(
         num_heads=2, qkv_dot_general_cls=form(stochastic()), out_dot_general_cls=form(stochastic())
     )
-    variables = attention.init(KEY, X)
-    assert_bitwise_equal(
-        variables["params"]["query"]["kernel"],
-        flax_nn.MultiHeadDotProductAttention(num_heads=2).init(KEY, X)["params"]["query"]["kernel"],
-    )
-    one, other = (
-        attention.apply(variables, X, rngs={"quantize": k}) for k in jax.random.split(KEY)
-    )
+    variables = init(attention)
+    flaxs = init(flax_nn.MultiHeadDotProductAttention(num_heads=2))
+    left, right = (tree["params"]["query"]["kernel"] for tree in (variables, flaxs))
+    assert_bitwise_equal(left, right)
+    one, other = (apply(attention, variables, X, key) for key in jax.random.split(KEY))
     assert np.any(one != other)
 
 
@@ -107,17 +113,14 @@ def test_attention_products(as_class: bool):
     def einsum(recipe: Any) -> Any:
         return functools.partial(EinsumOp, recipe=recipe) if as_class else EinsumOp(recipe)
 
-    variables = attention().init(KEY, X)
-    plain: Any = attention().apply(variables, X)
-    one: Any
+    variables = init(attention())
+    plain = apply(attention(), variables, X, KEY)
     for recipe in ("mxfp8", stochastic()):
         model = attention(
             qk_attn_weights_einsum_cls=einsum(recipe), attn_weights_value_einsum_cls=einsum(recipe)
         )
         assert jax.eval_shape(model.init, KEY, X) == jax.eval_shape(attention().init, KEY, X)
-        one, other = (
-            model.apply(variables, X, rngs={"quantize": k}) for k in jax.random.split(KEY)
-        )
+        one, other = (apply(model, variables, X, key) for key in jax.random.split(KEY))
         assert 3 < mx_jax.inspect.sqnr_db(plain, one) < 60
         assert np.any(one != other) == (recipe != "mxfp8")
 
@@ -152,15 +155,14 @@ def test_below_scan_each_layer_draws_its_own_bits():
             )
             return stack(name="layers")(x, None)[1]
 
-    variables = Model().init(KEY, X)
+    variables = init(Model())
 
-    def loss(variables, key):
-        y: Any = Model().apply(variables, X, rngs={"quantize": key})
-        return jnp.sum(y**2)
+    def loss(variables, x, key):
+        y: Any = Model().apply(variables, x, rngs={"quantize": key})
+        return jnp.sum(y**2), y
 
-    y = quick(lambda key: Model().apply(variables, X, rngs={"quantize": key}))(KEY)
+    gradients, y = quick(jax.grad(loss, has_aux=True))(variables, X, KEY)
     assert np.any(y[0] != y[1])
-    gradients = quick(jax.grad(loss))(variables, KEY)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradients))
 
 
