@@ -22,12 +22,11 @@ MX_INLINE uint32_t RunAmax(const T* x, int64_t n) {
   return BitsOf(Widen(widest));
 }
 
-// The same where a NaN or Inf is among n values, whose block is left out; rare. `rows` of `columns`
-// values are blocks along the columns; one row has blocks of `block`.
+// The same where a NaN or Inf is among `rows` of `columns` values, whose block is left out; rare. All
+// rows of `width` columns are a block.
 template <class T>
-uint32_t FiniteAmax(const T* x, int64_t rows, int64_t columns, int64_t block) {
+uint32_t FiniteAmax(const T* x, int64_t rows, int64_t columns, int64_t width) {
   uint32_t largest = 0;
-  const int64_t width = rows == 1 ? block : 1;
   for (int64_t j = 0; j < columns; j += width) {
     uint32_t amax = 0;
     for (int64_t i = 0; i < rows; ++i) {
@@ -43,19 +42,19 @@ uint32_t FiniteAmax(const T* x, int64_t rows, int64_t columns, int64_t block) {
 template <class T>
 void RunsAmax(const QuantizePlan& plan, int64_t begin, int64_t end, int32_t* amax) {
   const T* x = static_cast<const T*>(plan.x);
+  // Of `outer` slices, `[length, columns]` with runs of some rows.
+  const bool squares = plan.block_rows != 0, single = plan.inner == 1 && !squares;
+  const int64_t length = squares ? plan.rows : single ? 1 : plan.length;
+  const int64_t columns = squares || single ? plan.length : plan.inner;
+  const int64_t high = squares ? plan.block_rows : single ? 1 : plan.block;
+  const int64_t width = squares || single ? plan.block : 1;
+  const int64_t runs = (length + high - 1) / high;
   for (int64_t index = begin; index < end; ++index) {
-    int64_t rows = 1, columns = plan.length, start = index * plan.length;
-    int64_t block = plan.block;
-    if (plan.inner != 1) {
-      const int64_t slice = index / plan.blocks_per_row;
-      const int64_t first = (index - slice * plan.blocks_per_row) * plan.block;
-      rows = plan.length - first < plan.block ? plan.length - first : plan.block;
-      columns = plan.inner;
-      start = (slice * plan.length + first) * plan.inner;
-      block = 1;
-    }
-    uint32_t largest = RunAmax(x + start, rows * columns);
-    if (MX_UNLIKELY(largest >= kInf)) largest = FiniteAmax(x + start, rows, columns, block);
+    const int64_t slice = index / runs, first = (index - slice * runs) * high;
+    const int64_t rows = length - first < high ? length - first : high;
+    const T* run = x + (slice * length + first) * columns;
+    uint32_t largest = RunAmax(run, rows * columns);
+    if (MX_UNLIKELY(largest >= kInf)) largest = FiniteAmax(run, rows, columns, width);
     amax[index] = static_cast<int32_t>(largest);
   }
 }

@@ -16,23 +16,21 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// `amax`: patterns, int32, of the shape of x with each axis after the blocked one reduced to 1, and
-// the blocked one to its blocks; or to 1 too, where nothing but axes of 1 follows.
+// `amax`: patterns, int32, of the shape of x with each axis after the first blocked one reduced to 1,
+// and that one to its blocks; or to 1 too, where nothing but axes of 1 follows.
 ffi::Error Amax(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> amax,
                 ffi::Span<const int64_t> blocks) {
   QuantizePlan plan{};
   Geometry geometry;
   MX_RETURN_IF_ERROR(ParseFloatType("amax", x, &plan.type));
   MX_RETURN_IF_ERROR(FindGeometry("amax", x.dimensions(), blocks, &geometry));
-  if (geometry.block_rows != 0) {
-    return InvalidArgument("mx_jax amax: needs one blocked axis, or whole neighbours, got blocks=",
-                           Shape(blocks));
-  }
   Dimensions expected(x.dimensions().begin(), x.dimensions().end());
   const int64_t rank = static_cast<int64_t>(expected.size());
-  const int64_t first = geometry.axes.front().axis;
-  for (int64_t axis = first; axis < rank; ++axis) expected[axis] = 1;
-  if (geometry.inner != 1) expected[first] = geometry.num_blocks;
+  const BlockedAxis first = geometry.axes.front();
+  const bool single = geometry.inner == 1 && geometry.block_rows == 0;
+  const int64_t num_runs = single ? 1 : CeilDivide(expected[first.axis], first.size);
+  for (int64_t axis = first.axis; axis < rank; ++axis) expected[axis] = 1;
+  expected[first.axis] = num_runs;
   if (amax->element_type() != ffi::S32 || !SameShape(amax->dimensions(), expected)) {
     return InvalidArgument("mx_jax amax: amax must be int32 of shape ", Shape(expected),
                            ", got amax.shape=", Shape(amax->dimensions()),

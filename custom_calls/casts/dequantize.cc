@@ -6,7 +6,7 @@
 
 #include "casts/attributes.h"
 #include "casts/geometry.h"
-#include "casts/share.h"
+#include "casts/lift.h"
 #include "common/checks.h"
 #include "common/dispatch.h"
 #include "xla/ffi/api/ffi.h"
@@ -80,7 +80,7 @@ ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer
   plan.out = out->untyped_data();
   FillPlan(geometry, &plan);
   for (int32_t code = 0; code < 256; ++code) plan.values[code] = Decode(code, plan.element);
-  if (out->element_count() != 0) ShareBlocks(pool, plan, Pick(kKernels));
+  DequantizeBlocks(pool, static_cast<int64_t>(out->element_count()), plan, Pick(kKernels));
   return ffi::Error::Success();
 }
 

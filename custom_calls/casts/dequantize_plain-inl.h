@@ -9,35 +9,6 @@
 namespace mx::MX_TARGET {
 namespace {
 
-// Rounded once, to nearest even; a NaN becomes the one NaN that the reference gives.
-MX_INLINE uint16_t ToBf16(float value) {
-  const uint32_t bits = BitsOf(value);
-  if ((bits & kAbs) > kInf) return static_cast<uint16_t>(kNan >> 16);
-  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-MX_INLINE uint16_t ToF16(float value) {
-  const uint32_t bits = BitsOf(value);
-  const uint32_t magnitude = bits & kAbs;
-  const uint32_t sign = (bits >> 16) & 0x8000;
-  if (magnitude > kInf) return 0x7e00;
-  if (magnitude >= (142u << 23) + 0x7ff000u) return static_cast<uint16_t>(sign | 0x7c00);
-  if (magnitude < (113u << 23)) {
-    // Adding 0.5 aligns the last bit of float32 with that of a subnormal half.
-    const uint32_t sum = BitsOf(FloatOf(magnitude) + 0.5f);
-    return static_cast<uint16_t>(sign | (sum - BitsOf(0.5f)));
-  }
-  const uint32_t rounded = magnitude + 0xfff + ((magnitude >> 13) & 1);
-  return static_cast<uint16_t>(sign | ((rounded - (112u << 23)) >> 13));
-}
-
-MX_INLINE void StoreValue(float* out, float value) {
-  *out = (BitsOf(value) & kAbs) > kInf ? FloatOf(kNan) : value;
-}
-
-MX_INLINE void StoreValue(Bf16* out, float value) { out->bits = ToBf16(value); }
-MX_INLINE void StoreValue(F16* out, float value) { out->bits = ToF16(value); }
-
 // What the value of a code is multiplied with, or divided by.
 MX_INLINE float ScaleAt(const DequantizePlan& plan, int64_t index, const float* tensor) {
   if (plan.kind == ScaleFormatKind::kExponent) {

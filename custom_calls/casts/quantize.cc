@@ -1,6 +1,7 @@
 // The quantizing handler: checks every shape, dtype and attribute, then shares the blocks out.
 #include "casts/quantize.h"
 
+#include "casts/lift.h"
 #include "casts/operands.h"
 #include "casts/share.h"
 #include "common/checks.h"
@@ -19,6 +20,7 @@ ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs r
   MX_RETURN_IF_ERROR(TakeResults(x, cast.geometry, *codes, *scales, &cast.plan));
   MX_RETURN_IF_ERROR(CheckCount(rest, NumOperands(cast.attributes)));
   MX_RETURN_IF_ERROR(TakeOperands(rest, 0, x, cast.attributes, &cast.plan));
+  const Lifted lifted = LiftTiny(pool, static_cast<int64_t>(x.element_count()), &cast.plan);
   if (x.element_count() != 0) ShareBlocks(pool, cast.plan, ChosenQuantizeKernels());
   return ffi::Error::Success();
 }

@@ -4,31 +4,11 @@
 
 #include <stdint.h>
 
+#include "casts/float_types.h"
 #include "common/element_codec.h"
 #include "common/scale_codec.h"
 
 namespace mx {
-
-enum class FloatType : int32_t { kF32, kBf16, kF16 };
-struct Bf16 {
-  uint16_t bits;
-};
-struct F16 {
-  uint16_t bits;
-};
-
-// Calls `run` with a value of that type, which only tells the type.
-template <class Run>
-MX_INLINE void ByType(FloatType type, const Run& run) {
-  switch (type) {
-    case FloatType::kF32:
-      return run(float{});
-    case FloatType::kBf16:
-      return run(Bf16{});
-    case FloatType::kF16:
-      return run(F16{});
-  }
-}
 
 // Columns that a task of `columns` takes together: a few cache lines of every dtype.
 constexpr int64_t kColumnTile = 64;
@@ -83,7 +63,8 @@ struct QuantizeKernels {
   // `outer * columns.blocks_per_row * ceil(inner / StripColumns(rows))`.
   void (*both)(const QuantizePlan& rows, const QuantizePlan& columns, int64_t begin, int64_t end);
   // Patterns of the largest magnitude in runs begin..end - 1, of those blocks that have neither NaN
-  // nor Inf; runs are `outer` rows where inner is 1, else `outer * blocks_per_row` rows of blocks.
+  // nor Inf. A run is one of `outer` rows where blocks have one dimension and inner is 1, else a row
+  // of blocks, of `outer * blocks_per_row`, or of two-dimensional ones.
   void (*amax)(const QuantizePlan& plan, int64_t begin, int64_t end, int32_t* amax);
 };
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "casts/geometry.h"
+#include "casts/lift.h"
 #include "casts/operands.h"
 #include "casts/share.h"
 #include "common/checks.h"
@@ -55,7 +56,10 @@ ffi::Error QuantizeBoth(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingAr
   MX_RETURN_IF_ERROR(CheckCount(rest, first + NumOperands(other.attributes)));
   MX_RETURN_IF_ERROR(TakeOperands(rest, 0, x, last.attributes, &last.plan));
   MX_RETURN_IF_ERROR(TakeOperands(rest, first, x, other.attributes, &other.plan));
-  if (x.element_count() != 0) {
+  const int64_t size = static_cast<int64_t>(x.element_count());
+  const Lifted first_lifted = LiftTiny(pool, size, &last.plan);
+  const Lifted second_lifted = LiftTiny(pool, size, &other.plan);
+  if (size != 0) {
     ShareStrips(pool, last.plan, other.plan, ChosenQuantizeKernels());
   }
   return ffi::Error::Success();

@@ -12,20 +12,6 @@ namespace {
 // Elements that are widened to float32 at a time: they stay in the first-level cache.
 constexpr int64_t kPiece = 1024;
 
-MX_INLINE float Widen(float x) { return x; }
-MX_INLINE float Widen(Bf16 x) { return FloatOf(static_cast<uint32_t>(x.bits) << 16); }
-MX_INLINE float Widen(F16 x) {
-  // The exponent moves by 112. A subnormal gets a leading bit of 2^-14, which is taken out again: to
-  // multiply a subnormal float32 costs a hundred times as much on some processors.
-  const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
-  const uint32_t leading = 113u << 23;
-  const uint32_t small = BitsOf(FloatOf(magnitude + leading) - FloatOf(leading));
-  const uint32_t finite = magnitude < kHidden ? small : magnitude + (112u << 23);
-  const uint32_t special = magnitude | kInf;
-  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
-  return FloatOf(sign | (magnitude >= (0x7c00u << 13) ? special : finite));
-}
-
 // Constants of rounding to nearest even by adding a magic number.
 struct Magic {
   int32_t smallest_field;  // exponent field of the smallest normal

@@ -22,10 +22,11 @@ const MatmulKernels* const kKernels[kNumIsas] = {&portable::kMatmul};
 #endif
 
 ffi::Error MatmulPacked(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scales,
-                        ffi::AnyBuffer weights, ffi::Buffer<ffi::F32> alpha,
-                        ffi::Result<ffi::AnyBuffer> out, std::string_view lhs_element,
-                        std::string_view rhs_element, std::string_view lhs_scale,
-                        std::string_view rhs_scale, int32_t block, bool lhs_k_first) {
+                        TensorScales lhs_tensor_scale, ffi::AnyBuffer weights,
+                        TensorScales rhs_tensor_scale, ffi::Result<ffi::AnyBuffer> out,
+                        std::string_view lhs_element, std::string_view rhs_element,
+                        std::string_view lhs_scale, std::string_view rhs_scale, int32_t block,
+                        bool lhs_k_first) {
   MX_RETURN_IF_ERROR(CheckBlock(block));
   const Operand left{"lhs", lhs, lhs_scales, lhs_element, lhs_scale, lhs_k_first};
   MatmulProblem problem{};
@@ -41,7 +42,8 @@ ffi::Error MatmulPacked(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer
                            ", weights.shape=", Shape(weights.dimensions()),
                            ", lhs_k_first=", lhs_k_first);
   }
-  MX_RETURN_IF_ERROR(ParseAlpha(alpha, &problem));
+  MX_RETURN_IF_ERROR(
+      FindFactors(lhs_tensor_scale, rhs_tensor_scale, out->dimensions(), &problem));
   MX_RETURN_IF_ERROR(ParseOut(*out, &problem.out_type));
   problem.out = out->untyped_data();
   RunMatmul(pool, Pick(kKernels), problem);
@@ -81,10 +83,11 @@ ffi::Error PackWeightsOf(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuf
 }
 
 ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scales,
-                  ffi::AnyBuffer rhs, ffi::AnyBuffer rhs_scales, ffi::Buffer<ffi::F32> alpha,
-                  ffi::Result<ffi::AnyBuffer> out, std::string_view lhs_element,
-                  std::string_view rhs_element, std::string_view lhs_scale,
-                  std::string_view rhs_scale, int32_t block, bool lhs_k_first, bool rhs_k_first) {
+                  TensorScales lhs_tensor_scale, ffi::AnyBuffer rhs, ffi::AnyBuffer rhs_scales,
+                  TensorScales rhs_tensor_scale, ffi::Result<ffi::AnyBuffer> out,
+                  std::string_view lhs_element, std::string_view rhs_element,
+                  std::string_view lhs_scale, std::string_view rhs_scale, int32_t block,
+                  bool lhs_k_first, bool rhs_k_first) {
   MX_RETURN_IF_ERROR(CheckBlock(block));
   const Operand left{"lhs", lhs, lhs_scales, lhs_element, lhs_scale, lhs_k_first};
   const Operand right{"rhs", rhs, rhs_scales, rhs_element, rhs_scale, rhs_k_first};
@@ -103,7 +106,8 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_s
                            ", rhs.shape=", Shape(rhs.dimensions()), ", lhs_k_first=", lhs_k_first,
                            ", rhs_k_first=", rhs_k_first);
   }
-  MX_RETURN_IF_ERROR(ParseAlpha(alpha, &problem));
+  MX_RETURN_IF_ERROR(
+      FindFactors(lhs_tensor_scale, rhs_tensor_scale, out->dimensions(), &problem));
   MX_RETURN_IF_ERROR(ParseOut(*out, &problem.out_type));
   problem.out = out->untyped_data();
   RunMatmul(pool, Pick(kKernels), problem);
@@ -118,6 +122,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MxMatmul, mx::Matmul,
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
@@ -135,6 +140,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MxMatmulPacked, mx::MatmulPacked,
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::AnyBuffer>()

@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "common/checks.h"
+#include "common/float_environment.h"
+#include "common/tiny.h"
 #include "products/problem.h"
 #include "products/weights.h"
 #include "xla/ffi/api/ffi.h"
@@ -101,32 +103,39 @@ inline ffi::Error ParseOperand(const Operand& operand, int32_t block, Source* so
 
 using Dimensions = ffi::Span<const int64_t>;
 
-// Which product of each operand every product of the batch takes: axes of one are repeated. Both
-// operands have two more axes than their batch.
+// Which of the arrays along an operand's first axes product `index` takes: an axis of one is repeated.
+inline int64_t MatrixAt(Dimensions operand, Dimensions out, int64_t index) {
+  int64_t place = 0, step = 1;
+  for (int64_t axis = static_cast<int64_t>(out.size()) - 3; axis >= 0; --axis) {
+    if (operand[axis] != 1) place += index % out[axis] * step;
+    index /= out[axis];
+    step *= operand[axis];
+  }
+  return place;
+}
+
+// Whether an operand's first axes are those of the product's batch, or one.
+inline bool FitsBatch(Dimensions operand, Dimensions out) {
+  if (operand.size() + 2 < out.size()) return false;
+  for (size_t axis = 0; axis + 2 < out.size(); ++axis) {
+    if (operand[axis] != out[axis] && operand[axis] != 1) return false;
+  }
+  return true;
+}
+
+// Which product of each operand every product of the batch takes. Both operands have two more axes
+// than their batch.
 inline bool FindProducts(Dimensions lhs, int64_t lhs_rows, Dimensions rhs, int64_t rhs_rows,
                          Dimensions out, std::vector<Product>* products) {
-  const int64_t rank = static_cast<int64_t>(out.size());
-  if (rank < 2 || lhs.size() != out.size() || rhs.size() != out.size()) return false;
+  const size_t rank = out.size();
+  if (rank < 2 || lhs.size() != rank || rhs.size() != rank) return false;
   if (out[rank - 2] != lhs_rows || out[rank - 1] != rhs_rows) return false;
+  if (!FitsBatch(lhs, out) || !FitsBatch(rhs, out)) return false;
   int64_t batch = 1;
-  for (int64_t axis = 0; axis < rank - 2; ++axis) {
-    if (lhs[axis] != out[axis] && lhs[axis] != 1) return false;
-    if (rhs[axis] != out[axis] && rhs[axis] != 1) return false;
-    batch *= out[axis];
-  }
+  for (size_t axis = 0; axis + 2 < rank; ++axis) batch *= out[axis];
   products->resize(batch);
   for (int64_t index = 0; index < batch; ++index) {
-    Product product{0, 0};
-    int64_t rest = index, left_step = 1, right_step = 1;
-    for (int64_t axis = rank - 3; axis >= 0; --axis) {
-      const int64_t at = rest % out[axis];
-      rest /= out[axis];
-      product.lhs += lhs[axis] == 1 ? 0 : at * left_step;
-      product.rhs += rhs[axis] == 1 ? 0 : at * right_step;
-      left_step *= lhs[axis];
-      right_step *= rhs[axis];
-    }
-    (*products)[index] = product;
+    (*products)[index] = {MatrixAt(lhs, out, index), MatrixAt(rhs, out, index)};
   }
   return true;
 }
@@ -179,16 +188,41 @@ inline ffi::Error ParseWeights(const ffi::AnyBuffer& weights, std::string_view e
   return ffi::Error::Success();
 }
 
-// The factors of a problem whose products are known.
-inline ffi::Error ParseAlpha(const ffi::Buffer<ffi::F32>& alpha, MatmulProblem* problem) {
-  const int64_t batch = static_cast<int64_t>(problem->products.size());
-  const int64_t count = static_cast<int64_t>(alpha.element_count());
-  if (count != 1 && count != batch) {
-    return InvalidArgument("mx_jax matmul: alpha must be one factor, or one for each of ", batch,
-                           " products, got alpha.shape=", Shape(alpha.dimensions()));
+using TensorScales = ffi::Buffer<ffi::F32>;
+
+// Shape (0,): there are none.
+inline bool HasScales(const TensorScales& scales) {
+  return scales.dimensions().size() != 1 || scales.dimensions()[0] != 0;
+}
+
+inline ffi::Error CheckTensorScales(const char* side, const TensorScales& scales, Dimensions out) {
+  if (!HasScales(scales)) return ffi::Error::Success();
+  const Dimensions shape = scales.dimensions();
+  bool fits = FitsBatch(shape, out);
+  for (size_t axis = out.size() - 2; fits && axis < shape.size(); ++axis) fits = shape[axis] == 1;
+  if (fits) return ffi::Error::Success();
+  return InvalidArgument("mx_jax matmul: ", side, "_tensor_scale must be of shape (0,), or one ",
+                         "number for each matrix of the batch or repeated along its axes, got ",
+                         side, "_tensor_scale.shape=", Shape(shape), " for a product of shape ",
+                         Shape(out));
+}
+
+// The factors of a problem whose products are known: of each, or one of all.
+inline ffi::Error FindFactors(const TensorScales& lhs, const TensorScales& rhs, Dimensions out,
+                              MatmulProblem* problem) {
+  MX_RETURN_IF_ERROR(CheckTensorScales("lhs", lhs, out));
+  MX_RETURN_IF_ERROR(CheckTensorScales("rhs", rhs, out));
+  const bool one = lhs.element_count() <= 1 && rhs.element_count() <= 1;
+  problem->factors.resize(one ? 1 : problem->products.size());
+  if (problem->products.empty()) return ffi::Error::Success();
+  KeepSubnormals environment;
+  for (size_t i = 0; i < problem->factors.size(); ++i) {
+    const auto scale = [&](const TensorScales& scales) {
+      if (!HasScales(scales)) return 1.0f;
+      return scales.typed_data()[MatrixAt(scales.dimensions(), out, static_cast<int64_t>(i))];
+    };
+    problem->factors[i] = FactorsOf(scale(lhs), scale(rhs));
   }
-  problem->alpha = alpha.typed_data();
-  problem->alpha_step = count == 1 ? 0 : 1;
   return ffi::Error::Success();
 }
 

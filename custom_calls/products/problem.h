@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/tiny.h"
 #include "products/kernels.h"
 
 namespace mx {
@@ -18,11 +19,20 @@ struct Product {
 struct MatmulProblem {
   Source lhs, rhs;  // the first matrix of each; others follow without gaps
   std::vector<Product> products;
-  const float* alpha;  // the factor of each product, alpha_step apart
-  int64_t alpha_step;
+  std::vector<Factors> factors;  // of each product, or one of all
   OutType out_type;
   void* out;  // [products, lhs.rows, rhs.rows]
 };
+
+// Sums of some rows and columns of a product, which the tile no longer holds then, to its output.
+inline void StoreTile(const MatmulKernels& kernels, const MatmulProblem& problem, int64_t product,
+                      float* tile, int rows, int columns, void* out) {
+  const Factors factors = problem.factors[problem.factors.size() == 1 ? 0 : product];
+  if (MX_UNLIKELY(factors.first != 1.0f)) {
+    for (int i = 0; i < rows * kTileColumns; ++i) tile[i] *= factors.first;
+  }
+  kernels.store(tile, rows, columns, factors.last, problem.out_type, out, problem.rhs.rows);
+}
 
 inline bool FitsInt8(Element element) {
   return element == kE2M1 || element == kE2M3 || element == kElementInt8;

@@ -74,8 +74,8 @@ inline void RunTask(const MatmulKernels& kernels, const MatmulProblem& problem, 
             slabs.lhs + i * sizes.lhs_panel + chunk * sizes.lhs_chunk,
             slabs.rhs + j * sizes.rhs_panel + chunk * sizes.rhs_chunk, tile, chunk == 0);
         if (!last) continue;
-        kernels.store(tile, num_rows, static_cast<int>(std::min<int64_t>(kTileColumns, n - column)),
-                      problem.alpha[product * problem.alpha_step], problem.out_type, to, n);
+        StoreTile(kernels, problem, product, tile, num_rows,
+                  static_cast<int>(std::min<int64_t>(kTileColumns, n - column)), to);
       }
     }
     chunk += count;
@@ -140,7 +140,7 @@ void RunPacked(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& pr
 // Products that share rhs are one product of more rows, where the rows follow each other.
 inline void MergeRows(MatmulProblem* problem) {
   const int64_t batch = static_cast<int64_t>(problem->products.size());
-  if (batch < 2 || problem->lhs.k_stride != 1 || problem->alpha_step != 0) return;
+  if (batch < 2 || problem->lhs.k_stride != 1 || problem->factors.size() != 1) return;
   for (int64_t i = 0; i < batch; ++i) {
     if (problem->products[i].rhs != 0 || problem->products[i].lhs != i) return;
   }

@@ -204,19 +204,18 @@ inline void RunThinStrided(const ThinProduct& task, ThinPanels* panels) {
   }
 }
 
-inline void StoreThin(const ThinProduct& task, const ThinPanels& panels) {
+inline void StoreThin(const ThinProduct& task, ThinPanels* panels) {
   const MatmulProblem& problem = task.problem;
   const int64_t m = problem.lhs.rows, n = problem.rhs.rows;
   const int64_t out_size = problem.out_type == kOutFloat32 ? 4 : 2;
   char* out = static_cast<char*>(problem.out) + task.product * m * n * out_size;
-  for (int64_t j = 0; j < panels.count; ++j) {
-    const int64_t column = (panels.first + j) * kTileColumns;
+  for (int64_t j = 0; j < panels->count; ++j) {
+    const int64_t column = (panels->first + j) * kTileColumns;
     for (int64_t i = 0; i * kTileRows < m; ++i) {
-      task.kernels.store(panels.tiles[j][i],
-                         static_cast<int>(std::min<int64_t>(kTileRows, m - i * kTileRows)),
-                         static_cast<int>(std::min<int64_t>(kTileColumns, n - column)),
-                         problem.alpha[task.product * problem.alpha_step], problem.out_type,
-                         out + (i * kTileRows * n + column) * out_size, n);
+      StoreTile(task.kernels, problem, task.product, panels->tiles[j][i],
+                static_cast<int>(std::min<int64_t>(kTileRows, m - i * kTileRows)),
+                static_cast<int>(std::min<int64_t>(kTileColumns, n - column)),
+                out + (i * kTileRows * n + column) * out_size);
     }
   }
 }
@@ -233,7 +232,7 @@ inline void RunThinPanels(const ThinProduct& task, int64_t first_panel) {
   } else {
     for (int64_t panel = 0; panel < panels.count; ++panel) RunThinUnpacked(task, &panels, panel);
   }
-  StoreThin(task, panels);
+  StoreThin(task, &panels);
 }
 
 // Whether rhs is multiplied faster by a folded lhs: MatmulKernels::multiply_codes.

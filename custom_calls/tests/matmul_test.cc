@@ -116,12 +116,11 @@ class Threads {
 template <class Pool>
 void Multiply(Pool& pool, const MatmulKernels& kernels, const Source& lhs, const Source& rhs,
               float* out) {
-  const float one = 1;
   MatmulProblem problem{};
   problem.lhs = lhs;
   problem.rhs = rhs;
   problem.products = {{0, 0}};
-  problem.alpha = &one;
+  problem.factors = {{1, 1}};
   problem.out_type = kOutFloat32;
   problem.out = out;
   RunMatmul(pool, kernels, problem);

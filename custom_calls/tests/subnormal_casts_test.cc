@@ -107,16 +107,16 @@ void CheckCasts(const mx::QuantizeKernels& quantize, const mx::DequantizeKernels
   plan.element = mx::Derive(format.facts), plan.rule = RuleOf(kind, plan.element);
   StaysNormal(NameOf("quantize", isa, format.name, kind, type, place), kSubnormalOperand,
               [&](FlagThreads& threads) { mx::ShareBlocks(threads, plan, quantize); });
-  if (place.block_rows == 0) {
-    StaysNormal(NameOf("amax", isa, format.name, kind, type, place), kSubnormalOperand,
-                [&](FlagThreads& threads) {
-                  const int64_t runs = place.inner == 1 ? place.outer
-                                                        : place.outer * plan.blocks_per_row;
-                  mx::ParallelFor(threads, runs, [&](int64_t run) {
-                    quantize.amax(plan, run, run + 1, amax.data());
-                  });
+  StaysNormal(NameOf("amax", isa, format.name, kind, type, place), kSubnormalOperand,
+              [&](FlagThreads& threads) {
+                const int64_t strips =
+                    place.block_rows != 0
+                        ? (place.rows + place.block_rows - 1) / place.block_rows
+                        : place.inner == 1 ? 1 : plan.blocks_per_row;
+                mx::ParallelFor(threads, place.outer * strips, [&](int64_t run) {
+                  quantize.amax(plan, run, run + 1, amax.data());
                 });
-  }
+              });
   // The codes that quantizing left, and any at all.
   for (const bool drawn : {false, true}) {
     for (int64_t i = 0; drawn && i < size; ++i) {

@@ -86,10 +86,9 @@ Matrix DrawValues(Random& random, mx::Element element, int32_t block, int64_t ro
 
 void Multiply(FlagThreads& threads, const mx::MatmulKernels& kernels, const mx::Source& lhs,
               const mx::Source& rhs, mx::OutType type, float* out) {
-  const float one = 1;
   mx::MatmulProblem problem{};
   problem.lhs = lhs, problem.rhs = rhs, problem.products = {{0, 0}};
-  problem.alpha = &one, problem.out_type = type, problem.out = out;
+  problem.factors = {{1, 1}}, problem.out_type = type, problem.out = out;
   mx::RunMatmul(threads, kernels, problem);
 }
 

@@ -25,9 +25,10 @@ def call_handler(**changes: Any) -> jax.Array:
     arguments: dict[str, Any] = {
         "lhs": lhs.codes,
         "lhs_scales": lhs.scales,
+        "lhs_tensor_scale": jnp.zeros((0,), jnp.float32),
         "rhs": rhs.codes,
         "rhs_scales": rhs.scales,
-        "alpha": jnp.ones((1,), jnp.float32),
+        "rhs_tensor_scale": jnp.zeros((0,), jnp.float32),
         "lhs_element": "e2m1",
         "rhs_element": "e4m3",
         "lhs_scale": "e8m0",
@@ -39,7 +40,8 @@ def call_handler(**changes: Any) -> jax.Array:
     shape = changes.pop("shape", (5, 7))
     dtype = changes.pop("dtype", jnp.float32)
     arguments |= changes
-    operands = [arguments.pop(n) for n in ("lhs", "lhs_scales", "rhs", "rhs_scales", "alpha")]
+    parts = ("", "_scales", "_tensor_scale")
+    operands = [arguments.pop(side + part) for side in ("lhs", "rhs") for part in parts]
     result = jax.ShapeDtypeStruct(shape, dtype)
     return jax.ffi.ffi_call(rejections.MATMUL, result)(*operands, **arguments)
 
@@ -62,8 +64,12 @@ def call_handler(**changes: Any) -> jax.Array:
         ({"shape": (1, 5, 7)}, r"product's shape \(1, 5, 7\) does not follow"),
         ({"dtype": jnp.int32}, "the product must be float32, bfloat16 or float16"),
         (
-            {"alpha": jnp.ones((3,), jnp.float32)},
-            r"alpha must be.*got alpha.shape=\(3\)",
+            {"lhs_tensor_scale": jnp.ones((3,), jnp.float32)},
+            r"lhs_tensor_scale must be of shape \(0,\), .*got lhs_tensor_scale.shape=\(3\) for",
+        ),
+        (
+            {"rhs_tensor_scale": jnp.ones((1, 0), jnp.float32)},
+            r"rhs_tensor_scale must be .*got rhs_tensor_scale.shape=\(1, 0\)",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),

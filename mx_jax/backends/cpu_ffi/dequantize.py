@@ -11,7 +11,6 @@ from mx_jax.backends.base import DequantizeCall
 from mx_jax.backends.cpu_ffi.cast_axes import cast_axes, flat_blocks
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.quantize import facts, rejects_blocks, rejects_parts
-from mx_jax.codecs import float32, tiny
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
@@ -30,19 +29,6 @@ def rejects(call: DequantizeCall) -> str | None:
 
 def dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
     """The values of x in `call.dtype`, by the handler."""
-    if x.tensor_scale is None:
-        return _by_handler(x, call.dtype)
-    small, scale = tiny.is_tiny(x.tensor_scale), x.tensor_scale
-
-    def lifted() -> jax.Array:
-        large = dataclasses.replace(x, tensor_scale=tiny.lift(scale, small))
-        bits = float32.to_bits(_by_handler(large, np.dtype("float32")))
-        return float32.from_bits(tiny.lower(bits, small), call.dtype)
-
-    return lax.cond(tiny.any_of(small), lifted, lambda: _by_handler(x, call.dtype))
-
-
-def _by_handler(x: MXArray, dtype: np.dtype) -> jax.Array:
     operands = [operand for operand in (x.codes, x.scales, x.tensor_scale) if operand is not None]
     axes = cast_axes(x.blocks)
     given = (axes.elements, *axes.scales, axes.tensor_scale)[: len(operands)]
@@ -50,7 +36,7 @@ def _by_handler(x: MXArray, dtype: np.dtype) -> jax.Array:
     handler = Handler(
         target=TARGET,
         axes=f"{', '.join(given)} -> {axes.elements}",
-        dtypes=(np.dtype(dtype),),
+        dtypes=(np.dtype(call.dtype),),
         attributes=hashable(
             attributes(x.format, x.blocks) | {"has_tensor_scale": has_tensor_scale}
         ),
@@ -58,7 +44,7 @@ def _by_handler(x: MXArray, dtype: np.dtype) -> jax.Array:
 
     def elsewhere(codes, scales, tensor_scale=None):
         parts = dict(codes=codes, scales=scales, tensor_scale=tensor_scale, primal=None)
-        return (dataclasses.replace(x, **parts).dequantize(dtype),)
+        return (dataclasses.replace(x, **parts).dequantize(call.dtype),)
 
     (values,) = lax.platform_dependent(*operands, cpu=handler, default=elsewhere)
     return values

@@ -98,6 +98,8 @@ class Geometry:
                     self.sizes[axis.name] = length
         for array in (*self.operands, *self.results):
             for axis in array.axes:
+                if axis.name.isdigit():
+                    self.sizes[axis.name] = int(axis.name)
                 if axis.block is not None:
                     self.blocks[axis.name] = axis.block
         for letters in {array.batch for array in self.results}:

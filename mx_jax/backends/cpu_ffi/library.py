@@ -23,7 +23,7 @@ LIBRARY_VARIABLE = "MX_JAX_CPU_LIBRARY"
 ISA_VARIABLE = "MX_JAX_CPU_ISA"
 
 # What `custom_calls/common/library.h` calls kInterface: what handlers take and give.
-INTERFACE = 4
+INTERFACE = 5
 
 _FILE = "native.abi3.so"
 _NOT_BUILT = "not built: with a C++ compiler, pip install -v . builds it, or shows why not"

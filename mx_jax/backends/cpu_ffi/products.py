@@ -15,7 +15,6 @@ from mx_jax.backends.base import MatmulCall, Operand
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.rejections import DTYPES, MATMUL, PACKED_MATMUL, block_size, names
 from mx_jax.backends.cpu_ffi.weights import PANEL_ROWS
-from mx_jax.codecs import tiny
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.matmul import scaled_matmul as reference
@@ -43,23 +42,23 @@ def by_codes(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
     left, right = _side(lhs, call.lhs.axes, "lhs"), _side(rhs, call.rhs.axes, "rhs")
     handler = Handler(
         target=MATMUL,
-        axes=f"{left.axes}, {right.axes}, *lr -> *lr {left.kept} {right.kept}",
+        axes=f"{left.axes}, {right.axes} -> *lr {left.kept} {right.kept}",
         dtypes=(np.dtype(call.out_dtype),),
         attributes=hashable(
             left.attributes | right.attributes | {"block": np.int32(block_size(format))}
         ),
     )
-    scales = [x.tensor_scale for x in (lhs, rhs) if isinstance(x, MXArray)]
-    (product,) = handler(*left.arrays, *right.arrays, _alpha(call, *scales))
+    (product,) = handler(*left.arrays, *right.arrays)
     return product
 
 
 def by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
     """The product by packed weights, by the handler."""
     left, (element, scale) = _side(lhs, call.lhs.axes, "lhs"), names(rhs.format)
+    tensor_scale, axes = _tensor_scale(rhs.arrays.tensor_scale, "*t")
     handler = Handler(
         target=PACKED_MATMUL,
-        axes=f"{left.axes}, *r n/{PANEL_ROWS} bytes, *lr -> *lr {left.kept} n",
+        axes=f"{left.axes}, *r n/{PANEL_ROWS} bytes, {axes} -> *lr {left.kept} n",
         dtypes=(np.dtype(call.out_dtype),),
         attributes=hashable(
             left.attributes
@@ -68,19 +67,13 @@ def by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
         ),
         sizes=(("n", math.prod(rhs.kept)),),
     )
-    lhs_scale = lhs.tensor_scale if isinstance(lhs, MXArray) else None
-    alpha = _alpha(call, lhs_scale, rhs.arrays.tensor_scale)
-    (product,) = handler(*left.arrays, rhs.arrays.bytes, alpha)
+    (product,) = handler(*left.arrays, rhs.arrays.bytes, tensor_scale)
     return product.reshape(*product.shape[:-1], *rhs.kept)
 
 
-def _alpha(call: MatmulCall, *tensor_scales: jax.Array | None) -> jax.Array:
-    """What each matrix of a product is multiplied with: the product of its tensor scales."""
-    alpha = jnp.ones((1,) * call.num_batch, jnp.float32)
-    for scale in tensor_scales:
-        if scale is not None:
-            alpha = tiny.product(alpha, scale.reshape(scale.shape[: call.num_batch]))
-    return jnp.broadcast_to(alpha, call.lhs.shape[: call.num_batch])
+def _tensor_scale(scale: jax.Array | None, axes: str) -> tuple[jax.Array, str]:
+    """One for each matrix of an operand, and its axes; an empty array where there is none."""
+    return (jnp.zeros((0,), jnp.float32), "0") if scale is None else (scale, axes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,13 +81,13 @@ class _Side:
     """One operand as the handler takes it.
 
     Attributes:
-      arrays: elements and scales.
-      axes: of both.
+      arrays: elements, scales and tensor scales.
+      axes: of all.
       kept: the kept ones, which the handler takes as one.
       attributes: what it is told of them.
     """
 
-    arrays: tuple[jax.Array, jax.Array]
+    arrays: tuple[jax.Array, ...]
     axes: str
     kept: str
     attributes: dict[str, object]
@@ -111,10 +104,14 @@ def _side(operand: Operand, axes: Axes, which: Literal["lhs", "rhs"]) -> _Side:
         return f"{batch} ({k}) {kept}" if axes.k_first else f"{batch} {kept} ({k})"
 
     scales = "0" if format is None else in_order(f"{k}/{block_size(format)}")
+    # A batch of its own: one matrix's scale may stand for all.
+    own = ("*s" if which == "lhs" else "*t") + " 1" * (operand.ndim - len(axes.batch))
+    given = operand.tensor_scale if isinstance(operand, MXArray) else None
+    tensor_scale, own = _tensor_scale(given, own)
     element, scale = names(format)
     return _Side(
-        arrays=_arrays(operand, axes.contracting[-1]),
-        axes=f"{in_order(k)}, {scales}",
+        arrays=(*_arrays(operand, axes.contracting[-1]), tensor_scale),
+        axes=f"{in_order(k)}, {scales}, {own}",
         kept=kept,
         attributes={
             f"{which}_element": element,

@@ -1,7 +1,5 @@
 """Quantizing by the compiled handler: which calls it takes, and how it is called."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,6 @@ from mx_jax.backends.base import QuantizeCall
 from mx_jax.backends.cpu_ffi.cast_axes import cast_axes, flat_blocks
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.tensor_scale import tensor_scale_of
-from mx_jax.codecs import tiny
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat
@@ -100,20 +97,6 @@ def quantize(
     x = lax.stop_gradient(x)
     if call.format.tensor_scale and tensor_scale is None:
         tensor_scale = tensor_scale_of(x, call)
-    by_handler = functools.partial(_by_handler, call, random_bits)
-    if tensor_scale is None:
-        codes, scales = by_handler(x, None)
-    else:
-        codes, scales = tiny.divided(x, tensor_scale, by_handler)
-    return as_mxarray(codes, scales, tensor_scale, call)
-
-
-def _by_handler(
-    call: QuantizeCall,
-    random_bits: jax.Array | None,
-    x: jax.Array,
-    tensor_scale: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
     axes, optional = cast_axes(call.blocks), {}
     if tensor_scale is not None:
         optional["tensor_scale"] = axes.tensor_scale, tensor_scale
@@ -136,7 +119,7 @@ def _by_handler(
 
     operands = (x, *(operand for _, operand in optional.values()))
     codes, scales = lax.platform_dependent(*operands, cpu=handler, default=elsewhere)
-    return codes, scales
+    return as_mxarray(codes, scales, tensor_scale, call)
 
 
 def result_dtypes(call: QuantizeCall) -> tuple[np.dtype, np.dtype]:

@@ -10,7 +10,6 @@ from mx_jax.backends.cpu_ffi import quantize
 from mx_jax.backends.cpu_ffi.cast_axes import cast_axes
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.tensor_scale import tensor_scale_of
-from mx_jax.codecs import tiny
 from mx_jax.codecs.blocks import Blocks, block_extent
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray
@@ -56,11 +55,7 @@ def quantize_both(
     swapped = last is not call.first
     first, second = random_bits
     bits = (second, first) if swapped else (first, second)
-    by_handler = functools.partial(_by_handler, (last, other), bits)
-    if tensor_scale is None:
-        parts = by_handler(x, None)
-    else:
-        parts = tiny.divided(x, tensor_scale, by_handler)
+    parts = _by_handler((last, other), bits, x, tensor_scale)
     codes, scales, other_codes, other_scales = parts
     along_last = quantize.as_mxarray(codes, scales, tensor_scale, last)
     along_other = quantize.as_mxarray(other_codes, other_scales, tensor_scale, other)

@@ -1,4 +1,4 @@
-"""The scale of a whole tensor, whose largest magnitude a handler finds."""
+"""The scale of a whole tensor, by handlers: they find its largest magnitude, and divide it."""
 
 import math
 
@@ -11,45 +11,49 @@ from mx_jax.backends.base import QuantizeCall
 from mx_jax.backends.cpu_ffi.cast_axes import cast_axes, flat_blocks
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.codecs import float32
-from mx_jax.codecs.blocks import Blocks, split
+from mx_jax.codecs.blocks import split
 from mx_jax.formats import WHOLE
 from mx_jax.reference import quantize as reference
 
-TARGET = "mx_jax_cpu_amax"
+AMAX = "mx_jax_cpu_amax"
+TARGET = "mx_jax_cpu_tensor_scale"
 
 
 def tensor_scale_of(x: jax.Array, call: QuantizeCall) -> jax.Array:
     """The scale of the whole tensor, from its largest finite block: the reference's."""
-    amax = _amax(x, call.blocks) if x.size and len(call.blocks) == 1 else _plain(x, call.blocks)
     largest_scale = call.scale_rule.largest_scale or call.format.scale.max
-    return reference.tensor_scale_of(amax, largest_scale * call.format.element.max, x.ndim)
+    largest_value = largest_scale * call.format.element.max
+    amax, scale = _amax(x.shape, call), _scale(x.ndim, largest_value)
+
+    def elsewhere(x: jax.Array) -> jax.Array:
+        pieces, inside = split(x, call.blocks)
+        magnitudes = jnp.max(float32.to_bits(pieces) & float32.ABS, axis=inside, initial=0)
+        return reference.tensor_scale_of(magnitudes, largest_value, x.ndim)
+
+    return lax.platform_dependent(x, cpu=lambda x: scale(*amax(x))[0], default=elsewhere)
 
 
-def _amax(x: jax.Array, blocks: Blocks) -> jax.Array:
+def _amax(shape: tuple[int, ...], call: QuantizeCall) -> Handler:
     """Patterns of the largest finite blocks: one a row, or one a row of blocks."""
-    axis, size = blocks[0]
-    single = math.prod(x.shape[axis:][1:]) == 1
+    blocks = sorted(call.blocks)
+    (axis, size), *more = blocks
+    single = not more and math.prod(shape[axis:][1:]) == 1
     runs = ((axis, WHOLE if single else size), *((a, WHOLE) for a in range(axis + 1, 0)))
     axes = cast_axes(runs)
-    handler = Handler(
-        target=TARGET,
+    return Handler(
+        target=AMAX,
         axes=f"{axes.elements} -> {axes.scales[0]}",
         dtypes=(np.dtype("int32"),),
-        attributes=hashable({"blocks": flat_blocks(blocks)}),
+        attributes=hashable({"blocks": flat_blocks(call.blocks)}),
     )
 
-    def elsewhere(x):
-        amax = _plain(x, blocks)
-        finite = jnp.where(amax < float32.INF, amax, 0)
-        reduced = tuple(range(axis if single else axis + 1, 0))
-        return (jnp.max(finite, axis=reduced, keepdims=True),)
 
-    (amax,) = lax.platform_dependent(x, cpu=handler, default=elsewhere)
-    return amax
-
-
-def _plain(x: jax.Array, blocks: Blocks) -> jax.Array:
-    """Patterns of the largest magnitude of each block."""
-    pieces, inside = split(x, blocks)
-    magnitudes = float32.to_bits(pieces) & float32.ABS
-    return lax.squeeze(jnp.max(magnitudes, axis=inside, keepdims=True, initial=0), inside)
+def _scale(ndim: int, largest_value: float) -> Handler:
+    """The scale of all patterns but for what vmap adds in front: no axis of theirs is a batch."""
+    names = " ".join(f"a{place}" for place in reversed(range(ndim)))
+    return Handler(
+        target=TARGET,
+        axes=f"*b {names} -> *b{' 1' * ndim}",
+        dtypes=(np.dtype("float32"),),
+        attributes=hashable({"largest_value": np.float32(largest_value)}),
+    )
