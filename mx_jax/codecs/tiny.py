@@ -61,15 +61,6 @@ def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
     return jnp.where(fixed, magnitude, lowered) | bits ^ magnitude
 
 
-def product(left: jax.Array, right: jax.Array) -> jax.Array:
-    """The product of two tensor scales, rounded to what float32 has, subnormals included."""
-    lifted = [(lift(scale, is_tiny(scale)), is_tiny(scale)) for scale in (left, right)]
-    bits = float32.to_bits(lifted[0][0] * lifted[1][0])
-    for _, tiny in lifted:
-        bits = lower(bits, tiny)
-    return float32.from_bits(bits)
-
-
 def divided(x: jax.Array, tensor_scale: jax.Array, by: Callable[..., Any]) -> Any:
     """`by(x, tensor_scale)`, or the same of both lifted: only if a scale is tiny, x is read for it.
 
