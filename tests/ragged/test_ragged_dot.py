@@ -273,12 +273,14 @@ def test_rows_draw_their_bits_whatever_their_group(rng: np.random.Generator):
     rhs = np.broadcast_to(rhs[:1], rhs.shape)
 
     @quick
-    def rounded(sizes):
-        return jax.vjp(
-            lambda x: ragged_dot(x, rhs, sizes, recipe=STOCHASTIC, key=jax.random.key(0)), lhs
-        )[1](g)[0], ragged_dot(lhs, rhs, sizes, recipe=STOCHASTIC, key=jax.random.key(0))
+    def rounded(lhs, rhs, sizes, g, key):
+        output, vjp = jax.vjp(lambda x: ragged_dot(x, rhs, sizes, recipe=STOCHASTIC, key=key), lhs)
+        return vjp(g)[0], output
 
-    one, several = (rounded(jnp.array(sizes)) for sizes in ([12, 0, 0], [5, 0, 7]))
+    one, several = (
+        rounded(lhs, rhs, np.int32(sizes), g, jax.random.key(0))
+        for sizes in ([12, 0, 0], [5, 0, 7])
+    )
     # All three experts hold the same matrix, but draw bits of their own: compare those of one.
     assert_bitwise_equal(one[0][:5], several[0][:5])
     assert_bitwise_equal(one[1][:5], several[1][:5])
@@ -348,9 +350,13 @@ def test_one_group_draws_as_matmul_does(rng: np.random.Generator):
     lhs, rhs, g = (rng.standard_normal(s, np.float32) for s in ((64, 32), (32, 32), (64, 32)))
 
     def three(operation):
-        output, vjp = jax.vjp(operation, lhs, rhs)
-        return output, *vjp(g)
+        @quick
+        def run(lhs, rhs, g, key):
+            output, vjp = jax.vjp(lambda x, w: operation(x, w, key=key), lhs, rhs)
+            return output, *vjp(g)
 
-    dense = three(lambda x, w: mx_jax.matmul(x, w, recipe=recipe, key=key))
-    ours = three(lambda x, w: ragged_dot(x, w[None], [64], recipe=recipe, key=key))
+        return run(lhs, rhs, g, key)
+
+    dense = three(functools.partial(mx_jax.matmul, recipe=recipe))
+    ours = three(lambda x, w, key: ragged_dot(x, w[None], [64], recipe=recipe, key=key))
     assert_all_close(ours, dense)
