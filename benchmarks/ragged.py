@@ -56,6 +56,8 @@ def cases(format: str, work: str, tokens: int, experts: int, size: int) -> list[
         Case(REFERENCE, _jitted(ours, operands, backend="reference")),
     ]
     if work == "forward":
+        packed = mx_jax.pack_weights(stored, contracting=1, num_batch=1)
+        found.insert(2, Case("mx_jax, packed, by tiles", _jitted(ours, (x, packed))))
         bound = jax.jit(lambda rows, weights: [rows @ matrix for matrix in weights])
         found.append(Case("bound: jnp.dot, each expert once", lambda: bound(rows, weights)))
     return found

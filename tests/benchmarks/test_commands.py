@@ -99,7 +99,7 @@ def test_ragged(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
-    assert [row["work"] for row in rows] == ["forward"] * 4 + ["step"] * 3
+    assert [row["work"] for row in rows] == ["forward"] * 5 + ["step"] * 3
     for row in rows:
         check_spread(row["timings"]["cpu_ms"])
 
