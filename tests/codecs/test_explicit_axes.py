@@ -65,6 +65,10 @@ def test_join():
     ):
         joined = lies(lambda x: join_axes(x, (8, 64), (2,)), ((8, 4, 16), spec))
         assert joined == ((8, 64), parts)
+    behind = lies(
+        lambda x: join_axes(x, (8, 4, 32), (3,)), ((8, 4, 2, 16), P("a", None, None, "b"))
+    )
+    assert behind == ((8, 4, 32), ("a", None, "b"))
 
 
 def test_broadcast():

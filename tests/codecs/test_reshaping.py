@@ -96,5 +96,5 @@ def test_a_tensor_scale_that_changes_within_blocks_is_cut():
     ],
 )
 def test_shapes_that_are_none(shape, wanted, error):
-    with pytest.raises(error, match=r"MXArray.reshape: "):
+    with pytest.raises(error, match=r"needs a shape of size=|lengths must be ints"):
         reshape_blocks(wanted, shape, B, None)

@@ -109,3 +109,8 @@ def test_modes_survive_pickling():
     assert pickle.loads(pickle.dumps(stochastic(7))).is_stochastic
     assert not any(mode.is_stochastic for mode in (*ROUNDINGS[:3], own))
     assert stochastic(1).is_stochastic and stochastic(17).is_stochastic
+
+
+def test_a_mode_is_built_by_names():
+    with pytest.raises(TypeError, match="positional"):
+        Rounding("mine", 0, AWAY.apply)  # pyright: ignore

@@ -31,6 +31,7 @@ from mx_jax.formats import (
     INT8_FULL,
     MX_FORMATS,
     MXFP8_E4M3,
+    NVFP4,
     BlockFormat,
 )
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -225,3 +226,11 @@ def test_only_gpus_correct_their_quotients():
     traced = jax.jit(true_divide).trace(x, x)
     texts = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda")}
     assert "shift_left" in texts["cuda"] and "shift_left" not in texts["cpu"]
+
+
+def test_a_tiny_tensor_scale_loses_nothing_unasked():
+    """6 times 448 under a subnormal 2^-130, which CPUs flush: lifted, unless it came so."""
+    p = np.full((1, 1), 2.0**-130, np.float32)
+    codes, scales = jnp.uint8([[7]]), jnp.uint8([[0x7E]])
+    pattern = decode_scaled(codes, scales, NVFP4, jnp.asarray(p))
+    assert np.asarray(pattern).view(np.float32) == 6 * 448 * 2.0**-130

@@ -21,6 +21,7 @@ from mx_jax.formats import (
     SCALE_FORMATS,
     BlockFormat,
     ElementFormat,
+    ScaleFormat,
 )
 from mx_jax.formats.block import known_block
 from mx_jax.formats.element import known_element
@@ -112,3 +113,10 @@ def test_where_a_format_ends():
     for scale in SCALE_FORMATS:
         assert scale.is_float32 == (scale.bits == 32)
     assert F32_DIVISOR.element is None
+
+
+@pytest.mark.parametrize("kind", [ElementFormat, ScaleFormat, BlockFormat])
+def test_formats_are_built_by_names(kind: type):
+    """Their facts are numbers, whose order nobody remembers."""
+    with pytest.raises(TypeError, match="positional"):
+        kind("mine")

@@ -100,6 +100,7 @@ CORE: dict[str, tuple[str, ...]] = {
     "mx_jax.codecs.scale": ("tests/codecs/test_scale.py", *_EDGES),
     "mx_jax.codecs.tiny": (
         "tests/quantize/test_tiny_tensors.py",
+        "tests/reference/test_matmul.py::test_a_tiny_tensor_scale_is_lifted",
         "tests/quantize/test_float_scales.py::test_nvfp4_of_tiny_and_huge_tensors",
     ),
     "mx_jax.codecs.updating": (

@@ -26,4 +26,50 @@ def accepted(why: str) -> Explanation:
 
 
 # By module, and the changed line before and after.
-EXPLAINED: dict[tuple[str, str, str], Explanation] = {}
+EXPLAINED: dict[tuple[str, str, str], Explanation] = {
+    (
+        "mx_jax.codecs.element",
+        "significand = jnp.where(magnitude == 0, 0, mantissa | float32.HIDDEN)",
+        "significand = jnp.where(magnitude == -1, 0, mantissa | float32.HIDDEN)",
+    ): same("zero normalizes to an exponent so low that its leading bit is rounded to 0 anyway"),
+    (
+        "mx_jax.codecs.packing",
+        "for index in range(start // given, min(count, -(-(start + wanted) // given))):",
+        "for index in range(start // given, max(count, -(-(start + wanted) // given))):",
+    ): same("groups are whole, so the end is at most count; what lies beyond it is masked off"),
+    (
+        "mx_jax.reference.hadamard",
+        "size = signs.shape[0]",
+        "size = signs.shape[ -1]",
+    ): same("signs have one axis"),
+    (
+        "mx_jax.reference.matmul",
+        "lifted = True",
+        "lifted = False",
+    ): same("a lifted scale is not tiny, so lowering leaves the values alone, only later"),
+    (
+        "mx_jax.reference.ragged",
+        "tensor_scale = None if peaks.tensor_scale is None else peaks.tensor_scale[0]",
+        "tensor_scale = None if peaks.tensor_scale is None else peaks.tensor_scale[ 1]",
+    ): same("its first axis has a length of one, to which JAX clamps the index"),
+    (
+        "mx_jax.ops.clipping",
+        "return jnp.where(values < 0, jnp.uint8(element.sign_code), top)",
+        "return jnp.where(values <= 0, jnp.uint8(element.sign_code), top)",
+    ): same("zero is below either limit"),
+    (
+        "mx_jax.codecs.reshaping",
+        "return {new_axes[0]: sizes[old_axes[0]]}",
+        "return {new_axes[0]: sizes[old_axes[ -1]]}",
+    ): same("there is one old axis"),
+    (
+        "mx_jax.codecs.reshaping",
+        "yield [old_axes.pop(0)], []",
+        "yield [old_axes.pop( -1)], []",
+    ): same("an axis of one with blocks is cut, or all axes are WHOLE, in whichever order"),
+    (
+        "mx_jax.reference.matmul",
+        "exponent, factor = -_HEADROOM, 2.0**_HEADROOM",
+        "exponent, factor = -_HEADROOM, 2.0*_HEADROOM",
+    ): same("the headroom is 2, and 2 * 2 = 2 ** 2"),
+}

@@ -114,7 +114,8 @@ def page(record: dict[str, Any]) -> str:
         f"sample of {record['share']:.0%} of the mutants of each module, seed {record['seed']}). "
         f"{record['date']}, {record['tool']}, jax {record['jax']}, Python {record['python']}.",
         "",
-        "The score is killed / (tried - equivalent).",
+        "The score is killed / (tried - equivalent). Survivors of a sample became tests, so the",
+        "same sample scores higher than a new one would, with another seed.",
         "",
         "| module | mutants | tried | killed | equivalent | survivors | score |",
         "|---|---|---|---|---|---|---|",

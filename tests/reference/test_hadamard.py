@@ -61,6 +61,9 @@ def test_transform_along_an_axis():
     turned = hadamard.apply(jnp.bfloat16(x), jnp.asarray(SIGNS), axis=1)
     assert turned.dtype == jnp.float32
     np.testing.assert_array_equal(turned, expected)
+    fast = hadamard.apply(jnp.bfloat16(x), jnp.asarray(SIGNS), axis=1, in_bfloat16=True)
+    assert fast.dtype == jnp.float32
+    np.testing.assert_array_equal(fast, expected)
     np.testing.assert_array_equal(hadamard.invert(turned, jnp.asarray(SIGNS), 6, axis=1), x)
     # By default along the last axis; shorter than a group too. No operand's rank is promoted.
     few = x[:1, :3]
@@ -70,3 +73,11 @@ def test_transform_along_an_axis():
     expected = np.pad(few, ((0, 0), (0, 0), (0, 2))) * SIGNS @ sylvester(4)
     np.testing.assert_array_equal(last, expected)
     np.testing.assert_array_equal(back, few)
+    for shape, filled in (((5,), (8,)), ((2, 3, 5), (2, 3, 8))):
+        out = jax.eval_shape(hadamard.apply, jnp.ones(shape), jnp.asarray(SIGNS))
+        assert out.shape == filled
+
+
+def test_a_transform_is_built_by_names():
+    with pytest.raises(TypeError, match="positional"):
+        Hadamard(2, (1, -1))  # pyright: ignore

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import mx_jax
-from mx_jax.codecs.rounding import NEAREST
+from mx_jax.codecs.rounding import NEAREST, STOCHASTIC, TOWARD_ZERO
 from mx_jax.formats import FLOAT8_TENSORWISE_E4M3, NVFP4, WHOLE
 from mx_jax.reference.quantize import quantize
 from mx_jax.reference.ragged import (
@@ -54,6 +54,7 @@ def test_peaks_of_groups():
 def test_rows_under_their_groups_scales(format):
     """As if every group were quantized by itself; rows of no group are zeros that stay zeros."""
     x = np.where(np.isfinite(ROWS), ROWS, 2).astype(np.float32)
+    x[1, 1] = 0.46  # rounds up to nearest
     sizes = np.int32([2, 0, 2])
     rows = ragged_rows(jnp.asarray(sizes), 5, 1)
     blocks = ((-2, WHOLE), (-1, format.block[1]))
@@ -63,9 +64,12 @@ def test_rows_under_their_groups_scales(format):
     def by_group(x):
         placed = rows.place(x)
         peaks = quantize(group_peaks(placed, rows), format, blocks, rule)
-        return encode_by_group(placed, rows, peaks, NEAREST, None), peaks
+        ways = (NEAREST, None), (TOWARD_ZERO, None), (STOCHASTIC, jnp.zeros(x.shape, jnp.int32))
+        return [encode_by_group(placed, rows, peaks, *way) for way in ways], peaks
 
-    found, peaks = by_group(x)
+    (found, down, drawn), peaks = by_group(x)
+    assert_bitwise_equal(drawn.codes, down.codes, what="zeros for random bits never round up")
+    assert (np.asarray(down.codes) != found.codes).any()
     assert found.blocks == blocks[1:] and found.dtype == jnp.float32
     scales = np.asarray(peaks.scales)[:, 0]
     assert_bitwise_equal(found.scales[:4], scales[[0, 0, 2, 2]])

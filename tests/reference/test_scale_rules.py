@@ -77,3 +77,8 @@ def test_the_rule_that_is_meant():
         scale_rule_for(own, NVFP4)
     with pytest.raises(TypeError, match="got scale_rule=3"):
         scale_rule_for(3, MXFP4)  # pyright: ignore
+
+
+def test_a_rule_is_built_by_names():
+    with pytest.raises(TypeError, match="positional"):
+        ScaleRule("mine", ("exponent",), seven)  # pyright: ignore
