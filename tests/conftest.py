@@ -1,7 +1,9 @@
-"""What every test shares: eight CPU devices, repeatable randomness."""
+"""What every test shares: eight CPU devices, repeatable randomness, one cache of programs."""
 
 import os
+import tempfile
 import zlib
+from typing import Any
 
 NUM_CPU_DEVICES = 8
 
@@ -18,6 +20,36 @@ import pytest  # noqa: E402
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiling is most of the time, so no program is compiled twice in a run.
+
+    Workers, and the programs that tests start, find by its code and options what another has
+    compiled. The cache ends with the run: the next compiles everything anew.
+    """
+    if hasattr(config, "workerinput"):
+        return
+    cache = tempfile.TemporaryDirectory(prefix="mx_jax_tests_", ignore_cleanup_errors=True)
+    config.add_cleanup(cache.cleanup)
+    os.environ |= {
+        "JAX_COMPILATION_CACHE_DIR": cache.name,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Neighbours share programs: each worker gets tests in a row, and ends with others' last.
+
+    Under `-n` alone; who asks for another `--dist` gets it.
+    """
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 @pytest.fixture
