@@ -19,7 +19,9 @@ from mx_jax.backends.base import (
     OperandType,
     RaggedCall,
     Target,
+    rejects_symbolic,
 )
+from mx_jax.backends.block_sums import BlockScales, block_scales, blockwise_dot
 from mx_jax.backends.matrices import without_tensor_scale
 from mx_jax.backends.sums import SumScale, row_scales, scaled, tensor_scale
 from mx_jax.codecs import blocks
@@ -40,12 +42,10 @@ _HEADROOM = 2
 def bfloat16_holds(format: BlockFormat) -> bool:
     """Whether bfloat16 has all digits of an element times what stays with it inside a sum.
 
-    A tensor scale and float32 scales of whole rows leave the sum, so only the element is left.
+    A tensor scale leaves the sum, float32 scales leave that of their block: the element is left.
     """
     digits = format.significand_bits
-    if digits is None and format.block[1] is WHOLE:
-        digits = format.element.significand_bits
-    return digits is not None and digits <= _DIGITS
+    return (format.element.significand_bits if digits is None else digits) <= _DIGITS
 
 
 def _rejects(call: MatmulCall | RaggedCall, target: Target) -> str | None:
@@ -65,8 +65,8 @@ def _rejects_operand(side: Side, own: OperandType) -> str | None:
         )
     if not bfloat16_holds(own.format):
         return (
-            f"needs element times block scale in {_DIGITS} binary digits, or float32 scales of "
-            f"whole rows, got {side}={own.format.name}, block={own.format.block}"
+            f"needs element times block scale in {_DIGITS} binary digits, got {side}="
+            f"{own.format.name}, significand_bits={own.format.significand_bits}"
         )
     if set(own.scale_axes) & set(own.axes.contracting):
         return (
@@ -74,6 +74,34 @@ def _rejects_operand(side: Side, own: OperandType) -> str | None:
             f"position of axes={own.scale_axes}"
         )
     return None
+
+
+def _block_size(own: OperandType) -> int | None:
+    """The size of blocks whose float32 scales change along the contracted axis, if they do."""
+    format = own.format
+    if format is None or not format.scale.is_float32 or format.block[1] is WHOLE:
+        return None
+    return int(format.block[1])
+
+
+def _rejects_product(call: MatmulCall, target: Target) -> str | None:
+    """As `_rejects`; and blocks under float32 scales lie one after another on one device."""
+    sizes = {size for _, own in call.sides if (size := _block_size(own)) is not None}
+    reason = _rejects(call, target)
+    if not sizes or reason is not None:
+        return reason
+    k = [call.lhs.shape[axis] for axis in call.lhs.axes.contracting]
+    if len(sizes) > 1 or len(k) > 1 or k == [0]:
+        return (
+            "needs blocks of one size along one contracted axis under float32 scales, got "
+            f"blocks={sorted(sizes)}, k={k}"
+        )
+    if target.num_devices > 1 or call.out_sharding is not None:
+        return (
+            "multiplies blocks under float32 scales one after another, on one device, got "
+            f"num_devices={target.num_devices}"
+        )
+    return rejects_symbolic(call)
 
 
 def _rejects_groups(call: RaggedCall, target: Target) -> str | None:
@@ -106,12 +134,23 @@ def block_values(operand: Operand) -> tuple[jax.Array, float]:
 
 
 def _scales(side: Side, operand: Operand, call: MatmulCall) -> tuple[SumScale, ...]:
-    """The scales that leave the sums."""
-    if not isinstance(operand, MXArray):
+    """The scales that leave the whole sums."""
+    own = call.lhs if side == "lhs" else call.rhs
+    if not isinstance(operand, MXArray) or _block_size(own) is not None:
         return ()
     if operand.format.scale.is_float32:
         return (row_scales(side, operand, call),)
     return tensor_scale(side, operand, call)
+
+
+def _block_scales(lhs: Operand, rhs: Operand, call: MatmulCall) -> list[BlockScales]:
+    """The scales that leave the sums of blocks."""
+    operands = {"lhs": lhs, "rhs": rhs}
+    return [
+        block_scales(side, operands[side], own.axes.contracting[0])
+        for side, own in call.sides
+        if _block_size(own) is not None
+    ]
 
 
 def _under_exponents(operand: MXArray) -> jax.Array:
@@ -133,15 +172,21 @@ def _under_exponents(operand: MXArray) -> jax.Array:
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     """The dot of bfloat16 values, and the scales that leave its sums."""
     (left, left_factor), (right, right_factor) = block_values(lhs), block_values(rhs)
-    sums = lax.dot_general(
-        left,
-        right,
-        call.dimension_numbers,
-        # Of bfloat16 there is nothing to split, whatever `jax_default_matmul_precision` says.
-        precision=lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-        out_sharding=call.out_sharding,
-    )
+    sizes = _block_size(call.lhs), _block_size(call.rhs)
+    if sizes != (None, None):
+        sums = blockwise_dot(
+            left, right, sizes[0] or sizes[1] or 0, _block_scales(lhs, rhs, call), call
+        )
+    else:
+        sums = lax.dot_general(
+            left,
+            right,
+            call.dimension_numbers,
+            # Of bfloat16 there is nothing to split, whatever `jax_default_matmul_precision` says.
+            precision=lax.Precision.DEFAULT,
+            preferred_element_type=jnp.float32,
+            out_sharding=call.out_sharding,
+        )
     sums = scaled(sums, *_scales("lhs", lhs, call), *_scales("rhs", rhs, call))
     factor = left_factor * right_factor
     return (sums if factor == 1.0 else sums * factor).astype(call.out_dtype)
@@ -166,7 +211,7 @@ XLA_BFLOAT16 = Backend(
     name="xla_bfloat16",
     epsilon_bound=4.0,
     table=(
-        Offer(call=MatmulCall, rejects=_rejects, run=_multiply, how=HOW),
+        Offer(call=MatmulCall, rejects=_rejects_product, run=_multiply, how=HOW),
         Offer(call=RaggedCall, rejects=_rejects_groups, run=_multiply_groups, how=HOW),
     ),
 )

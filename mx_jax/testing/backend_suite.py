@@ -70,8 +70,7 @@ def _whole_axis_float8_on_gpu(call: Call, target: Target) -> bool:
 def _what_bfloat16_holds_on_accelerators(call: Call, target: Target) -> bool:
     if target.platform == "cpu" or not isinstance(call, MatmulCall):
         return False
-    held = [format for format in BLOCK_FORMATS if format.block[1] != 128]
-    return all(own.format in held or own.dtype == jnp.bfloat16 for _, own in call.sides)
+    return all(own.format in BLOCK_FORMATS or own.dtype == jnp.bfloat16 for _, own in call.sides)
 
 
 def _what_the_handlers_compute(call: Call, target: Target) -> bool:

@@ -32,6 +32,12 @@ from mx_jax.testing.cases import MATMUL_CASES, MatmulCase
 TPU = Target(platform="tpu")
 ACCELERATORS = (TPU, Target(platform="rocm"), Target(platform="cuda", compute_capability=(9, 0)))
 TAKEN = tuple(case for case in MATMUL_CASES if XLA_BFLOAT16.rejects(case.call, TPU) is None)
+WIDE = formats.BlockFormat(
+    name="wide",
+    element=formats.ElementFormat(name="e2m5", exponent_bits=2, mantissa_bits=5, bias=1),
+    scale=formats.E4M3_SCALE,
+    block=(1, 16),
+)
 SQUARE = MatmulCase(lhs=formats.MXFP8_E4M3, rhs=formats.MXFP8_E4M3, k=(64,))
 
 
@@ -46,13 +52,10 @@ def run_reference(call: MatmulCall, lhs: Any, rhs: Any) -> jax.Array:
 
 
 def test_what_is_taken():
-    """All MX and NVFP4 formats and whole-axis float8; high precision only in bfloat16."""
-    assert {format for format in BLOCK_FORMATS if not bfloat16_holds(format)} == {
-        formats.FLOAT8_BLOCKWISE_E4M3,
-        formats.FLOAT8_BLOCKWISE_2D_E4M3,
-    }
+    """Every format; high precision only in bfloat16."""
+    assert all(map(bfloat16_holds, BLOCK_FORMATS))
     given = {case.lhs for case in TAKEN} | {case.rhs for case in TAKEN}
-    assert {format for format in BLOCK_FORMATS if bfloat16_holds(format)} <= given
+    assert set(BLOCK_FORMATS) <= given
     assert {case.dtype for case in TAKEN if None in (case.lhs, case.rhs)} == {"bfloat16"}
 
 
@@ -179,16 +182,47 @@ def test_tensor_scales_that_meet(lhs_scale: float, rhs_scale: float):
             "needs operands that bfloat16 holds, got lhs_dtype=float16, whose product keeps the "
             "caller's precision",
         ),
+        (dataclasses.replace(SQUARE, rhs=formats.FLOAT8_BLOCKWISE_2D_E4M3), None),
         (
-            dataclasses.replace(SQUARE, rhs=formats.FLOAT8_BLOCKWISE_2D_E4M3),
-            "needs element times block scale in 8 binary digits, or float32 scales of whole rows, "
-            "got rhs=float8_blockwise_2d_e4m3, block=(128, 128)",
+            dataclasses.replace(SQUARE, rhs=formats.FLOAT8_BLOCKWISE_2D_E4M3, k=(2, 64)),
+            "needs blocks of one size along one contracted axis under float32 scales, got "
+            "blocks=[128], k=[2, 64]",
+        ),
+        (
+            dataclasses.replace(SQUARE, rhs=WIDE),
+            "needs element times block scale in 8 binary digits, got rhs=wide, significand_bits=10",
         ),
     ],
     ids=str,
 )
 def test_reasons(case: MatmulCase, reason: str | None, target: Target):
     assert XLA_BFLOAT16.rejects(case.call, target) == reason
+
+
+def test_blocks_under_float32_scales_stay_on_one_device():
+    call = dataclasses.replace(SQUARE, rhs=formats.FLOAT8_BLOCKWISE_E4M3).call
+    reason = (
+        "multiplies blocks under float32 scales one after another, on one device, got num_devices=8"
+    )
+    assert XLA_BFLOAT16.rejects(call, dataclasses.replace(TPU, num_devices=8)) == reason
+    assert XLA_BFLOAT16.rejects(SQUARE.call, dataclasses.replace(TPU, num_devices=8)) is None
+
+
+BLOCKWISE, BLOCKWISE_2D = formats.FLOAT8_BLOCKWISE_E4M3, formats.FLOAT8_BLOCKWISE_2D_E4M3
+BLOCKWISE_CASES = (
+    # As DeepSeek's models multiply: many blocks at once, and one after another.
+    MatmulCase(lhs=BLOCKWISE, rhs=BLOCKWISE_2D, m=(3,), n=(130,), k=(1000,)),
+    MatmulCase(lhs=BLOCKWISE, rhs=BLOCKWISE_2D, m=(150,), n=(130,), k=(500,), rhs_k_first=True),
+    MatmulCase(lhs=None, rhs=BLOCKWISE_2D, dtype="bfloat16", n=(130,), k=(300,)),
+    MatmulCase(lhs=formats.NVFP4, rhs=BLOCKWISE, batch=(2,), m=(2, 3), k=(300,)),
+    MatmulCase(lhs=BLOCKWISE, rhs=formats.FLOAT8_ROWWISE_E4M3, k=(300,), lhs_k_first=True),
+)
+
+
+@pytest.mark.parametrize("case", BLOCKWISE_CASES, ids=str)
+def test_blocks_under_float32_scales(case: MatmulCase):
+    assert XLA_BFLOAT16.rejects(case.call, TPU) is None
+    check_matmul(XLA_BFLOAT16, case)
 
 
 def test_not_on_cpus():
@@ -271,7 +305,8 @@ def test_explain_names_the_way():
     assert "not xla_bfloat16: needs operands that bfloat16 holds, got lhs_dtype=float32" in text
 
 
-def test_the_transform_of_bfloat16_is_a_bfloat16_dot():
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_the_transform_of_bfloat16_is_a_bfloat16_dot(dtype: str):
     """Of NVFP4's pre-training recipe, whose operands are turned before the last product."""
 
     def loss(w: jax.Array, x: jax.Array, key: jax.Array) -> jax.Array:
@@ -279,15 +314,15 @@ def test_the_transform_of_bfloat16_is_a_bfloat16_dot():
         return product.astype(jnp.float32).sum()
 
     step, key = jax.value_and_grad(loss, (0, 1)), jax.eval_shape(lambda: jax.random.key(0))
-    for dtype, shown in (("bfloat16", {"bf16"}), ("float32", {"bf16", "f32"})):
-        shapes = (array(128, 64, dtype=dtype), array(32, 128, dtype=dtype), key)
-        found = dots(step, *shapes, target=TPU)
-        assert {side.rsplit("x", 1)[1] for types in found for side in types[:2]} == shown
-        with mx_jax.testing.target("tpu"):
-            lines = mx_jax.inspect.explain_call(step, *shapes).splitlines()
-        (line,) = {line for line in lines if line.startswith("Hadamard") and "[32, 128]" in line}
-        how = "bfloat16 dot, float32 sums" if dtype == "bfloat16" else "float32 dot, HIGHEST"
-        assert f"Hadamard transform of {dtype} [32, 128] on platform=tpu -> XLA {how}" in line
+    shapes = (array(128, 64, dtype=dtype), array(32, 128, dtype=dtype), key)
+    found = dots(step, *shapes, target=TPU)
+    shown = {"bf16"} if dtype == "bfloat16" else {"bf16", "f32"}
+    assert {side.rsplit("x", 1)[1] for types in found for side in types[:2]} == shown
+    with mx_jax.testing.target("tpu"):
+        lines = mx_jax.inspect.explain_call(step, *shapes).splitlines()
+    (line,) = {line for line in lines if line.startswith("Hadamard") and "[32, 128]" in line}
+    how = "bfloat16 dot, float32 sums" if dtype == "bfloat16" else "float32 dot, HIGHEST"
+    assert f"Hadamard transform of {dtype} [32, 128] on platform=tpu -> XLA {how}" in line
 
 
 @pytest.mark.parametrize("size", [16, 32, 64])
@@ -319,15 +354,14 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
-@pytest.mark.parametrize("target", ACCELERATORS, ids=str)
-def test_experts_multiply_bfloat16(target: Target):
+def test_experts_multiply_bfloat16():
     """Every product of `ragged_dot` and its gradients."""
 
     def loss(w: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
         return mx_jax.ragged_dot(x, w, sizes, recipe="mxfp8").astype(jnp.float32).sum()
 
     step = jax.value_and_grad(loss, (0, 1))
-    with mx_jax.testing.target(target.platform, target.compute_capability):
+    with mx_jax.testing.target("tpu"):
         shapes = array(2, 64, 32), array(16, 64), GROUPS
         jaxpr = jax.make_jaxpr(step)(*shapes).jaxpr
         lines = mx_jax.inspect.explain_call(step, *shapes).splitlines()
@@ -343,7 +377,10 @@ def test_experts_multiply_bfloat16(target: Target):
     )
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["mxfp8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nvfp4", "mxfp4"))],
+)
 def test_products_of_experts(recipe: str):
     """As in float32, which a CPU takes, to the order of the sums."""
     rng = np.random.default_rng(0)
@@ -368,3 +405,37 @@ def test_products_of_experts(recipe: str):
         difference = np.abs(np.asarray(got, np.float64) - np.asarray(want, np.float64))
         # The cotangents are bfloat16, of sums that differ in their last bits.
         assert difference.max() <= largest * (2.0**-8 if want.dtype == jnp.bfloat16 else 2.0**-20)
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "collective"),
+    [(("x", None), (None, None), None), ((None, "x"), ("x", None), "all-reduce")],
+)
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_it_is_partitioned_as_a_plain_dot(recipe: str, lhs: Any, rhs: Any, collective: str | None):
+    """Rows alone, without a word between devices; the contracted axis, by adding what each has."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    x, w = mx_jax.quantize(X, FORMAT[recipe]), mx_jax.quantize(W, FORMAT[recipe], axis=0)
+    place = [jax.NamedSharding(mesh, jax.P(*axes)) for axes in (lhs, rhs)]
+    whole = jax.NamedSharding(mesh, jax.P())
+
+    def put(q: MXArray, sharding: Any) -> MXArray:
+        scale = None if q.tensor_scale is None else jax.device_put(q.tensor_scale, whole)
+        codes, scales = (jax.device_put(each, sharding) for each in (q.codes, q.scales))
+        return dataclasses.replace(q, codes=codes, scales=scales, tensor_scale=scale)
+
+    product = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))
+    with mx_jax.testing.target("tpu", num_devices=8):
+        operands = put(x, place[0]), put(w, place[1])
+        text = product.lower(*operands).compile().as_text()
+        found = product(*operands)
+    assert ("all-reduce" in text) == (collective == "all-reduce")
+    assert "all-gather" not in text and "all-to-all" not in text
+    expected = np.asarray(x.dequantize(jnp.float32), np.float64) @ np.asarray(w.dequantize())
+    np.testing.assert_allclose(np.asarray(found), expected, atol=2.0**-20 * np.abs(expected).max())
+
+
+X, W = (
+    np.random.default_rng(0).normal(size=size).astype(np.float32) for size in ((16, 512), (512, 8))
+)
+FORMAT = {"mxfp8": "mxfp8_e4m3", "nvfp4": "nvfp4"}
