@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.axes import Side
+from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.base import MatmulCall
 from mx_jax.backends.sums import SumScale, scaled
 from mx_jax.codecs import blocks
@@ -103,13 +103,11 @@ def _placed(scales: BlockScales, axis: int, call: MatmulCall) -> jax.Array:
 
 def _dots(left: jax.Array, right: jax.Array, call: MatmulCall) -> jax.Array:
     """The product of each block alone."""
-    contracting, batch = (
-        tuple(tuple(axis + 1 for axis in axes) for axes in both) for both in call.dimension_numbers
-    )
+    axes = ProductAxes(call.lhs.axes.in_batch(), call.rhs.axes.in_batch())
     return lax.dot_general(
         left,
         right,
-        (contracting, ((0, *batch[0]), (0, *batch[1]))),
+        axes.dimension_numbers,
         precision=lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )

@@ -145,11 +145,10 @@ def _scales(side: Side, operand: Operand, call: MatmulCall) -> tuple[SumScale, .
 
 def _block_scales(lhs: Operand, rhs: Operand, call: MatmulCall) -> list[BlockScales]:
     """The scales that leave the sums of blocks."""
-    operands = {"lhs": lhs, "rhs": rhs}
     return [
-        block_scales(side, operands[side], own.axes.contracting[0])
-        for side, own in call.sides
-        if _block_size(own) is not None
+        block_scales(side, operand, own.axes.contracting[0])
+        for operand, (side, own) in zip((lhs, rhs), call.sides, strict=True)
+        if isinstance(operand, MXArray) and _block_size(own) is not None
     ]
 
 

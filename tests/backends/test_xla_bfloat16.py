@@ -427,7 +427,7 @@ def test_it_is_partitioned_as_a_plain_dot(recipe: str, lhs: Any, rhs: Any, colle
     product = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))
     with mx_jax.testing.target("tpu", num_devices=8):
         operands = put(x, place[0]), put(w, place[1])
-        text = product.lower(*operands).compile().as_text()
+        text = str(product.lower(*operands).compile().as_text())
         found = product(*operands)
     assert ("all-reduce" in text) == (collective == "all-reduce")
     assert "all-gather" not in text and "all-to-all" not in text
