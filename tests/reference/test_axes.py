@@ -74,6 +74,12 @@ def test_blocks(format, blocks, k_first):
     assert K_FIRST.blocks(format) == k_first
 
 
+def test_blocks_lie_along_the_last_axis_of_a_group():
+    """Of three axes, and of one."""
+    assert Axes.ordered(kept=3, contracting=3).blocks(MXFP4_2D) == ((-4, 32), (-1, 32))
+    assert Axes.ordered().blocks(MXFP4_2D) == ((-2, 32), (-1, 32))
+
+
 def dot_general(lhs: np.ndarray, rhs: np.ndarray, axes: ProductAxes) -> np.ndarray:
     """As `jax.lax.dot_general`, by einsum."""
     (k_lhs, k_rhs), (b_lhs, b_rhs) = axes.dimension_numbers
