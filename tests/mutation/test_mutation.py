@@ -1,5 +1,6 @@
 """The command around the mutants, as far as it needs no cosmic-ray: each part can say no."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ from tests.mutation.mutants import Mutant, Place, change, draw
 from tests.mutation.server import Outcome
 from tests.mutation.session import Known, Session
 
-reads_sources = pytest.mark.one_python(reason="reads the project's sources alone")
+HERE = Path(__file__).parent
+reads_sources = pytest.mark.one_python(reason="reads the project's sources and results alone")
 
 SOURCE = '''"""A module, 1."""
 
@@ -148,3 +150,12 @@ def test_explanations_are_of_lines_that_are_there():
     for module, before, _ in EXPLAINED:
         lines = {" ".join(line.split()) for line in path_of(module).read_text().splitlines()}
         assert before in lines, f"{module} has no line {before!r} now: drop its explanation"
+
+
+@reads_sources
+def test_results_are_what_the_command_wrote():
+    record = json.loads((HERE / "results.json").read_text())
+    assert (HERE / "results.md").read_text() == report.page(record)
+    assert record["score"] >= report.THRESHOLD
+    assert all(one["why"] for one in record["survivors"])
+    assert set(record["modules"]) == {*CORE, "all"}
