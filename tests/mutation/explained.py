@@ -72,4 +72,14 @@ EXPLAINED: dict[tuple[str, str, str], Explanation] = {
         "exponent, factor = -_HEADROOM, 2.0**_HEADROOM",
         "exponent, factor = -_HEADROOM, 2.0*_HEADROOM",
     ): same("the headroom is 2, and 2 * 2 = 2 ** 2"),
+    (
+        "mx_jax.codecs.scale",
+        "left = lax.shift_left(top_digits, jnp.clip(shift, 0, 31)) - bottom_digits * digits",
+        "left = lax.shift_left(top_digits, jnp.clip(shift, 0, 30)) - bottom_digits * digits",
+    ): same("the result is used where the shift is 21 to 26"),
+    (
+        "mx_jax.codecs.scale",
+        "below = jnp.where(digits == float32.HIDDEN, 4 * left, 2 * left)",
+        "below = jnp.where(digits == float32.HIDDEN, 3 * left, 2 * left)",
+    ): same("no quotient is nearer below a power of two than half its unit; rounds do the rest"),
 }
