@@ -111,8 +111,8 @@ def _names(node: ast.ClassDef) -> set[str]:
             found.add(part.target.id)
         elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
             found.add(part.attr)
-        elif isinstance(part, ast.FunctionDef) and "property" in map(
-            ast.unparse, part.decorator_list
+        elif isinstance(part, ast.FunctionDef) and any(
+            ast.unparse(decorator).endswith("property") for decorator in part.decorator_list
         ):
             found.add(part.name)
     return found
