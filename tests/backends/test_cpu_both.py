@@ -60,7 +60,10 @@ def along(axis: int, format=MXFP8_E4M3, shape=(40, 64), **options) -> QuantizeCa
             pair(along(-1, shape=(4, 5, 40)), along(0, shape=(4, 5, 40))),
             "along distant axes in whole blocks, got shape=(4, 5, 40), blocks=((-1, 32),)",
         ),
-        (pair(along(-1, NVFP4), along(0, MXFP4)), "with one tensor scale, got two formats"),
+        (
+            pair(along(-1, NVFP4), along(0, MXFP4)),
+            "with tensor scales, or without, got one of each",
+        ),
         (pair(along(-1, MXFP4, scale_rule="gaussian"), along(0)), "no scales by the rule"),
     ],
 )
@@ -105,6 +108,19 @@ def test_distant_axes_need_whole_blocks():
     results = [jax.ShapeDtypeStruct(shape, U8) for shape in shapes]
     with pytest.raises(jax.errors.JaxRuntimeError, match="need whole blocks along the last"):
         jax.block_until_ready(jax.ffi.ffi_call(quantize_both.TARGET, results)(x, **attributes))
+
+
+def test_each_cast_leaves_out_its_own_blocks_of_nan():
+    x = np.random.default_rng(0).standard_normal((64, 96), np.float32)
+    # 1e4 shares a block with NaN along the rows, and none along the columns; 1e3 the other way.
+    x[3, 5], x[3, 7], x[40, 60], x[41, 60] = 1e4, np.nan, 1e3, np.inf
+    both = mx_jax.quantize_both(x, "nvfp4")
+    with only_backend("reference"):
+        alone = [mx_jax.quantize(x, "nvfp4", axis=axis) for axis in (-1, -2)]
+    for actual, expected in zip(both, alone, strict=True):
+        for part in ("codes", "scales", "tensor_scale"):
+            assert_bitwise_equal(getattr(actual, part), getattr(expected, part), what=part)
+    assert both[0].tensor_scale != both[1].tensor_scale
 
 
 def test_vmap_is_one_call_and_other_platforms_get_plain_jax():

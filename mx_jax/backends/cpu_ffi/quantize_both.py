@@ -39,8 +39,8 @@ def rejects(call: QuantizeBothCall) -> str | None:
             f"casts both ways along distant axes in whole blocks, got shape={last.shape}, "
             f"blocks={last.blocks}"
         )
-    if _tensor_rule(call.first) != _tensor_rule(call.second):
-        return "casts both ways with one tensor scale, got two formats or rules"
+    if call.first.format.tensor_scale != call.second.format.tensor_scale:
+        return "casts both ways with tensor scales, or without, got one of each"
     return None
 
 
@@ -49,16 +49,18 @@ def quantize_both(
 ) -> tuple[MXArray, MXArray]:
     """x quantized twice by the handler."""
     x = lax.stop_gradient(x)
-    if call.first.format.tensor_scale and tensor_scale is None:
-        tensor_scale = tensor_scale_of(x, call.first)
     last, other = _ordered(call)
     swapped = last is not call.first
     first, second = random_bits
     bits = (second, first) if swapped else (first, second)
-    parts = _by_handler((last, other), bits, x, tensor_scale)
+    of_last, of_other = tensor_scale, tensor_scale
+    if call.first.format.tensor_scale and tensor_scale is None:
+        # One each: blocks with NaN or Inf count for neither, and they are other blocks.
+        of_last, of_other = tensor_scale_of(x, last), tensor_scale_of(x, other)
+    parts = _by_handler((last, other), bits, x, (of_last, of_other))
     codes, scales, other_codes, other_scales = parts
-    along_last = quantize.as_mxarray(codes, scales, tensor_scale, last)
-    along_other = quantize.as_mxarray(other_codes, other_scales, tensor_scale, other)
+    along_last = quantize.as_mxarray(codes, scales, of_last, last)
+    along_other = quantize.as_mxarray(other_codes, other_scales, of_other, other)
     return (along_other, along_last) if swapped else (along_last, along_other)
 
 
@@ -66,12 +68,12 @@ def _by_handler(
     calls: tuple[QuantizeCall, QuantizeCall],
     bits: Bits,
     x: jax.Array,
-    tensor_scale: jax.Array | None,
+    tensor_scales: tuple[jax.Array | None, jax.Array | None],
 ) -> tuple[jax.Array, ...]:
     last, other = calls
-    axes, has_tensor_scale = cast_axes(last.blocks, other.blocks), tensor_scale is not None
+    axes, has_tensor_scale = cast_axes(last.blocks, other.blocks), tensor_scales[0] is not None
     operands, given = [x], [axes.elements]
-    for drawn in bits:
+    for drawn, tensor_scale in zip(bits, tensor_scales, strict=True):
         if tensor_scale is not None:
             operands.append(tensor_scale)
             given.append(axes.tensor_scale)
@@ -136,10 +138,3 @@ def _ordered(call: QuantizeBothCall) -> tuple[QuantizeCall, QuantizeCall]:
     if call.first.blocks[0][0] == -1:
         return call.first, call.second
     return call.second, call.first
-
-
-def _tensor_rule(call: QuantizeCall) -> tuple[object, object] | None:
-    """What the tensor scale depends on besides the tensor; None where there is none."""
-    if not call.format.tensor_scale:
-        return None
-    return call.scale_rule.largest_scale or call.format.scale.max, call.format.element.max
