@@ -32,6 +32,15 @@ from mx_jax.testing.cases import MATMUL_CASES, MatmulCase
 TPU = Target(platform="tpu")
 ACCELERATORS = (TPU, Target(platform="rocm"), Target(platform="cuda", compute_capability=(9, 0)))
 TAKEN = tuple(case for case in MATMUL_CASES if XLA_BFLOAT16.rejects(case.call, TPU) is None)
+EXTREMES = tuple(case for case in EXTREME_CASES if case.quantized_lhs)
+
+
+def sample(cases: tuple[Any, ...], *, quick: int) -> list[Any]:
+    """The first ones always, all others where slow tests run."""
+    slow = (pytest.param(case, marks=pytest.mark.slow) for case in cases[quick:])
+    return [*cases[:quick], *slow]
+
+
 WIDE = formats.BlockFormat(
     name="wide",
     element=formats.ElementFormat(name="e2m5", exponent_bits=2, mantissa_bits=5, bias=1),
@@ -85,7 +94,7 @@ def test_every_code_is_a_bfloat16(format: formats.BlockFormat):
     np.testing.assert_array_equal(values.astype(jnp.bfloat16).astype(np.float64), values)
 
 
-@pytest.mark.parametrize("case", TAKEN, ids=str)
+@pytest.mark.parametrize("case", sample(TAKEN, quick=24), ids=str)
 def test_products(case: MatmulCase):
     check_matmul(XLA_BFLOAT16, case)
 
@@ -94,7 +103,7 @@ def test_stagnating_sum():
     check_stagnating_sum(XLA_BFLOAT16)
 
 
-@pytest.mark.parametrize("case", [case for case in EXTREME_CASES if case.quantized_lhs], ids=str)
+@pytest.mark.parametrize("case", sample(EXTREMES, quick=4), ids=str)
 def test_extremes(case: ExtremeCase):
     check_extremes(XLA_BFLOAT16, case)
 
