@@ -20,7 +20,7 @@ from benchmarks import cores, environment, limits, report
 from benchmarks.data import KINDS, draw
 from benchmarks.timing import Case, Samples, measure, ratio
 from mx_jax import formats
-from mx_jax.backends.base import MatmulCall, Operand
+from mx_jax.backends.calls import MatmulCall, Operand
 from mx_jax.backends.cpu_ffi import CPU_FFI, library
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.mxarray import MXArray

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from benchmarks import limits, peers, report
 from benchmarks.data import draw
 from benchmarks.timing import Case, Samples, measure, ratio
-from mx_jax.backends.base import DequantizeCall, QuantizeBothCall, QuantizeCall
+from mx_jax.backends.calls import DequantizeCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.cpu_ffi import CPU_FFI, dequantize, quantize, quantize_both
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.formats import block_format

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from benchmarks import report
 from benchmarks.timing import Case, Samples, measure, spread
-from mx_jax.backends.base import Backend, QuantizeBothCall, QuantizeCall, Target
+from mx_jax.backends.base import Backend, Target
+from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4_ONE_LEVEL, BlockFormat

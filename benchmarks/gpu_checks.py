@@ -19,7 +19,8 @@ import numpy as np
 from jax import lax
 
 from benchmarks import report
-from mx_jax.backends.base import Backend, Operand, QuantizeCall, Target
+from mx_jax.backends.base import Backend, Target
+from mx_jax.backends.calls import Operand, QuantizeCall
 from mx_jax.backends.cudnn import CUDNN
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.architecture import Architecture

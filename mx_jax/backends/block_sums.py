@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.axes import ProductAxes, Side
-from mx_jax.backends.base import MatmulCall
+from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.sums import SumScale, scaled
 from mx_jax.codecs import blocks
 from mx_jax.mxarray import MXArray

@@ -6,7 +6,7 @@ import math
 import jax
 
 from mx_jax.axes import Axes
-from mx_jax.backends.base import MatmulCall, Operand, PackCall
+from mx_jax.backends.calls import MatmulCall, Operand, PackCall
 from mx_jax.mxarray import MXArray
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from mx_jax.backends.base import Call, Target
+from mx_jax.backends.base import Target
+from mx_jax.backends.calls import Call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

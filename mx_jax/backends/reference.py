@@ -5,17 +5,15 @@ import functools
 
 import jax
 
-from mx_jax.backends.base import (
-    Backend,
+from mx_jax.backends.base import Backend, Offer, Target
+from mx_jax.backends.calls import (
     Call,
     DequantizeCall,
     MatmulCall,
-    Offer,
     Operand,
     PackCall,
     QuantizeCall,
     RaggedCall,
-    Target,
 )
 from mx_jax.mxarray import MXArray
 from mx_jax.reference import matmul, quantize, ragged

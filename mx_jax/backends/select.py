@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 import jax
 
 from mx_jax.backends import target as machine
-from mx_jax.backends.base import NOT_OFFERED, Backend, Call, Offer, Target
+from mx_jax.backends.base import NOT_OFFERED, Backend, Offer, Target
+from mx_jax.backends.calls import Call
 from mx_jax.backends.records import Selection, active
 from mx_jax.backends.table import BACKENDS, REFERENCE
 
@@ -102,7 +103,8 @@ def with_backends(*backends: Backend) -> AbstractContextManager[None]:
 
     Example:
       >>> import jax.numpy as jnp, mx_jax
-      >>> from mx_jax.backends.base import Backend, DequantizeCall, Offer
+      >>> from mx_jax.backends.base import Backend, Offer
+      >>> from mx_jax.backends.calls import DequantizeCall
       >>> from mx_jax.backends.select import with_backends
       >>> zeros = Offer(
       ...     call=DequantizeCall,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.axes import Side
-from mx_jax.backends.base import MatmulCall
+from mx_jax.backends.calls import MatmulCall
 from mx_jax.codecs import float32
 from mx_jax.codecs.scale import scale_to_float32, true_divide
 from mx_jax.mxarray import MXArray

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.backends.base import Backend, MatmulCall, Offer, Operand, Target
+from mx_jax.backends.base import Backend, Offer, Target
+from mx_jax.backends.calls import MatmulCall, Operand
 from mx_jax.backends.sums import row_scales, scaled
 from mx_jax.formats import WHOLE, BlockFormat
 from mx_jax.mxarray import MXArray

@@ -11,17 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.axes import Side
-from mx_jax.backends.base import (
-    Backend,
-    MatmulCall,
-    Offer,
-    Operand,
-    OperandType,
-    RaggedCall,
-    Target,
-    rejects_symbolic,
-)
+from mx_jax.backends.base import Backend, Offer, Target
 from mx_jax.backends.block_sums import BlockScales, block_scales, blockwise_dot
+from mx_jax.backends.calls import MatmulCall, Operand, OperandType, RaggedCall, rejects_symbolic
 from mx_jax.backends.matrices import without_tensor_scale
 from mx_jax.backends.sums import SumScale, row_scales, scaled, tensor_scale
 from mx_jax.codecs import blocks

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from mx_jax import recipes
-from mx_jax.backends.base import (
+from mx_jax.backends.calls import (
     Call,
     DequantizeCall,
     MatmulCall,

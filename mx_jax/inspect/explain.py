@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mx_jax.backends.base import (
+from mx_jax.backends.base import Target
+from mx_jax.backends.calls import (
     Call,
     DequantizeCall,
     MatmulCall,
@@ -16,7 +17,6 @@ from mx_jax.backends.base import (
     QuantizeBothCall,
     QuantizeCall,
     RaggedCall,
-    Target,
 )
 from mx_jax.backends.records import Selection, recording
 from mx_jax.backends.target import use_target

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mx_jax.backends.base import AnyOperand
+from mx_jax.backends.calls import AnyOperand
 from mx_jax.codecs.invariants import check_parts
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.checks import QUANTIZABLE

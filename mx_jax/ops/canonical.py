@@ -12,7 +12,7 @@ from typing import Any
 from jax import lax
 
 from mx_jax.axes import Axes, ProductAxes
-from mx_jax.backends.base import AnyOperand
+from mx_jax.backends.calls import AnyOperand
 from mx_jax.packed import Quantized
 
 

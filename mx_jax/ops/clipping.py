@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax.axes import Axes, ProductAxes, Side
-from mx_jax.backends.base import AnyOperand
+from mx_jax.backends.calls import AnyOperand
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import ElementFormat
 from mx_jax.ops.keys import Key, product_key

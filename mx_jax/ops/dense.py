@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from mx_jax.axes import ProductAxes, Side
-from mx_jax.backends.base import AnyOperand
+from mx_jax.backends.calls import AnyOperand
 from mx_jax.ops.clipping import mask_clipped
 from mx_jax.ops.keys import GRADIENTS, Key, product_key
 from mx_jax.ops.multiply import multiply

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.backends.base import AnyOperand
+from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.target import follow
 from mx_jax.ops.arguments import (
     as_operand,

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mx_jax.backends.base import AnyOperand
+from mx_jax.backends.calls import AnyOperand
 from mx_jax.ops.arguments import as_operand, check_out_dtype, goes_to_lax
 from mx_jax.ops.dot_general import constrain, dot_general
 from mx_jax.ops.explicit_axes import permuted_sharding

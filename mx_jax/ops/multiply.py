@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 
 from mx_jax.axes import ProductAxes
-from mx_jax.backends.base import AnyOperand, MatmulCall, OperandType
+from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
 from mx_jax.backends.select import select
 from mx_jax.ops.unpacking import unpacked_for
 from mx_jax.packed import PackedMXArray, Quantized, unpacked

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.axes import Axes, ProductAxes
-from mx_jax.backends.base import AnyOperand, Operand
+from mx_jax.backends.calls import AnyOperand, Operand
 from mx_jax.backends.records import active
 from mx_jax.backends.select import current_target
 from mx_jax.backends.xla_bfloat16 import HOW

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from mx_jax.axes import Axes
-from mx_jax.backends.base import OperandType, PackCall
+from mx_jax.backends.calls import OperandType, PackCall
 from mx_jax.backends.select import select
 from mx_jax.backends.target import follow
 from mx_jax.codecs.invariants import check_parts

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from mx_jax.axes import Side
-from mx_jax.backends.base import AnyOperand
+from mx_jax.backends.calls import AnyOperand
 from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.varying import sum_over, varying

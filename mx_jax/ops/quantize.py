@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mx_jax.backends.base import DequantizeCall, QuantizeCall
+from mx_jax.backends.calls import DequantizeCall, QuantizeCall
 from mx_jax.backends.select import select
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks

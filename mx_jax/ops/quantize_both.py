@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from mx_jax.backends.base import QuantizeBothCall, QuantizeCall
+from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.select import find
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.backends.base import Operand
+from mx_jax.backends.calls import Operand
 from mx_jax.formats import Whole
 from mx_jax.specs import MatmulRecipe
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from mx_jax.axes import Axes, ProductAxes, Side
-from mx_jax.backends.base import Operand, OperandType, RaggedCall
+from mx_jax.backends.calls import Operand, OperandType, RaggedCall
 from mx_jax.backends.select import select
 from mx_jax.backends.target import follow
 from mx_jax.codecs.rounding import NEAREST

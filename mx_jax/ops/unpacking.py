@@ -5,7 +5,7 @@ from typing import Any
 
 from jax import lax
 
-from mx_jax.backends.base import AnyOperand
+from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.records import active
 from mx_jax.backends.select import Choice
 from mx_jax.mxarray import MXArray

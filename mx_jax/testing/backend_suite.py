@@ -15,15 +15,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mx_jax.backends.base import (
-    Backend,
-    Call,
-    MatmulCall,
-    QuantizeBothCall,
-    QuantizeCall,
-    RaggedCall,
-    Target,
-)
+from mx_jax.backends.base import Backend, Target
+from mx_jax.backends.calls import Call, MatmulCall, QuantizeBothCall, QuantizeCall, RaggedCall
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.select import current_target
 from mx_jax.backends.table import BACKENDS

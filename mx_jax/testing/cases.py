@@ -13,7 +13,7 @@ from jax import lax
 
 from mx_jax import formats
 from mx_jax.axes import Axes
-from mx_jax.backends.base import MatmulCall, Operand, OperandType, QuantizeCall
+from mx_jax.backends.calls import MatmulCall, Operand, OperandType, QuantizeCall
 from mx_jax.formats import WHOLE, BlockFormat, BlockSize
 from mx_jax.ops.checks import blocks_along
 from mx_jax.reference.scale_rules import SCALE_RULES

@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.backends.base import Operand
+from mx_jax.backends.calls import Operand
 from mx_jax.codecs.blocks import Blocks, scales_shape
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray

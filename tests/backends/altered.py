@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from mx_jax.backends.base import Backend, Call
+from mx_jax.backends.base import Backend
+from mx_jax.backends.calls import Call
 
 
 def altered(backend: Backend, call: type[Call], run: Callable[..., Any]) -> Backend:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax import formats
-from mx_jax.backends.base import DequantizeCall, QuantizeBothCall, QuantizeCall, Target
+from mx_jax.backends.base import Target
+from mx_jax.backends.calls import DequantizeCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.cpu_ffi import CPU_FFI, library
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.reference.scale_rules import SCALE_RULES

@@ -16,14 +16,8 @@ import pytest
 import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.axes import Axes
-from mx_jax.backends.base import (
-    DequantizeCall,
-    MatmulCall,
-    OperandType,
-    PackCall,
-    QuantizeCall,
-    Target,
-)
+from mx_jax.backends.base import Target
+from mx_jax.backends.calls import DequantizeCall, MatmulCall, OperandType, PackCall, QuantizeCall
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.select import select
 from mx_jax.backends.table import BACKENDS

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 import mx_jax
 from mx_jax import formats
 from mx_jax.axes import Axes
-from mx_jax.backends.base import MatmulCall, OperandType, PackCall, Target
+from mx_jax.backends.base import Target
+from mx_jax.backends.calls import MatmulCall, OperandType, PackCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.architecture import SM90, capabilities
 from mx_jax.backends.pallas_gpu.layouts.storage import SLOTS, Slot, codes_of, storage, words_of

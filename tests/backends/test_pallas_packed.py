@@ -11,7 +11,8 @@ import pytest
 
 import mx_jax
 from mx_jax import formats, recipes
-from mx_jax.backends.base import Backend, Call, MatmulCall, OperandType, PackCall, Target
+from mx_jax.backends.base import Backend, Target
+from mx_jax.backends.calls import Call, MatmulCall, OperandType, PackCall
 from mx_jax.backends.pallas_gpu import backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM90, SM100, Architecture
 from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand, meet

@@ -13,7 +13,8 @@ import pytest
 import mx_jax
 from mx_jax import formats
 from mx_jax.backends import select
-from mx_jax.backends.base import Backend, QuantizeCall
+from mx_jax.backends.base import Backend
+from mx_jax.backends.calls import QuantizeCall
 from mx_jax.backends.pallas_gpu import backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM80, SM89, SM90, SM100, Architecture
 from mx_jax.backends.pallas_gpu.casts import quantize

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.base import QuantizeBothCall, QuantizeCall, Target
+from mx_jax.backends.base import Target
+from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.casts import quantize
 from mx_jax.backends.pallas_gpu.casts import tiles as quantize_tiles

@@ -12,7 +12,8 @@ import pytest
 
 import mx_jax
 from mx_jax.backends import select
-from mx_jax.backends.base import Call, MatmulCall, Offer, QuantizeBothCall, QuantizeCall
+from mx_jax.backends.base import Offer
+from mx_jax.backends.calls import Call, MatmulCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
 from mx_jax.backends.table import BACKENDS
 from tests.backends.mosaic import interpreter, needs_mosaic

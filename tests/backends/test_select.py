@@ -10,7 +10,8 @@ import pytest
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.base import MatmulCall, QuantizeBothCall, Target
+from mx_jax.backends.base import Target
+from mx_jax.backends.calls import MatmulCall, QuantizeBothCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.architecture import capabilities, rejects_machine
 from mx_jax.backends.reference import REFERENCE

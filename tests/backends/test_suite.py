@@ -8,7 +8,8 @@ import pytest
 from jax import lax
 
 from mx_jax import formats
-from mx_jax.backends.base import Backend, MatmulCall, QuantizeCall
+from mx_jax.backends.base import Backend
+from mx_jax.backends.calls import MatmulCall, QuantizeCall
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.testing import backend_suite, cases

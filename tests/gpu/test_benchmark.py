@@ -27,7 +27,8 @@ from benchmarks.gpu_products import (
     kernel_product,
     products,
 )
-from mx_jax.backends.base import Backend, MatmulCall, QuantizeBothCall, QuantizeCall, Target
+from mx_jax.backends.base import Backend, Target
+from mx_jax.backends.calls import MatmulCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.architecture import (
     SM90,

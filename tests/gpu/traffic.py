@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax import formats
-from mx_jax.backends.base import Backend, QuantizeBothCall
+from mx_jax.backends.base import Backend
+from mx_jax.backends.calls import QuantizeBothCall
 from mx_jax.backends.pallas_gpu import backend_for
 from mx_jax.backends.pallas_gpu.architecture import architecture_of
 from mx_jax.backends.reference import REFERENCE

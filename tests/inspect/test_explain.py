@@ -9,7 +9,8 @@ import pytest
 
 import mx_jax
 from mx_jax import convert, recipes
-from mx_jax.backends.base import MatmulCall, Target
+from mx_jax.backends.base import Target
+from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.records import recording
 from mx_jax.backends.select import current_target, only_backend

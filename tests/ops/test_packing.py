@@ -10,7 +10,7 @@ from flax import nnx
 
 import mx_jax
 from mx_jax import formats, recipes
-from mx_jax.backends.base import OperandType
+from mx_jax.backends.calls import OperandType
 from mx_jax.backends.cpu_ffi import CPU_FFI, library, rejections
 from mx_jax.backends.select import only_backend
 from mx_jax.formats import BlockFormat

@@ -7,17 +7,15 @@ computes it.
 from collections.abc import Callable
 from typing import Any
 
-from mx_jax.backends.base import (
-    Backend,
+from mx_jax.backends.base import Backend, Offer, Target
+from mx_jax.backends.calls import (
     Call,
     DequantizeCall,
     MatmulCall,
-    Offer,
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
     RaggedCall,
-    Target,
 )
 from mx_jax.backends.cpu_ffi import (
     dequantize,

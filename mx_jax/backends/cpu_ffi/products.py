@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from mx_jax.axes import Axes
-from mx_jax.backends.base import MatmulCall, Operand
+from mx_jax.backends.calls import MatmulCall, Operand
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.rejections import DTYPES, MATMUL, PACKED_MATMUL, block_size, names
 from mx_jax.backends.cpu_ffi.weights import PANEL_ROWS

@@ -5,7 +5,7 @@ import functools
 import jax
 from jax import lax
 
-from mx_jax.backends.base import QuantizeBothCall, QuantizeCall
+from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.cpu_ffi import quantize
 from mx_jax.backends.cpu_ffi.cast_axes import cast_axes
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable

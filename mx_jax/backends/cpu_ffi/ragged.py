@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.axes import Axes
-from mx_jax.backends.base import AnyOperand, MatmulCall, Operand, RaggedCall, rejects_symbolic
+from mx_jax.backends.calls import AnyOperand, MatmulCall, Operand, RaggedCall, rejects_symbolic
 from mx_jax.backends.cpu_ffi import rejections
 from mx_jax.backends.cpu_ffi.products import by_codes, by_packed
 from mx_jax.codecs.varying import vary_alike

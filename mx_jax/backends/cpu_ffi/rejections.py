@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from mx_jax.backends.base import MatmulCall
+from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.matrices import rejects_scale_axes
 from mx_jax.formats import E4M3_SCALE, E8M0, WHOLE, BlockFormat

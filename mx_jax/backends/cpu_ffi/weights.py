@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.backends.base import PackCall
+from mx_jax.backends.calls import PackCall
 from mx_jax.backends.cpu_ffi import library, rejections
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.matrices import rejects_scale_axes

@@ -8,15 +8,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from mx_jax.backends.base import (
-    Backend,
+from mx_jax.backends.base import Backend, Offer, Target
+from mx_jax.backends.calls import (
     Call,
     MatmulCall,
-    Offer,
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
-    Target,
     rejects_symbolic,
 )
 from mx_jax.backends.pallas_gpu.architecture import Architecture

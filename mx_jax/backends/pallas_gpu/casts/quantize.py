@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from mx_jax.backends.base import QuantizeBothCall, QuantizeCall, Target
+from mx_jax.backends.base import Target
+from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.pallas_gpu.architecture import (
     Architecture,
     current_architecture,

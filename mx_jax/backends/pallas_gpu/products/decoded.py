@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mx_jax.backends.base import Operand
+from mx_jax.backends.calls import Operand
 from mx_jax.backends.matrices import without_tensor_scale
 from mx_jax.backends.pallas_gpu.architecture import Architecture, current_architecture
 from mx_jax.backends.pallas_gpu.layouts.storage import storage

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mx_jax.backends.base import MatmulCall, Operand
+from mx_jax.backends.calls import MatmulCall, Operand
 from mx_jax.backends.matrices import as_matrices
 from mx_jax.backends.pallas_gpu.architecture import Architecture, current_architecture
 from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand

@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from mx_jax.backends.base import PackCall, Target
+from mx_jax.backends.base import Target
+from mx_jax.backends.calls import PackCall
 from mx_jax.backends.matrices import as_matrices, rejects_scale_axes
 from mx_jax.backends.pallas_gpu.architecture import (
     Architecture,

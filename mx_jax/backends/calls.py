@@ -1,0 +1,231 @@
+"""What selection sees of a call: its operands' types and axes, and nothing of their values."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.invariants import varying_axes
+from mx_jax.codecs.rounding import Rounding
+from mx_jax.formats import BlockFormat
+from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray, Quantized
+from mx_jax.reference.scale_rules import ScaleRule
+
+Operand = jax.Array | MXArray
+AnyOperand = Operand | PackedMXArray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperandType:
+    """What selection sees of one operand of a product.
+
+    Attributes:
+      shape: logical shape.
+      axes: which of its axes are batch, kept and contracted; in a product, in canonical order.
+      format: block format; None for high precision.
+      dtype: dtype in high precision; None if the operand is quantized, or if it is not known.
+      scale_axes: axes whose positions have tensor scales of their own.
+    """
+
+    shape: tuple[int, ...]
+    axes: Axes
+    format: BlockFormat | None = None
+    dtype: np.dtype | None = None
+    scale_axes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, operand: AnyOperand, axes: Axes) -> "OperandType":
+        """The type of an array; packed weights had their tensor scales looked at before."""
+        if not isinstance(operand, Quantized):
+            return cls(shape=operand.shape, axes=axes, dtype=np.dtype(operand.dtype))
+        scale = operand.tensor_scale if isinstance(operand, MXArray) else None
+        return cls(
+            shape=operand.shape, axes=axes, format=operand.format, scale_axes=varying_axes(scale)
+        )
+
+    @property
+    def rows(self) -> int:
+        """Of the matrix that a product sees: the size of the kept axes."""
+        return math.prod(self.shape[axis] for axis in self.axes.kept)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulCall:
+    """A product in canonical order: `[*batch, *m, *k]` by `[*batch, *n, *k]` to `[*batch, *m, *n]`.
+
+    An operand may also come with its last two groups exchanged, as BLAS calls a transposed one:
+    moving data is left to the backend, which may not need to. Blocks lie along the last axis of
+    the contracting group.
+
+    Attributes:
+      lhs: the left operand.
+      rhs: the right operand.
+      out_dtype: dtype of the product.
+      precision: what `jax.lax.dot_general` takes, for high-precision operands.
+      fast_accumulation: whether a native kernel may add in lower precision.
+      out_sharding: where the product lies, as `jax.lax.dot_general` takes it: only on a mesh with
+        explicit axes, else None.
+    """
+
+    lhs: OperandType
+    rhs: OperandType
+    out_dtype: np.dtype
+    precision: Any = None
+    fast_accumulation: bool = False
+    out_sharding: Any = None
+
+    @property
+    def sides(self) -> tuple[tuple[Side, OperandType], ...]:
+        """Both operands with their names."""
+        return ("lhs", self.lhs), ("rhs", self.rhs)
+
+    @property
+    def num_batch(self) -> int:
+        """How many leading axes are batch axes."""
+        return len(self.lhs.axes.batch)
+
+    @property
+    def dimension_numbers(self) -> jax.lax.DotDimensionNumbers:
+        """Dimension numbers of `jax.lax.dot_general` for this order."""
+        return ProductAxes(self.lhs.axes, self.rhs.axes).dimension_numbers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedCall:
+    """A product of rows in groups, whose sizes are data.
+
+    Attributes:
+      lhs: `[p, k]`, or `[k, m]` if the rows are contracted.
+      rhs: a matrix for each group, its only batch axis; or `[k, n]`.
+      num_groups: g; the product is `[p, n]`, or `[g, m, n]`.
+      out_dtype: as in `MatmulCall`, and precision.
+    """
+
+    lhs: OperandType
+    rhs: OperandType
+    num_groups: int
+    out_dtype: np.dtype
+    precision: Any = None
+
+    @property
+    def contracts_rows(self) -> bool:
+        """Whether the groups are of what is contracted."""
+        return not self.rhs.axes.batch
+
+    @property
+    def contracting(self) -> tuple[int, int]:
+        """The contracted axes of both operands, counted from the end."""
+        return self.lhs.axes.block_axis, self.rhs.axes.block_axis
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizeCall:
+    """A tensor to be quantized.
+
+    Attributes:
+      shape: logical shape.
+      dtype: float32, bfloat16 or float16.
+      format: block format.
+      blocks: axes from the end with block sizes.
+      scale_rule: from amax to the stored scale.
+      rounding: how dropped bits decide.
+      scale_axes: the first axes whose positions are given tensor scales of their own.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    format: BlockFormat
+    blocks: Blocks
+    scale_rule: ScaleRule
+    rounding: Rounding
+    scale_axes: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizeBothCall:
+    """A tensor to be quantized twice, along different axes.
+
+    Attributes:
+      first: one cast.
+      second: the other, of the same shape and dtype.
+    """
+
+    first: QuantizeCall
+    second: QuantizeCall
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DequantizeCall:
+    """An MXArray whose values are wanted.
+
+    Attributes:
+      shape: logical shape.
+      dtype: of the values.
+      format: block format.
+      blocks: axes from the end with block sizes.
+      scale_axes: axes whose positions have tensor scales of their own.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    format: BlockFormat
+    blocks: Blocks
+    scale_axes: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackCall:
+    """Weights to be laid out once, for products in which they are rhs.
+
+    Attributes:
+      weights: their type; the axes may lie in any order.
+      blocks: axes from the end with block sizes.
+      lhs_format: block format of the activations; None for high precision, or if it is not known.
+    """
+
+    weights: OperandType
+    blocks: Blocks
+    lhs_format: BlockFormat | None = None
+
+    @property
+    def format(self) -> BlockFormat:
+        """The weights' block format."""
+        assert self.weights.format is not None, self
+        return self.weights.format
+
+    def rejects_layout(self) -> str | None:
+        """Why the axes make no matrices `[n, k]` with blocks along k, or None."""
+        if len(self.blocks) != 1:
+            return f"packs blocks along one axis, got blocks={self.blocks}"
+        ((axis, block),) = self.blocks
+        shape, axes = self.weights.shape, self.weights.axes
+        k = axes.contracting
+        if not axes.kept or axis % axes.ndim != k[-1]:
+            return f"packs blocks along the last contracted axis, got {self}"
+        if not axes.is_canonical:
+            return f"packs contracted axes before or after all kept ones, got {self}"
+        if isinstance(block, int) and len(k) > 1 and shape[k[-1]] % block:
+            return f"needs whole blocks along the last of several contracted axes, got {self}"
+        return None
+
+
+Call = MatmulCall | RaggedCall | QuantizeCall | QuantizeBothCall | DequantizeCall | PackCall
+
+
+def rejects_symbolic(call: Call) -> str | None:
+    """Why a kernel of constant sizes does not take a call whose sizes `jax.export` leaves open."""
+    open_shapes = [s for s in _shapes(call) if not all(isinstance(size, int) for size in s)]
+    return f"needs constant sizes, got shape={open_shapes[0]}" if open_shapes else None
+
+
+def _shapes(call: Call) -> tuple[tuple[int, ...], ...]:
+    if isinstance(call, MatmulCall | RaggedCall):
+        return call.lhs.shape, call.rhs.shape
+    if isinstance(call, QuantizeBothCall):
+        return (call.first.shape,)
+    return (call.weights.shape if isinstance(call, PackCall) else call.shape,)
