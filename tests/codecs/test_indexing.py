@@ -5,8 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mx_jax.codecs.indexing import index_blocks, index_tensor_scale, transpose_blocks
-from mx_jax.formats import WHOLE
+from mx_jax.codecs.indexing import (
+    index_blocks,
+    index_tensor_scale,
+    transpose,
+    transpose_blocks,
+)
+from mx_jax.formats import MXFP4, WHOLE
+from mx_jax.mxarray import MXArray
 
 SHAPE = (3, 4, 80)
 B = ((-1, 32),)
@@ -110,3 +116,25 @@ def test_transposing():
     assert transpose_blocks((0, 1, 2), blocks) == blocks
     assert transpose_blocks((2, 0, 1), blocks) == ((-3, WHOLE), (-2, 16))
     assert transpose_blocks((1, 2, 0), blocks) == ((-2, WHOLE), (-1, 16))
+
+
+@pytest.mark.parametrize("axes", [(-3, -1, -2), (0, 2, 1), (0, -1, 1)])
+def test_axes_may_be_counted_from_the_end(axes: tuple[int, ...]):
+    x = MXArray(
+        codes=np.arange(6 * 32, dtype=np.uint8).reshape(2, 3, 32),  # pyright: ignore
+        scales=np.arange(6, dtype=np.uint8).reshape(2, 3, 1),  # pyright: ignore
+        tensor_scale=None,
+        format=MXFP4,
+        blocks=B,
+        dtype=np.dtype("float32"),
+    )
+    turned = transpose(x, axes)
+    assert (turned.shape, turned.scales.shape, turned.blocks) == (
+        (2, 32, 3),
+        (2, 1, 3),
+        ((-2, 32),),
+    )
+    np.testing.assert_array_equal(turned.codes, x.codes.transpose(0, 2, 1))
+    for wrong in ((0, 1, 3), (-4, 1, 2), (0, 0, 1), (0, 1)):
+        with pytest.raises(ValueError, match="do not permute ndim=3"):
+            transpose(x, wrong)

@@ -107,7 +107,7 @@ def run(
                         f"\n  + {mutant.after}",
                         markup=False,
                     )
-            results.append(report.Result(mutant, known))
+            results.append(report.Result(mutant, known, session.at_once(mutant.id)))
     order = list(CORE)
     results.sort(key=lambda r: (order.index(r.mutant.place.module), r.mutant.place.line))
     return results, True

@@ -111,7 +111,7 @@ CORE: dict[str, tuple[str, ...]] = {
         "tests/quantize/test_reshape.py::test_whole_blocks_along_a_blocked_axis",
         "tests/quantize/test_reshape.py::test_a_tensor_scale_is_never_left_behind",
     ),
-    "mx_jax.codecs.varying": ("tests/ops/test_sharding.py::test_shard_map",),
+    "mx_jax.codecs.varying": ("tests/codecs/test_varying.py",),
     "mx_jax.reference.hadamard": ("tests/reference/test_hadamard.py",),
     "mx_jax.reference.matmul": ("tests/reference/test_matmul.py",),
     "mx_jax.reference.quantize": (*_EDGES, *_FLOAT_SCALES),
@@ -126,6 +126,7 @@ CORE: dict[str, tuple[str, ...]] = {
     "mx_jax.ops.keys": tuple(
         f"tests/ops/test_keys.py::{name}"
         for name in (
+            "test_each_product_has_a_stream_of_its_own",
             "test_a_forward_product_that_draws_nothing_needs_no_key[matmul]",
             "test_a_gradient_that_draws_says_so",
             "test_a_recipe_that_draws_nothing_takes_a_key[matmul]",

@@ -82,4 +82,15 @@ EXPLAINED: dict[tuple[str, str, str], Explanation] = {
         "below = jnp.where(digits == float32.HIDDEN, 4 * left, 2 * left)",
         "below = jnp.where(digits == float32.HIDDEN, 3 * left, 2 * left)",
     ): same("no quotient is nearer below a power of two than half its unit; rounds do the rest"),
+    (
+        "mx_jax.codecs.float32",
+        "subnormal = magnitude < HIDDEN",
+        "subnormal = magnitude <= HIDDEN",
+    ): same("the smallest normal number is its pattern times 2^-149 too"),
+    (
+        "mx_jax.reference.quantize",
+        "largest = jnp.max(jnp.where(amax < float32.INF, amax, 0), initial=0).reshape((1,) * ndim)",
+        "largest = jnp.max(jnp.where(amax < float32.INF, amax, -1), initial=0)"
+        ".reshape((1,) * ndim)",
+    ): same("the maximum starts at 0"),
 }

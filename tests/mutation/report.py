@@ -14,10 +14,11 @@ THRESHOLD = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A mutant and what became of it."""
+    """A mutant, what became of it, and whether a test failed at the first try."""
 
     mutant: Mutant
     known: Known
+    at_once: bool
 
     @property
     def explanation(self) -> Explanation | None:
@@ -98,6 +99,7 @@ def record(places: dict[str, int], results: Sequence[Result], made: dict[str, An
     whole = score(sum(places.values()), results)
     return made | {
         "score": round(whole.value, 4),
+        "at_once": sum(result.at_once for result in results),
         "interval": [round(end, 4) for end in whole.interval],
         "modules": table,
         "survivors": survivors,
@@ -115,7 +117,8 @@ def page(record: dict[str, Any]) -> str:
         f"{record['date']}, {record['tool']}, jax {record['jax']}, Python {record['python']}.",
         "",
         "The score is killed / (tried - equivalent). Survivors of a sample became tests, so the",
-        "same sample scores higher than a new one would, with another seed.",
+        "same sample scores higher than a new one would, with another seed. Killed at the first",
+        f"try were {record['at_once']}.",
         "",
         "| module | mutants | tried | killed | equivalent | survivors | score |",
         "|---|---|---|---|---|---|---|",

@@ -80,10 +80,12 @@ def test_a_session_resumes(tmp_path: Path):
     assert second.get(mutant(1).id) == Known(mutant(1).id, True, "tests/test_new.py::test_z", 3.0)
     assert second.get(mutant(2).id) == Known(mutant(2).id, True, "tests/test_x.py::test_y", 2.0)
     assert second.get(mutant(3).id) is None
+    assert [session.at_once(mutant(1).id) for session in (first, second)] == [False, False]
+    assert second.at_once(mutant(2).id)
 
 
 def result(number: int, killed: bool) -> report.Result:
-    return report.Result(mutant(number), Known(mutant(number).id, killed, "", 0.0))
+    return report.Result(mutant(number), Known(mutant(number).id, killed, "", 0.0), killed)
 
 
 def test_score(monkeypatch: pytest.MonkeyPatch):
@@ -99,6 +101,7 @@ def test_score(monkeypatch: pytest.MonkeyPatch):
     made = {"date": "now", "tool": "t", "jax": "j", "python": "p", "seed": 0, "share": 0.5}
     text = report.page(report.record({"some.module": 100}, results, made))
     assert "| some.module | 100 | 11 | 9 | 1 | 1 | 0.90 |" in text
+    assert "Killed at the first\ntry were 9." in text
     survivors, equivalent = text.split("## Equivalent mutants")
     assert "- is `x = 11`\n    - so" in survivors and "- is `x = 10`\n    - why" in equivalent
 

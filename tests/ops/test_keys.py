@@ -10,6 +10,7 @@ import pytest
 
 import mx_jax
 from mx_jax import recipes
+from mx_jax.ops.keys import product_key
 from mx_jax.recipes import MatmulSpec, Recipe, operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
@@ -93,3 +94,15 @@ def test_quantize_refuses_a_key_that_it_would_not_use():
     """There the key says that stochastic rounding was meant, and the rounding is an argument."""
     with pytest.raises(ValueError, match="drop the key or use rounding='stochastic'"):
         mx_jax.quantize(X, "mxfp4", key=KEY)
+
+
+def test_each_product_has_a_stream_of_its_own():
+    """Numbered for good: another number gives other bits to everybody's seeds."""
+    recipe = drawing(fwd=BOTH, dlhs=BOTH, drhs=BOTH)
+    for number, product in enumerate(("fwd", "dlhs", "drhs")):
+        found = product_key(recipe, product, KEY)
+        assert found is not None
+        assert_bitwise_equal(
+            jax.random.key_data(found), jax.random.key_data(jax.random.fold_in(KEY, number))
+        )
+        assert product_key(NEAREST, product, KEY) is None

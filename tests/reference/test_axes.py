@@ -37,6 +37,9 @@ def test_facts():
         )
     assert (TWO_OF_EACH.block_axis, K_FIRST.block_axis) == (-1, -3)
     assert TWO_OF_EACH.exchanged() == K_FIRST
+    for contracting in (1, 3):
+        assert Axes.ordered(kept=2, contracting=contracting).block_axis == -1
+        assert Axes.ordered(kept=2, contracting=contracting, k_first=True).block_axis == -3
     mixed = Axes((2,), (3,), (0, 1))
     assert (mixed.ndim, mixed.k_first, mixed.is_canonical) == (4, True, False)
     assert (mixed.order, mixed.block_axis) == ((2, 0, 1, 3), -3)
