@@ -101,3 +101,9 @@ def test_patterns_are_ieees():
     ):
         assert np.int32(pattern) == value.view(np.int32)
     assert ~np.int32(float32.SIGN) == float32.ABS and float32.MANTISSA == float32.HIDDEN - 1
+
+
+def test_powers_of_two():
+    exponents = np.arange(-126, 128)
+    expected = np.ldexp(np.float32(1), exponents)
+    np.testing.assert_array_equal(float32.power_of_two(jnp.int32(exponents)), expected)

@@ -91,6 +91,7 @@ def test_a_tensor_scale_that_changes_within_blocks_is_cut():
         ((4, 64), (0, -1), ValueError),
         ((4, 64), (-4, -64), ValueError),
         ((4, 64), (-2, -1), ValueError),
+        ((4, 64), (-4, -64, 1), ValueError),
         ((4, 64), (4, 63), ValueError),
         ((4, 64), (4.0, 64), TypeError),
     ],

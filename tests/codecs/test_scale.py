@@ -30,6 +30,7 @@ from mx_jax.formats import (
     F32_DIVISOR,
     INT8_FULL,
     MX_FORMATS,
+    MXFP4,
     MXFP8_E4M3,
     NVFP4,
     BlockFormat,
@@ -235,3 +236,9 @@ def test_a_tiny_tensor_scale_loses_nothing_unasked():
     codes, scales = jnp.uint8([[7]]), jnp.uint8([[0x7E]])
     pattern = decode_scaled(codes, scales, NVFP4, jnp.asarray(p))
     assert np.asarray(pattern).view(np.float32) == 6 * 448 * 2.0**-130
+
+
+def test_a_power_of_two_on_top():
+    """6 * 2^0 * 2^-2: what products decode, so that 2^128 is a number."""
+    pattern = decode_scaled(jnp.uint8([[7]]), jnp.uint8([[127]]), MXFP4, None, exponent=-2)
+    assert np.asarray(pattern).view(np.float32) == 1.5

@@ -120,3 +120,19 @@ def test_formats_are_built_by_names(kind: type):
     """Their facts are numbers, whose order nobody remembers."""
     with pytest.raises(TypeError, match="positional"):
         kind("mine")
+
+
+def test_what_facts_are_by_default():
+    fp5 = ElementFormat(name="e2m2", exponent_bits=2, mantissa_bits=2, bias=1)
+    assert (fp5.kind, fp5.num_reserved_codes, fp5.has_inf, fp5.dtype_name) == (
+        "float",
+        0,
+        False,
+        None,
+    )
+    assert (fp5.has_negative_zero, fp5.negative_extra) == (True, False)
+    mine = BlockFormat(name="mine", element=fp5, scale=E8M0)
+    assert (mine.block, mine.tensor_scale) == ((1, 32), False)
+    for block in ((0, 32), (1, 0)):
+        with pytest.raises(ValueError, match="BlockFormat mine: a block size must be a positive"):
+            dataclasses.replace(mine, block=block)

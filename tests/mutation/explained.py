@@ -93,4 +93,29 @@ EXPLAINED: dict[tuple[str, str, str], Explanation] = {
         "largest = jnp.max(jnp.where(amax < float32.INF, amax, -1), initial=0)"
         ".reshape((1,) * ndim)",
     ): same("the maximum starts at 0"),
+    (
+        "mx_jax.codecs.packing",
+        "field |= part << shift if shift >= 0 else part >> -shift",
+        "field |= part << shift if shift >= 1 else part >> -shift",
+    ): same("a shift by 0 is the same in either direction"),
+    (
+        "mx_jax.codecs.reshaping",
+        "wanted = wanted[0]",
+        "wanted = wanted[ -1]",
+    ): same("there is one"),
+    (
+        "mx_jax.reference.quantize",
+        "small = largest < (127 - 64) << 23",
+        "small = largest < (127 + 64) << 23",
+    ): same("lifting is exact, and below 2^64 it does not overflow"),
+    (
+        "mx_jax.reference.quantize",
+        "small = largest < (127 - 64) << 23",
+        "small = largest < (127 - 65) << 23",
+    ): same("lifting is exact, and from 2^-65 on no scale is near the subnormals"),
+    (
+        "mx_jax.reference.ragged",
+        "return jnp.where((self.group < self.sizes.shape[0])[:, None], x, 0)",
+        "return jnp.where((self.group < self.sizes.shape[ -1])[:, None], x, 0)",
+    ): same("sizes have one axis"),
 }
