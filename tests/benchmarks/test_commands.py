@@ -65,6 +65,7 @@ def test_quantize(run: Runner):
         assert f"| {row['operation']} {row['format']} " in table
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
 def test_quantize_on_one_core(tmp_path: Path):
     # A process of its own, as a user starts it: it starts the pinned one.
@@ -104,6 +105,7 @@ def test_ragged(tmp_path: Path):
         check_spread(row["timings"]["cpu_ms"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(isinstance(library.load(), str), reason="no CPU library")
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
 def test_packed_layers(tmp_path: Path):

@@ -62,7 +62,21 @@ def run_examples(page: Path) -> list[str]:
     return complaints
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+# What newcomers read first is run by README's test command, every page in CI.
+FIRST = ("README.md", "docs/index.md", "docs/quantize.md", "docs/matmul.md")
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if _name(page) in FIRST else pytest.mark.slow, id=_name(page))
+        for page in PAGES
+    ],
+)
 def test_examples(page: Path):
     complaints = run_examples(page)
     assert not complaints, "".join(complaints)

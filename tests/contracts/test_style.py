@@ -39,8 +39,13 @@ def run(tool: str, *paths: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+# pyright takes half a minute.
 BY_TOOL = pytest.mark.parametrize(
-    "tool", [pytest.param(tool, marks=reads_sources if "ruff" in tool else ()) for tool in TOOLS]
+    "tool",
+    [
+        pytest.param(tool, marks=reads_sources if "ruff" in tool else pytest.mark.slow)
+        for tool in TOOLS
+    ],
 )
 
 

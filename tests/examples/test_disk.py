@@ -97,6 +97,7 @@ def test_a_message_where_no_checkpoint_is_whole(call, interrupted, checkpoints, 
     assert {path.name for path in checkpoints.iterdir()} == {"2", "4", "5"}
 
 
+@pytest.mark.slow
 def test_a_run_without_any_checkpoint_starts_again(call, measured, at_step):
     def die():
         raise RuntimeError("as if the power failed")
@@ -110,6 +111,7 @@ def test_a_run_without_any_checkpoint_starts_again(call, measured, at_step):
     assert measured() == measured("undisturbed")
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_message(example, call, results, checkpoints, monkeypatch, capfd):
     disk = example("lm.disk")
     usage = type(disk.shutil.disk_usage("/"))

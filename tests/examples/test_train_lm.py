@@ -21,6 +21,7 @@ def fails(capsys, run) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_results_table_and_plot(call, results, tmp_path, capsys):
     assert call("--recipes", "float32,mxfp4", "--seeds", "0,1") == 0
     document = results()
@@ -110,6 +111,7 @@ def test_earlier_runs_are_kept_unless_told_otherwise(call, results, tmp_path, ca
     }
 
 
+@pytest.mark.slow
 def test_divergence_is_reported(call, results, capsys):
     assert call("--recipes", "float32", "--lr", "1e38") == 1
     (run,) = results()["runs"]
