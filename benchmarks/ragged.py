@@ -36,19 +36,19 @@ def cases(format: str, work: str, tokens: int, experts: int, size: int) -> list[
     shares = rng.dirichlet([2.0] * experts)
     sizes = jnp.asarray(rng.multinomial(tokens, shares), jnp.int32)
 
-    def dot(x: jax.Array, weights: Any) -> jax.Array:
+    def dot(x: jax.Array, weights: Any, sizes: jax.Array) -> jax.Array:
         return mx_jax.ragged_dot(x, weights, sizes, recipe=recipe)
 
-    def plain(x: jax.Array, weights: jax.Array) -> jax.Array:
+    def plain(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(x, weights, sizes)
 
     if work == "forward":
         recipe: Any = recipes.weight_only(format)
         stored = mx_jax.quantize(weights, format, axis=1)
-        ours, theirs, operands = dot, plain, (x, stored)
+        ours, theirs, operands = dot, plain, (x, stored, sizes)
     else:
         recipe = format.removesuffix("_e4m3")
-        ours, theirs, operands = _step(dot), _step(plain), (x, weights, g)
+        ours, theirs, operands = _step(dot), _step(plain), (x, weights, sizes, g)
     rows = jnp.asarray(rng.standard_normal((-(-tokens // experts), size)), jnp.float32)
     found = [
         Case(FLOAT32, _jitted(theirs, (x, weights, *operands[2:]))),
@@ -57,15 +57,17 @@ def cases(format: str, work: str, tokens: int, experts: int, size: int) -> list[
     ]
     if work == "forward":
         packed = mx_jax.pack_weights(stored, contracting=1, num_batch=1)
-        found.insert(2, Case("mx_jax, packed, by tiles", _jitted(ours, (x, packed))))
+        found.insert(2, Case("mx_jax, packed, by tiles", _jitted(ours, (x, packed, sizes))))
         bound = jax.jit(lambda rows, weights: [rows @ matrix for matrix in weights])
         found.append(Case("bound: jnp.dot, each expert once", lambda: bound(rows, weights)))
     return found
 
 
 def _step(dot: Callable[..., jax.Array]) -> Callable[..., Any]:
-    def step(x: jax.Array, weights: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
-        product, pullback = jax.vjp(dot, x, weights)
+    def step(
+        x: jax.Array, weights: jax.Array, sizes: jax.Array, g: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        product, pullback = jax.vjp(lambda x, weights: dot(x, weights, sizes), x, weights)
         return product, *pullback(g)
 
     return step

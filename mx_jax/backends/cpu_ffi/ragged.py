@@ -23,8 +23,8 @@ from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.ragged import scaled_ragged_dot as reference
 
 # Rows of a tile: about as many as a group has, within what keeps a matrix's decoding worth while
-# and rows of other groups few. A multiple of every block.
-_FEWEST_ROWS, _MOST_ROWS = 32, 256
+# and rows of other groups few; contracted ones in whole blocks.
+_FEWEST_ROWS, _FEWEST_CONTRACTED, _MOST_ROWS = 16, 32, 256
 
 
 def rejects(call: RaggedCall) -> str | None:
@@ -67,7 +67,8 @@ def _tile_rows(call: RaggedCall) -> int:
     num_rows = call.lhs.shape[0]
     in_a_group = -(-num_rows // max(call.num_groups, 1))
     rows = 1 << max(in_a_group - 1, 0).bit_length()
-    return min(max(rows, _FEWEST_ROWS), _MOST_ROWS, num_rows)
+    fewest = _FEWEST_CONTRACTED if call.contracts_rows else _FEWEST_ROWS
+    return min(max(rows, fewest), _MOST_ROWS, num_rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
