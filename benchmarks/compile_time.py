@@ -169,8 +169,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of which medians are taken")
     options = parser.parse_args(arguments)
     options.recipes = list(dict.fromkeys([FLOAT32, *options.recipes]))
-    if not cores.can_pin():
-        raise SystemExit("compile_time: this system cannot pin a process")
     loaded = library.load()
     if DEFAULT in options.backends and isinstance(loaded, str):
         raise SystemExit(f"the CPU library is missing: {loaded}; try --backends {REFERENCE}")

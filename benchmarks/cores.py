@@ -16,11 +16,6 @@ from typing import Any
 HUGE_PAGES = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 
 
-def can_pin() -> bool:
-    """Whether the system lets a process choose its cores."""
-    return hasattr(os, "sched_setaffinity")
-
-
 def pin() -> None:
     """Keep this process on the last of its cores; the first ones serve interrupts."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
@@ -34,7 +29,12 @@ def on_one_core(function: Callable[..., Any], *arguments: Any) -> Any:
     Args:
       function: importable by name.
       *arguments: whatever can be pickled.
+
+    Raises:
+      SystemExit: where a process cannot be pinned.
     """
+    if not hasattr(os, "sched_setaffinity"):
+        raise SystemExit("one core: this system cannot pin a process")
     variable, value = HUGE_PAGES
     before = os.environ.get(variable)
     os.environ[variable] = value

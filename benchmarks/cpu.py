@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks import cores, cpu_matmul, cpu_quantize, environment, peers, report
 from benchmarks.data import KINDS
+from benchmarks.timing import add_pace
 from mx_jax.backends.cpu_ffi import library
 
 # glibc keeps what arrays gave back: a result on fresh pages would measure page faults.
@@ -56,8 +57,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048], help="of products")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32], help="of thin products")
     parser.add_argument("--data", nargs="*", choices=KINDS, default=KINDS, help="of weights")
-    parser.add_argument("--seconds", type=float, default=2.0, help="budget of a comparison")
-    parser.add_argument("--min-rounds", type=int, default=7, help="rounds, whatever they take")
+    add_pace(parser, seconds=2.0, min_rounds=7)
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args(arguments)
 
@@ -65,8 +65,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse(arguments)
-    if not cores.can_pin():
-        raise SystemExit("benchmarks.cpu: this system cannot pin a process")
     result: dict[str, Any] = {"environment": environment.describe(peers.DISTRIBUTIONS)}
     sheets: list[report.Sheet] = []
     with kept_pages():

@@ -18,7 +18,7 @@ from jax import lax
 
 from benchmarks import cores, environment, limits, report
 from benchmarks.data import KINDS, draw
-from benchmarks.timing import Case, Samples, measure, ratio
+from benchmarks.timing import Case, Samples, add_pace, measure, pace, ratio
 from mx_jax import formats
 from mx_jax.backends.calls import MatmulCall, Operand
 from mx_jax.backends.cpu_ffi import CPU_FFI, library
@@ -131,7 +131,7 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
             step(f"{shape} {data}")
             cases = [*plain_cases(*shape), *quantized_cases(shape, pairs, packed, data)]
             cases += [Case(f"peak {name}", run) for name, run in limits.peaks().items()]
-            samples = measure(cases, seconds=options.seconds, min_rounds=options.min_rounds)
+            samples = measure(cases, **pace(options))
             found += [{"data": data, **_row(shape, name, samples)} for name in samples]
     return found
 
@@ -204,11 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048], help="square ones")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32], help="of thin ones")
     parser.add_argument("--data", nargs="*", choices=KINDS, default=KINDS, help="of weights")
-    parser.add_argument("--seconds", type=float, default=4.0, help="budget of a shape")
-    parser.add_argument("--min-rounds", type=int, default=7, help="rounds, whatever they take")
+    add_pace(parser, seconds=4.0, min_rounds=7)
     options = parser.parse_args(arguments)
-    if not cores.can_pin():
-        raise SystemExit("cpu_matmul: this system cannot pin a process")
     result = {
         "environment": environment.describe(),
         "rows": cores.on_one_core(rows, options),

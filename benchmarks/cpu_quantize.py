@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from benchmarks import limits, peers, report
 from benchmarks.data import draw
-from benchmarks.timing import Case, Samples, measure, ratio
+from benchmarks.timing import Case, Samples, measure, pace, ratio
 from mx_jax.backends.calls import DequantizeCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.cpu_ffi import CPU_FFI, dequantize, quantize, quantize_both
 from mx_jax.backends.reference import REFERENCE
@@ -97,7 +97,7 @@ def _row(
                 left_out[peer.name] = case
             elif case is not None:
                 cases.append(case)
-    samples = measure(cases, seconds=options.seconds, min_rounds=options.min_rounds)
+    samples = measure(cases, **pace(options))
     return {
         "operation": operation,
         "format": name,

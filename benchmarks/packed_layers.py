@@ -19,7 +19,7 @@ from flax import nnx as flax_nnx
 
 import mx_jax
 from benchmarks import cores, environment, report
-from benchmarks.timing import Case, Samples, measure, ratio
+from benchmarks.timing import Case, Samples, add_pace, measure, pace, ratio
 from mx_jax import convert, recipes
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.nn import linen, nnx
@@ -87,12 +87,7 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     with report.progress(len(groups)) as step:
         for format, count in groups:
             step(f"{format}, {count} rows")
-            samples = measure(
-                cases(format, count, options.size),
-                seconds=options.seconds,
-                min_rounds=options.min_rounds,
-                max_rounds=options.max_rounds,
-            )
+            samples = measure(cases(format, count, options.size), **pace(options))
             shape = (count, options.size, options.size)
             found += [_row(format, shape, name, samples) for name in samples]
     return found
@@ -152,12 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--rows", type=int, nargs="*", default=[1], help="rows of the input")
     parser.add_argument("--size", type=int, default=2048, help="of the square kernel")
-    parser.add_argument("--seconds", type=float, default=20.0, help="budget of a comparison")
-    parser.add_argument("--min-rounds", type=int, default=21, help="rounds, whatever they take")
-    parser.add_argument("--max-rounds", type=int, default=301, help="rounds, however fast")
+    add_pace(parser, seconds=20.0, min_rounds=21, max_rounds=301)
     options = parser.parse_args(arguments)
-    if not cores.can_pin():
-        raise SystemExit("packed_layers: this system cannot pin a process")
     described = environment.describe()
     result = {"environment": described, "rows": cores.on_one_core(rows, options)}
     report.publish(COMMAND, options, result, sheets(result))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import mx_jax
 from benchmarks import cores, environment, peers, report
-from benchmarks.timing import Case, Samples, measure, ratio
+from benchmarks.timing import Case, Samples, add_pace, measure, pace, ratio
 
 # Formats with the scale rules that recipes use them with; MXFP8 also with the specification's.
 FORMATS = (
@@ -93,7 +93,7 @@ def measure_all(options: argparse.Namespace, which_cores: str) -> list[dict[str,
         for what in todo:
             step(f"{which_cores} core(s): {what}")
             found, missing = cases(what, options.peers)
-            samples = measure(found, seconds=options.seconds, min_rounds=options.min_rounds)
+            samples = measure(found, **pace(options))
             rows.append(_row(what, which_cores, samples, missing))
     return rows
 
@@ -186,8 +186,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--shapes", nargs="+", type=report.shape, default=list(SHAPES))
     parser.add_argument("--cores", choices=("all", "one", "both"), default="both")
-    parser.add_argument("--seconds", type=float, default=2.0, help="budget of a comparison")
-    parser.add_argument("--min-rounds", type=int, default=7, help="rounds, whatever they take")
+    add_pace(parser, seconds=2.0, min_rounds=7)
     parser.add_argument(
         "--peers", action=argparse.BooleanOptionalAction, default=True, help="measure peers too"
     )
@@ -202,8 +201,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.cores != "one":
         rows += measure_all(options, "all")
     if options.cores != "all":
-        if not cores.can_pin():
-            raise SystemExit("--cores one: this system cannot pin a process; use --cores all")
         rows += cores.on_one_core(measure_all, options, "one")
     report.publish("quantize", options, {"environment": facts, "rows": rows}, sheets(rows))
 

@@ -18,7 +18,7 @@ import numpy as np
 
 import mx_jax
 from benchmarks import cores, environment, report
-from benchmarks.timing import Case, Samples, measure, ratio
+from benchmarks.timing import Case, Samples, add_pace, measure, pace, ratio
 from mx_jax import recipes
 from mx_jax.backends.cpu_ffi import library
 
@@ -102,10 +102,7 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         for format, work, count in groups:
             step(f"{format}, {work}, {count} tokens")
             samples = measure(
-                cases(format, work, count, options.experts, options.size),
-                seconds=options.seconds,
-                min_rounds=options.min_rounds,
-                max_rounds=options.max_rounds,
+                cases(format, work, count, options.experts, options.size), **pace(options)
             )
             shape = (count, options.experts, options.size)
             found += [_row(format, work, shape, name, samples) for name in samples]
@@ -157,12 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[64, 512], help="rows")
     parser.add_argument("--experts", type=int, default=8, help="groups")
     parser.add_argument("--size", type=int, default=1024, help="of an expert's square matrix")
-    parser.add_argument("--seconds", type=float, default=20.0, help="budget of a comparison")
-    parser.add_argument("--min-rounds", type=int, default=5, help="rounds, whatever they take")
-    parser.add_argument("--max-rounds", type=int, default=101, help="rounds, however fast")
+    add_pace(parser, seconds=20.0, min_rounds=5)
     options = parser.parse_args(arguments)
-    if not cores.can_pin():
-        raise SystemExit("ragged: this system cannot pin a process")
     described = environment.describe()
     result = {"environment": described, "rows": cores.on_one_core(rows, options)}
     report.publish(COMMAND, options, result, sheets(result))

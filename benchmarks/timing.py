@@ -21,6 +21,7 @@ last-level cache are both run. The bound is the time of the bytes that a case mu
 at the bandwidth of a plain copy.
 """
 
+import argparse
 import dataclasses
 import gc
 import random
@@ -105,6 +106,29 @@ def ratio(samples: Samples, baseline: Samples, clock: str) -> Spread:
     """
     pairs = zip(getattr(samples, clock), getattr(baseline, clock), strict=True)
     return spread([above / max(below, 1e-9) for above, below in pairs])
+
+
+def add_pace(
+    parser: argparse.ArgumentParser, *, seconds: float, min_rounds: int, max_rounds: int = 101
+) -> None:
+    """Options for how long a comparison lasts, with these defaults; `pace` reads them.
+
+    Args:
+      parser: of a command.
+      seconds: `--seconds`, the budget of one comparison.
+      min_rounds: `--min-rounds`.
+      max_rounds: `--max-rounds`.
+    """
+    parser.add_argument("--seconds", type=float, default=seconds, help="budget of a comparison")
+    parser.add_argument(
+        "--min-rounds", type=int, default=min_rounds, help="rounds, whatever they take"
+    )
+    parser.add_argument("--max-rounds", type=int, default=max_rounds, help="rounds, however fast")
+
+
+def pace(options: argparse.Namespace) -> dict[str, Any]:
+    """What `add_pace` put into the options, as `measure` takes it."""
+    return {name: getattr(options, name) for name in ("seconds", "min_rounds", "max_rounds")}
 
 
 def measure(

@@ -18,7 +18,7 @@ import numpy as np
 import mx_jax
 from benchmarks import cores, environment, report
 from benchmarks.sqnr import all_recipes, operands, size
-from benchmarks.timing import Case, Samples, measure, ratio
+from benchmarks.timing import Case, Samples, add_pace, measure, pace, ratio
 from mx_jax import recipes
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.mxarray import MXArray
@@ -111,9 +111,7 @@ def measure_all(options: argparse.Namespace, which_cores: str) -> list[dict[str,
     with report.progress(len(chosen)) as step:
         for recipe in chosen:
             step(f"{which_cores} core(s): {recipe.name}")
-            samples = measure(
-                cases(recipe, x, w, g), seconds=options.seconds, min_rounds=options.min_rounds
-            )
+            samples = measure(cases(recipe, x, w, g), **pace(options))
             rows.append(_row(recipe, which_cores, samples))
     return rows
 
@@ -163,14 +161,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", type=size, default=(1024, 128, 512), metavar="MxKxN")
     parser.add_argument("--recipes", nargs="+", default=[], metavar="NAME", help="default: all")
     parser.add_argument("--cores", choices=("all", "one", "both"), default="both")
-    parser.add_argument("--seconds", type=float, default=1.0, help="budget of a recipe")
-    parser.add_argument("--min-rounds", type=int, default=7, help="rounds, whatever they take")
+    add_pace(parser, seconds=1.0, min_rounds=7)
     options = parser.parse_args(arguments)
     facts = environment.describe()
     rows = [] if options.cores == "one" else measure_all(options, "all")
     if options.cores != "all":
-        if not cores.can_pin():
-            raise SystemExit("--cores one: this system cannot pin a process; use --cores all")
         rows += cores.on_one_core(measure_all, options, "one")
     result = {"environment": facts, "size": options.size, "rows": rows}
     report.publish("train_step", options, result, sheets(result))

@@ -18,6 +18,8 @@ RECIPES = ("mxfp8", "mxfp4")
 
 # Runs a command with options; gives its JSON and its Markdown.
 Runner = Callable[..., tuple[dict[str, Any], str]]
+# The same in a process of its own; gives the rows and what it printed.
+Alone = Callable[..., tuple[list[dict[str, Any]], str]]
 
 
 @pytest.fixture
@@ -36,6 +38,26 @@ def run(command: Callable[[str], Any], tmp_path: Path) -> Runner:
         assert result["environment"]["cores"] >= 1
         assert result["environment"]["versions"]["jax"] != "not installed"
         return result, out.with_suffix(".md").read_text()
+
+    return runner
+
+
+@pytest.fixture
+def run_alone(tmp_path: Path) -> Alone:
+    """In a process of its own, as a user starts it: one device, where weights are packed."""
+
+    def runner(name: str, *options: str) -> tuple[list[dict[str, Any]], str]:
+        out = tmp_path / "result.json"
+        done = subprocess.run(
+            [sys.executable, "-m", f"benchmarks.{name}", *options, "--out", out],
+            cwd=ROOT,
+            env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(out.read_text())["rows"], done.stdout
 
     return runner
 
@@ -67,39 +89,19 @@ def test_quantize(run: Runner):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
-def test_quantize_on_one_core(tmp_path: Path):
-    # A process of its own, as a user starts it: it starts the pinned one.
-    out = tmp_path / "result.json"
+def test_quantize_on_one_core(run_alone: Alone):
     options = "--formats mxint8 --shapes 8x32 --dtypes bfloat16 --no-peers --cores one".split()
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.quantize", *options, "--seconds", "0", "--out", out],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())["rows"]
+    rows, shown = run_alone("quantize", *options, "--seconds", "0")
     assert {(row["cores"], row["clock"]) for row in rows} == {("one", "cpu")}
-    assert "quantize mxint8 floor, bfloat16" in done.stdout
+    assert "quantize mxint8 floor, bfloat16" in shown
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(isinstance(library.load(), str), reason="no CPU library")
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
-def test_ragged(tmp_path: Path):
-    out = tmp_path / "result.json"
+def test_ragged(run_alone: Alone):
     options = "--formats mxfp4 --tokens 8 --experts 2 --size 64 --seconds 0 --min-rounds 3".split()
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.ragged", *options, "--out", out],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())["rows"]
+    rows, _ = run_alone("ragged", *options)
     assert [row["work"] for row in rows] == ["forward"] * 5 + ["step"] * 3
     for row in rows:
         check_spread(row["timings"]["cpu_ms"])
@@ -108,20 +110,9 @@ def test_ragged(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.skipif(isinstance(library.load(), str), reason="no CPU library")
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
-def test_packed_layers(tmp_path: Path):
-    # Tests simulate several devices, where nothing is packed.
-    out = tmp_path / "result.json"
+def test_packed_layers(run_alone: Alone):
     options = "--formats mxfp4 --size 64 --seconds 0 --min-rounds 3".split()
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.packed_layers", *options, "--out", out],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())["rows"]
+    rows, _ = run_alone("packed_layers", *options)
     assert [row["case"].partition(",")[0].split()[0] for row in rows].count("packed") == 4
     for row in rows:
         assert row["timings"]["samples"] >= 3
@@ -131,20 +122,11 @@ def test_packed_layers(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
-def test_compile_time(tmp_path: Path):
-    out = tmp_path / "result.json"
+def test_compile_time(run_alone: Alone):
     backends = ["reference"] if isinstance(library.load(), str) else ["reference", "default"]
     options = "--recipes mxfp4 --layers 2 --width 64 --rounds 2 --backends".split()
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.compile_time", *options, *backends, "--out", out],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = {(row["backends"], row["case"]): row for row in json.loads(out.read_text())["rows"]}
+    found, _ = run_alone("compile_time", *options, *backends)
+    rows = {(row["backends"], row["case"]): row for row in found}
     assert len(rows) == 2 * len(backends)
     for row in rows.values():
         for phase in ("trace", "lower", "compile"):
@@ -195,7 +177,7 @@ def test_train_step(run: Runner):
 
 
 @pytest.mark.parametrize(
-    "name", ["quantize", "sqnr", "train_step", "packed_layers", "compile_time"]
+    "name", ["cpu", "quantize", "sqnr", "train_step", "packed_layers", "ragged", "compile_time"]
 )
 def test_help(command: Any, name: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="0"):
