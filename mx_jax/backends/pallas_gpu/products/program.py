@@ -85,15 +85,20 @@ class DecodingProgram:
         """Warpgroups that multiply, 64 rows of weights each, or a part of their columns."""
         return self.tiles.n // ROWS * self.tiles.parts
 
-    def in_specs(self) -> list[Any]:
+    def in_specs(self, row: Any = None, matrix: Any = None) -> list[Any]:
         """Where each step's activations, codes and scales lie.
 
         cp.async takes what has no tiling for one piece of memory, and says nothing if it is not:
         codes and scales of one tile of rows are.
+
+        Args:
+          row: which tile of activations; None: the grid's.
+          matrix: which matrix of weights; None: that of the batch that the tile is of.
         """
         tiles, decoder, row_tiles = self.tiles, self.decoder, self.tiles.n // ROWS
-        row = lax.axis_index("row")
-        tile = lax.div(row, self.num_m) * self.num_n + lax.axis_index("n")
+        row = lax.axis_index("row") if row is None else row
+        matrix = lax.div(row, self.num_m) if matrix is None else matrix
+        tile = matrix * self.num_n + lax.axis_index("n")
         first = lax.axis_index("split") * (self.num_k // tiles.splits)
         stored = decoder.storage
         codes = (row_tiles, tiles.k // stored.group * stored.planes, ROWS, stored.words)

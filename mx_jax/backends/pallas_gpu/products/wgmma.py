@@ -9,6 +9,7 @@ Imports Mosaic GPU, so the adapter imports this file only when it takes a call.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -100,6 +101,31 @@ class WgmmaProgram(DecodingProgram):
 
     def body(self, x_gmem, codes_gmem, scales_gmem, out_gmem, out_smem, *scratch):
         """Copy, decode, multiply; then one copy of the result's tile."""
+        self.multiply(
+            (x_gmem, codes_gmem, scales_gmem),
+            self.in_specs(),
+            self.num_k // self.tiles.splits,
+            functools.partial(self._store, out_smem, out_gmem),
+            scratch,
+        )
+
+    def multiply(
+        self,
+        gmem: tuple[Any, ...],
+        in_specs: list[Any],
+        steps: Any,
+        store: Callable[[Any, Any], None],
+        scratch: tuple[Any, ...],
+    ) -> None:
+        """Copy, decode and multiply along k; then store the sums.
+
+        Args:
+          gmem: activations, codes and scales.
+          in_specs: where they lie at each step.
+          steps: how many; a program may know them, or read them.
+          store: given the transposed sums `[64, m]` and which 64 rows of the weights' tile.
+          scratch: partial sums, a stand-in's operand.
+        """
         warpgroup = lax.axis_index("warpgroup")
 
         def compute(pipeline):
@@ -109,9 +135,9 @@ class WgmmaProgram(DecodingProgram):
             def _(acc):
                 pipeline(acc)
                 if self.tiles.parts > 1:
-                    self._add_parts(acc[...], out_smem, out_gmem, *scratch[:2])
+                    self._add_parts(acc[...], store, *scratch[:2])
                 else:
-                    self._store(acc[...], out_smem, out_gmem, warpgroup)
+                    store(acc[...], warpgroup)
 
         def step(_, x_smem, codes_smem, scales_smem, acc):
             layout = plgpu.Layout.WGMMA
@@ -124,17 +150,17 @@ class WgmmaProgram(DecodingProgram):
 
         plgpu.emit_pipeline_warp_specialized(
             step,
-            grid=(self.num_k // self.tiles.splits,),
+            grid=(steps,),
             memory_registers=_MEMORY_REGISTERS,
             wg_axis="warpgroup",
             num_compute_wgs=self.num_warpgroups,
             max_concurrent_steps=self.tiles.stages,
             compute_context=compute,
-            in_specs=self.in_specs(),
-        )(x_gmem, codes_gmem, scales_gmem)
+            in_specs=in_specs,
+        )(*gmem)
 
     def _add_parts(
-        self, sums: Any, out_smem: Any, out_gmem: Any, sums_smem: Any, written: Any
+        self, sums: Any, store: Callable[[Any, Any], None], sums_smem: Any, written: Any
     ) -> None:
         """The sums of the warpgroups that share rows, added in their order by the first of them."""
         parts, warpgroup = self.tiles.parts, lax.axis_index("warpgroup")
@@ -147,17 +173,24 @@ class WgmmaProgram(DecodingProgram):
             total = sums
             for part in range(1, parts):
                 total += plgpu.load(sums_smem.at[warpgroup + part], layout=plgpu.Layout.WGMMA)
-            self._store(total, out_smem, out_gmem, lax.div(warpgroup, parts))
+            store(total, lax.div(warpgroup, parts))
 
-    def _store(self, sums: Any, out_smem: Any, out_gmem: Any, row_tile: Any) -> None:
-        """The transposed sums, transposed again on their way through shared memory."""
-        tile = out_smem.at[row_tile]
+    def to_smem(self, sums: Any, tile: Any) -> None:
+        """The transposed sums, transposed again on their way to shared memory."""
         tile.T[...] = plgpu.layout_cast(sums.astype(self.out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
+
+    def columns(self, row_tile: Any) -> Any:
+        """Columns of the result that 64 rows of the weights' tile give."""
+        return pl.ds(lax.axis_index("n") * self.tiles.n + row_tile * ROWS, ROWS)
+
+    def _store(self, out_smem: Any, out_gmem: Any, sums: Any, row_tile: Any) -> None:
+        """The sums, through shared memory."""
+        tile = out_smem.at[row_tile]
+        self.to_smem(sums, tile)
         first = lax.axis_index("split") * self.num_rows + lax.axis_index("row")
         rows = pl.ds(first * self.tiles.m, self.tiles.m)
-        columns = pl.ds(lax.axis_index("n") * self.tiles.n + row_tile * ROWS, ROWS)
-        plgpu.copy_smem_to_gmem(tile, out_gmem.at[rows, columns])
+        plgpu.copy_smem_to_gmem(tile, out_gmem.at[rows, self.columns(row_tile)])
         plgpu.wait_smem_to_gmem(0)
 
 
