@@ -117,12 +117,14 @@ def _arrange(operand: AnyOperand, axes: Axes, side: str) -> tuple[AnyOperand, Ax
     return operand, Axes.ordered(batch=batch, kept=max(kept, 1), contracting=k)
 
 
-def check_blocks(operand: Quantized, wanted: int, side: str) -> None:
+def check_blocks(
+    operand: Quantized, wanted: int, side: str, operation: str = "dot_general"
+) -> None:
     """An MXArray's scales can leave the sum only if its blocks lie along the contracting axis."""
     blocked = [axis % operand.ndim for axis, _ in operand.blocks]
     if wanted not in blocked:
         raise ValueError(
-            f"dot_general: {side} is contracted along axis={wanted}, but this MXArray "
+            f"{operation}: {side} is contracted along axis={wanted}, but this MXArray "
             f"({operand.format.name}, shape={operand.shape}) has its blocks along "
             f"axis={', '.join(map(str, blocked))}; quantize it with axis={wanted}, or pass "
             f"{side}.dequantize()"

@@ -112,7 +112,7 @@ def ragged_dot(
     out_dtype = dtype_of_product(preferred_element_type, lhs, rhs, "ragged_dot")
     for operand, side in ((lhs, "lhs"), (rhs, "rhs")):
         if isinstance(operand, MXArray):
-            check_blocks(operand, 1, side)
+            check_blocks(operand, 1, side, "ragged_dot")
     sizes = ragged_rows(sizes, lhs.shape[0], unit=1).sizes
     product = RaggedProduct(recipe=recipe, out_dtype=out_dtype, precision=precision)
     with follow(lhs, rhs):

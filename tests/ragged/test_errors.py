@@ -53,7 +53,10 @@ def test_bad_arguments(arguments, error, text: str):
 def test_blocks_along_another_axis(side: str, blocked: int):
     operands = {"lhs": X, "rhs": W}
     operands[side] = mx_jax.quantize(operands[side], "mxfp4", axis=blocked)
-    text = f"{side} is contracted along axis=1, but this .*axis={blocked}; quantize it with axis=1"
+    text = (
+        f"ragged_dot: {side} is contracted along axis=1, but this .*axis={blocked}; "
+        "quantize it with axis=1"
+    )
     with pytest.raises(ValueError, match=text):
         ragged_dot(**operands, group_sizes=SIZES, recipe=RECIPE)
 
