@@ -30,6 +30,7 @@ class OperandType:
       format: block format; None for high precision.
       dtype: dtype in high precision; None if the operand is quantized, or if it is not known.
       scale_axes: axes whose positions have tensor scales of their own.
+      packed_by: name of the backend in whose layout it lies, or None.
     """
 
     shape: tuple[int, ...]
@@ -37,15 +38,20 @@ class OperandType:
     format: BlockFormat | None = None
     dtype: np.dtype | None = None
     scale_axes: tuple[int, ...] = ()
+    packed_by: str | None = None
 
     @classmethod
     def of(cls, operand: AnyOperand, axes: Axes) -> "OperandType":
         """The type of an array; packed weights had their tensor scales looked at before."""
         if not isinstance(operand, Quantized):
             return cls(shape=operand.shape, axes=axes, dtype=np.dtype(operand.dtype))
-        scale = operand.tensor_scale if isinstance(operand, MXArray) else None
+        is_packed = isinstance(operand, PackedMXArray)
         return cls(
-            shape=operand.shape, axes=axes, format=operand.format, scale_axes=varying_axes(scale)
+            shape=operand.shape,
+            axes=axes,
+            format=operand.format,
+            scale_axes=varying_axes(None if is_packed else operand.tensor_scale),
+            packed_by=operand.layout.backend if is_packed else None,
         )
 
     @property
@@ -186,11 +192,13 @@ class PackCall:
       weights: their type; the axes may lie in any order.
       blocks: axes from the end with block sizes.
       lhs_format: block format of the activations; None for high precision, or if it is not known.
+      dtype: that the weights had; None if it is not known.
     """
 
     weights: OperandType
     blocks: Blocks
     lhs_format: BlockFormat | None = None
+    dtype: np.dtype | None = None
 
     @property
     def format(self) -> BlockFormat:

@@ -9,6 +9,7 @@ import jax
 
 from mx_jax.backends.base import Target
 from mx_jax.backends.calls import Call
+from mx_jax.backends.evidence.rows import Row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,16 +21,18 @@ class Selection:
       target: the machine.
       backend: name of the first that accepts; None if all that are asked reject.
       rejections: (name, reason) of those tried before.
-      on_request: names of those that are asked only by name and would have accepted.
+      on_request: (name, why it is not asked) of those that would accept if they were named.
       how: what the one that accepts says of how it computes, in words; may be empty.
+      evidence: the measurement that the backend is asked for; None if it is asked anyway.
     """
 
     call: Call
     target: Target
     backend: str | None
     rejections: tuple[tuple[str, str], ...]
-    on_request: tuple[str, ...]
+    on_request: tuple[tuple[str, str], ...]
     how: str = ""
+    evidence: Row | None = None
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,7 +1,7 @@
 """Which backend takes a call: a pure function, so the whole table is testable on any machine."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager
 
 import jax
@@ -9,6 +9,8 @@ import jax
 from mx_jax.backends import target as machine
 from mx_jax.backends.base import NOT_OFFERED, Backend, Offer, Target
 from mx_jax.backends.calls import Call
+from mx_jax.backends.evidence.rows import Row
+from mx_jax.backends.evidence.sources import row_about, switches_on, why_asleep
 from mx_jax.backends.records import Selection, active
 from mx_jax.backends.table import BACKENDS, REFERENCE
 
@@ -26,11 +28,13 @@ class Choice:
       backend: the first that accepts.
       offer: what it offers for such calls; `offer.run` computes this one.
       rejections: (name, reason) of those tried before.
+      evidence: the measurement that it is asked for; None if it is asked anyway.
     """
 
     backend: Backend
     offer: Offer
     rejections: tuple[tuple[str, str], ...]
+    evidence: Row | None = None
 
 
 def only_backend(name: str | None) -> AbstractContextManager[None]:
@@ -62,8 +66,8 @@ def prefer_backends(*names: str) -> AbstractContextManager[None]:
     """A context in which the named backends are asked first, and all others after them.
 
     What they reject goes to the next, as it always does. This is how to use a backend that stands
-    behind the reference, such as the GPU kernels, which nobody has measured yet. It enters jit's
-    cache key.
+    behind the reference, such as the GPU kernels, where nothing was measured of it, or whatever was
+    measured. It enters jit's cache key.
 
     Args:
       names: of backends, in order of preference; none lifts an outer preference.
@@ -160,10 +164,33 @@ def find(
     return _ask(call, target, backends)[0]
 
 
-def on_request(call: Call, target: Target, backends: Sequence[Backend]) -> tuple[str, ...]:
-    """Names of the backends that are asked only by name and would take the call."""
+def on_request(
+    call: Call, target: Target, backends: Sequence[Backend]
+) -> tuple[tuple[str, str], ...]:
+    """(name, why) of the backends that are asked only by name and would take the call."""
     asleep = only_if_named(backends) - {_only_backend.value, *_preferred.value}
-    return tuple(b.name for b in backends if b.name in asleep and b.rejects(call, target) is None)
+    rows = _measured(call, target, backends, asleep)
+    return tuple(
+        (backend.name, why_asleep(rows.get(backend.name), target))
+        for backend in backends
+        if backend.name in asleep
+        and backend.rejects(call, target) is None
+        and not (_only_backend.value is None and switches_on(call, rows.get(backend.name)))
+    )
+
+
+def _measured(
+    call: Call, target: Target, backends: Sequence[Backend], names: Container[str]
+) -> dict[str, Row]:
+    """What evidence says of those of these names that take the call, on one device."""
+    if target.device_kind is None or target.num_devices > 1:
+        return {}
+    found = {
+        backend.name: row_about(call, backend, target)
+        for backend in backends
+        if backend.name in names and backend.rejects(call, target) is None
+    }
+    return {name: row for name, row in found.items() if row is not None}
 
 
 def _ask(
@@ -174,36 +201,58 @@ def _ask(
     backends = (*_added.value, *BACKENDS) if backends is None else backends
     only, preferred = _only_backend.value, _preferred.value
     unproved = only_if_named(backends) - {only, *preferred}
-    choice, rejections = None, []
-    named = [
+    rows = {} if only is not None else _measured(call, target, backends, unproved)
+    proved = {name: row for name, row in rows.items() if switches_on(call, row)}
+    first = [
         backend for name in dict.fromkeys(preferred) for backend in backends if backend.name == name
     ]
-    for backend in (*named, *(backend for backend in backends if backend not in named)):
-        offer = backend.offers.get(type(call))
-        if only is not None and backend.name != only:
+    first += sorted(
+        (backend for backend in backends if backend.name in proved),
+        key=lambda backend: -proved[backend.name].speed,
+    )
+    choice, rejections = None, []
+    for backend in (*first, *(backend for backend in backends if backend not in first)):
+        offer, name = backend.offers.get(type(call)), backend.name
+        if only is not None and name != only:
             reason = f"not asked: only_backend({only!r})"
-        elif backend.name in unproved:
-            reason = f"not asked: not proved on hardware; prefer_backends({backend.name!r}) asks it"
+        elif name in unproved and name not in proved:
+            reason = f"not asked: {rows.get(name, 'not proved on hardware')}; "
+            reason += f"prefer_backends({name!r}) asks it"
         elif offer is None:
             reason = NOT_OFFERED[type(call)]
-        else:
-            reason = offer.rejects(call, target)
-            if reason is None:
-                choice = Choice(backend=backend, offer=offer, rejections=tuple(rejections))
-                break
-        rejections.append((backend.name, reason))
-    if (recorder := active.value) is not None:
-        recorder.entries.append(
-            Selection(
-                call=call,
-                target=target,
-                backend=None if choice is None else choice.backend.name,
+        elif (reason := offer.rejects(call, target)) is None:
+            choice = Choice(
+                backend=backend,
+                offer=offer,
                 rejections=tuple(rejections),
-                on_request=on_request(call, target, backends),
-                how="" if choice is None else choice.offer.how,
+                evidence=proved.get(name),
             )
-        )
+            break
+        rejections.append((name, reason))
+    if active.value is not None:
+        _record(call, target, backends, choice, rejections)
     return choice, target, rejections
+
+
+def _record(
+    call: Call,
+    target: Target,
+    backends: Sequence[Backend],
+    choice: Choice | None,
+    rejections: Sequence[tuple[str, str]],
+) -> None:
+    """Tell whoever records what was decided."""
+    active.value.entries.append(
+        Selection(
+            call=call,
+            target=target,
+            backend=None if choice is None else choice.backend.name,
+            rejections=tuple(rejections),
+            on_request=on_request(call, target, backends),
+            how="" if choice is None else choice.offer.how,
+            evidence=None if choice is None else choice.evidence,
+        )
+    )
 
 
 def only_if_named(backends: Sequence[Backend] | None = None) -> set[str]:

@@ -17,11 +17,14 @@ class Target:
       platform: jax's name, `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
       compute_capability: e.g. `(9, 0)` on an H200; None where there is none.
       num_devices: between how many devices `jit` may split the call.
+      device_kind: jax's name of an accelerator, e.g. `"NVIDIA H200"`, by which measurements are
+        found; None for CPUs, and where it is not known.
     """
 
     platform: str
     compute_capability: tuple[int, int] | None = None
     num_devices: int = 1
+    device_kind: str | None = None
 
 
 # jax.Device is no type to a type checker.
@@ -81,7 +84,12 @@ def current_target(num_devices: int | None = None) -> Target:
     if capability is not None and platform == "cuda":
         major, _, minor = str(capability).partition(".")
         numbers = (int(major), int(minor or 0))
-    return Target(platform=platform, compute_capability=numbers, num_devices=num_devices)
+    return Target(
+        platform=platform,
+        compute_capability=numbers,
+        num_devices=num_devices,
+        device_kind=None if platform == "cpu" else device.device_kind,
+    )
 
 
 def _device() -> Device:

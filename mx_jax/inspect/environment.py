@@ -21,6 +21,7 @@ from mx_jax.backends.calls import (
     QuantizeCall,
 )
 from mx_jax.backends.cpu_ffi import library
+from mx_jax.backends.evidence import sources
 from mx_jax.backends.pallas_gpu.tuning.table import TILES_VARIABLE
 from mx_jax.backends.records import Selection, recording
 from mx_jax.backends.select import current_target, known_backends, only_if_named
@@ -36,6 +37,7 @@ _VARIABLES = (
     library.LIBRARY_VARIABLE,
     library.ISA_VARIABLE,
     TILES_VARIABLE,
+    sources.VARIABLE,
     "JAX_PLATFORMS",
     "JAX_ENABLE_X64",
     "JAX_NUM_CPU_DEVICES",

@@ -50,8 +50,9 @@ def explain(
         `jax.default_device` or jax itself says.
 
     Returns:
-      Three paragraphs of text. Each has the product and its backend, why no backend before it takes
-      the product, and which ones would if they were named.
+      Three paragraphs of text. Each has the product and its backend, what was measured if that is
+      why it is asked, why no backend before it takes the product, and which ones would if they were
+      named.
 
     Example:
       >>> import mx_jax
@@ -139,11 +140,12 @@ def _answer(title: str, selection: Selection) -> list[str]:
     """What takes a call, and why others do not."""
     rejected = [f"  not {name}: {reason}" for name, reason in selection.rejections]
     named = [
-        f"  {name} takes it if named, by prefer_backends({name!r}): not proved on hardware yet"
-        for name in selection.on_request
+        f"  {name} takes it if named, by prefer_backends({name!r}): {why}"
+        for name, why in selection.on_request
     ]
     how = f" ({selection.how})" if selection.how else ""
-    return [f"{title} -> {selection.backend or 'two casts'}{how}", *rejected, *named]
+    proof = [] if selection.evidence is None else [f"  {selection.backend}: {selection.evidence}"]
+    return [f"{title} -> {selection.backend or 'two casts'}{how}", *proof, *rejected, *named]
 
 
 def _machine(target: Target) -> str:

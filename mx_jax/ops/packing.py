@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import OperandType, PackCall
 from mx_jax.backends.select import select
@@ -71,6 +73,7 @@ def pack_weights(
         weights=OperandType.of(weights, _axes(weights, contracting, num_batch)),
         blocks=weights.blocks,
         lhs_format=None if activations is None else activations.format,
+        dtype=np.dtype(weights.dtype),
     )
     with follow(weights):
         return select(call).offer.run(weights, call)

@@ -10,6 +10,7 @@ def target(
     compute_capability: tuple[int, int] | None = None,
     *,
     num_devices: int = 1,
+    device_kind: str | None = None,
 ) -> AbstractContextManager[None]:
     """A context in which backends are chosen for this machine, whether it is there or not.
 
@@ -20,6 +21,8 @@ def target(
       platform: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
       compute_capability: of a CUDA GPU, e.g. `(9, 0)` for an H200; other platforms have none.
       num_devices: between how many devices `jit` may split a call.
+      device_kind: jax's name of the device, e.g. `"NVIDIA H200"`, by which measurements of kernels
+        are found; None: none are.
 
     Returns:
       The context manager.
@@ -54,7 +57,12 @@ def target(
     if compute_capability is not None and not _are_two_numbers(compute_capability):
         raise ValueError(f"target: a compute capability is two numbers, (9, 0), got {given}")
     return use_target(
-        Target(platform=platform, compute_capability=compute_capability, num_devices=num_devices)
+        Target(
+            platform=platform,
+            compute_capability=compute_capability,
+            num_devices=num_devices,
+            device_kind=device_kind,
+        )
     )
 
 

@@ -1,5 +1,6 @@
 """The machine that a call is for: named, that of arrays, of a mesh, the default, JAX's own."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from mx_jax.testing import target
 from tests.backends.mosaic import needs_mosaic
 
 CPU = jax.devices("cpu")
-H200 = Target(platform="cuda", compute_capability=(9, 0))
+H200 = Target(platform="cuda", compute_capability=(9, 0), device_kind="NVIDIA H200")
 
 
 class Gpu:
@@ -69,7 +70,7 @@ def test_importing_starts_no_backend():
 
 @pytest.mark.usefixtures("on_gpu_host")
 def test_a_gpu_host():
-    assert current_target() == trace() == Target(**(vars(H200) | {"num_devices": 8}))
+    assert current_target() == trace() == dataclasses.replace(H200, num_devices=8)
     with mx_jax.only_backend("xla"):
         assert current_target() == H200
 
@@ -166,7 +167,7 @@ def test_a_named_target_goes_first_and_enters_the_cache_key(seen: list[Target]):
     here = jax.device_put(jnp.ones((3, 32)), CPU[0])
     quantize = jax.jit(lambda x: mx_jax.quantize(x, "mxfp4").codes)
     for _ in range(2):
-        with target("cuda", (9, 0)), jax.default_device(CPU[0]):
+        with target("cuda", (9, 0), device_kind="NVIDIA H200"), jax.default_device(CPU[0]):
             assert current_target() == trace() == H200
             quantize.trace(here)
             with mx_jax.only_backend("reference"):

@@ -6,6 +6,7 @@ here imports Mosaic GPU before a call is taken.
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mx_jax.backends.base import Backend, Offer, Target
@@ -17,9 +18,10 @@ from mx_jax.backends.calls import (
     QuantizeCall,
     rejects_symbolic,
 )
-from mx_jax.backends.pallas_gpu.architecture import Architecture
+from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
 from mx_jax.backends.pallas_gpu.casts import quantize
 from mx_jax.backends.pallas_gpu.products import matmul, packing, rejections
+from mx_jax.backends.pallas_gpu.tuning import table
 
 
 def _offer(
@@ -31,6 +33,20 @@ def _offer(
         rejects=lambda call, target: rejects_symbolic(call) or rejects(call, target),
         run=run,
     )
+
+
+def _source() -> list[Path]:
+    """This package, and the tiles that stand in for its own."""
+    tiles = table.named_file()
+    return [*Path(__file__).parent.rglob("*.py"), *([] if tiles is None else [tiles])]
+
+
+def _kernel(call: Call, target: Target, architecture: Architecture | None = None) -> str:
+    """Which of the rows in `kernels` multiplies; the kernel that casts has no row."""
+    if not isinstance(call, MatmulCall):
+        return "quantize"
+    row = architecture or architecture_of(target.compute_capability)
+    return "" if row is None else row.kernel(call.lhs.format, call.rhs.format).name
 
 
 def backend_for(architecture: Architecture | None = None, interpret: Any = None) -> Backend:
@@ -53,6 +69,8 @@ def backend_for(architecture: Architecture | None = None, interpret: Any = None)
             _offer(QuantizeBothCall, quantize.rejects, how(quantize.quantize_both)),
             _offer(PackCall, packing.rejects, on(packing.pack_weights)),
         ),
+        source=_source,
+        kernel=functools.partial(_kernel, architecture=architecture),
     )
 
 

@@ -50,8 +50,14 @@ def tuned(architecture: Architecture, kernel: Kernel, code_bits: int) -> Tuning:
 @functools.cache
 def table() -> Table:
     """The entries of the file that the environment names; none without one."""
+    path = named_file()
+    return {} if path is None else read(path)
+
+
+def named_file() -> Path | None:
+    """The file that the environment names."""
     path = os.environ.get(TILES_VARIABLE)
-    return {} if path is None else read(Path(path))
+    return None if path is None else Path(path)
 
 
 def read(path: Path) -> Table:

@@ -1,0 +1,252 @@
+"""Rows as JSON, and which files of them count: none may break a user's program."""
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mx_jax.backends.evidence import Row, Work, in_force, sources
+from mx_jax.backends.evidence.rows import SCHEMA, merged, read, write
+from mx_jax.formats import BLOCK_FORMATS, MXFP4
+from tests.extending.fp5 import MXFP5
+
+BF16 = np.dtype("bfloat16")
+ROW = Row(
+    backend="pallas_gpu",
+    kernel="wgmma",
+    work=Work(kind="product", formats=(None, MXFP4), dtypes=(BF16, None, BF16), rows=16),
+    shape=(16, 8192, 8192),
+    device_kind="NVIDIA H200",
+    jax="0.12.0",
+    source="0123456789abcdef",
+    error=0.25,
+    over_plain=2.0,
+    over_bfloat16=2.5,
+    driver="580.95.05",
+    versions=(("jaxlib", "0.12.0"),),
+    date="2026-11-20",
+)
+BOTH = Work(kind="cast both ways", formats=(MXFP4, MXFP4), dtypes=(BF16,), axes=(-1, -2), size=4)
+FAILED = dataclasses.replace(
+    ROW, shape=(1, 2, 3), error=None, over_plain=None, failed="it hangs?", driver=None
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's cache of rows that does not exist yet, and nothing read before."""
+    path = tmp_path / "cache" / "evidence.json"
+    monkeypatch.setattr(sources, "cache_path", lambda: path)
+    monkeypatch.setattr(sources, "driver", lambda: ROW.driver)
+    monkeypatch.delenv(sources.VARIABLE, raising=False)
+    sources.loaded.cache_clear()
+    yield path
+    sources.loaded.cache_clear()
+
+
+def test_a_file_gives_the_same_rows(tmp_path: Path):
+    own = tuple(
+        dataclasses.replace(
+            ROW,
+            work=dataclasses.replace(BOTH, formats=(format, MXFP5)),
+            shape=(place, 2),
+        )
+        for place, format in enumerate((*BLOCK_FORMATS, MXFP5))
+    )
+    path = tmp_path / "new" / "rows.json"
+    write(path, (ROW, FAILED, *own))
+    assert read(path) == (ROW, FAILED, *own)
+    assert math.isinf(read(path)[0].work.size)
+    assert [found.name for found in path.parent.iterdir()] == ["rows.json"]
+
+
+def test_formats_are_facts(tmp_path: Path):
+    """A row of what had this name once says nothing of what has it now."""
+    path = tmp_path / "rows.json"
+    write(path, [ROW])
+    facts = json.loads(path.read_text())
+    facts["rows"][0]["work"]["formats"][1]["element"]["bias"] += 1
+    path.write_text(json.dumps(facts))
+    (row,) = read(path)
+    assert row.work != ROW.work
+    assert row.work.formats[1] is not None and row.work.formats[1].name == "mxfp4"
+
+
+def changed(**changes: Any) -> str:
+    facts = {"schema": SCHEMA, "rows": [{"backend": "pallas_gpu"} | changes]}
+    return json.dumps(facts)
+
+
+DAMAGED = {
+    "empty": "",
+    "torn": '{"schema": 1, "rows": [',
+    "no object": "[]",
+    "no rows": '{"schema": 1}',
+    "no schema": '{"rows": []}',
+    "a row with too little": changed(),
+    "a row with too much": changed(color="blue"),
+    "no row": '{"schema": 1, "rows": [7]}',
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_files(
+    text: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    cache.parent.mkdir()
+    cache.write_text(text)
+    with pytest.raises(ValueError) as error:
+        read(cache)
+    message = str(error.value)
+    assert message.startswith(
+        "evidence: needs a file of measured rows as `python -m mx_jax gpu` writes it, got "
+        f"path={str(cache)!r}: "
+    )
+    assert message.endswith("measure again with `python -m mx_jax gpu`, or remove the file")
+    # Found by itself, it is told once and counts as empty; named, it is an error.
+    with caplog.at_level(logging.WARNING):
+        assert sources.loaded() == sources.loaded() == read(sources.SHIPPED)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{message}; until then it counts as empty"
+    ]
+    sources.loaded.cache_clear()
+    monkeypatch.setenv(sources.VARIABLE, str(cache))
+    with pytest.raises(ValueError, match=r"^MX_JAX_EVIDENCE: needs a file of measured rows as"):
+        sources.loaded()
+
+
+@pytest.mark.parametrize(
+    "change", [{"error": "small"}, {"date": 7}, {"shape": "16"}, {"driver": 5}]
+)
+def test_rows_of_wrong_types(change: dict[str, Any], tmp_path: Path):
+    path = tmp_path / "rows.json"
+    write(path, [ROW])
+    facts = json.loads(path.read_text())
+    facts["rows"][0] |= change
+    path.write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match=f"{next(iter(change))} must not be"):
+        read(path)
+
+
+def test_another_schema(tmp_path: Path):
+    path = tmp_path / "rows.json"
+    path.write_text('{"schema": 2, "rows": []}')
+    with pytest.raises(ValueError, match="evidence: needs rows of schema 1, got schema=2 in path="):
+        read(path)
+
+
+def test_a_named_file_that_is_not_there(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(sources.VARIABLE, str(cache))
+    with pytest.raises(ValueError, match="FileNotFoundError"):
+        sources.loaded()
+
+
+def test_which_rows_count(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    shipped = dataclasses.replace(ROW, driver="1.2.3", over_plain=1.5)
+    other = dataclasses.replace(ROW, kernel="mma", driver="570.1")
+    monkeypatch.setattr(sources, "SHIPPED", tmp_path / "shipped.json")
+    write(sources.SHIPPED, [shipped])
+    write(cache, [ROW, other])
+    named = tmp_path / "named.json"
+    write(named, [dataclasses.replace(ROW, kernel="named"), other])
+
+    def counted(value: str | None) -> tuple[Row, ...]:
+        sources.loaded.cache_clear()
+        if value is None:
+            monkeypatch.delenv(sources.VARIABLE, raising=False)
+        else:
+            monkeypatch.setenv(sources.VARIABLE, value)
+        return in_force()
+
+    # A driver's rows are for that driver, but those that ship are for all.
+    assert counted(None) == counted("") == (shipped, ROW)
+    assert counted("off") == ()
+    assert counted("shipped") == (shipped,)
+    assert [row.kernel for row in counted(str(named))] == ["named"]
+    monkeypatch.setattr(sources, "driver", lambda: None)
+    assert counted(None) == (shipped,)
+
+
+def test_several_processes_trace_one_program(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    write(cache, [ROW])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert sources.loaded() == read(sources.SHIPPED)
+    assert not caplog.records
+    sources.loaded.cache_clear()
+    monkeypatch.setenv(sources.VARIABLE, str(cache))
+    assert sources.loaded() == read(sources.SHIPPED)
+    assert "with several processes only shipped rows count, got MX_JAX_EVIDENCE=" in caplog.text
+    sources.loaded.cache_clear()
+    monkeypatch.setenv(sources.VARIABLE, "off")
+    assert sources.loaded() == ()
+
+
+def test_files_are_read_once(cache: Path):
+    write(cache, [ROW])
+    before = in_force()
+    write(cache, [])
+    assert in_force() is before and ROW in before
+
+
+def test_the_last_row_of_a_place_counts():
+    again = dataclasses.replace(ROW, error=0.5, date="2026-11-21")
+    elsewhere = dataclasses.replace(ROW, device_kind="NVIDIA B200")
+    assert merged([ROW, elsewhere], [again]) == (again, elsewhere)
+
+
+def test_what_ships_was_measured_on_gpus():
+    """And not on what simulates one."""
+    for row in read(sources.SHIPPED):
+        assert row.device_kind.startswith("NVIDIA ") and row.shape and row.date
+
+
+def test_the_hash_is_that_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from mx_jax.backends.cudnn import CUDNN
+    from mx_jax.backends.pallas_gpu import PALLAS_GPU
+    from mx_jax.backends.reference import REFERENCE
+
+    hashes = {sources.source_of(PALLAS_GPU), sources.source_of(CUDNN)}
+    assert len(hashes) == 2 and None not in hashes
+    assert sources.source_of(REFERENCE) is None
+    assert PALLAS_GPU.source is not None
+    names = {path.name for path in PALLAS_GPU.source()}
+    assert {"wgmma.py", "mma.py", "tcgen05.py", "quantize_kernel.py", "kernels.py"} <= names
+    file = tmp_path / "kernel.py"
+    file.write_text("one")
+    own = [dataclasses.replace(CUDNN, name=name, source=lambda: (file,)) for name in "ab"]
+    first = sources.source_of(own[0])
+    file.write_text("two")
+    assert sources.source_of(own[0]) == first != sources.source_of(own[1])
+    # Tiles from a file are other kernels.
+    monkeypatch.setenv("MX_JAX_GPU_TILES", str(file))
+    assert file in PALLAS_GPU.source()
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC "
+            "2024\nGCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)\n",
+            "550.54.15",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  "
+            "(root@host)  \n",
+            "580.95.05",
+        ),
+        ("nothing", None),
+    ],
+)
+def test_the_driver(text: str, version: str | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Path, "read_text", lambda self, encoding: text)
+    assert sources.driver.__wrapped__() == version
