@@ -23,6 +23,7 @@ from mx_jax.formats import (
     any_format,
 )
 from mx_jax.inspect import environment, environment_tables
+from mx_jax.measure import command as gpu
 
 AnyFormat = BlockFormat | ElementFormat | ScaleFormat
 F = TypeVar("F", ElementFormat, ScaleFormat)
@@ -83,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     env.add_argument("--json", action="store_true", help="print it as JSON")
     env.set_defaults(run=_env)
+    gpu.add_to(commands)
     return parser
 
 

@@ -1,0 +1,157 @@
+"""What is measured, the most useful first."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mx_jax.backends.base import Backend, Target
+from mx_jax.backends.calls import MatmulCall, PackCall, QuantizeBothCall, QuantizeCall
+from mx_jax.backends.evidence.work import Kind, Work
+from mx_jax.formats import MX_FORMATS, NVFP4, block_format
+from mx_jax.testing.cases import MatmulCase, QuantizeCase
+
+FORMATS = tuple(format.name for format in (*MX_FORMATS, NVFP4))
+# Rows of activations, one of each bucket of `evidence.work.ROWS`; n and k of weights.
+ROWS = (1, 8, 16, 32, 64, 128, 256, 4096)
+SIZES = ((8192, 8192), (5120, 5120), (8192, 10240), (2880, 2880), (4096, 4096), (11008, 4096))
+
+# How late each comes: what is least in sum is measured first. Others come last.
+_FORMAT_RANK = {"mxfp4": 0, "mxfp8_e4m3": 2, "nvfp4": 3}
+_ROWS_RANK = {1: 0, 16: 0, 64: 1, 256: 2, 4096: 2}
+_SIZE_RANK = {(8192, 8192): 0, (5120, 5120): 3, (8192, 10240): 4, (2880, 2880): 4}
+_LATE = 6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One thing that is checked and timed, in a process of its own.
+
+    Attributes:
+      backend: name of the backend whose kernel it is.
+      kind: of call.
+      formats: names of those of lhs and rhs, None for high precision; of the cast, or of both.
+      shape: (m, n, k) of a product; (rows, columns) of what is cast.
+      dtype: of operands in high precision and of the product; of what is cast.
+      packed: whether the weights are packed before.
+      axes: that blocks of casts lie along, from the end.
+    """
+
+    backend: str
+    kind: Kind
+    formats: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    dtype: str = "bfloat16"
+    packed: bool = False
+    axes: tuple[int, ...] = ()
+
+    @property
+    def call(self) -> MatmulCall | QuantizeCall | QuantizeBothCall:
+        """What backends see of it."""
+        if self.kind == "product":
+            return self.product(self.shape[0])
+        first, *others = (
+            QuantizeCase(format=block_format(name), shape=self.shape, axis=a, dtype=self.dtype).call
+            for name, a in zip(self.formats, self.axes, strict=True)
+        )
+        return QuantizeBothCall(first=first, second=others[0]) if others else first
+
+    def product(self, m: int) -> MatmulCall:
+        """The product, of another number of rows."""
+        lhs, rhs = (None if name is None else block_format(name) for name in self.formats)
+        _, n, k = self.shape
+        call = MatmulCase(
+            lhs=lhs, rhs=rhs, m=(m,), n=(n,), k=(k,), dtype=self.dtype, out_dtype=self.dtype
+        ).call
+        weights = dataclasses.replace(call.rhs, packed_by=self.backend if self.packed else None)
+        return dataclasses.replace(call, rhs=weights, precision=None)
+
+    @property
+    def packing(self) -> PackCall:
+        """How its weights are packed."""
+        call = self.product(1)
+        assert call.rhs.format is not None
+        return PackCall(
+            weights=dataclasses.replace(call.rhs, packed_by=None),
+            blocks=call.rhs.axes.blocks(call.rhs.format),
+            lhs_format=call.lhs.format,
+            dtype=call.out_dtype,
+        )
+
+    @property
+    def work(self) -> Work:
+        """What its measurement stands for."""
+        work = Work.of(self.call, self.backend)
+        assert work is not None, self
+        return work
+
+    def as_json(self) -> dict[str, Any]:
+        """What `from_json` reads."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, facts: dict[str, Any]) -> "Case":
+        """What `as_json` wrote; KeyError, TypeError or ValueError of anything else."""
+        lists: dict[str, Any] = {name: tuple(facts[name]) for name in ("formats", "shape", "axes")}
+        return cls(**{**facts, **lists})
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.work}, {' x '.join(map(str, self.shape))}"
+
+
+def all_cases(
+    backend: Backend,
+    formats: Sequence[str] = FORMATS,
+    sizes: Sequence[tuple[int, int]] = SIZES,
+    rows: Sequence[int] = ROWS,
+) -> Iterator[Case]:
+    """Everything that one backend may be asked, in no order."""
+    name = backend.name
+    for format, (n, k), m in itertools.product(formats, sizes, rows):
+        for lhs, packed in itertools.product((None, format), (True, False)):
+            if not packed or PackCall in backend.offers:
+                given = (lhs, format)
+                shape = (m, n, k)
+                yield Case(backend=name, kind="product", formats=given, shape=shape, packed=packed)
+    for format, size, dtype in itertools.product(formats, sizes, ("bfloat16", "float32")):
+        for axes in ((-1,), (-2,), (-1, -2)):
+            kind: Kind = "cast" if len(axes) == 1 else "cast both ways"
+            given = (format,) * len(axes)
+            yield Case(backend=name, kind=kind, formats=given, shape=size, dtype=dtype, axes=axes)
+
+
+def rank(case: Case) -> int:
+    """How late it comes."""
+    *rows, n, k = case.shape
+    found = _FORMAT_RANK.get(case.formats[-1] or "", _LATE) + _SIZE_RANK.get((n, k), _LATE)
+    if case.kind != "product":
+        return found + 2 + 2 * (case.dtype != "bfloat16")
+    both = 0 if case.formats[0] is None else 3
+    return found + _ROWS_RANK.get(rows[0], _LATE) + both + 3 * (not case.packed)
+
+
+def cases(
+    backends: Sequence[Backend],
+    target: Target,
+    formats: Sequence[str] = FORMATS,
+    sizes: Sequence[tuple[int, int]] = SIZES,
+    rows: Sequence[int] = ROWS,
+) -> list[Case]:
+    """What these backends take on a machine, the most useful first."""
+    found = [
+        case
+        for backend in backends
+        for case in all_cases(backend, formats, sizes, rows)
+        if backend.rejects(case.call, target) is None
+        and not (case.packed and backend.rejects(case.packing, target))
+    ]
+    return sorted(found, key=rank)
+
+
+def bits_read(case: Case) -> float:
+    """Bits that a kernel reads of the weights, or of what is cast."""
+    *_, n, k = case.shape
+    if case.kind != "product":
+        return math.prod(case.shape) * (32 if case.dtype == "float32" else 16)
+    return n * k * block_format(case.formats[1] or case.formats[0]).bits_per_element

@@ -1,0 +1,28 @@
+"""A GPU that is not there: kernels in Mosaic's interpreter, to try the command on a CPU."""
+
+from typing import Any
+
+from mx_jax.backends.base import Backend, Target
+from mx_jax.backends.pallas_gpu import backend_for
+from mx_jax.backends.pallas_gpu.architecture import SM90
+
+TARGET = Target(
+    platform="cuda",
+    compute_capability=SM90.capabilities[0],
+    device_kind="Mosaic's interpreter of sm90",
+)
+# Small enough to be interpreted in seconds.
+WANTED = ("mxfp4",), ((128, 256),), (1,)
+
+
+def backend() -> Backend:
+    """The Pallas kernels, interpreted."""
+    return backend_for(SM90, interpret=_interpreter())
+
+
+def _interpreter() -> Any:
+    # Missing from older versions of JAX, and named otherwise before 0.12.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    name = "InterpretParams" if hasattr(plgpu, "InterpretParams") else "InterpretGPUParams"
+    return getattr(plgpu, name)(detect_races=True)

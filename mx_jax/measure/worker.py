@@ -1,0 +1,169 @@
+"""The process of one case: it answers in lines of JSON, of which the last counts.
+
+The first has what the clock says. What comes after may still fail: the GPU's own clock is a tool
+that not every machine has in order.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import statistics
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+
+from mx_jax.backends import evidence
+from mx_jax.backends.base import Backend
+from mx_jax.backends.select import current_target, known_backends
+from mx_jax.backends.target import use_target
+from mx_jax.measure import casts, products, simulation
+from mx_jax.measure.cases import Case, bits_read
+from mx_jax.measure.subject import BFLOAT16, KERNEL, PLAIN, UNPACKING, Subject, same_bits
+from mx_jax.measure.timing import microseconds, on_device, ratios
+
+# Copies together take so many bytes: far more than any GPU's L2 cache holds.
+_BEYOND_CACHE = 384 << 20
+_MAX_COPIES = 48
+# Infinity is no number in JSON.
+_LARGEST = sys.float_info.max
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is done of everything.
+
+    Attributes:
+      copies: of weights, or of what is cast; None: as many as are larger than a GPU's cache.
+      repeats: of what is timed: sums are added in a fixed order, so nothing may change.
+      checks: of what else a row stands for, at most; None for all.
+      seconds: to spend on timing, at the least five rounds.
+    """
+
+    copies: int | None = None
+    repeats: int = 5
+    checks: int | None = None
+    seconds: float = 4.0
+
+
+THOROUGH = Effort()
+QUICK = Effort(copies=2, repeats=1, checks=1, seconds=0.0)
+
+
+def _say(line: str) -> None:
+    # At once: a process that ends by a signal writes nothing more.
+    print(line, flush=True)
+
+
+def answer(text: str, simulated: bool, say: Callable[[str], None] = _say) -> int:
+    """Measure the case that a text describes, and say what was found; the exit status.
+
+    Args:
+      text: JSON of a `Case`; `"machine"` asks what machine this is.
+      simulated: on the CPU, by Mosaic's interpreter.
+      say: takes each line.
+    """
+    place: AbstractContextManager[Any] = nullcontext()
+    if simulated:
+        place = use_target(simulation.TARGET)
+    with place, evidence.use(()):
+        facts = json.loads(text)
+        if facts == "machine":
+            say(json.dumps(machine()))
+            return 0
+        try:
+            case = Case.from_json(facts)
+            backend = simulation.backend() if simulated else _backend(case)
+            effort = QUICK if simulated else THOROUGH
+            measure(case, backend, lambda found: say(json.dumps(found)), effort)
+        except Exception as error:
+            last = "".join(traceback.format_exception_only(error)).strip()
+            say(json.dumps({"failed": last[:500], "traceback": traceback.format_exc()}))
+    return 0
+
+
+def machine() -> dict[str, Any]:
+    """What JAX sees."""
+    target = current_target(1)
+    return {
+        "platform": target.platform,
+        "compute_capability": target.compute_capability,
+        "device_kind": target.device_kind,
+    }
+
+
+def _backend(case: Case) -> Backend:
+    found = next((own for own in known_backends() if own.name == case.backend), None)
+    if found is None:
+        raise ValueError(f"gpu: knows no backend of this name, got backend={case.backend!r}")
+    return found
+
+
+def measure(
+    case: Case,
+    backend: Backend,
+    say: Callable[[dict[str, Any]], Any],
+    effort: Effort = THOROUGH,
+) -> None:
+    """Check a case, then time what is right.
+
+    Args:
+      case: what is measured.
+      backend: whose kernel it is.
+      say: takes what is known: first by the clock, then also by the GPU's own.
+      effort: how much is done.
+    """
+    copies = effort.copies or _copies(case)
+    make = products.subject if case.kind == "product" else casts.subject
+    subject = make(case, backend, copies)
+    chains = {name: way.chain() for name, way in subject.ways.items()}
+    error = _error(subject, chains[KERNEL], effort)
+    found: dict[str, Any] = {
+        "error": min(error, _LARGEST),
+        "kernel": backend.kernel(case.call, current_target(1)),
+    }
+    if not error <= 1:
+        say(found)
+        return
+    runs = {
+        name: functools.partial(chain, subject.ways[name].x, subject.ways[name].copies)
+        for name, chain in chains.items()
+    }
+    samples = microseconds(runs, effort.seconds, copies)
+    medians = {name: statistics.median(own) for name, own in samples.items()}
+    found |= _speeds(ratios(samples, KERNEL)) | {"microseconds": medians, "clock": "wall"}
+    say(found)
+    of_device = {name: on_device(chain, subject.ways[name]) for name, chain in chains.items()}
+    if all(of_device.values()):
+        times = {name: [own] for name, own in of_device.items() if own}
+        speeds = _speeds(ratios(times, KERNEL))
+        say(found | speeds | {"device_microseconds": of_device, "clock": "device"})
+
+
+def _copies(case: Case) -> int:
+    return min(_MAX_COPIES, max(2, math.ceil(_BEYOND_CACHE * 8 / bits_read(case))))
+
+
+def _error(subject: Subject, chain: Callable[..., Any], effort: Effort) -> float:
+    """The largest error of what is timed, and of what else its row stands for."""
+    way = subject.ways[KERNEL]
+    outs = jax.block_until_ready(chain(way.x, way.copies))
+    error = subject.error(outs)
+    for _ in range(effort.repeats):
+        if error <= 1 and not same_bits(outs, chain(way.x, way.copies)):
+            # A race shows as other bits.
+            return math.inf
+    del outs
+    for check in subject.elsewhere[: effort.checks]:
+        if error <= 1:
+            error = max(error, check())
+    return error
+
+
+def _speeds(over: Mapping[str, float]) -> dict[str, float | None]:
+    names = {"over_plain": PLAIN, "over_unpacking": UNPACKING, "over_bfloat16": BFLOAT16}
+    return {field: over.get(name) for field, name in names.items()}

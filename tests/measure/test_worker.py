@@ -1,0 +1,222 @@
+"""What one case's process does, on a CPU: wrong kernels are caught, right ones are timed."""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mx_jax.backends import evidence
+from mx_jax.backends.base import Backend, Target
+from mx_jax.backends.calls import DequantizeCall, MatmulCall, PackCall, QuantizeCall
+from mx_jax.backends.pallas_gpu import PALLAS_GPU
+from mx_jax.backends.reference import REFERENCE
+from mx_jax.measure import casts, products, worker
+from mx_jax.measure.cases import FORMATS, ROWS, SIZES, Case, all_cases, bits_read, cases, rank
+from mx_jax.measure.session import run_process
+from mx_jax.measure.timing import Way, ratios
+from mx_jax.measure.worker import QUICK, Effort
+from tests.backends.altered import altered
+from tests.backends.mosaic import with_any_jax
+
+PLANTED = dataclasses.replace(REFERENCE, name="planted", source=lambda: (Path(__file__),))
+PRODUCT = Case(backend="planted", kind="product", formats=(None, "mxfp4"), shape=(2, 64, 64))
+CAST = Case(
+    backend="planted", kind="cast", formats=("mxfp4",), shape=(8, 64), dtype="bfloat16", axes=(-1,)
+)
+
+
+def found(case: Case, backend: Backend, effort: Effort = QUICK) -> dict[str, Any]:
+    """What is said last."""
+    said: list[dict[str, Any]] = []
+    with evidence.use(()):
+        worker.measure(case, backend, said.append, effort)
+    json.dumps(said, allow_nan=False)
+    return said[-1]
+
+
+def test_a_right_kernel_is_timed():
+    answer = found(PRODUCT, PLANTED)
+    assert 0 <= answer["error"] <= 1
+    assert set(answer["microseconds"]) == {"kernel", "plain path", "bfloat16"}
+    assert answer["clock"] == "wall"
+    assert answer["over_plain"] > 0 and answer["over_bfloat16"] > 0
+    assert answer["over_unpacking"] is None
+
+
+def wrong_by(add: Any) -> Backend:
+    def multiply(lhs, rhs, call):
+        return add(REFERENCE.run(call, lhs, rhs))
+
+    return altered(PLANTED, MatmulCall, multiply)
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda out: out.at[-1, -1].add(0.5),
+        lambda out: out.at[0, 0].set(jnp.nan),
+        # Right for the rows that are timed, wrong at the end of their bucket.
+        lambda out: out + (out.shape[0] == 8),
+    ],
+    ids=["one entry", "NaN", "more rows"],
+)
+def test_a_wrong_kernel_is_caught_and_not_timed(add: Any):
+    answer = found(PRODUCT, wrong_by(add))
+    assert answer["error"] > 1 and math.isfinite(answer["error"])
+    assert "microseconds" not in answer and "over_plain" not in answer
+
+
+def test_a_race_is_caught():
+    """Each call of the compiled program gives other bits, all of them within the bound."""
+    calls = []
+
+    def unsteady(x):
+        calls.append(x)
+        return x + 1e-6 * len(calls)
+
+    def multiply(lhs, rhs, call):
+        out = REFERENCE.run(dataclasses.replace(call, out_dtype=jnp.dtype("float32")), lhs, rhs)
+        return jax.pure_callback(unsteady, out, out).astype(call.out_dtype)
+
+    case = dataclasses.replace(PRODUCT, dtype="float32")
+    assert found(case, altered(PLANTED, MatmulCall, multiply))["error"] > 1
+
+
+def test_packed_weights_are_compared_with_unpacking():
+    from mx_jax.backends.cpu_ffi import CPU_FFI, library
+
+    if isinstance(library.load(), str):
+        pytest.skip("the C++ library is not here")
+    case = dataclasses.replace(PRODUCT, backend="cpu_ffi", packed=True)
+    answer = found(case, CPU_FFI)
+    assert answer["error"] <= 1 and answer["over_unpacking"] > 0
+    assert "unpacking first" in answer["microseconds"]
+
+
+def test_a_right_cast_is_timed():
+    answer = found(CAST, PLANTED)
+    assert answer["error"] == 0 and answer["over_plain"] > 0
+
+
+def other_code(x, random_bits, tensor_scale, call):
+    out = REFERENCE.run(call, x, random_bits, tensor_scale)
+    return dataclasses.replace(out, codes=out.codes.at[-1, -1].add(1))
+
+
+def other_rule(x, random_bits, tensor_scale, call):
+    assert isinstance(CAST.call, QuantizeCall)
+    floor = dataclasses.replace(call, scale_rule=CAST.call.scale_rule)
+    return REFERENCE.run(floor, x, random_bits, tensor_scale)
+
+
+@pytest.mark.parametrize("run", [other_code, other_rule])
+def test_a_wrong_cast_is_caught(run: Any):
+    every = dataclasses.replace(QUICK, checks=None)
+    answer = found(CAST, altered(PLANTED, QuantizeCall, run), every)
+    assert answer["error"] > 1 and "microseconds" not in answer
+
+
+def test_what_fails_says_so(monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+
+    def refuse(case: Case, backend: Backend, copies: int) -> None:
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS\nmore")
+
+    monkeypatch.setattr(products, "subject", refuse)
+    case = dataclasses.replace(PRODUCT, backend="reference")
+    assert worker.answer(json.dumps(case.as_json()), False, said.append) == 0
+    answer = json.loads(said[-1])
+    assert answer["failed"] == "RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS\nmore"
+    assert "in refuse" in answer["traceback"]
+    unknown = dataclasses.replace(PRODUCT, backend="none")
+    worker.answer(json.dumps(unknown.as_json()), False, said.append)
+    assert "gpu: knows no backend of this name" in json.loads(said[-1])["failed"]
+    gpu = dataclasses.replace(PRODUCT, backend="pallas_gpu")
+    monkeypatch.undo()
+    worker.answer(json.dumps(gpu.as_json()), False, said.append)
+    assert (
+        "pallas_gpu does not take this on Target(platform='cpu'" in json.loads(said[-1])["failed"]
+    )
+
+
+def test_what_is_said_is_written_at_once():
+    """What the process does next may end it: here as a crash does, with nothing flushed."""
+    program = "import os; from mx_jax.measure.worker import _say; _say('{}'); os._exit(9)"
+    ended = run_process([sys.executable, "-E", "-c", program], 60)
+    assert (ended.stdout, ended.why) == ("{}\n", "the process ended by exit status 9"), ended
+
+
+def test_the_machine():
+    said: list[str] = []
+    worker.answer('"machine"', False, said.append)
+    assert json.loads(said[0]) == {
+        "platform": "cpu",
+        "compute_capability": None,
+        "device_kind": None,
+    }
+
+
+def test_the_most_useful_comes_first(monkeypatch: pytest.MonkeyPatch):
+    with_any_jax(monkeypatch)
+    target = Target(platform="cuda", compute_capability=(9, 0), device_kind="NVIDIA H200")
+    found = cases([PALLAS_GPU], target)
+    first = Case(
+        backend="pallas_gpu",
+        kind="product",
+        formats=(None, "mxfp4"),
+        shape=(1, 8192, 8192),
+        packed=True,
+    )
+    assert found[:2] == [first, dataclasses.replace(first, shape=(16, 8192, 8192))]
+    assert len(set(found)) == len(found)
+    assert [rank(case) for case in found] == sorted(rank(case) for case in found)
+    # Casts, and products of both kinds, before an hour is over.
+    kinds = [case.kind for case in found[:40]]
+    assert {*kinds} == {"product", "cast", "cast both ways"}
+    places = {(case.work, case.shape) for case in found}
+    assert len(places) == len(found)
+
+
+def test_cases_are_what_backends_are_asked():
+    for case in all_cases(PALLAS_GPU, FORMATS[:2], SIZES[:1], ROWS[:2]):
+        assert Case.from_json(json.loads(json.dumps(case.as_json()))) == case
+        assert case.work.packed == case.packed
+        if case.packed:
+            assert isinstance(case.packing, PackCall) and case.work.serves(case.packing)
+    assert PackCall not in REFERENCE.offers or DequantizeCall in REFERENCE.offers
+
+
+def test_copies_are_beyond_the_cache():
+    small = dataclasses.replace(PRODUCT, shape=(1, 2880, 2880))
+    large = dataclasses.replace(PRODUCT, shape=(1, 8192, 8192))
+    assert worker._copies(large) * bits_read(large) / 8 >= 384 << 20
+    assert 2 <= worker._copies(large) < worker._copies(small) == 48
+    assert bits_read(large) == 8192**2 * 4.25
+    assert bits_read(dataclasses.replace(CAST, dtype="float32")) == 8 * 64 * 32
+
+
+def test_a_chain_computes_each_and_lowers_one():
+    way = Way(
+        one=lambda x, w: x @ w, x=jnp.ones((2, 3)), copies=[jnp.full((3, 4), i) for i in (1.0, 2.0)]
+    )
+    outs = way.chain()(way.x, way.copies)
+    assert [float(out[0, 0]) for out in outs] == [3.0, 6.0]
+    chain: Any = way.chain()
+    text = chain.lower(way.x, way.copies).as_text()
+    assert text.count("stablehlo.dot_general") == 1
+    assert text.count("optimization_barrier") == 1
+
+
+def test_ratios_are_taken_within_a_round():
+    samples = {"kernel": [1.0, 10.0, 1.0], "plain": [2.0, 20.0, 4.0]}
+    assert ratios(samples, "kernel") == {"plain": 2.0}
+
+
+def test_subjects_are_by_kind():
+    assert products.subject is not casts.subject
