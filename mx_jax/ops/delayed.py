@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.target import follow
@@ -22,6 +23,7 @@ from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import canonicalize
 from mx_jax.ops.multiply import multiply
 from mx_jax.ops.product import Bar, Given, differentiable
+from mx_jax.ops.remat import QUANTIZED
 from mx_jax.ops.varying import max_like
 
 
@@ -166,13 +168,14 @@ def _quantize(x: jax.Array, scale: jax.Array, element: ElementFormat) -> MXArray
     )
     scales = scale.reshape((1,) * x.ndim)
     codes = encode_scaled(x, scales, format, tensor_scale=None, rounding=NEAREST, random_bits=None)
-    return MXArray(
+    result = MXArray(
         codes=codes,
         scales=scales,
         format=format,
         blocks=tuple((axis, WHOLE) for axis in range(-x.ndim, 0)),
         dtype=np.dtype(x.dtype),
     )
+    return checkpoint_name(result, QUANTIZED)
 
 
 class _Saved(NamedTuple):

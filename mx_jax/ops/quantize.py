@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from mx_jax.backends.calls import DequantizeCall, QuantizeCall
@@ -24,6 +25,7 @@ from mx_jax.ops.checks import (
     check_tensor_scale,
 )
 from mx_jax.ops.product import zero_bars
+from mx_jax.ops.remat import QUANTIZED
 from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import OperandSpec, operand
@@ -233,7 +235,7 @@ def quantize_operand(
         scale_axes=varying_axes(tensor_scale),
     )
     bits = None if key is None else draw_bits(key, x.shape, spec.rounding)
-    return select(call).offer.run(x, bits, tensor_scale, call)
+    return checkpoint_name(select(call).offer.run(x, bits, tensor_scale, call), QUANTIZED)
 
 
 def draw_bits(key: jax.Array, shape: tuple[int, ...], rounding: Rounding) -> jax.Array:

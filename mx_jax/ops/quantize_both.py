@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
@@ -18,6 +19,7 @@ from mx_jax.mxarray import MXArray
 from mx_jax.ops.checks import as_axes, as_quantizable, blocks_along, check_key, check_tensor_scale
 from mx_jax.ops.keys import Key
 from mx_jax.ops.quantize import draw_bits, quantize_operand, with_block_size, with_primal
+from mx_jax.ops.remat import QUANTIZED
 from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import OperandSpec, operand
 
@@ -151,4 +153,5 @@ def _quantize_both(
         None if key is None else draw_bits(key, x.shape, cast.spec.rounding)
         for cast, key in zip(casts, keys, strict=True)
     )
-    return choice.offer.run(x, (first, second), tensor_scale, call)
+    pair = choice.offer.run(x, (first, second), tensor_scale, call)
+    return checkpoint_name(pair, QUANTIZED)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import Operand, OperandType, RaggedCall
@@ -30,6 +31,7 @@ from mx_jax.ops.product import Bar, Given, differentiable, zero_bars
 from mx_jax.ops.quantize import draw_bits, quantize_operand
 from mx_jax.ops.ragged_checks import as_group_sizes, at_most, check_rows, check_shapes
 from mx_jax.ops.recipe_names import as_recipe
+from mx_jax.ops.remat import QUANTIZED
 from mx_jax.ops.unpacking import packed_for, unpacked_for
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.reference import ragged
@@ -279,4 +281,4 @@ def _quantize_groups(
     nearest = dataclasses.replace(spec, rounding=NEAREST)
     peaks = quantize_operand(ragged.group_peaks(x, rows), nearest, axes.blocks(spec.format))
     bits = draw_bits(key, x.shape, spec.rounding) if spec.rounding.random_bits else None
-    return ragged.encode_by_group(x, rows, peaks, spec.rounding, bits)
+    return checkpoint_name(ragged.encode_by_group(x, rows, peaks, spec.rounding, bits), QUANTIZED)

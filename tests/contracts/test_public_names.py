@@ -30,6 +30,7 @@ PUBLIC = {
         "quantize",
         "quantize_both",
         "ragged_dot",
+        "save_quantized",
     },
     "mx_jax.formats": {
         "BLOCK_FORMATS",

@@ -1,0 +1,242 @@
+"""jax.checkpoint quantizes no more than a program without it, if codes and scales are kept."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.backends.cpu_ffi import library
+from mx_jax.ops import delayed, quantize, quantize_both, ragged_dot
+from mx_jax.ops.delayed import DelayedState, DelayedStates, Elements, delayed_dot_general
+from mx_jax.ops.remat import QUANTIZED
+from mx_jax.recipes import Recipe, Residuals
+
+needs_library = pytest.mark.skipif(
+    isinstance(library.load(), str), reason=f"no CPU library: {library.load()}"
+)
+POLICIES: dict[str, Any] = {
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "quantized": mx_jax.save_quantized,
+    "both": jax.checkpoint_policies.save_from_both_policies(
+        mx_jax.save_quantized, jax.checkpoint_policies.dots_saveable
+    ),
+}
+X = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+W = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+# What every encoder ends with, on the reference; scales are fewer.
+ENCODED = "to uint8"
+KEPT = dataclasses.replace(recipes.mxfp8(), name="codes kept", residuals=Residuals.QUANTIZED)
+
+
+def equations(value: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """Every equation below a jaxpr, and how often it runs."""
+    if hasattr(value, "jaxpr"):
+        yield from equations(value.jaxpr, times)
+    elif hasattr(value, "eqns"):
+        for equation in value.eqns:
+            yield equation, times
+            again = equation.params["length"] if equation.primitive.name == "scan" else 1
+            yield from equations(tuple(equation.params.values()), times * again)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from equations(each, times)
+
+
+def counts(function: Callable[..., Any], *args: Any) -> collections.Counter[str]:
+    """How often a program does what: custom calls by target, names, primitives."""
+    found = collections.Counter()
+    for equation, times in equations(jax.make_jaxpr(function)(*args)):
+        params = equation.params
+        what = params.get("target_name") or params.get("name") or equation.primitive.name
+        found[str(what) if equation.primitive.name in ("ffi_call", "name") else what] += times
+        made = equation.outvars[0].aval
+        if equation.primitive.name == "convert_element_type" and made.size >= X.size:
+            found[f"to {made.dtype}"] += times
+    return found
+
+
+def casts(function: Callable[..., Any], *args: Any) -> int:
+    """Calls of `quantize_operand` whose work is done: each takes the largest of its blocks once."""
+    return counts(function, *args)["reduce_max"]
+
+
+def layer(x: jax.Array, w: jax.Array, recipe: Recipe) -> jax.Array:
+    """Whose gradient needs the product: without gelu nothing would be computed again."""
+    key = jax.random.key(0) if recipe.is_stochastic else None
+    return jax.nn.gelu(mx_jax.matmul(x, w, recipe=recipe, key=key))
+
+
+def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(lambda *args: function(*args).sum(), (0, 1))
+
+
+def step(recipe: Recipe, policy: str | None) -> Callable[..., Any]:
+    """Both gradients of a layer under a policy; None: without rematerialization."""
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        return layer(x, w, recipe)
+
+    return gradients(run if policy is None else jax.checkpoint(run, policy=POLICIES[policy]))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "policy", "expected"),
+    [
+        # Two operands forward; g twice, w and x along their other axes backward.
+        (recipes.mxfp8(), None, 6),
+        (recipes.mxfp8(), "nothing", 8),
+        (recipes.mxfp8(), "dots", 6),
+        (recipes.mxfp8(), "quantized", 6),
+        (recipes.mxfp8(), "both", 6),
+        # What is saved is what was quantized, and dots are not that.
+        (KEPT, None, 6),
+        (KEPT, "nothing", 8),
+        (KEPT, "dots", 8),
+        (KEPT, "quantized", 6),
+        (KEPT, "both", 6),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_casts_of_a_step_on_the_reference(recipe: Recipe, policy: str | None, expected: int):
+    with mx_jax.only_backend("reference"):
+        assert casts(step(recipe, policy), X, W) == expected
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("policy", "expected"), [(None, 4), ("nothing", 6), ("dots", 6), ("quantized", 4), ("both", 4)]
+)
+@pytest.mark.parametrize("recipe", [recipes.mxfp8(), KEPT], ids=lambda recipe: recipe.name)
+def test_casts_of_a_step_in_cpp(recipe: Recipe, policy: str | None, expected: int):
+    """Besides those of g, which are one call."""
+    with mx_jax.only_backend("cpu_ffi"):
+        found = counts(step(recipe, policy), X, W)
+    assert found["mx_jax_cpu_quantize"] == expected
+    assert found["mx_jax_cpu_quantize_both"] == 1
+
+
+@pytest.mark.parametrize("name", ["nvfp4_pretraining", "quartet", "float8_tensorwise"])
+def test_other_recipes_quantize_as_without(name: str):
+    """With a transform, a tensor scale, a clip mask, stochastic rounding."""
+    recipe = recipes.from_name(name)
+    with mx_jax.only_backend("reference"):
+        plain, kept = (counts(step(recipe, policy), X, W) for policy in (None, "quantized"))
+    assert kept[QUANTIZED] == plain[QUANTIZED] > 0
+
+
+@pytest.mark.parametrize("policy", ["nothing", "quantized"])
+def test_casts_under_scan_over_layers(policy: str):
+    def layers(x: jax.Array, w: jax.Array) -> jax.Array:
+        block = jax.checkpoint(
+            lambda x, w: (layer(x, w, recipes.mxfp8()), None),
+            policy=POLICIES[policy],
+            prevent_cse=False,
+        )
+        return jax.lax.scan(block, x, w)[0]
+
+    stacked = jax.ShapeDtypeStruct((3, *W.shape), W.dtype)
+    with mx_jax.only_backend("reference"):
+        found = casts(gradients(layers), X, stacked)
+    assert found == 3 * {"nothing": 8, "quantized": 6}[policy]
+
+
+@pytest.mark.parametrize("policy", ["nothing", "quantized"])
+def test_casts_of_flax_layers(policy: str):
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.gelu(mx_jax.nn.linen.Dense(64, recipe="mxfp8")(x))
+
+    block = linen.remat(Block, policy=POLICIES[policy])()
+    expected = {"nothing": 8, "quantized": 6}[policy]
+    with mx_jax.only_backend("reference"):
+        variables = jax.eval_shape(block.init, jax.random.key(0), X)
+        assert casts(gradients(lambda v, x: block.apply(v, x)), variables, X) == expected
+
+        module = mx_jax.nn.nnx.Linear(64, 64, recipe="mxfp8", rngs=nnx.Rngs(0))
+        graph, state = nnx.split(module)
+
+        def apply(state: Any, x: jax.Array) -> jax.Array:
+            run = nnx.remat(lambda module, x: jax.nn.gelu(module(x)), policy=POLICIES[policy])
+            return run(nnx.merge(graph, state), x)
+
+        assert casts(gradients(apply), state, X) == expected
+
+
+@pytest.mark.parametrize("policy", ["nothing", "quantized"])
+def test_groups_and_delayed_scales_are_kept_too(policy: str):
+    sizes = jnp.array([8, 24])
+    state = DelayedState(jnp.ones(1), jnp.ones(4))
+    e4m3, e5m2 = mx_jax.formats.E4M3, mx_jax.formats.E5M2
+
+    def by_group(x: jax.Array, w: jax.Array) -> jax.Array:
+        return mx_jax.ragged_dot(x, w, sizes, recipe="float8_tensorwise")
+
+    def late(x: jax.Array, w: jax.Array) -> jax.Array:
+        states, elements = DelayedStates(state, state, state), Elements(e4m3, e4m3, e5m2)
+        numbers = (((1,), (0,)), ((), ()))
+        return delayed_dot_general(x, w, numbers, states, elements, jnp.float32)
+
+    experts = jax.ShapeDtypeStruct((2, *W.shape), W.dtype)
+    for function, w in ((by_group, experts), (late, W)):
+
+        def run(x: jax.Array, w: jax.Array, function: Any = function) -> jax.Array:
+            return jax.nn.gelu(function(x, w))
+
+        with mx_jax.only_backend("reference"):
+            plain = counts(gradients(run), X, w)[ENCODED]
+            again = counts(gradients(jax.checkpoint(run, policy=POLICIES[policy])), X, w)[ENCODED]
+        assert plain > 0
+        assert (again == plain) == (policy == "quantized")
+
+
+@needs_library
+@pytest.mark.parametrize(("policy", "expected"), [("nothing", 2), ("quantized", 1)])
+def test_two_casts_in_one_are_kept_too(policy: str, expected: int):
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        rows, columns = mx_jax.quantize_both(x, "mxfp8_e4m3")
+        return jnp.sin(rows.dequantize() + columns.dequantize() + w[0])
+
+    with mx_jax.only_backend("cpu_ffi"):
+        found = counts(gradients(jax.checkpoint(run, policy=POLICIES[policy])), X, W)
+    assert found["mx_jax_cpu_quantize_both"] == expected
+
+
+def test_the_same_gradients(rng: np.random.Generator):
+    recipe = recipes.mxfp4()
+    x, w = (jnp.asarray(rng.standard_normal(s.shape), s.dtype) for s in (X, W))
+    plain, kept = (jax.jit(step(recipe, policy))(x, w) for policy in (None, "quantized"))
+    for ours, theirs in zip(kept, plain, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_name_is_no_operation(monkeypatch: pytest.MonkeyPatch):
+    """Lowered, a program without rematerialization is what it would be without names."""
+
+    def lowered() -> list[str]:
+        jax.clear_caches()
+        return [
+            jax.jit(step(recipes.from_name(name), None)).lower(X, W).as_text()
+            for name in ("mxfp8", "mxfp4_stochastic")
+        ]
+
+    named = lowered()
+    called = []
+    for module in (quantize, quantize_both, ragged_dot, delayed):
+        assert module.checkpoint_name is checkpoint_name
+        monkeypatch.setattr(module, "checkpoint_name", lambda x, name: called.append(name) or x)
+    assert lowered() == named
+    assert set(called) == {QUANTIZED}
+    monkeypatch.undo()
+    jax.clear_caches()
