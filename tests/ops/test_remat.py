@@ -41,13 +41,13 @@ KEPT = dataclasses.replace(recipes.mxfp8(), name="codes kept", residuals=Residua
 
 def equations(value: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
     """Every equation below a jaxpr, and how often it runs."""
-    if hasattr(value, "jaxpr"):
-        yield from equations(value.jaxpr, times)
-    elif hasattr(value, "eqns"):
+    if hasattr(value, "eqns"):
         for equation in value.eqns:
             yield equation, times
             again = equation.params["length"] if equation.primitive.name == "scan" else 1
             yield from equations(tuple(equation.params.values()), times * again)
+    elif hasattr(value, "jaxpr"):
+        yield from equations(value.jaxpr, times)
     elif isinstance(value, tuple | list):
         for each in value:
             yield from equations(each, times)
@@ -60,9 +60,9 @@ def counts(function: Callable[..., Any], *args: Any) -> collections.Counter[str]
         params = equation.params
         what = params.get("target_name") or params.get("name") or equation.primitive.name
         found[str(what) if equation.primitive.name in ("ffi_call", "name") else what] += times
-        made = equation.outvars[0].aval
-        if equation.primitive.name == "convert_element_type" and made.size >= X.size:
-            found[f"to {made.dtype}"] += times
+        if equation.primitive.name == "convert_element_type":
+            made = equation.outvars[0].aval
+            found[f"to {made.dtype}"] += times * (made.size >= np.prod(X.shape))
     return found
 
 
