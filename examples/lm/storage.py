@@ -39,6 +39,8 @@ class Run:
     # Of optimizer steps alone: without compiling, validating and saving.
     step_seconds: float = 0.0
     timed_steps: int = 0
+    # Rows of measurements that chose kernels for its steps; None: nobody recorded them.
+    evidence: list[dict[str, Any]] | None = None
 
     @property
     def name(self) -> str:
@@ -73,6 +75,8 @@ class Run:
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Run:
         """The run behind `dataclasses.asdict` and a round trip through JSON; extra keys pass."""
+        # What was written before evidence was recorded can be resumed too.
+        entry = {"evidence": None, **entry}
         run = cls(**{f.name: entry[f.name] for f in fields(cls)})
         run.validation = [(step, loss) for step, loss in run.validation]
         return run
@@ -88,6 +92,11 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
         with writing("checkpoints", self._folder), one_message():
             self._manager = ocp.CheckpointManager(self._folder, options=options)
+
+    @property
+    def folder(self) -> Path:
+        """Where they lie."""
+        return self._folder
 
     def __enter__(self) -> Checkpoints:
         return self

@@ -16,7 +16,10 @@ import jax.numpy as jnp
 import optax
 from tqdm import tqdm
 
+import mx_jax
+
 from .data import Corpus
+from .kernels import settle_evidence
 from .model import Transformer, predict
 from .settings import Precision, Settings, precision
 from .storage import Checkpoints, Run
@@ -139,6 +142,7 @@ class Trainer:
 
     def train(self, *, checkpoint_every: int, stop: Callable[[], bool]) -> None:
         """Trains until done or diverged; raises `Interrupted`, state saved, when `stop` says so."""
+        self._settle_evidence()
         with Progress(self.run, self.settings) as progress:
             while self.run.step < self.settings.steps and self.run.diverged_at is None:
                 if stop():
@@ -151,14 +155,26 @@ class Trainer:
         if self.run.finished:
             self.checkpoints.save(self.state, self.run)
 
+    def _settle_evidence(self) -> None:
+        """Records which measured kernels the steps use, and says so if they were others before."""
+        step = partial(train_step, model=self.model, settings=self.settings)
+        rows = mx_jax.inspect.evidence_of(
+            step, self.state, self._tokens(), self.run.seed, self.run.step
+        )
+        folder = self.checkpoints.folder
+        settle_evidence(self.run, rows, folder.with_name(f"{folder.name}.evidence.json"))
+
+    def _tokens(self) -> Any:
+        settings, run = self.settings, self.run
+        return self.corpus.batch(
+            seed=run.seed, step=run.step, batch=settings.batch, context=settings.context
+        )
+
     def _step(self, progress: Progress) -> None:
         settings, run = self.settings, self.run
         started = time.perf_counter()
-        tokens = self.corpus.batch(
-            seed=run.seed, step=run.step, batch=settings.batch, context=settings.context
-        )
         self.state, loss = train_step(
-            self.state, tokens, run.seed, run.step, model=self.model, settings=settings
+            self.state, self._tokens(), run.seed, run.step, model=self.model, settings=settings
         )
         # Read every step: divergence shows at once, and waiting costs nothing at this size.
         loss = float(loss)

@@ -2,5 +2,6 @@
 
 from mx_jax.inspect.error import saturated_fraction as saturated_fraction
 from mx_jax.inspect.error import sqnr_db as sqnr_db
+from mx_jax.inspect.evidence import evidence_of as evidence_of
 from mx_jax.inspect.explain import explain as explain
 from mx_jax.inspect.explain import explain_call as explain_call

@@ -318,6 +318,40 @@ def test_rows_are_part_of_jits_key():
     assert len(traces) == 3
 
 
+@pytest.mark.usefixtures("no_kernel")
+def test_the_rows_that_a_program_used():
+    used, unused = row_of(CASE.call), row_of(case_of(m=(64,)))
+    x = jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    product = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipes.weight_only("mxfp4")))
+
+    def twice(x, w):
+        return product(x, w), product(x, w)
+
+    def found(*rows: Row) -> tuple[Row, ...]:
+        with evidence.use(rows):
+            return mx_jax.inspect.evidence_of(twice, x, w)
+
+    with mx_jax.testing.target("cuda", (9, 0), device_kind=KIND):
+        assert found(unused, used) == (used,)
+        assert found(unused) == ()
+        with evidence.use([used]), mx_jax.only_backend("reference"):
+            assert mx_jax.inspect.evidence_of(twice, x, w) == ()
+
+
+def test_without_rows_nothing_is_traced():
+    with evidence.use(()):
+        assert mx_jax.inspect.evidence_of(lambda: pytest.fail("traced")) == ()
+
+
+def test_equal_choices():
+    row = row_of(CASE.call)
+    again = dataclasses.replace(row, over_plain=1.1, date="2026-12-01", driver="1", jax="0.0.1")
+    assert again.choice == row.choice
+    for changes in (dict(kernel="mma"), dict(source="0" * 16), dict(backend="cudnn")):
+        assert dataclasses.replace(row, **changes).choice != row.choice
+
+
 def test_use_takes_rows_alone():
     with pytest.raises(
         TypeError, match=r"evidence.use: needs rows of type Row, got row='pallas_gpu'"

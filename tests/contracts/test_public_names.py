@@ -110,7 +110,13 @@ PUBLIC = {
         "weight_only",
     },
     "mx_jax.nn": {"linen", "nnx"},
-    "mx_jax.inspect": {"explain", "explain_call", "saturated_fraction", "sqnr_db"},
+    "mx_jax.inspect": {
+        "evidence_of",
+        "explain",
+        "explain_call",
+        "saturated_fraction",
+        "sqnr_db",
+    },
     "mx_jax.testing": {"target"},
 }
 
