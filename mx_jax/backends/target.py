@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -119,7 +120,15 @@ def _device_of_mesh() -> Device | None:
 
 
 def _number_of(device: Device) -> int:
-    """How many devices of its platform there are; of one that is only compiled for, one."""
+    """Between how many devices `jit` may split a call.
+
+    Those of the mesh in context, since JAX refuses arrays on others, along the axes that are jit's
+    to split: below `jax.shard_map` each device has a call of its own. Without a mesh all of the
+    platform; of a device that is only compiled for, one.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        return math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
     try:
         return jax.device_count(device.platform)
     except RuntimeError:

@@ -75,6 +75,38 @@ def test_a_gpu_host():
         assert current_target() == H200
 
 
+MESHES = {
+    "below shard_map": (("x", "y"), ("x", "y"), 1),
+    "below shard_map of one axis": (("x", "y"), ("x",), 4),
+    "a mesh": (("x", "y"), (), 8),
+}
+
+
+@pytest.mark.parametrize(("axes", "manual", "number"), MESHES.values(), ids=MESHES)
+def test_jit_splits_along_the_axes_of_a_mesh_that_are_its_own(
+    axes: tuple[str, ...], manual: tuple[str, ...], number: int, seen: list[Target]
+):
+    mesh = jax.make_mesh((2, 4), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def local(x):
+        return mx_jax.cast(x, "mxfp4")
+
+    split = local
+    if manual:
+        spec = P(manual)
+        split = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={*manual})
+    with jax.set_mesh(mesh):
+        jax.jit(split).trace(jnp.ones((64, 32)))
+    assert seen and {target.num_devices for target in seen} == {number}
+
+
+def test_a_mesh_of_one_device(seen: list[Target]):
+    mesh = jax.make_mesh((1,), ("x",), devices=CPU[:1], axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        jax.jit(lambda x: mx_jax.cast(x, "mxfp4")).trace(jnp.ones((64, 32)))
+    assert {target.num_devices for target in seen} == {1}
+
+
 @pytest.mark.usefixtures("on_gpu_host")
 @pytest.mark.parametrize("device", [CPU[0], "cpu"])
 def test_the_default_device_decides(device: Any):
@@ -86,7 +118,7 @@ def test_the_default_device_decides(device: Any):
 def test_the_mesh_decides():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
-        assert current_target() == trace() == Target(platform="cpu", num_devices=1)
+        assert current_target() == trace() == Target(platform="cpu", num_devices=2)
     found = []
 
     def local(x):
