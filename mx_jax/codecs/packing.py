@@ -6,9 +6,15 @@ compressed-tensors, gpt-oss, ModelOpt and cuBLAS read.
 """
 
 import math
+from types import ModuleType
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+# Arrays of JAX are packed where they lie, those of NumPy on the host, without compiling anything.
+A = TypeVar("A", jax.Array, np.ndarray)
 
 
 def codes_per_group(bits: int) -> int:
@@ -22,15 +28,15 @@ def packed_length(length: int, bits: int) -> int:
     return -(-length // group) * (group * bits // 8)
 
 
-def pack(codes: jax.Array, bits: int) -> jax.Array:
+def pack(codes: A, bits: int) -> A:
     """Pack uint8 codes along the last axis.
 
     Args:
-      codes: uint8 `[..., n]`, one code a byte.
+      codes: uint8 `[..., n]`, one code a byte, of JAX or NumPy.
       bits: width of a code, up to 8.
 
     Returns:
-      uint8 `[..., packed_length(n, bits)]`.
+      uint8 `[..., packed_length(n, bits)]`, of the same kind.
 
     Example:
       >>> import jax.numpy as jnp
@@ -45,11 +51,11 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     *rows, length = codes.shape
     num_groups, num_bytes = -(-length // group), group * bits // 8
     padding = [(0, 0)] * len(rows) + [(0, -length % group)]
-    grouped = jnp.pad(codes, padding).reshape(*rows, num_groups, group)
+    grouped = _numpy_of(codes).pad(codes, padding).reshape(*rows, num_groups, group)
     return _regroup(grouped, bits, 8).reshape(*rows, num_groups * num_bytes)
 
 
-def unpack(packed: jax.Array, bits: int, length: int) -> jax.Array:
+def unpack(packed: A, bits: int, length: int) -> A:
     """Undo `pack`.
 
     Args:
@@ -78,20 +84,24 @@ def unpack(packed: jax.Array, bits: int, length: int) -> jax.Array:
     return codes.reshape(*rows, num_groups * group)[..., :length]
 
 
-def _regroup(fields: jax.Array, given: int, wanted: int) -> jax.Array:
+def _numpy_of(x: jax.Array | np.ndarray) -> ModuleType:
+    return np if isinstance(x, np.ndarray) else jnp
+
+
+def _regroup(fields: A, given: int, wanted: int) -> A:
     """Fields of `given` bits along the last axis, little-endian, cut into `wanted` bits each."""
-    count = fields.shape[-1]
-    wide = fields.astype(jnp.uint32)
+    xp, count = _numpy_of(fields), fields.shape[-1]
+    wide = fields.astype(np.uint32)
     cut = []
     for start in range(0, count * given, wanted):
         # No word has to hold the whole group: eight codes of five bits take 40.
-        field = jnp.zeros((), jnp.uint32)
+        field = np.uint32(0)
         for index in range(start // given, min(count, -(-(start + wanted) // given))):
             shift = index * given - start
             part = wide[..., index]
-            field |= part << shift if shift >= 0 else part >> -shift
-        cut.append((field & ((1 << wanted) - 1)).astype(jnp.uint8))
-    return jnp.stack(cut, axis=-1)
+            field = field | (part << shift if shift >= 0 else part >> -shift)
+        cut.append((field & np.uint32((1 << wanted) - 1)).astype(np.uint8))
+    return xp.stack(cut, axis=-1)
 
 
 def to_blocked_scales(scales: jax.Array) -> jax.Array:

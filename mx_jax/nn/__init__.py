@@ -2,3 +2,6 @@
 
 from mx_jax.nn import linen as linen
 from mx_jax.nn import nnx as nnx
+from mx_jax.nn.serialization import register as _register
+
+_register()

@@ -39,6 +39,11 @@ def test_pack_and_unpack(bits: int, rng: np.random.Generator):
         assert_bitwise_equal(packed[n], expected, what=f"{n} codes of {bits} bits")
         assert packed[n].shape[-1] == packed_length(n, bits)
         assert_bitwise_equal(unpacked[n], codes[n], what=f"{n} codes of {bits} bits, unpacked")
+        on_host = pack(codes[n], bits)
+        assert isinstance(on_host, np.ndarray)
+        assert_bitwise_equal(on_host, expected, what=f"{n} codes of {bits} bits, on the host")
+        assert isinstance(unpack(on_host, bits, n), np.ndarray)
+        assert_bitwise_equal(unpack(on_host, bits, n), codes[n], what=f"{n} codes, on the host")
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])

@@ -10,7 +10,7 @@ import pytest
 import mx_jax
 
 ROOT = Path(__file__).parents[2]
-NAMESPACES = {"formats", "inspect", "nn", "recipes", "testing"}
+NAMESPACES = {"checkpoint", "formats", "inspect", "nn", "recipes", "testing"}
 PUBLIC = {
     "mx_jax": NAMESPACES
     | {
@@ -32,6 +32,7 @@ PUBLIC = {
         "ragged_dot",
         "save_quantized",
     },
+    "mx_jax.checkpoint": {"from_packed", "from_wire", "load", "save", "to_wire"},
     "mx_jax.formats": {
         "BLOCK_FORMATS",
         "BlockFormat",

@@ -1,0 +1,7 @@
+"""Quantized weights on disk: codes at their real width, and beside them what they are."""
+
+from mx_jax.checkpoint.file import load as load
+from mx_jax.checkpoint.file import save as save
+from mx_jax.checkpoint.wire import from_packed as from_packed
+from mx_jax.checkpoint.wire import from_wire as from_wire
+from mx_jax.checkpoint.wire import to_wire as to_wire

@@ -1,0 +1,178 @@
+"""A tree of weights, quantized or not, in one safetensors file, and back."""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mx_jax.checkpoint.facts import VERSION, Described, describe
+from mx_jax.checkpoint.safetensors_file import Entry, Reader, write
+from mx_jax.checkpoint.wire import assemble, parts, stored_shapes
+from mx_jax.packed import Quantized, unpacked
+
+# The key of the header's metadata.
+_OURS = "mx_jax"
+Keys = tuple[str | int, ...]
+
+
+def save(path: str | os.PathLike[str], tree: Mapping[Any, Any], *, progress: bool = False) -> None:
+    """Write nested dicts of arrays and MXArrays to a safetensors file.
+
+    Codes are written at their real width: MXFP4 4.25 bits an element, MXFP6 6.25, NVFP4 4.5. The
+    header describes every format in full, so `load` needs nothing else, and other readers of
+    safetensors find plain arrays, `<path>/codes` and `<path>/scales`. One tensor at a time is
+    fetched from its device. The file appears when it is whole.
+
+    Args:
+      path: of the file; `.safetensors` by custom.
+      tree: nested dicts, such as linen's variables or `nnx.to_pure_dict(nnx.state(model))`. Weights
+        that were packed for this machine are written as the MXArrays that they hold.
+      progress: whether to show a bar on stderr.
+
+    Raises:
+      TypeError: what is neither a dict nor an array.
+      ValueError: two tensors of one name, or a dtype that safetensors does not have.
+
+    Example:
+      >>> import os, tempfile, jax.numpy as jnp, mx_jax
+      >>> from mx_jax import checkpoint
+      >>> kernel = mx_jax.quantize(jnp.ones((64, 8)), "mxfp4", axis=0)
+      >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+      >>> checkpoint.save(path, {"kernel": kernel, "bias": jnp.zeros(8)})
+      >>> checkpoint.load(path)["kernel"].format.name
+      'mxfp4'
+    """
+    entries: dict[str, Entry] = {}
+    described = []
+    for keys, leaf in _leaves(tree, ()):
+        name = "/".join(map(str, keys))
+        listed: dict[str, Any] = {"path": list(keys)}
+        if isinstance(leaf, Quantized):
+            leaf = unpacked(leaf)
+            listed["mx"] = describe(leaf)
+            shapes = stored_shapes(leaf)
+            found = {f"{name}/{part}": (*shapes[part], get) for part, get in parts(leaf).items()}
+        else:
+            found = {name: (leaf.shape, np.dtype(leaf.dtype), _fetching(leaf))}
+        described.append(listed)
+        for key, (shape, dtype, fetch) in found.items():
+            if key in entries:
+                raise ValueError(f"checkpoint.save: two tensors would be named {key!r}; rename one")
+            entries[key] = Entry(tuple(shape), dtype, fetch)
+    text = json.dumps({"version": VERSION, "tensors": described})
+    total = sum(entry.nbytes for entry in entries.values())
+    with _bar("write", total, progress) as step:
+        write(Path(path), entries, {"format": _OURS, _OURS: text}, step)
+
+
+def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, Any]:
+    """Read what `save` wrote.
+
+    Args:
+      path: of the file.
+      progress: whether to show a bar on stderr.
+
+    Returns:
+      The tree, of jax.Arrays and MXArrays of them, on the default device.
+
+    Raises:
+      FileNotFoundError: there is no file.
+      ValueError: it is damaged, cut short, of a newer version, or none that `save` wrote.
+    """
+    reader = Reader.open(Path(path))
+    where = f"checkpoint.load: {os.fspath(path)}"
+    tree: dict[Any, Any] = {}
+    with _bar("read", reader.content.size, progress) as step:
+        for keys, mx in _listed(reader, where):
+            name = "/".join(map(str, keys))
+            if mx is None:
+                leaf = jnp.asarray(reader.read(name))
+                step(name, leaf.nbytes)
+            else:
+                prefix = f"{name}/"
+                own = (key for key in reader.tensors if key.startswith(prefix))
+                arrays = {key.removeprefix(prefix): reader.read(key) for key in own}
+                leaf = assemble(Described.read(mx, f"{where}: {name}"), arrays, f"{where}: {name}")
+                step(name, sum(array.nbytes for array in arrays.values()))
+            _put(tree, keys, leaf, where)
+    return tree
+
+
+def _leaves(node: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            if not isinstance(key, str | int) or isinstance(key, bool):
+                raise TypeError(
+                    f"checkpoint.save: keys must be str or int, got {key!r} in {_shown(keys)}"
+                )
+            yield from _leaves(value, (*keys, key))
+    elif isinstance(node, Quantized | jax.Array | np.ndarray) and keys:
+        if not isinstance(node, Quantized) and jnp.issubdtype(node.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                f"checkpoint.save: {_shown(keys)} is a PRNG key; save jax.random.key_data of it"
+            )
+        yield keys, node
+    else:
+        raise TypeError(
+            f"checkpoint.save: needs nested dicts of arrays and MXArrays, got "
+            f"{type(node).__name__} at {_shown(keys)}; of a flax.nnx model save "
+            "nnx.to_pure_dict(nnx.state(model)), of boxed linen parameters nn.meta.unbox(params)"
+        )
+
+
+def _shown(keys: Keys) -> str:
+    return "/".join(map(str, keys)) or "the top"
+
+
+def _fetching(leaf: Any) -> Callable[[], np.ndarray]:
+    return lambda: np.asarray(leaf)
+
+
+def _listed(reader: Reader, where: str) -> Iterator[tuple[Keys, Any]]:
+    """Paths of the tensors, with the description of those that are MXArrays."""
+    text = reader.metadata.get(_OURS)
+    if text is None:
+        raise ValueError(
+            f"{where}: a safetensors file that mx_jax did not write: its metadata has no "
+            f"{_OURS!r}; read it with safetensors"
+        )
+    try:
+        listed = json.loads(text)
+        if listed["version"] != VERSION:
+            raise ValueError(f"version={listed['version']!r}, this mx_jax reads {VERSION}")
+        paths = [(tuple(tensor["path"]), tensor.get("mx")) for tensor in listed["tensors"]]
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{where}: its metadata is damaged: {error}") from error
+    for keys, _ in paths:
+        if not keys or not all(isinstance(key, str | int) for key in keys):
+            raise ValueError(f"{where}: its metadata is damaged: path={list(keys)!r}")
+    yield from paths
+
+
+def _put(tree: dict[Any, Any], keys: Keys, leaf: Any, where: str) -> None:
+    *outer, last = keys
+    for key in outer:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise ValueError(f"{where}: its metadata is damaged: {_shown(keys)} is below a tensor")
+    if last in tree:
+        raise ValueError(f"{where}: its metadata is damaged: {_shown(keys)} is there twice")
+    tree[last] = leaf
+
+
+@contextlib.contextmanager
+def _bar(verb: str, total: int, shown: bool) -> Iterator[Callable[[str, int], None]]:
+    columns = (TextColumn("{task.description:<40}"), BarColumn(), DownloadColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown
+    ) as bar:
+        task = bar.add_task(verb, total=total)
+        yield lambda name, done: bar.update(task, description=f"{verb} {name}", advance=done)

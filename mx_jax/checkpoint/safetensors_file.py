@@ -1,0 +1,186 @@
+"""safetensors files written and read one tensor at a time.
+
+The package of that name checks what is read. It writes only what lies in memory whole, so writing
+is done here: the layout is a length, a header in JSON, and the tensors in a row. Source:
+safetensors' format description.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import safetensors
+
+# Names of the format, by dtype.
+_DTYPES = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "U16": np.uint16,
+    "I16": np.int16,
+    "U32": np.uint32,
+    "I32": np.int32,
+    "U64": np.uint64,
+    "I64": np.int64,
+    "F16": np.float16,
+    "F32": np.float32,
+    "F64": np.float64,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+}
+_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+_METADATA = "__metadata__"
+# Tensors start at multiples of it.
+_ALIGNMENT = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A tensor that is to be written.
+
+    Attributes:
+      shape: of the tensor.
+      dtype: of it.
+      fetch: gives it, on the host; called when its turn comes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    fetch: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write(
+    path: Path,
+    entries: Mapping[str, Entry],
+    metadata: Mapping[str, str],
+    step: Callable[[str, int], None],
+) -> None:
+    """Write a file, or nothing: it appears under its name when it is whole.
+
+    Args:
+      path: of the file; its folder has to be there.
+      entries: tensors by name; one at a time is in memory.
+      metadata: of the header.
+      step: told each tensor's name and bytes once it is written.
+
+    Raises:
+      ValueError: a dtype that the format does not have, or a tensor other than announced.
+    """
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    end = 0
+    for name, entry in entries.items():
+        if entry.dtype not in _NAMES:
+            raise ValueError(
+                f"checkpoint: {name} has dtype={entry.dtype}, which safetensors cannot hold; "
+                f"cast it, or keep it elsewhere; it holds {', '.join(map(str, _NAMES))}"
+            )
+        begin, end = end, end + entry.nbytes
+        header[name] = {
+            "dtype": _NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with _replacing(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, entry in entries.items():
+            tensor = entry.fetch()
+            if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
+                raise ValueError(
+                    f"checkpoint: {name} changed while it was written: announced "
+                    f"{entry.dtype}{list(entry.shape)}, got {tensor.dtype}{list(tensor.shape)}"
+                )
+            file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
+            step(name, entry.nbytes)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Any]:
+    """A file beside `path` that takes its place at the end, or is gone."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        # As a file that `open` makes: mkstemp's is for its owner alone.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """A file whose header has been checked.
+
+    Attributes:
+      path: of the file.
+      metadata: of the header.
+      tensors: names, each with dtype, shape and first byte.
+      content: the file, mapped.
+    """
+
+    path: Path
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...], int]]
+    content: np.ndarray
+
+    @classmethod
+    def open(cls, path: Path) -> "Reader":
+        """Check a file; nothing of its tensors is read.
+
+        Raises:
+          FileNotFoundError: there is none.
+          ValueError: it is damaged or cut short, no safetensors file, or has a dtype unknown here.
+        """
+        if not path.is_file():
+            raise FileNotFoundError(f"checkpoint: no file at {path}")
+        try:
+            # Lengths, offsets and sizes: all of it is checked there before anything is believed.
+            with safetensors.safe_open(str(path), framework="numpy") as checked:
+                metadata = checked.metadata() or {}
+        except (safetensors.SafetensorError, OSError, ValueError) as error:
+            raise ValueError(f"checkpoint: {path} is no whole safetensors file: {error}") from error
+        content = np.memmap(path, np.uint8, mode="r")
+        start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+        header = json.loads(content[8:start].tobytes())
+        header.pop(_METADATA, None)
+        tensors = {}
+        for name, facts in header.items():
+            if facts["dtype"] not in _DTYPES:
+                raise ValueError(
+                    f"checkpoint: {path}: {name} has dtype={facts['dtype']}, which is not known; "
+                    f"known: {', '.join(_DTYPES)}"
+                )
+            dtype = np.dtype(_DTYPES[facts["dtype"]])
+            tensors[name] = dtype, tuple(facts["shape"]), start + facts["data_offsets"][0]
+        return cls(path, metadata, tensors, content)
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor; a view of the file."""
+        if name not in self.tensors:
+            raise ValueError(f"checkpoint: {self.path} has no tensor {name!r}")
+        dtype, shape, first = self.tensors[name]
+        count = math.prod(shape) * dtype.itemsize
+        return self.content[first : first + count].view(dtype).reshape(shape)

@@ -1,0 +1,45 @@
+"""MXArrays of every kind, made without compiling a cast."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mx_jax.codecs.blocks import scales_shape
+from mx_jax.formats import BlockFormat
+from mx_jax.mxarray import MXArray
+
+
+def draw(
+    format: BlockFormat, shape: tuple[int, ...], rng: np.random.Generator, *, axis: int = -1
+) -> MXArray:
+    """Random codes under random scales, blocks along `axis` and the one before it."""
+    sizes = (axis - 1, format.block[0]), (axis, format.block[1])
+    blocks = tuple((at, size) for at, size in sizes if size != 1)
+    scale_shape = scales_shape(shape, blocks)
+    scales: Any = rng.integers(100, 130, scale_shape).astype(np.uint8)
+    if format.scale.is_float32:
+        scales = rng.random(scale_shape).astype(np.float32)
+    tensor_scale = jnp.full((1,) * len(shape), 0.25, jnp.float32) if format.tensor_scale else None
+    codes = rng.integers(0, 1 << format.element.bits, shape).astype(np.uint8)
+    return MXArray(
+        codes=jnp.asarray(codes),
+        scales=jnp.asarray(scales),
+        tensor_scale=tensor_scale,
+        format=format,
+        blocks=blocks,
+        dtype=jnp.dtype("bfloat16"),
+    )
+
+
+def assert_same(found: Any, expected: MXArray) -> None:
+    """Equal to the last bit and the last fact."""
+    assert isinstance(found, MXArray)
+    facts = ("format", "blocks", "dtype", "shape")
+    assert [getattr(found, f) for f in facts] == [getattr(expected, f) for f in facts]
+    for part in ("codes", "scales", "tensor_scale"):
+        one, other = getattr(found, part), getattr(expected, part)
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other))

@@ -1,0 +1,241 @@
+"""save and load: what is in the file, what is refused, and files that lie."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+import mx_jax
+from mx_jax import checkpoint
+from mx_jax.formats import MXFP4, MXFP6_E3M2, NVFP4
+from tests.checkpoint.stored import assert_same, draw
+
+DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8", "bool", "float8_e4m3fn")
+
+
+@pytest.fixture
+def tree(rng: np.random.Generator) -> dict[Any, Any]:
+    return {
+        "encoder": {
+            0: {"kernel": draw(MXFP4, (64, 9), rng, axis=-2), "bias": jnp.arange(9.0)},
+            1: {"kernel": draw(NVFP4, (2, 16, 32), rng)},
+        },
+        "odd/name": {"x": draw(MXFP6_E3M2, (3, 7), rng)},
+        **{name: jnp.ones((2, 3), name) for name in DTYPES},
+        "empty": np.zeros((0, 4), np.float32),
+        "number": np.array(3, np.float32),
+    }
+
+
+def test_there_and_back(tree: dict[Any, Any], tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    checkpoint.save(path, tree)
+    back = checkpoint.load(path)
+    is_leaf = lambda x: isinstance(x, mx_jax.MXArray)  # noqa: E731
+    assert jax.tree.structure(back, is_leaf=is_leaf) == jax.tree.structure(tree, is_leaf=is_leaf)
+    found, expected = (jax.tree.leaves(t, is_leaf=is_leaf) for t in (back, tree))
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(other, mx_jax.MXArray):
+            assert_same(one, other)
+        else:
+            assert isinstance(one, jax.Array) and one.dtype == other.dtype
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_what_others_see(tree: dict[Any, Any], tmp_path: Path):
+    """Plain arrays by name, at their real width, and every fact in the header."""
+    path = tmp_path / "model.safetensors"
+    checkpoint.save(path, tree)
+    del tree["float8_e4m3fn"]  # what the package's own NumPy reader lacks
+    kernel = tree["encoder"][0]["kernel"]
+    with safetensors.safe_open(str(path), framework="numpy") as file:
+        codes = file.get_tensor("encoder/0/kernel/codes")
+        np.testing.assert_array_equal(codes, np.asarray(kernel.packed_codes))
+        np.testing.assert_array_equal(
+            file.get_tensor("encoder/0/kernel/scales"), np.asarray(kernel.scales)
+        )
+        listed = json.loads(file.metadata()["mx_jax"])
+    assert listed["version"] == 1
+    (facts,) = (t["mx"] for t in listed["tensors"] if t["path"] == ["encoder", 0, "kernel"])
+    assert facts["format"]["element"]["exponent_bits"] == 2 and facts["shape"] == [64, 9]
+
+
+def test_size(tmp_path: Path, rng: np.random.Generator):
+    path = tmp_path / "model.safetensors"
+    checkpoint.save(path, {"kernel": draw(MXFP4, (512, 512), rng)})
+    assert 0 < path.stat().st_size - 512 * 512 * 4.25 / 8 < 1500
+
+
+def test_a_model_of_nnx(tmp_path: Path):
+    model = nnx.Linear(64, 8, rngs=nnx.Rngs(0))
+    model.kernel.set_value(mx_jax.quantize(model.kernel[...], "mxfp8_e4m3", axis=0))
+    path = tmp_path / "model.safetensors"
+    checkpoint.save(path, nnx.to_pure_dict(nnx.state(model)))
+    other = nnx.Linear(64, 8, rngs=nnx.Rngs(1))
+    loaded = checkpoint.load(path)
+    other.kernel.set_value(loaded["kernel"])
+    other.bias.set_value(loaded["bias"])
+    x = jnp.ones((1, 64))
+    np.testing.assert_array_equal(np.asarray(other(x)), np.asarray(model(x)))
+
+
+def test_written_as_others_write_files(tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    checkpoint.save(path, {"x": jnp.ones(3)})
+    (tmp_path / "plain").write_text("")
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+
+
+def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "model.safetensors"
+    checkpoint.save(path, {"x": jnp.ones(3)})
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.save(path, {"x": jnp.zeros(3)})
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "error", "complaint"),
+    [
+        ({"a": [jnp.ones(2)]}, TypeError, "got list at a; of a flax.nnx model save nnx.to_pure"),
+        ({"a": {"b": None}}, TypeError, "got NoneType at a/b"),
+        ({(1, 2): jnp.ones(2)}, TypeError, r"keys must be str or int, got \(1, 2\) in the top"),
+        (jnp.ones(2), TypeError, "got ArrayImpl at the top"),
+        ({"k": jax.random.key(0)}, TypeError, "k is a PRNG key; save jax.random.key_data"),
+        ({"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}}, ValueError, "would be named 'a/b'"),
+        ({"a": {1: jnp.ones(2), "1": jnp.ones(2)}}, ValueError, "would be named 'a/1'"),
+        ({"x": jnp.ones(2, jnp.int4)}, ValueError, "x has dtype=int4, which safetensors cannot"),
+    ],
+)
+def test_refused(tree: Any, error: type[Exception], complaint: str, tmp_path: Path):
+    with pytest.raises(error, match=complaint):
+        checkpoint.save(tmp_path / "model.safetensors", tree)
+    assert not os.listdir(tmp_path)
+
+
+def test_files_of_others(tmp_path: Path):
+    path = tmp_path / "theirs.safetensors"
+    safetensors.numpy.save_file({"x": np.ones(3, np.float32)}, path)
+    with pytest.raises(ValueError, match="a safetensors file that mx_jax did not write"):
+        checkpoint.load(path)
+    with pytest.raises(FileNotFoundError, match="no file at"):
+        checkpoint.load(tmp_path / "none")
+    path.write_bytes(b"PK\x03\x04" * 10)
+    with pytest.raises(ValueError, match="is no whole safetensors file"):
+        checkpoint.load(path)
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    path = tmp_path_factory.mktemp("sample") / "model.safetensors"
+    rng = np.random.default_rng(0)
+    checkpoint.save(path, {"a": {0: draw(NVFP4, (3, 33), rng)}, "b": np.ones((2, 2), np.int16)})
+    return path.with_name("mutant.safetensors"), path.read_bytes()
+
+
+def check_mutant(path: Path, content: bytes) -> bool:
+    """Whether a file is read; the only other way out is a ValueError that names it."""
+    path.write_bytes(content)
+    try:
+        tree = checkpoint.load(path)
+    except ValueError as error:
+        assert str(path) in str(error), error
+        return False
+    assert isinstance(tree, dict)
+    return True
+
+
+def test_cut_short(sample: tuple[Path, bytes]):
+    path, content = sample
+    for length in (*range(0, len(content), 37), len(content) - 1):
+        assert not check_mutant(path, content[:length])
+    assert not check_mutant(path, content + b"\0")
+    assert check_mutant(path, content)
+
+
+# `--hypothesis-profile=explore` for more.
+EDITS = st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=3))
+
+
+@hypothesis.given(st.lists(EDITS, min_size=1, max_size=4))
+def test_mutants(sample: tuple[Path, bytes], edits: list[tuple[float, bytes]]):
+    path, content = sample
+    changed = bytearray(content)
+    for place, put in edits:
+        at = int(place * len(content))
+        changed[at : at + len(put)] = put
+    check_mutant(path, bytes(changed))
+
+
+def test_headers_that_lie(sample: tuple[Path, bytes]):
+    path, content = sample
+    length = int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+
+    def put(**facts: Any) -> bool:
+        text = json.dumps(header | facts).encode()
+        return check_mutant(path, len(text).to_bytes(8, "little") + text + data)
+
+    assert put()
+    codes = header["a/0/codes"]
+    assert not put(**{"a/0/codes": codes | {"shape": [2**40, 2**40]}})
+    assert not put(**{"a/0/codes": codes | {"data_offsets": [0, 2**60]}})
+    assert not put(**{"a/0/codes": codes | {"dtype": "I8"}})
+    assert not check_mutant(path, (2**63).to_bytes(8, "little") + content[8:])
+    listed = json.loads(header["__metadata__"]["mx_jax"])
+    for change in (
+        {"version": 9},
+        {"tensors": 3},
+        {"tensors": [{"path": []}]},
+        {"tensors": [{"path": [["a"]]}]},
+        {"tensors": [{"path": ["..", "..", "etc"]}]},
+        {"tensors": listed["tensors"] * 2},
+        {"tensors": [*listed["tensors"], {"path": ["b", "c"]}]},
+    ):
+        assert not put(__metadata__={"mx_jax": json.dumps(listed | change)}), change
+    for text in ("[" * 50_000, "{", "3"):
+        assert not put(__metadata__={"mx_jax": text})
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path):
+    """Twenty tensors of 16 MiB are written from a device where 320 MiB would not fit twice."""
+    program = textwrap.dedent(
+        """
+        import resource, sys, numpy as np, jax.numpy as jnp
+        from mx_jax import checkpoint
+        from mx_jax.formats import MXFP4
+        from tests.checkpoint.stored import draw
+        rng = np.random.default_rng(0)
+        tree = {str(i): draw(MXFP4, (4096, 4096), rng) for i in range(20)}
+        checkpoint.save(sys.argv[1], {"0": tree["0"]})
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        checkpoint.save(sys.argv[1], tree)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "model.safetensors")],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert (tmp_path / "model.safetensors").stat().st_size > 160 * 2**20
+    assert int(done.stdout) < 100 * 1024  # KiB

@@ -1,0 +1,204 @@
+"""MXArrays as plain arrays, through what saves trees of arrays, and back."""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from flax.training.train_state import TrainState
+
+import mx_jax
+from mx_jax import checkpoint, formats
+from mx_jax.backends.cpu_ffi import library
+from mx_jax.checkpoint.facts import Described, describe
+from mx_jax.formats import BLOCK_FORMATS, MXFP4, MXFP6_E2M3, NVFP4, BlockFormat
+from tests.checkpoint.stored import assert_same, draw
+
+OWN = BlockFormat(
+    name="mine",
+    element=formats.ElementFormat(name="e2m2", exponent_bits=2, mantissa_bits=2, bias=1),
+    scale=dataclasses.replace(formats.E8M0, name="mine_too"),
+    block=(1, 8),
+)
+
+
+@pytest.mark.parametrize("format", [*BLOCK_FORMATS, OWN], ids=str)
+@pytest.mark.parametrize(("shape", "axis"), [((3, 70), -1), ((2, 33, 5), -2)], ids=str)
+def test_there_and_back(format: BlockFormat, shape: Any, axis: int, rng: np.random.Generator):
+    x = draw(format, shape, rng, axis=axis)
+    wire = checkpoint.to_wire({"a": [x, 1]})
+    arrays = wire["a"][0]
+    assert {type(array) for array in arrays.values()} == {np.ndarray}
+    np.testing.assert_array_equal(arrays["codes"], np.asarray(x.packed_codes))
+    back = checkpoint.from_wire(wire)
+    assert_same(back["a"][0], x)
+    assert back["a"][1] == 1
+
+
+def test_real_width(rng: np.random.Generator):
+    """Bits an element, scales included, are the format's; the description is left out."""
+    for format, bits in ((MXFP4, 4.25), (MXFP6_E2M3, 6.25), (NVFP4, 4.5)):
+        wire = checkpoint.to_wire(draw(format, (64, 128), rng))
+        nbytes = wire["codes"].nbytes + wire["scales"].nbytes
+        assert nbytes * 8 / (64 * 128) == bits == format.bits_per_element
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp6_e2m3", "mxfp8_e4m3", "nvfp4"])
+def test_from_packed(format: str, rng: np.random.Generator):
+    x = draw(formats.block_format(format), (3, 64), rng, axis=-2)
+    y = checkpoint.from_packed(
+        x.packed_codes,
+        x.scales,
+        format=format,
+        length=64,
+        axis=0,
+        tensor_scale=x.tensor_scale,
+        dtype="bfloat16",
+    )
+    assert_same(y, x)
+
+
+def test_from_packed_refuses():
+    codes, scales = jnp.zeros((2, 16), jnp.uint8), jnp.zeros((2, 1), jnp.uint8)
+    with pytest.raises(ValueError, match=r"length=33 codes of bits=4 take 17 bytes"):
+        checkpoint.from_packed(codes, scales, format="mxfp4", length=33)
+    with pytest.raises(ValueError, match=r"scales must have one entry a block.*\(2, 2\)"):
+        checkpoint.from_packed(codes, scales, format="nvfp4_one_level", length=32)
+    with pytest.raises(ValueError, match=r"axis=2 is out of range for shape=\(2, 32\)"):
+        checkpoint.from_packed(codes, scales, format="mxfp4", length=32, axis=2)
+    with pytest.raises(ValueError, match="needs blocks along one axis, got format=mxfp4_2d"):
+        checkpoint.from_packed(codes, scales, format="mxfp4_2d", length=32)
+
+
+@pytest.fixture
+def packed(rng: np.random.Generator) -> mx_jax.PackedMXArray:
+    """By the C++ library, which several simulated devices are not given unasked."""
+    if isinstance(library.load(), str):
+        pytest.skip(f"no CPU library: {library.load()}")
+    with mx_jax.only_backend("cpu_ffi"):
+        found = mx_jax.pack_weights(draw(MXFP4, (64, 32), rng, axis=-2))
+    assert isinstance(found, mx_jax.PackedMXArray)
+    return found
+
+
+def test_packed_weights_go_as_what_they_hold(packed: mx_jax.PackedMXArray):
+    x = packed.unpack()
+    assert_same(checkpoint.from_wire(checkpoint.to_wire(packed)), x)
+
+
+def test_without_axes(rng: np.random.Generator):
+    x = dataclasses.replace(
+        draw(MXFP4, (1,), rng), codes=jnp.uint8(3), scales=jnp.uint8(127), blocks=()
+    )
+    assert_same(checkpoint.from_wire(checkpoint.to_wire(x)), x)
+
+
+def test_arrays_of_a_reader_are_taken_too(rng: np.random.Generator):
+    """np.savez and its like, and arrays that came back on a device."""
+    x, file = draw(NVFP4, (4, 32), rng), io.BytesIO()
+    np.savez(file, **checkpoint.to_wire(x))
+    file.seek(0)
+    assert_same(checkpoint.from_wire(dict(np.load(file))), x)
+    assert_same(checkpoint.from_wire(jax.tree.map(jnp.asarray, checkpoint.to_wire(x))), x)
+
+
+def changed(**facts: Any) -> Any:
+    """A way to damage a description: by these facts, or those of its element."""
+
+    def change(found: Any) -> Any:
+        for name, value in facts.items():
+            place = found["format"]["element"] if name in found["format"]["element"] else found
+            place[name] = value
+        return found
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (changed(version=2), "is of version=2, this mx_jax reads 1"),
+        (lambda found: {}, "'version' is missing"),
+        (lambda found: 3, "its description is no MXArray's"),
+        (changed(shape=[2, -64]), "needs integers from 0, got -64"),
+        (changed(shape=[2, 65]), r"codes must be uint8 of shape=\(2, 33\)"),
+        (changed(blocks=[[-1, 16]]), "blocks must be the format's"),
+        (changed(blocks=[[-1, 0]]), "needs integers from 1, got 0"),
+        (changed(dtype="int8"), "is no float dtype"),
+        (changed(dtype="__name__"), "names no dtype"),
+        (changed(exponent_bits="2"), "needs exponent_bits of type int, got '2'"),
+        (changed(bias=10**400), "OverflowError|too large|choose another bias"),
+        (changed(dtype_name="finfo"), "dtype_name='finfo' names no dtype"),
+        (changed(colour="red"), None),
+    ],
+)
+def test_damaged_descriptions(change: Any, complaint: str | None, rng: np.random.Generator):
+    x = draw(MXFP4, (2, 64), rng)
+    wire = checkpoint.to_wire({"layer": x})
+    text = json.dumps(change(json.loads(wire["layer"]["mx_jax"].tobytes()))).encode()
+    wire["layer"]["mx_jax"] = np.frombuffer(text, np.uint8)
+    if complaint is None:
+        # Later versions may say more.
+        assert_same(checkpoint.from_wire(wire)["layer"], x)
+        return
+    with pytest.raises(ValueError, match=f"(?s)from_wire: layer: .*({complaint})"):
+        checkpoint.from_wire(wire)
+
+
+def test_no_json(rng: np.random.Generator):
+    wire = checkpoint.to_wire(draw(MXFP4, (2, 64), rng))
+    for text in (b"{", b"\xff", b"[" * 100_000):
+        with pytest.raises(ValueError, match="from_wire: the tree: its description is no JSON"):
+            checkpoint.from_wire(wire | {"mx_jax": np.frombuffer(text, np.uint8)})
+
+
+def test_a_scale_that_is_none(rng: np.random.Generator):
+    facts = describe(draw(NVFP4, (2, 64), rng))
+    facts["format"]["scale"]["kind"] = "exponent"
+    with pytest.raises(ValueError, match=r"kind='exponent' with element=ElementFormat\(e4m3\)"):
+        Described.read(facts, "here")
+
+
+def layer_state(kernel: Any) -> TrainState:
+    layer = mx_jax.nn.linen.Dense(8, recipe=mx_jax.recipes.weight_only("mxfp4"))
+    params = {"kernel": kernel, "bias": jnp.ones(8)}
+    return TrainState.create(apply_fn=layer.apply, params=params, tx=optax.identity())
+
+
+class TestFlax:
+    def test_bytes(self, rng: np.random.Generator):
+        """A state with MXArrays goes through msgpack, and codes take half a byte."""
+        x, other = (draw(MXFP4, (64, 8), rng, axis=-2) for _ in range(2))
+        text = serialization.to_bytes(layer_state(x))
+        assert len(text) < 64 * 8 // 2 + 1500
+        restored = serialization.from_bytes(layer_state(other), text)
+        assert_same(restored.params["kernel"], x)
+
+    def test_another_shape(self, rng: np.random.Generator):
+        x, other = draw(MXFP4, (64, 8), rng), draw(MXFP4, (8, 64), rng)
+        with pytest.raises(ValueError, match=r"MXArray of shape=\(8, 64\), got MXArray.*\(64, 8\)"):
+            serialization.from_state_dict(other, serialization.to_state_dict(x))
+
+    def test_packed_targets(self, packed: mx_jax.PackedMXArray):
+        with pytest.raises(ValueError, match=r"restore into target\.unpack"):
+            serialization.from_state_dict(packed, serialization.to_state_dict(packed))
+
+
+def test_orbax_without_a_target(tmp_path: Path, rng: np.random.Generator):
+    import orbax.checkpoint as ocp
+
+    x = draw(NVFP4, (64, 8), rng, axis=-2)
+    params = {"params": {"Dense_0": {"kernel": x, "bias": jnp.ones(8)}}}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "one", checkpoint.to_wire(params))
+        checkpointer.wait_until_finished()
+        restored = checkpoint.from_wire(checkpointer.restore(tmp_path / "one"))
+    assert_same(restored["params"]["Dense_0"]["kernel"], x)
+    np.testing.assert_array_equal(restored["params"]["Dense_0"]["bias"], np.ones(8))
