@@ -1,0 +1,1 @@
+"""`python -m mx_jax plan`: bytes of a training step on a mesh, compared over recipes."""

@@ -1,0 +1,251 @@
+"""What moves between devices in a step: rows of data, and their bytes."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from mx_jax.axes import Side
+from mx_jax.formats import BlockFormat
+from mx_jax.plan.mesh import Setup
+from mx_jax.plan.model import Linear, Model, Split
+from mx_jax.specs import MatmulRecipe
+
+Tensor = Literal[
+    "weight", "weight gradient", "input", "input gradient", "output", "output gradient"
+]
+Pass = Literal["forward", "backward"]
+
+# Bytes that a device receives, in parts of the whole tensor, of n devices in a ring.
+COLLECTIVES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Movement:
+    """One collective of every linear layer.
+
+    Attributes:
+      axis: the mesh axis.
+      collective: a row of `COLLECTIVES`.
+      tensor: what moves.
+      during: the pass; what is forward happens again in a rematerialized block.
+      operands: the operands of products that it gathers, as (product, side) of a recipe: one
+        collective each where they move as codes, one for all as values. Sums have none.
+      split: the layers that need it; None: all.
+    """
+
+    axis: str
+    collective: str
+    tensor: Tensor
+    during: Pass
+    operands: tuple[tuple[str, Side], ...] = ()
+    split: Split | None = None
+
+
+# Weights are gathered for each pass, in the orientation that its product contracts.
+DATA_PARALLEL = (
+    Movement(
+        axis="fsdp",
+        collective="all-gather",
+        tensor="weight",
+        during="forward",
+        operands=(("fwd", "rhs"),),
+    ),
+    Movement(
+        axis="fsdp",
+        collective="all-gather",
+        tensor="weight",
+        during="backward",
+        operands=(("dlhs", "rhs"),),
+    ),
+    Movement(axis="fsdp", collective="reduce-scatter", tensor="weight gradient", during="backward"),
+    Movement(axis="data", collective="all-reduce", tensor="weight gradient", during="backward"),
+)
+# Activations are whole along `model` between layers: only sums of partial products move.
+TENSOR_PARALLEL = (
+    Movement(axis="model", collective="all-reduce", tensor="output", during="forward", split="row"),
+    Movement(
+        axis="model",
+        collective="all-reduce",
+        tensor="input gradient",
+        during="backward",
+        split="column",
+    ),
+)
+# Tokens are sharded along `model` between layers, and gathered for each product.
+SEQUENCE_PARALLEL = (
+    Movement(
+        axis="model",
+        collective="all-gather",
+        tensor="input",
+        during="forward",
+        operands=(("fwd", "lhs"),),
+        split="column",
+    ),
+    Movement(
+        axis="model", collective="reduce-scatter", tensor="output", during="forward", split="row"
+    ),
+    Movement(
+        axis="model",
+        collective="all-gather",
+        tensor="output gradient",
+        during="backward",
+        operands=(("dlhs", "lhs"), ("drhs", "lhs")),
+        split="row",
+    ),
+    Movement(
+        axis="model",
+        collective="all-gather",
+        tensor="input",
+        during="backward",
+        operands=(("drhs", "rhs"),),
+        split="column",
+    ),
+    Movement(
+        axis="model",
+        collective="reduce-scatter",
+        tensor="input gradient",
+        during="backward",
+        split="column",
+    ),
+)
+
+
+def movements(setup: Setup) -> tuple[Movement, ...]:
+    """What moves on a mesh, along axes with more than one device."""
+    along_model = SEQUENCE_PARALLEL if setup.sequence else TENSOR_PARALLEL
+    return tuple(own for own in (*DATA_PARALLEL, *along_model) if getattr(setup, own.axis) > 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes that one device receives in a step by one kind of movement.
+
+    Attributes:
+      movement: which.
+      bytes: of all layers.
+      as_codes: layers of a block whose operands move as codes.
+      as_values: those whose operands move as values.
+    """
+
+    movement: Movement
+    bytes: float
+    as_codes: tuple[str, ...]
+    as_values: tuple[str, ...]
+
+
+def traffic(model: Model, setup: Setup, recipe: MatmulRecipe) -> tuple[Traffic, ...]:
+    """What a device receives in a step, movement by movement."""
+    return tuple(_traffic(own, model, setup, recipe) for own in movements(setup))
+
+
+def _traffic(own: Movement, model: Model, setup: Setup, recipe: MatmulRecipe) -> Traffic:
+    size = getattr(setup, own.axis)
+    share = COLLECTIVES[own.collective] * (size - 1) / size
+    total, as_codes, as_values = 0.0, [], []
+    for linear in model.linears:
+        if own.split not in (None, linear.split):
+            continue
+        moved, coded = moved_bytes(own, linear, setup, recipe)
+        times = 2 if is_repeated(own, linear, setup, recipe) else 1
+        total += times * model.layers * moved
+        (as_codes if coded else as_values).append(linear.name)
+    if own.axis != "model":
+        # Embedding and head are gathered and summed like weights, always as values.
+        shards = setup.model * (setup.fsdp if own.axis == "data" else 1)
+        total += model.other_params / shards * setup.dtype.itemsize
+    return Traffic(
+        movement=own, bytes=total * share, as_codes=tuple(as_codes), as_values=tuple(as_values)
+    )
+
+
+def is_repeated(own: Movement, linear: Linear, setup: Setup, recipe: MatmulRecipe) -> bool:
+    """Whether it happens once more in the backward pass, in a block that is rematerialized.
+
+    Values that the backward pass gathers anyway are gathered once for both.
+    """
+    if own.during != "forward" or setup.remat == "none" or not linear.recomputed:
+        return False
+    if own.collective != "all-gather" or moved_bytes(own, linear, setup, recipe)[1]:
+        return True
+    backward = dataclasses.replace(own, during="backward")
+    alike = (
+        other
+        for other in movements(setup)
+        if dataclasses.replace(other, operands=own.operands) == backward
+    )
+    return all(moved_bytes(other, linear, setup, recipe)[1] for other in alike)
+
+
+def moved_bytes(
+    own: Movement, linear: Linear, setup: Setup, recipe: MatmulRecipe
+) -> tuple[float, bool]:
+    """Bytes of the whole tensor, or of the part that devices along the axis share, and whether they
+    are codes."""
+    shape = _shape(own, linear, setup)
+    formats = [_format(recipe, operand) for operand in own.operands]
+    values = math.prod(shape) * setup.dtype.itemsize
+    if own.axis not in setup.codes or not formats:
+        return values, False
+    total = 0.0
+    for format, operand in zip(formats, own.operands, strict=True):
+        blocks = None if format is None else _blocks(format, own.tensor, operand)
+        if format is None or blocks is None or not _whole_blocks(own, linear, setup, blocks):
+            return values, False
+        total += quantized_bytes(format, shape, blocks)
+    return min((total, True), (values, False))
+
+
+def quantized_bytes(
+    format: BlockFormat, shape: tuple[int, int], blocks: tuple[int | None, int | None]
+) -> float:
+    """Codes at their real width, and scales. Blocks of None hold a whole axis."""
+    scales = (1 if size is None else -(-length // size) for length, size in _pairs(shape, blocks))
+    return (math.prod(shape) * format.element.bits + math.prod(scales) * format.scale.bits) / 8
+
+
+def _pairs(shape: tuple[int, int], blocks: tuple[int | None, int | None]) -> zip:
+    return zip(shape, blocks, strict=True)
+
+
+def _format(recipe: MatmulRecipe, operand: tuple[str, Side]) -> BlockFormat | None:
+    product, side = operand
+    spec = getattr(getattr(recipe, product), side)
+    return None if spec is None else spec.format
+
+
+def _blocks(
+    format: BlockFormat, tensor: Tensor, operand: tuple[str, Side]
+) -> tuple[int | None, int | None]:
+    """Sizes of blocks along both axes of a weight `[k, n]` or of activations `[tokens, features]`.
+
+    `fwd` contracts k, `dlhs` n and `drhs` the tokens.
+    """
+    kept, contracting = (size if isinstance(size, int) else None for size in format.block)
+    product, _ = operand
+    first = product == "drhs" or (tensor == "weight" and product == "fwd")
+    return (contracting, kept) if first else (kept, contracting)
+
+
+def _shape(own: Movement, linear: Linear, setup: Setup) -> tuple[int, int]:
+    """What is whole after gathering, or before it is scattered, on one device."""
+    features = linear.k if own.tensor.startswith("input") else linear.n
+    if not own.tensor.startswith("weight"):
+        return setup.local_tokens, features
+    parts = list(setup.weight_shards(linear))
+    if own.axis == "fsdp":
+        parts[0 if linear.split == "column" else 1] = 1
+    return -(-linear.k // parts[0]), -(-linear.n // parts[1])
+
+
+def _whole_blocks(
+    own: Movement, linear: Linear, setup: Setup, blocks: tuple[int | None, int | None]
+) -> bool:
+    """Whether no block straddles two shards."""
+    if own.tensor == "weight":
+        lengths, parts = (linear.k, linear.n), setup.weight_shards(linear)
+    else:
+        lengths, parts = _shape(own, linear, setup), (setup.model, 1)
+    return all(
+        count == 1 or size is None or (length % count == 0 and length // count % size == 0)
+        for length, count, size in zip(lengths, parts, blocks, strict=True)
+    )

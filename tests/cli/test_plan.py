@@ -1,0 +1,137 @@
+"""`python -m mx_jax plan`."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mx_jax.cli import main
+from mx_jax.plan.interconnects import INTERCONNECTS
+
+SMALL = ["--params", "1e9", "--layers", "16", "--width", "2048", "--mesh", "data=2,fsdp=4,model=2"]
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", *SMALL, "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_recipes_side_by_side(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", *SMALL, "--recipe", "mxfp8,nvfp4"]) == 0
+    text = capsys.readouterr().out
+    for word in ("bfloat16", "mxfp8", "nvfp4", "parameters", "optimizer", "residuals"):
+        assert word in text
+    for row in ("all-gather", "reduce-scatter", "all-reduce"):
+        assert row in text
+    ratios = re.search(r"of bfloat16's\W+([\d.]+)\W+([\d.]+)\W+([\d.]+)", text)
+    assert ratios is not None
+    own, eight, four = (float(ratio) for ratio in ratios.groups())
+    assert own == 1 > eight > four
+    assert "Assumed: hidden=" in text
+    assert "time" not in text
+
+
+def test_json_is_the_same_unrounded(capsys: pytest.CaptureFixture[str]):
+    found = planned(capsys, "--recipe", "mxfp4")
+    plain, four = found["recipes"]
+    assert [plain["name"], four["name"]] == ["bfloat16", "mxfp4"]
+    for each in (plain, four):
+        assert each["received"] == sum(row["bytes"] for row in each["traffic"])
+        assert each["memory"]["total"] == sum(
+            size for name, size in each["memory"].items() if name != "total"
+        )
+        assert each["seconds"] is None
+    rows = [row for row in four["traffic"] if row["as_codes"]]
+    assert [(row["axis"], row["tensor"], row["pass"]) for row in rows] == [
+        ("fsdp", "weight", "forward"),
+        ("fsdp", "weight", "backward"),
+    ]
+    assert rows[0]["as_codes"] == ["qkv", "out", "gate_up", "down"]
+    # Parameters and two moments of 1e9 float32 numbers on 8 devices of 16.
+    assert four["memory"]["optimizer"] == pytest.approx(1e9 / 8 * 8, rel=0.02)
+
+
+def test_time_says_what_it_assumes(capsys: pytest.CaptureFixture[str]):
+    words = ["--interconnect", "fsdp=ndr", "--interconnect", "model=1e12", "--efficiency", "0.5"]
+    found = planned(capsys, "--recipe", "mxfp8", *words)
+    for each in found["recipes"]:
+        rates = {"fsdp": 50e9, "model": 1e12}
+        expected = sum(
+            row["bytes"] / rates[row["axis"]] / 0.5
+            for row in each["traffic"]
+            if row["axis"] in rates
+        )
+        assert each["seconds"] == pytest.approx(expected)
+    text = " ".join(found["assumptions"])
+    assert "fsdp: 50 GB/s (InfiniBand NDR, 400 Gb/s, a port a GPU)." in text
+    assert "model: 1000 GB/s (as given)." in text
+    assert "Time: 50% of these rates" in text and "no latency; not along data." in text
+
+
+def test_what_moves_as_values_is_said(capsys: pytest.CaptureFixture[str]):
+    """2048 features in 128 shards of 16."""
+    words = ["--params", "1e9", "--layers", "16", "--width", "2048", "--mesh", "fsdp=128"]
+    assert main(["plan", *words, "--recipe", "mxfp4"]) == 0
+    text = capsys.readouterr().out
+    assert (
+        "mxfp4: weights of qkv, gate_up are gathered along fsdp as values in the forward pass: a "
+        "shard would end within a block"
+    ) in text
+
+
+def test_gather_none_and_sequence_parallel(capsys: pytest.CaptureFixture[str]):
+    (_, codes) = planned(capsys, "--recipe", "nvfp4")["recipes"]
+    (plain, values) = planned(capsys, "--recipe", "nvfp4", "--gather", "none")["recipes"]
+    assert values["received"] == plain["received"] > codes["received"]
+    words = ["--recipe", "nvfp4", "--gather", "fsdp,model", "--sequence-parallel"]
+    (_, every) = planned(capsys, *words)["recipes"]
+    assert {row["axis"] for row in every["traffic"] if row["as_codes"]} == {"fsdp", "model"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--mesh", "rows=2"], "mesh must name axes of data, fsdp, model once"),
+        (["--mesh", "fsdp=2,fsdp=2"], "mesh must name axes of data, fsdp, model once"),
+        (["--mesh", "fsdp=0"], "got mesh='fsdp=0'; e.g. data=4,fsdp=64,model=8"),
+        (["--tokens", "1001"], "got tokens=1,001 for data=2, fsdp=4; pass a multiple of 8"),
+        (["--recipe", "mxfp5"], "unknown recipe name='mxfp5'"),
+        (["--gather", "expert"], "gather must name axes of data, fsdp, model, got gather='expert'"),
+        (["--interconnect", "fsdp=wire"], "unknown interconnect='wire'; known: nvlink3"),
+        (["--interconnect", "fsdp=-1"], "unknown interconnect='-1'"),
+        (["--interconnect", "rack=ndr"], "got interconnect='rack'"),
+        (["--efficiency", "1.5"], "efficiency must be in (0, 1], got 1.5"),
+    ],
+)
+def test_wrong_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", *SMALL, *words]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("mx_jax: ") and message in text
+
+
+def test_help_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = capsys.readouterr().out
+    for name in INTERCONNECTS:
+        assert name in text
+    example = text[text.rindex("python -m mx_jax plan") :].replace("\\\n", " ").split()
+    assert main(example[3:]) == 0
+    assert "1024 devices (data=2, fsdp=64, model=8)" in capsys.readouterr().out
+
+
+def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]):
+    page = PAGE.read_text()
+    command = re.search(r"```bash\n(python -m mx_jax plan .*?)```", page, re.DOTALL)
+    assert command is not None
+    assert main(command[1].replace("\\\n", " ").split()[3:]) == 0
+    printed = capsys.readouterr().out
+    for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL):
+        assert [line.rstrip() for line in block.splitlines()] == [
+            line.rstrip() for line in printed.splitlines()
+        ]

@@ -1,0 +1,126 @@
+"""What a plan says is kept is what programs of small steps keep."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.plan.memory import block_residuals, memory
+from mx_jax.plan.mesh import Setup
+from mx_jax.plan.model import Model, transformer
+from mx_jax.recipes import Recipe, Residuals
+from tests.plan.test_traffic import DOWN, HIDDEN, LAYERS, MODEL, POLICIES, TOKENS, UP, WIDTH
+
+ROWS = 64
+KEPT = dataclasses.replace(recipes.mxfp8(), name="codes kept", residuals=Residuals.QUANTIZED)
+
+
+def kept_bytes(setup: Setup, recipe: Recipe) -> int:
+    """Bytes that a block of `MODEL` holds on to, without its weights."""
+
+    def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        # What a nonlinear function keeps of its own is not a linear layer's.
+        act = (lambda x: x) if setup.remat == "none" else jnp.sin
+        h = act(mx_jax.matmul(act(x), up, recipe=recipe))
+        return x + mx_jax.matmul(h, down, recipe=recipe)
+
+    if setup.remat != "none":
+        block = jax.checkpoint(block, policy=POLICIES[setup.remat])
+    x = jnp.ones((ROWS, WIDTH), setup.dtype)
+    up, down = jnp.ones((UP.k, UP.n), setup.dtype), jnp.ones((DOWN.k, DOWN.n), setup.dtype)
+    with mx_jax.only_backend("reference"):
+        _, pullback = jax.vjp(block, x, up, down)
+    own = {leaf.unsafe_buffer_pointer() for leaf in (up, down)}
+    leaves = {leaf.unsafe_buffer_pointer(): leaf for leaf in jax.tree.leaves(pullback)}
+    return sum(leaf.nbytes for pointer, leaf in leaves.items() if pointer not in own)
+
+
+@pytest.mark.parametrize("remat", list(POLICIES))
+@pytest.mark.parametrize(
+    "recipe",
+    [recipes.high_precision(), recipes.mxfp8(), KEPT, recipes.weight_only("mxfp4")],
+    ids=lambda recipe: recipe.name,
+)
+def test_residuals_are_what_a_block_keeps(recipe: Recipe, remat: str):
+    setup = Setup(tokens=ROWS, dtype=np.dtype(np.float32), remat=remat)
+    assert block_residuals(MODEL, setup, recipe) == kept_bytes(setup, recipe)
+
+
+def test_parameters_and_moments_are_what_a_device_holds():
+    devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
+    mesh = jax.sharding.Mesh(devices, ("data", "fsdp", "model"))
+    params = {
+        own.name: jax.device_put(
+            jnp.ones((LAYERS, own.k, own.n), jnp.float32),
+            NamedSharding(mesh, PartitionSpec(None, "fsdp", "model")),
+        )
+        for own in (UP, DOWN)
+    }
+    state = optax.adam(1e-3).init(params)
+
+    def on_a_device(tree: Any) -> int:
+        return sum(
+            leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree) if leaf.ndim
+        )
+
+    found = memory(MODEL, Setup(data=2, fsdp=2, model=2, tokens=TOKENS), recipes.mxfp8())
+    assert found.parameters == found.gradients == on_a_device(params)
+    assert found.optimizer == on_a_device(state)
+    assert found.total == 4 * found.parameters + found.residuals
+
+
+def test_inputs_lie_on_the_devices_that_read_them():
+    """Columns read all features of their tokens, rows their part of them."""
+    one = Setup(tokens=TOKENS)
+    whole, recipe = block_residuals(MODEL, one, recipes.mxfp8()), recipes.mxfp8()
+    assert whole == TOKENS * (WIDTH + HIDDEN) * 2
+    for setup, expected in (
+        (dataclasses.replace(one, data=2, fsdp=2), whole / 4),
+        (dataclasses.replace(one, model=2), TOKENS * (WIDTH + HIDDEN / 2) * 2),
+        (dataclasses.replace(one, model=2, sequence=True), whole / 2),
+    ):
+        assert block_residuals(MODEL, setup, recipe) == expected
+
+
+def test_a_known_model_comes_out():
+    """Llama 3 70B, by its published sizes."""
+    found = transformer(70_553_706_496, 80, width=8192, kv_width=1024, vocabulary=128256)
+    assert [(own.k, own.n) for own in found.linears] == [
+        (8192, 10240),
+        (8192, 8192),
+        (8192, 2 * 28672),
+        (28672, 8192),
+    ]
+    assert found.other_params == 2 * 128256 * 8192 + 161 * 8192
+    assert found.assumed == ("hidden=28,672, what the parameters leave for a gated MLP",)
+
+
+def test_what_is_not_said_is_assumed():
+    found = transformer(1e9, 16)
+    assert abs(found.linear_params - 1e9) < 0.02e9
+    assert [line.partition("=")[0] for line in found.assumed] == ["width", "kv_width", "hidden"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"params": -1.0, "layers": 2}, "params must be positive, got params=-1.0"),
+        ({"params": 1e9, "layers": 0}, "layers must be positive, got layers=0"),
+        ({"params": 1e6, "layers": 2, "width": 4096}, "nothing is left for the MLP, got params="),
+        ({"params": 1e6, "layers": 2, "width": 512, "hidden": 4096}, "more than params=1,000,000"),
+    ],
+)
+def test_models_that_cannot_be(arguments: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        transformer(**arguments)
+
+
+def test_a_model_counts_what_is_left():
+    assert Model(params=100, layers=1, width=4, linears=()).other_params == 100
