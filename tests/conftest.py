@@ -1,5 +1,6 @@
 """What every test shares: eight CPU devices, repeatable randomness, one cache of programs."""
 
+import gc
 import os
 import tempfile
 import zlib
@@ -40,6 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the collector need not walk through it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
 
 
 @pytest.hookimpl(optionalhook=True)

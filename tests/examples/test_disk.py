@@ -134,6 +134,7 @@ def test_a_full_disk_is_one_message(example, call, results, checkpoints, monkeyp
 
 # The tests' own cache of programs may not grow either.
 @pytest.mark.filterwarnings("ignore:Error writing persistent compilation cache entry")
+@pytest.mark.slow
 def test_a_file_that_may_not_grow_is_one_message(call, checkpoints, capfd):
     """The system itself refuses: what Orbax, TensorStore and their threads print stays out."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -88,6 +88,7 @@ def test_resumed_runs_end_bit_identical(call, results, measured, final_state, at
         np.testing.assert_array_equal(ours, undisturbed)
 
 
+@pytest.mark.slow
 def test_earlier_runs_are_kept_unless_told_otherwise(call, results, tmp_path, capsys):
     options = ("--recipes", "float32")
     assert call(*options) == 0
