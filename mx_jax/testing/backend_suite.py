@@ -45,6 +45,8 @@ from mx_jax.testing.quantize_check import (
     check_quantize,
     check_quantize_both,
 )
+from mx_jax.testing.ragged_check import RAGGED_CASES, RaggedCase
+from mx_jax.testing.ragged_check import check_ragged as check_ragged
 
 Promise = Callable[[Call, Target], bool]
 
@@ -77,8 +79,8 @@ def _what_the_handlers_compute(call: Call, target: Target) -> bool:
         return small and all(f is None or not f.scale.is_float32 for f in given)
     if isinstance(call, QuantizeBothCall):
         return True
-    if isinstance(call, RaggedCall):  # No case here: tests/ragged asks for it.
-        return False
+    if isinstance(call, RaggedCall):
+        return True
     if isinstance(call, QuantizeCall) and call.scale_rule.reads_values:
         return False
     return len(call.blocks) == 1 or [axis for axis, _ in call.blocks] == [-2, -1]
@@ -129,6 +131,7 @@ _ASKED_CASES = (
     *QUANTIZE_CASES,
     *QUANTIZE_BOTH_CASES,
     *MATMUL_CASES,
+    *RAGGED_CASES,
     *LARGE_QUANTIZE_CASES,
     *LARGE_MATMUL_CASES,
 )
@@ -176,6 +179,11 @@ class BackendSuite:
     def test_matmul(self, backend: Backend, case: MatmulCase):
         if check_answer(backend, PROMISES[backend.name], case.call, current_target(1)):
             check_matmul(backend, case)
+
+    @pytest.mark.parametrize("case", RAGGED_CASES, ids=str)
+    def test_ragged(self, backend: Backend, case: RaggedCase):
+        if check_answer(backend, PROMISES[backend.name], case.call, current_target(1)):
+            check_ragged(backend, case)
 
     def test_stagnating_sum(self, backend: Backend):
         call = STAGNATING_CASE.call

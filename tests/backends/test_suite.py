@@ -9,11 +9,12 @@ from jax import lax
 
 from mx_jax import formats
 from mx_jax.backends.base import Backend
-from mx_jax.backends.calls import MatmulCall, QuantizeCall
+from mx_jax.backends.calls import MatmulCall, QuantizeCall, RaggedCall
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.testing import backend_suite, cases
 from mx_jax.testing.backend_suite import BackendSuite
+from mx_jax.testing.ragged_check import RaggedCase
 from tests.backends.altered import altered, answering
 
 PLAIN = cases.QuantizeCase(format=formats.MXFP4, shape=(5, 64))
@@ -134,3 +135,18 @@ def test_wrong_products_are_noticed(multiply: Any):
 def test_a_short_accumulator_is_noticed():
     with pytest.raises(AssertionError, match="of 256 products are too far from the exact ones"):
         backend_suite.check_stagnating_sum(altered(REFERENCE, MatmulCall, short_accumulator))
+
+
+def groups_out_of_order(lhs, rhs, sizes, call):
+    return REFERENCE.run(call, lhs, rhs, sizes[::-1])
+
+
+def rest_of_the_last_group(lhs, rhs, sizes, call):
+    return REFERENCE.run(call, lhs, rhs, sizes.at[-1].set(call.lhs.shape[0]))
+
+
+@pytest.mark.parametrize("multiply", [groups_out_of_order, rest_of_the_last_group])
+def test_wrong_ragged_products_are_noticed(multiply: Any):
+    case = RaggedCase(lhs=None, rhs=formats.MXFP4, sizes=(1, 7), rows=16)
+    with pytest.raises(AssertionError):
+        backend_suite.check_ragged(altered(REFERENCE, RaggedCall, multiply), case)

@@ -16,10 +16,13 @@ from mx_jax.backends.calls import (
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
+    RaggedCall,
     rejects_symbolic,
 )
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
 from mx_jax.backends.pallas_gpu.casts import quantize
+from mx_jax.backends.pallas_gpu.grouped import multiply as grouped
+from mx_jax.backends.pallas_gpu.grouped import rejections as grouped_rejections
 from mx_jax.backends.pallas_gpu.products import matmul, packing, rejections
 from mx_jax.backends.pallas_gpu.tuning import table
 
@@ -65,6 +68,7 @@ def backend_for(architecture: Architecture | None = None, interpret: Any = None)
         epsilon_bound=4.0,
         table=(
             _offer(MatmulCall, rejections.rejects, how(matmul.scaled_matmul)),
+            _offer(RaggedCall, grouped_rejections.rejects, how(grouped.multiply_groups)),
             _offer(QuantizeCall, quantize.rejects, how(quantize.quantize)),
             _offer(QuantizeBothCall, quantize.rejects, how(quantize.quantize_both)),
             _offer(PackCall, packing.rejects, on(packing.pack_weights)),

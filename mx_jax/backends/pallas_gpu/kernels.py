@@ -39,6 +39,7 @@ class Kernel:
       min_rows: of a tile, for few rows of the left operand.
       shapes: (n, parts) of tiles that are worth measuring.
       tuning: (bits of a code, as they lie in memory; tiles and crossover).
+      load_groups: gives its `grouped_products`, for rows in groups; None: it has none.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Kernel:
     min_rows: int
     shapes: tuple[tuple[int, int], ...]
     tuning: tuple[tuple[int, Tuning], ...]
+    load_groups: Callable[[], Run] | None = None
 
     def __repr__(self) -> str:
         return self.name
@@ -126,6 +128,12 @@ def _load_wgmma() -> Run:
     return wgmma.partial_products
 
 
+def _load_grouped_wgmma() -> Run:
+    from mx_jax.backends.pallas_gpu.grouped import wgmma
+
+    return wgmma.grouped_products
+
+
 def _possible_wgmma(code_bits: int, tiles: Tiles) -> bool:
     """At most four warpgroups, and registers for them."""
     # A group of codes, which one warpgroup decodes at a time, spans at most 128 columns.
@@ -151,6 +159,7 @@ WGMMA = Kernel(
     layout=PackedWeights,
     takes=_anything,
     load=_load_wgmma,
+    load_groups=_load_grouped_wgmma,
     possible=_possible_wgmma,
     shared_memory=_shared_by_wgmma,
     resident=1,

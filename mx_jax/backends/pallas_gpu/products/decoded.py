@@ -27,7 +27,7 @@ def by_weights(
     interpret: Any,
 ) -> jax.Array:
     """Decode or keep the activations, then multiply by weights that are decoded on their way."""
-    activations, factor = _in_high_precision(activations)
+    activations, factor = in_high_precision(activations)
     between = out_dtype if factor is None else jnp.float32
     many = activations.shape[1] >= crossover(architecture, weights.format)
     if isinstance(weights, MXArray) and many:
@@ -39,7 +39,7 @@ def by_weights(
     return out if factor is None else (out * factor).astype(out_dtype)
 
 
-def _in_high_precision(activations: Operand) -> tuple[jax.Array, jax.Array | None]:
+def in_high_precision(activations: Operand) -> tuple[jax.Array, jax.Array | None]:
     """Activations in bfloat16 or as they are, and a factor of the product."""
     if not isinstance(activations, MXArray):
         return activations, None

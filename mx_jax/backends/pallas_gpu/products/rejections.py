@@ -13,12 +13,12 @@ from mx_jax.backends.pallas_gpu.layouts.weights import MIN_BLOCK, ROWS
 from mx_jax.formats import BlockFormat
 
 _ACTIVATIONS = tuple(map(jnp.dtype, ("bfloat16", "float16")))
-_OUTPUTS = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
+OUTPUTS = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 # Significant bits of a bfloat16.
 _SIGNIFICANT = 8
 # Kernels count elements in 32 bits; a grid's second axis has 16, in tiles of at least 64 rows.
-_MAX_ELEMENTS = 2**31 - 1
-_MAX_ROWS = 65535 * ROWS
+MAX_ELEMENTS = 2**31 - 1
+MAX_ROWS = 65535 * ROWS
 
 
 def rejects(
@@ -30,7 +30,7 @@ def rejects(
         return reason
     if call.out_sharding is not None:
         return f"takes no out_sharding, got out_sharding={call.out_sharding}"
-    if call.out_dtype not in _OUTPUTS:
+    if call.out_dtype not in OUTPUTS:
         return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
     return rejects_scale_axes(call, batch=False) or _rejects_formats(call) or _rejects_sizes(call)
 
@@ -45,7 +45,7 @@ def _rejects_formats(call: MatmulCall) -> str | None:
             continue
         if own.format is None and own.dtype not in _ACTIVATIONS:
             return f"needs activations in bfloat16 or float16, got {side} in {own.dtype}"
-        if own.format is not None and not _fits_bfloat16(own.format):
+        if own.format is not None and not fits_bfloat16(own.format):
             return f"needs values that bfloat16 holds on both sides, got {side}={own.format.name}"
     return None
 
@@ -54,7 +54,7 @@ def rejects_weights(format: BlockFormat | None) -> str | None:
     """Why weights of a format are not taken, or None."""
     if format is None:
         return "is in high precision"
-    if not _fits_bfloat16(format):
+    if not fits_bfloat16(format):
         return f"is {format.name}"
     kept, block = format.block
     if kept != 1 or not isinstance(block, int) or block % MIN_BLOCK:
@@ -62,7 +62,7 @@ def rejects_weights(format: BlockFormat | None) -> str | None:
     return None
 
 
-def _fits_bfloat16(format: BlockFormat) -> bool:
+def fits_bfloat16(format: BlockFormat) -> bool:
     """Whether each element times its block's scale is a bfloat16, exponent aside."""
     element, scale = format.element, format.scale
     if (
@@ -77,8 +77,8 @@ def _fits_bfloat16(format: BlockFormat) -> bool:
 
 def _rejects_sizes(call: MatmulCall) -> str | None:
     for side, own in call.sides:
-        if math.prod(own.shape) > _MAX_ELEMENTS:
-            return f"needs at most {_MAX_ELEMENTS} elements, got {side}_shape={own.shape}"
-        if own.rows > _MAX_ROWS:
-            return f"needs at most {_MAX_ROWS} rows, got {side}_shape={own.shape}"
+        if math.prod(own.shape) > MAX_ELEMENTS:
+            return f"needs at most {MAX_ELEMENTS} elements, got {side}_shape={own.shape}"
+        if own.rows > MAX_ROWS:
+            return f"needs at most {MAX_ROWS} rows, got {side}_shape={own.shape}"
     return rejects_parts_of_blocks(call)

@@ -86,9 +86,8 @@ class WgmmaProgram(DecodingProgram):
 
     def scratch_types(self) -> list[Any]:
         """Shared memory besides the pipeline's: result, partial sums, a stand-in's operand."""
-        tiles, line = self.tiles, 128 // self.out_dtype.itemsize
-        tile = (tiles.n // ROWS, tiles.m, ROWS)
-        scratch = [plgpu.SMEM(tile, self.out_dtype, transforms=transforms(line, 128))]
+        tiles = self.tiles
+        scratch = [self.result((tiles.n // ROWS, tiles.m, ROWS))]
         if tiles.parts > 1:
             shape = (self.num_warpgroups, ROWS, tiles.m)
             scratch += [
@@ -98,6 +97,11 @@ class WgmmaProgram(DecodingProgram):
         if self.decoder.interpreted:
             scratch.append(plgpu.SMEM((self.num_warpgroups, ROWS, CHUNK), jnp.bfloat16))
         return scratch
+
+    def result(self, shape: tuple[int, ...]) -> Any:
+        """Shared memory for the result, of which whole tiles are copied."""
+        line = 128 // self.out_dtype.itemsize
+        return plgpu.SMEM(shape, self.out_dtype, transforms=transforms(line, 128))
 
     def body(self, x_gmem, codes_gmem, scales_gmem, out_gmem, out_smem, *scratch):
         """Copy, decode, multiply; then one copy of the result's tile."""
@@ -175,19 +179,19 @@ class WgmmaProgram(DecodingProgram):
                 total += plgpu.load(sums_smem.at[warpgroup + part], layout=plgpu.Layout.WGMMA)
             store(total, lax.div(warpgroup, parts))
 
-    def to_smem(self, sums: Any, tile: Any) -> None:
-        """The transposed sums, transposed again on their way to shared memory."""
-        tile.T[...] = plgpu.layout_cast(sums.astype(self.out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
+    def transposed(self, sums: Any) -> Any:
+        """The result's numbers, so that shared memory takes them transposed once more."""
+        return plgpu.layout_cast(sums.astype(self.out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
 
     def columns(self, row_tile: Any) -> Any:
         """Columns of the result that 64 rows of the weights' tile give."""
         return pl.ds(lax.axis_index("n") * self.tiles.n + row_tile * ROWS, ROWS)
 
     def _store(self, out_smem: Any, out_gmem: Any, sums: Any, row_tile: Any) -> None:
-        """The sums, through shared memory."""
+        """The transposed sums, transposed again on their way through shared memory."""
         tile = out_smem.at[row_tile]
-        self.to_smem(sums, tile)
+        tile.T[...] = self.transposed(sums)
+        plgpu.commit_smem()
         first = lax.axis_index("split") * self.num_rows + lax.axis_index("row")
         rows = pl.ds(first * self.tiles.m, self.tiles.m)
         plgpu.copy_smem_to_gmem(tile, out_gmem.at[rows, self.columns(row_tile)])

@@ -1,0 +1,1 @@
+"""Products of rows in groups: which rows a program multiplies, and the kernels' own parts."""

@@ -1,0 +1,154 @@
+"""Hopper's kernel for groups of rows: the dense product's, with rows and weights by a schedule.
+
+Device code only; `multiply.py` picks and prepares. A program reads which rows of which group are
+its own, and multiplies them by the group's weights as `products/wgmma.py` does. It stores those
+rows alone: what else its tile holds is another program's.
+
+Imports Mosaic GPU, so the adapter imports this file only when it takes a call.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+from mx_jax.backends.pallas_gpu.casts.decode import Decoder
+from mx_jax.backends.pallas_gpu.grouped.visits import CHUNK_ROWS, FIELDS
+from mx_jax.backends.pallas_gpu.layouts.weights import ROWS
+from mx_jax.backends.pallas_gpu.products.wgmma import WgmmaProgram
+from mx_jax.backends.pallas_gpu.stores import store as store_registers
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.formats import BlockFormat
+
+# Its declared types differ between versions of JAX, and none fits its own use.
+plgpu: Any = mosaic_gpu
+
+
+def grouped_products(
+    x: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    factors: jax.Array,
+    visits: jax.Array,
+    *,
+    columns: int,
+    format: BlockFormat,
+    tiles: Tiles,
+    out_dtype: Any,
+    interpret: Any = None,
+) -> jax.Array:
+    """Partial products of rows in groups; summed over `tiles.splits` they are the product.
+
+    Args:
+      x: bfloat16 `[rows, k]`; rows a multiple of 8, k of 64. What lies beyond counts as zeros.
+      codes: int32 `[g * n / 64, k' / group, 64, 16]`, as `PackedWeights` has them; n a multiple of
+        `tiles.n`, k' of `tiles.k * tiles.splits`.
+      scales: int32 `[g * n / 64, k' / (2 * granularity), 64]`.
+      factors: float32 `[2 * g]`: what a group's sums are multiplied by first, and then, of all.
+      visits: as `visits.visits` gives them.
+      columns: of the result, at most n.
+      format: of the weights; a tensor scale is left out.
+      tiles: what one program computes, and how.
+      out_dtype: bfloat16 or float32.
+      interpret: parameters of Mosaic's interpreter, None to compile.
+
+    Returns:
+      `[splits * rows, columns]`.
+    """
+    num_groups = factors.shape[0] // 2
+    program = GroupedProgram(
+        decoder=Decoder(format=format, interpreted=interpret is not None),
+        tiles=tiles,
+        out_dtype=jnp.dtype(out_dtype),
+        num_m=1,
+        num_n=codes.shape[0] // num_groups * ROWS // tiles.n,
+        num_k=_padded_k(codes, format) // tiles.k,
+        num_rows=visits.shape[0] // FIELDS,
+        num_groups=num_groups,
+        rows=x.shape[0],
+    )
+    return plgpu.kernel(
+        program.body_of_groups,
+        out_type=jax.ShapeDtypeStruct((tiles.splits * x.shape[0], columns), out_dtype),
+        **program.grid,
+        num_threads=program.num_warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        scratch_types=program.scratch_types(),
+        kernel_name=f"mx_jax_grouped_wgmma_{format.name}",
+        interpret=interpret,
+    )(x, codes, scales, factors, visits)
+
+
+def _padded_k(codes: jax.Array, format: BlockFormat) -> int:
+    stored = Decoder(format=format).storage
+    return codes.shape[1] // stored.planes * stored.group
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedProgram(WgmmaProgram):
+    """`WgmmaProgram` for a grid `(split, n, visit)`, whose last axis it calls "row" too.
+
+    Attributes:
+      num_groups: matrices of weights.
+      rows: of the activations, and of each split's result.
+    """
+
+    num_groups: int
+    rows: int
+
+    def result(self, shape: tuple[int, ...]) -> Any:
+        """Shared memory for the result, of which any row is copied by itself."""
+        return plgpu.SMEM(shape, self.out_dtype, transforms=(plgpu.TilingTransform((1, ROWS)),))
+
+    def body_of_groups(
+        self, x_gmem, codes_gmem, scales_gmem, factors_gmem, visits_gmem, out_gmem, out_smem, *rest
+    ):
+        """Read which rows of which group; copy, decode, multiply; then copy those rows."""
+        visit = lax.axis_index("row") * FIELDS
+        group, first, begin, end = (visits_gmem[visit + i] for i in range(FIELDS))
+        first = pl.multiple_of(first, CHUNK_ROWS)
+        # Rows of no group take no step, and get the zeros that sums begin with.
+        steps = jnp.where((group < self.num_groups) & (begin < end), self.steps, 0)
+        matrix = jnp.minimum(group, self.num_groups - 1)
+        first_factor, second_factor = (factors_gmem[matrix + i * self.num_groups] for i in range(2))
+
+        def store(sums: Any, row_tile: Any) -> None:
+            tile = out_smem.at[row_tile]
+            store_registers(tile.T, self.transposed(sums * first_factor * second_factor))
+            plgpu.commit_smem()
+            to = lax.axis_index("split") * self.rows + first, self.columns(row_tile)
+            self._copy_rows(tile, out_gmem, to, begin - first, end - first)
+
+        self.multiply(
+            (x_gmem.at[pl.ds(first, self.tiles.m)], codes_gmem, scales_gmem),
+            self.in_specs(row=0, matrix=matrix),
+            steps,
+            store,
+            rest,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Along k, of one split."""
+        return self.num_k // self.tiles.splits
+
+    def _copy_rows(self, tile: Any, out_gmem: Any, to: Any, begin: Any, end: Any) -> None:
+        """Rows from `begin` up to `end` of a tile to memory, eight at a time where they can be."""
+        first, columns = to
+        whole = jnp.minimum(-(-begin // CHUNK_ROWS) * CHUNK_ROWS, end)
+        rest = jnp.maximum(end // CHUNK_ROWS * CHUNK_ROWS, whole)
+        chunks = lax.div(rest - whole, CHUNK_ROWS)
+
+        def copy(row: Any, rows: int) -> None:
+            from_, at = tile.at[pl.ds(row, rows)], out_gmem.at[pl.ds(first + row, rows), columns]
+            plgpu.copy_smem_to_gmem(from_, at)
+
+        lax.fori_loop(begin, whole, lambda row, _: copy(row, 1), None)
+        lax.fori_loop(0, chunks, lambda i, _: copy(whole + i * CHUNK_ROWS, CHUNK_ROWS), None)
+        lax.fori_loop(rest, end, lambda row, _: copy(row, 1), None)
+        plgpu.wait_smem_to_gmem(0)

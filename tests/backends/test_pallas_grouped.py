@@ -1,0 +1,326 @@
+"""Hopper's kernel for rows in groups: numbers and races in the interpreter, and what it takes."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import formats
+from mx_jax.backends.base import Target
+from mx_jax.backends.calls import OperandType, PackCall, RaggedCall
+from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
+from mx_jax.backends.pallas_gpu.architecture import SM90
+from mx_jax.backends.pallas_gpu.grouped import multiply
+from mx_jax.backends.pallas_gpu.grouped.rejections import rejects
+from mx_jax.backends.pallas_gpu.grouped.visits import FIELDS, num_visits, visits
+from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
+from mx_jax.backends.pallas_gpu.products.packing import pack_weights
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
+from mx_jax.mxarray import MXArray
+from mx_jax.reference.ragged import scaled_ragged_dot
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.ragged_check import RAGGED_CASES, RaggedCase, check_ragged
+from tests.backends.mosaic import (
+    few_octaves,
+    interpreter,
+    needs_newer_mosaic,
+    race_of,
+)
+
+H200 = Target(platform="cuda", compute_capability=(9, 0))
+NEW = (0, 12, 0)
+SMALL = Tiles(m=16, n=64, k=128, stages=2)
+TAKEN = tuple(case for case in RAGGED_CASES if rejects(case.call, H200, NEW) is None)
+
+
+def case_of(rhs: formats.BlockFormat | None = MXFP4, **facts: Any) -> RaggedCase:
+    given: dict[str, Any] = {"lhs": None, "sizes": (0, 1, 7, 0, 13), "rows": 24, "n": 64}
+    return RaggedCase(rhs=rhs, **given | facts)
+
+
+def whole_numbers(case: RaggedCase) -> tuple[jax.Array, MXArray, jax.Array]:
+    """Operands of sums that are exact in float32 in any order."""
+    rng = np.random.default_rng(0)
+    lhs, rhs, sizes = case.operands(rng)
+    assert isinstance(rhs, MXArray)
+    rhs = few_octaves(rng, dataclasses.replace(rhs, scales=rhs.scales * 0 + 127))
+    return jnp.asarray(rng.integers(-8, 9, lhs.shape), jnp.bfloat16), rhs, sizes
+
+
+def product(case: RaggedCase, tiles: Tiles) -> tuple[Any, Any]:
+    """The kernel's, as a function to be called, and the reference's."""
+    x, w, sizes = whole_numbers(case)
+    expected = scaled_ragged_dot(x, w, sizes, case.call.contracting, case.out_dtype)
+    bare = dataclasses.replace(w, tensor_scale=None)
+    matrices = bare if not case.rhs_k_first else _transposed(bare)
+    factors = jnp.concatenate([jnp.ones(len(case.sizes)) * f for f in (_scale(w), 1.0)])
+
+    def run() -> jax.Array:
+        packed = jax.jit(PackedWeights.of)(matrices)
+        how = {"architecture": SM90, "tiles": tiles, "interpret": interpreter()}
+        return multiply.multiply(x, packed, factors, sizes, case.out_dtype, **how)
+
+    return run, expected
+
+
+def _transposed(w: MXArray) -> MXArray:
+    return w.transpose(0, 2, 1)
+
+
+def _scale(w: MXArray) -> Any:
+    return 1.0 if w.tensor_scale is None else w.tensor_scale.reshape(())
+
+
+# Which rows of which group --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile_rows", [8, 16, 64])
+def test_every_row_is_one_visits_own(tile_rows: int, rng: np.random.Generator):
+    m, g = 100, 5
+    find = jax.jit(lambda sizes: visits(sizes, m, tile_rows))
+    for _ in range(30):
+        total = rng.integers(0, m + 1)
+        sizes = rng.multinomial(total, rng.dirichlet([0.4] * g)).astype(np.int32)
+        found = np.asarray(find(sizes)).reshape(-1, FIELDS)
+        assert len(found) == num_visits(m, g, tile_rows) <= -(-m // tile_rows) + g
+        group_of = np.append(np.repeat(np.arange(g), sizes), [g] * (m - total))
+        owners = np.zeros(m, int)
+        for group, first, begin, end in found:
+            assert first % 8 == 0 and (begin >= end or first <= begin < end <= first + tile_rows)
+            assert (group_of[begin:end] == group).all()
+            owners[begin:end] += 1
+        assert (owners == 1).all()
+
+
+def test_a_small_groups_weights_are_read_once():
+    found = np.asarray(visits(jnp.array([5, 9, 9, 9], jnp.int32), 32, 16)).reshape(-1, FIELDS)
+    assert sorted(found[found[:, 2] < found[:, 3]][:, 0]) == [0, 1, 2, 3]
+
+
+# Numbers --------------------------------------------------------------------------------------
+
+
+@needs_newer_mosaic
+@pytest.mark.parametrize(
+    ("case", "tiles"),
+    [
+        (case_of(sizes=(0, 1, 7, 5), rows=16), SMALL),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                (case_of(), SMALL),
+                (case_of(MXFP8_E4M3, sizes=(40,), rows=40, out_dtype="bfloat16"), SMALL),
+                (case_of(NVFP4, sizes=(3, 21), k=200, rhs_k_first=False), SMALL),
+                (case_of(MXFP8_E5M2, sizes=(30, 2, 1), rows=40, n=20, out_dtype="float16"), SMALL),
+                (case_of(sizes=(0, 0)), SMALL),
+                (case_of(k=512), Tiles(m=8, n=64, k=512, stages=2, parts=4)),
+                (case_of(k=512, n=130), Tiles(m=24, n=128, k=128, stages=3, splits=2)),
+                (case_of(formats.MXFP6_E2M3, sizes=(20,)), SMALL),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_is_the_reference_after_rounding(case: RaggedCase, tiles: Tiles):
+    run, expected = product(case, tiles)
+    assert_bitwise_equal(run(), expected, what="product")
+
+
+@needs_newer_mosaic
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TAKEN, ids=str)
+def test_is_near_float64(case: RaggedCase):
+    """The shared suite's cases, as the backend takes them, tiles by the table."""
+    check_ragged(backend_for(architecture=SM90, interpret=interpreter()), case)
+
+
+@needs_newer_mosaic
+@pytest.mark.slow
+def test_packed_experts_and_a_tensor_scale_of_each(rng: np.random.Generator):
+    case = case_of(NVFP4, sizes=(9, 12), n=64)
+    x, _, sizes = whole_numbers(case)
+    w = jax.vmap(functools.partial(mx_jax.quantize, format="nvfp4", axis=0))(
+        jnp.asarray(rng.integers(-6, 7, (2, 96, 64)), jnp.float32) * jnp.array([[[1.0]], [[8.0]]])
+    )
+    types = case.call.lhs, OperandType.of(w, case.call.rhs.axes)
+    call = dataclasses.replace(case.call, lhs=types[0], rhs=types[1])
+    assert call.rhs.scale_axes == (0,) and rejects(call, H200, NEW) is None
+    expected = scaled_ragged_dot(x, w, sizes, call.contracting, "float32")
+    backend = backend_for(architecture=SM90, interpret=interpreter())
+    run = jax.jit(lambda x, w, sizes: backend.run(call, x, w, sizes))
+    np.testing.assert_allclose(run(x, w, sizes), expected, rtol=1e-6, atol=1e-3)
+    one = mx_jax.quantize(jnp.ones((2, 96, 64)), "nvfp4", axis=1)
+    whole = dataclasses.replace(call, rhs=OperandType.of(one, call.rhs.axes))
+    pack = jax.jit(
+        lambda w: pack_weights(w, PackCall(weights=whole.rhs, blocks=w.blocks), architecture=SM90)
+    )
+    expected = scaled_ragged_dot(x, one, sizes, call.contracting, "float32")
+    run = jax.jit(lambda x, w, sizes: backend.run(whole, x, w, sizes))
+    np.testing.assert_allclose(run(x, pack(one), sizes), expected, rtol=1e-6, atol=1e-3)
+
+
+@needs_newer_mosaic
+@pytest.mark.slow
+def test_nothing_of_a_group_reaches_another():
+    case = case_of(MXFP8_E4M3)
+    x, w, sizes = whole_numbers(case)
+    backend = backend_for(architecture=SM90, interpret=interpreter())
+    run = jax.jit(lambda x, w, sizes: backend.run(case.call, x, w, sizes))
+    expected = run(x, w, sizes)
+    # Group 2 has rows 1 to 7, and rows 21 to 23 are of none.
+    spoilt = dataclasses.replace(w, scales=w.scales.at[2].set(255))
+    with np.errstate(invalid="ignore"):
+        found = np.asarray(run(x.at[21:].set(jnp.nan), spoilt, sizes))
+    others = np.r_[0:1, 8:24]
+    assert_bitwise_equal(found[others], np.asarray(expected)[others], what="other groups")
+    assert np.isnan(found[1:8]).all()
+
+
+# What goes wrong is noticed -------------------------------------------------------------------
+
+
+@needs_newer_mosaic
+@pytest.mark.slow
+def test_a_missing_wait_is_a_race(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    from jax._src.pallas.mosaic_gpu import primitives
+
+    monkeypatch.setattr(primitives, "barrier_wait", lambda *args, **kwargs: None)
+    run, _ = product(case_of(sizes=(24,)), SMALL)
+    assert race_of(run, capfd)
+
+
+@needs_newer_mosaic
+@pytest.mark.slow
+def test_storing_rows_of_another_group_is_a_race(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    def whole_chunks(*args: Any) -> jax.Array:
+        found = visits(*args).reshape(-1, FIELDS)
+        return found.at[:, 2].set(found[:, 1]).reshape(-1)
+
+    monkeypatch.setattr(multiply, "visits", whole_chunks)
+    run, _ = product(case_of(sizes=(4, 4), rows=8), SMALL)
+    assert race_of(run, capfd)
+
+
+# What is taken, and what is lowered -----------------------------------------------------------
+
+TAKEN_CALL = case_of().call
+TYPE = TAKEN_CALL.rhs
+
+
+@pytest.mark.parametrize(
+    ("call", "target", "reason"),
+    [
+        (TAKEN_CALL, H200, None),
+        (case_of(lhs=MXFP8_E4M3, rhs_k_first=False, out_dtype="float16").call, H200, None),
+        (TAKEN_CALL, Target(platform="cpu"), "runs on platform=cuda, got platform=cpu"),
+        (
+            TAKEN_CALL,
+            Target(platform="cuda", compute_capability=(10, 0)),
+            "multiplies rows in groups on CUDA compute capability 9.0, got 10.0",
+        ),
+        (
+            dataclasses.replace(
+                TAKEN_CALL, lhs=dataclasses.replace(TAKEN_CALL.lhs, dtype=jnp.dtype("float16"))
+            ),
+            H200,
+            "needs rows in bfloat16, got lhs in float16",
+        ),
+        (
+            case_of(None, lhs=MXFP4).call,
+            H200,
+            "needs groups' matrices in a block format: rhs is in high precision",
+        ),
+        (
+            case_of(MXFP4.with_block(8)).call,
+            H200,
+            "matrices in a block format: rhs has blocks (1, 8), not (1, a multiple of 16)",
+        ),
+        (
+            case_of(lhs=formats.FLOAT8_ROWWISE_E4M3).call,
+            H200,
+            "needs values that bfloat16 holds on both sides, got lhs=float8_rowwise_e4m3",
+        ),
+        (
+            dataclasses.replace(TAKEN_CALL, out_dtype=jnp.dtype("float64")),
+            H200,
+            "gives float32, bfloat16 or float16, got out_dtype=float64",
+        ),
+        (
+            dataclasses.replace(TAKEN_CALL, rhs=dataclasses.replace(TYPE, scale_axes=(1,))),
+            H200,
+            "got one for each position of axes=() of lhs, axes=(1,) of rhs",
+        ),
+        (case_of(rows=2**20, k=2**11).call, H200, "2147483647 elements, got lhs_shape=(1048576,"),
+        (
+            case_of(sizes=(0,) * 2**11, k=2**13, n=2**11).call,
+            H200,
+            "at most 2147483647 words of codes, got rhs_shape=(2048, 8192, 2048)",
+        ),
+        (case_of(n=2**22, k=32, sizes=(1,)).call, H200, "at most 4194240 columns of a matrix"),
+    ],
+)
+def test_rejects(call: RaggedCall, target: Target, reason: str | None):
+    found = rejects(call, target, NEW)
+    assert found is None if reason is None else found is not None and reason in found
+
+
+def test_rejects_jax_that_does_not_clip_copies():
+    found = rejects(TAKEN_CALL, H200, (0, 11, 2))
+    assert found == "multiplies rows in groups from jax==0.12.0 on, got jax==0.11.2"
+
+
+@needs_newer_mosaic
+def test_is_asked_by_its_name_alone_and_explained(rng: np.random.Generator):
+    tokens = jnp.asarray(rng.standard_normal((16, 64)), jnp.bfloat16)
+    experts = mx_jax.quantize(jnp.ones((2, 64, 64)), "mxfp4", axis=1)
+    sizes = np.array([3, 13], np.int32)
+
+    def forward(x: jax.Array, w: MXArray) -> jax.Array:
+        return mx_jax.ragged_dot(x, w, sizes, recipe=mx_jax.recipes.weight_only("mxfp4"))
+
+    with mx_jax.testing.target("cuda", (9, 0)):
+        assert "-> xla_bfloat16" in mx_jax.inspect.explain_call(forward, tokens, experts)
+        with mx_jax.prefer_backends("pallas_gpu"):
+            told = mx_jax.inspect.explain_call(forward, tokens, experts)
+            text = (
+                jax.jit(forward)
+                .trace(tokens, experts)
+                .lower(lowering_platforms=("cuda",))
+                .as_text()
+            )
+    assert "mxfp4 [2, 64, 64], 2 groups, to float32 -> pallas_gpu" in told
+    assert "mx_jax_grouped_wgmma_mxfp4" in text and "ragged_dot" not in text
+
+
+@needs_newer_mosaic
+def test_nothing_is_padded_gathered_or_masked_around_the_kernel():
+    case = case_of(sizes=(0,) * 8, rows=64, k=512, n=256, out_dtype="bfloat16")
+    x = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)
+    w = jax.eval_shape(PackedWeights.of, _transposed(whole_numbers(case)[1]))
+    sizes, factors = jax.ShapeDtypeStruct((8,), jnp.int32), jax.ShapeDtypeStruct((16,), jnp.float32)
+
+    def run(x: Any, w: Any, factors: Any, sizes: Any) -> jax.Array:
+        return multiply.multiply(x, w, factors, sizes, "bfloat16", architecture=SM90)
+
+    text = jax.jit(run).trace(x, w, factors, sizes).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (line for line in text.splitlines() if "custom_call @mosaic_gpu" in line)
+    assert "(tensor<64x512xbf16>, tensor<32x4x64x16xi32>, tensor<32x8x64xi32>" in call
+    assert "-> tensor<64x256xbf16>" in call
+    around = [line for line in text.splitlines() if "64x512xbf16" in line or "64x256xbf16" in line]
+    assert all(re.search(r"custom_call @mosaic_gpu|func\.func|return|call @", w) for w in around)
+
+
+def test_the_backend_offers_it():
+    assert PALLAS_GPU.rejects(TAKEN_CALL, Target(platform="rocm")) is not None
+    assert RaggedCall in PALLAS_GPU.offers
