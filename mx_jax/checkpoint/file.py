@@ -1,19 +1,17 @@
 """A tree of weights, quantized or not, in one safetensors file, and back."""
 
-import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mx_jax.checkpoint.facts import VERSION, Described, describe
+from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry, Reader, write
 from mx_jax.checkpoint.wire import assemble, parts, stored_shapes
 from mx_jax.packed import Quantized, unpacked
@@ -59,17 +57,17 @@ def save(path: str | os.PathLike[str], tree: Mapping[Any, Any], *, progress: boo
             leaf = unpacked(leaf)
             listed["mx"] = describe(leaf)
             shapes = stored_shapes(leaf)
-            found = {f"{name}/{part}": (*shapes[part], get) for part, get in parts(leaf).items()}
+            found = {f"{name}/{p}": Entry(*shapes[p], get) for p, get in parts(leaf).items()}
         else:
-            found = {name: (leaf.shape, np.dtype(leaf.dtype), _fetching(leaf))}
+            found = {name: Entry.of(leaf)}
         described.append(listed)
-        for key, (shape, dtype, fetch) in found.items():
+        for key, entry in found.items():
             if key in entries:
                 raise ValueError(f"checkpoint.save: two tensors would be named {key!r}; rename one")
-            entries[key] = Entry(tuple(shape), dtype, fetch)
+            entries[key] = entry
     text = json.dumps({"version": VERSION, "tensors": described})
     total = sum(entry.nbytes for entry in entries.values())
-    with _bar("write", total, progress) as step:
+    with progress_bar("write", total, progress) as step:
         write(Path(path), entries, {"format": _OURS, _OURS: text}, step)
 
 
@@ -90,7 +88,7 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
     reader = Reader.open(Path(path))
     where = f"checkpoint.load: {os.fspath(path)}"
     tree: dict[Any, Any] = {}
-    with _bar("read", reader.content.size, progress) as step:
+    with progress_bar("read", reader.content.size, progress) as step:
         for keys, mx in _listed(reader, where):
             name = "/".join(map(str, keys))
             if mx is None:
@@ -132,10 +130,6 @@ def _shown(keys: Keys) -> str:
     return "/".join(map(str, keys)) or "the top"
 
 
-def _fetching(leaf: Any) -> Callable[[], np.ndarray]:
-    return lambda: np.asarray(leaf)
-
-
 def _listed(reader: Reader, where: str) -> Iterator[tuple[Keys, Any]]:
     """Paths of the tensors, with the description of those that are MXArrays."""
     text = reader.metadata.get(_OURS)
@@ -166,13 +160,3 @@ def _put(tree: dict[Any, Any], keys: Keys, leaf: Any, where: str) -> None:
     if last in tree:
         raise ValueError(f"{where}: its metadata is damaged: {_shown(keys)} is there twice")
     tree[last] = leaf
-
-
-@contextlib.contextmanager
-def _bar(verb: str, total: int, shown: bool) -> Iterator[Callable[[str, int], None]]:
-    columns = (TextColumn("{task.description:<40}"), BarColumn(), DownloadColumn())
-    with Progress(
-        *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown
-    ) as bar:
-        task = bar.add_task(verb, total=total)
-        yield lambda name, done: bar.update(task, description=f"{verb} {name}", advance=done)

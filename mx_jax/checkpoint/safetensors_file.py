@@ -44,6 +44,16 @@ _METADATA = "__metadata__"
 _ALIGNMENT = 8
 
 
+def named_dtype(name: str) -> np.dtype:
+    """The dtype of one of the format's names."""
+    return np.dtype(_DTYPES[name])
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    """The format's name of a dtype that was read."""
+    return _NAMES[dtype]
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """A tensor that is to be written.
@@ -57,6 +67,11 @@ class Entry:
     shape: tuple[int, ...]
     dtype: np.dtype
     fetch: Callable[[], np.ndarray]
+
+    @classmethod
+    def of(cls, array: Any) -> "Entry":
+        """Of an array, wherever it lies."""
+        return cls(tuple(array.shape), np.dtype(array.dtype), lambda: np.asarray(array))
 
     @property
     def nbytes(self) -> int:

@@ -68,7 +68,7 @@ def from_packed(
     if not -codes.ndim <= axis < codes.ndim:
         raise ValueError(f"from_packed: axis={axis} is out of range for shape={codes.shape}")
     blocks: tuple[tuple[int, BlockSize], ...] = ((axis % codes.ndim - codes.ndim, contracting),)
-    return _checked(
+    return checked(
         MXArray(
             codes=codes,
             scales=scales,
@@ -179,7 +179,7 @@ def assemble(described: Described, arrays: Mapping[str, Any], where: str) -> MXA
         )
     scales, tensor_scale = arrays[SCALES], arrays.get(TENSOR_SCALE)
     codes = packing.unpack(codes, bits, shape[-1]) if shape else codes
-    return _checked(
+    return checked(
         MXArray(
             codes=jnp.asarray(codes),
             scales=jnp.asarray(scales),
@@ -192,6 +192,7 @@ def assemble(described: Described, arrays: Mapping[str, Any], where: str) -> MXA
     )
 
 
-def _checked(x: MXArray, where: str) -> MXArray:
+def checked(x: MXArray, where: str) -> MXArray:
+    """x, if its parts fit together; `where` begins the error."""
     check_parts(x, where)
     return x

@@ -1,0 +1,244 @@
+"""How others store quantized weights: one row for each layout.
+
+Sources: the published checkpoints and the code that writes them; docs/checkpoint.md has the list.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mx_jax.formats import (
+    E4M3,
+    E8M0,
+    F32,
+    FLOAT8_BLOCKWISE_2D_E4M3,
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP8_E4M3,
+    NVFP4,
+    WHOLE,
+    BlockFormat,
+    Whole,
+)
+
+# What a header says of a tensor: safetensors' name of its dtype, and its shape.
+Facts = tuple[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The tensors that a quantized weight is stored as.
+
+    A weight called `<base><weight>` is the tensors `<base><codes>`, `<base><scales>` and, if there
+    is one, `<base><tensor_scale>`. Blocks lie along its last axis, the one that is contracted:
+    these are weights `[out, in]`.
+
+    Attributes:
+      name: what users and messages call it.
+      format: of the weight.
+      codes: suffix of the codes' name; FP4 lies two in a byte, the first in the low nibble, FP6
+        four in three bytes.
+      scales: suffix of the block scales' name.
+      tensor_scale: of the tensor scale's name, or None.
+      weight: of the weight's name.
+      codes_dtype: safetensors' name of the codes' dtype.
+      scales_dtypes: those that the scales may have.
+      divides: whether the tensor scale is stored as what it divides by.
+      split: whether the codes' last axis is cut into blocks `[..., in / 32, 16]`.
+      configs: what `quantization_config` says where the layout is used: pairs of key and value.
+    """
+
+    name: str
+    format: BlockFormat
+    codes: str
+    scales: str
+    tensor_scale: str | None = None
+    weight: str = ".weight"
+    codes_dtype: str = "U8"
+    scales_dtypes: tuple[str, ...] = ("U8",)
+    divides: bool = False
+    split: bool = False
+    configs: tuple[tuple[tuple[str, str], ...], ...] = ()
+
+    def parts(self, base: str) -> dict[str, str]:
+        """Names of a weight's tensors."""
+        found = {"codes": base + self.codes, "scales": base + self.scales}
+        if self.tensor_scale is not None:
+            found["tensor_scale"] = base + self.tensor_scale
+        return found
+
+    def shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
+        """The weight's shape, from that of its stored codes."""
+        if self.split:
+            codes = (*codes[:-2], codes[-2] * codes[-1])
+        return (*codes[:-1], codes[-1] * 8 // self.format.element.bits)
+
+    def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What the scales of a weight of that shape have to be."""
+        *front, rows, columns = shape
+        counts = (
+            1 if isinstance(size, Whole) else -(-length // size)
+            for size, length in zip(self.format.block, (rows, columns), strict=True)
+        )
+        return (*front, *counts)
+
+    def accepts(self, base: str, tensors: Mapping[str, Facts]) -> bool:
+        """Whether a weight of that name may be stored so: by names, dtypes and whole codes."""
+        parts = self.parts(base)
+        if not all(name in tensors for name in parts.values()):
+            return False
+        (dtype, codes), (scales, _) = tensors[parts["codes"]], tensors[parts["scales"]]
+        return (
+            dtype == self.codes_dtype
+            and scales in self.scales_dtypes
+            and len(codes) >= (3 if self.split else 2)
+            and codes[-1] * 8 % self.format.element.bits == 0
+        )
+
+    def fits(self, base: str, tensors: Mapping[str, Facts]) -> bool:
+        """Whether the scales have the shape that the codes ask for, or leave out an axis of one."""
+        parts = self.parts(base)
+        expected = self.scales_shape(self.shape(tensors[parts["codes"]][1]))
+        given = tensors[parts["scales"]][1]
+        return given == expected or (*given, 1) == expected
+
+    def used_by(self, config: Mapping[str, Any]) -> bool:
+        """Whether a `quantization_config` names it."""
+        return any(all(config.get(key) == value for key, value in pairs) for pairs in self.configs)
+
+
+def _compressed(format: str) -> tuple[tuple[str, str], ...]:
+    return ("quant_method", "compressed-tensors"), ("format", format)
+
+
+def _modelopt(algorithm: str) -> tuple[tuple[str, str], ...]:
+    return ("quant_method", "modelopt"), ("quant_algo", algorithm)
+
+
+_FP8_BLOCKS = dataclasses.replace(FLOAT8_BLOCKWISE_2D_E4M3, name="float8_e8m0_128x128", scale=E8M0)
+_FP8_ROWS = BlockFormat(name="float8_channelwise_e4m3", element=E4M3, scale=F32, block=(1, WHOLE))
+
+LAYOUTS: tuple[Layout, ...] = (
+    Layout(
+        name="gpt-oss",
+        format=MXFP4,
+        codes="_blocks",
+        scales="_scales",
+        weight="",
+        split=True,
+        configs=((("quant_method", "mxfp4"),),),
+    ),
+    Layout(
+        name="gpt-oss-original",
+        format=MXFP4,
+        codes=".blocks",
+        scales=".scales",
+        weight="",
+        split=True,
+    ),
+    Layout(
+        name="mxfp4-pack-quantized",
+        format=MXFP4,
+        codes=".weight_packed",
+        scales=".weight_scale",
+        configs=(_compressed("mxfp4-pack-quantized"),),
+    ),
+    Layout(
+        name="mxfp6-pack-quantized",
+        format=MXFP6_E2M3,
+        codes=".weight_packed",
+        scales=".weight_scale",
+        configs=(_compressed("mxfp6-pack-quantized"),),
+    ),
+    Layout(
+        name="nvfp4-pack-quantized",
+        format=NVFP4,
+        codes=".weight_packed",
+        scales=".weight_scale",
+        tensor_scale=".weight_global_scale",
+        scales_dtypes=("F8_E4M3",),
+        divides=True,
+        configs=(_compressed("nvfp4-pack-quantized"),),
+    ),
+    Layout(
+        name="mxfp8-quantized",
+        format=MXFP8_E4M3,
+        codes=".weight",
+        scales=".weight_scale",
+        codes_dtype="F8_E4M3",
+        scales_dtypes=("U8", "F8_E8M0"),
+        configs=(_compressed("mxfp8-quantized"), _modelopt("MXFP8")),
+    ),
+    Layout(
+        name="float-quantized",
+        format=_FP8_ROWS,
+        codes=".weight",
+        scales=".weight_scale",
+        codes_dtype="F8_E4M3",
+        scales_dtypes=("F32", "BF16"),
+        configs=(_compressed("float-quantized"),),
+    ),
+    Layout(
+        name="modelopt-nvfp4",
+        format=NVFP4,
+        codes=".weight",
+        scales=".weight_scale",
+        tensor_scale=".weight_scale_2",
+        scales_dtypes=("F8_E4M3",),
+        configs=(_modelopt("NVFP4"), _modelopt("W4A16_NVFP4")),
+    ),
+    Layout(
+        name="modelopt-mxfp4",
+        format=MXFP4,
+        codes=".weight",
+        scales=".weight_scale",
+        configs=(_modelopt("MXFP4"), _modelopt("W4A8_MXFP4_FP8"), (("quant_method", "quark"),)),
+    ),
+    Layout(
+        name="deepseek-v3",
+        format=FLOAT8_BLOCKWISE_2D_E4M3,
+        codes=".weight",
+        scales=".weight_scale_inv",
+        codes_dtype="F8_E4M3",
+        scales_dtypes=("F32",),
+        configs=((("quant_method", "fp8"),),),
+    ),
+    Layout(
+        name="deepseek-v3.1",
+        format=_FP8_BLOCKS,
+        codes=".weight",
+        scales=".weight_scale_inv",
+        codes_dtype="F8_E4M3",
+        scales_dtypes=("F8_E8M0",),
+        configs=((("quant_method", "fp8"),),),
+    ),
+    Layout(
+        name="deepseek-v4",
+        format=_FP8_BLOCKS,
+        codes=".weight",
+        scales=".scale",
+        codes_dtype="F8_E4M3",
+        scales_dtypes=("F8_E8M0",),
+        configs=((("quant_method", "fp8"),),),
+    ),
+    Layout(
+        # Its I8 is packed FP4, not INT8.
+        name="deepseek-v4-experts",
+        format=MXFP4,
+        codes=".weight",
+        scales=".scale",
+        codes_dtype="I8",
+        scales_dtypes=("F8_E8M0",),
+        configs=((("quant_method", "fp8"),),),
+    ),
+)
+
+
+def named(name: str) -> Layout:
+    """The row of `LAYOUTS` of that name; ValueError lists the names."""
+    for layout in LAYOUTS:
+        if layout.name == name:
+            return layout
+    raise ValueError(
+        f"checkpoint: unknown layout={name!r}; known: {', '.join(row.name for row in LAYOUTS)}"
+    )

@@ -1,0 +1,80 @@
+"""Which tensors of a checkpoint are a quantized weight, by names, dtypes and shapes."""
+
+from collections.abc import Mapping
+
+from mx_jax.checkpoint.layouts import LAYOUTS, Facts, Layout
+
+# Names that only a quantized weight's scales have: one that no weight takes is an error.
+SCALE_NAMES = tuple(
+    dict.fromkeys(
+        suffix
+        for layout in LAYOUTS
+        for suffix in (layout.scales, layout.tensor_scale)
+        if suffix is not None and suffix not in (".scale", ".scales")
+    )
+)
+
+
+def match(
+    tensors: Mapping[str, Facts], candidates: tuple[Layout, ...], where: str
+) -> dict[str, tuple[str, Layout]]:
+    """Which weights are quantized, and how each is stored.
+
+    Args:
+      tensors: of a checkpoint, by name.
+      candidates: layouts that may be there.
+      where: the checkpoint's name, for errors.
+
+    Returns:
+      From a weight's name to the base of its tensors' names and its layout.
+
+    Raises:
+      ValueError: scales without codes, scales of another shape, or a weight that fits two layouts.
+    """
+    found: dict[str, tuple[str, Layout]] = {}
+    for weight, (base, rows) in _accepting(tensors, candidates).items():
+        fitting = [row for row in rows if row.fits(base, tensors)]
+        if not fitting:
+            raise ValueError(f"{where}: {weight} {_misfit(rows[0], base, tensors)}")
+        if len(fitting) > 1:
+            raise ValueError(
+                f"{where}: {weight} fits several layouts: {', '.join(r.name for r in fitting)}; "
+                "say which with layout="
+            )
+        found[weight] = base, fitting[0]
+    taken = {name for base, row in found.values() for name in row.parts(base).values()}
+    left = [name for name in tensors if name.endswith(SCALE_NAMES) and name not in taken]
+    if left:
+        facts = ", ".join(f"{name} {tensors[name][0]}{list(tensors[name][1])}" for name in left[:3])
+        raise ValueError(
+            f"{where}: {len(left)} scales belong to no weight of the layouts "
+            f"{', '.join(layout.name for layout in candidates)}: {facts}; a tensor is missing, or "
+            "mx_jax does not read this layout"
+        )
+    return found
+
+
+def _accepting(
+    tensors: Mapping[str, Facts], candidates: tuple[Layout, ...]
+) -> dict[str, tuple[str, list[Layout]]]:
+    """Layouts that a weight may have, by its name, with the base of its tensors' names."""
+    found: dict[str, tuple[str, list[Layout]]] = {}
+    for layout in candidates:
+        for name in tensors:
+            base = name.removesuffix(layout.codes)
+            if base != name and layout.accepts(base, tensors):
+                found.setdefault(base + layout.weight, (base, []))[1].append(layout)
+    return found
+
+
+def _misfit(layout: Layout, base: str, tensors: Mapping[str, Facts]) -> str:
+    parts = layout.parts(base)
+    shape = layout.shape(tensors[parts["codes"]][1])
+    expected, given = layout.scales_shape(shape), tensors[parts["scales"]][1]
+    hint = "they may be swizzled for tensor cores, or of another block size"
+    if given == (*expected[:-2], *reversed(expected[-2:])):
+        hint = "they lie the other way around"
+    return (
+        f"of shape={shape} in {layout.name} needs scales of shape={expected}, got "
+        f"{parts['scales']} of shape={given}; {hint}"
+    )

@@ -1,0 +1,301 @@
+"""Checkpoints of others: what is read, what is written, and what would ruin a model unseen."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import checkpoint
+from mx_jax.checkpoint.layouts import LAYOUTS, Layout
+from mx_jax.checkpoint.safetensors_file import Entry, Reader
+from mx_jax.checkpoint.safetensors_file import write as write_file
+from tests.checkpoint.stored import assert_same, draw
+
+E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
+
+
+def put(path: Path, tensors: Mapping[str, np.ndarray]) -> Path:
+    """A safetensors file of arrays, whoever's it may be."""
+    write_file(path, {name: Entry.of(x) for name, x in tensors.items()}, {}, lambda *_: None)
+    return path
+
+
+def weight_of(row: Layout, rng: np.random.Generator) -> mx_jax.MXArray:
+    shape = (2, 8, 64) if row.split else (130, 192)
+    x = draw(row.format, shape, rng)
+    if row.format.scale.element:
+        # Scales have no sign, and no NaN.
+        return mx_jax.MXArray(**(vars(x) | {"scales": x.scales & 0x3F}))
+    return x
+
+
+@pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: row.name)
+def test_there_and_back(row: Layout, tmp_path: Path, rng: np.random.Generator):
+    """Written and read by itself: the file alone says what it is."""
+    x, path = weight_of(row, rng), tmp_path / "model.safetensors"
+    weights = {f"layer.up{row.weight}": x, "layer.norm": jnp.ones(3)}
+    checkpoint.write(path, weights, layout=row.name)
+    back = checkpoint.read(path)
+    assert [layout.name for _, layout in back.quantized.values()] == [row.name]
+    assert list(back) == list(weights) and len(back) == 2
+    assert_same(back[f"layer.up{row.weight}"], x)
+    np.testing.assert_array_equal(np.asarray(back["layer.norm"]), np.ones(3))
+    assert row.name in repr(back)
+    assert_same(checkpoint.read(path, layout=row.name)[f"layer.up{row.weight}"], x)
+
+
+def facts(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {
+        name: (dtype.name, shape) for name, (dtype, shape, _) in Reader.open(path).tensors.items()
+    }
+
+
+def test_what_is_written(tmp_path: Path, rng: np.random.Generator):
+    """Names, dtypes and shapes of two layouts, as their readers want them."""
+    path = tmp_path / "model.safetensors"
+    x = draw(mx_jax.formats.NVFP4, (8, 64), rng)
+    x = mx_jax.MXArray(**(vars(x) | {"scales": x.scales & 0x3F}))
+    checkpoint.write(path, {"q.weight": x}, layout="nvfp4-pack-quantized")
+    assert facts(path) == {
+        "q.weight_packed": ("uint8", (8, 32)),
+        "q.weight_scale": ("float8_e4m3fn", (8, 4)),
+        "q.weight_global_scale": ("float32", (1,)),
+    }
+    assert Reader.open(path).read("q.weight_global_scale") == 4  # what 0.25 is divided by
+    y = draw(mx_jax.formats.MXFP4, (2, 6, 64), rng)
+    checkpoint.write(path, {"mlp.experts.down_proj": y}, layout="gpt-oss")
+    assert facts(path) == {
+        "mlp.experts.down_proj_blocks": ("uint8", (2, 6, 2, 16)),
+        "mlp.experts.down_proj_scales": ("uint8", (2, 6, 2)),
+    }
+
+
+def test_by_hand(tmp_path: Path):
+    """One row of gpt-oss: nibbles, low first, under 2^(s - 127)."""
+    nibbles = np.arange(16, dtype=np.uint8).reshape(1, 1, 1, 16)
+    path = put(
+        tmp_path / "a.safetensors",
+        {"mlp1_weight.blocks": nibbles | 0x70, "mlp1_weight.scales": np.uint8([[[129]]])},
+    )
+    values = np.asarray(checkpoint.read(path)["mlp1_weight"].dequantize(jnp.float32))
+    e2m1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    expected = [v for one in (*e2m1, *(-x for x in e2m1)) for v in (4 * one, 24)]
+    np.testing.assert_array_equal(values.reshape(-1), expected)
+
+
+def nvfp4(**changed: Any) -> dict[str, np.ndarray]:
+    return {
+        "q.weight": np.full((8, 32), 0x21, np.uint8),
+        "q.weight_scale": np.full((8, 4), 0.5, E4M3),
+        "q.weight_scale_2": np.array(0.125, np.float32),
+        "q.input_scale": np.array(0.01, np.float32),
+    } | changed
+
+
+def test_modelopt(tmp_path: Path):
+    """Its tensor scale multiplies and has no axis; scales of activations stay as they are."""
+    weights = checkpoint.read(put(tmp_path / "a.safetensors", nvfp4()))
+    values = np.asarray(weights["q.weight"].dequantize(jnp.float32))
+    np.testing.assert_array_equal(values[0, :4], np.array([0.5, 1, 0.5, 1]) / 16)
+    assert weights["q.weight"].dtype == jnp.bfloat16
+    assert float(weights["q.input_scale"]) == np.float32(0.01)
+
+
+def test_rows_under_one_scale(tmp_path: Path, rng: np.random.Generator):
+    """Row-wise float8, whose scales may leave out their axis of one, in bfloat16."""
+    codes = rng.integers(0, 0x7F, (8, 40)).astype(np.uint8)
+    scales = np.arange(1, 9).astype(ml_dtypes.bfloat16)
+    tensors = {"q.weight": codes.view(E4M3), "q.weight_scale": scales}
+    weights = checkpoint.read(put(tmp_path / "a.safetensors", tensors))
+    expected = codes.view(E4M3).astype(np.float32) * scales.astype(np.float32)[:, None]
+    np.testing.assert_array_equal(weights["q.weight"].dequantize(jnp.float32), expected)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "complaint"),
+    [
+        (
+            nvfp4() | {"q.weight_scale": None},
+            r"1 scales belong to no weight.*q\.weight_scale_2 F32",
+        ),
+        (nvfp4() | {"q.weight_scale_2": None}, r"1 scales belong to no weight.*F8_E4M3\[8, 4\]"),
+        (nvfp4(**{"q.weight_scale": np.full((4, 8), 1, E4M3)}), "they lie the other way around"),
+        (
+            nvfp4(**{"q.weight_scale": np.full((128, 4), 1, E4M3)}),
+            r"of shape=\(8, 64\) in modelopt-nvfp4 needs scales of shape=\(8, 4\).*may be swizzled",
+        ),
+        (nvfp4(**{"q.weight_scale": np.full((8, 4), np.nan, E4M3)}), "32 of 32 scales are NaN"),
+        (nvfp4(**{"q.weight_scale": np.full((8, 4), -1, E4M3)}), "NaN, infinite or negative"),
+        (nvfp4(**{"q.weight_scale_2": np.array(8, np.float32)}), "weights of up to 21504"),
+        (nvfp4(**{"q.weight_scale_2": np.array(0, np.float32)}), "must be one positive number"),
+        (
+            nvfp4(**{"q.weight_scale_2": np.ones(8, np.float32)}),
+            r"one positive number.*shape=\(8,\)",
+        ),
+        (
+            {
+                "q.weight_packed": np.zeros((8, 16), np.uint8),
+                "q.weight_scale": np.full((8, 1), 255, np.uint8),
+            },
+            "8 of 8 scales are NaN",
+        ),
+    ],
+)
+def test_what_would_ruin_a_model(tensors: dict[str, Any], complaint: str, tmp_path: Path):
+    path = put(tmp_path / "a.safetensors", {n: x for n, x in tensors.items() if x is not None})
+    with pytest.raises(ValueError, match=f"(?s)checkpoint.read: .*a.safetensors.*{complaint}"):
+        dict(checkpoint.read(path))
+
+
+def test_a_divisor_taken_for_a_factor(tmp_path: Path):
+    """compressed-tensors divides by 2688 / amax; a factor in its place is below one."""
+    tensors = {
+        "q.weight_packed": np.full((8, 32), 0x21, np.uint8),
+        "q.weight_scale": np.full((8, 4), 0.5, E4M3),
+        "q.weight_global_scale": np.array([0.001], np.float32),
+    }
+    path = put(tmp_path / "a.safetensors", tensors)
+    with pytest.raises(ValueError, match=r"stores what a tensor is divided by.*other way around"):
+        checkpoint.read(path)["q.weight"]
+
+
+def test_a_folder(tmp_path: Path, rng: np.random.Generator):
+    """Several files with an index; config.json says the layout and the dtype."""
+    x = draw(mx_jax.formats.MXFP4, (8, 64), rng)
+    checkpoint.write(tmp_path / "1.safetensors", {"a.weight": x}, layout="mxfp4-pack-quantized")
+    put(tmp_path / "2.safetensors", {"b": np.ones(2)})
+    names = {"a.weight_packed": "1", "a.weight_scale": "1", "b": "2"}
+    index = {"weight_map": {name: f"{file}.safetensors" for name, file in names.items()}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    stated = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    config = {"torch_dtype": "float32", "quantization_config": stated}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = checkpoint.read(tmp_path)
+    assert weights["a.weight"].dtype == jnp.float32 and list(weights) == ["a.weight", "b"]
+    np.testing.assert_array_equal(weights["a.weight"].codes, x.codes)
+    with pytest.raises(KeyError, match="weight_packed"):
+        weights["a.weight_packed"]
+
+    # A layout that the configuration names is the only one that is looked for.
+    stated["format"] = "nvfp4-pack-quantized"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=r"no weight of the layouts nvfp4-pack-quantized: a\.weight"
+    ):
+        checkpoint.read(tmp_path)
+    assert "a.weight" in checkpoint.read(tmp_path, layout="mxfp4-pack-quantized")
+
+    for change, complaint in (
+        ({"b": "../b.safetensors"}, r"names '\.\./b\.safetensors', which is no file of this"),
+        ({"b": 3}, "names 3, which is no file"),
+        ({"b": "1.safetensors"}, r"says that b is in 1\.safetensors, which has no such"),
+    ):
+        changed = {"weight_map": index["weight_map"] | change}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=complaint):
+            checkpoint.read(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is no JSON"):
+        checkpoint.read(tmp_path)
+
+
+def test_modelopts_own_configuration(tmp_path: Path):
+    put(tmp_path / "a.safetensors", nvfp4())
+    stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(stated))
+    (row,) = {layout.name for _, layout in checkpoint.read(tmp_path).quantized.values()}
+    assert row == "modelopt-nvfp4"
+    stated["quantization"]["quant_algo"] = "MXFP8"
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(stated))
+    with pytest.raises(ValueError, match="no weight of the layouts mxfp8-quantized"):
+        checkpoint.read(tmp_path)
+
+
+def test_what_is_not_written(tmp_path: Path, rng: np.random.Generator):
+    path, x = tmp_path / "a.safetensors", draw(mx_jax.formats.MXFP4, (8, 64), rng)
+    columns, odd = (
+        draw(mx_jax.formats.MXFP4, (64, 8), rng, axis=-2),
+        draw(mx_jax.formats.MXFP4, (8, 33), rng),
+    )
+    for weights, layout, complaint in (
+        (
+            {"a.weight": x},
+            "nvfp4-pack-quantized",
+            r"holds nvfp4 with blocks=.*got a\.weight: ",
+        ),
+        ({"a.weight": columns}, "mxfp4-pack-quantized", r"blocks=\(\(-2, 32\),\); quantize it so"),
+        ({"a.kernel": x}, "mxfp4-pack-quantized", r"names that end in '\.weight'"),
+        ({"a.weight": odd}, "mxfp4-pack-quantized", "rows of whole bytes"),
+        ({"a": odd}, "gpt-oss", "rows of whole blocks"),
+        ({"a.weight": x}, "gptq", "unknown layout='gptq'; known: gpt-oss, "),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            checkpoint.write(path, weights, layout=layout)
+    assert not path.exists()
+
+
+def test_nothing_there(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="no safetensors file in this folder"):
+        checkpoint.read(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no file at"):
+        checkpoint.read(tmp_path / "model.safetensors")
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp6", "mxfp8", "nvfp4"])
+def test_compressed_tensors(name: str, tmp_path: Path, rng: np.random.Generator):
+    """What its compressors write is read here, and they read what is written here: bit for bit."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("compressed_tensors")
+    import safetensors.torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import quant_scheme
+
+    layout = f"{name}-quantized" if name == "mxfp8" else f"{name}-pack-quantized"
+    scheme = quant_scheme.preset_name_to_scheme(f"{name.upper()}A16", ["Linear"])
+    compressor = BaseCompressor.get_value_from_registry(layout)
+    weight = torch.tensor(rng.standard_normal((8, 64)).astype(np.float32))
+    size, largest = {"mxfp4": (32, 6), "mxfp6": (32, 7.5), "mxfp8": (32, 448), "nvfp4": (16, 6)}[
+        name
+    ]
+    amax = weight.reshape(8, -1, size).abs().amax(-1)
+    if name == "nvfp4":
+        peak = 2688 / weight.abs().max()
+        given = {
+            "weight": weight,
+            "weight_scale": (amax / largest * peak).to(torch.float8_e4m3fn).float(),
+            "weight_global_scale": peak.reshape(1),
+        }
+    else:
+        given = {
+            "weight": weight,
+            "weight_scale": 2 ** torch.floor(torch.log2(amax / largest) + 0.5),
+        }
+    packed = compressor.compress(given, scheme)
+    path = tmp_path / "theirs.safetensors"
+    safetensors.torch.save_file({f"up.{k}": v.contiguous() for k, v in packed.items()}, path)
+    found = checkpoint.read(path)["up.weight"]
+    theirs = compressor.decompress(packed, scheme)["weight"].float().numpy()
+    ours = np.asarray(found.dequantize(jnp.float32))
+    if name == "nvfp4":
+        # It divides by the stored number; a factor is its rounded reciprocal.
+        np.testing.assert_allclose(ours, theirs, rtol=2.0**-7)
+    else:
+        np.testing.assert_array_equal(ours, theirs)
+
+    checkpoint.write(tmp_path / "ours.safetensors", {"up.weight": found}, layout=layout)
+    again = safetensors.torch.load_file(tmp_path / "ours.safetensors")
+    assert again.keys() == {f"up.{k}" for k in packed}
+    for key, value in packed.items():
+        mine = again[f"up.{key}"]
+        assert mine.dtype == value.dtype and mine.shape == value.shape, key
+        if key == "weight_global_scale":
+            assert abs(float(mine / value) - 1) < 2.0**-22
+        else:
+            assert torch.equal(mine.view(torch.uint8), value.view(torch.uint8)), key
