@@ -120,7 +120,7 @@ def test_a_small_groups_weights_are_read_once():
                 (case_of(NVFP4, sizes=(3, 21), k=200, rhs_k_first=False), SMALL),
                 (case_of(MXFP8_E5M2, sizes=(30, 2, 1), rows=40, n=20, out_dtype="float16"), SMALL),
                 (case_of(sizes=(0, 0)), SMALL),
-                (case_of(k=512), Tiles(m=8, n=64, k=512, stages=2, parts=4)),
+                (case_of(k=512), Tiles(m=8, n=64, k=128, stages=8, parts=4)),
                 (case_of(k=512, n=130), Tiles(m=24, n=128, k=128, stages=3, splits=2)),
                 (case_of(formats.MXFP6_E2M3, sizes=(20,)), SMALL),
             )

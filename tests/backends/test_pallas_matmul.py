@@ -300,27 +300,37 @@ def test_a_missing_wait_is_a_race(
     how: dict[str, Any],
 ):
     from jax._src.pallas.mosaic_gpu import primitives
+    from jax.experimental.pallas import mosaic_gpu
 
     case = case_of(MXFP4, m=(3,), n=(5,), k=(128,))
     x, w = whole_numbers(rng, case)
-    monkeypatch.setattr(primitives, "barrier_wait", lambda *args, **kwargs: None)
+    for module in (primitives, mosaic_gpu):
+        monkeypatch.setattr(module, "barrier_wait", lambda *args, **kwargs: None)
     here = how | {"architecture": architecture}
     assert race_of(lambda: matmul.scaled_matmul(x, w, case.call, **here), capfd)
 
 
-@pytest.mark.parametrize(
-    "format", mostly_slow(WEIGHTS, formats.MXFP4, formats.NVFP4), ids=lambda format: format.name
-)
-def test_lowers_for_cuda_without_a_plugin(format: formats.BlockFormat):
+# As they are: what a tile has beyond one row, or beyond k, is filled and clipped. More rows than 8:
+# a multiple.
+LOWERED = [
+    *((format, (17, 256, 1024)) for format in WEIGHTS),
+    (MXFP4, (1, 2880, 2880)),
+    (formats.NVFP4, (1, 200, 1024)),
+]
+
+
+@pytest.mark.parametrize("what", mostly_slow(LOWERED, LOWERED[0], *LOWERED[-2:]), ids=str)
+def test_lowers_for_cuda_without_a_plugin(what: tuple[formats.BlockFormat, tuple[int, int, int]]):
     from mx_jax.backends.pallas_gpu.casts.decode import Decoder
 
-    case = case_of(format, m=(17,), n=(200,), k=(1024,), out_dtype="bfloat16")
-    operands = case.operands(np.random.default_rng(0))
+    format, (m, n, k) = what
+    case = case_of(format, m=(m,), n=(n,), k=(k,), out_dtype="bfloat16")
+    arrays = case.operands(np.random.default_rng(0))
     run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, case.call, architecture=SM90))
-    text = run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    text = run.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in text.splitlines() if "custom_call @mosaic_gpu" in line)
-    # Activations padded to 32 rows, weights to 256, and the partial sums of one split.
-    stored = storage(format.element)
-    words = f"{1024 // stored.group * stored.planes}x64x{stored.words}"
-    pairs = 1024 // (2 * Decoder(format=format).granularity)
-    assert f"(tensor<32x1024xbf16>, tensor<4x{words}xi32>, tensor<4x{pairs}x64xi32>)" in call
+    stored, tiles, padded_k = storage(format.element), (n + -n % 128) // 64, k + -k % 128
+    words = f"{tiles}x{padded_k // stored.group * stored.planes}x64x{stored.words}xi32"
+    pairs = padded_k // (2 * Decoder(format=format).granularity)
+    operands = f"1x{24 if m == 17 else m}x{k}xbf16", words, f"{tiles}x{pairs}x64xi32"
+    assert f"({', '.join(f'tensor<{operand}>' for operand in operands)})" in call

@@ -1,5 +1,6 @@
-"""Hopper's kernel with several warpgroups for the same rows: their sums meet in shared memory."""
+"""Hopper's kernel: warpgroups that share rows, programs that share tiles, a ring of slots."""
 
+import importlib
 from typing import Any
 
 import jax
@@ -19,7 +20,9 @@ from tests.backends.test_pallas_matmul import as_batch, case_of
 
 pytestmark = needs_mosaic
 
-QUICK = MXFP4, Tiles(m=8, n=64, k=512, stages=2, parts=4), "bfloat16"
+QUICK = MXFP4, Tiles(m=8, n=64, k=128, stages=8, parts=4), "bfloat16"
+# Pieces that end within tiles, with a step beyond k; more steps than slots.
+STRIPED = MXFP4, Tiles(m=8, n=64, k=128, stages=4, parts=2, stripes=5), "bfloat16"
 
 
 def product(format: BlockFormat, tiles: Tiles, out_dtype: str) -> tuple[Any, Any]:
@@ -37,11 +40,14 @@ def product(format: BlockFormat, tiles: Tiles, out_dtype: str) -> tuple[Any, Any
     mostly_slow(
         [
             QUICK,
-            (MXFP8_E4M3, Tiles(m=16, n=128, k=256, stages=2, parts=2, splits=2), "float32"),
-            (formats.NVFP4, Tiles(m=8, n=64, k=256, stages=3, parts=2), "float32"),
+            STRIPED,
+            (MXFP8_E4M3, Tiles(m=16, n=128, k=256, stages=2, parts=2, splits=3), "float32"),
+            (formats.NVFP4, Tiles(m=8, n=64, k=256, stages=6, parts=2, stripes=7), "float32"),
             (MXFP4, Tiles(m=8, n=256, k=128, stages=2), "bfloat16"),
+            (formats.MXFP6_E2M3, Tiles(m=8, n=128, k=128, stages=3, stripes=6), "float16"),
         ],
         QUICK,
+        STRIPED,
     ),
     ids=str,
 )
@@ -50,11 +56,36 @@ def test_is_the_reference_after_rounding(what: tuple[BlockFormat, Tiles, str]):
     assert_bitwise_equal(run(), expected, what="product")
 
 
-def test_a_missing_wait_for_the_other_sums_is_a_race(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    from mx_jax.backends.pallas_gpu.products import wgmma
+class Waits:
+    """Mosaic GPU, with waits for some barriers left out."""
 
-    monkeypatch.setattr(wgmma.plgpu, "barrier_wait", lambda *args, **kwargs: None)
-    run, _ = product(*QUICK)
+    def __init__(self, module: Any, of_slots: bool):
+        self.module, self.of_slots = module, of_slots
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def barrier_wait(self, barrier: Any) -> None:
+        if hasattr(barrier, "transforms") != self.of_slots:
+            self.module.barrier_wait(barrier)
+
+
+@pytest.mark.parametrize(
+    ("module", "of_slots"),
+    [
+        # For a slot's copies, for its readers, and for the sums of others or their readers.
+        ("wgmma", True),
+        ("ring", True),
+        pytest.param("wgmma", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_missing_wait_is_a_race(
+    module: str,
+    of_slots: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    kernel = importlib.import_module(f"mx_jax.backends.pallas_gpu.products.{module}")
+    monkeypatch.setattr(kernel, "plgpu", Waits(kernel.plgpu, of_slots))
+    run, _ = product(*STRIPED)
     assert race_of(run, capfd)

@@ -1,8 +1,11 @@
 """Which tiles a GPU product gets, from the table or from a file."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,8 +20,9 @@ from mx_jax.backends.pallas_gpu.architecture import (
 from mx_jax.backends.pallas_gpu.kernels import MMA, TCGEN05, WGMMA, Kernel
 from mx_jax.backends.pallas_gpu.products.decoded import crossover
 from mx_jax.backends.pallas_gpu.tuning import table
-from mx_jax.backends.pallas_gpu.tuning.plan import choose
+from mx_jax.backends.pallas_gpu.tuning.plan import Sizes, choose
 from mx_jax.backends.pallas_gpu.tuning.space import candidates, keeps_busy
+from mx_jax.backends.pallas_gpu.tuning.stripes import Stripes, add_shares
 from mx_jax.backends.pallas_gpu.tuning.table import Entry
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles, Tuning
 from mx_jax.formats import MXFP4, MXFP8_E4M3
@@ -30,6 +34,16 @@ KEYS = [
     for architecture in ARCHITECTURES
     for kernel in architecture.kernels
     for bits, _ in kernel.tuning
+]
+# Weights of models: n, k.
+MODEL_SHAPES = [
+    (8192, 8192),
+    (5120, 5120),
+    (10240, 8192),
+    (8192, 10240),
+    (4096, 11008),
+    (11008, 4096),
+    (2880, 2880),
 ]
 # One entry of a file.
 HOPPER = Entry("sm90", "wgmma", 4)
@@ -55,7 +69,8 @@ def test_tiles_are_possible(key: Key):
         (SM90, WGMMA, Tiles(m=12)),
         (SM90, WGMMA, Tiles(m=8, n=320)),
         (SM90, WGMMA, Tiles(m=8, n=128, k=512, parts=4)),
-        (SM90, WGMMA, Tiles(m=8, n=64, k=128, parts=2)),
+        (SM90, WGMMA, Tiles(m=8, n=64, k=128, parts=4, stages=6)),
+        (SM90, WGMMA, Tiles(m=8, n=64, k=128, parts=4, stages=36)),
         (SM90, WGMMA, Tiles(m=128, n=64, k=512, stages=2, parts=4)),
         (SM80, MMA, Tiles(m=8, n=64, k=256, parts=2)),
         (SM90, WGMMA, Tiles(m=8, k=192)),
@@ -140,32 +155,97 @@ def test_a_wrong_file(text: str, reason: str, tuned: Path):
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "tile_m", "splits"),
+    ("m", "n", "k", "expected"),
     [
-        (1, 8192, 8192, 8, 1),
-        (1, 4096, 8192, 8, 2),
-        (64, 8192, 8192, 64, 2),
-        (65, 8192, 8192, 128, 2),
-        (4096, 8192, 8192, 128, 1),
-        (1, 128, 128, 8, 1),
-        (1, 128, 128 * 7, 8, 1),
+        (1, 8192, 8192, {"m": 8, "k": 256}),
+        (1, 4096, 8192, {"m": 8, "k": 256, "splits": 2}),
+        (1, 5120, 5120, {"m": 8, "k": 256, "stripes": 132}),
+        (1, 4096, 11008, {"m": 8, "k": 256, "splits": 2}),
+        (1, 2880, 2880, {"m": 8, "k": 128, "stripes": 132}),
+        (64, 8192, 8192, {"m": 64, "splits": 2}),
+        (65, 8192, 8192, {"m": 128, "splits": 2}),
+        (4096, 8192, 8192, {"m": 128}),
+        (1, 128, 128, {"m": 8, "k": 256}),
+        (1, 128, 128 * 7, {"m": 8, "k": 256}),
     ],
 )
-def test_choice(m: int, n: int, k: int, tile_m: int, splits: int):
+def test_choice(m: int, n: int, k: int, expected: dict[str, int]):
     tiles = choose(SM90, WGMMA, 8, batch=1, m=m, n=n, k=k)
-    assert (tiles.m, tiles.splits) == (tile_m, splits)
-    assert k % (tiles.k * tiles.splits) == 0
+    expected = {"k": 128, "splits": 1, "stripes": 0} | expected
+    assert {name: getattr(tiles, name) for name in expected} == expected
+    assert SM90.possible(WGMMA, 8, tiles)
 
 
-def test_parts_give_way_where_k_is_short(tuned: Path):
-    mine = Tiles(m=8, n=64, k=512, stages=4, parts=4)
+@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("m", [1, 16])
+def test_shapes_of_models_fill_the_machine(m: int, bits: int):
+    """By count: the share of a step's time, of all processors, that goes to codes."""
+    for n, k in MODEL_SHAPES:
+        sizes = Sizes(batch=1, m=m, n=n, k=k)
+        tiles = choose(SM90, WGMMA, bits, batch=1, m=m, n=n, k=k)
+        assert sizes.filling(tiles, SM90.at_once(WGMMA)) >= 0.93, (n, k, tiles)
+
+
+def test_filling():
+    sizes, tiles = Sizes(batch=1, m=1, n=5120, k=5120), Tiles(m=8, n=64, k=512)
+    # 80 tiles of 10 steps on 132 processors; dealt evenly, seven for some; 160 programs in 2 waves.
+    assert sizes.filling(tiles, 132) == 80 / 132
+    assert sizes.filling(dataclasses.replace(tiles, stripes=132), 132) == 800 / (132 * 7)
+    assert sizes.filling(dataclasses.replace(tiles, splits=2), 132) == 800 / (2 * 132 * 5)
+    # A step of which half lies beyond k.
+    assert dataclasses.replace(sizes, k=256).filling(tiles, 80) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("tiles", "steps", "programs", "shares"),
+    [(5, 8, 5, 1), (5, 8, 15, 3), (5, 8, 4, 2), (3, 7, 21, 7), (45, 23, 132, 4), (1, 9, 1, 1)],
+)
+def test_stripes_cover_every_step_once(tiles: int, steps: int, programs: int, shares: int):
+    stripes = Stripes(tiles=tiles, steps=steps, programs=programs)
+    assert (stripes.shares, stripes.within_tiles) == (shares, programs % tiles == 0)
+    found = []
+    for program in range(programs):
+        program = jnp.int32(program)
+
+        def segment(tile, first, count, segments, program=program):
+            return [
+                *segments,
+                (int(tile), int(first), int(count), int(stripes.share(program, tile))),
+            ]
+
+        with jax.disable_jit():
+            found.append(stripes.segments(program, segment, []))
+        assert 0 < sum(count for _, _, count, _ in found[-1]) <= stripes.longest
+    walked = [segment for segments in found for segment in segments]
+    every = [(t, s) for t, first, count, _ in walked for s in range(first, first + count)]
+    assert every == [(t, s) for t in range(tiles) for s in range(steps)]
+    for tile in range(tiles):
+        of_tile = [share for t, _, _, share in walked if t == tile]
+        assert of_tile == list(range(stripes.num_shares(tile)))
+
+
+def test_shares_that_a_tile_has_not_are_not_added(rng: np.random.Generator):
+    """Two products of 2 by 3 tiles, 4 by 8 each, at most; the last ones beyond the product."""
+    stripes = Stripes(tiles=12, steps=5, programs=17)
+    sums = rng.integers(0, 9, (stripes.shares, 2, 7, 20)).astype(np.float32)
+    expected = np.zeros((2, 7, 20), np.float32)
+    for batch, m, n in np.ndindex(2, 2, 3):
+        tile = (batch * 3 + n) * 2 + m
+        at = batch, slice(4 * m, 4 * m + 4), slice(8 * n, 8 * n + 8)
+        count = stripes.num_shares(tile)
+        expected[at] = sums[(slice(count), *at)].sum(0)
+        sums[(slice(count, None), *at)] = np.nan
+    np.testing.assert_array_equal(add_shares(jnp.asarray(sums), stripes, (4, 8)), expected)
+    assert np.isnan(sums).any()
+
+
+def test_less_deep_where_memory_is_small(tuned: Path):
+    mine = Tiles(m=8, n=64, k=256, stages=12, parts=4)
     tuned.write_text(table.as_json({HOPPER: Tuning(tiles=((np.inf, mine),))}))
-    shapes = {
-        k: (t.n, t.k, t.parts)
-        for k in (1024, 768, 640)
-        for t in [choose(SM90, WGMMA, 4, batch=1, m=1, n=128, k=k)]
-    }
-    assert shapes == {1024: (64, 512, 4), 768: (64, 256, 2), 640: (128, 128, 1)}
+    machines = [dataclasses.replace(SM90, shared_memory=kib * 1024) for kib in (226, 140, 80, 50)]
+    found = [choose(row, WGMMA, 4, batch=1, m=1, n=128, k=1024) for row in machines]
+    shapes = [(t.k, t.stages, t.parts) for t in found]
+    assert shapes == [(256, 12, 4), (256, 8, 4), (128, 8, 4), (128, 3, 1)]
 
 
 def test_busy():
@@ -176,10 +256,10 @@ def test_busy():
 
 
 @pytest.mark.parametrize(("m", "n"), [(3, 256), (300, 128), (300, 384)])
-def test_every_choice_divides_the_operands(m: int, n: int):
+def test_every_choice_is_possible(m: int, n: int):
     for k in range(256, 256 * 20, 128):
         for key in KEYS:
             k -= k % 256 if key[1] is TCGEN05 else 0
             tiles = choose(*key, batch=1, m=m, n=n, k=k)
-            assert n % tiles.n == k % (tiles.k * tiles.splits) == 0
+            assert key[1].clips or n % tiles.n == k % (tiles.k * tiles.splits) == 0
             assert Architecture.possible(*key, tiles)

@@ -145,14 +145,10 @@ def compile_weights(gpu: Gpu, name: str) -> None:
     weights = shapes(PackedWeights.of, (1, N, K), FORMATS[name])
     for _, tiles in kernel.tuning_of(storage(FORMATS[name].element).bits).tiles:
         for out_dtype in ("float32", "bfloat16"):
-            x = jax.ShapeDtypeStruct((2 * tiles.m, K), jnp.bfloat16)
-            product = functools.partial(
-                kernel.load(), format=FORMATS[name], batch=1, tiles=tiles, out_dtype=out_dtype
-            )
-            flat = [
-                jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in (weights.codes, weights.scales)
-            ]
-            compile_on(gpu, product, (x, *flat))
+            x = jax.ShapeDtypeStruct((1, 2 * tiles.m, K), jnp.bfloat16)
+            how = {"format": FORMATS[name], "tiles": tiles, "out_dtype": out_dtype}
+            product = functools.partial(kernel.load(), n=N, **how)
+            compile_on(gpu, product, (x, weights.codes, weights.scales))
 
 
 def compile_dequantize(gpu: Gpu, name: str, _: str) -> None:

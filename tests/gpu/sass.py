@@ -3,6 +3,8 @@
 import re
 from collections.abc import Sequence
 
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+
 
 def instructions(disassembly: str) -> list[str]:
     """Every instruction of a kernel, in order, but those that only fill up."""
@@ -10,12 +12,13 @@ def instructions(disassembly: str) -> list[str]:
     return [instruction for instruction in found if not instruction.startswith("NOP")]
 
 
-def main_loop(disassembly: str, marker: str) -> Sequence[str]:
+def main_loop(disassembly: str, marker: str, without: str | None = None) -> Sequence[str]:
     """Instructions of the shortest loop that holds an instruction named `marker`.
 
     Args:
       disassembly: what nvdisasm prints.
       marker: the beginning of a name, e.g. `"HGMMA"`.
+      without: a name of which the loop holds none.
 
     Raises:
       ValueError: if no loop holds one.
@@ -31,7 +34,28 @@ def main_loop(disassembly: str, marker: str) -> Sequence[str]:
             back = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
             if back and back[1] in labels:
                 loops.append(instructions[labels[back[1]] :])
-    found = [loop for loop in loops if any(marker in instruction for instruction in loop)]
+    found = [
+        loop
+        for loop in loops
+        if any(marker in instruction for instruction in loop)
+        and not (without and any(without in instruction for instruction in loop))
+    ]
     if not found:
         raise ValueError(f"main_loop: no loop holds an instruction marker={marker!r}")
     return min(found, key=len)
+
+
+def issued(disassembly: str, tiles: Tiles) -> tuple[float, float]:
+    """Instructions that Hopper's kernel issues for a code of the weights.
+
+    A turn of a warpgroup is `64 * tiles.k` codes: 128 threads decode and multiply them, after 32
+    threads have copied a step of `tiles.n * tiles.k`.
+
+    Returns:
+      Of a multiplying thread for each of its codes; and of the copying warp, as if each of its
+      threads stood for one of those that it copies for.
+    """
+    multiplying = main_loop(disassembly, "HGMMA")
+    copying = main_loop(disassembly, "UTMALDG", without="HGMMA")
+    turn, step = 64 * tiles.k / 128, tiles.n * tiles.k / 32
+    return len(multiplying) / turn, len(copying) / step

@@ -259,7 +259,7 @@ def test_tuning_picks_the_fastest(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     ((entry, tuning),) = tuned.items()
     assert entry == Entry("sm90", "wgmma", 4)
     (first, few), (last, many) = tuning.tiles
-    assert (first, few.m, few.stages) == (8, 8, 6) and (last, many.m) == (np.inf, 64)
+    assert (first, few.m, few.stages) == (8, 8, 24) and (last, many.m) == (np.inf, 64)
     assert tuning.crossover == np.inf
     assert table.as_json(tuned).count('"rows": null') == 1
     gpu_tune.write(tmp_path / "tiles.json", found)

@@ -20,7 +20,7 @@ from mx_jax.backends.pallas_gpu.kernels import TCGEN05, WGMMA
 from mx_jax.backends.pallas_gpu.layouts.storage import storage
 from mx_jax.formats import BLOCK_FORMATS
 from tests.gpu import tools
-from tests.gpu.sass import main_loop
+from tests.gpu.sass import issued, main_loop
 
 # What ptxas calls each compute capability that has kernels.
 GPUS = {f"sm_{major}{minor}{'a' * (major >= 9)}": (major, minor) for major, minor in capabilities()}
@@ -69,17 +69,17 @@ def compile_for(folder: Path, *arguments: str) -> list[str]:
     return reports
 
 
-# Most instructions that a thread issues for a code; a little above what was found.
+# Most instructions that are issued for a code, copies too; a little above what was found.
 @pytest.mark.parametrize(
     ("name", "limit"),
     [
-        ("mxfp4", 4.0),
-        slow("nvfp4", 4.2),
-        slow("mxfp8_e4m3", 4.2),
-        slow("mxfp8_e5m2", 6.8),
-        slow("mxfp6_e2m3", 4.6),
-        slow("mxfp6_e3m2", 4.9),
-        slow("mxint8", 4.7),
+        ("mxfp4", 3.55),
+        slow("nvfp4", 3.75),
+        slow("mxfp8_e4m3", 3.95),
+        slow("mxfp8_e5m2", 6.4),
+        slow("mxfp6_e2m3", 4.4),
+        slow("mxfp6_e3m2", 4.7),
+        slow("mxint8", 4.4),
     ],
 )
 def test_hopper(name: str, limit: float, tmp_path: Path):
@@ -93,9 +93,7 @@ def test_hopper(name: str, limit: float, tmp_path: Path):
         assert re.search(r"wgmma\.mma_async\S*k16\.f32\.bf16\.bf16", path.read_text()), path
         assert "HGMMA.64x" in disassembly(path, "sm_90a"), path
     first = tmp_path / f"mx_jax_wgmma_{name}_0.ptx"
-    loop = main_loop(disassembly(first, "sm_90a"), "HGMMA")
-    codes = 64 * table[0][1].k / table[0][1].parts / 128
-    assert len(loop) / codes <= limit
+    assert sum(issued(disassembly(first, "sm_90a"), table[0][1])) <= limit
 
 
 @pytest.mark.parametrize(
@@ -191,12 +189,8 @@ def test_cudnn_gets_every_product_that_its_backend_takes(tmp_path: Path):
 
 def disassembly(ptx: Path, architecture: str) -> str:
     """What ptxas makes of it."""
-    assembler, tool = tools.find("ptxas"), tools.find("nvdisasm")
-    assert assembler is not None
-    if tool is None:
+    if tools.find("nvdisasm") is None:
         pytest.skip(
             "compiled without spills; to look at instructions, install nvidia-cuda-nvdisasm"
         )
-    cubin = str(ptx.with_suffix(".cubin"))
-    subprocess.run([assembler, f"-arch={architecture}", str(ptx), "-o", cubin], check=True)
-    return subprocess.run([tool, cubin], capture_output=True, text=True, check=True).stdout
+    return tools.disassemble(ptx, architecture)

@@ -30,7 +30,7 @@ class Kernel:
         and meet bfloat16. ScaledOperand: both operands lie so, and are taken as they are.
       takes: whether it multiplies operands of two formats, None for high precision, of those that
         the backend does not reject.
-      load: gives its `partial_products`, whose file says what they take. Mosaic GPU is imported
+      load: gives its function, whose file says what it takes. Mosaic GPU is imported
         then, which older versions of JAX lack.
       possible: whether it can be compiled with tiles for codes of so many bits, as they lie in
         memory, shared memory aside.
@@ -40,6 +40,7 @@ class Kernel:
       shapes: (n, parts) of tiles that are worth measuring.
       tuning: (bits of a code, as they lie in memory; tiles and crossover).
       load_groups: gives its `grouped_products`, for rows in groups; None: it has none.
+      clips: whether tiles may reach beyond the operands, and programs share them unevenly.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Kernel:
     shapes: tuple[tuple[int, int], ...]
     tuning: tuple[tuple[int, Tuning], ...]
     load_groups: Callable[[], Run] | None = None
+    clips: bool = False
 
     def __repr__(self) -> str:
         return self.name
@@ -79,7 +81,7 @@ def _stages(tiles: Tiles, lhs_bits: int, rhs_bits: int) -> int:
 def _load_mma() -> Run:
     from mx_jax.backends.pallas_gpu.products import mma
 
-    return mma.partial_products
+    return mma.multiply
 
 
 def _possible_mma(code_bits: int, tiles: Tiles) -> bool:
@@ -117,15 +119,18 @@ MMA = Kernel(
 )
 
 
-# Hopper's. Any number of rows of activations that 8 divides. Few: four warpgroups decode the same
-# 64 rows of weights, so that some work while others wait, and no sums leave a program where k need
-# not be split. Many: 64 rows of weights for each of two warpgroups.
+# Hopper's. Any number of rows of activations that 8 divides. Few: four warpgroups take turns at 64
+# rows of weights, so that some work while others wait. Many: 64 rows of weights for each of two
+# warpgroups.
+
+# Mosaic keeps the phases of a pipeline's barriers in the bits of one word.
+_MAX_STAGES = 32
 
 
 def _load_wgmma() -> Run:
     from mx_jax.backends.pallas_gpu.products import wgmma
 
-    return wgmma.partial_products
+    return wgmma.multiply
 
 
 def _load_grouped_wgmma() -> Run:
@@ -135,24 +140,29 @@ def _load_grouped_wgmma() -> Run:
 
 
 def _possible_wgmma(code_bits: int, tiles: Tiles) -> bool:
-    """At most four warpgroups, and registers for them."""
-    # A group of codes, which one warpgroup decodes at a time, spans at most 128 columns.
+    """At most four warpgroups, and registers for them; each with stages of its own."""
     warpgroups, rest = divmod(tiles.n * tiles.parts, 64)
-    parted = tiles.k % (128 * tiles.parts) == 0
+    staged = tiles.stages % tiles.parts == 0 and tiles.stages <= _MAX_STAGES
     rows = tiles.m % 8 == 0 and tiles.m <= 128
-    return rows and not rest and parted and warpgroups <= 4 and warpgroups * tiles.m <= 256
+    return rows and not rest and staged and warpgroups <= 4 and warpgroups * tiles.m <= 256
 
 
 def _shared_by_wgmma(code_bits: int, tiles: Tiles) -> int:
-    sums = tiles.n * tiles.m * 4
-    return _stages(tiles, 16, code_bits) + (sums if tiles.parts == 1 else (1 + tiles.parts) * sums)
+    # The result, and the sums of all but one of those that share rows.
+    return _stages(tiles, 16, code_bits) + tiles.parts * tiles.n * tiles.m * 4
 
 
-_FEW_WGMMA = tuple(
-    (m, Tiles(m=m, n=64, k=512, stages=stages, splits=16, parts=4))
-    for m, stages in ((8, 5), (16, 4), (32, 3))
-)
 _MANY_WGMMA = ((64, Tiles(m=64, splits=8)), (_ANY, Tiles(m=128, stages=3, splits=4)))
+
+
+def _tuning_wgmma(stages: tuple[int, int, int]) -> Tuning:
+    """Stages for 8, 16 and 32 rows: what memory has room for."""
+    few = tuple(
+        (m, Tiles(m=m, n=64, k=256 if m < 32 else 128, stages=depth, splits=16, parts=4))
+        for m, depth in zip((8, 16, 32), stages, strict=True)
+    )
+    return Tuning(tiles=(*few, *_MANY_WGMMA), crossover=1024)
+
 
 WGMMA = Kernel(
     name="wgmma",
@@ -166,20 +176,11 @@ WGMMA = Kernel(
     min_rows=8,
     shapes=((64, 2), (64, 4), (128, 1), (128, 2), (256, 1)),
     tuning=(
-        *((bits, Tuning(tiles=(*_FEW_WGMMA, *_MANY_WGMMA), crossover=1024)) for bits in (4, 6)),
-        (
-            8,
-            Tuning(
-                tiles=(
-                    (8, Tiles(m=8, n=64, k=512, stages=4, splits=16, parts=4)),
-                    (16, Tiles(m=16, n=64, k=512, stages=3, splits=16, parts=4)),
-                    (32, Tiles(m=32, splits=16)),
-                    *_MANY_WGMMA,
-                ),
-                crossover=1024,
-            ),
-        ),
+        (4, _tuning_wgmma((12, 8, 12))),
+        (6, _tuning_wgmma((12, 8, 8))),
+        (8, _tuning_wgmma((8, 8, 8))),
     ),
+    clips=True,
 )
 
 

@@ -139,5 +139,6 @@ def tiles_for(architecture: Architecture, rows: int, weights: PackedWeights) -> 
         m=in_a_group,
         n=weights.padded_n,
         k=weights.padded_k,
+        stripes=False,
     )
     return dataclasses.replace(tiles, m=min(tiles.m, padded_rows))

@@ -45,12 +45,12 @@ def grouped_products(
 
     Args:
       x: bfloat16 `[rows, k]`; rows a multiple of 8, k of 64. What lies beyond counts as zeros.
-      codes: int32 `[g * n / 64, k' / group, 64, 16]`, as `PackedWeights` has them; n a multiple of
-        `tiles.n`, k' of `tiles.k * tiles.splits`.
-      scales: int32 `[g * n / 64, k' / (2 * granularity), 64]`.
+      codes: int32 `[g * n' / 64, k' / group, 64, 16]`, as `PackedWeights` has them; n' at least
+        `columns`.
+      scales: int32 `[g * n' / 64, k' / (2 * granularity), 64]`.
       factors: float32 `[2 * g]`: what a group's sums are multiplied by first, and then, of all.
       visits: as `visits.visits` gives them.
-      columns: of the result, at most n.
+      columns: of the result, at most n'.
       format: of the weights; a tensor scale is left out.
       tiles: what one program computes, and how.
       out_dtype: bfloat16 or float32.
@@ -64,17 +64,18 @@ def grouped_products(
         decoder=Decoder(format=format, interpreted=interpret is not None),
         tiles=tiles,
         out_dtype=jnp.dtype(out_dtype),
-        num_m=1,
-        num_n=codes.shape[0] // num_groups * ROWS // tiles.n,
-        num_k=_padded_k(codes, format) // tiles.k,
-        num_rows=visits.shape[0] // FIELDS,
-        num_groups=num_groups,
+        batch=num_groups,
+        num_m=visits.shape[0] // FIELDS,
+        num_n=-(-columns // tiles.n),
+        num_k=-(-x.shape[1] // tiles.k),
+        weight_tiles=codes.shape[0] // num_groups,
         rows=x.shape[0],
     )
     return plgpu.kernel(
         program.body_of_groups,
         out_type=jax.ShapeDtypeStruct((tiles.splits * x.shape[0], columns), out_dtype),
-        **program.grid,
+        grid=(tiles.splits, program.num_n, program.num_m),
+        grid_names=("split", "n", "visit"),
         num_threads=program.num_warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
@@ -84,58 +85,50 @@ def grouped_products(
     )(x, codes, scales, factors, visits)
 
 
-def _padded_k(codes: jax.Array, format: BlockFormat) -> int:
-    stored = Decoder(format=format).storage
-    return codes.shape[1] // stored.planes * stored.group
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedProgram(WgmmaProgram):
-    """`WgmmaProgram` for a grid `(split, n, visit)`, whose last axis it calls "row" too.
+    """`WgmmaProgram` for a grid `(split, n, visit)`, whose batch are the groups.
 
     Attributes:
-      num_groups: matrices of weights.
       rows: of the activations, and of each split's result.
     """
 
-    num_groups: int
     rows: int
 
     def result(self, shape: tuple[int, ...]) -> Any:
         """Shared memory for the result, of which any row is copied by itself."""
         return plgpu.SMEM(shape, self.out_dtype, transforms=(plgpu.TilingTransform((1, ROWS)),))
 
-    def body_of_groups(
-        self, x_gmem, codes_gmem, scales_gmem, factors_gmem, visits_gmem, out_gmem, out_smem, *rest
-    ):
+    def body_of_groups(self, *refs):
         """Read which rows of which group; copy, decode, multiply; then copy those rows."""
-        visit = lax.axis_index("row") * FIELDS
-        group, first, begin, end = (visits_gmem[visit + i] for i in range(FIELDS))
+        x_gmem, codes_gmem, scales_gmem, factors_gmem, visits_gmem, out_gmem, *scratch = refs
+        slots, barriers, out_smem, *scratch = scratch
+        split, n, visit = (lax.axis_index(name) for name in ("split", "n", "visit"))
+        group, first, begin, end = (visits_gmem[visit * FIELDS + i] for i in range(FIELDS))
         first = pl.multiple_of(first, CHUNK_ROWS)
-        # Rows of no group take no step, and get the zeros that sums begin with.
-        steps = jnp.where((group < self.num_groups) & (begin < end), self.steps, 0)
-        matrix = jnp.minimum(group, self.num_groups - 1)
-        first_factor, second_factor = (factors_gmem[matrix + i * self.num_groups] for i in range(2))
+        matrix = jnp.minimum(group, self.batch - 1)
+        first_factor, second_factor = (factors_gmem[matrix + i * self.batch] for i in range(2))
 
-        def store(sums: Any, row_tile: Any) -> None:
+        def segments(run: Any, carry: Any) -> Any:
+            step, after = (lax.div(i * self.num_k, self.tiles.splits) for i in (split, split + 1))
+            # Rows of no group take no step, and get the zeros that sums begin with.
+            steps = jnp.where((group < self.batch) & (begin < end), after - step, 0)
+            return run(None, step, steps, carry)
+
+        def at(_: Any, step: Any) -> tuple[Any, ...]:
+            x = x_gmem.at[pl.ds(first, self.tiles.m), pl.ds(step * self.tiles.k, self.tiles.k)]
+            return x, *self.weights_at(codes_gmem, scales_gmem, matrix, n, step)
+
+        def store(_: Any, sums: Any, row_tile: Any) -> None:
             tile = out_smem.at[row_tile]
             store_registers(tile.T, self.transposed(sums * first_factor * second_factor))
             plgpu.commit_smem()
-            to = lax.axis_index("split") * self.rows + first, self.columns(row_tile)
-            self._copy_rows(tile, out_gmem, to, begin - first, end - first)
+            columns = pl.ds(n * self.tiles.n + row_tile * ROWS, ROWS)
+            self._copy_rows(
+                tile, out_gmem, (split * self.rows + first, columns), begin - first, end - first
+            )
 
-        self.multiply(
-            (x_gmem.at[pl.ds(first, self.tiles.m)], codes_gmem, scales_gmem),
-            self.in_specs(row=0, matrix=matrix),
-            steps,
-            store,
-            rest,
-        )
-
-    @property
-    def steps(self) -> int:
-        """Along k, of one split."""
-        return self.num_k // self.tiles.splits
+        self.multiply(segments, at, store, slots, barriers, tuple(scratch))
 
     def _copy_rows(self, tile: Any, out_gmem: Any, to: Any, begin: Any, end: Any) -> None:
         """Rows from `begin` up to `end` of a tile to memory, eight at a time where they can be."""

@@ -110,28 +110,31 @@ def multiply(
     batch, m, k = x.shape
     n, dtype = weights.shape[1], np.dtype(out_dtype)
     parts = _bfloat16_parts(x)
-    rows = parts.shape[1]
-    padded_n, padded_k = weights.padded_n, weights.padded_k
     if tiles is None:
-        bits, sizes = storage(weights.format.element).bits, {"n": padded_n, "k": padded_k}
-        tiles = choose(architecture, kernel, bits, batch=batch, m=rows, **sizes)
-    padded = jnp.pad(parts, ((0, 0), (0, -rows % tiles.m), (0, padded_k - k)))
+        tiles = choose(
+            architecture,
+            kernel,
+            storage(weights.format.element).bits,
+            batch=batch,
+            m=parts.shape[1],
+            n=n,
+            k=k,
+        )
     factor = weights.tensor_scale
-    once = tiles.splits == 1 and rows == m and dtype == jnp.bfloat16 and factor is None
+    once = tiles.whole and parts is x and dtype == jnp.bfloat16 and factor is None
     sums = kernel.load()(
-        padded.reshape(-1, padded_k),
-        weights.codes.reshape(-1, *weights.codes.shape[2:]),
-        weights.scales.reshape(-1, *weights.scales.shape[2:]),
+        parts,
+        weights.codes,
+        weights.scales,
+        n=n,
         format=weights.format,
-        batch=batch,
         tiles=tiles,
         out_dtype=jnp.bfloat16 if once else jnp.float32,
         interpret=interpret,
     )
-    sums = sums.reshape(tiles.splits, batch, -1, padded_n)[:, :, :rows, :n]
     if once:
-        return sums[0]
-    out = sums.reshape(-1, batch, rows // m, m, n).sum((0, 2))
+        return sums
+    out = sums.reshape(batch, -1, m, n).sum(1)
     return (out if factor is None else out * factor).astype(dtype)
 
 

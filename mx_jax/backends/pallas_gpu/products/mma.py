@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from mx_jax.backends.pallas_gpu.casts.decode import Decoder
 from mx_jax.backends.pallas_gpu.layouts.weights import ROWS
 from mx_jax.backends.pallas_gpu.products.program import DecodingProgram
 from mx_jax.backends.pallas_gpu.stores import store
@@ -26,45 +27,51 @@ from mx_jax.formats import BlockFormat
 plgpu: Any = mosaic_gpu
 
 
-def partial_products(
+def multiply(
     x: jax.Array,
     codes: jax.Array,
     scales: jax.Array,
     *,
+    n: int,
     format: BlockFormat,
-    batch: int,
     tiles: Tiles,
     out_dtype: Any,
     interpret: Any = None,
 ) -> jax.Array:
-    """Partial products of padded operands: arguments and result of `wgmma.partial_products`.
+    """The product `[batch, m, n]`: arguments as of `wgmma.multiply`.
 
-    `tiles.n` is 64, and a multiple of 8 rows of activations makes `tiles.m`.
+    `tiles.n` is 64, a multiple of 8 rows of activations makes `tiles.m`, and `tiles.k *
+    tiles.splits` divides k'.
     """
-    program = MmaProgram.of(
-        x,
-        codes,
-        format=format,
-        batch=batch,
-        tiles=tiles,
-        out_dtype=out_dtype,
-        interpret=interpret,
-    )
-    rows, n = x.shape[0], program.num_n * tiles.n
+    decoder = Decoder(format=format, interpreted=interpret is not None)
+    batch, m, k = x.shape
+    padded_k = codes.shape[2] // decoder.storage.planes * decoder.group
+    x = jnp.pad(x, ((0, 0), (0, -m % tiles.m), (0, padded_k - k)))
+    program = MmaProgram.of(x, codes, n, decoder=decoder, tiles=tiles, out_dtype=out_dtype)
+    rows, columns = batch * x.shape[1], program.num_n * tiles.n
     out = plgpu.kernel(
         program.body,
-        out_type=jax.ShapeDtypeStruct((tiles.splits * n, rows), out_dtype),
-        **program.grid,
+        out_type=jax.ShapeDtypeStruct((tiles.splits * columns, rows), out_dtype),
+        grid=(tiles.splits, program.num_n, batch * program.num_m),
+        grid_names=("split", "n", "row"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name=f"mx_jax_mma_{format.name}",
         interpret=interpret,
-    )(x, codes, scales)
+    )(
+        x.reshape(rows, padded_k),
+        *(array.reshape(-1, *array.shape[2:]) for array in (codes, scales)),
+    )
     # Few rows: XLA transposes on the way to the sum over splits.
-    return out.reshape(tiles.splits, n, rows).swapaxes(1, 2).reshape(-1, n)
+    out = out.reshape(tiles.splits, columns, batch, -1).transpose(0, 2, 3, 1)[:, :, :m, :n]
+    return out[0] if tiles.splits == 1 else out.sum(0)
 
 
 class MmaProgram(DecodingProgram):
-    """One warpgroup copies, decodes and multiplies by turns."""
+    """One warpgroup copies, decodes and multiplies by turns.
+
+    The grid's last axis runs fastest, so that programs which share weights run together; it is also
+    the only one that CUDA lets be long.
+    """
 
     def body(self, x_gmem, codes_gmem, scales_gmem, out_gmem):
         """Copy, decode, multiply; then store the sums from registers."""
@@ -75,12 +82,27 @@ class MmaProgram(DecodingProgram):
             grid=(self.num_k // tiles.splits,),
             max_concurrent_steps=tiles.stages,
             init_carry=plgpu.layout_cast(zeros, plgpu.Layout.MMA_ACC(jnp.bfloat16)),
-            in_specs=self.in_specs(),
+            in_specs=self._in_specs(),
         )(x_gmem, codes_gmem, scales_gmem)
         first = lax.axis_index("split") * self.num_n + lax.axis_index("n")
         rows = pl.ds(first * tiles.n, tiles.n)
         columns = pl.ds(lax.axis_index("row") * tiles.m, tiles.m)
         store(out_gmem.at[rows, columns], acc.astype(self.out_dtype))
+
+    def _in_specs(self) -> list[Any]:
+        """Where each step's activations, codes and scales lie."""
+        row = lax.axis_index("row")
+        tile = lax.div(row, self.num_m) * self.weight_tiles + lax.axis_index("n")
+        first = lax.axis_index("split") * (self.num_k // self.tiles.splits)
+        index_maps = (
+            lambda i: (row, first + i),
+            lambda i: (tile, first + i, 0, 0),
+            lambda i: (tile, first + i, 0),
+        )
+        return [
+            plgpu.BlockSpec(shape, at, transforms=how)
+            for (shape, _, how), at in zip(self.blocks, index_maps, strict=True)
+        ]
 
     def _step(self, _, x_smem, codes_smem, scales_smem, acc):
         """One step along k."""

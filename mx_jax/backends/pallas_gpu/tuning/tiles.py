@@ -14,8 +14,10 @@ class Tiles:
       k: length of one step along k.
       stages: steps in flight.
       splits: programs that share a tile's k and add their sums.
-      parts: warpgroups of a program that share its rows, and add their sums in shared memory: each
-        multiplies a part of every step's k. Only Hopper's kernel knows more than one.
+      parts: warpgroups of a program that share its rows, take turns at its steps, and add their
+        sums in shared memory. Only Hopper's kernel knows more than one.
+      stripes: programs that the steps of all tiles are dealt to evenly, one tile after the other,
+        whatever `splits` says. 0: `splits` for each tile. Only Hopper's kernel knows others.
     """
 
     m: int
@@ -24,6 +26,12 @@ class Tiles:
     stages: int = 4
     splits: int = 1
     parts: int = 1
+    stripes: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether no two programs share a tile."""
+        return self.splits == 1 and not self.stripes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
