@@ -188,6 +188,7 @@ def test_results_are_on_the_disk_before_their_name_is(example, tmp_path, monkeyp
     assert path.read_bytes() == b"new"
 
 
+@pytest.mark.slow
 def test_the_program_writes_its_results_and_plot_this_way(example, call, tmp_path, monkeypatch):
     written = []
     disk, storage, report = example("lm.disk"), example("lm.storage"), example("lm.report")

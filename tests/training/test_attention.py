@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import mx_jax
 from mx_jax import recipes
@@ -41,6 +42,7 @@ def by_hand(params: Any, x: jax.Array) -> jax.Array:
     return jnp.einsum("bqhd,hdf->bqf", out, params["out"]["kernel"]) + params["out"]["bias"]
 
 
+@pytest.mark.slow
 def test_multi_head_attention_multiplies_by_the_recipe():
     """Output and every gradient are those of the products written out, and not float32's."""
     x = jax.random.normal(jax.random.key(0), (2, TIME, FEATURES))

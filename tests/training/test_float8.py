@@ -209,9 +209,8 @@ def _feed_forward(x, w_in, w_out, recipe):
     return mx_jax.matmul(hidden, w_out, recipe=recipe)
 
 
-@pytest.mark.parametrize(
-    "name", ["float8_tensorwise", *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_sqnr_of_a_4096_wide_feed_forward_block(name):
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (64, 1024))
