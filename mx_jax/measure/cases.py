@@ -15,7 +15,16 @@ from mx_jax.testing.cases import MatmulCase, QuantizeCase
 FORMATS = tuple(format.name for format in (*MX_FORMATS, NVFP4))
 # Rows of activations, one of each bucket of `evidence.work.ROWS`; n and k of weights.
 ROWS = (1, 8, 16, 32, 64, 128, 256, 4096)
-SIZES = ((8192, 8192), (5120, 5120), (8192, 10240), (2880, 2880), (4096, 4096), (11008, 4096))
+SIZES = (
+    (8192, 8192),
+    (5120, 5120),
+    (8192, 10240),
+    (10240, 8192),
+    (2880, 2880),
+    (4096, 4096),
+    (11008, 4096),
+    (4096, 11008),
+)
 
 # How late each comes: what is least in sum is measured first. Others come last.
 _FORMAT_RANK = {"mxfp4": 0, "mxfp8_e4m3": 2, "nvfp4": 3}

@@ -21,7 +21,7 @@ from mx_jax.backends.pallas_gpu.architecture import SM90, capabilities
 from mx_jax.backends.pallas_gpu.layouts.storage import SLOTS, Slot, codes_of, storage, words_of
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.products import decoded, matmul, packing, rejections
-from mx_jax.backends.select import current_target, only_backend, select
+from mx_jax.backends.select import current_target, only_backend, prefer_backends, select
 from mx_jax.formats import (
     MXFP4,
     MXFP6_E2M3,
@@ -31,9 +31,9 @@ from mx_jax.formats import (
 )
 from mx_jax.mxarray import MXArray
 from mx_jax.ops import quantize as ops_quantize
-from mx_jax.testing.cases import MatmulCase
+from mx_jax.testing.cases import MatmulCase, QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.backends.mosaic import mostly_slow
+from tests.backends.mosaic import mostly_slow, with_any_jax
 
 H200 = Target(platform="cuda", compute_capability=(9, 0))
 NEW = (0, 11, 2)
@@ -65,6 +65,26 @@ def call_of(**facts: Any) -> MatmulCall:
 )
 def test_takes(call: MatmulCall):
     assert rejections.rejects(call, H200, NEW) is None
+
+
+def test_jit_does_not_split_a_kernel(monkeypatch: pytest.MonkeyPatch):
+    """Below a shard_map the number of devices is one; packing is plain JAX."""
+    with_any_jax(monkeypatch)
+    eight = dataclasses.replace(H200, num_devices=8)
+    cast = QuantizeCase(format=MXFP4, shape=(64, 64)).call
+    for call in (TAKEN, cast):
+        assert PALLAS_GPU.rejects(call, H200) is None
+        found = PALLAS_GPU.rejects(call, eight)
+        assert found is not None and found.startswith(
+            "runs on one device or below jax.shard_map: jit does not split a kernel, got "
+            "num_devices=8"
+        )
+    for target in (H200, eight):
+        with prefer_backends("pallas_gpu"):
+            taken = select(TAKEN, target).backend == PALLAS_GPU
+        assert taken == (target == H200)
+    pack = PackCall(weights=TAKEN.rhs, blocks=((-1, 32),))
+    assert PALLAS_GPU.rejects(pack, eight) is None
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,11 @@ from mx_jax.backends.calls import (
     RaggedCall,
     rejects_symbolic,
 )
-from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
+from mx_jax.backends.pallas_gpu.architecture import (
+    Architecture,
+    architecture_of,
+    rejects_devices,
+)
 from mx_jax.backends.pallas_gpu.casts import quantize
 from mx_jax.backends.pallas_gpu.grouped import multiply as grouped
 from mx_jax.backends.pallas_gpu.grouped import rejections as grouped_rejections
@@ -28,14 +32,19 @@ from mx_jax.backends.pallas_gpu.tuning import table
 
 
 def _offer(
-    call: type[Call], rejects: Callable[[Any, Target], str | None], run: Callable[..., Any]
+    call: type[Call],
+    rejects: Callable[[Any, Target], str | None],
+    run: Callable[..., Any],
+    *,
+    partitioned: bool = False,
 ) -> Offer:
-    """A kind of call, taken if its sizes are constant."""
-    return Offer(
-        call=call,
-        rejects=lambda call, target: rejects_symbolic(call) or rejects(call, target),
-        run=run,
-    )
+    """A kind of call, taken if its sizes are constant, and by one device unless partitioned."""
+
+    def reason(call: Any, target: Target) -> str | None:
+        found = rejects_symbolic(call) or rejects(call, target)
+        return found or (None if partitioned else rejects_devices(target))
+
+    return Offer(call=call, rejects=reason, run=run)
 
 
 def _source() -> list[Path]:
@@ -71,7 +80,8 @@ def backend_for(architecture: Architecture | None = None, interpret: Any = None)
             _offer(RaggedCall, grouped_rejections.rejects, how(grouped.multiply_groups)),
             _offer(QuantizeCall, quantize.rejects, how(quantize.quantize)),
             _offer(QuantizeBothCall, quantize.rejects, how(quantize.quantize_both)),
-            _offer(PackCall, packing.rejects, on(packing.pack_weights)),
+            # Plain JAX, for products below a shard_map too.
+            _offer(PackCall, packing.rejects, on(packing.pack_weights), partitioned=True),
         ),
         source=_source,
         kernel=functools.partial(_kernel, architecture=architecture),

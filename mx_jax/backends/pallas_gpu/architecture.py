@@ -166,3 +166,16 @@ def rejects_machine(
         needed, got = (".".join(map(str, version)) for version in (row.min_jax, jax_version))
         return f"needs jax>={needed}, got jax=={got}"
     return None
+
+
+def rejects_devices(target: Target) -> str | None:
+    """Why there is no kernel for a call that `jit` may split between devices, or None.
+
+    XLA does not split a kernel: it would gather its operands, and each device do all of the work.
+    """
+    if target.num_devices == 1:
+        return None
+    return (
+        "runs on one device or below jax.shard_map: jit does not split a kernel, got "
+        f"num_devices={target.num_devices}; only_backend('pallas_gpu') insists"
+    )
