@@ -13,7 +13,12 @@ def instructions(disassembly: str) -> list[str]:
 
 
 def main_loop(disassembly: str, marker: str, without: str | None = None) -> Sequence[str]:
-    """Instructions of the shortest loop that holds an instruction named `marker`.
+    """Instructions of the shortest loop that holds an instruction named `marker`: see `loops`."""
+    return min(loops(disassembly, marker, without), key=len)
+
+
+def loops(disassembly: str, marker: str, without: str | None = None) -> list[list[str]]:
+    """Instructions of each loop that holds an instruction named `marker`.
 
     Args:
       disassembly: what nvdisasm prints.
@@ -25,7 +30,7 @@ def main_loop(disassembly: str, marker: str, without: str | None = None) -> Sequ
     """
     labels: dict[str, int] = {}
     instructions: list[str] = []
-    loops: list[Sequence[str]] = []
+    every: list[list[str]] = []
     for line in disassembly.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
             labels[label[1]] = len(instructions)
@@ -33,16 +38,16 @@ def main_loop(disassembly: str, marker: str, without: str | None = None) -> Sequ
             instructions.append(instruction[1])
             back = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
             if back and back[1] in labels:
-                loops.append(instructions[labels[back[1]] :])
+                every.append(instructions[labels[back[1]] :])
     found = [
         loop
-        for loop in loops
+        for loop in every
         if any(marker in instruction for instruction in loop)
         and not (without and any(without in instruction for instruction in loop))
     ]
     if not found:
-        raise ValueError(f"main_loop: no loop holds an instruction marker={marker!r}")
-    return min(found, key=len)
+        raise ValueError(f"loops: no loop holds an instruction marker={marker!r}")
+    return found
 
 
 def issued(disassembly: str, tiles: Tiles) -> tuple[float, float]:

@@ -40,6 +40,7 @@ class Kernel:
       shapes: (n, parts) of tiles that are worth measuring.
       tuning: (bits of a code, as they lie in memory; tiles and crossover).
       load_groups: gives its `grouped_products`, for rows in groups; None: it has none.
+      load_group_sums: likewise its `group_sums`, over the rows of each group.
       clips: whether tiles may reach beyond the operands, and programs share them unevenly.
     """
 
@@ -54,6 +55,7 @@ class Kernel:
     shapes: tuple[tuple[int, int], ...]
     tuning: tuple[tuple[int, Tuning], ...]
     load_groups: Callable[[], Run] | None = None
+    load_group_sums: Callable[[], Run] | None = None
     clips: bool = False
 
     def __repr__(self) -> str:
@@ -139,6 +141,12 @@ def _load_grouped_wgmma() -> Run:
     return wgmma.grouped_products
 
 
+def _load_group_sums() -> Run:
+    from mx_jax.backends.pallas_gpu.grouped import sums
+
+    return sums.group_sums
+
+
 def _possible_wgmma(code_bits: int, tiles: Tiles) -> bool:
     """At most four warpgroups, and registers for them; each with stages of its own."""
     warpgroups, rest = divmod(tiles.n * tiles.parts, 64)
@@ -170,6 +178,7 @@ WGMMA = Kernel(
     takes=_anything,
     load=_load_wgmma,
     load_groups=_load_grouped_wgmma,
+    load_group_sums=_load_group_sums,
     possible=_possible_wgmma,
     shared_memory=_shared_by_wgmma,
     resident=1,

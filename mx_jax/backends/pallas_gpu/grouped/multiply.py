@@ -36,31 +36,41 @@ def multiply_groups(
     architecture: Architecture | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """The product `[p, n]` in `call.out_dtype`, zeros in rows of no group.
+    """The product `[p, n]` in `call.out_dtype`, zeros in rows of no group; or sums `[g, m, n]`.
 
     Args:
-      lhs: the rows, `[p, k]`.
-      rhs: a matrix for each group, or what was packed of them.
+      lhs: the rows, `[p, k]`; `[p, m]` if they are contracted.
+      rhs: a matrix for each group, or what was packed of them; `[p, n]` if rows are contracted.
       group_sizes: int32 `[g]`.
       call: their description, which `rejects` takes.
       architecture: the GPU; None: that of the machine it is for.
       interpret: parameters of Mosaic's interpreter.
     """
+    if call.contracts_rows:
+        return _sum_groups(lhs, rhs, group_sizes, call, architecture, interpret)
     shape = call.lhs.shape[0], call.rhs.rows
     if 0 in (*call.lhs.shape, *call.rhs.shape):
         return jnp.zeros(shape, call.out_dtype)
     weights, scale = _packed(rhs, call)
     x, factor = in_high_precision(lhs)
-    ones = jnp.ones(call.num_groups, jnp.float32)
-    factors = (ones if each is None else ones * each.reshape(-1) for each in (scale, factor))
     return multiply(
         x,
         weights,
-        jnp.concatenate(list(factors)),
         group_sizes,
         call.out_dtype,
+        factors=_factors((scale, factor), call.num_groups),
         architecture=architecture or current_architecture(),
         interpret=interpret,
+    )
+
+
+def _factors(scales: tuple[jax.Array | None, ...], num_groups: int) -> jax.Array | None:
+    """One after the other, a number for each group; none if there are no scales."""
+    if all(scale is None for scale in scales):
+        return None
+    ones = jnp.ones(num_groups, jnp.float32)
+    return jnp.concatenate(
+        [ones if scale is None else ones * scale.reshape(-1) for scale in scales]
     )
 
 
@@ -79,10 +89,10 @@ def _packed(rhs: AnyOperand, call: RaggedCall) -> tuple[PackedWeights, jax.Array
 def multiply(
     x: jax.Array,
     weights: PackedWeights,
-    factors: jax.Array,
     group_sizes: jax.Array,
     out_dtype: jax.typing.DTypeLike,
     *,
+    factors: jax.Array | None = None,
     architecture: Architecture,
     tiles: Tiles | None = None,
     interpret: Any = None,
@@ -92,18 +102,17 @@ def multiply(
     Args:
       x: the rows; no axis empty.
       weights: packed; a tensor scale of theirs is left out.
-      factors: float32 `[2 * g]`, of the sums, as the kernel takes them.
       group_sizes: int32 `[g]`, which sum to at most p.
       out_dtype: float32, bfloat16 or float16.
+      factors: of the sums, as the kernel takes them.
       architecture: the GPU.
       tiles: instead of the table's.
       interpret: parameters of Mosaic's interpreter.
     """
     kernel = architecture.decoding
     assert kernel.load_groups is not None
-    (rows, k), n, dtype = x.shape, weights.shape[1], jnp.dtype(out_dtype)
-    if rows % CHUNK_ROWS or k % CHUNK:
-        x = jnp.pad(x, ((0, -rows % CHUNK_ROWS), (0, -k % CHUNK)))
+    rows, n, dtype = x.shape[0], weights.shape[1], jnp.dtype(out_dtype)
+    x = _aligned(x)
     if tiles is None:
         tiles = tiles_for(architecture, rows, weights)
     once = tiles.splits == 1 and dtype != jnp.float16
@@ -113,8 +122,9 @@ def multiply(
         x,
         weights.codes.reshape(-1, *weights.codes.shape[2:]),
         weights.scales.reshape(-1, *weights.scales.shape[2:]),
-        factors,
         visits(group_sizes, x.shape[0], tiles.m),
+        factors,
+        num_groups=weights.shape[0],
         columns=n if whole else weights.padded_n,
         format=weights.format,
         tiles=tiles,
@@ -124,6 +134,53 @@ def multiply(
     if not once:
         sums = sums.reshape(tiles.splits, *x.shape[:1], -1).sum(0).astype(dtype)
     return sums[:rows, :n]
+
+
+def _aligned(x: jax.Array) -> jax.Array:
+    """Rows and columns up to what one copy takes: as they are, but for odd sizes."""
+    rows, columns = -x.shape[0] % CHUNK_ROWS, -x.shape[1] % CHUNK
+    return jnp.pad(x, ((0, rows), (0, columns))) if rows or columns else x
+
+
+def _sum_groups(
+    lhs: Operand,
+    rhs: AnyOperand,
+    group_sizes: jax.Array,
+    call: RaggedCall,
+    architecture: Architecture | None,
+    interpret: Any,
+) -> jax.Array:
+    """`[g, m, n]`: of both operands in bfloat16, which loses nothing of them."""
+    m, n = call.lhs.shape[1], call.rhs.shape[1]
+    if 0 in (*call.lhs.shape, *call.rhs.shape, call.num_groups):
+        return jnp.zeros((call.num_groups, m, n), call.out_dtype)
+    assert not isinstance(rhs, PackedMXArray)
+    left, left_scale = in_high_precision(lhs)
+    right, right_scale = in_high_precision(rhs)
+    left, right = (_aligned(x) for x in (left, right))
+    factors = [
+        jnp.float32(1) if scale is None else scale.reshape(())
+        for scale in (left_scale, right_scale)
+    ]
+    starts = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes
+    kernel = (architecture or current_architecture()).decoding
+    assert kernel.load_group_sums is not None
+    dtype = jnp.dtype(jnp.float32) if call.out_dtype == jnp.float16 else call.out_dtype
+    sums = kernel.load_group_sums()(
+        left,
+        right,
+        jnp.concatenate([starts, group_sizes]),
+        jnp.stack(factors),
+        tiles=sums_tiles(left.shape[1], right.shape[1]),
+        out_dtype=dtype,
+        interpret=interpret,
+    )
+    return sums[:, :m, :n].astype(call.out_dtype)
+
+
+def sums_tiles(m: int, n: int) -> Tiles:
+    """Two operands of 128 columns and 64 rows at a step, of which four are in flight."""
+    return Tiles(m=min(m, 128), n=min(n, 128), k=64, stages=4)
 
 
 def tiles_for(architecture: Architecture, rows: int, weights: PackedWeights) -> Tiles:

@@ -5,14 +5,16 @@ import math
 import jax
 import jax.numpy as jnp
 
+from mx_jax.axes import Side
 from mx_jax.backends.base import Target
-from mx_jax.backends.calls import RaggedCall
+from mx_jax.backends.calls import OperandType, RaggedCall
 from mx_jax.backends.pallas_gpu.architecture import (
     ARCHITECTURES,
     architecture_of,
     rejects_machine,
 )
 from mx_jax.backends.pallas_gpu.layouts.storage import storage
+from mx_jax.backends.pallas_gpu.layouts.weights import MIN_BLOCK
 from mx_jax.backends.pallas_gpu.products.rejections import (
     MAX_ELEMENTS,
     MAX_ROWS,
@@ -20,6 +22,7 @@ from mx_jax.backends.pallas_gpu.products.rejections import (
     fits_bfloat16,
     rejects_weights,
 )
+from mx_jax.formats import BlockSize
 
 # The first version of JAX whose copies fill with zeros and clip what lies outside an array.
 _MIN_JAX = (0, 12, 0)
@@ -32,11 +35,39 @@ def rejects(
     reason = rejects_machine(target, jax_version) or _rejects_machine(target, jax_version)
     if reason is not None:
         return reason
-    if call.contracts_rows:
-        return "has no kernel that sums over the rows of each group"
     if call.out_dtype not in OUTPUTS:
         return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
+    if call.contracts_rows:
+        return _rejects_sums(call)
     return _rejects_operands(call) or _rejects_sizes(call)
+
+
+def _rejects_sums(call: RaggedCall) -> str | None:
+    """Why the rows of groups are not summed over: groups must begin where steps of a product do."""
+    blocks: list[BlockSize] = []
+    sides: tuple[tuple[Side, OperandType], ...] = (("lhs", call.lhs), ("rhs", call.rhs))
+    for side, own in sides:
+        reason = _rejects_values(side, own)
+        if reason is not None:
+            return reason
+        if own.scale_axes:
+            return f"needs one tensor scale at most, got {side} with axes={own.scale_axes}"
+        if math.prod(own.shape) > MAX_ELEMENTS:
+            return f"needs at most {MAX_ELEMENTS} elements, got {side}_shape={own.shape}"
+        if own.format is not None:
+            blocks.append(own.format.block[1])
+    if math.lcm(*(size for size in blocks if isinstance(size, int))) % MIN_BLOCK:
+        return f"needs groups in blocks of a multiple of {MIN_BLOCK} rows, got blocks={blocks}"
+    return None
+
+
+def _rejects_values(side: Side, own: OperandType) -> str | None:
+    """Why an operand does not come in bfloat16, which loses nothing."""
+    if own.format is None and own.dtype != jnp.bfloat16:
+        return f"needs rows in bfloat16, got {side} in {own.dtype}"
+    if own.format is not None and not fits_bfloat16(own.format):
+        return f"needs values that bfloat16 holds on both sides, got {side}={own.format.name}"
+    return None
 
 
 def _rejects_machine(target: Target, jax_version: tuple[int, ...]) -> str | None:
@@ -57,10 +88,9 @@ def _rejects_operands(call: RaggedCall) -> str | None:
     reason = rejects_weights(rhs.format)
     if reason is not None:
         return f"needs groups' matrices in a block format: rhs {reason}"
-    if lhs.format is None and lhs.dtype != jnp.bfloat16:
-        return f"needs rows in bfloat16, got lhs in {lhs.dtype}"
-    if lhs.format is not None and not fits_bfloat16(lhs.format):
-        return f"needs values that bfloat16 holds on both sides, got lhs={lhs.format.name}"
+    reason = _rejects_values("lhs", lhs)
+    if reason is not None:
+        return reason
     if lhs.scale_axes or set(rhs.scale_axes) - set(rhs.axes.batch):
         return (
             "needs one tensor scale of all rows and one of each matrix at most, got one for each "

@@ -32,9 +32,10 @@ def grouped_products(
     x: jax.Array,
     codes: jax.Array,
     scales: jax.Array,
-    factors: jax.Array,
     visits: jax.Array,
+    factors: jax.Array | None = None,
     *,
+    num_groups: int,
     columns: int,
     format: BlockFormat,
     tiles: Tiles,
@@ -48,8 +49,10 @@ def grouped_products(
       codes: int32 `[g * n' / 64, k' / group, 64, 16]`, as `PackedWeights` has them; n' at least
         `columns`.
       scales: int32 `[g * n' / 64, k' / (2 * granularity), 64]`.
-      factors: float32 `[2 * g]`: what a group's sums are multiplied by first, and then, of all.
       visits: as `visits.visits` gives them.
+      factors: float32 `[2 * g]`: what each group's sums are multiplied by first, and by which then;
+        None for none.
+      num_groups: g.
       columns: of the result, at most n'.
       format: of the weights; a tensor scale is left out.
       tiles: what one program computes, and how.
@@ -59,7 +62,7 @@ def grouped_products(
     Returns:
       `[splits * rows, columns]`.
     """
-    num_groups = factors.shape[0] // 2
+    operands = (x, codes, scales, visits, *(() if factors is None else (factors,)))
     program = GroupedProgram(
         decoder=Decoder(format=format, interpreted=interpret is not None),
         tiles=tiles,
@@ -70,6 +73,7 @@ def grouped_products(
         num_k=-(-x.shape[1] // tiles.k),
         weight_tiles=codes.shape[0] // num_groups,
         rows=x.shape[0],
+        scaled=factors is not None,
     )
     return plgpu.kernel(
         program.body_of_groups,
@@ -82,7 +86,7 @@ def grouped_products(
         scratch_types=program.scratch_types(),
         kernel_name=f"mx_jax_grouped_wgmma_{format.name}",
         interpret=interpret,
-    )(x, codes, scales, factors, visits)
+    )(*operands)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,9 +95,11 @@ class GroupedProgram(WgmmaProgram):
 
     Attributes:
       rows: of the activations, and of each split's result.
+      scaled: whether sums are multiplied by factors.
     """
 
     rows: int
+    scaled: bool
 
     def result(self, shape: tuple[int, ...]) -> Any:
         """Shared memory for the result, of which any row is copied by itself."""
@@ -101,13 +107,14 @@ class GroupedProgram(WgmmaProgram):
 
     def body_of_groups(self, *refs):
         """Read which rows of which group; copy, decode, multiply; then copy those rows."""
-        x_gmem, codes_gmem, scales_gmem, factors_gmem, visits_gmem, out_gmem, *scratch = refs
+        x_gmem, codes_gmem, scales_gmem, visits_gmem, *rest = refs
+        factors_gmem, (out_gmem, *scratch) = rest[: self.scaled], rest[self.scaled :]
         slots, barriers, out_smem, *scratch = scratch
         split, n, visit = (lax.axis_index(name) for name in ("split", "n", "visit"))
         group, first, begin, end = (visits_gmem[visit * FIELDS + i] for i in range(FIELDS))
         first = pl.multiple_of(first, CHUNK_ROWS)
         matrix = jnp.minimum(group, self.batch - 1)
-        first_factor, second_factor = (factors_gmem[matrix + i * self.batch] for i in range(2))
+        factors = [gmem[matrix + i * self.batch] for gmem in factors_gmem for i in range(2)]
 
         def segments(run: Any, carry: Any) -> Any:
             step, after = (lax.div(i * self.num_k, self.tiles.splits) for i in (split, split + 1))
@@ -121,7 +128,9 @@ class GroupedProgram(WgmmaProgram):
 
         def store(_: Any, sums: Any, row_tile: Any) -> None:
             tile = out_smem.at[row_tile]
-            store_registers(tile.T, self.transposed(sums * first_factor * second_factor))
+            for factor in factors:
+                sums = sums * factor
+            store_registers(tile.T, self.transposed(sums))
             plgpu.commit_smem()
             columns = pl.ds(n * self.tiles.n + row_tile * ROWS, ROWS)
             self._copy_rows(

@@ -1,0 +1,83 @@
+"""Rows in groups, ahead of time: the dense kernel's instructions, no spills; bytes moved.
+
+Needs the extra `gpu-compile`, no GPU: run with `pytest -m gpu_compile`.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from mx_jax.backends.pallas_gpu.kernels import WGMMA
+from tests.gpu import sass, test_compile
+from tests.gpu.test_compile import MAX_REGISTERS, bits_of, disassembly, slow
+from tests.gpu.test_compile_quantize import run
+
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu" / "grouped.json"
+
+pytestmark = test_compile.pytestmark
+
+
+def compiled(folder: Path, what: str) -> list[Path]:
+    """PTX of the kernels, in order: none spills or waits for each product by itself."""
+    run("compile_grouped.py", folder, "sm_90a", what)
+    found = sorted(folder.glob("*.ptxas"), key=lambda path: int(path.stem.rsplit("_", 1)[1]))
+    for path in found:
+        report = path.read_text()
+        assert "for 'sm_90a'" in report and "erialized" not in report
+        assert "0 bytes spill stores, 0 bytes spill loads" in report
+        (registers,) = re.findall(r"Used (\d+) registers", report)
+        assert int(registers) <= MAX_REGISTERS
+    return [path.with_suffix(".ptx") for path in found]
+
+
+# Most instructions that are issued for a code, copies too: as without groups, in every entry.
+@pytest.mark.parametrize(
+    ("name", "limit"), [("mxfp4", 3.75), slow("nvfp4", 3.95), slow("mxfp8_e4m3", 4.15)]
+)
+def test_groups(name: str, limit: float, tmp_path: Path):
+    table = WGMMA.tuning_of(bits_of(name)).tiles
+    found = compiled(tmp_path, name)
+    assert len(found) == 2 * len(table)
+    for path, (_, tiles) in zip(found, [each for each in table for _ in range(2)], strict=True):
+        text = disassembly(path, "sm_90a")
+        # Copies of activations, codes and scales; one of eight rows of the result, two of one.
+        assert "UTMALDG" in text and text.count("UTMASTG") >= 3, path
+        assert sum(sass.issued(text, tiles)) <= limit, path
+
+
+def test_sums(tmp_path: Path):
+    for path in compiled(tmp_path, "sums"):
+        loops = sass.loops(disassembly(path, "sm_90a"), "HGMMA")
+        # 64 rows at a time in eight products of 64 x 128 x 16, each of 64 cycles; then 16.
+        whole = min((loop for loop in loops if _products(loop) == 8), key=len)
+        assert len(whole) <= 120, "four warps issue as many in as many cycles"
+        assert min(_products(loop) for loop in loops) == 2
+
+
+def _products(loop: list[str]) -> int:
+    return sum("HGMMA" in instruction for instruction in loop)
+
+
+def test_recorded_bytes():
+    """Few-bit experts: a quarter of what bfloat16's move, and less in a training step too."""
+    cases = json.loads(RECORDED.read_text())["cases"]
+    moved = {(line["what"], line["tokens"], line["by"]): line["MiB"] for line in cases}
+    for (what, tokens, by), found in moved.items():
+        if what == "experts that are stored" and by in ("mxfp4", "nvfp4"):
+            assert found <= 0.28 * moved[what, tokens, "bfloat16, lax.ragged_dot"]
+        if by.endswith("kernels"):
+            assert found <= 0.76 * moved[what, tokens, "high_precision"]
+
+
+@pytest.mark.slow
+def test_traffic(tmp_path: Path):
+    """The same on the version of JAX that it was recorded with; on others, as much at most."""
+    lines = run("compile_grouped.py", tmp_path, "sm_90a", "traffic").splitlines()
+    recorded = json.loads(RECORDED.read_text())
+    same = recorded["jax"] == jax.__version__
+    for line, before in zip(map(json.loads, lines), recorded["cases"], strict=True):
+        assert {**line, "MiB": 0, "kernels": 0} == {**before, "MiB": 0, "kernels": 0}
+        assert line["MiB"] == before["MiB"] if same else line["MiB"] <= 1.05 * before["MiB"]
