@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import Operand, OperandType, RaggedCall
+from mx_jax.backends.records import active
 from mx_jax.backends.select import select
 from mx_jax.backends.target import follow
 from mx_jax.codecs.rounding import NEAREST
@@ -211,6 +212,10 @@ def _scaled(
     """A product of prepared operands, on the backend that takes it."""
     if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
         contracting = axes.lhs.block_axis, axes.rhs.block_axis
+        if (recorder := active.value) is not None:
+            shapes = " x ".join(f"{x.dtype} {list(x.shape)}" for x in (lhs, rhs))
+            groups = f"{sizes.shape[0]} groups, to {dtype}"
+            recorder.entries.append(f"ragged product {shapes}, {groups} -> jax.lax, not quantized")
         return ragged.scaled_ragged_dot(lhs, rhs, sizes, contracting, dtype, precision)
     call = RaggedCall(
         lhs=OperandType.of(lhs, axes.lhs),

@@ -201,3 +201,14 @@ def test_explain_names_what_takes_each_product():
     plain = step(recipes.float8_rowwise())
     products = [line for line in plain.splitlines() if line.startswith("ragged product")]
     assert len(products) == 3 and not any("-> pallas_gpu" in line for line in products), plain
+    # Experts in few bits are no operand of these gradients any more: the plain path takes them.
+    weights = mx_jax.quantize(experts, "mxfp4", axis=1)
+    weight_only = recipes.weight_only("mxfp4")
+    with mx_jax.testing.target("cuda", (9, 0)), mx_jax.prefer_backends("pallas_gpu"):
+        told = mx_jax.inspect.explain_call(
+            jax.grad(lambda x: mx_jax.ragged_dot(x, weights, sizes, recipe=weight_only).sum()),
+            tokens,
+        )
+    forward, gradient = (line for line in told.splitlines() if line.startswith("ragged product"))
+    assert forward.endswith("-> pallas_gpu")
+    assert gradient.endswith("2 groups, to bfloat16 -> jax.lax, not quantized"), told

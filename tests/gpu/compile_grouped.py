@@ -7,21 +7,25 @@ A format: bfloat16 by weights of each group, for every entry of the tuning table
 that the kernel writes; "sums": the gradient of the weights. A process of its own, as `compile_for`
 is. The files' names end in the count of compiles before.
 
-    python tests/gpu/compile_grouped.py sm_90a traffic [FILE]
+    python tests/gpu/compile_grouped.py sm_90a figures [FILE]
 
-Prints, as JSON, bytes that whole products move by the kernels and by XLA's own ragged product of
-bfloat16, counted as `traffic.py` counts.
+Prints, as JSON, instructions for a code of every entry of the tables, and bytes that whole products
+move by the kernels and by XLA's own ragged product of bfloat16, counted as `traffic.py` counts.
+`traffic` prints the bytes alone.
 """
 
 import functools
+import itertools
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("MOSAIC_GPU_DUMP_TO", tempfile.mkdtemp())
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +36,13 @@ from mx_jax.backends.pallas_gpu.grouped import multiply
 from mx_jax.backends.pallas_gpu.grouped.visits import visits
 from mx_jax.backends.pallas_gpu.layouts.storage import storage
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
+from tests.gpu import tools
 from tests.gpu.compile_for import FORMATS, GPUS, Gpu, K, N, compile_on, shapes
+from tests.gpu.sass import issued
 from tests.gpu.traffic import kernels
 
 GROUPS, ROWS = 4, 1024
+NAMES = ("mxfp4", "nvfp4", "mxfp8_e4m3")
 DTYPES = ("float32", "bfloat16")
 # A layer of a mixture: 8 experts of 2880 x 2880, as gpt-oss has 32 of; tokens of a step each.
 EXPERTS, SIDE, TOKENS = 8, 2880, (64, 4096)
@@ -82,6 +89,25 @@ def compile_sums(gpu: Gpu) -> None:
         compile_on(gpu, sums, (array(K, N), array(K, 2 * N), rows, factors))
 
 
+def instructions(gpu: Gpu, name: str) -> Iterator[dict[str, Any]]:
+    """For a code, of every entry of a format's table; float32 written."""
+    compile_groups(gpu, name)
+    folder = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
+    stem = f"mx_jax_grouped_wgmma_{name}_"
+    found = sorted(folder.glob(f"{stem}*.ptx"), key=lambda path: int(path.stem[len(stem) :]))
+    table = gpu.architecture.decoding.tuning_of(storage(FORMATS[name].element).bits).tiles
+    for ptx, (_, tiles) in zip(found[:: len(DTYPES)], table, strict=True):
+        multiplying, copying = issued(tools.disassemble(ptx, gpu.target), tiles)
+        yield {
+            "what": "instructions for a code",
+            "weights": name,
+            "rows of a tile": tiles.m,
+            "multiplying": round(multiplying, 2),
+            "copying": round(copying, 2),
+            "sum": round(multiplying + copying, 2),
+        }
+
+
 def by_kernels(product: Callable[..., Any]) -> Callable[..., Any]:
     """The same, by this package's kernels."""
 
@@ -105,7 +131,7 @@ def stored_experts(gpu: Gpu, tokens: int) -> Iterator[dict[str, Any]]:
     line = {"what": "experts that are stored", "tokens": tokens}
     w = array(EXPERTS, SIDE, SIDE)
     yield line | {"by": "bfloat16, lax.ragged_dot"} | moved(gpu, jax.lax.ragged_dot, x, w, sizes)
-    for name in ("mxfp4", "nvfp4", "mxfp8_e4m3"):
+    for name in NAMES:
 
         def pack(w: jax.Array, name: str = name) -> Any:
             with mx_jax.prefer_backends("pallas_gpu"):
@@ -152,13 +178,17 @@ def traffic(gpu: Gpu) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     target, what, *file = sys.argv[1:]
-    if what == "traffic":
+    if what in ("traffic", "figures"):
         found = []
-        for line in traffic(GPUS[target]):
+        counts = NAMES if what == "figures" else ()
+        each = (instructions(GPUS[target], name) for name in counts)
+        for line in itertools.chain(*each, traffic(GPUS[target])):
             found.append(line)
             print(json.dumps(line), flush=True)
         if file:
-            Path(file[0]).write_text(json.dumps({"jax": jax.__version__, "cases": found}) + "\n")
+            told = {"counted": "tests/gpu/compile_grouped.py sm_90a figures: not measured"}
+            told |= {"jax": jax.__version__, "cases": found}
+            Path(file[0]).write_text(json.dumps(told, indent=1) + "\n")
     elif what == "sums":
         compile_sums(GPUS[target])
     else:

@@ -33,9 +33,10 @@ def compiled(folder: Path, what: str) -> list[Path]:
     return [path.with_suffix(".ptx") for path in found]
 
 
-# Most instructions that are issued for a code, copies too: as without groups, in every entry.
+# Most instructions that are issued for a code, copies too, of few rows: as without groups. The
+# entries for many rows keep less in flight between their steps.
 @pytest.mark.parametrize(
-    ("name", "limit"), [("mxfp4", 3.75), slow("nvfp4", 3.95), slow("mxfp8_e4m3", 4.15)]
+    ("name", "limit"), [("mxfp4", 3.55), slow("nvfp4", 3.75), slow("mxfp8_e4m3", 3.95)]
 )
 def test_groups(name: str, limit: float, tmp_path: Path):
     table = WGMMA.tuning_of(bits_of(name)).tiles
@@ -45,7 +46,7 @@ def test_groups(name: str, limit: float, tmp_path: Path):
         text = disassembly(path, "sm_90a")
         # Copies of activations, codes and scales; one of eight rows of the result, two of one.
         assert "UTMALDG" in text and text.count("UTMASTG") >= 3, path
-        assert sum(sass.issued(text, tiles)) <= limit, path
+        assert sum(sass.issued(text, tiles)) <= limit + 0.35 * (tiles.m > 16), path
 
 
 def test_sums(tmp_path: Path):
@@ -63,7 +64,7 @@ def _products(loop: list[str]) -> int:
 
 def test_recorded_bytes():
     """Few-bit experts: a quarter of what bfloat16's move, and less in a training step too."""
-    cases = json.loads(RECORDED.read_text())["cases"]
+    cases = [line for line in json.loads(RECORDED.read_text())["cases"] if "MiB" in line]
     moved = {(line["what"], line["tokens"], line["by"]): line["MiB"] for line in cases}
     for (what, tokens, by), found in moved.items():
         if what == "experts that are stored" and by in ("mxfp4", "nvfp4"):
@@ -78,6 +79,7 @@ def test_traffic(tmp_path: Path):
     lines = run("compile_grouped.py", tmp_path, "sm_90a", "traffic").splitlines()
     recorded = json.loads(RECORDED.read_text())
     same = recorded["jax"] == jax.__version__
-    for line, before in zip(map(json.loads, lines), recorded["cases"], strict=True):
+    bytes_moved = [line for line in recorded["cases"] if "MiB" in line]
+    for line, before in zip(map(json.loads, lines), bytes_moved, strict=True):
         assert {**line, "MiB": 0, "kernels": 0} == {**before, "MiB": 0, "kernels": 0}
         assert line["MiB"] == before["MiB"] if same else line["MiB"] <= 1.05 * before["MiB"]
