@@ -221,11 +221,12 @@ def _ask(
         elif offer is None:
             reason = NOT_OFFERED[type(call)]
         elif (reason := offer.rejects(call, target)) is None:
+            row = proved.get(name)
             choice = Choice(
                 backend=backend,
-                offer=offer,
+                offer=offer if row is None else backend.offer(call, row.kernel, row.config),
                 rejections=tuple(rejections),
-                evidence=proved.get(name),
+                evidence=row,
             )
             break
         rejections.append((name, reason))

@@ -58,6 +58,14 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--limit", type=float, default=120.0, help="seconds that a case may take (default: 120)"
     )
+    parser.add_argument(
+        "--tune",
+        type=float,
+        default=worker.THOROUGH.tuning,
+        metavar="SECONDS",
+        help="for other tiles of a case's kernel, each checked, then timed (default: "
+        f"{worker.THOROUGH.tuning:g}; 0 tries none)",
+    )
     parser.add_argument("--again", action="store_true", help="measure also what was measured here")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="instead of your cache")
     parser.add_argument(
@@ -100,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
       ValueError: there is no GPU here that a kernel runs on, or nowhere to write.
     """
     if options.one is not None:
-        return worker.answer(options.one, options.simulate)
+        return worker.answer(options.one, options.simulate, tuning=options.tune)
     deadline = time.monotonic() + 60 * options.minutes
     words = [sys.executable, "-m", "mx_jax", "gpu", *["--simulate"] * options.simulate, "--one"]
     machine, backends = _machine(words), _measured_backends()
@@ -122,6 +130,7 @@ def run(options: argparse.Namespace) -> int:
         worker=words,
         path=options.session or folder / name,
         limit=options.limit,
+        tuning=options.tune,
         notes=clocks,
     )
     out = options.out or (None if options.simulate else sources.cache_path())

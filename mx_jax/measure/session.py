@@ -131,6 +131,7 @@ def row_of(case: Case, backend: Backend, machine: Machine, found: dict[str, Any]
         device_kind=machine.target.device_kind,
         jax=machine.jax,
         source=sources.source_of(backend) or "",
+        config=tuple(sorted(found.get("config", {}).items())),
         failed=found.get("failed", ""),
         driver=machine.driver,
         versions=machine.versions,
@@ -149,6 +150,7 @@ class Session:
       worker: words of the command that measures one case, whose JSON comes last.
       path: a line of JSON for each case; a later session goes on where this one ended.
       limit: seconds that a case may take.
+      tuning: seconds that a case may spend on other tiles of its kernel.
       notes: what is noted beside each result, such as clocks.
     """
 
@@ -157,6 +159,7 @@ class Session:
     worker: Sequence[str]
     path: Path
     limit: float
+    tuning: float = 0.0
     notes: Callable[[], Any] = lambda: None
 
     def earlier(self) -> dict[Case, Row]:
@@ -181,11 +184,13 @@ class Session:
           deadline: of `time.monotonic()`.
         """
         for case in cases:
-            yield case, self._one(case) if time.monotonic() < deadline else None
+            left = deadline - time.monotonic()
+            yield case, self._one(case, min(self.tuning, left)) if left > 0 else None
 
-    def _one(self, case: Case) -> Row:
+    def _one(self, case: Case, tuning: float) -> Row:
         started = time.monotonic()
-        ended = run_process([*self.worker, json.dumps(case.as_json())], self.limit)
+        words = [json.dumps(case.as_json()), "--tune", f"{tuning:.1f}"]
+        ended = run_process([*self.worker, *words], self.limit)
         found = last_answer(ended.stdout)
         if found is None:
             found = {"failed": ended.why or "the process gave no answer"}

@@ -25,6 +25,7 @@ from mx_jax.measure import casts, products, simulation
 from mx_jax.measure.cases import Case, bits_read
 from mx_jax.measure.subject import BFLOAT16, KERNEL, PLAIN, UNPACKING, Subject, same_bits
 from mx_jax.measure.timing import microseconds, on_device, ratios
+from mx_jax.measure.tune import Tuned, fastest
 
 # Copies together take so many bytes: far more than any GPU's L2 cache holds.
 _BEYOND_CACHE = 384 << 20
@@ -42,16 +43,20 @@ class Effort:
       repeats: of what is timed: sums are added in a fixed order, so nothing may change.
       checks: of what else a row stands for, at most; None for all.
       seconds: to spend on timing, at the least five rounds.
+      others: configurations of the kernel that are tried besides its own, at most.
+      tuning: seconds after which none of them is begun.
     """
 
     copies: int | None = None
     repeats: int = 5
     checks: int | None = None
     seconds: float = 4.0
+    others: int = 8
+    tuning: float = 20.0
 
 
 THOROUGH = Effort()
-QUICK = Effort(copies=2, repeats=1, checks=1, seconds=0.0)
+QUICK = Effort(copies=2, repeats=1, checks=1, seconds=0.0, others=1)
 
 
 def _say(line: str) -> None:
@@ -59,30 +64,47 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def answer(text: str, simulated: bool, say: Callable[[str], None] = _say) -> int:
+def answer(
+    text: str,
+    simulated: bool,
+    say: Callable[[str], None] = _say,
+    tuning: float = THOROUGH.tuning,
+) -> int:
     """Measure the case that a text describes, and say what was found; the exit status.
+
+    What fails after something was found is told on stderr: what was found stays.
 
     Args:
       text: JSON of a `Case`; `"machine"` asks what machine this is.
       simulated: on the CPU, by Mosaic's interpreter.
       say: takes each line.
+      tuning: seconds to try other configurations of the kernel.
     """
+    said: list[dict[str, Any]] = []
+
+    def tell(found: dict[str, Any]) -> None:
+        said.append(found)
+        say(json.dumps(found))
+
     place: AbstractContextManager[Any] = nullcontext()
     if simulated:
         place = use_target(simulation.TARGET)
     with place, evidence.use(()):
         facts = json.loads(text)
         if facts == "machine":
-            say(json.dumps(machine()))
+            tell(machine())
             return 0
         try:
             case = Case.from_json(facts)
             backend = simulation.backend() if simulated else _backend(case)
-            effort = QUICK if simulated else THOROUGH
-            measure(case, backend, lambda found: say(json.dumps(found)), effort)
+            effort = dataclasses.replace(QUICK if simulated else THOROUGH, tuning=tuning)
+            measure(case, backend, tell, effort)
         except Exception as error:
+            if said:
+                traceback.print_exc()
+                return 1
             last = "".join(traceback.format_exception_only(error)).strip()
-            say(json.dumps({"failed": last[:500], "traceback": traceback.format_exc()}))
+            tell({"failed": last[:500], "traceback": traceback.format_exc()})
     return 0
 
 
@@ -109,39 +131,57 @@ def measure(
     say: Callable[[dict[str, Any]], Any],
     effort: Effort = THOROUGH,
 ) -> None:
-    """Check a case, then time what is right.
+    """Check a case, then time what is right, by itself and with other tiles.
 
     Args:
       case: what is measured.
       backend: whose kernel it is.
-      say: takes what is known: first by the clock, then also by the GPU's own.
+      say: takes what is known: by the clock, of the kernel by itself and of the best that was
+        found, and then by the GPU's own clock.
       effort: how much is done.
     """
     copies = effort.copies or _copies(case)
     make = products.subject if case.kind == "product" else casts.subject
     subject = make(case, backend, copies)
+    check = functools.partial(_error, subject, effort=effort)
     chains = {name: way.chain() for name, way in subject.ways.items()}
-    error = _error(subject, chains[KERNEL], effort)
+    own = Tuned(chain=chains[KERNEL], error=check(chains[KERNEL]))
     found: dict[str, Any] = {
-        "error": min(error, _LARGEST),
+        "error": min(own.error, _LARGEST),
         "kernel": backend.kernel(case.call, current_target(1)),
     }
-    if not error <= 1:
+    if not own.error <= 1:
         say(found)
         return
-    runs = {
-        name: functools.partial(chain, subject.ways[name].x, subject.ways[name].copies)
-        for name, chain in chains.items()
-    }
-    samples = microseconds(runs, effort.seconds, copies)
-    medians = {name: statistics.median(own) for name, own in samples.items()}
-    found |= _speeds(ratios(samples, KERNEL)) | {"microseconds": medians, "clock": "wall"}
+    found = found | _by_the_clock(subject, chains, effort)
+    say(found)
+    way, limits = subject.ways[KERNEL], {"count": effort.others, "seconds": effort.tuning}
+    best = fastest(case, backend, own, way, check, **limits)
+    found = found | {"tried": best.tried}
+    if best.config:
+        chains[KERNEL] = best.chain
+        found = found | {"error": best.error, "config": dict(best.config)}
+        found = found | _by_the_clock(subject, chains, effort)
     say(found)
     of_device = {name: on_device(chain, subject.ways[name]) for name, chain in chains.items()}
     if all(of_device.values()):
         times = {name: [own] for name, own in of_device.items() if own}
         speeds = _speeds(ratios(times, KERNEL))
         say(found | speeds | {"device_microseconds": of_device, "clock": "device"})
+
+
+def _by_the_clock(
+    subject: Subject, chains: Mapping[str, Callable[..., Any]], effort: Effort
+) -> dict[str, Any]:
+    """Speeds of the kernel over each other way, and what they follow from."""
+    ways = subject.ways
+    runs = {
+        name: functools.partial(chain, ways[name].x, ways[name].copies)
+        for name, chain in chains.items()
+    }
+    samples = microseconds(runs, effort.seconds, len(ways[KERNEL].copies))
+    medians = {name: statistics.median(own) for name, own in samples.items()}
+    return _speeds(ratios(samples, KERNEL)) | {"microseconds": medians, "clock": "wall"}
 
 
 def _copies(case: Case) -> int:

@@ -92,6 +92,15 @@ def test_candidates_are_many_and_fit_the_rows(key: Key):
         assert {tiles.m for tiles in found} == {min(128, max(key[1].min_rows, rows))}
 
 
+def test_candidates_have_pipelines_of_a_power_of_two():
+    found = set(candidates(SM90, WGMMA, 4, 8))
+    shapes: dict[Tiles, set[int]] = {}
+    for tiles in found:
+        shapes.setdefault(dataclasses.replace(tiles, stages=1), set()).add(tiles.stages)
+    assert all(any(stages & (stages - 1) == 0 for stages in own) for own in shapes.values())
+    assert max(len(own) for own in shapes.values()) == 2
+
+
 @pytest.fixture
 def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "tiles.json"

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mx_jax.backends.base import Config
 from mx_jax.backends.evidence import work as works
 from mx_jax.backends.evidence.work import Work
 
@@ -27,6 +28,7 @@ class Row:
       device_kind: as JAX calls the device.
       jax: version.
       source: hash of the kernel's source.
+      config: what the kernel is told, such as its tiles; none for its own.
       error: the largest, over what is allowed; None if it failed.
       failed: why there are no numbers: it crashed, hung or was refused.
       over_plain: time of the plain path, which takes MXArrays, over the kernel's.
@@ -44,6 +46,7 @@ class Row:
     device_kind: str
     jax: str
     source: str
+    config: Config = ()
     error: float | None = None
     failed: str = ""
     over_plain: float | None = None
@@ -82,7 +85,7 @@ class Row:
     @property
     def choice(self) -> tuple[Any, ...]:
         """What it lets compute what: rows of equal choices let programs compute alike."""
-        return (self.backend, self.kernel, self.work, self.source)
+        return (self.backend, self.kernel, self.config, self.work, self.source)
 
     def __str__(self) -> str:
         where = f"measured on {self.device_kind}, {self.date}"
@@ -92,6 +95,8 @@ class Row:
             return f"{where}: wrong, with {self.error:.3g} times the error that is allowed"
         unpacks = self.over_unpacking if self.work.packed else None
         more = "" if unpacks is None else f" ({unpacks:.2g} where that unpacks weights first)"
+        told = ", ".join(f"{name}={at}" for name, at in self.config)
+        more += f", with {told}" if told else ""
         return f"{where}: {self.over_plain or 0.0:.2g} times the plain path's speed{more}"
 
 
@@ -145,7 +150,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 def as_json(row: Row) -> dict[str, Any]:
     """Of one row."""
     facts = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
-    own = {"work": works.as_json(row.work), "shape": list(row.shape)}
+    own = {"work": works.as_json(row.work), "shape": list(row.shape), "config": dict(row.config)}
     return facts | own | {"versions": dict(row.versions)}
 
 
@@ -156,6 +161,7 @@ def from_json(facts: dict[str, Any]) -> Row:
             **facts,
             "work": works.from_json(facts["work"]),
             "shape": tuple(facts["shape"]) if isinstance(facts["shape"], list) else None,
+            "config": tuple(sorted((str(n), int(at)) for n, at in facts["config"].items())),
             "versions": tuple((str(n), str(v)) for n, v in facts["versions"].items()),
         }
     )

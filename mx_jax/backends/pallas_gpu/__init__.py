@@ -28,7 +28,7 @@ from mx_jax.backends.pallas_gpu.casts import quantize
 from mx_jax.backends.pallas_gpu.grouped import multiply as grouped
 from mx_jax.backends.pallas_gpu.grouped import rejections as grouped_rejections
 from mx_jax.backends.pallas_gpu.products import matmul, packing, rejections
-from mx_jax.backends.pallas_gpu.tuning import table
+from mx_jax.backends.pallas_gpu.tuning import measured, table
 
 
 def _offer(
@@ -85,6 +85,8 @@ def backend_for(architecture: Architecture | None = None, interpret: Any = None)
         ),
         source=_source,
         kernel=functools.partial(_kernel, architecture=architecture),
+        configs=functools.partial(measured.configs, architecture=architecture),
+        configured=measured.configured,
     )
 
 

@@ -18,7 +18,7 @@ def keeps_busy(architecture: Architecture, kernel: Kernel, tiles: Tiles, *, m: i
 def candidates(
     architecture: Architecture, kernel: Kernel, code_bits: int, rows: int
 ) -> Iterator[Tiles]:
-    """Tiles worth measuring for a number of rows: of each shape the deepest pipeline.
+    """Tiles worth measuring for a number of rows: of each shape one or two pipelines.
 
     Those of fewer rows only where memory has no room for as many.
     """
@@ -36,6 +36,15 @@ def _of_rows(architecture: Architecture, kernel: Kernel, code_bits: int, m: int)
             one = Tiles(m=m, n=n, k=k, parts=parts)
             depths = (dataclasses.replace(one, stages=depth * parts) for depth in range(6, 1, -1))
             fitting = (tiles for tiles in depths if architecture.possible(kernel, code_bits, tiles))
-            for tiles in list(fitting)[:1]:
+            for tiles in _worth_measuring(list(fitting)):
                 for splits in (1, 2, 4, 8, 16):
                     yield dataclasses.replace(tiles, splits=splits)
+
+
+def _worth_measuring(depths: list[Tiles]) -> Iterator[Tiles]:
+    """Of the same tiles, the deepest pipeline, and the deepest of a power of two.
+
+    Which stage a step has is then a mask of its number, and no remainder.
+    """
+    powers = [tiles for tiles in depths if tiles.stages & (tiles.stages - 1) == 0]
+    yield from dict.fromkeys([*depths[:1], *powers[:1]])

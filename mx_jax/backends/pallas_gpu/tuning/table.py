@@ -8,10 +8,13 @@ import functools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
+from mx_jax.backends.base import Config
 from mx_jax.backends.pallas_gpu import architecture as machines
 from mx_jax.backends.pallas_gpu.architecture import Architecture
 from mx_jax.backends.pallas_gpu.kernels import Kernel
@@ -41,10 +44,32 @@ class Entry(NamedTuple):
 Table = Mapping[Entry, Tuning]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a measurement chose for one product.
+
+    Attributes:
+      kernel: name of the one that it is about.
+      config: what it chose.
+      tuning: the same, given what the kernel would do without; follows from the others.
+    """
+
+    kernel: str
+    config: Config
+    tuning: Callable[[Tuning], Tuning] = dataclasses.field(compare=False)
+
+
+# In jit's cache key: what was traced for some tiles is not reused for others.
+measured = jax.make_user_context(default_value=None)
+
+
 def tuned(architecture: Architecture, kernel: Kernel, code_bits: int) -> Tuning:
-    """Tiles of a kernel on an architecture: of the file, if it has an entry, else its own."""
+    """Tiles of a kernel on an architecture: what was measured for the product that is traced, if
+    anything was; else of the file, if it has an entry; else its own."""
     found = table().get(Entry(architecture.name, kernel.name, code_bits))
-    return kernel.tuning_of(code_bits) if found is None else found
+    own = kernel.tuning_of(code_bits) if found is None else found
+    chosen = measured.value
+    return own if chosen is None or chosen.kernel != kernel.name else chosen.tuning(own)
 
 
 @functools.cache
