@@ -1,26 +1,26 @@
-"""The GPU kernels on a GPU: first whether their numbers are right, then how fast they are.
+"""The GPU kernels on a GPU, beside other libraries: how fast their products are.
 
-Numbers. Everything that `benchmarks.gpu_checks` asks of this machine, on fresh random operands (the
-seed is written down).
+`python -m mx_jax gpu` checks numbers, tunes, and times each kernel beside plain JAX. This asks what
+it does not: where PyTorch and Triton are installed, how the same product does there
+(`benchmarks.gpu_peers`), and how near all are to the machine's limits.
 
-Time. A product of few rows takes less time than starting it from Python. So one jitted function
-chains square products, `x <- x w_1 w_2 ...`, each by weights of its own: together they are larger
-than the L2 cache, and no product can be left out or merged with another. A sample is several calls
-of that function. All cases of a comparison run in one process in alternating order, as
-`benchmarks.timing` says; ratios are medians over rounds. Beside each ratio stands its upper bound:
-bytes over the memory's bandwidth, or operations over the tensor cores' peak, whichever takes
-longer. Where PyTorch and Triton are installed, `benchmarks.gpu_peers` multiplies too. Casts are
-timed by `benchmarks.gpu_casts`.
+A product of few rows takes less time than starting it from Python. So one jitted function chains
+square products, `x <- x w_1 w_2 ...`, each by weights of its own: together they are larger than the
+L2 cache, and no product can be left out or merged with another. A sample is several calls of that
+function. All cases of a comparison run in one process in alternating order, as `benchmarks.timing`
+says; ratios are medians over rounds. Beside each ratio stands its upper bound: bytes over the
+memory's bandwidth, or operations over the tensor cores' peak, whichever takes longer.
 
-What fails is written down, and the rest goes on.
+Before it is timed, a kernel's first product is compared with that of dequantized weights. What
+fails is written down with its traceback, and the rest goes on.
 """
 
 import argparse
 import dataclasses
 import json
 import os
-import secrets
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,15 +30,20 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 
-from benchmarks import environment, gpu_casts, gpu_peers, report
-from benchmarks.gpu_checks import FORMATS, checks, products_of, run_all, wrong
-from benchmarks.gpu_products import BASELINE, Pair, Way, chained, products
+from benchmarks import environment, gpu_peers, report
+from benchmarks.gpu_products import BASELINE, DEQUANTIZE, Pair, Way, chained, products
 from benchmarks.timing import Case, measure, ratio
 from mx_jax.backends.base import Target
 from mx_jax.backends.pallas_gpu.architecture import SM90, Architecture, architecture_of
 from mx_jax.backends.pallas_gpu.products.rejections import rejects
 from mx_jax.backends.select import current_target
-from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
+from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, NVFP4
+from mx_jax.testing.cases import MatmulCase
+
+FORMATS = {format.name: format for format in (*MX_FORMATS, NVFP4)}
+# What one product may differ by from that of dequantized weights, over the mean magnitude: both are
+# rounded to bfloat16.
+_CLOSE = 2.0**-4
 
 # Bytes and bfloat16 operations a second, from NVIDIA's data sheets (dense).
 PEAKS = {
@@ -83,14 +88,28 @@ def _makers(
 
     def maker(name: str) -> Callable[[], Case]:
         def make() -> Case:
-            if name not in weights:
-                weights[name] = known[name].weights(options.size, options.copies)
+            for own in (name, DEQUANTIZE):
+                if own not in weights:
+                    weights[own] = known[own].weights(options.size, options.copies)
+            if name != BASELINE:
+                _check(known, weights, name, x)
             chain = chained(known[name].product, weights[name], options.calls, x)
             return Case(name, chain)
 
         return make
 
     return [(name, maker(name)) for name in known]
+
+
+def _check(known: dict[str, Way], weights: dict[str, list[Any]], name: str, x: jax.Array) -> None:
+    """Raises ArithmeticError unless a first product is that of dequantized weights."""
+    found, expected = (
+        jax.jit(known[own].product)(x, weights[own][0]).astype(jnp.float32)
+        for own in (name, DEQUANTIZE)
+    )
+    error = float(jnp.max(jnp.abs(found - expected)) / jnp.mean(jnp.abs(expected)))
+    if not error <= _CLOSE:
+        raise ArithmeticError(f"{name} is wrong: error={error:.3g} of the mean magnitude")
 
 
 def _measure(
@@ -107,8 +126,8 @@ def _measure(
             case = make()
             jax.block_until_ready(case.run())
             cases.append(case)
-        except Exception as error:
-            failed[name] = report.first_line(error)
+        except Exception:
+            failed[name] = traceback.format_exc()
     samples = measure(cases, seconds=options.seconds, max_rounds=1001)
     count = options.copies * options.calls
     ours, base = (bound(device, m, options.size, b) for b in (pair.rhs.bits_per_element, 16))
@@ -130,13 +149,8 @@ def _measure(
 
 
 def sheets(result: dict[str, Any]) -> list[report.Sheet]:
-    """Numbers, times, speeds, and casts."""
-    checks, rows = result["checks"], result["rows"]
-    numbers = report.Sheet("Largest error over what is allowed", ("check", "error"))
-    numbers.rows = [
-        (row["case"], row["failed"] if "failed" in row else f"{row['error_over_allowed']:.3f}")
-        for row in checks
-    ]
+    """Times and speeds."""
+    rows = result["rows"]
     found = dict.fromkeys(name for row in rows for name in (*row["microseconds"], *row["failed"]))
     names = [BASELINE, *(name for name in found if name != BASELINE)]
     times = report.Sheet("Microseconds of a square product", ("", *names))
@@ -150,11 +164,11 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
         numbered = [report.number(value, 2) for value in (*medians, row["speedup_bound"])]
         speeds.rows.append([title, *numbered])
     times.notes = [
-        f"{row['pair']}, {row['m']} rows: {name} failed: {why}"
+        f"{row['pair']}, {row['m']} rows: {name} failed: {why.strip().splitlines()[-1]}"
         for row in rows
         for name, why in row["failed"].items()
     ]
-    return [numbers, times, speeds, gpu_casts.sheet(result["casts"])]
+    return [times, speeds]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -175,9 +189,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=4.0, help="budget of a comparison")
     parser.add_argument(
         "--minutes", type=float, default=8.5, help="after which nothing more is begun"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=None, help="of the checks; default: a fresh one"
     )
     return parser.parse_args(arguments)
 
@@ -210,27 +221,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     deadline = time.monotonic() + 60 * options.minutes
     target = current_target()
     architecture = architecture_of(target.compute_capability) or SM90
-    reason = rejects(products_of(architecture)[0].call, target)
+    case = MatmulCase(lhs=None, rhs=MXFP4, dtype="bfloat16", out_dtype="bfloat16")
+    reason = rejects(case.call, target)
     if reason is not None:
         raise SystemExit(f"benchmarks.gpu: needs a GPU that a kernel runs on: it {reason}")
     options.pairs = options.pairs or pairs_of(architecture)
     device = jax.devices()[0].device_kind
-    seed = secrets.randbits(32) if options.seed is None else options.seed
     result = {"environment": environment.describe(["torch", "triton"]) | {"gpu": device}}
-    result |= {"seed": seed, "checks": [], "casts": [], "rows": []}
+    result |= {"rows": []}
     out = report.RESULTS / "gpu" / f"{device.lower().replace(' ', '-')}.json"
     options.out = getattr(options, "out", out)
-    # Written after each part, and each row: what hangs or crashes must not cost the answers before.
-    result["checks"] = run_all(list(checks(target, architecture)), seed, deadline)
     report.publish("gpu", options, result, sheets(result))
+    # Written after each row: what hangs or crashes must not cost the answers before.
     for row in measure_all(options, device, target, deadline):
         result["rows"].append(row)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     report.publish("gpu", options, result, sheets(result))
-    result["casts"] = gpu_casts.measure_all(options, target, deadline)
-    report.publish("gpu", options, result, sheets(result))
-    if failed := wrong(result["checks"]):
-        raise SystemExit(f"benchmarks.gpu: not right, so no time counts: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -28,25 +28,22 @@ Product = Callable[[Any, Any], Any]
 
 
 def cases(pair: Pair, rows: int, size: int, copies: int, calls: int) -> list[tuple[str, Any]]:
-    """Names, and what makes each case: it may raise, where a library lacks what it needs."""
+    """Names, and what makes each case: it may raise, where a library lacks what it needs.
+
+    Nothing is imported before it is made: what an import raises is one case's failure.
+    """
     if importlib.util.find_spec("torch") is None:
         return []
-    torch: Any = importlib.import_module("torch")
-    if not torch.cuda.is_available():
-        return []
-    known: dict[str, tuple[Callable[[Any], Any], Product]] = {
-        TORCH: (lambda w: w, torch.nn.functional.linear)
-    }
+    names = [TORCH]
     if pair.lhs is None and pair.rhs.element.bits == 4:
-        known[INT4] = lambda w: _int4(torch, w), lambda x, w: _int4_product(torch, x, w)
+        names.append(INT4)
     if pair == Pair(rhs=MXFP4) and importlib.util.find_spec("triton") is not None:
-        ours: Any = importlib.import_module("benchmarks.gpu_triton")
-        known[TRITON] = ours.random_weights, ours.product
+        names.append(TRITON)
 
     def maker(name: str) -> Callable[[], Case]:
-        lay_out, product = known[name]
-
         def make() -> Case:
+            torch: Any = importlib.import_module("torch")
+            lay_out, product = _way(name, torch)
             x = torch.randn(rows, size, device="cuda", dtype=torch.bfloat16)
             weights = [
                 lay_out(torch.randn(size, size, device="cuda", dtype=torch.bfloat16) / size**0.5)
@@ -56,7 +53,17 @@ def cases(pair: Pair, rows: int, size: int, copies: int, calls: int) -> list[tup
 
         return make
 
-    return [(name, maker(name)) for name in known]
+    return [(name, maker(name)) for name in names]
+
+
+def _way(name: str, torch: Any) -> tuple[Callable[[Any], Any], Product]:
+    """How weights are laid out, and the product by them."""
+    if name == INT4:
+        return lambda w: _int4(torch, w), lambda x, w: _int4_product(torch, x, w)
+    if name == TRITON:
+        ours: Any = importlib.import_module("benchmarks.gpu_triton")
+        return ours.random_weights, ours.product
+    return lambda w: w, torch.nn.functional.linear
 
 
 def recorded(

@@ -13,10 +13,8 @@ import mx_jax
 from mx_jax.backends import cudnn
 from mx_jax.backends.base import Target
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
-from mx_jax.backends.pallas_gpu.kernels import Kernel
 from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
 from mx_jax.backends.pallas_gpu.products import decoded, scaled
-from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.cases import MatmulCase
@@ -54,36 +52,27 @@ class Pair:
 
 
 def kernel_product(
-    pair: Pair,
-    architecture: Architecture,
-    kernel: Kernel,
-    tiles: Tiles | None = None,
-    dequantize: bool = False,
+    pair: Pair, architecture: Architecture
 ) -> tuple[Callable[[MXArray], Any], Product]:
-    """How a kernel wants quantized weights, and its product by them.
+    """How the GPU's kernel wants quantized weights, and its product by them.
 
     Args:
       pair: the formats; both sides have one where the kernel takes both as they are.
       architecture: the GPU.
-      kernel: one of its own.
-      tiles: instead of the table's.
-      dequantize: what the kernel is compared with for many rows: XLA's product of decoded weights.
     """
+    kernel = architecture.kernel(pair.lhs, pair.rhs)
     if kernel.layout is ScaledOperand:
 
         def scaled_product(x: jax.Array, w: ScaledOperand) -> jax.Array:
             assert pair.lhs is not None
             left = ScaledOperand.of(_batch(mx_jax.quantize(x, pair.lhs)), left=True)
-            return scaled.multiply(left, w, jnp.bfloat16, architecture, tiles=tiles)[0]
+            return scaled.multiply(left, w, jnp.bfloat16, architecture)[0]
 
         return lambda w: ScaledOperand.of(_batch(w)), scaled_product
 
     def product(x: jax.Array, w: Any) -> jax.Array:
         x = _cast(x, pair.lhs)
-        if dequantize:
-            return decoded.decoded_dot(x[None], w, jnp.bfloat16, architecture, None)[0]
-        how = {"architecture": architecture, "tiles": tiles}
-        return decoded.multiply(x[None], w, jnp.bfloat16, **how)[0]
+        return decoded.multiply(x[None], w, jnp.bfloat16, architecture=architecture)[0]
 
     return lambda w: kernel.layout.of(_batch(w)), product
 
@@ -112,7 +101,7 @@ def products(pair: Pair, size: int, copies: int, target: Target) -> dict[str, Wa
     """Ways to multiply a pair on a machine, by name, each with as many weights as copies."""
     architecture = architecture_of(target.compute_capability)
     assert architecture is not None
-    lay_out, kernel = kernel_product(pair, architecture, architecture.kernel(pair.lhs, pair.rhs))
+    lay_out, kernel = kernel_product(pair, architecture)
     known: dict[str, tuple[Callable[[jax.Array], Any], Product]] = {
         KERNEL: (lambda w: lay_out(mx_jax.quantize(w, pair.rhs)), kernel),
         BASELINE: (lambda w: w, dot),
@@ -148,7 +137,9 @@ def _cudnn(pair: Pair, x: jax.Array, w: MXArray) -> jax.Array:
 
 def chained(product: Product, weights: list[Any], calls: int, x: jax.Array):
     """A function that multiplies x by all weights, `calls` times over."""
-    run = jax.jit(lambda x, weights: functools.reduce(product, weights, x))
+    # Jitted inside too: so the product is lowered once, not once for each of the weights.
+    one = jax.jit(product)
+    run = jax.jit(lambda x, weights: functools.reduce(one, weights, x))
 
     def sample():
         y = x

@@ -73,20 +73,17 @@ class Case:
         call = MatmulCase(
             lhs=lhs, rhs=rhs, m=(m,), n=(n,), k=(k,), dtype=self.dtype, out_dtype=self.dtype
         ).call
-        weights = dataclasses.replace(call.rhs, packed_by=self.backend if self.packed else None)
-        return dataclasses.replace(call, rhs=weights, precision=None)
+        return self.given(dataclasses.replace(call, precision=None))
+
+    def given(self, call: MatmulCall) -> MatmulCall:
+        """A product whose weights are packed if those of the case are."""
+        packed_by = self.backend if self.packed else None
+        return dataclasses.replace(call, rhs=dataclasses.replace(call.rhs, packed_by=packed_by))
 
     @property
     def packing(self) -> PackCall:
         """How its weights are packed."""
-        call = self.product(1)
-        assert call.rhs.format is not None
-        return PackCall(
-            weights=dataclasses.replace(call.rhs, packed_by=None),
-            blocks=call.rhs.axes.blocks(call.rhs.format),
-            lhs_format=call.lhs.format,
-            dtype=call.out_dtype,
-        )
+        return packing_of(self.product(1))
 
     @property
     def work(self) -> Work:
@@ -107,6 +104,17 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.backend}: {self.work}, {' x '.join(map(str, self.shape))}"
+
+
+def packing_of(call: MatmulCall) -> PackCall:
+    """How the weights of a product are packed."""
+    assert call.rhs.format is not None
+    return PackCall(
+        weights=dataclasses.replace(call.rhs, packed_by=None),
+        blocks=call.rhs.axes.blocks(call.rhs.format),
+        lhs_format=call.lhs.format,
+        dtype=call.out_dtype,
+    )
 
 
 def all_cases(

@@ -3,16 +3,19 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from mx_jax.backends.base import Backend
 from mx_jax.backends.calls import MatmulCall
+from mx_jax.backends.select import current_target
 from mx_jax.formats import block_format
-from mx_jax.measure.cases import Case
+from mx_jax.measure.cases import Case, packing_of
 from mx_jax.measure.subject import (
     BFLOAT16,
     KERNEL,
@@ -26,6 +29,7 @@ from mx_jax.measure.timing import Way
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.quantize import quantize
 from mx_jax.reference.matmul import scaled_matmul
+from mx_jax.testing.cases import MatmulCase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,11 +83,51 @@ def subject(case: Case, backend: Backend, copies: int) -> Subject:
         return float(excess(out, x, operands.weights[0]))
 
     ends = {case.work.lowest_rows, case.work.rows} - {case.shape[0], math.inf}
+    of_ends = [functools.partial(of_rows, int(end)) for end in sorted(ends)]
     return Subject(
         ways=_ways(case, backend, operands),
         error=error,
-        elsewhere=[functools.partial(of_rows, int(end)) for end in sorted(ends)],
+        elsewhere=[*of_ends, *_of_odd_sizes(case, backend)],
     )
+
+
+def _of_odd_sizes(case: Case, backend: Backend) -> list[Callable[[], float]]:
+    """A row stands for sizes that no tile divides too, and for weights that lie either way."""
+    rows, n, k = case.shape
+    lhs, rhs = _formats(case)
+    found = []
+    for over, k_first in ((32, True), (40, False)):
+        own = MatmulCase(
+            lhs=lhs,
+            rhs=rhs,
+            m=(rows,),
+            n=(min(n, 1024) - 24,),
+            k=(min(k, 2048) + over,),
+            dtype=case.dtype,
+            out_dtype=case.dtype,
+            rhs_k_first=k_first,
+        )
+        unpacked = dataclasses.replace(own.call, precision=None)
+        call = case.given(unpacked)
+        reasons = [backend.rejects(call, current_target(1))]
+        if case.packed:
+            reasons.append(backend.rejects(packing_of(call), current_target(1)))
+        if not any(reasons):
+            found.append(functools.partial(_odd, own, unpacked, call, backend))
+    return found
+
+
+def _odd(own: MatmulCase, unpacked: MatmulCall, call: MatmulCall, backend: Backend) -> float:
+    """The error of a product of fresh operands."""
+    x, w = own.operands(np.random.default_rng(0))
+    given: Any = w
+    if call.rhs.packed_by is not None:
+        pack = packing_of(call)
+        given = jax.jit(lambda w: kernel_of(backend, pack)(w, pack))(w)
+    multiply = kernel_of(backend, call)
+    out = jax.jit(lambda x, w: multiply(x, w, call))(x, given)
+    excess = jax.jit(functools.partial(_excess, call=unpacked, bound=backend.epsilon_bound))
+    return float(excess(out, x, w))
 
 
 def _ways(case: Case, backend: Backend, operands: _Operands) -> dict[str, Way]:
@@ -142,8 +186,9 @@ def _excess(out: jax.Array, x: Any, w: MXArray, *, call: MatmulCall, bound: floa
         precision=lax.Precision.HIGHEST,
     )
     expected, magnitude = multiply(x, w), multiply(_absolute(x), _absolute(w))
+    num_products = math.prod(call.rhs.shape[axis] for axis in call.rhs.axes.contracting)
     # Twice: the reference has an error of its own.
-    allowed = 2 * bound * 2.0**-24 * math.sqrt(w.shape[-1]) * magnitude
+    allowed = 2 * bound * 2.0**-24 * math.sqrt(num_products) * magnitude
     info = jnp.finfo(out.dtype)
     allowed += float(info.eps) / 2 * (jnp.abs(expected) + allowed) + float(info.smallest_normal)
     actual = out.astype(jnp.float32)

@@ -143,7 +143,7 @@ def test_a_file_of_before_kernels_had_names(name: str, entry: Entry, tuned: Path
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[]", "needs a table as `python -m benchmarks.gpu_tune` writes it, got path="),
+        ("[]", "needs a table as tuning.table.as_json writes it, got path="),
         ('{"sm90": {}}', "needs a table as .* got path="),
         ('{"sm70, 4 bits": {"crossover": 1, "tiles": []}}', "knows no kernel of this name"),
         ('{"sm90, 4 bits": {"crossover": 1}}', "KeyError..tiles"),

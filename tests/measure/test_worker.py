@@ -63,13 +63,23 @@ def wrong_by(add: Any) -> Backend:
         lambda out: out.at[0, 0].set(jnp.nan),
         # Right for the rows that are timed, wrong at the end of their bucket.
         lambda out: out + (out.shape[0] == 8),
+        # For sizes that no tile divides.
+        lambda out: out + (out.shape[1] % 64 != 0),
     ],
-    ids=["one entry", "NaN", "more rows"],
+    ids=["one entry", "NaN", "more rows", "odd sizes"],
 )
 def test_a_wrong_kernel_is_caught_and_not_timed(add: Any):
-    answer = found(PRODUCT, wrong_by(add))
+    answer = found(PRODUCT, wrong_by(add), dataclasses.replace(QUICK, checks=None))
     assert answer["error"] > 1 and math.isfinite(answer["error"])
     assert "microseconds" not in answer and "over_plain" not in answer
+
+
+def test_weights_that_lie_the_other_way_are_checked():
+    def multiply(lhs, rhs, call):
+        return REFERENCE.run(call, lhs, rhs) + call.rhs.axes.k_first
+
+    every = dataclasses.replace(QUICK, checks=None)
+    assert found(PRODUCT, altered(PLANTED, MatmulCall, multiply), every)["error"] > 1
 
 
 def test_a_race_is_caught():
@@ -94,7 +104,7 @@ def test_packed_weights_are_compared_with_unpacking():
     if isinstance(library.load(), str):
         pytest.skip("the C++ library is not here")
     case = dataclasses.replace(PRODUCT, backend="cpu_ffi", packed=True)
-    answer = found(case, CPU_FFI)
+    answer = found(case, CPU_FFI, dataclasses.replace(QUICK, checks=None))
     assert answer["error"] <= 1 and answer["over_unpacking"] > 0
     assert "unpacking first" in answer["microseconds"]
 

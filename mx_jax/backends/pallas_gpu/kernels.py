@@ -1,8 +1,8 @@
 """The kernels that multiply on tensor cores: one row each, named after its instruction.
 
 No entry of their tables has been measured on hardware: they follow from the sizes of shared memory
-and of the register file, and from the number of processors to fill. `python -m
-benchmarks.gpu_tune` measures on a GPU and writes a file, which `tuning.table` reads.
+and of the register file, and from the number of processors to fill. `python -m mx_jax gpu` measures
+others on a GPU, and keeps the best in its rows.
 """
 
 import dataclasses

@@ -1,6 +1,7 @@
-"""Tiles by name, as `python -m benchmarks.gpu_tune` writes them into a file.
+"""Tiles by name, in a file or as they were measured for a product.
 
-`MX_JAX_GPU_TILES` names a file whose entries stand in for those of the rows in `kernels`.
+`MX_JAX_GPU_TILES` names a file, as `as_json` writes it, whose entries stand in for those of the
+rows in `kernels`. What `python -m mx_jax gpu` measured for a product stands in for either.
 """
 
 import dataclasses
@@ -102,7 +103,7 @@ def read(path: Path) -> Table:
         ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"{TILES_VARIABLE}: needs a table as `python -m benchmarks.gpu_tune` writes it, got "
+            f"{TILES_VARIABLE}: needs a table as tuning.table.as_json writes it, got "
             f"path={str(path)!r}: {error!r}"
         ) from None
     for (architecture, kernel, bits), tuning in entries:
