@@ -227,8 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"benchmarks.gpu: needs a GPU that a kernel runs on: it {reason}")
     options.pairs = options.pairs or pairs_of(architecture)
     device = jax.devices()[0].device_kind
-    result = {"environment": environment.describe(["torch", "triton"]) | {"gpu": device}}
-    result |= {"rows": []}
+    known = environment.describe(["torch", "triton"]) | {"gpu": device}
+    result: dict[str, Any] = {"environment": known, "rows": []}
     out = report.RESULTS / "gpu" / f"{device.lower().replace(' ', '-')}.json"
     options.out = getattr(options, "out", out)
     report.publish("gpu", options, result, sheets(result))

@@ -4,13 +4,25 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+
+from mx_jax.axes import Axes
 from mx_jax.backends.base import Backend, Target
-from mx_jax.backends.calls import MatmulCall, PackCall, QuantizeBothCall, QuantizeCall
+from mx_jax.backends.calls import (
+    MatmulCall,
+    OperandType,
+    PackCall,
+    QuantizeBothCall,
+    QuantizeCall,
+    RaggedCall,
+)
 from mx_jax.backends.evidence.work import Kind, Work
 from mx_jax.formats import MX_FORMATS, NVFP4, block_format
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
+
+AnyProduct = TypeVar("AnyProduct", MatmulCall, RaggedCall)
 
 FORMATS = tuple(format.name for format in (*MX_FORMATS, NVFP4))
 # Rows of activations, one of each bucket of `evidence.work.ROWS`; n and k of weights.
@@ -25,6 +37,9 @@ SIZES = (
     (11008, 4096),
     (4096, 11008),
 )
+# (experts, n, k) of mixtures, and rows of all experts together.
+EXPERTS = ((8, 14336, 4096), (32, 5760, 2880), (128, 1536, 4096))
+RAGGED_ROWS = (64, 512, 4096)
 
 # How late each comes: what is least in sum is measured first. Others come last.
 _FORMAT_RANK = {"mxfp4": 0, "mxfp8_e4m3": 2, "nvfp4": 3}
@@ -42,6 +57,7 @@ class Case:
       kind: of call.
       formats: names of those of lhs and rhs, None for high precision; of the cast, or of both.
       shape: (m, n, k) of a product; (rows, columns) of what is cast.
+      groups: of the rows, each with a matrix of its own; 0 where there are none.
       dtype: of operands in high precision and of the product; of what is cast.
       packed: whether the weights are packed before.
       axes: that blocks of casts lie along, from the end.
@@ -54,12 +70,15 @@ class Case:
     dtype: str = "bfloat16"
     packed: bool = False
     axes: tuple[int, ...] = ()
+    groups: int = 0
 
     @property
-    def call(self) -> MatmulCall | QuantizeCall | QuantizeBothCall:
+    def call(self) -> MatmulCall | RaggedCall | QuantizeCall | QuantizeBothCall:
         """What backends see of it."""
         if self.kind == "product":
             return self.product(self.shape[0])
+        if self.kind == "ragged product":
+            return self._ragged_product()
         first, *others = (
             QuantizeCase(format=block_format(name), shape=self.shape, axis=a, dtype=self.dtype).call
             for name, a in zip(self.formats, self.axes, strict=True)
@@ -75,7 +94,22 @@ class Case:
         ).call
         return self.given(dataclasses.replace(call, precision=None))
 
-    def given(self, call: MatmulCall) -> MatmulCall:
+    def _ragged_product(self) -> RaggedCall:
+        lhs, rhs = (None if name is None else block_format(name) for name in self.formats)
+        (m, n, k), dtype = self.shape, np.dtype(self.dtype)
+        rows, matrices = Axes.ordered(), Axes.ordered(k_first=True).in_batch()
+        return self.given(
+            RaggedCall(
+                lhs=OperandType(
+                    shape=(m, k), axes=rows, format=lhs, dtype=dtype if lhs is None else None
+                ),
+                rhs=OperandType(shape=(self.groups, k, n), axes=matrices, format=rhs),
+                num_groups=self.groups,
+                out_dtype=dtype,
+            )
+        )
+
+    def given(self, call: AnyProduct) -> AnyProduct:
         """A product whose weights are packed if those of the case are."""
         packed_by = self.backend if self.packed else None
         return dataclasses.replace(call, rhs=dataclasses.replace(call.rhs, packed_by=packed_by))
@@ -83,7 +117,9 @@ class Case:
     @property
     def packing(self) -> PackCall:
         """How its weights are packed."""
-        return packing_of(self.product(1))
+        call = self.call
+        assert isinstance(call, MatmulCall | RaggedCall), self
+        return packing_of(call)
 
     @property
     def work(self) -> Work:
@@ -103,10 +139,11 @@ class Case:
         return cls(**{**facts, **lists})
 
     def __str__(self) -> str:
-        return f"{self.backend}: {self.work}, {' x '.join(map(str, self.shape))}"
+        groups = f", {self.groups} groups" if self.groups else ""
+        return f"{self.backend}: {self.work}, {' x '.join(map(str, self.shape))}{groups}"
 
 
-def packing_of(call: MatmulCall) -> PackCall:
+def packing_of(call: MatmulCall | RaggedCall) -> PackCall:
     """How the weights of a product are packed."""
     assert call.rhs.format is not None
     return PackCall(
@@ -117,49 +154,63 @@ def packing_of(call: MatmulCall) -> PackCall:
     )
 
 
-def all_cases(
-    backend: Backend,
-    formats: Sequence[str] = FORMATS,
-    sizes: Sequence[tuple[int, int]] = SIZES,
-    rows: Sequence[int] = ROWS,
-) -> Iterator[Case]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is to be measured.
+
+    Attributes:
+      formats: names of block formats.
+      sizes: (n, k) of weights, and of what is cast.
+      rows: of activations.
+      experts: (experts, n, k) of mixtures.
+      ragged_rows: of all experts of a mixture together.
+    """
+
+    formats: Sequence[str] = FORMATS
+    sizes: Sequence[tuple[int, int]] = SIZES
+    rows: Sequence[int] = ROWS
+    experts: Sequence[tuple[int, int, int]] = EXPERTS
+    ragged_rows: Sequence[int] = RAGGED_ROWS
+
+
+def all_cases(backend: Backend, wanted: Wanted = Wanted()) -> Iterator[Case]:
     """Everything that one backend may be asked, in no order."""
-    name = backend.name
-    for format, (n, k), m in itertools.product(formats, sizes, rows):
-        for lhs, packed in itertools.product((None, format), (True, False)):
-            if not packed or PackCall in backend.offers:
-                given = (lhs, format)
-                shape = (m, n, k)
-                yield Case(backend=name, kind="product", formats=given, shape=shape, packed=packed)
-    for format, size, dtype in itertools.product(formats, sizes, ("bfloat16", "float32")):
+    of = Case(backend=backend.name, kind="product", formats=(), shape=())
+    products = itertools.product(((0, *size) for size in wanted.sizes), wanted.rows)
+    ragged = itertools.product(wanted.experts, wanted.ragged_rows)
+    for kind, sizes in (("product", products), ("ragged product", ragged)):
+        shapes = [(groups, (m, n, k)) for (groups, n, k), m in sizes]
+        for format, (groups, shape) in itertools.product(wanted.formats, shapes):
+            for lhs, packed in itertools.product((None, format), (True, False)):
+                if not packed or PackCall in backend.offers:
+                    what = {"kind": kind, "formats": (lhs, format), "packed": packed}
+                    yield dataclasses.replace(of, shape=shape, groups=groups, **what)
+    dtypes = "bfloat16", "float32"
+    for format, size, dtype in itertools.product(wanted.formats, wanted.sizes, dtypes):
         for axes in ((-1,), (-2,), (-1, -2)):
-            kind: Kind = "cast" if len(axes) == 1 else "cast both ways"
-            given = (format,) * len(axes)
-            yield Case(backend=name, kind=kind, formats=given, shape=size, dtype=dtype, axes=axes)
+            what = {"kind": "cast" if len(axes) == 1 else "cast both ways"}
+            what |= {"formats": (format,) * len(axes), "axes": axes}
+            yield dataclasses.replace(of, shape=size, dtype=dtype, **what)
 
 
 def rank(case: Case) -> int:
     """How late it comes."""
     *rows, n, k = case.shape
     found = _FORMAT_RANK.get(case.formats[-1] or "", _LATE) + _SIZE_RANK.get((n, k), _LATE)
+    if case.kind == "ragged product":
+        return found + (case.formats[0] is not None) + 3 * (not case.packed)
     if case.kind != "product":
         return found + 2 + 2 * (case.dtype != "bfloat16")
     both = 0 if case.formats[0] is None else 3
     return found + _ROWS_RANK.get(rows[0], _LATE) + both + 3 * (not case.packed)
 
 
-def cases(
-    backends: Sequence[Backend],
-    target: Target,
-    formats: Sequence[str] = FORMATS,
-    sizes: Sequence[tuple[int, int]] = SIZES,
-    rows: Sequence[int] = ROWS,
-) -> list[Case]:
+def cases(backends: Sequence[Backend], target: Target, wanted: Wanted = Wanted()) -> list[Case]:
     """What these backends take on a machine, the most useful first."""
     found = [
         case
         for backend in backends
-        for case in all_cases(backend, formats, sizes, rows)
+        for case in all_cases(backend, wanted)
         if backend.rejects(case.call, target) is None
         and not (case.packed and backend.rejects(case.packing, target))
     ]
@@ -169,6 +220,11 @@ def cases(
 def bits_read(case: Case) -> float:
     """Bits that a kernel reads of the weights, or of what is cast."""
     *_, n, k = case.shape
-    if case.kind != "product":
+    if case.kind not in ("product", "ragged product"):
         return math.prod(case.shape) * (32 if case.dtype == "float32" else 16)
-    return n * k * block_format(case.formats[1] or case.formats[0]).bits_per_element
+    return (
+        max(case.groups, 1)
+        * n
+        * k
+        * block_format(case.formats[1] or case.formats[0]).bits_per_element
+    )

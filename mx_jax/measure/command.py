@@ -21,18 +21,10 @@ from mx_jax.backends.evidence import rows as files
 from mx_jax.backends.evidence import sources
 from mx_jax.backends.evidence.rows import Row
 from mx_jax.backends.select import known_backends, only_if_named
-from mx_jax.formats import block_format
-from mx_jax.measure import report, simulation, worker
-from mx_jax.measure.cases import FORMATS, ROWS, SIZES, Case, all_cases, cases
+from mx_jax.measure import options, report, worker
+from mx_jax.measure.cases import Case, all_cases, cases
 from mx_jax.measure.session import Machine, Session, last_answer, run_process
 
-_DESCRIPTION = """
-Check every kernel on this machine's GPU, time it beside what computes without it and beside
-bfloat16, and write what was found into your cache. From the next start of Python on, what is right
-and faster is used by default; mx_jax.inspect.explain quotes the measurement. Each case runs in a
-process of its own with a time limit, so that one that hangs or crashes costs one row. A run that
-was interrupted goes on where it ended. MX_JAX_EVIDENCE=off switches all of it off.
-"""
 # Seconds for a process to say what machine this is.
 _TO_START = 180.0
 _PACKAGES = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -40,101 +32,36 @@ _PACKAGES = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
 
 def add_to(commands: Any) -> None:
     """Add the command to a parser's subparsers."""
-    parser = commands.add_parser(
-        "gpu",
-        help="check and time the GPU kernels here, and switch on what is right and faster",
-        description=_DESCRIPTION,
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=10.0, help="after which no case is begun (default: 10)"
-    )
-    parser.add_argument(
-        "--formats", nargs="+", type=_format, metavar="FORMAT", help="block formats, by name"
-    )
-    parser.add_argument(
-        "--sizes", nargs="+", type=_size, metavar="NxK", help="of weights, as 8192x8192"
-    )
-    parser.add_argument("--rows", nargs="+", type=_rows, metavar="M", help="of activations")
-    parser.add_argument(
-        "--limit", type=float, default=120.0, help="seconds that a case may take (default: 120)"
-    )
-    parser.add_argument(
-        "--tune",
-        type=float,
-        default=worker.THOROUGH.tuning,
-        metavar="SECONDS",
-        help="for other tiles of a case's kernel, each checked, then timed (default: "
-        f"{worker.THOROUGH.tuning:g}; 0 tries none)",
-    )
-    parser.add_argument("--again", action="store_true", help="measure also what was measured here")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="instead of your cache")
-    parser.add_argument(
-        "--session", type=Path, metavar="FILE.jsonl", help="results as they come (default: beside)"
-    )
-    parser.add_argument(
-        "--simulate",
-        action="store_true",
-        help="try the command on a CPU, by Mosaic's interpreter; times mean nothing, and nothing "
-        "is switched on",
-    )
-    parser.add_argument("--one", metavar="CASE", help=argparse.SUPPRESS)
-    parser.set_defaults(run=run)
+    options.add_to(commands).set_defaults(run=run)
 
 
-def _format(text: str) -> str:
-    try:
-        return block_format(text).name
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _size(text: str) -> tuple[int, int]:
-    n, _, k = text.lower().partition("x")
-    if not (n.isdecimal() and k.isdecimal() and int(n) and int(k)):
-        raise argparse.ArgumentTypeError(f"needs NxK, as 8192x8192, got {text!r}")
-    return int(n), int(k)
-
-
-def _rows(text: str) -> int:
-    if not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"needs a number of rows, got {text!r}")
-    return int(text)
-
-
-def run(options: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     """Run the command; returns the exit status.
 
     Raises:
       ValueError: there is no GPU here that a kernel runs on, or nowhere to write.
     """
-    if options.one is not None:
-        return worker.answer(options.one, options.simulate, tuning=options.tune)
-    deadline = time.monotonic() + 60 * options.minutes
-    words = [sys.executable, "-m", "mx_jax", "gpu", *["--simulate"] * options.simulate, "--one"]
+    if given.one is not None:
+        return worker.answer(given.one, given.simulate, tuning=given.tune)
+    deadline = time.monotonic() + 60 * given.minutes
+    words = [sys.executable, "-m", "mx_jax", "gpu", *["--simulate"] * given.simulate, "--one"]
     machine, backends = _machine(words), _measured_backends()
-    formats, sizes, rows = simulation.WANTED if options.simulate else (FORMATS, SIZES, ROWS)
-    wanted = cases(
-        backends,
-        machine.target,
-        options.formats or formats,
-        options.sizes or sizes,
-        options.rows or rows,
-    )
+    wanted = cases(backends, machine.target, options.wanted(given))
     if not wanted:
         raise ValueError(_what_is_missing(backends, machine.target))
     folder = sources.cache_path().parent
-    name = "simulated.jsonl" if options.simulate else "gpu-session.jsonl"
+    name = "simulated.jsonl" if given.simulate else "gpu-session.jsonl"
     session = Session(
         machine=machine,
         backends=backends,
         worker=words,
-        path=options.session or folder / name,
-        limit=options.limit,
-        tuning=options.tune,
+        path=given.session or folder / name,
+        limit=given.limit,
+        tuning=given.tune,
         notes=clocks,
     )
-    out = options.out or (None if options.simulate else sources.cache_path())
-    return measure(session, wanted, out, deadline, options.again)
+    out = given.out or (None if given.simulate else sources.cache_path())
+    return measure(session, wanted, out, deadline, given.again)
 
 
 def _measured_backends() -> list[Backend]:

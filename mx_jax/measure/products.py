@@ -185,10 +185,22 @@ def _excess(out: jax.Array, x: Any, w: MXArray, *, call: MatmulCall, bound: floa
         out_dtype=jnp.dtype("float32"),
         precision=lax.Precision.HIGHEST,
     )
-    expected, magnitude = multiply(x, w), multiply(_absolute(x), _absolute(w))
     num_products = math.prod(call.rhs.shape[axis] for axis in call.rhs.axes.contracting)
+    expected, magnitude = multiply(x, w), multiply(absolute(x), absolute(w))
+    return excess(out, expected, magnitude, bound * math.sqrt(num_products))
+
+
+def excess(out: jax.Array, expected: jax.Array, magnitude: jax.Array, halves: float) -> jax.Array:
+    """The largest error over what is allowed.
+
+    Args:
+      out: what is checked.
+      expected: the reference's, in float32.
+      magnitude: sums of the products' magnitudes.
+      halves: that a sum may be off, over its magnitude, in halves of float32's last place.
+    """
     # Twice: the reference has an error of its own.
-    allowed = 2 * bound * 2.0**-24 * math.sqrt(num_products) * magnitude
+    allowed = 2 * halves * 2.0**-24 * magnitude
     info = jnp.finfo(out.dtype)
     allowed += float(info.eps) / 2 * (jnp.abs(expected) + allowed) + float(info.smallest_normal)
     actual = out.astype(jnp.float32)
@@ -197,6 +209,7 @@ def _excess(out: jax.Array, x: Any, w: MXArray, *, call: MatmulCall, bound: floa
     return jnp.max(jnp.where(jnp.isnan(error), jnp.inf, error))
 
 
-def _absolute(operand: Any) -> jax.Array:
+def absolute(operand: Any) -> jax.Array:
+    """Magnitudes of an operand's values, in float32."""
     dense = operand.dequantize(jnp.float32) if isinstance(operand, MXArray) else operand
     return jnp.abs(dense.astype(jnp.float32))

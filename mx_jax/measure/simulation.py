@@ -5,6 +5,7 @@ from typing import Any
 from mx_jax.backends.base import Backend, Target
 from mx_jax.backends.pallas_gpu import backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM90
+from mx_jax.measure.cases import Wanted
 
 TARGET = Target(
     platform="cuda",
@@ -12,7 +13,13 @@ TARGET = Target(
     device_kind="Mosaic's interpreter of sm90",
 )
 # Small enough to be interpreted in seconds.
-WANTED = ("mxfp4",), ((128, 256),), (1,)
+WANTED = Wanted(
+    formats=("mxfp4",),
+    sizes=((128, 256),),
+    rows=(1,),
+    experts=((3, 128, 256),),
+    ragged_rows=(16,),
+)
 
 
 def backend() -> Backend:

@@ -22,11 +22,19 @@ from mx_jax.backends import evidence
 from mx_jax.backends.base import Backend
 from mx_jax.backends.select import current_target, known_backends
 from mx_jax.backends.target import use_target
-from mx_jax.measure import casts, products, simulation
+from mx_jax.measure import casts, products, ragged, simulation
 from mx_jax.measure.cases import Case, bits_read
 from mx_jax.measure.subject import BFLOAT16, KERNEL, PLAIN, UNPACKING, Subject, same_bits
 from mx_jax.measure.timing import microseconds, on_device, ratios
 from mx_jax.measure.tune import Tuned, fastest
+
+# What makes the arrays of each kind of case, and says whether a kernel's results are right.
+SUBJECTS: Mapping[str, Callable[[Case, Backend, int], Subject]] = {
+    "product": products.subject,
+    "ragged product": ragged.subject,
+    "cast": casts.subject,
+    "cast both ways": casts.subject,
+}
 
 # Copies together take so many bytes: far more than any GPU's L2 cache holds.
 _BEYOND_CACHE = 384 << 20
@@ -142,8 +150,7 @@ def measure(
       effort: how much is done.
     """
     copies = effort.copies or _copies(case)
-    make = products.subject if case.kind == "product" else casts.subject
-    subject = make(case, backend, copies)
+    subject = SUBJECTS[case.kind](case, backend, copies)
     check = functools.partial(_error, subject, effort=effort)
     chains = {name: way.chain() for name, way in subject.ways.items()}
     own = Tuned(chain=chains[KERNEL], error=check(chains[KERNEL]))

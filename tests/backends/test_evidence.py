@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,9 +12,10 @@ import pytest
 
 import mx_jax
 from mx_jax import formats, recipes
+from mx_jax.axes import Axes
 from mx_jax.backends import evidence
 from mx_jax.backends.base import Target
-from mx_jax.backends.calls import Call, MatmulCall, OperandType, PackCall
+from mx_jax.backends.calls import Call, MatmulCall, OperandType, PackCall, RaggedCall
 from mx_jax.backends.cudnn import CUDNN
 from mx_jax.backends.evidence import Row, Work
 from mx_jax.backends.evidence.sources import source_of
@@ -21,8 +23,10 @@ from mx_jax.backends.evidence.work import ROWS
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.kernels import MMA, WGMMA
 from mx_jax.backends.records import recording
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import Choice, current_target, find, select
 from mx_jax.backends.table import BACKENDS
+from mx_jax.measure.cases import Case
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 from mx_jax.testing.quantize_check import QuantizeBothCase
 from tests.backends.altered import altered
@@ -200,6 +204,46 @@ def test_casts():
     rule = dataclasses.replace(single, scale_rule="even").call
     assert chosen(larger, row_of(single.call)).backend != PALLAS_GPU
     assert chosen(rule, row_of(single.call)).backend == PALLAS_GPU
+
+
+def test_products_of_rows_in_groups():
+    """A kernel for another kind of call needs an offer and a row."""
+    planted = dataclasses.replace(REFERENCE, name="planted", source=lambda: (Path(__file__),))
+    case = Case(
+        backend="planted",
+        kind="ragged product",
+        formats=(None, "mxfp4"),
+        shape=(64, 128, 64),
+        groups=8,
+    )
+    assert isinstance(case.call, RaggedCall)
+    row = row_of(case.call, backend="planted", source=source_of(planted))
+    assert (row.work.rows, row.work.groups) == (8, 8)
+
+    def taken(call: Call, target: Target = H200) -> str:
+        with evidence.use([row]):
+            return select(call, target, (*BACKENDS, planted)).backend.name
+
+    def other(**changes: Any) -> Call:
+        return dataclasses.replace(case, **changes).call
+
+    assert taken(case.call) == taken(other(shape=(56, 100, 64), groups=7)) == "planted"
+    several = dataclasses.replace(H200, num_devices=8)
+    assert taken(case.call, several) != "planted"
+    for changes in (
+        dict(shape=(65, 128, 64)),  # more rows of a group
+        dict(groups=9, shape=(72, 128, 64)),
+        dict(formats=("mxfp4", "mxfp4")),
+        dict(dtype="float16"),
+    ):
+        assert taken(other(**changes)) != "planted", changes
+    sums = dataclasses.replace(
+        case.call,
+        lhs=OperandType(shape=(64, 32), axes=Axes.ordered(k_first=True), dtype=np.dtype("float32")),
+        rhs=OperandType(shape=(64, 16), axes=Axes.ordered(k_first=True), format=formats.MXFP4),
+    )
+    work = Work.of(sums, "planted")
+    assert work is not None and work.kind == "ragged sums"
 
 
 def test_packing():

@@ -23,6 +23,7 @@ from mx_jax.backends.pallas_gpu.tuning.table import tuned
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 from mx_jax.backends.select import select
 from mx_jax.backends.table import BACKENDS
+from mx_jax.measure.cases import Case
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 from tests.backends.altered import altered
 from tests.backends.mosaic import with_any_jax
@@ -64,6 +65,19 @@ def test_what_has_no_tiles_is_not_tuned():
     cast = QuantizeCase(format=formats.MXFP4, shape=(64, 64), axis=-1).call
     assert list(configs(cast, H200)) == []
     assert list(configs(of(), Target(platform="cpu"))) == []
+
+
+def test_products_of_rows_in_groups():
+    case = Case(
+        backend="pallas_gpu",
+        kind="ragged product",
+        formats=(None, "mxfp4"),
+        shape=(512, 2048, 4096),
+        groups=8,
+    )
+    found = list(configs(case.call, H200))
+    assert len(found) > 2 and (("crossover", 1),) not in found
+    assert {dict(config)["m"] for config in found} == {64}
 
 
 def test_kernels_that_take_operands_as_they_are():

@@ -1,5 +1,6 @@
 """`python -m mx_jax gpu` on a machine without a GPU, and with one that is simulated."""
 
+import argparse
 import dataclasses
 import json
 import time
@@ -11,7 +12,8 @@ import pytest
 from mx_jax.backends.evidence import sources
 from mx_jax.backends.evidence.rows import read, write
 from mx_jax.cli import main
-from mx_jax.measure import command
+from mx_jax.measure import command, options
+from mx_jax.measure.cases import Wanted
 from tests.backends.mosaic import needs_newer_mosaic
 from tests.measure.test_session import CASES, SAY_RIGHT, session
 
@@ -31,6 +33,7 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str]):
     [
         (["--sizes", "8192"], "needs NxK, as 8192x8192, got '8192'"),
         (["--sizes", "0x4"], "needs NxK"),
+        (["--experts", "8x4"], "needs GxNxK, as 8x14336x4096, got '8x4'"),
         (["--rows", "-1"], "needs a number of rows, got '-1'"),
         (["--formats", "mxfp5"], "mxfp5"),
     ],
@@ -40,6 +43,19 @@ def test_wrong_words(words: list[str], message: str, capsys: pytest.CaptureFixtu
         main(["gpu", *words])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_sizes_of_one_kind_leave_out_the_other():
+    def chosen(*words: str) -> Wanted:
+        parser = argparse.ArgumentParser()
+        options.add_to(parser.add_subparsers())
+        return options.wanted(parser.parse_args(["gpu", *words]))
+
+    assert chosen() == Wanted()
+    assert chosen("--sizes", "64x32") == Wanted(sizes=[(64, 32)], experts=())
+    assert chosen("--experts", "4x64x32") == Wanted(sizes=(), experts=[(4, 64, 32)])
+    rows = chosen("--rows", "7", "--formats", "mxfp4")
+    assert rows == Wanted(formats=["mxfp4"], rows=[7], ragged_rows=[7])
 
 
 def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]):

@@ -9,15 +9,32 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mx_jax.backends import evidence
 from mx_jax.backends.base import Backend, Target
-from mx_jax.backends.calls import DequantizeCall, MatmulCall, PackCall, QuantizeCall
+from mx_jax.backends.calls import (
+    DequantizeCall,
+    MatmulCall,
+    PackCall,
+    QuantizeCall,
+    RaggedCall,
+)
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.reference import REFERENCE
-from mx_jax.measure import casts, products, worker
-from mx_jax.measure.cases import FORMATS, ROWS, SIZES, Case, all_cases, bits_read, cases, rank
+from mx_jax.measure import casts, products, ragged, worker
+from mx_jax.measure.cases import (
+    FORMATS,
+    ROWS,
+    SIZES,
+    Case,
+    Wanted,
+    all_cases,
+    bits_read,
+    cases,
+    rank,
+)
 from mx_jax.measure.session import run_process
 from mx_jax.measure.timing import Way, ratios
 from mx_jax.measure.worker import QUICK, Effort
@@ -109,6 +126,57 @@ def test_packed_weights_are_compared_with_unpacking():
     assert "unpacking first" in answer["microseconds"]
 
 
+RAGGED = Case(
+    backend="planted",
+    kind="ragged product",
+    formats=(None, "mxfp4"),
+    shape=(24, 64, 64),
+    groups=3,
+)
+
+
+def test_a_right_product_in_groups_is_timed():
+    every = dataclasses.replace(QUICK, checks=None)
+    answer = found(RAGGED, PLANTED, every)
+    assert 0 < answer["error"] <= 1 and answer["over_plain"] > 0
+    assert set(answer["microseconds"]) == {"kernel", "plain path", "bfloat16"}
+    sizes = np.asarray(ragged.uneven(RAGGED))
+    assert sizes.sum() == 23 and len(set(sizes)) > 1
+
+
+def _right(lhs, rhs, sizes, call):
+    return REFERENCE.run(call, lhs, rhs, sizes)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        # The matrix of another group; something in rows of no group; one group with all rows.
+        lambda lhs, rhs, sizes, call: _right(lhs, rhs, jnp.roll(sizes, 1), call),
+        lambda lhs, rhs, sizes, call: _right(lhs, rhs, sizes.at[-1].add(1), call),
+        lambda lhs, rhs, sizes, call: _right(lhs, rhs, sizes, call) + (sizes[-1] == lhs.shape[0]),
+        # Lengths that no tile divides.
+        lambda lhs, rhs, sizes, call: _right(lhs, rhs, sizes, call) + (lhs.shape[0] % 8 != 0),
+    ],
+    ids=["another group", "no group", "one group", "odd lengths"],
+)
+def test_a_wrong_product_in_groups_is_caught(run: Any):
+    every = dataclasses.replace(QUICK, checks=None)
+    answer = found(RAGGED, altered(PLANTED, RaggedCall, run), every)
+    assert answer["error"] > 1 and "microseconds" not in answer
+
+
+def test_packed_groups_are_compared_with_unpacking():
+    from mx_jax.backends.cpu_ffi import CPU_FFI, library
+
+    if isinstance(library.load(), str):
+        pytest.skip("the C++ library is not here")
+    case = dataclasses.replace(RAGGED, backend="cpu_ffi", formats=("mxfp4", "mxfp4"), packed=True)
+    assert case.work.serves(case.packing) and not PRODUCT.work.serves(case.packing)
+    answer = found(case, CPU_FFI)
+    assert answer["error"] <= 1 and answer["over_unpacking"] > 0
+
+
 def test_a_right_cast_is_timed():
     answer = found(CAST, PLANTED)
     assert answer["error"] == 0 and answer["over_plain"] > 0
@@ -138,7 +206,7 @@ def test_what_fails_says_so(monkeypatch: pytest.MonkeyPatch):
     def refuse(case: Case, backend: Backend, copies: int) -> None:
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS\nmore")
 
-    monkeypatch.setattr(products, "subject", refuse)
+    monkeypatch.setitem(worker.SUBJECTS, "product", refuse)
     case = dataclasses.replace(PRODUCT, backend="reference")
     assert worker.answer(json.dumps(case.as_json()), False, said.append) == 0
     answer = json.loads(said[-1])
@@ -194,7 +262,8 @@ def test_the_most_useful_comes_first(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_cases_are_what_backends_are_asked():
-    for case in all_cases(PALLAS_GPU, FORMATS[:2], SIZES[:1], ROWS[:2]):
+    few = Wanted(formats=FORMATS[:2], sizes=SIZES[:1], rows=ROWS[:2], ragged_rows=(64,))
+    for case in all_cases(PALLAS_GPU, few):
         assert Case.from_json(json.loads(json.dumps(case.as_json()))) == case
         assert case.work.packed == case.packed
         if case.packed:
@@ -230,3 +299,4 @@ def test_ratios_are_taken_within_a_round():
 
 def test_subjects_are_by_kind():
     assert products.subject is not casts.subject
+    assert {case.kind for case in all_cases(REFERENCE)} == set(worker.SUBJECTS)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -12,15 +13,19 @@ from mx_jax.backends.calls import (
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
+    RaggedCall,
 )
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, ScaleFormat
 
-Kind = Literal["product", "cast", "cast both ways"]
+Kind = Literal["product", "ragged product", "ragged sums", "cast", "cast both ways"]
 # Largest rows of each bucket. Kernels change their tiles at 8, 16, 32 and 64, and may decode the
 # weights for XLA's product from 256 or 1024 rows on: a bucket never spans such a change.
 ROWS = (1, 8, 16, 32, 64, 255, 1023, math.inf)
 # Most elements of each class of sizes.
 SIZES = (2**20, 2**22, 2**24, 2**26, 2**28, math.inf)
+
+# Most groups of each class of mixtures.
+GROUPS = (8, 32, 128, math.inf)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,8 +38,9 @@ class Work:
       dtypes: of lhs and rhs, None where quantized, and of the product; of what is cast.
       packed: whether the backend itself packed the weights.
       axes: that blocks of casts lie along, from the end.
-      rows: of the activations, at most; any number for casts.
-      size: elements of the weights, or of what is cast, at most.
+      rows: of the activations, at most, in groups of a group on average; any number for casts.
+      size: elements of all weights, or of what is cast, at most.
+      groups: of rows, each with a matrix of its own, or a sum, at most; 0 where there are none.
     """
 
     kind: Kind
@@ -44,6 +50,7 @@ class Work:
     axes: tuple[int, ...] = ()
     rows: float = math.inf
     size: float = math.inf
+    groups: float = 0
 
     @classmethod
     def of(cls, call: Call, backend: str) -> "Work | None":
@@ -53,14 +60,8 @@ class Work:
           call: of constant sizes.
           backend: its name: weights that another one packed are not packed for it.
         """
-        match call:
-            case MatmulCall() if not call.num_batch:
-                return _product(call, backend)
-            case QuantizeCall():
-                return _casts("cast", call)
-            case QuantizeBothCall() if call.first.blocks != call.second.blocks:
-                return _casts("cast both ways", call.first, call.second)
-        return None
+        describe = DESCRIBE.get(type(call))
+        return None if describe is None else describe(call, backend)
 
     def serves(self, call: PackCall) -> bool:
         """Whether it is a product by weights that such a call packs, of any number of rows.
@@ -68,13 +69,13 @@ class Work:
         Its dtype has to be theirs: weights of a float32 model meet float32 activations, for which
         they would be unpacked again.
         """
+        batch = [call.weights.shape[axis] for axis in call.weights.axes.batch]
         return (
-            self.kind == "product"
-            and self.packed
+            self.packed
             and self.formats == (call.lhs_format, call.format)
             and call.dtype in (None, self.dtypes[-1])
             and self.size == least(SIZES, math.prod(call.weights.shape))
-            and not call.weights.axes.batch
+            and self.groups == (least(GROUPS, math.prod(batch)) if batch else 0)
         )
 
     @property
@@ -84,6 +85,10 @@ class Work:
 
     def __str__(self) -> str:
         names = ["bf16" if own is None else own.name for own in self.formats]
+        if self.groups:
+            what = "rows" if self.kind == "ragged product" else "sums"
+            most = f"up to {self.groups} groups" if self.groups < math.inf else "many groups"
+            return " x ".join(names) + f", {what} in {most}" + ", packed" * self.packed
         if self.kind == "product":
             return " x ".join(names) + ", packed" * self.packed
         along = " and ".join({-1: "rows", -2: "columns"}.get(a, f"axis {a}") for a in self.axes)
@@ -95,7 +100,9 @@ def least(limits: tuple[float, ...], size: int) -> float:
     return next(limit for limit in limits if size <= limit)
 
 
-def _product(call: MatmulCall, backend: str) -> Work:
+def _product(call: MatmulCall, backend: str) -> Work | None:
+    if call.num_batch:
+        return None
     swapped = call.rhs.format is None
     weights, activations = (call.lhs, call.rhs) if swapped else (call.rhs, call.lhs)
     return Work(
@@ -108,6 +115,25 @@ def _product(call: MatmulCall, backend: str) -> Work:
     )
 
 
+def _ragged(call: RaggedCall, backend: str) -> Work:
+    (rows, *_), groups = call.lhs.shape, max(call.num_groups, 1)
+    return Work(
+        kind="ragged sums" if call.contracts_rows else "ragged product",
+        formats=(call.lhs.format, call.rhs.format),
+        dtypes=(call.lhs.dtype, call.rhs.dtype, call.out_dtype),
+        packed=call.rhs.packed_by == backend,
+        rows=least(ROWS, -(-rows // groups)),
+        size=least(SIZES, math.prod(call.rhs.shape)),
+        groups=least(GROUPS, groups),
+    )
+
+
+def _both(call: QuantizeBothCall, backend: str) -> Work | None:
+    if call.first.blocks == call.second.blocks:
+        return None
+    return _casts("cast both ways", call.first, call.second)
+
+
 def _casts(kind: Kind, *calls: QuantizeCall) -> Work:
     return Work(
         kind=kind,
@@ -116,6 +142,15 @@ def _casts(kind: Kind, *calls: QuantizeCall) -> Work:
         axes=tuple(axis for call in calls for axis, _ in call.blocks),
         size=least(SIZES, math.prod(calls[0].shape)),
     )
+
+
+# How each kind of call is described to backends' rows; another kind of call is another line.
+DESCRIBE: Mapping[type[Call], Callable[[Any, str], Work | None]] = {
+    MatmulCall: _product,
+    RaggedCall: _ragged,
+    QuantizeCall: lambda call, backend: _casts("cast", call),
+    QuantizeBothCall: _both,
+}
 
 
 def as_json(work: Work) -> dict[str, Any]:
@@ -128,6 +163,7 @@ def as_json(work: Work) -> dict[str, Any]:
         "axes": list(work.axes),
         "rows": None if math.isinf(work.rows) else work.rows,
         "size": None if math.isinf(work.size) else work.size,
+        "groups": None if math.isinf(work.groups) else work.groups,
     }
 
 
@@ -141,6 +177,7 @@ def from_json(facts: dict[str, Any]) -> Work:
         axes=tuple(int(axis) for axis in facts["axes"]),
         rows=math.inf if facts["rows"] is None else int(facts["rows"]),
         size=math.inf if facts["size"] is None else int(facts["size"]),
+        groups=math.inf if facts["groups"] is None else int(facts["groups"]),
     )
 
 

@@ -55,7 +55,7 @@ def _source() -> list[Path]:
 
 def _kernel(call: Call, target: Target, architecture: Architecture | None = None) -> str:
     """Which of the rows in `kernels` multiplies; the kernel that casts has no row."""
-    if not isinstance(call, MatmulCall):
+    if not isinstance(call, MatmulCall | RaggedCall):
         return "quantize"
     row = architecture or architecture_of(target.compute_capability)
     return "" if row is None else row.kernel(call.lhs.format, call.rhs.format).name

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from mx_jax.backends.base import Config, Target
-from mx_jax.backends.calls import Call, MatmulCall
+from mx_jax.backends.calls import Call, MatmulCall, RaggedCall
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
 from mx_jax.backends.pallas_gpu.kernels import Kernel
 from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
@@ -53,7 +53,7 @@ def configs(
       architecture: instead of the target's.
     """
     row = architecture or architecture_of(target.compute_capability)
-    if not isinstance(call, MatmulCall) or row is None:
+    if not isinstance(call, MatmulCall | RaggedCall) or row is None:
         return
     kernel = row.kernel(call.lhs.format, call.rhs.format)
     size = _Size.of(call, kernel)
@@ -63,11 +63,13 @@ def configs(
         size.tiles(row, kernel, own): own for own in candidates(row, kernel, size.bits, size.m)
     }
     wanted.pop(own, None)
-    busy = [tiles for tiles in wanted if keeps_busy(row, kernel, tiles, m=size.m, n=size.n)]
+    n = size.batch * size.n
+    busy = [tiles for tiles in wanted if keeps_busy(row, kernel, tiles, m=size.m, n=n)]
     busy = busy or list(wanted)
     busy.sort(key=lambda tiles: (_distance(tiles, own), dataclasses.astuple(tiles)))
     others = [_config_of(wanted[tiles]) for tiles in busy]
-    decodes = kernel.layout is not ScaledOperand and size.m >= _MIN_ROWS_DECODED
+    decodes = isinstance(call, MatmulCall) and kernel.layout is not ScaledOperand
+    decodes = decodes and size.m >= _MIN_ROWS_DECODED
     yield from others[:1]
     yield from [_DECODE_FIRST] * decodes
     yield from others[1:]
@@ -78,18 +80,20 @@ class _Size:
     """A product as tiles see it.
 
     Attributes:
-      m: rows of activations, or of the left operand.
+      batch: products; the groups of rows.
+      m: rows of activations, or of the left operand; of a group on average.
       n: rows of weights, padded, and k likewise.
       bits: of a code.
     """
 
+    batch: int = 1
     m: int
     n: int
     k: int
     bits: int
 
     @classmethod
-    def of(cls, call: MatmulCall, kernel: Kernel) -> "_Size":
+    def of(cls, call: MatmulCall | RaggedCall, kernel: Kernel) -> "_Size":
         activations, weights = call.lhs, call.rhs
         if weights.format is None:
             activations, weights = weights, activations
@@ -98,13 +102,16 @@ class _Size:
         bits = element.bits if kernel.layout is ScaledOperand else storage(element).bits
         k = math.prod(weights.shape[axis] for axis in weights.axes.contracting)
         n, k = (-(-size // _PAD) * _PAD for size in (weights.rows, k))
-        return cls(m=activations.rows, n=n, k=k, bits=bits)
+        if isinstance(call, MatmulCall):
+            return cls(m=activations.rows, n=n, k=k, bits=bits)
+        groups = max(1, min(call.num_groups, call.lhs.rows))
+        return cls(batch=groups, m=-(-call.lhs.rows // groups), n=n, k=k, bits=bits)
 
     def tiles(self, row: Architecture, kernel: Kernel, wanted: Tiles | None = None) -> Tiles:
         """What a product of this size does with the tiles that are wanted, or by the table."""
         config = () if wanted is None else _config_of(wanted)
         with configured(kernel.name, config):
-            return choose(row, kernel, self.bits, batch=1, m=self.m, n=self.n, k=self.k)
+            return choose(row, kernel, self.bits, batch=self.batch, m=self.m, n=self.n, k=self.k)
 
 
 def _config_of(tiles: Tiles) -> Config:
