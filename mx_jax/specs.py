@@ -14,6 +14,7 @@ from mx_jax.codecs.rounding import Rounding, rounding_mode
 from mx_jax.formats import BlockFormat, block_format
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.scale_rules import ScaleRule, scale_rule_for
+from mx_jax.sharding.gather import Gather
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,6 +209,8 @@ class MatmulRecipe:
       residuals: what is kept for the backward products.
       mask_clipped: whether values that the forward product clipped get no gradient, instead of
         passing it straight through.
+      gather: mesh axes along which operands are gathered as codes, or names of such axes; None:
+        no operand is.
 
     Raises:
       ValueError: residuals or a mask that the forward product does not allow.
@@ -219,8 +222,10 @@ class MatmulRecipe:
     drhs: MatmulSpec
     residuals: Residuals
     mask_clipped: bool = False
+    gather: Gather | None = None
 
     def __post_init__(self):
+        object.__setattr__(self, "gather", Gather.of(self.gather))
         if self.mask_clipped and self.residuals is not Residuals.PRIMAL:
             raise ValueError(
                 f"Recipe {self.name!r}: mask_clipped=True needs the forward's operands as they "

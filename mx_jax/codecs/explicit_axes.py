@@ -6,11 +6,14 @@ sense. On any other mesh, and without one, the functions here do nothing.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+A = TypeVar("A", jax.Array, np.ndarray)
 
 
 def has_explicit_axes() -> bool:
@@ -18,9 +21,12 @@ def has_explicit_axes() -> bool:
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
-def explicit_sharding(x: jax.Array) -> NamedSharding | None:
-    """Where an array's type says that it lies; None on meshes without explicit axes."""
-    return jax.typeof(x).sharding if has_explicit_axes() else None
+def explicit_sharding(x: jax.Array | np.ndarray) -> NamedSharding | None:
+    """Where an array's type says that it lies; None on meshes without explicit axes.
+
+    NumPy's arrays lie on no mesh.
+    """
+    return jax.typeof(x).sharding if has_explicit_axes() and not isinstance(x, np.ndarray) else None
 
 
 def partitions(sharding: Any, ndim: int) -> list[Any]:
@@ -40,7 +46,7 @@ def broadcast_like(x: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, like.shape, out_sharding=explicit_sharding(like))
 
 
-def split_axes(x: jax.Array, shape: Sequence[int], inside: Sequence[int]) -> jax.Array:
+def split_axes(x: A, shape: Sequence[int], inside: Sequence[int]) -> A:
     """x reshaped so that each axis of `inside`, with the one before it, was one axis of x.
 
     A sharded axis hands its mesh axes to the blocks if they divide evenly, or to the positions if
@@ -57,10 +63,11 @@ def split_axes(x: jax.Array, shape: Sequence[int], inside: Sequence[int]) -> jax
             new.append(part if count == 1 else None)
         else:
             new.append(old.pop(0))
+    assert isinstance(x, jax.Array)
     return jax.lax.reshape(x, tuple(shape), out_sharding=with_partitions(sharding, new))
 
 
-def join_axes(y: jax.Array, shape: Sequence[int], inside: Sequence[int]) -> jax.Array:
+def join_axes(y: A, shape: Sequence[int], inside: Sequence[int]) -> A:
     """Undo `split_axes`: each axis of `inside` joins the one before it, wherever either lay."""
     sharding = explicit_sharding(y)
     if sharding is None:
@@ -71,6 +78,7 @@ def join_axes(y: jax.Array, shape: Sequence[int], inside: Sequence[int]) -> jax.
             parts[-1] = parts[-1] or part
         else:
             parts.append(part)
+    assert isinstance(y, jax.Array)
     return jax.lax.reshape(y, tuple(shape), out_sharding=with_partitions(sharding, parts))
 
 

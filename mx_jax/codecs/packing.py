@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mx_jax.codecs.explicit_axes import join_axes, split_axes
+
 # Arrays of JAX are packed where they lie, those of NumPy on the host, without compiling anything.
 A = TypeVar("A", jax.Array, np.ndarray)
 
@@ -51,8 +53,11 @@ def pack(codes: A, bits: int) -> A:
     *rows, length = codes.shape
     num_groups, num_bytes = -(-length // group), group * bits // 8
     padding = [(0, 0)] * len(rows) + [(0, -length % group)]
-    grouped = _numpy_of(codes).pad(codes, padding).reshape(*rows, num_groups, group)
-    return _regroup(grouped, bits, 8).reshape(*rows, num_groups * num_bytes)
+    inside = (len(rows) + 1,)
+    full = isinstance(length, int) and length % group == 0
+    padded = codes if full else _numpy_of(codes).pad(codes, padding)
+    grouped = split_axes(padded, (*rows, num_groups, group), inside)
+    return join_axes(_regroup(grouped, bits, 8), (*rows, num_groups * num_bytes), inside)
 
 
 def unpack(packed: A, bits: int, length: int) -> A:
@@ -80,8 +85,11 @@ def unpack(packed: A, bits: int, length: int) -> A:
         return packed
     num_groups, num_bytes = -(-length // group), group * bits // 8
     rows = packed.shape[:-1]
-    codes = _regroup(packed.reshape(*rows, num_groups, num_bytes), 8, bits)
-    return codes.reshape(*rows, num_groups * group)[..., :length]
+    inside = (len(rows) + 1,)
+    codes = _regroup(split_axes(packed, (*rows, num_groups, num_bytes), inside), 8, bits)
+    codes = join_axes(codes, (*rows, num_groups * group), inside)
+    full = isinstance(length, int) and length % group == 0
+    return codes if full else codes[..., :length]
 
 
 def _numpy_of(x: jax.Array | np.ndarray) -> ModuleType:

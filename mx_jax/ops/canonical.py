@@ -14,11 +14,15 @@ from jax import lax
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.packed import Quantized
+from mx_jax.sharding.movement import STAY, Movement, Moves, as_gathered
 
 
 def canonicalize(
-    lhs: AnyOperand, rhs: AnyOperand, dimension_numbers: lax.DotDimensionNumbers
-) -> tuple[AnyOperand, AnyOperand, ProductAxes, tuple[int, ...]]:
+    lhs: AnyOperand,
+    rhs: AnyOperand,
+    dimension_numbers: lax.DotDimensionNumbers,
+    moves: Moves = STAY,
+) -> tuple[AnyOperand, AnyOperand, ProductAxes, tuple[int, ...], Moves]:
     """Bring both operands into canonical order, transposing only what needs it.
 
     An operand without kept axes gets one of length one, so that every backward product has an axis
@@ -28,27 +32,30 @@ def canonicalize(
       lhs: values or MXArray.
       rhs: values or MXArray.
       dimension_numbers: as `jax.lax.dot_general` takes them; negative axes are allowed.
+      moves: how the operands get to the product.
 
     Returns:
-      The operands in canonical order, their axes, and the axes of the product that have length one
-      because an operand had no kept axes: `jax.lax.squeeze` takes them out.
+      The operands in canonical order, their axes, the axes of the product that have length one
+      because an operand had no kept axes, which `jax.lax.squeeze` takes out, and how the operands
+      in their new order get to the product.
 
     Raises:
       ValueError: contracting or batch sizes that differ, repeated or out-of-range axes, or an
         MXArray whose blocks do not lie along the last contracting axis.
     """
-    (lhs_k, rhs_k), (lhs_b, rhs_b) = check_dimension_numbers(lhs, rhs, dimension_numbers)
+    gathered = (as_gathered(x, move) for x, move in zip((lhs, rhs), moves, strict=True))
+    (lhs_k, rhs_k), (lhs_b, rhs_b) = check_dimension_numbers(*gathered, dimension_numbers)
     assert lhs_k, "nothing to lay blocks along: dot_general leaves it to XLA"
     lhs_m, rhs_n = _kept(lhs, lhs_k, lhs_b, "lhs"), _kept(rhs, rhs_k, rhs_b, "rhs")
-    lhs, left = _arrange(lhs, Axes(lhs_b, lhs_m, lhs_k), "lhs")
-    rhs, right = _arrange(rhs, Axes(rhs_b, rhs_n, rhs_k), "rhs")
+    lhs, left, lhs_move = _arrange(lhs, Axes(lhs_b, lhs_m, lhs_k), "lhs", moves[0])
+    rhs, right, rhs_move = _arrange(rhs, Axes(rhs_b, rhs_n, rhs_k), "rhs", moves[1])
     first_n = len(lhs_b) + len(left.kept)
     empty = (len(lhs_b),) * (not lhs_m) + (first_n,) * (not rhs_n)
-    return lhs, rhs, ProductAxes(left, right), empty
+    return lhs, rhs, ProductAxes(left, right), empty, (lhs_move, rhs_move)
 
 
 def check_dimension_numbers(
-    lhs: AnyOperand, rhs: AnyOperand, dimension_numbers: lax.DotDimensionNumbers
+    lhs: Any, rhs: Any, dimension_numbers: lax.DotDimensionNumbers
 ) -> tuple[Any, Any]:
     """Dimension numbers with non-negative axes, checked against both shapes.
 
@@ -63,7 +70,7 @@ def check_dimension_numbers(
     return (lhs_k, rhs_k), (lhs_b, rhs_b)
 
 
-def _axes(axes: Any, operand: AnyOperand, side: str) -> tuple[int, ...]:
+def _axes(axes: Any, operand: Any, side: str) -> tuple[int, ...]:
     axes = tuple(int(axis) for axis in axes)
     for axis in axes:
         if not -operand.ndim <= axis < operand.ndim:
@@ -75,8 +82,8 @@ def _axes(axes: Any, operand: AnyOperand, side: str) -> tuple[int, ...]:
 
 def _check_pairs(
     what: str,
-    lhs: AnyOperand,
-    rhs: AnyOperand,
+    lhs: Any,
+    rhs: Any,
     lhs_axes: tuple[int, ...],
     rhs_axes: tuple[int, ...],
 ) -> None:
@@ -102,19 +109,23 @@ def _kept(
     return tuple(axis for axis in range(operand.ndim) if axis not in used)
 
 
-def _arrange(operand: AnyOperand, axes: Axes, side: str) -> tuple[AnyOperand, Axes]:
+def _arrange(
+    operand: AnyOperand, axes: Axes, side: str, move: Movement | None
+) -> tuple[AnyOperand, Axes, Movement | None]:
     """The operand as `[*batch, *kept, *k]`, or `[*batch, *k, *kept]` if it is that already."""
     if isinstance(operand, Quantized):
         check_blocks(operand, axes.contracting[-1], side)
     batch, kept, k = (len(group) for group in (axes.batch, axes.kept, axes.contracting))
     if axes.is_canonical and kept:
-        return operand, axes
+        return operand, axes, move
     order = (*axes.batch, *axes.kept, *axes.contracting)
     if order != tuple(range(axes.ndim)):
         operand = operand.transpose(order)
     if not kept:
         operand = operand[(slice(None),) * batch + (None,)]
-    return operand, Axes.ordered(batch=batch, kept=max(kept, 1), contracting=k)
+    if move is not None:
+        move = move.transposed(order, None if kept else batch)
+    return operand, Axes.ordered(batch=batch, kept=max(kept, 1), contracting=k), move
 
 
 def check_blocks(

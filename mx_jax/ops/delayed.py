@@ -115,7 +115,7 @@ def chained_dot_general(
     They are equal to the given ones. But autodiff adds up what several products say of one state,
     and along this chain each hands on the larger of its own amaxes and its successors'.
     """
-    left, right, axes, empty = canonicalize(lhs, rhs, dimension_numbers)
+    left, right, axes, empty, _ = canonicalize(lhs, rhs, dimension_numbers)
     product = DelayedProduct(
         elements=elements, scaling=scaling, axes=axes, out_dtype=np.dtype(out_dtype)
     )

@@ -12,9 +12,11 @@ from mx_jax.backends.calls import AnyOperand
 from mx_jax.ops.clipping import mask_clipped
 from mx_jax.ops.keys import GRADIENTS, Key, product_key
 from mx_jax.ops.multiply import multiply
-from mx_jax.ops.operands import operand_keys, prepare_operands, reuse, unscaled
+from mx_jax.ops.operands import operand_keys, prepare_operands, reuse_moved, unscaled
+from mx_jax.ops.placing import moves_of
 from mx_jax.ops.product import Bar, zero_bars
 from mx_jax.ops.quantize_both import OperandCast, quantize_operand_both, reads_once
+from mx_jax.sharding.movement import STAY, Moves
 from mx_jax.specs import MatmulRecipe, Residuals
 
 
@@ -28,6 +30,7 @@ class DenseProduct:
       out_dtype: dtype of the product.
       precision: for high-precision operands.
       out_sharding: of the product, on a mesh with explicit axes.
+      moves: how the operands get to the product where no type says where they lie.
     """
 
     recipe: MatmulRecipe
@@ -35,13 +38,15 @@ class DenseProduct:
     out_dtype: np.dtype
     precision: Any = None
     out_sharding: Any = None
+    moves: Moves = STAY
 
     @functools.partial(jax.jit, static_argnums=0)
     def forward(self, lhs: AnyOperand, rhs: AnyOperand, extra: Key) -> jax.Array:
         """The product."""
         spec, key = self.recipe.fwd, product_key(self.recipe, "fwd", extra)
         with jax.named_scope("output"):
-            left, right = prepare_operands(lhs, rhs, spec, self.axes, key)
+            moves = moves_of(lhs, rhs, self.axes, self.out_sharding, self.moves, self.recipe.gather)
+            left, right = prepare_operands(lhs, rhs, spec, self.axes, key, moves)
             product = multiply(
                 left,
                 right,
@@ -101,20 +106,32 @@ class DenseProduct:
         """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
         spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
         with jax.named_scope(f"grad_{side}"):
-            other = reuse(other, spec.rhs, axes.rhs if g_is_lhs else axes.lhs)
+            g_move, move, own = self._moves_back(side, g, other, bar)
+            other, move = reuse_moved(other, move, spec.rhs, axes.rhs if g_is_lhs else axes.lhs)
             lhs, rhs, spec = (g, other, spec) if g_is_lhs else (other, g, spec.swapped())
+            moves = (g_move, move) if g_is_lhs else (move, g_move)
             key = product_key(self.recipe, GRADIENTS[side], saved)
-            left, right = prepare_operands(lhs, rhs, spec, axes, key)
+            left, right = prepare_operands(lhs, rhs, spec, axes, key, moves)
             product = multiply(
                 left,
                 right,
                 axes,
-                bar.dtype,
+                # What devices of shard_map add up is added before it is rounded.
+                np.dtype(np.float32) if own is not None and own.manual else bar.dtype,
                 precision=self.precision,
                 fast_accumulation=spec.fast_accumulation,
                 out_sharding=bar.out_sharding,
             )
-            return unscaled(product, lhs, rhs, spec)
+            product = unscaled(product, lhs, rhs, spec)
+            return product if own is None else own.move_back(product).astype(bar.dtype)
+
+    def _moves_back(self, side: Side, g: Any, other: AnyOperand, bar: Bar) -> Any:
+        """How g and the other operand get to a gradient's product, and how its own operand did."""
+        (axes, g_is_lhs), (left, right) = self.axes.cotangent(side), self.moves
+        own, given = (left, right) if side == "lhs" else (right, left)
+        operands, given = ((g, other), (None, given)) if g_is_lhs else ((other, g), (given, None))
+        moves = moves_of(*operands, axes, bar.out_sharding, given, self.recipe.gather)
+        return *(moves if g_is_lhs else moves[::-1]), own
 
     def masked(self, side: Side, bar: jax.Array, own: AnyOperand, saved: Key) -> jax.Array:
         """The cotangent without what the product clipped."""

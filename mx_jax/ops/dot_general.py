@@ -20,10 +20,12 @@ from mx_jax.ops.canonical import canonicalize, check_dimension_numbers
 from mx_jax.ops.dense import DenseProduct
 from mx_jax.ops.explicit_axes import canonical_sharding
 from mx_jax.ops.keys import check_matmul_key
+from mx_jax.ops.placing import given_moves
 from mx_jax.ops.product import Given, differentiable
 from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.ops.unpacking import packed_for
 from mx_jax.packed import Quantized, unpacked
+from mx_jax.sharding.movement import as_gathered
 from mx_jax.specs import MatmulRecipe
 
 
@@ -89,13 +91,15 @@ def dot_general(
     key = check_matmul_key(key, recipe)
     out_dtype = dtype_of_product(preferred_element_type, lhs, rhs, "dot_general")
     rhs = packed_for(rhs, dimension_numbers)
-    lhs, rhs, axes, empty = canonicalize(lhs, rhs, dimension_numbers)
+    moves = given_moves(recipe, lhs, rhs)
+    lhs, rhs, axes, empty, moves = canonicalize(lhs, rhs, dimension_numbers, moves)
     product = DenseProduct(
         recipe=recipe,
         axes=axes,
         out_dtype=out_dtype,
         precision=precision,
         out_sharding=canonical_sharding(out_sharding, axes, empty),
+        moves=moves,
     )
     with follow(lhs, rhs):
         value: Any = differentiable(product, Given.of(lhs), Given.of(rhs), key)
@@ -152,11 +156,18 @@ def matmul(
         check_out_dtype(preferred_element_type, "matmul")
     drop = [-2] * (lhs.ndim == 1 and rhs.ndim > 2)
     rhs_contracting = max(rhs.ndim - 2, 0)
-    _check_matmul_shapes(lhs.shape, rhs.shape, rhs_contracting)
+    shapes = [
+        as_gathered(x, move).shape
+        for x, move in zip((lhs, rhs), given_moves(recipe, lhs, rhs), strict=True)
+    ]
+    _check_matmul_shapes(shapes[0], shapes[1], rhs_contracting)
     batch = _broadcast_batch(lhs.shape[:-2], rhs.shape[:-2])
     # Leading axes of lhs alone are kept axes; only what both sides have is a batch.
     num_batch = len(batch) if rhs.ndim > 2 else 0
     if num_batch:
+        if recipe.gather is not None:
+            added = max(lhs.ndim, num_batch + 2) - lhs.ndim, num_batch + 2 - rhs.ndim
+            recipe = dataclasses.replace(recipe, gather=recipe.gather.with_leading(*added))
         lhs, rhs = _with_batch(lhs, batch), _with_batch(rhs, batch)
         rhs_contracting = rhs.ndim - 2
     axes = tuple(range(num_batch))

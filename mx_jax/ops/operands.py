@@ -14,21 +14,53 @@ from mx_jax.backends.select import current_target
 from mx_jax.backends.xla_bfloat16 import HOW
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops.keys import Key
+from mx_jax.ops.placing import place
 from mx_jax.ops.quantize import quantize_operand
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference import hadamard
+from mx_jax.sharding.movement import STAY, Movement, Moves
 from mx_jax.specs import MatmulSpec, OperandSpec
 
 
 def prepare_operands(
-    lhs: AnyOperand, rhs: AnyOperand, spec: MatmulSpec, axes: ProductAxes, key: Key
+    lhs: AnyOperand,
+    rhs: AnyOperand,
+    spec: MatmulSpec,
+    axes: ProductAxes,
+    key: Key,
+    moves: Moves = STAY,
 ) -> tuple[AnyOperand, AnyOperand]:
     """Both operands as the product takes them: transformed, and quantized by their specs.
 
     Each operand draws from its own key; a transform's signs, which both share, from a third.
     """
+    if moves != STAY:
+        return _prepare_moving(lhs, rhs, spec, axes, key, moves)
     lhs, rhs, (lhs_key, rhs_key) = transform_operands(lhs, rhs, spec, axes, key)
     return prepare(lhs, spec.lhs, axes.lhs, lhs_key), prepare(rhs, spec.rhs, axes.rhs, rhs_key)
+
+
+def _prepare_moving(
+    lhs: AnyOperand, rhs: AnyOperand, spec: MatmulSpec, axes: ProductAxes, key: Key, moves: Moves
+) -> tuple[AnyOperand, AnyOperand]:
+    """The same of operands that lie elsewhere: gathered before they are quantized, or after."""
+    lhs_key, rhs_key, _ = operand_keys(key)
+    placed = [
+        place(x, move, own, own_axes, own_key, spec.transform)
+        for x, move, own, own_axes, own_key in (
+            (lhs, moves[0], spec.lhs, axes.lhs, lhs_key),
+            (rhs, moves[1], spec.rhs, axes.rhs, rhs_key),
+        )
+    ]
+    turned = transform_operands(placed[0].operand, placed[1].operand, spec, axes, key)
+    results = []
+    for found, x, own, own_axes in (
+        (placed[0], turned[0], spec.lhs, axes.lhs),
+        (placed[1], turned[1], spec.rhs, axes.rhs),
+    ):
+        result = prepare(x, own, own_axes, found.key, found.tensor_scale)
+        results.append(result if found.move is None else found.move.move_codes(result))
+    return results[0], results[1]
 
 
 def transform_operands(
@@ -75,14 +107,20 @@ def transformed(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
 
 
 @overload
-def prepare(operand: Operand, spec: OperandSpec | None, axes: Axes, key: Key) -> Operand: ...
+def prepare(
+    operand: Operand, spec: OperandSpec | None, axes: Axes, key: Key, tensor_scale: Any = None
+) -> Operand: ...
 
 
 @overload
-def prepare(operand: AnyOperand, spec: OperandSpec | None, axes: Axes, key: Key) -> AnyOperand: ...
+def prepare(
+    operand: AnyOperand, spec: OperandSpec | None, axes: Axes, key: Key, tensor_scale: Any = None
+) -> AnyOperand: ...
 
 
-def prepare(operand: AnyOperand, spec: OperandSpec | None, axes: Axes, key: Key) -> AnyOperand:
+def prepare(
+    operand: AnyOperand, spec: OperandSpec | None, axes: Axes, key: Key, tensor_scale: Any = None
+) -> AnyOperand:
     """One operand, quantized by its spec unless it is or stays what it was."""
     if spec is None or isinstance(operand, Quantized):
         return operand
@@ -91,6 +129,7 @@ def prepare(operand: AnyOperand, spec: OperandSpec | None, axes: Axes, key: Key)
         spec,
         axes.blocks(spec.format),
         key if spec.rounding.random_bits else None,
+        tensor_scale,
     )
 
 
@@ -132,3 +171,15 @@ def reuse(operand: AnyOperand, spec: OperandSpec | None, axes: Axes) -> Operand:
         return decode(operand, operand.dtype, saturates=True)
     reusable = operand.format == spec.format and operand.blocks == axes.blocks(spec.format)
     return operand if reusable else decode(operand, jnp.float32, saturates=True)
+
+
+def reuse_moved(
+    operand: AnyOperand, move: Movement | None, spec: OperandSpec | None, axes: Axes
+) -> tuple[Operand, Movement | None]:
+    """`reuse` of a saved operand that lies elsewhere, and how it gets to the product then.
+
+    Codes are gathered as they are, whatever becomes of them.
+    """
+    if move is not None and isinstance(operand, MXArray):
+        operand, move = place(operand, move, spec, axes, None).operand, None
+    return reuse(operand, spec, axes), move

@@ -28,6 +28,7 @@ from mx_jax.ops.canonical import check_blocks
 from mx_jax.ops.clipping import mask_clipped
 from mx_jax.ops.keys import GRADIENTS, Key, check_matmul_key, product_key
 from mx_jax.ops.operands import prepare, prescaled, reuse, transform_operands, unscaled
+from mx_jax.ops.placing import not_gathered
 from mx_jax.ops.product import Bar, Given, differentiable, zero_bars
 from mx_jax.ops.quantize import draw_bits, quantize_operand
 from mx_jax.ops.ragged_checks import as_group_sizes, at_most, check_rows, check_shapes
@@ -112,6 +113,7 @@ def ragged_dot(
             lhs, rhs, sizes, precision=precision, preferred_element_type=preferred_element_type
         )
     check_rows(recipe)
+    not_gathered(recipe, "ragged_dot")
     out_dtype = dtype_of_product(preferred_element_type, lhs, rhs, "ragged_dot")
     for operand, side in ((lhs, "lhs"), (rhs, "rhs")):
         if isinstance(operand, MXArray):

@@ -1,0 +1,200 @@
+"""Operands on their way to a product on several devices: what moves, and whether before its cast.
+
+On a mesh with explicit axes types say where everything lies, and an operand is brought to where
+the product multiplies it before it is quantized: once, where a product and its gradients want the
+same array along different axes. Along the mesh axes of `recipe.gather` it is quantized first.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.backends.calls import AnyOperand
+from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs import float32
+from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.explicit_axes import explicit_sharding, has_explicit_axes
+from mx_jax.formats import WHOLE
+from mx_jax.mxarray import MXArray
+from mx_jax.ops.keys import Key
+from mx_jax.packed import PackedMXArray
+from mx_jax.reference.hadamard import Hadamard
+from mx_jax.reference.quantize import tensor_scale_of
+from mx_jax.sharding.gather import Gather, moving
+from mx_jax.sharding.movement import STAY, Movement, Moves, Part, parts_of
+from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
+
+SIDES: tuple[Side, Side] = ("lhs", "rhs")
+
+
+def given_moves(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Moves:
+    """How operands move where no type says so: as their recipe does.
+
+    Raises:
+      ValueError: packed weights, which lie as one device wants them; inside shard_map, codes that
+        would be kept under scales of one device's part.
+    """
+    gather = recipe.gather
+    if gather is None:
+        return STAY
+    moves = gather.movement("lhs", lhs.ndim), gather.movement("rhs", rhs.ndim)
+    for side, spec, move in zip(SIDES, (recipe.fwd.lhs, recipe.fwd.rhs), moves, strict=True):
+        shared = spec is not None and (spec.format.tensor_scale or spec.format.block[1] is WHOLE)
+        if shared and move and move.manual and recipe.residuals is Residuals.QUANTIZED:
+            raise ValueError(
+                f"gather: residuals=QUANTIZED keeps codes under scales of one device's part, got "
+                f"{side} of recipe {recipe.name!r} gathered along mesh axes={move.manual} of "
+                "shard_map; use residuals=PRIMAL, or jit without shard_map"
+            )
+    if moves[1] is not None and isinstance(rhs, PackedMXArray):
+        raise ValueError(
+            f"gather: packed weights are not gathered, got rhs={rhs!r} and gather axes="
+            f"{gather.axes}; pass the MXArray"
+        )
+    return moves
+
+
+def not_gathered(recipe: MatmulRecipe, operation: str) -> None:
+    """Raise ValueError if the recipe gathers what this operation leaves where it lies."""
+    if recipe.gather is not None and recipe.gather.on_mesh():
+        raise ValueError(
+            f"{operation}: operands are gathered as codes by dot_general, matmul and einsum alone, "
+            f"got recipe {recipe.name!r} with gather axes={recipe.gather.axes}; pass "
+            "dataclasses.replace(recipe, gather=None)"
+        )
+
+
+def moves_of(
+    lhs: AnyOperand,
+    rhs: AnyOperand,
+    axes: ProductAxes,
+    out_sharding: Any,
+    given: Moves,
+    gather: Gather | None,
+) -> Moves:
+    """How both operands get to a product: as given, and as types say on explicit axes.
+
+    An operand is gathered along the mesh axes that the product has from the other operand: what is
+    left to the product is what `jax.lax.dot_general` would be left with too.
+    """
+    if not has_explicit_axes():
+        return given
+    as_codes = frozenset() if gather is None else gather.on_mesh()
+    sides = ((lhs, axes.lhs), (rhs, axes.rhs))
+    stored = [_stored(operand) for operand, _ in sides]
+    brought = [
+        _along(parts, (*place.batch, *place.kept))
+        for parts, (_, place) in zip(stored, sides, strict=True)
+    ]
+    if out_sharding is not None:
+        out, num_batch = parts_of(out_sharding, axes.ndim), len(axes.lhs.batch)
+        first_n = num_batch + len(axes.lhs.kept)
+        brought[0] &= _along(out, range(first_n))
+        brought[1] &= _along(out, (*range(num_batch), *range(first_n, axes.ndim)))
+    moves = []
+    for side, (_, place) in enumerate(sides):
+        own = _along(stored[side], (*place.kept, *place.contracting))
+        names = own & brought[1 - side]
+        move = moving(stored[side], names, as_codes=bool(names & as_codes))
+        moves.append(given[side] if move is None else move)
+    return moves[0], moves[1]
+
+
+def _stored(operand: AnyOperand) -> tuple[Part, ...]:
+    """Where an operand's type says that it lies."""
+    array = operand.codes if isinstance(operand, MXArray) else operand
+    sharding = None if isinstance(array, PackedMXArray) else explicit_sharding(array)
+    return ((),) * operand.ndim if sharding is None else parts_of(sharding, operand.ndim)
+
+
+def _along(parts: tuple[Part, ...], axes: Iterable[int]) -> frozenset[str]:
+    """The mesh axes of some of an array's axes."""
+    return frozenset(name for axis in axes for name in parts[axis])
+
+
+class Placed(NamedTuple):
+    """An operand before its cast.
+
+    Attributes:
+      operand: gathered, if it moves before it is quantized.
+      move: how its codes move afterwards; None: they stay.
+      key: for its random bits: inside shard_map another one on each device that has a part of it.
+      tensor_scale: of all of it, where a device sees a part alone; None: the cast finds it.
+    """
+
+    operand: Any
+    move: Movement | None
+    key: Key
+    tensor_scale: jax.Array | None = None
+
+
+def place(
+    operand: AnyOperand,
+    move: Movement | None,
+    spec: OperandSpec | None,
+    axes: Axes,
+    key: Key,
+    transform: Hadamard | None = None,
+) -> Placed:
+    """An operand where it is to be quantized.
+
+    Raises:
+      ValueError: inside shard_map, a block that lies on two devices.
+    """
+    if move is None or isinstance(operand, PackedMXArray):
+        return Placed(operand, None, key)
+    if isinstance(operand, MXArray):
+        check_whole_blocks(operand.shape, operand.blocks, move, operand.format.name, stored=True)
+        if move.keeps_blocks(operand.shape, operand.blocks):
+            operand = move.move_codes(operand)
+        return Placed(operand, None, key)
+    if spec is None or not move.as_codes:
+        return Placed(move.move(operand), None, key)
+    blocks = axes.blocks(spec.format)
+    check_whole_blocks(operand.shape, blocks, move, spec.format.name, stored=False)
+    k = axes.block_axis
+    if not move.keeps_blocks(operand.shape, blocks) or (
+        transform is not None and move.shard(operand.shape)[k] % transform.size and move.stored[k]
+    ):
+        return Placed(move.move(operand), None, key)
+    if move.manual and key is not None:
+        key = jax.random.fold_in(key, lax.axis_index(move.manual))
+    return Placed(operand, move, key, _tensor_scale(operand, spec, blocks, move))
+
+
+def check_whole_blocks(
+    shape: tuple[int, ...], blocks: Blocks, move: Movement, format: str, stored: bool
+) -> None:
+    """Raise ValueError if a device of shard_map has a part of a block."""
+    for axis, size in blocks:
+        names = [name for name in move.stored[axis] if name in move.manual]
+        if names and not isinstance(size, int) and stored:
+            raise ValueError(
+                f"gather: an MXArray with one scale along axis={axis % len(shape)} is not gathered "
+                f"along it, got shard size={shape[axis]} of {format} along mesh axes={names}; "
+                "pass dequantize(), or shard another axis"
+            )
+        if names and isinstance(size, int) and shape[axis] % size:
+            raise ValueError(
+                f"gather: a block would lie on two devices along axis={axis % len(shape)}, got "
+                f"shard size={shape[axis]} with block={size} of {format} along mesh axes={names}; "
+                "shard another axis, or gather the values with jax.lax.all_gather first"
+            )
+
+
+def _tensor_scale(
+    x: jax.Array, spec: OperandSpec, blocks: Blocks, move: Movement
+) -> jax.Array | None:
+    """Inside shard_map the tensor scale is that of all parts; elsewhere a cast sees them all."""
+    if not move.manual or not spec.format.tensor_scale:
+        return None
+    pieces, inside = block_shapes.split(lax.stop_gradient(x), blocks)
+    magnitudes = float32.to_bits(pieces) & float32.ABS
+    amax = jnp.max(magnitudes, axis=inside, initial=0)
+    amax = lax.pmax(jnp.max(jnp.where(amax < float32.INF, amax, 0), initial=0), move.manual)
+    largest_scale = spec.scale_rule.largest_scale or spec.format.scale.max
+    return tensor_scale_of(amax, largest_scale * spec.format.element.max, x.ndim)

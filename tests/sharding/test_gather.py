@@ -1,0 +1,244 @@
+"""Operands gathered as codes: the bits of one device, and nothing but bytes on the wire."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.sharding import Gather
+from mx_jax.specs import MatmulSpec, operand
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+from tests.quick import quick
+from tests.sharding.collectives import gathered
+
+P = PartitionSpec
+DIMENSIONS = (((1,), (0,)), ((), ()))
+X, W, G = (128, 128), (128, 128), (128, 128)
+MXFP4 = recipes.mxfp4()
+
+
+@pytest.fixture(scope="module")
+def arrays() -> tuple[np.ndarray, ...]:
+    """Input, kernel and cotangent; products of them need no rounding."""
+    rng = np.random.default_rng(0)
+    return tuple(draw_few_octaves(rng, shape) for shape in (X, W, G))
+
+
+def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh((4, 2), ("fsdp", "model"), axis_types=(kind,) * 2)
+
+
+def step(recipe: Any, **options: Any) -> Any:
+    def run(x, w, g):
+        def product(x, w):
+            return mx_jax.dot_general(x, w, DIMENSIONS, recipe=recipe, **options)
+
+        y, pullback = jax.vjp(product, x, w)
+        return y, *pullback(g)
+
+    return run
+
+
+def check(actual: Any, expected: Any) -> None:
+    for name, one, other in zip(("y", "dx", "dw"), actual, expected, strict=True):
+        assert_bitwise_equal(np.asarray(one) + 0.0, np.asarray(other) + 0.0, what=name)
+
+
+# Bytes of codes and scales beside bfloat16's, and what the backward product gathers of the other
+# orientation, which a tile of both axes has in common.
+@pytest.mark.parametrize(
+    ("recipe", "ratio"),
+    [(recipes.mxfp8(), 0.516), (recipes.mxfp6(), 0.391), (MXFP4, 0.266), (recipes.nvfp4(), 0.282)],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_weights_on_automatic_axes(recipe, ratio, arrays):
+    x, w, g = arrays
+    expected = quick(step(recipe))(x, w, g)
+    spec = P("fsdp", None)
+    gathering = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=spec))
+    mesh = mesh_of(AxisType.Auto)
+    with jax.set_mesh(mesh):
+        places = [NamedSharding(mesh, s) for s in (P("fsdp", None), spec, P("fsdp", None))]
+        operands = [jax.device_put(a, place) for a, place in zip(arrays, places, strict=True)]
+        compiled = jax.jit(step(gathering)).lower(*operands).compile()
+    actual = compiled(*operands)
+    if recipe.fwd.lhs.format.tensor_scale:
+        for one, other in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+    else:
+        check(actual, expected)
+    assert actual[2].sharding.spec == spec, "the gradient lies where the kernel does"
+    text = compiled.as_text()
+    assert text is not None
+    assert gathered(text) == gathered(text, "u8")
+    assert gathered(text) / (2 * 2 * w.size) == pytest.approx(ratio, abs=0.002)
+
+
+@pytest.mark.parametrize("w_spec", [P("fsdp", "model"), P("model", "fsdp")], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_one_of_two_mesh_axes(kind: AxisType, w_spec: PartitionSpec, arrays):
+    """Tensor parallel along "model" beside FSDP: only "fsdp" is gathered."""
+    column = w_spec[1] == "model"
+    specs = P("fsdp", None if column else "model"), w_spec, P("fsdp", "model" if column else None)
+    told = kind is AxisType.Explicit
+    gather = Gather("fsdp", rhs=None if told else w_spec)
+    recipe = dataclasses.replace(MXFP4, gather=gather)
+    run = step(recipe, out_sharding=specs[2] if told else None)
+    expected = quick(step(MXFP4))(*arrays)
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        operands = [
+            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)
+        ]
+        compiled = jax.jit(run).lower(*operands).compile()
+    actual = compiled(*operands)
+    check(actual, expected)
+    assert actual[2].sharding.spec == w_spec
+    text = compiled.as_text()
+    assert text is not None
+    # Half of the codes and scales, in both orientations.
+    share = W[0] * W[1] // 2
+    assert gathered(text, "u8") == gathered(text) == 2 * (share // 2 + share // 32)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("w_spec", [P("fsdp", None), P(None, "fsdp")], ids=str)
+def test_inside_shard_map(w_spec: PartitionSpec, check_vma: bool, arrays):
+    """Data parallel along the axis that the kernel is stored along: its gradient is summed."""
+    gathering = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=w_spec))
+    specs = (P("fsdp"), w_spec, P("fsdp"))
+    run = jax.shard_map(
+        step(gathering),
+        mesh=jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,)),
+        in_specs=specs,
+        out_specs=specs[:1] + specs[:2],
+        check_vma=check_vma,
+    )
+    # Four shares of 32 tokens, one block each: so dw is the same sum of the same casts.
+    check(quick(run)(*arrays), quick(step(MXFP4))(*arrays))
+
+
+def on_shards(recipe: Any, w_spec: PartitionSpec, x: Any, w: Any, **options: Any) -> Any:
+    """y of a kernel in four parts inside shard_map, with all of the tokens everywhere."""
+    gathering = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=w_spec))
+    run = jax.shard_map(
+        lambda x, w: mx_jax.matmul(x, w, recipe=gathering, **options),
+        mesh=jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,)),
+        in_specs=(P(), w_spec),
+        out_specs=P(),
+        check_vma=False,
+    )
+    return jax.jit(run)(x, w)
+
+
+def test_one_tensor_scale_inside_shard_map(arrays):
+    """Parts of a kernel share the scale of all of it, though each device sees only its own."""
+    x, w, _ = arrays
+    w = w * np.array([1.0] * 96 + [64.0] * 32, np.float32)[:, None]
+    recipe = dataclasses.replace(recipes.weight_only("nvfp4"), residuals=recipes.mxfp8().residuals)
+    actual = on_shards(recipe, P("fsdp", None), x, w)
+    np.testing.assert_allclose(actual, mx_jax.matmul(x, w, recipe=recipe), rtol=2e-5, atol=2e-3)
+
+
+def test_parts_of_a_kernel_draw_their_own_bits():
+    fwd = MatmulSpec(lhs=None, rhs=operand("mxfp4", rounding="stochastic"))
+    recipe = dataclasses.replace(MXFP4, fwd=fwd)
+    w = np.full((128, 128), 0.3, np.float32)
+    y = on_shards(recipe, P(None, "fsdp"), np.eye(128, dtype=np.float32), w, key=jax.random.key(0))
+    parts = np.split(np.asarray(y), 4, axis=1)
+    assert not any(np.array_equal(parts[0], part) for part in parts[1:])
+
+
+def test_blocks_between_devices(arrays):
+    """Sixteen rows a device, blocks of 32: jit gathers values, shard_map is refused."""
+    x, w = arrays[0][:, :64], arrays[1][:64]
+    expected = mx_jax.matmul(x, w, recipe=MXFP4)
+    mesh = mesh_of(AxisType.Auto)
+    recipe = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=P("fsdp")))
+    with jax.set_mesh(mesh):
+        w_sharded = jax.device_put(w, NamedSharding(mesh, P("fsdp")))
+        compiled = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe)).lower(x, w_sharded)
+    text = compiled.compile().as_text()
+    assert text is not None
+    assert gathered(text) == gathered(text, "f32") == 4 * w.size
+    assert_bitwise_equal(np.asarray(compiled.compile()(x, w_sharded)) + 0.0, expected + 0.0)
+    message = "along axis=0, got shard size=16 with block=32 of mxfp4 along mesh axes=['fsdp']; sha"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        on_shards(MXFP4, P("fsdp"), x, w)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_stored_codes_are_gathered_as_codes(kind: AxisType, arrays):
+    x, w, _ = arrays
+    kernel = mx_jax.quantize(w, "mxfp4", axis=0)
+    told = kind is AxisType.Explicit
+    mesh = mesh_of(kind)
+    recipe = recipes.weight_only("mxfp4")
+    if not told:
+        recipe = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=P("fsdp", None)))
+    y_spec = P("fsdp", None)
+    options = {"out_sharding": y_spec} if told else {}
+    with jax.set_mesh(mesh):
+        place = NamedSharding(mesh, P("fsdp", None))
+        operands = jax.device_put(x, place), jax.device_put(kernel, place)
+        run = jax.jit(lambda x, w: mx_jax.dot_general(x, w, DIMENSIONS, recipe=recipe, **options))
+        compiled = run.lower(*operands).compile()
+    text = compiled.as_text()
+    assert text is not None
+    assert gathered(text) == gathered(text, "u8") == w.size // 2 + w.size // 32
+    np.testing.assert_allclose(compiled(*operands), x @ kernel.dequantize(), rtol=1e-5, atol=1e-4)
+
+
+def test_explicit_axes_gather_no_more_than_lax(arrays):
+    """Without any argument: one gather of the kernel, for a product and both of its gradients."""
+    specs = P("fsdp", None), P("fsdp", None), P("fsdp", None)
+    mesh = mesh_of(AxisType.Explicit)
+    texts = []
+    with jax.set_mesh(mesh):
+        operands = [
+            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)
+        ]
+        for recipe in (MXFP4, recipes.high_precision()):
+            run = jax.jit(step(recipe, out_sharding=specs[0]))
+            texts.append(run.lower(*operands).compile().as_text())
+    assert gathered(texts[0]) == gathered(texts[1]) == 4 * W[0] * W[1]
+
+
+@pytest.mark.parametrize(
+    ("gather", "message"),
+    [
+        (Gather("fsdp"), "nobody says where rhs lies along mesh axes=['fsdp']"),
+        (Gather("expert", rhs=P("expert")), "the mesh in context has no axis 'expert'"),
+        (Gather("fsdp", rhs=P(None, None, "fsdp")), "a spec has at most one entry for each axis"),
+    ],
+)
+def test_what_cannot_be_gathered(gather: Gather, message: str, arrays):
+    recipe = dataclasses.replace(MXFP4, gather=gather)
+    mx_jax.matmul(*arrays[:2], recipe=recipe)
+    mesh = mesh_of(AxisType.Auto)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=re.escape(message)):
+        mx_jax.matmul(*arrays[:2], recipe=recipe)
+
+
+def test_packed_weights_and_other_kinds_are_refused(arrays):
+    x, w, _ = arrays
+    with mx_jax.testing.target("cpu"):
+        packed = mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0))
+    recipe = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=P("fsdp")))
+    mesh = mesh_of(AxisType.Auto)
+    if isinstance(packed, mx_jax.PackedMXArray):
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match="packed weights are not gathered"):
+            mx_jax.matmul(x, packed, recipe=recipe)
+    message = "ragged_dot: operands are gathered as codes by dot_general, matmul and einsum alone"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        mx_jax.ragged_dot(x, w[None], np.array([128], np.int32), recipe=recipe)
+    with pytest.raises(TypeError, match="axes must be names of mesh axes, got axes=3"):
+        dataclasses.replace(MXFP4, gather=3)
+    assert dataclasses.replace(MXFP4, gather="fsdp").gather == Gather(("fsdp",))
