@@ -43,8 +43,10 @@ def canonicalize(
       ValueError: contracting or batch sizes that differ, repeated or out-of-range axes, or an
         MXArray whose blocks do not lie along the last contracting axis.
     """
-    gathered = (as_gathered(x, move) for x, move in zip((lhs, rhs), moves, strict=True))
-    (lhs_k, rhs_k), (lhs_b, rhs_b) = check_dimension_numbers(*gathered, dimension_numbers)
+    left, right = lhs, rhs
+    if moves != STAY:
+        left, right = as_gathered(lhs, moves[0]), as_gathered(rhs, moves[1])
+    (lhs_k, rhs_k), (lhs_b, rhs_b) = check_dimension_numbers(left, right, dimension_numbers)
     assert lhs_k, "nothing to lay blocks along: dot_general leaves it to XLA"
     lhs_m, rhs_n = _kept(lhs, lhs_k, lhs_b, "lhs"), _kept(rhs, rhs_k, rhs_b, "rhs")
     lhs, left, lhs_move = _arrange(lhs, Axes(lhs_b, lhs_m, lhs_k), "lhs", moves[0])

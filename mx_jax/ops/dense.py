@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType
 
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand
@@ -45,7 +46,9 @@ class DenseProduct:
         """The product."""
         spec, key = self.recipe.fwd, product_key(self.recipe, "fwd", extra)
         with jax.named_scope("output"):
-            moves = moves_of(lhs, rhs, self.axes, self.out_sharding, self.moves, self.recipe.gather)
+            moves = self.moves
+            if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+                moves = moves_of(lhs, rhs, self.axes, self.out_sharding, moves, self.recipe.gather)
             left, right = prepare_operands(lhs, rhs, spec, self.axes, key, moves)
             product = multiply(
                 left,
@@ -106,7 +109,9 @@ class DenseProduct:
         """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
         spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
         with jax.named_scope(f"grad_{side}"):
-            g_move, move, own = self._moves_back(side, g, other, bar)
+            g_move, move, own = None, None, None
+            if bar.out_sharding is not None or self.moves != STAY:
+                g_move, move, own = self._moves_back(side, g, other, bar)
             other, move = reuse_moved(other, move, spec.rhs, axes.rhs if g_is_lhs else axes.lhs)
             lhs, rhs, spec = (g, other, spec) if g_is_lhs else (other, g, spec.swapped())
             moves = (g_move, move) if g_is_lhs else (move, g_move)
@@ -130,7 +135,9 @@ class DenseProduct:
         (axes, g_is_lhs), (left, right) = self.axes.cotangent(side), self.moves
         own, given = (left, right) if side == "lhs" else (right, left)
         operands, given = ((g, other), (None, given)) if g_is_lhs else ((other, g), (given, None))
-        moves = moves_of(*operands, axes, bar.out_sharding, given, self.recipe.gather)
+        moves = given
+        if bar.out_sharding is not None:
+            moves = moves_of(*operands, axes, bar.out_sharding, given, self.recipe.gather)
         return *(moves if g_is_lhs else moves[::-1]), own
 
     def masked(self, side: Side, bar: jax.Array, own: AnyOperand, saved: Key) -> jax.Array:

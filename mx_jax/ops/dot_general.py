@@ -25,7 +25,7 @@ from mx_jax.ops.product import Given, differentiable
 from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.ops.unpacking import packed_for
 from mx_jax.packed import Quantized, unpacked
-from mx_jax.sharding.movement import as_gathered
+from mx_jax.sharding.movement import STAY, as_gathered
 from mx_jax.specs import MatmulRecipe
 
 
@@ -89,14 +89,13 @@ def dot_general(
             out_sharding=out_sharding,
         )
     key = check_matmul_key(key, recipe)
-    out_dtype = dtype_of_product(preferred_element_type, lhs, rhs, "dot_general")
     rhs = packed_for(rhs, dimension_numbers)
-    moves = given_moves(recipe, lhs, rhs)
+    moves = STAY if recipe.gather is None else given_moves(recipe, lhs, rhs)
     lhs, rhs, axes, empty, moves = canonicalize(lhs, rhs, dimension_numbers, moves)
     product = DenseProduct(
         recipe=recipe,
         axes=axes,
-        out_dtype=out_dtype,
+        out_dtype=dtype_of_product(preferred_element_type, lhs, rhs, "dot_general"),
         precision=precision,
         out_sharding=canonical_sharding(out_sharding, axes, empty),
         moves=moves,
@@ -156,11 +155,11 @@ def matmul(
         check_out_dtype(preferred_element_type, "matmul")
     drop = [-2] * (lhs.ndim == 1 and rhs.ndim > 2)
     rhs_contracting = max(rhs.ndim - 2, 0)
-    shapes = [
-        as_gathered(x, move).shape
-        for x, move in zip((lhs, rhs), given_moves(recipe, lhs, rhs), strict=True)
-    ]
-    _check_matmul_shapes(shapes[0], shapes[1], rhs_contracting)
+    left, right = lhs.shape, rhs.shape
+    if recipe.gather is not None:
+        moves = given_moves(recipe, lhs, rhs)
+        left, right = (as_gathered(x, m).shape for x, m in zip((lhs, rhs), moves, strict=True))
+    _check_matmul_shapes(left, right, rhs_contracting)
     batch = _broadcast_batch(lhs.shape[:-2], rhs.shape[:-2])
     # Leading axes of lhs alone are kept axes; only what both sides have is a batch.
     num_batch = len(batch) if rhs.ndim > 2 else 0

@@ -59,7 +59,9 @@ def _prepare_moving(
         (placed[1], turned[1], spec.rhs, axes.rhs),
     ):
         result = prepare(x, own, own_axes, found.key, found.tensor_scale)
-        results.append(result if found.move is None else found.move.move_codes(result))
+        if found.move is not None and isinstance(result, MXArray):
+            result = found.move.move_codes(result)
+        results.append(result)
     return results[0], results[1]
 
 

@@ -17,7 +17,7 @@ from mx_jax.backends.calls import AnyOperand
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.explicit_axes import explicit_sharding, has_explicit_axes
+from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.keys import Key
@@ -76,13 +76,11 @@ def moves_of(
     given: Moves,
     gather: Gather | None,
 ) -> Moves:
-    """How both operands get to a product: as given, and as types say on explicit axes.
+    """How both operands get to a product on a mesh with explicit axes: as types say, or as given.
 
     An operand is gathered along the mesh axes that the product has from the other operand: what is
     left to the product is what `jax.lax.dot_general` would be left with too.
     """
-    if not has_explicit_axes():
-        return given
     as_codes = frozenset() if gather is None else gather.on_mesh()
     sides = ((lhs, axes.lhs), (rhs, axes.rhs))
     stored = [_stored(operand) for operand, _ in sides]

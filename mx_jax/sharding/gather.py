@@ -35,13 +35,13 @@ class Gather:
       >>> recipe = dataclasses.replace(mx_jax.recipes.mxfp4(), gather=gather)
     """
 
-    axes: tuple[str, ...]
+    axes: Sequence[str]
     _: dataclasses.KW_ONLY
     rhs: PartitionSpec | None = None
     lhs: PartitionSpec | None = None
 
     def __post_init__(self):
-        axes = (self.axes,) if isinstance(self.axes, str) else self.axes
+        axes: Any = (self.axes,) if isinstance(self.axes, str) else self.axes
         if not isinstance(axes, Sequence) or not all(isinstance(name, str) for name in axes):
             raise TypeError(
                 f"Gather: axes must be names of mesh axes, got axes={self.axes!r}; e.g. 'fsdp'"

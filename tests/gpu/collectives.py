@@ -89,7 +89,9 @@ def program(gpu: Gpu, case: Case) -> str:
         jax.default_device(devices.flat[0]),
     ):
         traced = jax.jit(function, out_shardings=places).trace(*operands)
-        return traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+        text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    assert text is not None
+    return text
 
 
 def _function(case: Case, layout: Layout) -> Any:

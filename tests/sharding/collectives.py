@@ -18,13 +18,13 @@ class Exchange(NamedTuple):
     Attributes:
       kind: e.g. `"all-gather"`.
       dtype: XLA's name, e.g. `"u8"`.
-      count: how many arrays.
+      arrays: how many.
       nbytes: their bytes on each device, together.
     """
 
     kind: str
     dtype: str
-    count: int
+    arrays: int
     nbytes: int
 
 

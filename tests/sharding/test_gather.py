@@ -184,7 +184,7 @@ def test_stored_codes_are_gathered_as_codes(kind: AxisType, arrays):
     if not told:
         recipe = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=P("fsdp", None)))
     y_spec = P("fsdp", None)
-    options = {"out_sharding": y_spec} if told else {}
+    options: dict[str, Any] = {"out_sharding": y_spec} if told else {}
     with jax.set_mesh(mesh):
         place = NamedSharding(mesh, P("fsdp", None))
         operands = jax.device_put(x, place), jax.device_put(kernel, place)
