@@ -10,6 +10,7 @@ from mx_jax import formats as formats
 from mx_jax import inspect as inspect
 from mx_jax import nn as nn
 from mx_jax import recipes as recipes
+from mx_jax import sharding as sharding
 from mx_jax import testing as testing
 from mx_jax.mxarray import MXArray as MXArray
 from mx_jax.ops.choice import only_backend as only_backend

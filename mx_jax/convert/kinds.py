@@ -78,6 +78,8 @@ class Kind:
       obstacle: why this layer cannot be converted, or None.
       reads_stored: whether a quantized kernel is multiplied as it is where no rule decides, or by
         its values.
+      rhs_is_kernel: whether the right operand is the kernel as it is stored, so that metadata say
+        where it lies.
     """
 
     linen: tuple[Slot, ...] = ()
@@ -90,6 +92,7 @@ class Kind:
     named_only: bool = False
     obstacle: Callable[[Any], str | None] = lambda layer: None
     reads_stored: bool = False
+    rhs_is_kernel: bool = False
 
     def facts(self, layer: Any, kernel: tuple[int, ...], *call: Any) -> dict[str, Any]:
         """Fields of `Layer` that rules judge by.
@@ -135,6 +138,7 @@ DENSE = Kind(
     shape=_dense_shape,
     kernel_ndim=lambda layer: sum(_dense_axes(layer)),
     reads_stored=True,
+    rhs_is_kernel=True,
 )
 EINSUM = Kind(
     nnx=Slot(nnx.Einsum, "einsum_op", (jnp.einsum,)),
@@ -143,6 +147,7 @@ EINSUM = Kind(
         subscripts or layer.einsum_str, kernel
     ),
     kernel_ndim=lambda layer: len(layer.kernel_shape),
+    rhs_is_kernel=True,
 )
 CONV = Kind(
     linen=(Slot(nn.Conv, "conv_general_dilated", (None, lax.conv_general_dilated)),),

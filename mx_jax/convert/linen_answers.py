@@ -19,6 +19,7 @@ from mx_jax.convert.kinds import EINSUM, EMBED, foreign_facts
 from mx_jax.convert.products import cast_table
 from mx_jax.convert.rules import Decision
 from mx_jax.nn import linen as mx_linen
+from mx_jax.nn.metadata import linen_recipe, ungathered
 from mx_jax.nn.stored import quantized_in
 from mx_jax.recipes import high_precision
 
@@ -106,7 +107,8 @@ def _answer_attend(
     dimensions = (((query.ndim - 1,), (1,)), ((), ()))
     with products.named(decision):
         key = lender.key(decision.recipe)
-        return decision.recipe.dot_general(query, table, dimensions, key=key)
+        recipe = linen_recipe(layer, decision.recipe, "embedding")
+        return recipe.dot_general(query, table, dimensions, key=key)
 
 
 def _decide_embed(lender: products.Lender):
@@ -150,7 +152,7 @@ def run_foreign(
     decision = _decide_foreign(lender) if named or reported else None
     if decision is None or decision.recipe is None:
         return call(*args, **kwargs)
-    recipe = decision.recipe
+    recipe = ungathered(layer, decision.recipe)
 
     def multiply(lhs: jax.Array, rhs: jax.Array, *dimensions: Any, **options: Any) -> jax.Array:
         return recipe.dot_general(lhs, rhs, *dimensions, **options, key=lender.key(recipe))

@@ -16,6 +16,7 @@ from mx_jax.convert.kinds import EINSUM, Kind
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
 from mx_jax.nn.errors import named_in_errors
 from mx_jax.nn.linen import RNG_STREAM
+from mx_jax.nn.metadata import linen_recipe, ungathered
 from mx_jax.packed import Quantized
 from mx_jax.recipes import Recipe, high_precision
 
@@ -170,6 +171,8 @@ class Product:
             return self.default(lhs, rhs, *args, **options)
         with named(decision):
             key = self.lender.key(recipe)
+            own = linen_recipe if self.kind.rhs_is_kernel else ungathered
+            recipe = own(self.lender.layer, recipe)
             return self.kind.operation(recipe)(lhs, rhs, *args, **options, key=key)
 
 
@@ -187,7 +190,8 @@ class AttentionEinsum:
         if decision.recipe is None:
             return jnp.einsum(subscripts, lhs, rhs, precision=self.precision)
         with named(decision):
-            key, multiply = self.lender.key(decision.recipe), EINSUM.operation(decision.recipe)
+            recipe = ungathered(self.lender.layer, decision.recipe)
+            key, multiply = self.lender.key(recipe), EINSUM.operation(recipe)
             return multiply(subscripts, lhs, rhs, precision=self.precision, key=key)
 
 

@@ -6,12 +6,14 @@ from typing import Any, TypeVar
 
 import jax
 from flax import nnx as flax_nnx
+from jax.sharding import PartitionSpec
 
 from mx_jax.convert.kinds import Kind
 from mx_jax.convert.nnx_layers import judged, put, replaced, stack, take_back
 from mx_jax.convert.nnx_products import Injected, KeyedInjected
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
+from mx_jax.nn.metadata import nnx_spec, recipe_of
 from mx_jax.nn.nnx import RNG_STREAM
 
 M = TypeVar("M", bound=flax_nnx.Module)
@@ -144,7 +146,13 @@ def _aliases(path: Path, places: Sequence[Sequence[Path]]) -> list[Path]:
 
 def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
     layer, kind = plan.layer, plan.kind
-    recipes = tuple(decision.recipe for decision in plan.decisions)
+    where = None
+    if kind.rhs_is_kernel and (spec := nnx_spec(kind.kernel(layer))) is not None:
+        where = PartitionSpec(*spec[len(stack(layer, kind)) :])
+    recipes = tuple(
+        None if decision.recipe is None else recipe_of(decision.recipe, where)
+        for decision in plan.decisions
+    )
     operation, before = kind.operation(*recipes), replaced(layer, kind)
     name = f"{type(layer).__name__}, converted by convert.nnx"
     stream = None

@@ -31,6 +31,8 @@ class Rule:
         or None for a product without kernel; False hands the layer on to the next rule. May have a
         method `why_not` with the same arguments, whose text the report quotes. Use a function
         defined once, or a frozen value: a fresh lambda is a new rule and retraces.
+      gather: mesh axes along which kernels are gathered as codes, in place of the recipe's own:
+        see `mx_jax.sharding.Gather`. Flax's metadata say where the kernels lie.
 
     Raises:
       ValueError: a pattern that is no regular expression, or a name that is no recipe's.
@@ -49,6 +51,7 @@ class Rule:
     _: dataclasses.KW_ONLY
     types: type | tuple[type, ...] | None = None
     filter: Filter | None = None
+    gather: Any = None
 
     def __post_init__(self):
         try:
@@ -60,6 +63,8 @@ class Rule:
             ) from None
         if self.recipe is not None:
             recipe = as_recipe(self.recipe, f"Rule {self.pattern!r}", Recipe)
+            if self.gather is not None:
+                recipe = dataclasses.replace(recipe, gather=self.gather)
             object.__setattr__(self, "recipe", recipe)
         if self.types is not None:
             types = tuple(self.types) if isinstance(self.types, tuple | list) else (self.types,)

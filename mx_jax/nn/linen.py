@@ -15,6 +15,7 @@ from flax.linen.dtypes import promote_dtype
 
 from mx_jax.nn.delayed import DelayedDotGeneral as DelayedDotGeneral
 from mx_jax.nn.errors import named_in_errors
+from mx_jax.nn.metadata import linen_recipe
 from mx_jax.nn.operations import DotGeneral as DotGeneral
 from mx_jax.nn.operations import EinsumOp as EinsumOp
 from mx_jax.nn.randomness import RNG_STREAM as RNG_STREAM
@@ -47,7 +48,8 @@ class _LayerDotGeneral:
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
         with named_in_errors(_name(self.layer)):
             key = layer_key(self.layer, self.recipe)
-            return dot_general(*args, **options, recipe=self.recipe, key=key)
+            recipe = linen_recipe(self.layer, self.recipe)
+            return dot_general(*args, **options, recipe=recipe, key=key)
 
 
 def _name(layer: flax_nn.Module) -> str:
@@ -151,7 +153,7 @@ class Einsum(StoredParams, flax_nn.Einsum):
                 subscripts,
                 inputs,
                 kernel,
-                recipe=self.recipe,
+                recipe=linen_recipe(self, self.recipe),
                 precision=self.precision,
                 preferred_element_type=self.preferred_element_type,
                 key=layer_key(self, self.recipe),

@@ -15,6 +15,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from mx_jax.nn.errors import named_in_errors
+from mx_jax.nn.metadata import nnx_spec, recipe_of
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.ops.einsum import einsum
 from mx_jax.ops.recipe_names import as_recipe
@@ -79,6 +80,7 @@ class _Keyed:
     """Hands the layer's callable a fresh key at every use, if its recipe draws random bits."""
 
     recipe: Recipe
+    kernel: Any
 
     def _keep_stream(self, rngs: nnx.Rngs) -> None:
         own = None
@@ -94,6 +96,9 @@ class _Keyed:
 
     def _with_key(self, operation: Any) -> Any:
         ours = isinstance(operation, RecipeDotGeneral | RecipeEinsum)
+        if ours and operation.recipe.gather is not None and hasattr(self, "kernel"):
+            recipe = recipe_of(operation.recipe, nnx_spec(self.kernel))
+            operation = dataclasses.replace(operation, recipe=recipe)
         if not ours or not operation.recipe.is_stochastic or self.rngs is None:
             return operation
         return functools.partial(operation, key=self.rngs())

@@ -10,7 +10,7 @@ import pytest
 import mx_jax
 
 ROOT = Path(__file__).parents[2]
-NAMESPACES = {"checkpoint", "formats", "inspect", "nn", "recipes", "testing"}
+NAMESPACES = {"checkpoint", "formats", "inspect", "nn", "recipes", "sharding", "testing"}
 PUBLIC = {
     "mx_jax": NAMESPACES
     | {
@@ -129,6 +129,7 @@ PUBLIC = {
         "saturated_fraction",
         "sqnr_db",
     },
+    "mx_jax.sharding": {"Gather", "Specs", "device_put", "spec_for"},
     "mx_jax.testing": {"target"},
 }
 
