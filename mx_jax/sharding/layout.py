@@ -35,6 +35,7 @@ def spec_for(array_spec: PartitionSpec, format: Any, *, axis: int = -1) -> Specs
       ValueError: an axis without an entry.
 
     Example:
+      >>> import mx_jax
       >>> from jax.sharding import PartitionSpec as P
       >>> specs = mx_jax.sharding.spec_for(P("fsdp", "model"), "mxfp4", axis=0)
       >>> specs.scales, mx_jax.sharding.spec_for(P("fsdp", "model"), "nvfp4").tensor_scale

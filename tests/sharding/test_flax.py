@@ -88,7 +88,7 @@ def test_linen(ours: bool, boxed: bool, mesh, x):
 
 
 def test_linen_with_logical_names(mesh, x):
-    model = Ours(nn.with_logical_partitioning(INIT, ("embed", "mlp")))
+    model: Any = Ours(nn.with_logical_partitioning(INIT, ("embed", "mlp")))
     with nn.logical_axis_rules([("embed", "fsdp"), ("mlp", None)]):
         plain = nn.unbox(model.init(jax.random.key(0), x))
         loss = lambda variables, x: (model.apply(variables, x) ** 2).sum()  # noqa: E731
@@ -115,7 +115,7 @@ def test_nnx(ours: bool, mesh, x):
 
 
 def test_kernels_without_metadata_are_not_gathered(mesh, x):
-    model = Ours(INIT)
+    model: Any = Ours(INIT)
     variables = model.init(jax.random.key(0), x)
     with jax.set_mesh(mesh):
         assert model.apply(variables, x).shape == x.shape

@@ -1,6 +1,7 @@
 """Specs of codes and scales, and MXArrays put on several devices."""
 
 import re
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -35,7 +36,7 @@ def test_specs_are_those_that_arrays_are_put_with(format, axis, scales, mesh):
     assert (specs.codes, specs.scales) == (spec, scales)
     values = np.random.default_rng(0).normal(size=(128, 64)).astype(np.float32)
     x = mx_jax.quantize(values, format, axis=axis)
-    put = device_put(x, NamedSharding(mesh, spec))
+    put: Any = device_put(x, NamedSharding(mesh, spec))
     assert put.codes.sharding.spec == spec
     assert put.scales.sharding.is_equivalent_to(NamedSharding(mesh, scales), 2)
     if specs.tensor_scale is not None:
@@ -51,12 +52,12 @@ def test_parts_of_blocks_are_refused(mesh):
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         device_put(x, NamedSharding(mesh, P("fsdp")))
-    put = device_put(x, NamedSharding(mesh, P("model", "fsdp")))
+    put: Any = device_put(x, NamedSharding(mesh, P("model", "fsdp")))
     assert put.scales.sharding.spec == P("model", "fsdp")
 
 
 def test_what_is_no_argument(mesh):
     with pytest.raises(TypeError, match="needs an MXArray and a NamedSharding, got ndarray"):
-        device_put(np.ones(3), NamedSharding(mesh, P()))
+        device_put(cast(Any, np.ones(3)), NamedSharding(mesh, P()))
     with pytest.raises(ValueError, match="array_spec needs an entry for each axis"):
         spec_for(P("fsdp"), "mxfp4", axis=1)

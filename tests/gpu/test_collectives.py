@@ -1,0 +1,58 @@
+"""What four H200s exchange, read from modules compiled ahead of time: needs no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import tools
+from tests.gpu.collectives import FEATURES, UNITS
+from tests.gpu.test_compile import environment
+
+SCRIPT = Path(__file__).with_name("collectives.py")
+PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
+BFLOAT16 = 2 * FEATURES * UNITS
+# Codes and scales beside bfloat16.
+RATIOS = {"mxfp8": 0.52, "mxfp6": 0.40, "mxfp4": 0.27, "nvfp4": 0.29}
+
+pytestmark = [pytest.mark.gpu_compile, pytest.mark.slow]
+
+
+def gathers(found: Any) -> dict[str, int]:
+    return {dtype: nbytes for kind, dtype, _, nbytes in found if kind == "all-gather"}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], Any]:
+    if tools.find("ptxas") is None:
+        pytest.skip("needs jax-cuda13-plugin and ptxas: pip install '.[gpu-compile]'")
+    command = [sys.executable, str(SCRIPT), "sm_90a"]
+    folder = tmp_path_factory.mktemp("collectives")
+    run = subprocess.run(
+        command, env=os.environ | environment(folder), capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return {tuple(row[:-1]): row[-1] for row in map(json.loads, run.stdout.splitlines())}
+
+
+def test_explicit_axes_gather_what_lax_gathers(cases: dict[tuple[Any, ...], Any]):
+    compared = [key for key in cases if key[1:3] == ("mxfp8", "explicit") and not key[3]]
+    assert len(compared) == 7
+    for layout, _, *rest in compared:
+        ours, theirs = cases[layout, "mxfp8", *rest], cases[layout, "lax", *rest]
+        assert gathers(ours) == gathers(theirs), layout
+
+
+def test_gathered_codes(cases: dict[tuple[Any, ...], Any]):
+    gathering = [key for key in cases if key[0].startswith("FSDP") and key[3]]
+    assert len(gathering) == 12
+    for key in gathering:
+        found, products = gathers(cases[key]), 2 if key[4] else 1
+        assert set(found) == {"u8"}, key
+        assert found["u8"] <= RATIOS[key[1]] * BFLOAT16 * products, key
+        if key[4]:
+            assert ["reduce-scatter", "f32", 1, 4 * FEATURES * UNITS // 4] in cases[key]
