@@ -55,7 +55,7 @@ def pack(codes: A, bits: int) -> A:
     padding = [(0, 0)] * len(rows) + [(0, -length % group)]
     inside = (len(rows) + 1,)
     full = isinstance(length, int) and length % group == 0
-    padded = codes if full else _numpy_of(codes).pad(codes, padding)
+    padded: A = codes if full else _numpy_of(codes).pad(codes, padding)
     grouped = split_axes(padded, (*rows, num_groups, group), inside)
     return join_axes(_regroup(grouped, bits, 8), (*rows, num_groups * num_bytes), inside)
 

@@ -48,7 +48,9 @@ class _LayerDotGeneral:
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
         with named_in_errors(_name(self.layer)):
             key = layer_key(self.layer, self.recipe)
-            recipe = linen_recipe(self.layer, self.recipe)
+            recipe = self.recipe
+            if recipe.gather is not None:
+                recipe = linen_recipe(self.layer, recipe)
             return dot_general(*args, **options, recipe=recipe, key=key)
 
 

@@ -44,7 +44,7 @@ def linen_spec(layer: Any, name: str) -> PartitionSpec | None:
     Training states often hold unboxed parameters; what `nn.with_partitioning` made of the
     initializer still knows.
     """
-    box = layer.get_variable("params", name) if layer.scope is not None else None
+    box: Any = layer.get_variable("params", name) if layer.scope is not None else None
     if not isinstance(box, meta.AxisMetadata):
         init = getattr(layer, f"{name}_init", None)
         # Only what Flax wraps initializers in makes boxes.
@@ -52,9 +52,8 @@ def linen_spec(layer: Any, name: str) -> PartitionSpec | None:
             return None
         shape = tuple(getattr(box, "shape", None) or (1, 1))
         box = jax.eval_shape(lambda: init(jax.random.key(0), shape, "float32"))
-        if not isinstance(box, meta.AxisMetadata):
-            return None
-    return _on_mesh(box.get_partition_spec(), getattr(box, "rules", None))
+    spec: Any = getattr(box, "get_partition_spec", None)
+    return None if spec is None else _on_mesh(spec(), getattr(box, "rules", None))
 
 
 def nnx_spec(variable: Any) -> PartitionSpec | None:
