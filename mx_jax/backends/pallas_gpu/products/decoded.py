@@ -111,8 +111,8 @@ def multiply(
     n, dtype = weights.shape[1], np.dtype(out_dtype)
     parts = _bfloat16_parts(x)
     if tiles is None:
-        bits, m_n_k = storage(weights.format.element).bits, {"m": parts.shape[1], "n": n, "k": k}
-        tiles = choose(architecture, kernel, bits, batch=batch, **m_n_k)
+        bits, rows = storage(weights.format.element).bits, parts.shape[1]
+        tiles = choose(architecture, kernel, bits, batch=batch, m=rows, n=n, k=k)
     factor = weights.tensor_scale
     once = tiles.whole and parts is x and dtype == jnp.bfloat16 and factor is None
     sums = kernel.load()(
