@@ -40,12 +40,15 @@ class Offer:
         random bits, to a pair. DequantizeCall: `(x, call)` to values in `call.dtype`. PackCall:
         `(x, call)` to x in this backend's own layout, or to x itself.
       how: what computes it, in words, where the backend's name does not say it.
+      lays_out: whether it brings weights that did not come packed into a layout of its own, at
+        every call and in more than one kernel: then who stored them is told of `pack_weights`.
     """
 
     call: type[Call]
     rejects: Callable[[Any, Target], str | None]
     run: Callable[..., Any]
     how: str = ""
+    lays_out: Callable[[Any], bool] = lambda call: False
 
 
 # Why a backend does not take a kind of call that it does not offer.

@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand
+from mx_jax.mxarray import MXArray
 from mx_jax.ops.clipping import mask_clipped
 from mx_jax.ops.keys import GRADIENTS, Key, product_key
 from mx_jax.ops.multiply import multiply
@@ -58,6 +59,7 @@ class DenseProduct:
                 precision=self.precision,
                 fast_accumulation=spec.fast_accumulation,
                 out_sharding=self.out_sharding,
+                stored=isinstance(rhs, MXArray),
             )
             return unscaled(product, lhs, rhs, spec)
 

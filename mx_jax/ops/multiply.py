@@ -9,7 +9,8 @@ from jax import lax
 from mx_jax.axes import ProductAxes
 from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
 from mx_jax.backends.select import select
-from mx_jax.ops.unpacking import unpacked_for
+from mx_jax.mxarray import MXArray
+from mx_jax.ops.unpacking import tell_of_packing, unpacked_for
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 
 
@@ -22,6 +23,7 @@ def multiply(
     precision: Any = None,
     fast_accumulation: bool = False,
     out_sharding: Any = None,
+    stored: bool = False,
 ) -> jax.Array:
     """Two canonical operands to `[*batch, *m, *n]`, as they are.
 
@@ -33,6 +35,7 @@ def multiply(
       precision: for high-precision operands.
       fast_accumulation: whether a native kernel may add in lower precision.
       out_sharding: of the product, on a mesh with explicit axes.
+      stored: whether rhs came quantized, so that it could have come packed.
 
     Returns:
       `[*batch, *m, *n]`.
@@ -55,6 +58,8 @@ def multiply(
         out_sharding=out_sharding,
     )
     choice = select(call)
+    if stored and isinstance(rhs, MXArray):
+        tell_of_packing(rhs, call, choice)
     if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
         rhs = unpacked_for(rhs, choice)
     return choice.offer.run(unpacked(lhs), rhs, call)

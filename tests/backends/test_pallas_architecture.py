@@ -137,7 +137,8 @@ def test_products_and_casts_lower_to_its_kernels():
         return mx_jax.matmul(x, w, recipe=recipe), mx_jax.quantize(x, "mxfp8_e4m3")
 
     with mx_jax.testing.target("cuda", (9, 9)), prefer_backends("pallas_gpu"):
-        text = jax.jit(run).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+        packed = jax.eval_shape(mx_jax.pack_weights, w)
+        text = jax.jit(run).trace(x, packed).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2
     # Partial sums: an H200 would split k.
     splits = choose(SMALL_HOPPER, WGMMA, 4, batch=1, m=3, n=128, k=1024).splits

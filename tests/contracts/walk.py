@@ -22,6 +22,7 @@ import inspect
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -206,7 +207,13 @@ def pallas_product() -> Iterator[Run]:
     def product(x: jax.Array, weights: Any) -> jax.Array:
         return mx_jax.matmul(x, weights, recipe=recipe)
 
-    with mx_jax.testing.target("cuda", (9, 0)), mx_jax.only_backend("pallas_gpu"):
+    with (
+        mx_jax.testing.target("cuda", (9, 0)),
+        mx_jax.only_backend("pallas_gpu"),
+        warnings.catch_warnings(),
+    ):
+        # The walk is that of weights which are laid out on the way.
+        warnings.filterwarnings("ignore", message=".*mx_jax.pack_weights")
         yield lambda: jax.jit(product).trace(x, weights).lower(lowering_platforms=("cuda",))
 
 

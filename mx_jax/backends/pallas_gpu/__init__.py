@@ -37,6 +37,7 @@ def _offer(
     run: Callable[..., Any],
     *,
     partitioned: bool = False,
+    lays_out: Callable[[Any], bool] = lambda call: False,
 ) -> Offer:
     """A kind of call, taken if its sizes are constant, and by one device unless partitioned."""
 
@@ -44,7 +45,7 @@ def _offer(
         found = rejects_symbolic(call) or rejects(call, target)
         return found or (None if partitioned else rejects_devices(target))
 
-    return Offer(call=call, rejects=reason, run=run)
+    return Offer(call=call, rejects=reason, run=run, lays_out=lays_out)
 
 
 def _source() -> list[Path]:
@@ -76,7 +77,12 @@ def backend_for(architecture: Architecture | None = None, interpret: Any = None)
         name="pallas_gpu",
         epsilon_bound=4.0,
         table=(
-            _offer(MatmulCall, rejections.rejects, how(matmul.scaled_matmul)),
+            _offer(
+                MatmulCall,
+                rejections.rejects,
+                how(matmul.scaled_matmul),
+                lays_out=on(matmul.lays_out),
+            ),
             _offer(RaggedCall, grouped_rejections.rejects, how(grouped.multiply_groups)),
             _offer(QuantizeCall, quantize.rejects, how(quantize.quantize)),
             _offer(QuantizeBothCall, quantize.rejects, how(quantize.quantize_both)),

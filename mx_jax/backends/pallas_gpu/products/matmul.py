@@ -53,6 +53,15 @@ def scaled_matmul(
     return (out.swapaxes(1, 2) if swapped else out).reshape(shape)
 
 
+def lays_out(call: MatmulCall, architecture: Architecture | None = None) -> bool:
+    """Whether `scaled_matmul` lays out weights at every call: few rows, and not packed before."""
+    if call.rhs.packed_by is not None or rejects_weights(call.rhs.format) is not None:
+        return False
+    assert call.rhs.format is not None
+    architecture = architecture or current_architecture()
+    return call.lhs.rows < decoded.crossover(architecture, call.rhs.format)
+
+
 def packed_matmul(
     lhs: Operand,
     rhs: PackedMXArray,
