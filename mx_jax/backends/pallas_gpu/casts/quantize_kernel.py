@@ -119,8 +119,8 @@ class QuantizeProgram:
         """Where this program's tile lies; the last axis runs fastest."""
         index, at = lax.axis_index("tile"), []
         for count, length in zip(self.counts[::-1], self.tile.shape[::-1], strict=True):
-            at.append(pl.ds(lax.rem(index, count) * length, length))
-            index = lax.div(index, count)
+            at.append(pl.ds(lax.rem(index, jnp.int32(count)) * length, length))
+            index = lax.div(index, jnp.int32(count))
         return tuple(at[::-1])
 
 

@@ -86,8 +86,8 @@ class SumsProgram:
         tiles, group = self.tiles, lax.axis_index("group")
         begin = pl.multiple_of(rows_gmem[group], UNIT)
         size = rows_gmem[self.num_groups + group]
-        whole = lax.div(size, tiles.k)
-        rest = lax.div(size - whole * tiles.k, UNIT)
+        whole = lax.div(size, jnp.int32(tiles.k))
+        rest = lax.div(size - whole * tiles.k, jnp.int32(UNIT))
         operands = lhs_gmem, rhs_gmem
 
         def multiply(acc):

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu
 from mx_jax.backends.pallas_gpu.casts.decode import Decoder
 from mx_jax.backends.pallas_gpu.grouped.visits import CHUNK_ROWS, FIELDS
 from mx_jax.backends.pallas_gpu.layouts.weights import ROWS
+from mx_jax.backends.pallas_gpu.products.ring import loop
 from mx_jax.backends.pallas_gpu.products.wgmma import WgmmaProgram
 from mx_jax.backends.pallas_gpu.stores import store as store_registers
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
@@ -117,7 +118,8 @@ class GroupedProgram(WgmmaProgram):
         factors = [gmem[matrix + i * self.batch] for gmem in factors_gmem for i in range(2)]
 
         def segments(run: Any, carry: Any) -> Any:
-            step, after = (lax.div(i * self.num_k, self.tiles.splits) for i in (split, split + 1))
+            splits = jnp.int32(self.tiles.splits)
+            step, after = (lax.div(i * self.num_k, splits) for i in (split, split + 1))
             # Rows of no group take no step, and get the zeros that sums begin with.
             steps = jnp.where((group < self.batch) & (begin < end), after - step, 0)
             return run(None, step, steps, carry)
@@ -144,13 +146,13 @@ class GroupedProgram(WgmmaProgram):
         first, columns = to
         whole = jnp.minimum(-(-begin // CHUNK_ROWS) * CHUNK_ROWS, end)
         rest = jnp.maximum(end // CHUNK_ROWS * CHUNK_ROWS, whole)
-        chunks = lax.div(rest - whole, CHUNK_ROWS)
+        chunks = lax.div(rest - whole, jnp.int32(CHUNK_ROWS))
 
         def copy(row: Any, rows: int) -> None:
             from_, at = tile.at[pl.ds(row, rows)], out_gmem.at[pl.ds(first + row, rows), columns]
             plgpu.copy_smem_to_gmem(from_, at)
 
-        lax.fori_loop(begin, whole, lambda row, _: copy(row, 1), None)
-        lax.fori_loop(0, chunks, lambda i, _: copy(whole + i * CHUNK_ROWS, CHUNK_ROWS), None)
-        lax.fori_loop(rest, end, lambda row, _: copy(row, 1), None)
+        loop(whole - begin, lambda i, _: copy(begin + i, 1), None)
+        loop(chunks, lambda i, _: copy(whole + i * CHUNK_ROWS, CHUNK_ROWS), None)
+        loop(end - rest, lambda i, _: copy(rest + i, 1), None)
         plgpu.wait_smem_to_gmem(0)

@@ -74,7 +74,7 @@ class Ring:
             plgpu.barrier_wait(freed.at[slot])
             return self.after(slot)
 
-        loop(lax.min(steps, self.slots), wait, jnp.where(steps < self.slots, 0, slot))
+        loop(lax.min(steps, jnp.int32(self.slots)), wait, jnp.where(steps < self.slots, 0, slot))
 
 
 def on_one_warp(run: Callable[[], None]) -> None:
