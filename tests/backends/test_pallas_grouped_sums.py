@@ -1,6 +1,7 @@
 """Hopper's kernel for sums over the rows of each group, in the interpreter with races detected."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -212,3 +213,36 @@ def test_explain_names_what_takes_each_product():
     forward, gradient = (line for line in told.splitlines() if line.startswith("ragged product"))
     assert forward.endswith("-> pallas_gpu")
     assert gradient.endswith("2 groups, to bfloat16 -> jax.lax, not quantized"), told
+
+
+@needs_newer_mosaic
+def test_lowers_where_integers_have_64_bits():
+    def step(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
+        y, pullback = jax.vjp(lambda x, w: mx_jax.ragged_dot(x, w, sizes, recipe="mxfp8"), x, w)
+        return y, *pullback(y)
+
+    rows, experts = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((32, 64), (3, 64, 64)))
+    with (
+        mx_jax.testing.target("cuda", (9, 0)),
+        mx_jax.prefer_backends("pallas_gpu"),
+        jax.enable_x64(True),
+    ):
+        traced = jax.jit(step).trace(rows, experts, jax.ShapeDtypeStruct((3,), jnp.int64))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall("mx_jax_grouped_wgmma_mxfp8_e4m3|mx_jax_group_sums", text)) >= 3
+    assert "chlo.ragged_dot" not in text
+
+
+@needs_newer_mosaic
+@pytest.mark.slow
+def test_under_vmap():
+    """Rows and sizes of each, the same matrices for all."""
+    case = RaggedCase(lhs=None, rhs=MXFP4, sizes=(1, 7), rows=8, n=64)
+    x, w, sizes = case.operands(np.random.default_rng(0))
+    assert isinstance(x, jax.Array)
+    backend = backend_for(architecture=SM90, interpret=interpreter())
+    run = jax.vmap(lambda x, sizes: backend.run(case.call, x, w, sizes))
+    found = jax.jit(run)(jnp.stack([x, -x]), jnp.stack([sizes, sizes[::-1]]))
+    for each, sign, own in zip(found, (1, -1), (sizes, sizes[::-1]), strict=True):
+        wanted = REFERENCE.run(case.call, sign * x, w, own)
+        np.testing.assert_allclose(each, wanted, atol=1e-5 * np.abs(wanted).max())

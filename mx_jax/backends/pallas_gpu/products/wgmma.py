@@ -129,8 +129,9 @@ class WgmmaProgram(DecodingProgram):
         program, sizes = lax.axis_index("program"), self.tiles
 
         def place(tile: Any) -> tuple[Any, Any, Any]:
-            m, rest = lax.rem(tile, self.num_m), lax.div(tile, self.num_m)
-            return lax.div(rest, self.num_n), lax.rem(rest, self.num_n), m
+            num_m, num_n = jnp.int32(self.num_m), jnp.int32(self.num_n)
+            m, rest = lax.rem(tile, num_m), lax.div(tile, num_m)
+            return lax.div(rest, num_n), lax.rem(rest, num_n), m
 
         def at(tile: Any, step: Any) -> tuple[Any, ...]:
             matrix, n, m = place(tile)
@@ -207,12 +208,12 @@ class WgmmaProgram(DecodingProgram):
         """A multiplying warpgroup: its turns of every tile's steps."""
         (filled, freed), parts = barriers, self.tiles.parts
         warpgroup = lax.axis_index("warpgroup")
-        row_tile, turn = lax.div(warpgroup, parts), lax.rem(warpgroup, parts)
+        row_tile, turn = self._share(warpgroup)
         x_smem, *weights = slots
 
         def segment(tile: Any, _: Any, count: Any, carry: Any) -> Any:
             ahead, slot = carry
-            turns = lax.div(lax.max(count + (parts - 1) - ahead, 0), parts)
+            turns = lax.div(lax.max(count + (parts - 1) - ahead, jnp.int32(0)), jnp.int32(parts))
 
             def body(acc: Any) -> Any:
                 def step(_: Any, slot: Any) -> Any:
@@ -243,13 +244,19 @@ class WgmmaProgram(DecodingProgram):
         if parts > 1:
             pl.when(turn > 0)(lambda: plgpu.barrier_wait(scratch[0][2]))
 
+    def _share(self, warpgroup: Any) -> tuple[Any, Any]:
+        """Which rows of weights a warpgroup has, and which of those that share them it is."""
+        # As `loop` does: in 32 bits whatever JAX's default is.
+        parts = jnp.int32(self.tiles.parts)
+        return lax.div(warpgroup, parts), lax.rem(warpgroup, parts)
+
     def _add_parts(self, sums: Any, store: Callable[[Any, Any], None], scratch: Any) -> None:
         """The sums of the warpgroups that share rows, added in their order by the first of them."""
         parts, warpgroup = self.tiles.parts, lax.axis_index("warpgroup")
         if parts == 1:
             return store(sums, warpgroup)
         sums_smem, written, read = scratch[0]
-        row_tile, turn = lax.div(warpgroup, parts), lax.rem(warpgroup, parts)
+        row_tile, turn = self._share(warpgroup)
 
         @pl.when(turn > 0)
         def _():
