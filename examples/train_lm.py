@@ -6,6 +6,8 @@
     python examples/train_lm.py --resume --recipes nvfp4,quartet --seeds 0,1,2   # adds runs
     python examples/train_lm.py --resume --recipes all        # adds every named recipe
     python examples/train_lm.py --data book.txt --out book    # on your own text
+    python examples/train_lm.py --mesh data=2,fsdp=2,model=2  # on 8 devices, virtual ones on a CPU
+    python examples/train_lm.py --mesh data=2,fsdp=2,model=2 --processes 4      # in 4 processes
 
 A seed fixes the initial parameters and the order of the data for every recipe, so runs with the
 same seed differ only in their arithmetic. The linear layers inside the blocks follow the recipe;
@@ -13,17 +15,20 @@ embedding, head, norms and attention products do not. Rounding alone changes the
 percent in either direction, so compare smaller gaps over several seeds.
 
 Ctrl-C saves a checkpoint first. If the newest checkpoint is damaged, --resume goes back to the one
-before. Exit status: 0 if all is well, 1 if a run diverged, 2 for wrong options, 3 if a file could
-not be written or read, 130 after Ctrl-C.
+before. When one of several processes is lost, the others end, and --resume goes on from the newest
+checkpoint. Exit status: 0 if all is well, 1 if a run diverged, 2 for wrong options, 3 if a file
+could not be written or read, 4 if a process was lost, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import os
 import platform
-import shlex
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -33,6 +38,8 @@ import numpy as np
 from lm.cli import CommandLine
 from lm.data import Corpus, DataError, file_text, standard_library_text
 from lm.disk import DiskError
+from lm.launch import LOST, Launch, resuming
+from lm.mesh import any_says, check_fits, is_first, make_mesh, wait_for_all
 from lm.model import generate
 from lm.report import print_sample, print_table, save_plot
 from lm.settings import Settings
@@ -98,7 +105,8 @@ def train_all(
                 if run.ended:
                     console.print(f"{run.label}: already done")
                 else:
-                    train_one(run, output, corpus, arguments.checkpoint_every, stop)
+                    every = arguments.checkpoint_every
+                    train_one(run, output, corpus, every, lambda: any_says(stop()))
 
 
 def train_one(
@@ -132,7 +140,8 @@ def write_sample(
 
 def report(output: Output, console: Console) -> None:
     """The table in the terminal, the picture and the numbers in the folder."""
-    save_plot(output.plot, output.runs.values(), output.settings)
+    if is_first():
+        save_plot(output.plot, output.runs.values(), output.settings)
     print_table(console, output.runs.values(), output.settings)
     console.print(f"numbers: {output.results}\nplot:    {output.plot}")
 
@@ -156,12 +165,57 @@ def run(output: Output, corpus: Corpus, prompt: np.ndarray, arguments: argparse.
     return DIVERGED if any(run.diverged_at is not None for run in output.runs.values()) else 0
 
 
+def open_output(output: Output, arguments: argparse.Namespace) -> None:
+    """Makes the folder ready: in one process, then the others read what is there."""
+    if is_first():
+        output.open(resume=arguments.resume, overwrite=arguments.overwrite)
+    wait_for_all("output")
+    if not is_first():
+        output.open(resume=True, overwrite=False)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program and returns its exit status."""
+    """Runs the program, in as many processes as wanted, and returns its exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        launch = Launch.parse(argv)
+    except ValueError as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        return 2
+    if launch.starts_others:
+        return launch.start_all(argv)
+    if launch.processes == 1:
+        return work(argv, launch)
+    launch.watch_starter()
+    try:
+        status = work(argv, launch)
+    except jax.errors.JaxRuntimeError as error:
+        # Who started all of them says it for process 0; the others have logs of their own.
+        if launch.process or not launch.was_started:
+            why = str(error).partition("\n")[0]
+            print(f"lost another process ({why}); to continue: {resuming(argv)}", file=sys.stderr)
+        status = LOST
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        # A regular end would wait for processes that may be gone.
+        os._exit(status)
+    return status
+
+
+def work(argv: Sequence[str], launch: Launch) -> int:
+    """What one process does."""
+    launch.join()
     command_line = CommandLine(__doc__ or "", default=DEFAULT, quick=QUICK, recipes=DEFAULT_RECIPES)
     arguments, settings = command_line.parse(argv)
+    mesh = contextlib.nullcontext()
     try:
+        if launch.mesh is not None:
+            check_fits(launch.mesh, settings)
+            mesh = jax.set_mesh(make_mesh(launch.mesh))
         corpus = load_corpus(arguments.data, settings)
         prompt = corpus.encode(arguments.prompt) if arguments.prompt else corpus.validation[:32]
         output = Output(
@@ -170,11 +224,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             fingerprint=corpus.fingerprint,
             environment=environment(arguments.data),
         )
-        output.open(resume=arguments.resume, overwrite=arguments.overwrite)
-    except (DataError, OutputError) as error:
+        open_output(output, arguments)
+    except (DataError, OutputError, ValueError) as error:
         command_line.fail(error)
     # Accelerators otherwise multiply float32 with fewer bits, and the baseline would not be one.
-    with jax.default_matmul_precision("float32"):
+    with mesh, jax.default_matmul_precision("float32"):
         try:
             status = run(output, corpus, prompt, arguments)
         except KeyboardInterrupt:  # a second Ctrl-C: at once, from the newest checkpoint
@@ -183,8 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
             status = NO_DISK
     if status in (STOPPED, NO_DISK):
-        again = [word for word in argv if word not in ("--overwrite", "--resume")] + ["--resume"]
-        print(f"stopped; to continue: {shlex.join(['python', sys.argv[0], *again])}")
+        print(f"stopped; to continue: {resuming(argv)}")
     return status
 
 

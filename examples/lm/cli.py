@@ -9,18 +9,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from .settings import ALIASES, KNOWN_RECIPES, Settings
+from .launch import OUT, add_options
+from .settings import Settings, aliases, known_recipes
 
 
 def recipe_list(text: str) -> list[str]:
     """`a,b` or `all` as names, or an error that lists the known ones."""
-    names = KNOWN_RECIPES if text == "all" else [name.strip() for name in text.split(",")]
-    names = [ALIASES.get(name, name) for name in names]
-    unknown = [name for name in names if name not in KNOWN_RECIPES]
+    known = known_recipes()
+    names = known if text == "all" else [name.strip() for name in text.split(",")]
+    names = [aliases().get(name, name) for name in names]
+    unknown = [name for name in names if name not in known]
     if unknown:
         raise argparse.ArgumentTypeError(
             f"unknown recipe {', '.join(map(repr, unknown))}; "
-            f"known: {', '.join((*KNOWN_RECIPES, *ALIASES))}, or all"
+            f"known: {', '.join((*known, *aliases()))}, or all"
         )
     return list(dict.fromkeys(names))
 
@@ -64,6 +66,7 @@ class CommandLine:
         )
         self._add_work(recipes)
         self._add_output()
+        add_options(self._parser.add_argument_group("where to train"))
         self._add_settings()
 
     def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
@@ -89,7 +92,7 @@ class CommandLine:
             default=list(recipes),
             metavar="A,B,...",
             help="number formats to train in: all, or a list of\n"
-            + textwrap.fill(", ".join(KNOWN_RECIPES), width=70)
+            + textwrap.fill(", ".join(known_recipes()), width=70)
             + f"\n(default {','.join(recipes)})",
         )
         add("--seeds", type=seed_list, default=[0], metavar="0,1,...", help="seeds (default 0)")
@@ -106,7 +109,7 @@ class CommandLine:
         group.add_argument(
             "--out",
             type=Path,
-            default=Path("train_lm_out"),
+            default=OUT,
             metavar="FOLDER",
             help="folder for results.json, loss.png and checkpoints\n(default ./train_lm_out)",
         )

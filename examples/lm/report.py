@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .disk import replace
-from .settings import KNOWN_RECIPES, Settings
+from .settings import Settings, known_recipes
 from .storage import Run
 
 BASELINE = "float32"
@@ -61,8 +61,8 @@ def style(recipe: str) -> dict[str, str]:
 
 
 def by_recipe(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Runs grouped by recipe, in the order of `KNOWN_RECIPES`, seeds ascending."""
-    ordered = sorted(runs, key=lambda run: (KNOWN_RECIPES.index(run.recipe), run.seed))
+    """Runs grouped by recipe, in the order of `known_recipes()`, seeds ascending."""
+    ordered = sorted(runs, key=lambda run: (known_recipes().index(run.recipe), run.seed))
     groups: dict[str, list[Run]] = {}
     for run in ordered:
         groups.setdefault(run.recipe, []).append(run)

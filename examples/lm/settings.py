@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
 
 import mx_jax.recipes
 
-# Every named recipe under one name: here, high_precision is what dtype it computes in.
-KNOWN_RECIPES = (
-    "float32",
-    "bf16",
-    *dict.fromkeys(
-        mx_jax.recipes.from_name(name).name
+
+# Functions: float8's recipes ask JAX for its platform, and the program may still have to make its
+# devices.
+@cache
+def known_recipes() -> tuple[str, ...]:
+    """Every named recipe under one name: here, high_precision is what dtype it computes in."""
+    named = (name for name in mx_jax.recipes.names() if name != "high_precision")
+    return (
+        "float32",
+        "bf16",
+        *dict.fromkeys(mx_jax.recipes.from_name(name).name for name in named),
+    )
+
+
+@cache
+def aliases() -> dict[str, str]:
+    """Other names of the library for the same recipes."""
+    return {
+        name: mx_jax.recipes.from_name(name).name
         for name in mx_jax.recipes.names()
-        if name != "high_precision"
-    ),
-)
-# Other names of the library for the same recipes.
-ALIASES = {
-    name: mx_jax.recipes.from_name(name).name
-    for name in mx_jax.recipes.names()
-    if name not in KNOWN_RECIPES and name != "high_precision"
-} | {"high_precision": "float32"}
+        if name not in known_recipes() and name != "high_precision"
+    } | {"high_precision": "float32"}
 
 
 def _setting(text: str) -> Any:
@@ -89,7 +96,7 @@ class Precision:
 
 
 def precision(name: str) -> Precision:
-    """The precision behind a name of `KNOWN_RECIPES`.
+    """The precision behind a name of `known_recipes()`.
 
     Quantized recipes keep float32 around them, so that their gap to float32 is the
     quantization's alone.

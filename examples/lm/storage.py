@@ -22,6 +22,7 @@ from .disk import (
     replace,
     writing,
 )
+from .mesh import is_first, wait_for_all
 from .settings import Settings
 
 
@@ -114,7 +115,9 @@ class Checkpoints:
         with writing(what, self._folder, self._remove_partial), one_message():
             check_room(self._folder, size)
             self._manager.save(run.step, args=ocp.args.Composite(**items))
-            record_checksums(self._folder / str(run.step))
+            if is_first():
+                record_checksums(self._folder / str(run.step))
+            wait_for_all("checksums")
 
     def restore(self, like: Any) -> tuple[Any, Run] | None:
         """The newest state that can be read, with the structure of `like`, and its run.
@@ -213,6 +216,8 @@ class Output:
 
     def save(self) -> None:
         """Writes the results: whole or not at all, even if killed here."""
+        if not is_first():
+            return
         document = {
             "config": self._config(),
             "environment": self.environment,

@@ -20,6 +20,7 @@ import mx_jax
 
 from .data import Corpus
 from .kernels import settle_evidence
+from .mesh import place_batch, place_state
 from .model import Transformer, predict
 from .settings import Precision, Settings, precision
 from .storage import Checkpoints, Run
@@ -77,11 +78,12 @@ def initial_state(seed: int, *, settings: Settings, vocabulary: int) -> TrainSta
     model = build_model(precision("float32"), settings, vocabulary)
     tokens = jnp.zeros((1, settings.context), jnp.int32)
     params = model.init(jax.random.key(seed), tokens)["params"]
-    return TrainState(params, build_optimizer(settings).init(params))
+    return place_state(TrainState(params, build_optimizer(settings).init(params)))
 
 
 def mean_loss(params: Any, tokens: jax.Array, model: Transformer, key: jax.Array) -> jax.Array:
     """Mean nats per character of predicting each window's next character."""
+    tokens = place_batch(tokens)
     logits = predict(params, tokens[:, :-1], model, key)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
@@ -101,7 +103,8 @@ def train_step(
     key = jax.random.fold_in(jax.random.key(seed), step)
     loss, gradient = jax.value_and_grad(mean_loss)(state.params, tokens, model, key)
     updates, optimizer = build_optimizer(settings).update(gradient, state.optimizer, state.params)
-    return TrainState(optax.apply_updates(state.params, updates), optimizer), loss
+    params = optax.apply_updates(state.params, updates)
+    return place_state(TrainState(params, optimizer)), loss
 
 
 @partial(jax.jit, static_argnames="model")
@@ -202,12 +205,13 @@ class Trainer:
         progress.validated(loss)
 
     @cached_property
-    def _validation_batches(self) -> jax.Array:
+    def _validation_batches(self) -> Any:
         settings = self.settings
         batches = self.corpus.validation_batches(
             batch=settings.batch, context=settings.context, tokens=settings.eval_tokens
         )
-        return jnp.asarray(batches)
+        # Of one process's own devices: where there are several, every one passes all of them.
+        return jnp.asarray(batches) if jax.process_count() == 1 else batches
 
 
 class Progress:

@@ -167,7 +167,7 @@ def test_foreign_results_are_left_alone(call, tmp_path, capsys):
 
 def test_every_named_recipe_is_known_once(example):
     settings, recipe_list = example("lm.settings"), example("lm.cli").recipe_list
-    known = list(settings.KNOWN_RECIPES)
+    known = list(settings.known_recipes())
     assert recipe_list("all") == known
     for name in recipes.names():
         (chosen,) = recipe_list(name)

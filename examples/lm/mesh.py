@@ -1,0 +1,102 @@
+"""Where a run's arrays lie on a mesh of devices. Without a mesh in context nothing is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from .settings import Settings
+
+AXES = ("data", "fsdp", "model")
+# The batch along both axes that shard tokens; features of weights along `model`, and along `fsdp`
+# what is gathered for each product. The first axis of a block's weights is that of the layers.
+BATCH = P(("data", "fsdp"), None)
+WEIGHTS = {
+    "qkv": P(None, "fsdp", "model"),
+    "out": P(None, "model", "fsdp"),
+    "up": P(None, "fsdp", "model"),
+    "down": P(None, "model", "fsdp"),
+    "tokens": P(None, "fsdp"),
+    "head": P("fsdp", None),
+}
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """`"data=2,fsdp=2,model=2"` as the sizes of all axes, 1 where none is given."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if name not in AXES or name in sizes or not size.isdecimal() or not int(size):
+            raise ValueError(
+                f"mesh names axes of {', '.join(AXES)} once, with their sizes, got {text!r}; "
+                "e.g. data=2,fsdp=2,model=2"
+            )
+        sizes[name] = int(size)
+    return {name: sizes.get(name, 1) for name in AXES}
+
+
+def check_fits(sizes: dict[str, int], settings: Settings) -> None:
+    """Raises ValueError where an axis does not divide what it shards."""
+    rows = sizes["data"] * sizes["fsdp"]
+    for name, divisor, axes in (
+        ("batch", rows, "data * fsdp"),
+        ("d_model", sizes["fsdp"], "fsdp"),
+        ("heads", sizes["model"], "model"),
+    ):
+        if getattr(settings, name) % divisor:
+            raise ValueError(
+                f"{name} must be a multiple of {axes}, got {name}={getattr(settings, name)} on a "
+                f"mesh of {', '.join(f'{axis}={size}' for axis, size in sizes.items())}"
+            )
+
+
+def make_mesh(sizes: dict[str, int]) -> Mesh:
+    """The mesh of all devices of all processes."""
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+
+
+def _pinned(x: jax.Array, spec: P) -> jax.Array:
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def place_batch(tokens: jax.Array) -> jax.Array:
+    """Windows [batch, ...], each device with its own."""
+    return _pinned(tokens, BATCH)
+
+
+def place_state(state: Any) -> Any:
+    """Parameters and whatever the optimizer keeps of each, by the names in their paths."""
+
+    def place(path: Any, leaf: jax.Array) -> jax.Array:
+        names = [getattr(entry, "key", None) for entry in path]
+        specs = [WEIGHTS[name] for name in names if name in WEIGHTS]
+        return _pinned(leaf, specs[0] if specs else P())
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes what all of them would."""
+    return jax.process_index() == 0
+
+
+def wait_for_all(what: str) -> None:
+    """Returns when every process has come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
+
+
+def any_says(own: bool) -> bool:
+    """Whether any process says so: every process gets the same answer."""
+    if jax.process_count() == 1:
+        return own
+    return bool(multihost_utils.process_allgather(np.array(own)).any())

@@ -1,0 +1,161 @@
+"""The language model on a mesh, in one process and in several, and what a lost process leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MESH = "--mesh", "data=2,fsdp=2,model=2"
+STEPS = 8
+OPTIONS = (
+    f"--steps {STEPS} --d-model 64 --layers 1 --heads 2 --context 32 --batch 4 "
+    "--eval-every 4 --eval-tokens 128 --checkpoint-every 2 --sample 0"
+).split()
+# Seconds: generous, for every process compiles the step on cores that are shared.
+LIMIT = 600.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("processes")
+    text = "\n".join(f"{n} times {n} is {n * n}" for n in range(200))
+    (path / "text.txt").write_text(text)
+    return path
+
+
+def start(folder: Path, recipe: str, out: str, *options: str) -> subprocess.Popen[str]:
+    """The program, in a process of its own: devices are made before JAX is asked for any."""
+    given = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    words = ["--data", str(folder / "text.txt"), "--out", str(folder / out), *OPTIONS, *MESH]
+    words += ["--recipes", recipe]
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "train_lm.py"), *words, *options],
+        env=given | {"JAX_PLATFORMS": "cpu"},
+        cwd=EXAMPLES.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=LIMIT)
+    return process.returncode, out, err
+
+
+def finished(folder: Path, recipe: str, out: str, *options: str) -> dict[str, Any]:
+    """What a run that ends measured."""
+    status, printed, complained = ended(start(folder, recipe, out, *options))
+    assert status == 0, printed + complained
+    (run,) = json.loads((folder / out / "results.json").read_text())["runs"]
+    assert run["finished"] and len(run["train_loss"]) == STEPS
+    return {name: run[name] for name in ("train_loss", "validation")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Callable[[str], dict[str, Any]]:
+    """The curve of four processes that nothing happens to, by recipe."""
+    return cache(lambda recipe: finished(folder, recipe, f"{recipe} of 4", "--processes", "4"))
+
+
+def workers(process: subprocess.Popen[str]) -> list[int]:
+    """Process ids, in the order in which they were started."""
+    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    return sorted(map(int, found.split()))
+
+
+def wait_until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not happened():
+        assert process.poll() is None, ended(process)
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def checkpoints(folder: Path, out: str) -> list[Path]:
+    return list((folder / out / "checkpoints").glob("*/*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_any_number_of_processes_learns_the_same(folder: Path, undisturbed: Any, processes: str):
+    """Not bit for bit: sums of other parts are rounded otherwise."""
+    found = finished(folder, "mxfp8", f"of {processes}", "--processes", processes)
+    assert found["train_loss"] == pytest.approx(undisturbed("mxfp8")["train_loss"], rel=5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "number", "during"),
+    [
+        ("mxfp8", 2, "a step"),
+        ("float32", 0, "a step"),
+        ("float32", 1, "a checkpoint"),
+        ("float32", 0, "a checkpoint"),
+    ],
+)
+def test_a_killed_process_loses_nothing(
+    folder: Path, undisturbed: Any, recipe: str, number: int, during: str
+):
+    out = f"killed {number} in {during}"
+    process = start(folder, recipe, out, "--processes", "4")
+
+    def is_saved(step: int) -> bool:
+        return any(path.name == str(step) for path in checkpoints(folder, out))
+
+    def is_saving() -> bool:
+        return is_saved(2) and any(path.suffix for path in checkpoints(folder, out))
+
+    wait_until((lambda: is_saved(2)) if during == "a step" else is_saving, process)
+    if during == "a step":
+        time.sleep(0.2)
+    os.kill(workers(process)[number], signal.SIGKILL)
+    killed = time.monotonic()
+    status, _, complained = ended(process)
+    assert status == 4
+    assert time.monotonic() - killed < 60
+    *_, line = complained.strip().splitlines()
+    assert line.startswith(
+        f"stopped: process {number} of 4 was killed by SIGKILL; the others have ended, and every "
+        "checkpoint is whole; to continue: python "
+    )
+    assert line.endswith(f"--recipes {recipe} --processes 4 --resume")
+    assert complained.count("stopped:") == 1 and "Traceback" not in complained
+    # The command it names, but by this Python.
+    resumed = finished(folder, recipe, out, "--processes", "4", "--resume")
+    assert resumed == undisturbed(recipe)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mesh", "rows=2"], "mesh names axes of data, fsdp, model once, with their sizes, got"),
+        (["--processes", "2"], "several processes need a mesh whose devices they share evenly"),
+        (["--mesh", "data=2", "--processes", "3"], "got --mesh data=2 --processes 3"),
+        (["--processes", "2", "--process", "2"], "needs 0 <= process < processes, got --process 2"),
+    ],
+)
+def test_wrong_places_are_refused(train_lm, capsys, options: list[str], message: str):
+    assert train_lm.main(options) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"data": 3, "fsdp": 1, "model": 1}, "batch must be a multiple of data * fsdp, got batch="),
+        ({"data": 1, "fsdp": 1, "model": 3}, "heads must be a multiple of model, got heads=4 on a"),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused(example, train_lm, sizes, message: str):
+    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
+        example("lm.mesh").check_fits(sizes, train_lm.DEFAULT)
