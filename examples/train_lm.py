@@ -190,10 +190,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = work(argv, launch)
     except jax.errors.JaxRuntimeError as error:
-        # Who started all of them says it for process 0; the others have logs of their own.
-        if launch.process or not launch.was_started:
-            why = str(error).partition("\n")[0]
-            print(f"lost another process ({why}); to continue: {resuming(argv)}", file=sys.stderr)
+        why = f"lost another process: {str(error).partition(chr(10))[0]}"
+        if launch.was_started:
+            # Who started all of them says it; why is in the log.
+            launch.note(why)
+        else:
+            print(f"{why}; to continue: {resuming(argv)}", file=sys.stderr)
         status = LOST
     except Exception:
         traceback.print_exc()

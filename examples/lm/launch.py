@@ -125,6 +125,7 @@ class Launch:
         if self.mesh is not None and "host_platform_device_count" not in flags:
             jax.config.update("jax_num_cpu_devices", self.devices // self.processes)
         if self.processes > 1:
+            _silence_gloo()
             # The fastest waits in its first sum while the slowest compiles: 40 seconds may be few.
             waits = (f"--xla_cpu_collective_{name}={FIRST_SUM}" for name in TIMEOUTS)
             os.environ["XLA_FLAGS"] = " ".join([*waits, flags])
@@ -202,15 +203,19 @@ class Launch:
         if status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
         else:
-            where = "" if number == 0 else f", see {self._log(number)}"
-            how = f"ended with status {status}{where}"
+            how = f"ended with status {status}, see {self._log(number)}"
         return (
             f"stopped: process {number} of {self.processes} {how}; the others have ended, and "
             f"every checkpoint is whole; to continue: {resuming(argv)}"
         )
 
+    def note(self, text: str) -> None:
+        """Adds a line to this process's log."""
+        with self._log(self.process).open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
     def _log(self, number: int) -> Path:
-        """Where process 1 and those after it print."""
+        """Where process 1 and those after it print, and all of them say what they lost."""
         return self.folder / f"process-{number}.log"
 
     def watch_starter(self) -> None:
@@ -223,6 +228,16 @@ class Launch:
 
         if self.was_started:
             threading.Thread(target=watch, daemon=True).start()
+
+
+def _silence_gloo() -> None:
+    """Leaves standard output to Python: Gloo tells there of every connection that it makes."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    sys.stdout = os.fdopen(own, "w", buffering=1, encoding="utf-8")
 
 
 def resuming(argv: Sequence[str]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -13,6 +15,11 @@ from jax.sharding import PartitionSpec as P
 from .settings import Settings
 
 AXES = ("data", "fsdp", "model")
+# Seconds that a process waits for the others to come as far as it is.
+PATIENCE = 900
+# A barrier's name must be new each time, and the same in every process.
+_barriers = itertools.count()
+_compiled: set[Any] = set()
 # The batch along both axes that shard tokens; features of weights along `model`, and along `fsdp`
 # what is gathered for each product. The first axis of a block's weights is that of the layers.
 BATCH = P(("data", "fsdp"), None)
@@ -92,7 +99,24 @@ def is_first() -> bool:
 def wait_for_all(what: str) -> None:
     """Returns when every process has come here."""
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(what)
+        # By the coordinator: a sum over devices, as JAX's own barrier is, would not wait so long.
+        everyone = set(range(jax.process_count()))
+        name = f"{what} {next(_barriers)}"
+        ocp.multihost.sync_global_processes(name, timeout=PATIENCE, processes=everyone)
+
+
+def together(function: Any, *args: Any, **static: Any) -> Any:
+    """Calls a jitted function, which every process has compiled before the first one runs it.
+
+    Gloo connects the processes at their first sum, and waits for half a minute: a machine that is
+    busy compiling may need longer.
+    """
+    key = (function, *static.items())
+    if jax.process_count() > 1 and key not in _compiled:
+        function.lower(*args, **static).compile()
+        wait_for_all(f"compiled {function.__name__}")
+        _compiled.add(key)
+    return function(*args, **static)
 
 
 def any_says(own: bool) -> bool:

@@ -20,7 +20,7 @@ import mx_jax
 
 from .data import Corpus
 from .kernels import settle_evidence
-from .mesh import place_batch, place_state
+from .mesh import place_batch, place_state, together
 from .model import Transformer, predict
 from .settings import Precision, Settings, precision
 from .storage import Checkpoints, Run
@@ -136,7 +136,9 @@ class Trainer:
         self.checkpoints = checkpoints
         chosen = chosen or precision(run.recipe)
         self.model = build_model(chosen, settings, len(corpus.vocabulary))
-        self.state = initial_state(run.seed, settings=settings, vocabulary=len(corpus.vocabulary))
+        self.state = together(
+            initial_state, run.seed, settings=settings, vocabulary=len(corpus.vocabulary)
+        )
         # Without a checkpoint from its start, however far the recorded curves came.
         fresh = Run(recipe=run.recipe, seed=run.seed)
         self.state, self.run = checkpoints.restore(self.state) or (self.state, fresh)
@@ -176,9 +178,8 @@ class Trainer:
     def _step(self, progress: Progress) -> None:
         settings, run = self.settings, self.run
         started = time.perf_counter()
-        self.state, loss = train_step(
-            self.state, self._tokens(), run.seed, run.step, model=self.model, settings=settings
-        )
+        given = self.state, self._tokens(), run.seed, run.step
+        self.state, loss = together(train_step, *given, model=self.model, settings=settings)
         # Read every step: divergence shows at once, and waiting costs nothing at this size.
         loss = float(loss)
         if self._compiled:
@@ -197,7 +198,8 @@ class Trainer:
         self._lap = now
 
     def _validate(self, progress: Progress) -> None:
-        loss = float(validate(self.state.params, self._validation_batches, model=self.model))
+        given = self.state.params, self._validation_batches
+        loss = float(together(validate, *given, model=self.model))
         if not math.isfinite(loss):
             self.run.diverged_at = self.run.step
             return
