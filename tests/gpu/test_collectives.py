@@ -1,7 +1,6 @@
 """What four H200s exchange, read from modules compiled ahead of time: needs no GPU."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import tools
-from tests.gpu.collectives import FEATURES, UNITS
-from tests.gpu.test_compile import environment
+from tests.gpu import test_compile
 
 SCRIPT = Path(__file__).with_name("collectives.py")
-PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
+# What collectives.py multiplies by.
+FEATURES, UNITS = 512, 1024
 BFLOAT16 = 2 * FEATURES * UNITS
 # Codes and scales beside bfloat16.
 RATIOS = {"mxfp8": 0.52, "mxfp6": 0.40, "mxfp4": 0.27, "nvfp4": 0.29}
 
-pytestmark = [pytest.mark.gpu_compile, pytest.mark.slow]
+pytestmark = [*test_compile.pytestmark, pytest.mark.slow]
 
 
 def gathers(found: Any) -> dict[str, int]:
@@ -28,13 +26,10 @@ def gathers(found: Any) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], Any]:
-    if tools.find("ptxas") is None:
-        pytest.skip("needs jax-cuda13-plugin and ptxas: pip install '.[gpu-compile]'")
     command = [sys.executable, str(SCRIPT), "sm_90a"]
     folder = tmp_path_factory.mktemp("collectives")
-    run = subprocess.run(
-        command, env=os.environ | environment(folder), capture_output=True, text=True, check=False
-    )
+    environment = test_compile.environment(folder)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     return {tuple(row[:-1]): row[-1] for row in map(json.loads, run.stdout.splitlines())}
 
