@@ -190,9 +190,9 @@ def test_nothing_of_a_group_reaches_another():
 def test_a_missing_wait_is_a_race(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    from jax._src.pallas.mosaic_gpu import primitives
+    from mx_jax.backends.pallas_gpu.products import ring
 
-    monkeypatch.setattr(primitives, "barrier_wait", lambda *args, **kwargs: None)
+    monkeypatch.setattr(ring.plgpu, "barrier_wait", lambda *args, **kwargs: None)
     run, _ = product(case_of(sizes=(24,)), SMALL)
     assert race_of(run, capfd)
 
