@@ -1,6 +1,9 @@
 """A GPU that is not there: kernels in Mosaic's interpreter, to try the command on a CPU."""
 
+import os
 from typing import Any
+
+import jax
 
 from mx_jax.backends.base import Backend, Target
 from mx_jax.backends.pallas_gpu import backend_for
@@ -20,6 +23,16 @@ WANTED = Wanted(
     experts=((3, 128, 256),),
     ragged_rows=(16,),
 )
+
+
+def give_threads() -> None:
+    """Let the interpreter run all warps of a program at once, before JAX starts.
+
+    They wait for each other, and XLA has a few threads for each CPU device: with one device and two
+    cores some kernels would wait forever.
+    """
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", 8)
 
 
 def backend() -> Backend:

@@ -97,6 +97,7 @@ def answer(
 
     place: AbstractContextManager[Any] = nullcontext()
     if simulated:
+        simulation.give_threads()
         place = use_target(simulation.TARGET)
     with place, evidence.use(()):
         facts = json.loads(text)
