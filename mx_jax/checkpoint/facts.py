@@ -63,12 +63,14 @@ class Described:
       blocks: axes from the end with sizes.
       shape: of the tensor.
       dtype: that was quantized.
+      packed: whether the codes lie at their real width, or one in a byte.
     """
 
     format: BlockFormat
     blocks: Blocks
     shape: tuple[int, ...]
     dtype: Any
+    packed: bool
 
     @classmethod
     def read(cls, facts: Any, where: str) -> "Described":
@@ -90,6 +92,7 @@ class Described:
                 blocks=tuple((_integer(axis), _size_in(size)) for axis, size in facts["blocks"]),
                 shape=tuple(_integer(length, least=0) for length in facts["shape"]),
                 dtype=_dtype(facts["dtype"]),
+                packed=facts.get("packed") is not False,
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(

@@ -108,11 +108,15 @@ def to_wire(tree: Any) -> Any:
         if not isinstance(leaf, Quantized):
             return leaf
         stored = unpacked(leaf)
-        text = json.dumps(describe(stored)).encode()
         arrays = {name: part() for name, part in parts(stored).items()}
-        return {DESCRIPTION: np.frombuffer(text, np.uint8), **arrays}
+        return {DESCRIPTION: description(stored), **arrays}
 
     return jax.tree.map(go, tree, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+
+
+def description(x: MXArray, **more: Any) -> np.ndarray:
+    """What `describe` says, as bytes; `more` is said too."""
+    return np.frombuffer(json.dumps(describe(x) | more).encode(), np.uint8)
 
 
 def from_wire(tree: Any) -> Any:
@@ -169,7 +173,8 @@ def stored_shapes(x: MXArray) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
 
 def assemble(described: Described, arrays: Mapping[str, Any], where: str) -> MXArray:
     """An MXArray of what `describe` and `parts` gave; ValueError where they do not fit."""
-    bits, shape = described.format.element.bits, described.shape
+    bits = described.format.element.bits if described.packed else 8
+    shape = described.shape
     codes = arrays[CODES]
     expected = (*shape[:-1], packing.packed_length(shape[-1], bits)) if shape else ()
     if tuple(codes.shape) != expected or codes.dtype != np.uint8:
