@@ -95,8 +95,8 @@ EXPLAINED: dict[tuple[str, str, str], Explanation] = {
     ): same("the maximum starts at 0"),
     (
         "mx_jax.codecs.packing",
-        "field |= part << shift if shift >= 0 else part >> -shift",
-        "field |= part << shift if shift >= 1 else part >> -shift",
+        "field = field | (part << shift if shift >= 0 else part >> -shift)",
+        "field = field | (part << shift if shift >= 1 else part >> -shift)",
     ): same("a shift by 0 is the same in either direction"),
     (
         "mx_jax.codecs.reshaping",
