@@ -77,13 +77,12 @@ def test_threads_get_what_the_interpreter_says(
 
 
 @pytest.mark.parametrize("bits", STORED)
-def test_what_cp_async_copies_is_one_piece(bits: int, monkeypatch: pytest.MonkeyPatch):
+def test_what_cp_async_copies_is_one_piece(bits: int):
     import jax.numpy as jnp
 
     from mx_jax.backends.pallas_gpu.casts.decode import Decoder
     from mx_jax.backends.pallas_gpu.products import program
 
-    monkeypatch.setattr(program.lax, "axis_index", lambda _: 0)
     decoder = Decoder(format=STORED[bits])
     stored = decoder.storage
     codes = (8, 4096 // stored.group * stored.planes, ROWS, stored.words)
@@ -93,15 +92,16 @@ def test_what_cp_async_copies_is_one_piece(bits: int, monkeypatch: pytest.Monkey
             decoder=decoder,
             tiles=tiles,
             out_dtype=jnp.dtype("float32"),
+            batch=1,
             num_m=1,
             num_n=8,
             num_k=4096 // tiles.k,
-            num_rows=1,
+            weight_tiles=8,
         )
-        _, *plain = sizes.in_specs()
-        for spec, shape in zip(plain, arrays, strict=True):
-            assert not spec.transforms and len(spec.block_shape) == len(shape)
-            partial = [i for i, size in enumerate(spec.block_shape) if size != shape[i]]
-            assert all(size == 1 for size in spec.block_shape[: partial[-1]])
+        _, *plain = sizes.blocks
+        for (block, _, transforms), shape in zip(plain, arrays, strict=True):
+            assert not transforms and len(block) == len(shape)
+            partial = [i for i, size in enumerate(block) if size != shape[i]]
+            assert all(size == 1 for size in block[: partial[-1]])
             # At least four bytes for each of 128 threads.
-            assert np.prod(spec.block_shape) % 128 == 0
+            assert np.prod(block) % 128 == 0
