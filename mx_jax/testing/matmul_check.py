@@ -136,8 +136,10 @@ def assert_near(product: jax.Array, exact: np.ndarray, allowed: np.ndarray) -> N
         info = jnp.finfo(product.dtype)
         allowed = allowed + float(info.eps) / 2 * (np.abs(exact) + allowed)
         allowed = allowed + float(info.smallest_normal)
-    error = np.abs(np.asarray(product).astype(np.float64) - exact)
-    excess = error > allowed
+    found = np.asarray(product).astype(np.float64)
+    error = np.abs(found - exact)
+    # A NaN is not larger than what is allowed, either.
+    excess = (error > allowed) | (np.isnan(found) & ~np.isnan(exact))
     with np.errstate(divide="ignore"):
         # Where a zero is due nothing is allowed.
         worst = np.max(error[excess] / allowed[excess], initial=0)

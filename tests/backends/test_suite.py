@@ -113,6 +113,10 @@ def one_block_forgotten(lhs, rhs, call):
     return REFERENCE.run(call, lhs, rhs)
 
 
+def one_without_a_number(lhs, rhs, call):
+    return REFERENCE.run(call, lhs, rhs).at[0, 0].set(jnp.nan)
+
+
 def short_accumulator(lhs, rhs, call):
     """Adds blocks exactly, and then each block's sum to eight bits."""
     left, right = lhs.dequantize(jnp.float32), rhs.dequantize(jnp.float32)
@@ -125,7 +129,10 @@ def short_accumulator(lhs, rhs, call):
     return lax.scan(add, jnp.zeros_like(blocks[0]), blocks)[0]
 
 
-@pytest.mark.parametrize("multiply", [rounded_sum, transposed, wide_result, one_block_forgotten])
+@pytest.mark.parametrize(
+    "multiply",
+    [rounded_sum, transposed, wide_result, one_block_forgotten, one_without_a_number],
+)
 def test_wrong_products_are_noticed(multiply: Any):
     square = dataclasses.replace(PRODUCT, m=(7,), k=(90,))
     with pytest.raises(AssertionError):
