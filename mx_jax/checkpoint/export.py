@@ -62,8 +62,7 @@ def write(
 def _stored(name: str, x: MXArray, row: Layout) -> dict[str, Entry]:
     """The tensors of a quantized weight."""
     base = name.removesuffix(row.weight)
-    sizes = zip((-2, -1), row.format.block, strict=True)
-    blocks = tuple((axis, size) for axis, size in sizes if size != 1)
+    blocks = row.blocks
     bits, width = x.format.element.bits, x.shape[-1] if x.ndim else 0
     facts = f"{name}: format={x.format.name}, shape={x.shape}, blocks={x.blocks}"
     if dataclasses.replace(x.format, name=row.format.name) != row.format or x.blocks != blocks:

@@ -13,7 +13,7 @@ import numpy as np
 from mx_jax.checkpoint.facts import VERSION, Described, describe
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry, Reader, write
-from mx_jax.checkpoint.wire import assemble, parts, stored_shapes
+from mx_jax.checkpoint.wire import CODES, SCALES, TENSOR_SCALE, assemble, parts
 from mx_jax.packed import Quantized, unpacked
 
 # The key of the header's metadata.
@@ -56,8 +56,7 @@ def save(path: str | os.PathLike[str], tree: Mapping[Any, Any], *, progress: boo
         if isinstance(leaf, Quantized):
             leaf = unpacked(leaf)
             listed["mx"] = describe(leaf)
-            shapes = stored_shapes(leaf)
-            found = {f"{name}/{p}": Entry(*shapes[p], get) for p, get in parts(leaf).items()}
+            found = {f"{name}/{part}": entry for part, entry in parts(leaf).items()}
         else:
             found = {name: Entry.of(leaf)}
         described.append(listed)
@@ -95,9 +94,10 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
                 leaf = jnp.asarray(reader.read(name))
                 step(name, leaf.nbytes)
             else:
-                prefix = f"{name}/"
-                own = (key for key in reader.tensors if key.startswith(prefix))
-                arrays = {key.removeprefix(prefix): reader.read(key) for key in own}
+                # What is not there is an error, but for the tensor scale, which few formats have.
+                own = [CODES, SCALES]
+                own += [TENSOR_SCALE] * (f"{name}/{TENSOR_SCALE}" in reader.tensors)
+                arrays = {part: reader.read(f"{name}/{part}") for part in own}
                 leaf = assemble(Described.read(mx, f"{where}: {name}"), arrays, f"{where}: {name}")
                 step(name, sum(array.nbytes for array in arrays.values()))
             _put(tree, keys, leaf, where)

@@ -75,7 +75,6 @@ class Weights(Mapping[str, "MXArray | jax.Array"]):
         if "tensor_scale" in found:
             value = _tensor_scale(found["tensor_scale"], layout, where)
             tensor_scale = jnp.full((1,) * len(shape), value, jnp.float32)
-        sizes = zip((-2, -1), layout.format.block, strict=True)
         codes = packing.unpack(stored, layout.format.element.bits, shape[-1])
         return checked(
             MXArray(
@@ -83,7 +82,7 @@ class Weights(Mapping[str, "MXArray | jax.Array"]):
                 scales=jnp.asarray(scales),
                 tensor_scale=tensor_scale,
                 format=layout.format,
-                blocks=tuple((axis, size) for axis, size in sizes if size != 1),
+                blocks=layout.blocks,
                 dtype=self.dtype,
             ),
             where,

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import (
     E4M3,
     E8M0,
@@ -59,6 +60,12 @@ class Layout:
     divides: bool = False
     split: bool = False
     configs: tuple[tuple[tuple[str, str], ...], ...] = ()
+
+    @property
+    def blocks(self) -> Blocks:
+        """Those of a weight, the last two axes being `[out, in]`."""
+        sizes = zip((-2, -1), self.format.block, strict=True)
+        return tuple((axis, size) for axis, size in sizes if size != 1)
 
     def parts(self, base: str) -> dict[str, str]:
         """Names of a weight's tensors."""

@@ -5,7 +5,7 @@ target to tell what they were.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.checkpoint.facts import Described, describe
+from mx_jax.checkpoint.safetensors_file import Entry
 from mx_jax.codecs import packing
 from mx_jax.codecs.invariants import check_parts
 from mx_jax.formats import BlockFormat, BlockSize, block_format
@@ -108,7 +109,7 @@ def to_wire(tree: Any) -> Any:
         if not isinstance(leaf, Quantized):
             return leaf
         stored = unpacked(leaf)
-        arrays = {name: part() for name, part in parts(stored).items()}
+        arrays = {name: part.fetch() for name, part in parts(stored).items()}
         return {DESCRIPTION: description(stored), **arrays}
 
     return jax.tree.map(go, tree, is_leaf=lambda leaf: isinstance(leaf, Quantized))
@@ -146,29 +147,22 @@ def _is_wire(node: Any) -> bool:
     return isinstance(node, Mapping) and {DESCRIPTION, CODES, SCALES} <= set(node)
 
 
-def parts(x: MXArray) -> dict[str, Callable[[], np.ndarray]]:
-    """Names of an MXArray's arrays, and what fetches each to the host, as it is stored."""
+def parts(x: MXArray) -> dict[str, Entry]:
+    """An MXArray's arrays as they are stored, by name; each is fetched when its turn comes."""
     check_parts(x, "to_wire")
-    bits = x.format.element.bits
-    found = {
-        CODES: lambda: packing.pack(np.asarray(x.codes), bits if x.ndim else 8),
-        SCALES: lambda: np.asarray(x.scales),
-    }
-    if x.tensor_scale is not None:
-        found[TENSOR_SCALE] = lambda: np.asarray(x.tensor_scale)
-    return found
+    bits = x.format.element.bits if x.ndim else 8
+    codes = Entry(
+        _stored_shape(x.shape, bits),
+        np.dtype("uint8"),
+        lambda: packing.pack(np.asarray(x.codes), bits),
+    )
+    found = {CODES: codes, SCALES: Entry.of(x.scales)}
+    return found if x.tensor_scale is None else found | {TENSOR_SCALE: Entry.of(x.tensor_scale)}
 
 
-def stored_shapes(x: MXArray) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shape and dtype of each of `parts`, without fetching them."""
-    packed = packing.packed_length(x.shape[-1], x.format.element.bits) if x.ndim else 1
-    found = {
-        CODES: ((*x.shape[:-1], packed) if x.ndim else (), np.dtype("uint8")),
-        SCALES: (tuple(x.scales.shape), np.dtype(x.scales.dtype)),
-    }
-    if x.tensor_scale is not None:
-        found[TENSOR_SCALE] = (tuple(x.tensor_scale.shape), np.dtype("float32"))
-    return found
+def _stored_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
+    """Of the codes of a tensor: its last axis in bytes."""
+    return (*shape[:-1], packing.packed_length(shape[-1], bits)) if shape else ()
 
 
 def assemble(described: Described, arrays: Mapping[str, Any], where: str) -> MXArray:
@@ -176,7 +170,7 @@ def assemble(described: Described, arrays: Mapping[str, Any], where: str) -> MXA
     bits = described.format.element.bits if described.packed else 8
     shape = described.shape
     codes = arrays[CODES]
-    expected = (*shape[:-1], packing.packed_length(shape[-1], bits)) if shape else ()
+    expected = _stored_shape(shape, bits)
     if tuple(codes.shape) != expected or codes.dtype != np.uint8:
         raise ValueError(
             f"{where}: codes must be uint8 of shape={expected} for a tensor of shape={shape} in "

@@ -198,6 +198,11 @@ def test_headers_that_lie(sample: tuple[Path, bytes]):
     assert not put(**{"a/0/codes": codes | {"data_offsets": [0, 2**60]}})
     assert not put(**{"a/0/codes": codes | {"dtype": "I8"}})
     assert not check_mutant(path, (2**63).to_bytes(8, "little") + content[8:])
+    for part in ("codes", "scales", "tensor_scale"):
+        facts = {f"a/0/{part}": None, "elsewhere": header[f"a/0/{part}"]}
+        kept = {name: value for name, value in (header | facts).items() if value}
+        text = json.dumps(kept).encode()
+        assert not check_mutant(path, len(text).to_bytes(8, "little") + text + data), part
     listed = json.loads(header["__metadata__"]["mx_jax"])
     for change in (
         {"version": 9},
