@@ -34,7 +34,7 @@ from mx_jax.ops.quantize import draw_bits, quantize_operand
 from mx_jax.ops.ragged_checks import as_group_sizes, at_most, check_rows, check_shapes
 from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.ops.remat import QUANTIZED
-from mx_jax.ops.unpacking import packed_for, unpacked_for
+from mx_jax.ops.unpacking import packed_for, tell_of_packing, unpacked_for
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.reference import ragged
 from mx_jax.reference.ragged import RaggedRows, ragged_rows
@@ -175,9 +175,10 @@ class RaggedProduct:
         """`[m, n]` by `[g, k, n]` to `[m, k]`, or `[m, k]` by `[m, n]` to `[g, k, n]`."""
         key = product_key(self.recipe, GRADIENTS[side], saved.key)
         with jax.named_scope(f"grad_{side}"):
+            wide = dataclasses.replace(self, out_dtype=bar.dtype)
             if side == "rhs":
-                return self._grad_rhs(g, other, bar.dtype, saved.sizes, key)
-            spec, wide = self.recipe.dlhs, dataclasses.replace(self, out_dtype=bar.dtype)
+                return wide._grad_rhs(g, other, saved.sizes, key)
+            spec = self.recipe.dlhs
             rhs = reuse(other, spec.rhs, _GRAD_LHS.rhs)
             return wide._multiply(_GRAD_LHS, spec, g, rhs, saved.sizes, key)
 
@@ -193,10 +194,11 @@ class RaggedProduct:
         """A product that keeps the rows."""
         left, right = _prepare_kept(lhs, rhs, axes, sizes, spec, key)
         in_groups = dataclasses.replace(axes, rhs=axes.rhs.in_batch())
-        product = _scaled(left, right, sizes, in_groups, self.out_dtype, self.precision)
+        stored = axes == _FORWARD and isinstance(rhs, MXArray)
+        product = _scaled(self, left, right, sizes, in_groups, stored)
         return unscaled(product, lhs, rhs, spec)
 
-    def _grad_rhs(self, g: jax.Array, lhs: Operand, dtype: np.dtype, sizes: Any, key: Key) -> Any:
+    def _grad_rhs(self, g: jax.Array, lhs: Operand, sizes: Any, key: Key) -> Any:
         """`[p, k]` by `[p, n]`: p are the rows, those of each group padded to whole blocks."""
         spec = self.recipe.drhs.swapped()
         rows = ragged_rows(sizes, g.shape[0], _unit(spec))
@@ -204,14 +206,15 @@ class RaggedProduct:
         left, right, (lhs_key, rhs_key) = transform_operands(*given, spec, _GRAD_RHS, key)
         lhs = _prepare_contracted(rows, left, spec.lhs, lhs_key)
         rhs = _prepare_contracted(rows, right, spec.rhs, rhs_key)
-        product = _scaled(lhs, rhs, rows.sizes, _GRAD_RHS, dtype, self.precision)
+        product = _scaled(self, lhs, rhs, rows.sizes, _GRAD_RHS)
         return unscaled(product, *given, spec)
 
 
 def _scaled(
-    lhs: Operand, rhs: Operand, sizes: jax.Array, axes: ProductAxes, dtype: np.dtype, precision: Any
+    how: RaggedProduct, lhs: Operand, rhs: Operand, sizes: Any, axes: ProductAxes, stored=False
 ) -> jax.Array:
     """A product of prepared operands, on the backend that takes it."""
+    dtype, precision = how.out_dtype, how.precision
     if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
         contracting = axes.lhs.block_axis, axes.rhs.block_axis
         if (recorder := active.value) is not None:
@@ -227,6 +230,8 @@ def _scaled(
         precision=precision,
     )
     choice = select(call)
+    if stored and isinstance(rhs, MXArray):
+        tell_of_packing(rhs, call, choice, "ragged_dot")
     if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
         rhs = unpacked_for(rhs, choice, "ragged_dot")
     return choice.offer.run(lhs, rhs, sizes, call)

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax import lax
 
-from mx_jax.backends.calls import AnyOperand, MatmulCall
+from mx_jax.backends.calls import AnyOperand, MatmulCall, RaggedCall
 from mx_jax.backends.records import active
 from mx_jax.backends.select import Choice
 from mx_jax.mxarray import MXArray
@@ -60,13 +60,16 @@ def unpacked_for(rhs: PackedMXArray, choice: Choice, operation: str = "matmul") 
     return rhs.unpack()
 
 
-def tell_of_packing(rhs: MXArray, call: MatmulCall, choice: Choice) -> None:
+def tell_of_packing(
+    rhs: MXArray, call: MatmulCall | RaggedCall, choice: Choice, operation: str = "matmul"
+) -> None:
     """Warn who passes stored weights to a backend that lays them out for itself at every call."""
     if choice.offer.lays_out(call):
+        how = "(..., contracting=1, num_batch=1)" if isinstance(call, RaggedCall) else ""
         _tell(
-            f"matmul: weights are laid out for backend {choice.backend.name} at every call, which "
-            f"takes longer than a product of few rows: shape={rhs.shape}, "
-            f"format={rhs.format.name}; lay them out once with mx_jax.pack_weights"
+            f"{operation}: weights are laid out for backend {choice.backend.name} at every call, "
+            f"which takes longer than a product of few rows: shape={rhs.shape}, "
+            f"format={rhs.format.name}; lay them out once with mx_jax.pack_weights{how}"
         )
 
 

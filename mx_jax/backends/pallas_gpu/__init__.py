@@ -83,7 +83,12 @@ def backend_for(architecture: Architecture | None = None, interpret: Any = None)
                 how(matmul.scaled_matmul),
                 lays_out=on(matmul.lays_out),
             ),
-            _offer(RaggedCall, grouped_rejections.rejects, how(grouped.multiply_groups)),
+            _offer(
+                RaggedCall,
+                grouped_rejections.rejects,
+                how(grouped.multiply_groups),
+                lays_out=grouped.lays_out,
+            ),
             _offer(QuantizeCall, quantize.rejects, how(quantize.quantize)),
             _offer(QuantizeBothCall, quantize.rejects, how(quantize.quantize_both)),
             # Plain JAX, for products below a shard_map too.

@@ -64,6 +64,11 @@ def multiply_groups(
     )
 
 
+def lays_out(call: RaggedCall) -> bool:
+    """Whether `multiply_groups` lays out the groups' matrices: unless packed before."""
+    return not call.contracts_rows and call.rhs.packed_by is None
+
+
 def _factors(scales: tuple[jax.Array | None, ...], num_groups: int) -> jax.Array | None:
     """One after the other, a number for each group; none if there are no scales."""
     if all(scale is None for scale in scales):
