@@ -21,11 +21,11 @@ from mx_jax.backends.select import only_backend
 from mx_jax.formats import MXFP4, MXFP8_E4M3
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.needs import needs_library
 
 ROOT = Path(__file__).parents[2]
 CPU = Target(platform="cpu")
 LOADED = library.load()
-needs_library = pytest.mark.skipif(isinstance(LOADED, str), reason=f"no handlers: {LOADED}")
 CALL = QuantizeCase(format=MXFP8_E4M3, shape=(4, 64)).call
 F32, U8, I32 = jnp.float32, jnp.uint8, jnp.int32
 

@@ -8,15 +8,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.backends.cpu_ffi import handler, library
+from mx_jax.backends.cpu_ffi import handler
 from mx_jax.backends.cpu_ffi.geometry import Geometry
 from mx_jax.backends.select import only_backend
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.needs import needs_library
 
 P = PartitionSpec
-built = pytest.mark.skipif(
-    isinstance(library.load(), str), reason=f"no CPU library: {library.load()}"
-)
 
 
 def draw(*shape: int) -> jax.Array:
@@ -118,7 +116,7 @@ def product(x, w):
     return mx_jax.einsum("...tk,...kn->...tn", x, w, recipe=recipes.weight_only(w.format.name))
 
 
-@built
+@needs_library
 @pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize(
     ("lhs", "rhs", "gathers"),
@@ -142,7 +140,7 @@ def test_packed_products_are_split(mesh: Mesh, lhs, rhs, gathers: int):
     assert_bitwise_equal(actual, expected, what="product")
 
 
-@built
+@needs_library
 @pytest.mark.usefixtures("insist")
 def test_packed_products_of_a_batch_are_split(mesh: Mesh):
     x, w = draw(8, 3, 64), mx_jax.quantize(draw(8, 64, 64), "mxfp4", axis=1)
@@ -155,7 +153,7 @@ def test_packed_products_of_a_batch_are_split(mesh: Mesh):
     assert_bitwise_equal(actual, expected, what="product")
 
 
-@built
+@needs_library
 @pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize(("kept", "panels"), [(256, P("a")), (80, P())])
 def test_packing_is_split_between_panels(mesh: Mesh, kept: int, panels: PartitionSpec):
@@ -169,7 +167,7 @@ def test_packing_is_split_between_panels(mesh: Mesh, kept: int, panels: Partitio
     assert_bitwise_equal(actual, *expected, what="panels")
 
 
-@built
+@needs_library
 @pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
@@ -187,7 +185,7 @@ def test_below_shard_map_operands_may_vary_differently(mesh: Mesh, packed: bool,
     assert_bitwise_equal(jax.jit(run)(x, w), jax.jit(local)(x, w), what="product")
 
 
-@built
+@needs_library
 @pytest.mark.usefixtures("insist")
 def test_shards_that_cut_blocks_are_gathered(mesh: Mesh):
     """Three blocks on four devices."""

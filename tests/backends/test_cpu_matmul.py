@@ -18,6 +18,7 @@ from mx_jax.mxarray import MXArray
 from mx_jax.testing.backend_suite import check_matmul, exact_product, exact_values
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.needs import needs_library
 
 P = PartitionSpec
 BACKEND = CPU_FFI
@@ -25,9 +26,7 @@ FORMATS = (*formats.MX_FORMATS, formats.NVFP4)
 NUM_RANDOM = 60
 DTYPES = ("float32", "bfloat16", "float16")
 
-pytestmark = pytest.mark.skipif(
-    isinstance(library.load(), str), reason=f"no CPU library: {library.load()}"
-)
+pytestmark = needs_library
 
 
 def draw_operands(case: MatmulCase, seed: int) -> tuple[Any, Any]:

@@ -11,10 +11,9 @@ import pytest
 from mx_jax import formats
 from mx_jax.backends.cpu_ffi import library, rejections
 from mx_jax.testing.cases import MatmulCase
+from tests.needs import needs_library
 
-pytestmark = pytest.mark.skipif(
-    isinstance(library.load(), str), reason=f"no CPU library: {library.load()}"
-)
+pytestmark = needs_library
 
 
 def call_handler(**changes: Any) -> jax.Array:

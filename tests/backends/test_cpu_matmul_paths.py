@@ -8,13 +8,13 @@ import pytest
 
 from mx_jax import formats
 from mx_jax.backends.cpu_ffi import library
+from tests.needs import needs_library
 
 ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
 FORMATS = (*formats.MX_FORMATS, formats.NVFP4)
 
-pytestmark = pytest.mark.skipif(
-    isinstance(library.load(), str), reason=f"no CPU library: {library.load()}"
-)
+pytestmark = needs_library
+
 
 # Prints a digest of integer products, which no instruction set may change.
 SCRIPT = """

@@ -16,9 +16,11 @@ from mx_jax.formats import NVFP4, NVFP4_2D, BlockFormat
 from mx_jax.reference.quantize import quantize
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.needs import needs_library
 
 LOADED = library.load()
-pytestmark = pytest.mark.skipif(isinstance(LOADED, str), reason=f"no handlers: {LOADED}")
+
+pytestmark = needs_library
 
 
 @pytest.mark.parametrize(

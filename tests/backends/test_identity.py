@@ -18,7 +18,6 @@ from mx_jax import formats, recipes
 from mx_jax.axes import Axes
 from mx_jax.backends.base import Target
 from mx_jax.backends.calls import DequantizeCall, MatmulCall, OperandType, PackCall, QuantizeCall
-from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.select import select
 from mx_jax.backends.table import BACKENDS
 from mx_jax.codecs.rounding import NEAREST, ROUNDINGS, TOWARD_ZERO, Rounding, stochastic
@@ -44,9 +43,9 @@ from mx_jax.reference.scale_rules import (
     power_of_two,
 )
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.needs import needs_library
 from tests.quick import quick
 
-BUILT = not isinstance(library.load(), str)
 X = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
 BIASED = dataclasses.replace(E2M1, bias=2)
 
@@ -97,7 +96,7 @@ def test_a_threshold_says_all_of_a_power_of_two_rule():
     assert dataclasses.replace(FLOOR, scales=ones).threshold is None
 
 
-@pytest.mark.skipif(not BUILT, reason="needs the CPU library")
+@needs_library
 def test_a_threshold_of_ones_own_reaches_the_kernels():
     call = QuantizeCall(
         shape=(4, 64),
@@ -219,7 +218,7 @@ def test_only_plain_code_takes_what_nobody_else_knows(format: formats.BlockForma
             assert takers == ["xla_bfloat16"] * product + ["reference"], (call, target)
 
 
-@pytest.mark.skipif(not BUILT, reason="needs the CPU library")
+@needs_library
 @pytest.mark.parametrize("format", [MXFP4, MXFP8_E4M3, NVFP4], ids=lambda format: format.name)
 def test_another_name_is_no_other_value(format: formats.BlockFormat):
     """A renamed copy has the same kernels, on CPUs and GPUs, and the same products."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mx_jax.backends.cpu_ffi import library
+from tests.needs import needs_library
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ("mxfp8", "mxfp4")
@@ -97,7 +98,7 @@ def test_quantize_on_one_core(run_alone: Alone):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(isinstance(library.load(), str), reason="no CPU library")
+@needs_library
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
 def test_ragged(run_alone: Alone):
     options = "--formats mxfp4 --tokens 8 --experts 2 --size 64 --seconds 0 --min-rounds 3".split()
@@ -108,7 +109,7 @@ def test_ragged(run_alone: Alone):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(isinstance(library.load(), str), reason="no CPU library")
+@needs_library
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
 def test_packed_layers(run_alone: Alone):
     options = "--formats mxfp4 --size 64 --seconds 0 --min-rounds 3".split()

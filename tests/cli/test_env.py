@@ -15,12 +15,10 @@ import mx_jax
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.table import BACKENDS
 from mx_jax.cli import main
+from tests.needs import needs_library
 
 ROOT = Path(__file__).parents[2]
 PLAIN = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "MX_JAX_CPU_ISA": ""}
-needs_library = pytest.mark.skipif(
-    isinstance(library.load(), str), reason="the C++ library is not here"
-)
 
 
 def described(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import pytest
 
 import mx_jax
-from mx_jax.backends.cpu_ffi import library
 from tests.contracts import structure, walk
+from tests.needs import needs_library
 
-pytestmark = pytest.mark.skipif(
-    isinstance(library.load(), str), reason=f"no CPU library: {library.load()}"
-)
+pytestmark = needs_library
+
 
 ROOT = Path(__file__).parents[2]
 # Frames are counted too, but each small function is one.

@@ -13,10 +13,11 @@ from jax import lax
 
 import mx_jax
 from mx_jax import convert, recipes
-from mx_jax.backends.cpu_ffi import library, rejections
+from mx_jax.backends.cpu_ffi import rejections
 from mx_jax.backends.select import only_backend
 from mx_jax.convert import Rule
 from mx_jax.convert.conv import ConvOfDotGeneral
+from tests.needs import needs_library
 from tests.quick import quick
 
 MXFP8 = recipes.mxfp8()
@@ -169,7 +170,7 @@ def test_transposed_and_local_convolutions_stay():
     assert reasons == {"no product of patches and kernel"}
 
 
-@pytest.mark.skipif(isinstance(library.load(), str), reason="no CPU library")
+@needs_library
 @pytest.mark.parametrize("packed", [False, True], ids=["MXArray", "packed"])
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_a_stored_kernel_is_used_as_it_is(framework: str, packed: bool):

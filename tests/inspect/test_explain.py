@@ -11,18 +11,15 @@ import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.backends.base import Target
 from mx_jax.backends.calls import MatmulCall
-from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.records import recording
 from mx_jax.backends.select import current_target, only_backend
 from tests.backends.mosaic import with_any_jax
+from tests.needs import needs_library
 
 CPU = Target(platform="cpu", num_devices=8)
 H200 = Target(platform="cuda", compute_capability=(9, 0))
 explain = mx_jax.inspect.explain
 explain_call = mx_jax.inspect.explain_call
-needs_library = pytest.mark.skipif(
-    isinstance(library.load(), str), reason="the C++ library is not here"
-)
 
 
 def titles(text: str) -> list[str]:

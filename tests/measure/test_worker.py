@@ -40,6 +40,7 @@ from mx_jax.measure.timing import Way, ratios
 from mx_jax.measure.worker import QUICK, Effort
 from tests.backends.altered import altered
 from tests.backends.mosaic import with_any_jax
+from tests.needs import needs_library
 
 PLANTED = dataclasses.replace(REFERENCE, name="planted", source=lambda: (Path(__file__),))
 PRODUCT = Case(backend="planted", kind="product", formats=(None, "mxfp4"), shape=(2, 64, 64))
@@ -115,11 +116,10 @@ def test_a_race_is_caught():
     assert found(case, altered(PLANTED, MatmulCall, multiply))["error"] > 1
 
 
+@needs_library
 def test_packed_weights_are_compared_with_unpacking():
-    from mx_jax.backends.cpu_ffi import CPU_FFI, library
+    from mx_jax.backends.cpu_ffi import CPU_FFI
 
-    if isinstance(library.load(), str):
-        pytest.skip("the C++ library is not here")
     case = dataclasses.replace(PRODUCT, backend="cpu_ffi", packed=True)
     answer = found(case, CPU_FFI, dataclasses.replace(QUICK, checks=None))
     assert answer["error"] <= 1 and answer["over_unpacking"] > 0
@@ -166,11 +166,10 @@ def test_a_wrong_product_in_groups_is_caught(run: Any):
     assert answer["error"] > 1 and "microseconds" not in answer
 
 
+@needs_library
 def test_packed_groups_are_compared_with_unpacking():
-    from mx_jax.backends.cpu_ffi import CPU_FFI, library
+    from mx_jax.backends.cpu_ffi import CPU_FFI
 
-    if isinstance(library.load(), str):
-        pytest.skip("the C++ library is not here")
     case = dataclasses.replace(RAGGED, backend="cpu_ffi", formats=("mxfp4", "mxfp4"), packed=True)
     assert case.work.serves(case.packing) and not PRODUCT.work.serves(case.packing)
     answer = found(case, CPU_FFI)

@@ -18,22 +18,19 @@ from flax import nnx as flax_nnx
 
 import mx_jax
 from mx_jax import convert, recipes
-from mx_jax.backends.cpu_ffi import library, rejections
+from mx_jax.backends.cpu_ffi import rejections
 from mx_jax.backends.select import only_backend
 from mx_jax.mxarray import MXArray
 from mx_jax.nn import linen, nnx
 from mx_jax.packed import PackedMXArray
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.needs import needs_library
 
 # Kernels are stored in a format that the recipe does not have: to quantize one again shows.
 STORED = "mxfp8_e4m3"
 RECIPE = recipes.weight_only("mxfp4")
 RULE = convert.Rule(".*", RECIPE)
-
-built = pytest.mark.skipif(
-    isinstance(library.load(), str), reason=f"no CPU library: {library.load()}"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +152,7 @@ def num_calls(run: Runs, *args: Any, target: str = rejections.PACKED_MATMUL) -> 
     return jax.jit(run).lower(*args).as_text().count(f"@{target}(")
 
 
-@built
+@needs_library
 @ways
 @cases
 def test_the_product_reads_what_is_stored(case: Case, way: Any):
@@ -234,7 +231,7 @@ STACKS: dict[str, Callable[[Any, jax.Array], tuple[Any, Runs]]] = {
 }
 
 
-@built
+@needs_library
 @pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
 @pytest.mark.parametrize("format", [STORED, "nvfp4"])
 def test_a_scanned_stack(format: str, stack: Any):
@@ -250,7 +247,7 @@ def test_a_scanned_stack(format: str, stack: Any):
     assert_bitwise_equal(jax.jit(run)(stored, x), expected, what="packed")
 
 
-@built
+@needs_library
 def test_experts_in_one_product():
     """nn.vmap over packed experts is one call of the handler."""
     case = CASES["dense"]
@@ -266,7 +263,7 @@ def test_experts_in_one_product():
     assert_bitwise_equal(jax.jit(run)(stored, x), expected, what="packed")
 
 
-@built
+@needs_library
 @pytest.mark.parametrize("stack", [STACKS["linen"], STACKS["convert.nnx"]], ids=["linen", "nnx"])
 def test_gradients_go_through_a_packed_stack(stack: Any):
     """As LoRA needs them: with respect to activations and biases, of the bits of an MXArray."""
@@ -298,7 +295,7 @@ LAYERS = {
 }
 
 
-@built
+@needs_library
 @pytest.mark.parametrize("packed", [False, True], ids=["MXArray", "packed"])
 @pytest.mark.parametrize("way", WAYS)
 def test_blocks_along_another_axis(way: str, packed: bool):
@@ -314,6 +311,7 @@ def test_blocks_along_another_axis(way: str, packed: bool):
     assert LAYERS[way] in caught.value.__notes__
 
 
+@needs_library
 @pytest.mark.parametrize("way", WAYS)
 def test_a_recipe_that_transforms(way: str, monkeypatch: pytest.MonkeyPatch):
     case = CASES["dense"]
@@ -329,7 +327,7 @@ def test_a_recipe_that_transforms(way: str, monkeypatch: pytest.MonkeyPatch):
     assert LAYERS[way] in caught.value.__notes__
 
 
-@built
+@needs_library
 @pytest.mark.parametrize("way", ["linen", "convert.linen"])
 @cases
 def test_linen_wants_the_declared_shape(case: Case, way: str):
@@ -342,7 +340,7 @@ def test_linen_wants_the_declared_shape(case: Case, way: str):
             jax.eval_shape(run, stored, draw(*case.x))
 
 
-@built
+@needs_library
 @ways
 def test_a_layout_for_other_products(way: Any):
     """Right, but slow: the warning has both layouts and the remedy."""
@@ -367,7 +365,7 @@ def test_a_layout_for_other_products(way: Any):
 # Other modules ------------------------------------------------------------------------------------
 
 
-@built
+@needs_library
 @pytest.mark.parametrize("convert_it", [False, True], ids=["flax", "unmatched"])
 def test_unconverted_nnx_warns(convert_it: bool):
     """Flax's own promote_dtype asks for an array: right, slow, and said."""
@@ -384,7 +382,7 @@ def test_unconverted_nnx_warns(convert_it: bool):
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
-@built
+@needs_library
 def test_unconverted_linen_refuses():
     """Flax compares the packed array's shape before anything of ours is asked."""
     case = CASES["dense"]
@@ -427,7 +425,7 @@ class Mixed(flax_nn.Module):
         return flax_nn.Dense(8)(Own(self.in_setup, name="own")(x))
 
 
-@built
+@needs_library
 @pytest.mark.parametrize("in_setup", [False, True])
 def test_a_module_of_ones_own(in_setup: bool):
     """It inherits from StoredParams, or is a part of a converted model."""
@@ -442,7 +440,7 @@ def test_a_module_of_ones_own(in_setup: bool):
     assert num_calls(run, stored, x) == 1
 
 
-@built
+@needs_library
 @pytest.mark.parametrize("layer", ["dense", "einsum"])
 def test_a_layer_that_no_rule_converts(layer: str):
     """In a converted linen model it multiplies by what is stored, in high precision otherwise."""
@@ -456,7 +454,7 @@ def test_a_layer_that_no_rule_converts(layer: str):
     assert_bitwise_equal(jax.jit(run)(stored, x), expected)
 
 
-@built
+@needs_library
 def test_a_boxed_kernel():
     """Flax's partitioning metadata around packed weights."""
     case, x = CASES["dense"], draw(3, 64)
@@ -478,7 +476,7 @@ def test_the_way_back_from_convert_nnx():
     assert flax_nnx.graphdef(there_and_back) == flax_nnx.graphdef(layer)
 
 
-@built
+@needs_library
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_the_projections_of_an_attention(framework: str):
     """Four packed kernels, one of them contracted along two axes."""

@@ -18,12 +18,9 @@ from mx_jax.backends.calls import MatmulCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.table import BACKENDS
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
+from tests.needs import needs_library
 
 W = jnp.asarray(np.random.default_rng(0).standard_normal((64, 8)), jnp.float32)
-
-needs_library = pytest.mark.skipif(
-    isinstance(library.load(), str), reason="the C++ library is not built"
-)
 
 
 @pytest.fixture(autouse=True)

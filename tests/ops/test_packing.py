@@ -11,7 +11,7 @@ from flax import nnx
 import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.backends.calls import OperandType
-from mx_jax.backends.cpu_ffi import CPU_FFI, library, rejections
+from mx_jax.backends.cpu_ffi import CPU_FFI, rejections
 from mx_jax.backends.select import only_backend
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
@@ -19,13 +19,10 @@ from mx_jax.packed import PackedMXArray
 from mx_jax.testing.backend_suite import exact_values
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.needs import needs_library
 
 FORMATS = (*formats.MX_FORMATS, formats.NVFP4)
 MXFP4 = recipes.weight_only("mxfp4")
-
-built = pytest.mark.skipif(
-    isinstance(library.load(), str), reason=f"no CPU library: {library.load()}"
-)
 
 
 @pytest.fixture
@@ -49,7 +46,7 @@ def num_calls(function, *args) -> int:
     return function.lower(*args).as_text().count(f"@{rejections.PACKED_MATMUL}(")
 
 
-@built
+@needs_library
 @pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize("k_first", [False, True], ids=["n_k", "k_n"])
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
@@ -69,7 +66,7 @@ def test_packed_weights_give_the_same_bits(format: BlockFormat, k_first: bool):
         assert again.blocks == right.blocks
 
 
-@built
+@needs_library
 @pytest.mark.usefixtures("insist")
 def test_packed_weights_take_half_a_byte_a_code():
     packed = pack(mx_jax.quantize(np.ones((64, 96), np.float32), "mxfp4"))
@@ -78,7 +75,7 @@ def test_packed_weights_take_half_a_byte_a_code():
     assert "mxfp4, shape=(64, 96), dtype=float32, backend=cpu_ffi" in repr(packed)
 
 
-@built
+@needs_library
 @pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize("lhs", ["float32", "wide", "bfloat16", "same"])
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
@@ -123,7 +120,7 @@ def test_packed_panels_of_any_kind(format: BlockFormat, lhs: str):
 # Where an MXArray may go --------------------------------------------------------------------------
 
 
-@built
+@needs_library
 @pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize(
     ("subscripts", "x", "w", "options"),
@@ -153,7 +150,7 @@ def test_any_product_of_weights(format: str, subscripts: str, x, w, options):
     assert_bitwise_equal(product(draw(*x, seed=1), packed), expected, what="product")
 
 
-@built
+@needs_library
 @pytest.mark.usefixtures("insist")
 def test_other_axes_are_unpacked():
     """A transposed use, a left operand, a dequantized one: slow, and right."""
@@ -171,7 +168,7 @@ def test_other_axes_are_unpacked():
     assert_bitwise_equal(packed[3:5].codes, kernel[3:5].codes, what="codes")
 
 
-@built
+@needs_library
 @pytest.mark.usefixtures("insist")
 def test_gradients_go_to_the_other_operand():
     kernel, x = mx_jax.quantize(draw(64, 40), "mxfp4", axis=0), draw(3, 64, seed=1)
@@ -184,7 +181,7 @@ def test_gradients_go_to_the_other_operand():
     assert_bitwise_equal(gradient(x, packed), gradient(x, kernel), what="gradient")
 
 
-@built
+@needs_library
 @pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
 def test_vmap_is_one_call(axes: tuple[int | None, int | None]):
@@ -204,7 +201,7 @@ def test_vmap_is_one_call(axes: tuple[int | None, int | None]):
     assert_bitwise_equal(product(x, stacked), product(x, kernels), what="product")
 
 
-@built
+@needs_library
 @pytest.mark.usefixtures("insist")
 def test_scan_over_layers():
     kernels = jax.vmap(lambda w: mx_jax.quantize(w, "nvfp4", axis=0))(draw(4, 64, 64))
@@ -220,7 +217,7 @@ def test_scan_over_layers():
     assert_bitwise_equal(run(draw(3, 64), stacked), run(draw(3, 64), kernels), what="product")
 
 
-@built
+@needs_library
 @pytest.mark.usefixtures("insist")
 def test_a_kernel_of_an_nnx_layer():
     x, kernel = draw(3, 64), mx_jax.quantize(draw(64, 40, seed=1), "mxfp8_e4m3", axis=0)
@@ -241,7 +238,7 @@ def test_without_a_backend_that_packs():
         assert mx_jax.pack_weights(kernel) is kernel
 
 
-@built
+@needs_library
 def test_packed_elsewhere():
     """Where the backend is not asked, weights are unpacked, and the reference multiplies."""
     kernel, x = mx_jax.quantize(draw(64, 40), "mxfp4", axis=0), draw(3, 64)
@@ -256,7 +253,7 @@ def test_packed_elsewhere():
             assert_bitwise_equal(product(x, packed), product(x, kernel), what="product")
 
 
-@built
+@needs_library
 @pytest.mark.parametrize(
     ("x", "options", "complaint"),
     [
@@ -274,7 +271,7 @@ def test_bad_input(x, options, complaint: str):
         mx_jax.pack_weights(x, **options)
 
 
-@built
+@needs_library
 @pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize(
     ("shape", "format", "options", "complaint"),

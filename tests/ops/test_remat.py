@@ -15,15 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.backends.cpu_ffi import library
 from mx_jax.ops import delayed, quantize, quantize_both, ragged_dot
 from mx_jax.ops.delayed import DelayedState, DelayedStates, Elements, delayed_dot_general
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.recipes import Recipe, Residuals
+from tests.needs import needs_library
 
-needs_library = pytest.mark.skipif(
-    isinstance(library.load(), str), reason=f"no CPU library: {library.load()}"
-)
 POLICIES: dict[str, Any] = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,

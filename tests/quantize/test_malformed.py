@@ -12,6 +12,7 @@ import pytest
 
 import mx_jax
 from mx_jax import MXArray, recipes
+from tests.needs import needs_library
 
 X = np.linspace(-3.0, 3.0, 4 * 64).astype(np.float32).reshape(64, 4)
 MX, NV = "mxfp8_e4m3", "nvfp4"
@@ -122,6 +123,7 @@ def test_trees_may_hold_anything():
     assert mx_jax.dequantize(batched).shape == (3, 4, 32)
 
 
+@needs_library
 def test_a_mapped_packed_array_shows_itself():
     weights = mx_jax.quantize(np.ones((256, 16), np.float32), "mxfp4", axis=0)
     with mx_jax.only_backend("cpu_ffi"):

@@ -6,18 +6,14 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax.backends.cpu_ffi import library
 from mx_jax.codecs import float32, tiny
+from tests.needs import CPU_BACKENDS, needs_library
 
 BACKENDS = ["reference", "cpu_ffi"]
 UNIT = np.random.default_rng(0).normal(size=(32, 128))
 UNIT /= np.abs(UNIT).max()
 # Its smallest normal number, and what is below 2^-100 when divided by 2688.
 AMAXES = [1e-20, 1e-28, 3e-33, 1e-36, 1.1755e-38]
-
-needs_library = pytest.mark.skipif(
-    isinstance(library.load(), str), reason=f"no CPU library: {library.load()}"
-)
 
 
 def of_amax(amax: float) -> np.ndarray:
@@ -31,7 +27,7 @@ def snr_db(x: np.ndarray) -> float:
     return 10 * np.log10((exact**2).sum() / ((values - exact) ** 2).sum())
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu_ffi", marks=needs_library)])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_tiny_tensors_lose_no_more_than_others(backend: str):
     with mx_jax.only_backend(backend):
         wanted = snr_db(of_amax(1.0))
@@ -93,7 +89,7 @@ def test_both_axes_in_one_read():
                 np.testing.assert_array_equal(left, right)
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu_ffi", marks=needs_library)])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_lanes_of_vmap_keep_to_themselves(backend: str):
     stack = jnp.stack([of_amax(amax) for amax in (1.0, 1e-36, 0.0)])
 
@@ -108,7 +104,7 @@ def test_lanes_of_vmap_keep_to_themselves(backend: str):
                 np.testing.assert_array_equal(left[i], right)
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu_ffi", marks=needs_library)])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("amax", [3e-33, 1e-36])
 def test_products(amax: float, backend: str):
     with mx_jax.only_backend(backend):
@@ -121,7 +117,7 @@ def test_products(amax: float, backend: str):
     assert np.abs(got).max() > amax
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu_ffi", marks=needs_library)])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("rows", [3, 32])
 @pytest.mark.parametrize(
     "amaxes", [(1e-16, 1e-17), (1e-17, 1e-16), (1e-35, 1.0), (1e20, 1e-40)], ids=str

@@ -11,15 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.backends.cpu_ffi import library
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.packed import PackedMXArray
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.needs import needs_library
 from tests.quick import quick
 
-pytestmark = pytest.mark.skipif(
-    isinstance(library.load(), str), reason="the C++ library is not built"
-)
 M, K, N, GROUPS = 80, 64, 48, 4
 # Tiles of 32 rows: some groups end within one, some take several, some none, rows are left over.
 SIZES = {
@@ -28,6 +25,8 @@ SIZES = {
     "nothing": (0, 0, 0, 0),
     "whole tiles": (32, 32, 16, 0),
 }
+
+pytestmark = needs_library
 
 
 @pytest.fixture(autouse=True)
