@@ -35,6 +35,7 @@ PUBLIC = {
     "mx_jax.checkpoint": {
         "LAYOUTS",
         "Layout",
+        "Stored",
         "Weights",
         "from_packed",
         "from_wire",

@@ -1,0 +1,56 @@
+"""A checkpoint's folder: the file of each tensor, and what is said of them all."""
+
+import json
+from pathlib import Path, PurePath
+from typing import Any
+
+from mx_jax.checkpoint.safetensors_file import Reader
+
+_INDEX = "model.safetensors.index.json"
+
+
+def readers_of(path: Path, where: str) -> dict[str, Reader]:
+    """The file of each tensor."""
+    if not path.is_dir():
+        reader = Reader.open(path)
+        return dict.fromkeys(reader.tensors, reader)
+    index = path / _INDEX
+    if not index.is_file():
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"{where}: no safetensors file in this folder")
+        opened = [Reader.open(file) for file in files]
+        return {name: reader for reader in opened for name in reader.tensors}
+    named = _json(index).get("weight_map")
+    if not isinstance(named, dict):
+        raise ValueError(f"{where}: {_INDEX} has no weight_map")
+    for file in named.values():
+        if not isinstance(file, str) or PurePath(file).name != file:
+            raise ValueError(f"{where}: {_INDEX} names {file!r}, which is no file of this folder")
+    readers = {file: Reader.open(path / file) for file in sorted(set(named.values()))}
+    for name, file in named.items():
+        if name not in readers[file].tensors:
+            raise ValueError(f"{where}: {_INDEX} says that {name} is in {file}, which has no such")
+    return {name: readers[file] for name, file in named.items()}
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """config.json, with ModelOpt's own file in its place for quantization."""
+    folder = path if path.is_dir() else path.parent
+    found: dict[str, Any] = {}
+    if (folder / "config.json").is_file():
+        found = _json(folder / "config.json")
+    elif (folder / "hf_quant_config.json").is_file():
+        stated = _json(folder / "hf_quant_config.json").get("quantization") or {}
+        found = {"quantization_config": {"quant_method": "modelopt"} | stated}
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"checkpoint.read: {path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"checkpoint.read: {path} holds no table, got {type(found).__name__}")
+    return found

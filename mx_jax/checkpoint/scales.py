@@ -1,0 +1,60 @@
+"""Scales as files have them, checked: what silently ruins a model is an error here."""
+
+import numpy as np
+
+from mx_jax.formats import BlockFormat
+
+# Formats with a tensor scale are NVFP4: its largest element times its largest block scale.
+_NVFP4_MAX = 6.0 * 448.0
+
+
+def block_scales(stored: np.ndarray, format: BlockFormat, where: str) -> np.ndarray:
+    """Block scales as an MXArray has them; ValueError for what is no scale."""
+    if format.scale.is_float32:
+        scales = stored.astype(np.float32)
+        bad = ~np.isfinite(scales) | (scales < 0)
+    else:
+        scales = stored.view(np.uint8)
+        # E8M0 has one NaN; E4M3 has a sign, which no scale bears, and a NaN for each.
+        bad = scales == 0xFF if format.scale.kind == "exponent" else scales >= 0x7F
+    if bad.any():
+        raise ValueError(
+            f"{where}: {int(bad.sum())} of {bad.size} scales are NaN, infinite or negative; the "
+            "file is damaged, or its scales are of another format"
+        )
+    return scales
+
+
+def tensor_scale(
+    stored: np.ndarray, shape: tuple[int, ...], *, divides: bool, layout: str, where: str
+) -> np.ndarray:
+    """What codes are multiplied by: one number for the tensor, or one for each of its experts.
+
+    Args:
+      stored: as it lies in the file.
+      shape: of the weight; `[experts, out, in]` may have a number for each.
+      divides: whether what is stored divides.
+      layout: its name, for the error.
+      where: how errors begin.
+
+    Returns:
+      float32 `[1, ..., 1]` or `[experts, 1, 1]`.
+
+    Raises:
+      ValueError: another count, no positive number, or one that is stored the other way around.
+    """
+    values = stored.astype(np.float32).reshape(-1)
+    each = len(shape) == 3 and values.size == shape[0]
+    if not (values.size == 1 or each) or not (np.isfinite(values) & (values > 0)).all():
+        raise ValueError(
+            f"{where}: the tensor scale must be one positive number, got {values[:4]} of "
+            f"shape={stored.shape}"
+        )
+    factors = np.float32(1) / values if divides else values
+    if (factors > 1).any():
+        raise ValueError(
+            f"{where}: {layout} stores what a tensor is {'divided' if divides else 'multiplied'} "
+            f"by, and {values[factors.argmax()]} makes weights of up to "
+            f"{factors.max() * _NVFP4_MAX:g}: it is the other way around; is it another layout?"
+        )
+    return factors.reshape(-1 if each else 1, *(1,) * (len(shape) - 1))

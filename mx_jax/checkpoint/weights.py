@@ -1,0 +1,91 @@
+"""The tensors of a checkpoint by name, whoever wrote it; each is read when it is asked for."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mx_jax.mxarray import MXArray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Stored:
+    """How one tensor lies in a checkpoint.
+
+    Attributes:
+      shape: of the weight, its last axis the one that is contracted.
+      nbytes: in the file, scales included.
+      layout: what a quantized weight is stored as, by name; None of a plain array.
+      dequantized: whether it is quantized in a way that no MXArray holds, and read as the float32
+        values that it stands for.
+      fetch: reads it.
+    """
+
+    shape: tuple[int, ...]
+    nbytes: int
+    fetch: Callable[[], "MXArray | jax.Array"]
+    layout: str | None = None
+    dequantized: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weights(Mapping[str, "MXArray | jax.Array"]):
+    """The tensors of a checkpoint by name, each read when it is asked for.
+
+    A mapping: `weights["model.layers.0.mlp.up_proj.weight"]`, `dict(weights)`, `len(weights)`.
+    Names and axes are the checkpoint's: weights `[out, in]`, blocks along `in`.
+
+    Attributes:
+      path: the file or folder.
+      stored: of each tensor, how it lies there; nothing is read for it.
+      metadata: what the file says of the model: of a GGUF file its keys with numbers, strings,
+        tuples of strings and arrays; of safetensors strings.
+    """
+
+    path: Path
+    stored: Mapping[str, Stored]
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.stored
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __getitem__(self, name: str) -> "MXArray | jax.Array":
+        return self.stored[name].fetch()
+
+    @property
+    def quantized(self) -> dict[str, str]:
+        """From the quantized weights' names to those of their layouts."""
+        return {name: one.layout for name, one in self.stored.items() if one.layout is not None}
+
+    def __repr__(self) -> str:
+        quantized, layouts = self.quantized, []
+        for layout in sorted(set(quantized.values())):
+            names = [name for name, one in quantized.items() if one == layout]
+            read = ", read as float32" if self.stored[names[0]].dequantized else ""
+            layouts.append(f"{len(names)} {layout}{read}")
+        return (
+            f"Weights({str(self.path)!r}, {len(self)} tensors, {len(quantized)} of them "
+            f"quantized: {'; '.join(layouts) or 'none'})"
+        )
+
+
+def plain(array: np.ndarray, where: str) -> jax.Array:
+    """An array of a file on the device; ValueError for integers that this JAX would wrap around."""
+    found = jnp.asarray(array)
+    if (
+        array.dtype.kind in "iu"
+        and found.dtype != array.dtype
+        and (array != np.asarray(found)).any()
+    ):
+        raise ValueError(
+            f"{where}: has {array.dtype} values up to {array.max()}, which jax holds as "
+            f"{found.dtype}; set jax_enable_x64"
+        )
+    return found

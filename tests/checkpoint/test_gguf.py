@@ -1,0 +1,294 @@
+"""GGUF files: what is in them to the bit, and files that lie."""
+
+import struct
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import checkpoint
+from tests.checkpoint.gguf_bytes import (
+    ARRAY,
+    BOOL,
+    F32,
+    I32,
+    STRING,
+    U8,
+    U32,
+    U64,
+    Tensor,
+    array,
+    gguf,
+    text,
+)
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+VALUES = np.concatenate([E2M1, -E2M1])
+NO_PYTHON = pytest.mark.one_python(reason="bytes of files, read by NumPy")
+
+
+def read(tmp_path: Path, content: bytes) -> checkpoint.Weights:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    return checkpoint.read(path)
+
+
+@NO_PYTHON
+def test_metadata(tmp_path: Path):
+    tokens = array(STRING, [text("a"), text("é"), text(b"\xff")])
+    found = read(
+        tmp_path,
+        gguf(
+            {},
+            {
+                "general.architecture": (STRING, text("llama")),
+                "count": (U32, struct.pack("<I", 7)),
+                "base": (F32, struct.pack("<f", 0.5)),
+                "on": (BOOL, b"\x02"),
+                "tokens": tokens,
+                "types": array(I32, [struct.pack("<i", value) for value in (1, -2)]),
+                "flags": array(BOOL, [b"\x01", b"\x00"]),
+                "nested": (ARRAY, struct.pack("<IQ", ARRAY, 1) + tokens[1]),
+            },
+        ),
+    ).metadata
+    assert {key: found[key] for key in ("general.architecture", "count", "base", "on")} == {
+        "general.architecture": "llama",
+        "count": 7,
+        "base": 0.5,
+        "on": True,
+    }
+    assert found["tokens"] == ("a", "é", "\\xff") and found["nested"] == (found["tokens"],)
+    assert found["types"].dtype == np.int32 and found["types"].tolist() == [1, -2]
+    assert found["flags"].dtype == np.bool_ and found["flags"].tolist() == [True, False]
+
+
+@NO_PYTHON
+@pytest.mark.parametrize("number, dtype", [(0, "float32"), (1, "float16"), (30, "bfloat16")])
+def test_plain(number: int, dtype: str, tmp_path: Path):
+    """Axes are in the order of their strides, the last one contiguous."""
+    values = np.arange(6).reshape(2, 3).astype(jnp.dtype(dtype))
+    weights = read(tmp_path, gguf({"x": Tensor(number, (3, 2), values.tobytes())}))
+    assert weights["x"].dtype == dtype and weights.stored["x"].layout is None
+    np.testing.assert_array_equal(np.asarray(weights["x"]), values)
+
+
+def test_mxfp4(tmp_path: Path):
+    """A byte has element j in its low nibble and j + 16 in its high one."""
+    nibbles = bytes(low | (15 - low) << 4 for low in range(16))
+    blocks = b"\x80" + nibbles + b"\x7e" + bytes(reversed(nibbles)) + (b"\x7f" + bytes(16)) * 2
+    weights = read(tmp_path, gguf({"up.weight": Tensor(39, (64, 2), blocks)}))
+    x = weights["up.weight"]
+    assert isinstance(x, mx_jax.MXArray) and x.format == mx_jax.formats.MXFP4
+    assert x.shape == (2, 64) and x.blocks == ((-1, 32),) and x.dtype == jnp.float32
+    np.testing.assert_array_equal(np.asarray(x.codes)[0, :32], [*range(16), *range(15, -1, -1)])
+    np.testing.assert_array_equal(np.asarray(x.codes)[0, 32:], [*range(15, -1, -1), *range(16)])
+    np.testing.assert_array_equal(np.asarray(x.scales), [[0x80, 0x7E], [0x7F, 0x7F]])
+    values = np.asarray(x.dequantize())
+    np.testing.assert_array_equal(values[0, :16], 2 * VALUES)
+    one = weights.stored["up.weight"]
+    assert (one.shape, one.nbytes, one.layout, one.dequantized) == (
+        (2, 64),
+        68,
+        "gguf-mxfp4",
+        False,
+    )
+    assert "1 of them quantized: 1 gguf-mxfp4)" in repr(weights)
+
+
+def nvfp4_blocks() -> bytes:
+    """One row of 64: four scales, then for each of them 16 nibbles, low ones first."""
+    scales = np.array([1, 2, 0.5, 448], ml_dtypes.float8_e4m3fn).tobytes()
+    return scales + bytes(low | (low + 8) << 4 for low in range(8)) * 4
+
+
+@pytest.mark.parametrize("name", [None, "up.scale", "up.weight.scale"])
+def test_nvfp4(name: str | None, tmp_path: Path):
+    beside = {} if name is None else {name: Tensor(0, (1,), struct.pack("<f", 0.25))}
+    tensors = {"up.weight": Tensor(40, (64, 1), nvfp4_blocks()), **beside}
+    tensors["up.input_scale"] = Tensor(0, (1,), struct.pack("<f", 3))
+    weights = read(tmp_path, gguf(tensors))
+    assert list(weights) == ["up.weight", "up.input_scale"]
+    x = weights["up.weight"]
+    assert isinstance(x, mx_jax.MXArray) and x.format == mx_jax.formats.NVFP4
+    factor = 1 if name is None else 0.25
+    assert x.tensor_scale is not None and x.tensor_scale.tolist() == [[factor]]
+    expected = np.outer([1, 2, 0.5, 448], VALUES).reshape(1, 64) * factor
+    np.testing.assert_array_equal(np.asarray(x.dequantize()), expected)
+
+
+def test_nvfp4_of_experts(tmp_path: Path):
+    """One tensor scale an expert."""
+    scales = Tensor(0, (2,), struct.pack("<2f", 0.25, 0.5))
+    tensors = {"up.weight": Tensor(40, (64, 1, 2), nvfp4_blocks() * 2), "up.scale": scales}
+    x = read(tmp_path, gguf(tensors))["up.weight"]
+    assert isinstance(x, mx_jax.MXArray)
+    values = np.asarray(x.dequantize())
+    np.testing.assert_array_equal(values[1], 2 * values[0])
+    np.testing.assert_array_equal(values[0, 0, :16], 0.25 * VALUES)
+
+
+@NO_PYTHON
+def test_integers_with_a_scale(tmp_path: Path):
+    """Read as the float32 values that they stand for, and that is said."""
+    half, third = np.float16(0.5).tobytes(), np.float16(-3).tobytes()
+    nibbles = bytes(low | (15 - low) << 4 for low in range(16))
+    signed = np.arange(-16, 16, dtype=np.int8)
+    weights = read(
+        tmp_path,
+        gguf(
+            {
+                "a": Tensor(2, (32, 1), half + nibbles),
+                "b": Tensor(3, (32,), half + third + nibbles),
+                "c": Tensor(8, (32,), half + signed.tobytes()),
+            }
+        ),
+    )
+    codes = np.array([*range(16), *range(15, -1, -1)])
+    np.testing.assert_array_equal(np.asarray(weights["a"]), [0.5 * (codes - 8)])
+    np.testing.assert_array_equal(np.asarray(weights["b"]), 0.5 * codes - 3)
+    np.testing.assert_array_equal(np.asarray(weights["c"]), 0.5 * signed)
+    assert all(one.dequantized for one in weights.stored.values())
+    assert "1 gguf-q4_0, read as float32; 1 gguf-q4_1, read as" in repr(weights)
+
+
+def test_a_folder(tmp_path: Path):
+    content = gguf({"x": Tensor(24, (3,), b"\x01\x02\xff")})
+    assert np.asarray(read(tmp_path, content)["x"]).tolist() == [1, 2, -1]
+    assert list(checkpoint.read(tmp_path)) == ["x"]
+    with pytest.raises(ValueError, match="GGUF says what it is; leave out layout='gpt-oss'"):
+        checkpoint.read(tmp_path, layout="gpt-oss")
+    (tmp_path / "elsewhere").write_bytes(content)
+    assert list(checkpoint.read(tmp_path / "elsewhere")) == ["x"]
+    with pytest.raises(FileNotFoundError, match="no file at"):
+        checkpoint.read(tmp_path / "none.gguf")
+
+
+ONE = Tensor(0, (8,), bytes(32))
+KEY = "general.alignment"
+
+
+@NO_PYTHON
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"GGML" + bytes(60), "is no GGUF file: it does not begin with GGUF"),
+        (b"", "does not begin with GGUF"),
+        (gguf({}, version=1), r"has version=1, this mx_jax reads \(2, 3\)"),
+        (gguf({}, version=3 << 24), "version=50331648.*little-endian"),
+        (gguf({"x": ONE})[:-1], r"x of shape=\(8,\) in F32 would end at byte 96, .* has 95"),
+        (gguf({"x": ONE})[:40], "the shape of x .* would take 8 bytes, and the file has 3"),
+        (gguf({}, count=2**60), "number of axes of .* would take 4 bytes, and the file has 0 more"),
+        (gguf({}, count_pairs=2**60), "the type of '' .* would take 4 bytes, and the file has 0"),
+        (gguf({"x": Tensor(0, (2**62, 4), b"")}), "would end at byte 73786976294838206"),
+        (gguf({"x": Tensor(0, (2**63, 2**63), b"")}), r"x of shape=\(9223372036854775808, 92"),
+        (gguf({"x": Tensor(0, (0, 2**60))}), r"x has shape=\(1152921504606846976, 0\)"),
+        (gguf({"x": Tensor(39, (33,), bytes(34))}), r"x has shape=\(33,\), and MXFP4 needs rows"),
+        (gguf({"x": Tensor(39, (), bytes(34))}), r"shape=\(\), and MXFP4 needs rows of whole"),
+        (gguf({"x": Tensor(0, (1,) * 9, bytes(34))}), "x has 9 axes, GGUF has up to 4"),
+        (gguf({"x": Tensor(12, (256,), bytes(144))}), r"x has type=12 \(Q4_K\).*it reads F32, "),
+        (gguf({"x": Tensor(99, (256,), bytes(144))}), r"x has type=99 \(unknown\)"),
+        (gguf({"x": Tensor(0, (4,), bytes(32), offset=8)}), "x lies at offset=8, no multiple"),
+        (gguf({"x": Tensor(0, (8,), bytes(32), offset=2**63)}), "would end at byte 92233720"),
+        (gguf({"x": ONE, "y": Tensor(0, (8,), bytes(32), offset=0)}), "x and y overlap at byte"),
+        (gguf({"x": ONE}).replace(b"x", b"\xff"), "name of tensor 0 of 1 is no UTF-8"),
+        (gguf({}, {"a": (13, b"")}), "value of 'a' has type=13, which GGUF does not have"),
+        (gguf({}, {"a": (STRING, struct.pack("<Q", 2**60))}), "the value of 'a'.*would take 11529"),
+        (
+            gguf({}, {"a": (ARRAY, struct.pack("<IQ", U64, 2**60))}),
+            "would take 9223372036854775808",
+        ),
+        (
+            gguf({}, {"a": (ARRAY, struct.pack("<IQ", ARRAY, 2**60) * 9)}),
+            "in arrays, 4 deep",
+        ),
+        (gguf({}, {"a": (ARRAY, struct.pack("<IQ", STRING, 2**60))}), "length of the value of 'a'"),
+        (gguf({}, {KEY: (U32, struct.pack("<I", 48))}), "must be a power of two, got 48"),
+        (gguf({}, {KEY: (U32, bytes(4))}), "must be a power of two, got 0"),
+        (gguf({}, {KEY: (STRING, text("32"))}), "must be a power of two, got '32'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_files_that_lie(content: bytes, complaint: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=f"(?s)checkpoint: .*model.gguf.*{complaint}"):
+        read(tmp_path, content)
+
+
+@NO_PYTHON
+def test_what_is_there_twice(tmp_path: Path):
+    twice = gguf({"x": ONE, "y": ONE}).replace(b"y", b"x")
+    with pytest.raises(ValueError, match="x is there twice"):
+        read(tmp_path, twice)
+    keys = gguf({}, {"a": (U8, b"\x01"), "b": (U8, b"\x01")}).replace(b"b", b"a")
+    with pytest.raises(ValueError, match="the key 'a' is there twice"):
+        read(tmp_path, keys)
+
+
+@NO_PYTHON
+@pytest.mark.parametrize(
+    ("tensors", "complaint"),
+    [
+        ({"x": Tensor(39, (32,), b"\xff" + bytes(16))}, "x: 1 of 1 scales are NaN"),
+        ({"x": Tensor(40, (64,), b"\x01\x7f\x80\x7e" + bytes(32))}, "x: 2 of 4 scales are NaN"),
+        (
+            {"x": Tensor(40, (64,), bytes(36)), "x.scale": Tensor(0, (1,), struct.pack("<f", 9))},
+            "x: GGUF stores what a tensor is multiplied by, and 9.0 makes .* the other way around",
+        ),
+        (
+            {"x": Tensor(40, (64,), bytes(36)), "x.scale": Tensor(0, (2,), bytes(8))},
+            r"x: the tensor scale must be one positive number, got \[0. 0.\]",
+        ),
+        (
+            {"x": Tensor(40, (64,), bytes(36)), "x.scale": Tensor(8, (32,), bytes(34))},
+            "x: its tensor scale x.scale must be plain numbers, got Q8_0",
+        ),
+        ({"x": Tensor(27, (1,), struct.pack("<q", 2**40))}, "x: has int64 values up to 109951162"),
+    ],
+)
+def test_what_would_ruin_a_model(tensors: dict[str, Tensor], complaint: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=f"checkpoint.read: .*model.gguf: {complaint}"):
+        dict(read(tmp_path, gguf(tensors)))
+
+
+@pytest.mark.peers
+def test_against_ggufs_own_package(tmp_path: Path, rng: np.random.Generator):
+    """What it writes is read as it reads it: every type, random bytes under sane scales."""
+    peer = pytest.importorskip("gguf")
+    quants = pytest.importorskip("gguf.quants")
+    kinds = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "MXFP4", "NVFP4")
+    path, written = tmp_path / "model.gguf", {}
+    writer = peer.GGUFWriter(path, "llama")
+    writer.add_array("tokenizer.ggml.tokens", ["a", "b c", "ü"])
+    writer.add_array("numbers", [1, 2, 3])
+    writer.add_rope_freq_base(1e5)
+    for kind in kinds:
+        type = peer.GGMLQuantizationType[kind]
+        block, size = peer.GGML_QUANT_SIZES[type]
+        values = rng.standard_normal((6, 128)).astype(np.float32)
+        if kind == "NVFP4":
+            stored = rng.integers(0, 256, (6, 2, 36)).astype(np.uint8)
+            stored[..., :4] %= 0x7F
+            stored = stored.reshape(6, -1)
+        else:
+            stored = quants.quantize(values, type)
+        assert stored.nbytes == 6 * 128 // block * size
+        writer.add_tensor(kind, stored, raw_dtype=type)
+        written[kind] = quants.dequantize(stored.view(np.uint8), type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    weights = checkpoint.read(path)
+    assert list(weights) == list(kinds)
+    for kind, expected in written.items():
+        found = weights[kind]
+        if isinstance(found, mx_jax.MXArray):
+            found = found.dequantize()
+        np.testing.assert_array_equal(np.asarray(found, np.float32), expected, strict=True)
+    theirs = {key: field.contents() for key, field in peer.GGUFReader(path).fields.items()}
+    for key, value in weights.metadata.items():
+        assert (value if isinstance(value, str) else np.asarray(value).tolist()) == theirs[key]
