@@ -3,11 +3,14 @@
 Each variant trains the transformer of `examples/train_lm.py`, made small, from the same parameters
 on the same data as float32 of its seed; the gap of their last validation losses is the table. The
 rows of a ladder add one ingredient each to the row before. Rounding alone sends a run down another
-path: bf16's gap and the spread over seeds show how much that matters.
+path: bf16's gap and the 95 % intervals over seeds show how much that matters. What a row brings is
+its difference to another row with the same seeds; where the interval of that contains 0, these
+seeds cannot tell.
 """
 
 import argparse
 import dataclasses
+import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +29,11 @@ from benchmarks.language_model import (
     Settings,
     Trainer,
     file_text,
+    intervals,
     standard_library_text,
 )
+
+GAPS = ("gaps_percent", "training_gaps_percent")
 
 SETTINGS = Settings(
     d_model=64,
@@ -99,16 +105,19 @@ def _row(
     }
 
 
-def _spread(values: Sequence[float], pattern: str) -> str:
-    if not values:
-        return "-"
-    text = format(statistics.mean(values), pattern)
-    if len(values) > 1:
-        text += f" ± {format(statistics.stdev(values), pattern.replace('+', ''))}"
-    return text
+def differences(row: dict[str, Any], other: dict[str, Any], of: str) -> list[float]:
+    """How far a row's gaps lie above another's, in points, seed by seed."""
+    theirs = dict(zip(other["seeds"], other[of], strict=True))
+    return [
+        gap - theirs[seed]
+        for seed, gap in zip(row["seeds"], row[of], strict=True)
+        if seed in theirs
+    ]
 
 
-def sheets(rows: Sequence[dict[str, Any]], settings: Settings) -> list[report.Sheet]:
+def sheets(
+    rows: Sequence[dict[str, Any]], settings: Settings, chosen: Sequence[Variant]
+) -> list[report.Sheet]:
     """One table a group."""
     columns = [
         "variant",
@@ -117,16 +126,27 @@ def sheets(rows: Sequence[dict[str, Any]], settings: Settings) -> list[report.Sh
         "validation loss",
         "validation gap (%)",
         "training gap (%)",
+        "compared with",
+        "validation (points)",
+        "training (points)",
     ]
     result = []
+    known = {row["name"]: row for row in rows if row["seeds"]}
+    against = {variant.name: known.get(variant.against) for variant in chosen}
     for group in dict.fromkeys(row["group"] for row in rows):
-        cells = [_cells(row) for row in rows if row["group"] == group and row["seeds"]]
+        cells = [
+            _cells(row, against[row["name"]])
+            for row in rows
+            if row["group"] == group and row["seeds"]
+        ]
         if cells:
             result.append(report.Sheet(group, columns, cells))
     result[-1].notes = [
         f"Validation loss after {settings.steps} steps, in nats per character, and its gap to "
         "float32 with the same seed; training gap: that of the mean training loss over the last "
-        "tenth of the steps. Mean ± standard deviation over seeds, n in the column `seeds`.",
+        "tenth of the steps. The last three columns: how far its gaps lie above another row's, "
+        "seed by seed. Mean over seeds ± half the width of its 95 % interval (Student's t); the "
+        "number of seeds in the column `seeds`, no interval for one seed.",
         f"d_model {settings.d_model}, {settings.layers} blocks, {settings.heads} heads, batch "
         f"{settings.batch} x {settings.context}, peak learning rate {settings.lr}; embedding, "
         "head, norms and attention products in float32 unless the row says otherwise.",
@@ -134,14 +154,21 @@ def sheets(rows: Sequence[dict[str, Any]], settings: Settings) -> list[report.Sh
     return result
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any], other: dict[str, Any] | None) -> list[str]:
     seeds = f"{len(row['seeds'])}"
     if row["diverged"]:
         seeds += f", {len(row['diverged'])} diverged"
     is_base = row["name"] == BASELINE
-    gaps = [row["gaps_percent"], row["training_gaps_percent"]]
-    texts = ["" if is_base else _spread(values, "+.2f") for values in gaps]
-    return [row["name"], row["what"], seeds, _spread(row["losses"], ".4f"), *texts]
+    texts = ["" if is_base else intervals.text(row[of], "+.2f") for of in GAPS]
+    losses = format(statistics.mean(row["losses"]), ".4f")
+    cells = [row["name"], row["what"], seeds, losses, *texts]
+    if other is None or other["name"] == BASELINE:
+        return [*cells, "", "", ""]
+    return [
+        *cells,
+        other["name"],
+        *(intervals.text(differences(row, other, of), "+.2f") for of in GAPS),
+    ]
 
 
 def save_plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -182,6 +209,11 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings
     parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="default: all")
     parser.add_argument("--data", type=Path, metavar="FILE", help="UTF-8 text")
     parser.add_argument(
+        "--report",
+        action="store_true",
+        help="train nothing: write tables and picture of the results in --out anew",
+    )
+    parser.add_argument(
         "--work",
         type=Path,
         default=Path("fp4_ablation_out"),
@@ -209,9 +241,29 @@ def choose(names: Sequence[str], layers: int) -> list[Variant]:
     return [v for v in every if not names or v.name in names or v.name == BASELINE]
 
 
+def publish(options: argparse.Namespace, result: dict[str, Any], settings: Settings) -> None:
+    """Write results, tables and picture."""
+    every = variants(settings.layers)
+    report.publish("fp4_ablation", options, result, sheets(result["rows"], settings, every))
+    save_plot(options.out.with_suffix(".png"), result["rows"])
+
+
+def publish_again(options: argparse.Namespace) -> None:
+    """The same of results that were written before."""
+    try:
+        result = json.loads(options.out.read_text())
+    except FileNotFoundError:
+        raise SystemExit(f"--report: there are no results in --out={options.out}") from None
+    names = {field.name for field in dataclasses.fields(Settings)}
+    config = {name: value for name, value in result["config"].items() if name in names}
+    publish(options, result, dataclasses.replace(SETTINGS, **config))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options, settings = parse(arguments)
+    if options.report:
+        return publish_again(options)
     chosen = choose(options.variants, settings.layers)
     facts = environment.describe()
     text = standard_library_text() if options.data is None else file_text(options.data)
@@ -228,8 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = rows_of(chosen, list(output.runs.values()))
     config = {**dataclasses.asdict(settings), "data_sha256": corpus.fingerprint}
     result = {"environment": facts, "config": config, "rows": rows}
-    report.publish("fp4_ablation", options, result, sheets(rows, settings))
-    save_plot(options.out.with_suffix(".png"), rows)
+    publish(options, result, settings)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,13 @@ RANDOM_32 = Hadamard(size=32, signs=None)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One row: what it changes, and how the model multiplies."""
+    """One row: what it changes, of which other row, and how the model multiplies."""
 
     name: str
     what: str
     group: str
     precision: Precision
+    against: str = BASELINE
 
 
 def mxfp4(
@@ -60,13 +61,35 @@ def variants(layers: int) -> list[Variant]:
     full, best = recipes.mxfp4_stochastic(), recipes.nvfp4_four_over_six()
     floor = operand(MXFP4, scale_rule="floor")
 
-    def rows(group: str, *entries: tuple[str, str, Any]) -> Iterator[Variant]:
+    def rows(
+        group: str, *entries: tuple[str, str, Any], against: str | None = BASELINE
+    ) -> Iterator[Variant]:
+        """Each row against another one; without it, against the row before."""
+        before = BASELINE
         for name, what, chosen in entries:
             chosen = Precision(recipe=chosen) if isinstance(chosen, Recipe) else chosen
-            yield Variant(name=name, what=what, group=group, precision=chosen)
+            yield Variant(
+                name=name, what=what, group=group, precision=chosen, against=against or before
+            )
+            before = name
 
+    def high(group: str, plain: Recipe) -> Iterator[Variant]:
+        """The recipe with blocks in high precision."""
+        entries = [("last", "last block high", last), ("ends", "first and last block high", ends)]
+        return rows(
+            group,
+            *(
+                (f"{plain.name}+{name}", what, Precision(recipe=plain, high_blocks=blocks))
+                for name, what, blocks in entries
+            ),
+            against=plain.name,
+        )
+
+    mxfp4_ladder, nvfp4_ladder = (
+        f"{name}, each row adds to the one before" for name in ("MXFP4", "NVFP4")
+    )
     ladder = rows(
-        "MXFP4, each row adds to the one before",
+        mxfp4_ladder,
         ("mxfp4_floor", "FLOOR scales", mxfp4("mxfp4_floor", x=floor, w=floor, g=floor)),
         ("mxfp4", "EVEN scales instead", recipes.mxfp4()),
         ("mxfp4+sr", "stochastic gradients (RCEIL)", mxfp4("mxfp4+sr", g=STOCHASTIC)),
@@ -76,12 +99,7 @@ def variants(layers: int) -> list[Variant]:
             mxfp4("mxfp4+sr+hadamard", g=STOCHASTIC, transform=RANDOM_32),
         ),
         ("mxfp4_stochastic", "32 x 32 weight blocks", full),
-        ("mxfp4_stochastic+last", "last block high", Precision(recipe=full, high_blocks=last)),
-        (
-            "mxfp4_stochastic+ends",
-            "first and last block high",
-            Precision(recipe=full, high_blocks=ends),
-        ),
+        against=None,
     )
     alone = rows(
         "MXFP4 with EVEN scales and one change",
@@ -94,24 +112,21 @@ def variants(layers: int) -> list[Variant]:
         ("mxfp4, hadamard", "Hadamard 32 on grad_weight", mxfp4("hadamard", transform=RANDOM_32)),
         ("mxfp4, 2-D", "32 x 32 weight blocks", mxfp4("square", w=SQUARE)),
         ("mxfp4, ends", "both ends high", Precision(recipe=recipes.mxfp4(), high_blocks=ends)),
+        against="mxfp4",
     )
     nvfp4 = rows(
-        "NVFP4, each row adds to the one before",
+        nvfp4_ladder,
         ("nvfp4", "plain", recipes.nvfp4()),
         ("nvfp4_pretraining", "stochastic, Hadamard 16, 2-D", recipes.nvfp4_pretraining()),
         ("nvfp4_four_over_six", "4/6 scales", best),
-        ("nvfp4_four_over_six+last", "last block high", Precision(recipe=best, high_blocks=last)),
-        (
-            "nvfp4_four_over_six+ends",
-            "first and last block high",
-            Precision(recipe=best, high_blocks=ends),
-        ),
+        against=None,
     )
     four_over_six = nvfp4_nearest("nvfp4, 4/6")
     nearest = rows(
         "NVFP4 with nearest rounding alone",
         ("nvfp4, 4/6", "4/6 scales", four_over_six),
         ("nvfp4, 4/6, ends", "both ends high", Precision(recipe=four_over_six, high_blocks=ends)),
+        against=None,
     )
     published = rows(
         "Other recipes",
@@ -122,13 +137,14 @@ def variants(layers: int) -> list[Variant]:
         ("float8_rowwise", "torchao", recipes.float8_rowwise()),
         ("float8_rowwise_with_gw_hp", "torchao", recipes.float8_rowwise_with_gw_hp()),
     )
-    kept = rows(
-        "What is kept between the passes",
-        *(
-            (choice.name, what, choice)
-            for recipe in (recipes.mxfp8(), recipes.mxfp4())
-            for what, choice in list(choices(recipe).items())[1:]
-        ),
+    kept = (
+        row
+        for recipe in (recipes.mxfp8(), recipes.mxfp4())
+        for row in rows(
+            "What is kept between the passes",
+            *((choice.name, what, choice) for what, choice in list(choices(recipe).items())[1:]),
+            against=recipe.name,
+        )
     )
     yardsticks = rows(
         "Yardsticks",
@@ -136,4 +152,14 @@ def variants(layers: int) -> list[Variant]:
         ("bf16", "rounding alone", precision("bf16")),
         ("mxfp8", "MXFP8", recipes.mxfp8()),
     )
-    return [*yardsticks, *ladder, *alone, *nvfp4, *nearest, *published, *kept]
+    return [
+        *yardsticks,
+        *ladder,
+        *high(mxfp4_ladder, full),
+        *alone,
+        *nvfp4,
+        *high(nvfp4_ladder, best),
+        *nearest,
+        *published,
+        *kept,
+    ]

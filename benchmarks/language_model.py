@@ -5,6 +5,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
+from lm import intervals as intervals
 from lm.data import Corpus as Corpus
 from lm.data import file_text as file_text
 from lm.data import standard_library_text as standard_library_text

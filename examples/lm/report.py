@@ -18,6 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from . import intervals
 from .disk import replace
 from .settings import Settings, known_recipes
 from .storage import Run
@@ -85,38 +86,42 @@ def gaps(runs: Iterable[Run], baselines: Iterable[Run]) -> list[list[tuple[int, 
     return [gap(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]
 
 
-def mean_and_spread(values: list[float], pattern: str) -> str:
-    """`mean`, or `mean ± standard deviation` from two values on; a dash for none."""
-    if not values:
-        return "-"
-    mean = format(statistics.mean(values), pattern)
-    if len(values) < 2:
-        return mean
-    return f"{mean} ± {format(statistics.stdev(values), pattern.replace('+', ''))}"
+def late_loss(run: Run) -> float:
+    """Mean training loss of the last quarter: many more tokens than a validation."""
+    return statistics.mean(run.train_loss[-max(1, run.step // 4) :])
+
+
+def late_gaps(runs: Iterable[Run], baselines: Iterable[Run]) -> list[float]:
+    """Percent that `late_loss` lies above the baseline's of the same seed."""
+    by_seed = {run.seed: late_loss(run) for run in baselines}
+    return [100 * (late_loss(run) / by_seed[run.seed] - 1) for run in runs if run.seed in by_seed]
 
 
 def print_table(console: Console, runs: Iterable[Run], settings: Settings) -> None:
-    """Final validation losses, their gap to float32 with the same seed, and the speed."""
+    """Final validation losses, gaps to float32 with the same seed, and the speed."""
     groups = by_recipe(runs)
     title = (
-        f"Validation loss after {settings.steps:,} steps, gap to {BASELINE} with the same seed\n"
-        "(mean ± standard deviation over seeds)"
+        f"Validation loss after {settings.steps:,} steps; its gap to {BASELINE} of the same seed, "
+        "and that of the training\nloss of the last quarter (mean over seeds ± half the width of "
+        "its 95 % interval)"
     )
     table = Table(title=title, title_justify="left")
     table.add_column("recipe")
-    for column in ("seeds", "loss (nats/char)", "gap (%)", "tokens/s", "time (s)"):
+    gap_columns = ("gap (%)", "training gap (%)")
+    for column in ("seeds", "loss (nats/char)", *gap_columns, "tokens/s", "time (s)"):
         table.add_column(column, justify="right")
     baselines = [run for run in groups.get(BASELINE, []) if run.finished]
     for recipe, group in groups.items():
         finished = [run for run in group if run.finished]
         final_gaps = [points[-1][1] for points in gaps(finished, baselines)]
+        both = (final_gaps, late_gaps(finished, baselines))
         losses = [run.final_loss for run in finished if run.final_loss is not None]
         speeds = [run.tokens_per_second(settings) for run in group if run.timed_steps]
         table.add_row(
             recipe,
             f"{len(finished)} of {len(group)}" if len(finished) < len(group) else str(len(group)),
-            mean_and_spread(losses, ".4f"),
-            "" if recipe == BASELINE else mean_and_spread(final_gaps, "+.2f"),
+            f"{statistics.mean(losses):.4f}" if losses else "-",
+            *("" if recipe == BASELINE else intervals.text(values, "+.2f") for values in both),
             f"{statistics.mean(speeds):,.0f}" if speeds else "-",
             f"{statistics.mean(run.seconds for run in group):,.0f}",
         )

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,24 @@ def test_fp4_ablation(module, tmp_path):
     assert json.loads(out.read_text())["rows"] == result["rows"]
 
 
+def test_tables_are_written_anew_without_training(module, tmp_path):
+    """From the committed results: the tables in the docs are these."""
+    committed = ROOT / "benchmarks" / "results" / "train_lm_fp4" / "results.json"
+    out = tmp_path / "results.json"
+    complaint = r"--report: there are no results in --out=.*results\.json"
+    with pytest.raises(SystemExit, match=complaint):
+        module("fp4_ablation").main(["--report", "--out", str(out)])
+    out.write_text(committed.read_text())
+    module("fp4_ablation").main(["--report", "--out", str(out)])
+    assert out.read_text() == committed.read_text()
+    assert out.with_suffix(".md").read_text() == committed.with_suffix(".md").read_text()
+    docs = (ROOT / "docs" / "training.md").read_text()
+    for row in json.loads(out.read_text())["rows"]:
+        gap = module("language_model").intervals.text(row["training_gaps_percent"], "+.2f")
+        if row["name"] != "float32" and len(row["seeds"]) > 1:
+            assert f"| {row['name']} |" in docs and gap in docs
+
+
 def test_ablation_compares_with_float32_of_the_same_seed(module):
     ablation = module("fp4_ablation")
     chosen = ablation.choose(["mxfp4", "mxfp4_floor"], 4)
@@ -110,10 +129,26 @@ def test_ablation_compares_with_float32_of_the_same_seed(module):
     assert rows["mxfp4"]["gaps_percent"] == pytest.approx([1.0, 3.0])
     assert rows["mxfp4"]["training_gaps_percent"] == pytest.approx([1.0, 3.0])
     assert rows["mxfp4_floor"]["diverged"] == [1]
-    (yardsticks, ladder) = ablation.sheets(list(rows.values()), ablation.SETTINGS)
-    assert yardsticks.rows == [["float32", "baseline", "2", "3.0000 ± 1.4142", "", ""]]
-    assert ladder.rows[0][2:] == ["1, 1 diverged", "2.2000", "+10.00", "+10.00"]
-    assert ladder.rows[1][2:] == ["2", "3.0700 ± 1.4849", "+2.00 ± 1.41", "+2.00 ± 1.41"]
+    (yardsticks, ladder) = ablation.sheets(list(rows.values()), ablation.SETTINGS, chosen)
+    assert yardsticks.rows == [["float32", "baseline", "2", "3.0000", "", "", "", "", ""]]
+    alone = ["1, 1 diverged", "2.2000", "+10.00", "+10.00", "", "", ""]
+    assert ladder.rows[0][2:] == alone
+    # Two gaps, 1 and 3: Student's t of one degree of freedom is 12.706. Of mxfp4_floor seed 0 alone
+    # has ended.
+    gap, difference = "+2.00 ± 12.71", "-9.00"
+    assert ladder.rows[1][2:] == ["2", "3.0700", gap, gap, "mxfp4_floor", difference, difference]
+
+
+def test_intervals_are_student_s(module):
+    """n = 3: 4.3027 s / sqrt(3), from a printed table of t."""
+    intervals = module("language_model").intervals
+    found = intervals.interval([1.0, 2.0, 4.5])
+    assert found.mean == 2.5 and found.n == 3 and not found.tells
+    assert found.half_width == pytest.approx(4.3027 * math.sqrt(3.25) / math.sqrt(3), rel=1e-4)
+    assert intervals.text([2.0, 2.1, 2.2], "+.2f") == "+2.10 ± 0.25"
+    assert intervals.interval([2.0, 2.1, 2.2]).tells
+    assert not intervals.interval([7.0]).tells and intervals.text([7.0], ".1f") == "7.0"
+    assert intervals.interval([]) is None and intervals.text([], ".1f") == "-"
 
 
 def test_variants_are_known_distinct_and_named(module):
