@@ -16,3 +16,5 @@ from mx_jax.convert.report import UnusedRuleWarning as UnusedRuleWarning
 from mx_jax.convert.rules import Decision as Decision
 from mx_jax.convert.rules import Layer as Layer
 from mx_jax.convert.rules import Rule as Rule
+from mx_jax.convert.weights import weights as weights
+from mx_jax.convert.weights import weights_report as weights_report

@@ -16,9 +16,10 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
+from mx_jax.axes import Axes
 from mx_jax.convert import conv
 from mx_jax.convert.nnx_products import Attention, TablePromotion
-from mx_jax.convert.products import einsum_shape
+from mx_jax.convert.products import einsum_axes, einsum_shape
 from mx_jax.convert.rules import Shape
 from mx_jax.nn.nnx import RecipeEinsum
 
@@ -59,6 +60,11 @@ class Slot:
         return f"has its own {self.attribute}"
 
 
+def _as_stored(layer: Any, kernel: tuple[int, ...], *call: Any) -> Shape:
+    """A kernel `[in, out]`."""
+    return kernel
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
     """How layers of one kind are converted. What the report says of them follows from it.
@@ -72,6 +78,8 @@ class Kind:
       shape: from the layer, the shape of its kernel and, in linen, what its product is called with
         after the operands, to the kernel as filters see it; None if nothing is contracted. None in
         its place: there is no kernel.
+      axes: the same to the kernel's axes in the product; None where they are not known, so that
+        no kernel is stored quantized. None in its place: `[in, out]`, if `shape` is so too.
       kernel: the parameter whose leading axes tell a stack of nnx layers.
       kernel_ndim: how many axes it has in a single layer.
       named_only: whether only a rule that names the type converts it.
@@ -86,7 +94,8 @@ class Kind:
     nnx: Slot | None = None
     operation: Callable[..., Callable[..., Any]]
     products: tuple[str | None, ...] = (None,)
-    shape: Callable[..., Shape] | None = lambda layer, kernel, *call: kernel
+    shape: Callable[..., Shape] | None = _as_stored
+    axes: Callable[..., Axes | None] | None = None
     kernel: Callable[[Any], Any] = lambda layer: layer.kernel
     kernel_ndim: Callable[[Any], int] = lambda layer: 2
     named_only: bool = False
@@ -111,23 +120,40 @@ class Kind:
             "shape": shape,
             "named_only": self.named_only,
             "obstacle": obstacle,
+            "axes": self._axes(layer, kernel, *call),
         }
 
+    def _axes(self, layer: Any, kernel: tuple[int, ...], *call: Any) -> Axes | None:
+        if self.axes is not None:
+            return self.axes(layer, kernel, *call)
+        plain = self.shape is _as_stored and len(kernel) == 2
+        return Axes.ordered(k_first=True) if plain else None
 
-def _dense_axes(layer: Any) -> tuple[int, int, int]:
+
+def _dense_counts(layer: Any) -> tuple[int, int, int]:
     """How many batch, contracting and kept axes the kernel of an nnx layer has."""
     sizes = (getattr(layer, "batch_axis", ()), layer.in_features, layer.out_features)
     batch, contracting, kept = (1 if isinstance(x, int) else len(x) for x in sizes)
     return batch, contracting, kept
 
 
-def _dense_shape(layer: Any, kernel: tuple[int, ...], dimensions: Any = None, *_: Any) -> Shape:
+def _dense_axes(
+    layer: Any, kernel: tuple[int, ...], dimensions: Any = None, *_: Any
+) -> Axes | None:
     if dimensions is None:
-        num_batch, num_contracting, _kept = _dense_axes(layer)
+        num_batch, num_contracting, _kept = _dense_counts(layer)
         dimensions = ((), range(num_batch, num_batch + num_contracting)), ((), range(num_batch))
     (_, contracting), (_, batch) = dimensions
-    kept = [size for axis, size in enumerate(kernel) if axis not in (*contracting, *batch)]
-    return (*(kernel[axis] for axis in contracting), math.prod(kept)) if contracting else None
+    kept = (axis for axis in range(len(kernel)) if axis not in (*contracting, *batch))
+    return Axes(tuple(batch), tuple(kept), tuple(contracting)) if contracting else None
+
+
+def _dense_shape(layer: Any, kernel: tuple[int, ...], *call: Any) -> Shape:
+    axes = _dense_axes(layer, kernel, *call)
+    if axes is None:
+        return None
+    _, kept, contracting = axes.sizes(kernel)
+    return (*contracting, math.prod(kept))
 
 
 # In linen, whatever module has the attribute.
@@ -136,7 +162,8 @@ DENSE = Kind(
     nnx=Slot((nnx.Linear, nnx.LinearGeneral), "dot_general", (None, lax.dot_general)),
     operation=lambda recipe: recipe.dot_general,
     shape=_dense_shape,
-    kernel_ndim=lambda layer: sum(_dense_axes(layer)),
+    axes=_dense_axes,
+    kernel_ndim=lambda layer: sum(_dense_counts(layer)),
     reads_stored=True,
     rhs_is_kernel=True,
 )
@@ -146,6 +173,7 @@ EINSUM = Kind(
     shape=lambda layer, kernel, subscripts=None: einsum_shape(
         subscripts or layer.einsum_str, kernel
     ),
+    axes=lambda layer, kernel, subscripts=None: einsum_axes(subscripts or layer.einsum_str, kernel),
     kernel_ndim=lambda layer: len(layer.kernel_shape),
     rhs_is_kernel=True,
 )
@@ -154,6 +182,7 @@ CONV = Kind(
     nnx=Slot(nnx.Conv, "conv_general_dilated", (lax.conv_general_dilated,)),
     operation=lambda recipe: conv.ConvOfDotGeneral(dot_general=recipe.dot_general),
     shape=lambda layer, kernel, *call: (math.prod(kernel[:-2]), *kernel[-2:]),
+    axes=lambda layer, kernel, *call: Axes.ordered(contracting=len(kernel) - 1, k_first=True),
     kernel_ndim=lambda layer: len(layer.kernel_shape),
     named_only=True,
     obstacle=lambda layer: conv.obstacle(layer.feature_group_count, layer.input_dilation),
@@ -162,6 +191,7 @@ EMBED = Kind(
     nnx=Slot(nnx.Embed, "promote_dtype", (promote_dtype,)),
     operation=lambda recipe: TablePromotion(recipe=recipe, promote=promote_dtype),
     shape=lambda layer, kernel: kernel[::-1],
+    axes=lambda layer, kernel: Axes.ordered(),
     kernel=lambda layer: layer.embedding,
     named_only=True,
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax.core import meta
 from flax.linen.dtypes import promote_dtype
 from flax.linen.module import merge_param
@@ -21,6 +22,7 @@ from mx_jax.convert.rules import Decision
 from mx_jax.nn import linen as mx_linen
 from mx_jax.nn.metadata import linen_recipe, ungathered
 from mx_jax.nn.stored import quantized_in
+from mx_jax.packed import unpacked
 from mx_jax.recipes import high_precision
 
 # Paths of foreign layers whose products are being made anew.
@@ -82,9 +84,14 @@ def _answer_lookup(
 ) -> jax.Array:
     """flax.linen.Embed: rows of the quantized table."""
     recipe = _decide_embed(lender).recipe
+    layer: Any = lender.layer
+    table = quantized_in(layer.get_variable("params", "embedding"))
+    if table is not None:
+        # Only the rows that are asked for are decoded.
+        dtype = layer.dtype or table.dtype
+        return unpacked(table)[jnp.asarray(inputs)].dequantize(dtype)
     if recipe is None:
         return call(inputs)
-    layer: Any = lender.layer
     key = lender.key(recipe)
 
     def promote(table: Any, **options: Any) -> list[Any]:
@@ -100,14 +107,18 @@ def _answer_attend(
 ) -> jax.Array:
     """flax.linen.Embed.attend: the query times the table, both along the features."""
     decision = _decide_embed(lender)
-    if decision.recipe is None:
-        return call(query)
+    recipe = decision.recipe
     layer: Any = lender.layer
-    query, table = layer.promote_dtype(query, layer.embedding, dtype=layer.dtype)
+    promote = layer.promote_dtype
+    if quantized_in(layer.get_variable("params", "embedding")) is not None:
+        recipe, promote = recipe or high_precision(), mx_linen.promote_operands
+    if recipe is None:
+        return call(query)
+    query, table = promote(query, layer.embedding, dtype=layer.dtype)
     dimensions = (((query.ndim - 1,), (1,)), ((), ()))
     with products.named(decision):
-        key = lender.key(decision.recipe)
-        recipe = linen_recipe(layer, decision.recipe, "embedding")
+        key = lender.key(recipe)
+        recipe = linen_recipe(layer, recipe, "embedding")
         return recipe.dot_general(query, table, dimensions, key=key)
 
 

@@ -1,7 +1,7 @@
 """flax.nnx: an unmodified model as a copy whose layers follow rules."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -63,14 +63,19 @@ def nnx(
       ((4, 64), True)
     """
     rules = as_rules(rules, "convert.nnx")
+    copy, result = converted(model, rules, rngs)
+    result.check("convert.nnx", strict)
+    return copy
+
+
+def converted(model: M, rules: tuple[Rule, ...], rngs: flax_nnx.Rngs | None) -> tuple[M, Report]:
+    """The copy that `nnx` gives, and what the rules said of it, which is still to be checked."""
     copy = original(model)
     plans = list(_plans(copy, rules))
-    decisions = tuple(decision for plan in plans for decision in plan.decisions)
-    Report(rules=rules, decisions=decisions).check("convert.nnx", strict)
     for plan in plans:
         if any(decision.recipe for decision in plan.decisions):
             _inject(plan, rngs)
-    return copy
+    return copy, _report(rules, plans)
 
 
 def original(model: M) -> M:
@@ -99,9 +104,7 @@ def report(model: Any, rules: Rule | Sequence[Rule], *, strict: bool = False) ->
       strict: whether a rule that matched nothing is an error instead of a warning.
     """
     rules = as_rules(rules, "convert.report")
-    plans = _plans(original(model), rules)
-    decisions = tuple(decision for plan in plans for decision in plan.decisions)
-    result = Report(rules=rules, decisions=decisions)
+    result = _report(rules, _plans(original(model), rules))
     result.check("convert.report", strict)
     return result
 
@@ -113,10 +116,14 @@ class _Plan:
     decisions: tuple[Decision, ...]
 
 
+def _report(rules: tuple[Rule, ...], plans: Iterable[_Plan]) -> Report:
+    decisions = tuple(decision for plan in plans for decision in plan.decisions)
+    return Report(rules=rules, decisions=decisions)
+
+
 def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
     """Every layer that multiplies, and what the rules say of its products."""
-    places = flax_nnx.find_duplicates(model)
-    for parts, layer in list(flax_nnx.iter_modules(model)):
+    for paths, layer in layers_of(model):
         found = judged(layer)
         if found is None:
             continue
@@ -124,12 +131,18 @@ def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
         decisions = []
         for product in kind.products:
             first, *others = (
-                "/".join(map(str, path if product is None else (*path, product)))
-                for path in (parts, *_aliases(parts, places))
+                "/".join(map(str, path if product is None else (*path, product))) for path in paths
             )
             judging = Layer(path=first, aliases=tuple(others), type=type(layer), **facts)
             decisions.append(decide(rules, judging))
         yield _Plan(layer, kind, tuple(decisions))
+
+
+def layers_of(model: flax_nnx.Module) -> Iterator[tuple[tuple[Path, ...], Any]]:
+    """Every module of a model, once, with the paths that lead to it."""
+    places = flax_nnx.find_duplicates(model)
+    for parts, layer in list(flax_nnx.iter_modules(model)):
+        yield (parts, *_aliases(parts, places)), layer
 
 
 def _aliases(path: Path, places: Sequence[Sequence[Path]]) -> list[Path]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from mx_jax.axes import Axes
 from mx_jax.convert.rules import Shape
 from mx_jax.ops.quantize import cast
 from mx_jax.packed import Quantized
@@ -34,6 +35,19 @@ def einsum_shape(subscripts: str, kernel: tuple[int, ...]) -> Shape:
     for letter, size in sizes.items():
         kept *= size if letter in out and letter not in left else 1
     return (*contracting, kept) if contracting else None
+
+
+def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes | None:
+    """A kernel's axes in an einsum of inputs and kernel; None below an ellipsis of its own."""
+    inputs, _, out = subscripts.replace(" ", "").partition("->")
+    left, _, letters = inputs.partition(",")
+    if "..." in letters or len(letters) != len(kernel):
+        return None
+    batch = tuple(i for i, c in enumerate(letters) if c in left and c in out)
+    kept = tuple(i for i, c in enumerate(letters) if c not in left and c in out)
+    # Blocks lie along the last contracted letter in the input's order.
+    contracting = tuple(letters.index(c) for c in left if c in letters and c not in out)
+    return Axes(batch, kept, contracting) if contracting else None
 
 
 def cast_table(table: Any, recipe: Recipe, key: jax.Array | None) -> Any:

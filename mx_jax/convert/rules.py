@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mx_jax.axes import Axes
 from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.recipes import Recipe
 
@@ -102,6 +103,7 @@ class Layer:
       shape: that shape as filters see it.
       named_only: whether only a rule that names its type converts it.
       obstacle: why it cannot be converted whatever the rules say, or None.
+      axes: of the kernel as stored, in the product; None where they are not known.
     """
 
     path: str
@@ -111,6 +113,11 @@ class Layer:
     shape: Shape = None
     named_only: bool = False
     obstacle: str | None = None
+    axes: Axes | None = None
+
+
+class Untold:
+    """The type of a layer of which only the parameters are there."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,6 +179,8 @@ def _handed_on(rule: Rule, layer: Layer) -> str | None:
     types: Any = rule.types
     if types is None and layer.named_only:
         return f"only a rule with types={layer.type.__name__} converts it"
+    if types is not None and layer.type is Untold:
+        return "parameters alone do not tell types: give the model"
     if types is not None and not issubclass(layer.type, types):
         return ""
     recipe: Any = rule.recipe

@@ -1,0 +1,71 @@
+"""Kernels that are stored quantized: what the rules say of a parameter, and what it becomes."""
+
+import dataclasses
+from typing import Any
+
+import flax.linen
+import jax.numpy as jnp
+import numpy as np
+
+from mx_jax.convert.rules import Decision, Layer, Rule, decide
+from mx_jax.ops.storing import store_weights, why_not_stored
+from mx_jax.packed import Quantized
+
+_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A parameter that a rule may quantize.
+
+    Attributes:
+      decision: what the rules say of it.
+      num_stacked: how many of its leading axes count layers.
+      looked_up: whether rows are looked up in it, which no packed layout gives one by one.
+    """
+
+    decision: Decision
+    num_stacked: int
+    looked_up: bool = False
+
+    @classmethod
+    def judge(cls, rules: tuple[Rule, ...], layer: Layer, value: Any) -> "Kernel":
+        """Ask the rules about a parameter.
+
+        Args:
+          rules: in order.
+          layer: that has it.
+          value: of the parameter; its shape and dtype count.
+        """
+        stacked = value.ndim - (value.ndim if layer.kernel is None else len(layer.kernel))
+        obstacle = layer.obstacle or _obstacle(layer, value)
+        whole = dataclasses.replace(layer, kernel=tuple(value.shape), obstacle=obstacle)
+        decision = decide(rules, whole)
+        reason = decision.recipe and why_not_stored(decision.recipe)
+        if reason:
+            decision = dataclasses.replace(decision, recipe=None, reason=reason)
+        looked_up = issubclass(layer.type, flax.linen.Embed)
+        return cls(decision=decision, num_stacked=stacked, looked_up=looked_up)
+
+    def store(self, value: Any, pack: bool) -> Any:
+        """The parameter as it is to be stored; without a recipe, as it is."""
+        layer, recipe = self.decision.layer, self.decision.recipe
+        if recipe is None or layer.axes is None:
+            return value
+        return store_weights(
+            jnp.asarray(value),
+            recipe,
+            layer.axes,
+            num_stacked=self.num_stacked,
+            packed=pack and not self.looked_up,
+        )
+
+
+def _obstacle(layer: Layer, value: Any) -> str | None:
+    if isinstance(value, Quantized):
+        return f"is {value.format.name} already"
+    if value.dtype not in _DTYPES:
+        return f"is {value.dtype}; float32, bfloat16 and float16 can be quantized"
+    if layer.axes is None:
+        return "which of its axes a product contracts is not known"
+    return None

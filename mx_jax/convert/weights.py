@@ -1,0 +1,228 @@
+"""Weights quantized once, for serving: a tree of parameters or a model, by rules."""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.linen
+import jax
+from flax import nnx as flax_nnx
+from flax.core import meta
+
+from mx_jax.axes import Axes
+from mx_jax.convert import linen_model, nnx_weights
+from mx_jax.convert.report import Report, UnusedRuleWarning
+from mx_jax.convert.rules import Layer, Rule, Untold, as_rules
+from mx_jax.convert.stored import Kernel
+from mx_jax.nn.stored import StoredParams
+from mx_jax.packed import Quantized
+
+# What Flax's layers call what they multiply by or look up in.
+_KERNELS = ("kernel", "embedding")
+# Parameters of two axes and more that are no kernel of anything: those of a stack of layers.
+_VECTORS = ("bias", "scale")
+
+
+def weights(
+    params: Any,
+    rules: Rule | Sequence[Rule],
+    *,
+    model: flax.linen.Module | None = None,
+    args: Sequence[Any] = (),
+    pack: bool = True,
+    rngs: flax_nnx.Rngs | None = None,
+    strict: bool = False,
+) -> Any:
+    """Kernels as MXArrays, each by the first rule that matches its layer; for inference.
+
+    The rules are those of `convert.linen` and `convert.nnx`, and the codes are those that the
+    product by the rule's recipe would make each time: its `fwd.rhs` says format and scale rule, and
+    `recipes.weight_only(format)` leaves activations in high precision. So a model converted by the
+    same rules gives the same numbers from these weights, and reads 4.25 bits a parameter in MXFP4
+    where it read 32. Kernels carry no gradient then.
+
+    A tree of parameters alone does not tell which axes a product contracts: there, kernels
+    `[in, out]` are quantized, and others with `model`.
+
+    Args:
+      params: a flax.nnx model: the result is a copy, converted by the same rules, that shares all
+        that stays; or its `nnx.state`; or flax.linen's parameters or variables, boxed or not.
+      rules: the first that matches a layer decides; see `Rule`. A path is that of the layer, as
+        in `convert.linen`; of parameters alone also the parameter's own, `".*/up/kernel"`.
+      model: the flax.linen module whose parameters they are, converted or not.
+      args: example arguments of the module, arrays or `jax.ShapeDtypeStruct`; not run.
+      pack: whether to `pack_weights` for the machine they lie on, where its kernels have a layout
+        of their own; False: MXArrays, which `checkpoint.save` takes as well.
+      rngs: as `convert.nnx` takes them; flax.nnx models only.
+      strict: whether a rule that matched nothing is an error instead of an `UnusedRuleWarning`.
+
+    Returns:
+      What was passed, of the same structure, with `PackedMXArray`s and `MXArray`s in it.
+
+    Raises:
+      TypeError: neither a tree nor a flax.nnx model, or not rules.
+      ValueError: with strict, a rule that matched nothing.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, mx_jax
+      >>> from mx_jax import convert
+      >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("mxfp4"))
+      >>> model, x = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(32)]), jnp.ones((1, 64))
+      >>> variables = model.init(jax.random.key(0), x)
+      >>> served = convert.weights(variables, rules)
+      >>> y = convert.linen(model, rules).apply(served, x)
+      >>> bool((y == convert.linen(model, rules).apply(variables, x)).all())
+      True
+    """
+    rules = as_rules(rules, "convert.weights")
+    if isinstance(params, flax_nnx.Module):
+        _check_arguments(params, model, args)
+        result, found = nnx_weights.weights(params, rules, pack=pack, rngs=rngs)
+    else:
+        leaves, structure = _flat(params)
+        kernels = _kernels(leaves, rules, _layers(model, args))
+        result = jax.tree.unflatten(
+            structure,
+            [
+                leaf if kernel is None else _with(leaf, kernel.store(_value(leaf), pack))
+                for (_, leaf), kernel in zip(leaves, kernels, strict=True)
+            ],
+        )
+        found = _report(rules, kernels)
+    found.check("convert.weights", strict)
+    return result
+
+
+def weights_report(
+    params: Any,
+    rules: Rule | Sequence[Rule],
+    *,
+    model: flax.linen.Module | None = None,
+    args: Sequence[Any] = (),
+    strict: bool = False,
+) -> Report:
+    """What `weights` does to each kernel, and why the others stay; nothing is computed.
+
+    Args:
+      params: as `weights` takes them.
+      rules: as `weights` takes them.
+      model: as `weights` takes it.
+      args: as `weights` takes them.
+      strict: whether a rule that matched nothing is an error instead of a warning.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from mx_jax import convert
+      >>> params = {"up": {"kernel": jnp.ones((64, 8))}, "heads": {"kernel": jnp.ones((64, 2, 4))}}
+      >>> print(convert.weights_report(params, convert.Rule(".*", "mxfp8")))
+      layer  type    kernel  rule  recipe
+      heads  Untold  64x2x4  -     (which of its axes a product contracts is not known)
+      up     Untold  64x8    0     mxfp8
+      1 of 2 layers converted
+    """
+    rules = as_rules(rules, "convert.weights_report")
+    if isinstance(params, flax_nnx.Module):
+        _check_arguments(params, model, args)
+        found = nnx_weights.report(params, rules)
+    else:
+        found = _report(rules, _kernels(_flat(params)[0], rules, _layers(model, args)))
+    found.check("convert.weights_report", strict)
+    return found
+
+
+def _check_arguments(params: Any, model: Any, args: Any) -> None:
+    if model is not None or args:
+        raise TypeError(
+            f"convert.weights: {type(params).__name__} is itself a model; model= and args= are "
+            "for the parameters of flax.linen modules; drop them"
+        )
+
+
+def _is_leaf(node: Any) -> bool:
+    return isinstance(node, Quantized | meta.AxisMetadata | flax_nnx.Variable)
+
+
+def _flat(params: Any) -> tuple[list[tuple[tuple[str, ...], Any]], Any]:
+    """Parameters with the names that lead to them, and how to put them together."""
+    if not isinstance(params, Mapping | flax_nnx.State):
+        raise TypeError(
+            "convert.weights: needs a flax.nnx model or state, or flax.linen's parameters, got "
+            f"{type(params).__name__}; of a flax.linen module pass what init gave"
+        )
+    found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_leaf)
+    return [(tuple(_name(key) for key in path), leaf) for path, leaf in found], structure
+
+
+def _name(key: Any) -> str:
+    return jax.tree_util.keystr((key,), simple=True)
+
+
+def _value(leaf: Any) -> Any:
+    return leaf[...] if isinstance(leaf, flax_nnx.Variable) else meta.unbox(leaf)
+
+
+def _with(leaf: Any, value: Any) -> Any:
+    """A parameter with another value, boxed as it was."""
+    if isinstance(leaf, flax_nnx.Variable):
+        return leaf.replace(value)
+    return leaf.replace_boxed(value) if isinstance(leaf, meta.AxisMetadata) else value
+
+
+def _layers(model: flax.linen.Module | None, args: Sequence[Any]) -> Mapping[str, Layer]:
+    """What a module's layers are, by path."""
+    if model is None:
+        return {}
+    with warnings.catch_warnings():
+        # Without rules nothing is converted, which is not what is asked here.
+        warnings.simplefilter("ignore", UnusedRuleWarning)
+        found = linen_model.report(linen_model.original(model), (), *args)
+    return {decision.layer.path: decision.layer for decision in found.decisions}
+
+
+def _kernels(
+    leaves: Sequence[tuple[tuple[str, ...], Any]],
+    rules: tuple[Rule, ...],
+    layers: Mapping[str, Layer],
+) -> list[Kernel | None]:
+    """What the rules say of each parameter; None of what is no kernel."""
+    variables = any(names[0] == "params" for names, _ in leaves if len(names) > 1)
+    found: list[Kernel | None] = []
+    for names, leaf in leaves:
+        value = _value(leaf)
+        other = variables and names[0] != "params"
+        if other or getattr(value, "ndim", 0) < 2 or names[-1] in _VECTORS:
+            found.append(None)
+            continue
+        names = names[1:] if variables else names
+        known = layers.get("/".join(names[:-1]))
+        layer = _layer(names, value, known)
+        if isinstance(leaf, flax_nnx.Variable) and layer.type is flax.linen.Embed:
+            layer = dataclasses.replace(layer, obstacle=nnx_weights.LOOKED_UP)
+        found.append(Kernel.judge(rules, layer, value))
+    return found
+
+
+def _layer(names: tuple[str, ...], value: Any, known: Layer | None) -> Layer:
+    """What rules judge a parameter by: its layer as the model has it, or what its name tells."""
+    own, path, shape = "/".join(names), "/".join(names[:-1]), tuple(value.shape)
+    if names[-1] not in _KERNELS and not (known and known.kernel):
+        return Layer(path=own, type=Untold, kernel=shape)
+    if known is not None and not issubclass(known.type, StoredParams):
+        length = len(known.kernel or ())
+        if known.kernel is None or known.kernel == shape[len(shape) - length :]:
+            return dataclasses.replace(known, aliases=(*known.aliases, own))
+        return Layer(path=own, type=known.type, kernel=shape)
+    type_ = Untold if known is None else known.type
+    layer = Layer(path=path, aliases=(own,), type=type_, kernel=shape)
+    if len(shape) > 2:
+        return layer
+    if names[-1] == "embedding":
+        embedding = {"type": flax.linen.Embed, "shape": shape[::-1], "named_only": True}
+        return dataclasses.replace(layer, axes=Axes.ordered(), **embedding)
+    return dataclasses.replace(layer, shape=shape, axes=Axes.ordered(k_first=True))
+
+
+def _report(rules: tuple[Rule, ...], kernels: Sequence[Kernel | None]) -> Report:
+    decisions = (kernel.decision for kernel in kernels if kernel is not None)
+    return Report(rules=rules, decisions=tuple(decisions))

@@ -1,0 +1,272 @@
+"""Weights stored once: the numbers of the model that quantizes in every call, and its few bytes."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mx_jax
+from mx_jax import checkpoint, convert, recipes
+from mx_jax.backends.cpu_ffi import library, rejections
+from mx_jax.backends.select import only_backend
+from mx_jax.convert import Rule
+from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray, Quantized
+from mx_jax.recipes import weight_only
+from mx_jax.testing.compare import assert_bitwise_equal
+
+built = pytest.mark.skipif(
+    isinstance(library.load(), str), reason=f"no CPU library: {library.load()}"
+)
+RULES = [
+    Rule("tokens", weight_only("mxfp4"), types=nn.Embed),
+    Rule("head", None),
+    Rule("blocks/up", "mxfp8"),
+    Rule(".*", weight_only("nvfp4")),
+]
+TOKENS = jnp.array([[3, 95, 0, 7]])
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        x = x + nn.MultiHeadAttention(num_heads=2, name="attention")(x)
+        return x + nn.Dense(64, name="down")(nn.gelu(nn.Dense(96, name="up")(x))), None
+
+
+class Model(nn.Module):
+    """A stack of layers, kernels of three axes, a table that is looked up in and multiplied by."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        table = nn.Embed(96, 64, name="tokens")
+        stack = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        x, _ = stack(name="blocks")(table(tokens), None)
+        return nn.Dense(96, name="head")(x) + table.attend(x)
+
+
+@pytest.fixture(scope="module")
+def variables() -> Any:
+    shapes = jax.eval_shape(Model().init, jax.random.key(0), TOKENS)
+    random = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jnp.asarray(random.standard_normal(x.shape, np.float32) / 8), shapes
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(variables: Any) -> jax.Array:
+    """Of the model that quantizes in every call."""
+    with only_backend("cpu_ffi"):
+        return jax.jit(convert.linen(Model(), RULES).apply)(variables, TOKENS)
+
+
+def kinds(tree: Any) -> dict[str, str]:
+    """Class and format of the quantized leaves, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Quantized))
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (
+            f"{type(leaf).__name__} {leaf.format.name}"
+        )
+        for path, leaf in leaves
+        if isinstance(leaf, Quantized)
+    }
+
+
+def compiled(run: Any, *args: Any) -> tuple[Any, str]:
+    program = jax.jit(run).lower(*args).compile()
+    return program(*args), program.as_text() or ""
+
+
+# flax.linen ---------------------------------------------------------------------------------------
+
+
+@built
+@pytest.mark.parametrize("pack", [False, True], ids=["mxarrays", "packed"])
+def test_a_linen_model_gives_the_numbers_of_its_conversion(
+    variables: Any, expected: jax.Array, pack: bool
+):
+    with only_backend("cpu_ffi"):
+        model = convert.linen(Model(), RULES)
+        stored = convert.weights(variables, RULES, model=Model(), args=(TOKENS,), pack=pack)
+        actual, text = compiled(model.apply, stored, TOKENS)
+    assert_bitwise_equal(actual, expected, what="logits")
+    form = "PackedMXArray" if pack else "MXArray"
+    prefix = "params/blocks/attention/"
+    assert kinds(stored) == {
+        **{f"{prefix}{name}/kernel": f"{form} nvfp4" for name in ("key", "out", "query", "value")},
+        "params/blocks/down/kernel": f"{form} nvfp4",
+        "params/blocks/up/kernel": f"{form} mxfp8_e4m3",
+        # Rows are looked up in it.
+        "params/tokens/embedding": "MXArray mxfp4",
+    }
+    # Scanned, so that each of the six kernels has one call; `attend` is another's.
+    assert text.count(f'custom_call_target="{rejections.PACKED_MATMUL}"') == 6 * pack
+    # No kernel and no table is decoded whole: of the stack, one would be [64, 96].
+    assert "f32[96,64]" not in text
+
+
+def test_parameters_alone_tell_less():
+    params = {
+        "heads": {"kernel": jnp.ones((64, 2, 4)), "bias": jnp.ones((2, 4))},
+        "norm": {"scale": jnp.ones(64)},
+        "odd": {"w": jnp.ones((64, 8))},
+        "steps": {"kernel": jnp.ones((64, 8), jnp.int32)},
+        "table": {"embedding": jnp.ones((96, 64))},
+        "up": {"kernel": jnp.ones((64, 8))},
+    }
+    rules = [Rule("up", "mxfp8", types=nn.Dense), Rule(".*/kernel", weight_only("mxfp4"))]
+    with pytest.warns(convert.UnusedRuleWarning, match="matched no layer: 0"):
+        report = convert.weights_report(params, rules)
+    unknown = "which of its axes a product contracts is not known"
+    assert {d.layer.path: d.reason for d in report.decisions} == {
+        "heads": unknown,
+        "odd/w": unknown,
+        "steps": "is int32; float32, bfloat16 and float16 can be quantized",
+        "table": "no rule matches",
+        "up": "",
+    }
+    with pytest.warns(convert.UnusedRuleWarning):
+        stored = convert.weights(params, rules, pack=False)
+    assert kinds(stored) == {"up/kernel": "MXArray mxfp4"}
+    assert stored["norm"]["scale"] is params["norm"]["scale"]
+    with pytest.raises(ValueError, match="matched no layer: 0"):
+        convert.weights(params, rules, strict=True)
+
+
+def test_the_way_of_types_is_told():
+    params = {"up": {"kernel": jnp.ones((64, 8))}}
+    with pytest.warns(convert.UnusedRuleWarning):
+        report = convert.weights_report(params, Rule(".*", "mxfp8", types=nn.Dense))
+    assert report.decisions[0].reason == (
+        "rule 0: parameters alone do not tell types: give the model"
+    )
+
+
+@pytest.mark.parametrize(
+    "recipe, reason",
+    [
+        (recipes.quartet(), "its recipe transforms weights in every product"),
+        (recipes.mxfp4_backward(), "its recipe leaves weights in high precision"),
+    ],
+    ids=["transform", "high"],
+)
+def test_recipes_that_cannot_read_what_is_stored(recipe: Any, reason: str):
+    params = {"up": {"kernel": jnp.ones((64, 8))}}
+    report = convert.weights_report(params, Rule(".*", recipe))
+    assert [d.reason for d in report.decisions] == [reason]
+    assert convert.weights(params, Rule(".*", recipe))["up"]["kernel"] is params["up"]["kernel"]
+
+
+def test_stored_again_and_boxed():
+    """What is quantized stays; metadata of sharding stay around what they are of."""
+    boxed = nn.Partitioned(jnp.ones((64, 8)), names=("data", None))
+    rule = Rule(".*", weight_only("mxfp4"))
+    once = convert.weights({"up": {"kernel": boxed}}, rule, pack=False)
+    assert once["up"]["kernel"].names == ("data", None)
+    assert isinstance(once["up"]["kernel"].value, MXArray)
+    with pytest.warns(convert.UnusedRuleWarning):
+        report = convert.weights_report(once, rule)
+    assert report.decisions[0].reason == "is mxfp4 already"
+
+
+def test_what_is_no_tree():
+    with pytest.raises(TypeError, match=r"needs a flax\.nnx model or state, .* got Dense"):
+        convert.weights(nn.Dense(8), Rule(".*", "mxfp8"))
+    with pytest.raises(TypeError, match="Linear is itself a model; model= and args="):
+        model = nnx.Linear(32, 8, rngs=nnx.Rngs(0))
+        convert.weights(model, Rule(".*", "mxfp8"), model=nn.Dense(8))
+
+
+# flax.nnx -----------------------------------------------------------------------------------------
+
+
+class NnxModel(nnx.Module):
+    """Flax's layers and one of ours, of which two hold one kernel."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.tokens = nnx.Embed(96, 64, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 64, decode=False, rngs=rngs)
+        self.up = nnx.Linear(64, 64, rngs=rngs)
+        self.tied = nnx.Linear(64, 64, rngs=rngs)
+        self.tied.kernel = self.up.kernel
+        self.ours = mx_jax.nn.nnx.Linear(64, 64, recipe="mxfp8", rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.attention(self.tokens(tokens))
+        return self.ours(self.tied(nnx.relu(self.up(x))))
+
+
+NNX_RULES = [
+    Rule("tokens", "mxfp8", types=nnx.Embed),
+    Rule("ours", "mxfp8"),
+    Rule("attention/(qk|av)", None),
+    Rule(".*", weight_only("mxfp4")),
+]
+
+
+def run(model: Any, x: jax.Array) -> jax.Array:
+    return model(x)
+
+
+@built
+def test_an_nnx_model_gives_the_numbers_of_its_conversion():
+    model = NnxModel(nnx.Rngs(0))
+    with only_backend("cpu_ffi"):
+        # No embedding is stored, and attention's own products have no kernel.
+        with pytest.warns(convert.UnusedRuleWarning, match=r"layer: 0 .*, 2"):
+            served = convert.weights(model, NNX_RULES)
+        with pytest.warns(convert.UnusedRuleWarning, match=r"layer: 1 \('ours'\);"):
+            converted = convert.nnx(model, NNX_RULES)
+        expected = nnx.jit(run)(converted, TOKENS)
+        graph, state = nnx.split(served)
+        actual, text = compiled(lambda s, x: nnx.merge(graph, s)(x), state, TOKENS)
+    assert_bitwise_equal(actual, expected, what="output")
+    assert text.count(f'custom_call_target="{rejections.PACKED_MATMUL}"') == 7
+    # The model is as it was, and shares what stayed.
+    assert isinstance(model.up.kernel[...], jax.Array)
+    assert served.up.bias is model.up.bias and served.tokens.embedding is model.tokens.embedding
+    assert served.up.kernel is served.tied.kernel
+    assert isinstance(served.up.kernel[...], PackedMXArray)
+    assert type(served.up.kernel) is nnx.Param
+
+
+def test_an_nnx_report_says_why():
+    with pytest.warns(convert.UnusedRuleWarning):
+        report = convert.weights_report(NnxModel(nnx.Rngs(0)), NNX_RULES)
+    reasons = {d.layer.path: d.reason for d in report.decisions}
+    assert reasons.pop("tokens").startswith("flax.nnx looks rows up in an array")
+    assert len(reasons) == 7 and not any(reasons.values())
+
+
+def test_a_state_goes_back_into_its_model():
+    model = convert.nnx(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), Rule(".*", weight_only("mxfp4")))
+    x = jnp.ones((2, 64))
+    expected = nnx.jit(run)(model, x)
+    state = convert.weights(nnx.state(model), Rule("", weight_only("mxfp4")), pack=False)
+    nnx.update(model, state)
+    assert isinstance(model.kernel[...], MXArray)
+    assert_bitwise_equal(nnx.jit(run)(model, x), expected, what="output")
+
+
+# Bytes --------------------------------------------------------------------------------------------
+
+
+@built
+@pytest.mark.parametrize(
+    "format, on_device, on_disk",
+    # FP6 codes take a byte each where kernels read them.
+    [("mxfp4", 4.25, 4.25), ("nvfp4", 4.5, 4.5), ("mxfp6_e2m3", 8.25, 6.25)],
+)
+def test_bits_of_a_parameter(format: str, on_device: float, on_disk: float, tmp_path: Any):
+    params = {"up": {"kernel": np.ones((1024, 256), np.float32)}}
+    with only_backend("cpu_ffi"):
+        stored = convert.weights(params, Rule(".*", weight_only(format)))
+        assert stored["up"]["kernel"].nbytes * 8 / 1024 / 256 == pytest.approx(on_device, rel=0.01)
+        checkpoint.save(tmp_path / "model.safetensors", stored)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert size * 8 / 1024 / 256 == pytest.approx(on_disk, rel=0.01)
