@@ -24,11 +24,14 @@ class Layout:
       batch: given the arrays, sizes of the batch axes, which each array has in front, so that scan
         and vmap may slice it.
       unpack: given what is packed, the MXArray that it was made of.
+      take: given what is packed, rows of one kept axis `[n, k]`, and indices, those rows of the
+        MXArray, and nothing else unpacked; None where a layout has no way to.
     """
 
     backend: str
     batch: Callable[[Any], tuple[int, ...]]
     unpack: Callable[["PackedMXArray"], MXArray]
+    take: Callable[["PackedMXArray", jax.Array], MXArray] | None = None
 
 
 @functools.partial(
@@ -97,6 +100,17 @@ class PackedMXArray:
     def unpack(self) -> MXArray:
         """The MXArray again; blocks of zeros may have another scale."""
         return self.layout.unpack(self)
+
+    def take(self, indices: jax.Array) -> MXArray:
+        """Rows of an embedding that is packed for the head: `[*indices, k]` of `[n, k]`.
+
+        Args:
+          indices: integers, any shape; one beyond the rows is moved to the last.
+        """
+        plain = not self.k_first and len(self.kept) == len(self.k) == 1 and not self.batch
+        if self.layout.take is None or not plain:
+            return self.unpack()[indices]
+        return self.layout.take(self, indices)
 
     def serves(self, contracting: tuple[int, ...], batch: tuple[int, ...]) -> bool:
         """Whether the layout is made for products over these axes, counted from the front."""

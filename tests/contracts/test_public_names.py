@@ -122,7 +122,7 @@ PUBLIC = {
         "quartet",
         "weight_only",
     },
-    "mx_jax.nn": {"linen", "nnx"},
+    "mx_jax.nn": {"KVCache", "linen", "nnx"},
     "mx_jax.inspect": {
         "evidence_of",
         "explain",

@@ -20,6 +20,7 @@ from mx_jax.testing.backend_suite import exact_values
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
+from tests.quick import quick
 
 FORMATS = (*formats.MX_FORMATS, formats.NVFP4)
 MXFP4 = recipes.weight_only("mxfp4")
@@ -288,3 +289,26 @@ def test_what_it_does_not_pack(shape, format: str, options, complaint: str):
         mx_jax.pack_weights(x)
     with only_backend(None):
         assert mx_jax.pack_weights(x) is x
+
+
+@needs_library
+@pytest.mark.usefixtures("insist")
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "mxfp8_e4m3"])
+def test_rows_are_taken_from_packed_weights(format: str):
+    x = mx_jax.quantize(draw(70, 40), format)
+    packed, indices = pack(x), jnp.asarray([[0, 69, 31], [32, 32, 80]])
+    taken = quick(PackedMXArray.take)(packed, indices)
+    assert taken.shape == (2, 3, 40) and taken.format == x.format
+    values = np.asarray(x.dequantize())
+    np.testing.assert_array_equal(taken.dequantize(), values[np.minimum(indices, 69)])
+    # Only the panels of these rows are unpacked.
+    shapes = jax.make_jaxpr(lambda packed: packed.take(indices).codes)(packed)
+    assert "u8[70,40]" not in str(shapes) and "u8[96,64]" not in str(shapes)
+
+
+@needs_library
+@pytest.mark.usefixtures("insist")
+def test_a_blocked_axis_has_no_rows_to_take():
+    x = mx_jax.quantize(draw(64, 70), "mxfp4", axis=0)
+    with pytest.raises(IndexError, match="axis=-2 is cut into blocks of 32"):
+        pack(x).take(jnp.asarray([3, 40]))

@@ -77,7 +77,21 @@ def unpack(packed: PackedMXArray) -> MXArray:
     )
 
 
-PANELS = Layout(backend="cpu_ffi", batch=batch_of, unpack=unpack)
+def take(packed: PackedMXArray, indices: jax.Array) -> MXArray:
+    """Rows of the weights `[n, k]`, each unpacked from its lane of its panel."""
+    row = jnp.clip(indices.reshape(-1), 0, packed.kept[0] - 1)
+    scale = packed.arrays.tensor_scale
+    # A batch of panels, each a matrix of its own.
+    panels = Panels(
+        bytes=packed.arrays.bytes[row // PANEL_ROWS, None],
+        tensor_scale=None if scale is None else jnp.broadcast_to(scale, row.shape),
+    )
+    matrices = unpack(dataclasses.replace(packed, arrays=panels, kept=(PANEL_ROWS,)))
+    rows = jax.vmap(lambda matrix, lane: matrix[lane])(matrices, row % PANEL_ROWS)
+    return rows.reshape(*indices.shape, packed.k[0])
+
+
+PANELS = Layout(backend="cpu_ffi", batch=batch_of, unpack=unpack, take=take)
 
 
 def rejects(call: PackCall) -> str | None:

@@ -1,0 +1,1 @@
+"""Language models, their weights and caches in block formats, that write text."""

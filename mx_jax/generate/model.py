@@ -1,0 +1,138 @@
+"""Language models of the Llama family: norms, rotary attention with shared heads, gated layers.
+
+What reads the same input is one product: queries, keys and values; gate and up.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from mx_jax.generate.config import LlamaConfig
+from mx_jax.generate.rotary import Turn, rotate, rotations
+from mx_jax.mxarray import MXArray
+from mx_jax.nn.attention import attend
+from mx_jax.nn.cache import KVCache
+from mx_jax.nn.linen import Dense, StoredParams
+from mx_jax.ops.dot_general import dot_general
+from mx_jax.packed import PackedMXArray, Quantized
+from mx_jax.recipes import Recipe
+
+Caches = tuple[KVCache, ...]
+
+
+class Llama(StoredParams, nn.Module):
+    """A causal language model; weights are arrays, MXArrays or packed.
+
+    Attributes:
+      config: its sizes.
+      recipe: of every product by weights, the head's included.
+    """
+
+    config: LlamaConfig
+    recipe: Recipe
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: jax.Array,
+        caches: Caches | None = None,
+        position: jax.typing.ArrayLike = 0,
+        *,
+        length: int | None = None,
+        last: bool = False,
+    ) -> tuple[jax.Array, Caches | None]:
+        """Logits for tokens that follow what the caches hold.
+
+        Args:
+          tokens: int32 `[batch, tokens]`.
+          caches: one a layer, with the tokens before; None: these tokens are all.
+          position: of the first of them.
+          length: how many rows of the caches to look at, at least position + tokens.
+          last: whether only the last token's logits are wanted.
+
+        Returns:
+          float32 logits `[batch, tokens, vocabulary]`, with `last` `[batch, 1, vocabulary]`, and
+          the caches with these tokens.
+        """
+        config = self.config
+        embedding: Any = self.param(
+            "embedding", nn.initializers.normal(0.02), (config.vocabulary, config.width)
+        )
+        x = look_up(embedding, tokens).astype(self.dtype)
+        turn = rotations(config, tokens.shape[1], position)
+        new = []
+        for index in range(config.layers):
+            block = Block(config, self.recipe, self.dtype, name=f"layers_{index}")
+            cache = None if caches is None else caches[index]
+            x, cache = block(x, turn, cache, position, length)
+            new.append(cache)
+        x = nn.RMSNorm(config.epsilon, dtype=self.dtype, name="norm")(x[:, -1:] if last else x)
+        head = embedding
+        if not config.tied:
+            shape = (config.vocabulary, config.width)
+            head = self.param("head", nn.initializers.normal(0.02), shape)
+        if not isinstance(head, Quantized):
+            head = head.astype(self.dtype)
+        contracting = (((2,), (1,)), ((), ()))
+        logits = dot_general(
+            x, head, contracting, recipe=self.recipe, preferred_element_type=jnp.float32
+        )
+        return logits, None if caches is None else tuple(new)
+
+
+class Block(nn.Module):
+    """Attention and a gated layer, each added to what it reads.
+
+    Attributes:
+      config: sizes of the model.
+      recipe: of every product by weights.
+      dtype: of activations.
+    """
+
+    config: LlamaConfig
+    recipe: Recipe
+    dtype: Any
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        turn: Turn,
+        cache: KVCache | None,
+        position: jax.typing.ArrayLike,
+        length: int | None,
+    ) -> tuple[jax.Array, KVCache | None]:
+        """See `Llama`."""
+        config = self.config
+        batch, tokens, _ = x.shape
+        heads, shared = config.heads, config.kv_heads
+        y = nn.RMSNorm(config.epsilon, dtype=self.dtype, name="attention_norm")(x)
+        y = self._dense("qkv", (heads + 2 * shared) * config.head_width)(y)
+        y = y.reshape(batch, tokens, heads + 2 * shared, config.head_width)
+        turned, values = rotate(y[:, :, : heads + shared], turn), y[:, :, heads + shared :]
+        query, keys = jnp.split(turned, [heads], 2)
+        if cache is None:
+            rows = (each.swapaxes(1, 2) for each in (query, keys, values))
+            attended = attend(*rows, 0).swapaxes(1, 2)
+        else:
+            cache = cache.append(keys, values, position)
+            attended = cache.attend(query, position, length=length)
+        attended = attended.reshape(batch, tokens, heads * config.head_width)
+        x = x + self._dense("attention_out", config.width)(attended)
+        y = nn.RMSNorm(config.epsilon, dtype=self.dtype, name="feed_forward_norm")(x)
+        gate, up = jnp.split(self._dense("gate_up", 2 * config.hidden)(y), 2, -1)
+        return x + self._dense("down", config.width)(nn.silu(gate) * up), cache
+
+    def _dense(self, name: str, features: int) -> Dense:
+        return Dense(features, use_bias=False, dtype=self.dtype, recipe=self.recipe, name=name)
+
+
+def look_up(embedding: jax.Array | Quantized, tokens: jax.Array) -> jax.Array:
+    """Rows of the embedding, `[*tokens, width]`, of which only those are decoded."""
+    if isinstance(embedding, PackedMXArray):
+        return embedding.take(tokens).dequantize()
+    rows = embedding[tokens]
+    return rows.dequantize() if isinstance(rows, MXArray) else rows

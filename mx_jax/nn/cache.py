@@ -1,0 +1,257 @@
+"""A key-value cache at its format's real width, for attention that decodes token by token."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mx_jax.codecs import packing
+from mx_jax.formats import BlockFormat, Whole, block_format
+from mx_jax.mxarray import MXArray
+from mx_jax.nn.attention import attend
+from mx_jax.ops.quantize import dequantize, quantize_operand
+from mx_jax.recipes.mx import measured_operand
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("codes", "scales", "tensor_scale"),
+    meta_fields=("format", "features", "dtype"),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class CacheRows:
+    """Rows of keys or of values, each with its blocks along the features.
+
+    A row is quantized when it is written, and never touched again: what is written later changes
+    neither its codes nor its scales.
+
+    Attributes:
+      codes: uint8 `[batch, heads, length, bytes of a row]`, FP4 two codes a byte; without a
+        format the values themselves.
+      scales: `[batch, heads, length, blocks of a row]`, or None.
+      tensor_scale: float32 `[1, 1, 1, 1]`, fixed, or `[batch, heads, length, 1]`, one for each
+        token and head; None where the format has none.
+      format: the block format, or None.
+      features: values of a row.
+      dtype: what `read` gives.
+    """
+
+    codes: jax.Array
+    scales: jax.Array | None
+    tensor_scale: jax.Array | None
+    format: BlockFormat | None
+    features: int
+    dtype: np.dtype
+
+    def write(self, rows: jax.Array, position: jax.typing.ArrayLike) -> "CacheRows":
+        """The same with `rows`, `[batch, heads, tokens, features]`, from a position on."""
+        if self.format is None:
+            return dataclasses.replace(
+                self, codes=_put(self.codes, rows.astype(self.dtype), position)
+            )
+        each = self.tensor_scale is not None and self.tensor_scale.shape[2] != 1
+        new = _quantize(rows, self.format, self.tensor_scale, each)
+        assert self.scales is not None
+        return dataclasses.replace(
+            self,
+            codes=_put(self.codes, packing.pack(new.codes, self.format.element.bits), position),
+            scales=_put(self.scales, new.scales, position),
+            tensor_scale=_put(self.tensor_scale, new.tensor_scale, position)
+            if each
+            else self.tensor_scale,
+        )
+
+    def read(self, length: int | None = None) -> jax.Array:
+        """The first rows, `[batch, heads, length, features]`, all of them without a length."""
+        codes = self.codes[:, :, :length]
+        if self.format is None:
+            return codes
+        assert self.scales is not None
+        tensor_scale = self.tensor_scale
+        if tensor_scale is not None and tensor_scale.shape[2] != 1:
+            tensor_scale = tensor_scale[:, :, :length]
+        rows = MXArray(
+            codes=packing.unpack(codes, self.format.element.bits, self.features),
+            scales=self.scales[:, :, :length],
+            tensor_scale=tensor_scale,
+            format=self.format,
+            blocks=((-1, self.format.block[1]),),
+            dtype=self.dtype,
+        )
+        return dequantize(rows)
+
+
+def _put(whole: jax.Array, rows: jax.Array, position: jax.typing.ArrayLike) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(whole, rows, position, 2)
+
+
+def _quantize(
+    rows: jax.Array, format: BlockFormat, tensor_scale: jax.Array | None, each: bool
+) -> MXArray:
+    """Blocks along the last axis; with `each`, every row is a tensor of its own."""
+    spec, blocks = measured_operand(format), ((-1, format.block[1]),)
+    if not each:
+        return quantize_operand(rows, spec, blocks, None, tensor_scale)
+    flat = rows.reshape(-1, rows.shape[-1])
+    quantized = jax.vmap(lambda row: quantize_operand(row, spec, blocks))(flat)
+    return jax.tree.map(lambda part: part.reshape(*rows.shape[:-1], -1), quantized)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("keys", "values"), meta_fields=())
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class KVCache:
+    """Keys and values of the tokens so far, in a block format or as they are.
+
+    A pytree: pass it through `jit`, donated, and it is written in place. A token's keys and values
+    are quantized once, in blocks along the features of a head.
+
+    Attributes:
+      keys: rows of keys.
+      values: rows of values.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> cache = mx_jax.nn.KVCache.zeros(1, 128, 2, 64, format="mxfp4")
+      >>> cache.nbytes  # in float32 131072
+      17408
+      >>> new = jax.random.normal(jax.random.key(0), (3, 1, 1, 2, 64))
+      >>> step = jax.jit(lambda cache, q, k, v, at: cache.append(k, v, at).attend(q, at))
+      >>> step(cache, *new, 0).shape
+      (1, 1, 2, 64)
+    """
+
+    keys: CacheRows
+    values: CacheRows
+
+    @classmethod
+    def zeros(
+        cls,
+        batch: int,
+        length: int,
+        heads: int,
+        features: int,
+        *,
+        format: Any = None,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+        tensor_scales: tuple[float, float] | None = None,
+    ) -> "KVCache":
+        """An empty cache.
+
+        Args:
+          batch: number of sequences.
+          length: most tokens that it holds.
+          heads: heads of keys and values.
+          features: of a head.
+          format: a block format or its name; None keeps values as they are, in `dtype`.
+          dtype: of what it holds without a format, and of what attention computes with.
+          tensor_scales: of keys and of values, for formats with one (NVFP4): fixed, as found by
+            calibration, `amax / 2688`. None: one for each token and head, four bytes more each.
+
+        Raises:
+          ValueError: a format whose blocks span tokens; tensor scales for a format without, or
+            not finite and positive.
+        """
+        form = None if format is None else _row_format(format)
+        _check_tensor_scales(tensor_scales, form)
+        shape = (batch, heads, length, features)
+        keys, values = tensor_scales or (None, None)
+        return cls(
+            keys=_empty(shape, form, np.dtype(dtype), keys),
+            values=_empty(shape, form, np.dtype(dtype), values),
+        )
+
+    @property
+    def length(self) -> int:
+        """Most tokens that it holds."""
+        return self.keys.codes.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the arrays take."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    def append(
+        self, keys: jax.Array, values: jax.Array, position: jax.typing.ArrayLike
+    ) -> "KVCache":
+        """The cache with more tokens; rows of others stay as they are, bit for bit.
+
+        Args:
+          keys: `[batch, tokens, heads, features]`.
+          values: likewise.
+          position: of the first token, which may be traced; like
+            `lax.dynamic_update_slice`, a position too far back for the tokens to fit is moved.
+        """
+        return KVCache(
+            keys=self.keys.write(keys.swapaxes(1, 2), position),
+            values=self.values.write(values.swapaxes(1, 2), position),
+        )
+
+    def attend(
+        self, query: jax.Array, position: jax.typing.ArrayLike, *, length: int | None = None
+    ) -> jax.Array:
+        """Causal attention of queries over what the cache holds, decoded from its codes.
+
+        `softmax(q k^T / sqrt(features)) v`, query `i` over the tokens up to `position + i`.
+
+        Args:
+          query: `[batch, tokens, query heads, features]`; a head of the cache serves as many
+            query heads as there are for each.
+          position: of the first query.
+          length: how many rows of the cache to read, at least `position + tokens`; None: all.
+
+        Returns:
+          `[batch, tokens, query heads, features]`, of the query's dtype.
+        """
+        keys, values = self.keys.read(length), self.values.read(length)
+        return attend(query.swapaxes(1, 2), keys, values, position).swapaxes(1, 2)
+
+
+def _row_format(format: Any) -> BlockFormat:
+    form = block_format(format)
+    if form.block[0] != 1 or (isinstance(form.block[1], Whole) and form.scale.is_float32):
+        raise ValueError(
+            "KVCache: blocks must lie along the features of one token, got "
+            f"format={form.name} with block={form.block}; use e.g. 'mxfp8_e4m3'"
+        )
+    return form
+
+
+def _check_tensor_scales(given: tuple[float, float] | None, form: BlockFormat | None) -> None:
+    if given is None:
+        return
+    if form is None or not form.tensor_scale:
+        raise ValueError(
+            "KVCache: tensor_scales are for formats with a tensor scale, got "
+            f"tensor_scales={given}, format={form and form.name}; leave them out"
+        )
+    if len(given) != 2 or not all(0 < scale < float("inf") for scale in given):
+        raise ValueError(
+            "KVCache: needs a finite and positive tensor scale of the keys and one of the values, "
+            f"got tensor_scales={given}"
+        )
+
+
+def _empty(
+    shape: tuple[int, ...], form: BlockFormat | None, dtype: np.dtype, tensor_scale: float | None
+) -> CacheRows:
+    *rows, features = shape
+    if form is None:
+        codes, scales, own = jnp.zeros(shape, dtype), None, None
+    else:
+        size = form.block[1]
+        assert isinstance(size, int)
+        width = packing.packed_length(features, form.element.bits)
+        codes = jnp.zeros((*rows, width), jnp.uint8)
+        scales = jnp.zeros((*rows, -(-features // size)), form.scale.storage_dtype)
+        own = None
+        if tensor_scale is not None:
+            own = jnp.full((1, 1, 1, 1), tensor_scale, jnp.float32)
+        elif form.tensor_scale:
+            own = jnp.ones((*rows, 1), jnp.float32)
+    return CacheRows(
+        codes=codes, scales=scales, tensor_scale=own, format=form, features=features, dtype=dtype
+    )

@@ -1,0 +1,138 @@
+"""The Llama family: values, caches, packed weights."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from mx_jax import only_backend, recipes
+from mx_jax.generate.config import LlamaConfig
+from mx_jax.generate.model import Llama
+from mx_jax.generate.weights import config_from_gguf, params_from_gguf, quantize_params
+from mx_jax.nn import KVCache
+from mx_jax.packed import PackedMXArray, Quantized
+from tests.generate import tiny
+from tests.needs import needs_library
+from tests.quick import quick
+
+HIGH = recipes.high_precision()
+
+
+@pytest.fixture(scope="module")
+def params():
+    return params_from_gguf(tiny.tensors(), tiny.CONFIG)
+
+
+def caches(format=None, length=16):
+    config = tiny.CONFIG
+    one = KVCache.zeros(2, length, config.kv_heads, config.head_width, format=format)
+    return (one,) * config.layers
+
+
+def test_logits_are_those_of_transformers(params):
+    model = Llama(tiny.CONFIG, HIGH)
+    logits, none = quick(lambda params: model.apply({"params": params}, tiny.TOKENS))(params)
+    theirs = json.loads((Path(__file__).parent / "tiny_logits.json").read_text())["logits"]
+    assert none is None
+    np.testing.assert_allclose(logits, np.array(theirs), atol=2e-5)
+
+
+def test_token_by_token_is_all_at_once(params):
+    model = Llama(tiny.CONFIG, HIGH)
+
+    @quick
+    def step(params, tokens, caches, position):
+        return model.apply({"params": params}, tokens, caches, position, length=12)
+
+    whole, _ = quick(model.apply)({"params": params}, tiny.TOKENS)
+    held, found = caches(), []
+    for first, last in [(0, 7), (7, 8), (8, 9)]:
+        logits, held = step(params, tiny.TOKENS[:, first:last], held, first)
+        found.append(logits)
+    np.testing.assert_allclose(np.concatenate(found, 1), whole, atol=2e-5)
+
+
+def test_last_gives_the_last_tokens_logits(params):
+    model = Llama(tiny.CONFIG, HIGH)
+    apply = quick(model.apply, static_argnames="last")
+    whole, _ = apply({"params": params}, tiny.TOKENS)
+    last, _ = apply({"params": params}, tiny.TOKENS, last=True)
+    assert last.shape == (2, 1, tiny.CONFIG.vocabulary)
+    np.testing.assert_allclose(last[:, 0], whole[:, -1], atol=1e-5)
+
+
+@needs_library
+def test_packed_weights_give_what_their_values_give(params):
+    recipe = recipes.weight_only("mxfp4")
+    with only_backend("cpu_ffi"):
+        packed = quantize_params(params, recipe)
+    values = jax.tree.map(
+        lambda leaf: leaf.dequantize() if isinstance(leaf, Quantized) else leaf,
+        packed,
+        is_leaf=lambda leaf: isinstance(leaf, Quantized),
+    )
+    assert sum(isinstance(leaf, PackedMXArray) for leaf in leaves(packed)) == 9
+    with only_backend("cpu_ffi"):
+        logits, _ = quick(Llama(tiny.CONFIG, recipe).apply)({"params": packed}, tiny.TOKENS)
+    exact, _ = quick(Llama(tiny.CONFIG, HIGH).apply)({"params": values}, tiny.TOKENS)
+    np.testing.assert_allclose(logits, exact, atol=2e-5)
+    rough, _ = quick(Llama(tiny.CONFIG, HIGH).apply)({"params": params}, tiny.TOKENS)
+    assert np.abs(logits - rough).max() > 0.05
+
+
+def leaves(params):
+    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+
+
+def test_head_of_its_own():
+    config = LlamaConfig(**{**vars(tiny.CONFIG), "tied": False, "layers": 1})
+    tensors = tiny.tensors(config)
+    params = params_from_gguf(tensors, config)
+    logits, _ = quick(Llama(config, HIGH).apply)({"params": params}, tiny.TOKENS)
+    halved = params | {"head": params["head"] / 2}
+    half, _ = quick(Llama(config, HIGH).apply)({"params": halved}, tiny.TOKENS)
+    np.testing.assert_allclose(half, logits / 2, atol=1e-6)
+
+
+METADATA = {
+    "general.architecture": "llama",
+    "tokenizer.ggml.tokens": ["a"] * 96,
+    "llama.embedding_length": 64,
+    "llama.block_count": 2,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "llama.rope.dimension_count": 32,
+    "llama.rope.freq_base": 100.0,
+    "llama.feed_forward_length": 96,
+}
+
+
+def test_sizes_from_metadata():
+    assert config_from_gguf(METADATA, {"token_embd.weight"}) == tiny.CONFIG
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"general.architecture": "mamba"}, "got general.architecture='mamba'"),
+        ({"llama.block_count": None}, "lacks the field llama.block_count"),
+        ({"llama.attention.head_count_kv": 3}, "heads=4, kv_heads=3"),
+        ({"llama.rope.dimension_count": 31}, "must be even, got head_width=31"),
+    ],
+    ids=["family", "missing", "heads", "odd"],
+)
+def test_sizes_that_cannot_be(change, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_gguf(METADATA | change, {})
+
+
+def test_tensors_that_do_not_fit():
+    tensors = tiny.tensors()
+    missing = {name: each for name, each in tensors.items() if name != "blk.1.attn_q.weight"}
+    with pytest.raises(ValueError, match=r"lacks the tensor 'blk.1.attn_q.weight'"):
+        params_from_gguf(missing, tiny.CONFIG)
+    turned = tensors | {"blk.0.ffn_up.weight": tensors["blk.0.ffn_up.weight"].T}
+    with pytest.raises(ValueError, match=r"shape=\(96, 64\), got shape=\(64, 96\)"):
+        params_from_gguf(turned, tiny.CONFIG)

@@ -1,0 +1,49 @@
+"""A tiny model with random weights, by llama.cpp's names."""
+
+import numpy as np
+
+from mx_jax.generate.config import LlamaConfig
+
+CONFIG = LlamaConfig(
+    vocabulary=96,
+    width=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_width=32,
+    hidden=96,
+    rope_theta=100.0,
+    epsilon=1e-5,
+)
+TOKENS = np.array([[5, 90, 3, 3, 41, 17, 66, 0, 12], [9, 1, 88, 2, 54, 73, 31, 95, 60]], np.int32)
+
+
+def tensors(config: LlamaConfig = CONFIG) -> dict[str, np.ndarray]:
+    """Weights `[out, in]` and norms, large enough for every part to matter."""
+    rng = np.random.default_rng(0)
+    width, heads, shared = config.width, config.heads, config.kv_heads
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        drawn = rng.standard_normal((rows, columns)) * 1.5 / np.sqrt(columns)
+        return drawn.astype(np.float32)
+
+    def norm() -> np.ndarray:
+        return rng.uniform(0.5, 1.5, width).astype(np.float32)
+
+    found = {"token_embd.weight": matrix(config.vocabulary, width)}
+    for index in range(config.layers):
+        shapes = {
+            "attn_q": (heads * config.head_width, width),
+            "attn_k": (shared * config.head_width, width),
+            "attn_v": (shared * config.head_width, width),
+            "attn_output": (width, heads * config.head_width),
+            "ffn_gate": (config.hidden, width),
+            "ffn_up": (config.hidden, width),
+            "ffn_down": (width, config.hidden),
+        }
+        found |= {f"blk.{index}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
+        found |= {f"blk.{index}.{name}.weight": norm() for name in ("attn_norm", "ffn_norm")}
+    found["output_norm.weight"] = norm()
+    if not config.tied:
+        found["output.weight"] = matrix(config.vocabulary, width)
+    return found

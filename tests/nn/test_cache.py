@@ -1,0 +1,183 @@
+"""The key-value cache: what it holds, what attention over it gives, in nnx and in linen."""
+
+import dataclasses
+import functools
+
+import flax.linen as flax_nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mx_jax
+from mx_jax.nn import KVCache
+from mx_jax.nn.attention import attend
+from tests.quick import quick
+
+BATCH, LENGTH, HEADS, FEATURES = 2, 6, 2, 32
+CAST = functools.partial(mx_jax.cast, format="nvfp4")
+FORMATS = ["mxfp8_e4m3", "nvfp4"]
+
+
+def drawn(tokens, heads=HEADS, seed=0, features=FEATURES):
+    shape = (BATCH, tokens, heads, features)
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def empty(**options):
+    return KVCache.zeros(BATCH, LENGTH, HEADS, FEATURES, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [
+        ({"format": "mxfp8_e4m3"}, 8.25),
+        ({"format": "mxfp6_e2m3"}, 6.25),
+        ({"format": "mxfp4"}, 4.25),
+        ({"format": "nvfp4"}, 5.5),
+        ({"format": "nvfp4", "tensor_scales": (1.0, 1.0)}, 4.5),
+        ({"dtype": jnp.bfloat16}, 16),
+        ({}, 32),
+    ],
+    ids=["mxfp8", "mxfp6", "mxfp4", "nvfp4", "nvfp4-fixed", "bfloat16", "float32"],
+)
+def test_bytes_are_the_formats(options, bits):
+    values = 2 * BATCH * LENGTH * HEADS * FEATURES
+    fixed = 8 if "tensor_scales" in options else 0
+    assert empty(**options).nbytes == values * bits / 8 + fixed
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_are_those_of_quantize(format):
+    keys, values = drawn(3), drawn(3, seed=1) * 1e-3
+    scales = {"tensor_scales": (0.002, 0.0005)} if format == "nvfp4" else {}
+    cache = quick(KVCache.append)(empty(format=format, **scales), keys, values, 2)
+    for rows, given, index in ((cache.keys, keys, 0), (cache.values, values, 1)):
+        scale = {"tensor_scale": scales["tensor_scales"][index]} if scales else {}
+        rule = mx_jax.recipes.weight_only(format).fwd.rhs.scale_rule
+        expected = mx_jax.cast(given, format, scale_rule=rule, **scale).swapaxes(1, 2)
+        np.testing.assert_array_equal(rows.read()[:, :, 2:5], expected)
+        np.testing.assert_array_equal(rows.read(4)[:, :, 2:], expected[:, :, :2])
+
+
+def test_a_tensor_scale_for_each_token_and_head():
+    # Rows whose sizes lie far apart: one tensor scale could not hold them.
+    size = np.array([1e-20, 1.0, 1e20], np.float32)[None, :, None, None]
+    keys = drawn(3) * size * np.array([1, 1e-3], np.float32)[:, None]
+    keys[0, 1, 0] = 0
+    cache = quick(KVCache.append)(empty(format="nvfp4"), keys, keys, 0)
+    found = cache.keys.read(3).swapaxes(1, 2).reshape(-1, FEATURES)
+    alone = quick(jax.lax.map, static_argnums=0)(CAST, keys.reshape(-1, FEATURES))
+    np.testing.assert_array_equal(found, alone)
+    assert np.abs(found).max(-1).min() == 0 and (found != 0).any(-1).sum() == len(found) - 1
+
+
+@pytest.mark.parametrize("format", [None, "mxfp4", "nvfp4"])
+def test_old_rows_stay_as_they_are(format):
+    append = quick(KVCache.append)
+    first = append(empty(format=format), drawn(2), drawn(2, seed=1), 0)
+    later = append(first, 100 * drawn(1, seed=2), 100 * drawn(1, seed=3), 2)
+    for old, new in zip(jax.tree.leaves(first), jax.tree.leaves(later), strict=True):
+        np.testing.assert_array_equal(old[:, :, :2], new[:, :, :2])
+        assert not np.array_equal(old[:, :, 2], new[:, :, 2])
+
+
+def test_donated_it_is_written_in_place():
+    cache = empty(format="mxfp4")
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
+    later = jax.jit(KVCache.append, donate_argnums=0)(cache, drawn(1), drawn(1), 3)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(later)] == pointers
+
+
+def plain_attention(query, keys, values, position):
+    """By NumPy, head by head and token by token."""
+    out = np.zeros_like(query)
+    shared = query.shape[2] // keys.shape[2]
+    for batch, token, head in np.ndindex(query.shape[:3]):
+        seen = position + token + 1
+        scores = keys[batch, :seen, head // shared] @ query[batch, token, head]
+        weights = np.exp(scores / np.sqrt(FEATURES))
+        out[batch, token, head] = weights @ values[batch, :seen, head // shared] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("format", [None, "mxfp4"])
+def test_attention_over_what_it_holds(format):
+    keys, values, query = drawn(5), drawn(5, seed=1), drawn(2, heads=3 * HEADS, seed=2)
+    cache = quick(KVCache.append)(empty(format=format), keys, values, 0)
+    found = quick(KVCache.attend)(cache, query, 3)
+    held = [np.asarray(rows.read()).swapaxes(1, 2) for rows in (cache.keys, cache.values)]
+    np.testing.assert_allclose(found, plain_attention(query, *held, 3), atol=1e-5)
+
+
+NAMES = ("query", "key", "value")
+
+
+class LinenAttention(flax_nn.Module):
+    format: str | None
+
+    @flax_nn.compact
+    def __call__(self, x, position):
+        query, keys, values = (
+            flax_nn.DenseGeneral((HEADS, FEATURES), use_bias=False, name=name)(x) for name in NAMES
+        )
+        cache = self.variable("cache", "kv", empty, format=self.format)
+        cache.value = cache.value.append(keys, values, position)
+        return cache.value.attend(query, position)
+
+
+class NnxAttention(nnx.Module):
+    def __init__(self, format, kernels):
+        for name in NAMES:
+            setattr(self, name, nnx.Param(kernels[name]["kernel"]))
+        self.cache = nnx.Cache(empty(format=format))
+
+    def __call__(self, x, position):
+        kernels = (getattr(self, name)[...] for name in NAMES)
+        query, keys, values = (jnp.einsum("btw,whf->bthf", x, kernel) for kernel in kernels)
+        cache = self.cache.get_value().append(keys, values, position)
+        self.cache.set_value(cache)
+        return cache.attend(query, position)
+
+
+@pytest.mark.parametrize("format", [None, "mxfp8_e4m3"])
+def test_in_linen_and_in_nnx(format):
+    x = np.random.default_rng(0).standard_normal((BATCH, 3, 16)).astype(np.float32)
+    layer = LinenAttention(format)
+    variables = layer.init(jax.random.key(0), x, 0)
+    params = variables["params"]
+    query, keys, values = (jnp.einsum("btw,whf->bhtf", x, params[name]["kernel"]) for name in NAMES)
+    if format is not None:
+        keys, values = (mx_jax.cast(rows, format, scale_rule="rceil") for rows in (keys, values))
+    exact = attend(query, keys, values, 0).swapaxes(1, 2)
+    apply = quick(lambda variables, x, at: layer.apply(variables, x, at, mutable="cache"))
+    variables = {"params": params, "cache": {"kv": empty(format=format)}}
+    model = NnxAttention(format, params)
+    call = nnx.jit(NnxAttention.__call__)
+    for token in range(3):
+        found, updated = apply(variables, x[:, token : token + 1], token)
+        variables = variables | updated
+        np.testing.assert_allclose(found[:, 0], exact[:, token], atol=1e-5)
+        np.testing.assert_allclose(call(model, x[:, token : token + 1], token), found, atol=1e-5)
+
+
+def test_what_cannot_be_cached():
+    for options, message in [
+        ({"format": "mxfp4_2d"}, r"format=mxfp4_2d with block=\(32, 32\)"),
+        ({"format": "float8_rowwise_e4m3"}, "format=float8_rowwise_e4m3"),
+        ({"format": "mxfp4", "tensor_scales": (1.0, 1.0)}, "format=mxfp4; leave them out"),
+        ({"format": "nvfp4", "tensor_scales": (1.0, 0.0)}, r"got tensor_scales=\(1.0, 0.0\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            empty(**options)
+    with pytest.raises(ValueError, match=r"query.shape=\(2, 3, 1, 32\)"):
+        empty().attend(drawn(1, heads=3), 0)
+
+
+def test_beyond_its_end_and_dtypes():
+    cache = empty(format="mxfp4", dtype=jnp.bfloat16)
+    assert cache.length == LENGTH and cache.keys.read().dtype == jnp.bfloat16
+    query = drawn(1).astype(jnp.bfloat16)
+    assert jax.eval_shape(cache.attend, query, 0).dtype == jnp.bfloat16
+    assert dataclasses.is_dataclass(cache)
