@@ -8,13 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from mx_jax.checkpoint.layouts import Layout, named
+from mx_jax.checkpoint.layout import Layout
+from mx_jax.checkpoint.layouts import named
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry, named_dtype
 from mx_jax.checkpoint.safetensors_file import write as write_file
+from mx_jax.checkpoint.torchao import TORCHAO
+from mx_jax.checkpoint.torchao_export import torchao_entries
 from mx_jax.codecs import packing
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked
+
+# Tensors of a file, and metadata of its header.
+Export = tuple[dict[str, Entry], dict[str, str]]
 
 
 def write(
@@ -32,7 +38,7 @@ def write(
     Args:
       path: of the file.
       weights: from names to MXArrays `[..., out, in]`, blocks along `in`, and plain arrays.
-      layout: the name of one of `mx_jax.checkpoint.LAYOUTS`.
+      layout: the name of one of `mx_jax.checkpoint.LAYOUTS`, or `"torchao"`.
       progress: whether to show a bar on stderr.
 
     Raises:
@@ -48,15 +54,32 @@ def write(
       >>> checkpoint.read(path)["up.weight"].shape
       (8, 32)
     """
-    row = named(layout)
-    entries: dict[str, Entry] = {}
-    for name, value in weights.items():
-        if isinstance(value, Quantized):
-            entries |= _stored(name, unpacked(value), row)
-        else:
-            entries[name] = Entry.of(value)
+    given = {name: unpacked(x) if isinstance(x, Quantized) else x for name, x in weights.items()}
+    entries, metadata = _EXPORTS.get(layout, _by_row)(given, layout)
     with progress_bar("write", sum(e.nbytes for e in entries.values()), progress) as step:
-        write_file(Path(path), entries, {"format": "pt"}, step)
+        write_file(Path(path), entries, {"format": "pt"} | metadata, step)
+
+
+def _by_row(weights: Mapping[str, Any], layout: str) -> Export:
+    """By one of `LAYOUTS`."""
+    row, entries = named(layout), {}
+    if row.rotation is not None:
+        raise ValueError(
+            f"checkpoint.write: {row.name} holds weights that were rotated before they were "
+            "quantized, and is read only; choose another layout"
+        )
+    for name, x in weights.items():
+        entries |= _stored(name, x, row) if isinstance(x, MXArray) else {name: Entry.of(x)}
+    return entries, {}
+
+
+def _torchao(weights: Mapping[str, Any], layout: str) -> Export:
+    del layout
+    return torchao_entries(weights)
+
+
+# Those that are no row of `LAYOUTS`, by their names.
+_EXPORTS = {TORCHAO: _torchao}
 
 
 def _stored(name: str, x: MXArray, row: Layout) -> dict[str, Entry]:

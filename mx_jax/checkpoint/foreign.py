@@ -9,12 +9,16 @@ import jax.numpy as jnp
 
 from mx_jax.checkpoint.folder import config_of, readers_of
 from mx_jax.checkpoint.gguf import gguf_in, read_gguf
+from mx_jax.checkpoint.layout import Layout
 from mx_jax.checkpoint.layout_reader import read_layouts
-from mx_jax.checkpoint.layouts import LAYOUTS, Layout, named
+from mx_jax.checkpoint.layouts import LAYOUTS, named
+from mx_jax.checkpoint.torchao import TORCHAO, is_torchao, read_torchao
 from mx_jax.checkpoint.weights import Weights
 
 
-def read(path: str | os.PathLike[str], *, layout: str | None = None) -> Weights:
+def read(
+    path: str | os.PathLike[str], *, layout: str | None = None, rotated: bool = False
+) -> Weights:
     """Open a checkpoint in one of the layouts that are in use elsewhere.
 
     A folder with `config.json` says what it is; a bare file is read if its names, dtypes and shapes
@@ -24,6 +28,8 @@ def read(path: str | os.PathLike[str], *, layout: str | None = None) -> Weights:
     Args:
       path: a GGUF file, a safetensors file, or a folder of these, with or without an index.
       layout: the name of one, to read this and no other; `mx_jax.checkpoint.LAYOUTS` has them.
+      rotated: whether to read weights whose inputs have to be rotated (FP-Quant) as they are;
+        `Weights.stored` names the matrix of each, and rotating is up to the caller.
 
     Returns:
       A mapping from names to MXArrays `[..., out, in]` and plain arrays.
@@ -31,7 +37,8 @@ def read(path: str | os.PathLike[str], *, layout: str | None = None) -> Weights:
     Raises:
       FileNotFoundError: there is nothing, or a file that the index names is missing.
       ValueError: a weight that fits two layouts, scales that fit none or have another shape, scales
-        that are NaN or negative, a tensor scale that is stored the other way around, damaged files.
+        that are NaN or negative, a tensor scale that is stored the other way around, weights for
+        rotated inputs without `rotated`, damaged files.
 
     Example:
       >>> import os, tempfile, numpy as np, safetensors.numpy
@@ -53,18 +60,20 @@ def read(path: str | os.PathLike[str], *, layout: str | None = None) -> Weights:
         if layout is not None:
             raise ValueError(f"{where}: GGUF says what it is; leave out layout={layout!r}")
         return read_gguf(gguf, where)
-    return _read_safetensors(path, layout, where)
+    return _read_safetensors(path, layout, rotated, where)
 
 
-def _read_safetensors(path: Path, layout: str | None, where: str) -> Weights:
+def _read_safetensors(path: Path, layout: str | None, rotated: bool, where: str) -> Weights:
     readers = readers_of(path, where)
+    metadata = {key: value for reader in readers.values() for key, value in reader.metadata.items()}
+    if layout in (None, TORCHAO) and is_torchao(readers):
+        return Weights(path, read_torchao(readers, where), metadata)
     config = config_of(path)
     dtype = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"{where}: config.json names dtype={dtype!r}, no dtype of a model")
     candidates = (named(layout),) if layout else _candidates(config, where)
-    stored = read_layouts(readers, candidates, jnp.dtype(dtype), where)
-    metadata = {key: value for reader in readers.values() for key, value in reader.metadata.items()}
+    stored = read_layouts(readers, candidates, dtype=jnp.dtype(dtype), rotated=rotated, where=where)
     return Weights(path, stored, metadata)
 
 

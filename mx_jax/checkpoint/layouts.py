@@ -4,10 +4,8 @@ Sources: the published checkpoints and the code that writes them; docs/checkpoin
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
-from mx_jax.codecs.blocks import Blocks
+from mx_jax.checkpoint.layout import Layout
 from mx_jax.formats import (
     E4M3,
     E8M0,
@@ -19,99 +17,7 @@ from mx_jax.formats import (
     NVFP4,
     WHOLE,
     BlockFormat,
-    Whole,
 )
-
-# What a header says of a tensor: safetensors' name of its dtype, and its shape.
-Facts = tuple[str, tuple[int, ...]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
-    """The tensors that a quantized weight is stored as.
-
-    A weight called `<base><weight>` is the tensors `<base><codes>`, `<base><scales>` and, if there
-    is one, `<base><tensor_scale>`. Blocks lie along its last axis, the one that is contracted:
-    these are weights `[out, in]`.
-
-    Attributes:
-      name: what users and messages call it.
-      format: of the weight.
-      codes: suffix of the codes' name; FP4 lies two in a byte, the first in the low nibble, FP6
-        four in three bytes.
-      scales: suffix of the block scales' name.
-      tensor_scale: of the tensor scale's name, or None.
-      weight: of the weight's name.
-      codes_dtype: safetensors' name of the codes' dtype.
-      scales_dtypes: those that the scales may have.
-      divides: whether the tensor scale is stored as what it divides by.
-      split: whether the codes' last axis is cut into blocks `[..., in / 32, 16]`.
-      configs: what `quantization_config` says where the layout is used: pairs of key and value.
-    """
-
-    name: str
-    format: BlockFormat
-    codes: str
-    scales: str
-    tensor_scale: str | None = None
-    weight: str = ".weight"
-    codes_dtype: str = "U8"
-    scales_dtypes: tuple[str, ...] = ("U8",)
-    divides: bool = False
-    split: bool = False
-    configs: tuple[tuple[tuple[str, str], ...], ...] = ()
-
-    @property
-    def blocks(self) -> Blocks:
-        """Those of a weight, the last two axes being `[out, in]`."""
-        sizes = zip((-2, -1), self.format.block, strict=True)
-        return tuple((axis, size) for axis, size in sizes if size != 1)
-
-    def parts(self, base: str) -> dict[str, str]:
-        """Names of a weight's tensors."""
-        found = {"codes": base + self.codes, "scales": base + self.scales}
-        if self.tensor_scale is not None:
-            found["tensor_scale"] = base + self.tensor_scale
-        return found
-
-    def shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
-        """The weight's shape, from that of its stored codes."""
-        if self.split:
-            codes = (*codes[:-2], codes[-2] * codes[-1])
-        return (*codes[:-1], codes[-1] * 8 // self.format.element.bits)
-
-    def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What the scales of a weight of that shape have to be."""
-        *front, rows, columns = shape
-        counts = (
-            1 if isinstance(size, Whole) else -(-length // size)
-            for size, length in zip(self.format.block, (rows, columns), strict=True)
-        )
-        return (*front, *counts)
-
-    def accepts(self, base: str, tensors: Mapping[str, Facts]) -> bool:
-        """Whether a weight of that name may be stored so: by names, dtypes and whole codes."""
-        parts = self.parts(base)
-        if not all(name in tensors for name in parts.values()):
-            return False
-        (dtype, codes), (scales, _) = tensors[parts["codes"]], tensors[parts["scales"]]
-        return (
-            dtype == self.codes_dtype
-            and scales in self.scales_dtypes
-            and len(codes) >= (3 if self.split else 2)
-            and codes[-1] * 8 % self.format.element.bits == 0
-        )
-
-    def fits(self, base: str, tensors: Mapping[str, Facts]) -> bool:
-        """Whether the scales have the shape that the codes ask for, or leave out an axis of one."""
-        parts = self.parts(base)
-        expected = self.scales_shape(self.shape(tensors[parts["codes"]][1]))
-        given = tensors[parts["scales"]][1]
-        return given == expected or (*given, 1) == expected
-
-    def used_by(self, config: Mapping[str, Any]) -> bool:
-        """Whether a `quantization_config` names it."""
-        return any(all(config.get(key) == value for key, value in pairs) for pairs in self.configs)
 
 
 def _compressed(format: str) -> tuple[tuple[str, str], ...]:
@@ -122,6 +28,24 @@ def _modelopt(algorithm: str) -> tuple[tuple[str, str], ...]:
     return ("quant_method", "modelopt"), ("quant_algo", algorithm)
 
 
+def _fp_quant(format: BlockFormat, name: str) -> Layout:
+    """Codes of a rotated weight, under a scale of the tensor that divides: 1, 3 or 10 by custom."""
+    return Layout(
+        name=f"fp-quant-{name}",
+        format=format,
+        codes=".qweight",
+        scales=".scales",
+        tensor_scale=".weight_global_scale",
+        divides=True,
+        rotation=".forward_hadamard_matrix",
+        padded=True,
+        exponents=format.scale.is_float32,
+        configs=((("quant_method", "fp_quant"), ("forward_dtype", name)),),
+    )
+
+
+# MXFP4 under a scale of the whole tensor, which no format has: both are one float32 number.
+_FP4_FLOAT32 = dataclasses.replace(MXFP4, name="mxfp4_float32_scale", scale=F32)
 _FP8_BLOCKS = dataclasses.replace(FLOAT8_BLOCKWISE_2D_E4M3, name="float8_e8m0_128x128", scale=E8M0)
 _FP8_ROWS = BlockFormat(name="float8_channelwise_e4m3", element=E4M3, scale=F32, block=(1, WHOLE))
 
@@ -202,6 +126,23 @@ LAYOUTS: tuple[Layout, ...] = (
         configs=(_modelopt("MXFP4"), _modelopt("W4A8_MXFP4_FP8"), (("quant_method", "quark"),)),
     ),
     Layout(
+        name="quark-mxfp4",
+        format=MXFP4,
+        codes=".weight",
+        scales=".weight_quantizer.scale",
+        configs=((("quant_method", "quark"),),),
+    ),
+    Layout(
+        # The float8 layers that it leaves as DeepSeek has them, scales renamed.
+        name="quark-float8",
+        format=FLOAT8_BLOCKWISE_2D_E4M3,
+        codes=".weight",
+        scales=".weight_scale",
+        codes_dtype="F8_E4M3",
+        scales_dtypes=("F32",),
+        configs=((("quant_method", "quark"),),),
+    ),
+    Layout(
         name="deepseek-v3",
         format=FLOAT8_BLOCKWISE_2D_E4M3,
         codes=".weight",
@@ -238,6 +179,8 @@ LAYOUTS: tuple[Layout, ...] = (
         scales_dtypes=("F8_E8M0",),
         configs=((("quant_method", "fp8"),),),
     ),
+    _fp_quant(_FP4_FLOAT32, "mxfp4"),
+    _fp_quant(NVFP4, "nvfp4"),
 )
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from mx_jax.checkpoint.layouts import LAYOUTS, Facts, Layout
+from mx_jax.checkpoint.layout import Facts, Layout
+from mx_jax.checkpoint.layouts import LAYOUTS
 
 # Names that only a quantized weight's scales have: one that no weight takes is an error.
 SCALE_NAMES = tuple(

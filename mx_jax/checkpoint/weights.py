@@ -22,6 +22,8 @@ class Stored:
       layout: what a quantized weight is stored as, by name; None of a plain array.
       dequantized: whether it is quantized in a way that no MXArray holds, and read as the float32
         values that it stands for.
+      rotation: the name of the matrix by which inputs have to be multiplied, in groups along their
+        last axis, before they meet this weight; None where nothing is asked of them.
       fetch: reads it.
     """
 
@@ -30,6 +32,7 @@ class Stored:
     fetch: Callable[[], "MXArray | jax.Array"]
     layout: str | None = None
     dequantized: bool = False
+    rotation: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,7 +71,9 @@ class Weights(Mapping[str, "MXArray | jax.Array"]):
         quantized, layouts = self.quantized, []
         for layout in sorted(set(quantized.values())):
             names = [name for name, one in quantized.items() if one == layout]
-            read = ", read as float32" if self.stored[names[0]].dequantized else ""
+            one = self.stored[names[0]]
+            read = ", read as float32" * one.dequantized
+            read += ", for rotated inputs" * (one.rotation is not None)
             layouts.append(f"{len(names)} {layout}{read}")
         return (
             f"Weights({str(self.path)!r}, {len(self)} tensors, {len(quantized)} of them "

@@ -130,7 +130,7 @@ def to_blocked_scales(scales: jax.Array) -> jax.Array:
     return tiles.transpose(0, 3, 2, 1, 4)
 
 
-def from_blocked_scales(blocked: jax.Array, rows: int, cols: int) -> jax.Array:
+def from_blocked_scales(blocked: A, rows: int, cols: int) -> A:
     """Undo `to_blocked_scales`: `[rows, cols]` bytes."""
     tiles = blocked.transpose(0, 3, 2, 1, 4)
     return tiles.reshape(tiles.shape[0] * 128, tiles.shape[3] * 4)[:rows, :cols]

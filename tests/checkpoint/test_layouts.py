@@ -12,7 +12,8 @@ import pytest
 
 import mx_jax
 from mx_jax import checkpoint
-from mx_jax.checkpoint.layouts import LAYOUTS, Layout
+from mx_jax.checkpoint.layout import Layout
+from mx_jax.checkpoint.layouts import LAYOUTS
 from mx_jax.checkpoint.safetensors_file import Entry, Reader
 from mx_jax.checkpoint.safetensors_file import write as write_file
 from tests.checkpoint.stored import assert_same, draw
@@ -35,7 +36,10 @@ def weight_of(row: Layout, rng: np.random.Generator) -> mx_jax.MXArray:
     return x
 
 
-@pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: row.name)
+WRITTEN = [row for row in LAYOUTS if row.rotation is None]
+
+
+@pytest.mark.parametrize("row", WRITTEN, ids=lambda row: row.name)
 def test_there_and_back(row: Layout, tmp_path: Path, rng: np.random.Generator):
     """Written and read by itself: the file alone says what it is."""
     x, path = weight_of(row, rng), tmp_path / "model.safetensors"

@@ -1,0 +1,258 @@
+"""torchao's tensor subclasses in safetensors files: MXTensor, NVFP4Tensor, Float8Tensor.
+
+The header's metadata name every tensor with its class and attributes; a weight `up.weight` lies as
+`up._weight_qdata`, `up._weight_scale` and, of NVFP4, `up._weight_per_tensor_scale`. Scales may lie
+in the tiles of tensor cores. Source: torchao 0.18, prototype/safetensors.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from mx_jax.checkpoint.layout_reader import nbytes_of, stored_plain
+from mx_jax.checkpoint.safetensors_file import Reader
+from mx_jax.checkpoint.scales import block_scales, tensor_scale
+from mx_jax.checkpoint.weights import Stored
+from mx_jax.checkpoint.wire import checked
+from mx_jax.codecs import packing
+from mx_jax.codecs.blocks import Blocks, scales_shape
+from mx_jax.formats import (
+    BLOCK_FORMATS,
+    E4M3,
+    E5M2,
+    F32,
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    NVFP4,
+    WHOLE,
+    BlockFormat,
+    BlockSize,
+)
+from mx_jax.mxarray import MXArray
+
+# What users and messages call it.
+TORCHAO = "torchao"
+NAMES = "tensor_names"
+QDATA, SCALE, TENSOR_SCALE = "qdata", "scale", "per_tensor_scale"
+ROLES = (QDATA, SCALE, TENSOR_SCALE)
+PLAIN, MX, NVFP4_TENSOR, FLOAT8 = "Tensor", "MXTensor", "NVFP4Tensor", "Float8Tensor"
+# Of MXTensor, by what it calls its elements. FP4 lies two in a byte, FP6 one.
+ELEMENTS = {
+    "float8_e4m3fn": MXFP8_E4M3,
+    "float8_e5m2": MXFP8_E5M2,
+    "float4_e2m1fn_x2": MXFP4,
+    "fp6_e2m3": MXFP6_E2M3,
+    "fp6_e3m2": MXFP6_E3M2,
+}
+FLOAT8_ELEMENTS = {np.dtype(ml_dtypes.float8_e4m3fn): E4M3, np.dtype(ml_dtypes.float8_e5m2): E5M2}
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Weight:
+    """What the metadata say of one weight.
+
+    Attributes:
+      kind: its class.
+      format: of its MXArray.
+      blocks: of that.
+      shape: of the weight.
+      dtype: that was quantized.
+      swizzled: whether its scales lie in the tiles of tensor cores.
+      files: of its tensors, by their role.
+    """
+
+    kind: str
+    format: BlockFormat
+    blocks: Blocks
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    swizzled: bool
+    files: Mapping[str, tuple[Reader, str]]
+
+
+def is_torchao(readers: Mapping[str, Reader]) -> bool:
+    """Whether files name the classes of their tensors."""
+    return any(NAMES in reader.metadata for reader in readers.values())
+
+
+def read_torchao(readers: Mapping[str, Reader], where: str) -> dict[str, Stored]:
+    """The tensors of files that torchao wrote.
+
+    Args:
+      readers: the file of each tensor.
+      where: how errors begin.
+
+    Raises:
+      ValueError: a class that is not read, or metadata that are damaged or do not fit the tensors.
+    """
+    stored: dict[str, Stored] = {}
+    taken: set[str] = set()
+    for name, text in _said(readers, where).items():
+        at = f"{where}: {name}"
+        try:
+            facts = json.loads(text)
+            kind = facts["_type"]
+            weight = None if kind == PLAIN else _weight(name, facts, readers)
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{at}: what torchao says of it is not read: {error!s}") from error
+        if weight is None:
+            continue
+        parts = list(weight.files.values())
+        taken |= {found for _, found in parts}
+        stored[name] = Stored(
+            shape=weight.shape,
+            nbytes=sum(nbytes_of(reader, found) for reader, found in parts),
+            fetch=functools.partial(_fetch, weight, at),
+            layout=f"torchao-{weight.kind}",
+        )
+    for name, reader in readers.items():
+        if name not in taken:
+            stored[name] = stored_plain(reader, name, f"{where}: {name}")
+    return stored
+
+
+def _said(readers: Mapping[str, Reader], where: str) -> dict[str, str]:
+    """Of each tensor the JSON that describes it."""
+    found: dict[str, str] = {}
+    for reader in {id(reader): reader for reader in readers.values()}.values():
+        try:
+            names = json.loads(reader.metadata.get(NAMES, "[]"))
+            found |= {name: reader.metadata[name] for name in names}
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{where}: {reader.path.name} has damaged metadata of torchao: {error!s}"
+            ) from error
+    return found
+
+
+def _weight(name: str, facts: Mapping[str, Any], readers: Mapping[str, Reader]) -> _Weight:
+    """Raises whatever the metadata's damage comes to; the caller says where."""
+    kind, data, begin = facts["_type"], facts["_data"], base(name)
+    roles = [role for role in facts["_tensor_data_names"] if role in ROLES]
+    missing = [begin + role for role in roles if begin + role not in readers]
+    if missing or QDATA not in roles or SCALE not in roles:
+        raise ValueError(f"it has tensors {roles}, and {missing} are missing")
+    files = {role: (readers[begin + role], begin + role) for role in roles}
+    dtype, lies, _ = files[QDATA][0].tensors[begin + QDATA]
+    if kind == FLOAT8:
+        format, blocks = _float8(dtype, lies, data["block_size"])
+    elif kind in (MX, NVFP4_TENSOR):
+        format = NVFP4 if kind == NVFP4_TENSOR else ELEMENTS[_plain_name(data["elem_dtype"])]
+        blocks = ((-1, format.block[1]),)
+        if data["block_size"] != format.block[1]:
+            raise ValueError(f"{format.name} with block_size={data['block_size']!r}")
+    else:
+        raise ValueError(f"its class is {kind}; read are {MX}, {NVFP4_TENSOR} and {FLOAT8}")
+    codes_per_byte = 2 if format.element.bits == 4 else 1
+    if len(lies) < 2 or dtype.itemsize != 1:
+        raise ValueError(f"its {QDATA} is {dtype}{list(lies)}")
+    weight = _Weight(
+        kind=kind,
+        format=format,
+        blocks=blocks,
+        shape=(*lies[:-1], lies[-1] * codes_per_byte),
+        dtype=_dtype(data["dtype" if kind == FLOAT8 else "orig_dtype"]),
+        swizzled=data.get("is_swizzled_scales") is True,
+        files=files,
+    )
+    _check_scales(weight)
+    return weight
+
+
+def base(name: str) -> str:
+    """How the names of a weight's tensors begin."""
+    module, _, leaf = name.rpartition(".")
+    return f"{module}._{leaf}_" if module else f"_{leaf}_"
+
+
+def _plain_name(named: Any) -> str:
+    return named if isinstance(named, str) else named["_data"]
+
+
+def _dtype(named: Any) -> np.dtype:
+    name = _plain_name(named)
+    if name not in _DTYPES:
+        raise ValueError(f"dtype={name!r}, known: {', '.join(_DTYPES)}")
+    return jnp.dtype(name)
+
+
+def _float8(dtype: np.dtype, shape: tuple[int, ...], sizes: Any) -> tuple[BlockFormat, Blocks]:
+    """The format of float8 codes under float32 scales, from the extent of a block."""
+    if len(sizes) != len(shape) or any(size != 1 for size in sizes[:-2]):
+        raise ValueError(f"block_size={sizes} for shape={shape}, not along the last two axes")
+    block: list[BlockSize] = [1, 1]
+    for axis in (-2, -1)[-len(shape) :]:
+        size, length = sizes[axis], shape[axis]
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"block_size={sizes}")
+        # A size that spans the axis is the whole of it, however long.
+        block[axis] = size if size in (1, 128) else WHOLE if size == length else size
+    element = FLOAT8_ELEMENTS[dtype]
+    name = "x".join(str(getattr(size, "value", size)) for size in block)
+    made = BlockFormat(
+        name=f"float8_{name}_{element.name}", element=element, scale=F32, block=(block[0], block[1])
+    )
+    known = [row for row in BLOCK_FORMATS if dataclasses.replace(made, name=row.name) == row]
+    blocks = tuple((axis, size) for axis, size in zip((-2, -1), block, strict=True) if size != 1)
+    return (known or [made])[0], blocks
+
+
+def _check_scales(weight: _Weight) -> None:
+    """ValueError for scales of another size than the codes ask for."""
+    reader, name = weight.files[SCALE]
+    dtype, given, _ = reader.tensors[name]
+    expected = scales_shape(weight.shape, weight.blocks)
+    if weight.swizzled:
+        rows, columns = _rows_columns(expected)
+        count = -(-rows // 128) * 128 * -(-columns // 4) * 4
+        fits = math.prod(given) == count
+    else:
+        fits = given == expected
+    if not fits or dtype != weight.format.scale.dtype:
+        raise ValueError(
+            f"its scales are {dtype}{list(given)}, swizzled={weight.swizzled}, and "
+            f"{weight.format.name} of shape={weight.shape} needs {weight.format.scale.dtype}"
+            f"{list(expected)}"
+        )
+
+
+def _rows_columns(shape: tuple[int, ...]) -> tuple[int, int]:
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def _fetch(weight: _Weight, where: str) -> MXArray:
+    found = {role: reader.read(name) for role, (reader, name) in weight.files.items()}
+    codes, scales = found[QDATA].view(np.uint8), found[SCALE]
+    expected = scales_shape(weight.shape, weight.blocks)
+    if weight.swizzled:
+        rows, columns = _rows_columns(expected)
+        tiles = scales.reshape(-(-rows // 128), -(-columns // 4), 32, 4, 4)
+        scales = packing.from_blocked_scales(tiles, rows, columns).reshape(expected)
+    if weight.format.element.bits == 4:
+        codes = packing.unpack(codes, 4, weight.shape[-1])
+    whole = None
+    if weight.format.tensor_scale:
+        given = found.get(TENSOR_SCALE, np.ones((), np.float32))
+        whole = tensor_scale(given, weight.shape, divides=False, layout="torchao", where=where)
+    return checked(
+        MXArray(
+            codes=jnp.asarray(codes),
+            scales=jnp.asarray(block_scales(scales, weight.format, where)),
+            tensor_scale=None if whole is None else jnp.asarray(whole),
+            format=weight.format,
+            blocks=weight.blocks,
+            dtype=weight.dtype,
+        ),
+        where,
+    )
