@@ -23,7 +23,8 @@ from mx_jax.backends.evidence.rows import Row
 from mx_jax.backends.select import known_backends, only_if_named
 from mx_jax.measure import options, report, worker
 from mx_jax.measure.cases import Case, all_cases, cases
-from mx_jax.measure.session import Machine, Session, last_answer, run_process
+from mx_jax.measure.process import end_with_parent, run_process
+from mx_jax.measure.session import Machine, Session, environment, last_answer
 
 # Seconds for a process to say what machine this is.
 _TO_START = 180.0
@@ -42,6 +43,7 @@ def run(given: argparse.Namespace) -> int:
       ValueError: there is no GPU here that a kernel runs on, or nowhere to write.
     """
     if given.one is not None:
+        end_with_parent()
         return worker.answer(given.one, given.simulate, tuning=given.tune)
     deadline = time.monotonic() + 60 * given.minutes
     words = [sys.executable, "-m", "mx_jax", "gpu", *["--simulate"] * given.simulate, "--one"]
@@ -72,7 +74,7 @@ def _measured_backends() -> list[Backend]:
 
 def _machine(words: Sequence[str]) -> Machine:
     """What a process of its own finds: this one leaves the GPU alone."""
-    ended = run_process([*words, json.dumps("machine")], _TO_START)
+    ended = run_process([*words, json.dumps("machine")], _TO_START, environment())
     found = last_answer(ended.stdout)
     if found is None:
         last = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]

@@ -1,12 +1,9 @@
 """Cases one after the other, each in a process of its own; results as they come, in a file."""
 
-import contextlib
 import dataclasses
 import datetime
 import json
 import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,11 +14,10 @@ from mx_jax.backends.evidence import rows as files
 from mx_jax.backends.evidence import sources
 from mx_jax.backends.evidence.rows import Row
 from mx_jax.measure.cases import Case
+from mx_jax.measure.process import run_process
 
 # What a process left on stderr, in a session's file.
 _LAST_WORDS = 4000
-# Seconds that a process has to end after it was killed; one that hangs in the driver may not.
-_TO_DIE = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,63 +37,8 @@ class Machine:
     versions: tuple[tuple[str, str], ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How a process ended.
-
-    Attributes:
-      stdout: all of it.
-      stderr: likewise.
-      why: it gave no answer, in words; None if it ended well.
-    """
-
-    stdout: str
-    stderr: str
-    why: str | None
-
-
-def run_process(command: Sequence[str], seconds: float) -> Ended:
-    """Run a command for at most so long; whatever it does, this returns.
-
-    Args:
-      command: its words.
-      seconds: after which the process, and what it started, is killed.
-    """
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        errors="replace",
-        env=_environment(),
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        out, err = _killed(process)
-        return Ended(stdout=out, stderr=err, why=f"no answer after {seconds:g} s: it hangs?")
-    except BaseException:
-        _killed(process)
-        raise
-    status = process.returncode
-    if status == 0:
-        return Ended(stdout=out, stderr=err, why=None)
-    shown = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-    return Ended(stdout=out, stderr=err, why=f"the process ended by {shown}")
-
-
-def _killed(process: subprocess.Popen[str]) -> tuple[str, str]:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    try:
-        return process.communicate(timeout=_TO_DIE)
-    except subprocess.TimeoutExpired:
-        return "", "the process could not be killed"
-
-
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """What a case's process sees."""
     found = dict(os.environ)
     # A GPU's memory is shared with what else runs there.
     found.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -190,7 +131,7 @@ class Session:
     def _one(self, case: Case, tuning: float) -> Row:
         started = time.monotonic()
         words = [json.dumps(case.as_json()), "--tune", f"{tuning:.1f}"]
-        ended = run_process([*self.worker, *words], self.limit)
+        ended = run_process([*self.worker, *words], self.limit, environment())
         found = last_answer(ended.stdout)
         if found is None:
             found = {"failed": ended.why or "the process gave no answer"}

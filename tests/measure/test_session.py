@@ -12,7 +12,7 @@ from mx_jax.backends.evidence.rows import Row, from_json
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.measure import report
 from mx_jax.measure.cases import Case
-from mx_jax.measure.session import Machine, Session, last_answer, run_process
+from mx_jax.measure.session import Machine, Session, last_answer
 
 PLANTED = dataclasses.replace(REFERENCE, name="planted", source=lambda: (Path(__file__),))
 MACHINE = Machine(
@@ -65,16 +65,6 @@ def test_a_hang_a_crash_and_a_refusal_cost_one_row_each(tmp_path: Path):
     assert "dying" in lines[1]["stderr"] and "stderr" not in lines[2]
     verdicts = [report.verdict(row, [hung, crashed, right]) for row in (hung, crashed, right)]
     assert verdicts == [f"off: failed: {hung.failed}", f"off: failed: {crashed.failed}", "on"]
-
-
-def test_what_a_process_started_ends_with_it(tmp_path: Path):
-    mark = tmp_path / "mark"
-    child = f"import time; time.sleep(1.5); open({str(mark)!r}, 'w')"
-    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    ended = run_process([sys.executable, "-c", program], 0.7)
-    assert ended.why == "no answer after 0.7 s: it hangs?"
-    time.sleep(1.5)
-    assert not mark.exists()
 
 
 def test_what_was_said_before_the_end_counts(tmp_path: Path):

@@ -35,7 +35,7 @@ from mx_jax.measure.cases import (
     cases,
     rank,
 )
-from mx_jax.measure.session import run_process
+from mx_jax.measure.process import run_process
 from mx_jax.measure.timing import Way, ratios
 from mx_jax.measure.worker import QUICK, Effort
 from tests.backends.altered import altered
