@@ -12,8 +12,8 @@ import pytest
 from mx_jax.backends.evidence import sources
 from mx_jax.backends.evidence.rows import read, write
 from mx_jax.cli import main
-from mx_jax.measure import command, options
-from mx_jax.measure.cases import Wanted
+from mx_jax.measure import command, options, worker
+from mx_jax.measure.cases import Case, Wanted, cases
 from tests.backends.mosaic import needs_newer_mosaic
 from tests.measure.test_session import CASES, SAY_RIGHT, session
 
@@ -128,13 +128,21 @@ def test_nowhere_to_write(tmp_path: Path):
 
 @needs_newer_mosaic
 @pytest.mark.slow
-def test_a_simulated_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Every part of the command but the GPU: the kernels are interpreted."""
+def test_a_simulated_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Every part of the command but the GPU, by a case of each kind; kernels are interpreted."""
+
+    def one_of_each(*asked: Any) -> list[Case]:
+        # The last is the first of its kind.
+        return list({case.kind: case for case in reversed(cases(*asked))}.values())
+
+    monkeypatch.setattr(command, "cases", one_of_each)
     path = tmp_path / "session.jsonl"
-    words = ["gpu", "--simulate", "--limit", "300", "--minutes", "0.5", "--session", str(path)]
-    assert main(words) == 0
+    assert main(["gpu", "--simulate", "--tune", "0", "--session", str(path)]) == 0
     lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines and all(not line["row"]["failed"] for line in lines), lines
+    assert {line["case"]["kind"] for line in lines} == set(worker.SUBJECTS)
+    assert all(not line["row"]["failed"] for line in lines), lines
     assert all(line["row"]["error"] <= 1 for line in lines)
     # An interpreter is slower than anything.
     assert "Nothing is switched on." in capsys.readouterr().out

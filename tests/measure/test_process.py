@@ -46,7 +46,9 @@ def test_what_a_process_started_ends_with_it(tmp_path: Path):
     ],
     ids=["sleeps", "runs another", "holds the lock"],
 )
-def test_a_long_case_ends_with_the_command(tmp_path: Path, how: signal.Signals, guard: str, case: str):
+def test_a_long_case_ends_with_the_command(
+    tmp_path: Path, how: signal.Signals, guard: str, case: str
+):
     alive = tmp_path / "alive"
     os.mkfifo(alive)
     start = f"{_IMPORT}; from process import *"
@@ -55,11 +57,13 @@ def test_a_long_case_ends_with_the_command(tmp_path: Path, how: signal.Signals, 
         f"{guard}(); os.write(end, b'.'); {case}"
     )
     run = f"{start}; run_process([sys.executable, '-c', {case!r}], 60)"
-    with subprocess.Popen([sys.executable, "-c", run], stderr=subprocess.DEVNULL) as parent:
-        with alive.open("rb") as end:
-            assert end.read(1) == b"."
-            parent.send_signal(how)
-            assert select.select([end], [], [], 20)[0] and end.read() == b""
+    with (
+        subprocess.Popen([sys.executable, "-c", run], stderr=subprocess.DEVNULL) as parent,
+        alive.open("rb") as end,
+    ):
+        assert end.read(1) == b"."
+        parent.send_signal(how)
+        assert select.select([end], [], [], 20)[0] and end.read() == b""
 
 
 def test_a_case_of_the_command_is_guarded(monkeypatch: pytest.MonkeyPatch):

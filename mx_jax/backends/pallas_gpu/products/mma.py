@@ -92,7 +92,7 @@ class MmaProgram(DecodingProgram):
     def _in_specs(self) -> list[Any]:
         """Where each step's activations, codes and scales lie."""
         row = lax.axis_index("row")
-        tile = lax.div(row, self.num_m) * self.weight_tiles + lax.axis_index("n")
+        tile = lax.div(row, jnp.int32(self.num_m)) * self.weight_tiles + lax.axis_index("n")
         first = lax.axis_index("split") * (self.num_k // self.tiles.splits)
         index_maps = (
             lambda i: (row, first + i),

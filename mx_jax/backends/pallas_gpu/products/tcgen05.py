@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from mx_jax.backends.pallas_gpu.layouts.scaled import SCALE_COLUMNS, SCALE_ROWS
+from mx_jax.backends.pallas_gpu.products.ring import loop
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 
 # Its declared types differ between versions of JAX, and none fits its own use.
@@ -172,11 +173,11 @@ class Tcgen05Program:
                 @pl.when(warp == 0)
                 def _():
                     gmem = (lhs, rhs, lhs_scales, rhs_scales)
-                    lax.fori_loop(0, steps, lambda i, _: self._copy(i, gmem, **scratch), None)
+                    loop(steps, lambda i, _: self._copy(i, gmem, **scratch), None)
 
                 @pl.when(warp == 1)
                 def _():
-                    lax.fori_loop(0, steps, lambda i, _: self._multiply(i, steps, **scratch), None)
+                    loop(steps, lambda i, _: self._multiply(i, steps, **scratch), None)
 
         @pl.when(warpgroup == 1)
         def _():
@@ -184,14 +185,14 @@ class Tcgen05Program:
 
     def _copy(self, i, gmem, *, codes, scales, full, empty, **_):
         """Step i of both operands to shared memory, once its stage is free."""
-        tiles, slot = self.tiles, lax.rem(i, self.tiles.stages)
+        tiles, slot = self.tiles, lax.rem(i, jnp.int32(self.tiles.stages))
 
         @pl.when(i >= tiles.stages)
         def _():
             plgpu.barrier_wait(empty.at[slot])
 
         row = lax.axis_index("row")
-        column = lax.div(row, self.num_m) * self.num_n + lax.axis_index("n")
+        column = lax.div(row, jnp.int32(self.num_m)) * self.num_n + lax.axis_index("n")
         step = lax.axis_index("split") * (self.num_k // tiles.splits) + i
         along_k = pl.ds(step * tiles.k, tiles.k)
         scales_along_k = pl.ds(step * self.scale_tiles, self.scale_tiles)
@@ -209,7 +210,7 @@ class Tcgen05Program:
 
     def _multiply(self, i, steps, *, codes, scales, acc, tensor_scales, full, empty, done, **rest):
         """Step i of the product; the tensor cores free its stage when they have read it."""
-        slot = lax.rem(i, self.tiles.stages)
+        slot = lax.rem(i, jnp.int32(self.tiles.stages))
         plgpu.barrier_wait(full.at[slot])
         lhs, rhs = (ref.at[slot] for ref in codes)
         if self.interpreted:
