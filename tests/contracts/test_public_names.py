@@ -33,6 +33,7 @@ PUBLIC = {
         "save_quantized",
     },
     "mx_jax.checkpoint": {
+        "Certificate",
         "LAYOUTS",
         "Layout",
         "Stored",
@@ -43,6 +44,7 @@ PUBLIC = {
         "read",
         "save",
         "to_wire",
+        "transcode",
         "write",
     },
     "mx_jax.formats": {

@@ -1,0 +1,217 @@
+"""Codes under scales of another kind, where not one value changes, and the proof of it."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import numpy as np
+
+from mx_jax.checkpoint.layout import Layout
+from mx_jax.checkpoint.layouts import LAYOUTS
+from mx_jax.codecs.blocks import Blocks, block_extent, scales_shape
+from mx_jax.codecs.invariants import check_parts
+from mx_jax.formats import BlockFormat, ScaleFormat, block_format
+from mx_jax.mxarray import MXArray
+from mx_jax.packed import Quantized, unpacked
+
+# Rows that are decoded at once: the proof takes little memory, however large the tensor.
+_CHUNK = 1 << 20
+# E4M3's powers of two reach from 2^-9 to 2^8. A tensor scale below 2^-126 would be flushed to zero.
+_LARGEST_POWER, _SMALLEST_NORMAL = 8, -126
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What `transcode` proved: every value of the result is the source's, as a real number.
+
+    Attributes:
+      source: format of the tensor that was given.
+      target: of the result.
+      shape: of both.
+      blocks: how many the source has; all of them fit.
+      values: how many were decoded from both and compared, in float64, which is exact here.
+      tensor_scale: that was chosen for the result, or None.
+    """
+
+    source: BlockFormat
+    target: BlockFormat
+    shape: tuple[int, ...]
+    blocks: int
+    values: int
+    tensor_scale: float | None
+
+
+def transcode(x: Quantized, target: BlockFormat | str) -> tuple[MXArray, Certificate]:
+    """Store a quantized tensor under scales of another kind, without changing a value.
+
+    Codes stay; block scales are split, joined and encoded anew. MXFP4 becomes NVFP4 where its
+    exponents lie within 18 octaves: scale_2 = 2^(kmax - 8), of the largest exponent. E8M0 becomes
+    E4M3 or float32, and the way back. Blocks of zeros alone take any scale.
+
+    Args:
+      x: quantized along the axes that the target wants blocks along.
+      target: a format, its name, or the name of a layout that is to hold it.
+
+    Returns:
+      The tensor, and what was proved of it.
+
+    Raises:
+      ValueError: elements or axes of another kind, or blocks that do not fit, with their number.
+
+    Example:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> from mx_jax import checkpoint
+      >>> x = mx_jax.quantize(jnp.linspace(-4, 4, 64).reshape(1, 64), "mxfp4")
+      >>> y, certificate = checkpoint.transcode(x, "nvfp4")
+      >>> y.scales.shape, certificate.blocks, certificate.values, certificate.tensor_scale
+      ((1, 4), 2, 64, 0.00390625)
+      >>> bool((x.dequantize() == y.dequantize()).all())
+      True
+    """
+    given = unpacked(x)
+    check_parts(given, "transcode")
+    row = next((row for row in LAYOUTS if row.name == target), None)
+    format = row.format if row is not None else block_format(target)
+    blocks = _blocks(given, format, row)
+    wanted, misfits = _wanted(given, blocks)
+    whole = _tensor_scale(given, format, wanted)
+    scales, unfit = _encoded(wanted / whole, format.scale)
+    misfits = misfits | unfit
+    if row is not None and row.divides and (np.frexp(whole)[0] != 0.5).any():
+        # What divides is the factor's reciprocal, which float32 has of powers of two alone.
+        misfits = np.ones_like(misfits)
+    if misfits.any():
+        raise ValueError(
+            f"transcode: {int(misfits.sum())} of {misfits.size} blocks of {format.name} cannot "
+            f"hold what {given.format.name} of shape={given.shape} holds; quantize the "
+            "high-precision tensor anew"
+        )
+    made = MXArray(
+        codes=given.codes,
+        scales=jnp.asarray(scales),
+        tensor_scale=jnp.asarray(whole, jnp.float32) if format.tensor_scale else None,
+        format=format,
+        blocks=blocks,
+        dtype=given.dtype,
+    )
+    check_parts(made, "transcode")
+    return made, _proved(given, made)
+
+
+def _blocks(x: MXArray, format: BlockFormat, row: Layout | None) -> Blocks:
+    """Blocks of the target, along the axes that the source has them."""
+    one, other = x.format, format
+    alike = dataclasses.replace(one.element, name=other.element.name) == other.element
+    axes = sorted(axis for axis, _ in x.blocks)
+    sizes = [size for size in format.block if size != 1]
+    blocks = tuple(zip(axes, sizes, strict=False))
+    fits = len(axes) == len(sizes) and (row is None or blocks == row.blocks)
+    divisor = "divisor" in (one.scale.kind, other.scale.kind)
+    if not alike or not fits or divisor:
+        raise ValueError(
+            f"transcode: {format.name} takes {other.element.name} codes in blocks of "
+            f"{format.block} under scales that multiply, got format={one.name}, "
+            f"blocks={x.blocks}, element={one.element.name}, scale={one.scale.name}; quantize anew"
+        )
+    return blocks
+
+
+def _effective(x: MXArray) -> np.ndarray:
+    """What each block's codes are multiplied by, in float64: exact, 28 bits at most."""
+    scales = np.asarray(x.scales)
+    if not x.format.scale.is_float32:
+        scales = np.array([x.format.scale.value(code) for code in range(256)])[scales]
+    whole = 1.0 if x.tensor_scale is None else np.asarray(x.tensor_scale, np.float64)
+    return scales.astype(np.float64) * whole
+
+
+def _element_values(x: MXArray) -> np.ndarray:
+    element = x.format.element
+    return np.array([element.value(code) for code in range(1 << element.bits)])
+
+
+def _wanted(x: MXArray, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
+    """The scale that each block of the target has to have, and which cannot have one.
+
+    A block of zeros wants none, which is given as zero.
+    """
+    scales, used = _effective(x), (_element_values(x) != 0)[np.asarray(x.codes)]
+    bad = np.isnan(scales)
+    targets, shared = dict(blocks), dict[int, int]()
+    for axis, size in x.blocks:
+        length = x.shape[axis]
+        given = block_extent(size, length)
+        common = math.gcd(given, block_extent(targets[axis], length))
+        places = np.arange(0, length, common)
+        used = np.logical_or.reduceat(used, places, axis) if length else used
+        scales, bad = (np.take(part, places // given, axis) for part in (scales, bad))
+        shared[axis] = common
+    high, low = np.where(used, scales, 0), np.where(used, scales, np.inf)
+    for axis, size in blocks:
+        per_block = block_extent(size, x.shape[axis]) // shared[axis]
+        starts = np.arange(0, high.shape[axis], per_block)
+        if starts.size:
+            high = np.maximum.reduceat(high, starts, axis)
+            low = np.minimum.reduceat(low, starts, axis)
+            bad = np.logical_or.reduceat(bad, starts, axis)
+    return high, bad | ((high != low) & np.isfinite(low))
+
+
+def _tensor_scale(x: MXArray, format: BlockFormat, wanted: np.ndarray) -> np.ndarray:
+    """That of the target: a power of two where all scales are, else the source's own."""
+    ones = np.ones((1,) * x.ndim)
+    if not format.tensor_scale:
+        return ones
+    fractions, exponents = np.frexp(wanted[(wanted > 0) & np.isfinite(wanted)])
+    if (fractions != 0.5).any():
+        return ones if x.tensor_scale is None else np.asarray(x.tensor_scale, np.float64)
+    largest = int(exponents.max()) - 1 if exponents.size else _LARGEST_POWER
+    return np.ldexp(ones, max(largest - _LARGEST_POWER, _SMALLEST_NORMAL))
+
+
+def _encoded(wanted: np.ndarray, scale: ScaleFormat) -> tuple[np.ndarray, np.ndarray]:
+    """Scales as they are stored, and which of them are not the wanted ones."""
+    with np.errstate(over="ignore"):
+        if scale.is_float32:
+            stored = wanted.astype(np.float32)
+            # Machines that flush subnormal numbers would lose such a scale.
+            tiny = (stored > 0) & (stored < np.finfo(np.float32).tiny)
+            return stored, (stored != wanted) | tiny
+        table = np.array([scale.value(code) for code in range(256)])
+        fits = np.flatnonzero(np.isfinite(table) & ~np.signbit(table))
+        order = fits[np.argsort(table[fits], kind="stable")]
+        places = np.minimum(np.searchsorted(table[order], wanted), order.size - 1)
+    stored = order[places].astype(np.uint8)
+    # Zero is wanted of blocks of zeros, for which any scale will do.
+    return stored, (table[stored] != wanted) & (wanted != 0)
+
+
+def _decoded(x: MXArray) -> Iterator[np.ndarray]:
+    """The values in float64, some rows of the first axis at a time."""
+    table, scales, codes = _element_values(x), _effective(x), np.asarray(x.codes)
+    extents = {axis % x.ndim: block_extent(size, x.shape[axis]) for axis, size in x.blocks}
+    for axis in range(1, x.ndim):
+        scales = np.take(scales, np.arange(x.shape[axis]) // extents.get(axis, 1), axis)
+    step = max(1, _CHUNK * x.shape[0] // max(codes.size, 1))
+    for first in range(0, x.shape[0], step):
+        rows = np.arange(first, min(first + step, x.shape[0]))
+        yield table[codes[rows]] * scales[rows // extents.get(0, 1)]
+
+
+def _proved(given: MXArray, made: MXArray) -> Certificate:
+    """Both decoded and compared, to the sign of zero; an error here is one of this module."""
+    values = 0
+    for one, other in zip(_decoded(given), _decoded(made), strict=True):
+        if (one.view(np.int64) != other.view(np.int64)).any():
+            raise AssertionError(f"transcode: {made.format.name} changed a value; please report it")
+        values += one.size
+    whole = None if made.tensor_scale is None else float(np.asarray(made.tensor_scale).flat[0])
+    return Certificate(
+        source=given.format,
+        target=made.format,
+        shape=given.shape,
+        blocks=math.prod(scales_shape(given.shape, given.blocks)),
+        values=values,
+        tensor_scale=whole,
+    )
