@@ -71,10 +71,26 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Who leaves a test out on one Python says why, in a sentence that a reader can check."""
-    for mark in item.iter_markers("one_python"):
-        reason = mark.kwargs.get("reason", "")
-        if mark.args or set(mark.kwargs) != {"reason"} or len(reason.split()) < 3:
+    for mark in (*item.iter_markers("one_python"), *item.iter_markers("sweep")):
+        reason, names = mark.kwargs.get("reason", ""), {"reason", "where"}
+        allowed = names if mark.name == "sweep" else names - {"where"}
+        if mark.args or not set(mark.kwargs) <= allowed or len(reason.split()) < 3:
             raise pytest.UsageError(
-                f"{item.nodeid}: one_python needs reason='why it depends on no version', got "
+                f"{item.nodeid}: {mark.name} needs reason='why it depends on no version', got "
                 f"args={mark.args}, kwargs={mark.kwargs}"
             )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a sweep's cases all but each fifth, and the last, become `one_python`."""
+    cases: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        for mark in item.iter_markers("sweep"):
+            if mark.kwargs.get("where", lambda params: True)(item.callspec.params):
+                cases.setdefault((item.parent, item.function), []).append(item)
+    for group in cases.values():
+        for number, item in enumerate(group[:-1]):
+            if number % 5:
+                reason = next(item.iter_markers("sweep")).kwargs["reason"]
+                item.add_marker(pytest.mark.one_python(reason=reason))

@@ -27,6 +27,8 @@ NUM_RANDOM = 60
 DTYPES = ("float32", "bfloat16", "float16")
 
 pytestmark = needs_library
+# Transforms, sharding, lowering and export below run on every Python.
+computed_in_cpp = pytest.mark.sweep(reason="a C++ library, the same one, computes these bits")
 
 
 def draw_operands(case: MatmulCase, seed: int) -> tuple[Any, Any]:
@@ -61,6 +63,7 @@ def random_case(rng: np.random.Generator) -> MatmulCase:
     )
 
 
+@computed_in_cpp
 @pytest.mark.parametrize("seed", range(NUM_RANDOM))
 def test_random_products(seed: int):
     check_matmul(BACKEND, random_case(np.random.default_rng(seed)))
@@ -69,6 +72,7 @@ def test_random_products(seed: int):
 INTEGERS = (formats.MXFP4, formats.MXFP6_E2M3, formats.MXFP6_E3M2, formats.MXINT8)
 
 
+@computed_in_cpp
 @pytest.mark.parametrize("rhs", INTEGERS, ids=lambda format: format.name)
 @pytest.mark.parametrize("lhs", INTEGERS, ids=lambda format: format.name)
 def test_one_block_is_exact(lhs, rhs):
@@ -79,6 +83,7 @@ def test_one_block_is_exact(lhs, rhs):
     assert_bitwise_equal(product(case, left, right), expected.astype(np.float32), what="product")
 
 
+@computed_in_cpp
 @pytest.mark.parametrize("rows", [1, 2, 5, 13, 61])
 @pytest.mark.parametrize(
     ("lhs", "rhs"),
@@ -104,6 +109,7 @@ def with_scales(x: MXArray, row: int, byte: int) -> MXArray:
     return dataclasses.replace(x, scales=x.scales.at[row, 1].set(byte))
 
 
+@computed_in_cpp
 @pytest.mark.parametrize("rows", [3, 70])
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 def test_a_nan_scale_makes_its_row_nan(format, rows: int):
@@ -119,6 +125,7 @@ def test_a_nan_scale_makes_its_row_nan(format, rows: int):
     assert_bitwise_equal(spoilt[kept], clean[kept], what="the others")
 
 
+@computed_in_cpp
 @pytest.mark.parametrize("rows", [1, 3, 70])
 @pytest.mark.parametrize("rhs", [formats.MXFP8_E4M3, formats.MXFP8_E5M2], ids=str)
 @pytest.mark.parametrize("lhs", [None, formats.MXFP8_E4M3], ids=str)
@@ -135,6 +142,7 @@ def test_special_codes_spread(lhs, rhs, rows: int):
     assert_bitwise_equal(np.isinf(actual), np.isinf(expected), what="Inf")
 
 
+@computed_in_cpp
 @pytest.mark.parametrize("rows", [1, 70])
 @pytest.mark.parametrize("rhs", FORMATS[:-1], ids=lambda format: format.name)
 @pytest.mark.parametrize("lhs", [None, formats.MXFP8_E4M3, formats.MXFP4], ids=str)

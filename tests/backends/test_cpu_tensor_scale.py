@@ -23,6 +23,7 @@ LOADED = library.load()
 pytestmark = needs_library
 
 
+@pytest.mark.sweep(reason="compares a C++ library with what tests/reference checks")
 @pytest.mark.parametrize(
     ("shape", "axis", "dtype", "format"),
     [

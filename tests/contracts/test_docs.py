@@ -24,12 +24,17 @@ def build(site: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.Complete
     )
 
 
+reads_sources = pytest.mark.one_python(reason="builds pages of the sources, imports nothing")
+
+
+@reads_sources
 def test_docs_build(tmp_path: Path):
     result = build(tmp_path / "site")
     assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "site" / "api" / "mx_jax" / "index.html").exists()
 
 
+@reads_sources
 @pytest.mark.parametrize(
     ("page", "complaint"),
     [("[gone](gone.md)", "gone.md"), ("::: mx_jax.no_such_name", "no_such_name")],

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 pytest_plugins = ["pytester"]
+pytestmark = pytest.mark.one_python(reason="asks pytest about marks, nothing else")
 
 CONFTEST = (Path(__file__).parents[1] / "conftest.py").read_text()
-INI = "[pytest]\nmarkers =\n    one_python(reason): why\n"
+INI = "[pytest]\nmarkers =\n    one_python(reason): why\n    sweep(reason, where): why\n"
 
 
 @pytest.mark.parametrize(
@@ -17,12 +18,39 @@ INI = "[pytest]\nmarkers =\n    one_python(reason): why\n"
         ("one_python", False),
         ('one_python("reads the sources alone")', False),
         ('one_python(reason="slow")', False),
+        ('one_python(reason="reads the sources alone", where=bool)', False),
+        ('sweep(reason="reads the sources alone", where=bool)', True),
+        ("sweep(where=bool)", False),
     ],
 )
-def test_one_python_needs_a_reason(pytester: pytest.Pytester, mark: str, passes: bool):
+def test_a_mark_needs_a_reason(pytester: pytest.Pytester, mark: str, passes: bool):
     pytester.makeini(INI)
     pytester.makeconftest(CONFTEST)
-    pytester.makepyfile(f"import pytest\n\n@pytest.mark.{mark}\ndef test_it(): pass\n")
+    one = '@pytest.mark.parametrize("n", [1])'
+    pytester.makepyfile(f"import pytest\n\n{one}\n@pytest.mark.{mark}\ndef test_it(n): pass\n")
     result = pytester.runpytest_subprocess("--collect-only", "-q")
     assert (result.ret == 0) == passes, result.stdout.str()
-    assert passes or "one_python needs reason=" in result.stdout.str() + result.stderr.str()
+    complaint = f"{mark.partition('(')[0]} needs reason="
+    assert passes or complaint in result.stdout.str() + result.stderr.str()
+
+
+def test_a_sweep_leaves_a_fifth_and_the_last_to_other_pythons(pytester: pytest.Pytester):
+    pytester.makeini(INI)
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile("""
+        import pytest
+
+        mark = pytest.mark.sweep(reason="reads the sources alone", where=lambda p: p["n"] >= 0)
+
+        @mark
+        @pytest.mark.parametrize("n", range(-2, 13))
+        def test_it(n): pass
+
+        @mark
+        @pytest.mark.parametrize("n", [7])
+        def test_alone(n): pass
+    """)
+    result = pytester.runpytest_subprocess("--collect-only", "-q", "-m", "not one_python")
+    found = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
+    cases = [f"test_it[{n}]" for n in (-2, -1, 0, 5, 10, 12)]
+    assert found == [*cases, "test_alone[7]"]

@@ -47,6 +47,7 @@ def num_calls(function, *args) -> int:
     return function.lower(*args).as_text().count(f"@{rejections.PACKED_MATMUL}(")
 
 
+@pytest.mark.sweep(reason="a C++ library, the same one, computes these bits")
 @needs_library
 @pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize("k_first", [False, True], ids=["n_k", "k_n"])
@@ -76,6 +77,7 @@ def test_packed_weights_take_half_a_byte_a_code():
     assert "mxfp4, shape=(64, 96), dtype=float32, backend=cpu_ffi" in repr(packed)
 
 
+@pytest.mark.sweep(reason="a C++ library, the same one, computes these bits")
 @needs_library
 @pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize("lhs", ["float32", "wide", "bfloat16", "same"])

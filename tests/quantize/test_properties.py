@@ -21,6 +21,8 @@ EXAMPLES = settings(max_examples=40)
 FEW_EXAMPLES = settings(max_examples=20)
 ALL = pytest.mark.parametrize("config", CONFIGS, ids=str)
 FLOAT32 = [config for config in CONFIGS if config.dtype == "float32"]
+# The programs that test_equals_the_oracle runs on every Python.
+follows = pytest.mark.one_python(reason="a law of codes that equal the oracle's on every Python")
 NEAREST = [config for config in CONFIGS if config.rounding == "nearest"]
 
 
@@ -40,6 +42,7 @@ def test_equals_the_oracle(config: Config):
     check()
 
 
+@follows
 @pytest.mark.parametrize("config", NEAREST, ids=str)
 def test_quantizing_twice_changes_nothing(config: Config):
     """FLOOR and EVEN give the same codes and scales again. RCEIL and CEIL may halve a scale whose
@@ -61,6 +64,7 @@ def test_quantizing_twice_changes_nothing(config: Config):
     check()
 
 
+@follows
 @ALL
 def test_negation_flips_signs_only(config: Config):
     @FEW_EXAMPLES
@@ -80,6 +84,7 @@ def test_negation_flips_signs_only(config: Config):
     check()
 
 
+@follows
 @pytest.mark.parametrize("config", [c for c in CONFIGS if c.dtype != "float32"], ids=str)
 def test_narrow_floats_equal_their_widening(config: Config):
     @FEW_EXAMPLES
@@ -94,6 +99,7 @@ def test_narrow_floats_equal_their_widening(config: Config):
     check()
 
 
+@follows
 @pytest.mark.parametrize("config", FLOAT32, ids=str)
 def test_padding_is_invisible(config: Config):
     """Zeros up to whole blocks change neither codes nor scales, and shapes do not show them."""
@@ -118,6 +124,7 @@ def test_padding_is_invisible(config: Config):
     check()
 
 
+@follows
 @pytest.mark.parametrize("config", [c for c in FLOAT32 if len(c.shape) > 2], ids=str)
 def test_permuting_axes_commutes(config: Config):
     ndim = len(config.shape)
@@ -134,6 +141,7 @@ def test_permuting_axes_commutes(config: Config):
     check()
 
 
+@follows
 @pytest.mark.parametrize("config", [c for c in FLOAT32 if c.block_size < 32], ids=str)
 def test_blocks_are_independent(config: Config):
     """Whatever stands in one block, NaN and Inf included, no other block sees it."""
@@ -162,6 +170,7 @@ def test_blocks_are_independent(config: Config):
     check()
 
 
+@follows
 @pytest.mark.parametrize("config", FLOAT32, ids=str)
 def test_a_power_of_two_moves_scales_only(config: Config):
     @FEW_EXAMPLES
@@ -176,6 +185,7 @@ def test_a_power_of_two_moves_scales_only(config: Config):
     check()
 
 
+@follows
 @pytest.mark.parametrize("config", NEAREST, ids=str)
 def test_error_is_at_most_half_a_step(config: Config):
     """Of every value that its block's scale can represent: |Q(x) - x| <= 2^-(p+1) |x|, or half the

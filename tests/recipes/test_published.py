@@ -162,6 +162,7 @@ def test_a_high_precision_forward_is_exact(arrays):
     np.testing.assert_array_equal(y, jnp.matmul(x, w))
 
 
+@pytest.mark.one_python(reason="a mean over draws: tests/codecs rounds by given bits everywhere")
 @pytest.mark.parametrize("name", ["mxfp4_backward", "mxfp4_stochastic"])
 def test_gradients_are_right_on_average(name: str, arrays):
     """The mean over n keys lies within 5 standard errors, estimated from the draws themselves.
