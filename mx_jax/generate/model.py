@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.rotary import Turn, rotate, rotations
 from mx_jax.mxarray import MXArray
-from mx_jax.nn.attention import attend
+from mx_jax.nn.attention import attend, merge_heads
 from mx_jax.nn.cache import KVCache
 from mx_jax.nn.linen import Dense, StoredParams
 from mx_jax.ops.dot_general import dot_general
@@ -115,8 +115,7 @@ class Block(nn.Module):
         turned, values = rotate(y[:, :, : heads + shared], turn), y[:, :, heads + shared :]
         query, keys = jnp.split(turned, [heads], 2)
         if cache is None:
-            rows = (each.swapaxes(1, 2) for each in (query, keys, values))
-            attended = attend(*rows, 0).swapaxes(1, 2)
+            attended = attend(query, merge_heads(keys), merge_heads(values), 0)
         else:
             cache = cache.append(keys, values, position)
             attended = cache.attend(query, position, length=length)

@@ -12,7 +12,7 @@ from jax import lax
 from mx_jax.codecs import packing
 from mx_jax.formats import BlockFormat, Whole, block_format
 from mx_jax.mxarray import MXArray
-from mx_jax.nn.attention import attend
+from mx_jax.nn.attention import attend, merge_heads
 from mx_jax.ops.quantize import dequantize, quantize_operand
 from mx_jax.recipes.mx import measured_operand
 
@@ -27,13 +27,14 @@ class CacheRows:
     """Rows of keys or of values, each with its blocks along the features.
 
     A row is quantized when it is written, and never touched again: what is written later changes
-    neither its codes nor its scales.
+    neither its codes nor its scales. Batch and heads are one axis, as products of matrices take
+    them: where XLA has to merge them it writes a row twice, and copies the whole cache for each.
 
     Attributes:
-      codes: uint8 `[batch, heads, length, bytes of a row]`, FP4 two codes a byte; without a
+      codes: uint8 `[batch * heads, length, bytes of a row]`, FP4 two codes a byte; without a
         format the values themselves.
-      scales: `[batch, heads, length, blocks of a row]`, or None.
-      tensor_scale: float32 `[1, 1, 1, 1]`, fixed, or `[batch, heads, length, 1]`, one for each
+      scales: `[batch * heads, length, blocks of a row]`, or None.
+      tensor_scale: float32 `[1, 1, 1]`, fixed, or `[batch * heads, length, 1]`, one for each
         token and head; None where the format has none.
       format: the block format, or None.
       features: values of a row.
@@ -48,12 +49,12 @@ class CacheRows:
     dtype: np.dtype
 
     def write(self, rows: jax.Array, position: jax.typing.ArrayLike) -> "CacheRows":
-        """The same with `rows`, `[batch, heads, tokens, features]`, from a position on."""
+        """The same with `rows`, `[batch * heads, tokens, features]`, from a position on."""
         if self.format is None:
             return dataclasses.replace(
                 self, codes=_put(self.codes, rows.astype(self.dtype), position)
             )
-        each = self.tensor_scale is not None and self.tensor_scale.shape[2] != 1
+        each = self.tensor_scale is not None and self.tensor_scale.shape[1] != 1
         new = _quantize(rows, self.format, self.tensor_scale, each)
         assert self.scales is not None
         return dataclasses.replace(
@@ -66,17 +67,17 @@ class CacheRows:
         )
 
     def read(self, length: int | None = None) -> jax.Array:
-        """The first rows, `[batch, heads, length, features]`, all of them without a length."""
-        codes = self.codes[:, :, :length]
+        """The first rows, `[batch * heads, length, features]`, all of them without a length."""
+        codes = self.codes[:, :length]
         if self.format is None:
             return codes
         assert self.scales is not None
         tensor_scale = self.tensor_scale
-        if tensor_scale is not None and tensor_scale.shape[2] != 1:
-            tensor_scale = tensor_scale[:, :, :length]
+        if tensor_scale is not None and tensor_scale.shape[1] != 1:
+            tensor_scale = tensor_scale[:, :length]
         rows = MXArray(
             codes=packing.unpack(codes, self.format.element.bits, self.features),
-            scales=self.scales[:, :, :length],
+            scales=self.scales[:, :length],
             tensor_scale=tensor_scale,
             format=self.format,
             blocks=((-1, self.format.block[1]),),
@@ -86,7 +87,7 @@ class CacheRows:
 
 
 def _put(whole: jax.Array, rows: jax.Array, position: jax.typing.ArrayLike) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(whole, rows, position, 2)
+    return lax.dynamic_update_slice_in_dim(whole, rows, position, 1)
 
 
 def _quantize(
@@ -157,7 +158,7 @@ class KVCache:
         """
         form = None if format is None else _row_format(format)
         _check_tensor_scales(tensor_scales, form)
-        shape = (batch, heads, length, features)
+        shape = (batch * heads, length, features)
         keys, values = tensor_scales or (None, None)
         return cls(
             keys=_empty(shape, form, np.dtype(dtype), keys),
@@ -167,7 +168,7 @@ class KVCache:
     @property
     def length(self) -> int:
         """Most tokens that it holds."""
-        return self.keys.codes.shape[2]
+        return self.keys.codes.shape[1]
 
     @property
     def nbytes(self) -> int:
@@ -186,8 +187,8 @@ class KVCache:
             `lax.dynamic_update_slice`, a position too far back for the tokens to fit is moved.
         """
         return KVCache(
-            keys=self.keys.write(keys.swapaxes(1, 2), position),
-            values=self.values.write(values.swapaxes(1, 2), position),
+            keys=self.keys.write(merge_heads(keys), position),
+            values=self.values.write(merge_heads(values), position),
         )
 
     def attend(
@@ -207,7 +208,7 @@ class KVCache:
           `[batch, tokens, query heads, features]`, of the query's dtype.
         """
         keys, values = self.keys.read(length), self.values.read(length)
-        return attend(query.swapaxes(1, 2), keys, values, position).swapaxes(1, 2)
+        return attend(query, keys, values, position)
 
 
 def _row_format(format: Any) -> BlockFormat:
@@ -249,7 +250,7 @@ def _empty(
         scales = jnp.zeros((*rows, -(-features // size)), form.scale.storage_dtype)
         own = None
         if tensor_scale is not None:
-            own = jnp.full((1, 1, 1, 1), tensor_scale, jnp.float32)
+            own = jnp.full((1, 1, 1), tensor_scale, jnp.float32)
         elif form.tensor_scale:
             own = jnp.ones((*rows, 1), jnp.float32)
     return CacheRows(
