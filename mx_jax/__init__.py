@@ -4,6 +4,7 @@
 `nn.nnx` are Flax layers with one. Start with `mx_jax.recipes`.
 """
 
+from mx_jax import calibrate as calibrate
 from mx_jax import checkpoint as checkpoint
 from mx_jax import convert as convert
 from mx_jax import formats as formats

@@ -10,7 +10,16 @@ import pytest
 import mx_jax
 
 ROOT = Path(__file__).parents[2]
-NAMESPACES = {"checkpoint", "formats", "inspect", "nn", "recipes", "sharding", "testing"}
+NAMESPACES = {
+    "calibrate",
+    "checkpoint",
+    "formats",
+    "inspect",
+    "nn",
+    "recipes",
+    "sharding",
+    "testing",
+}
 PUBLIC = {
     "mx_jax": NAMESPACES
     | {
@@ -32,6 +41,7 @@ PUBLIC = {
         "ragged_dot",
         "save_quantized",
     },
+    "mx_jax.calibrate": {"gptq", "moments", "output_error", "search_scales"},
     "mx_jax.checkpoint": {
         "Certificate",
         "LAYOUTS",

@@ -1,0 +1,174 @@
+"""GPTQ against its definition, and against plain rounding on inputs that depend on each other."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mx_jax
+from mx_jax import calibrate, recipes
+from mx_jax.calibrate.gptq import BATCH
+from mx_jax.formats import MXFP4, NVFP4, BlockFormat
+from tests.calibrate.tables import values_under
+
+K, N = BATCH + 32, 5
+
+
+def inputs(rng: np.random.Generator, k: int = K, rows: int = 400) -> np.ndarray:
+    mixed = rng.standard_normal((rows, k)) @ rng.standard_normal((k, k))
+    return (mixed * rng.lognormal(0.0, 1.0, k)).astype(np.float32)
+
+
+def by_definition(
+    w: np.ndarray, moment: np.ndarray, q: mx_jax.MXArray, order: np.ndarray, damping: float
+) -> np.ndarray:
+    """Values that GPTQ gives under the scales of q: the textbook's loop, in float64.
+
+    Each feature becomes its nearest value, and what is left is minimized over all later features.
+    """
+    k = len(w)
+    h = np.array(moment, np.float64) / np.diag(moment).mean() + damping * np.eye(k)
+    values = values_under(q)
+    now, result = w.astype(np.float64), np.zeros(w.shape)
+    for place, i in enumerate(order):
+        nearest = np.abs(values[:, i] - now[i]).argmin(0)
+        result[i] = np.take_along_axis(values[:, i], nearest[None], 0)[0]
+        left = order[place + 1 :]
+        if len(left):
+            pull = np.linalg.solve(h[np.ix_(left, left)], h[left, i])
+            now[left] += pull[:, None] * (now[i] - result[i])
+    return result
+
+
+@pytest.mark.parametrize("by_activity", [False, True])
+@pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
+def test_it_is_the_textbook_s(format: BlockFormat, by_activity: bool, rng):
+    """Minimizing over what is left is what the Cholesky factor does; a batch's end lies in it."""
+    w, x = rng.standard_normal((K, N)).astype(np.float32), inputs(rng)
+    moment = x.T @ x
+    found = calibrate.gptq(w, format, moment, damping=0.02, by_activity=by_activity)
+    order = np.argsort(-np.diag(moment), kind="stable") if by_activity else np.arange(K)
+    want = by_definition(w, moment, found, order, 0.02)
+    got = np.asarray(found.dequantize(), np.float64)
+    # A tie may fall to the other side in float32 and send the rest of its column elsewhere.
+    same = (np.abs(got - want) < 1e-5).all(0)
+    assert same.sum() >= N - 1, np.abs(got - want).max(0)
+
+
+@pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
+def test_products_lose_less(format: BlockFormat, rng):
+    w, x = rng.standard_normal((128, 32)).astype(np.float32), inputs(rng, 128)
+    moment = x.T @ x
+    importance = np.diag(moment)
+    ways = [
+        mx_jax.quantize(w, format, axis=0),
+        calibrate.search_scales(w, format, importance=importance),
+        calibrate.gptq(w, format, moment, by_activity=False),
+        calibrate.gptq(w, format, moment),
+    ]
+    plain, searched, in_order, best = (calibrate.output_error(w, q, moment) for q in ways)
+    assert best < in_order < searched < plain and best < 0.5 * searched
+    # What output_error says is what a product loses.
+    lost = np.square(x @ (np.asarray(ways[-1].dequantize()) - w)).sum() / np.square(x @ w).sum()
+    assert best == pytest.approx(lost, rel=1e-3)
+
+
+def test_inputs_that_are_independent_leave_the_nearest_codes(rng):
+    w = rng.standard_normal((70, 6)).astype(np.float32)
+    found = calibrate.gptq(w, "mxfp4", np.eye(70))
+    np.testing.assert_array_equal(found.codes, calibrate.search_scales(w, "mxfp4").codes)
+
+
+def test_any_axis_and_features_that_were_never_there(rng):
+    w, x = rng.standard_normal((3, 70, 4)).astype(np.float32), inputs(rng, 70)
+    x[:, 10] = 0
+    found = calibrate.gptq(w, "nvfp4", x.T @ x, axis=1)
+    assert found.shape == w.shape and np.isfinite(np.asarray(found.dequantize())).all()
+    front = np.moveaxis(w, 1, 0).reshape(70, -1)
+    flat = calibrate.gptq(front, "nvfp4", x.T @ x)
+    codes = np.moveaxis(np.asarray(found.codes), 1, 0).reshape(70, -1)
+    np.testing.assert_array_equal(codes, flat.codes)
+
+
+@pytest.mark.parametrize(
+    ("moment", "damping", "complaint"),
+    [
+        (np.eye(5), 0.01, r"moment.shape=\(5, 5\), finite=True for an axis of length=32"),
+        (np.full((32, 32), np.nan), 0.01, r"finite=False for an axis of length=32"),
+        (np.eye(32), 0.0, r"damping must be above 0, got damping=0.0"),
+        (np.ones((32, 32)) - 0.9 * np.eye(32), 0.01, "moment must be positive semidefinite.*raise"),
+    ],
+)
+def test_wrong_calls(moment: Any, damping: float, complaint: str):
+    with pytest.raises(ValueError, match=f"gptq: .*{complaint}"):
+        calibrate.gptq(jnp.ones((32, 4)), "mxfp4", moment, damping=damping)
+
+
+class Linen(nn.Module):
+    recipe: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dense = nn.Dense if self.recipe is None else mx_jax.nn.linen.Dense
+        options = {} if self.recipe is None else {"recipe": self.recipe}
+        y = jnp.tanh(dense(6, name="up", **options)(x))
+        heads = nn.DenseGeneral((2, 3), axis=-1, name="heads")(y)
+        # Contracts two axes: not observed.
+        return nn.DenseGeneral(4, axis=(-2, -1), name="out")(heads)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(8, 6, rngs=rngs)
+        self.heads = nnx.LinearGeneral(6, (2, 3), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.heads(jnp.tanh(self.up(x)))
+
+
+def expected(x: np.ndarray, up: Any) -> dict[str, np.ndarray]:
+    y = np.tanh(x @ np.asarray(up["kernel"]) + np.asarray(up["bias"])).reshape(-1, 6)
+    rows = x.reshape(-1, 8)
+    return {"up": rows.T @ rows, "heads": y.T @ y}
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.weight_only("mxfp8_e4m3")])
+def test_moments_of_a_linen_model(recipe: Any, rng):
+    model, x = Linen(recipe), rng.standard_normal((2, 5, 8)).astype(np.float32)
+    variables = Linen().init(jax.random.key(0), x)
+    found = calibrate.moments(model, [x[:1], (x[1:],)], variables=variables)
+    want = expected(x, variables["params"]["up"])
+    assert found.keys() == want.keys()
+    for name in want if recipe is None else ["up"]:
+        np.testing.assert_allclose(found[name], want[name], rtol=1e-4, atol=1e-4)
+
+
+def test_moments_of_an_nnx_model(rng):
+    model, x = Nnx(nnx.Rngs(0)), rng.standard_normal((2, 5, 8)).astype(np.float32)
+    found = calibrate.moments(model, [x])
+    up = {"kernel": model.up.kernel[...], "bias": model.up.bias[...]}
+    want = expected(x, up)
+    assert found.keys() == want.keys()
+    for name, moment in want.items():
+        np.testing.assert_allclose(found[name], moment, rtol=1e-4, atol=1e-4)
+    # The model itself is as it was.
+    assert model.up.dot_general is Nnx(nnx.Rngs(0)).up.dot_general
+
+
+def test_moments_of_what_is_none(rng):
+    x = jnp.ones((2, 8))
+    variables = Linen().init(jax.random.key(0), x[None])
+    with pytest.raises(TypeError, match="linen module needs variables=, got variables=NoneType"):
+        calibrate.moments(Linen(), [x])
+    with pytest.raises(TypeError, match="nnx model has its own; drop variables="):
+        calibrate.moments(Nnx(nnx.Rngs(0)), [x], variables=variables)
+    with pytest.raises(TypeError, match=r"needs a flax.linen module or .*got\n? ?model=function"):
+        calibrate.moments(lambda x: x, [x])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="got no batch"):
+        calibrate.moments(Linen(), [], variables=variables)
+    with pytest.raises(ValueError, match="got no dense layer in LayerNorm"):
+        calibrate.moments(nn.LayerNorm(), [x], variables=nn.LayerNorm().init(jax.random.key(0), x))

@@ -1,0 +1,110 @@
+"""Scales by squared error: what is chosen is the best of what was tried, by NumPy's count."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import calibrate
+from mx_jax.formats import BLOCK_FORMATS, MXFP4, NVFP4, BlockFormat
+from tests.calibrate.tables import values_under
+
+SEARCHED = [
+    format
+    for format in BLOCK_FORMATS
+    if format.name in ("mxfp4", "mxint8", "mxfp8_e4m3", "nvfp4", "nvfp4_one_level")
+]
+
+
+def heavy(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_t(3.0, shape).astype(np.float32)
+
+
+def errors(w: np.ndarray, q: mx_jax.MXArray, size: int, h: Any = 1.0) -> np.ndarray:
+    """Of each block along the first axis, in float64."""
+    lost = np.square(np.asarray(q.dequantize(), np.float64) - w) * h
+    return lost.reshape(-1, size, w.shape[1]).sum(1)
+
+
+@pytest.mark.parametrize("format", SEARCHED, ids=lambda format: format.name)
+def test_no_block_loses_more_than_under_the_first_scale(format: BlockFormat, rng):
+    w = heavy(rng, 128, 8)
+    found = calibrate.search_scales(w, format)
+    assert found.format == format and found.shape == w.shape
+    search = calibrate.scales.search_for(format.scale, "")
+    first = mx_jax.quantize(w, format, axis=0, scale_rule=search.first)
+    before, after = (errors(w, q, format.block[1]) for q in (first, found))
+    assert (after <= before * (1 + 1e-6)).all() and (after < 0.99 * before).any()
+    # The codes are the nearest ones under the scales.
+    nearest = np.abs(values_under(found) - w).min(0)
+    distance = np.abs(np.asarray(found.dequantize(), np.float64) - w)
+    np.testing.assert_allclose(distance, nearest, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
+def test_every_scale_in_reach_is_worse(format: BlockFormat, rng):
+    """Tried by hand, one block of each: the neighbours of the stored scale, an octave each way."""
+    w, size = heavy(rng, 64, 4), format.block[1]
+    h = rng.uniform(0.0, 4.0, 64).astype(np.float32)
+    found = calibrate.search_scales(w, format, importance=h)
+    best = errors(w, found, size, h[:, None])
+    for step in (-1, 1) if format == MXFP4 else range(-8, 9):
+        moved = np.clip(np.asarray(found.scales, np.int32) + step, 0, 254).astype(np.uint8)
+        other = dataclasses.replace(found, scales=jnp.asarray(moved))
+        distance = np.abs(values_under(other) - w).min(0)
+        error = (np.square(distance) * h[:, None]).reshape(-1, size, 4).sum(1)
+        # Beyond the octave around the first scale lies what was not tried.
+        tried = _in_reach(w, format, moved)
+        assert (best <= error * (1 + 1e-6))[tried].all()
+
+
+def _in_reach(w: np.ndarray, format: BlockFormat, scales: np.ndarray) -> np.ndarray:
+    search = calibrate.scales.search_for(format.scale, "")
+    first = mx_jax.quantize(w, format, axis=0, scale_rule=search.first)
+    away = scales.astype(np.int32) - np.asarray(first.scales, np.int32)
+    inside = (scales >= search.smallest) & (scales <= search.largest)
+    return (np.abs(away) <= max(search.steps)) & inside
+
+
+def test_importance_decides_who_is_clipped(rng):
+    """A feature that counts for nothing does not widen the scale of its block."""
+    w = rng.standard_normal((16, 3)).astype(np.float32)
+    w[5] = 40.0
+    h = np.ones(16, np.float32)
+    h[5] = 0.0
+    plain, aware = (calibrate.search_scales(w, NVFP4, importance=each) for each in (None, h))
+    rest = np.arange(16) != 5
+    before, after = (np.square(np.asarray(q.dequantize()) - w)[rest].sum() for q in (plain, aware))
+    assert after < 0.5 * before
+
+
+@pytest.mark.parametrize("axis", [1, -2])
+def test_axes_partial_blocks_and_blocks_that_are_no_number(axis: int, rng):
+    w = heavy(rng, 40, 70)
+    w[3, 7] = np.nan
+    found = calibrate.search_scales(w, "mxfp4", axis=axis)
+    plain = mx_jax.quantize(w, "mxfp4", axis=axis)
+    assert found.scales.shape == plain.scales.shape and found.blocks == plain.blocks
+    nans = [np.isnan(np.asarray(q.dequantize())) for q in (found, plain)]
+    np.testing.assert_array_equal(*nans)
+    zeros = calibrate.search_scales(np.zeros((32, 2), np.float32), "nvfp4")
+    assert not np.asarray(zeros.dequantize()).any()
+
+
+def test_wrong_calls():
+    w = jnp.ones((64, 4))
+    with pytest.raises(ValueError, match=r"search_scales: .*got scale=.*kind=divisor; quantize by"):
+        calibrate.search_scales(w, "float8_rowwise_e4m3")
+    with pytest.raises(ValueError, match=r"importance.shape=\(4,\) for w.shape=\(64, 4\), axis=0"):
+        calibrate.search_scales(w, "mxfp4", importance=jnp.ones(4))
+
+
+def test_the_search_is_one_program():
+    """The casts that are tried are one loop, however many."""
+    w = jax.ShapeDtypeStruct((64, 4), jnp.float32)
+    text = jax.jit(lambda w: calibrate.search_scales(w, "nvfp4")).lower(w).as_text()
+    assert text.count("stablehlo.while") == 1
