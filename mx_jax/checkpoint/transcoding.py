@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
 
+from mx_jax.checkpoint.exact import decoded, effective_scales, element_values
 from mx_jax.checkpoint.layout import Layout
 from mx_jax.checkpoint.layouts import LAYOUTS
 from mx_jax.codecs.blocks import Blocks, block_extent, scales_shape
@@ -15,8 +15,6 @@ from mx_jax.formats import BlockFormat, ScaleFormat, block_format
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked
 
-# Rows that are decoded at once: the proof takes little memory, however large the tensor.
-_CHUNK = 1 << 20
 # E4M3's powers of two reach from 2^-9 to 2^8. A tensor scale below 2^-126 would be flushed to zero.
 _LARGEST_POWER, _SMALLEST_NORMAL = 8, -126
 
@@ -117,26 +115,12 @@ def _blocks(x: MXArray, format: BlockFormat, row: Layout | None) -> Blocks:
     return blocks
 
 
-def _effective(x: MXArray) -> np.ndarray:
-    """What each block's codes are multiplied by, in float64: exact, 28 bits at most."""
-    scales = np.asarray(x.scales)
-    if not x.format.scale.is_float32:
-        scales = np.array([x.format.scale.value(code) for code in range(256)])[scales]
-    whole = 1.0 if x.tensor_scale is None else np.asarray(x.tensor_scale, np.float64)
-    return scales.astype(np.float64) * whole
-
-
-def _element_values(x: MXArray) -> np.ndarray:
-    element = x.format.element
-    return np.array([element.value(code) for code in range(1 << element.bits)])
-
-
 def _wanted(x: MXArray, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
     """The scale that each block of the target has to have, and which cannot have one.
 
     A block of zeros wants none, which is given as zero.
     """
-    scales, used = _effective(x), (_element_values(x) != 0)[np.asarray(x.codes)]
+    scales, used = effective_scales(x), (element_values(x) != 0)[np.asarray(x.codes)]
     bad = np.isnan(scales)
     targets, shared = dict(blocks), dict[int, int]()
     for axis, size in x.blocks:
@@ -187,22 +171,10 @@ def _encoded(wanted: np.ndarray, scale: ScaleFormat) -> tuple[np.ndarray, np.nda
     return stored, (table[stored] != wanted) & (wanted != 0)
 
 
-def _decoded(x: MXArray) -> Iterator[np.ndarray]:
-    """The values in float64, some rows of the first axis at a time."""
-    table, scales, codes = _element_values(x), _effective(x), np.asarray(x.codes)
-    extents = {axis % x.ndim: block_extent(size, x.shape[axis]) for axis, size in x.blocks}
-    for axis in range(1, x.ndim):
-        scales = np.take(scales, np.arange(x.shape[axis]) // extents.get(axis, 1), axis)
-    step = max(1, _CHUNK * x.shape[0] // max(codes.size, 1))
-    for first in range(0, x.shape[0], step):
-        rows = np.arange(first, min(first + step, x.shape[0]))
-        yield table[codes[rows]] * scales[rows // extents.get(0, 1)]
-
-
 def _proved(given: MXArray, made: MXArray) -> Certificate:
     """Both decoded and compared, to the sign of zero; an error here is one of this module."""
     values = 0
-    for one, other in zip(_decoded(given), _decoded(made), strict=True):
+    for one, other in zip(decoded(given), decoded(made), strict=True):
         if (one.view(np.int64) != other.view(np.int64)).any():
             raise AssertionError(f"transcode: {made.format.name} changed a value; please report it")
         values += one.size
