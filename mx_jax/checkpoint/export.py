@@ -1,8 +1,9 @@
 """Weights written as others store them."""
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ from mx_jax.checkpoint.layouts import named
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry, named_dtype
 from mx_jax.checkpoint.safetensors_file import write as write_file
+from mx_jax.checkpoint.shards import write_shards
 from mx_jax.checkpoint.torchao import TORCHAO
-from mx_jax.checkpoint.torchao_export import torchao_entries
+from mx_jax.checkpoint.torchao_export import torchao_metadata, torchao_parts
 from mx_jax.codecs import packing
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked
 
-# Tensors of a file, and metadata of its header.
-Export = tuple[dict[str, Entry], dict[str, str]]
+# The tensors that hold a weight, and what the file's metadata say of it.
+Parts = tuple[dict[str, Entry], dict[str, str]]
 
 
 def write(
@@ -28,22 +30,28 @@ def write(
     weights: Mapping[str, Any],
     *,
     layout: str,
+    max_shard_size: int | None = None,
+    resume: bool = False,
     progress: bool = False,
 ) -> None:
-    """Write weights as others store them, in one safetensors file.
+    """Write weights as others store them, in one safetensors file or several.
 
-    What `read` gives goes back as it was. One tensor at a time is fetched; the file appears when it
-    is whole. What `config.json` has to say beside it is the model's own matter.
+    What `read` gives goes back as it was. Each weight is fetched twice, to describe it and to write
+    it, and one at a time is in memory: of `Weights` that are read from files, so a model larger
+    than memory goes through. A file appears when it is whole. What `config.json` has to say beside
+    it is the model's own matter.
 
     Args:
-      path: of the file.
+      path: of the file; of a folder, where there are to be several.
       weights: from names to MXArrays `[..., out, in]`, blocks along `in`, and plain arrays.
       layout: the name of one of `mx_jax.checkpoint.LAYOUTS`, or `"torchao"`.
+      max_shard_size: bytes of tensors in a file, for files `model-00001-of-...` with an index.
+      resume: whether to keep whole files that an earlier call for the same weights left behind.
       progress: whether to show a bar on stderr.
 
     Raises:
       ValueError: an MXArray of another format or other blocks than the layout's, whose name does
-        not end as its weights do, or whose rows fill no whole bytes.
+        not end as its weights do, or whose rows fill no whole bytes; two tensors of one name.
 
     Example:
       >>> import os, tempfile, jax.numpy as jnp, mx_jax
@@ -54,32 +62,80 @@ def write(
       >>> checkpoint.read(path)["up.weight"].shape
       (8, 32)
     """
-    given = {name: unpacked(x) if isinstance(x, Quantized) else x for name, x in weights.items()}
-    entries, metadata = _EXPORTS.get(layout, _by_row)(given, layout)
+    if max_shard_size is not None and max_shard_size < 1:
+        raise ValueError(f"checkpoint.write: max_shard_size={max_shard_size} must be positive")
+    if resume and max_shard_size is None:
+        raise ValueError("checkpoint.write: resume needs several files; give max_shard_size")
+    exporter = _EXPORTERS.get(layout) or _by_row(layout)
+    entries, metadata = _entries(weights, exporter)
+    metadata = {"format": "pt"} | metadata | exporter.together(list(weights))
     with progress_bar("write", sum(e.nbytes for e in entries.values()), progress) as step:
-        write_file(Path(path), entries, {"format": "pt"} | metadata, step)
+        if max_shard_size is None:
+            write_file(Path(path), entries, metadata, step)
+        else:
+            write_shards(
+                Path(path), entries, metadata, largest=max_shard_size, resume=resume, step=step
+            )
 
 
-def _by_row(weights: Mapping[str, Any], layout: str) -> Export:
+@dataclasses.dataclass(frozen=True)
+class _Exporter:
+    """How weights become tensors.
+
+    Attributes:
+      parts: of a weight by its name.
+      together: what the metadata say of all, by their names.
+    """
+
+    parts: Callable[[str, Any], Parts]
+    together: Callable[[list[str]], dict[str, str]] = lambda names: {}
+
+
+def _by_row(layout: str) -> _Exporter:
     """By one of `LAYOUTS`."""
-    row, entries = named(layout), {}
+    row = named(layout)
     if row.rotation is not None:
         raise ValueError(
             f"checkpoint.write: {row.name} holds weights that were rotated before they were "
             "quantized, and is read only; choose another layout"
         )
-    for name, x in weights.items():
-        entries |= _stored(name, x, row) if isinstance(x, MXArray) else {name: Entry.of(x)}
-    return entries, {}
 
+    def parts(name: str, x: Any) -> Parts:
+        return (_stored(name, x, row) if isinstance(x, MXArray) else {name: Entry.of(x)}), {}
 
-def _torchao(weights: Mapping[str, Any], layout: str) -> Export:
-    del layout
-    return torchao_entries(weights)
+    return _Exporter(parts)
 
 
 # Those that are no row of `LAYOUTS`, by their names.
-_EXPORTS = {TORCHAO: _torchao}
+_EXPORTERS = {TORCHAO: _Exporter(torchao_parts, torchao_metadata)}
+
+
+def _entries(weights: Mapping[str, Any], exporter: _Exporter) -> Parts:
+    """All tensors, none of them held: each is fetched anew when its turn comes."""
+    held: dict[str, Any] = {}
+
+    def weight(name: str) -> Any:
+        # The tensors of one weight come one after the other.
+        if name not in held:
+            held.clear()
+            value = weights[name]
+            held[name] = unpacked(value) if isinstance(value, Quantized) else value
+        return held[name]
+
+    def fetch(name: str, key: str) -> np.ndarray:
+        return exporter.parts(name, weight(name))[0][key].fetch()
+
+    entries: dict[str, Entry] = {}
+    metadata: dict[str, str] = {}
+    for name in weights:
+        parts, said = exporter.parts(name, weight(name))
+        for key, entry in parts.items():
+            if key in entries:
+                raise ValueError(f"checkpoint.write: two tensors would be named {key!r}")
+            entries[key] = dataclasses.replace(entry, fetch=functools.partial(fetch, name, key))
+        metadata |= said
+    held.clear()
+    return entries, metadata
 
 
 def _stored(name: str, x: MXArray, row: Layout) -> dict[str, Entry]:

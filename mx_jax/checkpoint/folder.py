@@ -5,8 +5,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from mx_jax.checkpoint.safetensors_file import Reader
-
-_INDEX = "model.safetensors.index.json"
+from mx_jax.checkpoint.shards import INDEX, check_whole
 
 
 def readers_of(path: Path, where: str) -> dict[str, Reader]:
@@ -14,23 +13,24 @@ def readers_of(path: Path, where: str) -> dict[str, Reader]:
     if not path.is_dir():
         reader = Reader.open(path)
         return dict.fromkeys(reader.tensors, reader)
-    index = path / _INDEX
+    index = path / INDEX
     if not index.is_file():
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{where}: no safetensors file in this folder")
+        check_whole(files, where)
         opened = [Reader.open(file) for file in files]
         return {name: reader for reader in opened for name in reader.tensors}
     named = _json(index).get("weight_map")
     if not isinstance(named, dict):
-        raise ValueError(f"{where}: {_INDEX} has no weight_map")
+        raise ValueError(f"{where}: {INDEX} has no weight_map")
     for file in named.values():
         if not isinstance(file, str) or PurePath(file).name != file:
-            raise ValueError(f"{where}: {_INDEX} names {file!r}, which is no file of this folder")
+            raise ValueError(f"{where}: {INDEX} names {file!r}, which is no file of this folder")
     readers = {file: Reader.open(path / file) for file in sorted(set(named.values()))}
     for name, file in named.items():
         if name not in readers[file].tensors:
-            raise ValueError(f"{where}: {_INDEX} says that {name} is in {file}, which has no such")
+            raise ValueError(f"{where}: {INDEX} says that {name} is in {file}, which has no such")
     return {name: readers[file] for name, file in named.items()}
 
 

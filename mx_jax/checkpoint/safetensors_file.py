@@ -96,6 +96,22 @@ def write(
     Raises:
       ValueError: a dtype that the format does not have, or a tensor other than announced.
     """
+    text = header_of(entries, metadata)
+    with replacing(path) as file:
+        file.write(text)
+        for name, entry in entries.items():
+            tensor = entry.fetch()
+            if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
+                raise ValueError(
+                    f"checkpoint: {name} changed while it was written: announced "
+                    f"{entry.dtype}{list(entry.shape)}, got {tensor.dtype}{list(tensor.shape)}"
+                )
+            file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
+            step(name, entry.nbytes)
+
+
+def header_of(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
+    """What a file of these tensors begins with; ValueError for a dtype that the format lacks."""
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     end = 0
     for name, entry in entries.items():
@@ -112,21 +128,11 @@ def write(
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with _replacing(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, entry in entries.items():
-            tensor = entry.fetch()
-            if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
-                raise ValueError(
-                    f"checkpoint: {name} changed while it was written: announced "
-                    f"{entry.dtype}{list(entry.shape)}, got {tensor.dtype}{list(tensor.shape)}"
-                )
-            file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
-            step(name, entry.nbytes)
+    return len(text).to_bytes(8, "little") + text
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Any]:
+def replacing(path: Path) -> Iterator[Any]:
     """A file beside `path` that takes its place at the end, or is gone."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

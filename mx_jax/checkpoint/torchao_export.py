@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,31 +13,29 @@ from mx_jax.formats import F32, NVFP4, Whole
 from mx_jax.mxarray import MXArray
 
 
-def torchao_entries(
-    weights: Mapping[str, MXArray | Any],
-) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The tensors of a file that torchao reads, and its metadata.
+def torchao_parts(name: str, value: MXArray | Any) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The tensors that hold a weight, and what the file's metadata say of it.
 
     Args:
-      weights: from names to MXArrays `[..., out, in]` and plain arrays; their dtype is that of the
-        high-precision tensor.
+      name: of the weight.
+      value: an MXArray `[..., out, in]`, whose dtype is that of the high-precision tensor, or a
+        plain array.
 
     Raises:
       ValueError: an MXArray that is none of MXTensor, NVFP4Tensor and Float8Tensor.
     """
-    entries: dict[str, Entry] = {}
-    metadata = {torchao.NAMES: json.dumps(list(weights))}
-    for name, value in weights.items():
-        facts: dict[str, Any] = {"_type": torchao.PLAIN}
-        if isinstance(value, MXArray):
-            kind, data = _said_of(name, value)
-            parts = _parts(value, kind)
-            entries |= {torchao.base(name) + role: entry for role, entry in parts.items()}
-            facts = {"_type": kind, "_data": data, "_tensor_data_names": list(parts)}
-        else:
-            entries[name] = Entry.of(value)
-        metadata[name] = json.dumps(facts)
-    return entries, metadata
+    if not isinstance(value, MXArray):
+        return {name: Entry.of(value)}, {name: json.dumps({"_type": torchao.PLAIN})}
+    kind, data = _said_of(name, value)
+    parts = _parts(value)
+    facts = {"_type": kind, "_data": data, "_tensor_data_names": list(parts)}
+    entries = {torchao.base(name) + role: entry for role, entry in parts.items()}
+    return entries, {name: json.dumps(facts)}
+
+
+def torchao_metadata(names: list[str]) -> dict[str, str]:
+    """What the metadata say of the weights together."""
+    return {torchao.NAMES: json.dumps(names)}
 
 
 def _said_of(name: str, x: MXArray) -> tuple[str, dict[str, Any]]:
@@ -89,7 +86,7 @@ def _alike(one: Any, other: Any) -> bool:
     return dataclasses.replace(one, name=other.name) == other
 
 
-def _parts(x: MXArray, kind: str) -> dict[str, Entry]:
+def _parts(x: MXArray) -> dict[str, Entry]:
     bits, dtype = x.format.element.bits, x.format.scale.dtype
     if bits == 4 and x.shape[-1] % 2:
         raise ValueError(f"checkpoint.write: torchao needs FP4 rows of whole bytes, got {x.shape}")

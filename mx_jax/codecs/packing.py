@@ -99,16 +99,18 @@ def _numpy_of(x: jax.Array | np.ndarray) -> ModuleType:
 def _regroup(fields: A, given: int, wanted: int) -> A:
     """Fields of `given` bits along the last axis, little-endian, cut into `wanted` bits each."""
     xp, count = _numpy_of(fields), fields.shape[-1]
-    wide = fields.astype(np.uint32)
+    # Fields and their shifts take 15 bits; compiled programs widen as they go, the host does not.
+    word = np.uint16 if isinstance(fields, np.ndarray) else np.uint32
+    wide = fields.astype(word)
     cut = []
     for start in range(0, count * given, wanted):
         # No word has to hold the whole group: eight codes of five bits take 40.
-        field = np.uint32(0)
+        field = word(0)
         for index in range(start // given, min(count, -(-(start + wanted) // given))):
             shift = index * given - start
             part = wide[..., index]
             field = field | (part << shift if shift >= 0 else part >> -shift)
-        cut.append((field & np.uint32((1 << wanted) - 1)).astype(np.uint8))
+        cut.append((field & word((1 << wanted) - 1)).astype(np.uint8))
     return xp.stack(cut, axis=-1)
 
 

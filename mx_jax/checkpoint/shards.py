@@ -1,0 +1,102 @@
+"""A checkpoint in several files with an index, written so that it can be taken up again."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from mx_jax.checkpoint.safetensors_file import Entry, Reader, header_of, replacing, write
+
+INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+
+
+def write_shards(
+    folder: Path,
+    entries: Mapping[str, Entry],
+    metadata: Mapping[str, str],
+    *,
+    largest: int,
+    resume: bool,
+    step: Callable[[str, int], None],
+) -> None:
+    """Write files of up to `largest` bytes of tensors, and an index of them.
+
+    Each file appears when it is whole, the index when all are: a folder without one is not whole,
+    and is not read.
+
+    Args:
+      folder: made if it is not there.
+      entries: tensors by name; one at a time is in memory.
+      metadata: of each file's header.
+      largest: bytes of a file's tensors; a larger tensor has a file of its own.
+      resume: whether to keep files that an earlier call left, if they have the same tensors and
+        their first holds the same values.
+      step: told each tensor's name and bytes once it is there.
+
+    Raises:
+      ValueError: as `write` does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # What an earlier checkpoint's index names is about to change.
+    (folder / INDEX).unlink(missing_ok=True)
+    shards = _cut(entries, largest)
+    named: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        path = folder / f"model-{number:05}-of-{len(shards):05}.safetensors"
+        named |= dict.fromkeys(shard, path.name)
+        if resume and _is_there(path, shard, metadata):
+            for name, entry in shard.items():
+                step(name, entry.nbytes)
+        else:
+            write(path, shard, metadata, step)
+    total = sum(entry.nbytes for entry in entries.values())
+    index = {"metadata": {"total_size": total}, "weight_map": named}
+    with replacing(folder / INDEX) as file:
+        file.write(json.dumps(index, indent=2).encode())
+
+
+def _cut(entries: Mapping[str, Entry], largest: int) -> list[dict[str, Entry]]:
+    """The tensors in order, cut where a file would become too large; one file at least."""
+    shards: list[dict[str, Entry]] = [{}]
+    held = 0
+    for name, entry in entries.items():
+        if shards[-1] and held + entry.nbytes > largest:
+            shards.append({})
+            held = 0
+        shards[-1][name] = entry
+        held += entry.nbytes
+    return shards
+
+
+def _is_there(path: Path, shard: Mapping[str, Entry], metadata: Mapping[str, str]) -> bool:
+    """Whether a file is what would be written, as far as its header and first tensor tell."""
+    text = header_of(shard, metadata)
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        if file.read(len(text)) != text:
+            return False
+    try:
+        reader = Reader.open(path)
+    except ValueError:
+        return False
+    return all(
+        reader.read(name).tobytes() == entry.fetch().tobytes()
+        for name, entry in list(shard.items())[:1]
+    )
+
+
+def check_whole(files: list[Path], where: str) -> None:
+    """ValueError for files of a checkpoint that has no index, if some of them are missing."""
+    found: dict[str, set[str]] = {}
+    for file in files:
+        shard = _SHARD.fullmatch(file.name)
+        if shard is not None:
+            found.setdefault(shard[2], set()).add(shard[1])
+    for count, numbers in found.items():
+        if len(numbers) < int(count):
+            raise ValueError(
+                f"{where}: {len(numbers)} of {int(count)} files are there and no {INDEX}: it was "
+                "not written to its end; write it again, or with resume=True"
+            )

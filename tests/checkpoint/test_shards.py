@@ -1,0 +1,179 @@
+"""Several files with an index: whole or not there, taken up again, and little memory."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mx_jax import checkpoint
+from mx_jax.formats import MXFP4
+from tests.checkpoint.stored import draw
+
+LAYOUT = "mxfp4-pack-quantized"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def weights(rng: np.random.Generator) -> dict[str, Any]:
+    """Four weights of 8 * 32 + 8 * 2 bytes, and a small one."""
+    mx = {f"{i}.weight": draw(MXFP4, (8, 64), rng) for i in range(4)}
+    return mx | {"norm": jnp.arange(3.0)}
+
+
+def codes(weights: Mapping[str, Any], name: str) -> np.ndarray:
+    return np.asarray(weights[name].codes)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, "torchao"])
+def test_there_and_back(layout: str, weights: dict[str, Any], tmp_path: Path):
+    checkpoint.write(tmp_path, weights, layout=layout, max_shard_size=600)
+    assert names(tmp_path) == [*(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)), INDEX]
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"]["total_size"] == 4 * 272 + 12
+    back = checkpoint.read(tmp_path)
+    assert set(back) == set(weights)
+    for name in back.quantized:
+        np.testing.assert_array_equal(codes(back, name), codes(weights, name))
+    # A tensor that is larger than a file has one of its own.
+    checkpoint.write(tmp_path / "b", weights, layout=layout, max_shard_size=1)
+    assert len(names(tmp_path / "b")) == 10 if layout == LAYOUT else 9
+    checkpoint.write(tmp_path / "c", {}, layout=layout, max_shard_size=1)
+    assert len(checkpoint.read(tmp_path / "c")) == 0
+
+
+class Failing(Mapping[str, Any]):
+    """Weights that are fetched to be described, and then fail at one."""
+
+    def __init__(self, weights: Mapping[str, Any], fails: str | None):
+        self.weights, self.fails, self.fetched = weights, fails, list[str]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __getitem__(self, name: str) -> Any:
+        if name == self.fails and name in self.fetched:
+            raise OSError("disk full")
+        self.fetched.append(name)
+        return self.weights[name]
+
+
+def test_taken_up_again(weights: dict[str, Any], tmp_path: Path):
+    """What was written before stays; a folder without an index is not read."""
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.write(tmp_path, Failing(weights, "2.weight"), layout=LAYOUT, max_shard_size=300)
+    assert names(tmp_path) == [f"model-0000{i}-of-00004.safetensors" for i in (1, 2)]
+    with pytest.raises(ValueError, match="2 of 4 files are there and no model"):
+        checkpoint.read(tmp_path)
+    before = [path.stat().st_ino for path in sorted(tmp_path.iterdir())]
+    again = Failing(weights, None)
+    checkpoint.write(tmp_path, again, layout=LAYOUT, max_shard_size=300, resume=True)
+    assert [(tmp_path / name).stat().st_ino for name in names(tmp_path)[:2]] == before
+    found = checkpoint.read(tmp_path, layout=LAYOUT)
+    for name in found.quantized:
+        np.testing.assert_array_equal(codes(found, name), codes(weights, name))
+
+    # Other values, another layout's header, damage: written anew, and without `resume` always.
+    inode = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    changed = weights | {"1.weight": weights["2.weight"]}
+    damaged = tmp_path / "model-00003-of-00004.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    checkpoint.write(tmp_path, changed, layout=LAYOUT, max_shard_size=300, resume=True)
+    kept = [path.stat().st_ino == inode[path.name] for path in sorted(tmp_path.iterdir())]
+    assert kept == [True, False, False, True, False]
+    found = checkpoint.read(tmp_path)
+    np.testing.assert_array_equal(codes(found, "1.weight"), codes(weights, "2.weight"))
+    checkpoint.write(tmp_path, changed, layout=LAYOUT, max_shard_size=300)
+    first = tmp_path / "model-00001-of-00004.safetensors"
+    assert first.stat().st_ino != inode[first.name]
+
+
+def test_an_old_index_does_not_outlive_its_files(weights: dict[str, Any], tmp_path: Path):
+    checkpoint.write(tmp_path, weights, layout=LAYOUT, max_shard_size=300)
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.write(tmp_path, Failing(weights, "0.weight"), layout=LAYOUT, max_shard_size=300)
+    assert INDEX not in names(tmp_path)
+
+
+def test_what_is_not_written(weights: dict[str, Any], tmp_path: Path):
+    twice = weights | {"0.weight_packed": jnp.ones(3)}
+
+    def refused(given: dict[str, Any], complaint: str, **changed: Any) -> None:
+        with pytest.raises(ValueError, match=complaint):
+            checkpoint.write(tmp_path / "a", given, layout=LAYOUT, **changed)
+
+    refused(weights, "max_shard_size=0 must be positive", max_shard_size=0)
+    refused(weights, "resume needs several files; give max_shard_size", resume=True)
+    refused(twice, "two tensors would be named '0.weight_packed'")
+    assert not names(tmp_path)
+
+
+def test_one_weight_in_memory(weights: dict[str, Any], tmp_path: Path):
+    """Each is fetched to be described and to be written, its tensors together."""
+    counted = Failing(weights, None)
+    checkpoint.write(tmp_path / "a", counted, layout=LAYOUT)
+    assert counted.fetched == [*weights, *weights]
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path):
+    """A file of 24 tensors, 16 MiB of codes each, is read and written where 384 MiB
+    more would be refused by the system."""
+    program = textwrap.dedent(
+        """
+        import re, resource, sys
+        from pathlib import Path
+        from mx_jax import checkpoint
+        from tests.checkpoint.gguf_bytes import Tensor, gguf
+
+        folder = Path(sys.argv[1])
+        block = b"\\x7e" + bytes(range(16))
+        one = gguf({"w": Tensor(39, (4096, 4096), block * (4096 * 128))})
+        (folder / "one.gguf").write_bytes(one)
+        del one
+
+        class Lazily(dict):
+            def __getitem__(self, name):
+                return super().__getitem__(name)()
+
+        fetch = checkpoint.read(folder / "one.gguf").stored["w"].fetch
+        weights = Lazily({f"{i}.weight": fetch for i in range(24)})
+        few = Lazily({f"{i}.weight": fetch for i in range(2)})
+        write = dict(layout="mxfp4-pack-quantized", max_shard_size=20 << 20)
+        checkpoint.write(folder / "few", few, **write)
+        data = 1024 * int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1])
+        limit = data + (192 << 20)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        checkpoint.write(folder / "many", weights, **write)
+        print(len(checkpoint.read(folder / "many")))
+        hold = []
+        try:
+            for name in weights:
+                hold.append(weights[name])
+            print("all of them fit")
+        except MemoryError:
+            print("refused")
+        except Exception as error:
+            print("refused" if "memory" in str(error).lower() else error)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.stdout.split("\n")[:2] == ["24", "refused"], done.stdout + done.stderr
