@@ -209,8 +209,8 @@ class MatmulRecipe:
       residuals: what is kept for the backward products.
       mask_clipped: whether values that the forward product clipped get no gradient, instead of
         passing it straight through.
-      gather: mesh axes along which operands are gathered as codes, or names of such axes; None:
-        no operand is.
+      gather: mesh axes along which operands are gathered as codes, or names of such axes. None: on
+        automatic axes those that the compiler has to gather along, on others none. `()`: none.
 
     Raises:
       ValueError: residuals or a mask that the forward product does not allow.

@@ -42,6 +42,7 @@ class Offer:
       how: what computes it, in words, where the backend's name does not say it.
       lays_out: whether it brings weights that did not come packed into a layout of its own, at
         every call and in more than one kernel: then who stored them is told of `pack_weights`.
+      is_plain: whether it runs plain JAX alone, on any part of the operands as on all of them.
     """
 
     call: type[Call]
@@ -49,6 +50,7 @@ class Offer:
     run: Callable[..., Any]
     how: str = ""
     lays_out: Callable[[Any], bool] = lambda call: False
+    is_plain: bool = False
 
 
 # Why a backend does not take a kind of call that it does not offer.

@@ -72,7 +72,7 @@ REFERENCE = Backend(
     name="reference",
     epsilon_bound=2.0,
     table=(
-        _offer(call=MatmulCall, run=_multiply),
+        _offer(call=MatmulCall, run=_multiply, is_plain=True),
         _offer(call=RaggedCall, run=_multiply_groups),
         _offer(call=QuantizeCall, run=_quantize),
         _offer(call=DequantizeCall, run=_dequantize),

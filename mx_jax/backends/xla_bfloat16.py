@@ -202,7 +202,7 @@ XLA_BFLOAT16 = Backend(
     name="xla_bfloat16",
     epsilon_bound=4.0,
     table=(
-        Offer(call=MatmulCall, rejects=_rejects_product, run=_multiply, how=HOW),
+        Offer(call=MatmulCall, rejects=_rejects_product, run=_multiply, how=HOW, is_plain=True),
         Offer(call=RaggedCall, rejects=_rejects_groups, run=_multiply_groups, how=HOW),
     ),
 )

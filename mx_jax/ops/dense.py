@@ -60,6 +60,7 @@ class DenseProduct:
                 fast_accumulation=spec.fast_accumulation,
                 out_sharding=self.out_sharding,
                 stored=isinstance(rhs, MXArray),
+                split=self.recipe.gather is None,
             )
             return unscaled(product, lhs, rhs, spec)
 
@@ -128,6 +129,7 @@ class DenseProduct:
                 precision=self.precision,
                 fast_accumulation=spec.fast_accumulation,
                 out_sharding=bar.out_sharding,
+                split=self.recipe.gather is None,
             )
             product = unscaled(product, lhs, rhs, spec)
             return product if own is None else own.move_back(product).astype(bar.dtype)

@@ -10,6 +10,7 @@ from mx_jax.axes import ProductAxes
 from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
 from mx_jax.backends.select import select
 from mx_jax.mxarray import MXArray
+from mx_jax.ops.partition import is_split, multiply_split
 from mx_jax.ops.unpacking import tell_of_packing, unpacked_for
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 
@@ -24,6 +25,7 @@ def multiply(
     fast_accumulation: bool = False,
     out_sharding: Any = None,
     stored: bool = False,
+    split: bool = True,
 ) -> jax.Array:
     """Two canonical operands to `[*batch, *m, *n]`, as they are.
 
@@ -36,6 +38,7 @@ def multiply(
       fast_accumulation: whether a native kernel may add in lower precision.
       out_sharding: of the product, on a mesh with explicit axes.
       stored: whether rhs came quantized, so that it could have come packed.
+      split: whether codes move where the compiler, on automatic mesh axes, has to move an operand.
 
     Returns:
       `[*batch, *m, *n]`.
@@ -62,4 +65,7 @@ def multiply(
         tell_of_packing(rhs, call, choice)
     if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
         rhs = unpacked_for(rhs, choice)
-    return choice.offer.run(unpacked(lhs), rhs, call)
+    lhs = unpacked(lhs)
+    if split and not jax.sharding.get_abstract_mesh().empty and is_split(rhs, call, choice):
+        return multiply_split(lhs, rhs, call, choice)
+    return choice.offer.run(lhs, rhs, call)

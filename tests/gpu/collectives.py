@@ -118,6 +118,7 @@ def cases() -> Iterator[Case]:
         for how in ("auto", "explicit"):
             for recipe in ("lax", "mxfp8"):
                 yield Case(layout, recipe, how)
+    yield Case("FSDP, k", "mxfp4")
     for recipe in ("mxfp8", "mxfp6", "mxfp4", "nvfp4"):
         yield Case("FSDP, k", recipe, gather=True, gradients=False)
         yield Case("FSDP, k", recipe, gather=True)

@@ -42,6 +42,17 @@ def test_explicit_axes_gather_what_lax_gathers(cases: dict[tuple[Any, ...], Any]
         assert gathers(ours) == gathers(theirs), layout
 
 
+def test_automatic_axes_move_codes(cases: dict[tuple[Any, ...], Any]):
+    """Where lax gathers, and nowhere else; eight bits in two orientations, for bfloat16 in one."""
+    compared = [key for key in cases if key[2] == "auto" and key[1] != "lax" and not key[3]]
+    assert len(compared) == 8
+    for layout, recipe, *rest in compared:
+        ours, theirs = cases[layout, recipe, *rest], cases[layout, "lax", *rest]
+        assert set(gathers(ours)) == ({"u8"} if gathers(theirs) else set()), layout
+        ratio = 2 * RATIOS[recipe]
+        assert sum(gathers(ours).values()) <= ratio * sum(gathers(theirs).values()), layout
+
+
 def test_gathered_codes(cases: dict[tuple[Any, ...], Any]):
     gathering = [key for key in cases if key[0].startswith("FSDP") and key[3]]
     assert len(gathering) == 12

@@ -1,0 +1,231 @@
+"""Products on automatic axes: what the compiler moves by itself are codes, and no more than lax."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.inspect import explain_call
+from mx_jax.sharding.partition import fine_mesh, stored_parts
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+from tests.quick import OPTIONS, quick
+from tests.sharding.collectives import collectives, gathered
+
+P = PartitionSpec
+DIMENSIONS = (((1,), (0,)), ((), ()))
+TOKENS, FEATURES, UNITS = 256, 256, 128
+WEIGHTS = FEATURES * UNITS
+MXFP4 = recipes.mxfp4()
+FSDP = P("fsdp", None), P("fsdp", None), P("fsdp", None)
+
+
+@pytest.fixture(scope="module")
+def arrays() -> tuple[np.ndarray, ...]:
+    """Input, kernel and cotangent; products of them need no rounding."""
+    rng = np.random.default_rng(0)
+    shapes = (TOKENS, FEATURES), (FEATURES, UNITS), (TOKENS, UNITS)
+    return tuple(draw_few_octaves(rng, shape) for shape in shapes)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return jax.make_mesh((4, 2), ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def step(recipe: Any) -> Any:
+    """A product and its gradients, by a recipe or by lax."""
+
+    def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+        if recipe is None:
+            return lax.dot_general(x, w, DIMENSIONS)
+        return mx_jax.dot_general(x, w, DIMENSIONS, recipe=recipe)
+
+    def run(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+        y, pullback = jax.vjp(multiply, x, w)
+        return y, *pullback(g)
+
+    return run
+
+
+def compiled(run: Any, mesh: Mesh, arrays: Any, specs: Any, results: Any = None) -> Any:
+    """The program for operands that lie so, and what it gives."""
+    with jax.set_mesh(mesh):
+        places = [NamedSharding(mesh, spec) for spec in specs]
+        operands = [jax.device_put(a, place) for a, place in zip(arrays, places, strict=True)]
+        wanted = results and tuple(NamedSharding(mesh, spec) for spec in results)
+        jitted = jax.jit(run, out_shardings=wanted, compiler_options=OPTIONS)
+        program = jitted.lower(*operands).compile()
+        return program.as_text(), program(*operands)
+
+
+def check(actual: Any, expected: Any) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert_bitwise_equal(np.asarray(one) + 0.0, np.asarray(other) + 0.0)
+
+
+# Bytes of codes and scales beside bfloat16's, of the orientations of forward and backward product.
+RATIOS = {"mxfp8": 0.516, "mxfp6": 0.391, "mxfp4": 0.266, "nvfp4": 0.282}
+
+
+@pytest.mark.parametrize("name", RATIOS)
+def test_weights_move_as_codes(name: str, mesh: Mesh, arrays: Any):
+    recipe, (x, w, g) = recipes.from_name(name), FSDP
+    text, actual = compiled(step(recipe), mesh, arrays, FSDP, (g, x, w))
+    theirs, _ = compiled(step(None), mesh, arrays, FSDP, (g, x, w))
+    assert gathered(text) == gathered(text, "u8") < gathered(theirs)
+    assert gathered(text) / (2 * 2 * WEIGHTS) == pytest.approx(RATIOS[name], abs=0.002)
+    sums = [found for found in collectives(text) if found.kind == "reduce-scatter"]
+    assert [(found.dtype, found.nbytes) for found in sums] == [("f32", 4 * WEIGHTS // 4)]
+    expected = quick(step(recipe))(*arrays)
+    if name == "nvfp4":
+        for one, other in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+    else:
+        check(actual, expected)
+
+
+LAYOUTS = {
+    "FSDP on n": (P("fsdp"), P(None, "fsdp"), P("fsdp")),
+    "tensor, column": (P(), P(None, "model"), P(None, "model")),
+    "tensor, row": (P(None, "model"), P("model"), P()),
+    "both": (P("fsdp"), P("fsdp", "model"), P("fsdp", "model")),
+    "sequence, column": (P("model"), P(None, "model"), P(None, "model")),
+    "along two axes": (P(("fsdp", "model")), P(("fsdp", "model")), P(("fsdp", "model"))),
+}
+# Bytes of codes and scales in both orientations, of which a device has this part.
+BOTH = WEIGHTS + 2 * WEIGHTS // 32
+WANTED = {
+    "FSDP on n": BOTH,
+    "both": BOTH // 2,
+    # The input for the product, and for the kernel's gradient.
+    "sequence, column": TOKENS * FEATURES + 2 * TOKENS * FEATURES // 32,
+    "along two axes": BOTH,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, mesh: Mesh, arrays: Any):
+    x, w, g = LAYOUTS[layout]
+    text, actual = compiled(step(MXFP4), mesh, arrays, (x, w, g), (g, x, w))
+    check(actual, quick(step(MXFP4))(*arrays))
+    assert gathered(text) == gathered(text, "u8") == WANTED.get(layout, 0)
+
+
+def test_nothing_says_where_the_product_lies(mesh: Mesh, arrays: Any):
+    """Then it lies as lax's would."""
+    specs = P("fsdp"), P("fsdp", "model"), P("fsdp")
+    text, actual = compiled(step(MXFP4), mesh, arrays, specs)
+    _, theirs = compiled(step(None), mesh, arrays, specs)
+    check(actual, quick(step(MXFP4))(*arrays))
+    assert [a.sharding.spec for a in actual] == [a.sharding.spec for a in theirs]
+    assert not [c for c in collectives(text) if c.kind == "all-gather" and c.dtype != "u8"]
+
+
+def test_axes_cut_in_two(arrays: Any):
+    """A reshape leaves a part of a mesh axis to each of two axes: no mesh says that."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x, w, _ = arrays
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = mx_jax.matmul(x.reshape(2, TOKENS // 2, FEATURES), w, recipe=MXFP4)
+        return y.reshape(TOKENS, UNITS)
+
+    text, actual = compiled(run, mesh, (x, w), (P("data"), P("data")))
+    assert gathered(text) == gathered(text, "u8") == BOTH // 2
+    check([actual], [quick(run)(x, w)])
+
+
+def test_blocks_that_shards_cut(mesh: Mesh, arrays: Any):
+    """The device that multiplies a block has all of it."""
+    x, w, _ = (a[:64, :64] for a in arrays)
+    run = lambda x, w: mx_jax.matmul(x, w, recipe=MXFP4)  # noqa: E731
+    _, actual = compiled(run, mesh, (x, w), (P(None, "fsdp"), P("fsdp")))
+    check([actual], [quick(run)(x, w)])
+
+
+@pytest.mark.parametrize("mapped", [jax.vmap, jax.checkpoint, lax.map], ids=lambda f: f.__name__)
+def test_under_transformations(mapped: Any, mesh: Mesh, arrays: Any):
+    x, w, _ = arrays
+    inner = lambda x, w: mx_jax.matmul(x, w, recipe=MXFP4)  # noqa: E731
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        if mapped is jax.vmap:
+            y = jax.vmap(inner, (0, None))(x.reshape(2, -1, FEATURES), w)
+        elif mapped is lax.map:
+            y = lax.map(lambda x: inner(x, w), x.reshape(2, -1, FEATURES))
+        else:
+            y = mapped(inner)(x, w)
+        return jnp.sum(y * y) / TOKENS
+
+    run = jax.grad(loss, (0, 1))
+    _, actual = compiled(run, mesh, (x, w), FSDP[:2])
+    for one, other in zip(actual, quick(run)(x, w), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+
+
+def test_twice_differentiable(mesh: Mesh, arrays: Any):
+    """A kernel in high precision has a gradient that depends on it."""
+    recipe = recipes.weight_only("mxfp4")
+    x, w, _ = arrays
+    stored = mx_jax.quantize(w, "mxfp4", axis=0)
+    run = jax.grad(lambda x: jnp.sum(jnp.tanh(mx_jax.matmul(x, stored, recipe=recipe))))
+    twice = jax.grad(lambda x: jnp.vdot(run(x), x))
+    _, actual = compiled(twice, mesh, (x / 64,), (P("fsdp"),))
+    expected = quick(twice)(x / 64)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def test_no_axes_leave_it_to_the_compiler(mesh: Mesh, arrays: Any):
+    """And values move, in both orientations."""
+    recipe = dataclasses.replace(MXFP4, gather=())
+    x, w, g = FSDP
+    text, actual = compiled(step(recipe), mesh, arrays, FSDP, (g, x, w))
+    check(actual, quick(step(MXFP4))(*arrays))
+    assert gathered(text) == gathered(text, "f32") == 2 * 4 * WEIGHTS
+
+
+def test_programs_that_compute_otherwise_differ(mesh: Mesh, arrays: Any):
+    """The key of a compilation cache may leave out the number of a rule, and sees shapes alone."""
+    x, w, _ = arrays
+
+    def text(format: str) -> str:
+        run = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipes.weight_only(format)))
+        with jax.set_mesh(mesh):
+            lowered = run.lower(x, mx_jax.quantize(w, format, axis=0)).as_text()
+        return re.sub(r'backend_config = "\d+"', "", lowered)
+
+    assert text("mxfp6_e2m3") == text("mxfp6_e2m3") != text("mxfp6_e3m2")
+
+
+def test_explain_says_what_moves(mesh: Mesh, arrays: Any):
+    x, w, _ = arrays
+    with jax.set_mesh(mesh):
+        explained = str(explain_call(lambda x, w: mx_jax.matmul(x, w, recipe=MXFP4), x, w))
+    assert (
+        "codes and scales, where the compiler moves them along mesh axes=('fsdp', 'm" in explained
+    )
+
+
+@pytest.mark.parametrize("spec", [P("a", "b"), P(("b", "a")), P(None, "a")], ids=str)
+def test_stored_parts(spec: PartitionSpec):
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, spec)
+    fine = fine_mesh(mesh, sharding)
+    assert fine.devices.shape == (2, 2, 2)
+    names = {"a": ("axis0",), "b": ("axis1", "axis2")}
+    wanted = [
+        tuple(name for own in (part if isinstance(part, tuple) else (part,)) for name in names[own])
+        if part
+        else ()
+        for part in (*spec, *(None,) * (2 - len(spec)))
+    ]
+    assert stored_parts(sharding, (16, 16), fine) == tuple(wanted)
