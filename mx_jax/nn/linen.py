@@ -15,7 +15,7 @@ from flax.linen.dtypes import promote_dtype
 
 from mx_jax.nn.delayed import DelayedDotGeneral as DelayedDotGeneral
 from mx_jax.nn.errors import named_in_errors
-from mx_jax.nn.metadata import linen_recipe
+from mx_jax.nn.metadata import layer_recipe, linen_recipe
 from mx_jax.nn.operations import DotGeneral as DotGeneral
 from mx_jax.nn.operations import EinsumOp as EinsumOp
 from mx_jax.nn.randomness import RNG_STREAM as RNG_STREAM
@@ -23,7 +23,6 @@ from mx_jax.nn.randomness import layer_key
 from mx_jax.nn.stored import StoredParams as StoredParams
 from mx_jax.ops.dot_general import dot_general
 from mx_jax.ops.einsum import einsum
-from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 
@@ -66,7 +65,7 @@ def _inject(layer: Any) -> None:
     Flax clones a layer, attributes and all, when it binds it: a clone's callable must draw from
     the clone.
     """
-    layer.recipe = as_recipe(layer.recipe, type(layer).__name__, Recipe)
+    layer.recipe = layer_recipe(layer.recipe, layer.gather, type(layer).__name__)
     if layer.dot_general_cls is not None:
         return
     if layer.dot_general is None or isinstance(layer.dot_general, _LayerDotGeneral):
@@ -78,6 +77,7 @@ class Dense(StoredParams, flax_nn.Dense):
 
     Attributes:
       recipe: what to quantize in the product and in its two gradients, or a recipe's name.
+      gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
 
     Example:
       >>> import jax, jax.numpy as jnp, mx_jax
@@ -89,6 +89,7 @@ class Dense(StoredParams, flax_nn.Dense):
 
     promote_dtype: Any = promote_operands
     recipe: Recipe | str = dataclasses.field(kw_only=True)
+    gather: Any = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self):
         _inject(self)
@@ -100,10 +101,12 @@ class DenseGeneral(StoredParams, flax_nn.DenseGeneral):
 
     Attributes:
       recipe: what to quantize in the product and in its two gradients, or a recipe's name.
+      gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
     """
 
     promote_dtype: Any = promote_operands
     recipe: Recipe | str = dataclasses.field(kw_only=True)
+    gather: Any = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self):
         _inject(self)
@@ -115,13 +118,15 @@ class Einsum(StoredParams, flax_nn.Einsum):
 
     Attributes:
       recipe: what to quantize in the product and in its two gradients, or a recipe's name.
+      gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
     """
 
     promote_dtype: Any = promote_operands
     recipe: Recipe | str = dataclasses.field(kw_only=True)
+    gather: Any = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self):
-        self.recipe = as_recipe(self.recipe, type(self).__name__, Recipe)
+        self.recipe = layer_recipe(self.recipe, self.gather, type(self).__name__)
         super().__post_init__()
 
     @flax_nn.compact

@@ -7,9 +7,18 @@ import jax
 from flax.core import meta, spmd
 from jax.sharding import PartitionSpec
 
+from mx_jax.ops.recipe_names import as_recipe
+from mx_jax.recipes import Recipe
+from mx_jax.sharding.gather import GatherLike
 from mx_jax.specs import MatmulRecipe
 
 AnyRecipe = TypeVar("AnyRecipe", bound=MatmulRecipe)
+
+
+def layer_recipe(given: Any, gather: GatherLike, layer: str) -> Recipe:
+    """A layer's recipe by what its fields say; a `gather` of None leaves the recipe's own."""
+    recipe = as_recipe(given, layer, Recipe)
+    return recipe if gather is None else dataclasses.replace(recipe, gather=gather)
 
 
 def recipe_of(recipe: AnyRecipe, spec: PartitionSpec | None) -> AnyRecipe:

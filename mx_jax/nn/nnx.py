@@ -15,7 +15,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from mx_jax.nn.errors import named_in_errors
-from mx_jax.nn.metadata import nnx_spec, recipe_of
+from mx_jax.nn.metadata import layer_recipe, nnx_spec, recipe_of
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.ops.einsum import einsum
 from mx_jax.ops.recipe_names import as_recipe
@@ -149,6 +149,7 @@ class Linear(_KeyedDotGeneral, nnx.Linear):
         out_features: int,
         *,
         recipe: Recipe | str,
+        gather: Any = None,
         rngs: nnx.Rngs,
         **options: Any,
     ):
@@ -158,10 +159,11 @@ class Linear(_KeyedDotGeneral, nnx.Linear):
           in_features: size of the contracted axis.
           out_features: size of the result's last axis.
           recipe: what to quantize in the product and in its two gradients, or a recipe's name.
+          gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
           rngs: streams; a stochastic recipe draws from `"quantize"`.
           **options: `flax.nnx.Linear`'s own.
         """
-        recipe = as_recipe(recipe, type(self).__name__, Recipe)
+        recipe = layer_recipe(recipe, gather, type(self).__name__)
         options = {"dot_general": recipe.dot_general, "promote_dtype": promote_operands} | options
         super().__init__(in_features, out_features, rngs=rngs, **options)
         self.recipe = recipe
@@ -177,6 +179,7 @@ class LinearGeneral(_KeyedDotGeneral, nnx.LinearGeneral):
         out_features: Any,
         *,
         recipe: Recipe | str,
+        gather: Any = None,
         rngs: nnx.Rngs,
         **options: Any,
     ):
@@ -186,10 +189,11 @@ class LinearGeneral(_KeyedDotGeneral, nnx.LinearGeneral):
           in_features: sizes of the contracted axes.
           out_features: sizes of the result's last axes.
           recipe: what to quantize in the product and in its two gradients, or a recipe's name.
+          gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
           rngs: streams; a stochastic recipe draws from `"quantize"`.
           **options: `flax.nnx.LinearGeneral`'s own.
         """
-        recipe = as_recipe(recipe, type(self).__name__, Recipe)
+        recipe = layer_recipe(recipe, gather, type(self).__name__)
         options = {"dot_general": recipe.dot_general, "promote_dtype": promote_operands} | options
         super().__init__(in_features, out_features, rngs=rngs, **options)
         self.recipe = recipe
@@ -206,6 +210,7 @@ class Einsum(_Keyed, nnx.Einsum):
         bias_shape: Any = None,
         *,
         recipe: Recipe | str,
+        gather: Any = None,
         rngs: nnx.Rngs,
         **options: Any,
     ):
@@ -216,10 +221,11 @@ class Einsum(_Keyed, nnx.Einsum):
           kernel_shape: shape of the kernel.
           bias_shape: shape of the bias, or None for none.
           recipe: what to quantize in the product and in its two gradients, or a recipe's name.
+          gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
           rngs: streams; a stochastic recipe draws from `"quantize"`.
           **options: `flax.nnx.Einsum`'s own.
         """
-        recipe = as_recipe(recipe, type(self).__name__, Recipe)
+        recipe = layer_recipe(recipe, gather, type(self).__name__)
         operation = RecipeEinsum(recipe=recipe)
         options = {"einsum_op": operation, "promote_dtype": promote_operands} | options
         super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, **options)

@@ -26,10 +26,12 @@ INIT = nn.initializers.lecun_normal()
 
 class Ours(nn.Module):
     init_fn: Any
+    gather: Any = "fsdp"
 
     @nn.compact
     def __call__(self, x):
-        return mx_jax.nn.linen.Dense(FEATURES, recipe=RECIPE, kernel_init=self.init_fn)(x)
+        dense = mx_jax.nn.linen.Dense
+        return dense(FEATURES, recipe="mxfp4", gather=self.gather, kernel_init=self.init_fn)(x)
 
 
 class Theirs(nn.Module):
@@ -50,7 +52,9 @@ def x() -> np.ndarray:
     return np.random.default_rng(0).normal(size=(256, FEATURES)).astype(np.float32)
 
 
-def exchanged(loss: Any, mesh: jax.sharding.Mesh, params: Any, x: np.ndarray) -> int:
+def exchanged(
+    loss: Any, mesh: jax.sharding.Mesh, params: Any, x: np.ndarray, dtype: str = "u8"
+) -> int:
     """Bytes of u8 that a training step gathers, and nothing else."""
     spec = P("fsdp", None)
 
@@ -64,7 +68,7 @@ def exchanged(loss: Any, mesh: jax.sharding.Mesh, params: Any, x: np.ndarray) ->
         )
         text = compiled.compile().as_text()
     assert text is not None
-    assert gathered(text) == gathered(text, "u8")
+    assert gathered(text) == gathered(text, dtype)
     return gathered(text)
 
 
@@ -87,6 +91,35 @@ def test_linen(ours: bool, boxed: bool, mesh, x):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_linen_with_nothing_said(ours: bool, mesh, x):
+    """Where the parameters lie is enough: no metadata, no names of axes."""
+    model: Any = Ours(INIT, None) if ours else convert.linen(Theirs(INIT), convert.Rule(".*", "mxfp4"))
+    variables = model.init(jax.random.key(0), x)
+    loss = lambda variables, x: (model.apply(variables, x) ** 2).sum()  # noqa: E731
+    assert exchanged(loss, mesh, variables, x) == NBYTES
+
+
+@pytest.mark.parametrize("gather", [None, ()])
+def test_nnx_with_nothing_said(gather: Any, mesh, x):
+    layer = mx_jax.nn.nnx.Linear(
+        FEATURES, FEATURES, recipe="mxfp4", gather=gather, rngs=nnx.Rngs(0)
+    )
+    graph, state = nnx.split(layer)
+    loss = lambda state, x: (nnx.merge(graph, state)(x) ** 2).sum()  # noqa: E731
+    values = 2 * 4 * FEATURES**2
+    wanted = ("u8", NBYTES) if gather is None else ("f32", values)
+    assert exchanged(loss, mesh, state, x, wanted[0]) == wanted[1]
+
+
+@pytest.mark.parametrize("layer", ["Dense", "DenseGeneral", "Einsum"])
+def test_linen_fields(layer: str):
+    """The layer's own in place of the recipe's."""
+    shape = ((4, 4), "ab,bc->ac") if layer == "Einsum" else (4,)
+    made: Any = getattr(mx_jax.nn.linen, layer)(*shape, recipe=RECIPE, gather="model")
+    assert made.recipe.gather.axes == made.clone().recipe.gather.axes == ("model",)
+
+
 def test_linen_with_logical_names(mesh, x):
     model: Any = Ours(nn.with_logical_partitioning(INIT, ("embed", "mlp")))
     with nn.logical_axis_rules([("embed", "fsdp"), ("mlp", None)]):
@@ -101,7 +134,12 @@ def test_nnx(ours: bool, mesh, x):
     with jax.set_mesh(mesh):
         if ours:
             layer: Any = mx_jax.nn.nnx.Linear(
-                FEATURES, FEATURES, recipe=RECIPE, kernel_init=init, rngs=nnx.Rngs(0)
+                FEATURES,
+                FEATURES,
+                recipe="mxfp4",
+                gather="fsdp",
+                kernel_init=init,
+                rngs=nnx.Rngs(0),
             )
         else:
             layer = nnx.Linear(FEATURES, FEATURES, kernel_init=init, rngs=nnx.Rngs(0))
