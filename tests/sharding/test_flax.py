@@ -94,7 +94,8 @@ def test_linen(ours: bool, boxed: bool, mesh, x):
 @pytest.mark.parametrize("ours", [True, False])
 def test_linen_with_nothing_said(ours: bool, mesh, x):
     """Where the parameters lie is enough: no metadata, no names of axes."""
-    model: Any = Ours(INIT, None) if ours else convert.linen(Theirs(INIT), convert.Rule(".*", "mxfp4"))
+    rule = convert.Rule(".*", "mxfp4")
+    model: Any = Ours(INIT, None) if ours else convert.linen(Theirs(INIT), rule)
     variables = model.init(jax.random.key(0), x)
     loss = lambda variables, x: (model.apply(variables, x) ** 2).sum()  # noqa: E731
     assert exchanged(loss, mesh, variables, x) == NBYTES
