@@ -22,7 +22,6 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.evidence import sources
-from mx_jax.backends.pallas_gpu.tuning.table import TILES_VARIABLE
 from mx_jax.backends.records import Selection, recording
 from mx_jax.backends.select import current_target, known_backends, only_if_named
 from mx_jax.formats import MXFP4, MXFP8_E4M3
@@ -36,7 +35,6 @@ _PACKAGES = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy")
 _VARIABLES = (
     library.LIBRARY_VARIABLE,
     library.ISA_VARIABLE,
-    TILES_VARIABLE,
     sources.VARIABLE,
     "JAX_PLATFORMS",
     "JAX_ENABLE_X64",

@@ -226,9 +226,6 @@ def test_the_hash_is_that_of_the_sources(tmp_path: Path, monkeypatch: pytest.Mon
     first = sources.source_of(own[0])
     file.write_text("two")
     assert sources.source_of(own[0]) == first != sources.source_of(own[1])
-    # Tiles from a file are other kernels.
-    monkeypatch.setenv("MX_JAX_GPU_TILES", str(file))
-    assert file in PALLAS_GPU.source()
 
 
 @pytest.mark.parametrize(

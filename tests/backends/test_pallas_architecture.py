@@ -8,7 +8,6 @@ kernel: 2, its row and its file.
 import dataclasses
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,10 +21,8 @@ from mx_jax.backends.pallas_gpu import architecture
 from mx_jax.backends.pallas_gpu.architecture import SM90, SM100, Architecture
 from mx_jax.backends.pallas_gpu.kernels import MMA, TCGEN05, WGMMA
 from mx_jax.backends.pallas_gpu.products.rejections import rejects
-from mx_jax.backends.pallas_gpu.tuning import table
 from mx_jax.backends.pallas_gpu.tuning.plan import choose
 from mx_jax.backends.pallas_gpu.tuning.space import candidates
-from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles, Tuning
 from mx_jax.backends.select import prefer_backends, select
 from mx_jax.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3
 from mx_jax.testing.cases import MatmulCase
@@ -49,7 +46,6 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is registered ends with the test."""
     monkeypatch.setattr(architecture, "ARCHITECTURES", architecture.ARCHITECTURES)
     yield
-    table.table.cache_clear()
     # What was traced for it must not serve another test.
     jax.clear_caches()
 
@@ -112,18 +108,6 @@ def test_memory_that_no_tiles_fit():
     tiny = dataclasses.replace(SMALL_HOPPER, shared_memory=1024)
     with pytest.raises(ValueError, match="no tiles of wgmma for 4 bits fit sm99: n=128, k=25"):
         choose(tiny, WGMMA, 4, batch=1, m=8, n=128, k=256)
-
-
-@pytest.mark.usefixtures("registered")
-def test_a_file_of_tiles_knows_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path, mine = tmp_path / "tiles.json", Tiles(m=16, n=64, stages=2)
-    monkeypatch.setenv(table.TILES_VARIABLE, str(path))
-    entry = table.Entry("sm99", "wgmma", 4)
-    path.write_text(table.as_json({entry: Tuning(tiles=((float("inf"), mine),), crossover=7)}))
-    table.table.cache_clear()
-    sizes = {"batch": 1, "m": 1, "n": 128, "k": 256}
-    assert choose(SMALL_HOPPER, WGMMA, 4, **sizes) == mine
-    assert choose(SM90, WGMMA, 4, **sizes) != mine
 
 
 @needs_mosaic

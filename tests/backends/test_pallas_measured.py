@@ -19,8 +19,8 @@ from mx_jax.backends.pallas_gpu.architecture import SM90, SM100
 from mx_jax.backends.pallas_gpu.kernels import MMA, WGMMA
 from mx_jax.backends.pallas_gpu.tuning.measured import configs, configured
 from mx_jax.backends.pallas_gpu.tuning.plan import choose
-from mx_jax.backends.pallas_gpu.tuning.table import tuned
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.backends.pallas_gpu.tuning.tuned import tuned
 from mx_jax.backends.select import select
 from mx_jax.backends.table import BACKENDS
 from mx_jax.measure.cases import Case
@@ -90,13 +90,13 @@ def test_kernels_that_take_operands_as_they_are():
 def test_what_a_kernel_is_told_is_for_it_alone():
     own = WGMMA.tuning_of(4), MMA.tuning_of(4)
     with configured("wgmma", MINE):
-        told = tuned(SM90, WGMMA, 4)
+        told = tuned(WGMMA, 4)
         assert {tiles for _, tiles in told.tiles} == {Tiles(**dict(MINE))}
         assert told.crossover == float("inf")
-        assert tuned(SM100, MMA, 4) == own[1]
+        assert tuned(MMA, 4) == own[1]
     with configured("wgmma", (("crossover", 1),)):
-        assert tuned(SM90, WGMMA, 4) == dataclasses.replace(own[0], crossover=1)
-    assert tuned(SM90, WGMMA, 4) == own[0]
+        assert tuned(WGMMA, 4) == dataclasses.replace(own[0], crossover=1)
+    assert tuned(WGMMA, 4) == own[0]
 
 
 def row_of(call: MatmulCall, config: Config) -> Row:

@@ -1,8 +1,6 @@
-"""Which tiles a GPU product gets, from the table or from a file."""
+"""Which tiles a GPU product gets."""
 
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +16,11 @@ from mx_jax.backends.pallas_gpu.architecture import (
     Architecture,
 )
 from mx_jax.backends.pallas_gpu.kernels import MMA, TCGEN05, WGMMA, Kernel
-from mx_jax.backends.pallas_gpu.products.decoded import crossover
-from mx_jax.backends.pallas_gpu.tuning import table
+from mx_jax.backends.pallas_gpu.tuning.measured import configured
 from mx_jax.backends.pallas_gpu.tuning.plan import Sizes, choose
 from mx_jax.backends.pallas_gpu.tuning.space import candidates, keeps_busy
 from mx_jax.backends.pallas_gpu.tuning.stripes import Stripes, add_shares
-from mx_jax.backends.pallas_gpu.tuning.table import Entry
-from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles, Tuning
-from mx_jax.formats import MXFP4, MXFP8_E4M3
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 
 # An architecture, one of its kernels, bits of a code.
 Key = tuple[Architecture, Kernel, int]
@@ -45,8 +40,6 @@ MODEL_SHAPES = [
     (11008, 4096),
     (2880, 2880),
 ]
-# One entry of a file.
-HOPPER = Entry("sm90", "wgmma", 4)
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
@@ -99,68 +92,6 @@ def test_candidates_have_pipelines_of_a_power_of_two():
         shapes.setdefault(dataclasses.replace(tiles, stages=1), set()).add(tiles.stages)
     assert all(any(stages & (stages - 1) == 0 for stages in own) for own in shapes.values())
     assert max(len(own) for own in shapes.values()) == 2
-
-
-@pytest.fixture
-def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "tiles.json"
-    monkeypatch.setenv(table.TILES_VARIABLE, str(path))
-    table.table.cache_clear()
-    yield path
-    table.table.cache_clear()
-
-
-def test_a_file_replaces_entries(tuned: Path):
-    mine = Tiles(m=16, n=64, k=128, stages=3, splits=2)
-    tuned.write_text(table.as_json({HOPPER: Tuning(tiles=((np.inf, mine),), crossover=77)}))
-    assert choose(SM90, WGMMA, 4, batch=1, m=1, n=128, k=1024) == mine
-    assert choose(SM90, WGMMA, 8, batch=1, m=1, n=128, k=1024) != mine
-    assert crossover(SM90, MXFP4) == 77
-    assert crossover(SM90, MXFP8_E4M3) == 1024
-
-
-def test_every_entry_survives_its_file(tuned: Path):
-    every = {Entry(a.name, kernel.name, bits): kernel.tuning_of(bits) for a, kernel, bits in KEYS}
-    tuned.write_text(table.as_json(every))
-    assert table.table() == every
-
-
-@pytest.mark.parametrize(
-    ("name", "entry"),
-    [
-        ("sm90, 4 bits", HOPPER),
-        ("sm100, 8 bits", Entry("sm100", "mma", 8)),
-        ("tcgen05, 4 bits", Entry("sm100", "tcgen05", 4)),
-    ],
-)
-def test_a_file_of_before_kernels_had_names(name: str, entry: Entry, tuned: Path):
-    (kernel,) = (k for a, k, bits in KEYS if (a.name, k.name, bits) == entry)
-    found = kernel.tuning_of(entry.bits)
-    tuned.write_text(table.as_json({entry: found}).replace(str(entry), name))
-    assert table.table() == {entry: found}
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("[]", "needs a table as tuning.table.as_json writes it, got path="),
-        ('{"sm90": {}}', "needs a table as .* got path="),
-        ('{"sm70, 4 bits": {"crossover": 1, "tiles": []}}', "knows no kernel of this name"),
-        ('{"sm90, 4 bits": {"crossover": 1}}', "KeyError..tiles"),
-        (
-            '{"sm90, 4 bits": {"crossover": 1, "tiles": [{"rows": null, "m": 12}]}}',
-            r"possible tiles .*='sm90', kernel='wgmma', bits=4, .* impossible=.Tiles.m=12",
-        ),
-        (
-            '{"sm90, 4 bits": {"crossover": 1, "tiles": [{"rows": 8, "m": 8}]}}',
-            r"ascending rows, up to any number, got .* rows=.8., impossible=..",
-        ),
-    ],
-)
-def test_a_wrong_file(text: str, reason: str, tuned: Path):
-    tuned.write_text(text)
-    with pytest.raises(ValueError, match=f"MX_JAX_GPU_TILES: .*{reason}"):
-        choose(SM90, WGMMA, 4, batch=1, m=1, n=128, k=1024)
 
 
 @pytest.mark.parametrize(
@@ -248,11 +179,11 @@ def test_shares_that_a_tile_has_not_are_not_added(rng: np.random.Generator):
     assert np.isnan(sums).any()
 
 
-def test_less_deep_where_memory_is_small(tuned: Path):
-    mine = Tiles(m=8, n=64, k=256, stages=12, parts=4)
-    tuned.write_text(table.as_json({HOPPER: Tuning(tiles=((np.inf, mine),))}))
+def test_less_deep_where_memory_is_small():
+    mine = {"m": 8, "n": 64, "k": 256, "stages": 12, "parts": 4}
     machines = [dataclasses.replace(SM90, shared_memory=kib * 1024) for kib in (226, 140, 80, 50)]
-    found = [choose(row, WGMMA, 4, batch=1, m=1, n=128, k=1024) for row in machines]
+    with configured("wgmma", tuple(mine.items())):
+        found = [choose(row, WGMMA, 4, batch=1, m=1, n=128, k=1024) for row in machines]
     shapes = [(t.k, t.stages, t.parts) for t in found]
     assert shapes == [(256, 12, 4), (256, 8, 4), (128, 8, 4), (128, 3, 1)]
 

@@ -40,7 +40,7 @@ def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProce
 def test_versions_devices_and_variables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("MX_JAX_GPU_TILES", "tiles.json")
+    monkeypatch.setenv("MX_JAX_EVIDENCE", "shipped")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     found = described(capsys)
     versions = found["versions"]
@@ -51,7 +51,7 @@ def test_versions_devices_and_variables(
     kind = jax.devices()[0].device_kind
     assert found["devices"] == [{"platform": "cpu", "kind": kind, "number": 8}]
     assert found["target"] == {"platform": "cpu", "compute_capability": None, "num_devices": 8}
-    assert found["variables"]["MX_JAX_GPU_TILES"] == "tiles.json"
+    assert found["variables"]["MX_JAX_EVIDENCE"] == "shipped"
     assert found["variables"]["JAX_PLATFORMS"] is None
     assert "xla_force_host_platform_device_count=8" in found["variables"]["XLA_FLAGS"]
 

@@ -28,7 +28,7 @@ from mx_jax.backends.pallas_gpu.casts import quantize
 from mx_jax.backends.pallas_gpu.grouped import multiply as grouped
 from mx_jax.backends.pallas_gpu.grouped import rejections as grouped_rejections
 from mx_jax.backends.pallas_gpu.products import matmul, packing, rejections
-from mx_jax.backends.pallas_gpu.tuning import measured, table
+from mx_jax.backends.pallas_gpu.tuning import measured
 
 
 def _offer(
@@ -49,9 +49,8 @@ def _offer(
 
 
 def _source() -> list[Path]:
-    """This package, and the tiles that stand in for its own."""
-    tiles = table.named_file()
-    return [*Path(__file__).parent.rglob("*.py"), *([] if tiles is None else [tiles])]
+    """This package."""
+    return list(Path(__file__).parent.rglob("*.py"))
 
 
 def _kernel(call: Call, target: Target, architecture: Architecture | None = None) -> str:

@@ -13,8 +13,8 @@ from mx_jax.backends.pallas_gpu.architecture import Architecture, current_archit
 from mx_jax.backends.pallas_gpu.layouts.storage import storage
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.tuning.plan import choose
-from mx_jax.backends.pallas_gpu.tuning.table import tuned
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.backends.pallas_gpu.tuning.tuned import tuned
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 
@@ -50,8 +50,7 @@ def in_high_precision(activations: Operand) -> tuple[jax.Array, jax.Array | None
 
 def crossover(architecture: Architecture, format: BlockFormat) -> float:
     """Rows from which weights are dequantized once and XLA multiplies."""
-    bits = storage(format.element).bits
-    return tuned(architecture, architecture.decoding, bits).crossover
+    return tuned(architecture.decoding, storage(format.element).bits).crossover
 
 
 def _dequantize_dot(

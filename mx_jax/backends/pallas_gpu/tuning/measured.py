@@ -12,10 +12,10 @@ from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_o
 from mx_jax.backends.pallas_gpu.kernels import Kernel
 from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
 from mx_jax.backends.pallas_gpu.layouts.storage import storage
-from mx_jax.backends.pallas_gpu.tuning import table
 from mx_jax.backends.pallas_gpu.tuning.plan import choose
 from mx_jax.backends.pallas_gpu.tuning.space import candidates, keeps_busy
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles, Tuning
+from mx_jax.backends.pallas_gpu.tuning.tuned import Measured, measured
 
 # Weights that are decoded for XLA's product: for no fewer rows than fill a tensor core's tile.
 _DECODE_FIRST: Config = (("crossover", 1),)
@@ -29,7 +29,7 @@ def configured(kernel: str, config: Config) -> AbstractContextManager[None]:
 
     Args:
       kernel: its name.
-      config: fields of `Tiles`, or of `Tuning` the crossover; none for the table's own.
+      config: fields of `Tiles`, or of `Tuning` the crossover; none for its own.
     """
     facts = dict(config)
 
@@ -39,7 +39,7 @@ def configured(kernel: str, config: Config) -> AbstractContextManager[None]:
         tiles = ((math.inf, Tiles(**sizes)),) if sizes else own.tiles
         return Tuning(tiles=tiles, crossover=crossover)
 
-    return table.measured(table.Measured(kernel=kernel, config=config, tuning=tuning))
+    return measured(Measured(kernel=kernel, config=config, tuning=tuning))
 
 
 def configs(

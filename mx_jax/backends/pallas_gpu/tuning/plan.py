@@ -7,8 +7,8 @@ from mx_jax.backends.pallas_gpu.architecture import Architecture
 from mx_jax.backends.pallas_gpu.kernels import Kernel
 from mx_jax.backends.pallas_gpu.layouts.weights import PAD_K, PAD_N
 from mx_jax.backends.pallas_gpu.tuning.stripes import Stripes
-from mx_jax.backends.pallas_gpu.tuning.table import tuned
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.backends.pallas_gpu.tuning.tuned import tuned
 
 # A pipeline shorter than this has no steady state.
 _MIN_STEPS = 4
@@ -81,7 +81,7 @@ def choose(
     Raises:
       ValueError: if none fit: the row's memory is smaller than its kernel can do with.
     """
-    buckets = tuned(architecture, kernel, code_bits).tiles
+    buckets = tuned(kernel, code_bits).tiles
     entry = next(tiles for limit, tiles in buckets if m <= limit)
     if kernel.clips:
         fitting = (t for t in _smaller(entry) if architecture.possible(kernel, code_bits, t))
