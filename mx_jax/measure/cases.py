@@ -25,7 +25,8 @@ from mx_jax.testing.cases import MatmulCase, QuantizeCase
 AnyProduct = TypeVar("AnyProduct", MatmulCall, RaggedCall)
 
 FORMATS = tuple(format.name for format in (*MX_FORMATS, NVFP4))
-# Rows of activations, one of each bucket of `evidence.work.ROWS`; n and k of weights.
+# Rows of activations, one of each bucket of `evidence.work.ROWS`; n and k of weights: the
+# layers of decoders, for which tiles are chosen too.
 ROWS = (1, 8, 16, 32, 64, 128, 256, 4096)
 SIZES = (
     (8192, 8192),

@@ -260,7 +260,10 @@ def _prepare_kept(
     lhs: Operand, rhs: Operand, axes: ProductAxes, sizes: jax.Array, spec: MatmulSpec, key: Key
 ) -> tuple[Operand, Operand]:
     """Both operands as a product that keeps the rows takes them."""
-    lhs = _without_unused(lhs, sizes)
+    # Products leave out the rows of no group; scales of more than a row would count them.
+    own = None if spec.lhs is None else spec.lhs.format
+    if own is not None and (own.tensor_scale or isinstance(own.block[0], Whole)):
+        lhs = _without_unused(lhs, sizes)
     lhs, rhs, (lhs_key, rhs_key) = transform_operands(lhs, rhs, spec, axes, key)
     return _prepare_rows(sizes, lhs, spec.lhs, lhs_key), prepare(rhs, spec.rhs, axes.rhs, rhs_key)
 

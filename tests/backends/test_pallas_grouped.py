@@ -358,6 +358,22 @@ def test_nothing_is_padded_gathered_or_masked_around_the_kernel():
     assert all(re.search(r"custom_call @mosaic_gpu|func\.func|return|call @", w) for w in around)
 
 
+@needs_newer_mosaic
+@pytest.mark.parametrize("recipe", ["mxfp4", "nvfp4"])
+def test_rows_are_masked_only_for_a_scale_that_counts_them(recipe: str):
+    x, w = jnp.ones((64, 512), jnp.bfloat16), jnp.ones((8, 512, 256), jnp.bfloat16)
+
+    def run(x: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
+        return mx_jax.ragged_dot(x, w, sizes, recipe=recipe)
+
+    with mx_jax.testing.target("cuda", (9, 0)), mx_jax.prefer_backends("pallas_gpu"):
+        traced = jax.jit(run).trace(x, w, jnp.zeros(8, jnp.int32))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mx_jax_grouped_wgmma" in text
+    masks = re.findall(r"stablehlo.select .*tensor<64x512x(?:bf16|f32)>", text)
+    assert bool(masks) == (recipe == "nvfp4")
+
+
 def test_the_backend_offers_it():
     assert PALLAS_GPU.rejects(TAKEN_CALL, Target(platform="rocm")) is not None
     assert RaggedCall in PALLAS_GPU.offers

@@ -21,6 +21,7 @@ from mx_jax.backends.pallas_gpu.tuning.plan import Sizes, choose
 from mx_jax.backends.pallas_gpu.tuning.space import candidates, keeps_busy
 from mx_jax.backends.pallas_gpu.tuning.stripes import Stripes, add_shares
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.measure.cases import SIZES
 
 # An architecture, one of its kernels, bits of a code.
 Key = tuple[Architecture, Kernel, int]
@@ -29,16 +30,6 @@ KEYS = [
     for architecture in ARCHITECTURES
     for kernel in architecture.kernels
     for bits, _ in kernel.tuning
-]
-# Weights of models: n, k.
-MODEL_SHAPES = [
-    (8192, 8192),
-    (5120, 5120),
-    (10240, 8192),
-    (8192, 10240),
-    (4096, 11008),
-    (11008, 4096),
-    (2880, 2880),
 ]
 
 
@@ -120,7 +111,7 @@ def test_choice(m: int, n: int, k: int, expected: dict[str, int]):
 @pytest.mark.parametrize("m", [1, 16])
 def test_shapes_of_models_fill_the_machine(m: int, bits: int):
     """By count: the share of a step's time, of all processors, that goes to codes."""
-    for n, k in MODEL_SHAPES:
+    for n, k in SIZES:
         sizes = Sizes(batch=1, m=m, n=n, k=k)
         tiles = choose(SM90, WGMMA, bits, batch=1, m=m, n=n, k=k)
         assert sizes.filling(tiles, SM90.at_once(WGMMA)) >= 0.93, (n, k, tiles)

@@ -27,6 +27,7 @@ from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.products import decoded
 from mx_jax.backends.pallas_gpu.tuning.plan import Sizes, choose
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.measure.cases import SIZES
 from tests.gpu import tools
 from tests.gpu.compile_for import FORMATS, GPUS, compile_on, shapes
 from tests.gpu.sass import issued
@@ -35,16 +36,6 @@ from tests.gpu.traffic import kernels
 GPU = GPUS["sm_90a"]
 NAMES = ("mxfp4", "nvfp4", "mxfp8_e4m3")
 ROWS = (1, 16, 32, 64, 128)
-# Weights of decoders: n, k.
-SHAPES = (
-    (8192, 8192),
-    (5120, 5120),
-    (10240, 8192),
-    (8192, 10240),
-    (4096, 11008),
-    (11008, 4096),
-    (2880, 2880),
-)
 
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:
@@ -113,7 +104,7 @@ def lines() -> Iterator[dict[str, Any]]:
     for name in NAMES:
         for m in ROWS:
             yield instructions(name, m)
-    for n, k in SHAPES:
+    for n, k in SIZES:
         for m in (1, 16):
             yield product("mxfp4", m, n, k)
 

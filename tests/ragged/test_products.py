@@ -171,6 +171,19 @@ def test_products_of_a_loop_over_groups(name: str, rng: np.random.Generator):
     assert_close(actual, expected, sums, SIZE)
 
 
+def test_values_in_rows_of_no_group_do_not_count(rng: np.random.Generator):
+    """Also where nothing is quantized along them, so that nothing masks them before the product."""
+    lhs, rhs, g = draw(rng, GROUP_SIZES)
+    recipe = mx_jax.recipes.weight_only("mxfp8_e4m3")
+    used = sum(GROUP_SIZES)
+    without = [np.where(np.arange(SIZE)[:, None] < used, x, 0).astype(np.float32) for x in (lhs, g)]
+    actual = run(recipe, lhs, rhs, GROUP_SIZES, g)
+    expected = run(recipe, without[0], rhs, GROUP_SIZES, without[1])
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.isnan(lhs).any() and not actual.output[used:].any()
+
+
 TRANSFORMED = {
     # Blocks of 8 and transforms of 4; blocks of 6 end where no transform does.
     "in blocks": operand(MXFP8_E4M3.with_block(8), scale_rule="rceil", prescale=0.75),
