@@ -42,6 +42,11 @@ def config_of(path: Path) -> dict[str, Any]:
         found = _json(folder / "config.json")
     elif (folder / "hf_quant_config.json").is_file():
         stated = _json(folder / "hf_quant_config.json").get("quantization") or {}
+        if not isinstance(stated, dict):
+            raise ValueError(
+                f"checkpoint.read: {folder / 'hf_quant_config.json'}: quantization is no table, "
+                f"got {stated!r}"
+            )
         found = {"quantization_config": {"quant_method": "modelopt"} | stated}
     return found
 

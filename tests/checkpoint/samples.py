@@ -1,0 +1,107 @@
+"""Good checkpoints of every kind, as bytes, and what is to read them."""
+
+import dataclasses
+import json
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mx_jax import checkpoint
+from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
+from tests.checkpoint.gguf_bytes import F32, I32, STRING, U32, Tensor, array, gguf, text
+from tests.checkpoint.stored import draw
+
+Reader = Callable[[Path], None]
+Files = dict[str, bytes]
+
+
+def read_all(path: Path) -> None:
+    """Every tensor of somebody's checkpoint."""
+    weights = checkpoint.read(path, rotated=True)
+    repr(weights)
+    for name in weights:
+        weights[name]
+
+
+def load(path: Path) -> None:
+    """One of our own."""
+    checkpoint.load(path / "model.safetensors")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A good checkpoint, whose files are then changed.
+
+    Attributes:
+      name: of its kind.
+      files: of a folder, by name.
+      read: what is to read the folder.
+    """
+
+    name: str
+    files: Files
+    read: Reader
+
+
+def samples() -> list[Sample]:
+    """One of each kind, small enough to be read in a millisecond."""
+    rng = np.random.default_rng(0)
+    mx, fp8 = draw(MXFP4, (8, 64), rng), draw(MXFP8_E4M3, (8, 64), rng)
+    nv = draw(NVFP4, (8, 64), rng)
+    nv = dataclasses.replace(nv, scales=nv.scales & 0x3F)
+    norm = jnp.ones(3)
+    made = [Sample("gguf", {"model.gguf": _gguf()}, read_all)]
+    kinds: tuple[tuple[str, Any, dict[str, Any]], ...] = (
+        ("own", None, {}),
+        ("compressed-tensors", {"a.weight": mx}, {"layout": "mxfp4-pack-quantized"}),
+        ("gpt-oss", {"a": mx}, {"layout": "gpt-oss"}),
+        ("modelopt", {"a.weight": nv}, {"layout": "modelopt-nvfp4", "max_shard_size": 200}),
+        ("torchao", {"a.weight": nv, "b.weight": fp8, "c.weight": mx}, {"layout": "torchao"}),
+    )
+    for name, weights, options in kinds:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder)
+            whole = path if "max_shard_size" in options else path / "model.safetensors"
+            if weights is None:
+                checkpoint.save(whole, {"a": {0: mx, "b": nv}, "norm": norm})
+            else:
+                checkpoint.write(whole, weights | {"norm": norm}, **options)
+            files = {file.name: file.read_bytes() for file in path.iterdir()}
+        made.append(Sample(name, files | _config(name), load if weights is None else read_all))
+    return made
+
+
+def _gguf() -> bytes:
+    pairs = {
+        "general.architecture": (STRING, text("llama")),
+        "general.alignment": (U32, struct.pack("<I", 32)),
+        "base": (F32, struct.pack("<f", 1e5)),
+        "tokens": array(STRING, [text("a"), text("bc")]),
+        "types": array(I32, [bytes(4)] * 3),
+    }
+    tensors = {
+        "a.weight": Tensor(39, (64, 2), (b"\x7f" + bytes(16)) * 4),
+        "b.weight": Tensor(40, (64, 2), (b"\x38" * 4 + bytes(32)) * 2),
+        "b.scale": Tensor(0, (1,), struct.pack("<f", 0.5)),
+        "c.weight": Tensor(3, (32, 2), bytes(40)),
+        "d.weight": Tensor(8, (32,), bytes(34)),
+        "e.weight": Tensor(30, (3, 2, 2), bytes(24)),
+    }
+    return gguf(tensors, pairs)
+
+
+def _config(kind: str) -> Files:
+    """What stands beside the files in a folder."""
+    if kind == "modelopt":
+        said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+        return {"hf_quant_config.json": json.dumps(said).encode()}
+    stated = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    if kind != "compressed-tensors":
+        return {}
+    config = {"torch_dtype": "float32", "quantization_config": stated}
+    return {"config.json": json.dumps(config).encode()}
