@@ -10,6 +10,7 @@ import pytest
 
 import mx_jax
 from mx_jax import checkpoint, formats
+from mx_jax.checkpoint import transcoding
 from mx_jax.checkpoint.layouts import LAYOUTS
 from mx_jax.formats import F32, MXFP4, NVFP4, BlockFormat
 from tests.checkpoint.gguf_bytes import Tensor, gguf
@@ -127,6 +128,31 @@ def test_scales_that_are_no_powers_of_two(rng: np.random.Generator):
         checkpoint.transcode(x, "nvfp4-pack-quantized")  # divides, and 0.1 has no exact reciprocal
     with pytest.raises(ValueError, match=r"\d of 6 blocks of mxfp4 cannot hold what nvfp4"):
         checkpoint.transcode(x, "mxfp4")
+
+
+def test_pairs_that_differ_are_not_joined(rng: np.random.Generator):
+    """Halves under 1 and 2 are no block of 32, unless one of them has zeros alone."""
+    x, _ = checkpoint.transcode(mxfp4([127, 127], rng), "nvfp4")
+    x = dataclasses.replace(x, scales=x.scales.at[0, 0].set(x.scales[0, 0] - 8))
+    with pytest.raises(ValueError, match="1 of 2 blocks of mxfp4 cannot hold"):
+        checkpoint.transcode(x, "mxfp4")
+    zeros = dataclasses.replace(x, codes=x.codes.at[0, :16].set(0))
+    y, _ = checkpoint.transcode(zeros, "mxfp4")
+    np.testing.assert_array_equal(values(y), values(zeros))
+
+
+def test_the_proof_notices(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch):
+    """A scale that is encoded wrongly, by one place in one block."""
+
+    def wrong(wanted: np.ndarray, scale: Any) -> tuple[np.ndarray, np.ndarray]:
+        stored, misfits = encoded(wanted, scale)
+        stored[-1, -1] += 1
+        return stored, misfits
+
+    encoded = transcoding._encoded
+    monkeypatch.setattr(transcoding, "_encoded", wrong)
+    with pytest.raises(AssertionError, match="transcode: nvfp4 changed a value"):
+        checkpoint.transcode(mxfp4([127, 127], rng), "nvfp4")
 
 
 def test_what_has_no_other_form(rng: np.random.Generator):
