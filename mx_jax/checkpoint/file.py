@@ -1,5 +1,6 @@
 """A tree of weights, quantized or not, in one safetensors file, and back."""
 
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -10,10 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mx_jax.checkpoint.deferred import Deferred
 from mx_jax.checkpoint.facts import VERSION, Described, describe
+from mx_jax.checkpoint.layout_reader import stored_plain
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry, Reader, write
+from mx_jax.checkpoint.weights import Stored, Weights
 from mx_jax.checkpoint.wire import CODES, SCALES, TENSOR_SCALE, assemble, parts
+from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked
 
 # The key of the header's metadata.
@@ -94,14 +99,51 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
                 leaf = jnp.asarray(reader.read(name))
                 step(name, leaf.nbytes)
             else:
-                # What is not there is an error, but for the tensor scale, which few formats have.
-                own = [CODES, SCALES]
-                own += [TENSOR_SCALE] * (f"{name}/{TENSOR_SCALE}" in reader.tensors)
-                arrays = {part: reader.read(f"{name}/{part}") for part in own}
-                leaf = assemble(Described.read(mx, f"{where}: {name}"), arrays, f"{where}: {name}")
-                step(name, sum(array.nbytes for array in arrays.values()))
-            _put(tree, keys, leaf, where)
+                leaf = _fetch(reader, name, mx, where)
+                step(name, sum(reader.nbytes(name) for name in _parts(reader, name)))
+            put(tree, keys, leaf, where)
     return tree
+
+
+def own_weights(path: Path) -> Weights | None:
+    """A file that `save` wrote, each tensor read when it is asked for; None: another's.
+
+    Names are the tree's keys joined by `/`, and `metadata["paths"]` has the keys of each.
+
+    Raises:
+      ValueError: its metadata are damaged, of a newer version, or name what is not there.
+    """
+    reader = Reader.open(path)
+    if _OURS not in reader.metadata:
+        return None
+    where = f"checkpoint.read: {path}"
+    stored, paths = {}, {}
+    for keys, mx in _listed(reader, where):
+        name = "/".join(map(str, keys))
+        paths[name] = keys
+        if mx is None:
+            stored[name] = stored_plain(reader, name, f"{where}: {name}")
+            continue
+        stored[name] = Stored(
+            shape=Described.read(mx, f"{where}: {name}").shape,
+            nbytes=sum(map(reader.nbytes, _parts(reader, name))),
+            fetch=functools.partial(_fetch, reader, name, mx, where),
+            layout=_OURS,
+        )
+    return Weights(path, stored, {"paths": paths})
+
+
+def _parts(reader: Reader, name: str) -> list[str]:
+    """Tensors of an MXArray; what is not there is an error, but for the tensor scale."""
+    own = [CODES, SCALES]
+    own += [TENSOR_SCALE] * (f"{name}/{TENSOR_SCALE}" in reader.tensors)
+    return [f"{name}/{part}" for part in own]
+
+
+def _fetch(reader: Reader, name: str, mx: Any, where: str) -> MXArray:
+    names = _parts(reader, name)
+    arrays = {each.rpartition("/")[2]: reader.read(each) for each in names}
+    return assemble(Described.read(mx, f"{where}: {name}"), arrays, f"{where}: {name}")
 
 
 def _leaves(node: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
@@ -112,7 +154,7 @@ def _leaves(node: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
                     f"checkpoint.save: keys must be str or int, got {key!r} in {_shown(keys)}"
                 )
             yield from _leaves(value, (*keys, key))
-    elif isinstance(node, Quantized | jax.Array | np.ndarray) and keys:
+    elif isinstance(node, Quantized | jax.Array | np.ndarray | Deferred) and keys:
         if not isinstance(node, Quantized) and jnp.issubdtype(node.dtype, jax.dtypes.prng_key):
             raise TypeError(
                 f"checkpoint.save: {_shown(keys)} is a PRNG key; save jax.random.key_data of it"
@@ -151,7 +193,8 @@ def _listed(reader: Reader, where: str) -> Iterator[tuple[Keys, Any]]:
     yield from paths
 
 
-def _put(tree: dict[Any, Any], keys: Keys, leaf: Any, where: str) -> None:
+def put(tree: dict[Any, Any], keys: Keys, leaf: Any, where: str) -> None:
+    """Enter a tensor at its path."""
     *outer, last = keys
     for key in outer:
         tree = tree.setdefault(key, {})

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from mx_jax.checkpoint.file import own_weights
 from mx_jax.checkpoint.folder import config_of, readers_of
 from mx_jax.checkpoint.gguf import gguf_in, read_gguf
 from mx_jax.checkpoint.layout import Layout
@@ -19,7 +20,7 @@ from mx_jax.checkpoint.weights import Weights
 def read(
     path: str | os.PathLike[str], *, layout: str | None = None, rotated: bool = False
 ) -> Weights:
-    """Open a checkpoint in one of the layouts that are in use elsewhere.
+    """Open a checkpoint, one that `save` wrote or in a layout that is in use elsewhere.
 
     A folder with `config.json` says what it is; a bare file is read if its names, dtypes and shapes
     fit one layout. GGUF says itself what it holds. Tensors are read as they are asked for, so a
@@ -65,6 +66,8 @@ def read(
 
 def _read_safetensors(path: Path, layout: str | None, rotated: bool, where: str) -> Weights:
     readers = readers_of(path, where)
+    if path.is_file() and (own := own_weights(path)) is not None:
+        return own
     metadata = {key: value for reader in readers.values() for key, value in reader.metadata.items()}
     if layout in (None, TORCHAO) and is_torchao(readers):
         return Weights(path, read_torchao(readers, where), metadata)

@@ -86,7 +86,10 @@ def stored_plain(reader: Reader, name: str, where: str) -> Stored:
     def fetch() -> jax.Array:
         return plain(reader.read(name), where)
 
-    return Stored(shape=reader.tensors[name][1], nbytes=nbytes_of(reader, name), fetch=fetch)
+    dtype, shape, _ = reader.facts(name)
+    host = functools.partial(reader.read, name)
+    nbytes = nbytes_of(reader, name)
+    return Stored(shape=shape, nbytes=nbytes, fetch=fetch, host=host, dtype=dtype)
 
 
 def nbytes_of(reader: Reader, name: str) -> int:

@@ -198,10 +198,19 @@ class Reader:
             tensors[name] = dtype, tuple(facts["shape"]), start + facts["data_offsets"][0]
         return cls(path, metadata, tensors, content)
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor; a view of the file."""
+    def nbytes(self, name: str) -> int:
+        """Bytes of one tensor."""
+        dtype, shape, _ = self.facts(name)
+        return math.prod(shape) * dtype.itemsize
+
+    def facts(self, name: str) -> tuple[np.dtype, tuple[int, ...], int]:
+        """Of one tensor, what `tensors` has; ValueError if it is not there."""
         if name not in self.tensors:
             raise ValueError(f"checkpoint: {self.path} has no tensor {name!r}")
-        dtype, shape, first = self.tensors[name]
+        return self.tensors[name]
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor; a view of the file."""
+        dtype, shape, first = self.facts(name)
         count = math.prod(shape) * dtype.itemsize
         return self.content[first : first + count].view(dtype).reshape(shape)

@@ -25,6 +25,8 @@ class Stored:
       rotation: the name of the matrix by which inputs have to be multiplied, in groups along their
         last axis, before they meet this weight; None where nothing is asked of them.
       fetch: reads it.
+      host: of a plain array that lies there as it is, reads it without a copy; else None.
+      dtype: of such an array; None: reading it tells.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +35,8 @@ class Stored:
     layout: str | None = None
     dequantized: bool = False
     rotation: str | None = None
+    host: Callable[[], np.ndarray] | None = None
+    dtype: np.dtype | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,6 +62,10 @@ class Weights(Mapping[str, "MXArray | jax.Array"]):
 
     def __len__(self) -> int:
         return len(self.stored)
+
+    def __contains__(self, name: object) -> bool:
+        # Mapping's own would read the tensor.
+        return name in self.stored
 
     def __getitem__(self, name: str) -> "MXArray | jax.Array":
         return self.stored[name].fetch()

@@ -116,7 +116,7 @@ class Layer:
     axes: Axes | None = None
 
 
-class Untold:
+class Unknown:
     """The type of a layer of which only the parameters are there."""
 
 
@@ -179,7 +179,7 @@ def _handed_on(rule: Rule, layer: Layer) -> str | None:
     types: Any = rule.types
     if types is None and layer.named_only:
         return f"only a rule with types={layer.type.__name__} converts it"
-    if types is not None and layer.type is Untold:
+    if types is not None and layer.type is Unknown:
         return "parameters alone do not tell types: give the model"
     if types is not None and not issubclass(layer.type, types):
         return ""

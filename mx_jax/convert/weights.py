@@ -13,7 +13,7 @@ from flax.core import meta
 from mx_jax.axes import Axes
 from mx_jax.convert import linen_model, nnx_weights
 from mx_jax.convert.report import Report, UnusedRuleWarning
-from mx_jax.convert.rules import Layer, Rule, Untold, as_rules
+from mx_jax.convert.rules import Layer, Rule, Unknown, as_rules
 from mx_jax.convert.stored import Kernel
 from mx_jax.nn.stored import StoredParams
 from mx_jax.packed import Quantized
@@ -117,8 +117,8 @@ def weights_report(
       >>> params = {"up": {"kernel": jnp.ones((64, 8))}, "heads": {"kernel": jnp.ones((64, 2, 4))}}
       >>> print(convert.weights_report(params, convert.Rule(".*", "mxfp8")))
       layer  type    kernel  rule  recipe
-      heads  Untold  64x2x4  -     (which of its axes a product contracts is not known)
-      up     Untold  64x8    0     mxfp8
+      heads  Unknown  64x2x4  -     (which of its axes a product contracts is not known)
+      up     Unknown  64x8    0     mxfp8
       1 of 2 layers converted
     """
     rules = as_rules(rules, "convert.weights_report")
@@ -207,13 +207,13 @@ def _layer(names: tuple[str, ...], value: Any, known: Layer | None) -> Layer:
     """What rules judge a parameter by: its layer as the model has it, or what its name tells."""
     own, path, shape = "/".join(names), "/".join(names[:-1]), tuple(value.shape)
     if names[-1] not in _KERNELS and not (known and known.kernel):
-        return Layer(path=own, type=Untold, kernel=shape)
+        return Layer(path=own, type=Unknown, kernel=shape)
     if known is not None and not issubclass(known.type, StoredParams):
         length = len(known.kernel or ())
         if known.kernel is None or known.kernel == shape[len(shape) - length :]:
             return dataclasses.replace(known, aliases=(*known.aliases, own))
         return Layer(path=own, type=known.type, kernel=shape)
-    type_ = Untold if known is None else known.type
+    type_ = Unknown if known is None else known.type
     layer = Layer(path=path, aliases=(own,), type=type_, kernel=shape)
     if len(shape) > 2:
         return layer

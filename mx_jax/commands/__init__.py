@@ -1,0 +1,1 @@
+"""What `python -m mx_jax` does: one file a command."""

@@ -1,0 +1,189 @@
+"""`python -m mx_jax diff`."""
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from mx_jax import checkpoint
+from mx_jax.checkpoint.progress import progress_bar
+from mx_jax.checkpoint.weights import Weights
+from mx_jax.commands.output import console, watched
+from mx_jax.commands.stream import add_input, stored_bytes, value
+from mx_jax.commands.tensor_facts import values_of
+from mx_jax.inspect import sqnr_db
+from mx_jax.mxarray import MXArray
+
+_DESCRIPTION = """
+Compare the tensors of two checkpoints by name: whether they are the same to the bit, the same
+values stored in another way, or how far apart. The exit status is 0 if all values are the same, 1
+if not, 2 if a file cannot be read.
+"""
+_EXAMPLES = """
+examples:
+
+    python -m mx_jax diff model.safetensors small.safetensors
+    python -m mx_jax diff a.safetensors b.safetensors --json
+"""
+_COLUMNS = ("tensor", "A", "B", "", "SQNR dB", "max error", "values", "codes", "scales")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far a tensor of B is from that of A.
+
+    Attributes:
+      name: of the tensor.
+      formats: of both: of blocks, or dtypes; None where it is missing.
+      result: `"same"`, `"same values"`, `"differs"`, `"other shape"`, `"only in A"`, `"only in B"`.
+      sqnr_db: of B with A as what is exact; None where nothing can be compared, or nothing differs.
+      max_error: the largest absolute difference.
+      values: how many values differ.
+      codes: how many codes do, where both have the same format and blocks; else None.
+      scales: how many block scales do, likewise.
+    """
+
+    name: str
+    formats: tuple[str | None, str | None]
+    result: str
+    sqnr_db: float | None = None
+    max_error: float | None = None
+    values: int | None = None
+    codes: int | None = None
+    scales: int | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether both stand for the same values."""
+        return self.result in ("same", "same values")
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to a parser's subparsers."""
+    parser = commands.add_parser(
+        "diff",
+        help="compare two checkpoints tensor by tensor",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_input(parser, "a", "b")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--all", action="store_true", help="list what is the same too")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status.
+
+    Raises:
+      ValueError: files that are damaged.
+    """
+    a = checkpoint.read(options.a, layout=options.layout)
+    b = checkpoint.read(options.b, layout=options.layout)
+    found = _compare(a, b)
+    differing = [each for each in found if not each.equal]
+    if options.json:
+        rows = [dataclasses.asdict(each) for each in found]
+        print(json.dumps({"equal": not differing, "tensors": rows}, indent=1))
+    else:
+        _print(found if options.all else differing, len(found))
+    return 1 if differing else 0
+
+
+def _compare(a: Weights, b: Weights) -> list[Difference]:
+    names = dict.fromkeys((*a, *b))
+    both = [name for name in names if name in a and name in b]
+    found = []
+    with progress_bar("read", stored_bytes(a, both) + stored_bytes(b, both), watched()) as step:
+        for name in names:
+            if name not in b:
+                formats = (_format(value(a, name)), None)
+                found.append(Difference(name=name, formats=formats, result="only in A"))
+            elif name not in a:
+                formats = (None, _format(value(b, name)))
+                found.append(Difference(name=name, formats=formats, result="only in B"))
+            else:
+                found.append(difference(name, value(a, name), value(b, name)))
+                step(name, a.stored[name].nbytes + b.stored[name].nbytes)
+    return found
+
+
+def difference(name: str, a: Any, b: Any) -> Difference:
+    """Compare two tensors, arrays or MXArrays; NaN is the same as NaN."""
+    formats = (_format(a), _format(b))
+    if tuple(a.shape) != tuple(b.shape):
+        return Difference(name=name, formats=formats, result="other shape")
+    x, y = values_of(a), values_of(b)
+    unequal = (x != y) & ~((x != x) & (y != y))
+    count = int(unequal.sum())
+    parts = _parts(a, b)
+    if not count:
+        alike = formats[0] == formats[1] and not any(parts)
+        return Difference(
+            name=name, formats=formats, result="same" if alike else "same values", values=0
+        )
+    with np.errstate(invalid="ignore"):
+        error = np.abs(x.astype(np.float64) - y.astype(np.float64))[unequal]
+        noise, largest = sqnr_db(x, y), float(np.max(error))
+    return Difference(
+        name=name,
+        formats=formats,
+        result="differs",
+        sqnr_db=noise if math.isfinite(noise) else None,
+        max_error=largest if math.isfinite(largest) else None,
+        values=count,
+        codes=parts[0],
+        scales=parts[1],
+    )
+
+
+def _parts(a: Any, b: Any) -> tuple[int | None, int | None]:
+    """How many codes and how many scales differ, where they can be compared."""
+    if not (isinstance(a, MXArray) and isinstance(b, MXArray)):
+        return None, None
+    if a.format != b.format or a.blocks != b.blocks:
+        return None, None
+    whole = 0
+    if a.tensor_scale is not None:
+        whole = int((np.asarray(a.tensor_scale) != np.asarray(b.tensor_scale)).sum())
+    codes = int((np.asarray(a.codes) != np.asarray(b.codes)).sum())
+    return codes, int((np.asarray(a.scales) != np.asarray(b.scales)).sum()) + whole
+
+
+def _format(x: Any) -> str:
+    return x.format.name if isinstance(x, MXArray) else x.dtype.name
+
+
+def _print(found: Sequence[Difference], total: int) -> None:
+    out = console()
+    if found:
+        table = Table()
+        for index, column in enumerate(_COLUMNS):
+            table.add_column(column, justify="left" if index < 4 else "right", overflow="fold")
+        for each in found:
+            table.add_row(*_row(each))
+        out.print(table)
+    differing = sum(not each.equal for each in found)
+    out.print(f"{total} tensors, {differing} of them differ" if differing else f"{total} the same")
+
+
+def _row(each: Difference) -> tuple[str, ...]:
+    def shown(number: float | None, form: str = "") -> str:
+        return "-" if number is None else format(number, form)
+
+    return (
+        each.name,
+        *(text or "-" for text in each.formats),
+        each.result,
+        shown(each.sqnr_db, ".2f"),
+        shown(each.max_error, ".4g"),
+        shown(each.values),
+        shown(each.codes),
+        shown(each.scales),
+    )

@@ -1,0 +1,50 @@
+"""`python -m mx_jax env`."""
+
+import argparse
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from mx_jax.commands.output import console
+from mx_jax.inspect import environment, environment_tables
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to a parser's subparsers."""
+    env = commands.add_parser(
+        "env",
+        help="print versions, devices, the C++ library and backends",
+        description="Print versions and devices, whether the C++ library is used or why not, and "
+        "which backend computes what on this machine.",
+    )
+    env.add_argument("--json", action="store_true", help="print it as JSON")
+    env.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    with _quiet():
+        found = environment.describe()
+    if options.json:
+        print(json.dumps(found, indent=1))
+        return 1 if "error" in found else 0
+    out = console()
+    for table in environment_tables.tables(found):
+        out.print(table)
+    if "error" in found:
+        out.print(found["error"], markup=False)
+    return 1 if "error" in found else 0
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning that the library is missing: the table says it."""
+    logger = logging.getLogger("mx_jax")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,138 @@
+"""`python -m mx_jax inspect`."""
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from mx_jax import checkpoint
+from mx_jax.checkpoint.progress import progress_bar
+from mx_jax.checkpoint.weights import Weights
+from mx_jax.commands.inspect_page import page
+from mx_jax.commands.output import console, say, size, watched
+from mx_jax.commands.stream import add_input, stored_bytes, value
+from mx_jax.commands.tensor_facts import TensorFacts, tensor_facts
+
+_DESCRIPTION = """
+Look at the tensors of a checkpoint: how each is stored, its bits, its largest value, the shares of
+zeros and of codes at their format's limit, how its block scales lie, and how far it is from a
+reference. Tensors of the reference are found by name.
+"""
+_EXAMPLES = """
+examples:
+
+    python -m mx_jax inspect small.safetensors
+    python -m mx_jax inspect small.safetensors --reference model.safetensors
+    python -m mx_jax inspect model.gguf --only '.*attn.*' --json
+    python -m mx_jax inspect small.safetensors --html report.html
+"""
+_COLUMNS = ("tensor", "format", "shape", "size", "bits", "amax", "zeros %", "at limit %", "scales")
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to a parser's subparsers."""
+    parser = commands.add_parser(
+        "inspect",
+        help="print what the tensors of a checkpoint are",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_input(parser, "file")
+    parser.add_argument(
+        "--reference", metavar="FILE", type=Path, help="what the tensors should be, for the SQNR"
+    )
+    parser.add_argument("--only", metavar="PATTERN", help="tensors whose whole name matches")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--html", metavar="PAGE", type=Path, help="write a page with histograms")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status.
+
+    Raises:
+      ValueError: no tensor of that name, or files that are damaged.
+    """
+    weights = checkpoint.read(options.file, layout=options.layout)
+    reference = None if options.reference is None else checkpoint.read(options.reference)
+    names = chosen(weights, options.only)
+    found = _facts(weights, reference, names)
+    if options.html is not None:
+        options.html.write_text(page(str(options.file), found), encoding="utf-8")
+        say(f"{options.html}: {len(found)} tensors")
+    if options.json:
+        print(json.dumps({"tensors": [facts.as_json() for facts in found]}, indent=1))
+    elif options.html is None:
+        _print(found, reference is not None)
+    return 0
+
+
+def chosen(weights: Weights, only: str | None) -> list[str]:
+    """Names that match a pattern; all of them without one.
+
+    Raises:
+      ValueError: a pattern that is none, or matches nothing.
+    """
+    try:
+        names = [name for name in weights if only is None or re.fullmatch(only, name)]
+    except re.error as error:
+        raise ValueError(f"--only {only!r} is no regular expression: {error}") from error
+    if not names and only is not None:
+        raise ValueError(f"--only {only!r} matches none of the {len(weights)} tensors")
+    return names
+
+
+def _facts(weights: Weights, reference: Weights | None, names: Sequence[str]) -> list[TensorFacts]:
+    found = []
+    with progress_bar("read", stored_bytes(weights, names), watched()) as step:
+        for name in names:
+            exact = None
+            if reference is not None and name in reference:
+                exact = value(reference, name)
+            try:
+                found.append(tensor_facts(name, weights.stored[name], value(weights, name), exact))
+            except ValueError as error:
+                told = str(error) if name in str(error) else f"{name}: {error}"
+                raise ValueError(f"inspect: {told}") from error
+            step(name, weights.stored[name].nbytes)
+    return found
+
+
+def _print(found: Sequence[TensorFacts], compared: bool) -> None:
+    columns = (*_COLUMNS, "SQNR dB") if compared else _COLUMNS
+    table = Table(title=_title(found), title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < 3 else "right", overflow="fold")
+    for facts in found:
+        row = cells(facts)
+        table.add_row(*(row if compared else row[:-1]))
+    console().print(table)
+
+
+def _title(found: Sequence[TensorFacts]) -> str:
+    return f"{len(found)} tensors, {size(sum(facts.nbytes for facts in found))}"
+
+
+def cells(facts: TensorFacts) -> tuple[str, ...]:
+    """A tensor's row, the SQNR last."""
+    span = "-"
+    if facts.scales:
+        span = f"2^{min(facts.scales)} .. 2^{max(facts.scales)}"
+    broken = f" ({facts.not_finite} not finite)" if facts.not_finite else ""
+    return (
+        facts.name,
+        facts.format if facts.stored is None else f"{facts.format} ({facts.stored})",
+        "x".join(map(str, facts.shape)) or "()",
+        size(facts.nbytes),
+        f"{facts.bits:.4g}",
+        "-" if facts.amax is None else f"{facts.amax:.4g}{broken}",
+        "-" if facts.zeros is None else f"{facts.zeros * 100:.2f}",
+        "-" if facts.at_limit is None else f"{facts.at_limit * 100:.2f}",
+        span,
+        "-" if facts.sqnr_db is None else f"{facts.sqnr_db:.2f}",
+    )

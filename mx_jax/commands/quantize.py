@@ -1,0 +1,159 @@
+"""`python -m mx_jax quantize`."""
+
+import argparse
+import functools
+from pathlib import Path
+from typing import Any
+
+from mx_jax import checkpoint
+from mx_jax.checkpoint.deferred import deferred
+from mx_jax.checkpoint.weights import Weights
+from mx_jax.commands.judging import Judged, judge, quantized_like, report
+from mx_jax.commands.output import console, say, size
+from mx_jax.commands.programs import layout_for
+from mx_jax.commands.rules_file import FileRule, format_rule, read_rules
+from mx_jax.commands.stream import (
+    OWN,
+    add_input,
+    add_output,
+    as_it_is,
+    check_output,
+    like,
+    stored_bytes,
+    tell_of_values,
+    write_out,
+)
+from mx_jax.convert.rules import Rule
+
+_DESCRIPTION = """
+Quantize the weights of a checkpoint, one tensor at a time. Blocks lie along the axis that a product
+contracts: the last of a matrix called .weight, the first of one called kernel. What already is
+quantized stays as it is, and so do tensors of fewer than two axes.
+"""
+_EXAMPLES = """
+examples:
+
+  everything but embeddings and head, to a file of mx_jax:
+    python -m mx_jax quantize model.safetensors small.safetensors --format mxfp4
+
+  what would happen, and why some tensors stay:
+    python -m mx_jax quantize model/ small.safetensors --format nvfp4 --dry-run
+
+  for vLLM and others, as compressed-tensors stores it:
+    python -m mx_jax quantize model/ out.safetensors --format nvfp4 --to compressed-tensors
+
+  layer by layer:
+    python -m mx_jax quantize model/ small.safetensors --rules rules.toml
+
+  rules.toml, of which the first that matches decides:
+    [[rule]]
+    pattern = ".*(embed_tokens|lm_head)"      # of the whole name, without .weight
+    skip = true
+    [[rule]]
+    pattern = ".*mlp.experts.*"
+    format = "mxfp4"
+    axis = -1                                 # [experts, out, in]
+    [[rule]]
+    pattern = ".*"
+    format = "mxfp8_e4m3"
+    scale_rule = "rceil"                      # default: what loses least
+"""
+# Where few bits cost most, and what most checkpoints leave alone: embeddings and the head.
+KEPT = r"(.*[./])?(\w*embed\w*|token_embd|wte|wpe|lm_head|output|head|tokens)"
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to a parser's subparsers."""
+    parser = commands.add_parser(
+        "quantize",
+        help="quantize a checkpoint's weights, by a format or by rules",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_input(parser, "in")
+    add_output(parser)
+    parser.add_argument(
+        "--format", metavar="FORMAT", help="for all that no rule decides: mxfp4, nvfp4, mxfp8_e4m3"
+    )
+    parser.add_argument("--rules", metavar="FILE", type=Path, help="ordered rules, as below")
+    parser.add_argument(
+        "--scale-rule", metavar="RULE", help="with --format; default: what loses least for it"
+    )
+    parser.add_argument(
+        "--keep",
+        metavar="PATTERN",
+        help="with --format and no rules: layers that stay; '' for none (default: embeddings and "
+        "head)",
+    )
+    parser.add_argument(
+        "--to", metavar="LAYOUT", default=OWN, help=f"how to store it (default: {OWN}, our own)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would become of each")
+    parser.add_argument(
+        "--strict", action="store_true", help="a rule that matches nothing is an error"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status.
+
+    Raises:
+      ValueError: options that do not fit together, rules, or files that are damaged.
+    """
+    rules = _rules(options)
+    if not options.dry_run:
+        check_output(options)
+    weights = checkpoint.read(vars(options)["in"], layout=options.layout)
+    likes = {name: like(weights, name) for name in weights}
+    judged = {name: judge(rules, name, tensor) for name, tensor in likes.items()}
+    found = report(rules, judged)
+    for index in found.unused:
+        text = f"quantize: rule {index} ({rules[index].rule}) decides about no tensor"
+        # That what is kept is not there is as good.
+        if options.strict and options.rules is not None:
+            raise ValueError(f"{text}; --dry-run shows the names")
+        if options.rules is not None or found.num_converted == 0:
+            say(text)
+    if options.dry_run:
+        console().print(found)
+        return 0
+    tensors = {name: _tensor(weights, name, judged[name], likes[name]) for name in weights}
+    tell_of_values(weights, (name for name in weights if not judged[name].quantizes))
+    write_out(options.out, weights, tensors, layout_for(options.to, tensors))
+    before, after = stored_bytes(weights), options.out.stat().st_size
+    say(
+        f"{options.out}: {found.num_converted} of {len(weights)} tensors quantized, "
+        f"{size(before)} -> {size(after)}"
+    )
+    return 0
+
+
+def _rules(options: argparse.Namespace) -> tuple[FileRule, ...]:
+    """The file's rules, then --format for what is left."""
+    if options.format is None and options.rules is None:
+        raise ValueError("quantize: needs --format, e.g. --format mxfp4, or --rules")
+    if options.scale_rule and not options.format:
+        raise ValueError("quantize: --scale-rule goes with --format; a rule has its own")
+    rules = () if options.rules is None else read_rules(options.rules)
+    if options.keep is not None and options.rules is not None:
+        raise ValueError("quantize: --keep goes without --rules; write a rule with skip = true")
+    if options.rules is None:
+        kept = KEPT if options.keep is None else options.keep
+        rules = (FileRule(Rule(kept, None)),) if kept else ()
+    if options.format is not None:
+        rules += (format_rule(".*", options.format, options.scale_rule),)
+    return rules
+
+
+def _tensor(weights: Weights, name: str, judged: Judged, tensor: Any) -> Any:
+    if not judged.quantizes:
+        return as_it_is(weights, name)
+    stored = weights.stored[name]
+    make = functools.partial(_quantized, stored.host or stored.fetch, judged)
+    return deferred(make, quantized_like(judged, tensor))
+
+
+def _quantized(read: Any, judged: Judged) -> Any:
+    return judged.quantize(read())

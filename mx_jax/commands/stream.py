@@ -1,0 +1,116 @@
+"""Checkpoints gone through tensor by tensor: what is read, changed and written is one at a time."""
+
+import argparse
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mx_jax import checkpoint
+from mx_jax.checkpoint.deferred import Deferred, deferred
+from mx_jax.checkpoint.file import put
+from mx_jax.checkpoint.progress import progress_bar
+from mx_jax.checkpoint.safetensors_file import Entry
+from mx_jax.checkpoint.safetensors_file import write as write_file
+from mx_jax.checkpoint.weights import Weights
+from mx_jax.commands.output import say, watched
+
+# What our own files are called where a layout is asked for.
+OWN = "mx_jax"
+
+
+def add_input(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Arguments of a command that reads checkpoints."""
+    for name in names:
+        parser.add_argument(
+            name,
+            metavar=name.upper(),
+            type=Path,
+            help="a safetensors or GGUF file, one that mx_jax wrote, or a folder of a model",
+        )
+    parser.add_argument(
+        "--from",
+        dest="layout",
+        metavar="LAYOUT",
+        help="read this layout and no other; for files that fit several",
+    )
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Arguments of a command that writes one."""
+    parser.add_argument("out", metavar="OUT", type=Path, help="the safetensors file to write")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
+
+
+def like(weights: Weights, name: str) -> Any:
+    """A tensor with shapes and dtypes for arrays; read only where the header does not tell them."""
+    one = weights.stored[name]
+    if one.dtype is not None:
+        return Deferred(one.shape, one.dtype, one.fetch)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights[name])
+
+
+def value(weights: Weights, name: str) -> Any:
+    """A tensor to look at: a plain array as the file has it, which jax might hold in fewer bits."""
+    one = weights.stored[name]
+    return one.fetch() if one.host is None else one.host()
+
+
+def as_it_is(weights: Weights, name: str) -> Any:
+    """A tensor that is written as it was read."""
+    one = weights.stored[name]
+    if one.host is not None and one.dtype is not None:
+        return Deferred(one.shape, one.dtype, one.host)
+    return deferred(one.fetch, like(weights, name))
+
+
+def check_output(options: argparse.Namespace) -> None:
+    """Refuse to replace a file unasked, before anything is read.
+
+    Raises:
+      ValueError: there is one, or no folder for it.
+    """
+    out: Path = options.out
+    if out.is_dir() or not out.parent.is_dir():
+        raise ValueError(f"{out} must be a file in a folder that is there")
+    if out.exists() and not options.force:
+        raise ValueError(f"{out} is there already; replace it with --force")
+
+
+def write_out(
+    path: Path, weights: Weights, tensors: Mapping[str, Any], layout: str | None = None
+) -> None:
+    """Write tensors, each when its turn comes; the file appears when it is whole.
+
+    Args:
+      path: of the file.
+      weights: what they were made of: a tree that mx_jax wrote stays one.
+      tensors: by name, what `as_it_is` and `deferred` give.
+      layout: `"mx_jax"`, a layout of others, or None for arrays that any reader reads.
+    """
+    paths = weights.metadata.get("paths")
+    if layout == OWN or (layout is None and paths is not None):
+        tree: dict[Any, Any] = {}
+        for name, tensor in tensors.items():
+            put(tree, paths[name] if paths else (name,), tensor, f"{path}")
+        checkpoint.save(path, tree, progress=watched())
+    elif layout is not None:
+        checkpoint.write(path, tensors, layout=layout, progress=watched())
+    else:
+        entries = {name: Entry.of(tensor) for name, tensor in tensors.items()}
+        total = sum(entry.nbytes for entry in entries.values())
+        with progress_bar("write", total, watched()) as step:
+            write_file(path, entries, {"format": "pt"}, step)
+
+
+def stored_bytes(weights: Weights, names: Iterable[str] | None = None) -> int:
+    """Bytes that tensors take in their file; default: all of them."""
+    return sum(weights.stored[name].nbytes for name in (weights if names is None else names))
+
+
+def tell_of_values(weights: Weights, names: Iterable[str]) -> None:
+    """Say which tensors are written as the values that they stand for, and take more bytes."""
+    layouts = [weights.stored[name].layout for name in names if weights.stored[name].dequantized]
+    for layout in dict.fromkeys(layouts):
+        say(f"{layouts.count(layout)} tensors of {layout}, which is read only, become float32")

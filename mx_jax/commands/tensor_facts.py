@@ -1,0 +1,133 @@
+"""What is said of one tensor: how it is stored, how large its values are, how its scales lie."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from mx_jax.checkpoint.weights import Stored
+from mx_jax.formats import ElementFormat, ScaleFormat
+from mx_jax.inspect import sqnr_db
+from mx_jax.mxarray import MXArray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorFacts:
+    """Facts of one tensor, plain values that JSON holds.
+
+    Attributes:
+      name: of the tensor.
+      stored: layout of a quantized weight, else None.
+      format: of its blocks, or its dtype.
+      shape: of the tensor.
+      nbytes: in the file.
+      amax: the largest magnitude; None of what is no float, or has no element.
+      zeros: share of values that are zero.
+      at_limit: share of codes that are the largest of their format; None of plain arrays.
+      not_finite: how many values are Inf or NaN.
+      scales: how many blocks have a scale in `[2^e, 2^(e+1))`, by e; None of plain arrays.
+      zero_scales: how many blocks have the scale zero.
+      sqnr_db: against the reference, in dB; None without one.
+    """
+
+    name: str
+    stored: str | None
+    format: str
+    shape: tuple[int, ...]
+    nbytes: int
+    amax: float | None
+    zeros: float | None
+    at_limit: float | None
+    not_finite: int
+    scales: dict[int, int] | None
+    zero_scales: int
+    sqnr_db: float | None
+
+    @property
+    def bits(self) -> float:
+        """Of an element, its share of the scales included."""
+        return self.nbytes * 8 / max(1, math.prod(self.shape))
+
+    def as_json(self) -> dict[str, Any]:
+        """For `json.dumps`: no number that JSON does not have."""
+        facts = dataclasses.asdict(self) | {"bits": self.bits}
+        return {key: _finite(value) for key, value in facts.items()}
+
+
+def tensor_facts(name: str, stored: Stored, value: Any, reference: Any = None) -> TensorFacts:
+    """Look at one tensor.
+
+    Args:
+      name: of it.
+      stored: how it lies in its file.
+      value: an array or an MXArray.
+      reference: what it should be, of the same shape, or None.
+
+    Raises:
+      ValueError: a reference of another shape.
+    """
+    values = values_of(value)
+    number = values.dtype.kind == "f"
+    finite = np.isfinite(values) if number else np.ones(values.shape, bool)
+    exponents, zero_scales = (None, 0)
+    if isinstance(value, MXArray):
+        exponents, zero_scales = _exponents(value)
+    sqnr = None
+    if reference is not None and number:
+        sqnr = sqnr_db(values_of(reference), values)
+    return TensorFacts(
+        name=name,
+        stored=stored.layout,
+        format=value.format.name if isinstance(value, MXArray) else value.dtype.name,
+        shape=tuple(value.shape),
+        nbytes=stored.nbytes,
+        amax=float(np.abs(values, where=finite, out=np.zeros_like(values)).max())
+        if number and values.size
+        else None,
+        zeros=float(np.mean(values == 0)) if values.size else None,
+        at_limit=_at_limit(value) if isinstance(value, MXArray) and values.size else None,
+        not_finite=int((~finite).sum()),
+        scales=exponents,
+        zero_scales=zero_scales,
+        sqnr_db=sqnr,
+    )
+
+
+def values_of(value: Any) -> np.ndarray:
+    """Values on the host: floats in float32 or wider, integers as they are."""
+    if isinstance(value, MXArray):
+        return np.asarray(value.dequantize(np.float32))
+    array = np.asarray(value)
+    if array.dtype.kind in "biu" or array.dtype == np.float64:
+        return array
+    return array.astype(np.float32)
+
+
+def _at_limit(x: MXArray) -> float:
+    """Share of codes of the largest magnitude: what was beyond lies there too."""
+    table = np.abs(_table(x.format.element))
+    return float(np.mean(table[np.asarray(x.codes)] >= x.format.element.max))
+
+
+def _exponents(x: MXArray) -> tuple[dict[int, int], int]:
+    """Blocks by the exponent of what their codes are multiplied by, and those without one."""
+    stored = np.asarray(x.scales)
+    scales = stored if x.format.scale.is_float32 else _table(x.format.scale)[stored]
+    scales = np.abs(scales.astype(np.float64))
+    if x.tensor_scale is not None:
+        scales = scales * np.asarray(x.tensor_scale, np.float64)
+    known = scales[np.isfinite(scales) & (scales > 0)]
+    # frexp's fraction is in [0.5, 1).
+    exponents, counts = np.unique(np.frexp(known)[1] - 1, return_counts=True)
+    found = {int(e): int(n) for e, n in zip(exponents, counts, strict=True)}
+    return found, int((scales == 0).sum())
+
+
+def _table(format: ElementFormat | ScaleFormat) -> np.ndarray:
+    """Values of all codes."""
+    return np.array([format.value(code) for code in range(1 << format.bits)], np.float64)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

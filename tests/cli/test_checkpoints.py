@@ -1,0 +1,405 @@
+"""`python -m mx_jax quantize`, `dequantize`, `convert`, `inspect` and `diff` on small files."""
+
+import html.parser
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import mx_jax
+from mx_jax import checkpoint
+from mx_jax.cli import main
+from mx_jax.mxarray import MXArray
+from mx_jax.testing.compare import assert_bitwise_equal
+
+pytestmark = pytest.mark.one_python(reason="files in and out; what is computed is tested elsewhere")
+
+UP, HEAD, NORM = "model.layers.0.up.weight", "lm_head.weight", "model.norm.weight"
+
+
+def matrix(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((8, 64), np.float32)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A matrix, a head, a vector, and integers that a JAX array would not hold."""
+    path = tmp_path / "model.safetensors"
+    tensors = {UP: matrix(), HEAD: matrix(1), NORM: np.ones(64, np.float32)}
+    safetensors.numpy.save_file(tensors | {"ids": np.array([[1 << 40, 2]])}, path)
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: Any, status: int = 0) -> tuple[str, str]:
+    assert main([str(word) for word in words]) == status
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def values(path: Path) -> dict[str, np.ndarray]:
+    return safetensors.numpy.load_file(path)
+
+
+def error(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
+    """The one line that a command ends with."""
+    _, text = run(capsys, *words, status=2)
+    assert text.startswith("mx_jax: ") and text.count("\n") == 1
+    return text
+
+
+# quantize -----------------------------------------------------------------------------------------
+
+
+def test_quantize_keeps_the_head_and_the_bits(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "small.safetensors"
+    _, said = run(capsys, "quantize", model, out, "--format", "mxfp4")
+    assert "1 of 4 tensors quantized, " in said
+    found = checkpoint.read(out)
+    assert found.quantized == {UP: "mx_jax"}
+    expected = mx_jax.quantize(matrix(), "mxfp4", scale_rule="even")
+    up: Any = found[UP]
+    assert up.blocks == expected.blocks and up.format == expected.format
+    assert_bitwise_equal(up.codes, expected.codes, what="codes")
+    assert_bitwise_equal(up.scales, expected.scales, what="scales")
+    # Of 8 rows of 64: half a byte a code, and a scale for 32.
+    assert found.stored[UP].nbytes == 8 * (32 + 2)
+    stayed = values(out)
+    assert stayed["ids"].tolist() == [[1 << 40, 2]]
+    np.testing.assert_array_equal(stayed[HEAD], matrix(1))
+
+
+def test_rules_decide_in_order(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rules, out = tmp_path / "rules.toml", tmp_path / "small.safetensors"
+    rules.write_text(
+        """
+        [[rule]]
+        pattern = "model/layers/.*"
+        format = "mxfp8_e4m3"
+        scale_rule = "floor"
+        axis = 0
+        [[rule]]
+        pattern = "lm_head.weight"
+        recipe = "nvfp4"
+        [[rule]]
+        pattern = ".*"
+        skip = true
+        """
+    )
+    run(capsys, "quantize", model, out, "--rules", rules)
+    found = checkpoint.load(out)
+    assert found[HEAD].format.name == "nvfp4" and found[UP].blocks == ((-2, 32),)
+    expected = mx_jax.quantize(matrix(), "mxfp8_e4m3", axis=0)
+    assert_bitwise_equal(found[UP].codes, expected.codes, what="codes")
+
+
+def test_a_dry_run_says_why_and_writes_nothing(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "small.safetensors"
+    text, _ = run(capsys, "quantize", model, out, "--format", "mxfp4", "--dry-run")
+    assert "weight_only(mxfp4)" in text and "kept by its rule" in text
+    assert "is int64; float32" in text and "1 of 3 layers converted" in text
+    assert not out.exists()
+
+
+def test_experts_need_an_axis_and_have_a_tensor_scale_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path, rules, out = (tmp_path / name for name in ("a.safetensors", "r.toml", "b.safetensors"))
+    experts = np.stack([matrix(), 8 * matrix(1)])
+    safetensors.numpy.save_file({"experts.up.weight": experts}, path)
+    text, _ = run(capsys, "quantize", path, out, "--format", "nvfp4", "--dry-run")
+    assert "give its rule an axis" in text
+    rules.write_text('[[rule]]\npattern = ".*"\nformat = "nvfp4"\naxis = -1\n')
+    run(capsys, "quantize", path, out, "--rules", rules)
+    found = checkpoint.load(out)["experts.up.weight"]
+    for index in range(2):
+        expected = mx_jax.quantize(experts[index], "nvfp4")
+        assert_bitwise_equal(found.codes[index], expected.codes, what="codes")
+        assert float(found.tensor_scale[index, 0, 0]) == float(expected.tensor_scale[0, 0])
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("rule = 3", r"must consist of [[rule]] tables"),
+        ("[[rule]]\nformat = 'mxfp4'", "rule 0: needs a pattern"),
+        ("[[rule]]\npattern = '*'\nskip = true", "rule 0: Rule: pattern must be"),
+        ("[[rule]]\npattern = 'a'\nformat = 'mxfp5'", "rule 0: unknown block format"),
+        ("[[rule]]\npattern = 'a'\nrecipe = 'mxfp5'", "rule 0: Rule 'a': unknown recipe"),
+        ("[[rule]]\npattern = 'a'", "rule 0: needs exactly one of format, recipe and skip"),
+        ("[[rule]]\npattern = 'a'\nskip = true\nformat = 'mxfp4'", "needs exactly one of"),
+        ("[[rule]]\npattern = 'a'\nskip = true\naxes = 1", "got pattern, skip, axes"),
+        ("[[rule]]\npattern = 'a'\nformat = 'mxfp4'\naxis = '1'", "axis must be an integer"),
+        ("[[rule", "is no TOML"),
+    ],
+)
+def test_rules_that_are_none(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, complaint: str
+):
+    rules, out = tmp_path / "rules.toml", tmp_path / "small.safetensors"
+    rules.write_text(text)
+    said = error(capsys, "quantize", model, out, "--rules", rules)
+    assert str(rules) in said and complaint in said
+
+
+def test_a_rule_that_matches_nothing(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rules, out = tmp_path / "rules.toml", tmp_path / "small.safetensors"
+    rules.write_text('[[rule]]\npattern = "nowhere"\nformat = "mxfp4"\n')
+    words = ("quantize", model, out, "--rules", rules)
+    assert "rule 0 ('nowhere') decides about no tensor" in error(capsys, *words, "--strict")
+    assert not out.exists()
+    _, said = run(capsys, *words)
+    assert "rule 0 ('nowhere') decides about no tensor" in said and "0 of 4" in said
+
+
+def test_one_tensor_at_a_time(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A tensor is read when it is written, and given up before the next is."""
+    from mx_jax.checkpoint import safetensors_file
+    from mx_jax.commands import judging
+
+    events: list[str] = []
+    quantized = judging.Judged.quantize
+
+    def quantize(self: Any, value: Any) -> MXArray:
+        if isinstance(value, np.ndarray):
+            events.append("quantize")
+        return quantized(self, value)
+
+    monkeypatch.setattr(judging.Judged, "quantize", quantize)
+    big = tmp_path / "big.safetensors"
+    names = [f"layers.{i}.up.weight" for i in range(3)]
+    tensors = {name: np.ones((64, 4096), np.float32) for name in names}
+    safetensors.numpy.save_file(tensors, big)
+    read = safetensors_file.Reader.read
+
+    def reading(self: Any, name: str) -> np.ndarray:
+        events.append(name)
+        return read(self, name)
+
+    monkeypatch.setattr(safetensors_file.Reader, "read", reading)
+    assert main(["quantize", str(big), str(tmp_path / "o.safetensors"), "--format", "nvfp4"]) == 0
+    assert events == [event for name in names for event in (name, "quantize")]
+
+
+# dequantize and convert ---------------------------------------------------------------------------
+
+
+def test_there_and_back_through_a_layout(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    ours, theirs, again, plain = (tmp_path / f"{name}.safetensors" for name in "abcd")
+    run(capsys, "quantize", model, ours, "--format", "mxfp4")
+    _, said = run(capsys, "convert", ours, theirs, "--to", "compressed-tensors")
+    assert f"{theirs}: mxfp4-pack-quantized, 4 tensors" in said
+    assert {"model.layers.0.up.weight_packed", "model.layers.0.up.weight_scale"} < {*values(theirs)}
+    run(capsys, "convert", theirs, again, "--to", "mx_jax")
+    text, _ = run(capsys, "diff", ours, again, "--json")
+    assert {row["result"] for row in json.loads(text)["tensors"]} == {"same"}
+    run(capsys, "dequantize", ours, plain, "--dtype", "float32")
+    expected = mx_jax.quantize(matrix(), "mxfp4", scale_rule="even").dequantize()
+    np.testing.assert_array_equal(values(plain)[UP], np.asarray(expected))
+    text, _ = run(capsys, "diff", ours, plain, "--json")
+    assert [row["result"] for row in json.loads(text)["tensors"]].count("same values") == 1
+
+
+def test_a_program_without_a_layout_for_the_format(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "small.safetensors"
+    words = ("quantize", model, out, "--format", "mxint8", "--to", "modelopt")
+    said = error(capsys, *words)
+    assert f"modelopt has no one layout for mxint8 ({UP})" in said and "modelopt-nvfp4" in said
+    assert "unknown layout='nowhere'" in error(capsys, *words[:-1], "nowhere")
+    assert not out.exists()
+
+
+def test_a_tree_stays_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, out = tmp_path / "tree.safetensors", tmp_path / "out.safetensors"
+    checkpoint.save(path, {"layers": {0: {"kernel": jnp.asarray(matrix().T)}}})
+    run(capsys, "quantize", path, out, "--format", "mxfp4")
+    kernel = checkpoint.load(out)["layers"][0]["kernel"]
+    # A kernel is [in, out].
+    assert kernel.format.name == "mxfp4" and kernel.blocks == ((-2, 32),)
+    run(capsys, "dequantize", out, path, "--force")
+    assert checkpoint.load(path)["layers"][0]["kernel"].shape == (64, 8)
+
+
+def test_gguf_of_values_that_only_ggml_stores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """What no MXArray holds is float32, and that is told."""
+    from mx_jax.checkpoint.weights import Stored, Weights
+
+    one = Stored(
+        shape=(8, 64),
+        nbytes=544,
+        fetch=lambda: jnp.asarray(matrix()),
+        layout="gguf-q8_0",
+        dequantized=True,
+    )
+    opened = Weights(tmp_path / "m.gguf", {"token_embd.weight": one})
+    monkeypatch.setattr(checkpoint, "read", lambda *a, **k: opened)
+    out = tmp_path / "out.safetensors"
+    _, said = run(capsys, "quantize", "m.gguf", out, "--format", "mxfp4")
+    assert "1 tensors of gguf-q8_0, which is read only, become float32" in said
+    run(capsys, "quantize", "m.gguf", out, "--format", "mxfp4", "--keep", "", "--force")
+    assert checkpoint.load(out)["token_embd.weight"].format.name == "mxfp4"
+
+
+# inspect and diff ---------------------------------------------------------------------------------
+
+
+class Tags(html.parser.HTMLParser):
+    """Tags of a page, and what it fetches."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[Any] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        self.fetched += [value for key, value in attrs if key in ("src", "href")]
+
+
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    exact = np.zeros((2, 64), np.float32)
+    exact[0, :3], exact[1, 32], exact[1, 40] = (1, 4, 6.5), 0.3, np.nan
+    whole, path, page = (tmp_path / name for name in ("w.safetensors", "a.safetensors", "a.html"))
+    safetensors.numpy.save_file({"<up>.weight": np.nan_to_num(exact)}, whole)
+    stored = mx_jax.quantize(np.nan_to_num(exact), "mxfp4")
+    checkpoint.save(path, {"<up>.weight": stored, "norm": jnp.asarray(exact[1])})
+    words = ("inspect", path, "--reference", whole)
+    text, _ = run(capsys, *words, "--json", "--html", page)
+    up, norm = json.loads(text)["tensors"]
+    # amax 6.5 and 0.3 get the scales 1 and 2^-4, blocks of zeros the smallest.
+    assert up["scales"] == {"-127": 2, "-4": 1, "0": 1}
+    assert up["format"] == "mxfp4" and up["stored"] == "mx_jax" and up["bits"] == 4.25
+    assert up["amax"] == 6.0 and up["zeros"] == 124 / 128 and up["at_limit"] == 1 / 128
+    assert up["sqnr_db"] == pytest.approx(mx_jax.inspect.sqnr_db(np.nan_to_num(exact), stored))
+    assert norm["not_finite"] == 1 and norm["scales"] is None
+    assert norm["amax"] == pytest.approx(0.3) and norm["format"] == "float32"
+    parser = Tags()
+    parser.feed(page.read_text())
+    assert parser.tags.count("rect") == 3 and parser.tags.count("tr") == 3
+    assert not parser.fetched and "script" not in parser.tags and "up" not in parser.tags
+    table, _ = run(capsys, *words, "--only", ".*up.*")
+    assert "2^-127 .. 2^0" in table and "1 tensors" in table and "norm" not in table
+    assert "matches none of the 2 tensors" in error(capsys, *words, "--only", "x")
+    assert "no regular expression" in error(capsys, *words, "--only", "*")
+
+
+def test_inspect_names_a_reference_of_another_shape(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    other = tmp_path / "other.safetensors"
+    safetensors.numpy.save_file({UP: np.ones((2, 2), np.float32)}, other)
+    said = error(capsys, "inspect", model, "--reference", other)
+    assert UP in said and "shapes must agree" in said
+
+
+def test_diff_says_how_far(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    one = mx_jax.quantize(np.ones((2, 64), np.float32), "mxfp4")
+    codes = one.codes.at[0, 0].set(3)
+    other = MXArray(
+        codes=codes, scales=one.scales, format=one.format, blocks=one.blocks, dtype=one.dtype
+    )
+    nan = jnp.array([1.0, jnp.nan])
+    checkpoint.save(a, {"up": one, "nan": nan, "ids": jnp.arange(3), "gone": nan, "odd": nan})
+    checkpoint.save(
+        b, {"up": other, "nan": nan, "ids": jnp.arange(3).at[1].set(9), "new": nan, "odd": nan[:1]}
+    )
+    text, _ = run(capsys, "diff", a, b, "--json", status=1)
+    found = json.loads(text)
+    rows = {row["name"]: row for row in found["tensors"]}
+    assert not found["equal"]
+    assert {name: row["result"] for name, row in rows.items()} == {
+        "up": "differs",
+        "nan": "same",
+        "ids": "differs",
+        "gone": "only in A",
+        "new": "only in B",
+        "odd": "other shape",
+    }
+    up = rows["up"]
+    assert (up["values"], up["codes"], up["scales"]) == (1, 1, 0)
+    assert up["max_error"] == pytest.approx(float(abs(other.dequantize() - 1).max()))
+    assert up["sqnr_db"] == pytest.approx(mx_jax.inspect.sqnr_db(one, other))
+    assert (rows["ids"]["values"], rows["ids"]["max_error"]) == (1, 8)
+    table, _ = run(capsys, "diff", a, b, status=1)
+    assert "6 tensors, 5 of them differ" in table and " nan " not in table
+    same, _ = run(capsys, "diff", a, a)
+    assert same == "5 the same\n"
+
+
+# Files that are not right -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["quantize", "dequantize", "convert", "inspect", "diff"])
+def test_files_that_are_damaged(
+    command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    bad, out = tmp_path / "bad.safetensors", tmp_path / "out.safetensors"
+    more = {
+        "quantize": [out, "--format", "mxfp4"],
+        "dequantize": [out],
+        "convert": [out, "--to", "mx_jax"],
+        "inspect": [],
+        "diff": [model],
+    }[command]
+    assert str(bad) in error(capsys, command, bad, *more)
+    bad.write_bytes(model.read_bytes()[:-8])
+    assert str(bad) in error(capsys, command, bad, *more)
+    # NaN in a scale of a layout of others.
+    scales = np.array([[127, 255]] * 8, np.uint8)
+    tensors = {"up.weight_packed": np.zeros((8, 32), np.uint8), "up.weight_scale": scales}
+    safetensors.numpy.save_file(tensors, bad)
+    said = error(capsys, command, bad, *more)
+    assert str(bad) in said and "up.weight" in said and "8 of 16 scales are NaN" in said
+    assert not out.exists() and [*tmp_path.glob(".*")] == []
+
+
+def test_our_own_file_with_a_tensor_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "a.safetensors"
+    checkpoint.save(path, {"up": mx_jax.quantize(matrix(), "mxfp4"), "norm": jnp.ones(3)})
+    arrays = values(path)
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        metadata = json.loads(file.read(length))["__metadata__"]
+    for gone in ("up/scales", "norm"):
+        rest = {name: array for name, array in arrays.items() if name != gone}
+        safetensors.numpy.save_file(rest, path, metadata)
+        said = error(capsys, "inspect", path)
+        assert str(path) in said and f"no tensor '{gone}'" in said
+
+
+def test_an_output_that_is_there(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ("quantize", model, model, "--format", "mxfp4")
+    assert f"{model} is there already; replace it with --force" in error(capsys, *words)
+    run(capsys, *words, "--force")
+    assert checkpoint.read(model).quantized == {UP: "mx_jax"}
+    assert "must be a file in a folder" in error(
+        capsys, "dequantize", model, tmp_path / "none" / "out.safetensors"
+    )
+    assert "needs --format" in error(capsys, "quantize", model, tmp_path / "o.safetensors")
+
+
+def test_help_teaches_with_examples():
+    """In a process of its own: what a user sees who types it."""
+    result = subprocess.run(
+        [sys.executable, "-m", "mx_jax", "quantize", "--help"], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert "[[rule]]" in result.stdout and "--format nvfp4 --dry-run" in result.stdout
