@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from flax import nnx as flax_nnx
 
+from mx_jax.calibrate.ways import Way
 from mx_jax.convert.kinds import EMBED, Kind
 from mx_jax.convert.nnx_layers import judged, stack
 from mx_jax.convert.nnx_model import converted, layers_of
@@ -20,7 +21,12 @@ LOOKED_UP = "flax.nnx looks rows up in an array: it would decode the whole table
 
 
 def weights(
-    model: M, rules: tuple[Rule, ...], *, pack: bool, rngs: flax_nnx.Rngs | None
+    model: M,
+    rules: tuple[Rule, ...],
+    *,
+    pack: bool,
+    by: Way | None,
+    rngs: flax_nnx.Rngs | None,
 ) -> tuple[M, Report]:
     """A converted copy whose quantized kernels are new Variables; all others are the model's."""
     copy, _ = converted(model, rules, rngs)
@@ -32,7 +38,7 @@ def weights(
             continue
         variable = getattr(each.layer, each.name)
         if id(variable) not in stored:
-            stored[id(variable)] = variable.replace(each.kernel.store(variable[...], pack))
+            stored[id(variable)] = variable.replace(each.kernel.store(variable[...], pack, by))
         setattr(each.layer, each.name, stored[id(variable)])
     return copy, _report(rules, found)
 

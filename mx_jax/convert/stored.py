@@ -1,13 +1,18 @@
 """Kernels that are stored quantized: what the rules say of a parameter, and what it becomes."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mx_jax.calibrate.ways import Way
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
+from mx_jax.mxarray import MXArray
 from mx_jax.ops.storing import store_weights, why_not_stored
 from mx_jax.packed import Quantized
 
@@ -47,7 +52,7 @@ class Kernel:
         looked_up = issubclass(layer.type, flax.linen.Embed)
         return cls(decision=decision, num_stacked=stacked, looked_up=looked_up)
 
-    def store(self, value: Any, pack: bool) -> Any:
+    def store(self, value: Any, pack: bool, by: Way | None) -> Any:
         """The parameter as it is to be stored; without a recipe, as it is."""
         layer, recipe = self.decision.layer, self.decision.recipe
         if recipe is None or layer.axes is None:
@@ -58,6 +63,24 @@ class Kernel:
             layer.axes,
             num_stacked=self.num_stacked,
             packed=pack and not self.looked_up,
+            by=None if by is None else self._by(by),
+        )
+
+    def _by(self, by: Way) -> Callable[[jax.Array], MXArray]:
+        layer, spec = self.decision.layer, self.decision.recipe and self.decision.recipe.fwd.rhs
+        assert layer.axes is not None and spec is not None
+        ((axis, _), *others) = layer.axes.blocks(spec.format)
+        if others:
+            raise ValueError(
+                f"convert.weights: by={by!r} needs blocks along one axis, but the recipe of "
+                f"{layer.path!r} has format={spec.format.name}"
+            )
+        return functools.partial(
+            by,
+            (layer.path, *layer.aliases),
+            format=spec.format,
+            axis=axis,
+            looked_up=self.looked_up,
         )
 
 

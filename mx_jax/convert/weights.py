@@ -11,6 +11,7 @@ from flax import nnx as flax_nnx
 from flax.core import meta
 
 from mx_jax.axes import Axes
+from mx_jax.calibrate.ways import Way
 from mx_jax.convert import linen_model, nnx_weights
 from mx_jax.convert.report import Report, UnusedRuleWarning
 from mx_jax.convert.rules import Layer, Rule, Unknown, as_rules
@@ -31,6 +32,7 @@ def weights(
     model: flax.linen.Module | None = None,
     args: Sequence[Any] = (),
     pack: bool = True,
+    by: Way | None = None,
     rngs: flax_nnx.Rngs | None = None,
     strict: bool = False,
 ) -> Any:
@@ -54,6 +56,8 @@ def weights(
       args: example arguments of the module, arrays or `jax.ShapeDtypeStruct`; not run.
       pack: whether to `pack_weights` for the machine they lie on, where its kernels have a layout
         of their own; False: MXArrays, which `checkpoint.save` takes as well.
+      by: how codes are chosen, if not as the product would: `calibrate.SearchedScales()`, or
+        `calibrate.Gptq(moments)`.
       rngs: as `convert.nnx` takes them; flax.nnx models only.
       strict: whether a rule that matched nothing is an error instead of an `UnusedRuleWarning`.
 
@@ -78,14 +82,14 @@ def weights(
     rules = as_rules(rules, "convert.weights")
     if isinstance(params, flax_nnx.Module):
         _check_arguments(params, model, args)
-        result, found = nnx_weights.weights(params, rules, pack=pack, rngs=rngs)
+        result, found = nnx_weights.weights(params, rules, pack=pack, by=by, rngs=rngs)
     else:
         leaves, structure = _flat(params)
         kernels = _kernels(leaves, rules, _layers(model, args))
         result = jax.tree.unflatten(
             structure,
             [
-                leaf if kernel is None else _with(leaf, kernel.store(_value(leaf), pack))
+                leaf if kernel is None else _with(leaf, kernel.store(_value(leaf), pack, by))
                 for (_, leaf), kernel in zip(leaves, kernels, strict=True)
             ],
         )

@@ -1,6 +1,9 @@
 """Weights quantized once, as the products that will read them would have quantized them."""
 
+from collections.abc import Callable
+
 import jax
+import jax.numpy as jnp
 
 from mx_jax.axes import Axes
 from mx_jax.backends.target import follow
@@ -24,7 +27,13 @@ def why_not_stored(recipe: MatmulRecipe) -> str | None:
 
 
 def store_weights(
-    x: jax.Array, recipe: MatmulRecipe, axes: Axes, *, num_stacked: int, packed: bool
+    x: jax.Array,
+    recipe: MatmulRecipe,
+    axes: Axes,
+    *,
+    num_stacked: int,
+    packed: bool,
+    by: Callable[[jax.Array], MXArray] | None = None,
 ) -> MXArray | PackedMXArray:
     """A weight as the right operand of `recipe`'s product: codes of the same bits.
 
@@ -34,6 +43,8 @@ def store_weights(
       axes: of one weight of the stack in its product.
       num_stacked: how many leading axes count weights; each has a tensor scale of its own.
       packed: whether to lay the codes out for this machine, where its kernels have a layout.
+      by: another way from one weight of the stack to its codes; not mapped, so that it may look at
+        values.
     """
     spec = recipe.fwd.rhs
     assert spec is not None
@@ -41,10 +52,8 @@ def store_weights(
     def quantized(weight: jax.Array) -> MXArray:
         return quantize_operand(weight, spec, axes.blocks(spec.format))
 
-    for _ in range(num_stacked):
-        quantized = jax.vmap(quantized)
     with follow(x):
-        stored = quantized(x)
+        stored = _stacked(quantized, x, num_stacked) if by is None else _each(by, x, num_stacked)
     num_batch = num_stacked + len(axes.batch)
     if not packed or axes.batch != tuple(range(len(axes.batch))):
         return stored
@@ -52,3 +61,16 @@ def store_weights(
     if contracting != tuple(sorted(contracting)):
         return stored
     return pack_weights(stored, contracting=contracting, num_batch=num_batch, recipe=recipe)
+
+
+def _stacked(quantized: Callable[[jax.Array], MXArray], x: jax.Array, num_stacked: int) -> MXArray:
+    for _ in range(num_stacked):
+        quantized = jax.vmap(quantized)
+    return quantized(x)
+
+
+def _each(by: Callable[[jax.Array], MXArray], x: jax.Array, num_stacked: int) -> MXArray:
+    if not num_stacked:
+        return by(x)
+    parts = [_each(by, part, num_stacked - 1) for part in x]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import mx_jax
-from mx_jax import calibrate, recipes
+from mx_jax import calibrate, convert, recipes
 from mx_jax.calibrate.gptq import BATCH
 from mx_jax.formats import MXFP4, NVFP4, BlockFormat
 from tests.calibrate.tables import values_under
@@ -172,3 +172,56 @@ def test_moments_of_what_is_none(rng):
         calibrate.moments(Linen(), [], variables=variables)
     with pytest.raises(ValueError, match="got no dense layer in LayerNorm"):
         calibrate.moments(nn.LayerNorm(), [x], variables=nn.LayerNorm().init(jax.random.key(0), x))
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_weights_of_a_linen_model_by_gptq(pack: bool, rng):
+    x = inputs(rng, 64, 100)
+    model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(8)])
+    variables = model.init(jax.random.key(0), x)
+    moments = calibrate.moments(model, [x], variables=variables)
+    rules = convert.Rule(".*", recipes.weight_only("mxfp4"))
+    stored = convert.weights(variables, rules, by=calibrate.Gptq(moments), pack=pack)
+    for name in ("layers_0", "layers_2"):
+        kernel = stored["params"][name]["kernel"]
+        want = calibrate.gptq(variables["params"][name]["kernel"], "mxfp4", moments[name])
+        kernel = kernel if isinstance(kernel, mx_jax.MXArray) else kernel.unpack()
+        np.testing.assert_array_equal(kernel.codes, want.codes)
+        np.testing.assert_array_equal(kernel.scales, want.scales)
+
+
+def test_weights_of_an_nnx_model_and_of_a_stack(rng):
+    x = rng.standard_normal((20, 8)).astype(np.float32)
+    model = Nnx(nnx.Rngs(0))
+    moments = calibrate.moments(model, [x])
+    rules = convert.Rule(".*up", recipes.weight_only("nvfp4"))
+    stored = convert.weights(model, rules, by=calibrate.Gptq(moments), pack=False)
+    want = calibrate.gptq(model.up.kernel[...], "nvfp4", moments["up"])
+    np.testing.assert_array_equal(stored.up.kernel[...].codes, want.codes)
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            layers = nn.scan(
+                lambda layer, x, _: (layer(x), None),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=3,
+            )
+            return layers(nn.Dense(64, name="up"), x, None)[0]
+
+    x = rng.standard_normal((2, 64)).astype(np.float32)
+    params = Stack().init(jax.random.key(0), x)["params"]
+    assert params["up"]["kernel"].shape == (3, 64, 64)
+    options = {"model": Stack(), "args": (x,), "pack": False}
+    rules = convert.Rule(".*", recipes.weight_only("nvfp4"))
+    found = convert.weights(params, rules, by=calibrate.SearchedScales(), **options)
+    alone = [calibrate.search_scales(each, "nvfp4") for each in params["up"]["kernel"]]
+    kernel = found["up"]["kernel"]
+    np.testing.assert_array_equal(kernel.codes, np.stack([q.codes for q in alone]))
+    assert kernel.tensor_scale.shape == (3, 1, 1)
+    with pytest.warns(calibrate.UncalibratedWarning, match="no moment for 'up'; its scales are"):
+        convert.weights(params, rules, by=calibrate.Gptq({}), **options)
+    square = convert.Rule(".*", recipes.weight_only("mxfp4_2d"))
+    with pytest.raises(ValueError, match="needs blocks along one axis, but the recipe of 'up' has"):
+        convert.weights(params, square, by=calibrate.SearchedScales(), **options)

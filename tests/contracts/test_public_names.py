@@ -41,7 +41,16 @@ PUBLIC = {
         "ragged_dot",
         "save_quantized",
     },
-    "mx_jax.calibrate": {"gptq", "moments", "output_error", "search_scales"},
+    "mx_jax.calibrate": {
+        "Gptq",
+        "SearchedScales",
+        "UncalibratedWarning",
+        "Way",
+        "gptq",
+        "moments",
+        "output_error",
+        "search_scales",
+    },
     "mx_jax.checkpoint": {
         "Certificate",
         "LAYOUTS",

@@ -1,0 +1,92 @@
+"""How weights that are stored get their codes: what `convert.weights` takes as `by`."""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import jax
+
+from mx_jax.calibrate.gptq import gptq
+from mx_jax.calibrate.scales import search_scales
+from mx_jax.formats import BlockFormat
+from mx_jax.mxarray import MXArray
+
+
+class Way(Protocol):
+    """From a weight to its codes."""
+
+    def __call__(
+        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: int, looked_up: bool
+    ) -> MXArray:
+        """Quantize one weight.
+
+        Args:
+          names: paths that rules know its layer by.
+          w: of one layer, without the axes of a stack.
+          format: to quantize to.
+          axis: that blocks lie along.
+          looked_up: whether it is a table that rows are looked up in.
+        """
+        ...
+
+
+class UncalibratedWarning(UserWarning):
+    """A weight for which there is no moment."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchedScales:
+    """By `search_scales`, which needs no data.
+
+    Example:
+      >>> import jax, mx_jax
+      >>> from mx_jax import calibrate, convert
+      >>> params = {"up": {"kernel": jax.random.normal(jax.random.key(0), (64, 8))}}
+      >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("nvfp4"))
+      >>> stored = convert.weights(params, rules, by=calibrate.SearchedScales(), pack=False)
+      >>> stored["up"]["kernel"].format.name
+      'nvfp4'
+    """
+
+    def __call__(
+        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: int, looked_up: bool
+    ) -> MXArray:
+        """See `Way`."""
+        return search_scales(w, format, axis=axis)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gptq:
+    """By `gptq`, with each layer's own moment.
+
+    Tables that rows are looked up in, and weights that contract several axes, get their scales by
+    squared error. So does a weight without a moment, with an `UncalibratedWarning`.
+
+    Attributes:
+      moments: by path of the layer: see `calibrate.moments`.
+      damping: as `gptq` takes it.
+      by_activity: as `gptq` takes it.
+    """
+
+    moments: Mapping[str, jax.typing.ArrayLike]
+    damping: float = 0.01
+    by_activity: bool = True
+
+    def __call__(
+        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: int, looked_up: bool
+    ) -> MXArray:
+        """See `Way`."""
+        known = (self.moments[name] for name in names if name in self.moments)
+        moment = next(known, None)
+        if moment is None:
+            if not looked_up:
+                warnings.warn(
+                    f"calibrate.Gptq: no moment for {names[0]!r}; its scales are chosen by squared "
+                    "error",
+                    UncalibratedWarning,
+                    stacklevel=2,
+                )
+            return search_scales(w, format, axis=axis)
+        options = {"damping": self.damping, "by_activity": self.by_activity}
+        return gptq(w, format, moment, axis=axis, **options)
