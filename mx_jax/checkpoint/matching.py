@@ -15,6 +15,9 @@ SCALE_NAMES = tuple(
     )
 )
 
+# What ModelOpt's AWQ and SVDQuant ask of inputs, or add to products. Unread, it would be missed.
+_ASKED = (".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b")
+
 
 def match(
     tensors: Mapping[str, Facts], candidates: tuple[Layout, ...], where: str
@@ -30,8 +33,16 @@ def match(
       From a weight's name to the base of its tensors' names and its layout.
 
     Raises:
-      ValueError: scales without codes, scales of another shape, or a weight that fits two layouts.
+      ValueError: scales without codes, scales of another shape, a weight that fits two layouts, or
+        one that needs more than its codes and scales.
     """
+    asked = [name for name in tensors if name.endswith(_ASKED)]
+    if asked:
+        raise ValueError(
+            f"{where}: {len(asked)} tensors such as {asked[0]} belong to weights of AWQ or "
+            "SVDQuant, which give nonsense without them, and mx_jax does not apply them; export "
+            "the model without"
+        )
     found: dict[str, tuple[str, Layout]] = {}
     for weight, (base, rows) in _accepting(tensors, candidates).items():
         fitting = [row for row in rows if row.fits(base, tensors)]
