@@ -10,11 +10,13 @@ from mx_jax.commands.programs import layout_for, programs
 from mx_jax.commands.stream import (
     add_input,
     add_output,
+    add_shards,
     as_it_is,
     check_output,
     stored_bytes,
     tell_of_values,
     write_out,
+    written,
 )
 
 _DESCRIPTION = """
@@ -44,6 +46,7 @@ def add_to(commands: Any) -> None:
     )
     add_input(parser, "in")
     add_output(parser)
+    add_shards(parser)
     parser.add_argument("--to", metavar="LAYOUT", required=True, help="how to store it")
     parser.set_defaults(run=run)
 
@@ -59,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     tell_of_values(weights, weights)
     tensors = {name: as_it_is(weights, name) for name in weights}
     layout = layout_for(options.to, tensors)
-    write_out(options.out, weights, tensors, layout)
-    before, after = stored_bytes(weights), options.out.stat().st_size
+    write_out(options, weights, tensors, layout)
+    before, after = stored_bytes(weights), written(options.out)
     say(f"{options.out}: {layout}, {len(weights)} tensors, {size(before)} -> {size(after)}")
     return 0

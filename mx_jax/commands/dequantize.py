@@ -19,6 +19,7 @@ from mx_jax.commands.stream import (
     like,
     stored_bytes,
     write_out,
+    written,
 )
 
 _DESCRIPTION = """
@@ -60,8 +61,8 @@ def run(options: argparse.Namespace) -> int:
     check_output(options)
     weights = checkpoint.read(vars(options)["in"], layout=options.layout)
     tensors = {name: _tensor(weights, name, options.dtype) for name in weights}
-    write_out(options.out, weights, tensors)
-    before, after = stored_bytes(weights), options.out.stat().st_size
+    write_out(options, weights, tensors)
+    before, after = stored_bytes(weights), written(options.out)
     count = len(weights.quantized)
     say(f"{options.out}: {count} tensors dequantized, {size(before)} -> {size(after)}")
     return 0

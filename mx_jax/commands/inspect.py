@@ -112,6 +112,9 @@ def _print(found: Sequence[TensorFacts], compared: bool) -> None:
         row = cells(facts)
         table.add_row(*(row if compared else row[:-1]))
     console().print(table)
+    for facts in found:
+        for warning in facts.look.warnings:
+            print(f"{facts.name}: {warning}")
 
 
 def _title(found: Sequence[TensorFacts]) -> str:
@@ -123,16 +126,15 @@ def cells(facts: TensorFacts) -> tuple[str, ...]:
     span = "-"
     if facts.scales:
         span = f"2^{min(facts.scales)} .. 2^{max(facts.scales)}"
-    broken = f" ({facts.not_finite} not finite)" if facts.not_finite else ""
     return (
         facts.name,
         facts.format if facts.stored is None else f"{facts.format} ({facts.stored})",
         "x".join(map(str, facts.shape)) or "()",
         size(facts.nbytes),
         f"{facts.bits:.4g}",
-        "-" if facts.amax is None else f"{facts.amax:.4g}{broken}",
-        "-" if facts.zeros is None else f"{facts.zeros * 100:.2f}",
-        "-" if facts.at_limit is None else f"{facts.at_limit * 100:.2f}",
+        f"{facts.look.amax:.4g}",
+        f"{facts.look.zeros * 100:.2f}",
+        "-" if facts.scales is None else f"{facts.look.saturated * 100:.2f}",
         span,
         "-" if facts.sqnr_db is None else f"{facts.sqnr_db:.2f}",
     )

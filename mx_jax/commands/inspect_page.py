@@ -46,9 +46,9 @@ _HEADS = (
     "amax",
     "zeros %",
     "at limit %",
-    "not finite",
     "SQNR dB",
     "scales",
+    "out of the ordinary",
 )
 # Of a histogram, in pixels.
 _BAR, _HEIGHT, _MARGIN = 10, 36, 12
@@ -72,19 +72,19 @@ def page(title: str, found: Sequence[TensorFacts]) -> str:
 
 def _row(facts: TensorFacts) -> str:
     stored = "" if facts.stored is None else f" ({facts.stored})"
-    broken = f'<span class="bad">{facts.not_finite}</span>' if facts.not_finite else "0"
+    odd = html.escape("; ".join(facts.look.warnings))
     cells = (
         html.escape(facts.name),
         html.escape(facts.format + stored),
         "x".join(map(str, facts.shape)) or "()",
         size(facts.nbytes),
         f"{facts.bits:.4g}",
-        "" if facts.amax is None else f"{facts.amax:.4g}",
-        "" if facts.zeros is None else f"{facts.zeros * 100:.2f}",
-        "" if facts.at_limit is None else f"{facts.at_limit * 100:.2f}",
-        broken,
+        f"{facts.look.amax:.4g}",
+        f"{facts.look.zeros * 100:.2f}",
+        "" if facts.scales is None else f"{facts.look.saturated * 100:.2f}",
         "" if facts.sqnr_db is None else f"{facts.sqnr_db:.2f}",
         _histogram(facts.scales) if facts.scales else "",
+        f'<span class="bad">{odd}</span>' if odd else "",
     )
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.axes import Axes
+from mx_jax.calibrate import search_scales
 from mx_jax.commands.rules_file import FileRule
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Unknown, decide
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.storing import store_weights, why_not_stored
 from mx_jax.packed import Quantized
+from mx_jax.specs import MatmulRecipe
 
 # What a tensor is called below its layer, and the axis of its matrix that a product contracts.
 CONTRACTED = {"weight": -1, "kernel": 0, "embedding": -1}
@@ -28,11 +30,13 @@ class Judged:
       decision: of the rules; None of what has fewer than two axes.
       axes: of one matrix in its product.
       num_stacked: leading axes that count matrices.
+      searches: whether scales are searched.
     """
 
     decision: Decision | None = None
     axes: Axes | None = None
     num_stacked: int = 0
+    searches: bool = False
 
     @property
     def quantizes(self) -> bool:
@@ -43,11 +47,24 @@ class Judged:
         """The tensor's codes and scales."""
         assert self.decision is not None and self.decision.recipe is not None and self.axes
         recipe, stacked = self.decision.recipe, self.num_stacked
+        if self.searches:
+            return self._search(jnp.asarray(value), recipe)
         found = store_weights(
             jnp.asarray(value), recipe, self.axes, num_stacked=stacked, packed=False
         )
         assert isinstance(found, MXArray)
         return found
+
+    def _search(self, value: Any, recipe: MatmulRecipe) -> MXArray:
+        assert self.axes is not None and recipe.fwd.rhs is not None
+        (axis,), format = self.axes.contracting, recipe.fwd.rhs.format
+
+        def search(x: Any) -> MXArray:
+            return search_scales(x, format, axis=axis)
+
+        for _ in range(self.num_stacked):
+            search = jax.vmap(search)
+        return search(value)
 
 
 def judge(rules: tuple[FileRule, ...], name: str, tensor: Any) -> Judged:
@@ -81,7 +98,8 @@ def judge(rules: tuple[FileRule, ...], name: str, tensor: Any) -> Judged:
     if reason is not None or axis is None:
         return Judged(decision=dataclasses.replace(decision, recipe=None, reason=reason))
     axes, stacked = _axes(axis % len(shape), len(shape))
-    return Judged(decision=decision, axes=axes, num_stacked=stacked)
+    searches = rules[decision.rule].searches
+    return Judged(decision=decision, axes=axes, num_stacked=stacked, searches=searches)
 
 
 def report(rules: tuple[FileRule, ...], judged: dict[str, Judged]) -> Report:

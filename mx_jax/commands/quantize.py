@@ -11,17 +11,19 @@ from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.judging import Judged, judge, quantized_like, report
 from mx_jax.commands.output import console, say, size
 from mx_jax.commands.programs import layout_for
-from mx_jax.commands.rules_file import FileRule, format_rule, read_rules
+from mx_jax.commands.rules_file import SCALES, FileRule, format_rule, read_rules
 from mx_jax.commands.stream import (
     OWN,
     add_input,
     add_output,
+    add_shards,
     as_it_is,
     check_output,
     like,
     stored_bytes,
     tell_of_values,
     write_out,
+    written,
 )
 from mx_jax.convert.rules import Rule
 
@@ -42,8 +44,15 @@ examples:
   for vLLM and others, as compressed-tensors stores it:
     python -m mx_jax quantize model/ out.safetensors --format nvfp4 --to compressed-tensors
 
+  with scales that are searched, block by block:
+    python -m mx_jax quantize model/ small.safetensors --format nvfp4 --scales mse
+
   layer by layer:
     python -m mx_jax quantize model/ small.safetensors --rules rules.toml
+
+  in files of 5 GB; after an interruption the same again with --resume:
+    python -m mx_jax quantize model/ out/ --format mxfp4 --to compressed-tensors \\
+        --max-shard-size 5GB
 
   rules.toml, of which the first that matches decides:
     [[rule]]
@@ -73,12 +82,18 @@ def add_to(commands: Any) -> None:
     )
     add_input(parser, "in")
     add_output(parser)
+    add_shards(parser)
     parser.add_argument(
         "--format", metavar="FORMAT", help="for all that no rule decides: mxfp4, nvfp4, mxfp8_e4m3"
     )
     parser.add_argument("--rules", metavar="FILE", type=Path, help="ordered rules, as below")
     parser.add_argument(
         "--scale-rule", metavar="RULE", help="with --format; default: what loses least for it"
+    )
+    parser.add_argument(
+        "--scales",
+        choices=SCALES,
+        help="with --format: mse searches each block's scale by squared error",
     )
     parser.add_argument(
         "--keep",
@@ -121,8 +136,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     tensors = {name: _tensor(weights, name, judged[name], likes[name]) for name in weights}
     tell_of_values(weights, (name for name in weights if not judged[name].quantizes))
-    write_out(options.out, weights, tensors, layout_for(options.to, tensors))
-    before, after = stored_bytes(weights), options.out.stat().st_size
+    write_out(options, weights, tensors, layout_for(options.to, tensors))
+    before, after = stored_bytes(weights), written(options.out)
     say(
         f"{options.out}: {found.num_converted} of {len(weights)} tensors quantized, "
         f"{size(before)} -> {size(after)}"
@@ -136,6 +151,10 @@ def _rules(options: argparse.Namespace) -> tuple[FileRule, ...]:
         raise ValueError("quantize: needs --format, e.g. --format mxfp4, or --rules")
     if options.scale_rule and not options.format:
         raise ValueError("quantize: --scale-rule goes with --format; a rule has its own")
+    if options.scales and options.scale_rule:
+        raise ValueError("quantize: --scales mse chooses the scales; leave out --scale-rule")
+    if options.scales and not options.format:
+        raise ValueError("quantize: --scales goes with --format; a rule has its own")
     rules = () if options.rules is None else read_rules(options.rules)
     if options.keep is not None and options.rules is not None:
         raise ValueError("quantize: --keep goes without --rules; write a rule with skip = true")
@@ -143,7 +162,8 @@ def _rules(options: argparse.Namespace) -> tuple[FileRule, ...]:
         kept = KEPT if options.keep is None else options.keep
         rules = (FileRule(Rule(kept, None)),) if kept else ()
     if options.format is not None:
-        rules += (format_rule(".*", options.format, options.scale_rule),)
+        rule = format_rule(".*", options.format, options.scale_rule, scales=options.scales)
+        rules += (rule,)
     return rules
 
 

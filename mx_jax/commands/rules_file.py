@@ -5,10 +5,14 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from mx_jax.calibrate.scales import search_for
 from mx_jax.convert.rules import Rule
+from mx_jax.formats import block_format
 from mx_jax.recipes import weight_only
 
-_KEYS = {"pattern", "format", "recipe", "scale_rule", "axis", "skip"}
+_KEYS = {"pattern", "format", "recipe", "scale_rule", "scales", "axis", "skip"}
+# How scales are chosen besides a rule.
+SCALES = ("mse",)
 _DECIDING = ("format", "recipe", "skip")
 
 
@@ -19,10 +23,13 @@ class FileRule:
     Attributes:
       rule: conversion's own; its recipe's weight says format and scale rule.
       axis: of the tensor; None: the one that its name tells.
+      searches: whether each block's scale is the one with the smallest squared error, whatever the
+        recipe's scale rule.
     """
 
     rule: Rule
     axis: int | None = None
+    searches: bool = False
 
 
 def read_rules(path: Path) -> tuple[FileRule, ...]:
@@ -45,10 +52,29 @@ def read_rules(path: Path) -> tuple[FileRule, ...]:
 
 
 def format_rule(
-    pattern: str, format: Any, scale_rule: Any = None, axis: int | None = None
+    pattern: str,
+    format: Any,
+    scale_rule: Any = None,
+    axis: int | None = None,
+    scales: str | None = None,
 ) -> FileRule:
-    """A rule that stores weights in a format, by the scale rule that loses least for it."""
-    return FileRule(Rule(pattern, weight_only(format, scale_rule)), axis)
+    """A rule that stores weights in a format, by the scale rule that loses least for it.
+
+    Args:
+      pattern: of names.
+      format: or its name.
+      scale_rule: another rule, or its name.
+      axis: as `FileRule` has it.
+      scales: `"mse"`, or None for those of the rule.
+
+    Raises:
+      ValueError: unknown names, or a format whose scales cannot be searched.
+    """
+    if scales not in (None, *SCALES):
+        raise ValueError(f"scales must be one of {', '.join(SCALES)}, got scales={scales!r}")
+    if scales is not None:
+        search_for(block_format(format).scale, "scales")
+    return FileRule(Rule(pattern, weight_only(format, scale_rule)), axis, scales is not None)
 
 
 def _rule(row: Any, where: str) -> FileRule:
@@ -60,15 +86,16 @@ def _rule(row: Any, where: str) -> FileRule:
     if unknown or len(deciding) != 1 or row.get("skip", True) is not True:
         raise ValueError(
             f"{where}: needs exactly one of format, recipe and skip = true, and may have "
-            f"scale_rule (with format) and axis, got {', '.join(row)}"
+            f"scale_rule and scales (with format) and axis, got {', '.join(row)}"
         )
     if axis is not None and (not isinstance(axis, int) or isinstance(axis, bool)):
         raise ValueError(f"{where}: axis must be an integer, got axis={axis!r}")
     try:
         if "format" in row:
-            return format_rule(row["pattern"], row["format"], row.get("scale_rule"), axis)
-        if "scale_rule" in row:
-            raise ValueError("scale_rule goes with format; a recipe has its own")
+            named = row.get("scale_rule"), axis, row.get("scales")
+            return format_rule(row["pattern"], row["format"], *named)
+        if "scale_rule" in row or "scales" in row:
+            raise ValueError("scale_rule and scales go with format; a recipe has its own")
         recipe = None if "skip" in row else str(row["recipe"])
         return FileRule(Rule(row["pattern"], recipe), axis)
     except (ValueError, TypeError) as error:

@@ -1,6 +1,7 @@
 """Checkpoints gone through tensor by tensor: what is read, changed and written is one at a time."""
 
 import argparse
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,19 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     """Arguments of a command that writes one."""
     parser.add_argument("out", metavar="OUT", type=Path, help="the safetensors file to write")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    parser.set_defaults(max_shard_size=None, resume=False)
+
+
+def add_shards(parser: argparse.ArgumentParser) -> None:
+    """Arguments of a command that may write several files."""
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="write files of at most that, as 5GB, and their index, to the folder OUT",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep whole files that an earlier run left in OUT"
+    )
 
 
 def like(weights: Weights, name: str) -> Any:
@@ -72,6 +86,10 @@ def check_output(options: argparse.Namespace) -> None:
       ValueError: there is one, or no folder for it.
     """
     out: Path = options.out
+    if options.max_shard_size is not None:
+        if out.exists() and not (options.force or options.resume):
+            raise ValueError(f"{out} is there already; go on with --resume, or --force")
+        return
     if out.is_dir() or not out.parent.is_dir():
         raise ValueError(f"{out} must be a file in a folder that is there")
     if out.exists() and not options.force:
@@ -79,29 +97,55 @@ def check_output(options: argparse.Namespace) -> None:
 
 
 def write_out(
-    path: Path, weights: Weights, tensors: Mapping[str, Any], layout: str | None = None
+    options: argparse.Namespace,
+    weights: Weights,
+    tensors: Mapping[str, Any],
+    layout: str | None = None,
 ) -> None:
     """Write tensors, each when its turn comes; the file appears when it is whole.
 
     Args:
-      path: of the file.
+      options: of the command: where to, and in files of what size.
       weights: what they were made of: a tree that mx_jax wrote stays one.
       tensors: by name, what `as_it_is` and `deferred` give.
       layout: `"mx_jax"`, a layout of others, or None for arrays that any reader reads.
     """
-    paths = weights.metadata.get("paths")
+    path, paths = options.out, weights.metadata.get("paths")
+    largest = None if options.max_shard_size is None else _nbytes(options.max_shard_size)
+    if largest is not None and layout in (None, OWN):
+        raise ValueError("--max-shard-size goes with a layout of others: --to LAYOUT")
     if layout == OWN or (layout is None and paths is not None):
         tree: dict[Any, Any] = {}
         for name, tensor in tensors.items():
             put(tree, paths[name] if paths else (name,), tensor, f"{path}")
         checkpoint.save(path, tree, progress=watched())
     elif layout is not None:
-        checkpoint.write(path, tensors, layout=layout, progress=watched())
+        checkpoint.write(
+            path,
+            tensors,
+            layout=layout,
+            max_shard_size=largest,
+            resume=options.resume,
+            progress=watched(),
+        )
     else:
         entries = {name: Entry.of(tensor) for name, tensor in tensors.items()}
         total = sum(entry.nbytes for entry in entries.values())
         with progress_bar("write", total, watched()) as step:
             write_file(path, entries, {"format": "pt"}, step)
+
+
+def _nbytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?", text)
+    if found is None:
+        raise ValueError(f"--max-shard-size needs a size as 5GB, got {text!r}")
+    return int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
+
+
+def written(path: Path) -> int:
+    """Bytes of a file, or of a folder's files of tensors."""
+    files = path.glob("*.safetensors") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
 
 
 def stored_bytes(weights: Weights, names: Iterable[str] | None = None) -> int:

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from mx_jax.checkpoint.plausible import Plausibility, plausibility
 from mx_jax.checkpoint.weights import Stored
-from mx_jax.formats import ElementFormat, ScaleFormat
+from mx_jax.formats import ScaleFormat
 from mx_jax.inspect import sqnr_db
 from mx_jax.mxarray import MXArray
 
@@ -22,10 +23,7 @@ class TensorFacts:
       format: of its blocks, or its dtype.
       shape: of the tensor.
       nbytes: in the file.
-      amax: the largest magnitude; None of what is no float, or has no element.
-      zeros: share of values that are zero.
-      at_limit: share of codes that are the largest of their format; None of plain arrays.
-      not_finite: how many values are Inf or NaN.
+      look: its values, and what is out of the ordinary.
       scales: how many blocks have a scale in `[2^e, 2^(e+1))`, by e; None of plain arrays.
       zero_scales: how many blocks have the scale zero.
       sqnr_db: against the reference, in dB; None without one.
@@ -36,10 +34,7 @@ class TensorFacts:
     format: str
     shape: tuple[int, ...]
     nbytes: int
-    amax: float | None
-    zeros: float | None
-    at_limit: float | None
-    not_finite: int
+    look: Plausibility
     scales: dict[int, int] | None
     zero_scales: int
     sqnr_db: float | None
@@ -52,6 +47,7 @@ class TensorFacts:
     def as_json(self) -> dict[str, Any]:
         """For `json.dumps`: no number that JSON does not have."""
         facts = dataclasses.asdict(self) | {"bits": self.bits}
+        facts |= facts.pop("look")
         return {key: _finite(value) for key, value in facts.items()}
 
 
@@ -67,14 +63,11 @@ def tensor_facts(name: str, stored: Stored, value: Any, reference: Any = None) -
     Raises:
       ValueError: a reference of another shape.
     """
-    values = values_of(value)
-    number = values.dtype.kind == "f"
-    finite = np.isfinite(values) if number else np.ones(values.shape, bool)
     exponents, zero_scales = (None, 0)
     if isinstance(value, MXArray):
         exponents, zero_scales = _exponents(value)
     sqnr = None
-    if reference is not None and number:
+    if reference is not None and (values := values_of(value)).dtype.kind == "f":
         sqnr = sqnr_db(values_of(reference), values)
     return TensorFacts(
         name=name,
@@ -82,12 +75,7 @@ def tensor_facts(name: str, stored: Stored, value: Any, reference: Any = None) -
         format=value.format.name if isinstance(value, MXArray) else value.dtype.name,
         shape=tuple(value.shape),
         nbytes=stored.nbytes,
-        amax=float(np.abs(values, where=finite, out=np.zeros_like(values)).max())
-        if number and values.size
-        else None,
-        zeros=float(np.mean(values == 0)) if values.size else None,
-        at_limit=_at_limit(value) if isinstance(value, MXArray) and values.size else None,
-        not_finite=int((~finite).sum()),
+        look=plausibility(value),
         scales=exponents,
         zero_scales=zero_scales,
         sqnr_db=sqnr,
@@ -104,12 +92,6 @@ def values_of(value: Any) -> np.ndarray:
     return array.astype(np.float32)
 
 
-def _at_limit(x: MXArray) -> float:
-    """Share of codes of the largest magnitude: what was beyond lies there too."""
-    table = np.abs(_table(x.format.element))
-    return float(np.mean(table[np.asarray(x.codes)] >= x.format.element.max))
-
-
 def _exponents(x: MXArray) -> tuple[dict[int, int], int]:
     """Blocks by the exponent of what their codes are multiplied by, and those without one."""
     stored = np.asarray(x.scales)
@@ -124,7 +106,7 @@ def _exponents(x: MXArray) -> tuple[dict[int, int], int]:
     return found, int((scales == 0).sum())
 
 
-def _table(format: ElementFormat | ScaleFormat) -> np.ndarray:
+def _table(format: ScaleFormat) -> np.ndarray:
     """Values of all codes."""
     return np.array([format.value(code) for code in range(1 << format.bits)], np.float64)
 

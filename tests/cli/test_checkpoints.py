@@ -1,5 +1,6 @@
 """`python -m mx_jax quantize`, `dequantize`, `convert`, `inspect` and `diff` on small files."""
 
+import html
 import html.parser
 import json
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import safetensors.numpy
 
 import mx_jax
-from mx_jax import checkpoint
+from mx_jax import calibrate, checkpoint
 from mx_jax.cli import main
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -98,6 +99,34 @@ def test_rules_decide_in_order(model: Path, tmp_path: Path, capsys: pytest.Captu
     assert found[HEAD].format.name == "nvfp4" and found[UP].blocks == ((-2, 32),)
     expected = mx_jax.quantize(matrix(), "mxfp8_e4m3", axis=0)
     assert_bitwise_equal(found[UP].codes, expected.codes, what="codes")
+
+
+def test_scales_by_squared_error(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rules, out = tmp_path / "rules.toml", tmp_path / "small.safetensors"
+    run(capsys, "quantize", model, out, "--format", "nvfp4", "--scales", "mse")
+    expected = calibrate.search_scales(matrix(), "nvfp4", axis=-1)
+    assert_bitwise_equal(checkpoint.load(out)[UP].scales, expected.scales, what="scales")
+    rules.write_text('[[rule]]\npattern = ".*up"\nformat = "mxfp4"\nscales = "mse"\n')
+    run(capsys, "quantize", model, out, "--rules", rules, "--force")
+    expected = calibrate.search_scales(matrix(), "mxfp4", axis=-1)
+    assert_bitwise_equal(checkpoint.load(out)[UP].codes, expected.codes, what="codes")
+    words = ("quantize", model, out, "--force", "--scales", "mse")
+    said = error(capsys, *words, "--format", "mxfp4", "--scale-rule", "even")
+    assert "--scales mse chooses the scales" in said
+    assert "takes scales in E8M0" in error(capsys, *words, "--format", "float8_rowwise_e4m3")
+
+
+def test_several_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "folder"
+    words = ("quantize", model, out, "--format", "mxfp4", "--max-shard-size", "1kB")
+    assert "--to" in error(capsys, *words)
+    words += ("--to", "compressed-tensors")
+    _, said = run(capsys, *words)
+    assert len([*out.glob("*.safetensors")]) > 1 and "1 of 4 tensors quantized" in said
+    assert checkpoint.read(out).quantized == {UP: "mxfp4-pack-quantized"}
+    assert "is there already" in error(capsys, *words)
+    run(capsys, *words, "--resume")
+    assert "as 5GB" in error(capsys, *words, "--force", "--max-shard-size", "much")
 
 
 def test_a_dry_run_says_why_and_writes_nothing(
@@ -286,14 +315,18 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     # amax 6.5 and 0.3 get the scales 1 and 2^-4, blocks of zeros the smallest.
     assert up["scales"] == {"-127": 2, "-4": 1, "0": 1}
     assert up["format"] == "mxfp4" and up["stored"] == "mx_jax" and up["bits"] == 4.25
-    assert up["amax"] == 6.0 and up["zeros"] == 124 / 128 and up["at_limit"] == 1 / 128
+    assert up["amax"] == 6.0 and up["zeros"] == 124 / 128 and up["saturated"] == 1 / 128
     assert up["sqnr_db"] == pytest.approx(mx_jax.inspect.sqnr_db(np.nan_to_num(exact), stored))
     assert norm["not_finite"] == 1 and norm["scales"] is None
     assert norm["amax"] == pytest.approx(0.3) and norm["format"] == "float32"
+    assert up["warnings"][-1].endswith("are zero") and "NaN or infinite" in str(norm["warnings"])
     parser = Tags()
     parser.feed(page.read_text())
     assert parser.tags.count("rect") == 3 and parser.tags.count("tr") == 3
     assert not parser.fetched and "script" not in parser.tags and "up" not in parser.tags
+    assert norm["warnings"][0] in html.unescape(page.read_text())
+    table, _ = run(capsys, *words)
+    assert f"norm: {norm['warnings'][0]}" in table
     table, _ = run(capsys, *words, "--only", ".*up.*")
     assert "2^-127 .. 2^0" in table and "1 tensors" in table and "norm" not in table
     assert "matches none of the 2 tensors" in error(capsys, *words, "--only", "x")
