@@ -46,7 +46,7 @@ class TensorFacts:
 
     def as_json(self) -> dict[str, Any]:
         """For `json.dumps`: no number that JSON does not have."""
-        facts = dataclasses.asdict(self) | {"bits": self.bits}
+        facts: dict[str, Any] = dataclasses.asdict(self) | {"bits": self.bits}
         facts |= facts.pop("look")
         return {key: _finite(value) for key, value in facts.items()}
 
