@@ -1,5 +1,6 @@
 """Where quantized tensors lie on a mesh, and how they get to where they are multiplied."""
 
+from mx_jax.sharding.exchange import all_to_all as all_to_all
 from mx_jax.sharding.gather import Gather as Gather
 from mx_jax.sharding.layout import Specs as Specs
 from mx_jax.sharding.layout import device_put as device_put

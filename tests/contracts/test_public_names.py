@@ -153,7 +153,7 @@ PUBLIC = {
         "saturated_fraction",
         "sqnr_db",
     },
-    "mx_jax.sharding": {"Gather", "Specs", "device_put", "spec_for"},
+    "mx_jax.sharding": {"Gather", "Specs", "all_to_all", "device_put", "spec_for"},
     "mx_jax.testing": {"target"},
 }
 

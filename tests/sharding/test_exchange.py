@@ -1,0 +1,135 @@
+"""Tokens sent to their experts as codes: what arrives, what moves, and what comes back."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.sharding import all_to_all
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+from tests.quick import OPTIONS, quick
+from tests.sharding.collectives import collectives
+
+P = PartitionSpec
+DEVICES, CAPACITY, FEATURES, UNITS = 2, 32, 64, 32
+MXFP4 = recipes.mxfp4()
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return jax.make_mesh((DEVICES,), ("expert",), axis_types=(AxisType.Auto,))
+
+
+@pytest.fixture(scope="module")
+def arrays() -> tuple[np.ndarray, ...]:
+    """Tokens `[sender, expert, capacity, k]`, an expert a device, and a cotangent."""
+    rng = np.random.default_rng(0)
+    tokens = (DEVICES, DEVICES, CAPACITY)
+    shapes = (*tokens, FEATURES), (DEVICES, FEATURES, UNITS), (*tokens, UNITS)
+    return tuple(draw_few_octaves(rng, shape) for shape in shapes)
+
+
+def quantized(rows: jax.Array) -> mx_jax.MXArray:
+    """As the recipe would."""
+    spec = MXFP4.fwd.lhs
+    return mx_jax.quantize(rows, spec.format, scale_rule=spec.scale_rule)
+
+
+def multiply(tokens: Any, w: jax.Array) -> jax.Array:
+    """Rows of one expert, each sender's after the other."""
+    sizes = jnp.full((1,), DEVICES * CAPACITY, jnp.int32)
+    return mx_jax.ragged_dot(tokens, w, sizes, recipe=MXFP4)
+
+
+def on_devices(x: jax.Array, w: jax.Array) -> jax.Array:
+    """One device's tokens, by expert; and its expert."""
+    tokens = quantized(x.reshape(DEVICES * CAPACITY, FEATURES))
+    y = multiply(all_to_all(tokens, "expert", 0, 0), w)
+    y = lax.all_to_all(y, "expert", 0, 0, tiled=True)
+    return y.reshape(1, DEVICES, CAPACITY, UNITS)
+
+
+def alone(x: jax.Array, w: jax.Array) -> jax.Array:
+    """All experts in one place, without a device to send to."""
+    rows = jnp.swapaxes(x, 0, 1).reshape(DEVICES, DEVICES * CAPACITY, FEATURES)
+    y = jnp.stack([multiply(quantized(rows[e]), w[e : e + 1]) for e in range(DEVICES)])
+    return jnp.swapaxes(y.reshape(DEVICES, DEVICES, CAPACITY, UNITS), 0, 1)
+
+
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_experts_on_devices(check_vma: bool, mesh: Mesh, arrays: Any):
+    x, w, g = arrays
+    sharded = jax.shard_map(
+        on_devices, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=check_vma
+    )
+
+    def step(run: Any) -> Any:
+        def both(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
+            y, pullback = jax.vjp(run, x, w)
+            return y, *pullback(g)
+
+        return jax.jit(both, compiler_options=OPTIONS)
+
+    program = step(sharded).lower(x, w, g).compile()
+    for name, one, other in zip(
+        ("y", "dx", "dw"), program(x, w, g), step(alone)(x, w, g), strict=True
+    ):
+        assert_bitwise_equal(np.asarray(one) + 0.0, np.asarray(other) + 0.0, what=name)
+    text = program.as_text()
+    assert text is not None
+    moved = {c.dtype: c.nbytes for c in collectives(text) if c.kind == "all-to-all"}
+    rows = DEVICES * CAPACITY
+    # Codes of half a byte and their scales; y, its cotangent and dx in high precision.
+    assert moved == {
+        "u8": rows * (FEATURES // 2 + FEATURES // 32),
+        "f32": 4 * rows * (2 * UNITS + FEATURES),
+    }
+
+
+def send(mesh: Mesh, x: Any, *axes: int) -> Any:
+    def run(x: Any) -> Any:
+        return all_to_all(x, "expert", *axes)
+
+    return quick(jax.shard_map(run, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")))(x)
+
+
+@pytest.mark.parametrize("format", ["mxfp6_e2m3", "mxfp8_e4m3"])
+def test_what_arrives(format: str, mesh: Mesh, arrays: Any):
+    x = mx_jax.quantize(arrays[0], format)
+    moved = send(mesh, x, 1, 0)
+    wanted = x.dequantize().reshape(1, DEVICES, DEVICES, CAPACITY, FEATURES)
+    wanted = jnp.swapaxes(wanted[0], 0, 1).reshape(DEVICES**2, 1, CAPACITY, FEATURES)
+    assert_bitwise_equal(moved.dequantize(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("format", "axes", "shape", "message"),
+    [
+        ("mxfp4", (1, 0), (8, 64), "split_axis=1 .* block=32 along it; quantize along another"),
+        ("mxfp4", (0, 1), (16, 64), "concat_axis=1"),
+        ("mxfp4", (0, 0), (6, 64), r"shape=\(3, 64\) with split_axis=0 for 2 devices; pad it"),
+    ],
+)
+def test_refusals(format: str, axes: Any, shape: Any, message: str, mesh: Mesh):
+    with pytest.raises(ValueError, match=message):
+        send(mesh, mx_jax.quantize(jnp.ones(shape), format), *axes)
+
+
+def test_other_operands_are_refused(mesh: Mesh):
+    with pytest.raises(TypeError, match=r"needs an MXArray, got .*; jax.lax.all_to_all takes"):
+        send(mesh, jnp.ones((16, 64)), 0, 0)
+    run = jax.shard_map(
+        lambda x: all_to_all(mx_jax.quantize(x, "nvfp4"), "expert", 0, 0).codes,
+        mesh=mesh,
+        in_specs=P("expert"),
+        out_specs=P("expert"),
+    )
+    with pytest.raises(ValueError, match="senders' tensor scales, got format=nvfp4; use"):
+        run(jnp.ones((16, 64)))
