@@ -1,6 +1,7 @@
 """Codes chosen by what a product does with them: scales by squared error, GPTQ."""
 
 from mx_jax.calibrate.gptq import gptq as gptq
+from mx_jax.calibrate.moments import Moments as Moments
 from mx_jax.calibrate.moments import moments as moments
 from mx_jax.calibrate.scales import output_error as output_error
 from mx_jax.calibrate.scales import search_scales as search_scales

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 
 Moments = dict[str, jax.Array]
+"""By path of the layer, float32 `[k, k]`: the sum of `x x^T` over its inputs."""
 
 
 def moments(

@@ -43,6 +43,7 @@ PUBLIC = {
     },
     "mx_jax.calibrate": {
         "Gptq",
+        "Moments",
         "SearchedScales",
         "UncalibratedWarning",
         "Way",
