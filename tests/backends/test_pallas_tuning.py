@@ -117,6 +117,15 @@ def test_shapes_of_models_fill_the_machine(m: int, bits: int):
         assert sizes.filling(tiles, SM90.at_once(WGMMA)) >= 0.93, (n, k, tiles)
 
 
+@pytest.mark.parametrize(("bits", "stored"), [(4, 4.5), (6, 6.5), (8, 8.5)])
+def test_enough_is_on_its_way_for_few_rows(bits: int, stored: float):
+    """About what an H200 reads in a microsecond, beside what each processor multiplies."""
+    wanted = 0.95 * 4.8e12 * 1e-6 / SM90.num_sms
+    for limit, tiles in WGMMA.tuning_of(bits).tiles:
+        waiting = (tiles.stages - tiles.parts) * tiles.k * tiles.n * stored / 8
+        assert limit > 64 or waiting >= wanted, tiles
+
+
 def test_filling():
     sizes, tiles = Sizes(batch=1, m=1, n=5120, k=5120), Tiles(m=8, n=64, k=512)
     # 80 tiles of 10 steps on 132 processors; dealt evenly, seven for some; 160 programs in 2 waves.

@@ -68,9 +68,13 @@ def test_recorded_bytes():
     moved = {(line["what"], line["tokens"], line["by"]): line["MiB"] for line in cases}
     for (what, tokens, by), found in moved.items():
         if what == "experts that are stored" and by in ("mxfp4", "nvfp4"):
-            assert found <= 0.28 * moved[what, tokens, "bfloat16, lax.ragged_dot"]
+            assert (
+                found
+                <= (0.28 if tokens == 64 else 0.17)
+                * moved[what, tokens, "bfloat16, lax.ragged_dot"]
+            )
         if by.endswith("kernels"):
-            assert found <= 0.76 * moved[what, tokens, "high_precision"]
+            assert found <= 0.72 * moved[what, tokens, "high_precision"]
 
 
 @pytest.mark.slow

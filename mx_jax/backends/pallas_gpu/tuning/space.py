@@ -34,7 +34,7 @@ def _of_rows(architecture: Architecture, kernel: Kernel, code_bits: int, m: int)
     for n, parts in kernel.shapes:
         for k in (128, 256, 512):
             one = Tiles(m=m, n=n, k=k, parts=parts)
-            depths = (dataclasses.replace(one, stages=depth * parts) for depth in range(6, 1, -1))
+            depths = (dataclasses.replace(one, stages=depth * parts) for depth in range(8, 1, -1))
             fitting = (tiles for tiles in depths if architecture.possible(kernel, code_bits, tiles))
             for tiles in _worth_measuring(list(fitting)):
                 for splits in (1, 2, 4, 8, 16):
