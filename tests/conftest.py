@@ -83,7 +83,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a sweep's cases all but each fifth, and the last, become `one_python`."""
+    """Of a sweep's cases each fifth, and the last, run by default; the others become slow."""
     cases: dict[Any, list[pytest.Item]] = {}
     for item in items:
         for mark in item.iter_markers("sweep"):
@@ -92,5 +92,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for group in cases.values():
         for number, item in enumerate(group[:-1]):
             if number % 5:
-                reason = next(item.iter_markers("sweep")).kwargs["reason"]
-                item.add_marker(pytest.mark.one_python(reason=reason))
+                item.add_marker(pytest.mark.slow)

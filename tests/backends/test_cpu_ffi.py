@@ -88,6 +88,7 @@ print(CPU_FFI.rejects(call, Target(platform="cpu")))
 """
 
 
+@pytest.mark.slow
 def test_without_a_library_everything_works(tmp_path: Path):
     result = run_python(
         REJECTS + "import mx_jax; print(mx_jax.quantize([1.0], 'mxfp4').codes)",

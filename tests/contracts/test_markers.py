@@ -8,7 +8,8 @@ pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.one_python(reason="asks pytest about marks, nothing else")
 
 CONFTEST = (Path(__file__).parents[1] / "conftest.py").read_text()
-INI = "[pytest]\nmarkers =\n    one_python(reason): why\n    sweep(reason, where): why\n"
+MARKERS = ("slow: later", "one_python(reason): why", "sweep(reason, where): why")
+INI = "[pytest]\nmarkers =\n    " + "\n    ".join(MARKERS)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_a_mark_needs_a_reason(pytester: pytest.Pytester, mark: str, passes: boo
     assert passes or complaint in result.stdout.str() + result.stderr.str()
 
 
-def test_a_sweep_leaves_a_fifth_and_the_last_to_other_pythons(pytester: pytest.Pytester):
+def test_each_fifth_case_of_a_sweep_and_the_last_run_by_default(pytester: pytest.Pytester):
     pytester.makeini(INI)
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile("""
@@ -50,7 +51,7 @@ def test_a_sweep_leaves_a_fifth_and_the_last_to_other_pythons(pytester: pytest.P
         @pytest.mark.parametrize("n", [7])
         def test_alone(n): pass
     """)
-    result = pytester.runpytest_subprocess("--collect-only", "-q", "-m", "not one_python")
+    result = pytester.runpytest_subprocess("--collect-only", "-q", "-m", "not slow")
     found = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
     cases = [f"test_it[{n}]" for n in (-2, -1, 0, 5, 10, 12)]
     assert found == [*cases, "test_alone[7]"]

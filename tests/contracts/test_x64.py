@@ -81,7 +81,9 @@ def training(name: str) -> Any:
     return gradients
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [*RECIPES[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[2:])]
+)
 def test_products_and_gradients(name: str):
     same_bits(training(name), X, W)
 

@@ -37,7 +37,14 @@ def assert_same_bits(left: Any, right: Any):
 
 
 # Below nn.jit a path is a compilation of its own: the programs of both cannot be alike.
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "jit"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("compact", "recurrent") else pytest.param(name, marks=pytest.mark.slow)
+        for name in MODELS
+        if name != "jit"
+    ],
+)
 def test_converted_models(name: str):
     make, num_layers = MODELS[name]
     model, x = make(FLAX), example_input()

@@ -63,6 +63,7 @@ def said(backend: Backend, effort: Effort = EVERY) -> list[dict[str, Any]]:
 FAST = (("fast", 1),)
 
 
+@pytest.mark.slow
 def test_the_fastest_of_the_right_ones():
     slow, wrong, elsewhere, refused = (
         ((name, 1),) for name in ("slow", "wrong", "wrong for more rows", "refused")

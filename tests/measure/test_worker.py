@@ -135,6 +135,7 @@ RAGGED = Case(
 )
 
 
+@pytest.mark.slow
 def test_a_right_product_in_groups_is_timed():
     every = dataclasses.replace(QUICK, checks=None)
     answer = found(RAGGED, PLANTED, every)

@@ -92,6 +92,7 @@ def test_a_rebuilt_model_is_not_retraced():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 @forms
 def test_attention_projections(form: Any):
     attention = flax_nn.MultiHeadDotProductAttention(

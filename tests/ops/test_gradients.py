@@ -173,7 +173,14 @@ def test_dimension_numbers(case: DotGeneralCase, rng: np.random.Generator):
     compare(case, DISTINCT, rng)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, marks=pytest.mark.slow) if recipe.name == "nvfp4" else recipe
+        for recipe in RECIPES
+    ],
+    ids=lambda recipe: recipe.name,
+)
 def test_recipes(recipe: Recipe, rng: np.random.Generator):
     # Float scales round in every step: the order of steps that users get is the one to test.
     compare(PLAIN, recipe, rng, quick if is_exact(recipe) else jax.jit)

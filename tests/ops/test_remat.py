@@ -218,6 +218,7 @@ def test_the_same_gradients(rng: np.random.Generator):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_name_is_no_operation(monkeypatch: pytest.MonkeyPatch):
     """Lowered, a program without rematerialization is what it would be without names."""
 

@@ -120,11 +120,12 @@ def test_shard_map(mesh: Mesh, arrays, expected, check_vma: bool):
     "recipe",
     [
         RECIPE,
-        recipes.nvfp4(),
-        recipes.float8_rowwise(),
         recipes.float8_tensorwise(),
-        recipes.from_name("mxfp4_stochastic"),
         recipes.high_precision(),
+        *(
+            pytest.param(recipes.from_name(name), marks=pytest.mark.slow)
+            for name in ("nvfp4", "float8_rowwise", "mxfp4_stochastic")
+        ),
     ],
     ids=lambda recipe: recipe.name,
 )

@@ -162,7 +162,13 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if "WHOLE" in name or "rowwise" in name else name
+        for name in RECIPES
+    ],
+)
 def test_products_of_a_loop_over_groups(name: str, rng: np.random.Generator):
     recipe = RECIPES[name]()
     lhs, rhs, g = draw(rng, GROUP_SIZES)

@@ -102,6 +102,7 @@ def test_vmap(axes, rng: np.random.Generator):
         assert_all_close([x[i] for x in actual], compiled(*chosen))
 
 
+@pytest.mark.slow
 def test_vmap_twice(rng: np.random.Generator):
     lhs, rhs, sizes, g = draw(rng, 2, 3)
     inner = jax.vmap(products, (0, None, None, 0))

@@ -57,7 +57,9 @@ def products(recipe, backend=None):
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe", ["mxfp8", "mxfp4", pytest.param("nvfp4", marks=pytest.mark.slow)]
+)
 def test_as_the_reference(recipe, sizes, rng: np.random.Generator):
     operands = *draw(rng), np.int32(sizes)
     actual = products(recipe)(*operands)

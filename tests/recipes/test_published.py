@@ -117,7 +117,10 @@ def close(actual: Any, left: jax.Array, right: jax.Array) -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["mxfp4_stochastic", "nvfp4_four_over_six", "quartet"])
+@pytest.mark.parametrize(
+    "name",
+    ["mxfp4_stochastic", pytest.param("nvfp4_four_over_six", marks=pytest.mark.slow), "quartet"],
+)
 def test_outputs_by_hand(name: str, arrays):
     x, w, _ = arrays
     left, right = OPERANDS[name][:2]
@@ -162,7 +165,7 @@ def test_a_high_precision_forward_is_exact(arrays):
     np.testing.assert_array_equal(y, jnp.matmul(x, w))
 
 
-@pytest.mark.one_python(reason="a mean over draws: tests/codecs rounds by given bits everywhere")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mxfp4_backward", "mxfp4_stochastic"])
 def test_gradients_are_right_on_average(name: str, arrays):
     """The mean over n keys lies within 5 standard errors, estimated from the draws themselves.

@@ -181,7 +181,10 @@ def _largest(tree) -> dict[str, float]:
     return {name: float(state[f"{name}_amax_history"][0]) for name in ("input", "output_grad")}
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "compiled",
+    [pytest.param(False, id="eager", marks=pytest.mark.slow), pytest.param(True, id="jit")],
+)
 def test_a_layer_called_several_times_has_the_largest_amax(compiled: bool):
     x = normal(4, 32)
     variables = quick(Twice().init)(jax.random.key(1), x)
