@@ -44,8 +44,8 @@ class SearchedScales:
       >>> from mx_jax import calibrate, convert
       >>> params = {"up": {"kernel": jax.random.normal(jax.random.key(0), (64, 8))}}
       >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("nvfp4"))
-      >>> stored = convert.weights(params, rules, by=calibrate.SearchedScales(), pack=False)
-      >>> stored["up"]["kernel"].format.name
+      >>> up = convert.weights(params, rules, by=calibrate.SearchedScales(), pack=False)["up"]
+      >>> up["kernel"].format.name
       'nvfp4'
     """
 

@@ -1,6 +1,7 @@
 """What rules say of the tensors of a file, of which only names, shapes and dtypes are known."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,7 +16,6 @@ from mx_jax.convert.rules import Decision, Layer, Unknown, decide
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.storing import store_weights, why_not_stored
 from mx_jax.packed import Quantized
-from mx_jax.specs import MatmulRecipe
 
 # What a tensor is called below its layer, and the axis of its matrix that a product contracts.
 CONTRACTED = {"weight": -1, "kernel": 0, "embedding": -1}
@@ -47,24 +47,19 @@ class Judged:
         """The tensor's codes and scales."""
         assert self.decision is not None and self.decision.recipe is not None and self.axes
         recipe, stacked = self.decision.recipe, self.num_stacked
-        if self.searches:
-            return self._search(jnp.asarray(value), recipe)
+        spec, (axis,) = recipe.fwd.rhs, self.axes.contracting
+        assert spec is not None
+        by = functools.partial(search_scales, format=spec.format, axis=axis)
         found = store_weights(
-            jnp.asarray(value), recipe, self.axes, num_stacked=stacked, packed=False
+            jnp.asarray(value),
+            recipe,
+            self.axes,
+            num_stacked=stacked,
+            packed=False,
+            by=by if self.searches else None,
         )
         assert isinstance(found, MXArray)
         return found
-
-    def _search(self, value: Any, recipe: MatmulRecipe) -> MXArray:
-        assert self.axes is not None and recipe.fwd.rhs is not None
-        (axis,), format = self.axes.contracting, recipe.fwd.rhs.format
-
-        def search(x: Any) -> MXArray:
-            return search_scales(x, format, axis=axis)
-
-        for _ in range(self.num_stacked):
-            search = jax.vmap(search)
-        return search(value)
 
 
 def judge(rules: tuple[FileRule, ...], name: str, tensor: Any) -> Judged:
