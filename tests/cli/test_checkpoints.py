@@ -194,7 +194,7 @@ def test_a_rule_that_matches_nothing(
 
 def test_one_tensor_at_a_time(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A tensor is read when it is written, and given up before the next is."""
-    from mx_jax.checkpoint import safetensors_file
+    from mx_jax.checkpoint import deferred, safetensors_file
     from mx_jax.commands import judging
 
     events: list[str] = []
@@ -206,9 +206,11 @@ def test_one_tensor_at_a_time(model: Path, tmp_path: Path, monkeypatch: pytest.M
         return quantized(self, value)
 
     monkeypatch.setattr(judging.Judged, "quantize", quantize)
+    # Only the tensor scale is small: codes and scales are handed out once.
+    monkeypatch.setattr(deferred, "_SMALL", 4)
     big = tmp_path / "big.safetensors"
     names = [f"layers.{i}.up.weight" for i in range(3)]
-    tensors = {name: np.ones((64, 4096), np.float32) for name in names}
+    tensors = {name: np.ones((8, 64), np.float32) for name in names}
     safetensors.numpy.save_file(tensors, big)
     read = safetensors_file.Reader.read
 
