@@ -1,0 +1,52 @@
+"""One case of `benchmarks.decode` here: a model in its formats.
+
+Reads a number a line, decodes that many tokens one by one from the same place, and answers with the
+seconds that they took; `parts` is answered with where a step spends its time.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from mx_jax.generate.command import time_of_parts
+from mx_jax.generate.load import load
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--context", type=int, required=True)
+    for name in ("weights", "activations", "cache"):
+        parser.add_argument(f"--{name}")
+    options = parser.parse_args()
+    generator, _ = load(
+        options.model,
+        weights=options.weights,
+        activations=options.activations,
+        cache=options.cache,
+    )
+    key, first = jax.random.key(0), np.ones((1, 1), np.int32)
+    caches = generator.caches(options.context)
+    token, caches = generator.step(first, caches, 0, key)
+    used = sum(leaf.nbytes for leaf in jax.tree.leaves(generator.params))
+    print(json.dumps({"bytes": used}), flush=True)
+    for line in sys.stdin:
+        if line.strip() == "parts":
+            print(json.dumps(time_of_parts(generator, options.context)), flush=True)
+            continue
+        token = first
+        wall, cpu = time.perf_counter(), time.process_time()
+        for position in range(int(line)):
+            token, caches = generator.step(token, caches, position, key)
+            token.block_until_ready()
+        spent = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+        print(json.dumps(spent), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""What formats of weights and of caches cost a language model: loss on held text, KL to float32.
+
+Text: the pages of docs/, cut into sequences. Loss is in nats a token; KL is the mean over tokens of
+the divergence of a format's distribution from that of float32 weights and cache.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import environment, report
+from mx_jax.checkpoint.foreign import read
+from mx_jax.generate.decode import empty_caches
+from mx_jax.generate.load import find_model, format_named
+from mx_jax.generate.model import Llama
+from mx_jax.generate.tokenizer import Tokenizer
+from mx_jax.generate.weights import config_from_gguf, params_from_gguf, quantize_params
+from mx_jax.packed import Quantized
+from mx_jax.recipes import high_precision, weight_only
+
+COMMAND = "language_model_formats"
+WEIGHTS = ("mxfp8", "mxint8", "mxfp6_e2m3", "nvfp4", "mxfp4")
+CACHES = ("bfloat16", "mxfp8", "mxint8", "mxfp6_e2m3", "nvfp4", "mxfp4")
+PAGES = ("index", "training", "numerics", "convert", "sharding", "planning")
+
+
+def held_text() -> str:
+    folder = report.RESULTS.parents[1] / "docs"
+    return "\n\n".join((folder / f"{page}.md").read_text() for page in PAGES)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def log_probabilities(model: Llama, params: Any, tokens: jax.Array, caches: Any) -> jax.Array:
+    """Of every token of the vocabulary after each, `[1, tokens, vocabulary]`."""
+    applied: Any = model.apply({"params": params}, tokens, caches)
+    return jax.nn.log_softmax(applied[0])
+
+
+def measure(log: Any, exact: Any, tokens: np.ndarray) -> dict[str, float]:
+    """Sums over one sequence."""
+    nll = -jnp.take_along_axis(log[:, :-1], tokens[:, 1:, None], -1).sum()
+    kl = (jnp.exp(exact) * (exact - log)).sum()
+    same = (log.argmax(-1) == exact.argmax(-1)).sum()
+    return {"nll": float(nll), "kl": float(kl), "same": int(same)}
+
+
+def rows(options: Any, step: Any) -> list[dict[str, Any]]:
+    """One row a format of weights, and one a format of the cache."""
+    file = read(find_model(options.model))
+    config = config_from_gguf(file.metadata, file)
+    params = params_from_gguf(file, config)
+    model = Llama(config, high_precision())
+    ids = Tokenizer(file.metadata).encode(held_text())
+    count, length = options.sequences, options.length
+    if len(ids) < count * length:
+        raise SystemExit(f"{COMMAND}: the text has {len(ids)} tokens, needs {count * length}")
+    sequences = np.array(ids[: count * length], np.int32).reshape(count, 1, length)
+    step("float32")
+    exact = [log_probabilities(model, params, tokens, None) for tokens in sequences]
+
+    def row(kind: str, name: str, bits: float, weights: Any, caches: Any) -> dict[str, Any]:
+        sums = [
+            measure(log_probabilities(model, weights, tokens, caches), right, tokens)
+            for tokens, right in zip(sequences, exact, strict=True)
+        ]
+        total = {key: sum(each[key] for each in sums) for key in sums[0]}
+        return {
+            "of": kind,
+            "format": name,
+            "bits": bits,
+            "loss": total["nll"] / (count * (length - 1)),
+            "kl": total["kl"] / (count * length),
+            "same": total["same"] / (count * length),
+        }
+
+    found = [row("weights and cache", "float32", 32, params, None)]
+    for name in options.weights:
+        step(f"weights {name}")
+        form = format_named(name)
+        # The values that packed weights stand for: one program serves all formats.
+        values = jax.tree.map(
+            lambda leaf: leaf.dequantize() if isinstance(leaf, Quantized) else leaf,
+            quantize_params(params, weight_only(form)),
+            is_leaf=lambda leaf: isinstance(leaf, Quantized),
+        )
+        found.append(row("weights", form.name, form.bits_per_element, values, None))
+    for name in options.caches:
+        step(f"cache {name}")
+        plain = name == "bfloat16"
+        form = None if plain else format_named(name)
+        dtype = jnp.bfloat16 if plain else jnp.float32
+        caches = empty_caches(config, length, form, dtype)
+        bits = (
+            8
+            * sum(one.nbytes for one in caches)
+            / sum(2 * one.keys.features * one.length * config.kv_heads for one in caches)
+        )
+        found.append(row("cache", form.name if form else name, bits, params, caches))
+    return found
+
+
+def sheets(result: dict[str, Any]) -> list[report.Sheet]:
+    """One table."""
+    columns = ["format", "of", "bits a value", "loss", "over float32", "KL", "same first choice"]
+    sheet = report.Sheet("Loss in nats a token, KL to float32", columns)
+    base = result["rows"][0]["loss"]
+    for row in result["rows"]:
+        numbers = [f"{row['loss']:.4f}", f"{row['loss'] - base:+.4f}", f"{row['kl']:.5f}"]
+        cells = [row["format"], row["of"], f"{row['bits']:g}", *numbers, f"{row['same']:.1%}"]
+        sheet.rows.append(cells)
+    sheet.notes = [
+        f"{result['sequences']} sequences of {result['length']} tokens of docs/. The other side of "
+        "each row is float32; NVFP4's cache has a tensor scale for each token and head."
+    ]
+    return [sheet]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = report.parser(COMMAND, __doc__)
+    parser.add_argument("--model", default="smollm2", help="a GGUF file, or smollm2")
+    parser.add_argument("--weights", nargs="*", default=WEIGHTS, help="formats of weights")
+    parser.add_argument("--caches", nargs="*", default=CACHES, help="formats of caches")
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
+    options = parser.parse_args(arguments)
+    described = environment.describe()
+    with report.progress(1 + len(options.weights) + len(options.caches)) as step:
+        found = rows(options, step)
+    sizes = {"sequences": options.sequences, "length": options.length}
+    result = {"environment": described, **sizes, "rows": found}
+    report.publish(COMMAND, options, result, sheets(result))
+
+
+if __name__ == "__main__":
+    main()
