@@ -218,7 +218,12 @@ struct CodesPlace {
   const char* lhs;
   const char* codes;
   const uint8_t* scales;
+  int64_t ahead;  // bytes to what is fetched meanwhile
 };
+
+// Panels up to this size end before a fixed distance would have paid: what is fetched is the same
+// place of the panels that come next, their scales included.
+constexpr int64_t kShortPanel = 32 << 10;
 
 // One block of the sums below, `s` of its chunk; `place` moves on to the next one.
 template <PanelType kType, Coding kCoding, int kRows, int kPanels, bool kFold, bool kLifted>
@@ -254,7 +259,7 @@ MX_INLINE void MultiplyCodesBlock(const CodesProduct& p, const CodeTable& table,
     MX_UNROLL
     for (int j = 0; j < 2 * kPanels; ++j) {
       const char* from = place->codes + j / 2 * p.panel_bytes + 64 * (j % 2);
-      _mm_prefetch(from + kPrefetchBytes, _MM_HINT_T0);
+      _mm_prefetch(from + place->ahead, _MM_HINT_T0);
       DecodeWords<kType, kCoding, kFold, kLifted>(table, _mm512_load_si512(from),
                                                   decoded[j / 2][j % 2]);
     }
@@ -277,8 +282,9 @@ MX_INLINE void MultiplyCodesBlock(const CodesProduct& p, const CodeTable& table,
   __m512 scale[kPanels][2];
   MX_UNROLL
   for (int j = 0; j < 2 * kPanels; ++j) {
-    scale[j / 2][j % 2] =
-        TameScales(p.scale_kind, place->scales + j / 2 * p.panel_bytes + 16 * (j % 2), factor);
+    const uint8_t* from = place->scales + j / 2 * p.panel_bytes + 16 * (j % 2);
+    if (j % 2 == 0) _mm_prefetch((const char*)from + place->ahead, _MM_HINT_T0);
+    scale[j / 2][j % 2] = TameScales(p.scale_kind, from, factor);
   }
   place->scales += C;
   MX_UNROLL
@@ -314,7 +320,8 @@ void MultiplyCodesOf(const CodesProduct& p, int row, int panel) {
   constexpr bool kMayLift = kType == kFloat32 && IsByteFloat(kCoding);
   const CodeTable table = MakeCodeTable<kType, kCoding>(p.element);
   CodesPlace place = {p.lhs + row / R * p.lhs_stride, p.codes + panel * p.panel_bytes,
-                      p.scales + panel * p.panel_bytes};
+                      p.scales + panel * p.panel_bytes,
+                      p.panel_bytes <= kShortPanel ? kPanels * p.panel_bytes : kPrefetchBytes};
   float* tiles = p.tiles + panel * p.tile_stride + row * C;
   __m512 total[kRows][kPanels][2];
   MX_UNROLL
