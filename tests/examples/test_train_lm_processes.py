@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +61,6 @@ def finished(folder: Path, recipe: str, out: str, *options: str) -> dict[str, An
     return {name: run[name] for name in ("train_loss", "validation")}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(folder: Path) -> Callable[[str], dict[str, Any]]:
-    """The curve of four processes that nothing happens to, by recipe."""
-    return cache(lambda recipe: finished(folder, recipe, f"{recipe} of 4", "--processes", "4"))
-
-
 def workers(process: subprocess.Popen[str]) -> list[int]:
     """Process ids, in the order in which they were started."""
     found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
@@ -86,33 +79,8 @@ def checkpoints(folder: Path, out: str) -> list[Path]:
     return list((folder / out / "checkpoints").glob("*/*"))
 
 
-@pytest.mark.slow
-def test_any_number_of_processes_learns_the_same(folder: Path):
-    """Not bit for bit: sums of other parts are rounded otherwise."""
-    alone, two = (finished(folder, "mxfp8", f"of {n}", "--processes", n) for n in ("1", "2"))
-    assert two["train_loss"] == pytest.approx(alone["train_loss"], rel=5e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "number", "during"),
-    [("float32", 2, "a step"), ("float32", 0, "a checkpoint")],
-)
-def test_a_killed_process_loses_nothing(
-    folder: Path, undisturbed: Any, recipe: str, number: int, during: str
-):
-    out = f"killed {number} in {during}"
-    process = start(folder, recipe, out, "--processes", "4")
-
-    def is_saved(step: int) -> bool:
-        return any(path.name == str(step) for path in checkpoints(folder, out))
-
-    def is_saving() -> bool:
-        return is_saved(2) and any(path.suffix for path in checkpoints(folder, out))
-
-    wait_until((lambda: is_saved(2)) if during == "a step" else is_saving, process)
-    if during == "a step":
-        time.sleep(0.2)
+def kill(process: subprocess.Popen[str], number: int) -> None:
+    """Kill one of the processes, and read what the program says of it."""
     os.kill(workers(process)[number], signal.SIGKILL)
     killed = time.monotonic()
     status, _, complained = ended(process)
@@ -123,10 +91,37 @@ def test_a_killed_process_loses_nothing(
         f"stopped: process {number} of 4 was killed by SIGKILL; the others have ended, and every "
         "checkpoint is whole; to continue: python "
     )
-    assert line.endswith(f"--recipes {recipe} --processes 4 --resume")
-    # The command it names, but by this Python.
-    resumed = finished(folder, recipe, out, "--processes", "4", "--resume")
-    assert resumed == undisturbed(recipe)
+    assert line.endswith("--recipes float32 --processes 4 --resume")
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_learns_the_same(folder: Path):
+    """Not bit for bit: sums of other parts are rounded otherwise."""
+    alone, two = (finished(folder, "mxfp8", f"of {n}", "--processes", n) for n in ("1", "2"))
+    assert two["train_loss"] == pytest.approx(alone["train_loss"], rel=5e-3)
+
+
+@pytest.mark.slow
+def test_killed_processes_lose_nothing(folder: Path):
+    """The first while it saves a checkpoint, another during a step of the run that goes on."""
+    recipe, out, words = "float32", "killed", ["--processes", "4"]
+
+    def is_saved(step: int) -> bool:
+        return any(path.name == str(step) for path in checkpoints(folder, out))
+
+    def is_saving() -> bool:
+        return is_saved(2) and any(path.suffix for path in checkpoints(folder, out))
+
+    process = start(folder, recipe, out, *words)
+    wait_until(is_saving, process)
+    kill(process, 0)
+    # The command that the message names, but by this Python.
+    process = start(folder, recipe, out, *words, "--resume")
+    wait_until(lambda: is_saved(6), process)
+    time.sleep(0.2)
+    kill(process, 2)
+    undisturbed = finished(folder, recipe, "undisturbed", *words)
+    assert finished(folder, recipe, out, *words, "--resume") == undisturbed
 
 
 @pytest.mark.parametrize(
