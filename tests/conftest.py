@@ -85,7 +85,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a sweep's cases each fifth, and the last, run by default; the others become slow."""
     cases: dict[Any, list[pytest.Item]] = {}
-    for item in items:
+    for item in (item for item in items if isinstance(item, pytest.Function)):
         for mark in item.iter_markers("sweep"):
             if mark.kwargs.get("where", lambda params: True)(item.callspec.params):
                 cases.setdefault((item.parent, item.function), []).append(item)
