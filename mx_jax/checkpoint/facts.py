@@ -94,7 +94,7 @@ class Described:
                 dtype=_dtype(facts["dtype"]),
                 packed=facts.get("packed") is not False,
             )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(
                 f"{where}: its description is no MXArray's: {_said(error)}; was it damaged, or "
                 "written by a newer mx_jax?"
@@ -129,6 +129,8 @@ def _scale_in(facts: Mapping[str, Any]) -> ScaleFormat:
     scale = ScaleFormat(**_typed({**facts, "element": element}, like=E4M3_SCALE))
     if scale.kind not in _KINDS or (scale.kind == "element") != (element is not None):
         raise ValueError(f"a scale of kind={scale.kind!r} with element={element}")
+    if scale.bits != (32 if scale.is_float32 else 8):
+        raise ValueError(f"a scale of kind={scale.kind!r} with bits={scale.bits}")
     return scale
 
 

@@ -121,9 +121,22 @@ def changed(**facts: Any) -> Any:
     return change
 
 
+def changed_scale(**facts: Any) -> Any:
+    """By these facts of its scale."""
+
+    def change(found: Any) -> Any:
+        found["format"]["scale"] |= facts
+        return found
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
+        (changed_scale(element=3), "its description is no MXArray's"),
+        # A table of so many codes would never be done.
+        (changed_scale(bits=10**9), "a scale of kind='exponent' with bits=1000000000"),
         (changed(version=2), "is of version=2, this mx_jax reads 1"),
         (lambda found: {}, "'version' is missing"),
         (lambda found: 3, "its description is no MXArray's"),
