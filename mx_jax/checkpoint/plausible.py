@@ -4,9 +4,11 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.checkpoint.exact import decoded, effective_scales
+from mx_jax.codecs import blocks
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked
 
@@ -103,6 +105,13 @@ def _look(parts: Any, size: int, saturated: float, octaves: float, odd: list[str
     )
 
 
+def _holds_values(x: MXArray) -> np.ndarray:
+    """Which blocks are not all zero, of the scales' shape: the scale of the others says nothing."""
+    magnitudes = np.asarray(x.codes) & (x.format.element.sign_code - 1)
+    pieces, inside = blocks.split(jnp.asarray(magnitudes != 0), x.blocks)
+    return np.asarray(pieces.any(axis=inside))
+
+
 def _scales(x: MXArray) -> tuple[float, list[str]]:
     """Octaves that the scales span, and what is odd about them."""
     scales = effective_scales(x)
@@ -110,7 +119,7 @@ def _scales(x: MXArray) -> tuple[float, list[str]]:
     bad = int((~np.isfinite(scales) | (scales < 0)).sum())
     if bad:
         odd.append(f"{bad} of {scales.size} scales are NaN, infinite or negative")
-    used = scales[np.isfinite(scales) & (scales > 0)]
+    used = scales[np.isfinite(scales) & (scales > 0) & _holds_values(x)]
     octaves = float(np.log2(used.max() / used.min())) if used.size else 0.0
     if octaves > _OCTAVES:
         odd.append(f"the scales span {octaves:.0f} octaves: are they scales of this format?")

@@ -94,3 +94,11 @@ def test_a_tensor_scale_the_other_way_around(rng: np.random.Generator):
     wrong = dataclasses.replace(x, tensor_scale=jnp.full((1, 1), 2688 / 0.5))
     assert not checkpoint.plausibility(right).warnings
     assert "the other way around" in checkpoint.plausibility(wrong).warnings[0]
+
+
+def test_scales_of_blocks_of_zeros_say_nothing():
+    """FLOOR gives them its smallest one, 2^-127."""
+    w = np.ones((4, 64), np.float32)
+    w[2, 32:] = 0
+    found = checkpoint.plausibility(mx_jax.quantize(w, "mxfp4"))
+    assert found.octaves == 0 and found.warnings == ()
