@@ -45,13 +45,15 @@ class Worker:
     """
 
     def __init__(self, command: Sequence[str], cores: set[int]):
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, cores),  # before it starts its threads
-        )
+        # It has the cores of the thread that starts it, from its first moment on.
+        own = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cores)
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        finally:
+            os.sched_setaffinity(0, own)
         self.ready = self._answer()
 
     def ask(self, line: object) -> Any:

@@ -1,5 +1,6 @@
 """The benchmark of calibration, on a tiny model."""
 
+import argparse
 import importlib
 from pathlib import Path
 from typing import Any
@@ -20,30 +21,38 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("benchmarks.calibration")
 
 
-def test_unknown_formats_are_named(benchmark):
-    with pytest.raises(SystemExit, match="--formats: unknown mxfp9; known: mxint8, mxfp8_e4m3, "):
-        benchmark.main(["--formats", "mxfp9"])
+@pytest.mark.one_python(reason="cuts a list of numbers")
+def test_texts_are_cut_into_sequences(benchmark):
+    cut = benchmark.cut(range(10), 3, 3)
+    assert cut.tolist() == [[[0, 1, 2]], [[3, 4, 5]], [[6, 7, 8]]]
+    with pytest.raises(SystemExit, match="the text has 10 tokens, needs 12"):
+        benchmark.cut(range(10), 4, 3)
+    assert len(benchmark.manual()) > 100_000
 
 
 @pytest.mark.slow
 def test_rows_of_a_tiny_model(benchmark, rng: np.random.Generator):
     params = params_from_gguf(tensors(), CONFIG)
-    tokens = rng.integers(0, CONFIG.vocabulary, (3, 2, 9), np.int32)
-    text = benchmark.Text(calibration=tokens[:1], held=tokens[1:])
-    rows = list(benchmark.measure(CONFIG, params, text, ["mxint8", "mxfp4"]))
-    names = [(row["format"], row["way"]) for row in rows]
-    assert names[:3] == [("float32", ""), ("mxint8", "plain"), ("mxfp4", "plain")]
-    assert [way for _, way in names[3:]] == ["searched", "searched, weighed", "gptq"]
-    own, eight, four = rows[:3]
-    # Kept in bfloat16, its own distribution is not quite itself.
-    assert abs(own["kl"]) < 0.01 < four["kl"] and abs(eight["loss"] - own["loss"]) < 0.05
+    known, held = rng.integers(0, CONFIG.vocabulary, (2, 3, 1, 9), np.int32)
+    steps: list[str] = []
+    rows = list(benchmark.rows(CONFIG, params, (known, held), ["mxfp4"], steps.append))
+    assert [row["way"] for row in rows] == ["", "plain", "searched", "searched, weighed", "gptq"]
+    assert len(steps) == 2 + 4
+    own, four = rows[:2]
+    assert own["kl"] == 0 < 0.01 < four["kl"]
     # The loss is that of the next token, by NumPy.
     model = benchmark.Llama(CONFIG, mx_jax.recipes.high_precision())
     losses = []
-    for batch in tokens[1:]:
-        logits = np.asarray(model.apply({"params": params}, batch)[0], np.float64)[:, :-1]
-        chosen = np.take_along_axis(logits, batch[:, 1:, None], -1)[..., 0]
+    for tokens in held:
+        logits = np.asarray(model.apply({"params": params}, tokens)[0], np.float64)[:, :-1]
+        chosen = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
         losses.append((np.log(np.exp(logits).sum(-1)) - chosen).mean())
     assert own["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
-    gaps = {row["way"]: row["loss"] - own["loss"] for row in rows[2:]}
+    gaps = {row["way"]: row["loss"] - own["loss"] for row in rows[1:]}
     assert rows[-1]["closed"] == pytest.approx(1 - gaps["gptq"] / gaps["plain"])
+    (cells,) = (c for c in benchmark.sheet(rows, _options()).rows if c[0] == "mxfp4, gptq")
+    assert cells[4] == f"{100 * rows[-1]['closed']:.0f} %"
+
+
+def _options() -> Any:
+    return argparse.Namespace(sequences=3, length=9, calibration=3)

@@ -56,7 +56,9 @@ def test_a_long_case_ends_with_the_command(
         f"{start}; end = os.open({str(alive)!r}, os.O_WRONLY); os.set_inheritable(end, True); "
         f"{guard}(); os.write(end, b'.'); {case}"
     )
-    run = f"{start}; run_process([sys.executable, '-c', {case!r}], 60)"
+    # Who starts tests in a shell's background starts them deaf to Ctrl-C.
+    hears = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    run = f"{start}; {hears}; run_process([sys.executable, '-c', {case!r}], 60)"
     with (
         subprocess.Popen([sys.executable, "-c", run], stderr=subprocess.DEVNULL) as parent,
         alive.open("rb") as end,
