@@ -2,8 +2,9 @@
 
 import re
 import tempfile
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,19 @@ def seconds_by_part(
         with jax.profiler.trace(folder):
             run()
         for path in Path(folder).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-                for line in plane.lines:
-                    for event in line.events:
-                        operation = dict(event.stats).get("hlo_op")
-                        if operation is not None:
-                            part = parts.get(str(operation), OTHER)
-                            spent[part] += event.duration_ns * 1e-9 / steps
+            for operation, seconds in _events(path):
+                spent[parts.get(operation, OTHER)] += seconds / steps
     return dict(spent.most_common())
+
+
+def _events(path: Path) -> Iterator[tuple[str, float]]:
+    """Operations of a profile, and their seconds."""
+    with warnings.catch_warnings():
+        # JAX's reader makes types in a way that Python deprecates; made an error, it aborts.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            for line in plane.lines:
+                for event in line.events:
+                    operation = dict(event.stats).get("hlo_op")
+                    if operation is not None:
+                        yield str(operation), event.duration_ns * 1e-9
