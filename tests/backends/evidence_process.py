@@ -6,10 +6,12 @@ prints, as JSON, how many processes there are, which backend takes a product on 
 program, and its result for rows that are spread over all processes.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -58,10 +60,15 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
     return mx_jax.matmul(x, w, recipe=mx_jax.recipes.weight_only("mxfp4"))
 
 
-def on_a_gpu():
+@contextlib.contextmanager
+def on_a_gpu() -> Iterator[None]:
     """As if there were one, with the planted backend behind the reference."""
     select.BACKENDS = (*BACKENDS, PLANTED)
-    return mx_jax.testing.target("cuda", (9, 0), device_kind=KIND)
+    try:
+        with mx_jax.testing.target("cuda", (9, 0), device_kind=KIND):
+            yield
+    finally:
+        select.BACKENDS = BACKENDS
 
 
 def row() -> Row:
