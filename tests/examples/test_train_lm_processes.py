@@ -91,7 +91,7 @@ def kill(process: subprocess.Popen[str], number: int) -> None:
         f"stopped: process {number} of 4 was killed by SIGKILL; the others have ended, and every "
         "checkpoint is whole; to continue: python "
     )
-    assert line.endswith("--recipes float32 --processes 4 --resume")
+    assert line.endswith("--recipes mxfp8 --processes 4 --resume")
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_any_number_of_processes_learns_the_same(folder: Path):
 @pytest.mark.slow
 def test_killed_processes_lose_nothing(folder: Path):
     """The first while it saves a checkpoint, another during a step of the run that goes on."""
-    recipe, out, words = "float32", "killed", ["--processes", "4"]
+    recipe, out, words = "mxfp8", "killed", ["--processes", "4"]
 
     def is_saved(step: int) -> bool:
         return any(path.name == str(step) for path in checkpoints(folder, out))
