@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.set_defaults(out=report.RESULTS / "cpu" / "calibration.json")
     parser.add_argument("--model", default="smollm2", help="a GGUF file, or smollm2")
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
-    parser.add_argument("--calibration", type=int, default=8, metavar="N", help="sequences")
+    parser.add_argument("--calibration", type=int, default=40, metavar="N", help="sequences")
     parser.add_argument("--sequences", type=int, default=8, metavar="N", help="that are measured")
     parser.add_argument("--length", type=int, default=512, metavar="N", help="tokens of each")
     options = parser.parse_args(arguments)
