@@ -10,17 +10,21 @@ from jax import lax
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
 from mx_jax.codecs.rounding import NEAREST
-from mx_jax.codecs.scale import decode_scaled, encode_scaled, is_nan_scale
+from mx_jax.codecs.scale import encode_scaled, is_nan_scale
 from mx_jax.formats import BlockFormat, ScaleFormat
 from mx_jax.formats.lookup import block_format
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.quantize import quantize
-from mx_jax.reference.scale_functions import FromAmax, amax
+from mx_jax.reference import scale_functions
+from mx_jax.reference.scale_functions import BlockData, FromAmax, squared_error
 from mx_jax.reference.scale_rules import FLOOR, ScaleRule
 
 # As `amax`, but the tensor scale leaves room for block scales above the one that fits.
 AMAX_WITH_ROOM = ScaleRule(
-    name="amax_with_room", kinds=("element",), scales=FromAmax(amax), largest_scale=256.0
+    name="amax_with_room",
+    kinds=("element",),
+    scales=FromAmax(scale_functions.amax),
+    largest_scale=256.0,
 )
 
 
@@ -125,24 +129,27 @@ def _search(w: jax.Array, first: MXArray, importance: jax.Array, search: Search)
         tensor_scale = block_shapes.spread(tensor_scale, inside)
     start = block_shapes.spread(first.scales, inside)
 
-    def codes_of(scales: jax.Array) -> jax.Array:
-        how = {"tensor_scale": tensor_scale, "rounding": NEAREST, "random_bits": None}
-        return encode_scaled(pieces, scales, first.format, **how)
+    magnitudes = float32.to_bits(pieces) & float32.ABS
+    amax = jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)
+    data = BlockData(pieces, inside, amax, first.format, tensor_scale)
 
     def attempt(best: tuple[jax.Array, jax.Array], step: jax.Array):
         least, chosen = best
         moved = jnp.clip(start.astype(jnp.int32) + step, search.smallest, search.largest)
         scales = jnp.where(is_nan_scale(start, first.format.scale), start, moved.astype(jnp.uint8))
-        decoded = decode_scaled(codes_of(scales), scales, first.format, tensor_scale)
-        lost = jnp.square(float32.from_bits(decoded) - pieces.astype(jnp.float32)) * weights
-        error = jnp.sum(lost, axis=inside, keepdims=True)
+        error = squared_error(data, scales, weights)
         better = error < least
         return (jnp.where(better, error, least), jnp.where(better, scales, chosen)), None
 
     nothing = jnp.full(start.shape, jnp.inf, jnp.float32)
     (_, scales), _ = lax.scan(attempt, (nothing, start), jnp.asarray(search.steps, jnp.int32))
-    codes = block_shapes.merge(codes_of(scales), w.shape, inside)
-    return dataclasses.replace(first, codes=codes, scales=lax.squeeze(scales, inside))
+    how = {"tensor_scale": tensor_scale, "rounding": NEAREST, "random_bits": None}
+    codes = encode_scaled(pieces, scales, first.format, **how)
+    return dataclasses.replace(
+        first,
+        codes=block_shapes.merge(codes, w.shape, inside),
+        scales=lax.squeeze(scales, inside),
+    )
 
 
 def output_error(

@@ -156,12 +156,15 @@ def four_over_six(data: BlockData) -> jax.Array:
     return jnp.where(four < six, candidates[1], candidates[0])
 
 
-def squared_error(data: BlockData, scales: jax.Array) -> jax.Array:
+def squared_error(
+    data: BlockData, scales: jax.Array, importance: jax.Array | None = None
+) -> jax.Array:
     """What scales would lose: over each block, the sum of `(decoded - x)^2`, rounded to nearest.
 
     Args:
       data: the blocks; their values are read.
       scales: stored scales, of amax's shape.
+      importance: what each square counts, of the values' shape; default: 1.
 
     Returns:
       float32, of amax's shape; a float sum, whose last bits depend on the order.
@@ -176,6 +179,8 @@ def squared_error(data: BlockData, scales: jax.Array) -> jax.Array:
     )
     values = float32.from_bits(decode_scaled(codes, scales, data.format, data.tensor_scale))
     lost = jnp.square(values - data.values.astype(jnp.float32))
+    if importance is not None:
+        lost = lost * importance
     return jnp.sum(lost, axis=data.inside, keepdims=True)
 
 
