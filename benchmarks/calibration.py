@@ -18,7 +18,7 @@ import numpy as np
 
 import mx_jax
 from benchmarks import environment, report
-from benchmarks.language_model_formats import held_text, log_probabilities, measure
+from benchmarks.language_model_formats import cut, held_text, judge, log_probabilities
 from mx_jax import calibrate, checkpoint, recipes
 from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.load import find_model
@@ -35,13 +35,6 @@ def manual() -> str:
     """Python's own, in the order of its topics."""
     topics = pydoc_data.topics.topics
     return "\n".join(topics[name] for name in sorted(topics))
-
-
-def cut(tokens: Sequence[int], count: int, length: int) -> np.ndarray:
-    """The first `count` sequences, `[count, 1, length]`."""
-    if len(tokens) < count * length:
-        raise SystemExit(f"the text has {len(tokens)} tokens, needs {count * length}")
-    return np.array(tokens[: count * length], np.int32).reshape(count, 1, length)
 
 
 def ways(name: str) -> dict[str, Cast]:
@@ -92,15 +85,7 @@ def rows(
     step("float32")
     exact = [log_probabilities(model, params, tokens, None) for tokens in held]
 
-    def judged(values: Any) -> dict[str, float]:
-        sums = [
-            measure(log_probabilities(model, values, tokens, None), right, tokens)
-            for tokens, right in zip(held, exact, strict=True)
-        ]
-        total = {key: sum(each[key] for each in sums) for key in ("nll", "kl")}
-        return {"loss": total["nll"] / held[:, :, 1:].size, "kl": total["kl"] / held.size}
-
-    own = judged(params)
+    own = judge(model, params, held, exact)
     yield {"format": "float32", "way": "", "bits": 32, "seconds": 0.0, "closed": None, **own}
     step("moments")
     moments = calibrate.moments(model, list(known), variables={"params": params})
@@ -111,7 +96,7 @@ def rows(
             start = time.perf_counter()
             values = jax.block_until_ready(quantized(params, cast, moments))
             seconds = time.perf_counter() - start
-            found = judged(values)
+            found = judge(model, values, held, exact)
             gap = found["loss"] - own["loss"]
             plain = gap if plain is None else plain
             closed = None if way == "plain" else 1 - gap / plain

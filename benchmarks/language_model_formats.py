@@ -48,6 +48,29 @@ def measure(log: Any, exact: Any, tokens: np.ndarray) -> dict[str, float]:
     return {"nll": float(nll), "kl": float(kl), "same": int(same)}
 
 
+def cut(tokens: Sequence[int], count: int, length: int) -> np.ndarray:
+    """The first `count` sequences of a text, `[count, 1, length]`."""
+    if len(tokens) < count * length:
+        raise SystemExit(f"{COMMAND}: the text has {len(tokens)} tokens, needs {count * length}")
+    return np.array(tokens[: count * length], np.int32).reshape(count, 1, length)
+
+
+def judge(
+    model: Llama, params: Any, sequences: np.ndarray, exact: Sequence[Any], caches: Any = None
+) -> dict[str, float]:
+    """Loss, KL and the share of equal first choices, a token, over all sequences."""
+    sums = [
+        measure(log_probabilities(model, params, tokens, caches), right, tokens)
+        for tokens, right in zip(sequences, exact, strict=True)
+    ]
+    total = {key: sum(each[key] for each in sums) for key in sums[0]}
+    return {
+        "loss": total["nll"] / sequences[:, :, 1:].size,
+        "kl": total["kl"] / sequences.size,
+        "same": total["same"] / sequences.size,
+    }
+
+
 def rows(options: Any, step: Any) -> list[dict[str, Any]]:
     """One row a format of weights, and one a format of the cache."""
     file = read(find_model(options.model))
@@ -55,27 +78,14 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
     params = params_from_gguf(file, config)
     model = Llama(config, high_precision())
     ids = Tokenizer(file.metadata).encode(held_text())
-    count, length = options.sequences, options.length
-    if len(ids) < count * length:
-        raise SystemExit(f"{COMMAND}: the text has {len(ids)} tokens, needs {count * length}")
-    sequences = np.array(ids[: count * length], np.int32).reshape(count, 1, length)
+    length = options.length
+    sequences = cut(ids, options.sequences, length)
     step("float32")
     exact = [log_probabilities(model, params, tokens, None) for tokens in sequences]
 
     def row(kind: str, name: str, bits: float, weights: Any, caches: Any) -> dict[str, Any]:
-        sums = [
-            measure(log_probabilities(model, weights, tokens, caches), right, tokens)
-            for tokens, right in zip(sequences, exact, strict=True)
-        ]
-        total = {key: sum(each[key] for each in sums) for key in sums[0]}
-        return {
-            "of": kind,
-            "format": name,
-            "bits": bits,
-            "loss": total["nll"] / (count * (length - 1)),
-            "kl": total["kl"] / (count * length),
-            "same": total["same"] / (count * length),
-        }
+        found = judge(model, weights, sequences, exact, caches)
+        return {"of": kind, "format": name, "bits": bits, **found}
 
     found = [row("weights and cache", "float32", 32, params, None)]
     for name in options.weights:
