@@ -126,15 +126,5 @@ def cells(facts: TensorFacts) -> tuple[str, ...]:
     span = "-"
     if facts.scales:
         span = f"2^{min(facts.scales)} .. 2^{max(facts.scales)}"
-    return (
-        facts.name,
-        facts.format if facts.stored is None else f"{facts.format} ({facts.stored})",
-        "x".join(map(str, facts.shape)) or "()",
-        size(facts.nbytes),
-        f"{facts.bits:.4g}",
-        f"{facts.look.amax:.4g}",
-        f"{facts.look.zeros * 100:.2f}",
-        "-" if facts.scales is None else f"{facts.look.saturated * 100:.2f}",
-        span,
-        "-" if facts.sqnr_db is None else f"{facts.sqnr_db:.2f}",
-    )
+    *texts, sqnr = facts.texts("-")
+    return (*texts, span, sqnr)

@@ -71,18 +71,9 @@ def page(title: str, found: Sequence[TensorFacts]) -> str:
 
 
 def _row(facts: TensorFacts) -> str:
-    stored = "" if facts.stored is None else f" ({facts.stored})"
     odd = html.escape("; ".join(facts.look.warnings))
     cells = (
-        html.escape(facts.name),
-        html.escape(facts.format + stored),
-        "x".join(map(str, facts.shape)) or "()",
-        size(facts.nbytes),
-        f"{facts.bits:.4g}",
-        f"{facts.look.amax:.4g}",
-        f"{facts.look.zeros * 100:.2f}",
-        "" if facts.scales is None else f"{facts.look.saturated * 100:.2f}",
-        "" if facts.sqnr_db is None else f"{facts.sqnr_db:.2f}",
+        *map(html.escape, facts.texts("")),
         _histogram(facts.scales) if facts.scales else "",
         f'<span class="bad">{odd}</span>' if odd else "",
     )

@@ -8,6 +8,7 @@ import numpy as np
 
 from mx_jax.checkpoint.plausible import Plausibility, plausibility
 from mx_jax.checkpoint.weights import Stored
+from mx_jax.commands.output import size
 from mx_jax.formats import ScaleFormat
 from mx_jax.inspect import sqnr_db
 from mx_jax.mxarray import MXArray
@@ -43,6 +44,22 @@ class TensorFacts:
     def bits(self) -> float:
         """Of an element, its share of the scales included."""
         return self.nbytes * 8 / max(1, math.prod(self.shape))
+
+    def texts(self, missing: str) -> tuple[str, ...]:
+        """As rows show it: name, format, shape, bytes, bits, amax, per cents of zeros and saturated
+        codes, SQNR; `missing` where there is none.
+        """
+        return (
+            self.name,
+            self.format if self.stored is None else f"{self.format} ({self.stored})",
+            "x".join(map(str, self.shape)) or "()",
+            size(self.nbytes),
+            f"{self.bits:.4g}",
+            f"{self.look.amax:.4g}",
+            f"{self.look.zeros * 100:.2f}",
+            missing if self.scales is None else f"{self.look.saturated * 100:.2f}",
+            missing if self.sqnr_db is None else f"{self.sqnr_db:.2f}",
+        )
 
     def as_json(self) -> dict[str, Any]:
         """For `json.dumps`: no number that JSON does not have."""
