@@ -3,7 +3,7 @@
 import re
 import tempfile
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,14 +68,14 @@ def seconds_by_part(
     Returns:
       By part, the largest first; empty where the profiler tells nothing of operations.
     """
-    spent: Counter[str] = Counter()
+    spent: defaultdict[str, float] = defaultdict(float)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
         for path in Path(folder).rglob("*.xplane.pb"):
             for operation, seconds in _events(path):
                 spent[parts.get(operation, OTHER)] += seconds / steps
-    return dict(spent.most_common())
+    return dict(sorted(spent.items(), key=lambda each: each[1], reverse=True))
 
 
 def _events(path: Path) -> Iterator[tuple[str, float]]:
