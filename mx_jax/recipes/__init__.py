@@ -6,6 +6,7 @@ from mx_jax.ops.recipe_names import enter_recipe as _enter_recipe
 from mx_jax.ops.recipe_names import named_recipe as _named_recipe
 from mx_jax.ops.recipe_names import recipe_names as _recipe_names
 from mx_jax.recipes.base import Recipe as Recipe
+from mx_jax.recipes.blockwise import deepseek_v3 as deepseek_v3
 from mx_jax.recipes.float8 import AXISWISE as AXISWISE
 from mx_jax.recipes.float8 import DISABLED as DISABLED
 from mx_jax.recipes.float8 import Cast as Cast
@@ -13,12 +14,10 @@ from mx_jax.recipes.float8 import Float8Config as Float8Config
 from mx_jax.recipes.float8 import float8_rowwise as float8_rowwise
 from mx_jax.recipes.float8 import float8_rowwise_with_gw_hp as float8_rowwise_with_gw_hp
 from mx_jax.recipes.float8 import float8_tensorwise as float8_tensorwise
-from mx_jax.recipes.fp4 import deepseek_v3 as deepseek_v3
 from mx_jax.recipes.fp4 import mxfp4_backward as mxfp4_backward
 from mx_jax.recipes.fp4 import mxfp4_stochastic as mxfp4_stochastic
 from mx_jax.recipes.fp4 import nvfp4_four_over_six as nvfp4_four_over_six
 from mx_jax.recipes.fp4 import nvfp4_pretraining as nvfp4_pretraining
-from mx_jax.recipes.fp4 import qat as qat
 from mx_jax.recipes.fp4 import quartet as quartet
 from mx_jax.recipes.mx import high_precision as high_precision
 from mx_jax.recipes.mx import mxfp4 as mxfp4
@@ -28,6 +27,7 @@ from mx_jax.recipes.mx import mxfp8 as mxfp8
 from mx_jax.recipes.mx import mxfp8_hybrid as mxfp8_hybrid
 from mx_jax.recipes.mx import mxint8 as mxint8
 from mx_jax.recipes.mx import nvfp4 as nvfp4
+from mx_jax.recipes.mx import qat as qat
 from mx_jax.recipes.mx import weight_only as weight_only
 from mx_jax.reference.hadamard import Hadamard as Hadamard
 from mx_jax.specs import MatmulSpec as MatmulSpec

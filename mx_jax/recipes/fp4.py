@@ -1,23 +1,13 @@
-"""Published recipes that train with 4-bit products, and DeepSeek-V3's blockwise float8.
+"""Published recipes that train with 4-bit products.
 
 Each docstring says what happens to each operand of each product. Source facts are cited; where a
 paper leaves a choice open, the docstring says which one was taken.
 """
 
 import dataclasses
-from typing import Any
 
-from mx_jax.formats import (
-    FLOAT8_BLOCKWISE_2D_E4M3,
-    FLOAT8_BLOCKWISE_E4M3,
-    MXFP4,
-    MXFP4_2D,
-    NVFP4,
-    NVFP4_2D,
-    block_format,
-)
+from mx_jax.formats import MXFP4, MXFP4_2D, NVFP4, NVFP4_2D
 from mx_jax.recipes.base import Recipe
-from mx_jax.recipes.mx import measured_operand
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.scale_rules import AMAX, EVEN, FOUR_OVER_SIX, GAUSSIAN, RCEIL
 from mx_jax.specs import MatmulSpec, Residuals, operand
@@ -154,48 +144,4 @@ def quartet() -> Recipe:
         drhs=backward,
         residuals=Residuals.PRIMAL,
         mask_clipped=True,
-    )
-
-
-def deepseek_v3() -> Recipe:
-    """Blockwise float8: E4M3 and float32 scales in all three products.
-
-    | product | lhs | rhs |
-    |---|---|---|
-    | output | x: 1 x 128 | W: 128 x 128 |
-    | grad_input | g: 1 x 128 | W: 128 x 128 |
-    | grad_weight | g: 1 x 128 | x: 1 x 128 |
-
-    Scales are amax / 448, and a code's value is multiplied with them. Source: DeepSeek-V3 technical
-    report, arXiv 2412.19437, section 3.3.
-    """
-    line, square = operand(FLOAT8_BLOCKWISE_E4M3), operand(FLOAT8_BLOCKWISE_2D_E4M3)
-    return Recipe(
-        name="deepseek_v3",
-        fwd=MatmulSpec(lhs=line, rhs=square),
-        dlhs=MatmulSpec(lhs=line, rhs=square),
-        drhs=MatmulSpec(lhs=line, rhs=line),
-        residuals=Residuals.PRIMAL,
-    )
-
-
-def qat(format: Any) -> Recipe:
-    """Quantization-aware training: quantized forward, high-precision backward.
-
-    The backward products multiply by the very values that the forward product used, dequantized:
-    the exact gradient of the quantized function, with each rounding taken as the identity.
-
-    Args:
-      format: block format of both operands, as an object, name or dtype.
-
-    Raises:
-      ValueError: unknown name, or a dtype that is ambiguous.
-    """
-    spec = measured_operand(block_format(format))
-    return Recipe(
-        name=f"qat({spec.format.name})",
-        fwd=MatmulSpec(lhs=spec, rhs=spec),
-        dlhs=_HIGH,
-        drhs=_HIGH,
-        residuals=Residuals.QUANTIZED,
     )

@@ -1,4 +1,4 @@
-"""Named MX and NVFP4 recipes.
+"""Named MX and NVFP4 recipes, and the two that cast in the forward product alone.
 
 Scale rules by measurement: RCEIL for FP8, EVEN for FP6 and FP4, FLOOR for INT8; FLOOR, the
 specification's rule, clips 2.4 % of normally distributed values in E2M1.
@@ -121,6 +121,29 @@ def weight_only(format: Any, scale_rule: ScaleRule | str | None = None) -> Recip
     return Recipe(
         name=f"weight_only({spec.format.name})",
         fwd=MatmulSpec(lhs=None, rhs=spec),
+        dlhs=high,
+        drhs=high,
+        residuals=Residuals.QUANTIZED,
+    )
+
+
+def qat(format: Any) -> Recipe:
+    """Quantization-aware training: quantized forward, high-precision backward.
+
+    The backward products multiply by the very values that the forward product used, dequantized:
+    the exact gradient of the quantized function, with each rounding taken as the identity.
+
+    Args:
+      format: block format of both operands, as an object, name or dtype.
+
+    Raises:
+      ValueError: unknown name, or a dtype that is ambiguous.
+    """
+    spec = measured_operand(block_format(format))
+    high = MatmulSpec(lhs=None, rhs=None)
+    return Recipe(
+        name=f"qat({spec.format.name})",
+        fwd=MatmulSpec(lhs=spec, rhs=spec),
         dlhs=high,
         drhs=high,
         residuals=Residuals.QUANTIZED,
