@@ -1,0 +1,170 @@
+"""docs/migrate.md: our names exist, theirs do too, and none of theirs is left out."""
+
+import importlib
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "migrate.md"
+ROW = re.compile(r"^\| (.*?) \| (.*) \|$", re.MULTILINE)
+OURS = re.compile(r"\bmx_jax(?:\.\w+)+")
+# Flax's own names for it all begin so; its functions below the layers are no way in.
+FLAX_FLOAT8 = re.compile(r"Fp8\w+Op|Fp8DotGeneral|Fp8Einsum|NANOOFp8\w+")
+
+reads_page = pytest.mark.one_python(reason="names of this library are the same on every version")
+
+
+def sections(text: str) -> dict[str, list[tuple[str, str]]]:
+    """Rows of each table, theirs and ours, by the section's anchor."""
+    parts = re.split(r"^## .* \{ #(\S+) \}$", text, flags=re.MULTILINE)
+    return {
+        anchor: [row for row in ROW.findall(body) if not set(row[0]) <= set("-|")][1:]
+        for anchor, body in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+SECTIONS = sections(PAGE.read_text())
+
+
+def resolve(name: str) -> Any:
+    """What a dotted name is, of a package that is installed."""
+    first, *rest = name.split(".")
+    found: Any = importlib.import_module(first)
+    for depth, part in enumerate(rest, 1):
+        if inspect.ismodule(found) and not hasattr(found, part):
+            importlib.import_module(".".join([first, *rest[:depth]]))
+        found = getattr(found, part)
+    return found
+
+
+def their_names(anchor: str) -> set[str]:
+    """What stands in code marks on the left: names, without what they are called with."""
+    spans = [span for left, _ in SECTIONS[anchor] for span in re.findall(r"`([^`]+)`", left)]
+    return {match[0] for span in spans if (match := re.match(r"[A-Za-z_][\w.]*", span))}
+
+
+def words_on_the_left(anchor: str) -> set[str]:
+    return set(re.findall(r"\w+", " ".join(left for left, _ in SECTIONS[anchor])))
+
+
+@reads_page
+def test_tables_are_found():
+    assert set(SECTIONS) == {
+        "torchao-mx",
+        "torchao-float8",
+        "torchmx",
+        "qwix",
+        "jax-nn",
+        "flax",
+        "transformerengine",
+    }
+    assert all(len(rows) >= 3 for rows in SECTIONS.values())
+
+
+@reads_page
+@pytest.mark.parametrize("name", sorted(set(OURS.findall(PAGE.read_text()))))
+def test_our_names_exist(name: str):
+    resolve(name)
+
+
+@reads_page
+def test_a_name_that_is_gone_is_noticed():
+    with pytest.raises((AttributeError, ImportError)):
+        resolve("mx_jax.recipes.no_such_recipe")
+
+
+@reads_page
+def test_parsing_sees_rows_and_names():
+    rows = sections("## A { #a }\n\n| x | here |\n|---|---|\n| `f(k=1)`, `g.h` | `mx_jax.cast` |\n")
+    assert rows == {"a": [("`f(k=1)`, `g.h`", "`mx_jax.cast`")]}
+
+
+def test_flax_is_complete():
+    linen = importlib.import_module("flax.linen")
+    theirs = {name for name in dir(linen) if FLAX_FLOAT8.fullmatch(name)}
+    assert theirs == their_names("flax")
+
+
+def test_jax_is_complete():
+    theirs = {name for name in dir(jax.nn) if "scaled_" in name}
+    assert theirs == their_names("jax-nn")
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize(
+    ("anchor", "package"),
+    [
+        ("torchao-mx", "torchao.prototype.mx_formats"),
+        ("torchao-float8", "torchao.float8"),
+        ("qwix", "qwix"),
+    ],
+)
+def test_peers_are_complete(anchor: str, package: str):
+    module = pytest.importorskip(package)
+    public = getattr(module, "__all__", None) or {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and (callable(value) or inspect.isclass(value))
+    }
+    assert set(public) - words_on_the_left(anchor) == set()
+
+
+# Fields, functions' arguments and other places, which stand on the page as they are written there.
+NOT_DOTTED = {
+    "torchao-mx": {"benchmarks", "KernelPreference", "fp_format_spec"},
+    "torchao-float8": {
+        "enable_fsdp_float8_all_gather",
+        "force_recompute_fp8_weight_in_bwd",
+        "pad_inner_dim",
+        "emulate",
+    },
+    "qwix": set[str](),
+}
+# Where a name of a table may lie.
+PLACES = {
+    "torchao-mx": (
+        "torchao.prototype.mx_formats.",
+        "torchao.prototype.mx_formats.mx_tensor.",
+        "torchao.prototype.mx_formats.nvfp4_tensor.",
+        "",
+    ),
+    "torchao-float8": ("torchao.float8.", "torchao.float8.config."),
+    "qwix": ("qwix.",),
+}
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("anchor", PLACES)
+def test_their_names_exist(anchor: str):
+    pytest.importorskip(PLACES[anchor][0].split(".")[0])
+    for name in their_names(anchor) - NOT_DOTTED[anchor]:
+        for place in PLACES[anchor]:
+            try:
+                resolve(place + name)
+            except (AttributeError, ImportError):
+                continue
+            break
+        else:
+            raise AssertionError(f"{anchor}: {name} is nowhere in {PLACES[anchor]}")
+
+
+@pytest.mark.peers
+def test_names_of_torchmx_exist():
+    """From its sources: it imports with an old torchao only."""
+    found = importlib.util.find_spec("torchmx")
+    if found is None or found.origin is None:
+        pytest.skip("torchmx is not installed")
+    root = Path(found.origin).parent
+    for name in their_names("torchmx"):
+        *modules, last = name.split(".")
+        if root.joinpath(*modules, f"{last}.py").exists():
+            continue
+        # What is no module's name is a method of its tensor.
+        file = root.joinpath(*modules).with_suffix(".py")
+        source = (file if file.exists() else root / "mx_tensor.py").read_text()
+        assert re.search(rf"^( *def|class) {last}\b|^{last} = ", source, re.MULTILINE), name
