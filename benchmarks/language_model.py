@@ -14,6 +14,7 @@ from lm.settings import Settings as Settings
 from lm.settings import precision as precision
 from lm.storage import Output as Output
 from lm.storage import Run as Run
+from lm.training import Interrupted as Interrupted
 from lm.training import Trainer as Trainer
 from lm.training import build_model as build_model
 from lm.training import initial_state as initial_state

@@ -148,9 +148,12 @@ PUBLIC = {
     },
     "mx_jax.nn": {"KVCache", "linen", "nnx"},
     "mx_jax.inspect": {
+        "GradientBias",
         "evidence_of",
         "explain",
         "explain_call",
+        "gradient_bias",
+        "passes",
         "saturated_fraction",
         "sqnr_db",
     },

@@ -1,0 +1,157 @@
+"""gradient_bias: planted biases are found, passes and layers are told apart."""
+
+import io
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+import mx_jax
+from mx_jax import convert, recipes
+from mx_jax.inspect import GradientBias, gradient_bias, passes
+from mx_jax.recipes import Residuals
+
+PARAMS = {"a": np.zeros(64, np.float32), "blocks": {"b": np.zeros((2, 32), np.float32)}}
+
+
+def planted(params: Any, batch: Any, recipe: float, *keys: jax.Array) -> jax.Array:
+    """A loss whose gradient is the batch, with `recipe` times a fixed vector in a part of it."""
+    noise = jax.random.normal(keys[0], (64,)) if keys else 0.0
+    a = params["a"] @ (batch[:64] + recipe * (jnp.arange(64) == 3) + recipe * noise)
+    return a + jnp.sum(params["blocks"]["b"] * batch[64:].reshape(2, 32))
+
+
+def scalar(params: Any, batch: Any, recipe: Any) -> jax.Array:
+    return params["a"] * batch.sum()
+
+
+def batches(n: int = 8, noise: float = 0.1) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    mean = np.zeros(128, np.float32)
+    mean[[0, 64, 100]] = 0.8, 0.6, 0.0001
+    return (mean + noise * rng.standard_normal((n, 128)) / np.sqrt(128)).astype(np.float32)
+
+
+def test_a_planted_bias():
+    """The exact mean has length 1, and 0.8 in `a`; the other parameters are exact."""
+    found = gradient_bias(planted, PARAMS, batches(), {"none": 0.0, "some": 0.25}, exact=0.0)
+    none, some = found.whole
+    assert (none.bias, none.slope) == (0, 1)
+    assert some.bias == pytest.approx(0.25, rel=0.02)
+    low, high = some.interval
+    assert low < 0.25 < high < 0.27
+    a, b = found.parameters("some")
+    assert (a.parameter, b.parameter) == ("a", "blocks/b")
+    assert a.bias == pytest.approx(0.25 / 0.8, rel=0.02) and b.bias == 0
+
+
+def test_layers_of_a_scan_one_by_one():
+    found = gradient_bias(
+        planted, PARAMS, batches(), {"some": 0.25}, exact=0.0, scanned=r"blocks/.*"
+    )
+    assert {row.parameter for row in found.parameters()} == {"a", "blocks/b[0]", "blocks/b[1]"}
+    with pytest.raises(ValueError, match=r"scanned='.*' matches the parameter 'a', which has no"):
+        gradient_bias(scalar, {"a": 1.0}, batches(), {"x": 0}, exact=0, scanned=".*")
+
+
+def test_noise_of_keys_is_no_bias():
+    """Each batch has a key of its own, so what keys add has no mean."""
+    key = jax.random.key(0)
+    found = gradient_bias(planted, PARAMS, batches(), {"noise": 0.05}, exact=0.0, key=key)
+    (row,) = found.whole
+    assert row.estimate.uncorrected > 0.1
+    assert row.one_batch > 0.3
+    assert row.bias < row.estimate.uncorrected and row.interval[0] < 0.07
+
+
+def test_what_each_pass_adds():
+    """At the least of a loss the exact gradient is small, and the forward pass moves the least."""
+    keys = jax.random.split(jax.random.key(0), 9)
+    w = jax.random.normal(keys[8], (64, 8)) / 8
+    x = [jax.random.normal(key, (64, 64)) for key in keys[:8]]
+
+    def loss(w: Any, x: jax.Array, recipe: Any) -> jax.Array:
+        return jnp.mean((mx_jax.matmul(x, w, recipe=recipe) - x @ w_true) ** 2)
+
+    w_true = w + 0.05 * jnp.sign(w)
+    found = gradient_bias(loss, w, x, passes("mxfp4"))
+    whole, forward, backward = found.whole
+    assert forward.bias > 3 * backward.bias
+    assert whole.loss_increase == forward.loss_increase != 0 == backward.loss_increase
+    assert whole.one_batch > backward.one_batch > 0.05
+
+
+def test_passes_are_recipes():
+    whole, forward, backward = passes("quartet").values()
+    assert whole == recipes.quartet()
+    assert forward.fwd == whole.fwd and forward.dlhs.is_high_precision
+    assert backward.fwd.is_high_precision and backward.drhs == whole.drhs
+    assert passes("deepseek_v3")["deepseek_v3, backward alone"].residuals is Residuals.PRIMAL
+
+
+def test_a_linen_model_and_rules():
+    model, x = nn.Dense(32, name="up"), jax.random.normal(jax.random.key(0), (4, 16, 64))
+    params = model.init(jax.random.key(1), x[0])
+
+    def loss(params: Any, x: jax.Array, rules: Any) -> jax.Array:
+        return jnp.sum(jnp.asarray(convert.linen(model, rules).apply(params, x)) ** 2)
+
+    rules = {"all": convert.Rule(".*", "mxfp4")}
+    found = gradient_bias(loss, params, x, rules, exact=convert.Rule(".*", None))
+    assert [row.parameter for row in found.parameters()][-1] != ""
+    assert {row.parameter for row in found.parameters()} == {"params/kernel", "params/bias"}
+    assert 0 < found.whole[0].one_batch < 0.5
+
+
+def test_an_nnx_model():
+    graph, state = nnx.split(nnx.Linear(64, 8, rngs=nnx.Rngs(0)))
+    x = jax.random.normal(jax.random.key(0), (4, 16, 64))
+
+    def loss(state: Any, x: jax.Array, rules: Any) -> jax.Array:
+        return jnp.sum(convert.nnx(nnx.merge(graph, state), rules)(x) ** 2)
+
+    rules = {"all": convert.Rule(".*", "mxfp4")}
+    found = gradient_bias(loss, state, x, rules, exact=convert.Rule(".*", None))
+    assert {row.parameter for row in found.parameters()} == {"kernel", "bias"}
+    assert found.whole[0].one_batch > 0
+
+
+def test_printed():
+    found = gradient_bias(planted, PARAMS, batches(), {"none": 0.0, "[some]": 0.25}, exact=0.0)
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["recipe", "bias", "interval", "one", "batch", "slope", "loss"]
+    assert lines[1].startswith("none ") and "at most 0 %" in lines[1]
+    assert lines[2].startswith("[some]") and " 25" in lines[2]
+    assert lines[3].startswith("n = 8 batches at one checkpoint") and "95 %" in lines[3]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(found, found.table("[some]"))
+    text = console.export_text()
+    assert "[some]" in text and "blocks/b" in text
+
+
+def test_hidden_by_noise():
+    """Nothing is made up where the exact mean itself cannot be told from 0."""
+    data = batches(6)
+    found = gradient_bias(planted, PARAMS, data - data.mean(0), {"some": 0.2}, exact=0.0)
+    assert math.isnan(found.whole[0].bias)
+    assert "hidden by noise" in str(found)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="at least 3 batches, got 2; eight or more"):
+        gradient_bias(planted, PARAMS, batches(2), {"x": 0.0}, exact=0.0)
+    with pytest.raises(ValueError, match="there are no recipes; got an empty mapping"):
+        gradient_bias(planted, PARAMS, batches(), {})
+    with pytest.raises(ValueError, match="unknown recipe name='mxfp5'"):
+        gradient_bias(planted, PARAMS, batches(), "mxfp5")
+    with pytest.raises(ValueError, match="confidence must be between 0 and 1, got 95"):
+        gradient_bias(planted, PARAMS, batches(), {"x": 0.0}, confidence=95)
+    empty = GradientBias(rows=(), exact_loss=0.0, confidence=0.95)
+    with pytest.raises(ValueError, match="recipe must be one of , got recipe=None"):
+        empty.parameters()
