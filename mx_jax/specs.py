@@ -31,8 +31,9 @@ class OperandSpec:
         the multiplied values, so a rule that clips still clips.
 
     Raises:
-      ValueError: if the rule fills another kind of scale than the format has, or prescale is not
-        positive, not finite or so extreme that float32 does not hold it or its reciprocal.
+      ValueError: if the rule fills another kind of scale than the format has; if both scales and
+        elements round stochastically; or prescale is not positive, not finite or so extreme that
+        float32 does not hold it or its reciprocal.
     """
 
     format: BlockFormat
@@ -42,6 +43,12 @@ class OperandSpec:
 
     def __post_init__(self):
         scale_rule_for(self.scale_rule, self.format)
+        if self.rounding.random_bits and self.scale_rule.rounding.random_bits:
+            raise ValueError(
+                f"OperandSpec: scale_rule={self.scale_rule.name!r} rounds scales stochastically, "
+                "which already makes nearest elements right on average, got "
+                f"rounding={self.rounding.name!r}; use rounding='nearest', or another rule"
+            )
         if not self.prescale > 0:
             raise ValueError(f"OperandSpec: prescale must be positive, got {self.prescale}")
         if not 2.0**-126 <= self.prescale <= 2.0**126:
@@ -49,6 +56,11 @@ class OperandSpec:
                 "OperandSpec: prescale and its reciprocal must be normal float32 numbers, 2^-126 "
                 f"to 2^126, got prescale={self.prescale}"
             )
+
+    @property
+    def random_bits(self) -> int:
+        """How many random bits an element consumes, or a scale; 0: the cast needs no key."""
+        return self.scale_rule.rounding.random_bits or self.rounding.random_bits
 
     def __str__(self) -> str:
         prescale = "" if self.prescale == 1 else f", times {self.prescale:g}"
@@ -168,7 +180,7 @@ class MatmulSpec:
         """Whether it needs a key: for stochastic rounding or for a transform's signs."""
         if self.transform is not None and self.transform.is_random:
             return True
-        return any(spec is not None and spec.rounding.random_bits for spec in (self.lhs, self.rhs))
+        return any(spec is not None and spec.random_bits for spec in (self.lhs, self.rhs))
 
     def swapped(self) -> "MatmulSpec":
         """The same product with its operands exchanged."""
@@ -232,6 +244,12 @@ class MatmulRecipe:
                 f"came, got residuals={self.residuals}; use residuals=PRIMAL"
             )
         specs = (self.fwd.lhs, self.fwd.rhs)
+        for spec in specs:
+            if self.mask_clipped and spec and spec.scale_rule.rounding.random_bits:
+                raise ValueError(
+                    f"Recipe {self.name!r}: mask_clipped=True needs scales that are the same each "
+                    f"time, got fwd={self.fwd}; use mask_clipped=False, or another scale rule"
+                )
         prescaled = any(spec is not None and spec.prescale != 1.0 for spec in specs)
         if self.residuals is Residuals.QUANTIZED and (self.fwd.transform or prescaled):
             raise ValueError(

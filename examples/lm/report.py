@@ -42,6 +42,7 @@ DASHED = {
     "mxfp4_backward": "#999999",
     "mxfp4_stochastic": "#D55E00",
     "quartet": "#CC79A7",
+    "quartet_ii": "#F0E442",
     "nvfp4_pretraining": "#E69F00",
     "nvfp4_four_over_six": "#009E73",
     "deepseek_v3": "#0072B2",

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from mx_jax.axes import Axes, ProductAxes, Side
-from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.blocks import Blocks, scales_shape
 from mx_jax.codecs.invariants import varying_axes
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat
@@ -150,6 +150,17 @@ class QuantizeCall:
     scale_rule: ScaleRule
     rounding: Rounding
     scale_axes: tuple[int, ...] = ()
+
+    @property
+    def random_bits(self) -> int:
+        """How many random bits each position of `random_shape` consumes."""
+        return self.scale_rule.rounding.random_bits or self.rounding.random_bits
+
+    @property
+    def random_shape(self) -> tuple[int, ...]:
+        """Shape of the random bits: of the scales where those round stochastically, else of x."""
+        of_scales = self.scale_rule.rounding.random_bits
+        return scales_shape(self.shape, self.blocks) if of_scales else self.shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -142,15 +142,16 @@ def encode_scaled(
         codes = element_codec.encode(x, element, exponent=exponent, **how)
     else:
         values = float32.from_bits(float32.to_bits(x))
-        quotient = _over_float_scale(values, scales, format, tensor_scale)
+        quotient = over_float_scale(values, scales, format, tensor_scale)
         codes = element_codec.encode(quotient, element, **how)
     nan_code = 0 if element.nan_code is None else element.nan_code
     return jnp.where(is_nan_scale(scales, format.scale), jnp.uint8(nan_code), codes)
 
 
-def _over_float_scale(
+def over_float_scale(
     values: jax.Array, scales: jax.Array, format: BlockFormat, tensor_scale: jax.Array | None
 ) -> jax.Array:
+    """Float32 values over their float scales, which is what `encode_scaled` rounds."""
     scale = scale_to_float32(scales, format.scale)
     if format.scale.kind == "divisor":
         return values * scale

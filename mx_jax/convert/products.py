@@ -65,6 +65,6 @@ def cast_table(table: Any, recipe: Recipe, key: jax.Array | None) -> Any:
         axis=-1,
         scale_rule=spec.scale_rule,
         rounding=spec.rounding,
-        key=key if spec.rounding.random_bits else None,
+        key=key if spec.random_bits else None,
     )
     return values if spec.prescale == 1.0 else values / spec.prescale

@@ -11,8 +11,8 @@ from jax.core import Tracer
 from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.invariants import tensor_scale_shape
-from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat, BlockSize, Whole
+from mx_jax.specs import OperandSpec
 
 QUANTIZABLE = ("float32", "bfloat16", "float16")
 
@@ -70,13 +70,14 @@ def _neighbour(axis: int, shape: tuple[int, ...], format: BlockFormat) -> int:
     return axis - 1 if axis > -len(shape) else axis + 1
 
 
-def check_key(key: Any, rounding: Rounding, operation: str) -> None:
-    """Raise unless a key is there exactly when the rounding draws random bits."""
-    if not rounding.random_bits:
+def check_key(key: Any, spec: OperandSpec, operation: str) -> None:
+    """Raise unless a key is there exactly when a cast draws random bits."""
+    if not spec.random_bits:
         if key is not None:
             raise ValueError(
                 f"{operation}: a key is for stochastic rounding only, got "
-                f"rounding={rounding.name!r} and a key; drop the key or use rounding='stochastic'"
+                f"rounding={spec.rounding.name!r} and a key; drop the key or use "
+                "rounding='stochastic'"
             )
         return
     if key is None:

@@ -105,7 +105,7 @@ class DenseProduct:
         lhs_key, rhs_key, _ = operand_keys(product_key(self.recipe, GRADIENTS[side], key))
         place, drawn = (axes.lhs, lhs_key) if g_is_lhs else (axes.rhs, rhs_key)
         cast = OperandCast(own, place.blocks(own.format))
-        return cast, drawn if own.rounding.random_bits else None
+        return cast, drawn if own.random_bits else None
 
     @functools.partial(jax.jit, static_argnums=(0, 1, 4))
     def gradient(self, side: Side, g: Any, other: AnyOperand, bar: Bar, saved: Key) -> jax.Array:

@@ -130,7 +130,7 @@ def prepare(
         prescaled(operand, spec),
         spec,
         axes.blocks(spec.format),
-        key if spec.rounding.random_bits else None,
+        key if spec.random_bits else None,
         tensor_scale,
     )
 

@@ -5,6 +5,7 @@ the product multiplies it before it is quantized: once, where a product and its 
 same array along different axes. Along the mesh axes of `recipe.gather` it is quantized first.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -155,8 +156,9 @@ def place(
     blocks = axes.blocks(spec.format)
     check_whole_blocks(operand.shape, blocks, move, spec.format.name, stored=False)
     k = axes.block_axis
+    whole = math.lcm(1 if transform is None else transform.size, spec.scale_rule.group)
     if not move.keeps_blocks(operand.shape, blocks) or (
-        transform is not None and move.shard(operand.shape)[k] % transform.size and move.stored[k]
+        move.shard(operand.shape)[k] % whole and move.stored[k]
     ):
         return Placed(move.move(operand), None, key)
     if move.manual and key is not None:
@@ -194,5 +196,4 @@ def _tensor_scale(
     magnitudes = float32.to_bits(pieces) & float32.ABS
     amax = jnp.max(magnitudes, axis=inside, initial=0)
     amax = lax.pmax(jnp.max(jnp.where(amax < float32.INF, amax, 0), initial=0), move.manual)
-    largest_scale = spec.scale_rule.largest_scale or spec.format.scale.max
-    return tensor_scale_of(amax, largest_scale * spec.format.element.max, x.ndim)
+    return tensor_scale_of(amax, spec.scale_rule.largest_value(spec.format), x.ndim)

@@ -85,7 +85,7 @@ def quantize(
     array = as_quantizable(x, "quantize")
     spec = with_block_size(spec, block_size, "quantize")
     blocks = blocks_along(array.shape, axis, spec.format)
-    check_key(key, spec.rounding, "quantize")
+    check_key(key, spec, "quantize")
     scale = check_tensor_scale(tensor_scale, spec.format, array.shape, blocks)
     with follow(array):
         result = quantize_operand(array, spec, blocks, key, scale)
@@ -234,13 +234,12 @@ def quantize_operand(
         rounding=spec.rounding,
         scale_axes=varying_axes(tensor_scale),
     )
-    bits = None if key is None else draw_bits(key, x.shape, spec.rounding)
+    bits = None if key is None else draw_bits(key, call.random_shape, call.random_bits)
     return checkpoint_name(select(call).offer.run(x, bits, tensor_scale, call), QUANTIZED)
 
 
-def draw_bits(key: jax.Array, shape: tuple[int, ...], rounding: Rounding) -> jax.Array:
-    """Random integers in `[0, 2^n)` for stochastic rounding, a function of key and shape alone."""
-    width = rounding.random_bits
+def draw_bits(key: jax.Array, shape: tuple[int, ...], width: int) -> jax.Array:
+    """Random integers of so many bits for stochastic rounding, by key and shape alone."""
     if width > 16:
         return (jax.random.bits(key, shape, jnp.uint32) >> (32 - width)).astype(jnp.int32)
     return jax.random.bits(key, shape, jnp.uint16).astype(jnp.int32) >> (16 - width)

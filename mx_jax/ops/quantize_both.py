@@ -85,7 +85,7 @@ def quantize_both(
             f"quantize_both: needs two different axes, got axes={axes} for shape={array.shape}; "
             "use quantize for one"
         )
-    check_key(key, spec.rounding, "quantize_both")
+    check_key(key, spec, "quantize_both")
     keys = (None, None) if key is None else tuple(jax.random.split(key))
     both = pair[0].blocks + pair[1].blocks
     scale = check_tensor_scale(tensor_scale, spec.format, array.shape, both)
@@ -150,8 +150,8 @@ def _quantize_both(
     choice = find(call)
     assert choice is not None, "asked before, with the same answer"
     first, second = (
-        None if key is None else draw_bits(key, x.shape, cast.spec.rounding)
-        for cast, key in zip(casts, keys, strict=True)
+        None if key is None else draw_bits(key, single.random_shape, single.random_bits)
+        for single, key in zip((call.first, call.second), keys, strict=True)
     )
     pair = choice.offer.run(x, (first, second), tensor_scale, call)
     return checkpoint_name(pair, QUANTIZED)

@@ -246,7 +246,8 @@ def _values(x: Operand, spec: OperandSpec | None) -> jax.Array:
 
 def _unit(spec: MatmulSpec) -> int:
     """Rows that each group is padded to, so that blocks and transforms along them end with it."""
-    sizes = [x.format.block[1] for x in (spec.lhs, spec.rhs) if x is not None]
+    given = [x for x in (spec.lhs, spec.rhs) if x is not None]
+    sizes = [x.format.block[1] for x in given] + [x.scale_rule.group for x in given]
     transformed = 1 if spec.transform is None else spec.transform.size
     return math.lcm(transformed, *(size for size in sizes if isinstance(size, int)))
 
@@ -295,5 +296,6 @@ def _quantize_groups(
     x = prescaled(x, spec)
     nearest = dataclasses.replace(spec, rounding=NEAREST)
     peaks = quantize_operand(ragged.group_peaks(x, rows), nearest, axes.blocks(spec.format))
-    bits = draw_bits(key, x.shape, spec.rounding) if spec.rounding.random_bits else None
+    width = spec.rounding.random_bits
+    bits = draw_bits(key, x.shape, width) if width else None
     return checkpoint_name(ragged.encode_by_group(x, rows, peaks, spec.rounding, bits), QUANTIZED)

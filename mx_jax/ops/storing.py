@@ -21,7 +21,7 @@ def why_not_stored(recipe: MatmulRecipe) -> str | None:
         return "its recipe leaves weights in high precision"
     if recipe.fwd.transform is not None:
         return "its recipe transforms weights in every product"
-    if spec.rounding.random_bits:
+    if spec.random_bits:
         return "its recipe rounds weights anew in every product"
     return None if spec.prescale == 1.0 else "its recipe scales weights before it casts them"
 

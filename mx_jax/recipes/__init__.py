@@ -19,6 +19,7 @@ from mx_jax.recipes.fp4 import mxfp4_stochastic as mxfp4_stochastic
 from mx_jax.recipes.fp4 import nvfp4_four_over_six as nvfp4_four_over_six
 from mx_jax.recipes.fp4 import nvfp4_pretraining as nvfp4_pretraining
 from mx_jax.recipes.fp4 import quartet as quartet
+from mx_jax.recipes.fp4 import quartet_ii as quartet_ii
 from mx_jax.recipes.mx import high_precision as high_precision
 from mx_jax.recipes.mx import mxfp4 as mxfp4
 from mx_jax.recipes.mx import mxfp6 as mxfp6
@@ -47,6 +48,7 @@ _NAMED: tuple[Callable[[], Recipe], ...] = (
     mxfp4_backward,
     mxfp4_stochastic,
     quartet,
+    quartet_ii,
     nvfp4_pretraining,
     nvfp4_four_over_six,
     deepseek_v3,

@@ -9,7 +9,7 @@ import dataclasses
 from mx_jax.formats import MXFP4, MXFP4_2D, NVFP4, NVFP4_2D
 from mx_jax.recipes.base import Recipe
 from mx_jax.reference.hadamard import Hadamard
-from mx_jax.reference.scale_rules import AMAX, EVEN, FOUR_OVER_SIX, GAUSSIAN, RCEIL
+from mx_jax.reference.scale_rules import AMAX, EVEN, FOUR_OVER_SIX, GAUSSIAN, MS_EDEN, RCEIL
 from mx_jax.specs import MatmulSpec, Residuals, operand
 
 _HIGH = MatmulSpec(lhs=None, rhs=None)
@@ -144,4 +144,32 @@ def quartet() -> Recipe:
         drhs=backward,
         residuals=Residuals.PRIMAL,
         mask_clipped=True,
+    )
+
+
+def quartet_ii() -> Recipe:
+    """NVFP4 in all three products, with unbiased gradients of half stochastic rounding's error.
+
+    | product | lhs | rhs |
+    |---|---|---|
+    | output | x: NVFP4 1 x 16, 4/6, nearest | W: the same |
+    | grad_input | g: NVFP4 1 x 16, MS-EDEN | W: the output's codes, anew with MS-EDEN |
+    | grad_weight | g: NVFP4 1 x 16, MS-EDEN | x: the output's codes, anew with MS-EDEN |
+
+    MS-EDEN rounds elements to nearest after a block Hadamard transform of 128 with new random
+    signs, and block scales stochastically, after each was corrected for what its block lost. Needs
+    a key. Differs from the authors' training code in these: each block of 16 is corrected by
+    itself, as in their kernels (there groups of 128); each product draws its own signs (there both
+    share them); ties round to even (there away from zero); blocks below the smallest scale use it
+    (there they become zeros). Source: Quartet II, arXiv 2601.22813.
+    """
+    forward = operand(NVFP4, scale_rule=FOUR_OVER_SIX)
+    gradient = operand(NVFP4, scale_rule=MS_EDEN)
+    backward = MatmulSpec(lhs=gradient, rhs=gradient, transform=Hadamard(size=128, signs=None))
+    return Recipe(
+        name="quartet_ii",
+        fwd=MatmulSpec(lhs=forward, rhs=forward),
+        dlhs=backward,
+        drhs=backward,
+        residuals=Residuals.QUANTIZED,
     )

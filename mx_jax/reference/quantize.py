@@ -33,7 +33,8 @@ def quantize(
       blocks: axes from the end with block sizes.
       scale_rule: from amax to the stored scale.
       rounding: how dropped bits decide.
-      random_bits: shape of x; stochastic rounding only.
+      random_bits: for stochastic rounding, of x's shape; of the scales' shape where the rule
+        rounds them stochastically.
       tensor_scale: float32 of shape [1, ..., 1] to use instead of the computed one.
 
     Returns:
@@ -45,11 +46,13 @@ def quantize(
     pieces, inside = block_shapes.split(x, blocks, fill=fill)
     amax = _block_amax(pieces, inside)
     if format.tensor_scale and tensor_scale is None:
-        largest_scale = scale_rule.largest_scale or format.scale.max
-        tensor_scale = tensor_scale_of(amax, largest_scale * format.element.max, x.ndim)
+        tensor_scale = tensor_scale_of(amax, scale_rule.largest_value(format), x.ndim)
     spread_scale = None if tensor_scale is None else block_shapes.spread(tensor_scale, inside)
-    scales = scale_rule.scales(BlockData(pieces, inside, amax, format, spread_scale))
-    if random_bits is not None:
+    data = BlockData(pieces, inside, amax, format, spread_scale)
+    scales, scale_bits = scale_rule.scales(data), None
+    if scale_rule.rounding.random_bits and random_bits is not None:
+        scale_bits, random_bits = block_shapes.spread(random_bits, inside), None
+    elif random_bits is not None:
         random_bits, _ = block_shapes.split(random_bits, blocks, fill=fill)
     codes = encode_scaled(
         pieces,
@@ -59,6 +62,8 @@ def quantize(
         rounding=rounding,
         random_bits=random_bits,
     )
+    if scale_rule.correction is not None:
+        scales = scale_rule.correction(data, scales, codes, scale_bits)
     return MXArray(
         codes=block_shapes.merge(codes, x.shape, inside),
         scales=lax.squeeze(scales, inside),

@@ -148,10 +148,24 @@ def amax_subnormal(data: BlockData) -> jax.Array:
     return _element_scale(data, data.format.element.max, smallest)
 
 
+@dataclasses.dataclass(frozen=True)
+class AmaxBecomes:
+    """`amax / largest`, at least the smallest subnormal scale. Equal by value.
+
+    Attributes:
+      largest: what the block's largest magnitude becomes over an exact scale.
+    """
+
+    largest: float
+
+    def __call__(self, data: BlockData) -> jax.Array:
+        smallest = _scale_element(data.format.scale).smallest_subnormal
+        return _element_scale(data, self.largest, smallest)
+
+
 def four_over_six(data: BlockData) -> jax.Array:
     """`amax / 6` or `amax / 4`, whichever loses less."""
-    of = _scale_element(data.format.scale)
-    candidates = [_element_scale(data, target, of.smallest_normal) for target in (6.0, 4.0)]
+    candidates = [AmaxBecomes(target)(data) for target in (6.0, 4.0)]
     six, four = (squared_error(data, scales) for scales in candidates)
     return jnp.where(four < six, candidates[1], candidates[0])
 

@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from mx_jax.codecs.rounding import NEAREST, STOCHASTIC, Rounding
 from mx_jax.formats import BlockFormat, ElementFormat
 from mx_jax.reference import scale_functions as functions
+from mx_jax.reference.eden import Eden
 from mx_jax.reference.scale_functions import BlockData as BlockData
 from mx_jax.reference.scale_functions import FromAmax as FromAmax
 from mx_jax.reference.scale_functions import PowerOfTwo as PowerOfTwo
@@ -32,12 +34,32 @@ class ScaleRule:
         `FromAmax(function)`: then `ragged_dot` may ask it about all rows of a group at once;
         `PowerOfTwo(threshold)`, as `power_of_two` builds it, is all that a kernel needs.
       largest_scale: the block scale that a tensor scale leaves room for; None: the format's max.
+      largest_element: what amax becomes, over that scale; None: the element's max.
+      correction: from the scales that elements were divided by, and their codes, to the scales
+        that are stored; None: they are the same. No kernel knows one.
     """
 
     name: str
     kinds: tuple[str, ...]
     scales: Callable[[BlockData], jax.Array]
     largest_scale: float | None = None
+    largest_element: float | None = None
+    correction: Eden | None = None
+
+    def largest_value(self, format: BlockFormat) -> float:
+        """What a tensor's largest magnitude becomes over its tensor scale."""
+        largest_scale = self.largest_scale or format.scale.max
+        return largest_scale * (self.largest_element or format.element.max)
+
+    @property
+    def rounding(self) -> Rounding:
+        """How stored scales are rounded, as far as random bits decide."""
+        return NEAREST if self.correction is None else self.correction.rounding
+
+    @property
+    def group(self) -> int:
+        """Elements along the blocked axis whose scales depend on each other, beyond a block."""
+        return 1 if self.correction is None else self.correction.group
 
     @property
     def threshold(self) -> Callable[[ElementFormat], int] | None:
@@ -47,11 +69,12 @@ class ScaleRule:
     @property
     def reads_values(self) -> bool:
         """Whether the rule may look at more of a block than its amax."""
-        return not isinstance(self.scales, PowerOfTwo | FromAmax)
+        from_amax = isinstance(self.scales, PowerOfTwo | FromAmax)
+        return not from_amax or self.correction is not None
 
     def kernel_threshold(self, element: ElementFormat) -> int | None:
         """The threshold for an element, 1 to 2^23; None if that does not say everything."""
-        if not isinstance(self.scales, PowerOfTwo):
+        if not isinstance(self.scales, PowerOfTwo) or self.correction is not None:
             return None
         value = self.scales.threshold(element)
         fits = isinstance(value, int | np.integer) and 1 <= value <= 1 << 23
@@ -110,6 +133,33 @@ FOUR_OVER_SIX = ScaleRule(
     name="four_over_six", kinds=("element",), scales=functions.four_over_six, largest_scale=256.0
 )
 
+
+def _amax_becomes(
+    name: str,
+    largest: float,
+    largest_scale: float | None = None,
+    correction: Eden | None = None,
+) -> ScaleRule:
+    return ScaleRule(
+        name=name,
+        kinds=("element",),
+        scales=FromAmax(functions.AmaxBecomes(largest)),
+        largest_scale=largest_scale,
+        largest_element=largest,
+        correction=correction,
+    )
+
+
+# A scale that rounds to nearest in E4M3 is up to 17/16 too small: with so much room below E2M1's 6
+# nothing clips, and stochastic rounding is right on average.
+AMAX_HEADROOM = _amax_becomes("amax_headroom", 6 * 16 / 17)
+# Quartet II's backward rule (arXiv 2601.22813): 0.93 loses least of what its rotation makes of a
+# tensor; above a block scale of 255.99 there is room for the correction. Each block has its own, as
+# in its kernels; groups of 128, as in its training code, lose more and are 0.05 % too short.
+MS_EDEN = _amax_becomes(
+    "ms_eden", 6 / (17 / 16 * 0.93), 255.99, Eden(group=16, rounding=STOCHASTIC)
+)
+
 FLOAT8 = ScaleRule(name="float8", kinds=("divisor",), scales=FromAmax(functions.divisor))
 FLOAT8_POWER_OF_TWO = ScaleRule(
     name="float8_power_of_two",
@@ -130,6 +180,8 @@ SCALE_RULES: tuple[ScaleRule, ...] = (
     AMAX,
     AMAX_SUBNORMAL,
     FOUR_OVER_SIX,
+    AMAX_HEADROOM,
+    MS_EDEN,
     FLOAT8,
     FLOAT8_POWER_OF_TWO,
     AMAX_MULTIPLIER,

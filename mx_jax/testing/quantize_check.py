@@ -37,8 +37,8 @@ def _compare_quantize(
     rng: np.random.Generator,
     tensor_scale: jax.Array | None,
 ) -> None:
-    num_bits = call.rounding.random_bits
-    drawn = rng.integers(0, 1 << num_bits, x.shape, dtype=np.int32) if num_bits else None
+    num_bits = call.random_bits
+    drawn = rng.integers(0, 1 << num_bits, call.random_shape, dtype=np.int32) if num_bits else None
 
     @jax.jit
     def both(x, bits, tensor_scale):
@@ -114,8 +114,8 @@ def check_quantize_both(backend: Backend, case: QuantizeBothCase) -> None:
     calls = (call.first, call.second)
     rng = np.random.default_rng(0)
     x = jnp.asarray(draw_any_bits(rng, call.first.shape, call.first.dtype))
-    sizes = [1 << single.rounding.random_bits for single in calls]
-    bits = [rng.integers(0, n, x.shape, dtype=np.int32) if n > 1 else None for n in sizes]
+    sizes = [(1 << single.random_bits, single.random_shape) for single in calls]
+    bits = [rng.integers(0, n, shape, dtype=np.int32) if n > 1 else None for n, shape in sizes]
 
     @jax.jit
     def run(x, bits):

@@ -293,7 +293,7 @@ def test_the_library_s_own_are_pickled_by_name():
 
 def test_reads_values():
     names = {rule.name for rule in SCALE_RULES if rule.reads_values}
-    assert names == {"gaussian", "four_over_six"}
+    assert names == {"gaussian", "four_over_six", "ms_eden"}
     # Nobody knows what a function of one's own looks at, unless it cannot.
     assert ScaleRule(name="amax", kinds=("element",), scales=smallest).reads_values
     assert not ScaleRule(name="mine", kinds=("element",), scales=FromAmax(smallest)).reads_values

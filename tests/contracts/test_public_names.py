@@ -144,6 +144,7 @@ PUBLIC = {
         "operand",
         "qat",
         "quartet",
+        "quartet_ii",
         "weight_only",
     },
     "mx_jax.nn": {"KVCache", "linen", "nnx"},

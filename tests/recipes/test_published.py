@@ -29,6 +29,7 @@ NVFP4_2D = ("nvfp4_2d", "amax", "nearest", 1.0)
 NVFP4_SR = ("nvfp4", "amax", "stochastic", 1.0)
 SIX = ("nvfp4", "four_over_six", "nearest", 1.0)
 SIX_2D = ("nvfp4_2d", "four_over_six", "nearest", 1.0)
+EDEN = ("nvfp4", "ms_eden", "nearest", 1.0)
 LINE = ("float8_blockwise_e4m3", "amax", "nearest", 1.0)
 SQUARE = ("float8_blockwise_2d_e4m3", "amax", "nearest", 1.0)
 
@@ -38,6 +39,7 @@ OPERANDS = {
     "quartet": (GAUSSIAN, GAUSSIAN, THREE_QUARTERS, THREE_QUARTERS, THREE_QUARTERS, THREE_QUARTERS),
     "nvfp4_pretraining": (NVFP4, NVFP4_2D, NVFP4_SR, NVFP4_2D, NVFP4_SR, NVFP4),
     "nvfp4_four_over_six": (SIX, SIX_2D, NVFP4_SR, SIX_2D, NVFP4_SR, SIX),
+    "quartet_ii": (SIX, SIX, EDEN, EDEN, EDEN, EDEN),
     "deepseek_v3": (LINE, SQUARE, LINE, SQUARE, LINE, LINE),
 }
 # Size of the transform of each product, and whether its signs are drawn.
@@ -47,6 +49,7 @@ TRANSFORMS = {
     "quartet": ((32, False), (32, True), (32, True)),
     "nvfp4_pretraining": (None, None, (16, False)),
     "nvfp4_four_over_six": (None, None, (16, False)),
+    "quartet_ii": (None, (128, True), (128, True)),
     "deepseek_v3": (None, None, None),
 }
 

@@ -16,6 +16,7 @@ from mx_jax.reference.scale_rules import (
     FLOOR,
     FOUR_OVER_SIX,
     GAUSSIAN,
+    MS_EDEN,
     RCEIL,
     SCALE_RULES,
     FromAmax,
@@ -49,7 +50,10 @@ def test_thresholds_of_the_librarys_own():
 
 
 def test_who_reads_values():
-    assert {rule.name for rule in SCALE_RULES if rule.reads_values} == {"gaussian", "four_over_six"}
+    names = {rule.name for rule in SCALE_RULES if rule.reads_values}
+    assert names == {"gaussian", "four_over_six", "ms_eden"}
+    # Codes are values of the block, whatever the scales were made of.
+    assert dataclasses.replace(FLOOR, correction=MS_EDEN.correction).reads_values
     mine = ScaleRule(name="mine", kinds=("exponent",), scales=lambda data: data.amax)
     assert mine.reads_values
     unseen = FromAmax(lambda data: data.values)

@@ -41,6 +41,9 @@ def rejects(call: QuantizeCall) -> str | None:
     """Why the handler does not take a call, or None."""
     if call.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"needs float32, bfloat16 or float16, got dtype={call.dtype}"
+    if call.scale_rule.correction is not None:
+        name = call.scale_rule.name
+        return f"stores scales as the rule gives them, got {name!r}, which corrects them"
     if _rule(call) is None:
         return f"computes no scales by the rule {call.scale_rule.name!r} for {call.format.name}"
     if _rounding(call.rounding) is None:

@@ -21,8 +21,7 @@ TARGET = "mx_jax_cpu_tensor_scale"
 
 def tensor_scale_of(x: jax.Array, call: QuantizeCall) -> jax.Array:
     """The scale of the whole tensor, from its largest finite block: the reference's."""
-    largest_scale = call.scale_rule.largest_scale or call.format.scale.max
-    largest_value = largest_scale * call.format.element.max
+    largest_value = call.scale_rule.largest_value(call.format)
     amax, scale = _amax(x.shape, call), _scale(x.ndim, largest_value)
 
     def elsewhere(x: jax.Array) -> jax.Array:

@@ -60,6 +60,8 @@ def _rejects(call: QuantizeCall) -> str | None:
     if len(sizes) != 1 or sizes[0] not in BLOCKS:
         return f"takes blocks of 16 or 32 along one axis, got blocks={call.blocks}"
     rule, element, kind = call.scale_rule, call.format.element, call.format.scale.kind
+    if rule.correction is not None:
+        return f"stores scales as the rule gives them, got {rule.name!r}, which corrects them"
     if not call.format.is_known:
         return f"knows the library's own formats, got other facts of {call.format.name}"
     threshold = rule.kernel_threshold(element)
@@ -161,8 +163,7 @@ def _tensor_scale(
     pieces, inside = block_shapes.split(x, call.blocks)
     magnitudes = float32.to_bits(pieces) & float32.ABS
     amax = jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)
-    largest_scale = call.scale_rule.largest_scale or call.format.scale.max
-    return reference.tensor_scale_of(amax, largest_scale * call.format.element.max, x.ndim)
+    return reference.tensor_scale_of(amax, call.scale_rule.largest_value(call.format), x.ndim)
 
 
 def _batchable(
