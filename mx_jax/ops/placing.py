@@ -65,7 +65,7 @@ def not_gathered(recipe: MatmulRecipe, operation: str) -> None:
         raise ValueError(
             f"{operation}: operands are gathered as codes by dot_general, matmul and einsum alone, "
             f"got recipe {recipe.name!r} with gather axes={recipe.gather.axes}; pass "
-            "dataclasses.replace(recipe, gather=None)"
+            "recipe.with_(gather=None)"
         )
 
 

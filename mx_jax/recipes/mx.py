@@ -1,7 +1,6 @@
 """Named MX and NVFP4 recipes, and the two that cast in the forward product alone.
 
-Scale rules by measurement: RCEIL for FP8, EVEN for FP6 and FP4, FLOOR for INT8; FLOOR, the
-specification's rule, clips 2.4 % of normally distributed values in E2M1.
+Scale rules by measurement: see `measured.py`.
 """
 
 from typing import Any
@@ -17,28 +16,10 @@ from mx_jax.formats import (
     BlockFormat,
     block_format,
 )
-from mx_jax.formats.block import known_block
 from mx_jax.recipes.base import Recipe
-from mx_jax.reference.scale_rules import AMAX, EVEN, FLOOR, RCEIL, ScaleRule
+from mx_jax.recipes.measured import measured_operand
+from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import MatmulSpec, OperandSpec, Residuals, operand
-
-# The rule that loses least for each format; others take their scale kind's default.
-MEASURED_RULES: dict[BlockFormat, ScaleRule] = {
-    MXFP8_E4M3: RCEIL,
-    MXFP8_E5M2: RCEIL,
-    MXFP6_E2M3: EVEN,
-    MXFP6_E3M2: EVEN,
-    MXFP4: EVEN,
-    MXINT8: FLOOR,
-    NVFP4: AMAX,
-}
-
-
-def measured_operand(format: Any) -> OperandSpec:
-    """The operand spec of a format with the rule that loses least."""
-    format = block_format(format)
-    known = known_block(format)
-    return operand(format, scale_rule=known and MEASURED_RULES.get(known))
 
 
 def _recipe(name: str, forward: OperandSpec, gradient: OperandSpec) -> Recipe:

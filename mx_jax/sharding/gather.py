@@ -29,10 +29,10 @@ class Gather:
       lhs: likewise for the left operand; None on other meshes: it is not gathered.
 
     Example:
-      >>> import dataclasses, jax, mx_jax
+      >>> import jax, mx_jax
       >>> from jax.sharding import PartitionSpec as P
       >>> gather = mx_jax.sharding.Gather("fsdp", rhs=P("fsdp", "model"))
-      >>> recipe = dataclasses.replace(mx_jax.recipes.mxfp4(), gather=gather)
+      >>> recipe = mx_jax.recipes.mxfp4().with_(gather=gather)
     """
 
     axes: Sequence[str]

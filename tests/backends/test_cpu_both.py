@@ -4,8 +4,6 @@ That it gives the reference's bits, the shared suite checks; and the C++ tests, 
 set.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,9 +161,7 @@ def test_training_reads_cotangents_once(stochastic: bool, monkeypatch: pytest.Mo
     key = jax.random.key(3) if stochastic else None
     recipe = mx_jax.recipes.mxfp8()
     if stochastic:
-        drawn = mx_jax.specs.operand("mxfp8_e5m2", rounding="stochastic")
-        spec = mx_jax.specs.MatmulSpec(lhs=drawn, rhs=recipe.fwd.rhs)
-        recipe = dataclasses.replace(recipe, dlhs=spec, drhs=spec)
+        recipe = recipe.with_(gradients={"format": "mxfp8_e5m2", "rounding": "stochastic"})
     together, text = gradient(recipe, key)
     assert text.count("@mx_jax_cpu_quantize_both") == 1
     monkeypatch.setattr(dense, "reads_once", lambda x, casts: False)

@@ -1,6 +1,5 @@
 """Layers that are not Flax's and multiply by name: converted where a rule names their type."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -17,14 +16,9 @@ from mx_jax import convert, recipes
 from mx_jax.convert import Rule
 from mx_jax.convert.foreign import with_products
 from mx_jax.nn.linen import RNG_STREAM
-from mx_jax.recipes import MatmulSpec
 
 WEIGHT_ONLY = recipes.weight_only("mxfp4")
-STOCHASTIC = dataclasses.replace(
-    WEIGHT_ONLY,
-    name="stochastic weight",
-    fwd=MatmulSpec(lhs=None, rhs=recipes.operand("mxfp4", rounding="stochastic")),
-)
+STOCHASTIC = WEIGHT_ONLY.with_(weights={"rounding": "stochastic"}, name="stochastic weight")
 X = np.random.default_rng(1).standard_normal((2, 3, 40), np.float32)
 
 

@@ -1,6 +1,5 @@
 """Stochastic recipes in converted flax.linen models draw from the stream "quantize"."""
 
-import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -19,10 +18,8 @@ from tests.quick import quick
 from .linen_models import FLAX, WIDTH, Block, example_input, scanned
 
 # One operand of one product: little to compile.
-STOCHASTIC = dataclasses.replace(
-    recipes.weight_only("mxfp4"),
-    name="stochastic weight",
-    fwd=MatmulSpec(lhs=None, rhs=recipes.operand("mxfp4", rounding="stochastic")),
+STOCHASTIC = recipes.weight_only("mxfp4").with_(
+    weights={"rounding": "stochastic"}, name="stochastic weight"
 )
 RULE = Rule(".*", STOCHASTIC)
 KEYS = [jax.random.key(seed) for seed in (1, 2)]
@@ -123,9 +120,7 @@ class TestScan:
 
 
 def test_gradients_repeat_with_the_key():
-    recipe = dataclasses.replace(
-        recipes.mxfp8(), name="sr", drhs=MatmulSpec(lhs=STOCHASTIC.fwd.rhs, rhs=None)
-    )
+    recipe = recipes.mxfp8().with_(drhs=MatmulSpec(lhs=STOCHASTIC.fwd.rhs, rhs=None))
     module, x = Block(FLAX), example_input()
     variables = quick(module.init)(jax.random.key(0), x)
     converted = convert.linen(module, Rule(".*", recipe))

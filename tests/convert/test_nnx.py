@@ -13,17 +13,13 @@ from flax import nnx
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule
-from mx_jax.recipes import MatmulSpec, Recipe
+from mx_jax.recipes import Recipe
 from tests.quick import quick
 
 WIDTH = 48
 MXFP8 = recipes.mxfp8()
 WEIGHT_ONLY = recipes.weight_only("mxfp4")
-STOCHASTIC = dataclasses.replace(
-    WEIGHT_ONLY,
-    name="stochastic weight",
-    fwd=MatmulSpec(lhs=None, rhs=recipes.operand("mxfp4", rounding="stochastic")),
-)
+STOCHASTIC = WEIGHT_ONLY.with_(weights={"rounding": "stochastic"}, name="stochastic weight")
 
 
 class Layers:

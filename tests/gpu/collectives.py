@@ -7,7 +7,6 @@ the mesh was told, whether gradients are taken, and for each kind of collective 
 of arrays and their bytes on each device. Counted in modules compiled for four GPUs, not measured.
 """
 
-import dataclasses
 import json
 import os
 import sys
@@ -102,7 +101,7 @@ def _function(case: Case, layout: Layout) -> Any:
         if case.gather:
             lhs = layout.x if case.layout == "sequence, column" else None
             gather = Gather("x", lhs=lhs, rhs=layout.w if lhs is None else P())
-            recipe = dataclasses.replace(recipe, gather=gather)
+            recipe = recipe.with_(gather=gather)
         options["recipe"] = recipe
 
     def step(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:

@@ -1,13 +1,12 @@
 """What tests of linen and of nnx layers share."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mx_jax import recipes
-from mx_jax.recipes import MatmulSpec, Recipe, operand
+from mx_jax.recipes import Recipe
 from mx_jax.testing.compare import assert_bitwise_equal
 
 HIGH, MXFP4 = recipes.high_precision(), recipes.mxfp4()
@@ -29,6 +28,4 @@ def weighted_sum(y: jax.Array) -> jax.Array:
 
 def stochastic() -> Recipe:
     """MXFP4 that draws random bits for every operand of every product."""
-    spec = operand("mxfp4", scale_rule="rceil", rounding="stochastic")
-    both = MatmulSpec(lhs=spec, rhs=spec)
-    return dataclasses.replace(MXFP4, name="stochastic", fwd=both, dlhs=both, drhs=both)
+    return MXFP4.with_(scale_rule="rceil", rounding="stochastic", name="stochastic")

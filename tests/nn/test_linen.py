@@ -148,7 +148,7 @@ def test_an_mxarray_kernel_is_used_as_it_is(case: Case):
     params, x = case.params(), case.x()
     kernel = mx_jax.quantize(params["kernel"], "mxint8", axis=case.contracting[1][-1])
     both = MatmulSpec(lhs=MXFP4.fwd.lhs, rhs=operand("mxint8"))
-    recipe = dataclasses.replace(MXFP4, name="both", fwd=both)
+    recipe = MXFP4.with_(fwd=both)
     variables = {"params": params | {"kernel": kernel}}
     actual = quick(case.ours().apply)(variables, x)
     assert_bitwise_equal(actual, quick(case.ours(recipe).apply)({"params": params}, x))

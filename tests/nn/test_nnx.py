@@ -141,7 +141,7 @@ def test_mxfp4_is_dot_general(case: Case):
 def test_an_mxarray_kernel_is_used_as_it_is(case: Case):
     """Only x is cast to MXFP4; the kernel keeps its MXINT8 codes, also through split and jit."""
     both = MatmulSpec(lhs=MXFP4.fwd.lhs, rhs=operand("mxint8"))
-    plain = tame(case.ours(dataclasses.replace(MXFP4, name="both", fwd=both)))
+    plain = tame(case.ours(MXFP4.with_(fwd=both)))
     layer, x = tame(case.ours()), case.x()
     kernel = mx_jax.quantize(layer.kernel[...], "mxint8", axis=case.contracting[1][-1])
     layer.kernel = nnx.Param(kernel)

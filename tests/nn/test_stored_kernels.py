@@ -315,9 +315,7 @@ def test_blocks_along_another_axis(way: str, packed: bool):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_recipe_that_transforms(way: str, monkeypatch: pytest.MonkeyPatch):
     case = CASES["dense"]
-    both = recipes.operand("mxfp4")
-    fwd = recipes.MatmulSpec(lhs=both, rhs=both, transform=Hadamard(size=32, signs=(1,) * 32))
-    recipe = dataclasses.replace(recipes.mxfp4(), fwd=fwd)
+    recipe = recipes.mxfp4().with_(fwd={"transform": Hadamard(size=32, signs=(1,) * 32)})
     monkeypatch.setitem(globals(), "RECIPE", recipe)
     monkeypatch.setitem(globals(), "RULE", convert.Rule(".*", recipe))
     stored, run = WAYS[way](case, case.params())

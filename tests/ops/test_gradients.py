@@ -33,9 +33,9 @@ DISTINCT = Recipe(
     drhs=MatmulSpec(lhs=operand("mxint8", scale_rule="ceil"), rhs=operand("mxfp6_e3m2")),
     residuals=Residuals.PRIMAL,
 )
-QUANTIZED = dataclasses.replace(DISTINCT, name="quantized", residuals=Residuals.QUANTIZED)
-HIGH_DRHS = dataclasses.replace(DISTINCT, name="high_drhs", drhs=HIGH)
-QUANTIZED_HIGH_DRHS = dataclasses.replace(QUANTIZED, name="quantized_high_drhs", drhs=HIGH)
+QUANTIZED = DISTINCT.with_(name="quantized", residuals="quantized")
+HIGH_DRHS = DISTINCT.with_(name="high_drhs", drhs=None)
+QUANTIZED_HIGH_DRHS = QUANTIZED.with_(name="quantized_high_drhs", drhs=None)
 ONE_SIDED = dataclasses.replace(
     DISTINCT,
     name="one_sided",

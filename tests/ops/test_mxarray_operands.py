@@ -1,6 +1,5 @@
 """MXArrays as operands: used as they are, linked to what they were made of within one trace."""
 
-import dataclasses
 import re
 
 import jax
@@ -86,14 +85,14 @@ def test_an_mxarray_itself_has_no_gradient(x: np.ndarray, w: np.ndarray):
 @pytest.mark.parametrize("residuals", Residuals)
 def test_straight_through_within_one_trace(x: np.ndarray, w: np.ndarray, residuals: Residuals):
     """What was quantized gets the cotangent that it would get as a plain operand."""
-    recipe = dataclasses.replace(MXFP4, residuals=residuals)
+    recipe = MXFP4.with_(residuals=residuals)
     g = np.round(x[:, :5] * 4)
 
     def through(x, w):
         return jnp.sum(mx_jax.matmul(as_mxfp4(x, 1), as_mxfp4(w, 0), recipe=recipe) * g)
 
     def plain(x, w):
-        quantized = dataclasses.replace(recipe, residuals=Residuals.QUANTIZED)
+        quantized = recipe.with_(residuals="quantized")
         return jnp.sum(mx_jax.matmul(x, w, recipe=quantized) * g)
 
     both = [quick(jax.value_and_grad(f, argnums=(0, 1)))(x, w) for f in (through, plain)]
@@ -154,7 +153,7 @@ def test_blocks_along_another_contracted_axis(rng: np.random.Generator):
 def test_a_prescale_is_not_taken_out_of_what_it_did_not_go_into(x: np.ndarray, w: np.ndarray):
     """An MXArray operand was quantized elsewhere, without the recipe's prescale."""
     spec = operand("mxint8", prescale=0.5)
-    recipe = dataclasses.replace(MXINT8, name="prescaled", fwd=MatmulSpec(lhs=spec, rhs=spec))
+    recipe = MXINT8.with_(fwd=MatmulSpec(lhs=spec, rhs=spec))
     kernel = mx_jax.quantize(w, "mxint8", axis=0)
     expected = mx_jax.matmul(x, kernel, recipe=MXINT8)
     assert_bitwise_equal(mx_jax.matmul(x, kernel, recipe=recipe), expected)

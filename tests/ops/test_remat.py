@@ -1,7 +1,6 @@
 """jax.checkpoint quantizes no more than a program without it, if codes and scales are kept."""
 
 import collections
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from mx_jax import recipes
 from mx_jax.ops import delayed, quantize, quantize_both, ragged_dot
 from mx_jax.ops.delayed import DelayedState, DelayedStates, Elements, delayed_dot_general
 from mx_jax.ops.remat import QUANTIZED
-from mx_jax.recipes import Recipe, Residuals
+from mx_jax.recipes import Recipe
 from tests.needs import needs_library
 
 POLICIES: dict[str, Any] = {
@@ -33,7 +32,7 @@ X = jax.ShapeDtypeStruct((32, 64), jnp.float32)
 W = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 # What every encoder ends with, on the reference; scales are fewer.
 ENCODED = "to uint8"
-KEPT = dataclasses.replace(recipes.mxfp8(), name="codes kept", residuals=Residuals.QUANTIZED)
+KEPT = recipes.mxfp8().with_(name="codes kept", residuals="quantized")
 
 
 def equations(value: Any, times: int = 1) -> Iterator[tuple[Any, int]]:

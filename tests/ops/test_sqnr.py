@@ -3,7 +3,6 @@
 Floors are the issue's where it states one, else what was measured, less half a decibel.
 """
 
-import dataclasses
 import functools
 import itertools
 
@@ -14,15 +13,11 @@ import pytest
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.recipes import MatmulSpec, Recipe, operand
+from mx_jax.recipes import Recipe
 
 M, K, N = 1024, 2048, 1024
 
-_E2M3 = operand("mxfp6_e2m3", scale_rule="even")
-_BOTH = MatmulSpec(lhs=_E2M3, rhs=_E2M3)
-MXFP6_E2M3 = dataclasses.replace(
-    recipes.mxfp6(), name="mxfp6_e2m3", fwd=_BOTH, dlhs=_BOTH, drhs=_BOTH
-)
+MXFP6_E2M3 = recipes.mxfp6_e2m3()
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """Products that draw random bits: a function of the key alone, in every transformation."""
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -70,7 +69,7 @@ def test_every_operand_of_every_product_draws_its_own_bits():
 def test_gradients_do_not_change_the_forward_bits(square: np.ndarray):
     """With residuals kept as codes too: the product is the one without a gradient."""
     for residuals in Residuals:
-        recipe = dataclasses.replace(RECIPE, residuals=residuals)
+        recipe = RECIPE.with_(residuals=residuals)
         alone = mx_jax.matmul(square, square, recipe=recipe, key=KEY)
         with_gradient = quick(functools.partial(value_and_grads, recipe=recipe))
         assert_bitwise_equal(with_gradient(square, square, square, KEY)[0], alone)
@@ -106,7 +105,7 @@ def test_the_mean_is_the_product(square: np.ndarray):
 
 def test_a_mixed_recipe_draws_only_where_it_says(square: np.ndarray):
     """Nearest forward, stochastic backward: the product does not depend on the key."""
-    recipe = dataclasses.replace(RECIPE, name="mixed", fwd=NEAREST.fwd)
+    recipe = RECIPE.with_(fwd=NEAREST.fwd)
     mixed = quick(functools.partial(value_and_grads, recipe=recipe))
     product, dx, _ = mixed(square, square, square, KEY)
     other, other_dx, _ = mixed(square, square, square, jax.random.key(4))

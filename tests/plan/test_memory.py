@@ -15,11 +15,11 @@ from mx_jax import recipes
 from mx_jax.plan.memory import block_residuals, memory
 from mx_jax.plan.mesh import Setup
 from mx_jax.plan.model import Model, transformer
-from mx_jax.recipes import Recipe, Residuals
+from mx_jax.recipes import Recipe
 from tests.plan.test_traffic import DOWN, HIDDEN, LAYERS, MODEL, POLICIES, TOKENS, UP, WIDTH
 
 ROWS = 64
-KEPT = dataclasses.replace(recipes.mxfp8(), name="codes kept", residuals=Residuals.QUANTIZED)
+KEPT = recipes.mxfp8().with_(name="codes kept", residuals="quantized")
 
 
 def kept_bytes(setup: Setup, recipe: Recipe) -> int:

@@ -1,6 +1,5 @@
 """Kernels gathered as codes by what Flax's metadata say, in models that nobody edited."""
 
-import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -16,7 +15,7 @@ from mx_jax import convert, recipes
 from tests.sharding.collectives import gathered
 
 P = PartitionSpec
-RECIPE = dataclasses.replace(recipes.mxfp4(), gather="fsdp")
+RECIPE = recipes.mxfp4().with_(gather="fsdp")
 FEATURES = 128
 # Codes of half a byte and a scale for each block of 32, in both orientations.
 NBYTES = 2 * (FEATURES**2 // 2 + FEATURES**2 // 32)

@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mx_jax
 from mx_jax import recipes
 from mx_jax.sharding import Gather
-from mx_jax.specs import MatmulSpec, operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
 from tests.quick import quick
@@ -62,7 +61,7 @@ def test_weights_on_automatic_axes(recipe, ratio, arrays):
     x, w, g = arrays
     expected = quick(step(recipe))(x, w, g)
     spec = P("fsdp", None)
-    gathering = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=spec))
+    gathering = recipe.with_(gather=Gather("fsdp", rhs=spec))
     mesh = mesh_of(AxisType.Auto)
     with jax.set_mesh(mesh):
         places = [NamedSharding(mesh, s) for s in (P("fsdp", None), spec, P("fsdp", None))]
@@ -89,7 +88,7 @@ def test_one_of_two_mesh_axes(kind: AxisType, w_spec: PartitionSpec, arrays):
     specs = P("fsdp", None if column else "model"), w_spec, P("fsdp", "model" if column else None)
     told = kind is AxisType.Explicit
     gather = Gather("fsdp", rhs=None if told else w_spec)
-    recipe = dataclasses.replace(MXFP4, gather=gather)
+    recipe = MXFP4.with_(gather=gather)
     run = step(recipe, out_sharding=specs[2] if told else None)
     expected = quick(step(MXFP4))(*arrays)
     mesh = mesh_of(kind)
@@ -112,7 +111,7 @@ def test_one_of_two_mesh_axes(kind: AxisType, w_spec: PartitionSpec, arrays):
 @pytest.mark.parametrize("w_spec", [P("fsdp", None), P(None, "fsdp")], ids=str)
 def test_inside_shard_map(w_spec: PartitionSpec, check_vma: bool, arrays):
     """Data parallel along the axis that the kernel is stored along: its gradient is summed."""
-    gathering = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=w_spec))
+    gathering = MXFP4.with_(gather=Gather("fsdp", rhs=w_spec))
     specs = (P("fsdp"), w_spec, P("fsdp"))
     run = jax.shard_map(
         step(gathering),
@@ -127,7 +126,7 @@ def test_inside_shard_map(w_spec: PartitionSpec, check_vma: bool, arrays):
 
 def on_shards(recipe: Any, w_spec: PartitionSpec, x: Any, w: Any, **options: Any) -> Any:
     """y of a kernel in four parts inside shard_map, with all of the tokens everywhere."""
-    gathering = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=w_spec))
+    gathering = recipe.with_(gather=Gather("fsdp", rhs=w_spec))
     run = jax.shard_map(
         lambda x, w: mx_jax.matmul(x, w, recipe=gathering, **options),
         mesh=jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,)),
@@ -142,14 +141,13 @@ def test_one_tensor_scale_inside_shard_map(arrays):
     """Parts of a kernel share the scale of all of it, though each device sees only its own."""
     x, w, _ = arrays
     w = w * np.array([1.0] * 96 + [64.0] * 32, np.float32)[:, None]
-    recipe = dataclasses.replace(recipes.weight_only("nvfp4"), residuals=recipes.mxfp8().residuals)
+    recipe = recipes.weight_only("nvfp4").with_(residuals="primal")
     actual = on_shards(recipe, P("fsdp", None), x, w)
     np.testing.assert_allclose(actual, mx_jax.matmul(x, w, recipe=recipe), rtol=2e-5, atol=2e-3)
 
 
 def test_parts_of_a_kernel_draw_their_own_bits():
-    fwd = MatmulSpec(lhs=None, rhs=operand("mxfp4", rounding="stochastic"))
-    recipe = dataclasses.replace(MXFP4, fwd=fwd)
+    recipe = recipes.weight_only("mxfp4").with_(weights={"rounding": "stochastic"})
     w = np.full((128, 128), 0.3, np.float32)
     y = on_shards(recipe, P(None, "fsdp"), np.eye(128, dtype=np.float32), w, key=jax.random.key(0))
     parts = np.split(np.asarray(y), 4, axis=1)
@@ -161,7 +159,7 @@ def test_blocks_between_devices(arrays):
     x, w = arrays[0][:, :64], arrays[1][:64]
     expected = mx_jax.matmul(x, w, recipe=MXFP4)
     mesh = mesh_of(AxisType.Auto)
-    recipe = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=P("fsdp")))
+    recipe = MXFP4.with_(gather=Gather("fsdp", rhs=P("fsdp")))
     with jax.set_mesh(mesh):
         w_sharded = jax.device_put(w, NamedSharding(mesh, P("fsdp")))
         compiled = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe)).lower(x, w_sharded)
@@ -182,7 +180,7 @@ def test_stored_codes_are_gathered_as_codes(kind: AxisType, arrays):
     mesh = mesh_of(kind)
     recipe = recipes.weight_only("mxfp4")
     if not told:
-        recipe = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=P("fsdp", None)))
+        recipe = recipe.with_(gather=Gather("fsdp", rhs=P("fsdp", None)))
     y_spec = P("fsdp", None)
     options: dict[str, Any] = {"out_sharding": y_spec} if told else {}
     with jax.set_mesh(mesh):
@@ -220,7 +218,7 @@ def test_explicit_axes_gather_no_more_than_lax(arrays):
     ],
 )
 def test_what_cannot_be_gathered(gather: Gather, message: str, arrays):
-    recipe = dataclasses.replace(MXFP4, gather=gather)
+    recipe = MXFP4.with_(gather=gather)
     mx_jax.matmul(*arrays[:2], recipe=recipe)
     mesh = mesh_of(AxisType.Auto)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=re.escape(message)):
@@ -231,7 +229,7 @@ def test_packed_weights_and_other_kinds_are_refused(arrays):
     x, w, _ = arrays
     with mx_jax.testing.target("cpu"):
         packed = mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0))
-    recipe = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=P("fsdp")))
+    recipe = MXFP4.with_(gather=Gather("fsdp", rhs=P("fsdp")))
     mesh = mesh_of(AxisType.Auto)
     if isinstance(packed, mx_jax.PackedMXArray):
         with jax.set_mesh(mesh), pytest.raises(ValueError, match="packed weights are not gathered"):

@@ -1,6 +1,5 @@
 """Products on automatic axes: what the compiler moves by itself are codes, and no more than lax."""
 
-import dataclasses
 import re
 from typing import Any
 
@@ -186,7 +185,7 @@ def test_twice_differentiable(mesh: Mesh, arrays: Any):
 
 def test_no_axes_leave_it_to_the_compiler(mesh: Mesh, arrays: Any):
     """And values move, in both orientations."""
-    recipe = dataclasses.replace(MXFP4, gather=())
+    recipe = MXFP4.with_(gather=())
     x, w, g = FSDP
     text, actual = compiled(step(recipe), mesh, arrays, FSDP, (g, x, w))
     check(actual, quick(step(MXFP4))(*arrays))

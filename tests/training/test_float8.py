@@ -1,6 +1,5 @@
 """float8 recipes: torchao's semantics, its invalid combinations, and what they cost."""
 
-import dataclasses
 import functools
 
 import jax
@@ -232,7 +231,7 @@ def test_sqnr_of_a_4096_wide_feed_forward_block(name):
 @pytest.mark.parametrize("residuals", list(Residuals))
 def test_residuals_keep_what_they_say(residuals):
     """float32 operands are 4 bytes an element, kept codes one."""
-    recipe = dataclasses.replace(mx_jax.recipes.float8_rowwise(), residuals=residuals)
+    recipe = mx_jax.recipes.float8_rowwise().with_(residuals=residuals)
     x, w = jnp.ones((64, 128)), jnp.ones((128, 32))
     _, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), x, w)
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pullback))

@@ -123,8 +123,7 @@ def test_hadamard_spreads_outliers(outliers):
     x, w = normal(64, 256), normal(256, 64, seed=1)
     x[:, 5::32] *= 20.0 if outliers else 1.0
     plain = mx_jax.recipes.mxfp4()
-    fwd = dataclasses.replace(plain.fwd, transform=hadamard.seeded(32, seed=0))
-    turned = dataclasses.replace(plain, name="turned", fwd=fwd)
+    turned = plain.with_(fwd={"transform": hadamard.seeded(32, seed=0)})
     exact = np.float64(x) @ np.float64(w)
     before, after = (sqnr_db(exact, mx_jax.matmul(x, w, recipe=r)) for r in (plain, turned))
     if outliers:
@@ -193,11 +192,7 @@ def test_sharding_does_not_change_the_draws():
 
 def test_sharding_does_not_change_the_gradients():
     """All three products of a stochastic recipe, bit for bit: four-bit sums need no rounding."""
-    drawn = operand("mxfp4", scale_rule="rceil", rounding="stochastic")
-    both = MatmulSpec(lhs=drawn, rhs=drawn)
-    recipe = dataclasses.replace(
-        mx_jax.recipes.mxfp4(), name="stochastic", fwd=both, dlhs=both, drhs=both
-    )
+    recipe = mx_jax.recipes.mxfp4().with_(scale_rule="rceil", rounding="stochastic")
     rng, key = np.random.default_rng(0), jax.random.key(7)
     shapes = ((64, 128), (128, 64), (64, 64))
     arrays = [rng.uniform(-1.0, 1.0, shape).astype(np.float32) for shape in shapes]
@@ -231,8 +226,7 @@ def test_random_recipes_need_a_key(name):
 def test_prescale_is_taken_out_again():
     """3/4 is exact in the codes' scale: values that survive it come back as they were."""
     spec = operand("mxfp8_e4m3", prescale=0.75)
-    plain = mx_jax.recipes.high_precision()
-    recipe = dataclasses.replace(plain, name="prescaled", fwd=MatmulSpec(lhs=spec, rhs=spec))
+    recipe = mx_jax.recipes.high_precision().with_(fwd=MatmulSpec(lhs=spec, rhs=spec))
     x = jnp.full((4, 32), 2.0)
     np.testing.assert_allclose(mx_jax.matmul(x, x.T, recipe=recipe), x @ x.T, rtol=1e-6)
     with pytest.raises(ValueError, match="prescale must be positive, got 0"):
@@ -242,9 +236,8 @@ def test_prescale_is_taken_out_again():
 def test_clipped_values_get_no_gradient():
     """With masking, gradients of what GAUSSIAN clips are zero, and of the rest are not."""
     forward = operand("mxfp4", scale_rule="gaussian")
-    base = mx_jax.recipes.high_precision()
-    recipe = dataclasses.replace(
-        base, name="masked", fwd=MatmulSpec(lhs=forward, rhs=forward), mask_clipped=True
+    recipe = mx_jax.recipes.high_precision().with_(
+        fwd=MatmulSpec(lhs=forward, rhs=forward), mask_clipped=True
     )
     x, w = normal(16, 64), normal(64, 8, seed=1)
 

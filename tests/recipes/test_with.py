@@ -1,0 +1,270 @@
+"""`Recipe.with_`: each word changes the operands that it means, and nothing else."""
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from mx_jax import recipes
+from mx_jax.formats import MXFP4, MXFP4_2D
+from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, Residuals, operand
+
+pytestmark = pytest.mark.one_python(reason="frozen values: neither Python's version nor JAX's")
+
+HIGH = MatmulSpec(lhs=None, rhs=None)
+RANDOM = Hadamard(size=32, signs=None)
+CEIL = operand("mxfp4", scale_rule="ceil").scale_rule
+SIDES = [(product, side) for product in ("fwd", "dlhs", "drhs") for side in ("lhs", "rhs")]
+OF = {
+    "weights": [("fwd", "rhs"), ("dlhs", "rhs")],
+    "activations": [("fwd", "lhs"), ("drhs", "rhs")],
+    "gradients": [("dlhs", "lhs"), ("drhs", "lhs")],
+}
+
+
+def operands(recipe: Recipe) -> dict[tuple[str, str], Any]:
+    return {(product, side): getattr(getattr(recipe, product), side) for product, side in SIDES}
+
+
+def hand_built(recipe: Recipe, **changes: Any) -> Recipe:
+    """Operands by `product_side`, other fields by their names."""
+    for product in ("fwd", "dlhs", "drhs"):
+        sides = {
+            s: changes.pop(f"{product}_{s}") for s in ("lhs", "rhs") if f"{product}_{s}" in changes
+        }
+        changes[product] = dataclasses.replace(
+            changes.get(product, getattr(recipe, product)), **sides
+        )
+    return dataclasses.replace(recipe, **changes)
+
+
+@pytest.mark.parametrize("word", OF)
+@pytest.mark.parametrize("given", ["mxint8", None, {"rounding": "stochastic"}], ids=str)
+def test_a_tensor_is_the_same_in_both_of_its_products(word: str, given: Any):
+    before, after = recipes.mxfp4(), recipes.mxfp4().with_(**{word: given}, name="mxfp4")
+    new = {
+        "mxint8": operand("mxint8", scale_rule="floor"),
+        "None": None,
+        "{'rounding': 'stochastic'}": operand("mxfp4", scale_rule="even", rounding="stochastic"),
+    }[str(given)]
+    expected = {place: new if place in OF[word] else own for place, own in operands(before).items()}
+    assert operands(after) == expected
+    assert dataclasses.replace(after, fwd=before.fwd, dlhs=before.dlhs, drhs=before.drhs) == before
+
+
+@pytest.mark.parametrize("word", ["fwd", "dlhs", "drhs"])
+def test_a_product_alone(word: str):
+    base = recipes.mxfp4_stochastic()
+    assert base.with_(**{word: None}, name="x") == hand_built(base, name="x", **{word: HIGH})
+    whole = MatmulSpec(lhs=operand("mxint8"), rhs=None)
+    assert base.with_(**{word: whole}, name="x") == hand_built(base, name="x", **{word: whole})
+    turned = base.with_(**{word: {"transform": RANDOM, "fast_accumulation": True}}, name="x")
+    assert getattr(turned, word) == dataclasses.replace(
+        getattr(base, word), transform=RANDOM, fast_accumulation=True
+    )
+    one = base.with_(**{word: {"lhs": "mxint8"}}, name="x")
+    mxint8 = operand("mxint8", scale_rule="floor", rounding=getattr(base, word).lhs.rounding)
+    if word != "fwd":  # rounds stochastically, and so must not clip
+        mxint8 = operand("mxint8", scale_rule="rceil", rounding="stochastic")
+    assert one == hand_built(base, name="x", **{f"{word}_lhs": mxint8})
+
+
+def test_named_recipes_from_each_other():
+    mxfp8, mxfp4 = recipes.mxfp8(), recipes.mxfp4()
+    everything = dict.fromkeys(OF, "mxfp4")
+    assert mxfp8.with_(**everything, name="mxfp4") == mxfp4
+    assert mxfp8.with_(gradients="mxfp8_e5m2", name="mxfp8_hybrid") == recipes.mxfp8_hybrid()
+    assert recipes.mxfp6().with_(**dict.fromkeys(OF, "mxfp6_e2m3"), name="mxfp6_e2m3") == (
+        recipes.mxfp6_e2m3()
+    )
+    mixture = mxfp4.with_(
+        weights="mxfp4_2d",
+        scale_rule="even",
+        gradients={"scale_rule": "rceil", "rounding": "stochastic"},
+        drhs={"transform": RANDOM},
+        name="mxfp4_stochastic",
+    )
+    assert mixture == recipes.mxfp4_stochastic()
+    six = recipes.nvfp4_pretraining().with_(
+        weights={"scale_rule": "four_over_six"},
+        activations={"scale_rule": "four_over_six"},
+        name="nvfp4_four_over_six",
+    )
+    assert six == recipes.nvfp4_four_over_six()
+    assert mxfp8.with_(**dict.fromkeys(OF), name="high_precision") == recipes.high_precision()
+
+
+def test_a_format_brings_its_rule_and_keeps_rounding_and_prescale():
+    """A rule that never clips where the operand rounds stochastically; else the measured one."""
+    base = recipes.mxfp4_backward()
+    found = base.with_(weights="mxfp6_e2m3")
+    expected = operand("mxfp6_e2m3", scale_rule="rceil", rounding="stochastic", prescale=0.75)
+    assert found.dlhs.rhs == expected and found.dlhs.lhs == base.dlhs.lhs
+    assert found.fwd == HIGH and found.drhs == base.drhs
+    assert recipes.mxfp4_stochastic().with_(gradients="mxfp4") == recipes.mxfp4_stochastic()
+    plain = recipes.quartet().with_(activations=MXFP4)
+    assert plain.fwd.lhs == operand(MXFP4, scale_rule="even")
+    given = operand(MXFP4_2D, scale_rule="ceil")
+    assert recipes.mxfp4_stochastic().with_(weights=given).dlhs.rhs == given
+
+
+def test_a_product_in_high_precision_stays_so():
+    weights = recipes.weight_only("mxfp4")
+    found = weights.with_(activations="mxfp8_e4m3", name="W4A8")
+    e4m3 = operand("mxfp8_e4m3", scale_rule="rceil")
+    assert found == hand_built(weights, name="W4A8", fwd_lhs=e4m3)
+    opened = recipes.high_precision().with_(fwd={"rhs": "mxfp4"}, scale_rule="floor", name="x")
+    assert opened == hand_built(recipes.high_precision(), name="x", fwd_rhs=operand("mxfp4"))
+    none = recipes.nvfp4_pretraining().with_(activations=None, gradients=None)
+    assert none.drhs == HIGH and none.fwd.rhs == recipes.nvfp4_pretraining().fwd.rhs
+
+
+def test_the_nearer_word_counts():
+    """A product's before a tensor's before everything's."""
+    found = recipes.mxfp4().with_(
+        scale_rule="floor",
+        rounding="away",
+        transform=RANDOM,
+        gradients={"scale_rule": "rceil"},
+        dlhs={"lhs": {"scale_rule": "ceil"}, "transform": None},
+        drhs=MatmulSpec(lhs="mxint8", rhs=None),  # pyright: ignore[reportArgumentType]
+    )
+    away = operand("mxfp4", scale_rule="floor", rounding="away")
+    assert found.fwd == MatmulSpec(lhs=away, rhs=away, transform=RANDOM)
+    assert found.dlhs == MatmulSpec(lhs=dataclasses.replace(away, scale_rule=CEIL), rhs=away)
+    assert found.drhs == MatmulSpec(lhs=operand("mxint8"), rhs=None)
+    measured = found.with_(scale_rule=None)
+    assert measured.fwd.lhs == operand("mxfp4", scale_rule="even", rounding="away")
+
+
+def test_other_fields():
+    base = recipes.mxfp8()
+    assert base.with_(residuals="quantized", name="x") == dataclasses.replace(
+        base, name="x", residuals=Residuals.QUANTIZED
+    )
+    assert base.with_(gather="fsdp") == dataclasses.replace(base, gather="fsdp")
+    assert base.with_(gather="fsdp").with_(gather=None) == base
+    masked = recipes.quartet().with_(mask_clipped=False, residuals=Residuals.PRIMAL, name="x")
+    assert masked == dataclasses.replace(recipes.quartet(), name="x", mask_clipped=False)
+    assert base.with_() == base and base.with_(name="y").name == "y"
+
+
+def test_equal_however_it_was_said():
+    mxfp8, ceil = recipes.mxfp8(), operand("mxfp4", scale_rule="ceil")
+    assert mxfp8.with_(weights="MXFP4") == mxfp8.with_(weights=MXFP4)
+    one, other = {"scale_rule": "ceil", "format": "mxfp4"}, {"format": MXFP4, "scale_rule": CEIL}
+    assert mxfp8.with_(dlhs={"rhs": one}) == mxfp8.with_(dlhs={"rhs": other})
+    assert hash(mxfp8.with_(drhs=None, weights=ceil)) == hash(mxfp8.with_(weights=ceil, drhs=None))
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ({"weights": "MXFP4"}, "mxfp8, weights=mxfp4"),
+        ({"weights": MXFP4, "gather": "fsdp"}, "mxfp8, weights=mxfp4"),
+        (
+            {"drhs": None, "residuals": "quantized"},
+            "mxfp8, drhs=high precision, residuals=quantized",
+        ),
+        ({"gradients": operand("mxfp4")}, "mxfp8, gradients=mxfp4 (floor, nearest)"),
+        ({"activations": None}, "mxfp8, activations=high precision"),
+        ({"transform": RANDOM}, "mxfp8, transform=Hadamard 32, random signs"),
+        (
+            {"gradients": {"rounding": "stochastic", "scale_rule": "ceil"}},
+            "mxfp8, gradients=(scale_rule=ceil, rounding=stochastic)",
+        ),
+        ({"weights": "mxfp8_e4m3"}, "mxfp8"),
+        ({"gather": "fsdp", "scale_rule": "rceil"}, "mxfp8"),
+    ],
+)
+def test_the_name_says_what_was_changed(words: dict[str, Any], name: str):
+    assert recipes.mxfp8().with_(**words).name == name
+
+
+@pytest.mark.parametrize(
+    ("base", "words", "message"),
+    [
+        (
+            recipes.mxfp8(),
+            {"weights": "nvfp4"},
+            "with_: recipe 'mxfp8', fwd: MatmulSpec: blocks of both operands must have one size "
+            "along the contracting axis, got lhs=mxfp8_e4m3 with block=32 and rhs=nvfp4 with "
+            "block=16; give both operands the same, or None to keep one in high precision; fwd "
+            "multiplies activations and weights",
+        ),
+        (
+            recipes.high_precision(),
+            {"weights": "mxfp4"},
+            "with_: recipe 'high_precision': weights changes products that quantize, but fwd, dlhs "
+            "are in high precision or were given whole, got weights=mxfp4; start from a recipe "
+            "that quantizes them, as weight_only('mxfp4') or mxfp4(), or name the product's own "
+            "operands, as fwd={'lhs': None, 'rhs': 'mxfp4'}",
+        ),
+        (
+            recipes.weight_only("mxfp4"),
+            {"gradients": {"rounding": "stochastic"}},
+            "gradients changes products that quantize, but dlhs, drhs are in high precision",
+        ),
+        (
+            recipes.high_precision(),
+            {"rounding": "stochastic"},
+            "rounding changes products that quantize, but fwd, dlhs, drhs are in high precision",
+        ),
+        (
+            recipes.mxfp4(),
+            {"gradients": "mxfp8_e4m3", "dlhs": None, "drhs": HIGH},
+            "gradients changes products that quantize, but dlhs, drhs are in high precision or",
+        ),
+        (
+            recipes.weight_only("mxfp4"),
+            {"activations": {"rounding": "stochastic"}},
+            "with_: recipe 'weight_only(mxfp4)', fwd: activations are in high precision here, got "
+            "activations=(rounding=stochastic); name their format too, as activations={'format'",
+        ),
+        (recipes.mxfp8(), {"weights": "mxfp9"}, "unknown block format name='mxfp9'; known: mxfp8_"),
+        (
+            recipes.mxfp4(),
+            {"scale_rule": "amax"},
+            "with_: recipe 'mxfp4', fwd: scale rule 'amax' fills scales of kind element, but",
+        ),
+        (
+            recipes.mxfp4(),
+            {"weights": {"block": 16}},
+            "weights has no part 'block', got weights={'block': 16}; its parts: format, "
+            "scale_rule, rounding, prescale",
+        ),
+        (
+            recipes.mxfp4(),
+            {"drhs": {"hadamard": 16}},
+            "drhs has no part 'hadamard', got drhs={'hadamard': 16}; its parts: lhs, rhs, ",
+        ),
+        (
+            recipes.mxfp4(),
+            {"residuals": "codes"},
+            "with_: recipe 'mxfp4': residuals must be 'primal' or 'quantized', got "
+            "residuals='codes'",
+        ),
+    ],
+)
+def test_errors_teach(base: Recipe, words: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        base.with_(**words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"drhs": "mxfp4"}, "drhs must be a MatmulSpec, a dict of its parts (lhs, rhs, transform,"),
+        ({"weights": 4}, "fwd: a block format is given as a BlockFormat, a name or a dtype, got"),
+        (
+            {"transform": 16},
+            "transform must be a Hadamard or None, got transform=16; e.g. Hadamard(",
+        ),
+        ({"ends_high": 2}, "unexpected keyword argument 'ends_high'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_types(words: dict[str, Any], message: str):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        recipes.mxfp4().with_(**words)
