@@ -16,6 +16,8 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from mx_jax.nn.errors import named_in_errors
 from mx_jax.nn.metadata import layer_recipe, nnx_spec, recipe_of
+from mx_jax.nn.nnx_operations import DotGeneral as DotGeneral
+from mx_jax.nn.nnx_operations import EinsumOp as EinsumOp
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.ops.einsum import einsum
 from mx_jax.ops.recipe_names import as_recipe

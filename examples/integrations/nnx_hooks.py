@@ -1,0 +1,76 @@
+"""Flax nnx's own layers in four bits, by their own arguments: `python nnx_hooks.py`.
+
+`DotGeneral` and `EinsumOp` of mx_jax.nn.nnx keep a stream for stochastic rounding; recipes that
+draw nothing may as well be given as `recipe.dot_general`. Attention's `qkv_dot_general` and
+`qkv_dot_general_cls` reach its projections alone. nnx names nothing in the program by itself:
+`jax.named_scope` does, for the report.
+"""
+
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from shared import CLASSES, FEATURES, Report, cross_entropy, data, report, show, train
+
+from mx_jax.nn.nnx import DotGeneral, EinsumOp
+from mx_jax.recipes import mxfp8
+
+RECIPE = "mxfp4_stochastic"
+
+
+class Model(nnx.Module):
+    """An attention, two layers after it, and a head in float32."""
+
+    def __init__(self, rngs: nnx.Rngs, recipe: Any = RECIPE):
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=2,
+            in_features=FEATURES,
+            qkv_dot_general=DotGeneral(recipe, rngs=rngs),
+            out_dot_general_cls=lambda: mxfp8().dot_general,
+            decode=False,
+            rngs=rngs,
+        )
+        self.up = nnx.Einsum(
+            "btd,df->btf",
+            (FEATURES, 2 * FEATURES),
+            (2 * FEATURES,),
+            einsum_op=EinsumOp(recipe, rngs=rngs),
+            rngs=rngs,
+        )
+        self.down = nnx.Linear(
+            2 * FEATURES, FEATURES, dot_general=DotGeneral(recipe, rngs=rngs), rngs=rngs
+        )
+        self.head = nnx.Linear(FEATURES, CLASSES, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        with jax.named_scope("attention"):
+            x = x + self.attention(x)
+        with jax.named_scope("up"):
+            up = nnx.gelu(self.up(x))
+        with jax.named_scope("down"):
+            x = x + self.down(up)
+        with jax.named_scope("head"):
+            return self.head(x.mean(axis=1))
+
+
+def main(steps: int = 20) -> tuple[list[float], Report]:
+    x, labels = data()
+    model = Model(nnx.Rngs(0, quantize=1))
+    optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Model, optimizer: nnx.Optimizer) -> jax.Array:
+        loss, gradients = nnx.value_and_grad(lambda m: cross_entropy(m(x), labels))(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    compiled = step.lower(model, optimizer).compile()
+    losses = train(lambda state, _: (state, compiled(*state)), (model, optimizer), steps)
+    found = report(compiled.as_text())
+    show([found])
+    return losses, found
+
+
+if __name__ == "__main__":
+    main()

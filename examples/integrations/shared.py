@@ -1,0 +1,118 @@
+"""What the examples beside this file share: data, a loss, and a look into the compiled program."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TOKENS, FEATURES, CLASSES = 8, 64, 4
+
+
+def data(rows: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """Sequences `[rows, TOKENS, FEATURES]` around one of four centers, and which one."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, CLASSES, rows)
+    centers = rng.standard_normal((CLASSES, TOKENS, FEATURES))
+    noise = rng.standard_normal((rows, TOKENS, FEATURES))
+    return (centers[labels] + 2 * noise).astype(np.float32), labels
+
+
+def cross_entropy(logits: jax.Array, labels: Any) -> jax.Array:
+    """The mean in nats."""
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1))
+
+
+# The three products of a quantized layer, as mx_jax names them in a program.
+PRODUCTS = ("output", "grad_lhs", "grad_rhs")
+_OP = re.compile(r'op_name="([^"]*)"')
+_PRODUCT = re.compile(r"(.*?)(?:/jit\(\w+\))*/(output|grad_lhs|grad_rhs|grad_both)/(.*)")
+# What JAX's transformations and mx_jax's own modules add to a path.
+_WRAPPED = re.compile(r"(?:jit|jvp|vjp|vmap|transpose|checkpoint|rematted_computation)\(([^()]*)\)")
+_NOISE = re.compile(
+    r"while|body|closed_call|checkpoint|rematted_computation|DotGeneral_\d+|dot_general_cls|.*->.*"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Which layers of a compiled program hold quantized products.
+
+    Attributes:
+      quantized: by layer, those of `PRODUCTS` whose operands are cast in the program.
+      plain: layers whose products are XLA's own, without a cast.
+    """
+
+    quantized: dict[str, tuple[str, ...]]
+    plain: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rows = [(layer, ", ".join(products)) for layer, products in self.quantized.items()]
+        rows += [(layer, "(high precision)") for layer in self.plain]
+        width = max(len(layer) for layer, _ in [("layer", ""), *rows])
+        lines = [f"{layer.ljust(width)}  {what}" for layer, what in rows]
+        return "\n".join([f"{'layer'.ljust(width)}  quantized products", *lines])
+
+
+def report(program: str | None) -> Report:
+    """Reads optimized HLO: what was compiled, not what was meant.
+
+    Args:
+      program: `jax.jit(step).lower(...).compile().as_text()`.
+    """
+    quantized: dict[str, set[str]] = {}
+    plain: set[str] = set()
+    for line in (program or "").splitlines():
+        name = _OP.search(line)
+        if name is None:
+            continue
+        product = _PRODUCT.match(name[1])
+        if product is None:
+            if re.search(r"\b(dot|ragged-dot)\(", line):
+                plain.add(_layer(name[1].rpartition("/")[0]))
+        elif "quantize" in product[3]:
+            both = product[2] == "grad_both"
+            held = {"grad_lhs", "grad_rhs"} if both else {product[2]}
+            quantized.setdefault(_layer(product[1]), set()).update(held)
+    ordered = {
+        layer: tuple(name for name in PRODUCTS if name in quantized[layer])
+        for layer in sorted(quantized)
+    }
+    return Report(ordered, tuple(sorted(plain - quantized.keys())))
+
+
+def _layer(path: str) -> str:
+    """A layer's own path, without what is around it: `jit(step)/transpose(jvp(Model))/up`."""
+    parts = path.split("/")
+    # The function that was compiled.
+    parts = parts[1:] if parts[0].startswith("jit(") else parts
+    for index, part in enumerate(parts):
+        while (inner := _WRAPPED.fullmatch(part) or _WRAPPED.search(part)) is not None:
+            part = part.replace(inner[0], inner[1])
+        parts[index] = part
+    return "/".join(part for part in parts if part and not _NOISE.fullmatch(part)) or "."
+
+
+def train(step: Callable[[Any, int], tuple[Any, jax.Array]], state: Any, steps: int) -> list[float]:
+    """The loss before each step, printed now and then.
+
+    Args:
+      step: `(state, number) -> (state, loss)`.
+      state: what it starts from.
+      steps: how many.
+    """
+    losses = []
+    for number in range(steps):
+        state, loss = step(state, number)
+        losses.append(float(loss))
+        if number % 5 == 0 or number == steps - 1:
+            print(f"step {number:3}  loss {losses[-1]:.4f}")
+    return losses
+
+
+def show(lines: Iterable[Any]) -> None:
+    """Prints with an empty line in between."""
+    print("", *lines, sep="\n")
