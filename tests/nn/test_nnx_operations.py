@@ -73,7 +73,7 @@ def test_the_product_is_the_recipes_with_the_streams_key(kind: str):
 
 def test_a_shared_stream_gives_each_use_its_own_key():
     rngs = nnx.Rngs(0, quantize=1)
-    shared = DotGeneral(stochastic(), rngs=rngs)
+    shared: Any = DotGeneral(stochastic(), rngs=rngs)
     layer = nnx.Linear(32, 8, dot_general=shared, rngs=rngs)
     twin = nnx.Linear(32, 8, dot_general=shared, rngs=nnx.Rngs(0))
     model = nnx.Sequential(layer, twin)
@@ -90,7 +90,8 @@ def test_a_shared_stream_gives_each_use_its_own_key():
 
 def test_operations_made_one_after_the_other_differ():
     rngs = nnx.Rngs(0, quantize=1)
-    first, second = (DotGeneral(stochastic(), rngs=rngs).stream.key[...] for _ in range(2))
+    pair: Any = [DotGeneral(stochastic(), rngs=rngs) for _ in range(2)]
+    first, second = (operation.stream.key[...] for operation in pair)
     assert first != second
 
 
