@@ -1,0 +1,190 @@
+"""sensitivity: a planted layer is found, budgets are kept, and conversion reads the choice."""
+
+import io
+import itertools
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+import mx_jax
+from mx_jax import convert
+from mx_jax.commands.rules_file import read_rules
+from mx_jax.inspect import Budget, Sensitivity, sensitivity
+from mx_jax.inspect.budget import best_choice
+
+FORMATS = ("mxfp4", "mxfp6_e2m3", "mxint8")
+ANGLES = np.cos(np.arange(64 * 64, dtype=np.float32)).reshape(64, 64)
+PARAMS = {
+    "params": {
+        "norm": {"scale": np.ones((64,), np.float32)},
+        **{f"layer_{i}": {"kernel": ANGLES, "bias": np.zeros(64)} for i in range(3)},
+        "head": {"kernel": ANGLES},
+    }
+}
+
+
+def loss(params: Any, batch: Any) -> jax.Array:
+    """How far each layer's weights are from what they were; the head counts a hundred times."""
+    own = params["params"]
+    weights = {"layer_0": 1.0, "layer_1": 1.0, "layer_2": 1.0, "head": 100.0}
+    return sum(
+        (weight * batch * jnp.mean((own[name]["kernel"] - PARAMS["params"][name]["kernel"]) ** 2))
+        for name, weight in weights.items()
+    ) + jnp.float32(1)
+
+
+BATCHES = [np.float32(0.8), np.float32(1.2)]
+
+
+def found_by(budget: Budget, **options: Any) -> Sensitivity:
+    return sensitivity(loss, PARAMS, BATCHES, FORMATS, budget=budget, **options)
+
+
+def test_a_planted_layer():
+    """Five bits on average: the head gets more than the others, which get four."""
+    found = found_by(Budget(bits=5.25))
+    others = [f"params/layer_{i}/kernel" for i in range(3)]
+    assert [found.chosen[name] for name in others] == ["mxfp4"] * 3
+    assert found.chosen["params/head/kernel"] == "mxint8"
+    assert 8 * found.bytes / (4 * 64 * 64) <= 5.25
+    assert found.loss == 1 and found.increase == pytest.approx(found.sum_of_increases, rel=1e-3)
+    # The first line of the table is the layer that minds most.
+    assert str(found).splitlines()[1].startswith("params/head/kernel")
+
+
+def test_increases_are_those_of_single_layers():
+    found = found_by(Budget(bits=8))
+    row = next(r for r in found.rows if r.layer == "params/head/kernel" and r.name == "mxfp4")
+    kernel = PARAMS["params"]["head"]["kernel"]
+    error = np.asarray(mx_jax.cast(kernel, "mxfp4", axis=0, scale_rule="even")) - kernel
+    assert row.increase == pytest.approx(100 * float(np.mean(error**2)), rel=1e-3)
+    # Batches count 0.8 and 1.2: a mean of 1, a standard error of 0.2.
+    assert row.deviation == pytest.approx(0.2 * row.increase, rel=1e-3)
+    assert row.bytes == 64 * 64 * 4.25 / 8
+
+
+def test_a_budget_of_bytes_and_of_loss():
+    all_rows = found_by(Budget(bytes=1e9))
+    # Nothing is as good as what is there, but nothing pays for what changes no loss.
+    assert set(all_rows.chosen.values()) == {None}
+    tight = found_by(Budget(loss=5e-3))
+    assert 0 < tight.increase <= 5e-3
+    loose = found_by(Budget(loss=1.0))
+    assert loose.bytes < tight.bytes and loose.increase <= 1.0
+
+
+def test_increases_that_do_not_add_up():
+    """Together they are more than their sum: the choice is made again until the loss fits."""
+
+    def steep(params: Any, batch: Any) -> jax.Array:
+        return (loss(params, batch) - 1) ** 2
+
+    single = sensitivity(steep, PARAMS, [1.0], ["mxfp4"], budget=Budget(bits=32.0))
+    others = [r.increase for r in single.rows if r.format and "head" not in r.layer]
+    # Two of the three equal layers alone would fit, but both together make four times as much.
+    allowed = 2.5 * others[0]
+    found = sensitivity(steep, PARAMS, [1.0], ["mxfp4"], budget=Budget(loss=allowed))
+    assert found.increase <= allowed
+    assert list(found.chosen.values()).count("mxfp4") == 1
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(64, name="head")(nn.relu(nn.Dense(64, name="up")(x)))
+
+
+def test_conversion_reads_the_choice(tmp_path: Path):
+    """By rules, and by a file: the loss of converted weights is the one that was promised."""
+    model, x = Model(), jax.random.normal(jax.random.key(0), (8, 64))
+    params = model.init(jax.random.key(1), x)
+
+    def squares(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.asarray(model.apply(params, x)) - exact) ** 2)
+
+    exact = model.apply(params, x)
+    found = sensitivity(squares, params, [x], ["mxfp4", "mxfp8_e4m3"], budget=Budget(bits=6.4))
+    assert len(set(found.chosen.values())) == 2
+    rules = found.rules(convert.Rule)
+    stored = convert.weights(params, rules, pack=False)
+    for name, own in found.chosen.items():
+        layer = name.split("/")[1]
+        assert stored["params"][layer]["kernel"].format.name == own
+    converted = convert.linen(model, rules)
+    promised = found.loss + found.increase
+    error = jnp.asarray(converted.apply(stored, x)) - jnp.asarray(exact)
+    assert float(jnp.mean(error**2)) == pytest.approx(promised, rel=1e-5)
+    found.write(tmp_path / "rules.toml")
+    of_file = [own.rule for own in read_rules(tmp_path / "rules.toml")]
+    assert of_file == rules
+
+
+def test_scanned_layers_together_and_nnx():
+    state = nnx.state(nnx.Linear(64, 32, use_bias=False, rngs=nnx.Rngs(0)))
+    by_nnx = sensitivity(
+        lambda state, batch: jnp.sum(state["kernel"][...] ** 2) * batch,
+        state,
+        [1.0],
+        ["mxfp4"],
+        budget=Budget(bits=5),
+        layers="kernel",
+    )
+    assert by_nnx.chosen == {"kernel": "mxfp4"} and by_nnx.increase != 0
+    stacked = {"blocks": {"up": {"kernel": np.ones((3, 64, 32), np.float32)}}}
+
+    def total(params: Any, batch: Any) -> jax.Array:
+        return params["blocks"]["up"]["kernel"].sum() * batch
+
+    budget = Budget(bits=5)
+    found = sensitivity(total, stacked, [1.0], ["mxfp4"], budget=budget, scanned="blocks/.*")
+    assert found.choices[0].shape == (3, 64, 32)
+    with pytest.raises(ValueError, match=r"'blocks/up/kernel' must have 2 axes.*\(3, 64, 32\)"):
+        sensitivity(total, stacked, [1.0], ["mxfp4"], budget=budget)
+
+
+def test_printed():
+    found = found_by(Budget(bits=5.25))
+    assert str(found).splitlines()[0].split() == ["layer", "shape", *FORMATS, "chosen"]
+    assert "budget: 5.25 bits a parameter" in found.summary
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(found)
+    assert "params/layer_2/kernel" in console.export_text()
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"exactly one of bytes, bits and loss.* got none"):
+        Budget()
+    with pytest.raises(ValueError, match="got bytes=3, loss=1; e"):
+        Budget(bytes=3, loss=1)
+    with pytest.raises(ValueError, match="a positive number, got bits=-1"):
+        Budget(bits=-1)
+    with pytest.raises(ValueError, match=r"layers='none' matches none of the parameters 'params/h"):
+        found_by(Budget(bits=5), layers="none")
+    with pytest.raises(ValueError, match="needs at least one batch, got none"):
+        sensitivity(loss, PARAMS, [], FORMATS, budget=Budget(bits=5))
+    with pytest.raises(ValueError, match=r"smallest formats take 8,704 bytes \(4.25 bits"):
+        found_by(Budget(bits=4))
+
+
+@pytest.mark.one_python(reason="a linear program of SciPy's, without JAX")
+def test_the_choice_is_the_best():
+    """Against every choice that there is."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        costs, sizes = rng.random((2, 5, 3)) * [[[1e-3]], [[1e6]]]
+        limit = float(rng.uniform(sizes.min(1).sum(), sizes.max(1).sum()))
+        every = [
+            (sum(c[i] for c, i in zip(costs, own, strict=True)), own)
+            for own in itertools.product(range(3), repeat=5)
+            if sum(s[i] for s, i in zip(sizes, own, strict=True)) <= limit
+        ]
+        assert tuple(best_choice(costs.tolist(), sizes.tolist(), limit) or ()) == min(every)[1]
+    assert best_choice([[1.0]], [[2.0]], 1.0) is None
+    assert best_choice([[0.0, 0.0]], [[2.0, 1.0]], 5.0) == [1]
