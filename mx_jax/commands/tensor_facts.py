@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from mx_jax.checkpoint.exact import effective_scales
 from mx_jax.checkpoint.plausible import Plausibility, plausibility
 from mx_jax.checkpoint.weights import Stored
 from mx_jax.commands.output import size
-from mx_jax.formats import ScaleFormat
 from mx_jax.inspect import sqnr_db
 from mx_jax.mxarray import MXArray
 
@@ -111,21 +111,13 @@ def values_of(value: Any) -> np.ndarray:
 
 def _exponents(x: MXArray) -> tuple[dict[int, int], int]:
     """Blocks by the exponent of what their codes are multiplied by, and those without one."""
-    stored = np.asarray(x.scales)
-    scales = stored if x.format.scale.is_float32 else _table(x.format.scale)[stored]
-    scales = np.abs(scales.astype(np.float64))
-    if x.tensor_scale is not None:
-        scales = scales * np.asarray(x.tensor_scale, np.float64)
+    with np.errstate(divide="ignore"):
+        scales = np.abs(effective_scales(x))
     known = scales[np.isfinite(scales) & (scales > 0)]
     # frexp's fraction is in [0.5, 1).
     exponents, counts = np.unique(np.frexp(known)[1] - 1, return_counts=True)
     found = {int(e): int(n) for e, n in zip(exponents, counts, strict=True)}
     return found, int((scales == 0).sum())
-
-
-def _table(format: ScaleFormat) -> np.ndarray:
-    """Values of all codes."""
-    return np.array([format.value(code) for code in range(1 << format.bits)], np.float64)
 
 
 def _finite(value: Any) -> Any:

@@ -304,6 +304,17 @@ class Tags(html.parser.HTMLParser):
         self.fetched += [value for key, value in attrs if key in ("src", "href")]
 
 
+def test_inspect_tells_what_a_divisor_multiplies_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """float8's stored scales divide: 448 / 7 = 64 is a factor of 2^-6."""
+    path = tmp_path / "a.safetensors"
+    rows = np.array([[7.0] * 8, [0.875] * 8], np.float32)
+    checkpoint.save(path, {"up": mx_jax.quantize(rows, "float8_rowwise_e4m3", axis=1)})
+    text, _ = run(capsys, "inspect", path, "--json")
+    assert json.loads(text)["tensors"][0]["scales"] == {"-6": 1, "-9": 1}
+
+
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     exact = np.zeros((2, 64), np.float32)
     exact[0, :3], exact[1, 32], exact[1, 40] = (1, 4, 6.5), 0.3, np.nan
