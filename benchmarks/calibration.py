@@ -23,7 +23,7 @@ from mx_jax import calibrate, checkpoint, recipes
 from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.load import find_model
 from mx_jax.generate.model import Llama
-from mx_jax.generate.tokenizer import Tokenizer
+from mx_jax.generate.tokenizer_gguf import tokenizer_of_gguf
 from mx_jax.generate.weights import config_from_gguf, params_from_gguf
 
 FORMATS = ("mxfp4", "nvfp4")
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     facts = environment.describe()
     file = checkpoint.read(find_model(options.model))
-    config, tokenizer = config_from_gguf(file.metadata, file), Tokenizer(file.metadata)
+    config, tokenizer = config_from_gguf(file.metadata, file), tokenizer_of_gguf(file.metadata)
     texts = (
         cut(tokenizer.encode(manual()), options.calibration, options.length),
         cut(tokenizer.encode(held_text()), options.sequences, options.length),

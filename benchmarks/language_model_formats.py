@@ -17,7 +17,7 @@ from mx_jax.checkpoint.foreign import read
 from mx_jax.generate.decode import empty_caches
 from mx_jax.generate.load import find_model, format_named
 from mx_jax.generate.model import Llama
-from mx_jax.generate.tokenizer import Tokenizer
+from mx_jax.generate.tokenizer_gguf import tokenizer_of_gguf
 from mx_jax.generate.weights import config_from_gguf, params_from_gguf, quantize_params
 from mx_jax.packed import Quantized
 from mx_jax.recipes import high_precision, weight_only
@@ -77,7 +77,7 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
     config = config_from_gguf(file.metadata, file)
     params = params_from_gguf(file, config)
     model = Llama(config, high_precision())
-    ids = Tokenizer(file.metadata).encode(held_text())
+    ids = tokenizer_of_gguf(file.metadata).encode(held_text())
     length = options.length
     sequences = cut(ids, options.sequences, length)
     step("float32")

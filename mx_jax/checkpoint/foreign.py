@@ -66,7 +66,8 @@ def read(
 
 def _read_safetensors(path: Path, layout: str | None, rotated: bool, where: str) -> Weights:
     readers = readers_of(path, where)
-    if path.is_file() and (own := own_weights(path)) is not None:
+    alone = {path} if path.is_file() else {reader.path for reader in readers.values()}
+    if len(alone) == 1 and (own := own_weights(alone.pop())) is not None:
         return own
     metadata = {key: value for reader in readers.values() for key, value in reader.metadata.items()}
     if layout in (None, TORCHAO) and is_torchao(readers):

@@ -1,7 +1,9 @@
 """Checkpoints gone through tensor by tensor: what is read, changed and written is one at a time."""
 
 import argparse
+import json
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,13 @@ def add_input(parser: argparse.ArgumentParser, *names: str) -> None:
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Arguments of a command that writes one."""
-    parser.add_argument("out", metavar="OUT", type=Path, help="the safetensors file to write")
+    parser.add_argument(
+        "out",
+        metavar="OUT",
+        type=Path,
+        help="the safetensors file to write; a name without .safetensors is a folder, to which a "
+        "folder's config.json, tokenizer and the like come too",
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
     parser.set_defaults(max_shard_size=None, resume=False)
 
@@ -90,10 +98,18 @@ def check_output(options: argparse.Namespace) -> None:
         if out.exists() and not (options.force or options.resume):
             raise ValueError(f"{out} is there already; go on with --resume, or --force")
         return
-    if out.is_dir() or not out.parent.is_dir():
-        raise ValueError(f"{out} must be a file in a folder that is there")
-    if out.exists() and not options.force:
-        raise ValueError(f"{out} is there already; replace it with --force")
+    file, source = file_of(out), vars(options)["in"]
+    if file.is_dir() or not out.parent.is_dir() or (file != out and out.is_file()):
+        raise ValueError(f"{out} must be a file or a folder in a folder that is there")
+    if out.is_dir() and source.is_dir() and out.samefile(source):
+        raise ValueError(f"{out} is what is read; write to another folder")
+    if file.exists() and not options.force:
+        raise ValueError(f"{file} is there already; replace it with --force")
+
+
+def file_of(out: Path) -> Path:
+    """The file to write: OUT itself, or model.safetensors in the folder that it names."""
+    return out / "model.safetensors" if out.is_dir() or not out.suffix else out
 
 
 def write_out(
@@ -110,10 +126,13 @@ def write_out(
       tensors: by name, what `as_it_is` and `deferred` give.
       layout: `"mx_jax"`, a layout of others, or None for arrays that any reader reads.
     """
-    path, paths = options.out, weights.metadata.get("paths")
+    out, paths = options.out, weights.metadata.get("paths")
     largest = None if options.max_shard_size is None else _nbytes(options.max_shard_size)
     if largest is not None and layout in (None, OWN):
         raise ValueError("--max-shard-size goes with a layout of others: --to LAYOUT")
+    path = file_of(out) if largest is None else out
+    if path.parent == out:
+        out.mkdir(exist_ok=True)
     if layout == OWN or (layout is None and paths is not None):
         tree: dict[Any, Any] = {}
         for name, tensor in tensors.items():
@@ -133,6 +152,28 @@ def write_out(
         total = sum(entry.nbytes for entry in entries.values())
         with progress_bar("write", total, watched()) as step:
             write_file(path, entries, {"format": "pt"}, step)
+    if out.is_dir() and weights.path.is_dir():
+        bring_along(weights.path, out)
+
+
+# What a model's folder holds beside its tensors.
+_BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
+# What speaks of tensors as they were: indices of files, and how weights were quantized.
+_OF_TENSORS = ("*.index.json", "hf_quant_config.json")
+_QUANTIZED = ("quantization_config", "compression_config")
+
+
+def bring_along(source: Path, out: Path) -> None:
+    """Copy what a model's folder holds beside tensors; config.json without how they were stored."""
+    for path in sorted({path for pattern in _BESIDE for path in source.glob(pattern)}):
+        if any(path.match(pattern) for pattern in _OF_TENSORS) or not path.is_file():
+            continue
+        if path.name == "config.json":
+            config = json.loads(path.read_bytes())
+            kept = {key: value for key, value in config.items() if key not in _QUANTIZED}
+            (out / path.name).write_text(json.dumps(kept, indent=2) + "\n")
+        elif not (out / path.name).exists() or not path.samefile(out / path.name):
+            shutil.copyfile(path, out / path.name)
 
 
 def _nbytes(text: str) -> int:

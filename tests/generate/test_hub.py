@@ -1,0 +1,156 @@
+"""Models in a folder as the hub has them: quantized by a command, and run as they are stored."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from mx_jax import checkpoint, only_backend, recipes
+from mx_jax.cli import main
+from mx_jax.generate.hub import config_from_json
+from mx_jax.generate.load import open_model
+from mx_jax.generate.model import Llama
+from mx_jax.generate.names import GGUF, HUB
+from mx_jax.generate.weights import params_from_gguf, params_of, quantize_params
+from mx_jax.mxarray import MXArray
+from tests.generate import tiny
+from tests.quick import quick
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100.0,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "float32",
+    "quantization_config": None,
+}
+HIGH = recipes.high_precision()
+
+
+def hub_tensors() -> dict[str, np.ndarray]:
+    """The tiny model's weights by the hub's names, pairs of turned features half a head apart."""
+    theirs, found = tiny.tensors(), {}
+    for field, name in vars(GGUF).items():
+        for index in range(tiny.CONFIG.layers):
+            key = str(name).format(index)
+            if key not in theirs:
+                continue
+            weights = theirs[key]
+            if field in ("query", "key"):
+                pairs = weights.reshape(-1, tiny.CONFIG.head_width // 2, 2, tiny.CONFIG.width)
+                weights = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weights.shape))
+            found[getattr(HUB, field).format(index)] = weights
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    safetensors.numpy.save_file(hub_tensors(), path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "tokenizer.json").write_text("{}")
+    (path / "model.safetensors.index.json.txt").write_text("kept")
+    return path
+
+
+def logits(source, recipe, *, stored: bool = False):
+    with only_backend("reference"):
+        params = params_of(source.weights, source.config, source.names, stored=stored)
+        params = quantize_params(params, recipe)
+        apply = quick(Llama(source.config, recipe).apply)
+        return params, apply({"params": params}, tiny.TOKENS)[0]
+
+
+def test_a_folder_is_the_model_of_its_gguf_file(folder: Path):
+    source = open_model(folder)
+    assert source.config == tiny.CONFIG
+    params = params_of(source.weights, source.config, source.names)
+    expected = params_from_gguf(tiny.tensors(), tiny.CONFIG)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "whole"),
+    [
+        (("--format", "mxfp4", "--keep", ""), True),
+        # Seven products a layer instead of four to trace, with two scales each.
+        pytest.param(("--format", "nvfp4"), False, marks=pytest.mark.slow),
+        (("--format", "mxfp8_e4m3", "--to", "compressed-tensors"), True),
+    ],
+    ids=["own", "tensor scales", "others"],
+)
+def test_quantized_by_the_command_and_run_as_stored(
+    folder: Path, tmp_path: Path, options: tuple[str, ...], whole: bool
+):
+    out = tmp_path / "small"
+    assert main(["quantize", str(folder), str(out), *options]) == 0
+    beside = {path.name for path in out.iterdir()}
+    assert beside == {path.name for path in folder.iterdir()}
+    config = json.loads((out / "config.json").read_text())
+    assert config == {key: value for key, value in CONFIG.items() if value is not None}
+    source = open_model(out)
+    params, found = logits(source, HIGH, stored=True)
+    kernels = params["layers_1"]
+    assert ("qkv" in kernels and "gate_up" in kernels) is whole
+    assert ("query" in kernels and "up" in kernels) is not whole
+    assert isinstance(kernels["down"]["kernel"], MXArray)
+    assert isinstance(params["embedding"], MXArray) is ("--keep" in options)
+    # The same values in high precision.
+    _, expected = logits(source, HIGH)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    _, exact = logits(open_model(folder), HIGH)
+    assert np.abs(found - exact).max() > 0.01
+
+
+def test_a_folder_is_not_written_over_unasked(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["quantize", str(folder), str(tmp_path / "out"), "--format", "mxfp4"]
+    assert main(words) == 0
+    capsys.readouterr()
+    assert main(words) == 2
+    assert "model.safetensors is there already; replace it with --force" in capsys.readouterr().err
+    assert main([*words, "--force"]) == 0
+    capsys.readouterr()
+    assert main(["quantize", str(folder), str(folder), "--format", "mxfp4", "--force"]) == 2
+    assert "is what is read; write to another folder" in capsys.readouterr().err
+    assert checkpoint.read(folder).quantized == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "families llama, mistral, smollm, got model_type='gpt2'"),
+        ({"hidden_size": None}, "config.json lacks the field hidden_size"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "needs rope_type='default' .*got 'llama3'"),
+        ({"attention_bias": True}, "needs attention_bias=False in config.json, got True"),
+        ({"sliding_window": 1024}, "needs sliding_window=None in config.json, got 1024"),
+    ],
+    ids=["family", "missing", "rope", "bias", "window"],
+)
+def test_models_that_are_not_read(change, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_json(CONFIG | change, ())
+
+
+def test_fields_by_other_names_and_defaults():
+    newer = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "head_dim": None}
+    found = config_from_json(CONFIG | newer | {"num_key_value_heads": None}, {"lm_head.weight"})
+    assert (found.rope_theta, found.head_width, found.kv_heads) == (500.0, 16, 4)
+    assert not found.tied
+
+
+def test_a_file_without_a_config(tmp_path: Path):
+    safetensors.numpy.save_file({"a": np.zeros(2, np.float32)}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"no config.json in .*; `python -m mx_jax quantize"):
+        open_model(tmp_path / "a.safetensors")
