@@ -8,9 +8,9 @@ import dataclasses
 from mx_jax.checkpoint.layout import Layout
 from mx_jax.formats import (
     E4M3,
-    E8M0,
     F32,
     FLOAT8_BLOCKWISE_2D_E4M3,
+    FLOAT8_BLOCKWISE_2D_E8M0,
     MXFP4,
     MXFP6_E2M3,
     MXFP8_E4M3,
@@ -46,7 +46,6 @@ def _fp_quant(format: BlockFormat, name: str) -> Layout:
 
 # MXFP4 under a scale of the whole tensor, which no format has: both are one float32 number.
 _FP4_FLOAT32 = dataclasses.replace(MXFP4, name="mxfp4_float32_scale", scale=F32)
-_FP8_BLOCKS = dataclasses.replace(FLOAT8_BLOCKWISE_2D_E4M3, name="float8_e8m0_128x128", scale=E8M0)
 _FP8_ROWS = BlockFormat(name="float8_channelwise_e4m3", element=E4M3, scale=F32, block=(1, WHOLE))
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -153,7 +152,7 @@ LAYOUTS: tuple[Layout, ...] = (
     ),
     Layout(
         name="deepseek-v3.1",
-        format=_FP8_BLOCKS,
+        format=FLOAT8_BLOCKWISE_2D_E8M0,
         codes=".weight",
         scales=".weight_scale_inv",
         codes_dtype="F8_E4M3",
@@ -162,7 +161,7 @@ LAYOUTS: tuple[Layout, ...] = (
     ),
     Layout(
         name="deepseek-v4",
-        format=_FP8_BLOCKS,
+        format=FLOAT8_BLOCKWISE_2D_E8M0,
         codes=".weight",
         scales=".scale",
         codes_dtype="F8_E4M3",

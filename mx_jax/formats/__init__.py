@@ -2,7 +2,9 @@
 
 from mx_jax.formats.block import BLOCK_FORMATS as BLOCK_FORMATS
 from mx_jax.formats.block import FLOAT8_BLOCKWISE_2D_E4M3 as FLOAT8_BLOCKWISE_2D_E4M3
+from mx_jax.formats.block import FLOAT8_BLOCKWISE_2D_E8M0 as FLOAT8_BLOCKWISE_2D_E8M0
 from mx_jax.formats.block import FLOAT8_BLOCKWISE_E4M3 as FLOAT8_BLOCKWISE_E4M3
+from mx_jax.formats.block import FLOAT8_BLOCKWISE_E8M0 as FLOAT8_BLOCKWISE_E8M0
 from mx_jax.formats.block import FLOAT8_ROWWISE_E4M3 as FLOAT8_ROWWISE_E4M3
 from mx_jax.formats.block import FLOAT8_ROWWISE_E5M2 as FLOAT8_ROWWISE_E5M2
 from mx_jax.formats.block import FLOAT8_TENSORWISE_E4M3 as FLOAT8_TENSORWISE_E4M3

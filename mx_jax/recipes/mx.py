@@ -18,7 +18,7 @@ from mx_jax.formats import (
 )
 from mx_jax.recipes.base import Recipe
 from mx_jax.recipes.measured import measured_operand
-from mx_jax.reference.scale_rules import ScaleRule
+from mx_jax.reference.scale_rules import RCEIL, ScaleRule
 from mx_jax.specs import MatmulSpec, OperandSpec, Residuals, operand
 
 
@@ -52,7 +52,11 @@ def mxfp8_hybrid() -> Recipe:
 
 
 def mxfp6() -> Recipe:
-    """MXFP6 training: E3M2 everywhere, EVEN scales. Source: Rouhani et al., arXiv 2310.10537."""
+    """MXFP6 training: E3M2 everywhere, EVEN scales.
+
+    Source: Rouhani et al., arXiv 2310.10537, whose scales are FLOOR's and whose ties round away
+    from zero: `mxfp6().with_(scale_rule="floor", rounding="away")`. EVEN clips less.
+    """
     return _uniform("mxfp6", MXFP6_E3M2)
 
 
@@ -108,19 +112,26 @@ def weight_only(format: Any, scale_rule: ScaleRule | str | None = None) -> Recip
     )
 
 
-def qat(format: Any) -> Recipe:
+def qat(format: Any, scale_rule: ScaleRule | str | None = None) -> Recipe:
     """Quantization-aware training: quantized forward, high-precision backward.
 
     The backward products multiply by the very values that the forward product used, dequantized:
-    the exact gradient of the quantized function, with each rounding taken as the identity.
+    the exact gradient of the quantized function, with each rounding taken as the identity. Quantize
+    the trained weights by the same rule, e.g. `weight_only(format, scale_rule)`.
 
     Args:
       format: block format of both operands, as an object, name or dtype.
+      scale_rule: rule or name; None: torchao's default, RCEIL where scales are powers of two.
 
     Raises:
-      ValueError: unknown name, or a dtype that is ambiguous.
+      ValueError: unknown names, a dtype that is ambiguous, or a rule that does not fit the format.
+
+    Source: torchao's `MXFakeQuantizedLinear` and `NVFP4FakeQuantizedLinear`.
     """
-    spec = measured_operand(block_format(format))
+    format = block_format(format)
+    if scale_rule is None and format.scale.kind in RCEIL.kinds:
+        scale_rule = RCEIL
+    spec = operand(format, scale_rule=scale_rule)
     high = MatmulSpec(lhs=None, rhs=None)
     return Recipe(
         name=f"qat({spec.format.name})",
