@@ -82,8 +82,10 @@ def recipe_for(weights: str | None, activations: str | None = None) -> Recipe:
         recipe = weight_only(format_named(weights))
     if activations is None:
         return recipe
-    name = f"{activations} x {weights or 'stored'}"
-    return recipe.with_(activations=format_named(activations), name=name)
+    form = format_named(activations)
+    if weights is None:
+        return recipe.with_(fwd={"lhs": form, "rhs": None}, name=f"{activations} x stored")
+    return recipe.with_(activations=form, name=f"{activations} x {weights}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import safetensors.numpy
 from mx_jax import checkpoint, only_backend, recipes
 from mx_jax.cli import main
 from mx_jax.generate.hub import config_from_json
-from mx_jax.generate.load import open_model
+from mx_jax.generate.load import open_model, recipe_for
 from mx_jax.generate.model import Llama
 from mx_jax.generate.names import GGUF, HUB
 from mx_jax.generate.weights import params_from_gguf, params_of, quantize_params
@@ -110,6 +110,12 @@ def test_quantized_by_the_command_and_run_as_stored(
     np.testing.assert_allclose(found, expected, atol=2e-5)
     _, exact = logits(open_model(folder), HIGH)
     assert np.abs(found - exact).max() > 0.01
+
+
+def test_activations_beside_what_is_stored():
+    fwd = recipe_for(None, "mxint8").fwd
+    assert fwd == recipes.MatmulSpec(lhs="mxint8", rhs=None)
+    assert recipe_for("mxfp4", "mxint8").fwd.rhs is not None
 
 
 def test_a_folder_is_not_written_over_unasked(
