@@ -1,0 +1,221 @@
+"""Qwix's QArray, both ways: the same numbers, or an error.
+
+A QArray is elements in a dtype of their own and float scales, one for each tile:
+`value = qvalue * scale`. Source: Qwix 0.1.8, `core/qarray.py`.
+"""
+
+import importlib
+from typing import Any, NoReturn
+
+import jax.numpy as jnp
+import numpy as np
+
+from mx_jax.checkpoint.exact import effective_scales
+from mx_jax.codecs.blocks import Blocks, block_extent
+from mx_jax.formats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    F32,
+    INT8,
+    MXFP4,
+    MXFP8_E4M3,
+    NVFP4_ONE_LEVEL,
+    WHOLE,
+    BlockFormat,
+    BlockSize,
+    ElementFormat,
+    block_format,
+)
+from mx_jax.formats.block import known_block
+from mx_jax.mxarray import MXArray
+
+# What Qwix calls formats of blocks by their name. All others it calls by the dtype of the elements.
+_NAMED = {"mxfp8": MXFP8_E4M3, "mxfp4": MXFP4, "nvfp4": NVFP4_ONE_LEVEL}
+_ELEMENTS = {element.dtype: element for element in (E4M3, E5M2, E2M1, INT8)}
+_DTYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
+
+
+def from_qarray(array: Any, *, format: BlockFormat | str | None = None) -> MXArray:
+    """A `qwix.QArray` as an MXArray of the same values.
+
+    Args:
+      array: a QArray with concrete arrays.
+      format: what the MXArray is to be; default: Qwix's own name for it (`"mxfp8"`, `"mxfp4"`,
+        `"nvfp4"`), else the elements with float32 scales, blocks as the tiles are. `"mxfp8_e4m3"`
+        asks for E8M0 scales where Qwix says no more than `float8_e4m3fn`.
+
+    Returns:
+      An MXArray of array's shape, with the dtype of its scales.
+
+    Raises:
+      ValueError: a zero point, elements, tiles or scales that the format does not have.
+
+    Example:
+      >>> import types
+      >>> import jax.numpy as jnp, mx_jax
+      >>> q = jnp.ones((64, 2), jnp.float8_e4m3fn)  # or array = qwix.quantize(...)
+      >>> scale = jnp.full((2, 2), 0.5)
+      >>> array = types.SimpleNamespace(qvalue=q, scale=scale, zero_point=None, qtype="mxfp8")
+      >>> mx_jax.checkpoint.from_qarray(array).format.name
+      'mxfp8_e4m3'
+    """
+    element = _element_of(array)
+    shape, scale = tuple(array.qvalue.shape), np.asarray(array.scale)
+    if scale.dtype not in _DTYPES or scale.ndim != len(shape):
+        _refuse(f"scales must be floats of qvalue's rank, got {scale.dtype}{list(scale.shape)}")
+    values = scale.astype(np.float64)
+    odd = ~np.isfinite(values) | (values < 0)
+    if odd.any():
+        _refuse(f"scales must be finite and not negative, got scale={values[odd][:4]}")
+    if element is INT8:
+        # MX's INT8 has six bits behind its point, Qwix's none.
+        values = values * 64
+    tiles = _tiles(shape, scale.shape)
+    if format is None and isinstance(array.qtype, str):
+        format = _NAMED.get(array.qtype)
+    made = _with_float32(element, tiles) if format is None else block_format(format)
+    if made.element != element or made.tensor_scale:
+        _refuse(f"format={made.name} has other elements, or a tensor scale; got {element.name}")
+    blocks = _blocks(tiles, made)
+    for axis in tiles.keys() - dict(blocks).keys():
+        # One scale for all of an axis is one for each position of it.
+        values = np.repeat(values, shape[axis], axis)
+    codes = np.asarray(array.qvalue).view(np.uint8) & ((1 << element.bits) - 1)
+    return MXArray(
+        codes=jnp.asarray(codes),
+        scales=jnp.asarray(_stored(values, made)),
+        format=made,
+        blocks=blocks,
+        dtype=scale.dtype,
+    )
+
+
+def to_qarray(x: MXArray, *, dtype: Any = None) -> Any:
+    """An MXArray as a `qwix.QArray` of the same values.
+
+    Args:
+      x: an MXArray with concrete arrays, elements of 8 or 4 bits, blocks that divide its axes.
+      dtype: of the scales, and so of what Qwix computes; default: x's.
+
+    Returns:
+      A QArray; its `qtype` is Qwix's name where it has one for the format.
+
+    Raises:
+      ValueError: elements, blocks or scales that a QArray does not have.
+      ImportError: Qwix is not installed.
+    """
+    made: Any = _qarray_class()
+    if not isinstance(x, MXArray):
+        raise TypeError(f"to_qarray: needs an MXArray, got {type(x).__name__}")
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    element = x.format.element
+    if element.dtype_name is None or element.bits not in (4, 8):
+        _refuse(f"Qwix has no elements of {element.name}, got format={x.format.name}", "to_qarray")
+    for axis, size in x.blocks:
+        if x.shape[axis] % block_extent(size, x.shape[axis]):
+            _refuse(
+                f"tiles must divide their axis, got shape={x.shape}, blocks={x.blocks}", "to_qarray"
+            )
+    exact = effective_scales(x)
+    exact = exact / 64 if element.kind == "int" else exact
+    if x.format.scale.kind == "divisor" and (np.frexp(exact)[0] != 0.5).any():
+        _refuse(f"only powers of two divide exactly, got format={x.format.name}", "to_qarray")
+    scale = exact.astype(dtype)
+    lost = (scale.astype(np.float64) != exact) | (exact < float(jnp.finfo(dtype).tiny))
+    if (lost & (exact != 0)).any():
+        _refuse(
+            f"scales must be normal numbers of dtype={dtype.name}, got {exact[lost][:4]}, "
+            f"format={x.format.name}; another dtype may have them",
+            "to_qarray",
+        )
+    known = known_block(x.format)
+    names = [name for name, format in _NAMED.items() if known == format]
+    qtype = names[0] if names else x.elements.dtype
+    return made(qvalue=x.elements, scale=jnp.asarray(scale), zero_point=None, qtype=qtype)
+
+
+def _refuse(rule: str, operation: str = "from_qarray") -> NoReturn:
+    raise ValueError(f"{operation}: no exact twin: {rule}")
+
+
+def _qarray_class() -> type:
+    try:
+        return importlib.import_module("qwix").QArray
+    except ImportError as error:
+        raise ImportError(f"to_qarray: needs Qwix: pip install qwix ({error})") from error
+
+
+def _element_of(array: Any) -> ElementFormat:
+    """The format of a QArray's elements; ValueError for what MXArrays do not have."""
+    if getattr(array, "zero_point", None) is not None:
+        _refuse("an MXArray has no zero point; quantize with calibration_method='absmax'")
+    element = _ELEMENTS.get(np.asarray(array.qvalue).dtype)
+    if element is None:
+        known = ", ".join(dtype.name for dtype in _ELEMENTS)
+        _refuse(f"elements must be of {known}, got {array.qvalue.dtype}, qtype={array.qtype!r}")
+    return element
+
+
+def _tiles(shape: tuple[int, ...], scales: tuple[int, ...]) -> dict[int, tuple[int, int]]:
+    """Of each axis, from the end, with tiles of more than one: (their size, their number)."""
+    if any(count < 1 or length % count for length, count in zip(shape, scales, strict=True)):
+        _refuse(f"tiles must divide their axis, got shape={shape}, scale.shape={scales}")
+    return {
+        axis - len(shape): (length // count, count)
+        for axis, (length, count) in enumerate(zip(shape, scales, strict=True))
+        if length != count
+    }
+
+
+def _with_float32(element: ElementFormat, tiles: dict[int, tuple[int, int]]) -> BlockFormat:
+    """The format with float32 scales and these tiles; a tile that fills its axis is WHOLE."""
+    sizes: list[BlockSize] = [WHOLE if count == 1 else size for size, count in tiles.values()]
+    distinct = list(dict.fromkeys(sizes))
+    if len(distinct) > 2:
+        _refuse(f"at most two sizes of tiles, got {distinct}")
+    first, last = [1, 1, *sizes][-2:] if len(sizes) < 2 else (distinct[0], distinct[-1])
+    name = "x".join(str(getattr(size, "value", size)) for size in (first, last))
+    made = BlockFormat(
+        name=f"qwix_{name}_{element.name}", element=element, scale=F32, block=(first, last)
+    )
+    return known_block(made) or made
+
+
+def _blocks(tiles: dict[int, tuple[int, int]], format: BlockFormat) -> Blocks:
+    """Axes with the format's sizes; ValueError if the tiles are not the format's."""
+    left = [size for size in format.block if size != 1]
+    blocks: list[tuple[int, BlockSize]] = []
+    for axis, (size, count) in tiles.items():
+        fits = [own for own in left if own == size or (own is WHOLE and count == 1)]
+        if not fits and count == 1 and 1 in format.block:
+            continue
+        if not fits:
+            _refuse(f"format={format.name} has blocks of {format.block}, got tiles={tiles}")
+        if fits[0] is not WHOLE:
+            # The scale of a whole tensor spans any number of axes, others one each.
+            left.remove(fits[0])
+        blocks.append((axis, fits[0]))
+    if any(size is not WHOLE for size in left):
+        _refuse(f"format={format.name} has blocks of {format.block}, got tiles={tiles}")
+    return tuple(blocks)
+
+
+def _stored(values: np.ndarray, format: BlockFormat) -> np.ndarray:
+    """Scales as an MXArray stores them; ValueError where they are no scales of the format."""
+    scale = format.scale
+    if scale.is_float32:
+        stored = (1 / values if scale.kind == "divisor" else values).astype(np.float32)
+        found = stored.astype(np.float64)
+        same = found * values == 1 if scale.kind == "divisor" else found == values
+    else:
+        table = np.array([scale.value(code) for code in range(256)])
+        # No scale bears a sign, and the highest codes are NaN.
+        positive = np.where(np.isnan(table) | np.signbit(table), np.inf, table)
+        order = np.argsort(positive, kind="stable")
+        place = np.searchsorted(positive[order], values).clip(max=255)
+        stored = order[place].astype(np.uint8)
+        same = table[stored] == values
+    if not np.all(same):
+        _refuse(f"format={format.name} has scales in {scale.name}, got scale={values[~same][:4]}")
+    return stored

@@ -1,0 +1,296 @@
+"""QArrays of Qwix: the same values both ways, and an error where there is no twin.
+
+Without Qwix a class of the same four fields stands in for its 0.1.8; with it, `-m peers`.
+"""
+
+import dataclasses
+import sys
+import types
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax.checkpoint import from_qarray, to_qarray
+from mx_jax.checkpoint.exact import decoded
+from mx_jax.formats import E4M3, F32, WHOLE, BlockFormat
+
+pytestmark = pytest.mark.one_python(reason="NumPy copies codes and scales, and compares them")
+
+VALUES = np.random.default_rng(0).standard_normal((64, 96), np.float32)
+
+
+@dataclasses.dataclass
+class QArray:
+    """Qwix 0.1.8's, as far as its values go."""
+
+    qvalue: Any
+    scale: Any
+    zero_point: Any = None
+    qtype: Any = None
+
+
+def dequantize(array: Any) -> np.ndarray:
+    """`(qvalue) * scale` in float64, each scale repeated over its tile."""
+    values = np.asarray(array.qvalue).astype(np.float64)
+    scale = np.asarray(array.scale).astype(np.float64)
+    for axis, (length, count) in enumerate(zip(values.shape, scale.shape, strict=True)):
+        scale = np.repeat(scale, length // count, axis)
+    return values * scale
+
+
+def values_of(x: Any) -> np.ndarray:
+    return np.concatenate(list(decoded(x)))
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "qwix", types.SimpleNamespace(QArray=QArray))
+
+
+def drawn(dtype: Any, scales: Any, *, qtype: Any = None, scale_dtype: Any = "float32") -> QArray:
+    """Random codes of a dtype under given scales, 64 x 96 elements."""
+    rng = np.random.default_rng(1)
+    if jnp.dtype(dtype) == jnp.int8:
+        qvalue = jnp.asarray(rng.integers(-128, 128, (64, 96)), jnp.int8)
+    else:
+        qvalue = jnp.asarray(4 * VALUES).astype(dtype)
+    return QArray(qvalue, jnp.asarray(scales, scale_dtype), None, qtype or qvalue.dtype)
+
+
+def powers(*shape: int) -> np.ndarray:
+    return np.exp2(np.random.default_rng(2).integers(-20, 20, shape)).astype(np.float32)
+
+
+def any_scales(*shape: int) -> np.ndarray:
+    return np.random.default_rng(2).random(shape, np.float32) + 0.1
+
+
+# dtype, scales, Qwix's name, the format asked for, the format of the result and its blocks.
+FROM: dict[str, tuple[Any, Any, Any, Any, str, Any]] = {
+    "mxfp8": ("float8_e4m3fn", powers(2, 96), "mxfp8", None, "mxfp8_e4m3", ((-2, 32),)),
+    "mxfp4": ("float4_e2m1fn", powers(64, 3), "mxfp4", None, "mxfp4", ((-1, 32),)),
+    "nvfp4": (
+        "float4_e2m1fn",
+        np.tile(np.float32([0.875, 24.0, 2**-8]), (64, 2)),
+        "nvfp4",
+        None,
+        "nvfp4_one_level",
+        ((-1, 16),),
+    ),
+    "asked": ("float8_e5m2", powers(2, 96), None, "mxfp8_e5m2", "mxfp8_e5m2", ((-2, 32),)),
+    "int8": ("int8", powers(2, 96), None, "mxint8", "mxint8", ((-2, 32),)),
+    "int8 channels": ("int8", any_scales(1, 96), None, None, "qwix_1xwhole_int8", ((-2, WHOLE),)),
+    "tensor": (
+        "float8_e4m3fn",
+        any_scales(1, 1),
+        None,
+        None,
+        "qwix_wholexwhole_e4m3",
+        ((-2, WHOLE), (-1, WHOLE)),
+    ),
+    "tiles": ("float4_e2m1fn", any_scales(4, 3), None, None, "qwix_16x32_e2m1", None),
+    "each": ("float8_e4m3fn", any_scales(64, 96), None, None, "qwix_1x1_e4m3", ()),
+}
+
+
+@pytest.mark.parametrize("case", FROM.values(), ids=FROM)
+def test_a_qarray_keeps_its_values(case: Any, stand_in: None):
+    dtype, scales, qtype, asked, name, blocks = case
+    array = drawn(dtype, scales, qtype=qtype)
+    x = from_qarray(array, format=asked)
+    assert x.format.name == name and (blocks is None or x.blocks == blocks)
+    np.testing.assert_array_equal(values_of(x), dequantize(array))
+    np.testing.assert_array_equal(np.asarray(x.dequantize()), values_of(x).astype(np.float32))
+    back = to_qarray(x)
+    assert back.qvalue.dtype == array.qvalue.dtype and back.scale.dtype == array.scale.dtype
+    np.testing.assert_array_equal(np.asarray(back.scale), np.asarray(array.scale))
+    np.testing.assert_array_equal(*(np.asarray(a.qvalue).view(np.uint8) for a in (back, array)))
+    assert back.qtype == (qtype or array.qvalue.dtype)
+
+
+def test_known_formats_keep_their_names():
+    array = drawn("float8_e4m3fn", any_scales(64, 1))
+    assert from_qarray(array).format == BlockFormat(
+        name="qwix_1xwhole_e4m3", element=E4M3, scale=F32, block=(1, WHOLE)
+    )
+    rows = QArray(jnp.ones((256, 256), "float8_e4m3fn"), jnp.ones((2, 2)), None, None)
+    assert from_qarray(rows).format.name == "float8_blockwise_2d_e4m3"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_dtype_of_the_scales_is_that_of_the_values(dtype: str, stand_in: None):
+    array = drawn("float8_e4m3fn", any_scales(2, 96), scale_dtype=dtype)
+    x = from_qarray(array)
+    assert x.dtype == jnp.dtype(dtype) == x.dequantize().dtype
+    assert to_qarray(x).scale.dtype == dtype
+    np.testing.assert_array_equal(values_of(x), dequantize(array))
+
+
+def test_one_scale_for_an_axis_is_one_for_each_position():
+    """Qwix gives the axes that it was not told of one scale; MX has blocks of one along them."""
+    array = drawn("float8_e4m3fn", powers(2, 1), qtype="mxfp8")
+    x = from_qarray(array)
+    assert x.blocks == ((-2, 32),) and x.scales.shape == (2, 96)
+    np.testing.assert_array_equal(values_of(x), dequantize(array))
+
+
+def test_a_stored_kernel_multiplies_as_it_is():
+    array = drawn("float4_e2m1fn", powers(2, 96), qtype="mxfp4")
+    x, kernel = VALUES[:, :64], from_qarray(array)
+    recipe = mx_jax.recipes.weight_only("mxfp4")
+    actual = mx_jax.matmul(x, kernel, recipe=recipe)
+    expected = x.astype(np.float64) @ dequantize(array)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "mxint8", "nvfp4_one_level", "mxfp4_2d")
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "float8_blockwise_e4m3"])
+def test_an_mxarray_keeps_its_values(format: str, stand_in: None):
+    x = mx_jax.quantize(np.tile(VALUES, (2, 1)), format, axis=0)
+    array = to_qarray(x)
+    np.testing.assert_array_equal(dequantize(array), values_of(x))
+    back = from_qarray(array, format=format)
+    assert back.format == x.format and back.blocks == x.blocks
+    np.testing.assert_array_equal(back.codes, x.codes)
+    np.testing.assert_array_equal(back.scales, x.scales)
+
+
+BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "zero point": (
+        lambda: dataclasses.replace(drawn("int8", powers(1, 96)), zero_point=jnp.zeros((1, 96))),
+        {},
+        "no zero point",
+    ),
+    "nf4": (
+        lambda: QArray(jnp.zeros((4, 4), jnp.uint4), jnp.ones((1, 4)), None, "nf4"),
+        {},
+        "elements must be of .* got uint4, qtype='nf4'",
+    ),
+    "int4": (
+        lambda: QArray(jnp.zeros((4, 4), jnp.int4), jnp.ones((1, 4)), None, "int4"),
+        {},
+        "elements must be of float8_e4m3fn, .* got int4",
+    ),
+    "no power of two": (
+        lambda: drawn("float8_e4m3fn", any_scales(2, 96), qtype="mxfp8"),
+        {},
+        "format=mxfp8_e4m3 has scales in e8m0, got scale=",
+    ),
+    "beyond E8M0": (
+        lambda: drawn("float8_e4m3fn", np.full((2, 96), 2.0**-128), qtype="mxfp8"),
+        {},
+        "has scales in e8m0",
+    ),
+    "tiles of 16": (
+        lambda: drawn("float8_e4m3fn", powers(4, 96), qtype="mxfp8"),
+        {},
+        r"format=mxfp8_e4m3 has blocks of \(1, 32\), got tiles={-2: \(16, 4\)}",
+    ),
+    "two axes": (
+        lambda: drawn("float8_e4m3fn", powers(2, 3), qtype="mxfp8"),
+        {},
+        "has blocks of",
+    ),
+    "one axis of two": (
+        lambda: drawn("float4_e2m1fn", powers(2, 96)),
+        {"format": "mxfp4_2d"},
+        "has blocks of",
+    ),
+    "elements": (
+        lambda: drawn("float8_e4m3fn", powers(2, 96)),
+        {"format": "mxfp4"},
+        "format=mxfp4 has other elements, or a tensor scale; got e4m3",
+    ),
+    "tensor scale": (
+        lambda: drawn("float4_e2m1fn", powers(4, 96)),
+        {"format": "nvfp4"},
+        "or a tensor scale",
+    ),
+    "negative": (
+        lambda: drawn("float8_e4m3fn", -powers(2, 96)),
+        {},
+        "finite and not negative, got scale=",
+    ),
+    "infinite": (
+        lambda: drawn("float8_e4m3fn", np.full((2, 96), np.inf)),
+        {},
+        r"not negative, got scale=\[inf",
+    ),
+    "three sizes": (
+        lambda: QArray(jnp.ones((4, 6, 10), "float8_e4m3fn"), jnp.ones((2, 2, 2)), None, None),
+        {},
+        r"at most two sizes of tiles, got \[2, 3, 5\]",
+    ),
+    "rank": (lambda: drawn("int8", powers(96)), {}, r"of qvalue's rank, got float32\[96\]"),
+    "partial": (lambda: drawn("int8", powers(5, 96)), {}, "tiles must divide their axis"),
+}
+
+
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD)
+def test_a_qarray_without_a_twin_is_refused(case: Any):
+    array, options, message = case
+    with pytest.raises(ValueError, match=f"^from_qarray: no exact twin: .*{message}"):
+        from_qarray(array(), **options)
+
+
+MXARRAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "six bits": (lambda: mx_jax.quantize(VALUES, "mxfp6_e2m3"), {}, "no elements of e2m3"),
+    "partial": (lambda: mx_jax.quantize(VALUES[:, :40], "mxfp4"), {}, r"got shape=\(64, 40\)"),
+    "divisor": (lambda: mx_jax.quantize(VALUES, "float8_rowwise_e4m3"), {}, "only powers of two"),
+    "two levels": (lambda: mx_jax.quantize(VALUES, "nvfp4"), {}, "normal numbers of dtype=float32"),
+    "small": (
+        lambda: mx_jax.quantize(VALUES * 2.0**-30, "mxfp8_e4m3"),
+        {"dtype": "float16"},
+        "normal numbers of dtype=float16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MXARRAYS.values(), ids=MXARRAYS)
+def test_an_mxarray_without_a_twin_is_refused(case: Any, stand_in: None):
+    x, options, message = case
+    with pytest.raises(ValueError, match=f"^to_qarray: no exact twin: .*{message}"):
+        to_qarray(x(), **options)
+
+
+def test_powers_of_two_divide_exactly(stand_in: None):
+    x = mx_jax.quantize(np.full((32, 32), 448.0, np.float32), "float8_rowwise_e4m3")
+    np.testing.assert_array_equal(dequantize(to_qarray(x)), values_of(x))
+
+
+def test_other_errors(monkeypatch: pytest.MonkeyPatch, stand_in: None):
+    with pytest.raises(TypeError, match=r"^to_qarray: needs an MXArray, got ndarray"):
+        to_qarray(VALUES)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(sys.modules, "qwix", None)
+    with pytest.raises(ImportError, match=r"^to_qarray: needs Qwix: pip install qwix"):
+        to_qarray(mx_jax.quantize(VALUES, "mxfp4"))
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("qtype", "options"),
+    [
+        ("mxfp8", {"tiled_axes": {0: 32}}),
+        ("mxfp4", {"tiled_axes": {1: 32}}),
+        ("nvfp4", {"tiled_axes": {0: 16}}),
+        ("int8", {"channelwise_axes": (1,)}),
+        ("int8", {"channelwise_axes": (1,), "tiled_axes": {0: 32}}),
+        ("float8_e4m3fn", {}),
+        ("float8_e5m2", {"channelwise_axes": (0,), "scale_dtype": jnp.bfloat16}),
+    ],
+)
+def test_qwixs_own(qtype: str, options: dict[str, Any]):
+    """What Qwix 0.1.8 quantizes, and what it says the values are."""
+    qwix = pytest.importorskip("qwix")
+    array = qwix.quantize(jnp.asarray(VALUES), qtype, **options)
+    x = from_qarray(array)
+    np.testing.assert_array_equal(np.asarray(x.dequantize()), np.asarray(qwix.dequantize(array)))
+    back = to_qarray(x)
+    assert isinstance(back, qwix.QArray)
+    np.testing.assert_array_equal(*(np.asarray(qwix.dequantize(a)) for a in (back, array)))
