@@ -43,10 +43,12 @@ DASHED = {
     "mxfp4_stochastic": "#D55E00",
     "quartet": "#CC79A7",
     "quartet_ii": "#F0E442",
+    "mxfp4_hadamard": "#56B4E9",
+    "nvfp4_unbiased": "#000000",
     "nvfp4_pretraining": "#E69F00",
     "nvfp4_four_over_six": "#009E73",
     "deepseek_v3": "#0072B2",
-    "deepseek_v3_1": "#56B4E9",
+    "deepseek_v3_1": "#882255",
 }
 DOTTED = {
     "float8_tensorwise": "#D55E00",

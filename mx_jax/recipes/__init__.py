@@ -16,9 +16,11 @@ from mx_jax.recipes.float8 import float8_rowwise as float8_rowwise
 from mx_jax.recipes.float8 import float8_rowwise_with_gw_hp as float8_rowwise_with_gw_hp
 from mx_jax.recipes.float8 import float8_tensorwise as float8_tensorwise
 from mx_jax.recipes.fp4 import mxfp4_backward as mxfp4_backward
+from mx_jax.recipes.fp4 import mxfp4_hadamard as mxfp4_hadamard
 from mx_jax.recipes.fp4 import mxfp4_stochastic as mxfp4_stochastic
 from mx_jax.recipes.fp4 import nvfp4_four_over_six as nvfp4_four_over_six
 from mx_jax.recipes.fp4 import nvfp4_pretraining as nvfp4_pretraining
+from mx_jax.recipes.fp4 import nvfp4_unbiased as nvfp4_unbiased
 from mx_jax.recipes.fp4 import quartet as quartet
 from mx_jax.recipes.fp4 import quartet_ii as quartet_ii
 from mx_jax.recipes.mx import high_precision as high_precision
@@ -48,9 +50,11 @@ _NAMED: tuple[Callable[[], Recipe], ...] = (
     nvfp4,
     mxfp4_backward,
     mxfp4_stochastic,
+    mxfp4_hadamard,
     quartet,
     quartet_ii,
     nvfp4_pretraining,
+    nvfp4_unbiased,
     nvfp4_four_over_six,
     deepseek_v3,
     deepseek_v3_1,

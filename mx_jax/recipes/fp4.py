@@ -9,7 +9,15 @@ import dataclasses
 from mx_jax.formats import MXFP4, MXFP4_2D, NVFP4, NVFP4_2D
 from mx_jax.recipes.base import Recipe
 from mx_jax.reference.hadamard import Hadamard
-from mx_jax.reference.scale_rules import AMAX, EVEN, FOUR_OVER_SIX, GAUSSIAN, MS_EDEN, RCEIL
+from mx_jax.reference.scale_rules import (
+    AMAX_HEADROOM,
+    AMAX_SUBNORMAL,
+    EVEN,
+    FOUR_OVER_SIX,
+    GAUSSIAN,
+    MS_EDEN,
+    RCEIL,
+)
 from mx_jax.specs import MatmulSpec, Residuals, operand
 
 _HIGH = MatmulSpec(lhs=None, rhs=None)
@@ -73,6 +81,32 @@ def mxfp4_stochastic() -> Recipe:
     )
 
 
+def mxfp4_hadamard() -> Recipe:
+    """MXFP4 in all three products, and nothing random: a plain Hadamard transform for grad_weight.
+
+    | product | lhs | rhs |
+    |---|---|---|
+    | output | x: MXFP4, EVEN, nearest | W: the same |
+    | grad_input | g: the same | W: the same |
+    | grad_weight | g: the same | x: the same |
+
+    grad_weight goes through a block Hadamard transform of 16 without signs. Its authors saw
+    training diverge once grad_weight was quantized; this transform kept it stable, where random
+    signs and stochastic rounding did not, which is what `mxfp4_stochastic` has. Their scale rule
+    is not known to us: EVEN is this library's for MXFP4. Needs no key. Source: Pretraining LLMs
+    with MXFP4 on native FP4 hardware, arXiv 2605.09825 (16 points: AMD's notes on MLPerf 6.0).
+    """
+    nearest = operand(MXFP4, scale_rule=EVEN)
+    plain = MatmulSpec(lhs=nearest, rhs=nearest)
+    return Recipe(
+        name="mxfp4_hadamard",
+        fwd=plain,
+        dlhs=plain,
+        drhs=dataclasses.replace(plain, transform=Hadamard(size=16, signs=(1,) * 16)),
+        residuals=Residuals.PRIMAL,
+    )
+
+
 def nvfp4_pretraining() -> Recipe:
     """NVFP4 in all three products, as NVIDIA pre-trained with it.
 
@@ -84,12 +118,14 @@ def nvfp4_pretraining() -> Recipe:
 
     grad_weight goes through a block Hadamard transform of 16 with one fixed vector of signs. The
     paper also keeps about 15 % of the linear layers (the last ones most of all), embeddings, head
-    and attention products in high precision: give those layers another recipe. Needs a key.
+    and attention products in high precision: give those layers another recipe. Block scales keep
+    E4M3's subnormals, as in the source. Half of the gradient's block maxima clip there, and its
+    mean is 0.3 % too short: see `nvfp4_unbiased`. Needs a key.
     Source: Pretraining LLMs with NVFP4, arXiv 2509.25149.
     """
-    nearest = operand(NVFP4, scale_rule=AMAX)
-    weight = operand(NVFP4_2D, scale_rule=AMAX)
-    gradient = operand(NVFP4, scale_rule=AMAX, rounding="stochastic")
+    nearest = operand(NVFP4, scale_rule=AMAX_SUBNORMAL)
+    weight = operand(NVFP4_2D, scale_rule=AMAX_SUBNORMAL)
+    gradient = operand(NVFP4, scale_rule=AMAX_SUBNORMAL, rounding="stochastic")
     transform = Hadamard(size=16, signs=_NVFP4_SIGNS)
     return Recipe(
         name="nvfp4_pretraining",
@@ -100,22 +136,42 @@ def nvfp4_pretraining() -> Recipe:
     )
 
 
-def nvfp4_four_over_six() -> Recipe:
-    """NVFP4 pre-training with adaptive block scales on the nearest-rounded operands.
+def nvfp4_unbiased() -> Recipe:
+    """NVFP4 pre-training whose stochastic gradients are right on average: none of them clips.
 
-    As `nvfp4_pretraining`, but activations and weights try to scale each block's largest value to 6
-    and to 4 and keep the smaller error. Gradients, which round stochastically, keep the plain rule.
-    Needs a key. Source: Four Over Six, arXiv 2512.02010.
+    As `nvfp4_pretraining`, but a block of the gradient has its largest value at 6 * 16/17. No scale
+    rounds down by more than 17/16, so nothing clips. It costs 1 dB of the gradient. Needs a key.
+    Source: the NVFP4 baseline of Quartet II, arXiv 2601.22813 (its training code's 17/16; there
+    the signs are random, and those of the other operand's transform are the same).
+    """
+    base = nvfp4_pretraining()
+    gradient = operand(NVFP4, scale_rule=AMAX_HEADROOM, rounding="stochastic")
+    return dataclasses.replace(
+        base,
+        name="nvfp4_unbiased",
+        dlhs=dataclasses.replace(base.dlhs, lhs=gradient),
+        drhs=dataclasses.replace(base.drhs, lhs=gradient),
+    )
+
+
+def nvfp4_four_over_six() -> Recipe:
+    """NVFP4 pre-training with adaptive block scales.
+
+    As `nvfp4_pretraining`, but each block's largest value is scaled to 6 or to 4, whichever loses
+    less, gradients included. Needs a key. Differs from the source in what chooses the gradient's
+    scales: the error of rounding to nearest (there that of the rounding that was drawn, which
+    prefers small draws). Source: Four Over Six, arXiv 2512.02010, and its library's defaults.
     """
     base = nvfp4_pretraining()
     nearest = operand(NVFP4, scale_rule=FOUR_OVER_SIX)
     weight = operand(NVFP4_2D, scale_rule=FOUR_OVER_SIX)
+    gradient = operand(NVFP4, scale_rule=FOUR_OVER_SIX, rounding="stochastic")
     return dataclasses.replace(
         base,
         name="nvfp4_four_over_six",
         fwd=dataclasses.replace(base.fwd, lhs=nearest, rhs=weight),
-        dlhs=dataclasses.replace(base.dlhs, rhs=weight),
-        drhs=dataclasses.replace(base.drhs, rhs=nearest),
+        dlhs=dataclasses.replace(base.dlhs, lhs=gradient, rhs=weight),
+        drhs=dataclasses.replace(base.drhs, lhs=gradient, rhs=nearest),
     )
 
 
@@ -128,18 +184,18 @@ def quartet() -> Recipe:
     | grad_input | g: MXFP4, RCEIL of 3/4 g, stochastic | W: the same as g |
     | grad_weight | g: the same | x: the same as g |
 
-    The forward transform has no signs, the backward ones draw new signs each time. Gradients of
-    values that the forward product clipped are zero. The backward products quantize the high-
-    precision operands anew, where the paper starts from the forward's codes. Needs a key.
-    Source: Quartet, arXiv 2505.14669.
+    No transform has signs: the authors' code draws some for the backward products, but multiplies
+    by them after the transform, where they change no magnitude and cancel in the product. Gradients
+    of values that the forward product clipped are zero. The backward products quantize the high-
+    precision operands anew, where the source starts from the forward's codes. Needs a key, for
+    stochastic rounding. Source: Quartet, arXiv 2505.14669.
     """
     forward = operand(MXFP4, scale_rule=GAUSSIAN)
-    backward = MatmulSpec(
-        lhs=_THREE_QUARTERS, rhs=_THREE_QUARTERS, transform=Hadamard(size=32, signs=None)
-    )
+    transform = Hadamard(size=32, signs=(1,) * 32)
+    backward = MatmulSpec(lhs=_THREE_QUARTERS, rhs=_THREE_QUARTERS, transform=transform)
     return Recipe(
         name="quartet",
-        fwd=MatmulSpec(lhs=forward, rhs=forward, transform=Hadamard(size=32, signs=(1,) * 32)),
+        fwd=MatmulSpec(lhs=forward, rhs=forward, transform=transform),
         dlhs=backward,
         drhs=backward,
         residuals=Residuals.PRIMAL,

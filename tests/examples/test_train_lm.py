@@ -131,10 +131,10 @@ def test_divergence_is_reported(call, results, capsys):
         (
             ["--recipes", "mxfp4,mxfp9"],
             "unknown recipe 'mxfp9'; known: float32, bf16, mxfp8, mxfp8_hybrid, mxfp6, mxfp6_e2m3, "
-            "mxfp4, mxint8, nvfp4, mxfp4_backward, mxfp4_stochastic, quartet, quartet_ii, "
-            "nvfp4_pretraining, nvfp4_four_over_six, deepseek_v3, deepseek_v3_1, "
-            "float8_tensorwise, float8_rowwise, float8_rowwise_with_gw_hp, tensorwise, rowwise, "
-            "rowwise_with_gw_hp, high_precision, "
+            "mxfp4, mxint8, nvfp4, mxfp4_backward, mxfp4_stochastic, mxfp4_hadamard, quartet, "
+            "quartet_ii, nvfp4_pretraining, nvfp4_unbiased, nvfp4_four_over_six, deepseek_v3, "
+            "deepseek_v3_1, float8_tensorwise, float8_rowwise, float8_rowwise_with_gw_hp, "
+            "tensorwise, rowwise, rowwise_with_gw_hp, high_precision, "
             "or all",
         ),
         (["--seeds", "one"], "seeds are whole numbers below 2**31, as in 0,1,2; got 'one'"),

@@ -25,11 +25,13 @@ RCEIL_SR = ("mxfp4", "rceil", "stochastic", 1.0)
 # FLOOR's scale of x for 3/4 x, but for powers of two.
 THREE_QUARTERS = ("mxfp4", "rceil", "stochastic", 0.75)
 GAUSSIAN = ("mxfp4", "gaussian", "nearest", 1.0)
-NVFP4 = ("nvfp4", "amax", "nearest", 1.0)
-NVFP4_2D = ("nvfp4_2d", "amax", "nearest", 1.0)
-NVFP4_SR = ("nvfp4", "amax", "stochastic", 1.0)
+NVFP4 = ("nvfp4", "amax_subnormal", "nearest", 1.0)
+NVFP4_2D = ("nvfp4_2d", "amax_subnormal", "nearest", 1.0)
+NVFP4_SR = ("nvfp4", "amax_subnormal", "stochastic", 1.0)
+NVFP4_ROOM = ("nvfp4", "amax_headroom", "stochastic", 1.0)
 SIX = ("nvfp4", "four_over_six", "nearest", 1.0)
 SIX_2D = ("nvfp4_2d", "four_over_six", "nearest", 1.0)
+SIX_SR = ("nvfp4", "four_over_six", "stochastic", 1.0)
 EDEN = ("nvfp4", "ms_eden", "nearest", 1.0)
 LINE = ("float8_blockwise_e4m3", "amax_multiplier", "nearest", 1.0)
 SQUARE = ("float8_blockwise_2d_e4m3", "amax_multiplier", "nearest", 1.0)
@@ -41,7 +43,9 @@ OPERANDS = {
     "mxfp4_stochastic": (EVEN, EVEN_2D, RCEIL_SR, EVEN_2D, RCEIL_SR, EVEN),
     "quartet": (GAUSSIAN, GAUSSIAN, THREE_QUARTERS, THREE_QUARTERS, THREE_QUARTERS, THREE_QUARTERS),
     "nvfp4_pretraining": (NVFP4, NVFP4_2D, NVFP4_SR, NVFP4_2D, NVFP4_SR, NVFP4),
-    "nvfp4_four_over_six": (SIX, SIX_2D, NVFP4_SR, SIX_2D, NVFP4_SR, SIX),
+    "nvfp4_four_over_six": (SIX, SIX_2D, SIX_SR, SIX_2D, SIX_SR, SIX),
+    "nvfp4_unbiased": (NVFP4, NVFP4_2D, NVFP4_ROOM, NVFP4_2D, NVFP4_ROOM, NVFP4),
+    "mxfp4_hadamard": (EVEN, EVEN, EVEN, EVEN, EVEN, EVEN),
     "quartet_ii": (SIX, SIX, EDEN, EDEN, EDEN, EDEN),
     "deepseek_v3": (LINE, SQUARE, LINE, SQUARE, LINE, LINE),
     "deepseek_v3_1": (LINE_E8M0, SQUARE_E8M0, LINE_E8M0, SQUARE_E8M0, LINE_E8M0, LINE_E8M0),
@@ -50,9 +54,11 @@ OPERANDS = {
 TRANSFORMS = {
     "mxfp4_backward": (None, (64, True), (64, True)),
     "mxfp4_stochastic": (None, None, (32, True)),
-    "quartet": ((32, False), (32, True), (32, True)),
+    "quartet": ((32, False), (32, False), (32, False)),
     "nvfp4_pretraining": (None, None, (16, False)),
     "nvfp4_four_over_six": (None, None, (16, False)),
+    "nvfp4_unbiased": (None, None, (16, False)),
+    "mxfp4_hadamard": (None, None, (16, False)),
     "quartet_ii": (None, (128, True), (128, True)),
     "deepseek_v3": (None, None, None),
     "deepseek_v3_1": (None, None, None),
@@ -78,12 +84,14 @@ def test_operands_and_transforms(name: str):
 
 
 def test_fixed_signs():
-    """NVFP4's are those of a public reference, the same every time; Quartet's forward has none."""
+    """NVFP4's are those of a public reference, the same every time; others have none."""
     transform = recipes.nvfp4_pretraining().drhs.transform
     assert transform is not None and transform.signs is not None
     assert "".join("+-"[sign < 0] for sign in transform.signs) == "+++-+------+-+--"
-    forward = recipes.quartet().fwd.transform
-    assert forward is not None and forward.signs == (1,) * 32
+    for product in (*products(recipes.quartet()), recipes.mxfp4_hadamard().drhs):
+        transform = product.transform
+        assert transform is not None and transform.signs == (1,) * transform.size
+    assert not recipes.mxfp4_hadamard().is_stochastic
 
 
 def test_three_quarters_have_floors_scale():
@@ -105,6 +113,19 @@ def arrays() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     x, w, g = (rng.standard_normal(s, np.float32) for s in ((48, 144), (144, 80), (48, 80)))
     return x, w / np.float32(12), g
+
+
+def test_nvfp4_keeps_rows_that_the_smallest_normal_scale_loses():
+    """A row five to six decades below the largest: scales of 2^-6 would make zeros of it."""
+    x = np.ones((16, 64), np.float32)
+    x[1:] *= 6e-7
+    w = np.ones((64, 16), np.float32)
+    for name in ("nvfp4_pretraining", "nvfp4_four_over_six", "quartet_ii"):
+        y = quick(functools.partial(mx_jax.matmul, recipe=recipes.from_name(name)))(
+            x, w, key=jax.random.key(0)
+        )
+        np.testing.assert_allclose(y[1:], 64 * 6e-7, rtol=0.3, err_msg=name)
+    assert not np.any(mx_jax.matmul(x, w, recipe="nvfp4")[1:])
 
 
 def run(recipe: Recipe, x: jax.Array, w: jax.Array, g: jax.Array, key: Any = None) -> list[Any]:

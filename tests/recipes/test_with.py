@@ -86,11 +86,7 @@ def test_named_recipes_from_each_other():
         name="mxfp4_stochastic",
     )
     assert mixture == recipes.mxfp4_stochastic()
-    six = recipes.nvfp4_pretraining().with_(
-        weights={"scale_rule": "four_over_six"},
-        activations={"scale_rule": "four_over_six"},
-        name="nvfp4_four_over_six",
-    )
+    six = recipes.nvfp4_pretraining().with_(scale_rule="four_over_six", name="nvfp4_four_over_six")
     assert six == recipes.nvfp4_four_over_six()
     assert mxfp8.with_(**dict.fromkeys(OF), name="high_precision") == recipes.high_precision()
 

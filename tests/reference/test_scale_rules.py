@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -86,3 +87,18 @@ def test_the_rule_that_is_meant():
 def test_a_rule_is_built_by_names():
     with pytest.raises(TypeError, match="positional"):
         ScaleRule("mine", ("exponent",), seven)  # pyright: ignore
+
+
+@pytest.mark.one_python(reason="integers of a rule that is compared bit by bit elsewhere")
+def test_even_is_overflow_aware_scaling_for_e2m1():
+    """Of arXiv 2603.08713: RCEIL's scale, halved where the largest value is below 3.5 over it."""
+    # Every sign of a threshold: mantissas around the multiples of 1/16, in three octaves.
+    near = np.arange(16)[:, None] * (1 << 19) + np.arange(-3, 4)
+    patterns = (near.clip(0, (1 << 23) - 1) + (np.array([[[126]], [[127]], [[200]]]) << 23)).ravel()
+    amax = patterns.astype(np.int32).view(np.float32).astype(np.float64)
+    data = functions.BlockData(jnp.zeros(()), (), jnp.asarray(patterns, jnp.int32), MXFP4, None)
+    even = np.asarray(EVEN.scales(data)).astype(int) - 127
+    rceil = np.ceil(np.log2(amax / 6)).astype(int)
+    np.testing.assert_array_equal(np.asarray(RCEIL.scales(data)).astype(int) - 127, rceil)
+    np.testing.assert_array_equal(even, rceil - (amax / 2.0**rceil < 3.5))
+    assert (even != rceil).any() and (even == rceil).any()
