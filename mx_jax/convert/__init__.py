@@ -4,6 +4,7 @@ from mx_jax.convert.filters import AutoFilter as AutoFilter
 from mx_jax.convert.filters import every as every
 from mx_jax.convert.filters import gains as gains
 from mx_jax.convert.filters import numbered as numbered
+from mx_jax.convert.functions import function as function
 from mx_jax.convert.kinds import Kind as Kind
 from mx_jax.convert.kinds import Slot as Slot
 from mx_jax.convert.kinds import register as register
@@ -16,5 +17,8 @@ from mx_jax.convert.report import UnusedRuleWarning as UnusedRuleWarning
 from mx_jax.convert.rules import Decision as Decision
 from mx_jax.convert.rules import Layer as Layer
 from mx_jax.convert.rules import Rule as Rule
+from mx_jax.convert.traced_products import Conv as Conv
+from mx_jax.convert.traced_products import DotGeneral as DotGeneral
+from mx_jax.convert.traced_products import RaggedDot as RaggedDot
 from mx_jax.convert.weights import weights as weights
 from mx_jax.convert.weights import weights_report as weights_report

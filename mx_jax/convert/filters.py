@@ -190,8 +190,9 @@ def every(n: int, *, start: int = 0, of: str = r"(\d+)") -> Numbered:
 
     Example:
       >>> from mx_jax import convert
-      >>> [convert.every(4)(f"layers_{i}/up", (64, 64), None) for i in range(6)]
-      [True, False, False, False, True, False]
+      >>> fourth = convert.every(4)
+      >>> tuple(fourth(f"layers_{i}/up", (64, 64), None) for i in range(6))
+      (True, False, False, False, True, False)
     """
     if n < 1:
         raise ValueError(f"every: n must be at least 1, got n={n}")

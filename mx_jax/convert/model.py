@@ -1,11 +1,12 @@
-"""What conversion offers for models of both frameworks alike."""
+"""What conversion offers for models of both frameworks, and for functions, alike."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import flax.linen
+import flax.nnx
 
-from mx_jax.convert import linen_model, nnx_model
+from mx_jax.convert import functions, linen_model, nnx_model
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Rule
 
@@ -17,14 +18,16 @@ def report(
 ) -> Report:
     """Every layer's decision, as a table to print, and the rules that matched nothing.
 
-    Nothing is computed: a flax.nnx model is walked, a flax.linen one traced abstractly.
+    Nothing is computed: a flax.nnx model is walked, a flax.linen one and a function are traced
+    abstractly.
 
     Args:
-      model: of flax.linen or flax.nnx, converted or not.
-      rules: what `convert.linen` or `convert.nnx` would be given.
-      *args: flax.linen: example arguments, arrays or `jax.ShapeDtypeStruct`.
+      model: of flax.linen or flax.nnx, or a function, converted or not.
+      rules: what `convert.linen`, `convert.nnx` or `convert.function` would be given.
+      *args: flax.linen, function: example arguments, arrays or `jax.ShapeDtypeStruct`.
       strict: whether a rule that matched nothing is an error instead of an `UnusedRuleWarning`.
       **options: flax.linen: keyword arguments of the module, `method`, and `rngs` for its init.
+        Function: its keyword arguments, and `weights` as `convert.function` takes them.
 
     Raises:
       TypeError: another kind of model; arguments for a flax.nnx one.
@@ -55,6 +58,8 @@ def report(
     """
     if isinstance(model, flax.linen.Module):
         return linen_model.report(model, rules, *args, strict=strict, **options)
+    if callable(model) and not isinstance(model, flax.nnx.Module):
+        return functions.report(model, rules, *args, strict=strict, **options)
     if args or options:
         raise TypeError(
             "convert.report: example arguments are for flax.linen, whose layers appear when they "
@@ -64,10 +69,10 @@ def report(
 
 
 def original(model: M) -> M:
-    """The model before conversion: the way back from `convert.linen` and `convert.nnx`.
+    """The model before conversion: the way back from `convert.linen`, `nnx` and `function`.
 
     Args:
-      model: of flax.linen or flax.nnx; one that was never converted is all right.
+      model: of flax.linen or flax.nnx, or a function; one that was never converted is all right.
 
     Returns:
       flax.linen: the module that was converted. flax.nnx: a copy that shares the Variables, with
@@ -85,4 +90,6 @@ def original(model: M) -> M:
     """
     if isinstance(model, flax.linen.Module):
         return linen_model.original(model)  # pyright: ignore[reportReturnType]
+    if isinstance(model, functions.ConvertedFunction):
+        return functions.original(model)  # pyright: ignore[reportReturnType]
     return nnx_model.original(model)  # pyright: ignore

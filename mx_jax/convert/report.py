@@ -85,7 +85,13 @@ class Report:
 
 def _row(decision: Decision) -> tuple[str, ...]:
     layer = decision.layer
-    kernel = "x".join(map(str, layer.kernel)) if layer.kernel else "-"
+    kernel = _size(layer.kernel) if layer.kernel else "-"
+    if layer.input is not None:
+        kernel = f"{_size(layer.input)} by {kernel}"
     rule = "-" if decision.rule is None else str(decision.rule)
     recipe = decision.recipe.name if decision.recipe else f"({decision.reason})"
     return (layer.path or ".", layer.type.__name__, kernel, rule, recipe)
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))

@@ -104,6 +104,7 @@ class Layer:
       named_only: whether only a rule that names its type converts it.
       obstacle: why it cannot be converted whatever the rules say, or None.
       axes: of the kernel as stored, in the product; None where they are not known.
+      input: shape of the other operand, where a trace tells it.
     """
 
     path: str
@@ -114,6 +115,7 @@ class Layer:
     named_only: bool = False
     obstacle: str | None = None
     axes: Axes | None = None
+    input: tuple[int, ...] | None = None
 
 
 class Unknown:

@@ -1,0 +1,216 @@
+"""A function as one whose products follow rules: rewritten, and then differentiated."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+
+from mx_jax.convert.arguments import Arguments, Static, name_of, split, takes_rngs
+from mx_jax.convert.program import Plan, decided
+from mx_jax.convert.report import Report
+from mx_jax.convert.rewriting import PlannedBody
+from mx_jax.convert.rules import Rule, as_rules
+from mx_jax.nn.randomness import RNG_STREAM
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# Compiled calls that one converted function keeps, one for each set of values that are no arrays.
+_NUM_CALLS = 128
+_NAMES = ("__module__", "__name__", "__qualname__", "__doc__")
+
+
+def function(
+    fn: Callable[P, R],
+    rules: Rule | Sequence[Rule],
+    *,
+    weights: int | str | Sequence[int | str] = (),
+    strict: bool = False,
+) -> "ConvertedFunction[P, R]":
+    """A function whose products follow rules, by the `jax.named_scope`s they stand in.
+
+    It is traced when it is called, and each `dot_general` that a rule matches (matmul, einsum,
+    `@`), each `ragged_dot`, and each convolution that a rule names by `types=convert.Conv`, is
+    made by the rule's recipe, those in scan, while, cond, jit, checkpoint and shard_map too. Then
+    it is differentiated: `jax.grad(convert.function(loss, rules))` gives the recipe's gradients.
+    Bodies of custom_vjp and custom_jvp stay as they are, and so do gradients taken inside `fn`;
+    `convert.report` names them.
+
+    A call is traced and compiled as `jax.jit` does it, once for all arrays of equal shapes; what
+    is no array stays what it is, flags and strings among them, and a new value is a new trace.
+
+    Args:
+      fn: a pure function of pytrees. It is called with tracers.
+      rules: the first that matches a product decides; see `Rule`. A path joins the names of the
+        scopes by `/`; where several products share a scope, `scope/dot_general_1` is the second.
+      weights: positions or names of the arguments that hold weights, `0` for `loss(params, x)`.
+        The kernel of a product is the operand that comes from these, or from what the function
+        closes over, alone. If that is neither or both of them, it is the right operand.
+      strict: whether a rule that matched nothing is an error instead of an `UnusedRuleWarning`.
+
+    Returns:
+      A function of the same arguments, and of `rngs={"quantize": key}` for recipes that draw random
+      bits: each product draws from a key of its own, in loops a new one in each iteration. A
+      function that has an argument `rngs` itself, such as flax.linen's `apply`, is given it too.
+
+    Raises:
+      TypeError: not a function, or not rules.
+      ValueError: when called: no key, and a forward product draws; with strict, a rule that matched
+        nothing.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from mx_jax import convert
+      >>> def loss(params, x):
+      ...     with jax.named_scope("up"):
+      ...         x = jnp.tanh(x @ params["up"])
+      ...     with jax.named_scope("head"):
+      ...         return jnp.sum(x @ params["head"])
+      >>> params = {"up": jnp.ones((64, 32)), "head": jnp.ones((32, 10))}
+      >>> x = jnp.ones((4, 64))
+      >>> rules = convert.Rule("up", "mxfp8")
+      >>> print(convert.report(loss, rules, params, x))
+      layer  type        kernel         rule  recipe
+      up     DotGeneral  4x64 by 64x32  0     mxfp8
+      head   DotGeneral  4x32 by 32x10  -     (no rule matches)
+      1 of 2 layers converted
+      >>> gradients = jax.grad(convert.function(loss, rules, weights=0))(params, x)
+      >>> gradients["head"].shape
+      (32, 10)
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"convert.function: needs a function, got {type(fn).__name__}; use convert.tree for a "
+            "pytree of layers"
+        )
+    own = as_rules(rules, "convert.function")
+    return ConvertedFunction(original(fn), own, as_arguments(weights), strict)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertedFunction(Generic[P, R]):
+    """What `convert.function` gives; equal ones are equal to jit.
+
+    Attributes:
+      function: the one that was converted.
+      rules: that its products follow.
+      weights: positions and names of the arguments that hold weights.
+      strict: whether a rule that matched nothing is an error.
+    """
+
+    function: Callable[P, R]
+    rules: tuple[Rule, ...]
+    weights: Arguments = ()
+    strict: bool = False
+
+    _compiled_before: Any = dataclasses.field(init=False, repr=False, compare=False)
+    _used: set[int] = dataclasses.field(
+        init=False, repr=False, compare=False, default_factory=set[int]
+    )
+
+    def __post_init__(self):
+        # Of this object alone, so that what the function closes over goes when it goes.
+        own = functools.lru_cache(maxsize=_NUM_CALLS)(self._compiled)
+        object.__setattr__(self, "_compiled_before", own)
+        # As functools.wraps does it, for jit's names and for signatures.
+        vars(self).update(
+            {name: getattr(self.function, name) for name in _NAMES if hasattr(self.function, name)},
+            __wrapped__=self.function,
+        )
+
+    def __reduce__(self):
+        return type(self), (self.function, self.rules, self.weights, self.strict)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        """The function's result, with its products made as the rules say."""
+        rngs = kwargs.get("rngs")
+        key = rngs.get(RNG_STREAM) if isinstance(rngs, Mapping) else None
+        if not takes_rngs(self.function):
+            _check_streams(kwargs.pop("rngs", None))
+        static, arrays = split(self.function, self.weights, args, kwargs)
+        try:
+            run = self._compiled_before(static)
+        except TypeError:
+            # A value that cannot be hashed: nothing is known of it at the next call.
+            run = self._compiled(static)
+        return run(arrays, key)
+
+    def _compiled(self, static: "Static") -> Callable[..., R]:
+        def run(arrays: list[Any], key: jax.Array | None) -> R:
+            program, shape, plan, result = _planned(self.function, self.rules, static, arrays)
+            result.check("convert.function", self.strict, self._used)
+            self._used.update(set(range(len(self.rules))) - set(result.unused))
+            _check_key(key, plan, name_of(self.function))
+            values = PlannedBody(program, plan)(arrays, key)
+            return jax.tree.unflatten(jax.tree.structure(shape), values)
+
+        run.__name__ = run.__qualname__ = name_of(self.function)
+        return jax.jit(run)
+
+
+def report(
+    fn: Callable[..., Any],
+    rules: Rule | Sequence[Rule],
+    *args: Any,
+    weights: int | str | Sequence[int | str] = (),
+    strict: bool = False,
+    **kwargs: Any,
+) -> Report:
+    """What rules do to a function's products, from an abstract trace.
+
+    Args:
+      fn: as `function` takes it, converted or not.
+      rules: as `function` takes them.
+      *args: example arguments, arrays or `jax.ShapeDtypeStruct`.
+      weights: as `function` takes them.
+      strict: whether a rule that matched nothing is an error instead of a warning.
+      **kwargs: further arguments of the function.
+    """
+    fn, rules = original(fn), as_rules(rules, "convert.report")
+    static, arrays = split(fn, as_arguments(weights), args, kwargs)
+    result = _planned(fn, rules, static, arrays)[-1]
+    result.check("convert.report", strict)
+    return result
+
+
+def original(fn: Callable[P, R]) -> Callable[P, R]:
+    """The function that was converted; one that was not, as it is."""
+    return fn.function if isinstance(fn, ConvertedFunction) else fn
+
+
+def as_arguments(weights: int | str | Sequence[int | str]) -> Arguments:
+    """Positions and names of arguments as a tuple."""
+    return (weights,) if isinstance(weights, int | str) else tuple(weights)
+
+
+def _planned(
+    function: Callable[..., Any], rules: tuple[Rule, ...], static: Static, arrays: list[Any]
+) -> tuple[Any, Any, Plan, Report]:
+    """The jaxpr of a call, the shape of its result, and what the rules say of it."""
+    program, shape = jax.make_jaxpr(functools.partial(static.call, function), return_shape=True)(
+        arrays
+    )
+    plan, decisions = decided(program, static.data, rules)
+    return program, shape, plan, Report(rules=rules, decisions=decisions)
+
+
+def _check_key(key: jax.Array | None, plan: Plan, name: str) -> None:
+    if key is not None:
+        return
+    for recipe in plan.recipes:
+        # Gradients tell themselves that they need a key.
+        if recipe.fwd.is_stochastic:
+            raise ValueError(
+                f"convert.function: recipe {recipe.name!r} draws random bits and needs the "
+                f"{RNG_STREAM!r} stream; call {name}(..., rngs={{{RNG_STREAM!r}: key}})"
+            )
+
+
+def _check_streams(rngs: Any) -> None:
+    if rngs is None or (isinstance(rngs, Mapping) and set(rngs) == {RNG_STREAM}):
+        return
+    raise TypeError(
+        f"convert.function: the function has no argument rngs, so only the stream {RNG_STREAM!r} "
+        f"is used, got rngs={rngs!r}; pass rngs={{{RNG_STREAM!r}: key}}"
+    )

@@ -1,0 +1,371 @@
+"""Plain functions under rules: the same numbers as products written with a recipe by hand."""
+
+import dataclasses
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mx_jax
+from mx_jax import convert, recipes
+from mx_jax.convert import Rule
+from mx_jax.ops.ragged_dot import ragged_dot
+from mx_jax.recipes import MatmulSpec
+from tests.quick import quick
+
+RECIPE = recipes.mxfp8()
+ALL = Rule(".*", RECIPE)
+BY_HAND = functools.partial(mx_jax.matmul, recipe=RECIPE)
+WEIGHT_ONLY = recipes.weight_only("mxfp4")
+STOCHASTIC = dataclasses.replace(
+    WEIGHT_ONLY,
+    name="stochastic weight",
+    fwd=MatmulSpec(lhs=None, rhs=recipes.operand("mxfp4", rounding="stochastic")),
+)
+KEY = jax.random.key(3)
+SLOW = pytest.mark.slow
+_rng = np.random.default_rng(0)
+W = jnp.asarray(_rng.standard_normal((2, 32, 32), np.float32) / 6)
+X = jnp.asarray(_rng.standard_normal((4, 32), np.float32))
+MESH = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
+
+Dot = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def everywhere(dot: Dot) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """A product in each kind of region, in a scope named after it."""
+
+    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        def named(scope: str, own: jax.Array = w[0]) -> Callable[[jax.Array], jax.Array]:
+            return jax.named_scope(scope)(lambda x: jnp.tanh(dot(x, own)))
+
+        x, _ = lax.scan(lambda x, own: (named("scan", own)(x), None), x, w, reverse=True)
+        x = jax.jit(named("jit"))(x)
+        x = jax.checkpoint(named("remat"))(x)
+        x = lax.cond(x.sum() > 99, lambda x: x, named("cond"), x)
+        x = jax.vmap(named("vmap"))(x[:, None])[:, 0]
+        spec = PartitionSpec("rows")
+        x = jax.shard_map(named("shard_map"), mesh=MESH, in_specs=spec, out_specs=spec)(x)
+        nested = jax.jit(lambda x: lax.cond(x[0, 0] < 9, named("nested"), jnp.cos, x))
+        return lax.scan(lambda x, _: (nested(x), None), x, length=2)[0].sum()
+
+    return fn
+
+
+SCOPES = ["scan", "jit", "remat", "cond", "vmap", "shard_map", "nested"]
+
+
+def decisions(fn: Any, *args: Any, **options: Any) -> dict[str, convert.Decision]:
+    found = convert.report(fn, options.pop("rules", ALL), *args, **options).decisions
+    return {decision.layer.path: decision for decision in found}
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        pytest.param(lambda fn: fn, id="forward"),
+        pytest.param(functools.partial(jax.grad, argnums=(0, 1)), id="gradient", marks=SLOW),
+    ],
+)
+def test_every_region(taken: Any):
+    """Bit for bit what products written with the recipe give."""
+    converted = convert.function(everywhere(jnp.matmul), ALL, weights=0)
+    ours, theirs = quick(taken(converted))(W, X), quick(taken(everywhere(BY_HAND)))(W, X)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_the_program_multiplies_codes_where_the_report_says():
+    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        up = jax.named_scope("up")(lambda x: x @ w[0])
+        x = lax.scan(lambda x, _: (jnp.sin(jax.jit(up)(x)), None), x, length=2)[0]
+        with jax.named_scope("down"):
+            return x @ w[1]
+
+    rules = Rule("up", RECIPE)
+    found = decisions(fn, W, X, rules=rules, weights=0)
+    assert {path: own.recipe for path, own in found.items()} == {"up": RECIPE, "down": None}
+    text = jax.jit(convert.function(fn, rules, weights=0)).lower(W, X).compile().as_text()
+    assert text is not None
+    lines = text.splitlines()
+    casts = [line for line in lines if "u8[" in line and "jit(quantize_operand)" in line]
+    assert {scope for scope in found for line in casts if f"/{scope}/" in line} == {"up"}
+    plain = [line for line in lines if '/dot_general"' in line and "jit(forward)" not in line]
+    assert {scope for scope in found for line in plain if f"/{scope}/" in line} == {"down"}
+
+
+def test_what_no_rule_matches_is_the_same_program():
+    fn = everywhere(jnp.matmul)
+    with pytest.warns(convert.UnusedRuleWarning):
+        ours = jax.jit(convert.function(fn, Rule("nowhere", RECIPE))).lower(W, X).as_text()
+    wrapped = jax.jit(jax.jit(fn)).lower(W, X).as_text()
+    assert ours == wrapped
+
+
+def test_paths():
+    """By scope; by number where several share one; without the subscripts of an einsum."""
+
+    def fn(x: jax.Array) -> jax.Array:
+        with jax.named_scope("block/pair"):
+            x = x @ W[0] @ W[1]
+        with jax.named_scope("up"):
+            x = jnp.einsum("bk,kn->bn", x, W[0])
+        return x @ W[0]
+
+    rules = [
+        Rule("block/pair/dot_general_1", None),
+        Rule("block/pair", RECIPE),
+        Rule("up", RECIPE),
+        Rule("", RECIPE),
+    ]
+    found = decisions(fn, X, rules=rules)
+    assert {path: own.rule for path, own in found.items()} == {
+        "block/pair/dot_general_0": 1,
+        "block/pair/dot_general_1": 0,
+        "up/bk,kn->bn": 2,
+        "": 3,
+    }
+
+
+@jax.custom_vjp
+def own_gradient(x: jax.Array) -> jax.Array:
+    return jax.named_scope("vjp")(jnp.matmul)(x, W[0])
+
+
+own_gradient.defvjp(lambda x: (own_gradient(x), None), lambda _, g: (g,))
+
+
+def own_gradient_of(x: jax.Array) -> jax.Array:
+    return jax.grad(lambda x: own_gradient(x).sum())(x)
+
+
+@jax.custom_jvp
+def own_tangent(x: jax.Array) -> jax.Array:
+    return jax.named_scope("jvp")(jnp.matmul)(x, W[0])
+
+
+own_tangent.defjvps(lambda t, _, x: t)
+
+
+def test_what_stays_and_why():
+    def fn(x: jax.Array) -> Any:
+        inner = jax.named_scope("inner")(lambda x: (x @ W[0]).sum())
+        counts = jax.named_scope("integers")(jnp.matmul)(jnp.ones((2, 3), int), jnp.ones(3, int))
+        outer = jax.named_scope("outer")(jnp.outer)(x[0], x[0])
+        into = jax.named_scope("into")(functools.partial(lax.dot, preferred_element_type=int))
+        product = lax.dot_general(x, x, (((), ()), ((), ())))
+        rest = own_gradient(x), own_tangent(x), jax.nn.relu(x), counts, outer, product
+        return jax.grad(inner)(x), rest, into(x.astype(jnp.int8), x.astype(jnp.int8).T)
+
+    rules = [ALL, Rule(".*vjp", RECIPE, types=convert.DotGeneral)]
+    with pytest.warns(convert.UnusedRuleWarning, match="no layer is converted"):
+        found = decisions(fn, X, rules=rules)
+    assert {path: own.reason for path, own in found.items()} == {
+        "inner/dot_general_0": "of a gradient taken inside: convert what is differentiated, then "
+        "differentiate",
+        "inner/dot_general_1": "of a gradient taken inside: convert what is differentiated, then "
+        "differentiate",
+        "vjp": "inside a custom_vjp, whose gradient is its own",
+        "jvp": "inside a custom_jvp, whose gradient is its own",
+        "integers": "operands of dtype=int32 are not quantized",
+        "": "contracts no axis",
+        "into": "operands of dtype=int8 are not quantized",
+    }
+
+
+def test_which_operand_is_the_kernel():
+    """What comes from weights alone, in loops too; else the right one. Its axes come back."""
+
+    def fn(params: jax.Array, x: jax.Array) -> jax.Array:
+        def body(carry: Any, own: jax.Array) -> Any:
+            h, zeros = carry
+            h = ((own + zeros).T @ h.T).T
+            return (h, zeros), h
+
+        return lax.scan(body, (x, jnp.zeros((32, 1))), params)[1]
+
+    def by_hand(params: jax.Array, x: jax.Array) -> jax.Array:
+        def body(h: jax.Array, own: jax.Array) -> Any:
+            h = mx_jax.matmul(h, own, recipe=WEIGHT_ONLY)
+            return h, h
+
+        return lax.scan(body, x, params)[1]
+
+    converted = convert.function(fn, Rule(".*", WEIGHT_ONLY), weights="params")
+    ours, theirs = quick(converted)(W, X), quick(by_hand)(W, X)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    (decision,) = decisions(fn, W, X, weights=0).values()
+    assert (decision.layer.kernel, decision.layer.input) == ((32, 32), (32, 4))
+    assert decision.layer.type is convert.DotGeneral
+    # What is carried is data from the second round on.
+    (decision,) = decisions(fn, W, X, weights="x").values()
+    assert (decision.layer.kernel, decision.layer.input) == ((32, 4), (32, 32))
+    with pytest.raises(ValueError, match=r"names arguments that fn was not called with: 'y'"):
+        convert.function(fn, ALL, weights=["y", 0])(W, X)
+
+
+def test_random_bits():
+    """A key for each product and iteration, the same for the same stream."""
+
+    def fn(w: jax.Array, x: jax.Array) -> Any:
+        stacked = lax.scan(lambda i, _: (i, x @ w), 0, length=2)[1]
+        last = lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, s[1], x @ w), (0, x, x))
+        first = lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, s[1], x @ w), (0, x, x))
+        return stacked, x @ w, x @ w, jax.jit(jnp.matmul)(x, w), first[2], last[2]
+
+    converted = convert.function(fn, Rule(".*", STOCHASTIC), weights=0)
+    products = converted(W[0], X, rngs={"quantize": KEY})
+    single = [*products[0], *products[1:]]
+    assert len({np.asarray(product).tobytes() for product in single}) == len(single) == 7
+    again = converted(W[0], X, rngs={"quantize": KEY})
+    jax.tree.map(np.testing.assert_array_equal, products, again)
+    other = converted(W[0], X, rngs={"quantize": jax.random.key(4)})
+    assert np.any(other[1] != products[1])
+    with pytest.raises(ValueError, match=r"needs the 'quantize' stream; call fn\(..., rngs="):
+        converted(W[0], X)
+    with pytest.raises(TypeError, match=r"the function has no argument rngs, so only the stream"):
+        converted(W[0], X, rngs={"dropout": KEY})
+
+
+def test_shards_draw_bits_of_their_own():
+    """Where they hold other rows; of a kernel that all hold alike, each the same."""
+
+    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        spec = PartitionSpec("rows")
+        return jax.shard_map(lambda x: x @ w, mesh=MESH, in_specs=spec, out_specs=spec)(x)
+
+    eye = jnp.eye(32)
+    x = jnp.tile(X[:1], (2, 1))
+    recipe = dataclasses.replace(STOCHASTIC, fwd=MatmulSpec(lhs=STOCHASTIC.fwd.rhs, rhs=None))
+    converted = convert.function(fn, Rule(".*", recipe), weights=0)
+    first, second = converted(eye, x, rngs={"quantize": KEY})
+    assert np.any(first != second)
+
+
+def test_calls_are_traced_once():
+    """As jit: again for other shapes, and for other values of what is no array."""
+    traced: list[Any] = []
+
+    def fn(w: jax.Array, x: jax.Array, *, by: Any = 1.0) -> Any:
+        traced.append(by)
+        return {"out": x @ w * by, "none": None}
+
+    # Kept products compile quickly.
+    kept = Rule(".*", None)
+    converted = convert.function(fn, kept, weights=0)
+    for _ in range(2):
+        for by in (0.0, -0.0, 1, True):
+            assert converted(W[0], X, by=by)["none"] is None
+    assert [repr(by) for by in traced] == ["0.0", "-0.0", "1", "True"]
+    converted(W[0], X[:2])
+    assert len(traced) == 5
+    step = jax.jit(lambda x: converted(W[0], x)["out"])
+    for _ in range(2):
+        step(X)
+    assert len(traced) == 6
+    sets = convert.function(lambda x, own: x @ W[0] * len(own), kept)
+    assert np.all(sets(X, {1, 2}) == 2 * sets(X, {1})), "they have no hash"
+    assert convert.original(converted) is fn
+    assert convert.function(fn, kept, weights=0) == converted
+    assert convert.function(converted, [], weights=0).function is fn
+    assert pickle.loads(pickle.dumps(convert.function(own_gradient_of, ALL))).rules == (ALL,)
+
+
+def test_rules_that_match_nothing():
+    """Told of when the function is traced, unless they matched before."""
+
+    def fn(x: jax.Array, flag: bool) -> jax.Array:
+        return jax.named_scope("a" if flag else "b")(jnp.matmul)(x, W[0])
+
+    rules = [Rule("a", RECIPE), Rule("b", RECIPE)]
+    with pytest.raises(ValueError, match=r"convert.function: rules that matched no layer: 1"):
+        convert.function(fn, rules, strict=True)(X, True)
+    converted = convert.function(fn, rules)
+    with pytest.warns(convert.UnusedRuleWarning, match="1 \\('b'\\); the model has 'a'"):
+        converted(X, True)
+    converted(X, False)
+    with pytest.raises(TypeError, match=r"convert.function: needs a function, got int"):
+        convert.function(3, ALL)  # pyright: ignore[reportArgumentType]
+
+
+def test_ragged_products_and_convolutions():
+    sizes = jnp.array([1, 3])
+    converted = convert.function(lax.ragged_dot, ALL, weights=1)
+    np.testing.assert_array_equal(
+        converted(X, W, sizes), jax.jit(functools.partial(ragged_dot, recipe=RECIPE))(X, W, sizes)
+    )
+    image = jnp.asarray(_rng.standard_normal((1, 32, 4, 4), np.float32))
+    kernel = jnp.asarray(_rng.standard_normal((3, 32, 2, 2), np.float32))
+
+    def conv(image: jax.Array, kernel: jax.Array) -> jax.Array:
+        return lax.conv(image, kernel, (2, 2), "VALID")
+
+    rules = Rule(".*", RECIPE, types=convert.Conv)
+    (decision,) = decisions(conv, image, kernel, rules=rules).values()
+    assert (decision.layer.shape, decision.layer.type) == ((4, 32, 3), convert.Conv)
+    ours = convert.function(conv, rules)(image, kernel)
+    patches = image.reshape(1, 32, 2, 2, 2, 2).transpose(0, 2, 4, 3, 5, 1)
+    theirs = jax.jit(
+        lambda x, w: mx_jax.einsum("abcijf,oijf->oabc", x, w.transpose(0, 2, 3, 1), recipe=RECIPE)
+    )(patches, kernel)
+    np.testing.assert_allclose(ours, theirs.transpose(1, 0, 2, 3), rtol=1e-5, atol=1e-5)
+
+
+def test_below_other_transformations():
+    """vmap, sharded arguments, donated ones, effects, nothing to return, arrays of no size."""
+    fn = jax.named_scope("up")(jnp.matmul)
+    converted = convert.function(fn, ALL, weights=1)
+    rows = jax.jit(jax.vmap(converted, (0, None)))(X[:, None], W[0])[:, 0]
+    np.testing.assert_allclose(rows, jax.jit(BY_HAND)(X, W[0]), rtol=1e-6, atol=1e-6)
+    sharded = jax.device_put(X, NamedSharding(MESH, PartitionSpec("rows")))
+    np.testing.assert_array_equal(jax.jit(converted)(sharded, W[0]), jax.jit(BY_HAND)(X, W[0]))
+    donating = jax.jit(converted, donate_argnums=0)
+    np.testing.assert_array_equal(donating(X + 0, W[0]), jax.jit(BY_HAND)(X, W[0]))
+    assert converted(X[:0], W[0]).shape == (0, 32)
+    np.testing.assert_array_equal(converted(X[:, :0], W[0][:0]), np.zeros((4, 32)))
+    half = converted(X.astype(jnp.bfloat16), W[0].astype(jnp.bfloat16))
+    assert half.dtype == jnp.bfloat16
+
+
+def test_effects_stay(capfd: pytest.CaptureFixture[str]):
+    def fn(x: jax.Array) -> None:
+        def step(x: jax.Array, i: jax.Array) -> Any:
+            x = x @ W[0]
+            jax.debug.print("step {}", i)
+            return x, None
+
+        lax.scan(step, x, jnp.arange(2))
+
+    assert convert.function(fn, ALL)(X) is None
+    jax.effects_barrier()
+    assert sorted(capfd.readouterr().out.split("\n")) == ["", "step 0", "step 1"]
+
+
+def test_what_is_closed_over_may_be_differentiated():
+    def loss(w: jax.Array, converting: bool) -> jax.Array:
+        def fn(x: jax.Array) -> jax.Array:
+            return jnp.tanh(x @ w).sum()
+
+        if not converting:
+            return jnp.tanh(BY_HAND(X, w)).sum()
+        return convert.function(fn, ALL)(X)
+
+    ours = jax.jit(jax.grad(functools.partial(loss, converting=True)))(W[0])
+    theirs = jax.jit(jax.grad(functools.partial(loss, converting=False)))(W[0])
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_x64():
+    with jax.enable_x64(True):
+        converted = convert.function(lambda x: (x @ x.T, x.astype(float) @ x.T), ALL)
+        with pytest.warns(convert.UnusedRuleWarning):
+            found = decisions(lambda x: x.astype(float) @ x.T, X)
+        assert "dtype=float64" in found[""].reason
+        low, high = converted(X)
+    assert (low.dtype, high.dtype) == (jnp.float32, jnp.float64)

@@ -1,0 +1,145 @@
+"""Models that multiply by name, which only a traced call shows: GPT-2, and cells in a scan.
+
+The GPT-2 here is a stand-in for `FlaxGPT2Module` of transformers 4.55, which has layers of its own
+kind (`FlaxConv1D`: `lax.dot_general` in a method); test_peers.py runs the real one.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from mx_jax import convert, recipes
+from mx_jax.convert import Rule
+from mx_jax.recipes import MatmulSpec
+from tests.quick import quick
+
+RECIPE = recipes.mxfp8()
+TOKENS = np.arange(8, dtype=np.int32).reshape(2, 4)
+
+
+class Conv1D(nn.Module):
+    """`[..., in]` by a kernel stored `[out, in]`, as GPT-2's checkpoints have it."""
+
+    features: int
+    recipe: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", nn.initializers.normal(0.2), (self.features, x.shape[-1]))
+        dot = self.recipe.dot_general if self.recipe else lax.dot_general
+        return dot(x, kernel.transpose(), (((x.ndim - 1,), (0,)), ((), ())))
+
+
+class Block(nn.Module):
+    recipe: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q, k, v = jnp.split(Conv1D(96, self.recipe, name="c_attn")(nn.LayerNorm()(x)), 3, -1)
+        weights = nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k))
+        x = x + Conv1D(32, self.recipe, name="c_proj")(jnp.einsum("bqk,bkd->bqd", weights, v))
+        return x + Conv1D(32, self.recipe, name="c_fc")(nn.gelu(x))
+
+
+class Gpt2(nn.Module):
+    recipe: Any = None
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, deterministic: bool = True) -> jax.Array:
+        embed = nn.Embed(16, 32, name="wte")
+        x = embed(tokens)
+        for i in range(2):
+            x = Block(self.recipe, name=f"h_{i}")(x)
+        return embed.attend(nn.Dropout(0.5)(x, deterministic))
+
+
+# Products of two activations, and the embedding, stay.
+RULES = [Rule(r".*->.*|Gpt2/wte.attend", None), Rule(".*", RECIPE)]
+
+
+def test_layers_of_gpt2():
+    """`convert.linen` reaches none of the products; here those that a rule names."""
+    model = Gpt2()
+    variables = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+    with pytest.warns(convert.UnusedRuleWarning):
+        report = convert.report(model, Rule(".*", RECIPE), TOKENS)
+    assert report.num_converted == 0
+    report = convert.report(model.apply, RULES, variables, TOKENS, weights=0)
+    paths = [
+        f"Gpt2/h_{i}/{name}"
+        for i in range(2)
+        for name in ("c_attn", "bqd,bkd->bqk", "bqk,bkd->bqd", "c_proj", "c_fc")
+    ]
+    assert [own.layer.path for own in report.decisions] == [*paths, "Gpt2/wte.attend"]
+    assert [own.layer.kernel for own in report.decisions if own.recipe][:2] == [(32, 96), (32, 32)]
+    assert report.num_converted == 6
+
+
+@pytest.mark.slow
+def test_gradients_of_gpt2():
+    """Bit for bit those of the same model with the recipe's dot_general in its layers."""
+    variables = quick(Gpt2().init)(jax.random.key(0), TOKENS)
+    converted = convert.function(Gpt2().apply, RULES, weights=0)
+
+    def loss(apply: Any) -> Any:
+        return quick(jax.value_and_grad(lambda params: jnp.sum(apply(params, TOKENS) ** 2)))
+
+    ours, theirs = loss(converted)(variables), loss(Gpt2(RECIPE).apply)(variables)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_streams_of_the_model_reach_it():
+    """flax.linen's apply takes rngs itself; conversion reads its own stream there."""
+    weight_only = recipes.weight_only("mxfp4")
+    stochastic = dataclasses.replace(
+        weight_only,
+        name="stochastic weight",
+        fwd=MatmulSpec(lhs=None, rhs=recipes.operand("mxfp4", rounding="stochastic")),
+    )
+    model = Gpt2()
+    variables = quick(model.init)(jax.random.key(0), TOKENS)
+    converted = convert.function(model.apply, Rule(".*/c_fc", stochastic), weights=0)
+
+    def run(quantize: int, dropout: int) -> np.ndarray:
+        rngs = {"quantize": jax.random.key(quantize), "dropout": jax.random.key(dropout)}
+        return np.asarray(converted(variables, TOKENS, deterministic=False, rngs=rngs))
+
+    np.testing.assert_array_equal(run(0, 0), run(0, 0))
+    assert np.any(run(0, 0) != run(1, 0)) and np.mean(run(0, 0) == run(0, 1)) < 0.1
+
+
+class Recurrent(nn.Module):
+    recipe: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        cell = nn.scan(
+            nn.OptimizedLSTMCell, variable_broadcast="params", split_rngs={"params": False}
+        )
+        cell = cell(32, name="cell")
+        carry = cell.initialize_carry(jax.random.key(0), x.shape[1:])
+        return cell(carry, x)[1]
+
+
+def test_cells_in_a_scan():
+    model = Recurrent()
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 32), np.float32))
+    variables = quick(model.init)(jax.random.key(0), x)
+    rules = Rule(".*", RECIPE)
+    report = convert.report(model.apply, rules, variables, x, weights=0)
+    products = [(own.layer.input, own.layer.kernel) for own in report.decisions]
+    assert products == [((2, 32), (32, 128)), ((2, 32), (32, 128))]
+    assert report.num_converted == 2
+    # The cell's four gates are one product: convert.linen does not reach it.
+    with pytest.warns(convert.UnusedRuleWarning):
+        assert convert.report(model, rules, x).num_converted == 0
+    run = quick(convert.function(model.apply, rules, weights=0))
+    plain, ours = quick(model.apply)(variables, x), run(variables, x)
+    error = np.linalg.norm(ours - plain) / np.linalg.norm(plain)
+    assert 1e-3 < error < 0.1
