@@ -16,12 +16,14 @@ class LlamaConfig:
       head_width: features of a head, even.
       hidden: features of the feed-forward layer.
       rope_theta: base of the rotary embedding's wavelengths.
+      rope_divisors: what the frequency of each pair of a head's features is divided by, for models
+        that reach beyond their first context; None: nothing.
       epsilon: of the norms.
       context: most tokens that the model was trained for.
       tied: whether the head multiplies by the embedding.
 
     Raises:
-      ValueError: kv_heads does not divide heads, or head_width is odd.
+      ValueError: kv_heads does not divide heads, head_width is odd, or divisors are not one a pair.
     """
 
     vocabulary: int
@@ -32,6 +34,7 @@ class LlamaConfig:
     head_width: int
     hidden: int
     rope_theta: float = 10000.0
+    rope_divisors: tuple[float, ...] | None = None
     epsilon: float = 1e-5
     context: int = 2048
     tied: bool = True
@@ -46,4 +49,10 @@ class LlamaConfig:
             raise ValueError(
                 "LlamaConfig: rotary embedding turns features in pairs, head_width must be even, "
                 f"got head_width={self.head_width}"
+            )
+        divisors = self.rope_divisors
+        if divisors is not None and len(divisors) != self.head_width // 2:
+            raise ValueError(
+                "LlamaConfig: rope_divisors must be one for each pair of features, got "
+                f"len(rope_divisors)={len(divisors)}, head_width={self.head_width}"
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.names import HUB
+from mx_jax.generate.rotary import rope_divisors
 
 # `model_type`s whose layers are those of `Llama`.
 FAMILIES = ("llama", "mistral", "smollm")
@@ -52,29 +53,30 @@ def config_from_json(config: Mapping[str, Any], names: Container[str]) -> LlamaC
         return config[name]
 
     heads, width = int(field("num_attention_heads")), int(field("hidden_size"))
+    head_width = int(config.get("head_dim") or width // heads)
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    _check(config, rope)
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    _check(config)
     return LlamaConfig(
         vocabulary=int(field("vocab_size")),
         width=width,
         layers=int(field("num_hidden_layers")),
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_width=int(config.get("head_dim") or width // heads),
+        head_width=head_width,
         hidden=int(field("intermediate_size")),
-        rope_theta=float(theta),
+        rope_theta=theta,
+        rope_divisors=rope_divisors(rope, theta, head_width),
         epsilon=float(config.get("rms_norm_eps", 1e-6)),
         context=int(config.get("max_position_embeddings", 2048)),
         tied=HUB.head not in names,
     )
 
 
-def _check(config: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+def _check(config: Mapping[str, Any]) -> None:
     """Raise where the model computes something else than `Llama`."""
     context, window = config.get("max_position_embeddings", 0), config.get("sliding_window")
     facts = {
-        "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
         "hidden_act": (config.get("hidden_act", "silu"), "silu"),
         "attention_bias": (bool(config.get("attention_bias")), False),
         "mlp_bias": (bool(config.get("mlp_bias")), False),

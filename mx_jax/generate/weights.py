@@ -11,20 +11,23 @@ import numpy as np
 from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.model import PARTS
 from mx_jax.generate.names import GGUF, Names
+from mx_jax.generate.rotary import rope_divisors
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.packing import pack_weights
 from mx_jax.ops.quantize import quantize_operand
 from mx_jax.recipes import Recipe
 
 ARCHITECTURE = "llama"
+# What llama.cpp divides rotary frequencies by.
+_ROPE_FREQUENCIES = "rope_freqs.weight"
 
 
-def config_from_gguf(metadata: Mapping[str, Any], names: Any) -> LlamaConfig:
+def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> LlamaConfig:
     """The sizes that a GGUF file states.
 
     Args:
       metadata: its fields by name.
-      names: those of its tensors.
+      tensors: its tensors, of which rope_freqs.weight is read.
 
     Raises:
       ValueError: a model of another family, or a field that is missing.
@@ -43,19 +46,38 @@ def config_from_gguf(metadata: Mapping[str, Any], names: Any) -> LlamaConfig:
         return value
 
     heads, width = int(field("attention.head_count")), int(field("embedding_length"))
+    head_width = int(field("rope.dimension_count", width // heads))
     return LlamaConfig(
         vocabulary=len(metadata["tokenizer.ggml.tokens"]),
         width=width,
         layers=int(field("block_count")),
         heads=heads,
         kv_heads=int(field("attention.head_count_kv", heads)),
-        head_width=int(field("rope.dimension_count", width // heads)),
+        head_width=head_width,
         hidden=int(field("feed_forward_length")),
         rope_theta=float(field("rope.freq_base", 10000.0)),
+        rope_divisors=_divisors(metadata, tensors, head_width),
         epsilon=float(field("attention.layer_norm_rms_epsilon", 1e-5)),
         context=int(field("context_length", 2048)),
-        tied="output.weight" not in names,
+        tied=GGUF.head not in tensors,
     )
+
+
+def _divisors(
+    metadata: Mapping[str, Any], tensors: Mapping[str, Any], head_width: int
+) -> tuple[float, ...] | None:
+    """Of rotary frequencies: a tensor of the file, and a factor for all of them."""
+    said = {
+        "type": metadata.get(f"{ARCHITECTURE}.rope.scaling.type"),
+        "factor": metadata.get(f"{ARCHITECTURE}.rope.scaling.factor", 1.0),
+    }
+    if said["type"] == "none":
+        said["type"] = None
+    scaled = rope_divisors(said, 1.0, head_width)
+    if _ROPE_FREQUENCIES not in tensors:
+        return scaled
+    each = np.asarray(tensors[_ROPE_FREQUENCIES], np.float32).ravel()
+    return tuple(float(x) for x in each * np.float32(1.0 if scaled is None else scaled[0]))
 
 
 def params_from_gguf(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:

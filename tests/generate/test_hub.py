@@ -138,7 +138,7 @@ def test_a_folder_is_not_written_over_unasked(
     [
         ({"model_type": "gpt2"}, "families llama, mistral, smollm, got model_type='gpt2'"),
         ({"hidden_size": None}, "config.json lacks the field hidden_size"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "needs rope_type='default' .*got 'llama3'"),
+        ({"rope_scaling": {"type": "yarn"}}, "default, linear, llama3, got rope_type='yarn'"),
         ({"attention_bias": True}, "needs attention_bias=False in config.json, got True"),
         ({"sliding_window": 1024}, "needs sliding_window=None in config.json, got 1024"),
     ],
@@ -153,7 +153,9 @@ def test_fields_by_other_names_and_defaults():
     newer = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "head_dim": None}
     found = config_from_json(CONFIG | newer | {"num_key_value_heads": None}, {"lm_head.weight"})
     assert (found.rope_theta, found.head_width, found.kv_heads) == (500.0, 16, 4)
-    assert not found.tied
+    assert not found.tied and found.rope_divisors is None
+    scaled = config_from_json(CONFIG | {"rope_scaling": {"type": "linear", "factor": 2.0}}, ())
+    assert scaled.rope_divisors == (2.0,) * 16
 
 
 def test_a_file_without_a_config(tmp_path: Path):

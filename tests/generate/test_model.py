@@ -10,6 +10,7 @@ import pytest
 from mx_jax import only_backend, recipes
 from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.model import Llama
+from mx_jax.generate.rotary import rope_divisors, rotations
 from mx_jax.generate.weights import config_from_gguf, params_from_gguf, quantize_params
 from mx_jax.nn import KVCache
 from mx_jax.packed import PackedMXArray, Quantized
@@ -110,7 +111,49 @@ METADATA = {
 
 
 def test_sizes_from_metadata():
-    assert config_from_gguf(METADATA, {"token_embd.weight"}) == tiny.CONFIG
+    assert config_from_gguf(METADATA, {"token_embd.weight": None}) == tiny.CONFIG
+
+
+def test_divisors_of_rotary_frequencies():
+    freqs = np.linspace(1, 8, 16, dtype=np.float32)
+    found = config_from_gguf(METADATA, {"rope_freqs.weight": freqs})
+    np.testing.assert_array_equal(found.rope_divisors, freqs)
+    linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    assert config_from_gguf(METADATA | linear, {}).rope_divisors == (4.0,) * 16
+    with pytest.raises(ValueError, match="default, linear, llama3, got rope_type='yarn'"):
+        config_from_gguf(METADATA | {"llama.rope.scaling.type": "yarn"}, {})
+    with pytest.raises(ValueError, match=r"len\(rope_divisors\)=3, head_width=32"):
+        config_from_gguf(METADATA, {"rope_freqs.weight": freqs[:3]})
+    angles = [np.arcsin(rotations(config, 1, 0.5)[1])[0, 0, :16] for config in (tiny.CONFIG, found)]
+    np.testing.assert_allclose(angles[0] / angles[1], freqs, rtol=1e-4)
+
+
+def test_llama3_divides_the_long_waves():
+    """Llama 3.1's numbers; waves shorter than 2048 positions stay, longer than 8192 are 8 times as
+    long."""
+    said = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    said["original_max_position_embeddings"] = 8192
+    divisors = np.array(rope_divisors(said, 500000.0, 128))
+    waves = 2 * np.pi * 500000.0 ** (np.arange(64) / 64)
+    assert (divisors[waves < 2048] == 1).all() and (divisors[waves > 8192] == 8).all()
+    between = divisors[(waves > 2048) & (waves < 8192)]
+    assert len(between) > 3 and (np.diff(between) > 0).all() and 1 < between[0] < between[-1] < 8
+    with pytest.raises(ValueError, match="rope_type='llama3' needs 'factor'"):
+        rope_divisors({"type": "llama3"}, 1e4, 64)
+
+
+@pytest.mark.peers
+def test_llama3_is_that_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    said = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    said |= {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+    config = transformers.LlamaConfig(head_dim=128, rope_parameters=said)
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 500000.0 ** (-np.arange(64) / 64)
+    divisors = rope_divisors(said, 500000.0, 128)
+    np.testing.assert_allclose(plain / divisors, np.asarray(theirs), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
