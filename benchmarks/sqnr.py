@@ -20,6 +20,7 @@ from mx_jax import formats, recipes
 from mx_jax.inspect import sqnr_db
 from mx_jax.recipes import Recipe
 from mx_jax.reference.scale_rules import SCALE_RULES
+from mx_jax.specs import operand
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
 
@@ -93,7 +94,8 @@ def cast_rows(options: argparse.Namespace, step: Callable[[str], None]) -> list[
     rows = []
     for format, rule in _casts(options):
         step(f"cast {format.name} {rule}")
-        values = mx_jax.cast(x, format, scale_rule=rule)
+        draws = operand(format, scale_rule=rule).random_bits
+        values = mx_jax.cast(x, format, scale_rule=rule, key=jax.random.key(7) if draws else None)
         rows.append(
             {
                 "format": format.name,

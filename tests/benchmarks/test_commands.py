@@ -164,6 +164,28 @@ def test_sqnr(run: Runner):
     assert "| mxfp8 |" in table
 
 
+@pytest.mark.slow
+def test_rounding(run: Runner):
+    options = ["--size", "128", "--draws", "8", "--data", "normal", "--recipes", "quartet_ii"]
+    result, table = run("rounding", *options)
+    casts = {row["way"]: row for row in result["casts"]}
+    for name in ("MS-EDEN", "stochastic, amax_headroom"):
+        slope, bias = casts[name]["slope"], casts[name]["bias"]
+        assert abs(slope["mean"] - 1) < 2 * slope["half"] < 5e-3
+        assert abs(bias["mean"]) < 2 * bias["half"] < casts[name]["error"]["mean"] / 5
+    # Nothing is drawn: no average removes any of the error.
+    nearest = casts["nearest, amax"]
+    assert nearest["bias"]["mean"] == pytest.approx(nearest["error"]["mean"])
+    assert (
+        casts["MS-EDEN"]["error"]["mean"]
+        < 0.45 * casts["stochastic, amax_headroom"]["error"]["mean"]
+    )
+    (gradients,) = result["gradients"]
+    assert 0.02 < gradients["dw"]["error"]["mean"] < 0.04
+    assert 0.005 < gradients["dx"]["bias"]["mean"] < gradients["dx"]["error"]["mean"] / 2
+    assert "| quartet_ii |" in table
+
+
 def test_train_step(run: Runner):
     options = ["--size", "32x32x32", "--recipes", *RECIPES, "--cores", "all"]
     result, table = run("train_step", *options, "--seconds", "0.01", "--min-rounds", "3")
