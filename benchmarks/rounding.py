@@ -2,12 +2,11 @@
 
 A slope is <Q(x), x> / <x, x>: 1 if the mean of Q(x) has x's length. An error is
 |Q(x) - x|^2 / |x|^2. What no average over random bits removes of it is the bias,
-|E[Q(x)] - x|^2 / |x|^2, estimated without bias by two casts of the same data as
-<Q1(x) - x, Q2(x) - x> / |x|^2. Every draw has new data and new random bits, and an interval is the
-mean of all draws +- half the width of its 95 % interval (Student's t). Casts marked "rotated" go through a
-Hadamard transform of 128 with random signs and back. Gradients are those of a linear layer, beside
-the exact ones; what the forward product rounded to nearest is in their slopes too. Nothing is
-timed.
+|E[Q(x)] - x|^2 / |x|^2, estimated by two casts of the same data as
+<Q1(x) - x, Q2(x) - x> / |x|^2. Every draw has new data and new random bits; an interval is the mean
+of all draws +- half the width of its 95 % interval (Student's t). What is "rotated" goes through a
+Hadamard transform of 128 with random signs, and back. Gradients are those of a linear layer, beside
+the exact ones: what the forward product lost is in their slopes and biases too. Nothing is timed.
 """
 
 import argparse
@@ -209,9 +208,7 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
             + [_text(row[of][what], 2, 100) for what in ("error", "bias") for of in ("dx", "dw")]
             for row in result["gradients"]
         ],
-        [
-            "A bias has what the forward product's operands lost in it: no backward cast can undo it."
-        ],
+        ["No backward cast can undo what the forward product's operands lost: biases have it too."],
     )
     return [casts, gradients]
 

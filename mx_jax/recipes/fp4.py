@@ -142,7 +142,7 @@ def nvfp4_unbiased() -> Recipe:
     As `nvfp4_pretraining`, but a block of the gradient has its largest value at 6 * 16/17. No scale
     rounds down by more than 17/16, so nothing clips. It costs 1 dB of the gradient. Needs a key.
     Source: the NVFP4 baseline of Quartet II, arXiv 2601.22813 (its training code's 17/16; there
-    the signs are random, and those of the other operand's transform are the same).
+    the signs are random).
     """
     base = nvfp4_pretraining()
     gradient = operand(NVFP4, scale_rule=AMAX_HEADROOM, rounding="stochastic")
