@@ -1,8 +1,10 @@
-"""Flax layers: `linen` and `nnx`, and `KVCache` for attention that decodes."""
+"""Flax layers, `linen` and `nnx`; `KVCache` for attention that decodes; weights that stay codes."""
 
 from mx_jax.nn import linen as linen
 from mx_jax.nn import nnx as nnx
 from mx_jax.nn.cache import KVCache as KVCache
+from mx_jax.nn.frozen import join_stored as join_stored
+from mx_jax.nn.frozen import split_stored as split_stored
 from mx_jax.nn.serialization import register as _register
 
 _register()

@@ -15,6 +15,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from mx_jax.nn.errors import named_in_errors
+from mx_jax.nn.frozen import trainable as trainable
 from mx_jax.nn.metadata import layer_recipe, nnx_spec, recipe_of
 from mx_jax.nn.nnx_operations import DotGeneral as DotGeneral
 from mx_jax.nn.nnx_operations import EinsumOp as EinsumOp

@@ -154,7 +154,7 @@ PUBLIC = {
         "quartet_ii",
         "weight_only",
     },
-    "mx_jax.nn": {"KVCache", "linen", "nnx"},
+    "mx_jax.nn": {"KVCache", "join_stored", "linen", "nnx", "split_stored"},
     "mx_jax.inspect": {
         "Budget",
         "GradientBias",
