@@ -2,12 +2,12 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from mx_jax.backends.base import Target
+from mx_jax.backends.base import Offer, Target
 from mx_jax.backends.calls import Call
 from mx_jax.backends.evidence.rows import Row
 
@@ -35,15 +35,46 @@ class Selection:
     evidence: Row | None = None
 
 
+# In the name stack of what computes an entry of a recorder, with the entry's index behind.
+MARK = "mx_jax.entry_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Marked:
+    """What an offer runs, under a name that the jaxpr carries.
+
+    Attributes:
+      run: the offer's own.
+      name: of the scope.
+    """
+
+    run: Callable[..., Any]
+    name: str
+
+    def __call__(self, *operands: Any) -> Any:
+        """As `Offer.run`."""
+        with jax.named_scope(self.name):
+            return self.run(*operands)
+
+
 @dataclasses.dataclass(eq=False)
 class Recorder:
     """What a trace met, in order; equal only to itself.
 
     Attributes:
       entries: selections, and remarks on what is done besides.
+      marks: whether what is selected runs under a name that says which entry it was.
     """
 
     entries: list[Selection | str] = dataclasses.field(default_factory=list)
+    marks: bool = False
+
+    def marked(self, offer: Offer) -> Offer:
+        """The offer of the newest entry, under its name where the recorder marks."""
+        if not self.marks:
+            return offer
+        name = f"{MARK}{len(self.entries) - 1}"
+        return dataclasses.replace(offer, run=Marked(offer.run, name))
 
     @property
     def selections(self) -> list[Selection]:
@@ -58,10 +89,11 @@ active: Any = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[Recorder]:
+def recording(*, marks: bool = False) -> Iterator[Recorder]:
     """A context in which every selection is recorded; in nested ones, by the innermost.
 
-    It records what is traced: of a function under `jit`, the first of several equal calls.
+    It records what is traced: of a function under `jit`, the first of several equal calls. With
+    `marks` the jaxpr says which of its equations compute which entry: see `MARK`.
 
     Example:
       >>> import jax, jax.numpy as jnp, mx_jax
@@ -71,6 +103,6 @@ def recording() -> Iterator[Recorder]:
       >>> [type(selection.call).__name__ for selection in recorder.selections]
       ['QuantizeCall', 'DequantizeCall']
     """
-    recorder = Recorder()
+    recorder = Recorder(marks=marks)
     with active(recorder):
         yield recorder

@@ -231,18 +231,18 @@ def _ask(
             break
         rejections.append((name, reason))
     if active.value is not None:
-        _record(call, target, backends, choice, rejections)
+        choice = _recorded(call, target, backends, choice, rejections)
     return choice, target, rejections
 
 
-def _record(
+def _recorded(
     call: Call,
     target: Target,
     backends: Sequence[Backend],
     choice: Choice | None,
     rejections: Sequence[tuple[str, str]],
-) -> None:
-    """Tell whoever records what was decided."""
+) -> Choice | None:
+    """Tell whoever records what was decided; the choice, under its name if the recorder marks."""
     active.value.entries.append(
         Selection(
             call=call,
@@ -254,6 +254,9 @@ def _record(
             evidence=None if choice is None else choice.evidence,
         )
     )
+    if choice is None:
+        return None
+    return dataclasses.replace(choice, offer=active.value.marked(choice.offer))
 
 
 def only_if_named(backends: Sequence[Backend] | None = None) -> set[str]:

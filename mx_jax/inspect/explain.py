@@ -2,60 +2,78 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 
 from mx_jax.backends.base import Target
-from mx_jax.backends.calls import (
-    Call,
-    DequantizeCall,
-    MatmulCall,
-    OperandType,
-    PackCall,
-    QuantizeBothCall,
-    QuantizeCall,
-    RaggedCall,
-)
+from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.records import Selection, recording
 from mx_jax.backends.target import use_target
 from mx_jax.inspect.abstract import of_arrays
+from mx_jax.inspect.calls_in_words import machine_text, work_text
+from mx_jax.inspect.explanation import Explanation
+from mx_jax.inspect.explanation_of import callable_model, explanation_of
 from mx_jax.ops.dot_general import matmul
 from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.specs import MatmulRecipe
 
 
+@overload
 def explain(
     recipe: MatmulRecipe | str,
+    /,
     m: int,
     k: int,
     n: int,
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
     target: Target | None = None,
-) -> str:
-    """Say how each of the three products of `[m, k] @ [k, n]` will be computed.
+) -> str: ...
 
-    `matmul` and its gradients are traced, and what selection decides meanwhile is told.
-    `explain_call` tells it of any function, casts included.
+
+@overload
+def explain(
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    backward: bool = False,
+    target: Target | None = None,
+    **kwargs: Any,
+) -> Explanation: ...
+
+
+def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: Any) -> Any:
+    """Say how the products of a recipe, or all casts and products of a function, are computed.
+
+    The first form tells of the three products of `[m, k] @ [k, n]` with a recipe. The second one
+    traces a function, as `jit` would, without computing: who casts and multiplies what, where, how
+    often and at what cost, and which products stay in high precision, and why.
 
     Args:
-      recipe: the recipe, or its name.
-      m: rows of the left operand.
-      k: contracting size.
-      n: columns of the right operand.
-      dtype: dtype of the operands and products.
+      what: a recipe or the name of one; or a function, a flax.nnx model, or a flax.linen module,
+        which is initialized abstractly.
+      *args: of a recipe `m`, `k` and `n`: rows of the left operand, contracting size, columns of
+        the right one. Of a function its arguments; arrays may be `jax.ShapeDtypeStruct`.
       target: the machine; default: the one that a call here is for, as `testing.target`,
         `jax.default_device` or jax itself says.
+      **kwargs: of a recipe `dtype` of operands and products, float32 by default. Of a function its
+        keyword arguments, and `backward`: whether to take the gradients by all its floats, and by
+        a model's parameters, too.
 
     Returns:
-      Three paragraphs of text. Each has the product and its backend, what was measured if that is
-      why it is asked, why no backend before it takes the product, and which ones would if they were
-      named.
+      Of a recipe three paragraphs of text. Each has the product and its backend, what was measured
+      if that is why it is asked, why no backend before it takes the product, and which ones would
+      if they were named. Of a function an `Explanation`: print it, hand it to rich, or ask for its
+      `rows`.
+
+    Raises:
+      ValueError: whatever the call itself raises.
+      TypeError: neither a recipe nor a function.
 
     Example:
-      >>> import mx_jax
+      >>> import jax, mx_jax
       >>> from mx_jax.backends.base import Target
       >>> recipe = mx_jax.recipes.weight_only("mxfp4")
       >>> target = Target(platform="rocm")
@@ -66,11 +84,30 @@ def explain(
         not cpu_ffi: runs on platform=cpu, got platform=rocm
       grad_lhs [8, 64] x [64, 64]: high precision x high precision -> jax.lax.dot_general
       grad_rhs [64, 8] x [64, 8]: high precision x high precision -> jax.lax.dot_general
+
+      >>> x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 64), (64, 64)))
+      >>> def layer(x, w):
+      ...     return mx_jax.matmul(x, w, recipe="mxfp8") @ w
+      >>> found = mx_jax.inspect.explain(layer, x, w, target=target)
+      >>> [(row.kind, row.times, row.backend) for row in found.rows]
+      [('cast', 1, 'reference'), ('cast', 1, 'reference'), ('product', 1, 'xla_bfloat16'),
+       ('high precision', 1, 'jax.lax')]
+      >>> found.quantized_share
+      0.5
     """
-    recipe = as_recipe(recipe, "explain")
-    lhs, rhs = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((m, k), (k, n)))
     machine = contextlib.nullcontext() if target is None else use_target(target)
-    with machine, recording() as recorder:
+    with machine:
+        if isinstance(what, str | MatmulRecipe) or not callable_model(what):
+            return _of_recipe(as_recipe(what, "explain"), *args, **kwargs)
+        return explanation_of(what, *args, **kwargs)
+
+
+def _of_recipe(
+    recipe: MatmulRecipe, m: int, k: int, n: int, *, dtype: jax.typing.DTypeLike = jnp.float32
+) -> str:
+    """What `explain` says of a recipe."""
+    lhs, rhs = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((m, k), (k, n)))
+    with recording() as recorder:
         jax.eval_shape(lambda lhs, rhs: _with_gradients(recipe, lhs, rhs), lhs, rhs)
     # In the order of the products; what is in high precision is JAX's own, and no backend is asked.
     selections = iter([x for x in recorder.selections if isinstance(x.call, MatmulCall)])
@@ -131,8 +168,8 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str
             continue
         if entry.target != target:
             target = entry.target
-            lines.append(_machine(target))
-        lines += _answer(_work(entry.call), entry)
+            lines.append(machine_text(target))
+        lines += _answer(work_text(entry.call), entry)
     return "\n".join(lines)
 
 
@@ -146,36 +183,3 @@ def _answer(title: str, selection: Selection) -> list[str]:
     how = f" ({selection.how})" if selection.how else ""
     proof = [] if selection.evidence is None else [f"  {selection.backend}: {selection.evidence}"]
     return [f"{title} -> {selection.backend or 'two casts'}{how}", *proof, *rejected, *named]
-
-
-def _machine(target: Target) -> str:
-    capability = target.compute_capability
-    shown = "" if capability is None else f", compute_capability={capability}"
-    return f"on platform={target.platform}{shown}, num_devices={target.num_devices}"
-
-
-def _operand(own: OperandType) -> str:
-    return f"{own.dtype if own.format is None else own.format.name} {list(own.shape)}"
-
-
-def _work(call: Call) -> str:
-    """A call in words; shapes and axes as the arrays lie."""
-    match call:
-        case MatmulCall():
-            lhs, rhs = (_operand(own) for _, own in call.sides)
-            left, right = (list(own.axes.contracting) for _, own in call.sides)
-            return f"product {lhs} x {rhs} over axes {left} and {right}, to {call.out_dtype}"
-        case RaggedCall():
-            lhs, rhs = _operand(call.lhs), _operand(call.rhs)
-            return f"ragged product {lhs} x {rhs}, {call.num_groups} groups, to {call.out_dtype}"
-        case QuantizeCall():
-            how = f"{call.format.name} ({call.scale_rule.name}, {call.rounding.name})"
-            blocks = " and ".join(f"{size} along axis {axis}" for axis, size in call.blocks)
-            return f"cast {call.dtype} {list(call.shape)} to {how} in blocks of {blocks}"
-        case QuantizeBothCall():
-            return f"{_work(call.first)}; with it {_work(call.second)}"
-        case DequantizeCall():
-            return f"dequantize {call.format.name} {list(call.shape)} to {call.dtype}"
-        case PackCall():
-            axes = list(call.weights.axes.contracting)
-            return f"pack {_operand(call.weights)} for axes {axes}"

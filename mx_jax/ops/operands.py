@@ -21,6 +21,9 @@ from mx_jax.reference import hadamard
 from mx_jax.sharding.movement import STAY, Movement, Moves
 from mx_jax.specs import MatmulSpec, OperandSpec
 
+# Scope of what transforms an operand: its products are of no recipe.
+TRANSFORM = "hadamard_transform"
+
 
 def prepare_operands(
     lhs: AnyOperand,
@@ -97,15 +100,14 @@ def _transform(operand: AnyOperand, signs: jax.Array, axis: int) -> jax.Array:
 
 def transformed(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
     """`hadamard.apply`, on accelerators with bfloat16's exact products where x is bfloat16."""
-    if (platform := current_target().platform) == "cpu":
-        return hadamard.apply(x, signs, axis)
-    in_bfloat16 = x.dtype == jnp.bfloat16
-    if (recorder := active.value) is not None:
+    platform, in_bfloat16 = current_target().platform, x.dtype == jnp.bfloat16
+    if (recorder := active.value) is not None and platform != "cpu":
         how = HOW if in_bfloat16 else "XLA float32 dot, HIGHEST: bfloat16 does not hold its values"
         recorder.entries.append(
             f"Hadamard transform of {x.dtype} {list(x.shape)} on platform={platform} -> {how}"
         )
-    return hadamard.apply(x, signs, axis, in_bfloat16=in_bfloat16)
+    with jax.named_scope(TRANSFORM):
+        return hadamard.apply(x, signs, axis, in_bfloat16=in_bfloat16 and platform != "cpu")
 
 
 @overload

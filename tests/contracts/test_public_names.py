@@ -157,6 +157,7 @@ PUBLIC = {
     "mx_jax.nn": {"KVCache", "join_stored", "linen", "nnx", "split_stored"},
     "mx_jax.inspect": {
         "Budget",
+        "Explanation",
         "GradientBias",
         "Sensitivity",
         "evidence_of",

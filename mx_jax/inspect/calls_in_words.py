@@ -1,0 +1,47 @@
+"""Calls and machines in words, for people who ask what selection was asked."""
+
+from mx_jax.backends.base import Target
+from mx_jax.backends.calls import (
+    Call,
+    DequantizeCall,
+    MatmulCall,
+    OperandType,
+    PackCall,
+    QuantizeBothCall,
+    QuantizeCall,
+    RaggedCall,
+)
+
+
+def machine_text(target: Target) -> str:
+    """A machine as selection sees it."""
+    capability = target.compute_capability
+    shown = "" if capability is None else f", compute_capability={capability}"
+    return f"on platform={target.platform}{shown}, num_devices={target.num_devices}"
+
+
+def _operand(own: OperandType) -> str:
+    return f"{own.dtype if own.format is None else own.format.name} {list(own.shape)}"
+
+
+def work_text(call: Call) -> str:
+    """A call in words; shapes and axes as the arrays lie."""
+    match call:
+        case MatmulCall():
+            lhs, rhs = (_operand(own) for _, own in call.sides)
+            left, right = (list(own.axes.contracting) for _, own in call.sides)
+            return f"product {lhs} x {rhs} over axes {left} and {right}, to {call.out_dtype}"
+        case RaggedCall():
+            lhs, rhs = _operand(call.lhs), _operand(call.rhs)
+            return f"ragged product {lhs} x {rhs}, {call.num_groups} groups, to {call.out_dtype}"
+        case QuantizeCall():
+            how = f"{call.format.name} ({call.scale_rule.name}, {call.rounding.name})"
+            blocks = " and ".join(f"{size} along axis {axis}" for axis, size in call.blocks)
+            return f"cast {call.dtype} {list(call.shape)} to {how} in blocks of {blocks}"
+        case QuantizeBothCall():
+            return f"{work_text(call.first)}; with it {work_text(call.second)}"
+        case DequantizeCall():
+            return f"dequantize {call.format.name} {list(call.shape)} to {call.dtype}"
+        case PackCall():
+            axes = list(call.weights.axes.contracting)
+            return f"pack {_operand(call.weights)} for axes {axes}"
