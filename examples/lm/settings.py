@@ -34,8 +34,8 @@ def aliases() -> dict[str, str]:
     } | {"high_precision": "float32"}
 
 
-def _setting(text: str) -> Any:
-    return field(metadata={"help": text})
+def _setting(text: str, **default: Any) -> Any:
+    return field(metadata={"help": text}, **default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,14 @@ class Settings:
     grad_clip: float = _setting("largest global norm of the gradients")
     eval_every: int = _setting("steps between validations")
     eval_tokens: int = _setting("characters read in each validation")
+    heal: float = _setting("last part of the steps in high precision, as 0.1", default=0.0)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value > 0 and not (name == "weight_decay" and value == 0):
+            if not value > 0 and not (name in ("weight_decay", "heal") and value == 0):
                 raise ValueError(f"{name} must be positive, got {name}={value}")
+        if self.heal > 1:
+            raise ValueError(f"heal is a part of the steps, as 0.1, got heal={self.heal}")
         if self.d_model % (2 * self.heads):
             raise ValueError(
                 "d_model must be a multiple of 2 * heads (rotary positions turn pairs), "

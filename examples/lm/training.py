@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import signal
@@ -17,6 +18,7 @@ import optax
 from tqdm import tqdm
 
 import mx_jax
+from mx_jax.recipes import heal
 
 from .data import Corpus
 from .kernels import settle_evidence
@@ -134,8 +136,8 @@ class Trainer:
         self.settings = settings
         self.corpus = corpus
         self.checkpoints = checkpoints
-        chosen = chosen or precision(run.recipe)
-        self.model = build_model(chosen, settings, len(corpus.vocabulary))
+        self._chosen = chosen or precision(run.recipe)
+        self._schedule = heal(self._chosen.recipe, settings.steps, last=settings.heal)
         self.state = together(
             initial_state, run.seed, settings=settings, vocabulary=len(corpus.vocabulary)
         )
@@ -143,7 +145,13 @@ class Trainer:
         fresh = Run(recipe=run.recipe, seed=run.seed)
         self.state, self.run = checkpoints.restore(self.state) or (self.state, fresh)
         self._lap = time.perf_counter()
-        self._compiled = False
+        self._compiled: Transformer | None = None
+
+    @property
+    def model(self) -> Transformer:
+        """The model of the next step: equal ones share a program, so each phase has one."""
+        chosen = dataclasses.replace(self._chosen, recipe=self._schedule.at(self.run.step))
+        return build_model(chosen, self.settings, len(self.corpus.vocabulary))
 
     def train(self, *, checkpoint_every: int, stop: Callable[[], bool]) -> None:
         """Trains until done or diverged; raises `Interrupted`, state saved, when `stop` says so."""
@@ -179,13 +187,14 @@ class Trainer:
         settings, run = self.settings, self.run
         started = time.perf_counter()
         given = self.state, self._tokens(), run.seed, run.step
-        self.state, loss = together(train_step, *given, model=self.model, settings=settings)
+        model = self.model
+        self.state, loss = together(train_step, *given, model=model, settings=settings)
         # Read every step: divergence shows at once, and waiting costs nothing at this size.
         loss = float(loss)
-        if self._compiled:
+        if self._compiled == model:
             run.step_seconds += time.perf_counter() - started
             run.timed_steps += 1
-        self._compiled = True
+        self._compiled = model
         if not math.isfinite(loss):
             run.diverged_at = run.step
             return

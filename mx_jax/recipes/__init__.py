@@ -33,6 +33,8 @@ from mx_jax.recipes.mx import mxint8 as mxint8
 from mx_jax.recipes.mx import nvfp4 as nvfp4
 from mx_jax.recipes.mx import qat as qat
 from mx_jax.recipes.mx import weight_only as weight_only
+from mx_jax.recipes.schedule import Schedule as Schedule
+from mx_jax.recipes.schedule import heal as heal
 from mx_jax.reference.hadamard import Hadamard as Hadamard
 from mx_jax.specs import MatmulSpec as MatmulSpec
 from mx_jax.specs import OperandSpec as OperandSpec

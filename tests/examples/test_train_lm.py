@@ -125,6 +125,24 @@ def test_divergence_is_reported(call, results, capsys):
     assert results()["runs"] == [run]
 
 
+def test_a_run_is_healed_by_its_last_steps(call, results, example, monkeypatch, capsys):
+    """What trains each step, and what its time counts: one program for each phase is compiled."""
+    training, used = example("lm.training"), []
+
+    def train_step(state, tokens, seed, step, *, model, settings):
+        used.append(model.recipe.name)
+        return state, np.float32(1)
+
+    monkeypatch.setattr(training, "train_step", train_step)
+    monkeypatch.setattr(training, "validate", lambda params, batches, model: np.float32(1))
+    monkeypatch.setattr(training.mx_jax.inspect, "evidence_of", lambda *args: [])
+    assert call("--recipes", "mxfp4", "--heal", "0.5") == 0
+    assert used == ["mxfp4"] * 3 + ["high_precision"] * 3
+    assert results()["runs"][0]["timed_steps"] == STEPS - 2
+    message = fails(capsys, lambda: call("--recipes", "mxfp4", "--resume"))
+    assert "made with other settings (heal: 0.5 then, 0.0 now)" in message
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -141,6 +159,7 @@ def test_divergence_is_reported(call, results, capsys):
         (["--steps", "0"], "steps must be positive, got steps=0"),
         (["--lr", "nan"], "lr must be positive, got lr=nan"),
         (["--heads", "3"], "multiple of 2 * heads (rotary positions turn pairs), got d_model=32"),
+        (["--heal", "10"], "heal is a part of the steps, as 0.1, got heal=10.0"),
         (["--checkpoint-every", "0"], "needs a whole number >= 1, got '0'"),
         (["--prompt", "7 €"], "characters that the text never uses: '€'"),
         (["--context", "999"], "text too short: "),
