@@ -19,7 +19,14 @@ from mx_jax.formats import (
     block_format,
 )
 from mx_jax.formats.block import known_block
-from mx_jax.reference.scale_rules import AMAX, EVEN, FLOOR, RCEIL, ScaleRule
+from mx_jax.reference.scale_rules import (
+    AMAX,
+    AMAX_HEADROOM,
+    EVEN,
+    FLOOR,
+    RCEIL,
+    ScaleRule,
+)
 from mx_jax.specs import OperandSpec, operand
 
 # Others take their scale kind's default.
@@ -32,17 +39,20 @@ MEASURED_RULES: dict[BlockFormat, ScaleRule] = {
     MXINT8: FLOOR,
     NVFP4: AMAX,
 }
+# Rules of other scales clip nothing: amax becomes the largest element.
+UNCLIPPED: tuple[ScaleRule, ...] = (RCEIL, AMAX_HEADROOM)
 
 
 def measured_operand(format: Any, rounding: Rounding | str = "nearest") -> OperandSpec:
     """The operand spec of a format with the rule that loses least.
 
     Stochastic rounding is right on average only where nothing clips: with it, power-of-two scales
-    are RCEIL's.
+    are RCEIL's, and those of NVFP4 leave headroom for their own rounding.
     """
     format, rounding = block_format(format), rounding_mode(rounding)
     known = known_block(format)
     rule = known and MEASURED_RULES.get(known)
-    if rounding.random_bits and format.scale.kind in RCEIL.kinds:
-        rule = RCEIL
+    if rounding.random_bits:
+        fitting = (own for own in UNCLIPPED if format.scale.kind in own.kinds)
+        rule = next(fitting, rule)
     return operand(format, scale_rule=rule, rounding=rounding)

@@ -99,6 +99,9 @@ def test_a_format_brings_its_rule_and_keeps_rounding_and_prescale():
     assert found.dlhs.rhs == expected and found.dlhs.lhs == base.dlhs.lhs
     assert found.fwd == HIGH and found.drhs == base.drhs
     assert recipes.mxfp4_stochastic().with_(gradients="mxfp4") == recipes.mxfp4_stochastic()
+    unbiased = recipes.nvfp4().with_(gradients={"format": "nvfp4", "rounding": "stochastic"})
+    headroom = operand("nvfp4", scale_rule="amax_headroom", rounding="stochastic")
+    assert unbiased.dlhs == MatmulSpec(lhs=headroom, rhs=recipes.nvfp4().fwd.rhs)
     plain = recipes.quartet().with_(activations=MXFP4)
     assert plain.fwd.lhs == operand(MXFP4, scale_rule="even")
     given = operand(MXFP4_2D, scale_rule="ceil")
