@@ -27,6 +27,9 @@ def test_operand_from_names_and_objects():
     assert operand("nvfp4") == OperandSpec(format=NVFP4, scale_rule=AMAX, rounding=NEAREST)
 
 
+EDEN = operand("nvfp4", scale_rule="ms_eden")
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -47,6 +50,18 @@ def test_operand_from_names_and_objects():
         (
             lambda: operand("mxfp4", rounding="up"),
             "unknown rounding='up'; known: nearest, away, toward_zero, stochastic",
+        ),
+        (
+            lambda: operand("nvfp4", scale_rule="ms_eden", rounding="stochastic"),
+            "OperandSpec: scale_rule='ms_eden' rounds scales stochastically, which already makes "
+            "nearest elements right on average, got rounding='stochastic'; use rounding='nearest'",
+        ),
+        (
+            lambda: dataclasses.replace(
+                recipes.nvfp4(), fwd=MatmulSpec(lhs=EDEN, rhs=None), mask_clipped=True
+            ),
+            "Recipe 'nvfp4': mask_clipped=True needs scales that are the same each time, got "
+            "fwd=nvfp4 (ms_eden, nearest) x high precision; use mask_clipped=False",
         ),
         (lambda: operand("mxfp5"), "'mxfp5'"),
         (
@@ -112,6 +127,8 @@ def test_operand_from_names_and_objects():
         "rule_of_mx",
         "unknown_rule",
         "unknown_rounding",
+        "two_stochastic",
+        "mask_of_random_scales",
         "unknown_format",
         "prescale",
         "prescale_nan",

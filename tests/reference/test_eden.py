@@ -208,3 +208,13 @@ def test_explain_says_who_casts():
         text = explain_call(cast, x)
     assert "nvfp4 (ms_eden, nearest)" in text and "reference" in text
     assert "which corrects them" in text
+
+
+def test_a_key_is_needed_and_fits():
+    x = jnp.ones((2, 32))
+    with pytest.raises(
+        ValueError, match=r"quantize: stochastic rounding needs a key, got key=None"
+    ):
+        mx_jax.quantize(x, "nvfp4", scale_rule="ms_eden")
+    with pytest.raises(ValueError, match=r"a key is for stochastic rounding only"):
+        mx_jax.quantize(x, "nvfp4", scale_rule="amax_headroom", key=jax.random.key(0))

@@ -15,7 +15,7 @@ from mx_jax.recipes import Hadamard, MatmulSpec, operand
 from mx_jax.reference import hadamard
 from tests.quick import quick
 
-RANDOM = ("mxfp4_stochastic", "mxfp4_backward", "quartet", "nvfp4_pretraining")
+RANDOM = ("mxfp4_stochastic", "mxfp4_backward", "quartet", "nvfp4_pretraining", "quartet_ii")
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
