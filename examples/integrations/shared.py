@@ -31,9 +31,9 @@ PRODUCTS = ("output", "grad_lhs", "grad_rhs")
 _OP = re.compile(r'op_name="([^"]*)"')
 _PRODUCT = re.compile(r"(.*?)(?:/jit\(\w+\))*/(output|grad_lhs|grad_rhs|grad_both)/(.*)")
 # What JAX's transformations and mx_jax's own modules add to a path.
-_WRAPPED = re.compile(r"(?:jit|jvp|vjp|vmap|transpose|checkpoint|rematted_computation)\(([^()]*)\)")
+_WRAPPED = re.compile(r"\w+\(([^()]*)\)")
 _NOISE = re.compile(
-    r"while|body|closed_call|checkpoint|rematted_computation|DotGeneral_\d+|dot_general_cls|.*->.*"
+    r"while|body|closed_call|checkpoint|rematted_computation|DotGeneral(?:_\d+)?|dot_general_cls|.*->.*"
 )
 
 
@@ -86,11 +86,9 @@ def report(program: str | None) -> Report:
 
 def _layer(path: str) -> str:
     """A layer's own path, without what is around it: `jit(step)/transpose(jvp(Model))/up`."""
-    parts = path.split("/")
-    # The function that was compiled.
-    parts = parts[1:] if parts[0].startswith("jit(") else parts
+    parts = [part for part in path.split("/") if not part.startswith("jit(")]
     for index, part in enumerate(parts):
-        while (inner := _WRAPPED.fullmatch(part) or _WRAPPED.search(part)) is not None:
+        while (inner := _WRAPPED.search(part)) is not None:
             part = part.replace(inner[0], inner[1])
         parts[index] = part
     return "/".join(part for part in parts if part and not _NOISE.fullmatch(part)) or "."

@@ -9,7 +9,7 @@ from typing import Any
 import flax.linen as flax_nn
 import jax
 
-from mx_jax.nn.randomness import layer_key
+from mx_jax.nn.randomness import RNG_STREAM, layer_key
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.ops.einsum import einsum
 from mx_jax.ops.recipe_names import as_recipe
@@ -21,9 +21,12 @@ class Operation(flax_nn.Module):
 
     Attributes:
       recipe: what to quantize in the product and in its two gradients, or a recipe's name.
+      stream: name of the stream that keys come from; a stack that hands its modules no stream of
+        that name may have another, such as `"params"`.
     """
 
     recipe: Recipe | str
+    stream: str = RNG_STREAM
 
     def __post_init__(self):
         # A name gives way to its recipe, so that equal layers have equal fields.
@@ -32,7 +35,7 @@ class Operation(flax_nn.Module):
 
     def _recipe_and_key(self) -> tuple[Recipe, jax.Array | None]:
         assert isinstance(self.recipe, Recipe)
-        return self.recipe, layer_key(self, self.recipe)
+        return self.recipe, layer_key(self, self.recipe, self.stream)
 
 
 class DotGeneral(Operation):
@@ -44,6 +47,7 @@ class DotGeneral(Operation):
 
     Attributes:
       recipe: what to quantize in the product and in its two gradients, or a recipe's name.
+      stream: name of the stream that keys come from.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, mx_jax
@@ -70,6 +74,7 @@ class EinsumOp(Operation):
 
     Attributes:
       recipe: what to quantize in the product and in its two gradients, or a recipe's name.
+      stream: name of the stream that keys come from.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, mx_jax

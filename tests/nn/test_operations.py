@@ -178,6 +178,21 @@ def test_errors(operation: Any):
         operation(stochastic()).apply({}, X, X)
 
 
+def test_another_stream_can_be_named():
+    """A stack that hands its modules no stream of our name may have one of its own."""
+    layer = flax_nn.Dense(8, dot_general_cls=DotGeneral(stochastic(), stream="noise"))
+    variables = flax_nn.Dense(8).init(KEY, X)
+    one, other = (
+        layer.apply(variables, X, rngs={"noise": key, "quantize": KEY})
+        for key in jax.random.split(KEY)
+    )
+    assert np.any(one != other)
+    with pytest.raises(
+        ValueError, match=r"the 'noise' stream; call apply\(..., rngs={'noise': key}"
+    ):
+        layer.apply(variables, X, rngs={"quantize": KEY})
+
+
 def test_conversion_leaves_it_alone():
     layer = flax_nn.Dense(8, dot_general_cls=DotGeneral(MXFP4))
     with pytest.warns(convert.UnusedRuleWarning):

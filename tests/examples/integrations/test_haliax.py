@@ -1,0 +1,71 @@
+"""Recipes in haliax's layers: needs haliax 1.4.dev453 (`pip install --pre`), and `-m peers`."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+from tests.nn.layers import weighted_sum
+from tests.quick import quick
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+
+X = draw_few_octaves(np.random.default_rng(0), (6, 64))
+MXFP8 = mx_jax.recipes.mxfp8()
+
+
+@pytest.fixture
+def example(integration: Any) -> Any:
+    pytest.importorskip("haliax")
+    return integration("haliax_linear")
+
+
+def test_the_example_learns(example: Any):
+    losses, report = example.main()
+    assert losses[0] > 1.0 and losses[-1] < 0.5 * losses[0], losses
+    every = ("output", "grad_lhs", "grad_rhs")
+    # XLA may take what no step changes out of the loop over blocks.
+    blocks = {"block/down/Linear": every, "block/up/Linear": every}
+    assert report.quantized.items() >= blocks.items()
+    assert report.plain == ("head/Linear",)
+
+
+@pytest.mark.parametrize("out_first", [True, False])
+def test_a_linear_is_the_product(example: Any, out_first: bool):
+    """haliax keeps the weight's output axis first, or last: blocks follow the contracted one."""
+    hax = example.hax
+    In, Out, Batch = hax.make_axes(In=64, Out=8, Batch=6)
+    layer = example.hnn.Linear.init(
+        In, Out, key=jax.random.PRNGKey(0), out_first=out_first, dot_general=MXFP8.dot_general
+    )
+    weight = draw_few_octaves(np.random.default_rng(1), layer.weight.array.shape)
+    layer = jax.tree.map(lambda leaf: weight if leaf.ndim == 2 else leaf, layer)
+
+    def hooked(layer, x):
+        y = layer(hax.named(x, (Batch, In))).array
+        return weighted_sum(y), y
+
+    def by_hand(layer, x):
+        w = layer.weight.array
+        y = mx_jax.matmul(x, w.T if out_first else w, recipe=MXFP8) + layer.bias.array
+        return weighted_sum(y), y
+
+    actual, expected = (
+        quick(jax.grad(loss, argnums=(0, 1), has_aux=True))(layer, X) for loss in (hooked, by_hand)
+    )
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for left, right in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert_bitwise_equal(left, right)
+
+
+def test_the_hook_is_no_leaf(example: Any):
+    """As haliax asks of a DotGeneralOp; equal recipes are one structure, so nothing is retraced."""
+    model = example.Model.init(jax.random.PRNGKey(0))
+    first, second = (example.quantized(model, mx_jax.recipes.mxfp8()) for _ in range(2))
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    assert len(jax.tree.leaves(first)) == len(jax.tree.leaves(model))
+    assert jax.tree.leaves(MXFP8.dot_general) == []

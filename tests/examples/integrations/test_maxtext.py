@@ -1,0 +1,139 @@
+"""A Quantization for MaxText's own layers: needs MaxText 0.2.5, and `-m peers`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mx_jax
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+from tests.nn.layers import assert_trees_equal, weighted_sum
+from tests.quick import quick
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+
+X = draw_few_octaves(np.random.default_rng(0), (8, 64))
+W = draw_few_octaves(np.random.default_rng(1), (64, 32))
+EXPERTS = draw_few_octaves(np.random.default_rng(2), (2, 64, 32))
+SIZES = np.array([3, 5])
+MXFP8 = mx_jax.recipes.mxfp8()
+
+
+@pytest.fixture
+def example(integration: Any) -> Any:
+    pytest.importorskip("maxtext", exc_type=ImportError)
+    return integration("maxtext_quantization")
+
+
+def value_and_gradients(run: Any, w: Any, **options: Any) -> Any:
+    def loss(w, x):
+        y = run(w, x)
+        return weighted_sum(y), y
+
+    return quick(jax.grad(loss, argnums=(0, 1), has_aux=True), **options)(w, X)
+
+
+def test_the_example_learns(example: Any):
+    losses, report = example.main()
+    assert losses[0] > 1.0 and losses[-1] < 0.5 * losses[0], losses
+    every = ("output", "grad_lhs", "grad_rhs")
+    assert report.quantized == {"down": every, "experts": every, "up": ("output", "grad_rhs")}
+    assert report.plain == ("head",)
+
+
+def dense(example: Any, recipe: Any) -> Any:
+    """One of MaxText's layers, plain if the recipe is None."""
+    layer = example.linears.DenseGeneral(
+        64,
+        32,
+        quant=recipe and example.MxQuantization(recipe),
+        kernel_axes=("embed", "mlp"),
+        rngs=nnx.Rngs(params=0),
+    )
+    graph, _, rest = nnx.split(layer, nnx.Param, ...)
+    return lambda w, x: nnx.merge(graph, nnx.State({"kernel": nnx.Param(w)}), rest, copy=True)(x)
+
+
+def test_a_dense_layer_is_the_product(example: Any):
+    actual = value_and_gradients(dense(example, MXFP8), W)
+    expected = value_and_gradients(lambda w, x: mx_jax.matmul(x, w, recipe=MXFP8), W)
+    assert_trees_equal(actual, expected)
+
+
+def test_sharding_is_kept(example: Any):
+    """Everything lies where it lies without the hook, and has the values of one device."""
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=auto)
+    kernel = jax.device_put(W, NamedSharding(mesh, P("fsdp", "tensor")))
+    expected = jax.tree.leaves(value_and_gradients(dense(example, MXFP8), W))
+    with jax.set_mesh(mesh):
+        quantized, plain = (
+            jax.tree.leaves(value_and_gradients(dense(example, recipe), kernel))
+            for recipe in (MXFP8, None)
+        )
+    for actual, other, wanted in zip(quantized, plain, expected, strict=True):
+        assert actual.sharding.is_equivalent_to(other.sharding, 2), (
+            actual.sharding,
+            other.sharding,
+        )
+        np.testing.assert_allclose(actual, wanted, rtol=1e-6, atol=1e-4)
+    assert quantized[-1].sharding.spec[-1] == "tensor"
+
+
+def test_an_einsum_is_the_product(example: Any):
+    class Parent(nnx.Module):
+        def __init__(self):
+            self.rngs = nnx.Rngs(0)
+
+        def __call__(self, x, w):
+            einsum = example.MxQuantization(MXFP8).einsum(mesh_axes=("embed", "mlp"))
+            apply = example.quantizations.apply_einsum_in_nnx
+            return apply(self, "wi", einsum, ["aqt"], "mk,kn->mn", x, w)
+
+    actual = Parent()(jnp.asarray(X), jnp.asarray(W))
+    assert_bitwise_equal(actual, mx_jax.matmul(X, W, recipe=MXFP8))
+
+
+@pytest.mark.parametrize("call", ["jax.lax", "megablox"])
+def test_sparse_products_are_mx_jaxs(example: Any, call: str):
+    def run(w, x):
+        with example.ragged_products(MXFP8):
+            if call == "megablox":
+                return example.megablox.gmm(lhs=x, rhs=w, group_sizes=jnp.asarray(SIZES))
+            return lax.ragged_dot(x, w, jnp.asarray(SIZES))
+
+    actual = value_and_gradients(run, EXPERTS)
+    expected = value_and_gradients(
+        lambda w, x: mx_jax.ragged_dot(x, w, SIZES, recipe=MXFP8), EXPERTS
+    )
+    assert_trees_equal(actual, expected)
+
+
+def test_ragged_products_end_and_refuse(example: Any):
+    plain = lax.ragged_dot
+    operands = jnp.asarray(X), jnp.asarray(EXPERTS), jnp.asarray(SIZES)
+    with example.ragged_products(mx_jax.recipes.high_precision()):
+        assert lax.ragged_dot is not plain
+        assert_bitwise_equal(lax.ragged_dot(*operands), plain(*operands))
+        with pytest.raises(ValueError, match="has no group_offset"):
+            lax.ragged_dot(*operands, group_offset=jnp.zeros(1, int))
+        with pytest.raises(ValueError, match="transpose_rhs and partial_sum"):
+            example.megablox.gmm(*operands, transpose_rhs=True)
+    assert lax.ragged_dot is plain
+
+
+def test_a_recipe_is_chosen_by_name(example: Any, monkeypatch: pytest.MonkeyPatch):
+    quantizations = example.quantizations
+    monkeypatch.setattr(quantizations, "configure_quantization", None)
+    example.use_recipe("mxfp4_stochastic")
+    made = quantizations.configure_quantization(None)
+    assert made == example.MxQuantization(mx_jax.recipes.mxfp4_stochastic())
+    assert made.needs_apply_rngs and not example.MxQuantization(MXFP8).needs_apply_rngs
+    assert not quantizations.in_serve_mode(made) and not quantizations.in_convert_mode(made)
