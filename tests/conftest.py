@@ -2,11 +2,14 @@
 
 import gc
 import os
+import sys
 import tempfile
+import threading
 import zlib
 from typing import Any
 
 NUM_CPU_DEVICES = 8
+PROGRAMS_OF_A_CONTEXT = 10
 
 # Read when JAX's first backend starts, so it is set before any test imports JAX.
 os.environ["XLA_FLAGS"] = (
@@ -48,6 +51,26 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)
+    share_contexts()
+
+
+def share_contexts() -> None:
+    """What newer versions of JAX do themselves: some programs in a row share MLIR's context.
+
+    To make one is half of lowering a small program. Not all share one: it keeps their constants.
+    """
+    lowering = sys.modules.get("jax._src.interpreters.mlir")
+    if lowering is None or hasattr(lowering, "_create_ir_context"):
+        return
+    own, make = threading.local(), lowering.make_ir_context
+
+    def make_or_reuse() -> Any:
+        if getattr(own, "left", 0) == 0:
+            own.context, own.left = make(), PROGRAMS_OF_A_CONTEXT
+        own.left -= 1
+        return own.context
+
+    setattr(lowering, make.__name__, make_or_reuse)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -83,6 +106,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sweeps are thinned, and what takes long begins first: no worker ends waiting for another."""
+    thin_sweeps(items)
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
+
+
+def thin_sweeps(items: list[pytest.Item]) -> None:
     """Of a sweep's cases each fifth, and the last, run by default; the others become slow."""
     cases: dict[Any, list[pytest.Item]] = {}
     for item in (item for item in items if isinstance(item, pytest.Function)):

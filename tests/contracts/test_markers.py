@@ -55,3 +55,15 @@ def test_each_fifth_case_of_a_sweep_and_the_last_run_by_default(pytester: pytest
     found = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
     cases = [f"test_it[{n}]" for n in (-2, -1, 0, 5, 10, 12)]
     assert found == [*cases, "test_alone[7]"]
+
+
+def test_files_with_slow_tests_begin(pytester: pytest.Pytester):
+    """Whole files: neighbours share fixtures and programs."""
+    pytester.makeini(INI)
+    pytester.makeconftest(CONFTEST)
+    quick, slow = "def test_1(): pass\n", "import pytest\n@pytest.mark.slow\ndef test_2(): pass\n"
+    pytester.makepyfile(test_a=quick, test_b=quick + slow, test_c=quick, test_d=slow)
+    result = pytester.runpytest_subprocess("--collect-only", "-q")
+    found = [line for line in result.stdout.lines if "::" in line]
+    names = ["test_b.py::test_1", "test_b.py::test_2", "test_d.py::test_2"]
+    assert found == [*names, "test_a.py::test_1", "test_c.py::test_1"]
