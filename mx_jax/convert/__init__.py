@@ -20,5 +20,6 @@ from mx_jax.convert.rules import Rule as Rule
 from mx_jax.convert.traced_products import Conv as Conv
 from mx_jax.convert.traced_products import DotGeneral as DotGeneral
 from mx_jax.convert.traced_products import RaggedDot as RaggedDot
+from mx_jax.convert.trees import tree as tree
 from mx_jax.convert.weights import weights as weights
 from mx_jax.convert.weights import weights_report as weights_report

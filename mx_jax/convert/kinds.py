@@ -6,7 +6,9 @@ calls by name is answered in `linen_answers.py`; somebody's own layer is traced 
 """
 
 import dataclasses
+import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,15 +74,17 @@ class Kind:
     Attributes:
       linen: where flax.linen modules of this kind hold each of their products.
       nnx: where flax.nnx modules do; several products may be made by one thing.
+      tree: class of nodes of a pytree, or classes, whose call `convert.tree` traces.
       operation: from the recipe of each product, None for high precision, to what goes there. It is
-        called as what was there before, and with `key` if a recipe draws random bits.
+        called as what was there before, and with `key` if a recipe draws random bits. In a tree it
+        takes the place of `jax.lax.dot_general`, with the kernel on the right.
       products: names of the products, if there are several.
       shape: from the layer, the shape of its kernel and, in linen, what its product is called with
         after the operands, to the kernel as filters see it; None if nothing is contracted. None in
         its place: there is no kernel.
       axes: the same to the kernel's axes in the product; None where they are not known, so that
         no kernel is stored quantized. None in its place: `[in, out]`, if `shape` is so too.
-      kernel: the parameter whose leading axes tell a stack of nnx layers.
+      kernel: the parameter whose leading axes tell a stack of nnx layers, or of nodes.
       kernel_ndim: how many axes it has in a single layer.
       named_only: whether only a rule that names the type converts it.
       obstacle: why this layer cannot be converted, or None.
@@ -92,7 +96,8 @@ class Kind:
 
     linen: tuple[Slot, ...] = ()
     nnx: Slot | None = None
-    operation: Callable[..., Callable[..., Any]]
+    tree: type | tuple[type, ...] = ()
+    operation: Callable[..., Callable[..., Any]] = lambda recipe: recipe.dot_general
     products: tuple[str | None, ...] = (None,)
     shape: Callable[..., Shape] | None = _as_stored
     axes: Callable[..., Axes | None] | None = None
@@ -250,9 +255,26 @@ def register(kind: Kind) -> None:
     _KINDS.insert(0, kind)
 
 
+def _of_equinox() -> tuple[Kind, ...]:
+    """Equinox's layers, where somebody has imported it. They store kernels `[out, in]`."""
+    package = sys.modules.get("equinox")
+    return () if package is None else _rows_of_equinox(package.nn)
+
+
+@functools.cache
+def _rows_of_equinox(layers: Any) -> tuple[Kind, ...]:
+    row = functools.partial(Kind, shape=lambda layer, kernel: kernel[::-1])
+    return (
+        row(tree=layers.Linear, kernel=lambda layer: layer.weight),
+        row(tree=(layers.LSTMCell, layers.GRUCell), kernel=lambda layer: layer.weight_hh),
+    )
+
+
 def kind_of(layer: Any) -> Kind | None:
-    """The kind of a layer that holds its products in attributes."""
-    for kind in _KINDS:
+    """The kind of a layer that holds its products in attributes, or is a known node of a tree."""
+    for kind in (*_KINDS, *_of_equinox()):
+        if kind.tree and isinstance(layer, kind.tree):
+            return kind
         slots = kind.linen if isinstance(layer, nn.Module) else (kind.nnx,)
         if slots and all(slot is not None and slot.holds(layer) for slot in slots):
             return kind

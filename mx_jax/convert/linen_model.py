@@ -62,6 +62,7 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = Fal
       1 of 2 layers converted
     """
     if not isinstance(module, nn.Module):
+        refuse_wrapper(module, "convert.linen")
         raise TypeError(
             f"convert.linen: needs a flax.linen module, got {type(module).__name__}; "
             "use convert.nnx for flax.nnx"
@@ -74,6 +75,24 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = Fal
         )
     module = original(module)
     return _converted(module, as_rules(rules, "convert.linen"), strict)
+
+
+def refuse_wrapper(model: Any, operation: str) -> None:
+    """Raise TypeError for what holds a flax.linen module, and say what to convert.
+
+    Args:
+      model: e.g. transformers' `FlaxPreTrainedModel`, which reads `module` and stores `_module`.
+      operation: for the error.
+    """
+    if isinstance(model, nn.Module) or not isinstance(getattr(model, "module", None), nn.Module):
+        return
+    place = "_module" if hasattr(model, "_module") else "module"
+    raise TypeError(
+        f"{operation}: {type(model).__name__} is no flax.linen module, but holds one as "
+        f"model.module: convert that, and put it back: model.{place} = "
+        f"convert.linen(model.module, rules); the way back is model.{place} = "
+        "convert.original(model.module)"
+    )
 
 
 def _converted(module: nn.Module, rules: tuple[Rule, ...], strict: bool) -> nn.Module:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import flax.linen
 import flax.nnx
 
-from mx_jax.convert import functions, linen_model, nnx_model
+from mx_jax.convert import functions, linen_model, nnx_model, trees
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Rule
 
@@ -18,12 +18,12 @@ def report(
 ) -> Report:
     """Every layer's decision, as a table to print, and the rules that matched nothing.
 
-    Nothing is computed: a flax.nnx model is walked, a flax.linen one and a function are traced
-    abstractly.
+    Nothing is computed: a flax.nnx model and a pytree are walked, a flax.linen model and a function
+    are traced abstractly. A pytree that is called, with example arguments, is a function.
 
     Args:
-      model: of flax.linen or flax.nnx, or a function, converted or not.
-      rules: what `convert.linen`, `convert.nnx` or `convert.function` would be given.
+      model: of flax.linen or flax.nnx, a function, or a pytree of layers, converted or not.
+      rules: what `convert.linen`, `nnx`, `function` or `tree` would be given.
       *args: flax.linen, function: example arguments, arrays or `jax.ShapeDtypeStruct`.
       strict: whether a rule that matched nothing is an error instead of an `UnusedRuleWarning`.
       **options: flax.linen: keyword arguments of the module, `method`, and `rngs` for its init.
@@ -58,8 +58,13 @@ def report(
     """
     if isinstance(model, flax.linen.Module):
         return linen_model.report(model, rules, *args, strict=strict, **options)
-    if callable(model) and not isinstance(model, flax.nnx.Module):
-        return functions.report(model, rules, *args, strict=strict, **options)
+    if not isinstance(model, flax.nnx.Module):
+        if trees.has_nodes(model) and not args and not options:
+            return trees.report(model, rules, strict=strict)
+        if not args:
+            linen_model.refuse_wrapper(model, "convert.report")
+        if callable(model):
+            return functions.report(model, rules, *args, strict=strict, **options)
     if args or options:
         raise TypeError(
             "convert.report: example arguments are for flax.linen, whose layers appear when they "
@@ -69,10 +74,11 @@ def report(
 
 
 def original(model: M) -> M:
-    """The model before conversion: the way back from `convert.linen`, `nnx` and `function`.
+    """The model before conversion: the way back from `convert.linen`, `nnx`, `function` and `tree`.
 
     Args:
-      model: of flax.linen or flax.nnx, or a function; one that was never converted is all right.
+      model: of flax.linen or flax.nnx, a function, or a pytree of layers; one that was never
+        converted is all right.
 
     Returns:
       flax.linen: the module that was converted. flax.nnx: a copy that shares the Variables, with
@@ -92,4 +98,6 @@ def original(model: M) -> M:
         return linen_model.original(model)  # pyright: ignore[reportReturnType]
     if isinstance(model, functions.ConvertedFunction):
         return functions.original(model)  # pyright: ignore[reportReturnType]
+    if not isinstance(model, flax.nnx.Module) and trees.has_nodes(model):
+        return trees.original(model)
     return nnx_model.original(model)  # pyright: ignore

@@ -143,3 +143,35 @@ def test_cells_in_a_scan():
     plain, ours = quick(model.apply)(variables, x), run(variables, x)
     error = np.linalg.norm(ours - plain) / np.linalg.norm(plain)
     assert 1e-3 < error < 0.1
+
+
+class PreTrained:
+    """As transformers' `FlaxPreTrainedModel` holds its module."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    def __call__(self, tokens: Any, params: Any) -> Any:
+        return self.module.apply(params, tokens)
+
+
+def test_a_model_that_holds_a_module():
+    """The error says what to convert, and how to put it back; that does it."""
+    model = PreTrained(Gpt2())
+    rules = [Rule("h_0/c_fc", RECIPE, types=Conv1D)]
+    text = r"convert.{}: PreTrained is no flax.linen module, but holds one as model.module.*"
+    operations: list[Any] = [convert.linen, convert.report]
+    for operation in operations:
+        with pytest.raises(TypeError, match=text.format(operation.__name__)) as error:
+            operation(model, rules)
+        assert "put it back: model._module = convert.linen(model.module, rules)" in str(error.value)
+    variables = quick(model.module.init)(jax.random.key(0), TOKENS)
+    plain = model(TOKENS, variables)
+    model._module = convert.linen(model.module, rules, strict=True)
+    assert np.any(model(TOKENS, variables) != plain)
+    model._module = convert.original(model.module)
+    np.testing.assert_array_equal(model(TOKENS, variables), plain)

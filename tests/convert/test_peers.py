@@ -172,3 +172,73 @@ def test_tunix(name: str, model: str):
         return lambda params: nnx.merge(graph, params)(TOKENS, POSITIONS, None, mask)[0]
 
     judge(model, report, run, network, convert.nnx(network, rules), random_like(params))
+
+
+def test_gpt2_by_its_traced_call():
+    """Its layers are not Flax's: convert.linen reaches one product, convert.function each."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, n_inner=128
+    )
+    outer = transformers.FlaxGPT2LMHeadModel(config, _do_init=False)
+    with pytest.raises(TypeError, match=r"put it back: model._module = convert.linen"):
+        convert.linen(outer, Rule(".*", recipes.mxfp8()))
+    module, arguments = outer.module, (TOKENS, np.ones_like(TOKENS), POSITIONS)
+    assert convert.report(module, Rule(".*", recipes.mxfp8()), *arguments).num_converted == 1
+    params = random_like(module.init(jax.random.key(0), *arguments)["params"])
+    rules = [Rule(".*->.*", None), Rule(".*", recipes.mxfp8())]
+
+    def apply(params: Any) -> Any:
+        return module.apply({"params": params}, *arguments)[0]
+
+    report = convert.report(apply, rules, params, weights=0)
+    kernels = [own.layer.kernel for own in report.decisions if own.recipe]
+    # Each block's c_attn, c_proj, c_fc, c_proj; the head is tied to the embedding.
+    block = [(64, 192), (64, 64), (64, 128), (128, 64)]
+    assert kernels == [*block, *block, (64, 64)]
+    judge(
+        "FlaxGPT2LMHeadModel",
+        report,
+        lambda run: run,
+        apply,
+        convert.function(apply, rules, weights=0, strict=True),
+        params,
+    )
+
+
+def test_equinox():
+    """Layers replaced in the tree: trained, serialised, taken apart and put together."""
+    eqx = pytest.importorskip("equinox")
+    plain = eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0))
+    report = convert.report(plain, Rule(".*", recipes.mxfp8()))
+    assert [own.layer.path for own in report.decisions] == ["layers/0", "layers/1", "layers/2"]
+    assert [own.layer.shape for own in report.decisions] == [(64, 128), (128, 128), (128, 64)]
+    converted = convert.tree(plain, Rule(".*", recipes.mxfp8()), strict=True)
+    x = np.random.default_rng(0).standard_normal((32, 64), np.float32)
+    _, static = eqx.partition(plain, eqx.is_array)
+    params, of_converted = eqx.partition(converted, eqx.is_array)
+
+    def run(static: Any) -> Any:
+        return lambda params: jax.vmap(eqx.combine(params, static))(x)
+
+    plain_params = convert.original(params)
+    assert eqx.tree_equal(plain_params, eqx.filter(plain, eqx.is_array))
+    assert eqx.tree_equal(convert.original(converted), plain)
+    before, after = run(static)(plain_params), run(of_converted)(params)
+    assert 20 < mx_jax.inspect.sqnr_db(before, after) < 45
+
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
+    def loss(model: Any) -> Any:
+        return jnp.mean((jax.vmap(model)(x) - x) ** 2)
+
+    first, _ = last, _ = loss(converted)
+    for _ in range(20):
+        last, gradient = loss(converted)
+        converted = eqx.apply_updates(converted, jax.tree.map(lambda g: -g, gradient))
+    assert last < 0.95 * first
+    assert isinstance(converted.layers[0], eqx.nn.Linear)
+    cells = {"lstm": eqx.nn.LSTMCell(32, 32, key=jax.random.key(0)), "other": [x]}
+    cells = convert.tree(cells, Rule("lstm", recipes.mxfp8()), strict=True)
+    hidden, _ = cells["lstm"](x[0, :32], (x[1, :32], x[2, :32]))
+    assert hidden.shape == (32,)
