@@ -17,6 +17,7 @@ from mx_jax.convert.rules import Decision, Layer, Rule, decide
 from mx_jax.nn.errors import named_in_errors
 from mx_jax.nn.linen import RNG_STREAM
 from mx_jax.nn.metadata import linen_recipe, ungathered
+from mx_jax.ops.tags import tag
 from mx_jax.packed import Quantized
 from mx_jax.recipes import Recipe, high_precision
 
@@ -189,7 +190,8 @@ class AttentionEinsum:
         decision = self.lender.decide(self.product)
         if decision.recipe is None:
             return jnp.einsum(subscripts, lhs, rhs, precision=self.precision)
-        with named(decision):
+        name = self.product
+        with named(decision), contextlib.nullcontext() if name is None else tag(name):
             recipe = ungathered(self.lender.layer, decision.recipe)
             key, multiply = self.lender.key(recipe), EINSUM.operation(recipe)
             return multiply(subscripts, lhs, rhs, precision=self.precision, key=key)

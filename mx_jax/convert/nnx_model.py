@@ -15,6 +15,7 @@ from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.nn.metadata import nnx_spec, recipe_of
 from mx_jax.nn.nnx import RNG_STREAM
+from mx_jax.ops.tags import LayerName
 
 M = TypeVar("M", bound=flax_nnx.Module)
 Path = tuple[Any, ...]
@@ -167,14 +168,16 @@ def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
         for decision in plan.decisions
     )
     operation, before = kind.operation(*recipes), replaced(layer, kind)
-    name = f"{type(layer).__name__}, converted by convert.nnx"
+    errors = f"{type(layer).__name__}, converted by convert.nnx"
+    first = plan.decisions[0].layer.path
+    name = LayerName((first if kind.products[0] is None else first.rpartition("/")[0]) or "model")
     stream = None
     if any(recipe is not None and recipe.is_stochastic for recipe in recipes):
         stream = _stream(plan, rngs)
     if stream is None:
-        product = Injected(operation=operation, replaced=before, layer=name)
+        product = Injected(operation=operation, replaced=before, layer=errors, name=name)
     else:
-        product = KeyedInjected(operation, before, stream, name)
+        product = KeyedInjected(operation, before, stream, errors, name)
     put(layer, kind, product)
 
 

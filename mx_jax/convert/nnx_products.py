@@ -13,6 +13,7 @@ from mx_jax.convert.products import cast_table
 from mx_jax.nn.errors import named_in_errors
 from mx_jax.nn.nnx import RNG_STREAM, promote_operands
 from mx_jax.ops.einsum import einsum
+from mx_jax.ops.tags import LayerName, tag
 from mx_jax.recipes import Recipe
 
 
@@ -24,15 +25,17 @@ class Injected:
       operation: what the layer now calls.
       replaced: what it called before.
       layer: what errors call the layer. Not its path, by which equal layers would differ.
+      name: its path, by which they do not.
     """
 
     operation: Callable[..., Any]
     replaced: Any
     layer: str
+    name: LayerName
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The operation's result."""
-        with named_in_errors(self.layer):
+        with named_in_errors(self.layer), self.name.context():
             return self.operation(*args, **options)
 
 
@@ -40,7 +43,12 @@ class KeyedInjected(nnx.Module):
     """Like `Injected`, with a stream that gives each use a fresh key."""
 
     def __init__(
-        self, operation: Callable[..., Any], replaced: Any, stream: nnx.RngStream, layer: str
+        self,
+        operation: Callable[..., Any],
+        replaced: Any,
+        stream: nnx.RngStream,
+        layer: str,
+        name: LayerName,
     ):
         """Make it.
 
@@ -49,11 +57,13 @@ class KeyedInjected(nnx.Module):
           replaced: what it called before.
           stream: where keys come from; one key for each layer of a stack.
           layer: what errors call the layer.
+          name: its path.
         """
         self.operation = nnx.static(operation)
         self.replaced = nnx.static(replaced)
         self.stream = stream
         self.layer = nnx.static(layer)
+        self.name = nnx.static(name)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The operation's result."""
@@ -64,7 +74,7 @@ class KeyedInjected(nnx.Module):
                 f"layers, of shape={stacked}; where the stack is run, map them with the "
                 "parameters, e.g. StateAxes({(nnx.Param, nnx.RngState): 0, ...: None})"
             )
-        with named_in_errors(self.layer):
+        with named_in_errors(self.layer), self.name.context():
             return self.operation(*args, **options, key=self.stream())
 
 
@@ -162,21 +172,22 @@ class Attention:
             dtype=dtype,
             module=None if module is None else _Sows(module),  # pyright: ignore
             force_fp32_for_softmax=True,
-            einsum=_einsum(self.qk, precision, qk_key),
+            einsum=_einsum("qk", self.qk, precision, qk_key),
             **options,
         )
         values = values.astype(weights.dtype)
-        return _einsum(self.av, precision, av_key)("...hqk,...khd->...qhd", weights, values)
+        return _einsum("av", self.av, precision, av_key)("...hqk,...khd->...qhd", weights, values)
 
 
 def _einsum(
-    recipe: Recipe | None, precision: Any, key: jax.Array | None
+    name: str, recipe: Recipe | None, precision: Any, key: jax.Array | None
 ) -> Callable[..., jax.Array]:
     def product(subscripts: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         if recipe is None:
             return jnp.einsum(subscripts, lhs, rhs, precision=precision)
         own_key = key if recipe.is_stochastic else None
-        return einsum(subscripts, lhs, rhs, recipe=recipe, precision=precision, key=own_key)
+        with tag(name):
+            return einsum(subscripts, lhs, rhs, recipe=recipe, precision=precision, key=own_key)
 
     return product
 

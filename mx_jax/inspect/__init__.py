@@ -1,7 +1,12 @@
-"""Making quantization visible: its error, and how a product will be computed."""
+"""Making quantization visible: what it does as programs run, and how products are computed."""
 
 from mx_jax.inspect.bias_table import GradientBias as GradientBias
 from mx_jax.inspect.budget import Budget as Budget
+from mx_jax.inspect.capture import capture as capture
+from mx_jax.inspect.capture import scalar as scalar
+from mx_jax.inspect.capture_record import Record as Record
+from mx_jax.inspect.capture_record import Scalar as Scalar
+from mx_jax.inspect.capture_statistics import STATISTICS as STATISTICS
 from mx_jax.inspect.error import saturated_fraction as saturated_fraction
 from mx_jax.inspect.error import sqnr_db as sqnr_db
 from mx_jax.inspect.evidence import evidence_of as evidence_of
@@ -10,5 +15,16 @@ from mx_jax.inspect.explain import explain_call as explain_call
 from mx_jax.inspect.explanation import Explanation as Explanation
 from mx_jax.inspect.gradients import gradient_bias as gradient_bias
 from mx_jax.inspect.gradients import passes as passes
+from mx_jax.inspect.guard import NonFiniteError as NonFiniteError
+from mx_jax.inspect.guard import guard as guard
 from mx_jax.inspect.sensitivities import sensitivity as sensitivity
 from mx_jax.inspect.sensitivity_table import Sensitivity as Sensitivity
+from mx_jax.inspect.sinks import Console as Console
+from mx_jax.inspect.sinks import Csv as Csv
+from mx_jax.inspect.sinks import Jsonl as Jsonl
+from mx_jax.inspect.sinks import Memory as Memory
+from mx_jax.inspect.sinks import Sink as Sink
+from mx_jax.inspect.sinks import TensorBoard as TensorBoard
+from mx_jax.ops.tags import Tag as Tag
+from mx_jax.ops.tags import at_step as at_step
+from mx_jax.ops.tags import tag as tag

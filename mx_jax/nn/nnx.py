@@ -4,10 +4,12 @@ A layer loads the state of Flax's own. A kernel may also be an `MXArray` blocked
 contracting axis, or what `pack_weights` makes of it, and is used as it is.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from mx_jax.nn.nnx_operations import EinsumOp as EinsumOp
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.ops.einsum import einsum
 from mx_jax.ops.recipe_names import as_recipe
+from mx_jax.ops.tags import LayerName
 from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 
@@ -79,11 +82,49 @@ def _next_key(stream: nnx.RngStream) -> jax.Array:
     return jax.random.fold_in(key, _ROUNDING)
 
 
+def named_layer(name: LayerName | None) -> AbstractContextManager[None]:
+    """A context below a layer that has a name."""
+    return contextlib.nullcontext() if name is None else name.context()
+
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+def name_layers(model: M) -> M:
+    """Tell the layers of this module in a model their paths, for captures, profiles and HLO.
+
+    A module of nnx does not know where it is. Names are static and change no program, and equal
+    layers still share what jit compiled. `convert.nnx` names the layers that it converts.
+
+    Args:
+      model: changed in place.
+
+    Returns:
+      The model.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp, mx_jax
+      >>> layer = mx_jax.nn.nnx.Linear(64, 8, recipe="mxfp8", rngs=nnx.Rngs(0))
+      >>> model = mx_jax.nn.nnx.name_layers(nnx.Sequential(layer, nnx.relu))
+      >>> with mx_jax.inspect.capture() as records:
+      ...     _ = model(jnp.ones((2, 64)))
+      >>> {tag.path for tag in records}
+      {'layers/0'}
+    """
+    for path, layer in list(nnx.iter_modules(model)):
+        if isinstance(layer, _Keyed):
+            layer.layer_name = nnx.static(LayerName("/".join(map(str, path)) or "model"))
+    return model
+
+
 class _Keyed:
     """Hands the layer's callable a fresh key at every use, if its recipe draws random bits."""
 
     recipe: Recipe
     kernel: Any
+    # Of the class, so that models that were not named have what they had.
+    layer_name: LayerName | None = None
 
     def _keep_stream(self, rngs: nnx.Rngs) -> None:
         own = None
@@ -94,7 +135,7 @@ class _Keyed:
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
         """See Flax's layer of the same name."""
         flax_layer: Any = super()
-        with named_in_errors(type(self).__name__):
+        with named_in_errors(type(self).__name__), named_layer(self.layer_name):
             return flax_layer.__call__(*args, **options)
 
     def _with_key(self, operation: Any) -> Any:

@@ -21,10 +21,13 @@ from mx_jax.codecs.scale import encode_scaled, true_divide
 from mx_jax.formats import F32, WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import canonicalize
+from mx_jax.ops.dense import HIGH_PRECISION, DenseProduct
 from mx_jax.ops.multiply import multiply
-from mx_jax.ops.product import Bar, Given, differentiable
+from mx_jax.ops.product import Bar, Cast, Casts, Given, differentiable
 from mx_jax.ops.remat import QUANTIZED
+from mx_jax.ops.tags import watching
 from mx_jax.ops.varying import max_like
+from mx_jax.ops.watched import watched
 
 
 class DelayedState(NamedTuple):
@@ -66,6 +69,9 @@ class Scaling(NamedTuple):
     margin: int = 0
     most_recent: bool = False
 
+
+# What tags call it.
+_RULE = "delayed"
 
 # Flax's and TransformerEngine's default.
 MAX = Scaling()
@@ -120,7 +126,8 @@ def chained_dot_general(
         elements=elements, scaling=scaling, axes=axes, out_dtype=np.dtype(out_dtype)
     )
     with follow(left, right):
-        found: Any = differentiable(product, Given.of(left), Given.of(right), states)
+        multiply = watched if watching.value else differentiable
+        found: Any = multiply(product, Given.of(left), Given.of(right), states)
     result, states = found
     return lax.squeeze(result, empty), states
 
@@ -233,6 +240,31 @@ class DelayedProduct:
         """The cotangent as it is: what the next step's scale is for is not masked."""
         del side, own, saved
         return bar
+
+    def casts(self, lhs: Any, rhs: Any, extra: DelayedStates) -> Casts:
+        """Both operands, with the scales of their states."""
+        left, right, _ = self.keep(lhs, rhs, extra)
+        return (
+            Cast(lhs, left, _RULE, self.axes.lhs.block_axis),
+            Cast(rhs, right, _RULE, self.axes.rhs.block_axis),
+        )
+
+    def gradient_casts(self, side: Side, g: Any, other: Any, bar: Bar, saved: _Saved) -> Casts:
+        """The incoming gradient: the other operand's codes are the forward product's."""
+        del other, bar
+        after, _ = self._quantize(g[0], saved.states.cotangent, self.elements.cotangent)
+        axes, g_is_lhs = self.axes.cotangent(side)
+        own = axes.lhs if g_is_lhs else axes.rhs
+        return Cast(g[0], after, _RULE, own.block_axis), None
+
+    def in_high_precision(self) -> DenseProduct:
+        """The same product of values as they are, in float32."""
+        return DenseProduct(
+            recipe=HIGH_PRECISION,
+            axes=self.axes,
+            out_dtype=np.dtype(np.float32),
+            precision=lax.Precision.HIGHEST,
+        )
 
     def _quantize(
         self, x: jax.Array, state: DelayedState, element: ElementFormat

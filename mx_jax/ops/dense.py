@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,12 +14,22 @@ from mx_jax.mxarray import MXArray
 from mx_jax.ops.clipping import mask_clipped
 from mx_jax.ops.keys import GRADIENTS, Key, product_key
 from mx_jax.ops.multiply import multiply
-from mx_jax.ops.operands import operand_keys, prepare_operands, reuse_moved, unscaled
+from mx_jax.ops.operands import (
+    SIDES,
+    SWAPPED,
+    Sides,
+    cast_operands,
+    operand_keys,
+    prepare_operands,
+    reuse_moved,
+    unscaled,
+)
 from mx_jax.ops.placing import moves_of
-from mx_jax.ops.product import Bar, zero_bars
+from mx_jax.ops.product import Bar, Casts, zero_bars
 from mx_jax.ops.quantize_both import OperandCast, quantize_operand_both, reads_once
-from mx_jax.sharding.movement import STAY, Moves
-from mx_jax.specs import MatmulRecipe, Residuals
+from mx_jax.ops.tags import GRADIENT
+from mx_jax.sharding.movement import STAY, Movement, Moves
+from mx_jax.specs import MatmulRecipe, MatmulSpec, Residuals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,11 +55,9 @@ class DenseProduct:
     @functools.partial(jax.jit, static_argnums=0)
     def forward(self, lhs: AnyOperand, rhs: AnyOperand, extra: Key) -> jax.Array:
         """The product."""
-        spec, key = self.recipe.fwd, product_key(self.recipe, "fwd", extra)
+        spec, moves = self.recipe.fwd, self._moves_forward(lhs, rhs)
+        key = product_key(self.recipe, "fwd", extra)
         with jax.named_scope("output"):
-            moves = self.moves
-            if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-                moves = moves_of(lhs, rhs, self.axes, self.out_sharding, moves, self.recipe.gather)
             left, right = prepare_operands(lhs, rhs, spec, self.axes, key, moves)
             product = multiply(
                 left,
@@ -63,6 +71,27 @@ class DenseProduct:
                 split=self.recipe.gather is None,
             )
             return unscaled(product, lhs, rhs, spec)
+
+    def _moves_forward(self, lhs: AnyOperand, rhs: AnyOperand) -> Moves:
+        """How the operands get to the product."""
+        if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+            return self.moves
+        return moves_of(lhs, rhs, self.axes, self.out_sharding, self.moves, self.recipe.gather)
+
+    def casts(self, lhs: AnyOperand, rhs: AnyOperand, extra: Key) -> Casts:
+        """What the product quantizes."""
+        key = product_key(self.recipe, "fwd", extra)
+        moves = self._moves_forward(lhs, rhs)
+        return cast_operands(lhs, rhs, self.recipe.fwd, self.axes, key, moves)
+
+    def in_high_precision(self) -> "DenseProduct":
+        """The same product of values as they are, in float32."""
+        return dataclasses.replace(
+            self,
+            recipe=dataclasses.replace(HIGH_PRECISION, gather=self.recipe.gather),
+            out_dtype=np.dtype(np.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        )
 
     def keep(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: Key
@@ -110,29 +139,44 @@ class DenseProduct:
     @functools.partial(jax.jit, static_argnums=(0, 1, 4))
     def gradient(self, side: Side, g: Any, other: AnyOperand, bar: Bar, saved: Key) -> jax.Array:
         """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
-        spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
-        with jax.named_scope(f"grad_{side}"):
-            g_move, move, own = None, None, None
-            if bar.out_sharding is not None or self.moves != STAY:
-                g_move, move, own = self._moves_back(side, g, other, bar)
-            other, move = reuse_moved(other, move, spec.rhs, axes.rhs if g_is_lhs else axes.lhs)
-            lhs, rhs, spec = (g, other, spec) if g_is_lhs else (other, g, spec.swapped())
-            moves = (g_move, move) if g_is_lhs else (move, g_move)
+        with jax.named_scope(GRADIENT[side]):
+            back = self._operands_back(side, g, other, bar)
             key = product_key(self.recipe, GRADIENTS[side], saved)
-            left, right = prepare_operands(lhs, rhs, spec, axes, key, moves)
+            left, right = prepare_operands(
+                back.lhs, back.rhs, back.spec, back.axes, key, back.moves, back.sides
+            )
+            own = back.own
             product = multiply(
                 left,
                 right,
-                axes,
+                back.axes,
                 # What devices of shard_map add up is added before it is rounded.
                 np.dtype(np.float32) if own is not None and own.manual else bar.dtype,
                 precision=self.precision,
-                fast_accumulation=spec.fast_accumulation,
+                fast_accumulation=back.spec.fast_accumulation,
                 out_sharding=bar.out_sharding,
                 split=self.recipe.gather is None,
             )
-            product = unscaled(product, lhs, rhs, spec)
+            product = unscaled(product, back.lhs, back.rhs, back.spec)
             return product if own is None else own.move_back(product).astype(bar.dtype)
+
+    def gradient_casts(self, side: Side, g: Any, other: AnyOperand, bar: Bar, saved: Key) -> Casts:
+        """What a gradient's product quantizes, g first."""
+        back = self._operands_back(side, g, other, bar)
+        key = product_key(self.recipe, GRADIENTS[side], saved)
+        left, right = cast_operands(back.lhs, back.rhs, back.spec, back.axes, key, back.moves)
+        return (left, right) if back.sides == SIDES else (right, left)
+
+    def _operands_back(self, side: Side, g: Any, other: AnyOperand, bar: Bar) -> "_Back":
+        """Both operands of a gradient's product, in its order."""
+        spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
+        g_move, move, own = None, None, None
+        if bar.out_sharding is not None or self.moves != STAY:
+            g_move, move, own = self._moves_back(side, g, other, bar)
+        other, move = reuse_moved(other, move, spec.rhs, axes.rhs if g_is_lhs else axes.lhs)
+        if g_is_lhs:
+            return _Back(g, other, spec, axes, (g_move, move), own, SIDES)
+        return _Back(other, g, spec.swapped(), axes, (move, g_move), own, SWAPPED)
 
     def _moves_back(self, side: Side, g: Any, other: AnyOperand, bar: Bar) -> Any:
         """How g and the other operand get to a gradient's product, and how its own operand did."""
@@ -147,3 +191,22 @@ class DenseProduct:
     def masked(self, side: Side, bar: jax.Array, own: AnyOperand, saved: Key) -> jax.Array:
         """The cotangent without what the product clipped."""
         return mask_clipped(self.recipe, side, self.axes, bar, own, saved)
+
+
+class _Back(NamedTuple):
+    """A gradient's product: operands, how they are quantized and moved, which is g."""
+
+    lhs: AnyOperand
+    rhs: AnyOperand
+    spec: MatmulSpec
+    axes: ProductAxes
+    moves: Moves
+    own: Movement | None
+    sides: Sides
+
+
+_HIGH = MatmulSpec(lhs=None, rhs=None)
+HIGH_PRECISION = MatmulRecipe(
+    name="high precision", fwd=_HIGH, dlhs=_HIGH, drhs=_HIGH, residuals=Residuals.PRIMAL
+)
+"""Nothing is quantized: what products are compared with."""

@@ -23,7 +23,9 @@ from mx_jax.ops.keys import check_matmul_key
 from mx_jax.ops.placing import given_moves
 from mx_jax.ops.product import Given, differentiable
 from mx_jax.ops.recipe_names import as_recipe
+from mx_jax.ops.tags import watching
 from mx_jax.ops.unpacking import packed_for
+from mx_jax.ops.watched import watched
 from mx_jax.packed import Quantized, unpacked
 from mx_jax.sharding.movement import STAY, as_gathered
 from mx_jax.specs import MatmulRecipe
@@ -88,8 +90,7 @@ def dot_general(
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         )
-    key = check_matmul_key(key, recipe)
-    rhs = packed_for(rhs, dimension_numbers)
+    key, rhs = check_matmul_key(key, recipe), packed_for(rhs, dimension_numbers)
     moves = STAY if recipe.gather is None else given_moves(recipe, lhs, rhs)
     lhs, rhs, axes, empty, moves = canonicalize(lhs, rhs, dimension_numbers, moves)
     product = DenseProduct(
@@ -101,8 +102,9 @@ def dot_general(
         moves=moves,
     )
     with follow(lhs, rhs):
-        value: Any = differentiable(product, Given.of(lhs), Given.of(rhs), key)
-    return constrain(lax.squeeze(value, empty), out_sharding)
+        run: Any = watched if watching.value else differentiable
+        value = lax.squeeze(run(product, Given.of(lhs), Given.of(rhs), key), empty)
+    return constrain(value, out_sharding)
 
 
 def _values(operand: AnyOperand) -> jax.Array:

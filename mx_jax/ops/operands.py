@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.axes import Axes, ProductAxes
+from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, Operand
 from mx_jax.backends.records import active
 from mx_jax.backends.select import current_target
 from mx_jax.backends.xla_bfloat16 import HOW
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops.keys import Key
-from mx_jax.ops.placing import place
+from mx_jax.ops.placing import Placed, place
+from mx_jax.ops.product import Cast, Casts
 from mx_jax.ops.quantize import quantize_operand
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference import hadamard
@@ -23,6 +24,9 @@ from mx_jax.specs import MatmulSpec, OperandSpec
 
 # Scope of what transforms an operand: its products are of no recipe.
 TRANSFORM = "hadamard_transform"
+Sides = tuple[Side, Side]
+SIDES: Sides = ("lhs", "rhs")
+SWAPPED: Sides = ("rhs", "lhs")
 
 
 def prepare_operands(
@@ -32,21 +36,49 @@ def prepare_operands(
     axes: ProductAxes,
     key: Key,
     moves: Moves = STAY,
+    sides: Sides = SIDES,
 ) -> tuple[AnyOperand, AnyOperand]:
     """Both operands as the product takes them: transformed, and quantized by their specs.
 
-    Each operand draws from its own key; a transform's signs, which both share, from a third.
+    Each operand draws from its own key; a transform's signs, which both share, from a third. The
+    program's names call the operands by `sides`.
     """
     if moves != STAY:
-        return _prepare_moving(lhs, rhs, spec, axes, key, moves)
+        return _prepare_moving(lhs, rhs, spec, axes, key, moves, sides)
     lhs, rhs, (lhs_key, rhs_key) = transform_operands(lhs, rhs, spec, axes, key)
-    return prepare(lhs, spec.lhs, axes.lhs, lhs_key), prepare(rhs, spec.rhs, axes.rhs, rhs_key)
+    return (
+        prepare(lhs, spec.lhs, axes.lhs, lhs_key, side=sides[0]),
+        prepare(rhs, spec.rhs, axes.rhs, rhs_key, side=sides[1]),
+    )
 
 
-def _prepare_moving(
+def cast_operands(
+    lhs: AnyOperand,
+    rhs: AnyOperand,
+    spec: MatmulSpec,
+    axes: ProductAxes,
+    key: Key,
+    moves: Moves = STAY,
+) -> Casts:
+    """What `prepare_operands` quantizes, before any codes move."""
+    found, turned = _turned(lhs, rhs, spec, axes, key, moves)
+    casts: list[Cast | None] = []
+    for at, x, own, own_axes in zip(
+        found, turned, (spec.lhs, spec.rhs), (axes.lhs, axes.rhs), strict=True
+    ):
+        if own is None or isinstance(x, Quantized):
+            casts.append(None)
+            continue
+        after = prepare(x, own, own_axes, at.key, at.tensor_scale)
+        assert isinstance(after, MXArray)
+        casts.append(Cast(prescaled(x, own), after, own.scale_rule.name, own_axes.block_axis))
+    return casts[0], casts[1]
+
+
+def _turned(
     lhs: AnyOperand, rhs: AnyOperand, spec: MatmulSpec, axes: ProductAxes, key: Key, moves: Moves
-) -> tuple[AnyOperand, AnyOperand]:
-    """The same of operands that lie elsewhere: gathered before they are quantized, or after."""
+) -> tuple[list[Placed], tuple[Any, Any]]:
+    """Operands where they are quantized, as they lie and transformed."""
     lhs_key, rhs_key, _ = operand_keys(key)
     placed = [
         place(x, move, own, own_axes, own_key, spec.transform)
@@ -56,12 +88,25 @@ def _prepare_moving(
         )
     ]
     turned = transform_operands(placed[0].operand, placed[1].operand, spec, axes, key)
+    return placed, turned[:2]
+
+
+def _prepare_moving(
+    lhs: AnyOperand,
+    rhs: AnyOperand,
+    spec: MatmulSpec,
+    axes: ProductAxes,
+    key: Key,
+    moves: Moves,
+    sides: Sides,
+) -> tuple[AnyOperand, AnyOperand]:
+    """The same of operands that lie elsewhere: gathered before they are quantized, or after."""
+    placed, turned = _turned(lhs, rhs, spec, axes, key, moves)
     results = []
-    for found, x, own, own_axes in (
-        (placed[0], turned[0], spec.lhs, axes.lhs),
-        (placed[1], turned[1], spec.rhs, axes.rhs),
+    for found, x, own, own_axes, side in zip(
+        placed, turned, (spec.lhs, spec.rhs), (axes.lhs, axes.rhs), sides, strict=True
     ):
-        result = prepare(x, own, own_axes, found.key, found.tensor_scale)
+        result = prepare(x, own, own_axes, found.key, found.tensor_scale, side)
         if found.move is not None and isinstance(result, MXArray):
             result = found.move.move_codes(result)
         results.append(result)
@@ -112,29 +157,45 @@ def transformed(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
 
 @overload
 def prepare(
-    operand: Operand, spec: OperandSpec | None, axes: Axes, key: Key, tensor_scale: Any = None
+    operand: Operand,
+    spec: OperandSpec | None,
+    axes: Axes,
+    key: Key,
+    tensor_scale: Any = None,
+    side: Side = "lhs",
 ) -> Operand: ...
 
 
 @overload
 def prepare(
-    operand: AnyOperand, spec: OperandSpec | None, axes: Axes, key: Key, tensor_scale: Any = None
+    operand: AnyOperand,
+    spec: OperandSpec | None,
+    axes: Axes,
+    key: Key,
+    tensor_scale: Any = None,
+    side: Side = "lhs",
 ) -> AnyOperand: ...
 
 
 def prepare(
-    operand: AnyOperand, spec: OperandSpec | None, axes: Axes, key: Key, tensor_scale: Any = None
+    operand: AnyOperand,
+    spec: OperandSpec | None,
+    axes: Axes,
+    key: Key,
+    tensor_scale: Any = None,
+    side: Side = "lhs",
 ) -> AnyOperand:
-    """One operand, quantized by its spec unless it is or stays what it was."""
+    """One operand, quantized by its spec unless it is or stays what it was.
+
+    The program's names call it by its side, format, scale rule and axis.
+    """
     if spec is None or isinstance(operand, Quantized):
         return operand
-    return quantize_operand(
-        prescaled(operand, spec),
-        spec,
-        axes.blocks(spec.format),
-        key if spec.random_bits else None,
-        tensor_scale,
-    )
+    values, blocks = prescaled(operand, spec), axes.blocks(spec.format)
+    own = f"{side}.{spec.format.name}.{spec.scale_rule.name}.axis{axes.block_axis}"
+    with jax.named_scope(own):
+        drawn = key if spec.random_bits else None
+        return quantize_operand(values, spec, blocks, drawn, tensor_scale)
 
 
 def prescaled(x: jax.Array, spec: OperandSpec) -> jax.Array:

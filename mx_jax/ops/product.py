@@ -72,9 +72,40 @@ class Product(Protocol):
         """The cotangent of one operand: the product of g and the other operand."""
         ...
 
+    def casts(self, lhs: Any, rhs: Any, extra: Any) -> "Casts":
+        """What `forward` quantizes of operands as they came."""
+        ...
+
+    def gradient_casts(self, side: Side, g: Any, other: Any, bar: Bar, saved: Any) -> "Casts":
+        """What `gradient` quantizes, g first."""
+        ...
+
+    def in_high_precision(self) -> "Product":
+        """The same product of values as they are, in float32."""
+        ...
+
     def masked(self, side: Side, bar: jax.Array, own: Any, saved: Any) -> jax.Array:
         """An operand's cotangent without what the forward product clipped of it."""
         ...
+
+
+class Cast(NamedTuple):
+    """One operand of a product, as it is quantized.
+
+    Attributes:
+      before: what the cast is given: transformed and prescaled, if the recipe does so.
+      after: what it gives.
+      rule: name of the scale rule.
+      axis: that blocks lie along, from the end.
+    """
+
+    before: jax.Array
+    after: MXArray
+    rule: str
+    axis: int
+
+
+Casts = tuple[Cast | None, Cast | None]
 
 
 class Given(NamedTuple):
@@ -111,13 +142,15 @@ def differentiable(product: Product, lhs: Given, rhs: Given, extra: Any) -> Any:
     return product.forward(lhs.operand, rhs.operand, extra)
 
 
-def _product_fwd(product, lhs, rhs, extra):
+def product_fwd(product: Product, lhs: Given, rhs: Given, extra: Any) -> tuple[Any, Any]:
+    """The product, and what its gradient needs: operands, their bars, what was saved."""
     left, right, saved = product.keep(lhs.operand, rhs.operand, extra)
     bars = tuple(None if given.value is None else Bar.of(given.value) for given in (lhs, rhs))
     return product.forward(left, right, extra), (left, right, bars, saved)
 
 
-def _product_bwd(product, residuals, g):
+def product_bwd(product: Product, residuals: Any, g: Any) -> tuple[Given, Given, Any]:
+    """The cotangents of what `differentiable` is given."""
     lhs, rhs, bars, saved = residuals
     (g_lhs, g_rhs), extra_bar = product.cotangents(g, saved, None not in bars)
     lhs_bar = _cotangent(product, "lhs", g_lhs, lhs, rhs, bars[0], saved)
@@ -125,7 +158,7 @@ def _product_bwd(product, residuals, g):
     return Given(lhs_bar, None), Given(rhs_bar, None), extra_bar
 
 
-differentiable.defvjp(_product_fwd, _product_bwd)
+differentiable.defvjp(product_fwd, product_bwd)
 
 
 def _cotangent(product, side, g, own, other, bar, saved):

@@ -6,47 +6,48 @@ Two of its three products keep the rows (output, grad_lhs), the third sums over 
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
-from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import Operand, OperandType, RaggedCall
 from mx_jax.backends.records import active
 from mx_jax.backends.select import select
 from mx_jax.backends.target import follow
-from mx_jax.codecs.rounding import NEAREST
-from mx_jax.formats import Whole
-from mx_jax.mxarray import MXArray, decode
+from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import as_operand, dtype_of_product, goes_to_lax
 from mx_jax.ops.canonical import check_blocks
 from mx_jax.ops.clipping import mask_clipped
+from mx_jax.ops.dense import HIGH_PRECISION
 from mx_jax.ops.keys import GRADIENTS, Key, check_matmul_key, product_key
-from mx_jax.ops.operands import prepare, prescaled, reuse, transform_operands, unscaled
+from mx_jax.ops.operands import reuse, unscaled
 from mx_jax.ops.placing import not_gathered
-from mx_jax.ops.product import Bar, Given, differentiable, zero_bars
-from mx_jax.ops.quantize import draw_bits, quantize_operand
+from mx_jax.ops.product import Bar, Casts, Given, differentiable, zero_bars
 from mx_jax.ops.ragged_checks import as_group_sizes, at_most, check_rows, check_shapes
+from mx_jax.ops.ragged_operands import (
+    LAST,
+    SECOND_LAST,
+    contracted_operands,
+    kept_casts,
+    prepare_kept,
+    without_unused,
+)
 from mx_jax.ops.recipe_names import as_recipe
-from mx_jax.ops.remat import QUANTIZED
+from mx_jax.ops.tags import GRADIENT, watching
 from mx_jax.ops.unpacking import packed_for, tell_of_packing, unpacked_for
+from mx_jax.ops.watched import watched
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.reference import ragged
-from mx_jax.reference.ragged import RaggedRows, ragged_rows
-from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
+from mx_jax.reference.ragged import ragged_rows
+from mx_jax.specs import MatmulRecipe, MatmulSpec, Residuals
 
-# The axis of experts is no batch axis here: a format that is WHOLE takes one matrix at a time.
-_LAST = Axes.ordered()
-_SECOND_LAST = Axes.ordered(k_first=True)
-_FORWARD = ProductAxes(_LAST, _SECOND_LAST)
-_GRAD_LHS = ProductAxes(_LAST, _LAST)
+_FORWARD = ProductAxes(LAST, SECOND_LAST)
+_GRAD_LHS = ProductAxes(LAST, LAST)
 _EXPERTS = (((1,), (1,)), ((), (0,)))
-_GRAD_RHS = ProductAxes(_SECOND_LAST, _SECOND_LAST)
+_GRAD_RHS = ProductAxes(SECOND_LAST, SECOND_LAST)
 
 
 def ragged_dot(
@@ -121,7 +122,8 @@ def ragged_dot(
     sizes = ragged_rows(sizes, lhs.shape[0], unit=1).sizes
     product = RaggedProduct(recipe=recipe, out_dtype=out_dtype, precision=precision)
     with follow(lhs, rhs):
-        return differentiable(product, Given.of(lhs), Given.of(rhs), _Extra(sizes, key))
+        multiply = watched if watching.value else differentiable
+        return multiply(product, Given.of(lhs), Given.of(rhs), _Extra(sizes, key))
 
 
 class _Extra(NamedTuple):
@@ -161,7 +163,7 @@ class RaggedProduct:
     @functools.partial(jax.jit, static_argnums=0)
     def _prepared(self, lhs: Operand, rhs: Operand, extra: _Extra) -> tuple[Operand, Operand]:
         key = product_key(self.recipe, "fwd", extra.key)
-        return _prepare_kept(lhs, rhs, _FORWARD, extra.sizes, self.recipe.fwd, key)
+        return prepare_kept(lhs, rhs, _FORWARD, extra.sizes, self.recipe.fwd, key)
 
     def cotangents(self, g: jax.Array, saved: _Extra, both: bool) -> tuple[Any, _Extra]:
         """g for each gradient, which quantizes it itself."""
@@ -174,7 +176,7 @@ class RaggedProduct:
     ) -> jax.Array:
         """`[m, n]` by `[g, k, n]` to `[m, k]`, or `[m, k]` by `[m, n]` to `[g, k, n]`."""
         key = product_key(self.recipe, GRADIENTS[side], saved.key)
-        with jax.named_scope(f"grad_{side}"):
+        with jax.named_scope(GRADIENT[side]):
             wide = dataclasses.replace(self, out_dtype=bar.dtype)
             if side == "rhs":
                 return wide._grad_rhs(g, other, saved.sizes, key)
@@ -185,14 +187,14 @@ class RaggedProduct:
     def masked(self, side: Side, bar: jax.Array, own: Operand, saved: _Extra) -> jax.Array:
         """The cotangent without what the product clipped."""
         if side == "lhs":
-            own = _without_unused(own, saved.sizes)
+            own = without_unused(own, saved.sizes)
         return mask_clipped(self.recipe, side, _FORWARD, bar, own, saved.key)
 
     def _multiply(
         self, axes: ProductAxes, spec: MatmulSpec, lhs: Operand, rhs: Operand, sizes: Any, key: Key
     ) -> jax.Array:
         """A product that keeps the rows."""
-        left, right = _prepare_kept(lhs, rhs, axes, sizes, spec, key)
+        left, right = prepare_kept(lhs, rhs, axes, sizes, spec, key)
         in_groups = dataclasses.replace(axes, rhs=axes.rhs.in_batch())
         stored = axes == _FORWARD and isinstance(rhs, MXArray)
         product = _scaled(self, left, right, sizes, in_groups, stored)
@@ -201,13 +203,33 @@ class RaggedProduct:
     def _grad_rhs(self, g: jax.Array, lhs: Operand, sizes: Any, key: Key) -> Any:
         """`[p, k]` by `[p, n]`: p are the rows, those of each group padded to whole blocks."""
         spec = self.recipe.drhs.swapped()
-        rows = ragged_rows(sizes, g.shape[0], _unit(spec))
-        given = rows.place(_values(lhs, spec.lhs)), rows.place(g)
-        left, right, (lhs_key, rhs_key) = transform_operands(*given, spec, _GRAD_RHS, key)
-        lhs = _prepare_contracted(rows, left, spec.lhs, lhs_key)
-        rhs = _prepare_contracted(rows, right, spec.rhs, rhs_key)
-        product = _scaled(self, lhs, rhs, rows.sizes, _GRAD_RHS)
-        return unscaled(product, *given, spec)
+        found = contracted_operands(lhs, g, sizes, spec, _GRAD_RHS, key)
+        product = _scaled(self, found.lhs, found.rhs, found.rows.sizes, _GRAD_RHS)
+        return unscaled(product, *found.given, spec)
+
+    def casts(self, lhs: Operand, rhs: Operand, extra: _Extra) -> Casts:
+        """What the product quantizes."""
+        key = product_key(self.recipe, "fwd", extra.key)
+        return kept_casts(lhs, rhs, _FORWARD, extra.sizes, self.recipe.fwd, key)
+
+    def gradient_casts(
+        self, side: Side, g: jax.Array, other: Operand, bar: Bar, saved: _Extra
+    ) -> Casts:
+        """What a gradient's product quantizes, g first."""
+        key = product_key(self.recipe, GRADIENTS[side], saved.key)
+        if side == "lhs":
+            spec = self.recipe.dlhs
+            rhs = reuse(other, spec.rhs, _GRAD_LHS.rhs)
+            return kept_casts(g, rhs, _GRAD_LHS, saved.sizes, spec, key)
+        spec = self.recipe.drhs.swapped()
+        found = contracted_operands(other, g, saved.sizes, spec, _GRAD_RHS, key)
+        own, of_g = found.casts(spec, _GRAD_RHS)
+        return of_g, own
+
+    def in_high_precision(self) -> "RaggedProduct":
+        """The same product of values as they are, in float32."""
+        wide, precision = np.dtype(np.float32), lax.Precision.HIGHEST
+        return RaggedProduct(recipe=HIGH_PRECISION, out_dtype=wide, precision=precision)
 
 
 def _scaled(
@@ -235,67 +257,3 @@ def _scaled(
     if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
         rhs = unpacked_for(rhs, choice, "ragged_dot")
     return choice.offer.run(lhs, rhs, sizes, call)
-
-
-def _values(x: Operand, spec: OperandSpec | None) -> jax.Array:
-    """A saved operand's values, to be quantized anew unless it is to stay in high precision."""
-    if not isinstance(x, MXArray):
-        return x
-    return decode(x, x.dtype if spec is None else jnp.float32, saturates=True)
-
-
-def _unit(spec: MatmulSpec) -> int:
-    """Rows that each group is padded to, so that blocks and transforms along them end with it."""
-    given = [x for x in (spec.lhs, spec.rhs) if x is not None]
-    sizes = [x.format.block[1] for x in given] + [x.scale_rule.group for x in given]
-    transformed = 1 if spec.transform is None else spec.transform.size
-    return math.lcm(transformed, *(size for size in sizes if isinstance(size, int)))
-
-
-def _without_unused(x: Operand, sizes: jax.Array) -> Operand:
-    """x with zeros in the rows of no group, which a tensor scale would count."""
-    return x if isinstance(x, MXArray) else ragged_rows(sizes, x.shape[0], unit=1).place(x)
-
-
-def _prepare_kept(
-    lhs: Operand, rhs: Operand, axes: ProductAxes, sizes: jax.Array, spec: MatmulSpec, key: Key
-) -> tuple[Operand, Operand]:
-    """Both operands as a product that keeps the rows takes them."""
-    # Products leave out the rows of no group; scales of more than a row would count them.
-    own = None if spec.lhs is None else spec.lhs.format
-    if own is not None and (own.tensor_scale or isinstance(own.block[0], Whole)):
-        lhs = _without_unused(lhs, sizes)
-    lhs, rhs, (lhs_key, rhs_key) = transform_operands(lhs, rhs, spec, axes, key)
-    return _prepare_rows(sizes, lhs, spec.lhs, lhs_key), prepare(rhs, spec.rhs, axes.rhs, rhs_key)
-
-
-def _prepare_rows(sizes: jax.Array, x: Operand, spec: OperandSpec | None, key: Key) -> Operand:
-    """`[m, k]` quantized along k, in blocks that end with their group if they hold several rows."""
-    if spec is None or isinstance(x, MXArray) or spec.format.block[0] == 1:
-        return prepare(x, spec, _LAST, key)
-    height = spec.format.block[0]
-    if isinstance(height, Whole):
-        return _quantize_groups(ragged_rows(sizes, x.shape[0], unit=1), x, spec, _LAST, key)
-    rows = ragged_rows(sizes, x.shape[0], unit=height)
-    return rows.restore(prepare(rows.place(x), spec, _LAST, key))
-
-
-def _prepare_contracted(
-    rows: RaggedRows, x: jax.Array, spec: OperandSpec | None, key: Key
-) -> Operand:
-    """`[p, c]` quantized along p, where groups start with blocks."""
-    if spec is None or not isinstance(spec.format.block[1], Whole):
-        return prepare(x, spec, _SECOND_LAST, key)
-    return _quantize_groups(rows, x, spec, _SECOND_LAST, key)
-
-
-def _quantize_groups(
-    rows: RaggedRows, x: jax.Array, spec: OperandSpec, axes: Axes, key: Any
-) -> MXArray:
-    """`[p, c]` in blocks that hold all rows of a group: scales come from the groups' peaks."""
-    x = prescaled(x, spec)
-    nearest = dataclasses.replace(spec, rounding=NEAREST)
-    peaks = quantize_operand(ragged.group_peaks(x, rows), nearest, axes.blocks(spec.format))
-    width = spec.rounding.random_bits
-    bits = draw_bits(key, x.shape, width) if width else None
-    return checkpoint_name(ragged.encode_by_group(x, rows, peaks, spec.rounding, bits), QUANTIZED)

@@ -143,7 +143,7 @@ def test_products_are_named_in_the_program():
     x, w = jax.ShapeDtypeStruct((6, 70), jnp.float32), jax.ShapeDtypeStruct((70, 5), jnp.float32)
     gradient = jax.value_and_grad(lambda x, w: matmul(x, w).sum(), argnums=(0, 1))
     text = jax.jit(gradient).lower(x, w).as_text(debug_info=True)
-    for name in ("output", "grad_lhs", "grad_rhs"):
+    for name in ("output", "grad_input", "grad_weight"):
         assert re.search(rf'["/]{name}["/]', text), name
 
 

@@ -1,0 +1,131 @@
+"""Tensors before and after quantization, or statistics of them, from programs as they run."""
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from mx_jax.inspect.capture_context import ARRAYS, Capture, Filter
+from mx_jax.inspect.capture_statistics import STATISTICS
+from mx_jax.inspect.sinks import Memory, Sink
+from mx_jax.ops.tags import moment, watching
+
+
+def capture(
+    filter: str | Filter | None = None,
+    *,
+    stats: str | Collection[str] = STATISTICS,
+    every: int = 1,
+    step: Any = None,
+    sink: Sink | Sequence[Sink] | None = None,
+) -> Capture:
+    """A context in which products tell what quantization does to their operands.
+
+    Each operand that is quantized gives one record, forward and backward, and so does each product:
+    under `jit`, `grad`, `vmap` (lanes are one operand), `scan`, `jax.checkpoint` (what is computed
+    again is not told again), `shard_map` and with sharded inputs. Products are named by Flax's
+    modules or by `tag`. A function that `jit` compiled before is compiled again. While no capture
+    is entered, nothing of this is in a program.
+
+    Statistics are computed where the arrays are. They are:
+
+    - `"amax"`, of the finite values;
+    - `"scales"`: how many scales have which exponent;
+    - `"underflow"`, `"saturation"`: shares of values that became zero, or the largest code though
+      they are larger;
+    - `"nonfinite"`: blocks with Inf or NaN, and blocks in all;
+    - `"sqnr"`: signal to quantization noise, in dB;
+    - `"channels"`: the largest amaxes along the axis of the blocks, and the first over the median;
+    - `"error"`, of products: `|exact - actual| / |exact|` and their cosine, where exact is the
+      product of the same operands in float32; of gradients too;
+    - `"arrays"`, only if named: the values before and after. Not below `shard_map`.
+
+    Args:
+      filter: a regular expression for whole paths, or a function of a `Tag`; None: all.
+      stats: names of statistics, or one.
+      every: every how many steps; more than 1 needs the step.
+      step: of training, an integer that may be traced, for a capture that is entered inside the
+        function that `jit` compiles; `at_step` tells it to one that is entered outside. Without
+        either every call counts.
+      sink: where records go, one or several; None: a `Memory`.
+
+    Returns:
+      A context, which gives the sink.
+
+    Raises:
+      ValueError: a statistic that there is not, or every less than 1.
+      TypeError: a filter that is none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> @jax.jit
+      ... def loss(w, x):
+      ...     with mx_jax.inspect.tag("head"):
+      ...         return mx_jax.matmul(x, w, recipe="mxfp4").sum()
+      >>> x = jax.random.normal(jax.random.key(0), (32, 64))
+      >>> with mx_jax.inspect.capture(stats="amax") as records:
+      ...     _ = loss(jnp.ones((64, 32)), x)
+      >>> for tag in records:
+      ...     print(tag)
+      head output lhs mxfp4 even axis -1
+      head output rhs mxfp4 even axis -2
+    """
+    names = frozenset((stats,) if isinstance(stats, str) else stats)
+    unknown = names - {*STATISTICS, ARRAYS}
+    if unknown:
+        raise ValueError(
+            f"capture: stats must be some of {', '.join((*STATISTICS, ARRAYS))}, got "
+            f"stats={sorted(unknown)}"
+        )
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"capture: every must be an integer of at least 1, got every={every!r}")
+    sinks = (Memory(),) if sink is None else sink
+    if not isinstance(sinks, Sequence):
+        sinks = (sinks,)
+    return Capture(
+        filter=as_filter(filter, "capture"), stats=names, every=every, step=step, sinks=sinks
+    )
+
+
+def as_filter(filter: str | Filter | None, operation: str) -> Filter:
+    """A function of a tag.
+
+    Raises:
+      TypeError: a filter that is none.
+    """
+    if filter is None:
+        return lambda tag: True
+    if isinstance(filter, str):
+        pattern = re.compile(filter)
+        return lambda tag: pattern.fullmatch(tag.path) is not None
+    if not callable(filter):
+        raise TypeError(
+            f"{operation}: filter must be a regular expression for paths, a function of a Tag or "
+            f"None, got filter={filter!r}"
+        )
+    return filter
+
+
+def scalar(name: str, value: Any) -> None:
+    """Tell a number of a step, such as the loss, to the captures in context.
+
+    Args:
+      name: what it is.
+      value: a scalar, traced or not. No gradient passes.
+
+    Raises:
+      ValueError: not a scalar.
+
+    Example:
+      >>> import jax, mx_jax
+      >>> with mx_jax.inspect.capture() as records:
+      ...     jax.jit(lambda x: mx_jax.inspect.scalar("loss", x * 2))(1.5)
+      >>> records.scalars["loss"][0].value
+      3.0
+    """
+    if jnp.shape(value) != ():
+        raise ValueError(f"scalar: {name!r} must be a scalar, got shape={jnp.shape(value)}")
+    for watcher in watching.value:
+        watcher.send_scalar(name, lax.stop_gradient(jnp.asarray(value)), moment())

@@ -1,0 +1,235 @@
+"""The context that watches products: what it computes in their program, and takes on the host."""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from mx_jax.inspect import capture_statistics as statistics
+from mx_jax.inspect.capture_record import Record, Scalar
+from mx_jax.inspect.capture_statistics import Raw
+from mx_jax.inspect.modules import module_paths
+from mx_jax.inspect.sinks import Sink
+from mx_jax.mxarray import MXArray
+from mx_jax.ops.tags import Moment, Tag, at_step, watching
+from mx_jax.ops.watched import Look, Sight, Tap, values
+
+Filter = Callable[[Tag], bool]
+ARRAYS = "arrays"
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("raws",), meta_fields=("tags",))
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """Statistics on their way from a forward product to where they are told."""
+
+    raws: list[Raw]
+    tags: tuple[Tag, ...]
+
+
+class Capture:
+    """What `capture` returns: a context, which may be entered again.
+
+    Entered again, a program that was compiled for it is not compiled anew.
+
+    Attributes:
+      filter: which tags count.
+      stats: names of statistics.
+      every: every how many steps.
+      step: of training, or None.
+      sinks: where records go.
+    """
+
+    def __init__(
+        self, *, filter: Filter, stats: frozenset[str], every: int, step: Any, sinks: Sequence[Sink]
+    ):
+        self.filter, self.stats, self.every, self.step = filter, stats, every, step
+        self.sinks = tuple(sinks)
+        self.uses: dict[str, tuple[Any, int]] = {}
+        self.calls: dict[str, dict[tuple[int, ...], int]] = {}
+        self._counts: collections.Counter[Any] = collections.Counter()
+        self._lock = threading.Lock()
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._end)
+            stack.enter_context(watching((*watching.value, self)))
+            stack.enter_context(module_paths())
+            if self.step is not None:
+                stack.enter_context(at_step(self.step))
+            self._entered.append(stack.pop_all())
+        return self.sinks[0] if len(self.sinks) == 1 else self.sinks
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+    def _end(self) -> None:
+        # What still runs tells it before the sinks are closed.
+        jax.effects_barrier()
+        self.uses.clear()
+        for sink in self.sinks:
+            sink.close()
+
+    def _compute(self, look: Look, tags: list[Tag]) -> list[Raw]:
+        """Statistics of what is wanted, whose tags are put into a list."""
+        tags.clear()
+        raws: list[Raw] = []
+        for tag, sight in look.sights():
+            if self._wants(tag):
+                tags.append(tag)
+                raws.append(statistics.of_shards(self._raw(sight())))
+        return raws
+
+    def _wants(self, tag: Tag) -> bool:
+        if tag.side is None and not self.stats & {"error", ARRAYS}:
+            return False
+        return self.filter(tag)
+
+    def _raw(self, sight: Sight) -> Raw:
+        raw: Raw = {}
+        if isinstance(sight.after, MXArray):
+            axis = sight.tag.axis
+            assert axis is not None
+            raw |= statistics.of_cast(sight.before, sight.after, axis, self.stats)
+        else:
+            raw |= statistics.of_product(sight.before, sight.after)
+        if ARRAYS in self.stats:
+            raw |= {"before": sight.before, "after": values(sight.after)}
+        return raw
+
+    def look(self, look: Look, now: Moment) -> _Seen:
+        """Statistics of a product, or zeros where its step does not count."""
+        tags: list[Tag] = []
+        compute = functools.partial(self._compute, look, tags)
+        due = self._due(now)
+        if due is None:
+            return _Seen(compute(), tuple(tags))
+        shapes = jax.eval_shape(compute)
+        nothing = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return _Seen(lax.cond(due, compute, nothing), tuple(tags))
+
+    def tell(self, seen: _Seen, tap: Tap, now: Moment) -> None:
+        """Hand statistics to the host, if their step counts."""
+        if seen.tags:
+            self._if_due(now, lambda: self._send(seen.raws, seen.tags, tap, now))
+
+    def look_and_tell(self, look: Look, tap: Tap, now: Moment) -> None:
+        """Both at once."""
+
+        def both() -> jax.Array:
+            tags: list[Tag] = []
+            raws = self._compute(look, tags)
+            return self._send(raws, tuple(tags), tap, now)
+
+        self._if_due(now, both)
+
+    def _due(self, now: Moment) -> jax.Array | None:
+        """Whether a step counts; None if all do."""
+        if self.every == 1:
+            return None
+        if now.step is None:
+            raise ValueError(
+                f"capture: every={self.every} needs the step, which nothing told; write `with "
+                "inspect.at_step(step):` into the function that jit compiles, or give step="
+            )
+        return now.step % self.every == 0
+
+    def _if_due(self, now: Moment, run: Callable[[], jax.Array]) -> None:
+        due = self._due(now)
+        if due is None:
+            run()
+        else:
+            lax.cond(due, run, lambda: jnp.zeros(()))
+
+    def _send(self, raws: list[Raw], tags: tuple[Tag, ...], tap: Tap, now: Moment) -> jax.Array:
+        """Call the host: once, below vmap and shard_map too."""
+        if not tags:
+            return jnp.zeros(())
+        receive = functools.partial(self._receive, tags, tap)
+
+        @custom_vmap
+        def send(raws: list[Raw], now: Moment) -> jax.Array:
+            jax.debug.callback(receive, [statistics.shortened(raw) for raw in raws], now)
+            return jnp.zeros(())
+
+        @send.def_vmap
+        def _(lanes: int, batched: Any, raws: list[Raw], now: Moment) -> tuple[jax.Array, bool]:
+            theirs, own = batched
+            if any(jax.tree.leaves(own)):
+                # Lanes with an index of their own are layers.
+                for lane in range(lanes):
+                    send(*_lane((raws, now), batched, lane))
+                return jnp.zeros(()), False
+            joined = [
+                statistics.of_lanes(raw, each, lanes)
+                for raw, each in zip(raws, theirs, strict=True)
+            ]
+            return send(joined, now), False
+
+        axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+        if not axes:
+            return send(raws, now)
+        first = functools.reduce(jnp.logical_and, [lax.axis_index(axis) == 0 for axis in axes])
+        return lax.cond(first, lambda: send(raws, now), lambda: jnp.zeros(()))
+
+    def _receive(self, tags: tuple[Tag, ...], tap: Tap, raws: Any, now: Any) -> None:
+        """On the host."""
+        index = tuple(int(number) for number in now.index)
+        with self._lock:
+            for tag, raw in zip(tags, raws, strict=True):
+                raw = {name: np.asarray(value) for name, value in raw.items()}
+                record = Record(
+                    tag=tag,
+                    step=self._step((tag, index), now.step),
+                    index=index,
+                    order=_order(tag, tap, index),
+                    before=raw.pop("before", None),
+                    after=raw.pop("after", None),
+                    stats=statistics.finished(raw, self.stats),
+                )
+                for sink in self.sinks:
+                    sink.write(record)
+
+    def _step(self, what: Any, step: Any) -> int:
+        if step is not None:
+            return int(step)
+        self._counts[what] += 1
+        return self._counts[what] - 1
+
+    def send_scalar(self, name: str, value: jax.Array, now: Moment) -> None:
+        """Hand a number to the host, if its step counts."""
+
+        def receive(value: Any, now: Any) -> None:
+            with self._lock:
+                own = Scalar(name=name, step=self._step(name, now.step), value=float(value))
+                for sink in self.sinks:
+                    sink.write(own)
+
+        def send() -> jax.Array:
+            jax.debug.callback(receive, value, now)
+            return jnp.zeros(())
+
+        self._if_due(now, send)
+
+
+def _lane(tree: Any, batched: Any, lane: int) -> Any:
+    return jax.tree.map(lambda x, own: x[lane] if own else x, tree, tuple(batched))
+
+
+def _order(tag: Tag, tap: Tap, index: tuple[int, ...]) -> tuple[int, ...]:
+    """Where in its step: loops by their index, and gradients backwards, after all outputs."""
+    *loops, own = tap.order
+    path = [number for pair in zip(loops, index, strict=False) for number in pair]
+    if tag.product == "output":
+        return (0, *path, own)
+    return (1, *(-number for number in (*path, own)))

@@ -1,0 +1,236 @@
+"""Statistics of casts and products: computed where the arrays are, finished on the host.
+
+On the device a statistic is a few sums and maxima, so that those of vmap's lanes and of shards add
+up to those of the whole. Squares are relative to the largest value: gradients of 1e-25 have an SQNR
+too.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs import float32
+from mx_jax.codecs.element import decode as decode_codes
+from mx_jax.codecs.explicit_axes import explicit_sharding
+from mx_jax.codecs.varying import varying
+from mx_jax.mxarray import MXArray, decode
+
+Raw = dict[str, jax.Array]
+
+STATISTICS = ("amax", "scales", "underflow", "saturation", "nonfinite", "sqnr", "channels", "error")
+"""What `capture` can compute; `"arrays"` besides, which is not among its defaults."""
+
+_MAXIMA = frozenset({"amax", "channel_amax"})
+# Sums of squares of what was divided by amax.
+_SQUARES = frozenset({"signal", "noise", "dot", "exact", "actual"})
+_NUM_CHANNELS = 8
+# What float32's exponent field says of a number below the normal ones, of 1, and of NaN.
+_NUM_EXPONENTS, _ONE = 256, 127
+
+
+def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
+    """What the wanted statistics of a cast need.
+
+    Args:
+      before: values.
+      after: what they became.
+      axis: along which channels are counted.
+      wanted: some of `STATISTICS`.
+    """
+    x = before.astype(jnp.float32)
+    size = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+    values = decode(after, np.dtype(np.float32), saturates=True)
+    raw = {"amax": jnp.max(size), "size": jnp.full((), x.size, jnp.uint32)}
+    if "scales" in wanted:
+        raw["exponents"] = _exponents(after)
+    if "underflow" in wanted:
+        raw["underflow"] = _count((x != 0) & (values == 0))
+    if "saturation" in wanted:
+        codes = jnp.abs(decode_codes(after.codes, after.format.element))
+        at_limit = codes >= after.format.element.max
+        raw["saturated"] = _count(at_limit & (jnp.abs(x) > jnp.abs(values)))
+    if "nonfinite" in wanted:
+        bad, inside = block_shapes.split(~jnp.isfinite(x), after.blocks)
+        bad = jnp.any(bad, axis=inside)
+        raw |= {"bad_blocks": _count(bad), "blocks": jnp.full((), bad.size, jnp.uint32)}
+    if "sqnr" in wanted:
+        raw |= _noise(x, values, raw["amax"])
+    if "channels" in wanted:
+        others = tuple(other for other in range(x.ndim) if other != axis % x.ndim)
+        raw["channel_amax"] = _whole(jnp.max(size, axis=others))
+    return raw
+
+
+def of_product(exact: jax.Array, actual: jax.Array) -> Raw:
+    """What the error of a product and its cosine need.
+
+    Args:
+      exact: in float32.
+      actual: as it is.
+    """
+    x, y = (value.astype(jnp.float32) for value in (exact, actual))
+    both = jnp.isfinite(x) & jnp.isfinite(y)
+    x, y = jnp.where(both, x, 0), jnp.where(both, y, 0)
+    amax = jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(jnp.abs(y)))
+    x, y = _relative(x, amax), _relative(y, amax)
+    return {
+        "amax": amax,
+        "size": jnp.full((), x.size, jnp.uint32),
+        "bad": _count(~both),
+        "dot": _sum(x * y),
+        "exact": _sum(x * x),
+        "actual": _sum(y * y),
+        "noise": _sum(jnp.square(x - y)),
+    }
+
+
+def _exponents(after: MXArray) -> jax.Array:
+    """How many scales have which exponent, by float32's field of it."""
+    bits = float32.to_bits(after.scale_values.astype(jnp.float32))
+    field = (bits >> 23) & 0xFF
+    every = jnp.arange(_NUM_EXPONENTS, dtype=field.dtype)
+    return _counts(field[..., None] == every, tuple(range(field.ndim)))
+
+
+def _noise(x: jax.Array, values: jax.Array, amax: jax.Array) -> Raw:
+    both = jnp.isfinite(x) & jnp.isfinite(values)
+    x, values = jnp.where(both, x, 0), jnp.where(both, values, 0)
+    x, values = _relative(x, amax), _relative(values, amax)
+    return {"signal": _sum(x * x), "noise": _sum(jnp.square(x - values))}
+
+
+def _relative(x: jax.Array, amax: jax.Array) -> jax.Array:
+    # In two steps: the reciprocal of a small amax is Inf.
+    down = jnp.where(amax < 2.0**-60, 2.0**60, 1.0)
+    return (x * down) / jnp.where(amax > 0, amax * down, 1.0)
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """x in one piece, where types say that it is in several: what sorts it wants it so."""
+    return x if explicit_sharding(x) is None else jax.sharding.reshard(x, PartitionSpec(None))
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    # Two short sums err less than a long one.
+    return jnp.sum(jnp.sum(x, axis=-1)) if x.ndim else x
+
+
+def _count(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, dtype=jnp.uint32)
+
+
+def _counts(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    return jnp.sum(x, axis=axes, dtype=jnp.uint32)
+
+
+def of_lanes(raw: Raw, batched: Mapping[str, bool], lanes: int) -> Raw:
+    """The statistics of all lanes of a vmap, which lie along a first axis where they differ."""
+    if not any(batched.values()):
+        return raw
+    whole = {
+        name: value if batched[name] else jnp.broadcast_to(value, (lanes, *value.shape))
+        for name, value in raw.items()
+    }
+    return _joined(
+        whole, lambda value: jnp.max(value, axis=0), lambda value: jnp.sum(value, 0, value.dtype)
+    )
+
+
+def of_shards(raw: Raw) -> Raw:
+    """The statistics of all shards, below shard_map; elsewhere what they are.
+
+    With `check_vma=False` JAX does not say what differs: there, replicas count several times.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = frozenset(mesh.manual_axes)
+    if not axes:
+        return raw
+    if any(varying(lax.axis_index(axis)) for axis in axes):
+        axes = frozenset[str]().union(*(varying(value) for value in raw.values()))
+        raw = {
+            name: lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
+            for name, value in raw.items()
+            for missing in (axes - varying(value),)
+        }
+    names = tuple(sorted(axes))
+    if not names:
+        return raw
+    return _joined(raw, lambda value: lax.pmax(value, names), lambda value: lax.psum(value, names))
+
+
+def _joined(raw: Raw, maximum: Any, total: Any) -> Raw:
+    """Maxima of maxima, sums of sums; squares once they are relative to the same."""
+    amax = maximum(raw["amax"])
+    share = jnp.square(_relative(raw["amax"], amax))
+    joined = {}
+    for name, value in raw.items():
+        if name in _MAXIMA:
+            joined[name] = maximum(value)
+        else:
+            joined[name] = total(value * share if name in _SQUARES else value)
+    return joined
+
+
+def shortened(raw: Raw) -> Raw:
+    """What the host gets: of the channels only the largest, and the one in the middle."""
+    if "channel_amax" not in raw:
+        return raw
+    channels = raw["channel_amax"]
+    largest, where = lax.top_k(channels, min(_NUM_CHANNELS, channels.size))
+    rest = {name: value for name, value in raw.items() if name != "channel_amax"}
+    return rest | {"channel": where, "largest": largest, "median": jnp.median(channels)}
+
+
+def finished(raw: Mapping[str, np.ndarray], wanted: Collection[str]) -> dict[str, Any]:
+    """Statistics as numbers.
+
+    Args:
+      raw: what `shortened` gave, on the host.
+      wanted: of `STATISTICS`.
+
+    Returns:
+      `amax`; `underflow` and `saturation` as shares; `nonfinite_blocks` and `blocks`; `sqnr_db`;
+      `scales`, how many have which exponent; `channels`, pairs of index and amax, the largest
+      first, and `outlier_ratio`, the largest over the middle one; of a product `error`,
+      `|exact - actual| / |exact|`, and `cosine`.
+    """
+    found: dict[str, Any] = {"amax": float(raw["amax"])} if "amax" in wanted else {}
+    size = float(raw["size"])
+    for name, count in (("underflow", "underflow"), ("saturation", "saturated")):
+        if count in raw:
+            found[name] = float(raw[count]) / size
+    if "blocks" in raw:
+        found["nonfinite_blocks"], found["blocks"] = int(raw["bad_blocks"]), int(raw["blocks"])
+    if "exponents" in raw:
+        counts = raw["exponents"]
+        found["scales"] = {int(e) - _ONE: int(counts[e]) for e in np.flatnonzero(counts)}
+    if "signal" in raw:
+        found["sqnr_db"] = _decibel(float(raw["signal"]), float(raw["noise"]))
+    if "channel" in raw:
+        pairs = zip(raw["channel"].tolist(), raw["largest"].tolist(), strict=True)
+        found["channels"] = [[int(index), float(amax)] for index, amax in pairs]
+        found["outlier_ratio"] = _ratio(float(raw["largest"][0]), float(raw["median"]))
+    if "dot" in raw:
+        exact, actual = float(raw["exact"]), float(raw["actual"])
+        found["error"] = math.sqrt(_ratio(float(raw["noise"]), exact))
+        found["cosine"] = _ratio(float(raw["dot"]), math.sqrt(exact * actual))
+        found["nonfinite"] = int(raw["bad"])
+    return found
+
+
+def _decibel(signal: float, noise: float) -> float:
+    ratio = _ratio(signal, noise)
+    return 10 * math.log10(ratio) if ratio > 0 else ratio and -math.inf
+
+
+def _ratio(over: float, under: float) -> float:
+    if under == 0:
+        return math.nan if over == 0 else math.inf
+    return over / under

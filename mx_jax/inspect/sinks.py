@@ -1,0 +1,232 @@
+"""Where records of a capture go. A sink has `write(record)`, and `close()`."""
+
+import collections
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from mx_jax.inspect.capture_record import Record, Scalar
+from mx_jax.ops.tags import Tag
+
+
+class Sink(Protocol):
+    """What `capture` tells."""
+
+    def write(self, record: Record | Scalar) -> None:
+        """Take a record; called from the thread that runs callbacks, one at a time."""
+        ...
+
+    def close(self) -> None:
+        """The capture ends; it may begin again."""
+        ...
+
+
+class Memory(Mapping[Tag, Sequence[Record]]):
+    """Records in memory: a mapping from each tag to its records, as they came.
+
+    Attributes:
+      scalars: numbers by name.
+
+    Example:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> with mx_jax.inspect.capture() as records:
+      ...     _ = mx_jax.matmul(jnp.ones((4, 64)), jnp.ones((64, 8)), recipe="mxfp8")
+      >>> [tag.tensor for tag in records]
+      ['input', 'weight', 'product']
+    """
+
+    def __init__(self):
+        self._records: dict[Tag, list[Record]] = {}
+        self.scalars: dict[str, list[Scalar]] = collections.defaultdict(list)
+
+    def __getitem__(self, tag: Tag) -> list[Record]:
+        return self._records[tag]
+
+    def __iter__(self) -> Iterator[Tag]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def all(self) -> list[Record]:
+        """All records: steps in order, and within a step the order of the program."""
+        records = (record for own in self._records.values() for record in own)
+        return sorted(records, key=lambda record: (record.step, record.order))
+
+    def write(self, record: Record | Scalar) -> None:
+        """Keep it."""
+        if isinstance(record, Scalar):
+            self.scalars[record.name].append(record)
+        else:
+            self._records.setdefault(record.tag, []).append(record)
+
+    def close(self) -> None:
+        """Nothing ends."""
+
+
+class Jsonl:
+    """A file with a line of JSON for each record: what `report` reads. Written as it comes.
+
+    Args:
+      path: of the file; what it holds stays, so that a run that is resumed goes on.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._file: Any = None
+
+    def write(self, record: Record | Scalar) -> None:
+        """Append a line."""
+        if self._file is None:
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+# Numbers that a row of a table holds.
+_COLUMNS = (
+    "amax",
+    "underflow",
+    "saturation",
+    "nonfinite_blocks",
+    "sqnr_db",
+    "outlier_ratio",
+    "error",
+    "cosine",
+)
+_TAG = ("path", "call", "product", "side", "axis", "format", "rule")
+
+
+class Csv:
+    """A table with a row for each record, without histograms and channels; numbers besides.
+
+    Args:
+      path: of the file; a file that is there is continued.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._file: Any = None
+
+    def write(self, record: Record | Scalar) -> None:
+        """Append a row."""
+        if self._file is None:
+            new = not self.path.exists() or self.path.stat().st_size == 0
+            self._file = self.path.open("a", encoding="utf-8", newline="")
+            if new:
+                csv.writer(self._file).writerow(("step", "index", *_TAG, *_COLUMNS, "value"))
+        csv.writer(self._file).writerow(_row(record))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _row(record: Record | Scalar) -> list[Any]:
+    if isinstance(record, Scalar):
+        empty = len(_TAG) - 1 + len(_COLUMNS)
+        return [record.step, "", record.name, *[""] * empty, record.value]
+    index = "/".join(map(str, record.index))
+    own = [getattr(record.tag, name) for name in _TAG]
+    return [record.step, index, *own, *(record.stats.get(name, "") for name in _COLUMNS), ""]
+
+
+class Console:
+    """A table for each step, printed when the next begins, and at the end.
+
+    Args:
+      console: where to; default: standard output.
+      worst: how many rows: those with the lowest SQNR.
+    """
+
+    def __init__(self, console: RichConsole | None = None, worst: int = 10):
+        self._console = RichConsole() if console is None else console
+        self._worst, self._step = worst, 0
+        self._records: list[Record] = []
+
+    def write(self, record: Record | Scalar) -> None:
+        """Keep it, and print the step before."""
+        if isinstance(record, Scalar):
+            self._console.print(f"step {record.step}: {record.name} = {record.value:.6g}")
+            return
+        if record.step != self._step:
+            self.close()
+            self._step = record.step
+        self._records.append(record)
+
+    def close(self) -> None:
+        """Print the last step."""
+        records, self._records = self._records, []
+        if records:
+            title = f"step {self._step}: {len(records)} records, lowest SQNR first"
+            self._console.print(_table(title, records, self._worst))
+
+
+def _table(title: str, records: Sequence[Record], rows: int) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in ("operand", "format", *_COLUMNS):
+        table.add_column(column, overflow="fold")
+    ranked = sorted(records, key=lambda record: record.stats.get("sqnr_db", float("inf")))
+    for record in ranked[:rows]:
+        cells = (record.stats.get(name) for name in _COLUMNS)
+        table.add_row(
+            f"{record.path} {record.tag.product} {record.tag.tensor}",
+            record.tag.format,
+            *("" if cell is None else f"{cell:.4g}" for cell in cells),
+        )
+    return table
+
+
+class TensorBoard:
+    """Numbers for TensorBoard.
+
+    Args:
+      writer: whatever has `add_scalar(name, value, step)`, as tensorboardX's `SummaryWriter` and
+        torch's do, or `write_scalars(step, {name: value})`, as clu's writers do.
+
+    Raises:
+      TypeError: a writer that has neither.
+    """
+
+    def __init__(self, writer: Any):
+        if not hasattr(writer, "add_scalar") and not hasattr(writer, "write_scalars"):
+            raise TypeError(
+                "TensorBoard: needs a writer with add_scalar (tensorboardX) or write_scalars "
+                f"(clu), got writer of type {type(writer).__name__}"
+            )
+        self._writer = writer
+
+    def write(self, record: Record | Scalar) -> None:
+        """Write its numbers, below the path."""
+        if isinstance(record, Scalar):
+            numbers = {record.name: record.value}
+        else:
+            own = f"{record.path}/{record.tag.product}/{record.tag.tensor}"
+            own += f"/{record.tag.call}" if record.tag.call else ""
+            numbers = {
+                f"{own}/{name}": record.stats[name] for name in _COLUMNS if name in record.stats
+            }
+        if hasattr(self._writer, "write_scalars"):
+            self._writer.write_scalars(record.step, numbers)
+            return
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        """Hand on what the writer holds back."""
+        if hasattr(self._writer, "flush"):
+            self._writer.flush()

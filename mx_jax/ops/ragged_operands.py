@@ -1,0 +1,162 @@
+"""What ragged products do to their operands before they multiply."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.backends.calls import Operand
+from mx_jax.codecs.rounding import NEAREST
+from mx_jax.formats import Whole
+from mx_jax.mxarray import MXArray, decode
+from mx_jax.ops.keys import Key
+from mx_jax.ops.operands import SWAPPED, prepare, prescaled, transform_operands
+from mx_jax.ops.product import Cast, Casts
+from mx_jax.ops.quantize import draw_bits, quantize_operand
+from mx_jax.ops.remat import QUANTIZED
+from mx_jax.packed import Quantized
+from mx_jax.reference import ragged
+from mx_jax.reference.ragged import RaggedRows, ragged_rows
+from mx_jax.specs import MatmulSpec, OperandSpec
+
+# The axis of experts is no batch axis here: a format that is WHOLE takes one matrix at a time.
+LAST = Axes.ordered()
+SECOND_LAST = Axes.ordered(k_first=True)
+
+
+def values_of(x: Operand, spec: OperandSpec | None) -> jax.Array:
+    """A saved operand's values, to be quantized anew unless it is to stay in high precision."""
+    if not isinstance(x, MXArray):
+        return x
+    return decode(x, x.dtype if spec is None else jnp.float32, saturates=True)
+
+
+def padding_unit(spec: MatmulSpec) -> int:
+    """Rows that each group is padded to, so that blocks and transforms along them end with it."""
+    given = [x for x in (spec.lhs, spec.rhs) if x is not None]
+    sizes = [x.format.block[1] for x in given] + [x.scale_rule.group for x in given]
+    transformed = 1 if spec.transform is None else spec.transform.size
+    return math.lcm(transformed, *(size for size in sizes if isinstance(size, int)))
+
+
+def without_unused(x: Operand, sizes: jax.Array) -> Operand:
+    """x with zeros in the rows of no group, which a tensor scale would count."""
+    return x if isinstance(x, MXArray) else ragged_rows(sizes, x.shape[0], unit=1).place(x)
+
+
+def prepare_kept(
+    lhs: Operand, rhs: Operand, axes: ProductAxes, sizes: jax.Array, spec: MatmulSpec, key: Key
+) -> tuple[Operand, Operand]:
+    """Both operands as a product that keeps the rows takes them."""
+    lhs, rhs, (lhs_key, rhs_key) = _turned_kept(lhs, rhs, axes, sizes, spec, key)
+    return (
+        _prepare_rows(sizes, lhs, spec.lhs, lhs_key),
+        prepare(rhs, spec.rhs, axes.rhs, rhs_key, side="rhs"),
+    )
+
+
+def kept_casts(
+    lhs: Operand, rhs: Operand, axes: ProductAxes, sizes: jax.Array, spec: MatmulSpec, key: Key
+) -> Casts:
+    """What `prepare_kept` quantizes."""
+    left, right, _ = _turned_kept(lhs, rhs, axes, sizes, spec, key)
+    after = prepare_kept(lhs, rhs, axes, sizes, spec, key)
+    return _cast(left, after[0], spec.lhs, axes.lhs), _cast(right, after[1], spec.rhs, axes.rhs)
+
+
+def _cast(before: Operand, after: Operand, spec: OperandSpec | None, axes: Axes) -> Cast | None:
+    if spec is None or isinstance(before, Quantized):
+        return None
+    assert isinstance(after, MXArray)
+    return Cast(prescaled(before, spec), after, spec.scale_rule.name, axes.block_axis)
+
+
+def _turned_kept(
+    lhs: Operand, rhs: Operand, axes: ProductAxes, sizes: jax.Array, spec: MatmulSpec, key: Key
+) -> tuple[Any, Any, tuple[Key, Key]]:
+    """Both operands transformed, and each one's key."""
+    # Products leave out the rows of no group; scales of more than a row would count them.
+    own = None if spec.lhs is None else spec.lhs.format
+    if own is not None and (own.tensor_scale or isinstance(own.block[0], Whole)):
+        lhs = without_unused(lhs, sizes)
+    return transform_operands(lhs, rhs, spec, axes, key)
+
+
+def _prepare_rows(sizes: jax.Array, x: Operand, spec: OperandSpec | None, key: Key) -> Operand:
+    """`[m, k]` quantized along k, in blocks that end with their group if they hold several rows."""
+    if spec is None or isinstance(x, MXArray) or spec.format.block[0] == 1:
+        return prepare(x, spec, LAST, key)
+    height = spec.format.block[0]
+    if isinstance(height, Whole):
+        return _quantize_groups(ragged_rows(sizes, x.shape[0], unit=1), x, spec, LAST, key)
+    rows = ragged_rows(sizes, x.shape[0], unit=height)
+    return rows.restore(prepare(rows.place(x), spec, LAST, key))
+
+
+def prepare_contracted(
+    rows: RaggedRows, x: jax.Array, spec: OperandSpec | None, key: Key, side: Side
+) -> Operand:
+    """`[p, c]` quantized along p, where groups start with blocks."""
+    if spec is None or not isinstance(spec.format.block[1], Whole):
+        return prepare(x, spec, SECOND_LAST, key, side=side)
+    return _quantize_groups(rows, x, spec, SECOND_LAST, key)
+
+
+class Contracted(NamedTuple):
+    """Operands whose rows are padded to whole groups: as given, transformed, and quantized."""
+
+    rows: RaggedRows
+    given: tuple[jax.Array, jax.Array]
+    turned: tuple[Any, Any]
+    lhs: Operand
+    rhs: Operand
+
+    def casts(self, spec: MatmulSpec, axes: ProductAxes) -> Casts:
+        """What was quantized."""
+        left, right = self.turned
+        return (
+            _cast(left, self.lhs, spec.lhs, axes.lhs),
+            _cast(right, self.rhs, spec.rhs, axes.rhs),
+        )
+
+
+def contracted_operands(
+    lhs: Operand, g: jax.Array, sizes: jax.Array, spec: MatmulSpec, axes: ProductAxes, key: Key
+) -> Contracted:
+    """Both operands of a product that sums over the rows of each group.
+
+    Args:
+      lhs: `[p, k]`, saved.
+      g: `[p, n]`.
+      sizes: rows of each group.
+      spec: lhs first.
+      axes: of both.
+      key: of the product.
+    """
+    rows = ragged_rows(sizes, g.shape[0], padding_unit(spec))
+    given = rows.place(values_of(lhs, spec.lhs)), rows.place(g)
+    turned = transform_operands(*given, spec, axes, key)
+    left, right, (lhs_key, rhs_key) = turned
+    return Contracted(
+        rows,
+        given,
+        (left, right),
+        prepare_contracted(rows, left, spec.lhs, lhs_key, SWAPPED[0]),
+        prepare_contracted(rows, right, spec.rhs, rhs_key, SWAPPED[1]),
+    )
+
+
+def _quantize_groups(
+    rows: RaggedRows, x: jax.Array, spec: OperandSpec, axes: Axes, key: Any
+) -> MXArray:
+    """`[p, c]` in blocks that hold all rows of a group: scales come from the groups' peaks."""
+    x = prescaled(x, spec)
+    nearest = dataclasses.replace(spec, rounding=NEAREST)
+    peaks = quantize_operand(ragged.group_peaks(x, rows), nearest, axes.blocks(spec.format))
+    width = spec.rounding.random_bits
+    bits = draw_bits(key, x.shape, width) if width else None
+    return checkpoint_name(ragged.encode_by_group(x, rows, peaks, spec.rounding, bits), QUANTIZED)

@@ -1,0 +1,294 @@
+"""What a quantized operand is called, where in a model it is, and who watches it.
+
+While nobody watches, all of this is names in the program: no operation, no part of jit's key.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
+
+from mx_jax.axes import Side
+
+Product = Literal["output", "grad_input", "grad_weight"]
+
+# The product that gives which operand's cotangent, as tags and the program's names call it.
+GRADIENT: dict[Side, Product] = {"lhs": "grad_input", "rhs": "grad_weight"}
+
+_TENSORS: dict[tuple[str, str], str] = {
+    ("output", "lhs"): "input",
+    ("output", "rhs"): "weight",
+    ("grad_input", "lhs"): "gradient",
+    ("grad_input", "rhs"): "weight",
+    ("grad_weight", "lhs"): "gradient",
+    ("grad_weight", "rhs"): "input",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tag:
+    """Which operand of which product of which layer, and how it is quantized.
+
+    Attributes:
+      path: of the module, parts parted by `/`; names of `tag` for plain functions.
+      product: `"output"`, or the product that gives the gradient of the left operand
+        (`"grad_input"`) or of the right one (`"grad_weight"`).
+      side: `"lhs"` or `"rhs"`, as the recipe has them: of a gradient's product, lhs is the incoming
+        gradient. None: the product itself.
+      axis: that blocks lie along, from the end; None for a product.
+      format: name of the block format; of a product, of both operands.
+      rule: name of the scale rule, likewise.
+      call: which use of the module in its function, from 0.
+
+    Example:
+      >>> from mx_jax.ops.tags import Tag
+      >>> operand = {"side": "lhs", "axis": -1, "format": "mxfp4", "rule": "even"}
+      >>> tag = Tag(path="mlp/up", product="output", **operand)
+      >>> print(tag, "|", tag.tensor)
+      mlp/up output lhs mxfp4 even axis -1 | input
+    """
+
+    path: str
+    product: Product
+    side: Side | None
+    axis: int | None
+    format: str
+    rule: str
+    call: int = 0
+
+    @property
+    def tensor(self) -> str:
+        """What is quantized: the layer's `"input"`, its `"weight"`, or the incoming `"gradient"`;
+        `"product"` for a product."""
+        return "product" if self.side is None else _TENSORS[self.product, self.side]
+
+    def __str__(self) -> str:
+        call = f" call {self.call}" if self.call else ""
+        own = "" if self.side is None else f" {self.side}"
+        axis = "" if self.axis is None else f" axis {self.axis}"
+        return f"{self.path} {self.product}{own} {self.format} {self.rule}{axis}{call}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where in a model a trace is.
+
+    Attributes:
+      names: parts of the path.
+      module: path of the innermost module of Flax's, as Flax has it.
+      base: the names around the outermost of these.
+      loops: for each index in context, its place in the order of the trace.
+      calls: which use of each part of the path this is, in its function.
+      uses: how often each path below was entered from here.
+    """
+
+    names: tuple[str, ...] = ()
+    module: tuple[str, ...] = ()
+    base: tuple[str, ...] = ()
+    loops: tuple[int, ...] = ()
+    calls: tuple[int, ...] = ()
+    uses: dict[str, int] = dataclasses.field(default_factory=dict, compare=False)
+
+    @property
+    def path(self) -> str:
+        """The names, parted by `/`."""
+        return "/".join(self.names)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("step", "index"), meta_fields=())
+@dataclasses.dataclass(frozen=True, eq=False)
+class Moment:
+    """What is known only while the program runs.
+
+    Attributes:
+      step: of training, int32, or None.
+      index: of the layer, int32, for each loop in context, outermost first.
+    """
+
+    step: jax.Array | None = None
+    index: tuple[jax.Array, ...] = ()
+
+
+# All in jit's cache key: what was traced unwatched, elsewhere or for other watchers is not reused.
+watching: Any = jax.make_user_context(default_value=())
+place: Any = jax.make_user_context(default_value=Place())
+# Traced values cannot be in a key: a number stands for them.
+_moment_key: Any = jax.make_user_context(default_value=None)
+_moment: contextvars.ContextVar[Moment | None] = contextvars.ContextVar("moment", default=None)
+_EAGER = get_opaque_trace_state()
+# The order of what traces meet.
+numbers = itertools.count()
+
+
+def moment() -> Moment:
+    """Step and index in context."""
+    return _moment.get() or Moment()
+
+
+@contextlib.contextmanager
+def _at(new: Moment, value: Any) -> Iterator[None]:
+    traced = isinstance(value, Tracer)
+    token = _moment.set(new)
+    try:
+        with _moment_key((_moment_key.value, next(numbers) if traced else int(value))):
+            yield
+    finally:
+        _moment.reset(token)
+
+
+@contextlib.contextmanager
+def at_step(step: Any) -> Iterator[None]:
+    """A context whose products belong to a step of training: what `capture` tells the step by.
+
+    Write it into the function that `jit` compiles, and leave it there: while nobody watches, it
+    does nothing.
+
+    Args:
+      step: integer scalar, traced or not. A number that is not traced becomes a part of the
+        program, which is compiled again for the next.
+
+    Raises:
+      TypeError: not an integer scalar.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> @jax.jit
+      ... def loss(x, w, step):
+      ...     with mx_jax.inspect.at_step(step):
+      ...         return mx_jax.matmul(x, w, recipe="mxfp8").sum()
+      >>> with mx_jax.inspect.capture() as records:
+      ...     _ = loss(jnp.ones((4, 64)), jnp.ones((64, 8)), 7)
+      >>> {record.step for record in records.all()}
+      {7}
+    """
+    _check_scalar(step, "at_step", "step")
+    if not watching.value:
+        yield
+        return
+    value = jnp.asarray(step, jnp.int32)
+    with _at(dataclasses.replace(moment(), step=value), value):
+        yield
+
+
+@contextlib.contextmanager
+def tag(name: str, *, index: Any = None) -> Iterator[None]:
+    """A context that names products: a part of their path, and of the program's names.
+
+    Modules of Flax are named without it. While nobody watches, it is `jax.named_scope(name)`.
+
+    Args:
+      name: a part of the path, below those in context.
+      index: of the layer, an integer scalar, in a function that `jax.lax.scan` runs for each layer:
+        a counter in the carry, or one of the scanned arrays. `scan` gives it by itself.
+
+    Raises:
+      TypeError: no name, or an index that is no integer scalar.
+
+    Example:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> with mx_jax.inspect.capture() as records, mx_jax.inspect.tag("scores"):
+      ...     _ = mx_jax.matmul(jnp.ones((4, 64)), jnp.ones((64, 8)), recipe="mxfp8")
+      >>> print(records.all()[0].tag)
+      scores output lhs mxfp8_e4m3 rceil axis -1
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"tag: needs a name, got name={name!r}")
+    if index is not None:
+        _check_scalar(index, "tag", "index")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.named_scope(name))
+        if watching.value:
+            here = place.value
+            here = dataclasses.replace(here, names=(*here.names, *name.split("/")))
+            if index is not None:
+                value = jnp.asarray(index, jnp.int32)
+                here = dataclasses.replace(here, loops=(*here.loops, next(numbers)))
+                now = moment()
+                stack.enter_context(_at(dataclasses.replace(now, index=(*now.index, value)), value))
+            stack.enter_context(place(entered(here)))
+        yield
+
+
+def entered(here: Place) -> Place:
+    """A place that is entered now: with the number of times that it was before, from where it is.
+
+    Traced again, the same use has the same number. What is entered from nowhere counts in each
+    trace for itself; nothing says where a function begins that nothing traces.
+    """
+    around: Place = place.value
+    if around.calls:
+        count = around.uses.get(here.path, 0)
+        around.uses[here.path] = count + 1
+    elif (state := get_opaque_trace_state()) == _EAGER:
+        count = 0
+    else:
+        uses = watching.value[0].uses
+        before, known = uses.get(here.path, (None, 0))
+        count = known if before == state else 0
+        uses[here.path] = (state, count + 1)
+    return dataclasses.replace(here, calls=(*here.calls, count), uses={})
+
+
+def _check_scalar(value: Any, operation: str, what: str) -> None:
+    shape, dtype = jnp.shape(value), jnp.result_type(value)
+    if shape != () or not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(
+            f"{operation}: {what} must be an integer scalar, got {what} of dtype={dtype}, "
+            f"shape={shape}"
+        )
+
+
+def within(module: tuple[str, ...]) -> AbstractContextManager[Any]:
+    """A context below a module of Flax's, by its path.
+
+    A part of the module around it adds its own names; another, such as a shared one, starts anew.
+    """
+    here: Place = place.value
+    known = len(here.module)
+    if known and module == here.module:
+        return contextlib.nullcontext()
+    if not known:
+        names, base = (*here.names, *module), here.names
+    elif module[:known] == here.module:
+        names, base = (*here.names, *module[known:]), here.base
+    else:
+        names, base = (*here.base, *module), here.base
+    here = dataclasses.replace(here, names=names, module=module, base=base)
+    return place(entered(here))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerName:
+    """A layer's path, where equal layers are to share a trace: equal to any other while nobody
+    watches. What jit compiled for one of them then keeps that one's name.
+
+    Attributes:
+      path: parts parted by `/`.
+    """
+
+    path: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LayerName) and (not watching.value or self.path == other.path)
+
+    def __hash__(self) -> int:
+        return hash(LayerName)
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """A context below the layer, in the program's names too."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(jax.named_scope(self.path))
+            if watching.value:
+                stack.enter_context(within(tuple(self.path.split("/"))))
+            yield

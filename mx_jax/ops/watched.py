@@ -1,0 +1,212 @@
+"""The differentiable product as those see it who watch: its casts, and its error, with their tags.
+
+What a forward product was is told in the backward pass if there is one: `jax.checkpoint` computes
+forward products twice, and their gradients once. Without a gradient the forward product tells.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from mx_jax.axes import Side
+from mx_jax.mxarray import MXArray, decode
+from mx_jax.ops.product import Cast, Casts, Given, Product, product_bwd, product_fwd, zero_bars
+from mx_jax.ops.tags import GRADIENT, Moment, Place, Tag, entered, moment, numbers, place, watching
+from mx_jax.ops.tags import Product as Name
+from mx_jax.ops.varying import sum_over
+from mx_jax.packed import Quantized, unpacked
+
+Pair = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """An operand before its cast and after, or a product in float32 and as it is.
+
+    Attributes:
+      tag: what it is.
+      before: the values.
+      after: an MXArray, or the product.
+    """
+
+    tag: Tag
+    before: jax.Array
+    after: MXArray | jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Look:
+    """What can be seen of one of the three products; nothing is computed before it is asked for.
+
+    Attributes:
+      name: of the product.
+      casts: what it quantizes.
+      errors: the product in float32 and as it is, for those who want to compare.
+    """
+
+    tap: "Tap"
+    name: Name
+    casts: Callable[[], Casts]
+    errors: Callable[[], Pair]
+
+    def sights(self) -> Iterator[tuple[Tag, Callable[[], Sight]]]:
+        """Tags, and the sights that they are of."""
+        found = self.casts()
+        for side, cast in zip(("lhs", "rhs"), found, strict=True):
+            if cast is not None:
+                tag = self._tag(side, cast.axis, cast.after.format.name, cast.rule)
+                yield tag, functools.partial(Sight, tag, cast.before, cast.after)
+        if any(found):
+            formats = self._both(found, lambda cast: cast.after.format.name)
+            tag = self._tag(None, None, formats, self._both(found, lambda cast: cast.rule))
+            yield tag, lambda: Sight(tag, *self.errors())
+
+    def _tag(self, side: Any, axis: int | None, format: str, rule: str) -> Tag:
+        tap = self.tap
+        return Tag(
+            path=tap.path,
+            product=self.name,
+            side=side,
+            axis=axis,
+            format=format,
+            rule=rule,
+            call=tap.call,
+        )
+
+    def _both(self, found: Casts, text: Callable[[Cast], str]) -> str:
+        return " x ".join("high precision" if cast is None else text(cast) for cast in found)
+
+
+class Watcher(Protocol):
+    """Who watches products; equal only to itself, since jit's key has it.
+
+    Attributes:
+      uses: the trace that met a path last from nowhere, and how often it did.
+      calls: the uses of each path, numbered.
+    """
+
+    uses: dict[str, tuple[Any, int]]
+    calls: dict[str, dict[tuple[int, ...], int]]
+
+    def look(self, look: Look, now: Moment) -> Any:
+        """What is to be told, as arrays."""
+        ...
+
+    def tell(self, seen: Any, tap: "Tap", now: Moment) -> None:
+        """Tell what `look` gave."""
+        ...
+
+    def look_and_tell(self, look: Look, tap: "Tap", now: Moment) -> None:
+        """Both at once."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Tap:
+    """Where a product is watched from, and by whom.
+
+    Attributes:
+      watchers: who.
+      path: of the product's module.
+      call: which use of the path this is in its function.
+      order: place in the order in which a trace met loops and products.
+    """
+
+    watchers: tuple[Watcher, ...]
+    path: str
+    call: int
+    order: tuple[int, ...]
+
+
+def tap_here() -> Tap:
+    """The tap of a product that is being traced here."""
+    here: Place = place.value
+    watchers: tuple[Watcher, ...] = watching.value
+    path = here.path or "unnamed"
+    # Numbered as they come, once for all traces: a shared module in another is one number too.
+    known = watchers[0].calls.setdefault(path, {})
+    call = known.setdefault(entered(here).calls, len(known))
+    return Tap(watchers, path, call, (*here.loops, next(numbers)))
+
+
+def watched(product: Product, lhs: Given, rhs: Given, extra: Any) -> Any:
+    """`differentiable`, told to whoever watches."""
+    return _watched(product, tap_here(), lhs, rhs, extra, moment())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _watched(product: Product, tap: Tap, lhs: Given, rhs: Given, extra: Any, now: Moment) -> Any:
+    result = product.forward(lhs.operand, rhs.operand, extra)
+    for watcher in tap.watchers:
+        watcher.look_and_tell(_forward_look(product, tap, lhs, rhs, extra, result), tap, now)
+    return result
+
+
+def _watched_fwd(product, tap, lhs, rhs, extra, now):
+    result, residuals = product_fwd(product, lhs, rhs, extra)
+    look = _forward_look(product, tap, lhs, rhs, extra, result)
+    seen = tuple(watcher.look(look, now) for watcher in tap.watchers)
+    return result, (residuals, seen, now)
+
+
+def _watched_bwd(product, tap, residuals, g):
+    kept, seen, now = residuals
+    bars = product_bwd(product, kept, g)
+    for watcher, own in zip(tap.watchers, seen, strict=True):
+        watcher.tell(own, tap, now)
+        for look in _backward_looks(product, tap, kept, g, bars[:2]):
+            watcher.look_and_tell(look, tap, now)
+    return *bars, zero_bars(now)
+
+
+_watched.defvjp(_watched_fwd, _watched_bwd)
+
+
+def _forward_look(product, tap, lhs, rhs, extra, result) -> Look:
+    def errors():
+        exact = product.in_high_precision()
+        left, right = values(lhs.operand), values(rhs.operand)
+        return exact.forward(left, right, extra), _only(result)
+
+    return Look(tap, "output", lambda: product.casts(lhs.operand, rhs.operand, extra), errors)
+
+
+def _backward_looks(
+    product: Product, tap: Tap, kept: Any, g: Any, found: Sequence[Given]
+) -> Iterator[Look]:
+    """Of both gradients, those that there are."""
+    lhs, rhs, bars, saved = kept
+    sides: tuple[Side, Side] = ("lhs", "rhs")
+    for side, other, bar, given in zip(sides, (rhs, lhs), bars, found, strict=True):
+        if bar is None:
+            continue
+
+        def casts(side: Side = side, other=other, bar=bar) -> Casts:
+            return product.gradient_casts(side, g, other, bar, saved)
+
+        def errors(side: Side = side, other=other, bar=bar, given=given) -> Pair:
+            wide = dataclasses.replace(bar, dtype=np.dtype(np.float32))
+            exact = product.in_high_precision()
+            value = exact.gradient(side, _only(g), values(other), wide, saved)
+            assert given.value is not None
+            return sum_over(value, bar.varying), given.value
+
+        yield Look(tap, GRADIENT[side], casts, errors)
+
+
+def _only(result: Any) -> jax.Array:
+    """The product alone, of a kind that gives states too."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def values(operand: Any) -> jax.Array:
+    """What an operand stands for, in float32 if it is quantized."""
+    if not isinstance(operand, Quantized):
+        return operand
+    operand = unpacked(operand)
+    assert isinstance(operand, MXArray)
+    return decode(operand, np.dtype(np.float32), saturates=True)

@@ -1,0 +1,120 @@
+"""Where records go: each sink holds what it was told, and files are read back."""
+
+import csv
+import io
+import json
+import math
+
+import jax.numpy as jnp
+import pytest
+from rich.console import Console as RichConsole
+
+import mx_jax
+from mx_jax import inspect
+from mx_jax.inspect.capture_record import from_json
+
+pytestmark = pytest.mark.one_python(reason="files are written and read in plain Python")
+
+TAG = inspect.Tag(path="mlp/up", product="output", side="lhs", axis=-1, format="mxfp4", rule="even")
+STATS = {
+    "amax": 3.5,
+    "underflow": 0.25,
+    "sqnr_db": math.inf,
+    "scales": {-3: 7, 0: 1},
+    "channels": [[5, 3.5], [2, 1.0]],
+    "outlier_ratio": math.nan,
+}
+RECORDS = [
+    inspect.Record(tag=TAG, step=4, index=(2,), order=(0, 5, 2, 7), stats=STATS),
+    inspect.Record(tag=TAG, step=5, stats={"amax": 1.0, "sqnr_db": 20.0}),
+    inspect.Scalar(name="loss", step=5, value=math.nan),
+]
+
+
+def told(sink: inspect.Sink) -> None:
+    for record in RECORDS:
+        sink.write(record)
+    sink.close()
+
+
+def test_memory_maps_tags_to_records():
+    memory = inspect.Memory()
+    told(memory)
+    assert list(memory) == [TAG] and memory[TAG] == RECORDS[:2] == memory.all()
+    assert memory.scalars["loss"] == [RECORDS[2]]
+
+
+def test_lines_of_json_are_read_back(tmp_path):
+    path = tmp_path / "run.jsonl"
+    told(inspect.Jsonl(path))
+    told(inspect.Jsonl(path))
+    lines = path.read_text().splitlines()
+    assert len(lines) == 6, "a run that is resumed goes on"
+    first, second, loss = map(from_json, map(json.loads, lines[:3]))
+    assert isinstance(first, inspect.Record) and isinstance(loss, inspect.Scalar)
+    assert (first.tag, first.step, first.path, first.order) == (TAG, 4, "mlp/up[2]", (0, 5, 2, 7))
+    assert first.stats["scales"] == {-3: 7, 0: 1} and first.stats["sqnr_db"] == math.inf
+    assert math.isnan(first.stats["outlier_ratio"]) and math.isnan(loss.value)
+    assert second.stats == {"amax": 1.0, "sqnr_db": 20.0}
+    with pytest.raises(ValueError, match="no record of a capture: KeyError"):
+        from_json({"step": 3})
+
+
+def test_a_table_has_a_row_for_each_record(tmp_path):
+    path = tmp_path / "run.csv"
+    told(inspect.Csv(path))
+    told(inspect.Csv(path))
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert len(rows) == 6
+    assert (rows[0]["path"], rows[0]["index"], rows[0]["amax"]) == ("mlp/up", "2", "3.5")
+    assert (rows[2]["path"], rows[2]["value"]) == ("loss", "nan")
+
+
+def test_the_console_prints_each_step():
+    text = io.StringIO()
+    told(inspect.Console(RichConsole(file=text, width=200)))
+    found = text.getvalue()
+    assert "step 4: 1 records" in found and "step 5: 1 records" in found
+    assert "mlp/up[2] output input" in found and "loss = nan" in found
+
+
+class Writer:
+    def __init__(self):
+        self.told = []
+
+
+class TensorBoardX(Writer):
+    def add_scalar(self, name, value, step):
+        self.told.append((step, name, value))
+
+
+class Clu(Writer):
+    def write_scalars(self, step, scalars):
+        self.told += [(step, name, value) for name, value in scalars.items()]
+
+
+@pytest.mark.parametrize("kind", [TensorBoardX, Clu])
+def test_tensorboard_gets_numbers(kind):
+    writer = kind()
+    told(inspect.TensorBoard(writer))
+    assert (4, "mlp/up[2]/output/input/amax", 3.5) in writer.told
+    assert (5, "mlp/up/output/input/sqnr_db", 20.0) in writer.told
+    assert [name for _, name, _ in writer.told][-1] == "loss"
+
+
+def test_a_writer_that_is_none():
+    with pytest.raises(
+        TypeError, match=r"needs a writer with add_scalar .*, got writer of type int"
+    ):
+        inspect.TensorBoard(3)
+
+
+def test_several_sinks_are_told_the_same(tmp_path):
+    memory, file = inspect.Memory(), inspect.Jsonl(tmp_path / "run.jsonl")
+    with inspect.capture(stats="amax", sink=[memory, file]) as sinks:
+        mx_jax.matmul(jnp.ones((4, 32)), jnp.ones((32, 4)), recipe="mxfp8")
+    assert sinks == (memory, file)
+    lines = file.path.read_text().splitlines()
+    assert [from_json(json.loads(line)).stats for line in lines] == [
+        record.stats for record in memory.all()
+    ]

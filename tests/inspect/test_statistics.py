@@ -1,0 +1,146 @@
+"""Statistics of a capture equal NumPy's over the arrays that it captured."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import inspect, recipes
+from mx_jax.formats import E8M0
+from tests.quick import quick
+
+RECIPES = [
+    recipes.mxfp4(),
+    *(
+        pytest.param(recipe, marks=pytest.mark.slow)
+        for recipe in (
+            recipes.mxfp8(),
+            recipes.nvfp4_pretraining(),
+            recipes.float8_tensorwise(),
+            recipes.weight_only("mxfp4"),
+        )
+    ),
+]
+
+
+def drawn(shape: tuple[int, ...], seed: int, scale: float = 1.0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=shape) * 2.0 ** rng.integers(-12, 3, shape)
+    return (values * scale).astype(np.float32)
+
+
+def captured(recipe, x, w, stats=("arrays", *inspect.STATISTICS)) -> inspect.Memory:
+    key = jax.random.key(0) if recipe.is_stochastic else None
+
+    def loss(x, w):
+        product = mx_jax.matmul(x, w, recipe=recipe, key=key)
+        return (product * jnp.linspace(-1e-3, 1, product.size).reshape(product.shape)).sum()
+
+    with inspect.capture(stats=stats) as records:
+        quick(jax.grad(loss, argnums=(0, 1)))(x, w)
+    return records
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_numbers_are_numpys_over_what_was_captured(recipe):
+    records = captured(recipe, drawn((32, 64), 0), drawn((64, 32), 1)).all()
+    assert {record.tag.product for record in records} >= {"output"}
+    for record in records:
+        assert record.before is not None and record.after is not None
+        before, after = record.before.astype(np.float64), record.after.astype(np.float64)
+        expected = product_of(before, after) if record.tag.side is None else cast_of(before, after)
+        for name, value in expected.items():
+            assert record.stats[name] == pytest.approx(value, rel=2e-4, abs=1e-12), (name, record)
+
+
+def cast_of(before: np.ndarray, after: np.ndarray) -> dict[str, float]:
+    noise = np.square(before - after).sum()
+    return {
+        "amax": np.abs(before).max(),
+        "underflow": np.mean((before != 0) & (after == 0)),
+        "nonfinite_blocks": 0,
+        "sqnr_db": 10 * math.log10(np.square(before).sum() / noise),
+    }
+
+
+def product_of(exact: np.ndarray, actual: np.ndarray) -> dict[str, float]:
+    norms = np.linalg.norm(exact), np.linalg.norm(actual)
+    return {
+        "amax": max(np.abs(exact).max(), np.abs(actual).max()),
+        "error": np.linalg.norm(exact - actual) / norms[0],
+        "cosine": float(np.sum(exact * actual) / (norms[0] * norms[1])),
+    }
+
+
+def test_the_exact_product_is_that_of_the_operands():
+    x, w = drawn((32, 64), 0), drawn((64, 32), 1)
+    recipe = recipes.mxfp4()
+    (record,) = (
+        r for r in captured(recipe, x, w).all() if str(r.tag).startswith("unnamed output mx")
+    )
+    wide = x.astype(np.float64) @ w.astype(np.float64)
+    np.testing.assert_allclose(record.before, wide, rtol=1e-5, atol=1e-5 * np.abs(wide).max())
+    np.testing.assert_array_equal(
+        record.after, quick(mx_jax.matmul, static_argnames="recipe")(x, w, recipe=recipe)
+    )
+
+
+def test_scales_saturation_and_blocks_are_those_of_the_array():
+    x = drawn((32, 64), 0)
+    x[3, 40] = np.inf
+    x[5, 0] = 7.9
+    x[5, 1:32] = 1.0
+    with inspect.capture(stats=("scales", "saturation", "nonfinite")) as records:
+        mx_jax.matmul(x, jnp.ones((64, 8)), recipe=recipes.mxfp4())
+    stats = records.all()[0].stats
+    spec = recipes.mxfp4().fwd.lhs
+    array = mx_jax.quantize(x, spec.format, scale_rule=spec.scale_rule)
+    exponents = np.asarray(array.scales, np.int32) - E8M0.bias
+    values, counts = np.unique(exponents, return_counts=True)
+    assert stats["scales"] == dict(zip(values.tolist(), counts.tolist(), strict=True))
+    assert (stats["nonfinite_blocks"], stats["blocks"]) == (1, 64)
+    finite = np.where(np.isfinite(x), x, 0)
+    expected = inspect.saturated_fraction(
+        finite, mx_jax.quantize(finite, spec.format, scale_rule=spec.scale_rule)
+    )
+    assert stats["saturation"] == pytest.approx(expected, abs=1.5 / x.size) and expected > 0
+
+
+def test_tiny_gradients_have_an_sqnr_too():
+    """Squares of 1e-25 are zero in float32."""
+    plain, tiny = (
+        captured(recipes.mxfp4(), drawn((32, 64), 0, scale), drawn((64, 32), 1), "sqnr").all()[0]
+        for scale in (1.0, 2.0**-83)
+    )
+    assert plain.stats["sqnr_db"] == pytest.approx(tiny.stats["sqnr_db"], abs=0.2)
+
+
+def test_a_planted_outlier_channel_ranks_first():
+    x, w = drawn((32, 64), 0), np.random.default_rng(3).normal(size=(64, 64)).astype(np.float32)
+    gains = np.ones(64, np.float32)
+    gains[37] = 300.0
+
+    @quick
+    def model(x):
+        for number in range(3):
+            with inspect.tag(f"layer_{number}"):
+                x = mx_jax.matmul(x, w, recipe="mxfp8")
+                x = jnp.tanh(x) * (gains if number == 1 else 1)
+        return x
+
+    with inspect.capture(stats="channels") as records:
+        model(x)
+    worst = max(records.all(), key=lambda record: record.stats["outlier_ratio"])
+    assert (worst.path, worst.tag.tensor) == ("layer_2", "input")
+    assert worst.stats["channels"][0][0] == 37
+    assert worst.stats["channels"][0][1] > 100 * worst.stats["channels"][1][1]
+
+
+def test_what_keeps_codes_tells_its_casts_once():
+    recipe = dataclasses.replace(recipes.mxfp8(), residuals=recipes.Residuals.QUANTIZED)
+    records = captured(recipe, drawn((32, 64), 0), drawn((64, 32), 1), ("amax", "error"))
+    assert all(len(own) == 1 for own in records.values()) and len(records) == 9
