@@ -1,0 +1,115 @@
+"""examples/findings: what each script says holds, and each draws its figure."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "findings"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "findings_figure")
+
+
+# The cheapest claim of all runs by default, the others with the slow tests.
+of_values = pytest.mark.one_python(reason="values whose bits are tested on every Python")
+
+
+@pytest.fixture
+def finding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Imports a script by its name."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module
+    for name in (*NAMES, "findings_figure"):
+        sys.modules.pop(name, None)
+
+
+@of_values
+@pytest.mark.slow
+def test_layernorm_gains(finding: Any):
+    own: ModuleType = finding("layernorm_gains")
+    floor, rceil = (own.measure(own.gains(), rule) for rule in ("floor", "rceil"))
+    assert floor["last_code"] == 1 and floor["error"] == pytest.approx(0.079, abs=0.001)
+    assert rceil["last_code"] == 0 and rceil["error"] < 0.02
+
+
+@of_values
+@pytest.mark.slow
+def test_stochastic_clipping(finding: Any):
+    own = finding("stochastic_clipping")
+    slopes = {way: own.measure(way)["slope"] for way in own.WAYS}
+    assert slopes["FLOOR"] == pytest.approx(0.99, abs=0.002)
+    assert slopes["FLOOR, 3/4"] == pytest.approx(1, abs=0.0015)
+    assert slopes["RCEIL"] == pytest.approx(1, abs=0.0015)
+    # A value of 7.5 becomes 6, a fifth less; with room it is right on average.
+    assert own.mean_of_largest("FLOOR", 7.5) == pytest.approx(0.8)
+    assert own.mean_of_largest("FLOOR, 3/4", 7.5) == pytest.approx(1, abs=0.005)
+
+
+@of_values
+@pytest.mark.slow
+def test_nvfp4_clipping(finding: Any):
+    found = finding("nvfp4_clipping").measure()
+    assert found["clipped"] == pytest.approx(0.5, abs=0.03)
+    assert found["amax"] == pytest.approx(0.9967, abs=0.001)
+    assert found["amax_headroom"] == pytest.approx(1, abs=0.001)
+
+
+@of_values
+@pytest.mark.slow
+def test_gradients_e4m3_e5m2(finding: Any):
+    own = finding("gradients_e4m3_e5m2")
+    e4m3, e5m2 = own.FORMATS
+    assert own.sqnr(0.0, e4m3) > own.sqnr(0.0, e5m2) + 5
+    assert own.relative_error(2.0, e4m3) < 0.6 * own.relative_error(2.0, e5m2)
+    assert own.relative_error(10.0, e4m3) > 2 * own.relative_error(10.0, e5m2)
+
+
+@of_values
+@pytest.mark.slow
+def test_hadamard_sizes(finding: Any):
+    own = finding("hadamard_sizes")
+    assert own.sqnr(32, 10.0) > own.sqnr(0, 10.0) + 1
+    assert own.sqnr(32, 1.0) == pytest.approx(own.sqnr(0, 1.0), abs=0.3)
+
+
+@of_values
+@pytest.mark.slow
+def test_requantized_tiles(finding: Any):
+    own = finding("requantized_tiles")
+    lost = {name: own.measure(name)["once"] - own.measure(name)["twice"] for name in own.FORMATS}
+    assert abs(lost["mxfp8_e4m3"]) < 0.01
+    assert 0.05 < lost["mxfp4"] < 0.4
+    assert lost["float8_blockwise_e4m3"] == pytest.approx(3, abs=0.3)
+
+
+@of_values
+def test_head_in_fp4(finding: Any):
+    own = finding("head_in_fp4")
+    assert own.vanished("mxfp4") > 0.7 and own.vanished("mxfp8_e4m3") < 0.01
+    assert own.kept("mxfp4") < 0.85 < 0.99 < own.kept("mxfp8_e4m3")
+
+
+@pytest.mark.one_python(reason="names of files, and what the page says of them")
+def test_each_is_on_the_page():
+    page = (ROOT / "docs" / "findings.md").read_text()
+    for name in NAMES:
+        assert f"images/findings/{name}.svg" in page and f"{name}.py" in page
+        assert (ROOT / "docs" / "images" / "findings" / f"{name}.svg").exists()
+    assert len(NAMES) == 7
+
+
+@pytest.mark.slow
+@pytest.mark.one_python(reason="figures of matplotlib's, made of values that are tested above")
+@pytest.mark.parametrize("name", ["requantized_tiles", "nvfp4_clipping"])
+def test_figures_are_drawn(finding: Any, name: str, tmp_path: Path):
+    own = finding(name)
+    path = finding("findings_figure").save(name, own.draw, tmp_path)
+    text = path.read_text()
+    assert text.startswith("<?xml") and "</svg>" in text
+    again = finding("findings_figure").save("again", own.draw, tmp_path).read_text()
+    assert np.array_equal(again, text)
