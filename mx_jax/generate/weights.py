@@ -1,7 +1,8 @@
 """Weights of a checkpoint as the model's parameters, and what they are quantized to."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -104,48 +105,60 @@ def params_of(
       ValueError: a tensor that is missing or of another shape.
     """
 
-    def values(name: str, *shape: int) -> Any:
+    shapes = _shapes(config)
+
+    def values(field: str, index: int | None = None) -> Any:
+        name = getattr(names, field).format(index)
         if name not in tensors:
             raise ValueError(f"generate: the file lacks the tensor {name!r}")
         found = tensors[name]
         if not (stored and isinstance(found, MXArray)):
             found = np.asarray(found, np.float32)
-        if found.shape != shape:
+        if found.shape != shapes[field]:
             raise ValueError(
-                f"generate: tensor {name!r} must have shape={shape}, got shape={found.shape}"
+                f"generate: tensor {name!r} must have shape={shapes[field]}, got "
+                f"shape={found.shape}"
             )
-        return found
-
-    width, hidden, head = config.width, config.hidden, config.head_width
-    rows = {"query": config.heads * head, "key": config.kv_heads * head}
-    rows |= {"value": rows["key"], "gate": hidden, "up": hidden}
-
-    def block(index: int) -> dict[str, Any]:
-        def of(name: str, *shape: int) -> Any:
-            return values(getattr(names, name).format(index), *shape)
-
-        def part(name: str) -> Any:
-            found = of(name, rows[name], width)
-            turned = names.adjacent and name in ("query", "key")
-            return _halves(found, head) if turned else found
-
-        return {
-            "attention_norm": {"scale": of("attention_norm", width)},
-            **_kernels("qkv", {name: part(name) for name in PARTS["qkv"]}),
-            "attention_out": {"kernel": of("out", width, rows["query"]).T},
-            "feed_forward_norm": {"scale": of("feed_forward_norm", width)},
-            **_kernels("gate_up", {name: part(name) for name in PARTS["gate_up"]}),
-            "down": {"kernel": of("down", width, hidden).T},
-        }
+        turned = names.adjacent and field in ("query", "key")
+        return _halves(found, config.head_width) if turned else found
 
     params: dict[str, Any] = {
-        "embedding": values(names.embedding, config.vocabulary, width),
-        "norm": {"scale": values(names.norm, width)},
+        "embedding": values("embedding"),
+        "norm": {"scale": values("norm")},
     }
     if not config.tied:
-        params["head"] = values(names.head, config.vocabulary, width)
-    params |= {f"layers_{index}": block(index) for index in range(config.layers)}
+        params["head"] = values("head")
+    for index in range(config.layers):
+        params[f"layers_{index}"] = _block(functools.partial(values, index=index))
     return jax.tree.map(jnp.asarray, params)
+
+
+def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Of tensors by the fields of `Names`."""
+    width, hidden = config.width, config.hidden
+    heads, shared = config.heads * config.head_width, config.kv_heads * config.head_width
+    return {
+        **dict.fromkeys(("embedding", "head"), (config.vocabulary, width)),
+        **dict.fromkeys(("norm", "attention_norm", "feed_forward_norm"), (width,)),
+        **dict.fromkeys(("gate", "up"), (hidden, width)),
+        **dict.fromkeys(("key", "value"), (shared, width)),
+        "query": (heads, width),
+        "out": (width, heads),
+        "down": (width, hidden),
+    }
+
+
+def _block(values: Callable[[str], Any]) -> dict[str, Any]:
+    """Parameters of a `Block`, from its tensors by the fields of `Names`."""
+    params: dict[str, Any] = {
+        "attention_norm": {"scale": values("attention_norm")},
+        "attention_out": {"kernel": values("out").T},
+        "feed_forward_norm": {"scale": values("feed_forward_norm")},
+        "down": {"kernel": values("down").T},
+    }
+    for name, parts in PARTS.items():
+        params |= _kernels(name, {part: values(part) for part in parts})
+    return params
 
 
 def _kernels(name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
