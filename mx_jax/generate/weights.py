@@ -111,7 +111,7 @@ def params_of(
         name = getattr(names, field).format(index)
         if name not in tensors:
             raise ValueError(f"generate: the file lacks the tensor {name!r}")
-        found = tensors[name]
+        found: Any = tensors[name]
         if not (stored and isinstance(found, MXArray)):
             found = np.asarray(found, np.float32)
         if found.shape != shapes[field]:
