@@ -20,6 +20,7 @@ from jax import lax
 
 from mx_jax.axes import Axes
 from mx_jax.convert import conv
+from mx_jax.convert.foreign import ForeignProduct
 from mx_jax.convert.nnx_products import Attention, TablePromotion
 from mx_jax.convert.products import einsum_axes, einsum_shape
 from mx_jax.convert.rules import Shape
@@ -213,7 +214,7 @@ ATTENTION = Kind(
     kernel_ndim=lambda layer: 3,
 )
 # Somebody's own layer, whose call is traced: `foreign_facts` says what rules judge by.
-FOREIGN = Kind(operation=lambda recipe: recipe.dot_general)
+FOREIGN = Kind(operation=lambda recipe: ForeignProduct(recipe))
 
 _KINDS: list[Kind] = [DENSE, EINSUM, CONV, EMBED, ATTENTION]
 

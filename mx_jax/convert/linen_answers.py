@@ -15,7 +15,7 @@ from flax.linen.dtypes import promote_dtype
 from flax.linen.module import merge_param
 
 from mx_jax.convert import linen_products as products
-from mx_jax.convert.foreign import with_products
+from mx_jax.convert.foreign import ForeignProduct, with_products
 from mx_jax.convert.kinds import EINSUM, EMBED, foreign_facts
 from mx_jax.convert.products import cast_table
 from mx_jax.convert.rules import Decision
@@ -165,8 +165,8 @@ def run_foreign(
         return call(*args, **kwargs)
     recipe = ungathered(layer, decision.recipe)
 
-    def multiply(lhs: jax.Array, rhs: jax.Array, *dimensions: Any, **options: Any) -> jax.Array:
-        return recipe.dot_general(lhs, rhs, *dimensions, **options, key=lender.key(recipe))
+    def multiply(*operands: Any, **options: Any) -> jax.Array:
+        return ForeignProduct(recipe)(*operands, **options, key=lender.key(recipe))
 
     token = _rewriting.set((*_rewriting.get(), path))
     try:

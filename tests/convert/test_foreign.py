@@ -14,8 +14,10 @@ from jax import lax
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule
-from mx_jax.convert.foreign import with_products
+from mx_jax.convert.foreign import ForeignProduct, with_products
 from mx_jax.nn.linen import RNG_STREAM
+from mx_jax.testing.compare import assert_bitwise_equal
+from tests.quick import quick
 
 WEIGHT_ONLY = recipes.weight_only("mxfp4")
 STOCHASTIC = WEIGHT_ONLY.with_(weights={"rounding": "stochastic"}, name="stochastic weight")
@@ -212,6 +214,63 @@ class TestNnx:
         }
 
 
+SUMS_IN_GROUPS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=(0,),
+    rhs_group_dimensions=(),
+)
+
+
+SIZES = np.array([2, 1])
+
+
+class LinenExperts(nn.Module):
+    """As mixtures of experts have it: rows in groups, by name."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(), (2, 40, 8))
+        return lax.ragged_dot(x, w, jnp.asarray(SIZES))
+
+
+class NnxExperts(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.w = nnx.Param(nnx.initializers.normal()(rngs.params(), (2, 40, 8)))
+
+    def __call__(self, x):
+        return lax.ragged_dot(x, self.w[...], jnp.asarray(SIZES))
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_experts_follow_the_recipe(framework: str):
+    rule = Rule(".*", recipes.mxfp8(), types=(LinenExperts, NnxExperts))
+    if framework == "linen":
+        layer = LinenExperts()
+        params = layer.init(jax.random.key(0), X[0])["params"]
+
+        def run(w, x):
+            return convert.linen(layer, rule).apply({"params": {"w": w}}, x)
+
+        w = params["w"]
+    else:
+        converted = convert.nnx(NnxExperts(nnx.Rngs(0)), rule)
+        graph, _ = nnx.split(converted)
+        w = converted.w[...]
+
+        def run(w, x):
+            return nnx.merge(graph, nnx.State({"w": nnx.Param(w)}))(x)
+
+    def by_hand(w, x):
+        return mx_jax.ragged_dot(x, w, SIZES, recipe="mxfp8")
+
+    actual, expected = (
+        quick(jax.value_and_grad(lambda *a, f=f: jnp.sum(f(*a) ** 2), argnums=(0, 1)))(w, X[0])
+        for f in (run, by_hand)
+    )
+    for left, right in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert_bitwise_equal(left, right)
+
+
 class TestProducts:
     """with_products, on functions."""
 
@@ -248,6 +307,23 @@ class TestProducts:
             return {"y": y, "z": jax.nn.softmax(y) @ self.W[1]}
 
         assert self.seen(function, X) == [(40, 3), (3, 40)]
+
+    def test_rows_in_groups(self):
+        """A ragged_dot follows too, in a jit or not; what sums in groups stays as it is."""
+        x, w, sizes = X[0], jnp.swapaxes(self.W, 1, 2), jnp.array([1, 0, 2, 0, 1])
+
+        def function(x):
+            return jax.jit(lambda x: lax.ragged_dot(x, w, sizes))(x) @ self.W[0]
+
+        with_recipe = with_products(function, ForeignProduct(recipes.mxfp8()), "f")
+        y = mx_jax.ragged_dot(x, w, sizes, recipe="mxfp8")
+        assert_bitwise_equal(with_recipe(x), mx_jax.matmul(y, self.W[0], recipe="mxfp8"))
+
+        def sums_in_groups(x):
+            return lax.ragged_dot_general(x, x, jnp.array([1, 2]), SUMS_IN_GROUPS)
+
+        with pytest.raises(ValueError, match="contains no dot_general or ragged_dot"):
+            with_products(sums_in_groups, ForeignProduct(recipes.mxfp8()), "f")(x)
 
     def test_arguments_that_are_no_arrays(self):
         def function(subscripts: str, x: Any, *, scale: float):
