@@ -2,18 +2,17 @@
 
 import gc
 import os
-import sys
 import tempfile
-import threading
 import zlib
 from typing import Any
 
 NUM_CPU_DEVICES = 8
-PROGRAMS_OF_A_CONTEXT = 10
 
-# Read when JAX's first backend starts, so it is set before any test imports JAX.
+# Read when JAX's first backend starts, so it is set before any test imports JAX. The workers keep
+# all cores busy: a program in parts, compiled by several threads, is the same and takes longer.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={NUM_CPU_DEVICES}"
+    " --xla_cpu_parallel_codegen_split_count=1"
 ).strip()
 
 # What was measured on the machine that runs the tests is no part of them.
@@ -51,26 +50,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)
-    share_contexts()
-
-
-def share_contexts() -> None:
-    """What newer versions of JAX do themselves: some programs in a row share MLIR's context.
-
-    To make one is half of lowering a small program. Not all share one: it keeps their constants.
-    """
-    lowering = sys.modules.get("jax._src.interpreters.mlir")
-    if lowering is None or hasattr(lowering, "_create_ir_context"):
-        return
-    own, make = threading.local(), lowering.make_ir_context
-
-    def make_or_reuse() -> Any:
-        if getattr(own, "left", 0) == 0:
-            own.context, own.left = make(), PROGRAMS_OF_A_CONTEXT
-        own.left -= 1
-        return own.context
-
-    setattr(lowering, make.__name__, make_or_reuse)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -113,13 +92,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def thin_sweeps(items: list[pytest.Item]) -> None:
-    """Of a sweep's cases each fifth, and the last, run by default; the others become slow."""
-    cases: dict[Any, list[pytest.Item]] = {}
+    """Of a sweep's cases each fifth, and the last, run by default; the others become slow.
+
+    CI runs the first on 3.11 alone and the others on 3.12: every case once, each Python a part.
+    """
+    cases: dict[Any, list[tuple[pytest.Item, str]]] = {}
     for item in (item for item in items if isinstance(item, pytest.Function)):
         for mark in item.iter_markers("sweep"):
             if mark.kwargs.get("where", lambda params: True)(item.callspec.params):
-                cases.setdefault((item.parent, item.function), []).append(item)
+                case = item, mark.kwargs["reason"]
+                cases.setdefault((item.parent, item.function), []).append(case)
     for group in cases.values():
-        for number, item in enumerate(group[:-1]):
-            if number % 5:
-                item.add_marker(pytest.mark.slow)
+        for number, (item, reason) in enumerate(group, 1):
+            by_default = number % 5 == 1 or number == len(group)
+            item.add_marker(
+                pytest.mark.one_python(reason=reason) if by_default else pytest.mark.slow
+            )

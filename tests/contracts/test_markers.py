@@ -55,6 +55,10 @@ def test_each_fifth_case_of_a_sweep_and_the_last_run_by_default(pytester: pytest
     found = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
     cases = [f"test_it[{n}]" for n in (-2, -1, 0, 5, 10, 12)]
     assert found == [*cases, "test_alone[7]"]
+    # On the newest Python: what no sweep has, and the cases that are left.
+    result = pytester.runpytest_subprocess("--collect-only", "-q", "-m", "slow or not one_python")
+    found = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
+    assert found == [f"test_it[{n}]" for n in (-2, -1, *range(1, 5), *range(6, 10), 11)]
 
 
 def test_files_with_slow_tests_begin(pytester: pytest.Pytester):
