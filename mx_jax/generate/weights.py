@@ -111,7 +111,7 @@ def params_of(
         name = getattr(names, field).format(index)
         if name not in tensors:
             raise ValueError(f"generate: the file lacks the tensor {name!r}")
-        found: Any = tensors[name]
+        found = tensors[name]
         if not (stored and isinstance(found, MXArray)):
             found = np.asarray(found, np.float32)
         if found.shape != shapes[field]:
@@ -186,7 +186,7 @@ def joined(parts: Sequence[Any]) -> Any:
     )
 
 
-def _halves(weights: np.ndarray, head_width: int) -> np.ndarray:
+def _halves(weights: Any, head_width: int) -> Any:
     """Rows of heads whose turned pairs lie next to each other, as llama.cpp has them, put apart."""
     pairs = weights.reshape(-1, head_width // 2, 2, weights.shape[-1])
     return pairs.swapaxes(1, 2).reshape(weights.shape)
