@@ -203,9 +203,13 @@ def test_which_operand_is_the_kernel():
     (decision,) = decisions(fn, W, X, weights=0).values()
     assert (decision.layer.kernel, decision.layer.input) == ((32, 32), (32, 4))
     assert decision.layer.type is convert.DotGeneral
+
+    def carried(params: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.scan(lambda h, own: (h @ own, None), x, params)[0]
+
     # What is carried is data from the second round on.
-    (decision,) = decisions(fn, W, X, weights="x").values()
-    assert (decision.layer.kernel, decision.layer.input) == ((32, 4), (32, 32))
+    (decision,) = decisions(carried, W, X, weights="x").values()
+    assert (decision.layer.kernel, decision.layer.input) == ((32, 32), (4, 32))
     with pytest.raises(ValueError, match=r"names arguments that fn was not called with: 'y'"):
         convert.function(fn, ALL, weights=["y", 0])(W, X)
 
@@ -215,9 +219,9 @@ def test_random_bits():
 
     def fn(w: jax.Array, x: jax.Array) -> Any:
         stacked = lax.scan(lambda i, _: (i, x @ w), 0, length=2)[1]
-        last = lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, s[1], x @ w), (0, x, x))
-        first = lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, s[1], x @ w), (0, x, x))
-        return stacked, x @ w, x @ w, jax.jit(jnp.matmul)(x, w), first[2], last[2]
+        start = (0, x, x)
+        looped = lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, s[2], x @ w), start)
+        return stacked, x @ w, x @ w, jax.jit(jnp.matmul)(x, w), *looped[1:]
 
     converted = convert.function(fn, Rule(".*", STOCHASTIC), weights=0)
     products = converted(W[0], X, rngs={"quantize": KEY})
@@ -345,6 +349,46 @@ def test_effects_stay(capfd: pytest.CaptureFixture[str]):
     assert convert.function(fn, ALL)(X) is None
     jax.effects_barrier()
     assert sorted(capfd.readouterr().out.split("\n")) == ["", "step 0", "step 1"]
+
+
+def test_equal_calls_stay_one_function():
+    @jax.jit
+    @jax.named_scope("layer")
+    def layer(x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ W[0])
+
+    def fn(x: jax.Array) -> jax.Array:
+        with jax.named_scope("first"):
+            x = layer(x)
+        return layer(layer(x))
+
+    converted = convert.function(fn, Rule(".*layer", WEIGHT_ONLY))
+    text = jax.jit(converted).lower(X).as_text()
+    assert text.count("call @layer") == 3 and text.count("func.func private @layer") == 1
+    # Not where rules tell them apart.
+    converted = convert.function(fn, Rule("first/layer", WEIGHT_ONLY))
+    assert jax.jit(converted).lower(X).as_text().count("func.func private @layer") == 2
+
+
+def test_explicit_axes_and_other_platforms():
+    """Where the kernel is on the left the product's sharding turns too."""
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Explicit,))
+
+    def turned(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.einsum("kn,bk->nb", w, x, out_sharding=PartitionSpec(None, "rows"))
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("rows", None)))
+        product = quick(convert.function(turned, Rule(".*", WEIGHT_ONLY), weights=0))(W[0], x)
+        assert jax.typeof(product).sharding.spec == PartitionSpec(None, "rows")
+    by_hand = quick(functools.partial(mx_jax.matmul, recipe=WEIGHT_ONLY))(X, W[0]).T
+    np.testing.assert_allclose(product, by_hand, rtol=1e-5, atol=1e-6)
+
+    def here(x: jax.Array) -> jax.Array:
+        return lax.platform_dependent(x, cpu=lambda x: x @ W[0], default=lambda x: 0 * x)
+
+    ours = quick(convert.function(here, Rule(".*", WEIGHT_ONLY)))(X)
+    np.testing.assert_allclose(ours, by_hand.T, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_closed_over_may_be_differentiated():

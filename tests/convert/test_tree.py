@@ -113,6 +113,8 @@ def test_layers_of_the_batch():
         np.testing.assert_array_equal, (ours, convert.original(gradient)), (theirs, expected)
     )
     assert float(ours) != float(loss(plain))
+    # No gradient of a kernel for each example, `[batch, out, in]`.
+    assert "f32[4,32,32]" not in str(jax.make_jaxpr(jax.grad(loss))(converted))
 
 
 @pytest.mark.usefixtures("registered")
