@@ -49,21 +49,20 @@ def quantize(
         tensor_scale = tensor_scale_of(amax, scale_rule.largest_value(format), x.ndim)
     spread_scale = None if tensor_scale is None else block_shapes.spread(tensor_scale, inside)
     data = BlockData(pieces, inside, amax, format, spread_scale)
-    scales, scale_bits = scale_rule.scales(data), None
-    if scale_rule.rounding.random_bits and random_bits is not None:
-        scale_bits, random_bits = block_shapes.spread(random_bits, inside), None
-    elif random_bits is not None:
-        random_bits, _ = block_shapes.split(random_bits, blocks, fill=fill)
+    scales, bits = scale_rule.scales(data), None
+    if random_bits is not None and not scale_rule.rounding.random_bits:
+        bits, _ = block_shapes.split(random_bits, blocks, fill=fill)
     codes = encode_scaled(
         pieces,
         scales,
         format,
         tensor_scale=spread_scale,
         rounding=rounding,
-        random_bits=random_bits,
+        random_bits=bits,
     )
     if scale_rule.correction is not None:
-        scales = scale_rule.correction(data, scales, codes, scale_bits)
+        drawn = None if random_bits is None else block_shapes.spread(random_bits, inside)
+        scales = scale_rule.correction(data, scales, codes, drawn)
     return MXArray(
         codes=block_shapes.merge(codes, x.shape, inside),
         scales=lax.squeeze(scales, inside),
