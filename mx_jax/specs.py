@@ -43,7 +43,8 @@ class OperandSpec:
 
     def __post_init__(self):
         scale_rule_for(self.scale_rule, self.format)
-        if self.rounding.random_bits and self.scale_rule.rounding.random_bits:
+        # Read here, so that no product has to find it.
+        if self.random_bits and self.rounding.random_bits and self.scale_rule.rounding.random_bits:
             raise ValueError(
                 f"OperandSpec: scale_rule={self.scale_rule.name!r} rounds scales stochastically, "
                 "which already makes nearest elements right on average, got "
@@ -57,7 +58,7 @@ class OperandSpec:
                 f"to 2^126, got prescale={self.prescale}"
             )
 
-    @property
+    @functools.cached_property
     def random_bits(self) -> int:
         """How many random bits an element consumes, or a scale; 0: the cast needs no key."""
         return self.scale_rule.rounding.random_bits or self.rounding.random_bits
