@@ -17,6 +17,7 @@ from mx_jax.inspect.gradients import gradient_bias as gradient_bias
 from mx_jax.inspect.gradients import passes as passes
 from mx_jax.inspect.guard import NonFiniteError as NonFiniteError
 from mx_jax.inspect.guard import guard as guard
+from mx_jax.inspect.report import report as report
 from mx_jax.inspect.sensitivities import sensitivity as sensitivity
 from mx_jax.inspect.sensitivity_table import Sensitivity as Sensitivity
 from mx_jax.inspect.sinks import Console as Console

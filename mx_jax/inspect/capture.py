@@ -122,7 +122,7 @@ def scalar(name: str, value: Any) -> None:
       >>> import jax, mx_jax
       >>> with mx_jax.inspect.capture() as records:
       ...     jax.jit(lambda x: mx_jax.inspect.scalar("loss", x * 2))(1.5)
-      >>> records.scalars["loss"][0].value
+      >>> print(*(number.value for number in records.scalars["loss"]))
       3.0
     """
     if jnp.shape(value) != ():

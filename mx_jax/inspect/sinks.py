@@ -36,8 +36,8 @@ class Memory(Mapping[Tag, Sequence[Record]]):
       >>> import jax.numpy as jnp, mx_jax
       >>> with mx_jax.inspect.capture() as records:
       ...     _ = mx_jax.matmul(jnp.ones((4, 64)), jnp.ones((64, 8)), recipe="mxfp8")
-      >>> [tag.tensor for tag in records]
-      ['input', 'weight', 'product']
+      >>> print(*(tag.tensor for tag in records))
+      input weight product
     """
 
     def __init__(self):

@@ -176,6 +176,7 @@ PUBLIC = {
         "at_step",
         "capture",
         "guard",
+        "report",
         "scalar",
         "tag",
         "evidence_of",

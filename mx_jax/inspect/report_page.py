@@ -1,0 +1,86 @@
+"""Pages of reports: one file, light and dark, nothing fetched, no script."""
+
+import html
+import string
+from collections.abc import Mapping, Sequence
+
+_PAGE = string.Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>$title</title>
+<style>
+:root { color-scheme: light dark; --text: #222; --page: #fff; --line: #ddd; --bar: #4571a8;
+  --dim: #666; --bad: #b00; --cell: 176, 0, 0; }
+@media (prefers-color-scheme: dark) { :root { --text: #ddd; --page: #181a1d; --line: #3a3d42;
+  --bar: #7aa7dd; --dim: #9aa0a6; --bad: #ff7a70; --cell: 255, 110, 100; } }
+body { font: 14px/1.4 system-ui, sans-serif; margin: 2em; color: var(--text);
+  background: var(--page); }
+h1 { font-size: 1.2em; }
+h2 { font-size: 1.05em; margin-top: 2em; }
+table { border-collapse: collapse; }
+th, td { padding: 0.25em 0.8em; text-align: right; border-bottom: 1px solid var(--line); }
+th { position: sticky; top: 0; background: var(--page); }
+.left th:nth-child(-n+$left), .left td:nth-child(-n+$left) { text-align: left; }
+.dim { color: var(--dim); }
+.bad { color: var(--bad); font-weight: bold; }
+rect { fill: var(--bar); }
+text { font-size: 9px; fill: var(--dim); }
+.plot text { font-size: 11px; }
+.plot line { stroke: var(--line); }
+.plot polyline { fill: none; stroke-width: 1.5; }
+</style>
+</head>
+<body>
+<h1>$title</h1>
+$body
+</body>
+</html>
+""")
+# Of a histogram, in pixels.
+_BAR, _HEIGHT, _MARGIN = 10, 36, 12
+
+
+def page(title: str, body: str, left: int = 3) -> str:
+    """A page as text.
+
+    Args:
+      title: plain text.
+      body: HTML.
+      left: how many columns of tables are aligned to the left.
+    """
+    return _PAGE.substitute(title=html.escape(title), body=body, left=left)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; heads are plain text, cells are HTML."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
+    lines = ("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "\n".join(lines)
+    return (
+        f'<table class="left">\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>'
+    )
+
+
+def bad(text: str) -> str:
+    """Plain text that is out of the ordinary, as HTML; none where there is none."""
+    return f'<span class="bad">{html.escape(text)}</span>' if text else ""
+
+
+def histogram(counts: Mapping[int, int]) -> str:
+    """Bars from the smallest power of two to the largest."""
+    first, last, most = min(counts), max(counts), max(counts.values())
+    width = max((last - first + 1) * _BAR, 70)
+    bars = "".join(
+        f'<rect x="{(e - first) * _BAR}" y="{_HEIGHT - height:.1f}" width="{_BAR - 1}" '
+        f'height="{height:.1f}"><title>2^{e}: {n}</title></rect>'
+        for e, n in sorted(counts.items())
+        for height in (max(1.0, n / most * _HEIGHT),)
+    )
+    return (
+        f'<svg width="{width}" height="{_HEIGHT + _MARGIN}">{bars}'
+        f'<text x="0" y="{_HEIGHT + _MARGIN - 2}">2^{first}</text>'
+        f'<text x="{width}" y="{_HEIGHT + _MARGIN - 2}" text-anchor="end">2^{last}</text></svg>'
+    )

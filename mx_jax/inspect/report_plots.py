@@ -1,0 +1,88 @@
+"""Plots of reports, as SVG without libraries: lines over steps, and maps of cells."""
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+
+Series = Mapping[str, Sequence[tuple[int, float]]]
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 720, 220, 64, 24, 8
+# Tells twelve lines apart on light pages and on dark ones.
+_HUES = tuple(range(210, 210 + 360, 30))
+
+
+def lines(series: Series, unit: str) -> str:
+    """Lines over steps, with what each is called below; what is not finite is a gap.
+
+    Args:
+      series: pairs of step and value by name.
+      unit: of the values.
+    """
+    points = [p for own in series.values() for p in own if math.isfinite(p[1])]
+    if not points:
+        return '<p class="dim">no finite numbers</p>'
+    first, last = min(step for step, _ in points), max(step for step, _ in points)
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    if low == high:
+        low, high = low - 1, high + 1
+
+    def at(step: int, value: float) -> str:
+        x = _LEFT + (step - first) / max(last - first, 1) * (_WIDTH - _LEFT - 8)
+        y = _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+        return f"{x:.1f},{y:.1f}"
+
+    drawn, names = [], []
+    for number, (name, own) in enumerate(series.items()):
+        color = f"hsl({_HUES[number % len(_HUES)]}, 60%, 50%)"
+        told = html.escape(name)
+        for run in _runs(own):
+            path = " ".join(at(*point) for point in run)
+            drawn.append(f'<polyline style="stroke:{color}" points="{path}"/>')
+            drawn += [
+                f'<circle cx="{x}" cy="{y}" r="2.5" style="fill:{color}"><title>{told}, step '
+                f"{step}: {value:.4g}</title></circle>"
+                for step, value in run
+                for x, y in (at(step, value).split(","),)
+            ]
+        names.append(f'<span style="color:{color}">&#9632;</span> {told}')
+    axes = "".join(
+        f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - 8}" y2="{y:.1f}"/>'
+        f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>'
+        for share in (0, 0.25, 0.5, 0.75, 1)
+        for value in (high + share * (low - high),)
+        for y in (_TOP + share * (_HEIGHT - _TOP - _BOTTOM),)
+    )
+    bottom = _HEIGHT - 6
+    return (
+        f'<svg class="plot" width="{_WIDTH}" height="{_HEIGHT}" role="img">{axes}{"".join(drawn)}'
+        f'<text x="{_LEFT}" y="{bottom}">step {first}</text>'
+        f'<text x="{_WIDTH - 8}" y="{bottom}" text-anchor="end">step {last}</text>'
+        f'<text x="{_WIDTH / 2}" y="{bottom}" text-anchor="middle">{html.escape(unit)}</text></svg>'
+        f"<p>{' &ensp; '.join(names)}</p>"
+    )
+
+
+def _runs(points: Sequence[tuple[int, float]]) -> list[list[tuple[int, float]]]:
+    """Points in a row that are finite."""
+    runs: list[list[tuple[int, float]]] = [[]]
+    for step, value in points:
+        if math.isfinite(value):
+            runs[-1].append((step, value))
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def cells(shares: Sequence[float | None]) -> list[str]:
+    """Cells of a map, darker where a share is larger: 0 to 1, on a scale of roots."""
+    found = []
+    for share in shares:
+        if share is None:
+            found.append("")
+            continue
+        depth = math.sqrt(min(max(share, 0), 1)) if math.isfinite(share) else 1
+        found.append(
+            f'<div style="background:rgba(var(--cell),{depth:.2f})" title="{share:.3%}">'
+            f"{100 * share:.2g}</div>"
+        )
+    return found

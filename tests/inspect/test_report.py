@@ -1,0 +1,131 @@
+"""report: a run that diverges on purpose is diagnosed from its page alone."""
+
+import html.parser
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import inspect
+from mx_jax.inspect.report_findings import findings
+from tests.quick import quick
+
+SECTIONS = [
+    "Out of the ordinary",
+    "Numbers",
+    "SQNR by layer",
+    "Error of products by layer",
+    "Worst layers",
+    "Saturation",
+    "Scales",
+]
+
+
+class Page(html.parser.HTMLParser):
+    """What a page holds: texts by tag, and whether its tags are closed."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.tags: list[tuple[str, dict]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "link"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+
+def diverging_run(sink) -> None:
+    """Two layers; the gain of one input channel of the second grows tenfold with each step."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(32, 64)).astype(np.float32)
+    first, second = (rng.normal(size=(64, 64)).astype(np.float32) / 8 for _ in range(2))
+
+    def loss(weights, step):
+        gains = jnp.ones(64).at[37].set(10.0 ** step.astype(jnp.float32))
+        with inspect.tag("up"):
+            y = jnp.tanh(mx_jax.matmul(x, weights[0], recipe="mxfp4")) * gains
+        with inspect.tag("down"):
+            return jnp.mean(jnp.square(mx_jax.matmul(y, weights[1], recipe="mxfp4")))
+
+    @quick
+    def train_step(weights, step):
+        with inspect.at_step(step):
+            value, grads = jax.value_and_grad(loss)(weights, step)
+            inspect.scalar("loss", value)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
+
+    with inspect.capture(sink=sink):
+        weights = (first, second)
+        for step in range(8):
+            weights = train_step(weights, step)
+
+
+def test_a_run_that_diverges_is_diagnosed_from_its_page(tmp_path):
+    file, path = inspect.Jsonl(tmp_path / "run.jsonl"), tmp_path / "run.html"
+    diverging_run(file)
+    inspect.report(file.path, path, title="A <diverging> run")
+    text = path.read_text()
+    page = Page(text)
+    assert page.open == [] and page.texts["h2"] == SECTIONS
+    assert page.texts["h1"] == ["A <diverging> run"]
+    told = page.texts["li"]
+    outlier = next(line for line in told if "outlier" in line)
+    assert re.fullmatch(
+        r"down: the input of output \(mxfp4\) has an outlier: channel 37 is \d+ times the median, "
+        r"first at step 2",
+        outlier,
+    ), told
+    grown = next(i for i, line in enumerate(told) if line.startswith("loss is three times"))
+    broken = next(i for i, line in enumerate(told) if "Inf or NaN" in line)
+    assert max(told.index(outlier), grown) < broken, "what comes first in the run comes first"
+    # Nothing is fetched and nothing runs.
+    assert not [tag for tag, _ in page.tags if tag in ("script", "img", "iframe", "object")]
+    links = [v for _, own in page.tags for k, v in own.items() if k in ("src", "href")]
+    assert links == ["data:,"] and "prefers-color-scheme: dark" in text
+    assert "@import" not in text and "url(" not in text
+    drawn = [tag for tag, _ in page.tags]
+    assert drawn.count("polyline") > 10 and drawn.count("rect") > 10
+
+
+@pytest.mark.one_python(reason="a page is plain Python and strings")
+def test_nothing_and_what_is_no_record(tmp_path):
+    file = tmp_path / "run.jsonl"
+    file.write_text("")
+    with pytest.raises(ValueError, match="report: needs records, got none"):
+        inspect.report(file, tmp_path / "run.html")
+    file.write_text('{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"run\.jsonl, line 1: no record of a capture"):
+        inspect.report(file, tmp_path / "run.html")
+
+
+@pytest.mark.one_python(reason="sentences are made in plain Python")
+def test_what_is_in_order_is_not_told():
+    tag = inspect.Tag(path="a", product="output", side="lhs", axis=-1, format="mxfp4", rule="even")
+    good = {"saturation": 0.01, "underflow": 0.1, "outlier_ratio": 5.0, "sqnr_db": 20.0}
+    first = inspect.Record(tag=tag, step=0, stats=good)
+    assert (
+        findings([first, inspect.Record(tag=tag, step=1, stats=good | {"sqnr_db": 15.0})], {}) == []
+    )
+    worse = inspect.Record(tag=tag, step=2, stats=good | {"sqnr_db": 12.0, "underflow": 0.5})
+    assert findings([first, worse], {}) == [
+        "a: the input of output (mxfp4) loses 50% of its values to zero, first at step 2",
+        "a: the input of output (mxfp4) lost 8 dB of SQNR since its first step, first at step 2",
+    ]
+    numbers = [inspect.Scalar(name="loss", step=i, value=v) for i, v in enumerate((2.0, 1.0, 4.0))]
+    assert findings([], {"loss": numbers}) == ["loss is three times its best from step 2 on"]
