@@ -258,8 +258,7 @@ def register(kind: Kind) -> None:
 
 def _of_equinox() -> tuple[Kind, ...]:
     """Equinox's layers, where somebody has imported it. They store kernels `[out, in]`."""
-    package = sys.modules.get("equinox")
-    return () if package is None else _rows_of_equinox(package.nn)
+    return _rows_of_equinox(sys.modules["equinox"].nn) if "equinox" in sys.modules else ()
 
 
 @functools.cache
