@@ -27,9 +27,9 @@ def cross_entropy(logits: jax.Array, labels: Any) -> jax.Array:
 
 
 # The three products of a quantized layer, as mx_jax names them in a program.
-PRODUCTS = ("output", "grad_lhs", "grad_rhs")
+PRODUCTS = ("output", "grad_input", "grad_weight")
 _OP = re.compile(r'op_name="([^"]*)"')
-_PRODUCT = re.compile(r"(.*?)(?:/jit\(\w+\))*/(output|grad_lhs|grad_rhs|grad_both)/(.*)")
+_PRODUCT = re.compile(r"(.*?)(?:/jit\(\w+\))*/(output|grad_input|grad_weight|grad_both)/(.*)")
 # What JAX's transformations and mx_jax's own modules add to a path.
 _WRAPPED = re.compile(r"\w+\(([^()]*)\)")
 _NOISE = re.compile(
@@ -75,7 +75,7 @@ def report(program: str | None) -> Report:
                 plain.add(_layer(name[1].rpartition("/")[0]))
         elif "quantize" in product[3]:
             both = product[2] == "grad_both"
-            held = {"grad_lhs", "grad_rhs"} if both else {product[2]}
+            held = {"grad_input", "grad_weight"} if both else {product[2]}
             quantized.setdefault(_layer(product[1]), set()).update(held)
     ordered = {
         layer: tuple(name for name in PRODUCTS if name in quantized[layer])

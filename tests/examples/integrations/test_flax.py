@@ -21,9 +21,9 @@ from tests.nn.layers import assert_trees_equal, stochastic, weighted_sum
 from tests.quick import quick
 
 KEY = jax.random.key(0)
-ALL = ("output", "grad_lhs", "grad_rhs")
+ALL = ("output", "grad_input", "grad_weight")
 # Nobody asks for the gradient of the data.
-FIRST = ("output", "grad_rhs")
+FIRST = ("output", "grad_weight")
 X = draw_few_octaves(np.random.default_rng(0), (2, 5, 64))
 
 
@@ -39,7 +39,7 @@ def test_linen_example(integration: Any, capsys: pytest.CaptureFixture[str]):
     layers = [*(f"Model/attention/{name}" for name in inner), "Model/mlp"]
     assert report.quantized == dict.fromkeys(layers, ALL)
     assert report.plain == ("Model/head",)
-    assert "Model/mlp                   output, grad_lhs, grad_rhs" in capsys.readouterr().out
+    assert "Model/mlp                   output, grad_input, grad_weight" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_the_report_tells_high_precision_from_quantized(integration: Any):
     assert program(recipes.high_precision()).quantized == {}
     assert program(recipes.high_precision()).plain == ("layer",)
     half = dataclasses.replace(recipes.mxfp8(), name="half", drhs=recipes.high_precision().drhs)
-    assert program(half).quantized == {"layer": ("output", "grad_lhs")}
+    assert program(half).quantized == {"layer": ("output", "grad_input")}
     assert program(recipes.mxfp8()).quantized == {"layer": ALL}
 
 

@@ -43,8 +43,8 @@ def value_and_gradients(run: Any, w: Any, **options: Any) -> Any:
 def test_the_example_learns(example: Any):
     losses, report = example.main()
     assert losses[0] > 1.0 and losses[-1] < 0.5 * losses[0], losses
-    every = ("output", "grad_lhs", "grad_rhs")
-    assert report.quantized == {"down": every, "experts": every, "up": ("output", "grad_rhs")}
+    every = ("output", "grad_input", "grad_weight")
+    assert report.quantized == {"down": every, "experts": every, "up": ("output", "grad_weight")}
     assert report.plain == ("head",)
 
 

@@ -21,7 +21,7 @@ def test_the_example_learns(integration: Any):
         pytest.skip("tunix is not installed")
     losses, report, decisions = integration("tunix_rules").main()
     assert losses[0] > 3 and losses[-1] < 0.5 * losses[0], losses
-    every = ("output", "grad_lhs", "grad_rhs")
+    every = ("output", "grad_input", "grad_weight")
     # The names are tunix's own scopes.
     assert report.quantized == dict.fromkeys(("attention", "feed_forward"), every)
     assert decisions.num_converted == 7
