@@ -126,6 +126,7 @@ def variants(layers: int) -> list[Variant]:
         ("mxfp4_backward", "high-precision forward (Tseng et al.)", recipes.mxfp4_backward()),
         ("quartet", "Quartet", recipes.quartet()),
         ("deepseek_v3", "float8 in blocks of 128", recipes.deepseek_v3()),
+        ("deepseek_v3_1", "the same with E8M0 scales", recipes.deepseek_v3_1()),
         ("float8_tensorwise", "torchao", recipes.float8_tensorwise()),
         ("float8_rowwise", "torchao", recipes.float8_rowwise()),
         ("float8_rowwise_with_gw_hp", "torchao", recipes.float8_rowwise_with_gw_hp()),
