@@ -130,7 +130,7 @@ def interval(values: jax.Array) -> dict[str, float]:
 def cast_rows(options: argparse.Namespace, step: Callable[[str], None]) -> list[dict[str, Any]]:
     """One row a way and kind of data."""
     rows = []
-    for way in WAYS:
+    for way in (way for way in WAYS if way.name in options.ways):
         for name in options.data:
             draw = DATA[name]
             step(f"{way.name}, {name}")
@@ -191,7 +191,9 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
                 "yes" if row["rotated"] else "",
                 _text(row["slope"], 5),
                 _text(row["error"], 3, 100),
-                f"{row['error']['mean'] / base[row['data']]:.2f}",
+                report.number(
+                    row["error"]["mean"] / base[row["data"]] if row["data"] in base else None, 2
+                ),
                 _text(row["bias"], 3, 100),
             ]
             for row in result["casts"]
@@ -222,11 +224,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser("rounding", __doc__)
     parser.add_argument("--size", type=int, default=512, help="rows and columns of every matrix")
     parser.add_argument("--draws", type=int, default=16, choices=[n + 1 for n in _T])
+    names = [way.name for way in WAYS]
+    parser.add_argument("--ways", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--data", nargs="+", default=list(DATA), choices=DATA, metavar="NAME")
     parser.add_argument("--recipes", nargs="+", default=RECIPES, choices=RECIPES, metavar="NAME")
     options = parser.parse_args(arguments)
     facts = environment.describe()
-    with report.progress(len(WAYS) * len(options.data) + len(options.recipes)) as step:
+    with report.progress(len(options.ways) * len(options.data) + len(options.recipes)) as step:
         casts, gradients = cast_rows(options, step), gradient_rows(options, step)
     result = {
         "environment": facts,

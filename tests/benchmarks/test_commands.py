@@ -167,6 +167,7 @@ def test_sqnr(run: Runner):
 @pytest.mark.slow
 def test_rounding(run: Runner):
     options = ["--size", "128", "--draws", "8", "--data", "normal", "--recipes", "quartet_ii"]
+    options += ["--ways", "nearest, amax", "stochastic, amax_headroom", "MS-EDEN"]
     result, table = run("rounding", *options)
     casts = {row["way"]: row for row in result["casts"]}
     for name in ("MS-EDEN", "stochastic, amax_headroom"):
