@@ -165,7 +165,8 @@ def known(path: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     stored = json.loads(path.read_text())
-    if stored["config"] != dict(config):
+    # What was written before healing was a setting did none.
+    if {"heal": 0.0, **stored["config"]} != dict(config):
         raise SystemExit(f"--out={path} was made with other settings; choose another")
     return stored["rows"]
 
@@ -173,17 +174,19 @@ def known(path: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
 def cells(rows: Sequence[dict[str, Any]], variant: Variant, steps: Sequence[int]) -> list[str]:
     """One line of the table: means over seeds, with their intervals."""
     own = [row for row in rows if row["name"] == variant.name]
+    seeds = {row["seed"] for row in own}
 
     def over_seeds(step: int, value: Any, pattern: str) -> str:
         found = [value(row) for row in own if row["step"] == step]
-        return intervals.text(found, pattern)
+        fewer = f" (n = {len(found)})" if 0 < len(found) < len(seeds) else ""
+        return intervals.text(found, pattern) + fewer
 
     middle = steps[len(steps) // 2]
     draws = sorted({row["draws"] for row in own})
     return [
         variant.name,
         variant.what,
-        f"{len({row['seed'] for row in own})} x {', '.join(map(str, draws))}",
+        f"{len(seeds)} x {', '.join(map(str, draws))}",
         *(over_seeds(step, lambda row: 100 * row["bias"], ".1f") for step in steps),
         over_seeds(middle, lambda row: 100 * row["one"], ".0f"),
         over_seeds(middle, lambda row: row["slope"], ".3f"),
