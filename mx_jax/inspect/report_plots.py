@@ -45,13 +45,7 @@ def lines(series: Series, unit: str) -> str:
                 for x, y in (at(step, value).split(","),)
             ]
         names.append(f'<span style="color:{color}">&#9632;</span> {told}')
-    axes = "".join(
-        f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - 8}" y2="{y:.1f}"/>'
-        f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>'
-        for share in (0, 0.25, 0.5, 0.75, 1)
-        for value in (high + share * (low - high),)
-        for y in (_TOP + share * (_HEIGHT - _TOP - _BOTTOM),)
-    )
+    axes = _axes(low, high)
     bottom = _HEIGHT - 6
     return (
         f'<svg class="plot" width="{_WIDTH}" height="{_HEIGHT}" role="img">{axes}{"".join(drawn)}'
@@ -59,6 +53,17 @@ def lines(series: Series, unit: str) -> str:
         f'<text x="{_WIDTH - 8}" y="{bottom}" text-anchor="end">step {last}</text>'
         f'<text x="{_WIDTH / 2}" y="{bottom}" text-anchor="middle">{html.escape(unit)}</text></svg>'
         f"<p>{' &ensp; '.join(names)}</p>"
+    )
+
+
+def _axes(low: float, high: float) -> str:
+    """Five lines across, with their values."""
+    return "".join(
+        f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - 8}" y2="{y:.1f}"/>'
+        f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>'
+        for share in (0, 0.25, 0.5, 0.75, 1)
+        for value in (high + share * (low - high),)
+        for y in (_TOP + share * (_HEIGHT - _TOP - _BOTTOM),)
     )
 
 

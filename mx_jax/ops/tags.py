@@ -188,7 +188,7 @@ def tag(name: str, *, index: Any = None) -> Iterator[None]:
     Args:
       name: a part of the path, below those in context.
       index: of the layer, an integer scalar, in a function that `jax.lax.scan` runs for each layer:
-        a counter in the carry, or one of the scanned arrays. `scan` gives it by itself.
+        a counter in the carry, or one of the scanned arrays.
 
     Raises:
       TypeError: no name, or an index that is no integer scalar.
