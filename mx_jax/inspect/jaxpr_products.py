@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 from jax.interpreters import partial_eval
 
 from mx_jax.backends.records import MARK
@@ -90,13 +91,8 @@ def _walk(jaxpr: Any, times: int, scopes: str, *, marked: bool) -> Iterator[Comp
 
 def _inner(eqn: Any) -> Iterator[Any]:
     """The jaxprs that an equation calls; kernels of Pallas are a backend's own."""
-    if eqn.primitive.name == "pallas_call":
-        return
-    for value in eqn.params.values():
-        for own in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(own, "jaxpr", own)
-            if hasattr(jaxpr, "eqns"):
-                yield jaxpr
+    if eqn.primitive.name != "pallas_call":
+        yield from jaxprs_in_params(eqn.params)
 
 
 def _place(stack: str) -> Place:

@@ -31,6 +31,7 @@ text { font-size: 9px; fill: var(--dim); }
 .plot text { font-size: 11px; }
 .plot line { stroke: var(--line); }
 .plot polyline { fill: none; stroke-width: 1.5; }
+.key { display: inline-block; margin-right: 1em; }
 </style>
 </head>
 <body>

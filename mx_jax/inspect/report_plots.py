@@ -2,7 +2,8 @@
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
 
@@ -11,8 +12,22 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 720, 220, 64, 24, 8
 _HUES = tuple(range(210, 210 + 360, 30))
 
 
+class _Scale(NamedTuple):
+    """From values to places along an axis, and back."""
+
+    of: Callable[[float], float]
+    back: Callable[[float], float]
+
+
+_LINEAR = _Scale(lambda value: value, lambda place: place)
+_LOGARITHMIC = _Scale(math.log10, lambda place: 10.0**place)
+
+
 def lines(series: Series, unit: str) -> str:
     """Lines over steps, with what each is called below; what is not finite is a gap.
+
+    The axis is logarithmic where all values are positive and the largest is over 100 times the
+    smallest.
 
     Args:
       series: pairs of step and value by name.
@@ -23,12 +38,14 @@ def lines(series: Series, unit: str) -> str:
         return '<p class="dim">no finite numbers</p>'
     first, last = min(step for step, _ in points), max(step for step, _ in points)
     low, high = min(value for _, value in points), max(value for _, value in points)
+    scale = _LOGARITHMIC if low > 0 and high > 100 * low else _LINEAR
     if low == high:
         low, high = low - 1, high + 1
+    low, high = scale.of(low), scale.of(high)
 
     def at(step: int, value: float) -> str:
         x = _LEFT + (step - first) / max(last - first, 1) * (_WIDTH - _LEFT - 8)
-        y = _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+        y = _TOP + (high - scale.of(value)) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
         return f"{x:.1f},{y:.1f}"
 
     drawn, names = [], []
@@ -44,25 +61,25 @@ def lines(series: Series, unit: str) -> str:
                 for step, value in run
                 for x, y in (at(step, value).split(","),)
             ]
-        names.append(f'<span style="color:{color}">&#9632;</span> {told}')
-    axes = _axes(low, high)
+        names.append(f'<span class="key"><b style="color:{color}">&#9632;</b> {told}</span>')
+    axes = _axes(low, high, scale)
     bottom = _HEIGHT - 6
     return (
         f'<svg class="plot" width="{_WIDTH}" height="{_HEIGHT}" role="img">{axes}{"".join(drawn)}'
         f'<text x="{_LEFT}" y="{bottom}">step {first}</text>'
         f'<text x="{_WIDTH - 8}" y="{bottom}" text-anchor="end">step {last}</text>'
         f'<text x="{_WIDTH / 2}" y="{bottom}" text-anchor="middle">{html.escape(unit)}</text></svg>'
-        f"<p>{' &ensp; '.join(names)}</p>"
+        f"<p>{' '.join(names)}</p>"
     )
 
 
-def _axes(low: float, high: float) -> str:
-    """Five lines across, with their values."""
+def _axes(low: float, high: float, scale: _Scale) -> str:
+    """Five lines across, with their values; low and high as the scale has them."""
     return "".join(
         f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - 8}" y2="{y:.1f}"/>'
         f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>'
         for share in (0, 0.25, 0.5, 0.75, 1)
-        for value in (high + share * (low - high),)
+        for value in (scale.back(high + share * (low - high)),)
         for y in (_TOP + share * (_HEIGHT - _TOP - _BOTTOM),)
     )
 
