@@ -32,10 +32,15 @@ def room(x: jax.Array) -> np.ndarray:
     return np.asarray(6 * scales[:, 0] / jnp.abs(x).max(axis=1))
 
 
-def slope(x: jax.Array, rule: str) -> float:
-    """`<Q(x), x> / <x, x>` of stochastic rounding."""
-    options = {"rounding": "stochastic", "key": jax.random.key(1), "scale_rule": rule}
-    return float(jnp.vdot(mx_jax.cast(x, "nvfp4", **options), x) / jnp.vdot(x, x))
+def slope(x: jax.Array, rule: str, draws: int = 16) -> float:
+    """`<Q(x), x> / <x, x>` of stochastic rounding, the mean of some draws."""
+
+    @jax.jit
+    def of(x: jax.Array, key: jax.Array) -> jax.Array:
+        q = mx_jax.cast(x, "nvfp4", rounding="stochastic", key=key, scale_rule=rule)
+        return jnp.vdot(q, x) / jnp.vdot(x, x)
+
+    return float(np.mean([of(x, key) for key in jax.random.split(jax.random.key(1), draws)]))
 
 
 def measure() -> dict[str, float]:
