@@ -16,7 +16,7 @@ from mx_jax.inspect.calls_in_words import machine_text, work_text
 from mx_jax.inspect.explanation import Explanation
 from mx_jax.inspect.explanation_of import callable_model, explanation_of
 from mx_jax.ops.dot_general import matmul
-from mx_jax.ops.recipe_names import as_recipe
+from mx_jax.ops.recipe_names import as_recipe, makes_recipe
 from mx_jax.specs import MatmulRecipe
 
 
@@ -97,7 +97,8 @@ def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: An
     """
     machine = contextlib.nullcontext() if target is None else use_target(target)
     with machine:
-        if isinstance(what, str | MatmulRecipe) or not callable_model(what):
+        of_recipe = isinstance(what, str | MatmulRecipe) or makes_recipe(what)
+        if of_recipe or not callable_model(what):
             return _of_recipe(as_recipe(what, "explain"), *args, **kwargs)
         return explanation_of(what, *args, **kwargs)
 

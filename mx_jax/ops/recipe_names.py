@@ -23,6 +23,11 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(_NAMED)
 
 
+def makes_recipe(what: Any) -> bool:
+    """Whether it is the function of a named recipe, which somebody forgot to call."""
+    return any(what is make for make in _NAMED.values())
+
+
 def named_recipe(name: str) -> MatmulRecipe:
     """The recipe of a name; case and `-` for `_` do not matter, as in the names of formats.
 

@@ -81,8 +81,10 @@ def _what_the_handlers_compute(call: Call, target: Target) -> bool:
         return True
     if isinstance(call, RaggedCall):
         return True
-    if isinstance(call, QuantizeCall) and call.scale_rule.reads_values:
-        return False
+    if isinstance(call, QuantizeCall):
+        rule = call.scale_rule
+        if rule.reads_values or rule.largest_element is not None:
+            return False
     return len(call.blocks) == 1 or [axis for axis, _ in call.blocks] == [-2, -1]
 
 

@@ -301,7 +301,9 @@ class Tags(html.parser.HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.tags.append(tag)
-        self.fetched += [value for key, value in attrs if key in ("src", "href")]
+        links = [value for key, value in attrs if key in ("src", "href")]
+        # What lies in the page itself is not fetched.
+        self.fetched += [link for link in links if not link.startswith("data:")]
 
 
 def test_inspect_tells_what_a_divisor_multiplies_by(
