@@ -120,7 +120,7 @@ source = path_of(module).read_text()
 changed = source.replace('kind="exponent", bits=8', 'kind="exponent", bits=9')
 endless = source + "while True:\\n    pass\\n"
 for text in (None, source, changed, endless):
-    outcome = server.run(module, text, ["-c", "pyproject.toml", "--rootdir=.", str(test)], 1)
+    outcome = server.run(module, text, ["-c", "pyproject.toml", "--rootdir=.", str(test)], 4)
     print(outcome.passed, outcome.test.partition("::")[2] or outcome.test)
 """
 
