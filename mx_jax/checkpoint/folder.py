@@ -7,6 +7,8 @@ from typing import Any
 from mx_jax.checkpoint.safetensors_file import Reader
 from mx_jax.checkpoint.shards import INDEX, check_whole
 
+_READ = "checkpoint.read"
+
 
 def readers_of(path: Path, where: str) -> dict[str, Reader]:
     """The file of each tensor."""
@@ -21,7 +23,7 @@ def readers_of(path: Path, where: str) -> dict[str, Reader]:
         check_whole(files, where)
         opened = [Reader.open(file) for file in files]
         return {name: reader for reader in opened for name in reader.tensors}
-    named = _json(index).get("weight_map")
+    named = read_table(index, _READ).get("weight_map")
     if not isinstance(named, dict):
         raise ValueError(f"{where}: {INDEX} has no weight_map")
     for file in named.values():
@@ -39,9 +41,9 @@ def config_of(path: Path) -> dict[str, Any]:
     folder = path if path.is_dir() else path.parent
     found: dict[str, Any] = {}
     if (folder / "config.json").is_file():
-        found = _json(folder / "config.json")
+        found = read_table(folder / "config.json", _READ)
     elif (folder / "hf_quant_config.json").is_file():
-        stated = _json(folder / "hf_quant_config.json").get("quantization") or {}
+        stated = read_table(folder / "hf_quant_config.json", _READ).get("quantization") or {}
         if not isinstance(stated, dict):
             raise ValueError(
                 f"checkpoint.read: {folder / 'hf_quant_config.json'}: quantization is no table, "
@@ -51,11 +53,20 @@ def config_of(path: Path) -> dict[str, Any]:
     return found
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_table(path: Path, where: str) -> dict[str, Any]:
+    """A JSON file's table.
+
+    Args:
+      path: of the file.
+      where: what reads it, for errors.
+
+    Raises:
+      ValueError: it is no JSON, or no table.
+    """
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"checkpoint.read: {path} is no JSON: {error}") from error
+        raise ValueError(f"{where}: {path} is no JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"checkpoint.read: {path} holds no table, got {type(found).__name__}")
+        raise ValueError(f"{where}: {path} holds no table, got {type(found).__name__}")
     return found

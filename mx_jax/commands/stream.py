@@ -13,6 +13,7 @@ import jax
 from mx_jax import checkpoint
 from mx_jax.checkpoint.deferred import Deferred, deferred
 from mx_jax.checkpoint.file import put
+from mx_jax.checkpoint.folder import read_table
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry
 from mx_jax.checkpoint.safetensors_file import write as write_file
@@ -169,7 +170,7 @@ def bring_along(source: Path, out: Path) -> None:
         if any(path.match(pattern) for pattern in _OF_TENSORS) or not path.is_file():
             continue
         if path.name == "config.json":
-            config = json.loads(path.read_bytes())
+            config = read_table(path, "checkpoint.read")
             kept = {key: value for key, value in config.items() if key not in _QUANTIZED}
             (out / path.name).write_text(json.dumps(kept, indent=2) + "\n")
         elif not (out / path.name).exists() or not path.samefile(out / path.name):

@@ -1,10 +1,10 @@
 """A model in a folder of Hugging Face's hub: what its config.json says."""
 
-import json
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
+from mx_jax.checkpoint.folder import read_table
 from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.names import HUB
 from mx_jax.generate.rotary import rope_divisors
@@ -19,15 +19,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
       ValueError: it is no JSON, or no table.
     """
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"generate: {path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"generate: {path} holds no table, got {type(found).__name__}")
-    return found
+    return read_table(path, "generate") if path.is_file() else {}
 
 
 def config_from_json(config: Mapping[str, Any], names: Container[str]) -> LlamaConfig:
