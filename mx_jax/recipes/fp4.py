@@ -144,14 +144,8 @@ def nvfp4_unbiased() -> Recipe:
     Source: the NVFP4 baseline of Quartet II, arXiv 2601.22813 (its training code's 17/16; there
     the signs are random).
     """
-    base = nvfp4_pretraining()
-    gradient = operand(NVFP4, scale_rule=AMAX_HEADROOM, rounding="stochastic")
-    return dataclasses.replace(
-        base,
-        name="nvfp4_unbiased",
-        dlhs=dataclasses.replace(base.dlhs, lhs=gradient),
-        drhs=dataclasses.replace(base.drhs, lhs=gradient),
-    )
+    gradients = {"scale_rule": AMAX_HEADROOM}
+    return nvfp4_pretraining().with_(gradients=gradients, name="nvfp4_unbiased")
 
 
 def nvfp4_four_over_six() -> Recipe:
@@ -162,17 +156,7 @@ def nvfp4_four_over_six() -> Recipe:
     scales: the error of rounding to nearest (there that of the rounding that was drawn, which
     prefers small draws). Source: Four Over Six, arXiv 2512.02010, and its library's defaults.
     """
-    base = nvfp4_pretraining()
-    nearest = operand(NVFP4, scale_rule=FOUR_OVER_SIX)
-    weight = operand(NVFP4_2D, scale_rule=FOUR_OVER_SIX)
-    gradient = operand(NVFP4, scale_rule=FOUR_OVER_SIX, rounding="stochastic")
-    return dataclasses.replace(
-        base,
-        name="nvfp4_four_over_six",
-        fwd=dataclasses.replace(base.fwd, lhs=nearest, rhs=weight),
-        dlhs=dataclasses.replace(base.dlhs, lhs=gradient, rhs=weight),
-        drhs=dataclasses.replace(base.drhs, lhs=gradient, rhs=nearest),
-    )
+    return nvfp4_pretraining().with_(scale_rule=FOUR_OVER_SIX, name="nvfp4_four_over_six")
 
 
 def quartet() -> Recipe:
