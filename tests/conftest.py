@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import tempfile
 import zlib
 from typing import Any
@@ -84,9 +85,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sweeps are thinned, and what takes long begins first: no worker ends waiting for another."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cases are thinned, and what takes long begins first: no worker ends waiting for another."""
     thin_sweeps(items)
+    thin_others(items, whole=not any("::" in arg for arg in config.args))
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
 
@@ -108,3 +110,17 @@ def thin_sweeps(items: list[pytest.Item]) -> None:
             item.add_marker(
                 pytest.mark.one_python(reason=reason) if by_default else pytest.mark.slow
             )
+
+
+def thin_others(items: list[pytest.Item], whole: bool) -> None:
+    """Of a test marked `by_default` the cases whose ids do not match are slow."""
+    kept: dict[Any, bool] = {}
+    for item in (item for item in items if isinstance(item, pytest.Function)):
+        for mark in item.iter_markers("by_default"):
+            runs = re.search(mark.args[0], item.callspec.id) is not None
+            key = item.nodeid.partition("[")[0], mark.args[0]
+            kept[key] = kept.get(key, False) or runs
+            if not runs:
+                item.add_marker(pytest.mark.slow)
+    if whole and (lost := [name for name, any_case in kept.items() if not any_case]):
+        raise pytest.UsageError(f"by_default matches no case: {lost}")

@@ -8,7 +8,12 @@ pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.one_python(reason="asks pytest about marks, nothing else")
 
 CONFTEST = (Path(__file__).parents[1] / "conftest.py").read_text()
-MARKERS = ("slow: later", "one_python(reason): why", "sweep(reason, where): why")
+MARKERS = (
+    "slow: later",
+    "one_python(reason): why",
+    "sweep(reason, where): why",
+    "by_default(ids): cases",
+)
 INI = "[pytest]\nmarkers =\n    " + "\n    ".join(MARKERS)
 
 
@@ -71,3 +76,31 @@ def test_files_with_slow_tests_begin(pytester: pytest.Pytester):
     found = [line for line in result.stdout.lines if "::" in line]
     names = ["test_b.py::test_1", "test_b.py::test_2", "test_d.py::test_2"]
     assert found == [*names, "test_a.py::test_1", "test_c.py::test_1"]
+
+
+def test_cases_that_stand_for_the_others(pytester: pytest.Pytester):
+    """All are collected, those without a match as slow; a pattern without any match is an error."""
+    pytester.makeini(INI)
+    pytester.makeconftest(CONFTEST)
+    source = """
+        import pytest
+
+        @pytest.mark.by_default("PATTERN")
+        @pytest.mark.parametrize("name", ["a", "ab", "c"])
+        def test_it(name): pass
+    """
+    path = pytester.makepyfile(test_cases=source.replace("PATTERN", "^a$"))
+    for marks, names in (("not slow", ["a"]), ("slow", ["ab", "c"])):
+        result = pytester.runpytest_subprocess("--collect-only", "-q", "-m", marks)
+        assert found(result) == [f"test_it[{name}]" for name in names]
+    path.write_text(path.read_text().replace("^a$", "d"))
+    result = pytester.runpytest_subprocess("--collect-only", "-q")
+    assert result.ret != 0
+    assert "by_default matches no case: [('test_cases.py::test_it', 'd')]" in result.stderr.str()
+    # Who asks for one case gets it.
+    result = pytester.runpytest_subprocess("--collect-only", "-q", "test_cases.py::test_it[ab]")
+    assert found(result) == ["test_it[ab]"]
+
+
+def found(result: pytest.RunResult) -> list[str]:
+    return [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
