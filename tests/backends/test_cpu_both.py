@@ -108,6 +108,7 @@ def test_distant_axes_need_whole_blocks():
         jax.block_until_ready(jax.ffi.ffi_call(quantize_both.TARGET, results)(x, **attributes))
 
 
+@pytest.mark.slow
 def test_each_cast_leaves_out_its_own_blocks_of_nan():
     x = np.random.default_rng(0).standard_normal((64, 96), np.float32)
     # 1e4 shares a block with NaN along the rows, and none along the columns; 1e3 the other way.
@@ -156,6 +157,7 @@ def gradient(recipe, key=None):
     return lowered.compile()(x, w), lowered.as_text()
 
 
+@pytest.mark.by_default("True")
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_training_reads_cotangents_once(stochastic: bool, monkeypatch: pytest.MonkeyPatch):
     key = jax.random.key(3) if stochastic else None
@@ -171,6 +173,7 @@ def test_training_reads_cotangents_once(stochastic: bool, monkeypatch: pytest.Mo
         assert_bitwise_equal(left, right)
 
 
+@pytest.mark.slow
 def test_transformed_cotangents_are_cast_one_by_one():
     _, text = gradient(mx_jax.recipes.mxfp4_backward(), jax.random.key(0))
     assert "@mx_jax_cpu_quantize" in text and "@mx_jax_cpu_quantize_both" not in text

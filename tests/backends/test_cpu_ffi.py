@@ -101,6 +101,7 @@ def test_without_a_library_everything_works(tmp_path: Path):
     assert result.stdout.startswith("cannot be loaded: "), result.stderr
 
 
+@pytest.mark.slow
 @needs_library
 def test_an_unknown_instruction_set_is_a_reason():
     result = run_python(REJECTS, MX_JAX_CPU_ISA="mmx")
@@ -256,6 +257,7 @@ def check_same(actual, expected):
         assert_bitwise_equal(left, right, what=name)
 
 
+@pytest.mark.by_default("1-")
 @needs_library
 @pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "nvfp4"])

@@ -199,6 +199,7 @@ def test_vmap_is_one_call(axes: tuple[int | None, int | None]):
             assert_bitwise_equal(actual[index], jax.jit(multiply)(*one), what=f"[{index}]")
 
 
+@pytest.mark.by_default("mxfp4")
 @pytest.mark.parametrize("recipe", [recipes.mxfp4(), recipes.mxint8()], ids=lambda r: r.name)
 def test_gradients_through_scan_and_remat(recipe):
     """Integer sums over one block are exact: the reference's bits."""

@@ -144,6 +144,7 @@ def outlier() -> jax.Array:
     return jnp.asarray(x)
 
 
+@pytest.mark.by_default("quantize-0|both-1")
 @pytest.mark.parametrize("spec", [P("a", "b"), P(("a", "b")), P(None, "a")], ids=str)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("cast", [mx_jax.quantize, mx_jax.quantize_both])

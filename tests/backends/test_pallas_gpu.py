@@ -233,6 +233,7 @@ def test_only_who_asks_gets_it():
         assert select(TAKEN, H200).backend == PALLAS_GPU
 
 
+@pytest.mark.slow
 def test_importing_the_library_does_not_import_mosaic():
     mosaic, kernel = (
         "jax.experimental.pallas.mosaic_gpu",

@@ -26,6 +26,12 @@ CPU = backend_suite.TARGETS[0]
 
 
 @pytest.mark.sweep(
+    reason="the reference beside itself, whose bits tests/conformance has on every Python",
+    where=lambda params: (
+        params["backend"] is REFERENCE and isinstance(params.get("case"), cases.QuantizeCase)
+    ),
+)
+@pytest.mark.sweep(
     reason="a C++ library, the same one, computes these bits",
     where=lambda params: params["backend"] is CPU_FFI and "case" in params,
 )

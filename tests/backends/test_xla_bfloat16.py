@@ -267,6 +267,7 @@ def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+@pytest.mark.by_default("mxfp8|mxfp4|nvfp4-.*tpu")
 @pytest.mark.parametrize("target", ACCELERATORS, ids=str)
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
 def test_a_training_step_multiplies_bfloat16(name: str, target: Target):
@@ -315,6 +316,7 @@ def test_explain_names_the_way():
     assert "not xla_bfloat16: needs operands that bfloat16 holds, got lhs_dtype=float32" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_transform_of_bfloat16_is_a_bfloat16_dot(dtype: str):
     """Of NVFP4's pre-training recipe, whose operands are turned before the last product."""
@@ -387,6 +389,7 @@ def test_experts_multiply_bfloat16():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     ["mxfp8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nvfp4", "mxfp4"))],
@@ -417,6 +420,7 @@ def test_products_of_experts(recipe: str):
         assert difference.max() <= largest * (2.0**-8 if want.dtype == jnp.bfloat16 else 2.0**-20)
 
 
+@pytest.mark.by_default("mxfp8")
 @pytest.mark.parametrize(
     ("lhs", "rhs", "collective"),
     [(("x", None), (None, None), None), ((None, "x"), ("x", None), "all-reduce")],

@@ -444,6 +444,7 @@ def test_an_output_that_is_there(model: Path, tmp_path: Path, capsys: pytest.Cap
     assert "needs --format" in error(capsys, "quantize", model, tmp_path / "o.safetensors")
 
 
+@pytest.mark.slow
 def test_help_teaches_with_examples():
     """In a process of its own: what a user sees who types it."""
     result = subprocess.run(

@@ -86,6 +86,7 @@ def test_the_library_and_what_it_takes(capsys: pytest.CaptureFixture[str]):
     assert set(found["calls"].values()) == {"cpu_ffi"}
 
 
+@pytest.mark.slow
 def test_another_machine(capsys: pytest.CaptureFixture[str]):
     """A GPU's backends are shown, but nothing is given to what must be named."""
     with mx_jax.testing.target("cuda", (10, 0), num_devices=2):
@@ -126,6 +127,7 @@ def test_without_a_library():
     assert run.stderr == "", "said once, where it was asked for"
 
 
+@pytest.mark.slow
 def test_no_device_is_said_in_words():
     run = run_python("-m", "mx_jax", "env", JAX_PLATFORMS="tpux")
     assert run.returncode == 1
@@ -137,6 +139,7 @@ def test_no_device_is_said_in_words():
 CAST = "import mx_jax; [mx_jax.quantize([1.0], f).codes for f in ('mxfp4', 'mxfp8_e4m3')]"
 
 
+@pytest.mark.slow
 def test_falling_back_is_said_once():
     run = run_python("-c", CAST, MX_JAX_CPU_LIBRARY="/no/such/file.so")
     assert run.returncode == 0, run.stderr
@@ -156,6 +159,7 @@ def test_a_build_that_failed_is_a_reason(monkeypatch: pytest.MonkeyPatch):
     assert reason == "not built: with a C++ compiler, pip install -v . builds it, or shows why not"
 
 
+@pytest.mark.slow
 def test_help():
     run = run_python("-m", "mx_jax", "env", "--help")
     assert run.returncode == 0 and "--json" in run.stdout and "C++ library" in run.stdout

@@ -182,6 +182,7 @@ def run(**options) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_early_is_no_error():
     reading, writing = os.pipe()
     os.close(reading)

@@ -1,9 +1,8 @@
 """Every quantized tensor of the golden files, bit for bit: scales, codes and values.
 
 Three ways of running: inside the caller's `jax.jit`, operation by operation (`jax.disable_jit`),
-and as a plain call, where only the library's own jit compiles. The first covers every array in the
-default run; the others compile more programs: the default run makes a part of them, and
-`pytest -m slow` the rest.
+and as a plain call, where only the library's own jit compiles. The default run has a part of each;
+with `pytest -m slow` each covers every array.
 """
 
 import jax
@@ -21,13 +20,13 @@ def name(source: Source) -> str:
     return f"{source[0].removesuffix('.npz')}-{source[1].removeprefix('in_')}"
 
 
-PLAIN_BY_DEFAULT = {
-    ("edges_f32.npz", "in_int8_b32"),
-    ("edges_bf16.npz", "in_fp4_e2m1_b16"),
-    *(source for source in SOURCES if source[0] == "nvfp4.npz"),
-}
+# Every layout, format, rule and rounding in one of the dtypes, and all of NVFP4.
+JIT_BY_DEFAULT = (
+    "blocks_f32-(A32|L16|M32)|blocks_bf16-(A16|R32)|edges_f32-.*b32|edges_bf16-.*b16|nvfp4"
+)
+PLAIN_BY_DEFAULT = "edges_f32-int8_b32|edges_bf16-fp4_e2m1_b16|nvfp4-f32_0|nvfp4-bf16_hard"
 # The edges: what else differs in dtype or scales is slow.
-EAGER_BY_DEFAULT = {source for source in SOURCES if source[0] == "edges_f32.npz"}
+EAGER_BY_DEFAULT = "edges_f32-.*b32"
 
 
 def num_outputs(source: Source) -> int:
@@ -45,15 +44,8 @@ def as_rows(source: Source, x: jax.Array) -> tuple[jax.Array, int]:
     return jnp.asarray(np.pad(values, ((0, rows - len(values)), (0, 0)))), len(values)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param(
-            source, id=name(source), marks=() if source in EAGER_BY_DEFAULT else pytest.mark.slow
-        )
-        for source in SOURCES
-    ],
-)
+@pytest.mark.by_default(EAGER_BY_DEFAULT)
+@pytest.mark.parametrize("source", SOURCES, ids=name)
 def test_operation_by_operation(source: Source):
     cases, x = golden.sources()[source], golden.load(source)
     rows = x.shape[0]
@@ -64,6 +56,7 @@ def test_operation_by_operation(source: Source):
     assert golden.check(cases, results, rows) == num_outputs(source)
 
 
+@pytest.mark.by_default(JIT_BY_DEFAULT)
 @pytest.mark.parametrize("source", SOURCES, ids=name)
 def test_jit(source: Source):
     cases, x = golden.sources()[source], golden.load(source)
@@ -71,15 +64,8 @@ def test_jit(source: Source):
     assert golden.check(cases, results, x.shape[0]) == num_outputs(source)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param(
-            source, id=name(source), marks=() if source in PLAIN_BY_DEFAULT else pytest.mark.slow
-        )
-        for source in SOURCES
-    ],
-)
+@pytest.mark.by_default(PLAIN_BY_DEFAULT)
+@pytest.mark.parametrize("source", SOURCES, ids=name)
 def test_plain_call(source: Source):
     cases, x = golden.sources()[source], golden.load(source)
     results = golden.reproduce(cases, x)

@@ -25,7 +25,9 @@ def eager(f: Callable) -> Callable:
     return f
 
 
-MODES = pytest.mark.parametrize("mode", [eager, jax.jit], ids=["eager", "jit"])
+MODES = pytest.mark.parametrize(
+    "mode", [pytest.param(eager, marks=pytest.mark.slow), jax.jit], ids=["eager", "jit"]
+)
 
 
 def element(name: str) -> ElementFormat:

@@ -34,6 +34,7 @@ def test_docs_build(tmp_path: Path):
     assert (tmp_path / "site" / "api" / "mx_jax" / "index.html").exists()
 
 
+@pytest.mark.by_default("gone")
 @reads_sources
 @pytest.mark.parametrize(
     ("page", "complaint"),

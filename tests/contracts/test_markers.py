@@ -17,6 +17,7 @@ MARKERS = (
 INI = "[pytest]\nmarkers =\n    " + "\n    ".join(MARKERS)
 
 
+@pytest.mark.by_default("^one_python-|^sweep")
 @pytest.mark.parametrize(
     ("mark", "passes"),
     [

@@ -61,6 +61,7 @@ def test_a_longer_walk_is_noticed():
         assert complaint.startswith(f"dense_forward: {what}={counts[what]}")
 
 
+@pytest.mark.slow
 def test_a_walk_is_the_same_each_time():
     def cast() -> None:
         with mx_jax.testing.target("cpu"):

@@ -50,6 +50,7 @@ def test_x64_is_on():
         assert jnp.ones(1).dtype == jnp.float64
 
 
+@pytest.mark.by_default("mxfp8|mxfp4_2d|nvfp4-cpu|float8_rowwise_e4m3-reference")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_casts(format: str, backend: str):
@@ -81,6 +82,7 @@ def training(name: str) -> Any:
     return gradients
 
 
+@pytest.mark.by_default("mxfp8")
 @pytest.mark.parametrize(
     "name", [*RECIPES[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[2:])]
 )

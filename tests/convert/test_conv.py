@@ -99,6 +99,7 @@ def example() -> np.ndarray:
     return np.random.default_rng(2).standard_normal((2, 4, 4, 40), np.float32)
 
 
+@pytest.mark.by_default("linen")
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_only_rules_that_name_it_convert_it(framework: str):
     x = example()
@@ -130,6 +131,7 @@ def test_blocks_lie_along_the_input_features():
     np.testing.assert_array_equal(linen.apply(variables, x), expected)
 
 
+@pytest.mark.by_default("feature_group")
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -175,6 +177,7 @@ def test_transposed_and_local_convolutions_stay():
     assert reasons == {"no product of patches and kernel"}
 
 
+@pytest.mark.by_default("packed")
 @needs_library
 @pytest.mark.parametrize("packed", [False, True], ids=["MXArray", "packed"])
 @pytest.mark.parametrize("framework", ["linen", "nnx"])

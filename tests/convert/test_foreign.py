@@ -91,6 +91,7 @@ class TestLinen:
             convert.original(converted).apply(variables, X), model.apply(variables, X)
         )
 
+    @pytest.mark.slow
     def test_inside_scan_and_jit(self):
         class Stack(nn.Module):
             @nn.compact
@@ -124,6 +125,7 @@ class TestLinen:
         looked_up = converted.apply(variables, tokens, method="look_up")
         np.testing.assert_array_equal(looked_up, table[:3])
 
+    @pytest.mark.slow
     def test_stochastic(self):
         model, rule = Projection(), Rule(".*", STOCHASTIC, types=Einsum)
         variables = model.init(jax.random.key(0), X)

@@ -159,6 +159,7 @@ class TestModule:
         assert "float8" not in program(dense, variables, x)
 
 
+@pytest.mark.slow
 def test_one_trace_for_rebuilt_models_and_repeated_steps():
     traces = []
 
@@ -233,6 +234,7 @@ class TestLayers:
         assert names["qk"] == names["av"] == "its attention_fn takes no einsum"
         assert names["query"] == "mxfp8"
 
+    @pytest.mark.slow
     def test_attention_masks_dropout_and_sows_as_before(self):
         attention = nn.MultiHeadDotProductAttention(2, dropout_rate=0.5, deterministic=False)
         x = example_input()

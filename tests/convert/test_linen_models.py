@@ -37,6 +37,7 @@ def assert_same_bits(left: Any, right: Any):
 
 
 # Below nn.jit a path is a compilation of its own: the programs of both cannot be alike.
+@pytest.mark.by_default("compact")
 @pytest.mark.parametrize(
     "name",
     [
@@ -63,6 +64,7 @@ def test_converted_models(name: str):
     assert convert.report(model, Rule(".*", MXFP8), x).num_converted == num_layers
 
 
+@pytest.mark.by_default("jit")
 @pytest.mark.parametrize("name", ["scan of remat", "jit"])
 def test_converted_models_run(name: str):
     make, num_layers = MODELS[name]

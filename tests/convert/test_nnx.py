@@ -293,6 +293,7 @@ class TestLayers:
 
 
 class TestAttention:
+    @pytest.mark.by_default("4")
     @pytest.mark.parametrize("num_kv_heads", [4, 2])
     def test_both_products(self, num_kv_heads: int):
         attention = nnx.MultiHeadAttention(
@@ -376,6 +377,7 @@ class TestStacks:
         assert report.decisions[0].layer.kernel == (3, WIDTH, WIDTH)
         assert report.decisions[0].layer.shape == (WIDTH, WIDTH)
 
+    @pytest.mark.slow
     def test_vmap_equals_by_hand(self):
         layers = self.stack(lambda rngs: nnx.LinearGeneral(WIDTH, (2, 3), rngs=rngs))
         by_hand = self.stack(
@@ -385,6 +387,7 @@ class TestStacks:
         x, converted = example_input(), convert.nnx(layers, Rule(".*", MXFP8))
         np.testing.assert_array_equal(run(converted, x), run(by_hand, x))
 
+    @pytest.mark.slow
     def test_stochastic_layers_draw_their_own_keys(self):
         def make(rngs):
             ones = nnx.initializers.constant(0.3)
@@ -445,6 +448,7 @@ class TestRandomness:
             "['split'",
         ]
 
+    @pytest.mark.slow
     def test_attention_and_embed(self):
         attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
         embed = nnx.Embed(9, 33, rngs=nnx.Rngs(0))

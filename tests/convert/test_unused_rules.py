@@ -72,6 +72,7 @@ def test_strict_raises(pattern: str):
                 call(rebuilt)
 
 
+@pytest.mark.slow
 def test_every_call_that_meets_the_layers_is_silent():
     model = convert.linen(Model(), Rule("encoder|head", MXFP8), strict=True)
     for _ in range(2):

@@ -75,6 +75,7 @@ def test_special_blocks():
     assert (values[0] == 0).all() and np.isnan(values[1:3]).all()
 
 
+@pytest.mark.slow
 def test_everywhere_a_rule_goes(rng: np.random.Generator):
     """Both axes at once, under jit and vmap, in square blocks, beside the kernels' own rules."""
     x = multiples(rng, (32, 32))

@@ -61,6 +61,7 @@ def test_linen_attention(x: np.ndarray):
     assert 5 < mx_jax.inspect.sqnr_db(plain, quantized) < 25
 
 
+@pytest.mark.slow
 def test_nnx_attention(x: np.ndarray):
     calls = []
 
@@ -147,6 +148,7 @@ def test_a_linen_model_learns():
     assert history[0] > 1.0 and history[-1] < 0.2 * history[0], history
 
 
+@pytest.mark.slow
 def test_an_nnx_model_learns():
     points, labels = data()
     rngs = nnx.Rngs(0)

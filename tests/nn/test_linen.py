@@ -91,6 +91,7 @@ def value_and_grads(layer: Any, params: Any, x: Any) -> tuple[Any, Any]:
     return y, gradients
 
 
+@pytest.mark.by_default("dense$|True-einsum")
 @cases
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_parameters_are_flaxs(case: Case, use_bias: bool):
@@ -101,6 +102,7 @@ def test_parameters_are_flaxs(case: Case, use_bias: bool):
     assert set(ours["params"]) == ({"kernel", "bias"} if use_bias else {"kernel"})
 
 
+@pytest.mark.by_default("dense$|einsum")
 @cases
 def test_high_precision_is_flax(case: Case):
     """Outputs and gradients, bit for bit, from each other's checkpoint."""
@@ -121,6 +123,7 @@ def product_by_hand(case: Case, params: Any, x: Any) -> jax.Array:
     return y + (params["bias"][:, None] if case.batch[0] else params["bias"])
 
 
+@pytest.mark.by_default("dense$|einsum")
 @cases
 def test_mxfp4_is_dot_general(case: Case):
     params, x = case.params(), case.x()
@@ -142,6 +145,7 @@ def test_gradients_are_those_of_dot_general():
     assert_trees_equal(actual, expected)
 
 
+@pytest.mark.by_default("dense$|einsum")
 @cases
 def test_an_mxarray_kernel_is_used_as_it_is(case: Case):
     """Only x is cast to MXFP4; the kernel keeps its MXINT8 codes."""

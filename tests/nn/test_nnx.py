@@ -101,6 +101,7 @@ def tame(layer: Any) -> Any:
     return layer
 
 
+@pytest.mark.by_default("linear$|batch")
 @cases
 def test_state_is_flaxs(case: Case):
     """Names, shapes, dtypes and, from the same seed, values."""
@@ -110,6 +111,7 @@ def test_state_is_flaxs(case: Case):
     assert set(actual) == {"kernel", "bias"}
 
 
+@pytest.mark.by_default("linear$|einsum")
 @cases
 def test_high_precision_is_flax(case: Case):
     """Outputs and gradients, bit for bit, from each other's checkpoint."""
@@ -122,6 +124,7 @@ def test_high_precision_is_flax(case: Case):
     assert_trees_equal(state(other), state(plain))
 
 
+@pytest.mark.by_default("linear$|batch")
 @cases
 def test_mxfp4_is_dot_general(case: Case):
     layer, x = tame(case.ours()), case.x()
@@ -137,6 +140,7 @@ def test_mxfp4_is_dot_general(case: Case):
     assert_bitwise_equal(actual, by_hand(x, layer.kernel[...], layer.bias[...]))
 
 
+@pytest.mark.by_default("linear$|einsum")
 @cases
 def test_an_mxarray_kernel_is_used_as_it_is(case: Case):
     """Only x is cast to MXFP4; the kernel keeps its MXINT8 codes, also through split and jit."""
@@ -209,6 +213,7 @@ def test_a_promote_dtype_of_the_users_own_is_respected():
         assert nnx.eval_shape(lambda layer, x: layer(x), layer, case.x()).dtype == jnp.float16
 
 
+@pytest.mark.by_default("linear$|einsum")
 @cases
 def test_a_rebuilt_layer_is_not_retraced(case: Case):
     traces = []
@@ -225,6 +230,7 @@ def test_a_rebuilt_layer_is_not_retraced(case: Case):
     assert len(traces) == 2
 
 
+@pytest.mark.slow
 def test_vmap_scan_and_remat():
     """A stack of layers made by nnx.vmap and run by nnx.scan gives what the layers give in turn."""
 
@@ -255,6 +261,7 @@ def test_vmap_scan_and_remat():
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.by_default("linear")
 @pytest.mark.parametrize("case", [CASES["linear"], CASES["einsum"]], ids=["linear", "einsum"])
 def test_stochastic_recipes_draw_anew_at_every_call(case: Case):
     first, second = case.ours(stochastic()), case.ours(stochastic())
@@ -295,6 +302,7 @@ def test_every_layer_has_a_stream_of_its_own(streams: dict[str, int]):
     assert keys() == keys()
 
 
+@pytest.mark.slow
 def test_errors_of_two_layers_do_not_correlate():
     """Equal kernels and inputs: only the drawn bits tell the layers' errors apart."""
     rngs = nnx.Rngs(params=0, quantize=1)
@@ -308,6 +316,7 @@ def test_errors_of_two_layers_do_not_correlate():
     assert abs(np.corrcoef(error(), error())[0, 1]) < 0.5
 
 
+@pytest.mark.by_default("params")
 @pytest.mark.parametrize("only", [..., "params"], ids=["all", "params"])
 def test_layers_of_a_stack_have_streams_of_their_own(only: Any):
     """Made by nnx.vmap: also where only the parameters' stream is split."""

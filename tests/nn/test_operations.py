@@ -59,6 +59,7 @@ def test_parameters_are_those_of_the_layer_without_it(form: Any):
     assert jax.eval_shape(layer.init, KEY, X) == expected
 
 
+@pytest.mark.by_default("class")
 @forms
 def test_each_product_draws_its_own_bits(form: Any):
     model = Twins(form(stochastic()))
@@ -106,6 +107,7 @@ def test_attention_projections(form: Any):
     assert np.any(one != other)
 
 
+@pytest.mark.by_default("class")
 @pytest.mark.parametrize("as_class", [False, True], ids=["module", "class"])
 def test_attention_products(as_class: bool):
     def attention(**products: Any) -> flax_nn.Module:
@@ -126,6 +128,7 @@ def test_attention_products(as_class: bool):
         assert np.any(one != other) == (recipe != "mxfp8")
 
 
+@pytest.mark.by_default("class")
 @forms
 def test_through_the_bridge_to_nnx(form: Any):
     rngs = nnx.Rngs(0, quantize=1)
@@ -136,6 +139,7 @@ def test_through_the_bridge_to_nnx(form: Any):
     assert np.any(first != second), "both calls rounded alike"
 
 
+@pytest.mark.slow
 def test_below_scan_each_layer_draws_its_own_bits():
     class Layer(flax_nn.Module):
         @flax_nn.compact

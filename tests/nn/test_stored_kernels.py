@@ -152,6 +152,7 @@ def num_calls(run: Runs, *args: Any, target: str = rejections.PACKED_MATMUL) -> 
     return jax.jit(run).lower(*args).as_text().count(f"@{target}(")
 
 
+@pytest.mark.by_default("dense|einsum")
 @needs_library
 @ways
 @cases
@@ -231,6 +232,7 @@ STACKS: dict[str, Callable[[Any, jax.Array], tuple[Any, Runs]]] = {
 }
 
 
+@pytest.mark.by_default("mxfp8")
 @needs_library
 @pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
 @pytest.mark.parametrize("format", [STORED, "nvfp4"])
@@ -263,6 +265,7 @@ def test_experts_in_one_product():
     assert_bitwise_equal(jax.jit(run)(stored, x), expected, what="packed")
 
 
+@pytest.mark.by_default("linen")
 @needs_library
 @pytest.mark.parametrize("stack", [STACKS["linen"], STACKS["convert.nnx"]], ids=["linen", "nnx"])
 def test_gradients_go_through_a_packed_stack(stack: Any):
@@ -474,6 +477,7 @@ def test_the_way_back_from_convert_nnx():
     assert flax_nnx.graphdef(there_and_back) == flax_nnx.graphdef(layer)
 
 
+@pytest.mark.by_default("linen")
 @needs_library
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_the_projections_of_an_attention(framework: str):

@@ -56,6 +56,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.by_default("mxfp8|packed|gradient")
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_symbolic_batch(function):
     (batch,) = jax.export.symbolic_shape("batch")
@@ -76,6 +77,7 @@ print(float(program.call(jnp.ones((5, 64))).sum()))
 """
 
 
+@pytest.mark.slow
 @needs_library
 def test_a_new_process_needs_the_import_alone(tmp_path: Path):
     (batch,) = jax.export.symbolic_shape("batch")

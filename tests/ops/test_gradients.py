@@ -168,11 +168,13 @@ def is_exact(recipe: Recipe) -> bool:
     return all(spec is not None and spec.format.scale.kind == "exponent" for spec in specs)
 
 
+@pytest.mark.by_default("plain|odd_batch|kept_around|crossed|batch_of_vectors")
 @pytest.mark.parametrize("case", DOT_GENERAL_CASES, ids=str)
 def test_dimension_numbers(case: DotGeneralCase, rng: np.random.Generator):
     compare(case, DISTINCT, rng)
 
 
+@pytest.mark.by_default("mxfp8_hybrid|weight_only|^quantized$|square_blocks")
 @pytest.mark.parametrize(
     "recipe",
     [

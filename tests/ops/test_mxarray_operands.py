@@ -82,6 +82,7 @@ def test_an_mxarray_itself_has_no_gradient(x: np.ndarray, w: np.ndarray):
     assert grads.codes.dtype == grads.scales.dtype == jax.dtypes.float0
 
 
+@pytest.mark.by_default("PRIMAL")
 @pytest.mark.parametrize("residuals", Residuals)
 def test_straight_through_within_one_trace(x: np.ndarray, w: np.ndarray, residuals: Residuals):
     """What was quantized gets the cotangent that it would get as a plain operand."""

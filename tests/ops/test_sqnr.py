@@ -62,6 +62,7 @@ def test_floors(recipe: Recipe, floors: tuple[float, float, float]):
     assert all(np.greater_equal(measured, floors)), measured
 
 
+@pytest.mark.slow
 def test_order():
     """More bits are better, and so is NVFP4's finer block.
 

@@ -114,6 +114,7 @@ def planned(setup: Setup) -> collections.Counter[tuple[str, str]]:
 FLOAT32 = functools.partial(Setup, tokens=TOKENS, dtype=np.dtype(np.float32))
 
 
+@pytest.mark.by_default("8x1x1|1x8x1 False none|1x1x8 True none|2x2x2")
 @pytest.mark.parametrize(
     "setup",
     [
@@ -134,6 +135,7 @@ def test_values_are_what_the_program_moves(setup: Setup):
     assert found.total() > 0
 
 
+@pytest.mark.by_default("forward-mxfp8|backward-mxfp4|forward-nvfp4")
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp6", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("during", ["forward", "backward"])
 def test_codes_are_what_the_program_gathers(name: str, during: str):

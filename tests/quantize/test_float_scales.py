@@ -90,6 +90,7 @@ def test_nvfp4(level: str, rng: np.random.Generator):
     assert_bitwise_equal(values, expected_values, what="values")
 
 
+@pytest.mark.by_default("16")
 @pytest.mark.parametrize("length", [16, 40])
 def test_nvfp4_for_each_row_of_a_vmap(length: int, rng: np.random.Generator):
     """One tensor scale a row; rows of one block make every scale a scalar to XLA."""
@@ -254,6 +255,7 @@ def test_multipliers(format: BlockFormat, rng: np.random.Generator):
     assert_bitwise_equal(values, expected.astype(F) * scale, what="values")
 
 
+@pytest.mark.slow
 def test_square_blocks_are_the_same_from_both_sides(rng: np.random.Generator):
     """What two-dimensional blocks are for: the transposed tensor has the transposed codes."""
     x = wide_normal(rng, (40, 70))

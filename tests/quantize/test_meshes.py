@@ -48,6 +48,7 @@ def signs(x: jax.Array, key: jax.Array) -> jax.Array:
     return hadamard.apply(x, hadamard.draw_signs(transform, key), -1)
 
 
+@pytest.mark.by_default("shape1")
 @pytest.mark.parametrize(("shape", "spec"), MESHES)
 @pytest.mark.parametrize("function", [rounded, signs])
 def test_the_same_bits_on_any_mesh(x: jax.Array, function: Any, shape: Any, spec: P):
@@ -58,6 +59,7 @@ def test_the_same_bits_on_any_mesh(x: jax.Array, function: Any, shape: Any, spec
         assert len(ours.sharding.device_set) == np.prod(shape)
 
 
+@pytest.mark.slow
 def test_a_product_and_its_gradients_round_alike(x: jax.Array, rng: np.random.Generator):
     """MXFP4's products are exact sums: what differs would be its random bits."""
     w = jnp.asarray(rng.standard_normal((X[1], 32)), jnp.float32)
@@ -93,6 +95,7 @@ def test_each_shard_by_the_key_rule(x: jax.Array):
         assert number == 0 or (part != found[0]).any()
 
 
+@pytest.mark.by_default("mxfp4")
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
 def test_saved_on_one_mesh_restored_on_another(tmp_path: Path, x: jax.Array, format: str):
     """An MXArray through orbax: the same codes and scales, where the target says."""

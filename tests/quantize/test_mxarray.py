@@ -46,6 +46,7 @@ NATIVE = [
 ]
 
 
+@pytest.mark.by_default("mxfp8_e4m3|mxfp4|float8_rowwise")
 @pytest.mark.parametrize(
     ("format", "element", "scale"), NATIVE, ids=lambda v: getattr(v, "name", None)
 )
@@ -100,6 +101,7 @@ def test_bytes(x: np.ndarray):
     }
 
 
+@pytest.mark.by_default("7|33")
 @pytest.mark.parametrize(("length", "width"), [(1, 1), (7, 4), (32, 16), (33, 17)])
 def test_packed_bytes_of_odd_lengths(length: int, width: int):
     quantized = mx_jax.quantize(jnp.ones((2, length)), MXFP4)
@@ -276,6 +278,7 @@ def test_one_program_for_all_arrays_alike(x: np.ndarray):
     assert traces == [MXFP4, MXFP8_E4M3]
 
 
+@pytest.mark.slow
 def test_what_was_quantized_is_not_kept_alive(rng: np.random.Generator):
     """A weight quantized for inference must not hold its master copy."""
     master = jnp.asarray(rng.normal(size=(4, 32)), jnp.float32)

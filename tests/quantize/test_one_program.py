@@ -27,6 +27,7 @@ def compiled() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.by_default("mxfp8|function-nvfp4|method-mxint8|array-float8")
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     ("rows", "operation"),

@@ -31,6 +31,9 @@ def assert_same(actual, expected, what: str = "") -> None:
         assert_bitwise_equal(left, right, what=f"{name} {what}", any_nan=True)
 
 
+@pytest.mark.by_default(
+    "mxfp8_e4m3-floor|mxfp8_e5m2-ceil|mxfp6_e2m3-even|mxfp6_e3m2-rceil|mxfp4-[er]|mxint8-[rc]"
+)
 @ALL
 def test_equals_the_oracle(config: Config):
     @EXAMPLES
@@ -99,6 +102,7 @@ def test_narrow_floats_equal_their_widening(config: Config):
     check()
 
 
+@pytest.mark.by_default("mxfp8_e4m3-floor|mxfp6_e3m2|mxfp4-even|mxint8-floor")
 @follows
 @pytest.mark.parametrize("config", FLOAT32, ids=str)
 def test_padding_is_invisible(config: Config):
@@ -124,6 +128,7 @@ def test_padding_is_invisible(config: Config):
     check()
 
 
+@pytest.mark.by_default("mxfp4")
 @follows
 @pytest.mark.parametrize("config", [c for c in FLOAT32 if len(c.shape) > 2], ids=str)
 def test_permuting_axes_commutes(config: Config):

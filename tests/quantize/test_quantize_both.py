@@ -39,6 +39,7 @@ def check_same(actual, expected):
         assert_bitwise_equal(left.scales, right.scales, what="scales")
 
 
+@pytest.mark.by_default("any-mxfp8|any-nvfp4|cpu_ffi-mxfp4")
 @pytest.mark.parametrize(
     "options",
     [
@@ -58,6 +59,7 @@ def codes(x):
     return [(q.codes, q.scales) for q in mx_jax.quantize_both(x, "mxfp4")]
 
 
+@pytest.mark.by_default("any")
 def test_vmap_and_scan(x: jax.Array):
     expected = jax.tree.leaves([(q.codes, q.scales) for q in singly(x, format="mxfp4")])
     for actual in (jax.vmap(codes)(x), jax.lax.map(codes, x)):

@@ -44,6 +44,7 @@ def test_exact_values_and_signed_zeros_never_move():
         assert_bitwise_equal(moved[format.name], expected, what=format.name)
 
 
+@pytest.mark.by_default("mxfp4|nvfp4")
 @pytest.mark.one_python(reason="a mean over draws: tests/codecs rounds by given bits everywhere")
 @pytest.mark.parametrize("format", [MXFP8_E4M3, MXFP4, MXINT8, NVFP4], ids=lambda f: f.name)
 def test_the_mean_is_the_value(format: BlockFormat, rng: np.random.Generator):

@@ -122,6 +122,7 @@ def test_no_gradient_crosses_a_jit_boundary(x: np.ndarray):
     assert_bitwise_equal(gradient, np.zeros_like(x))
 
 
+@pytest.mark.slow
 def test_jit_vmap_scan_and_remat_change_no_bit(rng: np.random.Generator):
     # Each row alone is one more copy in the program.
     x = rng.normal(size=(2, 3, 40)).astype(np.float32)

@@ -40,6 +40,7 @@ def _oracle_scale(x: np.ndarray, axis: int | None, top: float, power_of_two: boo
     return scale
 
 
+@pytest.mark.by_default("True")
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize(("kind", "axis"), [("tensorwise", None), ("rowwise", -1), ("rowwise", 0)])

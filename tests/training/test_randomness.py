@@ -27,6 +27,7 @@ def slow_but_one(names):
     return [names[0], *(pytest.param(name, marks=pytest.mark.slow) for name in names[1:])]
 
 
+@pytest.mark.by_default("mxfp4|mxfp8")
 @pytest.mark.one_python(reason="a mean over draws: tests/codecs rounds by given bits everywhere")
 @pytest.mark.parametrize("format", ["mxfp4", "mxfp6_e3m2", "mxfp8_e4m3", "mxint8", "nvfp4"])
 def test_stochastic_rounding_is_unbiased(format):
@@ -190,6 +191,7 @@ def test_sharding_does_not_change_the_draws():
     np.testing.assert_array_equal(quantize(x, key).codes, quantize(spread, key).codes)
 
 
+@pytest.mark.slow
 def test_sharding_does_not_change_the_gradients():
     """All three products of a stochastic recipe, bit for bit: four-bit sums need no rounding."""
     recipe = mx_jax.recipes.mxfp4().with_(scale_rule="rceil", rounding="stochastic")
@@ -213,6 +215,7 @@ def test_sharding_does_not_change_the_gradients():
         np.testing.assert_array_equal(sharded, alone, err_msg=name)
 
 
+@pytest.mark.by_default("mxfp4_backward|quartet")
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_recipes_need_a_key(name):
     """Those of the library round to nearest in the forward product: gradients need it."""
@@ -254,6 +257,7 @@ def test_clipped_values_get_no_gradient():
     assert (np.where(clipped, 1, gradient) != 0).mean() > 0.8
 
 
+@pytest.mark.slow
 def test_four_over_six_loses_less_than_six_alone():
     x = normal(256, 512)
     plain = sqnr_db(x, mx_jax.cast(x, "nvfp4"))
@@ -261,6 +265,7 @@ def test_four_over_six_loses_less_than_six_alone():
     assert adaptive > plain + 0.5
 
 
+@pytest.mark.slow
 def test_square_blocks_are_one_weight_for_both_products():
     """Quantizing W and W^T in square blocks gives transposed codes: one stored weight is enough."""
     w = normal(96, 64)
