@@ -10,6 +10,7 @@ from mx_jax.checkpoint.plausible import Plausibility as Plausibility
 from mx_jax.checkpoint.plausible import plausibility as plausibility
 from mx_jax.checkpoint.qarray import from_qarray as from_qarray
 from mx_jax.checkpoint.qarray import to_qarray as to_qarray
+from mx_jax.checkpoint.stated import quantization_config as quantization_config
 from mx_jax.checkpoint.transcoding import Certificate as Certificate
 from mx_jax.checkpoint.transcoding import transcode as transcode
 from mx_jax.checkpoint.weights import Stored as Stored

@@ -38,8 +38,8 @@ def write(
 
     What `read` gives goes back as it was. Each weight is fetched twice, to describe it and to write
     it, and one at a time is in memory: of `Weights` that are read from files, so a model larger
-    than memory goes through. A file appears when it is whole. What `config.json` has to say beside
-    it is the model's own matter.
+    than memory goes through. A file appears when it is whole. `quantization_config` gives what a
+    model's config.json has to say of it.
 
     Args:
       path: of the file; of a folder, where there are to be several.

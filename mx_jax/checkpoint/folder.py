@@ -42,14 +42,14 @@ def config_of(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if (folder / "config.json").is_file():
         found = read_table(folder / "config.json", _READ)
-    elif (folder / "hf_quant_config.json").is_file():
+    if "quantization_config" not in found and (folder / "hf_quant_config.json").is_file():
         stated = read_table(folder / "hf_quant_config.json", _READ).get("quantization") or {}
         if not isinstance(stated, dict):
             raise ValueError(
                 f"checkpoint.read: {folder / 'hf_quant_config.json'}: quantization is no table, "
                 f"got {stated!r}"
             )
-        found = {"quantization_config": {"quant_method": "modelopt"} | stated}
+        found["quantization_config"] = {"quant_method": "modelopt"} | stated
     return found
 
 

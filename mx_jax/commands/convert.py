@@ -6,7 +6,7 @@ from typing import Any
 from mx_jax import checkpoint
 from mx_jax.checkpoint.layouts import LAYOUTS
 from mx_jax.commands.output import say, size
-from mx_jax.commands.programs import layout_for, programs
+from mx_jax.commands.programs import layout_for, program_of, programs
 from mx_jax.commands.stream import (
     add_input,
     add_output,
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     tell_of_values(weights, weights)
     tensors = {name: as_it_is(weights, name) for name in weights}
     layout = layout_for(options.to, tensors)
-    write_out(options, weights, tensors, layout)
+    write_out(options, weights, tensors, layout, program_of(options.to))
     before, after = stored_bytes(weights), written(options.out)
     say(f"{options.out}: {layout}, {len(weights)} tensors, {size(before)} -> {size(after)}")
     return 0

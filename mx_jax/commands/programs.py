@@ -33,6 +33,11 @@ def layout_for(to: str, tensors: Mapping[str, Any]) -> str:
     raise ValueError(f"{to} has no one layout for {shown}; name one of {names}")
 
 
+def program_of(to: str) -> str | None:
+    """The program that `--to` names; None where it names a layout."""
+    return to if to in programs() else None
+
+
 def programs() -> dict[str, list[Layout]]:
     """Layouts by the programs that a `quantization_config` names."""
     found: dict[str, list[Layout]] = {}

@@ -10,7 +10,7 @@ from mx_jax.checkpoint.deferred import deferred
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.judging import Judged, judge, quantized_like, report
 from mx_jax.commands.output import console, say, size
-from mx_jax.commands.programs import layout_for
+from mx_jax.commands.programs import layout_for, program_of
 from mx_jax.commands.rules_file import SCALES, FileRule, format_rule, read_rules
 from mx_jax.commands.stream import (
     OWN,
@@ -136,7 +136,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     tensors = {name: _tensor(weights, name, judged[name], likes[name]) for name in weights}
     tell_of_values(weights, (name for name in weights if not judged[name].quantizes))
-    write_out(options, weights, tensors, layout_for(options.to, tensors))
+    layout = layout_for(options.to, tensors)
+    write_out(options, weights, tensors, layout, program_of(options.to))
     before, after = stored_bytes(weights), written(options.out)
     say(
         f"{options.out}: {found.num_converted} of {len(weights)} tensors quantized, "

@@ -14,9 +14,11 @@ from mx_jax import checkpoint
 from mx_jax.checkpoint.deferred import Deferred, deferred
 from mx_jax.checkpoint.file import put
 from mx_jax.checkpoint.folder import read_table
+from mx_jax.checkpoint.layouts import LAYOUTS
 from mx_jax.checkpoint.progress import progress_bar
-from mx_jax.checkpoint.safetensors_file import Entry
+from mx_jax.checkpoint.safetensors_file import Entry, replacing
 from mx_jax.checkpoint.safetensors_file import write as write_file
+from mx_jax.checkpoint.stated import hf_quant_config
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.output import say, watched
 
@@ -118,6 +120,7 @@ def write_out(
     weights: Weights,
     tensors: Mapping[str, Any],
     layout: str | None = None,
+    program: str | None = None,
 ) -> None:
     """Write tensors, each when its turn comes; the file appears when it is whole.
 
@@ -126,6 +129,7 @@ def write_out(
       weights: what they were made of: a tree that mx_jax wrote stays one.
       tensors: by name, what `as_it_is` and `deferred` give.
       layout: `"mx_jax"`, a layout of others, or None for arrays that any reader reads.
+      program: that is to read it, where several use the layout.
     """
     out, paths = options.out, weights.metadata.get("paths")
     largest = None if options.max_shard_size is None else _nbytes(options.max_shard_size)
@@ -154,7 +158,10 @@ def write_out(
         with progress_bar("write", total, watched()) as step:
             write_file(path, entries, {"format": "pt"}, step)
     if out.is_dir() and weights.path.is_dir():
-        bring_along(weights.path, out)
+        stated = None
+        if layout in {row.name for row in LAYOUTS}:
+            stated = checkpoint.quantization_config(tensors, layout=layout, program=program)
+        bring_along(weights.path, out, stated)
 
 
 # What a model's folder holds beside its tensors.
@@ -164,17 +171,34 @@ _OF_TENSORS = ("*.index.json", "hf_quant_config.json")
 _QUANTIZED = ("quantization_config", "compression_config")
 
 
-def bring_along(source: Path, out: Path) -> None:
-    """Copy what a model's folder holds beside tensors; config.json without how they were stored."""
+def bring_along(source: Path, out: Path, stated: Mapping[str, Any] | None) -> None:
+    """Copy what a model's folder holds beside tensors.
+
+    Args:
+      source: the folder.
+      out: the folder that its tensors were written to.
+      stated: what config.json says of how they are stored now, in place of what it said.
+    """
     for path in sorted({path for pattern in _BESIDE for path in source.glob(pattern)}):
         if any(path.match(pattern) for pattern in _OF_TENSORS) or not path.is_file():
             continue
         if path.name == "config.json":
             config = read_table(path, "checkpoint.read")
             kept = {key: value for key, value in config.items() if key not in _QUANTIZED}
-            (out / path.name).write_text(json.dumps(kept, indent=2) + "\n")
+            kept |= {} if stated is None else {"quantization_config": dict(stated)}
+            _write_table(out / path.name, kept)
         elif not (out / path.name).exists() or not path.samefile(out / path.name):
             shutil.copyfile(path, out / path.name)
+    # ModelOpt's loaders look for a file of its own as well.
+    own = out / "hf_quant_config.json"
+    own.unlink(missing_ok=True)
+    if stated is not None and "quant_algo" in stated:
+        _write_table(own, hf_quant_config(stated))
+
+
+def _write_table(path: Path, table: Mapping[str, Any]) -> None:
+    with replacing(path) as file:
+        file.write(json.dumps(table, indent=2).encode() + b"\n")
 
 
 def _nbytes(text: str) -> int:

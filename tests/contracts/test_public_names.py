@@ -64,6 +64,7 @@ PUBLIC = {
         "from_wire",
         "load",
         "plausibility",
+        "quantization_config",
         "read",
         "save",
         "to_qarray",

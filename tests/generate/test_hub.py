@@ -97,6 +97,8 @@ def test_quantized_by_the_command_and_run_as_stored(
     beside = {path.name for path in out.iterdir()}
     assert beside == {path.name for path in folder.iterdir()}
     config = json.loads((out / "config.json").read_text())
+    assert ("quantization_config" in config) == ("--to" in options)
+    config.pop("quantization_config", None)
     assert config == {key: value for key, value in CONFIG.items() if value is not None}
     source = open_model(out)
     params, found = logits(source, HIGH, stored=True)
