@@ -59,16 +59,6 @@ def given_moves(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Moves
     return moves
 
 
-def not_gathered(recipe: MatmulRecipe, operation: str) -> None:
-    """Raise ValueError if the recipe gathers what this operation leaves where it lies."""
-    if recipe.gather is not None and recipe.gather.on_mesh():
-        raise ValueError(
-            f"{operation}: operands are gathered as codes by dot_general, matmul and einsum alone, "
-            f"got recipe {recipe.name!r} with gather axes={recipe.gather.axes}; pass "
-            "recipe.with_(gather=None)"
-        )
-
-
 def moves_of(
     lhs: AnyOperand,
     rhs: AnyOperand,

@@ -23,10 +23,10 @@ from mx_jax.ops.canonical import check_blocks
 from mx_jax.ops.clipping import mask_clipped
 from mx_jax.ops.dense import HIGH_PRECISION
 from mx_jax.ops.keys import GRADIENTS, Key, check_matmul_key, product_key
-from mx_jax.ops.operands import reuse, unscaled
-from mx_jax.ops.placing import not_gathered
+from mx_jax.ops.operands import unscaled
 from mx_jax.ops.product import Bar, Casts, Given, differentiable, zero_bars
 from mx_jax.ops.ragged_checks import as_group_sizes, at_most, check_rows, check_shapes
+from mx_jax.ops.ragged_moves import experts_move, matrices_back, on_automatic_axes
 from mx_jax.ops.ragged_operands import (
     LAST,
     SECOND_LAST,
@@ -42,6 +42,7 @@ from mx_jax.ops.watched import watched
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.reference import ragged
 from mx_jax.reference.ragged import ragged_rows
+from mx_jax.sharding.movement import Movement, as_gathered
 from mx_jax.specs import MatmulRecipe, MatmulSpec, Residuals
 
 _FORWARD = ProductAxes(LAST, SECOND_LAST)
@@ -105,25 +106,30 @@ def ragged_dot(
     recipe = as_recipe(recipe, "ragged_dot")
     lhs = as_operand(unpacked(lhs), "lhs", recipe, "ragged_dot")
     rhs = packed_for(as_operand(rhs, "rhs", recipe, "ragged_dot"), _EXPERTS, "ragged_dot")
-    sizes = as_group_sizes(group_sizes)
-    check_shapes(lhs, rhs, sizes)
+    sizes, to_lax = as_group_sizes(group_sizes), goes_to_lax(recipe, lhs, rhs)
+    move = None if to_lax else experts_move(recipe, lhs, rhs)
+    check_shapes(lhs, as_gathered(rhs, move), sizes)
     sizes = at_most(sizes, lhs.shape[0])
     key = check_matmul_key(key, recipe)
-    if goes_to_lax(recipe, lhs, rhs):
+    if to_lax:
         return lax.ragged_dot(
             lhs, rhs, sizes, precision=precision, preferred_element_type=preferred_element_type
         )
     check_rows(recipe)
-    not_gathered(recipe, "ragged_dot")
     out_dtype = dtype_of_product(preferred_element_type, lhs, rhs, "ragged_dot")
     for operand, side in ((lhs, "lhs"), (rhs, "rhs")):
         if isinstance(operand, MXArray):
             check_blocks(operand, 1, side, "ragged_dot")
     sizes = ragged_rows(sizes, lhs.shape[0], unit=1).sizes
-    product = RaggedProduct(recipe=recipe, out_dtype=out_dtype, precision=precision)
+
+    def multiply(lhs: Given, rhs: Given, extra: _Extra, recipe: MatmulRecipe) -> jax.Array:
+        move = experts_move(recipe, lhs.operand, rhs.operand)
+        product = RaggedProduct(recipe=recipe, out_dtype=out_dtype, precision=precision, move=move)
+        return (watched if watching.value else differentiable)(product, lhs, rhs, extra)
+
     with follow(lhs, rhs):
-        multiply = watched if watching.value else differentiable
-        return multiply(product, Given.of(lhs), Given.of(rhs), _Extra(sizes, key))
+        given = Given.of(lhs), Given.of(rhs), _Extra(sizes, key)
+        return on_automatic_axes(multiply, *given, recipe)
 
 
 class _Extra(NamedTuple):
@@ -141,18 +147,20 @@ class RaggedProduct:
       recipe: formats of the product and of its two gradient products.
       out_dtype: dtype of the product.
       precision: for high-precision operands.
+      move: how rhs gets to the products that multiply it; None: it is there.
     """
 
     recipe: MatmulRecipe
     out_dtype: np.dtype
     precision: Any
+    move: Movement | None = None
 
     @functools.partial(jax.jit, static_argnums=0)
     def forward(self, lhs: Operand, rhs: Operand, extra: _Extra) -> jax.Array:
         """The product."""
-        key = product_key(self.recipe, "fwd", extra.key)
+        key, spec = product_key(self.recipe, "fwd", extra.key), self.recipe.fwd
         with jax.named_scope("output"):
-            return self._multiply(_FORWARD, self.recipe.fwd, lhs, rhs, extra.sizes, key)
+            return self._multiply(_FORWARD, spec, lhs, (rhs, self.move), extra.sizes, key)
 
     def keep(self, lhs: Operand, rhs: Operand, extra: _Extra) -> tuple[Operand, Operand, _Extra]:
         """The operands as they came, or as the product took them."""
@@ -181,8 +189,8 @@ class RaggedProduct:
             if side == "rhs":
                 return wide._grad_rhs(g, other, saved.sizes, key)
             spec = self.recipe.dlhs
-            rhs = reuse(other, spec.rhs, _GRAD_LHS.rhs)
-            return wide._multiply(_GRAD_LHS, spec, g, rhs, saved.sizes, key)
+            experts = matrices_back(other, self.move, spec.rhs)
+            return wide._multiply(_GRAD_LHS, spec, g, experts, saved.sizes, key)
 
     def masked(self, side: Side, bar: jax.Array, own: Operand, saved: _Extra) -> jax.Array:
         """The cotangent without what the product clipped."""
@@ -191,10 +199,11 @@ class RaggedProduct:
         return mask_clipped(self.recipe, side, _FORWARD, bar, own, saved.key)
 
     def _multiply(
-        self, axes: ProductAxes, spec: MatmulSpec, lhs: Operand, rhs: Operand, sizes: Any, key: Key
+        self, axes: ProductAxes, spec: MatmulSpec, lhs: Operand, rhs: Any, sizes: Any, key: Key
     ) -> jax.Array:
-        """A product that keeps the rows."""
-        left, right = prepare_kept(lhs, rhs, axes, sizes, spec, key)
+        """A product that keeps the rows, by matrices and how they get to it."""
+        rhs, move = rhs
+        left, right = prepare_kept(lhs, rhs, axes, sizes, spec, key, move)
         in_groups = dataclasses.replace(axes, rhs=axes.rhs.in_batch())
         stored = axes == _FORWARD and isinstance(rhs, MXArray)
         product = _scaled(self, left, right, sizes, in_groups, stored)
@@ -202,15 +211,19 @@ class RaggedProduct:
 
     def _grad_rhs(self, g: jax.Array, lhs: Operand, sizes: Any, key: Key) -> Any:
         """`[p, k]` by `[p, n]`: p are the rows, those of each group padded to whole blocks."""
-        spec = self.recipe.drhs.swapped()
+        spec, move = self.recipe.drhs.swapped(), self.move
+        # What devices of shard_map add up is added before it is rounded.
+        dtype = np.dtype(np.float32) if move is not None and move.manual else self.out_dtype
+        wide = dataclasses.replace(self, out_dtype=dtype)
         found = contracted_operands(lhs, g, sizes, spec, _GRAD_RHS, key)
-        product = _scaled(self, found.lhs, found.rhs, found.rows.sizes, _GRAD_RHS)
-        return unscaled(product, *found.given, spec)
+        product = _scaled(wide, found.lhs, found.rhs, found.rows.sizes, _GRAD_RHS)
+        product = unscaled(product, *found.given, spec)
+        return product if move is None else move.move_back(product).astype(self.out_dtype)
 
     def casts(self, lhs: Operand, rhs: Operand, extra: _Extra) -> Casts:
         """What the product quantizes."""
         key = product_key(self.recipe, "fwd", extra.key)
-        return kept_casts(lhs, rhs, _FORWARD, extra.sizes, self.recipe.fwd, key)
+        return kept_casts(lhs, rhs, _FORWARD, extra.sizes, self.recipe.fwd, key, self.move)
 
     def gradient_casts(
         self, side: Side, g: jax.Array, other: Operand, bar: Bar, saved: _Extra
@@ -219,8 +232,8 @@ class RaggedProduct:
         key = product_key(self.recipe, GRADIENTS[side], saved.key)
         if side == "lhs":
             spec = self.recipe.dlhs
-            rhs = reuse(other, spec.rhs, _GRAD_LHS.rhs)
-            return kept_casts(g, rhs, _GRAD_LHS, saved.sizes, spec, key)
+            rhs, move = matrices_back(other, self.move, spec.rhs)
+            return kept_casts(g, rhs, _GRAD_LHS, saved.sizes, spec, key, move)
         spec = self.recipe.drhs.swapped()
         found = contracted_operands(other, g, saved.sizes, spec, _GRAD_RHS, key)
         own, of_g = found.casts(spec, _GRAD_RHS)
@@ -229,7 +242,7 @@ class RaggedProduct:
     def in_high_precision(self) -> "RaggedProduct":
         """The same product of values as they are, in float32."""
         wide, precision = np.dtype(np.float32), lax.Precision.HIGHEST
-        return RaggedProduct(recipe=HIGH_PRECISION, out_dtype=wide, precision=precision)
+        return dataclasses.replace(self, recipe=HIGH_PRECISION, out_dtype=wide, precision=precision)
 
 
 def _scaled(

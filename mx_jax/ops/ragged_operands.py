@@ -14,13 +14,15 @@ from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops.keys import Key
-from mx_jax.ops.operands import SWAPPED, prepare, prescaled, transform_operands
+from mx_jax.ops.operands import SWAPPED, operand_keys, prepare, prescaled, transform_operands
+from mx_jax.ops.placing import Placed, place
 from mx_jax.ops.product import Cast, Casts
 from mx_jax.ops.quantize import draw_bits, quantize_operand
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.packed import Quantized
 from mx_jax.reference import ragged
 from mx_jax.reference.ragged import RaggedRows, ragged_rows
+from mx_jax.sharding.movement import Movement
 from mx_jax.specs import MatmulSpec, OperandSpec
 
 # The axis of experts is no batch axis here: a format that is WHOLE takes one matrix at a time.
@@ -49,23 +51,36 @@ def without_unused(x: Operand, sizes: jax.Array) -> Operand:
 
 
 def prepare_kept(
-    lhs: Operand, rhs: Operand, axes: ProductAxes, sizes: jax.Array, spec: MatmulSpec, key: Key
+    lhs: Operand,
+    rhs: Operand,
+    axes: ProductAxes,
+    sizes: jax.Array,
+    spec: MatmulSpec,
+    key: Key,
+    move: Movement | None = None,
 ) -> tuple[Operand, Operand]:
-    """Both operands as a product that keeps the rows takes them."""
-    lhs, rhs, (lhs_key, rhs_key) = _turned_kept(lhs, rhs, axes, sizes, spec, key)
-    return (
-        _prepare_rows(sizes, lhs, spec.lhs, lhs_key),
-        prepare(rhs, spec.rhs, axes.rhs, rhs_key, side="rhs"),
-    )
+    """Both operands as a product that keeps the rows takes them; rhs gets to it by `move`."""
+    (left, right), lhs_key, placed = _turned_kept(lhs, rhs, axes, sizes, spec, key, move)
+    matrices = prepare(right, spec.rhs, axes.rhs, placed.key, placed.tensor_scale, side="rhs")
+    if placed.move is not None and isinstance(matrices, MXArray):
+        matrices = placed.move.move_codes(matrices)
+    return _prepare_rows(sizes, left, spec.lhs, lhs_key), matrices
 
 
 def kept_casts(
-    lhs: Operand, rhs: Operand, axes: ProductAxes, sizes: jax.Array, spec: MatmulSpec, key: Key
+    lhs: Operand,
+    rhs: Operand,
+    axes: ProductAxes,
+    sizes: jax.Array,
+    spec: MatmulSpec,
+    key: Key,
+    move: Movement | None = None,
 ) -> Casts:
-    """What `prepare_kept` quantizes."""
-    left, right, _ = _turned_kept(lhs, rhs, axes, sizes, spec, key)
-    after = prepare_kept(lhs, rhs, axes, sizes, spec, key)
-    return _cast(left, after[0], spec.lhs, axes.lhs), _cast(right, after[1], spec.rhs, axes.rhs)
+    """What `prepare_kept` quantizes, before any codes move."""
+    (left, right), lhs_key, placed = _turned_kept(lhs, rhs, axes, sizes, spec, key, move)
+    rows = _prepare_rows(sizes, left, spec.lhs, lhs_key)
+    matrices = prepare(right, spec.rhs, axes.rhs, placed.key, placed.tensor_scale, side="rhs")
+    return _cast(left, rows, spec.lhs, axes.lhs), _cast(right, matrices, spec.rhs, axes.rhs)
 
 
 def _cast(before: Operand, after: Operand, spec: OperandSpec | None, axes: Axes) -> Cast | None:
@@ -76,14 +91,23 @@ def _cast(before: Operand, after: Operand, spec: OperandSpec | None, axes: Axes)
 
 
 def _turned_kept(
-    lhs: Operand, rhs: Operand, axes: ProductAxes, sizes: jax.Array, spec: MatmulSpec, key: Key
-) -> tuple[Any, Any, tuple[Key, Key]]:
-    """Both operands transformed, and each one's key."""
+    lhs: Operand,
+    rhs: Operand,
+    axes: ProductAxes,
+    sizes: jax.Array,
+    spec: MatmulSpec,
+    key: Key,
+    move: Movement | None,
+) -> tuple[tuple[Operand, Operand], Any, Placed]:
+    """Both operands transformed, the key of lhs, and rhs where it is quantized."""
     # Products leave out the rows of no group; scales of more than a row would count them.
     own = None if spec.lhs is None else spec.lhs.format
     if own is not None and (own.tensor_scale or isinstance(own.block[0], Whole)):
         lhs = without_unused(lhs, sizes)
-    return transform_operands(lhs, rhs, spec, axes, key)
+    lhs_key, rhs_key, _ = operand_keys(key)
+    placed = place(rhs, move, spec.rhs, axes.rhs, rhs_key, spec.transform)
+    turned = transform_operands(lhs, placed.operand, spec, axes, key)
+    return turned[:2], lhs_key, placed
 
 
 def _prepare_rows(sizes: jax.Array, x: Operand, spec: OperandSpec | None, key: Key) -> Operand:

@@ -1,0 +1,148 @@
+"""Experts of ragged products on several devices: the bits of one device, and what moves."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.sharding import Gather
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+from tests.quick import OPTIONS, quick
+from tests.sharding.collectives import collectives, gathered
+
+P = PartitionSpec
+EXPERTS, ROWS, FEATURES, UNITS = 4, 128, 128, 128
+WEIGHTS = EXPERTS * FEATURES * UNITS
+SIZES = np.array([40, 0, 70, 10], np.int32)
+MXFP4 = recipes.mxfp4()
+
+
+@pytest.fixture(scope="module")
+def arrays() -> tuple[np.ndarray, ...]:
+    """Rows, experts and a cotangent; products of them need no rounding."""
+    rng = np.random.default_rng(0)
+    shapes = (ROWS, FEATURES), (EXPERTS, FEATURES, UNITS), (ROWS, UNITS)
+    return tuple(draw_few_octaves(rng, shape) for shape in shapes)
+
+
+def mesh_of(kind: AxisType, shape: tuple[int, int] = (4, 2)) -> jax.sharding.Mesh:
+    return jax.make_mesh(shape, ("fsdp", "model"), axis_types=(kind,) * 2)
+
+
+def step(recipe: Any) -> Any:
+    def run(x, w, g, sizes):
+        y, pullback = jax.vjp(lambda x, w: mx_jax.ragged_dot(x, w, sizes, recipe=recipe), x, w)
+        return y, *pullback(g)
+
+    return run
+
+
+def check(actual: Any, expected: Any) -> None:
+    for name, one, other in zip(("y", "dx", "dw"), actual, expected, strict=True):
+        assert_bitwise_equal(np.asarray(one) + 0.0, np.asarray(other) + 0.0, what=name)
+
+
+# Codes and scales beside bfloat16's bytes.
+RATIOS = {"mxfp6": 0.391, "mxfp4": 0.266}
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "spec"),
+    [("mxfp4", AUTO, P(None, "fsdp", "model")), ("mxfp6", EXPLICIT, P("fsdp", "model", None))],
+)
+@pytest.mark.slow
+def test_under_jit(name: str, kind: AxisType, spec: PartitionSpec, arrays: Any):
+    """Rows and experts lie along the same axis; "model" stays where it is."""
+    recipe, told = recipes.from_name(name), kind is EXPLICIT
+    gathering = recipe.with_(gather=Gather("fsdp", rhs=None if told else spec))
+    x_spec = P("fsdp", "model" if spec[1] == "model" else None)
+    y_spec = P("fsdp", spec[2])
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        places = [NamedSharding(mesh, own) for own in (x_spec, spec, y_spec, P())]
+        operands = [jax.device_put(a, at) for a, at in zip((*arrays, SIZES), places, strict=True)]
+        results = None if told else (places[2], places[0], places[1])
+        run = jax.jit(step(gathering), out_shardings=results, compiler_options=OPTIONS)
+        program = run.lower(*operands).compile()
+        actual = program(*operands)
+    expected = quick(step(recipe))(*arrays, SIZES)
+    check(actual, expected)
+    assert [a.sharding.spec for a in actual] == [y_spec, x_spec, spec]
+    text = str(program.as_text())
+    # Half of them lies along "model", and both orientations move.
+    assert gathered(text, "u8") / (2 * WEIGHTS) == pytest.approx(RATIOS[name], abs=0.002)
+    assert not gathered(text, "f32")
+
+
+def test_inside_shard_map(arrays: Any):
+    """Each device has rows and groups of its own, and parts of all experts."""
+    x, w, g = arrays
+    sizes = np.array([[10, 0, 12, 10], [0, 32, 0, 0], [1, 2, 3, 4], [8, 8, 8, 8]], np.int32)
+    spec, rows = P(None, "fsdp"), P("fsdp")
+    gathering = MXFP4.with_(gather=Gather("fsdp", rhs=spec))
+    sharded = jax.shard_map(
+        step(gathering),
+        mesh=jax.make_mesh((4,), ("fsdp",), axis_types=(AUTO,)),
+        in_specs=(rows, spec, rows, rows),
+        out_specs=(rows, rows, spec),
+    )
+    program = quick(sharded).lower(x, w, g, sizes.reshape(-1)).compile()
+
+    def alone(x, g, sizes):
+        return jax.lax.map(lambda own: step(MXFP4)(own[0], w, *own[1:]), (x, g, sizes))
+
+    parts = x.reshape(4, -1, FEATURES), g.reshape(4, -1, UNITS), sizes
+    y, dx, dw = quick(alone)(*parts)
+    expected = y.reshape(ROWS, UNITS), dx.reshape(ROWS, FEATURES), dw.sum(0)
+    check(program(x, w, g, sizes.reshape(-1)), expected)
+    text = str(program.as_text())
+    assert gathered(text) == gathered(text, "u8") == 2 * (WEIGHTS // 2 + WEIGHTS // 32)
+    sums = [found for found in collectives(text) if found.kind == "reduce-scatter"]
+    assert [(found.dtype, found.nbytes) for found in sums] == [("f32", WEIGHTS)]
+
+
+@pytest.mark.parametrize(
+    ("how", "spec"),
+    [slow("shard_map", P(None, None, "fsdp")), ("auto", P("fsdp")), ("explicit", P("fsdp"))],
+)
+def test_stored_experts(how: str, spec: PartitionSpec, arrays: Any):
+    """MXArrays move as the codes that they are."""
+    x, w, _ = arrays
+    told = how == "explicit"
+    stored = mx_jax.quantize(w, "mxfp4", axis=1)
+    recipe = recipes.weight_only("mxfp4").with_(gather=Gather("fsdp", rhs=None if told else spec))
+    mesh = mesh_of(EXPLICIT if told else AUTO)
+    run: Any = lambda x, w, sizes: mx_jax.ragged_dot(x, w, sizes, recipe=recipe)  # noqa: E731
+    if how == "shard_map":
+        run = jax.shard_map(
+            run, mesh=mesh, in_specs=(P(), spec, P()), out_specs=P(), check_vma=False
+        )
+    with jax.set_mesh(mesh):
+        experts = mx_jax.sharding.device_put(stored, NamedSharding(mesh, spec))
+        program = jax.jit(run, compiler_options=OPTIONS).lower(x, experts, SIZES).compile()
+        actual = program(x, experts, SIZES)
+    text = str(program.as_text())
+    assert gathered(text, "u8") == WEIGHTS // 2 + WEIGHTS // 32
+    assert not gathered(text, "f32")
+    expected = mx_jax.ragged_dot(x, stored, SIZES, recipe=recipes.weight_only("mxfp4"))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_rows_are_not_gathered(arrays: Any):
+    x, w, _ = arrays
+    recipe = MXFP4.with_(gather=Gather("fsdp", lhs=P("fsdp"), rhs=P("fsdp")))
+    with (
+        jax.set_mesh(mesh_of(AUTO)),
+        pytest.raises(ValueError, match=r"not rows together.*got lhs=P.*'fsdp'.*lhs.shape=\(128,"),
+    ):
+        mx_jax.ragged_dot(x, w, SIZES, recipe=recipe)
