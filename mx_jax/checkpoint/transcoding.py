@@ -68,23 +68,44 @@ def transcode(x: Quantized, target: BlockFormat | str) -> tuple[MXArray, Certifi
       True
     """
     given = unpacked(x)
+    made, misfits = _made(given, target)
+    if misfits.any():
+        raise ValueError(
+            f"transcode: {int(misfits.sum())} of {misfits.size} blocks of {made.format.name} "
+            f"cannot hold what {given.format.name} of shape={given.shape} holds; quantize the "
+            "high-precision tensor anew"
+        )
+    check_parts(made, "transcode")
+    return made, _proved(given, made)
+
+
+def misfits(x: Quantized, target: BlockFormat | str) -> tuple[int, int]:
+    """How many blocks of a target cannot hold a tensor's values, and how many it has.
+
+    Args:
+      x: as `transcode` takes it.
+      target: likewise.
+
+    Raises:
+      ValueError: elements or axes of another kind.
+    """
+    _, found = _made(unpacked(x), target)
+    return int(found.sum()), found.size
+
+
+def _made(given: MXArray, target: BlockFormat | str) -> tuple[MXArray, np.ndarray]:
+    """The tensor under the target's scales, and which of its blocks are not what they should be."""
     check_parts(given, "transcode")
     row = next((row for row in LAYOUTS if row.name == target), None)
     format = row.format if row is not None else block_format(target)
     blocks = _blocks(given, format, row)
-    wanted, misfits = _wanted(given, blocks)
+    wanted, unfit = _wanted(given, blocks)
     whole = _tensor_scale(given, format, wanted)
-    scales, unfit = _encoded(wanted / whole, format.scale)
-    misfits = misfits | unfit
+    scales, unlike = _encoded(wanted / whole, format.scale)
+    unfit = unfit | unlike
     if row is not None and row.divides and (np.frexp(whole)[0] != 0.5).any():
         # What divides is the factor's reciprocal, which float32 has of powers of two alone.
-        misfits = np.ones_like(misfits)
-    if misfits.any():
-        raise ValueError(
-            f"transcode: {int(misfits.sum())} of {misfits.size} blocks of {format.name} cannot "
-            f"hold what {given.format.name} of shape={given.shape} holds; quantize the "
-            "high-precision tensor anew"
-        )
+        unfit = np.ones_like(unfit)
     made = MXArray(
         codes=given.codes,
         scales=jnp.asarray(scales),
@@ -93,8 +114,7 @@ def transcode(x: Quantized, target: BlockFormat | str) -> tuple[MXArray, Certifi
         blocks=blocks,
         dtype=given.dtype,
     )
-    check_parts(made, "transcode")
-    return made, _proved(given, made)
+    return made, unfit
 
 
 def _blocks(x: MXArray, format: BlockFormat, row: Layout | None) -> Blocks:
