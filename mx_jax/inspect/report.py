@@ -33,9 +33,10 @@ def report(records: Memory | str | Path, path: str | Path, *, title: str = "Run"
       ValueError: a line that is no record, or nothing at all.
 
     Example:
-      >>> import tempfile, pathlib, jax.numpy as jnp, mx_jax
+      >>> import tempfile, pathlib, jax, jax.numpy as jnp, mx_jax
+      >>> layer = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
       >>> with mx_jax.inspect.capture() as records:
-      ...     _ = mx_jax.matmul(jnp.ones((4, 64)), jnp.ones((64, 8)), recipe="mxfp8")
+      ...     _ = layer(jnp.ones((4, 64)), jnp.ones((64, 8)))
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     page = pathlib.Path(folder) / "run.html"
       ...     mx_jax.inspect.report(records, page)

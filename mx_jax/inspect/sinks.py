@@ -33,9 +33,10 @@ class Memory(Mapping[Tag, Sequence[Record]]):
       scalars: numbers by name.
 
     Example:
-      >>> import jax.numpy as jnp, mx_jax
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> layer = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
       >>> with mx_jax.inspect.capture() as records:
-      ...     _ = mx_jax.matmul(jnp.ones((4, 64)), jnp.ones((64, 8)), recipe="mxfp8")
+      ...     _ = layer(jnp.ones((4, 64)), jnp.ones((64, 8)))
       >>> print(*(tag.tensor for tag in records))
       input weight product
     """

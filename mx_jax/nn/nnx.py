@@ -107,7 +107,7 @@ def name_layers(model: M) -> M:
       >>> import jax.numpy as jnp, mx_jax
       >>> layer = mx_jax.nn.nnx.Linear(64, 8, recipe="mxfp8", rngs=nnx.Rngs(0))
       >>> model = mx_jax.nn.nnx.name_layers(nnx.Sequential(layer, nnx.relu))
-      >>> with mx_jax.inspect.capture() as records:
+      >>> with mx_jax.inspect.capture(stats="amax") as records:
       ...     _ = model(jnp.ones((2, 64)))
       >>> {tag.path for tag in records}
       {'layers/0'}

@@ -41,7 +41,7 @@ def all_to_all(x: MXArray, axis_name: Any, split_axis: int, concat_axis: int) ->
       ...     tokens = mx_jax.quantize(x, "mxfp4")
       ...     return mx_jax.sharding.all_to_all(tokens, "expert", 0, 0).dequantize()
       >>> run = jax.shard_map(send, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
-      >>> run(jnp.ones((8, 64))).shape
+      >>> jax.jit(run)(jnp.ones((8, 64))).shape
       (8, 64)
     """
     if not isinstance(x, MXArray):

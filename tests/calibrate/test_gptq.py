@@ -44,6 +44,7 @@ def by_definition(
     return result
 
 
+@pytest.mark.by_default("mxfp4")
 @pytest.mark.parametrize("by_activity", [False, True])
 @pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
 def test_it_is_the_textbook_s(format: BlockFormat, by_activity: bool, rng):
@@ -59,6 +60,7 @@ def test_it_is_the_textbook_s(format: BlockFormat, by_activity: bool, rng):
     assert same.sum() >= N - 1, np.abs(got - want).max(0)
 
 
+@pytest.mark.by_default("mxfp4")
 @pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
 def test_products_lose_less(format: BlockFormat, rng):
     w, x = rng.standard_normal((128, 32)).astype(np.float32), inputs(rng, 128)
@@ -77,12 +79,14 @@ def test_products_lose_less(format: BlockFormat, rng):
     assert best == pytest.approx(lost, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_inputs_that_are_independent_leave_the_nearest_codes(rng):
     w = rng.standard_normal((70, 6)).astype(np.float32)
     found = calibrate.gptq(w, "mxfp4", np.eye(70))
     np.testing.assert_array_equal(found.codes, calibrate.search_scales(w, "mxfp4").codes)
 
 
+@pytest.mark.slow
 def test_any_axis_and_features_that_were_never_there(rng):
     w, x = rng.standard_normal((3, 70, 4)).astype(np.float32), inputs(rng, 70)
     x[:, 10] = 0
@@ -190,6 +194,7 @@ def test_weights_of_a_linen_model_by_gptq(pack: bool, rng):
         np.testing.assert_array_equal(kernel.scales, want.scales)
 
 
+@pytest.mark.slow
 def test_weights_of_an_nnx_model_and_of_a_stack(rng):
     x = rng.standard_normal((20, 8)).astype(np.float32)
     model = Nnx(nnx.Rngs(0))

@@ -85,6 +85,7 @@ def compiled(run: Any, *args: Any) -> tuple[Any, str]:
 # flax.linen ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @built
 @pytest.mark.parametrize("pack", [False, True], ids=["mxarrays", "packed"])
 def test_a_linen_model_gives_the_numbers_of_its_conversion(

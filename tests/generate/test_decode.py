@@ -87,6 +87,7 @@ def test_prompts_that_cannot_be(generator):
     assert list(generator.stream(PROMPT, 0)) == []
 
 
+@pytest.mark.slow
 def test_sampling():
     logits = jnp.log(jnp.array([0.1, 0.6, 0.3]))
     many, key = jnp.broadcast_to(logits, (4096, 3)), jax.random.key(0)

@@ -64,6 +64,7 @@ def test_last_gives_the_last_tokens_logits(params):
     np.testing.assert_allclose(last[:, 0], whole[:, -1], atol=1e-5)
 
 
+@pytest.mark.slow
 @needs_library
 def test_packed_weights_give_what_their_values_give(params):
     recipe = recipes.weight_only("mxfp4")

@@ -157,6 +157,7 @@ def test_remat_tells_nothing_twice(policy):
     assert each_once(records, "layer")
 
 
+@pytest.mark.slow
 def test_lanes_of_vmap_are_one_operand():
     def loss(x, w):
         return jax.vmap(layer, (0, None))(x, w).sum()
@@ -211,6 +212,7 @@ def same_numbers(own: inspect.Record, other: inspect.Record) -> None:
             assert own.stats[name] == pytest.approx(other.stats[name], rel=1e-4), (own.tag, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "check", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["vma", "no vma"]
 )
@@ -268,6 +270,7 @@ def test_linen_names_its_layers_and_shared_modules_count_their_calls():
     assert len(told(records)["student/block/up#1"]) == 6
 
 
+@pytest.mark.slow
 def test_converted_models_name_their_layers():
     model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
     variables = model.init(jax.random.key(0), X)
@@ -293,6 +296,7 @@ def test_nnx_names_its_layers():
     assert {"layers/0", "layers/1", "layers/2/qk", "layers/2/av"} <= paths
 
 
+@pytest.mark.slow
 def test_names_of_nnx_layers_part_them_only_while_somebody_watches():
     first, second = (
         mx_jax.nn.nnx.Linear(64, 64, recipe="mxfp8", rngs=nnx.Rngs(0)) for _ in range(2)

@@ -70,6 +70,7 @@ def test_noise_of_keys_is_no_bias():
     assert row.bias < row.estimate.uncorrected and row.interval[0] < 0.07
 
 
+@pytest.mark.slow
 def test_what_each_pass_adds():
     """At the least of a loss the exact gradient is small, and the forward pass moves the least."""
     keys = jax.random.split(jax.random.key(0), 9)
@@ -95,6 +96,7 @@ def test_passes_are_recipes():
     assert passes("deepseek_v3")["deepseek_v3, backward alone"].residuals is Residuals.PRIMAL
 
 
+@pytest.mark.slow
 def test_a_linen_model_and_rules():
     model, x = nn.Dense(32, name="up"), jax.random.normal(jax.random.key(0), (4, 16, 64))
     params = model.init(jax.random.key(1), x[0])

@@ -53,6 +53,7 @@ def test_calls_count_where_no_step_is_told():
             step(x)
 
 
+@pytest.mark.slow
 def test_what_is_finite_passes_and_errors_stay_what_they_are():
     with inspect.guard():
         train_step(W, 0)

@@ -76,6 +76,7 @@ def diverging_run(sink) -> None:
             weights = train_step(weights, step)
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_is_diagnosed_from_its_page(tmp_path):
     file, path = inspect.Jsonl(tmp_path / "run.jsonl"), tmp_path / "run.html"
     diverging_run(file)

@@ -101,6 +101,7 @@ class Model(nn.Module):
         return nn.Dense(64, name="head")(nn.relu(nn.Dense(64, name="up")(x)))
 
 
+@pytest.mark.slow
 def test_conversion_reads_the_choice(tmp_path: Path):
     """By rules, and by a file: the loss of converted weights is the one that was promised."""
     model, x = Model(), jax.random.normal(jax.random.key(0), (8, 64))

@@ -113,6 +113,7 @@ def test_vmap_twice(rng: np.random.Generator):
             assert_all_close([x[i, j] for x in actual], expected)
 
 
+@pytest.mark.slow
 def test_remat_and_scan(rng: np.random.Generator):
     lhs, _, sizes, g = draw(rng)
     weights = rng.standard_normal((2, GROUPS, K, K), np.float32)
@@ -137,6 +138,7 @@ def test_remat_and_scan(rng: np.random.Generator):
     assert_all_close(actual, (lhs_bar, jnp.stack([first_bar, last_bar])))
 
 
+@pytest.mark.by_default("shape1")
 @pytest.mark.parametrize("shape", [(0, K, GROUPS), (M, K, 0), (M, 0, GROUPS)])
 def test_nothing_to_multiply(shape):
     m, k, num_groups = shape
@@ -247,6 +249,7 @@ def keys():
     return jax.random.split(jax.random.key(0), NUM_KEYS)
 
 
+@pytest.mark.by_default("groups")
 def test_exact_values_never_move(rounded, keys, rng: np.random.Generator):
     # What E2M1 and E4M3 hold as they are, whatever power of two the scale is.
     values = np.float32([-6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6])
@@ -325,6 +328,7 @@ def test_sizes_beyond_the_rows_are_cut_off(sizes, rng: np.random.Generator):
         assert_all_close(actual, expected)
 
 
+@pytest.mark.slow
 def test_wide_sizes_with_x64():
     with jax.enable_x64(True):
         sizes = as_group_sizes(np.int64([5, 2**32, 3]))
@@ -334,6 +338,7 @@ def test_wide_sizes_with_x64():
         assert ragged_rows(cut, M, unit=1).sizes.tolist() == [5, 7, 0]
 
 
+@pytest.mark.slow
 def test_sums_of_many_large_groups():
     """g * m beyond int32: sums are cut as they are made."""
     sizes = jnp.full((8,), 2**29, jnp.int32)

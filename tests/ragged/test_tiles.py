@@ -56,6 +56,7 @@ def products(recipe, backend=None):
     return on_backend
 
 
+@pytest.mark.by_default("mxfp8")
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize(
     "recipe", ["mxfp8", "mxfp4", pytest.param("nvfp4", marks=pytest.mark.slow)]
@@ -160,6 +161,7 @@ def test_packed_experts_that_do_not_serve_say_so(rng: np.random.Generator):
         product(along_n)
 
 
+@pytest.mark.slow
 def test_vmap_and_shard_map(rng: np.random.Generator):
     lhs, rhs, g = draw(rng)
     sizes = np.int32([SIZES["within tiles"], SIZES["several tiles"]])
@@ -186,6 +188,7 @@ def test_vmap_and_shard_map(rng: np.random.Generator):
                 np.testing.assert_allclose(each[i], wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_x64(rng: np.random.Generator):
     lhs, rhs, g = draw(rng)
     sizes = SIZES["within tiles"]

@@ -63,6 +63,7 @@ def alone(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.swapaxes(y.reshape(DEVICES, DEVICES, CAPACITY, UNITS), 0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_experts_on_devices(check_vma: bool, mesh: Mesh, arrays: Any):
     x, w, g = arrays

@@ -71,6 +71,7 @@ def exchanged(
     return gathered(text)
 
 
+@pytest.mark.by_default("True-True")
 @pytest.mark.parametrize("boxed", [True, False])
 @pytest.mark.parametrize("ours", [True, False])
 def test_linen(ours: bool, boxed: bool, mesh, x):
@@ -90,6 +91,7 @@ def test_linen(ours: bool, boxed: bool, mesh, x):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.by_default("True")
 @pytest.mark.parametrize("ours", [True, False])
 def test_linen_with_nothing_said(ours: bool, mesh, x):
     """Where the parameters lie is enough: no metadata, no names of axes."""
@@ -100,6 +102,7 @@ def test_linen_with_nothing_said(ours: bool, mesh, x):
     assert exchanged(loss, mesh, variables, x) == NBYTES
 
 
+@pytest.mark.by_default("None")
 @pytest.mark.parametrize("gather", [None, ()])
 def test_nnx_with_nothing_said(gather: Any, mesh, x):
     layer = mx_jax.nn.nnx.Linear(
@@ -128,6 +131,7 @@ def test_linen_with_logical_names(mesh, x):
         assert exchanged(loss, mesh, plain, x) == NBYTES
 
 
+@pytest.mark.by_default("True")
 @pytest.mark.parametrize("ours", [True, False])
 def test_nnx(ours: bool, mesh, x):
     init = nnx.with_partitioning(INIT, ("fsdp", None))

@@ -52,6 +52,7 @@ def check(actual: Any, expected: Any) -> None:
 
 # Bytes of codes and scales beside bfloat16's, and what the backward product gathers of the other
 # orientation, which a tile of both axes has in common.
+@pytest.mark.by_default("mxfp8")
 @pytest.mark.parametrize(
     ("recipe", "ratio"),
     [(recipes.mxfp8(), 0.516), (recipes.mxfp6(), 0.391), (MXFP4, 0.266), (recipes.nvfp4(), 0.282)],
@@ -80,6 +81,7 @@ def test_weights_on_automatic_axes(recipe, ratio, arrays):
     assert gathered(text) / (2 * 2 * w.size) == pytest.approx(ratio, abs=0.002)
 
 
+@pytest.mark.by_default(r"Auto-P\('fsdp|Explicit-P\('model")
 @pytest.mark.parametrize("w_spec", [P("fsdp", "model"), P("model", "fsdp")], ids=str)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_one_of_two_mesh_axes(kind: AxisType, w_spec: PartitionSpec, arrays):
@@ -107,6 +109,7 @@ def test_one_of_two_mesh_axes(kind: AxisType, w_spec: PartitionSpec, arrays):
     assert gathered(text, "u8") == gathered(text) == 2 * (share // 2 + share // 32)
 
 
+@pytest.mark.by_default(r"None\)-True|\(None, 'fsdp'\)-False")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("w_spec", [P("fsdp", None), P(None, "fsdp")], ids=str)
 def test_inside_shard_map(w_spec: PartitionSpec, check_vma: bool, arrays):

@@ -75,6 +75,7 @@ def check(actual: Any, expected: Any) -> None:
 RATIOS = {"mxfp8": 0.516, "mxfp6": 0.391, "mxfp4": 0.266, "nvfp4": 0.282}
 
 
+@pytest.mark.by_default("mxfp4")
 @pytest.mark.parametrize("name", RATIOS)
 def test_weights_move_as_codes(name: str, mesh: Mesh, arrays: Any):
     recipe, (x, w, g) = recipes.from_name(name), FSDP
@@ -111,6 +112,7 @@ WANTED = {
 }
 
 
+@pytest.mark.by_default("FSDP|tensor, row|both")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, mesh: Mesh, arrays: Any):
     x, w, g = LAYOUTS[layout]
@@ -151,6 +153,7 @@ def test_blocks_that_shards_cut(mesh: Mesh, arrays: Any):
     check([actual], [quick(run)(x, w)])
 
 
+@pytest.mark.by_default("vmap")
 @pytest.mark.parametrize("mapped", [jax.vmap, jax.checkpoint, lax.map], ids=lambda f: f.__name__)
 def test_under_transformations(mapped: Any, mesh: Mesh, arrays: Any):
     x, w, _ = arrays

@@ -164,6 +164,7 @@ def _gradients(recipe, key, x, w, g):
     return out, *pullback(g)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but_one(RANDOM))
 def test_the_same_key_gives_the_same_bits(name):
     recipe = mx_jax.recipes.from_name(name)
