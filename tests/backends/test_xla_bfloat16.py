@@ -95,6 +95,9 @@ def test_every_code_is_a_bfloat16(format: formats.BlockFormat):
     np.testing.assert_array_equal(values.astype(jnp.bfloat16).astype(np.float64), values)
 
 
+@pytest.mark.by_default(
+    "mxfp8_e4m3-mxfp8|mxfp4-mxfp4-|nvfp4-nvfp4-|mxint8-mxint8|bfloat16|k_first|rowwise_e5m2-float8_t|blockwise"
+)
 @pytest.mark.parametrize("case", sample(TAKEN, quick=24), ids=str)
 def test_products(case: MatmulCase):
     check_matmul(XLA_BFLOAT16, case)

@@ -165,6 +165,7 @@ def test_own_convolutions_stay():
     assert report.decisions[0].reason == "has its own conv_general_dilated"
 
 
+@pytest.mark.slow
 def test_transposed_and_local_convolutions_stay():
     x, models = jnp.ones((1, 4, 4, 8)), (nn.ConvTranspose(4, (2, 2)), nn.ConvLocal(4, (2, 2)))
     with pytest.warns(convert.UnusedRuleWarning):

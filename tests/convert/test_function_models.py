@@ -94,6 +94,7 @@ def test_gradients_of_gpt2():
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
+@pytest.mark.slow
 def test_streams_of_the_model_reach_it():
     """flax.linen's apply takes rngs itself; conversion reads its own stream there."""
     weight_only = recipes.weight_only("mxfp4")
@@ -159,6 +160,7 @@ class PreTrained:
         return self.module.apply(params, tokens)
 
 
+@pytest.mark.slow
 def test_a_model_that_holds_a_module():
     """The error says what to convert, and how to put it back; that does it."""
     model = PreTrained(Gpt2())

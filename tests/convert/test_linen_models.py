@@ -64,7 +64,7 @@ def test_converted_models(name: str):
     assert convert.report(model, Rule(".*", MXFP8), x).num_converted == num_layers
 
 
-@pytest.mark.by_default("jit")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scan of remat", "jit"])
 def test_converted_models_run(name: str):
     make, num_layers = MODELS[name]

@@ -309,6 +309,7 @@ class TestAttention:
             assert 18 < mx_jax.inspect.sqnr_db(original, output) < 60
         assert np.any(outputs["qk"] != outputs["av"])
 
+    @pytest.mark.slow
     def test_high_precision_products_are_flaxs(self):
         # One product has a recipe that changes nothing: the other code path, the same numbers.
         attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
@@ -324,6 +325,7 @@ class TestAttention:
             )
             np.testing.assert_allclose(ours, flaxs, rtol=2e-5)
 
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore:.*sow:DeprecationWarning")
     def test_sows_and_drops_as_before(self):
         attention = nnx.MultiHeadAttention(

@@ -27,6 +27,7 @@ def generator():
 PROMPT = [5, 90, 3, 3, 41]
 
 
+@pytest.mark.slow
 def test_greedy_text_is_what_the_model_says_without_a_cache(generator):
     found = list(generator.stream(PROMPT, 5))
     apply = quick(generator.model.apply)

@@ -79,6 +79,7 @@ def test_a_folder_is_the_model_of_its_gguf_file(folder: Path):
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "whole"),
     [

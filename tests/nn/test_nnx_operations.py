@@ -71,6 +71,7 @@ def test_the_product_is_the_recipes_with_the_streams_key(kind: str):
     assert count == 1
 
 
+@pytest.mark.slow
 def test_a_shared_stream_gives_each_use_its_own_key():
     rngs = nnx.Rngs(0, quantize=1)
     shared: Any = DotGeneral(stochastic(), rngs=rngs)

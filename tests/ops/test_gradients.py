@@ -207,6 +207,7 @@ def test_the_comparison_sees_axes_and_specs(rng: np.random.Generator):
             assert not np.array_equal(left, right)
 
 
+@pytest.mark.by_default("plain|odd_batch|kept_around|crossed|batch_of_vectors")
 @pytest.mark.parametrize("case", DOT_GENERAL_CASES, ids=str)
 def test_high_precision_is_lax(case: DotGeneralCase, rng: np.random.Generator):
     arrays = [10 ** rng.normal(size=x.shape).astype(np.float32) for x in draw(case, rng)]

@@ -37,6 +37,7 @@ def w(rng: np.random.Generator) -> np.ndarray:
     return draw_few_octaves(rng, (70, 5))
 
 
+@pytest.mark.by_default("both")
 @pytest.mark.parametrize("sides", ["lhs", "rhs", "both"])
 def test_codes_are_used_as_they_are(x: np.ndarray, w: np.ndarray, sides: str):
     """MXINT8 codes go into an MXFP4 product unchanged; the other operand becomes MXFP4."""

@@ -9,6 +9,7 @@ from jax import lax
 import mx_jax
 from mx_jax import recipes
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.quick import quick
 
 A = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32)
 B = np.random.default_rng(1).standard_normal((3, 40)).astype(np.float32)
@@ -30,12 +31,18 @@ EINSUMS = {
 def test_einsum(subscripts: str, recipe):
     a, b = EINSUMS[subscripts]
 
-    def run(operation):
+    def run(operation, a, b):
         product, pullback = jax.vjp(operation, a, b)
         return product, *pullback(jnp.ones_like(product))
 
-    ours = run(lambda a, b: mx_jax.einsum(subscripts, a, b, recipe=recipe))
-    theirs = run(lambda a, b: jnp.einsum(subscripts, a, b))
+    @quick
+    def both(a, b):
+        return (
+            run(lambda a, b: mx_jax.einsum(subscripts, a, b, recipe=recipe), a, b),
+            run(lambda a, b: jnp.einsum(subscripts, a, b), a, b),
+        )
+
+    ours, theirs = both(a, b)
     for actual, expected in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 

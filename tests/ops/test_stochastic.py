@@ -88,6 +88,7 @@ def test_raw_keys_are_keys(square: np.ndarray):
     assert same(run(square, square, square, raw), run(square, square, square, KEY))
 
 
+@pytest.mark.slow
 @pytest.mark.one_python(reason="a mean over draws: tests/codecs rounds by given bits everywhere")
 def test_the_mean_is_the_product(square: np.ndarray):
     """E[Q(x) Q(w)] = x w, which nearest rounding misses."""

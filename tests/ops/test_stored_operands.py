@@ -43,6 +43,7 @@ def test_a_stored_operand_never_had_a_prescale(stored: str):
     assert np.all(mx_jax.ragged_dot(x, experts, [4], recipe=recipe) == 32)
 
 
+@pytest.mark.slow
 def test_gradients_take_out_what_they_put_in():
     recipe = uniform(operand("mxfp8_e4m3", prescale=2.0))
     x, w = np.ones((4, 32), np.float32), np.ones((32, 64), np.float32)

@@ -64,6 +64,7 @@ def outputs(x: mx_jax.MXArray) -> tuple[jax.Array, jax.Array, jax.Array]:
     return x.codes, x.scales, x.dequantize(jnp.float32)
 
 
+@pytest.mark.by_default("square|given")
 @pytest.mark.parametrize("level", ["one", "two", "given", "square"])
 def test_nvfp4(level: str, rng: np.random.Generator):
     x = wide_normal(rng, (33, 56))

@@ -220,6 +220,7 @@ def test_error_is_at_most_half_a_step(config: Config):
     check()
 
 
+@pytest.mark.slow
 def test_arrays_without_elements():
     shapes = [(0,), (0, 64), (3, 0), (2, 0, 3)]
     cases = [

@@ -99,6 +99,7 @@ def test_a_step_is_between_neighbours(rng: np.random.Generator):
         assert set(np.unique(steps)) == {0, 1}, name
 
 
+@pytest.mark.slow
 def test_same_key_same_bits(rng: np.random.Generator):
     """Eager, under jit, in a scan and for each element of a vmap; another key gives other bits."""
     x = normal(rng, (3, *SHAPE))
@@ -146,6 +147,7 @@ def test_fewer_random_bits():
     assert set(values[:, 2]) == set(values[:, 3]) == {1.0, 1.5}
 
 
+@pytest.mark.by_default("^(4|17)$")
 @pytest.mark.one_python(reason="a mean over draws: tests/codecs rounds by given bits everywhere")
 @pytest.mark.parametrize("num_bits", [4, 15, 16, 17])
 def test_every_width_is_right_on_average(num_bits: int):

@@ -243,6 +243,7 @@ def test_residuals_keep_what_they_say(residuals):
         assert elements <= kept < 1.2 * elements
 
 
+@pytest.mark.slow
 def test_axiswise_needs_no_padding():
     """torchao pads inner dimensions for its kernels; blocks here are padded inside."""
     recipe = mx_jax.recipes.float8_rowwise()
