@@ -1,0 +1,1 @@
+"""The parts of `sentence_embeddings.py`: model, weights, tokens, sentences, formats."""

@@ -1,0 +1,82 @@
+"""The encoder in other formats, its code untouched: rules, and weights that are quantized once."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from minilm.embedding import Embedder
+from mx_jax import calibrate, convert, recipes
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What is quantized, and how.
+
+    Attributes:
+      weights: block format of the kernels of all dense layers.
+      scale_rule: of both operands; None: the one that loses least for each format.
+      activations: block format of what kernels multiply; None: float32.
+      words: block format of the table of words; None: float32.
+    """
+
+    weights: str
+    scale_rule: str | None = None
+    activations: str | None = None
+    words: str | None = None
+
+    def rules(self) -> list[convert.Rule]:
+        """For `convert`.
+
+        Raises:
+          ValueError: unknown names, or ones that do not go together.
+        """
+        recipe = recipes.weight_only(self.weights, self.scale_rule)
+        if self.activations is not None:
+            parts = {"format": self.activations}
+            if self.scale_rule is not None:
+                parts["scale_rule"] = self.scale_rule
+            recipe = recipe.with_(activations=parts)
+        found = [convert.Rule(".*", recipe)]
+        if self.words is not None:
+            table = recipes.weight_only(self.words, self.scale_rule)
+            found.append(convert.Rule("words", table, types=nn.Embed))
+        return found
+
+
+def quantized(
+    model: nn.Module, variables: Any, choice: Choice, by: calibrate.Way | None = None
+) -> Embedder:
+    """The same model with stored, quantized weights.
+
+    Args:
+      model: in float32.
+      variables: its own.
+      choice: of formats.
+      by: how codes are found, if not by a plain cast: see `mx_jax.calibrate`.
+    """
+    rules = choice.rules()
+    return Embedder(convert.linen(model, rules), convert.weights(variables, rules, by=by))
+
+
+def moments(model: nn.Module, variables: Any, batches: Iterable[Any]) -> calibrate.Moments:
+    """What each dense layer is multiplied with, for GPTQ; of batches as `embedding` makes them."""
+    pairs = ((batch.tokens, batch.mask) for batch in batches)
+    return calibrate.moments(model, pairs, variables=variables)
+
+
+def kernel_bytes(variables: Any) -> int:
+    """Bytes of the kernels, as they lie in memory: packed where the machine's kernels want it."""
+    return _bytes(variables, "kernel")
+
+
+def table_bytes(variables: Any) -> int:
+    """Bytes of the tables that tokens are looked up in."""
+    return _bytes(variables, "embedding")
+
+
+def _bytes(variables: Any, name: str) -> int:
+    found = jax.tree_util.tree_leaves_with_path(variables)
+    return sum(leaf.nbytes for path, leaf in found if f"'{name}'" in jax.tree_util.keystr(path))

