@@ -43,6 +43,8 @@ class Offer:
       lays_out: whether it brings weights that did not come packed into a layout of its own, at
         every call and in more than one kernel: then who stored them is told of `pack_weights`.
       is_plain: whether it runs plain JAX alone, on any part of the operands as on all of them.
+      run_uncounted: as `run`, in programs of which only lowering tells whether they have one
+        device; None: `run` does not ask.
     """
 
     call: type[Call]
@@ -51,6 +53,16 @@ class Offer:
     how: str = ""
     lays_out: Callable[[Any], bool] = lambda call: False
     is_plain: bool = False
+    run_uncounted: Callable[..., Any] | None = None
+
+    @property
+    def uncounted(self) -> "Offer":
+        """The same for a target whose devices are not counted."""
+        if self.run_uncounted is None:
+            return self
+        how = "in plain JAX where the program has several devices"
+        how = f"{self.how}; {how}" if self.how else how
+        return dataclasses.replace(self, run=self.run_uncounted, how=how)
 
 
 # Why a backend does not take a kind of call that it does not offer.

@@ -222,9 +222,10 @@ def _ask(
             reason = NOT_OFFERED[type(call)]
         elif (reason := offer.rejects(call, target)) is None:
             row = proved.get(name)
+            offer = offer if row is None else backend.offer(call, row.kernel, row.config)
             choice = Choice(
                 backend=backend,
-                offer=offer if row is None else backend.offer(call, row.kernel, row.config),
+                offer=offer if target.counted else offer.uncounted,
                 rejections=tuple(rejections),
                 evidence=row,
             )

@@ -18,6 +18,8 @@ class Target:
       platform: jax's name, `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
       compute_capability: e.g. `(9, 0)` on an H200; None where there is none.
       num_devices: between how many devices `jit` may split the call.
+      counted: whether that is known while JAX traces. If not, it is the most that there may be:
+        lowering tells whether the program has one device.
       device_kind: jax's name of an accelerator, e.g. `"NVIDIA H200"`, by which measurements are
         found; None for CPUs, and where it is not known.
     """
@@ -25,6 +27,7 @@ class Target:
     platform: str
     compute_capability: tuple[int, int] | None = None
     num_devices: int = 1
+    counted: bool = True
     device_kind: str | None = None
 
 
@@ -76,9 +79,10 @@ def current_target(num_devices: int | None = None) -> Target:
     named = _named.value
     if named is not None:
         return named if num_devices is None else dataclasses.replace(named, num_devices=num_devices)
-    device = _device()
+    device, counted = _device(), True
     if num_devices is None:
         num_devices = _number_of(device)
+        counted = num_devices == 1 or not jax.sharding.get_abstract_mesh().empty
     platform = _platform(device)
     numbers = None
     capability = getattr(device, "compute_capability", None)
@@ -89,6 +93,7 @@ def current_target(num_devices: int | None = None) -> Target:
         platform=platform,
         compute_capability=numbers,
         num_devices=num_devices,
+        counted=counted,
         device_kind=None if platform == "cpu" else device.device_kind,
     )
 
@@ -123,8 +128,8 @@ def _number_of(device: Device) -> int:
     """Between how many devices `jit` may split a call.
 
     Those of the mesh in context, since JAX refuses arrays on others, along the axes that are jit's
-    to split: below `jax.shard_map` each device has a call of its own. Without a mesh all of the
-    platform; of a device that is only compiled for, one.
+    to split: below `jax.shard_map` each device has a call of its own. Without a mesh at most all of
+    the platform; of a device that is only compiled for, one.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:

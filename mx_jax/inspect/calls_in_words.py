@@ -17,7 +17,8 @@ def machine_text(target: Target) -> str:
     """A machine as selection sees it."""
     capability = target.compute_capability
     shown = "" if capability is None else f", compute_capability={capability}"
-    return f"on platform={target.platform}{shown}, num_devices={target.num_devices}"
+    number = target.num_devices if target.counted else f"1 to {target.num_devices}"
+    return f"on platform={target.platform}{shown}, num_devices={number}"
 
 
 def _operand(own: OperandType) -> str:

@@ -4,6 +4,7 @@ Optional: where the library is not built, every call is rejected with that reaso
 computes it.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ from mx_jax.backends.cpu_ffi import (
     rejections,
     weights,
 )
+from mx_jax.backends.cpu_ffi.one_device import deciding_at_lowering
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 
 
@@ -34,7 +36,7 @@ def _rejects_machine(target: Target) -> str | None:
     """Why no handler is called: another platform, or no library."""
     if target.platform != "cpu":
         return f"runs on platform=cpu, got platform={target.platform}"
-    if target.num_devices > 1:
+    if target.num_devices > 1 and target.counted:
         # Shardings that cut a mesh axis in two, as reshapes make them, reach no custom call:
         # jax.experimental.custom_partitioning fails to name them. The reference takes any.
         return (
@@ -58,6 +60,7 @@ def _offer(
         call=call,
         rejects=lambda call, target: _rejects_machine(target) or rejects(call),
         run=run,
+        run_uncounted=functools.partial(deciding_at_lowering, run),
     )
 
 

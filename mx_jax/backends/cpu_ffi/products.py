@@ -13,6 +13,7 @@ from jax import lax
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import MatmulCall, Operand
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
+from mx_jax.backends.cpu_ffi.one_device import on_cpu
 from mx_jax.backends.cpu_ffi.rejections import DTYPES, MATMUL, PACKED_MATMUL, block_size, names
 from mx_jax.backends.cpu_ffi.weights import PANEL_ROWS
 from mx_jax.mxarray import MXArray
@@ -21,16 +22,16 @@ from mx_jax.reference.matmul import scaled_matmul as reference
 
 
 def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> jax.Array:
-    """The product `[*batch, *m, *n]`: by a handler, or in plain JAX on another platform.
+    """The product `[*batch, *m, *n]`: by a handler, or in plain JAX elsewhere.
 
     Packed weights give the bits that they give unpacked.
     """
     by_handler = by_packed if isinstance(rhs, PackedMXArray) else by_codes
-    return lax.platform_dependent(
+    return on_cpu(
         lhs,
         rhs,
-        cpu=functools.partial(by_handler, call),
-        default=lambda lhs, rhs: reference(
+        handler=functools.partial(by_handler, call),
+        elsewhere=lambda lhs, rhs: reference(
             lhs, unpacked(rhs), call.dimension_numbers, call.out_dtype, call.precision
         ),
     )

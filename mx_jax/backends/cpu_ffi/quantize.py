@@ -8,6 +8,7 @@ from jax import lax
 from mx_jax.backends.calls import QuantizeCall
 from mx_jax.backends.cpu_ffi.cast_axes import cast_axes, flat_blocks
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
+from mx_jax.backends.cpu_ffi.one_device import on_cpu
 from mx_jax.backends.cpu_ffi.tensor_scale import tensor_scale_of
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
@@ -121,7 +122,7 @@ def quantize(
         return q.codes, q.scales
 
     operands = (x, *(operand for _, operand in optional.values()))
-    codes, scales = lax.platform_dependent(*operands, cpu=handler, default=elsewhere)
+    codes, scales = on_cpu(*operands, handler=handler, elsewhere=elsewhere)
     return as_mxarray(codes, scales, tensor_scale, call)
 
 

@@ -16,6 +16,7 @@ from jax import lax
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import AnyOperand, MatmulCall, Operand, RaggedCall, rejects_symbolic
 from mx_jax.backends.cpu_ffi import rejections
+from mx_jax.backends.cpu_ffi.one_device import on_cpu
 from mx_jax.backends.cpu_ffi.products import by_codes, by_packed
 from mx_jax.codecs.varying import vary_alike
 from mx_jax.mxarray import MXArray
@@ -35,16 +36,16 @@ def rejects(call: RaggedCall) -> str | None:
 def multiply_groups(
     lhs: Operand, rhs: AnyOperand, group_sizes: jax.Array, call: RaggedCall
 ) -> jax.Array:
-    """The product, by tiles; in plain JAX on another platform.
+    """The product, by tiles; in plain JAX elsewhere.
 
     Packed weights give the bits that they give unpacked.
     """
-    return lax.platform_dependent(
+    return on_cpu(
         lhs,
         rhs,
         group_sizes,
-        cpu=functools.partial(_by_tiles, call),
-        default=lambda lhs, rhs, group_sizes: reference(
+        handler=functools.partial(_by_tiles, call),
+        elsewhere=lambda lhs, rhs, group_sizes: reference(
             lhs, unpacked(rhs), group_sizes, call.contracting, call.out_dtype, call.precision
         ),
     )

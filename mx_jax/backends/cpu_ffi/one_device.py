@@ -1,0 +1,121 @@
+"""Handlers where a program has one CPU device, and plain JAX everywhere else.
+
+A traced function does not know the devices of its arguments, but JAX knows those of a program as it
+lowers it. So where several devices exist and no mesh is in context, both ways are traced, and one
+is lowered: on unsharded arrays the handlers', as on a machine with one device.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+# Whether lowering decides. Part of jit's cache key.
+_at_lowering = jax.make_user_context(default_value=False)
+
+
+def deciding_at_lowering(run: Callable[..., Any], *operands: Any) -> Any:
+    """What an offer runs, where only lowering tells whether the program has one device."""
+    with _at_lowering(True):
+        return run(*operands)
+
+
+def on_cpu(*operands: Any, handler: Callable[..., Any], elsewhere: Callable[..., Any]) -> Any:
+    """`handler(*operands)` on one CPU device, `elsewhere(*operands)` on anything else.
+
+    Neither closes over arrays.
+    """
+    if not _at_lowering.value:
+        return lax.platform_dependent(*operands, cpu=handler, default=elsewhere)
+    leaves, tree = jax.tree.flatten(operands)
+    if not any(isinstance(leaf, Tracer) for leaf in leaves):
+        # Outside jit JAX computes where the arrays are.
+        with _at_lowering(False):
+            if len(_committed_devices(leaves)) > 1:
+                return elsewhere(*operands)
+            return on_cpu(*operands, handler=handler, elsewhere=elsewhere)
+    found: list[Any] = []
+
+    def flat(run: Callable[..., Any], *leaves: jax.Array) -> list[jax.Array]:
+        results, shape = jax.tree.flatten(run(*jax.tree.unflatten(tree, leaves)))
+        found.append(shape)
+        return results
+
+    results = _bind(leaves, *(functools.partial(flat, run) for run in (handler, elsewhere)))
+    return jax.tree.unflatten(found[0], results)
+
+
+def _committed_devices(leaves: Sequence[Any]) -> set[Any]:
+    """The devices on which JAX has to compute."""
+    arrays = (leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf.committed)
+    return {device for array in arrays for device in array.devices()}
+
+
+_either: Any = Primitive("mx_jax_on_one_cpu")
+_either.multiple_results = True
+
+
+def _bind(leaves: Sequence[Any], one: Callable[..., Any], several: Callable[..., Any]) -> Any:
+    """Both ways traced; lowering keeps one."""
+    with _at_lowering(False):
+        ways = {
+            name: jax.make_jaxpr(run)(*leaves) for name, run in (("one", one), ("several", several))
+        }
+    return _either.bind(*leaves, **ways)
+
+
+@_either.def_abstract_eval
+def _(*types: Any, one: ClosedJaxpr, several: ClosedJaxpr) -> Any:
+    del types, one
+    return several.out_avals
+
+
+@_either.def_impl
+def _(*leaves: jax.Array, one: ClosedJaxpr, several: ClosedJaxpr) -> Any:
+    """Reached where a transformation outside jit leaves arrays."""
+    ways = {"handler": jaxpr_as_fun(one), "elsewhere": jaxpr_as_fun(several)}
+    with _at_lowering(True):
+        return on_cpu(*leaves, **ways)
+
+
+def _batch(leaves: Any, dims: Any, *, one: ClosedJaxpr, several: ClosedJaxpr) -> Any:
+    ways = (jax.vmap(jaxpr_as_fun(way), tuple(dims)) for way in (one, several))
+    results = _bind(leaves, *ways)
+    return results, [0] * len(results)
+
+
+def _jvp(primals: Any, tangents: Any, *, one: ClosedJaxpr, several: ClosedJaxpr) -> Any:
+    """Handlers have no derivatives; plain JAX has."""
+    del one
+    tangents = tuple(ad.instantiate_zeros(tangent) for tangent in tangents)
+    return jax.jvp(jaxpr_as_fun(several), tuple(primals), tangents)
+
+
+def _lower_several(ctx: Any, *values: Any, one: ClosedJaxpr, several: ClosedJaxpr) -> Any:
+    del one
+    return mlir.lower_fun(jaxpr_as_fun(several), multiple_results=True)(ctx, *values)
+
+
+def _lower_on_cpu(ctx: Any, *values: Any, one: ClosedJaxpr, several: ClosedJaxpr) -> Any:
+    way = one if _has_one_device(ctx.module_context.axis_context) else several
+    return mlir.lower_fun(jaxpr_as_fun(way), multiple_results=True)(ctx, *values)
+
+
+def _has_one_device(context: Any) -> bool:
+    """Whether what is lowered runs on one device, or on each by itself."""
+    if (number := getattr(context, "num_devices", None)) is not None:
+        return number == 1
+    # Inside shard_map; a context without a mesh is pmap's, whose devices are by themselves.
+    mesh = getattr(context, "mesh", None)
+    return mesh is None or mesh.size == 1 or {*context.manual_axes} == {*mesh.axis_names}
+
+
+batching.primitive_batchers[_either] = _batch
+ad.primitive_jvps[_either] = _jvp
+mlir.register_lowering(_either, _lower_several)
+mlir.register_lowering(_either, _lower_on_cpu, platform="cpu")
