@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
-from mx_jax.backends.cpu_ffi.one_device import deciding_at_lowering, on_cpu
+from mx_jax.backends.cpu_ffi.one_device import by_devices
 from mx_jax.inspect import explain_call
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
@@ -88,7 +88,7 @@ IDS = ["plain", "vmap", "jit", "jit of vmap"]
 def way(x: jax.Array) -> jax.Array:
     """1 where the handler is taken, -1 elsewhere."""
     handler, elsewhere = (functools.partial(jnp.full_like, fill_value=n) for n in (1, -1))
-    return deciding_at_lowering(functools.partial(on_cpu, handler=handler, elsewhere=elsewhere), x)
+    return by_devices(x, cpu=handler, default=elsewhere)
 
 
 @pytest.mark.parametrize("run", [way, jax.vmap(way), quick(way), quick(jax.vmap(way))], ids=IDS)
@@ -111,11 +111,10 @@ def test_on_each_device_by_itself():
 
 def test_derivatives_are_those_of_plain_jax():
     def square(x: jax.Array) -> jax.Array:
-        ways = functools.partial(on_cpu, handler=jnp.zeros_like, elsewhere=jnp.square)
-        return deciding_at_lowering(ways, x)
+        return by_devices(x, cpu=jnp.zeros_like, default=jnp.square)
 
     for run in (lambda x: x, quick):
-        assert run(jax.grad(square))(3.0) == 6 and square(3.0) == 0
+        assert run(jax.grad(square))(jnp.float32(3)) == 6 and square(jnp.float32(3)) == 0
 
 
 def test_explained(x: jax.Array, w: jax.Array):

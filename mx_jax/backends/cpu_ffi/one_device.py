@@ -12,33 +12,35 @@ from typing import Any
 import jax
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-# Whether lowering decides. Part of jit's cache key.
-_at_lowering = jax.make_user_context(default_value=False)
+# A function as a jaxpr. JAX's own type is hidden from type checkers.
+ClosedJaxpr = Any
+
+# What takes a handler or plain JAX, as `lax.platform_dependent` does, which stands where this is
+# None. Part of jit's cache key.
+dispatch = jax.make_user_context(default_value=None)
 
 
 def deciding_at_lowering(run: Callable[..., Any], *operands: Any) -> Any:
     """What an offer runs, where only lowering tells whether the program has one device."""
-    with _at_lowering(True):
+    with dispatch(by_devices):
         return run(*operands)
 
 
-def on_cpu(*operands: Any, handler: Callable[..., Any], elsewhere: Callable[..., Any]) -> Any:
-    """`handler(*operands)` on one CPU device, `elsewhere(*operands)` on anything else.
+def by_devices(*operands: Any, cpu: Callable[..., Any], default: Callable[..., Any]) -> Any:
+    """`cpu(*operands)` on one CPU device, `default(*operands)` on anything else.
 
     Neither closes over arrays.
     """
-    if not _at_lowering.value:
-        return lax.platform_dependent(*operands, cpu=handler, default=elsewhere)
     leaves, tree = jax.tree.flatten(operands)
     if not any(isinstance(leaf, Tracer) for leaf in leaves):
         # Outside jit JAX computes where the arrays are.
-        with _at_lowering(False):
+        with dispatch(None):
             if len(_committed_devices(leaves)) > 1:
-                return elsewhere(*operands)
-            return on_cpu(*operands, handler=handler, elsewhere=elsewhere)
+                return default(*operands)
+            return lax.platform_dependent(*operands, cpu=cpu, default=default)
     found: list[Any] = []
 
     def flat(run: Callable[..., Any], *leaves: jax.Array) -> list[jax.Array]:
@@ -46,7 +48,7 @@ def on_cpu(*operands: Any, handler: Callable[..., Any], elsewhere: Callable[...,
         found.append(shape)
         return results
 
-    results = _bind(leaves, *(functools.partial(flat, run) for run in (handler, elsewhere)))
+    results = _bind(leaves, *(functools.partial(flat, run) for run in (cpu, default)))
     return jax.tree.unflatten(found[0], results)
 
 
@@ -62,7 +64,7 @@ _either.multiple_results = True
 
 def _bind(leaves: Sequence[Any], one: Callable[..., Any], several: Callable[..., Any]) -> Any:
     """Both ways traced; lowering keeps one."""
-    with _at_lowering(False):
+    with dispatch(None):
         ways = {
             name: jax.make_jaxpr(run)(*leaves) for name, run in (("one", one), ("several", several))
         }
@@ -78,9 +80,7 @@ def _(*types: Any, one: ClosedJaxpr, several: ClosedJaxpr) -> Any:
 @_either.def_impl
 def _(*leaves: jax.Array, one: ClosedJaxpr, several: ClosedJaxpr) -> Any:
     """Reached where a transformation outside jit leaves arrays."""
-    ways = {"handler": jaxpr_as_fun(one), "elsewhere": jaxpr_as_fun(several)}
-    with _at_lowering(True):
-        return on_cpu(*leaves, **ways)
+    return by_devices(*leaves, cpu=jaxpr_as_fun(one), default=jaxpr_as_fun(several))
 
 
 def _batch(leaves: Any, dims: Any, *, one: ClosedJaxpr, several: ClosedJaxpr) -> Any:

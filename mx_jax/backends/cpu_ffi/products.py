@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import lax
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import MatmulCall, Operand
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
-from mx_jax.backends.cpu_ffi.one_device import on_cpu
+from mx_jax.backends.cpu_ffi.one_device import dispatch
 from mx_jax.backends.cpu_ffi.rejections import DTYPES, MATMUL, PACKED_MATMUL, block_size, names
 from mx_jax.backends.cpu_ffi.weights import PANEL_ROWS
 from mx_jax.mxarray import MXArray
@@ -27,11 +27,12 @@ def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> ja
     Packed weights give the bits that they give unpacked.
     """
     by_handler = by_packed if isinstance(rhs, PackedMXArray) else by_codes
-    return on_cpu(
+    either: Any = dispatch.value or lax.platform_dependent
+    return either(
         lhs,
         rhs,
-        handler=functools.partial(by_handler, call),
-        elsewhere=lambda lhs, rhs: reference(
+        cpu=functools.partial(by_handler, call),
+        default=lambda lhs, rhs: reference(
             lhs, unpacked(rhs), call.dimension_numbers, call.out_dtype, call.precision
         ),
     )

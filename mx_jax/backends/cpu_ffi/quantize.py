@@ -1,5 +1,7 @@
 """Quantizing by the compiled handler: which calls it takes, and how it is called."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from jax import lax
 from mx_jax.backends.calls import QuantizeCall
 from mx_jax.backends.cpu_ffi.cast_axes import cast_axes, flat_blocks
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
-from mx_jax.backends.cpu_ffi.one_device import on_cpu
+from mx_jax.backends.cpu_ffi.one_device import dispatch
 from mx_jax.backends.cpu_ffi.tensor_scale import tensor_scale_of
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
@@ -122,7 +124,8 @@ def quantize(
         return q.codes, q.scales
 
     operands = (x, *(operand for _, operand in optional.values()))
-    codes, scales = on_cpu(*operands, handler=handler, elsewhere=elsewhere)
+    either: Any = dispatch.value or lax.platform_dependent
+    codes, scales = either(*operands, cpu=handler, default=elsewhere)
     return as_mxarray(codes, scales, tensor_scale, call)
 
 

@@ -1,6 +1,7 @@
 """Quantizing along two axes at once by the compiled handler, which reads the array once."""
 
 import functools
+from typing import Any
 
 import jax
 from jax import lax
@@ -9,7 +10,7 @@ from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.cpu_ffi import quantize
 from mx_jax.backends.cpu_ffi.cast_axes import cast_axes
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
-from mx_jax.backends.cpu_ffi.one_device import on_cpu
+from mx_jax.backends.cpu_ffi.one_device import dispatch
 from mx_jax.backends.cpu_ffi.tensor_scale import tensor_scale_of
 from mx_jax.codecs.blocks import Blocks, block_extent
 from mx_jax.formats import Whole
@@ -89,7 +90,8 @@ def _by_handler(
         attributes=hashable(attributes(calls, has_tensor_scale)),
     )
     elsewhere = functools.partial(_elsewhere, calls, has_tensor_scale)
-    return on_cpu(*operands, handler=handler, elsewhere=elsewhere)
+    either: Any = dispatch.value or lax.platform_dependent
+    return either(*operands, cpu=handler, default=elsewhere)
 
 
 def _elsewhere(

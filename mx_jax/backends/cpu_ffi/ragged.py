@@ -16,7 +16,7 @@ from jax import lax
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import AnyOperand, MatmulCall, Operand, RaggedCall, rejects_symbolic
 from mx_jax.backends.cpu_ffi import rejections
-from mx_jax.backends.cpu_ffi.one_device import on_cpu
+from mx_jax.backends.cpu_ffi.one_device import dispatch
 from mx_jax.backends.cpu_ffi.products import by_codes, by_packed
 from mx_jax.codecs.varying import vary_alike
 from mx_jax.mxarray import MXArray
@@ -40,12 +40,13 @@ def multiply_groups(
 
     Packed weights give the bits that they give unpacked.
     """
-    return on_cpu(
+    either: Any = dispatch.value or lax.platform_dependent
+    return either(
         lhs,
         rhs,
         group_sizes,
-        handler=functools.partial(_by_tiles, call),
-        elsewhere=lambda lhs, rhs, group_sizes: reference(
+        cpu=functools.partial(_by_tiles, call),
+        default=lambda lhs, rhs, group_sizes: reference(
             lhs, unpacked(rhs), group_sizes, call.contracting, call.out_dtype, call.precision
         ),
     )

@@ -1,15 +1,17 @@
 """The scale of a whole tensor, by handlers: they find its largest magnitude, and divide it."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from mx_jax.backends.calls import QuantizeCall
 from mx_jax.backends.cpu_ffi.cast_axes import cast_axes, flat_blocks
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
-from mx_jax.backends.cpu_ffi.one_device import on_cpu
+from mx_jax.backends.cpu_ffi.one_device import dispatch
 from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import split
 from mx_jax.formats import WHOLE
@@ -29,7 +31,8 @@ def tensor_scale_of(x: jax.Array, call: QuantizeCall) -> jax.Array:
         magnitudes = jnp.max(float32.to_bits(pieces) & float32.ABS, axis=inside, initial=0)
         return reference.tensor_scale_of(magnitudes, largest_value, x.ndim)
 
-    return on_cpu(x, handler=lambda x: scale(*amax(x))[0], elsewhere=elsewhere)
+    either: Any = dispatch.value or lax.platform_dependent
+    return either(x, cpu=lambda x: scale(*amax(x))[0], default=elsewhere)
 
 
 def _amax(shape: tuple[int, ...], call: QuantizeCall) -> Handler:
