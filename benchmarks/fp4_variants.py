@@ -105,6 +105,7 @@ def variants(layers: int) -> list[Variant]:
         ("mxfp4, hadamard", "Hadamard 32 on grad_weight", mxfp4("hadamard", transform=RANDOM_32)),
         ("mxfp4, 2-D", "32 x 32 weight blocks", mxfp4("square", w=SQUARE)),
         ("mxfp4, ends", "both ends high", Precision(recipe=recipes.mxfp4(), high_blocks=ends)),
+        ("mxfp4_hadamard", "Hadamard 16 without signs on grad_weight", recipes.mxfp4_hadamard()),
         against="mxfp4",
     )
     nvfp4 = rows(
@@ -113,6 +114,11 @@ def variants(layers: int) -> list[Variant]:
         ("nvfp4_pretraining", "stochastic, Hadamard 16, 2-D", recipes.nvfp4_pretraining()),
         ("nvfp4_four_over_six", "4/6 scales", best),
         against=None,
+    )
+    unclipped = rows(
+        nvfp4_ladder,
+        ("nvfp4_unbiased", "gradients that never clip", recipes.nvfp4_unbiased()),
+        against="nvfp4_pretraining",
     )
     four_over_six = nvfp4_nearest("nvfp4, 4/6")
     nearest = rows(
@@ -125,6 +131,7 @@ def variants(layers: int) -> list[Variant]:
         "Other recipes",
         ("mxfp4_backward", "high-precision forward (Tseng et al.)", recipes.mxfp4_backward()),
         ("quartet", "Quartet", recipes.quartet()),
+        ("quartet_ii", "Quartet II", recipes.quartet_ii()),
         ("deepseek_v3", "float8 in blocks of 128", recipes.deepseek_v3()),
         ("deepseek_v3_1", "the same with E8M0 scales", recipes.deepseek_v3_1()),
         ("float8_tensorwise", "torchao", recipes.float8_tensorwise()),
@@ -153,6 +160,7 @@ def variants(layers: int) -> list[Variant]:
         *alone,
         *nvfp4,
         *high(nvfp4_ladder, best),
+        *unclipped,
         *nearest,
         *published,
         *kept,
