@@ -197,7 +197,9 @@ class Residuals(enum.Enum):
 
     PRIMAL: the operands as they came; the backward matmuls quantize them anew along their own
     contracting axes. QUANTIZED: the forward's codes and scales, dequantized and requantized along
-    the other axis: less memory, a second rounding error.
+    the other axis: less memory, a second rounding error. If the forward product transforms, the
+    codes are those of transformed values, and the gradients are turned back; if it masks, a bit an
+    element says what was clipped.
     """
 
     PRIMAL = "primal"
@@ -239,11 +241,6 @@ class MatmulRecipe:
 
     def __post_init__(self):
         object.__setattr__(self, "gather", Gather.of(self.gather))
-        if self.mask_clipped and self.residuals is not Residuals.PRIMAL:
-            raise ValueError(
-                f"Recipe {self.name!r}: mask_clipped=True needs the forward's operands as they "
-                f"came, got residuals={self.residuals}; use residuals=PRIMAL"
-            )
         specs = (self.fwd.lhs, self.fwd.rhs)
         for spec in specs:
             if self.mask_clipped and spec and spec.scale_rule.rounding.random_bits:
@@ -252,11 +249,11 @@ class MatmulRecipe:
                     f"time, got fwd={self.fwd}; use mask_clipped=False, or another scale rule"
                 )
         prescaled = any(spec is not None and spec.prescale != 1.0 for spec in specs)
-        if self.residuals is Residuals.QUANTIZED and (self.fwd.transform or prescaled):
+        if self.residuals is Residuals.QUANTIZED and prescaled:
             raise ValueError(
                 f"Recipe {self.name!r}: residuals=QUANTIZED keeps the forward's codes for the "
-                f"backward products, but fwd ({self.fwd}) transforms or prescales what it "
-                "quantizes; use residuals=PRIMAL"
+                f"backward products, but fwd ({self.fwd}) prescales what it quantizes; use "
+                "residuals=PRIMAL"
             )
 
     def gradient(self, side: Side) -> MatmulSpec:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.codecs.rounding import NEAREST
-from mx_jax.formats import ElementFormat
+from mx_jax.ops.kept import Kept, beyond
 from mx_jax.ops.keys import Key, product_key
 from mx_jax.ops.operands import operand_keys, prescaled, transformed
 from mx_jax.ops.quantize import quantize_operand
@@ -25,27 +25,42 @@ def mask_clipped(
     side: Side,
     axes: ProductAxes,
     bar: jax.Array,
-    operand: AnyOperand,
+    operand: AnyOperand | Kept,
     key: Key,
 ) -> jax.Array:
     """An operand's cotangent without what the forward product clipped, if the recipe says so.
+
+    The cotangent of a kept operand is turned back too.
 
     Args:
       recipe: of the product.
       side: which operand.
       axes: of the forward product.
       bar: the cotangent.
-      operand: as it came to the forward product; codes have nothing clipped.
+      operand: as it came to the forward product, or as it was kept; codes have nothing clipped.
       key: of the product.
     """
     fwd = recipe.fwd
     spec, own = (fwd.lhs, axes.lhs) if side == "lhs" else (fwd.rhs, axes.rhs)
-    if not recipe.mask_clipped or spec is None or isinstance(operand, Quantized):
+    kept = isinstance(operand, Kept)
+    if not kept and (not recipe.mask_clipped or isinstance(operand, Quantized)):
         return bar
     signs = None
     if fwd.transform is not None:
         signs = hadamard.draw_signs(fwd.transform, operand_keys(product_key(recipe, "fwd", key))[2])
-    return _without_clipped(bar, operand, spec, own, signs)
+    if kept:
+        return _turned_back(bar, operand.clips(), signs, operand.length, own.block_axis)
+    return bar if spec is None else _without_clipped(bar, operand, spec, own, signs)
+
+
+def _turned_back(
+    turned: jax.Array, clipped: jax.Array | None, signs: Any, length: int, axis: int
+) -> jax.Array:
+    """`T^-1` of a cotangent without what belongs to clipped values, in the cotangent's dtype."""
+    kept = turned if clipped is None else jnp.where(clipped, 0, turned)
+    if signs is not None:
+        kept = hadamard.invert(kept, signs, length, axis)
+    return kept.astype(turned.dtype)
 
 
 def _without_clipped(
@@ -72,18 +87,7 @@ def _without_clipped(
     # rounded: the mask needs none of the forward's random bits.
     nearest = dataclasses.replace(spec, rounding=NEAREST)
     quantized = quantize_operand(values, nearest, blocks)
-    limit = dataclasses.replace(quantized, codes=_largest(values, spec.format.element))
-    clipped = jnp.abs(values.astype(jnp.float32)) > jnp.abs(limit.dequantize(jnp.float32))
     turned = cotangent if signs is None else transformed(cotangent, signs, axis)
-    kept = jnp.where(clipped, 0, turned)
-    if signs is not None:
-        kept = hadamard.invert(kept, signs, cotangent.shape[axis], axis)
+    length = cotangent.shape[axis]
+    kept = _turned_back(turned, beyond(values, quantized), signs, length, axis)
     return kept.astype(cotangent.dtype)
-
-
-def _largest(values: jax.Array, element: ElementFormat) -> jax.Array:
-    """Codes of the largest magnitudes on each value's own side of zero."""
-    top = jnp.full(values.shape, element.max_code, jnp.uint8)
-    if not element.negative_extra:
-        return top
-    return jnp.where(values < 0, jnp.uint8(element.sign_code), top)

@@ -12,6 +12,7 @@ from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.clipping import mask_clipped
+from mx_jax.ops.kept import Kept, as_taken, keep_both, spec_of
 from mx_jax.ops.keys import GRADIENTS, Key, product_key
 from mx_jax.ops.multiply import multiply
 from mx_jax.ops.operands import (
@@ -53,10 +54,10 @@ class DenseProduct:
     moves: Moves = STAY
 
     @functools.partial(jax.jit, static_argnums=0)
-    def forward(self, lhs: AnyOperand, rhs: AnyOperand, extra: Key) -> jax.Array:
+    def forward(self, lhs: Any, rhs: Any, extra: Key) -> jax.Array:
         """The product."""
-        spec, moves = self.recipe.fwd, self._moves_forward(lhs, rhs)
-        key = product_key(self.recipe, "fwd", extra)
+        spec, lhs, rhs = spec_of(self.recipe.fwd, lhs, rhs), as_taken(lhs), as_taken(rhs)
+        key, moves = product_key(self.recipe, "fwd", extra), self._moves_forward(lhs, rhs)
         with jax.named_scope("output"):
             left, right = prepare_operands(lhs, rhs, spec, self.axes, key, moves)
             product = multiply(
@@ -95,17 +96,17 @@ class DenseProduct:
 
     def keep(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: Key
-    ) -> tuple[AnyOperand, AnyOperand, Key]:
+    ) -> tuple[AnyOperand | Kept, AnyOperand | Kept, Key]:
         """The operands as they came, or as the product took them, and the key."""
         if self.recipe.residuals is Residuals.QUANTIZED:
             # The same key gives the same codes as without a gradient.
-            lhs, rhs = self._prepared(lhs, rhs, extra)
+            return *self._taken(lhs, rhs, extra), extra
         return lhs, rhs, extra
 
     @functools.partial(jax.jit, static_argnums=0)
-    def _prepared(self, lhs: AnyOperand, rhs: AnyOperand, key: Key) -> Any:
+    def _taken(self, lhs: AnyOperand, rhs: AnyOperand, key: Key) -> Any:
         fwd = product_key(self.recipe, "fwd", key)
-        return prepare_operands(lhs, rhs, self.recipe.fwd, self.axes, fwd)
+        return keep_both(self.recipe, lhs, rhs, self.axes, fwd, self.moves)
 
     def cotangents(self, g: jax.Array, saved: Key, both: bool) -> tuple[tuple[Any, Any], Any]:
         """g for both gradients: quantized for both in one call, if a backend reads it once.
@@ -170,10 +171,10 @@ class DenseProduct:
     def _operands_back(self, side: Side, g: Any, other: AnyOperand, bar: Bar) -> "_Back":
         """Both operands of a gradient's product, in its order."""
         spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
-        g_move, move, own = None, None, None
+        g_move, move, own, other = None, None, None, as_taken(other)
         if bar.out_sharding is not None or self.moves != STAY:
             g_move, move, own = self._moves_back(side, g, other, bar)
-        other, move = reuse_moved(other, move, spec.rhs, axes.rhs if g_is_lhs else axes.lhs)
+        other, move = reuse_moved(other, move, spec, axes.rhs if g_is_lhs else axes.lhs)
         if g_is_lhs:
             return _Back(g, other, spec, axes, (g_move, move), own, SIDES)
         return _Back(other, g, spec.swapped(), axes, (move, g_move), own, SWAPPED)
@@ -188,8 +189,8 @@ class DenseProduct:
             moves = moves_of(*operands, axes, bar.out_sharding, given, self.recipe.gather)
         return *(moves if g_is_lhs else moves[::-1]), own
 
-    def masked(self, side: Side, bar: jax.Array, own: AnyOperand, saved: Key) -> jax.Array:
-        """The cotangent without what the product clipped."""
+    def masked(self, side: Side, bar: jax.Array, own: Any, saved: Key) -> jax.Array:
+        """The cotangent without what the product clipped, as the operand lay before."""
         return mask_clipped(self.recipe, side, self.axes, bar, own, saved)
 
 

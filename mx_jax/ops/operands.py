@@ -222,12 +222,13 @@ def unscaled(product: jax.Array, lhs: AnyOperand, rhs: AnyOperand, spec: MatmulS
     return (product.astype(wide) * jnp.asarray(factor, wide)).astype(product.dtype)
 
 
-def reuse(operand: AnyOperand, spec: OperandSpec | None, axes: Axes) -> Operand:
-    """A saved operand for a backward product.
+def reuse(operand: AnyOperand, product: MatmulSpec, axes: Axes) -> Operand:
+    """A saved operand, the right one of a backward product's spec.
 
     Codes are reused if their blocks also lie along the new contracting axis (square blocks);
-    otherwise they are dequantized, to be quantized anew.
+    otherwise, and before a transform, they are dequantized, to be quantized anew.
     """
+    spec = product.rhs
     if isinstance(operand, PackedMXArray):
         operand = operand.unpack()
     if not isinstance(operand, MXArray):
@@ -235,16 +236,18 @@ def reuse(operand: AnyOperand, spec: OperandSpec | None, axes: Axes) -> Operand:
     if spec is None:
         return decode(operand, operand.dtype, saturates=True)
     reusable = operand.format == spec.format and operand.blocks == axes.blocks(spec.format)
-    return operand if reusable else decode(operand, jnp.float32, saturates=True)
+    if reusable and product.transform is None:
+        return operand
+    return decode(operand, jnp.float32, saturates=True)
 
 
 def reuse_moved(
-    operand: AnyOperand, move: Movement | None, spec: OperandSpec | None, axes: Axes
+    operand: AnyOperand, move: Movement | None, product: MatmulSpec, axes: Axes
 ) -> tuple[Operand, Movement | None]:
     """`reuse` of a saved operand that lies elsewhere, and how it gets to the product then.
 
     Codes are gathered as they are, whatever becomes of them.
     """
     if move is not None and isinstance(operand, MXArray):
-        operand, move = place(operand, move, spec, axes, None).operand, None
-    return reuse(operand, spec, axes), move
+        operand, move = place(operand, move, product.rhs, axes, None).operand, None
+    return reuse(operand, product, axes), move

@@ -165,7 +165,10 @@ def _cotangent(product, side, g, own, other, bar, saved):
     if bar is None:
         return None
     value = product.gradient(side, g, other, bar, saved)
-    return product.masked(side, sum_over(value, bar.varying), own, saved)
+    value = product.masked(side, sum_over(value, bar.varying), own, saved)
+    # Turned back where groups of a transform lie on one device.
+    lies = explicit_sharding(value)
+    return value if lies == bar.out_sharding else jax.sharding.reshard(value, bar.out_sharding)
 
 
 def zero_bars(tree: Any) -> Any:

@@ -22,6 +22,7 @@ from mx_jax.ops.arguments import as_operand, dtype_of_product, goes_to_lax
 from mx_jax.ops.canonical import check_blocks
 from mx_jax.ops.clipping import mask_clipped
 from mx_jax.ops.dense import HIGH_PRECISION
+from mx_jax.ops.kept import Kept, as_taken, spec_of
 from mx_jax.ops.keys import GRADIENTS, Key, check_matmul_key, product_key
 from mx_jax.ops.operands import unscaled
 from mx_jax.ops.product import Bar, Casts, Given, differentiable, zero_bars
@@ -31,6 +32,7 @@ from mx_jax.ops.ragged_operands import (
     LAST,
     SECOND_LAST,
     contracted_operands,
+    keep_both,
     kept_casts,
     prepare_kept,
     without_unused,
@@ -156,22 +158,23 @@ class RaggedProduct:
     move: Movement | None = None
 
     @functools.partial(jax.jit, static_argnums=0)
-    def forward(self, lhs: Operand, rhs: Operand, extra: _Extra) -> jax.Array:
+    def forward(self, lhs: Any, rhs: Any, extra: _Extra) -> jax.Array:
         """The product."""
-        key, spec = product_key(self.recipe, "fwd", extra.key), self.recipe.fwd
+        spec, lhs, rhs = spec_of(self.recipe.fwd, lhs, rhs), as_taken(lhs), as_taken(rhs)
+        key = product_key(self.recipe, "fwd", extra.key)
         with jax.named_scope("output"):
             return self._multiply(_FORWARD, spec, lhs, (rhs, self.move), extra.sizes, key)
 
-    def keep(self, lhs: Operand, rhs: Operand, extra: _Extra) -> tuple[Operand, Operand, _Extra]:
+    def keep(self, lhs: Operand, rhs: Operand, extra: _Extra) -> tuple[Any, Any, _Extra]:
         """The operands as they came, or as the product took them."""
         if self.recipe.residuals is Residuals.QUANTIZED:
-            lhs, rhs = self._prepared(lhs, rhs, extra)
+            return *self._taken(lhs, rhs, extra), extra
         return lhs, rhs, extra
 
     @functools.partial(jax.jit, static_argnums=0)
-    def _prepared(self, lhs: Operand, rhs: Operand, extra: _Extra) -> tuple[Operand, Operand]:
+    def _taken(self, lhs: Operand, rhs: Operand, extra: _Extra) -> Any:
         key = product_key(self.recipe, "fwd", extra.key)
-        return prepare_kept(lhs, rhs, _FORWARD, extra.sizes, self.recipe.fwd, key)
+        return keep_both(self.recipe, lhs, rhs, _FORWARD, extra.sizes, key, self.move)
 
     def cotangents(self, g: jax.Array, saved: _Extra, both: bool) -> tuple[Any, _Extra]:
         """g for each gradient, which quantizes it itself."""
@@ -179,22 +182,20 @@ class RaggedProduct:
         return (g, g), zero_bars(saved)
 
     @functools.partial(jax.jit, static_argnums=(0, 1, 4))
-    def gradient(
-        self, side: Side, g: jax.Array, other: Operand, bar: Bar, saved: _Extra
-    ) -> jax.Array:
+    def gradient(self, side: Side, g: jax.Array, other: Any, bar: Bar, saved: _Extra) -> jax.Array:
         """`[m, n]` by `[g, k, n]` to `[m, k]`, or `[m, k]` by `[m, n]` to `[g, k, n]`."""
-        key = product_key(self.recipe, GRADIENTS[side], saved.key)
+        other, key = as_taken(other), product_key(self.recipe, GRADIENTS[side], saved.key)
         with jax.named_scope(GRADIENT[side]):
             wide = dataclasses.replace(self, out_dtype=bar.dtype)
             if side == "rhs":
                 return wide._grad_rhs(g, other, saved.sizes, key)
             spec = self.recipe.dlhs
-            experts = matrices_back(other, self.move, spec.rhs)
+            experts = matrices_back(other, self.move, spec)
             return wide._multiply(_GRAD_LHS, spec, g, experts, saved.sizes, key)
 
-    def masked(self, side: Side, bar: jax.Array, own: Operand, saved: _Extra) -> jax.Array:
-        """The cotangent without what the product clipped."""
-        if side == "lhs":
+    def masked(self, side: Side, bar: jax.Array, own: Any, saved: _Extra) -> jax.Array:
+        """The cotangent without what the product clipped, as the operand lay before."""
+        if side == "lhs" and not isinstance(own, Kept):
             own = without_unused(own, saved.sizes)
         return mask_clipped(self.recipe, side, _FORWARD, bar, own, saved.key)
 
@@ -226,13 +227,13 @@ class RaggedProduct:
         return kept_casts(lhs, rhs, _FORWARD, extra.sizes, self.recipe.fwd, key, self.move)
 
     def gradient_casts(
-        self, side: Side, g: jax.Array, other: Operand, bar: Bar, saved: _Extra
+        self, side: Side, g: jax.Array, other: Any, bar: Bar, saved: _Extra
     ) -> Casts:
         """What a gradient's product quantizes, g first."""
-        key = product_key(self.recipe, GRADIENTS[side], saved.key)
+        other, key = as_taken(other), product_key(self.recipe, GRADIENTS[side], saved.key)
         if side == "lhs":
             spec = self.recipe.dlhs
-            rhs, move = matrices_back(other, self.move, spec.rhs)
+            rhs, move = matrices_back(other, self.move, spec)
             return kept_casts(g, rhs, _GRAD_LHS, saved.sizes, spec, key, move)
         spec = self.recipe.drhs.swapped()
         found = contracted_operands(other, g, saved.sizes, spec, _GRAD_RHS, key)

@@ -16,7 +16,7 @@ from mx_jax.ops.product import Given
 from mx_jax.ops.ragged_operands import LAST
 from mx_jax.packed import PackedMXArray
 from mx_jax.sharding.movement import Movement, Part, parts_of, spec_of
-from mx_jax.specs import MatmulRecipe, OperandSpec
+from mx_jax.specs import MatmulRecipe, MatmulSpec
 
 
 def experts_move(recipe: MatmulRecipe, lhs: Any, rhs: Any) -> Movement | None:
@@ -35,7 +35,7 @@ def experts_move(recipe: MatmulRecipe, lhs: Any, rhs: Any) -> Movement | None:
 
 
 def matrices_back(
-    rhs: Operand, move: Movement | None, spec: OperandSpec | None
+    rhs: Operand, move: Movement | None, spec: MatmulSpec
 ) -> tuple[Operand, Movement | None]:
     """Saved matrices as the rows' gradient multiplies them, and how they get there."""
     return reuse_moved(rhs, move, spec, LAST)

@@ -13,6 +13,7 @@ from mx_jax.backends.calls import Operand
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray, decode
+from mx_jax.ops.kept import check_whole_groups, keep
 from mx_jax.ops.keys import Key
 from mx_jax.ops.operands import SWAPPED, operand_keys, prepare, prescaled, transform_operands
 from mx_jax.ops.placing import Placed, place
@@ -23,7 +24,7 @@ from mx_jax.packed import Quantized
 from mx_jax.reference import ragged
 from mx_jax.reference.ragged import RaggedRows, ragged_rows
 from mx_jax.sharding.movement import Movement
-from mx_jax.specs import MatmulSpec, OperandSpec
+from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
 
 # The axis of experts is no batch axis here: a format that is WHOLE takes one matrix at a time.
 LAST = Axes.ordered()
@@ -61,10 +62,41 @@ def prepare_kept(
 ) -> tuple[Operand, Operand]:
     """Both operands as a product that keeps the rows takes them; rhs gets to it by `move`."""
     (left, right), lhs_key, placed = _turned_kept(lhs, rhs, axes, sizes, spec, key, move)
-    matrices = prepare(right, spec.rhs, axes.rhs, placed.key, placed.tensor_scale, side="rhs")
+    rows, matrices = _prepare_turned(left, right, lhs_key, placed, axes, sizes, spec)
     if placed.move is not None and isinstance(matrices, MXArray):
         matrices = placed.move.move_codes(matrices)
-    return _prepare_rows(sizes, left, spec.lhs, lhs_key), matrices
+    return rows, matrices
+
+
+def _prepare_turned(
+    left: Any,
+    right: Any,
+    lhs_key: Key,
+    placed: Placed,
+    axes: ProductAxes,
+    sizes: jax.Array,
+    spec: MatmulSpec,
+) -> tuple[Any, Any]:
+    rows = _prepare_rows(sizes, left, spec.lhs, lhs_key)
+    matrices = prepare(right, spec.rhs, axes.rhs, placed.key, placed.tensor_scale, side="rhs")
+    return rows, matrices
+
+
+def keep_both(
+    recipe: MatmulRecipe,
+    lhs: Operand,
+    rhs: Operand,
+    axes: ProductAxes,
+    sizes: jax.Array,
+    key: Key,
+    move: Movement | None,
+) -> tuple[Any, Any]:
+    """Both operands as such a product takes them, where they lie, for its gradients."""
+    check_whole_groups(recipe, rhs, axes.rhs, move)
+    spec = recipe.fwd
+    (left, right), lhs_key, placed = _turned_kept(lhs, rhs, axes, sizes, spec, key, None)
+    rows, matrices = _prepare_turned(left, right, lhs_key, placed, axes, sizes, spec)
+    return keep(recipe, lhs, left, rows, axes.lhs), keep(recipe, rhs, right, matrices, axes.rhs)
 
 
 def kept_casts(
@@ -78,8 +110,7 @@ def kept_casts(
 ) -> Casts:
     """What `prepare_kept` quantizes, before any codes move."""
     (left, right), lhs_key, placed = _turned_kept(lhs, rhs, axes, sizes, spec, key, move)
-    rows = _prepare_rows(sizes, left, spec.lhs, lhs_key)
-    matrices = prepare(right, spec.rhs, axes.rhs, placed.key, placed.tensor_scale, side="rhs")
+    rows, matrices = _prepare_turned(left, right, lhs_key, placed, axes, sizes, spec)
     return _cast(left, rows, spec.lhs, axes.lhs), _cast(right, matrices, spec.rhs, axes.rhs)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from mx_jax.axes import Side
 from mx_jax.mxarray import MXArray, decode
+from mx_jax.ops.kept import Kept, as_taken
 from mx_jax.ops.product import Cast, Casts, Given, Product, product_bwd, product_fwd, zero_bars
 from mx_jax.ops.tags import GRADIENT, Moment, Place, Tag, entered, moment, numbers, place, watching
 from mx_jax.ops.tags import Product as Name
@@ -181,19 +182,24 @@ def _backward_looks(
     """Of both gradients, those that there are."""
     lhs, rhs, bars, saved = kept
     sides: tuple[Side, Side] = ("lhs", "rhs")
-    for side, other, bar, given in zip(sides, (rhs, lhs), bars, found, strict=True):
+    for side, own, other, bar, given in zip(
+        sides, (lhs, rhs), (rhs, lhs), bars, found, strict=True
+    ):
         if bar is None:
             continue
 
         def casts(side: Side = side, other=other, bar=bar) -> Casts:
             return product.gradient_casts(side, g, other, bar, saved)
 
-        def errors(side: Side = side, other=other, bar=bar, given=given) -> Pair:
+        def errors(side: Side = side, own=own, other=other, bar=bar, given=given) -> Pair:
             wide = dataclasses.replace(bar, dtype=np.dtype(np.float32))
             exact = product.in_high_precision()
             value = exact.gradient(side, _only(g), values(other), wide, saved)
+            value = sum_over(value, bar.varying)
             assert given.value is not None
-            return sum_over(value, bar.varying), given.value
+            if isinstance(own, Kept):
+                value = product.masked(side, value, own.unmasked(), saved)
+            return value, given.value
 
         yield Look(tap, GRADIENT[side], casts, errors)
 
@@ -205,6 +211,7 @@ def _only(result: Any) -> jax.Array:
 
 def values(operand: Any) -> jax.Array:
     """What an operand stands for, in float32 if it is quantized."""
+    operand = as_taken(operand)
     if not isinstance(operand, Quantized):
         return operand
     operand = unpacked(operand)

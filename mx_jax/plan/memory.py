@@ -93,10 +93,18 @@ def _kept(
     weight = linear.params / (setup.fsdp * setup.model)
     total = 0.0
     if lhs is not None:
-        total += stored_bytes(lhs, shape[0] * shape[1])
+        total += stored_bytes(lhs, shape[0] * shape[1]) + _mask_bytes(recipe, shape[0] * shape[1])
     elif primal:
         total += shape[0] * shape[1] * setup.dtype.itemsize
-    return total + (0.0 if rhs is None else stored_bytes(rhs, weight))
+    if rhs is not None:
+        total += stored_bytes(rhs, weight) + _mask_bytes(recipe, weight)
+    return total
+
+
+def _mask_bytes(recipe: MatmulRecipe, elements: float) -> float:
+    """What says which elements were clipped, where codes are kept: a bit each."""
+    kept = recipe.mask_clipped and recipe.residuals is Residuals.QUANTIZED
+    return elements / 8 if kept else 0.0
 
 
 def input_shape(linear: Linear, setup: Setup) -> tuple[float, float]:

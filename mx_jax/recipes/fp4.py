@@ -165,14 +165,15 @@ def quartet() -> Recipe:
     | product | lhs | rhs |
     |---|---|---|
     | output | x: MXFP4, GAUSSIAN, nearest | W: the same |
-    | grad_input | g: MXFP4, RCEIL of 3/4 g, stochastic | W: the same as g |
-    | grad_weight | g: the same | x: the same as g |
+    | grad_input | g: MXFP4, RCEIL of 3/4 g, stochastic | W: the output's codes, anew as g |
+    | grad_weight | g: the same | x: the output's codes, anew as g |
 
     No transform has signs: the authors' code draws some for the backward products, but multiplies
-    by them after the transform, where they change no magnitude and cancel in the product. Gradients
-    of values that the forward product clipped are zero. The backward products quantize the high-
-    precision operands anew, where the source starts from the forward's codes. Needs a key, for
-    stochastic rounding. Source: Quartet, arXiv 2505.14669.
+    by them after the transform, where they change no magnitude and cancel in the product. The
+    backward products multiply what the output's product did, transformed along its axis: so their
+    results are gradients of transformed operands. Those of values that the output's product
+    clipped are zero, and the rest is turned back. Needs a key, for stochastic rounding. Source:
+    Quartet, arXiv 2505.14669.
     """
     forward = operand(MXFP4, scale_rule=GAUSSIAN)
     transform = Hadamard(size=32, signs=(1,) * 32)
@@ -182,7 +183,7 @@ def quartet() -> Recipe:
         fwd=MatmulSpec(lhs=forward, rhs=forward, transform=transform),
         dlhs=backward,
         drhs=backward,
-        residuals=Residuals.PRIMAL,
+        residuals=Residuals.QUANTIZED,
         mask_clipped=True,
     )
 

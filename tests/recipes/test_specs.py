@@ -112,14 +112,7 @@ EDEN = operand("nvfp4", scale_rule="ms_eden")
             ),
             "Recipe 'mxfp8': residuals=QUANTIZED keeps the forward's codes for the backward "
             "products, but fwd (mxfp8_e4m3 (floor, nearest, times 0.75) x high precision) "
-            "transforms or prescales what it quantizes; use residuals=PRIMAL",
-        ),
-        (
-            lambda: dataclasses.replace(
-                recipes.mxfp8(), residuals=Residuals.QUANTIZED, mask_clipped=True
-            ),
-            "Recipe 'mxfp8': mask_clipped=True needs the forward's operands as they came, got "
-            "residuals=Residuals.QUANTIZED; use residuals=PRIMAL",
+            "prescales what it quantizes; use residuals=PRIMAL",
         ),
     ],
     ids=[
@@ -140,7 +133,6 @@ EDEN = operand("nvfp4", scale_rule="ms_eden")
         "scales_exchanged",
         "transform",
         "residuals",
-        "mask",
     ],
 )
 def test_wrong_combinations(build: Any, message: str):

@@ -144,8 +144,10 @@ def test_other_fields():
     )
     assert base.with_(gather="fsdp") == dataclasses.replace(base, gather="fsdp")
     assert base.with_(gather="fsdp").with_(gather=None) == base
-    masked = recipes.quartet().with_(mask_clipped=False, residuals=Residuals.PRIMAL, name="x")
-    assert masked == dataclasses.replace(recipes.quartet(), name="x", mask_clipped=False)
+    quartet = recipes.quartet()
+    changed = quartet.with_(mask_clipped=False, residuals=Residuals.PRIMAL, name="x")
+    fields = {"name": "x", "mask_clipped": False, "residuals": Residuals.PRIMAL}
+    assert changed == dataclasses.replace(quartet, **fields) != quartet
     assert base.with_() == base and base.with_(name="y").name == "y"
 
 

@@ -1,0 +1,143 @@
+"""An operand as the forward product took it, kept for the gradients where codes do not say it all.
+
+After a transform the gradients multiply turned operands: an operand's cotangent comes out turned
+too, and is turned back. What the cast clipped is one bit an element: the codes do not show it.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from mx_jax.axes import Axes, ProductAxes
+from mx_jax.backends.calls import AnyOperand
+from mx_jax.codecs import packing
+from mx_jax.mxarray import MXArray
+from mx_jax.ops.keys import Key
+from mx_jax.ops.operands import prepare, transform_operands
+from mx_jax.ops.remat import QUANTIZED
+from mx_jax.packed import Quantized
+from mx_jax.sharding.movement import Movement, Moves
+from mx_jax.specs import MatmulRecipe, MatmulSpec
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("operand", "clipped"), meta_fields=("length",)
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What the forward product took of an operand.
+
+    Attributes:
+      operand: codes, or values in high precision, after the transform.
+      clipped: which values the cast clipped, eight a byte along the last axis; None: not asked.
+      length: of the contracted axis before the transform padded it.
+    """
+
+    operand: AnyOperand
+    clipped: jax.Array | None
+    length: int
+
+    def unmasked(self) -> "Kept":
+        """The same, as if nothing had been clipped."""
+        return dataclasses.replace(self, clipped=None)
+
+    def clips(self) -> jax.Array | None:
+        """Where the cast clipped, as booleans in the shape of the operand."""
+        if self.clipped is None:
+            return None
+        return packing.unpack(self.clipped, 1, self.operand.shape[-1]).astype(jnp.bool_)
+
+
+def keep(
+    recipe: MatmulRecipe, given: AnyOperand, turned: Any, taken: AnyOperand, axes: Axes
+) -> AnyOperand | Kept:
+    """What is kept of one operand: its codes alone, if they say it all.
+
+    Args:
+      recipe: of the product.
+      given: the operand as it came.
+      turned: the operand transformed.
+      taken: as the product takes it.
+      axes: of the operand.
+    """
+    masks = recipe.mask_clipped and isinstance(taken, MXArray)
+    if isinstance(given, Quantized) or not (masks or recipe.fwd.transform):
+        return taken
+    clipped = None
+    if masks:
+        assert isinstance(taken, MXArray)
+        bits = packing.pack(beyond(turned, taken).astype(jnp.uint8), 1)
+        clipped = checkpoint_name(bits, QUANTIZED)
+    return Kept(operand=taken, clipped=clipped, length=given.shape[axes.block_axis])
+
+
+def keep_both(
+    recipe: MatmulRecipe,
+    lhs: AnyOperand,
+    rhs: AnyOperand,
+    axes: ProductAxes,
+    key: Key,
+    moves: Moves,
+) -> tuple[AnyOperand | Kept, AnyOperand | Kept]:
+    """Both operands of a dense product as it takes them."""
+    spec = recipe.fwd
+    check_whole_groups(recipe, lhs, axes.lhs, moves[0])
+    check_whole_groups(recipe, rhs, axes.rhs, moves[1])
+    left, right, (lhs_key, rhs_key) = transform_operands(lhs, rhs, spec, axes, key)
+    taken = (
+        prepare(left, spec.lhs, axes.lhs, lhs_key),
+        prepare(right, spec.rhs, axes.rhs, rhs_key, side="rhs"),
+    )
+    return (
+        keep(recipe, lhs, left, taken[0], axes.lhs),
+        keep(recipe, rhs, right, taken[1], axes.rhs),
+    )
+
+
+def check_whole_groups(
+    recipe: MatmulRecipe, x: AnyOperand, axes: Axes, move: Movement | None
+) -> None:
+    """Raise ValueError if a device of shard_map would transform a part of a group."""
+    transform, k = recipe.fwd.transform, axes.block_axis
+    if transform is None or move is None:
+        return
+    names = [name for name in move.stored[k] if name in move.manual]
+    if names and x.shape[k] % transform.size:
+        raise ValueError(
+            f"gather: residuals=QUANTIZED of recipe {recipe.name!r} keeps what each device "
+            f"transforms, but a group of {transform} would lie on two along axis={k % x.ndim}, got "
+            f"shard size={x.shape[k]} along mesh axes={names} of shard_map; use "
+            "residuals='primal', or shard another axis"
+        )
+
+
+def beyond(values: jax.Array, quantized: MXArray) -> jax.Array:
+    """Which values lie beyond the largest code of their block.
+
+    Args:
+      values: what was quantized.
+      quantized: its scales count, not its codes.
+    """
+    element = quantized.format.element
+    # On each value's own side of zero, and where the codes lie.
+    largest = jnp.full_like(quantized.codes, element.max_code)
+    if element.negative_extra:
+        largest = jnp.where(values < 0, jnp.uint8(element.sign_code), largest)
+    limit = dataclasses.replace(quantized, codes=largest, primal=None)
+    return jnp.abs(values.astype(jnp.float32)) > jnp.abs(limit.dequantize(jnp.float32))
+
+
+def as_taken(operand: Any) -> Any:
+    """A kept operand as the product took it; any other as it is."""
+    return operand.operand if isinstance(operand, Kept) else operand
+
+
+def spec_of(spec: MatmulSpec, lhs: Any, rhs: Any) -> MatmulSpec:
+    """What is left to do to operands: those that are kept are transformed."""
+    if spec.transform is None or not (isinstance(lhs, Kept) or isinstance(rhs, Kept)):
+        return spec
+    return dataclasses.replace(spec, transform=None)
