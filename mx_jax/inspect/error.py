@@ -69,7 +69,12 @@ def saturated_fraction(x: jax.typing.ArrayLike, quantized: MXArray) -> float:
             "saturated_fraction: shapes must agree, got "
             f"x.shape={np.shape(x)}, quantized.shape={quantized.shape}; pass what was quantized"
         )
+    return float(_saturated(jnp.asarray(x), quantized))
+
+
+@jax.jit
+def _saturated(x: jax.Array, quantized: MXArray) -> jax.Array:
     values = jnp.abs(quantized.dequantize(jnp.float32))
     element = quantized.format.element
     at_limit = jnp.abs(decode(quantized.codes, element)) >= element.max
-    return float(jnp.mean(at_limit & (jnp.abs(jnp.asarray(x)) > values)))
+    return jnp.mean(at_limit & (jnp.abs(x) > values))

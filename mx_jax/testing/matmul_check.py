@@ -188,12 +188,14 @@ class ExtremeCase:
     def _quantized(self, x: np.ndarray) -> MXArray:
         rule = scale_rule_for(self.scale_rule, self.rhs)
         values = jnp.asarray(x.astype(np.float32))
-        return quantize(values, self.rhs, ((-1, 32),), rule, NEAREST, None, None)
+        return _quantize(values, self.rhs, ((-1, 32),), rule, NEAREST, None, None)
 
     def __str__(self) -> str:
         lhs = self.rhs.name if self.quantized_lhs else "float32"
         return f"{lhs}-{self.rhs.name}-{self.scale_rule}-2^{self.exponent}"
 
+
+_quantize = jax.jit(quantize, static_argnums=(1, 2, 3, 4))
 
 # Values that round up to 2^128, and values that are subnormal or near it.
 EXTREME_CASES = tuple(

@@ -24,6 +24,7 @@ from mx_jax.formats import E2M1, ElementFormat
 from mx_jax.recipes import MatmulSpec, Recipe, Residuals, operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.extending.fp5 import FP5, MXFP5
+from tests.quick import quick
 
 # Codes 0 to 15; those with the sign bit, 16, stand for the same with a minus.
 VALUES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0)
@@ -138,12 +139,13 @@ def test_printing_and_other_forms():
 
 def test_packed_codes():
     """Eight codes in five bytes, the first in the lowest bits."""
-    q = mx_jax.quantize(jnp.linspace(-7, 7, 3 * 43).reshape(3, 43), MXFP5)
-    assert q.packed_codes.shape == (3, 30) and q.packed_nbytes == 3 * 30 + 3 * 2
-    for codes, packed in zip(np.asarray(q.codes), np.asarray(q.packed_codes), strict=True):
+    q = mx_jax.quantize(np.linspace(-7, 7, 3 * 43, dtype=np.float32).reshape(3, 43), MXFP5)
+    rows = quick(lambda q: q.packed_codes)(q)
+    assert rows.shape == (3, 30) and q.packed_nbytes == 3 * 30 + 3 * 2
+    for codes, packed in zip(np.asarray(q.codes), np.asarray(rows), strict=True):
         together = sum(int(code) << (5 * place) for place, code in enumerate(codes))
         assert packed.tobytes() == together.to_bytes(30, "little")
-    assert_bitwise_equal(packing.unpack(q.packed_codes, 5, 43), q.codes)
+    assert_bitwise_equal(quick(lambda rows: packing.unpack(rows, 5, 43))(rows), q.codes)
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]):

@@ -58,8 +58,9 @@ def test_a_gradient_that_draws_says_so(call, recipe: Recipe, product: str):
         f"recipe 'drawing' rounds stochastically in {product} and needs a key, got key=None; pass "
         "key=jax.random.key(seed)"
     )
+    gradients = jax.grad(lambda x, w: call(x, w, recipe=recipe).sum(), argnums=(0, 1))
     with pytest.raises(ValueError, match=message):
-        jax.grad(lambda x, w: call(x, w, recipe=recipe).sum(), argnums=(0, 1))(X, W)
+        jax.eval_shape(gradients, X, W)
 
 
 def test_only_a_gradient_that_is_taken_draws():

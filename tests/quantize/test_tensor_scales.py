@@ -3,13 +3,13 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import mx_jax
 from mx_jax import MXArray, recipes
 from tests.needs import CPU_BACKENDS, needs_library
+from tests.quick import quick
 
 GENERATOR = np.random.default_rng(0)
 EXPERTS = GENERATOR.normal(size=(2, 64, 6)).astype(np.float32) * np.array([1.0, 1e4])[:, None, None]
@@ -93,10 +93,12 @@ def test_the_library_says_why_it_refuses_experts_that_are_kept_axes():
 
 
 def test_ragged_dot():
-    sizes = jnp.array([1, 2])
-    got = mx_jax.ragged_dot(TOKENS[0], experts(), sizes, recipe=RECIPE)
-    values = experts().dequantize()
-    want = jnp.stack([TOKENS[0][0] @ values[0], TOKENS[0][1] @ values[1], TOKENS[0][2] @ values[1]])
+    tokens, sizes = np.asarray(TOKENS[0]), np.array([1, 2])
+    got = quick(lambda x, w, sizes: mx_jax.ragged_dot(x, w, sizes, recipe=RECIPE))(
+        tokens, experts(), sizes
+    )
+    values = np.asarray(experts().dequantize())
+    want = np.stack([tokens[0] @ values[0], tokens[1] @ values[1], tokens[2] @ values[1]])
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from mx_jax.reference import hadamard
 from mx_jax.reference.hadamard import Hadamard
+from tests.quick import quick
 
 SIGNS = np.float32([1, -1, -1, 1])
 
@@ -58,18 +59,20 @@ def test_transform_along_an_axis():
     x = np.random.default_rng(0).integers(-8, 8, (3, 6, 2)).astype(np.float32)
     padded = np.pad(x, ((0, 0), (0, 2), (0, 0))).reshape(3, 2, 4, 2)
     expected = np.einsum("agij,ik->agkj", padded * SIGNS[:, None], sylvester(4)).reshape(3, 8, 2)
-    turned = hadamard.apply(jnp.bfloat16(x), jnp.asarray(SIGNS), axis=1)
+    apply = quick(hadamard.apply, static_argnames=("axis", "in_bfloat16"))
+    invert = quick(hadamard.invert, static_argnums=2, static_argnames="axis")
+    turned = apply(jnp.bfloat16(x), np.asarray(SIGNS), axis=1)
     assert turned.dtype == jnp.float32
     np.testing.assert_array_equal(turned, expected)
-    fast = hadamard.apply(jnp.bfloat16(x), jnp.asarray(SIGNS), axis=1, in_bfloat16=True)
+    fast = apply(jnp.bfloat16(x), np.asarray(SIGNS), axis=1, in_bfloat16=True)
     assert fast.dtype == jnp.float32
     np.testing.assert_array_equal(fast, expected)
-    np.testing.assert_array_equal(hadamard.invert(turned, jnp.asarray(SIGNS), 6, axis=1), x)
+    np.testing.assert_array_equal(invert(turned, np.asarray(SIGNS), 6, axis=1), x)
     # By default along the last axis; shorter than a group too. No operand's rank is promoted.
     few = x[:1, :3]
     with jax.numpy_rank_promotion("raise"):
-        last = hadamard.apply(jnp.asarray(few), jnp.asarray(SIGNS))
-        back = hadamard.invert(last, jnp.asarray(SIGNS), 2)
+        last = apply(few, np.asarray(SIGNS))
+        back = invert(last, np.asarray(SIGNS), 2)
     expected = np.pad(few, ((0, 0), (0, 0), (0, 2))) * SIGNS @ sylvester(4)
     np.testing.assert_array_equal(last, expected)
     np.testing.assert_array_equal(back, few)

@@ -90,8 +90,13 @@ def test_four_over_six_takes_four_where_it_loses_less():
 def test_squared_error():
     """Over each block by itself, the axis kept."""
     x = F([[1, 5, -0.3], [0.5, 0.25, 7]])
-    data = BlockData(jnp.asarray(x), (1,), jnp.zeros((2, 1), jnp.int32), MXFP4, None)
-    lost = functions.squared_error(data, jnp.uint8([[127], [128]]))
+
+    @jax.jit
+    def lose(x, scales):
+        data = BlockData(x, (1,), jnp.zeros((2, 1), jnp.int32), MXFP4, None)
+        return functions.squared_error(data, scales)
+
+    lost = lose(x, np.uint8([[127], [128]]))
     values = F([[1, 4, -0.5], [0, 0, 8]])
     values[1, 0] = 0  # 0.25 of the scale, a tie, to even
     np.testing.assert_allclose(lost, np.square(values - x).sum(1, keepdims=True), rtol=1e-6)
