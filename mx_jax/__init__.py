@@ -19,6 +19,7 @@ from mx_jax.ops.choice import prefer_backends as prefer_backends
 from mx_jax.ops.dot_general import dot_general as dot_general
 from mx_jax.ops.dot_general import matmul as matmul
 from mx_jax.ops.einsum import einsum as einsum
+from mx_jax.ops.experts import expert_ragged_dot as expert_ragged_dot
 from mx_jax.ops.export import export_targets as export_targets
 from mx_jax.ops.packing import pack_weights as pack_weights
 from mx_jax.ops.quantize import cast as cast

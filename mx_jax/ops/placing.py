@@ -6,7 +6,7 @@ same array along different axes. Along the mesh axes of `recipe.gather` it is qu
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -153,7 +153,7 @@ def place(
         return Placed(move.move(operand), None, key)
     if move.manual and key is not None:
         key = jax.random.fold_in(key, lax.axis_index(move.manual))
-    return Placed(operand, move, key, _tensor_scale(operand, spec, blocks, move))
+    return Placed(operand, move, key, agreed_scale(operand, spec, blocks, move.manual))
 
 
 def check_whole_blocks(
@@ -176,14 +176,14 @@ def check_whole_blocks(
             )
 
 
-def _tensor_scale(
-    x: jax.Array, spec: OperandSpec, blocks: Blocks, move: Movement
+def agreed_scale(
+    x: jax.Array, spec: OperandSpec, blocks: Blocks, axes: Sequence[str]
 ) -> jax.Array | None:
     """Inside shard_map the tensor scale is that of all parts; elsewhere a cast sees them all."""
-    if not move.manual or not spec.format.tensor_scale:
+    if not axes or not spec.format.tensor_scale:
         return None
     pieces, inside = block_shapes.split(lax.stop_gradient(x), blocks)
     magnitudes = float32.to_bits(pieces) & float32.ABS
     amax = jnp.max(magnitudes, axis=inside, initial=0)
-    amax = lax.pmax(jnp.max(jnp.where(amax < float32.INF, amax, 0), initial=0), move.manual)
+    amax = lax.pmax(jnp.max(jnp.where(amax < float32.INF, amax, 0), initial=0), tuple(axes))
     return tensor_scale_of(amax, spec.scale_rule.largest_value(spec.format), x.ndim)

@@ -58,7 +58,7 @@ def on_automatic_axes(
         own = dataclasses.replace(recipe.gather, rhs=spec_of(stored))
         recipe = dataclasses.replace(recipe, gather=own)
     columns = tuple(name for name in stored[2] if name not in {*gathered, *rows})
-    run = jax.sharding.auto_axes(
+    run: Any = jax.sharding.auto_axes(
         lambda *operands: multiply(*operands, recipe),
         out_sharding=PartitionSpec(rows or None, columns or None),
     )

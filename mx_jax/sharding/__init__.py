@@ -1,5 +1,7 @@
 """Where quantized tensors lie on a mesh, and how they get to where they are multiplied."""
 
+from mx_jax.sharding.dispatch import Dispatched as Dispatched
+from mx_jax.sharding.dispatch import dispatch as dispatch
 from mx_jax.sharding.exchange import all_to_all as all_to_all
 from mx_jax.sharding.gather import Gather as Gather
 from mx_jax.sharding.layout import Specs as Specs

@@ -31,6 +31,7 @@ PUBLIC = {
         "dequantize",
         "dot_general",
         "einsum",
+        "expert_ragged_dot",
         "export_targets",
         "matmul",
         "only_backend",
@@ -189,7 +190,15 @@ PUBLIC = {
         "sensitivity",
         "sqnr_db",
     },
-    "mx_jax.sharding": {"Gather", "Specs", "all_to_all", "device_put", "spec_for"},
+    "mx_jax.sharding": {
+        "Dispatched",
+        "Gather",
+        "Specs",
+        "all_to_all",
+        "device_put",
+        "dispatch",
+        "spec_for",
+    },
     "mx_jax.testing": {"target"},
 }
 

@@ -7,6 +7,7 @@ the mesh was told, whether gradients are taken, and for each kind of collective 
 of arrays and their bytes on each device. Counted in modules compiled for four GPUs, not measured.
 """
 
+import functools
 import json
 import os
 import sys
@@ -63,13 +64,15 @@ class Case(NamedTuple):
 
 def program(gpu: Gpu, case: Case) -> str:
     """The optimized module of a case."""
-    layout = LAYOUTS[case.layout]
+    layout = LAYOUTS.get(case.layout, LAYOUTS["data"])
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=gpu.description(), topology=f"1x1x{DEVICES}"
     )
     devices = topologies.make_mesh(topology, (DEVICES,), ("x",)).devices
     kind = AxisType.Explicit if case.how == "explicit" else AxisType.Auto
     mesh = Mesh(devices, ("x",), axis_types=(kind,))
+    if case.layout == "experts":
+        return _compiled(*_experts(case, mesh), devices)
     function: Any = _function(case, layout)
     results = (layout.y, layout.x, layout.w)
     if not case.gradients:
@@ -83,14 +86,35 @@ def program(gpu: Gpu, case: Case) -> str:
         )
     ]
     places = tuple(NamedSharding(mesh, spec) for spec in results)
+    return _compiled(jax.jit(function, out_shardings=places), operands, mesh, devices)
+
+
+def _compiled(function: Any, operands: Any, mesh: Mesh, devices: Any) -> str:
     with (
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
         jax.default_device(devices.flat[0]),
     ):
-        traced = jax.jit(function, out_shardings=places).trace(*operands)
-        text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+        text = function.trace(*operands).lower(lowering_platforms=("cuda",)).compile().as_text()
     assert text is not None
     return text
+
+
+def _experts(case: Case, mesh: Mesh) -> tuple[Any, Any, Mesh]:
+    """Rows dispatched to two experts a device, multiplied and sent back, with gradients."""
+    multiply = functools.partial(
+        mx_jax.expert_ragged_dot, axis_name="x", recipe=recipes.from_name(case.recipe)
+    )
+
+    def step(x: jax.Array, w: jax.Array, g: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
+        y, pullback = jax.vjp(lambda x, w: multiply(x, w, sizes), x, w)
+        return y, *pullback(g)
+
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    shapes = (TOKENS, FEATURES), (2 * DEVICES, FEATURES, UNITS), (TOKENS, UNITS)
+    place = NamedSharding(mesh, P("x"))
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
+    sizes = jax.ShapeDtypeStruct((DEVICES * 2 * DEVICES,), jnp.int32, sharding=place)
+    return jax.jit(sharded), [*operands, sizes], mesh
 
 
 def _function(case: Case, layout: Layout) -> Any:
@@ -125,6 +149,7 @@ def cases() -> Iterator[Case]:
         yield Case("FSDP, n", "mxfp4", how, gather=True)
     yield Case("FSDP, k", "nvfp4", "shard_map", gather=True)
     yield Case("sequence, column", "mxfp4", gather=True, gradients=False)
+    yield Case("experts", "mxfp4", "shard_map")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from tests.gpu import test_compile
 
 SCRIPT = Path(__file__).with_name("collectives.py")
 # What collectives.py multiplies by.
-FEATURES, UNITS = 512, 1024
+TOKENS, FEATURES, UNITS = 256, 512, 1024
 BFLOAT16 = 2 * FEATURES * UNITS
 # Codes and scales beside bfloat16.
 RATIOS = {"mxfp8": 0.52, "mxfp6": 0.40, "mxfp4": 0.27, "nvfp4": 0.29}
@@ -62,3 +62,15 @@ def test_gathered_codes(cases: dict[tuple[Any, ...], Any]):
         assert found["u8"] <= RATIOS[key[1]] * BFLOAT16 * products, key
         if key[4]:
             assert ["reduce-scatter", "f32", 1, 4 * FEATURES * UNITS // 4] in cases[key]
+
+
+def test_rows_go_to_their_experts_as_codes(cases: dict[tuple[Any, ...], Any]):
+    """As many rows as there are: what is padded is room on the receiver's side, not on the wire."""
+    (found,) = (cases[key] for key in cases if key[0] == "experts")
+    moved = {(kind, dtype): nbytes for kind, dtype, _, nbytes in found if "all-to-all" in kind}
+    room, rows = TOKENS, TOKENS // 4
+    assert moved == {
+        ("ragged-all-to-all", "u8"): room * FEATURES * 17 // 32,
+        # y, its cotangent and dx.
+        ("ragged-all-to-all", "bf16"): 2 * (rows * UNITS + room * UNITS + rows * FEATURES),
+    }

@@ -1,0 +1,203 @@
+"""Rows sent to the devices that have their experts, as codes, and what becomes of them back."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mx_jax.codecs import packing
+from mx_jax.mxarray import MXArray
+from mx_jax.sharding.routes import Route, come_back, go, route
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("rows", "group_sizes", "route"),
+    meta_fields=("axis_name", "num_rows"),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Dispatched:
+    """Rows that arrived at one device, by expert.
+
+    Attributes:
+      rows: `[p, k]`, an MXArray where one was sent; zeros behind the last group.
+      group_sizes: int32 `[experts of this device]`, as `ragged_dot` takes them.
+      route: how they came.
+      axis_name: mesh axis that they came along.
+      num_rows: m, of this device before.
+    """
+
+    rows: Any
+    group_sizes: jax.Array
+    route: Route
+    axis_name: Any
+    num_rows: int
+
+    def send_back(self, y: jax.Array) -> jax.Array:
+        """`[p, n]`, what was made of the rows, to where they came from: `[m, n]`, in y's dtype.
+
+        Rows of no group, and rows beyond the capacity, get zeros.
+        """
+        if y.ndim != 2 or y.shape[0] != self.rows.shape[0]:
+            raise ValueError(
+                f"send_back: needs a row for each that arrived, got y.shape={y.shape} for "
+                f"rows.shape={self.rows.shape}; pass what ragged_dot makes of rows"
+            )
+        return come_back(self.axis_name, self.num_rows, y, self.route)
+
+
+def dispatch(
+    rows: Any,
+    group_sizes: jax.typing.ArrayLike,
+    axis_name: Any,
+    *,
+    capacity: int | None = None,
+    same_scale: bool = False,
+) -> Dispatched:
+    """Send rows to the devices that have their experts; inside `jax.shard_map`.
+
+    For layers of several products between the two all-to-alls; `mx_jax.expert_ragged_dot` is one
+    product with both. Of d devices each has the same number of consecutive experts. An MXArray
+    moves as codes at their real width and scales, as one array of bytes; what was quantized in the
+    same trace gets its gradient back the same way, in high precision. On CPUs every device gets
+    `capacity` rows of every other, padded with zeros; elsewhere as many as there are
+    (`jax.lax.ragged_all_to_all`). Either way nothing is lost unless a capacity says so.
+
+    Args:
+      rows: `[m, k]`, this device's, by expert: values, or an MXArray with blocks along k alone.
+      group_sizes: integers `[experts]`, this device's rows for each of all experts.
+      axis_name: mesh axis, or axes, of d devices.
+      capacity: rows that one device sends to another at most; those beyond it get zeros back.
+        Default: m, which is always enough, and makes room for d m rows.
+      same_scale: whether a tensor scale (NVFP4) is the same on all devices. Otherwise each row
+        takes its sender's along, in four bytes.
+
+    Returns:
+      A `Dispatched` with p = d capacity rows.
+
+    Raises:
+      ValueError: shapes that do not fit, blocks along the rows, a capacity below one.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> def double(x, group_sizes):
+      ...     tokens = mx_jax.quantize(x, "mxfp4")
+      ...     sent = mx_jax.sharding.dispatch(tokens, group_sizes, "expert")
+      ...     return sent.send_back(2 * sent.rows.dequantize())
+      >>> run = jax.shard_map(double, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+      >>> run(jnp.ones((3, 32)), jnp.array([1, 1]))[:, 0]
+      Array([2., 2., 0.], dtype=float32)
+    """
+    devices, sizes = lax.axis_size(axis_name), jnp.asarray(group_sizes)
+    _check(rows, sizes, devices)
+    num_rows = rows.shape[0]
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"dispatch: room for a row is needed, got capacity={capacity}")
+    most = max(num_rows, 1)
+    room = most if capacity is None else min(capacity, most)
+    to = route(_as_int32(sizes, num_rows), num_rows, axis_name, room)
+    way = _Way(axis_name, num_rows)
+    arrived = way.coded(rows, to, same_scale) if isinstance(rows, MXArray) else way.go(rows, to)
+    return Dispatched(
+        rows=arrived, group_sizes=to.sizes, route=to, axis_name=axis_name, num_rows=num_rows
+    )
+
+
+def _as_int32(sizes: jax.Array, most: int) -> jax.Array:
+    """Narrow integers would overflow in sums, wide ones when they are made narrow."""
+    if sizes.dtype.itemsize >= 4:
+        sizes = jnp.minimum(sizes, jnp.asarray(most, sizes.dtype))
+    return sizes.astype(jnp.int32)
+
+
+def _check(rows: Any, sizes: jax.Array, devices: int) -> None:
+    if rows.ndim != 2 or sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"dispatch: needs rows [m, k] and integer group_sizes [experts], got rows.shape="
+            f"{rows.shape}, group_sizes.shape={sizes.shape}, dtype={sizes.dtype}"
+        )
+    if not sizes.size or sizes.size % devices:
+        raise ValueError(
+            f"dispatch: each device has an equal part of the experts, got {sizes.size} group sizes "
+            f"for {devices} devices; group_sizes has an entry for each of all experts"
+        )
+    if isinstance(rows, MXArray) and any(axis % 2 == 0 for axis, _ in rows.blocks):
+        raise ValueError(
+            f"dispatch: rows move one by one, got {rows!r} with blocks={rows.blocks} along rows; "
+            "quantize along the last axis alone, or send values"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """How rows of one device go and come back; static."""
+
+    axis_name: Any
+    num_rows: int
+
+    def go(self, x: jax.Array, to: Route) -> jax.Array:
+        return go(self.axis_name, self.num_rows, x, to)
+
+    def come_back(self, y: jax.Array, to: Route) -> jax.Array:
+        return come_back(self.axis_name, self.num_rows, y, to)
+
+    def coded(self, rows: MXArray, to: Route, same_scale: bool) -> MXArray:
+        """Codes and all scales of a row, moved as its bytes."""
+        bits, parts = rows.format.element.bits, [rows.codes, rows.scales]
+        parts[0] = packing.pack(rows.codes, bits)
+        if rows.tensor_scale is not None and not same_scale:
+            parts.append(jnp.broadcast_to(rows.tensor_scale, (self.num_rows, 1)))
+        moved = self.go(jnp.concatenate([_bytes_of(part) for part in parts], axis=1), to)
+        codes, scales, *own = _parts_of(moved, parts)
+        arrived = dataclasses.replace(
+            rows,
+            codes=packing.unpack(codes, bits, rows.shape[1]),
+            scales=scales,
+            tensor_scale=own[0] if own else rows.tensor_scale,
+            primal=None,
+        )
+        if rows.primal is None:
+            return arrived
+        return dataclasses.replace(arrived, primal=_linked(self, rows.primal, arrived, to))
+
+
+def _bytes_of(x: jax.Array) -> jax.Array:
+    """`[m, c]` as uint8 `[m, c itemsize]`."""
+    return lax.bitcast_convert_type(x, jnp.uint8).reshape(x.shape[0], -1)
+
+
+def _parts_of(moved: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """Undo `_bytes_of` of arrays that lie side by side."""
+    found, start = [], 0
+    for x in like:
+        width, itemsize = x.shape[1], x.dtype.itemsize
+        own = moved[:, start : start + width * itemsize]
+        start += width * itemsize
+        if itemsize > 1:
+            own = own.reshape(-1, width, itemsize)
+        found.append(lax.bitcast_convert_type(own, x.dtype))
+    return found
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linked(way: _Way, primal: jax.Array, arrived: MXArray, to: Route) -> jax.Array:
+    """What arrived, as values that hand their gradient back to where they came from."""
+    del way, to
+    return arrived.dequantize(primal.dtype)
+
+
+def _linked_fwd(way, primal, arrived, to):
+    return _linked(way, primal, arrived, to), to
+
+
+def _linked_bwd(way, to, bar):
+    return way.come_back(bar, to), None, None
+
+
+_linked.defvjp(_linked_fwd, _linked_bwd)
