@@ -14,7 +14,7 @@ from mx_jax.checkpoint.layouts import named
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry, named_dtype
 from mx_jax.checkpoint.safetensors_file import write as write_file
-from mx_jax.checkpoint.shards import write_shards
+from mx_jax.checkpoint.shards import check_sizes, write_shards
 from mx_jax.checkpoint.torchao import TORCHAO
 from mx_jax.checkpoint.torchao_export import torchao_metadata, torchao_parts
 from mx_jax.codecs import packing
@@ -62,10 +62,7 @@ def write(
       >>> checkpoint.read(path)["up.weight"].shape
       (8, 32)
     """
-    if max_shard_size is not None and max_shard_size < 1:
-        raise ValueError(f"checkpoint.write: max_shard_size={max_shard_size} must be positive")
-    if resume and max_shard_size is None:
-        raise ValueError("checkpoint.write: resume needs several files; give max_shard_size")
+    check_sizes(max_shard_size, resume, "checkpoint.write")
     exporter = _EXPORTERS.get(layout) or _by_row(layout)
     entries, metadata = _entries(weights, exporter)
     metadata = {"format": "pt"} | metadata | exporter.together(list(weights))
@@ -74,7 +71,12 @@ def write(
             write_file(Path(path), entries, metadata, step)
         else:
             write_shards(
-                Path(path), entries, metadata, largest=max_shard_size, resume=resume, step=step
+                Path(path),
+                entries,
+                lambda _: metadata,
+                largest=max_shard_size,
+                resume=resume,
+                step=step,
             )
 
 

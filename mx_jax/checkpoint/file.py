@@ -1,9 +1,9 @@
-"""A tree of weights, quantized or not, in one safetensors file, and back."""
+"""A tree of weights, quantized or not, in safetensors files, and back."""
 
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ import numpy as np
 
 from mx_jax.checkpoint.deferred import Deferred
 from mx_jax.checkpoint.facts import VERSION, Described, describe
+from mx_jax.checkpoint.folder import readers_of
 from mx_jax.checkpoint.layout_reader import stored_plain
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry, Reader, write
+from mx_jax.checkpoint.shards import check_sizes, write_shards
 from mx_jax.checkpoint.weights import Stored, Weights
 from mx_jax.checkpoint.wire import CODES, SCALES, TENSOR_SCALE, assemble, parts
 from mx_jax.mxarray import MXArray
@@ -26,18 +28,28 @@ _OURS = "mx_jax"
 Keys = tuple[str | int, ...]
 
 
-def save(path: str | os.PathLike[str], tree: Mapping[Any, Any], *, progress: bool = False) -> None:
-    """Write nested dicts of arrays and MXArrays to a safetensors file.
+def save(
+    path: str | os.PathLike[str],
+    tree: Mapping[Any, Any],
+    *,
+    max_shard_size: int | None = None,
+    resume: bool = False,
+    progress: bool = False,
+) -> None:
+    """Write nested dicts of arrays and MXArrays to a safetensors file, or to several.
 
     Codes are written at their real width: MXFP4 4.25 bits an element, MXFP6 6.25, NVFP4 4.5. The
     header describes every format in full, so `load` needs nothing else, and other readers of
     safetensors find plain arrays, `<path>/codes` and `<path>/scales`. One tensor at a time is
-    fetched from its device. The file appears when it is whole.
+    fetched from its device. A file appears when it is whole.
 
     Args:
-      path: of the file; `.safetensors` by custom.
+      path: of the file, `.safetensors` by custom; of a folder, where there are to be several.
       tree: nested dicts, such as linen's variables or `nnx.to_pure_dict(nnx.state(model))`. Weights
         that were packed for this machine are written as the MXArrays that they hold.
+      max_shard_size: bytes of tensors in a file, for files `model-00001-of-...` with an index, each
+        of which describes its own tensors.
+      resume: whether to keep whole files that an earlier call for the same tree left behind.
       progress: whether to show a bar on stderr.
 
     Raises:
@@ -53,8 +65,37 @@ def save(path: str | os.PathLike[str], tree: Mapping[Any, Any], *, progress: boo
       >>> checkpoint.load(path)["kernel"].format.name
       'mxfp4'
     """
+    check_sizes(max_shard_size, resume, "checkpoint.save")
+    entries, owner, described = _taken_apart(tree)
+
+    def metadata(names: Collection[str]) -> dict[str, str]:
+        own = dict.fromkeys(owner[name] for name in names)
+        said = {"version": VERSION, "tensors": [described[name] for name in own]}
+        return {"format": _OURS, _OURS: json.dumps(said)}
+
+    total = sum(entry.nbytes for entry in entries.values())
+    with progress_bar("write", total, progress) as step:
+        if max_shard_size is None:
+            write(Path(path), entries, metadata(entries), step)
+            return
+        write_shards(
+            Path(path),
+            entries,
+            metadata,
+            largest=max_shard_size,
+            resume=resume,
+            step=step,
+            group=owner.__getitem__,
+        )
+
+
+def _taken_apart(
+    tree: Mapping[Any, Any],
+) -> tuple[dict[str, Entry], dict[str, str], dict[str, dict[str, Any]]]:
+    """A tree's entries, the tensor that each belongs to, and what is said of each tensor."""
     entries: dict[str, Entry] = {}
-    described = []
+    described: dict[str, dict[str, Any]] = {}
+    owner: dict[str, str] = {}
     for keys, leaf in _leaves(tree, ()):
         name = "/".join(map(str, keys))
         listed: dict[str, Any] = {"path": list(keys)}
@@ -64,22 +105,20 @@ def save(path: str | os.PathLike[str], tree: Mapping[Any, Any], *, progress: boo
             found = {f"{name}/{part}": entry for part, entry in parts(leaf).items()}
         else:
             found = {name: Entry.of(leaf)}
-        described.append(listed)
         for key, entry in found.items():
             if key in entries:
                 raise ValueError(f"checkpoint.save: two tensors would be named {key!r}; rename one")
             entries[key] = entry
-    text = json.dumps({"version": VERSION, "tensors": described})
-    total = sum(entry.nbytes for entry in entries.values())
-    with progress_bar("write", total, progress) as step:
-        write(Path(path), entries, {"format": _OURS, _OURS: text}, step)
+            owner[key] = name
+        described[name] = listed
+    return entries, owner, described
 
 
 def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, Any]:
     """Read what `save` wrote.
 
     Args:
-      path: of the file.
+      path: of the file, or of the folder.
       progress: whether to show a bar on stderr.
 
     Returns:
@@ -89,47 +128,55 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
       FileNotFoundError: there is no file.
       ValueError: it is damaged, cut short, of a newer version, or none that `save` wrote.
     """
-    reader = Reader.open(Path(path))
     where = f"checkpoint.load: {os.fspath(path)}"
+    readers, _ = readers_of(Path(path), where)
     tree: dict[Any, Any] = {}
-    with progress_bar("read", reader.content.size, progress) as step:
-        for keys, mx in _listed(reader, where):
-            name = "/".join(map(str, keys))
-            if mx is None:
-                leaf = jnp.asarray(reader.read(name))
-                step(name, leaf.nbytes)
-            else:
-                leaf = _fetch(reader, name, mx, where)
-                step(name, sum(reader.nbytes(name) for name in _parts(reader, name)))
-            put(tree, keys, leaf, where)
+    with progress_bar("read", sum(each.content.size for each in readers), progress) as step:
+        for reader in readers:
+            for keys, mx in _listed(reader, where):
+                name = "/".join(map(str, keys))
+                if mx is None:
+                    leaf = jnp.asarray(reader.read(name))
+                    step(name, leaf.nbytes)
+                else:
+                    leaf = _fetch(reader, name, mx, where)
+                    step(name, sum(reader.nbytes(name) for name in _parts(reader, name)))
+                put(tree, keys, leaf, where)
     return tree
 
 
-def own_weights(path: Path) -> Weights | None:
-    """A file that `save` wrote, each tensor read when it is asked for; None: another's.
+def own_weights(path: Path, readers: Sequence[Reader]) -> Weights | None:
+    """What `save` wrote, each tensor read when it is asked for; None: another's.
 
     Names are the tree's keys joined by `/`, and `metadata["paths"]` has the keys of each.
 
+    Args:
+      path: of the file or folder.
+      readers: of the file, or of all of the folder's.
+
     Raises:
-      ValueError: its metadata are damaged, of a newer version, or name what is not there.
+      ValueError: their metadata are damaged, of a newer version, or name what is not there; or
+        some of the files are not what `save` wrote.
     """
-    reader = Reader.open(path)
-    if _OURS not in reader.metadata:
+    if not any(_OURS in reader.metadata for reader in readers):
         return None
     where = f"checkpoint.read: {path}"
     stored, paths = {}, {}
-    for keys, mx in _listed(reader, where):
-        name = "/".join(map(str, keys))
-        paths[name] = keys
-        if mx is None:
-            stored[name] = stored_plain(reader, name, f"{where}: {name}")
-            continue
-        stored[name] = Stored(
-            shape=Described.read(mx, f"{where}: {name}").shape,
-            nbytes=sum(map(reader.nbytes, _parts(reader, name))),
-            fetch=functools.partial(_fetch, reader, name, mx, where),
-            layout=_OURS,
-        )
+    for reader in readers:
+        for keys, mx in _listed(reader, where):
+            name = "/".join(map(str, keys))
+            if name in paths:
+                raise ValueError(f"{where}: {name} is in two files")
+            paths[name] = keys
+            if mx is None:
+                stored[name] = stored_plain(reader, name, f"{where}: {name}")
+                continue
+            stored[name] = Stored(
+                shape=Described.read(mx, f"{where}: {name}").shape,
+                nbytes=sum(map(reader.nbytes, _parts(reader, name))),
+                fetch=functools.partial(_fetch, reader, name, mx, where),
+                layout=_OURS,
+            )
     return Weights(path, stored, {"paths": paths})
 
 
@@ -177,8 +224,8 @@ def _listed(reader: Reader, where: str) -> Iterator[tuple[Keys, Any]]:
     text = reader.metadata.get(_OURS)
     if text is None:
         raise ValueError(
-            f"{where}: a safetensors file that mx_jax did not write: its metadata has no "
-            f"{_OURS!r}; read it with safetensors"
+            f"{where}: {reader.path.name} is a safetensors file that mx_jax did not write: its "
+            f"metadata has no {_OURS!r}; read it with safetensors"
         )
     try:
         listed = json.loads(text)

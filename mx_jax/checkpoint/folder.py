@@ -10,11 +10,11 @@ from mx_jax.checkpoint.shards import INDEX, check_whole
 _READ = "checkpoint.read"
 
 
-def readers_of(path: Path, where: str) -> dict[str, Reader]:
-    """The file of each tensor."""
+def readers_of(path: Path, where: str) -> tuple[list[Reader], dict[str, Reader]]:
+    """The files of a checkpoint, and the one of each tensor."""
     if not path.is_dir():
         reader = Reader.open(path)
-        return dict.fromkeys(reader.tensors, reader)
+        return [reader], dict.fromkeys(reader.tensors, reader)
     index = path / INDEX
     if not index.is_file():
         files = sorted(path.glob("*.safetensors"))
@@ -22,7 +22,7 @@ def readers_of(path: Path, where: str) -> dict[str, Reader]:
             raise FileNotFoundError(f"{where}: no safetensors file in this folder")
         check_whole(files, where)
         opened = [Reader.open(file) for file in files]
-        return {name: reader for reader in opened for name in reader.tensors}
+        return opened, {name: reader for reader in opened for name in reader.tensors}
     named = read_table(index, _READ).get("weight_map")
     if not isinstance(named, dict):
         raise ValueError(f"{where}: {INDEX} has no weight_map")
@@ -33,7 +33,7 @@ def readers_of(path: Path, where: str) -> dict[str, Reader]:
     for name, file in named.items():
         if name not in readers[file].tensors:
             raise ValueError(f"{where}: {INDEX} says that {name} is in {file}, which has no such")
-    return {name: readers[file] for name, file in named.items()}
+    return [*readers.values()], {name: readers[file] for name, file in named.items()}
 
 
 def config_of(path: Path) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Checkpoints of others, read tensor by tensor."""
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,11 +65,10 @@ def read(
 
 
 def _read_safetensors(path: Path, layout: str | None, rotated: bool, where: str) -> Weights:
-    readers = readers_of(path, where)
-    alone = {path} if path.is_file() else {reader.path for reader in readers.values()}
-    if len(alone) == 1 and (own := own_weights(alone.pop())) is not None:
-        return dataclasses.replace(own, path=path)
-    metadata = {key: value for reader in readers.values() for key, value in reader.metadata.items()}
+    files, readers = readers_of(path, where)
+    if (own := own_weights(path, files)) is not None:
+        return own
+    metadata = {key: value for reader in files for key, value in reader.metadata.items()}
     if layout in (None, TORCHAO) and is_torchao(readers):
         return Weights(path, read_torchao(readers, where), metadata)
     config = config_of(path)

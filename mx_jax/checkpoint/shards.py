@@ -1,8 +1,9 @@
 """A checkpoint in several files with an index, written so that it can be taken up again."""
 
+import itertools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from mx_jax.checkpoint.safetensors_file import Entry, Reader, header_of, replacing, write
@@ -11,14 +12,23 @@ INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
 
+def check_sizes(largest: int | None, resume: bool, where: str) -> None:
+    """ValueError for a size of files that is none, or something to resume where there is one."""
+    if largest is not None and largest < 1:
+        raise ValueError(f"{where}: max_shard_size={largest} must be positive")
+    if resume and largest is None:
+        raise ValueError(f"{where}: resume needs several files; give max_shard_size")
+
+
 def write_shards(
     folder: Path,
     entries: Mapping[str, Entry],
-    metadata: Mapping[str, str],
+    metadata: Callable[[Collection[str]], Mapping[str, str]],
     *,
     largest: int,
     resume: bool,
     step: Callable[[str, int], None],
+    group: Callable[[str], str] = str,
 ) -> None:
     """Write files of up to `largest` bytes of tensors, and an index of them.
 
@@ -28,11 +38,12 @@ def write_shards(
     Args:
       folder: made if it is not there.
       entries: tensors by name; one at a time is in memory.
-      metadata: of each file's header.
+      metadata: of a file's header, by the names of its tensors.
       largest: bytes of a file's tensors; a larger tensor has a file of its own.
       resume: whether to keep files that an earlier call left, if they have the same tensors and
         their first holds the same values.
       step: told each tensor's name and bytes once it is there.
+      group: from a tensor's name to what it belongs to: neighbours of one group share a file.
 
     Raises:
       ValueError: as `write` does.
@@ -40,32 +51,37 @@ def write_shards(
     folder.mkdir(parents=True, exist_ok=True)
     # What an earlier checkpoint's index names is about to change.
     (folder / INDEX).unlink(missing_ok=True)
-    shards = _cut(entries, largest)
+    shards = _cut(entries, largest, group)
     named: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         path = folder / f"model-{number:05}-of-{len(shards):05}.safetensors"
         named |= dict.fromkeys(shard, path.name)
-        if resume and _is_there(path, shard, metadata):
+        said = metadata(shard)
+        if resume and _is_there(path, shard, said):
             for name, entry in shard.items():
                 step(name, entry.nbytes)
         else:
-            write(path, shard, metadata, step)
+            write(path, shard, said, step)
     total = sum(entry.nbytes for entry in entries.values())
     index = {"metadata": {"total_size": total}, "weight_map": named}
     with replacing(folder / INDEX) as file:
         file.write(json.dumps(index, indent=2).encode())
 
 
-def _cut(entries: Mapping[str, Entry], largest: int) -> list[dict[str, Entry]]:
+def _cut(
+    entries: Mapping[str, Entry], largest: int, group: Callable[[str], str]
+) -> list[dict[str, Entry]]:
     """The tensors in order, cut where a file would become too large; one file at least."""
     shards: list[dict[str, Entry]] = [{}]
     held = 0
-    for name, entry in entries.items():
-        if shards[-1] and held + entry.nbytes > largest:
+    for _, names in itertools.groupby(entries, group):
+        part = {name: entries[name] for name in names}
+        size = sum(entry.nbytes for entry in part.values())
+        if shards[-1] and held + size > largest:
             shards.append({})
             held = 0
-        shards[-1][name] = entry
-        held += entry.nbytes
+        shards[-1] |= part
+        held += size
     return shards
 
 

@@ -14,6 +14,7 @@ from mx_jax.commands.output import say, size
 from mx_jax.commands.stream import (
     add_input,
     add_output,
+    add_shards,
     as_it_is,
     check_output,
     like,
@@ -46,6 +47,7 @@ def add_to(commands: Any) -> None:
     )
     add_input(parser, "in")
     add_output(parser)
+    add_shards(parser)
     parser.add_argument(
         "--dtype", choices=_DTYPES, help="of the values (default: what was quantized)"
     )

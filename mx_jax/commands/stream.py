@@ -18,6 +18,7 @@ from mx_jax.checkpoint.layouts import LAYOUTS
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry, replacing
 from mx_jax.checkpoint.safetensors_file import write as write_file
+from mx_jax.checkpoint.shards import write_shards
 from mx_jax.checkpoint.stated import hf_quant_config
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.output import say, watched
@@ -60,6 +61,7 @@ def add_shards(parser: argparse.ArgumentParser) -> None:
     """Arguments of a command that may write several files."""
     parser.add_argument(
         "--max-shard-size",
+        "--shard-size",
         metavar="SIZE",
         help="write files of at most that, as 5GB, and their index, to the folder OUT",
     )
@@ -106,6 +108,10 @@ def check_output(options: argparse.Namespace) -> None:
         raise ValueError(f"{out} must be a file or a folder in a folder that is there")
     if out.is_dir() and source.is_dir() and out.samefile(source):
         raise ValueError(f"{out} is what is read; write to another folder")
+    others = [path.name for path in out.glob("*.safetensors") if path != file]
+    if out.is_dir() and others:
+        # A reader would take them for tensors of the same model.
+        raise ValueError(f"{out} holds other tensors, in {others[0]}; write to another folder")
     if file.exists() and not options.force:
         raise ValueError(f"{file} is there already; replace it with --force")
 
@@ -133,8 +139,7 @@ def write_out(
     """
     out, paths = options.out, weights.metadata.get("paths")
     largest = None if options.max_shard_size is None else _nbytes(options.max_shard_size)
-    if largest is not None and layout in (None, OWN):
-        raise ValueError("--max-shard-size goes with a layout of others: --to LAYOUT")
+    sizes: dict[str, Any] = {"max_shard_size": largest, "resume": options.resume}
     path = file_of(out) if largest is None else out
     if path.parent == out:
         out.mkdir(exist_ok=True)
@@ -142,26 +147,30 @@ def write_out(
         tree: dict[Any, Any] = {}
         for name, tensor in tensors.items():
             put(tree, paths[name] if paths else (name,), tensor, f"{path}")
-        checkpoint.save(path, tree, progress=watched())
+        checkpoint.save(path, tree, progress=watched(), **sizes)
     elif layout is not None:
-        checkpoint.write(
-            path,
-            tensors,
-            layout=layout,
-            max_shard_size=largest,
-            resume=options.resume,
-            progress=watched(),
-        )
+        checkpoint.write(path, tensors, layout=layout, progress=watched(), **sizes)
     else:
-        entries = {name: Entry.of(tensor) for name, tensor in tensors.items()}
-        total = sum(entry.nbytes for entry in entries.values())
-        with progress_bar("write", total, watched()) as step:
-            write_file(path, entries, {"format": "pt"}, step)
+        _write_values(path, tensors, largest, options.resume)
     if out.is_dir() and weights.path.is_dir():
         stated = None
         if layout in {row.name for row in LAYOUTS}:
             stated = checkpoint.quantization_config(tensors, layout=layout, program=program)
         bring_along(weights.path, out, stated)
+
+
+def _write_values(
+    path: Path, tensors: Mapping[str, Any], largest: int | None, resume: bool
+) -> None:
+    """Arrays that any reader reads."""
+    entries = {name: Entry.of(tensor) for name, tensor in tensors.items()}
+    metadata = {"format": "pt"}
+    total = sum(entry.nbytes for entry in entries.values())
+    with progress_bar("write", total, watched()) as step:
+        if largest is None:
+            write_file(path, entries, metadata, step)
+            return
+        write_shards(path, entries, lambda _: metadata, largest=largest, resume=resume, step=step)
 
 
 # What a model's folder holds beside its tensors.

@@ -136,6 +136,40 @@ def test_one_weight_in_memory(weights: dict[str, Any], tmp_path: Path):
     assert counted.fetched == [*weights, *weights]
 
 
+def test_our_own_files(weights: dict[str, Any], tmp_path: Path):
+    """Each describes its own tensors, codes and scales in one file; together they are the tree."""
+    tree = {"layers": {i: {"kernel": weights[f"{i}.weight"]} for i in range(4)}}
+    tree |= {"norm": weights["norm"]}
+    # A weight is 256 bytes of codes and 16 of scales, which would not fit beside the next one's.
+    checkpoint.save(tmp_path, tree, max_shard_size=540)
+    assert names(tmp_path) == [*(f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)), INDEX]
+    alone = checkpoint.load(tmp_path / "model-00002-of-00004.safetensors")
+    assert [*alone["layers"]] == [1] and "norm" not in alone
+    back = checkpoint.load(tmp_path)
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), back, tree))
+    found = checkpoint.read(tmp_path)
+    assert found.metadata["paths"]["layers/2/kernel"] == ("layers", 2, "kernel")
+    assert {*found.quantized.values()} == {"mx_jax"} and len(found) == 5
+    # Taken up again: the first two stay, the others are written.
+    inodes = [(tmp_path / name).stat().st_ino for name in names(tmp_path)]
+    (tmp_path / INDEX).unlink()
+    (tmp_path / names(tmp_path)[2]).write_bytes(b"")
+    checkpoint.save(tmp_path, tree, max_shard_size=540, resume=True)
+    kept = [(tmp_path / name).stat().st_ino for name in names(tmp_path)[:4]]
+    assert [a == b for a, b in zip(kept, inodes, strict=False)] == [True, True, False, True]
+    # A file of somebody else's among them is not passed over.
+    weight = {"a": jnp.ones(2)}
+    checkpoint.write(tmp_path / names(tmp_path)[0], weight, layout=LAYOUT)
+    (tmp_path / INDEX).unlink()
+    with pytest.raises(
+        ValueError, match=r"model-00001-of-00004\.safetensors is a safetensors file"
+    ):
+        checkpoint.read(tmp_path)
+    with pytest.raises(ValueError, match=r"checkpoint\.save: resume needs several files"):
+        checkpoint.save(tmp_path / "a", tree, resume=True)
+
+
 @pytest.mark.slow
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path):
     """A file of 24 tensors, 16 MiB of codes each, is read and written where 384 MiB

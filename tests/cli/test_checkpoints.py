@@ -119,14 +119,36 @@ def test_scales_by_squared_error(model: Path, tmp_path: Path, capsys: pytest.Cap
 def test_several_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "folder"
     words = ("quantize", model, out, "--format", "mxfp4", "--max-shard-size", "1kB")
-    assert "--to" in error(capsys, *words)
-    words += ("--to", "compressed-tensors")
-    _, said = run(capsys, *words)
-    assert len([*out.glob("*.safetensors")]) > 1 and "1 of 4 tensors quantized" in said
-    assert checkpoint.read(out).quantized == {UP: "mxfp4-pack-quantized"}
-    assert "is there already" in error(capsys, *words)
-    run(capsys, *words, "--resume")
+    theirs = ("--to", "compressed-tensors", "--force")
+    for layout, more in (("mx_jax", ()), ("mxfp4-pack-quantized", theirs)):
+        _, said = run(capsys, *words, *more)
+        assert len([*out.glob("*.safetensors")]) > 1 and "1 of 4 tensors quantized" in said
+        assert checkpoint.read(out).quantized == {UP: layout}
+    assert "is there already" in error(capsys, *words, *theirs[:2])
+    run(capsys, *words, *theirs[:2], "--resume")
     assert "as 5GB" in error(capsys, *words, "--force", "--max-shard-size", "much")
+    # One file beside them would be read together with them.
+    assert "holds other tensors, in model-0000" in error(capsys, *words[:-2], "--force")
+
+
+def test_our_own_files_are_read_by_all(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    one, several, values_of = (
+        tmp_path / "one.safetensors",
+        tmp_path / "several",
+        tmp_path / "values",
+    )
+    run(capsys, "quantize", model, one, "--format", "mxfp4")
+    run(capsys, "convert", one, several, "--to", "mx_jax", "--shard-size", "600B")
+    assert len([*several.glob("*.safetensors")]) == 3
+    text, _ = run(capsys, "diff", one, several, "--json", "--all")
+    assert {row["result"] for row in json.loads(text)["tensors"]} == {"same"}
+    text, _ = run(capsys, "inspect", several, "--json")
+    assert UP in text
+    run(capsys, "dequantize", several, values_of, "--shard-size", "1kB")
+    assert len([*values_of.glob("*.safetensors")]) > 1
+    run(capsys, "diff", one, values_of)
 
 
 def test_a_dry_run_says_why_and_writes_nothing(
