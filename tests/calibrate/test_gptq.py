@@ -14,6 +14,7 @@ from mx_jax import calibrate, convert, recipes
 from mx_jax.calibrate.gptq import BATCH
 from mx_jax.formats import MXFP4, NVFP4, BlockFormat
 from tests.calibrate.tables import values_under
+from tests.quick import quick
 
 K, N = BATCH + 32, 5
 
@@ -143,7 +144,7 @@ def expected(x: np.ndarray, up: Any) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("recipe", [None, recipes.weight_only("mxfp8_e4m3")])
 def test_moments_of_a_linen_model(recipe: Any, rng):
     model, x = Linen(recipe), rng.standard_normal((2, 5, 8)).astype(np.float32)
-    variables = Linen().init(jax.random.key(0), x)
+    variables = quick(Linen().init)(jax.random.key(0), x)
     found = calibrate.moments(model, [x[:1], (x[1:],)], variables=variables)
     want = expected(x, variables["params"]["up"])
     assert found.keys() == want.keys()
@@ -182,7 +183,7 @@ def test_moments_of_what_is_none(rng):
 def test_weights_of_a_linen_model_by_gptq(pack: bool, rng):
     x = inputs(rng, 64, 100)
     model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(8)])
-    variables = model.init(jax.random.key(0), x)
+    variables = quick(model.init)(jax.random.key(0), x)
     moments = calibrate.moments(model, [x], variables=variables)
     rules = convert.Rule(".*", recipes.weight_only("mxfp4"))
     stored = convert.weights(variables, rules, by=calibrate.Gptq(moments), pack=pack)

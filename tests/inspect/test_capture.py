@@ -345,7 +345,7 @@ def test_capture_inside_the_compiled_function():
 
 def test_nested_captures_tell_each_its_own():
     with amax() as outer, inspect.capture(stats="sqnr", filter=lambda t: t.side == "rhs") as inner:
-        layer(X, W)
+        quick(layer)(X, W)
     assert [tag.tensor for tag in outer] == ["input", "weight"]
     assert [tag.tensor for tag in inner] == ["weight"]
     assert set(inner.all()[0].stats) == {"sqnr_db"} and set(outer.all()[0].stats) == {"amax"}

@@ -5,13 +5,14 @@ import io
 import json
 import math
 
-import jax.numpy as jnp
+import numpy as np
 import pytest
 from rich.console import Console as RichConsole
 
 import mx_jax
 from mx_jax import inspect
 from mx_jax.inspect.capture_record import from_json
+from tests.quick import quick
 
 pytestmark = pytest.mark.one_python(reason="files are written and read in plain Python")
 
@@ -112,7 +113,8 @@ def test_a_writer_that_is_none():
 def test_several_sinks_are_told_the_same(tmp_path):
     memory, file = inspect.Memory(), inspect.Jsonl(tmp_path / "run.jsonl")
     with inspect.capture(stats="amax", sink=[memory, file]) as sinks:
-        mx_jax.matmul(jnp.ones((4, 32)), jnp.ones((32, 4)), recipe="mxfp8")
+        layer = quick(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
+        layer(np.ones((4, 32), np.float32), np.ones((32, 4), np.float32))
     assert sinks == (memory, file)
     lines = file.path.read_text().splitlines()
     assert [from_json(json.loads(line)).stats for line in lines] == [

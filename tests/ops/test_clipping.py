@@ -106,15 +106,15 @@ def test_the_right_operand_too_with_random_signs_and_drawn_bits():
     sign_key = jax.random.split(jax.random.fold_in(key, 0), 3)[2]
     signs = hadamard.draw_signs(Hadamard(size=32, signs=None), sign_key)
     assert set(np.asarray(signs)) == {1.0, -1.0}
-    turned = hadamard.apply(w, signs, axis=0)
+    apply = jax.jit(hadamard.apply, static_argnames="axis")
+    turned = apply(w, signs, axis=0)
     q = mx_jax.quantize(turned, "mxfp4", axis=0, scale_rule="gaussian")
     limit = 6 * np.repeat(np.exp2(np.asarray(q.scales, np.float64) - 127), 32, axis=0)
     fits = np.abs(np.asarray(turned, np.float64)) <= limit
     assert not fits.all()
     plain = np.broadcast_to(x.sum(0)[:, None], w.shape)
-    expected = hadamard.invert(
-        jnp.where(fits, hadamard.apply(plain, signs, axis=0), 0), signs, 64, axis=0
-    )
+    invert = jax.jit(hadamard.invert, static_argnums=2, static_argnames="axis")
+    expected = invert(np.where(fits, apply(plain, signs, axis=0), 0), signs, 64, axis=0)
     np.testing.assert_allclose(dw, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -12,6 +12,7 @@ import mx_jax
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP4, MXFP4_2D, MXFP8_E4M3, NVFP4, NVFP4_2D, WHOLE
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.quick import quick
 
 
 class Brackets:
@@ -109,8 +110,14 @@ ALLOWED = [
 )
 def test_allowed(format, shape, axis, block_size, indices, rng: np.random.Generator):
     x = random(rng, shape)
-    whole = jax.jit(lambda x: mx_jax.quantize(x, format, axis=axis, block_size=block_size))(x)
-    parts = jax.jit(lambda whole: [whole[index] for index in indices])(whole)
+    whole = quick(lambda x: mx_jax.quantize(x, format, axis=axis, block_size=block_size))(x)
+
+    @quick
+    def read(whole):
+        parts = [whole[index] for index in indices]
+        return parts, (whole.dequantize(), parts[-1].dequantize())
+
+    parts, values = read(whole)
     codes, scales = np.asarray(whole.codes), element_scales(whole)
     for index, part in zip(indices, parts, strict=True):
         what = f"[{index}]"
@@ -120,7 +127,6 @@ def test_allowed(format, shape, axis, block_size, indices, rng: np.random.Genera
         assert [size for _, size in part.blocks] == [size for _, size in whole.blocks]
         assert (part.format, part.dtype) == (whole.format, whole.dtype)
     # Dequantizing takes the blocks from where they are stored.
-    values = jax.jit(lambda whole: (whole.dequantize(), whole[indices[-1]].dequantize()))(whole)
     assert_bitwise_equal(values[1], np.asarray(values[0])[as_numpy(indices[-1])])
 
 
@@ -150,14 +156,15 @@ def element_scales(x: mx_jax.MXArray) -> np.ndarray:
 
 def test_the_stored_blocks_follow_the_index():
     x = mx_jax.quantize(jnp.zeros((3, 64, 4)), MXFP4, axis=1)
-    blocks = {
-        "row": x[0].blocks,
-        "column": x[..., 0].blocks,
-        "new last": x[..., None].blocks,
-        "new first": x[None].blocks,
-        "both": x[0, None, :, 1].blocks,
+    indexed = {
+        "row": at[0],
+        "column": at[..., 0],
+        "new last": at[..., None],
+        "new first": at[None],
+        "both": at[0, None, :, 1],
     }
-    assert blocks == {
+    found = jax.eval_shape(lambda x: {name: x[index] for name, index in indexed.items()}, x)
+    assert {name: array.blocks for name, array in found.items()} == {
         "row": ((-2, 32),),
         "column": ((-1, 32),),
         "new last": ((-3, 32),),
