@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
 from mx_jax.inspect import capture_statistics as statistics
+from mx_jax.inspect.capture_message import Layout, pack, unpack
 from mx_jax.inspect.capture_record import Record, Scalar
 from mx_jax.inspect.capture_statistics import Raw
 from mx_jax.inspect.modules import module_paths
@@ -25,6 +25,8 @@ from mx_jax.ops.watched import Look, Sight, Tap, values
 
 Filter = Callable[[Tag], bool]
 ARRAYS = "arrays"
+# Arrays of the user, not statistics of them.
+_LARGE = frozenset({"before", "after"})
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("raws",), meta_fields=("tags",))
@@ -118,20 +120,18 @@ class Capture:
         nothing = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return _Seen(lax.cond(due, compute, nothing), tuple(tags))
 
-    def tell(self, seen: _Seen, tap: Tap, now: Moment) -> None:
-        """Hand statistics to the host, if their step counts."""
-        if seen.tags:
-            self._if_due(now, lambda: self._send(seen.raws, seen.tags, tap, now))
+    def tell(self, seen: _Seen | None, looks: Sequence[Look], tap: Tap, now: Moment) -> None:
+        """Hand statistics to the host, and those of more looks, if their step counts."""
 
-    def look_and_tell(self, look: Look, tap: Tap, now: Moment) -> None:
-        """Both at once."""
-
-        def both() -> jax.Array:
-            tags: list[Tag] = []
-            raws = self._compute(look, tags)
+        def told() -> jax.Array:
+            raws, tags = ([], []) if seen is None else (list(seen.raws), list(seen.tags))
+            for look in looks:
+                own: list[Tag] = []
+                raws += self._compute(look, own)
+                tags += own
             return self._send(raws, tuple(tags), tap, now)
 
-        self._if_due(now, both)
+        self._if_due(now, told)
 
     def _due(self, now: Moment) -> jax.Array | None:
         """Whether a step counts; None if all do."""
@@ -155,11 +155,12 @@ class Capture:
         """Call the host: once, below vmap and shard_map too."""
         if not tags:
             return jnp.zeros(())
-        receive = functools.partial(self._receive, tags, tap)
 
         @custom_vmap
         def send(raws: list[Raw], now: Moment) -> jax.Array:
-            jax.debug.callback(receive, [statistics.shortened(raw) for raw in raws], now)
+            content = [statistics.shortened(raw) for raw in raws], now
+            *message, layout = pack(content, _LARGE)
+            jax.debug.callback(functools.partial(self._receive, tags, tap, layout), *message)
             return jnp.zeros(())
 
         @send.def_vmap
@@ -182,12 +183,14 @@ class Capture:
         first = functools.reduce(jnp.logical_and, [lax.axis_index(axis) == 0 for axis in axes])
         return lax.cond(first, lambda: send(raws, now), lambda: jnp.zeros(()))
 
-    def _receive(self, tags: tuple[Tag, ...], tap: Tap, raws: Any, now: Any) -> None:
+    def _receive(
+        self, tags: tuple[Tag, ...], tap: Tap, layout: Layout, words: Any, whole: Any
+    ) -> None:
         """On the host."""
+        raws, now = unpack(words, whole, layout)
         index = tuple(int(number) for number in now.index)
         with self._lock:
             for tag, raw in zip(tags, raws, strict=True):
-                raw = {name: np.asarray(value) for name, value in raw.items()}
                 record = Record(
                     tag=tag,
                     step=self._step((tag, index), now.step),

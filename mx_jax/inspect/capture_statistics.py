@@ -1,8 +1,8 @@
 """Statistics of casts and products: computed where the arrays are, finished on the host.
 
 On the device a statistic is a few sums and maxima, so that those of vmap's lanes and of shards add
-up to those of the whole. Squares are relative to the largest value: gradients of 1e-25 have an SQNR
-too.
+up to those of the whole. Squares are of values over the largest one's power of two: gradients of
+1e-25 have an SQNR too.
 """
 
 import math
@@ -28,11 +28,13 @@ STATISTICS = ("amax", "scales", "underflow", "saturation", "nonfinite", "sqnr", 
 """What `capture` can compute; `"arrays"` besides, which is not among its defaults."""
 
 _MAXIMA = frozenset({"amax", "channel_amax"})
-# Sums of squares of what was divided by amax.
+# Sums of squares of what was divided by amax's power of two.
 _SQUARES = frozenset({"signal", "noise", "dot", "exact", "actual"})
 _NUM_CHANNELS = 8
-# What float32's exponent field says of a number below the normal ones, of 1, and of NaN.
-_NUM_EXPONENTS, _ONE = 256, 127
+# What float32's exponent field says of 1.
+_ONE = 127
+# Values of half of that field, and what float32 counts exactly.
+_HALF, _EXACT = 16, 2**24
 
 
 def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
@@ -47,7 +49,9 @@ def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str
     x = before.astype(jnp.float32)
     size = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
     values = decode(after, np.dtype(np.float32), saturates=True)
-    raw = {"amax": jnp.max(size), "size": jnp.full((), x.size, jnp.uint32)}
+    others = tuple(other for other in range(x.ndim) if other != axis % x.ndim)
+    channels = jnp.max(size, axis=others)
+    raw = {"amax": jnp.max(channels), "size": jnp.full((), x.size, jnp.uint32)}
     if "scales" in wanted:
         raw["exponents"] = _exponents(after)
     if "underflow" in wanted:
@@ -63,8 +67,7 @@ def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str
     if "sqnr" in wanted:
         raw |= _noise(x, values, raw["amax"])
     if "channels" in wanted:
-        others = tuple(other for other in range(x.ndim) if other != axis % x.ndim)
-        raw["channel_amax"] = _whole(jnp.max(size, axis=others))
+        raw["channel_amax"] = _whole(channels)
     return raw
 
 
@@ -92,11 +95,22 @@ def of_product(exact: jax.Array, actual: jax.Array) -> Raw:
 
 
 def _exponents(after: MXArray) -> jax.Array:
-    """How many scales have which exponent, by float32's field of it."""
-    bits = float32.to_bits(after.scale_values.astype(jnp.float32))
+    """How many scales have which exponent, by float32's field of it.
+
+    Of both halves of the field a row of 0 and 1; their product counts pairs of halves. That is 32
+    comparisons a scale, not 256, and no scatter.
+    """
+    bits = float32.to_bits(_whole(after.scale_values).astype(jnp.float32))
     field = (bits >> 23) & 0xFF
-    every = jnp.arange(_NUM_EXPONENTS, dtype=field.dtype)
-    return _counts(field[..., None] == every, tuple(range(field.ndim)))
+    half = jnp.arange(_HALF, dtype=field.dtype)
+    high, low = (
+        (part[..., None] == half).astype(jnp.float32) for part in (field // _HALF, field % _HALF)
+    )
+    # float32 counts no further, so that huge arrays are counted by rows.
+    rows = tuple(range(field.ndim - 1)) if field.size > _EXACT else ()
+    along = tuple(range(len(rows), field.ndim))
+    counts = lax.dot_general(high, low, ((along, along), (rows, rows)))
+    return jnp.sum(counts.astype(jnp.uint32), axis=rows, dtype=jnp.uint32).ravel()
 
 
 def _noise(x: jax.Array, values: jax.Array, amax: jax.Array) -> Raw:
@@ -107,14 +121,24 @@ def _noise(x: jax.Array, values: jax.Array, amax: jax.Array) -> Raw:
 
 
 def _relative(x: jax.Array, amax: jax.Array) -> jax.Array:
-    # In two steps: the reciprocal of a small amax is Inf.
-    down = jnp.where(amax < 2.0**-60, 2.0**60, 1.0)
-    return (x * down) / jnp.where(amax > 0, amax * down, 1.0)
+    """x over the power of two of amax: less than 4, and as exact as x."""
+    return x * _power(-_exponent(amax))
+
+
+def _exponent(amax: jax.Array) -> jax.Array:
+    return jnp.clip(float32.to_bits(amax) >> 23, 1, 253) - _ONE
+
+
+def _power(exponent: jax.Array) -> jax.Array:
+    """2**exponent; 0 where that is no normal number."""
+    return float32.from_bits(jnp.maximum(exponent + _ONE, 0) << 23)
 
 
 def _whole(x: jax.Array) -> jax.Array:
     """x in one piece, where types say that it is in several: what sorts it wants it so."""
-    return x if explicit_sharding(x) is None else jax.sharding.reshard(x, PartitionSpec(None))
+    if explicit_sharding(x) is None:
+        return x
+    return jax.sharding.reshard(x, PartitionSpec(*(None,) * x.ndim))
 
 
 def _sum(x: jax.Array) -> jax.Array:
@@ -123,11 +147,10 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def _count(x: jax.Array) -> jax.Array:
-    return jnp.sum(x, dtype=jnp.uint32)
-
-
-def _counts(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    return jnp.sum(x, axis=axes, dtype=jnp.uint32)
+    # Rows in float32, exact as long as they are short: XLA's CPU sums it twice as fast.
+    wide = x.ndim == 0 or x.shape[-1] > _EXACT
+    rows = x if wide else jnp.sum(x.astype(jnp.float32), axis=-1).astype(jnp.uint32)
+    return jnp.sum(rows, dtype=jnp.uint32)
 
 
 def of_lanes(raw: Raw, batched: Mapping[str, bool], lanes: int) -> Raw:
@@ -168,7 +191,7 @@ def of_shards(raw: Raw) -> Raw:
 def _joined(raw: Raw, maximum: Any, total: Any) -> Raw:
     """Maxima of maxima, sums of sums; squares once they are relative to the same."""
     amax = maximum(raw["amax"])
-    share = jnp.square(_relative(raw["amax"], amax))
+    share = jnp.square(_power(_exponent(raw["amax"]) - _exponent(amax)))
     joined = {}
     for name, value in raw.items():
         if name in _MAXIMA:

@@ -97,12 +97,8 @@ class Watcher(Protocol):
         """What is to be told, as arrays."""
         ...
 
-    def tell(self, seen: Any, tap: "Tap", now: Moment) -> None:
-        """Tell what `look` gave."""
-        ...
-
-    def look_and_tell(self, look: Look, tap: "Tap", now: Moment) -> None:
-        """Both at once."""
+    def tell(self, seen: Any, looks: Sequence[Look], tap: "Tap", now: Moment) -> None:
+        """Tell what `look` gave, or None, and what else can be seen."""
         ...
 
 
@@ -142,8 +138,9 @@ def watched(product: Product, lhs: Given, rhs: Given, extra: Any) -> Any:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _watched(product: Product, tap: Tap, lhs: Given, rhs: Given, extra: Any, now: Moment) -> Any:
     result = product.forward(lhs.operand, rhs.operand, extra)
+    look = _forward_look(product, tap, lhs, rhs, extra, result)
     for watcher in tap.watchers:
-        watcher.look_and_tell(_forward_look(product, tap, lhs, rhs, extra, result), tap, now)
+        watcher.tell(None, (look,), tap, now)
     return result
 
 
@@ -157,10 +154,9 @@ def _watched_fwd(product, tap, lhs, rhs, extra, now):
 def _watched_bwd(product, tap, residuals, g):
     kept, seen, now = residuals
     bars = product_bwd(product, kept, g)
+    looks = tuple(_backward_looks(product, tap, kept, g, bars[:2]))
     for watcher, own in zip(tap.watchers, seen, strict=True):
-        watcher.tell(own, tap, now)
-        for look in _backward_looks(product, tap, kept, g, bars[:2]):
-            watcher.look_and_tell(look, tap, now)
+        watcher.tell(own, looks, tap, now)
     return *bars, zero_bars(now)
 
 

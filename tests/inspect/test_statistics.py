@@ -11,6 +11,8 @@ import pytest
 import mx_jax
 from mx_jax import inspect, recipes
 from mx_jax.formats import E8M0
+from mx_jax.inspect import capture_statistics
+from mx_jax.inspect.capture_message import pack, unpack
 from tests.quick import quick
 
 RECIPES = [
@@ -145,3 +147,22 @@ def test_what_keeps_codes_tells_its_casts_once():
     recipe = dataclasses.replace(recipes.mxfp8(), residuals=recipes.Residuals.QUANTIZED)
     records = captured(recipe, drawn((32, 64), 0), drawn((64, 32), 1), ("amax", "error"))
     assert all(len(own) == 1 for own in records.values()) and len(records) == 9
+
+
+def test_counts_are_exact_where_float32_counts_no_further(monkeypatch):
+    array = mx_jax.quantize(drawn((4, 64), 0), "mxfp4", axis=-1)
+    whole = capture_statistics.of_cast(jnp.ones((4, 64)), array, -1, {"scales", "underflow"})
+    monkeypatch.setattr(capture_statistics, "_EXACT", 4)
+    rows = capture_statistics.of_cast(jnp.ones((4, 64)), array, -1, {"scales", "underflow"})
+    assert int(rows["exponents"].sum()) == 8
+    for name in ("exponents", "underflow"):
+        np.testing.assert_array_equal(rows[name], whole[name])
+
+
+def test_a_message_is_one_array_and_arrays_that_are_not_copied():
+    content = ([{"count": jnp.uint32(2**32 - 1), "before": jnp.ones((2, 3), jnp.bfloat16)}], -7)
+    content = jax.tree.map(jnp.asarray, content)
+    words, whole, layout = pack(content, frozenset({"before"}))
+    assert words.shape == (2,) and [array.dtype for array in whole] == [jnp.bfloat16]
+    ((raw,), step) = unpack(words, whole, layout)
+    assert (int(raw["count"]), int(step), raw["before"].shape) == (2**32 - 1, -7, (2, 3))
