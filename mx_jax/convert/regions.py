@@ -4,6 +4,7 @@ A jaxpr is public (`jax.extend.core`), the parameters of a primitive are not. Th
 the same in JAX 0.10 and 0.12, but scan's counts of operands: `_scan_counts` knows both.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend.core.primitives import cond_p, jit_p, remat_p, scan_p, while_p
 from jax.sharding import AbstractMesh, PartitionSpec
+
+from mx_jax.ops.tags import iteration, watching
 
 Key = jax.Array | None
 Values = list[Any]
@@ -102,11 +105,12 @@ def _scan_flow(params: dict[str, Any], data: list[bool], flow: Flow):
 def _scan(params: dict[str, Any], values: Values, bodies: Sequence[Body], key: Key) -> Values:
     num_consts, num_carry = _scan_counts(params)
     consts, rest = values[:num_consts], values[num_consts:]
-    index = None if key is None else jnp.arange(params["length"])
+    index = jnp.arange(params["length"]) if key is not None or watching.value else None
 
     def step(carry: Values, given: tuple[Values, Any]) -> tuple[Values, Values]:
         own, i = given
-        results = bodies[0]([*consts, *carry, *own], folded(key, i))
+        with iteration(i) if watching.value else contextlib.nullcontext():
+            results = bodies[0]([*consts, *carry, *own], folded(key, i))
         return results[:num_carry], results[num_carry:]
 
     carry, stacked = lax.scan(

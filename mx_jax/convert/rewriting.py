@@ -1,5 +1,6 @@
 """A jaxpr run with some of its products made anew, as a plan says."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from mx_jax.codecs.varying import varying
 from mx_jax.convert.program import Plan
 from mx_jax.convert.regions import Key, Values, folded, regions
 from mx_jax.convert.traced_products import traced_products
+from mx_jax.ops.tags import tag
 from mx_jax.recipes import Recipe
 
 
@@ -102,8 +104,9 @@ def _product(eqn: Any, operands: Values, recipe: Recipe, turns: bool, key: Key) 
     if turns:
         assert row.turned is not None
         *operands, params, back = row.turned(*operands, params)
-    # The scope that it stood in, for profiles and for what XLA says.
-    with jax.named_scope(str(eqn.source_info.name_stack)):
+    # The scope that it stood in, for profiles and for what XLA says, and for those who watch.
+    scope = str(eqn.source_info.name_stack)
+    with tag(scope) if scope else contextlib.nullcontext():
         own = _of_shard(key, operands) if recipe.is_stochastic else None
         product = row.multiply(recipe, operands, params, own)
         return product if back is None else back(product)

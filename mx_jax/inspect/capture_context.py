@@ -17,6 +17,7 @@ from mx_jax.inspect import capture_statistics as statistics
 from mx_jax.inspect.capture_message import Layout, pack, unpack
 from mx_jax.inspect.capture_record import Record, Scalar
 from mx_jax.inspect.capture_statistics import Raw
+from mx_jax.inspect.flax_scans import counted_scans
 from mx_jax.inspect.modules import module_paths
 from mx_jax.inspect.sinks import Sink
 from mx_jax.mxarray import MXArray
@@ -67,6 +68,7 @@ class Capture:
             stack.callback(self._end)
             stack.enter_context(watching((*watching.value, self)))
             stack.enter_context(module_paths())
+            stack.enter_context(counted_scans())
             if self.step is not None:
                 stack.enter_context(at_step(self.step))
             self._entered.append(stack.pop_all())

@@ -87,6 +87,7 @@ class Place:
       module: path of the innermost module of Flax's, as Flax has it.
       base: the names around the outermost of these.
       loops: for each index in context, its place in the order of the trace.
+      counted: whether the innermost index was counted for the user, who may give a better one.
       calls: which use of each part of the path this is, in its function.
       uses: how often each path below was entered from here.
     """
@@ -95,6 +96,7 @@ class Place:
     module: tuple[str, ...] = ()
     base: tuple[str, ...] = ()
     loops: tuple[int, ...] = ()
+    counted: bool = False
     calls: tuple[int, ...] = ()
     uses: dict[str, int] = dataclasses.field(default_factory=dict, compare=False)
 
@@ -188,7 +190,8 @@ def tag(name: str, *, index: Any = None) -> Iterator[None]:
     Args:
       name: a part of the path, below those in context.
       index: of the layer, an integer scalar, in a function that `jax.lax.scan` runs for each layer:
-        a counter in the carry, or one of the scanned arrays.
+        a counter in the carry, or one of the scanned arrays. Scans of Flax's, and of functions that
+        `convert.function` made, are counted without it.
 
     Raises:
       TypeError: no name, or an index that is no integer scalar.
@@ -210,11 +213,33 @@ def tag(name: str, *, index: Any = None) -> Iterator[None]:
             here = place.value
             here = dataclasses.replace(here, names=(*here.names, *name.split("/")))
             if index is not None:
-                value = jnp.asarray(index, jnp.int32)
-                here = dataclasses.replace(here, loops=(*here.loops, next(numbers)))
-                now = moment()
-                stack.enter_context(_at(dataclasses.replace(now, index=(*now.index, value)), value))
+                here = stack.enter_context(_indexed(here, index))
             stack.enter_context(place(entered(here)))
+        yield
+
+
+@contextlib.contextmanager
+def _indexed(here: Place, index: Any) -> Iterator[Place]:
+    """A context in which a place has one index more, or a user's for the one that was counted."""
+    value, now, outer = jnp.asarray(index, jnp.int32), moment(), len(here.loops) - here.counted
+    loops = (*here.loops[:outer], next(numbers))
+    with _at(dataclasses.replace(now, index=(*now.index[:outer], value)), value):
+        yield dataclasses.replace(here, loops=loops, counted=False)
+
+
+@contextlib.contextmanager
+def iteration(index: Any) -> Iterator[None]:
+    """A context around the body of a scan, which is told its index without the user's doing.
+
+    However often the body is traced, its products are the same ones.
+
+    Args:
+      index: int32 scalar, of the slice that the body gets.
+    """
+    here: Place = dataclasses.replace(place.value, counted=False)
+    with contextlib.ExitStack() as stack:
+        inside = stack.enter_context(_indexed(here, index))
+        stack.enter_context(place(dataclasses.replace(inside, counted=True, uses={})))
         yield
 
 
@@ -264,31 +289,3 @@ def within(module: tuple[str, ...]) -> AbstractContextManager[Any]:
         names, base = (*here.base, *module), here.base
     here = dataclasses.replace(here, names=names, module=module, base=base)
     return place(entered(here))
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class LayerName:
-    """A layer's path, where equal layers are to share a trace: equal to any other while nobody
-    watches. What jit compiled for one of them then keeps that one's name.
-
-    Attributes:
-      path: parts parted by `/`.
-    """
-
-    path: str
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LayerName) and (not watching.value or self.path == other.path)
-
-    def __hash__(self) -> int:
-        return hash(LayerName)
-
-    @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        """A context below the layer, in the program's names too."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(jax.named_scope(self.path))
-            if watching.value:
-                stack.enter_context(within(tuple(self.path.split("/"))))
-            yield
