@@ -11,7 +11,7 @@ from jax import lax
 
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32, tiny
-from mx_jax.codecs.explicit_axes import broadcast_like
+from mx_jax.codecs.explicit_axes import broadcast_like, has_explicit_axes
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat, ScaleFormat
 
@@ -110,6 +110,10 @@ def is_nan_scale(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
     """Where the shared scale says that the whole block is NaN (MX v1.0, 5.4.1)."""
     if scale.kind == "exponent":
         return scales == E8M0_NAN
+    element = scale.element
+    if element is not None and element.has_negative_zero and element.num_reserved_codes == 1:
+        # Either sign of the one code: by itself, so that kernels need not hand it to each other.
+        return scales & jnp.uint8(element.sign_code - 1) == element.nan_code
     return jnp.isnan(scale_to_float32(scales, scale))
 
 
@@ -157,13 +161,33 @@ def over_float_scale(
         return values * scale
     if format.scale.kind == "multiplier":
         return true_divide(values, scale)
-    one = jnp.ones_like(scale)
     if tensor_scale is None:
-        return values * true_divide(one, scale)
+        return values * true_divide(jnp.ones_like(scale), scale)
     small = tiny.is_tiny(tensor_scale)
     values, tensor_scale = tiny.lift(values, small), tiny.lift(tensor_scale, small)
     # x * ((1 / p) / s), in this order: NVFP4's own arithmetic, each step rounded.
-    return values * true_divide(true_divide(one, tensor_scale), scale)
+    return values * _reciprocal(scales, tensor_scale, format.scale)
+
+
+def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) -> jax.Array:
+    """`(1 / p) / s` of a tensor scale p and block scales s."""
+
+    def divided(scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
+        values = scale_to_float32(scales, scale)
+        return true_divide(true_divide(jnp.ones_like(values), tensor_scale), values)
+
+    def looked_up(scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
+        table = divided(jnp.arange(256, dtype=jnp.uint8), tensor_scale.reshape(1))
+        index = scales.astype(jnp.int32)
+        return table.at[index].get(mode="promise_in_bounds")
+
+    if tensor_scale.size != 1 or has_explicit_axes():
+        return divided(scales, tensor_scale)
+    # Exact divisions are long: on GPUs they are done once for each code that a scale may have, and
+    # kernels hand each other codes, not float32 reciprocals.
+    return lax.platform_dependent(
+        scales, tensor_scale, cuda=looked_up, rocm=looked_up, default=divided
+    )
 
 
 def decode_scaled(

@@ -1,0 +1,101 @@
+"""What a cast does otherwise where it is lowered for a GPU: the same bits, in fewer passes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from mx_jax import formats
+from mx_jax.codecs import scale as scale_codec
+from mx_jax.reference import quantize as reference
+from mx_jax.specs import operand
+from tests.quick import quick
+
+
+def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written for GPUs runs here."""
+
+    def chosen(*operands: Any, cuda: Callable[..., Any] | None = None, **others: Any) -> Any:
+        return (cuda or others["default"])(*operands)
+
+    monkeypatch.setattr(lax, "platform_dependent", chosen)
+
+
+def random_bits(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
+    bits = np.random.default_rng(seed).integers(0, 256, (*shape, np.dtype(dtype).itemsize), "u1")
+    return bits.view(dtype)[..., 0]
+
+
+@pytest.mark.one_python(reason="slices and maxima alone")
+def test_the_largest_by_halves():
+    for length in (1, 2, 5, 31, 32):
+        numbers = random_bits((3, length, 4), "int16") & 0x7FFF
+        found = quick(lambda x: reference._largest_by_halves(x, 1))(numbers)
+        assert np.array_equal(found, numbers.max(1, keepdims=True))
+
+
+def test_reciprocals_of_every_scale(monkeypatch: pytest.MonkeyPatch):
+    """Looked up by code, on GPUs, and divided: also where the scale is NaN or zero."""
+    codes = np.arange(256, dtype=np.uint8).reshape(16, 16)
+
+    def reciprocals(tensor_scale: jax.Array) -> jax.Array:
+        return scale_codec._reciprocal(jnp.asarray(codes), tensor_scale, formats.NVFP4.scale)
+
+    scales = [jnp.full((1, 1), scale, jnp.float32) for scale in (1.0, 0.0123, 2.0**-64, 3e38)]
+    wanted = list(map(jax.jit(reciprocals), scales))
+    as_on_gpus(monkeypatch)
+    looked_up = jax.jit(lambda scale: reciprocals(scale))
+    assert "gather" in looked_up.trace(scales[0]).lower().as_text()
+    for scale, values in zip(scales, wanted, strict=True):
+        found = looked_up(scale)
+        assert found.shape == codes.shape
+        assert np.array_equal(np.isnan(found), np.isnan(values)) and np.isnan(found).any()
+        assert np.array_equal(np.nan_to_num(found, nan=0), np.nan_to_num(values, nan=0))
+
+
+@pytest.mark.one_python(reason="integers and tables alone")
+def test_nan_scales_by_their_codes():
+    """Without decoding: what the decoded values say, of every code of every scale."""
+    for own in {format.scale for format in formats.BLOCK_FORMATS if format.scale.element}:
+        codes = np.arange(1 << own.element.bits, dtype=np.uint8)
+        wanted = np.isnan(scale_codec.scale_to_float32(codes, own))
+        assert (np.asarray(scale_codec.is_nan_scale(codes, own)) == wanted).all()
+
+
+@pytest.mark.parametrize(("name", "axis"), [("mxfp8_e4m3", -2), ("nvfp4", -1)])
+def test_casts_give_the_same_bits(name: str, axis: int, monkeypatch: pytest.MonkeyPatch):
+    """Random patterns, NaN and Inf among them; the last block is partial."""
+    x, spec = random_bits((72, 72), jnp.bfloat16), operand(name)
+    x = np.where(np.abs(x.astype("f4")) < 1e30, x, x.dtype.type(1))
+
+    def cast(x: jax.Array) -> tuple[Any, ...]:
+        blocks = ((axis, int(spec.format.block[1])),)
+        q = reference.quantize(x, spec.format, blocks, spec.scale_rule)
+        return q.codes, q.scales
+
+    wanted = quick(cast)(x)
+    as_on_gpus(monkeypatch)
+    found = quick(lambda x: cast(x))(x)
+    for one, other in zip(found, wanted, strict=True):
+        assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "reductions"), [(((-1, 32),), 0), (((-1, formats.WHOLE),), 1), (((-1, 128),), 1)]
+)
+def test_short_blocks_are_not_reduced(blocks: Any, reductions: int):
+    """Lowered for a GPU; on a CPU nothing changes."""
+    spec = operand("mxfp8_e4m3")
+
+    def cast(x: jax.Array) -> jax.Array:
+        return reference.quantize(x, spec.format, blocks, spec.scale_rule).codes
+
+    traced = jax.jit(cast).trace(jax.ShapeDtypeStruct((4, 256), jnp.bfloat16))
+    for platform, number in (("cuda", reductions), ("cpu", 1)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("stablehlo.reduce(") == number
+        assert ("stablehlo.slice" in text) == (number == 0)
