@@ -272,6 +272,6 @@ class MatmulRecipe:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: output {self.fwd}; grad_lhs {self.dlhs}; grad_rhs {self.drhs}; "
-            f"keeps {self.residuals.value}"
+            f"{self.name}: output {self.fwd}; grad_input {self.dlhs}; "
+            f"grad_weight {self.drhs}; keeps {self.residuals.value}"
         )

@@ -82,8 +82,8 @@ def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: An
           (XLA bfloat16 dot, float32 sums)
         not xla: needs two float8 operands, got lhs in high precision
         not cpu_ffi: runs on platform=cpu, got platform=rocm
-      grad_lhs [8, 64] x [64, 64]: high precision x high precision -> jax.lax.dot_general
-      grad_rhs [64, 8] x [64, 8]: high precision x high precision -> jax.lax.dot_general
+      grad_input [8, 64] x [64, 64]: high precision x high precision -> jax.lax.dot_general
+      grad_weight [64, 8] x [64, 8]: high precision x high precision -> jax.lax.dot_general
 
       >>> x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 64), (64, 64)))
       >>> def layer(x, w):
@@ -115,8 +115,8 @@ def _of_recipe(
     lines: list[str] = []
     for name, spec, lhs_shape, rhs_shape in (
         ("output", recipe.fwd, (m, k), (n, k)),
-        ("grad_lhs", recipe.dlhs, (m, n), (k, n)),
-        ("grad_rhs", recipe.drhs, (n, m), (k, m)),
+        ("grad_input", recipe.dlhs, (m, n), (k, n)),
+        ("grad_weight", recipe.drhs, (n, m), (k, m)),
     ):
         title = f"{name} {list(lhs_shape)} x {list(rhs_shape)}: {spec}"
         if spec.is_high_precision:

@@ -15,7 +15,7 @@ Product = Literal["fwd", "dlhs", "drhs"]
 GRADIENTS: dict[Side, Product] = {"lhs": "dlhs", "rhs": "drhs"}
 
 # Each product has a stream of its own. The second entry is what errors call it.
-_STREAMS = {"fwd": (0, "output"), "dlhs": (1, "grad_lhs"), "drhs": (2, "grad_rhs")}
+_STREAMS = {"fwd": (0, "output"), "dlhs": (1, "grad_input"), "drhs": (2, "grad_weight")}
 
 
 def check_matmul_key(key: Any, recipe: MatmulRecipe) -> Key:

@@ -88,8 +88,8 @@ def weight_only(format: Any, scale_rule: ScaleRule | str | None = None) -> Recip
     """Only the right operand (the weight) of the product itself is quantized.
 
     Activations and both gradient products stay in high precision: for inference, and for
-    quantization-aware fine-tuning of weights. `grad_lhs = g Q(rhs)^T` multiplies the very weight
-    that the product multiplied, as the function that ran has it; `grad_rhs = lhs^T g` passes
+    quantization-aware fine-tuning of weights. `grad_input = g Q(rhs)^T` multiplies the very weight
+    that the product multiplied, as the function that ran has it; `grad_weight = lhs^T g` passes
     straight through to the weight, as if its cast were the identity. A weight that is stored, as
     `MXArray` or packed, has no gradient: `mx_jax.nn.split_stored` parts it from what is trained.
 

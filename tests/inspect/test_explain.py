@@ -33,8 +33,8 @@ def test_shapes_and_specs_of_the_three_products():
     e4m3, e5m2 = "mxfp8_e4m3 (rceil, nearest)", "mxfp8_e5m2 (rceil, nearest)"
     assert products == [
         f"output [8, 64] x [32, 64]: {e4m3} x {e4m3} -> reference",
-        f"grad_lhs [8, 32] x [64, 32]: {e5m2} x {e4m3} -> reference",
-        f"grad_rhs [32, 8] x [64, 8]: {e5m2} x {e4m3} -> reference",
+        f"grad_input [8, 32] x [64, 32]: {e5m2} x {e4m3} -> reference",
+        f"grad_weight [32, 8] x [64, 8]: {e5m2} x {e4m3} -> reference",
     ]
     reasons = [line for line in text.splitlines() if line.startswith("  ")]
     assert "  not xla: XLA has no native float8 dot on platform=cpu" in reasons

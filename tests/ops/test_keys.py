@@ -50,7 +50,7 @@ def test_a_forward_product_that_draws_nothing_needs_no_key(call):
 @CALL
 @pytest.mark.parametrize(
     ("recipe", "product"),
-    [(drawing(dlhs=BOTH), "grad_lhs"), (drawing(drhs=BOTH), "grad_rhs")],
+    [(drawing(dlhs=BOTH), "grad_input"), (drawing(drhs=BOTH), "grad_weight")],
     ids=["lhs", "rhs"],
 )
 def test_a_gradient_that_draws_says_so(call, recipe: Recipe, product: str):

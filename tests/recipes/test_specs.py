@@ -215,8 +215,8 @@ def test_text():
         "mxfp4 (even, nearest) x high precision after Hadamard 2, fixed signs"
     )
     assert str(recipes.weight_only("mxfp4")) == (
-        "weight_only(mxfp4): output high precision x mxfp4 (even, nearest); grad_lhs high "
-        "precision x high precision; grad_rhs high precision x high precision; keeps quantized"
+        "weight_only(mxfp4): output high precision x mxfp4 (even, nearest); grad_input high "
+        "precision x high precision; grad_weight high precision x high precision; keeps quantized"
     )
     assert repr(spec) == (
         "OperandSpec(format=BlockFormat(mxfp4, block=(1, 32)), scale_rule=ScaleRule(even), "
