@@ -166,7 +166,7 @@ def test_moments_of_an_nnx_model(rng):
 
 def test_moments_of_what_is_none(rng):
     x = jnp.ones((2, 8))
-    variables = Linen().init(jax.random.key(0), x[None])
+    variables = quick(Linen().init)(jax.random.key(0), x[None])
     with pytest.raises(TypeError, match="linen module needs variables=, got variables=NoneType"):
         calibrate.moments(Linen(), [x])
     with pytest.raises(TypeError, match="nnx model has its own; drop variables="):
@@ -217,7 +217,7 @@ def test_weights_of_an_nnx_model_and_of_a_stack(rng):
             return layers(nn.Dense(64, name="up"), x, None)[0]
 
     x = rng.standard_normal((2, 64)).astype(np.float32)
-    params = Stack().init(jax.random.key(0), x)["params"]
+    params = quick(Stack().init)(jax.random.key(0), x)["params"]
     assert params["up"]["kernel"].shape == (3, 64, 64)
     options = {"model": Stack(), "args": (x,), "pack": False}
     rules = convert.Rule(".*", recipes.weight_only("nvfp4"))

@@ -72,7 +72,7 @@ LINEN, NNX = (Rule(".*", WEIGHT_ONLY, types=kind) for kind in (Einsum, NnxEinsum
 class TestLinen:
     def test_equals_an_einsum_with_the_recipe(self):
         model = Projection()
-        variables = model.init(jax.random.key(0), X)
+        variables = quick(model.init)(jax.random.key(0), X)
         converted = convert.linen(model, LINEN)
         assert convert.report(model, LINEN, X).num_converted == 1
 
@@ -105,7 +105,7 @@ class TestLinen:
                 return stack(Einsum((40, 40), name="layers"), x, None)[0]
 
         model = Stack()
-        variables = model.init(jax.random.key(0), X)
+        variables = quick(model.init)(jax.random.key(0), X)
         result = jax.jit(convert.linen(model, LINEN).apply)(variables, X)
         expected = X
         for w in variables["params"]["layers"]["w"]:
@@ -114,7 +114,7 @@ class TestLinen:
 
     def test_every_method_that_multiplies(self):
         model, rule = Table(), Rule(".*", WEIGHT_ONLY, types=Table)
-        variables = model.init(jax.random.key(0), X)
+        variables = quick(model.init)(jax.random.key(0), X)
         converted = convert.linen(model, rule)
         table = variables["params"]["table"]
         expected = mx_jax.matmul(X, table.T, recipe=WEIGHT_ONLY)
@@ -128,7 +128,7 @@ class TestLinen:
     @pytest.mark.slow
     def test_stochastic(self):
         model, rule = Projection(), Rule(".*", STOCHASTIC, types=Einsum)
-        variables = model.init(jax.random.key(0), X)
+        variables = quick(model.init)(jax.random.key(0), X)
         converted = convert.linen(model, rule)
         one, again, other = (
             converted.apply(variables, X, rngs={RNG_STREAM: jax.random.key(seed)})
@@ -156,7 +156,7 @@ class TestLinen:
             def __call__(self, x):
                 return x + self.param("w", nn.initializers.ones, (3, 40))
 
-        variables = Adds().init(jax.random.key(0), X)
+        variables = quick(Adds().init)(jax.random.key(0), X)
         converted = convert.linen(Adds(), Rule(".*", WEIGHT_ONLY, types=Adds))
         with pytest.raises(ValueError, match=r"names the type of '', but its call contains no dot"):
             converted.apply(variables, X)
@@ -248,7 +248,7 @@ def test_experts_follow_the_recipe(framework: str):
     rule = Rule(".*", recipes.mxfp8(), types=(LinenExperts, NnxExperts))
     if framework == "linen":
         layer = LinenExperts()
-        params = layer.init(jax.random.key(0), X[0])["params"]
+        params = quick(layer.init)(jax.random.key(0), X[0])["params"]
 
         def run(w, x):
             return convert.linen(layer, rule).apply({"params": {"w": w}}, x)

@@ -15,6 +15,7 @@ import pytest
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule
+from tests.quick import quick
 
 from .linen_models import FLAX, WIDTH, Block, Compact, Setup, example_input
 
@@ -239,7 +240,7 @@ class TestLayers:
         attention = nn.MultiHeadDotProductAttention(2, dropout_rate=0.5, deterministic=False)
         x = example_input()
         rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-        variables = attention.init(rngs, x)
+        variables = quick(attention.init)(rngs, x)
         options = {"mask": nn.make_causal_mask(x[..., 0]), "sow_weights": True}
         rules = Rule("(qk|av)", recipes.mxfp8())
         results = [
@@ -314,7 +315,7 @@ class TestLayers:
         scaled = Scaled((WIDTH, 6), "btk,kn->btn")
         model = nn.Sequential([scaled])
         assert recipe_names(model, Rule(".*", MXFP8), x) == {"layers_0": "mxfp8"}
-        variables = model.init(jax.random.key(0), x)
+        variables = quick(model.init)(jax.random.key(0), x)
         twice = convert.linen(model, Rule(".*", WEIGHT_ONLY)).apply(variables, x)
         plain = mx_jax.nn.linen.Einsum((WIDTH, 6), "btk,kn->btn", recipe=WEIGHT_ONLY)
         once = plain.apply({"params": variables["params"]["layers_0"]}, x)
@@ -351,7 +352,7 @@ class TestLayers:
 
     def test_an_MXArray_as_a_kernel(self):
         x, dense = example_input(), nn.Dense(4)
-        variables = dense.init(jax.random.key(0), x)
+        variables = quick(dense.init)(jax.random.key(0), x)
         kernel = mx_jax.quantize(variables["params"]["kernel"], "mxfp4", axis=0, scale_rule="even")
         stored = {"params": variables["params"] | {"kernel": kernel}}
         converted = convert.linen(dense, Rule(".*", WEIGHT_ONLY))
@@ -364,7 +365,7 @@ class TestEmbed:
     def test_lookup_and_attend(self):
         embed, tokens = nn.Embed(9, 33), jnp.arange(4)
         query = jax.random.normal(jax.random.key(1), (2, 33))
-        variables = embed.init(jax.random.key(0), tokens)
+        variables = quick(embed.init)(jax.random.key(0), tokens)
         table = variables["params"]["embedding"]
         converted = convert.linen(embed, Rule(".*", WEIGHT_ONLY, types=nn.Embed))
         quantized = mx_jax.cast(table, "mxfp4", scale_rule="even")

@@ -107,7 +107,7 @@ def test_registered_it_is_a_layer_like_any_other(model: Any):
     assert (decision.layer.kernel, decision.layer.shape) == ((2, 64, 32), (64, 64))
 
     def gradients(function: Any) -> Any:
-        return jax.value_and_grad(lambda x: (function(x) ** 2).sum())(X)
+        return jax.jit(jax.value_and_grad(lambda x: (function(x) ** 2).sum()))(X)
 
     jax.tree.map(
         np.testing.assert_array_equal,

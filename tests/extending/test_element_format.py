@@ -198,7 +198,7 @@ def test_packed_weights_and_layers(rng: np.random.Generator):
     recipe = recipes.weight_only(MXFP5)
     x = rng.standard_normal((3, 64)).astype(np.float32)
     layer = mx_jax.nn.linen.Dense(8, recipe=recipe, use_bias=False)
-    variables = layer.init(jax.random.key(0), x)
+    variables = quick(layer.init)(jax.random.key(0), x)
     weights = mx_jax.quantize(variables["params"]["kernel"], MXFP5, axis=0)
     packed = mx_jax.pack_weights(weights)
     expected = mx_jax.matmul(x, packed, recipe=recipe)

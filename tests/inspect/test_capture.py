@@ -273,7 +273,7 @@ def test_linen_names_its_layers_and_shared_modules_count_their_calls():
 @pytest.mark.slow
 def test_converted_models_name_their_layers():
     model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
-    variables = model.init(jax.random.key(0), X)
+    variables = quick(model.init)(jax.random.key(0), X)
     with amax() as records:
         convert.linen(model, convert.Rule(".*", recipes.mxfp8())).apply(variables, X)
     assert {tag.path for tag in records} == {"layers_0", "layers_2"}

@@ -16,6 +16,7 @@ import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.inspect import GradientBias, gradient_bias, passes
 from mx_jax.recipes import Residuals
+from tests.quick import quick
 
 PARAMS = {"a": np.zeros(64, np.float32), "blocks": {"b": np.zeros((2, 32), np.float32)}}
 
@@ -99,7 +100,7 @@ def test_passes_are_recipes():
 @pytest.mark.slow
 def test_a_linen_model_and_rules():
     model, x = nn.Dense(32, name="up"), jax.random.normal(jax.random.key(0), (4, 16, 64))
-    params = model.init(jax.random.key(1), x[0])
+    params = quick(model.init)(jax.random.key(1), x[0])
 
     def loss(params: Any, x: jax.Array, rules: Any) -> jax.Array:
         return jnp.sum(jnp.asarray(convert.linen(model, rules).apply(params, x)) ** 2)

@@ -18,6 +18,7 @@ from mx_jax import convert
 from mx_jax.commands.rules_file import read_rules
 from mx_jax.inspect import Budget, Sensitivity, sensitivity
 from mx_jax.inspect.budget import best_choice
+from tests.quick import quick
 
 FORMATS = ("mxfp4", "mxfp6_e2m3", "mxint8")
 ANGLES = np.cos(np.arange(64 * 64, dtype=np.float32)).reshape(64, 64)
@@ -105,7 +106,7 @@ class Model(nn.Module):
 def test_conversion_reads_the_choice(tmp_path: Path):
     """By rules, and by a file: the loss of converted weights is the one that was promised."""
     model, x = Model(), jax.random.normal(jax.random.key(0), (8, 64))
-    params = model.init(jax.random.key(1), x)
+    params = quick(model.init)(jax.random.key(1), x)
 
     def squares(params: Any, x: jax.Array) -> jax.Array:
         return jnp.mean((jnp.asarray(model.apply(params, x)) - exact) ** 2)

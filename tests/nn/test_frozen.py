@@ -44,7 +44,7 @@ class Adapted(nn.Module):
 @pytest.mark.parametrize("pack", [False, True])
 def test_adapters_over_stored_kernels_in_linen(pack: bool):
     """The gradients are those of the function with the kernel's values in its place."""
-    variables = Adapted().init(jax.random.key(0), X)
+    variables = quick(Adapted().init)(jax.random.key(0), X)
     rules = convert.Rule("Dense_0", RECIPE)
     model = convert.linen(Adapted(), rules)
     params = convert.weights(variables["params"], rules, pack=pack)

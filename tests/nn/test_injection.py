@@ -30,7 +30,7 @@ def x() -> np.ndarray:
 
 def test_linen_dense(x: np.ndarray):
     """An injected recipe is the layer of this library, in Flax's clothes."""
-    variables = flax_nn.Dense(8).init(KEY, x)
+    variables = quick(flax_nn.Dense(8).init)(KEY, x)
     injected = flax_nn.Dense(8, dot_general=MXFP4.dot_general)
     by_class = flax_nn.Dense(8, dot_general_cls=lambda: MXFP4.dot_general)
     expected = linen.Dense(8, recipe=MXFP4).apply(variables, x)
@@ -94,7 +94,7 @@ def test_an_injected_recipe_is_not_retraced(x: np.ndarray):
         traces.append(layer)
         return layer.apply(variables, x)
 
-    variables = flax_nn.Dense(8).init(KEY, x)
+    variables = quick(flax_nn.Dense(8).init)(KEY, x)
     for _ in range(3):
         recipe = recipes.weight_only("mxfp8_e4m3")
         apply(flax_nn.Dense(8, dot_general=recipe.dot_general), variables, x)

@@ -15,12 +15,13 @@ from mx_jax import convert, recipes
 from mx_jax.nn import linen
 from mx_jax.nn import nnx as ours
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.quick import quick
 
 X = np.random.default_rng(0).standard_normal((32, 32), np.float32)
 # The forward product rounds to nearest, gradients draw.
 RECIPE = recipes.mxfp4_stochastic()
 RULE = convert.Rule(".*", RECIPE)
-VARIABLES = flax_nn.Dense(32).init(jax.random.key(0), X)
+VARIABLES = quick(flax_nn.Dense(32).init)(jax.random.key(0), X)
 EINSUM = {"params": {"kernel": VARIABLES["params"]["kernel"]}}
 
 LINEN: dict[str, tuple[flax_nn.Module, Any]] = {

@@ -210,7 +210,7 @@ def test_a_dot_general_of_the_users_own_is_respected():
         return lax.dot_general(*args, **options)
 
     x = np.ones((2, 40), np.float32)
-    variables = flax_nn.Dense(3).init(KEY, x)
+    variables = quick(flax_nn.Dense(3).init)(KEY, x)
     for options in ({"dot_general": own}, {"dot_general_cls": lambda: own}):
         for layer in (
             linen.Dense(3, recipe=MXFP4, **options),
@@ -338,7 +338,7 @@ def test_a_rebuilt_layer_is_not_retraced(layer: str):
         return getattr(linen, layer)(3, recipe=recipe)
 
     x = np.ones((2, 40), np.float32)
-    variables = flax_nn.Dense(3).init(KEY, x)
+    variables = quick(flax_nn.Dense(3).init)(KEY, x)
     for _ in range(3):
         apply(build(recipes.weight_only("mxfp8_e4m3")), variables, x)
     assert len(traces) == 1

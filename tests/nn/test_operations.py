@@ -73,7 +73,7 @@ def test_each_product_draws_its_own_bits(form: Any):
 
 @forms
 def test_the_product_is_the_recipes(form: Any):
-    variables = flax_nn.Dense(8).init(KEY, X)
+    variables = quick(flax_nn.Dense(8).init)(KEY, X)
     layer = flax_nn.Dense(8, dot_general_cls=form("mxfp4"))
     expected = linen.Dense(8, recipe=MXFP4).apply(variables, X)
     assert_bitwise_equal(layer.apply(variables, X), expected)
@@ -87,7 +87,7 @@ def test_a_rebuilt_model_is_not_retraced():
         traces.append(model)
         return model.apply(variables, X, rngs={"quantize": KEY})
 
-    variables = Twins(DotGeneral(MXFP4)).init(KEY, X)
+    variables = quick(Twins(DotGeneral(MXFP4)).init)(KEY, X)
     for recipe in ("mxfp4", recipes.mxfp4(), MXFP4):
         apply(Twins(DotGeneral(recipe)), variables)
     assert len(traces) == 1
@@ -185,7 +185,7 @@ def test_errors(operation: Any):
 def test_another_stream_can_be_named():
     """A stack that hands its modules no stream of our name may have one of its own."""
     layer = flax_nn.Dense(8, dot_general_cls=DotGeneral(stochastic(), stream="noise"))
-    variables = flax_nn.Dense(8).init(KEY, X)
+    variables = quick(flax_nn.Dense(8).init)(KEY, X)
     one, other = (
         layer.apply(variables, X, rngs={"noise": key, "quantize": KEY})
         for key in jax.random.split(KEY)

@@ -26,6 +26,7 @@ from mx_jax.packed import PackedMXArray
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
+from tests.quick import quick
 
 # Kernels are stored in a format that the recipe does not have: to quantize one again shows.
 STORED = "mxfp8_e4m3"
@@ -436,7 +437,10 @@ def test_a_module_of_ones_own(in_setup: bool):
     assert num_calls(run, stored, x) == 1
     assert_bitwise_equal(jax.jit(run)(stored, x), mx_jax.matmul(x, kernel, recipe=RECIPE))
     mixed = convert.linen(Mixed(in_setup), RULE)
-    params = {**mixed.init(jax.random.key(0), x)["params"], "own": {"kernel": case.pack(kernel)}}
+    params = {
+        **quick(mixed.init)(jax.random.key(0), x)["params"],
+        "own": {"kernel": case.pack(kernel)},
+    }
     stored, run = run_linen(mixed, params)
     assert num_calls(run, stored, x) == 1
 
@@ -486,7 +490,7 @@ def test_the_projections_of_an_attention(framework: str):
     rule, x = convert.Rule("query|key|value|out", RECIPE), draw(1, 3, 64)
     if framework == "linen":
         model: Any = flax_nn.MultiHeadDotProductAttention(num_heads=2)
-        params = model.init(jax.random.key(0), x)["params"]
+        params = quick(model.init)(jax.random.key(0), x)["params"]
         model = convert.linen(model, rule)
     else:
         model = flax_nnx.MultiHeadAttention(2, 64, decode=False, rngs=flax_nnx.Rngs(0))

@@ -81,8 +81,11 @@ def test_a_wide_product_of_narrow_operands(rng: np.random.Generator):
 
 
 def test_an_mxarray_stands_for_the_dtype_that_was_quantized():
-    w = mx_jax.quantize(jnp.ones((40, 3), jnp.bfloat16), "mxfp4", axis=0)
-    x = np.ones((2, 40), np.float32)
-    recipe = recipes.mxfp8()
-    assert mx_jax.matmul(x, w, recipe=recipe).dtype == jnp.float32
-    assert mx_jax.matmul(jnp.asarray(x, jnp.bfloat16), w, recipe=recipe).dtype == jnp.bfloat16
+    def product(x, w):
+        w = mx_jax.quantize(w, "mxfp4", axis=0)
+        return mx_jax.matmul(x, w, recipe=recipes.mxfp8())
+
+    w = jax.ShapeDtypeStruct((40, 3), jnp.bfloat16)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        x = jax.ShapeDtypeStruct((2, 40), dtype)
+        assert jax.eval_shape(product, x, w).dtype == dtype

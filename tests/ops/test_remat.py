@@ -19,6 +19,7 @@ from mx_jax.ops.delayed import DelayedState, DelayedStates, Elements, delayed_do
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.recipes import Recipe
 from tests.needs import needs_library
+from tests.quick import quick
 
 POLICIES: dict[str, Any] = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
@@ -213,7 +214,7 @@ def test_two_casts_in_one_are_kept_too(policy: str, expected: int):
 def test_the_same_gradients(rng: np.random.Generator):
     recipe = recipes.mxfp4()
     x, w = (jnp.asarray(rng.standard_normal(s.shape), s.dtype) for s in (X, W))
-    plain, kept = (jax.jit(step(recipe, policy))(x, w) for policy in (None, "quantized"))
+    plain, kept = (quick(step(recipe, policy))(x, w) for policy in (None, "quantized"))
     for ours, theirs in zip(kept, plain, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 

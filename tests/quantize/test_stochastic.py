@@ -11,6 +11,7 @@ import mx_jax
 from mx_jax.codecs.rounding import stochastic
 from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, MXINT8, NVFP4, WHOLE, BlockFormat
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.quick import quick
 
 SHAPE = (4, 40)
 
@@ -32,7 +33,7 @@ def test_exact_values_and_signed_zeros_never_move():
         kept = [v for v in codes if math.isfinite(v) and abs(v) <= format.element.max] + [-0.0]
         values[format.name] = np.float32([kept, [v * 2.0**-126 for v in kept]]).repeat(8, axis=0)
 
-    @jax.jit
+    @quick
     def move(x, key):
         return {f.name: sr(x[f.name], f, key, block_size=WHOLE).dequantize() for f in MX_FORMATS}
 

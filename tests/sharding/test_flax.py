@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import convert, recipes
+from tests.quick import quick
 from tests.sharding.collectives import gathered
 
 P = PartitionSpec
@@ -77,7 +78,7 @@ def exchanged(
 def test_linen(ours: bool, boxed: bool, mesh, x):
     init = nn.with_partitioning(INIT, ("fsdp", None))
     model: Any = Ours(init) if ours else convert.linen(Theirs(init), RULES)
-    variables = model.init(jax.random.key(0), x)
+    variables = quick(model.init)(jax.random.key(0), x)
     plain = nn.unbox(variables)
     expected = model.apply(plain, x)
     given = variables if boxed else plain
@@ -97,7 +98,7 @@ def test_linen_with_nothing_said(ours: bool, mesh, x):
     """Where the parameters lie is enough: no metadata, no names of axes."""
     rule = convert.Rule(".*", "mxfp4")
     model: Any = Ours(INIT, None) if ours else convert.linen(Theirs(INIT), rule)
-    variables = model.init(jax.random.key(0), x)
+    variables = quick(model.init)(jax.random.key(0), x)
     loss = lambda variables, x: (model.apply(variables, x) ** 2).sum()  # noqa: E731
     assert exchanged(loss, mesh, variables, x) == NBYTES
 
@@ -158,6 +159,6 @@ def test_nnx(ours: bool, mesh, x):
 
 def test_kernels_without_metadata_are_not_gathered(mesh, x):
     model: Any = Ours(INIT)
-    variables = model.init(jax.random.key(0), x)
+    variables = quick(model.init)(jax.random.key(0), x)
     with jax.set_mesh(mesh):
         assert model.apply(variables, x).shape == x.shape

@@ -46,7 +46,7 @@ def by_hand(params: Any, x: jax.Array) -> jax.Array:
 def test_multi_head_attention_multiplies_by_the_recipe():
     """Output and every gradient are those of the products written out, and not float32's."""
     x = jax.random.normal(jax.random.key(0), (2, TIME, FEATURES))
-    params = attention(None).init(jax.random.key(1), x)["params"]
+    params = quick(attention(None).init)(jax.random.key(1), x)["params"]
     weight = jax.random.normal(jax.random.key(2), x.shape)
 
     def run(function: Any) -> list[np.ndarray]:
