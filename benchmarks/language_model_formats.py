@@ -1,7 +1,8 @@
 """What formats of weights and of caches cost a language model: loss on held text, KL to float32.
 
 Text: the pages of docs/, cut into sequences. Loss is in nats a token; KL is the mean over tokens of
-the divergence of a format's distribution from that of float32 weights and cache.
+the divergence of a format's distribution from that of float32 weights and cache. Tensor scales of
+the cache that are fixed were found on other pages.
 """
 
 import functools
@@ -14,7 +15,7 @@ import numpy as np
 
 from benchmarks import environment, report
 from mx_jax.checkpoint.foreign import read
-from mx_jax.generate.decode import empty_caches
+from mx_jax.generate.decode import calibrated_scales, empty_caches
 from mx_jax.generate.load import find_model, format_named
 from mx_jax.generate.model import Llama
 from mx_jax.generate.tokenizer_gguf import tokenizer_of_gguf
@@ -24,13 +25,16 @@ from mx_jax.recipes import high_precision, weight_only
 
 COMMAND = "language_model_formats"
 WEIGHTS = ("mxfp8", "mxint8", "mxfp6_e2m3", "nvfp4", "mxfp4")
-CACHES = ("bfloat16", "mxfp8", "mxint8", "mxfp6_e2m3", "nvfp4", "mxfp4")
+# A cache's format, and how it gets its tensor scales, if not one for each token and head.
+FIXED = " fixed"
+CACHES = ("bfloat16", "mxfp8", "mxint8", "mxfp6_e2m3", "nvfp4", f"nvfp4{FIXED}", "mxfp4")
 PAGES = ("index", "training", "numerics", "convert", "sharding", "planning")
+CALIBRATION = ("quantize", "recipes", "matmul", "debug")
 
 
-def held_text() -> str:
+def text_of(pages: Sequence[str]) -> str:
     folder = report.RESULTS.parents[1] / "docs"
-    return "\n\n".join((folder / f"{page}.md").read_text() for page in PAGES)
+    return "\n\n".join((folder / f"{page}.md").read_text() for page in pages)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -38,6 +42,13 @@ def log_probabilities(model: Llama, params: Any, tokens: jax.Array, caches: Any)
     """Of every token of the vocabulary after each, `[1, tokens, vocabulary]`."""
     applied: Any = model.apply({"params": params}, tokens, caches)
     return jax.nn.log_softmax(applied[0])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def filled(model: Llama, params: Any, tokens: jax.Array, caches: Any) -> Any:
+    """The caches after a text."""
+    applied: Any = model.apply({"params": params}, tokens, caches, last=True)
+    return applied[1]
 
 
 def measure(log: Any, exact: Any, tokens: np.ndarray) -> dict[str, float]:
@@ -77,9 +88,8 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
     config = config_from_gguf(file.metadata, file)
     params = params_from_gguf(file, config)
     model = Llama(config, high_precision())
-    ids = tokenizer_of_gguf(file.metadata).encode(held_text())
-    length = options.length
-    sequences = cut(ids, options.sequences, length)
+    tokenizer, length = tokenizer_of_gguf(file.metadata), options.length
+    sequences = cut(tokenizer.encode(text_of(PAGES)), options.sequences, length)
     step("float32")
     exact = [log_probabilities(model, params, tokens, None) for tokens in sequences]
 
@@ -101,15 +111,21 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
     for name in options.caches:
         step(f"cache {name}")
         plain = name == "bfloat16"
-        form = None if plain else format_named(name)
+        form = None if plain else format_named(name.removesuffix(FIXED))
         dtype = jnp.bfloat16 if plain else jnp.float32
-        caches = empty_caches(config, length, form, dtype)
+        scales = None
+        if name.endswith(FIXED):
+            (other,) = cut(tokenizer.encode(text_of(CALIBRATION)), 1, length)
+            empty = empty_caches(config, length)
+            scales = calibrated_scales(filled(model, params, other, empty))
+        caches = empty_caches(config, length, form, dtype, scales)
         bits = (
             8
             * sum(one.nbytes for one in caches)
             / sum(2 * one.keys.features * one.length * config.kv_heads for one in caches)
         )
-        found.append(row("cache", form.name if form else name, bits, params, caches))
+        kind = f"{form.name}, tensor scales fixed" if form and scales else form and form.name
+        found.append(row("cache", kind or name, round(bits, 2), params, caches))
     return found
 
 
@@ -124,7 +140,9 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
         sheet.rows.append(cells)
     sheet.notes = [
         f"{result['sequences']} sequences of {result['length']} tokens of docs/. The other side of "
-        "each row is float32; NVFP4's cache has a tensor scale for each token and head."
+        "each row is float32; NVFP4's cache has a tensor scale for each token and head, or where "
+        f"it says so one for a layer's keys and one for its values, by {result['length']} tokens "
+        "of other pages: the largest magnitude over 2688."
     ]
     return [sheet]
 

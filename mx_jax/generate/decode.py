@@ -12,14 +12,24 @@ import numpy as np
 from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.model import Caches, Llama
 from mx_jax.generate.sampling import GREEDY, Sampling
-from mx_jax.nn.cache import KVCache
+from mx_jax.nn.cache import CacheRows, KVCache
 
 # Rows of a cache come in multiples of this, so that prompts of like length share a program.
 _ROWS = 64
+# NVFP4's largest element times its largest block scale.
+_NVFP4_MAX = 6.0 * 448.0
+
+
+# Largest magnitudes of keys and of values over 2688, for each layer.
+TensorScales = tuple[tuple[float, float], ...]
 
 
 def empty_caches(
-    config: LlamaConfig, length: int, format: Any = None, dtype: Any = jnp.float32
+    config: LlamaConfig,
+    length: int,
+    format: Any = None,
+    dtype: Any = jnp.float32,
+    tensor_scales: TensorScales | None = None,
 ) -> Caches:
     """Caches of a model, one a layer, for one sequence.
 
@@ -28,14 +38,29 @@ def empty_caches(
       length: most tokens that they hold.
       format: as `KVCache.zeros` takes it.
       dtype: likewise.
+      tensor_scales: those of each layer, fixed; None: one for each token and head.
+    """
+    each = (None,) * config.layers if tensor_scales is None else tensor_scales
+    shape = (1, length, config.kv_heads, config.head_width)
+    return tuple(
+        KVCache.zeros(*shape, format=format, dtype=dtype, tensor_scales=scales) for scales in each
+    )
+
+
+def calibrated_scales(caches: Caches) -> TensorScales:
+    """Tensor scales for NVFP4 from caches without a format, filled with texts of the same kind.
+
+    Args:
+      caches: as a model returned them; rows that were not written are zero.
+
+    Returns:
+      `amax / 2688` of keys and values: the largest that was seen is the largest that fits.
     """
 
-    def one() -> KVCache:
-        return KVCache.zeros(
-            1, length, config.kv_heads, config.head_width, format=format, dtype=dtype
-        )
+    def scale(rows: CacheRows) -> float:
+        return float(jnp.abs(rows.read()).max()) / _NVFP4_MAX
 
-    return tuple(one() for _ in range(config.layers))
+    return tuple((scale(cache.keys), scale(cache.values)) for cache in caches)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "sampling"), donate_argnames="caches")

@@ -9,7 +9,7 @@ from mx_jax import recipes
 from mx_jax.formats import MXFP8_E4M3
 from mx_jax.generate import stats
 from mx_jax.generate.command import pieces, time_of_parts
-from mx_jax.generate.decode import Generator
+from mx_jax.generate.decode import Generator, calibrated_scales, empty_caches
 from mx_jax.generate.load import find_model, format_named, recipe_for
 from mx_jax.generate.model import Llama
 from mx_jax.generate.sampling import Sampling
@@ -22,6 +22,24 @@ from tests.quick import quick
 def generator():
     params = params_from_gguf(tiny.tensors(), tiny.CONFIG)
     return Generator(model=Llama(tiny.CONFIG, recipes.high_precision()), params=params)
+
+
+def test_calibrated_scales_are_each_layers_own():
+    """The largest that was seen is the largest that NVFP4 holds, of keys and of values."""
+    config, shape = tiny.CONFIG, (1, 3, tiny.CONFIG.kv_heads, tiny.CONFIG.head_width)
+    seen = [
+        cache.append(jnp.full(shape, -3.0 - index), jnp.full(shape, 0.5 + index), 1)
+        for index, cache in enumerate(empty_caches(config, 8))
+    ]
+    scales = calibrated_scales(tuple(seen))
+    assert scales == tuple(((3.0 + i) / 2688, (0.5 + i) / 2688) for i in range(config.layers))
+    fixed = empty_caches(config, 8, "nvfp4", tensor_scales=scales)
+    for index, cache in enumerate(fixed):
+        assert cache.keys.tensor_scale is not None and cache.keys.tensor_scale.shape == (1, 1, 1)
+        # Twice as large is cut off.
+        kept = cache.append(jnp.full(shape, -3.0 - index), jnp.full(shape, 1.0 + 2 * index), 0)
+        np.testing.assert_allclose(kept.keys.read(3), -3.0 - index, rtol=1e-6)
+        np.testing.assert_allclose(kept.values.read(3), 0.5 + index, rtol=1e-6)
 
 
 PROMPT = [5, 90, 3, 3, 41]
