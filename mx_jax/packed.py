@@ -107,10 +107,14 @@ class PackedMXArray:
         Args:
           indices: integers, any shape; one beyond the rows is moved to the last.
         """
+        take = self.layout.take
+        return self.unpack()[indices] if take is None or not self.takes else take(self, indices)
+
+    @property
+    def takes(self) -> bool:
+        """Whether the layout gives rows one by one."""
         plain = not self.k_first and len(self.kept) == len(self.k) == 1 and not self.batch
-        if self.layout.take is None or not plain:
-            return self.unpack()[indices]
-        return self.layout.take(self, indices)
+        return self.layout.take is not None and plain
 
     def serves(self, contracting: tuple[int, ...], batch: tuple[int, ...]) -> bool:
         """Whether the layout is made for products over these axes, counted from the front."""
@@ -172,6 +176,16 @@ class PackedMXArray:
 
 
 Quantized = MXArray | PackedMXArray
+
+
+def gives_rows(x: Quantized) -> bool:
+    """Whether rows can be looked up without unpacking all of them."""
+    return not isinstance(x, PackedMXArray) or x.takes
+
+
+def rows_of(x: Quantized, indices: Any) -> MXArray:
+    """Rows `[*indices, k]` of a table `[n, k]`; no others are unpacked where the layout allows."""
+    return x.take(indices) if isinstance(x, PackedMXArray) else x[indices]
 
 
 def unpacked(x: Any) -> Any:

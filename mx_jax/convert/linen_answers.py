@@ -22,7 +22,7 @@ from mx_jax.convert.rules import Decision
 from mx_jax.nn import linen as mx_linen
 from mx_jax.nn.metadata import linen_recipe, ungathered
 from mx_jax.nn.stored import quantized_in
-from mx_jax.packed import unpacked
+from mx_jax.packed import rows_of
 from mx_jax.recipes import high_precision
 
 # Paths of foreign layers whose products are being made anew.
@@ -89,7 +89,7 @@ def _answer_lookup(
     if table is not None:
         # Only the rows that are asked for are decoded.
         dtype = layer.dtype or table.dtype
-        return unpacked(table)[jnp.asarray(inputs)].dequantize(dtype)
+        return rows_of(table, jnp.asarray(inputs)).dequantize(dtype)
     if recipe is None:
         return call(inputs)
     key = lender.key(recipe)

@@ -8,6 +8,7 @@ from flax import nnx as flax_nnx
 
 from mx_jax.calibrate.ways import Way
 from mx_jax.convert.kinds import EMBED, Kind
+from mx_jax.convert.nnx_embed import StoredEmbed
 from mx_jax.convert.nnx_layers import judged, stack
 from mx_jax.convert.nnx_model import converted, layers_of
 from mx_jax.convert.report import Report
@@ -16,8 +17,8 @@ from mx_jax.convert.stored import Kernel
 from mx_jax.recipes import Recipe
 
 M = TypeVar("M", bound=flax_nnx.Module)
-# Why an embedding stays.
-LOOKED_UP = "flax.nnx looks rows up in an array: it would decode the whole table"
+# Why an embedding of a state stays.
+LOOKED_UP = "flax.nnx's Embed looks rows up in an array: pass the model in place of its state"
 
 
 def weights(
@@ -40,6 +41,9 @@ def weights(
         if id(variable) not in stored:
             stored[id(variable)] = variable.replace(each.kernel.store(variable[...], pack, by))
         setattr(each.layer, each.name, stored[id(variable)])
+        if type(each.layer) is flax_nnx.Embed:
+            # Its own would ask for an array; one that is no longer Flax's does as it was written.
+            each.layer.__class__ = StoredEmbed
     return copy, _report(rules, found)
 
 
@@ -67,6 +71,8 @@ def _found(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Found]:
         if known is None or known[1].get("kernel") is None:
             continue
         kind, facts = known
+        if kind is EMBED and type(layer) not in (flax_nnx.Embed, StoredEmbed):
+            facts["obstacle"] = "a class of its own may look rows up in an array"
         name = _attribute(kind, layer)
         if name is None:
             continue
@@ -74,8 +80,6 @@ def _found(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Found]:
         if isinstance(getattr(layer, "recipe", None), Recipe):
             # A layer of ours reads what is stored, whatever its recipe.
             facts["obstacle"] = None
-        elif kind is EMBED:
-            facts["obstacle"] = LOOKED_UP
         first, *others = ("/".join(map(str, path)) for path in paths)
         judging = Layer(path=first, aliases=tuple(others), type=type(layer), **facts)
         kernel = Kernel.judge(rules, judging, getattr(layer, name)[...])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen
+import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ from mx_jax.calibrate.ways import Way
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.storing import store_weights, why_not_stored
-from mx_jax.packed import Quantized
+from mx_jax.packed import Quantized, gives_rows, unpacked
 
 _DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
@@ -26,7 +27,8 @@ class Kernel:
     Attributes:
       decision: what the rules say of it.
       num_stacked: how many of its leading axes count layers.
-      looked_up: whether rows are looked up in it, which no packed layout gives one by one.
+      looked_up: whether rows are looked up in it: packed only where the layout gives them one by
+        one.
     """
 
     decision: Decision
@@ -49,7 +51,7 @@ class Kernel:
         reason = decision.recipe and why_not_stored(decision.recipe)
         if reason:
             decision = dataclasses.replace(decision, recipe=None, reason=reason)
-        looked_up = issubclass(layer.type, flax.linen.Embed)
+        looked_up = issubclass(layer.type, (flax.linen.Embed, flax.nnx.Embed))
         return cls(decision=decision, num_stacked=stacked, looked_up=looked_up)
 
     def store(self, value: Any, pack: bool, by: Way | None) -> Any:
@@ -57,14 +59,15 @@ class Kernel:
         layer, recipe = self.decision.layer, self.decision.recipe
         if recipe is None or layer.axes is None:
             return value
-        return store_weights(
+        stored = store_weights(
             jnp.asarray(value),
             recipe,
             layer.axes,
             num_stacked=self.num_stacked,
-            packed=pack and not self.looked_up,
+            packed=pack,
             by=None if by is None else self._by(by),
         )
+        return stored if not self.looked_up or gives_rows(stored) else unpacked(stored)
 
     def _by(self, by: Way) -> Callable[[jax.Array], MXArray]:
         layer, spec = self.decision.layer, self.decision.recipe and self.decision.recipe.fwd.rhs

@@ -102,11 +102,11 @@ def test_a_linen_model_gives_the_numbers_of_its_conversion(
         **{f"{prefix}{name}/kernel": f"{form} nvfp4" for name in ("key", "out", "query", "value")},
         "params/blocks/down/kernel": f"{form} nvfp4",
         "params/blocks/up/kernel": f"{form} mxfp8_e4m3",
-        # Rows are looked up in it.
-        "params/tokens/embedding": "MXArray mxfp4",
+        # Rows are looked up in it, which its packed layout gives one by one.
+        "params/tokens/embedding": f"{form} mxfp4",
     }
-    # Scanned, so that each of the six kernels has one call; `attend` is another's.
-    assert text.count(f'custom_call_target="{rejections.PACKED_MATMUL}"') == 6 * pack
+    # Scanned, so that each of the six kernels has one call; `attend` has the seventh.
+    assert text.count(f'custom_call_target="{rejections.PACKED_MATMUL}"') == 7 * pack
     # No kernel and no table is decoded whole: of the stack, one would be [64, 96].
     assert "f32[96,64]" not in text
 
@@ -218,8 +218,8 @@ def run(model: Any, x: jax.Array) -> jax.Array:
 def test_an_nnx_model_gives_the_numbers_of_its_conversion():
     model = NnxModel(nnx.Rngs(0))
     with only_backend("cpu_ffi"):
-        # No embedding is stored, and attention's own products have no kernel.
-        with pytest.warns(convert.UnusedRuleWarning, match=r"layer: 0 .*, 2"):
+        # Attention's own products have no kernel.
+        with pytest.warns(convert.UnusedRuleWarning, match=r"layer: 2 "):
             served = convert.weights(model, NNX_RULES)
         with pytest.warns(convert.UnusedRuleWarning, match=r"layer: 1 \('ours'\);"):
             converted = convert.nnx(model, NNX_RULES)
@@ -230,7 +230,11 @@ def test_an_nnx_model_gives_the_numbers_of_its_conversion():
     assert text.count(f'custom_call_target="{rejections.PACKED_MATMUL}"') == 7
     # The model is as it was, and shares what stayed.
     assert isinstance(model.up.kernel[...], jax.Array)
-    assert served.up.bias is model.up.bias and served.tokens.embedding is model.tokens.embedding
+    assert served.up.bias is model.up.bias
+    assert isinstance(model.tokens.embedding[...], jax.Array) and type(model.tokens) is nnx.Embed
+    assert isinstance(served.tokens.embedding[...], Quantized)
+    # No table is decoded whole.
+    assert "f32[96,64]" not in text
     assert served.up.kernel is served.tied.kernel
     assert isinstance(served.up.kernel[...], PackedMXArray)
     assert type(served.up.kernel) is nnx.Param
@@ -240,8 +244,49 @@ def test_an_nnx_report_says_why():
     with pytest.warns(convert.UnusedRuleWarning):
         report = convert.weights_report(NnxModel(nnx.Rngs(0)), NNX_RULES)
     reasons = {d.layer.path: d.reason for d in report.decisions}
-    assert reasons.pop("tokens").startswith("flax.nnx looks rows up in an array")
-    assert len(reasons) == 7 and not any(reasons.values())
+    assert len(reasons) == 8 and not any(reasons.values())
+
+    class Own(nnx.Embed):
+        pass
+
+    embed, rule = Own(8, 32, rngs=nnx.Rngs(0)), Rule(".*", "mxfp8", types=nnx.Embed)
+    with pytest.warns(convert.UnusedRuleWarning):
+        (decision,) = convert.weights_report(embed, rule).decisions
+    assert decision.reason == "a class of its own may look rows up in an array"
+    # A state does not tell whether its model reads codes.
+    state = nnx.state(nnx.Embed(8, 32, rngs=nnx.Rngs(0)))
+    rule = Rule(".*", weight_only("mxfp4"))
+    with pytest.warns(convert.UnusedRuleWarning):
+        (decision,) = convert.weights_report(state, rule).decisions
+    assert decision.recipe is None
+
+
+@built
+@pytest.mark.parametrize("pack", [False, True], ids=["mxarrays", "packed"])
+def test_an_nnx_embedding_is_looked_up_and_attended_to_in_codes(pack: bool):
+    """As its conversion has it, from 4.25 bits a value; the head reads the codes that rows do."""
+    embed = nnx.Embed(96, 64, rngs=nnx.Rngs(0))
+    rule = Rule(".*", weight_only("mxfp4"), types=nnx.Embed)
+    served = convert.weights(embed, rule, pack=pack)
+    table = served.embedding[...]
+    assert isinstance(table, PackedMXArray if pack else MXArray)
+    graph, state = nnx.split(served)
+    query = jax.random.normal(jax.random.key(0), (2, 64))
+
+    def run(state: Any, tokens: jax.Array, query: jax.Array) -> Any:
+        model = nnx.merge(graph, state)
+        return model(tokens), model.attend(query)
+
+    with only_backend("cpu_ffi"):
+        (rows, logits), text = compiled(run, state, TOKENS, query)
+    converted = convert.nnx(embed, rule)
+    assert_bitwise_equal(rows, converted(TOKENS), what="rows")
+    np.testing.assert_allclose(logits, converted.attend(query), rtol=1e-5, atol=1e-6)
+    assert ("f32[96,64]" not in text) and text.count(rejections.PACKED_MATMUL) == pack
+    half = nnx.Embed(96, 64, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert convert.weights(half, rule, pack=pack)(TOKENS[:1]).dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match=r"Embed: needs integers, got inputs\.dtype=float32"):
+        served(jnp.ones(2))
 
 
 def test_a_state_goes_back_into_its_model():
