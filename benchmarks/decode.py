@@ -80,9 +80,8 @@ def commands(options: argparse.Namespace, threads: int) -> dict[str, list[str]]:
     """How each case is started, by name."""
     model = find_model(options.model)
     ours = [sys.executable, "-m", "benchmarks.decode_worker", str(model)]
-    found = {
-        name: [*ours, "--context", str(options.context), *OURS[name]] for name in options.cases
-    }
+    sizes = ["--context", str(options.context), "--stride", str(options.stride)]
+    found = {name: [*ours, *sizes, *OURS[name]] for name in options.cases}
     for path in options.llama_models:
         script = [str(HERE / "decode_llama.py"), str(path)]
         name = f"llama.cpp {path.stem.upper()}"
@@ -174,12 +173,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", nargs="*", type=int, choices=THREADS, default=list(THREADS))
     parser.add_argument("--tokens", type=int, default=16, help="of one case in one round")
     parser.add_argument("--context", type=int, default=128, help="rows of the caches")
+    parser.add_argument("--stride", type=int, default=8, help="of them in one dispatch, here")
     parser.add_argument("--llama-python", help="a Python with llama-cpp-python")
     parser.add_argument(
         "--llama-models", nargs="*", type=Path, default=[], help="GGUF files for it"
     )
     add_pace(parser, seconds=60.0, min_rounds=7)
     options = parser.parse_args(arguments)
+    if options.tokens % options.stride:
+        parser.error(f"--tokens {options.tokens} must be a multiple of --stride {options.stride}")
     described = environment.describe()
     total = len(options.threads) * (len(options.cases) + len(options.llama_models))
     rows = []

@@ -124,10 +124,11 @@ def pieces(stream: Iterator[int], tokenizer: Tokenizer, times: list[float]) -> I
 def _print_stats(generator: Generator, prompt: int, times: Sequence[float]) -> None:
     """Print speed, bytes, and where a step spends its time; to stderr, beside the text."""
     console = Console(file=sys.stderr, highlight=False)
-    # The first token waits for the prompt, and it and the second for XLA's compiler.
-    between = np.diff(times)[2:]
-    if len(between):
-        speed = 1 / float(np.median(between))
+    # The first token waits for the prompt, it and those of the first dispatch for XLA's compiler;
+    # the others of a dispatch come together.
+    ends = np.array(times[1 + generator.stride :: generator.stride])
+    if len(ends) > 1:
+        speed = generator.stride / float(np.median(np.diff(ends)))
         console.print(f"{speed:.1f} tokens/s ({1e3 / speed:.2f} ms a token, median)")
     used = sum(leaf.nbytes for leaf in jax.tree.leaves(generator.params))
     caches = generator.caches(prompt + len(times))

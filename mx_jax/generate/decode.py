@@ -1,4 +1,4 @@
-"""Text token by token: a prompt at once, then one jitted step a token, its caches in place."""
+"""Text token by token: a prompt at once, then some steps a dispatch, the caches in place."""
 
 import dataclasses
 import functools
@@ -95,6 +95,45 @@ def advance(
     return chosen[:, None], new
 
 
+@functools.partial(
+    jax.jit, static_argnames=("model", "sampling", "count"), donate_argnames="caches"
+)
+def advance_many(
+    model: Llama,
+    sampling: Sampling,
+    params: Any,
+    tokens: jax.Array,
+    caches: Caches,
+    position: jax.Array,
+    key: jax.Array,
+    *,
+    count: int,
+) -> tuple[jax.Array, Caches]:
+    """Several steps in one dispatch, which costs as much as a tenth of a small model's step.
+
+    Args:
+      model: as `advance` takes it, and so on.
+      sampling: likewise.
+      params: likewise.
+      tokens: int32 `[batch, 1]`, the token before.
+      caches: likewise; donated.
+      position: likewise.
+      key: likewise.
+      count: of steps.
+
+    Returns:
+      Tokens int32 `[batch, count]`, those that as many calls of `advance` give, and the caches.
+    """
+
+    def step(carry: Any, _: None) -> tuple[Any, jax.Array]:
+        before, held, at = carry
+        following, held = advance(model, sampling, params, before, held, at, key)
+        return (following, held, at + 1), following[:, 0]
+
+    (_, caches, _), chosen = jax.lax.scan(step, (tokens, caches, position), None, length=count)
+    return chosen.T, caches
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generator:
     """A model with its weights, ready to continue texts.
@@ -105,6 +144,7 @@ class Generator:
       cache: block format of the caches, or None.
       cache_dtype: of caches without a format.
       sampling: how tokens are chosen.
+      stride: tokens that are computed in one dispatch, after the prompt.
     """
 
     model: Llama
@@ -112,6 +152,7 @@ class Generator:
     cache: Any = None
     cache_dtype: Any = jnp.float32
     sampling: Sampling = GREEDY
+    stride: int = 8
 
     def caches(self, tokens: int) -> Caches:
         """Empty caches for so many tokens at least."""
@@ -125,8 +166,16 @@ class Generator:
         at = np.int32(position)
         return advance(self.model, self.sampling, self.params, tokens, caches, at, key)
 
+    def steps(
+        self, tokens: jax.Array, caches: Caches, position: int, key: jax.Array
+    ) -> tuple[jax.Array, Caches]:
+        """`stride` steps: see `advance_many`."""
+        at = jnp.asarray(position, jnp.int32)
+        held = self.model, self.sampling, self.params
+        return advance_many(*held, tokens, caches, at, key, count=self.stride)
+
     def stream(self, prompt: Sequence[int], max_tokens: int, seed: int = 0) -> Iterator[int]:
-        """Tokens that follow a prompt, each as soon as it is known.
+        """Tokens that follow a prompt, `stride` at a time.
 
         Args:
           prompt: numbers of its tokens, at least one.
@@ -148,16 +197,20 @@ class Generator:
                 f"generate: tokens must lie in [0, {config.vocabulary}), got prompt={prompt}"
             )
         count = min(max_tokens, config.context - length)
+        if count < 1:
+            return iter(())
         return self._stream(np.asarray([prompt], np.int32), count, jax.random.key(seed))
 
     def _stream(self, tokens: Any, count: int, key: jax.Array) -> Iterator[int]:
-        caches, position, ahead = self.caches(tokens.shape[1] + count), 0, None
-        for _ in range(count):
-            position, before = position + tokens.shape[1], position
-            tokens, caches = self.step(tokens, caches, before, key)
-            # Shown while the next is being computed.
-            if ahead is not None:
-                yield int(ahead[0, 0])
-            ahead = tokens
-        if ahead is not None:
-            yield int(ahead[0, 0])
+        strides = -(-(count - 1) // self.stride)
+        caches = self.caches(tokens.shape[1] + strides * self.stride)
+        position = tokens.shape[1]
+        ahead, caches = self.step(tokens, caches, 0, key)
+        for _ in range(strides):
+            # Shown while the next are being computed.
+            shown, last = ahead, ahead[:, -1:]
+            ahead, caches = self.steps(last, caches, position, key)
+            position += self.stride
+            yield from map(int, np.asarray(shown[0]))
+            count -= shown.shape[1]
+        yield from map(int, np.asarray(ahead[0, :count]))

@@ -1,5 +1,7 @@
 """Text token by token: what is chosen, what is shown, where the time goes."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +50,10 @@ PROMPT = [5, 90, 3, 3, 41]
 @pytest.mark.slow
 def test_greedy_text_is_what_the_model_says_without_a_cache(generator):
     found = list(generator.stream(PROMPT, 5))
+    # However many are computed at once, and however many of those are wanted.
+    by_two = dataclasses.replace(generator, stride=2)
+    assert [*by_two.stream(PROMPT, 5)] == found and [*by_two.stream(PROMPT, 4)] == found[:4]
+    assert [*generator.stream(PROMPT, 1)] == found[:1]
     apply = quick(generator.model.apply)
     padded = np.zeros((1, 12), np.int32)
     padded[0, :5] = PROMPT
@@ -104,6 +110,20 @@ def test_prompts_that_cannot_be(generator):
         with pytest.raises(ValueError, match=message):
             generator.stream(prompt, 1)
     assert list(generator.stream(PROMPT, 0)) == []
+
+
+@pytest.mark.slow
+def test_several_steps_at_once_are_so_many_single_ones(generator):
+    """The same tokens, drawn at the same positions, and the same caches."""
+    drawing = dataclasses.replace(generator, sampling=Sampling(temperature=1.0), stride=3)
+    key, token, singles = jax.random.key(1), jnp.full((1, 1), 7, jnp.int32), []
+    single, caches = token, drawing.caches(8)
+    for position in range(2, 5):
+        single, caches = drawing.step(single, caches, position, key)
+        singles.append(int(single[0, 0]))
+    found, held = drawing.steps(token, drawing.caches(8), 2, key)
+    assert found.tolist() == [singles] and len(set(singles)) > 1
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), held, caches)
 
 
 @pytest.mark.slow
