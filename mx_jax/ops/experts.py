@@ -99,7 +99,7 @@ def _quantized(
     x: jax.Array, recipe: MatmulRecipe, sizes: jax.Array, axis_name: Any, key: Key
 ) -> jax.Array | MXArray:
     """Rows as the product takes them, unless it takes rows together, or changes them first."""
-    if not _goes_by_row(recipe.fwd):
+    if not goes_by_row(recipe.fwd):
         return x
     spec = recipe.fwd.lhs
     assert spec is not None
@@ -113,7 +113,8 @@ def _quantized(
     return with_primal(quantize_operand(x, spec, blocks, drawn, tensor_scale), x)
 
 
-def _goes_by_row(spec: MatmulSpec) -> bool:
+def goes_by_row(spec: MatmulSpec) -> bool:
+    """Whether a product takes its rows as they are quantized one by one, wherever they lie."""
     own = spec.lhs
     if own is None or own.prescale != 1.0 or spec.transform is not None:
         return False

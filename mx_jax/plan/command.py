@@ -19,7 +19,8 @@ from mx_jax.recipes import from_name, high_precision
 _DESCRIPTION = """
 Count the bytes of a training step on a mesh without running it: what each device keeps, and what it
 receives by collective and mesh axis, for several recipes beside the same model without
-quantization. Batches are sharded along data and fsdp, weights along fsdp and model.
+quantization. Batches are sharded along data, fsdp and expert, weights along fsdp and model, experts
+along expert too.
 """
 _EXAMPLE = """
 example, a model of 70 billion parameters on 1024 GPUs, 8 to a node:
@@ -85,6 +86,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--vocabulary", type=int, default=0, metavar="N", help="rows of embedding and head"
     )
+    group.add_argument(
+        "--experts", type=int, default=1, metavar="N", help="gated MLPs of a block (default: 1)"
+    )
+    group.add_argument(
+        "--experts-per-token", type=int, default=1, metavar="N", help="that it goes through"
+    )
 
 
 def _add_mesh(parser: argparse.ArgumentParser) -> None:
@@ -97,10 +104,10 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--gather",
-        default="fsdp",
+        default="fsdp,expert",
         metavar="AXES",
-        help="axes along which operands are gathered as codes, as a recipe's gather= says; none: "
-        "as values (default: fsdp)",
+        help="axes along which operands move as codes: gathered as a recipe's gather= says, or "
+        "sent by sharding.dispatch; none: as values (default: fsdp,expert)",
     )
     group.add_argument(
         "--sequence-parallel",
@@ -152,6 +159,8 @@ def _model(options: argparse.Namespace) -> Model:
         hidden=options.hidden,
         kv_width=options.kv_width,
         vocabulary=options.vocabulary,
+        experts=options.experts,
+        experts_per_token=options.experts_per_token,
     )
 
 

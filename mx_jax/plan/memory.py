@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 from mx_jax.formats import BlockFormat
+from mx_jax.ops.experts import goes_by_row
 from mx_jax.plan.mesh import Setup
 from mx_jax.plan.model import Linear, Model
 from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
@@ -54,7 +55,8 @@ class Memory:
 
 def memory(model: Model, setup: Setup, recipe: MatmulRecipe) -> Memory:
     """What a device keeps of a model on a mesh."""
-    own = model.params / (setup.fsdp * setup.model)
+    routed = sum(linear.params for linear in model.linears if linear.is_routed) * model.layers
+    own = (model.params - routed + routed / setup.expert) / (setup.fsdp * setup.model)
     return Memory(
         parameters=own * setup.param_dtype.itemsize,
         gradients=own * setup.param_dtype.itemsize,
@@ -72,8 +74,13 @@ def block_residuals(model: Model, setup: Setup, recipe: MatmulRecipe) -> float:
         total += tokens * model.width * itemsize
     for linear in model.linears:
         shape = input_shape(linear, setup)
-        primal = recipe.residuals is Residuals.PRIMAL
-        if remat.operands and primal:
+        # What arrives as codes is kept as codes.
+        sent = setup.sends_codes(linear) and goes_by_row(recipe.fwd)
+        primal = recipe.residuals is Residuals.PRIMAL and not sent
+        if remat.operands and sent and recipe.residuals is Residuals.PRIMAL:
+            assert recipe.fwd.lhs is not None
+            total += stored_bytes(recipe.fwd.lhs, shape[0] * shape[1])
+        elif remat.operands and primal:
             # Weights are parameters: they are there anyway.
             total += shape[0] * shape[1] * itemsize
         elif remat.operands or (remat.quantized and (linear.recomputed or not primal)):
@@ -90,7 +97,7 @@ def _kept(
 ) -> float:
     """Codes of both forward operands; with `primal` also the input, if it stays as it came."""
     lhs, rhs = recipe.fwd.lhs, recipe.fwd.rhs
-    weight = linear.params / (setup.fsdp * setup.model)
+    weight = linear.k * linear.n * setup.matrices(linear) / (setup.fsdp * setup.model)
     total = 0.0
     if lhs is not None:
         total += stored_bytes(lhs, shape[0] * shape[1]) + _mask_bytes(recipe, shape[0] * shape[1])
@@ -109,7 +116,7 @@ def _mask_bytes(recipe: MatmulRecipe, elements: float) -> float:
 
 def input_shape(linear: Linear, setup: Setup) -> tuple[float, float]:
     """Tokens and features of a layer's input that lie on one device."""
-    tokens = setup.local_tokens
+    tokens = setup.rows(linear)
     if linear.split == "row":
         return tokens, linear.k / setup.model
     return tokens / (setup.model if setup.sequence else 1), linear.k

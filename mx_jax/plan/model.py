@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 Split = Literal["column", "row"]
 
@@ -19,6 +19,8 @@ class Linear:
         shards the other.
       recomputed: whether a block that is rematerialized computes it again: not what only the
         residual stream reads.
+      experts: how many such layers there are, of which a token goes through some.
+      experts_per_token: how many.
     """
 
     name: str
@@ -26,11 +28,23 @@ class Linear:
     n: int
     split: Split
     recomputed: bool = True
+    experts: int = 1
+    experts_per_token: int = 1
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether it is one of experts."""
+        return self.experts > 1
+
+    @property
+    def is_input_of_experts(self) -> bool:
+        """Whether rows come to it from other devices."""
+        return self.is_routed and self.split == "column"
 
     @property
     def params(self) -> int:
-        """Elements of its weight."""
-        return self.k * self.n
+        """Elements of its weights."""
+        return self.k * self.n * self.experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,9 +91,11 @@ def transformer(
     hidden: int | None = None,
     kv_width: int | None = None,
     vocabulary: int = 0,
+    experts: int = 1,
+    experts_per_token: int = 1,
     multiple: int = 256,
 ) -> Model:
-    """A decoder with a gated MLP: `qkv`, `out`, `gate_up` and `down`.
+    """A decoder with a gated MLP, or a mixture of such experts: `qkv`, `out`, `gate_up` and `down`.
 
     Args:
       params: of the whole model.
@@ -89,6 +105,8 @@ def transformer(
       hidden: features between `gate_up` and `down`; None: what the parameters leave.
       kv_width: features of the keys, heads times their width; None: `width`.
       vocabulary: rows of embedding and head, which are not tied; 0: neither is counted.
+      experts: gated MLPs of each block; 1: it has one, which every token goes through.
+      experts_per_token: how many of them a token goes through.
       multiple: what a width that is derived is rounded to.
 
     Returns:
@@ -104,9 +122,15 @@ def transformer(
       [('gate_up', 8192, 57344), ('down', 28672, 8192)]
     """
     given = {"params": params, "layers": layers, "width": width, "hidden": hidden}
+    given |= {"experts": experts, "experts_per_token": experts_per_token}
     for name, value in (given | {"kv_width": kv_width}).items():
         if value is not None and not value > 0:
             raise ValueError(f"plan: {name} must be positive, got {name}={value}")
+    if experts_per_token > experts:
+        raise ValueError(
+            f"plan: a token goes through some of the experts, got experts_per_token="
+            f"{experts_per_token}, experts={experts}; pass --experts"
+        )
     assumed = []
     if width is None:
         width = max(1, round(math.sqrt(params / (12 * layers)) / multiple)) * multiple
@@ -116,18 +140,21 @@ def transformer(
         assumed.append(f"kv_width={kv_width:,}, as many heads of keys as of queries")
     if hidden is None:
         left = (params - 2 * vocabulary * width) / layers - 2 * width * (width + kv_width)
-        hidden = round(left / (3 * width) / multiple) * multiple
+        hidden = round(left / (3 * width * experts) / multiple) * multiple
         if hidden <= 0:
             raise ValueError(
                 f"plan: nothing is left for the MLP, got params={params:,.0f}, layers={layers}, "
                 f"width={width}, kv_width={kv_width}, vocabulary={vocabulary}; pass another width"
             )
-        assumed.append(f"hidden={hidden:,}, what the parameters leave for a gated MLP")
+        whose = "a gated MLP" if experts == 1 else f"{experts} gated MLPs"
+        assumed.append(f"hidden={hidden:,}, what the parameters leave for {whose}")
+    routed: dict[str, Any] = {"experts": experts, "experts_per_token": experts_per_token}
     linears = (
         Linear(name="qkv", k=width, n=width + 2 * kv_width, split="column"),
         Linear(name="out", k=width, n=width, split="row"),
-        Linear(name="gate_up", k=width, n=2 * hidden, split="column"),
-        Linear(name="down", k=hidden, n=width, split="row", recomputed=False),
+        Linear(name="gate_up", k=width, n=2 * hidden, split="column", **routed),
+        # The weights that a router gives experts have a gradient, which reads what experts give.
+        Linear(name="down", k=hidden, n=width, split="row", recomputed=experts > 1, **routed),
     )
     # A width that was rounded may need a little more than was given.
     most = max(round(params), layers * sum(linear.params for linear in linears))

@@ -9,7 +9,7 @@ from rich.table import Table
 from mx_jax.plan.interconnects import Interconnect, seconds
 from mx_jax.plan.memory import Memory, memory
 from mx_jax.plan.mesh import AXES, Setup
-from mx_jax.plan.model import Model
+from mx_jax.plan.model import Linear, Model
 from mx_jax.plan.traffic import Traffic, traffic
 from mx_jax.specs import MatmulRecipe
 
@@ -46,7 +46,12 @@ def make_plan(
     links: dict[str, Interconnect],
     efficiency: float,
 ) -> Plan:
-    """The numbers of one recipe."""
+    """The numbers of one recipe.
+
+    Raises:
+      ValueError: layers of experts that do not lie so on the mesh.
+    """
+    setup.check(model)
     rows = traffic(model, setup, recipe)
     return Plan(
         name=name,
@@ -119,8 +124,9 @@ def as_values(plans: Sequence[Plan], setup: Setup) -> list[str]:
         for row in plan.traffic:
             own = row.movement
             if own.operands and own.axis in setup.codes and row.as_values:
+                moved = "sent" if own.collective == "all-to-all" else "gathered"
                 lines.append(
-                    f"{plan.name}: {own.tensor}s of {', '.join(row.as_values)} are gathered along "
+                    f"{plan.name}: {own.tensor}s of {', '.join(row.as_values)} are {moved} along "
                     f"{own.axis} as values in the {own.during} pass: a shard would end within a "
                     "block, codes of two orientations are more bytes, or the recipe keeps them in "
                     "high precision."
@@ -132,9 +138,13 @@ def assumptions(
     model: Model, setup: Setup, links: dict[str, Interconnect], efficiency: float
 ) -> list[str]:
     """What the numbers rest on, a line each."""
-    linears = ", ".join(f"{own.name} {own.k:,} x {own.n:,}" for own in model.linears)
-    sizes = ", ".join(f"{name}={getattr(setup, name)}" for name in AXES)
-    codes = ", ".join(sorted(setup.codes)) or "no axis"
+    linears = ", ".join(_in_words(own) for own in model.linears)
+    sizes = {name: getattr(setup, name) for name in AXES}
+    # A model without experts has nothing to say of their axis.
+    used = {name: n for name, n in sizes.items() if name != "expert" or n > 1}
+    codes = ", ".join(name for name in sorted(setup.codes) if name in used) or "no axis"
+    sizes = ", ".join(f"{name}={n}" for name, n in used.items())
+    how = "gathered or sent" if "expert" in used else "gathered"
     lines = [
         f"{model.params:,} parameters: {model.layers} blocks of {linears}; {model.other_params:,} "
         "others, which no recipe quantizes.",
@@ -142,7 +152,7 @@ def assumptions(
         f"{setup.devices} devices ({sizes}); {setup.tokens:,} tokens a step, "
         f"{setup.local_tokens:,} a group of {setup.model}; {setup.dtype} activations, gathered "
         f"values and sums, {setup.param_dtype} parameters, {setup.moments} float32 moments.",
-        f"* moves as codes at their real width, with scales: operands gathered along {codes}, "
+        f"* moves as codes at their real width, with scales: operands {how} along {codes}, "
         "where blocks end with shards.",
         "Weights are gathered for each pass. A device of n receives (n - 1) / n of what is "
         "gathered or scattered, twice that of what is all-reduced (a ring).",
@@ -150,6 +160,11 @@ def assumptions(
         + (", a byte a code" if setup.remat == "none" else f" under {setup.remat}")
         + "; not attention, norms and activation functions.",
     ]
+    if setup.expert > 1:
+        lines.append(
+            "Each device has as many rows of tokens for every expert, and room for as many as "
+            "arrive. Codes arrive once, and stay codes until the backward pass."
+        )
     for axis, link in links.items():
         lines.append(f"{axis}: {link.rate / 1e9:g} GB/s ({link.source}).")
     if links:
@@ -159,6 +174,11 @@ def assumptions(
             "behind arithmetic, no latency" + (f"; not along {', '.join(left)}." if left else ".")
         )
     return lines
+
+
+def _in_words(linear: Linear) -> str:
+    routed = f" ({linear.experts} experts, {linear.experts_per_token} a token)"
+    return f"{linear.name} {linear.k:,} x {linear.n:,}{routed * linear.is_routed}"
 
 
 def as_json(plans: Sequence[Plan], lines: Sequence[str]) -> dict[str, Any]:

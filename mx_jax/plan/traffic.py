@@ -6,6 +6,7 @@ from typing import Literal
 
 from mx_jax.axes import Side
 from mx_jax.formats import BlockFormat
+from mx_jax.ops.experts import goes_by_row
 from mx_jax.plan.mesh import Setup
 from mx_jax.plan.model import Linear, Model, Split
 from mx_jax.specs import MatmulRecipe
@@ -16,7 +17,7 @@ Tensor = Literal[
 Pass = Literal["forward", "backward"]
 
 # Bytes that a device receives, in parts of the whole tensor, of n devices in a ring.
-COLLECTIVES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+COLLECTIVES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class Movement:
       operands: the operands of products that it gathers, as (product, side) of a recipe: one
         collective each where they move as codes, one for all as values. Sums have none.
       split: the layers that need it; None: all.
+      routed: whether layers of experts need it, or others; None: all.
     """
 
     axis: str
@@ -39,6 +41,11 @@ class Movement:
     during: Pass
     operands: tuple[tuple[str, Side], ...] = ()
     split: Split | None = None
+    routed: bool | None = None
+
+    def is_of(self, linear: Linear) -> bool:
+        """Whether a layer needs it."""
+        return self.split in (None, linear.split) and self.routed in (None, linear.is_routed)
 
 
 # Weights are gathered for each pass, in the orientation that its product contracts.
@@ -59,6 +66,36 @@ DATA_PARALLEL = (
     ),
     Movement(axis="fsdp", collective="reduce-scatter", tensor="weight gradient", during="backward"),
     Movement(axis="data", collective="all-reduce", tensor="weight gradient", during="backward"),
+)
+_SENT_BACK = Movement(
+    axis="expert",
+    collective="all-to-all",
+    tensor="output",
+    during="forward",
+    split="row",
+    routed=True,
+)
+# Rows go to their experts, and products back; other weights are the same along the axis.
+EXPERT_PARALLEL = (
+    Movement(
+        axis="expert",
+        collective="all-to-all",
+        tensor="input",
+        during="forward",
+        operands=(("fwd", "lhs"),),
+        split="column",
+        routed=True,
+    ),
+    _SENT_BACK,
+    dataclasses.replace(_SENT_BACK, tensor="output gradient", during="backward"),
+    dataclasses.replace(_SENT_BACK, tensor="input gradient", during="backward", split="column"),
+    Movement(
+        axis="expert",
+        collective="all-reduce",
+        tensor="weight gradient",
+        during="backward",
+        routed=False,
+    ),
 )
 # Activations are whole along `model` between layers: only sums of partial products move.
 TENSOR_PARALLEL = (
@@ -113,7 +150,8 @@ SEQUENCE_PARALLEL = (
 def movements(setup: Setup) -> tuple[Movement, ...]:
     """What moves on a mesh, along axes with more than one device."""
     along_model = SEQUENCE_PARALLEL if setup.sequence else TENSOR_PARALLEL
-    return tuple(own for own in (*DATA_PARALLEL, *along_model) if getattr(setup, own.axis) > 1)
+    every = (*DATA_PARALLEL, *EXPERT_PARALLEL, *along_model)
+    return tuple(own for own in every if getattr(setup, own.axis) > 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,15 +181,15 @@ def _traffic(own: Movement, model: Model, setup: Setup, recipe: MatmulRecipe) ->
     share = COLLECTIVES[own.collective] * (size - 1) / size
     total, as_codes, as_values = 0.0, [], []
     for linear in model.linears:
-        if own.split not in (None, linear.split):
+        if not own.is_of(linear):
             continue
         moved, coded = moved_bytes(own, linear, setup, recipe)
         times = 2 if is_repeated(own, linear, setup, recipe) else 1
         total += times * model.layers * moved
         (as_codes if coded else as_values).append(linear.name)
-    if own.axis != "model":
+    if own.tensor.startswith("weight"):
         # Embedding and head are gathered and summed like weights, always as values.
-        shards = setup.model * (setup.fsdp if own.axis == "data" else 1)
+        shards = setup.model * (1 if own.axis == "fsdp" else setup.fsdp)
         total += model.other_params / shards * setup.dtype.itemsize
     return Traffic(
         movement=own, bytes=total * share, as_codes=tuple(as_codes), as_values=tuple(as_values)
@@ -183,15 +221,18 @@ def moved_bytes(
     are codes."""
     shape = _shape(own, linear, setup)
     formats = [_format(recipe, operand) for operand in own.operands]
-    values = math.prod(shape) * setup.dtype.itemsize
+    count = setup.matrices(linear) if own.tensor.startswith("weight") else 1
+    values = count * math.prod(shape) * setup.dtype.itemsize
     if own.axis not in setup.codes or not formats:
+        return values, False
+    if own.axis == "expert" and not goes_by_row(recipe.fwd):
         return values, False
     total = 0.0
     for format, operand in zip(formats, own.operands, strict=True):
         blocks = None if format is None else _blocks(format, own.tensor, operand)
         if format is None or blocks is None or not _whole_blocks(own, linear, setup, blocks):
             return values, False
-        total += quantized_bytes(format, shape, blocks)
+        total += count * quantized_bytes(format, shape, blocks)
     return min((total, True), (values, False))
 
 
@@ -230,7 +271,7 @@ def _shape(own: Movement, linear: Linear, setup: Setup) -> tuple[int, int]:
     """What is whole after gathering, or before it is scattered, on one device."""
     features = linear.k if own.tensor.startswith("input") else linear.n
     if not own.tensor.startswith("weight"):
-        return setup.local_tokens, features
+        return setup.rows(linear), features
     parts = list(setup.weight_shards(linear))
     if own.axis == "fsdp":
         parts[0 if linear.split == "column" else 1] = 1

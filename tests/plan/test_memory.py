@@ -16,7 +16,17 @@ from mx_jax.plan.memory import block_residuals, memory
 from mx_jax.plan.mesh import Setup
 from mx_jax.plan.model import Model, transformer
 from mx_jax.recipes import Recipe
-from tests.plan.test_traffic import DOWN, HIDDEN, LAYERS, MODEL, POLICIES, TOKENS, UP, WIDTH
+from tests.plan.test_traffic import (
+    DOWN,
+    EXPERT_UP,
+    HIDDEN,
+    LAYERS,
+    MODEL,
+    POLICIES,
+    TOKENS,
+    UP,
+    WIDTH,
+)
 
 ROWS = 64
 KEPT = recipes.mxfp8().with_(name="codes kept", residuals="quantized")
@@ -54,6 +64,42 @@ def kept_bytes(setup: Setup, recipe: Recipe) -> int:
 def test_residuals_are_what_a_block_keeps(recipe: Recipe, remat: str):
     setup = Setup(tokens=ROWS, dtype=np.dtype(np.float32), remat=remat)
     assert block_residuals(MODEL, setup, recipe) == kept_bytes(setup, recipe)
+
+
+def test_rows_that_came_as_codes_are_kept_as_codes():
+    recipe, sizes = recipes.mxfp6(), jnp.array([ROWS, 0])
+    setup = Setup(tokens=2 * ROWS, expert=4, dtype=np.dtype(np.float32))
+    spec = recipe.fwd.lhs
+    assert spec is not None
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        rows = mx_jax.quantize(x, spec.format, scale_rule=spec.scale_rule)
+        return mx_jax.ragged_dot(rows, w, sizes, recipe=recipe)
+
+    x, w = jnp.ones((ROWS, EXPERT_UP.k)), jnp.ones((2, EXPERT_UP.k, EXPERT_UP.n))
+    with mx_jax.only_backend("reference"):
+        _, pullback = jax.vjp(product, x, w)
+    leaves = {leaf.unsafe_buffer_pointer(): leaf for leaf in jax.tree.leaves(pullback)}
+    own = {w.unsafe_buffer_pointer()}
+    kept = [leaf for pointer, leaf in leaves.items() if pointer not in own and leaf.size > 2]
+    model = Model(params=EXPERT_UP.params, layers=1, width=WIDTH, linears=(EXPERT_UP,))
+    assert block_residuals(model, setup, recipe) == sum(leaf.nbytes for leaf in kept)
+    # Two of eight experts on each device.
+    assert memory(model, setup, recipe).parameters == 4 * 2 * EXPERT_UP.k * EXPERT_UP.n
+
+
+@pytest.mark.parametrize(
+    ("linear", "sizes", "message"),
+    [
+        (UP, {"expert": 4}, "of which the model has none, got expert=4; pass --experts, or"),
+        (EXPERT_UP, {"expert": 3}, "got experts=8 with expert=3, model=1; shard them along"),
+        (EXPERT_UP, {"model": 2}, "got experts=8 with expert=1, model=2"),
+    ],
+)
+def test_meshes_that_do_not_fit_experts(linear: Any, sizes: dict[str, Any], message: str):
+    model = Model(params=linear.params, layers=1, width=WIDTH, linears=(linear,))
+    with pytest.raises(ValueError, match=message):
+        Setup(tokens=12, **sizes).check(model)
 
 
 def test_parameters_and_moments_are_what_a_device_holds():
@@ -114,6 +160,7 @@ def test_what_is_not_said_is_assumed():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"params": 1e9, "layers": 2, "experts_per_token": 2}, "experts_per_token=2, experts=1"),
         ({"params": -1.0, "layers": 2}, "params must be positive, got params=-1.0"),
         ({"params": 1e9, "layers": 0}, "layers must be positive, got layers=0"),
         ({"params": 1e6, "layers": 2, "width": 4096}, "nothing is left for the MLP, got params="),

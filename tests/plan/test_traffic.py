@@ -15,16 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.codecs import packing
 from mx_jax.formats import MXFP4_2D, NVFP4
-from mx_jax.plan.mesh import Setup
+from mx_jax.plan.mesh import AXES, Setup
 from mx_jax.plan.model import Linear, Model
 from mx_jax.plan.traffic import COLLECTIVES, is_repeated, moved_bytes, movements, traffic
 from mx_jax.recipes import high_precision
+from mx_jax.sharding import Gather, dispatch
+from tests.quick import quick
+from tests.sharding.collectives import collectives as exchanged
+from tests.sharding.collectives import gathered
 
 WIDTH, HIDDEN, LAYERS, TOKENS = 64, 256, 3, 512
 UP = Linear(name="up", k=WIDTH, n=HIDDEN, split="column")
@@ -43,7 +46,7 @@ _BYTES = {"f32": 4, "u8": 1}
 
 def spec(setup: Setup, *parts: Any) -> NamedSharding:
     """A sharding along those of the named axes that the mesh has."""
-    sizes = {name: getattr(setup, name) for name in ("data", "fsdp", "model")}
+    sizes = {name: getattr(setup, name) for name in AXES}
     sizes = {name: size for name, size in sizes.items() if size > 1}
     mesh = jax.make_mesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
@@ -135,33 +138,106 @@ def test_values_are_what_the_program_moves(setup: Setup):
     assert found.total() > 0
 
 
-@pytest.mark.by_default("forward-mxfp8|backward-mxfp4|forward-nvfp4")
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp6", "mxfp4", "nvfp4"])
-@pytest.mark.parametrize("during", ["forward", "backward"])
-def test_codes_are_what_the_program_gathers(name: str, during: str):
-    """The weight of `up`, stored in shards, quantized there, gathered packed."""
+@pytest.mark.by_default("mxfp4")
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_codes_are_what_layers_gather(name: str):
+    """`up` as a layer, stored in shards: in the orientation of each pass."""
     setup, recipe = Setup(fsdp=2, tokens=TOKENS), recipes.from_name(name)
-    stored, whole = spec(setup, "fsdp", None), spec(setup, None, None)
-    operand = (recipe.fwd if during == "forward" else recipe.dlhs).rhs
-    assert operand is not None
-    pin = jax.lax.with_sharding_constraint
+    layer = mx_jax.nn.linen.Dense(UP.n, use_bias=False, recipe=recipe)
+    x = jax.ShapeDtypeStruct((TOKENS, UP.k), jnp.float32, sharding=spec(setup, "fsdp", None))
+    w = jax.ShapeDtypeStruct((UP.k, UP.n), jnp.float32, sharding=x.sharding)
 
-    def gather(x: jax.Array) -> jax.Array:
-        return pin(pin(x, stored), whole)
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        y: Any = layer.apply({"params": {"kernel": w}}, x)
+        return (y**2).sum()
 
-    def gathered(w: jax.Array) -> jax.Array:
-        axis = 0 if during == "forward" else 1
-        x = mx_jax.quantize(w, operand.format, axis=axis, scale_rule=operand.scale_rule)
-        codes = packing.unpack(gather(x.packed_codes), operand.format.element.bits, UP.n)
-        return dataclasses.replace(x, codes=codes, scales=gather(x.scales)).dequantize()
+    step, mesh = jax.grad(loss, (0, 1)), spec(setup).mesh
+    assert isinstance(mesh, Mesh)
+    with jax.set_mesh(mesh):
+        program = quick(step).lower(w, x).compile().as_text()
+    wanted = 0
+    for own in movements(setup):
+        if own.operands:
+            size, is_coded = moved_bytes(own, UP, setup, recipe)
+            assert is_coded
+            wanted += size
+    assert gathered(str(program)) == gathered(str(program), "u8") == wanted
 
-    w = jax.ShapeDtypeStruct((UP.k, UP.n), jnp.float32, sharding=stored)
-    with mx_jax.only_backend("reference"):
-        program = str(jax.jit(gathered, out_shardings=whole).lower(w).compile().as_text())
-    (own,) = (own for own in movements(setup) if own.operands and own.during == during)
-    size, is_coded = moved_bytes(own, UP, setup, recipe)
-    assert is_coded
-    assert collectives(program)["all-gather", "forward"] == size
+
+EXPERTS = {"experts": 8, "experts_per_token": 2}
+EXPERT_UP = dataclasses.replace(UP, **EXPERTS)
+EXPERT_DOWN = dataclasses.replace(DOWN, recomputed=True, **EXPERTS)
+
+
+def experts_step(setup: Setup, recipe: recipes.Recipe) -> str:
+    """The program of layers of experts and their gradients, rows spread evenly over devices."""
+
+    def gathering(*parts: Any) -> recipes.Recipe:
+        return recipe.with_(gather=Gather("fsdp", rhs=PartitionSpec(None, *parts)))
+
+    def layer(x: jax.Array, weights: Any, chosen: jax.Array) -> tuple[jax.Array, None]:
+        up, down, given = weights
+        order = jnp.argsort(chosen.reshape(-1))
+        rows, spec = x[order // chosen.shape[1]], recipe.fwd.lhs
+        if spec is not None:
+            rows = mx_jax.quantize(rows, spec.format, scale_rule=spec.scale_rule)
+        sizes = jnp.bincount(chosen.reshape(-1), length=EXPERT_UP.experts)
+        sent = dispatch(rows, sizes, "expert", capacity=len(order) // setup.expert)
+        h = mx_jax.ragged_dot(sent.rows, up, sent.group_sizes, recipe=gathering("fsdp", None))
+        h = mx_jax.ragged_dot(jnp.sin(h), down, sent.group_sizes, recipe=gathering(None, "fsdp"))
+        y = sent.send_back(h)[jnp.argsort(order)].reshape(*chosen.shape, -1)
+        return x + (y * given[..., None]).sum(1), None
+
+    if setup.remat != "none":
+        layer = jax.checkpoint(layer, policy=POLICIES[setup.remat], prevent_cse=False)
+
+    def layers(x: jax.Array, weights: Any, chosen: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, own: layer(x, own, chosen), x, weights)[0]
+
+    tokens, given = spec(setup, ("fsdp", "expert")), spec(setup, None, ("fsdp", "expert"))
+    up, down = spec(setup, None, "expert", "fsdp"), spec(setup, None, "expert", None, "fsdp")
+    places = tokens, (up, down, given), tokens
+    specs = jax.tree.map(lambda own: own.spec, places)
+    sharded = jax.shard_map(layers, mesh=tokens.mesh, in_specs=specs, out_specs=specs[0])
+    sizes = (LAYERS, EXPERT_UP.experts)
+    shape = jax.ShapeDtypeStruct
+    weights = (
+        shape((*sizes, EXPERT_UP.k, EXPERT_UP.n), jnp.float32, sharding=up),
+        shape((*sizes, EXPERT_DOWN.k, EXPERT_DOWN.n), jnp.float32, sharding=down),
+        shape((LAYERS, TOKENS, 2), jnp.float32, sharding=given),
+    )
+    x = shape((TOKENS, WIDTH), jnp.float32, sharding=tokens)
+    chosen = shape((TOKENS, 2), jnp.int32, sharding=tokens)
+    step = jax.grad(lambda *operands: sharded(*operands).sum(), (0, 1))
+    return str(quick(step).lower(x, weights, chosen).compile().as_text())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "remat"),
+    [
+        (recipes.mxfp4(), "none"),
+        (recipes.mxfp6(), "nothing_saveable"),
+        (recipes.mxfp4(), "save_quantized"),
+    ],
+    ids=lambda own: getattr(own, "name", own),
+)
+@pytest.mark.slow
+def test_experts_are_sent_what_is_planned(recipe: recipes.Recipe, remat: str):
+    setup = FLOAT32(fsdp=2, expert=4, remat=remat)
+    wanted = collections.Counter()
+    for own in movements(setup):
+        for linear in (EXPERT_UP, EXPERT_DOWN):
+            if own.is_of(linear):
+                size, is_coded = moved_bytes(own, linear, setup, recipe)
+                shares = setup.fsdp if own.collective == "reduce-scatter" else 1
+                times = 2 if is_repeated(own, linear, setup, recipe) else 1
+                wanted[own.collective, "u8" if is_coded else "f32"] += round(times * size / shares)
+    found = {
+        (kind, dtype): nbytes
+        for kind, dtype, _, nbytes in exchanged(experts_step(setup, recipe))
+        if dtype != "s32"
+    }
+    assert found == wanted
 
 
 @pytest.mark.parametrize(
