@@ -116,6 +116,7 @@ def product(x, w):
     return mx_jax.einsum("...tk,...kn->...tn", x, w, recipe=recipes.weight_only(w.format.name))
 
 
+@pytest.mark.by_default("-2$")
 @needs_library
 @pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize(

@@ -222,6 +222,7 @@ def mesh() -> Mesh:
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
+@pytest.mark.by_default(r"^P\('data',\)|-4$")
 @pytest.mark.parametrize(
     ("lhs_spec", "rhs_spec", "out_spec", "gathers"),
     [

@@ -321,6 +321,7 @@ def test_ragged_products_and_convolutions():
     np.testing.assert_allclose(ours, theirs.transpose(1, 0, 2, 3), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_below_other_transformations():
     """vmap, sharded arguments, donated ones, effects, nothing to return, arrays of no size."""
     fn = jax.named_scope("up")(jnp.matmul)

@@ -181,6 +181,7 @@ def test_gradient_past_an_mxarray_kernel():
     assert np.all(np.abs(by_bias) > 0) and np.all(np.any(np.abs(by_x) > 0, axis=-1))
 
 
+@pytest.mark.by_default("True")
 @cases
 @pytest.mark.parametrize("quantized", [False, True])
 def test_dtype_is_that_of_the_computation(case: Case, quantized: bool):

@@ -45,6 +45,7 @@ def test_parameters_are_those_of_the_layer_without_it(kind: str):
     )
 
 
+@pytest.mark.by_default("Linear$")
 @pytest.mark.parametrize(
     "kind", ["Linear", "Einsum", pytest.param("LinearGeneral", marks=pytest.mark.slow)]
 )

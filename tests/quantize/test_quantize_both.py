@@ -67,6 +67,7 @@ def test_vmap_and_scan(x: jax.Array):
             assert_bitwise_equal(left, right)
 
 
+@pytest.mark.by_default("cpu")
 def test_gradients_pass_straight_through_both(x: jax.Array):
     weights = jax.random.normal(jax.random.key(2), (2, *x.shape))
 
@@ -78,6 +79,7 @@ def test_gradients_pass_straight_through_both(x: jax.Array):
         assert_bitwise_equal(jax.jit(jax.grad(function))(x), weights[0] + weights[1])
 
 
+@pytest.mark.by_default("cpu")
 def test_sharded_input(x: jax.Array):
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     wide = jnp.concatenate([x, x], axis=1)[:, :64, :64]

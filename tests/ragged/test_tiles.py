@@ -113,6 +113,7 @@ def test_nothing_of_a_group_reaches_another(rng: np.random.Generator):
         assert np.isnan(np.delete(np.asarray(found), others, 0)).all()
 
 
+@pytest.mark.slow
 def test_each_expert_may_have_its_own_tensor_scale(rng: np.random.Generator):
     lhs, rhs, _ = draw(rng)
     rhs = jax.vmap(functools.partial(mx_jax.quantize, format="nvfp4", axis=0))(rhs * 2.0**-9)

@@ -197,6 +197,7 @@ def test_stored_codes_are_gathered_as_codes(kind: AxisType, arrays):
     np.testing.assert_allclose(compiled(*operands), x @ kernel.dequantize(), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_explicit_axes_gather_no_more_than_lax(arrays):
     """Without any argument: one gather of the kernel, for a product and both of its gradients."""
     specs = P("fsdp", None), P("fsdp", None), P("fsdp", None)
