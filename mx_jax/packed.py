@@ -16,6 +16,24 @@ from mx_jax.mxarray import MXArray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How devices may share packed weights.
+
+    Attributes:
+      arrays: for each array that is packed, what its axes count: a number names a batch axis, "n"
+        tiles of kept rows, "k" parts of k; None: that axis stays whole.
+      rows: kept rows of a tile.
+      parts: in how many equal parts k is.
+      in_parts: given what is packed and a number, the same weights with k in so many parts.
+    """
+
+    arrays: tuple[tuple[int | str | None, ...], ...]
+    rows: int
+    parts: int
+    in_parts: Callable[["PackedMXArray", int], "PackedMXArray"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
     """How a backend lays out weights.
 
@@ -26,12 +44,14 @@ class Layout:
       unpack: given what is packed, the MXArray that it was made of.
       take: given what is packed, rows of one kept axis `[n, k]`, and indices, those rows of the
         MXArray, and nothing else unpacked; None where a layout has no way to.
+      cut: given what is packed, how devices may share it; None where a layout has no way to.
     """
 
     backend: str
     batch: Callable[[Any], tuple[int, ...]]
     unpack: Callable[["PackedMXArray"], MXArray]
     take: Callable[["PackedMXArray", jax.Array], MXArray] | None = None
+    cut: Callable[["PackedMXArray"], Cut] | None = None
 
 
 @functools.partial(
@@ -90,6 +110,16 @@ class PackedMXArray:
     def matrix_axes(self, k: tuple[int, ...]) -> tuple[int, ...]:
         """Kept axes, and contracted ones of these sizes, in the MXArray's order."""
         return (*k, *self.kept) if self.k_first else (*self.kept, *k)
+
+    @property
+    def first_kept(self) -> int:
+        """The first of the kept axes."""
+        return len(self.batch) + (len(self.k) if self.k_first else 0)
+
+    @property
+    def first_k(self) -> int:
+        """The first of the contracted axes."""
+        return len(self.batch) + (0 if self.k_first else len(self.kept))
 
     def arrange(self, matrices: jax.Array, batch: tuple[int, ...], k: tuple[int, ...]) -> jax.Array:
         """Matrices `[..., n, k]` with their axes as the MXArray has them."""

@@ -10,7 +10,7 @@ from mx_jax.axes import ProductAxes
 from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
 from mx_jax.backends.select import select
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.partition import is_split, multiply_split
+from mx_jax.ops.partition import is_split, multiply_split, part_choice
 from mx_jax.ops.unpacking import tell_of_packing, unpacked_for
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 
@@ -60,6 +60,8 @@ def multiply(
         fast_accumulation=fast_accumulation,
         out_sharding=out_sharding,
     )
+    if isinstance(rhs, PackedMXArray) and (choice := part_choice(rhs, call)) is not None:
+        return multiply_split(unpacked(lhs), rhs, call, choice)
     choice = select(call)
     if stored and isinstance(rhs, MXArray):
         tell_of_packing(rhs, call, choice)

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import OperandType, PackCall
@@ -13,6 +15,7 @@ from mx_jax.mxarray import MXArray
 from mx_jax.ops.checks import as_axes, as_axis
 from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.packed import PackedMXArray
+from mx_jax.sharding.packed_layout import put_packed, why_not_cut
 from mx_jax.specs import MatmulRecipe
 
 
@@ -27,7 +30,8 @@ def pack_weights(
 
     A product of few rows, as in decoding, is bound by reading its weights; packed, they are read in
     one stream, FP4 at half a byte a code. The result goes wherever the MXArray went as the right
-    operand: `matmul`, `dot_general`, `einsum`, a layer's kernel. Products by `recipe` have the same
+    operand: `matmul`, `dot_general`, `einsum`, a layer's kernel. It lies on the devices that the
+    weights lie on, which multiply each its own part under `jit`. Products by `recipe` have the same
     bits. It belongs to this kind of machine and carries no gradient: train and save the MXArray.
 
     One layout serves activations of every kind, except on Blackwell, whose tensor cores take two
@@ -48,7 +52,7 @@ def pack_weights(
     Raises:
       TypeError: weights are not an MXArray, recipe is none, or an axis is no int.
       ValueError: axes out of range, repeated, or without the blocks; an MXArray whose parts do not
-        fit together.
+        fit together; weights that lie on several devices in parts that are no whole tiles.
 
     Example:
       >>> import jax.numpy as jnp, mx_jax
@@ -57,8 +61,21 @@ def pack_weights(
       >>> mx_jax.matmul(jnp.ones((2, 64)), w, recipe=recipe)[0]
       Array([64., 64., 64.], dtype=float32)
     """
+    packed, reason = packed_where_they_lie(weights, contracting, num_batch, recipe)
+    if reason is not None:
+        raise ValueError(f"pack_weights: {reason}")
+    return packed
+
+
+def packed_where_they_lie(
+    weights: MXArray | PackedMXArray,
+    contracting: int | Sequence[int] | None,
+    num_batch: int,
+    recipe: MatmulRecipe | str | None,
+) -> tuple[MXArray | PackedMXArray, str | None]:
+    """As `pack_weights`, or weights themselves and why devices cannot share them packed."""
     if isinstance(weights, PackedMXArray):
-        return weights
+        return weights, None
     if not isinstance(weights, MXArray):
         raise TypeError(
             f"pack_weights: needs an MXArray, got weights of type {type(weights).__name__}; "
@@ -76,7 +93,13 @@ def pack_weights(
         dtype=np.dtype(weights.dtype),
     )
     with follow(weights):
-        return select(call).offer.run(weights, call)
+        packed = select(call).offer.run(weights, call)
+    codes = weights.codes
+    sharding = None if isinstance(codes, Tracer) else getattr(codes, "sharding", None)
+    if isinstance(packed, MXArray) or not isinstance(sharding, NamedSharding):
+        return packed, None
+    reason = why_not_cut(packed, sharding)
+    return (put_packed(packed, sharding), None) if reason is None else (weights, reason)
 
 
 def _axes(weights: MXArray, contracting: int | Sequence[int] | None, num_batch: int) -> Axes:

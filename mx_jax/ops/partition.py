@@ -22,9 +22,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
 from mx_jax.backends.records import active
-from mx_jax.backends.select import Choice
+from mx_jax.backends.select import Choice, current_target, find
 from mx_jax.codecs import packing
 from mx_jax.mxarray import MXArray
+from mx_jax.ops import split_packed
 from mx_jax.packed import PackedMXArray
 from mx_jax.sharding.movement import Part, spec_of
 from mx_jax.sharding.partition import Factor, Factors, Share, fine_mesh, share, stored_parts
@@ -74,13 +75,28 @@ def is_split(rhs: AnyOperand, call: MatmulCall, choice: Choice) -> bool:
     return choice.offer.is_plain and concrete and not isinstance(rhs, PackedMXArray)
 
 
+def part_choice(rhs: AnyOperand, call: MatmulCall) -> Choice | None:
+    """What multiplies each device's part of packed weights; None: nothing does.
+
+    On one device the compiler leaves the whole product to it.
+    """
+    target = current_target()
+    if not isinstance(rhs, PackedMXArray) or rhs.layout.cut is None or target.num_devices == 1:
+        return None
+    if any(kind is not AxisType.Auto for kind in jax.sharding.get_abstract_mesh().axis_types):
+        return None
+    choice = find(call, dataclasses.replace(target, num_devices=1, counted=True))
+    return choice if choice is not None and choice.backend.name == rhs.backend else None
+
+
 def multiply_split(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall, choice: Choice) -> jax.Array:
     """A product that the compiler splits between devices."""
     if (recorder := active.value) is not None:
         axes = jax.sharding.get_abstract_mesh().axis_names
+        what = "whole tiles" if isinstance(rhs, PackedMXArray) else "codes and scales"
         recorder.entries.append(
-            f"operands of lhs.shape={call.lhs.shape}, rhs.shape={call.rhs.shape} -> codes and "
-            f"scales, where the compiler moves them along mesh axes={axes}"
+            f"operands of lhs.shape={call.lhs.shape}, rhs.shape={call.rhs.shape} -> {what}, where "
+            f"the compiler moves them along mesh axes={axes}"
         )
     leaves, tree = jax.tree.flatten((lhs, rhs))
     split = Split(choice, call, tree)
@@ -92,13 +108,14 @@ def _function(split: Split, shapes: tuple[tuple[int, ...], ...]) -> Any:
     """The product with its rules for devices, batches and tangents."""
     plain = functools.partial(split.run, split.call)
     partitioned: Any = custom_partitioning(lambda name, *leaves: plain(*leaves))
-    rule, summed = _sharding_rule(split, shapes)
+    rule, summed, sizes = _sharding_rule(split, shapes)
     partitioned.def_partition(
         partition=functools.partial(_partition, split),
         # A reshape may have cut a mesh axis in two, which no NamedSharding of its mesh says.
         decode_shardings=False,
         sharding_rule=rule,
         reduction_factors=summed,
+        **sizes,
     )
     batched: Any = custom_vmap(functools.partial(partitioned, _name_of(split)))
 
@@ -134,26 +151,41 @@ def _sides(split: Split, leaves: Sequence[Any]) -> list[tuple[Side, tuple[Factor
     return [("lhs", split.factors.lhs, lhs), ("rhs", split.factors.rhs, rhs)]
 
 
-def _sharding_rule(split: Split, shapes: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
-    """What Shardy is told: a product of codes. Scales have been placed by their cast."""
+def _sharding_rule(
+    split: Split, shapes: Sequence[Any]
+) -> tuple[str, tuple[str, ...], dict[str, int]]:
+    """What Shardy is told: a product of codes. Scales have been placed by their cast.
+
+    Returns:
+      The rule, the factors that are summed over, the sizes of those that are less than an axis.
+    """
+    structs = [jax.ShapeDtypeStruct(shape, np.uint8) for shape in shapes]
+    sides = _sides(split, structs)
+    rhs = sides[1][2]
+    is_packed = isinstance(rhs, PackedMXArray)
+    positions, arrays, sizes = split_packed.words(rhs) if is_packed else ({}, [], {})
     count = 0
+
+    def word(factor: Factor) -> str:
+        return positions.get(factor, f"{factor[0]}{factor[1]}")
 
     def named(factors: Sequence[Factor], shape: Sequence[int], whole: Sequence[int]) -> str:
         nonlocal count
         words = []
-        for (group, number), length, size in zip(factors, shape, whole, strict=True):
-            words.append(f"{group}{number}" if length == size else f"own{count}")
+        for factor, length, size in zip(factors, shape, whole, strict=True):
+            words.append(word(factor) if length == size else f"own{count}")
             count += length != size
         return " ".join(words)
 
-    structs = [jax.ShapeDtypeStruct(shape, np.uint8) for shape in shapes]
     given = ["name"]
-    for _, factors, operand in _sides(split, structs):
+    for _, factors, operand in sides[:1] if is_packed else sides:
         leaves = jax.tree.leaves(operand)
         given += [named(factors, leaf.shape, leaves[0].shape) for leaf in leaves]
-    wanted = " ".join(f"{group}{number}" for group, number in split.factors.out)
-    summed = tuple(f"k{number}" for number in range(len(split.axes.lhs.contracting)))
-    return f"{', '.join(given)} -> {wanted}", summed
+    wanted = " ".join(map(word, split.factors.out))
+    rule = f"{', '.join([*given, *arrays])} -> {wanted}"
+    summed = [f"k{number}" for number in range(len(split.axes.lhs.contracting))]
+    summed += [name for name in sizes if name.startswith("k")]
+    return rule, tuple(summed), sizes
 
 
 def _partition(split: Split, mesh: Any, given: Any, wanted: Any) -> Any:
@@ -163,6 +195,12 @@ def _partition(split: Split, mesh: Any, given: Any, wanted: Any) -> Any:
     sides = _sides(split, leaves)
     sizes, granules, stored = {}, {}, []
     for _, own, operand in sides:
+        if isinstance(operand, PackedMXArray):
+            stored.append(split_packed.stored(operand, own, mesh))
+            sizes |= dict(zip(own, operand.shape, strict=True))
+            for factor, size in split_packed.granules(operand).items():
+                granules.setdefault(factor, []).append(size)
+            continue
         codes = jax.tree.leaves(operand)[0]
         stored.append(stored_parts(codes.sharding, codes.shape, mesh))
         sizes |= dict(zip(own, codes.shape, strict=True))
@@ -174,6 +212,11 @@ def _partition(split: Split, mesh: Any, given: Any, wanted: Any) -> Any:
     moves: list[tuple[Part, ...]] = []
     shardings: list[Any] = [NamedSharding(mesh, PartitionSpec(None))]
     for (_, own, operand), lies in zip(sides, stored[:2], strict=True):
+        if isinstance(operand, PackedMXArray):
+            moves.append(())
+            parts = split_packed.specs(operand, each)
+            shardings += [NamedSharding(mesh, spec_of(part)) for part in parts]
+            continue
         used = each.operand(own)
         codes, *scales = jax.tree.leaves(operand)
         moves.append(_packed_moves(operand, lies, used))
@@ -206,7 +249,9 @@ def _local(
     del name
     operands: list[Any] = []
     for (_, _, operand), moved in zip(_sides(split, leaves), moves, strict=True):
-        if any(moved):
+        if isinstance(operand, PackedMXArray):
+            operand = split_packed.local(operand, each)
+        elif any(moved):
             codes = _gathered(operand.codes, operand.format.element.bits, moved)
             operand = dataclasses.replace(operand, codes=codes)
         operands.append(operand)

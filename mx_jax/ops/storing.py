@@ -1,5 +1,6 @@
 """Weights quantized once, as the products that will read them would have quantized them."""
 
+import warnings
 from collections.abc import Callable
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from mx_jax.axes import Axes
 from mx_jax.backends.target import follow
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.packing import pack_weights
+from mx_jax.ops.packing import packed_where_they_lie
 from mx_jax.ops.quantize import quantize_operand
 from mx_jax.packed import PackedMXArray
 from mx_jax.specs import MatmulRecipe
@@ -60,7 +61,10 @@ def store_weights(
     contracting = tuple(axis + num_stacked for axis in axes.contracting)
     if contracting != tuple(sorted(contracting)):
         return stored
-    return pack_weights(stored, contracting=contracting, num_batch=num_batch, recipe=recipe)
+    found, reason = packed_where_they_lie(stored, contracting, num_batch, recipe)
+    if reason is not None:
+        warnings.warn(f"convert.weights: stored as MXArray: {reason}", stacklevel=2)
+    return found
 
 
 def _stacked(quantized: Callable[[jax.Array], MXArray], x: jax.Array, num_stacked: int) -> MXArray:

@@ -2,14 +2,18 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.formats import Whole, block_format
 from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray
 from mx_jax.sharding.movement import Part, parts_of, spec_of
+from mx_jax.sharding.packed_layout import put_packed
+
+Q = TypeVar("Q", MXArray, PackedMXArray)
 
 
 class Specs(NamedTuple):
@@ -58,17 +62,17 @@ def spec_for(array_spec: PartitionSpec, format: Any, *, axis: int = -1) -> Specs
     return Specs(codes, spec_of(tuple(parts)), tensor_scale)
 
 
-def device_put(x: MXArray, sharding: NamedSharding) -> MXArray:
-    """`jax.device_put` of an MXArray, its parts where its values are to lie.
+def device_put(x: Q, sharding: NamedSharding) -> Q:
+    """`jax.device_put` of an MXArray or packed weights, their parts where the values are to lie.
 
     Args:
-      x: quantized.
+      x: quantized; packed weights are cut by whole tiles, and along k packed anew in parts.
       sharding: of its values.
 
     Raises:
-      ValueError: a shard that would have a part of a block; the message names axis, shard size,
-        block and remedy.
-      TypeError: no MXArray, or no NamedSharding.
+      ValueError: a shard that would have a part of a block or tile; the message names axis, shard
+        size, block and remedy.
+      TypeError: no MXArray or packed weights, or no NamedSharding.
 
     Example:
       >>> import jax, jax.numpy as jnp, mx_jax
@@ -77,6 +81,8 @@ def device_put(x: MXArray, sharding: NamedSharding) -> MXArray:
       >>> mx_jax.sharding.device_put(mx_jax.quantize(jnp.ones((64, 32)), "mxfp4"), place).shape
       (64, 32)
     """
+    if isinstance(x, PackedMXArray) and isinstance(sharding, NamedSharding):
+        return put_packed(x, sharding)
     if not isinstance(x, MXArray) or not isinstance(sharding, NamedSharding):
         raise TypeError(
             "device_put: needs an MXArray and a NamedSharding, got "

@@ -32,11 +32,11 @@ from mx_jax.backends.cpu_ffi.one_device import deciding_at_lowering
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 
 
-def _rejects_machine(target: Target) -> str | None:
+def _rejects_machine(target: Target, call: Call) -> str | None:
     """Why no handler is called: another platform, or no library."""
     if target.platform != "cpu":
         return f"runs on platform=cpu, got platform={target.platform}"
-    if target.num_devices > 1 and target.counted:
+    if target.num_devices > 1 and target.counted and not isinstance(call, PackCall):
         # Shardings that cut a mesh axis in two, as reshapes make them, reach no custom call:
         # jax.experimental.custom_partitioning fails to name them. The reference takes any.
         return (
@@ -58,7 +58,7 @@ def _offer(
     """A kind of call, taken where the library is, unless its handler does not compute it."""
     return Offer(
         call=call,
-        rejects=lambda call, target: _rejects_machine(target) or rejects(call),
+        rejects=lambda call, target: _rejects_machine(target, call) or rejects(call),
         run=run,
         run_uncounted=functools.partial(deciding_at_lowering, run),
     )

@@ -25,6 +25,10 @@ from mx_jax.codecs.varying import vary_alike
 
 Arrays = tuple[jax.Array, ...]
 
+# Whether what is traced will run on one device: then nothing asks how it is split. JAX wants to
+# know the devices of what may be, and does not where a primitive is lowered as a function.
+alone = jax.make_user_context(default_value=False)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Handler:
@@ -51,7 +55,8 @@ class Handler:
     def __call__(self, *operands: jax.Array) -> Arrays:
         if jax.sharding.get_abstract_mesh().manual_axes:
             operands = vary_alike(operands)
-        return _function(self, tuple(operand.shape for operand in operands))(*operands)
+        shapes = tuple(operand.shape for operand in operands)
+        return _function(self, shapes, alone.value)(*operands)
 
 
 def hashable(attributes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -63,15 +68,18 @@ def hashable(attributes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _function(handler: Handler, shapes: Shapes) -> Any:
+def _function(handler: Handler, shapes: Shapes, is_alone: bool) -> Any:
     """The call for operands of these shapes, with its rules for devices and batches."""
-    partitioned: Any = custom_partitioning(functools.partial(_call, handler))
-    partitioned.def_partition(
-        partition=functools.partial(_partition, handler, shapes),
-        # Asked only where there are several devices.
-        sharding_rule=lambda mesh, given, wanted: _sharding_rule(handler.geometry(shapes)),
-    )
-    batched: Any = custom_vmap(partitioned)
+    call: Any = functools.partial(_call, handler)
+    if not is_alone:
+        partitioned: Any = custom_partitioning(call)
+        partitioned.def_partition(
+            partition=functools.partial(_partition, handler, shapes),
+            # Asked only where there are several devices.
+            sharding_rule=lambda mesh, given, wanted: _sharding_rule(handler.geometry(shapes)),
+        )
+        call = partitioned
+    batched: Any = custom_vmap(call)
     batched.def_vmap(functools.partial(_batch, handler))
     return batched
 

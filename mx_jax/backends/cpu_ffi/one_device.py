@@ -15,6 +15,8 @@ from jax.core import Tracer
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from mx_jax.backends.cpu_ffi.handler import alone
+
 # A function as a jaxpr. JAX's own type is hidden from type checkers.
 ClosedJaxpr = Any
 
@@ -64,11 +66,11 @@ _either.multiple_results = True
 
 def _bind(leaves: Sequence[Any], one: Callable[..., Any], several: Callable[..., Any]) -> Any:
     """Both ways traced; lowering keeps one."""
+    with dispatch(None), alone(True):
+        handler = jax.make_jaxpr(one)(*leaves)
     with dispatch(None):
-        ways = {
-            name: jax.make_jaxpr(run)(*leaves) for name, run in (("one", one), ("several", several))
-        }
-    return _either.bind(*leaves, **ways)
+        plain = jax.make_jaxpr(several)(*leaves)
+    return _either.bind(*leaves, one=handler, several=plain)
 
 
 @_either.def_abstract_eval

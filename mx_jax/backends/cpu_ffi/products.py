@@ -14,8 +14,10 @@ from mx_jax.axes import Axes
 from mx_jax.backends.calls import MatmulCall, Operand
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.one_device import dispatch
+from mx_jax.backends.cpu_ffi.panels import PANEL_ROWS
+from mx_jax.backends.cpu_ffi.parts import by_parts
 from mx_jax.backends.cpu_ffi.rejections import DTYPES, MATMUL, PACKED_MATMUL, block_size, names
-from mx_jax.backends.cpu_ffi.weights import PANEL_ROWS
+from mx_jax.backends.cpu_ffi.weights import PANELS, PARTS
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.matmul import scaled_matmul as reference
@@ -56,6 +58,15 @@ def by_codes(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
 
 def by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
     """The product by packed weights, by the handler."""
+    if rhs.layout == PARTS:
+        return by_parts(by_packed, PANELS, call, lhs, rhs)
+    rows, panels = math.prod(rhs.kept), rhs.arrays.bytes.shape[-2]
+    if panels != -(-rows // PANEL_ROWS):
+        raise ValueError(
+            f"matmul: packed weights tell their shape themselves, got {rhs!r} with {panels} tiles "
+            f"of {PANEL_ROWS} rows, as shard_map cuts them; multiply them under jit, which gives "
+            "each device its part, or pack each part"
+        )
     left, (element, scale) = _side(lhs, call.lhs.axes, "lhs"), names(rhs.format)
     tensor_scale, axes = _tensor_scale(rhs.arrays.tensor_scale, "*t")
     handler = Handler(
@@ -67,7 +78,7 @@ def by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
             | {"rhs_element": element, "rhs_scale": scale}
             | {"block": np.int32(block_size(rhs.format))}
         ),
-        sizes=(("n", math.prod(rhs.kept)),),
+        sizes=(("n", rows),),
     )
     (product,) = handler(*left.arrays, rhs.arrays.bytes, tensor_scale)
     return product.reshape(*product.shape[:-1], *rhs.kept)

@@ -5,93 +5,52 @@ byte a code, and every instruction set reads it in one stream.
 """
 
 import dataclasses
-import functools
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.backends.calls import PackCall
-from mx_jax.backends.cpu_ffi import library, rejections
+from mx_jax.axes import Axes
+from mx_jax.backends.calls import OperandType, PackCall
+from mx_jax.backends.cpu_ffi import library, panels, parts, rejections
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
+from mx_jax.backends.cpu_ffi.panels import PANEL_ROWS, Panels
 from mx_jax.backends.matrices import rejects_scale_axes
-from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.packed import Layout, PackedMXArray
+from mx_jax.packed import Cut, Layout, PackedMXArray
 
 TARGET = "mx_jax_cpu_pack_weights"
 
-PANEL_ROWS = 32
-_CHUNK = 32  # along k
-_SUMMARY = 64  # bytes at the end of a panel; all as in custom_calls/products/weights.h
+
+def in_parts(packed: PackedMXArray, number: int) -> PackedMXArray:
+    """The same weights with k in so many parts, so that devices can share it."""
+    weights = parts.apart(packed.unpack(), packed, number)
+    axes = Axes.ordered(
+        batch=len(packed.batch) + 1,
+        kept=len(packed.kept),
+        contracting=len(packed.k),
+        k_first=packed.k_first,
+    )
+    call = PackCall(
+        weights=OperandType.of(weights, axes), blocks=weights.blocks, dtype=packed.dtype
+    )
+    arrays = dataclasses.replace(packed.arrays, bytes=pack(weights, call).arrays.bytes)
+    return dataclasses.replace(packed, arrays=arrays, layout=PARTS)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("bytes", "tensor_scale"), meta_fields=()
+def _cut(packed: PackedMXArray) -> Cut:
+    """How devices may cut panels: between them."""
+    return parts.cut(packed, number=None, in_parts=in_parts)
+
+
+def _cut_parts(packed: PackedMXArray) -> Cut:
+    return parts.cut(packed, number=packed.arrays.bytes.shape[-3], in_parts=in_parts)
+
+
+PANELS = Layout(
+    backend="cpu_ffi", batch=panels.batch_of, unpack=panels.unpack, take=panels.take, cut=_cut
 )
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Panels:
-    """Weights panel by panel.
-
-    Attributes:
-      bytes: uint8 `[*batch, ceil(n / 32), bytes of a panel]`, with n the product of kept.
-      tensor_scale: float32 `[*batch]` (NVFP4), else None.
-    """
-
-    bytes: jax.Array
-    tensor_scale: jax.Array | None
-
-
-def batch_of(panels: Panels) -> tuple[int, ...]:
-    """Sizes of the batch axes."""
-    return panels.bytes.shape[:-2]
-
-
-def unpack(packed: PackedMXArray) -> MXArray:
-    """The weights that panels were made of."""
-    panels, scale = packed.arrays.bytes, packed.arrays.tensor_scale
-    rows, k = math.prod(packed.kept), math.prod(packed.k)
-    per_word = 8 if packed.format.element.bits == 4 else 4
-    block = rejections.block_size(packed.format)
-    chunks, blocks = -(-k // _CHUNK), -(-k // _CHUNK) * (_CHUNK // block)
-    batch, num_panels = panels.shape[:-2], panels.shape[-2]
-    code_bytes = chunks * _CHUNK * PANEL_ROWS * 4 // per_word
-    words = panels[..., :code_bytes].reshape(*batch, num_panels, -1, PANEL_ROWS, 4)
-    if per_word == 8:
-        words = jnp.concatenate([words & 15, words >> 4], axis=-1)
-    padded_rows = num_panels * PANEL_ROWS
-    codes = jnp.swapaxes(words, -3, -2).reshape(*batch, padded_rows, chunks * _CHUNK)
-    scales = panels[..., code_bytes : code_bytes + blocks * PANEL_ROWS]
-    scales = jnp.swapaxes(scales.reshape(*batch, num_panels, blocks, PANEL_ROWS), -2, -1)
-    scales = scales.reshape(*batch, padded_rows, blocks)
-    scale_k = (*packed.k[:-1], -(-packed.k[-1] // block))
-    ones = (1,) * (len(packed.kept) + len(packed.k))
-    return MXArray(
-        codes=packed.arrange(codes[..., :rows, :k], batch, packed.k),
-        scales=packed.arrange(scales[..., :rows, : math.prod(scale_k)], batch, scale_k),
-        tensor_scale=None if scale is None else scale.reshape(*scale.shape, *ones),
-        format=packed.format,
-        blocks=packed.blocks,
-        dtype=packed.dtype,
-    )
-
-
-def take(packed: PackedMXArray, indices: jax.Array) -> MXArray:
-    """Rows of the weights `[n, k]`, each unpacked from its lane of its panel."""
-    row = jnp.clip(indices.reshape(-1), 0, packed.kept[0] - 1)
-    scale = packed.arrays.tensor_scale
-    # A batch of panels, each a matrix of its own.
-    panels = Panels(
-        bytes=packed.arrays.bytes[row // PANEL_ROWS, None],
-        tensor_scale=None if scale is None else jnp.broadcast_to(scale, row.shape),
-    )
-    matrices = unpack(dataclasses.replace(packed, arrays=panels, kept=(PANEL_ROWS,)))
-    rows = jax.vmap(lambda matrix, lane: matrix[lane])(matrices, row % PANEL_ROWS)
-    return rows.reshape(*indices.shape, packed.k[0])
-
-
-PANELS = Layout(backend="cpu_ffi", batch=batch_of, unpack=unpack, take=take)
+PARTS = Layout(backend="cpu_ffi", batch=parts.batch_of, unpack=parts.unpack, cut=_cut_parts)
 
 
 def rejects(call: PackCall) -> str | None:
@@ -123,16 +82,16 @@ def pack(x: MXArray, call: PackCall) -> PackedMXArray:
         attributes=hashable(
             {"element": element, "scale": scale, "block": np.int32(block), "k_first": axes.k_first}
         ),
-        sizes=(("bytes", _panel_bytes(format, math.prod(k))),),
+        sizes=(("bytes", panels.panel_bytes(format, math.prod(k))),),
     )
-    (panels,) = handler(axes.as_matrices(x.codes), axes.as_matrices(x.scales))
+    (packed,) = handler(axes.as_matrices(x.codes), axes.as_matrices(x.scales))
     tensor_scale = x.tensor_scale
     if tensor_scale is not None:
         # One for each matrix: scan slices every array of a stack along the same axes.
         tensor_scale = tensor_scale.reshape(tensor_scale.shape[: len(batch)])
         tensor_scale = jnp.broadcast_to(tensor_scale, batch)
     return PackedMXArray(
-        arrays=Panels(bytes=panels, tensor_scale=tensor_scale),
+        arrays=Panels(bytes=packed, tensor_scale=tensor_scale),
         layout=PANELS,
         kept=kept,
         k=k,
@@ -140,10 +99,3 @@ def pack(x: MXArray, call: PackCall) -> PackedMXArray:
         format=format,
         dtype=x.dtype,
     )
-
-
-def _panel_bytes(format: BlockFormat, k: int) -> int:
-    chunks = -(-k // _CHUNK)
-    codes = chunks * _CHUNK * PANEL_ROWS // (2 if format.element.bits == 4 else 1)
-    scales = chunks * (_CHUNK // rejections.block_size(format)) * PANEL_ROWS
-    return codes + -(-scales // 64) * 64 + _SUMMARY

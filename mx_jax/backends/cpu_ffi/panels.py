@@ -1,0 +1,89 @@
+"""Panels: weights in the order in which the CPU's kernels read them, 32 rows with all of k each."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from mx_jax.backends.cpu_ffi import rejections
+from mx_jax.formats import BlockFormat
+from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray
+
+PANEL_ROWS = 32
+CHUNK = 32  # along k
+SUMMARY = 64  # bytes at the end of a panel; all as in custom_calls/products/weights.h
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("bytes", "tensor_scale"), meta_fields=()
+)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Panels:
+    """Weights panel by panel.
+
+    Attributes:
+      bytes: uint8 `[*batch, ceil(n / 32), bytes of a panel]`, with n the product of kept.
+      tensor_scale: float32 `[*batch]` (NVFP4), else None.
+    """
+
+    bytes: jax.Array
+    tensor_scale: jax.Array | None
+
+
+def batch_of(panels: Panels) -> tuple[int, ...]:
+    """Sizes of the batch axes."""
+    return panels.bytes.shape[:-2]
+
+
+def unpack(packed: PackedMXArray) -> MXArray:
+    """The weights that panels were made of."""
+    panels, scale = packed.arrays.bytes, packed.arrays.tensor_scale
+    rows, k = math.prod(packed.kept), math.prod(packed.k)
+    per_word = 8 if packed.format.element.bits == 4 else 4
+    block = rejections.block_size(packed.format)
+    chunks, blocks = -(-k // CHUNK), -(-k // CHUNK) * (CHUNK // block)
+    batch, num_panels = panels.shape[:-2], panels.shape[-2]
+    code_bytes = chunks * CHUNK * PANEL_ROWS * 4 // per_word
+    words = panels[..., :code_bytes].reshape(*batch, num_panels, -1, PANEL_ROWS, 4)
+    if per_word == 8:
+        words = jnp.concatenate([words & 15, words >> 4], axis=-1)
+    padded_rows = num_panels * PANEL_ROWS
+    codes = jnp.swapaxes(words, -3, -2).reshape(*batch, padded_rows, chunks * CHUNK)
+    scales = panels[..., code_bytes : code_bytes + blocks * PANEL_ROWS]
+    scales = jnp.swapaxes(scales.reshape(*batch, num_panels, blocks, PANEL_ROWS), -2, -1)
+    scales = scales.reshape(*batch, padded_rows, blocks)
+    scale_k = (*packed.k[:-1], -(-packed.k[-1] // block))
+    ones = (1,) * (len(packed.kept) + len(packed.k))
+    return MXArray(
+        codes=packed.arrange(codes[..., :rows, :k], batch, packed.k),
+        scales=packed.arrange(scales[..., :rows, : math.prod(scale_k)], batch, scale_k),
+        tensor_scale=None if scale is None else scale.reshape(*scale.shape, *ones),
+        format=packed.format,
+        blocks=packed.blocks,
+        dtype=packed.dtype,
+    )
+
+
+def take(packed: PackedMXArray, indices: jax.Array) -> MXArray:
+    """Rows of the weights `[n, k]`, each unpacked from its lane of its panel."""
+    row = jnp.clip(indices.reshape(-1), 0, packed.kept[0] - 1)
+    scale = packed.arrays.tensor_scale
+    # A batch of panels, each a matrix of its own.
+    panels = Panels(
+        bytes=packed.arrays.bytes[row // PANEL_ROWS, None],
+        tensor_scale=None if scale is None else jnp.broadcast_to(scale, row.shape),
+    )
+    matrices = unpack(dataclasses.replace(packed, arrays=panels, kept=(PANEL_ROWS,)))
+    rows = jax.vmap(lambda matrix, lane: matrix[lane])(matrices, row % PANEL_ROWS)
+    return rows.reshape(*indices.shape, packed.k[0])
+
+
+def panel_bytes(format: BlockFormat, k: int) -> int:
+    """Bytes of one panel, of k contracted positions."""
+    chunks = -(-k // CHUNK)
+    codes = chunks * CHUNK * PANEL_ROWS // (2 if format.element.bits == 4 else 1)
+    scales = chunks * (CHUNK // rejections.block_size(format)) * PANEL_ROWS
+    return codes + -(-scales // 64) * 64 + SUMMARY

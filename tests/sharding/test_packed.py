@@ -1,0 +1,189 @@
+"""Packed weights on several devices: each multiplies its own tiles, and no weight is gathered."""
+
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import mx_jax
+from mx_jax import convert
+from mx_jax.inspect import explain_call
+from mx_jax.packed import PackedMXArray
+from mx_jax.sharding import device_put
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+from tests.backends.test_cpu_ffi import needs_library
+from tests.quick import OPTIONS, quick
+from tests.sharding.collectives import Exchange, collectives
+
+pytestmark = needs_library
+
+P = PartitionSpec
+K, N, ROWS = 256, 128, 4
+MXFP4 = mx_jax.recipes.mxfp4()
+NVFP4 = mx_jax.recipes.weight_only("nvfp4")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.fixture(scope="module")
+def x() -> jax.Array:
+    return jnp.asarray(draw_few_octaves(np.random.default_rng(0), (ROWS, K)))
+
+
+def weights(format: str, axis: int) -> mx_jax.MXArray:
+    w = draw_few_octaves(np.random.default_rng(1), (K, N))
+    return mx_jax.quantize(jnp.asarray(w if axis == 0 else w.T), format, axis=axis)
+
+
+def product(axis: int, recipe: Any) -> Any:
+    numbers = (((1,), (axis,)), ((), ()))
+    return lambda x, w: mx_jax.dot_general(x, w, numbers, recipe=recipe)
+
+
+def program(run: Any, *operands: Any) -> tuple[Any, str]:
+    """What a function gives, and its program."""
+    compiled = jax.jit(run).lower(*operands).compile(compiler_options=OPTIONS)
+    return compiled(*operands), compiled.as_text()
+
+
+def all_reduce(number: int) -> list[Exchange]:
+    return [Exchange("all-reduce", "f32", 1, number * 4)]
+
+
+CASES = {
+    "columns": ("mxfp4", 0, (None, "model"), P("data"), []),
+    "columns of the other order": ("nvfp4", 1, (None, "model"), P(), []),
+    "rows": ("nvfp4", 0, ("model", None), P(None, "model"), all_reduce(ROWS * N)),
+    "both": ("mxfp4", 1, ("data", "model"), P(None, "data"), all_reduce(ROWS * N // 4)),
+}
+
+
+@pytest.mark.parametrize(("format", "axis", "spec", "lies", "exchanged"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("in_context", [True, False], ids=["set_mesh", "no mesh"])
+def test_each_device_multiplies_its_tiles(
+    format: str,
+    axis: int,
+    spec: tuple[str | None, ...],
+    lies: PartitionSpec,
+    exchanged: list[Exchange],
+    in_context: bool,
+    mesh: Mesh,
+    x: jax.Array,
+):
+    """Column and row parallel: what is exchanged are sums; each device runs the kernel."""
+    run = product(axis, MXFP4 if format == "mxfp4" else NVFP4)
+    packed = mx_jax.pack_weights(weights(format, axis))
+    place = NamedSharding(mesh, P(*spec if axis == 0 else spec[::-1]))
+    placed = device_put(packed, place)
+    assert_bitwise_equal(placed.dequantize(), packed.dequantize())
+    assert max(each.nbytes for each in shards(placed)) <= packed.nbytes * 0.27
+    operands = jax.device_put(x, NamedSharding(mesh, lies)), placed
+    with jax.set_mesh(mesh) if in_context else jax.default_device(None):
+        result, text = program(run, *operands)
+    assert collectives(text) == exchanged
+    assert re.findall(r"mx_jax_cpu_matmul\w*", text) and "f32[256,128]" not in text
+    expected = quick(run)(x, packed)
+    if spec[0] is None:
+        assert_bitwise_equal(result, expected)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-4)
+
+
+def shards(packed: PackedMXArray) -> list[Any]:
+    """What each device has of the panels."""
+    return [shard.data for shard in jax.tree.leaves(packed)[0].addressable_shards]
+
+
+def test_weights_are_packed_where_they_lie(mesh: Mesh):
+    """A stack of layers with heads: each device gets its heads of each layer."""
+    w = jnp.asarray(draw_few_octaves(np.random.default_rng(2), (3, 64, 8, 16)))
+    stacked = mx_jax.quantize(w, "nvfp4", axis=1)
+    placed = device_put(stacked, NamedSharding(mesh, P(None, None, "model", None)))
+    packed = mx_jax.pack_weights(placed, contracting=1, num_batch=1)
+    assert isinstance(packed, PackedMXArray)
+    assert [leaf.sharding.spec for leaf in jax.tree.leaves(packed)] == [
+        P(None, "model", None),
+        P(None),
+    ]
+    assert_bitwise_equal(packed.dequantize(), stacked.dequantize())
+
+    def layers(x: jax.Array, w: Any) -> Any:
+        def layer(x, w):
+            heads = mx_jax.einsum("mk,khd->mhd", x, w, recipe=NVFP4)
+            return x + heads.sum((1, 2))[:, None], heads
+
+        return jax.lax.scan(layer, x, w)[1]
+
+    x = jnp.asarray(draw_few_octaves(np.random.default_rng(3), (4, 64)))
+    whole = mx_jax.pack_weights(stacked, contracting=1, num_batch=1)
+    result, text = program(layers, x, packed)
+    assert {found.kind for found in collectives(text)} == {"all-reduce"}
+    np.testing.assert_allclose(result, quick(layers)(x, whole), rtol=1e-4)
+
+
+def test_a_converted_model_in_tensor_parallel(mesh: Mesh):
+    """Columns, then rows: one sum between devices for both layers."""
+    model = nn.Sequential([nn.Dense(128), nn.relu, nn.Dense(64)])
+    rules = convert.Rule(".*", "mxfp4")
+    x = jnp.asarray(draw_few_octaves(np.random.default_rng(4), (ROWS, 64)))
+    params = jax.tree.map(np.asarray, model.init(jax.random.key(0), x))
+    served = convert.weights(params, rules)
+    kernels = {"layers_0": P(None, "model"), "layers_2": P("model", None)}
+    for layer, spec in kernels.items():
+        own = params["params"][layer]
+        own["kernel"] = jax.device_put(own["kernel"], NamedSharding(mesh, spec))
+    shared = convert.weights(params, rules)
+    assert isinstance(shared["params"]["layers_2"]["kernel"], PackedMXArray)
+    converted = convert.linen(model, rules)
+    with jax.set_mesh(mesh):
+        result, text = program(converted.apply, shared, x)
+    assert collectives(text) == all_reduce(ROWS * 64)
+    np.testing.assert_allclose(result, quick(converted.apply)(served, x), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_whose_tiles_cannot_be_shared(mesh: Mesh):
+    narrow = mx_jax.quantize(jnp.ones((96, 96)), "mxfp4", axis=0)
+    packed = mx_jax.pack_weights(narrow)
+    columns, rows = (NamedSharding(mesh, spec) for spec in (P(None, "model"), P("model")))
+    message = (
+        r"every shard needs whole tiles of packed weights along axis=1, got shard size=24 "
+        r"\(96 rows over 4 devices, mesh axes=\('model',\)\) with tiles of 32 rows.*3 tiles "
+        "divide by, or the"
+    )
+    with pytest.raises(ValueError, match=f"device_put: {message}"):
+        device_put(packed, columns)
+    with pytest.raises(ValueError, match=f"pack_weights: {message}"):
+        mx_jax.pack_weights(device_put(narrow, columns))
+    with pytest.raises(ValueError, match=r"whole blocks along axis=0, got shard size=24.*block=32"):
+        device_put(packed, rows)
+    heads = mx_jax.pack_weights(mx_jax.quantize(jnp.ones((64, 4, 32)), "mxfp4", axis=0))
+    with pytest.raises(ValueError, match="cannot be cut along axis=2, got PackedMXArray"):
+        device_put(heads, NamedSharding(mesh, P(None, None, "model")))
+    kernel = jax.device_put(jnp.ones((96, 96)), columns)
+    with pytest.warns(UserWarning, match=r"convert\.weights: stored as MXArray: every shard needs"):
+        stored = convert.weights({"up": {"kernel": kernel}}, convert.Rule(".*", "mxfp4"))
+    assert isinstance(stored["up"]["kernel"], mx_jax.MXArray)
+
+
+def test_shard_map_is_told(mesh: Mesh, x: jax.Array):
+    packed = mx_jax.pack_weights(weights("mxfp4", 0))
+    run = jax.shard_map(
+        product(0, MXFP4), mesh=mesh, in_specs=(P(), P("model")), out_specs=P(None, "model")
+    )
+    with pytest.raises(ValueError, match=r"got PackedMXArray.* with 1 tiles of 32 rows, as shard"):
+        jax.eval_shape(run, x, packed)
+
+
+def test_explained(mesh: Mesh, x: jax.Array):
+    packed = mx_jax.pack_weights(weights("mxfp4", 0))
+    with jax.set_mesh(mesh):
+        text = str(explain_call(product(0, MXFP4), x, packed))
+    assert "whole tiles, where the compiler moves them along mesh axes=('data', 'model')" in text
