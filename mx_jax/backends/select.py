@@ -28,11 +28,13 @@ class Choice:
       backend: the first that accepts.
       offer: what it offers for such calls; `offer.run` computes this one.
       rejections: (name, reason) of those tried before.
+      target: the machine.
       evidence: the measurement that it is asked for; None if it is asked anyway.
     """
 
     backend: Backend
     offer: Offer
+    target: Target
     rejections: tuple[tuple[str, str], ...]
     evidence: Row | None = None
 
@@ -227,6 +229,7 @@ def _ask(
                 backend=backend,
                 offer=offer if target.counted else offer.uncounted,
                 rejections=tuple(rejections),
+                target=target,
                 evidence=row,
             )
             break

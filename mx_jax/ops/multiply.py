@@ -60,9 +60,9 @@ def multiply(
         fast_accumulation=fast_accumulation,
         out_sharding=out_sharding,
     )
-    if isinstance(rhs, PackedMXArray) and (choice := part_choice(rhs, call)) is not None:
-        return multiply_split(unpacked(lhs), rhs, call, choice)
     choice = select(call)
+    if choice.target.num_devices > 1 and (part := part_choice(rhs, call, choice)) is not None:
+        return multiply_split(unpacked(lhs), rhs, call, part)
     if stored and isinstance(rhs, MXArray):
         tell_of_packing(rhs, call, choice)
     if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
 from mx_jax.backends.records import active
-from mx_jax.backends.select import Choice, current_target, find
+from mx_jax.backends.select import Choice, find
 from mx_jax.codecs import packing
 from mx_jax.mxarray import MXArray
 from mx_jax.ops import split_packed
@@ -75,17 +75,16 @@ def is_split(rhs: AnyOperand, call: MatmulCall, choice: Choice) -> bool:
     return choice.offer.is_plain and concrete and not isinstance(rhs, PackedMXArray)
 
 
-def part_choice(rhs: AnyOperand, call: MatmulCall) -> Choice | None:
+def part_choice(rhs: AnyOperand, call: MatmulCall, whole: Choice) -> Choice | None:
     """What multiplies each device's part of packed weights; None: nothing does.
 
     On one device the compiler leaves the whole product to it.
     """
-    target = current_target()
-    if not isinstance(rhs, PackedMXArray) or rhs.layout.cut is None or target.num_devices == 1:
+    if not isinstance(rhs, PackedMXArray) or rhs.layout.cut is None:
         return None
     if any(kind is not AxisType.Auto for kind in jax.sharding.get_abstract_mesh().axis_types):
         return None
-    choice = find(call, dataclasses.replace(target, num_devices=1, counted=True))
+    choice = find(call, dataclasses.replace(whole.target, num_devices=1, counted=True))
     return choice if choice is not None and choice.backend.name == rhs.backend else None
 
 

@@ -9,11 +9,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.formats import Whole, block_format
 from mx_jax.mxarray import MXArray
-from mx_jax.packed import PackedMXArray
+from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.sharding.movement import Part, parts_of, spec_of
 from mx_jax.sharding.packed_layout import put_packed
 
-Q = TypeVar("Q", MXArray, PackedMXArray)
+Q = TypeVar("Q", bound=Quantized)
 
 
 class Specs(NamedTuple):
@@ -82,7 +82,8 @@ def device_put(x: Q, sharding: NamedSharding) -> Q:
       (64, 32)
     """
     if isinstance(x, PackedMXArray) and isinstance(sharding, NamedSharding):
-        return put_packed(x, sharding)
+        placed: Any = put_packed(x, sharding)
+        return placed
     if not isinstance(x, MXArray) or not isinstance(sharding, NamedSharding):
         raise TypeError(
             "device_put: needs an MXArray and a NamedSharding, got "
@@ -98,13 +99,14 @@ def device_put(x: Q, sharding: NamedSharding) -> Q:
         )
         return jax.device_put(array, NamedSharding(sharding.mesh, spec_of(own)))
 
-    return dataclasses.replace(
+    moved: Any = dataclasses.replace(
         x,
         codes=put(x.codes),
         scales=put(x.scales),
         tensor_scale=None if x.tensor_scale is None else put(x.tensor_scale),
         primal=None,
     )
+    return moved
 
 
 def check_shards(x: MXArray, parts: tuple[Part, ...], mesh: Any) -> None:

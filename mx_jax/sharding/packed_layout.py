@@ -40,8 +40,12 @@ def why_not_cut(x: PackedMXArray, sharding: NamedSharding) -> str | None:
     """Why packed weights cannot lie where their values are to lie; None: they can."""
     parts, mesh = parts_of(sharding, x.ndim), sharding.mesh
     devices = [_devices(mesh, part) for part in parts]
-    may = () if x.layout.cut is None else (*range(len(x.batch)), x.first_kept, x.first_k)
-    whole = [axis for axis, number in enumerate(devices) if number > 1 and axis not in may]
+    may: tuple[int, ...] = (
+        () if x.layout.cut is None else (*range(len(x.batch)), x.first_kept, x.first_k)
+    )
+    whole: list[int] = [
+        axis for axis, number in enumerate(devices) if number > 1 and axis not in may
+    ]
     if whole:
         return (
             f"packed weights cannot be cut along axis={whole[0]}, got {x!r} with sharding="

@@ -244,7 +244,9 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
             isinstance(call, MatmulCall) and meet(call.lhs.format, call.rhs.format)
         )
         backend = backend_of(SM100) if mine else REFERENCE
-        return Choice(backend=backend, offer=backend.offers[type(call)], rejections=())
+        target = Target(platform="cuda", compute_capability=(10, 0))
+        offer = backend.offers[type(call)]
+        return Choice(backend=backend, offer=offer, target=target, rejections=())
 
     monkeypatch.setattr(ops_packing, "select", select)
     monkeypatch.setattr(multiply, "select", select)

@@ -49,7 +49,7 @@ def product(axis: int, recipe: Any) -> Any:
     return lambda x, w: mx_jax.dot_general(x, w, numbers, recipe=recipe)
 
 
-def program(run: Any, *operands: Any) -> tuple[Any, str]:
+def program(run: Any, *operands: Any) -> tuple[Any, Any]:
     """What a function gives, and its program."""
     compiled = jax.jit(run).lower(*operands).compile(compiler_options=OPTIONS)
     return compiled(*operands), compiled.as_text()
