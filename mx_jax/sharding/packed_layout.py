@@ -40,12 +40,8 @@ def why_not_cut(x: PackedMXArray, sharding: NamedSharding) -> str | None:
     """Why packed weights cannot lie where their values are to lie; None: they can."""
     parts, mesh = parts_of(sharding, x.ndim), sharding.mesh
     devices = [_devices(mesh, part) for part in parts]
-    may: tuple[int, ...] = (
-        () if x.layout.cut is None else (*range(len(x.batch)), x.first_kept, x.first_k)
-    )
-    whole: list[int] = [
-        axis for axis, number in enumerate(devices) if number > 1 and axis not in may
-    ]
+    may = {*range(len(x.batch)), x.first_kept, x.first_k} if x.layout.cut else set[int]()
+    whole = [axis for axis, number in enumerate(devices) if number > 1 and axis not in may]
     if whole:
         return (
             f"packed weights cannot be cut along axis={whole[0]}, got {x!r} with sharding="
@@ -80,12 +76,13 @@ def _about_rows(x: PackedMXArray, cut: Cut, axis: int, devices: int, part: Part)
 
 def _about_k(x: PackedMXArray, axis: int, devices: int, part: Part) -> str | None:
     ((_, block),) = x.blocks
-    size = x.k[0] / devices
-    in_blocks = len(x.k) > 1 or (isinstance(block, int) and size % block == 0)
-    if devices == 1 or (x.k[0] % devices == 0 and in_blocks):
+    first, *rest = x.k
+    size = first / devices
+    in_blocks = bool(rest) or (isinstance(block, int) and size % block == 0)
+    if devices == 1 or (first % devices == 0 and in_blocks):
         return None
     return (
-        f"every shard needs whole blocks along axis={axis}, got shard size={size:g} ({x.k[0]} over "
+        f"every shard needs whole blocks along axis={axis}, got shard size={size:g} ({first} over "
         f"{devices} devices, mesh axes={part}) with block={block} of {x!r}; shard another axis, or "
         "along mesh axes that its blocks divide by"
     )

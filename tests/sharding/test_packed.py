@@ -97,7 +97,7 @@ def test_each_device_multiplies_its_tiles(
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-4)
 
 
-def shards(packed: PackedMXArray) -> list[Any]:
+def shards(packed: Any) -> list[Any]:
     """What each device has of the panels."""
     return [shard.data for shard in jax.tree.leaves(packed)[0].addressable_shards]
 
