@@ -42,6 +42,10 @@ def capture(
       product of the same operands in float32; of gradients too;
     - `"arrays"`, only if named: the values before and after. Not below `shard_map`.
 
+    Of an operand that came quantized, such as a stored weight, the rule is `"stored"`. It has no
+    `underflow`, `saturation`, `sqnr` and `before`: what it was, nothing says. The error of its
+    product is that of the other operand's cast.
+
     Args:
       filter: a regular expression for whole paths, or a function of a `Tag`; None: all.
       stats: names of statistics, or one.

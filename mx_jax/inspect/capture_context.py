@@ -104,11 +104,16 @@ class Capture:
         if isinstance(sight.after, MXArray):
             axis = sight.tag.axis
             assert axis is not None
-            raw |= statistics.of_cast(sight.before, sight.after, axis, self.stats)
+            if sight.before is None:
+                raw |= statistics.of_stored(sight.after, axis, self.stats)
+            else:
+                raw |= statistics.of_cast(sight.before, sight.after, axis, self.stats)
         else:
+            assert sight.before is not None
             raw |= statistics.of_product(sight.before, sight.after)
         if ARRAYS in self.stats:
-            raw |= {"before": sight.before, "after": values(sight.after)}
+            raw |= {"after": values(sight.after)}
+            raw |= {} if sight.before is None else {"before": sight.before}
         return raw
 
     def look(self, look: Look, now: Moment) -> _Seen:

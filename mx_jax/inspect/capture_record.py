@@ -20,7 +20,7 @@ class Record:
       index: of the layer, for each loop around it, outermost first.
       stats: statistics by name: see `capture`.
       order: records of one step, sorted by it, are in the order of the program.
-      before: the values, if arrays were asked for.
+      before: the values, if arrays were asked for; None of an operand that came quantized.
       after: what the cast made of them, in float32; of a product, what it is.
     """
 

@@ -27,6 +27,8 @@ Raw = dict[str, jax.Array]
 STATISTICS = ("amax", "scales", "underflow", "saturation", "nonfinite", "sqnr", "channels", "error")
 """What `capture` can compute; `"arrays"` besides, which is not among its defaults."""
 
+# What takes the values before the cast.
+_LOSSES = frozenset({"underflow", "saturation", "sqnr"})
 _MAXIMA = frozenset({"amax", "channel_amax"})
 # Sums of squares of what was divided by amax's power of two.
 _SQUARES = frozenset({"signal", "noise", "dot", "exact", "actual"})
@@ -69,6 +71,18 @@ def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str
     if "channels" in wanted:
         raw["channel_amax"] = _whole(channels)
     return raw
+
+
+def of_stored(after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
+    """What can be told of an operand that came quantized: nothing of what the cast lost.
+
+    Args:
+      after: the operand.
+      axis: along which channels are counted.
+      wanted: some of `STATISTICS`.
+    """
+    values = decode(after, np.dtype(np.float32), saturates=True)
+    return of_cast(values, after, axis, frozenset(wanted) - _LOSSES)
 
 
 def of_product(exact: jax.Array, actual: jax.Array) -> Raw:

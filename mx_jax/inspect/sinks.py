@@ -196,18 +196,22 @@ class TensorBoard:
     """Numbers for TensorBoard.
 
     Args:
-      writer: whatever has `add_scalar(name, value, step)`, as tensorboardX's `SummaryWriter` and
-        torch's do, or `write_scalars(step, {name: value})`, as clu's writers do.
+      writer: a folder, which tensorboardX writes (`pip install "mx_jax[tensorboard]"`); or whatever
+        has `add_scalar(name, value, step)`, as tensorboardX's `SummaryWriter` and torch's do, or
+        `write_scalars(step, {name: value})`, as clu's writers do.
 
     Raises:
+      ImportError: a folder, and no tensorboardX.
       TypeError: a writer that has neither.
     """
 
     def __init__(self, writer: Any):
+        if isinstance(writer, str | Path):
+            writer = _summary_writer(writer)
         if not hasattr(writer, "add_scalar") and not hasattr(writer, "write_scalars"):
             raise TypeError(
-                "TensorBoard: needs a writer with add_scalar (tensorboardX) or write_scalars "
-                f"(clu), got writer of type {type(writer).__name__}"
+                "TensorBoard: needs a folder, or a writer with add_scalar (tensorboardX) or "
+                f"write_scalars (clu), got writer of type {type(writer).__name__}"
             )
         self._writer = writer
 
@@ -231,3 +235,14 @@ class TensorBoard:
         """Hand on what the writer holds back."""
         if hasattr(self._writer, "flush"):
             self._writer.flush()
+
+
+def _summary_writer(folder: str | Path) -> Any:
+    try:
+        from tensorboardX import SummaryWriter  # pyright: ignore
+    except ImportError as error:
+        raise ImportError(
+            f"TensorBoard: writing into folder={str(folder)!r} needs tensorboardX, which is not "
+            'installed; pip install "mx_jax[tensorboard]", or give a writer that you have'
+        ) from error
+    return SummaryWriter(str(folder))

@@ -46,7 +46,7 @@ class Tag:
         gradient. None: the product itself.
       axis: that blocks lie along, from the end; None for a product.
       format: name of the block format; of a product, of both operands.
-      rule: name of the scale rule, likewise.
+      rule: name of the scale rule, likewise; `"stored"` of an operand that came quantized.
       call: which use of the module in its function, from 0.
 
     Example:

@@ -7,7 +7,7 @@ forward products twice, and their gradients once. Without a gradient the forward
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -15,13 +15,15 @@ import numpy as np
 from mx_jax.axes import Side
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops.kept import Kept, as_taken
-from mx_jax.ops.product import Cast, Casts, Given, Product, product_bwd, product_fwd, zero_bars
+from mx_jax.ops.product import Casts, Given, Product, product_bwd, product_fwd, zero_bars
 from mx_jax.ops.tags import GRADIENT, Moment, Place, Tag, entered, moment, numbers, place, watching
 from mx_jax.ops.tags import Product as Name
 from mx_jax.ops.varying import sum_over
 from mx_jax.packed import Quantized, unpacked
 
 Pair = tuple[jax.Array, jax.Array]
+# The rule of operands that came quantized, as tags have it.
+STORED = "stored"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +32,12 @@ class Sight:
 
     Attributes:
       tag: what it is.
-      before: the values.
+      before: the values; None of an operand that came quantized.
       after: an MXArray, or the product.
     """
 
     tag: Tag
-    before: jax.Array
+    before: jax.Array | None
     after: MXArray | jax.Array
 
 
@@ -47,16 +49,21 @@ class Look:
       name: of the product.
       casts: what it quantizes.
       errors: the product in float32 and as it is, for those who want to compare.
+      given: the operands as they came, of the forward product.
     """
 
     tap: "Tap"
     name: Name
     casts: Callable[[], Casts]
     errors: Callable[[], Pair]
+    given: tuple[Any, Any] = (None, None)
 
     def sights(self) -> Iterator[tuple[Tag, Callable[[], Sight]]]:
         """Tags, and the sights that they are of."""
-        found = self.casts()
+        found = [
+            _stored(given) if cast is None else cast
+            for cast, given in zip(self.casts(), self.given, strict=True)
+        ]
         for side, cast in zip(("lhs", "rhs"), found, strict=True):
             if cast is not None:
                 tag = self._tag(side, cast.axis, cast.after.format.name, cast.rule)
@@ -78,8 +85,26 @@ class Look:
             call=tap.call,
         )
 
-    def _both(self, found: Casts, text: Callable[[Cast], str]) -> str:
+    def _both(self, found: Sequence[Any], text: Callable[[Any], str]) -> str:
         return " x ".join("high precision" if cast is None else text(cast) for cast in found)
+
+
+class Stored(NamedTuple):
+    """An operand that came quantized: what it was before, and by which rule, nothing says."""
+
+    after: MXArray
+    axis: int
+    before: None = None
+    rule: str = STORED
+
+
+def _stored(operand: Any) -> Stored | None:
+    if not isinstance(operand, Quantized):
+        return None
+    after = unpacked(operand)
+    assert isinstance(after, MXArray)
+    # Square blocks have two axes; the last one named is the contracting one's.
+    return Stored(after, after.blocks[-1][0])
 
 
 class Watcher(Protocol):
@@ -169,7 +194,8 @@ def _forward_look(product, tap, lhs, rhs, extra, result) -> Look:
         left, right = values(lhs.operand), values(rhs.operand)
         return exact.forward(left, right, extra), _only(result)
 
-    return Look(tap, "output", lambda: product.casts(lhs.operand, rhs.operand, extra), errors)
+    given = lhs.operand, rhs.operand
+    return Look(tap, "output", lambda: product.casts(*given, extra), errors, given)
 
 
 def _backward_looks(

@@ -4,6 +4,8 @@ import csv
 import io
 import json
 import math
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -105,9 +107,27 @@ def test_tensorboard_gets_numbers(kind):
 
 def test_a_writer_that_is_none():
     with pytest.raises(
-        TypeError, match=r"needs a writer with add_scalar .*, got writer of type int"
+        TypeError, match=r"needs a folder, or a writer with add_scalar .*, got writer of type int"
     ):
         inspect.TensorBoard(3)
+
+
+def test_tensorboard_of_a_folder(tmp_path, monkeypatch):
+    writers = {}
+
+    class SummaryWriter(TensorBoardX):
+        def __init__(self, folder):
+            super().__init__()
+            writers[folder] = self
+
+    fake = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "tensorboardX", fake)
+    told(inspect.TensorBoard(tmp_path))
+    assert (4, "mlp/up[2]/output/input/amax", 3.5) in writers[str(tmp_path)].told
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    message = r"needs tensorboardX, which is not installed; pip install \"mx_jax\[tensorboard\]\""
+    with pytest.raises(ImportError, match=message):
+        inspect.TensorBoard(str(tmp_path))
 
 
 def test_several_sinks_are_told_the_same(tmp_path):

@@ -151,12 +151,18 @@ def test_what_keeps_codes_tells_its_casts_once():
 
 def test_counts_are_exact_where_float32_counts_no_further(monkeypatch):
     array = mx_jax.quantize(drawn((4, 64), 0), "mxfp4", axis=-1)
-    whole = capture_statistics.of_cast(jnp.ones((4, 64)), array, -1, {"scales", "underflow"})
+
+    def counts(x):
+        return capture_statistics.of_cast(x, array, -1, {"scales", "underflow"})
+
+    x = jnp.ones((4, 64))
+    whole = counts(x)
     monkeypatch.setattr(capture_statistics, "_EXACT", 4)
-    rows = capture_statistics.of_cast(jnp.ones((4, 64)), array, -1, {"scales", "underflow"})
+    rows = counts(x)
     assert int(rows["exponents"].sum()) == 8
     for name in ("exponents", "underflow"):
         np.testing.assert_array_equal(rows[name], whole[name])
+    assert "([0], [0])" in str(jax.make_jaxpr(counts)(x)), "each row by itself"
 
 
 def test_a_message_is_one_array_and_arrays_that_are_not_copied():
@@ -166,3 +172,37 @@ def test_a_message_is_one_array_and_arrays_that_are_not_copied():
     assert words.shape == (2,) and [array.dtype for array in whole] == [jnp.bfloat16]
     ((raw,), step) = unpack(words, whole, layout)
     assert (int(raw["count"]), int(step), raw["before"].shape) == (2**32 - 1, -7, (2, 3))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [recipes.mxfp4(), pytest.param(recipes.weight_only("mxfp4"), marks=pytest.mark.slow)],
+    ids=lambda recipe: recipe.name,
+)
+def test_what_came_quantized_tells_what_it_is_and_not_what_it_lost(recipe):
+    x, w = drawn((8, 64), 0), drawn((64, 32), 1)
+    w[5] = 0
+    stored = mx_jax.quantize(w, "mxfp4", axis=0)
+    with inspect.capture(stats=("arrays", *inspect.STATISTICS)) as records:
+        mx_jax.matmul(x, stored, recipe=recipe)
+    (record,) = (record for record in records.all() if record.tag.rule == "stored")
+    assert (record.tag.tensor, record.tag.format, record.tag.axis) == ("weight", "mxfp4", -2)
+    after = np.asarray(mx_jax.dequantize(stored))
+    np.testing.assert_array_equal(record.after, after)
+    assert record.before is None and not {"underflow", "saturation", "sqnr_db"} & set(record.stats)
+    assert record.stats["amax"] == np.abs(after).max() and record.stats["blocks"] == 64
+    assert sum(record.stats["scales"].values()) == 64
+    (product,) = (record for record in records.all() if record.tag.side is None)
+    np.testing.assert_allclose(product.before, x @ after, rtol=1e-5, atol=1e-3)
+
+
+def test_what_came_quantized_is_told_once_below_a_gradient_and_guarded():
+    stored = mx_jax.quantize(drawn((64, 32), 1), "mxfp4", axis=0)
+    broken = dataclasses.replace(stored, scales=stored.scales.at[1, 3].set(255))
+    with inspect.capture(stats="amax") as records:
+        jax.grad(lambda x: mx_jax.matmul(x, stored, recipe="mxfp4").sum())(jnp.ones((8, 64)))
+    found = [record.tag.product for record in records.all() if record.tag.rule == "stored"]
+    assert found == ["output"]
+    message = r"nonfinite_blocks=1 of blocks=64.*stored"
+    with pytest.raises(inspect.NonFiniteError, match=message), inspect.guard():
+        mx_jax.matmul(jnp.ones((8, 64)), broken, recipe="mxfp4")
