@@ -163,7 +163,7 @@ void Avx512ColumnBlock(const QuantizePlan& plan, const Encoder& encoder, const M
     FindScales(amax[v], kGroup, plan.rule, TensorScale(plan, place.slice), &scales[v]);
     if (kWay == Way::kFloat) FindWordScales(amax[v], encoder, &scales[v]);
     usual = usual && (scales[v].nan & tile.valid[v]) == 0;
-    if (kWay == Way::kFloatWide || kWay == Way::kFloatDivided) {
+    if (kWay == Way::kFloatWide || kWay == Way::kFloatDivided || kWay == Way::kFloatRounded) {
       usual = usual && AreFinite(scales[v], kGroup);
     }
   }

@@ -124,12 +124,13 @@ MX_INLINE void OverwriteNan(const QuantizePlan& plan, const GroupScales& scales,
 // Rarer: a factor that left float32's range, whose products may be NaN.
 template <class T>
 void RepairGroup(const QuantizePlan& plan, const GroupScales& scales, const T* x, int64_t count,
-                 uint8_t* out) {
+                 const int32_t* random, uint8_t* out) {
   float values[kPiece];
   for (int64_t i = 0; i < count; ++i) {
     if (IsFinite(scales.factor[i]) || (scales.nan >> i & 1)) continue;
     CopyWidened(x + i * plan.block, plan.block, values);
-    EncodeAny(values, plan.block, scales.factor[i], false, plan, nullptr, out + i * plan.block);
+    const int32_t* drawn = random == nullptr ? nullptr : random + i * plan.block;
+    EncodeAny(values, plan.block, scales.factor[i], false, plan, drawn, out + i * plan.block);
   }
 }
 
@@ -164,8 +165,9 @@ MX_INLINE void EncodeSegment(const QuantizePlan& plan, const Encoder& encoder, S
     const int64_t n = count * plan.block;
     EncodeGroup<T, kWay>(x, n, shift, scales, encoder, plan.element, random, out);
     if (MX_UNLIKELY(scales.nan != 0)) OverwriteNan(plan, scales, count, out);
-    if (kWay == Way::kFloatWide && MX_UNLIKELY(!AreFinite(scales, count))) {
-      RepairGroup<T>(plan, scales, x, count, out);
+    constexpr bool kMayLeave = kWay == Way::kFloatWide || kWay == Way::kFloatRounded;
+    if (kMayLeave && MX_UNLIKELY(!AreFinite(scales, count))) {
+      RepairGroup<T>(plan, scales, x, count, random, out);
     }
     x += n;
     if (random != nullptr) random += n;

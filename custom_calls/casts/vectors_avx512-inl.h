@@ -402,8 +402,10 @@ MX_INLINE void ByWay(const QuantizePlan& plan, const Run& run) {
 // Whether the element has a plain sign, and scales that fit the way of rounding.
 MX_INLINE bool SuitsVectors(const QuantizePlan& plan) {
   if (!IsSimple(plan.element)) return false;
-  const bool exponent = plan.rule.kind == ScaleFormatKind::kExponent;
-  return exponent || (plan.rounding == Rounding::kNearest && !plan.element.is_integer);
+  if (plan.rule.kind == ScaleFormatKind::kExponent) return true;
+  if (plan.element.is_integer) return false;
+  // What divides is rounded to nearest alone.
+  return plan.rounding == Rounding::kNearest || plan.rule.kind != ScaleFormatKind::kMultiplier;
 }
 
 // Whether every 64 columns of codes are a line of memory, and large results may go past the caches.
