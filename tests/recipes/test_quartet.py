@@ -92,6 +92,23 @@ def run(recipe: Recipe, x: Any, w: Any, g: Any, key: Any = None) -> tuple[jax.Ar
     return y, *pullback(g)
 
 
+@pytest.mark.slow
+@pytest.mark.one_python(reason="a mean over draws")
+@pytest.mark.parametrize("name", ["quartet", "quartet_ii"])
+def test_gradients_are_right_on_average(name: str):
+    """Of what the output's product took: 99.9 % intervals of 32 draws (3.63 standard errors)."""
+    arrays, keys = draw(64, 128, 64), jax.random.split(jax.random.key(1), 32)
+    recipe = recipes.from_name(name)
+    exact = mx_jax.inspect.passes(recipe)[f"{name}, forward alone"]
+    drawn = quick(jax.vmap(lambda key: run(recipe, *arrays, key)[1:]))(keys)
+    expected = quick(lambda *a: run(exact, *a)[1:])(*arrays)
+    for found, value in zip(drawn, expected, strict=True):
+        value = np.asarray(value, np.float64)
+        slopes = np.einsum("dij,ij->d", np.asarray(found, np.float64), value) / np.sum(value**2)
+        half = 3.63 * slopes.std(ddof=1) / np.sqrt(32)
+        assert abs(slopes.mean() - 1) < half < 0.02, (slopes.mean(), half)
+
+
 @pytest.fixture(scope="module")
 def nearest() -> tuple[jax.Array, ...]:
     return quick(run, static_argnums=0)(NEAREST, *draw(64, 80, 32))
