@@ -23,14 +23,16 @@ STYLE = {
 }
 
 
-def save(name: str, draw: Callable[[Any], None], folder: Path = FOLDER) -> Path:
-    """Let `draw` fill a plot, and write it as SVG."""
+def save(
+    name: str, draw: Callable[[Any], None], folder: Path = FOLDER, description: str | None = None
+) -> Path:
+    """Let `draw` fill a plot, and write it as SVG, which says a description if there is one."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(layout="constrained")
         draw(axes)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.svg"
-        figure.savefig(path, metadata={"Date": None})
+        figure.savefig(path, metadata={"Date": None, "Description": description})
         plt.close(figure)
     print(path)
     return path

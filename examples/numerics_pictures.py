@@ -1,0 +1,131 @@
+"""The pictures of docs/numerics.md: number lines, scale rules on a block, error by amplitude.
+
+    python examples/numerics_pictures.py
+
+Each picture says in its metadata which numbers it shows, and a test compares them with the
+script's: draw them again after a change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mx_jax
+from mx_jax.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, ElementFormat
+
+FOLDER = Path(__file__).parents[1] / "docs" / "images" / "numerics"
+ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2, INT8)
+RULES = ("floor", "ceil", "even", "rceil")
+FORMATS = ("mxfp4", "nvfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp8_e5m2", "mxfp8_e4m3", "mxint8")
+# Powers of two below the block's largest value, in quarters.
+AMPLITUDES = np.arange(0, 18.01, 0.25)
+
+
+def positive_values(element: ElementFormat) -> list[float]:
+    """What positive codes of an element mean, over the largest of them."""
+    codes = range(1, element.max_code + 1)
+    found = [element.value(code) for code in codes]
+    return sorted(float(value) / float(element.max) for value in found if value and value > 0)
+
+
+def block() -> np.ndarray:
+    """32 normal values; the largest, 6.5, lies above E2M1's largest code under a scale of 1."""
+    x = np.random.default_rng(4).normal(size=32).astype(np.float32)
+    return x * (6.5 / np.abs(x).max()).astype(np.float32)
+
+
+def by_rule(rule: str) -> dict[str, Any]:
+    """The block as MXFP4, its scale, and the signal to noise ratio."""
+    x = block()
+    array = mx_jax.quantize(x, "mxfp4", scale_rule=rule)
+    values = np.asarray(mx_jax.dequantize(array), np.float64)
+    scale = float(np.asarray(array.scales).item()) - 127
+    noise = np.square(x - values).sum()
+    return {
+        "before": x.tolist(),
+        "after": values.tolist(),
+        "scale": 2.0**scale,
+        "sqnr": round(10 * float(np.log10(np.square(x).sum() / noise)), 2),
+    }
+
+
+def error_by_amplitude(format: str) -> list[float]:
+    """Root mean square of the relative error of values so far below their block's largest."""
+    rng = np.random.default_rng(0)
+    size = mx_jax.quantize(np.ones(32, np.float32), format).blocks[-1][1]
+    rows = 64
+    found = rng.uniform(1, 2, (len(AMPLITUDES), rows, size)) * rng.choice((-1, 1), size)
+    # The largest of each block, with a mantissa of its own; the others below it.
+    largest = rng.uniform(1, 2, (len(AMPLITUDES), rows))
+    found *= (2.0**-AMPLITUDES)[:, None, None] * largest[..., None] / 2
+    found[..., 0] = largest
+    x = found.reshape(-1, size).astype(np.float32)
+    values = np.asarray(mx_jax.cast(x, format, axis=-1), np.float64)
+    error = np.square((values - x) / x).reshape(found.shape)[..., 1:]
+    return [round(float(value), 5) for value in np.sqrt(error.mean(axis=(1, 2)))]
+
+
+def numbers(name: str) -> Any:
+    """What a picture shows."""
+    if name == "number_lines":
+        return {element.name: positive_values(element) for element in ELEMENTS}
+    if name == "scale_rules":
+        return {rule: by_rule(rule) for rule in RULES}
+    return {format: error_by_amplitude(format) for format in FORMATS}
+
+
+def digest(name: str) -> str:
+    """Of the numbers, and of this script, which draws them."""
+    text = json.dumps(numbers(name)) + Path(__file__).read_text(encoding="utf-8")
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def number_lines(axes: Any) -> None:
+    for row, values in enumerate(numbers("number_lines").values()):
+        axes.vlines(values, row - 0.3, row + 0.3, colors=f"C{row}", linewidth=0.8)
+        axes.text(1.02, row, f"{len(values)} values", va="center")
+    axes.set_yticks(range(len(ELEMENTS)), [element.name for element in ELEMENTS])
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1.005), xlabel="positive values, over the format's largest")
+
+
+def scale_rules(axes: Any) -> None:
+    for row, found in enumerate(numbers("scale_rules").values()):
+        codes = found["scale"] * np.asarray(positive_values(E2M1)) * 6
+        axes.vlines([*-codes, 0, *codes], row - 0.35, row + 0.35, colors="0.75", linewidth=0.8)
+        for before, after in zip(found["before"], found["after"], strict=True):
+            axes.plot([before, after], [row + 0.15, row - 0.15], color=f"C{row}", linewidth=0.9)
+        axes.plot(found["before"], [row + 0.15] * 32, ".", color="0.3", markersize=4)
+        axes.text(8.8, row, f"scale {found['scale']:g}\n{found['sqnr']:.1f} dB", va="center")
+    axes.set_yticks(range(len(RULES)), [rule.upper() for rule in RULES])
+    axes.invert_yaxis()
+    axes.set(xlim=(-8.6, 8.6), xlabel="a value (dot), and the MXFP4 value that it becomes (line)")
+
+
+def amplitude(axes: Any) -> None:
+    for format, errors in numbers("amplitude").items():
+        axes.plot(-AMPLITUDES, np.maximum(errors, 1e-4) * 100, label=format)
+    axes.set_yscale("log")
+    axes.set(xlabel="log2 of the value over its block's largest", ylabel="error of the value (%)")
+    axes.legend(frameon=False, fontsize=7)
+
+
+PICTURES = {"number_lines": number_lines, "scale_rules": scale_rules, "amplitude": amplitude}
+
+
+def main() -> None:
+    sys.path.append(str(Path(__file__).parent / "findings"))
+    from findings_figure import save
+
+    for name, draw in PICTURES.items():
+        save(name, draw, FOLDER, description=digest(name))
+
+
+if __name__ == "__main__":
+    main()
