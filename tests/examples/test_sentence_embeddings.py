@@ -96,7 +96,9 @@ def test_conversion_quantizes_what_is_chosen(parts, tiny):
     assert parts.formats.kernel_bytes(variables) == 4 * kernels
     assert parts.formats.kernel_bytes(low.variables) < 2 * kernels
     assert parts.formats.table_bytes(variables) == 4 * 64 * (90 + 24 + 2)
-    assert parts.formats.table_bytes(low.variables) == 90 * (64 + 2) + 4 * 64 * (24 + 2)
+    # Packed for this machine, its rows fill whole tiles.
+    table = parts.formats.table_bytes(low.variables) - 4 * 64 * (24 + 2)
+    assert 90 * (64 + 2) <= table <= 96 * (64 + 4)
 
 
 @pytest.mark.slow
