@@ -12,7 +12,7 @@ from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.clipping import mask_clipped
-from mx_jax.ops.kept import Kept, as_taken, keep_both, spec_of
+from mx_jax.ops.kept import Kept, as_taken, keep_both
 from mx_jax.ops.keys import GRADIENTS, Key, product_key
 from mx_jax.ops.multiply import multiply
 from mx_jax.ops.operands import (
@@ -56,8 +56,11 @@ class DenseProduct:
     @functools.partial(jax.jit, static_argnums=0)
     def forward(self, lhs: Any, rhs: Any, extra: Key) -> jax.Array:
         """The product."""
-        spec, lhs, rhs = spec_of(self.recipe.fwd, lhs, rhs), as_taken(lhs), as_taken(rhs)
-        key, moves = product_key(self.recipe, "fwd", extra), self._moves_forward(lhs, rhs)
+        spec = self.recipe.fwd
+        if isinstance(lhs, Kept) or isinstance(rhs, Kept):
+            lhs, rhs, spec = as_taken(lhs, rhs, spec)
+        moves = self._moves_forward(lhs, rhs)
+        key = product_key(self.recipe, "fwd", extra)
         with jax.named_scope("output"):
             left, right = prepare_operands(lhs, rhs, spec, self.axes, key, moves)
             product = multiply(
@@ -171,7 +174,8 @@ class DenseProduct:
     def _operands_back(self, side: Side, g: Any, other: AnyOperand, bar: Bar) -> "_Back":
         """Both operands of a gradient's product, in its order."""
         spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
-        g_move, move, own, other = None, None, None, as_taken(other)
+        g_move, move, own = None, None, None
+        other = other.operand if isinstance(other, Kept) else other
         if bar.out_sharding is not None or self.moves != STAY:
             g_move, move, own = self._moves_back(side, g, other, bar)
         other, move = reuse_moved(other, move, spec, axes.rhs if g_is_lhs else axes.lhs)

@@ -131,13 +131,8 @@ def beyond(values: jax.Array, quantized: MXArray) -> jax.Array:
     return jnp.abs(values.astype(jnp.float32)) > jnp.abs(limit.dequantize(jnp.float32))
 
 
-def as_taken(operand: Any) -> Any:
-    """A kept operand as the product took it; any other as it is."""
-    return operand.operand if isinstance(operand, Kept) else operand
-
-
-def spec_of(spec: MatmulSpec, lhs: Any, rhs: Any) -> MatmulSpec:
-    """What is left to do to operands: those that are kept are transformed."""
-    if spec.transform is None or not (isinstance(lhs, Kept) or isinstance(rhs, Kept)):
-        return spec
-    return dataclasses.replace(spec, transform=None)
+def as_taken(lhs: Any, rhs: Any, spec: MatmulSpec) -> tuple[Any, Any, MatmulSpec]:
+    """Operands of which some are kept, as the product took them, and what is left to do to them:
+    those that are kept are transformed."""
+    lhs, rhs = (x.operand if isinstance(x, Kept) else x for x in (lhs, rhs))
+    return lhs, rhs, dataclasses.replace(spec, transform=None)

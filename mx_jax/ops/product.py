@@ -166,9 +166,10 @@ def _cotangent(product, side, g, own, other, bar, saved):
         return None
     value = product.gradient(side, g, other, bar, saved)
     value = product.masked(side, sum_over(value, bar.varying), own, saved)
+    if bar.out_sharding is None or explicit_sharding(value) == bar.out_sharding:
+        return value
     # Turned back where groups of a transform lie on one device.
-    lies = explicit_sharding(value)
-    return value if lies == bar.out_sharding else jax.sharding.reshard(value, bar.out_sharding)
+    return jax.sharding.reshard(value, bar.out_sharding)
 
 
 def zero_bars(tree: Any) -> Any:

@@ -22,7 +22,7 @@ from mx_jax.ops.arguments import as_operand, dtype_of_product, goes_to_lax
 from mx_jax.ops.canonical import check_blocks
 from mx_jax.ops.clipping import mask_clipped
 from mx_jax.ops.dense import HIGH_PRECISION
-from mx_jax.ops.kept import Kept, as_taken, spec_of
+from mx_jax.ops.kept import Kept, as_taken
 from mx_jax.ops.keys import GRADIENTS, Key, check_matmul_key, product_key
 from mx_jax.ops.operands import unscaled
 from mx_jax.ops.product import Bar, Casts, Given, differentiable, zero_bars
@@ -160,7 +160,9 @@ class RaggedProduct:
     @functools.partial(jax.jit, static_argnums=0)
     def forward(self, lhs: Any, rhs: Any, extra: _Extra) -> jax.Array:
         """The product."""
-        spec, lhs, rhs = spec_of(self.recipe.fwd, lhs, rhs), as_taken(lhs), as_taken(rhs)
+        spec = self.recipe.fwd
+        if isinstance(lhs, Kept) or isinstance(rhs, Kept):
+            lhs, rhs, spec = as_taken(lhs, rhs, spec)
         key = product_key(self.recipe, "fwd", extra.key)
         with jax.named_scope("output"):
             return self._multiply(_FORWARD, spec, lhs, (rhs, self.move), extra.sizes, key)
@@ -184,7 +186,8 @@ class RaggedProduct:
     @functools.partial(jax.jit, static_argnums=(0, 1, 4))
     def gradient(self, side: Side, g: jax.Array, other: Any, bar: Bar, saved: _Extra) -> jax.Array:
         """`[m, n]` by `[g, k, n]` to `[m, k]`, or `[m, k]` by `[m, n]` to `[g, k, n]`."""
-        other, key = as_taken(other), product_key(self.recipe, GRADIENTS[side], saved.key)
+        key = product_key(self.recipe, GRADIENTS[side], saved.key)
+        other = other.operand if isinstance(other, Kept) else other
         with jax.named_scope(GRADIENT[side]):
             wide = dataclasses.replace(self, out_dtype=bar.dtype)
             if side == "rhs":
@@ -230,7 +233,8 @@ class RaggedProduct:
         self, side: Side, g: jax.Array, other: Any, bar: Bar, saved: _Extra
     ) -> Casts:
         """What a gradient's product quantizes, g first."""
-        other, key = as_taken(other), product_key(self.recipe, GRADIENTS[side], saved.key)
+        key = product_key(self.recipe, GRADIENTS[side], saved.key)
+        other = other.operand if isinstance(other, Kept) else other
         if side == "lhs":
             spec = self.recipe.dlhs
             rhs, move = matrices_back(other, self.move, spec)

@@ -14,7 +14,7 @@ import numpy as np
 
 from mx_jax.axes import Side
 from mx_jax.mxarray import MXArray, decode
-from mx_jax.ops.kept import Kept, as_taken
+from mx_jax.ops.kept import Kept
 from mx_jax.ops.product import Casts, Given, Product, product_bwd, product_fwd, zero_bars
 from mx_jax.ops.tags import GRADIENT, Moment, Place, Tag, entered, moment, numbers, place, watching
 from mx_jax.ops.tags import Product as Name
@@ -233,7 +233,7 @@ def _only(result: Any) -> jax.Array:
 
 def values(operand: Any) -> jax.Array:
     """What an operand stands for, in float32 if it is quantized."""
-    operand = as_taken(operand)
+    operand = operand.operand if isinstance(operand, Kept) else operand
     if not isinstance(operand, Quantized):
         return operand
     operand = unpacked(operand)
