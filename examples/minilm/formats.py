@@ -57,8 +57,17 @@ def quantized(
       choice: of formats.
       by: how codes are found, if not by a plain cast: see `mx_jax.calibrate`.
     """
-    rules = choice.rules()
-    return Embedder(convert.linen(model, rules), convert.weights(variables, rules, by=by))
+    return Embedder(converted(model, choice), stored(variables, choice, by))
+
+
+def converted(model: nn.Module, choice: Choice) -> nn.Module:
+    """The model, multiplying as chosen; it takes float32 parameters or stored ones."""
+    return convert.linen(model, choice.rules())
+
+
+def stored(variables: Any, choice: Choice, by: calibrate.Way | None = None) -> Any:
+    """Parameters with the chosen ones quantized; activations do not matter to them."""
+    return convert.weights(variables, choice.rules(), by=by)
 
 
 def moments(model: nn.Module, variables: Any, batches: Iterable[Any]) -> calibrate.Moments:
