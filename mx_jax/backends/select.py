@@ -225,12 +225,10 @@ def _ask(
         elif (reason := offer.rejects(call, target)) is None:
             row = proved.get(name)
             offer = offer if row is None else backend.offer(call, row.kernel, row.config)
+            offer = offer if target.counted else offer.uncounted
+            tried = tuple(rejections)
             choice = Choice(
-                backend=backend,
-                offer=offer if target.counted else offer.uncounted,
-                rejections=tuple(rejections),
-                target=target,
-                evidence=row,
+                backend=backend, offer=offer, rejections=tried, target=target, evidence=row
             )
             break
         rejections.append((name, reason))
