@@ -26,6 +26,7 @@ from mx_jax.backends.select import Choice, find
 from mx_jax.codecs import packing
 from mx_jax.mxarray import MXArray
 from mx_jax.ops import split_packed
+from mx_jax.ops.split_batches import batched as batched_product
 from mx_jax.packed import PackedMXArray
 from mx_jax.sharding.movement import Part, spec_of
 from mx_jax.sharding.partition import Factor, Factors, Share, fine_mesh, share, stored_parts
@@ -97,6 +98,10 @@ def multiply_split(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall, choice: C
             f"operands of lhs.shape={call.lhs.shape}, rhs.shape={call.rhs.shape} -> {what}, where "
             f"the compiler moves them along mesh axes={axes}"
         )
+    return _run(lhs, rhs, call, choice)
+
+
+def _run(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall, choice: Choice) -> jax.Array:
     leaves, tree = jax.tree.flatten((lhs, rhs))
     split = Split(choice, call, tree)
     return _function(split, tuple(leaf.shape for leaf in leaves))(*leaves)
@@ -120,8 +125,8 @@ def _function(split: Split, shapes: tuple[tuple[int, ...], ...]) -> Any:
 
     @batched.def_vmap
     def _(size: int, in_batched: Sequence[bool], *leaves: jax.Array) -> Any:
-        axes = tuple(0 if own else None for own in in_batched)
-        return jax.vmap(plain, axes)(*leaves), True
+        wide = batched_product(split.tree, split.call, size, in_batched, leaves)
+        return jnp.moveaxis(_run(wide.lhs, wide.rhs, wide.call, split.choice), wide.axis, 0), True
 
     differentiable: Any = jax.custom_jvp(lambda *leaves: batched(*leaves))
 
