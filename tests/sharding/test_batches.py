@@ -75,7 +75,7 @@ def test_codes_move(
     with jax.set_mesh(mesh):
         lowered = jax.jit(run, out_shardings=(places[2], *places[:2])).lower(*operands)
         compiled = lowered.compile(compiler_options=OPTIONS)
-    text = compiled.as_text()
+    text = compiled.as_text() or ""
     assert gathered(text, "u8") == gathered(text) == moved
     with mx_jax.only_backend("reference"):
         expected = jax.jit(run, compiler_options=OPTIONS)(*map(np.asarray, operands))
