@@ -117,7 +117,7 @@ def planned(setup: Setup) -> collections.Counter[tuple[str, str]]:
 FLOAT32 = functools.partial(Setup, tokens=TOKENS, dtype=np.dtype(np.float32))
 
 
-@pytest.mark.by_default("1x8x1 False none|1x1x8 True none|2x2x2")
+@pytest.mark.by_default("1x8x1 False nothing|1x1x8 True none|2x2x2")
 @pytest.mark.parametrize(
     "setup",
     [
