@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax import recipes
+from mx_jax.ops import quantize
 from mx_jax.reference import hadamard
 
 X = (64, 256)
@@ -25,11 +26,25 @@ MESHES = [
 ]
 
 
-def place(x: Any, shape: tuple[int, int], spec: P) -> Any:
-    mesh = jax.make_mesh(
+def mesh_of(shape: tuple[int, int]) -> Mesh:
+    return jax.make_mesh(
         shape, ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: np.prod(shape)]
     )
-    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def place(x: Any, shape: tuple[int, int], spec: P) -> Any:
+    return jax.device_put(x, NamedSharding(mesh_of(shape), spec))
+
+
+def differences(function: Any, x: jax.Array, shape: tuple[int, int], spec: P) -> list[int]:
+    """Of how many elements each result is another on a mesh, which is in context, and on it."""
+    expected = jax.jit(lambda x, key: function(x, key))(x, KEY)
+    with jax.set_mesh(mesh_of(shape)):
+        # With the mesh in context the library may split work itself: what could go wrong.
+        found = jax.jit(lambda x, key: function(x, key))(place(x, shape, spec), KEY)
+    pairs = [*zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)]
+    assert all(len(ours.sharding.device_set) == np.prod(shape) for ours, _ in pairs)
+    return [int((np.asarray(ours) != np.asarray(theirs)).sum()) for ours, theirs in pairs]
 
 
 @pytest.fixture
@@ -52,11 +67,34 @@ def signs(x: jax.Array, key: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(("shape", "spec"), MESHES)
 @pytest.mark.parametrize("function", [rounded, signs])
 def test_the_same_bits_on_any_mesh(x: jax.Array, function: Any, shape: Any, spec: P):
-    run = jax.jit(lambda x, key: function(x, key))
-    expected, found = run(x, KEY), run(place(x, shape, spec), KEY)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-        assert len(ours.sharding.device_set) == np.prod(shape)
+    assert not any(differences(function, x, shape, spec))
+
+
+@pytest.mark.by_default("device")
+@pytest.mark.parametrize("fault", ["device's own bits", "key of the mesh"])
+def test_bits_by_device_would_be_noticed(x: jax.Array, fault: str, monkeypatch: pytest.MonkeyPatch):
+    """The test above on faults: each device draws for its own block, or from a key of its mesh."""
+    draw = quantize.draw_bits
+
+    def planted(key: jax.Array, shape: tuple[int, ...], width: int) -> jax.Array:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            return draw(key, shape, width)
+        if fault == "key of the mesh":
+            return draw(jax.random.fold_in(key, mesh.size), shape, width)
+
+        def own(key: jax.Array) -> jax.Array:
+            key = jax.random.fold_in(key, jax.lax.axis_index("a"))
+            return draw(key, (shape[0] // mesh.shape["a"], *shape[1:]), width)
+
+        return jax.shard_map(own, in_specs=P(), out_specs=P("a"))(key)
+
+    monkeypatch.setattr(quantize, "draw_bits", planted)
+    # Another shape, since a trace of the last one may be there still.
+    rows = lambda x, key: rounded(x, key)[0].codes  # noqa: E731
+    with mx_jax.only_backend("reference"):
+        (count,) = differences(rows, x[:24, : 96 if fault[0] == "k" else 160], (2, 4), P("a"))
+    assert count > 32
 
 
 @pytest.mark.slow
@@ -71,7 +109,8 @@ def test_a_product_and_its_gradients_round_alike(x: jax.Array, rng: np.random.Ge
         return pullback(jnp.ones_like(y))
 
     expected = step(x, w)
-    found = step(place(x, (2, 4), P("a", None)), place(w, (2, 4), P("b", "a")))
+    with jax.set_mesh(mesh_of((2, 4))):
+        found = step(place(x, (2, 4), P("a", None)), place(w, (2, 4), P("b", "a")))
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -101,20 +140,25 @@ def test_saved_on_one_mesh_restored_on_another(tmp_path: Path, x: jax.Array, for
     """An MXArray through orbax: the same codes and scales, where the target says."""
     saved = {"kernel": mx_jax.quantize(x, format, axis=0), "bias": x[0]}
     before, after = ((2, 4), P("a", "b")), ((4, 2), P(None, "a"))
+    place_of = NamedSharding(mesh_of(before[0]), before[1])
+    given = {
+        "kernel": mx_jax.sharding.device_put(saved["kernel"], place_of),
+        "bias": place(saved["bias"], before[0], P()),
+    }
 
-    def placed(tree: Any, where: tuple[tuple[int, int], P]) -> Any:
-        def lies(leaf: jax.Array) -> jax.Array:
-            # One number for the whole tensor, and what is no matrix, is on all devices.
-            return place(leaf, where[0], where[1] if leaf.ndim == 2 and leaf.size > 1 else P())
+    def wanted_at(leaf: jax.Array, spec: P) -> jax.ShapeDtypeStruct:
+        own = NamedSharding(mesh_of(after[0]), spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
 
-        return jax.tree.map(lies, tree)
-
+    specs = mx_jax.sharding.spec_for(after[1], format, axis=0)
+    parts = [spec for spec in specs if spec is not None]
+    leaves, tree = jax.tree.flatten(saved["kernel"])
+    kernel = tree.unflatten([*map(wanted_at, leaves, parts)])
+    like = {"kernel": kernel, "bias": wanted_at(saved["bias"], P())}
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "step", placed(saved, before))
+        checkpointer.save(tmp_path / "step", given)
         checkpointer.wait_until_finished()
-        like = placed(jax.tree.map(jnp.zeros_like, saved), after)
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        restored = checkpointer.restore(tmp_path / "step", target)
+        restored = checkpointer.restore(tmp_path / "step", like)
     assert restored["kernel"].format == saved["kernel"].format
     for ours, wanted, theirs in zip(*map(jax.tree.leaves, (restored, like, saved)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
