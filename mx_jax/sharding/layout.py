@@ -24,7 +24,9 @@ class Specs(NamedTuple):
     tensor_scale: PartitionSpec | None
 
 
-def spec_for(array_spec: PartitionSpec, format: Any, *, axis: int = -1) -> Specs:
+def spec_for(
+    array_spec: PartitionSpec, format: Any, *, axis: int = -1, num_batch: int = 0
+) -> Specs:
     """Where the parts of an MXArray lie whose values lie as a PartitionSpec says.
 
     Codes lie as the values do, and scales with the blocks that they belong to: along an axis with
@@ -34,6 +36,8 @@ def spec_for(array_spec: PartitionSpec, format: Any, *, axis: int = -1) -> Specs
       array_spec: of the values, with an entry for each axis.
       format: as `mx_jax.quantize` takes it.
       axis: the axis that blocks lie along.
+      num_batch: first axes along which each tensor was quantized alone (`jax.vmap`), such as the
+        experts of a layer: tensor scales lie there as the values do.
 
     Raises:
       ValueError: an axis without an entry.
@@ -56,10 +60,9 @@ def spec_for(array_spec: PartitionSpec, format: Any, *, axis: int = -1) -> Specs
     codes = spec_of(tuple(parts))
     if isinstance(size, Whole):
         parts[axis] = ()
-    if isinstance(kept_size, Whole):
-        parts = [()] * ndim
-    tensor_scale = PartitionSpec(*(None,) * ndim) if format.tensor_scale else None
-    return Specs(codes, spec_of(tuple(parts)), tensor_scale)
+    each = (*parts[:num_batch], *((),) * (ndim - num_batch))
+    scales = each if isinstance(kept_size, Whole) else tuple(parts)
+    return Specs(codes, spec_of(scales), spec_of(each) if format.tensor_scale else None)
 
 
 def device_put(x: Q, sharding: NamedSharding) -> Q:
@@ -116,9 +119,11 @@ def check_shards(x: MXArray, parts: tuple[Part, ...], mesh: Any) -> None:
         devices = math.prod(mesh.shape[name] for name in part)
         if devices == 1 or not isinstance(size, int) or length % (devices * size) == 0:
             continue
+        whole = f"along mesh axes whose devices divide {length // size} blocks evenly"
+        padded = f"pad to a multiple of {devices * size}"
         raise ValueError(
             f"device_put: every shard needs whole blocks along axis={axis % x.ndim}, got shard "
             f"size={length / devices:g} ({length} over {devices} devices, mesh axes={part}) with "
-            f"block={size} of {x.format.name}, shape={x.shape}; shard another axis, or along mesh "
-            f"axes that {-(-length // size)} blocks divide by"
+            f"block={size} of {x.format.name}, shape={x.shape}; shard another axis, or "
+            f"{padded if length % size or length == size else whole}"
         )

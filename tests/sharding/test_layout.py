@@ -57,6 +57,35 @@ def test_parts_of_blocks_are_refused(mesh):
     assert put.scales.sharding.spec == P("model", "fsdp")
 
 
+@pytest.mark.parametrize(
+    ("shape", "remedy"),
+    [
+        ((64, 96), "or along mesh axes whose devices divide 2 blocks evenly"),
+        ((48, 96), "or pad to a multiple of 128"),
+        ((32, 96), "or pad to a multiple of 128"),
+    ],
+)
+def test_remedies_remedy(shape: tuple[int, int], remedy: str, mesh):
+    x = mx_jax.quantize(np.ones(shape, np.float32), "mxfp4", axis=0)
+    with pytest.raises(ValueError, match=remedy):
+        device_put(x, NamedSharding(mesh, P("fsdp")))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", formats.FLOAT8_TENSORWISE_E4M3])
+def test_tensors_quantized_one_by_one(format: Any, mesh):
+    """Experts' tensor scales lie with their experts."""
+    experts = np.ones((4, 32, 64), np.float32)
+    x = jax.vmap(lambda w: mx_jax.quantize(w, format, axis=0))(experts)
+    spec = P("fsdp", None, "model")
+    put: Any = device_put(x, NamedSharding(mesh, spec))
+    specs = spec_for(spec, format, axis=1, num_batch=1)
+    for part, own in zip(("codes", "scales", "tensor_scale"), specs, strict=True):
+        array = getattr(put, part)
+        if own is not None:
+            assert array.sharding.is_equivalent_to(NamedSharding(mesh, own), 3), part
+            assert array.sharding.shard_shape(array.shape)[0] == 1
+
+
 def test_what_is_no_argument(mesh):
     with pytest.raises(TypeError, match="needs an MXArray and a NamedSharding, got ndarray"):
         device_put(cast(Any, np.ones(3)), NamedSharding(mesh, P()))
