@@ -18,9 +18,9 @@ TARGET = Target(
 # Small enough to be interpreted in seconds: each copy, program and step takes its time.
 WANTED = Wanted(
     formats=("mxfp4",),
-    sizes=((128, 256),),
+    sizes=((64, 64),),
     rows=(1,),
-    experts=((2, 64, 128),),
+    experts=((2, 64, 64),),
     ragged_rows=(8,),
 )
 

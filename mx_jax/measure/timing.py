@@ -12,7 +12,7 @@ from jax import lax
 
 # A sample takes at least so many seconds: the clock, and starting from Python, weigh little then.
 _SAMPLE = 5e-3
-_MIN_ROUNDS, _MAX_ROUNDS = 5, 200
+ROUNDS, _MAX_ROUNDS = 5, 200
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Way:
 
 
 def microseconds(
-    runs: Mapping[str, Callable[[], Any]], seconds: float, count: int
+    runs: Mapping[str, Callable[[], Any]], seconds: float, count: int, rounds: int = ROUNDS
 ) -> dict[str, list[float]]:
     """Microseconds of one of `count` products or casts in a run, by the clock.
 
@@ -59,6 +59,7 @@ def microseconds(
       runs: by name; what a run returns is waited for.
       seconds: to spend.
       count: products or casts in a run.
+      rounds: at the least, however long they take.
     """
     repeats = {}
     for name, run in runs.items():
@@ -68,7 +69,7 @@ def microseconds(
     order, draw = list(runs), random.Random(0)
     started = time.perf_counter()
     for done in range(_MAX_ROUNDS):
-        if done >= _MIN_ROUNDS and time.perf_counter() - started > seconds:
+        if done >= rounds and time.perf_counter() - started > seconds:
             break
         draw.shuffle(order)
         for name in order:

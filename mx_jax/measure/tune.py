@@ -12,7 +12,7 @@ from mx_jax.backends.base import Backend, Config
 from mx_jax.backends.select import current_target
 from mx_jax.measure.cases import Case
 from mx_jax.measure.subject import KERNEL
-from mx_jax.measure.timing import Way, microseconds
+from mx_jax.measure.timing import ROUNDS, Way, microseconds
 
 # How much faster than what the kernel does by itself, to take its place.
 _CLEARLY = 1.02
@@ -61,6 +61,7 @@ def fastest(
     *,
     count: int,
     seconds: float,
+    rounds: int = ROUNDS,
 ) -> Tuned:
     """Try other configurations of the kernel; whatever one does, what was right before stays.
 
@@ -73,6 +74,7 @@ def fastest(
         timed, and of whatever else the row stands for.
       count: of configurations, at most.
       seconds: after which none is begun.
+      rounds: of timing each, at the least; two or more.
     """
     target = current_target(1)
     kernel = backend.kernel(case.call, target)
@@ -91,7 +93,7 @@ def fastest(
                 error = check(chain)
             found["error"] = min(error, sys.float_info.max)
             if error <= 1:
-                found["speed"] = _over(own.chain, chain, way)
+                found["speed"] = _over(own.chain, chain, way, rounds)
         except Exception as problem:
             found["failed"] = f"{type(problem).__name__}: {problem}"[:500]
             continue
@@ -101,11 +103,11 @@ def fastest(
     return dataclasses.replace(best, tried=tuple(tried))
 
 
-def _over(own: Chain, chain: Chain, way: Way) -> float:
+def _over(own: Chain, chain: Chain, way: Way, rounds: int) -> float:
     """Time of the kernel by itself over that of a chain, in all but a quarter of the rounds."""
     runs = {
         name: lambda run=run: run(way.x, way.copies) for name, run in ((_OWN, own), (KERNEL, chain))
     }
-    samples = microseconds(runs, _SECONDS, len(way.copies))
+    samples = microseconds(runs, _SECONDS, len(way.copies), rounds)
     over = [own / told for own, told in zip(samples[_OWN], samples[KERNEL], strict=True)]
     return statistics.quantiles(over, n=4)[0]

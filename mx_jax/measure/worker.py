@@ -25,7 +25,7 @@ from mx_jax.backends.target import use_target
 from mx_jax.measure import casts, products, ragged, simulation
 from mx_jax.measure.cases import Case, bits_read
 from mx_jax.measure.subject import BFLOAT16, KERNEL, PLAIN, UNPACKING, Subject, same_bits
-from mx_jax.measure.timing import microseconds, on_device, ratios
+from mx_jax.measure.timing import ROUNDS, microseconds, on_device, ratios
 from mx_jax.measure.tune import Tuned, fastest
 
 # What makes the arrays of each kind of case, and says whether a kernel's results are right.
@@ -51,7 +51,8 @@ class Effort:
       copies: of weights, or of what is cast; None: as many as are larger than a GPU's cache.
       repeats: of what is timed: sums are added in a fixed order, so nothing may change.
       checks: of what else a row stands for, at most; None for all.
-      seconds: to spend on timing, at the least five rounds.
+      seconds: to spend on timing.
+      rounds: of timing, at the least.
       others: configurations of the kernel that are tried besides its own, at most.
       tuning: seconds after which none of them is begun.
     """
@@ -60,12 +61,13 @@ class Effort:
     repeats: int = 5
     checks: int | None = None
     seconds: float = 4.0
+    rounds: int = ROUNDS
     others: int = 8
     tuning: float = 20.0
 
 
 THOROUGH = Effort()
-QUICK = Effort(copies=2, repeats=1, checks=1, seconds=0.0, others=1)
+QUICK = Effort(copies=2, repeats=1, checks=1, seconds=0.0, rounds=2, others=1)
 
 
 def _say(line: str) -> None:
@@ -164,7 +166,8 @@ def measure(
         return
     found = found | _by_the_clock(subject, chains, effort)
     say(found)
-    way, limits = subject.ways[KERNEL], {"count": effort.others, "seconds": effort.tuning}
+    way = subject.ways[KERNEL]
+    limits = {"count": effort.others, "seconds": effort.tuning, "rounds": effort.rounds}
     best = fastest(case, backend, own, way, check, **limits)
     found = found | {"tried": best.tried}
     if best.config:
@@ -188,7 +191,7 @@ def _by_the_clock(
         name: functools.partial(chain, ways[name].x, ways[name].copies)
         for name, chain in chains.items()
     }
-    samples = microseconds(runs, effort.seconds, len(ways[KERNEL].copies))
+    samples = microseconds(runs, effort.seconds, len(ways[KERNEL].copies), effort.rounds)
     medians = {name: statistics.median(own) for name, own in samples.items()}
     return _speeds(ratios(samples, KERNEL)) | {"microseconds": medians, "clock": "wall"}
 

@@ -20,9 +20,7 @@ MACHINE = Machine(target=simulation.TARGET, jax=jax.__version__, driver=None, ve
 
 
 def case_of(rows: int) -> Case:
-    return Case(
-        backend="pallas_gpu", kind="product", formats=(None, "mxfp4"), shape=(rows, 128, 256)
-    )
+    return Case(backend="pallas_gpu", kind="product", formats=(None, "mxfp4"), shape=(rows, 64, 64))
 
 
 @pytest.mark.slow
@@ -46,8 +44,8 @@ def test_faults_cost_a_row_each_and_a_restart_goes_on(
         command.measure(session, wanted, out, time.monotonic() + 600)
         return {row.shape[0]: row for row in read(out)}
 
-    hung = run(HANGS, limit=20)
-    assert hung[HANGS].failed == "no answer after 20 s: it hangs?"
+    hung = run(HANGS, limit=8)
+    assert hung[HANGS].failed == "no answer after 8 s: it hangs?"
     # Another start goes on: what was measured is not measured again, and all of it counts.
     found = run(HANGS, CRASHES, WRONG, RIGHT, tuning=30)
     assert "1 cases were measured before" in capsys.readouterr().out
@@ -59,8 +57,9 @@ def test_faults_cost_a_row_each_and_a_restart_goes_on(
     lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["case"]["shape"][0] for line in lines] == [HANGS, CRASHES, WRONG, RIGHT]
     assert "an illegal address" in lines[1]["stderr"]
-    # Other tiles were tried of what is right, and checked.
-    (tried,) = lines[3]["found"]["tried"]
-    assert tried["error"] <= 1 and tried["speed"] > 0 and "tried" not in lines[2]["found"]
+    # Other tiles were tried of what is right, and checked: in time for one at the least.
+    tried = lines[3]["found"]["tried"]
+    assert tried and all(one["error"] <= 1 and one["speed"] > 0 for one in tried)
+    assert "tried" not in lines[2]["found"]
     assert set(run(RIGHT)) == {HANGS, CRASHES, WRONG, RIGHT}
     assert len(path.read_text().splitlines()) == 4
