@@ -288,6 +288,20 @@ def test_a_training_step_multiplies_bfloat16(name: str, target: Target):
     ]
 
 
+@pytest.mark.parametrize("name", ["float8_rowwise", "deepseek_v3"])
+def test_a_training_step_in_float8_multiplies_bfloat16(name: str):
+    """Where no float8 dot is: scales of rows, and of blocks of 128, leave the sums."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return mx_jax.matmul(x, w, recipe=name).astype(jnp.float32).sum()
+
+    step = jax.value_and_grad(loss, (0, 1))
+    found = dots(step, array(256, 128), array(128, 256), target=TPU)
+    assert len(found) >= 3
+    assert all(left.endswith("xbf16") and right.endswith("xbf16") for left, right, _ in found)
+    assert all(sums.endswith("xf32") for *_, sums in found)
+
+
 @pytest.mark.parametrize("target", ACCELERATORS, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_few_bit_weights_multiply_activations(dtype: str, target: Target):
