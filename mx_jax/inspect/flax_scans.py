@@ -19,13 +19,15 @@ from jax import lax
 
 from mx_jax.ops.tags import iteration, watching
 
+_PE: Any = vars(axes_scan)["pe"]
+
 
 class _Instead:
-    """A module with another value for one of its names."""
+    """A module with other values for some of its names."""
 
-    def __init__(self, module: ModuleType, name: str, value: Any):
+    def __init__(self, module: ModuleType, **values: Any):
         self._module = module
-        setattr(self, name, value)
+        vars(self).update(values)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -46,11 +48,30 @@ def _scan(f: Any, init: Any, xs: Any = None, length: int | None = None, **option
     return lax.scan(body, init, (xs, jnp.arange(count)), length, **options)
 
 
-_LAX: Any = _Instead(lax, "scan", _scan)
+def _unwatched(function: Any) -> Any:
+    """A function in which nobody watches."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with watching(()):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _tracing() -> Any:
+    """What linen looks at a body with, before it scans: what is told there would be told besides,
+    and newer versions of Flax take it for a result."""
+    names = ("trace_to_jaxpr_nounits", "trace_to_jaxpr_dynamic")
+    own = {name: getattr(_PE, name) for name in names if hasattr(_PE, name)}
+    return _Instead(_PE, **{name: _unwatched(value) for name, value in own.items()})
+
+
+_LAX: Any = _Instead(lax, scan=_scan)
 # Where Flax calls it: the module, the name there, and what it is to be.
 _PLACES: tuple[tuple[Any, str, Any], ...] = (
     (axes_scan, "lax", _LAX),
-    (nnx_iteration, "jax", _Instead(jax, "lax", _LAX)),
+    (axes_scan, "pe", _tracing()),
+    (nnx_iteration, "jax", _Instead(jax, lax=_LAX)),
 )
 _lock = threading.Lock()
 _entered: list[contextlib.ExitStack] = []
