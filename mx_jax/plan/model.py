@@ -122,15 +122,7 @@ def transformer(
       [('gate_up', 8192, 57344), ('down', 28672, 8192)]
     """
     given = {"params": params, "layers": layers, "width": width, "hidden": hidden}
-    given |= {"experts": experts, "experts_per_token": experts_per_token}
-    for name, value in (given | {"kv_width": kv_width}).items():
-        if value is not None and not value > 0:
-            raise ValueError(f"plan: {name} must be positive, got {name}={value}")
-    if experts_per_token > experts:
-        raise ValueError(
-            f"plan: a token goes through some of the experts, got experts_per_token="
-            f"{experts_per_token}, experts={experts}; pass --experts"
-        )
+    _check(given | {"kv_width": kv_width}, experts, experts_per_token)
     assumed = []
     if width is None:
         width = max(1, round(math.sqrt(params / (12 * layers)) / multiple)) * multiple
@@ -148,15 +140,34 @@ def transformer(
             )
         whose = "a gated MLP" if experts == 1 else f"{experts} gated MLPs"
         assumed.append(f"hidden={hidden:,}, what the parameters leave for {whose}")
+    linears = _linears(width, hidden, kv_width, experts, experts_per_token)
+    # A width that was rounded may need a little more than was given.
+    most = max(round(params), layers * sum(linear.params for linear in linears))
+    params = most if most < 1.02 * params else round(params)
+    return Model(params=params, layers=layers, width=width, linears=linears, assumed=tuple(assumed))
+
+
+def _check(given: dict[str, Any], experts: int, experts_per_token: int) -> None:
+    given = given | {"experts": experts, "experts_per_token": experts_per_token}
+    for name, value in given.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"plan: {name} must be positive, got {name}={value}")
+    if experts_per_token > experts:
+        raise ValueError(
+            f"plan: a token goes through some of the experts, got experts_per_token="
+            f"{experts_per_token}, experts={experts}; pass --experts"
+        )
+
+
+def _linears(
+    width: int, hidden: int, kv_width: int, experts: int, experts_per_token: int
+) -> tuple[Linear, ...]:
+    """The layers of a block."""
     routed: dict[str, Any] = {"experts": experts, "experts_per_token": experts_per_token}
-    linears = (
+    return (
         Linear(name="qkv", k=width, n=width + 2 * kv_width, split="column"),
         Linear(name="out", k=width, n=width, split="row"),
         Linear(name="gate_up", k=width, n=2 * hidden, split="column", **routed),
         # The weights that a router gives experts have a gradient, which reads what experts give.
         Linear(name="down", k=hidden, n=width, split="row", recomputed=experts > 1, **routed),
     )
-    # A width that was rounded may need a little more than was given.
-    most = max(round(params), layers * sum(linear.params for linear in linears))
-    params = most if most < 1.02 * params else round(params)
-    return Model(params=params, layers=layers, width=width, linears=linears, assumed=tuple(assumed))
