@@ -70,6 +70,7 @@ def test_equal_calls_are_counted():
 
     found = explain(deep, X, W)
     assert kinds(found) == [("cast", 5), ("cast", 5), ("product", 5), ("high precision", 3)]
+    assert kinds(explain(lambda x, w: x @ w @ w, X, W)) == [("high precision", 2)]
 
 
 def test_what_is_computed_again_is_counted_again():
