@@ -53,13 +53,15 @@ LAYOUTS = {
 
 
 class Case(NamedTuple):
-    """One program: `how` is "auto", "explicit" or "shard_map", and "lax" is no recipe."""
+    """One program: `how` is "auto", "explicit" or "shard_map"; "lax" is no recipe. What is
+    `recomputed` is a layer under `jax.checkpoint`."""
 
     layout: str
     recipe: str
     how: str = "auto"
     gather: bool = False
     gradients: bool = True
+    recomputed: bool = False
 
 
 def program(gpu: Gpu, case: Case) -> str:
@@ -128,8 +130,14 @@ def _function(case: Case, layout: Layout) -> Any:
             recipe = recipe.with_(gather=gather)
         options["recipe"] = recipe
 
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return multiply(x, w, DIMENSIONS, **options)
+
+    def recomputed(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.checkpoint(lambda x, w: jax.nn.relu(layer(jax.nn.relu(x), w)))(x, w)
+
     def step(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
-        y, pullback = jax.vjp(lambda x, w: multiply(x, w, DIMENSIONS, **options), x, w)
+        y, pullback = jax.vjp(recomputed if case.recomputed else layer, x, w)
         return (y, *pullback(g)) if case.gradients else (y,)
 
     return step
@@ -142,6 +150,8 @@ def cases() -> Iterator[Case]:
             for recipe in ("lax", "mxfp8"):
                 yield Case(layout, recipe, how)
     yield Case("FSDP, k", "mxfp4")
+    for recipe in ("lax", "mxfp8"):
+        yield Case("FSDP, k", recipe, recomputed=True)
     for recipe in ("mxfp8", "mxfp6", "mxfp4", "nvfp4"):
         yield Case("FSDP, k", recipe, gather=True, gradients=False)
         yield Case("FSDP, k", recipe, gather=True)
