@@ -18,7 +18,7 @@ import numpy as np
 
 import mx_jax
 from benchmarks import environment, report
-from benchmarks.language_model_formats import cut, held_text, judge, log_probabilities
+from benchmarks.language_model_formats import PAGES, cut, judge, log_probabilities, text_of
 from mx_jax import calibrate, checkpoint, recipes
 from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.load import find_model
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, tokenizer = config_from_gguf(file.metadata, file), tokenizer_of_gguf(file.metadata)
     texts = (
         cut(tokenizer.encode(manual()), options.calibration, options.length),
-        cut(tokenizer.encode(held_text()), options.sequences, options.length),
+        cut(tokenizer.encode(text_of(PAGES)), options.sequences, options.length),
     )
     with report.progress(2 + sum(len(ways(name)) for name in options.formats)) as step:
         found = list(rows(config, params_from_gguf(file, config), texts, options.formats, step))
