@@ -54,7 +54,7 @@ class Product(Protocol):
         """The product of operands as they came, or as `keep` gives them."""
         ...
 
-    def keep(self, lhs: Any, rhs: Any, extra: Any) -> tuple[AnyOperand, AnyOperand, Any]:
+    def keep(self, lhs: Any, rhs: Any, extra: Any) -> tuple[Any, Any, Any]:
         """The operands as they are saved for the backward pass, and what is saved of `extra`."""
         ...
 
