@@ -107,7 +107,9 @@ def _has_many_short_blocks(pieces: jax.Array, inside: tuple[int, ...]) -> bool:
     if len(inside) != 1:
         return False
     blocks, length = pieces.shape[inside[0] - 1], pieces.shape[inside[0]]
-    return blocks > 1 and length <= _SHORT
+    # Nothing is known of a symbolic length. Symbolic blocks are many.
+    short = isinstance(length, int) and length <= _SHORT
+    return short and not (isinstance(blocks, int) and blocks == 1)
 
 
 def _largest_by_halves(magnitudes: jax.Array, axis: int) -> jax.Array:
