@@ -11,6 +11,7 @@ from mx_jax.formats import E2M1, E4M3, FLOAT8_ROWWISE_E4M3, MXFP4, NVFP4
 from mx_jax.reference import scale_functions as functions
 from mx_jax.reference.scale_rules import (
     AMAX,
+    AMAX_HEADROOM,
     CEIL,
     EVEN,
     FLOAT8,
@@ -48,6 +49,13 @@ def test_thresholds_of_the_librarys_own():
     assert told.pop("rceil") == (6 << 20) + 1
     assert set(told.values()) == {None}
     assert EVEN.threshold is functions.rounds_up and AMAX.threshold is None
+
+
+def test_room_for_scales_that_round_to_nearest():
+    """A scale in E4M3 is up to 17/16 too small; E2M1 ends at 6."""
+    assert AMAX_HEADROOM.largest_element is not None and MS_EDEN.largest_element is not None
+    assert 17 / 16 * AMAX_HEADROOM.largest_element == E2M1.max
+    assert 17 / 16 * 0.93 * MS_EDEN.largest_element == pytest.approx(E2M1.max, rel=1e-15)
 
 
 def test_who_reads_values():
