@@ -6,13 +6,15 @@ any order although blocks share one (the "static groups" of its authors' code).
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mx_jax.calibrate.scales import search_scales
+from mx_jax.calibrate.scales import by_feature, contracted, search_scales
 from mx_jax.codecs import float32
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import decode_scaled, encode_scaled
@@ -28,7 +30,7 @@ def gptq(
     format: BlockFormat | str,
     moment: jax.typing.ArrayLike,
     *,
-    axis: int = 0,
+    axis: int | Sequence[int] = 0,
     damping: float = 0.01,
     by_activity: bool = True,
 ) -> MXArray:
@@ -43,13 +45,14 @@ def gptq(
       w: weights, float32, bfloat16 or float16, of any shape.
       format: a format with E8M0 or E4M3 scales, or its name.
       moment: `[k, k]`, symmetric, the sum or the mean of `x x^T` over inputs x: see `moments`.
-      axis: the axis of length k, which a product contracts; blocks lie along it.
+      axis: the axis of length k, which a product contracts, or the axes whose lengths multiply to
+        k; blocks lie along the last.
       damping: above 0; how far H is moved towards one that knows nothing.
       by_activity: take the features in the order of the diagonal of H, largest first (the
         "act-order" of the authors' code), instead of as they lie.
 
     Returns:
-      An `MXArray` of w's shape, with blocks along the axis.
+      An `MXArray` of w's shape, with blocks along the last of the axes.
 
     Raises:
       ValueError: a moment of another shape, not finite or not positive semidefinite; damping not
@@ -67,26 +70,24 @@ def gptq(
       True
     """
     w = jnp.asarray(w)
-    axis = range(w.ndim)[axis]
-    hessian = _damped(moment, w.shape[axis], damping)
+    axes = contracted(axis, w.ndim)
+    sizes = [w.shape[each] for each in axes]
+    hessian = _damped(moment, math.prod(sizes), damping)
     diagonal = np.diag(hessian)
-    start = search_scales(w, format, axis=axis, importance=diagonal.astype(np.float32))
+    start = search_scales(w, format, axis=axes, importance=diagonal.astype(np.float32))
     order = np.argsort(-diagonal, kind="stable") if by_activity else np.arange(len(diagonal))
     factor = _factor(hessian[np.ix_(order, order)])
 
-    def rows(of: jax.Array) -> jax.Array:
-        front = jnp.moveaxis(of, axis, 0)
-        return front.reshape(front.shape[0], -1)
-
     ((_, size),) = start.blocks
-    extent = w.shape[axis] if not isinstance(size, int) else size
-    scales = jnp.repeat(rows(start.scales), extent, axis=0)[: w.shape[axis]]
+    extent = sizes[-1] if not isinstance(size, int) else size
+    scales = jnp.repeat(start.scales, extent, axis=axes[-1])
+    scales = by_feature(lax.slice_in_dim(scales, 0, sizes[-1], axis=axes[-1]), axes)
     tensor_scale = None if start.tensor_scale is None else start.tensor_scale.reshape(1, 1)
-    codes = _round(
-        rows(w).astype(jnp.float32)[order], scales[order], factor, tensor_scale, start.format
-    )
-    codes = codes[np.argsort(order)].reshape(jnp.moveaxis(w, axis, 0).shape)
-    return dataclasses.replace(start, codes=jnp.moveaxis(codes, 0, axis))
+    rows = by_feature(w, axes).astype(jnp.float32)
+    codes = _round(rows[order], scales[order], factor, tensor_scale, start.format)
+    kept = (n for each, n in enumerate(w.shape) if each not in axes)
+    codes = codes[np.argsort(order)].reshape(*sizes, *kept)
+    return dataclasses.replace(start, codes=jnp.moveaxis(codes, range(len(axes)), axes))
 
 
 def _damped(moment: jax.typing.ArrayLike, length: int, damping: float) -> np.ndarray:

@@ -1,6 +1,7 @@
 """What a model's layers are multiplied with: second moments of their inputs."""
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -9,19 +10,25 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from mx_jax.calibrate.scales import contracted
+
 Moments = dict[str, jax.Array]
 """By path of the layer, float32 `[k, k]`: the sum of `x x^T` over its inputs."""
+
+# What multiplies, and by which method.
+_LINEN = {nn.Dense: "__call__", nn.DenseGeneral: "__call__", nn.Embed: "attend"}
 
 
 def moments(
     model: nn.Module | nnx.Module, batches: Iterable[Any], *, variables: Any = None
 ) -> Moments:
-    """Sum of `x x^T` over the inputs x of every dense layer of a model.
+    """Sum of `x x^T` over the inputs x of every dense layer of a model, and of every head.
 
     Args:
-      model: a flax.linen module or a flax.nnx model, in high precision or converted. Layers that
-        contract the last axis of their input are observed: `Dense` and `DenseGeneral` of linen,
-        `Linear` and `LinearGeneral` of nnx. Not those in `nn.scan` and its like.
+      model: a flax.linen module or a flax.nnx model, in high precision or converted. Observed are
+        `Dense` and `DenseGeneral` of linen, `Linear` and `LinearGeneral` of nnx, and what an
+        `Embed` of either `attend`s to. A layer that contracts several axes has the features of all
+        of them, as its kernel lists them. Not observed are layers in `nn.scan` and its like.
       batches: what the model is called with: arrays, or tuples of arguments.
       variables: linen's variables; of linen modules only.
 
@@ -71,14 +78,13 @@ def _observer(model: Any, variables: Any) -> Callable[..., Moments]:
     )
 
 
-def _add(into: Moments, path: str, x: jax.Array) -> None:
-    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+def _add(into: Moments, path: str, x: jax.Array, axes: Sequence[int] = (-1,)) -> None:
+    """Rows are all that is not contracted; features, of several axes, count as the kernel's do."""
+    axes = contracted(axes, x.ndim)
+    last = jnp.moveaxis(x, axes, range(-len(axes), 0))
+    rows = last.reshape(-1, math.prod(x.shape[axis] for axis in axes)).astype(jnp.float32)
     moment = jnp.matmul(rows.T, rows, precision="highest")
     into[path] = into[path] + moment if path in into else moment
-
-
-def _contracts_last(axis: Any) -> bool:
-    return axis in (-1, (-1,))
 
 
 def _linen(model: nn.Module, variables: Any) -> Callable[..., Moments]:
@@ -86,12 +92,13 @@ def _linen(model: nn.Module, variables: Any) -> Callable[..., Moments]:
         found: Moments = {}
 
         def look(call: Any, args: Any, options: Any, context: Any) -> Any:
-            layer = context.module
-            dense = isinstance(layer, nn.Dense) or (
-                isinstance(layer, nn.DenseGeneral) and _contracts_last(layer.axis)
-            )
-            if dense and context.method_name == "__call__":
-                _add(found, "/".join(layer.path), args[0])
+            layer, path = context.module, "/".join(context.module.path)
+            called = next((kind for kind in _LINEN if isinstance(layer, kind)), None)
+            if called is not None and context.method_name == _LINEN[called]:
+                x = (*args, *options.values())[0]
+                # Flax contracts axes in the order in which they lie, however they are named.
+                axes = sorted(contracted(getattr(layer, "axis", -1), x.ndim))
+                _add(found, path, x, axes)
             return call(*args, **options)
 
         with nn.intercept_methods(look):
@@ -109,11 +116,10 @@ def _nnx(model: nnx.Module) -> Callable[..., Moments]:
         found: Moments = {}
         watched = nnx.merge(graph, state)
         for path, layer in nnx.iter_graph(watched):
-            dense = isinstance(layer, nnx.Linear) or (
-                isinstance(layer, nnx.LinearGeneral) and _contracts_last(layer.axis)
-            )
-            if dense:
-                name = "/".join(map(str, path))
+            name = "/".join(map(str, path))
+            if isinstance(layer, nnx.Embed):
+                layer.attend = _attending(layer.attend, found, name)
+            if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
                 layer.dot_general = _watching(layer.dot_general or lax.dot_general, found, name)
         watched(*args)
         return found
@@ -123,8 +129,17 @@ def _nnx(model: nnx.Module) -> Callable[..., Moments]:
 
 
 def _watching(dot_general: Any, found: Moments, path: str) -> Any:
-    def watching(lhs: jax.Array, *args: Any, **options: Any) -> Any:
-        _add(found, path, lhs)
-        return dot_general(lhs, *args, **options)
+    def watching(lhs: jax.Array, rhs: Any, dimensions: Any, *args: Any, **options: Any) -> Any:
+        (axes, _), _ = dimensions
+        _add(found, path, lhs, axes)
+        return dot_general(lhs, rhs, dimensions, *args, **options)
 
     return watching
+
+
+def _attending(attend: Any, found: Moments, path: str) -> Any:
+    def attending(query: jax.Array, *args: Any, **options: Any) -> Any:
+        _add(found, path, query)
+        return attend(query, *args, **options)
+
+    return attending

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -68,11 +70,22 @@ def search_for(scale: ScaleFormat, asked_by: str) -> Search:
     )
 
 
+def contracted(axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
+    """The axes that a product contracts, counted from the front."""
+    return tuple(range(ndim)[each] for each in ((axis,) if isinstance(axis, int) else axis))
+
+
+def by_feature(w: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Weights as `[k, n]`: one row for each feature, counted along the axes in their order."""
+    front = jnp.moveaxis(w, axes, range(len(axes)))
+    return front.reshape(math.prod(w.shape[axis] for axis in axes), -1)
+
+
 def search_scales(
     w: jax.typing.ArrayLike,
     format: BlockFormat | str,
     *,
-    axis: int = 0,
+    axis: int | Sequence[int] = 0,
     importance: jax.typing.ArrayLike | None = None,
 ) -> MXArray:
     """Quantize with the scale of each block that leaves the smallest squared error.
@@ -84,9 +97,10 @@ def search_scales(
     Args:
       w: weights, float32, bfloat16 or float16, of any shape.
       format: a format with E8M0 or E4M3 scales, or its name.
-      axis: the axis that blocks lie along, which a product contracts.
-      importance: h, at least 0, of shape `[w.shape[axis]]`: how much each feature counts, e.g. the
-        mean square of what it is multiplied with, the diagonal of `moments`; default: 1.
+      axis: the axis that a product contracts, or several; blocks lie along the last.
+      importance: h, at least 0, of shape `[k]`, where k is the length of the axis, or the product
+        of their lengths: how much each feature counts, e.g. the mean square of what it is
+        multiplied with, the diagonal of `moments`; default: 1.
 
     Returns:
       An `MXArray`. Its scales may depend on the order of a float sum where two errors are equal but
@@ -106,17 +120,18 @@ def search_scales(
     """
     w, format = jnp.asarray(w), block_format(format)
     search = search_for(format.scale, "search_scales")
-    axis = range(w.ndim)[axis]
-    weights = jnp.ones(w.shape[axis], jnp.float32) if importance is None else importance
+    axes = contracted(axis, w.ndim)
+    sizes = tuple(w.shape[each] for each in axes)
+    weights = jnp.ones(math.prod(sizes), jnp.float32) if importance is None else importance
     weights = jnp.asarray(weights, jnp.float32)
-    if weights.shape != (w.shape[axis],):
+    if weights.shape != (math.prod(sizes),):
         raise ValueError(
             "search_scales: importance must have one entry for each feature, got "
             f"importance.shape={weights.shape} for w.shape={w.shape}, axis={axis}"
         )
-    others = [other for other in range(w.ndim) if other != axis]
-    spread = jnp.broadcast_to(jnp.expand_dims(weights, others), w.shape)
-    first = quantize(w, format, axis=axis, scale_rule=search.first)
+    features = weights.reshape(*sizes, *(1,) * (w.ndim - len(axes)))
+    spread = jnp.broadcast_to(jnp.moveaxis(features, range(len(axes)), axes), w.shape)
+    first = quantize(w, format, axis=axes[-1], scale_rule=search.first)
     return _search(w, first, spread, search)
 
 
@@ -153,7 +168,11 @@ def _search(w: jax.Array, first: MXArray, importance: jax.Array, search: Search)
 
 
 def output_error(
-    w: jax.typing.ArrayLike, quantized: MXArray, moment: jax.typing.ArrayLike, *, axis: int = 0
+    w: jax.typing.ArrayLike,
+    quantized: MXArray,
+    moment: jax.typing.ArrayLike,
+    *,
+    axis: int | Sequence[int] = 0,
 ) -> float:
     """How much of a product's output the quantized weights lose: `|x (q - w)|^2 / |x w|^2`.
 
@@ -161,7 +180,7 @@ def output_error(
       w: weights.
       quantized: the same weights, quantized.
       moment: `[k, k]`, the sum or the mean of `x x^T` over inputs x, as `moments` gives it.
-      axis: the axis of length k.
+      axis: the axis of length k, or the axes whose lengths multiply to k.
 
     Returns:
       A float, at least 0.
@@ -174,12 +193,12 @@ def output_error(
       >>> 0 < error < 0.002
       True
     """
-    w = jnp.moveaxis(jnp.asarray(w, jnp.float32), axis, 0)
-    lost = jnp.moveaxis(quantized.dequantize(jnp.float32), axis, 0) - w
+    w = jnp.asarray(w, jnp.float32)
+    lost = quantized.dequantize(jnp.float32) - w
     moment = jnp.asarray(moment, jnp.float32)
 
     def power(of: jax.Array) -> jax.Array:
-        rows = of.reshape(of.shape[0], -1)
+        rows = by_feature(of, contracted(axis, w.ndim))
         return jnp.sum(rows * jnp.matmul(moment, rows, precision="highest"))
 
     return float(power(lost) / power(w))

@@ -12,12 +12,14 @@ from mx_jax.calibrate.scales import search_scales
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 
+Axis = int | tuple[int, ...]
+
 
 class Way(Protocol):
     """From a weight to its codes."""
 
     def __call__(
-        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: int, looked_up: bool
+        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: Axis, looked_up: bool
     ) -> MXArray:
         """Quantize one weight.
 
@@ -25,7 +27,7 @@ class Way(Protocol):
           names: paths that rules know its layer by.
           w: of one layer, without the axes of a stack.
           format: to quantize to.
-          axis: that blocks lie along.
+          axis: that the product contracts, or several; blocks lie along the last.
           looked_up: whether it is a table that rows are looked up in.
         """
         ...
@@ -50,7 +52,7 @@ class SearchedScales:
     """
 
     def __call__(
-        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: int, looked_up: bool
+        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: Axis, looked_up: bool
     ) -> MXArray:
         """See `Way`."""
         return search_scales(w, format, axis=axis)
@@ -60,8 +62,9 @@ class SearchedScales:
 class Gptq:
     """By `gptq`, with each layer's own moment.
 
-    Tables that rows are looked up in, and weights that contract several axes, get their scales by
-    squared error. So does a weight without a moment, with an `UncalibratedWarning`.
+    A weight without a moment gets its scales by squared error, with an `UncalibratedWarning` unless
+    it is a table that rows are looked up in. A table with a moment, that of its `attend`, is
+    rounded for the product: its rows are a little further from what they were.
 
     Attributes:
       moments: by path of the layer: see `calibrate.moments`.
@@ -74,7 +77,7 @@ class Gptq:
     by_activity: bool = True
 
     def __call__(
-        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: int, looked_up: bool
+        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: Axis, looked_up: bool
     ) -> MXArray:
         """See `Way`."""
         known = (self.moments[name] for name in names if name in self.moments)

@@ -72,7 +72,7 @@ class Kernel:
     def _by(self, by: Way) -> Callable[[jax.Array], MXArray]:
         layer, spec = self.decision.layer, self.decision.recipe and self.decision.recipe.fwd.rhs
         assert layer.axes is not None and spec is not None
-        ((axis, _), *others) = layer.axes.blocks(spec.format)
+        contracting, ((axis, _), *others) = layer.axes.contracting, layer.axes.blocks(spec.format)
         if others:
             raise ValueError(
                 f"convert.weights: by={by!r} needs blocks along one axis, but the recipe of "
@@ -82,7 +82,7 @@ class Kernel:
             by,
             (layer.path, *layer.aliases),
             format=spec.format,
-            axis=axis,
+            axis=axis if len(contracting) == 1 else contracting,
             looked_up=self.looked_up,
         )
 

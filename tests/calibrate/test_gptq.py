@@ -25,15 +25,14 @@ def inputs(rng: np.random.Generator, k: int = K, rows: int = 400) -> np.ndarray:
 
 
 def by_definition(
-    w: np.ndarray, moment: np.ndarray, q: mx_jax.MXArray, order: np.ndarray, damping: float
+    w: np.ndarray, moment: np.ndarray, values: np.ndarray, order: np.ndarray, damping: float
 ) -> np.ndarray:
-    """Values that GPTQ gives under the scales of q: the textbook's loop, in float64.
+    """What GPTQ chooses of `values_under` its scales: the textbook's loop, in float64.
 
     Each feature becomes its nearest value, and what is left is minimized over all later features.
     """
     k = len(w)
     h = np.array(moment, np.float64) / np.diag(moment).mean() + damping * np.eye(k)
-    values = values_under(q)
     now, result = w.astype(np.float64), np.zeros(w.shape)
     for place, i in enumerate(order):
         nearest = np.abs(values[:, i] - now[i]).argmin(0)
@@ -54,11 +53,30 @@ def test_it_is_the_textbook_s(format: BlockFormat, by_activity: bool, rng):
     moment = x.T @ x
     found = calibrate.gptq(w, format, moment, damping=0.02, by_activity=by_activity)
     order = np.argsort(-np.diag(moment), kind="stable") if by_activity else np.arange(K)
-    want = by_definition(w, moment, found, order, 0.02)
+    want = by_definition(w, moment, values_under(found), order, 0.02)
     got = np.asarray(found.dequantize(), np.float64)
     # A tie may fall to the other side in float32 and send the rest of its column elsewhere.
     same = (np.abs(got - want) < 1e-5).all(0)
     assert same.sum() >= N - 1, np.abs(got - want).max(0)
+
+
+def test_several_axes(rng):
+    """Errors go from one head to the others; blocks end with a head's features."""
+    w, x = rng.standard_normal((4, 2, 40)).astype(np.float32), inputs(rng, 80)
+    moment = x.T @ x
+    found = calibrate.gptq(w, "mxfp4", moment, axis=(1, -1), damping=0.02)
+    assert found.scales.shape == (4, 2, 2)
+    order = np.argsort(-np.diag(moment), kind="stable")
+    values = np.moveaxis(values_under(found).reshape(-1, 4, 80), 1, 2)
+    want = by_definition(w.reshape(4, 80).T, moment, values, order, 0.02)
+    got = np.asarray(found.dequantize(), np.float64).reshape(4, 80).T
+    assert (np.abs(got - want) < 1e-5).all(0).sum() >= 3
+    # Its scales are those of a search with each feature's own importance.
+    h = np.diag(moment) / np.diag(moment).mean() + 0.02
+    searched = calibrate.search_scales(w, "mxfp4", axis=(1, 2), importance=h)
+    np.testing.assert_array_equal(found.scales, searched.scales)
+    before, after = (calibrate.output_error(w, q, moment, axis=(1, 2)) for q in (searched, found))
+    assert after < 0.5 * before
 
 
 @pytest.mark.by_default("mxfp4")
@@ -122,23 +140,35 @@ class Linen(nn.Module):
         options = {} if self.recipe is None else {"recipe": self.recipe}
         y = jnp.tanh(dense(6, name="up", **options)(x))
         heads = nn.DenseGeneral((2, 3), axis=-1, name="heads")(y)
-        # Contracts two axes: not observed.
-        return nn.DenseGeneral(4, axis=(-2, -1), name="out")(heads)
+        # Flax sorts the axes: features count as if axis were (-2, -1).
+        y = nn.DenseGeneral(4, axis=(-1, -2), name="out")(heads)
+        return nn.Embed(7, 4, name="table").attend(y)
 
 
 class Nnx(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.up = nnx.Linear(8, 6, rngs=rngs)
         self.heads = nnx.LinearGeneral(6, (2, 3), rngs=rngs)
+        self.out = nnx.LinearGeneral((2, 3), 4, axis=(-2, -1), rngs=rngs)
+        self.table = nnx.Embed(7, 4, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.heads(jnp.tanh(self.up(x)))
+        return self.table.attend(self.out(self.heads(jnp.tanh(self.up(x)))))
 
 
-def expected(x: np.ndarray, up: Any) -> dict[str, np.ndarray]:
-    y = np.tanh(x @ np.asarray(up["kernel"]) + np.asarray(up["bias"])).reshape(-1, 6)
+def expected(x: np.ndarray, layers: Any) -> dict[str, np.ndarray]:
+    """Of `Linen` and `Nnx`, from the layers' parameters."""
+
+    def after(name: str, rows: np.ndarray) -> np.ndarray:
+        kernel, bias = (np.asarray(layers[name][part]) for part in ("kernel", "bias"))
+        return rows @ kernel.reshape(rows.shape[1], -1) + bias.reshape(-1)
+
     rows = x.reshape(-1, 8)
-    return {"up": rows.T @ rows, "heads": y.T @ y}
+    y = np.tanh(after("up", rows))
+    heads = after("heads", y)
+    out = after("out", heads)
+    inputs = {"up": rows, "heads": y, "out": heads, "table": out}
+    return {name: each.T @ each for name, each in inputs.items()}
 
 
 @pytest.mark.parametrize("recipe", [None, recipes.weight_only("mxfp8_e4m3")])
@@ -146,7 +176,7 @@ def test_moments_of_a_linen_model(recipe: Any, rng):
     model, x = Linen(recipe), rng.standard_normal((2, 5, 8)).astype(np.float32)
     variables = quick(Linen().init)(jax.random.key(0), x)
     found = calibrate.moments(model, [x[:1], (x[1:],)], variables=variables)
-    want = expected(x, variables["params"]["up"])
+    want = expected(x, variables["params"])
     assert found.keys() == want.keys()
     for name in want if recipe is None else ["up"]:
         np.testing.assert_allclose(found[name], want[name], rtol=1e-4, atol=1e-4)
@@ -155,13 +185,13 @@ def test_moments_of_a_linen_model(recipe: Any, rng):
 def test_moments_of_an_nnx_model(rng):
     model, x = Nnx(nnx.Rngs(0)), rng.standard_normal((2, 5, 8)).astype(np.float32)
     found = calibrate.moments(model, [x])
-    up = {"kernel": model.up.kernel[...], "bias": model.up.bias[...]}
-    want = expected(x, up)
+    want = expected(x, nnx.to_pure_dict(nnx.state(model)))
     assert found.keys() == want.keys()
     for name, moment in want.items():
         np.testing.assert_allclose(found[name], moment, rtol=1e-4, atol=1e-4)
     # The model itself is as it was.
     assert model.up.dot_general is Nnx(nnx.Rngs(0)).up.dot_general
+    assert "attend" not in vars(model.table)
 
 
 def test_moments_of_what_is_none(rng):
@@ -195,15 +225,42 @@ def test_weights_of_a_linen_model_by_gptq(pack: bool, rng):
         np.testing.assert_array_equal(kernel.scales, want.scales)
 
 
+def test_weights_of_heads_and_of_layers_that_contract_two_axes(rng):
+    """With their own moments: a table's is that of `attend`; one that only looks up has none."""
+    model, x = Linen(), rng.standard_normal((20, 8)).astype(np.float32)
+    variables = quick(model.init)(jax.random.key(0), x)
+    moments = calibrate.moments(model, [x], variables=variables)
+    rules = [
+        convert.Rule("table", recipes.weight_only("mxfp4"), types=nn.Embed),
+        convert.Rule("out", recipes.weight_only("mxfp4")),
+    ]
+    options = {"model": model, "args": (x,), "pack": False}
+    stored = convert.weights(variables, rules, by=calibrate.Gptq(moments), **options)["params"]
+    for layer, name, axis in (("out", "kernel", (0, 1)), ("table", "embedding", 1)):
+        w = variables["params"][layer][name]
+        want = calibrate.gptq(w, "mxfp4", moments[layer], axis=axis)
+        assert (want.codes != calibrate.search_scales(w, "mxfp4", axis=axis).codes).any()
+        np.testing.assert_array_equal(stored[layer][name].codes, want.codes)
+    with pytest.warns(calibrate.UncalibratedWarning, match="no moment for 'out'") as found:
+        alone = convert.weights(variables, rules, by=calibrate.Gptq({}), **options)["params"]
+    assert len(found) == 1
+    table = calibrate.search_scales(variables["params"]["table"]["embedding"], "mxfp4", axis=1)
+    np.testing.assert_array_equal(alone["table"]["embedding"].codes, table.codes)
+
+
 @pytest.mark.slow
 def test_weights_of_an_nnx_model_and_of_a_stack(rng):
     x = rng.standard_normal((20, 8)).astype(np.float32)
     model = Nnx(nnx.Rngs(0))
     moments = calibrate.moments(model, [x])
-    rules = convert.Rule(".*up", recipes.weight_only("nvfp4"))
-    stored = convert.weights(model, rules, by=calibrate.Gptq(moments), pack=False)
-    want = calibrate.gptq(model.up.kernel[...], "nvfp4", moments["up"])
-    np.testing.assert_array_equal(stored.up.kernel[...].codes, want.codes)
+    by, table = calibrate.Gptq(moments), convert.Rule("table", "nvfp4", types=nnx.Embed)
+    rules = [table, convert.Rule(".*up|out", recipes.weight_only("nvfp4"))]
+    stored = convert.weights(model, rules, by=by, pack=False)
+    ways = [("up", "kernel", 0), ("out", "kernel", (0, 1)), ("table", "embedding", 1)]
+    for layer, name, axis in ways:
+        kernel, codes = (getattr(getattr(m, layer), name)[...] for m in (model, stored))
+        want = calibrate.gptq(kernel, "nvfp4", moments[layer], axis=axis)
+        np.testing.assert_array_equal(codes.codes, want.codes)
 
     class Stack(nn.Module):
         @nn.compact
