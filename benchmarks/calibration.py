@@ -7,9 +7,10 @@ Python's own manual, `pydoc_data.topics`, which every installation has.
 """
 
 import argparse
+import dataclasses
 import pydoc_data.topics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +28,23 @@ from mx_jax.generate.tokenizer_gguf import tokenizer_of_gguf
 from mx_jax.generate.weights import config_from_gguf, params_from_gguf
 
 FORMATS = ("mxfp4", "nvfp4")
-# From a weight, the axis that a product contracts, and the moment of its inputs or None.
-Cast = Callable[[jax.Array, int, jax.Array | None], mx_jax.MXArray]
+# From a weight, the axis that a product contracts, and the moment of its inputs.
+Cast = Callable[[jax.Array, int, jax.Array], mx_jax.MXArray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a model is quantized.
+
+    Attributes:
+      kernels: of its layers.
+      table: of the embedding, as the head multiplies by it.
+      looked_up: of the embedding, as rows are looked up in it; None: it is the head's.
+    """
+
+    kernels: Cast
+    table: Cast
+    looked_up: Cast | None = None
 
 
 def manual() -> str:
@@ -37,40 +53,86 @@ def manual() -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
-def ways(name: str) -> dict[str, Cast]:
+def ways(name: str) -> dict[str, Way]:
     """How weights are quantized, from plain to calibrated."""
     rule = None if name == "nvfp4" else "even"
 
-    def plain(w: jax.Array, axis: int, moment: jax.Array | None) -> mx_jax.MXArray:
+    def plain(w: jax.Array, axis: int, moment: jax.Array) -> mx_jax.MXArray:
         return mx_jax.quantize(w, name, axis=axis, scale_rule=rule)
 
-    def searched(w: jax.Array, axis: int, moment: jax.Array | None) -> mx_jax.MXArray:
+    def searched(w: jax.Array, axis: int, moment: jax.Array) -> mx_jax.MXArray:
         return calibrate.search_scales(w, name, axis=axis)
 
-    def weighed(w: jax.Array, axis: int, moment: jax.Array | None) -> mx_jax.MXArray:
-        importance = None if moment is None else jnp.diag(moment)
-        return calibrate.search_scales(w, name, axis=axis, importance=importance)
+    def weighed(w: jax.Array, axis: int, moment: jax.Array) -> mx_jax.MXArray:
+        return calibrate.search_scales(w, name, axis=axis, importance=jnp.diag(moment))
 
-    def gptq(w: jax.Array, axis: int, moment: jax.Array | None) -> mx_jax.MXArray:
-        if moment is None:
-            return searched(w, axis, moment)
+    def gptq(w: jax.Array, axis: int, moment: jax.Array) -> mx_jax.MXArray:
         return calibrate.gptq(w, name, moment, axis=axis)
 
-    return {"plain": plain, "searched": searched, "searched, weighed": weighed, "gptq": gptq}
+    return {
+        "plain": Way(plain, plain),
+        "searched": Way(searched, searched),
+        "searched, weighed": Way(weighed, weighed),
+        "gptq of kernels": Way(gptq, searched),
+        "gptq": Way(gptq, gptq),
+        "gptq, two tables": Way(gptq, gptq, searched),
+    }
 
 
-def quantized(params: Any, cast: Cast, moments: calibrate.Moments) -> Any:
-    """Values of the parameters after a cast; norms stay."""
+def all_moments(model: Llama, params: Any, batches: Iterable[np.ndarray]) -> calibrate.Moments:
+    """Of the layers, and of the head under "head": it reads what the last norm gives."""
 
-    def of(path: Any, leaf: jax.Array) -> jax.Array:
-        if leaf.ndim != 2:
-            return leaf
-        names = [key.key for key in path]
-        if names[-1] == "kernel":
-            return cast(leaf, 0, moments["/".join(names[:-1])]).dequantize()
-        return cast(leaf, 1, None).dequantize()
+    @jax.jit
+    def of_head(params: Any, tokens: np.ndarray) -> jax.Array:
+        applied: Any = model.apply(
+            {"params": params},
+            tokens,
+            capture_intermediates=lambda layer, _: layer.path == ("norm",),
+            mutable=["intermediates"],
+        )
+        (x,) = applied[1]["intermediates"]["norm"]["__call__"]
+        rows = x.reshape(-1, x.shape[-1])
+        return jnp.matmul(rows.T, rows, precision="highest")
 
-    return jax.tree_util.tree_map_with_path(of, params)
+    batches = list(batches)
+    found = calibrate.moments(model, batches, variables={"params": params})
+    return {**found, "head": sum((of_head(params, tokens) for tokens in batches), jnp.zeros(()))}
+
+
+class Quantizer:
+    """What casts make of an untied model's parameters; what several ways share is made once."""
+
+    def __init__(self, params: Any, moments: calibrate.Moments) -> None:
+        self.params, self.moments = params, moments
+        self.made: dict[tuple[str, Cast], tuple[Any, float]] = {}
+
+    def __call__(self, way: Way) -> tuple[Any, float]:
+        """Values after a way's casts, norms as they are; and the seconds of all the casts."""
+        kernels, first = self._once("kernels", way.kernels, self._kernels)
+        head, second = self._once("head", way.table, self._table)
+        table, third = head, 0.0
+        if way.looked_up is not None:
+            table, third = self._once("head", way.looked_up, self._table)
+        return {**kernels, "embedding": table, "head": head}, first + second + third
+
+    def _once(self, of: str, cast: Cast, make: Callable[[Cast], Any]) -> tuple[Any, float]:
+        if (of, cast) not in self.made:
+            start = time.perf_counter()
+            values = jax.block_until_ready(make(cast))
+            self.made[of, cast] = values, time.perf_counter() - start
+        return self.made[of, cast]
+
+    def _kernels(self, cast: Cast) -> Any:
+        def of(path: Any, leaf: jax.Array) -> jax.Array:
+            names = [key.key for key in path]
+            if names[-1] != "kernel":
+                return leaf
+            return cast(leaf, 0, self.moments["/".join(names[:-1])]).dequantize()
+
+        return jax.tree_util.tree_map_with_path(of, self.params)
+
+    def _table(self, cast: Cast) -> jax.Array:
+        return cast(self.params["head"], 1, self.moments["head"]).dequantize()
 
 
 def rows(
@@ -81,26 +143,29 @@ def rows(
     step: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
     """The float32 model's row, then one for each format and way; texts: to calibrate, and held."""
-    model, (known, held) = Llama(config, recipes.high_precision()), texts
+    known, held = texts
+    if not config.tied:
+        raise SystemExit("calibration: measures what a tied table costs, got config.tied=False")
+    # One program for all rows: of a model that has a table for each of the two uses.
+    model = Llama(dataclasses.replace(config, tied=False), recipes.high_precision())
+    params = {**params, "head": params["embedding"]}
     step("float32")
     exact = [log_probabilities(model, params, tokens, None) for tokens in held]
 
     own = judge(model, params, held, exact)
     yield {"format": "float32", "way": "", "bits": 32, "seconds": 0.0, "closed": None, **own}
     step("moments")
-    moments = calibrate.moments(model, list(known), variables={"params": params})
+    moments = all_moments(model, params, known)
     for name in names:
-        plain = None
-        for way, cast in ways(name).items():
-            step(f"{name}, {way}")
-            start = time.perf_counter()
-            values = jax.block_until_ready(quantized(params, cast, moments))
-            seconds = time.perf_counter() - start
+        plain, quantize = None, Quantizer(params, moments)
+        for label, way in ways(name).items():
+            step(f"{name}, {label}")
+            values, seconds = quantize(way)
             found = judge(model, values, held, exact)
             gap = found["loss"] - own["loss"]
             plain = gap if plain is None else plain
-            closed = None if way == "plain" else 1 - gap / plain
-            row = {"format": name, "way": way, "seconds": seconds, "closed": closed}
+            closed = None if label == "plain" else 1 - gap / plain
+            row = {"format": name, "way": label, "seconds": seconds, "closed": closed}
             yield {"bits": mx_jax.formats.block_format(name).bits_per_element, **row, **found}
 
 
@@ -124,7 +189,9 @@ def sheet(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> report
         f"Loss in nats a token on {options.sequences * options.length} tokens of docs/, gap and KL "
         f"to float32; moments from {options.calibration * options.length} tokens of Python's "
         "manual. Searched: scales by squared error, weighed by the mean square of each input. The "
-        "embedding, which is the head too, has searched scales where kernels are by gptq."
+        "embedding is the head too. It has searched scales in gptq of kernels, and is by gptq for "
+        "the head in gptq. Two tables: rows are looked up in one with searched scales; the "
+        "difference is what the one table's other use costs."
     ]
     return report.Sheet("SmolLM2-135M, weights quantized", columns, cells, notes)
 

@@ -1,6 +1,7 @@
 """The benchmark of calibration, on a tiny model."""
 
 import argparse
+import dataclasses
 import importlib
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,11 @@ def test_rows_of_a_tiny_model(benchmark, rng: np.random.Generator):
     known, held = rng.integers(0, CONFIG.vocabulary, (2, 3, 1, 9), np.int32)
     steps: list[str] = []
     rows = list(benchmark.rows(CONFIG, params, (known, held), ["mxfp4"], steps.append))
-    assert [row["way"] for row in rows] == ["", "plain", "searched", "searched, weighed", "gptq"]
-    assert len(steps) == 2 + 4
+    ways = ["plain", "searched", "searched, weighed", "gptq of kernels", "gptq", "gptq, two tables"]
+    assert [row["way"] for row in rows] == ["", *ways]
+    assert len(steps) == 2 + 6
+    # Each treats a table in another way.
+    assert len({row["kl"] for row in rows}) == 7
     own, four = rows[:2]
     assert own["kl"] == 0 < 0.01 < four["kl"]
     # The loss is that of the next token, by NumPy.
@@ -49,10 +53,25 @@ def test_rows_of_a_tiny_model(benchmark, rng: np.random.Generator):
         losses.append((np.log(np.exp(logits).sum(-1)) - chosen).mean())
     assert own["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
     gaps = {row["way"]: row["loss"] - own["loss"] for row in rows[1:]}
-    assert rows[-1]["closed"] == pytest.approx(1 - gaps["gptq"] / gaps["plain"])
+    assert rows[-2]["closed"] == pytest.approx(1 - gaps["gptq"] / gaps["plain"])
     (cells,) = (c for c in benchmark.sheet(rows, _options()).rows if c[0] == "mxfp4, gptq")
-    assert cells[4] == f"{100 * rows[-1]['closed']:.0f} %"
+    assert cells[4] == f"{100 * rows[-2]['closed']:.0f} %"
 
 
 def _options() -> Any:
     return argparse.Namespace(sequences=3, length=9, calibration=3)
+
+
+@pytest.mark.slow
+def test_the_head_s_moment_is_that_of_what_it_multiplies(benchmark, rng: np.random.Generator):
+    params = params_from_gguf(tensors(), CONFIG)
+    params["head"] = params["embedding"]
+    model = benchmark.Llama(
+        dataclasses.replace(CONFIG, tied=False), mx_jax.recipes.high_precision()
+    )
+    tokens = rng.integers(0, CONFIG.vocabulary, (3, 1, 9), np.int32)
+    moments = benchmark.all_moments(model, params, tokens)
+    # The head is linear and of full rank: its inputs are what gives these logits.
+    rows = [np.asarray(model.apply({"params": params}, each)[0], np.float64)[0] for each in tokens]
+    inputs = np.linalg.lstsq(np.asarray(params["head"], np.float64), np.concatenate(rows).T)[0]
+    np.testing.assert_allclose(moments["head"], inputs @ inputs.T, rtol=1e-3, atol=1e-3)
