@@ -38,6 +38,10 @@ class Stored:
     host: Callable[[], np.ndarray] | None = None
     dtype: np.dtype | None = None
 
+    def look(self) -> "MXArray | jax.Array | np.ndarray":
+        """Read it, a plain array as it lies there: jax might hold it in fewer bits."""
+        return self.fetch() if self.host is None else self.host()
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights(Mapping[str, "MXArray | jax.Array"]):

@@ -9,7 +9,7 @@ from mx_jax import checkpoint
 from mx_jax.checkpoint.layouts import LAYOUTS, named
 from mx_jax.checkpoint.torchao import TORCHAO
 from mx_jax.commands.converting import Conversion, How, converted, counts, plan
-from mx_jax.commands.output import console, say, size
+from mx_jax.commands.output import console, say
 from mx_jax.commands.programs import layout_for, program_of, programs
 from mx_jax.commands.stream import (
     OWN,
@@ -23,6 +23,7 @@ from mx_jax.commands.stream import (
     write_out,
     written,
 )
+from mx_jax.inspect.tensor_facts import size
 
 _DESCRIPTION = """
 Store quantized weights as another program does, without changing a value: the same codes and scales

@@ -10,7 +10,7 @@ import numpy as np
 from mx_jax import checkpoint
 from mx_jax.checkpoint.deferred import Deferred
 from mx_jax.checkpoint.weights import Weights
-from mx_jax.commands.output import say, size
+from mx_jax.commands.output import say
 from mx_jax.commands.stream import (
     add_input,
     add_output,
@@ -22,6 +22,7 @@ from mx_jax.commands.stream import (
     write_out,
     written,
 )
+from mx_jax.inspect.tensor_facts import size
 
 _DESCRIPTION = """
 Write the values that quantized weights stand for, one tensor at a time, as a safetensors file that

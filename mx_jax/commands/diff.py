@@ -14,9 +14,9 @@ from mx_jax import checkpoint
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.output import console, watched
-from mx_jax.commands.stream import add_input, stored_bytes, value
-from mx_jax.commands.tensor_facts import values_of
+from mx_jax.commands.stream import add_input, stored_bytes
 from mx_jax.inspect import sqnr_db
+from mx_jax.inspect.tensor_facts import values_of
 from mx_jax.mxarray import MXArray
 
 _DESCRIPTION = """
@@ -103,13 +103,13 @@ def _compare(a: Weights, b: Weights) -> list[Difference]:
     with progress_bar("read", stored_bytes(a, both) + stored_bytes(b, both), watched()) as step:
         for name in names:
             if name not in b:
-                formats = (_format(value(a, name)), None)
+                formats = (_format(a.stored[name].look()), None)
                 found.append(Difference(name=name, formats=formats, result="only in A"))
             elif name not in a:
-                formats = (None, _format(value(b, name)))
+                formats = (None, _format(b.stored[name].look()))
                 found.append(Difference(name=name, formats=formats, result="only in B"))
             else:
-                found.append(difference(name, value(a, name), value(b, name)))
+                found.append(difference(name, a.stored[name].look(), b.stored[name].look()))
                 step(name, a.stored[name].nbytes + b.stored[name].nbytes)
     return found
 

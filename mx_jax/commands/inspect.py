@@ -10,12 +10,11 @@ from typing import Any
 from rich.table import Table
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.weights import Weights
-from mx_jax.commands.inspect_page import page
-from mx_jax.commands.output import console, say, size, watched
-from mx_jax.commands.stream import add_input, stored_bytes, value
-from mx_jax.commands.tensor_facts import TensorFacts, tensor_facts
+from mx_jax.commands.output import console, say, watched
+from mx_jax.commands.stream import add_input
+from mx_jax.inspect.report_checkpoint import checkpoint_page
+from mx_jax.inspect.tensor_facts import TensorFacts, facts_of, size
 
 _DESCRIPTION = """
 Look at the tensors of a checkpoint: how each is stored, its bits, its largest value, the shares of
@@ -48,7 +47,9 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--only", metavar="PATTERN", help="tensors whose whole name matches")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
-    parser.add_argument("--html", metavar="PAGE", type=Path, help="write a page with histograms")
+    parser.add_argument(
+        "--html", metavar="PAGE", type=Path, help="write a page, as inspect.report does"
+    )
     parser.set_defaults(run=run)
 
 
@@ -61,9 +62,11 @@ def run(options: argparse.Namespace) -> int:
     weights = checkpoint.read(options.file, layout=options.layout)
     reference = None if options.reference is None else checkpoint.read(options.reference)
     names = chosen(weights, options.only)
-    found = _facts(weights, reference, names)
+    found = facts_of(weights, names, reference, operation="inspect", progress=watched())
     if options.html is not None:
-        options.html.write_text(page(str(options.file), found), encoding="utf-8")
+        compared = None if reference is None else str(options.reference)
+        page = checkpoint_page(str(options.file), found, compared)
+        options.html.write_text(page, encoding="utf-8")
         say(f"{options.html}: {len(found)} tensors")
     if options.json:
         print(json.dumps({"tensors": [facts.as_json() for facts in found]}, indent=1))
@@ -85,22 +88,6 @@ def chosen(weights: Weights, only: str | None) -> list[str]:
     if not names and only is not None:
         raise ValueError(f"--only {only!r} matches none of the {len(weights)} tensors")
     return names
-
-
-def _facts(weights: Weights, reference: Weights | None, names: Sequence[str]) -> list[TensorFacts]:
-    found = []
-    with progress_bar("read", stored_bytes(weights, names), watched()) as step:
-        for name in names:
-            exact = None
-            if reference is not None and name in reference:
-                exact = value(reference, name)
-            try:
-                found.append(tensor_facts(name, weights.stored[name], value(weights, name), exact))
-            except ValueError as error:
-                told = str(error) if name in str(error) else f"{name}: {error}"
-                raise ValueError(f"inspect: {told}") from error
-            step(name, weights.stored[name].nbytes)
-    return found
 
 
 def _print(found: Sequence[TensorFacts], compared: bool) -> None:

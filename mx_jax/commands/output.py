@@ -26,12 +26,3 @@ def say(text: str) -> None:
 def watched() -> bool:
     """Whether somebody sees a progress bar."""
     return sys.stderr.isatty()
-
-
-def size(nbytes: float) -> str:
-    """Bytes with a unit, as `12.3 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.4g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.4g} TB"

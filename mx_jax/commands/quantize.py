@@ -9,7 +9,7 @@ from mx_jax import checkpoint
 from mx_jax.checkpoint.deferred import deferred
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.judging import Judged, judge, quantized_like, report
-from mx_jax.commands.output import console, say, size
+from mx_jax.commands.output import console, say
 from mx_jax.commands.programs import layout_for, program_of
 from mx_jax.commands.rules_file import SCALES, FileRule, format_rule, read_rules
 from mx_jax.commands.stream import (
@@ -26,6 +26,7 @@ from mx_jax.commands.stream import (
     written,
 )
 from mx_jax.convert.rules import Rule
+from mx_jax.inspect.tensor_facts import size
 
 _DESCRIPTION = """
 Quantize the weights of a checkpoint, one tensor at a time. Blocks lie along the axis that a product

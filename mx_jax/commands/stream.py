@@ -78,12 +78,6 @@ def like(weights: Weights, name: str) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights[name])
 
 
-def value(weights: Weights, name: str) -> Any:
-    """A tensor to look at: a plain array as the file has it, which jax might hold in fewer bits."""
-    one = weights.stored[name]
-    return one.fetch() if one.host is None else one.host()
-
-
 def as_it_is(weights: Weights, name: str) -> Any:
     """A tensor that is written as it was read."""
     one = weights.stored[name]

@@ -1,5 +1,7 @@
 """How far quantized values are from the exact ones."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +37,8 @@ def sqnr_db(exact: jax.typing.ArrayLike, approximate: jax.typing.ArrayLike) -> f
             f"exact.shape={exact.shape}, approximate.shape={approximate.shape}"
         )
     noise = np.sum(np.square(exact - approximate))
+    if noise == 0:
+        return math.inf
     with np.errstate(divide="ignore", invalid="ignore"):
         return float(10.0 * np.log10(np.sum(np.square(exact)) / noise))
 

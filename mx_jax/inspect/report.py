@@ -1,36 +1,52 @@
-"""A run as one page: losses, error by layer over time, worst layers, saturation, histograms."""
+"""A run or a checkpoint as one page."""
 
-import collections
-import html
 import json
-import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from mx_jax.inspect.capture_record import Record, Scalar, from_json
-from mx_jax.inspect.report_findings import findings
-from mx_jax.inspect.report_page import bad, histogram, page, table
-from mx_jax.inspect.report_plots import cells, lines
+from mx_jax.checkpoint.foreign import read as read_weights
+from mx_jax.checkpoint.weights import Weights
+from mx_jax.inspect.capture_record import from_json
+from mx_jax.inspect.report_checkpoint import checkpoint_page
+from mx_jax.inspect.report_run import run_page
 from mx_jax.inspect.sinks import Memory
+from mx_jax.inspect.tensor_facts import facts_of
 
-# Lines and rows that a reader can tell apart.
-_LINES, _ROWS, _STEPS = 12, 30, 12
+FilePath = str | os.PathLike[str]
 
 
-def report(records: Memory | str | Path, path: str | Path, *, title: str = "Run") -> None:
-    """Write one HTML page on a run, with all that it shows inside: light and dark, no script.
+def report(
+    source: Memory | Weights | FilePath,
+    out: FilePath,
+    *,
+    reference: Mapping[str, Any] | FilePath | None = None,
+    title: str | None = None,
+) -> None:
+    """Write one HTML page on a run or a checkpoint, with all that it shows inside: light and dark,
+    no script.
 
-    It has what is out of the ordinary, in the order in which it happened; numbers such as the loss;
-    the SQNR of each layer and the error of its products, over time; the layers with the lowest
-    SQNR; where values saturate; and which exponents scales have.
+    Of a run it has what is out of the ordinary, in the order in which it happened; numbers such as
+    the loss; the SQNR of each layer and the error of its products, over time; the layers with the
+    lowest SQNR; where values saturate; and which exponents scales have.
+
+    Of a checkpoint it has what is out of the ordinary; the SQNR against a reference, layer by
+    layer, and the tensors with the lowest; how many codes lie at their format's limit and how many
+    values are zero; the exponents of scales; and a table of all tensors.
 
     Args:
-      records: what a capture told, or a file that `Jsonl` wrote.
-      path: of the page.
-      title: what run it is.
+      source: what a capture told, or a file that `Jsonl` wrote; or a checkpoint: what
+        `checkpoint.read` gave, or a file or folder that it reads.
+      out: path of the page.
+      reference: weights in high precision, for a checkpoint's errors: a checkpoint too, or arrays
+        by name. Tensors are compared with those of the same name.
+      title: what run or checkpoint it is.
 
     Raises:
-      ValueError: a line that is no record, or nothing at all.
+      FileNotFoundError: there is no such file.
+      ValueError: a line that is no record, a damaged checkpoint, a reference of another shape or
+        for a run, or nothing at all.
 
     Example:
       >>> import tempfile, pathlib, jax, jax.numpy as jnp, mx_jax
@@ -43,29 +59,59 @@ def report(records: Memory | str | Path, path: str | Path, *, title: str = "Run"
       ...     print(page.read_text().splitlines()[0])
       <!DOCTYPE html>
     """
-    memory = records if isinstance(records, Memory) else read(records)
-    found = memory.all()
-    if not found and not memory.scalars:
-        raise ValueError(f"report: needs records, got none in records={records!r}")
-    body = "\n".join(
-        f"<h2>{name}</h2>\n{content}"
-        for name, content in (
-            ("Out of the ordinary", _told(findings(found, memory.scalars))),
-            ("Numbers", _numbers(memory)),
-            ("SQNR by layer", _over_time(found, "sqnr_db", "dB")),
-            (
-                "Error of products by layer",
-                _over_time(found, "error", "|exact - actual| / |exact|"),
-            ),
-            ("Worst layers", _worst(found)),
-            ("Saturation", _saturation(found)),
-            ("Scales", _scales(found)),
+    if isinstance(source, str | os.PathLike):
+        source = read_weights(source) if _is_checkpoint(Path(source)) else read(source)
+    if isinstance(source, Weights):
+        page = _of_checkpoint(source, reference, title)
+    elif reference is not None:
+        raise ValueError(
+            "report: a reference belongs to a checkpoint, got the records of a run and "
+            f"reference={_named(reference)!r}; what a run lost its records tell: leave it out"
         )
+    else:
+        page = _of_run(source, title)
+    Path(out).write_text(page, encoding="utf-8")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a path is a folder or a file of numbers, not of lines."""
+    if path.is_dir():
+        return True
+    with path.open("rb") as file:
+        # safetensors begins with a length in 64 bits, GGUF with a version in 32: neither uses all
+        # of its bytes. JSON has no zero bytes.
+        return 0 in file.read(8)
+
+
+def _of_run(records: Memory, title: str | None) -> str:
+    if not records.all() and not records.scalars:
+        raise ValueError(f"report: needs records, got none in records={records!r}")
+    return run_page("Run" if title is None else title, records)
+
+
+def _of_checkpoint(
+    weights: Weights, reference: Mapping[str, Any] | FilePath | None, title: str | None
+) -> str:
+    if not weights:
+        raise ValueError(f"report: needs tensors, got none in {weights!r}")
+    exact = read_weights(reference) if isinstance(reference, str | os.PathLike) else reference
+    found = facts_of(weights, weights, exact, operation="report")
+    return checkpoint_page(
+        str(weights.path) if title is None else title,
+        found,
+        None if reference is None else _named(reference),
     )
-    Path(path).write_text(page(title, body, left=2), encoding="utf-8")
 
 
-def read(path: str | Path) -> Memory:
+def _named(reference: Mapping[str, Any] | FilePath) -> str:
+    if isinstance(reference, Weights):
+        return str(reference.path)
+    if isinstance(reference, Mapping):
+        return f"{len(reference)} arrays by name"
+    return os.fspath(reference)
+
+
+def read(path: FilePath) -> Memory:
     """What a file of `Jsonl` holds.
 
     Raises:
@@ -78,113 +124,3 @@ def read(path: str | Path) -> Memory:
         except ValueError as error:
             raise ValueError(f"report: {path}, line {number}: {error}") from error
     return memory
-
-
-def _told(sentences: Sequence[str]) -> str:
-    if not sentences:
-        return '<p class="dim">nothing</p>'
-    return "<ol>" + "".join(f"<li>{html.escape(text)}</li>" for text in sentences) + "</ol>"
-
-
-def _numbers(memory: Memory) -> str:
-    plots = []
-    for name, own in memory.scalars.items():
-        broken = sum(not math.isfinite(number.value) for number in own)
-        plots.append(lines({name: _points(own)}, name))
-        if broken:
-            plots.append(f"<p>{bad(f'{name}: {broken} of {len(own)} are not finite')}</p>")
-    return "".join(plots) or '<p class="dim">none told; inspect.scalar tells them</p>'
-
-
-def _points(scalars: Sequence[Scalar]) -> list[tuple[int, float]]:
-    return sorted((number.step, number.value) for number in scalars)
-
-
-def _name(record: Record) -> str:
-    call = f" call {record.tag.call}" if record.tag.call else ""
-    return f"{record.path} {record.tag.product} {record.tag.tensor}{call}"
-
-
-def _over_time(records: Sequence[Record], stat: str, unit: str) -> str:
-    """The lines of those that are worst at their worst."""
-    series: dict[str, list[tuple[int, float]]] = collections.defaultdict(list)
-    for record in records:
-        if stat in record.stats:
-            series[_name(record)].append((record.step, record.stats[stat]))
-    if not series:
-        return '<p class="dim">not captured</p>'
-    sign = 1 if stat == "sqnr_db" else -1
-
-    def worst(name: str) -> float:
-        return min((sign * v for _, v in series[name] if math.isfinite(v)), default=math.inf)
-
-    shown = sorted(series, key=worst)[:_LINES]
-    left = f"<p class='dim'>the {len(shown)} worst of {len(series)}</p>"
-    return left + lines({name: series[name] for name in shown}, unit)
-
-
-def _last(records: Sequence[Record]) -> dict[str, Record]:
-    return {_name(record): record for record in records if record.tag.side is not None}
-
-
-def _worst(records: Sequence[Record]) -> str:
-    """Operands by the lowest SQNR that they had."""
-    lowest: dict[str, Record] = {}
-    for record in records:
-        sqnr = record.stats.get("sqnr_db", math.nan)
-        if not math.isnan(sqnr) and record.tag.side is not None:
-            known = lowest.get(_name(record))
-            if known is None or sqnr < known.stats["sqnr_db"]:
-                lowest[_name(record)] = record
-    ranked = sorted(lowest.items(), key=lambda pair: pair[1].stats["sqnr_db"])[:_ROWS]
-    rows = [
-        (
-            html.escape(name),
-            html.escape(f"{record.tag.format} ({record.tag.rule})"),
-            str(record.step),
-            *(_number(record, stat) for stat in ("sqnr_db", "amax", "outlier_ratio")),
-            *(_percent(record, stat) for stat in ("underflow", "saturation")),
-            _channels(record),
-        )
-        for name, record in ranked
-    ]
-    heads = ("operand", "format", "step", "SQNR dB", "amax", "outlier", "zero %", "saturated %")
-    return table((*heads, "largest channels"), rows)
-
-
-def _number(record: Record, stat: str) -> str:
-    return f"{record.stats[stat]:.4g}" if stat in record.stats else ""
-
-
-def _percent(record: Record, stat: str) -> str:
-    return f"{100 * record.stats[stat]:.3g}" if stat in record.stats else ""
-
-
-def _channels(record: Record) -> str:
-    return ", ".join(f"{index}: {amax:.3g}" for index, amax in record.stats.get("channels", [])[:3])
-
-
-def _saturation(records: Sequence[Record]) -> str:
-    """A map: operands by steps, those first that saturate most."""
-    found: dict[str, dict[int, float]] = collections.defaultdict(dict)
-    for record in records:
-        if "saturation" in record.stats:
-            found[_name(record)][record.step] = record.stats["saturation"]
-    if not found:
-        return '<p class="dim">not captured</p>'
-    steps = sorted({step for own in found.values() for step in own})
-    steps = sorted({steps[round(i * (len(steps) - 1) / (_STEPS - 1))] for i in range(_STEPS)})
-    ranked = sorted(found, key=lambda name: -max(found[name].values()))[:_ROWS]
-    rows = [(html.escape(name), "", *cells([found[name].get(s) for s in steps])) for name in ranked]
-    return "<p class='dim'>% of values, by step</p>" + table(
-        ("operand", "", *map(str, steps)), rows
-    )
-
-
-def _scales(records: Sequence[Record]) -> str:
-    rows = [
-        (html.escape(name), html.escape(record.tag.format), histogram(record.stats["scales"]))
-        for name, record in sorted(_last(records).items())
-        if record.stats.get("scales")
-    ][: 3 * _ROWS]
-    return "<p class='dim'>at the last step</p>" + table(("operand", "format", "exponents"), rows)

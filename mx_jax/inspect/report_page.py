@@ -23,7 +23,12 @@ h2 { font-size: 1.05em; margin-top: 2em; }
 table { border-collapse: collapse; }
 th, td { padding: 0.25em 0.8em; text-align: right; border-bottom: 1px solid var(--line); }
 th { position: sticky; top: 0; background: var(--page); }
-.left th:nth-child(-n+$left), .left td:nth-child(-n+$left) { text-align: left; }
+.left1 :is(th, td):nth-child(-n+1), .left2 :is(th, td):nth-child(-n+2),
+.left3 :is(th, td):nth-child(-n+3) { text-align: left; }
+td:not(:last-child) { white-space: nowrap; }
+.narrow { overflow-x: auto; }
+.narrow :is(th, td):nth-child(n+2) { padding: 0.25em 1px; min-width: 1.4em; text-align: center; }
+.narrow td div { height: 1.3em; }
 .dim { color: var(--dim); }
 .bad { color: var(--bad); font-weight: bold; }
 rect { fill: var(--bar); }
@@ -44,25 +49,39 @@ $body
 _BAR, _HEIGHT, _MARGIN = 10, 36, 12
 
 
-def page(title: str, body: str, left: int = 3) -> str:
+def page(title: str, sections: Mapping[str, str], lead: str = "") -> str:
     """A page as text.
 
     Args:
       title: plain text.
-      body: HTML.
-      left: how many columns of tables are aligned to the left.
+      sections: HTML by headings in plain text.
+      lead: HTML above them.
     """
-    return _PAGE.substitute(title=html.escape(title), body=body, left=left)
+    body = "\n".join(
+        f"<h2>{html.escape(name)}</h2>\n{content}" for name, content in sections.items()
+    )
+    return _PAGE.substitute(title=html.escape(title), body=f"{lead}{body}")
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; heads are plain text, cells are HTML."""
+def dim(text: str) -> str:
+    """A paragraph of plain text that is no news, as HTML."""
+    return f'<p class="dim">{html.escape(text)}</p>'
+
+
+def told(sentences: Sequence[str]) -> str:
+    """A list of sentences in plain text, as HTML."""
+    if not sentences:
+        return dim("nothing")
+    return "<ol>" + "".join(f"<li>{html.escape(text)}</li>" for text in sentences) + "</ol>"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 2) -> str:
+    """A table; heads are plain text, cells are HTML; so many columns are aligned to the left."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
     lines = ("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     body = "\n".join(lines)
-    return (
-        f'<table class="left">\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>'
-    )
+    head = f"<thead><tr>{head}</tr></thead>"
+    return f'<table class="left{left}">\n{head}\n<tbody>\n{body}\n</tbody>\n</table>'
 
 
 def bad(text: str) -> str:

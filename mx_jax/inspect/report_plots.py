@@ -8,8 +8,8 @@ from typing import NamedTuple
 Series = Mapping[str, Sequence[tuple[int, float]]]
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 720, 220, 64, 24, 8
-# Tells twelve lines apart on light pages and on dark ones.
-_HUES = tuple(range(210, 210 + 360, 30))
+# Tells twelve lines apart on light pages and on dark ones; neighbours are far from each other.
+_HUES = tuple((210 + 150 * number) % 360 for number in range(12))
 
 
 class _Scale(NamedTuple):
@@ -23,7 +23,7 @@ _LINEAR = _Scale(lambda value: value, lambda place: place)
 _LOGARITHMIC = _Scale(math.log10, lambda place: 10.0**place)
 
 
-def lines(series: Series, unit: str) -> str:
+def lines(series: Series, unit: str, along: str = "step") -> str:
     """Lines over steps, with what each is called below; what is not finite is a gap.
 
     The axis is logarithmic where all values are positive and the largest is over 100 times the
@@ -32,6 +32,7 @@ def lines(series: Series, unit: str) -> str:
     Args:
       series: pairs of step and value by name.
       unit: of the values.
+      along: what is counted from the left to the right.
     """
     points = [p for own in series.values() for p in own if math.isfinite(p[1])]
     if not points:
@@ -56,7 +57,7 @@ def lines(series: Series, unit: str) -> str:
             path = " ".join(at(*point) for point in run)
             drawn.append(f'<polyline style="stroke:{color}" points="{path}"/>')
             drawn += [
-                f'<circle cx="{x}" cy="{y}" r="2.5" style="fill:{color}"><title>{told}, step '
+                f'<circle cx="{x}" cy="{y}" r="2.5" style="fill:{color}"><title>{told}, {along} '
                 f"{step}: {value:.4g}</title></circle>"
                 for step, value in run
                 for x, y in (at(step, value).split(","),)
@@ -66,8 +67,8 @@ def lines(series: Series, unit: str) -> str:
     bottom = _HEIGHT - 6
     return (
         f'<svg class="plot" width="{_WIDTH}" height="{_HEIGHT}" role="img">{axes}{"".join(drawn)}'
-        f'<text x="{_LEFT}" y="{bottom}">step {first}</text>'
-        f'<text x="{_WIDTH - 8}" y="{bottom}" text-anchor="end">step {last}</text>'
+        f'<text x="{_LEFT}" y="{bottom}">{along} {first}</text>'
+        f'<text x="{_WIDTH - 8}" y="{bottom}" text-anchor="end">{along} {last}</text>'
         f'<text x="{_WIDTH / 2}" y="{bottom}" text-anchor="middle">{html.escape(unit)}</text></svg>'
         f"<p>{' '.join(names)}</p>"
     )
@@ -95,8 +96,10 @@ def _runs(points: Sequence[tuple[int, float]]) -> list[list[tuple[int, float]]]:
     return [run for run in runs if run]
 
 
-def cells(shares: Sequence[float | None]) -> list[str]:
-    """Cells of a map, darker where a share is larger: 0 to 1, on a scale of roots."""
+def cells(shares: Sequence[float | None], numbers: bool = True) -> list[str]:
+    """Cells of a map, darker where a share is larger: 0 to 1, on a scale of roots; per cents in
+    them, or told where one points.
+    """
     found = []
     for share in shares:
         if share is None:
@@ -105,6 +108,12 @@ def cells(shares: Sequence[float | None]) -> list[str]:
         depth = math.sqrt(min(max(share, 0), 1)) if math.isfinite(share) else 1
         found.append(
             f'<div style="background:rgba(var(--cell),{depth:.2f})" title="{share:.3%}">'
-            f"{100 * share:.2g}</div>"
+            f"{_percent(share) if numbers else ''}</div>"
         )
     return found
+
+
+def _percent(share: float) -> str:
+    """Two digits, as `0.25`, `8.1`, `42` and `100`."""
+    number = 100 * share
+    return f"{number:.2g}" if number < 10 else f"{number:.0f}"

@@ -359,9 +359,11 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert up["warnings"][-1].endswith("are zero") and "NaN or infinite" in str(norm["warnings"])
     parser = Tags()
     parser.feed(page.read_text())
-    assert parser.tags.count("rect") == 3 and parser.tags.count("tr") == 3
+    assert parser.tags.count("rect") == 6, "of the tensor, and of those of its kind"
     assert not parser.fetched and "script" not in parser.tags and "up" not in parser.tags
     assert norm["warnings"][0] in html.unescape(page.read_text())
+    mx_jax.inspect.report(path, tmp_path / "b.html", reference=whole)
+    assert page.read_text() == (tmp_path / "b.html").read_text()
     table, _ = run(capsys, *words)
     assert f"norm: {norm['warnings'][0]}" in table
     table, _ = run(capsys, *words, "--only", ".*up.*")

@@ -28,6 +28,8 @@ def test_sqnr_of_known_noise(factor: float, decibels: float):
 
 def test_sqnr_of_equal_arrays_is_infinite():
     assert sqnr_db(np.ones(3), np.ones(3)) == math.inf
+    assert sqnr_db(np.zeros(3), np.zeros(3)) == math.inf
+    assert math.isnan(sqnr_db(np.full(3, np.nan), np.full(3, np.nan)))
 
 
 def test_sqnr_takes_any_float_and_mxarrays(rng: np.random.Generator):

@@ -8,8 +8,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from mx_jax import inspect
-from tests.inspect.test_report import SECTIONS, diverging_run
+from mx_jax import checkpoint, inspect
+from tests.inspect import test_report, test_report_checkpoint
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 
@@ -33,12 +33,17 @@ def browser(page: Path, *options: str) -> tuple[str, str]:
     return result.stdout, result.stderr
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sink = inspect.Memory()
-    diverging_run(sink)
-    path = tmp_path_factory.mktemp("report") / "run.html"
-    inspect.report(sink, path)
+@pytest.fixture(scope="module", params=["run", "checkpoint"])
+def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / f"{request.param}.html"
+    if request.param == "run":
+        sink = inspect.Memory()
+        test_report.diverging_run(sink)
+        inspect.report(sink, path)
+    else:
+        small, exact = test_report_checkpoint.layers()
+        checkpoint.save(path.with_suffix(".safetensors"), small)
+        inspect.report(path.with_suffix(".safetensors"), path, reference=exact)
     return path
 
 
@@ -65,7 +70,8 @@ def test_the_page_is_drawn_light_and_dark(page: Path, tmp_path: Path):
 def test_every_section_is_there(page: Path):
     text, said = browser(page, "--dump-dom")
     assert "CONSOLE" not in said
-    places = [text.index(f"<h2>{name}</h2>") for name in SECTIONS]
+    module = test_report if page.stem == "run" else test_report_checkpoint
+    places = [text.index(f"<h2>{name}</h2>") for name in module.SECTIONS]
     assert places == sorted(places)
 
 

@@ -1,16 +1,17 @@
-"""What is said of one tensor: how it is stored, how large its values are, how its scales lie."""
+"""What is said of a checkpoint's tensors: how each is stored, its values, scales and error."""
 
 import dataclasses
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from mx_jax.checkpoint.exact import effective_scales
 from mx_jax.checkpoint.plausible import Plausibility, plausibility
-from mx_jax.checkpoint.weights import Stored
-from mx_jax.commands.output import size
-from mx_jax.inspect import sqnr_db
+from mx_jax.checkpoint.progress import progress_bar
+from mx_jax.checkpoint.weights import Stored, Weights
+from mx_jax.inspect.error import sqnr_db
 from mx_jax.mxarray import MXArray
 
 
@@ -45,13 +46,18 @@ class TensorFacts:
         """Of an element, its share of the scales included."""
         return self.nbytes * 8 / max(1, math.prod(self.shape))
 
+    @property
+    def kept_as(self) -> str:
+        """Its format and, of a quantized weight, its layout."""
+        return self.format if self.stored is None else f"{self.format} ({self.stored})"
+
     def texts(self, missing: str) -> tuple[str, ...]:
         """As rows show it: name, format, shape, bytes, bits, amax, per cents of zeros and saturated
         codes, SQNR; `missing` where there is none.
         """
         return (
             self.name,
-            self.format if self.stored is None else f"{self.format} ({self.stored})",
+            self.kept_as,
             "x".join(map(str, self.shape)) or "()",
             size(self.nbytes),
             f"{self.bits:.4g}",
@@ -66,6 +72,43 @@ class TensorFacts:
         facts: dict[str, Any] = dataclasses.asdict(self) | {"bits": self.bits}
         facts |= facts.pop("look")
         return {key: _finite(value) for key, value in facts.items()}
+
+
+def facts_of(
+    weights: Weights,
+    names: Iterable[str],
+    reference: Mapping[str, Any] | None = None,
+    *,
+    operation: str,
+    progress: bool = False,
+) -> list[TensorFacts]:
+    """Look at tensors of a checkpoint, of which one at a time is in memory.
+
+    Args:
+      weights: the checkpoint.
+      names: of its tensors.
+      reference: what they should be, by name. What it does not have is not compared, nor are
+        weights for rotated inputs, whose values are others on purpose.
+      operation: that asks, for errors.
+      progress: whether to show a bar on stderr.
+
+    Raises:
+      ValueError: a reference of another shape, or a damaged tensor.
+    """
+    rows, found = {name: weights.stored[name] for name in names}, []
+    with progress_bar("read", sum(row.nbytes for row in rows.values()), progress) as step:
+        for name, row in rows.items():
+            exact = None
+            if reference is not None and name in reference and row.rotation is None:
+                whole = isinstance(reference, Weights)
+                exact = reference.stored[name].look() if whole else reference[name]
+            try:
+                found.append(tensor_facts(name, row, row.look(), exact))
+            except ValueError as error:
+                told = str(error) if name in str(error) else f"{name}: {error}"
+                raise ValueError(f"{operation}: {told}") from error
+            step(name, row.nbytes)
+    return found
 
 
 def tensor_facts(name: str, stored: Stored, value: Any, reference: Any = None) -> TensorFacts:
@@ -107,6 +150,15 @@ def values_of(value: Any) -> np.ndarray:
     if array.dtype.kind in "biu" or array.dtype == np.float64:
         return array
     return array.astype(np.float32)
+
+
+def size(nbytes: float) -> str:
+    """Bytes with a unit, as `12.3 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.4g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"
 
 
 def _exponents(x: MXArray) -> tuple[dict[int, int], int]:

@@ -1,0 +1,220 @@
+"""report of a checkpoint: what is worst stands first, whoever wrote the file."""
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from mx_jax import checkpoint, inspect
+from mx_jax.checkpoint.weights import Stored, Weights
+from mx_jax.codecs.blocks import Blocks
+from mx_jax.formats import MXFP4
+from mx_jax.inspect.report_checkpoint import place_of
+from mx_jax.inspect.tensor_facts import facts_of
+from mx_jax.mxarray import MXArray
+from tests.checkpoint.gguf_bytes import Tensor, gguf
+from tests.inspect.test_report import Page
+
+pytestmark = pytest.mark.one_python(reason="files are read and pages written in plain Python")
+
+SECTIONS = [
+    "Out of the ordinary",
+    "Formats",
+    "Error by tensor",
+    "Worst tensors",
+    "Saturation",
+    "Zeros",
+    "Scales",
+    "Tensors",
+]
+UP, HEAD, NORM = "layers.{}.up.weight", "head.weight", "norm.weight"
+BLOCKS: Blocks = ((-1, 32),)
+
+
+def quantized(codes: Any, exponents: Any) -> MXArray:
+    """MXFP4 of given codes: nothing is rounded, so the test knows every number of the page."""
+    return MXArray(
+        codes=np.asarray(codes, np.uint8),
+        scales=np.asarray(exponents, np.int16).astype(np.uint8) + np.uint8(127),
+        format=MXFP4,
+        blocks=BLOCKS,
+        dtype=np.dtype(np.float32),
+    )
+
+
+def layers() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Three layers and a head, and what they should be: layer 1 lost most, layer 2 has zeros."""
+    rng = np.random.default_rng(0)
+    small: dict[str, Any] = {}
+    for layer, zeros in enumerate((0, 0, 40)):
+        codes = rng.choice([1, 2, 3, 4, 5, 6], (2, 64))
+        codes[:, 64 - zeros :] = 0
+        codes[0, 0] = 7
+        small[UP.format(layer)] = quantized(codes, [[-1, -2], [-1, -3]])
+    small[HEAD] = quantized(np.full((1, 32), 7), [[0]])
+    exact = {name: np.asarray(x.dequantize()) for name, x in small.items()}
+    for layer, factor in enumerate((1.01, 1.5, 1.01)):
+        exact[UP.format(layer)] = exact[UP.format(layer)] * np.float32(factor)
+    small[NORM] = exact[NORM] = np.full(8, 1.5, np.float32)
+    return small, exact
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("weights")
+    small, exact = layers()
+    checkpoint.save(folder / "small.safetensors", small)
+    safetensors.numpy.save_file(exact, folder / "exact.safetensors")
+    return folder / "small.safetensors", folder / "exact.safetensors"
+
+
+def sections(path: Path) -> dict[str, str]:
+    text = path.read_text()
+    page = Page(text)
+    assert page.open == [] and page.texts["h2"] == SECTIONS
+    assert not [tag for tag, _ in page.tags if tag in ("script", "img", "iframe", "object")]
+    assert "@import" not in text and "url(" not in text and "prefers-color-scheme: dark" in text
+    parts = re.split(r"<h2>(.*?)</h2>", text)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def rows(section: str) -> list[list[str]]:
+    found = re.findall(r"<tr>(.*?)</tr>", section.split("<tbody>")[1])
+    return [re.findall(r"<td>(.*?)</td>", row) for row in found]
+
+
+def test_what_lost_most_stands_first(files: tuple[Path, Path], tmp_path: Path):
+    small, exact = files
+    inspect.report(small, tmp_path / "page.html", reference=exact, title="Three <layers>")
+    text = (tmp_path / "page.html").read_text()
+    assert "<h1>Three &lt;layers&gt;</h1>" in text
+    assert f"5 tensors, {1 * 3 * 68 + 17 + 32} B; 5 compared with those of the same name" in text
+    page = sections(tmp_path / "page.html")
+    worst = rows(page["Worst tensors"])
+    # 1 - 1 / 1.5 of the amplitude is noise, or 1 - 1 / 1.01.
+    ten = [f"{-20 * math.log10(1 - 1 / factor):.2f}" for factor in (1.5, 1.01, 1.01)]
+    assert [row[-1] for row in worst] == ten and worst[0][0] == UP.format(1)
+    assert "2 of 5 tensors are equal to the reference" in page["Error by tensor"]
+    assert page["Error by tensor"].count("<circle") == 3
+    assert f"<title>layers.*.up.weight, layer 1: {9.542:.4g}</title>" in page["Error by tensor"]
+    told = re.findall("<li>(.*?)</li>", page["Out of the ordinary"])
+    assert told == [
+        "head.weight: 100.0% of the codes have the largest magnitude of their format",
+        "layers.1.up.weight: its SQNR is 9.5 dB, the median of mxfp4 (mx_jax) 40.1 dB",
+        "layers.2.up.weight: 62% of its values are zero, the median of mxfp4 (mx_jax) is 0%",
+    ]
+    assert rows(page["Formats"])[0] == ["mxfp4 (mx_jax)", "4", "416", "221 B", "4.25", "40.09"]
+
+
+def test_maps_and_histograms(files: tuple[Path, Path], tmp_path: Path):
+    inspect.report(files[0], tmp_path / "page.html")
+    page = sections(tmp_path / "page.html")
+    for name in ("Error by tensor", "Worst tensors"):
+        assert "no reference was given" in page[name] and "<svg" not in page[name]
+    head, up = rows(page["Saturation"])
+    assert (head[0], head[2:]) == (HEAD, ["", "", ""]) and 'title="100.000%">100<' in head[1]
+    assert (up[0], up[1]) == ("layers.*.up.weight", "")
+    assert all(f'title="{1 / 128:.3%}">0.78<' in cell for cell in up[2:])
+    up, *others = rows(page["Zeros"])
+    assert [re.sub("<.*?>", "", cell) for cell in up] == ["layers.*.up.weight", "", "0", "0", "62"]
+    assert {row[0] for row in others} == {HEAD, NORM}
+    # A bar for each exponent, of the layers together.
+    (up, head) = rows(page["Scales"])
+    assert up[:3] == ["layers.*.up.weight", "mxfp4 (mx_jax)", "3"]
+    assert re.findall("<title>(.*?)</title>", up[3]) == ["2^-3: 3", "2^-2: 3", "2^-1: 6"]
+    assert len(rows(page["Tensors"])) == 5
+
+
+def test_wide_maps_tell_numbers_where_one_points(tmp_path: Path):
+    one = quantized(np.full((1, 32), 7), [[0]])
+    checkpoint.save(tmp_path / "deep.safetensors", {f"{i}": {"up": one} for i in range(13)})
+    inspect.report(tmp_path / "deep.safetensors", tmp_path / "page.html")
+    (row,) = rows(sections(tmp_path / "page.html")["Saturation"])
+    assert len(row) == 14 and all(cell.endswith('title="100.000%"></div>') for cell in row[1:])
+
+
+def test_a_reference_in_any_form(files: tuple[Path, Path], tmp_path: Path):
+    small, exact = files
+    out, texts = tmp_path / "page.html", []
+    arrays = safetensors.numpy.load_file(exact)
+    for source in (small, str(small), checkpoint.read(small)):
+        for reference in (exact, checkpoint.read(exact), arrays):
+            inspect.report(source, out, reference=reference)
+            texts.append(out.read_text().replace("5 arrays by name", str(exact)))
+    assert len(set(texts)) == 1 and f"<h1>{small}</h1>" in texts[0]
+    del arrays[NORM]
+    inspect.report(small, out, reference=arrays)
+    assert "; 4 compared" in out.read_text()
+    with pytest.raises(ValueError, match=r"report: head\.weight: sqnr_db: shapes must agree"):
+        inspect.report(small, out, reference=arrays | {HEAD: np.ones(3)})
+
+
+def test_weights_for_rotated_inputs_are_not_compared(files: tuple[Path, Path]):
+    exact, weights = checkpoint.read(files[1]), checkpoint.read(files[0])
+    turned = dataclasses.replace(weights.stored[HEAD], rotation="hadamard")
+    weights = Weights(weights.path, {**weights.stored, HEAD: turned})
+    found = facts_of(weights, [HEAD, UP.format(0)], exact, operation="test")
+    assert [facts.sqnr_db is None for facts in found] == [True, False]
+
+
+def test_a_folder_and_gguf(tmp_path: Path):
+    folder, out = tmp_path / "model", tmp_path / "page.html"
+    small, _ = layers()
+    del small[NORM]
+    checkpoint.write(folder, small, layout="mxfp4-pack-quantized", max_shard_size=100)
+    inspect.report(folder, out)
+    assert rows(sections(out)["Formats"])[0][:2] == ["mxfp4 (mxfp4-pack-quantized)", "4"]
+    file = tmp_path / "nameless"
+    file.write_bytes(gguf({"blk.0.up.weight": Tensor(39, (64, 2), (b"\x7f" + bytes(16)) * 4)}))
+    inspect.report(file, out)
+    assert rows(sections(out)["Tensors"])[0][:3] == [
+        "blk.0.up.weight",
+        "mxfp4 (gguf-mxfp4)",
+        "2x64",
+    ]
+
+
+def test_what_there_is_no_page_of(files: tuple[Path, Path], tmp_path: Path):
+    out = tmp_path / "page.html"
+    with pytest.raises(ValueError, match="report: needs tensors, got none in Weights"):
+        inspect.report(Weights(tmp_path, {}), out)
+    with pytest.raises(
+        ValueError, match="report: a reference belongs to a checkpoint, got the rec"
+    ):
+        inspect.report(inspect.Memory(), out, reference=files[1])
+    with pytest.raises(FileNotFoundError, match=r"none\.safetensors"):
+        inspect.report(tmp_path / "none.safetensors", out)
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(files[0].read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"cut\.safetensors"):
+        inspect.report(cut, out)
+    assert not out.exists()
+
+
+def test_a_long_list_is_cut_and_says_so(tmp_path: Path):
+    zeros = np.zeros(4, np.float32)
+    stored = {
+        f"{number}.bias": Stored(shape=(4,), nbytes=16, fetch=lambda: zeros, host=lambda: zeros)
+        for number in range(62)
+    }
+    inspect.report(Weights(tmp_path, stored), tmp_path / "page.html")
+    told = re.findall("<li>(.*?)</li>", sections(tmp_path / "page.html")["Out of the ordinary"])
+    assert len(told) == 61 and told[-1] == "and 2 more"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "layer"),
+    [
+        ("layers/3/up/kernel", "layers/*/up/kernel", 3),
+        ("params/Dense_12/kernel", "params/Dense_*/kernel", 12),
+        ("blk.4.ffn_up_exps.7.weight", "blk.*.ffn_up_exps.*.weight", 4),
+        ("block1.fc2.weight", "block1.fc2.weight", None),
+    ],
+)
+def test_kinds_and_layers_by_names(name: str, kind: str, layer: int | None):
+    assert place_of(name) == (kind, layer)
