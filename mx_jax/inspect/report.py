@@ -107,7 +107,7 @@ def _named(reference: Mapping[str, Any] | FilePath) -> str:
     if isinstance(reference, Weights):
         return str(reference.path)
     if isinstance(reference, Mapping):
-        return f"{len(reference)} arrays by name"
+        return "the given arrays"
     return os.fspath(reference)
 
 

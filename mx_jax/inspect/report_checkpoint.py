@@ -136,7 +136,7 @@ def _errors(found: Sequence[TensorFacts], compared: bool) -> str:
     if not series:
         return dim("no tensor with an error has a layer's number in its name") + unchanged
     shown = sorted(series, key=lambda kind: min(series[kind].values()))[:_LINES]
-    left = dim(f"SQNR by layer; the {len(shown)} worst of {len(series)} kinds of tensors")
+    left = dim(f"SQNR by layer; {len(shown)} of {len(series)} kinds of tensors, the worst first")
     plot = lines({kind: sorted(series[kind].items()) for kind in shown}, "dB", along="layer")
     return left + plot + unchanged
 
