@@ -71,7 +71,7 @@ def expert_ragged_dot(
       >>> product = functools.partial(
       ...     mx_jax.expert_ragged_dot, axis_name="expert", recipe="mxfp4")
       >>> run = jax.shard_map(product, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
-      >>> run(jnp.ones((4, 64)), jnp.ones((2, 64, 8)), jnp.array([1, 2]))[:, 0]
+      >>> jax.jit(run)(jnp.ones((4, 64)), jnp.ones((2, 64, 8)), jnp.array([1, 2]))[:, 0]
       Array([64., 64., 64.,  0.], dtype=float32)
     """
     recipe = as_recipe(recipe, "expert_ragged_dot")

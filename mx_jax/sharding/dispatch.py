@@ -91,7 +91,7 @@ def dispatch(
       ...     sent = mx_jax.sharding.dispatch(tokens, group_sizes, "expert")
       ...     return sent.send_back(2 * sent.rows.dequantize())
       >>> run = jax.shard_map(double, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
-      >>> run(jnp.ones((3, 32)), jnp.array([1, 1]))[:, 0]
+      >>> jax.jit(run)(jnp.ones((3, 32)), jnp.array([1, 1]))[:, 0]
       Array([2., 2., 0.], dtype=float32)
     """
     devices, sizes = lax.axis_size(axis_name), jnp.asarray(group_sizes)
