@@ -79,14 +79,13 @@ def test_nnx_scan():
     graph, _ = nnx.split(convert.nnx(layer, RULE))
     stacked = nnx.state(layer)
     stacked["up"]["kernel"] = nnx.Param(jnp.asarray(WEIGHTS))
-    layers = nnx.merge(graph, stacked)
 
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
     def run(layer, x):
         return layer(x)
 
     with inspect.capture(stats="amax") as records:
-        nnx.jit(run)(layers, X)
+        quick(lambda stacked: run(nnx.merge(graph, stacked), X))(stacked)
     assert weights_by_index(records, "output") == by_index("up")
 
 
