@@ -53,11 +53,6 @@ EXPLAINED: dict[tuple[str, str, str], Explanation] = {
         "tensor_scale = None if peaks.tensor_scale is None else peaks.tensor_scale[ 1]",
     ): same("its first axis has a length of one, to which JAX clamps the index"),
     (
-        "mx_jax.ops.clipping",
-        "return jnp.where(values < 0, jnp.uint8(element.sign_code), top)",
-        "return jnp.where(values <= 0, jnp.uint8(element.sign_code), top)",
-    ): same("zero is below either limit"),
-    (
         "mx_jax.codecs.reshaping",
         "return {new_axes[0]: sizes[old_axes[0]]}",
         "return {new_axes[0]: sizes[old_axes[ -1]]}",

@@ -50,8 +50,10 @@ def row(*values: float) -> np.ndarray:
 def test_at_the_largest_value_the_gradient_passes():
     """FLOOR's scale of 7 is 1: 6 and -6 are representable, 6.5 and 7 are clipped."""
     x = row(7, -7, 6.5, 6, -6, 5.9, 0)
-    kept = passes(masking(operand("mxfp4", scale_rule="floor")), x)
+    recipe = masking(operand("mxfp4", scale_rule="floor"))
+    kept = passes(recipe, x)
     assert kept[:7].tolist() == [False, False, False, True, True, True, True] and kept[7:].all()
+    assert passes(dataclasses.replace(recipe, mask_clipped=False), x).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -133,6 +133,7 @@ def test_nvfp4_of_zeros_and_of_what_is_not_finite(rng: np.random.Generator):
         for _, scales, values in both(zeros).values():
             assert_bitwise_equal(values, zeros)
             assert (np.asarray(scales) == 0x08).all()  # 2^-6, the smallest scale
+    assert jax.jit(lambda x: mx_jax.quantize(x, NVFP4).tensor_scale)(zeros) == 1
 
 
 @pytest.mark.parametrize("size", [2.0**-149, 2.0**-126, 2.0**-100, 2.0**-80, 2.0**120])
