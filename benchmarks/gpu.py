@@ -1,27 +1,26 @@
-"""The GPU kernels on a GPU, beside other libraries: how fast their products are.
+"""The GPU kernels on a GPU, beside other libraries and the goals that they are to reach.
 
 `python -m mx_jax gpu` checks numbers, tunes, and times each kernel beside plain JAX. This asks what
 it does not: where PyTorch and Triton are installed, how the same product does there
-(`benchmarks.gpu_peers`), and how near all are to the machine's limits.
+(`benchmarks.gpu_peers`), how near all are to the machine's limits, and which of the project's goals
+(`benchmarks.gpu_goals`) are met: of products, casts, and a training step of a decoder's block.
 
-A product of few rows takes less time than starting it from Python. So one jitted function chains
-square products, `x <- x w_1 w_2 ...`, each by weights of its own: together they are larger than the
-L2 cache, and no product can be left out or merged with another. A sample is several calls of that
-function. All cases of a comparison run in one process in alternating order, as `benchmarks.timing`
-says; ratios are medians over rounds. Beside each ratio stands its upper bound: bytes over the
-memory's bandwidth, or operations over the tensor cores' peak, whichever takes longer.
+How time is measured: `benchmarks.gpu_compare`. Beside each product's ratio stands its upper bound:
+bytes over the memory's bandwidth, or operations over the tensor cores' peak, whichever takes
+longer.
 
-Before it is timed, a kernel's first product is compared with that of dequantized weights. What
-fails is written down with its traceback, and the rest goes on.
+Before it is timed, a kernel's first product is compared with that of dequantized weights, its casts
+with the reference's bits, and a step with the plain path's. What fails is written down with its
+traceback, and the rest goes on.
 """
 
 import argparse
-import dataclasses
+import functools
+import itertools
 import json
 import os
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 # PyTorch shares the GPU's memory.
@@ -31,13 +30,27 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import environment, gpu_peers, report
-from benchmarks.gpu_products import BASELINE, DEQUANTIZE, Pair, Way, chained, products
-from benchmarks.timing import Case, measure, ratio
+from benchmarks.gpu_casts import compare_casts
+from benchmarks.gpu_compare import Comparison, Maker, Measured, chain_of, compare
+from benchmarks.gpu_goals import GOALS, LARGE, Verdict, What, sheet, verdicts
+from benchmarks.gpu_products import (
+    BASELINE,
+    DEQUANTIZE,
+    Pair,
+    Timed,
+    Way,
+    products,
+    speed_bound,
+)
+from benchmarks.gpu_steps import Step, compare_steps
+from benchmarks.timing import Case
 from mx_jax.backends.base import Target
 from mx_jax.backends.pallas_gpu.architecture import SM90, Architecture, architecture_of
 from mx_jax.backends.pallas_gpu.products.rejections import rejects
 from mx_jax.backends.select import current_target
 from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, NVFP4
+from mx_jax.measure import timing
+from mx_jax.measure.cases import Case as Cast
 from mx_jax.testing.cases import MatmulCase
 
 FORMATS = {format.name: format for format in (*MX_FORMATS, NVFP4)}
@@ -45,60 +58,114 @@ FORMATS = {format.name: format for format in (*MX_FORMATS, NVFP4)}
 # rounded to bfloat16.
 _CLOSE = 2.0**-4
 
-# Bytes and bfloat16 operations a second, from NVIDIA's data sheets (dense).
-PEAKS = {
-    "H200": (4.8e12, 989e12),
-    "H100": (3.35e12, 989e12),
-    "A100": (2.039e12, 312e12),
-    "L40S": (0.864e12, 362e12),
-}
+PARTS: Mapping[str, type] = {"products": Timed, "steps": Step, "casts": Cast}
+# Rows of activations that products are timed for, beside those of goals.
+ROWS = (1, 16, 64, 256, 4096)
 
 
-def bound(facts: str, m: int, size: int, bits: float) -> float | None:
-    """Seconds that a product takes at least; None on a GPU whose peaks are not known here."""
-    peaks = next((peaks for name, peaks in PEAKS.items() if name in facts), None)
-    if peaks is None:
-        return None
-    moved = size * size * bits / 8 + 2 * m * size * 2
-    return max(moved / peaks[0], 2 * m * size * size / peaks[1])
+def wanted(options: argparse.Namespace, device: str, architecture: Architecture) -> list[What]:
+    """What is measured, the goals of this device first; none of it twice.
+
+    Args:
+      options: the command's.
+      device: its name.
+      architecture: its row.
+    """
+    goals = [goal.what for goal in GOALS if goal.is_for(device)]
+    products = _products(options, architecture)
+    found = [*goals, *products]
+    if options.pairs or options.rows or options.sizes:
+        found = [*products, *(what for what in goals if not isinstance(what, Timed))]
+    kinds = tuple(PARTS[part] for part in options.parts)
+    return list(dict.fromkeys(what for what in found if isinstance(what, kinds)))
+
+
+def _products(options: argparse.Namespace, architecture: Architecture) -> list[Timed]:
+    """Products that options name, or else the usual ones."""
+    pairs, sizes = options.pairs or pairs_of(architecture), options.sizes or [LARGE]
+    return [
+        Timed(pair=pair, m=m, n=n, k=k)
+        for pair, (n, k), m in itertools.product(pairs, sizes, options.rows or ROWS)
+    ]
 
 
 def measure_all(
-    options: argparse.Namespace, device: str, target: Target, deadline: float
-) -> Iterator[dict[str, Any]]:
-    """Rows of JSON, one for each pair of formats and number of rows."""
-    with report.progress(len(options.pairs) * len(options.rows)) as step:
-        for pair in options.pairs:
-            known = products(pair, options.size, options.copies, target)
-            weights = {}
-            for m in options.rows:
-                step(f"{pair}, {m} rows")
-                if time.monotonic() > deadline:
-                    continue
-                makers = _makers(known, weights, m, options)
-                makers += gpu_peers.cases(pair, m, options.size, options.copies, options.calls)
-                yield _measure(pair, makers, m, options, device)
+    asked: Sequence[What],
+    options: argparse.Namespace,
+    device: str,
+    target: Target,
+    deadline: float,
+) -> Iterator[Measured]:
+    """What was found of each, in this order, of as many as there is time for."""
+    makers = ProductMakers(options, target)
+    with report.progress(len(asked)) as step:
+        for what in asked:
+            step(str(what))
+            if time.monotonic() > deadline:
+                continue
+            yield compare(comparison(what, makers, options, device), options.seconds)
 
 
-def _makers(
-    known: dict[str, Way], weights: dict[str, list[Any]], m: int, options: argparse.Namespace
-) -> list[tuple[str, Callable[[], Case]]]:
-    """What makes each of our cases; `weights` keeps what was laid out for other numbers of rows."""
-    x = jax.random.normal(jax.random.key(1), (m, options.size), jnp.bfloat16)
+def comparison(
+    what: What, products: "ProductMakers", options: argparse.Namespace, device: str
+) -> Comparison:
+    """How a thing is measured.
 
-    def maker(name: str) -> Callable[[], Case]:
-        def make() -> Case:
-            for own in (name, DEQUANTIZE):
-                if own not in weights:
-                    weights[own] = known[own].weights(options.size, options.copies)
-            if name != BASELINE:
-                _check(known, weights, name, x)
-            chain = chained(known[name].product, weights[name], options.calls, x)
-            return Case(name, chain)
+    Args:
+      what: is measured.
+      products: makes their cases.
+      options: the command's.
+      device: its name.
+    """
+    if isinstance(what, Step):
+        return compare_steps(what, options.calls)
+    if not isinstance(what, Timed):
+        return compare_casts(what, options.calls, options.copies)
+    copies = what.copies if options.copies is None else options.copies
+    return Comparison(
+        what=what,
+        makers=products(what, copies),
+        baseline=BASELINE,
+        count=copies * options.calls,
+        bound=speed_bound(device, what),
+    )
 
-        return make
 
-    return [(name, maker(name)) for name in known]
+class ProductMakers:
+    """What makes the cases of products; keeps weights for the next product of the same ones."""
+
+    def __init__(self, options: argparse.Namespace, target: Target):
+        self._options, self._target = options, target
+        self._of: Any = None
+        self._weights: dict[str, list[Any]] = {}
+
+    def __call__(self, what: Timed, copies: int) -> list[Maker]:
+        pair, n, k = what.pair, what.n, what.k
+        if self._of != (pair, n, k):
+            self._of, self._weights = (pair, n, k), {}
+        weights = self._weights
+        known = products(pair, n, k, self._target)
+        draw = functools.cache(
+            lambda: jax.random.normal(jax.random.key(1), (what.m, k), jnp.bfloat16)
+        )
+
+        def maker(name: str) -> Callable[[], Case]:
+            def make() -> Case:
+                for own in (name, DEQUANTIZE):
+                    if own not in weights:
+                        weights[own] = known[own].weights(n, k, copies)
+                x = draw()
+                if name != BASELINE:
+                    _check(known, weights, name, x)
+                way = timing.Way(one=known[name].product, x=x, copies=weights[name])
+                return chain_of(name, way, self._options.calls)
+
+            return make
+
+        return [
+            *((name, maker(name)) for name in known),
+            *gpu_peers.cases(what, copies, self._options.calls),
+        ]
 
 
 def _check(known: dict[str, Way], weights: dict[str, list[Any]], name: str, x: jax.Array) -> None:
@@ -112,63 +179,39 @@ def _check(known: dict[str, Way], weights: dict[str, list[Any]], name: str, x: j
         raise ArithmeticError(f"{name} is wrong: error={error:.3g} of the mean magnitude")
 
 
-def _measure(
-    pair: Pair,
-    makers: list[tuple[str, Callable[[], Case]]],
-    m: int,
-    options: argparse.Namespace,
-    device: str,
-) -> dict[str, Any]:
-    cases, failed = [], {}
-    for name, make in makers:
-        # What cannot be compiled or started must not cost the times of the others.
-        try:
-            case = make()
-            jax.block_until_ready(case.run())
-            cases.append(case)
-        except Exception:
-            failed[name] = traceback.format_exc()
-    samples = measure(cases, seconds=options.seconds, max_rounds=1001)
-    count = options.copies * options.calls
-    ours, base = (bound(device, m, options.size, b) for b in (pair.rhs.bits_per_element, 16))
-    return {
-        "pair": str(pair),
-        "m": m,
-        "size": options.size,
-        "microseconds": {
-            name: 1e3 * of.summary()["wall_ms"]["median"] / count for name, of in samples.items()
-        },
-        "speedup": {
-            name: dataclasses.asdict(ratio(samples[BASELINE], samples[name], "wall"))
-            for name in samples
-            if BASELINE in samples
-        },
-        "speedup_bound": base / ours if base and ours else None,
-        "failed": failed,
-    }
-
-
-def sheets(result: dict[str, Any]) -> list[report.Sheet]:
-    """Times and speeds."""
-    rows = result["rows"]
-    found = dict.fromkeys(name for row in rows for name in (*row["microseconds"], *row["failed"]))
-    names = [BASELINE, *(name for name in found if name != BASELINE)]
-    times = report.Sheet("Microseconds of a square product", ("", *names))
-    speeds = report.Sheet("Speed over the bfloat16 dot's", ("", *names[1:], "bound"))
-    for row in rows:
-        title = f"{row['pair']}, {row['m']} x {row['size']} x {row['size']}"
-        times.rows.append(
-            [title, *(report.number(row["microseconds"].get(name), 1) for name in names)]
-        )
-        medians = [row["speedup"].get(name, {}).get("median") for name in names[1:]]
-        numbered = [report.number(value, 2) for value in (*medians, row["speedup_bound"])]
-        speeds.rows.append([title, *numbered])
+def sheets(measured: Sequence[Measured], found: Sequence[Verdict]) -> list[report.Sheet]:
+    """Goals, times and speeds."""
+    times = report.Sheet("Microseconds", ("", "way", "wall clock", "GPU's clock"))
+    speeds = report.Sheet(
+        "Speed over the baseline's; of casts, share of a copy's bandwidth",
+        ("", "way", "wall clock", "GPU's clock", "bound"),
+    )
+    for own in measured:
+        for way, microseconds in own.microseconds.items():
+            device = report.number(own.device_microseconds.get(way), 1)
+            times.rows.append([str(own.what), way, report.number(microseconds, 1), device])
+            if way == own.baseline or way not in own.speed:
+                continue
+            values = own.speed[way].median, own.device_speed.get(way), own.bound
+            numbers = (report.number(value, 2) for value in values)
+            speeds.rows.append([str(own.what), way, *numbers])
     times.notes = [
-        f"{row['pair']}, {row['m']} rows: {name} failed: {why.strip().splitlines()[-1]}"
-        for row in rows
-        for name, why in row["failed"].items()
+        f"{own.what}: {way} failed: {report.last_line(why)}"
+        for own in measured
+        for way, why in own.failed.items()
     ]
-    return [times, speeds]
+    return [sheet(found), times, speeds]
+
+
+def as_json(
+    known: dict[str, Any], measured: Sequence[Measured], found: Sequence[Verdict]
+) -> dict[str, Any]:
+    """The result, for programs."""
+    return {
+        "environment": known,
+        "goals": [own.as_json() for own in found],
+        "rows": [own.as_json() for own in measured],
+    }
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -182,10 +225,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="[LHS,]RHS",
         help="formats of both sides; without LHS x stays in bfloat16 (default: by GPU)",
     )
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 256, 4096])
-    parser.add_argument("--size", type=int, default=8192, help="n and k")
-    parser.add_argument("--copies", type=int, default=16, help="weights that a chain rotates over")
-    parser.add_argument("--calls", type=int, default=10, help="of the chain, in one sample")
+    parser.add_argument("--rows", nargs="+", type=int, default=None, help=f"default: {ROWS}")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=report.shape,
+        default=None,
+        metavar="NxK",
+        help="of weights; with --pairs or --rows these products alone are timed (default: those of "
+        "the goals, and 8192x8192)",
+    )
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
+    parser.add_argument(
+        "--copies",
+        type=int,
+        default=None,
+        help="of weights, and of what is cast (default: beyond any cache)",
+    )
+    parser.add_argument("--calls", type=int, default=10, help="of all copies, in one sample")
     parser.add_argument("--seconds", type=float, default=4.0, help="budget of a comparison")
     parser.add_argument(
         "--minutes", type=float, default=8.5, help="after which nothing more is begun"
@@ -224,19 +281,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     case = MatmulCase(lhs=None, rhs=MXFP4, dtype="bfloat16", out_dtype="bfloat16")
     reason = rejects(case.call, target)
     if reason is not None:
+        report.show(
+            [sheet([Verdict(goal=goal, why="no GPU that a kernel runs on") for goal in GOALS])]
+        )
         raise SystemExit(f"benchmarks.gpu: needs a GPU that a kernel runs on: it {reason}")
-    options.pairs = options.pairs or pairs_of(architecture)
     device = jax.devices()[0].device_kind
     known = environment.describe(["torch", "triton"]) | {"gpu": device}
-    result: dict[str, Any] = {"environment": known, "rows": []}
     out = report.RESULTS / "gpu" / f"{device.lower().replace(' ', '-')}.json"
     options.out = getattr(options, "out", out)
-    report.publish("gpu", options, result, sheets(result))
-    # Written after each row: what hangs or crashes must not cost the answers before.
-    for row in measure_all(options, device, target, deadline):
-        result["rows"].append(row)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    report.publish("gpu", options, result, sheets(result))
+    asked = wanted(options, device, architecture)
+    measured: list[Measured] = []
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    # Written after each: what hangs or crashes must not cost the answers before.
+    for own in measure_all(asked, options, device, target, deadline):
+        measured.append(own)
+        found = list(verdicts(measured, device, asked))
+        options.out.write_text(json.dumps(as_json(known, measured, found), indent=1) + "\n")
+    found = list(verdicts(measured, device, asked))
+    report.publish("gpu", options, as_json(known, measured, found), sheets(measured, found))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Products of other libraries on the same GPU, where they are installed: PyTorch and Triton.
 
-Each multiplies a chain of square weights, as `gpu_products.chained` does, recorded once as a CUDA
-graph: so neither pays for Python.
+Each multiplies x by one weight after the other, as ours do, recorded once as a CUDA graph: so
+neither pays for Python.
 
   - `torch bf16`: what cuBLAS takes when PyTorch calls it.
   - `torch int4`: PyTorch's 4-bit weights in groups of 32, with bfloat16 scales and zeros. Not MX,
@@ -14,7 +14,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.gpu_products import Pair
+from benchmarks.gpu_products import Pair, Timed
 from benchmarks.timing import Case
 from mx_jax.formats import MXFP4
 
@@ -23,18 +23,18 @@ _INT4_GROUP = 32
 # Of the layout that PyTorch's kernel reads.
 _INNER_K_TILES = 8
 
-# `x[m, size], weight -> [m, size]`.
+# `x[m, k], weight -> [m, n]`.
 Product = Callable[[Any, Any], Any]
 
 
-def cases(pair: Pair, rows: int, size: int, copies: int, calls: int) -> list[tuple[str, Any]]:
+def cases(what: Timed, copies: int, calls: int) -> list[tuple[str, Any]]:
     """Names, and what makes each case: it may raise, where a library lacks what it needs.
 
     Nothing is imported before it is made: what an import raises is one case's failure.
     """
     if importlib.util.find_spec("torch") is None:
         return []
-    names = [TORCH]
+    names, pair = [TORCH], what.pair
     if pair.lhs is None and pair.rhs.element.bits == 4:
         names.append(INT4)
     if pair == Pair(rhs=MXFP4) and importlib.util.find_spec("triton") is not None:
@@ -44,9 +44,10 @@ def cases(pair: Pair, rows: int, size: int, copies: int, calls: int) -> list[tup
         def make() -> Case:
             torch: Any = importlib.import_module("torch")
             lay_out, product = _way(name, torch)
-            x = torch.randn(rows, size, device="cuda", dtype=torch.bfloat16)
+            n, k = what.n, what.k
+            x = torch.randn(what.m, k, device="cuda", dtype=torch.bfloat16)
             weights = [
-                lay_out(torch.randn(size, size, device="cuda", dtype=torch.bfloat16) / size**0.5)
+                lay_out(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5)
                 for _ in range(copies)
             ]
             return Case(name, recorded(torch, product, x, weights, calls))
@@ -72,9 +73,9 @@ def recorded(
     """A function that multiplies x by all weights, `calls` times, and waits for the end."""
 
     def chain() -> Any:
-        y = x
+        y = None
         for weight in weights:
-            y = product(y, weight)
+            y = product(x, weight)
         return y
 
     # Before recording, so that libraries have chosen their algorithms.
@@ -96,14 +97,12 @@ def recorded(
 
 def _int4(torch: Any, weights: Any) -> tuple[Any, Any]:
     """Random codes, whose values are about as large as the weights given: only time counts."""
-    size = weights.shape[1]
-    codes = torch.randint(0, 256, (size, size // 2), device="cuda", dtype=torch.uint8)
+    n, k = weights.shape
+    codes = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
     packed = torch.ops.aten._convert_weight_to_int4pack(codes, _INNER_K_TILES)
-    scales_and_zeros = torch.zeros(
-        size // _INT4_GROUP, size, 2, device="cuda", dtype=torch.bfloat16
-    )
+    scales_and_zeros = torch.zeros(k // _INT4_GROUP, n, 2, device="cuda", dtype=torch.bfloat16)
     # A code from 0 to 15, less 8, has a standard deviation of 4.6.
-    scales_and_zeros[..., 0] = 1 / (4.6 * size**0.5)
+    scales_and_zeros[..., 0] = 1 / (4.6 * k**0.5)
     return packed, scales_and_zeros
 
 

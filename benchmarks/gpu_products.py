@@ -1,4 +1,4 @@
-"""Products that GPUs are timed by: chains of square products, each by weights of its own."""
+"""Products that GPUs are timed by: x by one weight after the other, each of its own."""
 
 import dataclasses
 import functools
@@ -16,13 +16,22 @@ from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_o
 from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
 from mx_jax.backends.pallas_gpu.products import decoded, scaled
 from mx_jax.formats import BlockFormat
+from mx_jax.measure.timing import copies_beyond_cache
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.cases import MatmulCase
 
 KERNEL, BASELINE, DEQUANTIZE = "pallas_gpu", "bf16 dot", "dequantize, dot"
 CUDNN = cudnn.CUDNN.name
 
-# `x[m, size], weight -> [m, size]` in bfloat16.
+# Bytes and bfloat16 operations a second, from NVIDIA's data sheets (dense).
+PEAKS = {
+    "H200": (4.8e12, 989e12),
+    "H100": (3.35e12, 989e12),
+    "A100": (2.039e12, 312e12),
+    "L40S": (0.864e12, 362e12),
+}
+
+# `x[m, k], weight -> [m, n]` in bfloat16.
 Product = Callable[[jax.Array, Any], jax.Array]
 
 
@@ -49,6 +58,49 @@ class Pair:
 
     def __str__(self) -> str:
         return f"{'bf16' if self.lhs is None else self.lhs.name} x {self.rhs.name}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A product that is timed: x `[m, k]` by weights `[n, k]`, which are quantized before."""
+
+    pair: Pair
+    m: int
+    n: int
+    k: int
+
+    @property
+    def copies(self) -> int:
+        """Weights that together no cache holds, also in the format of fewest bits."""
+        return copies_beyond_cache(self.n * self.k * self.pair.rhs.bits_per_element)
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {"pair": str(self.pair), "m": self.m, "n": self.n, "k": self.k}
+
+    def __str__(self) -> str:
+        return f"{self.pair}, {self.m} x {self.n} x {self.k}"
+
+
+def bound(facts: str, what: Timed, bits: float) -> float | None:
+    """Seconds that a product takes at least; None on a GPU whose peaks are not known here.
+
+    Args:
+      facts: the GPU's name.
+      what: the product.
+      bits: of a weight.
+    """
+    peaks = next((peaks for name, peaks in PEAKS.items() if name in facts), None)
+    if peaks is None:
+        return None
+    m, n, k = what.m, what.n, what.k
+    return max((n * k * bits / 8 + 2 * m * (n + k)) / peaks[0], 2 * m * n * k / peaks[1])
+
+
+def speed_bound(facts: str, what: Timed) -> float | None:
+    """How many times bfloat16's speed a product has at most, if a GPU's peaks are known."""
+    ours, base = (bound(facts, what, bits) for bits in (what.pair.rhs.bits_per_element, 16))
+    return base / ours if base and ours else None
 
 
 def kernel_product(
@@ -89,16 +141,16 @@ class Way:
     lay_out: Callable[[jax.Array], Any]
     product: Product
 
-    def weights(self, size: int, copies: int) -> list[Any]:
-        """Square weights; so scaled, a chain of products keeps its magnitude."""
+    def weights(self, n: int, k: int, copies: int) -> list[Any]:
+        """As many as copies; so scaled, a product keeps the magnitude of x."""
         run = jax.jit(
-            lambda key: self.lay_out(jax.random.normal(key, (size, size), jnp.bfloat16) / size**0.5)
+            lambda key: self.lay_out(jax.random.normal(key, (n, k), jnp.bfloat16) / k**0.5)
         )
         return [run(key) for key in jax.random.split(jax.random.key(0), copies)]
 
 
-def products(pair: Pair, size: int, copies: int, target: Target) -> dict[str, Way]:
-    """Ways to multiply a pair on a machine, by name, each with as many weights as copies."""
+def products(pair: Pair, n: int, k: int, target: Target) -> dict[str, Way]:
+    """Ways to multiply a pair by weights `[n, k]` on a machine, by name."""
     architecture = architecture_of(target.compute_capability)
     assert architecture is not None
     lay_out, kernel = kernel_product(pair, architecture)
@@ -110,7 +162,7 @@ def products(pair: Pair, size: int, copies: int, target: Target) -> dict[str, Wa
             lambda x, w: dot(_cast(x, pair.lhs), w.dequantize(jnp.bfloat16)),
         ),
     }
-    case = MatmulCase(lhs=pair.lhs, rhs=pair.rhs, m=(1,), n=(size,), k=(size,), dtype="bfloat16")
+    case = MatmulCase(lhs=pair.lhs, rhs=pair.rhs, m=(1,), n=(n,), k=(k,), dtype="bfloat16")
     if cudnn.CUDNN.rejects(case.call, target) is None:
         known[CUDNN] = known[DEQUANTIZE][0], functools.partial(_cudnn, pair)
     return {name: Way(lay_out=way, product=of) for name, (way, of) in known.items()}
@@ -133,18 +185,3 @@ def _cudnn(pair: Pair, x: jax.Array, w: MXArray) -> jax.Array:
         out_dtype="bfloat16",
     ).call
     return cudnn.CUDNN.run(call, left, w)
-
-
-def chained(product: Product, weights: list[Any], calls: int, x: jax.Array):
-    """A function that multiplies x by all weights, `calls` times over."""
-    # Jitted inside too: so the product is lowered once, not once for each of the weights.
-    one = jax.jit(product)
-    run = jax.jit(lambda x, weights: functools.reduce(one, weights, x))
-
-    def sample():
-        y = x
-        for _ in range(calls):
-            y = run(y, weights)
-        return y
-
-    return sample

@@ -105,18 +105,28 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
 
 
+def last_line(trace: str) -> str:
+    """What a table says of a traceback."""
+    return trace.strip().splitlines()[-1]
+
+
 def number(value: float | None, digits: int) -> str:
     """A cell with a number, or with a dash where nothing was measured."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def publish(command: str, options: argparse.Namespace, result: Any, sheets: Sequence[Sheet]):
-    """Print the sheets, write the result as JSON and the sheets as Markdown beside it."""
+def show(sheets: Sequence[Sheet]) -> None:
+    """Print the sheets."""
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     for sheet in sheets:
         console.print(sheet.rich())
         for note in sheet.notes:
             console.print(note)
+
+
+def publish(command: str, options: argparse.Namespace, result: Any, sheets: Sequence[Sheet]):
+    """Print the sheets, write the result as JSON and the sheets as Markdown beside it."""
+    show(sheets)
     out = getattr(options, "out", RESULTS / f"{command}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")

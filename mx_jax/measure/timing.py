@@ -1,6 +1,7 @@
 """How long kernels take: chains under one jit, in rounds, by the clock and by the GPU's own."""
 
 import dataclasses
+import math
 import random
 import statistics
 import time
@@ -13,6 +14,14 @@ from jax import lax
 # A sample takes at least so many seconds: the clock, and starting from Python, weigh little then.
 _SAMPLE = 5e-3
 ROUNDS, _MAX_ROUNDS = 5, 200
+# Copies together take so many bytes: far more than any GPU's L2 cache holds.
+_BEYOND_CACHE = 384 << 20
+_MAX_COPIES = 48
+
+
+def copies_beyond_cache(bits: float) -> int:
+    """How many copies of so many bits no GPU's cache holds together, or as many as are sensible."""
+    return min(_MAX_COPIES, max(2, math.ceil(_BEYOND_CACHE * 8 / bits)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,13 @@ from mx_jax.backends.target import use_target
 from mx_jax.measure import casts, products, ragged, simulation
 from mx_jax.measure.cases import Case, bits_read
 from mx_jax.measure.subject import BFLOAT16, KERNEL, PLAIN, UNPACKING, Subject, same_bits
-from mx_jax.measure.timing import ROUNDS, microseconds, on_device, ratios
+from mx_jax.measure.timing import (
+    ROUNDS,
+    copies_beyond_cache,
+    microseconds,
+    on_device,
+    ratios,
+)
 from mx_jax.measure.tune import Tuned, fastest
 
 # What makes the arrays of each kind of case, and says whether a kernel's results are right.
@@ -36,9 +42,6 @@ SUBJECTS: Mapping[str, Callable[[Case, Backend, int], Subject]] = {
     "cast both ways": casts.subject,
 }
 
-# Copies together take so many bytes: far more than any GPU's L2 cache holds.
-_BEYOND_CACHE = 384 << 20
-_MAX_COPIES = 48
 # Infinity is no number in JSON.
 _LARGEST = sys.float_info.max
 
@@ -152,7 +155,7 @@ def measure(
         found, and then by the GPU's own clock.
       effort: how much is done.
     """
-    copies = effort.copies or _copies(case)
+    copies = effort.copies or copies_beyond_cache(bits_read(case))
     subject = SUBJECTS[case.kind](case, backend, copies)
     check = functools.partial(_error, subject, effort=effort)
     chains = {name: way.chain() for name, way in subject.ways.items()}
@@ -194,10 +197,6 @@ def _by_the_clock(
     samples = microseconds(runs, effort.seconds, len(ways[KERNEL].copies), effort.rounds)
     medians = {name: statistics.median(own) for name, own in samples.items()}
     return _speeds(ratios(samples, KERNEL)) | {"microseconds": medians, "clock": "wall"}
-
-
-def _copies(case: Case) -> int:
-    return min(_MAX_COPIES, max(2, math.ceil(_BEYOND_CACHE * 8 / bits_read(case))))
 
 
 def _error(subject: Subject, chain: Callable[..., Any], effort: Effort) -> float:

@@ -36,7 +36,7 @@ from mx_jax.measure.cases import (
     rank,
 )
 from mx_jax.measure.process import run_process
-from mx_jax.measure.timing import Way, ratios
+from mx_jax.measure.timing import Way, copies_beyond_cache, ratios
 from mx_jax.measure.worker import QUICK, Effort
 from tests.backends.altered import altered
 from tests.backends.mosaic import with_any_jax
@@ -274,8 +274,9 @@ def test_cases_are_what_backends_are_asked():
 def test_copies_are_beyond_the_cache():
     small = dataclasses.replace(PRODUCT, shape=(1, 2880, 2880))
     large = dataclasses.replace(PRODUCT, shape=(1, 8192, 8192))
-    assert worker._copies(large) * bits_read(large) / 8 >= 384 << 20
-    assert 2 <= worker._copies(large) < worker._copies(small) == 48
+    few, many = (copies_beyond_cache(bits_read(case)) for case in (large, small))
+    assert few * bits_read(large) / 8 >= 384 << 20
+    assert 2 <= few < many == 48
     assert bits_read(large) == 8192**2 * 4.25
     assert bits_read(dataclasses.replace(CAST, dtype="float32")) == 8 * 64 * 32
 

@@ -1,0 +1,153 @@
+"""Ways to compute one thing on a GPU, timed beside each other; what fails is written down.
+
+One jitted function computes the same of many arrays that together no cache holds, one after the
+other (`mx_jax.measure.timing.Way`), since a product of few rows takes less time than starting it
+from Python. A sample is several calls of that function. All ways run in one process in alternating
+order, as `benchmarks.timing` says; ratios are medians over rounds. Where CUPTI is there, each way
+is timed by the GPU's own clock too, whose ratio then counts.
+"""
+
+import dataclasses
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from benchmarks.timing import Case, Samples, Spread, measure, ratio
+from mx_jax.measure.timing import Way, on_device
+
+DEVICE, WALL = "device", "wall"
+# A way's name, and what makes its case; it may raise.
+Maker = tuple[str, Callable[[], Case]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain(Case):
+    """A case that the GPU's own clock can time too.
+
+    Attributes:
+      device: microseconds of one copy by that clock; None without it.
+    """
+
+    device: Callable[[], float | None] = lambda: None
+
+
+def chain_of(name: str, way: Way, calls: int) -> Chain:
+    """All copies of a way, one after the other, `calls` times over."""
+    run = way.chain()
+
+    def sample() -> Any:
+        outs = None
+        for _ in range(calls):
+            outs = run(way.x, way.copies)
+        return outs
+
+    return Chain(name, sample, lambda: on_device(run, way))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Ways to compute one thing.
+
+    Attributes:
+      what: they compute.
+      makers: of the ways, by name.
+      baseline: name of the way that speeds are ratios to.
+      count: how often a sample computes it.
+      worth: what speeds are multiplied by: bytes of a cast over those of the copy beside it.
+      bound: that no speed exceeds, where the machine's peaks are known.
+    """
+
+    what: Any
+    makers: Sequence[Maker]
+    baseline: str
+    count: int
+    worth: float = 1.0
+    bound: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a comparison found.
+
+    Attributes:
+      what: was computed.
+      baseline: name of the way that speeds are ratios to.
+      microseconds: of one, by way: the median by the wall clock.
+      speed: over the baseline's, by way, by the wall clock.
+      device_microseconds: of one, by way, by the GPU's own clock, where it is there.
+      device_speed: over the baseline's, by way, by that clock.
+      bound: as the comparison's.
+      failed: tracebacks by way.
+    """
+
+    what: Any
+    baseline: str
+    microseconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    speed: Mapping[str, Spread] = dataclasses.field(default_factory=dict)
+    device_microseconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    device_speed: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    bound: float | None = None
+    failed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def best_clock(self, way: str) -> tuple[float, str] | None:
+        """A way's speed over the baseline's, and the clock that says so; None of what has none."""
+        if way in self.device_speed:
+            return self.device_speed[way], DEVICE
+        return (self.speed[way].median, WALL) if way in self.speed else None
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        facts = dataclasses.asdict(dataclasses.replace(self, what=str(self.what)))
+        return facts | {"of": self.what.as_json()}
+
+
+def compare(comparison: Comparison, seconds: float) -> Measured:
+    """Time all ways that can be made.
+
+    Args:
+      comparison: what is compared.
+      seconds: budget by the wall clock.
+    """
+    cases, failed = [], {}
+    for name, make in comparison.makers:
+        # What cannot be compiled or started must not cost the times of the others.
+        try:
+            case = make()
+            jax.block_until_ready(case.run())
+            cases.append(case)
+        except Exception:
+            failed[name] = traceback.format_exc()
+    samples = measure(cases, seconds=seconds, max_rounds=1001) if cases else {}
+    clocked = {case.name: case.device() for case in cases if isinstance(case, Chain)}
+    device = {name: time for name, time in clocked.items() if time}
+    return dataclasses.replace(
+        _measured(comparison, samples, device), bound=comparison.bound, failed=failed
+    )
+
+
+def _measured(
+    comparison: Comparison, samples: Mapping[str, Samples], device: Mapping[str, float]
+) -> Measured:
+    base, worth = comparison.baseline, comparison.worth
+    others = [name for name in samples if name != base and base in samples]
+    return Measured(
+        what=comparison.what,
+        baseline=base,
+        microseconds={
+            name: 1e3 * of.summary()["wall_ms"]["median"] / comparison.count
+            for name, of in samples.items()
+        },
+        speed={name: _times(ratio(samples[base], samples[name], WALL), worth) for name in others},
+        device_microseconds=device,
+        device_speed={
+            name: device[base] / own * worth
+            for name, own in device.items()
+            if base in device and name != base
+        },
+    )
+
+
+def _times(spread: Spread, factor: float) -> Spread:
+    return Spread(*(factor * value for value in dataclasses.astuple(spread)))
