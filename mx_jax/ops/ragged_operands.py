@@ -61,24 +61,9 @@ def prepare_kept(
     move: Movement | None = None,
 ) -> tuple[Operand, Operand]:
     """Both operands as a product that keeps the rows takes them; rhs gets to it by `move`."""
-    (left, right), lhs_key, placed = _turned_kept(lhs, rhs, axes, sizes, spec, key, move)
-    rows, matrices = _prepare_turned(left, right, lhs_key, placed, axes, sizes, spec)
+    _, (rows, matrices), placed = _take_kept(lhs, rhs, axes, sizes, spec, key, move)
     if placed.move is not None and isinstance(matrices, MXArray):
         matrices = placed.move.move_codes(matrices)
-    return rows, matrices
-
-
-def _prepare_turned(
-    left: Any,
-    right: Any,
-    lhs_key: Key,
-    placed: Placed,
-    axes: ProductAxes,
-    sizes: jax.Array,
-    spec: MatmulSpec,
-) -> tuple[Any, Any]:
-    rows = _prepare_rows(sizes, left, spec.lhs, lhs_key)
-    matrices = prepare(right, spec.rhs, axes.rhs, placed.key, placed.tensor_scale, side="rhs")
     return rows, matrices
 
 
@@ -94,8 +79,7 @@ def keep_both(
     """Both operands as such a product takes them, where they lie, for its gradients."""
     check_whole_groups(recipe, rhs, axes.rhs, move)
     spec = recipe.fwd
-    (left, right), lhs_key, placed = _turned_kept(lhs, rhs, axes, sizes, spec, key, None)
-    rows, matrices = _prepare_turned(left, right, lhs_key, placed, axes, sizes, spec)
+    (left, right), (rows, matrices), _ = _take_kept(lhs, rhs, axes, sizes, spec, key, None)
     return keep(recipe, lhs, left, rows, axes.lhs), keep(recipe, rhs, right, matrices, axes.rhs)
 
 
@@ -109,8 +93,7 @@ def kept_casts(
     move: Movement | None = None,
 ) -> Casts:
     """What `prepare_kept` quantizes, before any codes move."""
-    (left, right), lhs_key, placed = _turned_kept(lhs, rhs, axes, sizes, spec, key, move)
-    rows, matrices = _prepare_turned(left, right, lhs_key, placed, axes, sizes, spec)
+    (left, right), (rows, matrices), _ = _take_kept(lhs, rhs, axes, sizes, spec, key, move)
     return _cast(left, rows, spec.lhs, axes.lhs), _cast(right, matrices, spec.rhs, axes.rhs)
 
 
@@ -121,7 +104,7 @@ def _cast(before: Operand, after: Operand, spec: OperandSpec | None, axes: Axes)
     return Cast(prescaled(before, spec), after, spec.scale_rule.name, axes.block_axis)
 
 
-def _turned_kept(
+def _take_kept(
     lhs: Operand,
     rhs: Operand,
     axes: ProductAxes,
@@ -129,16 +112,18 @@ def _turned_kept(
     spec: MatmulSpec,
     key: Key,
     move: Movement | None,
-) -> tuple[tuple[Operand, Operand], Any, Placed]:
-    """Both operands transformed, the key of lhs, and rhs where it is quantized."""
+) -> tuple[tuple[Any, Any], tuple[Any, Any], Placed]:
+    """Both operands transformed, the same as the product takes them, and where rhs is quantized."""
     # Products leave out the rows of no group; scales of more than a row would count them.
     own = None if spec.lhs is None else spec.lhs.format
     if own is not None and (own.tensor_scale or isinstance(own.block[0], Whole)):
         lhs = without_unused(lhs, sizes)
     lhs_key, rhs_key, _ = operand_keys(key)
     placed = place(rhs, move, spec.rhs, axes.rhs, rhs_key, spec.transform)
-    turned = transform_operands(lhs, placed.operand, spec, axes, key)
-    return turned[:2], lhs_key, placed
+    left, right, _ = transform_operands(lhs, placed.operand, spec, axes, key)
+    rows = _prepare_rows(sizes, left, spec.lhs, lhs_key)
+    matrices = prepare(right, spec.rhs, axes.rhs, placed.key, placed.tensor_scale, side="rhs")
+    return (left, right), (rows, matrices), placed
 
 
 def _prepare_rows(sizes: jax.Array, x: Operand, spec: OperandSpec | None, key: Key) -> Operand:
