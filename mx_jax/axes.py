@@ -27,7 +27,7 @@ class Axes:
       kept: axes that the product has from this operand.
       contracting: axes that are summed over; blocks lie along the last.
 
-    Example:
+    Examples:
       >>> from mx_jax.axes import Axes
       >>> Axes.ordered(batch=1, k_first=True)
       Axes(batch=(0,), kept=(2,), contracting=(1,))

@@ -49,7 +49,7 @@ class MXArray:
       blocks: e.g. `((-1, 32),)`.
       dtype: what `dequantize()` and `jnp.asarray` give: the dtype that was quantized.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> x = mx_jax.quantize(jnp.arange(64.0).reshape(2, 32), "mxfp8_e4m3")
       >>> x.shape, x.scales.shape, x.blocks, x.nbytes

@@ -86,7 +86,7 @@ def operand(
     Raises:
       ValueError: unknown names, or a rule that does not fit; the message lists what does.
 
-    Example:
+    Examples:
       >>> from mx_jax.specs import operand
       >>> print(operand("mxfp4", scale_rule="even"))
       mxfp4 (even, nearest)
@@ -130,7 +130,7 @@ class MatmulSpec:
         contracting axis, or scales of different kinds; or a transform with nothing to quantize.
       TypeError: an operand or a transform that is none.
 
-    Example:
+    Examples:
       >>> from mx_jax.specs import MatmulSpec, operand
       >>> MatmulSpec(lhs=None, rhs="mxfp4") == MatmulSpec(lhs=None, rhs=operand("mxfp4"))
       True

@@ -95,7 +95,7 @@ def recording(*, marks: bool = False) -> Iterator[Recorder]:
     It records what is traced: of a function under `jit`, the first of several equal calls. With
     `marks` the jaxpr says which of its equations compute which entry: see `MARK`.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> from mx_jax.backends.records import recording
       >>> with recording() as recorder:

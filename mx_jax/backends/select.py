@@ -53,7 +53,7 @@ def only_backend(name: str | None) -> AbstractContextManager[None]:
     Raises:
       ValueError: unknown name; the message lists the known.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> with mx_jax.only_backend("reference"):
       ...     mx_jax.quantize(jnp.ones(32), "mxfp4").shape
@@ -80,7 +80,7 @@ def prefer_backends(*names: str) -> AbstractContextManager[None]:
     Raises:
       ValueError: unknown name; the message lists the known.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> x = mx_jax.quantize(jnp.ones((4, 32)), "mxfp4")
       >>> with mx_jax.prefer_backends("pallas_gpu", "cudnn"):
@@ -107,7 +107,7 @@ def with_backends(*backends: Backend) -> AbstractContextManager[None]:
     Raises:
       ValueError: a name that is taken.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> from mx_jax.backends.base import Backend, Offer
       >>> from mx_jax.backends.calls import DequantizeCall

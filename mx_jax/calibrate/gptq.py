@@ -58,7 +58,7 @@ def gptq(
       ValueError: a moment of another shape, not finite or not positive semidefinite; damping not
         above 0; a format with other scales.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> from mx_jax import calibrate
       >>> mix, w = jax.random.normal(jax.random.key(0), (2, 64, 64))

@@ -39,7 +39,7 @@ def moments(
       TypeError: neither kind of model, or variables for nnx or none for linen.
       ValueError: no batch, or no layer.
 
-    Example:
+    Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
       >>> from mx_jax import calibrate
       >>> model, x = nn.Sequential([nn.Dense(3), nn.relu, nn.Dense(2)]), jnp.ones((5, 4))

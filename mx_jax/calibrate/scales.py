@@ -109,7 +109,7 @@ def search_scales(
     Raises:
       ValueError: a format with other scales; importance of another shape.
 
-    Example:
+    Examples:
       >>> import jax, mx_jax
       >>> from mx_jax import calibrate
       >>> w = jax.random.normal(jax.random.key(0), (256, 64))
@@ -185,7 +185,7 @@ def output_error(
     Returns:
       A float, at least 0.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> from mx_jax import calibrate
       >>> w = jax.random.normal(jax.random.key(0), (64, 32))

@@ -41,7 +41,7 @@ class UncalibratedWarning(UserWarning):
 class SearchedScales:
     """By `search_scales`, which needs no data.
 
-    Example:
+    Examples:
       >>> import jax, mx_jax
       >>> from mx_jax import calibrate, convert
       >>> params = {"up": {"kernel": jax.random.normal(jax.random.key(0), (64, 8))}}

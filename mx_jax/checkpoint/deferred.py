@@ -37,7 +37,7 @@ def deferred(make: Callable[[], Any], like: Any) -> Any:
       make: gives an array, or an MXArray; called again only where its parts are asked for again.
       like: the same with anything that has a shape and a dtype for arrays.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> from mx_jax.checkpoint.deferred import deferred
       >>> make = lambda: mx_jax.quantize(jnp.ones((2, 64)), "mxfp4")

@@ -53,7 +53,7 @@ def write(
       ValueError: an MXArray of another format or other blocks than the layout's, whose name does
         not end as its weights do, or whose rows fill no whole bytes; two tensors of one name.
 
-    Example:
+    Examples:
       >>> import os, tempfile, jax.numpy as jnp, mx_jax
       >>> from mx_jax import checkpoint
       >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")

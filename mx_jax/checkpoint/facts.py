@@ -38,7 +38,7 @@ def describe(x: MXArray) -> dict[str, Any]:
     Returns:
       `version`, `shape`, `dtype`, `blocks` as `[axis from the end, size]`, and `format`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> from mx_jax.checkpoint.facts import describe
       >>> facts = describe(mx_jax.quantize(jnp.ones((2, 64)), "mxfp4"))

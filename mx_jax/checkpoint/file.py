@@ -56,7 +56,7 @@ def save(
       TypeError: what is neither a dict nor an array.
       ValueError: two tensors of one name, or a dtype that safetensors does not have.
 
-    Example:
+    Examples:
       >>> import os, tempfile, jax.numpy as jnp, mx_jax
       >>> from mx_jax import checkpoint
       >>> kernel = mx_jax.quantize(jnp.ones((64, 8)), "mxfp4", axis=0)

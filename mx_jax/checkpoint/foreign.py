@@ -41,7 +41,7 @@ def read(
         that are NaN or negative, a tensor scale that is stored the other way around, weights for
         rotated inputs without `rotated`, damaged files.
 
-    Example:
+    Examples:
       >>> import os, tempfile, numpy as np, safetensors.numpy
       >>> from mx_jax import checkpoint
       >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")

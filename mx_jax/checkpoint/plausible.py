@@ -53,7 +53,7 @@ def plausibility(x: Quantized | jax.Array | np.ndarray) -> Plausibility:
     Args:
       x: quantized, or a plain array of numbers.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> from mx_jax import checkpoint
       >>> found = checkpoint.plausibility(mx_jax.quantize(jnp.zeros((2, 32)), "mxfp4"))

@@ -51,7 +51,7 @@ def from_qarray(array: Any, *, format: BlockFormat | str | None = None) -> MXArr
     Raises:
       ValueError: a zero point, elements, tiles or scales that the format does not have.
 
-    Example:
+    Examples:
       >>> import types
       >>> import jax.numpy as jnp, mx_jax
       >>> q = jnp.ones((64, 2), jnp.float8_e4m3fn)  # or array = qwix.quantize(...)

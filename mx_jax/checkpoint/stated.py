@@ -38,7 +38,7 @@ def quantization_config(
     Raises:
       ValueError: an unknown layout.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> from mx_jax import checkpoint
       >>> weights = {"up.weight": mx_jax.quantize(jnp.ones((8, 32)), "mxfp4")}

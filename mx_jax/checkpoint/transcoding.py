@@ -57,7 +57,7 @@ def transcode(x: Quantized, target: BlockFormat | str) -> tuple[MXArray, Certifi
     Raises:
       ValueError: elements or axes of another kind, or blocks that do not fit, with their number.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> from mx_jax import checkpoint
       >>> x = mx_jax.quantize(jnp.linspace(-4, 4, 64).reshape(1, 64), "mxfp4")

@@ -51,7 +51,7 @@ def from_packed(
     Raises:
       ValueError: parts that do not fit together.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> x = mx_jax.quantize(jnp.arange(64.0).reshape(1, 64), "mxfp4")
       >>> y = mx_jax.checkpoint.from_packed(x.packed_codes, x.scales, format="mxfp4", length=64)
@@ -95,7 +95,7 @@ def to_wire(tree: Any) -> Any:
       The tree with dicts of `mx_jax` (the description, JSON as uint8), `codes`, `scales` and, for
       NVFP4, `tensor_scale`, NumPy arrays, in place of MXArrays; all else as it is.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> from mx_jax import checkpoint
       >>> wire = checkpoint.to_wire(mx_jax.quantize(jnp.ones((64, 8)), "mxfp4", axis=0))

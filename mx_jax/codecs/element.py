@@ -48,7 +48,7 @@ def encode(
       uint8 codes, one a byte, shape of x. NaN becomes the format's NaN with x's sign, or 0 where
       the format has no NaN.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from mx_jax.codecs.element import encode
       >>> from mx_jax.formats import E2M1
@@ -160,7 +160,7 @@ def decode(
 ) -> jax.Array:
     """Values of uint8 codes; exact in float32 and bfloat16.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from mx_jax.codecs.element import decode
       >>> from mx_jax.formats import INT8

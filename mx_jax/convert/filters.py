@@ -44,7 +44,7 @@ class AutoFilter:
     Attributes:
       skip: layers whose path contains one of these are left out.
 
-    Example:
+    Examples:
       >>> from mx_jax import convert, recipes
       >>> convert.gains("mlp/up", (1024, 4096), recipes.mxfp8())
       True
@@ -165,7 +165,7 @@ def numbered(indices: Iterable[int], *, of: str = r"(\d+)") -> Numbered:
     Raises:
       ValueError: an expression with another number of groups.
 
-    Example:
+    Examples:
       >>> from mx_jax import convert
       >>> ends = convert.numbered({0, 11}, of=r"block_(\\d+)")
       >>> keep_ends = convert.Rule(".*", None, filter=ends)
@@ -188,7 +188,7 @@ def every(n: int, *, start: int = 0, of: str = r"(\d+)") -> Numbered:
     Raises:
       ValueError: a step below 1, or an expression with another number of groups.
 
-    Example:
+    Examples:
       >>> from mx_jax import convert
       >>> fourth = convert.every(4)
       >>> tuple(fourth(f"layers_{i}/up", (64, 64), None) for i in range(6))

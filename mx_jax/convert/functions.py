@@ -59,7 +59,7 @@ def function(
       ValueError: when called: no key, and a forward product draws; with strict, a rule that matched
         nothing.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from mx_jax import convert
       >>> def loss(params, x):

@@ -232,7 +232,7 @@ def register(kind: Kind) -> None:
     Args:
       kind: where the layers hold their product, and what takes its place.
 
-    Example:
+    Examples:
       >>> import functools, flax.linen as nn, jax, jax.numpy as jnp, mx_jax
       >>> from mx_jax import convert
       >>> class Project(nn.Module):

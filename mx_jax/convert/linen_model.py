@@ -46,7 +46,7 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = Fal
       TypeError: not a flax.linen module, or not rules.
       ValueError: a bound module; with strict, from `init` and `apply`, a rule that matched nothing.
 
-    Example:
+    Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
       >>> from mx_jax import convert, recipes
       >>> model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])

@@ -33,7 +33,7 @@ def report(
       TypeError: another kind of model; arguments for a flax.nnx one.
       ValueError: with strict, a rule that matched nothing.
 
-    Example:
+    Examples:
       >>> import flax.linen as nn, jax.numpy as jnp
       >>> from mx_jax import convert, recipes
       >>> rules = [
@@ -87,7 +87,7 @@ def original(model: M) -> M:
     Raises:
       TypeError: another kind of model.
 
-    Example:
+    Examples:
       >>> import flax.linen as nn
       >>> from mx_jax import convert, recipes
       >>> model = nn.Dense(8)

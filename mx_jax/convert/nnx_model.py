@@ -54,7 +54,7 @@ def nnx(
       ValueError: rngs missing, and a forward product draws; with strict, a rule that matched
         nothing.
 
-    Example:
+    Examples:
       >>> from flax import nnx
       >>> import jax.numpy as jnp
       >>> from mx_jax import convert, recipes

@@ -39,7 +39,7 @@ class Rule:
       ValueError: a pattern that is no regular expression, or a name that is no recipe's.
       TypeError: a recipe, types or filter of another type.
 
-    Example:
+    Examples:
       >>> from mx_jax import convert, recipes
       >>> rules = [
       ...     convert.Rule(r".*/(query|key)", None),

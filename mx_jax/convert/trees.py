@@ -41,7 +41,7 @@ def tree(model: T, rules: Rule | Sequence[Rule], *, strict: bool = False) -> T:
       TypeError: not a pytree with nodes, or not rules.
       ValueError: with strict, a rule that matched nothing; in the call, a key missing.
 
-    Example:
+    Examples:
       >>> import dataclasses, jax, jax.numpy as jnp
       >>> from mx_jax import convert
       >>> @jax.tree_util.register_dataclass

@@ -68,7 +68,7 @@ def weights(
       TypeError: neither a tree nor a flax.nnx model, or not rules.
       ValueError: with strict, a rule that matched nothing.
 
-    Example:
+    Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, mx_jax
       >>> from mx_jax import convert
       >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("mxfp4"))
@@ -115,7 +115,7 @@ def weights_report(
       args: as `weights` takes them.
       strict: whether a rule that matched nothing is an error instead of a warning.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from mx_jax import convert
       >>> params = {"up": {"kernel": jnp.ones((64, 8))}, "heads": {"kernel": jnp.ones((64, 2, 4))}}

@@ -51,7 +51,7 @@ class BlockFormat:
     Raises:
       ValueError: if a block size is not positive, or a tensor scale is asked of an E8M0 format.
 
-    Example:
+    Examples:
       >>> from mx_jax.formats import MXFP4
       >>> MXFP4.element.name, MXFP4.scale.name, MXFP4.block, MXFP4.bits_per_element
       ('e2m1', 'e8m0', (1, 32), 4.25)

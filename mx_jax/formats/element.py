@@ -37,7 +37,7 @@ class ElementFormat:
       ValueError: facts that make no codes of at most 8 bits, or values that float32 does not hold
         under every E8M0 scale.
 
-    Example:
+    Examples:
       >>> from mx_jax.formats import E2M1, ElementFormat
       >>> E2M1.bits, E2M1.max, E2M1.smallest_subnormal
       (4, 6.0, 0.5)
@@ -267,7 +267,7 @@ ELEMENT_FORMATS: tuple[ElementFormat, ...] = (
 def known_element(element: ElementFormat) -> ElementFormat | None:
     """The row of `ELEMENT_FORMATS` with the same facts, under whatever name; None if there is none.
 
-    Example:
+    Examples:
       >>> import dataclasses
       >>> from mx_jax.formats.element import E2M1, known_element
       >>> known_element(dataclasses.replace(E2M1, name="mine"))

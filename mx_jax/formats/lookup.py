@@ -33,7 +33,7 @@ def block_format(format: Any) -> BlockFormat:
         lists the choices.
       TypeError: anything else.
 
-    Example:
+    Examples:
       >>> import ml_dtypes
       >>> from mx_jax.formats import block_format
       >>> block_format("MXFP4"), block_format(ml_dtypes.float8_e4m3fn)

@@ -28,7 +28,7 @@ class ScaleFormat:
       dtype_name: name of the ml_dtypes (or NumPy) type with the same codes.
       element: the element format of kind `"element"`, else None.
 
-    Example:
+    Examples:
       >>> from mx_jax.formats import E8M0
       >>> E8M0.value(127), E8M0.value(0) == 2.0**-127
       (1.0, True)

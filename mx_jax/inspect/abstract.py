@@ -19,7 +19,7 @@ def of_arrays(
       *args: its arguments; arrays, those in pytrees too, may be `jax.ShapeDtypeStruct`.
       **kwargs: likewise.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from mx_jax.inspect.abstract import of_arrays
       >>> jax.eval_shape(*of_arrays(jnp.sum, jnp.ones((2, 3)), axis=0)).shape

@@ -19,7 +19,7 @@ class Budget:
     Raises:
       ValueError: none of the limits, several, or one that is not positive.
 
-    Example:
+    Examples:
       >>> import mx_jax
       >>> mx_jax.inspect.Budget(bits=4.5).bits
       4.5
@@ -61,7 +61,7 @@ def best_choice(
     Returns:
       The index of each item's option; None where even the smallest do not fit.
 
-    Example:
+    Examples:
       >>> from mx_jax.inspect.budget import best_choice
       >>> best_choice([[5, 0], [1, 0]], [[1, 3], [1, 3]], 4)
       [1, 0]

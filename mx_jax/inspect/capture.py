@@ -62,7 +62,7 @@ def capture(
       ValueError: a statistic that there is not, or every less than 1.
       TypeError: a filter that is none.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> @jax.jit
       ... def loss(w, x):
@@ -122,7 +122,7 @@ def scalar(name: str, value: Any) -> None:
     Raises:
       ValueError: not a scalar.
 
-    Example:
+    Examples:
       >>> import jax, mx_jax
       >>> with mx_jax.inspect.capture() as records:
       ...     jax.jit(lambda x: mx_jax.inspect.scalar("loss", x * 2))(1.5)

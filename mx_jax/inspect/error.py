@@ -23,7 +23,7 @@ def sqnr_db(exact: jax.typing.ArrayLike, approximate: jax.typing.ArrayLike) -> f
     Raises:
       ValueError: if the shapes differ.
 
-    Example:
+    Examples:
       >>> import jax, mx_jax
       >>> x = jax.random.normal(jax.random.key(0), (256, 256))
       >>> round(mx_jax.inspect.sqnr_db(x, mx_jax.cast(x, "mxfp8_e4m3", scale_rule="rceil")))
@@ -57,7 +57,7 @@ def saturated_fraction(x: jax.typing.ArrayLike, quantized: MXArray) -> float:
       ValueError: if the shapes differ.
       TypeError: if quantized is not an MXArray.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> x = jnp.array([7.9, 1.0, 2.0, 3.0])
       >>> mx_jax.inspect.saturated_fraction(x, mx_jax.quantize(x, "mxfp4"))

@@ -29,7 +29,7 @@ def evidence_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tupl
     Raises:
       ValueError: whatever the call itself raises.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> mx_jax.inspect.evidence_of(mx_jax.quantize, jnp.ones((8, 64)), "mxfp4")
       ()

@@ -72,7 +72,7 @@ def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: An
       ValueError: whatever the call itself raises.
       TypeError: neither a recipe nor a function.
 
-    Example:
+    Examples:
       >>> import jax, mx_jax
       >>> from mx_jax.backends.base import Target
       >>> recipe = mx_jax.recipes.weight_only("mxfp4")
@@ -150,7 +150,7 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str
     Raises:
       ValueError: whatever the call itself raises.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> with mx_jax.testing.target("tpu"):
       ...     print(mx_jax.inspect.explain_call(mx_jax.quantize, jnp.ones((8, 64)), "mxfp4"))

@@ -33,7 +33,7 @@ def passes(recipe: Recipe | str) -> dict[str, Recipe]:
       By name: the recipe; with both gradient products in high precision; with the product itself
       in high precision, so that the gradients are of the exact function.
 
-    Example:
+    Examples:
       >>> import mx_jax
       >>> list(mx_jax.inspect.passes("mxfp4"))
       ['mxfp4', 'mxfp4, forward alone', 'mxfp4, backward alone']
@@ -95,7 +95,7 @@ def gradient_bias(
 
     Memory: two gradients a batch on the host, and those of one batch on the device.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> keys = jax.random.split(jax.random.key(0), 9)
       >>> w, batches = jax.random.normal(keys[8], (64, 32)), []

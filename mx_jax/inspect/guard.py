@@ -64,7 +64,7 @@ def guard(filter: str | Filter | None = None, *, step: Any = None) -> Iterator[N
     Raises:
       NonFiniteError: with the record, which has tag and step.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> x = jnp.ones((4, 64)).at[1, 40].set(jnp.inf)
       >>> with mx_jax.inspect.guard(), mx_jax.inspect.tag("mlp"):

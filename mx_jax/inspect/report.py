@@ -48,7 +48,7 @@ def report(
       ValueError: a line that is no record, a damaged checkpoint, a reference of another shape or
         for a run, or nothing at all.
 
-    Example:
+    Examples:
       >>> import tempfile, pathlib, jax, jax.numpy as jnp, mx_jax
       >>> layer = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
       >>> with mx_jax.inspect.capture() as records:

@@ -52,7 +52,7 @@ def checkpoint_page(title: str, found: Sequence[TensorFacts], reference: str | N
 def place_of(name: str) -> tuple[str, int | None]:
     """What kind of tensor it is, and of which layer: the first number in its path.
 
-    Example:
+    Examples:
       >>> from mx_jax.inspect.report_checkpoint import place_of
       >>> place_of("model.layers.7.mlp.experts.12.up_proj.weight")
       ('model.layers.*.mlp.experts.*.up_proj.weight', 7)

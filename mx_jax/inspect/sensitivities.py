@@ -60,7 +60,7 @@ def sensitivity(
       ValueError: no layers, no batches, a budget that nothing fits, or a parameter whose product is
         not known from its shape.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> from mx_jax.inspect import Budget, sensitivity
       >>> w = jax.random.normal(jax.random.key(0), (64, 64))

@@ -90,7 +90,7 @@ class Sensitivity:
         Args:
           make: `convert.Rule`, called with a pattern and a recipe, or None.
 
-        Example:
+        Examples:
           >>> import jax, jax.numpy as jnp
           >>> from mx_jax import convert
           >>> from mx_jax.inspect import Budget, sensitivity

@@ -32,7 +32,7 @@ class Memory(Mapping[Tag, Sequence[Record]]):
     Attributes:
       scalars: numbers by name.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> layer = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
       >>> with mx_jax.inspect.capture() as records:

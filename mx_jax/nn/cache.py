@@ -115,7 +115,7 @@ class KVCache:
       keys: rows of keys.
       values: rows of values.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> cache = mx_jax.nn.KVCache.zeros(1, 128, 2, 64, format="mxfp4")
       >>> cache.nbytes  # in float32 131072

@@ -40,7 +40,7 @@ class DelayedDotGeneral(flax_nn.Module):
       forward_element: format of inputs and weights.
       gradient_element: format of incoming gradients.
 
-    Example:
+    Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, mx_jax
       >>> layer = nn.Dense(8, dot_general_cls=mx_jax.nn.linen.DelayedDotGeneral)
       >>> variables = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 64)))

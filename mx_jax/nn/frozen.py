@@ -27,7 +27,7 @@ def split_stored(params: Any) -> tuple[Any, Any]:
     Raises:
       ValueError: nothing to train.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> kernel = mx_jax.quantize(jnp.ones((64, 8)), "mxfp4", axis=0)
       >>> trained, stored = mx_jax.nn.split_stored({"kernel": kernel, "bias": jnp.zeros(8)})
@@ -74,7 +74,7 @@ def join_stored(trained: Any, stored: Any) -> Any:
 def trainable(path: Any, value: Any) -> bool:
     """A filter of nnx: parameters that have a gradient, so all but quantized weights.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax, optax
       >>> from flax import nnx
       >>> rule = mx_jax.convert.Rule(".*", mx_jax.recipes.weight_only("mxfp4"))

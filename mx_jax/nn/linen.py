@@ -79,7 +79,7 @@ class Dense(StoredParams, flax_nn.Dense):
       recipe: what to quantize in the product and in its two gradients, or a recipe's name.
       gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> layer = mx_jax.nn.linen.Dense(8, recipe=mx_jax.recipes.mxfp8())
       >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 64)))

@@ -102,7 +102,7 @@ def name_layers(model: M) -> M:
     Returns:
       The model.
 
-    Example:
+    Examples:
       >>> from flax import nnx
       >>> import jax.numpy as jnp, mx_jax
       >>> layer = mx_jax.nn.nnx.Linear(64, 8, recipe="mxfp8", rngs=nnx.Rngs(0))
@@ -179,7 +179,7 @@ class _KeyedDotGeneral(_Keyed):
 class Linear(_KeyedDotGeneral, nnx.Linear):
     """`flax.nnx.Linear` with a recipe.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> from flax import nnx
       >>> layer = mx_jax.nn.nnx.Linear(64, 8, recipe=mx_jax.recipes.mxfp8(), rngs=nnx.Rngs(0))

@@ -75,7 +75,7 @@ class DotGeneral(Operation):
       recipe: what to quantize in the product and in its two gradients.
       stream: where keys come from; None for a recipe that draws nothing.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> from flax import nnx
       >>> rngs = nnx.Rngs(0, quantize=1)
@@ -97,7 +97,7 @@ class EinsumOp(Operation):
       recipe: what to quantize in the product and in its two gradients.
       stream: where keys come from; None for a recipe that draws nothing.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> from flax import nnx
       >>> product = mx_jax.nn.nnx.EinsumOp("mxfp8")

@@ -49,7 +49,7 @@ class DotGeneral(Operation):
       recipe: what to quantize in the product and in its two gradients, or a recipe's name.
       stream: name of the stream that keys come from.
 
-    Example:
+    Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, mx_jax
       >>> recipe = mx_jax.recipes.mxfp4_stochastic()
       >>> layer = nn.Dense(8, dot_general_cls=mx_jax.nn.linen.DotGeneral(recipe))
@@ -76,7 +76,7 @@ class EinsumOp(Operation):
       recipe: what to quantize in the product and in its two gradients, or a recipe's name.
       stream: name of the stream that keys come from.
 
-    Example:
+    Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, mx_jax
       >>> einsum = mx_jax.nn.linen.EinsumOp(mx_jax.recipes.mxfp8())
       >>> attention = nn.MultiHeadDotProductAttention(

@@ -62,7 +62,7 @@ class StoredParams:
     `mx_jax.matmul`, `dot_general` or `einsum`. Modules that `convert.linen` has converted, and all
     modules in them, need it not.
 
-    Example:
+    Examples:
       >>> import flax.linen as nn, jax.numpy as jnp, mx_jax
       >>> recipe = mx_jax.recipes.weight_only("mxfp4")
       >>> class Up(mx_jax.nn.linen.StoredParams, nn.Module):

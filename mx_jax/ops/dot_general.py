@@ -69,7 +69,7 @@ def dot_general(
       TypeError: operands that are not float32, bfloat16, float16 or MXArray, a dtype of the
         product that is not floating point, or a recipe or key that is none.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> x, w = jnp.ones((2, 64)), jnp.full((64, 3), 0.5)
       >>> recipe = mx_jax.recipes.mxfp8()
@@ -145,7 +145,7 @@ def matmul(
     Raises:
       ValueError: no axes, contracting sizes that differ, or leading axes that do not broadcast.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> w = mx_jax.quantize(jnp.ones((64, 3)), "mxfp4", axis=0)
       >>> mx_jax.matmul(jnp.ones((2, 64)), w, recipe=mx_jax.recipes.weight_only("mxfp4")).shape
@@ -227,7 +227,7 @@ class RecipeDotGeneral:
     A pytree without leaves, so that it may stand in one that jit is given. Equal recipes make equal
     instances, so rebuilding a model does not retrace it, as a fresh `functools.partial` would.
 
-    Example:
+    Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, mx_jax
       >>> layer = nn.Dense(8, dot_general=mx_jax.recipes.mxfp8().dot_general)
       >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 64)))[0].shape

@@ -60,7 +60,7 @@ def einsum(
         over an MXArray's own axis.
       TypeError: subscripts that are no string.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> x, w = jnp.ones((2, 5, 64)), jnp.ones((64, 4, 8))
       >>> mx_jax.einsum("btd,dhk->bthk", x, w, recipe=mx_jax.recipes.mxfp8()).shape

@@ -64,7 +64,7 @@ def expert_ragged_dot(
       ValueError: what `ragged_dot` and `sharding.dispatch` raise.
       TypeError: likewise.
 
-    Example:
+    Examples:
       >>> import functools, jax, jax.numpy as jnp, mx_jax
       >>> from jax.sharding import PartitionSpec as P
       >>> mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))

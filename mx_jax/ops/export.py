@@ -17,7 +17,7 @@ def export_targets() -> tuple[str, ...]:
     Returns:
       Names in order; none where the C++ library is not built, since programs are plain JAX there.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> allowed = [
       ...     jax.export.DisabledSafetyCheck.custom_call(name) for name in mx_jax.export_targets()

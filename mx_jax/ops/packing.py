@@ -54,7 +54,7 @@ def pack_weights(
       ValueError: axes out of range, repeated, or without the blocks; an MXArray whose parts do not
         fit together; weights that lie on several devices in parts that are no whole tiles.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> w = mx_jax.pack_weights(mx_jax.quantize(jnp.ones((64, 3)), "mxfp4", axis=0))
       >>> recipe = mx_jax.recipes.weight_only("mxfp4")

@@ -73,7 +73,7 @@ def quantize(
       ValueError: unknown names, axis out of range, block size below 1, a rule that does not fit
         the format, a key missing or not wanted.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> x = mx_jax.quantize(jnp.array([1.0, 2.6, -0.3, 6.0]), "mxfp4")
       >>> x.codes, x.scales
@@ -167,7 +167,7 @@ def cast(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.Array:
     Returns:
       An array like x.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> mx_jax.cast(jnp.array([0.3, 5.1]), "mxfp4")
       Array([0.5, 6. ], dtype=float32)
@@ -191,7 +191,7 @@ def cast_cotangent(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.
     Returns:
       x, unchanged.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> weights = jnp.array([0.3, 5.1])
       >>> jax.grad(lambda x: (mx_jax.cast_cotangent(x, "mxfp4") * weights).sum())(weights)

@@ -66,7 +66,7 @@ def quantize_both(
       TypeError: x is not float32, bfloat16 or float16; the key is no PRNG key.
       ValueError: not two different axes, or whatever `quantize` raises.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> rows, columns = mx_jax.quantize_both(jnp.ones((64, 96)), "mxfp8_e4m3")
       >>> rows.scales.shape, columns.scales.shape

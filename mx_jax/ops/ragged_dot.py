@@ -94,7 +94,7 @@ def ragged_dot(
       TypeError: group sizes that are no integers, operands that are not float32, bfloat16, float16
         or MXArray, or a recipe that is none.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> from mx_jax.ops.ragged_dot import ragged_dot
       >>> tokens = jnp.ones((4, 64))

@@ -15,7 +15,7 @@ a step quantizes as often as without rematerialization. Codes and scales bear th
 `jax.checkpoint_policies.save_only_these_names`; to keep dots too, combine this policy with
 `dots_saveable` by `save_from_both_policies`.
 
-Example:
+Examples:
   >>> import jax, jax.numpy as jnp, mx_jax
   >>> layer = lambda x, w: jax.nn.gelu(mx_jax.matmul(x, w, recipe="mxfp8"))
   >>> layer = jax.checkpoint(layer, policy=mx_jax.save_quantized)

@@ -49,7 +49,7 @@ class Tag:
       rule: name of the scale rule, likewise; `"stored"` of an operand that came quantized.
       call: which use of the module in its function, from 0.
 
-    Example:
+    Examples:
       >>> from mx_jax.ops.tags import Tag
       >>> operand = {"side": "lhs", "axis": -1, "format": "mxfp4", "rule": "even"}
       >>> tag = Tag(path="mlp/up", product="output", **operand)
@@ -161,7 +161,7 @@ def at_step(step: Any) -> Iterator[None]:
     Raises:
       TypeError: not an integer scalar.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> @jax.jit
       ... def loss(x, w, step):
@@ -196,7 +196,7 @@ def tag(name: str, *, index: Any = None) -> Iterator[None]:
     Raises:
       TypeError: no name, or an index that is no integer scalar.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> with mx_jax.inspect.capture() as records, mx_jax.inspect.tag("scores"):
       ...     _ = mx_jax.matmul(jnp.ones((4, 64)), jnp.ones((64, 8)), recipe="mxfp8")

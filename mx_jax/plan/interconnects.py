@@ -42,7 +42,7 @@ def parse_interconnect(text: str) -> Interconnect:
     Raises:
       ValueError: neither.
 
-    Example:
+    Examples:
       >>> from mx_jax.plan.interconnects import parse_interconnect
       >>> parse_interconnect("ndr").rate, parse_interconnect("2e11").rate
       (50000000000.0, 200000000000.0)

@@ -104,7 +104,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     Raises:
       ValueError: another axis, one given twice, or no positive number.
 
-    Example:
+    Examples:
       >>> from mx_jax.plan.mesh import parse_mesh
       >>> parse_mesh("data=4,fsdp=8")
       {'data': 4, 'fsdp': 8}

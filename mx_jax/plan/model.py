@@ -115,7 +115,7 @@ def transformer(
     Raises:
       ValueError: numbers that are not positive, or leave nothing for the MLP.
 
-    Example:
+    Examples:
       >>> from mx_jax.plan.model import transformer
       >>> llama = transformer(70.6e9, 80, width=8192, kv_width=1024, vocabulary=128256)
       >>> [(own.name, own.k, own.n) for own in llama.linears][2:]

@@ -64,7 +64,7 @@ def make_plan(
 def readable(size: float) -> str:
     """Bytes in decimal units.
 
-    Example:
+    Examples:
       >>> from mx_jax.plan.report import readable
       >>> readable(270_336)
       '270 kB'

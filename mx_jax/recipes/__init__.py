@@ -93,7 +93,7 @@ def from_name(name: str) -> Recipe:
     Raises:
       ValueError: unknown name; the message lists the known.
 
-    Example:
+    Examples:
       >>> from mx_jax import recipes
       >>> recipes.from_name("mxfp8") == recipes.mxfp8()
       True

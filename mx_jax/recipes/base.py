@@ -24,7 +24,7 @@ class Recipe(MatmulRecipe):
 
     Change one by `with_`; every part is checked when it is built.
 
-    Example:
+    Examples:
       >>> import mx_jax
       >>> recipe = mx_jax.recipes.mxfp8()
       >>> print(recipe.fwd)
@@ -86,7 +86,7 @@ class Recipe(MatmulRecipe):
             that do not meet in a product.
           TypeError: a value of another type.
 
-        Example:
+        Examples:
           >>> from mx_jax import recipes
           >>> hybrid = recipes.mxfp8().with_(gradients="mxfp8_e5m2", name="mxfp8_hybrid")
           >>> hybrid == recipes.mxfp8_hybrid()

@@ -27,7 +27,7 @@ class Schedule:
         unknown name.
       TypeError: what is no pair of an int and a recipe.
 
-    Example:
+    Examples:
       >>> from mx_jax import recipes
       >>> schedule = recipes.Schedule([(0, "mxfp8"), (100, "mxfp4"), (900, "high_precision")])
       >>> schedule.at(0).name, schedule.at(899).name, schedule.at(900).name
@@ -98,7 +98,7 @@ def heal(
     Raises:
       ValueError: a part outside 0 to 1, a number of steps below 1, or an unknown name.
 
-    Example:
+    Examples:
       >>> from mx_jax import recipes
       >>> print(recipes.heal("mxfp4", steps=1000))
       mxfp4 from 0, high_precision from 900

@@ -65,7 +65,7 @@ class Hadamard:
 def seeded(size: int, seed: int) -> Hadamard:
     """A transform whose signs come from a seed, the same on every machine.
 
-    Example:
+    Examples:
       >>> from mx_jax.reference.hadamard import seeded
       >>> seeded(4, seed=0).signs
       (1, 1, -1, 1)

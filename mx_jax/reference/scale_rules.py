@@ -104,7 +104,7 @@ def power_of_two(name: str, threshold: Callable[[ElementFormat], int]) -> ScaleR
       threshold: the 23-bit mantissa of amax from which the exponent goes up by one, 1 to 2^23,
         given the element; 2^23: never.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> from mx_jax.reference.scale_rules import power_of_two
       >>> half_up = power_of_two("half_up", lambda element: 1 << 22)

@@ -82,7 +82,7 @@ def dispatch(
     Raises:
       ValueError: shapes that do not fit, blocks along the rows, a capacity below one.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> from jax.sharding import PartitionSpec as P
       >>> mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))

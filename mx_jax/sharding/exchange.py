@@ -33,7 +33,7 @@ def all_to_all(x: MXArray, axis_name: Any, split_axis: int, concat_axis: int) ->
         which is each sender's own.
       TypeError: no MXArray.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> from jax.sharding import PartitionSpec as P
       >>> mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -28,7 +28,7 @@ class Gather:
         type says, on a mesh with explicit axes; in layers, what Flax's metadata say.
       lhs: likewise for the left operand; None on other meshes: it is not gathered.
 
-    Example:
+    Examples:
       >>> import jax, mx_jax
       >>> from jax.sharding import PartitionSpec as P
       >>> gather = mx_jax.sharding.Gather("fsdp", rhs=P("fsdp", "model"))

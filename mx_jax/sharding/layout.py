@@ -42,7 +42,7 @@ def spec_for(
     Raises:
       ValueError: an axis without an entry.
 
-    Example:
+    Examples:
       >>> import mx_jax
       >>> from jax.sharding import PartitionSpec as P
       >>> specs = mx_jax.sharding.spec_for(P("fsdp", "model"), "mxfp4", axis=0)
@@ -77,7 +77,7 @@ def device_put(x: Q, sharding: NamedSharding) -> Q:
         size, block and remedy.
       TypeError: no MXArray or packed weights, or no NamedSharding.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> mesh = jax.make_mesh((1,), ("fsdp",))
       >>> place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))

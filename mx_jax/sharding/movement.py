@@ -22,7 +22,7 @@ Part = tuple[str, ...]
 def parts_of(sharding: Any, ndim: int) -> tuple[Part, ...]:
     """The mesh axes of each of an array's axes.
 
-    Example:
+    Examples:
       >>> from jax.sharding import PartitionSpec
       >>> from mx_jax.sharding.movement import parts_of
       >>> parts_of(PartitionSpec("data", None, ("fsdp", "model")), 4)

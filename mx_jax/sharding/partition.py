@@ -33,7 +33,7 @@ class Factors:
     def of(cls, axes: ProductAxes) -> "Factors":
         """Those of operands in canonical order.
 
-        Example:
+        Examples:
           >>> from mx_jax.axes import Axes, ProductAxes
           >>> from mx_jax.sharding.partition import Factors
           >>> Factors.of(ProductAxes(Axes.ordered(), Axes.ordered(k_first=True))).rhs

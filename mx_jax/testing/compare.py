@@ -20,7 +20,7 @@ def bit_patterns(array: Any) -> np.ndarray:
     Raises:
       TypeError: the elements are no numbers of 1, 2, 4 or 8 bytes.
 
-    Example:
+    Examples:
       >>> import numpy as np
       >>> from mx_jax.testing.compare import bit_patterns
       >>> [hex(pattern) for pattern in bit_patterns(np.float32([1.0, -0.0]))]
@@ -52,7 +52,7 @@ def assert_bitwise_equal(
       AssertionError: dtypes, shapes or bits differ. For bits, the message names the first element
         that differs, its coordinates and both patterns, and says how many differ.
 
-    Example:
+    Examples:
       >>> import numpy as np
       >>> from mx_jax.testing.compare import assert_bitwise_equal
       >>> assert_bitwise_equal(np.float32([0.5, 1.0]), np.float32([0.5, 1.0]))

@@ -31,7 +31,7 @@ def target(
       ValueError: an unknown platform, CUDA without a compute capability or another platform with
         one, or no device.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> recipe = mx_jax.recipes.float8_rowwise()
       >>> product = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))

@@ -31,7 +31,12 @@ reads_sources = pytest.mark.one_python(reason="builds pages of the sources, impo
 def test_docs_build(tmp_path: Path):
     result = build(tmp_path / "site")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert (tmp_path / "site" / "api" / "mx_jax" / "index.html").exists()
+    references = list((tmp_path / "site" / "api").glob("*/index.html"))
+    assert len(references) > 5
+    for reference in references:
+        # An example under a heading that the builder does not know is run into a quotation.
+        html = reference.read_text()
+        assert "<blockquote>" not in html and "&gt;&gt;&gt; " in html, reference
 
 
 @pytest.mark.by_default("gone")

@@ -41,7 +41,7 @@ def use(rows: Iterable[Row]) -> AbstractContextManager[None]:
     Raises:
       TypeError: something that is no row.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> from mx_jax.backends import evidence
       >>> with evidence.use(()):
