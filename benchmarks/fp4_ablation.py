@@ -13,7 +13,7 @@ import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ import jax
 import matplotlib
 
 from benchmarks import environment, report
+from benchmarks.fp4_rows import check_settings, differences, joined, rows_of, when
 from benchmarks.fp4_variants import BASELINE, Variant, variants
 from benchmarks.language_model import (
     Corpus,
     Output,
-    Run,
     Settings,
     Trainer,
     file_text,
@@ -67,54 +67,6 @@ def train(
                 output.save()
 
 
-def late_loss(run: Run) -> float:
-    """Mean training loss of the last tenth of the steps: many more tokens than a validation."""
-    return statistics.mean(run.train_loss[-max(1, run.step // 10) :])
-
-
-def rows_of(chosen: Sequence[Variant], runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """One row a variant: final losses and gaps in per cent to float32 of the same seed."""
-    finished = {(run.recipe, run.seed): run for run in runs if run.finished}
-    return [_row(variant, finished, runs) for variant in chosen]
-
-
-def _row(
-    variant: Variant, finished: dict[tuple[str, int], Run], runs: Sequence[Run]
-) -> dict[str, Any]:
-    seeds = sorted(seed for name, seed in finished if name == variant.name)
-    of_seed = [finished[variant.name, seed] for seed in seeds]
-    pairs = [(run, finished.get((BASELINE, run.seed))) for run in of_seed]
-
-    def gaps(loss: Callable[[Run], Any]) -> list[float]:
-        return [100 * (loss(run) / loss(base) - 1) for run, base in pairs if base is not None]
-
-    diverged = [run for run in runs if run.recipe == variant.name and run.diverged_at is not None]
-    return {
-        "name": variant.name,
-        "what": variant.what,
-        "group": variant.group,
-        "decisions": str(variant.precision.recipe),
-        "high_blocks": variant.precision.high_blocks,
-        "head": variant.precision.head.name,
-        "seeds": seeds,
-        "losses": [run.final_loss for run in of_seed],
-        "gaps_percent": gaps(lambda run: run.final_loss),
-        "training_gaps_percent": gaps(late_loss),
-        "diverged": sorted(run.seed for run in diverged),
-        "validation": [run.validation for run in of_seed],
-    }
-
-
-def differences(row: dict[str, Any], other: dict[str, Any], of: str) -> list[float]:
-    """How far a row's gaps lie above another's, in points, seed by seed."""
-    theirs = dict(zip(other["seeds"], other[of], strict=True))
-    return [
-        gap - theirs[seed]
-        for seed, gap in zip(row["seeds"], row[of], strict=True)
-        if seed in theirs
-    ]
-
-
 def sheets(
     rows: Sequence[dict[str, Any]], settings: Settings, chosen: Sequence[Variant]
 ) -> list[report.Sheet]:
@@ -150,6 +102,7 @@ def sheets(
         f"d_model {settings.d_model}, {settings.layers} blocks, {settings.heads} heads, batch "
         f"{settings.batch} x {settings.context}, peak learning rate {settings.lr}; embedding, "
         "head, norms and attention products in float32 unless the row says otherwise.",
+        *when(rows),
     ]
     return result
 
@@ -214,6 +167,11 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings
         help="train nothing: write tables and picture of the results in --out anew",
     )
     parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="keep rows of --out that are not trained now, if float32 ends at the same losses",
+    )
+    parser.add_argument(
         "--work",
         type=Path,
         default=Path("fp4_ablation_out"),
@@ -248,12 +206,17 @@ def publish(options: argparse.Namespace, result: dict[str, Any], settings: Setti
     save_plot(options.out.with_suffix(".png"), result["rows"])
 
 
+def _earlier(options: argparse.Namespace, option: str) -> dict[str, Any]:
+    """Results that were written before."""
+    try:
+        return json.loads(options.out.read_text())
+    except FileNotFoundError:
+        raise SystemExit(f"{option}: there are no results in --out={options.out}") from None
+
+
 def publish_again(options: argparse.Namespace) -> None:
     """The same of results that were written before."""
-    try:
-        result = json.loads(options.out.read_text())
-    except FileNotFoundError:
-        raise SystemExit(f"--report: there are no results in --out={options.out}") from None
+    result = _earlier(options, "--report")
     names = {field.name for field in dataclasses.fields(Settings)}
     config = {name: value for name, value in result["config"].items() if name in names}
     publish(options, result, dataclasses.replace(SETTINGS, **config))
@@ -266,8 +229,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return publish_again(options)
     chosen = choose(options.variants, settings.layers)
     facts = environment.describe()
+    before = _earlier(options, "--keep") if options.keep else None
     text = standard_library_text() if options.data is None else file_text(options.data)
     corpus = Corpus.from_text(text, batch=settings.batch, context=settings.context)
+    config = {**dataclasses.asdict(settings), "data_sha256": corpus.fingerprint}
+    if before is not None:
+        check_settings(before["config"], config)
     output = Output(
         folder=options.work, settings=settings, fingerprint=corpus.fingerprint, environment={}
     )
@@ -278,8 +245,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for label in train(output, chosen, options.seeds, corpus):
             print(label, file=sys.stderr, flush=True)
     rows = rows_of(chosen, list(output.runs.values()))
-    config = {**dataclasses.asdict(settings), "data_sha256": corpus.fingerprint}
     result = {"environment": facts, "config": config, "rows": rows}
+    if before is not None:
+        result = joined(before, result, variants(settings.layers))
     publish(options, result, settings)
 
 

@@ -89,6 +89,16 @@ def test_fp4_ablation(module, tmp_path):
     # Everything is done already: the second time only reports.
     ablation.main(command)
     assert json.loads(out.read_text())["rows"] == result["rows"]
+    # Others beside them.
+    ablation.main([*command[:-2], "mxfp4, head too", "--keep"])
+    kept = json.loads(out.read_text())["rows"]
+    assert [row["name"] for row in kept] == [
+        "float32",
+        "mxfp4_floor",
+        "mxfp4, head too",
+        "mxfp4, ends",
+    ]
+    assert f"at commit {kept[1]['commit']}: " in out.with_suffix(".md").read_text()
 
 
 def test_tables_are_written_anew_without_training(module, tmp_path):
@@ -115,7 +125,7 @@ def test_ablation_compares_with_float32_of_the_same_seed(module):
 
     def run(name: str, seed: int, loss: float, **options: Any) -> Any:
         of = {"train_loss": [9.0] * 9 + [loss], "validation": [(10, loss)], "finished": True}
-        return ablation.Run(recipe=name, seed=seed, **of | options)
+        return module("language_model").Run(recipe=name, seed=seed, **of | options)
 
     runs = [
         run("float32", 0, 2.0),
@@ -137,6 +147,44 @@ def test_ablation_compares_with_float32_of_the_same_seed(module):
     # has ended.
     gap, difference = "+2.00 ± 12.71", "-9.00"
     assert ladder.rows[1][2:] == ["2", "3.0700", gap, gap, "mxfp4_floor", difference, difference]
+
+
+def test_rows_of_earlier_results_stay_beside_new_ones(module):
+    """New rows take the place of old ones of their name, if both have the same baseline."""
+    rows = module("fp4_rows")
+    order = module("fp4_variants").variants(4)
+
+    def result(date: str, losses: dict[str, list[float]]) -> Any:
+        made = [
+            {"name": name, "seeds": list(range(len(own))), "losses": own}
+            for name, own in losses.items()
+        ]
+        return {"environment": {"date": date, "commit": f"c{date[-1]}"}, "rows": made}
+
+    first = result("2026-01-01", {"float32": [2.0, 3.0], "mxfp4": [2.5], "quartet": [2.25, 3.5]})
+    second = result("2026-01-02", {"float32": [2.0], "quartet": [2.125], "mxfp4_floor": [2.75]})
+    third = result("2026-01-03", {"float32": [2.0, 3.0], "mxfp4_floor": [], "nvfp4": [1.5]})
+    joined = rows.joined(rows.joined(first, second, order), third, order)
+    found = [(row["name"], row["losses"], row["commit"]) for row in joined["rows"]]
+    assert found == [
+        ("float32", [2.0, 3.0], "c1"),
+        ("mxfp4_floor", [2.75], "c2"),
+        ("mxfp4", [2.5], "c1"),
+        ("nvfp4", [1.5], "c3"),
+        ("quartet", [2.125], "c2"),
+    ]
+    assert rows.when(joined["rows"]) == [
+        "Trained on 2026-01-01 at commit c1: float32; mxfp4.",
+        "Trained on 2026-01-02 at commit c2: mxfp4_floor; quartet.",
+        "Trained on 2026-01-03 at commit c3: nvfp4.",
+    ]
+    assert rows.when(first["rows"]) == []
+    other = result("2026-01-04", {"float32": [2.0, 3.5]})
+    with pytest.raises(SystemExit, match=r"float32 ends at other losses .*\{1: \(3\.0, 3\.5\)\}"):
+        rows.joined(first, other, order)
+    rows.check_settings({"steps": 10}, {"steps": 10, "later": 0})
+    with pytest.raises(SystemExit, match=r"settings differ .*\{'steps': \(10, 20\)\}"):
+        rows.check_settings({"steps": 10}, {"steps": 20})
 
 
 def test_intervals_are_student_s(module):
