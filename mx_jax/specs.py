@@ -7,6 +7,7 @@ product, so a matmul's spec is checked against both of them when it is built.
 import dataclasses
 import enum
 import functools
+import numbers
 from typing import Any
 
 from mx_jax.axes import Side
@@ -50,6 +51,8 @@ class OperandSpec:
                 "which already makes nearest elements right on average, got "
                 f"rounding={self.rounding.name!r}; use rounding='nearest', or another rule"
             )
+        if not isinstance(self.prescale, numbers.Real):
+            raise TypeError(f"OperandSpec: prescale must be a number, got {self.prescale!r}")
         if not self.prescale > 0:
             raise ValueError(f"OperandSpec: prescale must be positive, got {self.prescale}")
         if not 2.0**-126 <= self.prescale <= 2.0**126:
@@ -149,6 +152,11 @@ class MatmulSpec:
                 "MatmulSpec: transform must be a Hadamard or None, got "
                 f"transform={self.transform!r}; e.g. Hadamard(size=16, signs=None)"
             )
+        if not isinstance(self.fast_accumulation, bool):
+            raise TypeError(
+                "MatmulSpec: fast_accumulation must be True or False, got "
+                f"fast_accumulation={self.fast_accumulation!r}"
+            )
         if self.lhs is None and self.rhs is None and self.transform is not None:
             raise ValueError(
                 f"MatmulSpec: a transform ({self.transform}) cancels in a product whose operands "
@@ -228,6 +236,7 @@ class MatmulRecipe:
         automatic axes those that the compiler has to gather along, on others none. `()`: none.
 
     Raises:
+      TypeError: a name or a mask that is none.
       ValueError: residuals or a mask that the forward product does not allow.
     """
 
@@ -240,6 +249,13 @@ class MatmulRecipe:
     gather: Gather | None = None
 
     def __post_init__(self):
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(f"Recipe: name must be a text, got name={self.name!r}; e.g. 'mine'")
+        if not isinstance(self.mask_clipped, bool):
+            raise TypeError(
+                f"Recipe {self.name!r}: mask_clipped must be True or False, got "
+                f"mask_clipped={self.mask_clipped!r}"
+            )
         object.__setattr__(self, "gather", Gather.of(self.gather))
         specs = (self.fwd.lhs, self.fwd.rhs)
         for spec in specs:

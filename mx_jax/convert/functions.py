@@ -165,9 +165,11 @@ def report(
       *args: example arguments, arrays or `jax.ShapeDtypeStruct`.
       weights: as `function` takes them.
       strict: whether a rule that matched nothing is an error instead of a warning.
-      **kwargs: further arguments of the function.
+      **kwargs: further arguments of the function. `rngs` may be among them, as in a converted call.
     """
     fn, rules = original(fn), as_rules(rules, "convert.report")
+    if not takes_rngs(fn):
+        _check_streams(kwargs.pop("rngs", None))
     static, arrays = split(fn, as_arguments(weights), args, kwargs)
     result = _planned(fn, rules, static, arrays)[-1]
     result.check("convert.report", strict)

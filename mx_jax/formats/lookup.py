@@ -65,13 +65,16 @@ def _by_name(name: str, formats: Iterable[Any], what: str) -> Any:
 
 def _by_dtype(dtype: Any) -> BlockFormat:
     try:
-        wanted = np.dtype(dtype)
+        # NumPy takes None for float64, and a list for the fields of a record.
+        wanted = None if dtype is None or isinstance(dtype, list | tuple) else np.dtype(dtype)
     except TypeError:
+        wanted = None
+    if wanted is None:
         raise TypeError(
             "a block format is given as a BlockFormat, a name or a dtype, "
             f"got format={dtype!r} of type {type(dtype).__name__}; known names: "
             f"{_names(BLOCK_FORMATS)}"
-        ) from None
+        )
     matches = [format for format in _NAMED_BY_DTYPE if format.element.dtype == wanted]
     if len(matches) == 1:
         return matches[0]

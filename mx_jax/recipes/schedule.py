@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mx_jax.ops.recipe_names import as_recipe
@@ -38,6 +38,11 @@ class Schedule:
 
     def __post_init__(self):
         phases: list[tuple[int, Recipe]] = []
+        if not isinstance(self.phases, Iterable):
+            raise TypeError(
+                f"Schedule: phases must be pairs of a first step and a recipe, got "
+                f"phases={self.phases!r}; e.g. [(0, 'mxfp4'), (900, 'high_precision')]"
+            )
         for phase in self.phases:
             try:
                 start, recipe = phase
@@ -97,12 +102,20 @@ def heal(
 
     Raises:
       ValueError: a part outside 0 to 1, a number of steps below 1, or an unknown name.
+      TypeError: steps that are no int, or a part that is no number.
 
     Examples:
       >>> from mx_jax import recipes
       >>> print(recipes.heal("mxfp4", steps=1000))
       mxfp4 from 0, high_precision from 900
     """
+    try:
+        steps, last = operator.index(steps), float(last)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"heal: steps must be an int and last a part of them, got steps={steps!r}, "
+            f"last={last!r}; e.g. steps=1000, last=0.1"
+        ) from None
     if steps < 1 or not 0 <= last <= 1:
         raise ValueError(
             f"heal: needs steps >= 1 and 0 <= last <= 1, got steps={steps}, last={last}; last is a "

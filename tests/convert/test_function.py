@@ -229,6 +229,9 @@ def test_random_bits():
     assert len({np.asarray(product).tobytes() for product in single}) == len(single) == 7
     again = converted(W[0], X, rngs={"quantize": KEY})
     jax.tree.map(np.testing.assert_array_equal, products, again)
+    # The report of the very same call.
+    found = decisions(converted, W[0], X, rules=converted.rules, rngs={"quantize": KEY})
+    assert {own.recipe for own in found.values()} == {STOCHASTIC}
     other = converted(W[0], X, rngs={"quantize": jax.random.key(4)})
     assert np.any(other[1] != products[1])
     with pytest.raises(ValueError, match=r"needs the 'quantize' stream; call fn\(..., rngs="):

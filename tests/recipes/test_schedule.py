@@ -107,7 +107,14 @@ def test_one_program_for_each_phase():
             ValueError,
             "Schedule.at: steps count from 0, got step=-1",
         ),
-        (lambda: heal("mxfp4", 10, last=10), ValueError, "got steps=10, last=10; last is a part"),
+        (lambda: heal("mxfp4", 10, last=10), ValueError, "got steps=10, last=10.0; last is a part"),
+        (
+            lambda: heal("mxfp4", 10.0),
+            TypeError,
+            "steps must be an int and last a part of them, got",
+        ),  # pyright: ignore
+        (lambda: heal("mxfp4", 10, last="a"), TypeError, "got steps=10, last='a'; e.g. steps=1000"),  # pyright: ignore
+        (lambda: Schedule(5), TypeError, "phases must be pairs of a first step and a recipe, got"),  # pyright: ignore
     ],
 )
 def test_errors_teach(make: Any, error: type[Exception], message: str):

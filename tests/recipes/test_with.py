@@ -263,8 +263,17 @@ def test_errors_teach(base: Recipe, words: dict[str, Any], message: str):
             "transform must be a Hadamard or None, got transform=16; e.g. Hadamard(",
         ),
         ({"ends_high": 2}, "unexpected keyword argument 'ends_high'"),
+        ({"weights": {"format": None}}, "a name or a dtype, got format=None of type NoneType;"),
+        ({"gradients": []}, "a name or a dtype, got format=[] of type list; known names: mxfp8_"),
+        ({"weights": {"prescale": "x"}}, "OperandSpec: prescale must be a number, got 'x'; fwd"),
+        (
+            {"drhs": {"fast_accumulation": 1}},
+            "drhs: MatmulSpec: fast_accumulation must be True or False, got fast_accumulation=1",
+        ),
+        ({"name": ""}, "Recipe: name must be a text, got name=''; e.g. 'mine'"),
+        ({"name": 3}, "Recipe: name must be a text, got name=3"),
+        ({"mask_clipped": "yes"}, "Recipe 'mxfp4': mask_clipped must be True or False, got mask"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_wrong_types(words: dict[str, Any], message: str):
     with pytest.raises(TypeError, match=re.escape(message)):
