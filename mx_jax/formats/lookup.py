@@ -5,13 +5,22 @@ from typing import Any
 
 import numpy as np
 
-from mx_jax.formats.block import BLOCK_FORMATS, MX_FORMATS, NVFP4, BlockFormat
+from mx_jax.formats.block import (
+    BLOCK_FORMATS,
+    MX_FORMATS,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    NVFP4,
+    BlockFormat,
+)
 from mx_jax.formats.element import ELEMENT_FORMATS, ElementFormat
 from mx_jax.formats.scale import SCALE_FORMATS, ScaleFormat
 
 # A dtype says nothing about blocks: it stands for the block format that the MX specification
 # gives its elements, unless a second 4-bit format makes even that a guess.
 _NAMED_BY_DTYPE = (*MX_FORMATS, NVFP4)
+# Recipes for all operands have these names too: the format of their forward product.
+_SHORT = {"mxfp8": MXFP8_E4M3, "mxfp6": MXFP6_E3M2}
 
 
 def _names(formats: Iterable[Any]) -> str:
@@ -22,8 +31,9 @@ def block_format(format: Any) -> BlockFormat:
     """The block format meant by an object, a name or a dtype.
 
     Args:
-      format: a `BlockFormat`; a name such as `"mxfp4"` (case and `-` for `_` do not matter); or
-        an ml_dtypes, NumPy or jnp dtype that only one block format stores.
+      format: a `BlockFormat`; a name such as `"mxfp4"` (case and `-` for `_` do not matter;
+        `"mxfp8"` is mxfp8_e4m3 and `"mxfp6"` mxfp6_e3m2, as in the recipes of these names); or an
+        ml_dtypes, NumPy or jnp dtype that only one block format stores.
 
     Returns:
       The `BlockFormat`.
@@ -57,10 +67,23 @@ def any_format(name: str) -> BlockFormat | ElementFormat | ScaleFormat:
 
 def _by_name(name: str, formats: Iterable[Any], what: str) -> Any:
     wanted = name.strip().lower().replace("-", "_")
+    if wanted in _SHORT:
+        return _SHORT[wanted]
     for format in formats:
         if format.name == wanted:
             return format
-    raise ValueError(f"unknown {what} name={name!r}; known: {_names(formats)}")
+    raise ValueError(f"unknown {what} name={name!r}{_meant(wanted)}; known: {_names(formats)}")
+
+
+def _meant(name: str) -> str:
+    """Block formats that are called so in part, or that have an element of that name."""
+    found = [
+        format.name
+        for format in BLOCK_FORMATS
+        if format.name.startswith(f"{name}_")
+        or name in (format.element.name, format.element.dtype_name)
+    ]
+    return f", perhaps one of {', '.join(found)}" if found else ""
 
 
 def _by_dtype(dtype: Any) -> BlockFormat:

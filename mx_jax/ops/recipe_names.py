@@ -6,6 +6,7 @@ The named recipes stand above the operations that take them, so they enter thems
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from mx_jax.formats import block_format
 from mx_jax.specs import MatmulRecipe
 
 R = TypeVar("R", bound=MatmulRecipe)
@@ -36,8 +37,20 @@ def named_recipe(name: str) -> MatmulRecipe:
     """
     make = _NAMED.get(name.strip().lower().replace("-", "_"))
     if make is None:
-        raise ValueError(f"unknown recipe name={name!r}; known: {', '.join(_NAMED)}")
+        raise ValueError(f"unknown recipe name={name!r}{_meant(name)}; known: {', '.join(_NAMED)}")
     return make()
+
+
+def _meant(name: str) -> str:
+    """What to write instead of the name of a block format, which names no recipe."""
+    try:
+        block_format(name)
+    except ValueError:
+        return ""
+    return (
+        ", a block format: recipes.weight_only and qat take one, and with_(weights=, activations=, "
+        "gradients=) of a recipe"
+    )
 
 
 def as_recipe(recipe: Any, operation: str, kind: type[R] = MatmulRecipe) -> R:

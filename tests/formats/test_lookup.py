@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mx_jax import recipes
 from mx_jax.formats import (
     BLOCK_FORMATS,
     E8M0,
@@ -73,11 +74,35 @@ def test_a_dtype_without_block_format_lists_all(dtype):
         block_format(dtype)
 
 
-@pytest.mark.parametrize("name", ["mxfp5", "", "e4m3", "fp8", "float32"])
+@pytest.mark.parametrize("name", ["mxfp5", "", "fp8", "float32"])
 def test_an_unknown_name_lists_the_known(name: str):
     message = f"unknown block format name={name!r}; known: {ALL_BLOCK_NAMES}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         block_format(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("float8_rowwise", "float8_rowwise_e4m3, float8_rowwise_e5m2"),
+        ("E2M3", "mxfp6_e2m3"),
+        ("float8_e5m2", "mxfp8_e5m2, float8_rowwise_e5m2, float8_tensorwise_e5m2"),
+    ],
+)
+def test_a_name_in_part_lists_what_may_be_meant(name: str, meant: str):
+    message = (
+        f"unknown block format name={name!r}, perhaps one of {meant}; known: {ALL_BLOCK_NAMES}"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        block_format(name)
+
+
+def test_names_of_recipes_for_all_operands_are_those_of_formats():
+    """So one name is good wherever a format or a recipe is taken."""
+    for name in ("mxfp8", "mxfp6", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4"):
+        fwd = recipes.from_name(name).fwd
+        assert fwd.lhs.format == fwd.rhs.format == block_format(name) == any_format(name)
+    assert block_format("MXFP8").name == "mxfp8_e4m3"
 
 
 @pytest.mark.parametrize("format", [3, 3.5, [1], object, {"a": 1}], ids=repr)

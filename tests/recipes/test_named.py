@@ -154,6 +154,9 @@ def test_from_name():
     message = f"unknown recipe name='mxfp9'; known: {known}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         recipes.from_name("mxfp9")
+    message = "unknown recipe name='mxfp8_e5m2', a block format: recipes.weight_only and qat "
+    with pytest.raises(ValueError, match=message):
+        recipes.from_name("mxfp8_e5m2")
 
 
 def program(operation: Callable[..., Any], *operands: Any, **options: Any) -> str:
