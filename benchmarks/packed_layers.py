@@ -29,17 +29,17 @@ COMMAND = "cpu/packed_layers"
 FLOAT32 = {"linen": "float32 flax.linen.Dense", "nnx": "float32 flax.nnx.Linear"}
 
 
-def cases(format: str, rows: int, size: int) -> list[Case]:
+def cases(recipe: recipes.Recipe, rows: int, size: int) -> list[Case]:
     """Layers of `[rows, size]` by `[size, size]`: float32, packed, and an MXArray."""
+    assert recipe.fwd.rhs is not None
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((rows, size)), jnp.float32)
     drawn = rng.standard_normal((size, size)) / math.sqrt(size)
     kernel = jnp.asarray(drawn, jnp.float32)
-    stored = mx_jax.quantize(kernel, format, axis=0)
+    stored = mx_jax.quantize(kernel, recipe.fwd.rhs.format, axis=0)
     packed = mx_jax.pack_weights(stored)
     if not isinstance(packed, PackedMXArray):
         raise SystemExit(f"packed_layers: {len(jax.devices())} devices, needs one CPU device")
-    recipe = recipes.weight_only(format)
     rule = convert.Rule(".*", recipe)
     dense, rngs = flax_nn.Dense(size, use_bias=False), flax_nnx.Rngs(0)
     linear = flax_nnx.Linear(size, size, use_bias=False, rngs=rngs)
@@ -76,20 +76,22 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a case: CPU milliseconds and their ratio to float32's.
 
     Args:
-      options: `formats`, `rows` of the input, `size` of the kernel, `seconds` of a comparison,
-        `min_rounds`.
+      options: `formats` of weights, `both`, names of recipes, `rows` of the input, `size` of the
+        kernel, `seconds` of a comparison, `min_rounds`.
     """
     loaded = library.load()
     if isinstance(loaded, str):
         raise SystemExit(f"packed_layers: the CPU library is {loaded}")
     found = []
-    groups = [(format, count) for format in options.formats for count in options.rows]
+    named = {format: recipes.weight_only(format) for format in options.formats}
+    named |= {f"{name}, both operands": recipes.from_name(name) for name in options.both}
+    groups = [(name, count) for name in named for count in options.rows]
     with report.progress(len(groups)) as step:
-        for format, count in groups:
-            step(f"{format}, {count} rows")
-            samples = measure(cases(format, count, options.size), **pace(options))
+        for name, count in groups:
+            step(f"{name}, {count} rows")
+            samples = measure(cases(named[name], count, options.size), **pace(options))
             shape = (count, options.size, options.size)
-            found += [_row(format, shape, name, samples) for name in samples]
+            found += [_row(name, shape, case, samples) for case in samples]
     return found
 
 
@@ -145,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--formats", nargs="*", default=["mxfp4", "mxfp8_e4m3", "nvfp4"], help="weight_only recipes"
     )
+    parser.add_argument("--both", nargs="*", default=[], help="recipes of both operands")
     parser.add_argument("--rows", type=int, nargs="*", default=[1], help="rows of the input")
     parser.add_argument("--size", type=int, default=2048, help="of the square kernel")
     add_pace(parser, seconds=20.0, min_rounds=21, max_rounds=301)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mx_jax.axes import Axes
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
@@ -104,8 +105,8 @@ class PackedMXArray:
     @property
     def blocks(self) -> Blocks:
         """The MXArray's blocks."""
-        _, block = self.format.block
-        return ((-len(self.kept) - 1 if self.k_first else -1, block),)
+        axes = Axes.ordered(kept=len(self.kept), contracting=len(self.k), k_first=self.k_first)
+        return axes.blocks(self.format)
 
     def matrix_axes(self, k: tuple[int, ...]) -> tuple[int, ...]:
         """Kept axes, and contracted ones of these sizes, in the MXArray's order."""

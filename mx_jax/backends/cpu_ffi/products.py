@@ -17,6 +17,7 @@ from mx_jax.backends.cpu_ffi.one_device import dispatch
 from mx_jax.backends.cpu_ffi.panels import PANEL_ROWS
 from mx_jax.backends.cpu_ffi.parts import by_parts
 from mx_jax.backends.cpu_ffi.rejections import DTYPES, MATMUL, PACKED_MATMUL, block_size, names
+from mx_jax.backends.cpu_ffi.rows import ROWS, by_rows
 from mx_jax.backends.cpu_ffi.weights import PANELS, PARTS
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray, unpacked
@@ -58,6 +59,8 @@ def by_codes(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
 
 def by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
     """The product by packed weights, by the handler."""
+    if rhs.layout == ROWS:
+        return by_rows(by_packed, call, lhs, rhs)
     if rhs.layout == PARTS:
         return by_parts(by_packed, PANELS, call, lhs, rhs)
     rows, panels = math.prod(rhs.kept), rhs.arrays.bytes.shape[-2]

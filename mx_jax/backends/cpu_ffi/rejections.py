@@ -1,11 +1,14 @@
 """Which products the compiled handlers take, and what they call formats."""
 
+import dataclasses
+
 import jax.numpy as jnp
+import numpy as np
 
 from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.matrices import rejects_scale_axes
-from mx_jax.formats import E4M3_SCALE, E8M0, WHOLE, BlockFormat
+from mx_jax.formats import E4M3_SCALE, E8M0, MXFP8_E4M3, MXFP8_E5M2, WHOLE, BlockFormat
 from mx_jax.formats.element import known_element
 from mx_jax.formats.scale import known_scale
 
@@ -34,6 +37,8 @@ def rejects(call: MatmulCall) -> str | None:
     loaded = library.load()
     if isinstance(loaded, str) or MATMUL not in loaded.targets:
         return "was built without products; build it again"
+    if call.rhs.packed_by == "cpu_ffi" and plain_format(call.rhs.format) is not None:
+        call = plain_call(call)
     if call.out_sharding is not None:
         return f"takes no out_sharding, got out_sharding={call.out_sharding}"
     if call.out_dtype not in DTYPES:
@@ -88,6 +93,24 @@ def rejects_format(format: BlockFormat) -> str | None:
     if format.block[0] is WHOLE:
         return f"needs blocks that end along the kept axes, got {format}"
     return None
+
+
+def plain_format(format: BlockFormat | None) -> BlockFormat | None:
+    """MXFP8 of the same elements; None of what is not float8 under scales that leave the sums."""
+    if format is None or format.block not in ((1, WHOLE), (WHOLE, WHOLE)):
+        return None
+    if not format.is_known or not format.scale.is_float32:
+        return None
+    alike = (MXFP8_E4M3, MXFP8_E5M2)
+    return next((own for own in alike if own.element == known_element(format.element)), None)
+
+
+def plain_call(call: MatmulCall) -> MatmulCall:
+    """The product of codes, whose sums scales are multiplied into; by packed weights."""
+    lhs, rhs = call.lhs, dataclasses.replace(call.rhs, format=plain_format(call.rhs.format))
+    if plain_format(lhs.format) is not None:
+        lhs = dataclasses.replace(lhs, format=None, dtype=np.dtype(jnp.bfloat16))
+    return dataclasses.replace(call, lhs=lhs, rhs=rhs, out_dtype=np.dtype(np.float32))
 
 
 def names(format: BlockFormat | None) -> tuple[str, str]:

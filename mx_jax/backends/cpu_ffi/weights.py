@@ -12,7 +12,7 @@ import numpy as np
 
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import OperandType, PackCall
-from mx_jax.backends.cpu_ffi import library, panels, parts, rejections
+from mx_jax.backends.cpu_ffi import library, panels, parts, rejections, rows
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.panels import PANEL_ROWS, Panels
 from mx_jax.backends.matrices import rejects_scale_axes
@@ -58,6 +58,8 @@ def rejects(call: PackCall) -> str | None:
     loaded = library.load()
     if isinstance(loaded, str) or TARGET not in loaded.targets:
         return "was built without packed weights; build it again"
+    if rejections.plain_format(call.format) is not None:
+        return rows.rejects_weights(call)
     return (
         rejections.rejects_format(call.format)
         or call.rejects_layout()
@@ -67,6 +69,8 @@ def rejects(call: PackCall) -> str | None:
 
 def pack(x: MXArray, call: PackCall) -> PackedMXArray:
     """Weights that `rejects` lets through, in the kernels' order."""
+    if rejections.plain_format(call.format) is not None:
+        return rows.with_scales(pack(*rows.codes_alone(x, call)), x, call)
     ((_, block),) = call.blocks
     assert isinstance(block, int), call.blocks
     format = call.format.with_block(block)
