@@ -15,8 +15,9 @@ import numpy as np
 
 from benchmarks import environment, report
 from mx_jax.checkpoint.foreign import read
+from mx_jax.formats import block_format
 from mx_jax.generate.decode import calibrated_scales, empty_caches
-from mx_jax.generate.load import find_model, format_named
+from mx_jax.generate.load import find_model
 from mx_jax.generate.model import Llama
 from mx_jax.generate.tokenizer_gguf import tokenizer_of_gguf
 from mx_jax.generate.weights import config_from_gguf, params_from_gguf, quantize_params
@@ -100,7 +101,7 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
     found = [row("weights and cache", "float32", 32, params, None)]
     for name in options.weights:
         step(f"weights {name}")
-        form = format_named(name)
+        form = block_format(name)
         # The values that packed weights stand for: one program serves all formats.
         values = jax.tree.map(
             lambda leaf: leaf.dequantize() if isinstance(leaf, Quantized) else leaf,
@@ -111,7 +112,7 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
     for name in options.caches:
         step(f"cache {name}")
         plain = name == "bfloat16"
-        form = None if plain else format_named(name.removesuffix(FIXED))
+        form = None if plain else block_format(name.removesuffix(FIXED))
         dtype = jnp.bfloat16 if plain else jnp.float32
         scales = None
         if name.endswith(FIXED):

@@ -3,6 +3,7 @@
 from mx_jax.calibrate.gptq import gptq as gptq
 from mx_jax.calibrate.moments import Moments as Moments
 from mx_jax.calibrate.moments import moments as moments
+from mx_jax.calibrate.moments import tell_input as tell_input
 from mx_jax.calibrate.scales import output_error as output_error
 from mx_jax.calibrate.scales import search_scales as search_scales
 from mx_jax.calibrate.ways import Gptq as Gptq

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import flatten_dict
 from jax import lax
 
 from mx_jax.calibrate.scales import contracted
@@ -17,6 +18,8 @@ Moments = dict[str, jax.Array]
 
 # What multiplies, and by which method.
 _LINEN = {nn.Dense: "__call__", nn.DenseGeneral: "__call__", nn.Embed: "attend"}
+# The collection of what modules tell of themselves.
+_TOLD = "calibrate_inputs"
 
 
 def moments(
@@ -27,8 +30,9 @@ def moments(
     Args:
       model: a flax.linen module or a flax.nnx model, in high precision or converted. Observed are
         `Dense` and `DenseGeneral` of linen, `Linear` and `LinearGeneral` of nnx, and what an
-        `Embed` of either `attend`s to. A layer that contracts several axes has the features of all
-        of them, as its kernel lists them. Not observed are layers in `nn.scan` and its like.
+        `Embed` of either `attend`s to, and what linen modules `tell_input`. A layer that contracts
+        several axes has the features of all of them, as its kernel lists them. Not observed are
+        layers in `nn.scan` and its like.
       batches: what the model is called with: arrays, or tuples of arguments.
       variables: linen's variables; of linen modules only.
 
@@ -58,6 +62,35 @@ def moments(
             f"{'no batch' if total is None else f'no dense layer in {type(model).__name__}'}"
         )
     return total
+
+
+def tell_input(layer: nn.Module, name: str, x: jax.Array) -> None:
+    """Say what a linen module multiplies a parameter of its own with, so that `moments` has it.
+
+    Call it beside the product. It does nothing but where `moments` looks.
+
+    Args:
+      layer: the module.
+      name: the parameter's.
+      x: `[..., k]`, the product's other operand, which it contracts along the last axis.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> from mx_jax import calibrate
+      >>> class Head(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x):
+      ...         table = self.param("table", nn.initializers.ones, (5, x.shape[-1]))
+      ...         calibrate.tell_input(self, "table", x)
+      ...         return x @ table.T
+      >>> variables = Head().init(jax.random.key(0), jnp.ones((2, 3)))
+      >>> found = calibrate.moments(Head(), [jnp.ones((2, 3))], variables=variables)
+      >>> {name: moment.shape for name, moment in found.items()}
+      {'table': (3, 3)}
+    """
+    # Initializing makes a variable of every collection.
+    if not layer.is_initializing():
+        layer.sow(_TOLD, name, x)
 
 
 def _observer(model: Any, variables: Any) -> Callable[..., Moments]:
@@ -102,7 +135,11 @@ def _linen(model: nn.Module, variables: Any) -> Callable[..., Moments]:
             return call(*args, **options)
 
         with nn.intercept_methods(look):
-            model.apply(variables, *args)
+            applied: Any = model.apply(variables, *args, mutable=[_TOLD])
+        told: Any = flatten_dict(applied[1].get(_TOLD, {}), sep="/")
+        for path, inputs in told.items():
+            for x in inputs:
+                _add(found, path, x)
         return found
 
     jitted = jax.jit(observe)

@@ -13,6 +13,8 @@ from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 
 Axis = int | tuple[int, ...]
+# What command lines call the ways here.
+SEARCHED, GPTQ = "mse", "gptq"
 
 
 class Way(Protocol):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.axes import Axes
-from mx_jax.calibrate import search_scales
+from mx_jax.calibrate import gptq, search_scales
 from mx_jax.commands.rules_file import FileRule
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Unknown, decide
@@ -30,33 +30,39 @@ class Judged:
       decision: of the rules; None of what has fewer than two axes.
       axes: of one matrix in its product.
       num_stacked: leading axes that count matrices.
-      searches: whether scales are searched.
+      scales: how scales and codes are chosen besides the recipe's rule: `"mse"` or `"gptq"`.
     """
 
     decision: Decision | None = None
     axes: Axes | None = None
     num_stacked: int = 0
-    searches: bool = False
+    scales: str | None = None
 
     @property
     def quantizes(self) -> bool:
         """Whether the tensor is quantized."""
         return self.decision is not None and self.decision.recipe is not None
 
-    def quantize(self, value: Any) -> MXArray:
-        """The tensor's codes and scales."""
+    def quantize(self, value: Any, moment: Any = None) -> MXArray:
+        """The tensor's codes and scales.
+
+        Args:
+          value: of the tensor.
+          moment: of what it is multiplied with, for GPTQ; without one, scales are searched.
+        """
         assert self.decision is not None and self.decision.recipe is not None and self.axes
         recipe, stacked = self.decision.recipe, self.num_stacked
         spec, (axis,) = recipe.fwd.rhs, self.axes.contracting
         assert spec is not None
-        by = functools.partial(search_scales, format=spec.format, axis=axis)
+        how = search_scales if moment is None else functools.partial(gptq, moment=moment)
+        by = functools.partial(how, format=spec.format, axis=axis)
         found = store_weights(
             jnp.asarray(value),
             recipe,
             self.axes,
             num_stacked=stacked,
             packed=False,
-            by=by if self.searches else None,
+            by=by if self.scales else None,
         )
         assert isinstance(found, MXArray)
         return found
@@ -93,8 +99,8 @@ def judge(rules: tuple[FileRule, ...], name: str, tensor: Any) -> Judged:
     if reason is not None or axis is None:
         return Judged(decision=dataclasses.replace(decision, recipe=None, reason=reason))
     axes, stacked = _axes(axis % len(shape), len(shape))
-    searches = rules[decision.rule].searches
-    return Judged(decision=decision, axes=axes, num_stacked=stacked, searches=searches)
+    scales = rules[decision.rule].scales
+    return Judged(decision=decision, axes=axes, num_stacked=stacked, scales=scales)
 
 
 def report(rules: tuple[FileRule, ...], judged: dict[str, Judged]) -> Report:

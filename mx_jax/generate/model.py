@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from mx_jax.calibrate.moments import tell_input
 from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.rotary import Turn, rotate, rotations
 from mx_jax.mxarray import MXArray
@@ -77,6 +78,7 @@ class Llama(StoredParams, nn.Module):
             new.append(cache)
         x = nn.RMSNorm(config.epsilon, dtype=self.dtype, name="norm")(x[:, -1:] if last else x)
         head = embedding
+        tell_input(self, "embedding" if config.tied else "head", x)
         if not config.tied:
             shape = (config.vocabulary, config.width)
             head = self.param("head", nn.initializers.normal(0.02), shape)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mx_jax.calibrate.ways import Way
 from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.model import PARTS
 from mx_jax.generate.names import GGUF, Names
@@ -46,10 +47,13 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
             raise ValueError(f"generate: the file lacks the field {ARCHITECTURE}.{name}")
         return value
 
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, Sequence):
+        raise ValueError("generate: the file lacks the field tokenizer.ggml.tokens")
     heads, width = int(field("attention.head_count")), int(field("embedding_length"))
     head_width = int(field("rope.dimension_count", width // heads))
     return LlamaConfig(
-        vocabulary=len(metadata["tokenizer.ggml.tokens"]),
+        vocabulary=len(tokens),
         width=width,
         layers=int(field("block_count")),
         heads=heads,
@@ -189,10 +193,12 @@ def joined(parts: Sequence[Any]) -> Any:
 def _halves(weights: Any, head_width: int) -> Any:
     """Rows of heads whose turned pairs lie next to each other, as llama.cpp has them, put apart."""
     pairs = weights.reshape(-1, head_width // 2, 2, weights.shape[-1])
-    return pairs.swapaxes(1, 2).reshape(weights.shape)
+    return pairs.transpose(0, 2, 1, 3).reshape(weights.shape)
 
 
-def quantize_params(params: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+def quantize_params(
+    params: Mapping[str, Any], recipe: Recipe, by: Way | None = None
+) -> dict[str, Any]:
     """Parameters whose matrices are quantized as the recipe's products take them, and packed.
 
     Norms stay as they are. A tied embedding is the head's matrix, and is looked up in it.
@@ -201,6 +207,7 @@ def quantize_params(params: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]
       params: of the model, as `params_of` gives them.
       recipe: its forward product says what becomes of weights; None there leaves them, and packs
         what is quantized already.
+      by: how codes are chosen, if not as the products would: see `mx_jax.calibrate`.
     """
     spec = recipe.fwd.rhs
 
@@ -210,8 +217,13 @@ def quantize_params(params: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]
         if spec is None or leaf.ndim != 2:
             return leaf
         # A kernel is `[in, out]`; the embedding and the head contract their last axis.
-        axis = -2 if path[-1].key == "kernel" else -1
-        stored = quantize_operand(leaf, spec, ((axis, spec.format.block[1]),))
+        *layer, last = (key.key for key in path)
+        axis = -2 if last == "kernel" else -1
+        if by is None:
+            stored = quantize_operand(leaf, spec, ((axis, spec.format.block[1]),))
+        else:
+            name = "/".join(layer) if last == "kernel" else last
+            stored = by((name,), leaf, spec.format, axis, looked_up=last == "embedding")
         return pack_weights(stored, recipe=recipe)
 
     return jax.tree_util.tree_map_with_path(

@@ -52,6 +52,7 @@ PUBLIC = {
         "moments",
         "output_error",
         "search_scales",
+        "tell_input",
     },
     "mx_jax.checkpoint": {
         "Certificate",

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from mx_jax import recipes
-from mx_jax.formats import MXFP8_E4M3
+from mx_jax.formats import MXFP8_E4M3, block_format
 from mx_jax.generate import stats
 from mx_jax.generate.command import pieces, time_of_parts
 from mx_jax.generate.decode import Generator, calibrated_scales, empty_caches
-from mx_jax.generate.load import find_model, format_named, recipe_for
+from mx_jax.generate.load import find_model, recipe_for
 from mx_jax.generate.model import Llama
 from mx_jax.generate.sampling import Sampling
 from mx_jax.generate.weights import params_from_gguf
@@ -174,7 +174,7 @@ def test_pieces_are_whole_characters_up_to_the_end():
 
 
 def test_formats_by_name():
-    assert format_named("mxfp8") == format_named("mxfp8_e4m3") == MXFP8_E4M3
+    assert block_format("mxfp8") == block_format("mxfp8_e4m3") == MXFP8_E4M3
     recipe = recipe_for("mxfp4", "mxint8")
     assert recipe.fwd.lhs.format.name == "mxint8" and recipe.fwd.rhs.format.name == "mxfp4"
     assert recipe_for("mxfp4").fwd.lhs is None

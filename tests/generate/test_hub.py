@@ -13,51 +13,19 @@ from mx_jax.cli import main
 from mx_jax.generate.hub import config_from_json
 from mx_jax.generate.load import open_model, recipe_for
 from mx_jax.generate.model import Llama
-from mx_jax.generate.names import GGUF, HUB
 from mx_jax.generate.weights import params_from_gguf, params_of, quantize_params
 from mx_jax.mxarray import MXArray
 from tests.generate import tiny
 from tests.quick import quick
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 96,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100.0,
-    "max_position_embeddings": 2048,
-    "torch_dtype": "float32",
-    "quantization_config": None,
-}
 HIGH = recipes.high_precision()
-
-
-def hub_tensors() -> dict[str, np.ndarray]:
-    """The tiny model's weights by the hub's names, pairs of turned features half a head apart."""
-    theirs, found = tiny.tensors(), {}
-    for field, name in vars(GGUF).items():
-        for index in range(tiny.CONFIG.layers):
-            key = str(name).format(index)
-            if key not in theirs:
-                continue
-            weights = theirs[key]
-            if field in ("query", "key"):
-                pairs = weights.reshape(-1, tiny.CONFIG.head_width // 2, 2, tiny.CONFIG.width)
-                weights = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weights.shape))
-            found[getattr(HUB, field).format(index)] = weights
-    return found
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    safetensors.numpy.save_file(hub_tensors(), path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    safetensors.numpy.save_file(tiny.hub_tensors(), path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(tiny.HUB_CONFIG))
     (path / "tokenizer.json").write_text("{}")
     (path / "model.safetensors.index.json.txt").write_text("kept")
     return path
@@ -104,7 +72,7 @@ def test_quantized_by_the_command_and_run_as_stored(
     config = json.loads((out / "config.json").read_text())
     assert ("quantization_config" in config) == ("--to" in options)
     config.pop("quantization_config", None)
-    assert config == {key: value for key, value in CONFIG.items() if value is not None}
+    assert config == {key: value for key, value in tiny.HUB_CONFIG.items() if value is not None}
     source = open_model(out)
     params, found = logits(source, HIGH, stored=True)
     kernels = params["layers_1"]
@@ -153,15 +121,19 @@ def test_a_folder_is_not_written_over_unasked(
 )
 def test_models_that_are_not_read(change, message):
     with pytest.raises(ValueError, match=message):
-        config_from_json(CONFIG | change, ())
+        config_from_json(tiny.HUB_CONFIG | change, ())
 
 
 def test_fields_by_other_names_and_defaults():
     newer = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "head_dim": None}
-    found = config_from_json(CONFIG | newer | {"num_key_value_heads": None}, {"lm_head.weight"})
+    found = config_from_json(
+        tiny.HUB_CONFIG | newer | {"num_key_value_heads": None}, {"lm_head.weight"}
+    )
     assert (found.rope_theta, found.head_width, found.kv_heads) == (500.0, 16, 4)
     assert not found.tied and found.rope_divisors is None
-    scaled = config_from_json(CONFIG | {"rope_scaling": {"type": "linear", "factor": 2.0}}, ())
+    scaled = config_from_json(
+        tiny.HUB_CONFIG | {"rope_scaling": {"type": "linear", "factor": 2.0}}, ()
+    )
     assert scaled.rope_divisors == (2.0,) * 16
 
 

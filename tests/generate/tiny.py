@@ -1,8 +1,9 @@
-"""A tiny model with random weights, by llama.cpp's names."""
+"""A tiny model with random weights, by llama.cpp's names and by the hub's."""
 
 import numpy as np
 
 from mx_jax.generate.config import LlamaConfig
+from mx_jax.generate.names import GGUF, HUB
 
 CONFIG = LlamaConfig(
     vocabulary=96,
@@ -15,6 +16,22 @@ CONFIG = LlamaConfig(
     rope_theta=100.0,
     epsilon=1e-5,
 )
+# The same sizes, as config.json has them.
+HUB_CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100.0,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "float32",
+    "quantization_config": None,
+}
 TOKENS = np.array([[5, 90, 3, 3, 41, 17, 66, 0, 12], [9, 1, 88, 2, 54, 73, 31, 95, 60]], np.int32)
 
 
@@ -46,4 +63,20 @@ def tensors(config: LlamaConfig = CONFIG) -> dict[str, np.ndarray]:
     found["output_norm.weight"] = norm()
     if not config.tied:
         found["output.weight"] = matrix(config.vocabulary, width)
+    return found
+
+
+def hub_tensors() -> dict[str, np.ndarray]:
+    """The tiny model's weights by the hub's names, pairs of turned features half a head apart."""
+    theirs, found = tensors(), {}
+    for field, name in vars(GGUF).items():
+        for index in range(CONFIG.layers):
+            key = str(name).format(index)
+            if key not in theirs:
+                continue
+            weights = theirs[key]
+            if field in ("query", "key"):
+                pairs = weights.reshape(-1, CONFIG.head_width // 2, 2, CONFIG.width)
+                weights = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weights.shape))
+            found[getattr(HUB, field).format(index)] = weights
     return found
