@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: words after the program's name; default: those of the process.
     """
-    parser = _parser()
+    parser = command_parser()
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -49,11 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def command_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; what it gives has the command's `run`."""
+    made = argparse.ArgumentParser(
         prog="python -m mx_jax", description="Microscaling (MX) and float8 formats for JAX."
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = made.add_subparsers(dest="command", metavar="COMMAND")
     for command in COMMANDS:
         command.add_to(commands)
-    return parser
+    return made

@@ -9,6 +9,7 @@ from mx_jax import checkpoint
 from mx_jax.checkpoint.layouts import LAYOUTS, named
 from mx_jax.checkpoint.torchao import TORCHAO
 from mx_jax.commands.converting import Conversion, How, converted, counts, plan
+from mx_jax.commands.experts import taken_apart
 from mx_jax.commands.output import console, say
 from mx_jax.commands.programs import layout_for, program_of, programs
 from mx_jax.commands.stream import (
@@ -78,8 +79,14 @@ def run(options: argparse.Namespace) -> int:
     if not options.dry_run:
         check_output(options)
     weights = checkpoint.read(vars(options)["in"], layout=options.layout)
-    layout = layout_for(options.to, {name: as_it_is(weights, name) for name in weights})
+    held = {name: as_it_is(weights, name) for name in weights}
+    layout = layout_for(options.to, held, weights.path)
     row = None if layout in (OWN, TORCHAO) else named(layout)
+    if row is not None:
+        apart, before = taken_apart(weights, row), len(weights)
+        if len(apart) > before:
+            say(f"the experts of gpt-oss, one by one: {before} tensors become {len(apart)}")
+        weights = apart
     planned = plan(weights, row)
     inexact = [each for each in planned if not each.how.exact]
     if options.dry_run:
@@ -88,9 +95,9 @@ def run(options: argparse.Namespace) -> int:
     if inexact and not options.inexact:
         first = inexact[0]
         raise ValueError(
-            f"convert: {len(inexact)} of {len(planned)} tensors cannot be stored as {layout} "
-            f"without loss, such as {first.name} in {first.source}: {first.why}; --dry-run lists "
-            "them, --inexact changes their values"
+            f"convert: {weights.path}: {len(inexact)} of {len(planned)} tensors cannot be stored "
+            f"as {layout} without loss, such as {first.name} in {first.source}: {first.why}; "
+            "--dry-run lists them, --inexact changes their values"
         )
     tell_of_values(weights, weights)
     tensors = {each.name: converted(weights, row, each) for each in planned}

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mx_jax.checkpoint.layout import Layout
@@ -10,8 +11,13 @@ from mx_jax.commands.stream import OWN
 from mx_jax.mxarray import MXArray
 
 
-def layout_for(to: str, tensors: Mapping[str, Any]) -> str:
+def layout_for(to: str, tensors: Mapping[str, Any], where: Path) -> str:
     """The layout that is meant by its name, or by that of a program and what it is to hold.
+
+    Args:
+      to: the name.
+      tensors: by name, with the formats that they have or get.
+      where: they come from, for the error.
 
     Raises:
       ValueError: a program that has none for the formats that are there.
@@ -30,7 +36,7 @@ def layout_for(to: str, tensors: Mapping[str, Any]) -> str:
     formats = {format.name: name for name, format in held.items()}
     shown = ", ".join(f"{format} ({name})" for format, name in formats.items()) or "no MXArray"
     names = ", ".join(fitting or [row.name for row in known[to]])
-    raise ValueError(f"{to} has no one layout for {shown}; name one of {names}")
+    raise ValueError(f"{where}: {to} has no one layout for {shown}; name one of {names}")
 
 
 def program_of(to: str) -> str | None:

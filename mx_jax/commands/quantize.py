@@ -157,7 +157,7 @@ def run(options: argparse.Namespace) -> int:
         for name in weights
     }
     tell_of_values(weights, (name for name in weights if not judged[name].quantizes))
-    layout = layout_for(options.to, tensors)
+    layout = layout_for(options.to, tensors, weights.path)
     write_out(options, weights, tensors, layout, program_of(options.to))
     before, after = stored_bytes(weights), written(options.out)
     say(

@@ -21,7 +21,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +160,11 @@ def outcome(read: Reader, folder: Path, seconds: float = SECONDS) -> str:
     return "read"
 
 
-def inputs(seed: int, numbers: Iterator[int] | range) -> Iterator[tuple[int, Sample, Files]]:
-    """Each number's input: of which sample, and its files."""
-    kinds = samples()
+def inputs(
+    seed: int, numbers: Iterator[int] | range, names: Sequence[str] | None = None
+) -> Iterator[tuple[int, Sample, Files]]:
+    """Each number's input: of which sample, of those with the names, and its files."""
+    kinds = [sample for sample in samples() if names is None or sample.name in names]
     for number in numbers:
         draw = random.Random(f"{seed} {number}")
         sample = kinds[number % len(kinds)]
@@ -170,13 +172,16 @@ def inputs(seed: int, numbers: Iterator[int] | range) -> Iterator[tuple[int, Sam
 
 
 def run(
-    seed: int, numbers: range, say: Callable[[int], None] = lambda number: None
+    seed: int,
+    numbers: range,
+    say: Callable[[int], None] = lambda number: None,
+    names: Sequence[str] | None = None,
 ) -> tuple[collections.Counter[tuple[str, str]], list[Finding]]:
     """How often each kind was read and refused, and findings."""
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     findings = []
     with tempfile.TemporaryDirectory() as base:
-        for number, sample, files in inputs(seed, numbers):
+        for number, sample, files in inputs(seed, numbers, names):
             say(number)
             # A folder of its own: what was read may still be a view of its file.
             folder = Path(base) / str(number)
@@ -207,11 +212,14 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="one input, by its number; its error is shown")
-    parser.add_argument("--record", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="only these samples")
+    parser.add_argument("--record", action="store_true", help=f"add to {RESULTS.name}")
     args = parser.parse_args()
     faulthandler.enable()
     numbers = range(args.count) if args.only is None else range(args.only, args.only + 1)
-    run(args.seed, range(len(samples()) * 5))  # everything has been imported and allocated once
+    run(
+        args.seed, range(len(samples()) * 5), names=args.kinds
+    )  # everything has been imported and allocated once
     limit_memory(MEMORY)
     started = time.monotonic()
 
@@ -219,7 +227,7 @@ def main() -> int:
         if number % 100 == 0:
             print(f"\r{number}", end="", file=sys.stderr, flush=True)
 
-    counts, findings = run(args.seed, numbers, say)
+    counts, findings = run(args.seed, numbers, say, args.kinds)
     kinds = sorted({kind for kind, _ in counts})
     table = {
         kind: {what: counts[kind, what] for what in ("read", "refused", "found")} for kind in kinds
@@ -230,7 +238,9 @@ def main() -> int:
     if args.record:
         said = {"seed": args.seed, "inputs": len(numbers), "findings": len(findings)}
         limits = {"seconds": SECONDS, "memory_mib": MEMORY >> 20}
-        RESULTS.write_text(json.dumps(said | limits | {"kinds": table}, indent=2) + "\n")
+        runs = json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
+        runs.append(said | limits | {"kinds": table})
+        RESULTS.write_text(json.dumps({"runs": runs}, indent=2) + "\n")
     print(f"{len(numbers)} inputs, {len(findings)} findings, {time.monotonic() - started:.0f} s")
     return 1 if findings else 0
 

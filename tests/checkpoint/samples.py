@@ -1,7 +1,9 @@
 """Good checkpoints of every kind, as bytes, and what is to read them."""
 
+import contextlib
 import dataclasses
 import json
+import os
 import struct
 import tempfile
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax import checkpoint
+from mx_jax.cli import command_parser
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
 from tests.checkpoint.gguf_bytes import F32, I32, STRING, U32, Tensor, array, gguf, text
 from tests.checkpoint.stored import draw
@@ -31,6 +34,27 @@ def read_all(path: Path) -> None:
 def load(path: Path) -> None:
     """One of our own."""
     checkpoint.load(path / "model.safetensors")
+
+
+def load_shards(path: Path) -> None:
+    """Several files of our own, both ways."""
+    read_all(path)
+    checkpoint.load(path)
+
+
+def convert_to(*words: str) -> Reader:
+    """What the command makes of a folder, its own file and what config.json says of it included."""
+
+    def convert(path: Path) -> None:
+        (path / "out").mkdir()
+        options = command_parser().parse_args(["convert", str(path), str(path / "out"), *words])
+        with contextlib.ExitStack() as stack:
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+            options.run(options)
+
+    return convert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +97,43 @@ def samples() -> list[Sample]:
                 checkpoint.write(whole, weights | {"norm": norm}, **options)
             files = {file.name: file.read_bytes() for file in path.iterdir()}
         made.append(Sample(name, files | _config(name), load if weights is None else read_all))
+    return made + _newer(rng)
+
+
+def _newer(rng: np.random.Generator) -> list[Sample]:
+    """Several files of our own, what config.json states, and what `convert` makes of layouts."""
+    one, fused = draw(MXFP4, (8, 64), rng), draw(MXFP4, (2, 4, 64), rng)
+    one, fused = (dataclasses.replace(x, scales=x.scales % 8 + 120) for x in (one, fused))
+    experts = {"mlp.experts.gate_up_proj": fused, "mlp.experts.gate_up_proj_bias": jnp.ones((2, 4))}
+    stated = checkpoint.quantization_config
+    own = {"a": {0: one, "b": fused}, "norm": jnp.ones(3)}
+    parts: dict[str, Any] = {"max_shard_size": 200}
+    rows: tuple[tuple[str, Any, dict[str, Any], Reader], ...] = (
+        ("own shards", own, parts, load_shards),
+        ("stated", {"a.weight": one}, {"layout": "mxfp4-pack-quantized"}, read_all),
+        ("gpt-oss original", {"mlp.mlp1_weight": fused}, {"layout": "gpt-oss-original"}, read_all),
+        ("gpt-oss apart", experts, {"layout": "gpt-oss"}, convert_to("--to", "compressed-tensors")),
+        (
+            "transcoded",
+            {"a.weight": one},
+            {"layout": "modelopt-mxfp4", **parts},
+            convert_to("--to", "modelopt-nvfp4"),
+        ),
+    )
+    made = []
+    for name, weights, options, read in rows:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder)
+            whole = path if "max_shard_size" in options else path / "model.safetensors"
+            config: dict[str, Any] = {"model_type": "gpt_oss", "torch_dtype": "float32"}
+            if "layout" in options:
+                config["quantization_config"] = stated(weights, layout=options["layout"])
+                checkpoint.write(whole, weights | {"norm": jnp.ones(3)}, **options)
+            else:
+                checkpoint.save(whole, weights, **options)
+            (path / "config.json").write_text(json.dumps(config))
+            files = {file.name: file.read_bytes() for file in path.iterdir()}
+        made.append(Sample(name, files, read))
     return made
 
 

@@ -1,6 +1,7 @@
 """`python -m mx_jax convert` between layouts: nothing lost, or refused with a count."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import mx_jax
 from mx_jax import checkpoint
 from mx_jax.cli import main
 from tests.checkpoint.gguf_bytes import Tensor, gguf
+from tests.checkpoint.stored import draw
 
 pytestmark = pytest.mark.one_python(reason="files in and out")
 UP = "layers.0.up.weight"
@@ -141,3 +143,46 @@ def test_other_elements(
     # Every E2M1 value of such exponents is one of E4M3: anew, but nothing is lost.
     run(capsys, *words, "--inexact")
     np.testing.assert_array_equal(values(out), values(source))
+
+
+def test_experts_of_gpt_oss_become_a_matrix_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
+):
+    """For compressed-tensors: gate and up from every other row, with their biases; no bit lost."""
+    fused = {
+        name: draw(mx_jax.formats.MXFP4, (3, rows, 64), rng)
+        for name, rows in (("gate_up_proj", 8), ("down_proj", 5))
+    }
+    biases = {name: rng.standard_normal((3, x.shape[1])) for name, x in fused.items()}
+    base = "model.layers.0.mlp.experts"
+    weights: dict[str, Any] = {f"{base}.{name}": x for name, x in fused.items()}
+    weights |= {f"{base}.{name}_bias": x.astype(np.float32) for name, x in biases.items()}
+    weights |= {"model.layers.0.mlp.router.weight": np.ones((3, 64), np.float32)}
+    model, out = tmp_path / "model", tmp_path / "out"
+    model.mkdir()
+    checkpoint.write(model / "model.safetensors", weights, layout="gpt-oss")
+    (model / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    words = ("convert", model, out, "--to", "compressed-tensors")
+    _, said = run(capsys, *words)
+    assert "the experts of gpt-oss, one by one: 5 tensors become 19" in said and "19 copied" in said
+    found = checkpoint.read(out)
+    assert len(found) == 19 and set(found.quantized.values()) == {"mxfp4-pack-quantized"}
+    rows_of = {"gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2)}
+    for part, (name, first, step) in (rows_of | {"down_proj": ("down_proj", 0, 1)}).items():
+        for expert in range(3):
+            one, own = found[f"{base}.{expert}.{part}.weight"], (expert, slice(first, None, step))
+            np.testing.assert_array_equal(one.codes, fused[name].codes[own])
+            np.testing.assert_array_equal(one.scales, fused[name].scales[own])
+            bias = np.asarray(biases[name][own], np.float32)
+            np.testing.assert_array_equal(found[f"{base}.{expert}.{part}.bias"], bias)
+    stated = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert stated["ignore"] == ["model.layers.0.mlp.router", "lm_head"]
+    # Elsewhere experts stay together; another model's gate and up may not take turns.
+    checkpoint.save(tmp_path / "own.safetensors", weights)
+    alone = tmp_path / "alone.safetensors"
+    _, said = run(capsys, "convert", tmp_path / "own.safetensors", alone, *words[3:], status=2)
+    assert "needs names that end in '.weight'" in said
+    released = tmp_path / "released.safetensors"
+    checkpoint.write(released, {"mlp.mlp1_weight": fused["down_proj"]}, layout="gpt-oss-original")
+    _, said = run(capsys, "convert", released, alone, *words[3:], status=2)
+    assert f"{released}: mxfp4-pack-quantized holds a matrix for each Linear" in said
