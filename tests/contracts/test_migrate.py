@@ -56,6 +56,7 @@ def words_on_the_left(anchor: str) -> set[str]:
 def test_tables_are_found():
     assert set(SECTIONS) == {
         "torchao-mx",
+        "torchao-training",
         "torchao-float8",
         "torchmx",
         "qwix",
@@ -100,6 +101,8 @@ def test_jax_is_complete():
     ("anchor", "package"),
     [
         ("torchao-mx", "torchao.prototype.mx_formats"),
+        ("torchao-training", "torchao.prototype.moe_training"),
+        ("torchao-training", "torchao.prototype.moe_training.ep"),
         ("torchao-float8", "torchao.float8"),
         ("qwix", "qwix"),
     ],
@@ -117,6 +120,17 @@ def test_peers_are_complete(anchor: str, package: str):
 # Fields, functions' arguments and other places, which stand on the page as they are written there.
 NOT_DOTTED = {
     "torchao-mx": {"benchmarks", "KernelPreference", "fp_format_spec"},
+    "torchao-training": {
+        "scale_calculation_mode",
+        "out_dtype",
+        "pad_token_groups_for_grouped_mm",
+        # Their packages import triton, which a machine without a GPU does not have.
+        "nvfp4_training.nvfp4_linear",
+        "ep.a2a_dispatch_mxfp8_fwd_hp_bwd",
+        "ep.permute_mxfp8_fwd_hp_bwd",
+        "ep.unpermute_hp_fwd_mxfp8_bwd",
+        "ep.a2a_combine_hp_fwd_mxfp8_bwd",
+    },
     "torchao-float8": {
         "enable_fsdp_float8_all_gather",
         "force_recompute_fp8_weight_in_bwd",
@@ -132,6 +146,10 @@ PLACES = {
         "torchao.prototype.mx_formats.mx_tensor.",
         "torchao.prototype.mx_formats.nvfp4_tensor.",
         "",
+    ),
+    "torchao-training": (
+        "torchao.prototype.moe_training.",
+        "torchao.quantization.",
     ),
     "torchao-float8": ("torchao.float8.", "torchao.float8.config."),
     "qwix": ("qwix.",),

@@ -124,6 +124,46 @@ def test_outputs_and_gradients_of_a_linear_layer_are_torchaos(name, dtype, monke
         assert np.abs(expected).max() > 100 * bound.max() or dtype == "bfloat16"
 
 
+@pytest.mark.parametrize("high_weight", [False, True])
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+def test_the_mxfp8_training_layer_has_our_bits(rule: str, high_weight: bool):
+    """bfloat16: sums in float32, rounded once, so that their order does not show."""
+    torch = pytest.importorskip("torch")
+    layers = pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear")
+    config = pytest.importorskip("torchao.prototype.mx_formats.config")
+    rng = np.random.default_rng(0)
+    x, w, g = (rng.standard_normal(shape) for shape in ((M, K), (N, K), (M, N)))
+    # Blocks of 32 rows: torchao refuses partial ones.
+    x, w, g = x[:32], w[:64], g[:32, :64]
+    theirs = layers.MXFP8Linear(
+        *reversed(w.shape),
+        bias=False,
+        dtype=torch.bfloat16,
+        kernel_preference=config.KernelPreference.EMULATED,
+        scale_calculation_mode=config.ScaleCalculationMode(rule),
+        wgrad_with_hp=high_weight,
+    )
+    with torch.no_grad():
+        theirs.weight.copy_(torch.tensor(w))
+    rows = torch.tensor(x, dtype=torch.bfloat16).requires_grad_()
+    expected = theirs(rows)
+    expected.backward(torch.tensor(g, dtype=torch.bfloat16))
+    recipe = mx_jax.recipes.mxfp8().with_(scale_rule=rule)
+    if high_weight:
+        recipe = recipe.with_(drhs=None)
+    ours, pullback = jax.vjp(
+        lambda x, w: mx_jax.matmul(x, w.T, recipe=recipe),
+        *(jnp.asarray(a, jnp.bfloat16) for a in (x, w)),
+    )
+    gradients = pullback(jnp.asarray(g, jnp.bfloat16))
+    for actual, tensor in zip(
+        (ours, *gradients), (expected, rows.grad, theirs.weight.grad), strict=True
+    ):
+        np.testing.assert_array_equal(
+            np.asarray(actual, np.float32), tensor.detach().float().numpy()
+        )
+
+
 def test_exactly_what_torchao_rejects_is_rejected():
     """Every combination of casts for the six operands: 8000 configs."""
     torch = pytest.importorskip("torch")
