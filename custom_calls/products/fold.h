@@ -10,8 +10,14 @@
 
 namespace mx {
 
+// Whether a float of this magnitude, as bits, is 0, or between 2^-34 and 2^40.
+inline bool IsFoldable(uint32_t magnitude) {
+  const uint32_t lowest = (127 - 34) << 23, highest = (127 + 40) << 23;
+  return (magnitude == 0) | (magnitude - lowest <= highest - lowest);
+}
+
 // Copies packed panels of float32 to `out`, times kFoldLhs. False where that might change a bit or
-// come near a subnormal: every value must be 0, or between 2^-34 and 2^40.
+// come near a subnormal.
 inline bool FoldLhs(const Source& source, const Sizes& sizes, const char* lhs, char* out) {
   const int64_t scales = kChunk / source.block * kTileRows;
   const int64_t panels = (source.rows + kTileRows - 1) / kTileRows;
@@ -27,8 +33,7 @@ inline bool FoldLhs(const Source& source, const Sizes& sizes, const char* lhs, c
         uint32_t magnitude;
         std::memcpy(&magnitude, from + i, sizeof magnitude);
         magnitude &= 0x7fffffff;
-        const uint32_t lowest = (127 - 34) << 23, highest = (127 + 40) << 23;
-        outside |= (magnitude != 0) & (magnitude - lowest > highest - lowest);
+        outside |= !IsFoldable(magnitude);
       }
       if (outside) return false;
       for (int64_t i = 0; i < kChunk * kTileRows; ++i) to[i] = from[i] * kFoldLhs;

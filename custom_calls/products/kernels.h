@@ -135,6 +135,25 @@ struct CodesProduct {
 };
 constexpr int kMostRows = 12;
 
+// One row by neighbouring panels of codes, with the same limits. The row has words of consecutive
+// elements, and by block a scale and, for kInt8, a correction.
+struct RowProduct {
+  Element element;
+  ScaleKind scale_kind;
+  int32_t block;
+  int64_t num_chunks;
+  const char* codes;
+  const uint8_t* scales;
+  int64_t panel_bytes;
+  int panels;
+  const PanelSummary* summaries;
+  bool folded;
+  const int32_t* words;
+  const float* lhs_scales;
+  const int32_t* corrections;
+  float* sums;  // [panels][kTileColumns]
+};
+
 // What decoding floats of 8 bits to float32 leaves out, a large power of two, goes in part to lhs.
 // Then no value is decoded with a multiplication of its own.
 constexpr float kFoldLhs = 0x1p60f;
@@ -154,6 +173,8 @@ struct PanelKernels {
                    const char* rhs, float* tile, bool clear);
   // The same for panels of codes; null where unpacking them first is as fast.
   void (*multiply_codes)(const CodesProduct& product);
+  // The same for one row alone; null where multiply_codes is.
+  void (*multiply_row)(const RowProduct& product);
 };
 
 // The kernels of one instruction set.

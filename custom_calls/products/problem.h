@@ -25,11 +25,13 @@ struct MatmulProblem {
 };
 
 // Sums of some rows and columns of a product, which the tile no longer holds then, to its output.
+// A row alone may have more columns than a tile.
 inline void StoreTile(const MatmulKernels& kernels, const MatmulProblem& problem, int64_t product,
                       float* tile, int rows, int columns, void* out) {
   const Factors factors = problem.factors[problem.factors.size() == 1 ? 0 : product];
   if (MX_UNLIKELY(factors.first != 1.0f)) {
-    for (int i = 0; i < rows * kTileColumns; ++i) tile[i] *= factors.first;
+    const int count = rows == 1 ? columns : rows * kTileColumns;
+    for (int i = 0; i < count; ++i) tile[i] *= factors.first;
   }
   kernels.store(tile, rows, columns, factors.last, problem.out_type, out, problem.rhs.rows);
 }

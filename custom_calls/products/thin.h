@@ -10,6 +10,7 @@
 #include "common/thread_pool.h"
 #include "products/fold.h"
 #include "products/problem.h"
+#include "products/row.h"
 #include "products/scratch.h"
 #include "products/weights.h"
 
@@ -250,6 +251,7 @@ inline bool WantsFold(const ThinProduct& thin) {
 template <class Pool>
 void RunThin(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& problem) {
   const PanelType type = ChoosePanels(kernels, problem.lhs.element, problem.rhs.element);
+  if (IsRowProduct(kernels, problem, type) && RunRow(pool, kernels, problem, type)) return;
   const Sizes sizes = SizesOf(problem, type);
   const int64_t group_bytes = sizes.lhs_panel * kLhsPanelsPerGroup;
   Scratch left(sizes.lhs_groups * group_bytes + 64);
