@@ -37,13 +37,23 @@ class Sampling:
         A choice is drawn with probability `softmax(logits / temperature)`.
         """
         if self.temperature == 0:
-            return jnp.argmax(logits, -1).astype(jnp.int32)
+            return first_largest(logits)
         scaled = logits / self.temperature
         if self.top_k is None:
             return jax.random.categorical(key, scaled).astype(jnp.int32)
         likeliest, tokens = jax.lax.top_k(scaled, min(self.top_k, logits.shape[-1]))
         drawn = jax.random.categorical(key, likeliest)
         return jnp.take_along_axis(tokens, drawn[..., None], -1)[..., 0].astype(jnp.int32)
+
+
+def first_largest(logits: jax.Array) -> jax.Array:
+    """`argmax` over the last axis, int32: the first of the largest, or of those that are NaN.
+
+    XLA's CPU compiler makes scalar code of an index beside a value, and vectors of these two.
+    """
+    largest = logits.max(-1, keepdims=True)
+    places = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jnp.where((logits == largest) | jnp.isnan(logits), places, logits.shape[-1]).min(-1)
 
 
 GREEDY = Sampling()

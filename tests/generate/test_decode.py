@@ -126,6 +126,14 @@ def test_several_steps_at_once_are_so_many_single_ones(generator):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), held, caches)
 
 
+def test_the_first_of_the_largest_is_likeliest():
+    """As argmax: the first of equals, and NaN before any number."""
+    logits = np.array([[1, 3, 3, -1], [-2, -np.inf, -2, -3], [0, np.nan, 9, np.nan]], np.float32)
+    logits = np.concatenate([logits, np.full((1, 4), -np.inf, np.float32)])
+    found = quick(Sampling().choose)(logits, jax.random.key(0))
+    assert found.dtype == jnp.int32 and found.tolist() == [1, 0, 1, 0]
+
+
 @pytest.mark.slow
 def test_sampling():
     logits = jnp.log(jnp.array([0.1, 0.6, 0.3]))
