@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mx_jax.backends.calls import (
+    AttendCall,
     Call,
     DequantizeCall,
     MatmulCall,
@@ -38,7 +39,8 @@ class Offer:
         sizes int32 `[g]` of at most all rows. QuantizeCall: `(x, random_bits, tensor_scale,
         call)` to an MXArray without a gradient link. QuantizeBothCall: likewise, with a pair of
         random bits, to a pair. DequantizeCall: `(x, call)` to values in `call.dtype`. PackCall:
-        `(x, call)` to x in this backend's own layout, or to x itself.
+        `(x, call)` to x in this backend's own layout, or to x itself. AttendCall: `(queries, keys,
+        values, position, call)` to float32 like queries.
       how: what computes it, in words, where the backend's name does not say it.
       lays_out: whether it brings weights that did not come packed into a layout of its own, at
         every call and in more than one kernel: then who stored them is told of `pack_weights`.
@@ -73,6 +75,7 @@ NOT_OFFERED: Mapping[type[Call], str] = {
     QuantizeBothCall: "casts once at a time",
     DequantizeCall: "dequantizes nothing: XLA fuses the reference's own code",
     PackCall: "has no layout of its own for weights",
+    AttendCall: "attends to nothing: XLA's own dot and softmax do",
 }
 
 

@@ -233,7 +233,32 @@ class PackCall:
         return None
 
 
-Call = MatmulCall | RaggedCall | QuantizeCall | QuantizeBothCall | DequantizeCall | PackCall
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttendCall:
+    """Attention of tokens that follow each other over rows of keys and values.
+
+    Attributes:
+      queries: `[matrices, heads * tokens, features]`, of the heads that share a matrix of keys.
+      keys: `[matrices, length, features]`; values are alike.
+      dtypes: of queries, keys and values.
+      tokens: how many follow each other.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    dtypes: tuple[np.dtype, ...]
+    tokens: int
+
+
+Call = (
+    MatmulCall
+    | RaggedCall
+    | QuantizeCall
+    | QuantizeBothCall
+    | DequantizeCall
+    | PackCall
+    | AttendCall
+)
 
 
 def rejects_symbolic(call: Call) -> str | None:
@@ -245,6 +270,8 @@ def rejects_symbolic(call: Call) -> str | None:
 def _shapes(call: Call) -> tuple[tuple[int, ...], ...]:
     if isinstance(call, MatmulCall | RaggedCall):
         return call.lhs.shape, call.rhs.shape
+    if isinstance(call, AttendCall):
+        return call.queries, call.keys
     if isinstance(call, QuantizeBothCall):
         return (call.first.shape,)
     return (call.weights.shape if isinstance(call, PackCall) else call.shape,)

@@ -7,6 +7,7 @@ import jax
 
 from mx_jax.backends.base import Backend, Offer, Target
 from mx_jax.backends.calls import (
+    AttendCall,
     Call,
     DequantizeCall,
     MatmulCall,
@@ -16,7 +17,7 @@ from mx_jax.backends.calls import (
     RaggedCall,
 )
 from mx_jax.mxarray import MXArray
-from mx_jax.reference import matmul, quantize, ragged
+from mx_jax.reference import attention, matmul, quantize, ragged
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
@@ -60,6 +61,16 @@ def _as_it_is(x: MXArray, call: PackCall) -> MXArray:
     return x
 
 
+def _attend(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    position: jax.typing.ArrayLike,
+    call: AttendCall,
+) -> jax.Array:
+    return attention.attend(queries, keys, values, position, call.tokens)
+
+
 def _takes_all(call: Call, target: Target) -> None:
     return None
 
@@ -77,5 +88,6 @@ REFERENCE = Backend(
         _offer(call=QuantizeCall, run=_quantize),
         _offer(call=DequantizeCall, run=_dequantize),
         _offer(call=PackCall, run=_as_it_is),
+        _offer(call=AttendCall, run=_attend),
     ),
 )

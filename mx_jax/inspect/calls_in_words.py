@@ -2,6 +2,7 @@
 
 from mx_jax.backends.base import Target
 from mx_jax.backends.calls import (
+    AttendCall,
     Call,
     DequantizeCall,
     MatmulCall,
@@ -46,3 +47,5 @@ def work_text(call: Call) -> str:
         case PackCall():
             axes = list(call.weights.axes.contracting)
             return f"pack {_operand(call.weights)} for axes {axes}"
+        case AttendCall():
+            return f"attention of {list(call.queries)} over {list(call.keys)}, {call.dtypes[1]}"

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mx_jax.backends.calls import (
+    AttendCall,
     Call,
     DequantizeCall,
     MatmulCall,
@@ -186,6 +187,12 @@ def _dequantize(call: DequantizeCall) -> tuple[float, float]:
     return 0.0, size * (call.dtype.itemsize + call.format.bits_per_element / 8)
 
 
+def _attend(call: AttendCall) -> tuple[float, float]:
+    matrices, length, features = map(float, call.keys)
+    rows = matrices * (call.queries[1] + length) * features
+    return 4.0 * matrices * call.queries[1] * length * features, 2 * rows * call.dtypes[1].itemsize
+
+
 # What each kind of call is called, and costs; another kind is another line.
 _KINDS: Mapping[type[Any], tuple[str, Callable[[Any], tuple[float, float]]]] = {
     MatmulCall: ("product", _product),
@@ -194,4 +201,5 @@ _KINDS: Mapping[type[Any], tuple[str, Callable[[Any], tuple[float, float]]]] = {
     QuantizeBothCall: ("cast", _both),
     DequantizeCall: ("dequantize", _dequantize),
     PackCall: ("pack", lambda call: (0.0, 2 * _stored(call.weights))),
+    AttendCall: ("attention", _attend),
 }

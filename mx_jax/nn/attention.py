@@ -1,7 +1,8 @@
 """Causal attention whose heads of keys and values are shared by several of queries."""
 
 import jax
-import jax.numpy as jnp
+
+from mx_jax.ops.attention import attend_matrices
 
 
 def merge_heads(x: jax.Array) -> jax.Array:
@@ -29,18 +30,16 @@ def attend(
       ValueError: the heads do not divide the query's.
     """
     batch, tokens, num_queries, features = query.shape
-    matrices, length, _ = keys.shape
+    matrices = keys.shape[0]
     if (batch * num_queries) % matrices or matrices % batch:
         raise ValueError(
             "attend: heads of keys must divide heads of queries, got "
             f"query.shape={query.shape}, keys.shape={keys.shape}"
         )
-    shared = merge_heads(query).reshape(matrices, -1, features)
-    scores = jnp.einsum("hqd,hkd->hqk", shared, keys, preferred_element_type=jnp.float32)
-    last = position + jnp.arange(tokens)
-    seen = jnp.arange(length) <= jnp.tile(last, shared.shape[1] // tokens)[:, None]
-    scores = jnp.where(seen, scores * features**-0.5, -jnp.inf)
-    weights = jax.nn.softmax(scores, -1).astype(values.dtype)
-    attended = jnp.einsum("hqk,hkd->hqd", weights, values)
-    attended = attended.reshape(batch, num_queries, tokens, features).swapaxes(1, 2)
-    return attended.astype(query.dtype)
+    # One token's heads lie as matrices of keys take them.
+    shared = query if tokens == 1 else merge_heads(query)
+    shared = shared.reshape(matrices, -1, features)
+    attended = attend_matrices(tokens, shared, keys, values, position)
+    if tokens > 1:
+        attended = attended.reshape(batch, num_queries, tokens, features).swapaxes(1, 2)
+    return attended.reshape(query.shape).astype(query.dtype)

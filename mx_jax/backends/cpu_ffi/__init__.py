@@ -10,6 +10,7 @@ from typing import Any
 
 from mx_jax.backends.base import Backend, Offer, Target
 from mx_jax.backends.calls import (
+    AttendCall,
     Call,
     DequantizeCall,
     MatmulCall,
@@ -19,6 +20,7 @@ from mx_jax.backends.calls import (
     RaggedCall,
 )
 from mx_jax.backends.cpu_ffi import (
+    attend,
     dequantize,
     library,
     products,
@@ -75,5 +77,6 @@ CPU_FFI = Backend(
         _offer(QuantizeBothCall, quantize_both.rejects, quantize_both.quantize_both),
         _offer(DequantizeCall, dequantize.rejects, dequantize.dequantize),
         _offer(PackCall, weights.rejects, weights.pack),
+        _offer(AttendCall, attend.rejects, attend.attend),
     ),
 )

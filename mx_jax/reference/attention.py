@@ -1,0 +1,32 @@
+"""Causal attention whose heads of keys and values are shared by several of queries."""
+
+import jax
+import jax.numpy as jnp
+
+
+def attend(
+    shared: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    position: jax.typing.ArrayLike,
+    tokens: int,
+) -> jax.Array:
+    """`softmax(q k^T / sqrt(features)) v`, each query over the rows up to its own.
+
+    Args:
+      shared: queries `[matrices, heads * tokens, features]`, those of the heads that a matrix of
+        keys serves.
+      keys: `[matrices, length, features]`.
+      values: likewise.
+      position: row of the first token.
+      tokens: how many of a head follow each other.
+
+    Returns:
+      Like shared, in the dtype that keys and values promote to.
+    """
+    scores = jnp.einsum("hqd,hkd->hqk", shared, keys, preferred_element_type=jnp.float32)
+    last = position + jnp.arange(tokens)
+    seen = jnp.arange(keys.shape[1]) <= jnp.tile(last, shared.shape[1] // tokens)[:, None]
+    scores = jnp.where(seen, scores * shared.shape[-1] ** -0.5, -jnp.inf)
+    weights = jax.nn.softmax(scores, -1).astype(values.dtype)
+    return jnp.einsum("hqk,hkd->hqd", weights, values)
