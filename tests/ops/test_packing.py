@@ -279,7 +279,7 @@ def test_bad_input(x, options, complaint: str):
 @pytest.mark.parametrize(
     ("shape", "format", "options", "complaint"),
     [
-        ((64, 96), "float8_rowwise_e4m3", {}, "needs scales in e8m0 or e4m3"),
+        ((64, 96), "float8_blockwise_e4m3", {}, "needs scales in e8m0 or e4m3"),
         ((8, 64, 40), "mxfp4", dict(axis=1), "contracted axes before or after all kept ones"),
         ((64,), "mxfp4", {}, "packs blocks along the last contracted axis"),
     ],
