@@ -46,7 +46,7 @@ class Offer:
         every call and in more than one kernel: then who stored them is told of `pack_weights`.
       is_plain: whether it runs plain JAX alone, on any part of the operands as on all of them.
       run_uncounted: as `run`, in programs of which only lowering tells whether they have one
-        device; None: `run` does not ask.
+        device; None: `run` serves one, and who takes the call on several serves those.
     """
 
     call: type[Call]
@@ -57,14 +57,16 @@ class Offer:
     is_plain: bool = False
     run_uncounted: Callable[..., Any] | None = None
 
-    @property
-    def uncounted(self) -> "Offer":
-        """The same for a target whose devices are not counted."""
-        if self.run_uncounted is None:
-            return self
-        how = "in plain JAX where the program has several devices"
+    def uncounted(self, run: Callable[..., Any], otherwise: str) -> "Offer":
+        """The same for a target whose devices are not counted.
+
+        Args:
+          run: what lets lowering decide.
+          otherwise: what several devices compute it by.
+        """
+        how = f"{otherwise} where the program has several devices"
         how = f"{self.how}; {how}" if self.how else how
-        return dataclasses.replace(self, run=self.run_uncounted, how=how)
+        return dataclasses.replace(self, run=run, how=how)
 
 
 # Why a backend does not take a kind of call that it does not offer.

@@ -1,23 +1,21 @@
 """Which backend takes a call: a pure function, so the whole table is testable on any machine."""
 
 import dataclasses
-from collections.abc import Container, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Container, Mapping, Sequence
 
-import jax
-
+from mx_jax.backends import named
 from mx_jax.backends import target as machine
 from mx_jax.backends.base import NOT_OFFERED, Backend, Offer, Target
 from mx_jax.backends.calls import Call
 from mx_jax.backends.evidence.rows import Row
 from mx_jax.backends.evidence.sources import row_about, switches_on, why_asleep
+from mx_jax.backends.named import known_backends as known_backends
+from mx_jax.backends.named import only_backend as only_backend
+from mx_jax.backends.named import prefer_backends as prefer_backends
+from mx_jax.backends.named import with_backends as with_backends
+from mx_jax.backends.one_device import Offered, Unpacking
 from mx_jax.backends.records import Selection, active
-from mx_jax.backends.table import BACKENDS, REFERENCE
-
-# Overrides enter the jit cache key: a function traced under one backend is not reused for another.
-_only_backend = jax.make_user_context(default_value=None)
-_preferred = jax.make_user_context(default_value=())
-_added = jax.make_user_context(default_value=())
+from mx_jax.backends.table import REFERENCE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,106 +35,6 @@ class Choice:
     target: Target
     rejections: tuple[tuple[str, str], ...]
     evidence: Row | None = None
-
-
-def only_backend(name: str | None) -> AbstractContextManager[None]:
-    """A context in which only the named backend is asked, and what it rejects is an error.
-
-    For tests and for measuring one backend. It enters jit's cache key.
-
-    Args:
-      name: of a backend, as `inspect.explain` prints it; None lifts an outer restriction.
-
-    Returns:
-      The context manager.
-
-    Raises:
-      ValueError: unknown name; the message lists the known.
-
-    Examples:
-      >>> import jax.numpy as jnp, mx_jax
-      >>> with mx_jax.only_backend("reference"):
-      ...     mx_jax.quantize(jnp.ones(32), "mxfp4").shape
-      (32,)
-    """
-    if name is not None:
-        _check_known("only_backend", name)
-    return _only_backend(name)
-
-
-def prefer_backends(*names: str) -> AbstractContextManager[None]:
-    """A context in which the named backends are asked first, and all others after them.
-
-    What they reject goes to the next, as it always does. This is how to use a backend that stands
-    behind the reference, such as the GPU kernels, where nothing was measured of it, or whatever was
-    measured. It enters jit's cache key.
-
-    Args:
-      names: of backends, in order of preference; none lifts an outer preference.
-
-    Returns:
-      The context manager.
-
-    Raises:
-      ValueError: unknown name; the message lists the known.
-
-    Examples:
-      >>> import jax.numpy as jnp, mx_jax
-      >>> x = mx_jax.quantize(jnp.ones((4, 32)), "mxfp4")
-      >>> with mx_jax.prefer_backends("pallas_gpu", "cudnn"):
-      ...     mx_jax.matmul(x, jnp.ones((32, 2)), recipe=mx_jax.recipes.mxfp4()).shape
-      (4, 2)
-    """
-    for name in names:
-        _check_known("prefer_backends", name)
-    return _preferred(names)
-
-
-def with_backends(*backends: Backend) -> AbstractContextManager[None]:
-    """A context with more backends than the table's, asked before those.
-
-    For trying a backend, or one that belongs to another package. It enters jit's cache key.
-
-    Args:
-      backends: in order of preference, of other names than the table's; none lifts an outer
-        addition.
-
-    Returns:
-      The context manager.
-
-    Raises:
-      ValueError: a name that is taken.
-
-    Examples:
-      >>> import jax.numpy as jnp, mx_jax
-      >>> from mx_jax.backends.base import Backend, Offer
-      >>> from mx_jax.backends.calls import DequantizeCall
-      >>> from mx_jax.backends.select import with_backends
-      >>> zeros = Offer(
-      ...     call=DequantizeCall,
-      ...     rejects=lambda call, target: None if call.shape == (32,) else "needs 32 values",
-      ...     run=lambda x, call: jnp.zeros(x.shape, call.dtype),
-      ... )
-      >>> with with_backends(Backend(name="zeros", epsilon_bound=0.0, table=(zeros,))):
-      ...     mx_jax.cast(jnp.ones(32), "mxfp4").sum()
-      Array(0., dtype=float32)
-    """
-    names = [backend.name for backend in (*backends, *BACKENDS)]
-    taken = sorted({name for name in names if names.count(name) > 1})
-    if taken:
-        raise ValueError(f"with_backends: each backend needs a name of its own, got names={taken}")
-    return _added(backends)
-
-
-def known_backends() -> tuple[Backend, ...]:
-    """Those that `with_backends` adds, and the table's."""
-    return (*_added.value, *BACKENDS)
-
-
-def _check_known(operation: str, name: str) -> None:
-    known = [backend.name for backend in known_backends()]
-    if name not in known:
-        raise ValueError(f"{operation}: unknown backend name={name!r}; known: {', '.join(known)}")
 
 
 def select(
@@ -170,14 +68,14 @@ def on_request(
     call: Call, target: Target, backends: Sequence[Backend]
 ) -> tuple[tuple[str, str], ...]:
     """(name, why) of the backends that are asked only by name and would take the call."""
-    asleep = only_if_named(backends) - {_only_backend.value, *_preferred.value}
+    asleep = only_if_named(backends) - {named.only.value, *named.preferred.value}
     rows = _measured(call, target, backends, asleep)
     return tuple(
         (backend.name, why_asleep(rows.get(backend.name), target))
         for backend in backends
         if backend.name in asleep
         and backend.rejects(call, target) is None
-        and not (_only_backend.value is None and switches_on(call, rows.get(backend.name)))
+        and not (named.only.value is None and switches_on(call, rows.get(backend.name)))
     )
 
 
@@ -200,20 +98,43 @@ def _ask(
 ) -> tuple[Choice | None, Target, list[tuple[str, str]]]:
     """The choice, for which machine, and (name, reason) of those that reject."""
     target = current_target() if target is None else target
-    backends = (*_added.value, *BACKENDS) if backends is None else backends
-    only, preferred = _only_backend.value, _preferred.value
+    backends = known_backends() if backends is None else backends
+    asked = target if target.counted else dataclasses.replace(target, num_devices=1, counted=True)
+    choice, rejections = _first(call, asked, backends)
+    if choice is not None and not target.counted:
+        choice = _uncounted(choice, call, target, backends)
+    if active.value is not None:
+        choice = _recorded(call, target, asked, backends, choice, rejections)
+    return choice, target, rejections
+
+
+def _uncounted(
+    choice: Choice, call: Call, target: Target, backends: Sequence[Backend]
+) -> Choice | None:
+    """What one device runs, where lowering may find several: those run what they would choose."""
+    offer = choice.offer
+    if offer.run_uncounted is not None:
+        offer = offer.uncounted(offer.run_uncounted, "in plain JAX")
+        return dataclasses.replace(choice, offer=offer, target=target)
+    counted = dataclasses.replace(target, counted=True)
+    several, _ = _first(call, counted, backends)
+    if several is None or several.backend == choice.backend:
+        return None if several is None else dataclasses.replace(choice, target=target)
+    run = Offered(target.platform, offer.run, Unpacking(several.offer.run))
+    offer = offer.uncounted(run, f"by {several.backend.name}")
+    return dataclasses.replace(choice, offer=offer, target=target)
+
+
+def _first(
+    call: Call, target: Target, backends: Sequence[Backend]
+) -> tuple[Choice | None, list[tuple[str, str]]]:
+    """The first that accepts, on a machine whose devices are counted."""
+    only, preferred = named.only.value, named.preferred.value
     unproved = only_if_named(backends) - {only, *preferred}
     rows = {} if only is not None else _measured(call, target, backends, unproved)
     proved = {name: row for name, row in rows.items() if switches_on(call, row)}
-    first = [
-        backend for name in dict.fromkeys(preferred) for backend in backends if backend.name == name
-    ]
-    first += sorted(
-        (backend for backend in backends if backend.name in proved),
-        key=lambda backend: -proved[backend.name].speed,
-    )
-    choice, rejections = None, []
-    for backend in (*first, *(backend for backend in backends if backend not in first)):
+    rejections: list[tuple[str, str]] = []
+    for backend in _in_order(backends, proved):
         offer, name = backend.offers.get(type(call)), backend.name
         if only is not None and name != only:
             reason = f"not asked: only_backend({only!r})"
@@ -225,21 +146,34 @@ def _ask(
         elif (reason := offer.rejects(call, target)) is None:
             row = proved.get(name)
             offer = offer if row is None else backend.offer(call, row.kernel, row.config)
-            offer = offer if target.counted else offer.uncounted
             tried = tuple(rejections)
             choice = Choice(
                 backend=backend, offer=offer, rejections=tried, target=target, evidence=row
             )
-            break
+            return choice, rejections
         rejections.append((name, reason))
-    if active.value is not None:
-        choice = _recorded(call, target, backends, choice, rejections)
-    return choice, target, rejections
+    return None, rejections
+
+
+def _in_order(backends: Sequence[Backend], proved: Mapping[str, Row]) -> list[Backend]:
+    """Those that are preferred by name, those that were measured, the fastest first, the others."""
+    first = [
+        backend
+        for name in dict.fromkeys(named.preferred.value)
+        for backend in backends
+        if backend.name == name
+    ]
+    first += sorted(
+        (backend for backend in backends if backend.name in proved),
+        key=lambda backend: -proved[backend.name].speed,
+    )
+    return [*first, *(backend for backend in backends if backend not in first)]
 
 
 def _recorded(
     call: Call,
     target: Target,
+    asked: Target,
     backends: Sequence[Backend],
     choice: Choice | None,
     rejections: Sequence[tuple[str, str]],
@@ -251,7 +185,7 @@ def _recorded(
             target=target,
             backend=None if choice is None else choice.backend.name,
             rejections=tuple(rejections),
-            on_request=on_request(call, target, backends),
+            on_request=on_request(call, asked, backends),
             how="" if choice is None else choice.offer.how,
             evidence=None if choice is None else choice.evidence,
         )
@@ -275,6 +209,6 @@ def current_target(num_devices: int | None = None) -> Target:
       num_devices: None: those of the machine; under `only_backend` one, since who names a backend
         takes it as it is with sharded arrays.
     """
-    if num_devices is None and _only_backend.value is not None:
+    if num_devices is None and named.only.value is not None:
         num_devices = 1
     return machine.current_target(num_devices)

@@ -11,6 +11,7 @@ def target(
     *,
     num_devices: int = 1,
     device_kind: str | None = None,
+    counted: bool = True,
 ) -> AbstractContextManager[None]:
     """A context in which backends are chosen for this machine, whether it is there or not.
 
@@ -23,6 +24,8 @@ def target(
       num_devices: between how many devices `jit` may split a call.
       device_kind: jax's name of the device, e.g. `"NVIDIA H200"`, by which measurements of kernels
         are found; None: none are.
+      counted: False: `num_devices` exist, and only lowering tells how many a program has, as where
+        no mesh is in context.
 
     Returns:
       The context manager.
@@ -62,6 +65,7 @@ def target(
             compute_capability=compute_capability,
             num_devices=num_devices,
             device_kind=device_kind,
+            counted=counted,
         )
     )
 

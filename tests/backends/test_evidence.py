@@ -304,7 +304,7 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fake = altered(PALLAS_GPU, MatmulCall, ones)
     table = tuple(fake if backend == PALLAS_GPU else backend for backend in BACKENDS)
-    monkeypatch.setattr("mx_jax.backends.select.BACKENDS", table)
+    monkeypatch.setattr("mx_jax.backends.named.BACKENDS", table)
 
 
 @pytest.mark.usefixtures("no_kernel")

@@ -113,7 +113,7 @@ def test_only_backend_unknown_name():
 
 def test_preferred_backends_are_asked_first(monkeypatch: pytest.MonkeyPatch):
     table = (REFERENCE, NOT_BUILT, HOPPER)
-    monkeypatch.setattr("mx_jax.backends.select.BACKENDS", table)
+    monkeypatch.setattr("mx_jax.backends.named.BACKENDS", table)
     with prefer_backends("hopper", "ffi"):
         assert select(call_of(128), H200, table).backend is HOPPER
         choice = select(call_of(96), H200, table)
@@ -233,7 +233,7 @@ def test_a_gradient_on_a_gpu_is_two_casts_of_the_reference(monkeypatch: pytest.M
     asked = []
     failing = altered(PALLAS_GPU, QuantizeBothCall, lambda *_: asked.append(_) or 1 / 0)
     table = [failing if backend == PALLAS_GPU else backend for backend in BACKENDS]
-    monkeypatch.setattr("mx_jax.backends.select.BACKENDS", tuple(table))
+    monkeypatch.setattr("mx_jax.backends.named.BACKENDS", tuple(table))
     w, recipe = jnp.ones((64, 32), jnp.bfloat16), mx_jax.recipes.mxfp8()
 
     def loss(w, x):
