@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mx_jax.plan.interconnects import INTERCONNECTS, Interconnect, parse_interconnect
 from mx_jax.plan.memory import REMATS
-from mx_jax.plan.mesh import AXES, Setup, parse_mesh
+from mx_jax.plan.mesh import AXES, SCHEDULES, Setup, parse_mesh
 from mx_jax.plan.model import Model, transformer
 from mx_jax.plan.report import as_json, as_values, assumptions, make_plan, tables
 from mx_jax.recipes import from_name, high_precision
@@ -20,7 +20,7 @@ _DESCRIPTION = """
 Count the bytes of a training step on a mesh without running it: what each device keeps, and what it
 receives by collective and mesh axis, for several recipes beside the same model without
 quantization. Batches are sharded along data, fsdp and expert, weights along fsdp and model, experts
-along expert too.
+along expert too, blocks along pipe.
 """
 _EXAMPLE = """
 example, a model of 70 billion parameters on 1024 GPUs, 8 to a node:
@@ -110,6 +110,20 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
         "sent by sharding.dispatch; none: as values (default: fsdp,expert)",
     )
     group.add_argument(
+        "--microbatches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="that a step goes through the stages of a pipeline in (default: 1)",
+    )
+    group.add_argument(
+        "--schedule",
+        choices=list(SCHEDULES),
+        default="gpipe",
+        help="of a pipeline: gpipe keeps residuals of all microbatches, as jax.grad of a loop over "
+        "them does; 1f1b of as many as there are stages (default: gpipe)",
+    )
+    group.add_argument(
         "--sequence-parallel",
         action="store_true",
         help="shard the tokens between linear layers along model",
@@ -173,6 +187,8 @@ def _setup(options: argparse.Namespace) -> Setup:
         moments=_MOMENTS[options.optimizer],
         codes=_known_axes(set(_words(options.gather)) - {"none"}, "gather"),
         sequence=options.sequence_parallel,
+        microbatches=options.microbatches,
+        schedule=options.schedule,
         remat=options.remat,
     )
 

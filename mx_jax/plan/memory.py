@@ -56,12 +56,13 @@ class Memory:
 def memory(model: Model, setup: Setup, recipe: MatmulRecipe) -> Memory:
     """What a device keeps of a model on a mesh."""
     routed = sum(linear.params for linear in model.linears if linear.is_routed) * model.layers
-    own = (model.params - routed + routed / setup.expert) / (setup.fsdp * setup.model)
+    shards = setup.fsdp * setup.model * setup.pipe
+    own = (model.params - routed + routed / setup.expert) / shards
     return Memory(
         parameters=own * setup.param_dtype.itemsize,
         gradients=own * setup.param_dtype.itemsize,
         optimizer=own * setup.moments * 4,
-        residuals=model.layers * block_residuals(model, setup, recipe),
+        residuals=model.layers / setup.pipe * block_residuals(model, setup.in_flight, recipe),
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,12 @@ import numpy as np
 from mx_jax.plan.model import Linear, Model
 
 # What each axis does; any of them may be missing.
-AXES = ("data", "fsdp", "expert", "model")
+AXES = ("data", "fsdp", "expert", "model", "pipe")
+# How many microbatches a stage keeps residuals of, of its stages and of all of them.
+SCHEDULES: dict[str, Callable[[int, int], int]] = {
+    "gpipe": lambda stages, microbatches: microbatches,
+    "1f1b": min,
+}
 _BFLOAT16, _FLOAT32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
 
 
@@ -22,6 +28,9 @@ class Setup:
       fsdp: devices along the axis that shards tokens, weights and the optimizer's state.
       expert: devices along the axis that shards tokens and experts, but no other weights.
       model: devices along the axis that shards features.
+      pipe: stages of a pipeline, each with its part of the blocks.
+      microbatches: that a step's tokens go through the stages in.
+      schedule: a row of `SCHEDULES`.
       tokens: of one step, of all devices together.
       dtype: of activations, of values that are gathered and of sums between devices.
       param_dtype: in which parameters are stored.
@@ -35,6 +44,9 @@ class Setup:
     fsdp: int = 1
     expert: int = 1
     model: int = 1
+    pipe: int = 1
+    microbatches: int = 1
+    schedule: str = "gpipe"
     tokens: int
     dtype: np.dtype = _BFLOAT16
     param_dtype: np.dtype = _FLOAT32
@@ -47,12 +59,17 @@ class Setup:
         for name in AXES:
             if getattr(self, name) < 1:
                 raise ValueError(f"plan: axes need a device, got {name}={getattr(self, name)}")
-        groups = self.data * self.fsdp * self.expert
+        if self.microbatches < 1 or (self.microbatches > 1 and self.pipe == 1):
+            raise ValueError(
+                f"plan: microbatches go through the stages of a pipeline, got microbatches="
+                f"{self.microbatches} with pipe={self.pipe}; name pipe in --mesh, or leave them out"
+            )
+        groups = self.data * self.fsdp * self.expert * self.microbatches
         if self.tokens % groups:
             raise ValueError(
                 f"plan: tokens are sharded along data, fsdp and expert, got tokens={self.tokens:,} "
-                f"for data={self.data}, fsdp={self.fsdp}, expert={self.expert}; pass a multiple of "
-                f"{groups}"
+                f"for data={self.data}, fsdp={self.fsdp}, expert={self.expert} and microbatches="
+                f"{self.microbatches}; pass a multiple of {groups}"
             )
 
     @property
@@ -64,6 +81,14 @@ class Setup:
     def local_tokens(self) -> int:
         """Tokens that one device, or those along `model` together, work on."""
         return self.tokens // (self.data * self.fsdp * self.expert)
+
+    @property
+    def in_flight(self) -> "Setup":
+        """The same with the tokens that a stage keeps residuals of."""
+        kept = SCHEDULES[self.schedule](self.pipe, self.microbatches)
+        return dataclasses.replace(
+            self, tokens=self.tokens * kept // self.microbatches, microbatches=1
+        )
 
     def rows(self, linear: Linear) -> int:
         """Rows that a layer multiplies there: each token as often as it has experts."""
@@ -78,7 +103,12 @@ class Setup:
         return self.expert > 1 and linear.is_input_of_experts and "expert" in self.codes
 
     def check(self, model: Model) -> None:
-        """Raise ValueError for layers of experts that do not lie so on the mesh."""
+        """Raise ValueError for blocks or experts that do not lie so on the mesh."""
+        if model.layers % self.pipe:
+            raise ValueError(
+                f"plan: each stage of a pipeline has as many blocks, got layers={model.layers} for "
+                f"pipe={self.pipe}; pass a number of stages that divides them"
+            )
         routed = [linear for linear in model.linears if linear.is_routed]
         if self.expert > 1 and not routed:
             raise ValueError(
@@ -86,11 +116,16 @@ class Setup:
                 f"{self.expert}; pass --experts, or use fsdp"
             )
         for linear in routed:
-            if linear.experts % self.expert or self.model > 1:
+            if linear.experts % self.expert:
                 raise ValueError(
-                    f"plan: devices along expert have an equal part of the experts, each whole, "
-                    f"got experts={linear.experts} with expert={self.expert}, model={self.model}; "
-                    "shard them along expert and fsdp, and leave model out"
+                    f"plan: devices along expert have an equal part of the experts, got experts="
+                    f"{linear.experts} with expert={self.expert}; pass a size that divides them"
+                )
+            if self.sequence and self.model > 1:
+                raise ValueError(
+                    "plan: rows that lie by expert are not gathered, whose groups would be torn "
+                    f"apart, got --sequence-parallel with experts={linear.experts}, model="
+                    f"{self.model}; leave it out, so that devices along model have the same tokens"
                 )
 
     def weight_shards(self, linear: Linear) -> tuple[int, int]:

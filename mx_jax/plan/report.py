@@ -124,7 +124,7 @@ def as_values(plans: Sequence[Plan], setup: Setup) -> list[str]:
         for row in plan.traffic:
             own = row.movement
             if own.operands and own.axis in setup.codes and row.as_values:
-                moved = "sent" if own.collective == "all-to-all" else "gathered"
+                moved = "gathered" if own.collective == "all-gather" else "sent"
                 lines.append(
                     f"{plan.name}: {own.tensor}s of {', '.join(row.as_values)} are {moved} along "
                     f"{own.axis} as values in the {own.during} pass: a shard would end within a "
@@ -141,7 +141,7 @@ def assumptions(
     linears = ", ".join(_in_words(own) for own in model.linears)
     sizes = {name: getattr(setup, name) for name in AXES}
     # A model without experts has nothing to say of their axis.
-    used = {name: n for name, n in sizes.items() if name != "expert" or n > 1}
+    used = {name: n for name, n in sizes.items() if name not in ("expert", "pipe") or n > 1}
     codes = ", ".join(name for name in sorted(setup.codes) if name in used) or "no axis"
     sizes = ", ".join(f"{name}={n}" for name, n in used.items())
     how = "gathered or sent" if "expert" in used else "gathered"
@@ -165,6 +165,8 @@ def assumptions(
             "Each device has as many rows of tokens for every expert, and room for as many as "
             "arrive. Codes arrive once, and stay codes until the backward pass."
         )
+    if setup.pipe > 1:
+        lines += _of_the_pipeline(setup)
     for axis, link in links.items():
         lines.append(f"{axis}: {link.rate / 1e9:g} GB/s ({link.source}).")
     if links:
@@ -173,6 +175,23 @@ def assumptions(
             f"Time: {efficiency:.0%} of these rates, one collective after another, none hidden "
             "behind arithmetic, no latency" + (f"; not along {', '.join(left)}." if left else ".")
         )
+    return lines
+
+
+def _of_the_pipeline(setup: Setup) -> list[str]:
+    """What a pipeline assumes."""
+    steps = setup.microbatches + setup.pipe - 1
+    kept = setup.in_flight.tokens * setup.microbatches // setup.tokens
+    lines = [
+        f"{setup.pipe} stages, {setup.microbatches} microbatches of "
+        f"{setup.local_tokens // setup.microbatches:,} tokens: idle in {setup.pipe - 1} of {steps} "
+        f"steps; residuals of {kept} microbatches ({setup.schedule}). Bytes are of a stage amid "
+        "others, without what empty steps move.",
+        "Weights are gathered, and their gradients scattered, for each microbatch; what is summed "
+        "along other axes is summed once a step. Embedding and head are sharded along pipe too.",
+    ]
+    if "pipe" in setup.codes:
+        lines.append("Block inputs are quantized to be sent, which no recipe does by itself.")
     return lines
 
 

@@ -1,157 +1,15 @@
-"""What moves between devices in a step: rows of data, and their bytes."""
+"""The bytes that devices receive in a step, movement by movement."""
 
 import dataclasses
 import math
-from typing import Literal
 
 from mx_jax.axes import Side
 from mx_jax.formats import BlockFormat
 from mx_jax.ops.experts import goes_by_row
 from mx_jax.plan.mesh import Setup
-from mx_jax.plan.model import Linear, Model, Split
+from mx_jax.plan.model import Linear, Model
+from mx_jax.plan.movements import Movement, Tensor, movements, received
 from mx_jax.specs import MatmulRecipe
-
-Tensor = Literal[
-    "weight", "weight gradient", "input", "input gradient", "output", "output gradient"
-]
-Pass = Literal["forward", "backward"]
-
-# Bytes that a device receives, in parts of the whole tensor, of n devices in a ring.
-COLLECTIVES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Movement:
-    """One collective of every linear layer.
-
-    Attributes:
-      axis: the mesh axis.
-      collective: a row of `COLLECTIVES`.
-      tensor: what moves.
-      during: the pass; what is forward happens again in a rematerialized block.
-      operands: the operands of products that it gathers, as (product, side) of a recipe: one
-        collective each where they move as codes, one for all as values. Sums have none.
-      split: the layers that need it; None: all.
-      routed: whether layers of experts need it, or others; None: all.
-    """
-
-    axis: str
-    collective: str
-    tensor: Tensor
-    during: Pass
-    operands: tuple[tuple[str, Side], ...] = ()
-    split: Split | None = None
-    routed: bool | None = None
-
-    def is_of(self, linear: Linear) -> bool:
-        """Whether a layer needs it."""
-        return self.split in (None, linear.split) and self.routed in (None, linear.is_routed)
-
-
-# Weights are gathered for each pass, in the orientation that its product contracts.
-DATA_PARALLEL = (
-    Movement(
-        axis="fsdp",
-        collective="all-gather",
-        tensor="weight",
-        during="forward",
-        operands=(("fwd", "rhs"),),
-    ),
-    Movement(
-        axis="fsdp",
-        collective="all-gather",
-        tensor="weight",
-        during="backward",
-        operands=(("dlhs", "rhs"),),
-    ),
-    Movement(axis="fsdp", collective="reduce-scatter", tensor="weight gradient", during="backward"),
-    Movement(axis="data", collective="all-reduce", tensor="weight gradient", during="backward"),
-)
-_SENT_BACK = Movement(
-    axis="expert",
-    collective="all-to-all",
-    tensor="output",
-    during="forward",
-    split="row",
-    routed=True,
-)
-# Rows go to their experts, and products back; other weights are the same along the axis.
-EXPERT_PARALLEL = (
-    Movement(
-        axis="expert",
-        collective="all-to-all",
-        tensor="input",
-        during="forward",
-        operands=(("fwd", "lhs"),),
-        split="column",
-        routed=True,
-    ),
-    _SENT_BACK,
-    dataclasses.replace(_SENT_BACK, tensor="output gradient", during="backward"),
-    dataclasses.replace(_SENT_BACK, tensor="input gradient", during="backward", split="column"),
-    Movement(
-        axis="expert",
-        collective="all-reduce",
-        tensor="weight gradient",
-        during="backward",
-        routed=False,
-    ),
-)
-# Activations are whole along `model` between layers: only sums of partial products move.
-TENSOR_PARALLEL = (
-    Movement(axis="model", collective="all-reduce", tensor="output", during="forward", split="row"),
-    Movement(
-        axis="model",
-        collective="all-reduce",
-        tensor="input gradient",
-        during="backward",
-        split="column",
-    ),
-)
-# Tokens are sharded along `model` between layers, and gathered for each product.
-SEQUENCE_PARALLEL = (
-    Movement(
-        axis="model",
-        collective="all-gather",
-        tensor="input",
-        during="forward",
-        operands=(("fwd", "lhs"),),
-        split="column",
-    ),
-    Movement(
-        axis="model", collective="reduce-scatter", tensor="output", during="forward", split="row"
-    ),
-    Movement(
-        axis="model",
-        collective="all-gather",
-        tensor="output gradient",
-        during="backward",
-        operands=(("dlhs", "lhs"), ("drhs", "lhs")),
-        split="row",
-    ),
-    Movement(
-        axis="model",
-        collective="all-gather",
-        tensor="input",
-        during="backward",
-        operands=(("drhs", "rhs"),),
-        split="column",
-    ),
-    Movement(
-        axis="model",
-        collective="reduce-scatter",
-        tensor="input gradient",
-        during="backward",
-        split="column",
-    ),
-)
-
-
-def movements(setup: Setup) -> tuple[Movement, ...]:
-    """What moves on a mesh, along axes with more than one device."""
-    along_model = SEQUENCE_PARALLEL if setup.sequence else TENSOR_PARALLEL
-    every = (*DATA_PARALLEL, *EXPERT_PARALLEL, *along_model)
-    return tuple(own for own in every if getattr(setup, own.axis) > 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,22 +35,43 @@ def traffic(model: Model, setup: Setup, recipe: MatmulRecipe) -> tuple[Traffic, 
 
 
 def _traffic(own: Movement, model: Model, setup: Setup, recipe: MatmulRecipe) -> Traffic:
-    size = getattr(setup, own.axis)
-    share = COLLECTIVES[own.collective] * (size - 1) / size
+    if own.each == "stage":
+        return _between_stages(own, model, setup, recipe)
+    size, blocks = getattr(setup, own.axis), model.layers // setup.pipe
+    share = received(own, size)
+    often = setup.microbatches if own.each == "microbatch" else 1
     total, as_codes, as_values = 0.0, [], []
     for linear in model.linears:
         if not own.is_of(linear):
             continue
         moved, coded = moved_bytes(own, linear, setup, recipe)
         times = 2 if is_repeated(own, linear, setup, recipe) else 1
-        total += times * model.layers * moved
+        total += often * times * blocks * moved
         (as_codes if coded else as_values).append(linear.name)
     if own.tensor.startswith("weight"):
-        # Embedding and head are gathered and summed like weights, always as values.
-        shards = setup.model * (1 if own.axis == "fsdp" else setup.fsdp)
+        # Embedding and head are gathered and summed like weights, always as values, and once: they
+        # lie before and behind the pipeline.
+        shards = setup.model * setup.pipe * (1 if own.axis == "fsdp" else setup.fsdp)
         total += model.other_params / shards * setup.dtype.itemsize
     return Traffic(
         movement=own, bytes=total * share, as_codes=tuple(as_codes), as_values=tuple(as_values)
+    )
+
+
+def _between_stages(own: Movement, model: Model, setup: Setup, recipe: MatmulRecipe) -> Traffic:
+    """What a stage amid others receives: the tokens of all microbatches, as wide as the model."""
+    tokens = setup.local_tokens / (setup.model if setup.sequence else 1)
+    total, is_coded = tokens * model.width * setup.dtype.itemsize, False
+    format = _format(recipe, own.operands[0]) if own.operands else None
+    if format is not None and own.axis in setup.codes:
+        blocks = _blocks(format, own.tensor, own.operands[0])
+        total, is_coded = quantized_bytes(format, (round(tokens), model.width), blocks), True
+    stages = ("stages",)
+    return Traffic(
+        movement=own,
+        bytes=total * received(own, setup.pipe),
+        as_codes=stages if is_coded else (),
+        as_values=() if is_coded else stages,
     )
 
 

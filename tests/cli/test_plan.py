@@ -99,9 +99,12 @@ def test_gather_none_and_sequence_parallel(capsys: pytest.CaptureFixture[str]):
         (["--mesh", "rows=2"], "mesh must name axes of data, fsdp, expert, model"),
         (["--mesh", "fsdp=2,fsdp=2"], "mesh must name axes of data, fsdp, expert, model"),
         (["--mesh", "fsdp=0"], "got mesh='fsdp=0'; e.g. data=4,fsdp=64,model=8"),
-        (["--tokens", "1001"], "for data=2, fsdp=4, expert=1; pass a multiple of 8"),
+        (
+            ["--tokens", "1001"],
+            "fsdp=4, expert=1 and microbatches=1; pass a multiple of 8",
+        ),
         (["--recipe", "mxfp5"], "unknown recipe name='mxfp5'"),
-        (["--gather", "rack"], "name axes of data, fsdp, expert, model, got gather='rack'"),
+        (["--gather", "rack"], "axes of data, fsdp, expert, model, pipe, got gather='rack'"),
         (["--interconnect", "fsdp=wire"], "unknown interconnect='wire'; known: nvlink3"),
         (["--interconnect", "fsdp=-1"], "unknown interconnect='-1'"),
         (["--interconnect", "rack=ndr"], "got interconnect='rack'"),
@@ -129,7 +132,7 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]):
     page = PAGE.read_text()
     commands = re.findall(r"```bash\n(python -m mx_jax plan .*?)```", page, re.DOTALL)
     blocks = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
-    assert len(commands) == 2
+    assert len(commands) == 3
     for command, block in zip(commands, blocks, strict=True):
         assert main(command.replace("\\\n", " ").split()[3:]) == 0
         printed = capsys.readouterr().out

@@ -198,6 +198,7 @@ PUBLIC = {
         "all_to_all",
         "device_put",
         "dispatch",
+        "ppermute",
         "spec_for",
     },
     "mx_jax.testing": {"target"},

@@ -92,8 +92,8 @@ def test_rows_that_came_as_codes_are_kept_as_codes():
     ("linear", "sizes", "message"),
     [
         (UP, {"expert": 4}, "of which the model has none, got expert=4; pass --experts, or"),
-        (EXPERT_UP, {"expert": 3}, "got experts=8 with expert=3, model=1; shard them along"),
-        (EXPERT_UP, {"model": 2}, "got experts=8 with expert=1, model=2"),
+        (EXPERT_UP, {"expert": 3}, "got experts=8 with expert=3; pass a size that divides"),
+        (EXPERT_UP, {"model": 2, "sequence": True}, "got --sequence-parallel with experts=8, mod"),
     ],
 )
 def test_meshes_that_do_not_fit_experts(linear: Any, sizes: dict[str, Any], message: str):

@@ -22,7 +22,8 @@ from mx_jax import recipes
 from mx_jax.formats import MXFP4_2D, NVFP4
 from mx_jax.plan.mesh import AXES, Setup
 from mx_jax.plan.model import Linear, Model
-from mx_jax.plan.traffic import COLLECTIVES, is_repeated, moved_bytes, movements, traffic
+from mx_jax.plan.movements import COLLECTIVES, movements
+from mx_jax.plan.traffic import is_repeated, moved_bytes, traffic
 from mx_jax.recipes import high_precision
 from mx_jax.sharding import Gather, dispatch
 from tests.quick import quick
@@ -185,6 +186,7 @@ def experts_step(setup: Setup, recipe: recipes.Recipe) -> str:
         sent = dispatch(rows, sizes, "expert", capacity=len(order) // setup.expert)
         h = mx_jax.ragged_dot(sent.rows, up, sent.group_sizes, recipe=gathering("fsdp", None))
         h = mx_jax.ragged_dot(jnp.sin(h), down, sent.group_sizes, recipe=gathering(None, "fsdp"))
+        h = jax.lax.psum(h, "model") if setup.model > 1 else h
         y = sent.send_back(h)[jnp.argsort(order)].reshape(*chosen.shape, -1)
         return x + (y * given[..., None]).sum(1), None
 
@@ -195,7 +197,8 @@ def experts_step(setup: Setup, recipe: recipes.Recipe) -> str:
         return jax.lax.scan(lambda x, own: layer(x, own, chosen), x, weights)[0]
 
     tokens, given = spec(setup, ("fsdp", "expert")), spec(setup, None, ("fsdp", "expert"))
-    up, down = spec(setup, None, "expert", "fsdp"), spec(setup, None, "expert", None, "fsdp")
+    up = spec(setup, None, "expert", "fsdp", "model")
+    down = spec(setup, None, "expert", "model", "fsdp")
     places = tokens, (up, down, given), tokens
     specs = jax.tree.map(lambda own: own.spec, places)
     sharded = jax.shard_map(layers, mesh=tokens.mesh, in_specs=specs, out_specs=specs[0])
@@ -213,17 +216,19 @@ def experts_step(setup: Setup, recipe: recipes.Recipe) -> str:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "remat"),
+    ("recipe", "remat", "model"),
     [
-        (recipes.mxfp4(), "none"),
-        (recipes.mxfp6(), "nothing_saveable"),
-        (recipes.mxfp4(), "save_quantized"),
+        (recipes.mxfp4(), "none", 1),
+        (recipes.mxfp6(), "nothing_saveable", 1),
+        (recipes.mxfp4(), "save_quantized", 1),
+        (recipes.mxfp4(), "none", 2),
     ],
-    ids=lambda own: getattr(own, "name", own),
+    ids=lambda own: str(getattr(own, "name", own)),
 )
 @pytest.mark.slow
-def test_experts_are_sent_what_is_planned(recipe: recipes.Recipe, remat: str):
-    setup = FLOAT32(fsdp=2, expert=4, remat=remat)
+def test_experts_are_sent_what_is_planned(recipe: recipes.Recipe, remat: str, model: int):
+    """Along `model` each expert is split, and the sums of its parts are added before they go."""
+    setup = FLOAT32(fsdp=2, expert=4 // model, model=model, remat=remat)
     wanted = collections.Counter()
     for own in movements(setup):
         for linear in (EXPERT_UP, EXPERT_DOWN):
@@ -315,5 +320,5 @@ def test_a_rematerialized_block_gathers_codes_again():
 
 def test_unknown_collectives_do_not_pass(monkeypatch: pytest.MonkeyPatch):
     rows: Mapping[str, int] = COLLECTIVES
-    every = Setup(data=2, fsdp=2, model=2, tokens=TOKENS, sequence=True)
+    every = Setup(data=2, fsdp=2, model=2, pipe=3, tokens=TOKENS, sequence=True)
     assert {own.collective for own in movements(every)} <= set(rows)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.sharding import all_to_all
+from mx_jax.sharding import all_to_all, ppermute
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
 from tests.quick import OPTIONS, quick
@@ -133,4 +133,40 @@ def test_other_operands_are_refused(mesh: Mesh):
         out_specs=P("expert"),
     )
     with pytest.raises(ValueError, match="senders' tensor scales, got format=nvfp4; use"):
+        run(jnp.ones((16, 64)))
+
+
+@pytest.mark.by_default("nvfp4")
+@pytest.mark.parametrize(("format", "bits"), [("nvfp4", 4), ("mxfp8_e4m3", 8)])
+def test_what_one_stage_hands_to_the_next(format: str, bits: int, mesh: Mesh, arrays: Any):
+    """Codes go on with their stage's tensor scale; the gradient comes back as it is."""
+    x = arrays[0].reshape(DEVICES, -1, FEATURES) * np.array([1, 64], np.float32)[:, None, None]
+    g = np.full_like(x, 3)
+
+    def hand_on(x: jax.Array) -> jax.Array:
+        return ppermute(mx_jax.quantize(x, format), "expert", [(0, 1)]).primal
+
+    def both(x: jax.Array, g: jax.Array) -> Any:
+        y, pullback = jax.vjp(hand_on, x)
+        return y, *pullback(g)
+
+    run = jax.shard_map(both, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+    program = quick(run).lower(x, g).compile()
+    y, bar = program(x, g)
+    assert_bitwise_equal(y[1], mx_jax.quantize(x[0], format).dequantize())
+    assert not np.any(y[0]) and (bar[0] == 3).all() and not np.any(bar[1])
+    moved = {c.dtype: c.nbytes for c in collectives(str(program.as_text())) if "perm" in c.kind}
+    block = 16 if format == "nvfp4" else 32
+    extra = 4 if format == "nvfp4" else 0
+    assert moved["u8"] == x[0].size * bits // 8 + x[0].size // block
+    assert moved["f32"] == 4 * x[0].size + extra
+
+
+def test_only_quantized_arrays_are_handed_on(mesh: Mesh):
+    run = jax.shard_map(
+        lambda x: ppermute(x, "expert", []), mesh=mesh, in_specs=P("expert"), out_specs=P("expert")
+    )
+    with pytest.raises(
+        TypeError, match=r"ppermute: needs an MXArray, got .*; jax\.lax\.ppermute t"
+    ):
         run(jnp.ones((16, 64)))
