@@ -46,6 +46,9 @@ class Layout:
       take: given what is packed, rows of one kept axis `[n, k]`, and indices, those rows of the
         MXArray, and nothing else unpacked; None where a layout has no way to.
       cut: given what is packed, how devices may share it; None where a layout has no way to.
+      local: given weights of which the arrays are one device's, as shard_map hands them on, the
+        weights that these arrays are; None where a layout has no way to.
+      parts: in how many parts k was packed; None: in one, which no axis counts.
     """
 
     backend: str
@@ -53,6 +56,8 @@ class Layout:
     unpack: Callable[["PackedMXArray"], MXArray]
     take: Callable[["PackedMXArray", jax.Array], MXArray] | None = None
     cut: Callable[["PackedMXArray"], Cut] | None = None
+    local: Callable[["PackedMXArray"], "PackedMXArray"] | None = None
+    parts: int | None = None
 
 
 @functools.partial(
@@ -131,6 +136,10 @@ class PackedMXArray:
     def unpack(self) -> MXArray:
         """The MXArray again; blocks of zeros may have another scale."""
         return self.layout.unpack(self)
+
+    def local(self) -> "PackedMXArray":
+        """The same of the sizes that the arrays have: shard_map cuts arrays, and tells no sizes."""
+        return self if self.layout.local is None else self.layout.local(self)
 
     def take(self, indices: jax.Array) -> MXArray:
         """Rows of an embedding that is packed for the head: `[*indices, k]` of `[n, k]`.

@@ -12,12 +12,14 @@ from mx_jax.backends.calls import AnyOperand
 from mx_jax.codecs.invariants import check_parts
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.checks import QUANTIZABLE
-from mx_jax.packed import Quantized
+from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.specs import MatmulRecipe
 
 
 def as_operand(x: Any, side: str, recipe: MatmulRecipe, operation: str = "matmul") -> AnyOperand:
     """An MXArray as it is, anything else as an array that the recipe can take.
+
+    Packed weights of which shard_map handed on a part have the part's sizes.
 
     Raises:
       TypeError: what is no array of numbers, or of another byte order; a dtype that cannot be
@@ -27,7 +29,7 @@ def as_operand(x: Any, side: str, recipe: MatmulRecipe, operation: str = "matmul
     if isinstance(x, MXArray):
         check_parts(x, f"{operation}: {side}")
     if isinstance(x, Quantized):
-        return x
+        return x.local() if isinstance(x, PackedMXArray) else x
     dtype = getattr(x, "dtype", None)
     array = x if isinstance(x, jax.Array) else _as_array(x, side, operation)
     name = np.dtype(dtype if dtype is not None else array.dtype).name

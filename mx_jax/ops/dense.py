@@ -80,7 +80,8 @@ class DenseProduct:
         """How the operands get to the product."""
         if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
             return self.moves
-        return moves_of(lhs, rhs, self.axes, self.out_sharding, self.moves, self.recipe.gather)
+        recipe, out = self.recipe, self.out_sharding
+        return moves_of(lhs, rhs, recipe.fwd, self.axes, out, self.moves, recipe.gather)
 
     def casts(self, lhs: AnyOperand, rhs: AnyOperand, extra: Key) -> Casts:
         """What the product quantizes."""
@@ -190,7 +191,9 @@ class DenseProduct:
         operands, given = ((g, other), (None, given)) if g_is_lhs else ((other, g), (given, None))
         moves = given
         if bar.out_sharding is not None:
-            moves = moves_of(*operands, axes, bar.out_sharding, given, self.recipe.gather)
+            spec, gather = self.recipe.gradient(side), self.recipe.gather
+            spec = spec if g_is_lhs else spec.swapped()
+            moves = moves_of(*operands, spec, axes, bar.out_sharding, given, gather)
         return *(moves if g_is_lhs else moves[::-1]), own
 
     def masked(self, side: Side, bar: jax.Array, own: Any, saved: Key) -> jax.Array:

@@ -20,7 +20,7 @@ from mx_jax.ops.canonical import canonicalize, check_dimension_numbers
 from mx_jax.ops.dense import DenseProduct
 from mx_jax.ops.explicit_axes import canonical_sharding
 from mx_jax.ops.keys import check_matmul_key
-from mx_jax.ops.placing import given_moves
+from mx_jax.ops.placing import gathered_once, given_moves
 from mx_jax.ops.product import Given, differentiable
 from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.ops.tags import watching
@@ -91,7 +91,10 @@ def dot_general(
             out_sharding=out_sharding,
         )
     key, rhs = check_matmul_key(key, recipe), packed_for(rhs, dimension_numbers)
-    moves = STAY if recipe.gather is None else given_moves(recipe, lhs, rhs)
+    moves = STAY
+    if recipe.gather is not None:
+        moves = given_moves(recipe, lhs, rhs)
+        lhs, rhs, recipe, moves = gathered_once(recipe, lhs, rhs, moves)
     lhs, rhs, axes, empty, moves = canonicalize(lhs, rhs, dimension_numbers, moves)
     product = DenseProduct(
         recipe=recipe,

@@ -5,11 +5,28 @@ where the sum goes. A forward product passes on what its caller said; a gradient
 operand lies.
 """
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
 from mx_jax.axes import ProductAxes
-from mx_jax.codecs.explicit_axes import has_explicit_axes, partitions, with_partitions
+from mx_jax.backends.calls import AnyOperand, Operand
+from mx_jax.codecs.explicit_axes import (
+    explicit_sharding,
+    has_explicit_axes,
+    partitions,
+    with_partitions,
+)
+from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray
+from mx_jax.sharding.movement import Part, parts_of, spec_of
+from mx_jax.sharding.partition import Factors
 
 
 def canonical_sharding(out_sharding: Any, axes: ProductAxes, empty: Sequence[int]) -> Any:
@@ -45,3 +62,88 @@ def permuted_sharding(out_sharding: Any, order: Sequence[int]) -> Any:
         return None
     parts = partitions(out_sharding, len(order))
     return with_partitions(out_sharding, [parts[axis] for axis in order])
+
+
+def stored(operand: AnyOperand) -> tuple[Part, ...]:
+    """Where an operand's type says that it lies; packed weights by their first array."""
+    array: Any = operand
+    counts: tuple[Any, ...] = tuple(range(operand.ndim))
+    if isinstance(operand, PackedMXArray):
+        if operand.layout.cut is None:
+            return ((),) * operand.ndim
+        array = jax.tree.leaves(operand)[0]
+        named: dict[Any, int] = {"n": operand.first_kept, "k": operand.first_k}
+        counts = tuple(named.get(own, own) for own in operand.layout.cut(operand).arrays[0])
+    elif isinstance(operand, MXArray):
+        array = operand.codes
+    sharding = explicit_sharding(array)
+    if sharding is None:
+        return ((),) * operand.ndim
+    parts = dict(zip(counts, parts_of(sharding, array.ndim), strict=True))
+    return tuple(parts.get(axis, ()) for axis in range(operand.ndim))
+
+
+def packed_by_shards(
+    multiply: Callable[..., jax.Array],
+    lhs: Operand,
+    rhs: PackedMXArray,
+    axes: ProductAxes,
+    out_dtype: np.dtype,
+    out_sharding: Any,
+) -> jax.Array:
+    """A product by packed weights on explicit mesh axes: each device multiplies what it has.
+
+    The other operand is brought to where the weights lie; sums are added up in float32.
+
+    Args:
+      multiply: a product of one device's operands, given the dtype of what it gives.
+      lhs: the left operand.
+      rhs: the weights.
+      axes: of both.
+      out_dtype: of the product.
+      out_sharding: where its caller wants it; None: where operands lie.
+
+    Raises:
+      ValueError: a block of lhs that would have a part on each of two devices.
+    """
+    factors = Factors.of(axes)
+    lies = dict(zip(factors.rhs, stored(rhs), strict=True))
+    taken = {name for part in lies.values() for name in part}
+    for factor, part in zip(factors.lhs, stored(lhs), strict=True):
+        free = tuple(name for name in part if name not in taken)
+        lies.setdefault(factor, free)
+    summed = tuple(name for factor in lies if factor[0] == "k" for name in lies[factor])
+    lhs, left = _brought(lhs, tuple(lies[factor] for factor in factors.lhs))
+
+    def local(lhs: Operand, rhs: PackedMXArray) -> jax.Array:
+        own = np.dtype(np.float32) if summed else out_dtype
+        product = multiply(lhs, rhs.local(), out_dtype=own)
+        return lax.psum(product, summed).astype(out_dtype) if summed else product
+
+    right = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, rhs)
+    out = spec_of(tuple(lies[factor] for factor in factors.out))
+    product = jax.shard_map(local, in_specs=(left, right), out_specs=out)(lhs, rhs)
+    return product if out_sharding is None else jax.sharding.reshard(product, out_sharding)
+
+
+def _brought(x: Operand, parts: tuple[Part, ...]) -> tuple[Operand, Any]:
+    """An operand whose arrays lie so, and their specs."""
+    mesh, whole = jax.sharding.get_abstract_mesh(), x.shape
+    if isinstance(x, MXArray):
+        x = dataclasses.replace(x, primal=None)
+        for axis, size in x.blocks:
+            shard = whole[axis] // math.prod(mesh.shape[name] for name in parts[axis])
+            if parts[axis] and (not isinstance(size, int) or shard % size):
+                raise ValueError(
+                    f"matmul: packed weights are cut where lhs has a part of a block, got shard "
+                    f"size={shard} along axis={axis % x.ndim}, mesh axes={parts[axis]}, with "
+                    f"block={size} of lhs={x!r}; cut the weights along their units, or leave lhs "
+                    "in high precision"
+                )
+
+    def spec(array: jax.Array) -> PartitionSpec:
+        lengths = zip(parts, array.shape, whole, strict=True)
+        return spec_of(tuple(p if own > 1 or all_ == 1 else () for p, own, all_ in lengths))
+
+    specs = jax.tree.map(spec, x)
+    return jax.tree.map(jax.sharding.reshard, x, specs), specs

@@ -1,5 +1,6 @@
 """One product of prepared operands in canonical order: select a backend, run it."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,7 +10,9 @@ from jax import lax
 from mx_jax.axes import ProductAxes
 from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
 from mx_jax.backends.select import select
+from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.mxarray import MXArray
+from mx_jax.ops.explicit_axes import packed_by_shards
 from mx_jax.ops.partition import is_split, multiply_split, part_choice
 from mx_jax.ops.unpacking import tell_of_packing, unpacked_for
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
@@ -52,6 +55,11 @@ def multiply(
             preferred_element_type=out_dtype,
             out_sharding=out_sharding,
         )
+    if isinstance(rhs, PackedMXArray) and has_explicit_axes() and rhs.layout.cut is not None:
+        local = functools.partial(
+            multiply, axes=axes, precision=precision, fast_accumulation=fast_accumulation
+        )
+        return packed_by_shards(local, unpacked(lhs), rhs, axes, out_dtype, out_sharding)
     call = MatmulCall(
         lhs=OperandType.of(lhs, axes.lhs),
         rhs=OperandType.of(rhs, axes.rhs),

@@ -26,6 +26,7 @@ from mx_jax.backends.select import Choice, find
 from mx_jax.codecs import packing
 from mx_jax.mxarray import MXArray
 from mx_jax.ops import split_packed
+from mx_jax.ops.placing import twice
 from mx_jax.ops.split_batches import batched as batched_product
 from mx_jax.packed import PackedMXArray
 from mx_jax.sharding.movement import Part, spec_of
@@ -96,7 +97,7 @@ def multiply_split(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall, choice: C
         what = "whole tiles" if isinstance(rhs, PackedMXArray) else "codes and scales"
         recorder.entries.append(
             f"operands of lhs.shape={call.lhs.shape}, rhs.shape={call.rhs.shape} -> {what}, where "
-            f"the compiler moves them along mesh axes={axes}"
+            f"the compiler moves them along mesh axes={axes}{twice(lhs)}{twice(rhs)}"
         )
     return _run(lhs, rhs, call, choice)
 

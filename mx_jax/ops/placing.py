@@ -1,10 +1,13 @@
 """Operands on their way to a product on several devices: what moves, and whether before its cast.
 
 On a mesh with explicit axes types say where everything lies, and an operand is brought to where
-the product multiplies it before it is quantized: once, where a product and its gradients want the
-same array along different axes. Along the mesh axes of `recipe.gather` it is quantized first.
+the product multiplies it. It is quantized first along the mesh axes of `recipe.gather`; without
+one, where codes of two orientations are fewer bytes than the values, which move once for a product
+and its gradients.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -12,22 +15,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand
+from mx_jax.backends.records import active
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
+from mx_jax.ops import explicit_axes
 from mx_jax.ops.keys import Key
-from mx_jax.packed import PackedMXArray
+from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.quantize import tensor_scale_of
 from mx_jax.sharding.gather import Gather, moving
 from mx_jax.sharding.movement import STAY, Movement, Moves, Part, parts_of
-from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
+from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
 
 SIDES: tuple[Side, Side] = ("lhs", "rhs")
 
@@ -59,9 +64,55 @@ def given_moves(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Moves
     return moves
 
 
+def gathered_once(
+    recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand, moves: Moves
+) -> tuple[AnyOperand, AnyOperand, MatmulRecipe, Moves]:
+    """Values that automatic axes gather for a product and both gradients, which keep what is whole.
+
+    Two gathers of the same array, one in each pass, XLA would not make one. Elsewhere each product
+    gathers for itself: inside shard_map a gradient is summed in float32 on its way back, and on
+    explicit axes JAX's types make it one gather.
+    """
+    gather, mesh = recipe.gather, jax.sharding.get_abstract_mesh()
+    if gather is None or gather.as_codes or {*mesh.axis_types} != {AxisType.Auto}:
+        return lhs, rhs, recipe, moves
+    left, right = (
+        x if move is None or isinstance(x, Quantized) else _gathered(move, x)
+        for x, move in zip((lhs, rhs), moves, strict=True)
+    )
+    kept = tuple(
+        move if isinstance(x, Quantized) else None
+        for x, move in zip((lhs, rhs), moves, strict=True)
+    )
+    return left, right, dataclasses.replace(recipe, gather=None), (kept[0], kept[1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(move: Movement, x: jax.Array) -> jax.Array:
+    if (recorder := active.value) is not None:
+        recorder.entries.append(
+            f"operand of shape={x.shape} -> gathered along mesh axes={sorted(move.gathered)} as "
+            "values, once for a product and its gradients"
+        )
+    return move.move(x)
+
+
+def _gathered_fwd(move, x):
+    return _gathered(move, x), None
+
+
+def _gathered_bwd(move, residuals, bar):
+    del residuals
+    return (move.move_back(bar),)
+
+
+_gathered.defvjp(_gathered_fwd, _gathered_bwd)
+
+
 def moves_of(
     lhs: AnyOperand,
     rhs: AnyOperand,
+    spec: MatmulSpec,
     axes: ProductAxes,
     out_sharding: Any,
     given: Moves,
@@ -72,9 +123,12 @@ def moves_of(
     An operand is gathered along the mesh axes that the product has from the other operand: what is
     left to the product is what `jax.lax.dot_general` would be left with too.
     """
-    as_codes = frozenset() if gather is None else gather.on_mesh()
     sides = ((lhs, axes.lhs), (rhs, axes.rhs))
-    stored = [_stored(operand) for operand, _ in sides]
+    # Packed weights stay where they are, whatever the other operand does.
+    stored = [
+        ((),) * x.ndim if isinstance(x, PackedMXArray) else explicit_axes.stored(x)
+        for x, _ in sides
+    ]
     brought = [
         _along(parts, (*place.batch, *place.kept))
         for parts, (_, place) in zip(stored, sides, strict=True)
@@ -88,16 +142,25 @@ def moves_of(
     for side, (_, place) in enumerate(sides):
         own = _along(stored[side], (*place.kept, *place.contracting))
         names = own & brought[1 - side]
-        move = moving(stored[side], names, as_codes=bool(names & as_codes))
+        as_codes = _moves_codes(sides[side][0], (spec.lhs, spec.rhs)[side], gather, names)
+        move = moving(stored[side], names, as_codes=as_codes)
         moves.append(given[side] if move is None else move)
     return moves[0], moves[1]
 
 
-def _stored(operand: AnyOperand) -> tuple[Part, ...]:
-    """Where an operand's type says that it lies."""
-    array = operand.codes if isinstance(operand, MXArray) else operand
-    sharding = None if isinstance(array, PackedMXArray) else explicit_sharding(array)
-    return ((),) * operand.ndim if sharding is None else parts_of(sharding, operand.ndim)
+def _moves_codes(
+    operand: AnyOperand, spec: OperandSpec | None, gather: Gather | None, names: frozenset[str]
+) -> bool:
+    """Whether an operand is quantized before it moves: as told, or where that is always less.
+
+    A product and its gradients take an operand along two of its axes. So codes move twice, where
+    values that stay whole between the passes move once.
+    """
+    if gather is not None:
+        return gather.as_codes and bool(names & gather.on_mesh())
+    if spec is None or isinstance(operand, Quantized):
+        return False
+    return 2 * spec.format.bits_per_element < 8 * operand.dtype.itemsize
 
 
 def _along(parts: tuple[Part, ...], axes: Iterable[int]) -> frozenset[str]:
@@ -141,7 +204,10 @@ def place(
         if move.keeps_blocks(operand.shape, operand.blocks):
             operand = move.move_codes(operand)
         return Placed(operand, None, key)
-    if spec is None or not move.as_codes:
+    if spec is None:
+        return Placed(move.move(operand), None, key)
+    if not move.as_codes:
+        _explain(operand, move, f"values: {_bits_of(operand, spec)}")
         return Placed(move.move(operand), None, key)
     blocks = axes.blocks(spec.format)
     check_whole_blocks(operand.shape, blocks, move, spec.format.name, stored=False)
@@ -150,10 +216,41 @@ def place(
     if not move.keeps_blocks(operand.shape, blocks) or (
         move.shard(operand.shape)[k] % whole and move.stored[k]
     ):
+        _explain(operand, move, "values: a shard would end within a block")
         return Placed(move.move(operand), None, key)
+    _explain(operand, move, f"codes and scales of {spec.format.name}")
     if move.manual and key is not None:
         key = jax.random.fold_in(key, lax.axis_index(move.manual))
     return Placed(operand, move, key, agreed_scale(operand, spec, blocks, move.manual))
+
+
+def _explain(operand: jax.Array, move: Movement, what: str) -> None:
+    """Tell whoever records how an operand moves."""
+    if (recorder := active.value) is not None:
+        names = sorted(move.gathered)
+        recorder.entries.append(
+            f"operand of shape={operand.shape} -> gathered along mesh axes={names} as {what}"
+        )
+
+
+def _bits_of(operand: jax.Array, spec: OperandSpec) -> str:
+    """Why codes are no fewer bytes, where both orientations move while values move once."""
+    codes, values = 2 * spec.format.bits_per_element, 8 * operand.dtype.itemsize
+    return f"{values} bits an element once, codes of two orientations {codes:g}"
+
+
+def twice(operand: AnyOperand) -> str:
+    """What is said of codes that in two orientations are more bytes than the values once."""
+    if not isinstance(operand, MXArray) or len(operand.blocks) == 2:
+        return ""
+    codes, values = 2 * operand.format.bits_per_element, 8 * operand.dtype.itemsize
+    if codes <= values:
+        return ""
+    return (
+        f"; shape={operand.shape} in both orientations of a training step: {codes:g} bits an "
+        f"element, {operand.dtype} {values} if it stays whole between the passes: "
+        "Gather(..., as_codes=False)"
+    )
 
 
 def check_whole_blocks(

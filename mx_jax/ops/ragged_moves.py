@@ -8,14 +8,13 @@ import jax
 from jax.sharding import PartitionSpec
 
 from mx_jax.backends.calls import Operand
-from mx_jax.codecs.explicit_axes import explicit_sharding, has_explicit_axes
-from mx_jax.mxarray import MXArray
+from mx_jax.codecs.explicit_axes import has_explicit_axes
+from mx_jax.ops.explicit_axes import stored
 from mx_jax.ops.operands import reuse_moved
 from mx_jax.ops.placing import given_moves
 from mx_jax.ops.product import Given
 from mx_jax.ops.ragged_operands import LAST
-from mx_jax.packed import PackedMXArray
-from mx_jax.sharding.movement import Movement, Part, parts_of, spec_of
+from mx_jax.sharding.movement import Movement, spec_of
 from mx_jax.specs import MatmulRecipe, MatmulSpec
 
 
@@ -51,22 +50,15 @@ def on_automatic_axes(
     """
     if not has_explicit_axes():
         return multiply(lhs, rhs, extra, recipe)
-    rows, stored = _stored(lhs.operand)[0], _stored(rhs.operand)
+    rows, lies = stored(lhs.operand)[0], stored(rhs.operand)
     gathered = frozenset[str]()
     if recipe.gather is not None:
         gathered = recipe.gather.on_mesh()
-        own = dataclasses.replace(recipe.gather, rhs=spec_of(stored))
+        own = dataclasses.replace(recipe.gather, rhs=spec_of(lies))
         recipe = dataclasses.replace(recipe, gather=own)
-    columns = tuple(name for name in stored[2] if name not in {*gathered, *rows})
+    columns = tuple(name for name in lies[2] if name not in {*gathered, *rows})
     run: Any = jax.sharding.auto_axes(
         lambda *operands: multiply(*operands, recipe),
         out_sharding=PartitionSpec(rows or None, columns or None),
     )
     return run(lhs, rhs, extra)
-
-
-def _stored(operand: Any) -> tuple[Part, ...]:
-    """Where an operand's type says that it lies."""
-    array = operand.codes if isinstance(operand, MXArray) else operand
-    sharding = None if isinstance(array, PackedMXArray) else explicit_sharding(array)
-    return ((),) * operand.ndim if sharding is None else parts_of(sharding, operand.ndim)

@@ -60,8 +60,12 @@ def local(packed: PackedMXArray, share: Share) -> PackedMXArray:
     kept, k = (
         math.prod(sizes[name] for name in share.parts[factor]) for factor in (KEPT, CONTRACTED)
     )
+    layout = packed.layout
+    if layout.parts is not None:
+        layout = dataclasses.replace(layout, parts=layout.parts // k)
     return dataclasses.replace(
         packed,
+        layout=layout,
         kept=(packed.kept[0] // kept, *packed.kept[1:]),
         k=(packed.k[0] // k, *packed.k[1:]),
     )

@@ -15,7 +15,7 @@ from mx_jax.sharding import Gather
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
 from tests.quick import quick
-from tests.sharding.collectives import gathered
+from tests.sharding.collectives import collectives, gathered
 
 P = PartitionSpec
 DIMENSIONS = (((1,), (0,)), ((), ()))
@@ -197,20 +197,69 @@ def test_stored_codes_are_gathered_as_codes(kind: AxisType, arrays):
     np.testing.assert_allclose(compiled(*operands), x @ kernel.dequantize(), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_explicit_axes_gather_no_more_than_lax(arrays):
-    """Without any argument: one gather of the kernel, for a product and both of its gradients."""
-    specs = P("fsdp", None), P("fsdp", None), P("fsdp", None)
-    mesh = mesh_of(AxisType.Explicit)
-    texts = []
+FSDP = P("fsdp", None), P("fsdp", None), P("fsdp", None)
+HIGH = recipes.high_precision()
+
+
+def gathered_by(recipe: Any, kind: AxisType, arrays: Any, dtype: Any) -> dict[str, int]:
+    """Bytes of each dtype that a product and its gradients gather under FSDP."""
+    mesh = mesh_of(kind)
+    options = {"out_sharding": FSDP[0]} if kind is AxisType.Explicit else {}
     with jax.set_mesh(mesh):
         operands = [
-            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)
+            jax.ShapeDtypeStruct(a.shape, dtype, sharding=NamedSharding(mesh, s))
+            for a, s in zip(arrays, FSDP, strict=True)
         ]
-        for recipe in (MXFP4, recipes.high_precision()):
-            run = jax.jit(step(recipe, out_sharding=specs[0]))
-            texts.append(run.lower(*operands).compile().as_text())
-    assert gathered(texts[0]) == gathered(texts[1]) == 4 * W[0] * W[1]
+        text = jax.jit(step(recipe, **options)).lower(*operands).compile().as_text()
+    assert text is not None
+    return {c.dtype: c.nbytes for c in collectives(text) if c.kind == "all-gather"}
+
+
+CODES = 2 * (W[0] * W[1] // 2 + W[0] * W[1] // 32)
+# XLA on CPU gathers bfloat16 as float32.
+VALUES = {"f32": 4 * W[0] * W[1]}
+AS_VALUES = Gather("fsdp", rhs=P("fsdp", None), as_codes=False)
+
+
+@pytest.mark.by_default("codes of four bits")
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "wanted"),
+    [
+        pytest.param(MXFP4, np.float32, {"u8": CODES}, id="codes of four bits"),
+        pytest.param(recipes.mxfp8(), jax.numpy.bfloat16, VALUES, id="two of eight bits"),
+        pytest.param(MXFP4.with_(gather=()), np.float32, VALUES, id="no axes"),
+        pytest.param(HIGH, np.float32, VALUES, id="lax"),
+    ],
+)
+def test_explicit_axes_without_an_argument(recipe: Any, dtype: Any, wanted: Any, arrays: Any):
+    """Codes where even two orientations are fewer bytes: so never more than lax."""
+    assert gathered_by(recipe, AxisType.Explicit, arrays, dtype) == wanted
+
+
+@pytest.mark.by_default("Auto")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_values_where_they_are_told_to_move(kind: AxisType, arrays: Any):
+    """Once, for the product and both gradients, as lax's; the numbers are those of codes."""
+    recipe = recipes.mxfp8().with_(gather=AS_VALUES)
+    assert gathered_by(recipe, kind, arrays, jax.numpy.bfloat16) == VALUES
+    if kind is AxisType.Auto:
+        mesh = mesh_of(kind)
+        with jax.set_mesh(mesh):
+            operands = [
+                jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, FSDP, strict=True)
+            ]
+            actual = quick(step(recipe))(*operands)
+        check(actual, quick(step(recipes.mxfp8()))(*arrays))
+
+
+SQUARE = dataclasses.replace(mx_jax.formats.MXFP8_E4M3, name="square", block=(32, 32))
+
+
+def test_square_blocks_are_gathered_once(arrays: Any):
+    """Kept, they serve both orientations: 8 bits and a scale for each 1024 elements."""
+    recipe = recipes.mxfp8().with_(weights={"format": SQUARE}, residuals="quantized")
+    found = gathered_by(recipe, AxisType.Auto, arrays, np.float32)
+    assert found == {"u8": W[0] * W[1] + W[0] * W[1] // 1024}
 
 
 @pytest.mark.parametrize(

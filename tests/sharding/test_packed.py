@@ -173,13 +173,93 @@ def test_weights_whose_tiles_cannot_be_shared(mesh: Mesh):
     assert isinstance(stored["up"]["kernel"], mx_jax.MXArray)
 
 
-def test_shard_map_is_told(mesh: Mesh, x: jax.Array):
-    packed = mx_jax.pack_weights(weights("mxfp4", 0))
+def lying(packed: Any) -> Any:
+    """Where each packed array lies, as shard_map takes it."""
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, packed)
+
+
+MANUAL = {
+    "columns": ("mxfp4", 0, P(None, "model"), P(), P(None, "model")),
+    "rows": ("nvfp4", 0, P("model"), P(None, "model"), P()),
+    "both": ("mxfp4", 1, P("data", "model"), P(None, "model"), P(None, "data")),
+}
+
+
+@pytest.mark.parametrize(("format", "axis", "spec", "lies", "out"), MANUAL.values(), ids=MANUAL)
+def test_inside_shard_map(
+    format: str, axis: int, spec: Any, lies: Any, out: Any, mesh: Mesh, x: jax.Array
+):
+    """Each device's arrays tell what part they are; sums of parts are the caller's."""
+    local = product(axis, MXFP4 if format == "mxfp4" else NVFP4)
+    packed = mx_jax.pack_weights(weights(format, axis))
+    placed = device_put(packed, NamedSharding(mesh, spec))
+    sums = "model" if "model" in str(lies) else ()
+
+    def run(x: jax.Array, w: Any) -> jax.Array:
+        rows = (ROWS, K // 4 if sums else K)
+        assert x.shape == rows
+        return jax.lax.psum(local(x, w), sums)
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(lies, lying(placed)), out_specs=out)
+    result, text = program(mapped, x, placed)
+    assert re.findall(r"mx_jax_cpu_matmul\w*", text) and "f32[256,128]" not in text
+    assert {c.kind for c in collectives(text)} == ({"all-reduce"} if sums else set())
+    expected = quick(local)(x, packed)
+    if not sums:
+        assert_bitwise_equal(result, expected)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_parts_of_tiles_inside_shard_map_are_refused(mesh: Mesh):
+    """Rows that do not fill the last tile: which device has it is not told."""
+    packed = mx_jax.pack_weights(mx_jax.quantize(jnp.ones((64, 112)), "mxfp4", axis=0))
     run = jax.shard_map(
         product(0, MXFP4), mesh=mesh, in_specs=(P(), P("model")), out_specs=P(None, "model")
     )
-    with pytest.raises(ValueError, match=r"got PackedMXArray.* with 1 tiles of 32 rows, as shard"):
-        jax.eval_shape(run, x, packed)
+    message = r"whole tiles of packed weights, got PackedMXArray.* with 1 tiles of 32 rows on a de"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(run, jnp.ones((ROWS, 64)), packed)
+
+
+def test_layouts_that_are_not_cut_are_refused_inside_shard_map(mesh: Mesh):
+    """float8 whose scales lie beside the panels."""
+    packed = mx_jax.pack_weights(
+        mx_jax.quantize(jnp.ones((64, 128)), "float8_tensorwise_e4m3", axis=0)
+    )
+    assert isinstance(packed, PackedMXArray)
+    specs = jax.tree.map(lambda leaf: P("model") if leaf.size > 1 else P(), packed)
+    run = jax.shard_map(
+        product(0, MXFP4), mesh=mesh, in_specs=(P(), specs), out_specs=P(None, "model")
+    )
+    with pytest.raises(ValueError, match="of this layout are not cut, got PackedMXArray.* with 1 t"):
+        jax.eval_shape(run, jnp.ones((ROWS, 64)), packed)
+
+
+@pytest.mark.parametrize("case", ["columns", "rows"])
+@pytest.mark.parametrize("told", [True, False])
+def test_on_explicit_axes(case: str, told: bool, x: jax.Array):
+    """Types of packed arrays say where weights lie; a kernel's product lies as both say."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    format, axis, spec, lies, out = MANUAL[case]
+    run = product(axis, MXFP4 if format == "mxfp4" else NVFP4)
+    packed = mx_jax.pack_weights(weights(format, axis))
+    options = {"out_sharding": out} if told else {}
+
+    def typed(x: jax.Array, w: Any) -> jax.Array:
+        recipe = MXFP4 if format == "mxfp4" else NVFP4
+        y = mx_jax.dot_general(x, w, (((1,), (axis,)), ((), ())), recipe=recipe, **options)
+        assert tuple(jax.typeof(y).sharding.spec) == (*out, None, None)[:2], jax.typeof(y)
+        return y
+
+    with jax.set_mesh(mesh):
+        operands = (
+            jax.device_put(x, NamedSharding(mesh, lies)),
+            device_put(packed, NamedSharding(mesh, spec)),
+        )
+        result, text = program(typed, *operands)
+    assert re.findall(r"mx_jax_cpu_matmul\w*", text) and "f32[256,128]" not in text
+    assert collectives(text) == ([] if case == "columns" else all_reduce(ROWS * N))
+    np.testing.assert_allclose(result, quick(run)(x, packed), rtol=1e-5, atol=1e-4)
 
 
 def test_explained(mesh: Mesh, x: jax.Array):

@@ -5,6 +5,7 @@ as many parts. Their products are added in float32.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -84,6 +85,29 @@ def cut(packed: PackedMXArray, number: int | None, in_parts: Callable[..., Packe
     if packed.arrays.tensor_scale is not None:
         arrays.append(batch)
     return Cut(arrays=tuple(arrays), rows=panels.PANEL_ROWS, parts=number or 1, in_parts=in_parts)
+
+
+def local(packed: PackedMXArray) -> PackedMXArray:
+    """The weights that one device's panels are, and of parts of k those that it has.
+
+    Raises:
+      ValueError: a device whose last panel is not full, which panels do not tell.
+    """
+    panel_rows, layout, rows = panels.PANEL_ROWS, packed.layout, math.prod(packed.kept)
+    here, whole = packed.arrays.bytes.shape[-2], -(-rows // panels.PANEL_ROWS)
+    kept, k, shares = packed.kept, packed.k, whole // max(here, 1)
+    if here != whole:
+        if here * shares != whole or rows % (panel_rows * shares) or kept[0] % shares:
+            raise ValueError(
+                f"matmul: every shard needs whole tiles of packed weights, got {packed!r} with "
+                f"{here} tiles of {panel_rows} rows on a device of shard_map, {whole} in all, for "
+                f"{rows} rows; cut them as sharding.device_put does, or pack each part"
+            )
+        kept = (kept[0] // shares, *kept[1:])
+    if layout.parts is not None and (own := packed.arrays.bytes.shape[-3]) != layout.parts:
+        k = (k[0] * own // layout.parts, *k[1:])
+        layout = dataclasses.replace(layout, parts=own)
+    return dataclasses.replace(packed, kept=kept, k=k, layout=layout)
 
 
 def by_parts(

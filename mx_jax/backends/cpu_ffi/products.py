@@ -18,7 +18,7 @@ from mx_jax.backends.cpu_ffi.panels import PANEL_ROWS
 from mx_jax.backends.cpu_ffi.parts import by_parts
 from mx_jax.backends.cpu_ffi.rejections import DTYPES, MATMUL, PACKED_MATMUL, block_size, names
 from mx_jax.backends.cpu_ffi.rows import ROWS, by_rows
-from mx_jax.backends.cpu_ffi.weights import PANELS, PARTS
+from mx_jax.backends.cpu_ffi.weights import PANELS
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.matmul import scaled_matmul as reference
@@ -61,14 +61,14 @@ def by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
     """The product by packed weights, by the handler."""
     if rhs.layout == ROWS:
         return by_rows(by_packed, call, lhs, rhs)
-    if rhs.layout == PARTS:
+    if rhs.layout.parts is not None:
         return by_parts(by_packed, PANELS, call, lhs, rhs)
-    rows, panels = math.prod(rhs.kept), rhs.arrays.bytes.shape[-2]
-    if panels != -(-rows // PANEL_ROWS):
+    rows, tiles = math.prod(rhs.kept), rhs.arrays.bytes.shape[-2]
+    if tiles != -(-rows // PANEL_ROWS):
         raise ValueError(
-            f"matmul: packed weights tell their shape themselves, got {rhs!r} with {panels} tiles "
-            f"of {PANEL_ROWS} rows, as shard_map cuts them; multiply them under jit, which gives "
-            "each device its part, or pack each part"
+            f"matmul: packed weights of this layout are not cut, got {rhs!r} with {tiles} tiles of "
+            f"{PANEL_ROWS} rows for {rows}, as shard_map cuts them; multiply them under jit, or "
+            "pack each part"
         )
     left, (element, scale) = _side(lhs, call.lhs.axes, "lhs"), names(rhs.format)
     tensor_scale, axes = _tensor_scale(rhs.arrays.tensor_scale, "*t")

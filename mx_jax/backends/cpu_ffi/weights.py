@@ -35,7 +35,8 @@ def in_parts(packed: PackedMXArray, number: int) -> PackedMXArray:
         weights=OperandType.of(weights, axes), blocks=weights.blocks, dtype=packed.dtype
     )
     arrays = dataclasses.replace(packed.arrays, bytes=pack(weights, call).arrays.bytes)
-    return dataclasses.replace(packed, arrays=arrays, layout=PARTS)
+    layout = dataclasses.replace(PARTS, parts=number)
+    return dataclasses.replace(packed, arrays=arrays, layout=layout)
 
 
 def _cut(packed: PackedMXArray) -> Cut:
@@ -48,9 +49,21 @@ def _cut_parts(packed: PackedMXArray) -> Cut:
 
 
 PANELS = Layout(
-    backend="cpu_ffi", batch=panels.batch_of, unpack=panels.unpack, take=panels.take, cut=_cut
+    backend="cpu_ffi",
+    batch=panels.batch_of,
+    unpack=panels.unpack,
+    take=panels.take,
+    cut=_cut,
+    local=parts.local,
 )
-PARTS = Layout(backend="cpu_ffi", batch=parts.batch_of, unpack=parts.unpack, cut=_cut_parts)
+PARTS = Layout(
+    backend="cpu_ffi",
+    batch=parts.batch_of,
+    unpack=parts.unpack,
+    cut=_cut_parts,
+    local=parts.local,
+    parts=1,
+)
 
 
 def rejects(call: PackCall) -> str | None:
