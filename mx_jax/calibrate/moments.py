@@ -74,7 +74,7 @@ def tell_input(layer: nn.Module, name: str, x: jax.Array) -> None:
       name: the parameter's.
       x: `[..., k]`, the product's other operand, which it contracts along the last axis.
 
-    Example:
+    Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
       >>> from mx_jax import calibrate
       >>> class Head(nn.Module):

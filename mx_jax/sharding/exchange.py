@@ -94,7 +94,7 @@ def ppermute(x: MXArray, axis_name: Any, perm: Iterable[tuple[int, int]]) -> MXA
     Raises:
       TypeError: no MXArray.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> from jax.sharding import PartitionSpec as P
       >>> mesh = jax.make_mesh((1,), ("pipe",), axis_types=(jax.sharding.AxisType.Auto,))
