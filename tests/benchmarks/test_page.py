@@ -1,10 +1,11 @@
 """docs/benchmarks.md: its tables are those that the committed results give."""
 
 import json
+import re
 
 import pytest
 
-from benchmarks import page
+from benchmarks import page, page_tables
 
 pytestmark = pytest.mark.one_python(reason="text from files")
 
@@ -12,15 +13,21 @@ pytestmark = pytest.mark.one_python(reason="text from files")
 def test_the_page_is_what_the_script_writes():
     text = page.PAGE.read_text(encoding="utf-8")
     assert page.written(text) == text, "run python -m benchmarks.page"
-    for name in page.TABLES:
+    for name in page_tables.TABLES:
         assert f"<!-- table: {name} -->\n\n| " in text
+    rules = [line for line in by_hand(text).splitlines() if line.startswith("|---")]
+    assert len(rules) == 1, "all but the table of commands are written by the script"
+
+
+def by_hand(text: str) -> str:
+    return re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
 
 
 def test_other_results_write_another_page(tmp_path, monkeypatch):
-    found = page.result("sqnr")
+    found = page_tables.result("sqnr")
     next(row for row in found["layer"] if row["recipe"] == "mxfp4")["output"] = 12.34
     (tmp_path / "sqnr.json").write_text(json.dumps(found))
-    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    monkeypatch.setattr(page_tables, "RESULTS", tmp_path)
     text = page.written("by hand\n<!-- table: sqnr -->\nold\n<!-- end -->\nand this")
     assert "| mxfp4 | 12.3 | 16.0 |" in text and "old" not in text
     assert text.startswith("by hand\n") and text.endswith("<!-- end -->\nand this")

@@ -1,0 +1,263 @@
+"""The tables of docs/benchmarks.md from committed results. A new table is a row of `TABLES`."""
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from benchmarks.language_model import intervals
+from benchmarks.report import RESULTS, number
+
+Table = tuple[Sequence[str], Iterable[Sequence[str]]]
+_SQNR = ("mxint8", "mxfp8", "mxfp8_hybrid", "mxfp6", "nvfp4", "mxfp4")
+# What a result calls a way to round, and what the page does.
+_WAYS = {
+    "nearest, amax": "nearest, `amax`",
+    "MS-EDEN without rotation": "MS-EDEN without the transform",
+    "stochastic, amax_subnormal": "stochastic, `amax_subnormal` (`nvfp4_pretraining`)",
+    "stochastic, 4/6": "stochastic, `four_over_six` (`nvfp4_four_over_six`)",
+    "stochastic, amax_headroom": "stochastic, `amax_headroom` (`nvfp4_unbiased`)",
+    "MS-EDEN": "MS-EDEN (`quartet_ii`)",
+    "MS-EDEN, groups of 128": "MS-EDEN with one correction for each group of 128",
+}
+_PEERS = ("jax.nn", "Qwix", "torchao eager", "torchao compiled")
+# Operation, format, dtype and axis of a cast, and what the page calls it.
+_CASTS = {
+    ("quantize", "mxfp8_e4m3", "float32"): "float32 to mxfp8_e4m3",
+    ("quantize", "mxfp6_e2m3", "float32"): "float32 to mxfp6_e2m3",
+    ("quantize", "mxfp4", "float32"): "float32 to mxfp4",
+    ("quantize", "nvfp4", "float32"): "float32 to nvfp4 (reads the array twice)",
+    ("quantize", "mxfp8_e4m3", "bfloat16"): "bfloat16 to mxfp8_e4m3",
+    ("quantize", "mxfp4", "bfloat16"): "bfloat16 to mxfp4",
+    ("quantize", "nvfp4", "bfloat16"): "bfloat16 to nvfp4",
+    ("both", "mxfp8_e4m3", "float32"): "float32 to mxfp8_e4m3 along both axes at once",
+    ("dequantize", "mxfp8_e4m3", "bfloat16"): "mxfp8_e4m3 to bfloat16",
+}
+# Shape and operands of products in C++, rows of the page by kind.
+_SQUARE, _ROWS = 2048, 4096
+_PRODUCTS: tuple[tuple[tuple[int, int, int], str], ...] = (
+    *(
+        ((_SQUARE, _SQUARE, _SQUARE), f"{own} x {own}")
+        for own in ("mxfp4", "mxfp6_e2m3", "mxint8", "nvfp4", "mxfp6_e3m2", "mxfp8_e4m3")
+    ),
+    ((1, _ROWS, _ROWS), "float32 x mxfp4, packed"),
+    ((1, _ROWS, _ROWS), "float32 x mxfp8_e4m3, packed"),
+    *(((rows, _ROWS, _ROWS), "mxfp4 x mxfp4, packed") for rows in (1, 8, 32)),
+)
+_DATA = {
+    "normal": "normal",
+    "student_t": "Student's t",
+    "lognormal": "lognormal",
+    "outliers": "outlier columns",
+}
+_LATE = 200
+
+
+def result(name: str) -> dict[str, Any]:
+    """A committed result."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def training() -> Table:
+    runs: dict[str, dict[int, Any]] = {}
+    for run in result("train_lm/results")["runs"]:
+        runs.setdefault(run["recipe"], {})[run["seed"]] = run
+    rows = [_trained(recipe, own, runs["float32"]) for recipe, own in runs.items()]
+    heads = ("recipe", "seeds", "loss", "gap to float32 (%)", "gap of each seed (%)")
+    return (*heads, "training gap (%)"), sorted(rows, key=lambda row: row[2])
+
+
+def _trained(recipe: str, own: dict[int, Any], exact: dict[int, Any]) -> tuple[str, ...]:
+    def over(value: Callable[[Any], float]) -> list[float]:
+        return [100 * (value(own[s]) / value(exact[s]) - 1) for s in sorted(own)]
+
+    loss = statistics.mean(run["final_validation_loss"] for run in own.values())
+    gaps = over(lambda run: run["final_validation_loss"])
+    late = over(lambda run: statistics.mean(run["train_loss"][-_LATE:]))
+    cells: tuple[str, ...] = ("", "", "")
+    if own is not exact:
+        each = ", ".join(f"{gap:+.2f}" for gap in gaps)
+        cells = intervals.text(gaps, "+.2f"), each, intervals.text(late, "+.2f")
+    return recipe, str(len(own)), f"{loss:.4f}", *cells
+
+
+def sqnr() -> Table:
+    rows = {row["recipe"]: row for row in result("sqnr")["layer"]}
+    heads = ("recipe", "output (dB)", "input gradient (dB)", "weight gradient (dB)")
+    products = ("output", "grad_input", "grad_weight")
+    return heads, [(n, *(number(rows[n][product], 1) for product in products)) for n in _SQNR]
+
+
+def rounding() -> Table:
+    found = {row["way"]: row for row in result("rounding")["casts"] if row["data"] == "normal"}
+    rows = [
+        (
+            text,
+            _interval(found[way]["slope"], 1, 5),
+            *(_interval(found[way][what], 100, 3) for what in ("error", "bias")),
+        )
+        for way, text in _WAYS.items()
+    ]
+    return ("way", "slope", "error (%)", "bias (%)"), rows
+
+
+def quantize() -> Table:
+    rows = [
+        (
+            row["format"],
+            row["dtype"],
+            number(row["timings"]["mx_jax"]["cpu_ms"]["median"], 1),
+            _times(row["ratio_to_x_plus_1"]),
+            *_peers(row["ratio_of_peer_to_mx_jax"], _PEERS),
+        )
+        for row in result("quantize")["rows"]
+        if (row["operation"], row["shape"], row["cores"]) == ("quantize", [4096, 4096], "one")
+        and (row["format"], row["rule"]) in _QUANTIZED
+    ]
+    heads = ("to", "from", "time (ms)", "time / time of `x + 1`")
+    return (*heads, *(f"{peer} / ours" for peer in _PEERS)), rows
+
+
+_QUANTIZED = {("mxfp8_e4m3", "rceil"), ("mxfp4", "even"), ("nvfp4", "amax")}
+
+
+def casts() -> Table:
+    found = {
+        (row["operation"], row["format"], row["dtype"]): row
+        for row in result("cpu/casts")["casts"]["rows"]
+        if row["axis"] == -1
+    }
+    others = ("plain JAX", *_PEERS)
+    rows = []
+    for key, text in _CASTS.items():
+        row = found[key]
+        time = number(row["timings"]["cpu_ffi"]["cpu_ms"]["median"], 1)
+        share = number(100 * row["share_of_copy"]["median"], 0)
+        rows.append((text, time, share, *_peers(row["times_faster_than"], others)))
+    heads = ("cast", "time (ms)", "bandwidth, % of a copy")
+    return (*heads, *(f"over {peer}" for peer in others)), rows
+
+
+def products() -> Table:
+    runs = [result(name)["rows"] for name in ("cpu/matmul", "cpu/matmul_second")]
+    found = [{(tuple(row["shape"]), row["case"]): row for row in rows} for rows in runs]
+    rows = []
+    for shape, case in _PRODUCTS:
+        own = [by[shape, f"cpu_ffi {case}"] for by in found]
+        over = (
+            _range(row[name]["median"] for row in own) for name in ("over_float32", "over_best")
+        )
+        rows.append((" x ".join(map(str, shape)), case, *over))
+    heads = ("m x n x k", "operands", "over float32 `jnp.dot`", "over the fastest `jnp.dot`")
+    return heads, rows
+
+
+def data() -> Table:
+    shape = [1, _ROWS, _ROWS]
+    found = {
+        (row["case"], row["data"]): row["over_float32"]["median"]
+        for row in result("cpu/matmul_data")["rows"]
+        if row["shape"] == shape and row["case"].startswith("cpu_ffi")
+    }
+    rows = [
+        (name, *(number(found[f"cpu_ffi float32 x {name}, packed", own], 1) for own in _DATA))
+        for name in ("mxfp4", "mxfp8_e4m3", "mxfp6_e3m2", "nvfp4")
+    ]
+    return ("weights", *_DATA.values()), rows
+
+
+def packed_layers() -> Table:
+    found = {(r["case"], r["format"]): r["of_float32"] for r in result("cpu/packed_layers")["rows"]}
+    formats = list(dict.fromkeys(name for _, name in found))
+    cases = [case for case in dict.fromkeys(case for case, _ in found) if "float32" not in case]
+    rows = [(case, *(_times(found[case, own], 2) for own in formats)) for case in cases]
+    return ("layer", *formats), rows
+
+
+def ragged() -> Table:
+    found = result("cpu/ragged")["rows"]
+    formats = list(dict.fromkeys(row["format"] for row in found))
+    by = {(r["work"], r["shape"][0], r["case"], r["format"]): r["of_float32"] for r in found}
+    own = [key for key in dict.fromkeys(key[:3] for key in by) if key[2].startswith("mx_jax")]
+    rows = [
+        (
+            {"forward": "forward", "step": "training step"}[work],
+            str(tokens),
+            case.removeprefix("mx_jax, "),
+            *(_times(by[work, tokens, case, name], 2) for name in formats),
+        )
+        for work, tokens, case in own
+    ]
+    return ("work", "tokens", "how", *formats), rows
+
+
+def compile_time() -> Table:
+    found = {(r["case"], r["backends"]): r for r in result("cpu/compile_time")["rows"]}
+    rows = []
+    for case in ("mxfp8", "mxfp4", "nvfp4", "float8_tensorwise"):
+        ways = (
+            found[case, way]["compile_of_float32"]["median"] for way in ("default", "reference")
+        )
+        rows.append((case, *(number(value, 1 if value < 10 else 0) for value in ways)))
+    return ("recipe", "C++", "reference"), rows
+
+
+def capture() -> Table:
+    rows = [
+        (
+            row["watching"],
+            str(row["rows"]),
+            number(1e3 * row["cpu_s"], 1),
+            "" if row["watching"] == "unwatched" else f"{100 * row['overhead']:+.0f}",
+        )
+        for row in result("cpu/capture")["rows"]
+    ]
+    return ("watching", "rows", "CPU time of a step (ms)", "over unwatched (%)"), rows
+
+
+def train_step() -> Table:
+    rows = [
+        (row["recipe"], number(row["overhead_percent"], 0))
+        for row in result("train_step")["rows"]
+        if row["cores"] == "one"
+    ]
+    return ("recipe", "over float32's products (%)"), rows
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    function.__name__: function
+    for function in (
+        training,
+        sqnr,
+        rounding,
+        quantize,
+        casts,
+        products,
+        data,
+        packed_layers,
+        ragged,
+        compile_time,
+        capture,
+        train_step,
+    )
+}
+
+
+def _interval(value: dict[str, float], factor: float, digits: int) -> str:
+    mean, half = (f"{factor * value[name]:.{digits}f}" for name in ("mean", "half"))
+    return f"{mean} ± {half}"
+
+
+def _times(quartiles: dict[str, float], digits: int = 1) -> str:
+    return number(quartiles["median"], digits)
+
+
+def _peers(found: dict[str, Any], names: Sequence[str]) -> Iterator[str]:
+    """A dash where a peer was left out."""
+    return (_times(found[name]) if name in found else "-" for name in names)
+
+
+def _range(values: Iterable[float]) -> str:
+    """What two runs gave."""
+    low, high = (number(value, 1) for value in sorted(values))
+    return low if low == high else f"{low} to {high}"
