@@ -17,7 +17,8 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 from jax.extend.core.primitives import cond_p, jit_p, remat_p, scan_p, while_p
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from mx_jax.ops.tags import iteration, watching
+from mx_jax.ops.moments import watching
+from mx_jax.ops.tags import iteration
 
 Key = jax.Array | None
 Values = list[Any]

@@ -10,7 +10,7 @@ from jax import lax
 from mx_jax.inspect.capture_context import ARRAYS, Capture, Filter
 from mx_jax.inspect.capture_statistics import STATISTICS
 from mx_jax.inspect.sinks import Memory, Sink
-from mx_jax.ops.tags import moment, watching
+from mx_jax.ops.moments import moment, watching
 
 
 def capture(
@@ -39,8 +39,12 @@ def capture(
     - `"sqnr"`: signal to quantization noise, in dB;
     - `"channels"`: the largest amaxes along the axis of the blocks, and the first over the median;
     - `"error"`, of products: `|exact - actual| / |exact|` and their cosine, where exact is the
-      product of the same operands in float32; of gradients too;
-    - `"arrays"`, only if named: the values before and after. Not below `shard_map`.
+      product of the same operands in float32; of gradients too. A large product is compared in a
+      fixed sample of its entries, `compared` of `entries`: the rows and columns at an odd distance,
+      at most 128 of each, so that one of 128 by 128 is compared as a whole;
+    - `"arrays"`, only if named: the values before and after, whole on one device, even where they
+      are sharded. Below `shard_map` each device gives a record with its part, and `Record.shard`
+      says which. Products are then compared as a whole.
 
     Of an operand that came quantized, such as a stored weight, the rule is `"stored"`. It has no
     `underflow`, `saturation`, `sqnr` and `before`: what it was, nothing says. The error of its
@@ -50,9 +54,8 @@ def capture(
       filter: a regular expression for whole paths, or a function of a `Tag`; None: all.
       stats: names of statistics, or one.
       every: every how many steps; more than 1 needs the step.
-      step: of training, an integer that may be traced, for a capture that is entered inside the
-        function that `jit` compiles; `at_step` tells it to one that is entered outside. Without
-        either every call counts.
+      step: of training, an integer that may be traced, for a capture that is entered at each step;
+        `at_step` tells it to one that is entered once. Without either every call counts.
       sink: where records go, one or several; None: a `Memory`.
 
     Returns:

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,19 +15,19 @@ from jax.custom_batching import custom_vmap
 
 from mx_jax.inspect import capture_statistics as statistics
 from mx_jax.inspect.capture_message import Layout, pack, unpack
+from mx_jax.inspect.capture_numbers import finished
 from mx_jax.inspect.capture_record import Record, Scalar
 from mx_jax.inspect.capture_statistics import Raw
 from mx_jax.inspect.flax_scans import counted_scans
 from mx_jax.inspect.modules import module_paths
 from mx_jax.inspect.sinks import Sink
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.tags import Moment, Tag, at_step, watching
+from mx_jax.ops.moments import Moment, at_step, watching
+from mx_jax.ops.tags import Tag
 from mx_jax.ops.watched import Look, Sight, Tap, values
 
 Filter = Callable[[Tag], bool]
 ARRAYS = "arrays"
-# Arrays of the user, not statistics of them.
-_LARGE = frozenset({"before", "after"})
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("raws",), meta_fields=("tags",))
@@ -59,6 +59,7 @@ class Capture:
         self.sinks = tuple(sinks)
         self.uses: dict[str, tuple[Any, int]] = {}
         self.calls: dict[str, dict[tuple[int, ...], int]] = {}
+        self._told_step: int | None = None
         self._counts: collections.Counter[Any] = collections.Counter()
         self._lock = threading.Lock()
         self._entered: list[contextlib.ExitStack] = []
@@ -84,11 +85,24 @@ class Capture:
         for sink in self.sinks:
             sink.close()
 
+    def looks_at(self, step: int) -> bool:
+        """Whether a step counts."""
+        return step % self.every == 0
+
+    @contextlib.contextmanager
+    def told(self, step: int) -> Iterator[None]:
+        """A context of a step that counts and that no program has."""
+        before, self._told_step = self._told_step, step
+        try:
+            yield
+        finally:
+            self._told_step = before
+
     def _compute(self, look: Look, tags: list[Tag]) -> list[Raw]:
         """Statistics of what is wanted, whose tags are put into a list."""
         tags.clear()
         raws: list[Raw] = []
-        for tag, sight in look.sights():
+        for tag, sight in look.sights(ARRAYS in self.stats):
             if self._wants(tag):
                 tags.append(tag)
                 raws.append(statistics.of_shards(self._raw(sight())))
@@ -109,8 +123,8 @@ class Capture:
             else:
                 raw |= statistics.of_cast(sight.before, sight.after, axis, self.stats)
         else:
-            assert sight.before is not None
-            raw |= statistics.of_product(sight.before, sight.after)
+            assert sight.before is not None and sight.compared is not None
+            raw |= statistics.of_product(sight.before, sight.compared, sight.after)
         if ARRAYS in self.stats:
             raw |= {"after": values(sight.after)}
             raw |= {} if sight.before is None else {"before": sight.before}
@@ -142,12 +156,12 @@ class Capture:
 
     def _due(self, now: Moment) -> jax.Array | None:
         """Whether a step counts; None if all do."""
-        if self.every == 1:
+        if self.every == 1 or now.told:
             return None
         if now.step is None:
             raise ValueError(
                 f"capture: every={self.every} needs the step, which nothing told; write `with "
-                "inspect.at_step(step):` into the function that jit compiles, or give step="
+                "inspect.at_step(step):` around each step, or give step="
             )
         return now.step % self.every == 0
 
@@ -159,58 +173,64 @@ class Capture:
             lax.cond(due, run, lambda: jnp.zeros(()))
 
     def _send(self, raws: list[Raw], tags: tuple[Tag, ...], tap: Tap, now: Moment) -> jax.Array:
-        """Call the host: once, below vmap and shard_map too."""
+        """Call the host: once, below vmap and shard_map too, or once a device if arrays go."""
         if not tags:
             return jnp.zeros(())
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        places = {axis: lax.axis_index(axis) for axis in manual}
+        # Statistics are of all shards; arrays are of one, and each device has its own.
+        shard = places if ARRAYS in self.stats else {}
 
         @custom_vmap
-        def send(raws: list[Raw], now: Moment) -> jax.Array:
-            content = [statistics.shortened(raw) for raw in raws], now
-            *message, layout = pack(content, _LARGE)
+        def send(raws: list[Raw], now: Moment, shard: dict[str, jax.Array]) -> jax.Array:
+            content = [statistics.shortened(raw) for raw in raws], now, shard
+            *message, layout = pack(content, statistics.ARRAYS)
             jax.debug.callback(functools.partial(self._receive, tags, tap, layout), *message)
             return jnp.zeros(())
 
         @send.def_vmap
-        def _(lanes: int, batched: Any, raws: list[Raw], now: Moment) -> tuple[jax.Array, bool]:
-            theirs, own = batched
+        def _(lanes: int, batched: Any, raws: list[Raw], now: Moment, shard: Any) -> Any:
+            theirs, own, _ = batched
             if any(jax.tree.leaves(own)):
                 # Lanes with an index of their own are layers.
                 for lane in range(lanes):
-                    send(*_lane((raws, now), batched, lane))
+                    send(*_lane((raws, now, shard), batched, lane))
                 return jnp.zeros(()), False
             joined = [
                 statistics.of_lanes(raw, each, lanes)
                 for raw, each in zip(raws, theirs, strict=True)
             ]
-            return send(joined, now), False
+            return send(joined, now, shard), False
 
-        axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-        if not axes:
-            return send(raws, now)
-        first = functools.reduce(jnp.logical_and, [lax.axis_index(axis) == 0 for axis in axes])
-        return lax.cond(first, lambda: send(raws, now), lambda: jnp.zeros(()))
+        if not places or ARRAYS in self.stats:
+            return send(raws, now, shard)
+        first = functools.reduce(jnp.logical_and, [index == 0 for index in places.values()])
+        return lax.cond(first, lambda: send(raws, now, shard), lambda: jnp.zeros(()))
 
     def _receive(
         self, tags: tuple[Tag, ...], tap: Tap, layout: Layout, words: Any, whole: Any
     ) -> None:
         """On the host."""
-        raws, now = unpack(words, whole, layout)
+        raws, now, shard = unpack(words, whole, layout)
+        shard = {axis: int(place) for axis, place in shard.items()}
         index = tuple(int(number) for number in now.index)
         with self._lock:
             for tag, raw in zip(tags, raws, strict=True):
                 record = Record(
                     tag=tag,
-                    step=self._step((tag, index), now.step),
+                    step=self._step((tag, index, *shard.values()), now),
                     index=index,
+                    shard=shard,
                     order=_order(tag, tap, index),
                     before=raw.pop("before", None),
                     after=raw.pop("after", None),
-                    stats=statistics.finished(raw, self.stats),
+                    stats=finished(raw, self.stats),
                 )
                 for sink in self.sinks:
                     sink.write(record)
 
-    def _step(self, what: Any, step: Any) -> int:
+    def _step(self, what: Any, now: Moment) -> int:
+        step = self._told_step if now.told else now.step
         if step is not None:
             return int(step)
         self._counts[what] += 1
@@ -221,7 +241,7 @@ class Capture:
 
         def receive(value: Any, now: Any) -> None:
             with self._lock:
-                own = Scalar(name=name, step=self._step(name, now.step), value=float(value))
+                own = Scalar(name=name, step=self._step(name, now), value=float(value))
                 for sink in self.sinks:
                     sink.write(own)
 

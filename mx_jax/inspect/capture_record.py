@@ -20,7 +20,9 @@ class Record:
       index: of the layer, for each loop around it, outermost first.
       stats: statistics by name: see `capture`.
       order: records of one step, sorted by it, are in the order of the program.
-      before: the values, if arrays were asked for; None of an operand that came quantized.
+      shard: whose the arrays are below `shard_map`: the device's index along each axis of the mesh.
+      before: the values, if arrays were asked for, lanes of `vmap` along axes in front; None of an
+        operand that came quantized.
       after: what the cast made of them, in float32; of a product, what it is.
     """
 
@@ -29,6 +31,7 @@ class Record:
     index: tuple[int, ...] = ()
     stats: Mapping[str, Any]
     order: tuple[int, ...] = ()
+    shard: Mapping[str, int] = dataclasses.field(default_factory=dict)
     before: np.ndarray | None = None
     after: np.ndarray | None = None
 

@@ -1,26 +1,26 @@
-"""Statistics of casts and products: computed where the arrays are, finished on the host.
+"""Statistics of casts and products: computed where the arrays are, and numbers on the host.
 
 On the device a statistic is a few sums and maxima, so that those of vmap's lanes and of shards add
 up to those of the whole. Squares are of values over the largest one's power of two: gradients of
 1e-25 have an SQNR too.
 """
 
-import math
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
-from mx_jax.codecs.element import decode as decode_codes
 from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.codecs.varying import varying
-from mx_jax.mxarray import MXArray, decode
+from mx_jax.formats import ElementFormat
+from mx_jax.mxarray import MXArray
+from mx_jax.ops.quantize import dequantize
 
 Raw = dict[str, jax.Array]
 
@@ -29,6 +29,8 @@ STATISTICS = ("amax", "scales", "underflow", "saturation", "nonfinite", "sqnr", 
 
 # What takes the values before the cast.
 _LOSSES = frozenset({"underflow", "saturation", "sqnr"})
+ARRAYS = frozenset({"before", "after"})
+"""What a raw record may hold besides statistics: arrays of the user."""
 _MAXIMA = frozenset({"amax", "channel_amax"})
 # Sums of squares of what was divided by amax's power of two.
 _SQUARES = frozenset({"signal", "noise", "dot", "exact", "actual"})
@@ -50,7 +52,7 @@ def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str
     """
     x = before.astype(jnp.float32)
     size = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
-    values = decode(after, np.dtype(np.float32), saturates=True)
+    values = _values(after)
     others = tuple(other for other in range(x.ndim) if other != axis % x.ndim)
     channels = jnp.max(size, axis=others)
     raw = {"amax": jnp.max(channels), "size": jnp.full((), x.size, jnp.uint32)}
@@ -59,8 +61,7 @@ def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str
     if "underflow" in wanted:
         raw["underflow"] = _count((x != 0) & (values == 0))
     if "saturation" in wanted:
-        codes = jnp.abs(decode_codes(after.codes, after.format.element))
-        at_limit = codes >= after.format.element.max
+        at_limit = _at_limit(after.codes, after.format.element)
         raw["saturated"] = _count(at_limit & (jnp.abs(x) > jnp.abs(values)))
     if "nonfinite" in wanted:
         bad, inside = block_shapes.split(~jnp.isfinite(x), after.blocks)
@@ -81,31 +82,52 @@ def of_stored(after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
       axis: along which channels are counted.
       wanted: some of `STATISTICS`.
     """
-    values = decode(after, np.dtype(np.float32), saturates=True)
-    return of_cast(values, after, axis, frozenset(wanted) - _LOSSES)
+    return of_cast(_values(after), after, axis, frozenset(wanted) - _LOSSES)
 
 
-def of_product(exact: jax.Array, actual: jax.Array) -> Raw:
+def of_product(exact: jax.Array, compared: jax.Array, actual: jax.Array) -> Raw:
     """What the error of a product and its cosine need.
 
     Args:
-      exact: in float32.
-      actual: as it is.
+      exact: some entries, or all, in float32.
+      compared: the same as they are.
+      actual: all entries as they are.
     """
-    x, y = (value.astype(jnp.float32) for value in (exact, actual))
+    x, y = (value.astype(jnp.float32) for value in (exact, compared))
     both = jnp.isfinite(x) & jnp.isfinite(y)
     x, y = jnp.where(both, x, 0), jnp.where(both, y, 0)
-    amax = jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(jnp.abs(y)))
+    largest = jnp.where(jnp.isfinite(actual), jnp.abs(actual), 0).astype(jnp.float32)
+    amax = jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(largest))
     x, y = _relative(x, amax), _relative(y, amax)
     return {
         "amax": amax,
-        "size": jnp.full((), x.size, jnp.uint32),
+        "size": jnp.full((), actual.size, jnp.uint32),
+        "compared": jnp.full((), x.size, jnp.uint32),
         "bad": _count(~both),
         "dot": _sum(x * y),
         "exact": _sum(x * x),
         "actual": _sum(y * y),
         "noise": _sum(jnp.square(x - y)),
     }
+
+
+def _values(after: MXArray) -> jax.Array:
+    """What an operand stands for, in float32, by the fastest kernel: finite codes stay finite."""
+    values = dequantize(dataclasses.replace(after, primal=None), jnp.float32)
+    element, largest = after.format.element, float(jnp.finfo(jnp.float32).max)
+    finite = jnp.clip(values, -largest, largest)
+    if not element.has_inf:
+        return finite
+    half = after.codes & (element.sign_code - 1)
+    return jnp.where(half == element.max_code + 1, values, finite)
+
+
+def _at_limit(codes: jax.Array, element: ElementFormat) -> jax.Array:
+    """Where codes are the largest, of either sign; NaN and Inf count too."""
+    half = codes & (element.sign_code - 1)
+    if element.kind == "int":
+        half = jnp.where(codes & element.sign_code, element.sign_code - half, half)
+    return half >= element.max_code
 
 
 def _exponents(after: MXArray) -> jax.Array:
@@ -128,10 +150,14 @@ def _exponents(after: MXArray) -> jax.Array:
 
 
 def _noise(x: jax.Array, values: jax.Array, amax: jax.Array) -> Raw:
-    both = jnp.isfinite(x) & jnp.isfinite(values)
-    x, values = jnp.where(both, x, 0), jnp.where(both, values, 0)
-    x, values = _relative(x, amax), _relative(values, amax)
-    return {"signal": _sum(x * x), "noise": _sum(jnp.square(x - values))}
+    x = _relative(x, amax)
+    # Finite only where both are.
+    noise = x - _relative(values, amax)
+    both = jnp.isfinite(noise)
+    return {
+        "signal": _sum(jnp.where(both, x * x, 0)),
+        "noise": _sum(jnp.where(both, noise * noise, 0)),
+    }
 
 
 def _relative(x: jax.Array, amax: jax.Array) -> jax.Array:
@@ -203,12 +229,15 @@ def of_shards(raw: Raw) -> Raw:
 
 
 def _joined(raw: Raw, maximum: Any, total: Any) -> Raw:
-    """Maxima of maxima, sums of sums; squares once they are relative to the same."""
+    """Maxima of maxima, sums of sums; squares once they are relative to the same; arrays as they
+    are."""
     amax = maximum(raw["amax"])
     share = jnp.square(_power(_exponent(raw["amax"]) - _exponent(amax)))
     joined = {}
     for name, value in raw.items():
-        if name in _MAXIMA:
+        if name in ARRAYS:
+            joined[name] = value
+        elif name in _MAXIMA:
             joined[name] = maximum(value)
         else:
             joined[name] = total(value * share if name in _SQUARES else value)
@@ -223,51 +252,3 @@ def shortened(raw: Raw) -> Raw:
     largest, where = lax.top_k(channels, min(_NUM_CHANNELS, channels.size))
     rest = {name: value for name, value in raw.items() if name != "channel_amax"}
     return rest | {"channel": where, "largest": largest, "median": jnp.median(channels)}
-
-
-def finished(raw: Mapping[str, np.ndarray], wanted: Collection[str]) -> dict[str, Any]:
-    """Statistics as numbers.
-
-    Args:
-      raw: what `shortened` gave, on the host.
-      wanted: of `STATISTICS`.
-
-    Returns:
-      `amax`; `underflow` and `saturation` as shares; `nonfinite_blocks` and `blocks`; `sqnr_db`;
-      `scales`, how many have which exponent; `channels`, pairs of index and amax, the largest
-      first, and `outlier_ratio`, the largest over the middle one; of a product `error`,
-      `|exact - actual| / |exact|`, and `cosine`.
-    """
-    found: dict[str, Any] = {"amax": float(raw["amax"])} if "amax" in wanted else {}
-    size = float(raw["size"])
-    for name, count in (("underflow", "underflow"), ("saturation", "saturated")):
-        if count in raw:
-            found[name] = float(raw[count]) / size
-    if "blocks" in raw:
-        found["nonfinite_blocks"], found["blocks"] = int(raw["bad_blocks"]), int(raw["blocks"])
-    if "exponents" in raw:
-        counts = raw["exponents"]
-        found["scales"] = {int(e) - _ONE: int(counts[e]) for e in np.flatnonzero(counts)}
-    if "signal" in raw:
-        found["sqnr_db"] = _decibel(float(raw["signal"]), float(raw["noise"]))
-    if "channel" in raw:
-        pairs = zip(raw["channel"].tolist(), raw["largest"].tolist(), strict=True)
-        found["channels"] = [[int(index), float(amax)] for index, amax in pairs]
-        found["outlier_ratio"] = _ratio(float(raw["largest"][0]), float(raw["median"]))
-    if "dot" in raw:
-        exact, actual = float(raw["exact"]), float(raw["actual"])
-        found["error"] = math.sqrt(_ratio(float(raw["noise"]), exact))
-        found["cosine"] = _ratio(float(raw["dot"]), math.sqrt(exact * actual))
-        found["nonfinite"] = int(raw["bad"])
-    return found
-
-
-def _decibel(signal: float, noise: float) -> float:
-    ratio = _ratio(signal, noise)
-    return 10 * math.log10(ratio) if ratio > 0 else ratio and -math.inf
-
-
-def _ratio(over: float, under: float) -> float:
-    if under == 0:
-        return math.nan if over == 0 else math.inf
-    return over / under

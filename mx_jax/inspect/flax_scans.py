@@ -17,7 +17,8 @@ from flax.core import axes_scan
 from flax.nnx.transforms import iteration as nnx_iteration
 from jax import lax
 
-from mx_jax.ops.tags import iteration, watching
+from mx_jax.ops.moments import watching
+from mx_jax.ops.tags import iteration
 
 _PE: Any = vars(axes_scan)["pe"]
 

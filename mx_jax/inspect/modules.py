@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 from flax.linen.module import InterceptorContext
 
+from mx_jax.ops.moments import watching
 from mx_jax.ops.tags import within
 
 
@@ -16,7 +17,7 @@ def module_paths() -> AbstractContextManager[Any]:
 
 
 def _named(call: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext) -> Any:
-    if context.module.scope is None or context.method_name == "setup":
+    if not watching.value or context.module.scope is None or context.method_name == "setup":
         return call(*args, **kwargs)
     with within(context.module.path):
         return call(*args, **kwargs)

@@ -70,7 +70,19 @@ class Memory(Mapping[Tag, Sequence[Record]]):
         """Nothing ends."""
 
 
-class Jsonl:
+class _Numbers:
+    """A sink without arrays: below `shard_map` one record tells what is of all devices."""
+
+    def write(self, record: Record | Scalar) -> None:
+        """Take a record, unless it is of another device than the first."""
+        if isinstance(record, Scalar) or not any(record.shard.values()):
+            self._write(record)
+
+    def _write(self, record: Record | Scalar) -> None:
+        raise NotImplementedError
+
+
+class Jsonl(_Numbers):
     """A file with a line of JSON for each record: what `report` reads. Written as it comes.
 
     Args:
@@ -81,8 +93,7 @@ class Jsonl:
         self.path = Path(path)
         self._file: Any = None
 
-    def write(self, record: Record | Scalar) -> None:
-        """Append a line."""
+    def _write(self, record: Record | Scalar) -> None:
         if self._file is None:
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
@@ -109,7 +120,7 @@ _COLUMNS = (
 _TAG = ("path", "call", "product", "side", "axis", "format", "rule")
 
 
-class Csv:
+class Csv(_Numbers):
     """A table with a row for each record, without histograms and channels; numbers besides.
 
     Args:
@@ -120,8 +131,7 @@ class Csv:
         self.path = Path(path)
         self._file: Any = None
 
-    def write(self, record: Record | Scalar) -> None:
-        """Append a row."""
+    def _write(self, record: Record | Scalar) -> None:
         if self._file is None:
             new = not self.path.exists() or self.path.stat().st_size == 0
             self._file = self.path.open("a", encoding="utf-8", newline="")
@@ -146,7 +156,7 @@ def _row(record: Record | Scalar) -> list[Any]:
     return [record.step, index, *own, *(record.stats.get(name, "") for name in _COLUMNS), ""]
 
 
-class Console:
+class Console(_Numbers):
     """A table for each step, printed when the next begins, and at the end.
 
     Args:
@@ -159,8 +169,7 @@ class Console:
         self._worst, self._step = worst, 0
         self._records: list[Record] = []
 
-    def write(self, record: Record | Scalar) -> None:
-        """Keep it, and print the step before."""
+    def _write(self, record: Record | Scalar) -> None:
         if isinstance(record, Scalar):
             self._console.print(f"step {record.step}: {record.name} = {record.value:.6g}")
             return
@@ -192,7 +201,7 @@ def _table(title: str, records: Sequence[Record], rows: int) -> Table:
     return table
 
 
-class TensorBoard:
+class TensorBoard(_Numbers):
     """Numbers for TensorBoard.
 
     Args:
@@ -215,8 +224,7 @@ class TensorBoard:
             )
         self._writer = writer
 
-    def write(self, record: Record | Scalar) -> None:
-        """Write its numbers, below the path."""
+    def _write(self, record: Record | Scalar) -> None:
         if isinstance(record, Scalar):
             numbers = {record.name: record.value}
         else:

@@ -22,10 +22,11 @@ from mx_jax.formats import F32, WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import canonicalize
 from mx_jax.ops.dense import HIGH_PRECISION, DenseProduct
+from mx_jax.ops.moments import watching
 from mx_jax.ops.multiply import multiply
 from mx_jax.ops.product import Bar, Cast, Casts, Given, differentiable
 from mx_jax.ops.remat import QUANTIZED
-from mx_jax.ops.tags import watching
+from mx_jax.ops.sample import Free
 from mx_jax.ops.varying import max_like
 from mx_jax.ops.watched import watched
 
@@ -265,6 +266,10 @@ class DelayedProduct:
             out_dtype=np.dtype(np.float32),
             precision=lax.Precision.HIGHEST,
         )
+
+    def free(self, side: Side | None) -> tuple[Free, ...]:
+        """As in high precision."""
+        return self.in_high_precision().free(side)
 
     def _quantize(
         self, x: jax.Array, state: DelayedState, element: ElementFormat

@@ -28,6 +28,7 @@ from mx_jax.ops.operands import (
 from mx_jax.ops.placing import moves_of
 from mx_jax.ops.product import Bar, Casts, zero_bars
 from mx_jax.ops.quantize_both import OperandCast, quantize_operand_both, reads_once
+from mx_jax.ops.sample import Free
 from mx_jax.ops.tags import GRADIENT
 from mx_jax.sharding.movement import STAY, Movement, Moves
 from mx_jax.specs import MatmulRecipe, MatmulSpec, Residuals
@@ -96,6 +97,18 @@ class DenseProduct:
             recipe=dataclasses.replace(HIGH_PRECISION, gather=self.recipe.gather),
             out_dtype=np.dtype(np.float32),
             precision=jax.lax.Precision.HIGHEST,
+        )
+
+    def free(self, side: Side | None) -> tuple[Free, ...]:
+        """The axes that a product has from one operand, unless devices pass the operands on."""
+        if self.moves != STAY or self.recipe.gather is not None:
+            return ()
+        axes, in_order = (self.axes, True) if side is None else self.axes.cotangent(side)
+        left, right = (0, 1) if in_order else (1, 0)
+        batch, kept = len(axes.lhs.batch), len(axes.lhs.kept)
+        return (
+            *(Free(left, axis, batch + i) for i, axis in enumerate(axes.lhs.kept)),
+            *(Free(right, axis, batch + kept + i) for i, axis in enumerate(axes.rhs.kept)),
         )
 
     def keep(

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import jax
 
-from mx_jax.ops.tags import watching, within
+from mx_jax.ops.moments import watching
+from mx_jax.ops.tags import within
 
 
 @jax.tree_util.register_static

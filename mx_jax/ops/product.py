@@ -15,6 +15,7 @@ from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.mxarray import MXArray
+from mx_jax.ops.sample import Free
 from mx_jax.ops.varying import sum_over, varying
 from mx_jax.packed import Quantized
 
@@ -82,6 +83,11 @@ class Product(Protocol):
 
     def in_high_precision(self) -> "Product":
         """The same product of values as they are, in float32."""
+        ...
+
+    def free(self, side: Side | None) -> tuple[Free, ...]:
+        """The axes that the product, or the cotangent of a side, has from one operand alone, along
+        which parts of it can be computed; g is the first operand of a cotangent."""
         ...
 
     def masked(self, side: Side, bar: jax.Array, own: Any, saved: Any) -> jax.Array:

@@ -24,6 +24,7 @@ from mx_jax.ops.clipping import mask_clipped
 from mx_jax.ops.dense import HIGH_PRECISION
 from mx_jax.ops.kept import Kept, as_taken
 from mx_jax.ops.keys import GRADIENTS, Key, check_matmul_key, product_key
+from mx_jax.ops.moments import watching
 from mx_jax.ops.operands import unscaled
 from mx_jax.ops.product import Bar, Casts, Given, differentiable, zero_bars
 from mx_jax.ops.ragged_checks import as_group_sizes, at_most, check_rows, check_shapes
@@ -38,7 +39,8 @@ from mx_jax.ops.ragged_operands import (
     without_unused,
 )
 from mx_jax.ops.recipe_names import as_recipe
-from mx_jax.ops.tags import GRADIENT, watching
+from mx_jax.ops.sample import Free
+from mx_jax.ops.tags import GRADIENT
 from mx_jax.ops.unpacking import packed_for, tell_of_packing, unpacked_for
 from mx_jax.ops.watched import watched
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
@@ -51,6 +53,12 @@ _FORWARD = ProductAxes(LAST, SECOND_LAST)
 _GRAD_LHS = ProductAxes(LAST, LAST)
 _EXPERTS = (((1,), (1,)), ((), (0,)))
 _GRAD_RHS = ProductAxes(SECOND_LAST, SECOND_LAST)
+# Of `[m, k]` by `[g, k, n]` to `[m, n]`, of g by `[g, k, n]` to `[m, k]`, of g by `[m, k]`.
+_FREE: dict[Side | None, tuple[Free, ...]] = {
+    None: (Free(1, 2, 1),),
+    "lhs": (Free(1, 1, 1),),
+    "rhs": (Free(0, 1, 2), Free(1, 1, 1)),
+}
 
 
 def ragged_dot(
@@ -248,6 +256,10 @@ class RaggedProduct:
         """The same product of values as they are, in float32."""
         wide, precision = np.dtype(np.float32), lax.Precision.HIGHEST
         return dataclasses.replace(self, recipe=HIGH_PRECISION, out_dtype=wide, precision=precision)
+
+    def free(self, side: Side | None) -> tuple[Free, ...]:
+        """The columns, unless devices pass the matrices on; groups part the rows."""
+        return () if self.move is not None else _FREE[side]
 
 
 def _scaled(

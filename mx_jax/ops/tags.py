@@ -1,23 +1,20 @@
-"""What a quantized operand is called, where in a model it is, and who watches it.
+"""What a quantized operand is called and where in a model it is.
 
 While nobody watches, all of this is names in the program: no operation, no part of jit's key.
 """
 
 import contextlib
-import contextvars
 import dataclasses
-import functools
-import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
 from mx_jax.axes import Side
+from mx_jax.ops.moments import at, check_scalar, eager, moment, numbers, watching
 
 Product = Literal["output", "grad_input", "grad_weight"]
 
@@ -106,79 +103,7 @@ class Place:
         return "/".join(self.names)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("step", "index"), meta_fields=())
-@dataclasses.dataclass(frozen=True, eq=False)
-class Moment:
-    """What is known only while the program runs.
-
-    Attributes:
-      step: of training, int32, or None.
-      index: of the layer, int32, for each loop in context, outermost first.
-    """
-
-    step: jax.Array | None = None
-    index: tuple[jax.Array, ...] = ()
-
-
-# All in jit's cache key: what was traced unwatched, elsewhere or for other watchers is not reused.
-watching: Any = jax.make_user_context(default_value=())
 place: Any = jax.make_user_context(default_value=Place())
-# Traced values cannot be in a key: a number stands for them.
-_moment_key: Any = jax.make_user_context(default_value=None)
-_moment: contextvars.ContextVar[Moment | None] = contextvars.ContextVar("moment", default=None)
-_EAGER = get_opaque_trace_state()
-# The order of what traces meet.
-numbers = itertools.count()
-
-
-def moment() -> Moment:
-    """Step and index in context."""
-    return _moment.get() or Moment()
-
-
-@contextlib.contextmanager
-def _at(new: Moment, value: Any) -> Iterator[None]:
-    traced = isinstance(value, Tracer)
-    token = _moment.set(new)
-    try:
-        with _moment_key((_moment_key.value, next(numbers) if traced else int(value))):
-            yield
-    finally:
-        _moment.reset(token)
-
-
-@contextlib.contextmanager
-def at_step(step: Any) -> Iterator[None]:
-    """A context whose products belong to a step of training: what `capture` tells the step by.
-
-    Write it into the function that `jit` compiles, and leave it there: while nobody watches, it
-    does nothing.
-
-    Args:
-      step: integer scalar, traced or not. A number that is not traced becomes a part of the
-        program, which is compiled again for the next.
-
-    Raises:
-      TypeError: not an integer scalar.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, mx_jax
-      >>> @jax.jit
-      ... def loss(x, w, step):
-      ...     with mx_jax.inspect.at_step(step):
-      ...         return mx_jax.matmul(x, w, recipe="mxfp8").sum()
-      >>> with mx_jax.inspect.capture() as records:
-      ...     _ = loss(jnp.ones((4, 64)), jnp.ones((64, 8)), 7)
-      >>> {record.step for record in records.all()}
-      {7}
-    """
-    _check_scalar(step, "at_step", "step")
-    if not watching.value:
-        yield
-        return
-    value = jnp.asarray(step, jnp.int32)
-    with _at(dataclasses.replace(moment(), step=value), value):
-        yield
 
 
 @contextlib.contextmanager
@@ -206,7 +131,7 @@ def tag(name: str, *, index: Any = None) -> Iterator[None]:
     if not isinstance(name, str) or not name:
         raise TypeError(f"tag: needs a name, got name={name!r}")
     if index is not None:
-        _check_scalar(index, "tag", "index")
+        check_scalar(index, "tag", "index")
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.named_scope(name))
         if watching.value:
@@ -223,7 +148,7 @@ def _indexed(here: Place, index: Any) -> Iterator[Place]:
     """A context in which a place has one index more, or a user's for the one that was counted."""
     value, now, outer = jnp.asarray(index, jnp.int32), moment(), len(here.loops) - here.counted
     loops = (*here.loops[:outer], next(numbers))
-    with _at(dataclasses.replace(now, index=(*now.index[:outer], value)), value):
+    with at(dataclasses.replace(now, index=(*now.index[:outer], value)), value):
         yield dataclasses.replace(here, loops=loops, counted=False)
 
 
@@ -253,23 +178,15 @@ def entered(here: Place) -> Place:
     if around.calls:
         count = around.uses.get(here.path, 0)
         around.uses[here.path] = count + 1
-    elif (state := get_opaque_trace_state()) == _EAGER:
+    elif eager():
         count = 0
     else:
+        state = get_opaque_trace_state()
         uses = watching.value[0].uses
         before, known = uses.get(here.path, (None, 0))
         count = known if before == state else 0
         uses[here.path] = (state, count + 1)
     return dataclasses.replace(here, calls=(*here.calls, count), uses={})
-
-
-def _check_scalar(value: Any, operation: str, what: str) -> None:
-    shape, dtype = jnp.shape(value), jnp.result_type(value)
-    if shape != () or not jnp.issubdtype(dtype, jnp.integer):
-        raise TypeError(
-            f"{operation}: {what} must be an integer scalar, got {what} of dtype={dtype}, "
-            f"shape={shape}"
-        )
 
 
 def within(module: tuple[str, ...]) -> AbstractContextManager[Any]:

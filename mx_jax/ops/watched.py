@@ -7,6 +7,7 @@ forward products twice, and their gradients once. Without a gradient the forward
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -15,13 +16,14 @@ import numpy as np
 from mx_jax.axes import Side
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops.kept import Kept
+from mx_jax.ops.moments import Moment, moment, numbers, watching
 from mx_jax.ops.product import Casts, Given, Product, product_bwd, product_fwd, zero_bars
-from mx_jax.ops.tags import GRADIENT, Moment, Place, Tag, entered, moment, numbers, place, watching
+from mx_jax.ops.sample import Free, Sample
+from mx_jax.ops.tags import GRADIENT, Place, Tag, entered, place
 from mx_jax.ops.tags import Product as Name
 from mx_jax.ops.varying import sum_over
 from mx_jax.packed import Quantized, unpacked
 
-Pair = tuple[jax.Array, jax.Array]
 # The rule of operands that came quantized, as tags have it.
 STORED = "stored"
 
@@ -34,11 +36,27 @@ class Sight:
       tag: what it is.
       before: the values; None of an operand that came quantized.
       after: an MXArray, or the product.
+      compared: of a product, the entries that before has: all of them, or a sample.
     """
 
     tag: Tag
     before: jax.Array | None
     after: MXArray | jax.Array
+    compared: jax.Array | None = None
+
+
+class Errors(NamedTuple):
+    """A product beside what it would be in float32.
+
+    Attributes:
+      exact: in float32; of a large one a sample.
+      compared: the same entries as they are.
+      actual: all of them.
+    """
+
+    exact: jax.Array
+    compared: jax.Array
+    actual: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,18 +66,23 @@ class Look:
     Attributes:
       name: of the product.
       casts: what it quantizes.
-      errors: the product in float32 and as it is, for those who want to compare.
+      errors: the product in float32, of all entries or of a sample; the same of the product as it
+        is, and all of that.
       given: the operands as they came, of the forward product.
     """
 
     tap: "Tap"
     name: Name
     casts: Callable[[], Casts]
-    errors: Callable[[], Pair]
+    errors: Callable[[bool], Errors]
     given: tuple[Any, Any] = (None, None)
 
-    def sights(self) -> Iterator[tuple[Tag, Callable[[], Sight]]]:
-        """Tags, and the sights that they are of."""
+    def sights(self, whole: bool) -> Iterator[tuple[Tag, Callable[[], Sight]]]:
+        """Tags, and the sights that they are of.
+
+        Args:
+          whole: whether all entries of a product are compared, however many there are.
+        """
         found = [
             _stored(given) if cast is None else cast
             for cast, given in zip(self.casts(), self.given, strict=True)
@@ -71,7 +94,11 @@ class Look:
         if any(found):
             formats = self._both(found, lambda cast: cast.after.format.name)
             tag = self._tag(None, None, formats, self._both(found, lambda cast: cast.rule))
-            yield tag, lambda: Sight(tag, *self.errors())
+            yield tag, lambda: self._compared(tag, whole)
+
+    def _compared(self, tag: Tag, whole: bool) -> Sight:
+        errors = self.errors(whole)
+        return Sight(tag, errors.exact, errors.actual, errors.compared)
 
     def _tag(self, side: Any, axis: int | None, format: str, rule: str) -> Tag:
         tap = self.tap
@@ -117,6 +144,14 @@ class Watcher(Protocol):
 
     uses: dict[str, tuple[Any, int]]
     calls: dict[str, dict[tuple[int, ...], int]]
+
+    def looks_at(self, step: int) -> bool:
+        """Whether a step concerns it."""
+        ...
+
+    def told(self, step: int) -> AbstractContextManager[Any]:
+        """A context of a step that no program has."""
+        ...
 
     def look(self, look: Look, now: Moment) -> Any:
         """What is to be told, as arrays."""
@@ -189,10 +224,12 @@ _watched.defvjp(_watched_fwd, _watched_bwd)
 
 
 def _forward_look(product, tap, lhs, rhs, extra, result) -> Look:
-    def errors():
-        exact = product.in_high_precision()
-        left, right = values(lhs.operand), values(rhs.operand)
-        return exact.forward(left, right, extra), _only(result)
+    def errors(whole: bool) -> Errors:
+        exact, actual = product.in_high_precision(), _only(result)
+        operands = values(lhs.operand), values(rhs.operand)
+        sample = Sample.of(() if whole else exact.free(None), operands, actual)
+        left, right = map(sample.operand, operands, (0, 1))
+        return Errors(exact.forward(left, right, extra), sample.product(actual), actual)
 
     given = lhs.operand, rhs.operand
     return Look(tap, "output", lambda: product.casts(*given, extra), errors, given)
@@ -213,17 +250,28 @@ def _backward_looks(
         def casts(side: Side = side, other=other, bar=bar) -> Casts:
             return product.gradient_casts(side, g, other, bar, saved)
 
-        def errors(side: Side = side, own=own, other=other, bar=bar, given=given) -> Pair:
+        def errors(
+            whole: bool, side: Side = side, own=own, other=other, bar=bar, given=given
+        ) -> Errors:
             wide = dataclasses.replace(bar, dtype=np.dtype(np.float32))
-            exact = product.in_high_precision()
-            value = exact.gradient(side, _only(g), values(other), wide, saved)
-            value = sum_over(value, bar.varying)
-            assert given.value is not None
+            exact, actual = product.in_high_precision(), given.value
+            assert actual is not None
+            operands = _only(g), values(other)
+            sample = Sample.of(() if whole else _free(exact, side, own), operands, actual)
+            left, right = map(sample.operand, operands, (0, 1))
+            value = sum_over(exact.gradient(side, left, right, wide, saved), bar.varying)
             if isinstance(own, Kept):
                 value = product.masked(side, value, own.unmasked(), saved)
-            return value, given.value
+            return Errors(value, sample.product(actual), actual)
 
         yield Look(tap, GRADIENT[side], casts, errors)
+
+
+def _free(product: Product, side: Side, own: Any) -> tuple[Free, ...]:
+    """Along which axes a gradient can be compared in part: what turned the kept operand takes all
+    that the other one gives."""
+    free = product.free(side)
+    return tuple(axis for axis in free if not axis.operand) if isinstance(own, Kept) else free
 
 
 def _only(result: Any) -> jax.Array:

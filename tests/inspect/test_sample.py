@@ -1,0 +1,114 @@
+"""The error of large products comes from a fixed sample of their entries."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mx_jax
+from mx_jax import inspect, recipes
+from mx_jax.ops import sample
+from mx_jax.ops.ragged_dot import ragged_dot
+from mx_jax.reference.hadamard import Hadamard
+from tests.quick import quick
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(48, 64)).astype(np.float32)
+W = RNG.normal(size=(64, 40)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[1], [128], [129], [1024], [4096], [50257], [512, 128], [64, 3, 96]]
+)
+def test_positions_are_few_at_odd_distances_and_reach_the_end(sizes):
+    found = sample.strides(sizes)
+    counts = [len(range(0, size, step)) for size, step in zip(sizes, found, strict=True)]
+    assert math.prod(counts) <= sample.POSITIONS and all(step % 2 for step in found)
+    assert math.prod(sizes) > sample.POSITIONS or found == [1] * len(sizes)
+    if len(sizes) == 1:
+        assert counts[0] >= min(sizes[0], sample.POSITIONS) // 3
+
+
+def products(function: Any, *operands: Any, stats: Any = "error") -> dict[str, Any]:
+    """What was told of the three products."""
+    with inspect.capture(stats=stats) as records:
+        quick(jax.grad(lambda *own: (function(*own) ** 2).sum(), argnums=(0, 1)))(*operands)
+    return {record.tag.product: record for record in records.all() if record.tag.side is None}
+
+
+def matmul(x, w):
+    return mx_jax.matmul(x, w, recipe="mxfp4")
+
+
+def test_the_error_is_that_of_the_sampled_entries(monkeypatch):
+    whole = products(matmul, X, W, stats=("arrays", "error"))
+    monkeypatch.setattr(sample, "POSITIONS", 16)
+    part = products(matmul, X, W)
+    # Rows of one operand and columns of the other: 48, 40 and 64 positions at these distances.
+    steps = {"output": (3, 3), "grad_input": (3, 5), "grad_weight": (5, 3)}
+    for name, (rows, columns) in steps.items():
+        exact, actual = (x[::rows, ::columns] for x in (whole[name].before, whole[name].after))
+        stats = part[name].stats
+        expected = np.linalg.norm(exact - actual) / np.linalg.norm(exact)
+        assert stats["error"] == pytest.approx(expected, rel=1e-4)
+        assert (stats["compared"], stats["entries"]) == (exact.size, whole[name].before.size)
+        assert whole[name].stats["compared"] == whole[name].stats["entries"]
+        assert stats["error"] == pytest.approx(whole[name].stats["error"], rel=0.2)
+
+
+KINDS = {
+    "bmk,kn->bmn": ((3, 32, 64), (64, 40)),
+    "bmk,bkn->bmn": ((2, 32, 64), (2, 64, 40)),
+    "km,nk->mn": ((64, 48), (40, 64)),
+}
+
+
+BATCH = "bmk,bkn->bmn"
+
+
+@pytest.mark.parametrize(
+    "axes", [k if k == BATCH else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+)
+def test_any_order_of_axes(axes, monkeypatch):
+    check(monkeypatch, lambda x, w: mx_jax.einsum(axes, x, w, recipe="mxfp4"), *KINDS[axes])
+
+
+def check(monkeypatch, function, left, right):
+    """Sampled errors are near the whole ones; noise of other entries would not be."""
+    x, w = (RNG.normal(size=shape).astype(np.float32) for shape in (left, right))
+    whole = products(function, x, w)
+    monkeypatch.setattr(sample, "POSITIONS", 16)
+    part = products(function, x, w)
+    for name, record in part.items():
+        assert record.stats["compared"] < record.stats["entries"]
+        assert record.stats["error"] == pytest.approx(whole[name].stats["error"], rel=0.3)
+
+
+def test_columns_of_a_ragged_product(monkeypatch):
+    sizes = jnp.array([10, 0, 30])
+    check(monkeypatch, lambda x, w: ragged_dot(x, w, sizes, recipe="mxfp4"), (48, 64), (3, 64, 40))
+
+
+@pytest.mark.slow
+def test_operands_that_were_turned_and_kept(monkeypatch):
+    turned = recipes.mxfp4().with_(fwd={"transform": Hadamard(size=32, signs=(1,) * 32)})
+    recipe = dataclasses.replace(turned, residuals=recipes.Residuals.QUANTIZED)
+    check(monkeypatch, lambda x, w: mx_jax.matmul(x, w, recipe=recipe), (48, 64), (64, 40))
+
+
+@pytest.mark.slow
+def test_axes_that_lie_on_several_devices_by_their_type_count_whole(monkeypatch):
+    monkeypatch.setattr(sample, "POSITIONS", 16)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
+        w = jax.device_put(W, NamedSharding(mesh, P(None, None)))
+        found = products(matmul, x, w)
+    assert found["output"].stats["compared"] == 48 * len(range(0, 40, 3))
+    assert found["grad_weight"].stats["compared"] == len(range(0, 64, 5)) * len(range(0, 40, 3))
