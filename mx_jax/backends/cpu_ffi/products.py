@@ -63,13 +63,7 @@ def by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
         return by_rows(by_packed, call, lhs, rhs)
     if rhs.layout.parts is not None:
         return by_parts(by_packed, PANELS, call, lhs, rhs)
-    rows, tiles = math.prod(rhs.kept), rhs.arrays.bytes.shape[-2]
-    if tiles != -(-rows // PANEL_ROWS):
-        raise ValueError(
-            f"matmul: packed weights of this layout are not cut, got {rhs!r} with {tiles} tiles of "
-            f"{PANEL_ROWS} rows for {rows}, as shard_map cuts them; multiply them under jit, or "
-            "pack each part"
-        )
+    rows = math.prod(rhs.kept)
     left, (element, scale) = _side(lhs, call.lhs.axes, "lhs"), names(rhs.format)
     tensor_scale, axes = _tensor_scale(rhs.arrays.tensor_scale, "*t")
     handler = Handler(

@@ -152,4 +152,15 @@ def _take(packed: PackedMXArray, indices: jax.Array) -> MXArray:
     )
 
 
-ROWS = Layout(backend="cpu_ffi", batch=_batch_of, unpack=_unpack, take=_take)
+def _local(packed: PackedMXArray) -> PackedMXArray:
+    rows, tiles = math.prod(packed.kept), packed.arrays.panels.bytes.shape[-2]
+    if tiles != -(-rows // panels.PANEL_ROWS):
+        raise ValueError(
+            f"matmul: packed weights of this layout are not cut, got {packed!r} with {tiles} tiles "
+            f"of {panels.PANEL_ROWS} rows for {rows}, as shard_map cuts them; shard the MXArray, "
+            "or pack each part"
+        )
+    return packed
+
+
+ROWS = Layout(backend="cpu_ffi", batch=_batch_of, unpack=_unpack, take=_take, local=_local)
