@@ -135,11 +135,20 @@ inline bool IsRowProduct(const MatmulKernels& kernels, const MatmulProblem& prob
          problem.lhs.element != kElementF16 && kernels.panels[type]->multiply_row != nullptr;
 }
 
+// The summaries of some panels from `first` on, which lie far apart.
+inline void FetchSummaries(const Source& rhs, int64_t first) {
+#if defined(__GNUC__) || defined(__clang__)
+  const char* from = reinterpret_cast<const char*>(rhs.summary) + first * rhs.panel_bytes;
+  for (int64_t i = 0; i < kRowPanels; ++i) __builtin_prefetch(from + i * rhs.panel_bytes, 0, 3);
+#endif
+}
+
 // Panels [first, last) of one product; false where one has codes or scales that only the general
 // way multiplies.
 inline bool RunRowPanels(const MatmulKernels& kernels, const MatmulProblem& problem, PanelType type,
                          int64_t product, const Source& rhs, const PackedRow& row, bool folds,
                          int64_t first, int64_t last) {
+  FetchSummaries(rhs, last);
   alignas(64) float sums[kRowPanels * kTileColumns];
   const int64_t at = first * rhs.panel_bytes;
   uint8_t highest = 0;
@@ -184,6 +193,7 @@ bool RunRow(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& probl
   for (size_t product = 0; product < problem.products.size(); ++product) {
     const Source lhs = MatrixOf(problem.lhs, problem.products[product].lhs);
     const Source rhs = MatrixOf(problem.rhs, problem.products[product].rhs);
+    FetchSummaries(rhs, 0);
     PackedRow row = PackRow(lhs, type, memory.data());
     const bool folds = type == kFloat32 && rhs.element <= kE5M2 &&
                        rhs.scale_kind == kScaleE8M0 && FoldRow(chunks * kChunk, &row);

@@ -18,7 +18,8 @@ constexpr int64_t kRowAhead = 12 << 10;
 // panel at a time is one stream of memory.
 template <PanelType kType, Coding kCoding, int kBlocks, int kTogether, bool kFold, bool kLifted>
 MX_INLINE void AddBlocks(const RowProduct& p, const CodeTable& table, const char* codes,
-                         const uint8_t* scales, int64_t block, __m512 (&total)[2]) {
+                         const uint8_t* scales, int64_t block, float unscaled,
+                         __m512 (&total)[2]) {
   constexpr int kCodes = kCoding == kCode4 ? 8 : 4;
   constexpr int kWords = kCodes * (int)BytesPerElement(kType) / 4;
   constexpr int kGroups = kChunk / kCodes / kBlocks;
@@ -49,9 +50,7 @@ MX_INLINE void AddBlocks(const RowProduct& p, const CodeTable& table, const char
       }
     }
   }
-  const float* scale_table = ScaleTable(p.scale_kind, p.element, kType);
-  const float unfold = kFold ? BiasFactor(kCoding, kLifted) / kFoldLhs : 1.0f;
-  const float factor = unfold * scale_table[p.scale_kind == kScaleE8M0 ? 127 : 0x38];
+  const float factor = kFold ? BiasFactor(kCoding, kLifted) / kFoldLhs * unscaled : unscaled;
   MX_UNROLL
   for (int t = 0; t < kTogether; ++t) {
     const float mine = p.lhs_scales[block + t];
@@ -80,6 +79,9 @@ void MultiplyRowOf(const RowProduct& p) {
   constexpr int kTogether = kMayLift ? 2 : 4;
   const CodeTable table = MakeCodeTable<kType, kCoding>(p.element);
   const int64_t num_blocks = p.num_chunks * kBlocks;
+  // What scale 1 stands for: the elements' own factor.
+  const float unscaled = ScaleTable(p.scale_kind, p.element,
+                                    kType)[p.scale_kind == kScaleE8M0 ? 127 : 0x38];
   const int shift = kMayLift ? SummaryShift(p.num_chunks) : 0;
   for (int panel = 0; panel < p.panels; ++panel) {
     const char* codes = p.codes + panel * p.panel_bytes;
@@ -92,18 +94,19 @@ void MultiplyRowOf(const RowProduct& p) {
       if (kMayLift && HasSubnormals(summary, block / kBlocks,
                                     (block + kTogether - 1) / kBlocks, shift)) {
         AddBlocks<kType, kCoding, kBlocks, kTogether, kFold, kMayLift>(p, table, codes, scales,
-                                                                       block, total);
+                                                                       block, unscaled, total);
       } else {
         AddBlocks<kType, kCoding, kBlocks, kTogether, kFold, false>(p, table, codes, scales, block,
-                                                                    total);
+                                                                    unscaled, total);
       }
     }
     for (; block < num_blocks; ++block) {
       if (kMayLift && HasSubnormals(summary, block / kBlocks, block / kBlocks, shift)) {
         AddBlocks<kType, kCoding, kBlocks, 1, kFold, kMayLift>(p, table, codes, scales, block,
-                                                               total);
+                                                               unscaled, total);
       } else {
-        AddBlocks<kType, kCoding, kBlocks, 1, kFold, false>(p, table, codes, scales, block, total);
+        AddBlocks<kType, kCoding, kBlocks, 1, kFold, false>(p, table, codes, scales, block,
+                                                               unscaled, total);
       }
     }
     _mm512_store_ps(p.sums + panel * C, total[0]);
