@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from mx_jax.generate.command import time_of_parts
+from mx_jax.generate.command import settle, time_of_parts
 from mx_jax.generate.load import load
 
 
@@ -36,6 +36,7 @@ def main() -> None:
     key, first = jax.random.key(0), np.ones((1, 1), np.int32)
     caches = generator.caches(options.context)
     token, caches = generator.steps(first, caches, 0, key)
+    settle()
     used = sum(leaf.nbytes for leaf in jax.tree.leaves(generator.params))
     print(json.dumps({"bytes": used}), flush=True)
     for line in sys.stdin:
