@@ -1,6 +1,7 @@
 """Text token by token: what is chosen, what is shown, where the time goes."""
 
 import dataclasses
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from mx_jax import recipes
 from mx_jax.formats import MXFP8_E4M3, block_format
 from mx_jax.generate import stats
-from mx_jax.generate.command import pieces, time_of_parts
+from mx_jax.generate.command import pieces, settle, time_of_parts
 from mx_jax.generate.decode import Generator, calibrated_scales, empty_caches
 from mx_jax.generate.load import find_model, recipe_for
 from mx_jax.generate.model import Llama
@@ -132,6 +133,13 @@ def test_the_first_of_the_largest_is_likeliest():
     logits = np.concatenate([logits, np.full((1, 4), -np.inf, np.float32)])
     found = quick(Sampling().choose)(logits, jax.random.key(0))
     assert found.dtype == jnp.int32 and found.tolist() == [1, 0, 1, 0]
+
+
+def test_settling_leaves_what_is_there_out_of_searches_for_garbage():
+    kept = [[] for _ in range(1000)]
+    before = gc.get_freeze_count()
+    settle()
+    assert gc.get_freeze_count() >= before + len(kept)
 
 
 @pytest.mark.slow
