@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from mx_jax.axes import Axes
 from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.explicit_axes import has_explicit_axes, partitions
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 
@@ -135,7 +137,29 @@ class PackedMXArray:
 
     def unpack(self) -> MXArray:
         """The MXArray again; blocks of zeros may have another scale."""
-        return self.layout.unpack(self)
+        if not has_explicit_axes():
+            return self.layout.unpack(self)
+        # Types would have to say where each step on the way lies.
+        shapes, tree = jax.tree.flatten(jax.eval_shape(self.layout.unpack, _untyped(self)))
+        parts = self.partitions()
+        specs = [
+            PartitionSpec(*(p if n > 1 else None for p, n in zip(parts, s.shape, strict=True)))
+            for s in shapes
+        ]
+        run: Any = jax.sharding.auto_axes(
+            lambda packed: jax.tree.leaves(packed.layout.unpack(packed)), out_sharding=specs
+        )
+        return jax.tree.unflatten(tree, run(self))
+
+    def partitions(self) -> list[Any]:
+        """The mesh axes of each axis of the MXArray, as the type of the first array says."""
+        if self.layout.cut is None or not has_explicit_axes():
+            return [None] * self.ndim
+        array = jax.tree.leaves(self)[0]
+        named: dict[Any, int] = {"n": self.first_kept, "k": self.first_k}
+        axes = [named.get(count, count) for count in self.layout.cut(self).arrays[0]]
+        found = dict(zip(axes, partitions(jax.typeof(array).sharding, array.ndim), strict=True))
+        return [found.get(axis) for axis in range(self.ndim)]
 
     def local(self) -> "PackedMXArray":
         """The same of the sizes that the arrays have: shard_map cuts arrays, and tells no sizes."""
@@ -213,6 +237,11 @@ class PackedMXArray:
             f"PackedMXArray({self.format.name}, shape={shape}, dtype={self.dtype}, "
             f"backend={self.backend})"
         )
+
+
+def _untyped(packed: PackedMXArray) -> PackedMXArray:
+    """Shapes that lie nowhere."""
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), packed)
 
 
 Quantized = MXArray | PackedMXArray

@@ -66,21 +66,10 @@ def permuted_sharding(out_sharding: Any, order: Sequence[int]) -> Any:
 
 def stored(operand: AnyOperand) -> tuple[Part, ...]:
     """Where an operand's type says that it lies; packed weights by their first array."""
-    array: Any = operand
-    counts: tuple[Any, ...] = tuple(range(operand.ndim))
     if isinstance(operand, PackedMXArray):
-        if operand.layout.cut is None:
-            return ((),) * operand.ndim
-        array = jax.tree.leaves(operand)[0]
-        named: dict[Any, int] = {"n": operand.first_kept, "k": operand.first_k}
-        counts = tuple(named.get(own, own) for own in operand.layout.cut(operand).arrays[0])
-    elif isinstance(operand, MXArray):
-        array = operand.codes
-    sharding = explicit_sharding(array)
-    if sharding is None:
-        return ((),) * operand.ndim
-    parts = dict(zip(counts, parts_of(sharding, array.ndim), strict=True))
-    return tuple(parts.get(axis, ()) for axis in range(operand.ndim))
+        return parts_of(PartitionSpec(*operand.partitions()), operand.ndim)
+    sharding = explicit_sharding(operand.codes if isinstance(operand, MXArray) else operand)
+    return ((),) * operand.ndim if sharding is None else parts_of(sharding, operand.ndim)
 
 
 def packed_by_shards(

@@ -262,6 +262,19 @@ def test_on_explicit_axes(case: str, told: bool, x: jax.Array):
     np.testing.assert_allclose(result, quick(run)(x, packed), rtol=1e-5, atol=1e-4)
 
 
+def test_gradients_on_explicit_axes(x: jax.Array):
+    """Of activations, by weights that are unpacked where they lie."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    packed, run = mx_jax.pack_weights(weights("mxfp4", 0)), product(0, MXFP4)
+    step = jax.grad(lambda x, w: (run(x, w) ** 2).sum())
+    with jax.set_mesh(mesh):
+        placed = device_put(packed, NamedSharding(mesh, P(None, "model")))
+        result = quick(step)(jax.device_put(x, NamedSharding(mesh, P())), placed)
+        unpacked = placed.unpack()
+    assert unpacked.codes.sharding.spec == unpacked.scales.sharding.spec == P(None, "model")
+    np.testing.assert_allclose(result, quick(step)(x, packed), rtol=1e-5, atol=1e-2)
+
+
 def test_explained(mesh: Mesh, x: jax.Array):
     packed = mx_jax.pack_weights(weights("mxfp4", 0))
     with jax.set_mesh(mesh):
