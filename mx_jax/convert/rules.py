@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mx_jax.axes import Axes
@@ -145,7 +145,11 @@ def as_rules(rules: Rule | Sequence[Rule], operation: str) -> tuple[Rule, ...]:
     Raises:
       TypeError: anything that is not a Rule.
     """
-    entries = (rules,) if isinstance(rules, Rule) else tuple(rules)
+    # A name is a sequence too, but one thing that is no rule.
+    if isinstance(rules, str) or not isinstance(rules, Iterable):
+        entries: tuple[Any, ...] = (rules,)
+    else:
+        entries = tuple(rules)
     for entry in entries:
         if not isinstance(entry, Rule):
             raise TypeError(

@@ -12,6 +12,8 @@ from mx_jax.specs import MatmulRecipe
 R = TypeVar("R", bound=MatmulRecipe)
 
 _NAMED: dict[str, Callable[[], MatmulRecipe]] = {}
+# Those that a name alone does not make.
+_TAKE_A_FORMAT = ("weight_only", "qat")
 
 
 def enter_recipe(name: str, make: Callable[[], MatmulRecipe]) -> None:
@@ -42,7 +44,9 @@ def named_recipe(name: str) -> MatmulRecipe:
 
 
 def _meant(name: str) -> str:
-    """What to write instead of the name of a block format, which names no recipe."""
+    """What to write instead of a name that is a format's, or that a format has to follow."""
+    if name in _TAKE_A_FORMAT:
+        return f", a recipe of a format: write recipes.{name}(format)"
     try:
         block_format(name)
     except ValueError:

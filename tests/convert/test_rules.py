@@ -80,6 +80,9 @@ class TestRule:
     def test_rules_are_rules(self):
         rule = Rule(".*", None)
         assert as_rules(rule, "f") == as_rules([rule], "f") == (rule,)
+        for wrong in ("mxfp8", None, recipes.mxfp8):
+            with pytest.raises(TypeError, match=f"^f: rules must be.*got {re.escape(repr(wrong))}"):
+                as_rules(wrong, "f")  # pyright: ignore
         with pytest.raises(TypeError, match=r"^f: rules must be Rule objects, got \('.\*', None\)"):
             as_rules([(".*", None)], "f")  # pyright: ignore
 

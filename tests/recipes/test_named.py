@@ -157,6 +157,11 @@ def test_from_name():
     message = "unknown recipe name='mxfp8_e5m2', a block format: recipes.weight_only and qat "
     with pytest.raises(ValueError, match=message):
         recipes.from_name("mxfp8_e5m2")
+    for name in ("weight_only", "qat"):
+        written = getattr(recipes, name)("mxfp4")
+        with pytest.raises(ValueError, match=rf"a recipe of a format: write recipes.{name}\(fo"):
+            recipes.from_name(name)
+        assert written.fwd.rhs is not None
 
 
 def program(operation: Callable[..., Any], *operands: Any, **options: Any) -> str:
