@@ -93,3 +93,14 @@ def test_layers_of_flax_are_not_looked_at_either():
             with inspect.at_step(step), inspect.tag("model"):
                 run(X)
     assert traces == [0, 1] and {record.step for record in records.all()} == {2}
+
+
+def test_a_step_that_is_looked_at_is_waited_for(monkeypatch):
+    """What tells it may run after the call has returned: not on CPUs, where nothing would show."""
+    watch, waits = inspect.capture(every=3), []
+    monkeypatch.setattr(jax, "effects_barrier", lambda: waits.append(watch._told_step))
+    with watch:
+        for step in range(5):
+            with inspect.at_step(step):
+                pass
+    assert waits == [0, 3, None], "before the step is over, and at the end"
