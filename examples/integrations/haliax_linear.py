@@ -1,7 +1,7 @@
 """haliax's own layers, which levanter's models are made of: `python haliax_linear.py`.
 
-Needs `pip install --pre haliax` (1.4.dev453). `recipe.dot_general` is a `DotGeneralOp` as it is: a
-pytree without leaves, so that a model with it can go through jit, grad and scan.
+Needs `pip install --pre haliax` (1.4.dev453). A `DotGeneralOp` with a recipe is a pytree without
+leaves, so that a model with it can go through jit, grad and scan.
 """
 
 import dataclasses
@@ -21,6 +21,15 @@ Batch, Token, Embed, Mlp, Class, Block = hax.make_axes(
 )
 
 
+class MxDotGeneral(eqx.Module):
+    """A recipe as levanter's optimizers want a `DotGeneralOp`: a module of Equinox."""
+
+    recipe: mx_jax.recipes.Recipe = eqx.field(static=True)
+
+    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+        return self.recipe.dot_general(*args, **options)
+
+
 def quantized(model: Any, recipe: mx_jax.recipes.Recipe, keep: tuple[str, ...] = ()) -> Any:
     """The model with a recipe in each Linear, but for those with a name in keep; stacks too."""
 
@@ -28,7 +37,7 @@ def quantized(model: Any, recipe: mx_jax.recipes.Recipe, keep: tuple[str, ...] =
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         if not isinstance(leaf, hnn.Linear) or set(names) & set(keep):
             return leaf
-        return dataclasses.replace(leaf, dot_general=recipe.dot_general)
+        return dataclasses.replace(leaf, dot_general=MxDotGeneral(recipe))
 
     return jax.tree_util.tree_map_with_path(
         replace, model, is_leaf=lambda leaf: isinstance(leaf, hnn.Linear)

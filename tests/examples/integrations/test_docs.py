@@ -18,7 +18,9 @@ def definitions(source: str) -> dict[str, str]:
 
 
 @pytest.mark.one_python(reason="compares the text of a page with that of the examples")
-@pytest.mark.parametrize("example", ["qwix_provider", "maxtext_quantization", "haliax_linear"])
+@pytest.mark.parametrize(
+    "example", ["qwix_provider", "maxtext_quantization", "haliax_linear", "levanter_trainer"]
+)
 def test_lines_to_copy_are_the_examples(example: str):
     code = (ROOT / "examples" / "integrations" / f"{example}.py").read_text()
     blocks = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)

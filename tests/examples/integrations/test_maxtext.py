@@ -137,3 +137,20 @@ def test_a_recipe_is_chosen_by_name(example: Any, monkeypatch: pytest.MonkeyPatc
     assert made == example.MxQuantization(mx_jax.recipes.mxfp4_stochastic())
     assert made.needs_apply_rngs and not example.MxQuantization(MXFP8).needs_apply_rngs
     assert not quantizations.in_serve_mode(made) and not quantizations.in_convert_mode(made)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_stochastic"])
+def test_the_trainer_runs(integration: Any, recipe: str):
+    """MaxText's own loop: its scan over blocks holds quantized products."""
+    pytest.importorskip("maxtext", exc_type=ImportError)
+    example = integration("maxtext_trainer")
+    changed = ("jax_default_prng_impl", "jax_remove_size_one_mesh_axis_from_type")
+    before = {name: getattr(jax.config, name) for name in changed}
+    try:
+        losses, report = example.main(steps=4, recipe=recipe)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    assert len(losses) == 4 and losses[0] > 4.0 and losses[-1] < 0.8 * losses[0], losses
+    # The name that MaxText's layers leave to what is in the scan.
+    assert report.quantized["eval_jaxpr"] == ("output", "grad_input", "grad_weight")
