@@ -8,9 +8,8 @@ Python's own manual, `pydoc_data.topics`, which every installation has.
 
 import argparse
 import dataclasses
-import pydoc_data.topics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ import mx_jax
 from benchmarks import environment, report
 from benchmarks.language_model_formats import PAGES, cut, judge, log_probabilities, text_of
 from mx_jax import calibrate, checkpoint, recipes
+from mx_jax.generate.calibration import manual
 from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.load import find_model
 from mx_jax.generate.model import Llama
@@ -47,12 +47,6 @@ class Way:
     looked_up: Cast | None = None
 
 
-def manual() -> str:
-    """Python's own, in the order of its topics."""
-    topics = pydoc_data.topics.topics
-    return "\n".join(topics[name] for name in sorted(topics))
-
-
 def ways(name: str) -> dict[str, Way]:
     """How weights are quantized, from plain to calibrated."""
     rule = None if name == "nvfp4" else "even"
@@ -77,26 +71,6 @@ def ways(name: str) -> dict[str, Way]:
         "gptq": Way(gptq, gptq),
         "gptq, two tables": Way(gptq, gptq, searched),
     }
-
-
-def all_moments(model: Llama, params: Any, batches: Iterable[np.ndarray]) -> calibrate.Moments:
-    """Of the layers, and of the head under "head": it reads what the last norm gives."""
-
-    @jax.jit
-    def of_head(params: Any, tokens: np.ndarray) -> jax.Array:
-        applied: Any = model.apply(
-            {"params": params},
-            tokens,
-            capture_intermediates=lambda layer, _: layer.path == ("norm",),
-            mutable=["intermediates"],
-        )
-        (x,) = applied[1]["intermediates"]["norm"]["__call__"]
-        rows = x.reshape(-1, x.shape[-1])
-        return jnp.matmul(rows.T, rows, precision="highest")
-
-    batches = list(batches)
-    found = calibrate.moments(model, batches, variables={"params": params})
-    return {**found, "head": sum((of_head(params, tokens) for tokens in batches), jnp.zeros(()))}
 
 
 class Quantizer:
@@ -155,7 +129,7 @@ def rows(
     own = judge(model, params, held, exact)
     yield {"format": "float32", "way": "", "bits": 32, "seconds": 0.0, "closed": None, **own}
     step("moments")
-    moments = all_moments(model, params, known)
+    moments = calibrate.moments(model, list(known), variables={"params": params})
     for name in names:
         plain, quantize = None, Quantizer(params, moments)
         for label, way in ways(name).items():

@@ -91,9 +91,29 @@ def add_to(commands: Any) -> None:
     add_output(parser)
     add_shards(parser)
     parser.add_argument(
-        "--format", metavar="FORMAT", help="for all that no rule decides: mxfp4, nvfp4, mxfp8_e4m3"
+        "--format",
+        metavar="FORMAT",
+        help="for all that no rule decides: mxfp4, nvfp4, mxfp8 or another that `formats` prints",
     )
     parser.add_argument("--rules", metavar="FILE", type=Path, help="ordered rules, as below")
+    _add_scales(parser)
+    parser.add_argument(
+        "--keep",
+        metavar="PATTERN",
+        help="with --format and no rules: layers that stay; '' for none (default: embeddings and "
+        "head)",
+    )
+    parser.add_argument(
+        "--to", metavar="LAYOUT", default=OWN, help=f"how to store it (default: {OWN}, our own)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would become of each")
+    parser.add_argument(
+        "--strict", action="store_true", help="a rule that matches nothing is an error"
+    )
+    parser.set_defaults(run=run)
+
+
+def _add_scales(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale-rule", metavar="RULE", help="with --format; default: what loses least for it"
     )
@@ -112,20 +132,6 @@ def add_to(commands: Any) -> None:
         help="for gptq: texts of the kind that the model is to be good at (default: Python's own "
         "manual)",
     )
-    parser.add_argument(
-        "--keep",
-        metavar="PATTERN",
-        help="with --format and no rules: layers that stay; '' for none (default: embeddings and "
-        "head)",
-    )
-    parser.add_argument(
-        "--to", metavar="LAYOUT", default=OWN, help=f"how to store it (default: {OWN}, our own)"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print what would become of each")
-    parser.add_argument(
-        "--strict", action="store_true", help="a rule that matches nothing is an error"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -199,7 +205,7 @@ def _moments(options: argparse.Namespace, judged: Mapping[str, Judged]) -> dict[
             raise ValueError("quantize: --texts are for GPTQ, and nothing is quantized by it")
         return {}
     named = ", ".join(map(str, options.texts)) or "Python's own manual"
-    say(f"{len(wanted)} matrices by GPTQ, with what they are multiplied with on {named}")
+    say(f"{len(wanted)} of {len(judged)} tensors by GPTQ, calibrated on {named}")
     found = tensor_moments(vars(options)["in"], options.texts)
     unknown = [name for name in wanted if name not in found]
     if unknown:

@@ -68,6 +68,20 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--cache", metavar="FORMAT", help="of keys and values (default: as activations are)"
     )
+    _add_scales(parser)
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="(default: 64)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    parser.add_argument(
+        "--stats", action="store_true", help="print speed, bytes and where a step spends its time"
+    )
+    parser.set_defaults(run=run)
+
+
+def _add_scales(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scales",
         choices=(SEARCHED, GPTQ),
@@ -84,16 +98,6 @@ def add_to(commands: Any) -> None:
         help="with --scales gptq: texts of the kind that it is to be good at (default: Python's "
         "own manual)",
     )
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="(default: 64)")
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)"
-    )
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
-    parser.add_argument(
-        "--stats", action="store_true", help="print speed, bytes and where a step spends its time"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -204,7 +204,13 @@ def tensor_moments(path: Path, texts: Sequence[Path] = ()) -> dict[str, Any]:
     Raises:
       ValueError: a model that `generate` does not read, or as `model_moments` does.
     """
-    source = open_model(path)
+    try:
+        source = open_model(path)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; GPTQ runs the model on texts: of models that generate does not read, "
+            "mx_jax.calibrate.moments in Python"
+        ) from None
     params = params_of(source.weights, source.config, source.names)
     found = model_moments(params, source.config, source.tokenizer(), texts)
     return by_tensors(found, source.names, source.config)
