@@ -131,6 +131,22 @@ def test_nothing_says_where_the_product_lies(mesh: Mesh, arrays: Any):
     assert not [c for c in collectives(text) if c.kind == "all-gather" and c.dtype != "u8"]
 
 
+def test_one_maximum_for_the_tensor_scales_of_all_weights(mesh: Mesh, arrays: Any):
+    """float8 by tensors: no layer waits for the maximum of its own kernel."""
+    recipe = recipes.weight_only("float8_tensorwise_e4m3")
+
+    def layers(x: jax.Array, *kernels: jax.Array) -> jax.Array:
+        for w in kernels:
+            x = jnp.tanh(mx_jax.matmul(x, w, recipe=recipe))
+        return x
+
+    square = arrays[0][:FEATURES]
+    operands, specs = (arrays[0], square, 2 * square, 3 * square), (P("fsdp"),) * 4
+    text, _ = compiled(layers, mesh, operands, specs)
+    maxima = re.findall(r"= (\(.*?\)|\S+) all-reduce\(", text)
+    assert [len(re.findall(r"\w\[", found)) for found in maxima] == [3], maxima
+
+
 def test_axes_cut_in_two(arrays: Any):
     """A reshape leaves a part of a mesh axis to each of two axes: no mesh says that."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
