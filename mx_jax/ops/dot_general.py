@@ -27,7 +27,7 @@ from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.ops.unpacking import packed_for
 from mx_jax.ops.watched import watched
 from mx_jax.packed import Quantized, unpacked
-from mx_jax.sharding.movement import STAY, as_gathered
+from mx_jax.sharding.movement import as_gathered
 from mx_jax.specs import MatmulRecipe
 
 
@@ -91,10 +91,7 @@ def dot_general(
             out_sharding=out_sharding,
         )
     key, rhs = check_matmul_key(key, recipe), packed_for(rhs, dimension_numbers)
-    moves = STAY
-    if recipe.gather is not None:
-        moves = given_moves(recipe, lhs, rhs)
-        lhs, rhs, recipe, moves = gathered_once(recipe, lhs, rhs, moves)
+    lhs, rhs, recipe, moves = gathered_once(recipe, lhs, rhs)
     lhs, rhs, axes, empty, moves = canonicalize(lhs, rhs, dimension_numbers, moves)
     product = DenseProduct(
         recipe=recipe,

@@ -68,6 +68,13 @@ def multiply(
         fast_accumulation=fast_accumulation,
         out_sharding=out_sharding,
     )
+    return _by_choice(lhs, rhs, call, stored, split)
+
+
+def _by_choice(
+    lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall, stored: bool, split: bool
+) -> jax.Array:
+    """A call by who takes it."""
     choice = select(call)
     if choice.target.num_devices > 1 and (part := part_choice(rhs, call, choice)) is not None:
         return multiply_split(unpacked(lhs), rhs, call, part)

@@ -65,15 +65,16 @@ def given_moves(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Moves
 
 
 def gathered_once(
-    recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand, moves: Moves
+    recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand
 ) -> tuple[AnyOperand, AnyOperand, MatmulRecipe, Moves]:
-    """Values that automatic axes gather for a product and both gradients, which keep what is whole.
+    """Operands, recipe and how operands move; values are gathered here on automatic axes.
 
-    Two gathers of the same array, one in each pass, XLA would not make one. Elsewhere each product
+    Once for a product and both gradients, which keep what is whole. Two gathers of the same array, one in each pass, XLA would not make one. Elsewhere each product
     gathers for itself: inside shard_map a gradient is summed in float32 on its way back, and on
     explicit axes JAX's types make it one gather.
     """
     gather, mesh = recipe.gather, jax.sharding.get_abstract_mesh()
+    moves = given_moves(recipe, lhs, rhs)
     if gather is None or gather.as_codes or {*mesh.axis_types} != {AxisType.Auto}:
         return lhs, rhs, recipe, moves
     left, right = (

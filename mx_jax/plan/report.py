@@ -165,8 +165,7 @@ def assumptions(
             "Each device has as many rows of tokens for every expert, and room for as many as "
             "arrive. Codes arrive once, and stay codes until the backward pass."
         )
-    if setup.pipe > 1:
-        lines += _of_the_pipeline(setup)
+    lines += _of_the_pipeline(setup)
     for axis, link in links.items():
         lines.append(f"{axis}: {link.rate / 1e9:g} GB/s ({link.source}).")
     if links:
@@ -179,7 +178,9 @@ def assumptions(
 
 
 def _of_the_pipeline(setup: Setup) -> list[str]:
-    """What a pipeline assumes."""
+    """What a pipeline assumes, if there is one."""
+    if setup.pipe == 1:
+        return []
     steps = setup.microbatches + setup.pipe - 1
     kept = setup.in_flight.tokens * setup.microbatches // setup.tokens
     lines = [
