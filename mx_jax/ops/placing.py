@@ -69,9 +69,10 @@ def gathered_once(
 ) -> tuple[AnyOperand, AnyOperand, MatmulRecipe, Moves]:
     """Operands, recipe and how operands move; values are gathered here on automatic axes.
 
-    Once for a product and both gradients, which keep what is whole. Two gathers of the same array, one in each pass, XLA would not make one. Elsewhere each product
-    gathers for itself: inside shard_map a gradient is summed in float32 on its way back, and on
-    explicit axes JAX's types make it one gather.
+    Once for a product and both gradients, which keep what is whole: two gathers of the same array,
+    one in each pass, XLA would not make one. Elsewhere each product gathers for itself: inside
+    shard_map a gradient is summed in float32 on its way back, and on explicit axes JAX's types make
+    it one gather.
     """
     gather, mesh = recipe.gather, jax.sharding.get_abstract_mesh()
     moves = given_moves(recipe, lhs, rhs)
