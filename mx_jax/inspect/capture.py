@@ -120,7 +120,8 @@ def scalar(name: str, value: Any) -> None:
 
     Args:
       name: what it is.
-      value: a scalar, traced or not. No gradient passes.
+      value: a scalar, traced or not. No gradient passes. Below `shard_map` the first device tells
+        its own: sum or average it over devices before.
 
     Raises:
       ValueError: not a scalar.

@@ -176,8 +176,7 @@ class Capture:
         """Call the host: once, below vmap and shard_map too, or once a device if arrays go."""
         if not tags:
             return jnp.zeros(())
-        manual = jax.sharding.get_abstract_mesh().manual_axes
-        places = {axis: lax.axis_index(axis) for axis in manual}
+        places = _places()
         # Statistics are of all shards; arrays are of one, and each device has its own.
         shard = places if ARRAYS in self.stats else {}
 
@@ -202,10 +201,9 @@ class Capture:
             ]
             return send(joined, now, shard), False
 
-        if not places or ARRAYS in self.stats:
+        if shard:
             return send(raws, now, shard)
-        first = functools.reduce(jnp.logical_and, [index == 0 for index in places.values()])
-        return lax.cond(first, lambda: send(raws, now, shard), lambda: jnp.zeros(()))
+        return _on_first(places, lambda: send(raws, now, shard))
 
     def _receive(
         self, tags: tuple[Tag, ...], tap: Tap, layout: Layout, words: Any, whole: Any
@@ -249,7 +247,22 @@ class Capture:
             jax.debug.callback(receive, value, now)
             return jnp.zeros(())
 
-        self._if_due(now, send)
+        # One step has one number, which devices of shard_map agree on.
+        self._if_due(now, lambda: _on_first(_places(), send))
+
+
+def _places() -> dict[str, jax.Array]:
+    """Which device this is, along each axis of shard_map."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return {axis: lax.axis_index(axis) for axis in axes}
+
+
+def _on_first(places: dict[str, jax.Array], run: Callable[[], jax.Array]) -> jax.Array:
+    """Run on the first device."""
+    if not places:
+        return run()
+    first = functools.reduce(jnp.logical_and, [index == 0 for index in places.values()])
+    return lax.cond(first, run, lambda: jnp.zeros(()))
 
 
 def _lane(tree: Any, batched: Any, lane: int) -> Any:

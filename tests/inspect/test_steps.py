@@ -3,6 +3,8 @@
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax import inspect
@@ -104,3 +106,18 @@ def test_a_step_that_is_looked_at_is_waited_for(monkeypatch):
             with inspect.at_step(step):
                 pass
     assert waits == [0, 3, None], "before the step is over, and at the end"
+
+
+def test_a_number_below_shard_map_is_told_once():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(x):
+        value = jax.lax.psum(x.sum(), "data")
+        inspect.scalar("loss", value)
+        return value
+
+    run = quick(jax.shard_map(loss, mesh=mesh, in_specs=P("data"), out_specs=P()))
+    with inspect.capture() as records:
+        for factor in (1, 2):
+            run(factor * np.arange(8.0, dtype=np.float32))
+    assert [(own.step, own.value) for own in records.scalars["loss"]] == [(0, 28.0), (1, 56.0)]
