@@ -52,6 +52,26 @@ def test_stochastic_clipping(finding: Any):
 
 @of_values
 @pytest.mark.slow
+def test_adam_moments(finding: Any):
+    own = finding("adam_moments")
+    found = {way: own.run(way, steps=1000, rows=16) for way in own.WAYS}
+    zeros = {way: found[way]["zeros"][-1] for way in found}
+    assert zeros["v, nearest"] > 0.3 and zeros["v, stochastic"] > 0.3
+    assert zeros["root, stochastic"] == zeros["root, odds of squares"] == 0
+    means = {way: found[way]["mean"][-1] for way in found}
+    assert means["root, odds of squares"] == pytest.approx(1, abs=0.01)
+    assert means["root, stochastic"] > 1.015
+    adam = own.optax.adamw(1e-2)
+    stored = own.stored_moments(adam, own.jax.random.key(1))
+    exact, ours = (own.losses(tx, steps=300) for tx in (adam, stored))
+    assert ours[-20:].mean() == pytest.approx(exact[-20:].mean(), rel=0.15)
+    assert ours[-20:].mean() < 0.1 * exact[0]
+    state = stored.init({"w": own.jnp.ones((4, 64))}).state[0]
+    assert state.mu["w"].codes.dtype == state.nu["w"].codes.dtype == np.uint8
+
+
+@of_values
+@pytest.mark.slow
 def test_nvfp4_clipping(finding: Any):
     found = finding("nvfp4_clipping").measure()
     assert found["clipped"] == pytest.approx(0.5, abs=0.03)
@@ -100,7 +120,7 @@ def test_each_is_on_the_page():
     for name in NAMES:
         assert f"images/findings/{name}.svg" in page and f"{name}.py" in page
         assert (ROOT / "docs" / "images" / "findings" / f"{name}.svg").exists()
-    assert len(NAMES) == 7
+    assert len(NAMES) == 8
 
 
 @pytest.mark.slow

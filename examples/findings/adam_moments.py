@@ -1,0 +1,221 @@
+"""Adam's moments in 8.25 bits: the first rounds stochastically, the second needs one thing more.
+
+The second moment is a running mean of squares, `v = b2 v + (1 - b2) g^2`. With b2 = 0.999 a step
+moves it by a thousandth, far less than a code of E4M3: rounded to nearest it sticks. Stochastic
+rounding moves it, but squares lie many octaves apart, and those below the smallest code of their
+block become zero, by whose root Adam divides. Roots lie half as many octaves apart; but where a
+root rounds stochastically, its square is too large on average. So: store the root, and round it up
+with the odds that make its square right.
+
+    python examples/findings/adam_moments.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from findings_figure import save
+
+import mx_jax
+
+FORMAT = mx_jax.formats.MXFP8_E4M3
+# RCEIL never clips, so that stochastic rounding is right on average.
+STOCHASTIC = {"scale_rule": "rceil", "rounding": "stochastic"}
+
+
+def first_moment(m: jax.Array, key: jax.Array) -> Any:
+    """m in MXFP8, right on average."""
+    return mx_jax.quantize(m, FORMAT, **STOCHASTIC, key=key)
+
+
+def second_moment(v: jax.Array, key: jax.Array) -> Any:
+    """The root of v in MXFP8, whose square is right on average, and never zero.
+
+    Between the codes `low` and `high` around the root, up with the odds
+    `(v - low^2) / (high^2 - low^2)`. The smallest code stands for everything below it.
+    """
+    root = jnp.sqrt(v)
+    q = mx_jax.quantize(root, FORMAT, scale_rule="rceil", rounding="toward_zero")
+    codes = jnp.maximum(q.codes, 1)
+    low, high = (
+        mx_jax.dequantize(_with_codes(q, own))
+        for own in (codes, jnp.minimum(codes + 1, FORMAT.element.max_code))
+    )
+    # As products of differences and sums: squares of small roots are no float32 numbers.
+    odds = (root - low) / jnp.where(high > low, high - low, 1) * ((root + low) / (high + low))
+    up = jax.random.uniform(key, v.shape) < odds
+    return _with_codes(q, codes + (up & (high > low)))
+
+
+def _with_codes(q: Any, codes: jax.Array) -> Any:
+    return mx_jax.MXArray(
+        codes=codes.astype(jnp.uint8),
+        scales=q.scales,
+        tensor_scale=None,
+        format=q.format,
+        blocks=q.blocks,
+        dtype=q.dtype,
+    )
+
+
+def from_root(q: Any) -> jax.Array:
+    """What `second_moment` stored."""
+    return jnp.square(q.dequantize())
+
+
+class Stored(NamedTuple):
+    """The state of an optimizer with Adam's moments in MXFP8, and where random bits come from."""
+
+    state: Any
+    key: jax.Array
+
+
+def stored_moments(
+    optimizer: optax.GradientTransformation, key: jax.Array
+) -> optax.GradientTransformation:
+    """An optimizer that is given its moments back from MXFP8 in each step, as `optax.adamw`.
+
+    Args:
+      optimizer: any that holds `optax.ScaleByAdamState`, in a chain too. Scalars stay as they are.
+      key: for stochastic rounding.
+    """
+
+    def init(params: Any) -> Stored:
+        return Stored(_packed(optimizer.init(params), key), key)
+
+    def update(gradients: Any, stored: Stored, params: Any = None) -> Any:
+        own, after = jax.random.split(stored.key)
+        updates, state = optimizer.update(gradients, _unpacked(stored.state), params)
+        return updates, Stored(_packed(state, own), after)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _is_adam(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByAdamState)
+
+
+def _packed(state: Any, key: jax.Array) -> Any:
+    def pack(node: Any) -> Any:
+        if not _is_adam(node):
+            return node
+        first, second = jax.random.split(key)
+        mu, nu = _each(first_moment, node.mu, first), _each(second_moment, node.nu, second)
+        return node._replace(mu=mu, nu=nu)
+
+    return jax.tree.map(pack, state, is_leaf=_is_adam)
+
+
+def _each(store: Callable[..., Any], tree: Any, key: jax.Array) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(key, len(leaves))
+    stored = [
+        store(leaf, own) if leaf.ndim else leaf for leaf, own in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.unflatten(structure, stored)
+
+
+def _unpacked(state: Any) -> Any:
+    def is_stored(leaf: Any) -> bool:
+        return isinstance(leaf, mx_jax.MXArray)
+
+    def given_back(tree: Any, read: Callable[[Any], jax.Array]) -> Any:
+        return jax.tree.map(
+            lambda leaf: read(leaf) if is_stored(leaf) else leaf, tree, is_leaf=is_stored
+        )
+
+    def unpack(node: Any) -> Any:
+        if not _is_adam(node):
+            return node
+        mu = given_back(node.mu, lambda q: q.dequantize())
+        return node._replace(mu=mu, nu=given_back(node.nu, from_root))
+
+    return jax.tree.map(unpack, state, is_leaf=_is_adam)
+
+
+def _plain(**options: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def store(v: jax.Array, key: jax.Array) -> jax.Array:
+        own = {"key": key} if options["rounding"] == "stochastic" else {}
+        return mx_jax.cast(v, FORMAT, scale_rule="rceil", **options, **own)
+
+    return store
+
+
+# What becomes of v between two steps.
+WAYS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "v, nearest": _plain(rounding="nearest"),
+    "v, stochastic": _plain(rounding="stochastic"),
+    "root, stochastic": lambda v, key: jnp.square(_plain(rounding="stochastic")(jnp.sqrt(v), key)),
+    "root, odds of squares": lambda v, key: from_root(second_moment(v, key)),
+}
+
+
+def run(way: str, steps: int = 4000, rows: int = 64) -> dict[str, np.ndarray]:
+    """Second moments of gradients whose sizes lie four decades apart within a block.
+
+    After half of the steps gradients are a tenth as large, so their squares a hundredth.
+
+    Returns:
+      By step: `mean`, the mean of v over what float32 has; `zeros`, the share that is zero.
+    """
+    sizes = 10.0 ** jnp.linspace(-4, 0, 32)
+
+    def step(carry: Any, number: jax.Array) -> Any:
+        stored, exact = carry
+        key = jax.random.fold_in(jax.random.key(0), number)
+        draw, rounds = jax.random.split(key)
+        size = jnp.where(number < steps // 2, sizes, 0.1 * sizes)
+        square = jnp.square(size * jax.random.normal(draw, (rows, 32)))
+        exact = 0.999 * exact + 0.001 * square
+        stored = WAYS[way](0.999 * stored + 0.001 * square, rounds)
+        return (stored, exact), ((stored / exact).mean(), (stored == 0).mean())
+
+    start = jnp.broadcast_to(jnp.square(sizes), (rows, 32))
+    _, (mean, zeros) = jax.jit(
+        lambda: jax.lax.scan(step, (WAYS[way](start, jax.random.key(1)), start), jnp.arange(steps))
+    )()
+    return {"mean": np.asarray(mean), "zeros": np.asarray(zeros)}
+
+
+def losses(optimizer: optax.GradientTransformation, steps: int = 600) -> np.ndarray:
+    """Of a linear regression whose 64 targets are two decades apart in size, batch by batch."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((256, 64)).astype(np.float32)
+    y = x @ (rng.standard_normal((64, 64)) * 10.0 ** np.linspace(-2, 0, 64)).astype(np.float32)
+    params = {"kernel": jnp.zeros((64, 64)), "bias": jnp.zeros(64)}
+
+    def loss(params: Any, rows: jax.Array) -> jax.Array:
+        found = jnp.asarray(x)[rows] @ params["kernel"] + params["bias"]
+        return jnp.mean(jnp.square(found - jnp.asarray(y)[rows]))
+
+    def step(carry: Any, number: jax.Array) -> Any:
+        params, state = carry
+        rows = jax.random.randint(jax.random.key(number), (32,), 0, 256)
+        value, gradients = jax.value_and_grad(loss)(params, rows)
+        updates, state = optimizer.update(gradients, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    start = params, optimizer.init(params)
+    return np.asarray(jax.jit(lambda: jax.lax.scan(step, start, jnp.arange(steps))[1])())
+
+
+def draw(axes: Any) -> None:
+    for way in WAYS:
+        axes.semilogy(run(way, rows=16)["mean"], label=way)
+    axes.set(xlabel="step", ylabel="stored second moment\nover the exact one", ylim=(0.03, 300))
+    axes.legend(frameon=False)
+
+
+if __name__ == "__main__":
+    for way in WAYS:
+        found = run(way)
+        print(f"{way:22} mean {found['mean'][-1]:8.3f}  zeros {100 * found['zeros'][-1]:5.1f} %")
+    adam = optax.adamw(1e-2)
+    for name, own in ("float32", adam), ("MXFP8", stored_moments(adam, jax.random.key(1))):
+        print(f"{name:7} loss of the last 50 batches {losses(own)[-50:].mean():.4f}")
+    save("adam_moments", draw)
