@@ -16,7 +16,14 @@ import jax.numpy as jnp
 import pytest
 
 from mx_jax.backends.base import Backend, Target
-from mx_jax.backends.calls import Call, MatmulCall, QuantizeBothCall, QuantizeCall, RaggedCall
+from mx_jax.backends.calls import (
+    AttendCall,
+    Call,
+    MatmulCall,
+    QuantizeBothCall,
+    QuantizeCall,
+    RaggedCall,
+)
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.select import current_target
 from mx_jax.backends.table import BACKENDS
@@ -81,6 +88,8 @@ def _what_the_handlers_compute(call: Call, target: Target) -> bool:
         return True
     if isinstance(call, RaggedCall):
         return True
+    if isinstance(call, AttendCall):
+        return call.tokens == 1 and set(call.dtypes) == {jnp.dtype(jnp.float32)}
     if isinstance(call, QuantizeCall):
         rule = call.scale_rule
         if rule.reads_values or rule.largest_element is not None:
