@@ -127,7 +127,7 @@ def test_a_product_has_the_tiles_of_its_row(monkeypatch: pytest.MonkeyPatch):
 
     fake = altered(PALLAS_GPU, MatmulCall, multiply)
     table = tuple(fake if backend == PALLAS_GPU else backend for backend in BACKENDS)
-    monkeypatch.setattr("mx_jax.backends.select.BACKENDS", table)
+    monkeypatch.setattr("mx_jax.backends.named.BACKENDS", table)
 
     @jax.jit
     def product(x, w):
