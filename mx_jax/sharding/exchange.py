@@ -46,10 +46,7 @@ def all_to_all(x: MXArray, axis_name: Any, split_axis: int, concat_axis: int) ->
       >>> jax.jit(run)(jnp.ones((8, 64))).shape
       (8, 64)
     """
-    if not isinstance(x, MXArray):
-        raise TypeError(
-            f"all_to_all: needs an MXArray, got {type(x).__name__}; jax.lax.all_to_all takes others"
-        )
+    _check_is_quantized("all_to_all", x)
     split_axis, concat_axis = split_axis % x.ndim, concat_axis % x.ndim
     _check(x, lax.axis_size(axis_name), split_axis, concat_axis)
     move = functools.partial(
@@ -59,22 +56,8 @@ def all_to_all(x: MXArray, axis_name: Any, split_axis: int, concat_axis: int) ->
         concat_axis=concat_axis,
         tiled=True,
     )
-    moved = dataclasses.replace(
-        x,
-        codes=_moved_packed(x, move, (split_axis, concat_axis)),
-        scales=move(x.scales),
-        primal=None,
-    )
-    if x.primal is None:
-        return moved
-    back = functools.partial(
-        lax.all_to_all,
-        axis_name=axis_name,
-        split_axis=concat_axis,
-        concat_axis=split_axis,
-        tiled=True,
-    )
-    return dataclasses.replace(moved, primal=_linked(back, x.primal, moved))
+    back = functools.partial(move, split_axis=concat_axis, concat_axis=split_axis)
+    return _sent(x, move, back, taken=(split_axis, concat_axis))
 
 
 def ppermute(x: MXArray, axis_name: Any, perm: Iterable[tuple[int, int]]) -> MXArray:
@@ -105,24 +88,19 @@ def ppermute(x: MXArray, axis_name: Any, perm: Iterable[tuple[int, int]]) -> MXA
       >>> jax.jit(run)(jnp.ones((8, 64))).sum()
       Array(512., dtype=float32)
     """
-    if not isinstance(x, MXArray):
-        raise TypeError(
-            f"ppermute: needs an MXArray, got {type(x).__name__}; jax.lax.ppermute takes others"
-        )
+    _check_is_quantized("ppermute", x)
     pairs = tuple((int(sender), int(receiver)) for sender, receiver in perm)
     move = functools.partial(lax.ppermute, axis_name=axis_name, perm=pairs)
-    moved = dataclasses.replace(
-        x,
-        codes=_moved_packed(x, move, ()),
-        scales=move(x.scales),
-        tensor_scale=None if x.tensor_scale is None else move(x.tensor_scale),
-        primal=None,
-    )
-    if x.primal is None:
-        return moved
     reverse = tuple((receiver, sender) for sender, receiver in pairs)
-    back = functools.partial(lax.ppermute, axis_name=axis_name, perm=reverse)
-    return dataclasses.replace(moved, primal=_linked(back, x.primal, moved))
+    return _sent(x, move, functools.partial(move, perm=reverse))
+
+
+def _check_is_quantized(operation: str, x: Any) -> None:
+    if not isinstance(x, MXArray):
+        raise TypeError(
+            f"{operation}: needs an MXArray, got {type(x).__name__}; jax.lax.{operation} takes "
+            "others"
+        )
 
 
 def _check(x: MXArray, devices: int, split_axis: int, concat_axis: int) -> None:
@@ -143,6 +121,20 @@ def _check(x: MXArray, devices: int, split_axis: int, concat_axis: int) -> None:
             f"all_to_all: rows that arrive would have their senders' tensor scales, got format="
             f"{x.format.name}; use a format without one, such as mxfp4"
         )
+
+
+def _sent(x: MXArray, move: Any, back: Any, taken: tuple[int, ...] = ()) -> MXArray:
+    """Codes and all scales moved, along axes that are taken; gradients go back as values."""
+    moved = dataclasses.replace(
+        x,
+        codes=_moved_packed(x, move, taken),
+        scales=move(x.scales),
+        tensor_scale=None if x.tensor_scale is None else move(x.tensor_scale),
+        primal=None,
+    )
+    if x.primal is None:
+        return moved
+    return dataclasses.replace(moved, primal=_linked(back, x.primal, moved))
 
 
 def _moved_packed(x: MXArray, move: Any, taken: tuple[int, ...]) -> jax.Array:
