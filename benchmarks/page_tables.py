@@ -51,6 +51,8 @@ _DATA = {
     "outliers": "outlier columns",
 }
 _LATE = 200
+# The recipes that were trained at other learning rates too.
+_SWEPT = ("mxfp8", "mxfp4")
 
 
 def result(name: str) -> dict[str, Any]:
@@ -79,6 +81,22 @@ def _trained(recipe: str, own: dict[int, Any], exact: dict[int, Any]) -> tuple[s
         each = ", ".join(f"{gap:+.2f}" for gap in gaps)
         cells = intervals.text(gaps, "+.2f"), each, intervals.text(late, "+.2f")
     return recipe, str(len(own)), f"{loss:.4f}", *cells
+
+
+def learning_rates() -> Table:
+    """One seed, the same for every rate."""
+    found = {}
+    for path in (RESULTS / "train_lm").glob("*.json"):
+        own = result(f"train_lm/{path.stem}")
+        losses = {
+            run["recipe"]: run["final_validation_loss"] for run in own["runs"] if run["seed"] == 0
+        }
+        found[own["config"]["lr"]] = losses
+    rows = []
+    for rate, losses in sorted(found.items()):
+        gaps = (100 * (losses[name] / losses["float32"] - 1) for name in _SWEPT)
+        rows.append((f"{rate}", f"{losses['float32']:.4f}", *(f"{gap:+.2f}" for gap in gaps)))
+    return ("peak learning rate", "float32's loss", *(f"{n}'s gap (%)" for n in _SWEPT)), rows
 
 
 def sqnr() -> Table:
@@ -228,6 +246,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     function.__name__: function
     for function in (
         training,
+        learning_rates,
         sqnr,
         rounding,
         quantize,
