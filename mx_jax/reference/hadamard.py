@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs.explicit_axes import explicit_sharding, partitions, with_partitions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,42 +116,73 @@ def apply(
       float32, length k' along the axis, the next multiple of g: the transform fills the padding.
     """
     turn = _turn_bfloat16 if in_bfloat16 else _turn
-    return jnp.moveaxis(_apply_last(jnp.moveaxis(x, axis, -1), signs, turn), -1, axis)
-
-
-def _turn(groups: jax.Array, signs: jax.Array) -> jax.Array:
-    """The transform of groups along the last axis, as it is defined."""
-    groups = groups.astype(jnp.float32) * signs
-    return jnp.matmul(groups, matrix(signs.size), precision=lax.Precision.HIGHEST)
-
-
-def _turn_bfloat16(groups: jax.Array, signs: jax.Array) -> jax.Array:
-    size = signs.size
-    sums = jnp.matmul(
-        groups * signs.astype(jnp.bfloat16),
-        _sylvester(size).astype(jnp.bfloat16),
-        precision=lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )
-    return sums * jnp.float32(1 / math.sqrt(size))
-
-
-def _apply_last(x: jax.Array, signs: jax.Array, turn: Callable[..., jax.Array]) -> jax.Array:
-    size = signs.shape[0]
-    groups, inside = block_shapes.split(x, ((-1, size),), fill=True)
-    turned = turn(groups, signs.reshape((1,) * (groups.ndim - 1) + (size,)))
-    length = groups.shape[-2] * size
-    return block_shapes.merge(turned, (*x.shape[:-1], length), inside)
+    return _in_groups(x, signs, axis, turn)
 
 
 def invert(y: jax.Array, signs: jax.Array, length: int, axis: int = -1) -> jax.Array:
     """Undo `apply` and drop its padding down to `length` values along the axis."""
-    return jnp.moveaxis(_invert_last(jnp.moveaxis(y, axis, -1), signs, length), -1, axis)
+    return _in_groups(y, signs, axis, _turn_back, length)
 
 
-def _invert_last(y: jax.Array, signs: jax.Array, length: int) -> jax.Array:
+# What happens to groups that lie along an axis, given signs that broadcast against them.
+_Turn = Callable[[jax.Array, jax.Array, int], jax.Array]
+
+
+def _in_groups(
+    x: jax.Array, signs: jax.Array, axis: int, turn: _Turn, length: int | None = None
+) -> jax.Array:
+    """Groups along an axis turned where they lie: XLA on CPU takes long to move an axis away and
+    back."""
     size = signs.shape[0]
-    groups, inside = block_shapes.split(y, ((-1, size),), fill=True)
-    signs = signs.reshape((1,) * (groups.ndim - 1) + (size,))
-    turned = jnp.matmul(groups, matrix(size), precision=lax.Precision.HIGHEST) * signs
-    return block_shapes.merge(turned, (*y.shape[:-1], length), inside)
+    axis %= x.ndim
+    groups, (within,) = block_shapes.split(x, ((axis - x.ndim, size),), fill=True)
+    signs = jnp.expand_dims(signs, [at for at in range(groups.ndim) if at != within])
+    turned = turn(groups, signs, within)
+    length = groups.shape[axis] * size if length is None else length
+    return block_shapes.merge(turned, (*x.shape[:axis], length, *x.shape[axis + 1 :]), (within,))
+
+
+def _turn(groups: jax.Array, signs: jax.Array, within: int) -> jax.Array:
+    """The transform as it is defined."""
+    values = groups.astype(jnp.float32) * signs
+    return _times(values, matrix(signs.size), within, lax.Precision.HIGHEST)
+
+
+def _turn_bfloat16(groups: jax.Array, signs: jax.Array, within: int) -> jax.Array:
+    values, signed = groups * signs.astype(jnp.bfloat16), _sylvester(signs.size)
+    sums = _times(values, signed.astype(jnp.bfloat16), within, lax.Precision.DEFAULT)
+    return sums * jnp.float32(1 / math.sqrt(signs.size))
+
+
+def _turn_back(groups: jax.Array, signs: jax.Array, within: int) -> jax.Array:
+    return _times(groups, matrix(signs.size), within, lax.Precision.HIGHEST) * signs
+
+
+def _times(
+    groups: jax.Array, square: np.ndarray, within: int, precision: lax.Precision
+) -> jax.Array:
+    """Each group by a symmetric matrix, summed in float32.
+
+    Where groups do not lie along the last axis, a matrix for each of those before them multiplies
+    from the left, so that no axis moves: XLA on CPU, which computes what depends on constants alone
+    when it compiles, has given wrong numbers for a product of constants whose axes moved after it
+    (jaxlib 0.10.2 and 0.12.0).
+    """
+    product = functools.partial(
+        lax.dot_general, precision=precision, preferred_element_type=jnp.float32
+    )
+    if within == groups.ndim - 1:
+        return product(groups, jnp.asarray(square), (((within,), (0,)), ((), ())))
+    before = tuple(range(within))
+    return product(
+        _for_each(square, groups, within), groups, (((within + 1,), (within,)), (before, before))
+    )
+
+
+def _for_each(square: np.ndarray, groups: jax.Array, within: int) -> jax.Array:
+    """The matrix once for each of the groups' leading axes, lying where they do."""
+    place = explicit_sharding(groups)
+    if place is not None:
+        place = with_partitions(place, [*partitions(place, groups.ndim)[:within], None, None])
+    shape = (*groups.shape[:within], *square.shape)
+    return jnp.broadcast_to(jnp.asarray(square), shape, out_sharding=place)

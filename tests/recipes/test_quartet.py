@@ -109,6 +109,16 @@ def test_gradients_are_right_on_average(name: str):
         assert abs(slopes.mean() - 1) < half < 0.02, (slopes.mean(), half)
 
 
+def test_weights_that_are_constants_of_the_program():
+    """XLA computes what depends on them alone when it compiles, by an evaluator of its own."""
+    x, w, _ = draw(4, 64, 32)
+    key, recipe = jax.random.key(0), recipes.quartet()
+    with mx_jax.only_backend("reference"):
+        inside = jax.jit(lambda x: mx_jax.matmul(x, w, recipe=recipe, key=key))(x)
+        given = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe, key=key))(x, w)
+    np.testing.assert_allclose(inside, given, rtol=1e-5, atol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def nearest() -> tuple[jax.Array, ...]:
     return quick(run, static_argnums=0)(NEAREST, *draw(64, 80, 32))
@@ -211,17 +221,21 @@ def test_explicit_sharding(residuals: str, nearest):
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
 
 
-def test_a_group_on_two_devices_is_refused():
-    recipe = NEAREST.with_(gather=Gather("fsdp", rhs=P("fsdp", None)))
+@pytest.mark.parametrize("side", ["lhs", "rhs"])
+def test_a_group_on_two_devices_is_refused(side: str):
+    spec, axis = (P(None, "fsdp"), 1) if side == "lhs" else (P("fsdp", None), 0)
+    given = {"lhs": P(), "rhs": P()} | {side: spec}
+    recipe = NEAREST.with_(gather=Gather("fsdp", **given))
     step = jax.shard_map(
         lambda *a: run(recipe, *a)[0],
         mesh=jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,)),
-        in_specs=(P(), P("fsdp", None), P()),
+        in_specs=(*given.values(), P()),
         out_specs=P(),
         check_vma=False,
     )
     message = r"keeps what each device transforms, but a group of Hadamard 32, fixed signs would"
-    with pytest.raises(ValueError, match=message + r".* along axis=0, got shard size=40 along"):
+    message += rf".* along axis={axis}, got shard size=40 along"
+    with pytest.raises(ValueError, match=message):
         jax.eval_shape(step, *draw(64, 80, 32))
 
 

@@ -16,7 +16,7 @@ from mx_jax.backends.pallas_gpu.casts import quantize as pallas_quantize
 from mx_jax.backends.target import Target
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.codecs.rounding import NEAREST, STOCHASTIC, Rounding
-from mx_jax.formats import NVFP4
+from mx_jax.formats import NVFP4, NVFP4_2D
 from mx_jax.inspect import explain_call
 from mx_jax.reference import hadamard
 from mx_jax.reference.quantize import quantize
@@ -102,6 +102,30 @@ def test_what_is_lost_stays_in_its_block():
     assert not np.any(run(np.zeros_like(x)).dequantize())
     everything = run(np.full_like(x, np.inf))
     assert np.all(np.isnan(everything.dequantize()))
+    # Beside a single value the least that was counted of the lost block would show.
+    single = np.zeros_like(x)
+    single[0, 0] = 1
+    lost = np.array(single)
+    lost[0, 16] = np.nan
+    assert run(lost).scales[0, 0] == run(single).scales[0, 0]
+
+
+def test_square_blocks_share_with_those_beside_them():
+    """A group is eight of a row of blocks: what one of them lost makes all their scales larger."""
+    x = np.zeros((2, 32, 256), F)
+    x[0, :16, 16:32] = 0.04  # rounded to zero
+    x[:, ::16, ::16] = 1
+    blocks, bits = ((-2, 16), (-1, 16)), np.full((2, 2, 16), 1 << 15, np.int32)
+
+    @functools.partial(quick, static_argnums=1)
+    def scales(x, group):
+        return quantize(x, NVFP4_2D, blocks, in_groups_of(group), random_bits=bits).scales
+
+    larger = np.zeros((2, 2, 16), bool)
+    larger[0, 0, :8] = True
+    np.testing.assert_array_equal(scales(x, 128) > scales(np.where(x < 1, 0, x), 128), larger)
+    larger[0, 0] = np.arange(16) == 1
+    np.testing.assert_array_equal(scales(x, 16) > scales(np.where(x < 1, 0, x), 16), larger)
 
 
 NUM_DRAWS = 16

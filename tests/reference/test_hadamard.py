@@ -45,6 +45,7 @@ def test_signs_are_one_each():
 def test_where_signs_come_from():
     fixed, drawn = Hadamard(size=2, signs=(1, -1)), Hadamard(size=2, signs=None)
     assert (fixed.is_random, drawn.is_random) == (False, True)
+    assert len({fixed, drawn, Hadamard(size=2, signs=(1, -1))}) == 2
     assert hadamard.seeded(8, seed=3) == Hadamard(size=8, signs=(-1, 1, 1, 1, -1, 1, 1, -1))
     given = hadamard.draw_signs(fixed, None)
     assert given.dtype == jnp.float32 and np.asarray(given).tolist() == [1, -1]
