@@ -9,8 +9,14 @@
 namespace mx::MX_TARGET {
 namespace {
 
-// Sixteen floats, which the compiler keeps in as many registers as the instruction set needs.
+// The floats of a register.
+#if MX_RANK >= MX_RANK_avx512
 constexpr int kLanes = 16;
+#elif MX_RANK >= MX_RANK_avx2
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
 
@@ -22,13 +28,44 @@ MX_INLINE Floats Load(const float* from) {
 MX_INLINE void Store(float* to, Floats values) { memcpy(to, &values, sizeof values); }
 MX_INLINE Floats All(float value) { return value - Floats{}; }
 
-MX_INLINE float Sum(Floats values) {
-  float lane[kLanes];
-  memcpy(lane, &values, sizeof lane);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+// The lower, or upper, halves of a and b, lane by lane in turn.
+MX_INLINE Floats ZipLower(Floats a, Floats b) {
+#if MX_RANK >= MX_RANK_avx512
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#elif MX_RANK >= MX_RANK_avx2
+  return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+#else
+  return __builtin_shufflevector(a, b, 0, 4, 1, 5);
+#endif
+}
+MX_INLINE Floats ZipUpper(Floats a, Floats b) {
+#if MX_RANK >= MX_RANK_avx512
+  return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15,
+                                 31);
+#elif MX_RANK >= MX_RANK_avx2
+  return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  return __builtin_shufflevector(a, b, 2, 6, 3, 7);
+#endif
+}
+
+// Lane i is the sum of the lanes of vector i.
+template <int kCount>
+MX_INLINE Floats SumEach(const Floats (&vectors)[kCount]) {
+  if constexpr (kCount == 1) {
+    return vectors[0];
+  } else {
+    Floats halves[kCount / 2];
+    for (int i = 0; i < kCount / 2; ++i) {
+      const Floats a = vectors[i], b = vectors[i + kCount / 2];
+      halves[i] = ZipLower(a, b) + ZipUpper(a, b);
+    }
+    return SumEach(halves);
   }
-  return lane[0];
+}
+MX_INLINE float Sum(Floats values) {
+  Floats alone[kLanes] = {values};
+  return SumEach(alone)[0];
 }
 
 // e^x for x <= 0, within two units in the last place; below float32's normal numbers 0. NaN stays.
@@ -58,79 +95,136 @@ MX_INLINE Floats Exp(Floats x) {
   return x != x ? x : tiny ? Floats{} : found;
 }
 
-MX_INLINE float Dot(const float* a, const float* b, int64_t count) {
-  Floats sums[2] = {};
+// Scores of `count` rows of keys, as many as a vector has lanes if kAll, else fewer.
+template <bool kAll>
+MX_INLINE void ScoreRows(const AttendProblem& p, const float* query, const float* keys,
+                         int64_t count, float* scores) {
+  Floats sums[kLanes] = {};
   int64_t i = 0;
-  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
-    sums[0] += Load(a + i) * Load(b + i);
-    sums[1] += Load(a + i + kLanes) * Load(b + i + kLanes);
+  for (; i + kLanes <= p.width; i += kLanes) {
+    const Floats own = Load(query + i);
+    // Rows beyond the last are the last one again.
+    for (int r = 0; r < kLanes; ++r) {
+      sums[r] += own * Load(keys + (kAll || r < count ? r : count - 1) * p.width + i);
+    }
   }
-  for (; i + kLanes <= count; i += kLanes) sums[0] += Load(a + i) * Load(b + i);
-  float sum = Sum(sums[0] + sums[1]);
-  for (; i < count; ++i) sum += a[i] * b[i];
-  return sum;
+  Floats total = SumEach(sums);
+  for (; i < p.width; ++i) {
+    for (int r = 0; r < (kAll ? kLanes : count); ++r) total[r] += query[i] * keys[r * p.width + i];
+  }
+  total *= All(p.scale);
+  memcpy(scores, &total, (kAll ? kLanes : static_cast<size_t>(count)) * sizeof *scores);
+}
+
+void Score(const AttendProblem& p, const float* keys, int64_t first, int64_t count) {
+  for (int64_t at = 0; at < count; at += kLanes) {
+    const float* rows = keys + at * p.width;
+    for (int64_t query = 0; query < p.num_queries; ++query) {
+      const float* own = p.queries + query * p.width;
+      float* scores = p.weights + query * p.seen + first + at;
+      count - at >= kLanes ? ScoreRows<true>(p, own, rows, kLanes, scores)
+                           : ScoreRows<false>(p, own, rows, count - at, scores);
+    }
+  }
+}
+
+// The largest of some scores; NaN if one is.
+MX_INLINE float Largest(const float* scores, int64_t count) {
+  Floats most = All(scores[0]);
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const Floats some = Load(scores + i);
+    // NaN, once there, stays.
+    most = some <= most || most != most ? most : some;
+  }
+  float largest = scores[0];
+  const auto take = [&](float score) {
+    if (!(score <= largest) && largest == largest) largest = score;
+  };
+  for (int lane = 0; lane < kLanes; ++lane) take(most[lane]);
+  for (; i < count; ++i) take(scores[i]);
+  return largest;
 }
 
 // Scores to e^(score - largest); their sum.
 MX_INLINE float Exponentials(float* scores, int64_t count) {
-  float largest = scores[0];
-  for (int64_t i = 1; i < count; ++i) {
-    // NaN, once there, stays.
-    if (!(scores[i] <= largest) && largest == largest) largest = scores[i];
-  }
+  const float largest = Largest(scores, count);
   Floats sums = {};
-  for (int64_t i = 0; i < count; i += kLanes) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const Floats found = Exp(Load(scores + i) - All(largest));
+    Store(scores + i, found);
+    sums += found;
+  }
+  if (i < count) {
+    // Lanes beyond the end give 0 whatever the largest is.
     Floats some = All(-1e30f);
-    const int64_t left = count - i;
-    const size_t bytes = (left < kLanes ? (size_t)left : kLanes) * sizeof(float);
-    if (left < kLanes) {
-      // Lanes beyond the end give 0 whatever the largest is.
-      for (int64_t j = 0; j < left; ++j) some[j] = scores[i + j] - largest;
-    } else {
-      some = Load(scores + i) - All(largest);
-    }
+    for (int64_t j = i; j < count; ++j) some[j - i] = scores[j] - largest;
     const Floats found = Exp(some);
-    memcpy(scores + i, &found, bytes);
+    memcpy(scores + i, &found, static_cast<size_t>(count - i) * sizeof *scores);
     sums += found;
   }
   return Sum(sums);
 }
 
-// kVectors of a row of the output, from `at` on.
-template <int kVectors>
-MX_INLINE void WeighedSum(const AttendProblem& p, int64_t at, float sum, float* out) {
-  Floats total[kVectors] = {};
-  for (int64_t row = 0; row < p.seen; ++row) {
-    const Floats weight = All(p.weights[row]);
-    const float* value = p.values + row * p.value_width + at;
-    for (int v = 0; v < kVectors; ++v) total[v] += weight * Load(value + v * kLanes);
+void Weigh(const AttendProblem& p) {
+  for (int64_t query = 0; query < p.num_queries; ++query) {
+    p.sums[query] = Exponentials(p.weights + query * p.seen, p.seen);
   }
-  for (int v = 0; v < kVectors; ++v) Store(out + at + v * kLanes, total[v] / All(sum));
 }
 
-void Attend(const AttendProblem& p) {
+// A run of rows of values, each times its weight.
+struct Run {
+  const float* values;
+  const float* weights;
+  int64_t count, width;
+  bool adds;      // to what is there
+  float divisor;  // of the sums, 1 but in the last run
+};
+
+// kVectors of a row of the output.
+template <int kVectors>
+MX_INLINE void AddRows(const Run& run, int64_t at, float* out) {
+  Floats total[kVectors] = {};
+  for (int v = 0; run.adds && v < kVectors; ++v) total[v] = Load(out + at + v * kLanes);
+  for (int64_t row = 0; row < run.count; ++row) {
+    const Floats weight = All(run.weights[row]);
+    const float* value = run.values + row * run.width + at;
+    for (int v = 0; v < kVectors; ++v) total[v] += weight * Load(value + v * kLanes);
+  }
+  for (int v = 0; v < kVectors; ++v) Store(out + at + v * kLanes, total[v] / All(run.divisor));
+}
+
+void Add(const AttendProblem& p, const float* values, int64_t first, int64_t count) {
   for (int64_t query = 0; query < p.num_queries; ++query) {
-    const float* mine = p.queries + query * p.width;
-    for (int64_t row = 0; row < p.seen; ++row) {
-      p.weights[row] = Dot(mine, p.keys + row * p.width, p.width) * p.scale;
-    }
-    const float sum = Exponentials(p.weights, p.seen);
+    const float* weights = p.weights + query * p.seen + first;
     float* out = p.out + query * p.value_width;
+    const float divisor = first + count == p.seen ? p.sums[query] : 1.0f;
+    const Run run = {values, weights, count, p.value_width, first != 0, divisor};
     int64_t at = 0;
-    for (; at + 4 * kLanes <= p.value_width; at += 4 * kLanes) WeighedSum<4>(p, at, sum, out);
-    for (; at + kLanes <= p.value_width; at += kLanes) WeighedSum<1>(p, at, sum, out);
-    for (; at < p.value_width; ++at) {
-      float total = 0;
-      for (int64_t row = 0; row < p.seen; ++row) {
-        total += p.weights[row] * p.values[row * p.value_width + at];
-      }
-      out[at] = total / sum;
+    for (; at + 4 * kLanes <= run.width; at += 4 * kLanes) AddRows<4>(run, at, out);
+    for (; at + kLanes <= run.width; at += kLanes) AddRows<1>(run, at, out);
+    for (; at < run.width; ++at) {
+      float total = run.adds ? out[at] : 0;
+      for (int64_t row = 0; row < count; ++row) total += weights[row] * values[row * run.width + at];
+      out[at] = total / divisor;
     }
+  }
+}
+
+void Unpack(const uint8_t* packed, int64_t rows, int64_t width, uint8_t* codes) {
+  const int64_t bytes = (width + 1) / 2;
+  for (int64_t row = 0; row < rows; ++row, packed += bytes, codes += width) {
+    for (int64_t i = 0; i < width / 2; ++i) {
+      codes[2 * i] = packed[i] & 15;
+      codes[2 * i + 1] = static_cast<uint8_t>(packed[i] >> 4);
+    }
+    if (width % 2 != 0) codes[width - 1] = packed[bytes - 1] & 15;
   }
 }
 
 }  // namespace
 
-const AttendKernels kAttend = {Attend};
+const AttendKernels kAttend = {Score, Weigh, Add, Unpack};
 
 }  // namespace mx::MX_TARGET

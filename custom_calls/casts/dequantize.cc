@@ -2,13 +2,12 @@
 #include "casts/dequantize.h"
 
 #include <cstdint>
-#include <string_view>
 
 #include "casts/attributes.h"
+#include "casts/decoding.h"
 #include "casts/geometry.h"
 #include "casts/lift.h"
 #include "common/checks.h"
-#include "common/dispatch.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace mx {
@@ -16,21 +15,13 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-#if MX_X86
-const DequantizeKernels* const kKernels[kNumIsas] = {&portable::kDequantize, &avx2::kDequantize,
-                                                     &avx512::kDequantize};
-#else
-const DequantizeKernels* const kKernels[kNumIsas] = {&portable::kDequantize};
-#endif
-
 ffi::Error CheckOperands(ffi::AnyBuffer codes, ffi::AnyBuffer scales, const Dimensions& shape,
                          const Geometry& geometry, const DequantizePlan& plan) {
   if (codes.element_type() != ffi::U8 || !SameShape(codes.dimensions(), shape)) {
     return InvalidArgument("mx_jax dequantize: codes must be uint8 of shape ", Shape(shape),
                            ", got codes.shape=", Shape(codes.dimensions()));
   }
-  const bool bytes =
-      plan.kind == ScaleFormatKind::kExponent || plan.kind == ScaleFormatKind::kElement;
+  const bool bytes = HasByteScales(plan);
   const Dimensions scales_shape = ScalesShape(shape, geometry);
   if (scales.element_type() != (bytes ? ffi::U8 : ffi::F32) ||
       !SameShape(scales.dimensions(), scales_shape)) {
@@ -45,22 +36,12 @@ ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer
                       ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
                       ffi::Dictionary attributes) {
   ffi::Span<const int64_t> blocks;
-  ffi::Span<const int32_t> element, scale_element;
-  std::string_view kind;
   bool has_tensor_scale = false;
   MX_RETURN_IF_ERROR(ReadAttribute("dequantize", attributes, "blocks", &blocks));
-  MX_RETURN_IF_ERROR(ReadAttribute("dequantize", attributes, "element", &element));
-  MX_RETURN_IF_ERROR(ReadAttribute("dequantize", attributes, "kind", &kind));
-  MX_RETURN_IF_ERROR(ReadAttribute("dequantize", attributes, "scale_element", &scale_element));
   MX_RETURN_IF_ERROR(
       ReadAttribute("dequantize", attributes, "has_tensor_scale", &has_tensor_scale));
   DequantizePlan plan{};
-  MX_RETURN_IF_ERROR(ParseElement("dequantize", "element", element, &plan.element));
-  MX_RETURN_IF_ERROR(ParseKind("dequantize", kind, &plan.kind));
-  if (plan.kind == ScaleFormatKind::kElement) {
-    MX_RETURN_IF_ERROR(
-        ParseElement("dequantize", "scale_element", scale_element, &plan.scale_element));
-  }
+  MX_RETURN_IF_ERROR(ReadFormat("dequantize", attributes, &plan));
   MX_RETURN_IF_ERROR(ParseFloatType("dequantize", *out, &plan.type));
   const Dimensions shape(out->dimensions().begin(), out->dimensions().end());
   Geometry geometry;
@@ -79,8 +60,8 @@ ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer
   plan.scales = scales.untyped_data();
   plan.out = out->untyped_data();
   FillPlan(geometry, &plan);
-  for (int32_t code = 0; code < 256; ++code) plan.values[code] = Decode(code, plan.element);
-  DequantizeBlocks(pool, static_cast<int64_t>(out->element_count()), plan, Pick(kKernels));
+  const int64_t size = static_cast<int64_t>(out->element_count());
+  DequantizeBlocks(pool, size, plan, ChosenDequantizeKernels());
   return ffi::Error::Success();
 }
 

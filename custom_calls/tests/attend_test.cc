@@ -31,10 +31,20 @@ bool Check(const AttendKernels& kernels, int seed) {
   const float spread = random() % 4 == 0 ? 30.0f : 1.0f;
   const auto queries = Draw(random, num_queries * width, spread);
   const auto keys = Draw(random, seen * width, 1), values = Draw(random, seen * value_width, 1);
-  std::unique_ptr<float[]> out(new float[num_queries * value_width]), weights(new float[seen]);
+  std::unique_ptr<float[]> out(new float[num_queries * value_width]), weights(new float[num_queries * seen]);
   const float scale = 1 / std::sqrt(static_cast<float>(width));
-  kernels.attend({queries.get(), keys.get(), values.get(), out.get(), weights.get(), num_queries,
-                  seen, width, value_width, scale});
+  std::vector<float> sums(num_queries);
+  const AttendProblem problem = {queries.get(), out.get(), weights.get(), sums.data(), num_queries,
+                                 seen,          width,     value_width,   scale};
+  // In runs of rows, as codes are decoded.
+  const int64_t runs[] = {seen, 1, 8, 24}, run = runs[random() % 4];
+  for (int64_t first = 0; first < seen; first += run) {
+    kernels.score(problem, keys.get() + first * width, first, std::min(run, seen - first));
+  }
+  kernels.weigh(problem);
+  for (int64_t first = 0; first < seen; first += run) {
+    kernels.add(problem, values.get() + first * value_width, first, std::min(run, seen - first));
+  }
   for (int64_t query = 0; query < num_queries; ++query) {
     std::vector<double> scores(seen);
     double largest = -1e300, sum = 0, magnitude = 0;

@@ -3,6 +3,7 @@
 import jax
 
 from mx_jax.ops.attention import attend_matrices
+from mx_jax.packed_rows import Rows
 
 
 def merge_heads(x: jax.Array) -> jax.Array:
@@ -11,15 +12,13 @@ def merge_heads(x: jax.Array) -> jax.Array:
     return x.swapaxes(1, 2).reshape(batch * heads, tokens, features)
 
 
-def attend(
-    query: jax.Array, keys: jax.Array, values: jax.Array, position: jax.typing.ArrayLike
-) -> jax.Array:
+def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.ArrayLike) -> jax.Array:
     """`softmax(q k^T / sqrt(features)) v`, query `i` over the rows up to `position + i`.
 
     Args:
       query: `[batch, tokens, query heads, features]`.
-      keys: `[batch * heads, length, features]`; a head serves as many query heads as there are
-        for each.
+      keys: `[batch * heads, length, features]`, as values or as codes; a head serves as many query
+        heads as there are for each.
       values: likewise.
       position: row of the first query's own token.
 

@@ -14,6 +14,7 @@ from mx_jax.formats import BlockFormat, Whole, block_format
 from mx_jax.mxarray import MXArray
 from mx_jax.nn.attention import attend, merge_heads
 from mx_jax.ops.quantize import dequantize, quantize_operand
+from mx_jax.packed_rows import PackedRows, Rows
 from mx_jax.recipes.measured import measured_operand
 
 
@@ -67,8 +68,8 @@ class CacheRows:
             tensor_scale=scale,
         )
 
-    def read(self, length: int | None = None) -> jax.Array:
-        """The first rows, `[batch * heads, length, features]`, all of them without a length."""
+    def held(self, length: int | None = None) -> Rows:
+        """The first rows as they are held, all of them without a length."""
         codes = self.codes[:, :length]
         if self.format is None:
             return codes
@@ -76,15 +77,19 @@ class CacheRows:
         tensor_scale = self.tensor_scale
         if tensor_scale is not None and tensor_scale.shape[1] != 1:
             tensor_scale = tensor_scale[:, :length]
-        rows = MXArray(
-            codes=packing.unpack(codes, self.format.element.bits, self.features),
+        return PackedRows(
+            codes=codes,
             scales=self.scales[:, :length],
             tensor_scale=tensor_scale,
             format=self.format,
-            blocks=((-1, self.format.block[1]),),
+            features=self.features,
             dtype=self.dtype,
         )
-        return dequantize(rows)
+
+    def read(self, length: int | None = None) -> jax.Array:
+        """The values of the first rows, `[batch * heads, length, features]`."""
+        rows = self.held(length)
+        return dequantize(rows.unpacked()) if isinstance(rows, PackedRows) else rows
 
 
 def _put(whole: jax.Array, rows: jax.Array, position: jax.typing.ArrayLike) -> jax.Array:
@@ -195,7 +200,10 @@ class KVCache:
     def attend(
         self, query: jax.Array, position: jax.typing.ArrayLike, *, length: int | None = None
     ) -> jax.Array:
-        """Causal attention of queries over what the cache holds, decoded from its codes.
+        """Causal attention of queries over what the cache holds.
+
+        A backend that reads codes reads no more of them than the tokens so far; for any other they
+        are decoded first.
 
         `softmax(q k^T / sqrt(features)) v`, query `i` over the tokens up to `position + i`.
 
@@ -208,8 +216,7 @@ class KVCache:
         Returns:
           `[batch, tokens, query heads, features]`, of the query's dtype.
         """
-        keys, values = self.keys.read(length), self.values.read(length)
-        return attend(query, keys, values, position)
+        return attend(query, self.keys.held(length), self.values.held(length), position)
 
 
 def _row_format(format: Any) -> BlockFormat:

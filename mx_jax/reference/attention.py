@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 
+from mx_jax.packed_rows import PackedRows, Rows
+
 
 def attend(
     shared: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    keys: Rows,
+    values: Rows,
     position: jax.typing.ArrayLike,
     tokens: int,
 ) -> jax.Array:
@@ -16,7 +18,7 @@ def attend(
     Args:
       shared: queries `[matrices, heads * tokens, features]`, those of the heads that a matrix of
         keys serves.
-      keys: `[matrices, length, features]`.
+      keys: `[matrices, length, features]`, as values or as codes.
       values: likewise.
       position: row of the first token.
       tokens: how many of a head follow each other.
@@ -24,9 +26,14 @@ def attend(
     Returns:
       Like shared, in the dtype that keys and values promote to.
     """
+    keys, values = _values(keys), _values(values)
     scores = jnp.einsum("hqd,hkd->hqk", shared, keys, preferred_element_type=jnp.float32)
     last = position + jnp.arange(tokens)
     seen = jnp.arange(keys.shape[1]) <= jnp.tile(last, shared.shape[1] // tokens)[:, None]
     scores = jnp.where(seen, scores * shared.shape[-1] ** -0.5, -jnp.inf)
     weights = jax.nn.softmax(scores, -1).astype(values.dtype)
     return jnp.einsum("hqk,hkd->hqd", weights, values)
+
+
+def _values(rows: Rows) -> jax.Array:
+    return rows.unpacked().dequantize() if isinstance(rows, PackedRows) else rows

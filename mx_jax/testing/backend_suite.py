@@ -29,6 +29,8 @@ from mx_jax.backends.select import current_target
 from mx_jax.backends.table import BACKENDS
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, WHOLE
+from mx_jax.testing.attend_check import ATTEND_CASES, AttendCase
+from mx_jax.testing.attend_check import check_attend as check_attend
 from mx_jax.testing.cases import (
     LARGE_MATMUL_CASES,
     LARGE_QUANTIZE_CASES,
@@ -145,6 +147,7 @@ _ASKED_CASES = (
     *RAGGED_CASES,
     *LARGE_QUANTIZE_CASES,
     *LARGE_MATMUL_CASES,
+    *ATTEND_CASES,
 )
 
 
@@ -205,3 +208,8 @@ class BackendSuite:
     def test_extremes(self, backend: Backend, case: ExtremeCase):
         if check_answer(backend, PROMISES[backend.name], case.call, current_target(1)):
             check_extremes(backend, case)
+
+    @pytest.mark.parametrize("case", ATTEND_CASES, ids=str)
+    def test_attend(self, backend: Backend, case: AttendCase):
+        if check_answer(backend, PROMISES[backend.name], case.call, current_target(1)):
+            check_attend(backend, case)

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.backends.calls import AttendCall
 from mx_jax.backends.select import only_backend, select
+from mx_jax.nn import KVCache
 from mx_jax.nn.attention import attend
 from tests.needs import needs_library
 from tests.quick import quick
@@ -113,3 +115,82 @@ def test_which_calls_it_takes(tokens: int, dtype: str, reason: str | None):
         return
     assert choice.backend.name == "reference"
     assert reason in dict(choice.rejections)["cpu_ffi"]
+
+
+FORMATS = ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "nvfp4-fixed"]
+
+
+def held(seed: int, length: int, features: int, name: str, batch: int = 1) -> Any:
+    """A query of one token, and a full cache in a format, some of its blocks zeros."""
+    query, keys, values = drawn(seed, length, features, batch)
+    format, _, fixed = name.partition("-")
+    scales = (0.002, 0.004) if fixed else None
+    cache = KVCache.zeros(batch, length, SHARED, features, format=format, tensor_scales=scales)
+    keys[:, 3], values[:, -1, ::2] = 0, 1e-30
+    shape = (batch, SHARED, length, features)
+    rows = (np.swapaxes(x.reshape(shape), 1, 2) for x in (keys, values))
+    return query, quick(KVCache.append)(cache, *rows, 0)
+
+
+@pytest.mark.by_default("mxfp8_e4m3|nvfp4$")
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_give_the_bits_of_their_values(name: str):
+    """Sizes that are no whole blocks, bytes or vectors, and more rows than are decoded at once."""
+    for length, features in ((150, 64), (33, 41), (20, 7)):
+        query, cache = held(4, length, features, name, batch=2)
+        run = jax.jit(KVCache.attend)
+        assert "mx_jax_cpu_attend_codes" in run.lower(cache, query, 0).as_text()
+        keys, values = cache.keys.read(), cache.values.read()
+        for position in (-1, 0, 17, length - 1):
+            expected = attend(query, keys, values, position)
+            np.testing.assert_array_equal(run(cache, query, position), expected)
+
+
+@pytest.mark.by_default("mxfp4")
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "nvfp4-fixed"])
+def test_codes_under_transforms(name: str):
+    """Lanes with positions of their own, gradients of the query, and scan."""
+    lanes = [held(seed, 24, 32, name) for seed in range(3)]
+    query, cache = jax.tree.map(lambda *x: jnp.stack(x), *lanes)
+    positions = np.array([0, 11, 23])
+
+    def results(query, cache, positions):
+        each = jax.vmap(KVCache.attend)(cache, query, positions)
+        shared = jax.vmap(KVCache.attend, (None, 0, 0))(lanes[0][1], query, positions)
+        _, steps = jax.lax.scan(lambda c, x: (c, x[0].attend(*x[1:])), 0, (cache, query, positions))
+        gradient = jax.grad(lambda query: (lanes[0][1].attend(query, 11) ** 2).sum())(query[0])
+        return each, shared, steps, gradient
+
+    run = jax.jit(results)
+    assert "mx_jax_cpu_attend_codes" in run.lower(query, cache, positions).as_text()
+    with only_backend("reference"):
+        expected = quick(results)(query, cache, positions)
+    found = run(query, cache, positions)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_devices_share_the_heads_of_codes():
+    query, cache = held(5, 24, 32, "mxfp8_e4m3")
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = NamedSharding(mesh, PartitionSpec("heads"))
+    run = jax.jit(KVCache.attend)
+    with only_backend("cpu_ffi"), jax.set_mesh(mesh):
+        program = run.lower(jax.device_put(cache, rows), query, 11).compile()
+        found = program(jax.device_put(cache, rows), query, 11)
+    assert "mx_jax_cpu_attend_codes" in program.as_text()
+    assert "all-gather" not in program.as_text()
+    np.testing.assert_array_equal(found, run(cache, query, 11))
+
+
+def test_keys_and_values_in_different_formats_are_decoded():
+    (query, one), (_, other) = held(6, 24, 32, "mxfp8_e4m3"), held(6, 24, 32, "mxfp4")
+    cache = KVCache(keys=one.keys, values=other.values)
+    expected = attend(query, one.keys.read(), other.values.read(), 11)
+    np.testing.assert_array_equal(jax.jit(KVCache.attend)(cache, query, 11), expected)
+
+
+def test_several_tokens_over_codes_are_decoded_first():
+    query, cache = held(7, 24, 32, "mxfp4")
+    text = jax.jit(KVCache.attend).lower(cache, np.repeat(query, 2, 1), 11).as_text()
+    assert "mx_jax_cpu_dequantize" in text and "mx_jax_cpu_attend" not in text

@@ -1,0 +1,53 @@
+// What the handlers that decode have in common: a plan of what codes mean, and the kernels.
+#ifndef MX_JAX_CUSTOM_CALLS_CASTS_DECODING_H_
+#define MX_JAX_CUSTOM_CALLS_CASTS_DECODING_H_
+
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+
+#include "casts/attributes.h"
+#include "casts/dequantize.h"
+#include "common/dispatch.h"
+#include "common/element_codec.h"
+#include "common/macros.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace mx {
+
+// The kernels of the instruction set that runs.
+inline const DequantizeKernels& ChosenDequantizeKernels() {
+#if MX_X86
+  static const DequantizeKernels* const kKernels[kNumIsas] = {
+      &portable::kDequantize, &avx2::kDequantize, &avx512::kDequantize};
+#else
+  static const DequantizeKernels* const kKernels[kNumIsas] = {&portable::kDequantize};
+#endif
+  return Pick(kKernels);
+}
+
+// Element and scale of a plan, and the value of every code; see mx_jax.backends.cpu_ffi.dequantize.
+inline xla::ffi::Error ReadFormat(const char* operation, const xla::ffi::Dictionary& attributes,
+                                  DequantizePlan* plan) {
+  xla::ffi::Span<const int32_t> element, scale_element;
+  std::string_view kind;
+  MX_RETURN_IF_ERROR(ReadAttribute(operation, attributes, "element", &element));
+  MX_RETURN_IF_ERROR(ReadAttribute(operation, attributes, "kind", &kind));
+  MX_RETURN_IF_ERROR(ReadAttribute(operation, attributes, "scale_element", &scale_element));
+  MX_RETURN_IF_ERROR(ParseElement(operation, "element", element, &plan->element));
+  MX_RETURN_IF_ERROR(ParseKind(operation, kind, &plan->kind));
+  if (plan->kind == ScaleFormatKind::kElement) {
+    MX_RETURN_IF_ERROR(
+        ParseElement(operation, "scale_element", scale_element, &plan->scale_element));
+  }
+  for (int32_t code = 0; code < 256; ++code) plan->values[code] = Decode(code, plan->element);
+  return xla::ffi::Error::Success();
+}
+
+inline bool HasByteScales(const DequantizePlan& plan) {
+  return plan.kind == ScaleFormatKind::kExponent || plan.kind == ScaleFormatKind::kElement;
+}
+
+}  // namespace mx
+
+#endif  // MX_JAX_CUSTOM_CALLS_CASTS_DECODING_H_
