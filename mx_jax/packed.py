@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from mx_jax.axes import Axes
 from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.comparing import ComparedByValue
 from mx_jax.codecs.explicit_axes import has_explicit_axes, partitions
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
@@ -68,7 +69,7 @@ class Layout:
     meta_fields=("layout", "kept", "k", "k_first", "format", "dtype"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class PackedMXArray:
+class PackedMXArray(ComparedByValue):
     """Weights in the order in which one backend's kernels read them, made by `pack_weights`.
 
     It stands for the MXArray that it was made of, `[*batch, *kept, *k]` or `[*batch, *k, *kept]`:
@@ -223,9 +224,25 @@ class PackedMXArray:
         # `x[...]` is how nnx reads a Variable: it must not cost an unpacking.
         return self if index is ... else self.unpack()[index]
 
-    def transpose(self, *axes: Any) -> MXArray:
-        """Permute axes, unpacked."""
+    def transpose(self, *axes: Any) -> "MXArray | PackedMXArray":
+        """Permute axes: kept ones for contracted ones without moving a byte, others unpacked."""
+        given = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
+        order = [axis % self.ndim for axis in given] or [*reversed(range(self.ndim))]
+        batch, second = len(self.batch), max(self.first_kept, self.first_k)
+        if order == [*range(batch), *range(second, self.ndim), *range(batch, second)]:
+            # Kernels read panels of kept rows, in whichever order the MXArray names its axes.
+            return dataclasses.replace(self, k_first=not self.k_first)
         return self.unpack().transpose(*axes)
+
+    @property
+    def T(self) -> "MXArray | PackedMXArray":
+        """Axes reversed."""
+        return self.transpose()
+
+    @property
+    def mT(self) -> "MXArray | PackedMXArray":
+        """The last two axes exchanged."""
+        return self.transpose(*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
 
     def __repr__(self) -> str:
         # Leaves may be anything while a transformation rebuilds the tree; say what is there.

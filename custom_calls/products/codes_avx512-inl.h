@@ -50,10 +50,33 @@ MX_INLINE __m512i LiftOfSubnormals() {
           : _mm_setr_epi8(0, 3, 6, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
 }
 
+// How many codes a register has of each of its rows.
+MX_INLINE constexpr int CodesPerWord(Coding coding) { return coding == kCode4 ? 8 : 4; }
+// Bytes of a panel that such codes take, of all rows: of codes of six bits, three times in four.
+MX_INLINE constexpr int BytesOfWords(Coding coding, int words) {
+  return (coding == kCode6 ? words - words / 4 : words) * C * 4;
+}
+// How many registers of codes belong together. Of codes of six bits the last of four lies in bits
+// of the others: it has no line of its own to be fetched.
+MX_INLINE constexpr int WordsPerTurn(Coding coding) { return coding == kCode6 ? 4 : 1; }
+MX_INLINE constexpr bool HasLine(Coding coding, int word) {
+  return coding != kCode6 || word % 4 != 3;
+}
+
+// A register of codes, `word` from `codes` on.
+template <Coding kCoding>
+MX_INLINE __m512i LoadWord(const char* codes, int word) {
+  if (kCoding == kCode6) return LoadSix(codes, word);
+  return _mm512_load_si512(codes + word * C * 4);
+}
+
 // What a register's look-up needs: values of 32, 64 or 256 codes.
 struct CodeTable {
   __m512i part[8];
 };
+
+// Whether there is VBMI, whose look-up takes 64 bytes.
+constexpr bool kByteLookup = MX_RANK >= MX_RANK_avx512_bf16;
 
 // The upper or lower bytes of 64 words.
 MX_INLINE __m512i BytesOf(const uint16_t* words, bool upper) {
@@ -74,6 +97,10 @@ MX_INLINE CodeTable MakeCodeTable(Element element) {
     table.part[0] = LiftOfSubnormals<kCoding>();
   } else if (kType == kInt8) {
     const __m512i flip = _mm512_set1_epi8((char)0x80);
+    if (kByteLookup && kCoding == kCode6) {
+      table.part[0] = _mm512_xor_si512(_mm512_loadu_si512(tables.int8), flip);
+      return table;
+    }
     for (int i = 0; i < 4; ++i) {
       const __m128i bytes = _mm_loadu_si128((const __m128i*)(tables.int8 + 16 * i));
       table.part[i] = _mm512_xor_si512(_mm512_broadcast_i32x4(bytes), flip);
@@ -86,10 +113,13 @@ MX_INLINE CodeTable MakeCodeTable(Element element) {
   return table;
 }
 
-// Codes to bytes, 128 added. A format of six bits has sixteen codes a table.
+// Codes to bytes, 128 added. A format of six bits has sixteen codes a table, or all of them in one.
 template <Coding kCoding>
 MX_INLINE __m512i BytesOfCodes(const CodeTable& table, __m512i codes) {
   if (kCoding == kCodeInt8) return _mm512_xor_si512(codes, _mm512_set1_epi8((char)0x80));
+#if MX_RANK >= MX_RANK_avx512_bf16
+  if (kCoding == kCode6) return _mm512_permutexvar_epi8(codes, table.part[0]);
+#endif
   const __m512i low = _mm512_and_si512(codes, _mm512_set1_epi8(15));
   __m512i found = _mm512_shuffle_epi8(table.part[0], low);
   if (kCoding == kCode4) return found;
@@ -100,11 +130,6 @@ MX_INLINE __m512i BytesOfCodes(const CodeTable& table, __m512i codes) {
     found = _mm512_mask_shuffle_epi8(found, mine, table.part[i], low);
   }
   return found;
-}
-
-// One word of `first` where the mask has ones, else of `second`.
-MX_INLINE __m512i Select(__m512i mask, __m512i first, __m512i second) {
-  return _mm512_ternarylogic_epi32(mask, first, second, 0xca);
 }
 
 // bf16 values, as words, of the even and the odd bytes of `codes`. For a float32 panel, floats of
@@ -173,21 +198,14 @@ MX_INLINE void DecodeWords(const CodeTable& table, __m512i codes, __m512i* words
     }
     return;
   }
-  const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
   MX_UNROLL
   for (int nibble = 0; nibble < (kCoding == kCode4 ? 2 : 1); ++nibble) {
     __m512i even, odd;
     LookUpWords<kType, kCoding, kLifted>(table, nibble ? _mm512_srli_epi16(codes, 4) : codes, &even,
                                          &odd);
     __m512i* to = words + nibble * 2 * (kType == kFloat32 ? 2 : 1);
-    if (kType != kFloat32) {
-      to[0] = Select(upper, _mm512_slli_epi32(odd, 16), even);
-      to[1] = Select(upper, odd, _mm512_srli_epi32(even, 16));
-      continue;
-    }
-    to[0] = _mm512_slli_epi32(even, 16), to[1] = _mm512_slli_epi32(odd, 16);
-    to[2] = _mm512_and_si512(even, upper), to[3] = _mm512_and_si512(odd, upper);
-    if (kFold || !IsByteFloat(kCoding)) continue;
+    SpreadWords<kType>(even, odd, to);
+    if (kType != kFloat32 || kFold || !IsByteFloat(kCoding)) continue;
     const __m512 factor = _mm512_set1_ps(BiasFactor(kCoding, kLifted));
     MX_UNROLL
     for (int i = 0; i < 4; ++i) {
@@ -230,7 +248,7 @@ template <PanelType kType, Coding kCoding, int kRows, int kPanels, bool kFold, b
 MX_INLINE void MultiplyCodesBlock(const CodesProduct& p, const CodeTable& table, int s,
                                   int64_t chunk, CodesPlace* place,
                                   __m512 (&total)[kRows][kPanels][2]) {
-  constexpr int kCodes = kCoding == kCode4 ? 8 : 4;
+  constexpr int kCodes = CodesPerWord(kCoding), kTurn = WordsPerTurn(kCoding);
   constexpr int kWords = kCodes * (int)BytesPerElement(kType) / 4;
   const int blocks = kChunk / p.block, groups = kChunk / kCodes / blocks;
   const float* scale_table = ScaleTable(p.scale_kind, p.element, kType);
@@ -254,13 +272,15 @@ MX_INLINE void MultiplyCodesBlock(const CodesProduct& p, const CodeTable& table,
                                             : _mm512_setzero_si512();
     }
   }
-  for (int g = 0; g < groups; ++g) {
+  const auto add = [&](int turn) {
     __m512i decoded[kPanels][2][kWords];
     MX_UNROLL
     for (int j = 0; j < 2 * kPanels; ++j) {
       const char* from = place->codes + j / 2 * p.panel_bytes + 64 * (j % 2);
-      _mm_prefetch(from + place->ahead, _MM_HINT_T0);
-      DecodeWords<kType, kCoding, kFold, kLifted>(table, _mm512_load_si512(from),
+      if (HasLine(kCoding, turn)) {
+        _mm_prefetch(from + BytesOfWords(kCoding, turn) + place->ahead, _MM_HINT_T0);
+      }
+      DecodeWords<kType, kCoding, kFold, kLifted>(table, LoadWord<kCoding>(from, turn),
                                                   decoded[j / 2][j % 2]);
     }
     MX_UNROLL
@@ -277,7 +297,11 @@ MX_INLINE void MultiplyCodesBlock(const CodesProduct& p, const CodeTable& table,
       }
     }
     word += kWords * R;
-    place->codes += 128;
+  };
+  for (int g = 0; g < groups; g += kTurn) {
+    for (int turn = 0; HasLine(kCoding, turn) && turn < kTurn; ++turn) add(turn);
+    if (!HasLine(kCoding, kTurn - 1)) add(kTurn - 1);
+    place->codes += BytesOfWords(kCoding, kTurn);
   }
   __m512 scale[kPanels][2];
   MX_UNROLL

@@ -56,7 +56,12 @@ enum OutType : int32_t { kOutFloat32, kOutBf16, kOutF16 };
 
 // Where codes lie. kStrided: as strides say, either row_stride or k_stride being 1. The others hold
 // panels of kTileColumns rows, `panel_bytes` apart, ready for kernels (see weights.h).
-enum Layout : int32_t { kStrided, kPanels4, kPanels8 };
+enum Layout : int32_t { kStrided, kPanels4, kPanels6, kPanels8 };
+
+// Bytes of one chunk's codes in a panel.
+constexpr int64_t PanelChunkBytes(Layout layout) {
+  return kChunk * kTileColumns * (layout == kPanels4 ? 4 : layout == kPanels6 ? 6 : 8) / 8;
+}
 
 // What kernels ask about a panel of codes before they take its fast way; the last 64 bytes of it.
 struct PanelSummary {
@@ -208,7 +213,7 @@ static inline Source SliceOf(const Source& source, int64_t first, int64_t count)
   if (source.layout == kStrided) {
     elements += first * kChunk * source.k_stride * bytes;
   } else {
-    elements += first * kChunk * kTileColumns / (source.layout == kPanels4 ? 2 : 1);
+    elements += first * PanelChunkBytes(source.layout);
     scale_step = kTileColumns;
   }
   slice.elements = elements;

@@ -66,19 +66,26 @@ MX_INLINE float Value(const Source& source, const float* table, int64_t at) {
   }
 }
 
-// Where element k of a row is, and how far its code is shifted.
-MX_INLINE int64_t PanelByte(const Source& source, int64_t row, int64_t k, int* shift) {
-  const int64_t panel = row / C * source.panel_bytes, column = row % C * 4;
-  const bool nibbles = source.layout == kPanels4;
-  const int64_t word = nibbles ? k / 8 : k / 4;
-  *shift = nibbles && k % 8 >= 4 ? 4 : 0;
-  return panel + word * C * 4 + column + k % 4;
-}
-
-MX_INLINE float PanelValue(const Source& source, const float* table, int64_t row, int64_t k) {
-  int shift;
-  const uint8_t byte = ((const uint8_t*)source.elements)[PanelByte(source, row, k, &shift)];
-  return table[source.layout == kPanels4 ? byte >> shift & 15 : byte];
+// Values at position k of the first `rows` rows of a panel.
+MX_INLINE void PanelValues(Layout layout, const uint8_t* panel, const float* table, int64_t k,
+                           int rows, float* values) {
+  constexpr int kWord = C * 4;  // bytes of one word of each row
+  if (layout == kPanels6) {
+    const uint8_t* from = panel + k / 16 * 3 * kWord + k % 4;
+    if (k % 16 < 12) {
+      from += k % 16 / 4 * kWord;
+      for (int i = 0; i < rows; ++i) values[i] = table[from[4 * i] & 63];
+      return;
+    }
+    for (int i = 0; i < rows; ++i, from += 4) {
+      values[i] = table[from[0] >> 6 | from[kWord] >> 6 << 2 | from[2 * kWord] >> 6 << 4];
+    }
+    return;
+  }
+  const bool nibbles = layout == kPanels4;
+  const uint8_t* from = panel + (nibbles ? k / 8 : k / 4) * kWord + k % 4;
+  const int shift = nibbles && k % 8 >= 4 ? 4 : 0, mask = nibbles ? 15 : 255;
+  for (int i = 0; i < rows; ++i) values[i] = table[from[4 * i] >> shift & mask];
 }
 
 MX_INLINE int ScaleByte(const Source& source, int64_t row, int64_t block) {
@@ -109,6 +116,9 @@ MX_INLINE void PackPanel(const Source& source, int64_t first_row, char* out, Sca
   const int per_chunk = kChunk / source.block;
   const int64_t left = source.rows - first_row;
   const int rows = left < 0 ? 0 : left < kRows ? (int)left : kRows;
+  const uint8_t* panel = source.layout == kStrided ? nullptr
+                                                   : (const uint8_t*)source.elements +
+                                                         first_row / C * source.panel_bytes;
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
     float* scales = (float*)out;
     float* values = scales + per_chunk * kRows;
@@ -131,10 +141,12 @@ MX_INLINE void PackPanel(const Source& source, int64_t first_row, char* out, Sca
     for (int k = 0; k < kChunk; ++k) {
       const int64_t at = (chunk * kChunk + k) * source.k_stride + first_row * source.row_stride;
       const int count = chunk * kChunk + k < source.k ? rows : 0;
-      for (int i = 0; i < count; ++i) {
-        values[k * kRows + i] = source.layout == kStrided
-                                    ? Value(source, table, at + i * source.row_stride)
-                                    : PanelValue(source, table, first_row + i, chunk * kChunk + k);
+      if (panel != nullptr) {
+        PanelValues(source.layout, panel, table, chunk * kChunk + k, count, values + k * kRows);
+      } else {
+        for (int i = 0; i < count; ++i) {
+          values[k * kRows + i] = Value(source, table, at + i * source.row_stride);
+        }
       }
       for (int i = count; i < kRows; ++i) values[k * kRows + i] = 0.0f;
     }

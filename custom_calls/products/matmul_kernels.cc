@@ -4,6 +4,7 @@
 #include "common/target.h"
 #if MX_RANK >= MX_RANK_avx512
 #include "products/row_avx512-inl.h"
+#include "products/unpack_avx512-inl.h"
 #else
 #include "products/kernels_plain-inl.h"
 #endif
@@ -16,15 +17,17 @@ namespace mx::MX_TARGET {
 
 #if MX_RANK == MX_RANK_avx512_bf16
 namespace {
+const PanelKernels kInt8Panels = {PackLhs<kInt8>, UnpackRhs<kInt8>, Multiply<kInt8>,
+                                  MultiplyCodes<kInt8>, MultiplyRow<kInt8>};
 const PanelKernels kBf16Panels = {PackLhs<kBf16>, PackRhs<kBf16>, Multiply<kBf16>,
                                   MultiplyCodes<kBf16>, MultiplyRow<kBf16>};
 }  // namespace
-const MatmulKernels kMatmul = {{&avx512_vnni::kInt8Panels, &avx512_vnni::kInt16Panels,
-                                &kBf16Panels, &avx512::kFloat32Panels},
+const MatmulKernels kMatmul = {{&kInt8Panels, &avx512_vnni::kInt16Panels, &kBf16Panels,
+                                &avx512::kFloat32Panels},
                                avx512::PackCodes,
                                avx512::Store};
 #elif MX_RANK == MX_RANK_avx512_vnni
-const PanelKernels kInt8Panels = {PackLhs<kInt8>, PackRhs<kInt8>, Multiply<kInt8>,
+const PanelKernels kInt8Panels = {PackLhs<kInt8>, UnpackRhs<kInt8>, Multiply<kInt8>,
                                   MultiplyCodes<kInt8>, MultiplyRow<kInt8>};
 const PanelKernels kInt16Panels = {PackLhs<kInt16>, PackRhs<kInt16>, Multiply<kInt16>, nullptr,
                                    nullptr};

@@ -8,6 +8,7 @@
 #include "common/macros.h"
 #include "common/target.h"
 #include "products/kernels.h"
+#include "products/panels6_avx512-inl.h"
 
 // GCC 12 takes its own undefined vectors for a mistake.
 #if defined(__GNUC__) && !defined(__clang__)
@@ -66,13 +67,16 @@ MX_INLINE __m512i LookupBytes(const Decoder& decoder, __m512i codes) {
   return found;
 }
 
+// Whether one look-up of 64 words has all codes.
+MX_INLINE bool IsShort(Element element) {
+  return element == kE2M1 || element == kE2M3 || element == kE3M2;
+}
+
 // 32 codes to the 32 words that the table of 256 has for them.
 MX_INLINE __m512i LookupWords(const Decoder& decoder, __m256i codes) {
   const __m512i index = _mm512_cvtepu8_epi16(codes);
   const __m512i* t = decoder.table;
   __m512i found = _mm512_permutex2var_epi16(t[0], index, t[1]);
-  if (decoder.element == kE2M1 || decoder.element == kE2M3 || decoder.element == kE3M2)
-    return found;
   const __mmask32 bit6 = _mm512_test_epi16_mask(index, _mm512_set1_epi16(64));
   const __mmask32 bit7 = _mm512_test_epi16_mask(index, _mm512_set1_epi16(128));
   found = _mm512_mask_mov_epi16(found, bit6, _mm512_permutex2var_epi16(t[2], index, t[3]));
@@ -312,9 +316,30 @@ MX_INLINE ChunkSize SizeOfChunk(const Source& source, int64_t first_row, int64_t
 }
 
 // The chunks that follow: whatever the prefetchers of the hardware do, they stop at pages.
-MX_INLINE void PrefetchCodes(const char* words, int groups) {
-  for (int line = 0; line < 2 * groups; ++line) {
-    _mm_prefetch(words + kPrefetchBytes + 64 * line, _MM_HINT_T0);
+MX_INLINE void PrefetchCodes(const char* words, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) {
+    _mm_prefetch(words + kPrefetchBytes + at, _MM_HINT_T0);
+  }
+}
+
+// The words of a chunk of a panel.
+template <Layout kLayout>
+MX_INLINE void PanelCodes(const char* words, __m512i low[8], __m512i high[8]) {
+  const __m512i mask = _mm512_set1_epi8(kLayout == kPanels4 ? 15 : 63);
+  PrefetchCodes(words, PanelChunkBytes(kLayout));
+  MX_UNROLL
+  for (int g = 0; g < 8; ++g) {
+    const char* from = words + (kLayout == kPanels4 ? g / 2 : g) * C * 4;
+    if (kLayout == kPanels6) {
+      low[g] = LoadSix(words, g), high[g] = LoadSix(words + 64, g);
+    } else {
+      low[g] = _mm512_load_si512(from), high[g] = _mm512_load_si512(from + 64);
+    }
+    if (kLayout == kPanels8) continue;
+    if (kLayout == kPanels4 && g % 2) {
+      low[g] = _mm512_srli_epi16(low[g], 4), high[g] = _mm512_srli_epi16(high[g], 4);
+    }
+    low[g] = _mm512_and_si512(low[g], mask), high[g] = _mm512_and_si512(high[g], mask);
   }
 }
 
@@ -323,19 +348,10 @@ MX_INLINE void ChunkCodes(const Source& source, int64_t first_row, int64_t chunk
                           __m512i high[8]) {
   if (source.layout != kStrided) {
     const char* panel = (const char*)source.elements + first_row / C * source.panel_bytes;
-    const int groups = source.layout == kPanels4 ? 4 : 8;
-    const char* words = panel + chunk * groups * C * 4;
-    PrefetchCodes(words, groups);
-    const __m512i nibble = _mm512_set1_epi8(15);
-    MX_UNROLL
-    for (int g = 0; g < 8; ++g) {
-      const char* from = words + (groups == 4 ? g / 2 : g) * C * 4;
-      low[g] = _mm512_load_si512(from), high[g] = _mm512_load_si512(from + 64);
-      if (groups == 8) continue;
-      if (g % 2) low[g] = _mm512_srli_epi16(low[g], 4), high[g] = _mm512_srli_epi16(high[g], 4);
-      low[g] = _mm512_and_si512(low[g], nibble), high[g] = _mm512_and_si512(high[g], nibble);
-    }
-    return;
+    const char* words = panel + chunk * PanelChunkBytes(source.layout);
+    if (source.layout == kPanels4) return PanelCodes<kPanels4>(words, low, high);
+    if (source.layout == kPanels6) return PanelCodes<kPanels6>(words, low, high);
+    return PanelCodes<kPanels8>(words, low, high);
   }
   const ChunkSize size = SizeOfChunk(source, first_row, chunk);
   const __m256i none = _mm256_setzero_si256();
@@ -369,9 +385,34 @@ MX_INLINE void ChunkCodes(const Source& source, int64_t first_row, int64_t chunk
   }
 }
 
+// Words of a panel of four codes of each of 16 rows, from bf16 values of the even and the odd codes.
+template <PanelType kType>
+MX_INLINE void SpreadWords(__m512i even, __m512i odd, __m512i* words) {
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
+  if (kType != kFloat32) {
+    words[0] = Select(upper, _mm512_slli_epi32(odd, 16), even);
+    words[1] = Select(upper, odd, _mm512_srli_epi32(even, 16));
+    return;
+  }
+  words[0] = _mm512_slli_epi32(even, 16), words[1] = _mm512_slli_epi32(odd, 16);
+  words[2] = _mm512_and_si512(even, upper), words[3] = _mm512_and_si512(odd, upper);
+}
+
 // Codes to the words of a panel, of 16 rows.
 template <PanelType kType>
 MX_INLINE void Expand(const Decoder& decoder, const __m512i codes[8], __m512i words[32]) {
+  if (kType != kInt8 && IsShort(decoder.element)) {
+    constexpr int kWords = (int)BytesPerElement(kType);
+    const __m512i first = decoder.table[0], second = decoder.table[1];
+    MX_UNROLL
+    for (int g = 0; g < 8; ++g) {
+      const __m512i even = _mm512_permutex2var_epi16(first, codes[g], second);
+      const __m512i odd =
+          _mm512_permutex2var_epi16(first, _mm512_srli_epi16(codes[g], 8), second);
+      SpreadWords<kType>(even, odd, words + kWords * g);
+    }
+    return;
+  }
   MX_UNROLL
   for (int g = 0; g < 8; ++g) {
     if (kType == kInt8) {

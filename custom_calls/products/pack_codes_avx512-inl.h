@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "products/pack_avx512-inl.h"
+#include "products/panels6_avx512-inl.h"
 #include "products/weights.h"
 
 namespace mx::MX_TARGET {
@@ -29,8 +30,9 @@ MX_INLINE __mmask64 SubnormalCodes(Element element, __m512i codes) {
 
 void PackCodes(const Source& source, int64_t first_row, uint8_t* out) {
   const WeightSizes sizes = SizesOfWeights(source.element, source.block, source.rows, source.k);
-  const bool nibbles = LayoutOf(source.element) == kPanels4;
-  const __m512i low_bits = _mm512_set1_epi8(source.element == kE2M1 ? 15 : (char)0xff);
+  const Layout layout = LayoutOf(source.element);
+  const __m512i low_bits =
+      _mm512_set1_epi8(layout == kPanels4 ? 15 : layout == kPanels6 ? 63 : (char)0xff);
   const int64_t num_chunks = (source.k + kChunk - 1) / kChunk;
   const int shift = SummaryShift(num_chunks);
   PanelSummary summary = {};
@@ -38,7 +40,7 @@ void PackCodes(const Source& source, int64_t first_row, uint8_t* out) {
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
     __m512i words[2][8];
     ChunkCodes(source, first_row, chunk, words[0], words[1]);
-    uint8_t* to = out + chunk * kChunk * C / (nibbles ? 2 : 1);
+    uint8_t* to = out + chunk * PanelChunkBytes(layout);
     __mmask64 subnormal = 0;
     MX_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -48,8 +50,11 @@ void PackCodes(const Source& source, int64_t first_row, uint8_t* out) {
         special |= SpecialCodes(source.element, codes);
         subnormal |= SubnormalCodes(source.element, codes);
         words[half][g] = codes;
-        if (!nibbles) {
+        if (layout == kPanels8) {
           _mm512_store_si512(to + 128 * g + 64 * half, codes);
+        } else if (layout == kPanels6) {
+          char* sixteen = (char*)to + g / 4 * kSixBytes + 64 * half;
+          if (g % 4 == 3) StoreSixteen(&words[half][g - 3], sixteen);
         } else if (g % 2) {
           const __m512i both =
               _mm512_or_si512(words[half][g - 1], _mm512_slli_epi16(words[half][g], 4));

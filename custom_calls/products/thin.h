@@ -21,6 +21,8 @@ namespace mx {
 constexpr int64_t kThinRows = 60;
 // Up to here where decoding takes many instructions: codes of 8 bits to bf16.
 constexpr int64_t kCostlyRows = 24;
+// Up to here where both decoding and multiplying take few: packed codes to int8.
+constexpr int64_t kIntegerRows = 16;
 
 constexpr int64_t kThinPanels = 4;
 
@@ -71,8 +73,9 @@ struct ThinProduct {
   // Whether rhs is multiplied as codes, where its scales allow it.
   bool as_codes() const {
     const bool costly = sizes.type == kBf16 && (rhs.element <= kE5M2 || rhs.element == kElementInt8);
+    const bool integers = sizes.type == kInt8 && rhs.layout != kStrided;
     return rhs.element <= kElementInt8 && panels().multiply_codes != nullptr &&
-           problem.lhs.rows <= (costly ? kCostlyRows : kThinRows);
+           problem.lhs.rows <= (costly ? kCostlyRows : integers ? kIntegerRows : kThinRows);
   }
 };
 

@@ -11,7 +11,22 @@ uint8_t CodeAt(const Source& source, int64_t row, int64_t k) {
   if (row >= source.rows || k >= source.k) return 0;
   const uint8_t code =
       static_cast<const uint8_t*>(source.elements)[row * source.row_stride + k * source.k_stride];
-  return source.element == kE2M1 ? code & 15 : code;
+  const Layout layout = LayoutOf(source.element);
+  return layout == kPanels4 ? code & 15 : layout == kPanels6 ? code & 63 : code;
+}
+
+// Adds a row's code of position k to the zeros of a panel.
+void PutCode(Layout layout, int64_t row, int64_t k, int code, uint8_t* panel) {
+  constexpr int64_t kWord = kTileColumns * 4;  // bytes of one word of each row
+  uint8_t* to = panel + row * 4 + k % 4;
+  const auto add = [to](int64_t word, int bits) {
+    to[word * kWord] = static_cast<uint8_t>(to[word * kWord] | bits);
+  };
+  if (layout == kPanels8) return add(k / 4, code);
+  if (layout == kPanels4) return add(k / 8, k % 8 >= 4 ? code << 4 : code);
+  const int64_t first = k / 16 * 3, word = k % 16 / 4;
+  if (word < 3) return add(first + word, code);
+  for (int i = 0; i < 3; ++i) add(first + i, (code >> 2 * i & 3) << 6);
 }
 
 // NaN or Inf, or what no scale of a kernel's fast way may be.
@@ -36,7 +51,7 @@ bool IsZeroBlock(const Source& source, int64_t row, int64_t first, int64_t last)
 
 void PackCodesPortable(const Source& source, int64_t first_row, uint8_t* out) {
   const WeightSizes sizes = SizesOfWeights(source.element, source.block, source.rows, source.k);
-  const bool nibbles = LayoutOf(source.element) == kPanels4;
+  const Layout layout = LayoutOf(source.element);
   std::memset(out, 0, static_cast<size_t>(sizes.panel_bytes));
   PanelSummary summary{};
   const int shift = SummaryShift((source.k + kChunk - 1) / kChunk);
@@ -48,9 +63,7 @@ void PackCodesPortable(const Source& source, int64_t first_row, uint8_t* out) {
         const int64_t bit = k / kChunk >> shift;
         summary.subnormal[bit / 8] |= static_cast<uint8_t>(1 << bit % 8);
       }
-      const int64_t word = nibbles ? k / 8 : k / 4;
-      uint8_t* to = out + (word * kTileColumns + row) * 4 + k % 4;
-      *to = static_cast<uint8_t>(*to | (nibbles && k % 8 >= 4 ? code << 4 : code));
+      PutCode(layout, row, k, code, out);
     }
   }
   uint8_t* scales = out + sizes.code_bytes;

@@ -3,6 +3,10 @@
 //
 // A panel holds, for chunks of 32 along k, words of 4 codes of each row (kPanels8), or of 8 codes
 // of at most 4 bits (kPanels4): the low half of byte b is code b of 8, the high half code 4 + b.
+// Codes of 6 bits (kPanels6) lie 16 to three words: four in each, and in bits 6 and 7 of byte b of
+// these words code 12 + b, its lowest bits in the first. So twelve of them are where a look-up of 64
+// codes wants them, and four take five instructions for a vector of each.
+//
 // After all chunks come the scale bytes, [blocks][row], padded to 64 bytes, and a PanelSummary. Rows
 // and k are padded: with codes 0 under scale 1. A block of zeros has E8M0 scale 1 too, if its own
 // was small. Every instruction set reads this one layout.
@@ -15,7 +19,10 @@
 
 namespace mx {
 
-MX_INLINE Layout LayoutOf(Element element) { return element == kE2M1 ? kPanels4 : kPanels8; }
+MX_INLINE Layout LayoutOf(Element element) {
+  if (element == kE2M1) return kPanels4;
+  return element == kE2M3 || element == kE3M2 ? kPanels6 : kPanels8;
+}
 
 struct WeightSizes {
   int64_t panels;
@@ -25,10 +32,9 @@ struct WeightSizes {
 
 MX_INLINE WeightSizes SizesOfWeights(Element element, int32_t block, int64_t rows, int64_t k) {
   const int64_t chunks = (k + kChunk - 1) / kChunk;
-  const int64_t per_element = LayoutOf(element) == kPanels4 ? 2 : 1;
   WeightSizes sizes;
   sizes.panels = (rows + kTileColumns - 1) / kTileColumns;
-  sizes.code_bytes = chunks * kChunk * kTileColumns / per_element;
+  sizes.code_bytes = chunks * PanelChunkBytes(LayoutOf(element));
   const int64_t scale_bytes = chunks * (kChunk / block) * kTileColumns;
   sizes.panel_bytes =
       sizes.code_bytes + (scale_bytes + 63) / 64 * 64 + static_cast<int64_t>(sizeof(PanelSummary));

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from mx_jax.axes import Side
 from mx_jax.backends.calls import (
     AttendCall,
     Call,
@@ -42,20 +43,21 @@ class Offer:
         `(x, call)` to x in this backend's own layout, or to x itself. AttendCall: `(queries, keys,
         values, position, call)` to float32 like queries.
       how: what computes it, in words, where the backend's name does not say it.
-      lays_out: whether it brings weights that did not come packed into a layout of its own, at
-        every call and in more than one kernel: then who stored them is told of `pack_weights`.
+      lays_out: the side whose weights, which did not come packed, it brings into a layout of its
+        own, at every call and in more than one kernel: then who stored them is told of
+        `pack_weights`. None: neither.
       is_plain: whether it runs plain JAX alone, on any part of the operands as on all of them.
-      run_uncounted: as `run`, in programs of which only lowering tells whether they have one
-        device; None: `run` serves one, and who takes the call on several serves those.
+      alone: a context in which `run` is traced for programs of one device, where only lowering
+        tells whether a program has one.
     """
 
     call: type[Call]
     rejects: Callable[[Any, Target], str | None]
     run: Callable[..., Any]
     how: str = ""
-    lays_out: Callable[[Any], bool] = lambda call: False
+    lays_out: Callable[[Any], Side | None] = lambda call: None
     is_plain: bool = False
-    run_uncounted: Callable[..., Any] | None = None
+    alone: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def uncounted(self, run: Callable[..., Any], otherwise: str) -> "Offer":
         """The same for a target whose devices are not counted.

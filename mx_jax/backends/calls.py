@@ -240,14 +240,16 @@ class AttendCall:
     Attributes:
       queries: `[matrices, heads * tokens, features]`, of the heads that share a matrix of keys.
       keys: `[matrices, length, features]`; values are alike.
-      dtypes: of queries, keys and values.
+      dtypes: of queries, keys and values; of codes, that of their values.
       tokens: how many follow each other.
+      format: block format of keys and values; None for high precision.
     """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     dtypes: tuple[np.dtype, ...]
     tokens: int
+    format: BlockFormat | None = None
 
 
 Call = (

@@ -65,11 +65,13 @@ class Offered:
       platform: where the first runs.
       one: the first.
       several: the second.
+      tracing: a context in which the first is traced.
     """
 
     platform: str
     one: Callable[..., Any]
     several: Callable[..., Any]
+    tracing: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def __call__(self, *operands: Any) -> Any:
         """As `Offer.run`: the call is last."""
@@ -77,7 +79,7 @@ class Offered:
         leaves = jax.tree.leaves(arrays)
         if is_traced(leaves):
             one, several = (lambda *given, run=run: run(*given, call) for run in self._ways)
-            return Ways(self.platform, one, several)(*arrays)
+            return Ways(self.platform, one, several, self.tracing)(*arrays)
         return self._ways[len(committed_devices(leaves)) > 1](*operands)
 
     @property
@@ -94,6 +96,27 @@ class Unpacking:
     def __call__(self, *operands: Any) -> Any:
         """As `Offer.run`."""
         return self.run(*map(unpacked, operands))
+
+
+@dataclasses.dataclass(frozen=True)
+class Singly:
+    """What runs a `QuantizeBothCall` by two single casts.
+
+    Attributes:
+      first: runs the first of them, as `Offer.run`.
+      second: runs the other.
+    """
+
+    first: Callable[..., Any]
+    second: Callable[..., Any]
+
+    def __call__(self, x: Any, random_bits: Any, tensor_scale: Any, call: Any) -> Any:
+        """As `Offer.run`."""
+        first, second = random_bits
+        return (
+            self.first(x, first, tensor_scale, call.first),
+            self.second(x, second, tensor_scale, call.second),
+        )
 
 
 def is_traced(leaves: Sequence[Any]) -> bool:

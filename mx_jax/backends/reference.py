@@ -17,6 +17,7 @@ from mx_jax.backends.calls import (
     RaggedCall,
 )
 from mx_jax.mxarray import MXArray
+from mx_jax.packed_rows import Rows
 from mx_jax.reference import attention, matmul, quantize, ragged
 
 
@@ -63,8 +64,8 @@ def _as_it_is(x: MXArray, call: PackCall) -> MXArray:
 
 def _attend(
     queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    keys: Rows,
+    values: Rows,
     position: jax.typing.ArrayLike,
     call: AttendCall,
 ) -> jax.Array:
@@ -88,6 +89,6 @@ REFERENCE = Backend(
         _offer(call=QuantizeCall, run=_quantize),
         _offer(call=DequantizeCall, run=_dequantize),
         _offer(call=PackCall, run=_as_it_is),
-        _offer(call=AttendCall, run=_attend),
+        _offer(call=AttendCall, run=_attend, is_plain=True),
     ),
 )

@@ -1,19 +1,20 @@
 """Which backend takes a call: a pure function, so the whole table is testable on any machine."""
 
 import dataclasses
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
 
 from mx_jax.backends import named
 from mx_jax.backends import target as machine
 from mx_jax.backends.base import NOT_OFFERED, Backend, Offer, Target
-from mx_jax.backends.calls import Call
+from mx_jax.backends.calls import Call, QuantizeBothCall
 from mx_jax.backends.evidence.rows import Row
 from mx_jax.backends.evidence.sources import row_about, switches_on, why_asleep
 from mx_jax.backends.named import known_backends as known_backends
 from mx_jax.backends.named import only_backend as only_backend
 from mx_jax.backends.named import prefer_backends as prefer_backends
 from mx_jax.backends.named import with_backends as with_backends
-from mx_jax.backends.one_device import Offered, Unpacking
+from mx_jax.backends.one_device import Offered, Singly, Unpacking
 from mx_jax.backends.records import Selection, active
 from mx_jax.backends.table import REFERENCE
 
@@ -112,17 +113,32 @@ def _uncounted(
     choice: Choice, call: Call, target: Target, backends: Sequence[Backend]
 ) -> Choice | None:
     """What one device runs, where lowering may find several: those run what they would choose."""
-    offer = choice.offer
-    if offer.run_uncounted is not None:
-        offer = offer.uncounted(offer.run_uncounted, "in plain JAX")
-        return dataclasses.replace(choice, offer=offer, target=target)
     counted = dataclasses.replace(target, counted=True)
-    several, _ = _first(call, counted, backends)
-    if several is None or several.backend == choice.backend:
-        return None if several is None else dataclasses.replace(choice, target=target)
-    run = Offered(target.platform, offer.run, Unpacking(several.offer.run))
-    offer = offer.uncounted(run, f"by {several.backend.name}")
+    several, name = _on_several(call, counted, backends)
+    if several is None:
+        return None
+    offer = choice.offer
+    if name != choice.backend.name:
+        run = Offered(target.platform, offer.run, several, offer.alone)
+        offer = offer.uncounted(run, f"by {name}")
     return dataclasses.replace(choice, offer=offer, target=target)
+
+
+def _on_several(
+    call: Call, target: Target, backends: Sequence[Backend]
+) -> tuple[Callable[..., Any] | None, str]:
+    """What runs a call there, if anything does, and its backend's name."""
+    choice, _ = _first(call, target, backends)
+    if choice is not None:
+        return Unpacking(choice.offer.run), choice.backend.name
+    if not isinstance(call, QuantizeBothCall):
+        return None, ""
+    (first, name), (second, other) = (
+        _on_several(single, target, backends) for single in (call.first, call.second)
+    )
+    if first is None or second is None:
+        return None, ""
+    return Singly(first, second), name if name == other else f"{name} and {other}"
 
 
 def _first(

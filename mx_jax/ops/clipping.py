@@ -12,7 +12,7 @@ from mx_jax.backends.calls import AnyOperand
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.ops.kept import Kept, beyond
 from mx_jax.ops.keys import Key, product_key
-from mx_jax.ops.operands import operand_keys, prescaled, transformed
+from mx_jax.ops.operands import operand_keys, prescaled, transformed, turned_back
 from mx_jax.ops.quantize import quantize_operand
 from mx_jax.packed import Quantized
 from mx_jax.reference import hadamard
@@ -59,7 +59,7 @@ def _turned_back(
     """`T^-1` of a cotangent without what belongs to clipped values, in the cotangent's dtype."""
     kept = turned if clipped is None else jnp.where(clipped, 0, turned)
     if signs is not None:
-        kept = hadamard.invert(kept, signs, length, axis)
+        kept = turned_back(kept, signs, length, axis)
     return kept.astype(turned.dtype)
 
 

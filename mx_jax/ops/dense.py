@@ -72,7 +72,11 @@ class DenseProduct:
                 precision=self.precision,
                 fast_accumulation=spec.fast_accumulation,
                 out_sharding=self.out_sharding,
-                stored=isinstance(rhs, MXArray),
+                stored=[
+                    side
+                    for side, operand in zip(SIDES, (lhs, rhs), strict=True)
+                    if isinstance(operand, MXArray)
+                ],
                 split=self.recipe.gather is None,
             )
             return unscaled(product, lhs, rhs, spec)

@@ -1,13 +1,14 @@
 """One product of prepared operands in canonical order: select a backend, run it."""
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 
-from mx_jax.axes import ProductAxes
+from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
 from mx_jax.backends.select import select
 from mx_jax.codecs.explicit_axes import has_explicit_axes
@@ -27,7 +28,7 @@ def multiply(
     precision: Any = None,
     fast_accumulation: bool = False,
     out_sharding: Any = None,
-    stored: bool = False,
+    stored: Collection[Side] = (),
     split: bool = True,
 ) -> jax.Array:
     """Two canonical operands to `[*batch, *m, *n]`, as they are.
@@ -40,7 +41,7 @@ def multiply(
       precision: for high-precision operands.
       fast_accumulation: whether a native kernel may add in lower precision.
       out_sharding: of the product, on a mesh with explicit axes.
-      stored: whether rhs came quantized, so that it could have come packed.
+      stored: which sides came quantized, so that weights could have come packed.
       split: whether codes move where the compiler, on automatic mesh axes, has to move an operand.
 
     Returns:
@@ -72,14 +73,16 @@ def multiply(
 
 
 def _by_choice(
-    lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall, stored: bool, split: bool
+    lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall, stored: Collection[Side], split: bool
 ) -> jax.Array:
     """A call by who takes it."""
     choice = select(call)
     if choice.target.num_devices > 1 and (part := part_choice(rhs, call, choice)) is not None:
         return multiply_split(unpacked(lhs), rhs, call, part)
-    if stored and isinstance(rhs, MXArray):
-        tell_of_packing(rhs, call, choice)
+    sides: tuple[tuple[Side, AnyOperand], ...] = ("lhs", lhs), ("rhs", rhs)
+    for side, operand in sides:
+        if side in stored and isinstance(operand, MXArray):
+            tell_of_packing(operand, call, choice, side=side)
     if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
         rhs = unpacked_for(rhs, choice)
     lhs = unpacked(lhs)

@@ -155,6 +155,17 @@ def transformed(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
         return hadamard.apply(x, signs, axis, in_bfloat16=in_bfloat16 and platform != "cpu")
 
 
+def turned_back(y: jax.Array, signs: jax.Array, length: int, axis: int) -> jax.Array:
+    """`hadamard.invert`, on record on accelerators."""
+    platform = current_target().platform
+    if (recorder := active.value) is not None and platform != "cpu":
+        recorder.entries.append(
+            f"inverse Hadamard transform of {y.dtype} {list(y.shape)} on platform={platform} -> "
+            "XLA float32 dot, HIGHEST"
+        )
+    return hadamard.invert(y, signs, length, axis)
+
+
 @overload
 def prepare(
     operand: Operand,

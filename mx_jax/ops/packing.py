@@ -29,11 +29,12 @@ def pack_weights(
     """Weights in the order in which this machine's kernels read them, for any number of products.
 
     A product of few rows, as in decoding, is bound by reading its weights; packed, they are read in
-    one stream, FP4 at half a byte a code. The result goes wherever the MXArray went as the right
-    operand: `matmul`, `dot_general`, `einsum`, a layer's kernel. It lies on the devices that the
-    weights lie on, which multiply each its own part under `jit`. Products by `recipe` have the same
-    bits, but for float8 whose scales are whole along k: on CPUs those leave the sums. It belongs to
-    this kind of machine and carries no gradient: train and save the MXArray.
+    one stream, FP4 at half a byte a code, FP6 at three quarters. The result goes wherever
+    the MXArray went as the right operand: `matmul`, `dot_general`, `einsum`, a layer's kernel. It
+    lies on the devices that the weights lie on, which multiply each its own part under `jit`.
+    Products by `recipe` have the same bits, but for float8 whose scales are whole along k: on CPUs
+    those leave the sums. It belongs to this kind of machine and carries no gradient: train and save
+    the MXArray.
 
     One layout serves activations of every kind, except on Blackwell, whose tensor cores take two
     quantized operands as they are: there a recipe that quantizes activations, to a format that may

@@ -1,7 +1,7 @@
 """ragged_dot with a recipe: rows in consecutive groups, each with a right operand of its own.
 
-Two of its three products keep the rows (output, grad_lhs), the third sums over those of each group
-(grad_rhs). Nothing is transposed: blocks lie along whichever axis is contracted.
+Two of its three products keep the rows (output, grad_input), the third sums over those of each
+group (grad_weight). Nothing is transposed: blocks lie along whichever axis is contracted.
 """
 
 import dataclasses
@@ -199,7 +199,7 @@ class RaggedProduct:
         with jax.named_scope(GRADIENT[side]):
             wide = dataclasses.replace(self, out_dtype=bar.dtype)
             if side == "rhs":
-                return wide._grad_rhs(g, other, saved.sizes, key)
+                return wide._grad_weight(g, other, saved.sizes, key)
             spec = self.recipe.dlhs
             experts = matrices_back(other, self.move, spec)
             return wide._multiply(_GRAD_LHS, spec, g, experts, saved.sizes, key)
@@ -221,7 +221,7 @@ class RaggedProduct:
         product = _scaled(self, left, right, sizes, in_groups, stored)
         return unscaled(product, lhs, rhs, spec)
 
-    def _grad_rhs(self, g: jax.Array, lhs: Operand, sizes: Any, key: Key) -> Any:
+    def _grad_weight(self, g: jax.Array, lhs: Operand, sizes: Any, key: Key) -> Any:
         """`[p, k]` by `[p, n]`: p are the rows, those of each group padded to whole blocks."""
         spec, move = self.recipe.drhs.swapped(), self.move
         # What devices of shard_map add up is added before it is rounded.

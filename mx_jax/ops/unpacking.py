@@ -5,6 +5,7 @@ from typing import Any
 
 from jax import lax
 
+from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand, MatmulCall, RaggedCall
 from mx_jax.backends.records import active
 from mx_jax.backends.select import Choice
@@ -61,15 +62,28 @@ def unpacked_for(rhs: PackedMXArray, choice: Choice, operation: str = "matmul") 
 
 
 def tell_of_packing(
-    rhs: MXArray, call: MatmulCall | RaggedCall, choice: Choice, operation: str = "matmul"
+    weights: MXArray,
+    call: MatmulCall | RaggedCall,
+    choice: Choice,
+    operation: str = "matmul",
+    side: Side = "rhs",
 ) -> None:
     """Warn who passes stored weights to a backend that lays them out for itself at every call."""
-    if choice.offer.lays_out(call):
+    if choice.offer.lays_out(call) != side:
+        return
+    if side == "rhs":
         how = "(..., contracting=1, num_batch=1)" if isinstance(call, RaggedCall) else ""
         _tell(
             f"{operation}: weights are laid out for backend {choice.backend.name} at every call, "
-            f"which takes longer than a product of few rows: shape={rhs.shape}, "
-            f"format={rhs.format.name}; lay them out once with mx_jax.pack_weights{how}"
+            f"which takes longer than a product of few rows: shape={weights.shape}, "
+            f"format={weights.format.name}; lay them out once with mx_jax.pack_weights{how}"
+        )
+    else:
+        _tell(
+            f"{operation}: the left operand is laid out for backend {choice.backend.name} at every "
+            f"call, which takes longer than a product of few rows: shape={weights.shape}, "
+            f"format={weights.format.name}; put the weights on the right and pack them once with "
+            "mx_jax.pack_weights"
         )
 
 

@@ -107,6 +107,8 @@ def test_without_a_library_everything_works(tmp_path: Path):
 def test_an_unknown_instruction_set_is_a_reason():
     result = run_python(REJECTS, MX_JAX_CPU_ISA="mmx")
     assert result.stdout.startswith("MX_JAX_CPU_ISA=mmx is unknown or not on this machine, which")
+    known = "known, each with those before it: portable, avx2, avx512, avx512_vnni, avx512_bf16"
+    assert known in result.stdout
 
 
 def test_several_devices_are_left_to_the_reference():

@@ -1,6 +1,5 @@
 """Calls on arrays of one device: the handlers compute them, however many devices exist."""
 
-import functools
 import re
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
-from mx_jax.backends.cpu_ffi.one_device import by_devices
+from mx_jax.backends.one_device import Offered
 from mx_jax.inspect import explain_call
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
@@ -77,6 +76,23 @@ def test_sharded_programs_are_plain_jax(x: jax.Array, w: jax.Array):
     assert_bitwise_equal(jax.jit(product)(*operands), product(x, w), what="sharded")
 
 
+def test_one_read_for_both_casts_is_two_casts_on_several(x: jax.Array):
+    """Where the reference makes no call of them, devices that share an array make two."""
+
+    def both(x: Any) -> Any:
+        return mx_jax.quantize_both(x, "mxfp4")
+
+    assert handlers(both, x) == ["mx_jax_cpu_quantize_both"]
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
+    assert handlers(both, sharded) == []
+    for found, expected in zip(jax.jit(both)(sharded), both(x), strict=True):
+        assert_bitwise_equal(found.codes, expected.codes, what="codes")
+        assert_bitwise_equal(found.scales, expected.scales, what="scales")
+    text = str(explain_call(both, x))
+    assert "-> cpu_ffi (by reference where the program has several devices)" in text
+
+
 def operations(lowered: Any) -> list[str]:
     """What a program computes, in order."""
     return re.findall(r"stablehlo\.\w+", lowered.as_text())
@@ -87,8 +103,8 @@ IDS = ["plain", "vmap", "jit", "jit of vmap"]
 
 def way(x: jax.Array) -> jax.Array:
     """1 where the handler is taken, -1 elsewhere."""
-    handler, elsewhere = (functools.partial(jnp.full_like, fill_value=n) for n in (1, -1))
-    return by_devices(x, cpu=handler, default=elsewhere)
+    handler, elsewhere = (lambda x, call, n=n: jnp.full_like(x, n) for n in (1, -1))
+    return Offered("cpu", handler, elsewhere)(x, None)
 
 
 @pytest.mark.parametrize("run", [way, jax.vmap(way), quick(way), quick(jax.vmap(way))], ids=IDS)
@@ -111,7 +127,8 @@ def test_on_each_device_by_itself():
 
 def test_derivatives_are_those_of_plain_jax():
     def square(x: jax.Array) -> jax.Array:
-        return by_devices(x, cpu=jnp.zeros_like, default=jnp.square)
+        handler, plain = (lambda x, call, run=run: run(x) for run in (jnp.zeros_like, jnp.square))
+        return Offered("cpu", handler, plain)(x, None)
 
     for run in (lambda x: x, quick):
         assert run(jax.grad(square))(jnp.float32(3)) == 6 and square(jnp.float32(3)) == 0
@@ -119,4 +136,4 @@ def test_derivatives_are_those_of_plain_jax():
 
 def test_explained(x: jax.Array, w: jax.Array):
     text = str(explain_call(product, x, w))
-    assert "-> cpu_ffi (in plain JAX where the program has several devices)" in text
+    assert "-> cpu_ffi (by reference where the program has several devices)" in text

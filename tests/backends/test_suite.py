@@ -9,11 +9,12 @@ from jax import lax
 
 from mx_jax import formats
 from mx_jax.backends.base import Backend
-from mx_jax.backends.calls import MatmulCall, QuantizeCall, RaggedCall
+from mx_jax.backends.calls import AttendCall, MatmulCall, QuantizeCall, RaggedCall
 from mx_jax.backends.cpu_ffi import CPU_FFI
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.testing import backend_suite, cases
+from mx_jax.testing.attend_check import AttendCase
 from mx_jax.testing.backend_suite import BackendSuite
 from mx_jax.testing.ragged_check import RaggedCase
 from tests.backends.altered import altered, answering
@@ -168,3 +169,24 @@ def test_wrong_ragged_products_are_noticed(multiply: Any):
     case = RaggedCase(lhs=None, rhs=formats.MXFP4, sizes=(1, 7), rows=16)
     with pytest.raises(AssertionError):
         backend_suite.check_ragged(altered(REFERENCE, RaggedCall, multiply), case)
+
+
+def one_row_too_far(queries, keys, values, position, call):
+    return REFERENCE.run(call, queries, keys, values, position + 1)
+
+
+def scores_as_they_are(queries, keys, values, position, call):
+    return REFERENCE.run(call, queries * queries.shape[-1] ** 0.5, keys, values, position)
+
+
+def rounded_output(queries, keys, values, position, call):
+    return lax.reduce_precision(REFERENCE.run(call, queries, keys, values, position), 8, 10)
+
+
+@pytest.mark.parametrize("attend", [one_row_too_far, scores_as_they_are, rounded_output])
+@pytest.mark.parametrize("format", [None, formats.MXFP4], ids=["float32", "mxfp4"])
+def test_wrong_attention_is_noticed(attend: Any, format: Any):
+    with pytest.raises(AssertionError, match="of 384 are too far from the exact ones"):
+        backend_suite.check_attend(
+            altered(REFERENCE, AttendCall, attend), AttendCase(format=format)
+        )

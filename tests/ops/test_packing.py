@@ -70,11 +70,30 @@ def test_packed_weights_give_the_same_bits(format: BlockFormat, k_first: bool):
 
 @needs_library
 @pytest.mark.usefixtures("insist")
-def test_packed_weights_take_half_a_byte_a_code():
-    packed = pack(mx_jax.quantize(np.ones((64, 96), np.float32), "mxfp4"))
+@pytest.mark.parametrize(
+    ("format", "bits"), [("mxfp4", 4), ("mxfp6_e2m3", 6), ("mxfp6_e3m2", 6), ("mxint8", 8)]
+)
+def test_packed_weights_take_the_bits_of_their_codes(format: str, bits: int):
+    packed = pack(mx_jax.quantize(np.ones((64, 96), np.float32), format))
     # And for each 32 rows, scales padded to 64 bytes and as many that sum the panel up.
-    assert packed.nbytes == 64 * 96 // 2 + 64 * 96 // 32 + 2 * 32 + 2 * 64
-    assert "mxfp4, shape=(64, 96), dtype=float32, backend=cpu_ffi" in repr(packed)
+    assert packed.nbytes == 64 * 96 * bits // 8 + 64 * 96 // 32 + 2 * 32 + 2 * 64
+    assert f"{format}, shape=(64, 96), dtype=float32, backend=cpu_ffi" in repr(packed)
+
+
+@needs_library
+@pytest.mark.usefixtures("insist")
+@pytest.mark.parametrize("format", ["mxfp6_e2m3", "mxfp6_e3m2"])
+def test_four_codes_of_six_bits_lie_in_three_bytes(format: str):
+    """Twelve of sixteen codes where they are looked up, four in bits 6 and 7 of those."""
+    x = mx_jax.quantize(np.zeros((32, 32), np.float32), format)
+    codes = x.codes.at[2, 16].set(0b10_0110).at[2, 16 + 13].set(0b11_1001)
+    packed = pack(dataclasses.replace(x, codes=codes))
+    words = np.asarray(packed.arrays.bytes)[..., : 32 * 32 * 6 // 8].reshape(2, 3, 32, 4)
+    expected = np.zeros_like(words)
+    expected[1, 0, 2, 0] = 0b10_0110  # position 0 of the second sixteen
+    expected[1, :, 2, 1] = np.array([0b01, 0b10, 0b11]) << 6  # position 13
+    np.testing.assert_array_equal(words, expected)
+    assert_bitwise_equal(packed.unpack().codes, codes, what="codes")
 
 
 @pytest.mark.sweep(reason="a C++ library, the same one, computes these bits")
@@ -151,6 +170,38 @@ def test_any_product_of_weights(format: str, subscripts: str, x, w, options):
     assert num_calls(product, draw(*x, seed=1), packed) == 1
     expected = product(draw(*x, seed=1), kernel)
     assert_bitwise_equal(product(draw(*x, seed=1), packed), expected, what="product")
+
+
+@needs_library
+@pytest.mark.usefixtures("insist")
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "mxfp6_e2m3", "float8_rowwise_e4m3"])
+def test_a_transposed_weight_is_packed_as_it_was(format: str):
+    """`[out, in]`, as others store it, becomes the kernel `[in, out]` without moving a byte."""
+    stored = mx_jax.quantize(draw(48, 64), format, axis=1)
+    kernel, turned = pack(stored.T), pack(stored).T
+    assert isinstance(turned, PackedMXArray) and turned.shape == kernel.shape == (64, 48)
+    assert turned.blocks == kernel.blocks and turned.mT.shape == (48, 64)
+    for one, other in zip(jax.tree.leaves(turned), jax.tree.leaves(pack(stored)), strict=True):
+        assert one is not None and one.shape == other.shape
+    assert_bitwise_equal(turned.unpack().codes, stored.T.codes, what="codes")
+    assert_bitwise_equal(turned.T.unpack().codes, stored.codes, what="codes")
+    recipe, x = recipes.weight_only(format), draw(3, 64, seed=1)
+    product = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))
+    assert num_calls(product, x, turned) == num_calls(product, x, kernel) == 1
+    assert_bitwise_equal(product(x, turned), product(x, kernel), what="product")
+
+
+@needs_library
+def test_axes_that_are_no_whole_group_are_unpacked_to_be_permuted():
+    stored = mx_jax.quantize(draw(2, 5, 32, 64), "mxfp4", axis=-1)
+    packed = mx_jax.pack_weights(stored, num_batch=1)
+    assert isinstance(packed, PackedMXArray)
+    turned = packed.transpose(0, 3, 1, 2)
+    assert isinstance(turned, PackedMXArray) and turned.shape == (2, 64, 5, 32)
+    assert_bitwise_equal(turned.unpack().codes, stored.transpose(0, 3, 1, 2).codes, what="codes")
+    for permuted, expected in ((packed.mT, stored.mT), (packed.T, stored.T)):
+        assert isinstance(permuted, mx_jax.MXArray)
+        assert_bitwise_equal(permuted.codes, expected.codes, what="codes")
 
 
 @needs_library
@@ -295,7 +346,7 @@ def test_what_it_does_not_pack(shape, format: str, options, complaint: str):
 
 @needs_library
 @pytest.mark.usefixtures("insist")
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "mxfp8_e4m3"])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "mxfp6_e2m3", "mxfp8_e4m3"])
 def test_rows_are_taken_from_packed_weights(format: str):
     x = mx_jax.quantize(draw(70, 40), format)
     packed, indices = pack(x), jnp.asarray([[0, 69, 31], [32, 32, 80]])

@@ -87,7 +87,7 @@ def vjp(operation, dtype=jnp.float32):
 @pytest.mark.parametrize("format", ["mxfp4", "mxint8", "nvfp4", "float8_rowwise_e4m3"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_weight_only_s_gradient_is_that_of_its_forward(format: str, dtype):
-    """grad_lhs by the weight that was multiplied; grad_rhs straight through to the weight."""
+    """grad_input by the weight that was multiplied; grad_weight straight through to the weight."""
     recipe = recipes.weight_only(format)
     rule = recipe.fwd.rhs.scale_rule  # pyright: ignore[reportOptionalMemberAccess]
     quantized = mx_jax.quantize(W.astype(dtype), format, axis=0, scale_rule=rule)

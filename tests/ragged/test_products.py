@@ -27,8 +27,8 @@ SIGNS = (1, -1, -1, 1)
 
 class Products(NamedTuple):
     output: np.ndarray
-    grad_lhs: np.ndarray
-    grad_rhs: np.ndarray
+    grad_input: np.ndarray
+    grad_weight: np.ndarray
 
 
 def transform(x, hadamard):
@@ -97,7 +97,7 @@ def loop(recipe, lhs, rhs, group_sizes, g) -> tuple[Products, Products]:
             values[kept][i], sums[kept][i] = value, total
     results = products_of_groups(recipe.drhs, [x.T for x in gs], [x.T for x in xs])
     for j, (value, total) in enumerate(results):
-        values.grad_rhs[j], sums.grad_rhs[j] = value.T, total.T
+        values.grad_weight[j], sums.grad_weight[j] = value.T, total.T
     return values, sums
 
 
@@ -150,7 +150,7 @@ def block(format, kept, contracting):
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "mxfp8": mx_jax.recipes.mxfp8,
-    "mxfp6, grad_rhs high": lambda: dataclasses.replace(
+    "mxfp6, grad_weight high": lambda: dataclasses.replace(
         uniform(operand(MXFP6_E3M2.with_block(8), scale_rule="even")), drhs=HIGH
     ),
     "nvfp4": mx_jax.recipes.nvfp4,
@@ -284,8 +284,8 @@ def test_clipped_values_get_no_gradient(rng: np.random.Generator):
     lhs_kept = kept(lhs[:used])
     rhs_kept = np.stack([kept(w.T).T for w in rhs])
     assert 0.01 < 1 - lhs_kept.mean() < 0.2
-    expected.grad_lhs[:used] *= lhs_kept
-    expected = expected._replace(grad_rhs=expected.grad_rhs * rhs_kept)
+    expected.grad_input[:used] *= lhs_kept
+    expected = expected._replace(grad_weight=expected.grad_weight * rhs_kept)
     assert_close(actual, expected, sums, SIZE)
 
 

@@ -150,7 +150,8 @@ def test_one_tensor_scale_inside_shard_map(arrays):
 
 
 def test_parts_of_a_kernel_draw_their_own_bits():
-    recipe = recipes.weight_only("mxfp4").with_(weights={"rounding": "stochastic"})
+    weights = {"scale_rule": "rceil", "rounding": "stochastic"}
+    recipe = recipes.weight_only("mxfp4").with_(weights=weights)
     w = np.full((128, 128), 0.3, np.float32)
     y = on_shards(recipe, P(None, "fsdp"), np.eye(128, dtype=np.float32), w, key=jax.random.key(0))
     parts = np.split(np.asarray(y), 4, axis=1)

@@ -27,6 +27,7 @@ P = PartitionSpec
 K, N, ROWS = 256, 128, 4
 MXFP4 = mx_jax.recipes.mxfp4()
 NVFP4 = mx_jax.recipes.weight_only("nvfp4")
+RECIPES = {"mxfp4": MXFP4, "nvfp4": NVFP4, "mxfp6_e3m2": mx_jax.recipes.mxfp6()}
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,7 @@ CASES = {
     "columns of the other order": ("nvfp4", 1, (None, "model"), P(), []),
     "rows": ("nvfp4", 0, ("model", None), P(None, "model"), all_reduce(ROWS * N)),
     "both": ("mxfp4", 1, ("data", "model"), P(None, "data"), all_reduce(ROWS * N // 4)),
+    "six bits": ("mxfp6_e3m2", 0, ("data", "model"), P(None, "data"), all_reduce(ROWS * N // 4)),
 }
 
 
@@ -80,7 +82,7 @@ def test_each_device_multiplies_its_tiles(
     x: jax.Array,
 ):
     """Column and row parallel: what is exchanged are sums; each device runs the kernel."""
-    run = product(axis, MXFP4 if format == "mxfp4" else NVFP4)
+    run = product(axis, RECIPES[format])
     packed = mx_jax.pack_weights(weights(format, axis))
     place = NamedSharding(mesh, P(*spec if axis == 0 else spec[::-1]))
     placed = device_put(packed, place)
@@ -190,7 +192,7 @@ def test_inside_shard_map(
     format: str, axis: int, spec: Any, lies: Any, out: Any, mesh: Mesh, x: jax.Array
 ):
     """Each device's arrays tell what part they are; sums of parts are the caller's."""
-    local = product(axis, MXFP4 if format == "mxfp4" else NVFP4)
+    local = product(axis, RECIPES[format])
     packed = mx_jax.pack_weights(weights(format, axis))
     placed = device_put(packed, NamedSharding(mesh, spec))
     sums = "model" if "model" in str(lies) else ()
@@ -241,7 +243,7 @@ def test_on_explicit_axes(case: str, told: bool, x: jax.Array):
     """Types of packed arrays say where weights lie; a kernel's product lies as both say."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     format, axis, spec, lies, out = MANUAL[case]
-    run = product(axis, MXFP4 if format == "mxfp4" else NVFP4)
+    run = product(axis, RECIPES[format])
     packed = mx_jax.pack_weights(weights(format, axis))
     options = {"out_sharding": out} if told else {}
 

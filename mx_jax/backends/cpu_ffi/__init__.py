@@ -4,7 +4,6 @@ Optional: where the library is not built, every call is rejected with that reaso
 computes it.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +29,7 @@ from mx_jax.backends.cpu_ffi import (
     rejections,
     weights,
 )
-from mx_jax.backends.cpu_ffi.one_device import deciding_at_lowering
+from mx_jax.backends.cpu_ffi.handler import alone
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 
 
@@ -62,7 +61,7 @@ def _offer(
         call=call,
         rejects=lambda call, target: _rejects_machine(target, call) or rejects(call),
         run=run,
-        run_uncounted=functools.partial(deciding_at_lowering, run),
+        alone=alone,
     )
 
 

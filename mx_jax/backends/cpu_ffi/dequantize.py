@@ -10,8 +10,7 @@ from jax import lax
 
 from mx_jax.backends.calls import DequantizeCall
 from mx_jax.backends.cpu_ffi.cast_axes import cast_axes, flat_blocks
-from mx_jax.backends.cpu_ffi.handler import Handler, hashable
-from mx_jax.backends.cpu_ffi.one_device import dispatch
+from mx_jax.backends.cpu_ffi.handler import Handler, dispatch, hashable
 from mx_jax.backends.cpu_ffi.quantize import facts, rejects_blocks, rejects_parts
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import BlockFormat
@@ -55,9 +54,13 @@ def dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
 
 def attributes(format: BlockFormat, blocks: Blocks) -> dict[str, object]:
     """What the handler is told about an array, besides shapes and dtypes."""
+    return {"blocks": flat_blocks(blocks)} | format_attributes(format)
+
+
+def format_attributes(format: BlockFormat) -> dict[str, object]:
+    """What a handler that decodes is told of a format."""
     of = format.scale.element
     return {
-        "blocks": flat_blocks(blocks),
         "element": facts(format.element),
         "kind": format.scale.kind,
         "scale_element": np.zeros(0, np.int32) if of is None else facts(of),

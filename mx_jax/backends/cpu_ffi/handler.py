@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,9 +25,18 @@ from mx_jax.codecs.varying import vary_alike
 
 Arrays = tuple[jax.Array, ...]
 
-# Whether what is traced will run on one device: then nothing asks how it is split. JAX wants to
-# know the devices of what may be, and does not where a primitive is lowered as a function.
-alone = jax.make_user_context(default_value=False)
+
+def _on_one_device(*operands: Any, cpu: Callable[..., Any], default: Callable[..., Any]) -> Any:
+    del default
+    return cpu(*operands)
+
+
+# What takes a handler or plain JAX, where it is not `lax.platform_dependent`. `alone` is for what
+# lowering keeps on one CPU device: then the other way is not traced, and nothing asks how the
+# handler is split. JAX wants to know the devices of what may be, and does not where a primitive is
+# lowered as a function.
+dispatch = jax.make_user_context(default_value=None)
+alone = functools.partial(dispatch, _on_one_device)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +65,7 @@ class Handler:
         if jax.sharding.get_abstract_mesh().manual_axes:
             operands = vary_alike(operands)
         shapes = tuple(operand.shape for operand in operands)
-        return _function(self, shapes, alone.value)(*operands)
+        return _function(self, shapes, dispatch.value is _on_one_device)(*operands)
 
 
 def hashable(attributes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -25,6 +25,10 @@ ISA_VARIABLE = "MX_JAX_CPU_ISA"
 # What `custom_calls/common/library.h` calls kInterface: what handlers take and give.
 INTERFACE = 5
 
+# What `custom_calls/common/dispatch.cc` calls them, from least to most: a machine that has one has
+# those before it.
+ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
+
 _FILE = "native.abi3.so"
 _NOT_BUILT = "not built: with a C++ compiler, pip install -v . builds it, or shows why not"
 _LEFT_OUT = f"left out: {LIBRARY_VARIABLE}=none"
@@ -39,8 +43,7 @@ class Library:
 
     Attributes:
       path: the file.
-      isa: the instruction set that runs: `"portable"`, `"avx2"`, `"avx512"`, `"avx512_vnni"` or
-        `"avx512_bf16"`.
+      isa: the instruction set that runs, one of `ISAS`.
       detected_isa: the best that this machine has.
       targets: names that `jax.ffi.ffi_call` takes.
     """
@@ -100,7 +103,11 @@ def register(path: Path) -> Library | str:
     isa, detected = description.isa.decode(), description.detected_isa.decode()
     if not description.isa_override_is_valid:
         wanted = os.environ.get(ISA_VARIABLE)
-        return f"{ISA_VARIABLE}={wanted} is unknown or not on this machine, which has {detected}"
+        known = ", ".join(ISAS)
+        return (
+            f"{ISA_VARIABLE}={wanted} is unknown or not on this machine, which has {detected}; "
+            f"known, each with those before it: {known}"
+        )
     targets = description.targets[: description.num_targets]
     for target in targets:
         pointer = ctypes.cast(target.handler, ctypes.CFUNCTYPE(ctypes.c_void_p))

@@ -42,14 +42,12 @@ def unpack(packed: PackedMXArray) -> MXArray:
     """The weights that panels were made of."""
     panels, scale = packed.arrays.bytes, packed.arrays.tensor_scale
     rows, k = math.prod(packed.kept), math.prod(packed.k)
-    per_word = 8 if packed.format.element.bits == 4 else 4
     block = rejections.block_size(packed.format)
     chunks, blocks = -(-k // CHUNK), -(-k // CHUNK) * (CHUNK // block)
     batch, num_panels = panels.shape[:-2], panels.shape[-2]
-    code_bytes = chunks * CHUNK * PANEL_ROWS * 4 // per_word
+    code_bytes = chunks * _chunk_bytes(packed.format)
     words = panels[..., :code_bytes].reshape(*batch, num_panels, -1, PANEL_ROWS, 4)
-    if per_word == 8:
-        words = jnp.concatenate([words & 15, words >> 4], axis=-1)
+    words = _codes_of(words, packed.format.element.bits)
     padded_rows = num_panels * PANEL_ROWS
     codes = jnp.swapaxes(words, -3, -2).reshape(*batch, padded_rows, chunks * CHUNK)
     scales = panels[..., code_bytes : code_bytes + blocks * PANEL_ROWS]
@@ -84,6 +82,24 @@ def take(packed: PackedMXArray, indices: jax.Array) -> MXArray:
 def panel_bytes(format: BlockFormat, k: int) -> int:
     """Bytes of one panel, of k contracted positions."""
     chunks = -(-k // CHUNK)
-    codes = chunks * CHUNK * PANEL_ROWS // (2 if format.element.bits == 4 else 1)
     scales = chunks * (CHUNK // rejections.block_size(format)) * PANEL_ROWS
-    return codes + -(-scales // 64) * 64 + SUMMARY
+    return chunks * _chunk_bytes(format) + -(-scales // 64) * 64 + SUMMARY
+
+
+def _chunk_bytes(format: BlockFormat) -> int:
+    """Bytes of one chunk's codes."""
+    return CHUNK * PANEL_ROWS * format.element.bits // 8
+
+
+def _codes_of(words: jax.Array, bits: int) -> jax.Array:
+    """Codes `[..., words along k, rows, 4 or 8]` of words `[..., words in memory, rows, 4]`."""
+    if bits == 4:
+        return jnp.concatenate([words & 15, words >> 4], axis=-1)
+    if bits == 6:
+        # Three words hold four: bits 6 and 7 of each are two bits of the last.
+        threes = words.reshape(*words.shape[:-3], -1, 3, *words.shape[-2:])
+        first, second, third = (threes[..., i, :, :] >> 6 for i in range(3))
+        last = first | second << 2 | third << 4
+        fours = jnp.concatenate([threes & 63, last[..., None, :, :]], axis=-3)
+        return fours.reshape(*words.shape[:-3], -1, *words.shape[-2:])
+    return words

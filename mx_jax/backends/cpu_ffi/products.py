@@ -12,8 +12,7 @@ from jax import lax
 
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import MatmulCall, Operand
-from mx_jax.backends.cpu_ffi.handler import Handler, hashable
-from mx_jax.backends.cpu_ffi.one_device import dispatch
+from mx_jax.backends.cpu_ffi.handler import Handler, dispatch, hashable
 from mx_jax.backends.cpu_ffi.panels import PANEL_ROWS
 from mx_jax.backends.cpu_ffi.parts import by_parts
 from mx_jax.backends.cpu_ffi.rejections import DTYPES, MATMUL, PACKED_MATMUL, block_size, names

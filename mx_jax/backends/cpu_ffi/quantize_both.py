@@ -9,8 +9,7 @@ from jax import lax
 from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.cpu_ffi import quantize
 from mx_jax.backends.cpu_ffi.cast_axes import cast_axes
-from mx_jax.backends.cpu_ffi.handler import Handler, hashable
-from mx_jax.backends.cpu_ffi.one_device import dispatch
+from mx_jax.backends.cpu_ffi.handler import Handler, dispatch, hashable
 from mx_jax.backends.cpu_ffi.tensor_scale import tensor_scale_of
 from mx_jax.codecs.blocks import Blocks, block_extent
 from mx_jax.formats import Whole

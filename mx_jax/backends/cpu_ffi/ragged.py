@@ -16,7 +16,7 @@ from jax import lax
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import AnyOperand, MatmulCall, Operand, RaggedCall, rejects_symbolic
 from mx_jax.backends.cpu_ffi import rejections
-from mx_jax.backends.cpu_ffi.one_device import dispatch
+from mx_jax.backends.cpu_ffi.handler import dispatch
 from mx_jax.backends.cpu_ffi.products import by_codes, by_packed
 from mx_jax.codecs.varying import vary_alike
 from mx_jax.mxarray import MXArray

@@ -10,8 +10,7 @@ from jax import lax
 
 from mx_jax.backends.calls import QuantizeCall
 from mx_jax.backends.cpu_ffi.cast_axes import cast_axes, flat_blocks
-from mx_jax.backends.cpu_ffi.handler import Handler, hashable
-from mx_jax.backends.cpu_ffi.one_device import dispatch
+from mx_jax.backends.cpu_ffi.handler import Handler, dispatch, hashable
 from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import split
 from mx_jax.formats import WHOLE

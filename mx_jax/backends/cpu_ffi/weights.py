@@ -1,7 +1,7 @@
 """Weights packed once, ahead of time, in the order in which the CPU's kernels read them.
 
-A product of few rows, as in decoding, is bound by reading its weights. Packed, FP4 takes half a
-byte a code, and every instruction set reads it in one stream.
+A product of few rows, as in decoding, is bound by reading its weights. Packed, codes take the bits
+of their format, and every instruction set reads them in one stream.
 """
 
 import dataclasses
