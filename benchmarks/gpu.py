@@ -61,10 +61,14 @@ _CLOSE = 2.0**-4
 PARTS: Mapping[str, type] = {"products": Timed, "steps": Step, "casts": Cast}
 # Rows of activations that products are timed for, beside those of goals.
 ROWS = (1, 16, 64, 256, 4096)
+# (n, k) of weights, beside those of goals: square, and of a model's feed-forward layer.
+SIZES = (LARGE, (4096, 11008))
 
 
 def wanted(options: argparse.Namespace, device: str, architecture: Architecture) -> list[What]:
-    """What is measured, the goals of this device first; none of it twice.
+    """What is measured, none of it twice: of each kind this device's goals first, kinds by turns.
+
+    So a run that ends early has something of every kind.
 
     Args:
       options: the command's.
@@ -76,13 +80,18 @@ def wanted(options: argparse.Namespace, device: str, architecture: Architecture)
     found = [*goals, *products]
     if options.pairs or options.rows or options.sizes:
         found = [*products, *(what for what in goals if not isinstance(what, Timed))]
-    kinds = tuple(PARTS[part] for part in options.parts)
-    return list(dict.fromkeys(what for what in found if isinstance(what, kinds)))
+    parts = [
+        [what for what in dict.fromkeys(found) if isinstance(what, kind)]
+        for part, kind in PARTS.items()
+        if part in options.parts
+    ]
+    rounds = itertools.zip_longest(*parts)
+    return [what for turn in rounds for what in turn if what is not None]
 
 
 def _products(options: argparse.Namespace, architecture: Architecture) -> list[Timed]:
     """Products that options name, or else the usual ones."""
-    pairs, sizes = options.pairs or pairs_of(architecture), options.sizes or [LARGE]
+    pairs, sizes = options.pairs or pairs_of(architecture), options.sizes or SIZES
     return [
         Timed(pair=pair, m=m, n=n, k=k)
         for pair, (n, k), m in itertools.product(pairs, sizes, options.rows or ROWS)
@@ -144,7 +153,7 @@ class ProductMakers:
         if self._of != (pair, n, k):
             self._of, self._weights = (pair, n, k), {}
         weights = self._weights
-        known = products(pair, n, k, self._target)
+        known = products(pair, n, k, self._target, what.m)
         draw = functools.cache(
             lambda: jax.random.normal(jax.random.key(1), (what.m, k), jnp.bfloat16)
         )
@@ -233,7 +242,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=None,
         metavar="NxK",
         help="of weights; with --pairs or --rows these products alone are timed (default: those of "
-        "the goals, and 8192x8192)",
+        "the goals, 8192x8192 and 4096x11008)",
     )
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
     parser.add_argument(

@@ -174,6 +174,26 @@ def test_which_rows_count(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert counted(None) == (shipped,)
 
 
+def test_rows_of_another_driver_are_told(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Of a file that the user names; a cache keeps rows of drivers before."""
+    other = dataclasses.replace(ROW, driver="570.1")
+    write(cache, [ROW, other, FAILED])
+    assert other not in in_force() and not caplog.records
+    sources.loaded.cache_clear()
+    monkeypatch.setenv(sources.VARIABLE, str(cache))
+    assert in_force() == (ROW,)
+    assert (
+        f"2 of 3 in MX_JAX_EVIDENCE={str(cache)!r} do not count, measured with driver=570.1, None, "
+        "got driver=580.95.05; `python -m mx_jax gpu` measures here"
+    ) in caplog.text
+    caplog.clear()
+    sources.loaded.cache_clear()
+    write(cache, [ROW])
+    assert in_force() == (ROW,) and not caplog.records
+
+
 def test_several_processes_trace_one_program(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

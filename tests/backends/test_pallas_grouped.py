@@ -20,6 +20,7 @@ from mx_jax.backends.pallas_gpu.architecture import SM90
 from mx_jax.backends.pallas_gpu.grouped import multiply
 from mx_jax.backends.pallas_gpu.grouped.rejections import rejects
 from mx_jax.backends.pallas_gpu.grouped.visits import FIELDS, num_visits, visits
+from mx_jax.backends.pallas_gpu.layouts.factors import factors_of
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.products.packing import pack_weights
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
@@ -63,7 +64,7 @@ def product(case: RaggedCase, tiles: Tiles) -> tuple[Any, Any]:
     bare = dataclasses.replace(w, tensor_scale=None)
     matrices = bare if not case.rhs_k_first else _transposed(bare)
     scale = None if w.tensor_scale is None else w.tensor_scale.reshape(())
-    factors = multiply._factors((scale, None), len(case.sizes))
+    factors = factors_of((scale, None), len(case.sizes))
 
     def run() -> jax.Array:
         packed = jax.jit(PackedWeights.of)(matrices)
@@ -229,7 +230,8 @@ TYPE = TAKEN_CALL.rhs
         (
             TAKEN_CALL,
             Target(platform="cuda", compute_capability=(10, 0)),
-            "multiplies rows in groups on CUDA compute capability 9.0, got 10.0",
+            "multiplies rows in groups on CUDA compute capability 10.0 where formats meet, got "
+            "lhs=None, rhs=mxfp4",
         ),
         (
             dataclasses.replace(

@@ -339,3 +339,24 @@ def test_stored_weights_are_told_of_packing(rows: int, told: bool):
         "mx_jax.pack_weights"
     )
     assert messages == [expected] * told
+
+
+@pytest.mark.parametrize(("rows", "told"), [(4, True), (1024, False)])
+def test_stored_weights_on_the_left_belong_on_the_right(rows: int, told: bool):
+    """Nothing packs them there, so every call lays them out."""
+    recipe = recipes.high_precision()
+    stored = mx_jax.quantize(jnp.ones((128, 256)), "mxfp4", axis=1)
+    x = jnp.ones((256, rows), jnp.bfloat16)
+    with (
+        mx_jax.testing.target("cuda", (9, 0)),
+        mx_jax.prefer_backends("pallas_gpu"),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        jax.jit(lambda w, x: mx_jax.matmul(w, x, recipe=recipe)).trace(stored, x)
+    expected = (
+        "matmul: the left operand is laid out for backend pallas_gpu at every call, which takes "
+        "longer than a product of few rows: shape=(128, 256), format=mxfp4; put the weights on the "
+        "right and pack them once with mx_jax.pack_weights"
+    )
+    assert [str(warning.message) for warning in caught] == [expected] * told

@@ -73,7 +73,7 @@ def test_candidates_are_many_and_fit_the_rows(key: Key):
     for rows in (1, 16, 64, 4096):
         found = set(candidates(*key, rows))
         assert len(found) > 4 and all(Architecture.possible(*key, tiles) for tiles in found)
-        assert {tiles.m for tiles in found} == {min(128, max(key[1].min_rows, rows))}
+        assert {tiles.m // tiles.ctas for tiles in found} == {min(128, max(key[1].min_rows, rows))}
 
 
 def test_candidates_have_pipelines_of_a_power_of_two():

@@ -2,8 +2,10 @@
 
     MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_for.py sm_90a mxfp4
     MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_for.py sm_100a mxfp4 mxfp4
+    MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_for.py sm_100a mxfp4 persistent
 
-One format: weights to be decoded; two: operands that are taken as they are. A process of its own:
+One format: weights to be decoded; two: operands that are taken as they are; "persistent": likewise,
+by programs that stay, of each shape that the tuner measures. A process of its own:
 the CUDA plugin stays loaded, and a failed compile may abort. Every entry of the tuning table is
 compiled, with both dtypes that the kernel writes. The files' names end in the count of compiles
 before.
@@ -11,6 +13,7 @@ before.
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import sys
@@ -30,6 +33,8 @@ from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
 from mx_jax.backends.pallas_gpu.layouts.storage import storage
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.products import decoded
+from mx_jax.backends.pallas_gpu.tuning.space import candidates
+from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +117,9 @@ GPUS = {
 }
 # So long that every pipeline keeps its loop.
 N, K = 256, 65536
+# Rows of both operands whose tiles are more than programs that stay.
+MANY = 4096
+DTYPES = ("bfloat16", "float32")
 FORMATS = {format.name: format for format in formats.BLOCK_FORMATS}
 
 
@@ -157,13 +165,14 @@ def compile_dequantize(gpu: Gpu, name: str, _: str) -> None:
     compile_on(gpu, lambda w: decoded.decode(w, gpu.architecture, None), (weights,))
 
 
+def lay_out(x: mx_jax.MXArray, left: bool) -> ScaledOperand:
+    """An operand as tensor cores take it, its tensor scale left out."""
+    batch = jax.tree.map(lambda array: array[None], x)
+    return ScaledOperand.of(dataclasses.replace(batch, tensor_scale=None), left=left)
+
+
 def compile_scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
     """Two block-scaled operands: eight rows, or more than a tile has."""
-
-    def lay_out(x: mx_jax.MXArray, left: bool) -> ScaledOperand:
-        batch = jax.tree.map(lambda array: array[None], x)
-        return ScaledOperand.of(dataclasses.replace(batch, tensor_scale=None), left=left)
-
     weights = shapes(functools.partial(lay_out, left=False), (N, K), FORMATS[rhs])
     kernel = gpu.architecture.kernel(FORMATS[lhs], FORMATS[rhs])
     for limit, tiles in kernel.tuning_of(FORMATS[lhs].element.bits).tiles:
@@ -189,7 +198,43 @@ def compile_scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
             assert sizes.temp_size_in_bytes == 0, f"bytes are not the kernel's own memory: {sizes}"
 
 
+def persistent_tiles(gpu: Gpu, name: str) -> list[Tiles]:
+    """Of each shape that the tuner measures, the first."""
+    kernel, bits = gpu.architecture.kernels[0], FORMATS[name].element.bits
+    found: dict[tuple[int, int, int], Tiles] = {}
+    for tiles in candidates(gpu.architecture, kernel, bits, MANY):
+        if tiles.programs:
+            found.setdefault((tiles.m, tiles.n, tiles.ctas), tiles)
+    return list(found.values())
+
+
+def compile_persistent(gpu: Gpu, name: str, _: str) -> None:
+    """Two operands of a format, with tensor scales, by programs that stay."""
+    kernel = gpu.architecture.kernels[0]
+    assert kernel.load_persistent is not None
+    sides = (True, False)
+    operands = [shapes(functools.partial(lay_out, left=x), (MANY, K), FORMATS[name]) for x in sides]
+    factors = jax.ShapeDtypeStruct((2,), jnp.float32)
+    for tiles, out_dtype in zip(persistent_tiles(gpu, name), itertools.cycle(DTYPES)):
+
+        def product(left, right, factors, tiles=tiles, out_dtype=out_dtype):
+            return kernel.load_persistent()(
+                left.elements,
+                right.elements,
+                left.scale_values,
+                right.scale_values,
+                factors,
+                block=FORMATS[name].block[1],
+                batch=1,
+                tiles=tiles,
+                out_dtype=out_dtype,
+            )
+
+        compile_on(gpu, product, (*operands, factors))
+
+
 if __name__ == "__main__":
     target, *names = sys.argv[1:]
+    special = {"dequantize": compile_dequantize, "persistent": compile_persistent}
     compile_formats = compile_weights if len(names) == 1 else compile_scaled
-    (compile_dequantize if names[-1] == "dequantize" else compile_formats)(GPUS[target], *names)
+    special.get(names[-1], compile_formats)(GPUS[target], *names)

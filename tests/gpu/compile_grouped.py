@@ -3,9 +3,12 @@
     MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_grouped.py sm_90a mxfp4
     MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_grouped.py sm_90a sums
 
+    MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_grouped.py sm_100a mxfp4 scaled
+
 A format: bfloat16 by weights of each group, for every entry of the tuning table and both dtypes
-that the kernel writes; "sums": the gradient of the weights. A process of its own, as `compile_for`
-is. The files' names end in the count of compiles before.
+that the kernel writes; "sums": the gradient of the weights; "scaled": rows and weights of one
+format, taken as they are by programs that stay, of each shape that the tuner measures. A process of
+its own, as `compile_for` is. The files' names end in the count of compiles before.
 
     python tests/gpu/compile_grouped.py sm_90a figures [FILE]
 
@@ -14,6 +17,7 @@ move by the kernels and by XLA's own ragged product of bfloat16, counted as `tra
 `traffic` prints the bytes alone.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -32,12 +36,22 @@ import jax.numpy as jnp
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.backends.pallas_gpu.grouped import multiply
+from mx_jax.backends.pallas_gpu.grouped import multiply, scaled
 from mx_jax.backends.pallas_gpu.grouped.visits import visits
+from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
 from mx_jax.backends.pallas_gpu.layouts.storage import storage
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from tests.gpu import tools
-from tests.gpu.compile_for import FORMATS, GPUS, Gpu, K, N, compile_on, shapes
+from tests.gpu.compile_for import (
+    FORMATS,
+    GPUS,
+    Gpu,
+    K,
+    N,
+    compile_on,
+    persistent_tiles,
+    shapes,
+)
 from tests.gpu.sass import issued
 from tests.gpu.traffic import kernels
 
@@ -87,6 +101,24 @@ def compile_sums(gpu: Gpu) -> None:
         tiles = multiply.sums_tiles(N, 2 * N)
         sums = functools.partial(kernel.load_group_sums(), tiles=tiles, out_dtype=out_dtype)
         compile_on(gpu, sums, (array(K, N), array(K, 2 * N), rows, factors))
+
+
+def compile_scaled(gpu: Gpu, name: str) -> None:
+    """Rows in groups by weights of the same format."""
+    kernel, format = gpu.architecture.kernels[0], FORMATS[name]
+    assert kernel.load_groups is not None
+    lay_out = functools.partial(mx_jax.quantize, format=format)
+    x = jax.eval_shape(lay_out, array(ROWS, K))
+    w = jax.eval_shape(lay_out, array(GROUPS, N, K))
+    sizes = array(GROUPS, dtype="int32")
+    for tiles, out_dtype in zip(persistent_tiles(gpu, name), itertools.cycle(DTYPES)):
+
+        def product(x, w, sizes, tiles=tiles, out_dtype=out_dtype):
+            weights = ScaledOperand.of(dataclasses.replace(w, tensor_scale=None))
+            how = {"architecture": gpu.architecture, "tiles": tiles}
+            return scaled.multiply(x, weights, sizes, out_dtype, **how)
+
+        compile_on(gpu, product, (x, w, sizes))
 
 
 def instructions(gpu: Gpu, name: str) -> Iterator[dict[str, Any]]:
@@ -189,6 +221,8 @@ if __name__ == "__main__":
             told = {"counted": "tests/gpu/compile_grouped.py sm_90a figures: not measured"}
             told |= {"jax": jax.__version__, "cases": found}
             Path(file[0]).write_text(json.dumps(told, indent=1) + "\n")
+    elif file:
+        compile_scaled(GPUS[target], what)
     elif what == "sums":
         compile_sums(GPUS[target])
     else:

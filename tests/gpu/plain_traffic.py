@@ -61,6 +61,34 @@ def training_step(gpu: Gpu, name: str, dtype: str) -> dict[str, Any]:
     return {"what": "training step", "weights": dtype, "by": name, **moved(gpu, step, *operands)}
 
 
+def apart(gpu: Gpu, name: str, dtype: str) -> dict[str, Any]:
+    """The same where the forward pass is compiled apart from the backward, as by `lax.scan`."""
+    recipe = getattr(recipes, name)()
+    operands = array(FEATURES, UNITS, dtype=dtype), array(TOKENS, FEATURES)
+
+    def product(w: jax.Array, x: jax.Array) -> jax.Array:
+        return mx_jax.matmul(x, w.astype(jnp.bfloat16), recipe=recipe)
+
+    def forward(w: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
+        y, pullback = jax.vjp(product, w, x)
+        return y, *jax.tree.leaves(pullback)
+
+    # What is kept as it came is not written again.
+    jaxpr = jax.make_jaxpr(forward)(*operands).jaxpr
+    new = [i for i, kept in enumerate(jaxpr.outvars) if kept not in jaxpr.invars]
+    pullback = jax.eval_shape(lambda w, x: jax.vjp(product, w, x)[1], *operands)
+    leaves, tree = jax.tree.flatten(pullback)
+    there = moved(gpu, lambda w, x: [forward(w, x)[i] for i in new], *operands)
+    back = moved(
+        gpu,
+        lambda g, *leaves: jax.tree.unflatten(tree, leaves)(g),
+        array(TOKENS, UNITS),
+        *leaves,
+    )
+    found = {key: round(there[key] + back[key], 1) for key in there}
+    return {"what": "training step, passes apart", "weights": dtype, "by": name, **found}
+
+
 def few_bit_weights(gpu: Gpu, name: str, rows: int) -> dict[str, Any]:
     """Bfloat16 activations by quantized weights."""
     w = jax.eval_shape(lambda w: mx_jax.quantize(w, name, axis=0), array(SIDE, SIDE))
@@ -83,9 +111,10 @@ def bfloat16_weights(gpu: Gpu, rows: int) -> dict[str, Any]:
 def lines(gpu: Gpu) -> Iterator[dict[str, Any]]:
     """Every case, each with its ratio to what it is compared with."""
     for dtype in ("bfloat16", "float32"):
-        steps = [training_step(gpu, name, dtype) for name in RECIPES]
-        for line in steps:
-            yield line | {"ratio": round(line["MiB"] / steps[0]["MiB"], 2)}
+        for count in (training_step, apart):
+            steps = [count(gpu, name, dtype) for name in RECIPES]
+            for line in steps:
+                yield line | {"ratio": round(line["MiB"] / steps[0]["MiB"], 2)}
     # Few-bit weights are written as bfloat16, and read again.
     twice = 2 * 2 * SIDE * SIDE / 2**20
     for rows in ROWS:

@@ -176,6 +176,38 @@ def test_blackwell(target: str, lhs: str, rhs: str, kind: str, tmp_path: Path):
         assert expected in disassembly(path, target), path
 
 
+@pytest.mark.parametrize(
+    ("target", "name", "limits"),
+    [
+        ("sm_100a", "mxfp8_e4m3", (90, 90)),
+        ("sm_100a", "nvfp4", (150, 90)),
+        slow("sm_100a", "mxfp4", (120, 90)),
+        slow("sm_103a", "mxfp8_e5m2", (90, 90)),
+        slow("sm_110a", "nvfp4", (150, 90)),
+    ],
+)
+def test_blackwell_programs_that_stay(
+    target: str, name: str, limits: tuple[int, int], tmp_path: Path
+):
+    """Two programs of a tile share its products, and tensor memory holds sums of two tiles."""
+    reports = compile_for(tmp_path, target, name, "persistent")
+    assert len(reports) == len(TCGEN05.persistent)
+    eight = name.startswith("mxfp8")
+    multiply, copied = ("UTCQMMA", 4) if eight else ("UTCOMMA", 4)
+    for path in tmp_path.glob("*.ptx"):
+        text, code = path.read_text(), disassembly(path, target)
+        ctas = TCGEN05.persistent[int(path.stem.rsplit("_", 1)[1])][2]
+        assert re.search(rf"tcgen05\.mma\.cta_group::{ctas}\.\S*block_scale", text), path
+        assert f"tcgen05.cp.cta_group::{ctas}" in text, "scales on the way to tensor memory"
+        assert ("multicast::cluster.cta_group::2" in text) == (ctas == 2), "scales for both"
+        multiplying, copying = main_loop(code, multiply), main_loop(code, "UTMALDG", multiply)
+        assert sum("UTMALDG" in instruction for instruction in copying) == copied
+        # A step of 256 by 256 takes the tensor cores some 500 cycles.
+        assert len(multiplying) <= limits[0] and len(copying) <= limits[1]
+        # Storing is another warpgroup's loop: sums are read where nothing multiplies.
+        assert not any(multiply in instruction for instruction in main_loop(code, "LDTM"))
+
+
 def test_cudnn_gets_every_product_that_its_backend_takes(tmp_path: Path):
     command = [sys.executable, str(SCRIPT.with_name("compile_cudnn.py"))]
     result = subprocess.run(

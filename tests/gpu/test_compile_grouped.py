@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from mx_jax.backends.pallas_gpu.kernels import WGMMA
+from mx_jax.backends.pallas_gpu.kernels import TCGEN05, WGMMA
 from tests.gpu import sass, test_compile
 from tests.gpu.test_compile import MAX_REGISTERS, bits_of, disassembly, slow
 from tests.gpu.test_compile_quantize import run
@@ -20,13 +20,13 @@ RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu" / "group
 pytestmark = test_compile.pytestmark
 
 
-def compiled(folder: Path, what: str) -> list[Path]:
+def compiled(folder: Path, *what: str, target: str = "sm_90a") -> list[Path]:
     """PTX of the kernels, in order: none spills or waits for each product by itself."""
-    run("compile_grouped.py", folder, "sm_90a", what)
+    run("compile_grouped.py", folder, target, *what)
     found = sorted(folder.glob("*.ptxas"), key=lambda path: int(path.stem.rsplit("_", 1)[1]))
     for path in found:
         report = path.read_text()
-        assert "for 'sm_90a'" in report and "erialized" not in report
+        assert f"for '{target}'" in report and "erialized" not in report
         assert "0 bytes spill stores, 0 bytes spill loads" in report
         (registers,) = re.findall(r"Used (\d+) registers", report)
         assert int(registers) <= MAX_REGISTERS
@@ -56,6 +56,19 @@ def test_sums(tmp_path: Path):
         whole = min((loop for loop in loops if _products(loop) == 8), key=len)
         assert len(whole) <= 120, "four warps issue as many in as many cycles"
         assert min(_products(loop) for loop in loops) == 2
+
+
+@pytest.mark.parametrize("name", ["nvfp4", slow("mxfp8_e4m3"), slow("mxfp4")])
+def test_groups_on_blackwell(name: str, tmp_path: Path):
+    """The dense kernel's products and copies; rows are stored eight at a time and one by one."""
+    found = compiled(tmp_path, name, "scaled", target="sm_100a")
+    assert len(found) == len(TCGEN05.persistent)
+    for path, (_, _, ctas) in zip(found, TCGEN05.persistent, strict=True):
+        assert re.search(rf"tcgen05\.mma\.cta_group::{ctas}\.\S*block_scale", path.read_text())
+        text = disassembly(path, "sm_100a")
+        assert text.count("UTMASTG") >= 3, path
+        multiply = "UTCQMMA" if name.startswith("mxfp8") else "UTCOMMA"
+        assert len(sass.main_loop(text, multiply)) <= 150
 
 
 def _products(loop: list[str]) -> int:

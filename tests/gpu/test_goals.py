@@ -107,6 +107,29 @@ def test_options_choose():
     assert asked(device, "--parts steps") == [Step(recipe="mxfp8")]
 
 
+@tables
+@pytest.mark.parametrize("device", DEVICES.values())
+def test_a_run_that_ends_early_has_every_kind(device: str):
+    """Kinds take turns until one is through; of each, goals come in the table's order."""
+    found = asked(device)
+    assert [type(what) for what in found[:8]] == [
+        Timed,
+        Step,
+        Cast,
+        Timed,
+        Cast,
+        Timed,
+        Cast,
+        Timed,
+    ]
+    goals = [goal.what for goal in GOALS if goal.is_for(device)]
+    for kind in (Timed, Step, Cast):
+        own = list(dict.fromkeys(what for what in goals if isinstance(what, kind)))
+        assert [what for what in found if isinstance(what, kind)][: len(own)] == own
+    assert set(goals) < set(found)
+    assert Timed(pair=Pair(rhs=MXFP4), m=16, n=4096, k=11008) in found
+
+
 def planted(what: Any, **changes: Any) -> Measured:
     return Measured(what=what, baseline=BASELINE, **changes)
 

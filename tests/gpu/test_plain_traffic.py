@@ -22,6 +22,8 @@ def test_recorded_ratios():
     """A step at most 2.5 times bfloat16's bytes; a product of few rows 1.3 times two passes."""
     steps = [line for line in recorded() if line["what"] == "training step"]
     assert len(steps) == 8 and all(line["ratio"] <= 2.5 for line in steps)
+    apart = [line for line in recorded() if line["what"] == "training step, passes apart"]
+    assert len(apart) == 8 and all(line["ratio"] <= 2.9 for line in apart)
     few = [line for line in recorded() if line.get("rows") in (1, 16) and line["by"] != "bfloat16"]
     assert len(few) == 6 and all(line["ratio to two passes"] <= 1.3 for line in few)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mx_jax.axes import Side
 from mx_jax.backends.base import Backend, Offer, Target
 from mx_jax.backends.calls import (
     Call,
@@ -37,7 +38,7 @@ def _offer(
     run: Callable[..., Any],
     *,
     partitioned: bool = False,
-    lays_out: Callable[[Any], bool] = lambda call: False,
+    lays_out: Callable[[Any], Side | None] = lambda call: None,
 ) -> Offer:
     """A kind of call, taken if its sizes are constant, and by one device unless partitioned."""
 

@@ -42,6 +42,8 @@ class Kernel:
       load_groups: gives its `grouped_products`, for rows in groups; None: it has none.
       load_group_sums: likewise its `group_sums`, over the rows of each group.
       clips: whether tiles may reach beyond the operands, and programs share them unevenly.
+      load_persistent: gives its `products`, for tiles with `programs`; None: it has none.
+      persistent: (m, n, ctas) of such tiles that are worth measuring.
     """
 
     name: str
@@ -57,6 +59,8 @@ class Kernel:
     load_groups: Callable[[], Run] | None = None
     load_group_sums: Callable[[], Run] | None = None
     clips: bool = False
+    load_persistent: Callable[[], Run] | None = None
+    persistent: tuple[tuple[int, int, int], ...] = ()
 
     def __repr__(self) -> str:
         return self.name
@@ -195,7 +199,8 @@ WGMMA = Kernel(
 )
 
 
-# Blackwell's: 128 by 128 or 256, with steps of 128 bytes.
+# Blackwell's: 128 by 128 or 256, with steps of 128 bytes. Programs that stay may be pairs, of 256
+# rows by 128 or 256: no measurement says yet that they are faster, so the table has none.
 
 
 def _load_tcgen05() -> Run:
@@ -204,17 +209,41 @@ def _load_tcgen05() -> Run:
     return tcgen05.partial_products
 
 
+def _load_grouped_tcgen05() -> Run:
+    from mx_jax.backends.pallas_gpu.grouped import tcgen05
+
+    return tcgen05.grouped_products
+
+
+def _load_persistent_tcgen05() -> Run:
+    from mx_jax.backends.pallas_gpu.products import tcgen05_persistent
+
+    return tcgen05_persistent.products
+
+
+def _possible_tcgen05(code_bits: int, tiles: Tiles) -> bool:
+    whole = tiles.m == 128 * tiles.ctas and tiles.n in (128, 256)
+    pairs = tiles.ctas == 1 or (tiles.ctas == 2 and tiles.programs > 0)
+    return whole and pairs and tiles.k * code_bits % 1024 == 0
+
+
+def _shared_by_tcgen05(code_bits: int, tiles: Tiles) -> int:
+    # Two programs have half of the codes each, and both all scales of the right operand.
+    halves = dataclasses.replace(tiles, m=tiles.m // tiles.ctas, n=tiles.n // tiles.ctas)
+    scales = tiles.stages * tiles.k * (tiles.n - halves.n) // 8
+    return _stages(halves, code_bits + 1, code_bits) + scales + 2 * halves.m * 128
+
+
 TCGEN05 = Kernel(
     name="tcgen05",
     layout=ScaledOperand,
     takes=meet,
     load=_load_tcgen05,
-    possible=lambda code_bits, tiles: (
-        tiles.m == 128 and tiles.n in (128, 256) and tiles.k * code_bits % 1024 == 0
-    ),
-    shared_memory=lambda code_bits, tiles: (
-        _stages(tiles, code_bits + 1, code_bits) + 2 * tiles.m * 128
-    ),
+    load_groups=_load_grouped_tcgen05,
+    load_persistent=_load_persistent_tcgen05,
+    persistent=((256, 256, 2), (128, 256, 1), (256, 128, 2), (128, 128, 1)),
+    possible=_possible_tcgen05,
+    shared_memory=_shared_by_tcgen05,
     resident=1,
     min_rows=128,
     shapes=((128, 1), (256, 1)),

@@ -11,10 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand, Operand, RaggedCall
 from mx_jax.backends.matrices import as_matrices, without_tensor_scale
 from mx_jax.backends.pallas_gpu.architecture import Architecture, current_architecture
+from mx_jax.backends.pallas_gpu.grouped import scaled
 from mx_jax.backends.pallas_gpu.grouped.visits import CHUNK_ROWS, visits
+from mx_jax.backends.pallas_gpu.layouts.factors import factors_of
+from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
 from mx_jax.backends.pallas_gpu.layouts.storage import storage
 from mx_jax.backends.pallas_gpu.layouts.weights import CHUNK, PackedWeights
 from mx_jax.backends.pallas_gpu.products.decoded import in_high_precision
@@ -51,6 +55,10 @@ def multiply_groups(
     shape = call.lhs.shape[0], call.rhs.rows
     if 0 in (*call.lhs.shape, *call.rhs.shape):
         return jnp.zeros(shape, call.out_dtype)
+    architecture = architecture or current_architecture()
+    if architecture.kernel(call.lhs.format, call.rhs.format).layout is ScaledOperand:
+        assert isinstance(lhs, MXArray)
+        return scaled.multiply_groups(lhs, rhs, group_sizes, call, architecture, interpret)
     weights, scale = _packed(rhs, call)
     x, factor = in_high_precision(lhs)
     return multiply(
@@ -58,25 +66,15 @@ def multiply_groups(
         weights,
         group_sizes,
         call.out_dtype,
-        factors=_factors((scale, factor), call.num_groups),
-        architecture=architecture or current_architecture(),
+        factors=factors_of((scale, factor), call.num_groups),
+        architecture=architecture,
         interpret=interpret,
     )
 
 
-def lays_out(call: RaggedCall) -> bool:
-    """Whether `multiply_groups` lays out the groups' matrices: unless packed before."""
-    return not call.contracts_rows and call.rhs.packed_by is None
-
-
-def _factors(scales: tuple[jax.Array | None, ...], num_groups: int) -> jax.Array | None:
-    """One after the other, a number for each group; none if there are no scales."""
-    if all(scale is None for scale in scales):
-        return None
-    ones = jnp.ones(num_groups, jnp.float32)
-    return jnp.concatenate(
-        [ones if scale is None else ones * scale.reshape(-1) for scale in scales]
-    )
+def lays_out(call: RaggedCall) -> Side | None:
+    """The side that `multiply_groups` lays out: the groups' matrices, unless packed before."""
+    return None if call.contracts_rows or call.rhs.packed_by is not None else "rhs"
 
 
 def _packed(rhs: AnyOperand, call: RaggedCall) -> tuple[PackedWeights, jax.Array | None]:

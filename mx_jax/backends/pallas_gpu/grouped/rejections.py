@@ -13,6 +13,7 @@ from mx_jax.backends.pallas_gpu.architecture import (
     architecture_of,
     rejects_machine,
 )
+from mx_jax.backends.pallas_gpu.kernels import Kernel
 from mx_jax.backends.pallas_gpu.layouts.storage import storage
 from mx_jax.backends.pallas_gpu.layouts.weights import MIN_BLOCK
 from mx_jax.backends.pallas_gpu.products.rejections import (
@@ -32,7 +33,7 @@ def rejects(
     call: RaggedCall, target: Target, jax_version: tuple[int, ...] = jax.__version_info__
 ) -> str | None:
     """Why no kernel takes a product of rows in groups on a machine, or None."""
-    reason = rejects_machine(target, jax_version) or _rejects_machine(target, jax_version)
+    reason = rejects_machine(target, jax_version) or _rejects_machine(call, target, jax_version)
     if reason is not None:
         return reason
     if call.out_dtype not in OUTPUTS:
@@ -70,17 +71,32 @@ def _rejects_values(side: Side, own: OperandType) -> str | None:
     return None
 
 
-def _rejects_machine(target: Target, jax_version: tuple[int, ...]) -> str | None:
+def _rejects_machine(call: RaggedCall, target: Target, jax_version: tuple[int, ...]) -> str | None:
     row = architecture_of(target.compute_capability)
-    if row is None or row.decoding.load_groups is None:
-        able = (row for row in ARCHITECTURES if row.decoding.load_groups is not None)
+    got = ".".join(map(str, target.compute_capability or ()))
+    if row is None or not any(map(_has_groups, row.kernels)):
+        able = (row for row in ARCHITECTURES if any(map(_has_groups, row.kernels)))
         known = ", ".join(f"{a}.{b}" for row in able for a, b in row.capabilities)
-        got = ".".join(map(str, target.compute_capability or ()))
         return f"multiplies rows in groups on CUDA compute capability {known}, got {got}"
+    if call.contracts_rows and row.decoding.load_group_sums is None:
+        able = (row for row in ARCHITECTURES if row.decoding.load_group_sums is not None)
+        known = ", ".join(f"{a}.{b}" for row in able for a, b in row.capabilities)
+        return f"sums over rows of groups on CUDA compute capability {known}, got {got}"
+    lhs, rhs = call.lhs.format, call.rhs.format
+    if not call.contracts_rows and not _has_groups(row.kernel(lhs, rhs)):
+        names = (None if format is None else format.name for format in (lhs, rhs))
+        return (
+            f"multiplies rows in groups on CUDA compute capability {got} where formats meet, got "
+            "lhs={}, rhs={}".format(*names)
+        )
     if jax_version < _MIN_JAX:
         needed, got = (".".join(map(str, version)) for version in (_MIN_JAX, jax_version))
         return f"multiplies rows in groups from jax=={needed} on, got jax=={got}"
     return None
+
+
+def _has_groups(kernel: Kernel) -> bool:
+    return kernel.load_groups is not None
 
 
 def _rejects_operands(call: RaggedCall) -> str | None:

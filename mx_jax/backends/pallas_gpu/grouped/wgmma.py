@@ -17,9 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from mx_jax.backends.pallas_gpu.casts.decode import Decoder
+from mx_jax.backends.pallas_gpu.grouped.copies import copy_rows
 from mx_jax.backends.pallas_gpu.grouped.visits import CHUNK_ROWS, FIELDS
 from mx_jax.backends.pallas_gpu.layouts.weights import ROWS
-from mx_jax.backends.pallas_gpu.products.ring import loop
 from mx_jax.backends.pallas_gpu.products.wgmma import WgmmaProgram
 from mx_jax.backends.pallas_gpu.stores import store as store_registers
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
@@ -135,24 +135,8 @@ class GroupedProgram(WgmmaProgram):
             store_registers(tile.T, self.transposed(sums))
             plgpu.commit_smem()
             columns = pl.ds(n * self.tiles.n + row_tile * ROWS, ROWS)
-            self._copy_rows(
-                tile, out_gmem, (split * self.rows + first, columns), begin - first, end - first
-            )
+            to = (split * self.rows + first, columns)
+            copy_rows(tile, out_gmem, to, begin - first, end - first)
+            plgpu.wait_smem_to_gmem(0)
 
         self.multiply(segments, at, store, slots, barriers, tuple(scratch))
-
-    def _copy_rows(self, tile: Any, out_gmem: Any, to: Any, begin: Any, end: Any) -> None:
-        """Rows from `begin` up to `end` of a tile to memory, eight at a time where they can be."""
-        first, columns = to
-        whole = jnp.minimum(-(-begin // CHUNK_ROWS) * CHUNK_ROWS, end)
-        rest = jnp.maximum(end // CHUNK_ROWS * CHUNK_ROWS, whole)
-        chunks = lax.div(rest - whole, jnp.int32(CHUNK_ROWS))
-
-        def copy(row: Any, rows: int) -> None:
-            from_, at = tile.at[pl.ds(row, rows)], out_gmem.at[pl.ds(first + row, rows), columns]
-            plgpu.copy_smem_to_gmem(from_, at)
-
-        loop(whole - begin, lambda i, _: copy(begin + i, 1), None)
-        loop(chunks, lambda i, _: copy(whole + i * CHUNK_ROWS, CHUNK_ROWS), None)
-        loop(end - rest, lambda i, _: copy(rest + i, 1), None)
-        plgpu.wait_smem_to_gmem(0)

@@ -36,7 +36,7 @@ KINDS: tuple[tuple[tuple[ElementFormat, ...], tuple[tuple[ScaleFormat, int], ...
 # rows than a tile brings codes for a multiple of 8 alone.
 _PAD_ROWS = 128
 _PAD_FEW = 8
-_PAD_K = 256
+PAD_K = 256
 
 
 def meet(lhs: BlockFormat | None, rhs: BlockFormat | None) -> bool:
@@ -98,17 +98,15 @@ class ScaledOperand:
         batch, rows, k = x.shape
         block = x.format.block[1]
         assert isinstance(block, int)
-        padded_rows, padded_k = rows + -rows % _PAD_ROWS, k + -k % _PAD_K
+        padded_rows, padded_k = rows + -rows % _PAD_ROWS, k + -k % PAD_K
         unit = _PAD_FEW if left and rows < _PAD_ROWS else _PAD_ROWS
         codes = jnp.pad(x.codes, ((0, 0), (0, -rows % unit), (0, padded_k - k)))
         missing = padded_k // block - x.scales.shape[2]
         scales = jnp.pad(x.scales, ((0, 0), (0, padded_rows - rows), (0, missing)))
-        tiles = scales.reshape(-1, 4, 32, padded_k // (block * SCALE_COLUMNS), SCALE_COLUMNS)
-        tiles = tiles.transpose(0, 3, 2, 1, 4).reshape(tiles.shape[0], tiles.shape[3], 32, 16)
         tensor_scale = x.tensor_scale
         return cls(
             codes=packing.pack(codes.reshape(-1, padded_k), x.format.element.bits),
-            scales=tiles,
+            scales=scale_tiles(scales.reshape(-1, scales.shape[2])),
             tensor_scale=_factor(tensor_scale),
             shape=(batch, rows, k),
             format=x.format,
@@ -165,6 +163,13 @@ class ScaledOperand:
             blocks=((-1, block),),
             dtype=self.dtype,
         )
+
+
+def scale_tiles(scales: jax.Array) -> jax.Array:
+    """Scales `[rows, columns]` in tiles of 128 rows and 4 columns, `[tiles, tiles, 32, 16]`."""
+    along = scales.shape[0] // SCALE_ROWS, scales.shape[1] // SCALE_COLUMNS
+    tiles = scales.reshape(along[0], 4, 32, along[1], SCALE_COLUMNS)
+    return tiles.transpose(0, 3, 2, 1, 4).reshape(*along, 32, 16)
 
 
 def _factor(tensor_scale: jax.Array | None) -> jax.Array | None:

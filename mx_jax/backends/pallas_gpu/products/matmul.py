@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mx_jax.axes import Side
 from mx_jax.backends.calls import MatmulCall, Operand
 from mx_jax.backends.matrices import as_matrices
 from mx_jax.backends.pallas_gpu.architecture import Architecture, current_architecture
@@ -53,13 +54,17 @@ def scaled_matmul(
     return (out.swapaxes(1, 2) if swapped else out).reshape(shape)
 
 
-def lays_out(call: MatmulCall, architecture: Architecture | None = None) -> bool:
-    """Whether `scaled_matmul` lays out weights at every call: few rows, and not packed before."""
-    if call.rhs.packed_by is not None or rejects_weights(call.rhs.format) is not None:
-        return False
-    assert call.rhs.format is not None
+def lays_out(call: MatmulCall, architecture: Architecture | None = None) -> Side | None:
+    """The side whose weights `scaled_matmul` lays out: for few rows, and not packed before."""
+    if call.rhs.packed_by is not None:
+        return None
+    swapped = rejects_weights(call.rhs.format) is not None
+    rows, weights = (call.rhs, call.lhs) if swapped else (call.lhs, call.rhs)
+    assert weights.format is not None
     architecture = architecture or current_architecture()
-    return call.lhs.rows < decoded.crossover(architecture, call.rhs.format)
+    if rows.rows >= decoded.crossover(architecture, weights.format):
+        return None
+    return "lhs" if swapped else "rhs"
 
 
 def packed_matmul(

@@ -25,9 +25,9 @@ from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 plgpu: Any = mosaic_gpu
 
 # Bytes of a row of a swizzled tile.
-_SWIZZLE = 128
+SWIZZLE = 128
 # Codes and scales of both operands.
-_COPIES = 4
+COPIES = 4
 
 
 def partial_products(
@@ -117,7 +117,7 @@ class Tcgen05Program:
     @property
     def store(self) -> int:
         """Columns of the result that are written at once."""
-        return _SWIZZLE // self.out_dtype.itemsize
+        return SWIZZLE // self.out_dtype.itemsize
 
     @property
     def scale_tiles(self) -> int:
@@ -130,7 +130,7 @@ class Tcgen05Program:
 
         def codes(rows, dtype):
             shape = (stages, rows, tiles.k)
-            return plgpu.SMEM(shape, dtype, transforms=_transforms(dtype))
+            return plgpu.SMEM(shape, dtype, transforms=transforms(dtype))
 
         def scales(rows, dtype):
             shape = (stages, rows // SCALE_ROWS, self.scale_tiles, 32, 16)
@@ -149,9 +149,9 @@ class Tcgen05Program:
                 tensor_scales(tiles.n, rhs_scale),
             ),
             "out_smem": plgpu.SMEM(
-                (2, tiles.m, self.store), self.out_dtype, transforms=_transforms(self.out_dtype)
+                (2, tiles.m, self.store), self.out_dtype, transforms=transforms(self.out_dtype)
             ),
-            "full": plgpu.Barrier(num_arrivals=_COPIES, num_barriers=stages),
+            "full": plgpu.Barrier(num_arrivals=COPIES, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=1, num_barriers=stages, orders_tensor_core=True),
             "done": plgpu.Barrier(num_arrivals=1, orders_tensor_core=True),
         }
@@ -215,7 +215,7 @@ class Tcgen05Program:
         lhs, rhs = (ref.at[slot] for ref in codes)
         if self.interpreted:
             lhs, rhs = (
-                self._scaled(ref, scale.at[slot], values.at[slot])
+                scaled_values(ref, scale.at[slot], values.at[slot], self.block)
                 for ref, scale, values in zip((lhs, rhs), scales, rest["values"], strict=True)
             )
             scaled = {}
@@ -228,17 +228,6 @@ class Tcgen05Program:
         @pl.when(i == steps - 1)
         def _():
             plgpu.tcgen05_commit_arrive(done)
-
-    def _scaled(self, codes, scales, values):
-        """For the interpreter, which lacks block-scaled products: operands in float32."""
-        rows, columns = scales.shape[0] * SCALE_ROWS, self.scale_tiles * SCALE_COLUMNS
-        # (tile of rows, tile of columns, row % 32, row / 32, column).
-        loaded = scales[...].reshape(-1, self.scale_tiles, 32, 4, SCALE_COLUMNS)
-        plain = loaded.transpose(0, 3, 2, 1, 4).reshape(rows, columns)
-        factors = jnp.repeat(plain.astype(jnp.float32), self.block, axis=1)
-        values[...] = codes[...].astype(jnp.float32) * factors
-        plgpu.commit_smem()
-        return values
 
     def _store(self, out_gmem, *, acc, out_smem, done, **_):
         """The sums, some columns at a time, through shared memory."""
@@ -258,10 +247,29 @@ class Tcgen05Program:
         plgpu.wait_smem_to_gmem(0)
 
 
-def _transforms(dtype: Any) -> tuple[Any, ...]:
+def scaled_values(codes: Any, scales: Any, values: Any, block: int) -> Any:
+    """For the interpreter, which lacks block-scaled products: an operand in float32.
+
+    Args:
+      codes: of a step, `[rows, k]`.
+      scales: its tiles, `[rows / 128, k / (4 * block), 32, 16]`.
+      values: shared memory `[rows, k]` that they are written to, and that is given back.
+      block: codes that share a scale.
+    """
+    tiles, along_k = scales.shape[:2]
+    # (tile of rows, tile of columns, row % 32, row / 32, column).
+    loaded = scales[...].reshape(tiles, along_k, 32, 4, SCALE_COLUMNS)
+    plain = loaded.transpose(0, 3, 2, 1, 4).reshape(tiles * SCALE_ROWS, along_k * SCALE_COLUMNS)
+    factors = jnp.repeat(plain.astype(jnp.float32), block, axis=1)
+    values[...] = codes[...].astype(jnp.float32) * factors
+    plgpu.commit_smem()
+    return values
+
+
+def transforms(dtype: Any) -> tuple[Any, ...]:
     """Tiles of 8 rows, 128 bytes wide, without bank conflicts."""
-    columns = _SWIZZLE * 8 // _bits(dtype)
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(_SWIZZLE)
+    columns = SWIZZLE * 8 // _bits(dtype)
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE)
 
 
 def _bits(dtype: Any) -> int:

@@ -119,6 +119,8 @@ def _config_of(tiles: Tiles) -> Config:
 
 
 def _distance(left: Tiles, right: Tiles) -> float:
-    """Sum of the ratios of their sizes, in octaves."""
+    """Sum of the ratios of their sizes, in octaves; one for programs that stay, however many."""
+    stays = bool(left.programs) != bool(right.programs)
+    left, right = (dataclasses.replace(tiles, programs=0) for tiles in (left, right))
     pairs = zip(dataclasses.astuple(left), dataclasses.astuple(right), strict=True)
-    return sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)
+    return stays + sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)

@@ -83,15 +83,12 @@ def choose(
     """
     buckets = tuned(kernel, code_bits).tiles
     entry = next(tiles for limit, tiles in buckets if m <= limit)
+    possible = (t for t in _smaller(entry) if architecture.possible(kernel, code_bits, t))
     if kernel.clips:
-        fitting = (t for t in _smaller(entry) if architecture.possible(kernel, code_bits, t))
+        fitting = possible
     else:
         n, k = n + -n % PAD_N, k + -k % PAD_K
-        fitting = (
-            tiles
-            for tiles in _smaller(entry)
-            if n % tiles.n == k % tiles.k == 0 and architecture.possible(kernel, code_bits, tiles)
-        )
+        fitting = (t for t in possible if n % t.n == k % t.k == 0 and _has_rows(t, m))
     tiles = next(fitting, None)
     if tiles is None:
         raise ValueError(
@@ -103,6 +100,8 @@ def choose(
         return _fullest(Sizes(batch=batch, m=m, n=n, k=k), tiles, at_once, stripes)
     steps = k // tiles.k
     programs = batch * -(-m // tiles.m) * -(-n // tiles.n)
+    if tiles.programs:
+        return dataclasses.replace(tiles, splits=1, programs=min(tiles.programs, programs))
     wanted = min(tiles.splits, max(1, at_once // programs), max(1, steps // _MIN_STEPS))
     splits = max(count for count in range(1, wanted + 1) if steps % count == 0)
     return dataclasses.replace(tiles, splits=splits)
@@ -140,9 +139,21 @@ def _smaller(tiles: Tiles) -> Iterator[Tiles]:
             yield dataclasses.replace(shape, stages=stages)
 
 
+def _has_rows(tiles: Tiles, m: int) -> bool:
+    """Whether rows, padded as few or many are, make whole tiles of programs that stay."""
+    return not tiles.programs or (m >= PAD_N and (m + -m % PAD_N) % tiles.m == 0)
+
+
 def _shapes(tiles: Tiles) -> Iterator[Tiles]:
     yield tiles
     yield dataclasses.replace(tiles, n=128)
+    if tiles.ctas > 1:
+        single = {"m": tiles.m // tiles.ctas, "ctas": 1, "programs": tiles.programs * tiles.ctas}
+        yield from _shapes(dataclasses.replace(tiles, **single))
+        return
+    if tiles.programs:
+        yield from _shapes(dataclasses.replace(tiles, programs=0))
+        return
     if tiles.parts > 1:
         yield dataclasses.replace(tiles, k=128)
     for m in (tiles.m, tiles.m // 2, tiles.m // 4, 16):

@@ -1,6 +1,7 @@
 """Which tiles are worth measuring."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from mx_jax.backends.pallas_gpu.architecture import Architecture
@@ -10,8 +11,11 @@ from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 
 def keeps_busy(architecture: Architecture, kernel: Kernel, tiles: Tiles, *, m: int, n: int) -> bool:
     """Whether a product of these sizes fills the machine at least half, and not many times over."""
-    programs = -(-m // tiles.m) * -(-n // tiles.n) * tiles.splits
+    programs = -(-m // tiles.m) * -(-n // tiles.n) * tiles.splits * tiles.ctas
     full = architecture.at_once(kernel)
+    if tiles.programs:
+        # With one tile for each program nothing is left to be stored beneath.
+        return programs > full
     return programs * 2 >= full and (tiles.splits == 1 or programs <= 4 * full)
 
 
@@ -28,6 +32,19 @@ def candidates(
         m //= 2
         found = list(_of_rows(architecture, kernel, code_bits, m))
     yield from found
+    if rows >= 128:
+        yield from _persistent(architecture, kernel, code_bits)
+
+
+def _persistent(architecture: Architecture, kernel: Kernel, code_bits: int) -> Iterator[Tiles]:
+    """Of programs that stay, as many as there are processors for."""
+    for m, n, ctas in kernel.persistent:
+        for k in (128, 256):
+            programs = architecture.num_sms // ctas
+            one = Tiles(m=m, n=n, k=k, ctas=ctas, programs=programs)
+            depths = (dataclasses.replace(one, stages=depth) for depth in range(8, 1, -1))
+            fits = (tiles for tiles in depths if architecture.possible(kernel, code_bits, tiles))
+            yield from itertools.islice(fits, 1)
 
 
 def _of_rows(architecture: Architecture, kernel: Kernel, code_bits: int, m: int) -> Iterator[Tiles]:

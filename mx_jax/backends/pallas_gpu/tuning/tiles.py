@@ -18,6 +18,11 @@ class Tiles:
         sums in shared memory. Only Hopper's kernel knows more than one.
       stripes: programs that the steps of all tiles are dealt to evenly, one tile after the other,
         whatever `splits` says. 0: `splits` for each tile. Only Hopper's kernel knows others.
+      programs: that compute whole tiles, one after the other, and store the sums of one while the
+        next is multiplied. 0: one program for each tile. Only Blackwell's kernel for block-scaled
+        operands knows others, and two `ctas`.
+      ctas: thread blocks, on two processors, that a program is made of: each holds half of a tile's
+        rows of either operand.
     """
 
     m: int
@@ -27,6 +32,8 @@ class Tiles:
     splits: int = 1
     parts: int = 1
     stripes: int = 0
+    programs: int = 0
+    ctas: int = 1
 
     @property
     def whole(self) -> bool:
