@@ -50,7 +50,7 @@ def run(given: argparse.Namespace) -> int:
     machine, backends = _machine(words), _measured_backends()
     wanted = cases(backends, machine.target, options.wanted(given))
     if not wanted:
-        raise ValueError(_what_is_missing(backends, machine.target))
+        raise ValueError(_what_is_missing(backends, machine.target, given.simulate))
     folder = sources.cache_path().parent
     name = "simulated.jsonl" if given.simulate else "gpu-session.jsonl"
     session = Session(
@@ -98,12 +98,18 @@ def _machine(words: Sequence[str]) -> Machine:
     )
 
 
-def _what_is_missing(backends: Sequence[Backend], target: Target) -> str:
+def _what_is_missing(backends: Sequence[Backend], target: Target, simulated: bool) -> str:
     reasons = []
     for backend in backends:
         found = (backend.rejects(case.call, target) for case in all_cases(backend))
         reasons.append(f"{backend.name}: {next(found) or 'takes none of what is asked for'}")
     got = f"platform={target.platform}, device_kind={target.device_kind!r}"
+    if simulated:
+        return (
+            f"gpu: --simulate interprets kernels that run on the simulated GPU, got {got}, "
+            f"jax={jax.__version__} ({'; '.join(reasons)}). Install the version of JAX that they "
+            "need, or choose other --formats, --sizes, --experts and --rows"
+        )
     return (
         f"gpu: needs an NVIDIA GPU that a kernel runs on, got {got} ({'; '.join(reasons)}). On a "
         'machine with such a GPU install JAX for it, `pip install -U "jax[cuda13]"`; `python -m '

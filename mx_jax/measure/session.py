@@ -14,6 +14,7 @@ from mx_jax.backends.evidence import rows as files
 from mx_jax.backends.evidence import sources
 from mx_jax.backends.evidence.rows import Row
 from mx_jax.measure.cases import Case
+from mx_jax.measure.notes import noted
 from mx_jax.measure.process import run_process
 
 # What a process left on stderr, in a session's file.
@@ -92,7 +93,8 @@ class Session:
       path: a line of JSON for each case; a later session goes on where this one ended.
       limit: seconds that a case may take.
       tuning: seconds that a case may spend on other tiles of its kernel.
-      notes: what is noted beside each result, such as clocks.
+      notes: what is noted while a case runs, such as clocks; all of it stands beside the result.
+      every: seconds from one note to the next.
     """
 
     machine: Machine
@@ -102,6 +104,7 @@ class Session:
     limit: float
     tuning: float = 0.0
     notes: Callable[[], Any] = lambda: None
+    every: float = 3.0
 
     def earlier(self) -> dict[Case, Row]:
         """What earlier sessions found of the same machine and source; torn lines are left out."""
@@ -131,7 +134,8 @@ class Session:
     def _one(self, case: Case, tuning: float) -> Row:
         started = time.monotonic()
         words = [json.dumps(case.as_json()), "--tune", f"{tuning:.1f}"]
-        ended = run_process([*self.worker, *words], self.limit, environment())
+        with noted(self.notes, self.every) as notes:
+            ended = run_process([*self.worker, *words], self.limit, environment())
         found = last_answer(ended.stdout)
         if found is None:
             found = {"failed": ended.why or "the process gave no answer"}
@@ -140,7 +144,7 @@ class Session:
         if row.failed or ended.why:
             more["stderr"] = ended.stderr[-_LAST_WORDS:]
         entry = {"case": case.as_json(), "row": files.as_json(row), "found": found, **more}
-        self._append(entry | {"notes": self.notes()})
+        self._append(entry | {"notes": notes})
         return row
 
     @property

@@ -7,13 +7,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from mx_jax.backends.evidence import sources
 from mx_jax.backends.evidence.rows import read, write
+from mx_jax.backends.pallas_gpu import architecture
 from mx_jax.cli import main
-from mx_jax.measure import command, options, worker
+from mx_jax.measure import command, options, simulation, worker
 from mx_jax.measure.cases import Case, Wanted, cases
+from mx_jax.measure.session import Machine
 from tests.backends.mosaic import needs_newer_mosaic
 from tests.measure.test_session import CASES, SAY_RIGHT, session
 
@@ -26,6 +29,21 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str]):
     )
     assert "pallas_gpu: runs on platform=cuda, got platform=cpu" in text
     assert 'pip install -U "jax[cuda13]"' in text and "--simulate" in text
+
+
+def test_simulating_needs_a_version_of_jax(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """And no GPU: where JAX is too old, that is what is said."""
+    rows = [dataclasses.replace(row, min_jax=(99, 1)) for row in architecture.ARCHITECTURES]
+    monkeypatch.setattr(architecture, "ARCHITECTURES", tuple(rows))
+    found = Machine(target=simulation.TARGET, jax=jax.__version__, driver=None, versions=())
+    monkeypatch.setattr(command, "_machine", lambda words: found)
+    assert main(["gpu", "--simulate"]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("mx_jax: gpu: --simulate interprets kernels that run on the simulated")
+    assert f"jax={jax.__version__} (pallas_gpu: needs jax>=99.1, got jax==" in text
+    assert "needs an NVIDIA GPU" not in text and "without a GPU" not in text
 
 
 @pytest.mark.parametrize(
@@ -64,7 +82,8 @@ def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]):
     text = capsys.readouterr().out
     for option in ("--minutes", "--formats", "--sizes", "--limit", "--again", "--simulate"):
         assert option in text
-    assert "--one" not in text and "MX_JAX_EVIDENCE=off" in text
+    assert "--one" not in text and "MX_JAX_EVIDENCE=off" in " ".join(text.split())
+    assert "all but the gradient of groups' matrices" in " ".join(text.split())
 
 
 def run(folder: Path, program: str, again: bool = False, seconds: float = 60.0) -> int:

@@ -75,6 +75,31 @@ def test_what_was_said_before_the_end_counts(tmp_path: Path):
     assert line["ended"] == "the process ended by signal SIGABRT"
 
 
+def test_notes_are_taken_while_a_case_runs(tmp_path: Path):
+    """Not once it has ended: then clocks are those of an idle GPU."""
+    busy = tmp_path / "busy"
+    program = f"""
+open({str(busy)!r}, "w").close()
+time.sleep(1.0)
+os.remove({str(busy)!r})
+time.sleep(0.5)
+"""
+    taken: list[bool] = []
+
+    def notes() -> bool | None:
+        taken.append(busy.exists())
+        return taken[-1] or None
+
+    own = session(tmp_path, program + SAY_RIGHT, notes=notes, every=0.05)
+    (row,) = measured(own, CASES[:1])
+    assert row is not None and row.switches_on
+    line = json.loads((tmp_path / "session.jsonl").read_text())
+    assert len(line["notes"]) > 2 and all(line["notes"])
+    count = len(taken)
+    time.sleep(0.2)
+    assert len(taken) == count
+
+
 def test_no_answer(tmp_path: Path):
     silent, failed = session(tmp_path, "print('hello')"), session(tmp_path, "sys.exit(3)")
     (row,) = measured(silent, CASES[:1])

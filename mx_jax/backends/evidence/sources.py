@@ -95,8 +95,28 @@ def loaded() -> tuple[Row, ...]:
             )
         return shipped
     if wanted:
-        return _of_this_driver(read(Path(wanted), VARIABLE))
+        return _named(wanted)
     return merged(shipped, _of_this_driver(_cached()))
+
+
+def _named(path: str) -> tuple[Row, ...]:
+    """Rows of a file that the user names; what does not count is told."""
+    rows = read(Path(path), VARIABLE)
+    counted = _of_this_driver(rows)
+    if len(counted) < len(rows):
+        others = {row.driver for row in rows} - {driver()}
+        _logger.warning(
+            "evidence: rows count only for the driver that they were measured with: %d of %d "
+            "in %s=%r do not count, measured with driver=%s, got driver=%s; `python -m mx_jax "
+            "gpu` measures here",
+            len(rows) - len(counted),
+            len(rows),
+            VARIABLE,
+            path,
+            ", ".join(sorted(map(str, others))),
+            driver(),
+        )
+    return counted
 
 
 def _cached() -> tuple[Row, ...]:
