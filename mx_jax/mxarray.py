@@ -16,6 +16,7 @@ from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, indexing, packing, reshaping, updating
 from mx_jax.codecs import scale as scale_codec
 from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.comparing import ComparedByValue
 from mx_jax.codecs.invariants import check_parts, violation
 from mx_jax.formats import BlockFormat
 
@@ -27,7 +28,7 @@ from mx_jax.formats import BlockFormat
     drop_fields=("primal",),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class MXArray:
+class MXArray(ComparedByValue):
     """A tensor stored as element codes and shared block scales.
 
     `value[i] = decode(codes[i]) * scale(block of i)`. A pytree of its arrays; everything else is

@@ -309,3 +309,32 @@ def test_the_gradient_link_ends_at_jit(x: np.ndarray):
     assert outside.primal is None
     plain = mx_jax.quantize(x, MXFP4)
     assert jax.tree.structure(outside) == jax.tree.structure(plain)
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["MXArray", "packed"])
+def test_equality_is_that_of_values(packs: bool, x: np.ndarray):
+    """Elementwise, as of arrays: two of other codes may be equal, and none is hashable."""
+    one, other = quantize_all(x, MXFP8_E4M3, MXFP4)
+    if packs:
+        one, other = map(mx_jax.pack_weights, (one, other))
+    values = [np.asarray(q.dequantize()) for q in (one, other)]
+    same = values[0] == values[1]
+    assert same.any() and not same.all()
+    for right in (other, other.dequantize(), values[1]):
+        np.testing.assert_array_equal(one == right, same)
+        np.testing.assert_array_equal(one != right, ~same)
+    np.testing.assert_array_equal(other.dequantize() == one.dequantize(), same)
+    twin = jax.tree.map(jnp.copy, one)
+    assert (one == twin).all() and not (one != twin).any()
+    assert (jax.jit(lambda a, b: a == b)(one, twin)).all()
+    with pytest.raises(ValueError, match="truth value of an array"):
+        assert one == twin
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(one)
+    assert one != "text" and (one == None) is False  # noqa: E711
+
+
+def test_trees_that_are_no_arrays_compare_by_identity(x: np.ndarray):
+    """Shapes and shardings in their place, as `jax.eval_shape` gives them."""
+    shapes = jax.eval_shape(lambda x: mx_jax.quantize(x, MXFP4), x)
+    assert shapes == shapes and shapes != jax.tree.map(lambda leaf: leaf, shapes)
