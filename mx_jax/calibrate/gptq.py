@@ -33,6 +33,7 @@ def gptq(
     axis: int | Sequence[int] = 0,
     damping: float = 0.01,
     by_activity: bool = True,
+    tensor_scale: jax.typing.ArrayLike | None = None,
 ) -> MXArray:
     """Quantize weights so that the product with typical inputs loses least, feature by feature.
 
@@ -50,6 +51,7 @@ def gptq(
       damping: above 0; how far H is moved towards one that knows nothing.
       by_activity: take the features in the order of the diagonal of H, largest first (the
         "act-order" of the authors' code), instead of as they lie.
+      tensor_scale: of NVFP4, as `quantize` takes it; default: by w's largest value.
 
     Returns:
       An `MXArray` of w's shape, with blocks along the last of the axes.
@@ -74,7 +76,8 @@ def gptq(
     sizes = [w.shape[each] for each in axes]
     hessian = _damped(moment, math.prod(sizes), damping)
     diagonal = np.diag(hessian)
-    start = search_scales(w, format, axis=axes, importance=diagonal.astype(np.float32))
+    importance = diagonal.astype(np.float32)
+    start = search_scales(w, format, axis=axes, importance=importance, tensor_scale=tensor_scale)
     order = np.argsort(-diagonal, kind="stable") if by_activity else np.arange(len(diagonal))
     factor = _factor(hessian[np.ix_(order, order)])
 
@@ -82,9 +85,9 @@ def gptq(
     extent = sizes[-1] if not isinstance(size, int) else size
     scales = jnp.repeat(start.scales, extent, axis=axes[-1])
     scales = by_feature(lax.slice_in_dim(scales, 0, sizes[-1], axis=axes[-1]), axes)
-    tensor_scale = None if start.tensor_scale is None else start.tensor_scale.reshape(1, 1)
+    whole = None if start.tensor_scale is None else start.tensor_scale.reshape(1, 1)
     rows = by_feature(w, axes).astype(jnp.float32)
-    codes = _round(rows[order], scales[order], factor, tensor_scale, start.format)
+    codes = _round(rows[order], scales[order], factor, whole, start.format)
     kept = (n for each, n in enumerate(w.shape) if each not in axes)
     codes = codes[np.argsort(order)].reshape(*sizes, *kept)
     return dataclasses.replace(start, codes=jnp.moveaxis(codes, range(len(axes)), axes))

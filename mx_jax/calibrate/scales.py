@@ -87,6 +87,7 @@ def search_scales(
     *,
     axis: int | Sequence[int] = 0,
     importance: jax.typing.ArrayLike | None = None,
+    tensor_scale: jax.typing.ArrayLike | None = None,
 ) -> MXArray:
     """Quantize with the scale of each block that leaves the smallest squared error.
 
@@ -101,6 +102,7 @@ def search_scales(
       importance: h, at least 0, of shape `[k]`, where k is the length of the axis, or the product
         of their lengths: how much each feature counts, e.g. the mean square of what it is
         multiplied with, the diagonal of `moments`; default: 1.
+      tensor_scale: of NVFP4, as `quantize` takes it; default: by w's largest value.
 
     Returns:
       An `MXArray`. Its scales may depend on the order of a float sum where two errors are equal but
@@ -131,7 +133,7 @@ def search_scales(
         )
     features = weights.reshape(*sizes, *(1,) * (w.ndim - len(axes)))
     spread = jnp.broadcast_to(jnp.moveaxis(features, range(len(axes)), axes), w.shape)
-    first = quantize(w, format, axis=axes[-1], scale_rule=search.first)
+    first = quantize(w, format, axis=axes[-1], scale_rule=search.first, tensor_scale=tensor_scale)
     return _search(w, first, spread, search)
 
 

@@ -18,7 +18,7 @@ from mx_jax.checkpoint.layout_reader import stored_plain
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry, Reader, write
 from mx_jax.checkpoint.shards import check_sizes, write_shards
-from mx_jax.checkpoint.weights import Stored, Weights
+from mx_jax.checkpoint.weights import Stored, Weights, on_device
 from mx_jax.checkpoint.wire import CODES, SCALES, TENSOR_SCALE, assemble, parts
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked
@@ -136,7 +136,7 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
             for keys, mx in _listed(reader, where):
                 name = "/".join(map(str, keys))
                 if mx is None:
-                    leaf = jnp.asarray(reader.read(name))
+                    leaf = on_device(reader.read(name))
                     step(name, leaf.nbytes)
                 else:
                     leaf = _fetch(reader, name, mx, where)

@@ -9,7 +9,7 @@ import numpy as np
 
 from mx_jax.checkpoint.gguf_file import GgufFile, is_gguf
 from mx_jax.checkpoint.scales import block_scales, tensor_scale
-from mx_jax.checkpoint.weights import Stored, Weights, plain
+from mx_jax.checkpoint.weights import Stored, Weights, on_device, plain
 from mx_jax.checkpoint.wire import checked
 from mx_jax.mxarray import MXArray
 
@@ -83,8 +83,8 @@ def _fetch(file: GgufFile, name: str, scale: str | None, where: str) -> MXArray 
         whole = tensor_scale(found, tensor.shape, divides=False, layout="GGUF", where=where)
     return checked(
         MXArray(
-            codes=jnp.asarray(codes.reshape(tensor.shape)),
-            scales=jnp.asarray(block_scales(scales, row.format, where)),
+            codes=on_device(codes.reshape(tensor.shape)),
+            scales=on_device(block_scales(scales, row.format, where)),
             tensor_scale=None if whole is None else jnp.asarray(whole),
             format=row.format,
             blocks=((-1, size),),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mx_jax.checkpoint.gguf_types import GGUF_TYPES, UNREAD, GgufType
+from mx_jax.checkpoint.safetensors_file import check_name
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -185,6 +186,7 @@ def _tensors(cursor: _Cursor, count: int) -> dict[str, tuple[GgufType, tuple[int
     found = {}
     for index in range(count):
         name = cursor.text(f"the name of tensor {index} of {count}")
+        check_name(name, cursor.where)
         where = f"{cursor.where}: {name}"
         if name in found:
             raise ValueError(f"{where} is there twice")

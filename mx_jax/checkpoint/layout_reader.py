@@ -12,7 +12,7 @@ from mx_jax.checkpoint.layout import Facts, Layout
 from mx_jax.checkpoint.matching import match
 from mx_jax.checkpoint.safetensors_file import Reader, dtype_name
 from mx_jax.checkpoint.scales import block_scales, tensor_scale
-from mx_jax.checkpoint.weights import Stored, plain
+from mx_jax.checkpoint.weights import Stored, on_device, plain
 from mx_jax.checkpoint.wire import checked
 from mx_jax.codecs import packing
 from mx_jax.formats import MXFP4
@@ -120,8 +120,8 @@ def _quantized(
     codes = packing.unpack(stored, layout.format.element.bits, shape[-1])
     return checked(
         MXArray(
-            codes=jnp.asarray(codes),
-            scales=jnp.asarray(scales.reshape(layout.scales_shape(shape))),
+            codes=on_device(codes),
+            scales=on_device(scales.reshape(layout.scales_shape(shape))),
             tensor_scale=None if whole is None else jnp.asarray(whole),
             format=layout.format,
             blocks=layout.blocks,

@@ -51,7 +51,7 @@ def match(
         if len(fitting) > 1:
             raise ValueError(
                 f"{where}: {weight} fits several layouts: {', '.join(r.name for r in fitting)}; "
-                "say which with layout="
+                "say which with layout=, at the command line with --from"
             )
         found[weight] = base, fitting[0]
     taken = {name for base, row in found.values() for name in row.parts(base).values()}

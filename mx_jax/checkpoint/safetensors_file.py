@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -42,6 +43,12 @@ _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
 # Tensors start at multiples of it.
 _ALIGNMENT = 8
+
+
+def check_name(name: str, where: str) -> None:
+    """ValueError for a tensor's name that a terminal would take for a command, or a line's end."""
+    if not name.isprintable():
+        raise ValueError(f"{where}: a tensor is called {name!r}: no name, but control characters")
 
 
 def named_dtype(name: str) -> np.dtype:
@@ -189,13 +196,17 @@ class Reader:
         header.pop(_METADATA, None)
         tensors = {}
         for name, facts in header.items():
+            check_name(name, f"checkpoint: {path}")
             if facts["dtype"] not in _DTYPES:
                 raise ValueError(
                     f"checkpoint: {path}: {name} has dtype={facts['dtype']}, which is not known; "
                     f"known: {', '.join(_DTYPES)}"
                 )
-            dtype = np.dtype(_DTYPES[facts["dtype"]])
-            tensors[name] = dtype, tuple(facts["shape"]), start + facts["data_offsets"][0]
+            dtype, shape = np.dtype(_DTYPES[facts["dtype"]]), tuple(facts["shape"])
+            if math.prod(max(size, 1) for size in shape) * dtype.itemsize > sys.maxsize:
+                # Of no bytes, since an axis is empty, but of a shape that no array can have.
+                raise ValueError(f"checkpoint: {path}: {name} has shape={shape}, which is damaged")
+            tensors[name] = dtype, shape, start + facts["data_offsets"][0]
         return cls(path, metadata, tensors, content)
 
     def nbytes(self, name: str) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 from mx_jax.checkpoint.layout_reader import nbytes_of, stored_plain
 from mx_jax.checkpoint.safetensors_file import Reader
 from mx_jax.checkpoint.scales import block_scales, tensor_scale
-from mx_jax.checkpoint.weights import Stored
+from mx_jax.checkpoint.weights import Stored, on_device
 from mx_jax.checkpoint.wire import checked
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks, scales_shape
@@ -247,8 +247,8 @@ def _fetch(weight: _Weight, where: str) -> MXArray:
         whole = tensor_scale(given, weight.shape, divides=False, layout="torchao", where=where)
     return checked(
         MXArray(
-            codes=jnp.asarray(codes),
-            scales=jnp.asarray(block_scales(scales, weight.format, where)),
+            codes=on_device(codes),
+            scales=on_device(block_scales(scales, weight.format, where)),
             tensor_scale=None if whole is None else jnp.asarray(whole),
             format=weight.format,
             blocks=weight.blocks,

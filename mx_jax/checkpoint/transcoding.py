@@ -40,7 +40,9 @@ class Certificate:
     tensor_scale: float | None
 
 
-def transcode(x: Quantized, target: BlockFormat | str) -> tuple[MXArray, Certificate]:
+def transcode(
+    x: Quantized, target: BlockFormat | str, *, tensor_scale: float | None = None
+) -> tuple[MXArray, Certificate]:
     """Store a quantized tensor under scales of another kind, without changing a value.
 
     Codes stay; block scales are split, joined and encoded anew. MXFP4 becomes NVFP4 where its
@@ -50,12 +52,15 @@ def transcode(x: Quantized, target: BlockFormat | str) -> tuple[MXArray, Certifi
     Args:
       x: quantized along the axes that the target wants blocks along.
       target: a format, its name, or the name of a layout that is to hold it.
+      tensor_scale: of the target, where it has to be that of other tensors too; default: the one
+        above.
 
     Returns:
       The tensor, and what was proved of it.
 
     Raises:
-      ValueError: elements or axes of another kind, or blocks that do not fit, with their number.
+      ValueError: elements or axes of another kind, a tensor scale for a target that has none, or
+        blocks that do not fit, with their number.
 
     Examples:
       >>> import jax.numpy as jnp, mx_jax
@@ -68,7 +73,7 @@ def transcode(x: Quantized, target: BlockFormat | str) -> tuple[MXArray, Certifi
       True
     """
     given = unpacked(x)
-    made, misfits = _made(given, target)
+    made, misfits = _made(given, target, tensor_scale)
     if misfits.any():
         raise ValueError(
             f"transcode: {int(misfits.sum())} of {misfits.size} blocks of {made.format.name} "
@@ -79,21 +84,39 @@ def transcode(x: Quantized, target: BlockFormat | str) -> tuple[MXArray, Certifi
     return made, _proved(given, made)
 
 
-def misfits(x: Quantized, target: BlockFormat | str) -> tuple[int, int]:
-    """How many blocks of a target cannot hold a tensor's values, and how many it has.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Whether a target can hold a tensor's values.
 
-    Args:
-      x: as `transcode` takes it.
-      target: likewise.
+    Attributes:
+      unfit: how many of the target's blocks cannot.
+      blocks: how many it has.
+      tensor_scale: under which that holds, or None.
+    """
+
+    unfit: int
+    blocks: int
+    tensor_scale: float | None
+
+
+def fit(x: Quantized, target: BlockFormat | str, *, tensor_scale: float | None = None) -> Fit:
+    """What `transcode` would say, which takes the same arguments.
 
     Raises:
       ValueError: elements or axes of another kind.
     """
-    _, found = _made(unpacked(x), target)
-    return int(found.sum()), found.size
+    made, unfit = _made(unpacked(x), target, tensor_scale)
+    return Fit(unfit=int(unfit.sum()), blocks=unfit.size, tensor_scale=_only(made))
 
 
-def _made(given: MXArray, target: BlockFormat | str) -> tuple[MXArray, np.ndarray]:
+def _only(x: MXArray) -> float | None:
+    """The tensor scale, as a number."""
+    return None if x.tensor_scale is None else float(np.asarray(x.tensor_scale).flat[0])
+
+
+def _made(
+    given: MXArray, target: BlockFormat | str, tensor_scale: float | None
+) -> tuple[MXArray, np.ndarray]:
     """The tensor under the target's scales, and which of its blocks are not what they should be."""
     check_parts(given, "transcode")
     row = next((row for row in LAYOUTS if row.name == target), None)
@@ -101,6 +124,13 @@ def _made(given: MXArray, target: BlockFormat | str) -> tuple[MXArray, np.ndarra
     blocks = _blocks(given, format, row)
     wanted, unfit = _wanted(given, blocks)
     whole = _tensor_scale(given, format, wanted)
+    if tensor_scale is not None:
+        if not format.tensor_scale or not 2.0**_SMALLEST_NORMAL <= tensor_scale < math.inf:
+            raise ValueError(
+                f"transcode: got tensor_scale={tensor_scale} for format={format.name}; it is a "
+                "positive number, for formats that have one: leave it out"
+            )
+        whole = np.full_like(whole, tensor_scale)
     scales, unlike = _encoded(wanted / whole, format.scale)
     unfit = unfit | unlike
     if row is not None and row.divides and (np.frexp(whole)[0] != 0.5).any():
@@ -198,12 +228,11 @@ def _proved(given: MXArray, made: MXArray) -> Certificate:
         if (one.view(np.int64) != other.view(np.int64)).any():
             raise AssertionError(f"transcode: {made.format.name} changed a value; please report it")
         values += one.size
-    whole = None if made.tensor_scale is None else float(np.asarray(made.tensor_scale).flat[0])
     return Certificate(
         source=given.format,
         target=made.format,
         shape=given.shape,
         blocks=math.prod(scales_shape(given.shape, given.blocks)),
         values=values,
-        tensor_scale=whole,
+        tensor_scale=_only(made),
     )

@@ -14,6 +14,7 @@ import numpy as np
 
 from mx_jax.checkpoint.facts import Described, describe
 from mx_jax.checkpoint.safetensors_file import Entry
+from mx_jax.checkpoint.weights import on_device
 from mx_jax.codecs import packing
 from mx_jax.codecs.invariants import check_parts
 from mx_jax.formats import BlockFormat, BlockSize, block_format
@@ -180,8 +181,8 @@ def assemble(described: Described, arrays: Mapping[str, Any], where: str) -> MXA
     codes = packing.unpack(codes, bits, shape[-1]) if shape else codes
     return checked(
         MXArray(
-            codes=jnp.asarray(codes),
-            scales=jnp.asarray(scales),
+            codes=on_device(codes),
+            scales=on_device(scales),
             tensor_scale=None if tensor_scale is None else jnp.asarray(tensor_scale),
             format=described.format,
             blocks=described.blocks,

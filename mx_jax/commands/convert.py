@@ -53,8 +53,7 @@ def add_to(commands: Any) -> None:
         "convert",
         help="store quantized weights as another program does",
         description=_DESCRIPTION,
-        epilog=f"{_EXAMPLES}\nlayouts: {', '.join(row.name for row in LAYOUTS)}\n"
-        f"programs: {', '.join(programs())}",
+        epilog=f"{_EXAMPLES}\nlayouts: {', '.join(_written())}\nprograms: {', '.join(programs())}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_input(parser, "in")
@@ -68,6 +67,11 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would become of each")
     parser.set_defaults(run=run)
+
+
+def _written() -> list[str]:
+    """Names of layouts that are written, not read alone."""
+    return [OWN, *(row.name for row in LAYOUTS if row.rotation is None), TORCHAO]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -90,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     planned = plan(weights, row)
     inexact = [each for each in planned if not each.how.exact]
     if options.dry_run:
-        _print([each for each in planned if each.source != each.target or each.unfit] or planned)
+        _print([each for each in planned if each.how is not How.COPIED] or planned)
         return 0
     if inexact and not options.inexact:
         first = inexact[0]

@@ -14,10 +14,11 @@ from mx_jax import checkpoint
 from mx_jax.checkpoint.deferred import deferred
 from mx_jax.checkpoint.layout import Layout
 from mx_jax.checkpoint.progress import progress_bar
-from mx_jax.checkpoint.transcoding import misfits
+from mx_jax.checkpoint.transcoding import fit
 from mx_jax.checkpoint.weights import Weights
+from mx_jax.commands.fused import unlike
 from mx_jax.commands.judging import Judged, judge, quantized_like
-from mx_jax.commands.output import watched
+from mx_jax.commands.output import say, watched
 from mx_jax.commands.rules_file import format_rule
 from mx_jax.commands.stream import as_it_is, stored_bytes
 from mx_jax.mxarray import MXArray
@@ -49,6 +50,7 @@ class Conversion:
       blocks: of a tensor that is not merely copied, how many the layout has for it.
       unfit: how many of them cannot hold its values.
       reason: why the codes cannot stay, where no count tells.
+      tensor_scale: of a tensor whose codes stay, where the layout has one for all of it.
       like: what is written, with shapes and dtypes for arrays.
     """
 
@@ -59,6 +61,7 @@ class Conversion:
     blocks: int = 0
     unfit: int = 0
     reason: str | None = None
+    tensor_scale: float | None = None
     like: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -74,7 +77,51 @@ def plan(weights: Weights, row: Layout | None) -> list[Conversion]:
         for name in weights:
             found.append(_planned(weights, name, row))
             step(name, weights.stored[name].nbytes)
-    return found
+    return found if row is None else _scaled_alike(weights, found, row)
+
+
+def _scaled_alike(weights: Weights, planned: list[Conversion], row: Layout) -> list[Conversion]:
+    """One tensor scale for what programs make one tensor, where every value fits under it."""
+    by_name = {each.name: each for each in planned}
+    scales = {each.name: each.tensor_scale for each in planned if each.tensor_scale is not None}
+    apart = []
+    for group in unlike(scales):
+        common = max(scales[name] for name in group)
+        lower = [by_name[name] for name in group if scales[name] < common]
+        changed = [_under(weights, each, row, common) for each in lower]
+        if None in changed:
+            apart.append(group)
+            continue
+        by_name |= {each.name: each for each in changed if each is not None}
+    if apart:
+        say(
+            f"{len(apart)} groups of tensors, such as {', '.join(apart[0])}, fit under no one "
+            "tensor scale and keep their own; programs that merge them are off by the ratio; "
+            f"`quantize --to {row.name}` of the unquantized model gives them one"
+        )
+    return list(by_name.values())
+
+
+def _under(weights: Weights, one: Conversion, row: Layout, common: float) -> Conversion | None:
+    """The same values under a tensor scale of others; None: they do not fit."""
+    x = _read(weights, one.name)
+    try:
+        found = fit(x, row.name, tensor_scale=common)
+    except ValueError:  # Codes that are copied may be under scales of any size.
+        return None
+    if found.unfit:
+        return None
+    how = How.TRANSCODED
+    like = _like(x, row, one.name, how)
+    return dataclasses.replace(
+        one, how=how, blocks=found.blocks, reason=None, tensor_scale=common, like=like
+    )
+
+
+def _read(weights: Weights, name: str) -> MXArray:
+    x = weights[name]
+    assert isinstance(x, MXArray)
+    return x
 
 
 def converted(weights: Weights, row: Layout | None, planned: Conversion) -> Any:
@@ -83,7 +130,7 @@ def converted(weights: Weights, row: Layout | None, planned: Conversion) -> Any:
         return as_it_is(weights, planned.name)
     make = _transcoded if planned.how is How.TRANSCODED else _requantized
     fetch = weights.stored[planned.name].fetch
-    return deferred(functools.partial(make, fetch, row, planned.name), planned.like)
+    return deferred(functools.partial(make, fetch, row, planned), planned.like)
 
 
 def counts(planned: list[Conversion]) -> Mapping[How, int]:
@@ -105,24 +152,27 @@ def _planned(weights: Weights, name: str, row: Layout | None) -> Conversion:
     if dataclasses.replace(x.format, name=row.format.name) == row.format and x.blocks == row.blocks:
         return Conversion(**facts, **_of_the_same_format(x, row))
     try:
-        unfit, blocks = misfits(x, row.name)
+        found = fit(x, row.name)
     except ValueError as error:
         facts |= {"reason": str(error), "how": How.REQUANTIZED}
     else:
-        facts |= {"unfit": unfit, "blocks": blocks}
-        facts["how"] = How.REQUANTIZED if unfit else How.TRANSCODED
+        facts |= {"unfit": found.unfit, "blocks": found.blocks}
+        facts["how"] = How.REQUANTIZED if found.unfit else How.TRANSCODED
+        # That of what is quantized anew is not known yet, and no other's has to be it.
+        facts["tensor_scale"] = None if found.unfit else found.tensor_scale
     return Conversion(**facts, like=_like(x, row, name, facts["how"]))
 
 
 def _of_the_same_format(x: MXArray, row: Layout) -> dict[str, Any]:
     """Of codes and scales that stay: whether the tensor scale does, where it is stored inverted."""
-    if not row.divides or x.tensor_scale is None:
+    if x.tensor_scale is None:
         return {"how": How.COPIED}
     factor = np.asarray(x.tensor_scale)
-    if (1 / (1 / factor) == factor).all():
-        return {"how": How.COPIED}
+    one = {"tensor_scale": float(factor.item()) if factor.size == 1 else None}
+    if not row.divides or (1 / (1 / factor) == factor).all():
+        return {"how": How.COPIED, **one}
     reason = f"the reciprocal of its tensor scale, {float(factor.flat[0])}, is no float32 number"
-    return {"how": How.ROUNDED, "reason": reason}
+    return {"how": How.ROUNDED, "reason": reason, **one}
 
 
 def _like(x: MXArray, row: Layout, name: str, how: How) -> Any:
@@ -156,11 +206,11 @@ def _judged(row: Layout, name: str, shape: tuple[int, ...]) -> Judged:
     return judged
 
 
-def _transcoded(fetch: Any, row: Layout, name: str) -> MXArray:
-    made, _ = checkpoint.transcode(fetch(), row.name)
+def _transcoded(fetch: Any, row: Layout, planned: Conversion) -> MXArray:
+    made, _ = checkpoint.transcode(fetch(), row.name, tensor_scale=planned.tensor_scale)
     return made
 
 
-def _requantized(fetch: Any, row: Layout, name: str) -> MXArray:
+def _requantized(fetch: Any, row: Layout, planned: Conversion) -> MXArray:
     x = fetch()
-    return _judged(row, name, x.shape).quantize(x.dequantize(jnp.float32))
+    return _judged(row, planned.name, x.shape).quantize(x.dequantize(jnp.float32))

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     for table in environment_tables.tables(found):
         out.print(table)
     if "error" in found:
-        out.print(found["error"], markup=False)
+        out.print(found["error"])
     return 1 if "error" in found else 0
 
 

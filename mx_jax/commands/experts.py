@@ -1,4 +1,4 @@
-"""gpt-oss's experts, all of a layer in one tensor, as a matrix each: what compressed-tensors holds.
+"""gpt-oss's experts, all of a layer in one tensor, as a matrix each: what other layouts hold.
 
 The names are those of llm-compressor: `experts.7.up_proj.weight`, and `.bias`. Rows of gate and up
 take turns in gpt-oss.
@@ -26,7 +26,7 @@ _ROWS = {
 
 
 def taken_apart(weights: Weights, row: Layout) -> Weights:
-    """Weights with the experts of gpt-oss one by one, where a layout is compressed-tensors'.
+    """Weights with the experts of gpt-oss one by one, where a layout has a matrix for each module.
 
     The same codes, scales and biases, in other tensors. Nothing is read; when one is, the tensor
     that it is a part of is held until another's part is read.
@@ -34,7 +34,7 @@ def taken_apart(weights: Weights, row: Layout) -> Weights:
     Raises:
       ValueError: gpt-oss as it was released, whose tensors have names of its own.
     """
-    if not any(("quant_method", "compressed-tensors") in pairs for pairs in row.configs):
+    if row.weight != ".weight":
         return weights
     released = [name for name, layout in weights.quantized.items() if layout == "gpt-oss-original"]
     if released:

@@ -10,12 +10,15 @@ import numpy as np
 
 from mx_jax.axes import Axes
 from mx_jax.calibrate import gptq, search_scales
+from mx_jax.checkpoint.weights import on_device
 from mx_jax.commands.rules_file import FileRule
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Unknown, decide
 from mx_jax.mxarray import MXArray
+from mx_jax.ops.quantize import quantize
 from mx_jax.ops.storing import store_weights, why_not_stored
 from mx_jax.packed import Quantized
+from mx_jax.specs import OperandSpec
 
 # What a tensor is called below its layer, and the axis of its matrix that a product contracts.
 CONTRACTED = {"weight": -1, "kernel": 0, "embedding": -1}
@@ -43,26 +46,36 @@ class Judged:
         """Whether the tensor is quantized."""
         return self.decision is not None and self.decision.recipe is not None
 
-    def quantize(self, value: Any, moment: Any = None) -> MXArray:
+    @property
+    def spec(self) -> OperandSpec:
+        """Of what is quantized: format and rule."""
+        assert self.decision is not None and self.decision.recipe is not None
+        spec = self.decision.recipe.fwd.rhs
+        assert spec is not None
+        return spec
+
+    def quantize(self, value: Any, moment: Any = None, tensor_scale: Any = None) -> MXArray:
         """The tensor's codes and scales.
 
         Args:
           value: of the tensor.
           moment: of what it is multiplied with, for GPTQ; without one, scales are searched.
+          tensor_scale: of a matrix that has to have another's; None: its own.
         """
         assert self.decision is not None and self.decision.recipe is not None and self.axes
-        recipe, stacked = self.decision.recipe, self.num_stacked
-        spec, (axis,) = recipe.fwd.rhs, self.axes.contracting
-        assert spec is not None
-        how = search_scales if moment is None else functools.partial(gptq, moment=moment)
-        by = functools.partial(how, format=spec.format, axis=axis)
+        recipe, stacked, spec = self.decision.recipe, self.num_stacked, self.spec
+        (axis,) = self.axes.contracting
+        how: Any = search_scales if moment is None else functools.partial(gptq, moment=moment)
+        if not self.scales:
+            how = functools.partial(quantize, scale_rule=spec.scale_rule)
+        by = functools.partial(how, format=spec.format, axis=axis, tensor_scale=tensor_scale)
         found = store_weights(
-            jnp.asarray(value),
+            on_device(value),
             recipe,
             self.axes,
             num_stacked=stacked,
             packed=False,
-            by=by if self.scales else None,
+            by=by if self.scales or tensor_scale is not None else None,
         )
         assert isinstance(found, MXArray)
         return found

@@ -14,8 +14,9 @@ class _Console(Console):
 
 def console() -> Console:
     """Where tables go."""
-    # Through a pipe there is no terminal to fit, and a cut table would be of no use.
-    return _Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    # Through a pipe there is no terminal to fit, and a cut table would be of no use. Names of
+    # tensors are printed, and a bracket in one is no markup.
+    return _Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
 
 
 def say(text: str) -> None:

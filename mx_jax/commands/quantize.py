@@ -1,15 +1,18 @@
 """`python -m mx_jax quantize`."""
 
 import argparse
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mx_jax import checkpoint
 from mx_jax.calibrate.ways import GPTQ
 from mx_jax.checkpoint.deferred import deferred
+from mx_jax.checkpoint.exact import effective_scales
 from mx_jax.checkpoint.weights import Weights
+from mx_jax.commands.fused import shared_scales
 from mx_jax.commands.judging import Judged, judge, quantized_like, report
 from mx_jax.commands.output import console, say
 from mx_jax.commands.programs import layout_for, program_of
@@ -30,6 +33,7 @@ from mx_jax.commands.stream import (
 from mx_jax.convert.rules import Rule
 from mx_jax.generate.load import tensor_moments
 from mx_jax.inspect.tensor_facts import size
+from mx_jax.mxarray import MXArray
 
 _DESCRIPTION = """
 Quantize the weights of a checkpoint, one tensor at a time. Blocks lie along the axis that a product
@@ -158,19 +162,37 @@ def run(options: argparse.Namespace) -> int:
         console().print(found)
         return 0
     moments = _moments(options, judged)
+    spoilt: dict[str, int] = {}
+    scales: dict[str, float] = {}
     tensors = {
-        name: _tensor(weights, name, judged[name], likes[name], moments.get(name))
+        name: _tensor(
+            options, weights, name, judged[name], likes[name], moments.get(name), scales, spoilt
+        )
         for name in weights
     }
     tell_of_values(weights, (name for name in weights if not judged[name].quantizes))
     layout = layout_for(options.to, tensors, weights.path)
+    if layout != OWN:
+        # Nothing is quantized before it is written.
+        scales |= shared_scales(weights, judged)
     write_out(options, weights, tensors, layout, program_of(options.to))
+    _tell_of_spoilt(weights.path, spoilt)
     before, after = stored_bytes(weights), written(options.out)
     say(
         f"{options.out}: {found.num_converted} of {len(weights)} tensors quantized, "
         f"{size(before)} -> {size(after)}"
     )
     return 0
+
+
+def _tell_of_spoilt(path: Path, spoilt: Mapping[str, int]) -> None:
+    """`spoilt`: numbers of blocks by tensor."""
+    if spoilt:
+        first = next(iter(spoilt))
+        say(
+            f"{path}: {len(spoilt)} tensors hold NaN or infinite values, which makes whole blocks "
+            f"NaN: {spoilt[first]} of {first}"
+        )
 
 
 def _rules(options: argparse.Namespace) -> tuple[FileRule, ...]:
@@ -213,13 +235,31 @@ def _moments(options: argparse.Namespace, judged: Mapping[str, Judged]) -> dict[
     return found
 
 
-def _tensor(weights: Weights, name: str, judged: Judged, tensor: Any, moment: Any) -> Any:
+def _tensor(
+    options: argparse.Namespace,
+    weights: Weights,
+    name: str,
+    judged: Judged,
+    tensor: Any,
+    moment: Any,
+    scales: Mapping[str, float],
+    spoilt: dict[str, int],
+) -> Any:
+    """A tensor that is quantized when it is written, under its entry of `scales` if it has one."""
     if not judged.quantizes:
         return as_it_is(weights, name)
     stored = weights.stored[name]
-    make = functools.partial(_quantized, stored.host or stored.fetch, judged, moment)
+
+    def make() -> MXArray:
+        made = judged.quantize((stored.host or stored.fetch)(), moment, scales.get(name))
+        if bad := int((~np.isfinite(effective_scales(made))).sum()):
+            if options.to != OWN:
+                raise ValueError(
+                    f"quantize: {weights.path}: {name} holds NaN or infinite values, which makes "
+                    f"{bad} blocks NaN, and {options.to} is read by programs that expect none; "
+                    "repair it, or leave it out by a rule with skip = true"
+                )
+            spoilt[name] = bad
+        return made
+
     return deferred(make, quantized_like(judged, tensor))
-
-
-def _quantized(read: Any, judged: Judged, moment: Any) -> Any:
-    return judged.quantize(read(), moment)

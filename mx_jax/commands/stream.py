@@ -23,6 +23,7 @@ from mx_jax.checkpoint.safetensors_file import write as write_file
 from mx_jax.checkpoint.shards import write_shards
 from mx_jax.checkpoint.stated import hf_quant_config
 from mx_jax.checkpoint.weights import Weights
+from mx_jax.commands import resuming
 from mx_jax.commands.output import say, watched
 from mx_jax.generate.load import GGUF_FIELDS, PACKAGES, find_model
 
@@ -110,6 +111,8 @@ def check_output(options: argparse.Namespace) -> None:
     if options.max_shard_size is not None:
         if out.exists() and not (options.force or options.resume):
             raise ValueError(f"{out} is there already; go on with --resume, or --force")
+        if options.resume:
+            resuming.check(options)
         return
     file, source = file_of(out), vars(options)["in"]
     if file.is_dir() or not out.parent.is_dir() or (file != out and out.is_file()):
@@ -151,6 +154,8 @@ def write_out(
     path = file_of(out) if largest is None else out
     if path.parent == out:
         out.mkdir(exist_ok=True)
+    if largest is not None:
+        resuming.begin(options)
     if layout == OWN or (layout is None and paths is not None):
         tree: dict[Any, Any] = {}
         for name, tensor in tensors.items():
@@ -168,6 +173,8 @@ def write_out(
     elif out.is_dir() and is_gguf(weights.path):
         # With it, `generate` reads the folder.
         _write_table(out / GGUF_FIELDS, {key: _json(v) for key, v in weights.metadata.items()})
+    if largest is not None:
+        resuming.end(out)
 
 
 def _write_values(

@@ -6,6 +6,7 @@ from typing import Any
 
 from mx_jax.checkpoint.folder import read_table
 from mx_jax.generate.config import LlamaConfig
+from mx_jax.generate.fields import Fields
 from mx_jax.generate.names import HUB
 from mx_jax.generate.rotary import rope_divisors
 
@@ -22,15 +23,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return read_table(path, "generate") if path.is_file() else {}
 
 
-def config_from_json(config: Mapping[str, Any], names: Container[str]) -> LlamaConfig:
+def config_from_json(
+    config: Mapping[str, Any], names: Container[str], where: str = "config.json"
+) -> LlamaConfig:
     """The sizes that a config.json states.
 
     Args:
       config: its fields.
       names: those of the checkpoint's tensors.
+      where: the file's path, for errors.
 
     Raises:
-      ValueError: a model of another family, one that differs from it, or a field that is missing.
+      ValueError: a model of another family, one that differs from it, or a field that is missing
+        or of another type.
     """
     family = config.get("model_type")
     if family not in FAMILIES:
@@ -39,41 +44,41 @@ def config_from_json(config: Mapping[str, Any], names: Container[str]) -> LlamaC
             f"model_type={family!r}"
         )
 
-    def field(name: str) -> Any:
-        if config.get(name) is None:
-            raise ValueError(f"generate: config.json lacks the field {name}")
-        return config[name]
-
-    heads, width = int(field("num_attention_heads")), int(field("hidden_size"))
-    head_width = int(config.get("head_dim") or width // heads)
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    _check(config)
+    fields = Fields(config, where)
+    heads, width = fields.whole("num_attention_heads"), fields.whole("hidden_size")
+    head_width = fields.whole("head_dim", width // heads)
+    rope = fields.table("rope_parameters", "rope_scaling")
+    theta = Fields(rope, where).number("rope_theta", fields.number("rope_theta", 10000.0))
+    _check(fields)
     return LlamaConfig(
-        vocabulary=int(field("vocab_size")),
+        vocabulary=fields.whole("vocab_size"),
         width=width,
-        layers=int(field("num_hidden_layers")),
+        layers=fields.whole("num_hidden_layers"),
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
+        kv_heads=fields.whole("num_key_value_heads", heads),
         head_width=head_width,
-        hidden=int(field("intermediate_size")),
+        hidden=fields.whole("intermediate_size"),
         rope_theta=theta,
-        rope_divisors=rope_divisors(rope, theta, head_width),
-        epsilon=float(config.get("rms_norm_eps", 1e-6)),
-        context=int(config.get("max_position_embeddings", 2048)),
+        rope_divisors=rope_divisors(rope, theta, head_width, where),
+        epsilon=fields.number("rms_norm_eps", 1e-6),
+        context=fields.whole("max_position_embeddings", 2048),
         tied=HUB.head not in names,
     )
 
 
-def _check(config: Mapping[str, Any]) -> None:
+def _check(fields: Fields) -> None:
     """Raise where the model computes something else than `Llama`."""
-    context, window = config.get("max_position_embeddings", 0), config.get("sliding_window")
+    config, window = fields.said, None
+    if fields.has("sliding_window"):
+        window = fields.whole("sliding_window")
+        context = fields.whole("max_position_embeddings", 2048)
+        window = None if window >= context else window
     facts = {
         "hidden_act": (config.get("hidden_act", "silu"), "silu"),
         "attention_bias": (bool(config.get("attention_bias")), False),
         "mlp_bias": (bool(config.get("mlp_bias")), False),
-        "sliding_window": (None if window is None or window >= context else window, None),
+        "sliding_window": (window, None),
     }
     for name, (found, needed) in facts.items():
         if found != needed:
-            raise ValueError(f"generate: needs {name}={needed!r} in config.json, got {found!r}")
+            raise ValueError(f"generate: needs {name}={needed!r} in {fields.where}, got {found!r}")

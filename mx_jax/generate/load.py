@@ -112,7 +112,7 @@ def open_model(path: Path) -> Source:
     if gguf_in(path) is not None:
         return Source(
             weights=weights,
-            config=config_from_gguf(weights.metadata, weights),
+            config=config_from_gguf(weights.metadata, weights, str(path)),
             names=GGUF,
             tokenizer=functools.partial(tokenizer_of_gguf, weights.metadata),
         )
@@ -121,7 +121,7 @@ def open_model(path: Path) -> Source:
     if not said and fields:
         return Source(
             weights=weights,
-            config=config_from_gguf(fields, weights),
+            config=config_from_gguf(fields, weights, str(folder / GGUF_FIELDS)),
             names=GGUF,
             tokenizer=functools.partial(tokenizer_of_gguf, fields),
         )
@@ -132,7 +132,7 @@ def open_model(path: Path) -> Source:
         )
     return Source(
         weights=weights,
-        config=config_from_json(said, weights),
+        config=config_from_json(said, weights, str(folder / "config.json")),
         names=HUB,
         tokenizer=functools.partial(tokenizer_of_folder, folder),
     )

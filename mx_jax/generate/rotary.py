@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax.generate.config import LlamaConfig
+from mx_jax.generate.fields import Fields
 
 Turn = tuple[jax.Array, jax.Array]
 
@@ -26,17 +27,17 @@ def rotations(config: LlamaConfig, tokens: int, position: jax.typing.ArrayLike) 
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def _linear(said: Mapping[str, Any], theta: float, head_width: int) -> tuple[float, ...]:
+def _linear(said: Fields, theta: float, head_width: int) -> tuple[float, ...]:
     """All frequencies lower by one factor."""
-    return (float(said["factor"]),) * (head_width // 2)
+    return (said.number("factor"),) * (head_width // 2)
 
 
-def _llama3(said: Mapping[str, Any], theta: float, head_width: int) -> tuple[float, ...]:
+def _llama3(said: Fields, theta: float, head_width: int) -> tuple[float, ...]:
     """Frequencies whose waves are long lower by a factor, short ones as they are."""
     factor, low, high = (
-        float(said[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")
+        said.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")
     )
-    original = float(said["original_max_position_embeddings"])
+    original = said.number("original_max_position_embeddings")
 
     def divisor(pair: int) -> float:
         wavelength = 2 * math.pi * theta ** (2 * pair / head_width)
@@ -48,7 +49,7 @@ def _llama3(said: Mapping[str, Any], theta: float, head_width: int) -> tuple[flo
 
 
 # Ways in which a model reaches beyond its first context, by the hub's names.
-_SCALINGS: dict[str, Callable[[Mapping[str, Any], float, int], tuple[float, ...] | None]] = {
+_SCALINGS: dict[str, Callable[[Fields, float, int], tuple[float, ...] | None]] = {
     "default": lambda said, theta, head_width: None,
     "linear": _linear,
     "llama3": _llama3,
@@ -56,7 +57,7 @@ _SCALINGS: dict[str, Callable[[Mapping[str, Any], float, int], tuple[float, ...]
 
 
 def rope_divisors(
-    said: Mapping[str, Any], theta: float, head_width: int
+    said: Mapping[str, Any], theta: float, head_width: int, where: str = "config.json"
 ) -> tuple[float, ...] | None:
     """What each pair's frequency is divided by.
 
@@ -64,22 +65,29 @@ def rope_divisors(
       said: `rope_scaling` or `rope_parameters` of a config.json.
       theta: base of the wavelengths.
       head_width: features of a head.
+      where: the path of the file that says it, for errors.
 
     Returns:
       A number for each pair; None: nothing is divided.
 
     Raises:
-      ValueError: a way that is not known, or one whose numbers are missing.
+      ValueError: a way that is not known, or one whose numbers are missing or make no sense.
     """
     kind = said.get("rope_type", said.get("type")) or "default"
-    if kind not in _SCALINGS:
+    if not isinstance(kind, str) or kind not in _SCALINGS:
         raise ValueError(
-            f"generate: knows the rotary embeddings {', '.join(_SCALINGS)}, got rope_type={kind!r}"
+            f"generate: {where}: knows the rotary embeddings {', '.join(_SCALINGS)}, got "
+            f"rope_type={kind!r}"
         )
     try:
-        return _SCALINGS[kind](said, theta, head_width)
-    except KeyError as missing:
-        raise ValueError(f"generate: rope_type={kind!r} needs {missing}, got {said}") from None
+        divisors = _SCALINGS[kind](Fields(said, f"{where}, rope_type={kind!r}"), theta, head_width)
+    except ZeroDivisionError:
+        divisors = (0.0,)
+    if divisors is not None and not all(each > 0 for each in divisors):
+        raise ValueError(
+            f"generate: {where}: numbers of rope_type={kind!r} divide by zero, got {dict(said)}"
+        )
+    return divisors
 
 
 def rotate(x: jax.Array, turn: Turn) -> jax.Array:

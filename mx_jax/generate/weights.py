@@ -11,6 +11,7 @@ import numpy as np
 
 from mx_jax.calibrate.ways import Way
 from mx_jax.generate.config import LlamaConfig
+from mx_jax.generate.fields import Fields
 from mx_jax.generate.model import PARTS
 from mx_jax.generate.names import GGUF, Names
 from mx_jax.generate.rotary import rope_divisors
@@ -24,15 +25,19 @@ ARCHITECTURE = "llama"
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 
 
-def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> LlamaConfig:
+def config_from_gguf(
+    metadata: Mapping[str, Any], tensors: Mapping[str, Any], where: str = "the file"
+) -> LlamaConfig:
     """The sizes that a GGUF file states.
 
     Args:
       metadata: its fields by name.
       tensors: its tensors, of which rope_freqs.weight is read.
+      where: the file's path, for errors.
 
     Raises:
-      ValueError: a model of another family, or a field that is missing.
+      ValueError: a model of another family, or a field that is missing or of another type, such as
+        a number for each layer where `Llama` has one for all.
     """
     family = metadata.get("general.architecture")
     if family != ARCHITECTURE:
@@ -41,35 +46,30 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) ->
             f"general.architecture={family!r}"
         )
 
-    def field(name: str, default: Any = None) -> Any:
-        value = metadata.get(f"{ARCHITECTURE}.{name}", default)
-        if value is None:
-            raise ValueError(f"generate: the file lacks the field {ARCHITECTURE}.{name}")
-        return value
-
+    fields = Fields(metadata, where, f"{ARCHITECTURE}.")
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, Sequence):
-        raise ValueError("generate: the file lacks the field tokenizer.ggml.tokens")
-    heads, width = int(field("attention.head_count")), int(field("embedding_length"))
-    head_width = int(field("rope.dimension_count", width // heads))
+        raise ValueError(f"generate: {where} lacks the field tokenizer.ggml.tokens")
+    heads, width = fields.whole("attention.head_count"), fields.whole("embedding_length")
+    head_width = fields.whole("rope.dimension_count", width // heads)
     return LlamaConfig(
         vocabulary=len(tokens),
         width=width,
-        layers=int(field("block_count")),
+        layers=fields.whole("block_count"),
         heads=heads,
-        kv_heads=int(field("attention.head_count_kv", heads)),
+        kv_heads=fields.whole("attention.head_count_kv", heads),
         head_width=head_width,
-        hidden=int(field("feed_forward_length")),
-        rope_theta=float(field("rope.freq_base", 10000.0)),
-        rope_divisors=_divisors(metadata, tensors, head_width),
-        epsilon=float(field("attention.layer_norm_rms_epsilon", 1e-5)),
-        context=int(field("context_length", 2048)),
+        hidden=fields.whole("feed_forward_length"),
+        rope_theta=fields.number("rope.freq_base", 10000.0),
+        rope_divisors=_divisors(metadata, tensors, head_width, where),
+        epsilon=fields.number("attention.layer_norm_rms_epsilon", 1e-5),
+        context=fields.whole("context_length", 2048),
         tied=GGUF.head not in tensors,
     )
 
 
 def _divisors(
-    metadata: Mapping[str, Any], tensors: Mapping[str, Any], head_width: int
+    metadata: Mapping[str, Any], tensors: Mapping[str, Any], head_width: int, where: str
 ) -> tuple[float, ...] | None:
     """Of rotary frequencies: a tensor of the file, and a factor for all of them."""
     said = {
@@ -78,7 +78,7 @@ def _divisors(
     }
     if said["type"] == "none":
         said["type"] = None
-    scaled = rope_divisors(said, 1.0, head_width)
+    scaled = rope_divisors(said, 1.0, head_width, where)
     if _ROPE_FREQUENCIES not in tensors:
         return scaled
     each = np.asarray(tensors[_ROPE_FREQUENCIES], np.float32).ravel()

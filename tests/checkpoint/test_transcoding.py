@@ -51,6 +51,9 @@ def test_18_octaves(rng: np.random.Generator):
         values=18 * 32,
         tensor_scale=2.0**-18,
     )
+    given, proved = checkpoint.transcode(x, "nvfp4", tensor_scale=2.0**-18)
+    assert_same(given, y)
+    assert proved.tensor_scale == 2.0**-18
     # And back: pairs of blocks agree.
     again, proved = checkpoint.transcode(y, "mxfp4")
     np.testing.assert_array_equal(np.asarray(again.scales), np.asarray(x.scales))
@@ -69,8 +72,12 @@ def test_blocks_of_zeros_take_any_scale(rng: np.random.Generator):
     codes = np.asarray(x.codes).copy()
     codes[0] = [0, 8] * 16
     x = dataclasses.replace(x, codes=jnp.asarray(codes))
-    y, _ = checkpoint.transcode(x, NVFP4)
+    y, proved = checkpoint.transcode(x, NVFP4)
     np.testing.assert_array_equal(np.signbit(values(y)), np.signbit(values(x)))
+    # The other block's scale is the largest, as if there were no zeros.
+    assert proved.tensor_scale == 2.0**-8
+    y, _ = checkpoint.transcode(x, FP4_F32)
+    np.testing.assert_array_equal(np.asarray(y.scales), [[0], [1]])
     nan = dataclasses.replace(x, scales=x.scales.at[0].set(255))
     with pytest.raises(ValueError, match="2 of 4 blocks"):
         checkpoint.transcode(nan, NVFP4)
@@ -126,6 +133,9 @@ def test_scales_that_are_no_powers_of_two(rng: np.random.Generator):
     assert_same(y, x)
     with pytest.raises(ValueError, match="12 of 12 blocks of nvfp4 cannot hold"):
         checkpoint.transcode(x, "nvfp4-pack-quantized")  # divides, and 0.1 has no exact reciprocal
+    quarters = dataclasses.replace(x, tensor_scale=jnp.array([0.25, 4.0]).reshape(2, 1, 1))
+    y, _ = checkpoint.transcode(quarters, "nvfp4-pack-quantized")
+    np.testing.assert_array_equal(values(y), values(quarters))
     with pytest.raises(ValueError, match=r"\d of 6 blocks of mxfp4 cannot hold what nvfp4"):
         checkpoint.transcode(x, "mxfp4")
 

@@ -15,7 +15,9 @@ import safetensors.numpy
 
 import mx_jax
 from mx_jax import calibrate, checkpoint
+from mx_jax.checkpoint import shards
 from mx_jax.cli import main
+from mx_jax.commands import resuming
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.compare import assert_bitwise_equal
 
@@ -125,10 +127,48 @@ def test_several_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert len([*out.glob("*.safetensors")]) > 1 and "1 of 4 tensors quantized" in said
         assert checkpoint.read(out).quantized == {UP: layout}
     assert "is there already" in error(capsys, *words, *theirs[:2])
-    run(capsys, *words, *theirs[:2], "--resume")
+    assert "is whole already" in error(capsys, *words, *theirs[:2], "--resume")
     assert "as 5GB" in error(capsys, *words, "--force", "--max-shard-size", "much")
     # One file beside them would be read together with them.
     assert "holds other tensors, in model-0000" in error(capsys, *words[:-2], "--force")
+
+
+def test_an_interrupted_run_is_taken_up_by_its_like_alone(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Files of another format of scales would be mixed with them, all under one header."""
+    out, whole = tmp_path / "folder", tmp_path / "whole"
+    words = ("--format", "mxfp4", "--max-shard-size", "1kB")
+    run(capsys, "quantize", model, whole, *words)
+    assert not (whole / resuming.RECORD).exists()
+    write = shards.write
+
+    def interrupted(path: Path, *rest: Any) -> None:
+        if path.name.startswith("model-00002"):
+            raise KeyboardInterrupt
+        write(path, *rest)
+
+    monkeypatch.setattr(shards, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(["quantize", str(model), str(out), *words])
+    monkeypatch.setattr(shards, "write", write)
+    left = next(out.glob("*.safetensors"))
+    assert str(model) not in (out / resuming.RECORD).read_text()
+    said = error(capsys, "quantize", model, out, *words, "--resume", "--scales", "mse")
+    assert "was begun by another command: scales differ" in said and left.is_file()
+    before = left.stat().st_mtime_ns
+    run(capsys, "quantize", model, out, *words, "--resume")
+    assert left.stat().st_mtime_ns == before and not (out / resuming.RECORD).exists()
+    assert {x.name: x.read_bytes() for x in out.glob("*.safetensors")} == {
+        x.name: x.read_bytes() for x in whole.glob("*.safetensors")
+    }
+    # Files of which nothing tells how they were made; those of a run that is not resumed go.
+    (out / shards.INDEX).unlink()
+    assert "no .mx_jax_resume.json" in error(capsys, "quantize", model, out, *words, "--resume")
+    monkeypatch.setattr(shards, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(["quantize", str(model), str(out), *words, "--force", "--scales", "mse"])
+    assert len([*out.glob("*.safetensors")]) == 1
 
 
 def test_our_own_files_are_read_by_all(
@@ -222,10 +262,10 @@ def test_one_tensor_at_a_time(model: Path, tmp_path: Path, monkeypatch: pytest.M
     events: list[str] = []
     quantized = judging.Judged.quantize
 
-    def quantize(self: Any, value: Any, moment: Any = None) -> MXArray:
+    def quantize(self: Any, value: Any, *others: Any) -> MXArray:
         if isinstance(value, np.ndarray):
             events.append("quantize")
-        return quantized(self, value, moment)
+        return quantized(self, value, *others)
 
     monkeypatch.setattr(judging.Judged, "quantize", quantize)
     # Only the tensor scale is small: codes and scales are handed out once.
@@ -359,7 +399,9 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert up["warnings"][-1].endswith("are zero") and "NaN or infinite" in str(norm["warnings"])
     parser = Tags()
     parser.feed(page.read_text())
-    assert parser.tags.count("rect") == 6, "of the tensor, and of those of its kind"
+    # Blocks of zeros are told in words: their scale says nothing.
+    assert parser.tags.count("rect") == 4, "of the tensor, and of those of its kind"
+    assert "2 at 2^-127, as zeros are" in page.read_text()
     assert not parser.fetched and "script" not in parser.tags and "up" not in parser.tags
     assert norm["warnings"][0] in html.unescape(page.read_text())
     mx_jax.inspect.report(path, tmp_path / "b.html", reference=whole)

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import mx_jax
 from mx_jax import checkpoint
@@ -186,3 +187,109 @@ def test_experts_of_gpt_oss_become_a_matrix_each(
     checkpoint.write(released, {"mlp.mlp1_weight": fused["down_proj"]}, layout="gpt-oss-original")
     _, said = run(capsys, "convert", released, alone, *words[3:], status=2)
     assert f"{released}: mxfp4-pack-quantized holds a matrix for each Linear" in said
+
+
+def gpt_oss(folder: Path, rng: np.random.Generator, low: int) -> dict[str, mx_jax.MXArray]:
+    """A layer of two experts; the rows of gate lie `low` octaves below those of up."""
+    fused = {
+        name: draw(mx_jax.formats.MXFP4, (2, rows, 64), rng)
+        for name, rows in (("gate_up_proj", 8), ("down_proj", 5))
+    }
+    for name, x in fused.items():
+        scales = rng.integers(118, 121, x.scales.shape).astype(np.uint8)
+        scales[:, 0::2] -= low * (name == "gate_up_proj")
+        fused[name] = dataclasses.replace(x, scales=jnp.asarray(scales))
+    folder.mkdir()
+    weights = {f"model.layers.0.mlp.experts.{name}": x for name, x in fused.items()}
+    checkpoint.write(folder / "model.safetensors", weights, layout="gpt-oss")
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    return fused
+
+
+@pytest.mark.parametrize("layout", ["nvfp4-pack-quantized", "modelopt-nvfp4"])
+def test_gpt_oss_as_nvfp4(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
+):
+    """Every value stays; gate and up, which servers merge, have one tensor scale, 2^(kmax - 8)."""
+    fused = gpt_oss(tmp_path / "model", rng, 3)
+    _, said = run(capsys, "convert", tmp_path / "model", tmp_path / "out", "--to", layout)
+    assert "6 transcoded exactly" in said and "fit under no one" not in said
+    found = checkpoint.read(tmp_path / "out")
+    assert set(found.quantized.values()) == {layout}
+    rows = {"gate": ("gate_up", slice(0, None, 2)), "up": ("gate_up", slice(1, None, 2))}
+    for expert in range(2):
+        base = f"model.layers.0.mlp.experts.{expert}"
+        for part, (name, own) in (rows | {"down": ("down", slice(None))}).items():
+            x, y = fused[f"{name}_proj"], found[f"{base}.{part}_proj.weight"]
+            assert isinstance(y, mx_jax.MXArray)
+            expected = np.asarray(x.dequantize(jnp.float32))[expert, own]
+            np.testing.assert_array_equal(np.asarray(y.dequantize(jnp.float32)), expected)
+            largest = int(np.asarray(x.scales)[expert].max())
+            assert float(np.asarray(y.tensor_scale).item()) == 2.0 ** (largest - 127 - 8)
+
+
+def test_gate_and_up_that_fit_under_no_one_scale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
+):
+    """Each fits alone, so each keeps a scale of its own, and that is said."""
+    fused = gpt_oss(tmp_path / "model", rng, 20)
+    words = ("convert", tmp_path / "model", tmp_path / "out", "--to", "modelopt-nvfp4")
+    _, said = run(capsys, *words)
+    assert "6 transcoded exactly" in said
+    assert "2 groups of tensors, such as model.layers.0.mlp.experts.0.gate_proj.weight, " in said
+    assert "fit under no one tensor scale and keep their own" in said
+    gate = checkpoint.read(tmp_path / "out")["model.layers.0.mlp.experts.1.gate_proj.weight"]
+    expected = np.asarray(fused["gate_up_proj"].dequantize(jnp.float32))[1, 0::2]
+    np.testing.assert_array_equal(np.asarray(gate.dequantize(jnp.float32)), expected)
+
+
+@pytest.mark.parametrize(("factor", "merges"), [(0.5, True), (0.3, False)])
+def test_copied_queries_keys_and_values_under_unlike_tensor_scales(
+    factor: float,
+    merges: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    rng: np.random.Generator,
+):
+    """Codes that fit as they are still get one tensor scale, or a line says that they cannot."""
+    source, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    x = mx_jax.quantize(rng.standard_normal((4, 64)).astype(np.float32), "nvfp4")
+    assert x.tensor_scale is not None
+    names = [f"layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    scales = [x.tensor_scale, x.tensor_scale * factor, x.tensor_scale]
+    model = {
+        name: dataclasses.replace(x, tensor_scale=scale)
+        for name, scale in zip(names, scales, strict=True)
+    }
+    checkpoint.save(source, model)
+    _, said = run(capsys, "convert", source, out, "--to", "modelopt-nvfp4")
+    found = checkpoint.read(out, layout="modelopt-nvfp4")
+    for name, given in model.items():
+        y = found[name]
+        assert isinstance(y, mx_jax.MXArray)
+        np.testing.assert_array_equal(y.dequantize(jnp.float32), given.dequantize(jnp.float32))
+    kept = {float(np.asarray(found[name].tensor_scale).item()) for name in names}
+    assert len(kept) == (1 if merges else 2)
+    assert ("1 groups of tensors, such as layers.0.self_attn.q_proj" in said) != merges
+    assert ("`quantize --to modelopt-nvfp4` of the unquantized model" in said) != merges
+    assert ("1 transcoded exactly" in said) == merges
+
+
+def test_a_file_that_fits_two_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """96 bits a row are 12 bytes of 24 E2M1 codes, or of 16 in six bits, under one scale."""
+    source = tmp_path / "a.safetensors"
+    parts = {"a.weight_packed": np.zeros((8, 12), np.uint8)}
+    parts["a.weight_scale"] = np.full((8, 1), 127, np.uint8)
+    safetensors.numpy.save_file(parts, source)
+    words = ("convert", source, tmp_path / "b.safetensors", "--to", "mx_jax")
+    _, said = run(capsys, *words, status=2)
+    assert "fits several layouts: " in said
+    assert "say which with layout=, at the command line with --from" in said
+
+
+def test_help_names_what_can_be_written(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["convert", "--help"])
+    layouts = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("layouts: "))
+    assert {"mx_jax", "torchao", "gpt-oss"} < set(layouts.removeprefix("layouts: ").split(", "))
+    assert "fp-quant" not in layouts

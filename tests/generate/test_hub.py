@@ -13,11 +13,15 @@ from mx_jax.cli import main
 from mx_jax.generate.hub import config_from_json
 from mx_jax.generate.load import open_model, recipe_for
 from mx_jax.generate.model import Llama
+from mx_jax.generate.tokenizer_hub import tokenizer_of_folder
 from mx_jax.generate.weights import params_from_gguf, params_of, quantize_params
 from mx_jax.mxarray import MXArray
 from tests.generate import tiny
 from tests.quick import quick
 
+# A wave that is long and short at once.
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
 HIGH = recipes.high_precision()
 
 
@@ -122,6 +126,63 @@ def test_a_folder_is_not_written_over_unasked(
 def test_models_that_are_not_read(change, message):
     with pytest.raises(ValueError, match=message):
         config_from_json(tiny.HUB_CONFIG | change, ())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"num_hidden_layers": []},
+            "whole number of at least 1 as num_hidden_layers, got .*=\\[\\]",
+        ),
+        ({"hidden_size": "abc"}, "as hidden_size, got hidden_size='abc'"),
+        ({"vocab_size": 0}, "as vocab_size, got vocab_size=0"),
+        ({"num_key_value_heads": True}, "got num_key_value_heads=True"),
+        ({"sliding_window": "a"}, "got sliding_window='a'"),
+        ({"max_position_embeddings": 2.5}, "got max_position_embeddings=2.5"),
+        ({"rms_norm_eps": []}, r"finite number above 0 as rms_norm_eps, got rms_norm_eps=\[\]"),
+        ({"rope_theta": float("nan")}, "got rope_theta=nan"),
+        ({"rope_scaling": [1]}, r"needs a table as rope_scaling, got rope_scaling=\[1\]"),
+        ({"rope_scaling": {"type": [1]}}, r"got rope_type=\[1\]"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": {}}},
+            "rope_type=.linear.: needs .* factor={}",
+        ),
+        ({"rope_scaling": LLAMA3}, "numbers of rope_type='llama3' divide by zero"),
+    ],
+    ids=[
+        *("layers", "width", "vocabulary", "kv_heads", "window", "context", "epsilon", "theta"),
+        *("rope", "kind", "factor", "waves"),
+    ],
+)
+def test_fields_of_another_type(change, message, tmp_path: Path):
+    """Refused by the file's path, the field and what it says."""
+    safetensors.numpy.save_file(tiny.hub_tensors(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(tiny.HUB_CONFIG | change))
+    with pytest.raises(ValueError, match=message) as raised:
+        open_model(tmp_path)
+    assert str(tmp_path / "config.json") in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "said", "message"),
+    [
+        ("tokenizer_config.json", {"eos_token": {"id": 2}}, "eos_token lacks the field content"),
+        ("tokenizer_config.json", {"bos_token": [1]}, r"needs a text as bos_token, got .*=\[1\]"),
+        ("tokenizer_config.json", {"chat_template": [1]}, "needs a text as chat_template"),
+        ("config.json", {"eos_token_id": [[2]]}, r"got eos_token_id=\[\[2\]\]"),
+    ],
+)
+def test_a_tokenizer_s_fields_of_another_type(file: str, said, message: str, tmp_path: Path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"a": 0, "b": 1}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer_of_folder(tmp_path).stop == frozenset()
+    (tmp_path / file).write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=message) as raised:
+        tokenizer_of_folder(tmp_path)
+    assert str(tmp_path / file) in str(raised.value)
 
 
 def test_fields_by_other_names_and_defaults():

@@ -139,7 +139,7 @@ def test_llama3_divides_the_long_waves():
     assert (divisors[waves < 2048] == 1).all() and (divisors[waves > 8192] == 8).all()
     between = divisors[(waves > 2048) & (waves < 8192)]
     assert len(between) > 3 and (np.diff(between) > 0).all() and 1 < between[0] < between[-1] < 8
-    with pytest.raises(ValueError, match="rope_type='llama3' needs 'factor'"):
+    with pytest.raises(ValueError, match="rope_type='llama3' lacks the field factor"):
         rope_divisors({"type": "llama3"}, 1e4, 64)
 
 
@@ -163,9 +163,11 @@ def test_llama3_is_that_of_transformers():
         ({"general.architecture": "mamba"}, "got general.architecture='mamba'"),
         ({"llama.block_count": None}, "lacks the field llama.block_count"),
         ({"llama.attention.head_count_kv": 3}, "heads=4, kv_heads=3"),
+        ({"llama.attention.head_count": [4, 4]}, r"count, got llama.attention.head_count=\[4, 4\]"),
+        ({"llama.rope.freq_base": "a"}, "the file: needs a finite number above 0 as llama.rope"),
         ({"llama.rope.dimension_count": 31}, "must be even, got head_width=31"),
     ],
-    ids=["family", "missing", "heads", "odd"],
+    ids=["family", "missing", "heads", "array", "text", "odd"],
 )
 def test_sizes_that_cannot_be(change, message):
     with pytest.raises(ValueError, match=message):

@@ -1,0 +1,76 @@
+"""What a file says of itself is printed as it is, and what no file should say is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from mx_jax.cli import main
+from tests.checkpoint.gguf_bytes import Tensor, gguf
+
+pytestmark = pytest.mark.one_python(reason="files in and out")
+
+
+def bare(path: Path, name: str, shape: tuple[int, ...], nbytes: int) -> Path:
+    """A file of one tensor of zeros."""
+    facts = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, nbytes]}}
+    header = json.dumps(facts).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(nbytes))
+    return path
+
+
+def test_brackets_in_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """They are no markup: neither an error, nor a colour, nor gone."""
+    path = bare(tmp_path / "a.safetensors", "[/red][bold]x.weight", (1, 32), 128)
+    for words in (["inspect"], ["diff", str(path)], ["quantize", "b", "--format", "mxfp4"]):
+        command, *rest = words
+        more = ["--dry-run"] if command == "quantize" else []
+        more += ["--all"] if command == "diff" else []
+        assert main([command, str(path), *rest, *more]) == 0
+        assert "[/red][bold]x" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_control_characters_in_names(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / f"a.{kind}"
+    name = "\x1b[2Jx.weight"
+    if kind == "gguf":
+        path.write_bytes(gguf({name: Tensor(0, (4,), bytes(16))}))
+    else:
+        bare(path, name, (1, 1), 4)
+    assert main(["inspect", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert str(path) in said and r"a tensor is called '\x1b[2Jx.weight'" in said
+    assert "\x1b" not in said
+
+
+@pytest.mark.parametrize("command", ["inspect", "quantize", "dequantize"])
+def test_a_shape_of_no_bytes_and_no_array(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = bare(tmp_path / "a.safetensors", "a.weight", (2**62, 0), 0)
+    more = [] if command == "inspect" else [str(tmp_path / "b.safetensors")]
+    more += ["--format", "mxfp4"] if command == "quantize" else []
+    assert main([command, str(path), *more]) == 2
+    said = capsys.readouterr().err
+    assert f"{path}: a.weight has shape=(4611686018427387904, 0), which is damaged" in said
+
+
+def test_values_that_are_not_finite_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    weight = np.ones((4, 64), np.float32)
+    tensors = {"good.weight": weight.copy(), "bad.weight": weight}
+    weight[1, 40], weight[3, 0] = np.nan, np.inf
+    safetensors.numpy.save_file(tensors, path)
+    assert main(["quantize", str(path), str(out), "--format", "mxfp4"]) == 0
+    said = capsys.readouterr().err
+    assert f"{path}: 1 tensors hold NaN or infinite values, which makes whole blocks NaN: " in said
+    assert "2 of bad.weight" in said
+    others = tmp_path / "c.safetensors"
+    words = ["quantize", str(path), str(others), "--format", "mxfp4", "--to", "compressed-tensors"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"{path}: bad.weight holds NaN or infinite values, which makes 2 blocks NaN" in said
+    assert not others.exists() and list(tmp_path.glob(".c*")) == []
