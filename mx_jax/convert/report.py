@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Set
 
 from rich.table import Table
+from rich.text import Text
 
 from mx_jax.convert.rules import Decision, Rule
 
@@ -79,7 +80,8 @@ class Report:
     def __rich__(self) -> Table:
         table = Table(*COLUMNS, caption=self.summary)
         for decision in self.decisions:
-            table.add_row(*_row(decision), style=None if decision.recipe else "dim")
+            # A bracket in a layer's path is no markup.
+            table.add_row(*map(Text, _row(decision)), style=None if decision.recipe else "dim")
         return table
 
 

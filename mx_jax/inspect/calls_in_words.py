@@ -48,4 +48,5 @@ def work_text(call: Call) -> str:
             axes = list(call.weights.axes.contracting)
             return f"pack {_operand(call.weights)} for axes {axes}"
         case AttendCall():
-            return f"attention of {list(call.queries)} over {list(call.keys)}, {call.dtypes[1]}"
+            held = call.dtypes[1] if call.format is None else call.format.name
+            return f"attention of {list(call.queries)} over {list(call.keys)}, {held}"

@@ -62,8 +62,9 @@ def capture(
       A context, which gives the sink.
 
     Raises:
-      ValueError: a statistic that there is not, or every less than 1.
-      TypeError: a filter that is none.
+      ValueError: a statistic that there is not, every less than 1, or a filter that is no regular
+        expression.
+      TypeError: a filter or a sink that is none.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
@@ -88,24 +89,49 @@ def capture(
         )
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"capture: every must be an integer of at least 1, got every={every!r}")
-    sinks = (Memory(),) if sink is None else sink
-    if not isinstance(sinks, Sequence):
-        sinks = (sinks,)
     return Capture(
-        filter=as_filter(filter, "capture"), stats=names, every=every, step=step, sinks=sinks
+        filter=as_filter(filter, "capture"),
+        stats=names,
+        every=every,
+        step=step,
+        sinks=_sinks(sink),
     )
+
+
+def _sinks(sink: Sink | Sequence[Sink] | None) -> Sequence[Sink]:
+    """Where records go, one or several.
+
+    Raises:
+      TypeError: no sink.
+    """
+    if sink is None:
+        return (Memory(),)
+    sinks = sink if isinstance(sink, Sequence) else (sink,)
+    if not sinks or not all(hasattr(own, "write") and hasattr(own, "close") for own in sinks):
+        raise TypeError(
+            "capture: sink must be a sink or several, each with write(record) and close(), got "
+            f"sink={sink!r}; for a file write sink=inspect.Jsonl(path)"
+        )
+    return sinks
 
 
 def as_filter(filter: str | Filter | None, operation: str) -> Filter:
     """A function of a tag.
 
     Raises:
+      ValueError: no regular expression.
       TypeError: a filter that is none.
     """
     if filter is None:
         return lambda tag: True
     if isinstance(filter, str):
-        pattern = re.compile(filter)
+        try:
+            pattern = re.compile(filter)
+        except re.error as error:
+            raise ValueError(
+                f"{operation}: filter must be a regular expression for whole paths, got "
+                f"filter={filter!r}: {error}; re.escape makes one of a path"
+            ) from error
         return lambda tag: pattern.fullmatch(tag.path) is not None
     if not callable(filter):
         raise TypeError(

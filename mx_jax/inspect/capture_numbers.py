@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from mx_jax.inspect.capture_statistics import NUM_CHANNELS
+
 # What float32's exponent field says of 1.
 _ONE = 127
 
@@ -36,10 +38,11 @@ def finished(raw: Mapping[str, np.ndarray], wanted: Collection[str]) -> dict[str
         found["scales"] = {int(e) - _ONE: int(counts[e]) for e in np.flatnonzero(counts)}
     if "signal" in raw:
         found["sqnr_db"] = _decibel(float(raw["signal"]), float(raw["noise"]))
-    if "channel" in raw:
-        pairs = zip(raw["channel"].tolist(), raw["largest"].tolist(), strict=True)
-        found["channels"] = [[int(index), float(amax)] for index, amax in pairs]
-        found["outlier_ratio"] = _ratio(float(raw["largest"][0]), float(raw["median"]))
+    if "channel_amax" in raw or "channel" in raw:
+        where, largest, median = _channels(raw)
+        pairs = zip(where.tolist(), largest.tolist(), strict=True)
+        found["channels"] = [[index, amax] for index, amax in pairs]
+        found["outlier_ratio"] = _ratio(float(largest[0]), float(median))
     if "dot" in raw:
         exact, actual = float(raw["exact"]), float(raw["actual"])
         found["error"] = math.sqrt(_ratio(float(raw["noise"]), exact))
@@ -47,6 +50,17 @@ def finished(raw: Mapping[str, np.ndarray], wanted: Collection[str]) -> dict[str
         found["nonfinite"] = int(raw["bad"])
         found["entries"], found["compared"] = int(size), int(raw["compared"])
     return found
+
+
+def _channels(raw: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, Any]:
+    """The largest channels, of equal ones the first, their amaxes, and the amax in the middle."""
+    if "channel" in raw:
+        return raw["channel"], raw["largest"], raw["median"]
+    amaxes = raw["channel_amax"]
+    order = np.argsort(-amaxes, kind="stable")
+    middle = amaxes[order[(len(order) - 1) // 2 : len(order) // 2 + 1]]
+    where = order[:NUM_CHANNELS]
+    return where, amaxes[where], middle.mean()
 
 
 def _decibel(signal: float, noise: float) -> float:

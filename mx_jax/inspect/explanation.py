@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
@@ -106,12 +108,16 @@ class Explanation:
             lines += [f"  {reason}" for reason in row.reasons]
         return "\n".join([*lines, *self.remarks, self.summary])
 
-    def __rich__(self) -> Table:
-        table = Table(title="Casts and products", caption=escape(self.summary))
+    def __rich__(self) -> Group:
+        """A table, and below it the reasons, each once: most rows share theirs."""
+        table = Table(title="Casts and products", title_justify="left", box=SIMPLE_HEAD)
         for name in ("where", "what", "times", "backend", "Mflop", "kB", "why"):
             numbers = name in ("times", "Mflop", "kB")
-            table.add_column(name, justify="right" if numbers else "left")
+            table.add_column(name, justify="right" if numbers else "left", overflow="fold")
+        notes: dict[str, int] = {}
         for row in self.rows:
+            texts = (*filter(None, (row.how,)), *row.reasons)
+            why = ", ".join(str(notes.setdefault(text, len(notes) + 1)) for text in texts)
             table.add_row(
                 escape(_places(row)),
                 escape(row.work),
@@ -119,12 +125,11 @@ class Explanation:
                 row.backend,
                 f"{row.flops / 1e6:.4g}" if row.flops else "",
                 f"{row.bytes / 1e3:.4g}",
-                escape("\n".join((*filter(None, (row.how,)), *row.reasons))),
+                why,
                 style=None if row.selection else "dim",
             )
-        for remark in self.remarks:
-            table.add_row("", escape(remark))
-        return table
+        lines = (*(f"{number}: {text}" for text, number in notes.items()), *self.remarks)
+        return Group(table, *map(escape, lines), escape(self.summary))
 
 
 def _places(row: Row) -> str:
@@ -189,8 +194,10 @@ def _dequantize(call: DequantizeCall) -> tuple[float, float]:
 
 def _attend(call: AttendCall) -> tuple[float, float]:
     matrices, length, features = map(float, call.keys)
-    rows = matrices * (call.queries[1] + length) * features
-    return 4.0 * matrices * call.queries[1] * length * features, 2 * rows * call.dtypes[1].itemsize
+    size = call.dtypes[1].itemsize
+    held = size if call.format is None else call.format.bits_per_element / 8
+    moved = 2 * matrices * features * (call.queries[1] * size + length * held)
+    return 4.0 * matrices * call.queries[1] * length * features, moved
 
 
 # What each kind of call is called, and costs; another kind is another line.

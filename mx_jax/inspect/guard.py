@@ -49,13 +49,27 @@ class _Guard:
         """Nothing ends."""
 
 
+class _Watch(Capture):
+    """A capture that stops a step that is told around it as soon as it is over."""
+
+    @contextlib.contextmanager
+    def told(self, step: int) -> Iterator[None]:
+        """A context of a step; what still ran in it has been told at its end."""
+        with super().told(step):
+            yield
+        for sink in self.sinks:
+            if isinstance(sink, _Guard) and sink.first is not None:
+                raise NonFiniteError(sink.first)
+
+
 @contextlib.contextmanager
 def guard(filter: str | Filter | None = None, *, step: Any = None) -> Iterator[None]:
     """A context that raises at the first block with Inf or NaN in it that is to be quantized.
 
     Forward products come before their gradients, and the step is over before it raises: so what is
-    named is where it begins, not what tells first. In a loop of steps the next one is stopped; at
-    its end the context raises.
+    named is where it begins, not what tells first. With `at_step` around the compiled function that
+    is the end of the bad step. Otherwise the next step is stopped, of which JAX logs an error; or
+    the context raises at its end.
 
     Args:
       filter: as `capture` takes it.
@@ -73,7 +87,7 @@ def guard(filter: str | Filter | None = None, *, step: Any = None) -> Iterator[N
       mx_jax.inspect.guard.NonFiniteError: guard: a block must be finite to be quantized, got ...
     """
     sink = _Guard()
-    watch = Capture(
+    watch = _Watch(
         filter=as_filter(filter, "guard"),
         stats=frozenset({"nonfinite"}),
         every=1,
@@ -83,6 +97,8 @@ def guard(filter: str | Filter | None = None, *, step: Any = None) -> Iterator[N
     try:
         with watch:
             yield
+    except NonFiniteError:
+        raise
     except Exception as error:
         # JAX wraps what a callback raises in an error of its own.
         if sink.first is not None:

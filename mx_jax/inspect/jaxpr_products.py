@@ -21,6 +21,8 @@ _WRAPPERS = re.compile(r"\b(jvp|vmap|transpose|jit|pjit|checkpoint|remat\w*)\(|[
 _NOISE = {"", "checkpoint", "rematted_computation", "while", "body", "cond", "scan", "remat"}
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"}
 _PACKAGE = str(Path(__file__).parents[1])
+# What calls the function that is explained: beyond it nobody asks for a product.
+_EXPLAINER = str(Path(__file__).parent)
 # Where a caller's own code does not lie.
 _LIBRARIES = re.compile(r"[/\\](jax|jaxlib|flax)[/\\]")
 _STDLIB = sysconfig.get_paths()["stdlib"]
@@ -166,6 +168,8 @@ def _caller(eqn: Any) -> Any:
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         name = frame.file_name
+        if name.startswith(_EXPLAINER):
+            return None
         if name.startswith(_PACKAGE):
             return frame
         is_stdlib = name.startswith(_STDLIB) and "site-packages" not in name

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from mx_jax.inspect.capture_record import Record, Scalar
 
 # Beyond these a sentence says so: shares of values, a ratio of amaxes, dB below a run's first step.
-SATURATED, UNDERFLOWN, OUTLYING, LOST_DB = 0.02, 0.3, 30.0, 6.0
+SATURATED, UNDERFLOWN, OUTLYING, LOST_DB = 0.1, 0.3, 30.0, 6.0
+# Less saturates in healthy runs: 3.5 % of normal values in NVFP4. So less is told if it grew.
+MORE_SATURATED, GROWN = 0.02, 3
 
 
 def findings(records: Sequence[Record], scalars: Mapping[str, Sequence[Scalar]]) -> list[str]:
@@ -48,7 +50,9 @@ def _sentences(record: Record, first: dict[tuple[str, str, str], float]) -> list
     found = []
     if stats.get("nonfinite_blocks", 0):
         found.append(("nonfinite", f"{what} has Inf or NaN in {stats['nonfinite_blocks']} blocks"))
-    if stats.get("saturation", 0) > SATURATED:
+    share = stats.get("saturation", 0)
+    usual = first.setdefault((record.path, str(tag), "saturation"), share)
+    if share > SATURATED or share > max(MORE_SATURATED, GROWN * usual):
         found.append(("saturation", f"{what} saturates in {stats['saturation']:.1%} of its values"))
     if stats.get("underflow", 0) > UNDERFLOWN:
         found.append(("underflow", f"{what} loses {stats['underflow']:.0%} of its values to zero"))

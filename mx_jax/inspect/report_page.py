@@ -46,7 +46,9 @@ $body
 </html>
 """)
 # Of a histogram, in pixels.
-_BAR, _HEIGHT, _MARGIN = 10, 36, 12
+_BAR, _HEIGHT, _MARGIN, _WIDEST = 10, 36, 12, 400
+# Exponents of scales that say nothing of how large values are.
+_ENDS = {-127: "at 2^-127, as zeros are", 128: "with NaN"}
 
 
 def page(title: str, sections: Mapping[str, str], lead: str = "") -> str:
@@ -90,11 +92,20 @@ def bad(text: str) -> str:
 
 
 def histogram(counts: Mapping[int, int]) -> str:
-    """Bars from the smallest power of two to the largest."""
+    """Bars from the smallest power of two to the largest, and in words what is no power of two:
+    blocks of zeros, which have the least scale, and blocks with NaN."""
+    bars = {e: n for e, n in counts.items() if e not in _ENDS}
+    ends = ", ".join(f"{n} {_ENDS[e]}" for e, n in sorted(counts.items()) if e in _ENDS)
+    drawn = _bars(bars) if bars else ""
+    return f'{drawn}<div class="dim">{ends}</div>' if ends else drawn
+
+
+def _bars(counts: Mapping[int, int]) -> str:
     first, last, most = min(counts), max(counts), max(counts.values())
-    width = max((last - first + 1) * _BAR, 70)
+    step = min(_BAR, max(2, _WIDEST // (last - first + 1)))
+    width = max((last - first + 1) * step, 70)
     bars = "".join(
-        f'<rect x="{(e - first) * _BAR}" y="{_HEIGHT - height:.1f}" width="{_BAR - 1}" '
+        f'<rect x="{(e - first) * step}" y="{_HEIGHT - height:.1f}" width="{step - 1}" '
         f'height="{height:.1f}"><title>2^{e}: {n}</title></rect>'
         for e, n in sorted(counts.items())
         for height in (max(1.0, n / most * _HEIGHT),)

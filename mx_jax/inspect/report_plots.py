@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 720, 220, 64, 24, 8
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 720, 234, 64, 24, 22
 # Tells twelve lines apart on light pages and on dark ones; neighbours are far from each other.
 _HUES = tuple((210 + 150 * number) % 360 for number in range(12))
 
@@ -41,7 +41,9 @@ def lines(series: Series, unit: str, along: str = "step") -> str:
     low, high = min(value for _, value in points), max(value for _, value in points)
     scale = _LOGARITHMIC if low > 0 and high > 100 * low else _LINEAR
     if low == high:
-        low, high = low - 1, high + 1
+        # One value has an axis around it, in its own size.
+        around = abs(low) / 2 or 1.0
+        low, high = low - around, high + around
     low, high = scale.of(low), scale.of(high)
 
     def at(step: int, value: float) -> str:
@@ -53,15 +55,7 @@ def lines(series: Series, unit: str, along: str = "step") -> str:
     for number, (name, own) in enumerate(series.items()):
         color = f"hsl({_HUES[number % len(_HUES)]}, 60%, 50%)"
         told = html.escape(name)
-        for run in _runs(own):
-            path = " ".join(at(*point) for point in run)
-            drawn.append(f'<polyline style="stroke:{color}" points="{path}"/>')
-            drawn += [
-                f'<circle cx="{x}" cy="{y}" r="2.5" style="fill:{color}"><title>{told}, {along} '
-                f"{step}: {value:.4g}</title></circle>"
-                for step, value in run
-                for x, y in (at(step, value).split(","),)
-            ]
+        drawn += [_line(run, at, color, f"{told}, {along}") for run in _runs(own)]
         names.append(f'<span class="key"><b style="color:{color}">&#9632;</b> {told}</span>')
     axes = _axes(low, high, scale)
     bottom = _HEIGHT - 6
@@ -69,9 +63,23 @@ def lines(series: Series, unit: str, along: str = "step") -> str:
         f'<svg class="plot" width="{_WIDTH}" height="{_HEIGHT}" role="img">{axes}{"".join(drawn)}'
         f'<text x="{_LEFT}" y="{bottom}">{along} {first}</text>'
         f'<text x="{_WIDTH - 8}" y="{bottom}" text-anchor="end">{along} {last}</text>'
-        f'<text x="{_WIDTH / 2}" y="{bottom}" text-anchor="middle">{html.escape(unit)}</text></svg>'
-        f"<p>{' '.join(names)}</p>"
+        f'<text x="{_LEFT}" y="12">{html.escape(unit)}</text></svg>'
+        f"<p>{' '.join(names) if list(series) != [unit] else ''}</p>"
     )
+
+
+def _line(
+    run: Sequence[tuple[int, float]], at: Callable[[int, float], str], color: str, told: str
+) -> str:
+    """A line through points that follow each other, each with its value beneath the pointer."""
+    path = " ".join(at(*point) for point in run)
+    points = [
+        f'<circle cx="{x}" cy="{y}" r="2.5" style="fill:{color}"><title>{told} {step}: '
+        f"{value:.4g}</title></circle>"
+        for step, value in run
+        for x, y in (at(step, value).split(","),)
+    ]
+    return f'<polyline style="stroke:{color}" points="{path}"/>{"".join(points)}'
 
 
 def _axes(low: float, high: float, scale: _Scale) -> str:

@@ -32,7 +32,21 @@ def run_page(title: str, memory: Memory) -> str:
         "Saturation": _saturation(found),
         "Scales": _scales(found),
     }
-    return page(title, sections)
+    return page(title, sections, lead=f"<p>{html.escape(_lead(memory, found))}</p>\n")
+
+
+def _lead(memory: Memory, records: Sequence[Record]) -> str:
+    """How much the page is about."""
+    numbers = (number for own in memory.scalars.values() for number in own)
+    steps = {record.step for record in (*records, *numbers)}
+    names = {_name(record): record.tag.side is None for record in records}
+    products = sum(names.values())
+    span = (
+        f"step {min(steps)}"
+        if len(steps) == 1
+        else f"{len(steps)} steps, {min(steps)} to {max(steps)}"
+    )
+    return f"{span}; {len(names) - products} operands of {products} products"
 
 
 def _numbers(memory: Memory) -> str:

@@ -3,10 +3,12 @@
 import collections
 import csv
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console as RichConsole
 from rich.table import Table
 
@@ -53,6 +55,13 @@ class Memory(Mapping[Tag, Sequence[Record]]):
 
     def __len__(self) -> int:
         return len(self._records)
+
+    def __repr__(self) -> str:
+        steps = {record.step for own in self._records.values() for record in own}
+        span = f", steps {min(steps)} to {max(steps)}" if steps else ""
+        records = sum(map(len, self._records.values()))
+        numbers = f"; numbers: {', '.join(self.scalars)}" if self.scalars else ""
+        return f"<Memory: {records} records of {len(self)} tags{span}{numbers}>"
 
     def all(self) -> list[Record]:
         """All records: steps in order, and within a step the order of the program."""
@@ -157,11 +166,13 @@ def _row(record: Record | Scalar) -> list[Any]:
 
 
 class Console(_Numbers):
-    """A table for each step, printed when the next begins, and at the end.
+    """A table for each step, printed when the next begins, and at the end. It fits a terminal of
+    80 columns.
 
     Args:
       console: where to; default: standard output.
-      worst: how many rows: those with the lowest SQNR.
+      worst: how many rows: those with Inf or NaN first, then those with the lowest SQNR. That of a
+        product is against the same product in float32.
     """
 
     def __init__(self, console: RichConsole | None = None, worst: int = 10):
@@ -182,23 +193,43 @@ class Console(_Numbers):
         """Print the last step."""
         records, self._records = self._records, []
         if records:
-            title = f"step {self._step}: {len(records)} records, lowest SQNR first"
+            title = f"step {self._step}: {len(records)} records, the worst first"
             self._console.print(_table(title, records, self._worst))
 
 
 def _table(title: str, records: Sequence[Record], rows: int) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in ("operand", "format", *_COLUMNS):
-        table.add_column(column, overflow="fold")
-    ranked = sorted(records, key=lambda record: record.stats.get("sqnr_db", float("inf")))
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("operand", "format", "dB", "amax", "zero %", "sat. %", "bad", "outlier"):
+        left = column in ("operand", "format")
+        table.add_column(column, justify="left" if left else "right", overflow="fold")
+    ranked = sorted(records, key=lambda record: (-_bad(record), _decibel(record)))
     for record in ranked[:rows]:
-        cells = (record.stats.get(name) for name in _COLUMNS)
+        cells = (
+            _decibel(record),
+            record.stats.get("amax"),
+            *(100 * record.stats.get(name, math.nan) for name in ("underflow", "saturation")),
+            _bad(record) or None,
+            record.stats.get("outlier_ratio"),
+        )
         table.add_row(
             f"{record.path} {record.tag.product} {record.tag.tensor}",
             record.tag.format,
-            *("" if cell is None else f"{cell:.4g}" for cell in cells),
+            *("" if cell is None or cell != cell else f"{cell:.3g}" for cell in cells),
         )
     return table
+
+
+def _bad(record: Record) -> int:
+    """Blocks with Inf or NaN; of a product, entries."""
+    return record.stats.get("nonfinite_blocks", record.stats.get("nonfinite", 0))
+
+
+def _decibel(record: Record) -> float:
+    """The SQNR of an operand, or of a product against float32; Inf where nothing was told."""
+    if "error" in record.stats and record.stats["error"] > 0:
+        return -20 * math.log10(record.stats["error"])
+    sqnr = record.stats.get("sqnr_db", math.inf)
+    return math.inf if math.isnan(sqnr) else sqnr
 
 
 class TensorBoard(_Numbers):
@@ -230,8 +261,11 @@ class TensorBoard(_Numbers):
         else:
             own = f"{record.path}/{record.tag.product}/{record.tag.tensor}"
             own += f"/{record.tag.call}" if record.tag.call else ""
+            # An operand without an error has an SQNR of Inf: no news, and no point in a plot.
             numbers = {
-                f"{own}/{name}": record.stats[name] for name in _COLUMNS if name in record.stats
+                f"{own}/{name}": record.stats[name]
+                for name in _COLUMNS
+                if name in record.stats and math.isfinite(record.stats[name])
             }
         if hasattr(self._writer, "write_scalars"):
             self._writer.write_scalars(record.step, numbers)

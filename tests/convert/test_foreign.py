@@ -20,7 +20,9 @@ from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
 
 WEIGHT_ONLY = recipes.weight_only("mxfp4")
-STOCHASTIC = WEIGHT_ONLY.with_(weights={"rounding": "stochastic"}, name="stochastic weight")
+STOCHASTIC = WEIGHT_ONLY.with_(
+    weights={"rounding": "stochastic", "scale_rule": "even"}, name="stochastic weight"
+)
 X = np.random.default_rng(1).standard_normal((2, 3, 40), np.float32)
 
 

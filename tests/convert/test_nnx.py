@@ -19,7 +19,9 @@ from tests.quick import quick
 WIDTH = 48
 MXFP8 = recipes.mxfp8()
 WEIGHT_ONLY = recipes.weight_only("mxfp4")
-STOCHASTIC = WEIGHT_ONLY.with_(weights={"rounding": "stochastic"}, name="stochastic weight")
+STOCHASTIC = WEIGHT_ONLY.with_(
+    weights={"rounding": "stochastic", "scale_rule": "even"}, name="stochastic weight"
+)
 
 
 class Layers:

@@ -360,6 +360,11 @@ def test_what_is_asked_for_wrongly():
         layer(X, W)
     with pytest.raises(TypeError, match="filter must be a regular expression"):
         inspect.capture(filter=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"must be a regular expression .* got filter='\('"):
+        inspect.capture(filter="(")
+    for sink in ("run.jsonl", [], 3):
+        with pytest.raises(TypeError, match=r"sink must be a sink or several, .*inspect\.Jsonl"):
+            inspect.capture(sink=sink)  # pyright: ignore[reportArgumentType]
     message = "step must be an integer scalar, got step of dtype=float"
     with pytest.raises(TypeError, match=message), inspect.at_step(1.5):
         pass

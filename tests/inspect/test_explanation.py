@@ -148,9 +148,19 @@ def test_printed():
     assert text.endswith(found.summary) and "% of the flops are quantized" in found.summary
     console = Console(width=150, record=True, file=io.StringIO())
     console.print(found)
-    assert "Casts and products" in console.export_text()
+    table = console.export_text()
+    assert "Casts and products" in table
+    assert table.count("quantizes nothing: XLA fuses") == 1, "a reason that rows share is told once"
+    assert found.summary in table
 
 
 def test_what_cannot_be_explained():
     with pytest.raises(TypeError, match="explain: recipe must be a Recipe"):
         explain(None, 8, 64, 32)
+
+
+def test_a_plain_layer_of_an_nnx_model_has_no_recipe():
+    layers = (nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 8, rngs=nnx.Rngs(1)))
+    model = convert.nnx(nnx.Sequential(*layers), convert.Rule("layers/0", "mxfp8"))
+    found = explain(model, jax.ShapeDtypeStruct((16, 64), "float32"))
+    assert [row.why for row in found.high] == ["no recipe reaches it"]

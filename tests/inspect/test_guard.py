@@ -40,6 +40,18 @@ def test_it_names_the_layer_and_the_step_and_stops_the_next():
     assert max(steps) < 10, "not after the whole loop"
 
 
+def test_a_step_that_is_told_around_it_is_the_last(caplog):
+    step = quick(lambda x: mx_jax.matmul(x, W, recipe="mxfp8"))
+    steps = []
+    with pytest.raises(inspect.NonFiniteError, match="at step=2, in the input"), inspect.guard():
+        for number in range(5):
+            steps.append(number)
+            with inspect.at_step(number):
+                step(X * (np.inf if number == 2 else 1))
+    assert steps == [0, 1, 2]
+    assert not caplog.records, "no callback fails"
+
+
 def test_without_a_next_step_it_raises_at_the_end():
     with pytest.raises(inspect.NonFiniteError, match="at step=3"), inspect.guard():
         train_step(W, 3)

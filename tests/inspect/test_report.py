@@ -11,6 +11,7 @@ import pytest
 import mx_jax
 from mx_jax import inspect
 from mx_jax.inspect.report_findings import findings
+from mx_jax.inspect.report_page import histogram
 from tests.quick import quick
 
 SECTIONS = [
@@ -130,3 +131,48 @@ def test_what_is_in_order_is_not_told():
     ]
     numbers = [inspect.Scalar(name="loss", step=i, value=v) for i, v in enumerate((2.0, 1.0, 4.0))]
     assert findings([], {"loss": numbers}) == ["loss is three times its best from step 2 on"]
+
+
+@pytest.mark.one_python(reason="sentences are made in plain Python")
+def test_saturation_that_a_format_always_has_is_not_told():
+    tag = inspect.Tag(path="a", product="output", side="lhs", axis=-1, format="nvfp4", rule="amax")
+
+    def told(*shares):
+        return findings(
+            [
+                inspect.Record(tag=tag, step=i, stats={"saturation": x})
+                for i, x in enumerate(shares)
+            ],
+            {},
+        )
+
+    assert told(0.035, 0.04) == []
+    assert told(0.005, 0.03) == [
+        "a: the input of output (nvfp4) saturates in 3.0% of its values, first at step 1"
+    ]
+    assert told(0.2) == [
+        "a: the input of output (nvfp4) saturates in 20.0% of its values, first at step 0"
+    ]
+
+
+@pytest.mark.one_python(reason="a page is plain Python and strings")
+def test_scales_of_zeros_and_nan_do_not_stretch_a_histogram():
+    drawn = histogram({-127: 5, -3: 7, -2: 1, 128: 2})
+    assert drawn.count("<rect") == 2 and 'width="70"' in drawn
+    assert "5 at 2^-127, as zeros are, 2 with NaN" in drawn
+    assert "<svg" not in histogram({-127: 5})
+    wide = histogram({-100: 1, 100: 1})
+    assert 300 < int(re.search(r'svg width="(\d+)"', wide)[1]) < 500  # pyright: ignore
+
+
+@pytest.mark.one_python(reason="a page is plain Python and strings")
+def test_the_page_says_how_much_it_is_about(tmp_path):
+    memory = inspect.Memory()
+    shared = {"path": "a", "product": "output", "format": "mxfp4", "rule": "even"}
+    for step in (0, 10):
+        for side, axis in (("lhs", -1), ("rhs", -2), (None, None)):
+            tag = inspect.Tag(side=side, axis=axis, **shared)
+            memory.write(inspect.Record(tag=tag, step=step, stats={"amax": 1.0}))
+    inspect.report(memory, tmp_path / "run.html")
+    text = (tmp_path / "run.html").read_text()
+    assert "<p>2 steps, 0 to 10; 2 operands of 1 products</p>" in text

@@ -1,6 +1,7 @@
 """Where records go: each sink holds what it was told, and files are read back."""
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -73,6 +74,29 @@ def test_a_table_has_a_row_for_each_record(tmp_path):
     assert (rows[2]["path"], rows[2]["value"]) == ("loss", "nan")
 
 
+def test_memory_says_what_it_holds():
+    memory = inspect.Memory()
+    assert repr(memory) == "<Memory: 0 records of 0 tags>"
+    told(memory)
+    assert repr(memory) == "<Memory: 2 records of 1 tags, steps 4 to 5; numbers: loss>"
+
+
+def test_the_console_fits_a_terminal_and_has_the_worst_first():
+    product = dataclasses.replace(TAG, side=None, axis=None, format="mxfp4 x mxfp4")
+    bad = dataclasses.replace(TAG, path="mlp/down")
+    text = io.StringIO()
+    sink = inspect.Console(RichConsole(file=text, width=80))
+    sink.write(inspect.Record(tag=TAG, step=0, stats={"sqnr_db": 20.0, "underflow": 0.125}))
+    sink.write(inspect.Record(tag=product, step=0, stats={"error": 0.1 * 10**0.5, "nonfinite": 0}))
+    sink.write(inspect.Record(tag=bad, step=0, stats={"sqnr_db": 31.0, "nonfinite_blocks": 3}))
+    sink.close()
+    lines = text.getvalue().splitlines()
+    rows = [line.split() for line in lines if "mlp/" in line]
+    assert [row[0] for row in rows] == ["mlp/down", "mlp/up", "mlp/up"]
+    assert rows[0][-1] == "3" and "10" in rows[1] and rows[2][-2:] == ["20", "12.5"]
+    assert max(map(len, lines)) <= 80
+
+
 def test_the_console_prints_each_step():
     text = io.StringIO()
     told(inspect.Console(RichConsole(file=text, width=200)))
@@ -102,6 +126,8 @@ def test_tensorboard_gets_numbers(kind):
     told(inspect.TensorBoard(writer))
     assert (4, "mlp/up[2]/output/input/amax", 3.5) in writer.told
     assert (5, "mlp/up/output/input/sqnr_db", 20.0) in writer.told
+    steps = [step for step, name, _ in writer.told if name.endswith("sqnr_db")]
+    assert steps == [5], "what is exact has no place in a plot"
     assert [name for _, name, _ in writer.told][-1] == "loss"
 
 

@@ -13,6 +13,7 @@ from mx_jax import inspect, recipes
 from mx_jax.formats import E8M0
 from mx_jax.inspect import capture_statistics
 from mx_jax.inspect.capture_message import pack, unpack
+from mx_jax.inspect.capture_numbers import finished
 from tests.quick import quick
 
 RECIPES = [
@@ -206,3 +207,16 @@ def test_what_came_quantized_is_told_once_below_a_gradient_and_guarded():
     message = r"nonfinite_blocks=1 of blocks=64.*stored"
     with pytest.raises(inspect.NonFiniteError, match=message), inspect.guard():
         mx_jax.matmul(jnp.ones((8, 64)), broken, recipe="mxfp4")
+
+
+@pytest.mark.parametrize("size", [7, 8, 300, 2**13 + 3])
+def test_the_largest_channels_are_those_that_numpy_finds(size):
+    amaxes = np.abs(np.random.default_rng(size).normal(size=size)).astype(np.float32)
+    amaxes[-1] = amaxes[2]
+    raw = capture_statistics.shortened({"channel_amax": jnp.asarray(amaxes)})
+    size_of_all = {"size": np.uint32(size), "amax": amaxes.max()}
+    found = finished({name: np.asarray(x) for name, x in raw.items()} | size_of_all, ("channels",))
+    order = np.argsort(-amaxes, kind="stable")[:8]
+    assert found["channels"] == [[int(i), float(amaxes[i])] for i in order]
+    assert found["outlier_ratio"] == pytest.approx(amaxes.max() / np.median(amaxes))
+    assert (len(raw) == 1) == (size <= 2**13)
