@@ -86,6 +86,10 @@ class Recipe(MatmulRecipe):
             that do not meet in a product.
           TypeError: a value of another type.
 
+        Warns:
+          UserWarning: an operand comes to round stochastically under a rule that clips, which
+            nobody named: what is clipped makes its mean too small.
+
         Examples:
           >>> from mx_jax import recipes
           >>> hybrid = recipes.mxfp8().with_(gradients="mxfp8_e5m2", name="mxfp8_hybrid")
@@ -93,8 +97,8 @@ class Recipe(MatmulRecipe):
           True
           >>> print(recipes.weight_only("mxfp4").with_(activations="mxfp8_e4m3").fwd)
           mxfp8_e4m3 (rceil, nearest) x mxfp4 (even, nearest)
-          >>> recipes.mxfp4().with_(gradients={"rounding": "stochastic"}, drhs=None).name
-          'mxfp4, gradients=(rounding=stochastic), drhs=high precision'
+          >>> recipes.mxfp8().with_(gradients={"rounding": "stochastic"}, drhs=None).name
+          'mxfp8, gradients=(rounding=stochastic), drhs=high precision'
         """
         words = {key: value for key, value in locals().items() if key not in ("self", "name")}
         return with_changes(self, name, words)

@@ -1,12 +1,13 @@
 """What `Recipe.with_` makes of its words: a recipe that differs in them and in nothing else."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from mx_jax.codecs.rounding import NEAREST, rounding_mode
 from mx_jax.formats import block_format
-from mx_jax.recipes.measured import measured_operand
+from mx_jax.recipes.measured import clips, measured_operand
 from mx_jax.reference.scale_rules import scale_rule_for
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
 
@@ -56,7 +57,32 @@ def with_changes(recipe: R, name: str | None, words: dict[str, Any]) -> R:
         shown = [_text(word, given[word]) for word in given if word != "gather"]
         same = dataclasses.replace(result, gather=recipe.gather) == recipe
         name = recipe.name if same else ", ".join((recipe.name, *shown))
+    if kept := _clipping(recipe, result, given):
+        warnings.warn(
+            f"{operation}: {', '.join(kept)} now rounds stochastically, but keeps a scale rule "
+            "that clips, so that means come out too small; add scale_rule=None for the rule that "
+            "never clips, or name the rule to keep it",
+            stacklevel=3,
+        )
     return dataclasses.replace(result, name=name)
+
+
+def _clipping(before: MatmulRecipe, after: MatmulRecipe, given: dict[str, Any]) -> list[str]:
+    """Operands that came to round stochastically under a rule that clips and that nobody named."""
+    found = []
+    for product, words in TENSORS.items():
+        for side, word in words.items():
+            old, new = (getattr(getattr(recipe, product), side) for recipe in (before, after))
+            own = given.get(product, {})
+            own = own.get(side, given.get(word, {})) if isinstance(own, Mapping) else None
+            is_named = "scale_rule" in given or not isinstance(own, Mapping) or "scale_rule" in own
+            if is_named or old is None or new is None or old.rounding.is_stochastic:
+                continue
+            # A prescale makes room.
+            room = new.prescale != 1.0 or not clips(new.scale_rule, new.format)
+            if new.rounding.is_stochastic and not room:
+                found.append(f"{product}.{side}={new}")
+    return found
 
 
 def _check_all_reach(recipe: MatmulRecipe, given: dict[str, Any], operation: str) -> None:

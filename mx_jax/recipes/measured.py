@@ -25,6 +25,7 @@ from mx_jax.reference.scale_rules import (
     EVEN,
     FLOOR,
     RCEIL,
+    SCALE_RULES,
     ScaleRule,
 )
 from mx_jax.specs import OperandSpec, operand
@@ -41,6 +42,21 @@ MEASURED_RULES: dict[BlockFormat, ScaleRule] = {
 }
 # Rules of other scales clip nothing: amax becomes the largest element.
 UNCLIPPED: tuple[ScaleRule, ...] = (RCEIL, AMAX_HEADROOM)
+
+
+def clips(rule: ScaleRule, format: BlockFormat) -> bool:
+    """Whether one of the library's own rules leaves values of a block above its largest code.
+
+    Nothing is known of other rules, unless a threshold says all of them: see `PowerOfTwo`.
+    """
+    if rule in UNCLIPPED or rule.correction is not None:
+        return False
+    if rule.threshold is not None:
+        never = RCEIL.threshold
+        assert never is not None
+        return rule.threshold(format.element) > never(format.element)
+    # Float32 scales are amax itself; narrower ones are rounded, also down.
+    return rule in SCALE_RULES and not format.scale.is_float32
 
 
 def measured_operand(format: Any, rounding: Rounding | str = "nearest") -> OperandSpec:

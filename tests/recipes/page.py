@@ -6,9 +6,7 @@ from mx_jax import recipes
 from mx_jax.recipes import MatmulSpec, OperandSpec, Recipe, Residuals
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
-HEADER = (
-    "| recipe | y: x | y: W | dx: g | dx: W | dW: g | dW: x | transforms | kept for the gradients |"
-)
+HEADER = "| recipe | y: x; W | dx: g; W | dW: g; x | transforms; what is kept |"
 PRODUCTS = {"fwd": "y", "dlhs": "dx", "drhs": "dW"}
 
 
@@ -34,8 +32,15 @@ def calls_of(header: str, page: str) -> list[str]:
 
 def _row(call: str, recipe: Recipe) -> str:
     specs = {words: getattr(recipe, product) for product, words in PRODUCTS.items()}
-    operands = [_operand(side) for spec in specs.values() for side in (spec.lhs, spec.rhs)]
-    return f"| `{call}` | {' | '.join(operands)} | {_transforms(specs)} | {_kept(recipe)} |"
+    products = [_product(spec) for spec in specs.values()]
+    besides = "; ".join(filter(None, (_transforms(specs), _kept(recipe))))
+    return f"| `{call}` | {' | '.join(products)} | {besides} |"
+
+
+def _product(spec: MatmulSpec) -> str:
+    """Both operands, in one cell: more columns run out of the page."""
+    lhs, rhs = map(_operand, (spec.lhs, spec.rhs))
+    return f"both {lhs}" if lhs == rhs else f"{lhs}; {rhs}"
 
 
 def _operand(spec: OperandSpec | None) -> str:

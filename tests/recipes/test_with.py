@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -42,7 +43,10 @@ def hand_built(recipe: Recipe, **changes: Any) -> Recipe:
 @pytest.mark.parametrize("word", OF)
 @pytest.mark.parametrize("given", ["mxint8", None, {"rounding": "stochastic"}], ids=str)
 def test_a_tensor_is_the_same_in_both_of_its_products(word: str, given: Any):
-    before, after = recipes.mxfp4(), recipes.mxfp4().with_(**{word: given}, name="mxfp4")
+    before = recipes.mxfp4()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # see test_stochastic_under_a_rule_that_clips
+        after = before.with_(**{word: given}, name="mxfp4")
     new = {
         "mxint8": operand("mxint8", scale_rule="floor"),
         "None": None,
@@ -106,6 +110,37 @@ def test_a_format_brings_its_rule_and_keeps_rounding_and_prescale():
     assert plain.fwd.lhs == operand(MXFP4, scale_rule="even")
     given = operand(MXFP4_2D, scale_rule="ceil")
     assert recipes.mxfp4_stochastic().with_(weights=given).dlhs.rhs == given
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "kept"),
+    [
+        ("mxfp4", {"gradients": {"rounding": "stochastic"}}, ["dlhs.lhs", "drhs.lhs"]),
+        ("mxfp4", {"dlhs": {"lhs": {"rounding": "stochastic"}}}, ["dlhs.lhs"]),
+        ("nvfp4", {"weights": {"rounding": "stochastic"}}, ["fwd.rhs", "dlhs.rhs"]),
+        ("mxint8", {"rounding": "stochastic"}, [f"{product}.{side}" for product, side in SIDES]),
+        # Named, brought by a format, given whole, with room, unclipped, as stochastic as before.
+        ("mxfp4", {"gradients": {"rounding": "stochastic", "scale_rule": "even"}}, []),
+        ("mxfp4", {"gradients": {"rounding": "stochastic", "scale_rule": None}}, []),
+        ("mxfp4", {"rounding": "stochastic", "scale_rule": "floor"}, []),
+        ("mxfp4", {"gradients": {"rounding": "stochastic", "format": "mxfp4"}}, []),
+        ("mxfp4", {"gradients": operand("mxfp4", scale_rule="even", rounding="stochastic")}, []),
+        ("mxfp4", {"gradients": {"rounding": "stochastic", "prescale": 0.75}}, []),
+        ("mxfp8", {"rounding": "stochastic"}, []),
+        ("float8_rowwise", {"gradients": {"rounding": "stochastic"}}, []),
+        ("nvfp4_pretraining", {"transform": RANDOM}, []),
+    ],
+)
+def test_stochastic_under_a_rule_that_clips(recipe: str, words: Any, kept: list[str]):
+    base = getattr(recipes, recipe)()
+    if not kept:
+        base.with_(**words)  # warnings are errors
+        return
+    with pytest.warns(UserWarning, match="add scale_rule=None for the rule that never") as caught:
+        base.with_(**words)
+    assert caught[0].filename == __file__
+    text = str(caught[0].message)
+    assert re.findall(r"(\w+\.\w+)=", text) == kept
 
 
 def test_a_product_in_high_precision_stays_so():
