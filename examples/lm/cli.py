@@ -10,21 +10,26 @@ from pathlib import Path
 from typing import NoReturn
 
 from .launch import OUT, add_options
-from .settings import Settings, aliases, known_recipes
+from .settings import ENDS, Settings, aliases, known_recipes
 
 
 def recipe_list(text: str) -> list[str]:
     """`a,b` or `all` as names, or an error that lists the known ones."""
     known = known_recipes()
     names = known if text == "all" else [name.strip() for name in text.split(",")]
-    names = [aliases().get(name, name) for name in names]
-    unknown = [name for name in names if name not in known]
+    names = [_resolved(name) for name in names]
+    unknown = [name for name in names if name.removesuffix(ENDS) not in known]
     if unknown:
         raise argparse.ArgumentTypeError(
             f"unknown recipe {', '.join(map(repr, unknown))}; "
-            f"known: {', '.join((*known, *aliases()))}, or all"
+            f"known: {', '.join((*known, *aliases()))}, each with {ENDS} too, or all"
         )
     return list(dict.fromkeys(names))
+
+
+def _resolved(name: str) -> str:
+    base = name.removesuffix(ENDS)
+    return aliases().get(base, base) + name[len(base) :]
 
 
 def seed_list(text: str) -> list[int]:
@@ -93,7 +98,8 @@ class CommandLine:
             metavar="A,B,...",
             help="number formats to train in: all, or a list of\n"
             + textwrap.fill(", ".join(known_recipes()), width=70)
-            + f"\n(default {','.join(recipes)})",
+            + f"\n(default {','.join(recipes)});\n"
+            f"with {ENDS}, as mxfp4{ENDS}: first and last block in high precision",
         )
         add("--seeds", type=seed_list, default=[0], metavar="0,1,...", help="seeds (default 0)")
         add(

@@ -117,7 +117,7 @@ class Transformer(nn.Module):
             dtype=self.dtype,
             name="blocks",
         )
-        high = jnp.isin(jnp.arange(self.layers), jnp.array(self.high_blocks))
+        high = jnp.isin(jnp.arange(self.layers), jnp.array(self.high_blocks) % self.layers)
         x, _ = blocks(block, x, high if self.high_blocks else None)
         x = nn.RMSNorm(dtype=self.dtype, name="norm")(x)
         head = mx.Dense(

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from . import intervals
 from .disk import replace
-from .settings import Settings, known_recipes
+from .settings import ENDS, Settings, known_recipes
 from .storage import Run
 
 BASELINE = "float32"
@@ -59,6 +59,8 @@ DOTTED = {
 
 def style(recipe: str) -> dict[str, str]:
     """Colour and dashes of a recipe's curves."""
+    if recipe.endswith(ENDS):
+        return {"color": style(recipe.removesuffix(ENDS))["color"], "linestyle": "-."}
     for colours, dashes in ((DASHED, "--"), (DOTTED, ":")):
         if recipe in colours:
             return {"color": colours[recipe], "linestyle": dashes}
@@ -67,11 +69,15 @@ def style(recipe: str) -> dict[str, str]:
 
 def by_recipe(runs: Iterable[Run]) -> dict[str, list[Run]]:
     """Runs grouped by recipe, in the order of `known_recipes()`, seeds ascending."""
-    ordered = sorted(runs, key=lambda run: (known_recipes().index(run.recipe), run.seed))
+    ordered = sorted(runs, key=lambda run: (*_place(run.recipe), run.seed))
     groups: dict[str, list[Run]] = {}
     for run in ordered:
         groups.setdefault(run.recipe, []).append(run)
     return groups
+
+
+def _place(recipe: str) -> tuple[int, bool]:
+    return known_recipes().index(recipe.removesuffix(ENDS)), recipe.endswith(ENDS)
 
 
 def gap(run: Run, baseline: Run) -> list[tuple[int, float]]:
@@ -101,31 +107,41 @@ def late_gaps(runs: Iterable[Run], baselines: Iterable[Run]) -> list[float]:
     return [100 * (late_loss(run) / by_seed[run.seed] - 1) for run in runs if run.seed in by_seed]
 
 
+def averaged_gaps(runs: Iterable[Run], baselines: Iterable[Run]) -> list[float]:
+    """Percent that the loss of averaged weights lies above the baseline's of the same seed."""
+    by_seed = {run.seed: run.averaged_loss for run in baselines}
+    pairs = ((run.averaged_loss, by_seed.get(run.seed)) for run in runs)
+    return [100 * (own / other - 1) for own, other in pairs if own and other]
+
+
 def print_table(console: Console, runs: Iterable[Run], settings: Settings) -> None:
     """Final validation losses, gaps to float32 with the same seed, and the speed."""
     groups = by_recipe(runs)
     title = (
-        f"Validation loss after {settings.steps:,} steps; its gap to {BASELINE} of the same seed, "
-        "and that of the training\nloss of the last quarter (mean over seeds ± half the width of "
-        "its 95 % interval)"
+        f"Validation loss after {settings.steps:,} steps, and gaps to {BASELINE} of the same seed "
+        "in percent:\nof that loss, of the last quarter's training loss, and of the loss of "
+        "weights\naveraged over it (mean over seeds ± half the width of its 95 % interval)"
     )
     table = Table(title=title, title_justify="left")
     table.add_column("recipe")
-    gap_columns = ("gap (%)", "training gap (%)")
-    for column in ("seeds", "loss (nats/char)", *gap_columns, "tokens/s", "time (s)"):
+    for column in ("seeds", "loss", "gap", "training", "averaged", "tokens/s", "time (s)"):
         table.add_column(column, justify="right")
     baselines = [run for run in groups.get(BASELINE, []) if run.finished]
     for recipe, group in groups.items():
         finished = [run for run in group if run.finished]
         final_gaps = [points[-1][1] for points in gaps(finished, baselines)]
-        both = (final_gaps, late_gaps(finished, baselines))
+        all_gaps = (
+            final_gaps,
+            late_gaps(finished, baselines),
+            averaged_gaps(finished, baselines),
+        )
         losses = [run.final_loss for run in finished if run.final_loss is not None]
         speeds = [run.tokens_per_second(settings) for run in group if run.timed_steps]
         table.add_row(
             recipe,
             f"{len(finished)} of {len(group)}" if len(finished) < len(group) else str(len(group)),
             f"{statistics.mean(losses):.4f}" if losses else "-",
-            *("" if recipe == BASELINE else intervals.text(values, "+.2f") for values in both),
+            *("" if recipe == BASELINE else intervals.text(values, "+.2f") for values in all_gaps),
             f"{statistics.mean(speeds):,.0f}" if speeds else "-",
             f"{statistics.mean(run.seconds for run in group):,.0f}",
         )

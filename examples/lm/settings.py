@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -73,6 +74,11 @@ class Settings:
         return self.steps // 8
 
     @property
+    def late_steps(self) -> int:
+        """Steps at the end over which losses and parameters are averaged: a quarter."""
+        return max(1, self.steps // 4)
+
+    @property
     def tokens_per_step(self) -> int:
         """Characters an optimizer step learns from."""
         return self.batch * self.context
@@ -89,7 +95,8 @@ class Precision:
       recipe: of the linear layers inside the blocks.
       dtype: of everything that no recipe casts.
       head: recipe of the output layer.
-      high_blocks: indices of the blocks whose linear layers stay in high precision.
+      high_blocks: indices of the blocks whose linear layers stay in high precision; negative ones
+        count from the last.
     """
 
     recipe: mx_jax.recipes.Recipe
@@ -98,12 +105,18 @@ class Precision:
     high_blocks: tuple[int, ...] = ()
 
 
+# What a recipe's name may end in: the first and the last block stay in high precision.
+ENDS = "+ends"
+
+
 def precision(name: str) -> Precision:
-    """The precision behind a name of `known_recipes()`.
+    """The precision behind a name of `known_recipes()`, or of one and `ENDS`.
 
     Quantized recipes keep float32 around them, so that their gap to float32 is the
     quantization's alone.
     """
+    if name.endswith(ENDS):
+        return dataclasses.replace(precision(name.removesuffix(ENDS)), high_blocks=(0, -1))
     if name == "bf16":
         return Precision(recipe=HIGH_PRECISION, dtype=jnp.bfloat16)
     if name == "float32":

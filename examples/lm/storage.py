@@ -34,6 +34,8 @@ class Run:
     seed: int
     train_loss: list[float] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
+    # After the last step, of the parameters averaged over the last quarter; None: not recorded.
+    averaged_loss: float | None = None
     diverged_at: int | None = None
     finished: bool = False
     seconds: float = 0.0
@@ -76,8 +78,8 @@ class Run:
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Run:
         """The run behind `dataclasses.asdict` and a round trip through JSON; extra keys pass."""
-        # What was written before evidence was recorded can be resumed too.
-        entry = {"evidence": None, **entry}
+        # What was written before these were recorded can be added to.
+        entry = {"evidence": None, "averaged_loss": None, **entry}
         run = cls(**{f.name: entry[f.name] for f in fields(cls)})
         run.validation = [(step, loss) for step, loss in run.validation]
         return run

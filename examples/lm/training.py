@@ -29,10 +29,18 @@ from .storage import Checkpoints, Run
 
 
 class TrainState(NamedTuple):
-    """What a step turns into its successor; the step count lives in the optimizer's state."""
+    """What a step turns into its successor; the step count lives in the optimizer's state.
+
+    Attributes:
+      params: the parameters.
+      optimizer: the optimizer's own.
+      average: mean of the parameters after each step of the last quarter, so far: what single steps
+        throw them about by is mostly gone in it.
+    """
 
     params: Any
     optimizer: Any
+    average: Any
 
 
 class Interrupted(Exception):
@@ -80,7 +88,9 @@ def initial_state(seed: int, *, settings: Settings, vocabulary: int) -> TrainSta
     model = build_model(precision("float32"), settings, vocabulary)
     tokens = jnp.zeros((1, settings.context), jnp.int32)
     params = model.init(jax.random.key(seed), tokens)["params"]
-    return place_state(TrainState(params, build_optimizer(settings).init(params)))
+    # Overwritten by the first step. Not `params` again: a step donates each buffer once.
+    average = jax.tree.map(jnp.zeros_like, params)
+    return place_state(TrainState(params, build_optimizer(settings).init(params), average))
 
 
 def mean_loss(params: Any, tokens: jax.Array, model: Transformer, key: jax.Array) -> jax.Array:
@@ -106,7 +116,18 @@ def train_step(
     loss, gradient = jax.value_and_grad(mean_loss)(state.params, tokens, model, key)
     updates, optimizer = build_optimizer(settings).update(gradient, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
-    return place_state(TrainState(params, optimizer)), loss
+    average = averaged(state.average, params, step, settings)
+    return place_state(TrainState(params, optimizer, average)), loss
+
+
+def averaged(average: Any, params: Any, step: int, settings: Settings) -> Any:
+    """The mean of the last quarter's parameters with those after `step`; before, these alone."""
+    count = jnp.maximum(step + 1 - (settings.steps - settings.late_steps), 1)
+
+    def mean(before: jax.Array, newest: jax.Array) -> jax.Array:
+        return jnp.where(count == 1, newest, before + (newest - before) / count)
+
+    return jax.tree.map(mean, average, params)
 
 
 @partial(jax.jit, static_argnames="model")
@@ -207,13 +228,17 @@ class Trainer:
         self._lap = now
 
     def _validate(self, progress: Progress) -> None:
-        given = self.state.params, self._validation_batches
-        loss = float(together(validate, *given, model=self.model))
+        loss = self._validation_loss(self.state.params)
         if not math.isfinite(loss):
             self.run.diverged_at = self.run.step
             return
         self.run.validation.append((self.run.step, loss))
+        if self.run.step == self.settings.steps:
+            self.run.averaged_loss = self._validation_loss(self.state.average)
         progress.validated(loss)
+
+    def _validation_loss(self, params: Any) -> float:
+        return float(together(validate, params, self._validation_batches, model=self.model))
 
     @cached_property
     def _validation_batches(self) -> Any:

@@ -121,7 +121,7 @@ def test_a_full_disk_is_one_message(example, call, results, checkpoints, monkeyp
     assert call(*OPTIONS) == NO_DISK
     output, errors = capfd.readouterr()
     (line,) = errors.splitlines()
-    assert "error: cannot write the checkpoint of step 4 (0.3 MB) to " in line
+    assert "error: cannot write the checkpoint of step 4 (0.4 MB) to " in line
     assert f"{checkpoints}: No space left on device (0.0 MB of 1,000.0 MB free); " in line
     assert "the newest one is of step 2; free some space there, or use --out" in line
     assert output.splitlines()[-1].endswith("--recipes float32 --resume")
@@ -144,7 +144,7 @@ def test_a_file_that_may_not_grow_is_one_message(call, checkpoints, capfd):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     (line,) = capfd.readouterr().err.splitlines()
-    assert "cannot write the checkpoint of step 2 (0.3 MB) to " in line
+    assert "cannot write the checkpoint of step 2 (0.4 MB) to " in line
     assert f": {os.strerror(errno.EFBIG)} (" in line
     assert "there is no earlier one; " in line
     assert list(checkpoints.iterdir()) == []

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import signal
 
@@ -33,6 +34,8 @@ def test_results_table_and_plot(call, results, tmp_path, capsys):
         assert len(run["train_loss"]) == STEPS
         assert [step for step, _ in run["validation"]] == [3, 6]
         assert run["final_validation_loss"] == run["validation"][-1][1]
+        # A quarter of so few steps is one: the average is the last step's weights.
+        assert run["averaged_loss"] == run["final_validation_loss"]
         assert run["finished"] and run["seconds"] > 0 and run["tokens_per_second"] > 0
     # The same start and data, in another precision.
     assert runs["float32", 0]["train_loss"] != runs["mxfp4", 0]["train_loss"]
@@ -153,8 +156,9 @@ def test_a_run_is_healed_by_its_last_steps(call, results, example, monkeypatch, 
             "quartet_ii, nvfp4_pretraining, nvfp4_unbiased, nvfp4_four_over_six, deepseek_v3, "
             "deepseek_v3_1, float8_tensorwise, float8_rowwise, float8_rowwise_with_gw_hp, "
             "tensorwise, rowwise, rowwise_with_gw_hp, high_precision, "
-            "or all",
+            "each with +ends too, or all",
         ),
+        (["--recipes", "mxfp9+ends"], "unknown recipe 'mxfp9+ends'; known: "),
         (["--seeds", "one"], "seeds are whole numbers below 2**31, as in 0,1,2; got 'one'"),
         (["--steps", "0"], "steps must be positive, got steps=0"),
         (["--lr", "nan"], "lr must be positive, got lr=nan"),
@@ -194,9 +198,39 @@ def test_every_named_recipe_is_known_once(example):
         assert chosen in known
         assert settings.precision(chosen).recipe == recipes.from_name(name)
     assert recipe_list("rowwise,float8_rowwise,high_precision") == ["float8_rowwise", "float32"]
+    assert recipe_list("mxfp4+ends,rowwise+ends") == ["mxfp4+ends", "float8_rowwise+ends"]
     assert len({settings.precision(name) for name in known}) == len(known)
     styles = [tuple(example("lm.report").style(name).values()) for name in known]
     assert len(set(styles)) == len(known)
+
+
+def test_high_ends_are_the_first_and_the_last_block(example, tiny):
+    """A model of two blocks then is float32's, of three is neither that nor all of MXFP4."""
+    training, precision = example("lm.training"), example("lm.settings").precision
+    settings, _, tokens = tiny
+
+    def loss(name: str, layers: int) -> float:
+        chosen = dataclasses.replace(settings, layers=layers)
+        params = training.initial_state(0, settings=chosen, vocabulary=16).params
+        model = training.build_model(precision(name), chosen, 16)
+        # Weights of the last projections: those that begin at nearly zero would hide the rest.
+        params = jax.tree.map(lambda leaf: leaf * 4, params)
+        return float(training.mean_loss(params, tokens, model, jax.random.key(0)))
+
+    assert loss("mxfp4+ends", 2) == pytest.approx(loss("float32", 2), rel=1e-6)
+    losses = [loss(name, 3) for name in ("float32", "mxfp4+ends", "mxfp4")]
+    assert len({round(value, 5) for value in losses}) == 3
+
+
+def test_weights_are_averaged_over_the_last_quarter(example, tiny):
+    training, settings = example("lm.training"), dataclasses.replace(tiny[0], steps=8)
+    steps = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    average = np.zeros(3, np.float32)
+    for step, params in enumerate(steps):
+        average = training.averaged(average, params, step, settings)
+        if step < 6:
+            np.testing.assert_array_equal(average, params)
+    np.testing.assert_allclose(average, steps[-2:].mean(0), rtol=1e-6)
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def finished(folder: Path, out: str, processes: int, *options: str) -> dict[str,
     assert "Gloo" not in printed and "Traceback" not in complained
     (run,) = json.loads((folder / out / "results.json").read_text())["runs"]
     assert run["finished"] and len(run["train_loss"]) == STEPS
-    return {name: run[name] for name in ("train_loss", "validation")}
+    return {name: run[name] for name in ("train_loss", "validation", "averaged_loss")}
 
 
 def workers(process: subprocess.Popen[str]) -> list[int]:
