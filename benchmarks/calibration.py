@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -115,8 +116,18 @@ def rows(
     texts: tuple[np.ndarray, np.ndarray],
     names: Sequence[str],
     step: Callable[[str], None],
+    stored: Sequence[Path] = (),
 ) -> Iterator[dict[str, Any]]:
-    """The float32 model's row, then one for each format and way; texts: to calibrate, and held."""
+    """The float32 model's row, then one for each format and way, and for each folder.
+
+    Args:
+      config: of the model.
+      params: its values.
+      texts: one to calibrate with, one that is held.
+      names: of the formats.
+      step: told what is measured next.
+      stored: folders that `python -m mx_jax quantize` wrote of the same model.
+    """
     known, held = texts
     if not config.tied:
         raise SystemExit("calibration: measures what a tied table costs, got config.tied=False")
@@ -128,6 +139,19 @@ def rows(
 
     own = judge(model, params, held, exact)
     yield {"format": "float32", "way": "", "bits": 32, "seconds": 0.0, "closed": None, **own}
+    for folder in stored:
+        step(str(folder))
+        weights = checkpoint.read(folder)
+        values = params_from_gguf(weights, config)
+        found = judge(model, {**values, "head": values["embedding"]}, held, exact)
+        # Norms are plain; all others are of one format.
+        first = weights[next(iter(weights.quantized))]
+        assert isinstance(first, mx_jax.MXArray)
+        format = first.format
+        row = {"format": format.name, "way": "by command", "seconds": None, "closed": None}
+        yield {"bits": format.bits_per_element, **row, **found}
+    if not names:
+        return
     step("moments")
     moments = calibrate.moments(model, list(known), variables={"params": params})
     for name in names:
@@ -146,7 +170,7 @@ def rows(
 def sheet(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> report.Sheet:
     """One table."""
     own = rows[0]["loss"]
-    cells = [
+    cells: list[Sequence[str]] = [
         [
             f"{row['format']}, {row['way']}" if row["way"] else row["format"],
             f"{row['bits']:g}",
@@ -154,7 +178,7 @@ def sheet(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> report
             f"{row['loss'] - own:+.4f}",
             "" if row["closed"] is None else f"{100 * row['closed']:.0f} %",
             f"{row['kl']:.4f}",
-            f"{row['seconds']:.0f}",
+            "" if row["seconds"] is None else f"{row['seconds']:.0f}",
         ]
         for row in rows
     ]
@@ -175,7 +199,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser("calibration", __doc__)
     parser.set_defaults(out=report.RESULTS / "cpu" / "calibration.json")
     parser.add_argument("--model", default="smollm2", help="a GGUF file, or smollm2")
-    parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
+    parser.add_argument("--formats", nargs="*", default=FORMATS, choices=FORMATS)
+    parser.add_argument(
+        "--stored",
+        nargs="+",
+        type=Path,
+        default=(),
+        metavar="FOLDER",
+        help="judge what `quantize` wrote of the model too",
+    )
     parser.add_argument("--calibration", type=int, default=40, metavar="N", help="sequences")
     parser.add_argument("--sequences", type=int, default=8, metavar="N", help="that are measured")
     parser.add_argument("--length", type=int, default=512, metavar="N", help="tokens of each")
@@ -187,9 +219,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cut(tokenizer.encode(manual()), options.calibration, options.length),
         cut(tokenizer.encode(text_of(PAGES)), options.sequences, options.length),
     )
-    with report.progress(2 + sum(len(ways(name)) for name in options.formats)) as step:
-        found = list(rows(config, params_from_gguf(file, config), texts, options.formats, step))
-    given = {name: value for name, value in vars(options).items() if name != "out"}
+    count = 2 + len(options.stored) + sum(len(ways(name)) for name in options.formats)
+    params = params_from_gguf(file, config)
+    with report.progress(count) as step:
+        found = list(rows(config, params, texts, options.formats, step, options.stored))
+    # Where folders lie is of no interest, what they hold is in their rows.
+    given = {n: value for n, value in vars(options).items() if n not in ("out", "stored")}
     result = {"environment": facts, "config": given, "rows": found}
     report.publish("calibration", options, result, [sheet(found, options)])
 

@@ -1,4 +1,4 @@
-"""Write the tables of docs/benchmarks.md from committed results: `python -m benchmarks.page`.
+"""Write the tables of two pages of docs/ from committed results: `python -m benchmarks.page`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. What is around it is written by
 hand, and stays.
@@ -8,9 +8,12 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.page_tables import TABLES
+from benchmarks import page_tables
+from benchmarks.page_bias import gradient_bias
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = (DOCS / "benchmarks.md", DOCS / "training.md")
+TABLES = {**page_tables.TABLES, "gradient_bias": gradient_bias}
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -32,8 +35,9 @@ def written(text: str) -> str:
 
 def main() -> None:
     """Run the command."""
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(PAGE)
+    for page in PAGES:
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
+        print(page)
 
 
 if __name__ == "__main__":

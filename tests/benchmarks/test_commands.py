@@ -110,6 +110,19 @@ def test_ragged(run_alone: Alone):
 
 @pytest.mark.slow
 @needs_library
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="cannot empty the cache here")
+def test_loading(run_alone: Alone):
+    rows, _ = run_alone("loading", *"--size 64 --count 2 --rounds 3 --dtypes bfloat16".split())
+    assert [row["cache"] for row in rows] == ["warm"] * 4 + ["cold"] * 4
+    assert {row["bytes"] > 2 * 64 * 64 * 2 for row in rows} == {True}
+    for row in rows:
+        check_spread(row["timings"]["wall_ms"])
+        check_spread(row["pace"])
+    assert all(row["pace"]["median"] == 1 for row in rows if row["case"] == "read")
+
+
+@pytest.mark.slow
+@needs_library
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
 def test_packed_layers(run_alone: Alone):
     options = "--formats mxfp4 --size 64 --seconds 0 --min-rounds 3".split()

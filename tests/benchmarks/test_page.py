@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: its tables are those that the committed results give."""
+"""Pages of docs/ whose tables are those that the committed results give."""
 
 import json
 import re
@@ -10,12 +10,13 @@ from benchmarks import page, page_tables
 pytestmark = pytest.mark.one_python(reason="text from files")
 
 
-def test_the_page_is_what_the_script_writes():
-    text = page.PAGE.read_text(encoding="utf-8")
-    assert page.written(text) == text, "run python -m benchmarks.page"
-    for name in page_tables.TABLES:
-        assert f"<!-- table: {name} -->\n\n| " in text
-    rules = [line for line in by_hand(text).splitlines() if line.startswith("|---")]
+def test_the_pages_are_what_the_script_writes():
+    texts = [path.read_text(encoding="utf-8") for path in page.PAGES]
+    for text in texts:
+        assert page.written(text) == text, "run python -m benchmarks.page"
+    for name in page.TABLES:
+        assert "".join(texts).count(f"<!-- table: {name} -->\n\n| ") == 1
+    rules = [line for line in by_hand(texts[0]).splitlines() if line.startswith("|---")]
     assert len(rules) == 1, "all but the table of commands are written by the script"
 
 

@@ -1,0 +1,229 @@
+"""What products and casts are to reach on one CPU core, and how far what was measured is from it.
+
+Every goal is a ratio of two cases that run in the same rounds (`benchmarks.cpu_goal_cases`): the
+time of what it is compared with, divided by this library's. So 1 is equal, and more is faster. A
+share of a bound is the same: the time that the bound would take, divided by this library's. One
+thread, pinned; process CPU time; see `benchmarks.timing`. Needs the target `limits`.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks import cores, environment, report
+from benchmarks.cpu_goal_cases import FLOAT32, GROUPS, ONNX, READ, Group, Sizes
+from benchmarks.timing import Samples, Spread, add_pace, measure, pace, ratio
+
+PEERS = ("onnxruntime",)
+VNNI, FMA = "peak vnni", "peak fma"
+ISA = "MX_JAX_CPU_ISA"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Goal:
+    """One goal.
+
+    Attributes:
+      what: the case of this library, as its group calls it.
+      group: of cases that run in the same rounds.
+      over: the case that it is compared with.
+      ratio: to reach: the time of `over`, divided by that of `what`.
+      bound: the case that nothing is faster than, if one runs: a peak of the core, a read.
+    """
+
+    what: str
+    group: str
+    over: str
+    ratio: float
+    bound: str = ""
+
+
+def _goals(group: str, over: str, ratios: Mapping[str, float], bound: str = "") -> list[Goal]:
+    return [Goal(what=w, group=group, over=over, ratio=r, bound=bound) for w, r in ratios.items()]
+
+
+GOALS: tuple[Goal, ...] = (
+    *_goals("1 row", FLOAT32, {"float32 x mxfp4, packed": 5, "float32 x mxfp8_e4m3, packed": 3}),
+    *_goals(
+        "32 rows", FLOAT32, {"mxint8 x mxfp4, packed": 5.5, "mxfp4 x mxfp4, packed": 5.5}, VNNI
+    ),
+    *_goals(
+        "1 row, weights beyond the cache",
+        READ,
+        {"float32 x mxfp4, packed": 0.8, "mxint8 x mxfp4, packed": 0.8},
+    ),
+    *_goals(
+        "1 row, weights beyond the cache",
+        ONNX,
+        {"float32 x mxfp4, packed": 2, "mxint8 x mxfp4, packed": 2},
+        READ,
+    ),
+    *_goals(
+        "square",
+        VNNI,
+        {"mxfp4 x mxfp4": 0.7, "mxfp6_e2m3 x mxfp6_e2m3": 0.7, "mxint8 x mxint8": 0.7},
+    ),
+    *_goals("square without AVX512-BF16", FLOAT32, {"mxfp8_e4m3 x mxfp8_e4m3": 1}, FMA),
+    *_goals("8 rows, random codes", FLOAT32, {"float32 x nvfp4, packed": 2}, FMA),
+    *_goals("32 rows, random codes", FLOAT32, {"float32 x nvfp4, packed": 2}, FMA),
+    *_goals("casts", "float32 to mxfp8_e4m3 by columns", {"float32 to mxfp8_e4m3 by rows": 1}),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What became of a goal.
+
+    Attributes:
+      goal: it is about.
+      ratio: that was measured; None: it was not.
+      limit: of the ratio: what the goal's bound would reach; None: no bound ran.
+      why: it was not measured.
+      cpu_ms: of this library's case, the median.
+    """
+
+    goal: Goal
+    ratio: Spread | None = None
+    limit: float | None = None
+    why: str = ""
+    cpu_ms: float | None = None
+
+    @property
+    def missed_by(self) -> float | None:
+        """The share of the goal that is missing; None unless it was missed."""
+        if self.ratio is None or self.ratio.median >= self.goal.ratio:
+            return None
+        return 1 - self.ratio.median / self.goal.ratio
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            **dataclasses.asdict(self.goal),
+            "ratio_to_reach": self.goal.ratio,
+            "ratio": None if self.ratio is None else dataclasses.asdict(self.ratio),
+            "limit": self.limit,
+            "cpu_ms": self.cpu_ms,
+            "missed_by": self.missed_by,
+            "why": self.why,
+            "verdict": str(self),
+        }
+
+    def __str__(self) -> str:
+        if self.ratio is None:
+            return f"not measured here: {self.why}"
+        return "met" if self.missed_by is None else f"missed by {100 * self.missed_by:.3g} %"
+
+
+def verdicts(name: str, group: Group, samples: Mapping[str, Samples]) -> Iterator[Verdict]:
+    """Of every goal of a group.
+
+    Args:
+      name: of the group.
+      group: that was measured.
+      samples: by case.
+    """
+    for goal in (own for own in GOALS if own.group == name):
+        missing = [name for name in (goal.what, goal.over) if name not in samples]
+        if missing:
+            why = group.left_out.get(missing[0], f"{missing[0]} did not run")
+            yield Verdict(goal=goal, why=why)
+            continue
+        cpu_ms = samples[goal.what].summary()["cpu_ms"]["median"]
+        found = _times(group, samples, goal.over, goal.what)
+        limit = None
+        if goal.bound in samples:
+            limit = _times(group, samples, goal.over, goal.bound).median
+        yield Verdict(goal=goal, ratio=found, limit=limit, cpu_ms=cpu_ms)
+
+
+def _times(group: Group, samples: Mapping[str, Samples], over: str, own: str) -> Spread:
+    """How many times as long as `own` the case `over` takes for the same work."""
+    work = group.work.get(over, 1.0) / group.work.get(own, 1.0)
+    found = ratio(samples[over], samples[own], "cpu")
+    return Spread(*(work * value for value in dataclasses.astuple(found)))
+
+
+def run_group(name: str, sizes: Sizes, how_long: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The verdicts of one group as JSON, measured in this process."""
+    group = GROUPS[name].make(sizes)
+    samples = measure(group.cases, **how_long) if group.cases else {}
+    return [own.as_json() for own in verdicts(name, group, samples)]
+
+
+def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each group in a process of its own on one core."""
+    sizes, found = Sizes(size=options.size, square=options.square, many=options.many), []
+    names = list(dict.fromkeys(goal.group for goal in GOALS))
+    wanted = [name for name in names if not options.groups or name in options.groups]
+    with report.progress(len(wanted)) as step:
+        for name in wanted:
+            step(name)
+            with _on(GROUPS[name].isa):
+                found += cores.on_one_core(run_group, name, sizes, pace(options))
+    return found
+
+
+@contextlib.contextmanager
+def _on(isa: str | None) -> Iterator[None]:
+    """Processes that start meanwhile run on this instruction set; None: on what they would."""
+    before = os.environ.get(ISA)
+    if isa is not None:
+        os.environ[ISA] = isa
+    try:
+        yield
+    finally:
+        os.environ.pop(ISA, None)
+        if before is not None:
+            os.environ[ISA] = before
+
+
+def sheet(rows: Sequence[Mapping[str, Any]]) -> report.Sheet:
+    """A line for each goal."""
+    columns = ("", "of", "over", "time (ms)", "goal", "limit", "measured", "quartiles", "verdict")
+    result = report.Sheet(
+        "Goals on one CPU core: time of the other, divided by this library's; 1 is equal",
+        columns,
+        notes=[
+            "Medians over the same rounds; CPU time of one pinned thread. Limit: what a peak of "
+            "the core, or a read of the weights, would reach, measured in the same rounds."
+        ],
+    )
+    for own in rows:
+        found = own["ratio"] or {}
+        quartiles = " to ".join(report.number(found.get(name), 2) for name in ("q1", "q3"))
+        result.rows.append(
+            [
+                own["group"],
+                own["what"],
+                own["over"],
+                report.number(own["cpu_ms"], 3),
+                f"{own['ratio_to_reach']:g}",
+                report.number(own["limit"], 2),
+                report.number(found.get("median"), 2),
+                quartiles if found else "-",
+                own["verdict"],
+            ]
+        )
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = report.parser("cpu_goals", __doc__)
+    parser.set_defaults(out=report.RESULTS / "cpu" / "goals.json")
+    parser.add_argument("--size", type=int, default=4096, help="of weights")
+    parser.add_argument("--square", type=int, default=2048, help="of square products")
+    parser.add_argument("--many", type=int, default=16, help="weights beyond the cache")
+    parser.add_argument("--groups", nargs="*", choices=[*GROUPS], help="alone")
+    add_pace(parser, seconds=12.0, min_rounds=9)
+    options = parser.parse_args(arguments)
+    found = measured(options)
+    result = {"environment": environment.describe(PEERS), "rows": found}
+    report.publish("cpu_goals", options, result, [sheet(found)])
+
+
+if __name__ == "__main__":
+    main()

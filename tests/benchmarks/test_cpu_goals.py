@@ -1,0 +1,81 @@
+"""Goals on a CPU: what is said of what was measured, and that every case of a goal exists."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import limits
+from benchmarks.cpu_goal_cases import FLOAT32, GROUPS, ONNX, READ, Group
+from benchmarks.cpu_goals import GOALS, VNNI, sheet, verdicts
+from benchmarks.timing import Samples
+from tests.needs import needs_library
+
+ROOT = Path(__file__).parents[2]
+BEYOND = "1 row, weights beyond the cache"
+ROW, BOTH = "float32 x mxfp4, packed", "mxint8 x mxfp4, packed"
+
+
+def took(*seconds: float) -> Samples:
+    return Samples(wall=[*seconds], cpu=[*seconds], faults=[0.0] * len(seconds))
+
+
+@pytest.mark.one_python(reason="arithmetic on given times")
+def test_a_goal_is_met_missed_or_not_measured():
+    group = Group(cases=[], left_out={ONNX: "cannot import onnxruntime"})
+    samples = {READ: took(2, 2), ROW: took(2.5, 2.5), BOTH: took(4, 4)}
+    found = {(own.goal.what, own.goal.over): own for own in verdicts(BEYOND, group, samples)}
+    assert str(found[ROW, READ]) == "met" and found[ROW, READ].missed_by is None
+    assert str(found[BOTH, READ]) == "missed by 37.5 %"
+    assert str(found[ROW, ONNX]) == "not measured here: cannot import onnxruntime"
+    (line, *_) = sheet([own.as_json() for own in found.values()]).rows
+    assert line[-4:] == ["-", "0.80", "0.80 to 0.80", "met"]
+
+
+@pytest.mark.one_python(reason="arithmetic on given times")
+def test_a_peak_counts_for_the_work_that_is_asked():
+    # The peak runs four times the products: a quarter of its time is the bound.
+    group = Group(cases=[], work={VNNI: 0.25})
+    samples = {VNNI: took(4.0), FLOAT32: took(8.0), "mxint8 x mxint8": took(1.25)}
+    (own,) = (v for v in verdicts("square", group, samples) if v.ratio is not None)
+    assert own.ratio is not None and own.ratio.median == 0.8 and str(own) == "met"
+    samples = {VNNI: took(4.0), FLOAT32: took(8.0), BOTH: took(2.0)}
+    (own,) = (v for v in verdicts("32 rows", group, samples) if v.ratio is not None)
+    assert own.ratio is not None and (own.ratio.median, own.limit) == (4.0, 8.0)
+
+
+def test_every_goal_is_of_a_group_that_there_is():
+    assert {goal.group for goal in GOALS} == GROUPS.keys()
+
+
+@needs_library
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
+@pytest.mark.one_python(reason="a benchmark, run to see that it runs")
+def test_every_case_runs(tmp_path: Path):
+    given = os.environ.get(limits.VARIABLE) or ROOT / "build" / "limits.so"
+    if not Path(given).exists():
+        pytest.skip(f"needs {limits.BUILD}")
+    out = tmp_path / "goals.json"
+    options = "--size 256 --square 96 --many 2 --seconds 0 --min-rounds 2 --out".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cpu_goals", *options, out],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == len(GOALS)
+    unmeasured = {row["why"] for row in rows if row["ratio"] is None}
+    assert unmeasured <= {
+        "cannot import onnxruntime",
+        "cannot import onnx",
+        "this machine has no AVX512-VNNI",
+    }
+    assert "Goals on one CPU core" in out.with_suffix(".md").read_text()
