@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks import cores, environment, report
+from benchmarks import cores, environment, goals, report
 from benchmarks.cpu_goal_cases import FLOAT32, GROUPS, ONNX, READ, Group, Sizes
 from benchmarks.timing import Samples, Spread, add_pace, measure, pace, ratio
 
@@ -94,9 +94,11 @@ class Verdict:
     @property
     def missed_by(self) -> float | None:
         """The share of the goal that is missing; None unless it was missed."""
-        if self.ratio is None or self.ratio.median >= self.goal.ratio:
-            return None
-        return 1 - self.ratio.median / self.goal.ratio
+        return goals.missed_by(self._reached, self.goal.ratio)
+
+    @property
+    def _reached(self) -> float | None:
+        return None if self.ratio is None else self.ratio.median
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
@@ -112,9 +114,7 @@ class Verdict:
         }
 
     def __str__(self) -> str:
-        if self.ratio is None:
-            return f"not measured here: {self.why}"
-        return "met" if self.missed_by is None else f"missed by {100 * self.missed_by:.3g} %"
+        return goals.verdict(self._reached, self.goal.ratio, self.why)
 
 
 def verdicts(name: str, group: Group, samples: Mapping[str, Samples]) -> Iterator[Verdict]:

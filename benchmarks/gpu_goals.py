@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks import report
+from benchmarks import goals, report
 from benchmarks.gpu_compare import Measured
 from benchmarks.gpu_products import KERNEL, Pair, Timed
 from benchmarks.gpu_steps import Step
@@ -121,9 +121,7 @@ class Verdict:
     @property
     def missed_by(self) -> float | None:
         """The share of the goal that is missing; None unless it was missed."""
-        if self.ratio is None or self.ratio >= self.goal.ratio:
-            return None
-        return 1 - self.ratio / self.goal.ratio
+        return goals.missed_by(self.ratio, self.goal.ratio)
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
@@ -142,9 +140,7 @@ class Verdict:
         }
 
     def __str__(self) -> str:
-        if self.ratio is None:
-            return f"not measured here: {self.why}"
-        return "met" if self.missed_by is None else f"missed by {100 * self.missed_by:.3g} %"
+        return goals.verdict(self.ratio, self.goal.ratio, self.why)
 
 
 def verdicts(
