@@ -12,7 +12,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mx_jax.convert.kinds import EINSUM, Kind
+from mx_jax.convert.kind import Kind
+from mx_jax.convert.kinds import EINSUM
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
 from mx_jax.nn.errors import named_in_errors
 from mx_jax.nn.linen import RNG_STREAM

@@ -6,7 +6,8 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from mx_jax.convert import nnx_foreign
-from mx_jax.convert.kinds import FOREIGN, Kind, kind_of
+from mx_jax.convert.kind import Kind
+from mx_jax.convert.kinds import FOREIGN, kind_of
 from mx_jax.convert.nnx_products import Injected, KeyedInjected, OperandPromotion
 from mx_jax.recipes import Recipe
 

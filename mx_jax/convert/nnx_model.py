@@ -8,7 +8,7 @@ import jax
 from flax import nnx as flax_nnx
 from jax.sharding import PartitionSpec
 
-from mx_jax.convert.kinds import Kind
+from mx_jax.convert.kind import Kind
 from mx_jax.convert.nnx_layers import judged, put, replaced, stack, take_back
 from mx_jax.convert.nnx_products import Injected, KeyedInjected
 from mx_jax.convert.report import Report

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 from flax import nnx as flax_nnx
 
 from mx_jax.calibrate.ways import Way
-from mx_jax.convert.kinds import EMBED, Kind
+from mx_jax.convert.kind import Kind
+from mx_jax.convert.kinds import EMBED
 from mx_jax.convert.nnx_embed import StoredEmbed
 from mx_jax.convert.nnx_layers import judged, stack
 from mx_jax.convert.nnx_model import converted, layers_of

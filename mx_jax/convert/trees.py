@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import jax
 
 from mx_jax.convert.foreign import with_products
-from mx_jax.convert.kinds import FOREIGN, Kind, foreign_facts, kind_of
+from mx_jax.convert.kind import Kind
+from mx_jax.convert.kinds import FOREIGN, foreign_facts, kind_of
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.convert.waiting import waiting

@@ -20,12 +20,12 @@ from mx_jax.inspect.guard import guard as guard
 from mx_jax.inspect.report import report as report
 from mx_jax.inspect.sensitivities import sensitivity as sensitivity
 from mx_jax.inspect.sensitivity_table import Sensitivity as Sensitivity
-from mx_jax.inspect.sinks import Console as Console
-from mx_jax.inspect.sinks import Csv as Csv
-from mx_jax.inspect.sinks import Jsonl as Jsonl
+from mx_jax.inspect.sink_console import Console as Console
+from mx_jax.inspect.sink_files import Csv as Csv
+from mx_jax.inspect.sink_files import Jsonl as Jsonl
+from mx_jax.inspect.sink_files import TensorBoard as TensorBoard
 from mx_jax.inspect.sinks import Memory as Memory
 from mx_jax.inspect.sinks import Sink as Sink
-from mx_jax.inspect.sinks import TensorBoard as TensorBoard
 from mx_jax.ops.moments import at_step as at_step
 from mx_jax.ops.tags import Tag as Tag
 from mx_jax.ops.tags import tag as tag

@@ -21,10 +21,9 @@ from mx_jax.nn.frozen import trainable as trainable
 from mx_jax.nn.metadata import layer_recipe, nnx_spec, recipe_of
 from mx_jax.nn.nnx_operations import DotGeneral as DotGeneral
 from mx_jax.nn.nnx_operations import EinsumOp as EinsumOp
+from mx_jax.nn.nnx_operations import RecipeEinsum
 from mx_jax.ops.dot_general import RecipeDotGeneral
-from mx_jax.ops.einsum import einsum
 from mx_jax.ops.layer_name import LayerName
-from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 
@@ -146,21 +145,6 @@ class _Keyed:
         if not ours or not operation.recipe.is_stochastic or self.rngs is None:
             return operation
         return functools.partial(operation, key=self.rngs())
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RecipeEinsum:
-    """A drop-in for `jnp.einsum` of two operands; equal recipes make equal instances."""
-
-    recipe: Recipe
-
-    def __post_init__(self):
-        object.__setattr__(self, "recipe", as_recipe(self.recipe, "RecipeEinsum", Recipe))
-
-    def __call__(self, subscripts: str, lhs: Any, rhs: Any, **options: Any) -> jax.Array:
-        """See `mx_jax.einsum`."""
-        return einsum(subscripts, lhs, rhs, recipe=self.recipe, **options)
 
 
 class _KeyedDotGeneral(_Keyed):

@@ -1,9 +1,11 @@
-"""Products for Flax's own nnx layers that own their random stream.
+"""Products for nnx layers, Flax's own and ours.
 
-Flax's nnx layers hand no key to what they multiply with. Here it is a module, which keeps a stream
-and so is part of the model's state, as dropout is.
+Flax's nnx layers hand no key to what they multiply with. So an operation is a module, which keeps a
+stream and so is part of the model's state, as dropout is. `RecipeEinsum` keeps none: our layers and
+converted ones hand it a key.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -109,3 +111,18 @@ class EinsumOp(Operation):
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
         """See `mx_jax.einsum`."""
         return einsum(*args, **options, recipe=self.recipe, key=self._key())
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecipeEinsum:
+    """A drop-in for `jnp.einsum` of two operands; equal recipes make equal instances."""
+
+    recipe: Recipe
+
+    def __post_init__(self):
+        object.__setattr__(self, "recipe", as_recipe(self.recipe, "RecipeEinsum", Recipe))
+
+    def __call__(self, subscripts: str, lhs: Any, rhs: Any, **options: Any) -> jax.Array:
+        """See `mx_jax.einsum`."""
+        return einsum(subscripts, lhs, rhs, recipe=self.recipe, **options)

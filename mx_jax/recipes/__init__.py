@@ -8,13 +8,13 @@ from mx_jax.ops.recipe_names import recipe_names as _recipe_names
 from mx_jax.recipes.base import Recipe as Recipe
 from mx_jax.recipes.blockwise import deepseek_v3 as deepseek_v3
 from mx_jax.recipes.blockwise import deepseek_v3_1 as deepseek_v3_1
-from mx_jax.recipes.float8 import AXISWISE as AXISWISE
-from mx_jax.recipes.float8 import DISABLED as DISABLED
-from mx_jax.recipes.float8 import Cast as Cast
-from mx_jax.recipes.float8 import Float8Config as Float8Config
 from mx_jax.recipes.float8 import float8_rowwise as float8_rowwise
 from mx_jax.recipes.float8 import float8_rowwise_with_gw_hp as float8_rowwise_with_gw_hp
 from mx_jax.recipes.float8 import float8_tensorwise as float8_tensorwise
+from mx_jax.recipes.float8_config import AXISWISE as AXISWISE
+from mx_jax.recipes.float8_config import DISABLED as DISABLED
+from mx_jax.recipes.float8_config import Cast as Cast
+from mx_jax.recipes.float8_config import Float8Config as Float8Config
 from mx_jax.recipes.fp4 import mxfp4_backward as mxfp4_backward
 from mx_jax.recipes.fp4 import mxfp4_hadamard as mxfp4_hadamard
 from mx_jax.recipes.fp4 import mxfp4_stochastic as mxfp4_stochastic
