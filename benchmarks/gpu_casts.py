@@ -13,7 +13,7 @@ from benchmarks.timing import Case
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.measure import casts, subject
 from mx_jax.measure.cases import Case as Cast
-from mx_jax.measure.cases import bits_read
+from mx_jax.measure.cases import copy_bits
 from mx_jax.measure.timing import copies_beyond_cache
 
 COPY = "copy"
@@ -29,7 +29,7 @@ def compare_casts(cast: Cast, calls: int, copies: int | None = None) -> Comparis
       calls: of the chain, in one sample.
       copies: of what is cast; None: more than any cache holds.
     """
-    copies = copies_beyond_cache(bits_read(cast)) if copies is None else copies
+    copies = copies_beyond_cache(copy_bits(cast)) if copies is None else copies
     made = functools.cache(lambda: casts.subject(cast, PALLAS_GPU, copies))
 
     def maker(name: str) -> Callable[[], Case]:
@@ -46,7 +46,7 @@ def compare_casts(cast: Cast, calls: int, copies: int | None = None) -> Comparis
         makers=[(name, maker(name)) for name in _WAYS],
         baseline=COPY,
         count=copies * calls,
-        worth=bytes_moved(cast) / (2 * bits_read(cast) / 8),
+        worth=bytes_moved(cast) / (2 * copy_bits(cast) / 8),
     )
 
 
@@ -56,4 +56,4 @@ def bytes_moved(cast: Cast) -> float:
     ways = list(zip(cast.formats, cast.axes, strict=True))
     written = jax.eval_shape(lambda x: [mx_jax.quantize(x, f, axis=a) for f, a in ways], x)
     of_results = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(written))
-    return bits_read(cast) / 8 + of_results
+    return copy_bits(cast) / 8 + of_results

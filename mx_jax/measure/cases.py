@@ -20,6 +20,7 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.backends.evidence.work import Kind, Work
 from mx_jax.formats import MX_FORMATS, NVFP4, block_format
+from mx_jax.reference.ragged import layout_length
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 
 AnyProduct = TypeVar("AnyProduct", MatmulCall, RaggedCall)
@@ -57,8 +58,9 @@ class Case:
       backend: name of the backend whose kernel it is.
       kind: of call.
       formats: names of those of lhs and rhs, None for high precision; of the cast, or of both.
-      shape: (m, n, k) of a product; (rows, columns) of what is cast.
-      groups: of the rows, each with a matrix of its own; 0 where there are none.
+      shape: (m, n, k) of a product, of sums over rows that of the forward one; (rows, columns) of
+        what is cast.
+      groups: of the rows, each with a matrix of its own, or a sum; 0 where there are none.
       dtype: of operands in high precision and of the product; of what is cast.
       packed: whether the weights are packed before.
       axes: that blocks of casts lie along, from the end.
@@ -80,6 +82,8 @@ class Case:
             return self.product(self.shape[0])
         if self.kind == "ragged product":
             return self._ragged_product()
+        if self.kind == "ragged sums":
+            return self._ragged_sums()
         first, *others = (
             QuantizeCase(format=block_format(name), shape=self.shape, axis=a, dtype=self.dtype).call
             for name, a in zip(self.formats, self.axes, strict=True)
@@ -109,6 +113,28 @@ class Case:
                 out_dtype=dtype,
             )
         )
+
+    def _ragged_sums(self) -> RaggedCall:
+        """The gradient of the groups' matrices: both operands in blocks along padded rows."""
+        (_, n, k), (lhs, rhs) = self.shape, (block_format(name or "") for name in self.formats)
+        rows, axes = self.layout_rows, Axes.ordered(k_first=True)
+        return RaggedCall(
+            lhs=OperandType(shape=(rows, k), axes=axes, format=lhs),
+            rhs=OperandType(shape=(rows, n), axes=axes, format=rhs),
+            num_groups=self.groups,
+            out_dtype=np.dtype(self.dtype),
+        )
+
+    @property
+    def unit(self) -> int:
+        """Rows that a group is padded to a multiple of, so that blocks along them end with it."""
+        sizes = (block_format(name or "").block[1] for name in self.formats)
+        return math.lcm(*(size for size in sizes if isinstance(size, int)))
+
+    @property
+    def layout_rows(self) -> int:
+        """Rows in the layout whose groups begin with blocks."""
+        return layout_length(self.shape[0], self.groups, self.unit)
 
     def given(self, call: AnyProduct) -> AnyProduct:
         """A product whose weights are packed if those of the case are."""
@@ -178,7 +204,7 @@ def all_cases(backend: Backend, wanted: Wanted = Wanted()) -> Iterator[Case]:
     """Everything that one backend may be asked, in no order."""
     of = Case(backend=backend.name, kind="product", formats=(), shape=())
     products = itertools.product(((0, *size) for size in wanted.sizes), wanted.rows)
-    ragged = itertools.product(wanted.experts, wanted.ragged_rows)
+    ragged = list(itertools.product(wanted.experts, wanted.ragged_rows))
     for kind, sizes in (("product", products), ("ragged product", ragged)):
         shapes = [(groups, (m, n, k)) for (groups, n, k), m in sizes]
         for format, (groups, shape) in itertools.product(wanted.formats, shapes):
@@ -186,6 +212,9 @@ def all_cases(backend: Backend, wanted: Wanted = Wanted()) -> Iterator[Case]:
                 if not packed or PackCall in backend.offers:
                     what = {"kind": kind, "formats": (lhs, format), "packed": packed}
                     yield dataclasses.replace(of, shape=shape, groups=groups, **what)
+    for format, ((groups, n, k), m) in itertools.product(wanted.formats, ragged):
+        what = {"kind": "ragged sums", "formats": (format, format), "groups": groups}
+        yield dataclasses.replace(of, shape=(m, n, k), **what)
     dtypes = "bfloat16", "float32"
     for format, size, dtype in itertools.product(wanted.formats, wanted.sizes, dtypes):
         for axes in ((-1,), (-2,), (-1, -2)):
@@ -200,6 +229,8 @@ def rank(case: Case) -> int:
     found = _FORMAT_RANK.get(case.formats[-1] or "", _LATE) + _SIZE_RANK.get((n, k), _LATE)
     if case.kind == "ragged product":
         return found + (case.formats[0] is not None) + 3 * (not case.packed)
+    if case.kind == "ragged sums":
+        return found + 2
     if case.kind != "product":
         return found + 2 + 2 * (case.dtype != "bfloat16")
     both = 0 if case.formats[0] is None else 3
@@ -218,14 +249,12 @@ def cases(backends: Sequence[Backend], target: Target, wanted: Wanted = Wanted()
     return sorted(found, key=rank)
 
 
-def bits_read(case: Case) -> float:
-    """Bits that a kernel reads of the weights, or of what is cast."""
+def copy_bits(case: Case) -> float:
+    """Bits that each copy brings through memory: weights, or what is cast; sums write most."""
     *_, n, k = case.shape
-    if case.kind not in ("product", "ragged product"):
+    if case.kind in ("cast", "cast both ways"):
         return math.prod(case.shape) * (32 if case.dtype == "float32" else 16)
-    return (
-        max(case.groups, 1)
-        * n
-        * k
-        * block_format(case.formats[1] or case.formats[0]).bits_per_element
-    )
+    bits = block_format(case.formats[1] or case.formats[0] or "").bits_per_element
+    if case.kind == "ragged sums":
+        return case.layout_rows * n * bits + case.groups * n * k * 16
+    return max(case.groups, 1) * n * k * bits

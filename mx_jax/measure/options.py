@@ -10,12 +10,11 @@ from mx_jax.measure import simulation, worker
 from mx_jax.measure.cases import Wanted
 
 _DESCRIPTION = """
-Check every kernel on this machine's GPU, all but the gradient of groups' matrices, time it beside
-what computes without it and beside bfloat16, and write what was found into your cache. From the
-next start of Python on, what is right and faster is used by default; mx_jax.inspect.explain quotes
-the measurement. Each case runs in a process of its own with a time limit, so that one that hangs or
-crashes costs one row. A run that was interrupted goes on where it ended. MX_JAX_EVIDENCE=off
-switches all of it off.
+Check every kernel on this machine's GPU, time it beside what computes without it and beside
+bfloat16, and write what was found into your cache. From the next start of Python on, what is
+right and faster is used by default; mx_jax.inspect.explain quotes the measurement. Each case
+runs in a process of its own with a time limit, so that one that hangs or crashes costs one row.
+A run that was interrupted goes on where it ended. MX_JAX_EVIDENCE=off switches all of it off.
 """
 
 

@@ -50,7 +50,7 @@ def subject(case: Case, backend: Backend, copies: int) -> Subject:
         PLAIN: Way(one=lambda x, w: plain.offer.run(x[0], w, x[1], unpacked), x=x, copies=weights),
         BFLOAT16: Way(
             one=lambda x, w: lax.ragged_dot(x[0], w, x[1], preferred_element_type=jnp.bfloat16),
-            x=(_dense_rows(case).astype(jnp.bfloat16), x[1]),
+            x=(dense_rows(case).astype(jnp.bfloat16), x[1]),
             copies=[w.astype(jnp.bfloat16) for w in dense],
         ),
     }
@@ -123,14 +123,15 @@ def _matrices(
     return dense, weights, given
 
 
-def _dense_rows(case: Case) -> jax.Array:
+def dense_rows(case: Case) -> jax.Array:
+    """`[rows, k]` in high precision."""
     rows, _, k = case.shape
     return jax.random.normal(jax.random.key(1), (rows, k), jnp.dtype(case.dtype))
 
 
 def _rows(case: Case) -> Any:
     """`[rows, k]` as the product sees it: quantized, if the case says so."""
-    x, name = _dense_rows(case), case.formats[0]
+    x, name = dense_rows(case), case.formats[0]
     return x if name is None else jax.jit(lambda x: quantize(x, block_format(name)))(x)
 
 

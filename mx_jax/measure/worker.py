@@ -22,8 +22,8 @@ from mx_jax.backends import evidence
 from mx_jax.backends.base import Backend
 from mx_jax.backends.select import current_target, known_backends
 from mx_jax.backends.target import use_target
-from mx_jax.measure import casts, products, ragged, simulation
-from mx_jax.measure.cases import Case, bits_read
+from mx_jax.measure import casts, products, ragged, ragged_sums, simulation
+from mx_jax.measure.cases import Case, copy_bits
 from mx_jax.measure.subject import BFLOAT16, KERNEL, PLAIN, UNPACKING, Subject, same_bits
 from mx_jax.measure.timing import (
     ROUNDS,
@@ -38,6 +38,7 @@ from mx_jax.measure.tune import Tuned, fastest
 SUBJECTS: Mapping[str, Callable[[Case, Backend, int], Subject]] = {
     "product": products.subject,
     "ragged product": ragged.subject,
+    "ragged sums": ragged_sums.subject,
     "cast": casts.subject,
     "cast both ways": casts.subject,
 }
@@ -155,7 +156,7 @@ def measure(
         found, and then by the GPU's own clock.
       effort: how much is done.
     """
-    copies = effort.copies or copies_beyond_cache(bits_read(case))
+    copies = effort.copies or copies_beyond_cache(copy_bits(case))
     subject = SUBJECTS[case.kind](case, backend, copies)
     check = functools.partial(_error, subject, effort=effort)
     chains = {name: way.chain() for name, way in subject.ways.items()}

@@ -51,7 +51,7 @@ def test_what_is_tried_is_possible_and_comes_to_something_else(m: int):
     found = list(configs(of(m=(m,)), H200))
     tiles = [Tiles(**dict(config)) for config in found if "crossover" not in dict(config)]
     assert len(tiles) > (4 if m < 128 else 0) and all(SM90.possible(WGMMA, 4, own) for own in tiles)
-    sizes = {"batch": 1, "m": m, "n": 8192, "k": 8192}
+    sizes: dict[str, Any] = {"batch": 1, "m": m, "n": 8192, "k": 8192}
     resolved = [choose(SM90, WGMMA, 4, **sizes)]
     for own in tiles:
         with configured("wgmma", tuple(dataclasses.asdict(own).items())):
@@ -78,6 +78,8 @@ def test_products_of_rows_in_groups():
     found = list(configs(case.call, H200))
     assert len(found) > 2 and (("crossover", 1),) not in found
     assert {dict(config)["m"] for config in found} == {64}
+    sums = dataclasses.replace(case, kind="ragged sums", formats=("mxfp4", "mxfp4"))
+    assert list(configs(sums.call, H200)) == []
 
 
 def test_kernels_that_take_operands_as_they_are():

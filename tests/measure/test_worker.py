@@ -31,8 +31,8 @@ from mx_jax.measure.cases import (
     Case,
     Wanted,
     all_cases,
-    bits_read,
     cases,
+    copy_bits,
     rank,
 )
 from mx_jax.measure.process import run_process
@@ -274,11 +274,11 @@ def test_cases_are_what_backends_are_asked():
 def test_copies_are_beyond_the_cache():
     small = dataclasses.replace(PRODUCT, shape=(1, 2880, 2880))
     large = dataclasses.replace(PRODUCT, shape=(1, 8192, 8192))
-    few, many = (copies_beyond_cache(bits_read(case)) for case in (large, small))
-    assert few * bits_read(large) / 8 >= 384 << 20
+    few, many = (copies_beyond_cache(copy_bits(case)) for case in (large, small))
+    assert few * copy_bits(large) / 8 >= 384 << 20
     assert 2 <= few < many == 48
-    assert bits_read(large) == 8192**2 * 4.25
-    assert bits_read(dataclasses.replace(CAST, dtype="float32")) == 8 * 64 * 32
+    assert copy_bits(large) == 8192**2 * 4.25
+    assert copy_bits(dataclasses.replace(CAST, dtype="float32")) == 8 * 64 * 32
 
 
 def test_a_chain_computes_each_and_lowers_one():

@@ -47,6 +47,8 @@ def configs(
 ) -> Iterator[Config]:
     """What else a product's kernel may do, the nearest to what the table says first.
 
+    Sums over the rows of groups have tiles of their own, of one shape.
+
     Args:
       call: that the backend does not reject.
       target: the machine.
@@ -54,6 +56,8 @@ def configs(
     """
     row = architecture or architecture_of(target.compute_capability)
     if not isinstance(call, MatmulCall | RaggedCall) or row is None:
+        return
+    if isinstance(call, RaggedCall) and call.contracts_rows:
         return
     kernel = row.kernel(call.lhs.format, call.rhs.format)
     size = _Size.of(call, kernel)
