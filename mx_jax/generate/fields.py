@@ -45,9 +45,9 @@ class Fields:
         return {}
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A text."""
+        """A text that UTF-8 can hold: JSON's escapes may spell one that it cannot."""
         value = self._value(name, default)
-        if not isinstance(value, str):
+        if not isinstance(value, str) or value != value.encode(errors="replace").decode():
             raise self._no(name, "a text", value)
         return value
 

@@ -114,7 +114,7 @@ def open_model(path: Path) -> Source:
             weights=weights,
             config=config_from_gguf(weights.metadata, weights, str(path)),
             names=GGUF,
-            tokenizer=functools.partial(tokenizer_of_gguf, weights.metadata),
+            tokenizer=functools.partial(tokenizer_of_gguf, weights.metadata, str(path)),
         )
     folder = path if path.is_dir() else path.parent
     said, fields = (read_json(folder / name) for name in ("config.json", GGUF_FIELDS))
@@ -123,7 +123,7 @@ def open_model(path: Path) -> Source:
             weights=weights,
             config=config_from_gguf(fields, weights, str(folder / GGUF_FIELDS)),
             names=GGUF,
-            tokenizer=functools.partial(tokenizer_of_gguf, fields),
+            tokenizer=functools.partial(tokenizer_of_gguf, fields, str(folder / GGUF_FIELDS)),
         )
     if not said:
         raise ValueError(

@@ -16,6 +16,7 @@ class Tokenizer:
       stop: tokens that end a text.
       template: of chats, in jinja2; None: the model has none.
       words: what a template may call by name, as `bos_token`.
+      where: the file, for errors.
     """
 
     encoder: Any
@@ -23,6 +24,7 @@ class Tokenizer:
     stop: frozenset[int]
     template: str | None
     words: Mapping[str, str]
+    where: str = "the model"
 
     def encode(self, text: str) -> list[int]:
         """Numbers of the text's tokens; special ones are written as they are called."""
@@ -40,20 +42,29 @@ class Tokenizer:
         """The text that asks the model to answer a message, by the model's own template.
 
         Raises:
-          ValueError: it has none, it refuses, or the library `jinja2` is missing.
+          ValueError: it has none, it refuses or is damaged, or the library `jinja2` is missing.
         """
         if not self.template:
-            raise ValueError("generate: the model has no chat template; leave --chat out")
+            raise ValueError(f"generate: {self.where} has no chat template; leave --chat out")
         sandbox = library_named("jinja2.sandbox").ImmutableSandboxedEnvironment()
         sandbox.globals["raise_exception"] = _refuse
         messages = [{"role": "user", "content": message}]
-        template = sandbox.from_string(self.template)
-        return template.render(messages=messages, add_generation_prompt=True, **self.words)
+        try:
+            template = sandbox.from_string(self.template)
+            return template.render(messages=messages, add_generation_prompt=True, **self.words)
+        except (library_named("jinja2").TemplateError, *_OF_PROGRAMS) as error:
+            raise ValueError(
+                f"generate: {self.where}: its chat template fails: {error}; leave --chat out"
+            ) from error
+
+
+# A template is a small program, and fails as programs do.
+_OF_PROGRAMS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def _refuse(message: str) -> None:
     """What templates call where they do not take the messages."""
-    raise ValueError(f"generate: the chat template refuses: {message}")
+    raise ValueError(f"it refuses: {message}")
 
 
 def library_named(name: str) -> Any:

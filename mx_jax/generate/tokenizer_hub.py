@@ -37,6 +37,7 @@ def tokenizer_of_folder(folder: Path) -> Tokenizer:
         stop=_stop(folder, encoder, words),
         template=_template(folder, said),
         words=words,
+        where=str(folder),
     )
 
 

@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoint.samples import Files, Reader, Sample, samples
+from tests.checkpoint.sample import Files, Reader, Sample
+from tests.checkpoint.samples import samples
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "mutated_checkpoints.json"
 SECONDS, MEMORY = 10.0, 256 << 20
@@ -171,6 +172,13 @@ def inputs(
         yield number, sample, mutated(sample.files, draw)
 
 
+def put(folder: Path, files: Files) -> None:
+    """Write an input's files to a folder that is not there yet."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
 def run(
     seed: int,
     numbers: range,
@@ -185,9 +193,7 @@ def run(
             say(number)
             # A folder of its own: what was read may still be a view of its file.
             folder = Path(base) / str(number)
-            folder.mkdir()
-            for name, content in files.items():
-                (folder / name).write_bytes(content)
+            put(folder, files)
             what = outcome(sample.read, folder)
             if what not in ("read", "refused"):
                 findings.append(Finding(number, sample.name, what))

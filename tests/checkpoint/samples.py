@@ -1,12 +1,9 @@
 """Good checkpoints of every kind, as bytes, and what is to read them."""
 
-import contextlib
 import dataclasses
 import json
-import os
 import struct
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,62 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax import checkpoint
-from mx_jax.cli import command_parser
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
 from tests.checkpoint.gguf_bytes import F32, I32, STRING, U32, Tensor, array, gguf, text
+from tests.checkpoint.sample import Files, Reader, Sample, convert_to, load, load_shards, read_all
+from tests.checkpoint.samples_layouts import layout_samples
+from tests.checkpoint.samples_words import word_samples
 from tests.checkpoint.stored import draw
-
-Reader = Callable[[Path], None]
-Files = dict[str, bytes]
-
-
-def read_all(path: Path) -> None:
-    """Every tensor of somebody's checkpoint."""
-    weights = checkpoint.read(path, rotated=True)
-    repr(weights)
-    for name in weights:
-        weights[name]
-
-
-def load(path: Path) -> None:
-    """One of our own."""
-    checkpoint.load(path / "model.safetensors")
-
-
-def load_shards(path: Path) -> None:
-    """Several files of our own, both ways."""
-    read_all(path)
-    checkpoint.load(path)
-
-
-def convert_to(*words: str) -> Reader:
-    """What the command makes of a folder, its own file and what config.json says of it included."""
-
-    def convert(path: Path) -> None:
-        (path / "out").mkdir()
-        options = command_parser().parse_args(["convert", str(path), str(path / "out"), *words])
-        with contextlib.ExitStack() as stack:
-            nowhere = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
-            stack.enter_context(contextlib.redirect_stderr(nowhere))
-            options.run(options)
-
-    return convert
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """A good checkpoint, whose files are then changed.
-
-    Attributes:
-      name: of its kind.
-      files: of a folder, by name.
-      read: what is to read the folder.
-    """
-
-    name: str
-    files: Files
-    read: Reader
 
 
 def samples() -> list[Sample]:
@@ -97,7 +44,7 @@ def samples() -> list[Sample]:
                 checkpoint.write(whole, weights | {"norm": norm}, **options)
             files = {file.name: file.read_bytes() for file in path.iterdir()}
         made.append(Sample(name, files | _config(name), load if weights is None else read_all))
-    return made + _newer(rng)
+    return [*made, *_newer(rng), *layout_samples(rng), *word_samples()]
 
 
 def _newer(rng: np.random.Generator) -> list[Sample]:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import mutate
-from tests.checkpoint.samples import Reader, samples
+from tests.checkpoint.sample import Reader
+from tests.checkpoint.samples import samples
 
 pytestmark = pytest.mark.one_python(reason="bytes of files, read by NumPy and the standard library")
 
@@ -29,9 +30,7 @@ def test_a_few_inputs():
 def test_unchanged_files_are_read(tmp_path: Path):
     for sample in samples():
         folder = tmp_path / sample.name
-        folder.mkdir()
-        for name, content in sample.files.items():
-            (folder / name).write_bytes(content)
+        mutate.put(folder, sample.files)
         assert mutate.outcome(sample.read, folder) == "read", sample.name
 
 
