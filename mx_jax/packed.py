@@ -85,6 +85,13 @@ class PackedMXArray(ComparedByValue):
       k_first: whether the contracted axes precede the kept ones.
       format: the block format.
       dtype: what `dequantize()` gives: the dtype that was quantized.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> w = mx_jax.quantize(jnp.ones((64, 8)), "mxfp4", axis=0)
+      >>> packed = mx_jax.pack_weights(w)
+      >>> packed.shape, packed.format.name, packed.dtype.name
+      ((64, 8), 'mxfp4', 'float32')
     """
 
     arrays: Any

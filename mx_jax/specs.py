@@ -20,9 +20,7 @@ from mx_jax.sharding.gather import Gather
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperandSpec:
-    """How one operand is quantized along its contracting axis.
-
-    Build it with `operand`, which takes names.
+    """How one operand is quantized along its contracting axis; `operand` builds it from names.
 
     Attributes:
       format: block format.
@@ -35,6 +33,11 @@ class OperandSpec:
       ValueError: if the rule fills another kind of scale than the format has; if both scales and
         elements round stochastically; or prescale is not positive, not finite or so extreme that
         float32 does not hold it or its reciprocal.
+
+    Examples:
+      >>> from mx_jax.recipes import operand
+      >>> print(operand("mxfp4", scale_rule="rceil", rounding="stochastic", prescale=0.75))
+      mxfp4 (rceil, stochastic, times 0.75)
     """
 
     format: BlockFormat
@@ -205,9 +208,13 @@ class Residuals(enum.Enum):
 
     PRIMAL: the operands as they came; the backward matmuls quantize them anew along their own
     contracting axes. QUANTIZED: the forward's codes and scales, dequantized and requantized along
-    the other axis: less memory, a second rounding error. If the forward product transforms, the
-    codes are those of transformed values, and the gradients are turned back; if it masks, a bit an
-    element says what was clipped.
+    the other axis: less memory, a second rounding error. A product that transforms keeps codes of
+    transformed values, whose gradients are turned back; one that masks, a bit for each value too.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> recipes.mxfp4().residuals, recipes.mxfp4().with_(residuals="quantized").residuals.value
+      (<Residuals.PRIMAL: 'primal'>, 'quantized')
     """
 
     PRIMAL = "primal"

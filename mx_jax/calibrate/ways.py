@@ -18,7 +18,19 @@ SEARCHED, GPTQ = "mse", "gptq"
 
 
 class Way(Protocol):
-    """From a weight to its codes."""
+    """From a weight to its codes.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> from mx_jax import convert
+      >>> def rounded_up(names, w, format, axis, looked_up):
+      ...     return mx_jax.quantize(w, format, axis=axis, scale_rule="ceil")
+      >>> params = {"up": {"kernel": jnp.full((64, 8), 5.0)}}
+      >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("mxfp4"))
+      >>> up = convert.weights(params, rules, by=rounded_up, pack=False)["up"]
+      >>> up["kernel"].scale_values[0, :2]
+      Array([2, 2], dtype=float8_e8m0fnu)
+    """
 
     def __call__(
         self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: Axis, looked_up: bool
@@ -36,7 +48,19 @@ class Way(Protocol):
 
 
 class UncalibratedWarning(UserWarning):
-    """A weight for which there is no moment."""
+    """A weight for which there is no moment.
+
+    Examples:
+      >>> import warnings, jax.numpy as jnp, mx_jax
+      >>> from mx_jax import calibrate, convert
+      >>> params = {"up": {"kernel": jnp.ones((64, 8))}}
+      >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("mxfp4"))
+      >>> with warnings.catch_warnings():
+      ...     warnings.simplefilter("error", calibrate.UncalibratedWarning)
+      ...     convert.weights(params, rules, by=calibrate.Gptq({}))
+      Traceback (most recent call last):
+      mx_jax.calibrate.ways.UncalibratedWarning: calibrate.Gptq: no moment for 'up'; its ...
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +96,17 @@ class Gptq:
       moments: by path of the layer: see `calibrate.moments`.
       damping: as `gptq` takes it.
       by_activity: as `gptq` takes it.
+
+    Examples:
+      >>> import jax, mx_jax
+      >>> from mx_jax import calibrate, convert
+      >>> w, x = jax.random.normal(jax.random.key(0), (2, 64, 64))
+      >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("mxfp4"))
+      >>> way = calibrate.Gptq({"up": x.T @ x})
+      >>> up = convert.weights({"up": {"kernel": w}}, rules, by=way, pack=False)["up"]
+      >>> alone = calibrate.gptq(w, "mxfp4", x.T @ x)
+      >>> bool((up["kernel"].codes == alone.codes).all())
+      True
     """
 
     moments: Mapping[str, jax.typing.ArrayLike]

@@ -127,6 +127,16 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
     Raises:
       FileNotFoundError: there is no file.
       ValueError: it is damaged, cut short, of a newer version, or none that `save` wrote.
+
+    Examples:
+      >>> import os, tempfile, jax.numpy as jnp, mx_jax
+      >>> from mx_jax import checkpoint
+      >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+      >>> kernel = mx_jax.quantize(jnp.ones((64, 8)), "mxfp4", axis=0)
+      >>> checkpoint.save(path, {"up": {"kernel": kernel}})
+      >>> back = checkpoint.load(path)["up"]["kernel"]
+      >>> back.shape, back.blocks, os.path.getsize(path) < 64 * 8 * 4
+      ((64, 8), ((-2, 32),), True)
     """
     where = f"checkpoint.load: {os.fspath(path)}"
     readers, _ = readers_of(Path(path), where)

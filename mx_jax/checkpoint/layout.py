@@ -37,6 +37,12 @@ class Layout:
         together, `2^(scale - 127)` times the tensor's.
       split: whether the codes' last axis is cut into blocks `[..., in / 32, 16]`.
       configs: what `quantization_config` says where the layout is used: pairs of key and value.
+
+    Examples:
+      >>> from mx_jax.checkpoint import LAYOUTS
+      >>> layout = next(row for row in LAYOUTS if row.name == "nvfp4-pack-quantized")
+      >>> layout.codes, layout.scales, layout.tensor_scale, layout.divides
+      ('.weight_packed', '.weight_scale', '.weight_global_scale', True)
     """
 
     name: str

@@ -35,6 +35,15 @@ class Plausibility:
       octaves: from the smallest to the largest scale of blocks that are not all zero, in powers of
         two; 0 of plain arrays.
       warnings: what is out of the ordinary, in words; empty of ordinary weights.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> q = mx_jax.quantize(jnp.full((2, 32), 4e4), "mxfp4")
+      >>> found = mx_jax.checkpoint.plausibility(q)
+      >>> found.amax, found.zeros, found.not_finite
+      (32768.0, 0.0, 0)
+      >>> print(found.warnings[0])
+      the largest value is 3.28e+04, which few weights have: is a scale of it taken the ...
     """
 
     amax: float

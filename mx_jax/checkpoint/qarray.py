@@ -104,8 +104,17 @@ def to_qarray(x: MXArray, *, dtype: Any = None) -> Any:
     Raises:
       ValueError: elements, blocks or scales that a QArray does not have.
       ImportError: Qwix is not installed.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> from mx_jax.checkpoint import to_qarray
+      >>> q = mx_jax.quantize(jnp.ones((64, 2)), "mxfp8_e4m3", axis=0)
+      >>> to_qarray(q).qtype  # doctest: +SKIP
+      'mxfp8'
+      >>> to_qarray(mx_jax.quantize(jnp.ones((64, 2)), "mxfp6_e3m2", axis=0))
+      Traceback (most recent call last):
+      ValueError: to_qarray: no exact twin: Qwix has no elements of e3m2, got format=mxfp6_e3m2
     """
-    made: Any = _qarray_class()
     if not isinstance(x, MXArray):
         raise TypeError(f"to_qarray: needs an MXArray, got {type(x).__name__}")
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
@@ -132,6 +141,7 @@ def to_qarray(x: MXArray, *, dtype: Any = None) -> Any:
     known = known_block(x.format)
     names = [name for name, format in _NAMED.items() if known == format]
     qtype = names[0] if names else x.elements.dtype
+    made: Any = _qarray_class()
     return made(qvalue=x.elements, scale=jnp.asarray(scale), zero_point=None, qtype=qtype)
 
 

@@ -30,6 +30,13 @@ class Certificate:
       blocks: how many the source has; all of them fit.
       values: how many were decoded from both and compared, in float64, which is exact here.
       tensor_scale: that was chosen for the result, or None.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> x = mx_jax.quantize(jnp.full((2, 32), 3.0), "mxfp4")
+      >>> _, certificate = mx_jax.checkpoint.transcode(x, "nvfp4")
+      >>> certificate.source.name, certificate.target.name, certificate.values
+      ('mxfp4', 'nvfp4', 64)
     """
 
     source: BlockFormat

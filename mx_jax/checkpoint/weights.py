@@ -29,6 +29,16 @@ class Stored:
       fetch: reads it.
       host: of a plain array that lies there as it is, reads it without a copy; else None.
       dtype: of such an array; None: reading it tells.
+
+    Examples:
+      >>> import os, tempfile, jax.numpy as jnp, mx_jax
+      >>> from mx_jax import checkpoint
+      >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+      >>> up = mx_jax.quantize(jnp.ones((8, 32)), "mxfp4")
+      >>> checkpoint.write(path, {"up.weight": up}, layout="mxfp4-pack-quantized")
+      >>> stored = checkpoint.read(path).stored["up.weight"]
+      >>> stored.shape, stored.nbytes, stored.layout
+      ((8, 32), 136, 'mxfp4-pack-quantized')
     """
 
     shape: tuple[int, ...]
@@ -57,6 +67,16 @@ class Weights(Mapping[str, "MXArray | jax.Array"]):
       stored: of each tensor, how it lies there; nothing is read for it.
       metadata: what the file says of the model: of a GGUF file its keys with numbers, strings,
         tuples of strings and arrays; of safetensors strings.
+
+    Examples:
+      >>> import os, tempfile, jax.numpy as jnp, mx_jax
+      >>> from mx_jax import checkpoint
+      >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+      >>> tree = {"up": mx_jax.quantize(jnp.ones((64, 8)), "mxfp4", axis=0), "bias": jnp.zeros(8)}
+      >>> checkpoint.save(path, tree)
+      >>> weights = checkpoint.read(path)
+      >>> sorted(weights), weights.quantized, weights["up"].shape
+      (['bias', 'up'], {'up': 'mx_jax'}, (64, 8))
     """
 
     path: Path

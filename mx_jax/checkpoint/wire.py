@@ -129,6 +129,17 @@ def from_wire(tree: Any) -> Any:
 
     Raises:
       ValueError: a description that is damaged or of a newer version, or arrays that do not fit.
+
+    Examples:
+      >>> import os, tempfile, jax.numpy as jnp, mx_jax, numpy as np
+      >>> from mx_jax import checkpoint
+      >>> q = mx_jax.quantize(jnp.ones((64, 8)), "mxfp4", axis=0)
+      >>> path = os.path.join(tempfile.mkdtemp(), "q.npz")
+      >>> np.savez(path, **checkpoint.to_wire(q))
+      >>> with np.load(path) as file:
+      ...     back = checkpoint.from_wire(dict(file))
+      >>> bool((back.codes == q.codes).all()), back.blocks
+      (True, ((-2, 32),))
     """
 
     def go(path: Any, leaf: Any) -> Any:

@@ -19,6 +19,15 @@ class Slot:
       attribute: its name.
       defaults: what is there unless a user put something else, which then stays; the last is what
         such a layer multiplies with.
+
+    Examples:
+      >>> import flax.linen as nn, jax
+      >>> from mx_jax import convert
+      >>> slot = convert.Slot(nn.Dense, "dot_general", (None, jax.lax.dot_general))
+      >>> slot.holds(nn.Dense(8)), slot.holds(nn.Embed(8, 4))
+      (True, False)
+      >>> slot.obstacle(nn.Dense(8, dot_general=print), ours=())
+      'has its own dot_general'
     """
 
     types: type | tuple[type, ...]
@@ -76,6 +85,15 @@ class Kind:
         its values.
       rhs_is_kernel: whether the right operand is the kernel as it is stored, so that metadata say
         where it lies.
+
+    Examples:
+      >>> import flax.linen as nn, jax
+      >>> from mx_jax import convert
+      >>> slot = convert.Slot(nn.Dense, "dot_general", (None, jax.lax.dot_general))
+      >>> kind = convert.Kind(linen=(slot,), operation=lambda recipe: recipe.dot_general)
+      >>> facts = kind.facts(nn.Dense(8), (64, 8))
+      >>> facts["shape"], facts["axes"].contracting
+      ((64, 8), (0,))
     """
 
     linen: tuple[Slot, ...] = ()

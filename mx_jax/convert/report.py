@@ -13,7 +13,18 @@ COLUMNS = ("layer", "type", "kernel", "rule", "recipe")
 
 
 class UnusedRuleWarning(UserWarning):
-    """A rule decided about no layer of a model, or there was no rule at all."""
+    """A rule decided about no layer of a model, or there was no rule at all.
+
+    Examples:
+      >>> import warnings, flax.linen as nn, jax.numpy as jnp
+      >>> from mx_jax import convert
+      >>> rules = [convert.Rule(".*", "mxfp8"), convert.Rule("haed", None)]
+      >>> with warnings.catch_warnings():
+      ...     warnings.simplefilter("error", convert.UnusedRuleWarning)
+      ...     convert.report(nn.Dense(8), rules, jnp.ones((2, 64)))
+      Traceback (most recent call last):
+      mx_jax.convert.report.UnusedRuleWarning: convert.report: rules that matched no ...
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +34,17 @@ class Report:
     Attributes:
       rules: the rules, in order.
       decisions: one for each layer, in the model's order.
+
+    Examples:
+      >>> import flax.linen as nn, jax.numpy as jnp
+      >>> from mx_jax import convert
+      >>> rules = [convert.Rule("layers_0", "mxfp8"), convert.Rule(".*", None)]
+      >>> model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
+      >>> found = convert.report(model, rules, jnp.ones((4, 64)))
+      >>> print(found.summary)
+      1 of 2 layers converted
+      >>> [decision.rule for decision in found.decisions]
+      [0, 1]
     """
 
     rules: tuple[Rule, ...]

@@ -105,6 +105,15 @@ class Layer:
       obstacle: why it cannot be converted whatever the rules say, or None.
       axes: of the kernel as stored, in the product; None where they are not known.
       input: shape of the other operand, where a trace tells it.
+
+    Examples:
+      >>> import flax.linen as nn, jax.numpy as jnp
+      >>> from mx_jax import convert
+      >>> heads = nn.DenseGeneral((4, 8))
+      >>> found = convert.report(heads, convert.Rule(".*", "mxfp8"), jnp.ones((2, 64)))
+      >>> layer = found.decisions[0].layer
+      >>> layer.type.__name__, layer.kernel, layer.shape
+      ('DenseGeneral', (64, 4, 8), (64, 32))
     """
 
     path: str
@@ -131,6 +140,16 @@ class Decision:
       rule: index of the rule that decided, or None.
       recipe: what the layer gets; None: it stays in high precision.
       reason: why it stays.
+
+    Examples:
+      >>> import flax.linen as nn, jax.numpy as jnp
+      >>> from mx_jax import convert
+      >>> model = nn.Sequential([nn.Embed(100, 64), nn.Dense(8)])
+      >>> found = convert.report(model, convert.Rule(".*", "mxfp8"), jnp.array([1, 2]))
+      >>> for decision in found.decisions:
+      ...     print(decision.layer.path, "|", decision.reason or decision.recipe.name)
+      layers_0 | rule 0: only a rule with types=Embed converts it
+      layers_1 | mxfp8
     """
 
     layer: Layer

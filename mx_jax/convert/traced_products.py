@@ -19,15 +19,49 @@ from mx_jax.recipes import Recipe
 
 
 class DotGeneral:
-    """The type that rules see of a `jax.lax.dot_general`: matmul, einsum, `@`."""
+    """The type that rules see of a `jax.lax.dot_general`: matmul, einsum, `@`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from mx_jax import convert
+      >>> layer = lambda w, x: jnp.tanh(x @ w)
+      >>> rule = convert.Rule(".*", "mxfp8", types=convert.DotGeneral)
+      >>> print(convert.report(layer, rule, jnp.ones((64, 8)), jnp.ones((2, 64))))
+      layer  type        kernel        rule  recipe
+      .      DotGeneral  2x64 by 64x8  0     mxfp8
+      1 of 1 layers converted
+    """
 
 
 class RaggedDot:
-    """The type that rules see of a `jax.lax.ragged_dot`."""
+    """The type that rules see of a `jax.lax.ragged_dot`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from mx_jax import convert
+      >>> def experts(w, x):
+      ...     return jax.lax.ragged_dot(x, w, jnp.array([1, 3]))
+      >>> w, x = jnp.ones((2, 64, 8)), jnp.ones((4, 64))
+      >>> print(convert.report(experts, convert.Rule(".*", "mxfp4", types=convert.RaggedDot), w, x))
+      layer  type       kernel          rule  recipe
+      .      RaggedDot  4x64 by 2x64x8  0     mxfp4
+      1 of 1 layers converted
+    """
 
 
 class Conv:
-    """The type that rules see of a `jax.lax.conv_general_dilated`."""
+    """The type that rules see of a `jax.lax.conv_general_dilated`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from mx_jax import convert
+      >>> layer = lambda kernel, x: jax.lax.conv(x, kernel, (1,), "SAME")
+      >>> kernel, x = jnp.ones((8, 32, 3)), jnp.ones((1, 32, 10))
+      >>> print(convert.report(layer, convert.Rule(".*", "mxfp8", types=convert.Conv), kernel, x))
+      layer  type  kernel             rule  recipe
+      .      Conv  1x32x10 by 8x32x3  0     mxfp8
+      1 of 1 layers converted
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,13 @@ from mx_jax.formats.scale import E4M3_SCALE, E8M0, F32, F32_DIVISOR, ScaleFormat
 
 
 class Whole(enum.Enum):
-    """The block size of an axis that lies in one block, however long it is."""
+    """The block size of an axis that lies in one block, however long it is.
+
+    Examples:
+      >>> from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP8_E4M3, WHOLE
+      >>> FLOAT8_ROWWISE_E4M3.block, MXFP8_E4M3.with_block(WHOLE).block
+      ((1, WHOLE), (1, WHOLE))
+    """
 
     WHOLE = "whole"
 
@@ -113,7 +119,15 @@ class BlockFormat:
 
 
 def check_block_size(size: object, operation: str) -> None:
-    """Raise ValueError unless `size` is a positive int or WHOLE."""
+    """Raise ValueError unless `size` is a positive int or WHOLE.
+
+    Examples:
+      >>> from mx_jax.formats import WHOLE, check_block_size
+      >>> check_block_size(WHOLE, "pack_rows")
+      >>> check_block_size(0, "pack_rows")
+      Traceback (most recent call last):
+      ValueError: pack_rows: a block size must be a positive int or WHOLE, got block_size=0
+    """
     if isinstance(size, Whole):
         return
     if isinstance(size, int | np.integer) and not isinstance(size, bool) and size > 0:

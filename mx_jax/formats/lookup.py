@@ -61,6 +61,11 @@ def any_format(name: str) -> BlockFormat | ElementFormat | ScaleFormat:
 
     Raises:
       ValueError: unknown name; the message lists the known.
+
+    Examples:
+      >>> from mx_jax.formats import any_format
+      >>> any_format("mxfp4"), any_format("e2m1").max, any_format("e8m0").bias
+      (BlockFormat(mxfp4, block=(1, 32)), 6.0, 127)
     """
     return _by_name(name, (*BLOCK_FORMATS, *ELEMENT_FORMATS, *SCALE_FORMATS), "format")
 

@@ -58,6 +58,17 @@ class GradientBias:
       rows: for each recipe the whole gradient, then each parameter.
       exact_loss: mean loss of the batches in high precision.
       confidence: of the intervals.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> batches = [*jax.random.normal(jax.random.key(0), (4, 32, 64))]
+      >>> def loss(w, x, recipe):
+      ...     return (mx_jax.matmul(x, w["up"], recipe=recipe) ** 2).mean()
+      >>> w = {"up": jax.random.normal(jax.random.key(1), (64, 8))}
+      >>> recipe = mx_jax.recipes.weight_only("mxfp4")
+      >>> found = mx_jax.inspect.gradient_bias(loss, w, batches, recipe)
+      >>> [row.parameter for row in found.parameters()], found.whole[0].bias < 0.2
+      (['up'], True)
     """
 
     rows: tuple[Row, ...]

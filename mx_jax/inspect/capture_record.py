@@ -24,6 +24,14 @@ class Record:
       before: the values, if arrays were asked for, lanes of `vmap` along axes in front; None of an
         operand that came quantized.
       after: what the cast made of them, in float32; of a product, what it is.
+
+    Examples:
+      >>> from mx_jax.inspect import Record, Tag
+      >>> operand = {"side": "lhs", "axis": -1, "format": "mxfp4", "rule": "even"}
+      >>> tag = Tag(path="block/mlp", product="grad_weight", **operand)
+      >>> record = Record(tag=tag, step=7, index=(3,), stats={"amax": 1.5})
+      >>> record.path, record.tag.tensor, record.as_json()["amax"]
+      ('block/mlp[3]', 'gradient', 1.5)
     """
 
     tag: Tag
@@ -55,6 +63,14 @@ class Scalar:
       name: what it is.
       step: of training; without one, how many numbers of the name came before.
       value: the number.
+
+    Examples:
+      >>> import mx_jax
+      >>> with mx_jax.inspect.capture() as records:
+      ...     for step in (0, 1):
+      ...         mx_jax.inspect.scalar("loss", 2.0 / (step + 1))
+      >>> [(number.step, number.value) for number in records.scalars["loss"]]
+      [(0, 2.0), (1, 1.0)]
     """
 
     name: str

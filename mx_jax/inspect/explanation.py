@@ -76,6 +76,13 @@ class Explanation:
       rows: in the order of the trace; products in high precision last.
       remarks: what is done besides, such as weights that are unpacked at every call.
       machine: what selection was asked for.
+
+    Examples:
+      >>> import jax, mx_jax
+      >>> x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 64), (64, 64)))
+      >>> found = mx_jax.inspect.explain(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8") @ w, x, w)
+      >>> [row.kind for row in found.rows], len(found.high), found.quantized_share
+      (['cast', 'cast', 'product', 'high precision'], 1, 0.5)
     """
 
     rows: tuple[Row, ...]

@@ -14,6 +14,15 @@ class NonFiniteError(FloatingPointError):
 
     Attributes:
       record: the first, in the order of the program.
+
+    Examples:
+      >>> from mx_jax.inspect import NonFiniteError, Record, Tag
+      >>> operand = {"side": "lhs", "axis": -1, "format": "mxfp8_e4m3", "rule": "rceil"}
+      >>> tag = Tag(path="head", product="output", **operand)
+      >>> stats = {"nonfinite_blocks": 1, "blocks": 8}
+      >>> raise NonFiniteError(Record(tag=tag, step=7, stats=stats))
+      Traceback (most recent call last):
+      mx_jax.inspect.guard.NonFiniteError: guard: a block must be finite to be quantized, ...
     """
 
     def __init__(self, record: Record):

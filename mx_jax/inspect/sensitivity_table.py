@@ -61,6 +61,18 @@ class Sensitivity:
       budget: what the choice had to keep.
       loss: mean loss before.
       increase: of the mean loss with the whole choice, as computed.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from mx_jax.inspect import Budget, sensitivity
+      >>> params = {"up": {"kernel": jnp.ones((64, 8))}}
+      >>> loss = lambda params, batch: params["up"]["kernel"].sum()
+      >>> found = sensitivity(loss, params, [None], ["mxfp4", "mxint8"], budget=Budget(bits=5))
+      >>> found.chosen, found.bytes
+      ({'up/kernel': 'mxfp4'}, 272)
+      >>> print(found.toml().partition("[[rule]]")[2].strip())
+      pattern = "up(/kernel)?"
+      format = "mxfp4"
     """
 
     rows: tuple[Candidate, ...]

@@ -19,6 +19,12 @@ class Console(Numbers):
       console: where to; default: standard output.
       worst: how many rows: those with Inf or NaN first, then those with the lowest SQNR. That of a
         product is against the same product in float32.
+
+    Examples:
+      >>> import mx_jax
+      >>> with mx_jax.inspect.capture(sink=mx_jax.inspect.Console(worst=5)):
+      ...     mx_jax.inspect.scalar("loss", 2.5)
+      step 0: loss = 2.5
     """
 
     def __init__(self, console: RichConsole | None = None, worst: int = 10):

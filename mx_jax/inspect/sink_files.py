@@ -17,6 +17,14 @@ class Jsonl(Numbers):
 
     Args:
       path: of the file; what it holds stays, so that a run that is resumed goes on.
+
+    Examples:
+      >>> import pathlib, tempfile, mx_jax
+      >>> path = pathlib.Path(tempfile.mkdtemp(), "run.jsonl")
+      >>> with mx_jax.inspect.capture(sink=mx_jax.inspect.Jsonl(path)):
+      ...     mx_jax.inspect.scalar("loss", 2.5)
+      >>> print(path.read_text().strip())
+      {"step": 0, "scalar": "loss", "value": 2.5}
     """
 
     def __init__(self, path: str | Path):
@@ -41,6 +49,15 @@ class Csv(Numbers):
 
     Args:
       path: of the file; a file that is there is continued.
+
+    Examples:
+      >>> import csv, pathlib, tempfile, mx_jax
+      >>> path = pathlib.Path(tempfile.mkdtemp(), "run.csv")
+      >>> with mx_jax.inspect.capture(sink=mx_jax.inspect.Csv(path)):
+      ...     mx_jax.inspect.scalar("loss", 2.5)
+      >>> rows = csv.DictReader(path.read_text().splitlines())
+      >>> [(row["step"], row["path"], row["value"]) for row in rows]
+      [('0', 'loss', '2.5')]
     """
 
     def __init__(self, path: str | Path):
@@ -83,6 +100,15 @@ class TensorBoard(Numbers):
     Raises:
       ImportError: a folder, and no tensorboardX.
       TypeError: a writer that has neither.
+
+    Examples:
+      >>> import mx_jax
+      >>> class Writer:
+      ...     def add_scalar(self, name, value, step):
+      ...         print(f"step {step}: {name} {value}")
+      >>> with mx_jax.inspect.capture(sink=mx_jax.inspect.TensorBoard(Writer())):
+      ...     mx_jax.inspect.scalar("loss", 2.5)
+      step 0: loss 2.5
     """
 
     def __init__(self, writer: Any):

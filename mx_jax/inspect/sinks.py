@@ -9,7 +9,22 @@ from mx_jax.ops.tags import Tag
 
 
 class Sink(Protocol):
-    """What `capture` tells."""
+    """What `capture` tells.
+
+    Examples:
+      >>> import mx_jax
+      >>> class Largest:
+      ...     def __init__(self):
+      ...         self.found = float("-inf")
+      ...     def write(self, record):
+      ...         self.found = max(self.found, getattr(record, "value", self.found))
+      ...     def close(self):
+      ...         print("largest:", self.found)
+      >>> with mx_jax.inspect.capture(sink=Largest()):
+      ...     for loss in (4.0, 9.5, 3.0):
+      ...         mx_jax.inspect.scalar("loss", loss)
+      largest: 9.5
+    """
 
     def write(self, record: Record | Scalar) -> None:
         """Take a record; called from the thread that runs callbacks, one at a time."""

@@ -57,6 +57,15 @@ def join_stored(trained: Any, stored: Any) -> Any:
 
     Raises:
       ValueError: trees of two structures.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> kernel = mx_jax.quantize(jnp.ones((64, 8)), "mxfp4", axis=0)
+      >>> trained, stored = mx_jax.nn.split_stored({"kernel": kernel, "bias": jnp.zeros(8)})
+      >>> stepped = jax.tree.map(lambda x: x + 1, trained)
+      >>> params = mx_jax.nn.join_stored(stepped, stored)
+      >>> params["kernel"] is kernel, float(params["bias"][0])
+      (True, 1.0)
     """
 
     def is_leaf(x: Any) -> bool:

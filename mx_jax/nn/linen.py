@@ -102,6 +102,13 @@ class DenseGeneral(StoredParams, flax_nn.DenseGeneral):
     Attributes:
       recipe: what to quantize in the product and in its two gradients, or a recipe's name.
       gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> heads = mx_jax.nn.linen.DenseGeneral((4, 8), recipe="mxfp8")
+      >>> variables = jax.eval_shape(heads.init, jax.random.key(0), jnp.ones((2, 64)))
+      >>> jax.tree.map(jnp.shape, variables)
+      {'params': {'bias': (4, 8), 'kernel': (64, 4, 8)}}
     """
 
     promote_dtype: Any = promote_operands
@@ -119,6 +126,13 @@ class Einsum(StoredParams, flax_nn.Einsum):
     Attributes:
       recipe: what to quantize in the product and in its two gradients, or a recipe's name.
       gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> layer = mx_jax.nn.linen.Einsum((4, 64, 8), "bgd,gdf->bgf", recipe="mxfp8")
+      >>> y, _ = jax.eval_shape(layer.init_with_output, jax.random.key(0), jnp.ones((2, 4, 64)))
+      >>> y.shape
+      (2, 4, 8)
     """
 
     promote_dtype: Any = promote_operands

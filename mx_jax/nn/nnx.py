@@ -199,7 +199,15 @@ class Linear(_KeyedDotGeneral, nnx.Linear):
 
 
 class LinearGeneral(_KeyedDotGeneral, nnx.LinearGeneral):
-    """`flax.nnx.LinearGeneral` with a recipe; blocks lie along the last of its `axis`."""
+    """`flax.nnx.LinearGeneral` with a recipe; blocks lie along the last of its `axis`.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> from flax import nnx
+      >>> heads = mx_jax.nn.nnx.LinearGeneral(64, (4, 8), recipe="mxfp8", rngs=nnx.Rngs(0))
+      >>> nnx.eval_shape(heads, jnp.ones((2, 64))).shape
+      (2, 4, 8)
+    """
 
     def __init__(
         self,
@@ -229,7 +237,16 @@ class LinearGeneral(_KeyedDotGeneral, nnx.LinearGeneral):
 
 
 class Einsum(_Keyed, nnx.Einsum):
-    """`flax.nnx.Einsum` with a recipe."""
+    """`flax.nnx.Einsum` with a recipe.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> from flax import nnx
+      >>> shape, rngs = (4, 64, 8), nnx.Rngs(0)
+      >>> layer = mx_jax.nn.nnx.Einsum("bgd,gdf->bgf", shape, recipe="mxfp8", rngs=rngs)
+      >>> nnx.eval_shape(layer, jnp.ones((2, 4, 64))).shape
+      (2, 4, 8)
+    """
 
     def __init__(
         self,

@@ -129,6 +129,14 @@ def dequantize(x: MXArray | PackedMXArray, dtype: jax.typing.DTypeLike | None = 
     Raises:
       TypeError: x is not an MXArray, or dtype is not a float.
       ValueError: an MXArray whose parts do not fit together.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> q = mx_jax.quantize(jnp.array([0.1, 0.4, 2.6, 6.0], jnp.bfloat16), "mxfp4")
+      >>> mx_jax.dequantize(q)
+      Array([0, 0.5, 3, 6], dtype=bfloat16)
+      >>> mx_jax.dequantize(q, "float32").dtype
+      dtype('float32')
     """
     x = unpacked(x)
     if not isinstance(x, MXArray):

@@ -81,7 +81,13 @@ for _alias, _function in _ALIASES.items():
 
 
 def names() -> tuple[str, ...]:
-    """Names that `from_name` knows, torchao's for float8 last."""
+    """Names that `from_name` knows, torchao's for float8 last.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> recipes.names()[:3], "rowwise" in recipes.names()
+      (('high_precision', 'mxfp8', 'mxfp8_hybrid'), True)
+    """
     return _recipe_names()
 
 

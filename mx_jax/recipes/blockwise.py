@@ -36,6 +36,12 @@ def deepseek_v3() -> Recipe:
     codes, as in the source: that second rounding costs grad_weight 1.8 dB on normal data.
     `deepseek_v3().with_(residuals="primal")` quantizes x from high precision instead. Source:
     DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> recipe = recipes.deepseek_v3()
+      >>> recipe.fwd.lhs.format.block, recipe.fwd.rhs.format.block, recipe.fwd.lhs.format.scale.name
+      ((1, 128), (128, 128), 'f32')
     """
     return _blockwise(
         "deepseek_v3",
@@ -51,6 +57,12 @@ def deepseek_v3_1() -> Recipe:
     keeping x as codes costs next to nothing: powers of two move between blocks without rounding,
     but for values near the bottom of E4M3. Source: the "ue8m0" scales of DeepGEMM (`ceil_to_ue8m0`
     in `deep_gemm/utils/math.py`), which DeepSeek-V3.1 is published with; how it was trained is not.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> spec = recipes.deepseek_v3_1().fwd.lhs
+      >>> spec.format.scale.name, spec.scale_rule.name
+      ('e8m0', 'rceil')
     """
     return _blockwise(
         "deepseek_v3_1",

@@ -44,6 +44,14 @@ class Cast:
       ValueError: unknown scaling or granularity, a disabled axis-wise cast, or an element format
         that is not 8-bit floating point.
       TypeError: element is no element format, such as a name.
+
+    Examples:
+      >>> from mx_jax.formats import E5M2
+      >>> from mx_jax.recipes import Cast, Float8Config
+      >>> gradients = Cast(granularity="axiswise", element=E5M2)
+      >>> config = Float8Config(cast_config_grad_output=gradients)
+      >>> print(config.recipe("mine").dlhs.lhs)
+      float8_rowwise_e5m2 (float8, nearest)
     """
 
     scaling: Literal["dynamic", "disabled"] = "dynamic"
@@ -115,6 +123,14 @@ class Float8Config:
       ValueError: one operand of a product in float8 and the other in high precision, or a tensor
         cast to two different element formats; a disabled cast counts with the element that it has
         or would have.
+
+    Examples:
+      >>> import mx_jax
+      >>> from mx_jax.recipes import AXISWISE, Float8Config
+      >>> config = Float8Config(cast_config_input=AXISWISE, cast_config_weight=AXISWISE)
+      >>> recipe = config.recipe("rows")
+      >>> print(recipe.fwd.lhs, "|", recipe.dlhs.lhs)
+      float8_rowwise_e4m3 (float8, nearest) | float8_tensorwise_e5m2 (float8, nearest)
     """
 
     cast_config_input: Cast = Cast()

@@ -42,6 +42,15 @@ def mxfp4_backward() -> Recipe:
     multiplied by 16/9. The paper takes FLOOR's scale of g for 3/4 g, whose block maxima then lie in
     [3, 6) and never clip; RCEIL's scale of 3/4 g puts them in (3, 6], which differs for powers of
     two alone. Needs a key. Source: Tseng et al., Training LLMs with MXFP4, arXiv 2502.20586.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> x, w = jnp.full((4, 64), 0.1), jnp.full((64, 8), 5.1)
+      >>> y = mx_jax.matmul(x, w, recipe="mxfp4_backward", key=jax.random.key(0))
+      >>> print(f"{y[0, 0] / 64 / 0.1:.1f}")
+      5.1
+      >>> print(mx_jax.recipes.mxfp4_backward().dlhs.lhs)
+      mxfp4 (rceil, stochastic, times 0.75)
     """
     backward = MatmulSpec(
         lhs=_THREE_QUARTERS, rhs=_THREE_QUARTERS, transform=Hadamard(size=64, signs=None)
@@ -68,6 +77,14 @@ def mxfp4_stochastic() -> Recipe:
     so stochastic gradients are unbiased; square blocks give both products the same weight, so the
     gradient belongs to the function that was computed. Unbiased is not better everywhere: in the
     small runs of docs/training.md plain `mxfp4` ends no higher. Needs a key.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> recipe = recipes.mxfp4_stochastic()
+      >>> print(recipe.dlhs)
+      mxfp4 (rceil, stochastic) x mxfp4_2d (even, nearest)
+      >>> recipe.is_stochastic, recipe.fwd.is_stochastic
+      (True, False)
     """
     nearest = operand(MXFP4, scale_rule=EVEN)
     weight = operand(MXFP4_2D, scale_rule=EVEN)
@@ -95,6 +112,12 @@ def mxfp4_hadamard() -> Recipe:
     signs and stochastic rounding did not, which is what `mxfp4_stochastic` has. Their scale rule
     is not known to us: EVEN is this library's for MXFP4. Needs no key. Source: Pretraining LLMs
     with MXFP4 on native FP4 hardware, arXiv 2605.09825 (16 points: AMD's notes on MLPerf 6.0).
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> recipe = recipes.mxfp4_hadamard()
+      >>> recipe.is_stochastic, recipe.fwd.transform, recipe.drhs.transform.size
+      (False, None, 16)
     """
     nearest = operand(MXFP4, scale_rule=EVEN)
     plain = MatmulSpec(lhs=nearest, rhs=nearest)
@@ -122,6 +145,17 @@ def nvfp4_pretraining() -> Recipe:
     E4M3's subnormals, as in the source. Half of the gradient's block maxima clip there, and its
     mean is 0.3 % too short: see `nvfp4_unbiased`. Needs a key.
     Source: Pretraining LLMs with NVFP4, arXiv 2509.25149.
+
+    Examples:
+      >>> import flax.linen as nn, jax.numpy as jnp
+      >>> from mx_jax import convert
+      >>> rules = [convert.Rule("layers_2", None), convert.Rule(".*", "nvfp4_pretraining")]
+      >>> model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
+      >>> print(convert.report(model, rules, jnp.ones((4, 32))))
+      layer     type   kernel  rule  recipe
+      layers_0  Dense  32x64   1     nvfp4_pretraining
+      layers_2  Dense  64x10   0     (kept by its rule)
+      1 of 2 layers converted
     """
     nearest = operand(NVFP4, scale_rule=AMAX_SUBNORMAL)
     weight = operand(NVFP4_2D, scale_rule=AMAX_SUBNORMAL)
@@ -143,6 +177,11 @@ def nvfp4_unbiased() -> Recipe:
     rounds down by more than 17/16, so nothing clips. It costs 1 dB of the gradient. Needs a key.
     Source: the NVFP4 baseline of Quartet II, arXiv 2601.22813 (its training code's 17/16; there
     the signs are random).
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> print(recipes.nvfp4_unbiased().dlhs)
+      nvfp4 (amax_headroom, stochastic) x nvfp4_2d (amax_subnormal, nearest)
     """
     gradients = {"scale_rule": AMAX_HEADROOM}
     return nvfp4_pretraining().with_(gradients=gradients, name="nvfp4_unbiased")
@@ -155,6 +194,12 @@ def nvfp4_four_over_six() -> Recipe:
     less, gradients included. Needs a key. Differs from the source in what chooses the gradient's
     scales: the error of rounding to nearest (there that of the rounding that was drawn, which
     prefers small draws). Source: Four Over Six, arXiv 2512.02010, and its library's defaults.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> recipe = recipes.nvfp4_four_over_six()
+      >>> print(recipe.fwd.lhs, "|", recipe.dlhs.lhs)
+      nvfp4 (four_over_six, nearest) | nvfp4 (four_over_six, stochastic)
     """
     return nvfp4_pretraining().with_(scale_rule=FOUR_OVER_SIX, name="nvfp4_four_over_six")
 
@@ -174,6 +219,12 @@ def quartet() -> Recipe:
     results are gradients of transformed operands. Those of values that the output's product
     clipped are zero, and the rest is turned back. Needs a key, for stochastic rounding. Source:
     Quartet, arXiv 2505.14669.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> recipe = recipes.quartet()
+      >>> recipe.fwd.transform.size, recipe.mask_clipped, recipe.residuals.value
+      (32, True, 'quantized')
     """
     forward = operand(MXFP4, scale_rule=GAUSSIAN)
     transform = Hadamard(size=32, signs=(1,) * 32)
@@ -203,6 +254,12 @@ def quartet_ii() -> Recipe:
     itself, as in their kernels (there groups of 128); each product draws its own signs (there both
     share them); ties round to even (there away from zero); blocks below the smallest scale use it
     (there they become zeros). Source: Quartet II, arXiv 2601.22813.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> recipe = recipes.quartet_ii()
+      >>> recipe.dlhs.lhs.scale_rule.name, recipe.dlhs.transform.size
+      ('ms_eden', 128)
     """
     forward = operand(NVFP4, scale_rule=FOUR_OVER_SIX)
     gradient = operand(NVFP4, scale_rule=MS_EDEN)

@@ -42,12 +42,26 @@ def mxfp8() -> Recipe:
     """MXFP8 training: E4M3 for activations, weights and gradients, RCEIL scales.
 
     Source: Recipes for pre-training LLMs with MXFP8, arXiv 2506.08027.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> print(mx_jax.recipes.mxfp8().dlhs)
+      mxfp8_e4m3 (rceil, nearest) x mxfp8_e4m3 (rceil, nearest)
+      >>> loss = lambda w: mx_jax.matmul(jnp.ones((4, 64)), w, recipe="mxfp8").sum()
+      >>> jax.grad(loss)(jnp.ones((64, 8))).shape
+      (64, 8)
     """
     return _uniform("mxfp8", MXFP8_E4M3)
 
 
 def mxfp8_hybrid() -> Recipe:
-    """MXFP8 training with E5M2 gradients: E4M3 for activations and weights, RCEIL scales."""
+    """MXFP8 training with E5M2 gradients: E4M3 for activations and weights, RCEIL scales.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> print(recipes.mxfp8_hybrid().dlhs)
+      mxfp8_e5m2 (rceil, nearest) x mxfp8_e4m3 (rceil, nearest)
+    """
     return _recipe("mxfp8_hybrid", measured_operand(MXFP8_E4M3), measured_operand(MXFP8_E5M2))
 
 
@@ -56,6 +70,11 @@ def mxfp6() -> Recipe:
 
     Source: Rouhani et al., arXiv 2310.10537, whose scales are FLOOR's and whose ties round away
     from zero: `mxfp6().with_(scale_rule="floor", rounding="away")`. EVEN clips less.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> print(recipes.mxfp6().with_(scale_rule="floor", rounding="away").fwd.lhs)
+      mxfp6_e3m2 (floor, away)
     """
     return _uniform("mxfp6", MXFP6_E3M2)
 
@@ -65,22 +84,52 @@ def mxfp6_e2m3() -> Recipe:
 
     A mantissa bit more than `mxfp6` and an exponent bit less, which a block's shared scale makes up
     for: 28 dB a product on normal data, where `mxfp6` has 22.6 and `mxfp8` 28.5.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> for recipe in (recipes.mxfp6(), recipes.mxfp6_e2m3()):
+      ...     element = recipe.fwd.lhs.format.element
+      ...     print(element.name, element.mantissa_bits, element.smallest_subnormal, element.max)
+      e3m2 2 0.0625 28.0
+      e2m3 3 0.125 7.5
     """
     return _uniform("mxfp6_e2m3", MXFP6_E2M3)
 
 
 def mxfp4() -> Recipe:
-    """Plain MXFP4 training: E2M1 everywhere, EVEN scales, nearest rounding."""
+    """Plain MXFP4 training: E2M1 everywhere, EVEN scales, nearest rounding.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> gentle = recipes.mxfp4().with_(gradients="mxfp8_e5m2")
+      >>> print(gentle.fwd.lhs, "|", gentle.dlhs.lhs)
+      mxfp4 (even, nearest) | mxfp8_e5m2 (rceil, nearest)
+    """
     return _uniform("mxfp4", MXFP4)
 
 
 def mxint8() -> Recipe:
-    """MXINT8 training: INT8 everywhere, FLOOR scales (MX v1.0, section 5.3.4)."""
+    """MXINT8 training: INT8 everywhere, FLOOR scales (MX v1.0, section 5.3.4).
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> print(mx_jax.recipes.mxint8().fwd.lhs)
+      mxint8 (floor, nearest)
+      >>> mx_jax.quantize(jnp.array([1.0, 0.5, -0.25]), "mxint8").elements
+      Array([ 64,  32, -16], dtype=int8)
+    """
     return _uniform("mxint8", MXINT8)
 
 
 def nvfp4() -> Recipe:
-    """Plain NVFP4 training: E2M1 in blocks of 16, E4M3 scales, a float32 scale a tensor."""
+    """Plain NVFP4 training: E2M1 in blocks of 16, E4M3 scales, a float32 scale a tensor.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> format = recipes.nvfp4().fwd.lhs.format
+      >>> format.block, format.scale.name, format.tensor_scale
+      ((1, 16), 'e4m3', True)
+    """
     return _uniform("nvfp4", NVFP4)
 
 
@@ -99,6 +148,15 @@ def weight_only(format: Any, scale_rule: ScaleRule | str | None = None) -> Recip
 
     Raises:
       ValueError: unknown names, or a rule that does not fit the format.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> recipe = mx_jax.recipes.weight_only("mxfp4")
+      >>> print(recipe.fwd)
+      high precision x mxfp4 (even, nearest)
+      >>> y = mx_jax.matmul(jnp.full((4, 64), 0.1), jnp.full((64, 8), 5.1), recipe=recipe)
+      >>> print(f"{y[0, 0] / 64 / 0.1:.1f}")
+      6.0
     """
     spec = measured_operand(format)
     if scale_rule is not None:
@@ -128,6 +186,14 @@ def qat(format: Any, scale_rule: ScaleRule | str | None = None) -> Recipe:
       ValueError: unknown names, a dtype that is ambiguous, or a rule that does not fit the format.
 
     Source: torchao's `MXFakeQuantizedLinear` and `NVFP4FakeQuantizedLinear`.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> recipe = recipes.qat("mxfp4")
+      >>> print(recipe.fwd)
+      mxfp4 (rceil, nearest) x mxfp4 (rceil, nearest)
+      >>> print(recipe.drhs, "|", recipe.residuals.value)
+      high precision x high precision | quantized
     """
     format = block_format(format)
     if scale_rule is None and format.scale.kind in RCEIL.kinds:
@@ -144,6 +210,13 @@ def qat(format: Any, scale_rule: ScaleRule | str | None = None) -> Recipe:
 
 
 def high_precision() -> Recipe:
-    """Nothing is quantized: `jax.lax.dot_general` itself, gradients included."""
+    """Nothing is quantized: `jax.lax.dot_general` itself, gradients included.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> schedule = recipes.Schedule([(0, "mxfp4"), (900, recipes.high_precision())])
+      >>> schedule.at(899).is_high_precision, schedule.at(900).is_high_precision
+      (False, True)
+    """
     high = MatmulSpec(lhs=None, rhs=None)
     return Recipe(name="high_precision", fwd=high, dlhs=high, drhs=high, residuals=Residuals.PRIMAL)

@@ -30,6 +30,13 @@ class Hadamard:
     Raises:
       TypeError: if size is no int, or the signs are no tuple.
       ValueError: if size is no power of two above 1, or the signs are not g values of 1 or -1.
+
+    Examples:
+      >>> from mx_jax.recipes import Hadamard, MatmulSpec, mxfp4
+      >>> spread = MatmulSpec(lhs="mxfp4", rhs="mxfp4", transform=Hadamard(size=32, signs=None))
+      >>> recipe = mxfp4().with_(drhs=spread, name="mxfp4, spread dW")
+      >>> recipe.is_stochastic, recipe.fwd.transform
+      (True, None)
     """
 
     size: int

@@ -29,6 +29,17 @@ class Dispatched:
       route: how they came.
       axis_name: mesh axis that they came along.
       num_rows: m, of this device before.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> def arrived(x, group_sizes):
+      ...     sent = mx_jax.sharding.dispatch(x, group_sizes, "expert")
+      ...     return sent.rows[:, 0], sent.group_sizes
+      >>> run = jax.shard_map(arrived, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+      >>> jax.jit(run)(jnp.ones((3, 32)), jnp.array([1, 1]))
+      (Array([1., 1., 0.], dtype=float32), Array([1, 1], dtype=int32))
     """
 
     rows: Any

@@ -17,7 +17,14 @@ Q = TypeVar("Q", bound=Quantized)
 
 
 class Specs(NamedTuple):
-    """Where codes, block scales and the tensor scale lie; None: the format has no tensor scale."""
+    """Where codes, block scales and the tensor scale lie; None: the format has no tensor scale.
+
+    Examples:
+      >>> import mx_jax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mx_jax.sharding.spec_for(P("fsdp", "model"), "nvfp4")
+      Specs(codes=P('fsdp', 'model'), scales=P('fsdp', 'model'), tensor_scale=P(None, None))
+    """
 
     codes: PartitionSpec
     scales: PartitionSpec

@@ -1,0 +1,99 @@
+"""Every public class and function has an example, and the doctests find it."""
+
+import ast
+import doctest
+import functools
+import importlib
+import inspect
+import itertools
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.contracts.test_public_names import PUBLIC
+
+ROOT = Path(__file__).parents[2]
+# Names that pages of the reference show, some by the module that they lie in.
+SHOWN = re.compile(r"^::: (mx_jax\S+)\.(\w+)$", re.MULTILINE)
+
+reads_docstrings = pytest.mark.one_python(reason="docstrings are the same on every version")
+
+
+def public() -> dict[str, Any]:
+    """What is pinned, and what the reference shows of `nn.linen` and `nn.nnx`."""
+    pages = (page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
+    names = {pair for page in pages for pair in SHOWN.findall(page)}
+    names |= {(module, name) for module, own in PUBLIC.items() for name in own}
+    # `mx_jax.inspect.capture` is a module and, in its package, a function.
+    modules = {module: importlib.import_module(module) for module, _ in names}
+    return {f"{module}.{name}": getattr(modules[module], name) for module, name in names}
+
+
+@functools.cache
+def found_in(module: str) -> frozenset[str]:
+    """Names of a module of which doctest runs an example."""
+    tests = doctest.DocTestFinder().find(sys.modules[module])
+    return frozenset(test.name for test in tests if runs(test))
+
+
+def runs(test: doctest.DocTest) -> bool:
+    return any(not example.options.get(doctest.SKIP) for example in test.examples)
+
+
+def without_example(names: dict[str, Any]) -> list[str]:
+    """Classes and functions of this library among them that have none."""
+    own = {name: x for name, x in names.items() if inspect.isclass(x) or inspect.isroutine(x)}
+    # A policy for jax.checkpoint is JAX's function, described where it is assigned.
+    own = {name: x for name, x in own.items() if x.__module__.startswith(("mx_jax", "tests"))}
+    return sorted(
+        name
+        for name, x in own.items()
+        if f"{x.__module__}.{x.__qualname__}" not in found_in(x.__module__)
+    )
+
+
+def below_assignments() -> dict[str, str]:
+    """What is said of values below them, which doctest does not look at, if it has an example."""
+    found = {}
+    for path in sorted((ROOT / "mx_jax").rglob("*.py")):
+        body = ast.parse(path.read_text()).body
+        for before, node in itertools.pairwise(body):
+            match before, node:
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)]),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ) if ">>>" in text:
+                    found[f"{path.relative_to(ROOT)}: {name}"] = text
+    return found
+
+
+@reads_docstrings
+def test_every_public_name_has_an_example():
+    names = public()
+    assert len(names) > 200, "not much is public"
+    assert without_example(names) == []
+
+
+@reads_docstrings
+def test_one_without_is_noticed():
+    def skipped():
+        """One line.
+
+        >>> 1 / 0  # doctest: +SKIP
+        """
+
+    test = doctest.DocTestFinder().find(skipped)[0]
+    assert not runs(test)
+    assert without_example({"runs": runs, "value": SimpleNamespace()}) == ["runs"]
+
+
+def test_examples_of_values():
+    texts = below_assignments()
+    assert texts.keys() == {"mx_jax/ops/remat.py: save_quantized"}
+    for name, text in texts.items():
+        test = doctest.DocTestParser().get_doctest(text, {}, name, name, 0)
+        assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
