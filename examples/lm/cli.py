@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .launch import OUT, add_options
-from .settings import ENDS, Settings, aliases, known_recipes
+from .settings import ENDS, Settings, aliases, known_recipes, precision
 
 
 def recipe_list(text: str) -> list[str]:
@@ -30,6 +30,17 @@ def recipe_list(text: str) -> list[str]:
 def _resolved(name: str) -> str:
     base = name.removesuffix(ENDS)
     return aliases().get(base, base) + name[len(base) :]
+
+
+def check_quantizes(recipes: Sequence[str], settings: Settings) -> None:
+    """Refuses recipes that keep every block in high precision: they would be float32 by a name."""
+    for name in recipes:
+        high = {block % settings.layers for block in precision(name).high_blocks}
+        if len(high) == settings.layers:
+            raise ValueError(
+                f"{name} keeps the first and the last block in high precision, and nothing lies "
+                f"between them, got layers={settings.layers}; pass --layers 3 or more"
+            )
 
 
 def seed_list(text: str) -> list[int]:
@@ -81,9 +92,11 @@ class CommandLine:
         given = {name: getattr(arguments, name) for name in vars(preset)}
         changes = {name: value for name, value in given.items() if value is not None}
         try:
-            return arguments, dataclasses.replace(preset, **changes)
+            settings = dataclasses.replace(preset, **changes)
+            check_quantizes(arguments.recipes, settings)
         except ValueError as error:
             self.fail(error)
+        return arguments, settings
 
     def fail(self, error: Exception) -> NoReturn:
         """Exits with status 2 and the error as the message."""

@@ -159,6 +159,11 @@ def test_a_run_is_healed_by_its_last_steps(call, results, example, monkeypatch, 
             "each with +ends too, or all",
         ),
         (["--recipes", "mxfp9+ends"], "unknown recipe 'mxfp9+ends'; known: "),
+        (
+            ["--recipes", "mxfp4+ends", "--layers", "2"],
+            "mxfp4+ends keeps the first and the last block in high precision, and nothing lies "
+            "between them, got layers=2; pass --layers 3 or more",
+        ),
         (["--seeds", "one"], "seeds are whole numbers below 2**31, as in 0,1,2; got 'one'"),
         (["--steps", "0"], "steps must be positive, got steps=0"),
         (["--lr", "nan"], "lr must be positive, got lr=nan"),
