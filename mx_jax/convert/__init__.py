@@ -1,5 +1,6 @@
 """Converting models that know nothing of recipes, by rules, and back."""
 
+from mx_jax.convert.caches import CacheFormat as CacheFormat
 from mx_jax.convert.filters import AutoFilter as AutoFilter
 from mx_jax.convert.filters import every as every
 from mx_jax.convert.filters import gains as gains

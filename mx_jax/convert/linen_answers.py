@@ -1,10 +1,9 @@
 """flax.linen: layers that call jax.numpy by name, answered in their place."""
 
-import contextlib
 import contextvars
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -17,6 +16,7 @@ from flax.linen.module import merge_param
 from mx_jax.convert import linen_products as products
 from mx_jax.convert.foreign import ForeignProduct, with_products
 from mx_jax.convert.kinds import EINSUM, EMBED, foreign_facts
+from mx_jax.convert.lending import lent
 from mx_jax.convert.products import cast_table
 from mx_jax.convert.rules import Decision
 from mx_jax.nn import linen as mx_linen
@@ -29,24 +29,6 @@ from mx_jax.recipes import high_precision
 _rewriting: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
     "rewriting", default=()
 )
-
-
-@contextlib.contextmanager
-def lent(layer: nn.Module, loans: dict[str, Any]) -> Iterator[None]:
-    """Set attributes of a bound clone, past Flax's check that modules are frozen."""
-    own = vars(layer)
-    before = {name: own[name] for name in loans if name in own}
-    for name, value in loans.items():
-        object.__setattr__(layer, name, value)
-    try:
-        yield
-    finally:
-        for name in loans:
-            if name in before:
-                object.__setattr__(layer, name, before[name])
-            else:
-                # A method of the class, which the loan stood before.
-                object.__delattr__(layer, name)
 
 
 def _answer_einsum(

@@ -19,7 +19,9 @@ from flax.linen.module import InterceptorContext
 
 from mx_jax.convert import linen_products as products
 from mx_jax.convert.kinds import ATTENTION, kind_of
-from mx_jax.convert.linen_answers import ANSWERS, lent, run_foreign
+from mx_jax.convert.lending import lent
+from mx_jax.convert.linen_answers import ANSWERS, run_foreign
+from mx_jax.convert.linen_caches import cache_loans
 from mx_jax.convert.rules import Rule
 from mx_jax.nn import linen as mx_linen
 from mx_jax.nn.operations import Operation
@@ -68,13 +70,14 @@ class Interceptor:
         if context.method_name == "setup":
             return call(*args, **kwargs)
         lender = products.Lender(self.rules, layer, path)
-        answer = ANSWERS.get(getattr(context.orig_method, "func", None))
+        method = getattr(context.orig_method, "func", None)
+        answer = ANSWERS.get(method)
         if answer is not None:
             return answer(lender, call, *args, **kwargs)
         loans = _loans(lender)
         if loans is None:
             return run_foreign(lender, call, args, kwargs, context.method_name)
-        with lent(layer, loans):
+        with lent(layer, loans | cache_loans(lender, method, loans)):
             return call(*args, **kwargs)
 
     def _path(self, layer: nn.Module) -> str | None:

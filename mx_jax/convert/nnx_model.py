@@ -8,6 +8,7 @@ import jax
 from flax import nnx as flax_nnx
 from jax.sharding import PartitionSpec
 
+from mx_jax.convert import nnx_caches
 from mx_jax.convert.kind import Kind
 from mx_jax.convert.nnx_layers import judged, put, replaced, stack, take_back
 from mx_jax.convert.nnx_products import Injected, KeyedInjected
@@ -76,6 +77,8 @@ def converted(model: M, rules: tuple[Rule, ...], rngs: flax_nnx.Rngs | None) -> 
     for plan in plans:
         if any(decision.recipe for decision in plan.decisions):
             _inject(plan, rngs)
+        if plan.cache is not None and plan.cache.cache is not None:
+            nnx_caches.put(plan.layer, plan.cache.cache)
     return copy, _report(rules, plans)
 
 
@@ -92,6 +95,7 @@ def original(model: M) -> M:
         )
     copy = flax_nnx.clone(model, variables=False)
     for _, layer in list(flax_nnx.iter_modules(copy)):
+        nnx_caches.take_back(layer)
         take_back(layer)
     return copy
 
@@ -115,10 +119,16 @@ class _Plan:
     layer: Any
     kind: Kind
     decisions: tuple[Decision, ...]
+    cache: Decision | None
 
 
 def _report(rules: tuple[Rule, ...], plans: Iterable[_Plan]) -> Report:
-    decisions = tuple(decision for plan in plans for decision in plan.decisions)
+    decisions = tuple(
+        decision
+        for plan in plans
+        for decision in (*plan.decisions, plan.cache)
+        if decision is not None
+    )
     return Report(rules=rules, decisions=decisions)
 
 
@@ -129,14 +139,24 @@ def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
         if found is None:
             continue
         kind, facts = found
-        decisions = []
-        for product in kind.products:
-            first, *others = (
-                "/".join(map(str, path if product is None else (*path, product))) for path in paths
-            )
-            judging = Layer(path=first, aliases=tuple(others), type=type(layer), **facts)
-            decisions.append(decide(rules, judging))
-        yield _Plan(layer, kind, tuple(decisions))
+        decisions = [
+            decide(rules, _judging(paths, layer, product, facts)) for product in kind.products
+        ]
+        cache = None
+        if nnx_caches.keeps_cache(layer) and any(rule.cache for rule in rules):
+            about = {"is_cache": True, "obstacle": nnx_caches.obstacle(layer)}
+            cache = decide(rules, _judging(paths, layer, "cache", about))
+        yield _Plan(layer, kind, tuple(decisions), cache)
+
+
+def _judging(
+    paths: tuple[Path, ...], layer: Any, product: str | None, facts: dict[str, Any]
+) -> Layer:
+    """A layer, or a product or the cache of it, as rules judge it."""
+    first, *others = (
+        "/".join(map(str, path if product is None else (*path, product))) for path in paths
+    )
+    return Layer(path=first, aliases=tuple(others), type=type(layer), **facts)
 
 
 def layers_of(model: flax_nnx.Module) -> Iterator[tuple[tuple[Path, ...], Any]]:

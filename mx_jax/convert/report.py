@@ -58,8 +58,8 @@ class Report:
 
     @property
     def num_converted(self) -> int:
-        """How many layers get a recipe."""
-        return sum(decision.recipe is not None for decision in self.decisions)
+        """How many layers get a recipe, or a cache its format."""
+        return sum(decision.gets is not None for decision in self.decisions)
 
     @property
     def summary(self) -> str:
@@ -68,15 +68,33 @@ class Report:
         unused = [f"rule {i} ({self.rules[i]}) matched nothing" for i in self.unused]
         return "\n".join([text, *unused])
 
-    def check(self, operation: str, strict: bool, used: Set[int] = frozenset()) -> None:
+    @property
+    def without_cache(self) -> tuple[int, ...]:
+        """Indices of the rules that ask for caches, in a model whose layers keep none."""
+        if any(decision.layer.is_cache for decision in self.decisions):
+            return ()
+        return tuple(index for index, rule in enumerate(self.rules) if rule.cache is not None)
+
+    def check(
+        self,
+        operation: str,
+        strict: bool,
+        used: Set[int] = frozenset(),
+        *,
+        caches: bool = True,
+    ) -> None:
         """Warn of rules that matched nothing, or raise ValueError if strict.
 
         Args:
           operation: for the message.
           strict: whether to raise.
           used: rules that are known to have matched at other times.
+          caches: whether the model's caches would have been met.
         """
         unused = [index for index in self.unused if index not in used]
+        if caches:
+            missed = [i for i in self.without_cache if i not in (*used, *unused)]
+            self._tell_of_caches(operation, strict, missed)
         if self.rules and not unused:
             return
         rules = ", ".join(f"{index} ({self.rules[index]})" for index in unused)
@@ -93,6 +111,19 @@ class Report:
             raise ValueError(text)
         warnings.warn(text, UnusedRuleWarning, stacklevel=3)
 
+    def _tell_of_caches(self, operation: str, strict: bool, missed: list[int]) -> None:
+        if not missed:
+            return
+        rules = ", ".join(f"{index} ({self.rules[index]})" for index in missed)
+        text = (
+            f"{operation}: rules with a cache, but no layer that keeps one: {rules}; caches are "
+            "those of Flax's own MultiHeadAttention; in an attention of your own use "
+            "mx_jax.nn.KVCache"
+        )
+        if strict:
+            raise ValueError(text)
+        warnings.warn(text, UnusedRuleWarning, stacklevel=4)
+
     def __str__(self) -> str:
         rows = [COLUMNS, *map(_row, self.decisions)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -103,7 +134,7 @@ class Report:
         table = Table(*COLUMNS, caption=self.summary)
         for decision in self.decisions:
             # A bracket in a layer's path is no markup.
-            table.add_row(*map(Text, _row(decision)), style=None if decision.recipe else "dim")
+            table.add_row(*map(Text, _row(decision)), style=None if decision.gets else "dim")
         return table
 
 
@@ -113,7 +144,7 @@ def _row(decision: Decision) -> tuple[str, ...]:
     if layer.input is not None:
         kernel = f"{_size(layer.input)} by {kernel}"
     rule = "-" if decision.rule is None else str(decision.rule)
-    recipe = decision.recipe.name if decision.recipe else f"({decision.reason})"
+    recipe = decision.gets or f"({decision.reason})"
     return (layer.path or ".", layer.type.__name__, kernel, rule, recipe)
 
 

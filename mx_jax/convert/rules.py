@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mx_jax.axes import Axes
+from mx_jax.convert.caches import CacheFormat
+from mx_jax.formats import BlockFormat
 from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.recipes import Recipe
 
@@ -34,9 +36,12 @@ class Rule:
         defined once, or a frozen value: a fresh lambda is a new rule and retraces.
       gather: mesh axes along which kernels are gathered as codes, in place of the recipe's own:
         see `mx_jax.sharding.Gather`. Flax's metadata say where the kernels lie.
+      cache: format of the keys and values that an attention keeps when it decodes, whose path ends
+        in `/cache`: a block format, its name, or a `CacheFormat`; None leaves them as they are.
 
     Raises:
-      ValueError: a pattern that is no regular expression, or a name that is no recipe's.
+      ValueError: a pattern that is no regular expression, a name that is no recipe's, or a format
+        that a cache cannot have.
       TypeError: a recipe, types or filter of another type.
 
     Examples:
@@ -53,6 +58,7 @@ class Rule:
     types: type | tuple[type, ...] | None = None
     filter: Filter | None = None
     gather: Any = None
+    cache: CacheFormat | BlockFormat | str | None = None
 
     def __post_init__(self):
         try:
@@ -67,6 +73,8 @@ class Rule:
             if self.gather is not None:
                 recipe = recipe.with_(gather=self.gather)
             object.__setattr__(self, "recipe", recipe)
+        if self.cache is not None and not isinstance(self.cache, CacheFormat):
+            object.__setattr__(self, "cache", CacheFormat(self.cache))
         if self.types is not None:
             types = tuple(self.types) if isinstance(self.types, tuple | list) else (self.types,)
             if not all(isinstance(entry, type) for entry in types):
@@ -87,6 +95,12 @@ class Rule:
         assert not isinstance(self.recipe, str)
         return None if self.recipe is None or self.recipe.is_high_precision else self.recipe
 
+    @property
+    def cache_format(self) -> CacheFormat | None:
+        """The format of caches, also where it was given by name."""
+        assert self.cache is None or isinstance(self.cache, CacheFormat)
+        return self.cache
+
     def __str__(self) -> str:
         return repr(self.pattern)
 
@@ -105,6 +119,7 @@ class Layer:
       obstacle: why it cannot be converted whatever the rules say, or None.
       axes: of the kernel as stored, in the product; None where they are not known.
       input: shape of the other operand, where a trace tells it.
+      is_cache: whether it is no product, but what an attention keeps when it decodes.
 
     Examples:
       >>> import flax.linen as nn, jax.numpy as jnp
@@ -125,6 +140,7 @@ class Layer:
     obstacle: str | None = None
     axes: Axes | None = None
     input: tuple[int, ...] | None = None
+    is_cache: bool = False
 
 
 class Unknown:
@@ -140,6 +156,7 @@ class Decision:
       rule: index of the rule that decided, or None.
       recipe: what the layer gets; None: it stays in high precision.
       reason: why it stays.
+      cache: what a cache gets; None: it stays as it is.
 
     Examples:
       >>> import flax.linen as nn, jax.numpy as jnp
@@ -156,6 +173,12 @@ class Decision:
     rule: int | None
     recipe: Recipe | None
     reason: str = ""
+    cache: CacheFormat | None = None
+
+    @property
+    def gets(self) -> str | None:
+        """Name of the recipe or of the cache's format; None: it stays as it is."""
+        return self.recipe.name if self.recipe else self.cache and self.cache.name
 
 
 def as_rules(rules: Rule | Sequence[Rule], operation: str) -> tuple[Rule, ...]:
@@ -188,7 +211,9 @@ def decide(rules: tuple[Rule, ...], layer: Layer) -> Decision:
             continue
         note = _handed_on(rule, layer)
         if note is None:
-            if rule.quantizes is None:
+            if layer.is_cache and rule.cache is not None:
+                return Decision(layer=layer, rule=index, recipe=None, cache=rule.cache_format)
+            if layer.is_cache or rule.quantizes is None:
                 # The layer's own product then, to the bit, whatever order it multiplies in.
                 return Decision(layer=layer, rule=index, recipe=None, reason="kept by its rule")
             return Decision(layer=layer, rule=index, recipe=rule.quantizes)

@@ -94,7 +94,7 @@ def weights(
             ],
         )
         found = _report(rules, kernels)
-    found.check("convert.weights", strict)
+    found.check("convert.weights", strict, caches=False)
     return result
 
 
@@ -131,7 +131,7 @@ def weights_report(
         found = nnx_weights.report(params, rules)
     else:
         found = _report(rules, _kernels(_flat(params)[0], rules, _layers(model, args)))
-    found.check("convert.weights_report", strict)
+    found.check("convert.weights_report", strict, caches=False)
     return found
 
 

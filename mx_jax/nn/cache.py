@@ -162,8 +162,8 @@ class KVCache:
           ValueError: a format whose blocks span tokens; tensor scales for a format without, or
             not finite and positive.
         """
-        form = None if format is None else _row_format(format)
-        _check_tensor_scales(tensor_scales, form)
+        form = None if format is None else row_format(format)
+        check_tensor_scales(tensor_scales, form)
         shape = (batch * heads, length, features)
         keys, values = tensor_scales or (None, None)
         return cls(
@@ -219,7 +219,12 @@ class KVCache:
         return attend(query, self.keys.held(length), self.values.held(length), position)
 
 
-def _row_format(format: Any) -> BlockFormat:
+def row_format(format: Any) -> BlockFormat:
+    """A block format, or its name, for rows of a cache.
+
+    Raises:
+      ValueError: blocks that span tokens.
+    """
     form = block_format(format)
     if form.block[0] != 1 or (isinstance(form.block[1], Whole) and form.scale.is_float32):
         raise ValueError(
@@ -229,7 +234,8 @@ def _row_format(format: Any) -> BlockFormat:
     return form
 
 
-def _check_tensor_scales(given: tuple[float, float] | None, form: BlockFormat | None) -> None:
+def check_tensor_scales(given: tuple[float, float] | None, form: BlockFormat | None) -> None:
+    """Raise ValueError for fixed tensor scales that a cache in a format cannot have."""
     if given is None:
         return
     if form is None or not form.tensor_scale:

@@ -76,6 +76,7 @@ PUBLIC = {
     },
     "mx_jax.convert": {
         "AutoFilter",
+        "CacheFormat",
         "Conv",
         "Decision",
         "DotGeneral",

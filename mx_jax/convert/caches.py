@@ -1,0 +1,155 @@
+"""Caches of keys and values in a block format, behind attention that knows nothing of them.
+
+Flax's attention keeps them in two arrays. What takes their place are rows of `mx_jax.nn.KVCache`;
+how a layer of each framework finds them is in `linen_caches.py` and `nnx_caches.py`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mx_jax.formats import BlockFormat
+from mx_jax.nn.cache import CacheRows, KVCache, check_tensor_scales, row_format
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheFormat:
+    """What the keys and values of an attention are kept in; frozen, for a `Rule`.
+
+    Attributes:
+      format: a block format or its name, with blocks along the features of a head.
+      tensor_scales: of keys and of values, for formats with one (NVFP4): fixed, as found by
+        calibration, `amax / 2688`. None: one for each token and head.
+
+    Raises:
+      ValueError: a format whose blocks span tokens; tensor scales for a format without, or not
+        finite and positive.
+
+    Examples:
+      >>> from mx_jax import convert
+      >>> fixed = convert.CacheFormat("nvfp4", tensor_scales=(0.004, 0.001))
+      >>> convert.Rule("decoder/.*", None, cache=fixed).cache.name
+      'nvfp4'
+    """
+
+    format: BlockFormat | str
+    tensor_scales: tuple[float, float] | None = None
+
+    def __post_init__(self):
+        form = row_format(self.format)
+        check_tensor_scales(self.tensor_scales, form)
+        object.__setattr__(self, "format", form)
+        if self.tensor_scales is not None:
+            keys, values = self.tensor_scales
+            object.__setattr__(self, "tensor_scales", (float(keys), float(values)))
+
+    @property
+    def name(self) -> str:
+        """The format's name."""
+        assert isinstance(self.format, BlockFormat)
+        return self.format.name
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> KVCache:
+        """A cache in place of two arrays `[*batch, length, heads, features]`."""
+        *batch, length, heads, features = shape
+        sizes = (math.prod(batch), length, heads, features)
+        return KVCache.zeros(
+            *sizes, format=self.format, dtype=dtype, tensor_scales=self.tensor_scales
+        )
+
+    def holding(self, keys: Any, values: Any) -> KVCache:
+        """A cache with every token of two arrays `[*batch, length, heads, features]`."""
+        empty = self.empty(keys.shape, keys.dtype)
+        return empty.append(one_batch(keys), one_batch(values), 0)
+
+    def of_rows(self, keys: Any, values: Any) -> KVCache:
+        """The cache whose rows a model's variables hold; arrays of an unconverted one are cast.
+
+        Raises:
+          ValueError: rows of another format.
+        """
+        if not isinstance(keys, CacheRows) or not isinstance(values, CacheRows):
+            return self.holding(keys, values)
+        if keys.format != self.format or values.format != self.format:
+            found = keys.format and keys.format.name
+            raise ValueError(
+                f"convert: the cache is in format={found}, and its rule asks for "
+                f"format={self.name}; make the cache with this model"
+            )
+        if self.tensor_scales is not None:
+            # The rule's, whatever became of the variables: they are often made anew as zeros.
+            keys, values = (
+                dataclasses.replace(rows, tensor_scale=jnp.full((1, 1, 1), scale, jnp.float32))
+                for rows, scale in zip((keys, values), self.tensor_scales, strict=True)
+            )
+        return KVCache(keys=keys, values=values)
+
+
+def one_batch(x: jax.Array) -> jax.Array:
+    """`[*batch, tokens, heads, features]` with one axis of sequences."""
+    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+
+
+def as_array(rows: CacheRows, batch: tuple[int, ...], heads: int) -> jax.Array:
+    """The values of rows as Flax keeps them, `[*batch, length, heads, features]`."""
+    values = rows.read()
+    return values.reshape(*batch, heads, *values.shape[1:]).swapaxes(-3, -2)
+
+
+def append(cache: KVCache, keys: jax.Array, values: jax.Array, position: jax.Array) -> KVCache:
+    """The cache with new tokens, `[*batch, tokens, heads, features]`.
+
+    Raises:
+      ValueError: tokens of other sequences, heads or features than the cache's, or more than it
+        holds.
+    """
+    *batch, tokens, heads, features = keys.shape
+    matrices, length = cache.keys.codes.shape[:2]
+    expected = (matrices, cache.keys.features, cache.values.features)
+    if (math.prod(batch) * heads, features, values.shape[-1]) != expected or tokens > length:
+        raise ValueError(
+            "convert: the cache holds "
+            f"batch*heads={matrices}, length={length}, features={cache.keys.features}, got "
+            f"keys.shape={keys.shape}; make it for inputs of this batch and the longest text"
+        )
+    return cache.append(one_batch(keys), one_batch(values), position)
+
+
+def attended(
+    cache: KVCache,
+    query: jax.Array,
+    heads: int,
+    position: jax.Array,
+    attention: Callable[..., jax.Array] | None,
+    mask: jax.Array | None,
+) -> jax.Array:
+    """Attention of new tokens over a cache that holds them already.
+
+    Args:
+      cache: the cache.
+      query: `[*batch, tokens, query heads, features]`.
+      heads: of keys and values.
+      position: of the first token.
+      attention: called with query, keys, values and `mask`, the rows decoded; None: attention over
+        the codes, without a mask.
+      mask: the model's own, or None.
+    """
+    if attention is None:
+        return cache.attend(one_batch(query), position).reshape(query.shape)
+    batch, tokens = query.shape[:-3], query.shape[-3]
+    keys, values = (as_array(rows, batch, heads) for rows in (cache.keys, cache.values))
+    seen = jnp.arange(cache.length) <= position + jnp.arange(tokens)[:, None]
+    seen = jnp.broadcast_to(seen, (*batch, 1, tokens, cache.length))
+    mask = seen if mask is None else jnp.logical_and(mask, seen)
+    return attention(query, keys, values, mask=mask)
+
+
+def is_plain(options: dict[str, Any]) -> bool:
+    """Whether the options of an attention ask for no more than attention over codes gives."""
+    drops = options.get("dropout_rate", 0.0) > 0 and not options.get("deterministic", True)
+    nothing = ("bias", "mask", "module", "precision")
+    return not drops and all(options.get(name) is None for name in nothing)
