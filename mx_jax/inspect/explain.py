@@ -1,11 +1,13 @@
 """Which backend takes what, and why the others do not: from records of what selection decided."""
 
 import contextlib
+import numbers
 from collections.abc import Callable
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
 from mx_jax.backends.base import Target
 from mx_jax.backends.calls import MatmulCall
@@ -18,6 +20,8 @@ from mx_jax.inspect.explanation_of import callable_model, explanation_of
 from mx_jax.ops.dot_general import matmul
 from mx_jax.ops.recipe_names import as_recipe, makes_recipe
 from mx_jax.specs import MatmulRecipe
+
+_SIZES = ("m", "k", "n")
 
 
 @overload
@@ -70,7 +74,7 @@ def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: An
 
     Raises:
       ValueError: whatever the call itself raises.
-      TypeError: neither a recipe nor a function.
+      TypeError: neither a recipe nor a function, or a recipe without its three sizes.
 
     Examples:
       >>> import jax, mx_jax
@@ -99,8 +103,38 @@ def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: An
     with machine:
         of_recipe = isinstance(what, str | MatmulRecipe) or makes_recipe(what)
         if of_recipe or not callable_model(what):
-            return _of_recipe(as_recipe(what, "explain"), *args, **kwargs)
+            recipe = as_recipe(what, "explain")
+            return _of_recipe(recipe, **_with_sizes(recipe, args, kwargs))
         return explanation_of(what, *args, **kwargs)
+
+
+def _with_sizes(
+    recipe: MatmulRecipe, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """What `_of_recipe` takes beside a recipe, by name.
+
+    Raises:
+      TypeError: no three sizes, or something else.
+    """
+    found = dict(zip(_SIZES, args, strict=False)) | kwargs
+    once = len(found) == len(args) + len(kwargs)
+    sizes: list[Any] = [found.get(name) for name in _SIZES]
+    whole = all(isinstance(x, numbers.Integral) or export.is_symbolic_dim(x) for x in sizes)
+    if once and whole and found.keys() <= {*_SIZES, "dtype"}:
+        plain = {x: int(found[x]) for x in _SIZES if isinstance(found[x], numbers.Integral)}
+        return found | plain
+    got = [_in_words(x) for x in args] + [f"{name}={_in_words(kwargs[name])}" for name in kwargs]
+    raise TypeError(
+        f"explain: a recipe needs the sizes of a product [m, k] @ [k, n], and takes a dtype, got "
+        f"recipe={recipe.name!r} with ({', '.join(got)}); give them, as in "
+        f"explain({recipe.name!r}, 16, 4096, 4096), or explain a function that multiplies with the "
+        "recipe, and its arguments"
+    )
+
+
+def _in_words(x: Any) -> str:
+    """An array by its shape."""
+    return f"{type(x).__name__} {list(x.shape)}" if hasattr(x, "shape") else repr(x)
 
 
 def _of_recipe(

@@ -5,6 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mx_jax
@@ -230,3 +231,36 @@ def test_what_stays_as_it_is_is_not_told():
     assert explain_call(jnp.matmul, X, W) == ""
     with pytest.raises(ValueError, match="contracting sizes must agree"):
         explain_call(mx_jax.matmul, X, X, recipe="mxfp8")
+
+
+ROWS = jax.ShapeDtypeStruct((4, 64), "float32")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "got"),
+    [
+        ((), {}, "()"),
+        ((16,), {"k": 64}, "(16, k=64)"),
+        ((16, 64, 32, 8), {}, "(16, 64, 32, 8)"),
+        ((16, 64, 32), {"m": 8}, "(16, 64, 32, m=8)"),
+        ((16, 64, 32), {"backward": True}, "(16, 64, 32, backward=True)"),
+        # As of a function: its arguments.
+        ((ROWS, ROWS), {}, "(ShapeDtypeStruct [4, 64], ShapeDtypeStruct [4, 64])"),
+    ],
+)
+def test_a_recipe_needs_its_sizes(args: tuple[Any, ...], kwargs: dict[str, Any], got: str):
+    with pytest.raises(TypeError) as raised:
+        explain("mxfp8", *args, **kwargs)
+    assert str(raised.value) == (
+        "explain: a recipe needs the sizes of a product [m, k] @ [k, n], and takes a dtype, got "
+        f"recipe='mxfp8' with {got}; give them, as in explain('mxfp8', 16, 4096, 4096), or "
+        "explain a function that multiplies with the recipe, and its arguments"
+    )
+
+
+def test_sizes_by_name_and_open_ones():
+    (m,) = jax.export.symbolic_shape("m")
+    assert titles(explain("mxfp8", n=32, m=8, k=np.int64(64))) == titles(
+        explain("mxfp8", 8, 64, 32)
+    )
+    assert titles(explain("mxfp8", m, 64, 32))[0].startswith("output [m, 64] x [32, 64]: ")
