@@ -210,7 +210,9 @@ class DelayedProduct:
     axes: ProductAxes
     out_dtype: np.dtype
 
-    def forward(self, lhs: Any, rhs: Any, extra: DelayedStates) -> tuple[Any, DelayedStates]:
+    def forward(
+        self, lhs: Any, rhs: Any, extra: DelayedStates, stored: tuple[Side, ...] = ()
+    ) -> tuple[Any, DelayedStates]:
         """The product, of operands quantized here unless `keep` did it."""
         if not isinstance(lhs, MXArray):
             lhs, rhs, _ = self.keep(lhs, rhs, extra)

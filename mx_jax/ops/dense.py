@@ -10,7 +10,6 @@ from jax.sharding import AxisType
 
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand
-from mx_jax.mxarray import MXArray
 from mx_jax.ops.clipping import mask_clipped
 from mx_jax.ops.kept import Kept, as_taken, keep_both
 from mx_jax.ops.keys import GRADIENTS, Key, product_key
@@ -54,8 +53,8 @@ class DenseProduct:
     out_sharding: Any = None
     moves: Moves = STAY
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def forward(self, lhs: Any, rhs: Any, extra: Key) -> jax.Array:
+    @functools.partial(jax.jit, static_argnums=(0, 4))
+    def forward(self, lhs: Any, rhs: Any, extra: Key, stored: tuple[Side, ...] = ()) -> jax.Array:
         """The product."""
         spec = self.recipe.fwd
         if isinstance(lhs, Kept) or isinstance(rhs, Kept):
@@ -72,11 +71,7 @@ class DenseProduct:
                 precision=self.precision,
                 fast_accumulation=spec.fast_accumulation,
                 out_sharding=self.out_sharding,
-                stored=[
-                    side
-                    for side, operand in zip(SIDES, (lhs, rhs), strict=True)
-                    if isinstance(operand, MXArray)
-                ],
+                stored=stored,
                 split=self.recipe.gather is None,
             )
             return unscaled(product, lhs, rhs, spec)

@@ -51,8 +51,9 @@ class Product(Protocol):
     `extra` is whatever else it depends on: a key, group sizes, scale states.
     """
 
-    def forward(self, lhs: Any, rhs: Any, extra: Any) -> Any:
-        """The product of operands as they came, or as `keep` gives them."""
+    def forward(self, lhs: Any, rhs: Any, extra: Any, stored: tuple[Side, ...] = ()) -> Any:
+        """The product of operands as they came, or as `keep` gives them; `stored` names those that
+        came quantized: weights could have come packed."""
         ...
 
     def keep(self, lhs: Any, rhs: Any, extra: Any) -> tuple[Any, Any, Any]:
@@ -139,20 +140,27 @@ class Given(NamedTuple):
         return self.value if self.codes is None else self.codes
 
 
+def stored_sides(lhs: Given, rhs: Given) -> tuple[Side, ...]:
+    """Which operands came quantized; on the left not what this trace quantized: activations."""
+    left: tuple[Side, ...] = ("lhs",) if lhs.codes is not None and lhs.value is None else ()
+    return (*left, "rhs") if rhs.codes is not None else left
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def differentiable(product: Product, lhs: Given, rhs: Given, extra: Any) -> Any:
     """What `product.forward` gives, with the product's own gradient.
 
     Whoever calls it says `with follow(lhs, rhs)`.
     """
-    return product.forward(lhs.operand, rhs.operand, extra)
+    return product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
 
 
 def product_fwd(product: Product, lhs: Given, rhs: Given, extra: Any) -> tuple[Any, Any]:
     """The product, and what its gradient needs: operands, their bars, what was saved."""
+    stored = stored_sides(lhs, rhs)
     left, right, saved = product.keep(lhs.operand, rhs.operand, extra)
     bars = tuple(None if given.value is None else Bar.of(given.value) for given in (lhs, rhs))
-    return product.forward(left, right, extra), (left, right, bars, saved)
+    return product.forward(left, right, extra, stored), (left, right, bars, saved)
 
 
 def product_bwd(product: Product, residuals: Any, g: Any) -> tuple[Given, Given, Any]:

@@ -165,15 +165,18 @@ class RaggedProduct:
     precision: Any
     move: Movement | None = None
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def forward(self, lhs: Any, rhs: Any, extra: _Extra) -> jax.Array:
+    @functools.partial(jax.jit, static_argnums=(0, 4))
+    def forward(
+        self, lhs: Any, rhs: Any, extra: _Extra, stored: tuple[Side, ...] = ()
+    ) -> jax.Array:
         """The product."""
         spec = self.recipe.fwd
         if isinstance(lhs, Kept) or isinstance(rhs, Kept):
             lhs, rhs, spec = as_taken(lhs, rhs, spec)
         key = product_key(self.recipe, "fwd", extra.key)
         with jax.named_scope("output"):
-            return self._multiply(_FORWARD, spec, lhs, (rhs, self.move), extra.sizes, key)
+            experts = rhs, self.move
+            return self._multiply(_FORWARD, spec, lhs, experts, extra.sizes, key, "rhs" in stored)
 
     def keep(self, lhs: Operand, rhs: Operand, extra: _Extra) -> tuple[Any, Any, _Extra]:
         """The operands as they came, or as the product took them."""
@@ -211,13 +214,19 @@ class RaggedProduct:
         return mask_clipped(self.recipe, side, _FORWARD, bar, own, saved.key)
 
     def _multiply(
-        self, axes: ProductAxes, spec: MatmulSpec, lhs: Operand, rhs: Any, sizes: Any, key: Key
+        self,
+        axes: ProductAxes,
+        spec: MatmulSpec,
+        lhs: Operand,
+        rhs: Any,
+        sizes: Any,
+        key: Key,
+        stored: bool = False,
     ) -> jax.Array:
-        """A product that keeps the rows, by matrices and how they get to it."""
+        """A product that keeps the rows, by matrices, stored or not, and how they get to it."""
         rhs, move = rhs
         left, right = prepare_kept(lhs, rhs, axes, sizes, spec, key, move)
         in_groups = dataclasses.replace(axes, rhs=axes.rhs.in_batch())
-        stored = axes == _FORWARD and isinstance(rhs, MXArray)
         product = _scaled(self, left, right, sizes, in_groups, stored)
         return unscaled(product, lhs, rhs, spec)
 

@@ -17,7 +17,15 @@ from mx_jax.axes import Side
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops.kept import Kept
 from mx_jax.ops.moments import Moment, moment, numbers, watching
-from mx_jax.ops.product import Casts, Given, Product, product_bwd, product_fwd, zero_bars
+from mx_jax.ops.product import (
+    Casts,
+    Given,
+    Product,
+    product_bwd,
+    product_fwd,
+    stored_sides,
+    zero_bars,
+)
 from mx_jax.ops.sample import Free, Sample
 from mx_jax.ops.tags import GRADIENT, Place, Tag, entered, place
 from mx_jax.ops.tags import Product as Name
@@ -197,7 +205,7 @@ def watched(product: Product, lhs: Given, rhs: Given, extra: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _watched(product: Product, tap: Tap, lhs: Given, rhs: Given, extra: Any, now: Moment) -> Any:
-    result = product.forward(lhs.operand, rhs.operand, extra)
+    result = product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
     look = _forward_look(product, tap, lhs, rhs, extra, result)
     for watcher in tap.watchers:
         watcher.tell(None, (look,), tap, now)

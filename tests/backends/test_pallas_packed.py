@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from typing import Any
 
 import jax
@@ -312,51 +311,3 @@ def test_layers_stacked_and_differentiated(loop: str, monkeypatch: pytest.Monkey
     actual = jax.jit(run)(x, layers)
     # Not bit for bit: a code of the next layer may round the other way.
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize(("rows", "told"), [(4, True), (1024, False)])
-def test_stored_weights_are_told_of_packing(rows: int, told: bool):
-    """Once; not where XLA multiplies, nor of packed weights, nor of what the product quantizes."""
-    recipe = mx_jax.recipes.weight_only("mxfp4")
-    x, w = jnp.ones((rows, 256), jnp.bfloat16), jnp.ones((256, 128))
-    stored = mx_jax.quantize(w, "mxfp4", axis=0)
-
-    def trace(w: Any) -> None:
-        jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe)).trace(x, w)
-
-    with mx_jax.testing.target("cuda", (9, 0)):
-        trace(stored)
-        with mx_jax.prefer_backends("pallas_gpu"), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trace(w)
-            trace(mx_jax.pack_weights(stored))
-            assert not caught
-            trace(stored)
-            messages = [str(warning.message) for warning in caught]
-    expected = (
-        "matmul: weights are laid out for backend pallas_gpu at every call, which takes longer "
-        "than a product of few rows: shape=(256, 128), format=mxfp4; lay them out once with "
-        "mx_jax.pack_weights"
-    )
-    assert messages == [expected] * told
-
-
-@pytest.mark.parametrize(("rows", "told"), [(4, True), (1024, False)])
-def test_stored_weights_on_the_left_belong_on_the_right(rows: int, told: bool):
-    """Nothing packs them there, so every call lays them out."""
-    recipe = recipes.high_precision()
-    stored = mx_jax.quantize(jnp.ones((128, 256)), "mxfp4", axis=1)
-    x = jnp.ones((256, rows), jnp.bfloat16)
-    with (
-        mx_jax.testing.target("cuda", (9, 0)),
-        mx_jax.prefer_backends("pallas_gpu"),
-        warnings.catch_warnings(record=True) as caught,
-    ):
-        warnings.simplefilter("always")
-        jax.jit(lambda w, x: mx_jax.matmul(w, x, recipe=recipe)).trace(stored, x)
-    expected = (
-        "matmul: the left operand is laid out for backend pallas_gpu at every call, which takes "
-        "longer than a product of few rows: shape=(128, 256), format=mxfp4; put the weights on the "
-        "right and pack them once with mx_jax.pack_weights"
-    )
-    assert [str(warning.message) for warning in caught] == [expected] * told
