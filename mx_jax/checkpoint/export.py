@@ -175,5 +175,6 @@ def _stored(name: str, x: MXArray, row: Layout) -> dict[str, Entry]:
         value = np.asarray(x.tensor_scale).reshape(-1)
         if value.size != 1:
             raise ValueError(f"checkpoint.write: needs one tensor scale, got {value.size}: {facts}")
-        found[parts["tensor_scale"]] = Entry.of(1 / value if row.divides else value)
+        value = (1 / value if row.divides else value).reshape(row.scale_shape)
+        found[parts["tensor_scale"]] = Entry.of(value)
     return found

@@ -30,6 +30,7 @@ class Layout:
       codes_dtype: safetensors' name of the codes' dtype.
       scales_dtypes: those that the scales may have.
       divides: whether the tensor scale is stored as what it divides by.
+      scale_shape: of the tensor scale as it is written; any of one number is read.
       rotation: suffix of the matrix by which inputs have to be rotated, in groups along their last
         axis, before they meet such a weight; None for weights as they were trained.
       padded: whether the scales may be padded to whole tiles of 128 x 4, rows in order.
@@ -54,6 +55,7 @@ class Layout:
     codes_dtype: str = "U8"
     scales_dtypes: tuple[str, ...] = ("U8",)
     divides: bool = False
+    scale_shape: tuple[int, ...] = (1,)
     rotation: str | None = None
     padded: bool = False
     exponents: bool = False
@@ -88,19 +90,32 @@ class Layout:
         )
         return (*front, *counts)
 
+    @property
+    def least_axes(self) -> int:
+        """Axes that stored codes have at least."""
+        return 3 if self.split else 2
+
     def accepts(self, base: str, tensors: Mapping[str, Facts]) -> bool:
         """Whether a weight of that name may be stored so: by names, dtypes and whole codes."""
-        parts = self.parts(base)
-        needed = [*parts.values(), *([] if self.rotation is None else [base + self.rotation])]
-        if not all(name in tensors for name in needed):
+        if self.lacks(base, tensors):
             return False
-        (dtype, codes), (scales, _) = tensors[parts["codes"]], tensors[parts["scales"]]
-        return (
-            dtype == self.codes_dtype
-            and scales in self.scales_dtypes
-            and len(codes) >= (3 if self.split else 2)
-            and codes[-1] * 8 % self.format.element.bits == 0
-        )
+        codes = tensors[base + self.codes][1]
+        return len(codes) >= self.least_axes and codes[-1] * 8 % self.format.element.bits == 0
+
+    def lacks(self, base: str, tensors: Mapping[str, Facts]) -> list[str]:
+        """What a weight of that name would need, in words: tensors, or others of their dtypes."""
+        parts = self.parts(base)
+        dtypes = {"codes": (self.codes_dtype,), "scales": self.scales_dtypes}
+        found = []
+        for part, name in parts.items():
+            wanted = dtypes.get(part)
+            if name not in tensors:
+                found.append(f"{name}, which is not there")
+            elif wanted is not None and tensors[name][0] not in wanted:
+                found.append(f"{name} of dtype {' or '.join(wanted)}, got {tensors[name][0]}")
+        if self.rotation is not None and base + self.rotation not in tensors:
+            found.append(f"{base + self.rotation}, which is not there")
+        return found
 
     def fits(self, base: str, tensors: Mapping[str, Facts]) -> bool:
         """Whether the scales have the shape that the codes ask for, or leave out an axis of one."""

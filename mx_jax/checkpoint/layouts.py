@@ -114,6 +114,7 @@ LAYOUTS: tuple[Layout, ...] = (
         codes=".weight",
         scales=".weight_scale",
         tensor_scale=".weight_scale_2",
+        scale_shape=(),
         scales_dtypes=("F8_E4M3",),
         configs=(_modelopt("NVFP4"), _modelopt("W4A16_NVFP4")),
     ),
@@ -122,7 +123,13 @@ LAYOUTS: tuple[Layout, ...] = (
         format=MXFP4,
         codes=".weight",
         scales=".weight_scale",
-        configs=(_modelopt("MXFP4"), _modelopt("W4A8_MXFP4_FP8"), (("quant_method", "quark"),)),
+        configs=(
+            _modelopt("MXFP4"),
+            # As ModelOpt 0.47 spells it itself.
+            _modelopt("mxfp4"),
+            _modelopt("W4A8_MXFP4_FP8"),
+            (("quant_method", "quark"),),
+        ),
     ),
     Layout(
         name="quark-mxfp4",
@@ -147,7 +154,8 @@ LAYOUTS: tuple[Layout, ...] = (
         codes=".weight",
         scales=".weight_scale_inv",
         codes_dtype="F8_E4M3",
-        scales_dtypes=("F32",),
+        # DeepSeek's own are float32; others store theirs in bfloat16.
+        scales_dtypes=("F32", "BF16"),
         configs=((("quant_method", "fp8"),),),
     ),
     Layout(
@@ -157,6 +165,16 @@ LAYOUTS: tuple[Layout, ...] = (
         scales=".weight_scale_inv",
         codes_dtype="F8_E4M3",
         scales_dtypes=("F8_E8M0",),
+        configs=((("quant_method", "fp8"),),),
+    ),
+    Layout(
+        # V4 before its last training, with experts in float8 too.
+        name="deepseek-v4-base",
+        format=FLOAT8_BLOCKWISE_2D_E4M3,
+        codes=".weight",
+        scales=".scale",
+        codes_dtype="F8_E4M3",
+        scales_dtypes=("F32",),
         configs=((("quant_method", "fp8"),),),
     ),
     Layout(

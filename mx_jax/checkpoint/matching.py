@@ -55,15 +55,75 @@ def match(
             )
         found[weight] = base, fitting[0]
     taken = {name for base, row in found.values() for name in row.parts(base).values()}
-    left = [name for name in tensors if name.endswith(SCALE_NAMES) and name not in taken]
+    left = [name for name in tensors if _is_scales(name, tensors) and name not in taken]
     if left:
-        facts = ", ".join(f"{name} {tensors[name][0]}{list(tensors[name][1])}" for name in left[:3])
-        raise ValueError(
-            f"{where}: {len(left)} scales belong to no weight of the layouts "
-            f"{', '.join(layout.name for layout in candidates)}: {facts}; a tensor is missing, or "
-            "mx_jax does not read this layout"
-        )
+        raise ValueError(f"{where}: {_strayed(left, tensors, candidates)}")
+    _check_codes([name for name in tensors if name not in taken], tensors, candidates, where)
     return found
+
+
+def _is_scales(name: str, tensors: Mapping[str, Facts]) -> bool:
+    """Whether a tensor is nothing but scales, by its name or its dtype."""
+    return name.endswith(SCALE_NAMES) or tensors[name][0] == "F8_E8M0"
+
+
+def _strayed(left: list[str], tensors: Mapping[str, Facts], candidates: tuple[Layout, ...]) -> str:
+    """What is wrong with scales that no weight takes, and what the nearest layout lacks."""
+    named = "any layout that mx_jax reads"
+    if len(candidates) < len(LAYOUTS):
+        named = f"the layouts {', '.join(layout.name for layout in candidates)}"
+    facts = ", ".join(f"{name} {_facts(tensors[name])}" for name in left[:3])
+    return (
+        f"{len(left)} scales belong to no weight of {named}: {facts}; "
+        f"{_nearest(left[0], tensors, candidates)}"
+    )
+
+
+def _nearest(name: str, tensors: Mapping[str, Facts], candidates: tuple[Layout, ...]) -> str:
+    """What the layout lacks that needs least for a tensor to be its scales."""
+    lacks: list[tuple[str, list[str]]] = []
+    for row in candidates:
+        for suffix in filter(None, (row.scales, row.tensor_scale)):
+            base = name.removesuffix(suffix)
+            if base != name:
+                lacks.append((row.name, row.lacks(base, tensors)))
+    if not lacks:
+        return "no such layout has scales of this name; mx_jax does not read it"
+    row, lack = min(lacks, key=lambda each: len(each[1]))
+    return f"{row} needs {' and '.join(lack) or 'codes of whole bytes'}"
+
+
+def _facts(facts: Facts) -> str:
+    return f"{facts[0]}{list(facts[1])}"
+
+
+def _check_codes(
+    names: list[str],
+    tensors: Mapping[str, Facts],
+    candidates: tuple[Layout, ...],
+    where: str,
+) -> None:
+    """ValueError for codes that no row took: as plain numbers they would be nonsense.
+
+    A bare file may hold float8 or integers without scales, so there it takes a name that only codes
+    have, or something beside it that is called a scale.
+    """
+    stated = len(candidates) < len(LAYOUTS)
+    scaled = {name.rpartition(".")[0] for name in tensors if "scale" in name.rpartition(".")[2]}
+    for name in names:
+        dtype, shape = tensors[name]
+        rows = [row for row in candidates if name.endswith(row.codes) and row.codes_dtype == dtype]
+        rows = [row for row in rows if len(shape) >= row.least_axes]
+        certain = stated or name.rpartition(".")[0] in scaled
+        rows = [row for row in rows if certain or row.codes != row.weight]
+        if rows:
+            row = min(rows, key=lambda row: len(row.lacks(name.removesuffix(row.codes), tensors)))
+            lack = row.lacks(name.removesuffix(row.codes), tensors)
+            raise ValueError(
+                f"{where}: {name} {_facts(tensors[name])} holds codes that no scales belong "
+                f"to: {row.name} needs {' and '.join(lack) or 'codes of whole bytes'}; as "
+                "plain numbers they would be nonsense"
+            )
 
 
 def _accepting(
