@@ -14,7 +14,7 @@ from mx_jax.checkpoint.layouts import named
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry, named_dtype
 from mx_jax.checkpoint.safetensors_file import write as write_file
-from mx_jax.checkpoint.shards import check_sizes, write_shards
+from mx_jax.checkpoint.shards import Resume, check_sizes, write_shards
 from mx_jax.checkpoint.torchao import TORCHAO
 from mx_jax.checkpoint.torchao_export import torchao_metadata, torchao_parts
 from mx_jax.codecs import packing
@@ -31,7 +31,7 @@ def write(
     *,
     layout: str,
     max_shard_size: int | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     progress: bool = False,
 ) -> None:
     """Write weights as others store them, in one safetensors file or several.
@@ -46,7 +46,9 @@ def write(
       weights: from names to MXArrays `[..., out, in]`, blocks along `in`, and plain arrays.
       layout: the name of one of `mx_jax.checkpoint.LAYOUTS`, or `"torchao"`.
       max_shard_size: bytes of tensors in a file, for files `model-00001-of-...` with an index.
-      resume: whether to keep whole files that an earlier call for the same weights left behind.
+      resume: whether to keep whole files that an earlier call left behind, if they hold the same
+        values. Each is fetched and compared; with `"vouched"` only the first of a file, which is
+        for a caller who knows that the earlier call was for the same, and whose values take long.
       progress: whether to show a bar on stderr.
 
     Raises:

@@ -17,7 +17,7 @@ from mx_jax.checkpoint.folder import readers_of
 from mx_jax.checkpoint.layout_reader import stored_plain
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry, Reader, write
-from mx_jax.checkpoint.shards import check_sizes, write_shards
+from mx_jax.checkpoint.shards import Resume, check_sizes, write_shards
 from mx_jax.checkpoint.weights import Stored, Weights, on_device
 from mx_jax.checkpoint.wire import CODES, SCALES, TENSOR_SCALE, assemble, parts
 from mx_jax.mxarray import MXArray
@@ -33,7 +33,7 @@ def save(
     tree: Mapping[Any, Any],
     *,
     max_shard_size: int | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     progress: bool = False,
 ) -> None:
     """Write nested dicts of arrays and MXArrays to a safetensors file, or to several.
@@ -49,7 +49,9 @@ def save(
         that were packed for this machine are written as the MXArrays that they hold.
       max_shard_size: bytes of tensors in a file, for files `model-00001-of-...` with an index, each
         of which describes its own tensors.
-      resume: whether to keep whole files that an earlier call for the same tree left behind.
+      resume: whether to keep whole files that an earlier call left behind, if they hold the same
+        values. Each is fetched and compared; with `"vouched"` only the first of a file, which is
+        for a caller who knows that the earlier call was for the same, and whose values take long.
       progress: whether to show a bar on stderr.
 
     Raises:

@@ -20,7 +20,7 @@ from mx_jax.checkpoint.layouts import LAYOUTS
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry, replacing
 from mx_jax.checkpoint.safetensors_file import write as write_file
-from mx_jax.checkpoint.shards import write_shards
+from mx_jax.checkpoint.shards import Resume, write_shards
 from mx_jax.checkpoint.stated import hf_quant_config
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands import resuming
@@ -150,7 +150,9 @@ def write_out(
     """
     out, paths = options.out, weights.metadata.get("paths")
     largest = None if options.max_shard_size is None else _nbytes(options.max_shard_size)
-    sizes: dict[str, Any] = {"max_shard_size": largest, "resume": options.resume}
+    # `resuming.check` has compared what this command was asked with what the earlier one was.
+    resume: Resume = "vouched" if options.resume and largest is not None else False
+    sizes: dict[str, Any] = {"max_shard_size": largest, "resume": resume}
     path = file_of(out) if largest is None else out
     if path.parent == out:
         out.mkdir(exist_ok=True)
@@ -164,7 +166,7 @@ def write_out(
     elif layout is not None:
         checkpoint.write(path, tensors, layout=layout, progress=watched(), **sizes)
     else:
-        _write_values(path, tensors, largest, options.resume)
+        _write_values(path, tensors, largest, resume)
     if out.is_dir() and weights.path.is_dir():
         stated = None
         if layout in {row.name for row in LAYOUTS}:
@@ -178,7 +180,7 @@ def write_out(
 
 
 def _write_values(
-    path: Path, tensors: Mapping[str, Any], largest: int | None, resume: bool
+    path: Path, tensors: Mapping[str, Any], largest: int | None, resume: Resume
 ) -> None:
     """Arrays that any reader reads."""
     entries = {name: Entry.of(tensor) for name, tensor in tensors.items()}

@@ -108,6 +108,20 @@ def test_taken_up_again(weights: dict[str, Any], tmp_path: Path):
     assert first.stat().st_ino != inode[first.name]
 
 
+@pytest.mark.parametrize(("resume", "kept"), [(True, [False, True]), ("vouched", [True, True])])
+def test_every_value_is_compared(weights: dict[str, Any], tmp_path: Path, resume: Any, kept: Any):
+    """A file whose first tensor alone is the same is another, unless the caller vouches for it."""
+    checkpoint.write(tmp_path, weights, layout=LAYOUT, max_shard_size=600)
+    before = [(tmp_path / name).stat().st_ino for name in names(tmp_path)[:2]]
+    changed = weights | {"1.weight": weights["2.weight"]}
+    checkpoint.write(tmp_path, changed, layout=LAYOUT, max_shard_size=600, resume=resume)
+    after = [(tmp_path / name).stat().st_ino for name in names(tmp_path)[:2]]
+    assert [a == b for a, b in zip(before, after, strict=True)] == kept
+    found = codes(checkpoint.read(tmp_path), "1.weight")
+    same = "2.weight" if resume is True else "1.weight"
+    np.testing.assert_array_equal(found, codes(weights, same))
+
+
 def test_an_old_index_does_not_outlive_its_files(weights: dict[str, Any], tmp_path: Path):
     checkpoint.write(tmp_path, weights, layout=LAYOUT, max_shard_size=300)
     with pytest.raises(OSError, match="disk full"):
@@ -124,6 +138,7 @@ def test_what_is_not_written(weights: dict[str, Any], tmp_path: Path):
 
     refused(weights, "max_shard_size=0 must be positive", max_shard_size=0)
     refused(weights, "resume needs several files; give max_shard_size", resume=True)
+    refused(weights, "resume='yes' must be True, False or 'vouched'", resume="yes")
     refused(twice, "two tensors would be named '0.weight_packed'")
     assert not names(tmp_path)
 
