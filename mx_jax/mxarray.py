@@ -15,6 +15,7 @@ from jax.core import Tracer
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, indexing, packing, reshaping, updating
 from mx_jax.codecs import scale as scale_codec
+from mx_jax.codecs.as_numpy import AsNumpy
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.comparing import ComparedByValue
 from mx_jax.codecs.invariants import check_parts, violation
@@ -28,7 +29,7 @@ from mx_jax.formats import BlockFormat
     drop_fields=("primal",),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class MXArray(ComparedByValue):
+class MXArray(ComparedByValue, AsNumpy):
     """A tensor stored as element codes and shared block scales.
 
     `value[i] = decode(codes[i]) * scale(block of i)`. A pytree of its arrays; everything else is
@@ -145,9 +146,6 @@ class MXArray(ComparedByValue):
 
     def __jax_array__(self) -> jax.Array:
         return self.dequantize()
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.dequantize(), dtype=dtype)
 
     def __getitem__(self, index: Any) -> "MXArray":
         """Index between blocks; see `codecs.indexing.index_blocks` for what each axis takes."""

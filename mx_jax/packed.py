@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from mx_jax.axes import Axes
+from mx_jax.codecs.as_numpy import AsNumpy
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.comparing import ComparedByValue
 from mx_jax.codecs.explicit_axes import has_explicit_axes, partitions
@@ -69,7 +70,7 @@ class Layout:
     meta_fields=("layout", "kept", "k", "k_first", "format", "dtype"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class PackedMXArray(ComparedByValue):
+class PackedMXArray(ComparedByValue, AsNumpy):
     """Weights in the order in which one backend's kernels read them, made by `pack_weights`.
 
     It stands for the MXArray that it was made of, `[*batch, *kept, *k]` or `[*batch, *k, *kept]`:
@@ -223,9 +224,6 @@ class PackedMXArray(ComparedByValue):
             stacklevel=2,
         )
         return self.dequantize()
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.dequantize(), dtype=dtype)
 
     def __getitem__(self, index: Any) -> Any:
         # `x[...]` is how nnx reads a Variable: it must not cost an unpacking.
