@@ -126,6 +126,12 @@ NOT_DOTTED = {
         "pad_token_groups_for_grouped_mm",
         # Their packages import triton, which a machine without a GPU does not have.
         "nvfp4_training.nvfp4_linear",
+        "nvfp4_training.nvfp4_training.NVFP4Linear",
+        "nvfp4_training.nvfp4_training.NVFP4TrainingConfig",
+        "nvfp4_training.nvfp4_tensor_parallel.NVFP4ColwiseParallel",
+        "nvfp4_training.nvfp4_tensor_parallel.NVFP4RowwiseParallel",
+        "blockwise_fp8_training.linear.Float8BlockwiseLinear",
+        "blockwise_fp8_training.linear.Float8BlockwiseLinearConfig",
         "ep.a2a_dispatch_mxfp8_fwd_hp_bwd",
         "ep.permute_mxfp8_fwd_hp_bwd",
         "ep.unpermute_hp_fwd_mxfp8_bwd",
@@ -137,7 +143,8 @@ NOT_DOTTED = {
         "pad_inner_dim",
         "emulate",
     },
-    "qwix": set[str](),
+    # Of the main branch, after 0.1.8.
+    "qwix": {"BoxedParamProvider"},
 }
 # Where a name of a table may lie.
 PLACES = {
@@ -145,6 +152,7 @@ PLACES = {
         "torchao.prototype.mx_formats.",
         "torchao.prototype.mx_formats.mx_tensor.",
         "torchao.prototype.mx_formats.nvfp4_tensor.",
+        "torchao.prototype.",
         "",
     ),
     "torchao-training": (
