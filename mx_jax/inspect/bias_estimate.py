@@ -37,12 +37,16 @@ class InnerProducts:
     mixed: np.ndarray
 
     @classmethod
-    def of(cls, exact: Sequence[Any], error: Sequence[Any]) -> "InnerProducts":
+    def of(
+        cls, exact: Sequence[Any] | np.ndarray, error: Sequence[Any] | np.ndarray
+    ) -> "InnerProducts":
         """Of draws as arrays of one shape."""
         g, e = (
             np.stack([np.ravel(np.asarray(x, np.float64)) for x in own]) for own in (exact, error)
         )
-        return cls(exact=g @ g.T, error=e @ e.T, mixed=e @ g.T)
+        # Inf times 0 is no news: `estimate` looks at what comes of it.
+        with np.errstate(invalid="ignore"):
+            return cls(exact=g @ g.T, error=e @ e.T, mixed=e @ g.T)
 
     def __add__(self, other: "InnerProducts") -> "InnerProducts":
         """Those of two parts of a vector together."""
@@ -59,12 +63,13 @@ class Estimate:
 
     Attributes:
       bias: `|E e| / |E g|`, both without what noise adds; 0 where the noise explains all there is,
-        NaN where the exact mean itself cannot be told from 0.
+        NaN where the exact mean itself cannot be told from 0, or a draw is not finite.
       low: lower end of its confidence interval.
       high: upper end.
       uncorrected: `|mean e| / |mean g|`, as it is when nobody takes the noise out.
       slope: `E q . E g / |E g|^2` of `q = g + e`: below 1 the mean is too short.
-      one: `sqrt(mean |e|^2 / mean |g|^2)`: relative error of a single draw.
+      one: `sqrt(mean |e|^2 / mean |g|^2)`: relative error of a single draw; NaN where one is not
+        finite.
       draws: n.
     """
 
@@ -91,8 +96,12 @@ def estimate(products: InnerProducts, confidence: float) -> Estimate:
     """
     from scipy.special import stdtrit  # takes longer to import than all of this module's work
 
-    error, exact = _squared_mean(products.error), _squared_mean(products.exact)
     n = len(products.error)
+    if not all(np.isfinite(own).all() for own in vars(products).values()):
+        # `max(0.0, nan)` is 0: without this, what diverged would have no bias at all.
+        nan = math.nan
+        return Estimate(bias=nan, low=nan, high=nan, uncorrected=nan, slope=nan, one=nan, draws=n)
+    error, exact = _squared_mean(products.error), _squared_mean(products.exact)
     uncorrected = math.sqrt(_ratio(float(products.error.sum()), float(products.exact.sum())))
     one = math.sqrt(_ratio(float(np.trace(products.error)), float(np.trace(products.exact))))
     if error.whole == 0 and not products.error.any():

@@ -31,7 +31,10 @@ class Row:
 
     @property
     def bias(self) -> float:
-        """`|E q - E g| / |E g|` without what noise adds; NaN: noise hides the exact mean."""
+        """`|E q - E g| / |E g|` without what noise adds; NaN: noise hides the exact mean.
+
+        Or a gradient has Inf or NaN, and then `one_batch` is NaN too.
+        """
         return self.estimate.bias
 
     @property
@@ -137,8 +140,9 @@ def _cells(row: Row) -> tuple[str, ...]:
     low, high = row.interval
     interval = f"at most {_percent(high)}" if low == 0 else f"{_percent(low)} to {_percent(high)}"
     known = not math.isnan(row.bias)
+    unknown = "Inf or NaN" if math.isnan(row.one_batch) else "hidden by noise"
     return (
-        _percent(row.bias) if known else "hidden by noise",
+        _percent(row.bias) if known else unknown,
         interval if known else "-",
         _percent(row.one_batch),
         f"{row.slope:.3f}" if known else "-",

@@ -90,7 +90,8 @@ def gradient_bias(
       Print it, hand it to rich, or ask for its `rows`, `whole` and `parameters(recipe)`.
 
     Raises:
-      ValueError: fewer than three batches, no recipes, or a `loss` that gives no scalar.
+      ValueError: fewer than three batches, no recipes, a `loss` that gives no scalar, or exact
+        gradients with Inf or NaN. Those of a recipe are told as a bias of NaN.
       TypeError: no recipe.
 
     Memory: two gradients a batch on the host, and those of one batch on the device.
@@ -121,6 +122,7 @@ def gradient_bias(
     # float32 products are made of fewer bits on accelerators, and would not be exact.
     with jax.default_matmul_precision("float32"):
         exact_losses, exact_draws = draw(high_precision() if exact is None else exact)
+        _check_finite(exact_losses, exact_draws)
         rows: list[Row] = []
         for name, recipe in chosen.items():
             losses, draws = draw(recipe)
@@ -129,6 +131,18 @@ def gradient_bias(
     return GradientBias(
         rows=tuple(rows), exact_loss=float(exact_losses.mean()), confidence=confidence
     )
+
+
+def _check_finite(losses: np.ndarray, draws: dict[str, list[np.ndarray]]) -> None:
+    """What has diverged in high precision already has no gradient to compare with."""
+    for name, own in draws.items():
+        for batch, (loss, gradient) in enumerate(zip(losses, own, strict=True)):
+            if not np.isfinite(loss) or not np.isfinite(gradient).all():
+                raise ValueError(
+                    "gradient_bias: exact losses and gradients must be finite, got Inf or NaN in "
+                    f"batch={batch}, loss={loss:g}, parameter={name!r}; take a checkpoint from "
+                    "before it diverged"
+                )
 
 
 def _choices(recipes: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def sensitivity(
     loss: Callable[[Any, Any], jax.Array],
     params: Any,
     batches: Iterable[Any],
-    formats: Sequence[Any] = ("mxfp4", "mxfp6_e2m3", "mxfp8_e4m3"),
+    formats: str | Sequence[Any] = ("mxfp4", "mxfp6_e2m3", "mxfp8_e4m3"),
     *,
     budget: Budget,
     layers: str = r"(.*/)?kernel",
@@ -46,6 +46,7 @@ def sensitivity(
       params: any pytree: linen's params or variables, or nnx's state.
       batches: one or more of equal shape; several tell how sure an increase is.
       formats: block formats, or names of them; each with the scale rule that loses least for it.
+        One with which the loss of a layer is Inf or NaN is not chosen for it.
       budget: of bytes, bits a parameter, or loss.
       layers: regular expression of the parameters to choose for: names joined by `/`.
       axis: that their products contract: -2 of kernels `[in, out]`.
@@ -57,8 +58,8 @@ def sensitivity(
       gives rules, `write("rules.toml")` a file for `python -m mx_jax quantize --rules`.
 
     Raises:
-      ValueError: no layers, no batches, a budget that nothing fits, or a parameter whose product is
-        not known from its shape.
+      ValueError: no layers, no batches, a loss that is not finite, a budget that nothing fits, or a
+        parameter whose product is not known from its shape.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
@@ -78,6 +79,13 @@ def sensitivity(
     weights = _weights(params, layers, axis, scanned)
     run = functools.partial(_losses, jax.jit(loss), params, batches)
     before = run({})
+    if not np.isfinite(before).all():
+        raise ValueError(
+            "sensitivity: the loss must be finite while nothing is quantized, got "
+            f"loss={', '.join(f'{loss:g}' for loss in before)}; take parameters from before it "
+            "diverged"
+        )
+    formats = (formats,) if isinstance(formats, str) else formats
     rows = [
         _candidate(name, leaf, format, run, before, axis)
         for name, leaf in weights.items()
@@ -183,7 +191,8 @@ def _choose(
     measure: Callable[[Sequence[Candidate]], np.ndarray],
 ) -> tuple[list[Candidate], np.ndarray]:
     """The best choice, and how far the loss rises with it, batch by batch."""
-    options = list(by_layer.values())
+    # A loss of NaN would count as none that rises. A layer may always stay as it is.
+    options = [[row for row in own if math.isfinite(row.increase)] for own in by_layer.values()]
     # A cast that lowers the loss does so by chance: it is as good as none.
     increases = [[max(0.0, row.increase) for row in own] for own in options]
     sizes = [[float(row.bytes) for row in own] for own in options]
@@ -207,6 +216,7 @@ def _choose(
         after = measure(chosen)
         if after.mean() <= budget.loss:
             return chosen, after
-        limit *= 0.9 * budget.loss / float(after.mean())
+        rises = float(after.mean())
+        limit *= 0.9 * budget.loss / rises if math.isfinite(rises) else 0.5
     chosen = [own[-1] for own in options]
     return chosen, measure(chosen)

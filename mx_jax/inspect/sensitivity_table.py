@@ -170,7 +170,9 @@ class Sensitivity:
         for own in self.choices:
             rows = [known[own.layer, name] for name in self._formats()]
             shape = "x".join(map(str, own.shape))
-            worst = max((row.increase for row in rows), default=0.0)
+            # By NaN nothing can be sorted, and a layer whose loss is NaN minds most.
+            increases = (row.increase for row in rows)
+            worst = max((x if math.isfinite(x) else math.inf for x in increases), default=0.0)
             lines.append((worst, (own.layer, shape, *map(_shown, rows), own.name)))
         return [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
 

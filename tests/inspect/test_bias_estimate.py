@@ -73,3 +73,13 @@ def test_no_error_at_all():
     g, _ = draws(0.0, 4, 3)
     found = estimate(InnerProducts.of(g, 0 * g), 0.95)
     assert (found.bias, found.low, found.high, found.slope, found.one) == (0, 0, 0, 1, 0)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_has_no_bias_to_tell(value: float):
+    """`max(0.0, nan)` is 0: a gradient that diverged would be the best of all."""
+    g, e = draws(0.2, 5, 1)
+    e[3, 7] = value
+    found = estimate(InnerProducts.of(g, e), 0.95)
+    for name in ("bias", "low", "high", "uncorrected", "slope", "one"):
+        assert np.isnan(getattr(found, name)), name

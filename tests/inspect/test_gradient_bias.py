@@ -61,6 +61,21 @@ def test_layers_of_a_scan_one_by_one():
         gradient_bias(scalar, {"a": 1.0}, batches(), {"x": 0}, exact=0, scanned=".*")
 
 
+def test_gradients_that_are_not_finite():
+    """Of a recipe they are told; in high precision there is nothing to compare with."""
+
+    def loss(params: Any, batch: Any, factor: float) -> jax.Array:
+        return params @ batch * factor
+
+    params = np.ones(128, np.float32)
+    found = gradient_bias(loss, params, batches(), {"bad": np.inf, "good": 1.0}, exact=1.0)
+    bad, good = found.whole
+    assert math.isnan(bad.bias) and math.isnan(bad.one_batch) and good.bias == 0
+    assert ["Inf or NaN" in line for line in str(found).splitlines()] == [False, True, False, False]
+    with pytest.raises(ValueError, match="must be finite, got Inf or NaN in batch=0, loss=inf"):
+        gradient_bias(loss, params, batches(), {"good": 1.0}, exact=np.inf)
+
+
 def test_noise_of_keys_is_no_bias():
     """Each batch has a key of its own, so what keys add has no mean."""
     key = jax.random.key(0)

@@ -48,6 +48,33 @@ def found_by(budget: Budget, **options: Any) -> Sensitivity:
     return sensitivity(loss, PARAMS, BATCHES, FORMATS, budget=budget, **options)
 
 
+@pytest.mark.parametrize("budget", [Budget(bits=8), Budget(loss=1.0)])
+def test_a_format_that_breaks_the_loss_is_never_chosen(budget: Budget):
+    """Its loss of NaN would count as none that rises."""
+    kernel = np.full((32, 32), 1.1, np.float32)
+    params = {"a": {"kernel": kernel}, "b": {"kernel": kernel}}
+
+    def broken(params: Any, batch: Any) -> jax.Array:
+        a, b = (params[name]["kernel"][0, 0] for name in "ab")
+        return jnp.where(a == 1, jnp.nan, (a - 1.1) ** 2 + (b - 1.1) ** 2) * batch
+
+    found = sensitivity(broken, params, BATCHES, ["mxfp4", "mxint8"], budget=budget)
+    assert found.chosen == {"a/kernel": "mxint8", "b/kernel": "mxfp4"}
+    assert np.isfinite(found.increase)
+    # The table begins with it.
+    assert str(found).splitlines()[1].startswith("a/kernel")
+
+
+def test_a_loss_that_is_not_finite():
+    with pytest.raises(ValueError, match="must be finite while nothing is quantized, got loss=nan"):
+        sensitivity(lambda p, x: x * jnp.nan, PARAMS, [np.float32(1)], budget=Budget(bits=5))
+
+
+def test_one_format_by_its_name():
+    found = sensitivity(loss, PARAMS, BATCHES, "mxfp4", budget=Budget(bits=4.25))
+    assert set(found.chosen.values()) == {"mxfp4"}
+
+
 def test_a_planted_layer():
     """Five bits on average: the head gets more than the others, which get four."""
     found = found_by(Budget(bits=5.25))
@@ -111,7 +138,7 @@ def test_conversion_reads_the_choice(tmp_path: Path):
     def squares(params: Any, x: jax.Array) -> jax.Array:
         return jnp.mean((jnp.asarray(model.apply(params, x)) - exact) ** 2)
 
-    exact = model.apply(params, x)
+    exact = jnp.asarray(model.apply(params, x))
     found = sensitivity(squares, params, [x], ["mxfp4", "mxfp8_e4m3"], budget=Budget(bits=6.4))
     assert len(set(found.chosen.values())) == 2
     rules = found.rules(convert.Rule)
