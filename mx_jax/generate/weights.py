@@ -174,14 +174,17 @@ def _kernels(name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Matrices below each other; None of MXArrays that have no scales in common."""
+    """Matrices below each other; None of MXArrays whose tensor scales differ, or their formats."""
     quantized = [part for part in parts if isinstance(part, MXArray)]
     if not quantized:
         return np.concatenate(parts)
     kinds = {(x.format, x.blocks, x.dtype) for x in quantized}
     axes = {axis % x.ndim for x in quantized for axis, _ in x.blocks}
-    whole_scales = any(x.tensor_scale is not None for x in quantized)
-    if len(quantized) < len(parts) or len(kinds) > 1 or axes != {1} or whole_scales:
+    # One for the whole matrix, the same for all: the one that the joined codes keep.
+    whole = {
+        None if x.tensor_scale is None else np.asarray(x.tensor_scale).tobytes() for x in quantized
+    }
+    if len(quantized) < len(parts) or len(kinds) > 1 or axes != {1} or len(whole) > 1:
         return None
     return dataclasses.replace(
         quantized[0],

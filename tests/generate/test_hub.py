@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import mx_jax
 from mx_jax import checkpoint, only_backend, recipes
 from mx_jax.cli import main
 from mx_jax.generate.hub import config_from_json
 from mx_jax.generate.load import open_model, recipe_for
 from mx_jax.generate.model import Llama
 from mx_jax.generate.tokenizer_hub import tokenizer_of_folder
-from mx_jax.generate.weights import params_from_gguf, params_of, quantize_params
+from mx_jax.generate.weights import joined, params_from_gguf, params_of, quantize_params
 from mx_jax.mxarray import MXArray
 from tests.generate import tiny
 from tests.quick import quick
@@ -59,8 +60,9 @@ def test_a_folder_is_the_model_of_its_gguf_file(folder: Path):
         # Seven products a layer instead of four to trace, with two scales each.
         pytest.param(("--format", "nvfp4"), False, marks=pytest.mark.slow),
         (("--format", "mxfp8_e4m3", "--to", "compressed-tensors"), True),
+        (("--format", "nvfp4", "--to", "compressed-tensors"), True),
     ],
-    ids=["own", "tensor scales", "others"],
+    ids=["own", "tensor scales", "others", "shared tensor scales"],
 )
 def test_quantized_by_the_command_and_run_as_stored(
     folder: Path, tmp_path: Path, options: tuple[str, ...], whole: bool
@@ -91,9 +93,18 @@ def test_quantized_by_the_command_and_run_as_stored(
     assert np.abs(found - exact).max() > 0.01
 
 
+def test_matrices_are_joined_under_a_tensor_scale_that_they_share():
+    x = np.random.default_rng(0).standard_normal((8, 32)).astype(np.float32)
+    first, second = (mx_jax.quantize(part, "nvfp4", tensor_scale=0.01) for part in (x, 2 * x))
+    whole = joined([first, second])
+    np.testing.assert_array_equal(whole, np.concatenate([first, second]))
+    assert joined([first, mx_jax.quantize(x, "nvfp4", tensor_scale=0.02)]) is None
+    assert joined([first, mx_jax.quantize(x, "mxfp4")]) is None
+
+
 def test_activations_beside_what_is_stored():
     fwd = recipe_for(None, "mxint8").fwd
-    assert fwd == recipes.MatmulSpec(lhs="mxint8", rhs=None)
+    assert fwd == recipes.MatmulSpec(lhs="mxint8", rhs=None)  # pyright: ignore[reportArgumentType]
     assert recipe_for("mxfp4", "mxint8").fwd.rhs is not None
 
 
