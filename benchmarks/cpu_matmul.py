@@ -44,10 +44,13 @@ SQUARE = (
 DECODING = (
     (None, formats.MXFP4),
     (None, formats.MXFP8_E4M3),
+    (None, formats.MXFP6_E2M3),
     (None, formats.MXFP6_E3M2),
     (None, formats.NVFP4),
     (formats.MXINT8, formats.MXFP4),
     (formats.MXFP4, formats.MXFP4),
+    (formats.MXFP6_E2M3, formats.MXFP6_E2M3),
+    (formats.MXFP6_E3M2, formats.MXFP6_E3M2),
     (formats.MXFP8_E4M3, formats.MXFP8_E4M3),
 )
 

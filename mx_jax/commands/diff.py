@@ -15,7 +15,6 @@ from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.output import console, watched
 from mx_jax.commands.stream import add_input, stored_bytes
-from mx_jax.inspect import sqnr_db
 from mx_jax.inspect.tensor_facts import values_of
 from mx_jax.mxarray import MXArray
 
@@ -30,6 +29,8 @@ examples:
     python -m mx_jax diff model.safetensors small.safetensors
     python -m mx_jax diff a.safetensors b.safetensors --json
 """
+# Values that are compared at once.
+_CHUNK = 1 << 18
 _COLUMNS = ("tensor", "A", "B", "", "SQNR dB", "max error", "values", "codes", "scales")
 
 
@@ -119,28 +120,49 @@ def difference(name: str, a: Any, b: Any) -> Difference:
     formats = (_format(a), _format(b))
     if tuple(a.shape) != tuple(b.shape):
         return Difference(name=name, formats=formats, result="other shape")
-    x, y = values_of(a), values_of(b)
-    unequal = (x != y) & ~((x != x) & (y != y))
-    count = int(unequal.sum())
+    apart = _apart(values_of(a), values_of(b))
     parts = _parts(a, b)
-    if not count:
+    if not apart.values:
         alike = formats[0] == formats[1] and not any(parts)
         return Difference(
             name=name, formats=formats, result="same" if alike else "same values", values=0
         )
-    with np.errstate(invalid="ignore"):
-        error = np.abs(x.astype(np.float64) - y.astype(np.float64))[unequal]
-        noise, largest = sqnr_db(x, y), float(np.max(error))
     return Difference(
         name=name,
         formats=formats,
         result="differs",
-        sqnr_db=noise if math.isfinite(noise) else None,
-        max_error=largest if math.isfinite(largest) else None,
-        values=count,
+        sqnr_db=apart.sqnr_db if math.isfinite(apart.sqnr_db) else None,
+        max_error=apart.largest if math.isfinite(apart.largest) else None,
+        values=apart.values,
         codes=parts[0],
         scales=parts[1],
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Apart:
+    """How many values differ, the largest difference, and `inspect.sqnr_db` of all."""
+
+    values: int
+    largest: float
+    sqnr_db: float
+
+
+def _apart(x: np.ndarray, y: np.ndarray) -> _Apart:
+    """Compare arrays of one shape, some values at a time: in float64 all would be many bytes."""
+    values, largest, signal, noise = 0, np.float64(0), np.float64(0), np.float64(0)
+    x, y = x.reshape(-1), y.reshape(-1)
+    for at in range(0, x.size, _CHUNK):
+        one, other = x[at : at + _CHUNK], y[at : at + _CHUNK]
+        unequal = (one != other) & ~((one != one) & (other != other))
+        values += int(unequal.sum())
+        exact, found = one.astype(np.float64), other.astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            error = exact - found
+            largest = np.maximum(largest, np.max(np.abs(error[unequal]), initial=0))
+            signal, noise = signal + np.sum(np.square(exact)), noise + np.sum(np.square(error))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _Apart(values, float(largest), float(10 * np.log10(signal / noise)))
 
 
 def _parts(a: Any, b: Any) -> tuple[int | None, int | None]:

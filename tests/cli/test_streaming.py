@@ -1,0 +1,130 @@
+"""Commands go through a checkpoint tensor by tensor: memory for the largest, not for all."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mx_jax.commands import diff
+from mx_jax.inspect import sqnr_db
+
+# A tensor has 8 MiB in float32, 1 MiB as MXFP4. What a command takes for one, and to compile,
+# shows on the file with few; on that with many nothing may come on top.
+PROGRAM = textwrap.dedent(
+    """
+    import contextlib, io, re, sys, threading
+    from pathlib import Path
+    import numpy as np
+    import safetensors.numpy
+    from mx_jax.checkpoint.safetensors_file import Reader
+    from mx_jax.cli import main
+
+    folder, held = Path(sys.argv[1]), []
+
+    def private():
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(r"RssAnon:\\s+(\\d+)", status)[1]) / 1024
+
+    def peak(words):
+        done, most = threading.Event(), [private()]
+        def watch():
+            while not done.wait(0.001):
+                most.append(private())
+        thread = threading.Thread(target=watch)
+        before = most[0]
+        thread.start()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            status = main([str(word) for word in words])
+        done.set()
+        thread.join()
+        assert status in (0, 1), words
+        return max(most) - before
+
+    def commands(name):
+        parts = ("plain", "own", "others", "out", "values")
+        plain, own, others, out, values = (folder / f"{name}.{p}.safetensors" for p in parts)
+        to = ["--force", "--to"]
+        packed = ["quantize", plain, others, "--format", "mxfp4", *to, "compressed-tensors"]
+        return {
+            "quantize": ["quantize", plain, own, "--format", "mxfp4", "--force"],
+            "quantize-for-others": packed,
+            "convert": ["convert", others, out, *to, "modelopt-mxfp4"],
+            "transcode": ["convert", others, out, *to, "modelopt-nvfp4"],
+            "dequantize": ["dequantize", own, values, "--force"],
+            "diff": ["diff", plain, values],
+            "diff-of-codes": ["diff", own, others],
+        }
+
+    rng = np.random.default_rng(0)
+    for name, count in ("few", 2), ("many", 24):
+        tensors = {
+            f"l.{i}.up.weight": rng.standard_normal((1024, 2048)).astype(np.float32)
+            for i in range(count)
+        }
+        safetensors.numpy.save_file(tensors, folder / f"{name}.plain.safetensors")
+    del tensors
+    if sys.argv[2:]:
+        read = Reader.read
+        def hoard(reader, name):
+            held.append(np.array(read(reader, name)))
+            return held[-1]
+        Reader.read = hoard
+    for name in ("few", "few", "many"):
+        for command, words in commands(name).items():
+            print(name, command, peak(words))
+            held.clear()
+    """
+)
+
+
+def growth(folder: Path, *words: str) -> dict[str, float]:
+    """MiB that a command takes for a file of 24 tensors beyond what it takes for 2."""
+    # Memory that is freed goes back at once, where glibc would keep some.
+    surroundings = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), *words],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=surroundings,
+    )
+    assert done.returncode == 0, done.stderr
+    peaks: dict[str, dict[str, float]] = {"few": {}, "many": {}}
+    for line in done.stdout.splitlines():
+        name, command, mib = line.split()
+        peaks[name][command] = float(mib)
+    return {command: mib - peaks["few"][command] for command, mib in peaks["many"].items()}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads memory from /proc")
+def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path):
+    found = growth(tmp_path)
+    assert len(found) == 7
+    assert max(found.values()) < 8, found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads memory from /proc")
+def test_a_reader_that_keeps_what_it_reads_is_found(tmp_path: Path):
+    found = growth(tmp_path, "hoard")
+    assert min(found.values()) > 12, found
+
+
+def test_values_are_compared_in_pieces(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch):
+    """A tensor's numbers do not depend on how many values are compared at once."""
+    x = rng.standard_normal((5, 13)).astype(np.float32)
+    y = np.where(rng.random(x.shape) < 0.5, x, x + np.float32(0.25))
+    x[2, 2] = y[2, 2] = np.nan
+    whole = diff.difference("a", x, y)
+    monkeypatch.setattr(diff, "_CHUNK", 7)
+    assert diff.difference("a", x, y) == whole
+    assert whole.values == int(((x != y) & ~np.isnan(x)).sum()) and whole.sqnr_db is None
+    x[2, 2] = y[2, 2] = 1
+    found = diff.difference("a", x, y)
+    assert found.sqnr_db == pytest.approx(sqnr_db(x, y))
+    assert found.max_error == np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
