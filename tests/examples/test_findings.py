@@ -32,8 +32,10 @@ def finding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.mark.slow
 def test_layernorm_gains(finding: Any):
     own: ModuleType = finding("layernorm_gains")
-    floor, rceil = (own.measure(own.gains(), rule) for rule in ("floor", "rceil"))
+    floor, even, rceil = (own.measure(own.gains(), rule) for rule in ("floor", "even", "rceil"))
     assert floor["last_code"] == 1 and floor["error"] == pytest.approx(0.079, abs=0.001)
+    assert even["last_code"] == pytest.approx(1 / 3, abs=0.05)
+    assert even["error"] == pytest.approx(0.05, abs=0.001)
     assert rceil["last_code"] == 0 and rceil["error"] < 0.02
 
 
