@@ -98,6 +98,20 @@ def test_ampere_is_the_reference_after_rounding(
     test_is_the_reference_after_rounding(case, rng, how | {"architecture": SM80})
 
 
+@needs_newer_mosaic
+@pytest.mark.parametrize(("k", "splits"), [(384, 2), pytest.param(896, 4, marks=pytest.mark.slow)])
+def test_programs_that_share_a_tile_unevenly(
+    k: int, splits: int, rng: np.random.Generator, how: dict[str, Any]
+):
+    """Three steps for two programs; seven for four, of which one has less than the pipeline."""
+    x, w = whole_numbers(rng, case_of(MXFP4, m=(3,), n=(5,), k=(k,)))
+    tiles = Tiles(m=16, n=64, k=128, stages=2, splits=splits)
+    given = jnp.asarray(x)[None], PackedWeights.of(as_batch(w)), jnp.float32
+    found = decoded.multiply(*given, tiles=tiles, **how | {"architecture": SM80})
+    expected = scaled_matmul(x, w, case_of(MXFP4).call.dimension_numbers, jnp.float32)
+    assert_bitwise_equal(found[0], expected, what="product")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
@@ -199,7 +213,7 @@ def test_under_vmap(rng: np.random.Generator, how: dict[str, Any]):
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_what_is_not_finite_reaches_its_row_alone(how: dict[str, Any]):
     case = case_of(MXFP8_E4M3, "float16", m=(2,), n=(4,), k=(64,))
-    rhs = case.operands(np.random.default_rng(0))[1]
+    rhs: Any = case.operands(np.random.default_rng(0))[1]
     codes, scales = np.full((4, 64), 0x38, np.uint8), np.full((4, 2), 127, np.uint8)
     codes[1, 5], scales[2, 1] = 0x7F, 255
     rhs = dataclasses.replace(rhs, codes=jnp.asarray(codes), scales=jnp.asarray(scales))
@@ -216,7 +230,7 @@ def test_what_is_not_finite_reaches_its_row_alone(how: dict[str, Any]):
 def test_float16_by_infinite_weights(architecture: Architecture, how: dict[str, Any]):
     """Neither of a float16's two parts makes NaN of an infinite product, whatever it rounds to."""
     case = case_of(MXFP8_E5M2, "float16", m=(7,), n=(3,), k=(64,))
-    rhs = case.operands(np.random.default_rng(0))[1]
+    rhs: Any = case.operands(np.random.default_rng(0))[1]
     codes = np.full((3, 64), 0x3C, np.uint8)
     codes[1, 5], codes[2, 5] = 0x7C, 0xFC
     scales = jnp.full((3, 2), 127, np.uint8)

@@ -117,6 +117,26 @@ def test_shapes_of_models_fill_the_machine(m: int, bits: int):
         assert sizes.filling(tiles, SM90.at_once(WGMMA)) >= 0.93, (n, k, tiles)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "least"), [(SM80, 0.78), (SM89, 0.88), (SM100, 0.85)], ids=str
+)
+def test_shapes_of_models_fill_other_machines_at_one_row(architecture: Architecture, least: float):
+    """In whole tiles, which programs share unevenly."""
+    for n, k in SIZES:
+        sizes = Sizes(batch=1, m=1, n=n, k=k)
+        tiles = choose(architecture, MMA, 4, batch=1, m=1, n=n, k=k)
+        assert sizes.filling(tiles, architecture.at_once(MMA)) >= least, (n, k, tiles)
+
+
+def test_sums_that_take_longer_than_they_save_are_not_shared():
+    """Seven programs for each tile would fill more, but 64 rows of sums outweigh the codes."""
+    tiles = choose(SM100, MMA, 4, batch=1, m=64, n=11008, k=4096)
+    assert tiles.splits == 1
+    assert choose(SM100, MMA, 4, batch=1, m=1, n=11008, k=4096).splits == 8
+    # No program with a single step, and none without one.
+    assert choose(SM100, MMA, 4, batch=1, m=1, n=128, k=1024).splits == 2
+
+
 @pytest.mark.parametrize(("bits", "stored"), [(4, 4.5), (6, 6.5), (8, 8.5)])
 def test_enough_is_on_its_way_for_few_rows(bits: int, stored: float):
     """About what an H200 reads in a microsecond, beside what each processor multiplies."""
@@ -201,5 +221,7 @@ def test_every_choice_is_possible(m: int, n: int):
         for key in KEYS:
             k -= k % 256 if key[1] is TCGEN05 else 0
             tiles = choose(*key, batch=1, m=m, n=n, k=k)
-            assert key[1].clips or n % tiles.n == k % (tiles.k * tiles.splits) == 0
+            steps, rest = divmod(k, tiles.k)
+            assert key[1].clips or n % tiles.n == rest == 0
+            assert key[1].clips or key[1].uneven or steps % tiles.splits == 0
             assert Architecture.possible(*key, tiles)

@@ -117,6 +117,8 @@ GPUS = {
 }
 # So long that every pipeline keeps its loop.
 N, K = 256, 65536
+# Of 20 steps or 40, which seven programs share.
+UNEVEN_K = 5120
 # Rows of both operands whose tiles are more than programs that stay.
 MANY = 4096
 DTYPES = ("bfloat16", "float32")
@@ -157,6 +159,18 @@ def compile_weights(gpu: Gpu, name: str) -> None:
             how = {"format": FORMATS[name], "tiles": tiles, "out_dtype": out_dtype}
             product = functools.partial(kernel.load(), n=N, **how)
             compile_on(gpu, product, (x, weights.codes, weights.scales))
+
+
+def compile_uneven(gpu: Gpu, name: str, _: str) -> None:
+    """bfloat16 by weights of a format, by programs of which some have a step more."""
+    kernel = gpu.architecture.decoding
+    weights = shapes(PackedWeights.of, (1, N, UNEVEN_K), FORMATS[name])
+    x = jax.ShapeDtypeStruct((1, 8, UNEVEN_K), jnp.bfloat16)
+    for _limit, tiles in kernel.tuning_of(storage(FORMATS[name].element).bits).tiles[:2]:
+        tiles = dataclasses.replace(tiles, splits=7)
+        how = {"format": FORMATS[name], "tiles": tiles, "out_dtype": "float32"}
+        product = functools.partial(kernel.load(), n=N, **how)
+        compile_on(gpu, product, (x, weights.codes, weights.scales))
 
 
 def compile_dequantize(gpu: Gpu, name: str, _: str) -> None:
@@ -212,13 +226,14 @@ def compile_persistent(gpu: Gpu, name: str, _: str) -> None:
     """Two operands of a format, with tensor scales, by programs that stay."""
     kernel = gpu.architecture.kernels[0]
     assert kernel.load_persistent is not None
+    products = kernel.load_persistent()
     sides = (True, False)
     operands = [shapes(functools.partial(lay_out, left=x), (MANY, K), FORMATS[name]) for x in sides]
     factors = jax.ShapeDtypeStruct((2,), jnp.float32)
     for tiles, out_dtype in zip(persistent_tiles(gpu, name), itertools.cycle(DTYPES)):
 
         def product(left, right, factors, tiles=tiles, out_dtype=out_dtype):
-            return kernel.load_persistent()(
+            return products(
                 left.elements,
                 right.elements,
                 left.scale_values,
@@ -235,6 +250,10 @@ def compile_persistent(gpu: Gpu, name: str, _: str) -> None:
 
 if __name__ == "__main__":
     target, *names = sys.argv[1:]
-    special = {"dequantize": compile_dequantize, "persistent": compile_persistent}
+    special = {
+        "dequantize": compile_dequantize,
+        "persistent": compile_persistent,
+        "uneven": compile_uneven,
+    }
     compile_formats = compile_weights if len(names) == 1 else compile_scaled
     special.get(names[-1], compile_formats)(GPUS[target], *names)

@@ -132,6 +132,14 @@ def test_ampere_and_what_decodes_like_it(target: str, name: str, limit: float, t
     assert len(loop) / (64 * table[0][1].k / 128) <= limit
 
 
+@pytest.mark.parametrize("target", ["sm_80", slow("sm_89"), slow("sm_100a"), slow("sm_120a")])
+def test_programs_that_share_steps_unevenly(target: str, tmp_path: Path):
+    """A number of steps that only the device knows makes no loop longer."""
+    assert len(compile_for(tmp_path, target, "mxfp4", "uneven")) == 2
+    first = tmp_path / "mx_jax_mma_mxfp4_0.ptx"
+    assert len(main_loop(disassembly(first, target), "HMMA")) / (64 * 256 / 128) <= 3.9
+
+
 # Writing two bytes for each code takes longer than so many instructions.
 @pytest.mark.parametrize(
     ("target", "name", "limit"),

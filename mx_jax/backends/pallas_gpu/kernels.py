@@ -41,7 +41,8 @@ class Kernel:
       tuning: (bits of a code, as they lie in memory; tiles and crossover).
       load_groups: gives its `grouped_products`, for rows in groups; None: it has none.
       load_group_sums: likewise its `group_sums`, over the rows of each group.
-      clips: whether tiles may reach beyond the operands, and programs share them unevenly.
+      clips: whether tiles may reach beyond the operands, and programs have steps of several.
+      uneven: whether programs that share a tile may differ by a step.
       load_persistent: gives its `products`, for tiles with `programs`; None: it has none.
       persistent: (m, n, ctas) of such tiles that are worth measuring.
     """
@@ -59,6 +60,7 @@ class Kernel:
     load_groups: Callable[[], Run] | None = None
     load_group_sums: Callable[[], Run] | None = None
     clips: bool = False
+    uneven: bool = False
     load_persistent: Callable[[], Run] | None = None
     persistent: tuple[tuple[int, int, int], ...] = ()
 
@@ -122,6 +124,7 @@ MMA = Kernel(
         )
         for bits in (4, 6, 8)
     ),
+    uneven=True,
 )
 
 

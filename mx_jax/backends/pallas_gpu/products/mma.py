@@ -40,8 +40,8 @@ def multiply(
 ) -> jax.Array:
     """The product `[batch, m, n]`: arguments as of `wgmma.multiply`.
 
-    `tiles.n` is 64, a multiple of 8 rows of activations makes `tiles.m`, and `tiles.k *
-    tiles.splits` divides k'.
+    `tiles.n` is 64, a multiple of 8 rows of activations makes `tiles.m`, and `tiles.k` divides k'.
+    Programs that share a tile have as many steps, or one more.
     """
     decoder = Decoder(format=format, interpreted=interpret is not None)
     batch, m, k = x.shape
@@ -76,28 +76,39 @@ class MmaProgram(DecodingProgram):
     def body(self, x_gmem, codes_gmem, scales_gmem, out_gmem):
         """Copy, decode, multiply; then store the sums from registers."""
         tiles = self.tiles
+        begin, count = self._share()
         zeros = jnp.zeros((ROWS, tiles.m), jnp.float32)
         acc = plgpu.emit_pipeline(
             self._step,
-            grid=(self.num_k // tiles.splits,),
+            grid=(count,),
             max_concurrent_steps=tiles.stages,
             init_carry=plgpu.layout_cast(zeros, plgpu.Layout.MMA_ACC(jnp.bfloat16)),
-            in_specs=self._in_specs(),
+            in_specs=self._in_specs(begin),
         )(x_gmem, codes_gmem, scales_gmem)
         first = lax.axis_index("split") * self.num_n + lax.axis_index("n")
         rows = pl.ds(first * tiles.n, tiles.n)
         columns = pl.ds(lax.axis_index("row") * tiles.m, tiles.m)
         store(out_gmem.at[rows, columns], acc.astype(self.out_dtype))
 
-    def _in_specs(self) -> list[Any]:
-        """Where each step's activations, codes and scales lie."""
+    def _share(self) -> tuple[Any, Any]:
+        """The first of a program's steps, and how many it has: static if all have as many."""
+        split, splits = lax.axis_index("split"), self.tiles.splits
+        count, rest = divmod(self.num_k, splits)
+        if not rest:
+            return split * count, count
+        begin, end = (
+            lax.div(at * jnp.int32(self.num_k), jnp.int32(splits)) for at in (split, split + 1)
+        )
+        return begin, end - begin
+
+    def _in_specs(self, begin: Any) -> list[Any]:
+        """Where the activations, codes and scales of each step from the first on lie."""
         row = lax.axis_index("row")
         tile = lax.div(row, jnp.int32(self.num_m)) * self.weight_tiles + lax.axis_index("n")
-        first = lax.axis_index("split") * (self.num_k // self.tiles.splits)
         index_maps = (
-            lambda i: (row, first + i),
-            lambda i: (tile, first + i, 0, 0),
-            lambda i: (tile, first + i, 0),
+            lambda i: (row, begin + i),
+            lambda i: (tile, begin + i, 0, 0),
+            lambda i: (tile, begin + i, 0),
         )
         return [
             plgpu.BlockSpec(shape, at, transforms=how)

@@ -12,7 +12,7 @@ from mx_jax.backends.pallas_gpu.tuning.tuned import tuned
 
 # A pipeline shorter than this has no steady state.
 _MIN_STEPS = 4
-# Turns of each warpgroup of a program that shares a tile, at least.
+# Turns of each warpgroup, or steps, of a program that shares a tile, at least.
 _MIN_TURNS = 2
 # What fills the machine so nearly as well as the best is taken before it, if it adds fewer sums.
 _NEARLY = 0.95
@@ -76,11 +76,13 @@ def choose(
 
     Returns:
       Tiles. The entry's splits are an upper bound: few programs are split until they fill the
-      machine, none into very few steps. `k * splits` divides k, padded, unless the kernel clips.
+      machine, none into very few steps. `k * splits` divides k, padded, unless the kernel clips or
+      shares steps unevenly.
 
     Raises:
       ValueError: if none fit: the row's memory is smaller than its kernel can do with.
     """
+    sizes = Sizes(batch=batch, m=m, n=n, k=k)
     buckets = tuned(kernel, code_bits).tiles
     entry = next(tiles for limit, tiles in buckets if m <= limit)
     possible = (t for t in _smaller(entry) if architecture.possible(kernel, code_bits, t))
@@ -97,14 +99,29 @@ def choose(
         )
     at_once = architecture.at_once(kernel)
     if kernel.clips:
-        return _fullest(Sizes(batch=batch, m=m, n=n, k=k), tiles, at_once, stripes)
+        return _fullest(sizes, tiles, at_once, stripes)
     steps = k // tiles.k
     programs = batch * -(-m // tiles.m) * -(-n // tiles.n)
     if tiles.programs:
         return dataclasses.replace(tiles, splits=1, programs=min(tiles.programs, programs))
+    if kernel.uneven:
+        return _soonest(sizes, tiles, at_once, code_bits)
     wanted = min(tiles.splits, max(1, at_once // programs), max(1, steps // _MIN_STEPS))
     splits = max(count for count in range(1, wanted + 1) if steps % count == 0)
     return dataclasses.replace(tiles, splits=splits)
+
+
+def _soonest(sizes: Sizes, tiles: Tiles, at_once: int, code_bits: int) -> Tiles:
+    """Tiles shared by as many programs as are done first, by count: of codes, and of their sums."""
+    most = max(1, min(tiles.splits, -(-sizes.k // tiles.k) // _MIN_TURNS))
+
+    def speed(way: Tiles) -> float:
+        # Float32 sums of a row of weights, written and read, beside its codes.
+        sums = 0 if way.whole else 2 * 4 * way.splits * way.m
+        return sizes.filling(way, at_once) / (1 + sums / (sizes.k * code_bits / 8))
+
+    ways = (dataclasses.replace(tiles, splits=splits) for splits in range(1, most + 1))
+    return max(ways, key=speed)
 
 
 def _fullest(sizes: Sizes, tiles: Tiles, at_once: int, stripes: bool) -> Tiles:
