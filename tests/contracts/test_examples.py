@@ -18,7 +18,7 @@ from tests.contracts.test_public_names import PUBLIC
 
 ROOT = Path(__file__).parents[2]
 # Names that pages of the reference show, some by the module that they lie in.
-SHOWN = re.compile(r"^::: (mx_jax\S+)\.(\w+)$", re.MULTILINE)
+SHOWN = re.compile(r"^::: (mx_jax\S*)\.(\w+)$", re.MULTILINE)
 
 reads_docstrings = pytest.mark.one_python(reason="docstrings are the same on every version")
 
@@ -44,14 +44,18 @@ def runs(test: doctest.DocTest) -> bool:
     return any(not example.options.get(doctest.SKIP) for example in test.examples)
 
 
-def without_example(names: dict[str, Any]) -> list[str]:
-    """Classes and functions of this library among them that have none."""
+def described(names: dict[str, Any]) -> dict[str, Any]:
+    """Classes and functions of this library among them."""
     own = {name: x for name, x in names.items() if inspect.isclass(x) or inspect.isroutine(x)}
     # A policy for jax.checkpoint is JAX's function, described where it is assigned.
-    own = {name: x for name, x in own.items() if x.__module__.startswith(("mx_jax", "tests"))}
+    return {name: x for name, x in own.items() if x.__module__.startswith(("mx_jax", "tests"))}
+
+
+def without_example(names: dict[str, Any]) -> list[str]:
+    """Those that have none."""
     return sorted(
         name
-        for name, x in own.items()
+        for name, x in described(names).items()
         if f"{x.__module__}.{x.__qualname__}" not in found_in(x.__module__)
     )
 
@@ -76,6 +80,14 @@ def test_every_public_name_has_an_example():
     names = public()
     assert len(names) > 200, "not much is public"
     assert without_example(names) == []
+
+
+@reads_docstrings
+def test_the_reference_shows_them():
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    shown = {name for _, name in SHOWN.findall(pages)}
+    assert "mxfp8" in shown and "no_such_name" not in shown
+    assert {name.rpartition(".")[2] for name in described(public())} - shown == set()
 
 
 @reads_docstrings
