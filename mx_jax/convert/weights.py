@@ -17,6 +17,7 @@ from mx_jax.convert.report import Report, UnusedRuleWarning
 from mx_jax.convert.rules import Layer, Rule, Unknown, as_rules
 from mx_jax.convert.stored import Kernel
 from mx_jax.nn.stored import StoredParams
+from mx_jax.ops.storing import why_not_stored
 from mx_jax.packed import Quantized
 
 # What Flax's layers call what they multiply by or look up in.
@@ -59,14 +60,15 @@ def weights(
       by: how codes are chosen, if not as the product would: `calibrate.SearchedScales()`, or
         `calibrate.Gptq(moments)`.
       rngs: as `convert.nnx` takes them; flax.nnx models only.
-      strict: whether a rule that matched nothing is an error instead of an `UnusedRuleWarning`.
+      strict: whether a rule that matched nothing, or whose recipe cannot read stored weights, is an
+        error instead of an `UnusedRuleWarning`.
 
     Returns:
       What was passed, of the same structure, with `PackedMXArray`s and `MXArray`s in it.
 
     Raises:
       TypeError: neither a tree nor a flax.nnx model, or not rules.
-      ValueError: with strict, a rule that matched nothing.
+      ValueError: with strict, a rule that matched nothing, or that stores nothing.
 
     Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, mx_jax
@@ -95,7 +97,25 @@ def weights(
         )
         found = _report(rules, kernels)
     found.check("convert.weights", strict, caches=False)
+    _tell_unstored(found, strict)
     return result
+
+
+def _tell_unstored(found: Report, strict: bool) -> None:
+    """Warn of rules by which weights were to be quantized, and all stay as they were."""
+    for index in sorted({own.rule for own in found.decisions if own.rule is not None}):
+        recipe = found.rules[index].quantizes
+        # One that leaves weights in high precision has nothing to store.
+        if recipe is None or recipe.fwd.rhs is None or not (reason := why_not_stored(recipe)):
+            continue
+        text = (
+            f"convert.weights: rule {index} ({found.rules[index]}) stores nothing: {reason}, got "
+            f"recipe={recipe.name!r}; its layers stay in high precision; a recipe that can read "
+            "stored weights is weight_only('mxfp4')"
+        )
+        if strict:
+            raise ValueError(text)
+        warnings.warn(text, UnusedRuleWarning, stacklevel=3)
 
 
 def weights_report(

@@ -1,5 +1,6 @@
 """Weights stored once: the numbers of the model that quantizes in every call, and its few bytes."""
 
+import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -160,7 +161,31 @@ def test_recipes_that_cannot_read_what_is_stored(recipe: Any, reason: str):
     params = {"up": {"kernel": jnp.ones((64, 8))}}
     report = convert.weights_report(params, Rule(".*", recipe))
     assert [d.reason for d in report.decisions] == [reason]
-    assert convert.weights(params, Rule(".*", recipe))["up"]["kernel"] is params["up"]["kernel"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", convert.UnusedRuleWarning)
+        same = convert.weights(params, Rule(".*", recipe))
+    assert same["up"]["kernel"] is params["up"]["kernel"]
+
+
+@pytest.mark.parametrize("model", [False, True])
+def test_rules_that_store_nothing_are_told(model: bool):
+    """Whoever serves by a recipe that transforms weights would serve float32 without a word."""
+    rules = [Rule("up", weight_only("mxfp4")), Rule(".*", "quartet")]
+    layers = {name: nnx.Linear(32, 8, rngs=nnx.Rngs(0)) for name in ("up", "down")}
+    params: Any = {"up": {"kernel": jnp.ones((32, 8))}, "down": {"kernel": jnp.ones((32, 8))}}
+    params = nnx.Dict(layers) if model else params
+    rngs: dict[str, Any] = {"rngs": nnx.Rngs(quantize=0)} if model else {}
+    text = (
+        r"weights: rule 1 \('\.\*'\) stores nothing: its recipe transforms weights in every "
+        r"product, got recipe='quartet'; its layers stay in high precision"
+    )
+    with pytest.warns(convert.UnusedRuleWarning, match=text):
+        convert.weights(params, rules, **rngs)
+    with pytest.raises(ValueError, match=text):
+        convert.weights(params, rules, strict=True, **rngs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert.weights(params, [rules[0], Rule(".*", "mxfp4_backward")], **rngs)
 
 
 def test_stored_again_and_boxed():
