@@ -178,6 +178,9 @@ struct PanelKernels {
                    const char* rhs, float* tile, bool clear);
   // The same for panels of codes; null where unpacking them first is as fast.
   void (*multiply_codes)(const CodesProduct& product);
+  // The same for one panel and kTileRows rows, not folded, which also keeps the panel as pack_rhs
+  // gives it, for the rows that follow; null where decoding it anew for them is as fast.
+  void (*multiply_keeping)(const CodesProduct& product, char* keep);
   // The same for one row alone; null where multiply_codes is.
   void (*multiply_row)(const RowProduct& product);
 };

@@ -129,6 +129,8 @@ void Multiply(int rows, int32_t block, Scaling scaling, int64_t num_chunks,
     MultiplyScaled<kType, 1, 1>(scaling, num_chunks, lhs, rhs, tile, clear);
   } else if (rows == 2) {
     MultiplyScaled<kType, 1, 2>(scaling, num_chunks, lhs, rhs, tile, clear);
+  } else if (rows <= 4) {
+    MultiplyScaled<kType, 1, 4>(scaling, num_chunks, lhs, rhs, tile, clear);
   } else {
     MultiplyScaled<kType, 1, R>(scaling, num_chunks, lhs, rhs, tile, clear);
   }

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <vector>
 
+#include "common/macros.h"
 #include "common/thread_pool.h"
 #include "products/problem.h"
 #include "products/scratch.h"
@@ -42,6 +43,27 @@ inline void PrefetchRows(char* out, int rows, int64_t stride) {
 #endif
 }
 
+// Where a task is: a slice of k, and a panel of each operand.
+struct Place {
+  int64_t chunk, count, i, j;
+};
+
+// A share of what the task reads after this: of the next panel of rhs, or of the first one's next
+// slice, and of the next slice of this panel of lhs.
+MX_INLINE void PrefetchNext(const Sizes& sizes, const Slabs& slabs, const Task& task,
+                            const Place& at) {
+  const int64_t wide = task.lhs_last - task.lhs_first, high = task.rhs_last - task.rhs_first;
+  const int64_t next = at.chunk + at.count;
+  const bool turns = at.j + 1 == task.rhs_last;
+  const int64_t chunk = turns ? next : at.chunk, j = turns ? task.rhs_first : at.j + 1;
+  PrefetchShare(slabs.rhs + j * sizes.rhs_panel + chunk * sizes.rhs_chunk,
+                std::min(at.count, sizes.chunks - chunk) * sizes.rhs_chunk, at.i - task.lhs_first,
+                wide);
+  PrefetchShare(slabs.lhs + at.i * sizes.lhs_panel + next * sizes.lhs_chunk,
+                std::min(at.count, sizes.chunks - next) * sizes.lhs_chunk, at.j - task.rhs_first,
+                high);
+}
+
 inline void RunTask(const MatmulKernels& kernels, const MatmulProblem& problem, const Sizes& sizes,
                     const Slabs& slabs, const Task& task, int64_t product) {
   constexpr int64_t kTile = kTileRows * kTileColumns;
@@ -66,6 +88,7 @@ inline void RunTask(const MatmulKernels& kernels, const MatmulProblem& problem, 
         char* to = out + (row * n + column) * out_size;
         const int num_rows = static_cast<int>(std::min<int64_t>(kTileRows, m - row));
         if (last) PrefetchRows(to, num_rows, n * out_size);
+        PrefetchNext(sizes, slabs, task, {chunk, count, i, j});
         const Scaling scaling =
             ChooseScaling(problem.lhs, problem.rhs, slabs.lhs_ranges[i / kLhsPanelsPerGroup],
                           slabs.rhs_ranges[j]);

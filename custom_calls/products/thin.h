@@ -12,19 +12,10 @@
 #include "products/problem.h"
 #include "products/row.h"
 #include "products/scratch.h"
+#include "products/thin_panels.h"
 #include "products/weights.h"
 
 namespace mx {
-
-// Rows up to which rhs is decoded slice by slice beside its use; with codes decoded on their way,
-// once for every few rows.
-constexpr int64_t kThinRows = 60;
-// Up to here where decoding takes many instructions: codes of 8 bits to bf16.
-constexpr int64_t kCostlyRows = 24;
-// Up to here where both decoding and multiplying take few: packed codes to int8.
-constexpr int64_t kIntegerRows = 16;
-
-constexpr int64_t kThinPanels = 4;
 
 constexpr int64_t kThinSlice = 16;  // chunks
 constexpr int64_t kThinBytes = kThinPanels * kTileColumns * (kThinSlice * kChunk + 64);
@@ -57,91 +48,6 @@ inline Source Gathered(const Source& rhs, int64_t first_row, int64_t chunk, int6
   return slice;
 }
 
-// All that the tasks of one product share.
-struct ThinProduct {
-  const MatmulKernels& kernels;
-  const MatmulProblem& problem;
-  const Sizes& sizes;
-  Source rhs;
-  const char* lhs;
-  const char* folded;  // lhs times kFoldLhs, or null
-  ScaleRange lhs_range;
-  int64_t product;
-
-  const PanelKernels& panels() const { return *kernels.panels[sizes.type]; }
-
-  // Whether rhs is multiplied as codes, where its scales allow it.
-  bool as_codes() const {
-    const bool costly = sizes.type == kBf16 && (rhs.element <= kE5M2 || rhs.element == kElementInt8);
-    const bool integers = sizes.type == kInt8 && rhs.layout != kStrided;
-    return rhs.element <= kElementInt8 && panels().multiply_codes != nullptr &&
-           problem.lhs.rows <= (costly ? kCostlyRows : integers ? kIntegerRows : kThinRows);
-  }
-};
-
-// A few neighbouring rhs panels, and their tiles.
-struct ThinPanels {
-  static constexpr int64_t kLhsPanels = kThinRows / kTileRows;
-  static constexpr int64_t kTile = kTileRows * kTileColumns;
-
-  int64_t first, count;
-  alignas(64) float tiles[kThinPanels][kLhsPanels][kTile];
-  alignas(64) char unpacked[24 << 10];
-};
-
-// `count` panels of codes, which lie as `like` says, by all rows.
-inline void MultiplyThinCodes(const ThinProduct& task, const Source& like, int64_t num_chunks,
-                              const char* codes, const uint8_t* scales, int64_t count,
-                              uint8_t highest_scale, int64_t chunk, float* tiles) {
-  const char* summaries = codes + like.panel_bytes - sizeof(PanelSummary);
-  CodesProduct p{};
-  p.element = like.element;
-  p.scale_kind = like.scale_kind;
-  p.block = like.block;
-  p.num_chunks = num_chunks;
-  p.codes = codes;
-  p.scales = scales;
-  p.panel_bytes = like.panel_bytes;
-  p.panels = static_cast<int>(count);
-  p.summaries = reinterpret_cast<const PanelSummary*>(summaries);
-  p.folded = task.folded != nullptr && highest_scale <= kMostFoldedScale;
-  p.lhs_stride = task.sizes.lhs_panel;
-  p.tile_stride = ThinPanels::kLhsPanels * ThinPanels::kTile;
-  p.clear = chunk == 0;
-  const int64_t m = task.problem.lhs.rows;
-  for (int64_t row = 0; row < m; row += kMostRows) {
-    p.rows = static_cast<int>(std::min<int64_t>(kMostRows, m - row));
-    p.lhs = (p.folded ? task.folded : task.lhs) + row / kTileRows * task.sizes.lhs_panel +
-            chunk * task.sizes.lhs_chunk;
-    p.tiles = tiles + row * kTileColumns;
-    task.panels().multiply_codes(p);
-  }
-}
-
-// `count` chunks of one panel, unpacked, by all rows.
-inline void MultiplyThinUnpacked(const ThinProduct& task, const Source& rhs, int64_t row,
-                                 int64_t chunk, int64_t count, ThinPanels* panels, int64_t panel) {
-  const int64_t m = task.problem.lhs.rows;
-  ScaleRange range;
-  task.panels().pack_rhs(rhs, row, panels->unpacked, &range);
-  const Scaling scaling = ChooseScaling(task.problem.lhs, rhs, task.lhs_range, range);
-  for (int64_t i = 0; i * kTileRows < m; ++i) {
-    const int rows = static_cast<int>(std::min<int64_t>(kTileRows, m - i * kTileRows));
-    const char* left = task.lhs + i * task.sizes.lhs_panel + chunk * task.sizes.lhs_chunk;
-    task.panels().multiply(rows, rhs.block, scaling, count, left, panels->unpacked,
-                           panels->tiles[panel][i], chunk == 0);
-  }
-}
-
-// Slices of a panel through the unpacked form, whatever its codes and scales are.
-inline void RunThinUnpacked(const ThinProduct& task, ThinPanels* panels, int64_t panel) {
-  const int64_t row = (panels->first + panel) * kTileColumns;
-  for (int64_t chunk = 0; chunk == 0 || chunk < task.sizes.chunks; chunk += task.sizes.slice) {
-    const int64_t count = std::min(task.sizes.slice, task.sizes.chunks - chunk);
-    MultiplyThinUnpacked(task, SliceOf(task.rhs, chunk, count), row, chunk, count, panels, panel);
-  }
-}
-
 // Weights that were packed ahead of time: neighbours together while they are tame.
 inline void RunThinPacked(const ThinProduct& task, ThinPanels* panels) {
   const Source& rhs = task.rhs;
@@ -163,6 +69,10 @@ inline void RunThinPacked(const ThinProduct& task, ThinPanels* panels) {
     }
     if (count == 0) {
       RunThinUnpacked(task, panels, panel++);
+      continue;
+    }
+    if (task.as_kept()) {
+      for (; count > 0; --count) RunThinKept(task, panels, panel++);
       continue;
     }
     MultiplyThinCodes(task, rhs, task.sizes.chunks, static_cast<const char*>(rhs.elements) + at,
@@ -235,7 +145,7 @@ inline void RunThinPanels(const ThinProduct& task, int64_t first_panel) {
   ThinPanels panels;
   panels.first = first_panel;
   panels.count = std::min(kThinPanels, task.sizes.rhs_panels - first_panel);
-  if (task.rhs.layout != kStrided && task.as_codes()) {
+  if (task.rhs.layout != kStrided && (task.as_codes() || task.as_kept())) {
     RunThinPacked(task, &panels);
   } else if (task.rhs.layout == kStrided && task.rhs.element <= kElementInt8) {
     RunThinStrided(task, &panels);
