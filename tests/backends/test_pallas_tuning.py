@@ -1,6 +1,8 @@
 """Which tiles a GPU product gets."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +128,17 @@ def test_shapes_of_models_fill_other_machines_at_one_row(architecture: Architect
         sizes = Sizes(batch=1, m=1, n=n, k=k)
         tiles = choose(architecture, MMA, 4, batch=1, m=1, n=n, k=k)
         assert sizes.filling(tiles, architecture.at_once(MMA)) >= least, (n, k, tiles)
+
+
+def test_the_page_says_how_full_other_machines_are():
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    for n, k in SIZES:
+        sizes, told = Sizes(batch=1, m=1, n=n, k=k), []
+        for own in (SM80, SM89, SM100):
+            tiles = choose(own, MMA, 4, batch=1, m=1, n=n, k=k)
+            told.append(rf"{100 * sizes.filling(tiles, own.at_once(MMA)):.0f} % \(\d+ %\)")
+        line = r" \| ".join([f"{n} x {k}", *told])
+        assert re.search(rf"\| {line} \|", page), line
 
 
 def test_sums_that_take_longer_than_they_save_are_not_shared():
