@@ -51,6 +51,15 @@ class CacheRows:
 
     def write(self, rows: jax.Array, position: jax.typing.ArrayLike) -> "CacheRows":
         """The same with `rows`, `[batch * heads, tokens, features]`, from a position on."""
+        matrices, length, _ = self.codes.shape
+        given, tokens, features = rows.shape
+        # What is smaller would be written into a part, and the rest be read as it was.
+        if (given, features) != (matrices, self.features) or tokens > length:
+            raise ValueError(
+                "KVCache: keys and values must have the cache's batch, heads and features, and no "
+                f"more tokens than it holds, got batch * heads={given}, tokens={tokens}, features="
+                f"{features}; the cache has {matrices}, {length} and {self.features}"
+            )
         if self.format is None:
             return dataclasses.replace(
                 self, codes=_put(self.codes, rows.astype(self.dtype), position)
@@ -191,6 +200,9 @@ class KVCache:
           values: likewise.
           position: of the first token, which may be traced; like
             `lax.dynamic_update_slice`, a position too far back for the tokens to fit is moved.
+
+        Raises:
+          ValueError: another batch, other heads or features, or more tokens than the cache holds.
         """
         return KVCache(
             keys=self.keys.write(merge_heads(keys), position),
