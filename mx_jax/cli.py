@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from mx_jax.commands import convert, dequantize, diff, env, formats, inspect, quantize
 from mx_jax.generate import command as generate
@@ -31,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: words after the program's name; default: those of the process.
     """
+    # Closed when Python started, as a daemon's are; a file that is opened would take their number.
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     parser = command_parser()
     options = parser.parse_args(arguments)
     if options.command is None:

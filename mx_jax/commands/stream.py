@@ -109,6 +109,7 @@ def check_output(options: argparse.Namespace) -> None:
     """
     out: Path = options.out
     if options.max_shard_size is not None:
+        _nbytes(options.max_shard_size)
         if out.exists() and not (options.force or options.resume):
             raise ValueError(f"{out} is there already; go on with --resume, or --force")
         if options.resume:
@@ -239,9 +240,10 @@ def _json(field: Any) -> Any:
 
 def _nbytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?", text)
-    if found is None:
+    size = 0 if found is None else int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
+    if found is None or size < 1:
         raise ValueError(f"--max-shard-size needs a size as 5GB, got {text!r}")
-    return int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
+    return size
 
 
 def written(path: Path) -> int:

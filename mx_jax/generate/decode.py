@@ -184,7 +184,7 @@ class Generator:
 
         Raises:
           ValueError: an empty prompt, one with a token that the model does not know, or one that
-            fills the context.
+            fills the context; fewer tokens than none.
         """
         config, length = self.model.config, len(prompt)
         if not 0 < length < config.context:
@@ -196,6 +196,8 @@ class Generator:
             raise ValueError(
                 f"generate: tokens must lie in [0, {config.vocabulary}), got prompt={prompt}"
             )
+        if max_tokens < 0:
+            raise ValueError(f"generate: max_tokens must be at least 0, got {max_tokens}")
         count = min(max_tokens, config.context - length)
         if count < 1:
             return iter(())

@@ -26,6 +26,7 @@ from mx_jax.generate.tokenizer_gguf import tokenizer_of_gguf
 from mx_jax.generate.tokenizer_hub import tokenizer_of_folder
 from mx_jax.generate.weights import config_from_gguf, params_of, quantize_params
 from mx_jax.mxarray import MXArray
+from mx_jax.nn.cache import row_format
 from mx_jax.recipes import Recipe, high_precision, weight_only
 
 # Models that come as a Python package: what the user calls one, and the package that holds it.
@@ -159,7 +160,12 @@ def load(
       scales: how weights get scales and codes: `"mse"`, `"gptq"`, or None, as a cast gives them.
       texts: files that GPTQ calibrates with; none: Python's own manual.
       sampling: how tokens are chosen.
+
+    Raises:
+      ValueError: a model that is not read, or formats that it cannot have.
     """
+    # Before anything is read.
+    cached = None if cache is None or cache in _DTYPES else row_format(cache)
     source = open_model(path)
     stored = weights is None and gguf_in(path) is None and bool(source.weights.quantized)
     if weights is None and not stored:
@@ -178,7 +184,7 @@ def load(
     generator = Generator(
         model=Llama(source.config, recipe, dtype),
         params=params,
-        cache=None if cache is None or cache in _DTYPES else block_format(cache),
+        cache=cached,
         cache_dtype=_DTYPES.get(cache or "", dtype),
         sampling=sampling,
     )
