@@ -12,6 +12,7 @@ from mx_jax.axes import Side
 from mx_jax.backends.calls import (
     AttendCall,
     Call,
+    CastStatisticsCall,
     DequantizeCall,
     MatmulCall,
     PackCall,
@@ -41,7 +42,8 @@ class Offer:
         call)` to an MXArray without a gradient link. QuantizeBothCall: likewise, with a pair of
         random bits, to a pair. DequantizeCall: `(x, call)` to values in `call.dtype`. PackCall:
         `(x, call)` to x in this backend's own layout, or to x itself. AttendCall: `(queries, keys,
-        values, position, call)` to float32 like queries.
+        values, position, call)` to float32 like queries. CastStatisticsCall: `(x, array, call)` to
+        what `reference.statistics.of_cast` gives: counts alike, sums within float32's rounding.
       how: what computes it, in words, where the backend's name does not say it.
       lays_out: the side whose weights, which did not come packed, it brings into a layout of its
         own, at every call and in more than one kernel: then who stored them is told of
@@ -79,6 +81,7 @@ NOT_OFFERED: Mapping[type[Call], str] = {
     QuantizeBothCall: "casts once at a time",
     DequantizeCall: "dequantizes nothing: XLA fuses the reference's own code",
     PackCall: "has no layout of its own for weights",
+    CastStatisticsCall: "counts nothing: XLA fuses the reference's own code",
     AttendCall: "attends to nothing: XLA's own dot and softmax do",
 }
 

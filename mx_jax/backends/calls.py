@@ -252,6 +252,27 @@ class AttendCall:
     format: BlockFormat | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CastStatisticsCall:
+    """Values and what a cast made of them, of which statistics are wanted.
+
+    Attributes:
+      shape: logical shape.
+      dtype: of the values.
+      format: block format.
+      blocks: axes from the end with block sizes.
+      axis: along which channels are counted, from the end.
+      scale_axes: axes whose positions have tensor scales of their own.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    format: BlockFormat
+    blocks: Blocks
+    axis: int
+    scale_axes: tuple[int, ...] = ()
+
+
 Call = (
     MatmulCall
     | RaggedCall
@@ -260,6 +281,7 @@ Call = (
     | DequantizeCall
     | PackCall
     | AttendCall
+    | CastStatisticsCall
 )
 
 

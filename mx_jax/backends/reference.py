@@ -4,11 +4,13 @@ import dataclasses
 import functools
 
 import jax
+import numpy as np
 
 from mx_jax.backends.base import Backend, Offer, Target
 from mx_jax.backends.calls import (
     AttendCall,
     Call,
+    CastStatisticsCall,
     DequantizeCall,
     MatmulCall,
     Operand,
@@ -18,7 +20,7 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.mxarray import MXArray
 from mx_jax.packed_rows import Rows
-from mx_jax.reference import attention, matmul, quantize, ragged
+from mx_jax.reference import attention, matmul, quantize, ragged, statistics
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
@@ -72,6 +74,12 @@ def _attend(
     return attention.attend(queries, keys, values, position, call.tokens)
 
 
+def _statistics(x: jax.Array, array: MXArray, call: CastStatisticsCall) -> statistics.Raw:
+    array = dataclasses.replace(array, primal=None)
+    values = statistics.finite_values(quantize.dequantize(array, np.float32), array)
+    return statistics.of_cast(x, values, array, call.axis)
+
+
 def _takes_all(call: Call, target: Target) -> None:
     return None
 
@@ -90,5 +98,6 @@ REFERENCE = Backend(
         _offer(call=DequantizeCall, run=_dequantize),
         _offer(call=PackCall, run=_as_it_is),
         _offer(call=AttendCall, run=_attend, is_plain=True),
+        _offer(call=CastStatisticsCall, run=_statistics, is_plain=True),
     ),
 )

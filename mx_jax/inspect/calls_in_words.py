@@ -4,6 +4,7 @@ from mx_jax.backends.base import Target
 from mx_jax.backends.calls import (
     AttendCall,
     Call,
+    CastStatisticsCall,
     DequantizeCall,
     MatmulCall,
     OperandType,
@@ -47,6 +48,8 @@ def work_text(call: Call) -> str:
         case PackCall():
             axes = list(call.weights.axes.contracting)
             return f"pack {_operand(call.weights)} for axes {axes}"
+        case CastStatisticsCall():
+            return f"statistics of a cast of {list(call.shape)} to {call.format.name}"
         case AttendCall():
             held = call.dtypes[1] if call.format is None else call.format.name
             return f"attention of {list(call.queries)} over {list(call.keys)}, {held}"

@@ -19,7 +19,8 @@ class Layout:
 
     Attributes:
       tree: how the leaves hang together.
-      leaves: shape and dtype of each that is packed; None for one that is handed over as it is.
+      leaves: shape and dtype of each that is packed, scalars first; None for one that is handed
+        over as it is.
     """
 
     tree: Any
@@ -37,27 +38,36 @@ def pack(content: Any, large: frozenset[str]) -> tuple[jax.Array, list[jax.Array
       Words, uint32; the large arrays; how to read them.
     """
     paths, tree = jax.tree.flatten_with_path(content)
-    words, whole, leaves = [], [], []
+    scalars, arrays, whole, leaves = [], [], [], []
     for path, leaf in paths:
         if any(getattr(key, "key", None) in large for key in path):
             whole.append(leaf)
             leaves.append(None)
             continue
+        words = scalars if leaf.ndim == 0 else arrays
         words.append(jnp.ravel(lax.bitcast_convert_type(leaf, jnp.uint32)))
         leaves.append((leaf.shape, np.dtype(leaf.dtype)))
-    return jnp.concatenate(words), whole, Layout(tree, tuple(leaves))
+    return jnp.concatenate([*scalars, *arrays]), whole, Layout(tree, tuple(leaves))
 
 
 def unpack(words: Any, whole: list[Any], layout: Layout) -> Any:
-    """The content of a message, as NumPy arrays."""
+    """The content of a message: NumPy arrays, and numbers of Python, which NumPy reads together."""
     words, rest = np.asarray(words, _WORD), iter(whole)
-    found, start = [], 0
+    start = sum(leaf is not None and not leaf[0] for leaf in layout.leaves)
+    dtypes = {leaf[1] for leaf in layout.leaves if leaf is not None and not leaf[0]}
+    numbers = {dtype: words[:start].view(dtype).tolist() for dtype in dtypes}
+    found, place = [], 0
     for leaf in layout.leaves:
         if leaf is None:
             found.append(np.asarray(next(rest)))
             continue
         shape, dtype = leaf
+        if not shape:
+            found.append(numbers[dtype][place])
+            place += 1
+            continue
         end = start + math.prod(shape)
-        found.append(words[start:end].view(dtype).reshape(shape))
+        own = words[start:end].view(dtype)
+        found.append(own if len(shape) == 1 else own.reshape(shape))
         start = end
     return jax.tree.unflatten(layout.tree, found)

@@ -12,7 +12,7 @@ from mx_jax.inspect.capture_statistics import NUM_CHANNELS
 _ONE = 127
 
 
-def finished(raw: Mapping[str, np.ndarray], wanted: Collection[str]) -> dict[str, Any]:
+def finished(raw: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
     """Statistics as numbers.
 
     Args:
@@ -35,7 +35,9 @@ def finished(raw: Mapping[str, np.ndarray], wanted: Collection[str]) -> dict[str
         found["nonfinite_blocks"], found["blocks"] = int(raw["bad_blocks"]), int(raw["blocks"])
     if "exponents" in raw:
         counts = raw["exponents"]
-        found["scales"] = {int(e) - _ONE: int(counts[e]) for e in np.flatnonzero(counts)}
+        there = counts.nonzero()[0]
+        exponents = (there - _ONE).tolist()
+        found["scales"] = dict(zip(exponents, counts[there].tolist(), strict=True))
     if "signal" in raw:
         found["sqnr_db"] = _decibel(float(raw["signal"]), float(raw["noise"]))
     if "channel_amax" in raw or "channel" in raw:
@@ -52,15 +54,19 @@ def finished(raw: Mapping[str, np.ndarray], wanted: Collection[str]) -> dict[str
     return found
 
 
-def _channels(raw: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, Any]:
+def _channels(raw: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, Any]:
     """The largest channels, of equal ones the first, their amaxes, and the amax in the middle."""
     if "channel" in raw:
         return raw["channel"], raw["largest"], raw["median"]
     amaxes = raw["channel_amax"]
-    order = np.argsort(-amaxes, kind="stable")
-    middle = amaxes[order[(len(order) - 1) // 2 : len(order) // 2 + 1]]
-    where = order[:NUM_CHANNELS]
-    return where, amaxes[where], middle.mean()
+    # A partition finds the middle and the least of the largest without sorting the others.
+    size = len(amaxes)
+    low, high, least = (size - 1) // 2, size // 2, max(size - NUM_CHANNELS, 0)
+    parted = np.partition(amaxes, (low, high, least))
+    where = (amaxes >= parted[least]).nonzero()[0]
+    where = where[(-amaxes[where]).argsort(kind="stable")[:NUM_CHANNELS]]
+    middle = parted[low] if low == high else (parted[low] + parted[high]) / 2
+    return where, amaxes[where], middle
 
 
 def _decibel(signal: float, noise: float) -> float:

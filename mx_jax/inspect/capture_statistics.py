@@ -11,22 +11,32 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
-from mx_jax.codecs import blocks as block_shapes
-from mx_jax.codecs import float32
-from mx_jax.codecs.explicit_axes import explicit_sharding
+from mx_jax.backends.calls import CastStatisticsCall
+from mx_jax.backends.select import find
+from mx_jax.codecs.invariants import varying_axes
 from mx_jax.codecs.varying import varying
-from mx_jax.formats import ElementFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.quantize import dequantize
-
-Raw = dict[str, jax.Array]
+from mx_jax.reference import statistics as plain
+from mx_jax.reference.statistics import Raw, count, exponent, power, relative, total
 
 STATISTICS = ("amax", "scales", "underflow", "saturation", "nonfinite", "sqnr", "channels", "error")
 """What `capture` can compute; `"arrays"` besides, which is not among its defaults."""
 
+# What else than amax and sizes tells of a cast.
+_TELLS = {
+    "exponents": "scales",
+    "underflow": "underflow",
+    "saturated": "saturation",
+    "bad_blocks": "nonfinite",
+    "blocks": "nonfinite",
+    "signal": "sqnr",
+    "noise": "sqnr",
+    "channel_amax": "channels",
+}
 # What takes the values before the cast.
 _LOSSES = frozenset({"underflow", "saturation", "sqnr"})
 ARRAYS = frozenset({"before", "after"})
@@ -37,14 +47,10 @@ _SQUARES = frozenset({"signal", "noise", "dot", "exact", "actual"})
 NUM_CHANNELS = 8
 # Channels that the host sorts.
 _FEW = 2**13
-# What float32's exponent field says of 1.
-_ONE = 127
-# Values of half of that field, and what float32 counts exactly.
-_HALF, _EXACT = 16, 2**24
 
 
 def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
-    """What the wanted statistics of a cast need.
+    """What the wanted statistics of a cast need, by the fastest kernel.
 
     Args:
       before: values.
@@ -52,28 +58,26 @@ def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str
       axis: along which channels are counted.
       wanted: some of `STATISTICS`.
     """
-    x = before.astype(jnp.float32)
-    size = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
-    values = _values(after)
-    others = tuple(other for other in range(x.ndim) if other != axis % x.ndim)
-    channels = jnp.max(size, axis=others)
-    raw = {"amax": jnp.max(channels), "size": jnp.full((), x.size, jnp.uint32)}
-    if "scales" in wanted:
-        raw["exponents"] = _exponents(after)
-    if "underflow" in wanted:
-        raw["underflow"] = _count((x != 0) & (values == 0))
-    if "saturation" in wanted:
-        at_limit = _at_limit(after.codes, after.format.element)
-        raw["saturated"] = _count(at_limit & (jnp.abs(x) > jnp.abs(values)))
-    if "nonfinite" in wanted:
-        bad, inside = block_shapes.split(~jnp.isfinite(x), after.blocks)
-        bad = jnp.any(bad, axis=inside)
-        raw |= {"bad_blocks": _count(bad), "blocks": jnp.full((), bad.size, jnp.uint32)}
-    if "sqnr" in wanted:
-        raw |= _noise(x, values, raw["amax"])
-    if "channels" in wanted:
-        raw["channel_amax"] = _whole(channels)
-    return raw
+    after = dataclasses.replace(after, primal=None)
+    call = CastStatisticsCall(
+        shape=after.shape,
+        dtype=np.dtype(before.dtype),
+        format=after.format,
+        blocks=after.blocks,
+        axis=axis % before.ndim - before.ndim,
+        scale_axes=varying_axes(after.tensor_scale),
+    )
+    choice = find(call)
+    if choice is None or choice.offer.is_plain:
+        # Then only what is wanted, of values that a kernel may decode.
+        return plain.of_cast(before, _values(after), after, axis, wanted)
+    raw: Raw = choice.offer.run(before, after, call)
+    return {name: own for name, own in raw.items() if _TELLS.get(name, "amax") in {*wanted, "amax"}}
+
+
+def _values(after: MXArray) -> jax.Array:
+    values = dequantize(dataclasses.replace(after, primal=None), jnp.float32)
+    return plain.finite_values(values, after)
 
 
 def of_stored(after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
@@ -100,99 +104,17 @@ def of_product(exact: jax.Array, compared: jax.Array, actual: jax.Array) -> Raw:
     x, y = jnp.where(both, x, 0), jnp.where(both, y, 0)
     largest = jnp.where(jnp.isfinite(actual), jnp.abs(actual), 0).astype(jnp.float32)
     amax = jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(largest))
-    x, y = _relative(x, amax), _relative(y, amax)
+    x, y = relative(x, amax), relative(y, amax)
     return {
         "amax": amax,
         "size": jnp.full((), actual.size, jnp.uint32),
         "compared": jnp.full((), x.size, jnp.uint32),
-        "bad": _count(~both),
-        "dot": _sum(x * y),
-        "exact": _sum(x * x),
-        "actual": _sum(y * y),
-        "noise": _sum(jnp.square(x - y)),
+        "bad": count(~both),
+        "dot": total(x * y),
+        "exact": total(x * x),
+        "actual": total(y * y),
+        "noise": total(jnp.square(x - y)),
     }
-
-
-def _values(after: MXArray) -> jax.Array:
-    """What an operand stands for, in float32, by the fastest kernel: finite codes stay finite."""
-    values = dequantize(dataclasses.replace(after, primal=None), jnp.float32)
-    element, largest = after.format.element, float(jnp.finfo(jnp.float32).max)
-    finite = jnp.clip(values, -largest, largest)
-    if not element.has_inf:
-        return finite
-    half = after.codes & (element.sign_code - 1)
-    return jnp.where(half == element.max_code + 1, values, finite)
-
-
-def _at_limit(codes: jax.Array, element: ElementFormat) -> jax.Array:
-    """Where codes are the largest, of either sign; NaN and Inf count too."""
-    half = codes & (element.sign_code - 1)
-    if element.kind == "int":
-        half = jnp.where(codes & element.sign_code, element.sign_code - half, half)
-    return half >= element.max_code
-
-
-def _exponents(after: MXArray) -> jax.Array:
-    """How many scales have which exponent, by float32's field of it.
-
-    Of both halves of the field a row of 0 and 1; their product counts pairs of halves. That is 32
-    comparisons a scale, not 256, and no scatter.
-    """
-    bits = float32.to_bits(_whole(after.scale_values).astype(jnp.float32))
-    field = (bits >> 23) & 0xFF
-    half = jnp.arange(_HALF, dtype=field.dtype)
-    high, low = (
-        (part[..., None] == half).astype(jnp.float32) for part in (field // _HALF, field % _HALF)
-    )
-    # float32 counts no further, so that huge arrays are counted by rows.
-    rows = tuple(range(field.ndim - 1)) if field.size > _EXACT else ()
-    along = tuple(range(len(rows), field.ndim))
-    counts = lax.dot_general(high, low, ((along, along), (rows, rows)))
-    return jnp.sum(counts.astype(jnp.uint32), axis=rows, dtype=jnp.uint32).ravel()
-
-
-def _noise(x: jax.Array, values: jax.Array, amax: jax.Array) -> Raw:
-    x = _relative(x, amax)
-    # Finite only where both are.
-    noise = x - _relative(values, amax)
-    both = jnp.isfinite(noise)
-    return {
-        "signal": _sum(jnp.where(both, x * x, 0)),
-        "noise": _sum(jnp.where(both, noise * noise, 0)),
-    }
-
-
-def _relative(x: jax.Array, amax: jax.Array) -> jax.Array:
-    """x over the power of two of amax: less than 4, and as exact as x."""
-    return x * _power(-_exponent(amax))
-
-
-def _exponent(amax: jax.Array) -> jax.Array:
-    return jnp.clip(float32.to_bits(amax) >> 23, 1, 253) - _ONE
-
-
-def _power(exponent: jax.Array) -> jax.Array:
-    """2**exponent; 0 where that is no normal number."""
-    return float32.from_bits(jnp.maximum(exponent + _ONE, 0) << 23)
-
-
-def _whole(x: jax.Array) -> jax.Array:
-    """x in one piece, where types say that it is in several: what sorts it wants it so."""
-    if explicit_sharding(x) is None:
-        return x
-    return jax.sharding.reshard(x, PartitionSpec(*(None,) * x.ndim))
-
-
-def _sum(x: jax.Array) -> jax.Array:
-    # Two short sums err less than a long one.
-    return jnp.sum(jnp.sum(x, axis=-1)) if x.ndim else x
-
-
-def _count(x: jax.Array) -> jax.Array:
-    # Rows in float32, exact as long as they are short: XLA's CPU sums it twice as fast.
-    wide = x.ndim == 0 or x.shape[-1] > _EXACT
-    rows = x if wide else jnp.sum(x.astype(jnp.float32), axis=-1).astype(jnp.uint32)
-    return jnp.sum(rows, dtype=jnp.uint32)
 
 
 def of_lanes(raw: Raw, batched: Mapping[str, bool], lanes: int) -> Raw:
@@ -230,11 +152,11 @@ def of_shards(raw: Raw) -> Raw:
     return _joined(raw, lambda value: lax.pmax(value, names), lambda value: lax.psum(value, names))
 
 
-def _joined(raw: Raw, maximum: Any, total: Any) -> Raw:
+def _joined(raw: Raw, maximum: Any, summed: Any) -> Raw:
     """Maxima of maxima, sums of sums; squares once they are relative to the same; arrays as they
     are."""
     amax = maximum(raw["amax"])
-    share = jnp.square(_power(_exponent(raw["amax"]) - _exponent(amax)))
+    share = jnp.square(power(exponent(raw["amax"]) - exponent(amax)))
     joined = {}
     for name, value in raw.items():
         if name in ARRAYS:
@@ -242,7 +164,7 @@ def _joined(raw: Raw, maximum: Any, total: Any) -> Raw:
         elif name in _MAXIMA:
             joined[name] = maximum(value)
         else:
-            joined[name] = total(value * share if name in _SQUARES else value)
+            joined[name] = summed(value * share if name in _SQUARES else value)
     return joined
 
 

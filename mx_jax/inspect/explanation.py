@@ -13,6 +13,7 @@ from rich.table import Table
 from mx_jax.backends.calls import (
     AttendCall,
     Call,
+    CastStatisticsCall,
     DequantizeCall,
     MatmulCall,
     OperandType,
@@ -207,6 +208,11 @@ def _attend(call: AttendCall) -> tuple[float, float]:
     return 4.0 * matrices * call.queries[1] * length * features, moved
 
 
+def _statistics(call: CastStatisticsCall) -> tuple[float, float]:
+    size = float(math.prod(call.shape))
+    return 0.0, size * (call.dtype.itemsize + call.format.bits_per_element / 8)
+
+
 # What each kind of call is called, and costs; another kind is another line.
 _KINDS: Mapping[type[Any], tuple[str, Callable[[Any], tuple[float, float]]]] = {
     MatmulCall: ("product", _product),
@@ -216,4 +222,5 @@ _KINDS: Mapping[type[Any], tuple[str, Callable[[Any], tuple[float, float]]]] = {
     DequantizeCall: ("dequantize", _dequantize),
     PackCall: ("pack", lambda call: (0.0, 2 * _stored(call.weights))),
     AttendCall: ("attention", _attend),
+    CastStatisticsCall: ("statistics", _statistics),
 }

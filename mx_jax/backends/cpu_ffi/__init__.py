@@ -11,6 +11,7 @@ from mx_jax.backends.base import Backend, Offer, Target
 from mx_jax.backends.calls import (
     AttendCall,
     Call,
+    CastStatisticsCall,
     DequantizeCall,
     MatmulCall,
     PackCall,
@@ -27,6 +28,7 @@ from mx_jax.backends.cpu_ffi import (
     quantize_both,
     ragged,
     rejections,
+    statistics,
     weights,
 )
 from mx_jax.backends.cpu_ffi.handler import alone
@@ -77,5 +79,6 @@ CPU_FFI = Backend(
         _offer(DequantizeCall, dequantize.rejects, dequantize.dequantize),
         _offer(PackCall, weights.rejects, weights.pack),
         _offer(AttendCall, attend.rejects, attend.attend),
+        _offer(CastStatisticsCall, statistics.rejects, statistics.cast_statistics),
     ),
 )

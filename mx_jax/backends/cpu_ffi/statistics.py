@@ -1,0 +1,100 @@
+"""Statistics of a cast by the compiled handler: values, codes and scales are read once for all."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mx_jax.backends.calls import CastStatisticsCall, rejects_symbolic
+from mx_jax.backends.cpu_ffi import library
+from mx_jax.backends.cpu_ffi.dequantize import attributes
+from mx_jax.backends.cpu_ffi.handler import Handler, dispatch, hashable
+from mx_jax.backends.cpu_ffi.quantize import rejects_blocks, rejects_parts
+from mx_jax.codecs.blocks import scales_shape
+from mx_jax.formats import WHOLE
+from mx_jax.mxarray import MXArray
+from mx_jax.reference import statistics as reference
+
+TARGET = "mx_jax_cpu_cast_statistics"
+
+_DTYPES = ("float32", "bfloat16", "float16")
+# What the handler gives, in its order, with the dtype of each.
+_RESULTS = {
+    "channel_amax": "float32",
+    "amax": "float32",
+    "exponents": "uint32",
+    "underflow": "uint32",
+    "saturated": "uint32",
+    "bad_blocks": "uint32",
+    "signal": "float32",
+    "noise": "float32",
+}
+
+
+def rejects(call: CastStatisticsCall) -> str | None:
+    """Why the handler does not take a call, or None."""
+    loaded = library.load()
+    if isinstance(loaded, str) or TARGET not in loaded.targets:
+        return f"was built without {TARGET}; build it again"
+    if call.dtype.name not in _DTYPES:
+        return f"reads float32, bfloat16 or float16, got dtype={call.dtype}"
+    if call.scale_axes:
+        return f"takes one tensor scale, got them along axes={call.scale_axes}"
+    reason = rejects_symbolic(call)
+    if reason is not None:
+        return reason
+    if 0 in call.shape:
+        return f"needs elements, got shape={call.shape}"
+    return rejects_parts(call.format) or rejects_blocks(call.blocks)
+
+
+def cast_statistics(x: jax.Array, array: MXArray, call: CastStatisticsCall) -> reference.Raw:
+    """What the reference gives; sums are of squares in float64, rounded once."""
+    optional = () if array.tensor_scale is None else (array.tensor_scale,)
+    told = attributes(call.format, call.blocks) | {
+        "axis": np.int64(call.axis),
+        "has_tensor_scale": bool(optional),
+    }
+    handler = Handler(
+        target=TARGET,
+        axes=_axes(call, bool(optional)),
+        dtypes=tuple(np.dtype(dtype) for dtype in _RESULTS.values()),
+        attributes=hashable(told),
+    )
+
+    def elsewhere(x, codes, scales, tensor_scale=None):
+        parts = dict(codes=codes, scales=scales, tensor_scale=tensor_scale, primal=None)
+        own = dataclasses.replace(array, **parts)
+        values = reference.finite_values(own.dequantize(jnp.float32), own)
+        raw = reference.of_cast(x, values, own, call.axis)
+        return tuple(raw[name] for name in _RESULTS)
+
+    either: Any = dispatch.value or lax.platform_dependent
+    found = either(
+        lax.stop_gradient(x), array.codes, array.scales, *optional, cpu=handler, default=elsewhere
+    )
+    return dict(zip(_RESULTS, found, strict=True)) | {
+        "size": jnp.full((), math.prod(call.shape), jnp.uint32),
+        "blocks": jnp.full((), math.prod(scales_shape(call.shape, call.blocks)), jnp.uint32),
+    }
+
+
+def _axes(call: CastStatisticsCall, has_tensor_scale: bool) -> str:
+    """All axes of a call by name: a batch is that of vmap. No result has an axis of the operands',
+    so that devices which share a tensor gather it."""
+    rank, sizes = len(call.shape), dict(call.blocks)
+    names = {axis: f"a{-axis}" for axis in range(-rank, 0)}
+    counted = [
+        name if axis not in sizes else f"{name}/{name if sizes[axis] is WHOLE else sizes[axis]}"
+        for axis, name in names.items()
+    ]
+    given = [["*b", *names.values()], ["*b", *names.values()], ["*b", *counted]]
+    if has_tensor_scale:
+        given.append(["*t", *("1" for _ in names)])
+    lengths = {"channel_amax": call.shape[call.axis], "exponents": reference.EXPONENTS}
+    results = (f"*b {lengths[name]}" if name in lengths else "*b" for name in _RESULTS)
+    return f"{', '.join(map(' '.join, given))} -> {', '.join(results)}"

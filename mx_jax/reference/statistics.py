@@ -1,0 +1,166 @@
+"""Statistics of a cast, in plain jnp: what every backend must match, counts exactly.
+
+A statistic is a few sums and maxima, so that those of vmap's lanes and of shards add up to those of
+the whole. Squares are of values over the power of two of the largest one: gradients of 1e-25 have
+an SQNR too.
+"""
+
+from collections.abc import Collection
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs import float32
+from mx_jax.codecs.explicit_axes import explicit_sharding
+from mx_jax.formats import ElementFormat
+from mx_jax.mxarray import MXArray
+
+Raw = dict[str, jax.Array]
+
+# What float32's exponent field says of 1.
+_ONE = 127
+# Values of half of that field, and what float32 counts exactly.
+_HALF, _EXACT = 16, 2**24
+EXPONENTS = 256
+"""How many values that field has."""
+
+
+OF_CASTS = ("scales", "underflow", "saturation", "nonfinite", "sqnr", "channels")
+"""Names of statistics of casts, besides the largest magnitude."""
+
+
+def of_cast(
+    before: jax.Array,
+    values: jax.Array,
+    after: MXArray,
+    axis: int,
+    wanted: Collection[str] = OF_CASTS,
+) -> Raw:
+    """What the wanted statistics of a cast need.
+
+    Args:
+      before: values.
+      values: what they became, as `finite_values` gives it.
+      after: the same as codes and scales.
+      axis: along which channels are counted.
+      wanted: some of `OF_CASTS`.
+
+    Returns:
+      By name: `amax` and `channel_amax`, of finite values; `exponents`, how many scales have which,
+      by float32's field of it; counts, uint32, of elements that are `saturated` or an `underflow`,
+      of `bad_blocks` and of what they are out of, `size` and `blocks`; `signal` and `noise`, sums
+      of squares over that of the power of two of amax.
+    """
+    x = before.astype(jnp.float32)
+    size = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+    others = tuple(other for other in range(x.ndim) if other != axis % x.ndim)
+    channels = jnp.max(size, axis=others)
+    raw = {"amax": jnp.max(channels), "size": jnp.full((), x.size, jnp.uint32)}
+    if "scales" in wanted:
+        raw["exponents"] = _exponents(after)
+    if "underflow" in wanted:
+        raw["underflow"] = count((x != 0) & (values == 0))
+    if "saturation" in wanted:
+        at_limit = _at_limit(after.codes, after.format.element)
+        raw["saturated"] = count(at_limit & (jnp.abs(x) > jnp.abs(values)))
+    if "nonfinite" in wanted:
+        bad, inside = block_shapes.split(~jnp.isfinite(x), after.blocks)
+        bad = jnp.any(bad, axis=inside)
+        raw |= {"bad_blocks": count(bad), "blocks": jnp.full((), bad.size, jnp.uint32)}
+    if "sqnr" in wanted:
+        raw |= _noise(x, values, raw["amax"])
+    if "channels" in wanted:
+        raw["channel_amax"] = in_one_piece(channels)
+    return raw
+
+
+def finite_values(values: jax.Array, after: MXArray) -> jax.Array:
+    """What an operand stands for, in float32: finite codes stay finite.
+
+    Args:
+      values: the operand, dequantized.
+      after: its codes.
+    """
+    element, largest = after.format.element, float(jnp.finfo(jnp.float32).max)
+    finite = jnp.clip(values, -largest, largest)
+    if not element.has_inf:
+        return finite
+    half = after.codes & (element.sign_code - 1)
+    return jnp.where(half == element.max_code + 1, values, finite)
+
+
+def _at_limit(codes: jax.Array, element: ElementFormat) -> jax.Array:
+    """Where codes are the largest, of either sign; NaN and Inf count too."""
+    half = codes & (element.sign_code - 1)
+    if element.kind == "int":
+        half = jnp.where(codes & element.sign_code, element.sign_code - half, half)
+    return half >= element.max_code
+
+
+def _exponents(after: MXArray) -> jax.Array:
+    """How many scales have which exponent, by float32's field of it.
+
+    Of both halves of the field a row of 0 and 1; their product counts pairs of halves. That is 32
+    comparisons a scale, not 256, and no scatter.
+    """
+    bits = float32.to_bits(in_one_piece(after.scale_values).astype(jnp.float32))
+    field = (bits >> 23) & 0xFF
+    half = jnp.arange(_HALF, dtype=field.dtype)
+    high, low = (
+        (part[..., None] == half).astype(jnp.float32) for part in (field // _HALF, field % _HALF)
+    )
+    # float32 counts no further, so that huge arrays are counted by rows.
+    rows = tuple(range(field.ndim - 1)) if field.size > _EXACT else ()
+    along = tuple(range(len(rows), field.ndim))
+    counts = lax.dot_general(high, low, ((along, along), (rows, rows)))
+    return jnp.sum(counts.astype(jnp.uint32), axis=rows, dtype=jnp.uint32).ravel()
+
+
+def _noise(x: jax.Array, values: jax.Array, amax: jax.Array) -> Raw:
+    x = relative(x, amax)
+    # Finite only where both are.
+    noise = x - relative(values, amax)
+    both = jnp.isfinite(noise)
+    return {
+        "signal": total(jnp.where(both, x * x, 0)),
+        "noise": total(jnp.where(both, noise * noise, 0)),
+    }
+
+
+def relative(x: jax.Array, amax: jax.Array) -> jax.Array:
+    """x over the power of two of amax: less than 4, and as exact as x."""
+    return x * power(-exponent(amax))
+
+
+def exponent(amax: jax.Array) -> jax.Array:
+    """The exponent of the power of two that values are divided by."""
+    return jnp.clip(float32.to_bits(amax) >> 23, 1, 253) - _ONE
+
+
+def power(exponent: jax.Array) -> jax.Array:
+    """2**exponent; 0 where that is no normal number."""
+    return float32.from_bits(jnp.maximum(exponent + _ONE, 0) << 23)
+
+
+def in_one_piece(x: jax.Array) -> jax.Array:
+    """x in one piece, where types say that it is in several: what sorts it wants it so."""
+    if explicit_sharding(x) is None:
+        return x
+    return jax.sharding.reshard(x, PartitionSpec(*(None,) * x.ndim))
+
+
+def total(x: jax.Array) -> jax.Array:
+    """The sum of all entries."""
+    # Two short sums err less than a long one.
+    return jnp.sum(jnp.sum(x, axis=-1)) if x.ndim else x
+
+
+def count(x: jax.Array) -> jax.Array:
+    """How many entries are true."""
+    # Rows in float32, exact as long as they are short: XLA's CPU sums it twice as fast.
+    wide = x.ndim == 0 or x.shape[-1] > _EXACT
+    rows = x if wide else jnp.sum(x.astype(jnp.float32), axis=-1).astype(jnp.uint32)
+    return jnp.sum(rows, dtype=jnp.uint32)

@@ -1,0 +1,156 @@
+"""Statistics of casts: the compiled handler beside their definition in plain jnp."""
+
+import dataclasses
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax.backends.calls import CastStatisticsCall
+from mx_jax.backends.cpu_ffi import library, statistics
+from mx_jax.backends.select import select
+from mx_jax.formats import MXFP8_E4M3
+from mx_jax.formats.block import FLOAT8_TENSORWISE_E4M3
+from mx_jax.inspect import capture_statistics
+from mx_jax.mxarray import MXArray
+from mx_jax.reference import quantize, scale_rules
+from mx_jax.reference import statistics as reference
+from tests.needs import needs_library
+from tests.quick import quick
+
+loaded = library.load()
+built = not isinstance(loaded, str) and statistics.TARGET in loaded.targets
+needs_handler = pytest.mark.skipif(not built, reason="the library was built without it")
+
+# Sums of squares in float64, rounded once, beside those of float32, which err by some 1e-6.
+BOUND = 1e-5
+SUMS = ("signal", "noise")
+
+
+def drawn(shape: tuple[int, ...], dtype: Any, nonfinite: bool) -> jax.Array:
+    """Values over many powers of two, with zeros, and blocks with Inf and NaN if wanted."""
+    source = np.random.default_rng(7)
+    x = source.normal(size=shape) * np.exp(2 * source.normal(size=shape))
+    x.reshape(-1)[:2] = 0
+    if nonfinite:
+        x.reshape(-1)[[3, 5, -1]] = np.inf, -np.inf, np.nan
+    return jnp.asarray(x, dtype)
+
+
+def of_both(x: jax.Array, array: MXArray, axis: int) -> tuple[Any, Any]:
+    """What is told of a cast, and what defines it."""
+
+    def plain(x: jax.Array, array: MXArray) -> Any:
+        values = reference.finite_values(array.dequantize(jnp.float32), array)
+        return reference.of_cast(x, values, array, axis)
+
+    def told(x: jax.Array, array: MXArray) -> Any:
+        return capture_statistics.of_cast(x, array, axis, capture_statistics.STATISTICS)
+
+    return tuple(quick(run)(x, array) for run in (told, plain))
+
+
+def check(found: Any, expected: Any) -> None:
+    assert set(found) == set(expected)
+    for name, own in found.items():
+        assert (own.shape, own.dtype) == (expected[name].shape, expected[name].dtype), name
+        if name in SUMS:
+            np.testing.assert_allclose(own, expected[name], rtol=BOUND, err_msg=name)
+        else:
+            np.testing.assert_array_equal(own, expected[name], err_msg=name)
+
+
+CASES = [
+    ("mxfp8_e4m3", (65, 96), -1, "float32", True),
+    ("mxfp8_e5m2", (3, 40, 50), -2, "bfloat16", True),
+    ("mxint8", (2, 70, 5), -2, "float16", False),
+    ("nvfp4", (300, 700), -1, "float32", False),
+    ("mxfp4", (77,), -1, "float32", True),
+]
+
+
+@needs_handler
+@pytest.mark.parametrize(("name", "shape", "axis", "dtype", "nonfinite"), CASES)
+def test_the_handler_counts_exactly_and_sums_within_a_bound(name, shape, axis, dtype, nonfinite):
+    x = drawn(shape, dtype, nonfinite)
+    array = mx_jax.quantize(x, name, axis=axis)
+    found, expected = of_both(x, array, axis)
+    check(found, expected)
+    assert (int(found["underflow"]) > 0) == (name != "mxfp8_e5m2")
+    assert (int(found["bad_blocks"]) > 0) == nonfinite
+
+
+@needs_handler
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize(
+    ("format", "rule"),
+    [
+        (dataclasses.replace(MXFP8_E4M3, name="square", block=(32, 32)), scale_rules.RCEIL),
+        (FLOAT8_TENSORWISE_E4M3, scale_rules.FLOAT8),
+    ],
+    ids=("square", "whole"),
+)
+def test_square_blocks_and_whole_tensors_have_channels_along_either_axis(format, rule, axis):
+    x = drawn((70, 100), "float32", True)
+    size = format.block[0]
+    blocks = ((-2, size), (-1, size))
+    array = quick(lambda x: quantize.quantize(x, format, blocks, rule))(x)
+    found, expected = of_both(x, array, axis)
+    check(found, expected)
+    assert int(found["bad_blocks"]) == (2 if size == 32 else 1)
+
+
+@needs_handler
+def test_lanes_have_statistics_of_their_own():
+    x = drawn((3, 64, 32), "float32", True)
+    array = jax.vmap(lambda x: mx_jax.quantize(x, "mxfp4", axis=-2))(x)
+
+    def told(x: jax.Array, array: MXArray) -> Any:
+        return capture_statistics.of_cast(x, array, -2, capture_statistics.STATISTICS)
+
+    found = quick(jax.vmap(told))(x, array)
+    for lane in range(3):
+        own = jax.tree.map(operator.itemgetter(lane), array)
+        check({name: of[lane] for name, of in found.items()}, of_both(x[lane], own, -2)[1])
+
+
+CALL = CastStatisticsCall(
+    shape=(64, 64), dtype=np.dtype("float32"), format=MXFP8_E4M3, blocks=((-1, 32),), axis=-1
+)
+
+
+@needs_handler
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"shape": (0, 64)}, "needs elements, got shape=(0, 64)"),
+        ({"scale_axes": (0,)}, "takes one tensor scale, got them along axes=(0,)"),
+        ({"blocks": ((-2, 32), (-1, 32)), "shape": (64, 64)}, None),
+        ({"blocks": ((-3, 32), (-2, 32)), "shape": (2, 64, 64)}, "two-dimensional blocks"),
+        ({"dtype": np.dtype("float64")}, "reads float32, bfloat16 or float16, got dtype=float64"),
+    ],
+)
+def test_which_calls_the_handler_takes(change, reason):
+    choice = select(dataclasses.replace(CALL, **change))
+    if reason is None:
+        assert choice.backend.name == "cpu_ffi"
+        return
+    assert choice.backend.name == "reference"
+    assert reason in dict(choice.rejections)["cpu_ffi"]
+
+
+@needs_library
+def test_a_library_without_the_handler_leaves_it_to_plain_jax(monkeypatch):
+    older = dataclasses.replace(loaded, targets=loaded.targets - {statistics.TARGET})
+    monkeypatch.setattr(statistics.library, "load", lambda: older)
+    choice = select(CALL)
+    assert choice.backend.name == "reference"
+    assert f"was built without {statistics.TARGET}" in dict(choice.rejections)["cpu_ffi"]
+    x = drawn((64, 64), "float32", False)
+    array = mx_jax.quantize(x, "mxfp8_e4m3", axis=-1)
+    found, expected = of_both(x, array, -1)
+    check(found, expected)
