@@ -273,16 +273,8 @@ class CastStatisticsCall:
     scale_axes: tuple[int, ...] = ()
 
 
-Call = (
-    MatmulCall
-    | RaggedCall
-    | QuantizeCall
-    | QuantizeBothCall
-    | DequantizeCall
-    | PackCall
-    | AttendCall
-    | CastStatisticsCall
-)
+CastCall = QuantizeCall | QuantizeBothCall | DequantizeCall | CastStatisticsCall
+Call = MatmulCall | RaggedCall | CastCall | PackCall | AttendCall
 
 
 def rejects_symbolic(call: Call) -> str | None:

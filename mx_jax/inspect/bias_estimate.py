@@ -15,6 +15,7 @@ a vector add up to those of the whole. Source: U-statistics, Hoeffding 1948.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -71,6 +72,8 @@ class Estimate:
       one: `sqrt(mean |e|^2 / mean |g|^2)`: relative error of a single draw; NaN where one is not
         finite.
       draws: n.
+      signal: the exact mean over its own noise, from draw to draw. Below 2 shares of that mean say
+        little.
     """
 
     bias: float
@@ -80,6 +83,7 @@ class Estimate:
     slope: float
     one: float
     draws: int
+    signal: float = math.inf
 
 
 def estimate(products: InnerProducts, confidence: float) -> Estimate:
@@ -106,19 +110,19 @@ def estimate(products: InnerProducts, confidence: float) -> Estimate:
     one = math.sqrt(_ratio(float(np.trace(products.error)), float(np.trace(products.exact))))
     if error.whole == 0 and not products.error.any():
         return Estimate(bias=0, low=0, high=0, uncorrected=0, slope=1, one=0, draws=n)
+    # What is left of the spread of single draws in the mean of n.
+    noise = max(0.0, float(np.trace(products.exact)) / n - exact.whole) / n
+    signal = math.sqrt(_ratio(max(0.0, exact.whole), noise))
+    known = functools.partial(Estimate, uncorrected=uncorrected, one=one, draws=n, signal=signal)
     if exact.whole <= 0 or (exact.without <= 0).any():
         nan = math.nan
-        return Estimate(
-            bias=nan, low=nan, high=nan, uncorrected=uncorrected, slope=nan, one=one, draws=n
-        )
+        return known(bias=nan, low=nan, high=nan, slope=nan)
     ratio, ratios = error.whole / exact.whole, error.without / exact.without
     deviation = math.sqrt((n - 1) / n * float(np.sum((ratios - ratios.mean()) ** 2)))
     half = float(stdtrit(n - 1, (1 + confidence) / 2)) * deviation
     bias, low, high = (math.sqrt(max(0.0, x)) for x in (ratio, ratio - half, ratio + half))
     slope = 1 + _squared_mean(products.mixed).whole / exact.whole
-    return Estimate(
-        bias=bias, low=low, high=high, uncorrected=uncorrected, slope=slope, one=one, draws=n
-    )
+    return known(bias=bias, low=low, high=high, slope=slope)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

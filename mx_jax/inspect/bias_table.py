@@ -9,6 +9,8 @@ from rich.table import Table
 
 from mx_jax.inspect.bias_estimate import Estimate
 
+# An exact mean of less than so many times its own noise is none to take shares of.
+_CLEAR = 2.0
 _COLUMNS = ("bias", "interval", "one batch", "slope")
 
 
@@ -51,6 +53,12 @@ class Row:
     def slope(self) -> float:
         """`E q . E g / |E g|^2`: 0.98 means a gradient that is two per cent too short."""
         return self.estimate.slope
+
+    @property
+    def near_zero(self) -> bool:
+        """Whether the exact mean is so close to 0, beside its noise, that shares of it say little:
+        near a minimum. Tables tell how close instead."""
+        return not math.isnan(self.bias) and self.estimate.signal < _CLEAR
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,9 +115,11 @@ class GradientBias:
     def caption(self) -> str:
         """How to read the numbers."""
         draws = self.rows[0].estimate.draws
+        near = f"; near 0: less than {_CLEAR:g} times its own noise, so a share of it says little"
         return (
             f"n = {draws} batches at one checkpoint, loss {self.exact_loss:.4g} in high precision; "
             f"interval: {100 * self.confidence:g} %, of other batches at the same parameters"
+            f"{near if any(row.near_zero for row in self.rows) else ''}"
         )
 
     def __str__(self) -> str:
@@ -141,6 +151,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     interval = f"at most {_percent(high)}" if low == 0 else f"{_percent(low)} to {_percent(high)}"
     known = not math.isnan(row.bias)
     unknown = "Inf or NaN" if math.isnan(row.one_batch) else "hidden by noise"
+    if row.near_zero:
+        known, unknown = False, f"near 0: mean {row.estimate.signal:.1f} x its noise"
     return (
         _percent(row.bias) if known else unknown,
         interval if known else "-",

@@ -9,24 +9,40 @@ from mx_jax.inspect.capture_record import Record, Scalar
 SATURATED, UNDERFLOWN, OUTLYING, LOST_DB = 0.1, 0.3, 30.0, 6.0
 # Less saturates in healthy runs: 3.5 % of normal values in NVFP4. So less is told if it grew.
 MORE_SATURATED, GROWN = 0.02, 3
+# Layers of a scan that a sentence names; of more it tells how many.
+NAMED = 6
 
 
 def findings(records: Sequence[Record], scalars: Mapping[str, Sequence[Scalar]]) -> list[str]:
     """Sentences on what a reader should look at, what comes first in the run first.
+
+    Layers of one scan share a sentence: that of the first of them, which names the others.
 
     Args:
       records: in the order of the run.
       scalars: numbers by name, in the order of the run.
     """
     found = [pair for name, own in scalars.items() for pair in _of_numbers(name, own)]
-    seen: set[tuple[str, str]] = set()
+    told: dict[tuple[str, str], tuple[int, str]] = {}
+    layers: dict[tuple[str, str], dict[tuple[int, ...], None]] = {}
     first: dict[tuple[str, str, str], float] = {}
     for record in records:
         for kind, sentence in _sentences(record, first):
-            if (kind, record.path) not in seen:
-                seen.add((kind, record.path))
-                found.append((record.step, f"{sentence}, first at step {record.step}"))
+            group = kind, record.tag.path
+            told.setdefault(group, (record.step, f"{sentence}, first at step {record.step}"))
+            layers.setdefault(group, {})[record.index] = None
+    found += [(step, text + _others([*layers[group]][1:])) for group, (step, text) in told.items()]
     return [sentence for _, sentence in sorted(found, key=lambda pair: pair[0])]
+
+
+def _others(indices: Sequence[tuple[int, ...]]) -> str:
+    """The layers of the same scan that a sentence holds for too."""
+    if not indices:
+        return ""
+    if len(indices) > NAMED:
+        return f"; so do {len(indices)} other layers of its scan"
+    names = ", ".join("".join(f"[{number}]" for number in index) for index in sorted(indices))
+    return f"; so do {names}" if len(indices) > 1 else f"; so does {names}"
 
 
 def _of_numbers(name: str, own: Sequence[Scalar]) -> list[tuple[int, str]]:

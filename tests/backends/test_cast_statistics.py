@@ -145,6 +145,7 @@ def test_which_calls_the_handler_takes(change, reason):
 
 @needs_library
 def test_a_library_without_the_handler_leaves_it_to_plain_jax(monkeypatch):
+    assert isinstance(loaded, library.Library)
     older = dataclasses.replace(loaded, targets=loaded.targets - {statistics.TARGET})
     monkeypatch.setattr(statistics.library, "load", lambda: older)
     choice = select(CALL)

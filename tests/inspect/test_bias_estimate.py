@@ -69,6 +69,14 @@ def test_noise_that_hides_the_mean_is_told():
     assert found.one > 0
 
 
+def test_how_far_the_mean_is_from_its_noise():
+    g, e = draws(0.1, 64, 3)
+    spread = np.sqrt(np.sum(g.var(0, ddof=1)) / len(g))
+    mean = np.sqrt(np.sum(g.mean(0) ** 2) - spread**2)
+    assert estimate(InnerProducts.of(g, e), 0.95).signal == pytest.approx(mean / spread, rel=1e-6)
+    assert estimate(InnerProducts.of(np.ones_like(g), e), 0.95).signal > 1e6
+
+
 def test_no_error_at_all():
     g, _ = draws(0.0, 4, 3)
     found = estimate(InnerProducts.of(g, 0 * g), 0.95)

@@ -15,6 +15,8 @@ from rich.console import Console
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.inspect import GradientBias, gradient_bias, passes
+from mx_jax.inspect.bias_estimate import Estimate
+from mx_jax.inspect.bias_table import Row
 from mx_jax.recipes import Residuals
 from tests.quick import quick
 
@@ -159,6 +161,21 @@ def test_hidden_by_noise():
     found = gradient_bias(planted, PARAMS, data - data.mean(0), {"some": 0.2}, exact=0.0)
     assert math.isnan(found.whole[0].bias)
     assert "hidden by noise" in str(found)
+
+
+def test_shares_of_a_mean_near_zero_are_not_printed():
+    """Near a minimum the mean is a small part of its noise, and shares of it are huge."""
+    known = {"low": 2.0, "high": 5.0, "uncorrected": 3.0, "slope": 1.0, "one": 0.1, "draws": 8}
+    rows = [
+        Row(recipe="it", parameter=None, estimate=Estimate(bias=3.5, signal=signal, **known))
+        for signal in (1.4, 2.5)
+    ]
+    hidden, told = (GradientBias(rows=(row,), exact_loss=1.0, confidence=0.95) for row in rows)
+    assert "350 %" in str(told) and "near 0" not in str(told) and not rows[1].near_zero
+    text = str(hidden)
+    assert "near 0: mean 1.4 x its noise" in text and "350 %" not in text and rows[0].near_zero
+    assert "near 0: less than 2 times its own noise" in text
+    assert rows[0].bias == 3.5, "the number is still there to ask"
 
 
 def test_errors():

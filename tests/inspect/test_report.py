@@ -2,6 +2,7 @@
 
 import html.parser
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +135,28 @@ def test_what_is_in_order_is_not_told():
 
 
 @pytest.mark.one_python(reason="sentences are made in plain Python")
+@pytest.mark.parametrize(
+    ("layers", "rest"),
+    [
+        (1, ""),
+        (2, "; so does [1]"),
+        (3, "; so do [1], [2]"),
+        (12, "; so do 11 other layers of its scan"),
+    ],
+)
+def test_layers_of_a_scan_share_a_sentence(layers, rest):
+    tag = inspect.Tag(path="a", product="output", side="lhs", axis=-1, format="mxfp4", rule="even")
+    stats = {"underflow": 0.5}
+    records = [
+        inspect.Record(tag=tag, step=step, index=(layer,), stats=stats)
+        for step in range(2)
+        for layer in range(layers)
+    ]
+    text = "a[0]: the input of output (mxfp4) loses 50% of its values to zero, first at step 0"
+    assert findings(records, {}) == [text + rest]
+
+
+@pytest.mark.one_python(reason="sentences are made in plain Python")
 def test_saturation_that_a_format_always_has_is_not_told():
     tag = inspect.Tag(path="a", product="output", side="lhs", axis=-1, format="nvfp4", rule="amax")
 
@@ -168,9 +191,10 @@ def test_scales_of_zeros_and_nan_do_not_stretch_a_histogram():
 @pytest.mark.one_python(reason="a page is plain Python and strings")
 def test_the_page_says_how_much_it_is_about(tmp_path):
     memory = inspect.Memory()
-    shared = {"path": "a", "product": "output", "format": "mxfp4", "rule": "even"}
+    shared: Any = {"path": "a", "product": "output", "format": "mxfp4", "rule": "even"}
+    sides: Any = (("lhs", -1), ("rhs", -2), (None, None))
     for step in (0, 10):
-        for side, axis in (("lhs", -1), ("rhs", -2), (None, None)):
+        for side, axis in sides:
             tag = inspect.Tag(side=side, axis=axis, **shared)
             memory.write(inspect.Record(tag=tag, step=step, stats={"amax": 1.0}))
     inspect.report(memory, tmp_path / "run.html")
