@@ -46,6 +46,16 @@ def broadcast_like(x: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, like.shape, out_sharding=explicit_sharding(like))
 
 
+def reshape_along(x: jax.Array, shape: Sequence[int], like: jax.Array) -> jax.Array:
+    """x reshaped, its first axis lying where the first of `like` does, the others whole."""
+    sharding = explicit_sharding(like)
+    if sharding is None:
+        return x.reshape(shape)
+    first, *_ = partitions(sharding, like.ndim)
+    place = with_partitions(sharding, [first, *[None] * (len(shape) - 1)])
+    return jax.lax.reshape(x, tuple(shape), out_sharding=place)
+
+
 def split_axes(x: A, shape: Sequence[int], inside: Sequence[int]) -> A:
     """x reshaped so that each axis of `inside`, with the one before it, was one axis of x.
 

@@ -1,15 +1,42 @@
 """Causal attention whose heads of keys and values are shared by several of queries."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from mx_jax.codecs.explicit_axes import explicit_sharding, reshape_along
 from mx_jax.ops.attention import attend_matrices
 from mx_jax.packed_rows import Rows
 
 
-def merge_heads(x: jax.Array) -> jax.Array:
-    """`[batch, tokens, heads, features]` as matrices `[batch * heads, tokens, features]`."""
+def merge_heads(x: jax.Array, like: jax.Array | None = None) -> jax.Array:
+    """`[batch, tokens, heads, features]` as matrices `[batch * heads, tokens, features]`.
+
+    On explicit axes they lie where the matrices of `like` do; without it, where the batch does.
+    """
     batch, tokens, heads, features = x.shape
-    return x.swapaxes(1, 2).reshape(batch * heads, tokens, features)
+    shape = (batch * heads, tokens, features)
+    return reshape_along(x.swapaxes(1, 2), shape, x if like is None else like)
+
+
+def needs_four_axes(operation: str, **given: jax.Array) -> None:
+    """Raise ValueError for arrays that are not `[batch, tokens, heads, features]`."""
+    for name, x in given.items():
+        if x.ndim != 4:
+            raise ValueError(
+                f"{operation}: needs {name} as [batch, tokens, heads, features], got "
+                f"{name}.shape={x.shape}"
+            )
+
+
+def must_see(length: int, position: jax.typing.ArrayLike, tokens: int) -> None:
+    """Raise ValueError for a number of rows that hides a query's own token; traced ones pass."""
+    if not isinstance(position, jax.core.Tracer) and length < np.max(position) + tokens:
+        raise ValueError(
+            "KVCache: every query must see its own token, got "
+            f"length={length}, position={position}, tokens={tokens}; leave length out, or give at "
+            "least position + tokens"
+        )
 
 
 def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.ArrayLike) -> jax.Array:
@@ -26,8 +53,10 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
       Like query.
 
     Raises:
-      ValueError: the heads do not divide the query's.
+      ValueError: a query without four axes, of other features, or of whole numbers; heads that do
+        not divide the query's.
     """
+    needs_four_axes("attend", query=query)
     batch, tokens, num_queries, features = query.shape
     matrices = keys.shape[0]
     if (batch * num_queries) % matrices or matrices % batch:
@@ -35,10 +64,22 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
             "attend: heads of keys must divide heads of queries, got "
             f"query.shape={query.shape}, keys.shape={keys.shape}"
         )
+    if features != keys.shape[-1] or not jnp.issubdtype(query.dtype, jnp.floating):
+        raise ValueError(
+            "attend: queries must be floats with the features of the keys, got "
+            f"query.shape={query.shape}, query.dtype={query.dtype}, keys.shape={keys.shape}"
+        )
     # One token's heads lie as matrices of keys take them.
-    shared = query if tokens == 1 else merge_heads(query)
-    shared = shared.reshape(matrices, -1, features)
+    place = keys if isinstance(keys, jax.Array) else keys.codes
+    shared = query if tokens == 1 else query.swapaxes(1, 2)
+    together = batch * num_queries // matrices * tokens
+    shared = reshape_along(shared, (matrices, together, features), place)
     attended = attend_matrices(tokens, shared, keys, values, position)
     if tokens > 1:
-        attended = attended.reshape(batch, num_queries, tokens, features).swapaxes(1, 2)
-    return attended.reshape(query.shape).astype(query.dtype)
+        by_head = (batch, num_queries, tokens, features)
+        attended = reshape_along(attended, by_head, attended).swapaxes(1, 2)
+    else:
+        attended = reshape_along(attended, query.shape, attended)
+    if (lies := explicit_sharding(query)) is not None:
+        attended = jax.sharding.reshard(attended, lies)
+    return attended.astype(query.dtype)

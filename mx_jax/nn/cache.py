@@ -10,9 +10,10 @@ import numpy as np
 from jax import lax
 
 from mx_jax.codecs import packing
+from mx_jax.codecs.explicit_axes import reshape_along
 from mx_jax.formats import BlockFormat, Whole, block_format
 from mx_jax.mxarray import MXArray
-from mx_jax.nn.attention import attend, merge_heads
+from mx_jax.nn.attention import attend, merge_heads, must_see, needs_four_axes
 from mx_jax.ops.quantize import dequantize, quantize_operand
 from mx_jax.packed_rows import PackedRows, Rows
 from mx_jax.recipes.measured import measured_operand
@@ -112,9 +113,13 @@ def _quantize(
     spec, blocks = measured_operand(format), ((-1, format.block[1]),)
     if not each:
         return quantize_operand(rows, spec, blocks, None, tensor_scale)
-    flat = rows.reshape(-1, rows.shape[-1])
+    matrices, tokens, features = rows.shape
+    flat = reshape_along(rows, (matrices * tokens, features), rows)
     quantized = jax.vmap(lambda row: quantize_operand(row, spec, blocks))(flat)
-    return jax.tree.map(lambda part: part.reshape(*rows.shape[:-1], -1), quantized)
+    return jax.tree.map(
+        lambda part: reshape_along(part, (matrices, tokens, part.size // len(flat)), rows),
+        quantized,
+    )
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("keys", "values"), meta_fields=())
@@ -202,11 +207,13 @@ class KVCache:
             `lax.dynamic_update_slice`, a position too far back for the tokens to fit is moved.
 
         Raises:
-          ValueError: another batch, other heads or features, or more tokens than the cache holds.
+          ValueError: not four axes, another batch, other heads or features, or more tokens than
+            the cache holds.
         """
+        needs_four_axes("KVCache", keys=keys, values=values)
         return KVCache(
-            keys=self.keys.write(merge_heads(keys), position),
-            values=self.values.write(merge_heads(values), position),
+            keys=self.keys.write(merge_heads(keys, self.keys.codes), position),
+            values=self.values.write(merge_heads(values, self.values.codes), position),
         )
 
     def attend(
@@ -227,7 +234,14 @@ class KVCache:
 
         Returns:
           `[batch, tokens, query heads, features]`, of the query's dtype.
+
+        Raises:
+          ValueError: a query of another shape, or of whole numbers; a length that hides a query's
+            own token, if the position is known.
         """
+        needs_four_axes("KVCache", query=query)
+        if length is not None:
+            must_see(length, position, query.shape[1])
         return attend(query, self.keys.held(length), self.values.held(length), position)
 
 
