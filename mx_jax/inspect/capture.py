@@ -51,7 +51,8 @@ def capture(
     product is that of the other operand's cast.
 
     Args:
-      filter: a regular expression for whole paths, or a function of a `Tag`; None: all.
+      filter: a regular expression for whole paths, or a function of a `Tag`; None: all. One that
+        matched nothing is warned of in the end.
       stats: names of statistics, or one.
       every: every how many steps; more than 1 needs the step.
       step: of training, an integer that may be traced, for a capture that is entered at each step;

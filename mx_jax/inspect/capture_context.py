@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from mx_jax.ops.watched import Look, Sight, Tap, values
 
 Filter = Callable[[Tag], bool]
 ARRAYS = "arrays"
+_PATHS_IN_WARNING = 3
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("raws",), meta_fields=("tags",))
@@ -60,6 +62,9 @@ class Capture:
         self.uses: dict[str, tuple[Any, int]] = {}
         self.calls: dict[str, dict[tuple[int, ...], int]] = {}
         self._told_step: int | None = None
+        # Of everything that the filter was asked about: None until then.
+        self._matched: bool | None = None
+        self._refused: dict[str, None] = {}
         self._counts: collections.Counter[Any] = collections.Counter()
         self._lock = threading.Lock()
         self._entered: list[contextlib.ExitStack] = []
@@ -77,6 +82,13 @@ class Capture:
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
+        if self._matched is False and error[0] is None:
+            paths = ", ".join(repr(path) for path in list(self._refused)[:_PATHS_IN_WARNING])
+            warnings.warn(
+                f"capture: the filter matched none of {len(self._refused)} paths, so there is no "
+                f"record; got paths {paths}; a regular expression must match a whole path",
+                stacklevel=2,
+            )
 
     def _end(self) -> None:
         # What still runs tells it before the sinks are closed.
@@ -111,7 +123,11 @@ class Capture:
     def _wants(self, tag: Tag) -> bool:
         if tag.side is None and not self.stats & {"error", ARRAYS}:
             return False
-        return self.filter(tag)
+        wanted = self.filter(tag)
+        self._matched = bool(self._matched or wanted)
+        if not wanted:
+            self._refused[tag.path] = None
+        return wanted
 
     def _raw(self, sight: Sight) -> Raw:
         raw: Raw = {}

@@ -92,7 +92,7 @@ def gradient_bias(
     Raises:
       ValueError: fewer than three batches, no recipes, a `loss` that gives no scalar, or exact
         gradients with Inf or NaN. Those of a recipe are told as a bias of NaN.
-      TypeError: no recipe.
+      TypeError: no recipe, or several without names.
 
     Memory: two gradients a batch on the host, and those of one batch on the device.
 
@@ -147,6 +147,11 @@ def _check_finite(losses: np.ndarray, draws: dict[str, list[np.ndarray]]) -> Non
 
 def _choices(recipes: Any) -> dict[str, Any]:
     """Recipes by name."""
+    if isinstance(recipes, list | tuple):
+        raise TypeError(
+            "gradient_bias: several recipes need names, got recipes as a "
+            f"{type(recipes).__name__}; give a mapping, such as {{'e4m3': 'mxfp8', 'e2m1': 'mxfp4'}}"
+        )
     if not isinstance(recipes, Mapping):
         recipe = as_recipe(recipes, "gradient_bias", Recipe)
         return {recipe.name: recipe}

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -349,6 +350,20 @@ def test_nested_captures_tell_each_its_own():
     assert [tag.tensor for tag in outer] == ["input", "weight"]
     assert [tag.tensor for tag in inner] == ["weight"]
     assert set(inner.all()[0].stats) == {"sqnr_db"} and set(outer.all()[0].stats) == {"amax"}
+
+
+def test_a_filter_that_matches_nothing_is_told():
+    text = r"the filter matched none of 1 paths, .* got paths 'layer'; .* a whole path"
+    with pytest.warns(UserWarning, match=text), inspect.capture(stats="amax", filter="other"):
+        quick(layer)(X, W)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own = inspect.capture(stats="amax", filter="lay.*")
+        for _ in range(2):  # The second time nothing is traced.
+            with own:
+                quick(layer)(X, W)
+        with inspect.capture(stats="amax", filter="other"):
+            pass  # Nothing was there to match.
 
 
 def test_what_is_asked_for_wrongly():

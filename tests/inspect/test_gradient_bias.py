@@ -183,6 +183,8 @@ def test_errors():
         gradient_bias(planted, PARAMS, batches(2), {"x": 0.0}, exact=0.0)
     with pytest.raises(ValueError, match="there are no recipes; got an empty mapping"):
         gradient_bias(planted, PARAMS, batches(), {})
+    with pytest.raises(TypeError, match="several recipes need names, got recipes as a list"):
+        gradient_bias(planted, PARAMS, batches(), ["mxfp4", "mxfp8"])
     with pytest.raises(ValueError, match="unknown recipe name='mxfp5'"):
         gradient_bias(planted, PARAMS, batches(), "mxfp5")
     with pytest.raises(ValueError, match="confidence must be between 0 and 1, got 95"):
