@@ -150,7 +150,7 @@ def _choices(recipes: Any) -> dict[str, Any]:
     if isinstance(recipes, list | tuple):
         raise TypeError(
             "gradient_bias: several recipes need names, got recipes as a "
-            f"{type(recipes).__name__}; give a mapping, such as {{'e4m3': 'mxfp8', 'e2m1': 'mxfp4'}}"
+            f"{type(recipes).__name__}; give a mapping: {{'e4m3': 'mxfp8', 'e2m1': 'mxfp4'}}"
         )
     if not isinstance(recipes, Mapping):
         recipe = as_recipe(recipes, "gradient_bias", Recipe)
