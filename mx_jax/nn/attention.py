@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from mx_jax.codecs.explicit_axes import explicit_sharding, reshape_along
 from mx_jax.ops.attention import attend_matrices
@@ -31,7 +32,7 @@ def needs_four_axes(operation: str, **given: jax.Array) -> None:
 
 def must_see(length: int, position: jax.typing.ArrayLike, tokens: int) -> None:
     """Raise ValueError for a number of rows that hides a query's own token; traced ones pass."""
-    if not isinstance(position, jax.core.Tracer) and length < np.max(position) + tokens:
+    if not isinstance(position, Tracer) and length < np.max(position) + tokens:
         raise ValueError(
             "KVCache: every query must see its own token, got "
             f"length={length}, position={position}, tokens={tokens}; leave length out, or give at "
