@@ -1,5 +1,6 @@
 """Files that say something beside tensors: tokenizers, rules.toml, what a stopped command left."""
 
+import importlib.util
 import json
 import tempfile
 from pathlib import Path
@@ -43,10 +44,14 @@ scales = "mse"
 
 
 def word_samples() -> list[Sample]:
-    """One of each."""
-    return [
+    """One of each; of tokenizers only where the libraries are that read them (extra `generate`)."""
+    needs = [importlib.util.find_spec(name) for name in ("tokenizers", "jinja2")]
+    tokenizers = [
         Sample("tokenizer folder", _tokenizer_folder(), read_tokenizer),
         Sample("tokenizer gguf", {"model.gguf": _tokenizer_gguf()}, read_tokenizer_gguf),
+    ]
+    return [
+        *(tokenizers if all(needs) else []),
         Sample("rules", {"rules.toml": _RULES.encode()}, judge_by_rules),
         Sample("resume", _stopped(), resume),
     ]

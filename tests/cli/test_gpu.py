@@ -83,7 +83,7 @@ def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]):
     for option in ("--minutes", "--formats", "--sizes", "--limit", "--again", "--simulate"):
         assert option in text
     assert "--one" not in text and "MX_JAX_EVIDENCE=off" in " ".join(text.split())
-    assert "all but the gradient of groups' matrices" in " ".join(text.split())
+    assert "Check every kernel on this machine's GPU" in " ".join(text.split())
 
 
 def run(folder: Path, program: str, again: bool = False, seconds: float = 60.0) -> int:

@@ -44,7 +44,7 @@ TOKENIZER = Tokenizer(encoder=Letters(), first=None, stop=frozenset(), template=
 @pytest.fixture(autouse=True)
 def letters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "tokenizer_of_folder", lambda folder: TOKENIZER)
-    monkeypatch.setattr(loading, "tokenizer_of_gguf", lambda fields: TOKENIZER)
+    monkeypatch.setattr(loading, "tokenizer_of_gguf", lambda fields, where: TOKENIZER)
 
 
 @pytest.fixture
