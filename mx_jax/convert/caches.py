@@ -6,14 +6,15 @@ how a layer of each framework finds them is in `linen_caches.py` and `nnx_caches
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mx_jax.formats import BlockFormat
-from mx_jax.nn.cache import CacheRows, KVCache, check_tensor_scales, row_format
+from mx_jax.nn.cache import KVCache, check_tensor_scales, row_format
+from mx_jax.nn.cache_rows import CacheRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +71,14 @@ class CacheFormat:
         """The cache whose rows a model's variables hold; arrays of an unconverted one are cast.
 
         Raises:
-          ValueError: rows of another format.
+          ValueError: rows of another format, or tables in their place.
         """
+        if isinstance(keys, Mapping):
+            raise ValueError(
+                "convert: the cache holds tables instead of rows, as a checkpoint that is restored "
+                "without a target; give it the cache of the converted model's init as target, got "
+                f"keys={sorted(keys)}"
+            )
         if not isinstance(keys, CacheRows) or not isinstance(values, CacheRows):
             return self.holding(keys, values)
         if keys.format != self.format or values.format != self.format:
@@ -100,13 +107,20 @@ def as_array(rows: CacheRows, batch: tuple[int, ...], heads: int) -> jax.Array:
     return values.reshape(*batch, heads, *values.shape[1:]).swapaxes(-3, -2)
 
 
-def append(cache: KVCache, keys: jax.Array, values: jax.Array, position: jax.Array) -> KVCache:
+def append(
+    cache: KVCache, query: jax.Array, keys: jax.Array, values: jax.Array, position: jax.Array
+) -> KVCache:
     """The cache with new tokens, `[*batch, tokens, heads, features]`.
 
     Raises:
       ValueError: tokens of other sequences, heads or features than the cache's, or more than it
-        holds.
+        holds; a query of others than the keys.
     """
+    if query.shape[:-2] != keys.shape[:-2]:
+        raise ValueError(
+            "convert: queries, keys and values that are decoded must be of the same sequences and "
+            f"tokens, got query.shape={query.shape}, keys.shape={keys.shape}"
+        )
     *batch, tokens, heads, features = keys.shape
     matrices, length = cache.keys.codes.shape[:2]
     expected = (matrices, cache.keys.features, cache.values.features)
@@ -144,12 +158,31 @@ def attended(
     keys, values = (as_array(rows, batch, heads) for rows in (cache.keys, cache.values))
     seen = jnp.arange(cache.length) <= position + jnp.arange(tokens)[:, None]
     seen = jnp.broadcast_to(seen, (*batch, 1, tokens, cache.length))
+    if mask is not None and (mask.ndim != seen.ndim or mask.shape[-1] not in (1, cache.length)):
+        raise ValueError(
+            "convert: attention that decodes needs a mask over its whole cache, "
+            f"[*batch, heads or 1, tokens, {cache.length}], got mask.shape={mask.shape}; later "
+            "tokens are masked without one"
+        )
     mask = seen if mask is None else jnp.logical_and(mask, seen)
     return attention(query, keys, values, mask=mask)
+
+
+# What attention over codes does as asked, whatever it is; with all others it is None.
+_HARMLESS = {
+    "dropout_rate",
+    "dropout_rng",
+    "deterministic",
+    "broadcast_dropout",
+    "dtype",
+    "is_causal",
+    "force_fp32_for_softmax",
+    "qk_attn_weights_einsum",
+    "attn_weights_value_einsum",
+}
 
 
 def is_plain(options: dict[str, Any]) -> bool:
     """Whether the options of an attention ask for no more than attention over codes gives."""
     drops = options.get("dropout_rate", 0.0) > 0 and not options.get("deterministic", True)
-    nothing = ("bias", "mask", "module", "precision")
-    return not drops and all(options.get(name) is None for name in nothing)
+    return not drops and all(options[name] is None for name in options.keys() - _HARMLESS)

@@ -10,7 +10,7 @@ def lent(layer: Any, loans: dict[str, Any]) -> Iterator[None]:
     """Set attributes of a layer, past Flax's checks, and put back what was there.
 
     Args:
-      layer: of flax.linen, the clone that is bound for a call; of flax.nnx, the layer.
+      layer: of flax.linen, the clone that is bound for a call, which no other thread has.
       loans: by name.
     """
     own = vars(layer)

@@ -55,7 +55,7 @@ class CachedAttention:
             # As in Flax, these are the longest text there will be, not its tokens.
             return self.attention_fn(query, keys, values, **options)
         cache = self.format.of_rows(own_keys.value, own_values.value)
-        cache, position = append(cache, keys, values, index.value), index.value
+        cache, position = append(cache, query, keys, values, index.value), index.value
         own_keys.value, own_values.value = cache.keys, cache.values
         index.value = position + keys.shape[-3]
         attention, mask = None, None

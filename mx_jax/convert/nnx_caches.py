@@ -4,17 +4,17 @@ A subclass runs Flax's own call as if it did not decode, so that it makes querie
 of the new tokens alone; what it then calls attention with them keeps them in the layer's Variables.
 """
 
+import contextvars
 import dataclasses
 import functools
 import inspect
+import warnings
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from mx_jax.convert.caches import CacheFormat, append, as_array, attended, is_plain
-from mx_jax.convert.lending import lent
 from mx_jax.nn.cache import KVCache
 
 
@@ -29,7 +29,9 @@ def obstacle(layer: nnx.MultiHeadAttention) -> str | None:
         return "has a call of its own"
     if layer.query.kernel.ndim > 3 and layer.cached_key is not None:
         return "is a stack with a cache already: convert it before init_cache"
-    if "mask" not in inspect.signature(layer.attention_fn).parameters:
+    taken = inspect.signature(layer.attention_fn).parameters
+    takes_any = any(own.kind is inspect.Parameter.VAR_KEYWORD for own in taken.values())
+    if "mask" not in taken and not takes_any:
         return "its attention_fn takes no mask"
     return None
 
@@ -58,7 +60,11 @@ def take_back(layer: Any) -> None:
             layer.cached_value = nnx.Cache(as_array(values, batch, heads))
             layer.cache_index = nnx.Cache(index)
         else:
-            # Of a stack. Flax says that init_cache is to be called.
+            warnings.warn(
+                "convert: the cache of a stack is dropped when its layers are converted anew; call "
+                "init_cache again",
+                stacklevel=2,
+            )
             layer.cached_key = layer.cached_value = nnx.data(None)
     del layer.mx_cache
     object.__setattr__(layer, "__class__", base)
@@ -79,14 +85,17 @@ def _caching_class(base: type) -> type:
         "__doc__": base.__doc__,
         "__call__": _call,
         "init_cache": _init_cache,
+        "attention_fn": property(_attention_fn, _set_attention_fn),
         "_mx_uncached": base,
     }
     return type(base)(base.__name__, (base,), body)
 
 
-def _init_cache(self: Any, input_shape: Any, dtype: Any = jnp.float32) -> None:
-    shape = (*input_shape[:-1], self.num_kv_heads, self.head_dim)
-    _keep(self, self.mx_cache.empty(shape, dtype), jnp.array(0, jnp.int32))
+def _init_cache(self: Any, *args: Any, **options: Any) -> None:
+    """As the class does it: the arrays that it makes are gone when their rows are there."""
+    self._mx_uncached.init_cache(self, *args, **options)
+    arrays = self.cached_key[...]
+    _keep(self, self.mx_cache.empty(arrays.shape, arrays.dtype), self.cache_index[...])
 
 
 def _call(self: Any, *args: Any, decode: bool | None = None, **options: Any) -> Any:
@@ -94,9 +103,24 @@ def _call(self: Any, *args: Any, decode: bool | None = None, **options: Any) -> 
     decodes = self.decode if decode is None else decode
     if not decodes or self.cached_key is None:
         return run(decode=decode)
-    attention = _CachedAttention(self, self.attention_fn)
-    with lent(self, {"attention_fn": attention}):
+    token = _decoding.set(self)
+    try:
         return run(decode=False)
+    finally:
+        _decoding.reset(token)
+
+
+# The layer whose call is under way, of each thread: what it calls attention with is its alone.
+_decoding: contextvars.ContextVar[Any] = contextvars.ContextVar("decoding", default=None)
+
+
+def _attention_fn(self: Any) -> Any:
+    own = vars(self)["attention_fn"]
+    return _CachedAttention(self, own) if _decoding.get() is self else own
+
+
+def _set_attention_fn(self: Any, value: Any) -> None:
+    vars(self)["attention_fn"] = value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,7 +137,7 @@ class _CachedAttention:
         own_keys, own_values = layer.cached_key, layer.cached_value
         cache = layer.mx_cache.of_rows(own_keys.get_value(), own_values.get_value())
         position = layer.cache_index[...]
-        cache = append(cache, keys, values, position)
+        cache = append(cache, query, keys, values, position)
         own_keys.set_value(cache.keys)
         own_values.set_value(cache.values)
         layer.cache_index[...] = position + keys.shape[-3]

@@ -32,9 +32,11 @@ def nnx(
     """A copy of a model whose layers follow rules. It shares the model's Variables.
 
     Modules are copied, Variables are not: training the copy trains the model, and a checkpoint of
-    one is a checkpoint of the other. The model itself is not changed, and `original` takes the
-    conversion back from a copy that came through split, merge or a transform. What is set on the
-    copy's layers is static and compares by value: a rebuilt model does not retrace.
+    one is a checkpoint of the other. Key-value caches in a format are the exception: they are new
+    Variables, cast when the model is converted; a stack needs `init_cache` again. The model itself
+    is not changed, and `original` takes the conversion back from a copy that came through split,
+    merge or a transform. What is set on the copy's layers is static and compares by value: a
+    rebuilt model does not retrace.
 
     Only stochastic recipes add state: a stream `"quantize"` in each layer that has one. In a stack
     made by nnx.vmap it has a key for each layer, along the parameters' leading axis.

@@ -7,119 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from mx_jax.codecs import packing
-from mx_jax.codecs.explicit_axes import reshape_along
 from mx_jax.formats import BlockFormat, Whole, block_format
-from mx_jax.mxarray import MXArray
 from mx_jax.nn.attention import attend, merge_heads, must_see, needs_four_axes
-from mx_jax.ops.quantize import dequantize, quantize_operand
-from mx_jax.packed_rows import PackedRows, Rows
-from mx_jax.recipes.measured import measured_operand
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("codes", "scales", "tensor_scale"),
-    meta_fields=("format", "features", "dtype"),
-)
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class CacheRows:
-    """Rows of keys or of values, each with its blocks along the features.
-
-    A row is quantized when it is written, and never touched again: what is written later changes
-    neither its codes nor its scales. Batch and heads are one axis, as products of matrices take
-    them: where XLA has to merge them it writes a row twice, and copies the whole cache for each.
-
-    Attributes:
-      codes: uint8 `[batch * heads, length, bytes of a row]`, FP4 two codes a byte; without a
-        format the values themselves.
-      scales: `[batch * heads, length, blocks of a row]`, or None.
-      tensor_scale: float32 `[1, 1, 1]`, fixed, or `[batch * heads, length, 1]`, one for each
-        token and head; None where the format has none.
-      format: the block format, or None.
-      features: values of a row.
-      dtype: what `read` gives.
-    """
-
-    codes: jax.Array
-    scales: jax.Array | None
-    tensor_scale: jax.Array | None
-    format: BlockFormat | None
-    features: int
-    dtype: np.dtype
-
-    def write(self, rows: jax.Array, position: jax.typing.ArrayLike) -> "CacheRows":
-        """The same with `rows`, `[batch * heads, tokens, features]`, from a position on."""
-        matrices, length, _ = self.codes.shape
-        given, tokens, features = rows.shape
-        # What is smaller would be written into a part, and the rest be read as it was.
-        if (given, features) != (matrices, self.features) or tokens > length:
-            raise ValueError(
-                "KVCache: keys and values must have the cache's batch, heads and features, and no "
-                f"more tokens than it holds, got batch * heads={given}, tokens={tokens}, features="
-                f"{features}; the cache has {matrices}, {length} and {self.features}"
-            )
-        if self.format is None:
-            return dataclasses.replace(
-                self, codes=_put(self.codes, rows.astype(self.dtype), position)
-            )
-        scale = self.tensor_scale
-        each = scale is not None and scale.shape[1] != 1
-        new = _quantize(rows, self.format, scale, each)
-        if scale is not None and new.tensor_scale is not None and each:
-            scale = _put(scale, new.tensor_scale, position)
-        assert self.scales is not None
-        return dataclasses.replace(
-            self,
-            codes=_put(self.codes, packing.pack(new.codes, self.format.element.bits), position),
-            scales=_put(self.scales, new.scales, position),
-            tensor_scale=scale,
-        )
-
-    def held(self, length: int | None = None) -> Rows:
-        """The first rows as they are held, all of them without a length."""
-        codes = self.codes[:, :length]
-        if self.format is None:
-            return codes
-        assert self.scales is not None
-        tensor_scale = self.tensor_scale
-        if tensor_scale is not None and tensor_scale.shape[1] != 1:
-            tensor_scale = tensor_scale[:, :length]
-        return PackedRows(
-            codes=codes,
-            scales=self.scales[:, :length],
-            tensor_scale=tensor_scale,
-            format=self.format,
-            features=self.features,
-            dtype=self.dtype,
-        )
-
-    def read(self, length: int | None = None) -> jax.Array:
-        """The values of the first rows, `[batch * heads, length, features]`."""
-        rows = self.held(length)
-        return dequantize(rows.unpacked()) if isinstance(rows, PackedRows) else rows
-
-
-def _put(whole: jax.Array, rows: jax.Array, position: jax.typing.ArrayLike) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(whole, rows, position, 1)
-
-
-def _quantize(
-    rows: jax.Array, format: BlockFormat, tensor_scale: jax.Array | None, each: bool
-) -> MXArray:
-    """Blocks along the last axis; with `each`, every row is a tensor of its own."""
-    spec, blocks = measured_operand(format), ((-1, format.block[1]),)
-    if not each:
-        return quantize_operand(rows, spec, blocks, None, tensor_scale)
-    matrices, tokens, features = rows.shape
-    flat = reshape_along(rows, (matrices * tokens, features), rows)
-    quantized = jax.vmap(lambda row: quantize_operand(row, spec, blocks))(flat)
-    return jax.tree.map(
-        lambda part: reshape_along(part, (matrices, tokens, part.size // len(flat)), rows),
-        quantized,
-    )
+from mx_jax.nn.cache_rows import CacheRows, empty_rows
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("keys", "values"), meta_fields=())
@@ -181,8 +72,8 @@ class KVCache:
         shape = (batch * heads, length, features)
         keys, values = tensor_scales or (None, None)
         return cls(
-            keys=_empty(shape, form, np.dtype(dtype), keys),
-            values=_empty(shape, form, np.dtype(dtype), values),
+            keys=empty_rows(shape, form, np.dtype(dtype), keys),
+            values=empty_rows(shape, form, np.dtype(dtype), values),
         )
 
     @property
@@ -207,8 +98,8 @@ class KVCache:
             `lax.dynamic_update_slice`, a position too far back for the tokens to fit is moved.
 
         Raises:
-          ValueError: not four axes, another batch, other heads or features, or more tokens than
-            the cache holds.
+          ValueError: a derivative by what becomes codes; not four axes, another batch, other heads
+            or features, or more tokens than the cache holds.
         """
         needs_four_axes("KVCache", keys=keys, values=values)
         return KVCache(
@@ -274,25 +165,3 @@ def check_tensor_scales(given: tuple[float, float] | None, form: BlockFormat | N
             "KVCache: needs a finite and positive tensor scale of the keys and one of the values, "
             f"got tensor_scales={given}"
         )
-
-
-def _empty(
-    shape: tuple[int, ...], form: BlockFormat | None, dtype: np.dtype, tensor_scale: float | None
-) -> CacheRows:
-    *rows, features = shape
-    if form is None:
-        codes, scales, own = jnp.zeros(shape, dtype), None, None
-    else:
-        size = form.block[1]
-        assert isinstance(size, int)
-        width = packing.packed_length(features, form.element.bits)
-        codes = jnp.zeros((*rows, width), jnp.uint8)
-        scales = jnp.zeros((*rows, -(-features // size)), form.scale.storage_dtype)
-        own = None
-        if tensor_scale is not None:
-            own = jnp.full((1, 1, 1), tensor_scale, jnp.float32)
-        elif form.tensor_scale:
-            own = jnp.ones((*rows, 1), jnp.float32)
-    return CacheRows(
-        codes=codes, scales=scales, tensor_scale=own, format=form, features=features, dtype=dtype
-    )

@@ -1,15 +1,21 @@
-"""MXArrays in `flax.serialization`: state dicts hold their arrays and what they are.
+"""MXArrays and key-value caches in `flax.serialization`.
+
+State dicts hold their arrays, and of MXArrays what they are: a cache needs a target.
 
 Linen takes every attribute of a module apart and puts it together again this way, also while it is
 traced: so nothing is computed here, and codes lie one in a byte.
 """
 
+import dataclasses
 from typing import Any
 
+import jax
 from flax import serialization
 
 from mx_jax.checkpoint.wire import CODES, DESCRIPTION, SCALES, TENSOR_SCALE, description, from_wire
 from mx_jax.mxarray import MXArray
+from mx_jax.nn.cache import KVCache
+from mx_jax.nn.cache_rows import CacheRows
 
 
 def _state(x: MXArray) -> dict[str, Any]:
@@ -31,6 +37,31 @@ def _restored(target: MXArray, state: Any) -> MXArray:
     return found
 
 
+def _arrays(x: Any) -> dict[str, Any]:
+    """The state dict of a cache, or of its rows: what of it is arrays."""
+    children, _ = jax.tree_util.default_registry.flatten_one_level_with_keys(x)
+    return {
+        key.name: serialization.to_state_dict(child) for key, child in children if child is not None
+    }
+
+
+def _with_arrays(target: Any, state: Any) -> Any:
+    """What was saved; the target's own fields say what it is."""
+    own = _arrays(target)
+    if own.keys() != state.keys():
+        raise ValueError(
+            f"flax.serialization: needs the state of a {type(target).__name__} with the fields "
+            f"{sorted(own)}, got {sorted(state)}; take a target of the same format"
+        )
+    restored = {
+        name: serialization.from_state_dict(getattr(target, name), part, name)
+        for name, part in state.items()
+    }
+    return dataclasses.replace(target, **restored)
+
+
 def register() -> None:
-    """Tell `flax.serialization` of MXArrays."""
+    """Tell `flax.serialization` of MXArrays, and of key-value caches."""
     serialization.register_serialization_state(MXArray, _state, _restored, override=True)
+    for own in (CacheRows, KVCache):
+        serialization.register_serialization_state(own, _arrays, _with_arrays, override=True)
