@@ -105,9 +105,13 @@ def check_output(options: argparse.Namespace) -> None:
     """Refuse to replace a file unasked, before anything is read.
 
     Raises:
-      ValueError: there is one, or no folder for it.
+      ValueError: there is one, or no folder for it, or one file is to be resumed.
     """
     out: Path = options.out
+    if options.resume and options.max_shard_size is None:
+        raise ValueError(
+            "--resume is for several files; give --max-shard-size as well, or leave --resume out"
+        )
     if options.max_shard_size is not None:
         _nbytes(options.max_shard_size)
         if out.exists() and not (options.force or options.resume):
@@ -152,7 +156,7 @@ def write_out(
     out, paths = options.out, weights.metadata.get("paths")
     largest = None if options.max_shard_size is None else _nbytes(options.max_shard_size)
     # `resuming.check` has compared what this command was asked with what the earlier one was.
-    resume: Resume = "vouched" if options.resume and largest is not None else False
+    resume: Resume = "vouched" if options.resume else False
     sizes: dict[str, Any] = {"max_shard_size": largest, "resume": resume}
     path = file_of(out) if largest is None else out
     if path.parent == out:

@@ -45,10 +45,12 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> T
     """
     library = library_named("tokenizers")
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if kind != "gpt2" or pre not in _PRE:
+    # Fields of a damaged file may be arrays, which are neither compared nor looked up.
+    if not (isinstance(kind, str) and isinstance(pre, str)) or kind != "gpt2" or pre not in _PRE:
         raise ValueError(
             f"generate: {where}: reads tokenizers of the kind gpt2 (byte-level BPE), cut as "
-            f"{', '.join(_PRE)}, got tokenizer.ggml.model={kind!r}, tokenizer.ggml.pre={pre!r}"
+            f"{', '.join(_PRE)}, got tokenizer.ggml.model={kind!r:.80}, "
+            f"tokenizer.ggml.pre={pre!r:.80}"
         )
     tokens, merges = (_texts(metadata, name, where) for name in ("tokens", "merges"))
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
@@ -65,6 +67,11 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> T
     encoder.add_tokens(_special(library, tokens, metadata, where))
     numbers = _numbers(metadata, len(tokens), where)
     begins = metadata.get("tokenizer.ggml.add_bos_token", False)
+    if not isinstance(begins, bool):
+        raise ValueError(
+            f"generate: {where}: needs true or false as tokenizer.ggml.add_bos_token, got "
+            f"tokenizer.ggml.add_bos_token={begins!r:.80}"
+        )
     said = Fields(metadata, where, "tokenizer.")
     return Tokenizer(
         encoder=encoder,

@@ -92,6 +92,7 @@ def capture(
         raise ValueError(f"capture: every must be an integer of at least 1, got every={every!r}")
     return Capture(
         filter=as_filter(filter, "capture"),
+        given=filter,
         stats=names,
         every=every,
         step=step,

@@ -17,7 +17,7 @@ from jax.custom_batching import custom_vmap
 from mx_jax.inspect import capture_statistics as statistics
 from mx_jax.inspect.capture_message import Layout, pack, unpack
 from mx_jax.inspect.capture_numbers import finished
-from mx_jax.inspect.capture_record import Record, Scalar
+from mx_jax.inspect.capture_record import Record, Scalar, program_order
 from mx_jax.inspect.capture_statistics import Raw
 from mx_jax.inspect.flax_scans import counted_scans
 from mx_jax.inspect.modules import module_paths
@@ -48,16 +48,28 @@ class Capture:
 
     Attributes:
       filter: which tags count.
+      given: the filter as the caller gave it.
       stats: names of statistics.
       every: every how many steps.
       step: of training, or None.
       sinks: where records go.
+      unmatched: what to warn of if the filter matched nothing: who warns, and what is missing.
     """
 
+    unmatched = "capture", "there is no record"
+
     def __init__(
-        self, *, filter: Filter, stats: frozenset[str], every: int, step: Any, sinks: Sequence[Sink]
+        self,
+        *,
+        filter: Filter,
+        given: str | Filter | None,
+        stats: frozenset[str],
+        every: int,
+        step: Any,
+        sinks: Sequence[Sink],
     ):
-        self.filter, self.stats, self.every, self.step = filter, stats, every, step
+        self.filter, self.given = filter, given
+        self.stats, self.every, self.step = stats, every, step
         self.sinks = tuple(sinks)
         self.uses: dict[str, tuple[Any, int]] = {}
         self.calls: dict[str, dict[tuple[int, ...], int]] = {}
@@ -84,9 +96,12 @@ class Capture:
         self._entered.pop().__exit__(*error)
         if self._matched is False and error[0] is None:
             paths = ", ".join(repr(path) for path in list(self._refused)[:_PATHS_IN_WARNING])
+            operation, missing = self.unmatched
+            hint = "; a regular expression must match a whole path"
             warnings.warn(
-                f"capture: the filter matched none of {len(self._refused)} paths, so there is no "
-                f"record; got paths {paths}; a regular expression must match a whole path",
+                f"{operation}: the filter matched none of {len(self._refused)} paths, so "
+                f"{missing}; got filter={self.given!r} and paths {paths}"
+                f"{hint if isinstance(self.given, str) else ''}",
                 stacklevel=2,
             )
 
@@ -235,7 +250,7 @@ class Capture:
                     step=self._step((tag, index, *shard.values()), now),
                     index=index,
                     shard=shard,
-                    order=_order(tag, tap, index),
+                    order=program_order(tag, tap, index),
                     before=raw.pop("before", None),
                     after=raw.pop("after", None),
                     stats=finished(raw, self.stats),
@@ -283,12 +298,3 @@ def _on_first(places: dict[str, jax.Array], run: Callable[[], jax.Array]) -> jax
 
 def _lane(tree: Any, batched: Any, lane: int) -> Any:
     return jax.tree.map(lambda x, own: x[lane] if own else x, tree, tuple(batched))
-
-
-def _order(tag: Tag, tap: Tap, index: tuple[int, ...]) -> tuple[int, ...]:
-    """Where in its step: loops by their index, and gradients backwards, after all outputs."""
-    *loops, own = tap.order
-    path = [number for pair in zip(loops, index, strict=False) for number in pair]
-    if tag.product == "output":
-        return (0, *path, own)
-    return (1, *(-number for number in (*path, own)))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mx_jax.ops.tags import Tag
+from mx_jax.ops.watched import Tap
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,3 +123,12 @@ def _read(stats: Mapping[str, Any]) -> dict[str, Any]:
     if "scales" in found:
         found["scales"] = {int(exponent): count for exponent, count in found["scales"].items()}
     return found
+
+
+def program_order(tag: Tag, tap: Tap, index: tuple[int, ...]) -> tuple[int, ...]:
+    """Where in its step: loops by their index, and gradients backwards, after all outputs."""
+    *loops, own = tap.order
+    path = [number for pair in zip(loops, index, strict=False) for number in pair]
+    if tag.product == "output":
+        return (0, *path, own)
+    return (1, *(-number for number in (*path, own)))

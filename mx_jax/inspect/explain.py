@@ -73,8 +73,8 @@ def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: An
       `rows`.
 
     Raises:
-      ValueError: whatever the call itself raises.
-      TypeError: neither a recipe nor a function, or a recipe without its three sizes.
+      ValueError: a size below 0, or whatever the call itself raises.
+      TypeError: neither a recipe nor a function, or a recipe without its three sizes, whole ones.
 
     Examples:
       >>> import jax, mx_jax
@@ -114,22 +114,34 @@ def _with_sizes(
     """What `_of_recipe` takes beside a recipe, by name.
 
     Raises:
-      TypeError: no three sizes, or something else.
+      ValueError: a size below 0.
+      TypeError: no three whole sizes, or something else.
     """
     found = dict(zip(_SIZES, args, strict=False)) | kwargs
     once = len(found) == len(args) + len(kwargs)
     sizes: list[Any] = [found.get(name) for name in _SIZES]
-    whole = all(isinstance(x, numbers.Integral) or export.is_symbolic_dim(x) for x in sizes)
+    whole = all(_is_number(x) or export.is_symbolic_dim(x) for x in sizes)
     if once and whole and found.keys() <= {*_SIZES, "dtype"}:
-        plain = {x: int(found[x]) for x in _SIZES if isinstance(found[x], numbers.Integral)}
+        plain = {x: int(found[x]) for x in _SIZES if _is_number(found[x])}
+        if any(size < 0 for size in plain.values()):
+            raise ValueError(
+                "explain: the sizes of a product [m, k] @ [k, n] must be 0 or more, got "
+                f"{', '.join(f'{name}={found[name]}' for name in _SIZES)}; an open one "
+                "is a dimension of jax.export.symbolic_shape"
+            )
         return found | plain
     got = [_in_words(x) for x in args] + [f"{name}={_in_words(kwargs[name])}" for name in kwargs]
     raise TypeError(
-        f"explain: a recipe needs the sizes of a product [m, k] @ [k, n], and takes a dtype, got "
-        f"recipe={recipe.name!r} with ({', '.join(got)}); give them, as in "
+        f"explain: a recipe needs the whole sizes of a product [m, k] @ [k, n], and takes a dtype, "
+        f"got recipe={recipe.name!r} with ({', '.join(got)}); give them, as in "
         f"explain({recipe.name!r}, 16, 4096, 4096), or explain a function that multiplies with the "
         "recipe, and its arguments"
     )
+
+
+def _is_number(x: Any) -> bool:
+    """A whole number; Python counts True and False among them."""
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
 def _in_words(x: Any) -> str:

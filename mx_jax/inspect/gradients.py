@@ -73,11 +73,12 @@ def gradient_bias(
 
     Args:
       loss: `loss(params, batch, recipe)`, or with a `key` `loss(params, batch, recipe, key)`, to a
-        scalar. It is traced once for each recipe, by `jax.jit`. With Flax, build the model in it:
-        `model.clone(recipe=recipe)`, or `convert.linen(model, rules)`, where rules take the place
-        of recipes.
+        scalar. It is traced once for each recipe and each shape of a batch, by `jax.jit`. With
+        Flax, build the model in it: `model.clone(recipe=recipe)`, or `convert.linen(model, rules)`,
+        where rules take the place of recipes.
       params: what gradients are taken by: any pytree of floats, linen's params or nnx's state.
-      batches: three or more, independent of one another and of one shape; each is read once.
+      batches: three or more, independent of one another; each is read once, and all weigh the
+        same, those of other shapes too.
       recipes: a recipe or the name of one, or a mapping from names to recipes, such as `passes`
         returns. A mapping's values may be whatever `loss` takes, if they can be hashed.
       exact: what `loss` takes for exact gradients; None: `recipes.high_precision()`.

@@ -61,6 +61,8 @@ class _Guard:
 class _Watch(Capture):
     """A capture that stops a step that is told around it as soon as it is over."""
 
+    unmatched = "guard", "nothing was guarded"
+
     @contextlib.contextmanager
     def told(self, step: int) -> Iterator[None]:
         """A context of a step; what still ran in it has been told at its end."""
@@ -98,6 +100,7 @@ def guard(filter: str | Filter | None = None, *, step: Any = None) -> Iterator[N
     sink = _Guard()
     watch = _Watch(
         filter=as_filter(filter, "guard"),
+        given=filter,
         stats=frozenset({"nonfinite"}),
         every=1,
         step=step,

@@ -133,6 +133,18 @@ def test_several_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "holds other tensors, in model-0000" in error(capsys, *words[:-2], "--force")
 
 
+@pytest.mark.parametrize(
+    "words", [("quantize", "--format", "mxfp4"), ("dequantize",), ("convert", "--to", "mx_jax")]
+)
+def test_one_file_is_not_resumed(
+    words: tuple[str, ...], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out, (command, *more) = tmp_path / "out.safetensors", words
+    said = error(capsys, command, model, out, *more, "--resume")
+    assert "--resume is for several files; give --max-shard-size as well" in said
+    assert not out.exists()
+
+
 def test_an_interrupted_run_is_taken_up_by_its_like_alone(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

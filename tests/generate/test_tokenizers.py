@@ -38,6 +38,10 @@ def test_a_small_tokenizer():
     ("name", "value", "message"),
     [
         ("model", "llama", r"m\.gguf: reads tokenizers of the kind gpt2.*got .*='llama'"),
+        ("model", np.array([1, 2], np.int32), r"of the kind gpt2.*model=array\(\[1, 2\]"),
+        ("pre", ["x"], r"of the kind gpt2.*pre=\['x'\]"),
+        ("add_bos_token", np.array([True, False]), r"true or false as .*bos_token=array\("),
+        ("add_bos_token", 1, r"needs true or false as tokenizer\.ggml\.add_bos_token, got .*=1"),
         ("merges", None, r"m\.gguf lacks the field tokenizer\.ggml\.merges"),
         ("merges", ("x y",), "merges do not fit its tokens"),
         ("merges", 7, r"needs texts as tokenizer\.ggml\.merges, got .*=7"),

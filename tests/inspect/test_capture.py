@@ -353,8 +353,16 @@ def test_nested_captures_tell_each_its_own():
 
 
 def test_a_filter_that_matches_nothing_is_told():
-    text = r"the filter matched none of 1 paths, .* got paths 'layer'; .* a whole path"
-    with pytest.warns(UserWarning, match=text), inspect.capture(stats="amax", filter="other"):
+    text = r"the filter matched none of 1 paths, .* got filter={} and paths 'layer'{}$"
+    said = text.format("'other'", "; a regular expression must match a whole path")
+    with pytest.warns(UserWarning, match=said), inspect.capture(stats="amax", filter="other"):
+        quick(layer)(X, W)
+    # Of a function, what regular expressions match is no remedy.
+    nothing = text.format("<function .*<lambda> at .*>", "")
+    with (
+        pytest.warns(UserWarning, match=nothing),
+        inspect.capture(stats="amax", filter=lambda tag: False),
+    ):
         quick(layer)(X, W)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -243,6 +243,8 @@ ROWS = jax.ShapeDtypeStruct((4, 64), "float32")
         ((16,), {"k": 64}, "(16, k=64)"),
         ((16, 64, 32, 8), {}, "(16, 64, 32, 8)"),
         ((16, 64, 32), {"m": 8}, "(16, 64, 32, m=8)"),
+        ((2.5, 64, 32), {}, "(2.5, 64, 32)"),
+        ((16, True, 32), {}, "(16, True, 32)"),
         ((16, 64, 32), {"backward": True}, "(16, 64, 32, backward=True)"),
         # As of a function: its arguments.
         ((ROWS, ROWS), {}, "(ShapeDtypeStruct [4, 64], ShapeDtypeStruct [4, 64])"),
@@ -252,10 +254,18 @@ def test_a_recipe_needs_its_sizes(args: tuple[Any, ...], kwargs: dict[str, Any],
     with pytest.raises(TypeError) as raised:
         explain("mxfp8", *args, **kwargs)
     assert str(raised.value) == (
-        "explain: a recipe needs the sizes of a product [m, k] @ [k, n], and takes a dtype, got "
-        f"recipe='mxfp8' with {got}; give them, as in explain('mxfp8', 16, 4096, 4096), or "
+        "explain: a recipe needs the whole sizes of a product [m, k] @ [k, n], and takes a dtype, "
+        f"got recipe='mxfp8' with {got}; give them, as in explain('mxfp8', 16, 4096, 4096), or "
         "explain a function that multiplies with the recipe, and its arguments"
     )
+
+
+@pytest.mark.parametrize("sizes", [(-1, 64, 32), (16, -64, 32), (16, 64, -1)])
+def test_sizes_below_zero(sizes: tuple[int, int, int]):
+    m, k, n = sizes
+    with pytest.raises(ValueError, match=rf"must be 0 or more, got m={m}, k={k}, n={n}; an open"):
+        explain("mxfp8", *sizes)
+    assert titles(explain("mxfp8", 0, 64, 32))[0].startswith("output [0, 64] x [32, 64]: ")
 
 
 def test_sizes_by_name_and_open_ones():

@@ -178,6 +178,20 @@ def test_shares_of_a_mean_near_zero_are_not_printed():
     assert rows[0].bias == 3.5, "the number is still there to ask"
 
 
+def test_batches_of_several_shapes():
+    """Traced once for each shape and recipe, and all weigh the same."""
+    traced: list[int] = []
+
+    def loss(w: jax.Array, batch: jax.Array, recipe: float) -> jax.Array:
+        traced.append(len(batch))
+        return (1 + recipe) * w * batch.mean()
+
+    batches = [np.full(n, value, np.float32) for n, value in ((2, 1), (3, 2), (2, 3), (3, 6))]
+    found = gradient_bias(loss, jnp.float32(1), batches, {"x": 0.5}, exact=0.0)
+    assert traced == [2, 3, 2, 3]
+    assert found.exact_loss == 3.0 and found.whole[0].bias == pytest.approx(0.5)
+
+
 def test_errors():
     with pytest.raises(ValueError, match="at least 3 batches, got 2; eight or more"):
         gradient_bias(planted, PARAMS, batches(2), {"x": 0.0}, exact=0.0)

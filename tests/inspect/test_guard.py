@@ -71,5 +71,6 @@ def test_what_is_finite_passes_and_errors_stay_what_they_are():
         train_step(W, 0)
     with pytest.raises(KeyError, match="own"), inspect.guard():
         raise KeyError("own")
-    with inspect.guard("other"):
+    text = "guard: the filter matched none of 3 paths, so nothing was guarded; got filter='other' "
+    with pytest.warns(UserWarning, match=text), inspect.guard("other"):
         train_step(W, 3)

@@ -43,7 +43,11 @@ def test_steps_that_do_not_count_run_the_program_that_nobody_watches():
 
 def test_each_capture_gets_its_own_steps():
     run, traces = counted()
-    with inspect.capture(stats="amax", every=2) as twos, inspect.capture("no", every=3) as threes:
+    with (
+        pytest.warns(UserWarning, match="filter='no' and paths 'unnamed'"),
+        inspect.capture(stats="amax", every=2) as twos,
+        inspect.capture("no", every=3) as threes,
+    ):
         for step in np.arange(7):
             with inspect.at_step(step):
                 run(X)
