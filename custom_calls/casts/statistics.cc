@@ -116,7 +116,10 @@ void Gather(Pool& pool, const Tensor& tensor, const Results& results) {
   const StatisticsPlan& plan = tensor.plan;
   const int64_t length = std::max<int64_t>(plan.inner == 1 ? plan.channels : plan.inner, 1);
   const int64_t runs = tensor.size / length, first = tensor.number * runs;
-  const int64_t parts = std::clamp<int64_t>(tensor.size / kPartElements, 1, kMostParts);
+  // A part has a maximum of every channel: all of them together are no larger than the tensor.
+  const int64_t fitting = std::min(runs, tensor.size / plan.channels);
+  const int64_t wanted = std::min(tensor.size / kPartElements, kMostParts);
+  const int64_t parts = std::clamp<int64_t>(fitting, 1, std::max<int64_t>(wanted, 1));
   const int64_t step = CeilDivide(runs, parts);
   std::vector<StatisticsTotals> totals(static_cast<size_t>(parts));
   std::vector<uint32_t> channels(static_cast<size_t>(parts * plan.channels));

@@ -43,7 +43,8 @@ class Offer:
         random bits, to a pair. DequantizeCall: `(x, call)` to values in `call.dtype`. PackCall:
         `(x, call)` to x in this backend's own layout, or to x itself. AttendCall: `(queries, keys,
         values, position, call)` to float32 like queries. CastStatisticsCall: `(x, array, call)` to
-        what `reference.statistics.of_cast` gives: counts alike, sums within float32's rounding.
+        what `reference.statistics.of_cast` gives: counts alike, sums within float32's rounding;
+        subnormal values count in sums or not, as they do for the machine's arithmetic.
       how: what computes it, in words, where the backend's name does not say it.
       lays_out: the side whose weights, which did not come packed, it brings into a layout of its
         own, at every call and in more than one kernel: then who stored them is told of

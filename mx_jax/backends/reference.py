@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import jax
-import numpy as np
 
 from mx_jax.backends.base import Backend, Offer, Target
 from mx_jax.backends.calls import (
@@ -75,9 +74,7 @@ def _attend(
 
 
 def _statistics(x: jax.Array, array: MXArray, call: CastStatisticsCall) -> statistics.Raw:
-    array = dataclasses.replace(array, primal=None)
-    values = statistics.finite_values(quantize.dequantize(array, np.float32), array)
-    return statistics.of_cast(x, values, array, call.axis)
+    return statistics.of_cast(x, array, call.axis)
 
 
 def _takes_all(call: Call, target: Target) -> None:

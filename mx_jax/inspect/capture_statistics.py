@@ -70,14 +70,9 @@ def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str
     choice = find(call)
     if choice is None or choice.offer.is_plain:
         # Then only what is wanted, of values that a kernel may decode.
-        return plain.of_cast(before, _values(after), after, axis, wanted)
+        return plain.of_cast(before, after, axis, wanted, dequantize)
     raw: Raw = choice.offer.run(before, after, call)
     return {name: own for name, own in raw.items() if _TELLS.get(name, "amax") in {*wanted, "amax"}}
-
-
-def _values(after: MXArray) -> jax.Array:
-    values = dequantize(dataclasses.replace(after, primal=None), jnp.float32)
-    return plain.finite_values(values, after)
 
 
 def of_stored(after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
@@ -88,7 +83,7 @@ def of_stored(after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
       axis: along which channels are counted.
       wanted: some of `STATISTICS`.
     """
-    return of_cast(_values(after), after, axis, frozenset(wanted) - _LOSSES)
+    return of_cast(plain.finite_values(after, dequantize), after, axis, frozenset(wanted) - _LOSSES)
 
 
 def of_product(exact: jax.Array, compared: jax.Array, actual: jax.Array) -> Raw:

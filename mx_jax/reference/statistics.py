@@ -5,7 +5,8 @@ the whole. Squares are of values over the power of two of the largest one: gradi
 an SQNR too.
 """
 
-from collections.abc import Collection
+import dataclasses
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,10 @@ from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.formats import ElementFormat
 from mx_jax.mxarray import MXArray
+from mx_jax.reference import quantize
 
 Raw = dict[str, jax.Array]
+Dequantize = Callable[[MXArray, jax.typing.DTypeLike], jax.Array]
 
 # What float32's exponent field says of 1.
 _ONE = 127
@@ -34,40 +37,44 @@ OF_CASTS = ("scales", "underflow", "saturation", "nonfinite", "sqnr", "channels"
 
 def of_cast(
     before: jax.Array,
-    values: jax.Array,
     after: MXArray,
     axis: int,
     wanted: Collection[str] = OF_CASTS,
+    dequantize: Dequantize = quantize.dequantize,
 ) -> Raw:
     """What the wanted statistics of a cast need.
 
     Args:
       before: values.
-      values: what they became, as `finite_values` gives it.
-      after: the same as codes and scales.
+      after: what they became.
       axis: along which channels are counted.
       wanted: some of `OF_CASTS`.
+      dequantize: gives the values of an MXArray without a primal in a dtype.
 
     Returns:
       By name: `amax` and `channel_amax`, of finite values; `exponents`, how many scales have which,
       by float32's field of it; counts, uint32, of elements that are `saturated` or an `underflow`,
       of `bad_blocks` and of what they are out of, `size` and `blocks`; `signal` and `noise`, sums
-      of squares over that of the power of two of amax.
+      of squares over that of the power of two of amax. Subnormal values are counted as what they
+      are; where XLA flushes them, as it does on CPU, they are zeros in these sums.
     """
-    x = before.astype(jnp.float32)
-    size = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+    x, values = before.astype(jnp.float32), finite_values(after, dequantize)
+    # Of patterns: comparisons of floats take subnormals for zeros.
+    size, left = _magnitude(x), _magnitude(values)
     others = tuple(other for other in range(x.ndim) if other != axis % x.ndim)
-    channels = jnp.max(size, axis=others)
-    raw = {"amax": jnp.max(channels), "size": jnp.full((), x.size, jnp.uint32)}
+    largest = jnp.max(jnp.where(size < float32.INF, size, 0), axis=others)
+    channels = float32.from_bits(largest)
+    amax = float32.from_bits(jnp.max(largest))
+    raw = {"amax": amax, "size": jnp.full((), x.size, jnp.uint32)}
     if "scales" in wanted:
         raw["exponents"] = _exponents(after)
     if "underflow" in wanted:
-        raw["underflow"] = count((x != 0) & (values == 0))
+        raw["underflow"] = count((size != 0) & (left == 0))
     if "saturation" in wanted:
         at_limit = _at_limit(after.codes, after.format.element)
-        raw["saturated"] = count(at_limit & (jnp.abs(x) > jnp.abs(values)))
+        raw["saturated"] = count(at_limit & (size <= float32.INF) & (size > left))
     if "nonfinite" in wanted:
-        bad, inside = block_shapes.split(~jnp.isfinite(x), after.blocks)
+        bad, inside = block_shapes.split(size >= float32.INF, after.blocks)
         bad = jnp.any(bad, axis=inside)
         raw |= {"bad_blocks": count(bad), "blocks": jnp.full((), bad.size, jnp.uint32)}
     if "sqnr" in wanted:
@@ -77,19 +84,27 @@ def of_cast(
     return raw
 
 
-def finite_values(values: jax.Array, after: MXArray) -> jax.Array:
+def finite_values(after: MXArray, dequantize: Dequantize = quantize.dequantize) -> jax.Array:
     """What an operand stands for, in float32: finite codes stay finite.
 
     Args:
-      values: the operand, dequantized.
-      after: its codes.
+      after: the operand.
+      dequantize: gives the values of an MXArray without a primal in a dtype.
     """
-    element, largest = after.format.element, float(jnp.finfo(jnp.float32).max)
-    finite = jnp.clip(values, -largest, largest)
+    element = after.format.element
+    values = dequantize(dataclasses.replace(after, primal=None), jnp.float32)
+    # One less than the pattern of Inf is the largest number; arithmetic would flush subnormals.
+    bits = float32.to_bits(values)
+    finite = float32.from_bits(bits - ((bits & float32.ABS) == float32.INF))
     if not element.has_inf:
         return finite
     half = after.codes & (element.sign_code - 1)
     return jnp.where(half == element.max_code + 1, values, finite)
+
+
+def _magnitude(x: jax.Array) -> jax.Array:
+    """Patterns of |x|, in the order of numbers: Inf is above them, NaN above Inf."""
+    return float32.to_bits(x) & float32.ABS
 
 
 def _at_limit(codes: jax.Array, element: ElementFormat) -> jax.Array:
