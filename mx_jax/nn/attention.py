@@ -7,7 +7,7 @@ from jax.core import Tracer
 
 from mx_jax.codecs.explicit_axes import explicit_sharding, reshape_along
 from mx_jax.ops.attention import attend_matrices
-from mx_jax.packed_rows import Rows
+from mx_jax.packed_rows import PackedRows, Rows
 
 
 def merge_heads(x: jax.Array, like: jax.Array | None = None) -> jax.Array:
@@ -71,7 +71,7 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
             f"query.shape={query.shape}, query.dtype={query.dtype}, keys.shape={keys.shape}"
         )
     # One token's heads lie as matrices of keys take them.
-    place = keys if isinstance(keys, jax.Array) else keys.codes
+    place = keys.codes if isinstance(keys, PackedRows) else keys
     shared = query if tokens == 1 else query.swapaxes(1, 2)
     together = batch * num_queries // matrices * tokens
     shared = reshape_along(shared, (matrices, together, features), place)
