@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 
 from mx_jax.convert.caches import CacheFormat, append, as_array, attended, is_plain
+from mx_jax.convert.nnx_classes import standing_for
 from mx_jax.nn.cache import KVCache
 
 
@@ -79,16 +80,13 @@ def _keep(layer: Any, cache: KVCache, index: jax.Array) -> None:
 @functools.lru_cache(maxsize=1024)
 def _caching_class(base: type) -> type:
     """One for each class, so that equal models have equal graphs."""
-    body = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
+    own = {
         "__call__": _call,
         "init_cache": _init_cache,
         "attention_fn": property(_attention_fn, _set_attention_fn),
         "_mx_uncached": base,
     }
-    return type(base)(base.__name__, (base,), body)
+    return standing_for(base, own)
 
 
 def _init_cache(self: Any, *args: Any, **options: Any) -> None:

@@ -7,6 +7,7 @@ from flax import nnx
 
 from mx_jax.convert.foreign import with_products
 from mx_jax.convert.kinds import foreign_facts
+from mx_jax.convert.nnx_classes import standing_for
 
 
 def facts(layer: Any) -> dict[str, Any] | None:
@@ -40,14 +41,11 @@ def take_back(layer: Any) -> None:
 @functools.lru_cache(maxsize=1024)
 def _converted_class(base: type) -> type:
     """One for each class, so that equal models have equal graphs."""
-    body = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
+    own = {
         "__call__": _call,
         "_mx_base": base,
     }
-    return type(base)(base.__name__, (base,), body)
+    return standing_for(base, own)
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
