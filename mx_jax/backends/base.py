@@ -50,8 +50,7 @@ class Offer:
         own, at every call and in more than one kernel: then who stored them is told of
         `pack_weights`. None: neither.
       is_plain: whether it runs plain JAX alone, on any part of the operands as on all of them.
-      alone: a context in which `run` is traced for programs of one device, where only lowering
-        tells whether a program has one.
+      platform: on which `run` can be lowered; elsewhere the reference is. None: every one.
     """
 
     call: type[Call]
@@ -60,18 +59,7 @@ class Offer:
     how: str = ""
     lays_out: Callable[[Any], Side | None] = lambda call: None
     is_plain: bool = False
-    alone: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-
-    def uncounted(self, run: Callable[..., Any], otherwise: str) -> "Offer":
-        """The same for a target whose devices are not counted.
-
-        Args:
-          run: what lets lowering decide.
-          otherwise: what several devices compute it by.
-        """
-        how = f"{otherwise} where the program has several devices"
-        how = f"{self.how}; {how}" if self.how else how
-        return dataclasses.replace(self, run=run, how=how)
+    platform: str | None = None
 
 
 # Why a backend does not take a kind of call that it does not offer.

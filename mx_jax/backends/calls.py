@@ -55,6 +55,11 @@ class OperandType:
         )
 
     @property
+    def text(self) -> str:
+        """Its format, or its dtype in high precision."""
+        return str(self.dtype) if self.format is None else self.format.name
+
+    @property
     def rows(self) -> int:
         """Of the matrix that a product sees: the size of the kept axes."""
         return math.prod(self.shape[axis] for axis in self.axes.kept)
@@ -84,6 +89,11 @@ class MatmulCall:
     precision: Any = None
     fast_accumulation: bool = False
     out_sharding: Any = None
+
+    @property
+    def text(self) -> str:
+        """The call in a jaxpr."""
+        return f"{self.lhs.text} x {self.rhs.text} -> {self.out_dtype}"
 
     @property
     def sides(self) -> tuple[tuple[Side, OperandType], ...]:
@@ -119,6 +129,11 @@ class RaggedCall:
     precision: Any = None
 
     @property
+    def text(self) -> str:
+        """The call in a jaxpr."""
+        return f"{self.lhs.text} x {self.rhs.text}, {self.num_groups} groups -> {self.out_dtype}"
+
+    @property
     def contracts_rows(self) -> bool:
         """Whether the groups are of what is contracted."""
         return not self.rhs.axes.batch
@@ -152,6 +167,12 @@ class QuantizeCall:
     scale_axes: tuple[int, ...] = ()
 
     @property
+    def text(self) -> str:
+        """The call in a jaxpr."""
+        axes = ", ".join(str(axis) for axis, _ in self.blocks)
+        return f"{self.format.name} along {axes}, {self.scale_rule.name}, {self.rounding.name}"
+
+    @property
     def random_bits(self) -> int:
         """How many random bits each position of `random_shape` consumes."""
         return self.scale_rule.rounding.random_bits or self.rounding.random_bits
@@ -175,6 +196,11 @@ class QuantizeBothCall:
     first: QuantizeCall
     second: QuantizeCall
 
+    @property
+    def text(self) -> str:
+        """The call in a jaxpr."""
+        return f"{self.first.text}; {self.second.text}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DequantizeCall:
@@ -194,6 +220,11 @@ class DequantizeCall:
     blocks: Blocks
     scale_axes: tuple[int, ...] = ()
 
+    @property
+    def text(self) -> str:
+        """The call in a jaxpr."""
+        return f"{self.format.name} -> {self.dtype}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackCall:
@@ -210,6 +241,11 @@ class PackCall:
     blocks: Blocks
     lhs_format: BlockFormat | None = None
     dtype: np.dtype | None = None
+
+    @property
+    def text(self) -> str:
+        """The call in a jaxpr."""
+        return self.format.name
 
     @property
     def format(self) -> BlockFormat:
@@ -251,6 +287,13 @@ class AttendCall:
     tokens: int
     format: BlockFormat | None = None
 
+    @property
+    def text(self) -> str:
+        """The call in a jaxpr."""
+        return (
+            f"{self.dtypes[0]} over {self.dtypes[1] if self.format is None else self.format.name}"
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CastStatisticsCall:
@@ -272,9 +315,48 @@ class CastStatisticsCall:
     axis: int
     scale_axes: tuple[int, ...] = ()
 
+    @property
+    def text(self) -> str:
+        """The call in a jaxpr."""
+        return self.format.name
+
 
 CastCall = QuantizeCall | QuantizeBothCall | DequantizeCall | CastStatisticsCall
 Call = MatmulCall | RaggedCall | CastCall | PackCall | AttendCall
+
+
+def result_of(call: Call, *operands: Any) -> Any:
+    """Types of what a call of these operands gives, as a pytree; None where running it tells."""
+    match call:
+        case MatmulCall():
+            lhs, rhs = operands
+            sides = ((lhs.shape, call.lhs.axes), (rhs.shape, call.rhs.axes))
+            (left, m), (right, n) = (
+                ([shape[a] for a in axes.batch], [shape[a] for a in axes.kept])
+                for shape, axes in sides
+            )
+            batch = [b if a == 1 else a for a, b in zip(left, right, strict=True)]
+            return jax.ShapeDtypeStruct((*batch, *m, *n), call.out_dtype)
+        case QuantizeCall():
+            x, _, tensor_scale = operands
+            if tensor_scale is None and call.format.tensor_scale:
+                tensor_scale = jax.ShapeDtypeStruct((1,) * len(x.shape), np.float32)
+            scales = scales_shape(x.shape, call.blocks)
+            return MXArray(
+                codes=jax.ShapeDtypeStruct(x.shape, np.uint8),
+                scales=jax.ShapeDtypeStruct(scales, call.format.scale.storage_dtype),
+                tensor_scale=tensor_scale,
+                format=call.format,
+                blocks=call.blocks,
+                dtype=np.dtype(call.dtype),
+            )
+        case QuantizeBothCall():
+            x, bits, tensor_scale = operands
+            pair = zip((call.first, call.second), bits, strict=True)
+            return tuple(result_of(single, x, own, tensor_scale) for single, own in pair)
+        case DequantizeCall():
+            return jax.ShapeDtypeStruct(operands[0].shape, call.dtype)
+    return None
 
 
 def rejects_symbolic(call: Call) -> str | None:

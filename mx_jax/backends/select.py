@@ -7,14 +7,14 @@ from typing import Any
 from mx_jax.backends import named
 from mx_jax.backends import target as machine
 from mx_jax.backends.base import NOT_OFFERED, Backend, Offer, Target
-from mx_jax.backends.calls import Call, QuantizeBothCall
+from mx_jax.backends.calls import Call, PackCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.evidence.rows import Row
 from mx_jax.backends.evidence.sources import row_about, switches_on, why_asleep
 from mx_jax.backends.named import known_backends as known_backends
 from mx_jax.backends.named import only_backend as only_backend
 from mx_jax.backends.named import prefer_backends as prefer_backends
 from mx_jax.backends.named import with_backends as with_backends
-from mx_jax.backends.one_device import Offered, Singly, Unpacking
+from mx_jax.backends.primitive import Implementations, Singly, Unpacking
 from mx_jax.backends.records import Selection, active
 from mx_jax.backends.table import REFERENCE
 
@@ -102,26 +102,42 @@ def _ask(
     backends = known_backends() if backends is None else backends
     asked = target if target.counted else dataclasses.replace(target, num_devices=1, counted=True)
     choice, rejections = _first(call, asked, backends)
-    if choice is not None and not target.counted:
-        choice = _uncounted(choice, call, target, backends)
+    if choice is not None:
+        choice = _bound(choice, call, target, backends)
     if active.value is not None:
         choice = _recorded(call, target, asked, backends, choice, rejections)
     return choice, target, rejections
 
 
-def _uncounted(
+def _bound(
     choice: Choice, call: Call, target: Target, backends: Sequence[Backend]
 ) -> Choice | None:
-    """What one device runs, where lowering may find several: those run what they would choose."""
-    counted = dataclasses.replace(target, counted=True)
-    several, name = _on_several(call, counted, backends)
-    if several is None:
-        return None
-    offer = choice.offer
-    if name != choice.backend.name:
-        run = Offered(target.platform, offer.run, several, offer.alone)
-        offer = offer.uncounted(run, f"by {name}")
-    return dataclasses.replace(choice, offer=offer, target=target)
+    """What is chosen as an equation, whose lowering runs something else where it has to: elsewhere
+    the reference, and where the devices are not counted what several would choose."""
+    offer, name = choice.offer, choice.backend.name
+    if isinstance(call, PackCall):  # what a layout gives is a type of its own
+        return choice
+    other, platform, one_device = offer.run, offer.platform, False
+    if not target.counted:
+        several, other_name = _on_several(call, dataclasses.replace(target, counted=True), backends)
+        if several is None:
+            return None
+        if other_name != name:
+            how = f"by {other_name} where the program has several devices"
+            offer = dataclasses.replace(offer, how=f"{offer.how}; {how}" if offer.how else how)
+            other, platform, one_device = several, target.platform, True
+    if platform is not None and not one_device:
+        other = _reference(call)
+    run = Implementations(offer.run, other, platform, one_device, name)
+    return dataclasses.replace(choice, offer=dataclasses.replace(offer, run=run), target=target)
+
+
+def _reference(call: Call) -> Callable[..., Any]:
+    """What gives the reference's results."""
+    offers = REFERENCE.offers
+    if isinstance(call, QuantizeBothCall):
+        return Singly(offers[QuantizeCall].run, offers[QuantizeCall].run)
+    return Unpacking(offers[type(call)].run)
 
 
 def _on_several(

@@ -31,7 +31,6 @@ from mx_jax.backends.cpu_ffi import (
     statistics,
     weights,
 )
-from mx_jax.backends.cpu_ffi.handler import alone
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 
 
@@ -63,7 +62,7 @@ def _offer(
         call=call,
         rejects=lambda call, target: _rejects_machine(target, call) or rejects(call),
         run=run,
-        alone=alone,
+        platform="cpu",
     )
 
 

@@ -1,21 +1,16 @@
 """Attention of one token by the compiled handlers, over rows of keys and values as they lie."""
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from mx_jax.backends.calls import AttendCall
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.cpu_ffi.dequantize import format_attributes
-from mx_jax.backends.cpu_ffi.handler import Handler, dispatch, hashable
+from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.quantize import rejects_parts
 from mx_jax.formats import Whole
 from mx_jax.packed_rows import PackedRows, Rows
-from mx_jax.reference import attention
 
 TARGET = "mx_jax_cpu_attend"
 OF_CODES = "mx_jax_cpu_attend_codes"
@@ -42,21 +37,7 @@ def attend(
     call: AttendCall,
 ) -> jax.Array:
     """What the reference gives, within rounding; rows beyond position are not read."""
-    either: Any = dispatch.value or lax.platform_dependent
-    return either(
-        shared,
-        keys,
-        values,
-        jnp.asarray(position),
-        cpu=functools.partial(_by_handler, call),
-        default=functools.partial(attention.attend, tokens=call.tokens),
-    )
-
-
-def _by_handler(
-    call: AttendCall, shared: jax.Array, keys: Rows, values: Rows, position: jax.Array
-) -> jax.Array:
-    at = position.astype(jnp.int32).reshape(1)
+    at = jnp.asarray(position).astype(jnp.int32).reshape(1)
     scale = {"scale": np.float32(call.queries[-1] ** -0.5)}
     dtypes = (np.dtype(jnp.float32),)
     if isinstance(keys, PackedRows) and isinstance(values, PackedRows):

@@ -1,16 +1,12 @@
 """Dequantizing by the compiled handler."""
 
-import dataclasses
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from mx_jax.backends.calls import DequantizeCall
 from mx_jax.backends.cpu_ffi.cast_axes import cast_axes, flat_blocks
-from mx_jax.backends.cpu_ffi.handler import Handler, dispatch, hashable
+from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.quantize import facts, rejects_blocks, rejects_parts
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import BlockFormat
@@ -42,13 +38,7 @@ def dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
             attributes(x.format, x.blocks) | {"has_tensor_scale": has_tensor_scale}
         ),
     )
-
-    def elsewhere(codes, scales, tensor_scale=None):
-        parts = dict(codes=codes, scales=scales, tensor_scale=tensor_scale, primal=None)
-        return (dataclasses.replace(x, **parts).dequantize(call.dtype),)
-
-    either: Any = dispatch.value or lax.platform_dependent
-    (values,) = either(*operands, cpu=handler, default=elsewhere)
+    (values,) = handler(*operands)
     return values
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,22 +21,10 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.backends.cpu_ffi.geometry import Axis, Geometry, Shapes, parse
+from mx_jax.backends.primitive import split_by_devices
 from mx_jax.codecs.varying import vary_alike
 
 Arrays = tuple[jax.Array, ...]
-
-
-def _on_one_device(*operands: Any, cpu: Callable[..., Any], default: Callable[..., Any]) -> Any:
-    del default
-    return cpu(*operands)
-
-
-# What takes a handler or plain JAX, where it is not `lax.platform_dependent`. `alone` is for what
-# lowering keeps on one CPU device: then the other way is not traced, and nothing asks how the
-# handler is split. JAX wants to know the devices of what may be, and does not where a primitive is
-# lowered as a function.
-dispatch = jax.make_user_context(default_value=None)
-alone = functools.partial(dispatch, _on_one_device)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +53,7 @@ class Handler:
         if jax.sharding.get_abstract_mesh().manual_axes:
             operands = vary_alike(operands)
         shapes = tuple(operand.shape for operand in operands)
-        return _function(self, shapes, dispatch.value is _on_one_device)(*operands)
+        return _function(self, shapes, split_by_devices.value)(*operands)
 
 
 def hashable(attributes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -77,14 +65,13 @@ def hashable(attributes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _function(handler: Handler, shapes: Shapes, is_alone: bool) -> Any:
+def _function(handler: Handler, shapes: Shapes, is_split: bool) -> Any:
     """The call for operands of these shapes, with its rules for devices and batches."""
     call: Any = functools.partial(_call, handler)
-    if not is_alone:
+    if is_split:
         partitioned: Any = custom_partitioning(call)
         partitioned.def_partition(
             partition=functools.partial(_partition, handler, shapes),
-            # Asked only where there are several devices.
             sharding_rule=lambda mesh, given, wanted: _sharding_rule(handler.geometry(shapes)),
         )
         call = partitioned

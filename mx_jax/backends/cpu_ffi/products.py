@@ -1,9 +1,8 @@
 """Products by the compiled handlers, of codes as they are or of packed weights."""
 
 import dataclasses
-import functools
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,32 +11,21 @@ from jax import lax
 
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import MatmulCall, Operand
-from mx_jax.backends.cpu_ffi.handler import Handler, dispatch, hashable
+from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.panels import PANEL_ROWS
 from mx_jax.backends.cpu_ffi.parts import by_parts
 from mx_jax.backends.cpu_ffi.rejections import DTYPES, MATMUL, PACKED_MATMUL, block_size, names
 from mx_jax.backends.cpu_ffi.rows import ROWS, by_rows
 from mx_jax.backends.cpu_ffi.weights import PANELS
 from mx_jax.mxarray import MXArray
-from mx_jax.packed import PackedMXArray, unpacked
-from mx_jax.reference.matmul import scaled_matmul as reference
+from mx_jax.packed import PackedMXArray
 
 
 def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> jax.Array:
-    """The product `[*batch, *m, *n]`: by a handler, or in plain JAX elsewhere.
-
-    Packed weights give the bits that they give unpacked.
-    """
-    by_handler = by_packed if isinstance(rhs, PackedMXArray) else by_codes
-    either: Any = dispatch.value or lax.platform_dependent
-    return either(
-        lhs,
-        rhs,
-        cpu=functools.partial(by_handler, call),
-        default=lambda lhs, rhs: reference(
-            lhs, unpacked(rhs), call.dimension_numbers, call.out_dtype, call.precision
-        ),
-    )
+    """The product `[*batch, *m, *n]`. Packed weights give the bits that they give unpacked."""
+    if isinstance(rhs, PackedMXArray):
+        return by_packed(call, lhs, rhs)
+    return by_codes(call, lhs, rhs)
 
 
 def by_codes(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:

@@ -1,7 +1,5 @@
 """Quantizing by the compiled handler: which calls it takes, and how it is called."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +7,12 @@ from jax import lax
 
 from mx_jax.backends.calls import QuantizeCall
 from mx_jax.backends.cpu_ffi.cast_axes import cast_axes, flat_blocks
-from mx_jax.backends.cpu_ffi.handler import Handler, dispatch, hashable
+from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.tensor_scale import tensor_scale_of
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.reference import quantize as reference
 from mx_jax.reference.scale_rules import (
     AMAX,
     AMAX_MULTIPLIER,
@@ -115,16 +112,7 @@ def quantize(
         attributes=hashable(attributes(call) | {"has_tensor_scale": tensor_scale is not None}),
     )
 
-    def elsewhere(x, *rest):
-        named = dict(zip(optional, rest, strict=True))
-        q = reference.quantize(
-            x, call.format, call.blocks, call.scale_rule, rounding=call.rounding, **named
-        )
-        return q.codes, q.scales
-
-    operands = (x, *(operand for _, operand in optional.values()))
-    either: Any = dispatch.value or lax.platform_dependent
-    codes, scales = either(*operands, cpu=handler, default=elsewhere)
+    codes, scales = handler(x, *(operand for _, operand in optional.values()))
     return as_mxarray(codes, scales, tensor_scale, call)
 
 

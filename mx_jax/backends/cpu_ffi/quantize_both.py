@@ -1,20 +1,16 @@
 """Quantizing along two axes at once by the compiled handler, which reads the array once."""
 
-import functools
-from typing import Any
-
 import jax
 from jax import lax
 
 from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.cpu_ffi import quantize
 from mx_jax.backends.cpu_ffi.cast_axes import cast_axes
-from mx_jax.backends.cpu_ffi.handler import Handler, dispatch, hashable
+from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.tensor_scale import tensor_scale_of
 from mx_jax.codecs.blocks import Blocks, block_extent
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray
-from mx_jax.reference import quantize as reference
 
 TARGET = "mx_jax_cpu_quantize_both"
 
@@ -88,29 +84,7 @@ def _by_handler(
         dtypes=quantize.result_dtypes(last) + quantize.result_dtypes(other),
         attributes=hashable(attributes(calls, has_tensor_scale)),
     )
-    elsewhere = functools.partial(_elsewhere, calls, has_tensor_scale)
-    either: Any = dispatch.value or lax.platform_dependent
-    return either(*operands, cpu=handler, default=elsewhere)
-
-
-def _elsewhere(
-    calls: tuple[QuantizeCall, QuantizeCall], has_tensor_scale: bool, *operands: jax.Array
-) -> tuple[jax.Array, ...]:
-    """The same results by the reference."""
-    x, *rest = operands
-    found = []
-    for call in calls:
-        q = reference.quantize(
-            x,
-            call.format,
-            call.blocks,
-            call.scale_rule,
-            rounding=call.rounding,
-            tensor_scale=rest.pop(0) if has_tensor_scale else None,
-            random_bits=rest.pop(0) if call.rounding.random_bits else None,
-        )
-        found += [q.codes, q.scales]
-    return tuple(found)
+    return handler(*operands)
 
 
 def attributes(

@@ -16,12 +16,10 @@ from jax import lax
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import AnyOperand, MatmulCall, Operand, RaggedCall, rejects_symbolic
 from mx_jax.backends.cpu_ffi import rejections
-from mx_jax.backends.cpu_ffi.handler import dispatch
 from mx_jax.backends.cpu_ffi.products import by_codes, by_packed
 from mx_jax.codecs.varying import vary_alike
 from mx_jax.mxarray import MXArray
-from mx_jax.packed import PackedMXArray, unpacked
-from mx_jax.reference.ragged import scaled_ragged_dot as reference
+from mx_jax.packed import PackedMXArray
 
 # Rows of a tile: about as many as a group has, within what keeps a matrix's decoding worth while
 # and rows of other groups few; contracted ones in whole blocks.
@@ -36,20 +34,8 @@ def rejects(call: RaggedCall) -> str | None:
 def multiply_groups(
     lhs: Operand, rhs: AnyOperand, group_sizes: jax.Array, call: RaggedCall
 ) -> jax.Array:
-    """The product, by tiles; in plain JAX elsewhere.
-
-    Packed weights give the bits that they give unpacked.
-    """
-    either: Any = dispatch.value or lax.platform_dependent
-    return either(
-        lhs,
-        rhs,
-        group_sizes,
-        cpu=functools.partial(_by_tiles, call),
-        default=lambda lhs, rhs, group_sizes: reference(
-            lhs, unpacked(rhs), group_sizes, call.contracting, call.out_dtype, call.precision
-        ),
-    )
+    """The product, by tiles. Packed weights give the bits that they give unpacked."""
+    return _by_tiles(call, lhs, rhs, group_sizes)
 
 
 def _tile_call(call: RaggedCall) -> MatmulCall:

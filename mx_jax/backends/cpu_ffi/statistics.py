@@ -1,8 +1,6 @@
 """Statistics of a cast by the compiled handler: values, codes and scales are read once for all."""
 
-import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,7 @@ from jax import lax
 from mx_jax.backends.calls import CastStatisticsCall, rejects_symbolic
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.cpu_ffi.dequantize import attributes
-from mx_jax.backends.cpu_ffi.handler import Handler, dispatch, hashable
+from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.quantize import rejects_blocks, rejects_parts
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.formats import WHOLE
@@ -65,17 +63,7 @@ def cast_statistics(x: jax.Array, array: MXArray, call: CastStatisticsCall) -> r
         dtypes=tuple(np.dtype(dtype) for dtype in _RESULTS.values()),
         attributes=hashable(told),
     )
-
-    def elsewhere(x, codes, scales, tensor_scale=None):
-        parts = dict(codes=codes, scales=scales, tensor_scale=tensor_scale, primal=None)
-        own = dataclasses.replace(array, **parts)
-        raw = reference.of_cast(x, own, call.axis)
-        return tuple(raw[name] for name in _RESULTS)
-
-    either: Any = dispatch.value or lax.platform_dependent
-    found = either(
-        lax.stop_gradient(x), array.codes, array.scales, *optional, cpu=handler, default=elsewhere
-    )
+    found = handler(lax.stop_gradient(x), array.codes, array.scales, *optional)
     return dict(zip(_RESULTS, found, strict=True)) | {
         "size": jnp.full((), math.prod(call.shape), jnp.uint32),
         "blocks": jnp.full((), math.prod(scales_shape(call.shape, call.blocks)), jnp.uint32),

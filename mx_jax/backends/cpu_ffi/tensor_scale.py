@@ -1,20 +1,14 @@
 """The scale of a whole tensor, by handlers: they find its largest magnitude, and divide it."""
 
 import math
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from mx_jax.backends.calls import QuantizeCall
 from mx_jax.backends.cpu_ffi.cast_axes import cast_axes, flat_blocks
-from mx_jax.backends.cpu_ffi.handler import Handler, dispatch, hashable
-from mx_jax.codecs import float32
-from mx_jax.codecs.blocks import split
+from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.formats import WHOLE
-from mx_jax.reference import quantize as reference
 
 AMAX = "mx_jax_cpu_amax"
 TARGET = "mx_jax_cpu_tensor_scale"
@@ -23,15 +17,7 @@ TARGET = "mx_jax_cpu_tensor_scale"
 def tensor_scale_of(x: jax.Array, call: QuantizeCall) -> jax.Array:
     """The scale of the whole tensor, from its largest finite block: the reference's."""
     largest_value = call.scale_rule.largest_value(call.format)
-    amax, scale = _amax(x.shape, call), _scale(x.ndim, largest_value)
-
-    def elsewhere(x: jax.Array) -> jax.Array:
-        pieces, inside = split(x, call.blocks)
-        magnitudes = jnp.max(float32.to_bits(pieces) & float32.ABS, axis=inside, initial=0)
-        return reference.tensor_scale_of(magnitudes, largest_value, x.ndim)
-
-    either: Any = dispatch.value or lax.platform_dependent
-    return either(x, cpu=lambda x: scale(*amax(x))[0], default=elsewhere)
+    return _scale(x.ndim, largest_value)(*_amax(x.shape, call)(x))[0]
 
 
 def _amax(shape: tuple[int, ...], call: QuantizeCall) -> Handler:
