@@ -128,8 +128,9 @@ def _result(implementations: Implementations, call: Call, tree: Any, shapes: Any
     return tuple((x.shape, jnp.dtype(x.dtype)) for x in found), result_tree
 
 
-# Whether a compiled handler has to tell the compiler how devices may split it.
-split_by_devices: Any = jax.make_user_context(default_value=False)
+# Set where lowering knows that no devices share a call: then a compiled handler need not tell the
+# compiler how they may split it.
+on_one_device: Any = jax.make_user_context(default_value=False)
 
 
 @functools.cache
@@ -194,13 +195,12 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
     context = module.axis_context
     devices = num_devices(context)
     own = given.platform in (None, platform) and (devices == 1 or not given.one_device)
-    splits = own and devices > 1
-    if splits and (known := _devices_of(context, platform)) is not None:
+    if own and devices > 1 and (known := _devices_of(context, platform)) is not None:
         # Custom partitioning wants to see devices, and JAX shows them to its own primitives alone.
         # By their position: any that are as many will do.
         context = dataclasses.replace(context, device_assignment=known)
         ctx = ctx.replace(module_context=module.replace(axis_context=context))
-    with split_by_devices(splits):
+    with on_one_device(devices == 1):
         compute = functools.partial(work.compute, own)
         return mlir.lower_fun(compute, multiple_results=True)(ctx, *values)
 
@@ -218,5 +218,8 @@ def num_devices(context: Any) -> int:
 def _devices_of(context: Any, platform: str) -> Sequence[Any] | None:
     if getattr(context, "num_devices", None) is None or context.device_assignment:
         return None
-    found = tuple(jax.devices(platform)[: context.num_devices])
+    try:
+        found = tuple(jax.devices(platform)[: context.num_devices])
+    except RuntimeError:  # lowered for a machine that is not there
+        return None
     return found if len(found) == context.num_devices else None

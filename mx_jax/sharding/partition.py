@@ -97,9 +97,19 @@ class Share:
         return NamedSharding(self.mesh, spec_of(own))
 
 
-def fine_mesh(mesh: Mesh, sharding: Any) -> Mesh:
-    """The same devices in a mesh of prime axes: a reshape may have cut those of the caller's."""
-    devices = np.array(list(sharding.devices_indices_map(()))) if mesh.empty else mesh.devices
+def fine_mesh(mesh: Mesh, x: Any) -> Mesh:
+    """The same devices in a mesh of prime axes: a reshape may have cut those of the caller's.
+
+    Args:
+      mesh: the caller's; if empty, the devices are those of x.
+      x: shape and sharding of an array.
+    """
+    devices = mesh.devices
+    if mesh.empty:
+        try:
+            devices = np.array(list(x.sharding.devices_indices_map(x.shape)))
+        except ValueError:  # split unevenly: `stored_parts` counts it as whole, in any order
+            devices = np.array(sorted(x.sharding.device_set, key=lambda device: device.id))
     sizes = [prime for size in devices.shape for prime in _primes(size)]
     return Mesh(devices.reshape(sizes), tuple(f"axis{i}" for i in range(len(sizes))))
 

@@ -21,8 +21,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.backends.cpu_ffi.geometry import Axis, Geometry, Shapes, parse
-from mx_jax.backends.primitive import split_by_devices
+from mx_jax.backends.primitive import on_one_device
 from mx_jax.codecs.varying import vary_alike
+from mx_jax.sharding.partition import fine_mesh, stored_parts
 
 Arrays = tuple[jax.Array, ...]
 
@@ -53,7 +54,7 @@ class Handler:
         if jax.sharding.get_abstract_mesh().manual_axes:
             operands = vary_alike(operands)
         shapes = tuple(operand.shape for operand in operands)
-        return _function(self, shapes, split_by_devices.value)(*operands)
+        return _function(self, shapes, not on_one_device.value)(*operands)
 
 
 def hashable(attributes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -72,6 +73,8 @@ def _function(handler: Handler, shapes: Shapes, is_split: bool) -> Any:
         partitioned: Any = custom_partitioning(call)
         partitioned.def_partition(
             partition=functools.partial(_partition, handler, shapes),
+            # A reshape may have cut a mesh axis, which no NamedSharding can say.
+            decode_shardings=False,
             sharding_rule=lambda mesh, given, wanted: _sharding_rule(handler.geometry(shapes)),
         )
         call = partitioned
@@ -164,14 +167,13 @@ def _sharding_rule(geometry: Geometry) -> tuple[str, dict[str, Any]]:
 
 def _partition(handler: Handler, shapes: Shapes, mesh: Any, given: Any, wanted: Any) -> Any:
     """The same call on each device's shard, cut as the first result is wanted, between blocks."""
-    geometry, sharding = handler.geometry(shapes), wanted[0].sharding
-    mesh = sharding.mesh
+    geometry, result = handler.geometry(shapes), wanted[0]
+    mesh = fine_mesh(mesh, result)
+    found = stored_parts(result.sharding, result.shape, mesh)
     parts: dict[str | None, Any] = {
         factor: part
-        for (factor, axis), part in zip(
-            geometry.factors(geometry.results[0]), sharding.spec, strict=False
-        )
-        if factor is not None and geometry.splits(axis, _num_devices(mesh, part))
+        for (factor, axis), part in zip(geometry.factors(geometry.results[0]), found, strict=False)
+        if factor is not None and part and geometry.splits(axis, _num_devices(mesh, part))
     }
     results, operands = (
         tuple(
@@ -181,12 +183,11 @@ def _partition(handler: Handler, shapes: Shapes, mesh: Any, given: Any, wanted: 
         for side in (geometry.results, geometry.operands)
     )
     sizes = tuple(
-        (name, size // _num_devices(mesh, parts.get(name))) for name, size in handler.sizes
+        (name, size // _num_devices(mesh, parts.get(name, ()))) for name, size in handler.sizes
     )
     local = functools.partial(_call, dataclasses.replace(handler, sizes=sizes))
     return mesh, local, results, operands
 
 
-def _num_devices(mesh: Any, part: Any) -> int:
-    names = () if part is None else (part,) if isinstance(part, str) else part
-    return math.prod(mesh.shape[name] for name in names)
+def _num_devices(mesh: Any, part: Sequence[str]) -> int:
+    return math.prod(mesh.shape[name] for name in part)
