@@ -28,6 +28,7 @@ from mx_jax.ops.quantize import dequantize as dequantize
 from mx_jax.ops.quantize import quantize as quantize
 from mx_jax.ops.quantize_both import quantize_both as quantize_both
 from mx_jax.ops.ragged_dot import ragged_dot as ragged_dot
+from mx_jax.ops.remat import save_products as save_products
 from mx_jax.ops.remat import save_quantized as save_quantized
 from mx_jax.packed import PackedMXArray as PackedMXArray
 

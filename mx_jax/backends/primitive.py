@@ -15,12 +15,19 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mx_jax.backends.calls import Call, result_of
+from mx_jax.backends.calls import (
+    Call,
+    CastStatisticsCall,
+    QuantizeBothCall,
+    QuantizeCall,
+    result_of,
+)
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.codecs.varying import vary_alike
 from mx_jax.packed import unpacked
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+_CASTS = (QuantizeCall, QuantizeBothCall, CastStatisticsCall)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +135,14 @@ def _result(implementations: Implementations, call: Call, tree: Any, shapes: Any
     return tuple((x.shape, jnp.dtype(x.dtype)) for x in found), result_tree
 
 
+def implementation(equation: Any) -> Any:
+    """What an equation of a call computes, as a closed jaxpr; None of any other equation."""
+    work = equation.params.get("work")
+    if not isinstance(work, Work):
+        return None
+    return jax.make_jaxpr(functools.partial(work.compute, True))(*(x.aval for x in equation.invars))
+
+
 # Set where lowering knows that no devices share a call: then a compiled handler need not tell the
 # compiler how they may split it.
 on_one_device: Any = jax.make_user_context(default_value=False)
@@ -144,7 +159,7 @@ def _primitive(kind: type[Call]) -> Any:
     p.def_abstract_eval(_types)
     p.def_impl(functools.partial(_eager, p))
     batching.primitive_batchers[p] = functools.partial(_batch, p)
-    ad.primitive_jvps[p] = _jvp
+    ad.primitive_jvps[p] = functools.partial(_no_slope if issubclass(kind, _CASTS) else _jvp, p)
     for platform in PLATFORMS:
         rule = functools.partial(_lower, platform)
         # JAX lowers equal equations of a program once; not inlined, they call one function.
@@ -184,8 +199,15 @@ def _batch(p: Any, leaves: Any, axes: Any, *, work: Work) -> Any:
     return results, [0] * len(results)
 
 
-def _jvp(primals: Any, tangents: Any, *, work: Work) -> Any:
+def _no_slope(p: Any, primals: Any, tangents: Any, *, work: Work) -> Any:
+    """Codes do not change with values: who wants a straight-through gradient links it outside."""
+    results = p.bind(*primals, work=work)
+    return results, [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+
+
+def _jvp(p: Any, primals: Any, tangents: Any, *, work: Work) -> Any:
     """Kernels have no derivatives; plain JAX has."""
+    del p
     tangents = tuple(map(ad.instantiate_zeros, tangents))
     return jax.jvp(functools.partial(work.compute, False), tuple(primals), tangents)
 

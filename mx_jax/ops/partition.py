@@ -196,7 +196,7 @@ def _sharding_rule(
 def _partition(split: Split, mesh: Any, given: Any, wanted: Any) -> Any:
     """What each device computes, and where its operands have to be for it."""
     factors, leaves = split.factors, given[1:]
-    mesh = fine_mesh(mesh, wanted.sharding)
+    mesh = fine_mesh(mesh, wanted)
     sides = _sides(split, leaves)
     sizes, granules, stored = {}, {}, []
     for _, own, operand in sides:

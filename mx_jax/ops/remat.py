@@ -1,10 +1,14 @@
 """Names for `jax.checkpoint`: what is quantized can be kept, so that nothing is quantized twice."""
 
+from typing import Any
+
 import jax
 
 # What every cast calls its codes and scales, by `jax.ad_checkpoint.checkpoint_name`. A name is no
 # operation: programs without `jax.checkpoint` are what they were.
 QUANTIZED = "mx_jax.quantized"
+
+_PRODUCTS = frozenset({"mx_matmul", "mx_ragged"})
 
 save_quantized = jax.checkpoint_policies.save_only_these_names(QUANTIZED)
 """A policy for `jax.checkpoint`, `flax.linen.remat` and `flax.nnx.remat`: keep codes and scales.
@@ -22,3 +26,20 @@ Examples:
   >>> jax.grad(lambda w: layer(jnp.ones((4, 64)), w).sum())(jnp.ones((64, 8))).shape
   (64, 8)
 """
+
+
+def save_products(primitive: Any, *types: Any, **params: Any) -> Any:
+    """A policy for `jax.checkpoint`: keep products, quantized ones and JAX's own.
+
+    JAX's `dots_saveable` compares with `lax.dot_general` and knows no other primitive, so a
+    quantized product is computed again under it. This policy keeps both.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> layer = lambda x, w: jax.nn.gelu(mx_jax.matmul(x, w, recipe="mxfp8"))
+      >>> layer = jax.checkpoint(layer, policy=mx_jax.save_products)
+      >>> jax.grad(lambda w: layer(jnp.ones((4, 64)), w).sum())(jnp.ones((64, 8))).shape
+      (64, 8)
+    """
+    dots = jax.checkpoint_policies.dots_saveable
+    return primitive.name in _PRODUCTS or dots(primitive, *types, **params)

@@ -16,6 +16,7 @@ import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.backends.base import Target
 from mx_jax.backends.calls import MatmulCall
+from mx_jax.backends.primitive import implementation
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.xla_bfloat16 import XLA_BFLOAT16, bfloat16_holds
 from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS
@@ -395,6 +396,8 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     """All equations, those of inner programs included."""
     for equation in jaxpr.eqns:
         yield equation
+        if (computed := implementation(equation)) is not None:
+            yield from equations(computed.jaxpr)
         for inner in jaxprs_in_params(equation.params):
             yield from equations(inner)
 

@@ -40,6 +40,7 @@ PUBLIC = {
         "quantize",
         "quantize_both",
         "ragged_dot",
+        "save_products",
         "save_quantized",
     },
     "mx_jax.calibrate": {

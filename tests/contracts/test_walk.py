@@ -1,4 +1,4 @@
-"""The way from a call to the kernel gets no longer than it is recorded."""
+"""The way from a call to its equation stays short."""
 
 import json
 import os
@@ -11,28 +11,32 @@ import jax.numpy as jnp
 import pytest
 
 import mx_jax
-from tests.contracts import structure, walk
+from tests.contracts import walk
 from tests.needs import needs_library
 
 pytestmark = needs_library
 
-
 ROOT = Path(__file__).parents[2]
 # Frames are counted too, but each small function is one.
-HELD = ("depth", "way files", "files", "changes")
+LIMITS = {
+    "dense_forward": {"depth": 9, "way files": 7, "files": 39, "changes": 105},
+    "dense_backward": {"depth": 9, "way files": 7, "files": 45, "changes": 320},
+    "packed_product": {"depth": 8, "way files": 5, "files": 30, "changes": 110},
+    "pallas_product": {"depth": 8, "way files": 5, "files": 42, "changes": 280},
+}
 
 
-def longer(measured: dict[str, dict[str, int]], recorded: dict[str, dict[str, int]]) -> list[str]:
-    """What exceeds the record."""
+def longer(measured: dict[str, dict[str, int]]) -> list[str]:
+    """What exceeds its limit."""
     return [
-        f"{name}: {what}={counts[what]}, recorded {recorded[name][what]}"
+        f"{name}: {what}={counts[what]}, limit {limit}"
         for name, counts in measured.items()
-        for what in HELD
-        if counts[what] > recorded[name][what]
+        for what, limit in LIMITS[name].items()
+        if counts[what] > limit
     ]
 
 
-def test_no_walk_is_longer_than_recorded():
+def test_no_walk_exceeds_its_limits():
     # A process of its own: what other tests import and patch leaves no trace there.
     run = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.contracts.walk", "--json"],
@@ -44,21 +48,17 @@ def test_no_walk_is_longer_than_recorded():
     )
     assert run.returncode == 0, run.stderr
     measured = json.loads(run.stdout)
-    *_, last = structure.committed().values()
     assert set(measured) == set(walk.names())
-    assert longer(measured, last["walks"]) == [], (
-        "shorten the way, or record why it pays: python -m tests.contracts.structure LABEL"
-    )
+    assert longer(measured) == []
 
 
 def test_a_longer_walk_is_noticed():
-    *_, last = structure.committed().values()
-    walks = last["walks"]
-    assert longer(walks, walks) == []
-    for what in HELD:
-        counts = walks["dense_forward"] | {what: walks["dense_forward"][what] + 1}
-        (complaint,) = longer(walks | {"dense_forward": counts}, walks)
-        assert complaint.startswith(f"dense_forward: {what}={counts[what]}")
+    assert longer(LIMITS) == []
+    for what, limit in LIMITS["dense_forward"].items():
+        counts = LIMITS["dense_forward"] | {what: limit + 1}
+        assert longer({"dense_forward": counts}) == [
+            f"dense_forward: {what}={limit + 1}, limit {limit}"
+        ]
 
 
 @pytest.mark.slow
@@ -70,18 +70,15 @@ def test_a_walk_is_the_same_each_time():
     first, second = walk.record(cast), walk.record(cast)
     assert first == second
     assert first.way[0] == ("ops/quantize.py", "quantize")
-    assert first.way[-1][0].startswith("backends/cpu_ffi/")
+    assert first.way[-1] == ("backends/primitive.py", "Implementations.__call__")
     counts = first.counts()
     assert counts["depth"] == len(first.way) < counts["frames"]
     assert counts["way files"] < counts["files"] < counts["changes"] < counts["frames"]
 
 
-def test_without_a_kernel_there_is_no_walk():
-    with (
-        mx_jax.only_backend("reference"),
-        pytest.raises(RuntimeError, match="no kernel was called"),
-    ):
-        walk.record(lambda: jax.jit(lambda x: mx_jax.quantize(x, "mxfp4")).trace(jnp.ones(32)))
+def test_without_a_call_there_is_no_walk():
+    with pytest.raises(RuntimeError, match="no call was bound"):
+        walk.record(lambda: jax.jit(lambda x: x + 1).trace(jnp.ones(32)))
 
 
 def test_counts_and_drawing():
@@ -94,7 +91,3 @@ def test_counts_and_drawing():
         " 2             inner",
         " 3     backends/b.py: run",
     ]
-
-
-def test_the_page_is_what_was_recorded():
-    assert structure.PAGE.read_text() == structure.page(structure.committed())

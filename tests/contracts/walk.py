@@ -3,13 +3,12 @@
 A frame is a call of a Python function that is written in a file of mx_jax. Comprehensions are not
 counted (Python 3.12 has none), nor is what dataclasses generate. For each walk:
 
-- `depth`: frames of mx_jax that are on the stack when a kernel is called (`jax.ffi.ffi_call`, or
-  Pallas's `kernel` and `pallas_call`), at most; `way files`: the files that these are written in.
+- `depth`: frames of mx_jax that are on the stack when a call is bound as an equation, or a kernel
+  is called (Pallas's `kernel` and `pallas_call`), at most; `way files`: the files of these.
 - `frames`: all that were entered until then and after, `files`: theirs, and `changes`: how often a
   frame was entered that is written in another file than the one before it.
 
-Of `jax.lax.platform_dependent` only the branch that the call's machine takes is followed. Every
-walk is traced in full: no jit of JAX and no cache of mx_jax remembers an earlier one. Caches
+Every walk is traced in full: no jit of JAX and no cache of mx_jax remembers an earlier one. Caches
 without arguments (is the C++ library there?) are facts of the machine, and stay; so does what a
 format or a recipe knows of itself (its largest code, whether it draws random bits).
 """
@@ -34,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mx_jax
+from mx_jax.backends.primitive import Implementations
 
 PACKAGE = os.path.dirname(mx_jax.__file__) + os.sep
 _INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
@@ -66,25 +66,10 @@ class Walk:
         return dict(zip(COLUMNS, numbers, strict=True))
 
 
-def record(run: Callable[[], Any], platform: str = "cpu") -> Walk:
+def record(run: Callable[[], Any]) -> Walk:
     """Follow a call from empty caches; the call itself is no frame of mx_jax."""
-    with _one_platform(platform):
-        run()  # imports what it needs
-        return _record(run)
-
-
-@contextlib.contextmanager
-def _one_platform(platform: str) -> Iterator[None]:
-    def only(*operands: Any, default: Any = None, **branches: Any) -> Any:
-        return branches.get(platform, default)(*operands)
-
-    whole: Any = jax.lax.platform_dependent
-    jax.lax.platform_dependent = only
-    try:
-        yield
-    finally:
-        jax.lax.platform_dependent = whole
-        jax.clear_caches()  # of what was traced for one platform alone
+    run()  # imports what it needs
+    return _record(run)
 
 
 def _record(run: Callable[[], Any]) -> Walk:
@@ -100,7 +85,7 @@ def _record(run: Callable[[], Any]) -> Walk:
         file = _file(frame.f_code)
         if file is not None:
             entered.append(file)
-        elif frame.f_code in kernels:
+        if frame.f_code in kernels:
             found = _stack(frame)
             way = found if len(found) > len(way) else way
 
@@ -110,7 +95,7 @@ def _record(run: Callable[[], Any]) -> Walk:
     finally:
         sys.setprofile(None)
     if not way:
-        raise RuntimeError("walk: no kernel was called; is the C++ library here?")
+        raise RuntimeError("walk: no call was bound; is the C++ library here?")
     return Walk(way=tuple(way), entered=tuple(entered))
 
 
@@ -129,7 +114,7 @@ def clear_caches() -> None:
 
 
 def _kernels() -> frozenset[CodeType]:
-    functions: list[Any] = [jax.ffi.ffi_call, pl.pallas_call]
+    functions: list[Any] = [Implementations.__call__, jax.ffi.ffi_call, pl.pallas_call]
     with contextlib.suppress(ImportError):
         from jax.experimental.pallas import mosaic_gpu
 
@@ -233,7 +218,7 @@ def take(name: str) -> Walk:
     """One of the walks, by the name of its function."""
     (start,) = (walk for walk in WALKS if walk.__name__ == name)
     with start() as run:
-        return record(run, "cuda" if start is pallas_product else "cpu")
+        return record(run)
 
 
 # What is printed ----------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ def test_explain_says_what_moves(mesh: Mesh, arrays: Any):
 def test_stored_parts(spec: PartitionSpec):
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, spec)
-    fine = fine_mesh(mesh, sharding)
+    fine = fine_mesh(mesh, None)
     assert fine.devices.shape == (2, 2, 2)
     names = {"a": ("axis0",), "b": ("axis1", "axis2")}
     wanted = [

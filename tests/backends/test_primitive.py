@@ -1,4 +1,4 @@
-"""Calls on arrays of one device: the handlers compute them, however many devices exist."""
+"""Calls as equations: lowering picks what computes them, by the platform and the devices."""
 
 import re
 from typing import Any
@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
-from mx_jax.backends.one_device import Offered
+from mx_jax.backends.calls import AttendCall
+from mx_jax.backends.primitive import Implementations
 from mx_jax.inspect import explain_call
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
@@ -101,10 +102,18 @@ def operations(lowered: Any) -> list[str]:
 IDS = ["plain", "vmap", "jit", "jit of vmap"]
 
 
+# Of a call whose results no arithmetic tells: they are those of the plain implementation.
+ANY_CALL = AttendCall(queries=(), keys=(), dtypes=(), tokens=1)
+
+
+def bound(own: Any, other: Any, x: jax.Array) -> jax.Array:
+    """By `own` on one CPU, by `other` anywhere else."""
+    return Implementations(own, other, "cpu", True, "own")(x, ANY_CALL)
+
+
 def way(x: jax.Array) -> jax.Array:
     """1 where the handler is taken, -1 elsewhere."""
-    handler, elsewhere = (lambda x, call, n=n: jnp.full_like(x, n) for n in (1, -1))
-    return Offered("cpu", handler, elsewhere)(x, None)
+    return bound(*(lambda x, call, n=n: jnp.full_like(x, n) for n in (1, -1)), x)
 
 
 @pytest.mark.parametrize("run", [way, jax.vmap(way), quick(way), quick(jax.vmap(way))], ids=IDS)
@@ -127,8 +136,7 @@ def test_on_each_device_by_itself():
 
 def test_derivatives_are_those_of_plain_jax():
     def square(x: jax.Array) -> jax.Array:
-        handler, plain = (lambda x, call, run=run: run(x) for run in (jnp.zeros_like, jnp.square))
-        return Offered("cpu", handler, plain)(x, None)
+        return bound(*(lambda x, call, f=f: f(x) for f in (jnp.zeros_like, jnp.square)), x)
 
     for run in (lambda x: x, quick):
         assert run(jax.grad(square))(jnp.float32(3)) == 6 and square(jnp.float32(3)) == 0
