@@ -202,7 +202,8 @@ class MXArray(ComparedByValue, AsNumpy):
         """`lax.dynamic_update_slice` of whole blocks: a cache takes new rows, and nothing moves.
 
         Starts may be traced. Along blocked axes they lie between blocks: any other is refused, or,
-        traced, makes what it writes NaN; so is another tensor scale. No gradient passes.
+        traced, makes as many blocks as it would write NaN, from the one that it lies in; so is
+        another tensor scale. No gradient passes.
 
         Args:
           update: of the same format and blocks, whole blocks of it.

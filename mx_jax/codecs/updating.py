@@ -74,7 +74,7 @@ def dynamic_update_slice(x: Any, update: Any, start_indices: Sequence[Any]) -> A
         )
     _check_values(update, x, update.shape, x.blocks, operation)
     starts = [jnp.asarray(start) for start in start_indices]
-    scale_starts, aligned = list(starts), jnp.bool_(True)
+    code_starts, scale_starts, aligned = list(starts), list(starts), jnp.bool_(True)
     for axis, size in x.blocks:
         length, taken = x.shape[axis], update.shape[axis]
         whole = taken == length
@@ -87,11 +87,13 @@ def dynamic_update_slice(x: Any, update: Any, start_indices: Sequence[Any]) -> A
             scale_starts[axis] = jnp.zeros_like(starts[axis])
             continue
         scale_starts[axis] = starts[axis] // size
+        # Codes and scales of the same blocks: where the start lies inside one, all become NaN.
+        code_starts[axis] = scale_starts[axis] * size
         aligned = aligned & _aligned(starts[axis], size, axis, operation)
     ok = aligned & _same_bits(x.tensor_scale, update, operation)
     return dataclasses.replace(
         x,
-        codes=lax.dynamic_update_slice(x.codes, update.codes, starts),
+        codes=lax.dynamic_update_slice(x.codes, update.codes, code_starts),
         scales=lax.dynamic_update_slice(x.scales, _valid_scales(update, ok), scale_starts),
         primal=None,
     )

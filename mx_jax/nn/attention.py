@@ -1,5 +1,9 @@
 """Causal attention whose heads of keys and values are shared by several of queries."""
 
+import dataclasses
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +34,25 @@ def needs_four_axes(operation: str, **given: jax.Array) -> None:
             )
 
 
+def position_of_matrices(
+    position: jax.typing.ArrayLike, batch: int, heads: int
+) -> jax.typing.ArrayLike:
+    """A position for all sequences as it is, one for each of them as one for each matrix.
+
+    Raises:
+      ValueError: no integers, another shape, or a known position below zero.
+    """
+    shape = jnp.shape(position)
+    if not jnp.issubdtype(jnp.result_type(position), jnp.integer) or shape not in ((), (batch,)):
+        raise ValueError(
+            "KVCache: position must be an integer, one for all sequences or one for each, got "
+            f"dtype={jnp.result_type(position)}, shape={shape}, batch={batch}"
+        )
+    if not isinstance(position, Tracer) and np.min(position) < 0:
+        raise ValueError(f"KVCache: positions count from 0, got position={position}")
+    return jnp.repeat(jnp.asarray(position), heads) if shape else position
+
+
 def must_see(length: int, position: jax.typing.ArrayLike, tokens: int) -> None:
     """Raise ValueError for a number of rows that hides a query's own token; traced ones pass."""
     if not isinstance(position, Tracer) and length < np.max(position) + tokens:
@@ -48,7 +71,7 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
       keys: `[batch * heads, length, features]`, as values or as codes; a head serves as many query
         heads as there are for each.
       values: likewise.
-      position: row of the first query's own token.
+      position: row of the first query's own token, one for all or int `[batch * heads]`.
 
     Returns:
       Like query.
@@ -75,7 +98,13 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
     shared = query if tokens == 1 else query.swapaxes(1, 2)
     together = batch * num_queries // matrices * tokens
     shared = reshape_along(shared, (matrices, together, features), place)
-    attended = attend_matrices(tokens, shared, keys, values, position)
+    if jnp.ndim(position) == 0:
+        attended = attend_matrices(tokens, shared, keys, values, position)
+    else:
+        axes = 0, _matrix_axes(keys), _matrix_axes(values), 0
+        attended = jax.vmap(functools.partial(_attend_one, tokens), axes)(
+            shared, keys, values, position
+        )
     if tokens > 1:
         by_head = (batch, num_queries, tokens, features)
         attended = reshape_along(attended, by_head, attended).swapaxes(1, 2)
@@ -84,3 +113,21 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
     if (lies := explicit_sharding(query)) is not None:
         attended = jax.sharding.reshard(attended, lies)
     return attended.astype(query.dtype)
+
+
+def _matrix_axes(rows: Rows) -> Any:
+    """Which axes of rows `vmap` takes matrices from; one tensor scale is for all."""
+    if not isinstance(rows, PackedRows):
+        return 0
+    scale = rows.tensor_scale
+    of_each = scale is not None and scale.shape[0] == rows.shape[0]
+    axes: dict[str, Any] = dict(codes=0, scales=0, tensor_scale=0 if of_each else None)
+    return dataclasses.replace(rows, **axes)
+
+
+def _attend_one(
+    tokens: int, shared: jax.Array, keys: Rows, values: Rows, position: jax.Array
+) -> jax.Array:
+    """Of one matrix of keys."""
+    keys, values = (jax.tree.map(lambda x: x.reshape(1, *x.shape[-2:]), x) for x in (keys, values))
+    return attend_matrices(tokens, shared[None], keys, values, position)[0]

@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.formats import BlockFormat, Whole, block_format
-from mx_jax.nn.attention import attend, merge_heads, must_see, needs_four_axes
+from mx_jax.nn.attention import (
+    attend,
+    merge_heads,
+    must_see,
+    needs_four_axes,
+    position_of_matrices,
+)
 from mx_jax.nn.cache_rows import CacheRows, empty_rows
 
 
@@ -64,9 +70,14 @@ class KVCache:
             calibration, `amax / 2688`. None: one for each token and head, four bytes more each.
 
         Raises:
-          ValueError: a format whose blocks span tokens; tensor scales for a format without, or
-            not finite and positive.
+          ValueError: a size of zero; a format whose blocks span tokens; tensor scales for a format
+            without, or not finite and positive.
         """
+        if min(batch, length, heads, features) < 1:
+            raise ValueError(
+                "KVCache: needs at least one sequence, token, head and feature, got "
+                f"batch={batch}, length={length}, heads={heads}, features={features}"
+            )
         form = None if format is None else row_format(format)
         check_tensor_scales(tensor_scales, form)
         shape = (batch * heads, length, features)
@@ -94,14 +105,16 @@ class KVCache:
         Args:
           keys: `[batch, tokens, heads, features]`.
           values: likewise.
-          position: of the first token, which may be traced; like
-            `lax.dynamic_update_slice`, a position too far back for the tokens to fit is moved.
+          position: of the first token, one for all sequences or int `[batch]`, which may be traced;
+            like `lax.dynamic_update_slice`, a position too far back for the tokens to fit is moved.
 
         Raises:
-          ValueError: a derivative by what becomes codes; not four axes, another batch, other heads
-            or features, or more tokens than the cache holds.
+          ValueError: a derivative by what becomes codes; a position that is negative, no integer,
+            or of another shape; not four axes, another batch, other heads or features, or more
+            tokens than the cache holds.
         """
         needs_four_axes("KVCache", keys=keys, values=values)
+        position = position_of_matrices(position, keys.shape[0], keys.shape[2])
         return KVCache(
             keys=self.keys.write(merge_heads(keys, self.keys.codes), position),
             values=self.values.write(merge_heads(values, self.values.codes), position),
@@ -120,20 +133,23 @@ class KVCache:
         Args:
           query: `[batch, tokens, query heads, features]`; a head of the cache serves as many
             query heads as there are for each.
-          position: of the first query.
+          position: of the first query, one for all sequences or int `[batch]`.
           length: how many rows of the cache to read, at least `position + tokens`; None: all.
 
         Returns:
           `[batch, tokens, query heads, features]`, of the query's dtype.
 
         Raises:
-          ValueError: a query of another shape, or of whole numbers; a length that hides a query's
+          ValueError: a query of another shape, or of whole numbers; a position that is negative, no
+            integer, or of another shape; a length that hides a query's
             own token, if the position is known.
         """
         needs_four_axes("KVCache", query=query)
+        matrices = self.keys.codes.shape[0]
+        positions = position_of_matrices(position, len(query), matrices // max(len(query), 1))
         if length is not None:
             must_see(length, position, query.shape[1])
-        return attend(query, self.keys.held(length), self.values.held(length), position)
+        return attend(query, self.keys.held(length), self.values.held(length), positions)
 
 
 def row_format(format: Any) -> BlockFormat:

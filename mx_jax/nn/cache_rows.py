@@ -21,7 +21,7 @@ from mx_jax.recipes.measured import measured_operand
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("codes", "scales", "tensor_scale"),
-    meta_fields=("format", "features", "dtype"),
+    meta_fields=("format", "features", "dtype", "scale_is_fixed"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class CacheRows:
@@ -40,6 +40,8 @@ class CacheRows:
       format: the block format, or None.
       features: values of a row.
       dtype: what `read` gives.
+      scale_is_fixed: whether the tensor scale is one for all rows: with one row its shape does not
+        say so.
     """
 
     codes: jax.Array
@@ -48,9 +50,11 @@ class CacheRows:
     format: BlockFormat | None
     features: int
     dtype: np.dtype
+    scale_is_fixed: bool = False
 
     def write(self, rows: jax.Array, position: jax.typing.ArrayLike) -> "CacheRows":
-        """The same with `rows`, `[batch * heads, tokens, features]`, from a position on."""
+        """The same with `rows`, `[batch * heads, tokens, features]`, from a position on: one for
+        all, or `[batch * heads]`."""
         matrices, length, _ = self.codes.shape
         given, tokens, features = rows.shape
         # What is smaller would be written into a part, and the rest be read as it was.
@@ -65,7 +69,7 @@ class CacheRows:
                 self, codes=_put(self.codes, rows.astype(self.dtype), position)
             )
         scale = self.tensor_scale
-        each = scale is not None and scale.shape[1] != 1
+        each = scale is not None and not self.scale_is_fixed
         new = _quantize(rows, self.format, scale, each)
         if scale is not None and new.tensor_scale is not None and each:
             scale = _put(scale, new.tensor_scale, position)
@@ -84,7 +88,7 @@ class CacheRows:
             return codes
         assert self.scales is not None
         tensor_scale = self.tensor_scale
-        if tensor_scale is not None and tensor_scale.shape[1] != 1:
+        if tensor_scale is not None and not self.scale_is_fixed:
             tensor_scale = tensor_scale[:, :length]
         return PackedRows(
             codes=codes,
@@ -102,7 +106,11 @@ class CacheRows:
 
 
 def _put(whole: jax.Array, rows: jax.Array, position: jax.typing.ArrayLike) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(whole, rows, position, 1)
+    if jnp.ndim(position) == 0:
+        return lax.dynamic_update_slice_in_dim(whole, rows, position, 1)
+    return jax.vmap(functools.partial(lax.dynamic_update_slice_in_dim, axis=0))(
+        whole, rows, jnp.asarray(position)
+    )
 
 
 @jax.custom_jvp
@@ -156,5 +164,11 @@ def empty_rows(
         elif form.tensor_scale:
             own = jnp.ones((*rows, 1), jnp.float32)
     return CacheRows(
-        codes=codes, scales=scales, tensor_scale=own, format=form, features=features, dtype=dtype
+        codes=codes,
+        scales=scales,
+        tensor_scale=own,
+        format=form,
+        features=features,
+        dtype=dtype,
+        scale_is_fixed=tensor_scale is not None,
     )

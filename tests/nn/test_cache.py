@@ -196,3 +196,63 @@ def test_beyond_its_end_and_dtypes():
     query = drawn(1).astype(jnp.bfloat16)
     assert jax.eval_shape(cache.attend, query, 0).dtype == jnp.bfloat16
     assert dataclasses.is_dataclass(cache)
+
+
+@pytest.mark.parametrize("size", [1e4, 1e-5])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_one_row_has_a_scale_of_its_own(batch, size):
+    """The shape of its tensor scale is that of a fixed one."""
+    cache = KVCache.zeros(batch, 1, 1, FEATURES, format="nvfp4")
+    keys = size * drawn(1, heads=1)[:batch]
+    cache = quick(KVCache.append)(cache, keys, keys, 0)
+    np.testing.assert_allclose(cache.keys.read(), keys[:, 0], atol=0.4 * size)
+    found = quick(KVCache.attend)(cache, drawn(1, heads=1)[:batch], 0)
+    np.testing.assert_array_equal(found[:, 0, 0], cache.values.read()[:, 0])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"format": "mxfp4"}, {"format": "nvfp4"}, {"format": "nvfp4", "fixed": True}]
+)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_position_for_each_sequence(options, tokens):
+    options = dict(options)
+    if options.pop("fixed", False):
+        options["tensor_scales"] = (1e-3, 1e-3)
+    before, new = (drawn(5), drawn(5, seed=1)), (drawn(tokens, seed=2), drawn(tokens, seed=3))
+    query, positions = drawn(tokens, heads=3 * HEADS, seed=4), jnp.array([1, 4])
+    run = quick(lambda cache, at: (c := cache.append(*new, at), c.attend(query, at)))
+    cache, found = run(empty(**options).append(*before, 0), positions)
+    for sequence, position in enumerate((1, 4)):
+        own, expected = run(empty(**options).append(*before, 0), position)
+        np.testing.assert_allclose(found[sequence], expected[sequence], atol=1e-6)
+        rows = slice(HEADS * sequence, HEADS * (sequence + 1))
+        np.testing.assert_array_equal(cache.keys.read()[rows], own.keys.read()[rows])
+
+
+@pytest.mark.parametrize(
+    ("position", "message"),
+    [
+        (-1, "positions count from 0, got position=-1"),
+        (3.0, r"dtype=float32, shape=\(\), batch=2"),
+        (np.arange(3), r"dtype=int\d+, shape=\(3,\), batch=2"),
+        (np.array([0, -2]), r"got position=\[ 0 -2\]"),
+    ],
+)
+def test_no_positions(position, message):
+    new = drawn(3)
+    for call in (lambda: empty().append(new, new, position), lambda: empty().attend(new, position)):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("axis", range(4))
+def test_sizes_of_zero(axis):
+    sizes = [BATCH, LENGTH, HEADS, FEATURES]
+    sizes[axis] = 0
+    with pytest.raises(ValueError, match="needs at least one sequence, token, head and feature"):
+        KVCache.zeros(*sizes)
+
+
+def test_length_is_the_number_of_tokens():
+    cache = KVCache.zeros(3, 7, 2, 32, format="mxfp4")
+    assert cache.length == 7 and cache.keys.codes.shape == (6, 7, 16)

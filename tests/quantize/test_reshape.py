@@ -144,8 +144,12 @@ def test_whole_blocks_along_a_blocked_axis():
     np.testing.assert_array_equal(got.codes, cache.codes.at[:, 64:96].set(block.codes))
     np.testing.assert_array_equal(got.scales, cache.scales.at[:, 2:3].set(block.scales))
     # Between blocks only: known, it is refused; traced, what it writes is NaN.
-    torn = write(cache, block, 48).dequantize()
-    assert bool(jnp.isnan(torn[:, 32:64]).all()) and bool(jnp.isfinite(torn[:, 96:]).all())
+    whole = cache.dequantize()
+    for update, start, first in ((block, 48, 32), (array((2, 64)), 33, 32), (block, 127, 96)):
+        torn, last = write(cache, update, start).dequantize(), first + update.shape[1]
+        assert bool(jnp.isnan(torn[:, first:last]).all())
+        np.testing.assert_array_equal(torn[:, :first], whole[:, :first])
+        np.testing.assert_array_equal(torn[:, last:], whole[:, last:])
     with pytest.raises(ValueError, match=r"between blocks of 32, got start=48 on axis=-1"):
         cache.dynamic_update_slice(block, (0, 48))
     with pytest.raises(ValueError, match=r"written whole, got shape=\(2, 128\), update.shape="):

@@ -43,7 +43,7 @@ def attend(
     if isinstance(keys, PackedRows) and isinstance(values, PackedRows):
         operands = _codes(keys), keys.scales, _codes(values), values.scales
         tensor_scales = [x.tensor_scale for x in (keys, values) if x.tensor_scale is not None]
-        of_scales = ["*b 1 1 1" if x.shape[1] == 1 else "*b m n 1" for x in tensor_scales]
+        of_scales = ["*b 1 1 1" if x.size == 1 else "*b m n 1" for x in tensor_scales]
         given = ("*b m q d", "*b m n bk", "*b m n sk", "*b m n bv", "*b m n sv", "*b 1")
         handler = Handler(
             target=OF_CODES,
