@@ -51,6 +51,8 @@ class Offer:
         `pack_weights`. None: neither.
       is_plain: whether it runs plain JAX alone, on any part of the operands as on all of them.
       platform: on which `run` can be lowered; elsewhere the reference is. None: every one.
+      inline: whether `run` is traced in place and not when it is lowered: interpreters of kernels
+        have effects, which JAX wants to see.
     """
 
     call: type[Call]
@@ -60,6 +62,7 @@ class Offer:
     lays_out: Callable[[Any], Side | None] = lambda call: None
     is_plain: bool = False
     platform: str | None = None
+    inline: bool = False
 
 
 # Why a backend does not take a kind of call that it does not offer.

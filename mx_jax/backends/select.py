@@ -126,6 +126,8 @@ def _bound(
             how = f"by {other_name} where the program has several devices"
             offer = dataclasses.replace(offer, how=f"{offer.how}; {how}" if offer.how else how)
             other, platform, one_device = several, target.platform, True
+    if offer.inline and not one_device:
+        return choice
     if platform is not None and not one_device:
         other = _reference(call)
     run = Implementations(offer.run, other, platform, one_device, name)

@@ -1,5 +1,6 @@
 """A checkpoint in several files with an index, written so that it can be taken up again."""
 
+import hashlib
 import itertools
 import json
 import re
@@ -13,7 +14,7 @@ INDEX = "model.safetensors.index.json"
 # Whether files of an earlier call are kept: never, after comparing every value, or by the word of
 # a caller who knows that what it was asked is the same.
 Resume = bool | Literal["vouched"]
-_SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+_SHARD = re.compile(r"model-(\d{5})-of-(\d{5})(-[0-9a-f]{8})?\.safetensors")
 
 
 def check_sizes(largest: int | None, resume: Resume, where: str) -> None:
@@ -39,7 +40,9 @@ def write_shards(
     """Write files of up to `largest` bytes of tensors, and an index of them.
 
     Each file appears when it is whole, the index when all are: a folder without one is not whole,
-    and is not read.
+    and is not read. Over an earlier checkpoint the files get names of their own, and its index is
+    replaced at the end: at any moment the folder holds all of the old one or all of the new one.
+    Files that the new index does not name are then removed.
 
     Args:
       folder: made if it is not there.
@@ -55,23 +58,44 @@ def write_shards(
       ValueError: as `write` does.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # What an earlier checkpoint's index names is about to change.
-    (folder / INDEX).unlink(missing_ok=True)
+    index, before = folder / INDEX, set[str]()
+    tag = ""
+    if index.is_file():
+        text = index.read_bytes()
+        # The same for a call that takes up an interrupted one.
+        tag = "-" + hashlib.sha256(text).hexdigest()[:8]
+        before = {name for name in files_of(text) if _SHARD.fullmatch(name)}
     shards = _cut(entries, largest, group)
     named: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        path = folder / f"model-{number:05}-of-{len(shards):05}.safetensors"
-        named |= dict.fromkeys(shard, path.name)
-        said = metadata(shard)
-        if resume and _is_there(path, shard, said, 1 if resume == "vouched" else len(shard)):
+        stem = f"model-{number:05}-of-{len(shards):05}"
+        path, said = folder / f"{stem}{tag}.safetensors", metadata(shard)
+        compared = 1 if resume == "vouched" else len(shard)
+        known = [path, *(folder / name for name in sorted(before) if name.startswith(stem))]
+        there = [own for own in known if resume and _is_there(own, shard, said, compared)]
+        if there:
+            path = there[0]
             for name, entry in shard.items():
                 step(name, entry.nbytes)
         else:
             write(path, shard, said, step)
+        named |= dict.fromkeys(shard, path.name)
     total = sum(entry.nbytes for entry in entries.values())
-    index = {"metadata": {"total_size": total}, "weight_map": named}
-    with replacing(folder / INDEX) as file:
-        file.write(json.dumps(index, indent=2).encode())
+    listed = {"metadata": {"total_size": total}, "weight_map": named}
+    with replacing(index) as file:
+        file.write(json.dumps(listed, indent=2).encode())
+    for stale in folder.glob("model-*.safetensors"):
+        if _SHARD.fullmatch(stale.name) and stale.name not in named.values():
+            stale.unlink()
+
+
+def files_of(index: bytes) -> set[str]:
+    """The files that an index names; none of a damaged one."""
+    try:
+        named = json.loads(index)["weight_map"].values()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return set()
+    return {name for name in named if isinstance(name, str)}
 
 
 def _cut(

@@ -1,6 +1,8 @@
 """Several files with an index: whole or not there, taken up again, and little memory."""
 
+import itertools
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -94,18 +96,17 @@ def test_taken_up_again(weights: dict[str, Any], tmp_path: Path):
         np.testing.assert_array_equal(codes(found, name), codes(weights, name))
 
     # Other values, another layout's header, damage: written anew, and without `resume` always.
-    inode = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    before = set(tmp_path.iterdir())
     changed = weights | {"1.weight": weights["2.weight"]}
     damaged = tmp_path / "model-00003-of-00004.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     checkpoint.write(tmp_path, changed, layout=LAYOUT, max_shard_size=300, resume=True)
-    kept = [path.stat().st_ino == inode[path.name] for path in sorted(tmp_path.iterdir())]
-    assert kept == [True, False, False, True, False]
+    shards = sorted(tmp_path.glob("model-*"))
+    assert [path in before for path in shards] == [True, False, False, True]
     found = checkpoint.read(tmp_path)
     np.testing.assert_array_equal(codes(found, "1.weight"), codes(weights, "2.weight"))
     checkpoint.write(tmp_path, changed, layout=LAYOUT, max_shard_size=300)
-    first = tmp_path / "model-00001-of-00004.safetensors"
-    assert first.stat().st_ino != inode[first.name]
+    assert not set(shards) & set(tmp_path.glob("model-*"))
 
 
 @pytest.mark.parametrize(("resume", "kept"), [(True, [False, True]), ("vouched", [True, True])])
@@ -122,11 +123,68 @@ def test_every_value_is_compared(weights: dict[str, Any], tmp_path: Path, resume
     np.testing.assert_array_equal(found, codes(weights, same))
 
 
-def test_an_old_index_does_not_outlive_its_files(weights: dict[str, Any], tmp_path: Path):
+def test_a_failed_write_leaves_the_earlier_one(weights: dict[str, Any], tmp_path: Path):
     checkpoint.write(tmp_path, weights, layout=LAYOUT, max_shard_size=300)
+    failing = Failing(weights | {"norm": jnp.zeros(3)}, "3.weight")
     with pytest.raises(OSError, match="disk full"):
-        checkpoint.write(tmp_path, Failing(weights, "0.weight"), layout=LAYOUT, max_shard_size=300)
-    assert INDEX not in names(tmp_path)
+        checkpoint.write(tmp_path, failing, layout=LAYOUT, max_shard_size=300)
+    np.testing.assert_array_equal(checkpoint.read(tmp_path)["norm"], weights["norm"])
+
+
+class Killed(BaseException):
+    """As far as a process came."""
+
+
+OPERATIONS = ("replace", "fsync", "unlink", "chmod", "mkdir")
+
+
+def killed_at(moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second moment is before one of the file operations of `os`, the next one after it."""
+    count = itertools.count()
+
+    def wrapped(run: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(count) >= moment:
+                raise Killed
+            result = run(*args, **kwargs)
+            if next(count) >= moment:
+                raise Killed
+            return result
+
+        return call
+
+    for name in OPERATIONS:
+        monkeypatch.setattr(os, name, wrapped(getattr(os, name)))
+
+
+@pytest.mark.parametrize("sizes", [(600, 600), (600, 300), (300, 10**6)], ids=str)
+def test_a_save_is_whole_or_not_there(sizes: tuple[int, int], tmp_path: Path):
+    """Killed before and after every file operation, over an older save of other values."""
+    trees = [
+        {str(i): np.full((8, 8), 10 * save + i, np.float32) for i in range(6)} for save in (1, 2)
+    ]
+    seen = set()
+    for moment in itertools.count():
+        folder = tmp_path / str(moment)
+        checkpoint.save(folder, trees[0], max_shard_size=sizes[0])
+        with pytest.MonkeyPatch.context() as patch:
+            killed_at(moment, patch)
+            try:
+                checkpoint.save(folder, trees[1], max_shard_size=sizes[1])
+                finished = True
+            except Killed:
+                finished = False
+        found = [int(np.asarray(x)[0, 0]) // 10 for x in checkpoint.load(folder).values()]
+        assert len(found) == 6 and len(set(found)) == 1, (moment, found)
+        seen |= set(found)
+        # What was interrupted is taken up, and nothing of the older save stays.
+        checkpoint.save(folder, trees[1], max_shard_size=sizes[1], resume=True)
+        assert set(checkpoint.load(folder)) == set(trees[1])
+        named = json.loads((folder / INDEX).read_text())["weight_map"].values()
+        assert {path.name for path in folder.glob("[!.]*")} == {INDEX, *named}
+        if finished:
+            break
+    assert seen == {1, 2} and moment > 10
 
 
 def test_what_is_not_written(weights: dict[str, Any], tmp_path: Path):

@@ -46,7 +46,7 @@ def _offer(
         found = rejects_symbolic(call) or rejects(call, target)
         return found or (None if partitioned else rejects_devices(target))
 
-    return Offer(call=call, rejects=reason, run=run, lays_out=lays_out)
+    return Offer(inline=True, call=call, rejects=reason, run=run, lays_out=lays_out)
 
 
 def _source() -> list[Path]:
