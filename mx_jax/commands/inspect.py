@@ -10,8 +10,9 @@ from typing import Any
 from rich.table import Table
 
 from mx_jax import checkpoint
+from mx_jax.checkpoint.safetensors_file import replacing
 from mx_jax.checkpoint.weights import Weights
-from mx_jax.commands.output import console, say, watched
+from mx_jax.commands.output import check_replaceable, console, say, watched
 from mx_jax.commands.stream import add_input
 from mx_jax.inspect.report_checkpoint import checkpoint_page
 from mx_jax.inspect.tensor_facts import TensorFacts, facts_of, size
@@ -50,6 +51,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--html", metavar="PAGE", type=Path, help="write a page, as inspect.report does"
     )
+    parser.add_argument("--force", action="store_true", help="replace PAGE if it is there")
     parser.set_defaults(run=run)
 
 
@@ -59,18 +61,25 @@ def run(options: argparse.Namespace) -> int:
     Raises:
       ValueError: no tensor of that name, or files that are damaged.
     """
+    page = options.html
+    if page is not None and page.exists():
+        for path in (options.file, options.reference):
+            if path is not None:
+                check_replaceable(page, path)
+        if page.is_dir() or not options.force:
+            raise ValueError(f"{page} is there already; replace a file with --force")
     weights = checkpoint.read(options.file, layout=options.layout)
     reference = None if options.reference is None else checkpoint.read(options.reference)
     names = chosen(weights, options.only)
     found = facts_of(weights, names, reference, operation="inspect", progress=watched())
-    if options.html is not None:
+    if page is not None:
         compared = None if reference is None else str(options.reference)
-        page = checkpoint_page(str(options.file), found, compared)
-        options.html.write_text(page, encoding="utf-8")
-        say(f"{options.html}: {len(found)} tensors")
+        with replacing(page) as file:
+            file.write(checkpoint_page(str(options.file), found, compared).encode())
+        say(f"{page}: {len(found)} tensors")
     if options.json:
         print(json.dumps({"tensors": [facts.as_json() for facts in found]}, indent=1))
-    elif options.html is None:
+    elif page is None:
         _print(found, reference is not None)
     return 0
 

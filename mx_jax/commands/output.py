@@ -1,6 +1,10 @@
-"""How commands print: to a terminal, through a pipe, and for people who wait."""
+"""How commands print, and how what they make takes its place."""
 
+import ctypes
+import os
+import shutil
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
@@ -27,3 +31,69 @@ def say(text: str) -> None:
 def watched() -> bool:
     """Whether somebody sees a progress bar."""
     return sys.stderr.isatty()
+
+
+# Files of a checkpoint's folder that speak of its tensors: those of the folder before do not stay.
+_OF_TENSORS = ("*.safetensors", "*.index.json", "hf_quant_config.json", ".mx_jax_resume.json")
+
+
+def partial_folder(out: Path) -> Path:
+    """Where a folder is made, beside its place."""
+    return out.with_name(f".{out.name}.partial")
+
+
+def check_replaceable(out: Path, source: Path) -> None:
+    """Refuse an output that is part of the input, or whose folder holds what would be lost.
+
+    Args:
+      out: the file or folder to be made.
+      source: the file or folder that is read.
+
+    Raises:
+      ValueError: naming what is in the way.
+    """
+    if not out.exists():
+        return
+    read = [source, *source.glob("*.safetensors")] if source.is_dir() else [source, source.parent]
+    if any(path.exists() and out.samefile(path) for path in read):
+        raise ValueError(f"{out} is what is read; write to another place")
+    for path in out.iterdir() if out.is_dir() else ():
+        if path.is_dir():
+            raise ValueError(f"{out} holds a folder, {path.name}; write to another place")
+
+
+def move_into_place(made: Path, out: Path) -> None:
+    """A folder that is whole takes its place, in one step where the system can exchange folders.
+
+    What the folder there holds besides tensors, and the new one does not, stays.
+    """
+    if not out.exists():
+        made.rename(out)
+        return
+    for path in out.iterdir():
+        own = any(path.match(pattern) for pattern in _OF_TENSORS)
+        if not own and not (made / path.name).exists():
+            try:
+                os.link(path, made / path.name)
+            except OSError:  # no hard links there
+                shutil.copy2(path, made / path.name)
+    _exchange(made, out)
+    shutil.rmtree(made)
+
+
+_RENAME_EXCHANGE, _AT_FDCWD = 2, -100
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Two folders change places."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+        names = (os.fsencode(one), os.fsencode(other))
+        if rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+            return
+    except (AttributeError, OSError):  # not Linux
+        pass
+    apart = one.with_name(f"{one.name}.before")
+    other.rename(apart)
+    one.rename(other)
+    apart.rename(one)

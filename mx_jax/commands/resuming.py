@@ -9,10 +9,9 @@ from typing import Any
 
 from mx_jax.checkpoint.folder import read_table
 from mx_jax.checkpoint.safetensors_file import replacing
-from mx_jax.checkpoint.shards import INDEX
+from mx_jax.commands.output import partial_folder
 
 RECORD = ".mx_jax_resume.json"
-_FILES = "model-*-of-*.safetensors"
 # Options that change nothing in the files.
 _APART = ("out", "force", "resume", "dry_run", "run")
 
@@ -24,40 +23,34 @@ def check(options: argparse.Namespace) -> None:
       ValueError: OUT is whole, or another command began it; options that differ are named.
     """
     out: Path = options.out
-    record = out / RECORD
-    if not record.is_file():
-        if (out / INDEX).is_file():
+    made = partial_folder(out)
+    if not made.is_dir():
+        if out.exists():
             raise ValueError(f"{out} is whole already; replace it with --force, without --resume")
-        if any(out.glob(_FILES)):
-            raise ValueError(
-                f"{out} holds files and no {RECORD}, which tells how they were made; replace them "
-                "with --force, without --resume"
-            )
         return
-    before, now = read_table(record, "resume"), _digests(options)
+    if not (made / RECORD).is_file():
+        raise ValueError(
+            f"{made} has no {RECORD}, which tells how its files were made; begin anew with "
+            "--force, without --resume"
+        )
+    before, now = read_table(made / RECORD, "resume"), _digests(options)
     unlike = [name for name in now | before if before.get(name) != now.get(name)]
     if unlike:
         raise ValueError(
             f"{out} was begun by another command: {', '.join(unlike)} differ; give what it was "
-            "given, or replace its files with --force, without --resume"
+            "given, or begin anew with --force, without --resume"
         )
 
 
-def begin(options: argparse.Namespace) -> None:
-    """Say in OUT what is asked; files that an earlier run left are gone unless they are resumed."""
-    out, source = options.out, vars(options)["in"]
-    out.mkdir(parents=True, exist_ok=True)
-    folder = source if source.is_dir() else source.parent
-    if not options.resume and not out.samefile(folder):
-        for file in out.glob(_FILES):
-            file.unlink()
-    with replacing(out / RECORD) as file:
+def begin(options: argparse.Namespace, made: Path) -> None:
+    """Say in the folder that is being made what is asked."""
+    with replacing(made / RECORD) as file:
         file.write(json.dumps(_digests(options), indent=2).encode())
 
 
-def end(out: Path) -> None:
-    """OUT is whole; nothing is to be resumed."""
-    (out / RECORD).unlink(missing_ok=True)
+def end(made: Path) -> None:
+    """The folder is whole; nothing is to be resumed."""
+    (made / RECORD).unlink(missing_ok=True)
 
 
 def _digests(options: argparse.Namespace) -> dict[str, str]:

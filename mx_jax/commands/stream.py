@@ -24,7 +24,13 @@ from mx_jax.checkpoint.shards import Resume, write_shards
 from mx_jax.checkpoint.stated import hf_quant_config
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands import resuming
-from mx_jax.commands.output import say, watched
+from mx_jax.commands.output import (
+    check_replaceable,
+    move_into_place,
+    partial_folder,
+    say,
+    watched,
+)
 from mx_jax.generate.load import GGUF_FIELDS, PACKAGES, find_model
 
 # What our own files are called where a layout is asked for.
@@ -65,7 +71,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         "out",
         metavar="OUT",
         type=Path,
-        help="the safetensors file to write; a name without .safetensors is a folder, to which a "
+        help="the file to write, if its name ends with .safetensors; else a folder, to which a "
         "folder's config.json, tokenizer and the like come too, or what a GGUF file says",
     )
     parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
@@ -107,34 +113,33 @@ def check_output(options: argparse.Namespace) -> None:
     Raises:
       ValueError: there is one, or no folder for it, or one file is to be resumed.
     """
-    out: Path = options.out
+    out, source = options.out, vars(options)["in"]
+    check_replaceable(out, source)
     if options.resume and options.max_shard_size is None:
         raise ValueError(
             "--resume is for several files; give --max-shard-size as well, or leave --resume out"
         )
     if options.max_shard_size is not None:
         _nbytes(options.max_shard_size)
-        if out.exists() and not (options.force or options.resume):
-            raise ValueError(f"{out} is there already; go on with --resume, or --force")
         if options.resume:
             resuming.check(options)
-        return
-    file, source = file_of(out), vars(options)["in"]
-    if file.is_dir() or not out.parent.is_dir() or (file != out and out.is_file()):
+            return
+    if not options.force and (partial_folder(out) / resuming.RECORD).exists():
+        raise ValueError(
+            f"{out} was begun, in {partial_folder(out)}; go on with --resume, or begin anew with "
+            "--force"
+        )
+    is_folder = options.max_shard_size is not None or not is_file_name(out)
+    if not out.parent.is_dir() or (out.exists() and out.is_dir() != is_folder):
         raise ValueError(f"{out} must be a file or a folder in a folder that is there")
-    if out.is_dir() and source.is_dir() and out.samefile(source):
-        raise ValueError(f"{out} is what is read; write to another folder")
-    others = [path.name for path in out.glob("*.safetensors") if path != file]
-    if out.is_dir() and others:
-        # A reader would take them for tensors of the same model.
-        raise ValueError(f"{out} holds other tensors, in {others[0]}; write to another folder")
-    if file.exists() and not options.force:
-        raise ValueError(f"{file} is there already; replace it with --force")
+    is_taken = out.is_file() or (out.is_dir() and any(out.iterdir()))
+    if is_taken and not options.force:
+        raise ValueError(f"{out} is there already; replace it with --force")
 
 
-def file_of(out: Path) -> Path:
-    """The file to write: OUT itself, or model.safetensors in the folder that it names."""
-    return out / "model.safetensors" if out.is_dir() or not out.suffix else out
+def is_file_name(out: Path) -> bool:
+    """Whether OUT names a file; else it is a folder."""
+    return out.suffix == ".safetensors" and not out.is_dir()
 
 
 def write_out(
@@ -144,7 +149,7 @@ def write_out(
     layout: str | None = None,
     program: str | None = None,
 ) -> None:
-    """Write tensors, each when its turn comes; the file appears when it is whole.
+    """Write tensors, each when its turn comes; what is made appears when it is whole.
 
     Args:
       options: of the command: where to, and in files of what size.
@@ -153,16 +158,41 @@ def write_out(
       layout: `"mx_jax"`, a layout of others, or None for arrays that any reader reads.
       program: that is to read it, where several use the layout.
     """
-    out, paths = options.out, weights.metadata.get("paths")
+    out = options.out
     largest = None if options.max_shard_size is None else _nbytes(options.max_shard_size)
     # `resuming.check` has compared what this command was asked with what the earlier one was.
     resume: Resume = "vouched" if options.resume else False
     sizes: dict[str, Any] = {"max_shard_size": largest, "resume": resume}
-    path = file_of(out) if largest is None else out
-    if path.parent == out:
-        out.mkdir(exist_ok=True)
-    if largest is not None:
-        resuming.begin(options)
+    if largest is None and is_file_name(out):
+        _write_tensors(out, weights, tensors, layout, sizes)
+        return
+    made = partial_folder(out)
+    if made.exists() and not resume:
+        shutil.rmtree(made)
+    made.mkdir(exist_ok=True)
+    try:
+        if largest is not None:
+            resuming.begin(options, made)
+        path = made if largest is not None else made / "model.safetensors"
+        _write_tensors(path, weights, tensors, layout, sizes)
+        _write_beside(made, weights, tensors, layout, program)
+        resuming.end(made)
+        move_into_place(made, out)
+    except BaseException:
+        if largest is None:  # nothing of it could be taken up
+            shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def _write_tensors(
+    path: Path,
+    weights: Weights,
+    tensors: Mapping[str, Any],
+    layout: str | None,
+    sizes: Mapping[str, Any],
+) -> None:
+    """The file, or a folder's files and their index."""
+    paths = weights.metadata.get("paths")
     if layout == OWN or (layout is None and paths is not None):
         tree: dict[Any, Any] = {}
         for name, tensor in tensors.items():
@@ -171,17 +201,25 @@ def write_out(
     elif layout is not None:
         checkpoint.write(path, tensors, layout=layout, progress=watched(), **sizes)
     else:
-        _write_values(path, tensors, largest, resume)
-    if out.is_dir() and weights.path.is_dir():
+        _write_values(path, tensors, sizes["max_shard_size"], sizes["resume"])
+
+
+def _write_beside(
+    out: Path,
+    weights: Weights,
+    tensors: Mapping[str, Any],
+    layout: str | None,
+    program: str | None,
+) -> None:
+    """What a folder holds besides its tensors."""
+    if weights.path.is_dir():
         stated = None
         if layout in {row.name for row in LAYOUTS}:
             stated = checkpoint.quantization_config(tensors, layout=layout, program=program)
         bring_along(weights.path, out, stated)
-    elif out.is_dir() and is_gguf(weights.path):
+    elif is_gguf(weights.path):
         # With it, `generate` reads the folder.
         _write_table(out / GGUF_FIELDS, {key: _json(v) for key, v in weights.metadata.items()})
-    if largest is not None:
-        resuming.end(out)
 
 
 def _write_values(
@@ -221,13 +259,12 @@ def bring_along(source: Path, out: Path, stated: Mapping[str, Any] | None) -> No
             kept = {key: value for key, value in config.items() if key not in _QUANTIZED}
             kept |= {} if stated is None else {"quantization_config": dict(stated)}
             _write_table(out / path.name, kept)
-        elif not (out / path.name).exists() or not path.samefile(out / path.name):
-            shutil.copyfile(path, out / path.name)
+        else:
+            with replacing(out / path.name) as file:
+                file.write(path.read_bytes())
     # ModelOpt's loaders look for a file of its own as well.
-    own = out / "hf_quant_config.json"
-    own.unlink(missing_ok=True)
     if stated is not None and "quant_algo" in stated:
-        _write_table(own, hf_quant_config(stated))
+        _write_table(out / "hf_quant_config.json", hf_quant_config(stated))
 
 
 def _write_table(path: Path, table: Mapping[str, Any]) -> None:

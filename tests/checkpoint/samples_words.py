@@ -12,6 +12,7 @@ import numpy as np
 from mx_jax import checkpoint
 from mx_jax.cli import command_parser
 from mx_jax.commands import resuming
+from mx_jax.commands.output import partial_folder
 from mx_jax.formats import MXFP4
 from mx_jax.generate.tokenizer import Tokenizer
 from mx_jax.generate.tokenizer_gguf import tokenizer_of_gguf
@@ -93,9 +94,10 @@ def resume(path: Path) -> None:
     """A command taken up again, from files that may not be its own."""
     words = [*_convert(path), "--resume"]
     fresh = command_parser().parse_args([*words[:2], str(path / "fresh"), *words[3:]])
-    resuming.begin(fresh)
+    (path / "fresh").mkdir()
+    resuming.begin(fresh, path / "fresh")
     source = json.loads((path / "fresh" / resuming.RECORD).read_text())["in"]
-    record = path / "out" / resuming.RECORD
+    record = partial_folder(path / "out") / resuming.RECORD
     record.write_bytes(record.read_bytes().replace(_SOURCE.encode(), source.encode()))
     quietly(*words)
     dict(checkpoint.read(path / "out"))
@@ -109,12 +111,12 @@ def _stopped() -> dict[str, bytes]:
         checkpoint.write(path / "model.safetensors", weights, layout="mxfp4-pack-quantized")
         quietly(*_convert(path))
         options = command_parser().parse_args(_convert(path))
-        options.resume = True
-        resuming.begin(options)
-        record = path / "out" / resuming.RECORD
+        made = (path / "out").rename(partial_folder(path / "out"))
+        resuming.begin(options, made)
+        record = made / resuming.RECORD
         said = json.loads(record.read_text()) | {"in": _SOURCE}
         record.write_text(json.dumps(said))
-        kept = [path / "model.safetensors", record, *sorted((path / "out").glob("*-00001-*"))]
+        kept = [path / "model.safetensors", record, *sorted(made.glob("*-00001-*"))]
         return {str(file.relative_to(path)): file.read_bytes() for file in kept}
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -18,6 +17,7 @@ import pytest
 
 from mx_jax import checkpoint
 from mx_jax.formats import MXFP4
+from tests.checkpoint.killed import Killed, killed_at
 from tests.checkpoint.stored import draw
 
 LAYOUT = "mxfp4-pack-quantized"
@@ -129,32 +129,6 @@ def test_a_failed_write_leaves_the_earlier_one(weights: dict[str, Any], tmp_path
     with pytest.raises(OSError, match="disk full"):
         checkpoint.write(tmp_path, failing, layout=LAYOUT, max_shard_size=300)
     np.testing.assert_array_equal(checkpoint.read(tmp_path)["norm"], weights["norm"])
-
-
-class Killed(BaseException):
-    """As far as a process came."""
-
-
-OPERATIONS = ("replace", "fsync", "unlink", "chmod", "mkdir")
-
-
-def killed_at(moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second moment is before one of the file operations of `os`, the next one after it."""
-    count = itertools.count()
-
-    def wrapped(run: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if next(count) >= moment:
-                raise Killed
-            result = run(*args, **kwargs)
-            if next(count) >= moment:
-                raise Killed
-            return result
-
-        return call
-
-    for name in OPERATIONS:
-        monkeypatch.setattr(os, name, wrapped(getattr(os, name)))
 
 
 @pytest.mark.parametrize("sizes", [(600, 600), (600, 300), (300, 10**6)], ids=str)

@@ -2,6 +2,7 @@
 
 import html
 import html.parser
+import itertools
 import json
 import subprocess
 import sys
@@ -18,10 +19,13 @@ from mx_jax import calibrate, checkpoint
 from mx_jax.checkpoint import shards
 from mx_jax.cli import main
 from mx_jax.commands import resuming
+from mx_jax.commands.output import partial_folder
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.checkpoint.killed import OPERATIONS, Killed, killed_at
 
 pytestmark = pytest.mark.one_python(reason="files in and out; what is computed is tested elsewhere")
+
 
 UP, HEAD, NORM = "model.layers.0.up.weight", "lm_head.weight", "model.norm.weight"
 
@@ -129,8 +133,10 @@ def test_several_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "is there already" in error(capsys, *words, *theirs[:2])
     assert "is whole already" in error(capsys, *words, *theirs[:2], "--resume")
     assert "as 5GB" in error(capsys, *words, "--force", "--max-shard-size", "much")
-    # One file beside them would be read together with them.
-    assert "holds other tensors, in model-0000" in error(capsys, *words[:-2], "--force")
+    # One file takes the place of them all; what else the folder holds stays.
+    (out / "notes.md").write_text("mine")
+    run(capsys, *words[:-2], "--force")
+    assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "notes.md"]
 
 
 @pytest.mark.parametrize(
@@ -164,23 +170,26 @@ def test_an_interrupted_run_is_taken_up_by_its_like_alone(
     with pytest.raises(KeyboardInterrupt):
         main(["quantize", str(model), str(out), *words])
     monkeypatch.setattr(shards, "write", write)
-    left = next(out.glob("*.safetensors"))
-    assert str(model) not in (out / resuming.RECORD).read_text()
+    made = partial_folder(out)
+    left = next(made.glob("*.safetensors"))
+    assert not out.exists() and str(model) not in (made / resuming.RECORD).read_text()
+    assert "go on with --resume, or begin anew" in error(capsys, "quantize", model, out, *words)
     said = error(capsys, "quantize", model, out, *words, "--resume", "--scales", "mse")
     assert "was begun by another command: scales differ" in said and left.is_file()
     before = left.stat().st_mtime_ns
     run(capsys, "quantize", model, out, *words, "--resume")
-    assert left.stat().st_mtime_ns == before and not (out / resuming.RECORD).exists()
+    assert (out / left.name).stat().st_mtime_ns == before and not made.exists()
+    assert not (out / resuming.RECORD).exists()
     assert {x.name: x.read_bytes() for x in out.glob("*.safetensors")} == {
         x.name: x.read_bytes() for x in whole.glob("*.safetensors")
     }
-    # Files of which nothing tells how they were made; those of a run that is not resumed go.
-    (out / shards.INDEX).unlink()
-    assert "no .mx_jax_resume.json" in error(capsys, "quantize", model, out, *words, "--resume")
+    # Until another is whole, the one before stays; its files are not taken for those of a new run.
     monkeypatch.setattr(shards, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         main(["quantize", str(model), str(out), *words, "--force", "--scales", "mse"])
-    assert len([*out.glob("*.safetensors")]) == 1
+    assert len([*made.glob("*.safetensors")]) == 1 and checkpoint.read(out).quantized
+    (made / resuming.RECORD).unlink()
+    assert "no .mx_jax_resume.json" in error(capsys, "quantize", model, out, *words, "--resume")
 
 
 def test_our_own_files_are_read_by_all(
@@ -513,9 +522,17 @@ def test_our_own_file_with_a_tensor_missing(tmp_path: Path, capsys: pytest.Captu
 
 def test_an_output_that_is_there(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ("quantize", model, model, "--format", "mxfp4")
-    assert f"{model} is there already; replace it with --force" in error(capsys, *words)
+    before = model.read_bytes()
+    for same in (model, model.parent / ".." / model.parent.name / model.name, model.parent):
+        said = error(capsys, "quantize", model, same, "--format", "mxfp4", "--force")
+        assert "is what is read; write to another place" in said
+    assert model.read_bytes() == before
+    out = tmp_path / "other.safetensors"
+    run(capsys, "quantize", model, out, "--format", "mxfp4")
+    words = ("quantize", model, out, "--format", "mxfp8")
+    assert f"{out} is there already; replace it with --force" in error(capsys, *words)
+    assert checkpoint.read(out).quantized == {UP: "mx_jax"}
     run(capsys, *words, "--force")
-    assert checkpoint.read(model).quantized == {UP: "mx_jax"}
     assert "must be a file or a folder in a folder" in error(
         capsys, "dequantize", model, tmp_path / "none" / "out.safetensors"
     )
@@ -530,3 +547,58 @@ def test_help_teaches_with_examples():
     )
     assert result.returncode == 0, result.stderr
     assert "[[rule]]" in result.stdout and "--format nvfp4 --dry-run" in result.stdout
+
+
+@pytest.mark.parametrize("options", [(), ("--max-shard-size", "1kB")], ids=["one file", "several"])
+def test_a_folder_is_replaced_whole_or_not(
+    options: tuple[str, ...], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Stopped before and after every file operation: tensors and config.json are of one run."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "model.safetensors").write_bytes(model.read_bytes())
+    (source / "config.json").write_text('{"hidden_size": 64}')
+    (source / "tokenizer.txt").write_text("words")
+    words = ("--to", "compressed-tensors", *options)
+    ours = [str(source), "--format", "mxfp4", *words], [str(source), "--format", "nvfp4", *words]
+    for moment in itertools.count():
+        out = tmp_path / str(moment)
+        run(capsys, "quantize", ours[0][0], out, *ours[0][1:])
+        (out / "notes.md").write_text("mine")
+        with pytest.MonkeyPatch.context() as patch:
+            killed_at(moment, patch, (*OPERATIONS, "rename", "rmdir", "link"))
+            try:
+                main(["quantize", ours[1][0], str(out), *ours[1][1:], "--force"])
+                finished = True
+            except Killed:
+                finished = False
+        (layout,) = set(checkpoint.read(out).quantized.values())
+        config = json.loads((out / "config.json").read_text())
+        assert config["quantization_config"]["format"] == layout
+        assert (out / "notes.md").read_text() == "mine"
+        assert (out / "tokenizer.txt").read_text() == "words"
+        if finished:
+            break
+        run(capsys, "quantize", ours[1][0], out, *ours[1][1:], "--force")
+    assert layout == "nvfp4-pack-quantized" and moment > 10
+
+
+def test_a_dot_in_the_name_of_a_folder(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "Llama-3.2-1B-mxfp4"
+    run(capsys, "quantize", model, out, "--format", "mxfp4")
+    assert checkpoint.read(out).quantized == {UP: "mx_jax"}
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+
+
+def test_a_page_replaces_nothing_unasked(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    page = tmp_path / "page.html"
+    run(capsys, "inspect", model, "--html", page)
+    before = model.read_bytes()
+    assert "is what is read" in error(capsys, "inspect", model, "--html", model, "--force")
+    assert f"{page} is there already" in error(capsys, "inspect", model, "--html", page)
+    run(capsys, "inspect", model, "--html", page, "--force")
+    assert model.read_bytes() == before

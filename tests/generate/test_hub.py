@@ -115,11 +115,11 @@ def test_a_folder_is_not_written_over_unasked(
     assert main(words) == 0
     capsys.readouterr()
     assert main(words) == 2
-    assert "model.safetensors is there already; replace it with --force" in capsys.readouterr().err
+    assert "out is there already; replace it with --force" in capsys.readouterr().err
     assert main([*words, "--force"]) == 0
     capsys.readouterr()
     assert main(["quantize", str(folder), str(folder), "--format", "mxfp4", "--force"]) == 2
-    assert "is what is read; write to another folder" in capsys.readouterr().err
+    assert "is what is read; write to another place" in capsys.readouterr().err
     assert checkpoint.read(folder).quantized == {}
 
 
