@@ -18,7 +18,7 @@ from mx_jax.checkpoint.layout_reader import stored_plain
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry, Reader, write
 from mx_jax.checkpoint.shards import Resume, check_sizes, write_shards
-from mx_jax.checkpoint.weights import Stored, Weights, on_device
+from mx_jax.checkpoint.weights import Stored, Weights, plain
 from mx_jax.checkpoint.wire import CODES, SCALES, TENSOR_SCALE, assemble, parts
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked
@@ -148,7 +148,7 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
             for keys, mx in _listed(reader, where):
                 name = "/".join(map(str, keys))
                 if mx is None:
-                    leaf = on_device(reader.read(name))
+                    leaf = plain(reader.read(name), f"{where}: {name}")
                     step(name, leaf.nbytes)
                 else:
                     leaf = _fetch(reader, name, mx, where)
@@ -249,6 +249,15 @@ def _listed(reader: Reader, where: str) -> Iterator[tuple[Keys, Any]]:
     for keys, _ in paths:
         if not keys or not all(isinstance(key, str | int) for key in keys):
             raise ValueError(f"{where}: its metadata is damaged: path={list(keys)!r}")
+    described = {"/".join(map(str, keys)): mx for keys, mx in paths}
+    for name in reader.tensors:
+        owner, _, part = name.rpartition("/")
+        of_array = described.get(owner) is not None and part in (CODES, SCALES, TENSOR_SCALE)
+        if name not in described and not of_array:
+            raise ValueError(
+                f"{where}: {reader.path.name} holds {name}, which its metadata does not describe: "
+                "it is damaged; save it again"
+            )
     yield from paths
 
 

@@ -22,7 +22,16 @@ def readers_of(path: Path, where: str) -> tuple[list[Reader], dict[str, Reader]]
             raise FileNotFoundError(f"{where}: no safetensors file in this folder")
         check_whole(files, where)
         opened = [Reader.open(file) for file in files]
-        return opened, {name: reader for reader in opened for name in reader.tensors}
+        holds: dict[str, Reader] = {}
+        for reader in opened:
+            for name in reader.tensors:
+                if name in holds:
+                    raise ValueError(
+                        f"{where}: {name} is in two files, {holds[name].path.name} and "
+                        f"{reader.path.name}, and no {INDEX} says which one counts; remove one"
+                    )
+                holds[name] = reader
+        return opened, holds
     named = read_table(index, _READ).get("weight_map")
     if not isinstance(named, dict):
         raise ValueError(f"{where}: {INDEX} has no weight_map")

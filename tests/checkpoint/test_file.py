@@ -244,3 +244,38 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path):
     )
     assert (tmp_path / "model.safetensors").stat().st_size > 160 * 2**20
     assert int(done.stdout) < 100 * 1024  # KiB
+
+
+@pytest.mark.parametrize("value", [2**40, -(2**40)])
+def test_whole_numbers_that_jax_would_wrap(value: int, tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    checkpoint.save(path, {"step": np.array([7, 8]), "ids": np.array([value])})
+    with pytest.raises(ValueError, match=r"model.safetensors: ids: has int64 values"):
+        checkpoint.load(path)
+    with jax.enable_x64(True):
+        assert checkpoint.load(path)["ids"][0] == value
+    checkpoint.save(path, {"step": np.array([7, 8])})
+    np.testing.assert_array_equal(checkpoint.load(path)["step"], [7, 8])
+
+
+def test_tensors_that_nothing_describes(tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    checkpoint.save(path, {"up": mx_jax.quantize(jnp.ones((2, 64)), "mxfp4"), "norm": jnp.ones(3)})
+    with safetensors.safe_open(path, "numpy") as file:
+        metadata = file.metadata()
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    listed = json.loads(metadata["mx_jax"])
+    lost = listed["tensors"].pop()
+    safetensors.numpy.save_file(arrays, path, metadata | {"mx_jax": json.dumps(listed)})
+    name = "/".join(map(str, lost["path"]))
+    for read in (checkpoint.load, checkpoint.read):
+        with pytest.raises(ValueError, match=f"holds {name}.*, which its metadata does not desc"):
+            read(path)
+
+
+def test_a_name_in_two_files(tmp_path: Path):
+    for number in (1, 2):
+        arrays = {"x": np.full(3, number, np.float32)}
+        safetensors.numpy.save_file(arrays, tmp_path / f"{number}.safetensors")
+    with pytest.raises(ValueError, match=r"x is in two files, 1.safetensors and 2.safetensors"):
+        checkpoint.read(tmp_path)
