@@ -43,7 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = options.run(options)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit) as error:
+        # rich ends the program with status 1 where its reader has gone.
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
         # The reader (head, less) has seen enough; nothing is left to say at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

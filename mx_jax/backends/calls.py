@@ -342,10 +342,13 @@ def result_of(call: Call, *operands: Any) -> Any:
             if tensor_scale is None and call.format.tensor_scale:
                 tensor_scale = jax.ShapeDtypeStruct((1,) * len(x.shape), np.float32)
             scales = scales_shape(x.shape, call.blocks)
-            return MXArray(
+            parts: dict[str, Any] = dict(
                 codes=jax.ShapeDtypeStruct(x.shape, np.uint8),
                 scales=jax.ShapeDtypeStruct(scales, call.format.scale.storage_dtype),
                 tensor_scale=tensor_scale,
+            )
+            return MXArray(
+                **parts,
                 format=call.format,
                 blocks=call.blocks,
                 dtype=np.dtype(call.dtype),

@@ -108,7 +108,10 @@ def judge(rules: tuple[FileRule, ...], name: str, tensor: Any) -> Judged:
     if axis is None:
         reason = "which of its axes a product contracts is not known: give its rule an axis"
     elif not -len(shape) <= axis < len(shape):
-        reason = f"axis={axis} of its rule is out of range"
+        raise ValueError(
+            f"rules: rule {decision.rule} has axis={axis}, which {name} of shape={list(shape)} has "
+            "not; give an axis of all that its pattern matches, or a rule of its own before it"
+        )
     if reason is not None or axis is None:
         return Judged(decision=dataclasses.replace(decision, recipe=None, reason=reason))
     axes, stacked = _axes(axis % len(shape), len(shape))

@@ -9,18 +9,11 @@ from pathlib import Path
 from rich.console import Console
 
 
-class _Console(Console):
-    """A console that leaves a closed pipe to `main`."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
 def console() -> Console:
     """Where tables go."""
     # Through a pipe there is no terminal to fit, and a cut table would be of no use. Names of
     # tensors are printed, and a bracket in one is no markup.
-    return _Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
 
 
 def say(text: str) -> None:

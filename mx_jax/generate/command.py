@@ -102,6 +102,12 @@ def _add_scales(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
+    try:
+        options.prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"generate: the prompt is no UTF-8 text: {error}") from error
+    if not -(2**63) <= options.seed < 2**63:
+        raise ValueError(f"generate: --seed must fit 64 bits, got {options.seed}")
     generator, tokenizer = load(
         find_model(options.model),
         weights=options.format,

@@ -103,7 +103,7 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
     else:
         axes = 0, _matrix_axes(keys), _matrix_axes(values), 0
         attended = jax.vmap(functools.partial(_attend_one, tokens), axes)(
-            shared, keys, values, position
+            shared, keys, values, jnp.asarray(position)
         )
     if tokens > 1:
         by_head = (batch, num_queries, tokens, features)

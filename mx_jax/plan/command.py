@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -134,12 +135,31 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--optimizer", choices=list(_MOMENTS), default="adam")
 
 
+_COUNTS = (
+    "params",
+    "layers",
+    "width",
+    "hidden",
+    "kv_width",
+    "experts",
+    "experts_per_token",
+    "tokens",
+    "microbatches",
+)
+
+
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status.
 
     Raises:
       ValueError: options that do not fit together.
     """
+    for name in _COUNTS:
+        value = getattr(options, name)
+        if value is not None and not 1 <= value < math.inf:
+            raise ValueError(
+                f"plan: --{name.replace('_', '-')} must be finite and at least 1, got {value}"
+            )
     model, setup, links = _model(options), _setup(options), _links(options.interconnect)
     if not 0 < options.efficiency <= 1:
         raise ValueError(f"plan: efficiency must be in (0, 1], got {options.efficiency}")

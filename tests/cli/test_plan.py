@@ -109,6 +109,9 @@ def test_gather_none_and_sequence_parallel(capsys: pytest.CaptureFixture[str]):
         (["--interconnect", "fsdp=-1"], "unknown interconnect='-1'"),
         (["--interconnect", "rack=ndr"], "got interconnect='rack'"),
         (["--efficiency", "1.5"], "efficiency must be in (0, 1], got 1.5"),
+        (["--tokens", "0"], "--tokens must be finite and at least 1, got 0.0"),
+        (["--width", "-1"], "--width must be finite and at least 1, got -1"),
+        (["--params", "inf"], "--params must be finite and at least 1, got inf"),
     ],
 )
 def test_wrong_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):

@@ -1,5 +1,6 @@
 """Words that commands refuse before they read or write, and streams that are closed."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +56,62 @@ def test_closed_streams_are_no_error(closed: str, file: Path):
     words = f"{sys.executable} -m mx_jax inspect {file} {closed}"
     result = subprocess.run(words, shell=True, cwd=ROOT, capture_output=True, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt", "caf\udce9"], "the prompt is no UTF-8 text"),
+        (["--prompt", "a", "--seed", str(2**64)], "--seed must fit 64 bits"),
+    ],
+)
+def test_what_generate_cannot_take(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["generate", str(tmp_path), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strict", [(), ("--strict",)])
+def test_an_axis_that_a_tensor_has_not(
+    strict: tuple[str, ...], file: Path, capsys: pytest.CaptureFixture[str]
+):
+    rules, out = file.with_name("rules.toml"), file.with_name("out.safetensors")
+    rules.write_text('[[rule]]\npattern = ".*"\nformat = "mxfp4"\naxis = 7\n')
+    assert main(["quantize", str(file), str(out), "--rules", str(rules), *strict]) == 2
+    said = capsys.readouterr().err
+    assert "rule 0 has axis=7, which up of shape=[8, 64] has not" in said and not out.exists()
+
+
+STOPPED = """
+import os, signal, sys
+import mx_jax.__main__ as program
+from mx_jax import cli
+
+def run(arguments=None):
+    os.kill(os.getpid(), signal.{name})
+    signal.pause()
+
+cli.main = run
+sys.exit(program._run())
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "said"), [("SIGINT", 130, "mx_jax: interrupted\n"), ("SIGTERM", 143, "")]
+)
+def test_a_stopped_command_says_one_line_at_most(name: str, status: int, said: str):
+    words = [sys.executable, "-c", STOPPED.format(name=name)]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (status, said)
+
+
+def test_a_table_whose_reader_has_gone():
+    words = [sys.executable, "-m", "mx_jax", "plan", "--params", "7e9", "--layers", "32"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    result = subprocess.run(
+        [*words, "--mesh", "fsdp=8"], stdout=writing, stderr=subprocess.PIPE, cwd=ROOT, check=False
+    )
+    os.close(writing)
+    assert (result.returncode, result.stderr) == (0, b"")
