@@ -13,8 +13,7 @@ from mx_jax.checkpoint.layout import Layout
 from mx_jax.checkpoint.layouts import named
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry, named_dtype
-from mx_jax.checkpoint.safetensors_file import write as write_file
-from mx_jax.checkpoint.shards import Resume, check_sizes, write_shards
+from mx_jax.checkpoint.shards import Resume, check_sizes, write_files
 from mx_jax.checkpoint.torchao import TORCHAO
 from mx_jax.checkpoint.torchao_export import torchao_metadata, torchao_parts
 from mx_jax.codecs import packing
@@ -38,8 +37,8 @@ def write(
 
     What `read` gives goes back as it was. Each weight is fetched twice, to describe it and to write
     it, and one at a time is in memory: of `Weights` that are read from files, so a model larger
-    than memory goes through. A file appears when it is whole. `quantization_config` gives what a
-    model's config.json has to say of it.
+    than memory goes through. What is there stays until all is written, as with `save`.
+    `quantization_config` gives what a model's config.json has to say of it.
 
     Args:
       path: of the file; of a folder, where there are to be several.
@@ -69,17 +68,14 @@ def write(
     entries, metadata = _entries(weights, exporter)
     metadata = {"format": "pt"} | metadata | exporter.together(list(weights))
     with progress_bar("write", sum(e.nbytes for e in entries.values()), progress) as step:
-        if max_shard_size is None:
-            write_file(Path(path), entries, metadata, step)
-        else:
-            write_shards(
-                Path(path),
-                entries,
-                lambda _: metadata,
-                largest=max_shard_size,
-                resume=resume,
-                step=step,
-            )
+        write_files(
+            Path(path),
+            entries,
+            lambda _: metadata,
+            largest=max_shard_size,
+            resume=resume,
+            step=step,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

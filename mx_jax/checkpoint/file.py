@@ -16,9 +16,9 @@ from mx_jax.checkpoint.facts import VERSION, Described, describe
 from mx_jax.checkpoint.folder import readers_of
 from mx_jax.checkpoint.layout_reader import stored_plain
 from mx_jax.checkpoint.progress import progress_bar
-from mx_jax.checkpoint.safetensors_file import Entry, Reader, write
-from mx_jax.checkpoint.shards import Resume, check_sizes, write_shards
-from mx_jax.checkpoint.weights import Stored, Weights, on_device
+from mx_jax.checkpoint.safetensors_file import Entry, Reader
+from mx_jax.checkpoint.shards import Resume, check_sizes, write_files
+from mx_jax.checkpoint.weights import Stored, Weights, plain
 from mx_jax.checkpoint.wire import CODES, SCALES, TENSOR_SCALE, assemble, parts
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked
@@ -41,7 +41,13 @@ def save(
     Codes are written at their real width: MXFP4 4.25 bits an element, MXFP6 6.25, NVFP4 4.5. The
     header describes every format in full, so `load` needs nothing else, and other readers of
     safetensors find plain arrays, `<path>/codes` and `<path>/scales`. One tensor at a time is
-    fetched from its device. A file appears when it is whole.
+    fetched from its device.
+
+    What is there stays as it is until all is written; killed at any moment, `load` gives all of the
+    old or all of the new. A file takes its place when it is whole. Several files change with their
+    index: where an earlier one names `model-00001-of-00004.safetensors` a new one gets
+    `model-00001-of-00004-2.safetensors`, and what is replaced is removed at last. Readers that go
+    by the index, as transformers and vLLM do, see one checkpoint.
 
     Args:
       path: of the file, `.safetensors` by custom; of a folder, where there are to be several.
@@ -56,7 +62,8 @@ def save(
 
     Raises:
       TypeError: what is neither a dict nor an array.
-      ValueError: two tensors of one name, or a dtype that safetensors does not have.
+      ValueError: two tensors of one name, a dtype that safetensors does not have, or one
+        `model.safetensors` beside the index of other files.
 
     Examples:
       >>> import os, tempfile, jax.numpy as jnp, mx_jax
@@ -77,10 +84,7 @@ def save(
 
     total = sum(entry.nbytes for entry in entries.values())
     with progress_bar("write", total, progress) as step:
-        if max_shard_size is None:
-            write(Path(path), entries, metadata(entries), step)
-            return
-        write_shards(
+        write_files(
             Path(path),
             entries,
             metadata,
@@ -128,7 +132,8 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
 
     Raises:
       FileNotFoundError: there is no file.
-      ValueError: it is damaged, cut short, of a newer version, or none that `save` wrote.
+      ValueError: it is damaged, cut short, of a newer version, or none that `save` wrote; it holds
+        tensors that its description lacks; or integers that do not fit JAX's 32 bits.
 
     Examples:
       >>> import os, tempfile, jax.numpy as jnp, mx_jax
@@ -148,7 +153,7 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
             for keys, mx in _listed(reader, where):
                 name = "/".join(map(str, keys))
                 if mx is None:
-                    leaf = on_device(reader.read(name))
+                    leaf = plain(reader.read(name), f"{where}: {name}")
                     step(name, leaf.nbytes)
                 else:
                     leaf = _fetch(reader, name, mx, where)
@@ -249,6 +254,13 @@ def _listed(reader: Reader, where: str) -> Iterator[tuple[Keys, Any]]:
     for keys, _ in paths:
         if not keys or not all(isinstance(key, str | int) for key in keys):
             raise ValueError(f"{where}: its metadata is damaged: path={list(keys)!r}")
+    names = [("/".join(map(str, keys)), mx) for keys, mx in paths]
+    said = [n for name, mx in names for n in ([name] if mx is None else _parts(reader, name))]
+    if lost := sorted(set(reader.tensors) - set(said)):
+        raise ValueError(
+            f"{where}: its metadata is damaged: they do not describe {lost[0]!r}, which "
+            f"{reader.path.name} holds ({len(lost)} of {len(reader.tensors)} tensors)"
+        )
     yield from paths
 
 

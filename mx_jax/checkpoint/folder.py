@@ -22,13 +22,23 @@ def readers_of(path: Path, where: str) -> tuple[list[Reader], dict[str, Reader]]
             raise FileNotFoundError(f"{where}: no safetensors file in this folder")
         check_whole(files, where)
         opened = [Reader.open(file) for file in files]
-        return opened, {name: reader for reader in opened for name in reader.tensors}
+        found: dict[str, Reader] = {}
+        for reader in opened:
+            for name in reader.tensors:
+                if name in found:
+                    raise ValueError(
+                        f"{where}: {name} is in two files, {found[name].path.name} and "
+                        f"{reader.path.name}, and no {INDEX} tells which counts; remove one"
+                    )
+                found[name] = reader
+        return opened, found
     named = read_table(index, _READ).get("weight_map")
     if not isinstance(named, dict):
         raise ValueError(f"{where}: {INDEX} has no weight_map")
     for file in named.values():
         if not isinstance(file, str) or PurePath(file).name != file:
             raise ValueError(f"{where}: {INDEX} names {file!r}, which is no file of this folder")
+    check_whole([path / file for file in set(named.values())], where, f"named by {INDEX}")
     readers = {file: Reader.open(path / file) for file in sorted(set(named.values()))}
     for name, file in named.items():
         if name not in readers[file].tensors:

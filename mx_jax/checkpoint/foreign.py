@@ -67,6 +67,10 @@ def read(
 def _read_safetensors(path: Path, layout: str | None, rotated: bool, where: str) -> Weights:
     files, readers = readers_of(path, where)
     if (own := own_weights(path, files)) is not None:
+        if layout not in (None, "mx_jax"):
+            raise ValueError(
+                f"{where}: mx_jax wrote it, and it says what it is; leave out layout={layout!r}"
+            )
         return own
     metadata = {key: value for reader in files for key, value in reader.metadata.items()}
     if layout in (None, TORCHAO) and is_torchao(readers):

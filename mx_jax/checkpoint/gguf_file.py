@@ -37,6 +37,7 @@ _SCALARS = {
 _STRING, _ARRAY = 8, 9
 # Arrays in arrays: nobody writes any, so a few are enough.
 _DEEPEST = 4
+_MOST_NESTED = 10_000
 # ggml's own.
 _MOST_AXES = 4
 _TYPES = {row.number: row for row in GGUF_TYPES}
@@ -127,6 +128,7 @@ class _Cursor:
     content: memoryview
     where: str
     at: int
+    nested: int = 0
 
     def take(self, length: int, what: str) -> memoryview:
         left = len(self.content) - self.at
@@ -173,6 +175,13 @@ def _value(cursor: _Cursor, kind: int, what: str, depth: int) -> Any:
         raise ValueError(f"{cursor.where}: {what} has arrays in arrays, {_DEEPEST} deep")
     inner = cursor.number("I", what)
     count = cursor.number("Q", what)
+    if inner == _ARRAY:
+        cursor.nested += count
+        if cursor.nested > _MOST_NESTED:
+            raise ValueError(
+                f"{cursor.where}: {what} has arrays in arrays, {cursor.nested} of them so far, and "
+                f"at most {_MOST_NESTED} are read"
+            )
     if inner not in _SCALARS:
         return tuple(_value(cursor, inner, what, depth - 1) for _ in range(count))
     dtype = np.dtype(_SCALARS[inner])

@@ -140,7 +140,7 @@ def header_of(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> byte
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Any]:
-    """A file beside `path` that takes its place at the end, or is gone."""
+    """A file beside `path` that takes its place at the end, or is gone; errors name `path`."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -152,9 +152,12 @@ def replacing(path: Path) -> Iterator[Any]:
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            # A full disk says so of a descriptor alone.
+            error.filename = os.fspath(path)
         raise
 
 

@@ -140,7 +140,7 @@ def plain(array: np.ndarray, where: str) -> jax.Array:
         and (array != np.asarray(found)).any()
     ):
         raise ValueError(
-            f"{where}: has {array.dtype} values up to {array.max()}, which jax holds as "
-            f"{found.dtype}; set jax_enable_x64"
+            f"{where}: has {array.dtype} values from {array.min()} up to {array.max()}, which jax "
+            f"holds as {found.dtype}; set jax_enable_x64"
         )
     return found

@@ -19,8 +19,7 @@ from mx_jax.checkpoint.gguf_file import is_gguf
 from mx_jax.checkpoint.layouts import LAYOUTS
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry, replacing
-from mx_jax.checkpoint.safetensors_file import write as write_file
-from mx_jax.checkpoint.shards import Resume, write_shards
+from mx_jax.checkpoint.shards import Resume, write_files
 from mx_jax.checkpoint.stated import hf_quant_config
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands import resuming
@@ -192,10 +191,7 @@ def _write_values(
     metadata = {"format": "pt"}
     total = sum(entry.nbytes for entry in entries.values())
     with progress_bar("write", total, watched()) as step:
-        if largest is None:
-            write_file(path, entries, metadata, step)
-            return
-        write_shards(path, entries, lambda _: metadata, largest=largest, resume=resume, step=step)
+        write_files(path, entries, lambda _: metadata, largest=largest, resume=resume, step=step)
 
 
 # What a model's folder holds beside its tensors.

@@ -129,6 +129,30 @@ def test_refused(tree: Any, error: type[Exception], complaint: str, tmp_path: Pa
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_integers_that_do_not_fit(dtype: str, tmp_path: Path):
+    """jax would wrap them around; what fits is taken."""
+    path = tmp_path / "model.safetensors"
+    checkpoint.save(path, {"small": np.array([0, 3], dtype)})
+    assert checkpoint.load(path)["small"].tolist() == [0, 3]
+    checkpoint.save(path, {"step": {"ids": np.array([3, 1 << 40], dtype)}})
+    for read in (checkpoint.load, lambda path: checkpoint.read(path)["step/ids"]):
+        with pytest.raises(
+            ValueError, match=f"step/ids: has {dtype} values from 3 up to 1099511627776.*enable_x64"
+        ):
+            read(path)
+    with jax.enable_x64(True):
+        assert checkpoint.load(path)["step"]["ids"].tolist() == [3, 1 << 40]
+
+
+def test_own_files_are_read_as_no_other_layout(tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    checkpoint.save(path, {"x": jnp.ones(3)})
+    assert [*checkpoint.read(path, layout="mx_jax")] == ["x"]
+    with pytest.raises(ValueError, match=r"mx_jax wrote it.*leave out layout='zzz'"):
+        checkpoint.read(path, layout="zzz")
+
+
 def test_files_of_others(tmp_path: Path):
     path = tmp_path / "theirs.safetensors"
     safetensors.numpy.save_file({"x": np.ones(3, np.float32)}, path)
@@ -212,6 +236,8 @@ def test_headers_that_lie(sample: tuple[Path, bytes]):
         {"tensors": [{"path": ["..", "..", "etc"]}]},
         {"tensors": listed["tensors"] * 2},
         {"tensors": [*listed["tensors"], {"path": ["b", "c"]}]},
+        {"tensors": listed["tensors"][:1]},
+        {"tensors": []},
     ):
         assert not put(__metadata__={"mx_jax": json.dumps(listed | change)}), change
     for text in ("[" * 50_000, "{", "3"):

@@ -1,5 +1,6 @@
 """GGUF files: what is in them to the bit, and files that lie."""
 
+import dataclasses
 import struct
 from pathlib import Path
 
@@ -202,8 +203,16 @@ KEY = "general.alignment"
             "would take 9223372036854775808",
         ),
         (
-            gguf({}, {"a": (ARRAY, struct.pack("<IQ", ARRAY, 2**60) * 9)}),
+            gguf({}, {"a": (ARRAY, struct.pack("<IQ", ARRAY, 1) * 9)}),
             "in arrays, 4 deep",
+        ),
+        (
+            gguf({}, {"a": (ARRAY, struct.pack("<IQ", ARRAY, 2**60) * 9)}),
+            "arrays in arrays, 1152921504606846976 of them so far, and at most 10000 are read",
+        ),
+        (
+            gguf({}, {k: array(ARRAY, [struct.pack("<IQ", U8, 0)] * 6000) for k in "ab"}),
+            "the value of 'b' has arrays in arrays, 12000 of them so far",
         ),
         (gguf({}, {"a": (ARRAY, struct.pack("<IQ", STRING, 2**60))}), "length of the value of 'a'"),
         (gguf({}, {KEY: (U32, struct.pack("<I", 48))}), "must be a power of two, got 48"),
@@ -215,6 +224,21 @@ KEY = "general.alignment"
 def test_files_that_lie(content: bytes, complaint: str, tmp_path: Path):
     with pytest.raises(ValueError, match=f"(?s)checkpoint: .*model.gguf.*{complaint}"):
         read(tmp_path, content)
+
+
+@NO_PYTHON
+@pytest.mark.parametrize("alignment", [1, 8, 64, 256])
+def test_an_alignment_of_its_own(alignment: int, tmp_path: Path):
+    """Where the first tensor begins, and each after it."""
+    pairs = {KEY: (U32, struct.pack("<I", alignment))}
+    stored = {name: struct.pack("<f", i) for i, name in enumerate("xyz", 1)}
+    tensors = {name: Tensor(0, (1,), each) for name, each in stored.items()}
+    offset = max(alignment, 4)
+    tensors = {
+        n: dataclasses.replace(t, offset=i * offset) for i, (n, t) in enumerate(tensors.items())
+    }
+    found = read(tmp_path, gguf(tensors, pairs, alignment=alignment))
+    assert [np.asarray(found[name]).tolist() for name in "xyz"] == [[1.0], [2.0], [3.0]]
 
 
 @NO_PYTHON
@@ -245,7 +269,7 @@ def test_what_is_there_twice(tmp_path: Path):
             {"x": Tensor(40, (64,), bytes(36)), "x.scale": Tensor(8, (32,), bytes(34))},
             "x: its tensor scale x.scale must be plain numbers, got Q8_0",
         ),
-        ({"x": Tensor(27, (1,), struct.pack("<q", 2**40))}, "x: has int64 values up to 109951162"),
+        ({"x": Tensor(27, (1,), struct.pack("<q", 2**40))}, "x: has int64 values from 109951162"),
     ],
 )
 def test_what_would_ruin_a_model(tensors: dict[str, Tensor], complaint: str, tmp_path: Path):

@@ -1,6 +1,9 @@
 """Several files with an index: whole or not there, taken up again, and little memory."""
 
+import errno
 import json
+import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -13,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from mx_jax import checkpoint
 from mx_jax.formats import MXFP4
+from tests.checkpoint.killed import at_each_change
 from tests.checkpoint.stored import draw
 
 LAYOUT = "mxfp4-pack-quantized"
@@ -99,13 +104,15 @@ def test_taken_up_again(weights: dict[str, Any], tmp_path: Path):
     damaged = tmp_path / "model-00003-of-00004.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     checkpoint.write(tmp_path, changed, layout=LAYOUT, max_shard_size=300, resume=True)
-    kept = [path.stat().st_ino == inode[path.name] for path in sorted(tmp_path.iterdir())]
+    # What changed has another name, so that it does not stand among the earlier files.
+    kept = [path.stat().st_ino == inode.get(path.name) for path in sorted(tmp_path.iterdir())]
     assert kept == [True, False, False, True, False]
+    assert "model-00002-of-00004-2.safetensors" in names(tmp_path)
     found = checkpoint.read(tmp_path)
     np.testing.assert_array_equal(codes(found, "1.weight"), codes(weights, "2.weight"))
     checkpoint.write(tmp_path, changed, layout=LAYOUT, max_shard_size=300)
-    first = tmp_path / "model-00001-of-00004.safetensors"
-    assert first.stat().st_ino != inode[first.name]
+    assert names(tmp_path)[0] == "model-00001-of-00004-2.safetensors"
+    assert len(names(tmp_path)) == 5
 
 
 @pytest.mark.parametrize(("resume", "kept"), [(True, [False, True]), ("vouched", [True, True])])
@@ -122,11 +129,123 @@ def test_every_value_is_compared(weights: dict[str, Any], tmp_path: Path, resume
     np.testing.assert_array_equal(found, codes(weights, same))
 
 
-def test_an_old_index_does_not_outlive_its_files(weights: dict[str, Any], tmp_path: Path):
-    checkpoint.write(tmp_path, weights, layout=LAYOUT, max_shard_size=300)
-    with pytest.raises(OSError, match="disk full"):
-        checkpoint.write(tmp_path, Failing(weights, "0.weight"), layout=LAYOUT, max_shard_size=300)
-    assert INDEX not in names(tmp_path)
+OLD, NEW = ({"a": np.full(4, i), "b": np.full(4, i), "c": np.full(4, i)} for i in (1.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("before", "size"),
+    [
+        (None, 16),  # nothing
+        ("save", 16),  # as many files
+        ("save", 32),  # fewer
+        ("one", 16),  # model.safetensors
+        ("no index", 16),  # files that lost their index
+        ("stopped", 16),  # files of a save that did not end
+        ("two", 16),  # files of other names, without an index
+    ],
+)
+def test_killed_at_every_change_a_save_is_whole_or_not_there(
+    before: str | None, size: int, tmp_path: Path
+):
+    folder, note = tmp_path / "m", tmp_path / "m" / "model-notes.txt"
+
+    def prepare() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        note.write_text("mine")
+        if before == "one":
+            checkpoint.save(folder / "model.safetensors", OLD)
+        elif before == "two":
+            checkpoint.save(folder / "x.safetensors", {"a": OLD["a"]})
+            checkpoint.save(folder / "y.safetensors", {"b": OLD["b"], "c": OLD["c"]})
+        elif before is not None:
+            checkpoint.save(folder, OLD, max_shard_size=16)
+            if before != "save":
+                (folder / INDEX).unlink()
+            if before == "stopped":
+                (folder / "model-00003-of-00003.safetensors").unlink()
+
+    def check(last: str) -> None:
+        assert note.read_text() == "mine"
+        try:
+            found = checkpoint.load(folder)
+        except (FileNotFoundError, ValueError) as error:
+            assert before in (None, "stopped") and last, (last, error)
+            return
+        values = {float(value) for leaf in found.values() for value in leaf}
+        assert len(found) == 3 and values in ({1.0}, {2.0}), (last, found)
+        assert values == {2.0} or (before not in (None, "stopped") and last), last
+
+    for resume in (False, True):
+        at_each_change(
+            prepare,
+            lambda resume=resume: checkpoint.save(folder, NEW, max_shard_size=size, resume=resume),
+            check,
+        )
+        # Nothing of the earlier checkpoint is left, but for names that are not ours.
+        others = {"x.safetensors", "y.safetensors"} if before == "two" else set()
+        files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        assert {*names(folder)} == files | others | {INDEX, note.name}
+
+
+def test_killed_twice(tmp_path: Path):
+    """What a save left that was killed over another's files is no part of the next."""
+    checkpoint.save(tmp_path / "old", OLD, max_shard_size=16)
+    checkpoint.save(tmp_path / "other", NEW, max_shard_size=16)
+    folder, start = tmp_path / "m", tmp_path / "start"
+
+    def prepare() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(start, folder)
+
+    def check(last: str) -> None:
+        values = {float(value) for leaf in checkpoint.load(folder).values() for value in leaf}
+        assert values in ({1.0}, {2.0}, {3.0}), last
+
+    third = {name: array + 2 for name, array in OLD.items()}
+    for left in (1, 2, 3):
+        shutil.rmtree(start, ignore_errors=True)
+        shutil.copytree(tmp_path / "old", start)
+        for file in sorted((tmp_path / "other").glob("*.safetensors"))[:left]:
+            shutil.copy(file, start / file.name.replace(".safetensors", "-2.safetensors"))
+        at_each_change(prepare, lambda: checkpoint.save(folder, third, max_shard_size=16), check)
+        assert len(names(folder)) == 4
+
+
+def test_one_file_beside_an_index_of_others(tmp_path: Path):
+    checkpoint.save(tmp_path, OLD, max_shard_size=16)
+    with pytest.raises(
+        ValueError, match=r"index\.json of other files, which readers of the folder"
+    ):
+        checkpoint.save(tmp_path / "model.safetensors", NEW)
+    assert "model.safetensors" not in names(tmp_path)
+    checkpoint.save(tmp_path / "other.safetensors", NEW)
+
+
+def test_a_name_in_two_files_and_files_that_the_index_lost(tmp_path: Path):
+    """Which of the two is meant nobody knows; neither did a file go without a trace."""
+    for file in ("x", "y"):
+        np.save(tmp_path / file, 1)  # what is no tensor is passed over
+        safetensors.numpy.save_file({"a": OLD["a"]}, tmp_path / f"{file}.safetensors")
+    with pytest.raises(ValueError, match=r"a is in two files, x.safetensors and y.safetensors"):
+        checkpoint.read(tmp_path)
+    folder = tmp_path / "m"
+    checkpoint.save(folder, OLD, max_shard_size=16)
+    index = json.loads((folder / INDEX).read_text())
+    del index["weight_map"]["b"]
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"2 of 3 files are named by model\.safetensors\."):
+        checkpoint.load(folder)
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*model-00001-of-00003.safetens"):
+        checkpoint.save(tmp_path, OLD, max_shard_size=16)
+    assert not names(tmp_path)
 
 
 def test_what_is_not_written(weights: dict[str, Any], tmp_path: Path):

@@ -97,7 +97,7 @@ def test_rules_decide_in_order(model: Path, tmp_path: Path, capsys: pytest.Captu
         """
     )
     run(capsys, "quantize", model, out, "--rules", rules)
-    found = checkpoint.load(out)
+    found: Any = checkpoint.read(out)
     assert found[HEAD].format.name == "nvfp4" and found[UP].blocks == ((-2, 32),)
     expected = mx_jax.quantize(matrix(), "mxfp8_e4m3", axis=0)
     assert_bitwise_equal(found[UP].codes, expected.codes, what="codes")
@@ -107,11 +107,13 @@ def test_scales_by_squared_error(model: Path, tmp_path: Path, capsys: pytest.Cap
     rules, out = tmp_path / "rules.toml", tmp_path / "small.safetensors"
     run(capsys, "quantize", model, out, "--format", "nvfp4", "--scales", "mse")
     expected = calibrate.search_scales(matrix(), "nvfp4", axis=-1)
-    assert_bitwise_equal(checkpoint.load(out)[UP].scales, expected.scales, what="scales")
+    found: Any = checkpoint.read(out)
+    assert_bitwise_equal(found[UP].scales, expected.scales, what="scales")
     rules.write_text('[[rule]]\npattern = ".*up"\nformat = "mxfp4"\nscales = "mse"\n')
     run(capsys, "quantize", model, out, "--rules", rules, "--force")
     expected = calibrate.search_scales(matrix(), "mxfp4", axis=-1)
-    assert_bitwise_equal(checkpoint.load(out)[UP].codes, expected.codes, what="codes")
+    found = checkpoint.read(out)
+    assert_bitwise_equal(found[UP].codes, expected.codes, what="codes")
     words = ("quantize", model, out, "--force", "--scales", "mse")
     said = error(capsys, *words, "--format", "mxfp4", "--scale-rule", "even")
     assert "--scales mse chooses the scales" in said
