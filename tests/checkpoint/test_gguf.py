@@ -238,7 +238,7 @@ def test_an_alignment_of_its_own(alignment: int, tmp_path: Path):
         n: dataclasses.replace(t, offset=i * offset) for i, (n, t) in enumerate(tensors.items())
     }
     found = read(tmp_path, gguf(tensors, pairs, alignment=alignment))
-    assert [found[name].tolist() for name in "xyz"] == [[1.0], [2.0], [3.0]]
+    assert [np.asarray(found[name]).tolist() for name in "xyz"] == [[1.0], [2.0], [3.0]]
 
 
 @NO_PYTHON
