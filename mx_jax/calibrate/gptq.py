@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mx_jax.calibrate.scales import by_feature, contracted, search_scales
+from mx_jax.calibrate.scales import by_feature, check_moment, contracted, search_scales
 from mx_jax.codecs import float32
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import decode_scaled, encode_scaled
-from mx_jax.formats import BlockFormat
+from mx_jax.formats import BlockFormat, block_format
 from mx_jax.mxarray import MXArray
 
 # Features whose errors reach the rest in one product.
@@ -58,7 +58,7 @@ def gptq(
 
     Raises:
       ValueError: a moment of another shape, not finite or not positive semidefinite; damping not
-        above 0; a format with other scales.
+        above 0; a format with other scales, or with blocks along two axes.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
@@ -71,7 +71,12 @@ def gptq(
       >>> after < 0.6 * before
       True
     """
-    w = jnp.asarray(w)
+    w, format = jnp.asarray(w), block_format(format)
+    if format.block[0] != 1:
+        raise ValueError(
+            "gptq: rounds feature by feature, which takes blocks along one axis, got "
+            f"format={format.name} with block={format.block}; search_scales takes it"
+        )
     axes = contracted(axis, w.ndim)
     sizes = [w.shape[each] for each in axes]
     hessian = _damped(moment, math.prod(sizes), damping)
@@ -95,12 +100,11 @@ def gptq(
 
 def _damped(moment: jax.typing.ArrayLike, length: int, damping: float) -> np.ndarray:
     """H, of mean diagonal 1 + damping; features that were never there count as if independent."""
-    hessian = np.array(moment, np.float64)
-    if hessian.shape != (length, length) or not np.isfinite(hessian).all():
+    hessian = check_moment(moment, "gptq")
+    if len(hessian) != length:
         raise ValueError(
-            "gptq: moment must be finite and have one row and one column for each feature, got "
-            f"moment.shape={hessian.shape}, finite={bool(np.isfinite(hessian).all())} for an axis "
-            f"of length={length}"
+            "gptq: moment must have one row and one column for each feature, got "
+            f"moment.shape={hessian.shape} for an axis of length={length}"
         )
     if not damping > 0:
         raise ValueError(f"gptq: damping must be above 0, got damping={damping}")
@@ -149,6 +153,8 @@ def _round(
             here, scale, format, tensor_scale=tensor_scale, rounding=NEAREST, random_bits=None
         )
         error = here - float32.from_bits(decode_scaled(code, scale, format, tensor_scale))
+        # A block that holds NaN or Inf is lost, and harms no other.
+        error = jnp.where(jnp.isfinite(error), error, 0)
         own = lax.dynamic_slice(factor, (batch * BATCH + index, batch * BATCH), (1, BATCH))
         return (
             now - own.T * error,

@@ -4,10 +4,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
@@ -92,7 +95,8 @@ def search_scales(
     """Quantize with the scale of each block that leaves the smallest squared error.
 
     Tries the stored scales up to an octave around the one that the block's largest value asks for,
-    and takes the first with the smallest `sum h (q - w)^2`. Larger ones clip nothing and are
+    and takes the first with the smallest `sum h (q - w)^2`; under a tensor scale of its own choice
+    also around those of a plain cast, so that it never loses more than that. Larger ones clip nothing and are
     coarse; smaller ones clip the largest values and are finer for all others.
 
     Args:
@@ -109,7 +113,7 @@ def search_scales(
       for rounding; its codes are the nearest ones under them.
 
     Raises:
-      ValueError: a format with other scales; importance of another shape.
+      ValueError: a format with other scales; importance of another shape, below zero or NaN.
 
     Examples:
       >>> import jax, mx_jax
@@ -125,6 +129,11 @@ def search_scales(
     axes = contracted(axis, w.ndim)
     sizes = tuple(w.shape[each] for each in axes)
     weights = jnp.ones(math.prod(sizes), jnp.float32) if importance is None else importance
+    if not (importance is None or isinstance(importance, Tracer) or np.min(importance) >= 0):
+        raise ValueError(
+            "search_scales: importance must be at least 0 and no NaN, got a smallest value of "
+            f"{np.min(importance)}"
+        )
     weights = jnp.asarray(weights, jnp.float32)
     if weights.shape != (math.prod(sizes),):
         raise ValueError(
@@ -133,8 +142,21 @@ def search_scales(
         )
     features = weights.reshape(*sizes, *(1,) * (w.ndim - len(axes)))
     spread = jnp.broadcast_to(jnp.moveaxis(features, range(len(axes)), axes), w.shape)
-    first = quantize(w, format, axis=axes[-1], scale_rule=search.first, tensor_scale=tensor_scale)
-    return _search(w, first, spread, search)
+    where: dict[str, Any] = dict(axis=axes[-1], tensor_scale=tensor_scale)
+    first = quantize(w, format, scale_rule=search.first, **where)
+    found = _search(w, first, spread, search)
+    if not format.tensor_scale or tensor_scale is not None:
+        return found
+    # A tensor scale with room for larger block scales may leave small blocks coarser ones.
+    plain = _search(w, quantize(w, format, **where), spread, search)
+    better = _squared_error(plain, w, spread) < _squared_error(found, w, spread)
+    return jax.tree.map(functools.partial(jnp.where, better), plain, found)
+
+
+def _squared_error(q: MXArray, w: jax.Array, importance: jax.Array) -> jax.Array:
+    """`sum h (q - w)^2` over the blocks that are finite."""
+    lost = importance * (q.dequantize(jnp.float32) - w.astype(jnp.float32)) ** 2
+    return jnp.sum(jnp.where(jnp.isnan(lost), 0, lost))
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -185,7 +207,10 @@ def output_error(
       axis: the axis of length k, or the axes whose lengths multiply to k.
 
     Returns:
-      A float, at least 0.
+      A float, at least 0; computed in float64.
+
+    Raises:
+      ValueError: a moment that is no square matrix, not finite or below zero on its diagonal.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
@@ -195,12 +220,37 @@ def output_error(
       >>> 0 < error < 0.002
       True
     """
-    w = jnp.asarray(w, jnp.float32)
-    lost = quantized.dequantize(jnp.float32) - w
-    moment = jnp.asarray(moment, jnp.float32)
+    # In float64: squares of float32's small and large values leave its range.
+    exact, found = (
+        np.asarray(jnp.asarray(x, jnp.float32), np.float64)
+        for x in (w, quantized.dequantize(jnp.float32))
+    )
+    weights = check_moment(moment, "output_error")
+    axes = contracted(axis, exact.ndim)
 
-    def power(of: jax.Array) -> jax.Array:
-        rows = by_feature(of, contracted(axis, w.ndim))
-        return jnp.sum(rows * jnp.matmul(moment, rows, precision="highest"))
+    def power(of: np.ndarray) -> float:
+        length = math.prod(of.shape[each] for each in axes)
+        rows = np.moveaxis(of, axes, range(len(axes))).reshape(length, -1)
+        return float(np.sum(rows * (weights @ rows)))
 
-    return float(power(lost) / power(w))
+    return power(found - exact) / power(exact)
+
+
+def check_moment(moment: jax.typing.ArrayLike, asked_by: str) -> np.ndarray:
+    """A sum or mean of `x x^T` as float64.
+
+    Raises:
+      ValueError: no square matrix, not finite, or with a diagonal below zero, as no sum of squares.
+    """
+    found = np.array(moment, np.float64)
+    if found.ndim != 2 or found.shape[0] != found.shape[1] or not np.isfinite(found).all():
+        raise ValueError(
+            f"{asked_by}: moment must be finite and have one row and one column for each feature, "
+            f"got moment.shape={found.shape}, finite={bool(np.isfinite(found).all())}"
+        )
+    if (smallest := np.diag(found).min(initial=0)) < 0:
+        raise ValueError(
+            f"{asked_by}: moment must be positive semidefinite, as a sum of x x^T is, got "
+            f"{smallest} on its diagonal"
+        )
+    return found

@@ -183,8 +183,8 @@ FLOAT8_BLOCKWISE_E4M3 = BlockFormat(
 FLOAT8_BLOCKWISE_2D_E4M3 = dataclasses.replace(
     FLOAT8_BLOCKWISE_E4M3, name="float8_blockwise_2d_e4m3", block=(128, 128)
 )
-# DeepSeek-V3.1's: the same blocks under E8M0 scales. Not among the names: E4M3 under E8M0 is MXFP8,
-# of which these are other blocks.
+# DeepSeek-V3.1's: the same blocks under E8M0 scales. No rows below: E4M3 under E8M0 is MXFP8, of
+# which these are other blocks; `block_format` knows their names.
 FLOAT8_BLOCKWISE_E8M0 = dataclasses.replace(
     MXFP8_E4M3, name="float8_blockwise_e8m0", block=(1, 128)
 )

@@ -7,6 +7,8 @@ import numpy as np
 
 from mx_jax.formats.block import (
     BLOCK_FORMATS,
+    FLOAT8_BLOCKWISE_2D_E8M0,
+    FLOAT8_BLOCKWISE_E8M0,
     MX_FORMATS,
     MXFP6_E3M2,
     MXFP8_E4M3,
@@ -21,6 +23,8 @@ from mx_jax.formats.scale import SCALE_FORMATS, ScaleFormat
 _NAMED_BY_DTYPE = (*MX_FORMATS, NVFP4)
 # Recipes for all operands have these names too: the format of their forward product.
 _SHORT = {"mxfp8": MXFP8_E4M3, "mxfp6": MXFP6_E3M2}
+# Formats of recipes alone.
+_SHORT |= {format.name: format for format in (FLOAT8_BLOCKWISE_E8M0, FLOAT8_BLOCKWISE_2D_E8M0)}
 
 
 def _names(formats: Iterable[Any]) -> str:

@@ -37,7 +37,8 @@ def sensitivity(
     Each layer in each format alone is one evaluation of the loss: its weights are replaced by what
     the format holds of them, blocks along the contracting axis, as `convert.weights` stores them.
     Then each layer gets one of the formats, or stays as it is, such that the budget is kept and the
-    sum of the increases is least (for a budget of loss: the bytes are). Increases of several layers
+    sum of the increases is least, where one below zero counts as none: it is there by chance (for a
+    budget of loss: the bytes are least). Increases of several layers
     do not simply add up. So the loss of the whole choice is computed too, and where it exceeds a
     budget of loss, the choice is made again with a tighter one until it does not.
 

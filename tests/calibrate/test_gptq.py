@@ -120,8 +120,9 @@ def test_any_axis_and_features_that_were_never_there(rng):
 @pytest.mark.parametrize(
     ("moment", "damping", "complaint"),
     [
-        (np.eye(5), 0.01, r"moment.shape=\(5, 5\), finite=True for an axis of length=32"),
-        (np.full((32, 32), np.nan), 0.01, r"finite=False for an axis of length=32"),
+        (np.eye(5), 0.01, r"moment.shape=\(5, 5\) for an axis of length=32"),
+        (np.full((32, 32), np.nan), 0.01, r"moment.shape=\(32, 32\), finite=False"),
+        (-np.eye(32), 0.01, r"positive semidefinite.*got -1.0 on its diagonal"),
         (np.eye(32), 0.0, r"damping must be above 0, got damping=0.0"),
         (np.ones((32, 32)) - 0.9 * np.eye(32), 0.01, "moment must be positive semidefinite.*raise"),
     ],
@@ -129,6 +130,36 @@ def test_any_axis_and_features_that_were_never_there(rng):
 def test_wrong_calls(moment: Any, damping: float, complaint: str):
     with pytest.raises(ValueError, match=f"gptq: .*{complaint}"):
         calibrate.gptq(jnp.ones((32, 4)), "mxfp4", moment, damping=damping)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_weight_that_is_no_number_harms_its_block_alone(bad: float, rng):
+    w, x = rng.standard_normal((64, 4)).astype(np.float32), rng.standard_normal((128, 64))
+    w[5, 1] = bad
+    found = np.asarray(calibrate.gptq(w, "mxfp4", x.T @ x).dequantize())
+    lost = np.isnan(found)
+    assert lost[:32, 1].all() and lost.sum() == 32
+    w[:32, 1] = 0
+    expected = np.asarray(calibrate.gptq(w, "mxfp4", x.T @ x).dequantize())
+    np.testing.assert_array_equal(np.delete(found, 1, 1), np.delete(expected, 1, 1))
+    assert np.count_nonzero(found[32:, 1]) > 20
+
+
+def test_blocks_along_two_axes_are_refused():
+    with pytest.raises(ValueError, match=r"gptq: .*format=mxfp4_2d with block=\(32, 32\)"):
+        calibrate.gptq(jnp.ones((32, 32)), "mxfp4_2d", np.eye(32))
+
+
+@pytest.mark.parametrize("exponent", [-120, -70, 0, 60, 120])
+def test_the_error_of_weights_of_any_size(exponent: int, rng):
+    w, x = rng.standard_normal((64, 8)).astype(np.float32), rng.standard_normal((128, 64))
+    expected = calibrate.output_error(w, mx_jax.quantize(w, "mxfp4", axis=0), x.T @ x)
+    assert 0.005 < expected < 0.05
+    scaled = np.ldexp(w, exponent)
+    found = calibrate.output_error(scaled, mx_jax.quantize(scaled, "mxfp4", axis=0), x.T @ x)
+    assert found == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ValueError, match="output_error: moment must be positive semidefinite"):
+        calibrate.output_error(w, mx_jax.quantize(w, "mxfp4", axis=0), -np.eye(64))
 
 
 class Linen(nn.Module):

@@ -106,6 +106,34 @@ def test_wrong_calls():
         calibrate.search_scales(w, "mxfp4", importance=jnp.ones(4))
 
 
+@pytest.mark.parametrize("importance", [-1.0, np.nan])
+def test_importance_below_zero(importance: float):
+    with pytest.raises(ValueError, match="search_scales: importance must be at least 0 and no NaN"):
+        calibrate.search_scales(jnp.ones((64, 4)), "mxfp4", importance=np.full(64, importance))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_no_tensor_loses_more_than_by_a_plain_cast(format: str, rng):
+    """Heavy tails too: there a tensor scale with room for larger ones costs small blocks."""
+    for degrees in (1.2, 2, 3, 100):
+        for _ in range(4):
+            w = rng.standard_t(degrees, (64, 48)).astype(np.float32)
+            before, after = (
+                np.sum((np.asarray(q.dequantize(), np.float64) - w) ** 2)
+                for q in (mx_jax.quantize(w, format, axis=0), calibrate.search_scales(w, format))
+            )
+            assert after <= before * (1 + 1e-6), degrees
+
+
+def test_of_equal_errors_the_first_wins():
+    """Ones under MXFP4: scales of 1, 1/2 and 1/4 all hold them; FLOOR's comes first."""
+    w = jnp.ones((32, 4))
+    floor = mx_jax.quantize(w, "mxfp4", axis=0, scale_rule="floor")
+    found = calibrate.search_scales(w, "mxfp4")
+    np.testing.assert_array_equal(found.dequantize(), w)
+    np.testing.assert_array_equal(found.scales, floor.scales)
+
+
 def test_the_search_is_one_program():
     """The casts that are tried are one loop, however many."""
     w = jax.ShapeDtypeStruct((64, 4), jnp.float32)

@@ -24,6 +24,7 @@ from mx_jax.formats import (
     any_format,
     block_format,
 )
+from mx_jax.formats.block import FLOAT8_BLOCKWISE_2D_E8M0, FLOAT8_BLOCKWISE_E8M0
 
 ALL_BLOCK_NAMES = ", ".join(format.name for format in BLOCK_FORMATS)
 
@@ -127,3 +128,8 @@ def test_any_format_lists_what_it_knows():
     message = f"unknown format name='e9m9'; known: {', '.join(names)}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         any_format("e9m9")
+
+
+def test_formats_of_recipes_alone_have_names():
+    for format in (FLOAT8_BLOCKWISE_E8M0, FLOAT8_BLOCKWISE_2D_E8M0):
+        assert block_format(format.name) is format
