@@ -96,8 +96,8 @@ def search_scales(
 
     Tries the stored scales up to an octave around the one that the block's largest value asks for,
     and takes the first with the smallest `sum h (q - w)^2`; under a tensor scale of its own choice
-    also around those of a plain cast, so that it never loses more than that. Larger ones clip nothing and are
-    coarse; smaller ones clip the largest values and are finer for all others.
+    also around those of a plain cast, so that it never loses more than that. Larger ones clip
+    nothing and are coarse; smaller ones clip the largest values and are finer for all others.
 
     Args:
       w: weights, float32, bfloat16 or float16, of any shape.
