@@ -95,7 +95,8 @@ def finite_values(after: MXArray, dequantize: Dequantize = quantize.dequantize) 
     values = dequantize(dataclasses.replace(after, primal=None), jnp.float32)
     # One less than the pattern of Inf is the largest number; arithmetic would flush subnormals.
     bits = float32.to_bits(values)
-    finite = float32.from_bits(bits - ((bits & float32.ABS) == float32.INF))
+    infinite = (bits & float32.ABS) == float32.INF
+    finite = float32.from_bits(bits - infinite.astype(bits.dtype))
     if not element.has_inf:
         return finite
     half = after.codes & (element.sign_code - 1)
@@ -111,7 +112,7 @@ def _at_limit(codes: jax.Array, element: ElementFormat) -> jax.Array:
     """Where codes are the largest, of either sign; NaN and Inf count too."""
     half = codes & (element.sign_code - 1)
     if element.kind == "int":
-        half = jnp.where(codes & element.sign_code, element.sign_code - half, half)
+        half = jnp.where((codes & element.sign_code) != 0, element.sign_code - half, half)
     return half >= element.max_code
 
 
@@ -125,7 +126,9 @@ def _exponents(after: MXArray) -> jax.Array:
     field = (bits >> 23) & 0xFF
     half = jnp.arange(_HALF, dtype=field.dtype)
     high, low = (
-        (part[..., None] == half).astype(jnp.float32) for part in (field // _HALF, field % _HALF)
+        # Both of one rank: JAX may be told to promote none.
+        (part[..., None] == lax.broadcast_to_rank(half, part.ndim + 1)).astype(jnp.float32)
+        for part in (field // _HALF, field % _HALF)
     )
     # float32 counts no further, so that huge arrays are counted by rows.
     rows = tuple(range(field.ndim - 1)) if field.size > _EXACT else ()

@@ -396,3 +396,21 @@ def test_what_is_asked_for_wrongly():
     with pytest.raises(ValueError, match=r"'loss' must be a scalar, got shape=\(3,\)"):
         inspect.scalar("loss", jnp.ones(3))
     assert "error" in STATISTICS
+
+
+@needs_library
+@pytest.mark.parametrize("backend", ["cpu_ffi", "reference"])
+def test_where_nothing_is_promoted(backend: str):
+    """Under JAX's settings that refuse operands of different dtypes or ranks."""
+    layer = mx_jax.nn.linen.Dense(16, recipe="mxfp8")
+    x = jnp.ones((4, 64))
+    params = layer.init(jax.random.key(0), x)
+    with (
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+        mx_jax.only_backend(backend),
+        mx_jax.inspect.capture() as seen,
+    ):
+        jax.jit(jax.grad(lambda params: layer.apply(params, x).sum()))(params)
+        jax.effects_barrier()
+    assert len(seen.rows) >= 6
