@@ -194,8 +194,8 @@ def test_an_interrupted_run_is_taken_up_by_its_like_alone(
     assert len([*made.glob("*.safetensors")]) == 1 and checkpoint.read(out).quantized
     # What stands is replaced by --force alone; what was half written when a run was killed goes.
     again = ("quantize", model, out, *words, "--scales", "mse", "--resume")
-    assert f"{out} is there already" in error(capsys, *again)
     monkeypatch.setattr(shards, "write", write)
+    assert f"{out} is there already" in error(capsys, *again)
     (made / ".model-00002-of-00003.safetensors.x").write_text("half")
     run(capsys, *again, "--force")
     assert not [path for path in (*out.glob(".*"), made) if path.exists()]
