@@ -161,6 +161,25 @@ def replacing(path: Path) -> Iterator[Any]:
         raise
 
 
+def check_apart(out: Path, source: Path, where: str) -> None:
+    """ValueError if files are to be replaced that are read, by whatever path or link.
+
+    Args:
+      out: a file, or a folder with the files in it.
+      source: likewise.
+      where: how the error begins.
+    """
+    if _identities(out) & _identities(source):
+        raise ValueError(f"{where}{out} is what is read; write to another place")
+
+
+def _identities(path: Path) -> set[tuple[int, int]]:
+    """Of a path and, of a folder, the files in it: what is the same for all links."""
+    files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else []
+    facts = [one.stat() for one in (path, *files) if one.exists()]
+    return {(one.st_dev, one.st_ino) for one in facts}
+
+
 @dataclasses.dataclass(frozen=True)
 class Reader:
     """A file whose header has been checked.

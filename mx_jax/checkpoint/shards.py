@@ -19,7 +19,7 @@ WHOLE = "model.safetensors"
 # Whether files of an earlier call are kept: never, after comparing every value, or by the word of
 # a caller who knows that what it was asked is the same.
 Resume = bool | Literal["vouched"]
-_SHARD = re.compile(r"model-(\d{5})-of-(\d{5})(?:-\d+)?\.safetensors")
+NUMBERED = re.compile(r"model-(\d{5})-of-(\d{5})(?:-\d+)?\.safetensors")
 
 
 def check_sizes(largest: int | None, resume: Resume, where: str) -> None:
@@ -123,7 +123,7 @@ def _commit(folder: Path, index: Mapping[str, object]) -> None:
     _write_index(folder, index)
     new = _named(folder)
     for file in sorted(folder.glob("*.safetensors")):
-        if file.name not in new and (_SHARD.fullmatch(file.name) or file.name in whole):
+        if file.name not in new and (NUMBERED.fullmatch(file.name) or file.name in whole):
             file.unlink()
 
 
@@ -173,7 +173,7 @@ def check_whole(files: list[Path], where: str, are: str = f"there and no {INDEX}
     """ValueError if numbered files are missing, or one is there twice; `are`: known how."""
     found: dict[str, list[str]] = {}
     for file in files:
-        shard = _SHARD.fullmatch(file.name)
+        shard = NUMBERED.fullmatch(file.name)
         if shard is not None:
             found.setdefault(shard[2], []).append(shard[1])
     for count, numbers in found.items():

@@ -8,6 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mx_jax.checkpoint.safetensors_file import check_apart
+from mx_jax.checkpoint.shards import NUMBERED, WHOLE
+from mx_jax.generate.load import GGUF_FIELDS
+
 
 def console() -> Console:
     """Where tables go."""
@@ -27,11 +31,18 @@ def watched() -> bool:
 
 
 # Files of a checkpoint's folder that speak of its tensors: those of the folder before do not stay.
-_OF_TENSORS = ("*.safetensors", "*.index.json", "hf_quant_config.json", ".mx_jax_resume.json")
+_OF_TENSORS = (
+    "*.safetensors",
+    "*.index.json",
+    "hf_quant_config.json",
+    GGUF_FIELDS,
+    ".mx_jax_resume.json",
+)
 
 
 def partial_folder(out: Path) -> Path:
-    """Where a folder is made, beside its place."""
+    """Where a folder is made: beside its place, which a link may name."""
+    out = out.resolve()
     return out.with_name(f".{out.name}.partial")
 
 
@@ -45,14 +56,17 @@ def check_replaceable(out: Path, source: Path) -> None:
     Raises:
       ValueError: naming what is in the way.
     """
-    if not out.exists():
-        return
-    read = [source, *source.glob("*.safetensors")] if source.is_dir() else [source, source.parent]
-    if any(path.exists() and out.samefile(path) for path in read):
-        raise ValueError(f"{out} is what is read; write to another place")
+    check_apart(out, source, "")
+    if out.is_dir() and (os.path.ismount(out) or out.samefile(Path.cwd())):
+        raise ValueError(
+            f"{out} is a mount point or the folder that you are in, and a new one cannot take its "
+            "place; write to a folder in it"
+        )
     for path in out.iterdir() if out.is_dir() else ():
         if path.is_dir():
             raise ValueError(f"{out} holds a folder, {path.name}; write to another place")
+        if path.suffix == ".safetensors" and path.name != WHOLE and not NUMBERED.match(path.name):
+            raise ValueError(f"{out} holds other tensors, in {path.name}; write to another place")
 
 
 def move_into_place(made: Path, out: Path) -> None:

@@ -43,14 +43,16 @@ def check(options: argparse.Namespace) -> None:
 
 
 def begin(options: argparse.Namespace, made: Path) -> None:
-    """Say in the folder that is being made what is asked."""
+    """Say in the folder that is being made what is asked, and clear what a killed run left half."""
+    for file in made.glob(".model*"):
+        file.unlink()
     with replacing(made / RECORD) as file:
         file.write(json.dumps(_digests(options), indent=2).encode())
 
 
-def end(made: Path) -> None:
-    """The folder is whole; nothing is to be resumed."""
-    (made / RECORD).unlink(missing_ok=True)
+def end(out: Path) -> None:
+    """The folder is whole and in its place; nothing is to be resumed."""
+    (out / RECORD).unlink(missing_ok=True)
 
 
 def _digests(options: argparse.Namespace) -> dict[str, str]:

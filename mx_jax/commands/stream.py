@@ -69,12 +69,21 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "out",
         metavar="OUT",
-        type=Path,
+        type=_output,
         help="the file to write, if its name ends with .safetensors; else a folder, to which a "
         "folder's config.json, tokenizer and the like come too, or what a GGUF file says",
     )
     parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
     parser.set_defaults(max_shard_size=None, resume=False)
+
+
+def _output(text: str) -> Path:
+    """A path, which loses its last slash: what that says has to agree with the rest."""
+    if text.endswith("/") and is_file_name(Path(text)):
+        raise argparse.ArgumentTypeError(
+            f"{text} ends as a file, .safetensors, and as a folder, /; leave out one of them"
+        )
+    return Path(text)
 
 
 def add_shards(parser: argparse.ArgumentParser) -> None:
@@ -122,8 +131,7 @@ def check_output(options: argparse.Namespace) -> None:
         _nbytes(options.max_shard_size)
         if options.resume:
             resuming.check(options)
-            return
-    if not options.force and (partial_folder(out) / resuming.RECORD).exists():
+    if not (options.force or options.resume) and (partial_folder(out) / resuming.RECORD).exists():
         raise ValueError(
             f"{out} was begun, in {partial_folder(out)}; go on with --resume, or begin anew with "
             "--force"
@@ -157,7 +165,7 @@ def write_out(
       layout: `"mx_jax"`, a layout of others, or None for arrays that any reader reads.
       program: that is to read it, where several use the layout.
     """
-    out = options.out
+    out = options.out.resolve()
     largest = None if options.max_shard_size is None else _nbytes(options.max_shard_size)
     # `resuming.check` has compared what this command was asked with what the earlier one was.
     resume: Resume = "vouched" if options.resume else False
@@ -174,9 +182,9 @@ def write_out(
             resuming.begin(options, made)
         path = made if largest is not None else made / "model.safetensors"
         _write_tensors(path, weights, tensors, layout, sizes)
-        _write_beside(made, weights, tensors, layout, program)
-        resuming.end(made)
+        _write_beside(made, out, weights, tensors, layout, program)
         move_into_place(made, out)
+        resuming.end(out)
     except BaseException:
         if largest is None:  # nothing of it could be taken up
             shutil.rmtree(made, ignore_errors=True)
@@ -204,6 +212,7 @@ def _write_tensors(
 
 
 def _write_beside(
+    made: Path,
     out: Path,
     weights: Weights,
     tensors: Mapping[str, Any],
@@ -211,14 +220,17 @@ def _write_beside(
     program: str | None,
 ) -> None:
     """What a folder holds besides its tensors."""
+    stated = None
+    if layout in {row.name for row in LAYOUTS}:
+        stated = checkpoint.quantization_config(tensors, layout=layout, program=program)
     if weights.path.is_dir():
-        stated = None
-        if layout in {row.name for row in LAYOUTS}:
-            stated = checkpoint.quantization_config(tensors, layout=layout, program=program)
-        bring_along(weights.path, out, stated)
+        bring_along(weights.path, made, stated)
     elif is_gguf(weights.path):
         # With it, `generate` reads the folder.
-        _write_table(out / GGUF_FIELDS, {key: _json(v) for key, v in weights.metadata.items()})
+        _write_table(made / GGUF_FIELDS, {key: _json(v) for key, v in weights.metadata.items()})
+    if (out / "config.json").is_file() and not (made / "config.json").is_file():
+        # It stays, and may not speak of tensors that are gone.
+        _write_config(out / "config.json", made, stated)
 
 
 def _write_values(
@@ -251,16 +263,21 @@ def bring_along(source: Path, out: Path, stated: Mapping[str, Any] | None) -> No
         if any(path.match(pattern) for pattern in _OF_TENSORS) or not path.is_file():
             continue
         if path.name == "config.json":
-            config = read_table(path, "checkpoint.read")
-            kept = {key: value for key, value in config.items() if key not in _QUANTIZED}
-            kept |= {} if stated is None else {"quantization_config": dict(stated)}
-            _write_table(out / path.name, kept)
+            _write_config(path, out, stated)
         else:
             with replacing(out / path.name) as file:
                 file.write(path.read_bytes())
     # ModelOpt's loaders look for a file of its own as well.
     if stated is not None and "quant_algo" in stated:
         _write_table(out / "hf_quant_config.json", hf_quant_config(stated))
+
+
+def _write_config(path: Path, out: Path, stated: Mapping[str, Any] | None) -> None:
+    """A model's config.json, with what is stated of its tensors in place of what was."""
+    config = read_table(path, "checkpoint.read")
+    kept = {key: value for key, value in config.items() if key not in _QUANTIZED}
+    kept |= {} if stated is None else {"quantization_config": dict(stated)}
+    _write_table(out / path.name, kept)
 
 
 def _write_table(path: Path, table: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mx_jax.checkpoint.foreign import read as read_weights
+from mx_jax.checkpoint.safetensors_file import check_apart, replacing
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.inspect.capture_record import from_json
 from mx_jax.inspect.report_checkpoint import checkpoint_page
@@ -46,7 +47,7 @@ def report(
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: a line that is no record, a damaged checkpoint, a reference of another shape or
-        for a run, or nothing at all.
+        for a run, or nothing at all; or an `out` that is read.
 
     Examples:
       >>> import tempfile, pathlib, jax, jax.numpy as jnp, mx_jax
@@ -59,6 +60,10 @@ def report(
       ...     print(page.read_text().splitlines()[0])
       <!DOCTYPE html>
     """
+    for one in (source, reference):
+        path = one.path if isinstance(one, Weights) else one
+        if isinstance(path, str | os.PathLike):
+            check_apart(Path(out), Path(path), "report: ")
     if isinstance(source, str | os.PathLike):
         source = read_weights(source) if _is_checkpoint(Path(source)) else read(source)
     if isinstance(source, Weights):
@@ -70,7 +75,8 @@ def report(
         )
     else:
         page = _of_run(source, title)
-    Path(out).write_text(page, encoding="utf-8")
+    with replacing(Path(out)) as file:
+        file.write(page.encode())
 
 
 def _is_checkpoint(path: Path) -> bool:

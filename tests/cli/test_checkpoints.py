@@ -1,11 +1,15 @@
 """`python -m mx_jax quantize`, `dequantize`, `convert`, `inspect` and `diff` on small files."""
 
+import contextlib
+import errno
 import html
 import html.parser
 import itertools
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ import mx_jax
 from mx_jax import calibrate, checkpoint
 from mx_jax.checkpoint import shards
 from mx_jax.cli import main
-from mx_jax.commands import resuming
+from mx_jax.commands import output, resuming, stream
 from mx_jax.commands.output import partial_folder
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -188,7 +192,14 @@ def test_an_interrupted_run_is_taken_up_by_its_like_alone(
     with pytest.raises(KeyboardInterrupt):
         main(["quantize", str(model), str(out), *words, "--force", "--scales", "mse"])
     assert len([*made.glob("*.safetensors")]) == 1 and checkpoint.read(out).quantized
-    (made / resuming.RECORD).unlink()
+    # What stands is replaced by --force alone; what was half written when a run was killed goes.
+    again = ("quantize", model, out, *words, "--scales", "mse", "--resume")
+    monkeypatch.setattr(shards, "write", write)
+    assert f"{out} is there already" in error(capsys, *again)
+    (made / ".model-00002-of-00003.safetensors.x").write_text("half")
+    run(capsys, *again, "--force")
+    assert not [path for path in (*out.glob(".*"), made) if path.exists()]
+    made.mkdir()
     assert "no .mx_jax_resume.json" in error(capsys, "quantize", model, out, *words, "--resume")
 
 
@@ -526,7 +537,25 @@ def test_an_output_that_is_there(model: Path, tmp_path: Path, capsys: pytest.Cap
     for same in (model, model.parent / ".." / model.parent.name / model.name, model.parent):
         said = error(capsys, "quantize", model, same, "--format", "mxfp4", "--force")
         assert "is what is read; write to another place" in said
-    assert model.read_bytes() == before
+    linked, folder = tmp_path / "linked.safetensors", tmp_path / "folder"
+    folder.mkdir()
+    linked.symlink_to(model)
+    os.link(model, folder / "model.safetensors")
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    # By a link, in a folder, and as a file that is read beside tensors.
+    for words_of_one in (
+        ("quantize", linked, folder, "--format", "mxfp4", "--force"),
+        ("convert", folder, linked, "--to", "mx_jax", "--force"),
+        ("inspect", tmp_path, "--html", config, "--force"),
+    ):
+        assert "is what is read; write to another place" in error(capsys, *words_of_one)
+    assert model.read_bytes() == before and config.read_text() == "{}"
+    (folder / "model.safetensors").rename(folder / "adapter.safetensors")
+    linked.unlink()
+    safetensors.numpy.save_file({UP: matrix()}, linked)
+    said = error(capsys, "quantize", linked, folder, "--format", "mxfp4", "--force")
+    assert f"{folder} holds other tensors, in adapter.safetensors" in said
     out = tmp_path / "other.safetensors"
     run(capsys, "quantize", model, out, "--format", "mxfp4")
     words = ("quantize", model, out, "--format", "mxfp8")
@@ -587,6 +616,62 @@ def test_a_dot_in_the_name_of_a_folder(
     run(capsys, "quantize", model, out, "--format", "mxfp4")
     assert checkpoint.read(out).quantized == {UP: "mx_jax"}
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+    with pytest.raises(SystemExit):
+        main(["quantize", str(model), f"{out}.safetensors/", "--format", "mxfp4"])
+    assert "ends as a file, .safetensors, and as a folder, /" in capsys.readouterr().err
+
+
+def test_a_folder_by_a_link_and_by_a_dot(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """What a link names is replaced, and the link stays; what config.json said of tensors goes."""
+    out, link = tmp_path / "out", tmp_path / "link"
+    out.mkdir()
+    said = {"hidden_size": 64, "quantization_config": {"quant_method": "fp8"}}
+    (out / "config.json").write_text(json.dumps(said))
+    (out / "gguf.json").write_text("{}")
+    link.symlink_to(out)
+    assert "is there already" in error(capsys, "quantize", model, link, "--format", "mxfp4")
+    run(capsys, "quantize", model, link, "--format", "mxfp4", "--force")
+    assert link.is_symlink() and checkpoint.read(link).quantized == {UP: "mx_jax"}
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+    assert json.loads((out / "config.json").read_text()) == {"hidden_size": 64}
+    # Where folders cannot be exchanged, they are moved one after the other.
+    with monkeypatch.context() as patch:
+        patch.delattr(output.ctypes, "CDLL")
+        run(capsys, "quantize", model, link, "--format", "mxfp8_e4m3", "--force")
+    assert "mxfp8_e4m3" in str(checkpoint.read(out)[UP]) and (out / "config.json").is_file()
+    assert [*tmp_path.glob(".*")] == []
+    # A shell would be left in a folder that is gone; a mounted one cannot be moved.
+    monkeypatch.chdir(out)
+    said = error(capsys, "quantize", model, ".", "--format", "mxfp4", "--force")
+    assert ". is a mount point or the folder that you are in" in said
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == out)
+    said = error(capsys, "quantize", model, out, "--format", "mxfp4", "--force")
+    assert f"{out} is a mount point" in said
+
+
+def test_a_disk_that_is_full_leaves_no_half_tokenizer(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    model.rename(source / "model.safetensors")
+    (source / "tokenizer.json").write_text("{}")
+    replacing = stream.replacing
+
+    @contextlib.contextmanager
+    def full(path: Path) -> Iterator[Any]:
+        with replacing(path) as file:
+            yield file
+            if path.name == "tokenizer.json":
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(stream, "replacing", full)
+    said = error(capsys, "quantize", source, out, "--format", "mxfp4")
+    assert "No space left on device: '" in said and "tokenizer.json" in said
+    assert [*tmp_path.iterdir()] == [source]
 
 
 def test_a_page_replaces_nothing_unasked(
@@ -598,4 +683,6 @@ def test_a_page_replaces_nothing_unasked(
     assert "is what is read" in error(capsys, "inspect", model, "--html", model, "--force")
     assert f"{page} is there already" in error(capsys, "inspect", model, "--html", page)
     run(capsys, "inspect", model, "--html", page, "--force")
+    with pytest.raises(ValueError, match=r"report: .*model\.safetensors is what is read"):
+        mx_jax.inspect.report(checkpoint.read(model), model)
     assert model.read_bytes() == before
