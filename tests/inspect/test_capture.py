@@ -19,6 +19,7 @@ import mx_jax
 from mx_jax import convert, inspect, recipes
 from mx_jax.inspect.capture_statistics import STATISTICS
 from mx_jax.ops import dense
+from tests.needs import needs_library
 from tests.quick import quick
 
 W = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32) / 8
@@ -413,4 +414,4 @@ def test_where_nothing_is_promoted(backend: str):
     ):
         jax.jit(jax.grad(lambda params: layer.apply(params, x).sum()))(params)
         jax.effects_barrier()
-    assert len(seen.rows) >= 6
+    assert {tag.tensor for tag in seen} >= {"input", "weight", "gradient"}
