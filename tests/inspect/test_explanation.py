@@ -164,3 +164,14 @@ def test_a_plain_layer_of_an_nnx_model_has_no_recipe():
     model = convert.nnx(nnx.Sequential(*layers), convert.Rule("layers/0", "mxfp8"))
     found = explain(model, jax.ShapeDtypeStruct((16, 64), "float32"))
     assert [row.why for row in found.high] == ["no recipe reaches it"]
+
+
+def test_the_share_counts_every_step_of_a_scan():
+    """Three quantized products in a scan, and one in float32 of the same size outside."""
+    x, stack = jnp.ones((8, 64)), jnp.ones((3, 64, 64))
+
+    def run(x, stack):
+        x, _ = jax.lax.scan(lambda x, w: (mx_jax.matmul(x, w, recipe="mxfp8"), None), x, stack)
+        return x @ stack[0]
+
+    assert explain(run, x, stack).quantized_share == pytest.approx(3 / 4)
