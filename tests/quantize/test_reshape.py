@@ -198,3 +198,16 @@ def test_tensor_scales_of_some_matrices_are_not_enough():
     row = mx_jax.quantize(jnp.ones((2, 1, 32)), "nvfp4", tensor_scale=jnp.float32([[[1]], [[2]]]))
     with pytest.raises(ValueError, match="must be under the array's tensor scale"):
         nvfp4.at[:, :1].set(row)
+
+
+def test_rows_under_tensor_scales_of_their_own():
+    """A row is written under the scale of its place, and under no other row's."""
+    rows = jnp.linspace(-1.0, 1.0, 96).reshape(3, 32) * jnp.array([[1e-4], [1.0], [1e4]])
+    x = jax.vmap(lambda row: mx_jax.quantize(row, "nvfp4"))(rows)
+    assert x.tensor_scale is not None and x.tensor_scale.shape == (3, 1)
+    new = mx_jax.quantize(-rows[1], "nvfp4", tensor_scale=x.tensor_scale[1])
+    y = x.at[1].set(new)
+    np.testing.assert_array_equal(y[1].dequantize(), new.dequantize())
+    np.testing.assert_array_equal(y.dequantize()[::2], x.dequantize()[::2])
+    with pytest.raises(ValueError, match=r"under the array's tensor scale"):
+        x.at[2].set(new)
