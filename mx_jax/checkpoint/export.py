@@ -13,6 +13,7 @@ from mx_jax.checkpoint.layout import Layout
 from mx_jax.checkpoint.layouts import named
 from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.safetensors_file import Entry, named_dtype
+from mx_jax.checkpoint.scales import finite_scales
 from mx_jax.checkpoint.shards import Resume, check_sizes, write_files
 from mx_jax.checkpoint.torchao import TORCHAO
 from mx_jax.checkpoint.torchao_export import torchao_metadata, torchao_parts
@@ -52,7 +53,8 @@ def write(
 
     Raises:
       ValueError: an MXArray of another format or other blocks than the layout's, whose name does
-        not end as its weights do, or whose rows fill no whole bytes; two tensors of one name.
+        not end as its weights do, or whose rows fill no whole bytes; two tensors of one name;
+        blocks whose scales are NaN, infinite or negative.
 
     Examples:
       >>> import os, tempfile, jax.numpy as jnp, mx_jax
@@ -166,7 +168,7 @@ def _stored(name: str, x: MXArray, row: Layout) -> dict[str, Entry]:
     found = {
         parts["codes"]: Entry(shape, named_dtype(row.codes_dtype), codes),
         parts["scales"]: Entry(
-            x.scales.shape, scale_dtype, lambda: np.asarray(x.scales).view(scale_dtype)
+            x.scales.shape, scale_dtype, lambda: finite_scales(x, name).view(scale_dtype)
         ),
     }
     if row.tensor_scale is not None:

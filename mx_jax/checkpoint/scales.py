@@ -3,26 +3,48 @@
 import numpy as np
 
 from mx_jax.formats import BlockFormat
+from mx_jax.mxarray import MXArray
 
 # Formats with a tensor scale are NVFP4: its largest element times its largest block scale.
 _NVFP4_MAX = 6.0 * 448.0
 
 
-def block_scales(stored: np.ndarray, format: BlockFormat, where: str) -> np.ndarray:
-    """Block scales as an MXArray has them; ValueError for what is no scale."""
+def bad_scales(stored: np.ndarray, format: BlockFormat) -> np.ndarray:
+    """Which scales, as they are stored, are NaN, infinite or negative."""
     if format.scale.is_float32:
         scales = stored.astype(np.float32)
-        bad = ~np.isfinite(scales) | (scales < 0)
-    else:
-        scales = stored.view(np.uint8)
-        # E8M0 has one NaN; E4M3 has a sign, which no scale bears, and a NaN for each.
-        bad = scales == 0xFF if format.scale.kind == "exponent" else scales >= 0x7F
+        return ~np.isfinite(scales) | (scales < 0)
+    # E8M0 has one NaN; E4M3 has a sign, which no scale bears, and a NaN for each.
+    codes = stored.view(np.uint8)
+    return codes == 0xFF if format.scale.kind == "exponent" else codes >= 0x7F
+
+
+def finite_scales(x: MXArray, name: str) -> np.ndarray:
+    """The scales of a weight that is written for others, who expect no block that is no number.
+
+    Raises:
+      ValueError: a scale that is NaN, infinite or negative.
+    """
+    scales = np.asarray(x.scales)
+    bad = bad_scales(scales, x.format)
+    if bad.any():
+        raise ValueError(
+            f"checkpoint.write: {name} has {int(bad.sum())} of {bad.size} blocks whose scales are "
+            "NaN, infinite or negative, which a reader takes for damage; repair the weight, or "
+            "save it in mx_jax's own files"
+        )
+    return scales
+
+
+def block_scales(stored: np.ndarray, format: BlockFormat, where: str) -> np.ndarray:
+    """Block scales as an MXArray has them; ValueError for what is no scale."""
+    bad = bad_scales(stored, format)
     if bad.any():
         raise ValueError(
             f"{where}: {int(bad.sum())} of {bad.size} scales are NaN, infinite or negative; the "
             "file is damaged, or its scales are of another format"
         )
-    return scales
+    return stored.astype(np.float32) if format.scale.is_float32 else stored.view(np.uint8)
 
 
 def tensor_scale(

@@ -8,6 +8,7 @@ import numpy as np
 
 from mx_jax.checkpoint import torchao
 from mx_jax.checkpoint.safetensors_file import Entry
+from mx_jax.checkpoint.scales import finite_scales
 from mx_jax.codecs import packing
 from mx_jax.formats import F32, NVFP4, Whole
 from mx_jax.mxarray import MXArray
@@ -27,7 +28,7 @@ def torchao_parts(name: str, value: MXArray | Any) -> tuple[dict[str, Entry], di
     if not isinstance(value, MXArray):
         return {name: Entry.of(value)}, {name: json.dumps({"_type": torchao.PLAIN})}
     kind, data = _said_of(name, value)
-    parts = _parts(value)
+    parts = _parts(name, value)
     facts = {"_type": kind, "_data": data, "_tensor_data_names": list(parts)}
     entries = {torchao.base(name) + role: entry for role, entry in parts.items()}
     return entries, {name: json.dumps(facts)}
@@ -86,7 +87,7 @@ def _alike(one: Any, other: Any) -> bool:
     return dataclasses.replace(one, name=other.name) == other
 
 
-def _parts(x: MXArray) -> dict[str, Entry]:
+def _parts(name: str, x: MXArray) -> dict[str, Entry]:
     bits, dtype = x.format.element.bits, x.format.scale.dtype
     if bits == 4 and x.shape[-1] % 2:
         raise ValueError(f"checkpoint.write: torchao needs FP4 rows of whole bytes, got {x.shape}")
@@ -99,7 +100,7 @@ def _parts(x: MXArray) -> dict[str, Entry]:
 
     parts = {
         torchao.QDATA: Entry(shape, stored, codes),
-        torchao.SCALE: Entry(x.scales.shape, dtype, lambda: np.asarray(x.scales).view(dtype)),
+        torchao.SCALE: Entry(x.scales.shape, dtype, lambda: finite_scales(x, name).view(dtype)),
     }
     if x.tensor_scale is not None:
         # One number has no axes there, one an expert three.

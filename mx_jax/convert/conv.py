@@ -91,7 +91,9 @@ def _patches(
     spans = [(size - 1) * step + 1 for size, step in zip(window, dilation, strict=True)]
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(space, spans, strides, padding)
-    x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
+    # lax takes negative padding, which cuts.
+    edges = ((0, 0, 0), *((int(low), int(high), 0) for low, high in padding), (0, 0, 0))
+    x = lax.pad(x, jnp.zeros((), x.dtype), edges)
     if tuple(window) == tuple(strides) and tuple(spans) == tuple(window):
         return _tiles(x, window)
     sizes = [

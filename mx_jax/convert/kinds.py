@@ -14,6 +14,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import nnx
+from flax.linen.recurrent import DenseParams
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
@@ -187,5 +188,10 @@ def foreign_facts(
     obstacle = f"has layers of its own: {', '.join(inner)}" if inner else None
     if isinstance(layer, _WITHOUT_PATCHES):
         obstacle = "no product of patches and kernel"
+    elif isinstance(layer, DenseParams):
+        obstacle = (
+            "OptimizedLSTMCell joins its parameters in a product of its own: LSTMCell has the same "
+            "parameters and is converted, convert.function reaches either"
+        )
     # Which axes it contracts is not known.
     return {"kernel": kernels[0], "named_only": True, "obstacle": obstacle}

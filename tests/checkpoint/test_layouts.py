@@ -250,3 +250,23 @@ def test_nothing_there(tmp_path: Path):
         checkpoint.read(tmp_path)
     with pytest.raises(FileNotFoundError, match="no file at"):
         checkpoint.read(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("format", "layout"),
+    [
+        ("mxfp4", "mxfp4-pack-quantized"),
+        ("mxfp4", "gpt-oss"),
+        ("mxfp8", "torchao"),
+        ("nvfp4", "nvfp4-pack-quantized"),
+    ],
+)
+def test_blocks_that_are_no_number_are_not_written(format: str, layout: str, tmp_path: Path):
+    """Our own reader, and those of others, would call the file damaged."""
+    w = np.ones((64, 128), np.float32)
+    w[3, 5] = np.nan
+    path = tmp_path / "model.safetensors"
+    weights = {"up.weight": mx_jax.quantize(w, format, axis=1)}
+    with pytest.raises(ValueError, match=r"up.weight has 1 of \d+ blocks whose scales are NaN"):
+        checkpoint.write(path, weights, layout=layout)
+    assert not path.exists()

@@ -293,3 +293,17 @@ def test_help_names_what_can_be_written(capsys: pytest.CaptureFixture[str]):
     layouts = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("layouts: "))
     assert {"mx_jax", "torchao", "gpt-oss"} < set(layouts.removeprefix("layouts: ").split(", "))
     assert "fp-quant" not in layouts
+
+
+@pytest.mark.parametrize(
+    ("format", "layout"), [("mxfp4", "compressed-tensors"), ("mxfp8", "torchao")]
+)
+def test_blocks_that_are_no_number_reach_no_other_layout(
+    format: str, layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    source, out = tmp_path / "own.safetensors", tmp_path / "theirs.safetensors"
+    weights = {"up.weight": mx_jax.quantize(np.full((64, 64), np.inf, np.float32), format, axis=1)}
+    checkpoint.save(source, weights)
+    assert main(["convert", str(source), str(out), "--to", layout]) == 2
+    assert "up.weight has 128 of 128 blocks whose scales are NaN" in capsys.readouterr().err
+    assert not out.exists()

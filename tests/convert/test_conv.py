@@ -34,9 +34,10 @@ CASES = {
     ),
     "circular": dict(kernel_size=(3, 3), padding="CIRCULAR"),
     "pairs": dict(kernel_size=(3, 2), padding=((1, 0), (2, 3))),
+    "cut": dict(kernel_size=(3, 2), padding=((-1, 0), (2, -3))),
 }
 # What stands for the others by default.
-FIRST = ("1x1", "3x3 valid, strides", "patches, padded", "dilated", "circular")
+FIRST = ("1x1", "3x3 valid, strides", "cut", "patches, padded", "dilated", "circular")
 
 
 class Both(NamedTuple):

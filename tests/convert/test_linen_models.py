@@ -95,3 +95,16 @@ def test_rules_go_by_path_below_nn_jit():
     first, second = outputs["first/.*"], outputs["second/.*"]
     assert np.any(first != outputs["nothing"]) and np.any(second != outputs["nothing"])
     assert np.any(first != second)
+
+
+def test_a_cell_that_joins_its_parameters():
+    """What `convert.report` says of it is true: the plain cell and the function are converted."""
+    x, rule = jnp.ones((2, 5, 64)), convert.Rule(".*", "mxfp8")
+    model = nn.RNN(nn.OptimizedLSTMCell(32))
+    with pytest.warns(convert.UnusedRuleWarning):
+        assert "LSTMCell has the same parameters" in str(convert.report(model, rule, x))
+    variables = model.init(jax.random.key(0), x)
+    plain = convert.linen(nn.RNN(nn.LSTMCell(32)), rule).apply(variables, x)
+    joined = convert.function(model.apply, rule)(variables, x)
+    np.testing.assert_array_equal(plain, joined)
+    assert 0 < abs(joined - model.apply(variables, x)).max() < 0.1
