@@ -104,7 +104,8 @@ def _quantized(
     found = {part: read() for part, read in parts.items()}
     stored = found["codes"].view(np.uint8)
     shape = layout.shape(stored.shape)
-    stored = stored.reshape(*shape[:-1], -1)
+    # Not -1: of no rows that could be any number.
+    stored = stored.reshape(*shape[:-1], shape[-1] * layout.format.element.bits // 8)
     scales = found["scales"]
     if layout.padded:
         scales = scales[tuple(slice(count) for count in layout.scales_shape(shape))]

@@ -129,7 +129,7 @@ def _made(
     row = next((row for row in LAYOUTS if row.name == target), None)
     format = row.format if row is not None else block_format(target)
     blocks = _blocks(given, format, row)
-    wanted, unfit = _wanted(given, blocks)
+    wanted, unfit = _wanted(given, blocks, format.scale)
     whole = _tensor_scale(given, format, wanted)
     if tensor_scale is not None:
         if not format.tensor_scale or not 2.0**_SMALLEST_NORMAL <= tensor_scale < math.inf:
@@ -172,7 +172,7 @@ def _blocks(x: MXArray, format: BlockFormat, row: Layout | None) -> Blocks:
     return blocks
 
 
-def _wanted(x: MXArray, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
+def _wanted(x: MXArray, blocks: Blocks, scale: ScaleFormat) -> tuple[np.ndarray, np.ndarray]:
     """The scale that each block of the target has to have, and which cannot have one.
 
     A block of zeros wants none, which is given as zero.
@@ -196,7 +196,9 @@ def _wanted(x: MXArray, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
             high = np.maximum.reduceat(high, starts, axis)
             low = np.minimum.reduceat(low, starts, axis)
             bad = np.logical_or.reduceat(bad, starts, axis)
-    return high, bad | ((high != low) & np.isfinite(low))
+    # Codes that are not zero may lie under a scale that is, which exponents cannot be.
+    lost = (low == 0) & (scale.kind == "exponent")
+    return high, bad | lost | ((high != low) & np.isfinite(low))
 
 
 def _tensor_scale(x: MXArray, format: BlockFormat, wanted: np.ndarray) -> np.ndarray:

@@ -270,3 +270,18 @@ def test_blocks_that_are_no_number_are_not_written(format: str, layout: str, tmp
     with pytest.raises(ValueError, match=r"up.weight has 1 of \d+ blocks whose scales are NaN"):
         checkpoint.write(path, weights, layout=layout)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("row", WRITTEN, ids=lambda row: row.name)
+def test_weights_of_no_rows(row: Layout, tmp_path: Path):
+    shape, path = (2, 0, 64) if row.split else (0, 256), tmp_path / "model.safetensors"
+    x = mx_jax.MXArray(
+        codes=jnp.zeros(shape, jnp.uint8),
+        scales=jnp.zeros(row.scales_shape(shape), row.format.scale.storage_dtype),
+        tensor_scale=jnp.ones((1,) * len(shape)) if row.tensor_scale else None,
+        format=row.format,
+        blocks=row.blocks,
+        dtype=jnp.dtype("float32"),
+    )
+    checkpoint.write(path, {f"up{row.weight}": x}, layout=row.name)
+    assert checkpoint.read(path, layout=row.name)[f"up{row.weight}"].shape == shape

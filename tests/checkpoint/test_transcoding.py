@@ -85,6 +85,16 @@ def test_blocks_of_zeros_take_any_scale(rng: np.random.Generator):
     assert not values(zeros).any() and proved.tensor_scale == 1
 
 
+def test_codes_under_a_scale_of_zero(rng: np.random.Generator):
+    """E4M3 and float32 have a zero, E8M0 has none."""
+    x, _ = checkpoint.transcode(mxfp4([127, 128], rng), FP4_F32)
+    x = dataclasses.replace(x, scales=x.scales.at[0].set(0))
+    y, _ = checkpoint.transcode(x, NVFP4)
+    np.testing.assert_array_equal(values(y), values(x))
+    with pytest.raises(ValueError, match=r"1 of 2 blocks of mxfp4 cannot hold"):
+        checkpoint.transcode(x, "mxfp4")
+
+
 @pytest.mark.parametrize("exponent", [0, 1, 9, 10, 253])
 def test_the_ends_of_e8m0(exponent: int, rng: np.random.Generator):
     """No tensor scale below 2^-126 is chosen, which machines flush to zero."""
