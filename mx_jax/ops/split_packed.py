@@ -86,7 +86,8 @@ def words(packed: PackedMXArray) -> tuple[Mapping[Factor, str], list[str], dict[
     if cut.parts > 1:
         sizes["k0_inside"] = packed.k[0] // cut.parts
         positions[CONTRACTED] = "(k0 k0_inside)" if sizes["k0_inside"] > 1 else "k0"
-    if entries % rows == 0:
+    # Shardy takes no factor of one beside another: a single tile is not split.
+    if entries % rows == 0 and entries > rows:
         each = rows * math.prod(packed.kept[1:]) // cut.rows
         tiles[KEPT] = "(n0 n0_tiles)" if each > 1 else "n0"
         sizes |= {"n0_tiles": each} if each > 1 else {}

@@ -131,6 +131,26 @@ def test_weights_are_packed_where_they_lie(mesh: Mesh):
     np.testing.assert_allclose(result, quick(layers)(x, whole), rtol=1e-4)
 
 
+@pytest.mark.parametrize("width", [32, 64], ids=["one tile", "tiles"])
+def test_experts_lie_on_their_devices(width: int, mesh: Mesh):
+    """A stack of experts in parts: none is on two devices, and none moves for its product."""
+    w = jnp.asarray(draw_few_octaves(np.random.default_rng(5), (8, 64, width)))
+    x = jnp.asarray(draw_few_octaves(np.random.default_rng(6), (8, ROWS, 64)))
+    packed = mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=1), contracting=1, num_batch=1)
+    place = NamedSharding(mesh, P("model"))
+    placed = device_put(packed, place)
+    codes = jax.tree.leaves(placed)[0]
+    assert codes.sharding.spec[0] == "model"
+    assert {each.nbytes for each in shards(placed)} == {codes.nbytes // 4}
+
+    def run(x: jax.Array, w: Any) -> jax.Array:
+        return mx_jax.einsum("emk,ekn->emn", x, w, recipe=MXFP4)
+
+    result, text = program(run, jax.device_put(x, place), placed)
+    assert collectives(text) == [] and result.sharding.spec[0] == "model"
+    assert_bitwise_equal(result, quick(run)(x, packed))
+
+
 def test_a_converted_model_in_tensor_parallel(mesh: Mesh):
     """Columns, then rows: one sum between devices for both layers."""
     model = nn.Sequential([nn.Dense(128), nn.relu, nn.Dense(64)])
