@@ -97,9 +97,11 @@ def _patches(
     if tuple(window) == tuple(strides) and tuple(spans) == tuple(window):
         return _tiles(x, window)
     sizes = [
-        (size - span) // stride + 1
+        max((size - span) // stride + 1, 0)
         for size, span, stride in zip(x.shape[1:-1], spans, strides, strict=True)
     ]
+    if 0 in sizes:  # cut below the kernel: no patch at all
+        return jnp.zeros((x.shape[0], *sizes, math.prod(window), x.shape[-1]), x.dtype)
     taps = []
     for flat in range(math.prod(window)):
         # NumPy: below jit, jnp would make tracers even of constants.

@@ -35,9 +35,20 @@ CASES = {
     "circular": dict(kernel_size=(3, 3), padding="CIRCULAR"),
     "pairs": dict(kernel_size=(3, 2), padding=((1, 0), (2, 3))),
     "cut": dict(kernel_size=(3, 2), padding=((-1, 0), (2, -3))),
+    # Not (-2, 1): XLA's own convolution on CPUs is wrong where it cuts first and pads last.
+    "cut patches": dict(kernel_size=(2, 2), strides=(2, 2), padding=((-1, -1), (-2, -1))),
+    "cut below the kernel": dict(kernel_size=(3, 2), padding=((-4, -1), (0, 0))),
 }
 # What stands for the others by default.
-FIRST = ("1x1", "3x3 valid, strides", "cut", "patches, padded", "dilated", "circular")
+FIRST = (
+    "1x1",
+    "3x3 valid, strides",
+    "cut",
+    "cut below the kernel",
+    "patches, padded",
+    "dilated",
+    "circular",
+)
 
 
 class Both(NamedTuple):
