@@ -14,6 +14,7 @@ from mx_jax import checkpoint
 from mx_jax.checkpoint.deferred import deferred
 from mx_jax.checkpoint.layout import Layout
 from mx_jax.checkpoint.progress import progress_bar
+from mx_jax.checkpoint.scales import finite_scales
 from mx_jax.checkpoint.transcoding import fit
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.fused import unlike
@@ -148,6 +149,7 @@ def _planned(weights: Weights, name: str, row: Layout | None) -> Conversion:
     if not isinstance(x, MXArray):
         kind = str(x.dtype)
         return Conversion(name=name, source=str(one.layout), target=kind, how=How.COPIED)
+    finite_scales(x, name)  # no layout holds others, and a dry run says so too
     facts: dict[str, Any] = {"name": name, "source": x.format.name, "target": row.format.name}
     if dataclasses.replace(x.format, name=row.format.name) == row.format and x.blocks == row.blocks:
         return Conversion(**facts, **_of_the_same_format(x, row))

@@ -55,6 +55,13 @@ def test_there_and_back(format: BlockFormat, tmp_path: Path, rng: np.random.Gene
     np.testing.assert_array_equal(np.asarray(back["up.bias"]), np.ones(3))
 
 
+def test_experts_under_scales_of_their_own(tmp_path: Path, rng: np.random.Generator):
+    x, path = weight(formats.NVFP4, rng, (3, 4, 32)), tmp_path / "a.safetensors"
+    x = dataclasses.replace(x, tensor_scale=jnp.array([0.25, 0.5, 1.0]).reshape(3, 1, 1))
+    checkpoint.write(path, {"up.weight": x}, layout="torchao")
+    assert_same(checkpoint.read(path)["up.weight"], x)
+
+
 def test_what_is_not_written(tmp_path: Path, rng: np.random.Generator):
     for x in (draw(formats.MXFP4, (64, 8), rng, axis=-2), draw(formats.MXINT8, (8, 64), rng)):
         with pytest.raises(ValueError, match=r"torchao holds .* got up\.weight: format=mx"):
