@@ -170,7 +170,8 @@ class QuantizeCall:
     def text(self) -> str:
         """The call in a jaxpr."""
         axes = ", ".join(str(axis) for axis, _ in self.blocks)
-        return f"{self.format.name} along {axes}, {self.scale_rule.name}, {self.rounding.name}"
+        drawn = f", {self.rounding.name}" if self.rounding.random_bits else ""
+        return f"{self.format.name} along {axes}, {self.scale_rule.name}{drawn}"
 
     @property
     def random_bits(self) -> int:

@@ -39,14 +39,12 @@ class Implementations:
       other: anywhere else, in plain JAX.
       platform: of `own`; None: every one.
       one_device: whether `own` serves no program of several devices.
-      name: of the backend of `own`, for the jaxpr's text.
     """
 
     own: Callable[..., Any]
     other: Callable[..., Any]
     platform: str | None
     one_device: bool
-    name: str
 
     def __call__(self, *operands: Any) -> Any:
         """What a call asks for: the operands, the call last."""
@@ -109,7 +107,7 @@ class Work:
     batches: tuple[tuple[Any, tuple[int | None, ...]], ...] = ()
 
     def __repr__(self) -> str:
-        return f"{self.call.text} by {self.implementations.name}"
+        return self.call.text
 
     def compute(self, own: bool, *leaves: jax.Array) -> list[jax.Array]:
         """The results' leaves."""

@@ -130,7 +130,7 @@ def _bound(
         return choice
     if platform is not None and not one_device:
         other = _reference(call)
-    run = Implementations(offer.run, other, platform, one_device, name)
+    run = Implementations(offer.run, other, platform, one_device)
     return dataclasses.replace(choice, offer=dataclasses.replace(offer, run=run), target=target)
 
 

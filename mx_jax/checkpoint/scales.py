@@ -23,8 +23,15 @@ def finite_scales(x: MXArray, name: str) -> np.ndarray:
     """The scales of a weight that is written for others, who expect no block that is no number.
 
     Raises:
-      ValueError: a scale that is NaN, infinite or negative.
+      ValueError: a scale that is NaN, infinite or negative; a tensor scale above 1, which
+        `tensor_scale` takes for one that is stored the other way around.
     """
+    if x.tensor_scale is not None and (largest := float(np.max(x.tensor_scale))) > 1:
+        raise ValueError(
+            f"checkpoint.write: {name} has tensor_scale={largest:g}, for values beyond "
+            f"{_NVFP4_MAX:g}; readers take one above 1 for the inverse; scale the weight down, or "
+            "save it in mx_jax's own files"
+        )
     scales = np.asarray(x.scales)
     bad = bad_scales(scales, x.format)
     if bad.any():

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.codecs.rounding import NEAREST
-from mx_jax.ops.kept import Kept, beyond
+from mx_jax.ops.kept import beyond
 from mx_jax.ops.keys import Key, product_key
 from mx_jax.ops.operands import operand_keys, prescaled, transformed, turned_back
+from mx_jax.ops.product import Kept
 from mx_jax.ops.quantize import quantize_operand
 from mx_jax.packed import Quantized
 from mx_jax.reference import hadamard
 from mx_jax.specs import MatmulRecipe, OperandSpec
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def mask_clipped(
     recipe: MatmulRecipe,
     side: Side,
@@ -40,15 +40,27 @@ def mask_clipped(
       operand: as it came to the forward product, or as it was kept; codes have nothing clipped.
       key: of the product.
     """
-    fwd = recipe.fwd
-    spec, own = (fwd.lhs, axes.lhs) if side == "lhs" else (fwd.rhs, axes.rhs)
     kept = isinstance(operand, Kept)
     if not kept and (not recipe.mask_clipped or isinstance(operand, Quantized)):
         return bar
+    return _masked(recipe, side, axes, bar, operand, key)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _masked(
+    recipe: MatmulRecipe,
+    side: Side,
+    axes: ProductAxes,
+    bar: jax.Array,
+    operand: AnyOperand | Kept,
+    key: Key,
+) -> jax.Array:
+    fwd = recipe.fwd
+    spec, own = (fwd.lhs, axes.lhs) if side == "lhs" else (fwd.rhs, axes.rhs)
     signs = None
     if fwd.transform is not None:
         signs = hadamard.draw_signs(fwd.transform, operand_keys(product_key(recipe, "fwd", key))[2])
-    if kept:
+    if isinstance(operand, Kept):
         return _turned_back(bar, operand.clips(), signs, operand.length, own.block_axis)
     return bar if spec is None else _without_clipped(bar, operand, spec, own, signs)
 

@@ -22,6 +22,7 @@ from mx_jax.formats import F32, WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import canonicalize
 from mx_jax.ops.dense import HIGH_PRECISION, DenseProduct
+from mx_jax.ops.derivative import no_derivative
 from mx_jax.ops.moments import watching
 from mx_jax.ops.multiply import multiply
 from mx_jax.ops.product import Bar, Cast, Casts, Given, differentiable
@@ -276,5 +277,6 @@ class DelayedProduct:
     def _quantize(
         self, x: jax.Array, state: DelayedState, element: ElementFormat
     ) -> tuple[MXArray, DelayedState]:
+        x = no_derivative(x)
         new = next_state(x, state, element, self.scaling)
         return _quantize(x, new.scale, element), new

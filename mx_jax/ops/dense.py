@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.ops.clipping import mask_clipped
-from mx_jax.ops.kept import Kept, as_taken, keep_both
+from mx_jax.ops.kept import as_taken, keep_both
 from mx_jax.ops.keys import GRADIENTS, Key, product_key
 from mx_jax.ops.multiply import multiply
 from mx_jax.ops.operands import (
@@ -25,7 +25,7 @@ from mx_jax.ops.operands import (
     unscaled,
 )
 from mx_jax.ops.placing import moves_of
-from mx_jax.ops.product import Bar, Casts, zero_bars
+from mx_jax.ops.product import Bar, Casts, Kept
 from mx_jax.ops.quantize_both import OperandCast, quantize_operand_both, reads_once
 from mx_jax.ops.sample import Free
 from mx_jax.ops.tags import GRADIENT
@@ -53,7 +53,7 @@ class DenseProduct:
     out_sharding: Any = None
     moves: Moves = STAY
 
-    @functools.partial(jax.jit, static_argnums=(0, 4))
+    @functools.partial(jax.jit, static_argnums=(0, 4), inline=True)
     def forward(self, lhs: Any, rhs: Any, extra: Key, stored: tuple[Side, ...] = ()) -> jax.Array:
         """The product."""
         spec = self.recipe.fwd
@@ -124,13 +124,13 @@ class DenseProduct:
         fwd = product_key(self.recipe, "fwd", key)
         return keep_both(self.recipe, lhs, rhs, self.axes, fwd, self.moves)
 
-    def cotangents(self, g: jax.Array, saved: Key, both: bool) -> tuple[tuple[Any, Any], Any]:
+    def cotangents(self, g: jax.Array, saved: Key, both: bool) -> tuple[tuple[Any, Any], None]:
         """g for both gradients: quantized for both in one call, if a backend reads it once.
 
         Otherwise, or where a product changes it first, as it is: the products quantize it
         themselves, to the same bits.
         """
-        return self._quantized_cotangents(g, saved) if both else (g, g), zero_bars(saved)
+        return self._quantized_cotangents(g, saved) if both else (g, g), None
 
     def _quantized_cotangents(self, g: jax.Array, key: Key) -> tuple[Any, Any]:
         lhs_cast, rhs_cast = (self._cotangent_cast(side, key) for side in GRADIENTS)
@@ -153,7 +153,7 @@ class DenseProduct:
         cast = OperandCast(own, place.blocks(own.format))
         return cast, drawn if own.random_bits else None
 
-    @functools.partial(jax.jit, static_argnums=(0, 1, 4))
+    @functools.partial(jax.jit, static_argnums=(0, 1, 4), inline=True)
     def gradient(self, side: Side, g: Any, other: AnyOperand, bar: Bar, saved: Key) -> jax.Array:
         """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
         with jax.named_scope(GRADIENT[side]):

@@ -5,7 +5,6 @@ too, and is turned back. What the cast clipped is one bit an element: the codes 
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -18,38 +17,11 @@ from mx_jax.codecs import packing
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.keys import Key
 from mx_jax.ops.operands import prepare, transform_operands
+from mx_jax.ops.product import Kept
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.packed import Quantized
 from mx_jax.sharding.movement import Movement, Moves
 from mx_jax.specs import MatmulRecipe, MatmulSpec
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("operand", "clipped"), meta_fields=("length",)
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kept:
-    """What the forward product took of an operand.
-
-    Attributes:
-      operand: codes, or values in high precision, after the transform.
-      clipped: which values the cast clipped, eight a byte along the last axis; None: not asked.
-      length: of the contracted axis before the transform padded it.
-    """
-
-    operand: AnyOperand
-    clipped: jax.Array | None
-    length: int
-
-    def unmasked(self) -> "Kept":
-        """The same, as if nothing had been clipped."""
-        return dataclasses.replace(self, clipped=None)
-
-    def clips(self) -> jax.Array | None:
-        """Where the cast clipped, as booleans in the shape of the operand."""
-        if self.clipped is None:
-            return None
-        return packing.unpack(self.clipped, 1, self.operand.shape[-1]).astype(jnp.bool_)
 
 
 def keep(

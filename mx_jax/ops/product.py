@@ -9,15 +9,18 @@ import functools
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand
+from mx_jax.codecs import packing
 from mx_jax.codecs.explicit_axes import explicit_sharding
-from mx_jax.mxarray import MXArray
+from mx_jax.mxarray import MXArray, decode
+from mx_jax.ops.derivative import no_derivative, with_derivative
 from mx_jax.ops.sample import Free
 from mx_jax.ops.varying import sum_over, varying
-from mx_jax.packed import Quantized
+from mx_jax.packed import Quantized, unpacked
 
 
 @jax.tree_util.register_static
@@ -67,6 +70,9 @@ class Product(Protocol):
           g: cotangent of what `forward` gives.
           saved: what `keep` saved.
           both: whether both products are wanted.
+
+        Returns:
+          Both, and the cotangent of `extra`; None if that is integers and keys.
         """
         ...
 
@@ -140,6 +146,34 @@ class Given(NamedTuple):
         return self.value if self.codes is None else self.codes
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("operand", "clipped"), meta_fields=("length",)
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What the forward product took of an operand.
+
+    Attributes:
+      operand: codes, or values in high precision, after the transform.
+      clipped: which values the cast clipped, eight a byte along the last axis; None: not asked.
+      length: of the contracted axis before the transform padded it.
+    """
+
+    operand: AnyOperand
+    clipped: jax.Array | None
+    length: int
+
+    def unmasked(self) -> "Kept":
+        """The same, as if nothing had been clipped."""
+        return dataclasses.replace(self, clipped=None)
+
+    def clips(self) -> jax.Array | None:
+        """Where the cast clipped, as booleans in the shape of the operand."""
+        if self.clipped is None:
+            return None
+        return packing.unpack(self.clipped, 1, self.operand.shape[-1]).astype(jnp.bool_)
+
+
 def stored_sides(lhs: Given, rhs: Given) -> tuple[Side, ...]:
     """Which operands came quantized; on the left not what this trace quantized: activations."""
     left: tuple[Side, ...] = ("lhs",) if lhs.codes is not None and lhs.value is None else ()
@@ -150,6 +184,7 @@ def stored_sides(lhs: Given, rhs: Given) -> tuple[Side, ...]:
 def differentiable(product: Product, lhs: Given, rhs: Given, extra: Any) -> Any:
     """What `product.forward` gives, with the product's own gradient.
 
+    Derivatives of the gradient are those of the product in float32, its casts being identities.
     Whoever calls it says `with follow(lhs, rhs)`.
     """
     return product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
@@ -157,10 +192,31 @@ def differentiable(product: Product, lhs: Given, rhs: Given, extra: Any) -> Any:
 
 def product_fwd(product: Product, lhs: Given, rhs: Given, extra: Any) -> tuple[Any, Any]:
     """The product, and what its gradient needs: operands, their bars, what was saved."""
-    stored = stored_sides(lhs, rhs)
     left, right, saved = product.keep(lhs.operand, rhs.operand, extra)
     bars = tuple(None if given.value is None else Bar.of(given.value) for given in (lhs, rhs))
-    return product.forward(left, right, extra, stored), (left, right, bars, saved)
+    result = product.forward(left, right, extra, stored_sides(lhs, rhs))
+    exact = ExactForward(product, np.dtype(only(result).dtype))
+    operands = (
+        # The other operand's gradient multiplies what is kept: codes, which have no derivative.
+        no_derivative(given.value) if given.value is not None and given.value is not kept else kept
+        for given, kept in ((lhs, left), (rhs, right))
+    )
+    value = with_derivative(only(result), exact, *operands, extra)
+    result = (value, *result[1:]) if isinstance(result, tuple) else value
+    return result, (left, right, bars, saved)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactForward:
+    """The product in float32, of operands as they came: `product_fwd` is differentiated as this."""
+
+    product: Product
+    dtype: np.dtype
+
+    def __call__(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
+        """The product in its own dtype."""
+        exact = self.product.in_high_precision()
+        return exact.forward(values(lhs), values(rhs), extra).astype(self.dtype)
 
 
 def product_bwd(product: Product, residuals: Any, g: Any) -> tuple[Given, Given, Any]:
@@ -169,6 +225,10 @@ def product_bwd(product: Product, residuals: Any, g: Any) -> tuple[Given, Given,
     (g_lhs, g_rhs), extra_bar = product.cotangents(g, saved, None not in bars)
     lhs_bar = _cotangent(product, "lhs", g_lhs, lhs, rhs, bars[0], saved)
     rhs_bar = _cotangent(product, "rhs", g_rhs, rhs, lhs, bars[1], saved)
+    exact = ExactBackward(product, bars)
+    lhs_bar, rhs_bar = with_derivative((lhs_bar, rhs_bar), exact, lhs, rhs, only(g), saved)
+    if extra_bar is None:
+        extra_bar = zero_bars(saved)
     return Given(lhs_bar, None), Given(rhs_bar, None), extra_bar
 
 
@@ -186,6 +246,44 @@ def _cotangent(product, side, g, own, other, bar, saved):
     return jax.sharding.reshard(value, bar.out_sharding)
 
 
+@dataclasses.dataclass(frozen=True)
+class ExactBackward:
+    """The cotangents in float32: `product_bwd` is differentiated as this."""
+
+    product: Product
+    bars: tuple[Bar | None, Bar | None]
+
+    def __call__(self, lhs: Any, rhs: Any, g: jax.Array, saved: Any) -> tuple[Any, Any]:
+        """The cotangents in the values' own dtypes."""
+        left, right = values(lhs), values(rhs)
+        return self._bar("lhs", g, lhs, right, saved), self._bar("rhs", g, rhs, left, saved)
+
+    def _bar(self, side: Side, g: jax.Array, own: Any, other: jax.Array, saved: Any) -> Any:
+        bar = self.bars[side == "rhs"]
+        if bar is None:
+            return None
+        wide = dataclasses.replace(bar, dtype=np.dtype(np.float32))
+        value = self.product.in_high_precision().gradient(side, g, other, wide, saved)
+        own = jax.lax.stop_gradient(own)  # of which the clipped are to be found
+        value = self.product.masked(side, sum_over(value, bar.varying), own, saved)
+        return value.astype(bar.dtype)
+
+
 def zero_bars(tree: Any) -> Any:
     """The cotangent of integers and keys."""
     return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), tree)
+
+
+def only(result: Any) -> jax.Array:
+    """The product alone, of a kind that gives states too."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def values(operand: Any) -> jax.Array:
+    """What an operand stands for, in float32 if it is quantized."""
+    operand = operand.operand if isinstance(operand, Kept) else operand
+    if not isinstance(operand, Quantized):
+        return operand
+    operand = unpacked(operand)
+    assert isinstance(operand, MXArray)
+    return decode(operand, np.dtype(np.float32), saturates=True)

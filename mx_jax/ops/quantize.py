@@ -150,7 +150,7 @@ def dequantize(x: MXArray | PackedMXArray, dtype: jax.typing.DTypeLike | None = 
     return values if x.primal is None else straight_through(values, x.primal)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype",))
+@functools.partial(jax.jit, static_argnames=("dtype",), inline=True)
 def _dequantize(x: MXArray, *, dtype: np.dtype) -> jax.Array:
     call = DequantizeCall(
         shape=x.shape,
@@ -221,7 +221,7 @@ def cast_cotangent(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.
     return identity(array, options.get("key"))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def quantize_operand(
     x: jax.Array,
     spec: OperandSpec,

@@ -138,7 +138,7 @@ def quantize_operand_both(
         return first, second
 
 
-@functools.partial(jax.jit, static_argnames=("casts",))
+@functools.partial(jax.jit, static_argnames=("casts",), inline=True)
 def _quantize_both(
     x: jax.Array,
     keys: tuple[Key, Key],

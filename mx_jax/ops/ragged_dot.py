@@ -22,11 +22,11 @@ from mx_jax.ops.arguments import as_operand, dtype_of_product, goes_to_lax
 from mx_jax.ops.canonical import check_blocks
 from mx_jax.ops.clipping import mask_clipped
 from mx_jax.ops.dense import HIGH_PRECISION
-from mx_jax.ops.kept import Kept, as_taken
+from mx_jax.ops.kept import as_taken
 from mx_jax.ops.keys import GRADIENTS, Key, check_matmul_key, product_key
 from mx_jax.ops.moments import watching
 from mx_jax.ops.operands import unscaled
-from mx_jax.ops.product import Bar, Casts, Given, differentiable, zero_bars
+from mx_jax.ops.product import Bar, Casts, Given, Kept, differentiable
 from mx_jax.ops.ragged_checks import as_group_sizes, at_most, check_rows, check_shapes
 from mx_jax.ops.ragged_moves import experts_move, matrices_back, on_automatic_axes
 from mx_jax.ops.ragged_operands import (
@@ -165,7 +165,7 @@ class RaggedProduct:
     precision: Any
     move: Movement | None = None
 
-    @functools.partial(jax.jit, static_argnums=(0, 4))
+    @functools.partial(jax.jit, static_argnums=(0, 4), inline=True)
     def forward(
         self, lhs: Any, rhs: Any, extra: _Extra, stored: tuple[Side, ...] = ()
     ) -> jax.Array:
@@ -189,12 +189,12 @@ class RaggedProduct:
         key = product_key(self.recipe, "fwd", extra.key)
         return keep_both(self.recipe, lhs, rhs, _FORWARD, extra.sizes, key, self.move)
 
-    def cotangents(self, g: jax.Array, saved: _Extra, both: bool) -> tuple[Any, _Extra]:
+    def cotangents(self, g: jax.Array, saved: _Extra, both: bool) -> tuple[Any, None]:
         """g for each gradient, which quantizes it itself."""
         del both
-        return (g, g), zero_bars(saved)
+        return (g, g), None
 
-    @functools.partial(jax.jit, static_argnums=(0, 1, 4))
+    @functools.partial(jax.jit, static_argnums=(0, 1, 4), inline=True)
     def gradient(self, side: Side, g: jax.Array, other: Any, bar: Bar, saved: _Extra) -> jax.Array:
         """`[m, n]` by `[g, k, n]` to `[m, k]`, or `[m, k]` by `[m, n]` to `[g, k, n]`."""
         key = product_key(self.recipe, GRADIENTS[side], saved.key)

@@ -14,16 +14,18 @@ import jax
 import numpy as np
 
 from mx_jax.axes import Side
-from mx_jax.mxarray import MXArray, decode
-from mx_jax.ops.kept import Kept
+from mx_jax.mxarray import MXArray
 from mx_jax.ops.moments import Moment, moment, numbers, watching
 from mx_jax.ops.product import (
     Casts,
     Given,
+    Kept,
     Product,
+    only,
     product_bwd,
     product_fwd,
     stored_sides,
+    values,
     zero_bars,
 )
 from mx_jax.ops.sample import Free, Sample
@@ -233,7 +235,7 @@ _watched.defvjp(_watched_fwd, _watched_bwd)
 
 def _forward_look(product, tap, lhs, rhs, extra, result) -> Look:
     def errors(whole: bool) -> Errors:
-        exact, actual = product.in_high_precision(), _only(result)
+        exact, actual = product.in_high_precision(), only(result)
         operands = values(lhs.operand), values(rhs.operand)
         sample = Sample.of(() if whole else exact.free(None), operands, actual)
         left, right = map(sample.operand, operands, (0, 1))
@@ -264,7 +266,7 @@ def _backward_looks(
             wide = dataclasses.replace(bar, dtype=np.dtype(np.float32))
             exact, actual = product.in_high_precision(), given.value
             assert actual is not None
-            operands = _only(g), values(other)
+            operands = only(g), values(other)
             sample = Sample.of(() if whole else _free(exact, side, own), operands, actual)
             left, right = map(sample.operand, operands, (0, 1))
             value = sum_over(exact.gradient(side, left, right, wide, saved), bar.varying)
@@ -280,18 +282,3 @@ def _free(product: Product, side: Side, own: Any) -> tuple[Free, ...]:
     that the other one gives."""
     free = product.free(side)
     return tuple(axis for axis in free if not axis.operand) if isinstance(own, Kept) else free
-
-
-def _only(result: Any) -> jax.Array:
-    """The product alone, of a kind that gives states too."""
-    return result[0] if isinstance(result, tuple) else result
-
-
-def values(operand: Any) -> jax.Array:
-    """What an operand stands for, in float32 if it is quantized."""
-    operand = operand.operand if isinstance(operand, Kept) else operand
-    if not isinstance(operand, Quantized):
-        return operand
-    operand = unpacked(operand)
-    assert isinstance(operand, MXArray)
-    return decode(operand, np.dtype(np.float32), saturates=True)

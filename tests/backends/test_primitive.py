@@ -108,7 +108,7 @@ ANY_CALL = AttendCall(queries=(), keys=(), dtypes=(), tokens=1)
 
 def bound(own: Any, other: Any, x: jax.Array) -> jax.Array:
     """By `own` on one CPU, by `other` anywhere else."""
-    return Implementations(own, other, "cpu", True, "own")(x, ANY_CALL)
+    return Implementations(own, other, "cpu", True)(x, ANY_CALL)
 
 
 def way(x: jax.Array) -> jax.Array:

@@ -272,6 +272,19 @@ def test_blocks_that_are_no_number_are_not_written(format: str, layout: str, tmp
     assert not path.exists()
 
 
+@pytest.mark.parametrize("layout", ["nvfp4-pack-quantized", "modelopt-nvfp4", "torchao"])
+def test_tensor_scales_that_readers_take_for_the_inverse_are_not_written(
+    layout: str, tmp_path: Path
+):
+    path, w = tmp_path / "model.safetensors", np.full((8, 64), 2688, np.float32)
+    checkpoint.write(path, {"up.weight": mx_jax.quantize(w, "nvfp4")}, layout=layout)
+    assert (checkpoint.read(path)["up.weight"].dequantize() == w).all()
+    with pytest.raises(
+        ValueError, match=r"up.weight has tensor_scale=1.25, for values beyond 2688"
+    ):
+        checkpoint.write(path, {"up.weight": mx_jax.quantize(1.25 * w, "nvfp4")}, layout=layout)
+
+
 @pytest.mark.parametrize("row", WRITTEN, ids=lambda row: row.name)
 def test_weights_of_no_rows(row: Layout, tmp_path: Path):
     shape, path = (2, 0, 64) if row.split else (0, 256), tmp_path / "model.safetensors"

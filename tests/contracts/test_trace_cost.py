@@ -13,11 +13,12 @@ import mx_jax
 from tests.needs import needs_library
 
 X = jnp.ones((64, 96))
-RECIPES = ("mxfp8", "mxfp4", "nvfp4", "float8_rowwise")
+# Lines of a layer with its gradients in a jaxpr.
+MOST_LINES = {"mxfp8": 29, "mxfp4": 26, "nvfp4": 39, "float8_rowwise": 43}
+RECIPES = tuple(MOST_LINES)
 ROUNDS = 5
 # Of float32's CPU time to trace.
 MOST_TIMES = 2.5
-MOST_LINES = 90
 
 
 class Layers(nn.Module):
@@ -62,7 +63,7 @@ def test_tracing_costs_little_more_than_float32s():
 def test_lines_of_a_jaxpr(recipe: str):
     run, params = gradient(recipe)
     text = str(jax.make_jaxpr(run)(params, X))
-    assert len(text.splitlines()) <= 6 * MOST_LINES
+    assert len(text.splitlines()) <= 6 * MOST_LINES[recipe]
     format = mx_jax.recipes.from_name(recipe).fwd.lhs.format
     assert f"work={format.name} along -1" in text
     assert f"work={format.name} x {format.name} -> float32" in text

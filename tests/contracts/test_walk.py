@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 # Frames are counted too, but each small function is one.
 LIMITS = {
     "dense_forward": {"depth": 9, "way files": 7, "files": 39, "changes": 105},
-    "dense_backward": {"depth": 9, "way files": 7, "files": 45, "changes": 320},
+    "dense_backward": {"depth": 9, "way files": 7, "files": 46, "changes": 324},
     "packed_product": {"depth": 8, "way files": 5, "files": 30, "changes": 110},
     "pallas_product": {"depth": 10, "way files": 7, "files": 45, "changes": 290},
 }

@@ -1,0 +1,187 @@
+"""Gradients of gradients: of the product in float32, its casts being identities, or refused."""
+
+import dataclasses
+import functools
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.ops.ragged_dot import ragged_dot
+
+KEYS = jax.random.split(jax.random.key(3), 4)
+X, W, V = (
+    jax.random.normal(KEYS[i], shape) / shape[0] ** 0.5
+    for i, shape in enumerate([(16, 64), (64, 32), (64, 32)])
+)
+SIZES = jnp.array([5, 11])
+NO_DERIVATIVE = r"quantize: codes have no derivative, got one by x of shape=.*residuals='primal'"
+
+
+def losses(multiply):
+    """A gradient penalty and a Hessian-vector product, in both orders of modes."""
+
+    def loss(w, x):
+        return (jnp.tanh(multiply(x, w)) ** 2).sum()
+
+    def penalty(w):
+        return (jax.grad(loss, 1)(w, X) ** 2).sum()
+
+    def sloped(w):
+        return (jax.grad(loss)(w, X) * V).sum()
+
+    return (
+        jax.jit(jax.grad(penalty))(W),
+        jax.jvp(lambda w: jax.grad(loss)(w, X), (W,), (V,))[1],
+        jax.grad(jax.checkpoint(sloped))(W),
+    )
+
+
+def distance(found, wanted):
+    return [
+        float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
+        for a, b in zip(found, wanted, strict=True)
+    ]
+
+
+def ragged(recipe):
+    def multiply(x, w):
+        return ragged_dot(x, jnp.stack([w, -w]), SIZES, recipe=recipe)
+
+    return multiply
+
+
+def quantized_before(recipe):
+    def multiply(x, w):
+        return mx_jax.matmul(x, mx_jax.quantize(w, "mxfp8_e4m3", axis=0), recipe=recipe)
+
+    return multiply
+
+
+MULTIPLY = {
+    "matmul": lambda recipe: lambda x, w: mx_jax.matmul(x, w, recipe=recipe),
+    "converted": lambda recipe: mx_jax.convert.function(
+        jnp.matmul, mx_jax.convert.Rule(".*", recipe)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", MULTIPLY)
+@pytest.mark.parametrize(
+    "recipe",
+    [recipes.mxfp8(), recipes.qat("mxfp8_e4m3").with_(residuals="primal")],
+    ids=lambda recipe: recipe.name,
+)
+def test_derivatives_of_gradients_are_near_those_of_float32(way, recipe):
+    multiply = MULTIPLY[way]
+    found, wanted = losses(multiply(recipe)), losses(jnp.matmul)
+    assert all(0 < each < 0.1 for each in distance(found, wanted))
+
+
+def test_ragged_gradients_are_differentiated_forward():
+    """The other order JAX itself has not, of `jax.lax.ragged_dot`."""
+
+    def hvp(multiply):
+        loss = jax.grad(lambda w: (jnp.tanh(multiply(X, w)) ** 2).sum())
+        return jax.jvp(loss, (W,), (V,))[1]
+
+    wanted = hvp(ragged(recipes.high_precision()))
+    found = hvp(ragged(recipes.mxfp8()))
+    assert 0 < float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted)) < 0.1
+    with pytest.raises(NotImplementedError, match="Transpose rule"):
+        losses(ragged(recipes.mxfp8()))
+
+
+def test_the_derivative_of_a_weight_only_gradient():
+    w = mx_jax.quantize(W, "mxfp4", axis=0)
+
+    def hvp(multiply):
+        loss = jax.grad(lambda x: (jnp.tanh(multiply(x)) ** 2).sum())
+        return jax.jvp(loss, (X,), (jnp.ones_like(X),))[1]
+
+    found = hvp(lambda x: mx_jax.matmul(x, w, recipe="mxfp4"))
+    values = hvp(lambda x: x @ w.dequantize())
+    assert 0 < float(jnp.linalg.norm(found - values) / jnp.linalg.norm(values)) < 0.5
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "float8_rowwise", "mxfp4_hadamard"])
+def test_what_formats_hold_is_differentiated_exactly(recipe):
+    """Casts of gradients do not enter the derivatives of gradients."""
+    x, w, v = (jnp.exp2(jnp.round(each)).clip(0.5, 2) for each in (X, W, V))
+
+    def mixed(multiply):
+        def slope(w):
+            return (jax.grad(lambda w: (multiply(x, w) * V[:16]).sum())(w) * v).sum()
+
+        def other(x):
+            return (jax.grad(lambda w: (multiply(x, w) * V[:16]).sum())(w) * v).sum()
+
+        return jax.grad(slope)(w), jax.grad(other)(x)
+
+    kwargs = {"key": KEYS[3]} if recipe == "mxfp4_hadamard" else {}
+    for found, wanted in zip(
+        mixed(lambda x, w: mx_jax.matmul(x, w, recipe=recipe, **kwargs)),
+        mixed(lambda x, w: jnp.matmul(x, w, precision="highest")),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_clipped_value_has_no_second_derivative_either():
+    recipe = dataclasses.replace(recipes.mxfp4().with_(scale_rule="floor"), mask_clipped=True)
+    x = jnp.ones((1, 32)).at[0, 0].set(7.9)  # beyond 6 under the floor rule's scale
+
+    def loss(x, w):
+        return (mx_jax.matmul(x, w, recipe=recipe) ** 2).sum()
+
+    w = jnp.ones((32, 4))
+    slope = jax.grad(lambda w: jax.grad(loss)(x, w)[0, 0])(w)
+    assert not np.asarray(slope).any()
+    assert np.asarray(jax.grad(lambda w: jax.grad(loss)(x, w)[0, 1])(w)).any()
+
+
+QUANTIZED = recipes.mxfp8().with_(residuals="quantized")
+
+
+@pytest.mark.parametrize("multiply", [MULTIPLY["matmul"], ragged, quantized_before])
+def test_codes_kept_for_gradients_are_refused(multiply):
+    with pytest.raises(ValueError, match=NO_DERIVATIVE):
+        losses(multiply(QUANTIZED))
+
+
+def test_delayed_scales_are_refused():
+    dense = flax.linen.Dense(8, dot_general_cls=mx_jax.nn.linen.DelayedDotGeneral, use_bias=False)
+    params = dense.init(KEYS[0], X)
+
+    def loss(x):
+        return (dense.apply(params, x) ** 2).sum()
+
+    with pytest.raises(ValueError, match=NO_DERIVATIVE):
+        jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())(X)
+
+
+def test_casts_are_identities():
+    second = jax.grad(lambda x: jax.grad(lambda x: (mx_jax.cast(x, "mxfp4") ** 2).sum())(x).sum())
+    assert (second(X) == 2).all()
+
+
+def test_mapped_and_in_bfloat16():
+    def hvp(multiply, x, w, v):
+        def loss(w, x):
+            return (jnp.tanh(multiply(x, w)) ** 2).sum()
+
+        return jax.grad(lambda w: (jax.grad(loss)(w, x) * v).sum())(w)
+
+    x, w, v = (jnp.stack([each, 2 * each]).astype(jnp.bfloat16) for each in (X, W, V))
+    run = functools.partial(hvp, lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
+    mapped = jax.vmap(run, (0, None, 1))(x, w[0], jnp.moveaxis(v, 0, 1))
+    for i in range(2):
+        alone = run(x[i], w[0], v[i])
+        assert alone.dtype == jnp.bfloat16
+        np.testing.assert_allclose(
+            mapped[i].astype(np.float32), alone.astype(np.float32), rtol=0.05, atol=0.02
+        )
