@@ -25,7 +25,7 @@ from mx_jax.ops.operands import (
     unscaled,
 )
 from mx_jax.ops.placing import moves_of
-from mx_jax.ops.product import Bar, Casts, Kept
+from mx_jax.ops.product import Bar, Casts, Kept, one_program
 from mx_jax.ops.quantize_both import OperandCast, quantize_operand_both, reads_once
 from mx_jax.ops.sample import Free
 from mx_jax.ops.tags import GRADIENT
@@ -53,7 +53,7 @@ class DenseProduct:
     out_sharding: Any = None
     moves: Moves = STAY
 
-    @functools.partial(jax.jit, static_argnums=(0, 4), inline=True)
+    @one_program(0, 4)
     def forward(self, lhs: Any, rhs: Any, extra: Key, stored: tuple[Side, ...] = ()) -> jax.Array:
         """The product."""
         spec = self.recipe.fwd
@@ -119,7 +119,7 @@ class DenseProduct:
             return *self._taken(lhs, rhs, extra), extra
         return lhs, rhs, extra
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @one_program(0)
     def _taken(self, lhs: AnyOperand, rhs: AnyOperand, key: Key) -> Any:
         fwd = product_key(self.recipe, "fwd", key)
         return keep_both(self.recipe, lhs, rhs, self.axes, fwd, self.moves)
@@ -153,7 +153,7 @@ class DenseProduct:
         cast = OperandCast(own, place.blocks(own.format))
         return cast, drawn if own.random_bits else None
 
-    @functools.partial(jax.jit, static_argnums=(0, 1, 4), inline=True)
+    @one_program(0, 1, 4)
     def gradient(self, side: Side, g: Any, other: AnyOperand, bar: Bar, saved: Key) -> jax.Array:
         """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
         with jax.named_scope(GRADIENT[side]):

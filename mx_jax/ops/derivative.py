@@ -95,13 +95,17 @@ batching.primitive_batchers[_linked] = _batch
 mlir.register_lowering(_linked, _lower)
 
 
-@jax.custom_jvp
-def no_derivative(x: jax.Array) -> jax.Array:
+def no_derivative(x: Any) -> jax.Array:
     """x, of which codes are made: a derivative by it is an error, for it would be zero."""
+    return _without(jnp.asarray(x))  # JAX 0.10 keeps no NumPy array in a custom_jvp under vmap
+
+
+@jax.custom_jvp
+def _without(x: jax.Array) -> jax.Array:
     return x
 
 
-@no_derivative.defjvp
+@_without.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     (x,) = primals
     raise ValueError(

@@ -6,6 +6,7 @@ a value in the same trace multiply, and the value gets their cotangent. So each 
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -174,6 +175,29 @@ class Kept:
         return packing.unpack(self.clipped, 1, self.operand.shape[-1]).astype(jnp.bool_)
 
 
+def one_program(*static: int) -> Callable[[Callable[..., Any]], Any]:
+    """Decorates what is computed by one `jit` of its own where nothing is traced.
+
+    A trace gets its equations as they are: under a `jit` of their own they would lose their names
+    (inlined), or take many lines of the jaxpr (not inlined).
+
+    Args:
+      static: positions of static arguments.
+    """
+
+    def decorate(compute: Callable[..., Any]) -> Any:
+        jitted = jax.jit(compute, static_argnums=static)
+
+        @functools.wraps(compute)
+        def run(*given: Any) -> Any:
+            traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given))
+            return compute(*given) if traced else jitted(*given)
+
+        return run
+
+    return decorate
+
+
 def stored_sides(lhs: Given, rhs: Given) -> tuple[Side, ...]:
     """Which operands came quantized; on the left not what this trace quantized: activations."""
     left: tuple[Side, ...] = ("lhs",) if lhs.codes is not None and lhs.value is None else ()
@@ -197,8 +221,8 @@ def product_fwd(product: Product, lhs: Given, rhs: Given, extra: Any) -> tuple[A
     result = product.forward(left, right, extra, stored_sides(lhs, rhs))
     exact = ExactForward(product, np.dtype(only(result).dtype))
     operands = (
-        # The other operand's gradient multiplies what is kept: codes, which have no derivative.
-        no_derivative(given.value) if given.value is not None and given.value is not kept else kept
+        # The other operand's gradient multiplies what is kept: codes have no derivative.
+        no_derivative(given.value) if given.value is not None and _in_codes(kept) else kept
         for given, kept in ((lhs, left), (rhs, right))
     )
     value = with_derivative(only(result), exact, *operands, extra)
@@ -277,6 +301,10 @@ def zero_bars(tree: Any) -> Any:
 def only(result: Any) -> jax.Array:
     """The product alone, of a kind that gives states too."""
     return result[0] if isinstance(result, tuple) else result
+
+
+def _in_codes(kept: Any) -> bool:
+    return isinstance(kept.operand if isinstance(kept, Kept) else kept, Quantized)
 
 
 def values(operand: Any) -> jax.Array:

@@ -26,7 +26,7 @@ from mx_jax.ops.kept import as_taken
 from mx_jax.ops.keys import GRADIENTS, Key, check_matmul_key, product_key
 from mx_jax.ops.moments import watching
 from mx_jax.ops.operands import unscaled
-from mx_jax.ops.product import Bar, Casts, Given, Kept, differentiable
+from mx_jax.ops.product import Bar, Casts, Given, Kept, differentiable, one_program
 from mx_jax.ops.ragged_checks import as_group_sizes, at_most, check_rows, check_shapes
 from mx_jax.ops.ragged_moves import experts_move, matrices_back, on_automatic_axes
 from mx_jax.ops.ragged_operands import (
@@ -165,7 +165,7 @@ class RaggedProduct:
     precision: Any
     move: Movement | None = None
 
-    @functools.partial(jax.jit, static_argnums=(0, 4), inline=True)
+    @one_program(0, 4)
     def forward(
         self, lhs: Any, rhs: Any, extra: _Extra, stored: tuple[Side, ...] = ()
     ) -> jax.Array:
@@ -184,7 +184,7 @@ class RaggedProduct:
             return *self._taken(lhs, rhs, extra), extra
         return lhs, rhs, extra
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @one_program(0)
     def _taken(self, lhs: Operand, rhs: Operand, extra: _Extra) -> Any:
         key = product_key(self.recipe, "fwd", extra.key)
         return keep_both(self.recipe, lhs, rhs, _FORWARD, extra.sizes, key, self.move)
@@ -194,7 +194,7 @@ class RaggedProduct:
         del both
         return (g, g), None
 
-    @functools.partial(jax.jit, static_argnums=(0, 1, 4), inline=True)
+    @one_program(0, 1, 4)
     def gradient(self, side: Side, g: jax.Array, other: Any, bar: Bar, saved: _Extra) -> jax.Array:
         """`[m, n]` by `[g, k, n]` to `[m, k]`, or `[m, k]` by `[m, n]` to `[g, k, n]`."""
         key = product_key(self.recipe, GRADIENTS[side], saved.key)
