@@ -79,7 +79,14 @@ def choose_if_any(call: Call) -> Choice | None:
 def _record(call: Call, target: Target, choice: Choice | None) -> None:
     """Add what was decided to the active record."""
     how = "" if choice is None else choice.offer.how
-    if choice is not None and not target.counted and not isinstance(call, PackCall):
+    # Devices that share a product each compute their part by the same backend.
+    by_parts = isinstance(call, MatmulCall) and partition.can_split(call)
+    if (
+        choice is not None
+        and not target.counted
+        and not isinstance(call, PackCall)
+        and (choice.offer.inline or not by_parts)
+    ):
         names = _names_on(call, dataclasses.replace(target, counted=True))
         if names != (choice.backend.name,):
             others = f"by {' and '.join(names)} where the program has several devices"
@@ -226,6 +233,10 @@ class OnOneDevice:
         """What a call asks for, its operands behind it."""
         target = dataclasses.replace(self.target, num_devices=1)
         with on_one_device(True), self.asked.on(target):
+            choice = find(call, target)
+            if choice is not None and choice.offer.inline:
+                # No kernel of this kind has been seen inside a partitioned call.
+                target = self.target
             return _compute(call, target, *operands)
 
 
