@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.ops.clipping import mask_clipped
+from mx_jax.ops.eager import one_program
 from mx_jax.ops.kept import as_taken, keep_both
 from mx_jax.ops.keys import GRADIENTS, Key, product_key
 from mx_jax.ops.multiply import multiply
@@ -24,7 +25,7 @@ from mx_jax.ops.operands import (
     unscaled,
 )
 from mx_jax.ops.placing import moves_of
-from mx_jax.ops.product import Bar, Casts, Kept, one_program
+from mx_jax.ops.product import Bar, Casts, Kept
 from mx_jax.ops.quantize_both import OperandCast, quantize_operand_both, reads_once
 from mx_jax.ops.sample import Free
 from mx_jax.ops.tags import GRADIENT
@@ -52,7 +53,7 @@ class DenseProduct:
     out_sharding: Any = None
     moves: Moves = STAY
 
-    @one_program(0, 4)
+    @one_program("self", "stored")
     def forward(self, lhs: Any, rhs: Any, extra: Key, stored: tuple[Side, ...] = ()) -> jax.Array:
         """The product."""
         spec = self.recipe.fwd
@@ -118,7 +119,7 @@ class DenseProduct:
             return *self._taken(lhs, rhs, extra), extra
         return lhs, rhs, extra
 
-    @one_program(0)
+    @one_program("self")
     def _taken(self, lhs: AnyOperand, rhs: AnyOperand, key: Key) -> Any:
         fwd = product_key(self.recipe, "fwd", key)
         return keep_both(self.recipe, lhs, rhs, self.axes, fwd, self.moves)
@@ -152,7 +153,7 @@ class DenseProduct:
         cast = OperandCast(own, place.blocks(own.format))
         return cast, drawn if own.random_bits else None
 
-    @one_program(0, 1, 4)
+    @one_program("self", "side", "bar")
     def gradient(self, side: Side, g: Any, other: AnyOperand, bar: Bar, saved: Key) -> jax.Array:
         """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
         with jax.named_scope(GRADIENT[side]):

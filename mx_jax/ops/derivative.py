@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -97,7 +98,8 @@ mlir.register_lowering(_linked, _lower)
 
 def no_derivative(x: Any) -> jax.Array:
     """x, of which codes are made: a derivative by it is an error, for it would be zero."""
-    return _without(jnp.asarray(x))  # JAX 0.10 keeps no NumPy array in a custom_jvp under vmap
+    # Nothing differentiates by a constant; and custom_jvp keeps no NumPy array under vmap.
+    return _without(x) if isinstance(x, Tracer) else x
 
 
 @jax.custom_jvp

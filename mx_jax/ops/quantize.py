@@ -1,7 +1,6 @@
 """The public casts: checks once, picks a backend, keeps gradients flowing."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from mx_jax.ops.checks import (
     check_key,
     check_tensor_scale,
 )
+from mx_jax.ops.eager import one_program
 from mx_jax.ops.product import zero_bars
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.packed import PackedMXArray, unpacked
@@ -150,7 +150,7 @@ def dequantize(x: MXArray | PackedMXArray, dtype: jax.typing.DTypeLike | None = 
     return values if x.primal is None else straight_through(values, x.primal)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype",), inline=True)
+@one_program("dtype")
 def _dequantize(x: MXArray, *, dtype: np.dtype) -> jax.Array:
     call = DequantizeCall(
         shape=x.shape,
@@ -221,7 +221,7 @@ def cast_cotangent(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.
     return identity(array, options.get("key"))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+@one_program("spec", "blocks")
 def quantize_operand(
     x: jax.Array,
     spec: OperandSpec,

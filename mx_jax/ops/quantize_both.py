@@ -1,6 +1,5 @@
 """One array quantized along two axes: in one call, where a backend reads it only once."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockSize
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.checks import as_axes, as_quantizable, blocks_along, check_key, check_tensor_scale
+from mx_jax.ops.eager import one_program
 from mx_jax.ops.keys import Key
 from mx_jax.ops.quantize import draw_bits, quantize_operand, with_block_size, with_primal
 from mx_jax.ops.remat import QUANTIZED
@@ -138,7 +138,7 @@ def quantize_operand_both(
         return first, second
 
 
-@functools.partial(jax.jit, static_argnames=("casts",), inline=True)
+@one_program("casts")
 def _quantize_both(
     x: jax.Array,
     keys: tuple[Key, Key],

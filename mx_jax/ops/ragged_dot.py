@@ -21,11 +21,12 @@ from mx_jax.ops.arguments import as_operand, dtype_of_product, goes_to_lax
 from mx_jax.ops.canonical import check_blocks
 from mx_jax.ops.clipping import mask_clipped
 from mx_jax.ops.dense import HIGH_PRECISION
+from mx_jax.ops.eager import one_program
 from mx_jax.ops.kept import as_taken
 from mx_jax.ops.keys import GRADIENTS, Key, check_matmul_key, product_key
 from mx_jax.ops.moments import watching
 from mx_jax.ops.operands import unscaled
-from mx_jax.ops.product import Bar, Casts, Given, Kept, differentiable, one_program
+from mx_jax.ops.product import Bar, Casts, Given, Kept, differentiable
 from mx_jax.ops.ragged_checks import as_group_sizes, at_most, check_rows, check_shapes
 from mx_jax.ops.ragged_moves import experts_move, matrices_back, on_automatic_axes
 from mx_jax.ops.ragged_operands import (
@@ -164,7 +165,7 @@ class RaggedProduct:
     precision: Any
     move: Movement | None = None
 
-    @one_program(0, 4)
+    @one_program("self", "stored")
     def forward(
         self, lhs: Any, rhs: Any, extra: _Extra, stored: tuple[Side, ...] = ()
     ) -> jax.Array:
@@ -183,7 +184,7 @@ class RaggedProduct:
             return *self._taken(lhs, rhs, extra), extra
         return lhs, rhs, extra
 
-    @one_program(0)
+    @one_program("self")
     def _taken(self, lhs: Operand, rhs: Operand, extra: _Extra) -> Any:
         key = product_key(self.recipe, "fwd", extra.key)
         return keep_both(self.recipe, lhs, rhs, _FORWARD, extra.sizes, key, self.move)
@@ -193,7 +194,7 @@ class RaggedProduct:
         del both
         return (g, g), None
 
-    @one_program(0, 1, 4)
+    @one_program("self", "side", "bar")
     def gradient(self, side: Side, g: jax.Array, other: Any, bar: Bar, saved: _Extra) -> jax.Array:
         """`[m, n]` by `[g, k, n]` to `[m, k]`, or `[m, k]` by `[m, n]` to `[g, k, n]`."""
         key = product_key(self.recipe, GRADIENTS[side], saved.key)
