@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -98,17 +97,10 @@ mlir.register_lowering(_linked, _lower)
 
 def no_derivative(x: Any) -> jax.Array:
     """x, of which codes are made: a derivative by it is an error, for it would be zero."""
-    # Nothing differentiates by a constant; and custom_jvp keeps no NumPy array under vmap.
-    return _without(x) if isinstance(x, Tracer) else x
+    return _without.bind(x)
 
 
-@jax.custom_jvp
-def _without(x: jax.Array) -> jax.Array:
-    return x
-
-
-@_without.defjvp
-def _(primals: Any, tangents: Any) -> Any:
+def _refuse(primals: Any, tangents: Any) -> Any:
     (x,) = primals
     raise ValueError(
         f"quantize: codes have no derivative, got one by x of shape={x.shape}, dtype={x.dtype}; a "
@@ -116,3 +108,12 @@ def _(primals: Any, tangents: Any) -> Any:
         "came: recipe.with_(residuals='primal'), no delayed scales; elsewhere write "
         "lax.stop_gradient around x"
     )
+
+
+_without: Any = Primitive("mx_no_derivative")
+_without.is_high = lambda *types, **params: False
+_without.def_abstract_eval(lambda x: x)
+_without.def_impl(lambda x: x)
+ad.primitive_jvps[_without] = _refuse
+batching.primitive_batchers[_without] = lambda values, axes: (_without.bind(*values), axes[0])
+mlir.register_lowering(_without, lambda ctx, x: [x])
