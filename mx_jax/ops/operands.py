@@ -16,7 +16,7 @@ from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops.keys import Key
 from mx_jax.ops.placing import Placed, place
 from mx_jax.ops.product import Cast, Casts
-from mx_jax.ops.quantize import quantize_operand
+from mx_jax.ops.quantize import cast_operand
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference import hadamard
 from mx_jax.sharding.movement import STAY, Movement, Moves
@@ -206,7 +206,7 @@ def prepare(
     own = f"{side}.{spec.format.name}.{spec.scale_rule.name}.axis{axes.block_axis}"
     with jax.named_scope(own):
         drawn = key if spec.random_bits else None
-        return quantize_operand(values, spec, blocks, drawn, tensor_scale)
+        return cast_operand(values, spec, blocks, drawn, tensor_scale)
 
 
 def prescaled(x: jax.Array, spec: OperandSpec) -> jax.Array:

@@ -6,6 +6,7 @@ a value in the same trace multiply, and the value gets their cotangent. So each 
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -172,6 +173,30 @@ class Kept:
         if self.clipped is None:
             return None
         return packing.unpack(self.clipped, 1, self.operand.shape[-1]).astype(jnp.bool_)
+
+
+def one_program(*static: str) -> Callable[[Callable[..., Any]], Any]:
+    """Decorates what is computed by one `jit` of its own where nothing is traced.
+
+    A trace gets its equations as they are: under a `jit` of their own they would lose their names
+    (inlined), or take many lines of the jaxpr (not inlined).
+
+    Args:
+      static: names of static parameters.
+    """
+
+    def decorate(compute: Callable[..., Any]) -> Any:
+        jitted = jax.jit(compute, static_argnames=static)
+
+        @functools.wraps(compute)
+        def run(*given: Any, **named: Any) -> Any:
+            leaves = jax.tree.leaves((given, named))
+            traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+            return (compute if traced else jitted)(*given, **named)
+
+        return run
+
+    return decorate
 
 
 def stored_sides(lhs: Given, rhs: Given) -> tuple[Side, ...]:

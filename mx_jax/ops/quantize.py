@@ -23,8 +23,7 @@ from mx_jax.ops.checks import (
     check_key,
     check_tensor_scale,
 )
-from mx_jax.ops.eager import one_program
-from mx_jax.ops.product import zero_bars
+from mx_jax.ops.product import one_program, zero_bars
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.scale_rules import ScaleRule
@@ -221,8 +220,7 @@ def cast_cotangent(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.
     return identity(array, options.get("key"))
 
 
-@one_program("spec", "blocks")
-def quantize_operand(
+def cast_operand(
     x: jax.Array,
     spec: OperandSpec,
     blocks: Blocks,
@@ -244,6 +242,10 @@ def quantize_operand(
     )
     bits = None if key is None else draw_bits(key, call.random_shape, call.random_bits)
     return checkpoint_name(choose(call).offer.run(x, bits, tensor_scale, call), QUANTIZED)
+
+
+# Outside of a product, which is one program already.
+quantize_operand = one_program("spec", "blocks")(cast_operand)
 
 
 def draw_bits(key: jax.Array, shape: tuple[int, ...], width: int) -> jax.Array:

@@ -16,8 +16,8 @@ from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockSize
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.checks import as_axes, as_quantizable, blocks_along, check_key, check_tensor_scale
-from mx_jax.ops.eager import one_program
 from mx_jax.ops.keys import Key
+from mx_jax.ops.product import one_program
 from mx_jax.ops.quantize import draw_bits, quantize_operand, with_block_size, with_primal
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.reference.scale_rules import ScaleRule

@@ -21,12 +21,11 @@ from mx_jax.ops.arguments import as_operand, dtype_of_product, goes_to_lax
 from mx_jax.ops.canonical import check_blocks
 from mx_jax.ops.clipping import mask_clipped
 from mx_jax.ops.dense import HIGH_PRECISION
-from mx_jax.ops.eager import one_program
 from mx_jax.ops.kept import as_taken
 from mx_jax.ops.keys import GRADIENTS, Key, check_matmul_key, product_key
 from mx_jax.ops.moments import watching
 from mx_jax.ops.operands import unscaled
-from mx_jax.ops.product import Bar, Casts, Given, Kept, differentiable
+from mx_jax.ops.product import Bar, Casts, Given, Kept, differentiable, one_program
 from mx_jax.ops.ragged_checks import as_group_sizes, at_most, check_rows, check_shapes
 from mx_jax.ops.ragged_moves import experts_move, matrices_back, on_automatic_axes
 from mx_jax.ops.ragged_operands import (
