@@ -44,10 +44,10 @@ from benchmarks.gpu_products import (
 )
 from benchmarks.gpu_steps import Step, compare_steps
 from benchmarks.timing import Case
-from mx_jax.backends.base import Target
 from mx_jax.backends.pallas_gpu.architecture import SM90, Architecture, architecture_of
 from mx_jax.backends.pallas_gpu.products.rejections import rejects
 from mx_jax.backends.select import current_target
+from mx_jax.backends.target import Target
 from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, NVFP4
 from mx_jax.measure import timing
 from mx_jax.measure.cases import Case as Cast

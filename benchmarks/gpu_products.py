@@ -11,12 +11,12 @@ from jax import lax
 
 import mx_jax
 from mx_jax.backends import cudnn
-from mx_jax.backends.base import Config, Target
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
 from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
 from mx_jax.backends.pallas_gpu.products import decoded, scaled
 from mx_jax.backends.pallas_gpu.tuning.measured import configured
 from mx_jax.backends.pallas_gpu.tuning.space import candidates
+from mx_jax.backends.target import Config, Target
 from mx_jax.formats import BlockFormat
 from mx_jax.measure.timing import copies_beyond_cache
 from mx_jax.mxarray import MXArray

@@ -26,7 +26,7 @@ from mx_jax.ops.quantize import cast as cast
 from mx_jax.ops.quantize import cast_cotangent as cast_cotangent
 from mx_jax.ops.quantize import dequantize as dequantize
 from mx_jax.ops.quantize import quantize as quantize
-from mx_jax.ops.quantize_both import quantize_both as quantize_both
+from mx_jax.ops.quantize import quantize_both as quantize_both
 from mx_jax.ops.ragged_dot import ragged_dot as ragged_dot
 from mx_jax.ops.remat import save_products as save_products
 from mx_jax.ops.remat import save_quantized as save_quantized

@@ -12,9 +12,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from mx_jax.backends.base import Backend, Offer, Target
 from mx_jax.backends.calls import MatmulCall, Operand, rejects_symbolic
-from mx_jax.backends.matrices import as_matrices, rejects_parts_of_blocks, rejects_scale_axes
+from mx_jax.backends.sums import as_matrices, rejects_parts_of_blocks, rejects_scale_axes
+from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.formats import MXFP8_E4M3, MXFP8_E5M2, NVFP4, NVFP4_ONE_LEVEL
 from mx_jax.mxarray import MXArray
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mx_jax.backends import named, partition
+from mx_jax.backends import partition
 from mx_jax.backends.calls import (
     Call,
     CastStatisticsCall,
@@ -29,10 +29,13 @@ from mx_jax.backends.calls import (
 from mx_jax.backends.records import Selection, active
 from mx_jax.backends.select import (
     Choice,
+    added_backends,
     current_target,
     find,
     known_backends,
     on_request,
+    only_named,
+    preferred_names,
     rejections_of,
     select,
 )
@@ -132,7 +135,7 @@ class Asked:
     @classmethod
     def here(cls, target: Target) -> "Asked":
         """What is asked in the contexts of the caller."""
-        return cls(target, named.only.value, named.preferred.value, named.added.value)
+        return cls(target, only_named.value, preferred_names.value, added_backends.value)
 
     def machine(self, platform: str, num_devices: int) -> Target:
         """The machine of a program; under `only_backend` calls are taken as they are."""
@@ -144,9 +147,9 @@ class Asked:
     def on(self, target: Target) -> Iterator[None]:
         """The contexts, for a machine."""
         with (
-            named.only(self.only),
-            named.preferred(self.preferred),
-            named.added(self.added),
+            only_named(self.only),
+            preferred_names(self.preferred),
+            added_backends(self.added),
             use_target(target),
         ):
             yield

@@ -5,7 +5,6 @@ import functools
 
 import jax
 
-from mx_jax.backends.base import Backend, Offer, Target
 from mx_jax.backends.calls import (
     AttendCall,
     Call,
@@ -17,6 +16,7 @@ from mx_jax.backends.calls import (
     QuantizeCall,
     RaggedCall,
 )
+from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.mxarray import MXArray
 from mx_jax.packed_rows import Rows
 from mx_jax.reference import attention, matmul, quantize, ragged, statistics

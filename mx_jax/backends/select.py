@@ -2,18 +2,17 @@
 
 import dataclasses
 from collections.abc import Container, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
-from mx_jax.backends import named
+import jax
+
 from mx_jax.backends import target as machine
-from mx_jax.backends.base import NOT_OFFERED, Backend, Offer, Target
 from mx_jax.backends.calls import Call
 from mx_jax.backends.evidence.rows import Row
 from mx_jax.backends.evidence.sources import row_about, switches_on, why_asleep
-from mx_jax.backends.named import known_backends as known_backends
-from mx_jax.backends.named import only_backend as only_backend
-from mx_jax.backends.named import prefer_backends as prefer_backends
-from mx_jax.backends.named import with_backends as with_backends
-from mx_jax.backends.table import REFERENCE
+from mx_jax.backends.table import BACKENDS, REFERENCE
+from mx_jax.backends.target import NOT_OFFERED, Backend, Offer, Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,14 +70,14 @@ def on_request(
 ) -> tuple[tuple[str, str], ...]:
     """(name, why) of the backends that are asked only by name and would take the call."""
     target = _counted(target)
-    asleep = only_if_named(backends) - {named.only.value, *named.preferred.value}
+    asleep = only_if_named(backends) - {only_named.value, *preferred_names.value}
     rows = _measured(call, target, backends, asleep)
     return tuple(
         (backend.name, why_asleep(rows.get(backend.name), target))
         for backend in backends
         if backend.name in asleep
         and backend.rejects(call, target) is None
-        and not (named.only.value is None and switches_on(call, rows.get(backend.name)))
+        and not (only_named.value is None and switches_on(call, rows.get(backend.name)))
     )
 
 
@@ -110,7 +109,7 @@ def _first(
     call: Call, target: Target, backends: Sequence[Backend]
 ) -> tuple[Choice | None, list[tuple[str, str]]]:
     """The first that accepts, on a machine whose devices are counted."""
-    only, preferred = named.only.value, named.preferred.value
+    only, preferred = only_named.value, preferred_names.value
     unproved = only_if_named(backends) - {only, *preferred}
     rows = {} if only is not None else _measured(call, target, backends, unproved)
     proved = {name: row for name, row in rows.items() if switches_on(call, row)}
@@ -140,7 +139,7 @@ def _in_order(backends: Sequence[Backend], proved: Mapping[str, Row]) -> list[Ba
     """Those that are preferred by name, those that were measured, the fastest first, the others."""
     first = [
         backend
-        for name in dict.fromkeys(named.preferred.value)
+        for name in dict.fromkeys(preferred_names.value)
         for backend in backends
         if backend.name == name
     ]
@@ -165,6 +164,112 @@ def current_target(num_devices: int | None = None) -> Target:
       num_devices: None: those of the machine; under `only_backend` one, since who names a backend
         takes it as it is with sharded arrays.
     """
-    if num_devices is None and named.only.value is not None:
+    if num_devices is None and only_named.value is not None:
         num_devices = 1
     return machine.current_target(num_devices)
+
+
+# Overrides enter the jit cache key: a function traced under one backend is not reused for another.
+only_named: Any = jax.make_user_context(default_value=None)
+preferred_names: Any = jax.make_user_context(default_value=())
+added_backends: Any = jax.make_user_context(default_value=())
+
+
+def only_backend(name: str | None) -> AbstractContextManager[None]:
+    """A context in which only the named backend is asked, and what it rejects is an error.
+
+    For tests and for measuring one backend. It enters jit's cache key.
+
+    Args:
+      name: of a backend, as `inspect.explain` prints it; None lifts an outer restriction.
+
+    Returns:
+      The context manager.
+
+    Raises:
+      ValueError: unknown name; the message lists the known.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> with mx_jax.only_backend("reference"):
+      ...     mx_jax.quantize(jnp.ones(32), "mxfp4").shape
+      (32,)
+    """
+    if name is not None:
+        _check_known("only_backend", name)
+    return only_named(name)
+
+
+def prefer_backends(*names: str) -> AbstractContextManager[None]:
+    """A context in which the named backends are asked first, and all others after them.
+
+    What they reject goes to the next, as it always does. This is how to use a backend that stands
+    behind the reference, such as the GPU kernels, where nothing was measured of it, or whatever was
+    measured. It enters jit's cache key.
+
+    Args:
+      names: of backends, in order of preference; none lifts an outer preference.
+
+    Returns:
+      The context manager.
+
+    Raises:
+      ValueError: unknown name; the message lists the known.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> x = mx_jax.quantize(jnp.ones((4, 32)), "mxfp4")
+      >>> with mx_jax.prefer_backends("pallas_gpu", "cudnn"):
+      ...     mx_jax.matmul(x, jnp.ones((32, 2)), recipe=mx_jax.recipes.mxfp4()).shape
+      (4, 2)
+    """
+    for name in names:
+        _check_known("prefer_backends", name)
+    return preferred_names(names)
+
+
+def with_backends(*backends: Backend) -> AbstractContextManager[None]:
+    """A context with more backends than the table's, asked before those.
+
+    For trying a backend, or one that belongs to another package. It enters jit's cache key.
+
+    Args:
+      backends: in order of preference, of other names than the table's; none lifts an outer
+        addition.
+
+    Returns:
+      The context manager.
+
+    Raises:
+      ValueError: a name that is taken.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> from mx_jax.backends.target import Backend, Offer
+      >>> from mx_jax.backends.calls import DequantizeCall
+      >>> from mx_jax.backends.select import with_backends
+      >>> zeros = Offer(
+      ...     call=DequantizeCall,
+      ...     rejects=lambda call, target: None if call.shape == (32,) else "needs 32 values",
+      ...     run=lambda x, call: jnp.zeros(x.shape, call.dtype),
+      ... )
+      >>> with with_backends(Backend(name="zeros", epsilon_bound=0.0, table=(zeros,))):
+      ...     mx_jax.cast(jnp.ones(32), "mxfp4").sum()
+      Array(0., dtype=float32)
+    """
+    names = [backend.name for backend in (*backends, *BACKENDS)]
+    taken = sorted({name for name in names if names.count(name) > 1})
+    if taken:
+        raise ValueError(f"with_backends: each backend needs a name of its own, got names={taken}")
+    return added_backends(backends)
+
+
+def known_backends() -> tuple[Backend, ...]:
+    """Those that `with_backends` adds, and the table's."""
+    return (*added_backends.value, *BACKENDS)
+
+
+def _check_known(operation: str, name: str) -> None:
+    known = [backend.name for backend in known_backends()]
+    if name not in known:
+        raise ValueError(f"{operation}: unknown backend name={name!r}; known: {', '.join(known)}")

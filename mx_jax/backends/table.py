@@ -1,10 +1,10 @@
 """The backends, in order of preference. The only list: adding one is one file and one line."""
 
-from mx_jax.backends.base import Backend
 from mx_jax.backends.cpu_ffi import CPU_FFI
 from mx_jax.backends.cudnn import CUDNN
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.target import Backend
 from mx_jax.backends.xla import XLA
 from mx_jax.backends.xla_bfloat16 import XLA_BFLOAT16
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.backends.base import Backend, Offer, Target
 from mx_jax.backends.calls import MatmulCall, Operand
 from mx_jax.backends.sums import row_scales, scaled
+from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.formats import WHOLE, BlockFormat
 from mx_jax.mxarray import MXArray
 

@@ -11,11 +11,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.axes import Side
-from mx_jax.backends.base import Backend, Offer, Target
-from mx_jax.backends.block_sums import BlockScales, block_scales, blockwise_dot
 from mx_jax.backends.calls import MatmulCall, Operand, OperandType, RaggedCall, rejects_symbolic
-from mx_jax.backends.matrices import without_tensor_scale
-from mx_jax.backends.sums import SumScale, row_scales, scaled, tensor_scale
+from mx_jax.backends.sums import (
+    BlockScales,
+    SumScale,
+    block_scales,
+    blockwise_dot,
+    row_scales,
+    scaled,
+    tensor_scale,
+    without_tensor_scale,
+)
+from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs import blocks
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs.float32 import power_of_two

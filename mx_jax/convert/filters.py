@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from mx_jax.convert.rules import Shape
 from mx_jax.formats import BlockFormat, Whole
-from mx_jax.ops.recipe_names import as_recipe
+from mx_jax.ops.arguments import as_recipe
 from mx_jax.recipes import MatmulSpec, Recipe
 
 

@@ -16,7 +16,7 @@ from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.nn.metadata import nnx_spec, recipe_of
 from mx_jax.nn.nnx import RNG_STREAM
-from mx_jax.ops.layer_name import LayerName
+from mx_jax.ops.tags import LayerName
 
 M = TypeVar("M", bound=flax_nnx.Module)
 Path = tuple[Any, ...]

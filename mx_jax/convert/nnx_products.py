@@ -13,8 +13,7 @@ from mx_jax.convert.products import cast_table
 from mx_jax.nn.errors import named_in_errors
 from mx_jax.nn.nnx import RNG_STREAM, promote_operands
 from mx_jax.ops.einsum import einsum
-from mx_jax.ops.layer_name import LayerName
-from mx_jax.ops.tags import tag
+from mx_jax.ops.tags import LayerName, tag
 from mx_jax.recipes import Recipe
 
 

@@ -17,8 +17,7 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 from jax.extend.core.primitives import cond_p, jit_p, remat_p, scan_p, while_p
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from mx_jax.ops.moments import watching
-from mx_jax.ops.tags import iteration
+from mx_jax.ops.tags import iteration, watching
 
 Key = jax.Array | None
 Values = list[Any]

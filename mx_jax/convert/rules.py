@@ -8,7 +8,7 @@ from typing import Any
 from mx_jax.axes import Axes
 from mx_jax.convert.caches import CacheFormat
 from mx_jax.formats import BlockFormat
-from mx_jax.ops.recipe_names import as_recipe
+from mx_jax.ops.arguments import as_recipe
 from mx_jax.recipes import Recipe
 
 # The kernel as a filter sees it: contracting axes in order, then all kept axes merged into one;

@@ -13,7 +13,7 @@ from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.convert import conv
-from mx_jax.ops.checks import QUANTIZABLE
+from mx_jax.ops.arguments import QUANTIZABLE
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.recipes import Recipe
 

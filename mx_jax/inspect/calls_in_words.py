@@ -1,6 +1,5 @@
 """Calls and machines in words, for people who ask what selection was asked."""
 
-from mx_jax.backends.base import Target
 from mx_jax.backends.calls import (
     AttendCall,
     Call,
@@ -13,6 +12,7 @@ from mx_jax.backends.calls import (
     QuantizeCall,
     RaggedCall,
 )
+from mx_jax.backends.target import Target
 
 
 def machine_text(target: Target) -> str:

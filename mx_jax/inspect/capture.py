@@ -10,7 +10,7 @@ from jax import lax
 from mx_jax.inspect.capture_context import ARRAYS, Capture, Filter
 from mx_jax.inspect.capture_statistics import STATISTICS
 from mx_jax.inspect.sinks import Memory, Sink
-from mx_jax.ops.moments import moment, watching
+from mx_jax.ops.tags import moment, watching
 
 
 def capture(

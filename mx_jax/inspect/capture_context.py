@@ -23,8 +23,7 @@ from mx_jax.inspect.flax_scans import counted_scans
 from mx_jax.inspect.modules import module_paths
 from mx_jax.inspect.sinks import Sink
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.moments import Moment, at_step, watching
-from mx_jax.ops.tags import Tag
+from mx_jax.ops.tags import Moment, Tag, at_step, watching
 from mx_jax.ops.watched import Look, Sight, Tap, values
 
 Filter = Callable[[Tag], bool]

@@ -27,8 +27,7 @@ from mx_jax.backends.select import current_target, known_backends, only_if_named
 from mx_jax.formats import MXFP4, MXFP8_E4M3
 from mx_jax.ops.dot_general import matmul
 from mx_jax.ops.packing import pack_weights
-from mx_jax.ops.quantize import dequantize, quantize
-from mx_jax.ops.quantize_both import quantize_both
+from mx_jax.ops.quantize import dequantize, quantize, quantize_both
 from mx_jax.specs import MatmulRecipe
 
 _PACKAGES = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy")

@@ -9,16 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from mx_jax.backends.base import Target
 from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.records import Selection, recording
-from mx_jax.backends.target import use_target
+from mx_jax.backends.target import Target, use_target
 from mx_jax.inspect.abstract import of_arrays
 from mx_jax.inspect.calls_in_words import machine_text, work_text
 from mx_jax.inspect.explanation import Explanation
 from mx_jax.inspect.explanation_of import callable_model, explanation_of
+from mx_jax.ops.arguments import as_recipe, makes_recipe
 from mx_jax.ops.dot_general import matmul
-from mx_jax.ops.recipe_names import as_recipe, makes_recipe
 from mx_jax.specs import MatmulRecipe
 
 _SIZES = ("m", "k", "n")
@@ -78,7 +77,7 @@ def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: An
 
     Examples:
       >>> import jax, mx_jax
-      >>> from mx_jax.backends.base import Target
+      >>> from mx_jax.backends.target import Target
       >>> recipe = mx_jax.recipes.weight_only("mxfp4")
       >>> target = Target(platform="rocm")
       >>> print(mx_jax.inspect.explain(recipe, 8, 64, 64, dtype="bfloat16", target=target))

@@ -17,8 +17,7 @@ from flax.core import axes_scan
 from flax.nnx.transforms import iteration as nnx_iteration
 from jax import lax
 
-from mx_jax.ops.moments import watching
-from mx_jax.ops.tags import iteration
+from mx_jax.ops.tags import iteration, watching
 
 _PE: Any = vars(axes_scan)["pe"]
 

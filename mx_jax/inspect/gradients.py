@@ -11,7 +11,7 @@ import numpy as np
 
 from mx_jax.inspect.bias_estimate import InnerProducts, estimate
 from mx_jax.inspect.bias_table import GradientBias, Row
-from mx_jax.ops.recipe_names import as_recipe
+from mx_jax.ops.arguments import as_recipe
 from mx_jax.recipes import MatmulSpec, Recipe, Residuals, high_precision
 
 _HIGH = MatmulSpec(lhs=None, rhs=None)

@@ -7,8 +7,7 @@ from typing import Any
 import flax.linen as nn
 from flax.linen.module import InterceptorContext
 
-from mx_jax.ops.moments import watching
-from mx_jax.ops.tags import within
+from mx_jax.ops.tags import watching, within
 
 
 def module_paths() -> AbstractContextManager[Any]:

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.backends.base import Backend
 from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import current_target
+from mx_jax.backends.target import Backend
 from mx_jax.measure.cases import Case
 from mx_jax.measure.subject import (
     BFLOAT16,

@@ -16,11 +16,11 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mx_jax.backends.base import Backend, Target
 from mx_jax.backends.evidence import rows as files
 from mx_jax.backends.evidence import sources
 from mx_jax.backends.evidence.rows import Row
 from mx_jax.backends.select import known_backends, only_if_named
+from mx_jax.backends.target import Backend, Target
 from mx_jax.measure import options, report, worker
 from mx_jax.measure.cases import Case, all_cases, cases
 from mx_jax.measure.process import end_with_parent, run_process

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mx_jax.backends.base import Backend
 from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.select import current_target
+from mx_jax.backends.target import Backend
 from mx_jax.formats import block_format
 from mx_jax.measure.cases import Case, packing_of
 from mx_jax.measure.subject import (

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mx_jax.backends.base import Backend, Target
 from mx_jax.backends.evidence import rows as files
 from mx_jax.backends.evidence import sources
 from mx_jax.backends.evidence.rows import Row
+from mx_jax.backends.target import Backend, Target
 from mx_jax.measure.cases import Case
 from mx_jax.measure.notes import noted
 from mx_jax.measure.process import run_process

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from mx_jax.backends.base import Backend, Target
 from mx_jax.backends.pallas_gpu import backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM90
+from mx_jax.backends.target import Backend, Target
 from mx_jax.measure.cases import Wanted
 
 TARGET = Target(

@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 
 from mx_jax.backends import evidence
-from mx_jax.backends.base import Backend
 from mx_jax.backends.calls import Call
 from mx_jax.backends.select import Choice, current_target, find
+from mx_jax.backends.target import Backend
 from mx_jax.measure.timing import Way
 
 KERNEL, PLAIN, UNPACKING, BFLOAT16 = "kernel", "plain path", "unpacking first", "bfloat16"

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mx_jax.backends.base import Backend, Config
 from mx_jax.backends.select import current_target
+from mx_jax.backends.target import Backend, Config
 from mx_jax.measure.cases import Case
 from mx_jax.measure.subject import KERNEL
 from mx_jax.measure.timing import ROUNDS, Way, microseconds

@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax.backends import evidence
-from mx_jax.backends.base import Backend
 from mx_jax.backends.select import current_target, known_backends
-from mx_jax.backends.target import use_target
+from mx_jax.backends.target import Backend, use_target
 from mx_jax.measure import casts, products, ragged, ragged_sums, simulation
 from mx_jax.measure.cases import Case, copy_bits
 from mx_jax.measure.subject import BFLOAT16, KERNEL, PLAIN, UNPACKING, Subject, same_bits

@@ -7,7 +7,7 @@ import jax
 from flax.core import meta, spmd
 from jax.sharding import PartitionSpec
 
-from mx_jax.ops.recipe_names import as_recipe
+from mx_jax.ops.arguments import as_recipe
 from mx_jax.recipes import Recipe
 from mx_jax.sharding.gather import GatherLike
 from mx_jax.specs import MatmulRecipe

@@ -23,7 +23,7 @@ from mx_jax.nn.nnx_operations import DotGeneral as DotGeneral
 from mx_jax.nn.nnx_operations import EinsumOp as EinsumOp
 from mx_jax.nn.nnx_operations import RecipeEinsum
 from mx_jax.ops.dot_general import RecipeDotGeneral
-from mx_jax.ops.layer_name import LayerName
+from mx_jax.ops.tags import LayerName
 from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 

@@ -12,9 +12,9 @@ import jax
 from flax import nnx
 
 from mx_jax.nn.randomness import RNG_STREAM
+from mx_jax.ops.arguments import as_recipe
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.ops.einsum import einsum
-from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.recipes import Recipe
 
 

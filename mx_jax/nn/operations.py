@@ -10,9 +10,9 @@ import flax.linen as flax_nn
 import jax
 
 from mx_jax.nn.randomness import RNG_STREAM, layer_key
+from mx_jax.ops.arguments import as_recipe
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.ops.einsum import einsum
-from mx_jax.ops.recipe_names import as_recipe
 from mx_jax.recipes import Recipe
 
 

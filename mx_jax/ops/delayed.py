@@ -22,13 +22,10 @@ from mx_jax.formats import F32, WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import canonicalize
 from mx_jax.ops.dense import HIGH_PRECISION, DenseProduct
-from mx_jax.ops.derivative import no_derivative
-from mx_jax.ops.moments import watching
 from mx_jax.ops.multiply import multiply
-from mx_jax.ops.product import Bar, Cast, Casts, Given, differentiable
+from mx_jax.ops.product import Bar, Cast, Casts, Given, differentiable, max_like, no_derivative
 from mx_jax.ops.remat import QUANTIZED
-from mx_jax.ops.sample import Free
-from mx_jax.ops.varying import max_like
+from mx_jax.ops.tags import Free, watching
 from mx_jax.ops.watched import watched
 
 

@@ -9,9 +9,8 @@ from jax.sharding import AxisType
 
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand
-from mx_jax.ops.clipping import mask_clipped
-from mx_jax.ops.kept import as_taken, keep_both
-from mx_jax.ops.keys import GRADIENTS, Key, product_key
+from mx_jax.ops.arguments import GRADIENTS, Key, product_key
+from mx_jax.ops.kept import as_taken, keep_both, mask_clipped
 from mx_jax.ops.multiply import multiply
 from mx_jax.ops.operands import (
     SIDES,
@@ -25,9 +24,8 @@ from mx_jax.ops.operands import (
 )
 from mx_jax.ops.placing import moves_of
 from mx_jax.ops.product import Bar, Casts, Kept, one_program
-from mx_jax.ops.quantize_both import OperandCast, quantize_operand_both, reads_once
-from mx_jax.ops.sample import Free
-from mx_jax.ops.tags import GRADIENT
+from mx_jax.ops.quantize import OperandCast, quantize_operand_both, reads_once
+from mx_jax.ops.tags import GRADIENT, Free
 from mx_jax.sharding.movement import STAY, Movement, Moves
 from mx_jax.specs import MatmulRecipe, MatmulSpec, Residuals
 

@@ -11,7 +11,9 @@ from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.target import follow
 from mx_jax.ops.arguments import (
     as_operand,
+    as_recipe,
     check_depth,
+    check_matmul_key,
     check_out_dtype,
     dtype_of_product,
     goes_to_lax,
@@ -19,12 +21,10 @@ from mx_jax.ops.arguments import (
 from mx_jax.ops.canonical import canonicalize, check_dimension_numbers
 from mx_jax.ops.dense import DenseProduct
 from mx_jax.ops.explicit_axes import canonical_sharding
-from mx_jax.ops.keys import check_matmul_key
-from mx_jax.ops.moments import watching
+from mx_jax.ops.packing import packed_for
 from mx_jax.ops.placing import gathered_once, given_moves
 from mx_jax.ops.product import Given, differentiable
-from mx_jax.ops.recipe_names import as_recipe
-from mx_jax.ops.unpacking import packed_for
+from mx_jax.ops.tags import watching
 from mx_jax.ops.watched import watched
 from mx_jax.packed import Quantized, unpacked
 from mx_jax.sharding.movement import as_gathered

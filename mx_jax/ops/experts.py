@@ -7,15 +7,12 @@ from jax import lax
 
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.arguments import as_operand
-from mx_jax.ops.keys import Key, check_matmul_key, product_key
+from mx_jax.ops.arguments import Key, as_operand, as_recipe, check_matmul_key, product_key
 from mx_jax.ops.operands import operand_keys
 from mx_jax.ops.placing import agreed_scale
 from mx_jax.ops.quantize import quantize_operand, with_primal
-from mx_jax.ops.ragged_checks import as_group_sizes, at_most
 from mx_jax.ops.ragged_dot import ragged_dot
-from mx_jax.ops.ragged_operands import LAST
-from mx_jax.ops.recipe_names import as_recipe
+from mx_jax.ops.ragged_operands import LAST, as_group_sizes, at_most
 from mx_jax.packed import unpacked
 from mx_jax.reference.ragged import ragged_rows
 from mx_jax.sharding.dispatch import dispatch

@@ -16,8 +16,8 @@ from mx_jax.backends.records import active
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.explicit_axes import packed_by_shards
+from mx_jax.ops.packing import tell_of_packing, unpacked_for
 from mx_jax.ops.placing import twice
-from mx_jax.ops.unpacking import tell_of_packing, unpacked_for
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 
 

@@ -13,7 +13,7 @@ from mx_jax.backends.records import active
 from mx_jax.backends.select import current_target
 from mx_jax.backends.xla_bfloat16 import HOW
 from mx_jax.mxarray import MXArray, decode
-from mx_jax.ops.keys import Key
+from mx_jax.ops.arguments import Key
 from mx_jax.ops.placing import Placed, place
 from mx_jax.ops.product import Cast, Casts
 from mx_jax.ops.quantize import cast_operand

@@ -26,7 +26,7 @@ from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.ops import explicit_axes
-from mx_jax.ops.keys import Key
+from mx_jax.ops.arguments import Key
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.quantize import tensor_scale_of

@@ -17,30 +17,39 @@ from mx_jax.backends.primitive import choose
 from mx_jax.backends.records import active
 from mx_jax.backends.target import follow
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.arguments import as_operand, dtype_of_product, goes_to_lax
+from mx_jax.ops.arguments import (
+    GRADIENTS,
+    Key,
+    as_operand,
+    as_recipe,
+    check_matmul_key,
+    dtype_of_product,
+    goes_to_lax,
+    product_key,
+)
 from mx_jax.ops.canonical import check_blocks
-from mx_jax.ops.clipping import mask_clipped
 from mx_jax.ops.dense import HIGH_PRECISION
-from mx_jax.ops.kept import as_taken
-from mx_jax.ops.keys import GRADIENTS, Key, check_matmul_key, product_key
-from mx_jax.ops.moments import watching
+from mx_jax.ops.kept import as_taken, mask_clipped
 from mx_jax.ops.operands import unscaled
+from mx_jax.ops.packing import packed_for, tell_of_packing, unpacked_for
 from mx_jax.ops.product import Bar, Casts, Given, Kept, differentiable, one_program
-from mx_jax.ops.ragged_checks import as_group_sizes, at_most, check_rows, check_shapes
-from mx_jax.ops.ragged_moves import experts_move, matrices_back, on_automatic_axes
 from mx_jax.ops.ragged_operands import (
     LAST,
     SECOND_LAST,
+    as_group_sizes,
+    at_most,
+    check_rows,
+    check_shapes,
     contracted_operands,
+    experts_move,
     keep_both,
     kept_casts,
+    matrices_back,
+    on_automatic_axes,
     prepare_kept,
     without_unused,
 )
-from mx_jax.ops.recipe_names import as_recipe
-from mx_jax.ops.sample import Free
-from mx_jax.ops.tags import GRADIENT
-from mx_jax.ops.unpacking import packed_for, tell_of_packing, unpacked_for
+from mx_jax.ops.tags import GRADIENT, Free, watching
 from mx_jax.ops.watched import watched
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.reference import ragged

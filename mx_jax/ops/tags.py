@@ -4,17 +4,23 @@ While nobody watches, all of this is names in the program: no operation, no part
 """
 
 import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Iterator
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
 from mx_jax.axes import Side
-from mx_jax.ops.moments import at, check_scalar, eager, moment, numbers, watching
+from mx_jax.codecs.explicit_axes import explicit_sharding, partitions
 
 Product = Literal["output", "grad_input", "grad_weight"]
 
@@ -206,3 +212,228 @@ def within(module: tuple[str, ...]) -> AbstractContextManager[Any]:
         names, base = (*here.base, *module), here.base
     here = dataclasses.replace(here, names=names, module=module, base=base)
     return place(entered(here))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("step", "index"), meta_fields=("told",)
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Moment:
+    """What is known only while the program runs.
+
+    Attributes:
+      step: of training, int32, or None.
+      index: of the layer, int32, for each loop in context, outermost first.
+      told: whether the step is told outside the program, to those whom it concerns.
+    """
+
+    step: jax.Array | None = None
+    index: tuple[jax.Array, ...] = ()
+    told: bool = False
+
+
+# All in jit's cache key: what was traced unwatched, elsewhere or for other watchers is not reused.
+watching: Any = jax.make_user_context(default_value=())
+# Traced values cannot be in a key: a number stands for them.
+_moment_key: Any = jax.make_user_context(default_value=None)
+_moment: contextvars.ContextVar[Moment | None] = contextvars.ContextVar("moment", default=None)
+_EAGER = get_opaque_trace_state()
+# The order of what traces meet.
+numbers = itertools.count()
+
+
+def moment() -> Moment:
+    """Step and index in context."""
+    return _moment.get() or Moment()
+
+
+def eager() -> bool:
+    """Whether nothing traces."""
+    return get_opaque_trace_state() == _EAGER
+
+
+@contextlib.contextmanager
+def at(new: Moment, value: Any) -> Iterator[None]:
+    """A context with another moment, of which a value is new: a number, or what stands for it."""
+    traced = isinstance(value, Tracer)
+    key = next(numbers) if traced else value if isinstance(value, str) else int(value)
+    token = _moment.set(new)
+    try:
+        with _moment_key((_moment_key.value, key)):
+            yield
+    finally:
+        _moment.reset(token)
+
+
+@contextlib.contextmanager
+def at_step(step: Any) -> Iterator[None]:
+    """A context whose products belong to a step of training: what `capture` tells the step by.
+
+    While nobody watches, it does nothing, so it may stay where it is written:
+
+    - around the call of the function that `jit` compiles, if the step is known there. A step that
+      nobody looks at runs the program that runs while nobody watches, and costs what that costs;
+      one that is looked at is waited for. Both are compiled once.
+    - inside that function, with a step that is traced: one program for all steps, with a condition
+      for each product. A number that is not traced becomes a part of the program there, which is
+      compiled again for the next.
+
+    Args:
+      step: integer scalar, traced or not.
+
+    Raises:
+      TypeError: not an integer scalar.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> loss = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8").sum())
+      >>> with mx_jax.inspect.capture(every=10) as records:
+      ...     for step in range(25):
+      ...         with mx_jax.inspect.at_step(step):
+      ...             _ = loss(jnp.ones((4, 64)), jnp.ones((64, 8)))
+      >>> sorted({record.step for record in records.all()})
+      [0, 10, 20]
+    """
+    check_scalar(step, "at_step", "step")
+    if not watching.value:
+        yield
+    elif eager() and not isinstance(step, Tracer):
+        with _told(int(step)):
+            yield
+    else:
+        value = jnp.asarray(step, jnp.int32)
+        with at(dataclasses.replace(moment(), step=value, told=False), value):
+            yield
+
+
+@contextlib.contextmanager
+def _told(step: int) -> Iterator[None]:
+    """A context of a step that is told to those whom it concerns; others do not watch in it."""
+    watchers = tuple(watcher for watcher in watching.value if watcher.looks_at(step))
+    with watching(watchers), contextlib.ExitStack() as stack:
+        for watcher in watchers:
+            stack.enter_context(watcher.told(step))
+        if watchers:
+            # The step is in no key: programs are the same for all that are looked at.
+            stack.enter_context(at(dataclasses.replace(moment(), step=None, told=True), "told"))
+            # What still runs tells it before the next step begins.
+            stack.callback(jax.effects_barrier)
+        yield
+
+
+def check_scalar(value: Any, operation: str, what: str) -> None:
+    """Raise TypeError if a value is no integer scalar."""
+    shape, dtype = jnp.shape(value), jnp.result_type(value)
+    if shape != () or not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(
+            f"{operation}: {what} must be an integer scalar, got {what} of dtype={dtype}, "
+            f"shape={shape}"
+        )
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerName:
+    """A layer's path, where equal layers are to share a trace: equal to any other while nobody
+    watches. What jit compiled for one of them then keeps that one's name.
+
+    Attributes:
+      path: parts parted by `/`.
+    """
+
+    path: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LayerName) and (not watching.value or self.path == other.path)
+
+    def __hash__(self) -> int:
+        return hash(LayerName)
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """A context below the layer, in the program's names too."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(jax.named_scope(self.path))
+            if watching.value:
+                stack.enter_context(within(tuple(self.path.split("/"))))
+            yield
+
+
+POSITIONS = 128
+"""Of each operand: a product whose operands keep no more is compared as a whole."""
+
+
+class Free(NamedTuple):
+    """An axis that a product has from one of its operands.
+
+    Attributes:
+      operand: 0 or 1.
+      axis: of the operand.
+      result: the axis of the product that it becomes.
+    """
+
+    operand: int
+    axis: int
+    result: int
+
+
+class Sample(NamedTuple):
+    """Which positions count.
+
+    Attributes:
+      strides: from one position to the next, along each axis that does not count whole.
+    """
+
+    strides: tuple[tuple[Free, int], ...]
+
+    @classmethod
+    def of(cls, free: Sequence[Free], operands: Sequence[jax.Array], product: jax.Array):
+        """A sample of a product, along axes that are whole where types say where arrays lie."""
+        found: list[tuple[Free, int]] = []
+        for number, operand in enumerate(operands):
+            own = [
+                axis
+                for axis in free
+                if axis.operand == number
+                and _whole(operand, axis.axis)
+                and _whole(product, axis.result)
+            ]
+            steps = strides([operand.shape[axis.axis] for axis in own])
+            found += [pair for pair in zip(own, steps, strict=True) if pair[1] > 1]
+        return cls(tuple(found))
+
+    def operand(self, x: jax.Array, number: int) -> jax.Array:
+        """What of an operand counts."""
+        return _every(x, {axis.axis: s for axis, s in self.strides if axis.operand == number})
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """What of the product counts."""
+        return _every(x, {axis.result: stride for axis, stride in self.strides})
+
+
+def strides(sizes: Sequence[int]) -> list[int]:
+    """Odd distances along axes of these sizes that leave at most `POSITIONS` of them together."""
+    found = [1] * len(sizes)
+
+    def count(axis: int) -> int:
+        return -(-sizes[axis] // found[axis])
+
+    axes = range(len(sizes))
+    while math.prod(map(count, axes)) > POSITIONS:
+        longest = max(axes, key=count)
+        others = math.prod(count(axis) for axis in axes if axis != longest)
+        least = -(-sizes[longest] // max(POSITIONS // others, count(longest) // 2))
+        found[longest] = max(found[longest] + 2, least | 1)
+    return found
+
+
+def _whole(x: jax.Array, axis: int) -> bool:
+    sharding = explicit_sharding(x)
+    return sharding is None or partitions(sharding, x.ndim)[axis] is None
+
+
+def _every(x: jax.Array, steps: dict[int, int]) -> jax.Array:
+    if not steps:
+        return x
+    own = [steps.get(axis, 1) for axis in range(x.ndim)]
+    return lax.slice(x, [0] * x.ndim, x.shape, own)

@@ -15,7 +15,6 @@ import numpy as np
 
 from mx_jax.axes import Side
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.moments import Moment, moment, numbers, watching
 from mx_jax.ops.product import (
     Casts,
     Given,
@@ -25,13 +24,24 @@ from mx_jax.ops.product import (
     product_bwd,
     product_fwd,
     stored_sides,
+    sum_over,
     values,
     zero_bars,
 )
-from mx_jax.ops.sample import Free, Sample
-from mx_jax.ops.tags import GRADIENT, Place, Tag, entered, place
+from mx_jax.ops.tags import (
+    GRADIENT,
+    Free,
+    Moment,
+    Place,
+    Sample,
+    Tag,
+    entered,
+    moment,
+    numbers,
+    place,
+    watching,
+)
 from mx_jax.ops.tags import Product as Name
-from mx_jax.ops.varying import sum_over
 from mx_jax.packed import Quantized, unpacked
 
 # The rule of operands that came quantized, as tags have it.

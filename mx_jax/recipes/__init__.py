@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from mx_jax.ops.recipe_names import enter_recipe as _enter_recipe
-from mx_jax.ops.recipe_names import named_recipe as _named_recipe
-from mx_jax.ops.recipe_names import recipe_names as _recipe_names
+from mx_jax.ops.arguments import enter_recipe as _enter_recipe
+from mx_jax.ops.arguments import named_recipe as _named_recipe
+from mx_jax.ops.arguments import recipe_names as _recipe_names
 from mx_jax.recipes.base import Recipe as Recipe
 from mx_jax.recipes.blockwise import deepseek_v3 as deepseek_v3
 from mx_jax.recipes.blockwise import deepseek_v3_1 as deepseek_v3_1

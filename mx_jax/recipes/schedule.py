@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mx_jax.ops.recipe_names import as_recipe
+from mx_jax.ops.arguments import as_recipe
 from mx_jax.recipes.base import Recipe
 
 

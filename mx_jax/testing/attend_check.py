@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax import formats
-from mx_jax.backends.base import Backend
 from mx_jax.backends.calls import AttendCall
+from mx_jax.backends.target import Backend
 from mx_jax.formats import BlockFormat
 from mx_jax.packed_rows import PackedRows, Rows
 from mx_jax.testing.draw import draw_mxarray

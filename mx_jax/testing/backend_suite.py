@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mx_jax.backends.base import Backend, Target
 from mx_jax.backends.calls import (
     AttendCall,
     Call,
@@ -27,6 +26,7 @@ from mx_jax.backends.calls import (
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.select import current_target
 from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.target import Backend, Target
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, WHOLE
 from mx_jax.testing.attend_check import ATTEND_CASES, AttendCase

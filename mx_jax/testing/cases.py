@@ -15,7 +15,7 @@ from mx_jax import formats
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import MatmulCall, Operand, OperandType, QuantizeCall
 from mx_jax.formats import WHOLE, BlockFormat, BlockSize
-from mx_jax.ops.checks import blocks_along
+from mx_jax.ops.arguments import blocks_along
 from mx_jax.reference.scale_rules import SCALE_RULES
 from mx_jax.specs import operand
 from mx_jax.testing.draw import Shape, draw_mxarray, in_pairs, with_signs

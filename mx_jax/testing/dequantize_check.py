@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax import formats
-from mx_jax.backends.base import Backend
 from mx_jax.backends.calls import DequantizeCall
+from mx_jax.backends.target import Backend
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.cases import QUANTIZE_CASES, QuantizeCase

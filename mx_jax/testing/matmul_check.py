@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax import formats
-from mx_jax.backends.base import Backend
 from mx_jax.backends.calls import MatmulCall, Operand
+from mx_jax.backends.target import Backend
 from mx_jax.codecs.blocks import block_extent
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import MXFP8_E4M3

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax import formats
-from mx_jax.backends.base import Backend
 from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
+from mx_jax.backends.target import Backend
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.quantize import quantize

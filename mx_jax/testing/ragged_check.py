@@ -9,8 +9,8 @@ import numpy as np
 
 from mx_jax import formats
 from mx_jax.axes import Axes
-from mx_jax.backends.base import Backend
 from mx_jax.backends.calls import Operand, OperandType, RaggedCall
+from mx_jax.backends.target import Backend
 from mx_jax.formats import BlockFormat
 from mx_jax.testing.draw import draw_mxarray, with_signs
 from mx_jax.testing.matmul_check import HALF_ULP, assert_near, exact_values

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from mx_jax.backends.base import Backend
 from mx_jax.backends.calls import Call
+from mx_jax.backends.target import Backend
 
 
 def altered(backend: Backend, call: type[Call], run: Callable[..., Any]) -> Backend:

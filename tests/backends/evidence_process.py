@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mx_jax
-from mx_jax.backends import named
+from mx_jax.backends import select
 from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.evidence import Row, Work
 from mx_jax.backends.evidence.sources import driver, source_of
@@ -63,12 +63,12 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
 @contextlib.contextmanager
 def on_a_gpu() -> Iterator[None]:
     """As if there were one, with the planted backend behind the reference."""
-    named.BACKENDS = (*BACKENDS, PLANTED)
+    select.BACKENDS = (*BACKENDS, PLANTED)
     try:
         with mx_jax.testing.target("cuda", (9, 0), device_kind=KIND):
             yield
     finally:
-        named.BACKENDS = BACKENDS
+        select.BACKENDS = BACKENDS
 
 
 def row() -> Row:

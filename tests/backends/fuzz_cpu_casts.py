@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax import formats
-from mx_jax.backends.base import Target
 from mx_jax.backends.calls import DequantizeCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.cpu_ffi import CPU_FFI, library
 from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.target import Target
 from mx_jax.reference.scale_rules import SCALE_RULES
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
-from mx_jax.backends.base import Target
 from mx_jax.backends.cpu_ffi import CPU_FFI, library, quantize_both
 from mx_jax.backends.select import only_backend
+from mx_jax.backends.target import Target
 from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP4, MXFP8_E4M3, NVFP4
 from mx_jax.ops import dense
 from mx_jax.testing.cases import QuantizeCase

@@ -15,9 +15,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
-from mx_jax.backends.base import Target
 from mx_jax.backends.cpu_ffi import CPU_FFI, dequantize, library, quantize
 from mx_jax.backends.select import only_backend
+from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -80,7 +80,7 @@ def test_the_runtime_says_its_version():
 
 
 REJECTS = """
-from mx_jax.backends.base import Target
+from mx_jax.backends.target import Target
 from mx_jax.backends.cpu_ffi import CPU_FFI
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.formats import MXFP4

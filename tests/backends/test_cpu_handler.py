@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import mx_jax
 from mx_jax import recipes
 from mx_jax.backends.cpu_ffi import handler
-from mx_jax.backends.cpu_ffi.geometry import Geometry
+from mx_jax.backends.cpu_ffi.handler import Geometry
 from mx_jax.backends.select import only_backend
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.base import Target
 from mx_jax.backends.cudnn import CUDNN
+from mx_jax.backends.target import Target
 from mx_jax.testing.backend_suite import check_matmul
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 

@@ -14,7 +14,6 @@ import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.axes import Axes
 from mx_jax.backends import evidence
-from mx_jax.backends.base import Target
 from mx_jax.backends.calls import Call, MatmulCall, OperandType, PackCall, RaggedCall
 from mx_jax.backends.cudnn import CUDNN
 from mx_jax.backends.evidence import Row, Work
@@ -26,6 +25,7 @@ from mx_jax.backends.records import recording
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import Choice, current_target, find, select
 from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.target import Target
 from mx_jax.measure.cases import Case
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 from mx_jax.testing.quantize_check import QuantizeBothCase
@@ -304,7 +304,7 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fake = altered(PALLAS_GPU, MatmulCall, ones)
     table = tuple(fake if backend == PALLAS_GPU else backend for backend in BACKENDS)
-    monkeypatch.setattr("mx_jax.backends.named.BACKENDS", table)
+    monkeypatch.setattr("mx_jax.backends.select.BACKENDS", table)
 
 
 @pytest.mark.usefixtures("no_kernel")

@@ -11,11 +11,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.base import Backend, Offer
 from mx_jax.backends.calls import MatmulCall
-from mx_jax.backends.named import with_backends
 from mx_jax.backends.pallas_gpu.architecture import ARCHITECTURES
-from mx_jax.backends.select import select
+from mx_jax.backends.select import select, with_backends
+from mx_jax.backends.target import Backend, Offer
 from mx_jax.inspect import explain_call
 from mx_jax.testing.cases import MatmulCase
 from tests.backends.test_select import H200

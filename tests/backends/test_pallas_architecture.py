@@ -16,7 +16,6 @@ import pytest
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.backends.base import Target
 from mx_jax.backends.pallas_gpu import architecture
 from mx_jax.backends.pallas_gpu.architecture import SM90, SM100, Architecture
 from mx_jax.backends.pallas_gpu.kernels import MMA, TCGEN05, WGMMA
@@ -24,6 +23,7 @@ from mx_jax.backends.pallas_gpu.products.rejections import rejects
 from mx_jax.backends.pallas_gpu.tuning.plan import choose
 from mx_jax.backends.pallas_gpu.tuning.space import candidates
 from mx_jax.backends.select import prefer_backends, select
+from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3
 from mx_jax.testing.cases import MatmulCase
 from tests.backends.mosaic import needs_mosaic

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.matrices import without_tensor_scale
 from mx_jax.backends.pallas_gpu.architecture import SM80, SM90, Architecture
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.products import decoded
+from mx_jax.backends.sums import without_tensor_scale
 from mx_jax.formats import MXFP4, BlockFormat
 from tests.backends.mosaic import interpreter, mostly_slow, needs_mosaic
 from tests.backends.test_pallas_gpu import PACKED, random_weights

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 import mx_jax
 from mx_jax import formats
 from mx_jax.axes import Axes
-from mx_jax.backends.base import Target
 from mx_jax.backends.calls import MatmulCall, OperandType, PackCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.architecture import SM90, capabilities
@@ -23,6 +22,7 @@ from mx_jax.backends.pallas_gpu.layouts.storage import SLOTS, Slot, codes_of, st
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.products import decoded, matmul, packing, rejections
 from mx_jax.backends.select import current_target, only_backend, prefer_backends, select
+from mx_jax.backends.target import Target
 from mx_jax.formats import (
     MXFP4,
     MXFP6_E2M3,

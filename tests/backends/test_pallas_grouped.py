@@ -13,7 +13,6 @@ import pytest
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.base import Target
 from mx_jax.backends.calls import OperandType, PackCall, RaggedCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM90
@@ -24,6 +23,7 @@ from mx_jax.backends.pallas_gpu.layouts.factors import factors_of
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.products.packing import pack_weights
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.ragged import scaled_ragged_dot

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mx_jax.backends.base import Target
 from mx_jax.backends.calls import PackCall
 from mx_jax.backends.pallas_gpu.architecture import SM100
 from mx_jax.backends.pallas_gpu.grouped import multiply, scaled
@@ -16,6 +15,7 @@ from mx_jax.backends.pallas_gpu.grouped.rejections import rejects
 from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
 from mx_jax.backends.pallas_gpu.products.packing import pack_weights
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from mx_jax.measure.cases import packing_of
 from mx_jax.mxarray import MXArray

@@ -10,7 +10,6 @@ import pytest
 import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.backends import evidence
-from mx_jax.backends.base import Config, Target
 from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.evidence import Row, Work
 from mx_jax.backends.evidence.sources import source_of
@@ -23,6 +22,7 @@ from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 from mx_jax.backends.pallas_gpu.tuning.tuned import tuned
 from mx_jax.backends.select import select
 from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.target import Config, Target
 from mx_jax.measure.cases import Case
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 from tests.backends.altered import altered
@@ -129,7 +129,7 @@ def test_a_product_has_the_tiles_of_its_row(monkeypatch: pytest.MonkeyPatch):
 
     fake = altered(PALLAS_GPU, MatmulCall, multiply)
     table = tuple(fake if backend == PALLAS_GPU else backend for backend in BACKENDS)
-    monkeypatch.setattr("mx_jax.backends.named.BACKENDS", table)
+    monkeypatch.setattr("mx_jax.backends.select.BACKENDS", table)
 
     @jax.jit
     def product(x, w):

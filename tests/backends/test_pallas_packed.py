@@ -11,7 +11,6 @@ import pytest
 
 import mx_jax
 from mx_jax import formats, recipes
-from mx_jax.backends.base import Backend, Target
 from mx_jax.backends.calls import Call, MatmulCall, OperandType, PackCall
 from mx_jax.backends.pallas_gpu import backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM90, SM100, Architecture
@@ -20,6 +19,7 @@ from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.products import decoded
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import Choice
+from mx_jax.backends.target import Backend, Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.ops import multiply

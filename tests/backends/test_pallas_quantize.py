@@ -12,13 +12,13 @@ import pytest
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends import named, select
-from mx_jax.backends.base import Backend
+from mx_jax.backends import select
 from mx_jax.backends.calls import QuantizeCall
 from mx_jax.backends.pallas_gpu import backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM80, SM89, SM90, SM100, Architecture
 from mx_jax.backends.pallas_gpu.casts import quantize
 from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.target import Backend
 from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from mx_jax.reference.scale_rules import CEIL, EVEN, FLOOR, RCEIL
 from mx_jax.testing.cases import QuantizeCase
@@ -174,8 +174,8 @@ def test_any_tensor_scale(scale: float, rng: np.random.Generator):
 @pytest.fixture
 def in_use(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Interpreted, as if this machine had an H200, and the only backend."""
-    table = (*(b for b in named.BACKENDS if b.name != "pallas_gpu"), backend())
-    monkeypatch.setattr(named, "BACKENDS", table)
+    table = (*(b for b in select.BACKENDS if b.name != "pallas_gpu"), backend())
+    monkeypatch.setattr(select, "BACKENDS", table)
     with mx_jax.testing.target("cuda", (9, 0)):
         yield
     # What was traced with this table must not serve another test.

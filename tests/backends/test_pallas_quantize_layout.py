@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.base import Target
 from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.casts import quantize
 from mx_jax.backends.pallas_gpu.casts import tiles as quantize_tiles
 from mx_jax.backends.pallas_gpu.casts.tiles import Tile
+from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
 from mx_jax.testing.cases import QuantizeCase
 from tests.backends.mosaic import needs_mosaic

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax.backends import named
-from mx_jax.backends.base import Offer
+from mx_jax.backends import select
 from mx_jax.backends.calls import Call, MatmulCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
 from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.target import Offer
 from tests.backends.mosaic import interpreter, needs_mosaic
 
 # Powers of two and small integers: their sums are exact in any order.
@@ -46,7 +46,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, interpret: Any = None) -> list[Call]:
     kernels = backend_for(interpret=interpret)
     kernels = dataclasses.replace(kernels, table=tuple(map(watched, kernels.table)))
     backends = tuple(kernels if own == PALLAS_GPU else own for own in BACKENDS)
-    monkeypatch.setattr(named, "BACKENDS", backends)
+    monkeypatch.setattr(select, "BACKENDS", backends)
     return calls
 
 

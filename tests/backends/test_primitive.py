@@ -11,10 +11,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax.axes import Axes, ProductAxes
-from mx_jax.backends.base import Backend, Offer
 from mx_jax.backends.calls import DequantizeCall, MatmulCall, OperandType
-from mx_jax.backends.named import with_backends
 from mx_jax.backends.primitive import choose
+from mx_jax.backends.select import with_backends
+from mx_jax.backends.target import Backend, Offer
 from mx_jax.inspect import explain_call
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves

@@ -10,13 +10,13 @@ import pytest
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.base import Target
 from mx_jax.backends.calls import MatmulCall, QuantizeBothCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.architecture import capabilities, rejects_machine
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import current_target, find, only_backend, prefer_backends, select
 from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.target import Target
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 from tests.backends.altered import altered, answering
 from tests.backends.mosaic import with_any_jax
@@ -113,7 +113,7 @@ def test_only_backend_unknown_name():
 
 def test_preferred_backends_are_asked_first(monkeypatch: pytest.MonkeyPatch):
     table = (REFERENCE, NOT_BUILT, HOPPER)
-    monkeypatch.setattr("mx_jax.backends.named.BACKENDS", table)
+    monkeypatch.setattr("mx_jax.backends.select.BACKENDS", table)
     with prefer_backends("hopper", "ffi"):
         assert select(call_of(128), H200, table).backend is HOPPER
         choice = select(call_of(96), H200, table)
@@ -233,7 +233,7 @@ def test_a_gradient_on_a_gpu_is_two_casts_of_the_reference(monkeypatch: pytest.M
     asked = []
     failing = altered(PALLAS_GPU, QuantizeBothCall, lambda *_: asked.append(_) or 1 / 0)
     table = [failing if backend == PALLAS_GPU else backend for backend in BACKENDS]
-    monkeypatch.setattr("mx_jax.backends.named.BACKENDS", tuple(table))
+    monkeypatch.setattr("mx_jax.backends.select.BACKENDS", tuple(table))
     w, recipe = jnp.ones((64, 32), jnp.bfloat16), mx_jax.recipes.mxfp8()
 
     def loss(w, x):

@@ -8,10 +8,10 @@ import pytest
 from jax import lax
 
 from mx_jax import formats
-from mx_jax.backends.base import Backend
 from mx_jax.backends.calls import AttendCall, MatmulCall, QuantizeCall, RaggedCall
 from mx_jax.backends.cpu_ffi import CPU_FFI
 from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.target import Backend
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.testing import backend_suite, cases
 from mx_jax.testing.attend_check import AttendCase

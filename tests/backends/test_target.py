@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mx_jax
-from mx_jax.backends.base import Target
 from mx_jax.backends.select import current_target
+from mx_jax.backends.target import Target
 from mx_jax.testing import target
 from tests.backends.mosaic import needs_mosaic
 

@@ -2,9 +2,9 @@
 
 import jax
 
-from mx_jax.backends.base import Backend, Offer, Target
 from mx_jax.backends.calls import QuantizeCall
 from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.mxarray import MXArray
 
 

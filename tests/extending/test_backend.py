@@ -11,10 +11,10 @@ import pytest
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.base import Backend
 from mx_jax.backends.calls import MatmulCall, QuantizeCall
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import only_backend, prefer_backends, with_backends
+from mx_jax.backends.target import Backend
 from mx_jax.inspect import environment
 from mx_jax.testing import backend_suite
 from mx_jax.testing.cases import MatmulCase, QuantizeCase

@@ -31,9 +31,9 @@ from benchmarks.gpu_products import (
     speed_bound,
 )
 from benchmarks.timing import Spread
-from mx_jax.backends.base import Target
 from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
+from mx_jax.backends.target import Target
 from mx_jax.measure import timing
 from tests.backends.mosaic import needs_mosaic, needs_newer_mosaic, with_any_jax
 

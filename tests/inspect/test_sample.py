@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax import inspect, recipes
-from mx_jax.ops import sample
+from mx_jax.ops import tags
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.reference.hadamard import Hadamard
 from tests.quick import quick
@@ -27,12 +27,12 @@ W = RNG.normal(size=(64, 40)).astype(np.float32)
     "sizes", [[1], [128], [129], [1024], [4096], [50257], [512, 128], [64, 3, 96]]
 )
 def test_positions_are_few_at_odd_distances_and_reach_the_end(sizes):
-    found = sample.strides(sizes)
+    found = tags.strides(sizes)
     counts = [len(range(0, size, step)) for size, step in zip(sizes, found, strict=True)]
-    assert math.prod(counts) <= sample.POSITIONS and all(step % 2 for step in found)
-    assert math.prod(sizes) > sample.POSITIONS or found == [1] * len(sizes)
+    assert math.prod(counts) <= tags.POSITIONS and all(step % 2 for step in found)
+    assert math.prod(sizes) > tags.POSITIONS or found == [1] * len(sizes)
     if len(sizes) == 1:
-        assert counts[0] >= min(sizes[0], sample.POSITIONS) // 3
+        assert counts[0] >= min(sizes[0], tags.POSITIONS) // 3
 
 
 def products(function: Any, *operands: Any, stats: Any = "error") -> dict[str, Any]:
@@ -48,7 +48,7 @@ def matmul(x, w):
 
 def test_the_error_is_that_of_the_sampled_entries(monkeypatch):
     whole = products(matmul, X, W, stats=("arrays", "error"))
-    monkeypatch.setattr(sample, "POSITIONS", 16)
+    monkeypatch.setattr(tags, "POSITIONS", 16)
     part = products(matmul, X, W)
     # Rows of one operand and columns of the other: 48, 40 and 64 positions at these distances.
     steps = {"output": (3, 3), "grad_input": (3, 5), "grad_weight": (5, 3)}
@@ -83,7 +83,7 @@ def check(monkeypatch, function, left, right):
     """Sampled errors are near the whole ones; noise of other entries would not be."""
     x, w = (RNG.normal(size=shape).astype(np.float32) for shape in (left, right))
     whole = products(function, x, w)
-    monkeypatch.setattr(sample, "POSITIONS", 16)
+    monkeypatch.setattr(tags, "POSITIONS", 16)
     part = products(function, x, w)
     for name, record in part.items():
         assert record.stats["compared"] < record.stats["entries"]
@@ -104,7 +104,7 @@ def test_operands_that_were_turned_and_kept(monkeypatch):
 
 @pytest.mark.slow
 def test_axes_that_lie_on_several_devices_by_their_type_count_whole(monkeypatch):
-    monkeypatch.setattr(sample, "POSITIONS", 16)
+    monkeypatch.setattr(tags, "POSITIONS", 16)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P("data", None)))

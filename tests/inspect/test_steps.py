@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax import inspect
-from mx_jax.ops.moments import watching
+from mx_jax.ops.tags import watching
 from tests.quick import quick
 
 W = (np.random.default_rng(0).normal(size=(64, 64)) / 8).astype(np.float32)

@@ -8,8 +8,8 @@ import os
 import sys
 import time
 
-from mx_jax.backends.base import Backend
 from mx_jax.backends.calls import MatmulCall
+from mx_jax.backends.target import Backend
 from mx_jax.measure import simulation, worker
 from tests.backends.altered import altered
 

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mx_jax.backends.base import Target
 from mx_jax.backends.evidence.rows import Row, from_json
 from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.target import Target
 from mx_jax.measure import report
 from mx_jax.measure.cases import Case
 from mx_jax.measure.session import Machine, Session, last_answer

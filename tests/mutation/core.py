@@ -141,7 +141,7 @@ CORE: dict[str, tuple[str, ...]] = {
     "mx_jax.reference.scale_functions": _RULES,
     "mx_jax.reference.scale_rules": ("tests/reference/test_scale_rules.py", *_RULES[1:]),
     "mx_jax.axes": ("tests/reference/test_axes.py",),
-    "mx_jax.ops.clipping": _CLIPPING,
+    "mx_jax.ops.kept": _CLIPPING,
     "mx_jax.ops.kept": (
         "tests/recipes/test_quartet.py::test_what_is_kept",
         *_CLIPPING,
@@ -154,7 +154,7 @@ CORE: dict[str, tuple[str, ...]] = {
             )
         ),
     ),
-    "mx_jax.ops.keys": tuple(
+    "mx_jax.ops.arguments": tuple(
         f"tests/ops/test_keys.py::{name}"
         for name in (
             "test_each_product_has_a_stream_of_its_own",

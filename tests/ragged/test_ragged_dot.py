@@ -10,8 +10,8 @@ from jax import lax
 
 import mx_jax
 from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP4
-from mx_jax.ops.ragged_checks import as_group_sizes, at_most
 from mx_jax.ops.ragged_dot import ragged_dot
+from mx_jax.ops.ragged_operands import as_group_sizes, at_most
 from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, Residuals, operand
 from mx_jax.reference import ragged
 from mx_jax.reference.ragged import ragged_rows

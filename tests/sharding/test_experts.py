@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.sharding import dispatch, routes
+from mx_jax.sharding import dispatch
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
 from tests.quick import quick
@@ -153,7 +153,7 @@ def test_there_and_back(
     if way == "ragged":
         monkeypatch.setattr(lax, "ragged_all_to_all", everyone)
         choose = lambda *operands, cpu, default: default(*operands)  # noqa: E731
-        monkeypatch.setattr(routes.lax, "platform_dependent", choose)
+        monkeypatch.setattr(dispatch.lax, "platform_dependent", choose)
 
     def run(x: jax.Array, sizes: jax.Array) -> Any:
         sent = dispatch(x, sizes, "expert", capacity=capacity)

@@ -7,7 +7,6 @@ computes it.
 from collections.abc import Callable
 from typing import Any
 
-from mx_jax.backends.base import Backend, Offer, Target
 from mx_jax.backends.calls import (
     AttendCall,
     Call,
@@ -30,6 +29,7 @@ from mx_jax.backends.cpu_ffi import (
     statistics,
     weights,
 )
+from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 
 

@@ -15,7 +15,7 @@ from mx_jax.backends.calls import OperandType, PackCall
 from mx_jax.backends.cpu_ffi import library, panels, parts, rejections, rows
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.panels import PANEL_ROWS, Panels
-from mx_jax.backends.matrices import rejects_scale_axes
+from mx_jax.backends.sums import rejects_scale_axes
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Cut, Layout, PackedMXArray
 

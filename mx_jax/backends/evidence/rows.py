@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mx_jax.backends.base import Config
 from mx_jax.backends.evidence import work as works
 from mx_jax.backends.evidence.work import Work
+from mx_jax.backends.target import Config
 
 # Of files; another number means other rows.
 SCHEMA = 1

@@ -12,10 +12,10 @@ from pathlib import Path
 import jax
 import platformdirs
 
-from mx_jax.backends.base import Backend, Target
 from mx_jax.backends.calls import Call, PackCall
 from mx_jax.backends.evidence.rows import Row, merged, read
 from mx_jax.backends.evidence.work import Work
+from mx_jax.backends.target import Backend, Target
 
 # off: none count; shipped: those of the library alone; else a file of rows, which alone count.
 VARIABLE = "MX_JAX_EVIDENCE"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from mx_jax.axes import Side
-from mx_jax.backends.base import Backend, Offer, Target
 from mx_jax.backends.calls import (
     Call,
     MatmulCall,
@@ -30,6 +29,7 @@ from mx_jax.backends.pallas_gpu.grouped import multiply as grouped
 from mx_jax.backends.pallas_gpu.grouped import rejections as grouped_rejections
 from mx_jax.backends.pallas_gpu.products import matmul, packing, rejections
 from mx_jax.backends.pallas_gpu.tuning import measured
+from mx_jax.backends.target import Backend, Offer, Target
 
 
 def _offer(

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from mx_jax.backends.base import Target
 from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.pallas_gpu.architecture import (
     Architecture,
@@ -19,6 +18,7 @@ from mx_jax.backends.pallas_gpu.architecture import (
 )
 from mx_jax.backends.pallas_gpu.casts.views import View, ViewOfTiles, padded
 from mx_jax.backends.pallas_gpu.layouts.scaled import SCALE_COLUMNS, SCALE_ROWS, ScaledOperand
+from mx_jax.backends.target import Target
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, tiny
 from mx_jax.codecs.rounding import NEAREST

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand, Operand, RaggedCall
-from mx_jax.backends.matrices import as_matrices, without_tensor_scale
 from mx_jax.backends.pallas_gpu.architecture import Architecture, current_architecture
 from mx_jax.backends.pallas_gpu.grouped import scaled
 from mx_jax.backends.pallas_gpu.grouped.visits import CHUNK_ROWS, visits
@@ -24,6 +23,7 @@ from mx_jax.backends.pallas_gpu.layouts.weights import CHUNK, PackedWeights
 from mx_jax.backends.pallas_gpu.products.decoded import in_high_precision
 from mx_jax.backends.pallas_gpu.tuning.plan import choose
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.backends.sums import as_matrices, without_tensor_scale
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
 

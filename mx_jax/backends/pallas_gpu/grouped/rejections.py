@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax.axes import Side
-from mx_jax.backends.base import Target
 from mx_jax.backends.calls import OperandType, RaggedCall
 from mx_jax.backends.pallas_gpu.architecture import (
     ARCHITECTURES,
@@ -23,6 +22,7 @@ from mx_jax.backends.pallas_gpu.products.rejections import (
     fits_bfloat16,
     rejects_weights,
 )
+from mx_jax.backends.target import Target
 from mx_jax.formats import BlockSize
 
 # The first version of JAX whose copies fill with zeros and clip what lies outside an array.

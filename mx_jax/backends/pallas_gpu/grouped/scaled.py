@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.backends.calls import AnyOperand, RaggedCall
-from mx_jax.backends.matrices import as_matrices
 from mx_jax.backends.pallas_gpu.architecture import Architecture
 from mx_jax.backends.pallas_gpu.grouped.visits import CHUNK_ROWS, FIELDS, visits
 from mx_jax.backends.pallas_gpu.layouts.factors import factors_of
@@ -20,6 +19,7 @@ from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand, scale_tiles
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.tuning.plan import choose
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.backends.sums import as_matrices
 from mx_jax.codecs import packing
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray

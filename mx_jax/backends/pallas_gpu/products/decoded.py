@@ -8,13 +8,13 @@ import numpy as np
 from jax import lax
 
 from mx_jax.backends.calls import Operand
-from mx_jax.backends.matrices import without_tensor_scale
 from mx_jax.backends.pallas_gpu.architecture import Architecture, current_architecture
 from mx_jax.backends.pallas_gpu.layouts.storage import storage
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.tuning.plan import choose
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 from mx_jax.backends.pallas_gpu.tuning.tuned import tuned
+from mx_jax.backends.sums import without_tensor_scale
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 from mx_jax.axes import Side
 from mx_jax.backends.calls import MatmulCall, Operand
-from mx_jax.backends.matrices import as_matrices
 from mx_jax.backends.pallas_gpu.architecture import Architecture, current_architecture
 from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.products import decoded, scaled
 from mx_jax.backends.pallas_gpu.products.rejections import rejects_weights
+from mx_jax.backends.sums import as_matrices
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
 

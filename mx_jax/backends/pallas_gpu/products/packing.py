@@ -5,9 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from mx_jax.backends.base import Target
 from mx_jax.backends.calls import PackCall
-from mx_jax.backends.matrices import as_matrices, rejects_scale_axes
 from mx_jax.backends.pallas_gpu.architecture import (
     Architecture,
     current_architecture,
@@ -17,6 +15,8 @@ from mx_jax.backends.pallas_gpu.layouts.packed import MATRICES
 from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
 from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.pallas_gpu.products.rejections import rejects_weights
+from mx_jax.backends.sums import as_matrices, rejects_scale_axes
+from mx_jax.backends.target import Target
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
 

@@ -5,11 +5,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from mx_jax.backends.base import Target
 from mx_jax.backends.calls import MatmulCall
-from mx_jax.backends.matrices import rejects_parts_of_blocks, rejects_scale_axes
 from mx_jax.backends.pallas_gpu.architecture import rejects_machine
 from mx_jax.backends.pallas_gpu.layouts.weights import MIN_BLOCK, ROWS
+from mx_jax.backends.sums import rejects_parts_of_blocks, rejects_scale_axes
+from mx_jax.backends.target import Target
 from mx_jax.formats import BlockFormat
 
 _ACTIVATIONS = tuple(map(jnp.dtype, ("bfloat16", "float16")))

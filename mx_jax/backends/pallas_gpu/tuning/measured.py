@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from mx_jax.backends.base import Config, Target
 from mx_jax.backends.calls import Call, MatmulCall, RaggedCall
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
 from mx_jax.backends.pallas_gpu.kernels import Kernel
@@ -16,6 +15,7 @@ from mx_jax.backends.pallas_gpu.tuning.plan import choose
 from mx_jax.backends.pallas_gpu.tuning.space import candidates, keeps_busy
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles, Tuning
 from mx_jax.backends.pallas_gpu.tuning.tuned import Measured, measured
+from mx_jax.backends.target import Config, Target
 
 # Weights that are decoded for XLA's product: for no fewer rows than fill a tensor core's tile.
 _DECODE_FIRST: Config = (("crossover", 1),)

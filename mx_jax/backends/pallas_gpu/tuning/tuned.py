@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import jax
 
-from mx_jax.backends.base import Config
 from mx_jax.backends.pallas_gpu.kernels import Kernel
 from mx_jax.backends.pallas_gpu.tuning.tiles import Tuning
+from mx_jax.backends.target import Config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
