@@ -1,0 +1,48 @@
+"""What `import mx_jax` costs a program that has imported JAX and Flax."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LATE = ("calibrate", "checkpoint", "convert", "inspect", "testing")
+MEASURED = """
+import sys, time
+start = time.process_time()
+import jax, flax.linen, flax.nnx
+others = time.process_time()
+import mx_jax
+own = time.process_time()
+print(others - start, own - others)
+"""
+
+
+def in_new_process(program: str) -> str:
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # Bytecode is what a second import finds, as an installed library's does.
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = [sys.executable, "-c", program]
+    return subprocess.run(
+        command, env=variables, check=True, capture_output=True, text=True, timeout=300
+    ).stdout
+
+
+def test_import_takes_little_beside_jax_and_flax():
+    # CPU time of the process, the best of several runs: the machine does other things too.
+    times = [tuple(map(float, in_new_process(MEASURED).split())) for _ in range(3)]
+    others, own = map(min, zip(*times, strict=True))
+    assert own < max(0.4, 0.4 * others), f"{own:.2f} s, and jax and flax {others:.2f} s"
+
+
+def test_what_few_programs_need_is_imported_when_it_is_used():
+    program = f"""
+import sys, mx_jax
+late = {LATE}
+loaded = [name for name in late if f"mx_jax.{{name}}" in sys.modules]
+assert not loaded, loaded
+assert set(late) <= set(dir(mx_jax))
+assert all(getattr(mx_jax, name) is sys.modules[f"mx_jax.{{name}}"] for name in late)
+assert not hasattr(mx_jax, "nothing")
+"""
+    in_new_process(program)
