@@ -29,33 +29,33 @@ from mx_jax.backends.select import current_target
 from mx_jax.backends.table import BACKENDS
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, WHOLE
-from mx_jax.testing.attend_check import ATTEND_CASES, AttendCase
-from mx_jax.testing.attend_check import check_attend as check_attend
 from mx_jax.testing.cases import (
+    ATTEND_CASES,
+    DEQUANTIZE_CASES,
     LARGE_MATMUL_CASES,
     LARGE_QUANTIZE_CASES,
     MATMUL_CASES,
-    QUANTIZE_CASES,
-    MatmulCase,
-    QuantizeCase,
-)
-from mx_jax.testing.dequantize_check import DEQUANTIZE_CASES, check_dequantize, dequantize_call
-from mx_jax.testing.matmul_check import EXTREME_CASES as EXTREME_CASES
-from mx_jax.testing.matmul_check import STAGNATING_CASE as STAGNATING_CASE
-from mx_jax.testing.matmul_check import ExtremeCase as ExtremeCase
-from mx_jax.testing.matmul_check import check_extremes as check_extremes
-from mx_jax.testing.matmul_check import check_matmul as check_matmul
-from mx_jax.testing.matmul_check import check_stagnating_sum as check_stagnating_sum
-from mx_jax.testing.matmul_check import exact_product as exact_product
-from mx_jax.testing.matmul_check import exact_values as exact_values
-from mx_jax.testing.quantize_check import (
     QUANTIZE_BOTH_CASES,
+    QUANTIZE_CASES,
+    RAGGED_CASES,
+    AttendCase,
+    MatmulCase,
     QuantizeBothCase,
-    check_quantize,
-    check_quantize_both,
+    QuantizeCase,
+    RaggedCase,
+    dequantize_call,
 )
-from mx_jax.testing.ragged_check import RAGGED_CASES, RaggedCase
-from mx_jax.testing.ragged_check import check_ragged as check_ragged
+from mx_jax.testing.cases import STAGNATING_CASE as STAGNATING_CASE
+from mx_jax.testing.checks import EXTREME_CASES as EXTREME_CASES
+from mx_jax.testing.checks import ExtremeCase as ExtremeCase
+from mx_jax.testing.checks import check_attend as check_attend
+from mx_jax.testing.checks import check_dequantize, check_quantize, check_quantize_both
+from mx_jax.testing.checks import check_extremes as check_extremes
+from mx_jax.testing.checks import check_matmul as check_matmul
+from mx_jax.testing.checks import check_ragged as check_ragged
+from mx_jax.testing.checks import check_stagnating_sum as check_stagnating_sum
+from mx_jax.testing.checks import exact_product as exact_product
+from mx_jax.testing.checks import exact_values as exact_values
 
 Promise = Callable[[Call, Target], bool]
 
