@@ -12,8 +12,7 @@ import numpy as np
 from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.model import Caches, Llama
 from mx_jax.generate.sampling import GREEDY, Sampling
-from mx_jax.nn.cache import KVCache
-from mx_jax.nn.cache_rows import CacheRows
+from mx_jax.nn.cache import CacheRows, KVCache
 
 # Rows of a cache come in multiples of this, so that prompts of like length share a program.
 _ROWS = 64

@@ -13,8 +13,7 @@ import jax
 from flax import serialization
 
 from mx_jax.mxarray import MXArray
-from mx_jax.nn.cache import KVCache
-from mx_jax.nn.cache_rows import CacheRows
+from mx_jax.nn.cache import CacheRows, KVCache
 
 
 def _state(x: MXArray) -> dict[str, Any]:
