@@ -16,11 +16,12 @@ import numpy as np
 from benchmarks import environment, report
 from mx_jax.checkpoint.foreign import read
 from mx_jax.formats import block_format
+from mx_jax.generate.config import config_from_gguf
 from mx_jax.generate.decode import calibrated_scales, empty_caches
 from mx_jax.generate.load import find_model
 from mx_jax.generate.model import Llama
-from mx_jax.generate.tokenizer_gguf import tokenizer_of_gguf
-from mx_jax.generate.weights import config_from_gguf, params_from_gguf, quantize_params
+from mx_jax.generate.tokenizer import tokenizer_of_gguf
+from mx_jax.generate.weights import params_from_gguf, quantize_params
 from mx_jax.packed import Quantized
 from mx_jax.recipes import high_precision, weight_only
 
