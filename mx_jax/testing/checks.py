@@ -150,13 +150,12 @@ def check_matmul(backend: Backend, case: MatmulCase) -> None:
         _compare_product(run(lhs, rhs), call, lhs, rhs, bound)
 
 
-def check_stagnating_sum(backend: Backend) -> None:
+def check_stagnating_sum(backend: Backend, case: MatmulCase = STAGNATING_CASE) -> None:
     """The worst order of summands: one large, then many ones that a short accumulator loses.
 
     After 2^24, float32 loses them too: every rounding error points the same way and `sqrt(k)` does
     not hold. Nothing may exceed `2^-24 * k * sum |a b|`, which float32 additions in any order keep.
     """
-    case = STAGNATING_CASE
     call = case.call
     run = jax.jit(lambda lhs, rhs: backend.run(call, lhs, rhs))
     ones = np.full(call.lhs.shape, 0x38, np.uint8)
