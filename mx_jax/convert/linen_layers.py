@@ -24,7 +24,8 @@ from mx_jax.convert.linen_answers import ANSWERS, run_foreign
 from mx_jax.convert.linen_caches import cache_loans
 from mx_jax.convert.rules import Rule
 from mx_jax.nn import linen as mx_linen
-from mx_jax.nn.linen import Operation, stored_param
+from mx_jax.nn.linen import Operation
+from mx_jax.nn.stored import stored_param
 from mx_jax.recipes import Recipe
 
 # As an attention_fn takes them, whose attributes end in `_cls`.

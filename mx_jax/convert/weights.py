@@ -16,7 +16,7 @@ from mx_jax.convert import linen_model, nnx_weights
 from mx_jax.convert.report import Report, UnusedRuleWarning
 from mx_jax.convert.rules import Layer, Rule, Unknown, as_rules
 from mx_jax.convert.stored import Kernel
-from mx_jax.nn.linen import StoredParams
+from mx_jax.nn.stored import StoredParams
 from mx_jax.ops.storing import why_not_stored
 from mx_jax.packed import Quantized
 

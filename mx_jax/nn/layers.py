@@ -2,16 +2,14 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from flax.core import meta, spmd
 from jax.sharding import PartitionSpec
 
 from mx_jax.ops.recipe_names import as_recipe
-from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 from mx_jax.sharding.gather import GatherLike
 from mx_jax.specs import MatmulRecipe
@@ -105,12 +103,3 @@ def named_in_errors(layer: str) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         error.add_note(f"in layer {layer}")
         raise
-
-
-def promoted(args: Sequence[Any], promote: Callable[[tuple[Any, ...]], Sequence[Any]]) -> list[Any]:
-    """Operands as Flax promotes them; MXArrays are only told what they are to be read as."""
-    plain = tuple(jnp.zeros((), arg.dtype) if isinstance(arg, Quantized) else arg for arg in args)
-    return [
-        with_dtype(arg, value.dtype) if isinstance(arg, Quantized) else value
-        for arg, value in zip(args, promote(plain), strict=True)
-    ]

@@ -16,19 +16,25 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from mx_jax.nn.layers import layer_recipe, named_in_errors, nnx_spec, promoted, recipe_of
+from mx_jax.nn.layers import layer_recipe, named_in_errors, nnx_spec, recipe_of
 from mx_jax.nn.randomness import RNG_STREAM as RNG_STREAM
 from mx_jax.nn.stored import trainable as trainable
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.ops.einsum import einsum
 from mx_jax.ops.layer_name import LayerName
 from mx_jax.ops.recipe_names import as_recipe
+from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 
 
 def promote_operands(args: Sequence[Any], /, *, dtype: Any = None, inexact: bool = True) -> Any:
     """Flax's `promote_dtype`, which only tells MXArrays what they are to be read as."""
-    return tuple(promoted(args, lambda plain: promote_dtype(plain, dtype=dtype, inexact=inexact)))
+    plain = tuple(jnp.zeros((), arg.dtype) if isinstance(arg, Quantized) else arg for arg in args)
+    promoted = promote_dtype(plain, dtype=dtype, inexact=inexact)
+    return tuple(
+        with_dtype(arg, value.dtype) if isinstance(arg, Quantized) else value
+        for arg, value in zip(args, promoted, strict=True)
+    )
 
 
 # Parts what is drawn for rounding from what the same stream gives its other users.
@@ -140,6 +146,33 @@ class _Keyed:
 class _KeyedDotGeneral(_Keyed):
     """A layer that calls `self.dot_general`."""
 
+    def __init__(
+        self,
+        in_features: Any,
+        out_features: Any,
+        *,
+        recipe: Recipe | str,
+        gather: Any = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        """Make the layer.
+
+        Args:
+          in_features: size of the contracted axis, or of all of them.
+          out_features: size of the result's last axis, or of all of them.
+          recipe: what to quantize in the product and in its two gradients, or a recipe's name.
+          gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
+          rngs: streams; a stochastic recipe draws from `"quantize"`.
+          **options: those of Flax's layer of the same name.
+        """
+        flax_layer: Any = super()
+        recipe = layer_recipe(recipe, gather, type(self).__name__)
+        options = {"dot_general": recipe.dot_general, "promote_dtype": promote_operands} | options
+        flax_layer.__init__(in_features, out_features, rngs=rngs, **options)
+        self.recipe = recipe
+        self._keep_stream(rngs)
+
     @property
     def dot_general(self) -> Any:
         """What the layer multiplies with."""
@@ -161,32 +194,6 @@ class Linear(_KeyedDotGeneral, nnx.Linear):
       ((2, 8), (64, 8))
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        recipe: Recipe | str,
-        gather: Any = None,
-        rngs: nnx.Rngs,
-        **options: Any,
-    ):
-        """Make the layer.
-
-        Args:
-          in_features: size of the contracted axis.
-          out_features: size of the result's last axis.
-          recipe: what to quantize in the product and in its two gradients, or a recipe's name.
-          gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
-          rngs: streams; a stochastic recipe draws from `"quantize"`.
-          **options: `flax.nnx.Linear`'s own.
-        """
-        recipe = layer_recipe(recipe, gather, type(self).__name__)
-        options = {"dot_general": recipe.dot_general, "promote_dtype": promote_operands} | options
-        super().__init__(in_features, out_features, rngs=rngs, **options)
-        self.recipe = recipe
-        self._keep_stream(rngs)
-
 
 class LinearGeneral(_KeyedDotGeneral, nnx.LinearGeneral):
     """`flax.nnx.LinearGeneral` with a recipe; blocks lie along the last of its `axis`.
@@ -198,32 +205,6 @@ class LinearGeneral(_KeyedDotGeneral, nnx.LinearGeneral):
       >>> nnx.eval_shape(heads, jnp.ones((2, 64))).shape
       (2, 4, 8)
     """
-
-    def __init__(
-        self,
-        in_features: Any,
-        out_features: Any,
-        *,
-        recipe: Recipe | str,
-        gather: Any = None,
-        rngs: nnx.Rngs,
-        **options: Any,
-    ):
-        """Make the layer.
-
-        Args:
-          in_features: sizes of the contracted axes.
-          out_features: sizes of the result's last axes.
-          recipe: what to quantize in the product and in its two gradients, or a recipe's name.
-          gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
-          rngs: streams; a stochastic recipe draws from `"quantize"`.
-          **options: `flax.nnx.LinearGeneral`'s own.
-        """
-        recipe = layer_recipe(recipe, gather, type(self).__name__)
-        options = {"dot_general": recipe.dot_general, "promote_dtype": promote_operands} | options
-        super().__init__(in_features, out_features, rngs=rngs, **options)
-        self.recipe = recipe
-        self._keep_stream(rngs)
 
 
 class Einsum(_Keyed, nnx.Einsum):
