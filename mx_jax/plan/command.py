@@ -15,7 +15,6 @@ from rich.table import Table
 from mx_jax.plan.model import AXES, SCHEDULES, Linear, Model, Setup, parse_mesh, transformer
 from mx_jax.plan.step import REMATS, Memory, Traffic, memory, traffic
 from mx_jax.recipes import from_name, high_precision
-from mx_jax.specs import MatmulRecipe
 
 
 class Interconnect(NamedTuple):
@@ -79,9 +78,6 @@ def seconds(rows: tuple[Traffic, ...], links: dict[str, Interconnect], efficienc
     )
 
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """One recipe's numbers, of one device and one step.
@@ -104,29 +100,6 @@ class Plan:
         return sum(row.bytes for row in self.traffic)
 
 
-def make_plan(
-    name: str,
-    recipe: MatmulRecipe,
-    model: Model,
-    setup: Setup,
-    links: dict[str, Interconnect],
-    efficiency: float,
-) -> Plan:
-    """The numbers of one recipe.
-
-    Raises:
-      ValueError: layers of experts that do not lie so on the mesh.
-    """
-    setup.check(model)
-    rows = traffic(model, setup, recipe)
-    return Plan(
-        name=name,
-        memory=memory(model, setup, recipe),
-        traffic=rows,
-        seconds=seconds(rows, links, efficiency) if links else None,
-    )
-
-
 def readable(size: float) -> str:
     """Bytes in decimal units.
 
@@ -135,15 +108,10 @@ def readable(size: float) -> str:
       >>> readable(270_336)
       '270 kB'
     """
-    unit = 0
-    while size >= 999.5 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.3g} {_UNITS[unit]}"
-
-
-def tables(plans: Sequence[Plan]) -> list[Table]:
-    """Memory, and traffic beside that of the first plan."""
-    return [_memory_table(plans), _traffic_table(plans)]
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while size >= 999.5 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}"
 
 
 def _table(title: str, plans: Sequence[Plan], *columns: str) -> Table:
@@ -405,15 +373,8 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
 
 
 _COUNTS = (
-    "params",
-    "layers",
-    "width",
-    "hidden",
-    "kv_width",
-    "experts",
-    "experts_per_token",
-    "tokens",
-    "microbatches",
+    *("params", "layers", "width", "hidden", "kv_width", "experts", "experts_per_token"),
+    *("tokens", "microbatches"),
 )
 
 
@@ -429,22 +390,27 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(
                 f"plan: --{name.replace('_', '-')} must be finite and at least 1, got {value}"
             )
-    model, setup, links = _model(options), _setup(options), _links(options.interconnect)
+    names = ("width", "hidden", "kv_width", "vocabulary", "experts", "experts_per_token")
+    sizes = {name: getattr(options, name) for name in names}
+    model = transformer(options.params, options.layers, **sizes)
+    setup, links = _setup(options), _links(options.interconnect)
     if not 0 < options.efficiency <= 1:
         raise ValueError(f"plan: efficiency must be in (0, 1], got {options.efficiency}")
     wanted = {options.dtype: high_precision()}
     wanted |= {name: from_name(name) for name in _words(options.recipe)}
-    plans = [
-        make_plan(name, recipe, model, setup, links, options.efficiency)
-        for name, recipe in wanted.items()
-    ]
+    setup.check(model)
+    plans = []
+    for name, recipe in wanted.items():
+        kept, rows = memory(model, setup, recipe), traffic(model, setup, recipe)
+        time = seconds(rows, links, options.efficiency) if links else None
+        plans.append(Plan(name=name, memory=kept, traffic=rows, seconds=time))
     lines = [*as_values(plans, setup), *assumptions(model, setup, links, options.efficiency)]
     if options.json:
         print(json.dumps(as_json(plans, lines), indent=1))
         return 0
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    for table in tables(plans):
-        console.print(table)
+    console.print(_memory_table(plans))
+    console.print(_traffic_table(plans))
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     return 0
@@ -452,19 +418,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _model(options: argparse.Namespace) -> Model:
-    return transformer(
-        options.params,
-        options.layers,
-        width=options.width,
-        hidden=options.hidden,
-        kv_width=options.kv_width,
-        vocabulary=options.vocabulary,
-        experts=options.experts,
-        experts_per_token=options.experts_per_token,
-    )
 
 
 def _setup(options: argparse.Namespace) -> Setup:
