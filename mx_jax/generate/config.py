@@ -33,22 +33,22 @@ class Fields:
         """A whole number of at least 1."""
         value = self._value(name, default)
         if not _is_number(value) or not math.isfinite(value) or value != int(value) or value < 1:
-            raise self._no(name, "a whole number of at least 1", value)
+            raise self.refused(name, "a whole number of at least 1", value)
         return int(value)
 
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number above 0."""
         value = self._value(name, default)
         if not _is_number(value) or not math.isfinite(value) or value <= 0:
-            raise self._no(name, "a finite number above 0", value)
+            raise self.refused(name, "a finite number above 0", value)
         return float(value)
 
     def table(self, *names: str) -> dict[str, Any]:
         """The first of these fields that says something; an empty table where none does."""
         for name in names:
-            if value := self.said.get(self.prefix + name):
+            if value := self.get(name):
                 if not isinstance(value, Mapping):
-                    raise self._no(name, "a table", value)
+                    raise self.refused(name, "a table", value)
                 return dict(value)
         return {}
 
@@ -56,21 +56,33 @@ class Fields:
         """A text that UTF-8 can hold: JSON's escapes may spell one that it cannot."""
         value = self._value(name, default)
         if not isinstance(value, str) or value != value.encode(errors="replace").decode():
-            raise self._no(name, "a text", value)
+            raise self.refused(name, "a text", value)
         return value
+
+    def texts(self, name: str) -> list[str]:
+        """A row of texts."""
+        value = self._value(name, None)
+        if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+            raise self.refused(name, "texts", value)
+        return list(value)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """What the field says, of whatever type."""
+        return self.said.get(self.prefix + name, default)
 
     def has(self, name: str) -> bool:
         """Whether the field says something."""
-        return self.said.get(self.prefix + name) is not None
+        return self.get(name) is not None
 
     def _value(self, name: str, default: Any) -> Any:
-        value = self.said.get(self.prefix + name)
+        value = self.get(name)
         value = default if value is None else value
         if value is None:
             raise ValueError(f"generate: {self.where} lacks the field {self.prefix}{name}")
         return value
 
-    def _no(self, name: str, needed: str, value: Any) -> ValueError:
+    def refused(self, name: str, needed: str, value: Any) -> ValueError:
+        """The error of a field that is something else than what is needed."""
         return ValueError(
             f"generate: {self.where}: needs {needed} as {self.prefix}{name}, "
             f"got {self.prefix}{name}={value!r:.80}"
@@ -101,23 +113,27 @@ class Names:
         return self.tensors[field].format(index)
 
 
-# llama.cpp's name, and the hub's.
-_TENSORS = {
-    "embedding": ("token_embd", "model.embed_tokens"),
-    "norm": ("output_norm", "model.norm"),
-    "head": ("output", "lm_head"),
-    "attention_norm": ("blk.{}.attn_norm", "model.layers.{}.input_layernorm"),
-    "query": ("blk.{}.attn_q", "model.layers.{}.self_attn.q_proj"),
-    "key": ("blk.{}.attn_k", "model.layers.{}.self_attn.k_proj"),
-    "value": ("blk.{}.attn_v", "model.layers.{}.self_attn.v_proj"),
-    "out": ("blk.{}.attn_output", "model.layers.{}.self_attn.o_proj"),
-    "feed_forward_norm": ("blk.{}.ffn_norm", "model.layers.{}.post_attention_layernorm"),
-    "gate": ("blk.{}.ffn_gate", "model.layers.{}.mlp.gate_proj"),
-    "up": ("blk.{}.ffn_up", "model.layers.{}.mlp.up_proj"),
-    "down": ("blk.{}.ffn_down", "model.layers.{}.mlp.down_proj"),
+# By field: llama.cpp's name, the hub's, and the axes of its values.
+TENSORS = {
+    "embedding": ("token_embd", "model.embed_tokens", ("vocabulary", "width")),
+    "norm": ("output_norm", "model.norm", ("width",)),
+    "head": ("output", "lm_head", ("vocabulary", "width")),
+    "attention_norm": ("blk.{}.attn_norm", "model.layers.{}.input_layernorm", ("width",)),
+    "query": ("blk.{}.attn_q", "model.layers.{}.self_attn.q_proj", ("queries", "width")),
+    "key": ("blk.{}.attn_k", "model.layers.{}.self_attn.k_proj", ("keys", "width")),
+    "value": ("blk.{}.attn_v", "model.layers.{}.self_attn.v_proj", ("keys", "width")),
+    "out": ("blk.{}.attn_output", "model.layers.{}.self_attn.o_proj", ("width", "queries")),
+    "feed_forward_norm": (
+        "blk.{}.ffn_norm",
+        "model.layers.{}.post_attention_layernorm",
+        ("width",),
+    ),
+    "gate": ("blk.{}.ffn_gate", "model.layers.{}.mlp.gate_proj", ("hidden", "width")),
+    "up": ("blk.{}.ffn_up", "model.layers.{}.mlp.up_proj", ("hidden", "width")),
+    "down": ("blk.{}.ffn_down", "model.layers.{}.mlp.down_proj", ("width", "hidden")),
 }
-GGUF = Names({field: f"{own}.weight" for field, (own, _) in _TENSORS.items()}, adjacent=True)
-HUB = Names({field: f"{own}.weight" for field, (_, own) in _TENSORS.items()}, adjacent=False)
+GGUF = Names({field: f"{own}.weight" for field, (own, _, _) in TENSORS.items()}, adjacent=True)
+HUB = Names({field: f"{own}.weight" for field, (_, own, _) in TENSORS.items()}, adjacent=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,6 +189,17 @@ class LlamaConfig:
                 "LlamaConfig: rope_divisors must be one for each pair of features, got "
                 f"len(rope_divisors)={len(divisors)}, head_width={self.head_width}"
             )
+
+    def shape(self, field: str) -> tuple[int, ...]:
+        """Of a tensor, by its field in `TENSORS`."""
+        sizes = {
+            "vocabulary": self.vocabulary,
+            "width": self.width,
+            "hidden": self.hidden,
+            "queries": self.heads * self.head_width,
+            "keys": self.kv_heads * self.head_width,
+        }
+        return tuple(sizes[axis] for axis in TENSORS[field][2])
 
 
 # `model_type`s whose layers are those of `Llama`.

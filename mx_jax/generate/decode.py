@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.model import Caches, Llama
-from mx_jax.nn.cache import CacheRows, KVCache
+from mx_jax.nn.cache import KVCache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,51 +68,6 @@ GREEDY = Sampling()
 
 # Rows of a cache come in multiples of this, so that prompts of like length share a program.
 _ROWS = 64
-# NVFP4's largest element times its largest block scale.
-_NVFP4_MAX = 6.0 * 448.0
-
-
-# Largest magnitudes of keys and of values over 2688, for each layer.
-TensorScales = tuple[tuple[float, float], ...]
-
-
-def empty_caches(
-    config: LlamaConfig,
-    length: int,
-    format: Any = None,
-    dtype: Any = jnp.float32,
-    tensor_scales: TensorScales | None = None,
-) -> Caches:
-    """Caches of a model, one a layer, for one sequence.
-
-    Args:
-      config: sizes of the model.
-      length: most tokens that they hold.
-      format: as `KVCache.zeros` takes it.
-      dtype: likewise.
-      tensor_scales: those of each layer, fixed; None: one for each token and head.
-    """
-    each = (None,) * config.layers if tensor_scales is None else tensor_scales
-    shape = (1, length, config.kv_heads, config.head_width)
-    return tuple(
-        KVCache.zeros(*shape, format=format, dtype=dtype, tensor_scales=scales) for scales in each
-    )
-
-
-def calibrated_scales(caches: Caches) -> TensorScales:
-    """Tensor scales for NVFP4 from caches without a format, filled with texts of the same kind.
-
-    Args:
-      caches: as a model returned them; rows that were not written are zero.
-
-    Returns:
-      `amax / 2688` of keys and values: the largest that was seen is the largest that fits.
-    """
-
-    def scale(rows: CacheRows) -> float:
-        return float(jnp.abs(rows.read()).max()) / _NVFP4_MAX
-
-    return tuple((scale(cache.keys), scale(cache.values)) for cache in caches)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "sampling"), donate_argnames="caches")
@@ -201,8 +155,10 @@ class Generator:
 
     def caches(self, tokens: int) -> Caches:
         """Empty caches for so many tokens at least."""
-        length = -(-tokens // _ROWS) * _ROWS
-        return empty_caches(self.model.config, length, self.cache, self.cache_dtype)
+        config, length = self.model.config, -(-tokens // _ROWS) * _ROWS
+        shape = (1, length, config.kv_heads, config.head_width)
+        empty = functools.partial(KVCache.zeros, format=self.cache, dtype=self.cache_dtype)
+        return tuple(empty(*shape) for _ in range(config.layers))
 
     def step(
         self, tokens: jax.Array, caches: Caches, position: int, key: jax.Array

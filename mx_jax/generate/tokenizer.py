@@ -131,7 +131,8 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> T
             f"{', '.join(_PRE)}, got tokenizer.ggml.model={kind!r:.80}, "
             f"tokenizer.ggml.pre={pre!r:.80}"
         )
-    tokens, merges = (_texts(metadata, name, where) for name in ("tokens", "merges"))
+    fields = Fields(metadata, where, "tokenizer.ggml.")
+    tokens, merges = fields.texts("tokens"), fields.texts("merges")
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     try:
@@ -143,14 +144,11 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> T
     encoder = library.Tokenizer(model)
     encoder.pre_tokenizer = _PRE[pre](library.pre_tokenizers, library.Regex)
     encoder.decoder = library.decoders.ByteLevel()
-    encoder.add_tokens(_special(library, tokens, metadata, where))
-    numbers = _numbers(metadata, len(tokens), where)
-    begins = metadata.get("tokenizer.ggml.add_bos_token", False)
+    encoder.add_tokens(_special(library, tokens, fields))
+    numbers = _numbers(fields, len(tokens))
+    begins = fields.get("add_bos_token", False)
     if not isinstance(begins, bool):
-        raise ValueError(
-            f"generate: {where}: needs true or false as tokenizer.ggml.add_bos_token, got "
-            f"tokenizer.ggml.add_bos_token={begins!r:.80}"
-        )
+        raise fields.refused("add_bos_token", "true or false", begins)
     said = Fields(metadata, where, "tokenizer.")
     return Tokenizer(
         encoder=encoder,
@@ -162,14 +160,11 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> T
     )
 
 
-def _special(library: Any, tokens: list[str], metadata: Mapping[str, Any], where: str) -> list[Any]:
+def _special(library: Any, tokens: list[str], fields: Fields) -> list[Any]:
     """The tokens that no merging makes."""
-    kinds = metadata.get("tokenizer.ggml.token_type", ())
+    kinds = fields.get("token_type", ())
     if np.ndim(kinds) != 1:
-        raise ValueError(
-            f"generate: {where}: needs a number for each token as tokenizer.ggml.token_type, got "
-            f"tokenizer.ggml.token_type={kinds!r:.80}"
-        )
+        raise fields.refused("token_type", "a number for each token", kinds)
     return [
         library.AddedToken(token, special=kind == _CONTROL, normalized=False)
         for token, kind in zip(tokens, kinds, strict=False)
@@ -177,30 +172,16 @@ def _special(library: Any, tokens: list[str], metadata: Mapping[str, Any], where
     ]
 
 
-def _texts(metadata: Mapping[str, Any], name: str, where: str) -> list[str]:
-    """A field that is a row of texts."""
-    field = f"tokenizer.ggml.{name}"
-    if field not in metadata:
-        raise ValueError(f"generate: {where} lacks the field {field}")
-    found = metadata[field]
-    if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
-        raise ValueError(f"generate: {where}: needs texts as {field}, got {field}={found!r:.80}")
-    return list(found)
-
-
-def _numbers(metadata: Mapping[str, Any], count: int, where: str) -> dict[str, int]:
+def _numbers(fields: Fields, count: int) -> dict[str, int]:
     """The tokens that have a role, each one of `count`."""
     found: dict[str, int] = {}
     for name in _ENDS:
-        field = f"tokenizer.ggml.{name}_token_id"
-        number = metadata.get(field)
+        number = fields.get(f"{name}_token_id")
         if number is None:
             continue
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
-            raise ValueError(
-                f"generate: {where}: needs a number below {count}, of tokens, as {field}, got "
-                f"{field}={number!r:.80}"
-            )
+            needed = f"a number below {count}, of tokens,"
+            raise fields.refused(f"{name}_token_id", needed, number)
         found[name] = number
     return found
 

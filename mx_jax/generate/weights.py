@@ -42,8 +42,6 @@ def params_of(
       ValueError: a tensor that is missing or of another shape.
     """
 
-    shapes = _shapes(config)
-
     def values(field: str, index: int | None = None) -> Any:
         name = names.of(field, index)
         if name not in tensors:
@@ -51,10 +49,9 @@ def params_of(
         found = tensors[name]
         if not (stored and isinstance(found, MXArray)):
             found = np.asarray(found, np.float32)
-        if found.shape != shapes[field]:
+        if found.shape != (needed := config.shape(field)):
             raise ValueError(
-                f"generate: tensor {name!r} must have shape={shapes[field]}, got "
-                f"shape={found.shape}"
+                f"generate: tensor {name!r} must have shape={needed}, got shape={found.shape}"
             )
         turned = names.adjacent and field in ("query", "key")
         return _halves(found, config.head_width) if turned else found
@@ -68,21 +65,6 @@ def params_of(
     for index in range(config.layers):
         params[f"layers_{index}"] = _block(functools.partial(values, index=index))
     return jax.tree.map(jnp.asarray, params)
-
-
-def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Of tensors by the fields of `Names`."""
-    width, hidden = config.width, config.hidden
-    heads, shared = config.heads * config.head_width, config.kv_heads * config.head_width
-    return {
-        **dict.fromkeys(("embedding", "head"), (config.vocabulary, width)),
-        **dict.fromkeys(("norm", "attention_norm", "feed_forward_norm"), (width,)),
-        **dict.fromkeys(("gate", "up"), (hidden, width)),
-        **dict.fromkeys(("key", "value"), (shared, width)),
-        "query": (heads, width),
-        "out": (width, heads),
-        "down": (width, hidden),
-    }
 
 
 def _block(values: Callable[[str], Any]) -> dict[str, Any]:

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.language_model_formats import calibrated_scales, empty_caches
 from mx_jax import recipes
 from mx_jax.formats import MXFP8_E4M3, block_format
 from mx_jax.generate.command import OTHER, operations, part_of, pieces, settle, time_of_parts
-from mx_jax.generate.decode import Generator, Sampling, calibrated_scales, empty_caches
+from mx_jax.generate.decode import Generator, Sampling
 from mx_jax.generate.load import find_model, recipe_for
 from mx_jax.generate.model import Llama
 from mx_jax.generate.weights import params_from_gguf
@@ -34,7 +35,7 @@ def test_calibrated_scales_are_each_layers_own():
     ]
     scales = calibrated_scales(tuple(seen))
     assert scales == tuple(((3.0 + i) / 2688, (0.5 + i) / 2688) for i in range(config.layers))
-    fixed = empty_caches(config, 8, "nvfp4", tensor_scales=scales)
+    fixed = empty_caches(config, 8, scales, format="nvfp4")
     for index, cache in enumerate(fixed):
         assert cache.keys.tensor_scale is not None and cache.keys.tensor_scale.shape == (1, 1, 1)
         # Twice as large is cut off.
