@@ -16,11 +16,12 @@ import numpy as np
 from benchmarks import environment, report
 from mx_jax.checkpoint.foreign import read
 from mx_jax.formats import block_format
-from mx_jax.generate.decode import calibrated_scales, empty_caches
+from mx_jax.generate.config import LlamaConfig, config_from_gguf
 from mx_jax.generate.load import find_model
 from mx_jax.generate.model import Llama
-from mx_jax.generate.tokenizer_gguf import tokenizer_of_gguf
-from mx_jax.generate.weights import config_from_gguf, params_from_gguf, quantize_params
+from mx_jax.generate.tokenizer import tokenizer_of_gguf
+from mx_jax.generate.weights import params_from_gguf, quantize_params
+from mx_jax.nn import KVCache
 from mx_jax.packed import Quantized
 from mx_jax.recipes import high_precision, weight_only
 
@@ -30,6 +31,8 @@ WEIGHTS = ("mxfp8", "mxint8", "mxfp6_e2m3", "nvfp4", "mxfp4")
 FIXED = " fixed"
 CACHES = ("bfloat16", "mxfp8", "mxint8", "mxfp6_e2m3", "nvfp4", f"nvfp4{FIXED}", "mxfp4")
 PAGES = ("index", "training", "numerics", "convert", "sharding", "planning")
+# NVFP4's largest element times its largest block scale.
+NVFP4_MAX = 6.0 * 448.0
 CALIBRATION = ("quantize", "recipes", "matmul", "debug")
 
 
@@ -50,6 +53,26 @@ def filled(model: Llama, params: Any, tokens: jax.Array, caches: Any) -> Any:
     """The caches after a text."""
     applied: Any = model.apply({"params": params}, tokens, caches, last=True)
     return applied[1]
+
+
+def empty_caches(config: LlamaConfig, length: int, scales: Any = None, **options: Any) -> Any:
+    """Caches of a model, one a layer; their tensor scales fixed, or one a token and head."""
+    shape = (1, length, config.kv_heads, config.head_width)
+    each = scales or [None] * config.layers
+    return tuple(KVCache.zeros(*shape, tensor_scales=own, **options) for own in each)
+
+
+def calibrated_scales(caches: Any) -> tuple[tuple[float, ...], ...]:
+    """NVFP4's tensor scales of keys and values: the largest that was seen is the largest that fits.
+
+    Args:
+      caches: without a format, filled with texts of the same kind; rows that were not written are
+        zero.
+    """
+    return tuple(
+        tuple(float(jnp.abs(rows.read()).max()) / NVFP4_MAX for rows in (cache.keys, cache.values))
+        for cache in caches
+    )
 
 
 def measure(log: Any, exact: Any, tokens: np.ndarray) -> dict[str, float]:
@@ -119,7 +142,7 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
             (other,) = cut(tokenizer.encode(text_of(CALIBRATION)), 1, length)
             empty = empty_caches(config, length)
             scales = calibrated_scales(filled(model, params, other, empty))
-        caches = empty_caches(config, length, form, dtype, scales)
+        caches = empty_caches(config, length, scales, format=form, dtype=dtype)
         bits = (
             8
             * sum(one.nbytes for one in caches)

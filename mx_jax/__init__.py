@@ -4,15 +4,14 @@
 `nn.nnx` are Flax layers with one. Start with `mx_jax.recipes`.
 """
 
-from mx_jax import calibrate as calibrate
-from mx_jax import checkpoint as checkpoint
-from mx_jax import convert as convert
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from mx_jax import formats as formats
-from mx_jax import inspect as inspect
 from mx_jax import nn as nn
 from mx_jax import recipes as recipes
 from mx_jax import sharding as sharding
-from mx_jax import testing as testing
 from mx_jax.mxarray import MXArray as MXArray
 from mx_jax.ops.choice import only_backend as only_backend
 from mx_jax.ops.choice import prefer_backends as prefer_backends
@@ -32,4 +31,23 @@ from mx_jax.ops.remat import save_products as save_products
 from mx_jax.ops.remat import save_quantized as save_quantized
 from mx_jax.packed import PackedMXArray as PackedMXArray
 
+if _TYPE_CHECKING:
+    from mx_jax import calibrate as calibrate
+    from mx_jax import checkpoint as checkpoint
+    from mx_jax import convert as convert
+    from mx_jax import inspect as inspect
+    from mx_jax import testing as testing
+
 __version__ = "0.1.0"
+# Imported when they are first used: few programs need them, and together they take half the time.
+_LATE = ("calibrate", "checkpoint", "convert", "inspect", "testing")
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _LATE:
+        return _importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax.formats import BlockFormat
-from mx_jax.nn.cache import KVCache, check_tensor_scales, row_format
-from mx_jax.nn.cache_rows import CacheRows
+from mx_jax.nn.cache import CacheRows, KVCache, check_tensor_scales, row_format
 
 
 @dataclasses.dataclass(frozen=True)

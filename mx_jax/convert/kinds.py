@@ -25,7 +25,7 @@ from mx_jax.convert.kind import Kind, Slot
 from mx_jax.convert.nnx_products import Attention, TablePromotion
 from mx_jax.convert.products import einsum_axes, einsum_shape
 from mx_jax.convert.rules import Shape
-from mx_jax.nn.nnx_operations import RecipeEinsum
+from mx_jax.nn.nnx import RecipeEinsum
 
 
 def _dense_counts(layer: Any) -> tuple[int, int, int]:

@@ -20,7 +20,7 @@ from mx_jax.convert.lending import lent
 from mx_jax.convert.products import cast_table
 from mx_jax.convert.rules import Decision
 from mx_jax.nn import linen as mx_linen
-from mx_jax.nn.metadata import linen_recipe, ungathered
+from mx_jax.nn.layers import linen_recipe, ungathered
 from mx_jax.nn.stored import quantized_in
 from mx_jax.packed import rows_of
 from mx_jax.recipes import high_precision

@@ -24,7 +24,7 @@ from mx_jax.convert.linen_answers import ANSWERS, run_foreign
 from mx_jax.convert.linen_caches import cache_loans
 from mx_jax.convert.rules import Rule
 from mx_jax.nn import linen as mx_linen
-from mx_jax.nn.operations import Operation
+from mx_jax.nn.linen import Operation
 from mx_jax.nn.stored import stored_param
 from mx_jax.recipes import Recipe
 

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from mx_jax.convert.kind import Kind
 from mx_jax.convert.kinds import EINSUM
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
-from mx_jax.nn.errors import named_in_errors
+from mx_jax.nn.layers import linen_recipe, named_in_errors, ungathered
 from mx_jax.nn.linen import RNG_STREAM
-from mx_jax.nn.metadata import linen_recipe, ungathered
 from mx_jax.ops.tags import tag
 from mx_jax.packed import Quantized
 from mx_jax.recipes import Recipe, high_precision

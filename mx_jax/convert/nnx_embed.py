@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mx_jax.convert.nnx_products import Injected
-from mx_jax.nn.errors import named_in_errors
+from mx_jax.nn.layers import named_in_errors
 from mx_jax.nn.nnx import promote_operands
 from mx_jax.nn.stored import quantized_in
 from mx_jax.ops.dot_general import dot_general

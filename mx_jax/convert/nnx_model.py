@@ -14,7 +14,7 @@ from mx_jax.convert.nnx_layers import judged, put, replaced, stack, take_back
 from mx_jax.convert.nnx_products import Injected, KeyedInjected
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
-from mx_jax.nn.metadata import nnx_spec, recipe_of
+from mx_jax.nn.layers import nnx_spec, recipe_of
 from mx_jax.nn.nnx import RNG_STREAM
 from mx_jax.ops.tags import LayerName
 

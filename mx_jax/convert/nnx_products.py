@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mx_jax.convert.products import cast_table
-from mx_jax.nn.errors import named_in_errors
+from mx_jax.nn.layers import named_in_errors
 from mx_jax.nn.nnx import RNG_STREAM, promote_operands
 from mx_jax.ops.einsum import einsum
 from mx_jax.ops.tags import LayerName, tag

@@ -13,7 +13,7 @@ from mx_jax.convert.kinds import FOREIGN, foreign_facts, kind_of
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.convert.waiting import waiting
-from mx_jax.nn.errors import named_in_errors
+from mx_jax.nn.layers import named_in_errors
 from mx_jax.recipes import Recipe
 
 T = TypeVar("T")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,59 +10,64 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.model import Caches, Llama
-from mx_jax.generate.sampling import GREEDY, Sampling
 from mx_jax.nn.cache import KVCache
-from mx_jax.nn.cache_rows import CacheRows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+      temperature: what logits are divided by; 0 takes the most likely token.
+      top_k: how many of the likeliest are drawn from; None: all.
+
+    Raises:
+      ValueError: a temperature that is negative or not finite, or top_k below 1.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+
+    def __post_init__(self):
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(
+                "Sampling: temperature must be finite and at least 0, got "
+                f"temperature={self.temperature}"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"Sampling: top_k must be at least 1, got top_k={self.top_k}")
+
+    def choose(self, logits: jax.Array, key: jax.Array) -> jax.Array:
+        """Token numbers, int32 `[batch]`, from float32 logits `[batch, vocabulary]`.
+
+        A choice is drawn with probability `softmax(logits / temperature)`.
+        """
+        if self.temperature == 0:
+            return first_largest(logits)
+        scaled = logits / self.temperature
+        if self.top_k is None:
+            return jax.random.categorical(key, scaled).astype(jnp.int32)
+        likeliest, tokens = jax.lax.top_k(scaled, min(self.top_k, logits.shape[-1]))
+        drawn = jax.random.categorical(key, likeliest)
+        return jnp.take_along_axis(tokens, drawn[..., None], -1)[..., 0].astype(jnp.int32)
+
+
+def first_largest(logits: jax.Array) -> jax.Array:
+    """`argmax` over the last axis, int32: the first of the largest, or of those that are NaN.
+
+    XLA's CPU compiler makes scalar code of an index beside a value, and vectors of these two.
+    """
+    largest = logits.max(-1, keepdims=True)
+    places = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jnp.where((logits == largest) | jnp.isnan(logits), places, logits.shape[-1]).min(-1)
+
+
+GREEDY = Sampling()
+
 
 # Rows of a cache come in multiples of this, so that prompts of like length share a program.
 _ROWS = 64
-# NVFP4's largest element times its largest block scale.
-_NVFP4_MAX = 6.0 * 448.0
-
-
-# Largest magnitudes of keys and of values over 2688, for each layer.
-TensorScales = tuple[tuple[float, float], ...]
-
-
-def empty_caches(
-    config: LlamaConfig,
-    length: int,
-    format: Any = None,
-    dtype: Any = jnp.float32,
-    tensor_scales: TensorScales | None = None,
-) -> Caches:
-    """Caches of a model, one a layer, for one sequence.
-
-    Args:
-      config: sizes of the model.
-      length: most tokens that they hold.
-      format: as `KVCache.zeros` takes it.
-      dtype: likewise.
-      tensor_scales: those of each layer, fixed; None: one for each token and head.
-    """
-    each = (None,) * config.layers if tensor_scales is None else tensor_scales
-    shape = (1, length, config.kv_heads, config.head_width)
-    return tuple(
-        KVCache.zeros(*shape, format=format, dtype=dtype, tensor_scales=scales) for scales in each
-    )
-
-
-def calibrated_scales(caches: Caches) -> TensorScales:
-    """Tensor scales for NVFP4 from caches without a format, filled with texts of the same kind.
-
-    Args:
-      caches: as a model returned them; rows that were not written are zero.
-
-    Returns:
-      `amax / 2688` of keys and values: the largest that was seen is the largest that fits.
-    """
-
-    def scale(rows: CacheRows) -> float:
-        return float(jnp.abs(rows.read()).max()) / _NVFP4_MAX
-
-    return tuple((scale(cache.keys), scale(cache.values)) for cache in caches)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "sampling"), donate_argnames="caches")
@@ -112,15 +118,7 @@ def advance_many(
 ) -> tuple[jax.Array, Caches]:
     """Several steps in one dispatch, which costs as much as a tenth of a small model's step.
 
-    Args:
-      model: as `advance` takes it, and so on.
-      sampling: likewise.
-      params: likewise.
-      tokens: int32 `[batch, 1]`, the token before.
-      caches: likewise; donated.
-      position: likewise.
-      key: likewise.
-      count: of steps.
+    Args are those of `advance`, `tokens` int32 `[batch, 1]`, and the number of steps.
 
     Returns:
       Tokens int32 `[batch, count]`, those that as many calls of `advance` give, and the caches.
@@ -157,8 +155,10 @@ class Generator:
 
     def caches(self, tokens: int) -> Caches:
         """Empty caches for so many tokens at least."""
-        length = -(-tokens // _ROWS) * _ROWS
-        return empty_caches(self.model.config, length, self.cache, self.cache_dtype)
+        config, length = self.model.config, -(-tokens // _ROWS) * _ROWS
+        shape = (1, length, config.kv_heads, config.head_width)
+        empty = functools.partial(KVCache.zeros, format=self.cache, dtype=self.cache_dtype)
+        return tuple(empty(*shape) for _ in range(config.layers))
 
     def step(
         self, tokens: jax.Array, caches: Caches, position: int, key: jax.Array

@@ -3,28 +3,36 @@
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+import pydoc_data.topics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from mx_jax.calibrate.moments import Moments, moments
+from mx_jax.calibrate.ways import GPTQ, SEARCHED, Gptq, SearchedScales, Way
 from mx_jax.checkpoint.foreign import read
 from mx_jax.checkpoint.gguf import gguf_in
+from mx_jax.checkpoint.progress import progress_bar
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.formats import block_format
-from mx_jax.generate.calibration import by_tensors, model_moments, way_named
-from mx_jax.generate.config import LlamaConfig
-from mx_jax.generate.decode import Generator
-from mx_jax.generate.hub import config_from_json, read_json
-from mx_jax.generate.model import Llama
-from mx_jax.generate.names import GGUF, HUB, Names
-from mx_jax.generate.sampling import GREEDY, Sampling
-from mx_jax.generate.tokenizer import Tokenizer
-from mx_jax.generate.tokenizer_gguf import tokenizer_of_gguf
-from mx_jax.generate.tokenizer_hub import tokenizer_of_folder
-from mx_jax.generate.weights import config_from_gguf, params_of, quantize_params
+from mx_jax.generate.config import (
+    GGUF,
+    HUB,
+    LlamaConfig,
+    Names,
+    config_from_gguf,
+    config_from_json,
+    read_json,
+)
+from mx_jax.generate.decode import GREEDY, Generator, Sampling
+from mx_jax.generate.model import PARTS, Llama
+from mx_jax.generate.tokenizer import Tokenizer, tokenizer_of_folder, tokenizer_of_gguf
+from mx_jax.generate.weights import params_of, quantize_params
 from mx_jax.mxarray import MXArray
 from mx_jax.nn.cache import row_format
 from mx_jax.recipes import Recipe, high_precision, weight_only
@@ -109,22 +117,18 @@ def open_model(path: Path) -> Source:
     Raises:
       ValueError: a model of another family, or fields that are missing.
     """
-    weights = read(path)
+    weights, folder, said = read(path), path if path.is_dir() else path.parent, {}
     if gguf_in(path) is not None:
-        return Source(
-            weights=weights,
-            config=config_from_gguf(weights.metadata, weights, str(path)),
-            names=GGUF,
-            tokenizer=functools.partial(tokenizer_of_gguf, weights.metadata, str(path)),
-        )
-    folder = path if path.is_dir() else path.parent
-    said, fields = (read_json(folder / name) for name in ("config.json", GGUF_FIELDS))
+        fields, where = weights.metadata, str(path)
+    else:
+        said = read_json(folder / "config.json")
+        fields, where = read_json(folder / GGUF_FIELDS), str(folder / GGUF_FIELDS)
     if not said and fields:
         return Source(
             weights=weights,
-            config=config_from_gguf(fields, weights, str(folder / GGUF_FIELDS)),
+            config=config_from_gguf(fields, weights, where),
             names=GGUF,
-            tokenizer=functools.partial(tokenizer_of_gguf, fields, str(folder / GGUF_FIELDS)),
+            tokenizer=functools.partial(tokenizer_of_gguf, fields, where),
         )
     if not said:
         raise ValueError(
@@ -220,3 +224,104 @@ def tensor_moments(path: Path, texts: Sequence[Path] = ()) -> dict[str, Any]:
     params = params_of(source.weights, source.config, source.names)
     found = model_moments(params, source.config, source.tokenizer(), texts)
     return by_tensors(found, source.names, source.config)
+
+
+# More texts bring little: how many tokens are read at most, and in sequences of what length.
+TOKENS, LENGTH = 20480, 512
+
+
+def way_named(
+    scales: str | None,
+    params: Any,
+    config: LlamaConfig,
+    tokenizer: Tokenizer,
+    texts: Sequence[Path],
+) -> Way | None:
+    """How weights get their codes, by the command line's name for it.
+
+    Args:
+      scales: `"mse"`, `"gptq"` or None, as a cast gives them.
+      params: of the model, as `params_of` gives them; read by GPTQ, and so is all that follows.
+      config: sizes of the model.
+      tokenizer: the model's.
+      texts: files to calibrate with; none: Python's own manual.
+
+    Raises:
+      ValueError: texts for what reads none, or as `model_moments` does.
+    """
+    if texts and scales != GPTQ:
+        raise ValueError(f"generate: texts are for scales={GPTQ}, got scales={scales}")
+    if scales is None:
+        return None
+    if scales == SEARCHED:
+        return SearchedScales()
+    if scales != GPTQ:
+        raise ValueError(f"generate: scales must be {SEARCHED} or {GPTQ}, got scales={scales!r}")
+    return Gptq(model_moments(params, config, tokenizer, texts))
+
+
+def model_moments(
+    params: Any, config: LlamaConfig, tokenizer: Tokenizer, texts: Sequence[Path] = ()
+) -> Moments:
+    """`calibrate.moments` of a model, its head's among them, by paths of its parameters.
+
+    Args:
+      params: of the model in high precision.
+      config: its sizes.
+      tokenizer: its own.
+      texts: files; none: the manual that comes with Python, in English.
+
+    Raises:
+      ValueError: fewer tokens than one sequence has, or a file that is no text in UTF-8.
+    """
+    length = min(LENGTH, config.context)
+    tokens = tokenizer.encode("\n".join(map(_read, texts)) if texts else manual())[:TOKENS]
+    count = len(tokens) // length
+    if not count:
+        raise ValueError(
+            f"generate: calibration needs a text of {length} tokens at least, got {len(tokens)}; "
+            "give more, or leave it out for Python's own manual"
+        )
+    sequences = np.array(tokens[: count * length], np.int32).reshape(count, 1, length)
+    model = Llama(config, high_precision())
+    return moments(model, _watched(sequences), variables={"params": params})
+
+
+def by_tensors(found: Moments, names: Names, config: LlamaConfig) -> dict[str, Any]:
+    """Moments by the names of a checkpoint's tensors, whose products may be parts of the model's.
+
+    Args:
+      found: as `model_moments` gives them.
+      names: of the tensors.
+      config: sizes of the model.
+    """
+    field_of = {part: whole for whole, parts in PARTS.items() for part in parts}
+    field_of |= {"out": "attention_out", "down": "down"}
+    by_name = {
+        names.of(field, index): found[f"layers_{index}/{path}"]
+        for index in range(config.layers)
+        for field, path in field_of.items()
+    }
+    head = "embedding" if config.tied else "head"
+    return by_name | {names.of(head): found[head]}
+
+
+def manual() -> str:
+    """Python's own manual of its language, which every installation has; in order of its topics."""
+    topics: Mapping[str, str] = pydoc_data.topics.topics
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"generate: {path} is no text in UTF-8: {error}") from None
+
+
+def _watched(sequences: np.ndarray) -> Iterator[np.ndarray]:
+    """The sequences, with a bar on a terminal."""
+    with progress_bar("calibrate", len(sequences), sys.stderr.isatty()) as step:
+        for sequence in sequences:
+            yield sequence
+            step("", 1)

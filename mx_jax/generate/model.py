@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from mx_jax.calibrate.moments import tell_input
 from mx_jax.generate.config import LlamaConfig
-from mx_jax.generate.rotary import Turn, rotate, rotations
 from mx_jax.mxarray import MXArray
 from mx_jax.nn.attention import attend, merge_heads
 from mx_jax.nn.cache import KVCache
@@ -22,9 +21,40 @@ from mx_jax.ops.dot_general import dot_general
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.recipes import Recipe
 
+Turn = tuple[jax.Array, jax.Array]
 Caches = tuple[KVCache, ...]
 # Products that read the same input and are one, unless the parameters have them in parts.
 PARTS = {"qkv": ("query", "key", "value"), "gate_up": ("gate", "up")}
+
+
+def rotations(config: LlamaConfig, tokens: int, position: jax.typing.ArrayLike) -> Turn:
+    """Cosines and sines, float32 `[tokens, 1, head_width]`, of `position`, `position + 1`, ...
+
+    The angle of pair i is `position * theta^(-2i / head_width) / divisor_i`.
+    """
+    half = jnp.arange(config.head_width // 2, dtype=jnp.float32)
+    frequencies = config.rope_theta ** (-2 * half / config.head_width)
+    if config.rope_divisors is not None:
+        frequencies = frequencies / jnp.array(config.rope_divisors, jnp.float32)
+    places = (position + jnp.arange(tokens)).astype(jnp.float32)
+    angles = jnp.tile(places[:, None, None] * frequencies, 2)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, turn: Turn) -> jax.Array:
+    """Turn heads `[..., tokens, heads, head_width]`, in float32, to x's dtype."""
+    cosines, sines = turn
+    first, second = jnp.split(x.astype(jnp.float32), 2, -1)
+    turned = x * cosines + jnp.concatenate([-second, first], -1) * sines
+    return turned.astype(x.dtype)
+
+
+def look_up(embedding: jax.Array | Quantized, tokens: jax.Array) -> jax.Array:
+    """Rows of the embedding, `[*tokens, width]`, of which only those are decoded."""
+    if isinstance(embedding, PackedMXArray):
+        return embedding.take(tokens).dequantize()
+    rows = embedding[tokens]
+    return rows.dequantize() if isinstance(rows, MXArray) else rows
 
 
 class Llama(StoredParams, nn.Module):
@@ -151,11 +181,3 @@ class Block(nn.Module):
 
     def _dense(self, name: str, features: int) -> Dense:
         return Dense(features, use_bias=False, dtype=self.dtype, recipe=self.recipe, name=name)
-
-
-def look_up(embedding: jax.Array | Quantized, tokens: jax.Array) -> jax.Array:
-    """Rows of the embedding, `[*tokens, width]`, of which only those are decoded."""
-    if isinstance(embedding, PackedMXArray):
-        return embedding.take(tokens).dequantize()
-    rows = embedding[tokens]
-    return rows.dequantize() if isinstance(rows, MXArray) else rows

@@ -1,9 +1,14 @@
-"""Text to tokens and back."""
+"""Text to tokens and back, by what a GGUF file or a model's folder says."""
 
 import dataclasses
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from mx_jax.generate.config import Fields, read_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,3 +85,173 @@ def library_named(name: str) -> Any:
         raise ValueError(
             f"generate: needs the package {package}; pip install 'mx_jax[generate]'"
         ) from None
+
+
+# How text is cut before pairs are merged, by llama.cpp's name for it; each given the modules of
+# `tokenizers`. Who has one more adds a row.
+_PRE: dict[str, Callable[[Any, Any], Any]] = {
+    "smollm": lambda parts, _: parts.Sequence(
+        [parts.Digits(individual_digits=True), parts.ByteLevel(add_prefix_space=False)]
+    ),
+    "gpt-2": lambda parts, _: parts.ByteLevel(add_prefix_space=False),
+    "llama-bpe": lambda parts, regex: parts.Sequence(
+        [
+            parts.Split(regex(_LLAMA3), "isolated"),
+            parts.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
+}
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# llama.cpp's types of tokens that are never made by merging.
+_CONTROL, _USER_DEFINED = 3, 4
+# Tokens with a role: what a text begins with, and what ends one.
+_ENDS = ("bos", "eos", "eot")
+
+
+def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> Tokenizer:
+    """A byte-level BPE tokenizer of a GGUF file's metadata.
+
+    Args:
+      metadata: fields by name.
+      where: the file's path, for errors.
+
+    Raises:
+      ValueError: a kind of tokenizer that is not known, fields that are missing or of another type,
+        or the library `tokenizers` is missing.
+    """
+    library = library_named("tokenizers")
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    # Fields of a damaged file may be arrays, which are neither compared nor looked up.
+    if not (isinstance(kind, str) and isinstance(pre, str)) or kind != "gpt2" or pre not in _PRE:
+        raise ValueError(
+            f"generate: {where}: reads tokenizers of the kind gpt2 (byte-level BPE), cut as "
+            f"{', '.join(_PRE)}, got tokenizer.ggml.model={kind!r:.80}, "
+            f"tokenizer.ggml.pre={pre!r:.80}"
+        )
+    fields = Fields(metadata, where, "tokenizer.ggml.")
+    tokens, merges = fields.texts("tokens"), fields.texts("merges")
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    try:
+        model = library.models.BPE(vocabulary, pairs, ignore_merges=pre == "llama-bpe")
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(
+            f"generate: {where}: the file's merges do not fit its tokens: {error}"
+        ) from None
+    encoder = library.Tokenizer(model)
+    encoder.pre_tokenizer = _PRE[pre](library.pre_tokenizers, library.Regex)
+    encoder.decoder = library.decoders.ByteLevel()
+    encoder.add_tokens(_special(library, tokens, fields))
+    numbers = _numbers(fields, len(tokens))
+    begins = fields.get("add_bos_token", False)
+    if not isinstance(begins, bool):
+        raise fields.refused("add_bos_token", "true or false", begins)
+    said = Fields(metadata, where, "tokenizer.")
+    return Tokenizer(
+        encoder=encoder,
+        first=numbers.get("bos") if begins else None,
+        stop=frozenset(number for name, number in numbers.items() if name != "bos"),
+        template=said.text("chat_template") if said.has("chat_template") else None,
+        words={f"{name}_token": tokens[number] for name, number in numbers.items()},
+        where=where,
+    )
+
+
+def _special(library: Any, tokens: list[str], fields: Fields) -> list[Any]:
+    """The tokens that no merging makes."""
+    kinds = fields.get("token_type", ())
+    if np.ndim(kinds) != 1:
+        raise fields.refused("token_type", "a number for each token", kinds)
+    return [
+        library.AddedToken(token, special=kind == _CONTROL, normalized=False)
+        for token, kind in zip(tokens, kinds, strict=False)
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+
+
+def _numbers(fields: Fields, count: int) -> dict[str, int]:
+    """The tokens that have a role, each one of `count`."""
+    found: dict[str, int] = {}
+    for name in _ENDS:
+        number = fields.get(f"{name}_token_id")
+        if number is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
+            needed = f"a number below {count}, of tokens,"
+            raise fields.refused(f"{name}_token_id", needed, number)
+        found[name] = number
+    return found
+
+
+STATED = "tokenizer_config.json"
+
+
+def tokenizer_of_folder(folder: Path) -> Tokenizer:
+    """The tokenizer of tokenizer.json, and what the files beside it say.
+
+    Args:
+      folder: of the model.
+
+    Raises:
+      ValueError: there is none, it is damaged, or the library `tokenizers` is missing.
+    """
+    library, path = library_named("tokenizers"), folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"generate: there is no tokenizer.json in {folder}")
+    try:
+        encoder = library.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"generate: {path} is no tokenizer: {error}") from None
+    said = Fields(read_json(folder / STATED), str(folder / STATED))
+    words = {name: _text(said, name) for name in ("bos_token", "eos_token") if said.said.get(name)}
+    # What the tokenizer puts before every text, if it does.
+    added = encoder.encode("", add_special_tokens=True).ids
+    bos = encoder.token_to_id(words["bos_token"]) if "bos_token" in words else None
+    return Tokenizer(
+        encoder=encoder,
+        first=bos if bos is not None and added[:1] == [bos] else None,
+        stop=_stop(folder, encoder, words),
+        template=_template(folder, said),
+        words=words,
+        where=str(folder),
+    )
+
+
+def _text(said: Fields, name: str) -> str:
+    """A token's text, which may stand with options of it."""
+    token = said.said[name]
+    if isinstance(token, dict):
+        return Fields(token, f"{said.where}, {name}").text("content")
+    return said.text(name)
+
+
+def _stop(folder: Path, encoder: Any, words: dict[str, str]) -> frozenset[int]:
+    """Tokens that end a text: of all files that name one."""
+    found: list[Any] = []
+    for file in ("generation_config.json", "config.json"):
+        said = read_json(folder / file).get("eos_token_id")
+        each = said if isinstance(said, list) else [said]
+        if not all(isinstance(token, int | None) for token in each):
+            raise ValueError(
+                f"generate: {folder / file}: needs numbers of tokens as eos_token_id, "
+                f"got eos_token_id={said!r:.80}"
+            )
+        found += each
+    if "eos_token" in words:
+        found.append(encoder.token_to_id(words["eos_token"]))
+    return frozenset(int(token) for token in found if token is not None)
+
+
+def _template(folder: Path, said: Fields) -> str | None:
+    """The chat's template: a file of its own, or one of those in tokenizer_config.json."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = said.said.get("chat_template")
+    if isinstance(found, list) and all(isinstance(each, dict) for each in found):
+        found = next((each for each in found if each.get("name") == "default"), {})
+        said = Fields({"chat_template": found.get("template")}, said.where)
+    return said.text("chat_template") if said.has("chat_template") else None

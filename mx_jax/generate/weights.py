@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as the model's parameters, and what they are quantized to."""
+"""Tensors of a checkpoint as the model's parameters, and what they are quantized to."""
 
 import dataclasses
 import functools
@@ -10,79 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.calibrate.ways import Way
-from mx_jax.generate.config import LlamaConfig
-from mx_jax.generate.fields import Fields
+from mx_jax.generate.config import GGUF, LlamaConfig, Names
 from mx_jax.generate.model import PARTS
-from mx_jax.generate.names import GGUF, Names
-from mx_jax.generate.rotary import rope_divisors
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.packing import pack_weights
 from mx_jax.ops.quantize import quantize_operand
 from mx_jax.recipes import Recipe
-
-ARCHITECTURE = "llama"
-# What llama.cpp divides rotary frequencies by.
-_ROPE_FREQUENCIES = "rope_freqs.weight"
-
-
-def config_from_gguf(
-    metadata: Mapping[str, Any], tensors: Mapping[str, Any], where: str = "the file"
-) -> LlamaConfig:
-    """The sizes that a GGUF file states.
-
-    Args:
-      metadata: its fields by name.
-      tensors: its tensors, of which rope_freqs.weight is read.
-      where: the file's path, for errors.
-
-    Raises:
-      ValueError: a model of another family, or a field that is missing or of another type, such as
-        a number for each layer where `Llama` has one for all.
-    """
-    family = metadata.get("general.architecture")
-    if family != ARCHITECTURE:
-        raise ValueError(
-            f"generate: reads models of the {ARCHITECTURE} family, got "
-            f"general.architecture={family!r}"
-        )
-
-    fields = Fields(metadata, where, f"{ARCHITECTURE}.")
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, Sequence):
-        raise ValueError(f"generate: {where} lacks the field tokenizer.ggml.tokens")
-    heads, width = fields.whole("attention.head_count"), fields.whole("embedding_length")
-    head_width = fields.whole("rope.dimension_count", width // heads)
-    return LlamaConfig(
-        vocabulary=len(tokens),
-        width=width,
-        layers=fields.whole("block_count"),
-        heads=heads,
-        kv_heads=fields.whole("attention.head_count_kv", heads),
-        head_width=head_width,
-        hidden=fields.whole("feed_forward_length"),
-        rope_theta=fields.number("rope.freq_base", 10000.0),
-        rope_divisors=_divisors(metadata, tensors, head_width, where),
-        epsilon=fields.number("attention.layer_norm_rms_epsilon", 1e-5),
-        context=fields.whole("context_length", 2048),
-        tied=GGUF.head not in tensors,
-    )
-
-
-def _divisors(
-    metadata: Mapping[str, Any], tensors: Mapping[str, Any], head_width: int, where: str
-) -> tuple[float, ...] | None:
-    """Of rotary frequencies: a tensor of the file, and a factor for all of them."""
-    said = {
-        "type": metadata.get(f"{ARCHITECTURE}.rope.scaling.type"),
-        "factor": metadata.get(f"{ARCHITECTURE}.rope.scaling.factor", 1.0),
-    }
-    if said["type"] == "none":
-        said["type"] = None
-    scaled = rope_divisors(said, 1.0, head_width, where)
-    if _ROPE_FREQUENCIES not in tensors:
-        return scaled
-    each = np.asarray(tensors[_ROPE_FREQUENCIES], np.float32).ravel()
-    return tuple(float(x) for x in each * np.float32(1.0 if scaled is None else scaled[0]))
 
 
 def params_from_gguf(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
@@ -109,19 +42,16 @@ def params_of(
       ValueError: a tensor that is missing or of another shape.
     """
 
-    shapes = _shapes(config)
-
     def values(field: str, index: int | None = None) -> Any:
-        name = getattr(names, field).format(index)
+        name = names.of(field, index)
         if name not in tensors:
             raise ValueError(f"generate: the file lacks the tensor {name!r}")
         found = tensors[name]
         if not (stored and isinstance(found, MXArray)):
             found = np.asarray(found, np.float32)
-        if found.shape != shapes[field]:
+        if found.shape != (needed := config.shape(field)):
             raise ValueError(
-                f"generate: tensor {name!r} must have shape={shapes[field]}, got "
-                f"shape={found.shape}"
+                f"generate: tensor {name!r} must have shape={needed}, got shape={found.shape}"
             )
         turned = names.adjacent and field in ("query", "key")
         return _halves(found, config.head_width) if turned else found
@@ -135,21 +65,6 @@ def params_of(
     for index in range(config.layers):
         params[f"layers_{index}"] = _block(functools.partial(values, index=index))
     return jax.tree.map(jnp.asarray, params)
-
-
-def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Of tensors by the fields of `Names`."""
-    width, hidden = config.width, config.hidden
-    heads, shared = config.heads * config.head_width, config.kv_heads * config.head_width
-    return {
-        **dict.fromkeys(("embedding", "head"), (config.vocabulary, width)),
-        **dict.fromkeys(("norm", "attention_norm", "feed_forward_norm"), (width,)),
-        **dict.fromkeys(("gate", "up"), (hidden, width)),
-        **dict.fromkeys(("key", "value"), (shared, width)),
-        "query": (heads, width),
-        "out": (width, heads),
-        "down": (width, hidden),
-    }
 
 
 def _block(values: Callable[[str], Any]) -> dict[str, Any]:

@@ -5,24 +5,31 @@ blocked along its contracting axis, or what `pack_weights` makes of it, and is u
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
+from flax.core.tracers import current_trace
 from flax.linen import module as flax_module
 from flax.linen.dtypes import promote_dtype
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from mx_jax.nn.delayed import DelayedDotGeneral as DelayedDotGeneral
-from mx_jax.nn.errors import named_in_errors
-from mx_jax.nn.metadata import layer_recipe, linen_recipe
-from mx_jax.nn.operations import DotGeneral as DotGeneral
-from mx_jax.nn.operations import EinsumOp as EinsumOp
+from mx_jax.formats import E4M3, E5M2, ElementFormat
+from mx_jax.nn.layers import layer_recipe, linen_recipe, named_in_errors
 from mx_jax.nn.randomness import RNG_STREAM as RNG_STREAM
 from mx_jax.nn.randomness import layer_key
 from mx_jax.nn.stored import StoredParams as StoredParams
-from mx_jax.ops.dot_general import dot_general
+from mx_jax.ops.delayed import (
+    DelayedState,
+    DelayedStates,
+    Elements,
+    Scaling,
+    chained_dot_general,
+)
+from mx_jax.ops.dot_general import RecipeDotGeneral, dot_general
 from mx_jax.ops.einsum import einsum
+from mx_jax.ops.arguments import as_recipe
 from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 
@@ -180,3 +187,185 @@ class Einsum(StoredParams, flax_nn.Einsum):
                 key=layer_key(self, self.recipe),
             )
         return product if bias is None else product + jnp.reshape(bias, broadcast_shape)
+
+
+class Operation(flax_nn.Module):
+    """A product for Flax's own layers that owns its random stream.
+
+    Flax calls what its `*_cls` arguments hold to make the product, and then calls that. Here both
+    are one module: called without arguments it gives itself.
+
+    Attributes:
+      recipe: what to quantize in the product and in its two gradients, or a recipe's name.
+      stream: name of the stream that keys come from; a stack that hands its modules no stream of
+        that name may have another, such as `"params"`.
+    """
+
+    recipe: Recipe | str
+    stream: str = RNG_STREAM
+
+    def __post_init__(self):
+        # A name gives way to its recipe, so that equal layers have equal fields.
+        self.recipe = as_recipe(self.recipe, type(self).__name__, Recipe)
+        super().__post_init__()
+
+    def _recipe_and_key(self) -> tuple[Recipe, jax.Array | None]:
+        assert isinstance(self.recipe, Recipe)
+        return self.recipe, layer_key(self, self.recipe, self.stream)
+
+
+class DotGeneral(Operation):
+    """A `dot_general_cls` for Flax's own linen layers, for stochastic recipes too.
+
+    `recipe.dot_general` has no stream; this has one of its own, `"quantize"`, at its place in the
+    model. Give it as it is: equal recipes make equal modules, so that a rebuilt model is not
+    retraced. It has no parameters; a checkpoint is the one of the layer without it.
+
+    Attributes:
+      recipe: what to quantize in the product and in its two gradients, or a recipe's name.
+      stream: name of the stream that keys come from.
+
+    Examples:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, mx_jax
+      >>> recipe = mx_jax.recipes.mxfp4_stochastic()
+      >>> layer = nn.Dense(8, dot_general_cls=mx_jax.nn.linen.DotGeneral(recipe))
+      >>> x = jnp.ones((2, 64))
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> layer.apply(variables, x, rngs={"quantize": jax.random.key(1)}).shape
+      (2, 8)
+    """
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """See `mx_jax.dot_general`; without arguments, the module itself."""
+        if not args and not options:
+            return self
+        recipe, key = self._recipe_and_key()
+        return RecipeDotGeneral(recipe=recipe)(*args, **options, key=key)
+
+
+class EinsumOp(Operation):
+    """An einsum for Flax's own linen layers, for stochastic recipes too.
+
+    Flax's attention takes it as `qk_attn_weights_einsum_cls` and `attn_weights_value_einsum_cls`.
+
+    Attributes:
+      recipe: what to quantize in the product and in its two gradients, or a recipe's name.
+      stream: name of the stream that keys come from.
+
+    Examples:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, mx_jax
+      >>> einsum = mx_jax.nn.linen.EinsumOp(mx_jax.recipes.mxfp8())
+      >>> attention = nn.MultiHeadDotProductAttention(
+      ...     num_heads=2, qk_attn_weights_einsum_cls=einsum, attn_weights_value_einsum_cls=einsum
+      ... )
+      >>> attention.init_with_output(jax.random.key(0), jnp.ones((1, 5, 64)))[0].shape
+      (1, 5, 64)
+    """
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """See `mx_jax.einsum`; without arguments, the module itself."""
+        if not args and not options:
+            return self
+        recipe, key = self._recipe_and_key()
+        return einsum(*args, **options, recipe=recipe, key=key)
+
+
+# Where a scope keeps the states of its products for their next use in the same trace.
+_CHAINS = "_mx_jax_delayed"
+
+
+class DelayedDotGeneral(flax_nn.Module):
+    """A `dot_general_cls` for linen layers: float8 products whose scales come from earlier steps.
+
+    State lives in Flax's `_overwrite_with_gradient` collection under the names of Flax's own float8
+    layers, so `flax.training.train_state.TrainState` updates it: differentiate with respect to all
+    variables, and its "gradient" is its next value. A layer called several times in a step gets the
+    largest amaxes of its calls. Below shard_map they are those of all shards.
+
+    The scale is `2^margin * amax / element max`, a value `code * scale`: TransformerEngine's
+    `DelayedScaling`, whose scale is the reciprocal. What TransformerEngine chooses is chosen under
+    its names.
+
+    Attributes:
+      history_length: steps whose amaxes are kept.
+      margin: powers of two left between the largest value and the format's.
+      amax_compute_algo: which amax of the history counts, `"max"` or `"most_recent"`.
+      forward_element: format of inputs and weights.
+      gradient_element: format of incoming gradients.
+
+    Examples:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, mx_jax
+      >>> layer = nn.Dense(8, dot_general_cls=mx_jax.nn.linen.DelayedDotGeneral)
+      >>> variables = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 64)))
+      >>> sorted(variables)
+      ['_overwrite_with_gradient', 'params']
+    """
+
+    history_length: int = 1024
+    margin: int = 0
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    forward_element: ElementFormat = E4M3
+    gradient_element: ElementFormat = E5M2
+
+    def __post_init__(self):
+        if self.history_length < 1:
+            raise ValueError(
+                "DelayedDotGeneral: history_length must be at least 1, got "
+                f"history_length={self.history_length}"
+            )
+        if isinstance(self.margin, bool) or not isinstance(self.margin, int):
+            raise TypeError(
+                "DelayedDotGeneral: margin must be an int, a power of two, got "
+                f"margin={self.margin!r}"
+            )
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(
+                "DelayedDotGeneral: amax_compute_algo must be 'max' or 'most_recent', got "
+                f"amax_compute_algo={self.amax_compute_algo!r}"
+            )
+        super().__post_init__()
+
+    @flax_nn.compact
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        **options: Any,
+    ) -> jax.Array:
+        """The product; see `jax.lax.dot_general`."""
+        out_dtype = preferred_element_type or jnp.result_type(lhs, rhs)
+        elements = Elements(self.forward_element, self.forward_element, self.gradient_element)
+        scaling = Scaling(self.margin, self.amax_compute_algo == "most_recent")
+        states = DelayedStates(
+            *(self._scale_state(name) for name in ("input", "kernel", "output_grad"))
+        )
+        chain = self._chain(states)
+        product, chain[-1] = chained_dot_general(
+            lhs, rhs, dimension_numbers, chain[-1], elements, out_dtype, scaling
+        )
+        return product
+
+    def _chain(self, states: DelayedStates) -> list[DelayedStates]:
+        """States as the variables hold them, then as the module's latest product left them.
+
+        The second only within one trace: what another trace made must not be used.
+        """
+        assert self.scope is not None
+        chains = vars(self.scope.root).setdefault(_CHAINS, {})
+        trace = current_trace()
+        made_in, chain = chains.get(self.path, (None, [states]))
+        leaves = zip(jax.tree.leaves(chain[0]), jax.tree.leaves(states), strict=True)
+        if made_in != trace or any(old is not new for old, new in leaves):
+            chain = [states, states]
+            chains[self.path] = (trace, chain)
+        return chain
+
+    def _scale_state(self, name: str) -> DelayedState:
+        scale = self.variable(OVERWRITE_WITH_GRADIENT, f"{name}_scale", jnp.ones, (1,))
+        history = self.variable(
+            OVERWRITE_WITH_GRADIENT, f"{name}_amax_history", jnp.zeros, (self.history_length,)
+        )
+        return DelayedState(scale.value, history.value)

@@ -16,14 +16,13 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from mx_jax.nn.errors import named_in_errors
-from mx_jax.nn.frozen import trainable as trainable
-from mx_jax.nn.metadata import layer_recipe, nnx_spec, recipe_of
-from mx_jax.nn.nnx_operations import DotGeneral as DotGeneral
-from mx_jax.nn.nnx_operations import EinsumOp as EinsumOp
-from mx_jax.nn.nnx_operations import RecipeEinsum
+from mx_jax.nn.layers import layer_recipe, named_in_errors, nnx_spec, recipe_of
+from mx_jax.nn.randomness import RNG_STREAM as RNG_STREAM
+from mx_jax.nn.stored import trainable as trainable
 from mx_jax.ops.dot_general import RecipeDotGeneral
+from mx_jax.ops.einsum import einsum
 from mx_jax.ops.tags import LayerName
+from mx_jax.ops.arguments import as_recipe
 from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 
@@ -37,9 +36,6 @@ def promote_operands(args: Sequence[Any], /, *, dtype: Any = None, inexact: bool
         for arg, value in zip(args, promoted, strict=True)
     )
 
-
-# Name of the stream that stochastic recipes draw from; falls back to the default stream.
-RNG_STREAM = "quantize"
 
 # Parts what is drawn for rounding from what the same stream gives its other users.
 _ROUNDING = 0x6D78
@@ -150,6 +146,33 @@ class _Keyed:
 class _KeyedDotGeneral(_Keyed):
     """A layer that calls `self.dot_general`."""
 
+    def __init__(
+        self,
+        in_features: Any,
+        out_features: Any,
+        *,
+        recipe: Recipe | str,
+        gather: Any = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        """Make the layer.
+
+        Args:
+          in_features: size of the contracted axis, or of all of them.
+          out_features: size of the result's last axis, or of all of them.
+          recipe: what to quantize in the product and in its two gradients, or a recipe's name.
+          gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
+          rngs: streams; a stochastic recipe draws from `"quantize"`.
+          **options: those of Flax's layer of the same name.
+        """
+        flax_layer: Any = super()
+        recipe = layer_recipe(recipe, gather, type(self).__name__)
+        options = {"dot_general": recipe.dot_general, "promote_dtype": promote_operands} | options
+        flax_layer.__init__(in_features, out_features, rngs=rngs, **options)
+        self.recipe = recipe
+        self._keep_stream(rngs)
+
     @property
     def dot_general(self) -> Any:
         """What the layer multiplies with."""
@@ -171,32 +194,6 @@ class Linear(_KeyedDotGeneral, nnx.Linear):
       ((2, 8), (64, 8))
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        recipe: Recipe | str,
-        gather: Any = None,
-        rngs: nnx.Rngs,
-        **options: Any,
-    ):
-        """Make the layer.
-
-        Args:
-          in_features: size of the contracted axis.
-          out_features: size of the result's last axis.
-          recipe: what to quantize in the product and in its two gradients, or a recipe's name.
-          gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
-          rngs: streams; a stochastic recipe draws from `"quantize"`.
-          **options: `flax.nnx.Linear`'s own.
-        """
-        recipe = layer_recipe(recipe, gather, type(self).__name__)
-        options = {"dot_general": recipe.dot_general, "promote_dtype": promote_operands} | options
-        super().__init__(in_features, out_features, rngs=rngs, **options)
-        self.recipe = recipe
-        self._keep_stream(rngs)
-
 
 class LinearGeneral(_KeyedDotGeneral, nnx.LinearGeneral):
     """`flax.nnx.LinearGeneral` with a recipe; blocks lie along the last of its `axis`.
@@ -208,32 +205,6 @@ class LinearGeneral(_KeyedDotGeneral, nnx.LinearGeneral):
       >>> nnx.eval_shape(heads, jnp.ones((2, 64))).shape
       (2, 4, 8)
     """
-
-    def __init__(
-        self,
-        in_features: Any,
-        out_features: Any,
-        *,
-        recipe: Recipe | str,
-        gather: Any = None,
-        rngs: nnx.Rngs,
-        **options: Any,
-    ):
-        """Make the layer.
-
-        Args:
-          in_features: sizes of the contracted axes.
-          out_features: sizes of the result's last axes.
-          recipe: what to quantize in the product and in its two gradients, or a recipe's name.
-          gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
-          rngs: streams; a stochastic recipe draws from `"quantize"`.
-          **options: `flax.nnx.LinearGeneral`'s own.
-        """
-        recipe = layer_recipe(recipe, gather, type(self).__name__)
-        options = {"dot_general": recipe.dot_general, "promote_dtype": promote_operands} | options
-        super().__init__(in_features, out_features, rngs=rngs, **options)
-        self.recipe = recipe
-        self._keep_stream(rngs)
 
 
 class Einsum(_Keyed, nnx.Einsum):
@@ -285,3 +256,115 @@ class Einsum(_Keyed, nnx.Einsum):
     @einsum_op.setter
     def einsum_op(self, value: Any) -> None:
         self._einsum_op = value
+
+
+class Operation(nnx.Module):
+    """A product for Flax's own layers, which hand no key to what they multiply with.
+
+    So it is a module, which keeps a stream and so is part of the model's state, as dropout is.
+
+    Attributes:
+      recipe: what to quantize in the product and in its two gradients.
+      stream: where keys come from; None for a recipe that draws nothing.
+    """
+
+    def __init__(self, recipe: Recipe | str, *, rngs: nnx.Rngs | None = None):
+        """Make it.
+
+        Args:
+          recipe: what to quantize in the product and in its two gradients, or a recipe's name.
+          rngs: with a stream `"quantize"`, which is drawn from once; only a recipe that draws
+            random bits needs it.
+
+        Raises:
+          ValueError: the recipe draws random bits, and there is no such stream.
+        """
+        name = type(self).__name__
+        self.recipe: Any = nnx.static(as_recipe(recipe, name, Recipe))
+        self.stream = nnx.data(_own_stream(rngs, name, self.recipe))
+
+    def _key(self) -> jax.Array | None:
+        if self.stream is None:
+            return None
+        stacked = self.stream.key.shape
+        if stacked:
+            raise ValueError(
+                f"{type(self).__name__}: a layer of a stack got the streams {RNG_STREAM!r} of all "
+                f"its layers, of shape={stacked}; where the stack is run, map them with the "
+                "parameters, e.g. StateAxes({(nnx.Param, nnx.RngState): 0, ...: None})"
+            )
+        return self.stream()
+
+
+def _own_stream(rngs: nnx.Rngs | None, name: str, recipe: Recipe) -> nnx.RngStream | None:
+    """A stream that nothing else draws from: default streams would give two operations one key."""
+    if not recipe.is_stochastic:
+        return None
+    if rngs is None or RNG_STREAM not in rngs:
+        streams = "no rngs" if rngs is None else f"rngs with {', '.join(map(repr, rngs))}"
+        raise ValueError(
+            f"{name}: recipe {recipe.name!r} draws random bits and needs the {RNG_STREAM!r} "
+            f"stream, got {streams}; pass rngs=nnx.Rngs(..., {RNG_STREAM}=seed)"
+        )
+    return nnx.RngStream(rngs[RNG_STREAM](), tag=RNG_STREAM)
+
+
+class DotGeneral(Operation):
+    """A `dot_general` for Flax's own nnx layers, for stochastic recipes too.
+
+    `recipe.dot_general` has no stream; this keeps one, and every use of it takes the next key.
+    Where layers share one, as the projections of an attention do, no two products have the same.
+
+    Attributes:
+      recipe: what to quantize in the product and in its two gradients.
+      stream: where keys come from; None for a recipe that draws nothing.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> from flax import nnx
+      >>> rngs = nnx.Rngs(0, quantize=1)
+      >>> product = mx_jax.nn.nnx.DotGeneral("mxfp4_stochastic", rngs=rngs)
+      >>> layer = nnx.Linear(64, 8, dot_general=product, rngs=rngs)
+      >>> layer(jnp.ones((2, 64))).shape, int(product.stream.count[...])
+      ((2, 8), 1)
+    """
+
+    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+        """See `mx_jax.dot_general`."""
+        return RecipeDotGeneral(recipe=self.recipe)(*args, **options, key=self._key())
+
+
+class EinsumOp(Operation):
+    """An `einsum_op` for Flax's own `nnx.Einsum`, for stochastic recipes too.
+
+    Attributes:
+      recipe: what to quantize in the product and in its two gradients.
+      stream: where keys come from; None for a recipe that draws nothing.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> from flax import nnx
+      >>> product = mx_jax.nn.nnx.EinsumOp("mxfp8")
+      >>> layer = nnx.Einsum("td,dhk->thk", (64, 2, 4), einsum_op=product, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((5, 64))).shape
+      (5, 2, 4)
+    """
+
+    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+        """See `mx_jax.einsum`."""
+        return einsum(*args, **options, recipe=self.recipe, key=self._key())
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecipeEinsum:
+    """A drop-in for `jnp.einsum` of two operands; equal recipes make equal instances."""
+
+    recipe: Recipe
+
+    def __post_init__(self):
+        object.__setattr__(self, "recipe", as_recipe(self.recipe, "RecipeEinsum", Recipe))
+
+    def __call__(self, subscripts: str, lhs: Any, rhs: Any, **options: Any) -> jax.Array:
+        """See `mx_jax.einsum`."""
+        return einsum(subscripts, lhs, rhs, recipe=self.recipe, **options)

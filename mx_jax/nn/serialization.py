@@ -12,23 +12,34 @@ from typing import Any
 import jax
 from flax import serialization
 
-from mx_jax.checkpoint.wire import CODES, DESCRIPTION, SCALES, TENSOR_SCALE, description, from_wire
 from mx_jax.mxarray import MXArray
-from mx_jax.nn.cache import KVCache
-from mx_jax.nn.cache_rows import CacheRows
+from mx_jax.nn.cache import CacheRows, KVCache
 
 
 def _state(x: MXArray) -> dict[str, Any]:
-    state = {DESCRIPTION: description(x, packed=False), CODES: x.codes, SCALES: x.scales}
-    return state if x.tensor_scale is None else state | {TENSOR_SCALE: x.tensor_scale}
+    # Late, as below: whoever imports the layers pays for no reader of checkpoints.
+    from mx_jax.checkpoint import wire
+
+    state = {
+        wire.DESCRIPTION: wire.description(x, packed=False),
+        wire.CODES: x.codes,
+        wire.SCALES: x.scales,
+    }
+    return state if x.tensor_scale is None else state | {wire.TENSOR_SCALE: x.tensor_scale}
 
 
 def _restored(target: MXArray, state: Any) -> MXArray:
     """What was saved; its shape must be the target's, its format may be another."""
-    own = {CODES: target.codes, SCALES: target.scales, TENSOR_SCALE: target.tensor_scale}
+    from mx_jax.checkpoint import wire
+
+    own = {
+        wire.CODES: target.codes,
+        wire.SCALES: target.scales,
+        wire.TENSOR_SCALE: target.tensor_scale,
+    }
     if all(state.get(name) is array for name, array in own.items()):
         return target
-    found = from_wire(state)
+    found = wire.from_wire(state)
     if not isinstance(found, MXArray) or found.shape != target.shape:
         raise ValueError(
             f"flax.serialization: needs the state of an MXArray of shape={target.shape}, got "

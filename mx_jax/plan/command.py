@@ -1,21 +1,267 @@
-"""`python -m mx_jax plan`."""
+"""`python -m mx_jax plan`: its options, tables and JSON."""
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
-from mx_jax.plan.interconnects import INTERCONNECTS, Interconnect, parse_interconnect
-from mx_jax.plan.memory import REMATS
-from mx_jax.plan.mesh import AXES, SCHEDULES, Setup, parse_mesh
-from mx_jax.plan.model import Model, transformer
-from mx_jax.plan.report import as_json, as_values, assumptions, make_plan, tables
+from mx_jax.plan.model import AXES, SCHEDULES, Linear, Model, Setup, parse_mesh, transformer
+from mx_jax.plan.step import REMATS, Memory, Traffic, memory, traffic
 from mx_jax.recipes import from_name, high_precision
+
+
+class Interconnect(NamedTuple):
+    """How fast bytes get from device to device.
+
+    Attributes:
+      rate: bytes a second that one device receives at most.
+      source: where the figure is from.
+    """
+
+    rate: float
+    source: str
+
+
+# By the names of the command line: published figures, one direction, one device.
+INTERCONNECTS = {
+    "nvlink3": Interconnect(300e9, "A100 data sheet, 600 GB/s both ways"),
+    "nvlink4": Interconnect(450e9, "H100 data sheet, 900 GB/s both ways"),
+    "nvlink5": Interconnect(900e9, "B200 data sheet, 1.8 TB/s both ways"),
+    "pcie4": Interconnect(32e9, "PCI Express 4.0, 16 lanes"),
+    "pcie5": Interconnect(64e9, "PCI Express 5.0, 16 lanes"),
+    "hdr": Interconnect(25e9, "InfiniBand HDR, 200 Gb/s, a port a GPU"),
+    "ndr": Interconnect(50e9, "InfiniBand NDR, 400 Gb/s, a port a GPU"),
+    "xdr": Interconnect(100e9, "InfiniBand XDR, 800 Gb/s, a port a GPU"),
+    "ethernet100": Interconnect(12.5e9, "100 Gb/s Ethernet, a port a GPU"),
+}
+
+
+def parse_interconnect(text: str) -> Interconnect:
+    """A named link, or one of so many bytes a second.
+
+    Raises:
+      ValueError: neither.
+
+    Examples:
+      >>> from mx_jax.plan.command import parse_interconnect
+      >>> parse_interconnect("ndr").rate, parse_interconnect("2e11").rate
+      (50000000000.0, 200000000000.0)
+    """
+    found = INTERCONNECTS.get(text)
+    if found is not None:
+        return found
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise ValueError(
+            f"plan: unknown interconnect={text!r}; known: {', '.join(INTERCONNECTS)}, or bytes a "
+            "second, as 2e11"
+        )
+    return Interconnect(rate, "as given")
+
+
+def seconds(rows: tuple[Traffic, ...], links: dict[str, Interconnect], efficiency: float) -> float:
+    """Time on the links of the mesh axes that have one, one collective after another."""
+    return sum(
+        row.bytes / (links[row.movement.axis].rate * efficiency)
+        for row in rows
+        if row.movement.axis in links
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One recipe's numbers, of one device and one step.
+
+    Attributes:
+      name: of the recipe, or of the dtype that it is compared with.
+      memory: what is kept.
+      traffic: what is received.
+      seconds: on the interconnects that were named; None: none was.
+    """
+
+    name: str
+    memory: Memory
+    traffic: tuple[Traffic, ...]
+    seconds: float | None
+
+    @property
+    def received(self) -> float:
+        """Bytes of all movements."""
+        return sum(row.bytes for row in self.traffic)
+
+
+def readable(size: float) -> str:
+    """Bytes in decimal units.
+
+    Examples:
+      >>> from mx_jax.plan.command import readable
+      >>> readable(270_336)
+      '270 kB'
+    """
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while size >= 999.5 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}"
+
+
+def _table(title: str, plans: Sequence[Plan], *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column)
+    for plan in plans:
+        table.add_column(plan.name, justify="right")
+    return table
+
+
+def _memory_table(plans: Sequence[Plan]) -> Table:
+    table = _table("Memory of a device", plans, "what")
+    for field in dataclasses.fields(Memory):
+        table.add_row(field.name, *(readable(getattr(plan.memory, field.name)) for plan in plans))
+    table.add_section()
+    table.add_row("total", *(readable(plan.memory.total) for plan in plans))
+    return table
+
+
+def _traffic_table(plans: Sequence[Plan]) -> Table:
+    columns = ("axis", "collective", "of each", "pass")
+    table = _table("Bytes that a device receives in a step", plans, *columns)
+    first = plans[0]
+    for rows in zip(*(plan.traffic for plan in plans), strict=True):
+        own = rows[0].movement
+        cells = (readable(row.bytes) + "*" * bool(row.as_codes) for row in rows)
+        table.add_row(own.axis, own.collective, own.tensor, own.during, *cells)
+    table.add_section()
+    table.add_row("all", "", "", "", *(readable(plan.received) for plan in plans))
+    if first.received:
+        ratios = (f"{plan.received / first.received:.3f}" for plan in plans)
+        table.add_row(f"of {first.name}'s", "", "", "", *ratios)
+    if first.seconds is not None:
+        times = (f"{1000 * (plan.seconds or 0):,.1f} ms" for plan in plans)
+        table.add_row("time", "", "", "", *times)
+    return table
+
+
+def as_values(plans: Sequence[Plan], setup: Setup) -> list[str]:
+    """What does not move as codes although its axis was named, a line each."""
+    lines = []
+    for plan in plans[1:]:
+        for row in plan.traffic:
+            own = row.movement
+            if own.operands and own.axis in setup.codes and row.as_values:
+                moved = "gathered" if own.collective == "all-gather" else "sent"
+                lines.append(
+                    f"{plan.name}: {own.tensor}s of {', '.join(row.as_values)} are {moved} along "
+                    f"{own.axis} as values in the {own.during} pass: a shard would end within a "
+                    "block, codes of two orientations are more bytes, or the recipe keeps them in "
+                    "high precision."
+                )
+    return lines
+
+
+def assumptions(
+    model: Model, setup: Setup, links: dict[str, Interconnect], efficiency: float
+) -> list[str]:
+    """What the numbers rest on, a line each."""
+    linears = ", ".join(_in_words(own) for own in model.linears)
+    sizes = {name: getattr(setup, name) for name in AXES}
+    # A model without experts has nothing to say of their axis.
+    used = {name: n for name, n in sizes.items() if name not in ("expert", "pipe") or n > 1}
+    codes = ", ".join(name for name in sorted(setup.codes) if name in used) or "no axis"
+    sizes = ", ".join(f"{name}={n}" for name, n in used.items())
+    how = "gathered or sent" if "expert" in used else "gathered"
+    lines = [
+        f"{model.params:,} parameters: {model.layers} blocks of {linears}; {model.other_params:,} "
+        "others, which no recipe quantizes.",
+        *(f"Assumed: {what}." for what in model.assumed),
+        f"{setup.devices} devices ({sizes}); {setup.tokens:,} tokens a step, "
+        f"{setup.local_tokens:,} a group of {setup.model}; {setup.dtype} activations, gathered "
+        f"values and sums, {setup.param_dtype} parameters, {setup.moments} float32 moments.",
+        f"* moves as codes at their real width, with scales: operands {how} along {codes}, "
+        "where blocks end with shards.",
+        "Weights are gathered for each pass. A device of n receives (n - 1) / n of what is "
+        "gathered or scattered, twice that of what is all-reduced (a ring).",
+        "Residuals: what linear layers keep"
+        + (", a byte a code" if setup.remat == "none" else f" under {setup.remat}")
+        + "; not attention, norms and activation functions.",
+    ]
+    if setup.expert > 1:
+        lines.append(
+            "Each device has as many rows of tokens for every expert, and room for as many as "
+            "arrive. Codes arrive once, and stay codes until the backward pass."
+        )
+    lines += _of_the_pipeline(setup)
+    for axis, link in links.items():
+        lines.append(f"{axis}: {link.rate / 1e9:g} GB/s ({link.source}).")
+    if links:
+        left = [axis for axis in AXES if getattr(setup, axis) > 1 and axis not in links]
+        lines.append(
+            f"Time: {efficiency:.0%} of these rates, one collective after another, none hidden "
+            "behind arithmetic, no latency" + (f"; not along {', '.join(left)}." if left else ".")
+        )
+    return lines
+
+
+def _of_the_pipeline(setup: Setup) -> list[str]:
+    """What a pipeline assumes, if there is one."""
+    if setup.pipe == 1:
+        return []
+    steps = setup.microbatches + setup.pipe - 1
+    kept = setup.in_flight.tokens * setup.microbatches // setup.tokens
+    lines = [
+        f"{setup.pipe} stages, {setup.microbatches} microbatches of "
+        f"{setup.local_tokens // setup.microbatches:,} tokens: idle in {setup.pipe - 1} of {steps} "
+        f"steps; residuals of {kept} microbatches ({setup.schedule}). Bytes are of a stage amid "
+        "others, without what empty steps move.",
+        "Weights are gathered, and their gradients scattered, for each microbatch; what is summed "
+        "along other axes is summed once a step. Embedding and head are sharded along pipe too.",
+    ]
+    if "pipe" in setup.codes:
+        lines.append("Block inputs are quantized to be sent, which no recipe does by itself.")
+    return lines
+
+
+def _in_words(linear: Linear) -> str:
+    routed = f" ({linear.experts} experts, {linear.experts_per_token} a token)"
+    return f"{linear.name} {linear.k:,} x {linear.n:,}{routed * linear.is_routed}"
+
+
+def as_json(plans: Sequence[Plan], lines: Sequence[str]) -> dict[str, Any]:
+    """The same for programs: bytes and seconds, not rounded."""
+    return {
+        "assumptions": list(lines),
+        "recipes": [
+            {
+                "name": plan.name,
+                "memory": dataclasses.asdict(plan.memory) | {"total": plan.memory.total},
+                "traffic": [
+                    {
+                        "axis": row.movement.axis,
+                        "collective": row.movement.collective,
+                        "tensor": row.movement.tensor,
+                        "pass": row.movement.during,
+                        "bytes": row.bytes,
+                        "as_codes": row.as_codes,
+                        "as_values": row.as_values,
+                    }
+                    for row in plan.traffic
+                ],
+                "received": plan.received,
+                "seconds": plan.seconds,
+            }
+            for plan in plans
+        ],
+    }
+
 
 _DESCRIPTION = """
 Count the bytes of a training step on a mesh without running it: what each device keeps, and what it
@@ -75,24 +321,15 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--params", type=float, required=True, metavar="N", help="as 70e9")
     group.add_argument("--layers", type=int, required=True, metavar="N", help="blocks")
-    group.add_argument(
-        "--width", type=int, metavar="N", help="of the residual stream (default: a usual one)"
-    )
-    group.add_argument(
-        "--hidden", type=int, metavar="N", help="of the gated MLP (default: what params leave)"
-    )
-    group.add_argument(
-        "--kv-width", type=int, metavar="N", help="key heads times their width (default: width)"
-    )
-    group.add_argument(
-        "--vocabulary", type=int, default=0, metavar="N", help="rows of embedding and head"
-    )
-    group.add_argument(
-        "--experts", type=int, default=1, metavar="N", help="gated MLPs of a block (default: 1)"
-    )
-    group.add_argument(
-        "--experts-per-token", type=int, default=1, metavar="N", help="that it goes through"
-    )
+    for name, default, text in (
+        ("width", None, "of the residual stream (default: a usual one)"),
+        ("hidden", None, "of the gated MLP (default: what params leave)"),
+        ("kv-width", None, "key heads times their width (default: width)"),
+        ("vocabulary", 0, "rows of embedding and head"),
+        ("experts", 1, "gated MLPs of a block (default: 1)"),
+        ("experts-per-token", 1, "that it goes through"),
+    ):
+        group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
 
 
 def _add_mesh(parser: argparse.ArgumentParser) -> None:
@@ -136,15 +373,8 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
 
 
 _COUNTS = (
-    "params",
-    "layers",
-    "width",
-    "hidden",
-    "kv_width",
-    "experts",
-    "experts_per_token",
-    "tokens",
-    "microbatches",
+    *("params", "layers", "width", "hidden", "kv_width", "experts", "experts_per_token"),
+    *("tokens", "microbatches"),
 )
 
 
@@ -160,22 +390,27 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(
                 f"plan: --{name.replace('_', '-')} must be finite and at least 1, got {value}"
             )
-    model, setup, links = _model(options), _setup(options), _links(options.interconnect)
+    names = ("width", "hidden", "kv_width", "vocabulary", "experts", "experts_per_token")
+    sizes = {name: getattr(options, name) for name in names}
+    model = transformer(options.params, options.layers, **sizes)
+    setup, links = _setup(options), _links(options.interconnect)
     if not 0 < options.efficiency <= 1:
         raise ValueError(f"plan: efficiency must be in (0, 1], got {options.efficiency}")
     wanted = {options.dtype: high_precision()}
     wanted |= {name: from_name(name) for name in _words(options.recipe)}
-    plans = [
-        make_plan(name, recipe, model, setup, links, options.efficiency)
-        for name, recipe in wanted.items()
-    ]
+    setup.check(model)
+    plans = []
+    for name, recipe in wanted.items():
+        kept, rows = memory(model, setup, recipe), traffic(model, setup, recipe)
+        time = seconds(rows, links, options.efficiency) if links else None
+        plans.append(Plan(name=name, memory=kept, traffic=rows, seconds=time))
     lines = [*as_values(plans, setup), *assumptions(model, setup, links, options.efficiency)]
     if options.json:
         print(json.dumps(as_json(plans, lines), indent=1))
         return 0
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    for table in tables(plans):
-        console.print(table)
+    console.print(_memory_table(plans))
+    console.print(_traffic_table(plans))
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     return 0
@@ -183,19 +418,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _model(options: argparse.Namespace) -> Model:
-    return transformer(
-        options.params,
-        options.layers,
-        width=options.width,
-        hidden=options.hidden,
-        kv_width=options.kv_width,
-        vocabulary=options.vocabulary,
-        experts=options.experts,
-        experts_per_token=options.experts_per_token,
-    )
 
 
 def _setup(options: argparse.Namespace) -> Setup:

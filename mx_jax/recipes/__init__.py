@@ -1,38 +1,35 @@
 """Named recipes: functions that return a frozen Recipe."""
 
-from collections.abc import Callable
-
-from mx_jax.ops.arguments import enter_recipe as _enter_recipe
 from mx_jax.ops.arguments import named_recipe as _named_recipe
 from mx_jax.ops.arguments import recipe_names as _recipe_names
 from mx_jax.recipes.base import Recipe as Recipe
-from mx_jax.recipes.blockwise import deepseek_v3 as deepseek_v3
-from mx_jax.recipes.blockwise import deepseek_v3_1 as deepseek_v3_1
-from mx_jax.recipes.float8 import float8_rowwise as float8_rowwise
-from mx_jax.recipes.float8 import float8_rowwise_with_gw_hp as float8_rowwise_with_gw_hp
-from mx_jax.recipes.float8 import float8_tensorwise as float8_tensorwise
-from mx_jax.recipes.float8_config import AXISWISE as AXISWISE
-from mx_jax.recipes.float8_config import DISABLED as DISABLED
-from mx_jax.recipes.float8_config import Cast as Cast
-from mx_jax.recipes.float8_config import Float8Config as Float8Config
-from mx_jax.recipes.fp4 import mxfp4_backward as mxfp4_backward
-from mx_jax.recipes.fp4 import mxfp4_hadamard as mxfp4_hadamard
-from mx_jax.recipes.fp4 import mxfp4_stochastic as mxfp4_stochastic
-from mx_jax.recipes.fp4 import nvfp4_four_over_six as nvfp4_four_over_six
-from mx_jax.recipes.fp4 import nvfp4_pretraining as nvfp4_pretraining
-from mx_jax.recipes.fp4 import nvfp4_unbiased as nvfp4_unbiased
-from mx_jax.recipes.fp4 import quartet as quartet
-from mx_jax.recipes.fp4 import quartet_ii as quartet_ii
-from mx_jax.recipes.mx import high_precision as high_precision
-from mx_jax.recipes.mx import mxfp4 as mxfp4
-from mx_jax.recipes.mx import mxfp6 as mxfp6
-from mx_jax.recipes.mx import mxfp6_e2m3 as mxfp6_e2m3
-from mx_jax.recipes.mx import mxfp8 as mxfp8
-from mx_jax.recipes.mx import mxfp8_hybrid as mxfp8_hybrid
-from mx_jax.recipes.mx import mxint8 as mxint8
-from mx_jax.recipes.mx import nvfp4 as nvfp4
-from mx_jax.recipes.mx import qat as qat
-from mx_jax.recipes.mx import weight_only as weight_only
+from mx_jax.recipes.float8 import AXISWISE as AXISWISE
+from mx_jax.recipes.float8 import DISABLED as DISABLED
+from mx_jax.recipes.float8 import Cast as Cast
+from mx_jax.recipes.float8 import Float8Config as Float8Config
+from mx_jax.recipes.named import deepseek_v3 as deepseek_v3
+from mx_jax.recipes.named import deepseek_v3_1 as deepseek_v3_1
+from mx_jax.recipes.named import float8_rowwise as float8_rowwise
+from mx_jax.recipes.named import float8_rowwise_with_gw_hp as float8_rowwise_with_gw_hp
+from mx_jax.recipes.named import float8_tensorwise as float8_tensorwise
+from mx_jax.recipes.named import high_precision as high_precision
+from mx_jax.recipes.named import mxfp4 as mxfp4
+from mx_jax.recipes.named import mxfp4_backward as mxfp4_backward
+from mx_jax.recipes.named import mxfp4_hadamard as mxfp4_hadamard
+from mx_jax.recipes.named import mxfp4_stochastic as mxfp4_stochastic
+from mx_jax.recipes.named import mxfp6 as mxfp6
+from mx_jax.recipes.named import mxfp6_e2m3 as mxfp6_e2m3
+from mx_jax.recipes.named import mxfp8 as mxfp8
+from mx_jax.recipes.named import mxfp8_hybrid as mxfp8_hybrid
+from mx_jax.recipes.named import mxint8 as mxint8
+from mx_jax.recipes.named import nvfp4 as nvfp4
+from mx_jax.recipes.named import nvfp4_four_over_six as nvfp4_four_over_six
+from mx_jax.recipes.named import nvfp4_pretraining as nvfp4_pretraining
+from mx_jax.recipes.named import nvfp4_unbiased as nvfp4_unbiased
+from mx_jax.recipes.named import qat as qat
+from mx_jax.recipes.named import quartet as quartet
+from mx_jax.recipes.named import quartet_ii as quartet_ii
+from mx_jax.recipes.named import weight_only as weight_only
 from mx_jax.recipes.schedule import Schedule as Schedule
 from mx_jax.recipes.schedule import heal as heal
 from mx_jax.reference.hadamard import Hadamard as Hadamard
@@ -40,44 +37,6 @@ from mx_jax.specs import MatmulSpec as MatmulSpec
 from mx_jax.specs import OperandSpec as OperandSpec
 from mx_jax.specs import Residuals as Residuals
 from mx_jax.specs import operand as operand
-
-_NAMED: tuple[Callable[[], Recipe], ...] = (
-    high_precision,
-    mxfp8,
-    mxfp8_hybrid,
-    mxfp6,
-    mxfp6_e2m3,
-    mxfp4,
-    mxint8,
-    nvfp4,
-    mxfp4_backward,
-    mxfp4_stochastic,
-    mxfp4_hadamard,
-    quartet,
-    quartet_ii,
-    nvfp4_pretraining,
-    nvfp4_unbiased,
-    nvfp4_four_over_six,
-    deepseek_v3,
-    deepseek_v3_1,
-    float8_tensorwise,
-    float8_rowwise,
-    float8_rowwise_with_gw_hp,
-)
-# torchao's own names for its recipes.
-_ALIASES = {
-    "tensorwise": float8_tensorwise,
-    "rowwise": float8_rowwise,
-    "rowwise_with_gw_hp": float8_rowwise_with_gw_hp,
-}
-
-
-# Not called yet: float8's formats depend on JAX's platform, and a program may still have to choose
-# it, or to start jax.distributed, when it imports this.
-for _function in _NAMED:
-    _enter_recipe(_function.__name__, _function)
-for _alias, _function in _ALIASES.items():
-    _enter_recipe(_alias, _function)
 
 
 def names() -> tuple[str, ...]:

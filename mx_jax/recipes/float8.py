@@ -1,64 +1,254 @@
-"""torchao's named float8 recipes: one float32 scale a tensor or a row, no MX blocks."""
+"""float8 by casts, with torchao's semantics: one float32 scale a tensor or a row, no MX blocks.
+
+Each operand of each of the three products has its own cast. Source: torchao.float8's training
+config; scales are `max / amax`, values are multiplied, clamped and cast, and the product is divided
+by both scales.
+"""
 
 import dataclasses
+from typing import Literal
 
-from mx_jax.formats import E4M3
+from mx_jax.formats import (
+    E4M3,
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
+    F32_DIVISOR,
+    WHOLE,
+    BlockFormat,
+    ElementFormat,
+)
+from mx_jax.ops.choice import current_target
 from mx_jax.recipes.base import Recipe
-from mx_jax.recipes.float8_config import AXISWISE, DISABLED, Cast, Float8Config
+from mx_jax.reference.scale_rules import FLOAT8, FLOAT8_POWER_OF_TWO
+from mx_jax.specs import MatmulSpec, OperandSpec, Residuals, operand
+
+Granularity = Literal["tensorwise", "axiswise"]
+_KEPT = {"tensorwise": WHOLE, "axiswise": 1}
+# The pair that a platform multiplies natively, largest first: other platforms use the OCP pair.
+_FNUZ_PLATFORMS = ("rocm",)
 
 
-def float8_tensorwise() -> Recipe:
-    """One scale a tensor: E4M3 input and weight, E5M2 gradients, in all three products.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cast:
+    """How one tensor is cast to float8 for one product, or that it is not.
 
-    Source: torchao.float8, recipe "tensorwise".
+    Attributes:
+      scaling: `"dynamic"` takes the scale from the tensor at hand, `"disabled"` keeps the tensor in
+        high precision.
+      granularity: `"tensorwise"`: one scale; `"axiswise"`: one along the contracting axis, that
+        is, one for every row or column.
+      element: float8 element format; None: the one that the operand's role has by default.
 
-    Examples:
-      >>> from mx_jax import recipes
-      >>> recipe = recipes.float8_tensorwise()
-      >>> recipe.fwd.lhs.format.name, recipe.dlhs.lhs.format.name
-      ('float8_tensorwise_e4m3', 'float8_tensorwise_e5m2')
-    """
-    return Float8Config().recipe("float8_tensorwise")
-
-
-def float8_rowwise() -> Recipe:
-    """One power-of-two scale a row or column: E4M3 everywhere, in all three products.
-
-    Source: torchao.float8, recipe "rowwise".
-
-    Examples:
-      >>> import jax.numpy as jnp, mx_jax
-      >>> spec = mx_jax.recipes.float8_rowwise().fwd.lhs
-      >>> mx_jax.quantize(jnp.full((2, 64), 3.0), spec.format, scale_rule=spec.scale_rule).scales
-      Array([[128.],
-             [128.]], dtype=float32)
-    """
-    return Float8Config(
-        cast_config_input=AXISWISE,
-        cast_config_weight=AXISWISE,
-        cast_config_grad_output=dataclasses.replace(AXISWISE, element=E4M3),
-        round_scales_to_power_of_2=True,
-    ).recipe("float8_rowwise")
-
-
-def float8_rowwise_with_gw_hp() -> Recipe:
-    """Row-wise, with the weight gradient in high precision.
-
-    Output: input and weight row-wise; grad_input: gradient row-wise, weight tensor-wise;
-    grad_weight: high precision. E4M3 and power-of-two scales everywhere.
-    Source: torchao.float8, recipe "rowwise_with_gw_hp".
+    Raises:
+      ValueError: unknown scaling or granularity, a disabled axis-wise cast, or an element format
+        that is not 8-bit floating point.
+      TypeError: element is no element format, such as a name.
 
     Examples:
-      >>> from mx_jax import recipes
-      >>> print(recipes.float8_rowwise_with_gw_hp().drhs)
-      high precision x high precision
+      >>> from mx_jax.formats import E5M2
+      >>> from mx_jax.recipes import Cast, Float8Config
+      >>> gradients = Cast(granularity="axiswise", element=E5M2)
+      >>> config = Float8Config(cast_config_grad_output=gradients)
+      >>> print(config.recipe("mine").dlhs.lhs)
+      float8_rowwise_e5m2 (float8, nearest)
     """
-    return Float8Config(
-        cast_config_input=AXISWISE,
-        cast_config_weight=AXISWISE,
-        cast_config_grad_output=dataclasses.replace(AXISWISE, element=E4M3),
-        cast_config_input_for_grad_weight=DISABLED,
-        cast_config_weight_for_grad_input=Cast(),
-        cast_config_grad_output_for_grad_weight=dataclasses.replace(DISABLED, element=E4M3),
-        round_scales_to_power_of_2=True,
-    ).recipe("float8_rowwise_with_gw_hp")
+
+    scaling: Literal["dynamic", "disabled"] = "dynamic"
+    granularity: Granularity = "tensorwise"
+    element: ElementFormat | None = None
+
+    def __post_init__(self):
+        if self.scaling not in ("dynamic", "disabled"):
+            raise ValueError(
+                f"float8 Cast: scaling must be 'dynamic' or 'disabled', got {self.scaling!r}"
+            )
+        if self.granularity not in _KEPT:
+            raise ValueError(
+                "float8 Cast: granularity must be 'tensorwise' or 'axiswise', got "
+                f"{self.granularity!r}"
+            )
+        if self.granularity == "axiswise" and self.scaling == "disabled":
+            raise ValueError(
+                "float8 Cast: a disabled cast has no granularity, got scaling='disabled' with "
+                "granularity='axiswise'; leave granularity out"
+            )
+        if self.element is not None and not isinstance(self.element, ElementFormat):
+            raise TypeError(
+                "float8 Cast: element must be an ElementFormat or None, got "
+                f"element={self.element!r}; use mx_jax.formats.E4M3 or E5M2"
+            )
+        if self.element is not None and (self.element.bits != 8 or self.element.kind != "float"):
+            raise ValueError(
+                "float8 Cast: element must be an 8-bit floating-point format, got "
+                f"element={self.element.name}; use E4M3 or E5M2"
+            )
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether the tensor stays in high precision."""
+        return self.scaling == "disabled"
+
+    def __str__(self) -> str:
+        return "high precision" if self.is_disabled else f"float8 {self.granularity}"
+
+
+DISABLED = Cast(scaling="disabled")
+AXISWISE = Cast(granularity="axiswise")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8Config:
+    """torchao's float8 training config, name for name where the thing exists here.
+
+    A cast that is None is the same as that of the tensor's other product. Inner dimensions need no
+    padding option: blocks are padded inside, and a native kernel pads for itself. Emulation is
+    not an option either: a backend that multiplies float8 natively is selected where there is one,
+    and the exact emulation everywhere else; `mx_jax.inspect.explain` says which.
+
+    Attributes:
+      cast_config_input: of the input, in the output product.
+      cast_config_weight: of the weight, in the output product.
+      cast_config_grad_output: of the cotangent, in the grad_input product.
+      cast_config_input_for_grad_weight: of the input, in the grad_weight product.
+      cast_config_weight_for_grad_input: of the weight, in the grad_input product.
+      cast_config_grad_output_for_grad_weight: of the cotangent, in the grad_weight product.
+      fast_accumulation_output: let a native kernel add in lower precision, in the output product.
+      fast_accumulation_grad_input: likewise in the grad_input product.
+      fast_accumulation_grad_weight: likewise in the grad_weight product.
+      round_scales_to_power_of_2: round scales down to powers of two, which then are exact.
+      residuals: what is kept for the backward products.
+
+    Raises:
+      ValueError: one operand of a product in float8 and the other in high precision, or a tensor
+        cast to two different element formats; a disabled cast counts with the element that it has
+        or would have.
+
+    Examples:
+      >>> import mx_jax
+      >>> from mx_jax.recipes import AXISWISE, Float8Config
+      >>> config = Float8Config(cast_config_input=AXISWISE, cast_config_weight=AXISWISE)
+      >>> recipe = config.recipe("rows")
+      >>> print(recipe.fwd.lhs, "|", recipe.dlhs.lhs)
+      float8_rowwise_e4m3 (float8, nearest) | float8_tensorwise_e5m2 (float8, nearest)
+    """
+
+    cast_config_input: Cast = Cast()
+    cast_config_weight: Cast = Cast()
+    cast_config_grad_output: Cast = Cast()
+    cast_config_input_for_grad_weight: Cast | None = None
+    cast_config_weight_for_grad_input: Cast | None = None
+    cast_config_grad_output_for_grad_weight: Cast | None = None
+    fast_accumulation_output: bool = True
+    fast_accumulation_grad_input: bool = False
+    fast_accumulation_grad_weight: bool = False
+    round_scales_to_power_of_2: bool = False
+    residuals: Residuals = Residuals.PRIMAL
+
+    def __post_init__(self):
+        for product, (lhs_name, lhs), (rhs_name, rhs) in self._products():
+            if lhs.is_disabled != rhs.is_disabled:
+                raise ValueError(
+                    f"Float8Config: both operands of {product} must be float8 or both high "
+                    f"precision, got {lhs_name}={lhs} and {rhs_name}={rhs}"
+                )
+        for tensor, first, second in self._tensors():
+            elements = (_element(first, tensor), _element(second, tensor))
+            if elements[0] != elements[1]:
+                raise ValueError(
+                    f"Float8Config: {tensor} must be cast to one element format in both products "
+                    f"it takes part in, got {elements[0].name} and {elements[1].name}; give both "
+                    "casts the same element (a disabled cast, too, has its role's by default)"
+                )
+
+    def _tensors(self) -> tuple[tuple[str, Cast, Cast], ...]:
+        """(tensor, cast in its first product, cast in its second product)."""
+        return (
+            (
+                "input",
+                self.cast_config_input,
+                self.cast_config_input_for_grad_weight or self.cast_config_input,
+            ),
+            (
+                "weight",
+                self.cast_config_weight,
+                self.cast_config_weight_for_grad_input or self.cast_config_weight,
+            ),
+            (
+                "grad_output",
+                self.cast_config_grad_output,
+                self.cast_config_grad_output_for_grad_weight or self.cast_config_grad_output,
+            ),
+        )
+
+    def _products(self) -> tuple[tuple[str, tuple[str, Cast], tuple[str, Cast]], ...]:
+        """(product, left operand, right operand), operands with their names."""
+        (_, x, x_again), (_, w, w_again), (_, g, g_again) = self._tensors()
+        return (
+            ("output", ("input", x), ("weight", w)),
+            ("grad_input", ("grad_output", g), ("weight_for_grad_input", w_again)),
+            (
+                "grad_weight",
+                ("grad_output_for_grad_weight", g_again),
+                ("input_for_grad_weight", x_again),
+            ),
+        )
+
+    def recipe(self, name: str, *, platform: str | None = None) -> Recipe:
+        """The recipe of this config.
+
+        Args:
+          name: what tables and errors call it.
+          platform: `"rocm"` takes the fnuz element formats; default: that of the machine which a
+            product would be for, where this is called.
+        """
+        platform = current_target().platform if platform is None else platform
+        fast = (
+            self.fast_accumulation_output,
+            self.fast_accumulation_grad_input,
+            self.fast_accumulation_grad_weight,
+        )
+        specs = [
+            MatmulSpec(
+                lhs=self._spec(lhs, lhs_name, platform),
+                rhs=self._spec(rhs, rhs_name, platform),
+                fast_accumulation=may and not lhs.is_disabled,
+            )
+            for may, (_, (lhs_name, lhs), (rhs_name, rhs)) in zip(
+                fast, self._products(), strict=True
+            )
+        ]
+        return Recipe(
+            name=name, fwd=specs[0], dlhs=specs[1], drhs=specs[2], residuals=self.residuals
+        )
+
+    def _spec(self, cast: Cast, tensor: str, platform: str) -> OperandSpec | None:
+        if cast.is_disabled:
+            return None
+        element = _native_element(_element(cast, tensor), platform)
+        return operand(
+            _block_format(element, cast.granularity),
+            scale_rule=FLOAT8_POWER_OF_TWO if self.round_scales_to_power_of_2 else FLOAT8,
+        )
+
+
+def _element(cast: Cast, tensor: str) -> ElementFormat:
+    """The cast's own element format, or its role's: gradients need range, the rest precision."""
+    return cast.element or (E5M2 if tensor.startswith("grad_output") else E4M3)
+
+
+def _native_element(element: ElementFormat, platform: str) -> ElementFormat:
+    """The platform's twin of an OCP element format."""
+    if platform not in _FNUZ_PLATFORMS:
+        return element
+    return {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}.get(element, element)
+
+
+def _block_format(element: ElementFormat, granularity: Granularity) -> BlockFormat:
+    name = {"tensorwise": "tensorwise", "axiswise": "rowwise"}[granularity]
+    return BlockFormat(
+        name=f"float8_{name}_{element.name}",
+        element=element,
+        scale=F32_DIVISOR,
+        block=(_KEPT[granularity], WHOLE),
+    )

@@ -10,6 +10,7 @@ is compared with the reference, codes and scales bit for bit, and with products 
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,33 +30,28 @@ from mx_jax.backends.table import BACKENDS
 from mx_jax.backends.target import Backend, Target
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, WHOLE
-from mx_jax.testing.attend_check import ATTEND_CASES, AttendCase
-from mx_jax.testing.attend_check import check_attend as check_attend
 from mx_jax.testing.cases import (
+    ATTEND_CASES,
+    DEQUANTIZE_CASES,
     LARGE_MATMUL_CASES,
     LARGE_QUANTIZE_CASES,
     MATMUL_CASES,
-    QUANTIZE_CASES,
-    MatmulCase,
-    QuantizeCase,
-)
-from mx_jax.testing.dequantize_check import DEQUANTIZE_CASES, check_dequantize, dequantize_call
-from mx_jax.testing.matmul_check import EXTREME_CASES as EXTREME_CASES
-from mx_jax.testing.matmul_check import STAGNATING_CASE as STAGNATING_CASE
-from mx_jax.testing.matmul_check import ExtremeCase as ExtremeCase
-from mx_jax.testing.matmul_check import check_extremes as check_extremes
-from mx_jax.testing.matmul_check import check_matmul as check_matmul
-from mx_jax.testing.matmul_check import check_stagnating_sum as check_stagnating_sum
-from mx_jax.testing.matmul_check import exact_product as exact_product
-from mx_jax.testing.matmul_check import exact_values as exact_values
-from mx_jax.testing.quantize_check import (
     QUANTIZE_BOTH_CASES,
-    QuantizeBothCase,
-    check_quantize,
-    check_quantize_both,
+    QUANTIZE_CASES,
+    RAGGED_CASES,
+    dequantize_call,
 )
-from mx_jax.testing.ragged_check import RAGGED_CASES, RaggedCase
-from mx_jax.testing.ragged_check import check_ragged as check_ragged
+from mx_jax.testing.cases import STAGNATING_CASE as STAGNATING_CASE
+from mx_jax.testing.checks import EXTREME_CASES as EXTREME_CASES
+from mx_jax.testing.checks import ExtremeCase as ExtremeCase
+from mx_jax.testing.checks import check_attend as check_attend
+from mx_jax.testing.checks import check_dequantize, check_quantize, check_quantize_both
+from mx_jax.testing.checks import check_extremes as check_extremes
+from mx_jax.testing.checks import check_matmul as check_matmul
+from mx_jax.testing.checks import check_ragged as check_ragged
+from mx_jax.testing.checks import check_stagnating_sum as check_stagnating_sum
+from mx_jax.testing.compare import exact_product as exact_product
+from mx_jax.testing.compare import exact_values as exact_values
 
 Promise = Callable[[Call, Target], bool]
 
@@ -151,6 +147,22 @@ _ASKED_CASES = (
 )
 
 
+_CHECKS = tuple(
+    pytest.param(check, case, id=f"{check.__name__.removeprefix('check_')}-{case}")
+    for check, cases in (
+        (check_quantize, QUANTIZE_CASES),
+        (check_quantize_both, QUANTIZE_BOTH_CASES),
+        (check_dequantize, DEQUANTIZE_CASES),
+        (check_matmul, MATMUL_CASES),
+        (check_ragged, RAGGED_CASES),
+        (check_stagnating_sum, (STAGNATING_CASE,)),
+        (check_extremes, EXTREME_CASES),
+        (check_attend, ATTEND_CASES),
+    )
+    for case in cases
+)
+
+
 def check_answer(backend: Backend, promise: Promise, call: Call, target: Target) -> bool:
     """Whether the backend takes a call; fails if it breaks its promise or gives no reason."""
     reason = backend.rejects(call, target)
@@ -173,43 +185,8 @@ class BackendSuite:
         for case in _ASKED_CASES:
             check_answer(backend, PROMISES[backend.name], case.call, target)
 
-    @pytest.mark.parametrize("case", QUANTIZE_CASES, ids=str)
-    def test_quantize(self, backend: Backend, case: QuantizeCase):
-        if check_answer(backend, PROMISES[backend.name], case.call, current_target(1)):
-            check_quantize(backend, case)
-
-    @pytest.mark.parametrize("case", QUANTIZE_BOTH_CASES, ids=str)
-    def test_quantize_both(self, backend: Backend, case: QuantizeBothCase):
-        if check_answer(backend, PROMISES[backend.name], case.call, current_target(1)):
-            check_quantize_both(backend, case)
-
-    @pytest.mark.parametrize("case", DEQUANTIZE_CASES, ids=str)
-    def test_dequantize(self, backend: Backend, case: QuantizeCase):
-        call = dequantize_call(case)
+    @pytest.mark.parametrize(("check", "case"), _CHECKS)
+    def test_results(self, backend: Backend, check: Callable[[Backend, Any], None], case: Any):
+        call = dequantize_call(case) if check is check_dequantize else case.call
         if check_answer(backend, PROMISES[backend.name], call, current_target(1)):
-            check_dequantize(backend, case)
-
-    @pytest.mark.parametrize("case", MATMUL_CASES, ids=str)
-    def test_matmul(self, backend: Backend, case: MatmulCase):
-        if check_answer(backend, PROMISES[backend.name], case.call, current_target(1)):
-            check_matmul(backend, case)
-
-    @pytest.mark.parametrize("case", RAGGED_CASES, ids=str)
-    def test_ragged(self, backend: Backend, case: RaggedCase):
-        if check_answer(backend, PROMISES[backend.name], case.call, current_target(1)):
-            check_ragged(backend, case)
-
-    def test_stagnating_sum(self, backend: Backend):
-        call = STAGNATING_CASE.call
-        if check_answer(backend, PROMISES[backend.name], call, current_target(1)):
-            check_stagnating_sum(backend)
-
-    @pytest.mark.parametrize("case", EXTREME_CASES, ids=str)
-    def test_extremes(self, backend: Backend, case: ExtremeCase):
-        if check_answer(backend, PROMISES[backend.name], case.call, current_target(1)):
-            check_extremes(backend, case)
-
-    @pytest.mark.parametrize("case", ATTEND_CASES, ids=str)
-    def test_attend(self, backend: Backend, case: AttendCase):
-        if check_answer(backend, PROMISES[backend.name], case.call, current_target(1)):
-            check_attend(backend, case)
+            check(backend, case)

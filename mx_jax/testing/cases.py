@@ -1,4 +1,4 @@
-"""The cases that tests, benchmarks and tuning share: one table of casts, one of products.
+"""The cases that tests, benchmarks and tuning share: tables of casts, products and attention.
 
 A case is a description. It draws its own arrays with NumPy, so that making them costs no
 compilation, and names itself for test ids and benchmark rows.
@@ -6,19 +6,37 @@ compilation, and names itself for test ids and benchmark rows.
 
 import dataclasses
 import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from mx_jax import formats
 from mx_jax.axes import Axes
-from mx_jax.backends.calls import MatmulCall, Operand, OperandType, QuantizeCall
-from mx_jax.formats import WHOLE, BlockFormat, BlockSize
+from mx_jax.backends.calls import (
+    AttendCall,
+    DequantizeCall,
+    MatmulCall,
+    Operand,
+    OperandType,
+    QuantizeBothCall,
+    QuantizeCall,
+    RaggedCall,
+)
+from mx_jax.formats import MXFP8_E4M3, WHOLE, BlockFormat, BlockSize
 from mx_jax.ops.arguments import blocks_along
+from mx_jax.packed_rows import PackedRows, Rows
 from mx_jax.reference.scale_rules import SCALE_RULES
 from mx_jax.specs import operand
-from mx_jax.testing.draw import Shape, draw_mxarray, in_pairs, with_signs
+from mx_jax.testing.compare import exact_values
+from mx_jax.testing.draw import (
+    Shape,
+    draw_mxarray,
+    in_pairs,
+    with_signs,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +86,20 @@ class QuantizeCase:
         )
 
 
+def _type(
+    format: BlockFormat | None, shape: tuple[int, ...], axes: Axes, dtype: str
+) -> OperandType:
+    known = jnp.dtype(dtype) if format is None else None
+    return OperandType(shape=shape, axes=axes, format=format, dtype=known)
+
+
+def _drawn(rng: np.random.Generator, own: OperandType, octaves: int) -> Operand:
+    if own.format is None:
+        values = with_signs(rng, 2.0 ** rng.uniform(-octaves, octaves, own.shape))
+        return jnp.asarray(values.astype(own.dtype))
+    return draw_mxarray(rng, own.shape, own.format, own.axes.blocks(own.format), octaves)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulCase:
     """A product `[*batch, *m, *k]` by `[*batch, *n, *k]`, or either with k before the kept axes.
@@ -114,8 +146,8 @@ class MatmulCase:
     def operands(self, rng: np.random.Generator, octaves: int = 4) -> tuple[Operand, Operand]:
         """Two operands: codes of every kind under scales that spread over `2 * octaves` octaves."""
         return (
-            self._operand(rng, self.call.lhs, octaves),
-            self._operand(rng, self.call.rhs, octaves),
+            _drawn(rng, self.call.lhs, octaves),
+            _drawn(rng, self.call.rhs, octaves),
         )
 
     def cancelling_operands(self, rng: np.random.Generator) -> tuple[Operand, Operand]:
@@ -129,18 +161,7 @@ class MatmulCase:
             batch=len(self.batch), kept=len(kept), contracting=len(self.k), k_first=k_first
         )
         groups = (self.k, kept) if k_first else (kept, self.k)
-        return OperandType(
-            shape=(*self.batch, *groups[0], *groups[1]),
-            axes=axes,
-            format=format,
-            dtype=jnp.dtype(self.dtype) if format is None else None,
-        )
-
-    def _operand(self, rng: np.random.Generator, own: OperandType, octaves: int) -> Operand:
-        if own.format is None:
-            values = with_signs(rng, 2.0 ** rng.uniform(-octaves, octaves, own.shape))
-            return jnp.asarray(values.astype(own.dtype))
-        return draw_mxarray(rng, own.shape, own.format, own.axes.blocks(own.format), octaves)
+        return _type(format, (*self.batch, *groups[0], *groups[1]), axes, self.dtype)
 
     def __str__(self) -> str:
         groups = ".".join("x".join(map(str, g)) for g in (self.batch, self.m, self.n, self.k))
@@ -284,4 +305,240 @@ LARGE_MATMUL_CASES: tuple[MatmulCase, ...] = tuple(
     MatmulCase(lhs=format, rhs=format, m=(m,), n=(n,), k=(k,), out_dtype="bfloat16")
     for format in (formats.MXFP8_E4M3, formats.MXFP6_E3M2, formats.MXFP4, formats.NVFP4)
     for m, n, k in ((1024, 1024, 2048), (4096, 4096, 4096))
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizeBothCase:
+    """Two casts of one array.
+
+    Attributes:
+      first: one cast.
+      second: the other, of the same shape and dtype.
+    """
+
+    first: QuantizeCase
+    second: QuantizeCase
+
+    @property
+    def call(self) -> QuantizeBothCall:
+        """What backends see of it."""
+        return QuantizeBothCall(first=self.first.call, second=self.second.call)
+
+    def __str__(self) -> str:
+        return f"{self.first}-and-{self.second}"
+
+
+def _both(
+    format: BlockFormat, shape: Shape, axes: tuple[int, int] = (-1, -2), **options: Any
+) -> QuantizeBothCase:
+    first, second = (
+        QuantizeCase(format=format, shape=shape, axis=axis, **options) for axis in axes
+    )
+    return QuantizeBothCase(first=first, second=second)
+
+
+QUANTIZE_BOTH_CASES: tuple[QuantizeBothCase, ...] = (
+    # Each kind of element and scale; 600 columns are a strip and a part of the next.
+    _both(formats.MXFP8_E4M3, (70, 600), scale_rule="rceil"),
+    _both(formats.MXFP8_E5M2, (64, 256), dtype="bfloat16"),
+    _both(formats.MXFP6_E2M3, (64, 256), dtype="bfloat16", scale_rule="even"),
+    _both(formats.MXFP6_E3M2, (2, 40, 130), dtype="float16"),
+    _both(formats.MXFP4, (2, 64, 136), dtype="bfloat16", axes=(-2, -1)),
+    _both(formats.MXINT8, (33, 129)),
+    _both(formats.NVFP4, (3, 50, 80)),
+    # Roundings, blocks, and an axis in between.
+    _both(formats.MXFP4, (40, 136), rounding="stochastic"),
+    _both(formats.MXFP8_E4M3, (40, 136), rounding="away", block_size=7),
+    _both(formats.MXFP8_E4M3, (2, 40, 3, 64), axes=(-1, -3)),
+    QuantizeBothCase(
+        first=QuantizeCase(format=formats.MXFP4, shape=(64, 256), rounding="stochastic"),
+        second=QuantizeCase(format=formats.MXFP8_E4M3, shape=(64, 256), axis=-2),
+    ),
+    # Nothing to do.
+    _both(formats.MXFP4, (0, 64)),
+)
+
+
+# Rules and roundings leave no trace in what is dequantized; every format, dtype and axis does.
+DEQUANTIZE_CASES: tuple[QuantizeCase, ...] = (
+    *(
+        QuantizeCase(format=format, shape=(6, 80), dtype=dtype)
+        for format in formats.BLOCK_FORMATS
+        for dtype in ("float32", "bfloat16")
+    ),
+    QuantizeCase(format=formats.MXFP8_E5M2, shape=(5, 64), dtype="float16"),
+    *(
+        case
+        for case in QUANTIZE_CASES
+        if case.scale_rule is None and case.rounding == "nearest" and case.shape != (6, 80)
+    ),
+)
+
+
+def dequantize_call(case: QuantizeCase) -> DequantizeCall:
+    """The way back from a case, to the dtype it came from."""
+    call = case.call
+    return DequantizeCall(
+        shape=call.shape, dtype=call.dtype, format=call.format, blocks=call.blocks
+    )
+
+
+STAGNATING_CASE = MatmulCase(lhs=MXFP8_E4M3, rhs=MXFP8_E4M3, m=(16,), n=(16,), k=(1024,))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedCase:
+    """A product of rows in groups.
+
+    Attributes:
+      lhs: block format of the rows; None for bfloat16.
+      rhs: block format of the matrices, or of the right operand; None for bfloat16.
+      sizes: rows of each group; whole blocks of them if the rows are contracted.
+      rows: of all groups, and behind them.
+      k: columns of lhs.
+      n: columns of rhs.
+      contracts_rows: whether each group has a sum, `[g, k, n]`.
+      rhs_k_first: whether rhs is `[g, k, n]`, else `[g, n, k]`.
+      out_dtype: name of the product's dtype.
+    """
+
+    lhs: BlockFormat | None
+    rhs: BlockFormat | None
+    sizes: tuple[int, ...]
+    rows: int
+    k: int = 96
+    n: int = 24
+    contracts_rows: bool = False
+    rhs_k_first: bool = True
+    out_dtype: str = "float32"
+
+    @property
+    def call(self) -> RaggedCall:
+        """What backends see of it."""
+        if self.contracts_rows:
+            axes = (Axes.ordered(k_first=True),) * 2
+            right = self.rows, self.n
+        else:
+            axes = Axes.ordered(), Axes.ordered(k_first=self.rhs_k_first).in_batch()
+            matrix = (self.k, self.n) if self.rhs_k_first else (self.n, self.k)
+            right = len(self.sizes), *matrix
+        return RaggedCall(
+            lhs=_type(self.lhs, (self.rows, self.k), axes[0], "bfloat16"),
+            rhs=_type(self.rhs, right, axes[1], "bfloat16"),
+            num_groups=len(self.sizes),
+            out_dtype=jnp.dtype(self.out_dtype),
+        )
+
+    def operands(self, rng: np.random.Generator) -> tuple[Operand, Operand, jax.Array]:
+        """Both operands and the sizes; rows of no group are as large as any."""
+        call = self.call
+        lhs, rhs = (_drawn(rng, own, 4) for own in (call.lhs, call.rhs))
+        return lhs, rhs, jnp.asarray(self.sizes, jnp.int32)
+
+    def exact(self, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+        """The product of float64 values."""
+        ends = np.cumsum(self.sizes)
+        groups = [slice(end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
+        if self.contracts_rows:
+            return np.stack([lhs[rows].T @ rhs[rows] for rows in groups])
+        product = np.zeros((self.rows, self.n))
+        for rows, matrix in zip(groups, rhs, strict=True):
+            product[rows] = lhs[rows] @ (matrix if self.rhs_k_first else matrix.T)
+        return product
+
+    def __str__(self) -> str:
+        names = ("bfloat16" if f is None else f.name for f in (self.lhs, self.rhs))
+        sizes = ".".join(map(str, self.sizes))
+        how = "sums" if self.contracts_rows else "k_first" if self.rhs_k_first else "k_last"
+        shape = f"{self.rows}x{self.k}x{self.n}"
+        return f"{'-'.join(names)}-{shape}-{sizes}-{how}-{self.out_dtype}"
+
+
+_MXFP8, _MXFP4, _NVFP4 = formats.MXFP8_E4M3, formats.MXFP4, formats.NVFP4
+
+
+# Groups of none, one and some rows that fill no tile; of all rows; uneven ones; none at all.
+RAGGED_CASES: tuple[RaggedCase, ...] = (
+    RaggedCase(lhs=None, rhs=_MXFP4, sizes=(0, 1, 7, 0, 13), rows=24),
+    RaggedCase(lhs=None, rhs=_MXFP8, sizes=(16,), rows=16, out_dtype="bfloat16"),
+    RaggedCase(lhs=None, rhs=_NVFP4, sizes=(3, 29), rows=37, rhs_k_first=False),
+    RaggedCase(lhs=_MXFP8, rhs=_MXFP8, sizes=(5, 0, 11), rows=16, rhs_k_first=False),
+    RaggedCase(lhs=_NVFP4, rhs=_NVFP4, sizes=(2, 9, 5), rows=16),
+    RaggedCase(lhs=None, rhs=_MXFP4, sizes=(0, 0), rows=8),
+    RaggedCase(lhs=_MXFP4, rhs=_MXFP4, sizes=(32, 0, 96), rows=160, k=64, contracts_rows=True),
+    RaggedCase(lhs=_NVFP4, rhs=_NVFP4, sizes=(48, 16, 0), rows=64, k=72, contracts_rows=True),
+    RaggedCase(lhs=None, rhs=_MXFP8, sizes=(64, 32), rows=96, k=40, contracts_rows=True),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttendCase:
+    """Attention of tokens that follow each other.
+
+    Attributes:
+      format: block format of keys and values; None for high precision.
+      matrices: of keys.
+      heads: of queries that share one.
+      length: rows of each.
+      features: of a row.
+      tokens: how many.
+      position: row of the first.
+      dtype: name of the dtype of keys and values without a format, and of queries.
+    """
+
+    format: BlockFormat | None = None
+    matrices: int = 2
+    heads: int = 3
+    length: int = 40
+    features: int = 64
+    tokens: int = 1
+    position: int = 25
+    dtype: str = "float32"
+
+    @property
+    def call(self) -> AttendCall:
+        """What backends see of it."""
+        return AttendCall(
+            queries=(self.matrices, self.heads * self.tokens, self.features),
+            keys=(self.matrices, self.length, self.features),
+            dtypes=(jnp.dtype(self.dtype),) * 3,
+            tokens=self.tokens,
+            format=self.format,
+        )
+
+    def rows(self, rng: np.random.Generator) -> tuple[Rows, np.ndarray]:
+        """Keys or values, and what they are in float64."""
+        shape = self.call.keys
+        if self.format is None:
+            drawn = jnp.asarray(rng.standard_normal(shape), self.dtype)
+            return drawn, np.asarray(drawn, np.float64)
+        x = draw_mxarray(rng, shape, self.format, ((-1, self.format.block[1]),), 3)
+        packed = PackedRows(
+            codes=x.packed_codes,
+            scales=x.scales,
+            tensor_scale=x.tensor_scale,
+            format=self.format,
+            features=self.features,
+            dtype=jnp.dtype(self.dtype),
+        )
+        return packed, exact_values(x)
+
+    def __str__(self) -> str:
+        held = self.dtype if self.format is None else self.format.name
+        sizes = f"{self.matrices}x{self.heads}x{self.length}x{self.features}"
+        return f"{held}-{sizes}-{self.tokens}at{self.position}"
+
+
+ATTEND_CASES: tuple[AttendCase, ...] = (
+    AttendCase(),
+    AttendCase(length=17, features=7, position=16),
+    AttendCase(tokens=3),
+    *(
+        AttendCase(format=format)
+        for format in (formats.MXFP8_E4M3, formats.MXFP6_E2M3, formats.MXINT8, formats.NVFP4)
+    ),
+    # The last block and the last byte of a row are not full.
+    AttendCase(format=formats.MXFP4, length=150, features=41, position=140),
+    AttendCase(format=formats.MXFP8_E5M2, matrices=1, heads=1, position=0),
 )

@@ -1,8 +1,13 @@
-"""Equality of bits, with a message that says where the first difference is."""
+"""Equality of bits, with a message that says where the first difference is; values in float64."""
 
+import math
 from typing import Any
 
 import numpy as np
+
+from mx_jax.backends.calls import MatmulCall, Operand
+from mx_jax.codecs.blocks import block_extent
+from mx_jax.mxarray import MXArray
 
 # One unsigned integer type for each width of element; ml_dtypes gives narrow floats one byte.
 _PATTERNS = {size: np.dtype(f"uint{8 * size}") for size in (1, 2, 4, 8)}
@@ -88,3 +93,44 @@ def _is_nan(array: np.ndarray) -> np.ndarray:
 def _describe(array: np.ndarray, patterns: np.ndarray, index: tuple[int, ...]) -> str:
     digits = 2 * patterns.dtype.itemsize
     return f"0x{int(patterns[index]):0{digits}X} ({array[index]})"
+
+
+def exact_values(operand: Operand) -> np.ndarray:
+    """The values of an operand in float64, from the formats' tables alone, without codecs."""
+    if not isinstance(operand, MXArray):
+        return np.asarray(operand).astype(np.float64)
+    element, scale = operand.format.element, operand.format.scale
+    table = np.array([element.value(code) for code in range(1 << element.bits)])
+    values = table[np.asarray(operand.codes)]
+    scales = np.asarray(operand.scales)
+    if not scale.is_float32:
+        scales = np.array([scale.value(code) for code in range(256)])[scales]
+    scales = scales.astype(np.float64)
+    for axis, size in operand.blocks:
+        length = operand.shape[axis]
+        repeated = np.repeat(scales, block_extent(size, length), axis=axis)
+        scales = np.take(repeated, range(length), axis=axis)
+    if operand.tensor_scale is not None:
+        scales = scales * np.asarray(operand.tensor_scale, np.float64)
+    return values / scales if scale.kind == "divisor" else values * scales
+
+
+def exact_product(call: MatmulCall, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+    """`[*batch, *m, *n]` of float64 values."""
+    left, m = _as_matrices(lhs, call.num_batch, call.lhs.axes.contracting)
+    right, n = _as_matrices(rhs, call.num_batch, call.rhs.axes.contracting)
+    product = left @ np.swapaxes(right, -1, -2)
+    return product.reshape(*lhs.shape[: call.num_batch], *m, *n)
+
+
+def _as_matrices(
+    x: np.ndarray, num_batch: int, contracting: tuple[int, ...]
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    """`[batch, kept, k]`, and the lengths of the kept axes."""
+    kept = [axis for axis in range(num_batch, x.ndim) if axis not in contracting]
+    batch, lengths, ks = (
+        [x.shape[axis] for axis in axes] for axes in (range(num_batch), kept, contracting)
+    )
+    moved = x.transpose(*range(num_batch), *kept, *contracting)
+    sizes = (math.prod(batch), math.prod(lengths), math.prod(ks))
+    return moved.reshape(sizes), tuple(lengths)

@@ -16,9 +16,8 @@ from mx_jax.backends.select import only_backend
 from mx_jax.backends.target import Target
 from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP4, MXFP8_E4M3, NVFP4
 from mx_jax.ops import dense
-from mx_jax.testing.cases import QuantizeCase
+from mx_jax.testing.cases import QuantizeBothCase, QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
-from mx_jax.testing.quantize_check import QuantizeBothCase
 
 LOADED = library.load()
 pytestmark = [

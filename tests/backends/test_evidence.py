@@ -27,8 +27,7 @@ from mx_jax.backends.select import Choice, current_target, find, select
 from mx_jax.backends.table import BACKENDS
 from mx_jax.backends.target import Target
 from mx_jax.measure.cases import Case
-from mx_jax.testing.cases import MatmulCase, QuantizeCase
-from mx_jax.testing.quantize_check import QuantizeBothCase
+from mx_jax.testing.cases import MatmulCase, QuantizeBothCase, QuantizeCase
 from tests.backends.altered import altered
 from tests.backends.mosaic import with_any_jax
 

@@ -14,9 +14,8 @@ from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Backend
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.testing import backend_suite, cases
-from mx_jax.testing.attend_check import AttendCase
 from mx_jax.testing.backend_suite import BackendSuite
-from mx_jax.testing.ragged_check import RaggedCase
+from mx_jax.testing.cases import AttendCase, RaggedCase
 from tests.backends.altered import altered, answering
 
 PLAIN = cases.QuantizeCase(format=formats.MXFP4, shape=(5, 64))

@@ -14,9 +14,7 @@ from mx_jax.cli import command_parser
 from mx_jax.commands import resuming
 from mx_jax.commands.output import partial_folder
 from mx_jax.formats import MXFP4
-from mx_jax.generate.tokenizer import Tokenizer
-from mx_jax.generate.tokenizer_gguf import tokenizer_of_gguf
-from mx_jax.generate.tokenizer_hub import tokenizer_of_folder
+from mx_jax.generate.tokenizer import Tokenizer, tokenizer_of_folder, tokenizer_of_gguf
 from tests.checkpoint.gguf_bytes import BOOL, I32, STRING, U32, array, gguf, text
 from tests.checkpoint.sample import Sample, quietly
 from tests.checkpoint.stored import draw

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mx_jax.cli import main
-from mx_jax.plan.interconnects import INTERCONNECTS
+from mx_jax.plan.command import INTERCONNECTS
 
 SMALL = ["--params", "1e9", "--layers", "16", "--width", "2048", "--mesh", "data=2,fsdp=4,model=2"]
 

@@ -232,13 +232,17 @@ PUBLIC = {
 }
 
 
-def public_names(source: str) -> set[str]:
+def public_names(source: str | ast.Module) -> set[str]:
     """Names that a module offers: `import X as X`, and what it defines without an underscore."""
     names = set()
-    for node in ast.parse(source).body:
+    tree = ast.parse(source) if isinstance(source, str) else source
+    for node in tree.body:
         match node:
             case ast.ImportFrom(names=aliases):
                 names |= {alias.asname for alias in aliases if alias.asname == alias.name}
+            case ast.If(test=ast.Name(id="_TYPE_CHECKING"), body=body):
+                # Imported when it is first used; type checkers read it here.
+                names |= public_names(ast.Module(body, []))
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 names.add(name)
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
@@ -268,4 +272,6 @@ def test_version_is_public():
 def test_new_names_are_noticed():
     source = "from a import b as b\nfrom a import c\nimport d\nx = 1\ny: int = 2\n_z = 3\n"
     assert public_names(source) == {"b", "x", "y"}
+    late = "if _TYPE_CHECKING:\n    from a import h as h\n"
+    assert public_names(source + late) == {"b", "x", "y", "h"}
     assert public_names(source + "def f(): pass\nclass G: pass\n") == {"b", "x", "y", "f", "G"}

@@ -16,10 +16,9 @@ import mx_jax
 from mx_jax import calibrate, checkpoint, recipes
 from mx_jax.cli import main
 from mx_jax.generate import load as loading
-from mx_jax.generate.calibration import LENGTH, by_tensors, model_moments
-from mx_jax.generate.load import load, open_model
+from mx_jax.generate.config import GGUF, HUB
+from mx_jax.generate.load import LENGTH, by_tensors, load, model_moments, open_model
 from mx_jax.generate.model import Llama
-from mx_jax.generate.names import GGUF, HUB
 from mx_jax.generate.tokenizer import Tokenizer
 from mx_jax.generate.weights import params_of
 from mx_jax.packed import unpacked

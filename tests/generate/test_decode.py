@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.language_model_formats import calibrated_scales, empty_caches
 from mx_jax import recipes
 from mx_jax.formats import MXFP8_E4M3, block_format
-from mx_jax.generate import stats
-from mx_jax.generate.command import pieces, settle, time_of_parts
-from mx_jax.generate.decode import Generator, calibrated_scales, empty_caches
+from mx_jax.generate.command import OTHER, operations, part_of, pieces, settle, time_of_parts
+from mx_jax.generate.decode import Generator, Sampling
 from mx_jax.generate.load import find_model, recipe_for
 from mx_jax.generate.model import Llama
-from mx_jax.generate.sampling import Sampling
 from mx_jax.generate.weights import params_from_gguf
 from tests.generate import tiny
 from tests.quick import quick
@@ -36,7 +35,7 @@ def test_calibrated_scales_are_each_layers_own():
     ]
     scales = calibrated_scales(tuple(seen))
     assert scales == tuple(((3.0 + i) / 2688, (0.5 + i) / 2688) for i in range(config.layers))
-    fixed = empty_caches(config, 8, "nvfp4", tensor_scales=scales)
+    fixed = empty_caches(config, 8, scales, format="nvfp4")
     for index, cache in enumerate(fixed):
         assert cache.keys.tensor_scale is not None and cache.keys.tensor_scale.shape == (1, 1, 1)
         # Twice as large is cut off.
@@ -68,7 +67,7 @@ def test_greedy_text_is_what_the_model_says_without_a_cache(generator):
 def test_where_a_step_spends_its_time(generator):
     spent = time_of_parts(generator, 12)
     assert {"qkv", "gate_up", "down", "head", "attention", "norm"} <= set(spent)
-    assert 0 < sum(spent.values()) < 1 and spent.get(stats.OTHER, 0) < 0.5 * sum(spent.values())
+    assert 0 < sum(spent.values()) < 1 and spent.get(OTHER, 0) < 0.5 * sum(spent.values())
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,7 @@ def test_where_a_step_spends_its_time(generator):
     ids=lambda text: text.split("/")[-1],
 )
 def test_part_of(name, part):
-    assert stats.part_of(name) == part
+    assert part_of(name) == part
 
 
 def test_operations_of_a_program():
@@ -99,7 +98,7 @@ def test_operations_of_a_program():
       %copy.3 = f32[3]{0} copy(%x)
     """
     parts = ("fusion.1", "norm"), ("call.2", "head"), ("dot.4", "qkv"), ("reduce.5", "norm")
-    assert stats.operations(program) == {**dict(parts), "copy.3": "other", kernel: "qkv"}
+    assert operations(program) == {**dict(parts), "copy.3": "other", kernel: "qkv"}
 
 
 def test_prompts_that_cannot_be(generator):

@@ -11,10 +11,10 @@ import safetensors.numpy
 import mx_jax
 from mx_jax import checkpoint, only_backend, recipes
 from mx_jax.cli import main
-from mx_jax.generate.hub import config_from_json
+from mx_jax.generate.config import config_from_json
 from mx_jax.generate.load import open_model, recipe_for
 from mx_jax.generate.model import Llama
-from mx_jax.generate.tokenizer_hub import tokenizer_of_folder
+from mx_jax.generate.tokenizer import tokenizer_of_folder
 from mx_jax.generate.weights import joined, params_from_gguf, params_of, quantize_params
 from mx_jax.mxarray import MXArray
 from tests.generate import tiny

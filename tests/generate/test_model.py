@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from mx_jax import only_backend, recipes
-from mx_jax.generate.config import LlamaConfig
-from mx_jax.generate.model import Llama
-from mx_jax.generate.rotary import rope_divisors, rotations
-from mx_jax.generate.weights import config_from_gguf, params_from_gguf, quantize_params
+from mx_jax.generate.config import LlamaConfig, config_from_gguf, rope_divisors
+from mx_jax.generate.model import Llama, rotations
+from mx_jax.generate.weights import params_from_gguf, quantize_params
 from mx_jax.nn import KVCache
 from mx_jax.packed import PackedMXArray, Quantized
 from tests.generate import tiny

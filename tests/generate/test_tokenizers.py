@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mx_jax.generate.tokenizer_gguf import tokenizer_of_gguf
-from mx_jax.generate.tokenizer_hub import tokenizer_of_folder
+from mx_jax.generate.tokenizer import tokenizer_of_folder, tokenizer_of_gguf
 
 pytestmark = pytest.mark.one_python(reason="words, and no arrays of JAX")
 tokenizers = pytest.importorskip("tokenizers")

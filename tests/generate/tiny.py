@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from mx_jax.generate.config import LlamaConfig
-from mx_jax.generate.names import GGUF, HUB
+from mx_jax.generate.config import GGUF, HUB, LlamaConfig
 
 CONFIG = LlamaConfig(
     vocabulary=96,
@@ -69,14 +68,14 @@ def tensors(config: LlamaConfig = CONFIG) -> dict[str, np.ndarray]:
 def hub_tensors() -> dict[str, np.ndarray]:
     """The tiny model's weights by the hub's names, pairs of turned features half a head apart."""
     theirs, found = tensors(), {}
-    for field, name in vars(GGUF).items():
+    for field, name in GGUF.tensors.items():
         for index in range(CONFIG.layers):
-            key = str(name).format(index)
+            key = name.format(index)
             if key not in theirs:
                 continue
             weights = theirs[key]
             if field in ("query", "key"):
                 pairs = weights.reshape(-1, CONFIG.head_width // 2, 2, CONFIG.width)
                 weights = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weights.shape))
-            found[getattr(HUB, field).format(index)] = weights
+            found[HUB.of(field, index)] = weights
     return found

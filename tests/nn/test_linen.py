@@ -1,6 +1,5 @@
 """linen layers with a recipe: Flax's parameters, Flax's numbers in high precision."""
 
-import dataclasses
 import functools
 import re
 from typing import Any
@@ -19,32 +18,20 @@ from mx_jax.nn import linen
 from mx_jax.recipes import MatmulSpec, Recipe, operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
+from tests.nn import layers
 from tests.nn.layers import HIGH, MXFP4, assert_trees_equal, stochastic, weighted_sum
 from tests.quick import quick
 
 KEY = jax.random.key(0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """A layer by its name in both libraries, and the product that it should be."""
-
-    layer: str
-    arguments: tuple[Any, ...]
-    options: tuple[tuple[str, Any], ...] = ()
-    input: tuple[int, ...]
-    contracting: tuple[tuple[int, ...], tuple[int, ...]]
-    batch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-
+class Case(layers.Case):
     def flax(self, **options: Any) -> flax_nn.Module:
         return getattr(flax_nn, self.layer)(*self.arguments, **dict(self.options), **options)
 
     def ours(self, recipe: Recipe = MXFP4, **options: Any) -> flax_nn.Module:
         options |= dict(self.options)
         return getattr(linen, self.layer)(*self.arguments, recipe=recipe, **options)
-
-    def x(self, seed: int = 0) -> np.ndarray:
-        return draw_few_octaves(np.random.default_rng(seed), self.input)
 
     def params(self) -> dict[str, Any]:
         """Parameters whose products with x need no rounding."""

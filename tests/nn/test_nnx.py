@@ -1,6 +1,5 @@
 """nnx layers with a recipe: Flax's parameters, Flax's numbers in high precision."""
 
-import dataclasses
 import re
 from typing import Any
 
@@ -17,21 +16,12 @@ from mx_jax.nn import nnx as ours
 from mx_jax.recipes import MatmulSpec, Recipe, operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
+from tests.nn import layers
 from tests.nn.layers import HIGH, MXFP4, assert_trees_equal, stochastic, weighted_sum
 from tests.quick import quick
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """A layer by its name in both libraries, and the product that it should be."""
-
-    layer: str
-    arguments: tuple[Any, ...]
-    options: tuple[tuple[str, Any], ...] = ()
-    input: tuple[int, ...]
-    contracting: tuple[tuple[int, ...], tuple[int, ...]]
-    batch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-
+class Case(layers.Case):
     def flax(self, seed: int = 0, **options: Any) -> Any:
         options |= dict(self.options)
         return getattr(nnx, self.layer)(*self.arguments, rngs=nnx.Rngs(seed), **options)
@@ -40,9 +30,6 @@ class Case:
         options |= dict(self.options)
         layer = getattr(ours, self.layer)
         return layer(*self.arguments, recipe=recipe, rngs=nnx.Rngs(seed), **options)
-
-    def x(self) -> np.ndarray:
-        return draw_few_octaves(np.random.default_rng(0), self.input)
 
 
 CASES = {

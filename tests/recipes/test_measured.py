@@ -8,7 +8,7 @@ import pytest
 
 import mx_jax
 from mx_jax.formats import MXFP4, BlockFormat, block_format
-from mx_jax.recipes.measured import clips
+from mx_jax.recipes.base import clips
 from mx_jax.reference.scale_rules import SCALE_RULES, ScaleRule, power_of_two
 
 FORMATS = "mxfp8_e4m3 mxfp8_e5m2 mxfp6_e2m3 mxfp4 mxint8 nvfp4 float8_rowwise_e4m3".split()

@@ -208,10 +208,11 @@ def test_an_injected_recipe_may_stand_in_a_jitted_pytree():
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    "high_precision mxfp8 mxfp8_hybrid mxfp6 mxfp6_e2m3 mxfp4 mxint8 nvfp4".split(),
-)
+# Plain casts, ahead of what was published under a name of its own.
+PLAIN = recipes.names()[: recipes.names().index("mxfp4_backward")]
+
+
+@pytest.mark.parametrize("name", PLAIN)
 def test_names_are_those_of_functions(name: str):
     recipe = getattr(recipes, name)()
     assert recipe.name == name and name in recipes.names()
@@ -220,7 +221,7 @@ def test_names_are_those_of_functions(name: str):
 
 
 def test_gradients_of_training_recipes_are_quantized():
-    for name in "mxfp8 mxfp8_hybrid mxfp6 mxfp6_e2m3 mxfp4 mxint8 nvfp4".split():
+    for name in PLAIN[1:]:
         assert None not in list(gradients(recipes.from_name(name)))
 
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import mx_jax
+from mx_jax import recipes
 from mx_jax.inspect import sqnr_db
 from mx_jax.recipes import Hadamard, MatmulSpec, operand
 from mx_jax.reference import hadamard
 from tests.quick import quick
 
-RANDOM = ("mxfp4_stochastic", "mxfp4_backward", "quartet", "nvfp4_pretraining", "quartet_ii")
+RANDOM = [name for name in recipes.names() if recipes.from_name(name).is_stochastic]
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:

@@ -13,7 +13,7 @@ from flax import nnx
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.nn import linen, operations
+from mx_jax.nn import linen
 from mx_jax.nn import nnx as ours
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
@@ -80,13 +80,13 @@ def test_the_report_tells_high_precision_from_quantized(integration: Any):
 
 
 def test_linens_hook_is_the_product_with_the_layers_key(monkeypatch: pytest.MonkeyPatch):
-    keys, draw = [], operations.layer_key
+    keys, draw = [], linen.layer_key
 
     def recorded(*args: Any) -> Any:
         keys.append(draw(*args))
         return keys[-1]
 
-    monkeypatch.setattr(operations, "layer_key", recorded)
+    monkeypatch.setattr(linen, "layer_key", recorded)
     layer = flax_nn.Dense(8, dot_general_cls=linen.DotGeneral(stochastic()))
     params = jax.eval_shape(layer.init, KEY, X)["params"]
     params = jax.tree.map(lambda p: draw_few_octaves(np.random.default_rng(1), p.shape), params)

@@ -1,4 +1,4 @@
-"""Products against float64's: of any codes, of sums that cancel, and at the ends of float32."""
+"""Results of a backend against the reference's, bit for bit, and products against float64's."""
 
 import dataclasses
 import math
@@ -8,61 +8,132 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax import formats
-from mx_jax.backends.calls import MatmulCall, Operand
 from mx_jax.backends.target import Backend
-from mx_jax.codecs.blocks import block_extent
+from mx_jax.backends.calls import (
+    DequantizeCall,
+    MatmulCall,
+    Operand,
+    QuantizeCall,
+)
+from mx_jax.codecs.blocks import scales_shape
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import MXFP8_E4M3
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.quantize import quantize
 from mx_jax.reference.scale_rules import scale_rule_for
-from mx_jax.testing.cases import MatmulCase
+from mx_jax.testing.cases import (
+    STAGNATING_CASE,
+    AttendCase,
+    MatmulCase,
+    QuantizeBothCase,
+    QuantizeCase,
+    RaggedCase,
+    dequantize_call,
+)
+from mx_jax.testing.compare import assert_bitwise_equal, exact_product, exact_values
+from mx_jax.testing.draw import draw_any_bits, draw_few_octaves
+
+
+def check_quantize(backend: Backend, case: QuantizeCase) -> None:
+    """Compare codes and scales with the reference's, on all kinds of floats."""
+    call = case.call
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(draw_any_bits(rng, case.shape, call.dtype))
+    _compare_quantize(backend, call, x, rng, None)
+    if call.format.tensor_scale and case.scale_rule is None:
+        tame = jnp.asarray(draw_few_octaves(rng, case.shape).astype(call.dtype))
+        given = jnp.full((1,) * x.ndim, 0.01, jnp.float32)
+        _compare_quantize(backend, call, tame, rng, given)
+
+
+def _compare_quantize(
+    backend: Backend,
+    call: QuantizeCall,
+    x: jax.Array,
+    rng: np.random.Generator,
+    tensor_scale: jax.Array | None,
+) -> None:
+    num_bits = call.random_bits
+    drawn = rng.integers(0, 1 << num_bits, call.random_shape, dtype=np.int32) if num_bits else None
+
+    @jax.jit
+    def both(x, bits, tensor_scale):
+        expected = quantize(
+            x,
+            call.format,
+            call.blocks,
+            call.scale_rule,
+            rounding=call.rounding,
+            random_bits=bits,
+            tensor_scale=tensor_scale,
+        )
+        return backend.run(call, x, bits, tensor_scale), expected
+
+    assert_same(*both(x, drawn, tensor_scale))
+
+
+def check_quantize_both(backend: Backend, case: QuantizeBothCase) -> None:
+    """Compare both results with the reference's single ones, on all kinds of floats."""
+    call = case.call
+    calls = (call.first, call.second)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(draw_any_bits(rng, call.first.shape, call.first.dtype))
+    sizes = [(1 << single.random_bits, single.random_shape) for single in calls]
+    bits = [rng.integers(0, n, shape, dtype=np.int32) if n > 1 else None for n, shape in sizes]
+
+    @jax.jit
+    def run(x, bits):
+        expected = [
+            quantize(x, c.format, c.blocks, c.scale_rule, rounding=c.rounding, random_bits=drawn)
+            for c, drawn in zip(calls, bits, strict=True)
+        ]
+        return backend.run(call, x, tuple(bits), None), expected
+
+    for actual, expected in zip(*run(x, bits), strict=True):
+        assert_same(actual, expected)
+
+
+def assert_same(actual: MXArray, expected: MXArray) -> None:
+    """Raise unless two quantized arrays agree in every bit."""
+    for fact in ("format", "blocks", "dtype"):
+        assert getattr(actual, fact) == getattr(expected, fact), fact
+    for name in ("codes", "scales", "tensor_scale"):
+        left, right = getattr(actual, name), getattr(expected, name)
+        assert (left is None) == (right is None), name
+        if right is not None:
+            assert_bitwise_equal(left, right, what=name)
+
+
+def check_dequantize(backend: Backend, case: QuantizeCase) -> None:
+    """Compare values with the reference's: every code, under every kind of scale."""
+    call = dequantize_call(case)
+    x = draw_any_codes(np.random.default_rng(0), call)
+    actual, expected = jax.jit(lambda x: (backend.run(call, x), x.dequantize(call.dtype)))(x)
+    assert_bitwise_equal(actual, expected, what="values")
+
+
+def draw_any_codes(rng: np.random.Generator, call: DequantizeCall) -> MXArray:
+    """Uniformly drawn codes and scales: NaN too, and the smallest and the largest."""
+    format, counts = call.format, scales_shape(call.shape, call.blocks)
+    if format.scale.is_float32:
+        scales = (2.0 ** rng.uniform(-30, 30, counts)).astype(np.float32)
+    else:
+        scales = rng.integers(0, 256, counts, np.uint8)
+    tensor_scale = None
+    if format.tensor_scale:
+        tensor_scale = jnp.full((1,) * len(call.shape), 0.01, jnp.float32)
+    return MXArray(
+        codes=jnp.asarray(rng.integers(0, 1 << format.element.bits, call.shape, np.uint8)),
+        scales=jnp.asarray(scales),
+        tensor_scale=tensor_scale,
+        format=format,
+        blocks=call.blocks,
+        dtype=call.dtype,
+    )
+
 
 # Half a unit in the last place of float32, relative to the value.
 HALF_ULP = 2.0**-24
-
-STAGNATING_CASE = MatmulCase(lhs=MXFP8_E4M3, rhs=MXFP8_E4M3, m=(16,), n=(16,), k=(1024,))
-
-
-def exact_values(operand: Operand) -> np.ndarray:
-    """The values of an operand in float64, from the formats' tables alone, without codecs."""
-    if not isinstance(operand, MXArray):
-        return np.asarray(operand).astype(np.float64)
-    element, scale = operand.format.element, operand.format.scale
-    table = np.array([element.value(code) for code in range(1 << element.bits)])
-    values = table[np.asarray(operand.codes)]
-    scales = np.asarray(operand.scales)
-    if not scale.is_float32:
-        scales = np.array([scale.value(code) for code in range(256)])[scales]
-    scales = scales.astype(np.float64)
-    for axis, size in operand.blocks:
-        length = operand.shape[axis]
-        repeated = np.repeat(scales, block_extent(size, length), axis=axis)
-        scales = np.take(repeated, range(length), axis=axis)
-    if operand.tensor_scale is not None:
-        scales = scales * np.asarray(operand.tensor_scale, np.float64)
-    return values / scales if scale.kind == "divisor" else values * scales
-
-
-def exact_product(call: MatmulCall, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-    """`[*batch, *m, *n]` of float64 values."""
-    left, m = _as_matrices(lhs, call.num_batch, call.lhs.axes.contracting)
-    right, n = _as_matrices(rhs, call.num_batch, call.rhs.axes.contracting)
-    product = left @ np.swapaxes(right, -1, -2)
-    return product.reshape(*lhs.shape[: call.num_batch], *m, *n)
-
-
-def _as_matrices(
-    x: np.ndarray, num_batch: int, contracting: tuple[int, ...]
-) -> tuple[np.ndarray, tuple[int, ...]]:
-    """`[batch, kept, k]`, and the lengths of the kept axes."""
-    kept = [axis for axis in range(num_batch, x.ndim) if axis not in contracting]
-    batch, lengths, ks = (
-        [x.shape[axis] for axis in axes] for axes in (range(num_batch), kept, contracting)
-    )
-    moved = x.transpose(*range(num_batch), *kept, *contracting)
-    sizes = (math.prod(batch), math.prod(lengths), math.prod(ks))
-    return moved.reshape(sizes), tuple(lengths)
 
 
 def check_matmul(backend: Backend, case: MatmulCase) -> None:
@@ -79,13 +150,12 @@ def check_matmul(backend: Backend, case: MatmulCase) -> None:
         _compare_product(run(lhs, rhs), call, lhs, rhs, bound)
 
 
-def check_stagnating_sum(backend: Backend) -> None:
+def check_stagnating_sum(backend: Backend, case: MatmulCase = STAGNATING_CASE) -> None:
     """The worst order of summands: one large, then many ones that a short accumulator loses.
 
     After 2^24, float32 loses them too: every rounding error points the same way and `sqrt(k)` does
     not hold. Nothing may exceed `2^-24 * k * sum |a b|`, which float32 additions in any order keep.
     """
-    case = STAGNATING_CASE
     call = case.call
     run = jax.jit(lambda lhs, rhs: backend.run(call, lhs, rhs))
     ones = np.full(call.lhs.shape, 0x38, np.uint8)
@@ -227,3 +297,48 @@ def check_extremes(backend: Backend, case: ExtremeCase) -> None:
     assert np.isfinite(np.asarray(product)).all(), f"{case}: not finite, got {product}"
     bound = backend.epsilon_bound * math.sqrt(case.call.lhs.shape[-1]) * HALF_ULP
     _compare_product(product, case.call, lhs, rhs, bound, FLUSHED)
+
+
+def check_ragged(backend: Backend, case: RaggedCase) -> None:
+    """Compare a product with float64's within the backend's bound: see `check_matmul`."""
+    call = case.call
+    lhs, rhs, sizes = case.operands(np.random.default_rng(0))
+    product = jax.jit(lambda lhs, rhs, sizes: backend.run(call, lhs, rhs, sizes))(lhs, rhs, sizes)
+    left, right = exact_values(lhs), exact_values(rhs)
+    exact, magnitude = case.exact(left, right), case.exact(np.abs(left), np.abs(right))
+    assert product.dtype == call.out_dtype and product.shape == exact.shape
+    added = case.rows if case.contracts_rows else case.k
+    assert_near(product, exact, backend.epsilon_bound * math.sqrt(added) * HALF_ULP * magnitude)
+    if not case.contracts_rows:
+        unused = np.asarray(product)[sum(case.sizes) :]
+        assert not unused.any(), f"{case}: rows of no group are not zeros"
+
+
+def check_attend(backend: Backend, case: AttendCase) -> None:
+    """Compare with float64, within what float32 sums may lose.
+
+    A score of terms of size s is off by `2^-24 (4 + features) s` at most, and its weight by as
+    much of itself.
+    """
+    call, rng = case.call, np.random.default_rng(0)
+    queries = jnp.asarray(rng.standard_normal(call.queries), case.dtype)
+    (keys, exact_keys), (values, exact_values_) = case.rows(rng), case.rows(rng)
+    run = jax.jit(lambda *given: backend.run(call, *given))
+    actual = run(queries, keys, values, np.int32(case.position))
+    assert actual.shape == call.queries, f"{actual.shape} is not {call.queries}"
+    last = case.position + np.tile(np.arange(case.tokens), case.heads)
+    unseen = np.arange(case.length) > last[:, None]
+    terms = np.asarray(queries, np.float64)[:, :, None] * exact_keys[:, None]
+    terms *= case.features**-0.5
+    scores = np.where(unseen, -np.inf, terms.sum(-1))
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = weights @ exact_values_
+    sizes = np.where(unseen, 0, np.abs(terms).sum(-1)).max(-1, keepdims=True)
+    lost = 2.0**-24 * (32 + case.length + 2 * (4 + case.features) * sizes)
+    allowed = lost * (weights @ np.abs(exact_values_))
+    far = ~(np.abs(actual - expected) <= allowed)
+    assert not far.any(), (
+        f"{far.sum()} of {far.size} are too far from the exact ones, the first at "
+        f"{np.argwhere(far)[0].tolist()}"
+    )

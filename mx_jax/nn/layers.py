@@ -1,6 +1,8 @@
-"""Where Flax's own metadata say that a layer's kernel lies."""
+"""What layers of flax.linen and flax.nnx share: their recipes, operands and errors."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -87,3 +89,17 @@ def _on_mesh(names: Any, rules: Any) -> PartitionSpec:
 
 def _known(part: Any, names: tuple[str, ...]) -> bool:
     return all(name in names for name in (part if isinstance(part, tuple) else (part,)))
+
+
+@contextlib.contextmanager
+def named_in_errors(layer: str) -> Iterator[None]:
+    """Add a note to the errors of a product: a kernel that its recipe cannot use, a missing key.
+
+    Args:
+      layer: what the layer is called.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        error.add_note(f"in layer {layer}")
+        raise

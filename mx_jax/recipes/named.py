@@ -1,0 +1,653 @@
+"""The named recipes, in the order of `names()`, and the two that cast in the forward product alone.
+
+Each docstring says what happens to each operand of each product. Source facts are cited; where a
+paper leaves a choice open, the docstring says which one was taken. Scale rules are by measurement:
+see `measured_operand`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from mx_jax.formats import (
+    E4M3,
+    FLOAT8_BLOCKWISE_2D_E4M3,
+    FLOAT8_BLOCKWISE_2D_E8M0,
+    FLOAT8_BLOCKWISE_E4M3,
+    FLOAT8_BLOCKWISE_E8M0,
+    MXFP4,
+    MXFP4_2D,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    MXINT8,
+    NVFP4,
+    NVFP4_2D,
+    BlockFormat,
+    block_format,
+)
+from mx_jax.ops.arguments import enter_recipe
+from mx_jax.recipes.base import Recipe, measured_operand
+from mx_jax.recipes.float8 import AXISWISE, DISABLED, Cast, Float8Config
+from mx_jax.reference.hadamard import Hadamard
+from mx_jax.reference.scale_rules import (
+    AMAX_HEADROOM,
+    AMAX_MULTIPLIER,
+    AMAX_SUBNORMAL,
+    EVEN,
+    FOUR_OVER_SIX,
+    GAUSSIAN,
+    MS_EDEN,
+    RCEIL,
+    ScaleRule,
+)
+from mx_jax.specs import MatmulSpec, OperandSpec, Residuals, operand
+
+
+def named(recipe: Callable[[], Recipe]) -> Callable[[], Recipe]:
+    """Enter a recipe by the name of its function.
+
+    It is not called yet: float8's formats depend on JAX's platform, and a program may still have to
+    choose it, or to start jax.distributed, when it imports this.
+    """
+    enter_recipe(recipe.__name__, recipe)
+    return recipe
+
+
+def _recipe(name: str, forward: OperandSpec, gradient: OperandSpec) -> Recipe:
+    """One format for activations and weights, one for gradients, all three products quantized."""
+    backward = MatmulSpec(lhs=gradient, rhs=forward)
+    return Recipe(
+        name=name,
+        fwd=MatmulSpec(lhs=forward, rhs=forward),
+        dlhs=backward,
+        drhs=backward,
+        residuals=Residuals.PRIMAL,
+    )
+
+
+def _uniform(name: str, format: BlockFormat) -> Recipe:
+    return _recipe(name, measured_operand(format), measured_operand(format))
+
+
+_HIGH = MatmulSpec(lhs=None, rhs=None)
+
+
+# Stochastic rounding is right on average only where nothing clips.
+_THREE_QUARTERS = operand(MXFP4, scale_rule=RCEIL, rounding="stochastic", prescale=0.75)
+
+
+# One fixed vector of 16 signs, as a public reference of the NVFP4 recipe has it.
+_NVFP4_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+@named
+def high_precision() -> Recipe:
+    """Nothing is quantized: `jax.lax.dot_general` itself, gradients included.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> schedule = recipes.Schedule([(0, "mxfp4"), (900, recipes.high_precision())])
+      >>> schedule.at(899).is_high_precision, schedule.at(900).is_high_precision
+      (False, True)
+    """
+    return Recipe(
+        name="high_precision", fwd=_HIGH, dlhs=_HIGH, drhs=_HIGH, residuals=Residuals.PRIMAL
+    )
+
+
+@named
+def mxfp8() -> Recipe:
+    """MXFP8 training: E4M3 for activations, weights and gradients, RCEIL scales.
+
+    Source: Recipes for pre-training LLMs with MXFP8, arXiv 2506.08027.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> print(mx_jax.recipes.mxfp8().dlhs)
+      mxfp8_e4m3 (rceil, nearest) x mxfp8_e4m3 (rceil, nearest)
+      >>> loss = lambda w: mx_jax.matmul(jnp.ones((4, 64)), w, recipe="mxfp8").sum()
+      >>> jax.grad(loss)(jnp.ones((64, 8))).shape
+      (64, 8)
+    """
+    return _uniform("mxfp8", MXFP8_E4M3)
+
+
+@named
+def mxfp8_hybrid() -> Recipe:
+    """MXFP8 training with E5M2 gradients: E4M3 for activations and weights, RCEIL scales.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> print(recipes.mxfp8_hybrid().dlhs)
+      mxfp8_e5m2 (rceil, nearest) x mxfp8_e4m3 (rceil, nearest)
+    """
+    return _recipe("mxfp8_hybrid", measured_operand(MXFP8_E4M3), measured_operand(MXFP8_E5M2))
+
+
+@named
+def mxfp6() -> Recipe:
+    """MXFP6 training: E3M2 everywhere, EVEN scales.
+
+    Source: Rouhani et al., arXiv 2310.10537, whose scales are FLOOR's and whose ties round away
+    from zero: `mxfp6().with_(scale_rule="floor", rounding="away")`. EVEN clips less.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> print(recipes.mxfp6().with_(scale_rule="floor", rounding="away").fwd.lhs)
+      mxfp6_e3m2 (floor, away)
+    """
+    return _uniform("mxfp6", MXFP6_E3M2)
+
+
+@named
+def mxfp6_e2m3() -> Recipe:
+    """MXFP6 training: E2M3 everywhere, EVEN scales.
+
+    A mantissa bit more than `mxfp6` and an exponent bit less, which a block's shared scale makes up
+    for: 28 dB a product on normal data, where `mxfp6` has 22.6 and `mxfp8` 28.5.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> for recipe in (recipes.mxfp6(), recipes.mxfp6_e2m3()):
+      ...     element = recipe.fwd.lhs.format.element
+      ...     print(element.name, element.mantissa_bits, element.smallest_subnormal, element.max)
+      e3m2 2 0.0625 28.0
+      e2m3 3 0.125 7.5
+    """
+    return _uniform("mxfp6_e2m3", MXFP6_E2M3)
+
+
+@named
+def mxfp4() -> Recipe:
+    """Plain MXFP4 training: E2M1 everywhere, EVEN scales, nearest rounding.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> gentle = recipes.mxfp4().with_(gradients="mxfp8_e5m2")
+      >>> print(gentle.fwd.lhs, "|", gentle.dlhs.lhs)
+      mxfp4 (even, nearest) | mxfp8_e5m2 (rceil, nearest)
+    """
+    return _uniform("mxfp4", MXFP4)
+
+
+@named
+def mxint8() -> Recipe:
+    """MXINT8 training: INT8 everywhere, FLOOR scales (MX v1.0, section 5.3.4).
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> print(mx_jax.recipes.mxint8().fwd.lhs)
+      mxint8 (floor, nearest)
+      >>> mx_jax.quantize(jnp.array([1.0, 0.5, -0.25]), "mxint8").elements
+      Array([ 64,  32, -16], dtype=int8)
+    """
+    return _uniform("mxint8", MXINT8)
+
+
+@named
+def nvfp4() -> Recipe:
+    """Plain NVFP4 training: E2M1 in blocks of 16, E4M3 scales, a float32 scale a tensor.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> format = recipes.nvfp4().fwd.lhs.format
+      >>> format.block, format.scale.name, format.tensor_scale
+      ((1, 16), 'e4m3', True)
+    """
+    return _uniform("nvfp4", NVFP4)
+
+
+@named
+def mxfp4_backward() -> Recipe:
+    """High-precision forward, MXFP4 backward with stochastic rounding and Hadamard transform.
+
+    | product | lhs | rhs |
+    |---|---|---|
+    | output | high precision | high precision |
+    | grad_input | g: MXFP4, RCEIL of 3/4 g, stochastic | W: the same |
+    | grad_weight | g: the same | x: the same |
+
+    Both backward products go through a block Hadamard transform of 64 with random signs, and are
+    multiplied by 16/9. The paper takes FLOOR's scale of g for 3/4 g, whose block maxima then lie in
+    [3, 6) and never clip; RCEIL's scale of 3/4 g puts them in (3, 6], which differs for powers of
+    two alone. Needs a key. Source: Tseng et al., Training LLMs with MXFP4, arXiv 2502.20586.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> x, w = jnp.full((4, 64), 0.1), jnp.full((64, 8), 5.1)
+      >>> y = mx_jax.matmul(x, w, recipe="mxfp4_backward", key=jax.random.key(0))
+      >>> print(f"{y[0, 0] / 64 / 0.1:.1f}")
+      5.1
+      >>> print(mx_jax.recipes.mxfp4_backward().dlhs.lhs)
+      mxfp4 (rceil, stochastic, times 0.75)
+    """
+    backward = MatmulSpec(
+        lhs=_THREE_QUARTERS, rhs=_THREE_QUARTERS, transform=Hadamard(size=64, signs=None)
+    )
+    return Recipe(
+        name="mxfp4_backward",
+        fwd=_HIGH,
+        dlhs=backward,
+        drhs=backward,
+        residuals=Residuals.PRIMAL,
+    )
+
+
+@named
+def mxfp4_stochastic() -> Recipe:
+    """MXFP4 in all three products, with what the literature adds: this library's own mixture.
+
+    | product | lhs | rhs |
+    |---|---|---|
+    | output | x: MXFP4, EVEN, nearest | W: MXFP4 in blocks of 32 x 32, EVEN, nearest |
+    | grad_input | g: MXFP4, RCEIL, stochastic | W: as in the forward product |
+    | grad_weight | g: MXFP4, RCEIL, stochastic | x: MXFP4, EVEN, nearest |
+
+    grad_weight goes through a block Hadamard transform of 32 with random signs. RCEIL never clips,
+    so stochastic gradients are unbiased; square blocks give both products the same weight, so the
+    gradient belongs to the function that was computed. Unbiased is not better everywhere: in the
+    small runs of docs/training.md plain `mxfp4` ends no higher. Needs a key.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> recipe = recipes.mxfp4_stochastic()
+      >>> print(recipe.dlhs)
+      mxfp4 (rceil, stochastic) x mxfp4_2d (even, nearest)
+      >>> recipe.is_stochastic, recipe.fwd.is_stochastic
+      (True, False)
+    """
+    nearest = operand(MXFP4, scale_rule=EVEN)
+    weight = operand(MXFP4_2D, scale_rule=EVEN)
+    gradient = operand(MXFP4, scale_rule=RCEIL, rounding="stochastic")
+    return Recipe(
+        name="mxfp4_stochastic",
+        fwd=MatmulSpec(lhs=nearest, rhs=weight),
+        dlhs=MatmulSpec(lhs=gradient, rhs=weight),
+        drhs=MatmulSpec(lhs=gradient, rhs=nearest, transform=Hadamard(size=32, signs=None)),
+        residuals=Residuals.PRIMAL,
+    )
+
+
+@named
+def mxfp4_hadamard() -> Recipe:
+    """MXFP4 in all three products, and nothing random: a plain Hadamard transform for grad_weight.
+
+    | product | lhs | rhs |
+    |---|---|---|
+    | output | x: MXFP4, EVEN, nearest | W: the same |
+    | grad_input | g: the same | W: the same |
+    | grad_weight | g: the same | x: the same |
+
+    grad_weight goes through a block Hadamard transform of 16 without signs. Its authors saw
+    training diverge once grad_weight was quantized; this transform kept it stable, where random
+    signs and stochastic rounding did not, which is what `mxfp4_stochastic` has. Their scale rule
+    is not known to us: EVEN is this library's for MXFP4. Needs no key. Source: Pretraining LLMs
+    with MXFP4 on native FP4 hardware, arXiv 2605.09825 (16 points: AMD's notes on MLPerf 6.0).
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> recipe = recipes.mxfp4_hadamard()
+      >>> recipe.is_stochastic, recipe.fwd.transform, recipe.drhs.transform.size
+      (False, None, 16)
+    """
+    nearest = operand(MXFP4, scale_rule=EVEN)
+    plain = MatmulSpec(lhs=nearest, rhs=nearest)
+    return Recipe(
+        name="mxfp4_hadamard",
+        fwd=plain,
+        dlhs=plain,
+        drhs=dataclasses.replace(plain, transform=Hadamard(size=16, signs=(1,) * 16)),
+        residuals=Residuals.PRIMAL,
+    )
+
+
+@named
+def quartet() -> Recipe:
+    """MXFP4 in all three products after Hadamard transforms of 32.
+
+    | product | lhs | rhs |
+    |---|---|---|
+    | output | x: MXFP4, GAUSSIAN, nearest | W: the same |
+    | grad_input | g: MXFP4, RCEIL of 3/4 g, stochastic | W: the output's codes, anew as g |
+    | grad_weight | g: the same | x: the output's codes, anew as g |
+
+    No transform has signs: the authors' code draws some for the backward products, but multiplies
+    by them after the transform, where they change no magnitude and cancel in the product. The
+    backward products multiply what the output's product did, transformed along its axis: so their
+    results are gradients of transformed operands. Those of values that the output's product
+    clipped are zero, and the rest is turned back. Needs a key, for stochastic rounding. Source:
+    Quartet, arXiv 2505.14669.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> recipe = recipes.quartet()
+      >>> recipe.fwd.transform.size, recipe.mask_clipped, recipe.residuals.value
+      (32, True, 'quantized')
+    """
+    forward = operand(MXFP4, scale_rule=GAUSSIAN)
+    transform = Hadamard(size=32, signs=(1,) * 32)
+    backward = MatmulSpec(lhs=_THREE_QUARTERS, rhs=_THREE_QUARTERS, transform=transform)
+    return Recipe(
+        name="quartet",
+        fwd=MatmulSpec(lhs=forward, rhs=forward, transform=transform),
+        dlhs=backward,
+        drhs=backward,
+        residuals=Residuals.QUANTIZED,
+        mask_clipped=True,
+    )
+
+
+@named
+def quartet_ii() -> Recipe:
+    """NVFP4 in all three products, with unbiased gradients of half stochastic rounding's error.
+
+    | product | lhs | rhs |
+    |---|---|---|
+    | output | x: NVFP4 1 x 16, 4/6, nearest | W: the same |
+    | grad_input | g: NVFP4 1 x 16, MS-EDEN | W: the output's codes, anew with MS-EDEN |
+    | grad_weight | g: NVFP4 1 x 16, MS-EDEN | x: the output's codes, anew with MS-EDEN |
+
+    MS-EDEN rounds elements to nearest after a block Hadamard transform of 128 with new random
+    signs, and block scales stochastically, after each was corrected for what its block lost. Needs
+    a key. Differs from the authors' training code in these: each block of 16 is corrected by
+    itself, as in their kernels (there groups of 128); each product draws its own signs (there both
+    share them); ties round to even (there away from zero); blocks below the smallest scale use it
+    (there they become zeros). Source: Quartet II, arXiv 2601.22813.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> recipe = recipes.quartet_ii()
+      >>> recipe.dlhs.lhs.scale_rule.name, recipe.dlhs.transform.size
+      ('ms_eden', 128)
+    """
+    forward = operand(NVFP4, scale_rule=FOUR_OVER_SIX)
+    gradient = operand(NVFP4, scale_rule=MS_EDEN)
+    backward = MatmulSpec(lhs=gradient, rhs=gradient, transform=Hadamard(size=128, signs=None))
+    return Recipe(
+        name="quartet_ii",
+        fwd=MatmulSpec(lhs=forward, rhs=forward),
+        dlhs=backward,
+        drhs=backward,
+        residuals=Residuals.QUANTIZED,
+    )
+
+
+@named
+def nvfp4_pretraining() -> Recipe:
+    """NVFP4 in all three products, as NVIDIA pre-trained with it.
+
+    | product | lhs | rhs |
+    |---|---|---|
+    | output | x: NVFP4 1 x 16, nearest | W: NVFP4 16 x 16, nearest |
+    | grad_input | g: NVFP4 1 x 16, stochastic | W: as in the forward product |
+    | grad_weight | g: NVFP4 1 x 16, stochastic | x: NVFP4 1 x 16, nearest |
+
+    grad_weight goes through a block Hadamard transform of 16 with one fixed vector of signs. The
+    paper also keeps about 15 % of the linear layers (the last ones most of all), embeddings, head
+    and attention products in high precision: give those layers another recipe. Block scales keep
+    E4M3's subnormals, as in the source. Half of the gradient's block maxima clip there, and its
+    mean is 0.3 % too short: see `nvfp4_unbiased`. Needs a key.
+    Source: Pretraining LLMs with NVFP4, arXiv 2509.25149.
+
+    Examples:
+      >>> import flax.linen as nn, jax.numpy as jnp
+      >>> from mx_jax import convert
+      >>> rules = [convert.Rule("layers_2", None), convert.Rule(".*", "nvfp4_pretraining")]
+      >>> model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
+      >>> print(convert.report(model, rules, jnp.ones((4, 32))))
+      layer     type   kernel  rule  recipe
+      layers_0  Dense  32x64   1     nvfp4_pretraining
+      layers_2  Dense  64x10   0     (kept by its rule)
+      1 of 2 layers converted
+    """
+    nearest = operand(NVFP4, scale_rule=AMAX_SUBNORMAL)
+    weight = operand(NVFP4_2D, scale_rule=AMAX_SUBNORMAL)
+    gradient = operand(NVFP4, scale_rule=AMAX_SUBNORMAL, rounding="stochastic")
+    transform = Hadamard(size=16, signs=_NVFP4_SIGNS)
+    return Recipe(
+        name="nvfp4_pretraining",
+        fwd=MatmulSpec(lhs=nearest, rhs=weight),
+        dlhs=MatmulSpec(lhs=gradient, rhs=weight),
+        drhs=MatmulSpec(lhs=gradient, rhs=nearest, transform=transform),
+        residuals=Residuals.PRIMAL,
+    )
+
+
+@named
+def nvfp4_unbiased() -> Recipe:
+    """NVFP4 pre-training whose stochastic gradients are right on average: none of them clips.
+
+    As `nvfp4_pretraining`, but a block of the gradient has its largest value at 6 * 16/17. No scale
+    rounds down by more than 17/16, so nothing clips. It costs 1 dB of the gradient. Needs a key.
+    Source: the NVFP4 baseline of Quartet II, arXiv 2601.22813 (its training code's 17/16; there
+    the signs are random).
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> print(recipes.nvfp4_unbiased().dlhs)
+      nvfp4 (amax_headroom, stochastic) x nvfp4_2d (amax_subnormal, nearest)
+    """
+    gradients = {"scale_rule": AMAX_HEADROOM}
+    return nvfp4_pretraining().with_(gradients=gradients, name="nvfp4_unbiased")
+
+
+@named
+def nvfp4_four_over_six() -> Recipe:
+    """NVFP4 pre-training with adaptive block scales.
+
+    As `nvfp4_pretraining`, but each block's largest value is scaled to 6 or to 4, whichever loses
+    less, gradients included. Needs a key. Differs from the source in what chooses the gradient's
+    scales: the error of rounding to nearest (there that of the rounding that was drawn, which
+    prefers small draws). Source: Four Over Six, arXiv 2512.02010, and its library's defaults.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> recipe = recipes.nvfp4_four_over_six()
+      >>> print(recipe.fwd.lhs, "|", recipe.dlhs.lhs)
+      nvfp4 (four_over_six, nearest) | nvfp4 (four_over_six, stochastic)
+    """
+    return nvfp4_pretraining().with_(scale_rule=FOUR_OVER_SIX, name="nvfp4_four_over_six")
+
+
+def _blockwise(name: str, line: OperandSpec, square: OperandSpec) -> Recipe:
+    """Lines along the contracting axis for x and g, squares for W, the forward's codes kept."""
+    forward = MatmulSpec(lhs=line, rhs=square)
+    return Recipe(
+        name=name,
+        fwd=forward,
+        dlhs=forward,
+        drhs=MatmulSpec(lhs=line, rhs=line),
+        residuals=Residuals.QUANTIZED,
+    )
+
+
+@named
+def deepseek_v3() -> Recipe:
+    """Blockwise float8: E4M3 and float32 scales in all three products.
+
+    | product | lhs | rhs |
+    |---|---|---|
+    | output | x: 1 x 128 | W: 128 x 128 |
+    | grad_input | g: 1 x 128 | W: the output's codes |
+    | grad_weight | g: 128 x 1 | x: the output's codes, dequantized and anew in 128 x 1 |
+
+    Scales are amax / 448, and a code's value is multiplied with them. What is kept of x are its
+    codes, as in the source: that second rounding costs grad_weight 1.8 dB on normal data.
+    `deepseek_v3().with_(residuals="primal")` quantizes x from high precision instead. Source:
+    DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> recipe = recipes.deepseek_v3()
+      >>> recipe.fwd.lhs.format.block, recipe.fwd.rhs.format.block, recipe.fwd.lhs.format.scale.name
+      ((1, 128), (128, 128), 'f32')
+    """
+    return _blockwise(
+        "deepseek_v3",
+        operand(FLOAT8_BLOCKWISE_E4M3, scale_rule=AMAX_MULTIPLIER),
+        operand(FLOAT8_BLOCKWISE_2D_E4M3, scale_rule=AMAX_MULTIPLIER),
+    )
+
+
+@named
+def deepseek_v3_1() -> Recipe:
+    """`deepseek_v3` with E8M0 scales: E4M3 in the same blocks, scales rounded up (RCEIL).
+
+    The scale is the smallest power of two that is no less than amax / 448, so nothing clips, and
+    keeping x as codes costs next to nothing: powers of two move between blocks without rounding,
+    but for values near the bottom of E4M3. Source: the "ue8m0" scales of DeepGEMM (`ceil_to_ue8m0`
+    in `deep_gemm/utils/math.py`), which DeepSeek-V3.1 is published with; how it was trained is not.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> spec = recipes.deepseek_v3_1().fwd.lhs
+      >>> spec.format.scale.name, spec.scale_rule.name
+      ('e8m0', 'rceil')
+    """
+    return _blockwise(
+        "deepseek_v3_1",
+        operand(FLOAT8_BLOCKWISE_E8M0, scale_rule=RCEIL),
+        operand(FLOAT8_BLOCKWISE_2D_E8M0, scale_rule=RCEIL),
+    )
+
+
+@named
+def float8_tensorwise() -> Recipe:
+    """One scale a tensor: E4M3 input and weight, E5M2 gradients, in all three products.
+
+    Source: torchao.float8, recipe "tensorwise".
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> recipe = recipes.float8_tensorwise()
+      >>> recipe.fwd.lhs.format.name, recipe.dlhs.lhs.format.name
+      ('float8_tensorwise_e4m3', 'float8_tensorwise_e5m2')
+    """
+    return Float8Config().recipe("float8_tensorwise")
+
+
+@named
+def float8_rowwise() -> Recipe:
+    """One power-of-two scale a row or column: E4M3 everywhere, in all three products.
+
+    Source: torchao.float8, recipe "rowwise".
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> spec = mx_jax.recipes.float8_rowwise().fwd.lhs
+      >>> mx_jax.quantize(jnp.full((2, 64), 3.0), spec.format, scale_rule=spec.scale_rule).scales
+      Array([[128.],
+             [128.]], dtype=float32)
+    """
+    return Float8Config(
+        cast_config_input=AXISWISE,
+        cast_config_weight=AXISWISE,
+        cast_config_grad_output=dataclasses.replace(AXISWISE, element=E4M3),
+        round_scales_to_power_of_2=True,
+    ).recipe("float8_rowwise")
+
+
+@named
+def float8_rowwise_with_gw_hp() -> Recipe:
+    """Row-wise, with the weight gradient in high precision.
+
+    Output: input and weight row-wise; grad_input: gradient row-wise, weight tensor-wise;
+    grad_weight: high precision. E4M3 and power-of-two scales everywhere.
+    Source: torchao.float8, recipe "rowwise_with_gw_hp".
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> print(recipes.float8_rowwise_with_gw_hp().drhs)
+      high precision x high precision
+    """
+    return Float8Config(
+        cast_config_input=AXISWISE,
+        cast_config_weight=AXISWISE,
+        cast_config_grad_output=dataclasses.replace(AXISWISE, element=E4M3),
+        cast_config_input_for_grad_weight=DISABLED,
+        cast_config_weight_for_grad_input=Cast(),
+        cast_config_grad_output_for_grad_weight=dataclasses.replace(DISABLED, element=E4M3),
+        round_scales_to_power_of_2=True,
+    ).recipe("float8_rowwise_with_gw_hp")
+
+
+# torchao's own names for its recipes.
+enter_recipe("tensorwise", float8_tensorwise)
+enter_recipe("rowwise", float8_rowwise)
+enter_recipe("rowwise_with_gw_hp", float8_rowwise_with_gw_hp)
+
+
+def weight_only(format: Any, scale_rule: ScaleRule | str | None = None) -> Recipe:
+    """Only the right operand (the weight) of the product itself is quantized.
+
+    Activations and both gradient products stay in high precision: for inference, and for
+    quantization-aware fine-tuning of weights. `grad_input = g Q(rhs)^T` multiplies the very weight
+    that the product multiplied, as the function that ran has it; `grad_weight = lhs^T g` passes
+    straight through to the weight, as if its cast were the identity. A weight that is stored, as
+    `MXArray` or packed, has no gradient: `mx_jax.nn.split_stored` parts it from what is trained.
+
+    Args:
+      format: block format of the weight, as an object, name or dtype.
+      scale_rule: rule or name; None: the one that loses least for the format.
+
+    Raises:
+      ValueError: unknown names, or a rule that does not fit the format.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> recipe = mx_jax.recipes.weight_only("mxfp4")
+      >>> print(recipe.fwd)
+      high precision x mxfp4 (even, nearest)
+      >>> y = mx_jax.matmul(jnp.full((4, 64), 0.1), jnp.full((64, 8), 5.1), recipe=recipe)
+      >>> print(f"{y[0, 0] / 64 / 0.1:.1f}")
+      6.0
+    """
+    spec = measured_operand(format)
+    if scale_rule is not None:
+        spec = operand(format, scale_rule=scale_rule)
+    return Recipe(
+        name=f"weight_only({spec.format.name})",
+        fwd=MatmulSpec(lhs=None, rhs=spec),
+        dlhs=_HIGH,
+        drhs=_HIGH,
+        residuals=Residuals.QUANTIZED,
+    )
+
+
+def qat(format: Any, scale_rule: ScaleRule | str | None = None) -> Recipe:
+    """Quantization-aware training: quantized forward, high-precision backward.
+
+    The backward products multiply by the very values that the forward product used, dequantized:
+    the exact gradient of the quantized function, with each rounding taken as the identity. Quantize
+    the trained weights by the same rule, e.g. `weight_only(format, scale_rule)`.
+
+    Args:
+      format: block format of both operands, as an object, name or dtype.
+      scale_rule: rule or name; None: torchao's default, RCEIL where scales are powers of two.
+
+    Raises:
+      ValueError: unknown names, a dtype that is ambiguous, or a rule that does not fit the format.
+
+    Source: torchao's `MXFakeQuantizedLinear` and `NVFP4FakeQuantizedLinear`.
+
+    Examples:
+      >>> from mx_jax import recipes
+      >>> recipe = recipes.qat("mxfp4")
+      >>> print(recipe.fwd)
+      mxfp4 (rceil, nearest) x mxfp4 (rceil, nearest)
+      >>> print(recipe.drhs, "|", recipe.residuals.value)
+      high precision x high precision | quantized
+    """
+    format = block_format(format)
+    if scale_rule is None and format.scale.kind in RCEIL.kinds:
+        scale_rule = RCEIL
+    spec = operand(format, scale_rule=scale_rule)
+    return Recipe(
+        name=f"qat({spec.format.name})",
+        fwd=MatmulSpec(lhs=spec, rhs=spec),
+        dlhs=_HIGH,
+        drhs=_HIGH,
+        residuals=Residuals.QUANTIZED,
+    )
