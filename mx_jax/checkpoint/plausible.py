@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.exact import decoded, effective_scales
+from mx_jax.checkpoint.scales import decoded, effective_scales
 from mx_jax.codecs import blocks
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.exact import effective_scales
+from mx_jax.checkpoint.scales import effective_scales
 from mx_jax.codecs.blocks import Blocks, block_extent
 from mx_jax.formats import (
     E2M1,

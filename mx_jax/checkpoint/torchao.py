@@ -1,7 +1,7 @@
 """torchao's tensor subclasses in safetensors files: MXTensor, NVFP4Tensor, Float8Tensor.
 
-The header's metadata name every tensor with its class and attributes; a weight `up.weight` lies as
-`up._weight_qdata`, `up._weight_scale` and, of NVFP4, `up._weight_per_tensor_scale`. Scales may lie
+The header's metadata name every tensor with its class and attributes; a weight `up.weight` is
+`up._weight_qdata`, `up._weight_scale` and, of NVFP4, `up._weight_per_tensor_scale`. Scales may be
 in the tiles of tensor cores. Source: torchao 0.18, prototype/safetensors.
 """
 
@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from mx_jax.checkpoint.layout_reader import nbytes_of, stored_plain
-from mx_jax.checkpoint.safetensors_file import Reader
-from mx_jax.checkpoint.scales import block_scales, tensor_scale
-from mx_jax.checkpoint.weights import Stored, on_device
-from mx_jax.checkpoint.wire import checked
+from mx_jax.checkpoint.safetensors_file import Entry, Reader
+from mx_jax.checkpoint.scales import block_scales, finite_scales, tensor_scale
+from mx_jax.checkpoint.weights import Stored, stored_plain
+from mx_jax.checkpoint.wire import built
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks, scales_shape
 from mx_jax.formats import (
@@ -37,6 +36,7 @@ from mx_jax.formats import (
     WHOLE,
     BlockFormat,
     BlockSize,
+    Whole,
 )
 from mx_jax.mxarray import MXArray
 
@@ -112,7 +112,7 @@ def read_torchao(readers: Mapping[str, Reader], where: str) -> dict[str, Stored]
         taken |= {found for _, found in parts}
         stored[name] = Stored(
             shape=weight.shape,
-            nbytes=sum(nbytes_of(reader, found) for reader, found in parts),
+            nbytes=sum(reader.nbytes(found) for reader, found in parts),
             fetch=functools.partial(_fetch, weight, at),
             layout=f"torchao-{weight.kind}",
         )
@@ -245,14 +245,95 @@ def _fetch(weight: _Weight, where: str) -> MXArray:
     if weight.format.tensor_scale:
         given = found.get(TENSOR_SCALE, np.ones((), np.float32))
         whole = tensor_scale(given, weight.shape, divides=False, layout="torchao", where=where)
-    return checked(
-        MXArray(
-            codes=on_device(codes),
-            scales=on_device(block_scales(scales, weight.format, where)),
-            tensor_scale=None if whole is None else jnp.asarray(whole),
-            format=weight.format,
-            blocks=weight.blocks,
-            dtype=weight.dtype,
-        ),
-        where,
+    scales = block_scales(scales, weight.format, where)
+    return built(codes, scales, whole, weight.format, weight.blocks, weight.dtype, where)
+
+
+def torchao_parts(name: str, value: MXArray | Any) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The tensors that hold a weight, and what the file's metadata say of it.
+
+    Args:
+      name: of the weight.
+      value: an MXArray `[..., out, in]`, whose dtype is that of the high-precision tensor, or a
+        plain array.
+
+    Raises:
+      ValueError: an MXArray that is none of MXTensor, NVFP4Tensor and Float8Tensor.
+    """
+    if not isinstance(value, MXArray):
+        return {name: Entry.of(value)}, {name: json.dumps({"_type": PLAIN})}
+    kind, data = _class_and_attributes(name, value)
+    parts = _parts(name, value)
+    facts = {"_type": kind, "_data": data, "_tensor_data_names": list(parts)}
+    entries = {base(name) + role: entry for role, entry in parts.items()}
+    return entries, {name: json.dumps(facts)}
+
+
+def _class_and_attributes(name: str, x: MXArray) -> tuple[str, dict[str, Any]]:
+    """The class of an MXArray and its attributes."""
+    dtype = {"_type": "torch.dtype", "_data": x.dtype.name}
+    in_rows = x.blocks == ((-1, x.format.block[1]),)
+    if in_rows and _alike(x.format, NVFP4):
+        said = {"block_size": 16, "orig_dtype": dtype, "use_triton_kernel": False}
+        return NVFP4_TENSOR, said | {"is_swizzled_scales": False, "act_quant_kwargs": None}
+    for element, row in ELEMENTS.items():
+        if in_rows and _alike(x.format, row):
+            return MX, _mx_attributes(element) | {"orig_dtype": dtype}
+    is_float8 = x.format.scale == F32 and not x.format.tensor_scale
+    if is_float8 and x.format.element in FLOAT8_ELEMENTS.values():
+        return FLOAT8, _float8_attributes(x) | {"dtype": dtype}
+    raise ValueError(
+        f"checkpoint.write: torchao holds {', '.join(r.name for r in ELEMENTS.values())}, "
+        "nvfp4 and float8 whose float32 scales multiply, blocks along the last axis, got "
+        f"{name}: format={x.format.name}, blocks={x.blocks}; quantize it so, or transpose it"
     )
+
+
+def _mx_attributes(element: str) -> dict[str, Any]:
+    # FP6 is no dtype of torch's.
+    typed = {"_type": "torch.dtype", "_data": element}
+    return {
+        "elem_dtype": element if element.startswith("fp6") else typed,
+        "block_size": 32,
+        "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"},
+        "act_quant_kwargs": None,
+        "is_swizzled_scales": False,
+    }
+
+
+def _float8_attributes(x: MXArray) -> dict[str, Any]:
+    sizes = dict(x.blocks)
+    block = [sizes.get(axis - x.ndim, 1) for axis in range(x.ndim)]
+    pairs = zip(block, x.shape, strict=True)
+    return {
+        "block_size": [length if isinstance(size, Whole) else size for size, length in pairs],
+        "mm_config": None,
+        "act_quant_kwargs": None,
+        "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
+    }
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return dataclasses.replace(one, name=other.name) == other
+
+
+def _parts(name: str, x: MXArray) -> dict[str, Entry]:
+    bits, dtype = x.format.element.bits, x.format.scale.dtype
+    if bits == 4 and x.shape[-1] % 2:
+        raise ValueError(f"checkpoint.write: torchao needs FP4 rows of whole bytes, got {x.shape}")
+    stored = x.format.element.dtype if bits == 8 else np.dtype(np.uint8)
+    shape = (*x.shape[:-1], x.shape[-1] // 2) if bits == 4 else x.shape
+
+    def codes() -> np.ndarray:
+        given = np.asarray(x.codes)
+        return packing.pack(given, 4) if bits == 4 else given.view(stored)
+
+    parts = {
+        QDATA: Entry(shape, stored, codes),
+        SCALE: Entry(x.scales.shape, dtype, lambda: finite_scales(x, name).view(dtype)),
+    }
+    if x.tensor_scale is not None:
+        # One number has no axes there, one an expert three.
+        whole = np.asarray(x.tensor_scale)
+        parts[TENSOR_SCALE] = Entry.of(whole.reshape(()) if whole.size == 1 else whole)
+    return parts

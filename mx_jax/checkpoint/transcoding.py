@@ -6,9 +6,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.exact import decoded, effective_scales, element_values
-from mx_jax.checkpoint.layout import Layout
-from mx_jax.checkpoint.layouts import LAYOUTS
+from mx_jax.checkpoint.layouts import LAYOUTS, Layout
+from mx_jax.checkpoint.scales import decoded, effective_scales, element_values
 from mx_jax.codecs.blocks import Blocks, block_extent, scales_shape
 from mx_jax.codecs.invariants import check_parts
 from mx_jax.formats import BlockFormat, ScaleFormat, block_format

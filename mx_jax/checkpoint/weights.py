@@ -1,6 +1,7 @@
 """The tensors of a checkpoint by name, whoever wrote it; each is read when it is asked for."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mx_jax.checkpoint.safetensors_file import Reader
 from mx_jax.mxarray import MXArray
 
 # Bytes, XLA's own on CPUs.
@@ -144,3 +146,16 @@ def plain(array: np.ndarray, where: str) -> jax.Array:
             f"holds as {found.dtype}; set jax_enable_x64"
         )
     return found
+
+
+def stored_plain(reader: Reader, name: str, where: str) -> Stored:
+    """A tensor that is an array as it is in the file."""
+    dtype, shape, _ = reader.facts(name)
+    host = functools.partial(reader.read, name)
+    return Stored(
+        shape=shape,
+        nbytes=reader.nbytes(name),
+        fetch=lambda: plain(host(), where),
+        host=host,
+        dtype=dtype,
+    )

@@ -11,10 +11,10 @@ import numpy as np
 from rich.table import Table
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint.progress import progress_bar
+from mx_jax.checkpoint.folder import progress_bar
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.output import console, watched
-from mx_jax.commands.stream import add_input, stored_bytes
+from mx_jax.commands.stream import add_command, stored_bytes
 from mx_jax.inspect.tensor_facts import values_of
 from mx_jax.mxarray import MXArray
 
@@ -66,17 +66,18 @@ class Difference:
 
 def add_to(commands: Any) -> None:
     """Add the command to a parser's subparsers."""
-    parser = commands.add_parser(
-        "diff",
+    parser = add_command(
+        commands,
+        run,
+        "a",
+        "b",
+        name="diff",
         help="compare two checkpoints tensor by tensor",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_input(parser, "a", "b")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--all", action="store_true", help="list what is the same too")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

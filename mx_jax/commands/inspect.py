@@ -13,7 +13,7 @@ from mx_jax import checkpoint
 from mx_jax.checkpoint.safetensors_file import replacing
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.output import check_replaceable, console, say, watched
-from mx_jax.commands.stream import add_input
+from mx_jax.commands.stream import add_command
 from mx_jax.inspect.report_checkpoint import checkpoint_page
 from mx_jax.inspect.tensor_facts import TensorFacts, facts_of, size
 
@@ -35,14 +35,15 @@ _COLUMNS = ("tensor", "format", "shape", "size", "bits", "amax", "zeros %", "at 
 
 def add_to(commands: Any) -> None:
     """Add the command to a parser's subparsers."""
-    parser = commands.add_parser(
-        "inspect",
+    parser = add_command(
+        commands,
+        run,
+        "file",
+        name="inspect",
         help="print what the tensors of a checkpoint are",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_input(parser, "file")
     parser.add_argument(
         "--reference", metavar="FILE", type=Path, help="what the tensors should be, for the SQNR"
     )
@@ -52,7 +53,6 @@ def add_to(commands: Any) -> None:
         "--html", metavar="PAGE", type=Path, help="write a page, as inspect.report does"
     )
     parser.add_argument("--force", action="store_true", help="replace PAGE if it is there")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -7,32 +7,35 @@ from typing import Any
 
 import numpy as np
 
-from mx_jax import checkpoint
 from mx_jax.calibrate.ways import GPTQ
-from mx_jax.checkpoint.deferred import deferred
-from mx_jax.checkpoint.exact import effective_scales
+from mx_jax.checkpoint.safetensors_file import deferred
+from mx_jax.checkpoint.scales import effective_scales
 from mx_jax.checkpoint.weights import Weights
-from mx_jax.commands.fused import shared_scales
-from mx_jax.commands.judging import Judged, judge, quantized_like, report
 from mx_jax.commands.output import console, say
-from mx_jax.commands.programs import layout_for, program_of
-from mx_jax.commands.rules_file import SCALES, FileRule, format_rule, read_rules
+from mx_jax.commands.rules import (
+    SCALES,
+    FileRule,
+    Judged,
+    format_rule,
+    judge,
+    quantized_like,
+    read_rules,
+    report,
+    shared_scales,
+)
 from mx_jax.commands.stream import (
     OWN,
-    add_input,
-    add_output,
-    add_shards,
+    add_command,
     as_it_is,
     check_output,
+    layout_for,
     like,
-    stored_bytes,
+    read,
     tell_of_values,
     write_out,
-    written,
 )
 from mx_jax.convert.rules import Rule
 from mx_jax.generate.load import tensor_moments
-from mx_jax.inspect.tensor_facts import size
 from mx_jax.mxarray import MXArray
 
 _DESCRIPTION = """
@@ -84,40 +87,22 @@ KEPT = r"(.*[./])?(\w*embed\w*|token_embd|wte|wpe|lm_head|output|head|tokens)"
 
 def add_to(commands: Any) -> None:
     """Add the command to a parser's subparsers."""
-    parser = commands.add_parser(
-        "quantize",
+    parser = add_command(
+        commands,
+        run,
+        "in",
+        writes=True,
+        name="quantize",
         help="quantize a checkpoint's weights, by a format or by rules",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_input(parser, "in")
-    add_output(parser)
-    add_shards(parser)
     parser.add_argument(
         "--format",
         metavar="FORMAT",
         help="for all that no rule decides: mxfp4, nvfp4, mxfp8 or another that `formats` prints",
     )
     parser.add_argument("--rules", metavar="FILE", type=Path, help="ordered rules, as below")
-    _add_scales(parser)
-    parser.add_argument(
-        "--keep",
-        metavar="PATTERN",
-        help="with --format and no rules: layers that stay; '' for none (default: embeddings and "
-        "head)",
-    )
-    parser.add_argument(
-        "--to", metavar="LAYOUT", default=OWN, help=f"how to store it (default: {OWN}, our own)"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print what would become of each")
-    parser.add_argument(
-        "--strict", action="store_true", help="a rule that matches nothing is an error"
-    )
-    parser.set_defaults(run=run)
-
-
-def _add_scales(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale-rule", metavar="RULE", help="with --format; default: what loses least for it"
     )
@@ -136,6 +121,19 @@ def _add_scales(parser: argparse.ArgumentParser) -> None:
         help="for gptq: texts of the kind that the model is to be good at (default: Python's own "
         "manual)",
     )
+    parser.add_argument(
+        "--keep",
+        metavar="PATTERN",
+        help="with --format and no rules: layers that stay; '' for none (default: embeddings and "
+        "head)",
+    )
+    parser.add_argument(
+        "--to", metavar="LAYOUT", default=OWN, help=f"how to store it (default: {OWN}, our own)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would become of each")
+    parser.add_argument(
+        "--strict", action="store_true", help="a rule that matches nothing is an error"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -147,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
     rules = _rules(options)
     if not options.dry_run:
         check_output(options)
-    weights = checkpoint.read(vars(options)["in"], layout=options.layout)
+    weights = read(options)
     likes = {name: like(weights, name) for name in weights}
     judged = {name: judge(rules, name, tensor) for name, tensor in likes.items()}
     found = report(rules, judged)
@@ -175,13 +173,9 @@ def run(options: argparse.Namespace) -> int:
     if layout != OWN:
         # Nothing is quantized before it is written.
         scales |= shared_scales(weights, judged)
-    write_out(options, weights, tensors, layout, program_of(options.to))
+    sizes = write_out(options, weights, tensors, layout, options.to)
     _tell_of_spoilt(weights.path, spoilt)
-    before, after = stored_bytes(weights), written(options.out)
-    say(
-        f"{options.out}: {found.num_converted} of {len(weights)} tensors quantized, "
-        f"{size(before)} -> {size(after)}"
-    )
+    say(f"{options.out}: {found.num_converted} of {len(weights)} tensors quantized, {sizes}")
     return 0
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mx_jax.calibrate.moments import Moments, moments
 from mx_jax.calibrate.ways import GPTQ, SEARCHED, Gptq, SearchedScales, Way
-from mx_jax.checkpoint.progress import progress_bar
+from mx_jax.checkpoint.folder import progress_bar
 from mx_jax.generate.config import LlamaConfig
 from mx_jax.generate.model import PARTS, Llama
 from mx_jax.generate.names import Names

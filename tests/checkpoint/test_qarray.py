@@ -14,7 +14,7 @@ import pytest
 
 import mx_jax
 from mx_jax.checkpoint import from_qarray, to_qarray
-from mx_jax.checkpoint.exact import decoded
+from mx_jax.checkpoint.scales import decoded
 from mx_jax.formats import E4M3, F32, WHOLE, BlockFormat
 
 pytestmark = pytest.mark.one_python(reason="NumPy copies codes and scales, and compares them")
