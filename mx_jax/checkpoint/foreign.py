@@ -114,10 +114,7 @@ def _facts(facts: Facts) -> str:
 
 
 def _check_codes(
-    names: list[str],
-    tensors: Mapping[str, Facts],
-    candidates: tuple[Layout, ...],
-    where: str,
+    names: list[str], tensors: Mapping[str, Facts], candidates: tuple[Layout, ...], where: str
 ) -> None:
     """ValueError for codes that no row took: as plain numbers they would be nonsense.
 

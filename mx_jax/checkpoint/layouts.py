@@ -146,27 +146,46 @@ class Layout:
         return any(all(config.get(key) == value for key, value in pairs) for pairs in self.configs)
 
 
-def _compressed(format: str) -> tuple[tuple[str, str], ...]:
-    return ("quant_method", "compressed-tensors"), ("format", format)
+# What a `quantization_config` says where a layout is used.
+_QUARK, _FP8 = {"quant_method": "quark"}, {"quant_method": "fp8"}
 
 
-def _modelopt(algorithm: str) -> tuple[tuple[str, str], ...]:
-    return ("quant_method", "modelopt"), ("quant_algo", algorithm)
+def _compressed(format: str) -> dict[str, str]:
+    return {"quant_method": "compressed-tensors", "format": format}
+
+
+def _modelopt(algorithm: str) -> dict[str, str]:
+    return {"quant_method": "modelopt", "quant_algo": algorithm}
+
+
+def _row(
+    name: str, format: BlockFormat, codes: str, scales: str, *configs: dict[str, str], **more: Any
+) -> Layout:
+    stated = tuple(tuple(config.items()) for config in configs)
+    return Layout(name=name, format=format, codes=codes, scales=scales, configs=stated, **more)
+
+
+def _float8(
+    name: str, format: BlockFormat, scales: str, dtypes: str, *configs: dict[str, str]
+) -> Layout:
+    """E4M3 codes that are called `.weight`."""
+    more = {"codes_dtype": "F8_E4M3", "scales_dtypes": tuple(dtypes.split())}
+    return _row(name, format, ".weight", scales, *configs, **more)
 
 
 def _fp_quant(format: BlockFormat, name: str) -> Layout:
     """Codes of a rotated weight, under a scale of the tensor that divides: 1, 3 or 10 by custom."""
-    return Layout(
-        name=f"fp-quant-{name}",
-        format=format,
-        codes=".qweight",
-        scales=".scales",
+    return _row(
+        f"fp-quant-{name}",
+        format,
+        ".qweight",
+        ".scales",
+        {"quant_method": "fp_quant", "forward_dtype": name},
         tensor_scale=".weight_global_scale",
         divides=True,
         rotation=".forward_hadamard_matrix",
         padded=True,
         exponents=format.scale.is_float32,
-        configs=((("quant_method", "fp_quant"), ("forward_dtype", name)),),
     )
 
 
@@ -175,152 +194,73 @@ _FP4_FLOAT32 = dataclasses.replace(MXFP4, name="mxfp4_float32_scale", scale=F32)
 _FP8_ROWS = BlockFormat(name="float8_channelwise_e4m3", element=E4M3, scale=F32, block=(1, WHOLE))
 
 LAYOUTS: tuple[Layout, ...] = (
-    Layout(
-        name="gpt-oss",
-        format=MXFP4,
-        codes="_blocks",
-        scales="_scales",
-        weight="",
-        split=True,
-        configs=((("quant_method", "mxfp4"),),),
+    _row("gpt-oss", MXFP4, "_blocks", "_scales", {"quant_method": "mxfp4"}, weight="", split=True),
+    _row("gpt-oss-original", MXFP4, ".blocks", ".scales", weight="", split=True),
+    *(
+        _row(name, format, ".weight_packed", ".weight_scale", _compressed(name))
+        for name, format in (("mxfp4-pack-quantized", MXFP4), ("mxfp6-pack-quantized", MXFP6_E2M3))
     ),
-    Layout(
-        name="gpt-oss-original",
-        format=MXFP4,
-        codes=".blocks",
-        scales=".scales",
-        weight="",
-        split=True,
-    ),
-    Layout(
-        name="mxfp4-pack-quantized",
-        format=MXFP4,
-        codes=".weight_packed",
-        scales=".weight_scale",
-        configs=(_compressed("mxfp4-pack-quantized"),),
-    ),
-    Layout(
-        name="mxfp6-pack-quantized",
-        format=MXFP6_E2M3,
-        codes=".weight_packed",
-        scales=".weight_scale",
-        configs=(_compressed("mxfp6-pack-quantized"),),
-    ),
-    Layout(
-        name="nvfp4-pack-quantized",
-        format=NVFP4,
-        codes=".weight_packed",
-        scales=".weight_scale",
+    _row(
+        "nvfp4-pack-quantized",
+        NVFP4,
+        ".weight_packed",
+        ".weight_scale",
+        _compressed("nvfp4-pack-quantized"),
         tensor_scale=".weight_global_scale",
         scales_dtypes=("F8_E4M3",),
         divides=True,
-        configs=(_compressed("nvfp4-pack-quantized"),),
     ),
-    Layout(
-        name="mxfp8-quantized",
-        format=MXFP8_E4M3,
-        codes=".weight",
-        scales=".weight_scale",
-        codes_dtype="F8_E4M3",
-        scales_dtypes=("U8", "F8_E8M0"),
-        configs=(_compressed("mxfp8-quantized"), _modelopt("MXFP8")),
+    _float8(
+        "mxfp8-quantized",
+        MXFP8_E4M3,
+        ".weight_scale",
+        "U8 F8_E8M0",
+        _compressed("mxfp8-quantized"),
+        _modelopt("MXFP8"),
     ),
-    Layout(
-        name="float-quantized",
-        format=_FP8_ROWS,
-        codes=".weight",
-        scales=".weight_scale",
-        codes_dtype="F8_E4M3",
-        scales_dtypes=("F32", "BF16"),
-        configs=(_compressed("float-quantized"),),
+    _float8(
+        "float-quantized", _FP8_ROWS, ".weight_scale", "F32 BF16", _compressed("float-quantized")
     ),
-    Layout(
-        name="modelopt-nvfp4",
-        format=NVFP4,
-        codes=".weight",
-        scales=".weight_scale",
+    _row(
+        "modelopt-nvfp4",
+        NVFP4,
+        ".weight",
+        ".weight_scale",
+        _modelopt("NVFP4"),
+        _modelopt("W4A16_NVFP4"),
         tensor_scale=".weight_scale_2",
         scale_shape=(),
         scales_dtypes=("F8_E4M3",),
-        configs=(_modelopt("NVFP4"), _modelopt("W4A16_NVFP4")),
     ),
-    Layout(
-        name="modelopt-mxfp4",
-        format=MXFP4,
-        codes=".weight",
-        scales=".weight_scale",
-        configs=(
-            _modelopt("MXFP4"),
-            # As ModelOpt 0.47 spells it itself.
-            _modelopt("mxfp4"),
-            _modelopt("W4A8_MXFP4_FP8"),
-            (("quant_method", "quark"),),
-        ),
+    _row(
+        "modelopt-mxfp4",
+        MXFP4,
+        ".weight",
+        ".weight_scale",
+        _modelopt("MXFP4"),
+        # As ModelOpt 0.47 spells it itself.
+        _modelopt("mxfp4"),
+        _modelopt("W4A8_MXFP4_FP8"),
+        _QUARK,
     ),
-    Layout(
-        name="quark-mxfp4",
-        format=MXFP4,
-        codes=".weight",
-        scales=".weight_quantizer.scale",
-        configs=((("quant_method", "quark"),),),
-    ),
-    Layout(
-        # The float8 layers that it leaves as DeepSeek has them, scales renamed.
-        name="quark-float8",
-        format=FLOAT8_BLOCKWISE_2D_E4M3,
-        codes=".weight",
-        scales=".weight_scale",
-        codes_dtype="F8_E4M3",
-        scales_dtypes=("F32",),
-        configs=((("quant_method", "quark"),),),
-    ),
-    Layout(
-        name="deepseek-v3",
-        format=FLOAT8_BLOCKWISE_2D_E4M3,
-        codes=".weight",
-        scales=".weight_scale_inv",
-        codes_dtype="F8_E4M3",
-        # DeepSeek's own are float32; others store theirs in bfloat16.
-        scales_dtypes=("F32", "BF16"),
-        configs=((("quant_method", "fp8"),),),
-    ),
-    Layout(
-        name="deepseek-v3.1",
-        format=FLOAT8_BLOCKWISE_2D_E8M0,
-        codes=".weight",
-        scales=".weight_scale_inv",
-        codes_dtype="F8_E4M3",
-        scales_dtypes=("F8_E8M0",),
-        configs=((("quant_method", "fp8"),),),
-    ),
-    Layout(
-        # V4 before its last training, with experts in float8 too.
-        name="deepseek-v4-base",
-        format=FLOAT8_BLOCKWISE_2D_E4M3,
-        codes=".weight",
-        scales=".scale",
-        codes_dtype="F8_E4M3",
-        scales_dtypes=("F32",),
-        configs=((("quant_method", "fp8"),),),
-    ),
-    Layout(
-        name="deepseek-v4",
-        format=FLOAT8_BLOCKWISE_2D_E8M0,
-        codes=".weight",
-        scales=".scale",
-        codes_dtype="F8_E4M3",
-        scales_dtypes=("F8_E8M0",),
-        configs=((("quant_method", "fp8"),),),
-    ),
-    Layout(
-        # Its I8 is packed FP4, not INT8.
-        name="deepseek-v4-experts",
-        format=MXFP4,
-        codes=".weight",
-        scales=".scale",
+    _row("quark-mxfp4", MXFP4, ".weight", ".weight_quantizer.scale", _QUARK),
+    # The float8 layers that it leaves as DeepSeek has them, scales renamed.
+    _float8("quark-float8", FLOAT8_BLOCKWISE_2D_E4M3, ".weight_scale", "F32", _QUARK),
+    # DeepSeek's own are float32; others store theirs in bfloat16.
+    _float8("deepseek-v3", FLOAT8_BLOCKWISE_2D_E4M3, ".weight_scale_inv", "F32 BF16", _FP8),
+    _float8("deepseek-v3.1", FLOAT8_BLOCKWISE_2D_E8M0, ".weight_scale_inv", "F8_E8M0", _FP8),
+    # V4 before its last training, with experts in float8 too.
+    _float8("deepseek-v4-base", FLOAT8_BLOCKWISE_2D_E4M3, ".scale", "F32", _FP8),
+    _float8("deepseek-v4", FLOAT8_BLOCKWISE_2D_E8M0, ".scale", "F8_E8M0", _FP8),
+    # Its I8 is packed FP4, not INT8.
+    _row(
+        "deepseek-v4-experts",
+        MXFP4,
+        ".weight",
+        ".scale",
+        _FP8,
         codes_dtype="I8",
         scales_dtypes=("F8_E8M0",),
-        configs=((("quant_method", "fp8"),),),
     ),
     _fp_quant(_FP4_FLOAT32, "mxfp4"),
     _fp_quant(NVFP4, "nvfp4"),

@@ -44,13 +44,7 @@ def watched() -> bool:
 
 
 # Files of a checkpoint's folder that speak of its tensors: those of the folder before do not stay.
-_OF_TENSORS = (
-    "*.safetensors",
-    "*.index.json",
-    "hf_quant_config.json",
-    GGUF_FIELDS,
-    RECORD,
-)
+_OF_TENSORS = ("*.safetensors", "*.index.json", "hf_quant_config.json", GGUF_FIELDS, RECORD)
 
 
 def partial_folder(out: Path) -> Path:

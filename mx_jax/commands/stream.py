@@ -190,8 +190,11 @@ def write_out(
     Returns:
       The bytes that tensors took and take, for people.
     """
-    program = to if to in programs() else None
-    _write_out(options, options.out.resolve(), weights, tensors, layout, program)
+    stated = None
+    if layout in {row.name for row in LAYOUTS}:
+        program = to if to in programs() else None
+        stated = checkpoint.quantization_config(tensors, layout=layout, program=program)
+    _write_out(options, options.out.resolve(), weights, tensors, layout, stated)
     files = options.out.glob("*.safetensors") if options.out.is_dir() else [options.out]
     after = sum(file.stat().st_size for file in files)
     return f"{size(stored_bytes(weights))} -> {size(after)}"
@@ -203,8 +206,9 @@ def _write_out(
     weights: Weights,
     tensors: Mapping[str, Any],
     layout: str | None,
-    program: str | None,
+    stated: Mapping[str, Any] | None,
 ) -> None:
+    """`stated`: what config.json has to say of the layout."""
     largest = None if options.max_shard_size is None else _nbytes(options.max_shard_size)
     # `check_resumable` has compared what this command was asked with what the earlier one was.
     resume: Resume = "vouched" if options.resume else False
@@ -221,7 +225,14 @@ def _write_out(
             record_options(options, made)
         path = made if largest is not None else made / "model.safetensors"
         _write_tensors(path, weights, tensors, layout, sizes)
-        _write_beside(made, out, weights, tensors, layout, program)
+        if weights.path.is_dir():
+            _bring_along(weights.path, made, stated)
+        elif is_gguf(weights.path):
+            # With it, `generate` reads the folder.
+            _write_table(made / GGUF_FIELDS, {key: _json(v) for key, v in weights.metadata.items()})
+        if (out / "config.json").is_file() and not (made / "config.json").is_file():
+            # It stays, and may not speak of tensors that are gone.
+            _write_config(out / "config.json", made, stated)
         move_into_place(made, out)
         (out / RECORD).unlink(missing_ok=True)  # whole: nothing is to be resumed
     except BaseException:
@@ -246,40 +257,10 @@ def _write_tensors(
         checkpoint.save(path, tree, progress=watched(), **sizes)
     elif layout is not None:
         checkpoint.write(path, tensors, layout=layout, progress=watched(), **sizes)
-    else:
-        _write_values(path, tensors, sizes["max_shard_size"], sizes["resume"])
-
-
-def _write_beside(
-    made: Path,
-    out: Path,
-    weights: Weights,
-    tensors: Mapping[str, Any],
-    layout: str | None,
-    program: str | None,
-) -> None:
-    """What a folder holds besides its tensors."""
-    stated = None
-    if layout in {row.name for row in LAYOUTS}:
-        stated = checkpoint.quantization_config(tensors, layout=layout, program=program)
-    if weights.path.is_dir():
-        bring_along(weights.path, made, stated)
-    elif is_gguf(weights.path):
-        # With it, `generate` reads the folder.
-        _write_table(made / GGUF_FIELDS, {key: _json(v) for key, v in weights.metadata.items()})
-    if (out / "config.json").is_file() and not (made / "config.json").is_file():
-        # It stays, and may not speak of tensors that are gone.
-        _write_config(out / "config.json", made, stated)
-
-
-def _write_values(
-    path: Path, tensors: Mapping[str, Any], largest: int | None, resume: Resume
-) -> None:
-    """Arrays that any reader reads."""
-    entries = {name: Entry.of(tensor) for name, tensor in tensors.items()}
-    metadata = {"format": "pt"}
-    sizes: Any = {"largest": largest, "resume": resume, "progress": watched()}
-    write_files(path, entries, lambda _: metadata, **sizes)
+    else:  # arrays that any reader reads
+        entries = {name: Entry.of(tensor) for name, tensor in tensors.items()}
+        how: Any = {"largest": sizes["max_shard_size"], "resume": sizes["resume"]}
+        write_files(path, entries, lambda _: {"format": "pt"}, progress=watched(), **how)
 
 
 # What a model's folder holds beside its tensors.
@@ -289,14 +270,8 @@ _OF_TENSORS = ("*.index.json", "hf_quant_config.json")
 _QUANTIZED = ("quantization_config", "compression_config")
 
 
-def bring_along(source: Path, out: Path, stated: Mapping[str, Any] | None) -> None:
-    """Copy what a model's folder holds beside tensors.
-
-    Args:
-      source: the folder.
-      out: the folder that its tensors were written to.
-      stated: what config.json says of how they are stored now, in place of what it said.
-    """
+def _bring_along(source: Path, out: Path, stated: Mapping[str, Any] | None) -> None:
+    """Copy what a model's folder holds beside tensors; config.json says how they are stored now."""
     for path in sorted({path for pattern in _BESIDE for path in source.glob(pattern)}):
         if any(path.match(pattern) for pattern in _OF_TENSORS) or not path.is_file():
             continue

@@ -225,13 +225,7 @@ FIXTURES = [
         blocks(16, [0.25, 112, 2.0**-11, 0.28125, 0.125, 0, 0.5, 0.375]),
     ),
     fp4("modelopt-mxfp4", PROJECTION, {"weight_scale": E8M0}, QUARK, blocks(32, OCTAVES)),
-    fp4(
-        "quark-mxfp4",
-        PROJECTION,
-        {"weight_quantizer.scale": E8M0},
-        QUARK,
-        blocks(32, OCTAVES),
-    ),
+    fp4("quark-mxfp4", PROJECTION, {"weight_quantizer.scale": E8M0}, QUARK, blocks(32, OCTAVES)),
 ]
 IDS = [f"{each.layout}-{each.said['quant_method']}" for each in FIXTURES]
 

@@ -206,10 +206,7 @@ KEY = "general.alignment"
             gguf({}, {"a": (ARRAY, struct.pack("<IQ", U64, 2**60))}),
             "would take 9223372036854775808",
         ),
-        (
-            gguf({}, {"a": (ARRAY, struct.pack("<IQ", ARRAY, 1) * 9)}),
-            "in arrays, 4 deep",
-        ),
+        (gguf({}, {"a": (ARRAY, struct.pack("<IQ", ARRAY, 1) * 9)}), "in arrays, 4 deep"),
         (
             gguf({}, {"a": (ARRAY, struct.pack("<IQ", ARRAY, 2**60) * 9)}),
             "arrays in arrays, 1152921504606846976 of them so far, and at most 10000 are read",

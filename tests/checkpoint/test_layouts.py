@@ -215,11 +215,7 @@ def test_what_is_not_written(tmp_path: Path, rng: np.random.Generator):
         draw(mx_jax.formats.MXFP4, (8, 33), rng),
     )
     for weights, layout, complaint in (
-        (
-            {"a.weight": x},
-            "nvfp4-pack-quantized",
-            r"holds nvfp4 with blocks=.*got a\.weight: ",
-        ),
+        ({"a.weight": x}, "nvfp4-pack-quantized", r"holds nvfp4 with blocks=.*got a\.weight: "),
         ({"a.weight": columns}, "mxfp4-pack-quantized", r"blocks=\(\(-2, 32\),\); quantize it so"),
         ({"a.kernel": x}, "mxfp4-pack-quantized", r"names that end in '\.weight'"),
         ({"a.weight": odd}, "mxfp4-pack-quantized", "rows of whole bytes"),

@@ -191,11 +191,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         r"format=mxfp8_e4m3 has blocks of \(1, 32\), got tiles={-2: \(16, 4\)}",
     ),
-    "two axes": (
-        lambda: drawn("float8_e4m3fn", powers(2, 3), qtype="mxfp8"),
-        {},
-        "has blocks of",
-    ),
+    "two axes": (lambda: drawn("float8_e4m3fn", powers(2, 3), qtype="mxfp8"), {}, "has blocks of"),
     "one axis of two": (
         lambda: drawn("float4_e2m1fn", powers(2, 96)),
         {"format": "mxfp4_2d"},

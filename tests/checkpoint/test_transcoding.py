@@ -53,12 +53,7 @@ def test_18_octaves(rng: np.random.Generator):
     assert float(y.tensor_scale[0, 0]) == 2.0 ** (117 - 127 - 8)
     np.testing.assert_array_equal(values(y), values(x))
     assert proved == checkpoint.Certificate(
-        source=MXFP4,
-        target=NVFP4,
-        shape=(18, 32),
-        blocks=18,
-        values=18 * 32,
-        tensor_scale=2.0**-18,
+        source=MXFP4, target=NVFP4, shape=(18, 32), blocks=18, values=18 * 32, tensor_scale=2.0**-18
     )
     given, proved = checkpoint.transcode(x, "nvfp4", tensor_scale=2.0**-18)
     assert_same(given, y)
