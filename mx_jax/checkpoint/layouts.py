@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.blocks import Blocks, scales_shape
 from mx_jax.formats import (
     E4M3,
     F32,
@@ -19,7 +19,6 @@ from mx_jax.formats import (
     NVFP4,
     WHOLE,
     BlockFormat,
-    Whole,
 )
 
 # What a header says of a tensor: safetensors' name of its dtype, and its shape.
@@ -98,12 +97,7 @@ class Layout:
 
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """What the scales of a weight of that shape have to be."""
-        *front, rows, columns = shape
-        counts = (
-            1 if isinstance(size, Whole) else -(-length // size)
-            for size, length in zip(self.format.block, (rows, columns), strict=True)
-        )
-        return (*front, *counts)
+        return scales_shape(shape, self.blocks)
 
     @property
     def least_axes(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mx_jax.codecs import blocks
 from mx_jax.codecs.blocks import block_extent
-from mx_jax.formats import BlockFormat
+from mx_jax.formats import BlockFormat, ScaleFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked
 
@@ -117,6 +117,24 @@ def element_values(x: MXArray) -> np.ndarray:
     """The value of each code, by code."""
     element = x.format.element
     return np.array([element.value(code) for code in range(1 << element.bits)])
+
+
+def encoded_scales(wanted: np.ndarray, scale: ScaleFormat) -> tuple[np.ndarray, np.ndarray]:
+    """Scales in float64 as they are stored, and which of them are what was wanted, exactly."""
+    with np.errstate(all="ignore"):
+        if scale.kind == "divisor":
+            stored = (1 / wanted).astype(np.float32)
+            return stored, stored.astype(np.float64) * wanted == 1
+        if scale.is_float32:
+            stored = wanted.astype(np.float32)
+            return stored, stored == wanted
+    table = np.array([scale.value(code) for code in range(256)])
+    # No scale bears a sign, and the highest codes are NaN.
+    fits = np.flatnonzero(np.isfinite(table) & ~np.signbit(table))
+    order = fits[np.argsort(table[fits], kind="stable")]
+    places = np.minimum(np.searchsorted(table[order], wanted), order.size - 1)
+    stored = order[places].astype(np.uint8)
+    return stored, table[stored] == wanted
 
 
 def decoded(x: MXArray) -> Iterator[np.ndarray]:

@@ -23,7 +23,6 @@ from mx_jax.checkpoint.wire import built
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks, scales_shape
 from mx_jax.formats import (
-    BLOCK_FORMATS,
     E4M3,
     E5M2,
     F32,
@@ -38,6 +37,7 @@ from mx_jax.formats import (
     BlockSize,
     Whole,
 )
+from mx_jax.formats.block import known_block
 from mx_jax.mxarray import MXArray
 
 # What users and messages call it.
@@ -203,9 +203,8 @@ def _float8(dtype: np.dtype, shape: tuple[int, ...], sizes: Any) -> tuple[BlockF
     made = BlockFormat(
         name=f"float8_{name}_{element.name}", element=element, scale=F32, block=(block[0], block[1])
     )
-    known = [row for row in BLOCK_FORMATS if dataclasses.replace(made, name=row.name) == row]
     blocks = tuple((axis, size) for axis, size in zip((-2, -1), block, strict=True) if size != 1)
-    return (known or [made])[0], blocks
+    return known_block(made) or made, blocks
 
 
 def _check_scales(weight: _Weight) -> None:
@@ -213,12 +212,9 @@ def _check_scales(weight: _Weight) -> None:
     reader, name = weight.files[SCALE]
     dtype, given, _ = reader.tensors[name]
     expected = scales_shape(weight.shape, weight.blocks)
+    fits = given == expected
     if weight.swizzled:
-        rows, columns = _rows_columns(expected)
-        count = -(-rows // 128) * 128 * -(-columns // 4) * 4
-        fits = math.prod(given) == count
-    else:
-        fits = given == expected
+        fits = math.prod(given) == math.prod(_tiles(expected))
     if not fits or dtype != weight.format.scale.dtype:
         raise ValueError(
             f"its scales are {dtype}{list(given)}, swizzled={weight.swizzled}, and "
@@ -227,8 +223,9 @@ def _check_scales(weight: _Weight) -> None:
         )
 
 
-def _rows_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    return math.prod(shape[:-1]), shape[-1]
+def _tiles(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of scales in tiles of 128 x 4, as tensor cores have them."""
+    return -(-math.prod(shape[:-1]) // 128), -(-shape[-1] // 4), 32, 4, 4
 
 
 def _fetch(weight: _Weight, where: str) -> MXArray:
@@ -236,9 +233,9 @@ def _fetch(weight: _Weight, where: str) -> MXArray:
     codes, scales = found[QDATA].view(np.uint8), found[SCALE]
     expected = scales_shape(weight.shape, weight.blocks)
     if weight.swizzled:
-        rows, columns = _rows_columns(expected)
-        tiles = scales.reshape(-(-rows // 128), -(-columns // 4), 32, 4, 4)
-        scales = packing.from_blocked_scales(tiles, rows, columns).reshape(expected)
+        sizes = math.prod(expected[:-1]), expected[-1]
+        tiles = scales.reshape(_tiles(expected))
+        scales = packing.from_blocked_scales(tiles, *sizes).reshape(expected)
     if weight.format.element.bits == 4:
         codes = packing.unpack(codes, 4, weight.shape[-1])
     whole = None

@@ -28,7 +28,6 @@ from mx_jax.formats import (
     WHOLE,
     BlockFormat,
     BlockSize,
-    ElementFormat,
     ScaleFormat,
     Whole,
     block_format,
@@ -63,7 +62,8 @@ def describe(x: MXArray) -> dict[str, Any]:
         "shape": list(x.shape),
         "dtype": x.dtype.name,
         "blocks": [[axis, _size_out(size)] for axis, size in x.blocks],
-        "format": _format_out(x.format),
+        "format": dataclasses.asdict(x.format)
+        | {"block": [_size_out(size) for size in x.format.block]},
     }
 
 
@@ -108,38 +108,26 @@ class Described:
                 packed=facts.get("packed") is not False,
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(
-                f"{where}: its description is no MXArray's: {_said(error)}; was it damaged, or "
-                "written by a newer mx_jax?"
+                f"{where}: its description is no MXArray's: {said}; was it damaged, or written by "
+                "a newer mx_jax?"
             ) from error
 
 
-def _said(error: Exception) -> str:
-    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
-
-
-def _format_out(format: BlockFormat) -> dict[str, Any]:
-    facts = dataclasses.asdict(format)
-    return facts | {"block": [_size_out(size) for size in format.block]}
-
-
 def _format_in(facts: Mapping[str, Any]) -> BlockFormat:
-    values = {
-        **facts,
-        "element": _element_in(facts["element"]),
-        "scale": _scale_in(facts["scale"]),
-        "block": tuple(_size_in(size) for size in facts["block"]),
-    }
-    return BlockFormat(**_typed(values, like=MXFP4))
-
-
-def _element_in(facts: Mapping[str, Any]) -> ElementFormat:
-    return ElementFormat(**_typed(facts, like=E2M1))
+    return _made(
+        MXFP4,
+        facts,
+        element=_made(E2M1, facts["element"]),
+        scale=_scale_in(facts["scale"]),
+        block=tuple(_size_in(size) for size in facts["block"]),
+    )
 
 
 def _scale_in(facts: Mapping[str, Any]) -> ScaleFormat:
-    element = None if facts["element"] is None else _element_in(facts["element"])
-    scale = ScaleFormat(**_typed({**facts, "element": element}, like=E4M3_SCALE))
+    element = None if facts["element"] is None else _made(E2M1, facts["element"])
+    scale = _made(E4M3_SCALE, facts, element=element)
     if scale.kind not in _KINDS or (scale.kind == "element") != (element is not None):
         raise ValueError(f"a scale of kind={scale.kind!r} with element={element}")
     if scale.bits != (32 if scale.is_float32 else 8):
@@ -147,17 +135,18 @@ def _scale_in(facts: Mapping[str, Any]) -> ScaleFormat:
     return scale
 
 
-def _typed(facts: Mapping[str, Any], *, like: Any) -> dict[str, Any]:
-    """The facts, of the types that a known format has; a dtype's name may be missing."""
-    for name, value in facts.items():
+def _made(like: Any, facts: Mapping[str, Any], **read: Any) -> Any:
+    """Another of the kind of `like`, of facts of its types; a dtype's name may be missing."""
+    values = {**facts, **read}
+    for name, value in values.items():
         expected = type(getattr(like, name, None))
         optional = value is None and name in ("dtype_name", "element")
         if type(value) is not expected and not optional:
             raise ValueError(f"needs {name} of type {expected.__name__}, got {value!r}")
-    name = facts.get("dtype_name")
+    name = values.get("dtype_name")
     if name is not None and not _DTYPE_NAME.fullmatch(name):
         raise ValueError(f"dtype_name={name!r} names no dtype")
-    return dict(facts)
+    return type(like)(**values)
 
 
 def _size_out(size: BlockSize) -> int | str:

@@ -1,6 +1,7 @@
 """`python -m mx_jax quantize`."""
 
 import argparse
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import numpy as np
 from mx_jax.calibrate.ways import GPTQ
 from mx_jax.checkpoint.safetensors_file import deferred
 from mx_jax.checkpoint.scales import effective_scales
-from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.output import console, say
 from mx_jax.commands.rules import (
     SCALES,
@@ -34,6 +34,7 @@ from mx_jax.commands.stream import (
     tell_of_values,
     write_out,
 )
+from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Rule
 from mx_jax.generate.load import tensor_moments
 from mx_jax.mxarray import MXArray
@@ -149,24 +150,33 @@ def run(options: argparse.Namespace) -> int:
     likes = {name: like(weights, name) for name in weights}
     judged = {name: judge(rules, name, tensor) for name, tensor in likes.items()}
     found = report(rules, judged)
-    for index in found.unused:
-        text = f"quantize: rule {index} ({rules[index].rule}) decides about no tensor"
-        # That what is kept is not there is as good.
-        if options.strict and options.rules is not None:
-            raise ValueError(f"{text}; --dry-run shows the names")
-        if options.rules is not None or found.num_converted == 0:
-            say(text)
+    _check_used(options, rules, found)
     if options.dry_run:
         console().print(found)
         return 0
     moments = _moments(options, judged)
     spoilt: dict[str, int] = {}
     scales: dict[str, float] = {}
+
+    def quantized(name: str) -> MXArray:
+        """Called when the tensor is written, when `scales` has its entries."""
+        one, each = weights.stored[name], judged[name]
+        made = each.quantize((one.host or one.fetch)(), moments.get(name), scales.get(name))
+        if bad := int((~np.isfinite(effective_scales(made))).sum()):
+            if options.to != OWN:
+                raise ValueError(
+                    f"quantize: {weights.path}: {name} holds NaN or infinite values, which makes "
+                    f"{bad} blocks NaN, and {options.to} is read by programs that expect none; "
+                    "repair it, or leave it out by a rule with skip = true"
+                )
+            spoilt[name] = bad
+        return made
+
     tensors = {
-        name: _tensor(
-            options, weights, name, judged[name], likes[name], moments.get(name), scales, spoilt
-        )
-        for name in weights
+        name: deferred(functools.partial(quantized, name), quantized_like(each, likes[name]))
+        if each.quantizes
+        else as_it_is(weights, name)
+        for name, each in judged.items()
     }
     tell_of_values(weights, (name for name in weights if not judged[name].quantizes))
     layout = layout_for(options.to, tensors, weights.path)
@@ -174,19 +184,25 @@ def run(options: argparse.Namespace) -> int:
         # Nothing is quantized before it is written.
         scales |= shared_scales(weights, judged)
     sizes = write_out(options, weights, tensors, layout, options.to)
-    _tell_of_spoilt(weights.path, spoilt)
+    if spoilt:
+        first = next(iter(spoilt))
+        say(
+            f"{weights.path}: {len(spoilt)} tensors hold NaN or infinite values, which makes whole "
+            f"blocks NaN: {spoilt[first]} of {first}"
+        )
     say(f"{options.out}: {found.num_converted} of {len(weights)} tensors quantized, {sizes}")
     return 0
 
 
-def _tell_of_spoilt(path: Path, spoilt: Mapping[str, int]) -> None:
-    """`spoilt`: numbers of blocks by tensor."""
-    if spoilt:
-        first = next(iter(spoilt))
-        say(
-            f"{path}: {len(spoilt)} tensors hold NaN or infinite values, which makes whole blocks "
-            f"NaN: {spoilt[first]} of {first}"
-        )
+def _check_used(options: argparse.Namespace, rules: tuple[FileRule, ...], found: Report) -> None:
+    """Say which rules decide about no tensor; with --strict, refuse them."""
+    for index in found.unused:
+        text = f"quantize: rule {index} ({rules[index].rule}) decides about no tensor"
+        # That what is kept is not there is as good.
+        if options.strict and options.rules is not None:
+            raise ValueError(f"{text}; --dry-run shows the names")
+        if options.rules is not None or found.num_converted == 0:
+            say(text)
 
 
 def _rules(options: argparse.Namespace) -> tuple[FileRule, ...]:
@@ -227,33 +243,3 @@ def _moments(options: argparse.Namespace, judged: Mapping[str, Judged]) -> dict[
     if unknown:
         say(f"{len(unknown)} of no product that is known, such as {unknown[0]}: scales by mse")
     return found
-
-
-def _tensor(
-    options: argparse.Namespace,
-    weights: Weights,
-    name: str,
-    judged: Judged,
-    tensor: Any,
-    moment: Any,
-    scales: Mapping[str, float],
-    spoilt: dict[str, int],
-) -> Any:
-    """A tensor that is quantized when it is written, under its entry of `scales` if it has one."""
-    if not judged.quantizes:
-        return as_it_is(weights, name)
-    stored = weights.stored[name]
-
-    def make() -> MXArray:
-        made = judged.quantize((stored.host or stored.fetch)(), moment, scales.get(name))
-        if bad := int((~np.isfinite(effective_scales(made))).sum()):
-            if options.to != OWN:
-                raise ValueError(
-                    f"quantize: {weights.path}: {name} holds NaN or infinite values, which makes "
-                    f"{bad} blocks NaN, and {options.to} is read by programs that expect none; "
-                    "repair it, or leave it out by a rule with skip = true"
-                )
-            spoilt[name] = bad
-        return made
-
-    return deferred(make, quantized_like(judged, tensor))

@@ -155,6 +155,11 @@ class Judged:
         assert spec is not None
         return spec
 
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether it is quantized under one tensor scale for all of it."""
+        return self.quantizes and self.num_stacked == 0 and self.spec.format.tensor_scale
+
     def quantize(self, value: Any, moment: Any = None, tensor_scale: Any = None) -> MXArray:
         """The tensor's codes and scales.
 
@@ -286,11 +291,12 @@ def shared_scales(weights: Weights, judged: Mapping[str, Judged]) -> dict[str, f
       judged: what becomes of each.
     """
     found: dict[str, float] = {}
-    for group in fused(name for name, each in judged.items() if _has_one(each)):
+    for group in fused(name for name, each in judged.items() if each.has_tensor_scale):
         first = judged[group[0]]
         if any((judged[n].spec, judged[n].scales) != (first.spec, first.scales) for n in group):
             continue
-        amax = max(_amax(weights, name) for name in group)
+        arrays: Any = (weights.stored[name].look() for name in group)
+        amax = max(float(_largest(on_device(x))) for x in arrays)
         # Rules differ in what they make of the largest value; a row of it has what a matrix has.
         row = first.quantize(jnp.full((1, first.spec.format.block[1]), amax, jnp.float32))
         assert row.tensor_scale is not None
@@ -298,18 +304,7 @@ def shared_scales(weights: Weights, judged: Mapping[str, Judged]) -> dict[str, f
     return found
 
 
-def _has_one(judged: Judged) -> bool:
-    """Whether it is quantized under one tensor scale for all of it."""
-    return judged.quantizes and judged.num_stacked == 0 and judged.spec.format.tensor_scale
-
-
-def _amax(weights: Weights, name: str) -> float:
-    """The largest finite magnitude of an array."""
-    x = weights.stored[name].look()
-    assert isinstance(x, np.ndarray | jax.Array)
-    return float(_largest(on_device(x)))
-
-
 @jax.jit
 def _largest(x: jax.Array) -> jax.Array:
+    """The largest finite magnitude."""
     return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0).astype(jnp.float32), initial=0)

@@ -274,14 +274,6 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path):
     assert int(done.stdout) < 100 * 1024  # KiB
 
 
-def test_a_name_in_two_files(tmp_path: Path):
-    for number in (1, 2):
-        arrays = {"x": np.full(3, number, np.float32)}
-        safetensors.numpy.save_file(arrays, tmp_path / f"{number}.safetensors")
-    with pytest.raises(ValueError, match=r"x is in two files, 1.safetensors and 2.safetensors"):
-        checkpoint.read(tmp_path)
-
-
 ARRAYS = (
     np.arange(5),
     np.full((2, 3), 3.5),

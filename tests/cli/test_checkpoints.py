@@ -26,6 +26,7 @@ from mx_jax.commands import output, stream
 from mx_jax.commands.output import partial_folder
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.checkpoint.gguf_bytes import Tensor, gguf
 from tests.checkpoint.killed import killed
 from tests.cli.conftest import Cli
 
@@ -330,25 +331,22 @@ def test_a_tree_stays_a_tree(tmp_path: Path, cli: Cli):
     assert checkpoint.load(path)["layers"][0]["kernel"].shape == (64, 8)
 
 
-def test_gguf_of_values_that_only_ggml_stores(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-):
-    """What no MXArray holds is float32, and that is told."""
-    from mx_jax.checkpoint.weights import Stored, Weights
-
-    one = Stored(
-        shape=(8, 64),
-        nbytes=544,
-        fetch=lambda: jnp.asarray(matrix()),
-        layout="gguf-q8_0",
-        dequantized=True,
-    )
-    opened = Weights(tmp_path / "m.gguf", {"token_embd.weight": one})
-    monkeypatch.setattr(checkpoint, "read", lambda *a, **k: opened)
-    out = tmp_path / "out.safetensors"
-    _, said = cli("quantize", "m.gguf", out, "--format", "mxfp4")
-    assert "1 tensors of gguf-q8_0, which is read only, become float32" in said
-    cli("quantize", "m.gguf", out, "--format", "mxfp4", "--keep", "", "--force")
+def test_gguf_of_values_that_only_ggml_stores(tmp_path: Path, cli: Cli):
+    """What no MXArray holds is float32, and that is said; llama.cpp's package reads Q6_K."""
+    pytest.importorskip("gguf")
+    path, out = tmp_path / "m.gguf", tmp_path / "out.safetensors"
+    signed = np.float16(0.5).tobytes() + bytes(range(32))
+    tensors = {"token_embd.weight": Tensor(14, (256, 2), bytes(range(210)) * 2)}
+    path.write_bytes(gguf(tensors | {"up.weight": Tensor(8, (32, 2), signed * 2)}))
+    text, _ = cli("inspect", path, "--json")
+    rows = {row["name"]: row for row in json.loads(text)["tensors"]}
+    assert {row["stored"] for row in rows.values()} == {"gguf-q6_k", "gguf-q8_0"}
+    assert rows["up.weight"]["amax"] == 15.5 and rows["token_embd.weight"]["amax"] > 0
+    _, said = cli("quantize", path, out, "--format", "mxfp4")
+    assert "1 tensors of gguf-q6_k, which is read only, become float32" in said
+    values = np.asarray(checkpoint.load(out)["token_embd.weight"])
+    np.testing.assert_array_equal(values, checkpoint.read(path)["token_embd.weight"])
+    cli("quantize", path, out, "--format", "mxfp4", "--keep", "", "--force")
     assert checkpoint.load(out)["token_embd.weight"].format.name == "mxfp4"
 
 

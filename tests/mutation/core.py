@@ -169,8 +169,5 @@ CORE: dict[str, tuple[str, ...]] = {
         "tests/checkpoint/test_transcoding.py::test_every_scale",
         "tests/checkpoint/test_qarray.py::test_powers_of_two_divide_exactly",
     ),
-    "mx_jax.checkpoint.transcoding": (
-        "tests/checkpoint/test_transcoding.py",
-        "--deselect=tests/checkpoint/test_transcoding.py::test_from_gguf_to_others",
-    ),
+    "mx_jax.checkpoint.transcoding": ("tests/checkpoint/test_transcoding.py",),
 }
