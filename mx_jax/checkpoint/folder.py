@@ -201,9 +201,6 @@ def check_whole(files: list[Path], where: str, are: str = f"there and no {INDEX}
             )
 
 
-_READ = "checkpoint.read"
-
-
 def readers_of(path: Path, where: str) -> tuple[list[Reader], dict[str, Reader]]:
     """The files of a checkpoint, and the one of each tensor."""
     if not path.is_dir():
@@ -226,7 +223,7 @@ def readers_of(path: Path, where: str) -> tuple[list[Reader], dict[str, Reader]]
                     )
                 found[name] = reader
         return opened, found
-    named = read_table(index, _READ).get("weight_map")
+    named = read_table(index, "checkpoint.read").get("weight_map")
     if not isinstance(named, dict):
         raise ValueError(f"{where}: {INDEX} has no weight_map")
     for file in named.values():
@@ -245,9 +242,11 @@ def config_of(path: Path) -> dict[str, Any]:
     folder = path if path.is_dir() else path.parent
     found: dict[str, Any] = {}
     if (folder / "config.json").is_file():
-        found = read_table(folder / "config.json", _READ)
+        found = read_table(folder / "config.json", "checkpoint.read")
     if "quantization_config" not in found and (folder / "hf_quant_config.json").is_file():
-        stated = read_table(folder / "hf_quant_config.json", _READ).get("quantization") or {}
+        stated = (
+            read_table(folder / "hf_quant_config.json", "checkpoint.read").get("quantization") or {}
+        )
         if not isinstance(stated, dict):
             raise ValueError(
                 f"checkpoint.read: {folder / 'hf_quant_config.json'}: quantization is no table, "
@@ -278,7 +277,7 @@ def read_table(path: Path, where: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def progress_bar(verb: str, total: int, shown: bool) -> Iterator[Callable[[str, int], None]]:
-    """Yields what is told a tensor's name and bytes; on stderr, or nowhere."""
+    """Yields a function of a tensor's name and the bytes that are done; on stderr, or nowhere."""
     columns = (TextColumn("{task.description:<40}"), BarColumn(), DownloadColumn())
     with Progress(
         *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown

@@ -36,7 +36,7 @@ class Layout:
     Attributes:
       name: what users and messages call it.
       format: of the weight.
-      codes: suffix of the codes' name; FP4 lies two in a byte, the first in the low nibble, FP6
+      codes: suffix of the codes' name; FP4 is two in a byte, the first in the low nibble, FP6
         four in three bytes.
       scales: suffix of the block scales' name.
       tensor_scale: of the tensor scale's name, or None.

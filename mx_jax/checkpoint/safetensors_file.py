@@ -154,7 +154,7 @@ def write(
       path: of the file; its folder has to be there.
       entries: tensors by name; one at a time is in memory.
       metadata: of the header.
-      step: told each tensor's name and bytes once it is written.
+      step: called with each tensor's name and bytes once it is written.
 
     Raises:
       ValueError: a dtype that the format does not have, or a tensor other than announced.

@@ -69,7 +69,7 @@ def tensor_scale(
     """What codes are multiplied by: one number for the tensor, or one for each of its experts.
 
     Args:
-      stored: as it lies in the file.
+      stored: as it is in the file.
       shape: of the weight; `[experts, out, in]` may have a number for each.
       divides: whether what is stored divides.
       layout: its name, for the error.
@@ -153,7 +153,7 @@ def decoded(x: MXArray) -> Iterator[np.ndarray]:
         yield table[codes[rows]] * shared
 
 
-# Trained weights lie well within these; a tensor scale that is taken the other way around, or
+# Trained weights are well within these; a tensor scale that is taken the other way around, or
 # twice, does not.
 _LARGEST, _SMALLEST = 1e3, 1e-6
 _MANY_ZEROS, _MANY_SATURATED = 0.9, 0.5

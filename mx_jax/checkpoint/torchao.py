@@ -6,7 +6,6 @@ in the tiles of tensor cores. Source: torchao 0.18, prototype/safetensors.
 """
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Mapping
@@ -46,7 +45,7 @@ NAMES = "tensor_names"
 QDATA, SCALE, TENSOR_SCALE = "qdata", "scale", "per_tensor_scale"
 ROLES = (QDATA, SCALE, TENSOR_SCALE)
 PLAIN, MX, NVFP4_TENSOR, FLOAT8 = "Tensor", "MXTensor", "NVFP4Tensor", "Float8Tensor"
-# Of MXTensor, by what it calls its elements. FP4 lies two in a byte, FP6 one.
+# Of MXTensor, by what it calls its elements. FP4 is two in a byte, FP6 one.
 ELEMENTS = {
     "float8_e4m3fn": MXFP8_E4M3,
     "float8_e5m2": MXFP8_E5M2,
@@ -56,34 +55,6 @@ ELEMENTS = {
 }
 FLOAT8_ELEMENTS = {np.dtype(ml_dtypes.float8_e4m3fn): E4M3, np.dtype(ml_dtypes.float8_e5m2): E5M2}
 _DTYPES = ("bfloat16", "float16", "float32")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Weight:
-    """What the metadata say of one weight.
-
-    Attributes:
-      kind: its class.
-      format: of its MXArray.
-      blocks: of that.
-      shape: of the weight.
-      dtype: that was quantized.
-      swizzled: whether its scales lie in the tiles of tensor cores.
-      files: of its tensors, by their role.
-    """
-
-    kind: str
-    format: BlockFormat
-    blocks: Blocks
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    swizzled: bool
-    files: Mapping[str, tuple[Reader, str]]
-
-
-def is_torchao(readers: Mapping[str, Reader]) -> bool:
-    """Whether files name the classes of their tensors."""
-    return any(NAMES in reader.metadata for reader in readers.values())
 
 
 def read_torchao(readers: Mapping[str, Reader], where: str) -> dict[str, Stored]:
@@ -102,20 +73,14 @@ def read_torchao(readers: Mapping[str, Reader], where: str) -> dict[str, Stored]
         at = f"{where}: {name}"
         try:
             facts = json.loads(text)
-            kind = facts["_type"]
-            weight = None if kind == PLAIN else _weight(name, facts, readers)
+            if facts["_type"] == PLAIN:
+                continue
+            kind, data = facts["_type"], facts["_data"]
+            files = _files(name, facts, readers)
+            stored[name] = _stored(kind, data, files, at)
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(f"{at}: what torchao says of it is not read: {error!s}") from error
-        if weight is None:
-            continue
-        parts = list(weight.files.values())
-        taken |= {found for _, found in parts}
-        stored[name] = Stored(
-            shape=weight.shape,
-            nbytes=sum(reader.nbytes(found) for reader, found in parts),
-            fetch=functools.partial(_fetch, weight, at),
-            layout=f"torchao-{weight.kind}",
-        )
+        taken |= {found for _, found in files.values()}
     for name, reader in readers.items():
         if name not in taken:
             stored[name] = stored_plain(reader, name, f"{where}: {name}")
@@ -136,17 +101,26 @@ def _said(readers: Mapping[str, Reader], where: str) -> dict[str, str]:
     return found
 
 
-def _weight(name: str, facts: Mapping[str, Any], readers: Mapping[str, Reader]) -> _Weight:
-    """Raises whatever the metadata's damage comes to; the caller says where."""
-    kind, data, begin = facts["_type"], facts["_data"], base(name)
+# Of a weight's tensors by their role, the file and the name in it.
+_Files = dict[str, tuple[Reader, str]]
+
+
+def _files(name: str, facts: Mapping[str, Any], readers: Mapping[str, Reader]) -> _Files:
+    begin = base(name)
     roles = [role for role in facts["_tensor_data_names"] if role in ROLES]
     missing = [begin + role for role in roles if begin + role not in readers]
     if missing or QDATA not in roles or SCALE not in roles:
         raise ValueError(f"it has tensors {roles}, and {missing} are missing")
-    files = {role: (readers[begin + role], begin + role) for role in roles}
-    dtype, lies, _ = files[QDATA][0].tensors[begin + QDATA]
+    return {role: (readers[begin + role], begin + role) for role in roles}
+
+
+def _stored(kind: str, data: Mapping[str, Any], files: _Files, where: str) -> Stored:
+    """Raises whatever the metadata's damage comes to; the caller says where."""
+    (codes_dtype, given, _), (scales_dtype, scales_given, _) = (
+        files[role][0].facts(files[role][1]) for role in (QDATA, SCALE)
+    )
     if kind == FLOAT8:
-        format, blocks = _float8(dtype, lies, data["block_size"])
+        format, blocks = _float8(codes_dtype, given, data["block_size"])
     elif kind in (MX, NVFP4_TENSOR):
         format = NVFP4 if kind == NVFP4_TENSOR else ELEMENTS[_plain_name(data["elem_dtype"])]
         blocks = ((-1, format.block[1]),)
@@ -154,20 +128,38 @@ def _weight(name: str, facts: Mapping[str, Any], readers: Mapping[str, Reader]) 
             raise ValueError(f"{format.name} with block_size={data['block_size']!r}")
     else:
         raise ValueError(f"its class is {kind}; read are {MX}, {NVFP4_TENSOR} and {FLOAT8}")
-    codes_per_byte = 2 if format.element.bits == 4 else 1
-    if len(lies) < 2 or dtype.itemsize != 1:
-        raise ValueError(f"its {QDATA} is {dtype}{list(lies)}")
-    weight = _Weight(
-        kind=kind,
-        format=format,
-        blocks=blocks,
-        shape=(*lies[:-1], lies[-1] * codes_per_byte),
-        dtype=_dtype(data["dtype" if kind == FLOAT8 else "orig_dtype"]),
-        swizzled=data.get("is_swizzled_scales") is True,
-        files=files,
-    )
-    _check_scales(weight)
-    return weight
+    if len(given) < 2 or codes_dtype.itemsize != 1:
+        raise ValueError(f"its {QDATA} is {codes_dtype}{list(given)}")
+    packed = format.element.bits == 4
+    shape = (*given[:-1], given[-1] * (2 if packed else 1))
+    dtype = _dtype(data["dtype" if kind == FLOAT8 else "orig_dtype"])
+    swizzled = data.get("is_swizzled_scales") is True
+    expected = scales_shape(shape, blocks)
+    fits = scales_given == expected
+    if swizzled:
+        fits = math.prod(scales_given) == math.prod(_tiles(expected))
+    if not fits or scales_dtype != format.scale.dtype:
+        raise ValueError(
+            f"its scales are {scales_dtype}{list(scales_given)}, swizzled={swizzled}, and "
+            f"{format.name} of shape={shape} needs {format.scale.dtype}{list(expected)}"
+        )
+
+    def fetch() -> MXArray:
+        found = {role: reader.read(name) for role, (reader, name) in files.items()}
+        codes, scales, whole = found[QDATA].view(np.uint8), found[SCALE], None
+        if swizzled:
+            sizes = math.prod(expected[:-1]), expected[-1]
+            scales = packing.from_blocked_scales(scales.reshape(_tiles(expected)), *sizes)
+        if packed:
+            codes = packing.unpack(codes, 4, shape[-1])
+        if format.tensor_scale:
+            one = found.get(TENSOR_SCALE, np.ones((), np.float32))
+            whole = tensor_scale(one, shape, divides=False, layout="torchao", where=where)
+        scales = block_scales(scales.reshape(expected), format, where)
+        return built(codes, scales, whole, format, blocks, dtype, where)
+
+    nbytes = sum(reader.nbytes(name) for reader, name in files.values())
+    return Stored(shape=shape, nbytes=nbytes, fetch=fetch, layout=f"torchao-{kind}")
 
 
 def base(name: str) -> str:
@@ -207,43 +199,9 @@ def _float8(dtype: np.dtype, shape: tuple[int, ...], sizes: Any) -> tuple[BlockF
     return known_block(made) or made, blocks
 
 
-def _check_scales(weight: _Weight) -> None:
-    """ValueError for scales of another size than the codes ask for."""
-    reader, name = weight.files[SCALE]
-    dtype, given, _ = reader.tensors[name]
-    expected = scales_shape(weight.shape, weight.blocks)
-    fits = given == expected
-    if weight.swizzled:
-        fits = math.prod(given) == math.prod(_tiles(expected))
-    if not fits or dtype != weight.format.scale.dtype:
-        raise ValueError(
-            f"its scales are {dtype}{list(given)}, swizzled={weight.swizzled}, and "
-            f"{weight.format.name} of shape={weight.shape} needs {weight.format.scale.dtype}"
-            f"{list(expected)}"
-        )
-
-
 def _tiles(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of scales in tiles of 128 x 4, as tensor cores have them."""
     return -(-math.prod(shape[:-1]) // 128), -(-shape[-1] // 4), 32, 4, 4
-
-
-def _fetch(weight: _Weight, where: str) -> MXArray:
-    found = {role: reader.read(name) for role, (reader, name) in weight.files.items()}
-    codes, scales = found[QDATA].view(np.uint8), found[SCALE]
-    expected = scales_shape(weight.shape, weight.blocks)
-    if weight.swizzled:
-        sizes = math.prod(expected[:-1]), expected[-1]
-        tiles = scales.reshape(_tiles(expected))
-        scales = packing.from_blocked_scales(tiles, *sizes).reshape(expected)
-    if weight.format.element.bits == 4:
-        codes = packing.unpack(codes, 4, weight.shape[-1])
-    whole = None
-    if weight.format.tensor_scale:
-        given = found.get(TENSOR_SCALE, np.ones((), np.float32))
-        whole = tensor_scale(given, weight.shape, divides=False, layout="torchao", where=where)
-    scales = block_scales(scales, weight.format, where)
-    return built(codes, scales, whole, weight.format, weight.blocks, weight.dtype, where)
 
 
 def torchao_parts(name: str, value: MXArray | Any) -> tuple[dict[str, Entry], dict[str, str]]:

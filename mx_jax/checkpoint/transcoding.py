@@ -199,7 +199,7 @@ def _wanted(x: MXArray, blocks: Blocks, scale: ScaleFormat) -> tuple[np.ndarray,
             high = np.maximum.reduceat(high, starts, axis)
             low = np.minimum.reduceat(low, starts, axis)
             bad = np.logical_or.reduceat(bad, starts, axis)
-    # Codes that are not zero may lie under a scale that is, which exponents cannot be.
+    # Codes that are not zero may be under a scale that is, which exponents cannot be.
     lost = (low == 0) & (scale.kind == "exponent")
     return high, bad | lost | ((high != low) & np.isfinite(low))
 

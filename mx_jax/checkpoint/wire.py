@@ -76,7 +76,7 @@ class Described:
       blocks: axes from the end with sizes.
       shape: of the tensor.
       dtype: that was quantized.
-      packed: whether the codes lie at their real width, or one in a byte.
+      packed: whether the codes are at their real width, or one in a byte.
     """
 
     format: BlockFormat
