@@ -198,9 +198,8 @@ def _planned(name: str, one: Stored, row: Layout | None) -> Conversion:
         # That of what is quantized anew is not known yet, and no other's has to be it.
         facts["tensor_scale"] = None if found.unfit else found.tensor_scale
     if facts["how"] is How.REQUANTIZED:
-        _judged(
-            name, x.shape, row
-        )  # what cannot be quantized is refused before anything is written
+        # What cannot be quantized is refused before anything is written.
+        _judged(name, x.shape, row)
     return Conversion(**facts)
 
 
@@ -270,12 +269,11 @@ def _converted(weights: Weights, row: Layout | None, planned: Conversion) -> Any
         judged = _judged(name, one.shape, row)
         return deferred(requantized, quantized_like(judged, struct(one.shape, jnp.float32)))
     # Codes stay, scales are those of the layout's blocks.
+    whole = struct((1,) * len(one.shape), jnp.float32) if row.format.tensor_scale else None
     like = MXArray(
         codes=struct(one.shape, jnp.uint8),
         scales=struct(row.scales_shape(one.shape), row.format.scale.storage_dtype),
-        tensor_scale=struct((1,) * len(one.shape), jnp.float32)
-        if row.format.tensor_scale
-        else None,
+        tensor_scale=whole,
         format=row.format,
         blocks=row.blocks,
         dtype=jnp.dtype("float32"),

@@ -88,64 +88,63 @@ def samples() -> list[Sample]:
     """One of each kind, small enough to be read in a millisecond."""
     rng = np.random.default_rng(0)
     mx, fp8 = draw(MXFP4, (8, 64), rng), draw(MXFP8_E4M3, (8, 64), rng)
-    nv = draw(NVFP4, (8, 64), rng)
-    norm = jnp.ones(3)
-    made = [Sample("gguf", {"model.gguf": _gguf()}, read_all)]
-    kinds: tuple[tuple[str, Any, dict[str, Any]], ...] = (
-        ("own", None, {}),
-        ("compressed-tensors", {"a.weight": mx}, {"layout": "mxfp4-pack-quantized"}),
-        ("gpt-oss", {"a": mx}, {"layout": "gpt-oss"}),
-        ("modelopt", {"a.weight": nv}, {"layout": "modelopt-nvfp4", "max_shard_size": 200}),
-        ("torchao", {"a.weight": nv, "b.weight": fp8, "c.weight": mx}, {"layout": "torchao"}),
-    )
-    for name, weights, options in kinds:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder)
-            whole = path if "max_shard_size" in options else path / "model.safetensors"
-            if weights is None:
-                checkpoint.save(whole, {"a": {0: mx, "b": nv}, "norm": norm})
-            else:
-                checkpoint.write(whole, weights | {"norm": norm}, **options)
-            files = {file.name: file.read_bytes() for file in path.iterdir()}
-        made.append(Sample(name, files | _config(name), load if weights is None else read_all))
-    return [*made, *_newer(rng), *layout_samples(rng), *word_samples()]
-
-
-def _newer(rng: np.random.Generator) -> list[Sample]:
-    """Several files of our own, what config.json states, and what `convert` makes of layouts."""
+    nv, norm = draw(NVFP4, (8, 64), rng), {"norm": jnp.ones(3)}
     one, fused = draw(MXFP4, (8, 64), rng), draw(MXFP4, (2, 4, 64), rng)
     one, fused = (dataclasses.replace(x, scales=x.scales % 8 + 120) for x in (one, fused))
     experts = {"mlp.experts.gate_up_proj": fused, "mlp.experts.gate_up_proj_bias": jnp.ones((2, 4))}
-    stated = checkpoint.quantization_config
-    own = {"a": {0: one, "b": fused}, "norm": jnp.ones(3)}
-    parts: dict[str, Any] = {"max_shard_size": 200}
-    rows: tuple[tuple[str, Any, dict[str, Any], Reader], ...] = (
-        ("own shards", own, parts, load_shards),
-        ("stated", {"a.weight": one}, {"layout": "mxfp4-pack-quantized"}, read_all),
-        ("gpt-oss original", {"mlp.mlp1_weight": fused}, {"layout": "gpt-oss-original"}, read_all),
-        ("gpt-oss apart", experts, {"layout": "gpt-oss"}, convert_to("--to", "compressed-tensors")),
-        (
-            "transcoded",
-            {"a.weight": one},
-            {"layout": "modelopt-mxfp4", **parts},
-            convert_to("--to", "modelopt-nvfp4"),
-        ),
-    )
-    made = []
-    for name, weights, options, read in rows:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder)
-            whole = path if "max_shard_size" in options else path / "model.safetensors"
-            config: dict[str, Any] = {"model_type": "gpt_oss", "torch_dtype": "float32"}
-            if "layout" in options:
-                config["quantization_config"] = stated(weights, layout=options["layout"])
-                checkpoint.write(whole, weights | {"norm": jnp.ones(3)}, **options)
-            else:
-                checkpoint.save(whole, weights, **options)
-            (path / "config.json").write_text(json.dumps(config))
-            files = {file.name: file.read_bytes() for file in path.iterdir()}
-        made.append(Sample(name, files, read))
-    return made
+    parts, packed = {"max_shard_size": 200}, "mxfp4-pack-quantized"
+    theirs = {"a.weight": nv, "b.weight": fp8, "c.weight": mx}
+    compressed = {"quant_method": "compressed-tensors", "format": packed}
+    config = {"torch_dtype": "float32", "quantization_config": compressed}
+    modelopt = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    made = {
+        "own": written({"a": {0: mx, "b": nv}} | norm),
+        "compressed-tensors": written({"a.weight": mx} | norm, packed, config),
+        "gpt-oss": written({"a": mx} | norm, "gpt-oss"),
+        "modelopt": written({"a.weight": nv} | norm, "modelopt-nvfp4", **parts)
+        | {"hf_quant_config.json": json.dumps(modelopt).encode()},
+        "torchao": written(theirs | norm, "torchao"),
+        # What config.json states, and what `convert` makes of layouts.
+        "own shards": written({"a": {0: one, "b": fused}} | norm, None, GPT_OSS, **parts),
+        "stated": stated({"a.weight": one} | norm, packed),
+        "gpt-oss original": stated({"mlp.mlp1_weight": fused} | norm, "gpt-oss-original"),
+        "gpt-oss apart": stated(experts | norm, "gpt-oss"),
+        "transcoded": stated({"a.weight": one} | norm, "modelopt-mxfp4", **parts),
+    }
+    readers = {
+        "own": load,
+        "own shards": load_shards,
+        "gpt-oss apart": convert_to("--to", "compressed-tensors"),
+        "transcoded": convert_to("--to", "modelopt-nvfp4"),
+    }
+    return [
+        Sample("gguf", {"model.gguf": _gguf()}, read_all),
+        *(Sample(name, files, readers.get(name, read_all)) for name, files in made.items()),
+        *layout_samples(rng),
+        *word_samples(),
+    ]
+
+
+GPT_OSS = {"model_type": "gpt_oss", "torch_dtype": "float32"}
+
+
+def written(weights: Any, layout: str | None = None, config: Any = None, **options: Any) -> Files:
+    """The files of a checkpoint in a layout, or our own, and config.json if it says anything."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        whole = path if options else path / "model.safetensors"
+        if layout is None:
+            checkpoint.save(whole, weights, **options)
+        else:
+            checkpoint.write(whole, weights, layout=layout, **options)
+        files = {file.name: file.read_bytes() for file in path.iterdir()}
+    return files if config is None else files | {"config.json": json.dumps(config).encode()}
+
+
+def stated(weights: Any, layout: str, **options: Any) -> Files:
+    """The same, where config.json says the layout."""
+    said = checkpoint.quantization_config(weights, layout=layout)
+    return written(weights, layout, GPT_OSS | {"quantization_config": said}, **options)
 
 
 def _gguf() -> bytes:
@@ -168,18 +167,6 @@ def _gguf() -> bytes:
         tensors["f.weight"] = Tensor(12, (256, 2), bytes(range(144)) * 2)
         tensors["g.weight"] = Tensor(16, (256,), bytes(range(66)))
     return gguf(tensors, pairs)
-
-
-def _config(kind: str) -> Files:
-    """What stands beside the files in a folder."""
-    if kind == "modelopt":
-        said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
-        return {"hf_quant_config.json": json.dumps(said).encode()}
-    stated = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
-    if kind != "compressed-tensors":
-        return {}
-    config = {"torch_dtype": "float32", "quantization_config": stated}
-    return {"config.json": json.dumps(config).encode()}
 
 
 def layout_samples(rng: np.random.Generator) -> list[Sample]:
