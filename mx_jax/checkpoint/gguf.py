@@ -209,7 +209,14 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     count, pairs = (cursor.number("Q", "its counts") for _ in range(2))
     metadata = _metadata(cursor, pairs)
     infos = _tensors(cursor, count)
-    return metadata, _placed(infos, _alignment(metadata, cursor.where), cursor, content)
+    tensors = _placed(infos, _alignment(metadata, cursor.where), cursor, content)
+    left = [name for name, tensor in tensors.items() if tensor.type.decode is None]
+    if left and importlib.util.find_spec("gguf") is None:
+        raise ValueError(
+            f"{cursor.where}: {left[0]} has type={tensors[left[0]].type.name}, one of {len(left)} "
+            "tensors that llama.cpp's package reads: pip install 'mx_jax[gguf]'"
+        )
+    return metadata, tensors
 
 
 @dataclasses.dataclass
@@ -301,11 +308,6 @@ def _tensors(cursor: _Cursor, count: int) -> dict[str, tuple[GgufType, tuple[int
             raise ValueError(
                 f"{where} has type={number} ({_UNREAD.get(number, 'unknown')}), which mx_jax does "
                 f"not read; it reads {', '.join(each.name for each in GGUF_TYPES.values())}"
-            )
-        if row.decode is None and importlib.util.find_spec("gguf") is None:
-            raise ValueError(
-                f"{where} has type={number} ({row.name}), which llama.cpp's package reads: "
-                "pip install 'mx_jax[gguf]'"
             )
         if 0 in shape or (shape[-1] if shape else 1) % row.block:
             raise ValueError(
