@@ -1,16 +1,16 @@
 """Quantized weights on disk: codes at their real width, and beside them what they are."""
 
+from mx_jax.checkpoint.export import quantization_config as quantization_config
 from mx_jax.checkpoint.export import write as write
 from mx_jax.checkpoint.file import load as load
 from mx_jax.checkpoint.file import save as save
 from mx_jax.checkpoint.foreign import read as read
-from mx_jax.checkpoint.layout import Layout as Layout
 from mx_jax.checkpoint.layouts import LAYOUTS as LAYOUTS
-from mx_jax.checkpoint.plausible import Plausibility as Plausibility
-from mx_jax.checkpoint.plausible import plausibility as plausibility
+from mx_jax.checkpoint.layouts import Layout as Layout
 from mx_jax.checkpoint.qarray import from_qarray as from_qarray
 from mx_jax.checkpoint.qarray import to_qarray as to_qarray
-from mx_jax.checkpoint.stated import quantization_config as quantization_config
+from mx_jax.checkpoint.scales import Plausibility as Plausibility
+from mx_jax.checkpoint.scales import plausibility as plausibility
 from mx_jax.checkpoint.transcoding import Certificate as Certificate
 from mx_jax.checkpoint.transcoding import transcode as transcode
 from mx_jax.checkpoint.weights import Stored as Stored

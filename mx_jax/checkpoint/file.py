@@ -11,15 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.deferred import Deferred
-from mx_jax.checkpoint.facts import VERSION, Described, describe
-from mx_jax.checkpoint.folder import readers_of
-from mx_jax.checkpoint.layout_reader import stored_plain
-from mx_jax.checkpoint.progress import progress_bar
+from mx_jax.checkpoint.folder import Resume, check_sizes, progress_bar, readers_of, write_files
 from mx_jax.checkpoint.safetensors_file import Entry, Reader
-from mx_jax.checkpoint.shards import Resume, check_sizes, write_files
-from mx_jax.checkpoint.weights import Stored, Weights, plain
-from mx_jax.checkpoint.wire import CODES, SCALES, TENSOR_SCALE, assemble, parts
+from mx_jax.checkpoint.weights import Stored, Weights, stored_plain
+from mx_jax.checkpoint.wire import (
+    CODES,
+    SCALES,
+    TENSOR_SCALE,
+    VERSION,
+    Described,
+    assemble,
+    describe,
+    parts,
+)
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked
 
@@ -82,17 +86,8 @@ def save(
         said = {"version": VERSION, "tensors": [described[name] for name in own]}
         return {"format": _OURS, _OURS: json.dumps(said)}
 
-    total = sum(entry.nbytes for entry in entries.values())
-    with progress_bar("write", total, progress) as step:
-        write_files(
-            Path(path),
-            entries,
-            metadata,
-            largest=max_shard_size,
-            resume=resume,
-            step=step,
-            group=owner.__getitem__,
-        )
+    sizes: Any = {"largest": max_shard_size, "resume": resume, "progress": progress}
+    write_files(Path(path), entries, metadata, group=owner.__getitem__, **sizes)
 
 
 def _taken_apart(
@@ -146,52 +141,51 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
       ((64, 8), ((-2, 32),), True)
     """
     where = f"checkpoint.load: {os.fspath(path)}"
-    readers, _ = readers_of(Path(path), where)
+    weights = own_weights(Path(path), readers_of(Path(path), where)[0], where)
     tree: dict[Any, Any] = {}
-    with progress_bar("read", sum(each.content.size for each in readers), progress) as step:
-        for reader in readers:
-            for keys, mx in _listed(reader, where):
-                name = "/".join(map(str, keys))
-                if mx is None:
-                    leaf = plain(reader.read(name), f"{where}: {name}")
-                    step(name, leaf.nbytes)
-                else:
-                    leaf = _fetch(reader, name, mx, where)
-                    step(name, sum(reader.nbytes(name) for name in _parts(reader, name)))
-                put(tree, keys, leaf, where)
+    total = sum(one.nbytes for one in weights.stored.values())
+    with progress_bar("read", total, progress) as step:
+        for name, one in weights.stored.items():
+            put(tree, weights.metadata["paths"][name], one.fetch(), where)
+            step(name, one.nbytes)
     return tree
 
 
-def own_weights(path: Path, readers: Sequence[Reader]) -> Weights | None:
-    """What `save` wrote, each tensor read when it is asked for; None: another's.
+def is_own(readers: Sequence[Reader]) -> bool:
+    """Whether `save` wrote one of a checkpoint's files."""
+    return any(_OURS in reader.metadata for reader in readers)
+
+
+def own_weights(path: Path, readers: Sequence[Reader], where: str) -> Weights:
+    """What `save` wrote, each tensor read when it is asked for.
 
     Names are the tree's keys joined by `/`, and `metadata["paths"]` has the keys of each.
 
     Args:
       path: of the file or folder.
       readers: of the file, or of all of the folder's.
+      where: how errors begin.
 
     Raises:
       ValueError: their metadata are damaged, of a newer version, or name what is not there; or
         some of the files are not what `save` wrote.
     """
-    if not any(_OURS in reader.metadata for reader in readers):
-        return None
-    where = f"checkpoint.read: {path}"
     stored, paths = {}, {}
     for reader in readers:
         for keys, mx in _listed(reader, where):
             name = "/".join(map(str, keys))
             if name in paths:
-                raise ValueError(f"{where}: {name} is in two files")
+                raise ValueError(f"{where}: its metadata is damaged: {name} is there twice")
             paths[name] = keys
+            at = f"{where}: {name}"
             if mx is None:
-                stored[name] = stored_plain(reader, name, f"{where}: {name}")
+                stored[name] = stored_plain(reader, name, at)
                 continue
+            described = Described.read(mx, at)
             stored[name] = Stored(
-                shape=Described.read(mx, f"{where}: {name}").shape,
+                shape=described.shape,
                 nbytes=sum(map(reader.nbytes, _parts(reader, name))),
-                fetch=functools.partial(_fetch, reader, name, mx, where),
+                fetch=functools.partial(_fetch, reader, name, described, at),
                 layout=_OURS,
             )
     return Weights(path, stored, {"paths": paths})
@@ -204,10 +198,9 @@ def _parts(reader: Reader, name: str) -> list[str]:
     return [f"{name}/{part}" for part in own]
 
 
-def _fetch(reader: Reader, name: str, mx: Any, where: str) -> MXArray:
-    names = _parts(reader, name)
-    arrays = {each.rpartition("/")[2]: reader.read(each) for each in names}
-    return assemble(Described.read(mx, f"{where}: {name}"), arrays, f"{where}: {name}")
+def _fetch(reader: Reader, name: str, described: Described, where: str) -> MXArray:
+    arrays = {each.rpartition("/")[2]: reader.read(each) for each in _parts(reader, name)}
+    return assemble(described, arrays, where)
 
 
 def _leaves(node: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
@@ -218,7 +211,7 @@ def _leaves(node: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
                     f"checkpoint.save: keys must be str or int, got {key!r} in {_shown(keys)}"
                 )
             yield from _leaves(value, (*keys, key))
-    elif isinstance(node, Quantized | jax.Array | np.ndarray | Deferred) and keys:
+    elif isinstance(node, Quantized | jax.Array | np.ndarray | Entry) and keys:
         if not isinstance(node, Quantized) and jnp.issubdtype(node.dtype, jax.dtypes.prng_key):
             raise TypeError(
                 f"checkpoint.save: {_shown(keys)} is a PRNG key; save jax.random.key_data of it"

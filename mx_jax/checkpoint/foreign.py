@@ -1,20 +1,25 @@
-"""Checkpoints of others, read tensor by tensor."""
+"""Checkpoints of others, read tensor by tensor: a weight is known by names, dtypes and shapes."""
 
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
-from mx_jax.checkpoint.file import own_weights
+from mx_jax.checkpoint.file import is_own, own_weights
 from mx_jax.checkpoint.folder import config_of, readers_of
 from mx_jax.checkpoint.gguf import gguf_in, read_gguf
-from mx_jax.checkpoint.layout import Layout
-from mx_jax.checkpoint.layout_reader import read_layouts
-from mx_jax.checkpoint.layouts import LAYOUTS, named
-from mx_jax.checkpoint.torchao import TORCHAO, is_torchao, read_torchao
-from mx_jax.checkpoint.weights import Weights
+from mx_jax.checkpoint.layouts import LAYOUTS, Facts, Layout, named
+from mx_jax.checkpoint.safetensors_file import Reader, dtype_name
+from mx_jax.checkpoint.scales import block_scales, tensor_scale
+from mx_jax.checkpoint.torchao import NAMES, TORCHAO, read_torchao
+from mx_jax.checkpoint.weights import Stored, Weights, stored_plain
+from mx_jax.checkpoint.wire import built
+from mx_jax.codecs import packing
+from mx_jax.formats import MXFP4
+from mx_jax.mxarray import MXArray
 
 
 def read(
@@ -61,31 +66,209 @@ def read(
         if layout is not None:
             raise ValueError(f"{where}: GGUF says what it is; leave out layout={layout!r}")
         return read_gguf(gguf, where)
-    return _read_safetensors(path, layout, rotated, where)
-
-
-def _read_safetensors(path: Path, layout: str | None, rotated: bool, where: str) -> Weights:
     files, readers = readers_of(path, where)
-    if (own := own_weights(path, files)) is not None:
+    if is_own(files):
         if layout not in (None, "mx_jax"):
             raise ValueError(
                 f"{where}: mx_jax wrote it, and it says what it is; leave out layout={layout!r}"
             )
-        return own
+        return own_weights(path, files, where)
     metadata = {key: value for reader in files for key, value in reader.metadata.items()}
-    if layout in (None, TORCHAO) and is_torchao(readers):
+    if layout in (None, TORCHAO) and NAMES in metadata:
         return Weights(path, read_torchao(readers, where), metadata)
     config = config_of(path)
     dtype = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"{where}: config.json names dtype={dtype!r}, no dtype of a model")
-    candidates = (named(layout),) if layout else _candidates(config, where)
-    stored = read_layouts(readers, candidates, dtype=jnp.dtype(dtype), rotated=rotated, where=where)
+    stated = config.get("quantization_config") or {}
+    if not layout and not isinstance(stated, dict):
+        raise ValueError(f"{where}: quantization_config is no table, got {stated!r}")
+    candidates = (named(layout),) if layout else [row for row in LAYOUTS if row.used_by(stated)]
+    stored = _read_layouts(readers, tuple(candidates) or LAYOUTS, jnp.dtype(dtype), where)
+    turned = [name for name, one in stored.items() if one.rotation is not None]
+    if turned and not rotated:
+        raise ValueError(
+            f"{where}: {len(turned)} weights take inputs that were rotated, such as {turned[0]} by "
+            f"{stored[turned[0]].rotation}; without that they give nonsense. Rotate the inputs, "
+            "and say rotated=True"
+        )
     return Weights(path, stored, metadata)
 
 
-def _candidates(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
-    stated = config.get("quantization_config") or {}
-    if not isinstance(stated, dict):
-        raise ValueError(f"{where}: quantization_config is no table, got {stated!r}")
-    return tuple(row for row in LAYOUTS if row.used_by(stated)) or LAYOUTS
+# Names that only a quantized weight's scales have: one that no weight takes is an error.
+_SCALE_NAMES = tuple(
+    dict.fromkeys(
+        suffix
+        for layout in LAYOUTS
+        for suffix in (layout.scales, layout.tensor_scale)
+        if suffix is not None and suffix not in (".scale", ".scales")
+    )
+)
+
+# What ModelOpt's AWQ and SVDQuant ask of inputs, or add to products. Unread, it would be missed.
+_ASKED = (".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b")
+
+
+def _match(
+    tensors: Mapping[str, Facts], candidates: tuple[Layout, ...], where: str
+) -> dict[str, tuple[str, Layout]]:
+    """From the names of quantized weights to the base of their tensors' names and their layouts."""
+    asked = [name for name in tensors if name.endswith(_ASKED)]
+    if asked:
+        raise ValueError(
+            f"{where}: {len(asked)} tensors such as {asked[0]} belong to weights of AWQ or "
+            "SVDQuant, which give nonsense without them, and mx_jax does not apply them; export "
+            "the model without"
+        )
+    found: dict[str, tuple[str, Layout]] = {}
+    for weight, (base, rows) in _accepting(tensors, candidates).items():
+        fitting = [row for row in rows if row.fits(base, tensors)]
+        if not fitting:
+            raise ValueError(f"{where}: {weight} {_misfit(rows[0], base, tensors)}")
+        if len(fitting) > 1:
+            raise ValueError(
+                f"{where}: {weight} fits several layouts: {', '.join(r.name for r in fitting)}; "
+                "say which with layout=, at the command line with --from"
+            )
+        found[weight] = base, fitting[0]
+    taken = {name for base, row in found.values() for name in row.parts(base).values()}
+    left = [name for name in tensors if name not in taken]
+    scales = [n for n in left if n.endswith(_SCALE_NAMES) or tensors[n][0] == "F8_E8M0"]
+    if scales:
+        named = "any layout that mx_jax reads"
+        if len(candidates) < len(LAYOUTS):
+            named = f"the layouts {', '.join(layout.name for layout in candidates)}"
+        shown = ", ".join(f"{name} {_facts(tensors[name])}" for name in scales[:3])
+        suffixes = [(row, s) for row in candidates for s in (row.scales, row.tensor_scale) if s]
+        rows = [(row, scales[0].removesuffix(s)) for row, s in suffixes if scales[0].endswith(s)]
+        nearest = "no such layout has scales of this name; mx_jax does not read it"
+        raise ValueError(
+            f"{where}: {len(scales)} scales belong to no weight of {named}: {shown}; "
+            f"{_nearest(rows, tensors) if rows else nearest}"
+        )
+    _check_codes(left, tensors, candidates, where)
+    return found
+
+
+def _nearest(rows: Iterable[tuple[Layout, str]], tensors: Mapping[str, Facts]) -> str:
+    """What the layout lacks that needs least for weights whose tensors' names begin so."""
+    lacks = [(row.name, row.lacks(base, tensors)) for row, base in rows]
+    row, lack = min(lacks, key=lambda each: len(each[1]))
+    return f"{row} needs {' and '.join(lack) or 'codes of whole bytes'}"
+
+
+def _facts(facts: Facts) -> str:
+    return f"{facts[0]}{list(facts[1])}"
+
+
+def _check_codes(
+    names: list[str], tensors: Mapping[str, Facts], candidates: tuple[Layout, ...], where: str
+) -> None:
+    """ValueError for codes that no row took: as plain numbers they would be nonsense.
+
+    A bare file may hold float8 or integers without scales, so there it takes a name that only codes
+    have, or something beside it that is called a scale.
+    """
+    stated = len(candidates) < len(LAYOUTS)
+    scaled = {name.rpartition(".")[0] for name in tensors if "scale" in name.rpartition(".")[2]}
+    for name in names:
+        dtype, shape = tensors[name]
+        rows = [row for row in candidates if name.endswith(row.codes) and row.codes_dtype == dtype]
+        rows = [row for row in rows if len(shape) >= row.least_axes]
+        certain = stated or name.rpartition(".")[0] in scaled
+        rows = [row for row in rows if certain or row.codes != row.weight]
+        if rows:
+            nearest = _nearest([(row, name.removesuffix(row.codes)) for row in rows], tensors)
+            raise ValueError(
+                f"{where}: {name} {_facts(tensors[name])} holds codes that no scales belong to: "
+                f"{nearest}; as plain numbers they would be nonsense"
+            )
+
+
+def _accepting(
+    tensors: Mapping[str, Facts], candidates: tuple[Layout, ...]
+) -> dict[str, tuple[str, list[Layout]]]:
+    """Layouts that a weight may have, by its name, with the base of its tensors' names."""
+    found: dict[str, tuple[str, list[Layout]]] = {}
+    for layout in candidates:
+        for name in tensors:
+            base = name.removesuffix(layout.codes)
+            if base != name and layout.accepts(base, tensors):
+                found.setdefault(base + layout.weight, (base, []))[1].append(layout)
+    return found
+
+
+def _misfit(layout: Layout, base: str, tensors: Mapping[str, Facts]) -> str:
+    parts = layout.parts(base)
+    shape = layout.shape(tensors[parts["codes"]][1])
+    expected, given = layout.scales_shape(shape), tensors[parts["scales"]][1]
+    hint = "they may be swizzled for tensor cores, or of another block size"
+    if given == (*expected[:-2], *reversed(expected[-2:])):
+        hint = "they lie the other way around"
+    return (
+        f"of shape={shape} in {layout.name} needs scales of shape={expected}, got "
+        f"{parts['scales']} of shape={given}; {hint}"
+    )
+
+
+def _read_layouts(
+    readers: Mapping[str, Reader], candidates: tuple[Layout, ...], dtype: np.dtype, where: str
+) -> dict[str, Stored]:
+    """The tensors of files, those that are a quantized weight together as one of that dtype."""
+    tensors: dict[str, Facts] = {
+        name: (dtype_name(reader.tensors[name][0]), reader.tensors[name][1])
+        for name, reader in readers.items()
+    }
+    quantized = _match(tensors, candidates, where)
+    stored: dict[str, Stored] = {}
+    taken: set[str] = set()
+    for name, (base, row) in quantized.items():
+        names = row.parts(base)
+        taken |= set(names.values())
+        parts = {part: functools.partial(readers[n].read, n) for part, n in names.items()}
+        stored[name] = Stored(
+            shape=row.shape(tensors[names["codes"]][1]),
+            nbytes=sum(readers[n].nbytes(n) for n in names.values()),
+            fetch=functools.partial(_quantized, row, parts, dtype, f"{where}: {name}"),
+            layout=row.name,
+            rotation=_rotation(readers, base, row),
+        )
+    for name in tensors:
+        if name not in taken:
+            stored[name] = stored_plain(readers[name], name, f"{where}: {name}")
+    return stored
+
+
+def _rotation(readers: Mapping[str, Reader], base: str, row: Layout) -> str | None:
+    """The name of the matrix that a weight's inputs are multiplied by, if it changes them."""
+    if row.rotation is None:
+        return None
+    name = base + row.rotation
+    matrix = readers[name].read(name).astype(np.float32)
+    same = matrix.ndim == 2 and np.array_equal(matrix, np.eye(*matrix.shape, dtype=np.float32))
+    return None if same else name
+
+
+def _quantized(
+    layout: Layout, parts: Mapping[str, functools.partial], dtype: np.dtype, where: str
+) -> MXArray:
+    found = {part: read() for part, read in parts.items()}
+    stored = found["codes"].view(np.uint8)
+    shape = layout.shape(stored.shape)
+    # Not -1: of no rows that could be any number.
+    stored = stored.reshape(*shape[:-1], shape[-1] * layout.format.element.bits // 8)
+    scales = found["scales"]
+    if layout.padded:
+        scales = scales[tuple(slice(count) for count in layout.scales_shape(shape))]
+    whole = None
+    if "tensor_scale" in found:
+        whole = tensor_scale(
+            found["tensor_scale"], shape, divides=layout.divides, layout=layout.name, where=where
+        )
+    if layout.exponents and whole is not None:
+        powers = block_scales(scales, MXFP4, where).astype(np.int32) - 127
+        scales, whole = np.ldexp(whole, powers), None
+    scales = block_scales(scales, layout.format, where)
+    codes = packing.unpack(stored, layout.format.element.bits, shape[-1])
+    scales = scales.reshape(layout.scales_shape(shape))
+    return built(codes, scales, whole, layout.format, layout.blocks, dtype, where)

@@ -1,17 +1,362 @@
-"""Tensors of GGUF files, as llama.cpp and its kin store them."""
+"""GGUF files, as llama.cpp and its kin store them.
 
+Nothing that a header says is believed before it is checked: no length, count or offset may reach
+beyond the file's end. Types of integers with many scales are left to llama.cpp's own package
+`gguf`, which gets bytes of the right number only. Source: the GGUF description, versions 2 and 3,
+little-endian, and ggml's block structures.
+"""
+
+import dataclasses
 import functools
+import importlib
+import importlib.util
+import itertools
+import math
+import struct
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
-from mx_jax.checkpoint.gguf_file import GgufFile, is_gguf
+from mx_jax.checkpoint.safetensors_file import check_name
 from mx_jax.checkpoint.scales import block_scales, tensor_scale
-from mx_jax.checkpoint.weights import Stored, Weights, on_device, plain
-from mx_jax.checkpoint.wire import checked
+from mx_jax.checkpoint.weights import Stored, Weights, plain
+from mx_jax.checkpoint.wire import built
+from mx_jax.formats import MXFP4, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_ALIGNMENT = "general.alignment"
+# As the struct module and NumPy call them.
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+# Arrays in arrays: nobody writes any, so a few are enough.
+_DEEPEST = 4
+_MOST_NESTED = 10_000
+# ggml's own.
+_MOST_AXES = 4
+
+# Types ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufType:
+    """One of ggml's types; blocks are along the last axis.
+
+    Attributes:
+      name: ggml's.
+      nbytes: of a block.
+      block: elements of a block.
+      decode: from blocks, uint8 `[rows, blocks, nbytes]`, to their values, or to codes and scales
+        as `format` has them; None: the package `gguf` gives the values.
+      format: of the MXArrays that hold it; None if none does.
+    """
+
+    name: str
+    nbytes: int
+    block: int = 1
+    decode: Callable[[np.ndarray], Any] | None = None
+    format: BlockFormat | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether its values are not stored as they are."""
+        return self.block > 1
+
+
+def _plain(name: str, dtype: type) -> GgufType:
+    return GgufType(name, np.dtype(dtype).itemsize, decode=lambda blocks: blocks.view(dtype))
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    """Codes of groups in order: their low nibbles, then their high ones."""
+    return np.concatenate([packed & 0xF, packed >> 4], axis=-1)
+
+
+def _halves(blocks: np.ndarray) -> np.ndarray:
+    """float16 numbers as float32."""
+    return np.ascontiguousarray(blocks).view(np.float16).astype(np.float32)
+
+
+def _mxfp4(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """E8M0, then 16 bytes. ggml's table has doubled values under a halved scale: E2M1's."""
+    return _nibbles(blocks[..., 1:]), blocks[..., :1]
+
+
+def _nvfp4(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Four E4M3 scales, then 8 bytes for each of their 16 elements; doubled and halved likewise."""
+    return _nibbles(blocks[..., 4:].reshape(-1, 4, 8)), blocks[..., :4]
+
+
+def _q4_0(blocks: np.ndarray) -> np.ndarray:
+    """A float16 scale, and codes from -8 to 7 that are stored from 0 on."""
+    return _halves(blocks[..., :2]) * (_nibbles(blocks[..., 2:]).astype(np.float32) - 8)
+
+
+def _q4_1(blocks: np.ndarray) -> np.ndarray:
+    """A float16 scale, a float16 minimum, and codes from 0 to 15."""
+    return _halves(blocks[..., :2]) * _nibbles(blocks[..., 4:]) + _halves(blocks[..., 2:4])
+
+
+def _q8_0(blocks: np.ndarray) -> np.ndarray:
+    """A float16 scale and signed bytes."""
+    return _halves(blocks[..., :2]) * blocks[..., 2:].view(np.int8)
+
+
+# By their numbers in a file.
+GGUF_TYPES: dict[int, GgufType] = {
+    0: _plain("F32", np.float32),
+    1: _plain("F16", np.float16),
+    2: GgufType("Q4_0", 18, 32, _q4_0),
+    3: GgufType("Q4_1", 20, 32, _q4_1),
+    6: GgufType("Q5_0", 22, 32),
+    7: GgufType("Q5_1", 24, 32),
+    8: GgufType("Q8_0", 34, 32, _q8_0),
+    10: GgufType("Q2_K", 84, 256),
+    11: GgufType("Q3_K", 110, 256),
+    12: GgufType("Q4_K", 144, 256),
+    13: GgufType("Q5_K", 176, 256),
+    14: GgufType("Q6_K", 210, 256),
+    16: GgufType("IQ2_XXS", 66, 256),
+    17: GgufType("IQ2_XS", 74, 256),
+    18: GgufType("IQ3_XXS", 98, 256),
+    19: GgufType("IQ1_S", 50, 256),
+    20: GgufType("IQ4_NL", 18, 32),
+    21: GgufType("IQ3_S", 110, 256),
+    22: GgufType("IQ2_S", 82, 256),
+    23: GgufType("IQ4_XS", 136, 256),
+    24: _plain("I8", np.int8),
+    25: _plain("I16", np.int16),
+    26: _plain("I32", np.int32),
+    27: _plain("I64", np.int64),
+    28: _plain("F64", np.float64),
+    29: GgufType("IQ1_M", 56, 256),
+    30: _plain("BF16", ml_dtypes.bfloat16),
+    34: GgufType("TQ1_0", 54, 256),
+    35: GgufType("TQ2_0", 66, 256),
+    39: GgufType("MXFP4", 17, 32, _mxfp4, MXFP4),
+    40: GgufType("NVFP4", 36, 64, _nvfp4, NVFP4),
+}
+# What others know by these numbers, for messages: nobody stores weights in them.
+_UNREAD = {9: "Q8_1", 15: "Q8_K", 41: "Q1_0"}
+
+# Headers --------------------------------------------------------------------------------------
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether there is a file that begins as these do."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of a file whose header has been checked.
+
+    Attributes:
+      type: its row.
+      shape: with the last axis contiguous: ggml's, reversed.
+      first: its first byte in the file.
+      content: the file, mapped.
+    """
+
+    type: GgufType
+    shape: tuple[int, ...]
+    first: int
+    content: np.ndarray = dataclasses.field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return math.prod(self.shape) // self.type.block * self.type.nbytes
+
+    def read(self) -> Any:
+        """What its type decodes its bytes to."""
+        row = self.type
+        # Not -1: of no rows that could be any number.
+        blocks = (self.shape[-1] if self.shape else 1) // row.block
+        stored = self.content[self.first : self.first + self.nbytes]
+        stored = stored.reshape(math.prod(self.shape[:-1]), blocks, row.nbytes)
+        # A scale that is no number is damage, which those who look at values report.
+        with np.errstate(all="ignore"):
+            if row.decode is not None:
+                return row.decode(stored)
+            quants: Any = importlib.import_module("gguf.quants")
+            kind = quants.GGMLQuantizationType[row.name]
+            return quants.dequantize(stored.reshape(len(stored), -1), kind)
+
+
+def _open(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    """What a file says of the model, and its tensors, checked; nothing of them is read."""
+    if not path.is_file():
+        raise FileNotFoundError(f"checkpoint: no file at {path}")
+    if not is_gguf(path):
+        raise ValueError(f"checkpoint: {path} is no GGUF file: it does not begin with GGUF")
+    # A plain view: slices of a memmap are slow.
+    content = np.asarray(np.memmap(path, np.uint8, mode="r"))
+    cursor = _Cursor(content.data, f"checkpoint: {path}", len(_MAGIC))
+    version = cursor.number("I", "its version")
+    if version not in _VERSIONS:
+        raise ValueError(
+            f"{cursor.where} has version={version}, this mx_jax reads {_VERSIONS}, little-endian"
+        )
+    count, pairs = (cursor.number("Q", "its counts") for _ in range(2))
+    metadata = _metadata(cursor, pairs)
+    infos = _tensors(cursor, count)
+    tensors = _placed(infos, _alignment(metadata, cursor.where), cursor, content)
+    left = [name for name, tensor in tensors.items() if tensor.type.decode is None]
+    if left and importlib.util.find_spec("gguf") is None:
+        raise ValueError(
+            f"{cursor.where}: {left[0]} has type={tensors[left[0]].type.name}, one of {len(left)} "
+            "tensors that llama.cpp's package reads: pip install 'mx_jax[gguf]'"
+        )
+    return metadata, tensors
+
+
+@dataclasses.dataclass
+class _Cursor:
+    """A place in a file, that reads forward and never beyond the end."""
+
+    content: memoryview
+    where: str
+    at: int
+    nested: int = 0
+
+    def take(self, length: int, what: str) -> memoryview:
+        left = len(self.content) - self.at
+        if length > left:
+            raise ValueError(
+                f"{self.where}: {what} at byte {self.at} would take {length} bytes, and the file "
+                f"has {left} more; it is damaged or cut short"
+            )
+        self.at += length
+        return self.content[self.at - length : self.at]
+
+    def number(self, letter: str, what: str) -> Any:
+        return struct.unpack(f"<{letter}", self.take(struct.calcsize(f"<{letter}"), what))[0]
+
+    def text(self, what: str, errors: str = "strict") -> str:
+        stored = self.take(self.number("Q", f"the length of {what}"), what)
+        try:
+            return str(stored, encoding="utf-8", errors=errors)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.where}: {what} is no UTF-8: {error}") from error
+
+
+def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    # A count beyond the file's end runs into it, and takes no memory before.
+    for index in range(count):
+        key = cursor.text(f"key {index} of {count}")
+        if key in found:
+            raise ValueError(f"{cursor.where}: the key {key!r} is there twice")
+        kind = cursor.number("I", f"the type of {key!r}")
+        found[key] = _value(cursor, kind, f"the value of {key!r}", _DEEPEST)
+    return found
+
+
+def _value(cursor: _Cursor, kind: int, what: str, depth: int) -> Any:
+    if kind in _SCALARS:
+        return cursor.number(_SCALARS[kind], what)
+    if kind == _STRING:
+        # Tokens may be any bytes.
+        return cursor.text(what, "backslashreplace")
+    if kind != _ARRAY:
+        raise ValueError(f"{cursor.where}: {what} has type={kind}, which GGUF does not have")
+    if depth == 0:
+        raise ValueError(f"{cursor.where}: {what} has arrays in arrays, {_DEEPEST} deep")
+    inner = cursor.number("I", what)
+    count = cursor.number("Q", what)
+    if inner == _ARRAY:
+        cursor.nested += count
+        if cursor.nested > _MOST_NESTED:
+            raise ValueError(
+                f"{cursor.where}: {what} has arrays in arrays, {cursor.nested} of them so far, and "
+                f"at most {_MOST_NESTED} are read"
+            )
+    if inner not in _SCALARS:
+        return tuple(_value(cursor, inner, what, depth - 1) for _ in range(count))
+    dtype = np.dtype(_SCALARS[inner])
+    stored = np.frombuffer(cursor.take(count * dtype.itemsize, what), np.uint8)
+    # A bool that is neither 0 nor 1 is no bool of NumPy's.
+    return stored != 0 if dtype == np.bool_ else stored.view(dtype)
+
+
+def _tensors(cursor: _Cursor, count: int) -> dict[str, tuple[GgufType, tuple[int, ...], int]]:
+    """Of each tensor its type, shape and offset, as the file says."""
+    found = {}
+    for index in range(count):
+        name = cursor.text(f"the name of tensor {index} of {count}")
+        check_name(name, cursor.where)
+        where = f"{cursor.where}: {name}"
+        if name in found:
+            raise ValueError(f"{where} is there twice")
+        axes = cursor.number("I", f"the number of axes of {name}")
+        if axes > _MOST_AXES:
+            raise ValueError(f"{where} has {axes} axes, GGUF has up to {_MOST_AXES}")
+        shape = tuple(cursor.number("Q", f"the shape of {name}") for _ in range(axes))[::-1]
+        number = cursor.number("I", f"the type of {name}")
+        offset = cursor.number("Q", f"the offset of {name}")
+        row = GGUF_TYPES.get(number)
+        if row is None:
+            raise ValueError(
+                f"{where} has type={number} ({_UNREAD.get(number, 'unknown')}), which mx_jax does "
+                f"not read; it reads {', '.join(each.name for each in GGUF_TYPES.values())}"
+            )
+        if 0 in shape or (shape[-1] if shape else 1) % row.block:
+            raise ValueError(
+                f"{where} has shape={shape}, and {row.name} needs rows of whole blocks of "
+                f"{row.block}"
+            )
+        found[name] = row, shape, offset
+    return found
+
+
+def _alignment(metadata: Mapping[str, Any], where: str) -> int:
+    found = metadata.get(_ALIGNMENT, 32)
+    if type(found) is not int or found <= 0 or found & (found - 1):
+        raise ValueError(f"{where}: {_ALIGNMENT} must be a power of two, got {found!r}")
+    return found
+
+
+def _placed(
+    infos: Mapping[str, tuple[GgufType, tuple[int, ...], int]],
+    alignment: int,
+    cursor: _Cursor,
+    content: np.ndarray,
+) -> dict[str, GgufTensor]:
+    """The tensors, if they are in the file, aligned and apart."""
+    start = cursor.at + -cursor.at % alignment
+    placed = {
+        name: GgufTensor(row, shape, start + offset, content)
+        for name, (row, shape, offset) in infos.items()
+    }
+    for name, (_, shape, offset) in infos.items():
+        tensor = placed[name]
+        if offset % alignment:
+            raise ValueError(
+                f"{cursor.where}: {name} lies at offset={offset}, no multiple of {alignment}"
+            )
+        if tensor.first + tensor.nbytes > len(cursor.content):
+            raise ValueError(
+                f"{cursor.where}: {name} of shape={shape} in {tensor.type.name} would end at byte "
+                f"{tensor.first + tensor.nbytes}, and the file has {len(cursor.content)}; it is "
+                "damaged or cut short"
+            )
+    ordered = sorted(placed.items(), key=lambda item: item[1].first)
+    for (name, one), (other, next) in itertools.pairwise(ordered):
+        if one.first + one.nbytes > next.first:
+            raise ValueError(f"{cursor.where}: {name} and {other} overlap at byte {next.first}")
+    return placed
+
+
+# Weights --------------------------------------------------------------------------------------
 
 
 def gguf_in(path: Path) -> Path | None:
@@ -25,9 +370,9 @@ def gguf_in(path: Path) -> Path | None:
 def read_gguf(path: Path, where: str) -> Weights:
     """Open a GGUF file.
 
-    MXFP4 and NVFP4 become MXArrays, Q8_0, Q4_0 and Q4_1 float32 values: no MXArray holds blocks of
-    integers with a float16 scale. A tensor scale beside NVFP4 is taken with it. What such an
-    MXArray gives when dequantized is float32, as in ggml.
+    MXFP4 and NVFP4 become MXArrays, all other quantized types float32 values: no MXArray holds
+    blocks of integers with a float16 scale. A tensor scale beside NVFP4 is taken with it. What such
+    an MXArray gives when dequantized is float32, as in ggml.
 
     Args:
       path: of the file.
@@ -35,67 +380,53 @@ def read_gguf(path: Path, where: str) -> Weights:
 
     Raises:
       FileNotFoundError: there is none.
-      ValueError: damaged, or with types that are not read.
+      ValueError: damaged, or with types that are not read, or not without the package `gguf`.
     """
-    file = GgufFile.open(path)
+    metadata, tensors = _open(path)
     scales = {
         name: found
-        for name, tensor in file.tensors.items()
+        for name, tensor in tensors.items()
         if tensor.type.format is not None and tensor.type.format.tensor_scale
         for found in (f"{name.removesuffix('.weight')}.scale", f"{name}.scale")
-        if found in file.tensors
+        if found in tensors
     }
     taken = set(scales.values())
-    stored = {
-        name: _stored(file, name, scales.get(name), f"{where}: {name}")
-        for name in file.tensors
-        if name not in taken
-    }
-    return Weights(path, stored, file.metadata)
+    stored: dict[str, Stored] = {}
+    for name, tensor in tensors.items():
+        if name in taken:
+            continue
+        row, scale = tensor.type, scales.get(name)
+        stored[name] = Stored(
+            shape=tensor.shape,
+            nbytes=tensor.nbytes + (0 if scale is None else tensors[scale].nbytes),
+            fetch=functools.partial(_fetch, tensors, name, scale, f"{where}: {name}"),
+            layout=f"gguf-{row.name.lower()}" if row.quantized else None,
+            dequantized=row.quantized and row.format is None,
+        )
+    return Weights(path, stored, metadata)
 
 
-def _stored(file: GgufFile, name: str, scale: str | None, where: str) -> Stored:
-    tensor = file.tensors[name]
-    quantized = tensor.type.quantized
-    beside = 0 if scale is None else file.tensors[scale].nbytes
-    return Stored(
-        shape=tensor.shape,
-        nbytes=tensor.nbytes + beside,
-        fetch=functools.partial(_fetch, file, name, scale, where),
-        layout=f"gguf-{tensor.type.name.lower()}" if quantized else None,
-        dequantized=quantized and tensor.type.format is None,
-    )
-
-
-def _fetch(file: GgufFile, name: str, scale: str | None, where: str) -> MXArray | jax.Array:
-    tensor = file.tensors[name]
-    row = tensor.type
-    if row.format is None:
-        (values,) = row.decode(file.read(name))
-        return plain(values.reshape(tensor.shape), where)
-    codes, scales = row.decode(file.read(name))
-    size = row.block // scales.shape[-1]
+def _fetch(
+    tensors: Mapping[str, GgufTensor], name: str, scale: str | None, where: str
+) -> MXArray | jax.Array:
+    tensor = tensors[name]
+    format = tensor.type.format
+    if format is None:
+        return plain(tensor.read().reshape(tensor.shape), where)
+    codes, scales = tensor.read()
+    size = tensor.type.block // scales.shape[-1]
     scales = scales.reshape(*tensor.shape[:-1], tensor.shape[-1] // size)
     whole = None
-    if row.format.tensor_scale:
-        # Beside NVFP4 lies one number, or one an expert, or none, which means one.
-        found = np.ones(1, np.float32) if scale is None else _numbers(file, scale, where)
+    if format.tensor_scale:
+        # Beside NVFP4 is one number, or one an expert, or none, which means one.
+        found = np.ones(1, np.float32)
+        if scale is not None:
+            kind = tensors[scale].type
+            if kind.quantized:
+                raise ValueError(
+                    f"{where}: its tensor scale {scale} must be plain numbers, got {kind.name}"
+                )
+            found = tensors[scale].read()
         whole = tensor_scale(found, tensor.shape, divides=False, layout="GGUF", where=where)
-    return checked(
-        MXArray(
-            codes=on_device(codes.reshape(tensor.shape)),
-            scales=on_device(block_scales(scales, row.format, where)),
-            tensor_scale=None if whole is None else jnp.asarray(whole),
-            format=row.format,
-            blocks=((-1, size),),
-            dtype=jnp.dtype("float32"),
-        ),
-        where,
-    )
-
-
-def _numbers(file: GgufFile, name: str, where: str) -> np.ndarray:
-    row = file.tensors[name].type
-    if row.quantized:
-        raise ValueError(f"{where}: its tensor scale {name} must be plain numbers, got {row.name}")
-    return row.decode(file.read(name))[0]
+    codes, scales = codes.reshape(tensor.shape), block_scales(scales, format, where)
+    return built(codes, scales, whole, format, ((-1, size),), "float32", where)

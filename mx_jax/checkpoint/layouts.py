@@ -4,8 +4,10 @@ Sources: the published checkpoints and the code that writes them; docs/checkpoin
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
-from mx_jax.checkpoint.layout import Layout
+from mx_jax.codecs.blocks import Blocks, scales_shape
 from mx_jax.formats import (
     E4M3,
     F32,
@@ -19,28 +21,165 @@ from mx_jax.formats import (
     BlockFormat,
 )
 
+# What a header says of a tensor: safetensors' name of its dtype, and its shape.
+Facts = tuple[str, tuple[int, ...]]
 
-def _compressed(format: str) -> tuple[tuple[str, str], ...]:
-    return ("quant_method", "compressed-tensors"), ("format", format)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The tensors that a quantized weight is stored as.
+
+    A weight called `<base><weight>` is the tensors `<base><codes>`, `<base><scales>` and, if there
+    is one, `<base><tensor_scale>`. Blocks lie along its last axis, the one that is contracted:
+    these are weights `[out, in]`.
+
+    Attributes:
+      name: what users and messages call it.
+      format: of the weight.
+      codes: suffix of the codes' name; FP4 is two in a byte, the first in the low nibble, FP6
+        four in three bytes.
+      scales: suffix of the block scales' name.
+      tensor_scale: of the tensor scale's name, or None.
+      weight: of the weight's name.
+      codes_dtype: safetensors' name of the codes' dtype.
+      scales_dtypes: those that the scales may have.
+      divides: whether the tensor scale is stored as what it divides by.
+      scale_shape: of the tensor scale as it is written; any of one number is read.
+      rotation: suffix of the matrix by which inputs have to be rotated, in groups along their last
+        axis, before they meet such a weight; None for weights as they were trained.
+      padded: whether the scales may be padded to whole tiles of 128 x 4, rows in order.
+      exponents: whether E8M0 scales and the tensor scale are stored that make float32 scales
+        together, `2^(scale - 127)` times the tensor's.
+      split: whether the codes' last axis is cut into blocks `[..., in / 32, 16]`.
+      configs: what `quantization_config` says where the layout is used: pairs of key and value.
+
+    Examples:
+      >>> from mx_jax.checkpoint import LAYOUTS
+      >>> layout = next(row for row in LAYOUTS if row.name == "nvfp4-pack-quantized")
+      >>> layout.codes, layout.scales, layout.tensor_scale, layout.divides
+      ('.weight_packed', '.weight_scale', '.weight_global_scale', True)
+    """
+
+    name: str
+    format: BlockFormat
+    codes: str
+    scales: str
+    tensor_scale: str | None = None
+    weight: str = ".weight"
+    codes_dtype: str = "U8"
+    scales_dtypes: tuple[str, ...] = ("U8",)
+    divides: bool = False
+    scale_shape: tuple[int, ...] = (1,)
+    rotation: str | None = None
+    padded: bool = False
+    exponents: bool = False
+    split: bool = False
+    configs: tuple[tuple[tuple[str, str], ...], ...] = ()
+
+    @property
+    def blocks(self) -> Blocks:
+        """Those of a weight, the last two axes being `[out, in]`."""
+        sizes = zip((-2, -1), self.format.block, strict=True)
+        return tuple((axis, size) for axis, size in sizes if size != 1)
+
+    def parts(self, base: str) -> dict[str, str]:
+        """Names of a weight's tensors."""
+        found = {"codes": base + self.codes, "scales": base + self.scales}
+        if self.tensor_scale is not None:
+            found["tensor_scale"] = base + self.tensor_scale
+        return found
+
+    def shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
+        """The weight's shape, from that of its stored codes."""
+        if self.split:
+            codes = (*codes[:-2], codes[-2] * codes[-1])
+        return (*codes[:-1], codes[-1] * 8 // self.format.element.bits)
+
+    def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What the scales of a weight of that shape have to be."""
+        return scales_shape(shape, self.blocks)
+
+    @property
+    def least_axes(self) -> int:
+        """Axes that stored codes have at least."""
+        return 3 if self.split else 2
+
+    def accepts(self, base: str, tensors: Mapping[str, Facts]) -> bool:
+        """Whether a weight of that name may be stored so: by names, dtypes and whole codes."""
+        if self.lacks(base, tensors):
+            return False
+        codes = tensors[base + self.codes][1]
+        return len(codes) >= self.least_axes and codes[-1] * 8 % self.format.element.bits == 0
+
+    def lacks(self, base: str, tensors: Mapping[str, Facts]) -> list[str]:
+        """What a weight of that name would need, in words: tensors, or others of their dtypes."""
+        parts = self.parts(base)
+        dtypes = {"codes": (self.codes_dtype,), "scales": self.scales_dtypes}
+        found = []
+        for part, name in parts.items():
+            wanted = dtypes.get(part)
+            if name not in tensors:
+                found.append(f"{name}, which is not there")
+            elif wanted is not None and tensors[name][0] not in wanted:
+                found.append(f"{name} of dtype {' or '.join(wanted)}, got {tensors[name][0]}")
+        if self.rotation is not None and base + self.rotation not in tensors:
+            found.append(f"{base + self.rotation}, which is not there")
+        return found
+
+    def fits(self, base: str, tensors: Mapping[str, Facts]) -> bool:
+        """Whether the scales have the shape that the codes ask for, or leave out an axis of one."""
+        parts = self.parts(base)
+        expected = self.scales_shape(self.shape(tensors[parts["codes"]][1]))
+        given = tensors[parts["scales"]][1]
+        if self.padded and len(given) == 2:
+            return given in (expected, (-(-expected[0] // 128) * 128, -(-expected[1] // 4) * 4))
+        return given == expected or (*given, 1) == expected
+
+    def used_by(self, config: Mapping[str, Any]) -> bool:
+        """Whether a `quantization_config` names it."""
+        return any(all(config.get(key) == value for key, value in pairs) for pairs in self.configs)
 
 
-def _modelopt(algorithm: str) -> tuple[tuple[str, str], ...]:
-    return ("quant_method", "modelopt"), ("quant_algo", algorithm)
+# What a `quantization_config` says where a layout is used.
+_QUARK, _FP8 = {"quant_method": "quark"}, {"quant_method": "fp8"}
+
+
+def _compressed(format: str) -> dict[str, str]:
+    return {"quant_method": "compressed-tensors", "format": format}
+
+
+def _modelopt(algorithm: str) -> dict[str, str]:
+    return {"quant_method": "modelopt", "quant_algo": algorithm}
+
+
+def _row(
+    name: str, format: BlockFormat, codes: str, scales: str, *configs: dict[str, str], **more: Any
+) -> Layout:
+    stated = tuple(tuple(config.items()) for config in configs)
+    return Layout(name=name, format=format, codes=codes, scales=scales, configs=stated, **more)
+
+
+def _float8(
+    name: str, format: BlockFormat, scales: str, dtypes: str, *configs: dict[str, str]
+) -> Layout:
+    """E4M3 codes that are called `.weight`."""
+    more = {"codes_dtype": "F8_E4M3", "scales_dtypes": tuple(dtypes.split())}
+    return _row(name, format, ".weight", scales, *configs, **more)
 
 
 def _fp_quant(format: BlockFormat, name: str) -> Layout:
     """Codes of a rotated weight, under a scale of the tensor that divides: 1, 3 or 10 by custom."""
-    return Layout(
-        name=f"fp-quant-{name}",
-        format=format,
-        codes=".qweight",
-        scales=".scales",
+    return _row(
+        f"fp-quant-{name}",
+        format,
+        ".qweight",
+        ".scales",
+        {"quant_method": "fp_quant", "forward_dtype": name},
         tensor_scale=".weight_global_scale",
         divides=True,
         rotation=".forward_hadamard_matrix",
         padded=True,
         exponents=format.scale.is_float32,
-        configs=((("quant_method", "fp_quant"), ("forward_dtype", name)),),
     )
 
 
@@ -49,152 +188,73 @@ _FP4_FLOAT32 = dataclasses.replace(MXFP4, name="mxfp4_float32_scale", scale=F32)
 _FP8_ROWS = BlockFormat(name="float8_channelwise_e4m3", element=E4M3, scale=F32, block=(1, WHOLE))
 
 LAYOUTS: tuple[Layout, ...] = (
-    Layout(
-        name="gpt-oss",
-        format=MXFP4,
-        codes="_blocks",
-        scales="_scales",
-        weight="",
-        split=True,
-        configs=((("quant_method", "mxfp4"),),),
+    _row("gpt-oss", MXFP4, "_blocks", "_scales", {"quant_method": "mxfp4"}, weight="", split=True),
+    _row("gpt-oss-original", MXFP4, ".blocks", ".scales", weight="", split=True),
+    *(
+        _row(name, format, ".weight_packed", ".weight_scale", _compressed(name))
+        for name, format in (("mxfp4-pack-quantized", MXFP4), ("mxfp6-pack-quantized", MXFP6_E2M3))
     ),
-    Layout(
-        name="gpt-oss-original",
-        format=MXFP4,
-        codes=".blocks",
-        scales=".scales",
-        weight="",
-        split=True,
-    ),
-    Layout(
-        name="mxfp4-pack-quantized",
-        format=MXFP4,
-        codes=".weight_packed",
-        scales=".weight_scale",
-        configs=(_compressed("mxfp4-pack-quantized"),),
-    ),
-    Layout(
-        name="mxfp6-pack-quantized",
-        format=MXFP6_E2M3,
-        codes=".weight_packed",
-        scales=".weight_scale",
-        configs=(_compressed("mxfp6-pack-quantized"),),
-    ),
-    Layout(
-        name="nvfp4-pack-quantized",
-        format=NVFP4,
-        codes=".weight_packed",
-        scales=".weight_scale",
+    _row(
+        "nvfp4-pack-quantized",
+        NVFP4,
+        ".weight_packed",
+        ".weight_scale",
+        _compressed("nvfp4-pack-quantized"),
         tensor_scale=".weight_global_scale",
         scales_dtypes=("F8_E4M3",),
         divides=True,
-        configs=(_compressed("nvfp4-pack-quantized"),),
     ),
-    Layout(
-        name="mxfp8-quantized",
-        format=MXFP8_E4M3,
-        codes=".weight",
-        scales=".weight_scale",
-        codes_dtype="F8_E4M3",
-        scales_dtypes=("U8", "F8_E8M0"),
-        configs=(_compressed("mxfp8-quantized"), _modelopt("MXFP8")),
+    _float8(
+        "mxfp8-quantized",
+        MXFP8_E4M3,
+        ".weight_scale",
+        "U8 F8_E8M0",
+        _compressed("mxfp8-quantized"),
+        _modelopt("MXFP8"),
     ),
-    Layout(
-        name="float-quantized",
-        format=_FP8_ROWS,
-        codes=".weight",
-        scales=".weight_scale",
-        codes_dtype="F8_E4M3",
-        scales_dtypes=("F32", "BF16"),
-        configs=(_compressed("float-quantized"),),
+    _float8(
+        "float-quantized", _FP8_ROWS, ".weight_scale", "F32 BF16", _compressed("float-quantized")
     ),
-    Layout(
-        name="modelopt-nvfp4",
-        format=NVFP4,
-        codes=".weight",
-        scales=".weight_scale",
+    _row(
+        "modelopt-nvfp4",
+        NVFP4,
+        ".weight",
+        ".weight_scale",
+        _modelopt("NVFP4"),
+        _modelopt("W4A16_NVFP4"),
         tensor_scale=".weight_scale_2",
         scale_shape=(),
         scales_dtypes=("F8_E4M3",),
-        configs=(_modelopt("NVFP4"), _modelopt("W4A16_NVFP4")),
     ),
-    Layout(
-        name="modelopt-mxfp4",
-        format=MXFP4,
-        codes=".weight",
-        scales=".weight_scale",
-        configs=(
-            _modelopt("MXFP4"),
-            # As ModelOpt 0.47 spells it itself.
-            _modelopt("mxfp4"),
-            _modelopt("W4A8_MXFP4_FP8"),
-            (("quant_method", "quark"),),
-        ),
+    _row(
+        "modelopt-mxfp4",
+        MXFP4,
+        ".weight",
+        ".weight_scale",
+        _modelopt("MXFP4"),
+        # As ModelOpt 0.47 spells it itself.
+        _modelopt("mxfp4"),
+        _modelopt("W4A8_MXFP4_FP8"),
+        _QUARK,
     ),
-    Layout(
-        name="quark-mxfp4",
-        format=MXFP4,
-        codes=".weight",
-        scales=".weight_quantizer.scale",
-        configs=((("quant_method", "quark"),),),
-    ),
-    Layout(
-        # The float8 layers that it leaves as DeepSeek has them, scales renamed.
-        name="quark-float8",
-        format=FLOAT8_BLOCKWISE_2D_E4M3,
-        codes=".weight",
-        scales=".weight_scale",
-        codes_dtype="F8_E4M3",
-        scales_dtypes=("F32",),
-        configs=((("quant_method", "quark"),),),
-    ),
-    Layout(
-        name="deepseek-v3",
-        format=FLOAT8_BLOCKWISE_2D_E4M3,
-        codes=".weight",
-        scales=".weight_scale_inv",
-        codes_dtype="F8_E4M3",
-        # DeepSeek's own are float32; others store theirs in bfloat16.
-        scales_dtypes=("F32", "BF16"),
-        configs=((("quant_method", "fp8"),),),
-    ),
-    Layout(
-        name="deepseek-v3.1",
-        format=FLOAT8_BLOCKWISE_2D_E8M0,
-        codes=".weight",
-        scales=".weight_scale_inv",
-        codes_dtype="F8_E4M3",
-        scales_dtypes=("F8_E8M0",),
-        configs=((("quant_method", "fp8"),),),
-    ),
-    Layout(
-        # V4 before its last training, with experts in float8 too.
-        name="deepseek-v4-base",
-        format=FLOAT8_BLOCKWISE_2D_E4M3,
-        codes=".weight",
-        scales=".scale",
-        codes_dtype="F8_E4M3",
-        scales_dtypes=("F32",),
-        configs=((("quant_method", "fp8"),),),
-    ),
-    Layout(
-        name="deepseek-v4",
-        format=FLOAT8_BLOCKWISE_2D_E8M0,
-        codes=".weight",
-        scales=".scale",
-        codes_dtype="F8_E4M3",
-        scales_dtypes=("F8_E8M0",),
-        configs=((("quant_method", "fp8"),),),
-    ),
-    Layout(
-        # Its I8 is packed FP4, not INT8.
-        name="deepseek-v4-experts",
-        format=MXFP4,
-        codes=".weight",
-        scales=".scale",
+    _row("quark-mxfp4", MXFP4, ".weight", ".weight_quantizer.scale", _QUARK),
+    # The float8 layers that it leaves as DeepSeek has them, scales renamed.
+    _float8("quark-float8", FLOAT8_BLOCKWISE_2D_E4M3, ".weight_scale", "F32", _QUARK),
+    # DeepSeek's own are float32; others store theirs in bfloat16.
+    _float8("deepseek-v3", FLOAT8_BLOCKWISE_2D_E4M3, ".weight_scale_inv", "F32 BF16", _FP8),
+    _float8("deepseek-v3.1", FLOAT8_BLOCKWISE_2D_E8M0, ".weight_scale_inv", "F8_E8M0", _FP8),
+    # V4 before its last training, with experts in float8 too.
+    _float8("deepseek-v4-base", FLOAT8_BLOCKWISE_2D_E4M3, ".scale", "F32", _FP8),
+    _float8("deepseek-v4", FLOAT8_BLOCKWISE_2D_E8M0, ".scale", "F8_E8M0", _FP8),
+    # Its I8 is packed FP4, not INT8.
+    _row(
+        "deepseek-v4-experts",
+        MXFP4,
+        ".weight",
+        ".scale",
+        _FP8,
         codes_dtype="I8",
         scales_dtypes=("F8_E8M0",),
-        configs=((("quant_method", "fp8"),),),
     ),
     _fp_quant(_FP4_FLOAT32, "mxfp4"),
     _fp_quant(NVFP4, "nvfp4"),

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.exact import effective_scales
+from mx_jax.checkpoint.scales import effective_scales, encoded_scales
 from mx_jax.codecs.blocks import Blocks, block_extent
 from mx_jax.formats import (
     E2M1,
@@ -81,10 +81,15 @@ def from_qarray(array: Any, *, format: BlockFormat | str | None = None) -> MXArr
     for axis in tiles.keys() - dict(blocks).keys():
         # One scale for all of an axis is one for each position of it.
         values = np.repeat(values, shape[axis], axis)
+    stored, same = encoded_scales(values, made.scale)
+    if not same.all():
+        _refuse(
+            f"format={made.name} has scales in {made.scale.name}, got scale={values[~same][:4]}"
+        )
     codes = np.asarray(array.qvalue).view(np.uint8) & ((1 << element.bits) - 1)
     return MXArray(
         codes=jnp.asarray(codes),
-        scales=jnp.asarray(_stored(values, made)),
+        scales=jnp.asarray(stored),
         format=made,
         blocks=blocks,
         dtype=scale.dtype,
@@ -209,23 +214,3 @@ def _blocks(tiles: dict[int, tuple[int, int]], format: BlockFormat) -> Blocks:
     if any(size is not WHOLE for size in left):
         _refuse(f"format={format.name} has blocks of {format.block}, got tiles={tiles}")
     return tuple(blocks)
-
-
-def _stored(values: np.ndarray, format: BlockFormat) -> np.ndarray:
-    """Scales as an MXArray stores them; ValueError where they are no scales of the format."""
-    scale = format.scale
-    if scale.is_float32:
-        stored = (1 / values if scale.kind == "divisor" else values).astype(np.float32)
-        found = stored.astype(np.float64)
-        same = found * values == 1 if scale.kind == "divisor" else found == values
-    else:
-        table = np.array([scale.value(code) for code in range(256)])
-        # No scale bears a sign, and the highest codes are NaN.
-        positive = np.where(np.isnan(table) | np.signbit(table), np.inf, table)
-        order = np.argsort(positive, kind="stable")
-        place = np.searchsorted(positive[order], values).clip(max=255)
-        stored = order[place].astype(np.uint8)
-        same = table[stored] == values
-    if not np.all(same):
-        _refuse(f"format={format.name} has scales in {scale.name}, got scale={values[~same][:4]}")
-    return stored

@@ -7,6 +7,7 @@ safetensors' format description.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import safetensors
@@ -61,29 +63,83 @@ def dtype_name(dtype: np.dtype) -> str:
     return _NAMES[dtype]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Entry:
-    """A tensor that is to be written.
+    """A tensor that is to be written: `save` and `write` ask for it when its turn comes.
 
     Attributes:
       shape: of the tensor.
       dtype: of it.
-      fetch: gives it, on the host; called when its turn comes.
+      fetch: makes it.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    fetch: Callable[[], np.ndarray]
+    fetch: Callable[[], Any]
 
     @classmethod
     def of(cls, array: Any) -> "Entry":
-        """Of an array, wherever it lies."""
-        return cls(tuple(array.shape), np.dtype(array.dtype), lambda: np.asarray(array))
+        """Of an array, on whatever device, or of what is one already."""
+        if isinstance(array, Entry):
+            return array
+        return cls(tuple(array.shape), np.dtype(array.dtype), lambda: array)
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.fetch(), dtype=dtype)
+
+
+# Below this an array is kept: a tensor scale is asked for before its codes are written.
+_SMALL = 1 << 16
+
+
+def deferred(make: Callable[[], Any], like: Any) -> Any:
+    """What `make` gives, of which nothing is made before it is written.
+
+    Args:
+      make: gives an array, or an MXArray; called again only where its parts are asked for again.
+      like: the same with anything that has a shape and a dtype for arrays.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> from mx_jax.checkpoint.safetensors_file import deferred
+      >>> make = lambda: mx_jax.quantize(jnp.ones((2, 64)), "mxfp4")
+      >>> later = deferred(make, jax.eval_shape(make))
+      >>> later.format.name, later.shape, type(later.codes).__name__
+      ('mxfp4', (2, 64), 'Entry')
+    """
+    leaves, structure = jax.tree.flatten(like)
+    once = _Once(make)
+    parts = [
+        Entry(tuple(leaf.shape), np.dtype(leaf.dtype), functools.partial(once.part, index))
+        for index, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(structure, parts)
+
+
+class _Once:
+    """The arrays of one tensor, each handed out once; the small ones as often as asked for."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make = make
+        self._small: dict[int, np.ndarray] = {}
+        self._held: dict[int, np.ndarray] = {}
+
+    def part(self, index: int) -> np.ndarray:
+        if index in self._small:
+            return self._small[index]
+        if index not in self._held:
+            arrays = enumerate(map(np.asarray, jax.tree.leaves(self._make())))
+            found = dict(arrays)
+            self._small = {i: array for i, array in found.items() if array.nbytes <= _SMALL}
+            if index in self._small:
+                return self._small[index]
+            self._held = {i: array for i, array in found.items() if i not in self._small}
+        return self._held.pop(index)
 
 
 def write(
@@ -98,7 +154,7 @@ def write(
       path: of the file; its folder has to be there.
       entries: tensors by name; one at a time is in memory.
       metadata: of the header.
-      step: told each tensor's name and bytes once it is written.
+      step: called with each tensor's name and bytes once it is written.
 
     Raises:
       ValueError: a dtype that the format does not have, or a tensor other than announced.
@@ -107,7 +163,7 @@ def write(
     with replacing(path) as file:
         file.write(text)
         for name, entry in entries.items():
-            tensor = entry.fetch()
+            tensor = np.asarray(entry)
             if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
                 raise ValueError(
                     f"checkpoint: {name} changed while it was written: announced "

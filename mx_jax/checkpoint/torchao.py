@@ -1,12 +1,11 @@
 """torchao's tensor subclasses in safetensors files: MXTensor, NVFP4Tensor, Float8Tensor.
 
-The header's metadata name every tensor with its class and attributes; a weight `up.weight` lies as
-`up._weight_qdata`, `up._weight_scale` and, of NVFP4, `up._weight_per_tensor_scale`. Scales may lie
+The header's metadata name every tensor with its class and attributes; a weight `up.weight` is
+`up._weight_qdata`, `up._weight_scale` and, of NVFP4, `up._weight_per_tensor_scale`. Scales may be
 in the tiles of tensor cores. Source: torchao 0.18, prototype/safetensors.
 """
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Mapping
@@ -16,15 +15,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from mx_jax.checkpoint.layout_reader import nbytes_of, stored_plain
-from mx_jax.checkpoint.safetensors_file import Reader
-from mx_jax.checkpoint.scales import block_scales, tensor_scale
-from mx_jax.checkpoint.weights import Stored, on_device
-from mx_jax.checkpoint.wire import checked
+from mx_jax.checkpoint.safetensors_file import Entry, Reader
+from mx_jax.checkpoint.scales import block_scales, finite_scales, tensor_scale
+from mx_jax.checkpoint.weights import Stored, stored_plain
+from mx_jax.checkpoint.wire import built
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks, scales_shape
 from mx_jax.formats import (
-    BLOCK_FORMATS,
     E4M3,
     E5M2,
     F32,
@@ -37,7 +34,9 @@ from mx_jax.formats import (
     WHOLE,
     BlockFormat,
     BlockSize,
+    Whole,
 )
+from mx_jax.formats.block import known_block
 from mx_jax.mxarray import MXArray
 
 # What users and messages call it.
@@ -46,7 +45,7 @@ NAMES = "tensor_names"
 QDATA, SCALE, TENSOR_SCALE = "qdata", "scale", "per_tensor_scale"
 ROLES = (QDATA, SCALE, TENSOR_SCALE)
 PLAIN, MX, NVFP4_TENSOR, FLOAT8 = "Tensor", "MXTensor", "NVFP4Tensor", "Float8Tensor"
-# Of MXTensor, by what it calls its elements. FP4 lies two in a byte, FP6 one.
+# Of MXTensor, by what it calls its elements. FP4 is two in a byte, FP6 one.
 ELEMENTS = {
     "float8_e4m3fn": MXFP8_E4M3,
     "float8_e5m2": MXFP8_E5M2,
@@ -56,34 +55,6 @@ ELEMENTS = {
 }
 FLOAT8_ELEMENTS = {np.dtype(ml_dtypes.float8_e4m3fn): E4M3, np.dtype(ml_dtypes.float8_e5m2): E5M2}
 _DTYPES = ("bfloat16", "float16", "float32")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Weight:
-    """What the metadata say of one weight.
-
-    Attributes:
-      kind: its class.
-      format: of its MXArray.
-      blocks: of that.
-      shape: of the weight.
-      dtype: that was quantized.
-      swizzled: whether its scales lie in the tiles of tensor cores.
-      files: of its tensors, by their role.
-    """
-
-    kind: str
-    format: BlockFormat
-    blocks: Blocks
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    swizzled: bool
-    files: Mapping[str, tuple[Reader, str]]
-
-
-def is_torchao(readers: Mapping[str, Reader]) -> bool:
-    """Whether files name the classes of their tensors."""
-    return any(NAMES in reader.metadata for reader in readers.values())
 
 
 def read_torchao(readers: Mapping[str, Reader], where: str) -> dict[str, Stored]:
@@ -102,20 +73,14 @@ def read_torchao(readers: Mapping[str, Reader], where: str) -> dict[str, Stored]
         at = f"{where}: {name}"
         try:
             facts = json.loads(text)
-            kind = facts["_type"]
-            weight = None if kind == PLAIN else _weight(name, facts, readers)
+            if facts["_type"] == PLAIN:
+                continue
+            kind, data = facts["_type"], facts["_data"]
+            files = _files(name, facts, readers)
+            stored[name] = _stored(kind, data, files, at)
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(f"{at}: what torchao says of it is not read: {error!s}") from error
-        if weight is None:
-            continue
-        parts = list(weight.files.values())
-        taken |= {found for _, found in parts}
-        stored[name] = Stored(
-            shape=weight.shape,
-            nbytes=sum(nbytes_of(reader, found) for reader, found in parts),
-            fetch=functools.partial(_fetch, weight, at),
-            layout=f"torchao-{weight.kind}",
-        )
+        taken |= {found for _, found in files.values()}
     for name, reader in readers.items():
         if name not in taken:
             stored[name] = stored_plain(reader, name, f"{where}: {name}")
@@ -136,17 +101,26 @@ def _said(readers: Mapping[str, Reader], where: str) -> dict[str, str]:
     return found
 
 
-def _weight(name: str, facts: Mapping[str, Any], readers: Mapping[str, Reader]) -> _Weight:
-    """Raises whatever the metadata's damage comes to; the caller says where."""
-    kind, data, begin = facts["_type"], facts["_data"], base(name)
+# Of a weight's tensors by their role, the file and the name in it.
+_Files = dict[str, tuple[Reader, str]]
+
+
+def _files(name: str, facts: Mapping[str, Any], readers: Mapping[str, Reader]) -> _Files:
+    begin = base(name)
     roles = [role for role in facts["_tensor_data_names"] if role in ROLES]
     missing = [begin + role for role in roles if begin + role not in readers]
     if missing or QDATA not in roles or SCALE not in roles:
         raise ValueError(f"it has tensors {roles}, and {missing} are missing")
-    files = {role: (readers[begin + role], begin + role) for role in roles}
-    dtype, lies, _ = files[QDATA][0].tensors[begin + QDATA]
+    return {role: (readers[begin + role], begin + role) for role in roles}
+
+
+def _stored(kind: str, data: Mapping[str, Any], files: _Files, where: str) -> Stored:
+    """Raises whatever the metadata's damage comes to; the caller says where."""
+    (codes_dtype, given, _), (scales_dtype, scales_given, _) = (
+        files[role][0].facts(files[role][1]) for role in (QDATA, SCALE)
+    )
     if kind == FLOAT8:
-        format, blocks = _float8(dtype, lies, data["block_size"])
+        format, blocks = _float8(codes_dtype, given, data["block_size"])
     elif kind in (MX, NVFP4_TENSOR):
         format = NVFP4 if kind == NVFP4_TENSOR else ELEMENTS[_plain_name(data["elem_dtype"])]
         blocks = ((-1, format.block[1]),)
@@ -154,20 +128,38 @@ def _weight(name: str, facts: Mapping[str, Any], readers: Mapping[str, Reader]) 
             raise ValueError(f"{format.name} with block_size={data['block_size']!r}")
     else:
         raise ValueError(f"its class is {kind}; read are {MX}, {NVFP4_TENSOR} and {FLOAT8}")
-    codes_per_byte = 2 if format.element.bits == 4 else 1
-    if len(lies) < 2 or dtype.itemsize != 1:
-        raise ValueError(f"its {QDATA} is {dtype}{list(lies)}")
-    weight = _Weight(
-        kind=kind,
-        format=format,
-        blocks=blocks,
-        shape=(*lies[:-1], lies[-1] * codes_per_byte),
-        dtype=_dtype(data["dtype" if kind == FLOAT8 else "orig_dtype"]),
-        swizzled=data.get("is_swizzled_scales") is True,
-        files=files,
-    )
-    _check_scales(weight)
-    return weight
+    if len(given) < 2 or codes_dtype.itemsize != 1:
+        raise ValueError(f"its {QDATA} is {codes_dtype}{list(given)}")
+    packed = format.element.bits == 4
+    shape = (*given[:-1], given[-1] * (2 if packed else 1))
+    dtype = _dtype(data["dtype" if kind == FLOAT8 else "orig_dtype"])
+    swizzled = data.get("is_swizzled_scales") is True
+    expected = scales_shape(shape, blocks)
+    fits = scales_given == expected
+    if swizzled:
+        fits = math.prod(scales_given) == math.prod(_tiles(expected))
+    if not fits or scales_dtype != format.scale.dtype:
+        raise ValueError(
+            f"its scales are {scales_dtype}{list(scales_given)}, swizzled={swizzled}, and "
+            f"{format.name} of shape={shape} needs {format.scale.dtype}{list(expected)}"
+        )
+
+    def fetch() -> MXArray:
+        found = {role: reader.read(name) for role, (reader, name) in files.items()}
+        codes, scales, whole = found[QDATA].view(np.uint8), found[SCALE], None
+        if swizzled:
+            sizes = math.prod(expected[:-1]), expected[-1]
+            scales = packing.from_blocked_scales(scales.reshape(_tiles(expected)), *sizes)
+        if packed:
+            codes = packing.unpack(codes, 4, shape[-1])
+        if format.tensor_scale:
+            one = found.get(TENSOR_SCALE, np.ones((), np.float32))
+            whole = tensor_scale(one, shape, divides=False, layout="torchao", where=where)
+        scales = block_scales(scales.reshape(expected), format, where)
+        return built(codes, scales, whole, format, blocks, dtype, where)
+
+    nbytes = sum(reader.nbytes(name) for reader, name in files.values())
+    return Stored(shape=shape, nbytes=nbytes, fetch=fetch, layout=f"torchao-{kind}")
 
 
 def base(name: str) -> str:
@@ -203,56 +195,100 @@ def _float8(dtype: np.dtype, shape: tuple[int, ...], sizes: Any) -> tuple[BlockF
     made = BlockFormat(
         name=f"float8_{name}_{element.name}", element=element, scale=F32, block=(block[0], block[1])
     )
-    known = [row for row in BLOCK_FORMATS if dataclasses.replace(made, name=row.name) == row]
     blocks = tuple((axis, size) for axis, size in zip((-2, -1), block, strict=True) if size != 1)
-    return (known or [made])[0], blocks
+    return known_block(made) or made, blocks
 
 
-def _check_scales(weight: _Weight) -> None:
-    """ValueError for scales of another size than the codes ask for."""
-    reader, name = weight.files[SCALE]
-    dtype, given, _ = reader.tensors[name]
-    expected = scales_shape(weight.shape, weight.blocks)
-    if weight.swizzled:
-        rows, columns = _rows_columns(expected)
-        count = -(-rows // 128) * 128 * -(-columns // 4) * 4
-        fits = math.prod(given) == count
-    else:
-        fits = given == expected
-    if not fits or dtype != weight.format.scale.dtype:
-        raise ValueError(
-            f"its scales are {dtype}{list(given)}, swizzled={weight.swizzled}, and "
-            f"{weight.format.name} of shape={weight.shape} needs {weight.format.scale.dtype}"
-            f"{list(expected)}"
-        )
+def _tiles(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of scales in tiles of 128 x 4, as tensor cores have them."""
+    return -(-math.prod(shape[:-1]) // 128), -(-shape[-1] // 4), 32, 4, 4
 
 
-def _rows_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    return math.prod(shape[:-1]), shape[-1]
+def torchao_parts(name: str, value: MXArray | Any) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The tensors that hold a weight, and what the file's metadata say of it.
+
+    Args:
+      name: of the weight.
+      value: an MXArray `[..., out, in]`, whose dtype is that of the high-precision tensor, or a
+        plain array.
+
+    Raises:
+      ValueError: an MXArray that is none of MXTensor, NVFP4Tensor and Float8Tensor.
+    """
+    if not isinstance(value, MXArray):
+        return {name: Entry.of(value)}, {name: json.dumps({"_type": PLAIN})}
+    kind, data = _class_and_attributes(name, value)
+    parts = _parts(name, value)
+    facts = {"_type": kind, "_data": data, "_tensor_data_names": list(parts)}
+    entries = {base(name) + role: entry for role, entry in parts.items()}
+    return entries, {name: json.dumps(facts)}
 
 
-def _fetch(weight: _Weight, where: str) -> MXArray:
-    found = {role: reader.read(name) for role, (reader, name) in weight.files.items()}
-    codes, scales = found[QDATA].view(np.uint8), found[SCALE]
-    expected = scales_shape(weight.shape, weight.blocks)
-    if weight.swizzled:
-        rows, columns = _rows_columns(expected)
-        tiles = scales.reshape(-(-rows // 128), -(-columns // 4), 32, 4, 4)
-        scales = packing.from_blocked_scales(tiles, rows, columns).reshape(expected)
-    if weight.format.element.bits == 4:
-        codes = packing.unpack(codes, 4, weight.shape[-1])
-    whole = None
-    if weight.format.tensor_scale:
-        given = found.get(TENSOR_SCALE, np.ones((), np.float32))
-        whole = tensor_scale(given, weight.shape, divides=False, layout="torchao", where=where)
-    return checked(
-        MXArray(
-            codes=on_device(codes),
-            scales=on_device(block_scales(scales, weight.format, where)),
-            tensor_scale=None if whole is None else jnp.asarray(whole),
-            format=weight.format,
-            blocks=weight.blocks,
-            dtype=weight.dtype,
-        ),
-        where,
+def _class_and_attributes(name: str, x: MXArray) -> tuple[str, dict[str, Any]]:
+    """The class of an MXArray and its attributes."""
+    dtype = {"_type": "torch.dtype", "_data": x.dtype.name}
+    in_rows = x.blocks == ((-1, x.format.block[1]),)
+    if in_rows and _alike(x.format, NVFP4):
+        said = {"block_size": 16, "orig_dtype": dtype, "use_triton_kernel": False}
+        return NVFP4_TENSOR, said | {"is_swizzled_scales": False, "act_quant_kwargs": None}
+    for element, row in ELEMENTS.items():
+        if in_rows and _alike(x.format, row):
+            return MX, _mx_attributes(element) | {"orig_dtype": dtype}
+    is_float8 = x.format.scale == F32 and not x.format.tensor_scale
+    if is_float8 and x.format.element in FLOAT8_ELEMENTS.values():
+        return FLOAT8, _float8_attributes(x) | {"dtype": dtype}
+    raise ValueError(
+        f"checkpoint.write: torchao holds {', '.join(r.name for r in ELEMENTS.values())}, "
+        "nvfp4 and float8 whose float32 scales multiply, blocks along the last axis, got "
+        f"{name}: format={x.format.name}, blocks={x.blocks}; quantize it so, or transpose it"
     )
+
+
+def _mx_attributes(element: str) -> dict[str, Any]:
+    # FP6 is no dtype of torch's.
+    typed = {"_type": "torch.dtype", "_data": element}
+    return {
+        "elem_dtype": element if element.startswith("fp6") else typed,
+        "block_size": 32,
+        "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"},
+        "act_quant_kwargs": None,
+        "is_swizzled_scales": False,
+    }
+
+
+def _float8_attributes(x: MXArray) -> dict[str, Any]:
+    sizes = dict(x.blocks)
+    block = [sizes.get(axis - x.ndim, 1) for axis in range(x.ndim)]
+    pairs = zip(block, x.shape, strict=True)
+    return {
+        "block_size": [length if isinstance(size, Whole) else size for size, length in pairs],
+        "mm_config": None,
+        "act_quant_kwargs": None,
+        "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
+    }
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return dataclasses.replace(one, name=other.name) == other
+
+
+def _parts(name: str, x: MXArray) -> dict[str, Entry]:
+    bits, dtype = x.format.element.bits, x.format.scale.dtype
+    if bits == 4 and x.shape[-1] % 2:
+        raise ValueError(f"checkpoint.write: torchao needs FP4 rows of whole bytes, got {x.shape}")
+    stored = x.format.element.dtype if bits == 8 else np.dtype(np.uint8)
+    shape = (*x.shape[:-1], x.shape[-1] // 2) if bits == 4 else x.shape
+
+    def codes() -> np.ndarray:
+        given = np.asarray(x.codes)
+        return packing.pack(given, 4) if bits == 4 else given.view(stored)
+
+    parts = {
+        QDATA: Entry(shape, stored, codes),
+        SCALE: Entry(x.scales.shape, dtype, lambda: finite_scales(x, name).view(dtype)),
+    }
+    if x.tensor_scale is not None:
+        # One number has no axes there, one an expert three.
+        whole = np.asarray(x.tensor_scale)
+        parts[TENSOR_SCALE] = Entry.of(whole.reshape(()) if whole.size == 1 else whole)
+    return parts

@@ -6,9 +6,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.exact import decoded, effective_scales, element_values
-from mx_jax.checkpoint.layout import Layout
-from mx_jax.checkpoint.layouts import LAYOUTS
+from mx_jax.checkpoint.layouts import LAYOUTS, Layout
+from mx_jax.checkpoint.scales import decoded, effective_scales, element_values, encoded_scales
 from mx_jax.codecs.blocks import Blocks, block_extent, scales_shape
 from mx_jax.codecs.invariants import check_parts
 from mx_jax.formats import BlockFormat, ScaleFormat, block_format
@@ -138,8 +137,12 @@ def _made(
                 "positive number, for formats that have one: leave it out"
             )
         whole = np.full_like(whole, tensor_scale)
-    scales, unlike = _encoded(wanted / whole, format.scale)
-    unfit = unfit | unlike
+    scales, same = encoded_scales(wanted / whole, format.scale)
+    # Zero is wanted of blocks of zeros, for which any scale will do.
+    unfit = unfit | ~same & (wanted != 0)
+    if format.scale.is_float32:
+        # Machines that flush subnormal numbers would lose such a scale.
+        unfit = unfit | (scales > 0) & (scales < np.finfo(np.float32).tiny)
     if row is not None and row.divides and (np.frexp(whole)[0] != 0.5).any():
         # What divides is the factor's reciprocal, which float32 has of powers of two alone.
         unfit = np.ones_like(unfit)
@@ -196,7 +199,7 @@ def _wanted(x: MXArray, blocks: Blocks, scale: ScaleFormat) -> tuple[np.ndarray,
             high = np.maximum.reduceat(high, starts, axis)
             low = np.minimum.reduceat(low, starts, axis)
             bad = np.logical_or.reduceat(bad, starts, axis)
-    # Codes that are not zero may lie under a scale that is, which exponents cannot be.
+    # Codes that are not zero may be under a scale that is, which exponents cannot be.
     lost = (low == 0) & (scale.kind == "exponent")
     return high, bad | lost | ((high != low) & np.isfinite(low))
 
@@ -211,23 +214,6 @@ def _tensor_scale(x: MXArray, format: BlockFormat, wanted: np.ndarray) -> np.nda
         return ones if x.tensor_scale is None else np.asarray(x.tensor_scale, np.float64)
     largest = int(exponents.max()) - 1 if exponents.size else _LARGEST_POWER
     return np.ldexp(ones, max(largest - _LARGEST_POWER, _SMALLEST_NORMAL))
-
-
-def _encoded(wanted: np.ndarray, scale: ScaleFormat) -> tuple[np.ndarray, np.ndarray]:
-    """Scales as they are stored, and which of them are not the wanted ones."""
-    with np.errstate(over="ignore"):
-        if scale.is_float32:
-            stored = wanted.astype(np.float32)
-            # Machines that flush subnormal numbers would lose such a scale.
-            tiny = (stored > 0) & (stored < np.finfo(np.float32).tiny)
-            return stored, (stored != wanted) | tiny
-        table = np.array([scale.value(code) for code in range(256)])
-        fits = np.flatnonzero(np.isfinite(table) & ~np.signbit(table))
-        order = fits[np.argsort(table[fits], kind="stable")]
-        places = np.minimum(np.searchsorted(table[order], wanted), order.size - 1)
-    stored = order[places].astype(np.uint8)
-    # Zero is wanted of blocks of zeros, for which any scale will do.
-    return stored, (table[stored] != wanted) & (wanted != 0)
 
 
 def _proved(given: MXArray, made: MXArray) -> Certificate:

@@ -1,6 +1,7 @@
 """The tensors of a checkpoint by name, whoever wrote it; each is read when it is asked for."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mx_jax.checkpoint.safetensors_file import Reader
 from mx_jax.mxarray import MXArray
 
 # Bytes, XLA's own on CPUs.
@@ -16,7 +18,7 @@ _ALIGNMENT = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Stored:
-    """How one tensor lies in a checkpoint.
+    """How one tensor is stored in a checkpoint.
 
     Attributes:
       shape: of the weight, its last axis the one that is contracted.
@@ -27,7 +29,7 @@ class Stored:
       rotation: the name of the matrix by which inputs have to be multiplied, in groups along their
         last axis, before they meet this weight; None where nothing is asked of them.
       fetch: reads it.
-      host: of a plain array that lies there as it is, reads it without a copy; else None.
+      host: of a plain array that is stored as it is, reads it without a copy; else None.
       dtype: of such an array; None: reading it tells.
 
     Examples:
@@ -51,7 +53,7 @@ class Stored:
     dtype: np.dtype | None = None
 
     def look(self) -> "MXArray | jax.Array | np.ndarray":
-        """Read it, a plain array as it lies there: jax might hold it in fewer bits."""
+        """Read it, a plain array as it is stored: jax might hold it in fewer bits."""
         return self.fetch() if self.host is None else self.host()
 
 
@@ -64,7 +66,7 @@ class Weights(Mapping[str, "MXArray | jax.Array"]):
 
     Attributes:
       path: the file or folder.
-      stored: of each tensor, how it lies there; nothing is read for it.
+      stored: of each tensor, how it is stored; nothing is read for it.
       metadata: what the file says of the model: of a GGUF file its keys with numbers, strings,
         tuples of strings and arrays; of safetensors strings.
 
@@ -116,7 +118,7 @@ class Weights(Mapping[str, "MXArray | jax.Array"]):
 
 
 def on_device(array: np.ndarray | jax.Array) -> jax.Array:
-    """An array of a file on the default device, or one that lies on a device already.
+    """An array of a file on the default device, or one that is on a device already.
 
     On a CPU it is copied once: XLA takes memory over that is aligned as its own, and NumPy's comes
     in large pages, of which few have to be mapped. `jnp.asarray` takes several times as long.
@@ -144,3 +146,16 @@ def plain(array: np.ndarray, where: str) -> jax.Array:
             f"holds as {found.dtype}; set jax_enable_x64"
         )
     return found
+
+
+def stored_plain(reader: Reader, name: str, where: str) -> Stored:
+    """A tensor that is an array as it is in the file."""
+    dtype, shape, _ = reader.facts(name)
+    host = functools.partial(reader.read, name)
+    return Stored(
+        shape=shape,
+        nbytes=reader.nbytes(name),
+        fetch=lambda: plain(host(), where),
+        host=host,
+        dtype=dtype,
+    )

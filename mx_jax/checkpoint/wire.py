@@ -1,10 +1,14 @@
 """MXArrays as plain arrays: codes at their real width, scales, and a description beside them.
 
 What saves trees of arrays (orbax, msgpack, `np.savez`) saves these, and they come back without a
-target to tell what they were.
+target to tell what they were. The description has every fact of the format, so that a reader needs
+no table of names, and a format of one's own comes back as it was.
 """
 
+import dataclasses
 import json
+import re
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,14 +16,163 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.facts import Described, describe
 from mx_jax.checkpoint.safetensors_file import Entry
 from mx_jax.checkpoint.weights import on_device
 from mx_jax.codecs import packing
+from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.invariants import check_parts
-from mx_jax.formats import BlockFormat, BlockSize, block_format
+from mx_jax.formats import (
+    E2M1,
+    E4M3_SCALE,
+    MXFP4,
+    WHOLE,
+    BlockFormat,
+    BlockSize,
+    ScaleFormat,
+    Whole,
+    block_format,
+)
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked
+
+# Of the description, not of the package. A reader refuses what it does not know.
+VERSION = 1
+_KINDS = typing.get_args(ScaleFormat.__annotations__["kind"])
+_DTYPE_NAME = re.compile(r"(u?int|float|bfloat)\d+\w*")
+
+
+def describe(x: MXArray) -> dict[str, Any]:
+    """The static facts of an MXArray, ready for `json.dumps`.
+
+    Args:
+      x: any; its arrays are not read.
+
+    Returns:
+      `version`, `shape`, `dtype`, `blocks` as `[axis from the end, size]`, and `format`.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> from mx_jax.checkpoint.wire import describe
+      >>> facts = describe(mx_jax.quantize(jnp.ones((2, 64)), "mxfp4"))
+      >>> facts["shape"], facts["dtype"], facts["blocks"], facts["format"]["name"]
+      ([2, 64], 'float32', [[-1, 32]], 'mxfp4')
+    """
+    return {
+        "version": VERSION,
+        "shape": list(x.shape),
+        "dtype": x.dtype.name,
+        "blocks": [[axis, _size_out(size)] for axis, size in x.blocks],
+        "format": dataclasses.asdict(x.format)
+        | {"block": [_size_out(size) for size in x.format.block]},
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Described:
+    """What `describe` wrote, read back.
+
+    Attributes:
+      format: of the blocks.
+      blocks: axes from the end with sizes.
+      shape: of the tensor.
+      dtype: that was quantized.
+      packed: whether the codes are at their real width, or one in a byte.
+    """
+
+    format: BlockFormat
+    blocks: Blocks
+    shape: tuple[int, ...]
+    dtype: Any
+    packed: bool
+
+    @classmethod
+    def read(cls, facts: Any, where: str) -> "Described":
+        """Check and read a description.
+
+        Args:
+          facts: what `json.loads` gave.
+          where: which tensor of what, for the error.
+
+        Raises:
+          ValueError: another version, or facts that are missing, unknown or impossible.
+        """
+        try:
+            version = facts["version"]
+            if version != VERSION:
+                raise ValueError(f"is of version={version!r}, this mx_jax reads {VERSION}")
+            return cls(
+                format=_format_in(facts["format"]),
+                blocks=tuple((_integer(axis), _size_in(size)) for axis, size in facts["blocks"]),
+                shape=tuple(_integer(length, least=0) for length in facts["shape"]),
+                dtype=_dtype(facts["dtype"]),
+                packed=facts.get("packed") is not False,
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ValueError(
+                f"{where}: its description is no MXArray's: {said}; was it damaged, or written by "
+                "a newer mx_jax?"
+            ) from error
+
+
+def _format_in(facts: Mapping[str, Any]) -> BlockFormat:
+    return _made(
+        MXFP4,
+        facts,
+        element=_made(E2M1, facts["element"]),
+        scale=_scale_in(facts["scale"]),
+        block=tuple(_size_in(size) for size in facts["block"]),
+    )
+
+
+def _scale_in(facts: Mapping[str, Any]) -> ScaleFormat:
+    element = None if facts["element"] is None else _made(E2M1, facts["element"])
+    scale = _made(E4M3_SCALE, facts, element=element)
+    if scale.kind not in _KINDS or (scale.kind == "element") != (element is not None):
+        raise ValueError(f"a scale of kind={scale.kind!r} with element={element}")
+    if scale.bits != (32 if scale.is_float32 else 8):
+        raise ValueError(f"a scale of kind={scale.kind!r} with bits={scale.bits}")
+    return scale
+
+
+def _made(like: Any, facts: Mapping[str, Any], **read: Any) -> Any:
+    """Another of the kind of `like`, of facts of its types; a dtype's name may be missing."""
+    values = {**facts, **read}
+    for name, value in values.items():
+        expected = type(getattr(like, name, None))
+        optional = value is None and name in ("dtype_name", "element")
+        if type(value) is not expected and not optional:
+            raise ValueError(f"needs {name} of type {expected.__name__}, got {value!r}")
+    name = values.get("dtype_name")
+    if name is not None and not _DTYPE_NAME.fullmatch(name):
+        raise ValueError(f"dtype_name={name!r} names no dtype")
+    return type(like)(**values)
+
+
+def _size_out(size: BlockSize) -> int | str:
+    return size.value if isinstance(size, Whole) else int(size)
+
+
+def _size_in(size: Any) -> BlockSize:
+    return WHOLE if size == WHOLE.value else _integer(size, least=1)
+
+
+def _integer(value: Any, least: int | None = None) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"needs integers, got {value!r}")
+    if least is not None and value < least:
+        raise ValueError(f"needs integers from {least}, got {value}")
+    return value
+
+
+def _dtype(name: Any) -> Any:
+    if not isinstance(name, str) or not _DTYPE_NAME.fullmatch(name):
+        raise ValueError(f"dtype={name!r} names no dtype")
+    dtype = jnp.dtype(name)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype={name!r} is no float dtype")
+    return dtype
+
 
 # The key of the description, by which `from_wire` knows its own.
 DESCRIPTION = "mx_jax"
@@ -70,17 +223,7 @@ def from_packed(
     if not -codes.ndim <= axis < codes.ndim:
         raise ValueError(f"from_packed: axis={axis} is out of range for shape={codes.shape}")
     blocks: tuple[tuple[int, BlockSize], ...] = ((axis % codes.ndim - codes.ndim, contracting),)
-    return checked(
-        MXArray(
-            codes=codes,
-            scales=scales,
-            tensor_scale=tensor_scale,
-            format=format,
-            blocks=blocks,
-            dtype=jnp.dtype(dtype),
-        ),
-        "from_packed",
-    )
+    return built(codes, scales, tensor_scale, format, blocks, dtype, "from_packed")
 
 
 def to_wire(tree: Any) -> Any:
@@ -110,7 +253,7 @@ def to_wire(tree: Any) -> Any:
         if not isinstance(leaf, Quantized):
             return leaf
         stored = unpacked(leaf)
-        arrays = {name: part.fetch() for name, part in parts(stored).items()}
+        arrays = {name: np.asarray(part) for name, part in parts(stored).items()}
         return {DESCRIPTION: description(stored), **arrays}
 
     return jax.tree.map(go, tree, is_leaf=lambda leaf: isinstance(leaf, Quantized))
@@ -188,22 +331,28 @@ def assemble(described: Described, arrays: Mapping[str, Any], where: str) -> MXA
             f"{where}: codes must be uint8 of shape={expected} for a tensor of shape={shape} in "
             f"{described.format.name}, got codes.dtype={codes.dtype}, codes.shape={codes.shape}"
         )
-    scales, tensor_scale = arrays[SCALES], arrays.get(TENSOR_SCALE)
     codes = packing.unpack(codes, bits, shape[-1]) if shape else codes
-    return checked(
-        MXArray(
-            codes=on_device(codes),
-            scales=on_device(scales),
-            tensor_scale=None if tensor_scale is None else jnp.asarray(tensor_scale),
-            format=described.format,
-            blocks=described.blocks,
-            dtype=described.dtype,
-        ),
-        where,
+    facts = described.format, described.blocks, described.dtype, where
+    return built(codes, arrays[SCALES], arrays.get(TENSOR_SCALE), *facts)
+
+
+def built(
+    codes: np.ndarray | jax.Array,
+    scales: np.ndarray | jax.Array,
+    tensor_scale: np.ndarray | jax.Array | None,
+    format: BlockFormat,
+    blocks: Blocks,
+    dtype: Any,
+    where: str,
+) -> MXArray:
+    """An MXArray on the device, if its parts fit together; `where` begins the error."""
+    found = MXArray(
+        codes=on_device(codes),
+        scales=on_device(scales),
+        tensor_scale=None if tensor_scale is None else jnp.asarray(tensor_scale),
+        format=format,
+        blocks=blocks,
+        dtype=jnp.dtype(dtype),
     )
-
-
-def checked(x: MXArray, where: str) -> MXArray:
-    """x, if its parts fit together; `where` begins the error."""
-    check_parts(x, where)
-    return x
+    check_parts(found, where)
+    return found

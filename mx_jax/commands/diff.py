@@ -11,10 +11,10 @@ import numpy as np
 from rich.table import Table
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint.progress import progress_bar
+from mx_jax.checkpoint.folder import progress_bar
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.output import console, watched
-from mx_jax.commands.stream import add_input, stored_bytes
+from mx_jax.commands.stream import add_command, stored_bytes
 from mx_jax.inspect.tensor_facts import values_of
 from mx_jax.mxarray import MXArray
 
@@ -66,17 +66,18 @@ class Difference:
 
 def add_to(commands: Any) -> None:
     """Add the command to a parser's subparsers."""
-    parser = commands.add_parser(
-        "diff",
+    parser = add_command(
+        commands,
+        run,
+        "a",
+        "b",
+        name="diff",
         help="compare two checkpoints tensor by tensor",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_input(parser, "a", "b")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--all", action="store_true", help="list what is the same too")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -103,14 +104,12 @@ def _compare(a: Weights, b: Weights) -> list[Difference]:
     found = []
     with progress_bar("read", stored_bytes(a, both) + stored_bytes(b, both), watched()) as step:
         for name in names:
-            if name not in b:
-                formats = (_format(a.stored[name].look()), None)
-                found.append(Difference(name=name, formats=formats, result="only in A"))
-            elif name not in a:
-                formats = (None, _format(b.stored[name].look()))
-                found.append(Difference(name=name, formats=formats, result="only in B"))
+            x, y = (each.stored[name].look() if name in each else None for each in (a, b))
+            if x is None or y is None:
+                formats, where = (_format(x), _format(y)), "A" if y is None else "B"
+                found.append(Difference(name=name, formats=formats, result=f"only in {where}"))
             else:
-                found.append(difference(name, a.stored[name].look(), b.stored[name].look()))
+                found.append(difference(name, x, y))
                 step(name, a.stored[name].nbytes + b.stored[name].nbytes)
     return found
 
@@ -120,9 +119,9 @@ def difference(name: str, a: Any, b: Any) -> Difference:
     formats = (_format(a), _format(b))
     if tuple(a.shape) != tuple(b.shape):
         return Difference(name=name, formats=formats, result="other shape")
-    apart = _apart(values_of(a), values_of(b))
+    values, largest, sqnr_db = _apart(values_of(a), values_of(b))
     parts = _parts(a, b)
-    if not apart.values:
+    if not values:
         alike = formats[0] == formats[1] and not any(parts)
         return Difference(
             name=name, formats=formats, result="same" if alike else "same values", values=0
@@ -131,25 +130,19 @@ def difference(name: str, a: Any, b: Any) -> Difference:
         name=name,
         formats=formats,
         result="differs",
-        sqnr_db=apart.sqnr_db if math.isfinite(apart.sqnr_db) else None,
-        max_error=apart.largest if math.isfinite(apart.largest) else None,
-        values=apart.values,
+        sqnr_db=sqnr_db if math.isfinite(sqnr_db) else None,
+        max_error=largest if math.isfinite(largest) else None,
+        values=values,
         codes=parts[0],
         scales=parts[1],
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Apart:
-    """How many values differ, the largest difference, and `inspect.sqnr_db` of all."""
+def _apart(x: np.ndarray, y: np.ndarray) -> tuple[int, float, float]:
+    """Of two arrays how many values differ, the largest difference, and `inspect.sqnr_db`.
 
-    values: int
-    largest: float
-    sqnr_db: float
-
-
-def _apart(x: np.ndarray, y: np.ndarray) -> _Apart:
-    """Compare arrays of one shape, some values at a time: in float64 all would be many bytes."""
+    Some values at a time: in float64 all would be many bytes.
+    """
     values, largest, signal, noise = 0, np.float64(0), np.float64(0), np.float64(0)
     x, y = x.reshape(-1), y.reshape(-1)
     for at in range(0, x.size, _CHUNK):
@@ -162,7 +155,7 @@ def _apart(x: np.ndarray, y: np.ndarray) -> _Apart:
             largest = np.maximum(largest, np.max(np.abs(error[unequal]), initial=0))
             signal, noise = signal + np.sum(np.square(exact)), noise + np.sum(np.square(error))
     with np.errstate(divide="ignore", invalid="ignore"):
-        return _Apart(values, float(largest), float(10 * np.log10(signal / noise)))
+        return values, float(largest), float(10 * np.log10(signal / noise))
 
 
 def _parts(a: Any, b: Any) -> tuple[int | None, int | None]:
@@ -178,7 +171,9 @@ def _parts(a: Any, b: Any) -> tuple[int | None, int | None]:
     return codes, int((np.asarray(a.scales) != np.asarray(b.scales)).sum()) + whole
 
 
-def _format(x: Any) -> str:
+def _format(x: Any) -> str | None:
+    if x is None:
+        return None
     return x.format.name if isinstance(x, MXArray) else x.dtype.name
 
 

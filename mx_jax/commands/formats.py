@@ -2,7 +2,7 @@
 
 import argparse
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rich.table import Table
@@ -19,6 +19,7 @@ from mx_jax.formats import (
 )
 
 AnyFormat = BlockFormat | ElementFormat | ScaleFormat
+_CODES = ("code", "hex", "binary", "value")
 F = TypeVar("F", ElementFormat, ScaleFormat)
 
 
@@ -53,7 +54,12 @@ def run(options: argparse.Namespace) -> int:
     blocks = [each for each in given if isinstance(each, BlockFormat)]
     elements = _parts(given, ElementFormat, [block.element for block in blocks])
     scales = _parts(given, ScaleFormat, [block.scale for block in blocks])
-    for table in (_element_table(elements), _scale_table(scales), _block_table(blocks)):
+    title = "Block formats (elements that share a scale: kept x contracting axis)"
+    for table in (
+        _table("Element formats", [*map(_element_row, elements)], "special values", "dtype"),
+        _table("Scale formats", [*map(_scale_row, scales)], "value", "dtype"),
+        _table(title, [*map(_block_row, blocks)], "element", "scale", "block", "tensor scale"),
+    ):
         if table.row_count:
             out.print(table)
     out.print(
@@ -84,47 +90,56 @@ def _parts(given: Iterable[Any], kind: type[F], more: Iterable[F]) -> list[F]:
     return list(dict.fromkeys([*(each for each in given if isinstance(each, kind)), *more]))
 
 
-def _table(title: str, *columns: str, text_columns: Sequence[int] = (0,)) -> Table:
+def _table(title: str, rows: Sequence[Mapping[str, str]], *texts: str) -> Table:
+    """Rows of cells by their column; `texts`: columns that begin at the left, as names do."""
     table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index in text_columns else "right")
+    for column in rows[0] if rows else ():
+        table.add_column(column, justify="left" if column in ("name", *texts) else "right")
+    for row in rows:
+        table.add_row(*row.values())
     return table
 
 
-def _element_table(elements: Iterable[ElementFormat]) -> Table:
-    table = _table(
-        "Element formats",
-        "name",
-        "bits",
-        "exp",
-        "man",
-        "bias",
-        "emax",
-        "max",
-        "smallest normal",
-        "smallest subnormal",
-        "special values",
-        "range dB",
-        "dtype",
-        text_columns=(0, 9, 11),
-    )
-    for element in elements:
-        fixed = element.kind == "int"
-        table.add_row(
-            element.name,
-            str(element.bits),
-            "-" if fixed else str(element.exponent_bits),
-            str(element.mantissa_bits),
-            "-" if fixed else str(element.bias),
-            str(element.emax),
-            f"{element.max:.10g}",
-            "-" if fixed else _power(element.smallest_normal),
-            _power(element.smallest_subnormal),
-            _specials(element),
-            f"{element.dynamic_range_db:.1f}",
-            element.dtype_name or "-",
-        )
-    return table
+def _element_row(element: ElementFormat) -> dict[str, str]:
+    fixed = element.kind == "int"
+    return {
+        "name": element.name,
+        "bits": str(element.bits),
+        "exp": "-" if fixed else str(element.exponent_bits),
+        "man": str(element.mantissa_bits),
+        "bias": "-" if fixed else str(element.bias),
+        "emax": str(element.emax),
+        "max": f"{element.max:.10g}",
+        "smallest normal": "-" if fixed else _power(element.smallest_normal),
+        "smallest subnormal": _power(element.smallest_subnormal),
+        "special values": _specials(element),
+        "range dB": f"{element.dynamic_range_db:.1f}",
+        "dtype": element.dtype_name or "-",
+    }
+
+
+def _scale_row(scale: ScaleFormat) -> dict[str, str]:
+    return {
+        "name": scale.name,
+        "bits": str(scale.bits),
+        "bias": "-" if scale.bias is None else str(scale.bias),
+        "max": _power(scale.max),
+        "smallest": _power(scale.smallest),
+        "value": "code / scale" if scale.kind == "divisor" else "code * scale",
+        "dtype": scale.dtype_name,
+    }
+
+
+def _block_row(block: BlockFormat) -> dict[str, str]:
+    kept, contracting = (getattr(size, "value", size) for size in block.block)
+    return {
+        "name": block.name,
+        "element": block.element.name,
+        "scale": block.scale.name,
+        "block": f"{kept} x {contracting}",
+        "tensor scale": "f32" if block.tensor_scale else "-",
+        "bits per element": f"{block.bits_per_element:g}",
+    }
 
 
 def _specials(element: ElementFormat) -> str:
@@ -145,55 +160,6 @@ def _power(value: float) -> str:
     return f"2^{int(exponent)}" if float.fromhex(mantissa + "p0") == 1 else f"{value:g}"
 
 
-def _scale_table(scales: Iterable[ScaleFormat]) -> Table:
-    table = _table(
-        "Scale formats",
-        "name",
-        "bits",
-        "bias",
-        "max",
-        "smallest",
-        "value",
-        "dtype",
-        text_columns=(0, 5, 6),
-    )
-    for scale in scales:
-        table.add_row(
-            scale.name,
-            str(scale.bits),
-            "-" if scale.bias is None else str(scale.bias),
-            _power(scale.max),
-            _power(scale.smallest),
-            "code / scale" if scale.kind == "divisor" else "code * scale",
-            scale.dtype_name,
-        )
-    return table
-
-
-def _block_table(blocks: Iterable[BlockFormat]) -> Table:
-    table = _table(
-        "Block formats (elements that share a scale: kept x contracting axis)",
-        "name",
-        "element",
-        "scale",
-        "block",
-        "tensor scale",
-        "bits per element",
-        text_columns=(0, 1, 2, 3, 4),
-    )
-    for block in blocks:
-        kept, contracting = (getattr(size, "value", size) for size in block.block)
-        table.add_row(
-            block.name,
-            block.element.name,
-            block.scale.name,
-            f"{kept} x {contracting}",
-            "f32" if block.tensor_scale else "-",
-            f"{block.bits_per_element:g}",
-        )
-    return table
-
-
 def _value_tables(format: AnyFormat) -> list[Table]:
     """One table for an element or a scale, both for a block format."""
     if isinstance(format, BlockFormat):
@@ -203,9 +169,8 @@ def _value_tables(format: AnyFormat) -> list[Table]:
         raise ValueError(
             f"formats --values: {format.name} is float32, whose codes are too many to list"
         )
-    table = _table(f"{type(format).__name__} {format.name}", "code", "hex", "binary", "value")
-    width = format.bits
-    for code in range(1 << width):
-        hexadecimal = f"0x{code:0{-(-width // 4)}X}"
-        table.add_row(str(code), hexadecimal, f"{code:0{width}b}", repr(format.value(code)))
-    return [table]
+    digits, rows = -(-format.bits // 4), []
+    for code in range(1 << format.bits):
+        texts = (str(code), f"0x{code:0{digits}X}", f"{code:0{format.bits}b}")
+        rows.append(dict(zip(_CODES, (*texts, repr(format.value(code))), strict=True)))
+    return [_table(f"{type(format).__name__} {format.name}", rows, _CODES[0])]

@@ -13,7 +13,7 @@ from mx_jax import checkpoint
 from mx_jax.checkpoint.safetensors_file import replacing
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.output import check_replaceable, console, say, watched
-from mx_jax.commands.stream import add_input
+from mx_jax.commands.stream import add_command
 from mx_jax.inspect.report_checkpoint import checkpoint_page
 from mx_jax.inspect.tensor_facts import TensorFacts, facts_of, size
 
@@ -35,14 +35,15 @@ _COLUMNS = ("tensor", "format", "shape", "size", "bits", "amax", "zeros %", "at 
 
 def add_to(commands: Any) -> None:
     """Add the command to a parser's subparsers."""
-    parser = commands.add_parser(
-        "inspect",
+    parser = add_command(
+        commands,
+        run,
+        "file",
+        name="inspect",
         help="print what the tensors of a checkpoint are",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_input(parser, "file")
     parser.add_argument(
         "--reference", metavar="FILE", type=Path, help="what the tensors should be, for the SQNR"
     )
@@ -52,7 +53,6 @@ def add_to(commands: Any) -> None:
         "--html", metavar="PAGE", type=Path, help="write a page, as inspect.report does"
     )
     parser.add_argument("--force", action="store_true", help="replace PAGE if it is there")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"{page} is there already; replace a file with --force")
     weights = checkpoint.read(options.file, layout=options.layout)
     reference = None if options.reference is None else checkpoint.read(options.reference)
-    names = chosen(weights, options.only)
+    names = _chosen(weights, options.only)
     found = facts_of(weights, names, reference, operation="inspect", progress=watched())
     if page is not None:
         compared = None if reference is None else str(options.reference)
@@ -84,12 +84,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def chosen(weights: Weights, only: str | None) -> list[str]:
-    """Names that match a pattern; all of them without one.
-
-    Raises:
-      ValueError: a pattern that is none, or matches nothing.
-    """
+def _chosen(weights: Weights, only: str | None) -> list[str]:
+    """Names that match a pattern; all of them without one."""
     try:
         names = [name for name in weights if only is None or re.fullmatch(only, name)]
     except re.error as error:
@@ -101,26 +97,16 @@ def chosen(weights: Weights, only: str | None) -> list[str]:
 
 def _print(found: Sequence[TensorFacts], compared: bool) -> None:
     columns = (*_COLUMNS, "SQNR dB") if compared else _COLUMNS
-    table = Table(title=_title(found), title_justify="left")
+    title = f"{len(found)} tensors, {size(sum(facts.nbytes for facts in found))}"
+    table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < 3 else "right", overflow="fold")
     for facts in found:
-        row = cells(facts)
-        table.add_row(*(row if compared else row[:-1]))
+        *row, sqnr = facts.texts("-")
+        scales = facts.scales
+        row.append(f"2^{min(scales)} .. 2^{max(scales)}" if scales else "-")
+        table.add_row(*row, *([sqnr] if compared else []))
     console().print(table)
     for facts in found:
         for warning in facts.look.warnings:
             print(f"{facts.name}: {warning}")
-
-
-def _title(found: Sequence[TensorFacts]) -> str:
-    return f"{len(found)} tensors, {size(sum(facts.nbytes for facts in found))}"
-
-
-def cells(facts: TensorFacts) -> tuple[str, ...]:
-    """A tensor's row, the SQNR last."""
-    span = "-"
-    if facts.scales:
-        span = f"2^{min(facts.scales)} .. 2^{max(facts.scales)}"
-    *texts, sqnr = facts.texts("-")
-    return (*texts, span, sqnr)

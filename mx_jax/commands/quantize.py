@@ -1,38 +1,42 @@
 """`python -m mx_jax quantize`."""
 
 import argparse
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mx_jax import checkpoint
 from mx_jax.calibrate.ways import GPTQ
-from mx_jax.checkpoint.deferred import deferred
-from mx_jax.checkpoint.exact import effective_scales
-from mx_jax.checkpoint.weights import Weights
-from mx_jax.commands.fused import shared_scales
-from mx_jax.commands.judging import Judged, judge, quantized_like, report
+from mx_jax.checkpoint.safetensors_file import deferred
+from mx_jax.checkpoint.scales import effective_scales
 from mx_jax.commands.output import console, say
-from mx_jax.commands.programs import layout_for, program_of
-from mx_jax.commands.rules_file import SCALES, FileRule, format_rule, read_rules
+from mx_jax.commands.rules import (
+    SCALES,
+    FileRule,
+    Judged,
+    format_rule,
+    judge,
+    quantized_like,
+    read_rules,
+    report,
+    shared_scales,
+)
 from mx_jax.commands.stream import (
     OWN,
-    add_input,
-    add_output,
-    add_shards,
+    add_command,
     as_it_is,
     check_output,
+    layout_for,
     like,
-    stored_bytes,
+    read,
     tell_of_values,
     write_out,
-    written,
 )
+from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Rule
 from mx_jax.generate.load import tensor_moments
-from mx_jax.inspect.tensor_facts import size
 from mx_jax.mxarray import MXArray
 
 _DESCRIPTION = """
@@ -84,40 +88,22 @@ KEPT = r"(.*[./])?(\w*embed\w*|token_embd|wte|wpe|lm_head|output|head|tokens)"
 
 def add_to(commands: Any) -> None:
     """Add the command to a parser's subparsers."""
-    parser = commands.add_parser(
-        "quantize",
+    parser = add_command(
+        commands,
+        run,
+        "in",
+        writes=True,
+        name="quantize",
         help="quantize a checkpoint's weights, by a format or by rules",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_input(parser, "in")
-    add_output(parser)
-    add_shards(parser)
     parser.add_argument(
         "--format",
         metavar="FORMAT",
         help="for all that no rule decides: mxfp4, nvfp4, mxfp8 or another that `formats` prints",
     )
     parser.add_argument("--rules", metavar="FILE", type=Path, help="ordered rules, as below")
-    _add_scales(parser)
-    parser.add_argument(
-        "--keep",
-        metavar="PATTERN",
-        help="with --format and no rules: layers that stay; '' for none (default: embeddings and "
-        "head)",
-    )
-    parser.add_argument(
-        "--to", metavar="LAYOUT", default=OWN, help=f"how to store it (default: {OWN}, our own)"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print what would become of each")
-    parser.add_argument(
-        "--strict", action="store_true", help="a rule that matches nothing is an error"
-    )
-    parser.set_defaults(run=run)
-
-
-def _add_scales(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale-rule", metavar="RULE", help="with --format; default: what loses least for it"
     )
@@ -136,6 +122,19 @@ def _add_scales(parser: argparse.ArgumentParser) -> None:
         help="for gptq: texts of the kind that the model is to be good at (default: Python's own "
         "manual)",
     )
+    parser.add_argument(
+        "--keep",
+        metavar="PATTERN",
+        help="with --format and no rules: layers that stay; '' for none (default: embeddings and "
+        "head)",
+    )
+    parser.add_argument(
+        "--to", metavar="LAYOUT", default=OWN, help=f"how to store it (default: {OWN}, our own)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would become of each")
+    parser.add_argument(
+        "--strict", action="store_true", help="a rule that matches nothing is an error"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -147,10 +146,56 @@ def run(options: argparse.Namespace) -> int:
     rules = _rules(options)
     if not options.dry_run:
         check_output(options)
-    weights = checkpoint.read(vars(options)["in"], layout=options.layout)
+    weights = read(options)
     likes = {name: like(weights, name) for name in weights}
     judged = {name: judge(rules, name, tensor) for name, tensor in likes.items()}
     found = report(rules, judged)
+    _check_used(options, rules, found)
+    if options.dry_run:
+        console().print(found)
+        return 0
+    moments = _moments(options, judged)
+    spoilt: dict[str, int] = {}
+    scales: dict[str, float] = {}
+
+    def quantized(name: str) -> MXArray:
+        """Called when the tensor is written, when `scales` has its entries."""
+        one, each = weights.stored[name], judged[name]
+        made = each.quantize((one.host or one.fetch)(), moments.get(name), scales.get(name))
+        if bad := int((~np.isfinite(effective_scales(made))).sum()):
+            if options.to != OWN:
+                raise ValueError(
+                    f"quantize: {weights.path}: {name} holds NaN or infinite values, which makes "
+                    f"{bad} blocks NaN, and {options.to} is read by programs that expect none; "
+                    "repair it, or leave it out by a rule with skip = true"
+                )
+            spoilt[name] = bad
+        return made
+
+    tensors = {
+        name: deferred(functools.partial(quantized, name), quantized_like(each, likes[name]))
+        if each.quantizes
+        else as_it_is(weights, name)
+        for name, each in judged.items()
+    }
+    tell_of_values(weights, (name for name in weights if not judged[name].quantizes))
+    layout = layout_for(options.to, tensors, weights.path)
+    if layout != OWN:
+        # Nothing is quantized before it is written.
+        scales |= shared_scales(weights, judged)
+    sizes = write_out(options, weights, tensors, layout, options.to)
+    if spoilt:
+        first = next(iter(spoilt))
+        say(
+            f"{weights.path}: {len(spoilt)} tensors hold NaN or infinite values, which makes whole "
+            f"blocks NaN: {spoilt[first]} of {first}"
+        )
+    say(f"{options.out}: {found.num_converted} of {len(weights)} tensors quantized, {sizes}")
+    return 0
+
+
+def _check_used(options: argparse.Namespace, rules: tuple[FileRule, ...], found: Report) -> None:
+    """Say which rules decide about no tensor; with --strict, refuse them."""
     for index in found.unused:
         text = f"quantize: rule {index} ({rules[index].rule}) decides about no tensor"
         # That what is kept is not there is as good.
@@ -158,41 +203,6 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"{text}; --dry-run shows the names")
         if options.rules is not None or found.num_converted == 0:
             say(text)
-    if options.dry_run:
-        console().print(found)
-        return 0
-    moments = _moments(options, judged)
-    spoilt: dict[str, int] = {}
-    scales: dict[str, float] = {}
-    tensors = {
-        name: _tensor(
-            options, weights, name, judged[name], likes[name], moments.get(name), scales, spoilt
-        )
-        for name in weights
-    }
-    tell_of_values(weights, (name for name in weights if not judged[name].quantizes))
-    layout = layout_for(options.to, tensors, weights.path)
-    if layout != OWN:
-        # Nothing is quantized before it is written.
-        scales |= shared_scales(weights, judged)
-    write_out(options, weights, tensors, layout, program_of(options.to))
-    _tell_of_spoilt(weights.path, spoilt)
-    before, after = stored_bytes(weights), written(options.out)
-    say(
-        f"{options.out}: {found.num_converted} of {len(weights)} tensors quantized, "
-        f"{size(before)} -> {size(after)}"
-    )
-    return 0
-
-
-def _tell_of_spoilt(path: Path, spoilt: Mapping[str, int]) -> None:
-    """`spoilt`: numbers of blocks by tensor."""
-    if spoilt:
-        first = next(iter(spoilt))
-        say(
-            f"{path}: {len(spoilt)} tensors hold NaN or infinite values, which makes whole blocks "
-            f"NaN: {spoilt[first]} of {first}"
-        )
 
 
 def _rules(options: argparse.Namespace) -> tuple[FileRule, ...]:
@@ -233,33 +243,3 @@ def _moments(options: argparse.Namespace, judged: Mapping[str, Judged]) -> dict[
     if unknown:
         say(f"{len(unknown)} of no product that is known, such as {unknown[0]}: scales by mse")
     return found
-
-
-def _tensor(
-    options: argparse.Namespace,
-    weights: Weights,
-    name: str,
-    judged: Judged,
-    tensor: Any,
-    moment: Any,
-    scales: Mapping[str, float],
-    spoilt: dict[str, int],
-) -> Any:
-    """A tensor that is quantized when it is written, under its entry of `scales` if it has one."""
-    if not judged.quantizes:
-        return as_it_is(weights, name)
-    stored = weights.stored[name]
-
-    def make() -> MXArray:
-        made = judged.quantize((stored.host or stored.fetch)(), moment, scales.get(name))
-        if bad := int((~np.isfinite(effective_scales(made))).sum()):
-            if options.to != OWN:
-                raise ValueError(
-                    f"quantize: {weights.path}: {name} holds NaN or infinite values, which makes "
-                    f"{bad} blocks NaN, and {options.to} is read by programs that expect none; "
-                    "repair it, or leave it out by a rule with skip = true"
-                )
-            spoilt[name] = bad
-        return made
-
-    return deferred(make, quantized_like(judged, tensor))

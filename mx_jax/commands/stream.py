@@ -1,10 +1,11 @@
 """Checkpoints gone through tensor by tensor: what is read, changed and written is one at a time."""
 
 import argparse
+import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +13,51 @@ import jax
 import numpy as np
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint.deferred import Deferred, deferred
+from mx_jax.checkpoint.export import hf_quant_config
 from mx_jax.checkpoint.file import put
-from mx_jax.checkpoint.folder import read_table
-from mx_jax.checkpoint.gguf_file import is_gguf
-from mx_jax.checkpoint.layouts import LAYOUTS
-from mx_jax.checkpoint.progress import progress_bar
-from mx_jax.checkpoint.safetensors_file import Entry, replacing
-from mx_jax.checkpoint.shards import Resume, write_files
-from mx_jax.checkpoint.stated import hf_quant_config
+from mx_jax.checkpoint.folder import Resume, read_table, write_files
+from mx_jax.checkpoint.gguf import is_gguf
+from mx_jax.checkpoint.layouts import LAYOUTS, Layout
+from mx_jax.checkpoint.safetensors_file import Entry, deferred, replacing
 from mx_jax.checkpoint.weights import Weights
-from mx_jax.commands import resuming
 from mx_jax.commands.output import (
+    RECORD,
     check_replaceable,
+    check_resumable,
     move_into_place,
     partial_folder,
+    record_options,
     say,
     watched,
 )
 from mx_jax.generate.load import GGUF_FIELDS, PACKAGES, find_model
+from mx_jax.inspect.tensor_facts import size
+from mx_jax.mxarray import MXArray
 
 # What our own files are called where a layout is asked for.
 OWN = "mx_jax"
 
 
-def add_input(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Arguments of a command that reads checkpoints."""
-    for name in names:
+def add_command(
+    commands: Any,
+    run: Callable[[argparse.Namespace], int],
+    *inputs: str,
+    writes: bool = False,
+    **texts: str,
+) -> argparse.ArgumentParser:
+    """Add a command that reads checkpoints to a parser's subparsers.
+
+    Args:
+      commands: the subparsers.
+      run: what the command does; gives the exit status.
+      *inputs: names of the arguments that are read.
+      writes: whether it writes one, to OUT.
+      **texts: `name`, and `help`, `description` and `epilog` as argparse has them.
+    """
+    parser: argparse.ArgumentParser = commands.add_parser(
+        texts.pop("name"), formatter_class=argparse.RawDescriptionHelpFormatter, **texts
+    )
+    for name in inputs:
         parser.add_argument(
             name,
             metavar=name.upper(),
@@ -52,6 +71,10 @@ def add_input(parser: argparse.ArgumentParser, *names: str) -> None:
         metavar="LAYOUT",
         help="read this layout and no other; for files that fit several",
     )
+    if writes:
+        _add_output(parser)
+    parser.set_defaults(run=run)
+    return parser
 
 
 def _model(text: str) -> Path:
@@ -64,8 +87,7 @@ def _model(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """Arguments of a command that writes one."""
+def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "out",
         metavar="OUT",
@@ -74,20 +96,6 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         "folder's config.json, tokenizer and the like come too, or what a GGUF file says",
     )
     parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
-    parser.set_defaults(max_shard_size=None, resume=False)
-
-
-def _output(text: str) -> Path:
-    """A path, which loses its last slash: what that says has to agree with the rest."""
-    if text.endswith("/") and is_file_name(Path(text)):
-        raise argparse.ArgumentTypeError(
-            f"{text} ends as a file, .safetensors, and as a folder, /; leave out one of them"
-        )
-    return Path(text)
-
-
-def add_shards(parser: argparse.ArgumentParser) -> None:
-    """Arguments of a command that may write several files."""
     parser.add_argument(
         "--max-shard-size",
         "--shard-size",
@@ -99,11 +107,25 @@ def add_shards(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _output(text: str) -> Path:
+    """A path, which loses its last slash: what that says has to agree with the rest."""
+    if text.endswith("/") and is_file_name(Path(text)):
+        raise argparse.ArgumentTypeError(
+            f"{text} ends as a file, .safetensors, and as a folder, /; leave out one of them"
+        )
+    return Path(text)
+
+
+def read(options: argparse.Namespace) -> Weights:
+    """The tensors of IN."""
+    return checkpoint.read(vars(options)["in"], layout=options.layout)
+
+
 def like(weights: Weights, name: str) -> Any:
     """A tensor with shapes and dtypes for arrays; read only where the header does not tell them."""
     one = weights.stored[name]
     if one.dtype is not None:
-        return Deferred(one.shape, one.dtype, one.fetch)
+        return Entry(one.shape, one.dtype, one.fetch)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights[name])
 
 
@@ -111,7 +133,7 @@ def as_it_is(weights: Weights, name: str) -> Any:
     """A tensor that is written as it was read."""
     one = weights.stored[name]
     if one.host is not None and one.dtype is not None:
-        return Deferred(one.shape, one.dtype, one.host)
+        return Entry(one.shape, one.dtype, one.host)
     return deferred(one.fetch, like(weights, name))
 
 
@@ -130,8 +152,8 @@ def check_output(options: argparse.Namespace) -> None:
     if options.max_shard_size is not None:
         _nbytes(options.max_shard_size)
         if options.resume:
-            resuming.check(options)
-    if not (options.force or options.resume) and (partial_folder(out) / resuming.RECORD).exists():
+            check_resumable(options)
+    if not (options.force or options.resume) and (partial_folder(out) / RECORD).exists():
         raise ValueError(
             f"{out} was begun, in {partial_folder(out)}; go on with --resume, or begin anew with "
             "--force"
@@ -154,8 +176,8 @@ def write_out(
     weights: Weights,
     tensors: Mapping[str, Any],
     layout: str | None = None,
-    program: str | None = None,
-) -> None:
+    to: str | None = None,
+) -> str:
     """Write tensors, each when its turn comes; what is made appears when it is whole.
 
     Args:
@@ -163,11 +185,32 @@ def write_out(
       weights: what they were made of: a tree that mx_jax wrote stays one.
       tensors: by name, what `as_it_is` and `deferred` give.
       layout: `"mx_jax"`, a layout of others, or None for arrays that any reader reads.
-      program: that is to read it, where several use the layout.
+      to: what the user asked for: the layout, or a program that uses it.
+
+    Returns:
+      The bytes that tensors took and take, for people.
     """
-    out = options.out.resolve()
+    stated = None
+    if layout in {row.name for row in LAYOUTS}:
+        program = to if to in programs() else None
+        stated = checkpoint.quantization_config(tensors, layout=layout, program=program)
+    _write_out(options, options.out.resolve(), weights, tensors, layout, stated)
+    files = options.out.glob("*.safetensors") if options.out.is_dir() else [options.out]
+    after = sum(file.stat().st_size for file in files)
+    return f"{size(stored_bytes(weights))} -> {size(after)}"
+
+
+def _write_out(
+    options: argparse.Namespace,
+    out: Path,
+    weights: Weights,
+    tensors: Mapping[str, Any],
+    layout: str | None,
+    stated: Mapping[str, Any] | None,
+) -> None:
+    """`stated`: what config.json has to say of the layout."""
     largest = None if options.max_shard_size is None else _nbytes(options.max_shard_size)
-    # `resuming.check` has compared what this command was asked with what the earlier one was.
+    # `check_resumable` has compared what this command was asked with what the earlier one was.
     resume: Resume = "vouched" if options.resume else False
     sizes: dict[str, Any] = {"max_shard_size": largest, "resume": resume}
     if largest is None and is_file_name(out):
@@ -179,12 +222,19 @@ def write_out(
     made.mkdir(exist_ok=True)
     try:
         if largest is not None:
-            resuming.begin(options, made)
+            record_options(options, made)
         path = made if largest is not None else made / "model.safetensors"
         _write_tensors(path, weights, tensors, layout, sizes)
-        _write_beside(made, out, weights, tensors, layout, program)
+        if weights.path.is_dir():
+            _bring_along(weights.path, made, stated)
+        elif is_gguf(weights.path):
+            # With it, `generate` reads the folder.
+            _write_table(made / GGUF_FIELDS, {key: _json(v) for key, v in weights.metadata.items()})
+        if (out / "config.json").is_file() and not (made / "config.json").is_file():
+            # It stays, and may not speak of tensors that are gone.
+            _write_config(out / "config.json", made, stated)
         move_into_place(made, out)
-        resuming.end(out)
+        (out / RECORD).unlink(missing_ok=True)  # whole: nothing is to be resumed
     except BaseException:
         if largest is None:  # nothing of it could be taken up
             shutil.rmtree(made, ignore_errors=True)
@@ -207,41 +257,10 @@ def _write_tensors(
         checkpoint.save(path, tree, progress=watched(), **sizes)
     elif layout is not None:
         checkpoint.write(path, tensors, layout=layout, progress=watched(), **sizes)
-    else:
-        _write_values(path, tensors, sizes["max_shard_size"], sizes["resume"])
-
-
-def _write_beside(
-    made: Path,
-    out: Path,
-    weights: Weights,
-    tensors: Mapping[str, Any],
-    layout: str | None,
-    program: str | None,
-) -> None:
-    """What a folder holds besides its tensors."""
-    stated = None
-    if layout in {row.name for row in LAYOUTS}:
-        stated = checkpoint.quantization_config(tensors, layout=layout, program=program)
-    if weights.path.is_dir():
-        bring_along(weights.path, made, stated)
-    elif is_gguf(weights.path):
-        # With it, `generate` reads the folder.
-        _write_table(made / GGUF_FIELDS, {key: _json(v) for key, v in weights.metadata.items()})
-    if (out / "config.json").is_file() and not (made / "config.json").is_file():
-        # It stays, and may not speak of tensors that are gone.
-        _write_config(out / "config.json", made, stated)
-
-
-def _write_values(
-    path: Path, tensors: Mapping[str, Any], largest: int | None, resume: Resume
-) -> None:
-    """Arrays that any reader reads."""
-    entries = {name: Entry.of(tensor) for name, tensor in tensors.items()}
-    metadata = {"format": "pt"}
-    total = sum(entry.nbytes for entry in entries.values())
-    with progress_bar("write", total, watched()) as step:
-        write_files(path, entries, lambda _: metadata, largest=largest, resume=resume, step=step)
+    else:  # arrays that any reader reads
+        entries = {name: Entry.of(tensor) for name, tensor in tensors.items()}
+        how: Any = {"largest": sizes["max_shard_size"], "resume": sizes["resume"]}
+        write_files(path, entries, lambda _: {"format": "pt"}, progress=watched(), **how)
 
 
 # What a model's folder holds beside its tensors.
@@ -251,14 +270,8 @@ _OF_TENSORS = ("*.index.json", "hf_quant_config.json")
 _QUANTIZED = ("quantization_config", "compression_config")
 
 
-def bring_along(source: Path, out: Path, stated: Mapping[str, Any] | None) -> None:
-    """Copy what a model's folder holds beside tensors.
-
-    Args:
-      source: the folder.
-      out: the folder that its tensors were written to.
-      stated: what config.json says of how they are stored now, in place of what it said.
-    """
+def _bring_along(source: Path, out: Path, stated: Mapping[str, Any] | None) -> None:
+    """Copy what a model's folder holds beside tensors; config.json says how they are stored now."""
     for path in sorted({path for pattern in _BESIDE for path in source.glob(pattern)}):
         if any(path.match(pattern) for pattern in _OF_TENSORS) or not path.is_file():
             continue
@@ -300,12 +313,6 @@ def _nbytes(text: str) -> int:
     return size
 
 
-def written(path: Path) -> int:
-    """Bytes of a file, or of a folder's files of tensors."""
-    files = path.glob("*.safetensors") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files)
-
-
 def stored_bytes(weights: Weights, names: Iterable[str] | None = None) -> int:
     """Bytes that tensors take in their file; default: all of them."""
     return sum(weights.stored[name].nbytes for name in (weights if names is None else names))
@@ -316,3 +323,41 @@ def tell_of_values(weights: Weights, names: Iterable[str]) -> None:
     layouts = [weights.stored[name].layout for name in names if weights.stored[name].dequantized]
     for layout in dict.fromkeys(layouts):
         say(f"{layouts.count(layout)} tensors of {layout}, which is read only, become float32")
+
+
+def layout_for(to: str, tensors: Mapping[str, Any], where: Path) -> str:
+    """The layout that is meant by its name, or by that of a program and what it is to hold.
+
+    Args:
+      to: the name.
+      tensors: by name, with the formats that they have or get.
+      where: they come from, for the error.
+
+    Raises:
+      ValueError: a program that has none for the formats that are there.
+    """
+    known = programs()
+    if to == OWN or to not in known:
+        return to
+    held = {name: x.format for name, x in tensors.items() if isinstance(x, MXArray)}
+    fitting = [
+        row.name
+        for row in known[to]
+        if all(dataclasses.replace(f, name=row.format.name) == row.format for f in held.values())
+    ]
+    if held and len(fitting) == 1:
+        return fitting[0]
+    formats = {format.name: name for name, format in held.items()}
+    shown = ", ".join(f"{format} ({name})" for format, name in formats.items()) or "no MXArray"
+    names = ", ".join(fitting or [row.name for row in known[to]])
+    raise ValueError(f"{where}: {to} has no one layout for {shown}; name one of {names}")
+
+
+def programs() -> dict[str, list[Layout]]:
+    """Layouts by the programs that a `quantization_config` names."""
+    found: dict[str, list[Layout]] = {}
+    for row in LAYOUTS:
+        for pairs in row.configs:
+            rows = found.setdefault(dict(pairs).get("quant_method", ""), [])
+            rows += [] if row in rows else [row]
+    return found

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mx_jax.checkpoint.exact import effective_scales
-from mx_jax.checkpoint.plausible import Plausibility, plausibility
-from mx_jax.checkpoint.progress import progress_bar
+from mx_jax.checkpoint.folder import progress_bar
+from mx_jax.checkpoint.scales import Plausibility, effective_scales, plausibility
 from mx_jax.checkpoint.weights import Stored, Weights
 from mx_jax.inspect.error import sqnr_db
 from mx_jax.mxarray import MXArray

@@ -20,6 +20,7 @@ from mx_jax.nn.layers import layer_recipe, linen_recipe, named_in_errors
 from mx_jax.nn.randomness import RNG_STREAM as RNG_STREAM
 from mx_jax.nn.randomness import layer_key
 from mx_jax.nn.stored import StoredParams as StoredParams
+from mx_jax.ops.arguments import as_recipe
 from mx_jax.ops.delayed import (
     DelayedState,
     DelayedStates,
@@ -29,7 +30,6 @@ from mx_jax.ops.delayed import (
 )
 from mx_jax.ops.dot_general import RecipeDotGeneral, dot_general
 from mx_jax.ops.einsum import einsum
-from mx_jax.ops.arguments import as_recipe
 from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 

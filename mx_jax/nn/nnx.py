@@ -19,10 +19,10 @@ from flax.nnx.nn.dtypes import promote_dtype
 from mx_jax.nn.layers import layer_recipe, named_in_errors, nnx_spec, recipe_of
 from mx_jax.nn.randomness import RNG_STREAM as RNG_STREAM
 from mx_jax.nn.stored import trainable as trainable
+from mx_jax.ops.arguments import as_recipe
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.ops.einsum import einsum
 from mx_jax.ops.tags import LayerName
-from mx_jax.ops.arguments import as_recipe
 from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 

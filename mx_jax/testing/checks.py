@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax import formats
-from mx_jax.backends.target import Backend
 from mx_jax.backends.calls import (
     DequantizeCall,
     MatmulCall,
     Operand,
     QuantizeCall,
 )
+from mx_jax.backends.target import Backend
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import MXFP8_E4M3

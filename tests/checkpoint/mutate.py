@@ -25,8 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoint.sample import Files, Reader, Sample
-from tests.checkpoint.samples import samples
+from tests.checkpoint.samples import Files, Reader, Sample, samples
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "mutated_checkpoints.json"
 SECONDS, MEMORY = 10.0, 256 << 20

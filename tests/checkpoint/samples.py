@@ -1,9 +1,13 @@
-"""Good checkpoints of every kind, as bytes, and what is to read them."""
+"""Good checkpoints of every kind, as bytes that are then changed, and what is to read them."""
 
+import contextlib
 import dataclasses
+import importlib.util
 import json
+import os
 import struct
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,77 +15,136 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax import checkpoint
+from mx_jax.checkpoint.layouts import LAYOUTS, Layout
+from mx_jax.cli import command_parser
+from mx_jax.commands import output
+from mx_jax.commands.output import partial_folder
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
-from tests.checkpoint.gguf_bytes import F32, I32, STRING, U32, Tensor, array, gguf, text
-from tests.checkpoint.sample import Files, Reader, Sample, convert_to, load, load_shards, read_all
-from tests.checkpoint.samples_layouts import layout_samples
-from tests.checkpoint.samples_words import word_samples
-from tests.checkpoint.stored import draw
+from mx_jax.generate.tokenizer import Tokenizer
+from mx_jax.generate.tokenizer_gguf import tokenizer_of_gguf
+from mx_jax.generate.tokenizer_hub import tokenizer_of_folder
+from tests.checkpoint.gguf_bytes import BOOL, F32, I32, STRING, U32, Tensor, array, gguf, text
+from tests.checkpoint.stored import draw, put
+
+Reader = Callable[[Path], None]
+Files = dict[str, bytes]
+
+
+def read_all(path: Path) -> None:
+    """Every tensor of somebody's checkpoint."""
+    weights = checkpoint.read(path, rotated=True)
+    repr(weights)
+    for name in weights:
+        weights[name]
+
+
+def load(path: Path) -> None:
+    """One of our own."""
+    checkpoint.load(path / "model.safetensors")
+
+
+def load_shards(path: Path) -> None:
+    """Several files of our own, both ways."""
+    read_all(path)
+    checkpoint.load(path)
+
+
+def quietly(*words: str) -> None:
+    """Run a command, which says nothing."""
+    options = command_parser().parse_args(words)
+    with contextlib.ExitStack() as stack:
+        nowhere = stack.enter_context(open(os.devnull, "w"))
+        stack.enter_context(contextlib.redirect_stdout(nowhere))
+        stack.enter_context(contextlib.redirect_stderr(nowhere))
+        options.run(options)
+
+
+def convert_to(*words: str) -> Reader:
+    """What the command makes of a folder, its own file and what config.json says of it included."""
+
+    def convert(path: Path) -> None:
+        (path / "out").mkdir()
+        quietly("convert", str(path), str(path / "out"), *words)
+
+    return convert
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A good checkpoint, whose files are then changed.
+
+    Attributes:
+      name: of its kind.
+      files: of a folder, by name; one in a folder of it by its path there.
+      read: what is to read the folder.
+    """
+
+    name: str
+    files: Files
+    read: Reader
 
 
 def samples() -> list[Sample]:
     """One of each kind, small enough to be read in a millisecond."""
     rng = np.random.default_rng(0)
     mx, fp8 = draw(MXFP4, (8, 64), rng), draw(MXFP8_E4M3, (8, 64), rng)
-    nv = draw(NVFP4, (8, 64), rng)
-    nv = dataclasses.replace(nv, scales=nv.scales & 0x3F)
-    norm = jnp.ones(3)
-    made = [Sample("gguf", {"model.gguf": _gguf()}, read_all)]
-    kinds: tuple[tuple[str, Any, dict[str, Any]], ...] = (
-        ("own", None, {}),
-        ("compressed-tensors", {"a.weight": mx}, {"layout": "mxfp4-pack-quantized"}),
-        ("gpt-oss", {"a": mx}, {"layout": "gpt-oss"}),
-        ("modelopt", {"a.weight": nv}, {"layout": "modelopt-nvfp4", "max_shard_size": 200}),
-        ("torchao", {"a.weight": nv, "b.weight": fp8, "c.weight": mx}, {"layout": "torchao"}),
-    )
-    for name, weights, options in kinds:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder)
-            whole = path if "max_shard_size" in options else path / "model.safetensors"
-            if weights is None:
-                checkpoint.save(whole, {"a": {0: mx, "b": nv}, "norm": norm})
-            else:
-                checkpoint.write(whole, weights | {"norm": norm}, **options)
-            files = {file.name: file.read_bytes() for file in path.iterdir()}
-        made.append(Sample(name, files | _config(name), load if weights is None else read_all))
-    return [*made, *_newer(rng), *layout_samples(rng), *word_samples()]
-
-
-def _newer(rng: np.random.Generator) -> list[Sample]:
-    """Several files of our own, what config.json states, and what `convert` makes of layouts."""
+    nv, norm = draw(NVFP4, (8, 64), rng), {"norm": jnp.ones(3)}
     one, fused = draw(MXFP4, (8, 64), rng), draw(MXFP4, (2, 4, 64), rng)
     one, fused = (dataclasses.replace(x, scales=x.scales % 8 + 120) for x in (one, fused))
     experts = {"mlp.experts.gate_up_proj": fused, "mlp.experts.gate_up_proj_bias": jnp.ones((2, 4))}
-    stated = checkpoint.quantization_config
-    own = {"a": {0: one, "b": fused}, "norm": jnp.ones(3)}
-    parts: dict[str, Any] = {"max_shard_size": 200}
-    rows: tuple[tuple[str, Any, dict[str, Any], Reader], ...] = (
-        ("own shards", own, parts, load_shards),
-        ("stated", {"a.weight": one}, {"layout": "mxfp4-pack-quantized"}, read_all),
-        ("gpt-oss original", {"mlp.mlp1_weight": fused}, {"layout": "gpt-oss-original"}, read_all),
-        ("gpt-oss apart", experts, {"layout": "gpt-oss"}, convert_to("--to", "compressed-tensors")),
-        (
-            "transcoded",
-            {"a.weight": one},
-            {"layout": "modelopt-mxfp4", **parts},
-            convert_to("--to", "modelopt-nvfp4"),
-        ),
-    )
-    made = []
-    for name, weights, options, read in rows:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder)
-            whole = path if "max_shard_size" in options else path / "model.safetensors"
-            config: dict[str, Any] = {"model_type": "gpt_oss", "torch_dtype": "float32"}
-            if "layout" in options:
-                config["quantization_config"] = stated(weights, layout=options["layout"])
-                checkpoint.write(whole, weights | {"norm": jnp.ones(3)}, **options)
-            else:
-                checkpoint.save(whole, weights, **options)
-            (path / "config.json").write_text(json.dumps(config))
-            files = {file.name: file.read_bytes() for file in path.iterdir()}
-        made.append(Sample(name, files, read))
-    return made
+    parts, packed = {"max_shard_size": 200}, "mxfp4-pack-quantized"
+    theirs = {"a.weight": nv, "b.weight": fp8, "c.weight": mx}
+    compressed = {"quant_method": "compressed-tensors", "format": packed}
+    config = {"torch_dtype": "float32", "quantization_config": compressed}
+    modelopt = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    made = {
+        "own": written({"a": {0: mx, "b": nv}} | norm),
+        "compressed-tensors": written({"a.weight": mx} | norm, packed, config),
+        "gpt-oss": written({"a": mx} | norm, "gpt-oss"),
+        "modelopt": written({"a.weight": nv} | norm, "modelopt-nvfp4", **parts)
+        | {"hf_quant_config.json": json.dumps(modelopt).encode()},
+        "torchao": written(theirs | norm, "torchao"),
+        # What config.json states, and what `convert` makes of layouts.
+        "own shards": written({"a": {0: one, "b": fused}} | norm, None, GPT_OSS, **parts),
+        "stated": stated({"a.weight": one} | norm, packed),
+        "gpt-oss original": stated({"mlp.mlp1_weight": fused} | norm, "gpt-oss-original"),
+        "gpt-oss apart": stated(experts | norm, "gpt-oss"),
+        "transcoded": stated({"a.weight": one} | norm, "modelopt-mxfp4", **parts),
+    }
+    readers = {
+        "own": load,
+        "own shards": load_shards,
+        "gpt-oss apart": convert_to("--to", "compressed-tensors"),
+        "transcoded": convert_to("--to", "modelopt-nvfp4"),
+    }
+    return [
+        Sample("gguf", {"model.gguf": _gguf()}, read_all),
+        *(Sample(name, files, readers.get(name, read_all)) for name, files in made.items()),
+        *layout_samples(rng),
+        *word_samples(),
+    ]
+
+
+GPT_OSS = {"model_type": "gpt_oss", "torch_dtype": "float32"}
+
+
+def written(weights: Any, layout: str | None = None, config: Any = None, **options: Any) -> Files:
+    """The files of a checkpoint in a layout, or our own, and config.json if it says anything."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        whole = path if options else path / "model.safetensors"
+        if layout is None:
+            checkpoint.save(whole, weights, **options)
+        else:
+            checkpoint.write(whole, weights, layout=layout, **options)
+        files = {file.name: file.read_bytes() for file in path.iterdir()}
+    return files if config is None else files | {"config.json": json.dumps(config).encode()}
+
+
+def stated(weights: Any, layout: str, **options: Any) -> Files:
+    """The same, where config.json says the layout."""
+    said = checkpoint.quantization_config(weights, layout=layout)
+    return written(weights, layout, GPT_OSS | {"quantization_config": said}, **options)
 
 
 def _gguf() -> bytes:
@@ -100,16 +163,198 @@ def _gguf() -> bytes:
         "d.weight": Tensor(8, (32,), bytes(34)),
         "e.weight": Tensor(30, (3, 2, 2), bytes(24)),
     }
+    if importlib.util.find_spec("gguf") is not None:
+        tensors["f.weight"] = Tensor(12, (256, 2), bytes(range(144)) * 2)
+        tensors["g.weight"] = Tensor(16, (256,), bytes(range(66)))
     return gguf(tensors, pairs)
 
 
-def _config(kind: str) -> Files:
-    """What stands beside the files in a folder."""
-    if kind == "modelopt":
-        said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
-        return {"hf_quant_config.json": json.dumps(said).encode()}
-    stated = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
-    if kind != "compressed-tensors":
-        return {}
-    config = {"torch_dtype": "float32", "quantization_config": stated}
-    return {"config.json": json.dumps(config).encode()}
+def layout_samples(rng: np.random.Generator) -> list[Sample]:
+    """Of each row of `LAYOUTS`, and the newest type of GGUF by itself."""
+    made = [_sample(row, rng) for row in LAYOUTS]
+    return [*made, Sample("gguf nvfp4", {"model.gguf": _nvfp4()}, read_all)]
+
+
+def _sample(row: Layout, rng: np.random.Generator) -> Sample:
+    shape = (2, 4, 64) if row.split else (4, 64)
+    x = draw(row.format, shape, rng)
+    stated: Any = checkpoint.quantization_config({"a" + row.weight: x}, layout=row.name)
+    if stated is None and row.configs:
+        stated = dict(row.configs[-1])
+    config = {"torch_dtype": "float32"} | ({"quantization_config": stated} if stated else {})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        if row.rotation is None:
+            weights = {"a" + row.weight: x, "norm": jnp.ones(3)}
+            checkpoint.write(path, weights, layout=row.name)
+        else:
+            put(path, _rotated(row, rng))
+        files = {path.name: path.read_bytes(), "config.json": json.dumps(config).encode()}
+    return Sample(f"layout {row.name}", files, read_all)
+
+
+def _rotated(row: Layout, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """A weight `[4, 64]` that is read only."""
+    scales = rng.integers(50, 60, row.scales_shape((4, 64))).astype(np.uint8)
+    return {
+        "a.qweight": rng.integers(0, 256, (4, 32)).astype(np.uint8),
+        "a.scales": scales,
+        "a.weight_global_scale": np.array([10], np.float32),
+        "a.forward_hadamard_matrix": np.eye(16, dtype=np.float32)[::-1].copy(),
+    }
+
+
+def _nvfp4() -> bytes:
+    block = b"\x38\x30\x28\x20" + bytes(range(32))
+    tensors = {
+        "a.weight": Tensor(40, (128, 2), block * 4),
+        "a.scale": Tensor(0, (1,), struct.pack("<f", 0.25)),
+        "a.input_scale": Tensor(0, (1,), struct.pack("<f", 1.0)),
+    }
+    return gguf(tensors)
+
+
+# The digest of a file that is resumed from has its path, which is another each time.
+_SOURCE = "@source@"
+_TOKENS = ["a", "b", "ab", "<s>", "</s>"]
+_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+_RULES = """
+[[rule]]
+pattern = "skipped.*"
+skip = true
+[[rule]]
+pattern = ".*mlp"
+format = "mxfp4"
+scale_rule = "even"
+axis = -1
+[[rule]]
+pattern = "wide"
+recipe = "mxfp8"
+[[rule]]
+pattern = ".*"
+format = "nvfp4"
+scales = "mse"
+"""
+
+
+def word_samples() -> list[Sample]:
+    """One of each; of tokenizers only where the libraries are that read them (extra `generate`)."""
+    needs = [importlib.util.find_spec(name) for name in ("tokenizers", "jinja2")]
+    tokenizers = [
+        Sample("tokenizer folder", _tokenizer_folder(), read_tokenizer),
+        Sample("tokenizer gguf", {"model.gguf": _tokenizer_gguf()}, read_tokenizer_gguf),
+    ]
+    return [
+        *(tokenizers if all(needs) else []),
+        Sample("rules", {"rules.toml": _RULES.encode()}, judge_by_rules),
+        Sample("resume", _stopped(), resume),
+    ]
+
+
+def _use(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("abba")
+    tokenizer.decode([*tokens, 0, 10**6])
+    if tokenizer.template:
+        tokenizer.chat("ab")
+
+
+def read_tokenizer(path: Path) -> None:
+    """A tokenizer of a model's folder."""
+    _use(tokenizer_of_folder(path))
+
+
+def read_tokenizer_gguf(path: Path) -> None:
+    """The same of a GGUF file's fields."""
+    file = path / "model.gguf"
+    _use(tokenizer_of_gguf(checkpoint.read(file).metadata, str(file)))
+
+
+def judge_by_rules(path: Path) -> None:
+    """What rules say of tensors that are always the same."""
+    arrays = {"mlp.weight": jnp.ones((4, 64)), "wide.kernel": jnp.ones((64, 4))}
+    arrays |= {"skipped.weight": jnp.ones((2, 32)), "norm": jnp.ones(3)}
+    model, rules = path / "model.safetensors", path / "rules.toml"
+    checkpoint.save(model, arrays)
+    quietly("quantize", str(model), str(path / "out"), "--rules", str(rules), "--dry-run")
+
+
+def _convert(path: Path) -> list[str]:
+    names = str(path / "model.safetensors"), str(path / "out")
+    return ["convert", *names, "--to", "modelopt-mxfp4", "--max-shard-size", "200B"]
+
+
+def resume(path: Path) -> None:
+    """A command taken up again, from files that may not be its own."""
+    words = [*_convert(path), "--resume"]
+    fresh = command_parser().parse_args([*words[:2], str(path / "fresh"), *words[3:]])
+    (path / "fresh").mkdir()
+    output.record_options(fresh, path / "fresh")
+    source = json.loads((path / "fresh" / output.RECORD).read_text())["in"]
+    record = partial_folder(path / "out") / output.RECORD
+    record.write_bytes(record.read_bytes().replace(_SOURCE.encode(), source.encode()))
+    quietly(*words)
+    dict(checkpoint.read(path / "out"))
+
+
+def _stopped() -> dict[str, bytes]:
+    rng = np.random.default_rng(3)
+    weights = {f"{name}.weight": draw(MXFP4, (4, 64), rng) for name in "abc"}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        checkpoint.write(path / "model.safetensors", weights, layout="mxfp4-pack-quantized")
+        quietly(*_convert(path))
+        options = command_parser().parse_args(_convert(path))
+        made = (path / "out").rename(partial_folder(path / "out"))
+        output.record_options(options, made)
+        record = made / output.RECORD
+        said = json.loads(record.read_text()) | {"in": _SOURCE}
+        record.write_text(json.dumps(said))
+        kept = [path / "model.safetensors", record, *sorted(made.glob("*-00001-*"))]
+        return {str(file.relative_to(path)): file.read_bytes() for file in kept}
+
+
+def _tokenizer_folder() -> dict[str, bytes]:
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": 3 + i, "content": token, "special": True}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            for i, token in enumerate(_TOKENS[3:])
+        ],
+        "pre_tokenizer": byte_level | {"use_regex": True},
+        "decoder": byte_level | {"use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": {token: i for i, token in enumerate(_TOKENS)},
+            "merges": ["a b"],
+        },
+    }
+    stated = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": _TEMPLATE}
+    files = {
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": stated,
+        "generation_config.json": {"eos_token_id": [4]},
+        "config.json": {"eos_token_id": 4},
+    }
+    return {name: json.dumps(said).encode() for name, said in files.items()}
+
+
+def _tokenizer_gguf() -> bytes:
+    def number(value: int) -> tuple[int, bytes]:
+        return U32, value.to_bytes(4, "little")
+
+    begin = "tokenizer.ggml."
+    types = [one.to_bytes(4, "little") for one in (1, 1, 1, 3, 3)]
+    pairs = {
+        f"{begin}model": (STRING, text("gpt2")),
+        f"{begin}pre": (STRING, text("smollm")),
+        f"{begin}tokens": array(STRING, [text(token) for token in _TOKENS]),
+        f"{begin}token_type": array(I32, types),
+        f"{begin}merges": array(STRING, [text("a b")]),
+        f"{begin}bos_token_id": number(3),
+        f"{begin}eos_token_id": number(4),
+        f"{begin}add_bos_token": (BOOL, b"\1"),
+        "tokenizer.chat_template": (STRING, text(_TEMPLATE)),
+    }
+    return gguf({}, pairs)

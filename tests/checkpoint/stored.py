@@ -1,10 +1,13 @@
-"""MXArrays of every kind, made without compiling a cast."""
+"""MXArrays of every kind, made without compiling a cast, and files of arrays."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from mx_jax.checkpoint.safetensors_file import Entry, write
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
@@ -18,6 +21,8 @@ def draw(
     blocks = tuple((at, size) for at, size in sizes if size != 1)
     scale_shape = scales_shape(shape, blocks)
     scales: Any = rng.integers(100, 130, scale_shape).astype(np.uint8)
+    if format.scale.element:  # no sign, no NaN
+        scales &= 0x3F
     if format.scale.is_float32:
         scales = rng.random(scale_shape).astype(np.float32)
     tensor_scale = jnp.full((1,) * len(shape), 0.25, jnp.float32) if format.tensor_scale else None
@@ -43,3 +48,11 @@ def assert_same(found: Any, expected: MXArray) -> None:
         if one is not None:
             assert one.dtype == other.dtype
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def put(
+    path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
+) -> Path:
+    """A safetensors file of arrays, whoever's it may be."""
+    write(path, {n: Entry.of(x) for n, x in tensors.items()}, metadata or {}, lambda *_: None)
+    return path

@@ -5,6 +5,8 @@ How each lies was read in the code of those who write and read it: transformers'
 """
 
 import dataclasses
+import json
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,76 @@ import pytest
 
 import mx_jax
 from mx_jax import checkpoint
-from tests.checkpoint.bytes_by_hand import E4M3, Tensor, floats, nibbles, put, taken_apart, tensor
+
+# What lies in a file: the format's name of a dtype, the shape, the bytes.
+Tensor = tuple[str, tuple[int, ...], bytes]
+
+
+def tensor(dtype: str, shape: tuple[int, ...], stored: Any) -> Tensor:
+    """One whose bytes are given as they are, or as numbers of bytes."""
+    return dtype, shape, bytes(stored)
+
+
+def floats(shape: tuple[int, ...], values: list[float]) -> Tensor:
+    """float32, little-endian."""
+    return "F32", shape, struct.pack(f"<{len(values)}f", *values)
+
+
+def put(folder: Path, tensors: Mapping[str, Tensor], config: Any = None) -> Path:
+    """A folder of a model: one file, and config.json if it says anything."""
+    header, data = {}, b""
+    for name, (dtype, shape, stored) in tensors.items():
+        ends = [len(data), len(data) + len(stored)]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": ends}
+        data += stored
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def taken_apart(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file."""
+    content = file.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    header.pop("__metadata__", None)
+    return {
+        name: (said["dtype"], tuple(said["shape"]), data[slice(*said["data_offsets"])])
+        for name, said in header.items()
+    }
+
+
+# E2M1 by its four bits: sign, two of the exponent, one of the mantissa.
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def nibbles(stored: bytes, shape: tuple[int, ...]) -> np.ndarray:
+    """Values of FP4 codes, the even one of two in the low half of its byte."""
+    halves = [E2M1[half] for byte in stored for half in (byte & 15, byte >> 4)]
+    return np.array(halves, np.float32).reshape(shape)
+
+
+# Some codes of E4M3, 2^(e - 7) (1 + m / 8), subnormals m 2^-9: bits and value.
+E4M3 = {
+    0x00: 0.0,
+    0x01: 2.0**-9,
+    0x07: 7 * 2.0**-9,
+    0x08: 2.0**-6,
+    0x30: 0.5,
+    0x38: 1.0,
+    0x39: 1.125,
+    0x3C: 1.5,
+    0x40: 2.0,
+    0x7E: 448.0,
+    0xB8: -1.0,
+    0xC4: -3.0,
+    0xFE: -448.0,
+}
+
 
 # 130 x 200 is two by two tiles of 128 x 128, three of them partial.
 ROWS, COLUMNS = 130, 200
@@ -154,13 +225,7 @@ FIXTURES = [
         blocks(16, [0.25, 112, 2.0**-11, 0.28125, 0.125, 0, 0.5, 0.375]),
     ),
     fp4("modelopt-mxfp4", PROJECTION, {"weight_scale": E8M0}, QUARK, blocks(32, OCTAVES)),
-    fp4(
-        "quark-mxfp4",
-        PROJECTION,
-        {"weight_quantizer.scale": E8M0},
-        QUARK,
-        blocks(32, OCTAVES),
-    ),
+    fp4("quark-mxfp4", PROJECTION, {"weight_quantizer.scale": E8M0}, QUARK, blocks(32, OCTAVES)),
 ]
 IDS = [f"{each.layout}-{each.said['quant_method']}" for each in FIXTURES]
 
@@ -214,3 +279,140 @@ def test_quark_leaves_float8(tmp_path: Path):
     assert weights.quantized == {"a.weight": "quark-float8", packed.weight: packed.layout}
     found = values_of(tmp_path, "a.weight")
     np.testing.assert_array_equal(found, v3.values)
+
+
+# What would ruin a model unseen: an error that says what is wrong ----------------------------
+
+NAN = {
+    "F32": struct.pack("<f", float("nan")),
+    "U8": b"\xff",
+    "F8_E8M0": b"\xff",
+    "F8_E4M3": b"\x7f",
+}
+NEGATIVE = {"F32": struct.pack("<f", -1), "F8_E4M3": b"\xb8"}
+everywhere = pytest.mark.parametrize("fixture", FIXTURES, ids=IDS)
+
+
+def refused(folder: Path, tensors: dict[str, Tensor], fixture: Fixture | None = None) -> str:
+    """The error of reading the tensors, which begins with the folder; stated if a fixture is."""
+    config = None if fixture is None else {"quantization_config": fixture.said}
+    put(folder, tensors, config)
+    with pytest.raises(ValueError, match=f"^checkpoint.read: {folder}") as raised:
+        dict(checkpoint.read(folder))
+    return str(raised.value)
+
+
+@everywhere
+def test_codes_without_their_scales(fixture: Fixture, tmp_path: Path):
+    """Where config.json says that weights are quantized; each tensor that is missing is named."""
+    (codes, facts), *others = fixture.tensors.items()
+    said = refused(tmp_path, {codes: facts}, fixture)
+    assert f"{codes} {facts[0]}{list(facts[1])} holds codes that no scales belong to" in said
+    assert "needs" in said and "which is not there" in said
+    for missing, _ in others if len(others) > 1 else []:
+        rest = {name: stored for name, stored in fixture.tensors.items() if name != missing}
+        assert f"needs {missing}, which is not there" in refused(tmp_path, rest, fixture)
+        assert f"needs {missing}, which is not there" in refused(tmp_path, rest)
+
+
+@everywhere
+def test_scales_without_codes(fixture: Fixture, tmp_path: Path):
+    codes, *scales = fixture.tensors
+    if scales[0].endswith(".scale") and fixture.tensors[scales[0]][0] == "F32":
+        pytest.skip("norms are called so too")
+    rest = {name: fixture.tensors[name] for name in scales}
+    for stated in (fixture, None):
+        said = refused(tmp_path / ("bare" if stated is None else "stated"), rest, stated)
+        assert f"{len(scales)} scales belong to no weight of " in said
+        assert ("of any layout that mx_jax reads" in said) == (stated is None)
+        assert f"{scales[0]} {rest[scales[0]][0]}" in said
+        assert stated is None or f"{fixture.layout} needs {codes}" in said or "deepseek" in said
+
+
+@everywhere
+def test_scales_of_another_shape(fixture: Fixture, tmp_path: Path):
+    """Of the other orientation, in tiles of tensor cores, flat as those lie, or of other blocks."""
+    _, name, *_ = fixture.tensors
+    dtype, shape, stored = fixture.tensors[name]
+    turned = (shape[1], shape[0])
+    size = len(stored) // (shape[0] * shape[1])
+    cases = [((128, 4), "swizzled for tensor cores"), ((512,), "swizzled for tensor cores")]
+    cases += [((shape[0], shape[1] + 1), "of another block size")]
+    cases += [(turned, "they lie the other way around")] * (turned != shape)
+    for number, (other, hint) in enumerate(cases):
+        filled = stored[:size] * int(np.prod(other))
+        said = refused(tmp_path / f"{number}", fixture.tensors | {name: (dtype, other, filled)})
+        assert f"needs scales of shape={shape}, got {name} of shape={other}; " in said
+        assert hint in said
+
+
+@everywhere
+def test_scales_that_are_none(fixture: Fixture, tmp_path: Path):
+    _, name, *_ = fixture.tensors
+    dtype, shape, stored = fixture.tensors[name]
+    for number, table in enumerate((NAN, NEGATIVE)):
+        if dtype in table:
+            first = table[dtype]
+            changed = {name: (dtype, shape, first + stored[len(first) :])}
+            said = refused(tmp_path / f"{number}", fixture.tensors | changed, fixture)
+            count = np.prod(shape)
+            assert f"{fixture.weight}: 1 of {count} scales are NaN, infinite or negative" in said
+
+
+def test_scales_of_another_dtype(tmp_path: Path):
+    """Bytes of E4M3 in MXFP4's place; the nearest layout is named with what it would need."""
+    (codes, packed), (scales, _) = FIXTURES[5].tensors.items()
+    tensors = {codes: packed, scales: tensor("F8_E4M3", (2, 2), [0x38] * 4)}
+    said = refused(tmp_path, tensors, FIXTURES[5])
+    assert f"modelopt-mxfp4 needs {scales} of dtype U8, got F8_E4M3" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("a.weight", "F8_E4M3"), ("a.weight", "I8"), ("a.weight", "U8")]
+)
+def test_scales_by_a_name_that_is_not_known(name: str, dtype: str, tmp_path: Path):
+    """A bare file of codes with something called a scale beside them."""
+    tensors = {name: tensor(dtype, (2, 64), FP4 * 2), "a.scale_weight": floats((), [0.5])}
+    said = refused(tmp_path, tensors)
+    assert f"{name} {dtype}[2, 64] holds codes that no scales belong to" in said
+    assert "as plain numbers they would be nonsense" in said
+
+
+@pytest.mark.parametrize(
+    ("suffix", "shape"), [(".weight_packed", (2, 32)), ("_blocks", (2, 1, 32))]
+)
+def test_names_that_only_codes_have(suffix: str, shape: tuple[int, ...], tmp_path: Path):
+    said = refused(tmp_path, {f"a{suffix}": tensor("U8", shape, FP4)})
+    assert f"a{suffix} U8{list(shape)} holds codes that no scales belong to" in said
+
+
+def test_plain_float8_is_read(tmp_path: Path):
+    """A bare file may hold float8 and integers with no scales at all."""
+    tensors = {"a.weight": tensor("F8_E4M3", (2, 2), [0x38, 0x40, 0xB8, 0])}
+    tensors |= {"b.weight": tensor("I8", (2, 2), [1, 2, 255, 0]), "scale": floats((1,), [3])}
+    weights = checkpoint.read(put(tmp_path, tensors))
+    assert not weights.quantized
+    assert np.asarray(weights["a.weight"], np.float32).tolist() == [[1, 2], [-1, 0]]
+    assert np.asarray(weights["b.weight"]).tolist() == [[1, 2], [-1, 0]]
+
+
+@pytest.mark.parametrize("value", [4.0, 1e4, 0.0, -1.0, float("inf")])
+def test_a_tensor_scale_that_cannot_be(value: float, tmp_path: Path):
+    """ModelOpt's multiplies: a divisor in its place would make weights of thousands."""
+    fixture = FIXTURES[6]
+    name = [*fixture.tensors][2]
+    said = refused(tmp_path, fixture.tensors | {name: floats((), [value])}, fixture)
+    inverted = f"weights of up to {value * 2688:g}: it is the other way around"
+    assert (inverted if 1 < value < 1e30 else "must be one positive number") in said
+
+
+def test_float32_scales_in_bfloat16(tmp_path: Path):
+    """DeepSeek-V3's layout as others write it."""
+    fixture = FIXTURES[0]
+    _, name = fixture.tensors
+    # 1, 2, 0.5 and 0.25: the upper halves of float32.
+    halves = struct.pack("<4H", 0x3F80, 0x4000, 0x3F00, 0x3E80)
+    put(tmp_path, fixture.tensors | {name: ("BF16", (2, 2), halves)})
+    found = values_of(tmp_path, fixture.weight)
+    spread = np.array([[1, 2], [0.5, 0.25]], np.float32).repeat(128, 0).repeat(128, 1)
+    np.testing.assert_array_equal(found, VALUES * spread[: len(VALUES), : VALUES.shape[1]])

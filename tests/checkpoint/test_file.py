@@ -13,6 +13,7 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -20,6 +21,7 @@ from flax import nnx
 
 import mx_jax
 from mx_jax import checkpoint
+from mx_jax.checkpoint.weights import on_device
 from mx_jax.formats import MXFP4, MXFP6_E3M2, NVFP4
 from tests.checkpoint.stored import assert_same, draw
 
@@ -272,9 +274,54 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path):
     assert int(done.stdout) < 100 * 1024  # KiB
 
 
-def test_a_name_in_two_files(tmp_path: Path):
-    for number in (1, 2):
-        arrays = {"x": np.full(3, number, np.float32)}
-        safetensors.numpy.save_file(arrays, tmp_path / f"{number}.safetensors")
-    with pytest.raises(ValueError, match=r"x is in two files, 1.safetensors and 2.safetensors"):
-        checkpoint.read(tmp_path)
+ARRAYS = (
+    np.arange(5),
+    np.full((2, 3), 3.5),
+    np.ones((0, 5), np.float32),
+    np.array(2.0, np.float32),
+    np.arange(24, dtype=np.float32).reshape(4, 6)[:, ::2],
+    np.array([True, False]),
+    np.arange(9).astype(ml_dtypes.bfloat16),
+    np.frombuffer(b"\x00" * 3 + b"\x01\x02\x03\x04", np.uint8)[3:],
+)
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}{list(array.shape)}")
+def test_as_jnp_has_it(array: np.ndarray):
+    found, expected = on_device(array), jnp.asarray(array)
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert (found.weak_type, found.committed) == (expected.weak_type, expected.committed)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_what_lies_there_already_stays():
+    array = jnp.ones(3)
+    assert on_device(array) is array
+    assert jax.jit(on_device)(array).shape == (3,)
+
+
+def test_a_file_may_change_afterwards(tmp_path: Path):
+    """What was read is a copy: neither the file nor the caller's array is looked at again."""
+    path = tmp_path / "a.safetensors"
+    safetensors.numpy.save_file({"x": np.arange(64, dtype=np.float32)}, path)
+    found = checkpoint.read(path)["x"]
+    with path.open("r+b") as file:
+        file.seek(-256, 2)
+        file.write(bytes(256))
+    np.testing.assert_array_equal(found, np.arange(64, dtype=np.float32))
+    given = np.ones(64, np.float32)
+    held = on_device(given)
+    given[:] = 2
+    assert bool((held == 1).all())
+
+
+def test_it_is_copied_once(monkeypatch: pytest.MonkeyPatch):
+    """XLA takes the memory over; what is not aligned as its own would be copied again."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("a device with memory of its own")
+    handed: list[np.ndarray] = []
+    put = jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x: handed.append(x) or put(x))
+    for _ in range(8):
+        found = on_device(np.ones((65, 63), np.float32)[1:])
+        assert found.unsafe_buffer_pointer() == handed[-1].ctypes.data

@@ -1,6 +1,7 @@
 """GGUF files: what is in them to the bit, and files that lie."""
 
 import dataclasses
+import importlib.util
 import struct
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 import mx_jax
 from mx_jax import checkpoint
+from mx_jax.checkpoint.gguf import GGUF_TYPES
 from tests.checkpoint.gguf_bytes import (
     ARRAY,
     BOOL,
@@ -190,7 +192,9 @@ KEY = "general.alignment"
         (gguf({"x": Tensor(39, (33,), bytes(34))}), r"x has shape=\(33,\), and MXFP4 needs rows"),
         (gguf({"x": Tensor(39, (), bytes(34))}), r"shape=\(\), and MXFP4 needs rows of whole"),
         (gguf({"x": Tensor(0, (1,) * 9, bytes(34))}), "x has 9 axes, GGUF has up to 4"),
-        (gguf({"x": Tensor(12, (256,), bytes(144))}), r"x has type=12 \(Q4_K\).*it reads F32, "),
+        (gguf({"x": Tensor(9, (32,), bytes(40))}), r"x has type=9 \(Q8_1\).*it reads F32, "),
+        (gguf({"x": Tensor(12, (300,), bytes(144))}), r"x has shape=\(300,\), and Q4_K needs rows"),
+        (gguf({"x": Tensor(12, (512,), bytes(144))}), r"x of shape=\(512,\) in Q4_K would end at"),
         (gguf({"x": Tensor(99, (256,), bytes(144))}), r"x has type=99 \(unknown\)"),
         (gguf({"x": Tensor(0, (4,), bytes(32), offset=8)}), "x lies at offset=8, no multiple"),
         (gguf({"x": Tensor(0, (8,), bytes(32), offset=2**63)}), "would end at byte 92233720"),
@@ -202,10 +206,7 @@ KEY = "general.alignment"
             gguf({}, {"a": (ARRAY, struct.pack("<IQ", U64, 2**60))}),
             "would take 9223372036854775808",
         ),
-        (
-            gguf({}, {"a": (ARRAY, struct.pack("<IQ", ARRAY, 1) * 9)}),
-            "in arrays, 4 deep",
-        ),
+        (gguf({}, {"a": (ARRAY, struct.pack("<IQ", ARRAY, 1) * 9)}), "in arrays, 4 deep"),
         (
             gguf({}, {"a": (ARRAY, struct.pack("<IQ", ARRAY, 2**60) * 9)}),
             "arrays in arrays, 1152921504606846976 of them so far, and at most 10000 are read",
@@ -277,28 +278,61 @@ def test_what_would_ruin_a_model(tensors: dict[str, Tensor], complaint: str, tmp
         dict(read(tmp_path, gguf(tensors)))
 
 
-@pytest.mark.peers
+# Types that llama.cpp's package has values of, and those that it makes as well.
+LEFT = {number: row for number, row in GGUF_TYPES.items() if row.decode is None}
+MADE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4")
+
+
+@NO_PYTHON
+def test_sizes_are_those_of_ggufs_own_package():
+    sizes = pytest.importorskip("gguf").GGML_QUANT_SIZES
+    found = {number: (row.block, row.nbytes) for number, row in GGUF_TYPES.items()}
+    assert found == {int(kind): size for kind, size in sizes.items() if int(kind) in found}
+    assert not {"Q4_K", "Q6_K", "IQ4_XS", "TQ2_0"} - {row.name for row in LEFT.values()}
+
+
+@NO_PYTHON
+@pytest.mark.parametrize("number", LEFT, ids=lambda number: LEFT[number].name)
+def test_types_left_to_the_package(number: int, tmp_path: Path, rng: np.random.Generator):
+    """Any bytes of the right number are values, those of the package; several rows and experts."""
+    quants = pytest.importorskip("gguf.quants")
+    row = LEFT[number]
+    stored = rng.integers(0, 256, (2, 20, 3 * row.nbytes)).astype(np.uint8)
+    weights = read(tmp_path, gguf({"x": Tensor(number, (3 * row.block, 20, 2), stored.tobytes())}))
+    with np.errstate(all="ignore"):
+        expected = quants.dequantize(stored, quants.GGMLQuantizationType(number))
+    np.testing.assert_array_equal(np.asarray(weights["x"]), expected, strict=True)
+    one = weights.stored["x"]
+    assert one.layout == f"gguf-{row.name.lower()}" and one.dequantized
+    assert one.shape == (2, 20, 3 * row.block) and one.nbytes == stored.nbytes
+
+
+@NO_PYTHON
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Refused before anything is read, with what to install."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    complaint = r"model.gguf: x has type=Q6_K, one of 1 tensors .*pip install 'mx_jax\[gguf\]'"
+    with pytest.raises(ValueError, match=complaint):
+        read(tmp_path, gguf({"x": Tensor(14, (256,), bytes(210))}))
+
+
 def test_against_ggufs_own_package(tmp_path: Path, rng: np.random.Generator):
-    """What it writes is read as it reads it: every type, random bytes under sane scales."""
+    """What it writes is read as it reads it."""
     peer = pytest.importorskip("gguf")
     quants = pytest.importorskip("gguf.quants")
-    kinds = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "MXFP4", "NVFP4")
     path, written = tmp_path / "model.gguf", {}
     writer = peer.GGUFWriter(path, "llama")
     writer.add_array("tokenizer.ggml.tokens", ["a", "b c", "ü"])
     writer.add_array("numbers", [1, 2, 3])
     writer.add_rope_freq_base(1e5)
-    for kind in kinds:
+    for kind in (*MADE, "NVFP4"):
         type = peer.GGMLQuantizationType[kind]
-        block, size = peer.GGML_QUANT_SIZES[type]
-        values = rng.standard_normal((6, 128)).astype(np.float32)
-        if kind == "NVFP4":
-            stored = rng.integers(0, 256, (6, 2, 36)).astype(np.uint8)
+        if kind == "NVFP4":  # random bytes under sane scales
+            stored = rng.integers(0, 256, (6, 4, 36)).astype(np.uint8)
             stored[..., :4] %= 0x7F
             stored = stored.reshape(6, -1)
         else:
-            stored = quants.quantize(values, type)
-        assert stored.nbytes == 6 * 128 // block * size
+            stored = quants.quantize(rng.standard_normal((6, 256)).astype(np.float32), type)
         writer.add_tensor(kind, stored, raw_dtype=type)
         written[kind] = quants.dequantize(stored.view(np.uint8), type)
     writer.write_header_to_file()
@@ -307,7 +341,7 @@ def test_against_ggufs_own_package(tmp_path: Path, rng: np.random.Generator):
     writer.close()
 
     weights = checkpoint.read(path)
-    assert list(weights) == list(kinds)
+    assert list(weights) == [*MADE, "NVFP4"]
     for kind, expected in written.items():
         found = weights[kind]
         if isinstance(found, mx_jax.MXArray):

@@ -1,7 +1,6 @@
 """Checkpoints of others: what is read, what is written, and what would ruin a model unseen."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +11,16 @@ import pytest
 
 import mx_jax
 from mx_jax import checkpoint
-from mx_jax.checkpoint.layout import Layout
-from mx_jax.checkpoint.layouts import LAYOUTS
-from mx_jax.checkpoint.safetensors_file import Entry, Reader
-from mx_jax.checkpoint.safetensors_file import write as write_file
-from tests.checkpoint.stored import assert_same, draw
+from mx_jax.checkpoint.layouts import LAYOUTS, Layout
+from mx_jax.checkpoint.safetensors_file import Reader
+from tests.checkpoint.stored import assert_same, draw, put
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
 
 
-def put(path: Path, tensors: Mapping[str, np.ndarray]) -> Path:
-    """A safetensors file of arrays, whoever's it may be."""
-    write_file(path, {name: Entry.of(x) for name, x in tensors.items()}, {}, lambda *_: None)
-    return path
-
-
 def weight_of(row: Layout, rng: np.random.Generator) -> mx_jax.MXArray:
     shape = (2, 8, 64) if row.split else (130, 192)
-    x = draw(row.format, shape, rng)
-    if row.format.scale.element:
-        # Scales have no sign, and no NaN.
-        return mx_jax.MXArray(**(vars(x) | {"scales": x.scales & 0x3F}))
-    return x
+    return draw(row.format, shape, rng)
 
 
 WRITTEN = [row for row in LAYOUTS if row.rotation is None]
@@ -64,7 +51,6 @@ def test_what_is_written(tmp_path: Path, rng: np.random.Generator):
     """Names, dtypes and shapes of two layouts, as their readers want them."""
     path = tmp_path / "model.safetensors"
     x = draw(mx_jax.formats.NVFP4, (8, 64), rng)
-    x = mx_jax.MXArray(**(vars(x) | {"scales": x.scales & 0x3F}))
     checkpoint.write(path, {"q.weight": x}, layout="nvfp4-pack-quantized")
     assert facts(path) == {
         "q.weight_packed": ("uint8", (8, 32)),
@@ -122,38 +108,15 @@ def test_rows_under_one_scale(tmp_path: Path, rng: np.random.Generator):
 
 
 @pytest.mark.parametrize(
-    ("tensors", "complaint"),
+    ("changed", "complaint"),
     [
-        (
-            nvfp4() | {"q.weight_scale": None},
-            r"1 scales belong to no weight.*q\.weight_scale_2 F32",
-        ),
-        (nvfp4() | {"q.weight_scale_2": None}, r"1 scales belong to no weight.*F8_E4M3\[8, 4\]"),
-        (nvfp4(**{"q.weight_scale": np.full((4, 8), 1, E4M3)}), "they lie the other way around"),
-        (
-            nvfp4(**{"q.weight_scale": np.full((128, 4), 1, E4M3)}),
-            r"of shape=\(8, 64\) in modelopt-nvfp4 needs scales of shape=\(8, 4\).*may be swizzled",
-        ),
-        (nvfp4(**{"q.weight_scale": np.full((8, 4), np.nan, E4M3)}), "32 of 32 scales are NaN"),
-        (nvfp4(**{"q.weight_scale": np.full((8, 4), -1, E4M3)}), "NaN, infinite or negative"),
-        (nvfp4(**{"q.weight_scale_2": np.array(8, np.float32)}), "weights of up to 21504"),
-        (nvfp4(**{"q.pre_quant_scale": np.ones(64, np.float32)}), "1 tensors such as q.pre_quant"),
-        (nvfp4(**{"q.weight_scale_2": np.array(0, np.float32)}), "must be one positive number"),
-        (
-            nvfp4(**{"q.weight_scale_2": np.ones(8, np.float32)}),
-            r"one positive number.*shape=\(8,\)",
-        ),
-        (
-            {
-                "q.weight_packed": np.zeros((8, 16), np.uint8),
-                "q.weight_scale": np.full((8, 1), 255, np.uint8),
-            },
-            "8 of 8 scales are NaN",
-        ),
+        ({"q.pre_quant_scale": np.ones(64, np.float32)}, "1 tensors such as q.pre_quant"),
+        ({"q.weight_scale_2": np.ones(8, np.float32)}, r"one positive number.*shape=\(8,\)"),
     ],
 )
-def test_what_would_ruin_a_model(tensors: dict[str, Any], complaint: str, tmp_path: Path):
-    path = put(tmp_path / "a.safetensors", {n: x for n, x in tensors.items() if x is not None})
+def test_what_would_ruin_a_model(changed: dict[str, Any], complaint: str, tmp_path: Path):
+    """More of it is in test_by_hand, for every layout."""
+    path = put(tmp_path / "a.safetensors", nvfp4(**changed))
     with pytest.raises(ValueError, match=f"(?s)checkpoint.read: .*a.safetensors.*{complaint}"):
         dict(checkpoint.read(path))
 
@@ -229,11 +192,7 @@ def test_what_is_not_written(tmp_path: Path, rng: np.random.Generator):
         draw(mx_jax.formats.MXFP4, (8, 33), rng),
     )
     for weights, layout, complaint in (
-        (
-            {"a.weight": x},
-            "nvfp4-pack-quantized",
-            r"holds nvfp4 with blocks=.*got a\.weight: ",
-        ),
+        ({"a.weight": x}, "nvfp4-pack-quantized", r"holds nvfp4 with blocks=.*got a\.weight: "),
         ({"a.weight": columns}, "mxfp4-pack-quantized", r"blocks=\(\(-2, 32\),\); quantize it so"),
         ({"a.kernel": x}, "mxfp4-pack-quantized", r"names that end in '\.weight'"),
         ({"a.weight": odd}, "mxfp4-pack-quantized", "rows of whole bytes"),
@@ -298,3 +257,59 @@ def test_weights_of_no_rows(row: Layout, tmp_path: Path):
     )
     checkpoint.write(path, {f"up{row.weight}": x}, layout=row.name)
     assert checkpoint.read(path, layout=row.name)[f"up{row.weight}"].shape == shape
+
+
+# FP-Quant: weights for rotated inputs, read only for those who know --------------------------
+
+HADAMARD = np.array([[1, 1], [1, -1]], np.float32) / np.float32(2**0.5)
+
+
+def put_rotated(
+    folder: Path, size: int, kind: str, matrix: np.ndarray, padded: bool = False
+) -> None:
+    """Codes 2 and 1 in 3 rows of 64, block scales one, under a scale of 4 that divides."""
+    one = 127 if kind == "mxfp4" else np.array(1, ml_dtypes.float8_e4m3fn).view(np.uint8)
+    shape = (128, 4) if padded else (3, 64 // size)
+    scales = np.full(shape, 255, np.uint8)
+    scales[:3, : 64 // size] = one
+    bfloat16 = ml_dtypes.bfloat16
+    tensors = {
+        "up.qweight": np.full((3, 32), 0x12, np.uint8),
+        "up.scales": scales,
+        "up.weight_global_scale": np.full(1, 4, bfloat16),
+        "up.act_global_scale": np.full(1, 4, bfloat16),
+        "up.forward_hadamard_matrix": matrix.astype(bfloat16),
+    }
+    put(folder / "model.safetensors", tensors)
+    stated = {"quant_method": "fp_quant", "forward_dtype": kind}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": stated}))
+
+
+@pytest.mark.parametrize(("kind", "size"), [("mxfp4", 32), ("nvfp4", 16)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_rotated_is_read_by_those_who_know(kind: str, size: int, padded: bool, tmp_path: Path):
+    put_rotated(tmp_path, size, kind, HADAMARD, padded)
+    complaint = "1 weights take inputs that were rotated, such as up.weight by up.forward_hadamard"
+    with pytest.raises(ValueError, match=f"{complaint}_matrix.*say rotated=True"):
+        checkpoint.read(tmp_path)
+    weights = checkpoint.read(tmp_path, rotated=True)
+    assert weights.quantized == {"up.weight": f"fp-quant-{kind}"}
+    assert weights.stored["up.weight"].rotation == "up.forward_hadamard_matrix"
+    assert "1 fp-quant-" in repr(weights) and "for rotated inputs" in repr(weights)
+    x = weights["up.weight"]
+    assert isinstance(x, mx_jax.MXArray)
+    values = np.asarray(x.dequantize(jnp.float32))
+    np.testing.assert_array_equal(values, np.tile([1 / 4, 0.5 / 4], (3, 32)))
+    # The matrix is there to rotate with.
+    assert weights["up.forward_hadamard_matrix"].shape == (2, 2)
+
+
+def test_a_rotation_by_nothing(tmp_path: Path):
+    """Its initialization \"identity\" asks nothing of the inputs."""
+    put_rotated(tmp_path, 32, "mxfp4", np.eye(2))
+    assert checkpoint.read(tmp_path).stored["up.weight"].rotation is None
+
+
+def test_rotated_is_read_only(tmp_path: Path):
+    with pytest.raises(ValueError, match="fp-quant-mxfp4 holds weights that were rotated"):
+        checkpoint.write(tmp_path / "a", {}, layout="fp-quant-mxfp4")

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import mutate
-from tests.checkpoint.sample import Reader
-from tests.checkpoint.samples import samples
+from tests.checkpoint.samples import Reader, samples
 
 pytestmark = pytest.mark.one_python(reason="bytes of files, read by NumPy and the standard library")
 

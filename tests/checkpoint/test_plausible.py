@@ -57,10 +57,7 @@ def test_plain_arrays():
         ({"codes": lambda x: x.codes * 0}, ["all values are zero"]),
         ({"codes": lambda x: x.codes.at[:, 2:].set(8)}, [r"9\d\.\d% of the values are zero"]),
         ({"codes": lambda x: x.codes | 7}, [r"100\.0% of the codes have the largest magnitude"]),
-        (
-            {"scales": lambda x: x.scales + 20},
-            ["largest value is .*way around, or twice"],
-        ),
+        ({"scales": lambda x: x.scales + 20}, ["largest value is .*way around, or twice"]),
         ({"scales": lambda x: x.scales - 40}, ["largest value is .*e-1"]),
         ({"scales": lambda x: x.scales.at[0, 0].set(70)}, [r"the scales span 5\d octaves"]),
         (

@@ -14,7 +14,7 @@ import pytest
 
 import mx_jax
 from mx_jax.checkpoint import from_qarray, to_qarray
-from mx_jax.checkpoint.exact import decoded
+from mx_jax.checkpoint.scales import decoded
 from mx_jax.formats import E4M3, F32, WHOLE, BlockFormat
 
 pytestmark = pytest.mark.one_python(reason="NumPy copies codes and scales, and compares them")
@@ -191,11 +191,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         r"format=mxfp8_e4m3 has blocks of \(1, 32\), got tiles={-2: \(16, 4\)}",
     ),
-    "two axes": (
-        lambda: drawn("float8_e4m3fn", powers(2, 3), qtype="mxfp8"),
-        {},
-        "has blocks of",
-    ),
+    "two axes": (lambda: drawn("float8_e4m3fn", powers(2, 3), qtype="mxfp8"), {}, "has blocks of"),
     "one axis of two": (
         lambda: drawn("float4_e2m1fn", powers(2, 96)),
         {"format": "mxfp4_2d"},

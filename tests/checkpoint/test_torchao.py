@@ -12,10 +12,8 @@ import pytest
 
 import mx_jax
 from mx_jax import checkpoint, formats
-from mx_jax.checkpoint.safetensors_file import Entry
-from mx_jax.checkpoint.safetensors_file import write as write_file
 from mx_jax.formats import F32, WHOLE, BlockFormat
-from tests.checkpoint.stored import assert_same, draw
+from tests.checkpoint.stored import assert_same, draw, put
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
 ROWS = BlockFormat(name="float8_1xwhole_e4m3", element=formats.E4M3, scale=F32, block=(1, WHOLE))
@@ -36,16 +34,9 @@ HELD = (
 )
 
 
-def weight(format: BlockFormat, rng: np.random.Generator, shape: Any = (130, 192)) -> Any:
-    x = draw(format, shape, rng)
-    if format.scale.element:  # no sign, no NaN
-        return dataclasses.replace(x, scales=x.scales & 0x3F)
-    return x
-
-
 @pytest.mark.parametrize("format", HELD, ids=str)
 def test_there_and_back(format: BlockFormat, tmp_path: Path, rng: np.random.Generator):
-    x, path = weight(format, rng), tmp_path / "a.safetensors"
+    x, path = draw(format, (130, 192), rng), tmp_path / "a.safetensors"
     checkpoint.write(path, {"up.weight": x, "up.bias": jnp.ones(3)}, layout="torchao")
     back = checkpoint.read(path)
     assert list(back) == ["up.weight", "up.bias"]
@@ -56,7 +47,7 @@ def test_there_and_back(format: BlockFormat, tmp_path: Path, rng: np.random.Gene
 
 
 def test_experts_under_scales_of_their_own(tmp_path: Path, rng: np.random.Generator):
-    x, path = weight(formats.NVFP4, rng, (3, 4, 32)), tmp_path / "a.safetensors"
+    x, path = draw(formats.NVFP4, (3, 4, 32), rng), tmp_path / "a.safetensors"
     x = dataclasses.replace(x, tensor_scale=jnp.array([0.25, 0.5, 1.0]).reshape(3, 1, 1))
     checkpoint.write(path, {"up.weight": x}, layout="torchao")
     assert_same(checkpoint.read(path)["up.weight"], x)
@@ -88,15 +79,12 @@ def mx(**changed: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     return tensors, facts
 
 
-def put(path: Path, tensors: dict[str, np.ndarray], facts: Any) -> Path:
-    metadata = {"tensor_names": '["up.weight"]', "up.weight": json.dumps(facts)}
-    entries = {name: Entry.of(x) for name, x in tensors.items()}
-    write_file(path, entries, metadata, lambda *_: None)
-    return path
+def put_weight(path: Path, tensors: dict[str, np.ndarray], facts: Any) -> Path:
+    return put(path, tensors, {"tensor_names": '["up.weight"]', "up.weight": json.dumps(facts)})
 
 
 def test_scales_in_tiles(tmp_path: Path):
-    x = checkpoint.read(put(tmp_path / "a", *mx()))["up.weight"]
+    x = checkpoint.read(put_weight(tmp_path / "a", *mx()))["up.weight"]
     assert isinstance(x, mx_jax.MXArray) and x.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(x.scales).reshape(8, 2).ravel(), 120 + np.arange(16))
 
@@ -112,7 +100,7 @@ def test_scales_in_tiles(tmp_path: Path):
     ],
 )
 def test_damaged_attributes(changed: Any, complaint: str, tmp_path: Path):
-    path = put(tmp_path / "a.safetensors", *mx(**changed))
+    path = put_weight(tmp_path / "a.safetensors", *mx(**changed))
     with pytest.raises(ValueError, match=rf"a\.safetensors: up\.weight: .*{complaint}"):
         checkpoint.read(path)
 
@@ -127,13 +115,13 @@ def test_other_damage(tmp_path: Path):
         ({"_type": "MXTensor"}, "'_data'"),
     ):
         with pytest.raises(ValueError, match=f"up.weight: .*{complaint}"):
-            checkpoint.read(put(tmp_path / "a", tensors, said))
+            checkpoint.read(put_weight(tmp_path / "a", tensors, said))
     del tensors["up._weight_scale"]
     with pytest.raises(ValueError, match=r"\['up\._weight_scale'\] are missing"):
-        checkpoint.read(put(tmp_path / "a", tensors, facts))
-    entries = {"norm": Entry.of(np.ones(3, np.float32))}
+        checkpoint.read(put_weight(tmp_path / "a", tensors, facts))
+    norm = {"norm": np.ones(3, np.float32)}
     for names in ("[", '["gone"]', "3", "[[]]"):
-        write_file(tmp_path / "a", entries, {"tensor_names": names}, lambda *_: None)
+        put(tmp_path / "a", norm, {"tensor_names": names})
         with pytest.raises(ValueError, match="a has damaged metadata of torchao"):
             checkpoint.read(tmp_path / "a")
 

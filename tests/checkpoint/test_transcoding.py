@@ -1,7 +1,6 @@
 """Scales of another kind: not one value changes, or it is refused with the count of blocks."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,10 +9,18 @@ import pytest
 
 import mx_jax
 from mx_jax import checkpoint, formats
-from mx_jax.checkpoint import transcoding
+from mx_jax.checkpoint import scales, transcoding
 from mx_jax.checkpoint.layouts import LAYOUTS
-from mx_jax.formats import F32, MXFP4, NVFP4, BlockFormat
-from tests.checkpoint.gguf_bytes import Tensor, gguf
+from mx_jax.formats import (
+    F32,
+    FLOAT8_ROWWISE_E4M3,
+    MXFP4,
+    MXFP4_2D,
+    MXFP8_E4M3,
+    MXINT8,
+    NVFP4,
+    BlockFormat,
+)
 from tests.checkpoint.stored import assert_same, draw
 
 FP4_E4M3 = dataclasses.replace(formats.NVFP4_ONE_LEVEL, name="fp4_e4m3_32", block=(1, 32))
@@ -44,12 +51,7 @@ def test_18_octaves(rng: np.random.Generator):
     assert float(y.tensor_scale[0, 0]) == 2.0 ** (117 - 127 - 8)
     np.testing.assert_array_equal(values(y), values(x))
     assert proved == checkpoint.Certificate(
-        source=MXFP4,
-        target=NVFP4,
-        shape=(18, 32),
-        blocks=18,
-        values=18 * 32,
-        tensor_scale=2.0**-18,
+        source=MXFP4, target=NVFP4, shape=(18, 32), blocks=18, values=18 * 32, tensor_scale=2.0**-18
     )
     given, proved = checkpoint.transcode(x, "nvfp4", tensor_scale=2.0**-18)
     assert_same(given, y)
@@ -165,12 +167,12 @@ def test_the_proof_notices(rng: np.random.Generator, monkeypatch: pytest.MonkeyP
     """A scale that is encoded wrongly, by one place in one block."""
 
     def wrong(wanted: np.ndarray, scale: Any) -> tuple[np.ndarray, np.ndarray]:
-        stored, misfits = encoded(wanted, scale)
+        stored, same = encoded(wanted, scale)
         stored[-1, -1] += 1
-        return stored, misfits
+        return stored, same
 
-    encoded = transcoding._encoded
-    monkeypatch.setattr(transcoding, "_encoded", wrong)
+    encoded = transcoding.encoded_scales
+    monkeypatch.setattr(transcoding, "encoded_scales", wrong)
     with pytest.raises(AssertionError, match="transcode: nvfp4 changed a value"):
         checkpoint.transcode(mxfp4([127, 127], rng), "nvfp4")
 
@@ -186,19 +188,31 @@ def test_what_has_no_other_form(rng: np.random.Generator):
             checkpoint.transcode(x, target)
 
 
-@pytest.mark.parametrize(
-    "layout", ["mxfp4-pack-quantized", "modelopt-mxfp4", "nvfp4-pack-quantized"]
-)
-def test_from_gguf_to_others(layout: str, tmp_path: Path, rng: np.random.Generator):
-    """A file of llama.cpp's, as compressed-tensors and ModelOpt store it."""
-    blocks = rng.integers(0, 256, (4, 2, 17)).astype(np.uint8)
-    blocks[..., 0] = 120 + blocks[..., 0] % 9
-    (tmp_path / "a.gguf").write_bytes(gguf({"up.weight": Tensor(39, (64, 4), blocks.tobytes())}))
-    x = checkpoint.read(tmp_path / "a.gguf")["up.weight"]
-    assert isinstance(x, mx_jax.MXArray)
-    y, proved = checkpoint.transcode(x, layout)
-    assert proved.values == 256
-    checkpoint.write(tmp_path / "b.safetensors", {"up.weight": y}, layout=layout)
-    back = checkpoint.read(tmp_path / "b.safetensors", layout=layout)["up.weight"]
-    assert isinstance(back, mx_jax.MXArray)
-    np.testing.assert_array_equal(values(back), values(x))
+FORMATS = (MXFP4, MXFP4_2D, MXFP8_E4M3, MXINT8, NVFP4, FLOAT8_ROWWISE_E4M3)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize(("shape", "axis"), [((5, 70), -1), ((70, 3), -2), ((2, 40, 33), -1)])
+def test_decoded(format, shape: tuple[int, ...], axis: int, rng: np.random.Generator):
+    """Partial blocks, and several pieces: all of them whole rows."""
+    if axis == -2 and format.block[0] != 1:
+        axis = -1
+    x = draw(format, shape, rng, axis=axis)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scales, "_CHUNK", 2 * x.size // len(x))
+        pieces = list(scales.decoded(x))
+    assert [len(piece) for piece in pieces] == [2] * (len(x) // 2) + [1] * (len(x) % 2)
+    assert {piece.dtype for piece in pieces} == {np.dtype(np.float64)}
+    expected = np.asarray(x.dequantize(jnp.float32))
+    np.testing.assert_array_equal(np.concatenate(pieces).astype(np.float32), expected)
+
+
+def test_every_scale(rng: np.random.Generator):
+    """The last of E8M0 is NaN; the smallest lies below what float32 has without subnormals."""
+    x = draw(MXFP4, (256, 32), rng)
+    x = dataclasses.replace(x, scales=jnp.arange(256, dtype=jnp.uint8)[:, None])
+    factors = scales.effective_scales(x)[:, 0]
+    np.testing.assert_array_equal(factors[:255], np.ldexp(1.0, np.arange(-127, 128)))
+    assert np.isnan(factors[255])
+    (values,) = scales.decoded(x)
+    assert np.isnan(values[255]).all() and np.isfinite(values[:255]).all()

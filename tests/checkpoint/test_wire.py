@@ -17,7 +17,7 @@ from flax.training.train_state import TrainState
 
 import mx_jax
 from mx_jax import checkpoint, formats
-from mx_jax.checkpoint.facts import Described, describe
+from mx_jax.checkpoint.wire import Described, describe
 from mx_jax.formats import BLOCK_FORMATS, MXFP4, MXFP6_E2M3, NVFP4, BlockFormat
 from tests.checkpoint.stored import assert_same, draw
 from tests.needs import needs_library

@@ -20,13 +20,15 @@ import safetensors.numpy
 
 import mx_jax
 from mx_jax import calibrate, checkpoint
-from mx_jax.checkpoint import shards
+from mx_jax.checkpoint import folder
 from mx_jax.cli import main
-from mx_jax.commands import output, resuming, stream
+from mx_jax.commands import output, stream
 from mx_jax.commands.output import partial_folder
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.checkpoint.gguf_bytes import Tensor, gguf
 from tests.checkpoint.killed import killed
+from tests.cli.conftest import Cli
 
 pytestmark = pytest.mark.one_python(reason="files in and out; what is computed is tested elsewhere")
 
@@ -47,31 +49,16 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: Any, status: int = 0) -> tuple[str, str]:
-    assert main([str(word) for word in words]) == status
-    captured = capsys.readouterr()
-    return captured.out, captured.err
-
-
 def values(path: Path) -> dict[str, np.ndarray]:
     return safetensors.numpy.load_file(path)
-
-
-def error(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
-    """The one line that a command ends with."""
-    _, text = run(capsys, *words, status=2)
-    assert text.startswith("mx_jax: ") and text.count("\n") == 1
-    return text
 
 
 # quantize -----------------------------------------------------------------------------------------
 
 
-def test_quantize_keeps_the_head_and_the_bits(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_quantize_keeps_the_head_and_the_bits(model: Path, tmp_path: Path, cli: Cli):
     out = tmp_path / "small.safetensors"
-    _, said = run(capsys, "quantize", model, out, "--format", "mxfp4")
+    _, said = cli("quantize", model, out, "--format", "mxfp4")
     assert "1 of 4 tensors quantized, " in said
     found = checkpoint.read(out)
     assert found.quantized == {UP: "mx_jax"}
@@ -87,7 +74,7 @@ def test_quantize_keeps_the_head_and_the_bits(
     np.testing.assert_array_equal(stayed[HEAD], matrix(1))
 
 
-def test_rules_decide_in_order(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_rules_decide_in_order(model: Path, tmp_path: Path, cli: Cli):
     rules, out = tmp_path / "rules.toml", tmp_path / "small.safetensors"
     rules.write_text(
         """
@@ -104,145 +91,137 @@ def test_rules_decide_in_order(model: Path, tmp_path: Path, capsys: pytest.Captu
         skip = true
         """
     )
-    run(capsys, "quantize", model, out, "--rules", rules)
+    cli("quantize", model, out, "--rules", rules)
     found = checkpoint.read(out)
     assert found[HEAD].format.name == "nvfp4" and found[UP].blocks == ((-2, 32),)
     expected = mx_jax.quantize(matrix(), "mxfp8_e4m3", axis=0)
     assert_bitwise_equal(found[UP].codes, expected.codes, what="codes")
 
 
-def test_scales_by_squared_error(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_scales_by_squared_error(model: Path, tmp_path: Path, cli: Cli):
     rules, out = tmp_path / "rules.toml", tmp_path / "small.safetensors"
-    run(capsys, "quantize", model, out, "--format", "nvfp4", "--scales", "mse")
+    cli("quantize", model, out, "--format", "nvfp4", "--scales", "mse")
     expected = calibrate.search_scales(matrix(), "nvfp4", axis=-1)
     assert_bitwise_equal(checkpoint.read(out)[UP].scales, expected.scales, what="scales")
     rules.write_text('[[rule]]\npattern = ".*up"\nformat = "mxfp4"\nscales = "mse"\n')
-    run(capsys, "quantize", model, out, "--rules", rules, "--force")
+    cli("quantize", model, out, "--rules", rules, "--force")
     expected = calibrate.search_scales(matrix(), "mxfp4", axis=-1)
     assert_bitwise_equal(checkpoint.read(out)[UP].codes, expected.codes, what="codes")
     words = ("quantize", model, out, "--force", "--scales", "mse")
-    said = error(capsys, *words, "--format", "mxfp4", "--scale-rule", "even")
+    said = cli.error(*words, "--format", "mxfp4", "--scale-rule", "even")
     assert "--scales mse chooses the scales" in said
-    assert "takes scales in E8M0" in error(capsys, *words, "--format", "float8_rowwise_e4m3")
+    assert "takes scales in E8M0" in cli.error(*words, "--format", "float8_rowwise_e4m3")
 
 
-def test_several_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_several_files(model: Path, tmp_path: Path, cli: Cli):
     out = tmp_path / "folder"
     words = ("quantize", model, out, "--format", "mxfp4", "--max-shard-size", "1kB")
     theirs = ("--to", "compressed-tensors", "--force")
     for layout, more in (("mx_jax", ()), ("mxfp4-pack-quantized", theirs)):
-        _, said = run(capsys, *words, *more)
+        _, said = cli(*words, *more)
         assert len([*out.glob("*.safetensors")]) > 1 and "1 of 4 tensors quantized" in said
         assert checkpoint.read(out).quantized == {UP: layout}
-    assert "is there already" in error(capsys, *words, *theirs[:2])
-    assert "is whole already" in error(capsys, *words, *theirs[:2], "--resume")
-    assert "as 5GB" in error(capsys, *words, "--force", "--max-shard-size", "much")
+    assert "is there already" in cli.error(*words, *theirs[:2])
+    assert "is whole already" in cli.error(*words, *theirs[:2], "--resume")
+    assert "as 5GB" in cli.error(*words, "--force", "--max-shard-size", "much")
     # One file takes the place of them all; what else the folder holds stays.
     (out / "notes.md").write_text("mine")
-    run(capsys, *words[:-2], "--force")
+    cli(*words[:-2], "--force")
     assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "notes.md"]
 
 
 @pytest.mark.parametrize(
     "words", [("quantize", "--format", "mxfp4"), ("dequantize",), ("convert", "--to", "mx_jax")]
 )
-def test_one_file_is_not_resumed(
-    words: tuple[str, ...], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_one_file_is_not_resumed(words: tuple[str, ...], model: Path, tmp_path: Path, cli: Cli):
     out, (command, *more) = tmp_path / "out.safetensors", words
-    said = error(capsys, command, model, out, *more, "--resume")
+    said = cli.error(command, model, out, *more, "--resume")
     assert "--resume is for several files; give --max-shard-size as well" in said
     assert not out.exists()
 
 
 def test_an_interrupted_run_is_taken_up_by_its_like_alone(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ):
     """Files of another format of scales would be mixed with them, all under one header."""
     out, whole = tmp_path / "folder", tmp_path / "whole"
     words = ("--format", "mxfp4", "--max-shard-size", "1kB")
-    run(capsys, "quantize", model, whole, *words)
-    assert not (whole / resuming.RECORD).exists()
-    write = shards.write
+    cli("quantize", model, whole, *words)
+    assert not (whole / output.RECORD).exists()
+    write = folder.write
 
     def interrupted(path: Path, *rest: Any) -> None:
         if path.name.startswith("model-00002"):
             raise KeyboardInterrupt
         write(path, *rest)
 
-    monkeypatch.setattr(shards, "write", interrupted)
+    monkeypatch.setattr(folder, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         main(["quantize", str(model), str(out), *words])
-    monkeypatch.setattr(shards, "write", write)
+    monkeypatch.setattr(folder, "write", write)
     made = partial_folder(out)
     left = next(made.glob("*.safetensors"))
-    assert not out.exists() and str(model) not in (made / resuming.RECORD).read_text()
-    assert "go on with --resume, or begin anew" in error(capsys, "quantize", model, out, *words)
-    said = error(capsys, "quantize", model, out, *words, "--resume", "--scales", "mse")
+    assert not out.exists() and str(model) not in (made / output.RECORD).read_text()
+    assert "go on with --resume, or begin anew" in cli.error("quantize", model, out, *words)
+    said = cli.error("quantize", model, out, *words, "--resume", "--scales", "mse")
     assert "was begun by another command: scales differ" in said and left.is_file()
     before = left.stat().st_mtime_ns
-    run(capsys, "quantize", model, out, *words, "--resume")
+    cli("quantize", model, out, *words, "--resume")
     assert (out / left.name).stat().st_mtime_ns == before and not made.exists()
-    assert not (out / resuming.RECORD).exists()
+    assert not (out / output.RECORD).exists()
     assert {x.name: x.read_bytes() for x in out.glob("*.safetensors")} == {
         x.name: x.read_bytes() for x in whole.glob("*.safetensors")
     }
     # Until another is whole, the one before stays; its files are not taken for those of a new run.
-    monkeypatch.setattr(shards, "write", interrupted)
+    monkeypatch.setattr(folder, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         main(["quantize", str(model), str(out), *words, "--force", "--scales", "mse"])
     assert len([*made.glob("*.safetensors")]) == 1 and checkpoint.read(out).quantized
     # What stands is replaced by --force alone; what was half written when a run was killed goes.
     again = ("quantize", model, out, *words, "--scales", "mse", "--resume")
-    monkeypatch.setattr(shards, "write", write)
-    assert f"{out} is there already" in error(capsys, *again)
+    monkeypatch.setattr(folder, "write", write)
+    assert f"{out} is there already" in cli.error(*again)
     (made / ".model-00002-of-00003.safetensors.x").write_text("half")
-    run(capsys, *again, "--force")
+    cli(*again, "--force")
     assert not [path for path in (*out.glob(".*"), made) if path.exists()]
     made.mkdir()
-    assert "no .mx_jax_resume.json" in error(capsys, "quantize", model, out, *words, "--resume")
+    assert "no .mx_jax_resume.json" in cli.error("quantize", model, out, *words, "--resume")
 
 
-def test_our_own_files_are_read_by_all(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_our_own_files_are_read_by_all(model: Path, tmp_path: Path, cli: Cli):
     one, several, values_of = (
         tmp_path / "one.safetensors",
         tmp_path / "several",
         tmp_path / "values",
     )
-    run(capsys, "quantize", model, one, "--format", "mxfp4")
-    run(capsys, "convert", one, several, "--to", "mx_jax", "--shard-size", "600B")
+    cli("quantize", model, one, "--format", "mxfp4")
+    cli("convert", one, several, "--to", "mx_jax", "--shard-size", "600B")
     assert len([*several.glob("*.safetensors")]) == 3
-    text, _ = run(capsys, "diff", one, several, "--json", "--all")
+    text, _ = cli("diff", one, several, "--json", "--all")
     assert {row["result"] for row in json.loads(text)["tensors"]} == {"same"}
-    text, _ = run(capsys, "inspect", several, "--json")
+    text, _ = cli("inspect", several, "--json")
     assert UP in text
-    run(capsys, "dequantize", several, values_of, "--shard-size", "1kB")
+    cli("dequantize", several, values_of, "--shard-size", "1kB")
     assert len([*values_of.glob("*.safetensors")]) > 1
-    run(capsys, "diff", one, values_of)
+    cli("diff", one, values_of)
 
 
-def test_a_dry_run_says_why_and_writes_nothing(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_dry_run_says_why_and_writes_nothing(model: Path, tmp_path: Path, cli: Cli):
     out = tmp_path / "small.safetensors"
-    text, _ = run(capsys, "quantize", model, out, "--format", "mxfp4", "--dry-run")
+    text, _ = cli("quantize", model, out, "--format", "mxfp4", "--dry-run")
     assert "weight_only(mxfp4)" in text and "kept by its rule" in text
     assert "is int64; float32" in text and "1 of 3 layers converted" in text
     assert not out.exists()
 
 
-def test_experts_need_an_axis_and_have_a_tensor_scale_each(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_experts_need_an_axis_and_have_a_tensor_scale_each(tmp_path: Path, cli: Cli):
     path, rules, out = (tmp_path / name for name in ("a.safetensors", "r.toml", "b.safetensors"))
     experts = np.stack([matrix(), 8 * matrix(1)])
     safetensors.numpy.save_file({"experts.up.weight": experts}, path)
-    text, _ = run(capsys, "quantize", path, out, "--format", "nvfp4", "--dry-run")
+    text, _ = cli("quantize", path, out, "--format", "nvfp4", "--dry-run")
     assert "give its rule an axis" in text
     rules.write_text('[[rule]]\npattern = ".*"\nformat = "nvfp4"\naxis = -1\n')
-    run(capsys, "quantize", path, out, "--rules", rules)
+    cli("quantize", path, out, "--rules", rules)
     found = checkpoint.load(out)["experts.up.weight"]
     for index in range(2):
         expected = mx_jax.quantize(experts[index], "nvfp4")
@@ -265,43 +244,39 @@ def test_experts_need_an_axis_and_have_a_tensor_scale_each(
         ("[[rule", "is no TOML"),
     ],
 )
-def test_rules_that_are_none(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, complaint: str
-):
+def test_rules_that_are_none(model: Path, tmp_path: Path, cli: Cli, text: str, complaint: str):
     rules, out = tmp_path / "rules.toml", tmp_path / "small.safetensors"
     rules.write_text(text)
-    said = error(capsys, "quantize", model, out, "--rules", rules)
+    said = cli.error("quantize", model, out, "--rules", rules)
     assert str(rules) in said and complaint in said
 
 
-def test_a_rule_that_matches_nothing(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_rule_that_matches_nothing(model: Path, tmp_path: Path, cli: Cli):
     rules, out = tmp_path / "rules.toml", tmp_path / "small.safetensors"
     rules.write_text('[[rule]]\npattern = "nowhere"\nformat = "mxfp4"\n')
     words = ("quantize", model, out, "--rules", rules)
-    assert "rule 0 ('nowhere') decides about no tensor" in error(capsys, *words, "--strict")
+    assert "rule 0 ('nowhere') decides about no tensor" in cli.error(*words, "--strict")
     assert not out.exists()
-    _, said = run(capsys, *words)
+    _, said = cli(*words)
     assert "rule 0 ('nowhere') decides about no tensor" in said and "0 of 4" in said
 
 
 def test_one_tensor_at_a_time(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A tensor is read when it is written, and given up before the next is."""
-    from mx_jax.checkpoint import deferred, safetensors_file
-    from mx_jax.commands import judging
+    from mx_jax.checkpoint import safetensors_file
+    from mx_jax.commands import rules
 
     events: list[str] = []
-    quantized = judging.Judged.quantize
+    quantized = rules.Judged.quantize
 
     def quantize(self: Any, value: Any, *others: Any) -> MXArray:
         if isinstance(value, np.ndarray):
             events.append("quantize")
         return quantized(self, value, *others)
 
-    monkeypatch.setattr(judging.Judged, "quantize", quantize)
+    monkeypatch.setattr(rules.Judged, "quantize", quantize)
     # Only the tensor scale is small: codes and scales are handed out once.
-    monkeypatch.setattr(deferred, "_SMALL", 4)
+    monkeypatch.setattr(safetensors_file, "_SMALL", 4)
     big = tmp_path / "big.safetensors"
     names = [f"layers.{i}.up.weight" for i in range(3)]
     tensors = {name: np.ones((8, 64), np.float32) for name in names}
@@ -320,65 +295,58 @@ def test_one_tensor_at_a_time(model: Path, tmp_path: Path, monkeypatch: pytest.M
 # dequantize and convert ---------------------------------------------------------------------------
 
 
-def test_there_and_back_through_a_layout(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_there_and_back_through_a_layout(model: Path, tmp_path: Path, cli: Cli):
     ours, theirs, again, plain = (tmp_path / f"{name}.safetensors" for name in "abcd")
-    run(capsys, "quantize", model, ours, "--format", "mxfp4")
-    _, said = run(capsys, "convert", ours, theirs, "--to", "compressed-tensors")
+    cli("quantize", model, ours, "--format", "mxfp4")
+    _, said = cli("convert", ours, theirs, "--to", "compressed-tensors")
     assert f"{theirs}: mxfp4-pack-quantized, 4 tensors" in said
     assert {"model.layers.0.up.weight_packed", "model.layers.0.up.weight_scale"} < {*values(theirs)}
-    run(capsys, "convert", theirs, again, "--to", "mx_jax")
-    text, _ = run(capsys, "diff", ours, again, "--json")
+    cli("convert", theirs, again, "--to", "mx_jax")
+    text, _ = cli("diff", ours, again, "--json")
     assert {row["result"] for row in json.loads(text)["tensors"]} == {"same"}
-    run(capsys, "dequantize", ours, plain, "--dtype", "float32")
+    cli("dequantize", ours, plain, "--dtype", "float32")
     expected = mx_jax.quantize(matrix(), "mxfp4", scale_rule="even").dequantize()
     np.testing.assert_array_equal(values(plain)[UP], np.asarray(expected))
-    text, _ = run(capsys, "diff", ours, plain, "--json")
+    text, _ = cli("diff", ours, plain, "--json")
     assert [row["result"] for row in json.loads(text)["tensors"]].count("same values") == 1
 
 
-def test_a_program_without_a_layout_for_the_format(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_program_without_a_layout_for_the_format(model: Path, tmp_path: Path, cli: Cli):
     out = tmp_path / "small.safetensors"
     words = ("quantize", model, out, "--format", "mxint8", "--to", "modelopt")
-    said = error(capsys, *words)
+    said = cli.error(*words)
     assert f"modelopt has no one layout for mxint8 ({UP})" in said and "modelopt-nvfp4" in said
-    assert "unknown layout='nowhere'" in error(capsys, *words[:-1], "nowhere")
+    assert "unknown layout='nowhere'" in cli.error(*words[:-1], "nowhere")
     assert not out.exists()
 
 
-def test_a_tree_stays_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_tree_stays_a_tree(tmp_path: Path, cli: Cli):
     path, out = tmp_path / "tree.safetensors", tmp_path / "out.safetensors"
     checkpoint.save(path, {"layers": {0: {"kernel": jnp.asarray(matrix().T)}}})
-    run(capsys, "quantize", path, out, "--format", "mxfp4")
+    cli("quantize", path, out, "--format", "mxfp4")
     kernel = checkpoint.load(out)["layers"][0]["kernel"]
     # A kernel is [in, out].
     assert kernel.format.name == "mxfp4" and kernel.blocks == ((-2, 32),)
-    run(capsys, "dequantize", out, path, "--force")
+    cli("dequantize", out, path, "--force")
     assert checkpoint.load(path)["layers"][0]["kernel"].shape == (64, 8)
 
 
-def test_gguf_of_values_that_only_ggml_stores(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    """What no MXArray holds is float32, and that is told."""
-    from mx_jax.checkpoint.weights import Stored, Weights
-
-    one = Stored(
-        shape=(8, 64),
-        nbytes=544,
-        fetch=lambda: jnp.asarray(matrix()),
-        layout="gguf-q8_0",
-        dequantized=True,
-    )
-    opened = Weights(tmp_path / "m.gguf", {"token_embd.weight": one})
-    monkeypatch.setattr(checkpoint, "read", lambda *a, **k: opened)
-    out = tmp_path / "out.safetensors"
-    _, said = run(capsys, "quantize", "m.gguf", out, "--format", "mxfp4")
-    assert "1 tensors of gguf-q8_0, which is read only, become float32" in said
-    run(capsys, "quantize", "m.gguf", out, "--format", "mxfp4", "--keep", "", "--force")
+def test_gguf_of_values_that_only_ggml_stores(tmp_path: Path, cli: Cli):
+    """What no MXArray holds is float32, and that is said; llama.cpp's package reads Q6_K."""
+    pytest.importorskip("gguf")
+    path, out = tmp_path / "m.gguf", tmp_path / "out.safetensors"
+    signed = np.float16(0.5).tobytes() + bytes(range(32))
+    tensors = {"token_embd.weight": Tensor(14, (256, 2), bytes(range(210)) * 2)}
+    path.write_bytes(gguf(tensors | {"up.weight": Tensor(8, (32, 2), signed * 2)}))
+    text, _ = cli("inspect", path, "--json")
+    rows = {row["name"]: row for row in json.loads(text)["tensors"]}
+    assert {row["stored"] for row in rows.values()} == {"gguf-q6_k", "gguf-q8_0"}
+    assert rows["up.weight"]["amax"] == 15.5 and rows["token_embd.weight"]["amax"] > 0
+    _, said = cli("quantize", path, out, "--format", "mxfp4")
+    assert "1 tensors of gguf-q6_k, which is read only, become float32" in said
+    values = np.asarray(checkpoint.load(out)["token_embd.weight"])
+    np.testing.assert_array_equal(values, checkpoint.read(path)["token_embd.weight"])
+    cli("quantize", path, out, "--format", "mxfp4", "--keep", "", "--force")
     assert checkpoint.load(out)["token_embd.weight"].format.name == "mxfp4"
 
 
@@ -400,18 +368,16 @@ class Tags(html.parser.HTMLParser):
         self.fetched += [link for link in links if not link.startswith("data:")]
 
 
-def test_inspect_tells_what_a_divisor_multiplies_by(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_inspect_tells_what_a_divisor_multiplies_by(tmp_path: Path, cli: Cli):
     """float8's stored scales divide: 448 / 7 = 64 is a factor of 2^-6."""
     path = tmp_path / "a.safetensors"
     rows = np.array([[7.0] * 8, [0.875] * 8], np.float32)
     checkpoint.save(path, {"up": mx_jax.quantize(rows, "float8_rowwise_e4m3", axis=1)})
-    text, _ = run(capsys, "inspect", path, "--json")
+    text, _ = cli("inspect", path, "--json")
     assert json.loads(text)["tensors"][0]["scales"] == {"-6": 1, "-9": 1}
 
 
-def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_inspect(tmp_path: Path, cli: Cli):
     exact = np.zeros((2, 64), np.float32)
     exact[0, :3], exact[1, 32], exact[1, 40] = (1, 4, 6.5), 0.3, np.nan
     whole, path, page = (tmp_path / name for name in ("w.safetensors", "a.safetensors", "a.html"))
@@ -419,7 +385,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     stored = mx_jax.quantize(np.nan_to_num(exact), "mxfp4")
     checkpoint.save(path, {"<up>.weight": stored, "norm": jnp.asarray(exact[1])})
     words = ("inspect", path, "--reference", whole)
-    text, _ = run(capsys, *words, "--json", "--html", page)
+    text, _ = cli(*words, "--json", "--html", page)
     up, norm = json.loads(text)["tensors"]
     # amax 6.5 and 0.3 get the scales 1 and 2^-4, blocks of zeros the smallest.
     assert up["scales"] == {"-127": 2, "-4": 1, "0": 1}
@@ -438,24 +404,22 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert norm["warnings"][0] in html.unescape(page.read_text())
     mx_jax.inspect.report(path, tmp_path / "b.html", reference=whole)
     assert page.read_text() == (tmp_path / "b.html").read_text()
-    table, _ = run(capsys, *words)
+    table, _ = cli(*words)
     assert f"norm: {norm['warnings'][0]}" in table
-    table, _ = run(capsys, *words, "--only", ".*up.*")
+    table, _ = cli(*words, "--only", ".*up.*")
     assert "2^-127 .. 2^0" in table and "1 tensors" in table and "norm" not in table
-    assert "matches none of the 2 tensors" in error(capsys, *words, "--only", "x")
-    assert "no regular expression" in error(capsys, *words, "--only", "*")
+    assert "matches none of the 2 tensors" in cli.error(*words, "--only", "x")
+    assert "no regular expression" in cli.error(*words, "--only", "*")
 
 
-def test_inspect_names_a_reference_of_another_shape(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_inspect_names_a_reference_of_another_shape(model: Path, tmp_path: Path, cli: Cli):
     other = tmp_path / "other.safetensors"
     safetensors.numpy.save_file({UP: np.ones((2, 2), np.float32)}, other)
-    said = error(capsys, "inspect", model, "--reference", other)
+    said = cli.error("inspect", model, "--reference", other)
     assert UP in said and "shapes must agree" in said
 
 
-def test_diff_says_how_far(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_diff_says_how_far(tmp_path: Path, cli: Cli):
     a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     one = mx_jax.quantize(np.ones((2, 64), np.float32), "mxfp4")
     codes = one.codes.at[0, 0].set(3)
@@ -467,7 +431,7 @@ def test_diff_says_how_far(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     checkpoint.save(
         b, {"up": other, "nan": nan, "ids": jnp.arange(3).at[1].set(9), "new": nan, "odd": nan[:1]}
     )
-    text, _ = run(capsys, "diff", a, b, "--json", status=1)
+    text, _ = cli("diff", a, b, "--json", status=1)
     found = json.loads(text)
     rows = {row["name"]: row for row in found["tensors"]}
     assert not found["equal"]
@@ -484,9 +448,9 @@ def test_diff_says_how_far(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert up["max_error"] == pytest.approx(float(abs(other.dequantize() - 1).max()))
     assert up["sqnr_db"] == pytest.approx(mx_jax.inspect.sqnr_db(one, other))
     assert (rows["ids"]["values"], rows["ids"]["max_error"]) == (1, 8)
-    table, _ = run(capsys, "diff", a, b, status=1)
+    table, _ = cli("diff", a, b, status=1)
     assert "6 tensors, 5 of them differ" in table and " nan " not in table
-    same, _ = run(capsys, "diff", a, a)
+    same, _ = cli("diff", a, a)
     assert same == "5 the same\n"
 
 
@@ -494,9 +458,7 @@ def test_diff_says_how_far(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("command", ["quantize", "dequantize", "convert", "inspect", "diff"])
-def test_files_that_are_damaged(
-    command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_files_that_are_damaged(command: str, model: Path, tmp_path: Path, cli: Cli):
     bad, out = tmp_path / "bad.safetensors", tmp_path / "out.safetensors"
     more = {
         "quantize": [out, "--format", "mxfp4"],
@@ -505,19 +467,19 @@ def test_files_that_are_damaged(
         "inspect": [],
         "diff": [model],
     }[command]
-    assert str(bad) in error(capsys, command, bad, *more)
+    assert str(bad) in cli.error(command, bad, *more)
     bad.write_bytes(model.read_bytes()[:-8])
-    assert str(bad) in error(capsys, command, bad, *more)
+    assert str(bad) in cli.error(command, bad, *more)
     # NaN in a scale of a layout of others.
     scales = np.array([[127, 255]] * 8, np.uint8)
     tensors = {"up.weight_packed": np.zeros((8, 32), np.uint8), "up.weight_scale": scales}
     safetensors.numpy.save_file(tensors, bad)
-    said = error(capsys, command, bad, *more)
+    said = cli.error(command, bad, *more)
     assert str(bad) in said and "up.weight" in said and "8 of 16 scales are NaN" in said
     assert not out.exists() and [*tmp_path.glob(".*")] == []
 
 
-def test_our_own_file_with_a_tensor_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_our_own_file_with_a_tensor_missing(tmp_path: Path, cli: Cli):
     path = tmp_path / "a.safetensors"
     checkpoint.save(path, {"up": mx_jax.quantize(matrix(), "mxfp4"), "norm": jnp.ones(3)})
     arrays = values(path)
@@ -527,15 +489,15 @@ def test_our_own_file_with_a_tensor_missing(tmp_path: Path, capsys: pytest.Captu
     for gone in ("up/scales", "norm"):
         rest = {name: array for name, array in arrays.items() if name != gone}
         safetensors.numpy.save_file(rest, path, metadata)
-        said = error(capsys, "inspect", path)
+        said = cli.error("inspect", path)
         assert str(path) in said and f"no tensor '{gone}'" in said
 
 
-def test_an_output_that_is_there(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_output_that_is_there(model: Path, tmp_path: Path, cli: Cli):
     words = ("quantize", model, model, "--format", "mxfp4")
     before = model.read_bytes()
     for same in (model, model.parent / ".." / model.parent.name / model.name, model.parent):
-        said = error(capsys, "quantize", model, same, "--format", "mxfp4", "--force")
+        said = cli.error("quantize", model, same, "--format", "mxfp4", "--force")
         assert "is what is read; write to another place" in said
     linked, folder = tmp_path / "linked.safetensors", tmp_path / "folder"
     folder.mkdir()
@@ -549,23 +511,23 @@ def test_an_output_that_is_there(model: Path, tmp_path: Path, capsys: pytest.Cap
         ("convert", folder, linked, "--to", "mx_jax", "--force"),
         ("inspect", tmp_path, "--html", config, "--force"),
     ):
-        assert "is what is read; write to another place" in error(capsys, *words_of_one)
+        assert "is what is read; write to another place" in cli.error(*words_of_one)
     assert model.read_bytes() == before and config.read_text() == "{}"
     (folder / "model.safetensors").rename(folder / "adapter.safetensors")
     linked.unlink()
     safetensors.numpy.save_file({UP: matrix()}, linked)
-    said = error(capsys, "quantize", linked, folder, "--format", "mxfp4", "--force")
+    said = cli.error("quantize", linked, folder, "--format", "mxfp4", "--force")
     assert f"{folder} holds other tensors, in adapter.safetensors" in said
     out = tmp_path / "other.safetensors"
-    run(capsys, "quantize", model, out, "--format", "mxfp4")
+    cli("quantize", model, out, "--format", "mxfp4")
     words = ("quantize", model, out, "--format", "mxfp8")
-    assert f"{out} is there already; replace it with --force" in error(capsys, *words)
+    assert f"{out} is there already; replace it with --force" in cli.error(*words)
     assert checkpoint.read(out).quantized == {UP: "mx_jax"}
-    run(capsys, *words, "--force")
-    assert "must be a file or a folder in a folder" in error(
-        capsys, "dequantize", model, tmp_path / "none" / "out.safetensors"
+    cli(*words, "--force")
+    assert "must be a file or a folder in a folder" in cli.error(
+        "dequantize", model, tmp_path / "none" / "out.safetensors"
     )
-    assert "needs --format" in error(capsys, "quantize", model, tmp_path / "o.safetensors")
+    assert "needs --format" in cli.error("quantize", model, tmp_path / "o.safetensors")
 
 
 @pytest.mark.slow
@@ -580,7 +542,7 @@ def test_help_teaches_with_examples():
 
 @pytest.mark.parametrize("options", [(), ("--max-shard-size", "1kB")], ids=["one file", "several"])
 def test_a_folder_is_replaced_whole_or_not(
-    options: tuple[str, ...], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: tuple[str, ...], model: Path, tmp_path: Path, cli: Cli
 ):
     """Stopped before and after every file operation: tensors and config.json are of one run."""
     source = tmp_path / "source"
@@ -592,7 +554,7 @@ def test_a_folder_is_replaced_whole_or_not(
     ours = [str(source), "--format", "mxfp4", *words], [str(source), "--format", "nvfp4", *words]
     for moment in itertools.count():
         out = tmp_path / str(moment)
-        run(capsys, "quantize", ours[0][0], out, *ours[0][1:])
+        cli("quantize", ours[0][0], out, *ours[0][1:])
         (out / "notes.md").write_text("mine")
         finished = False
         with killed(moment):
@@ -605,15 +567,13 @@ def test_a_folder_is_replaced_whole_or_not(
         assert (out / "tokenizer.txt").read_text() == "words"
         if finished:
             break
-        run(capsys, "quantize", ours[1][0], out, *ours[1][1:], "--force")
+        cli("quantize", ours[1][0], out, *ours[1][1:], "--force")
     assert layout == "nvfp4-pack-quantized" and moment > 10
 
 
-def test_a_dot_in_the_name_of_a_folder(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_dot_in_the_name_of_a_folder(model: Path, tmp_path: Path, cli: Cli, capsys: Any):
     out = tmp_path / "Llama-3.2-1B-mxfp4"
-    run(capsys, "quantize", model, out, "--format", "mxfp4")
+    cli("quantize", model, out, "--format", "mxfp4")
     assert checkpoint.read(out).quantized == {UP: "mx_jax"}
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
     with pytest.raises(SystemExit):
@@ -622,7 +582,7 @@ def test_a_dot_in_the_name_of_a_folder(
 
 
 def test_a_folder_by_a_link_and_by_a_dot(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ):
     """What a link names is replaced, and the link stays; what config.json said of tensors goes."""
     out, link = tmp_path / "out", tmp_path / "link"
@@ -631,29 +591,29 @@ def test_a_folder_by_a_link_and_by_a_dot(
     (out / "config.json").write_text(json.dumps(said))
     (out / "gguf.json").write_text("{}")
     link.symlink_to(out)
-    assert "is there already" in error(capsys, "quantize", model, link, "--format", "mxfp4")
-    run(capsys, "quantize", model, link, "--format", "mxfp4", "--force")
+    assert "is there already" in cli.error("quantize", model, link, "--format", "mxfp4")
+    cli("quantize", model, link, "--format", "mxfp4", "--force")
     assert link.is_symlink() and checkpoint.read(link).quantized == {UP: "mx_jax"}
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
     assert json.loads((out / "config.json").read_text()) == {"hidden_size": 64}
     # Where folders cannot be exchanged, they are moved one after the other.
     with monkeypatch.context() as patch:
         patch.delattr(output.ctypes, "CDLL")
-        run(capsys, "quantize", model, link, "--format", "mxfp8_e4m3", "--force")
+        cli("quantize", model, link, "--format", "mxfp8_e4m3", "--force")
     assert "mxfp8_e4m3" in str(checkpoint.read(out)[UP]) and (out / "config.json").is_file()
     assert [*tmp_path.glob(".*")] == []
     # A shell would be left in a folder that is gone; a mounted one cannot be moved.
     monkeypatch.chdir(out)
-    said = error(capsys, "quantize", model, ".", "--format", "mxfp4", "--force")
+    said = cli.error("quantize", model, ".", "--format", "mxfp4", "--force")
     assert ". is a mount point or the folder that you are in" in said
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os.path, "ismount", lambda path: path == out)
-    said = error(capsys, "quantize", model, out, "--format", "mxfp4", "--force")
+    said = cli.error("quantize", model, out, "--format", "mxfp4", "--force")
     assert f"{out} is a mount point" in said
 
 
 def test_a_disk_that_is_full_leaves_no_half_tokenizer(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ):
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
@@ -669,20 +629,18 @@ def test_a_disk_that_is_full_leaves_no_half_tokenizer(
                 raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(stream, "replacing", full)
-    said = error(capsys, "quantize", source, out, "--format", "mxfp4")
+    said = cli.error("quantize", source, out, "--format", "mxfp4")
     assert "No space left on device: '" in said and "tokenizer.json" in said
     assert [*tmp_path.iterdir()] == [source]
 
 
-def test_a_page_replaces_nothing_unasked(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_page_replaces_nothing_unasked(model: Path, tmp_path: Path, cli: Cli):
     page = tmp_path / "page.html"
-    run(capsys, "inspect", model, "--html", page)
+    cli("inspect", model, "--html", page)
     before = model.read_bytes()
-    assert "is what is read" in error(capsys, "inspect", model, "--html", model, "--force")
-    assert f"{page} is there already" in error(capsys, "inspect", model, "--html", page)
-    run(capsys, "inspect", model, "--html", page, "--force")
+    assert "is what is read" in cli.error("inspect", model, "--html", model, "--force")
+    assert f"{page} is there already" in cli.error("inspect", model, "--html", page)
+    cli("inspect", model, "--html", page, "--force")
     with pytest.raises(ValueError, match=r"report: .*model\.safetensors is what is read"):
         mx_jax.inspect.report(checkpoint.read(model), model)
     assert model.read_bytes() == before

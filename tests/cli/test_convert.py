@@ -15,6 +15,7 @@ from mx_jax import checkpoint
 from mx_jax.cli import main
 from tests.checkpoint.gguf_bytes import Tensor, gguf
 from tests.checkpoint.stored import draw
+from tests.cli.conftest import Cli
 
 pytestmark = pytest.mark.one_python(reason="files in and out")
 UP = "layers.0.up.weight"
@@ -36,19 +37,11 @@ def mxfp4(rng: np.random.Generator, low: int, high: int) -> mx_jax.MXArray:
     )
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: Any, status: int = 0) -> tuple[str, str]:
-    assert main([str(word) for word in words]) == status
-    captured = capsys.readouterr()
-    return captured.out, captured.err
-
-
 def values(path: Path, layout: str | None = None) -> np.ndarray:
     return np.asarray(checkpoint.read(path, layout=layout)[UP].dequantize(jnp.float32))
 
 
-def test_round_the_layouts_nothing_changes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
-):
+def test_round_the_layouts_nothing_changes(tmp_path: Path, cli: Cli, rng: np.random.Generator):
     """llama.cpp's file as ModelOpt's NVFP4, compressed-tensors' NVFP4, gpt-oss's kind again."""
     blocks = rng.integers(0, 256, (4, 2, 17)).astype(np.uint8)
     blocks[..., 0] = 120 + blocks[..., 0] % 9
@@ -65,7 +58,7 @@ def test_round_the_layouts_nothing_changes(
         "deepseek-v4-experts",
     ):
         out = tmp_path / f"{layout}.safetensors"
-        text, said = run(capsys, "convert", source, out, "--to", layout)
+        text, said = cli("convert", source, out, "--to", layout)
         assert checkpoint.read(out, layout=layout).quantized == {UP: layout}
         np.testing.assert_array_equal(values(out, layout), expected)
         first = text.splitlines()[1].split() if text else []
@@ -83,21 +76,21 @@ def test_round_the_layouts_nothing_changes(
 
 
 def test_what_does_not_fit_is_counted_and_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
+    tmp_path: Path, cli: Cli, rng: np.random.Generator
 ):
     source, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     x = mxfp4(rng, 100, 120)
     checkpoint.save(source, {UP: x})
     words = ("convert", source, out, "--to", "modelopt-nvfp4")
-    _, said = run(capsys, *words, status=2)
+    _, said = cli(*words, status=2)
     # One block of 32 at least is two octaves too small; each is two blocks there.
     unfit = 2 * int((np.asarray(x.scales) < 103).sum())
     assert f"1 of 1 tensors cannot be stored as modelopt-nvfp4 without loss, such as {UP}" in said
     assert f"{unfit} of 16 blocks do not fit" in said and not out.exists()
-    text, _ = run(capsys, *words, "--dry-run")
+    text, _ = cli(*words, "--dry-run")
     assert text.splitlines()[1].split() == [UP, "mxfp4", "nvfp4", "requantized", "16", f"{unfit}"]
     assert not out.exists()
-    _, said = run(capsys, *words, "--inexact")
+    _, said = cli(*words, "--inexact")
     assert "1 requantized" in said
     found = checkpoint.read(out)[UP]
     expected = mx_jax.quantize(x.dequantize(), "nvfp4", scale_rule="amax")
@@ -105,9 +98,7 @@ def test_what_does_not_fit_is_counted_and_refused(
     np.testing.assert_array_equal(found.scales, expected.scales)
 
 
-def test_a_tensor_scale_without_a_reciprocal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
-):
+def test_a_tensor_scale_without_a_reciprocal(tmp_path: Path, cli: Cli, rng: np.random.Generator):
     """compressed-tensors stores what is divided by: not every factor comes back from it."""
     source, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     x = mx_jax.quantize(rng.standard_normal((4, 64)).astype(np.float32), "nvfp4")
@@ -121,33 +112,31 @@ def test_a_tensor_scale_without_a_reciprocal(
         checkpoint.save(source, {UP: scaled})
         words = ("convert", source, out, "--to", "compressed-tensors", "--force")
         if exact:
-            run(capsys, *words)
+            cli(*words)
             np.testing.assert_array_equal(values(out), np.asarray(scaled.dequantize()))
             continue
-        _, said = run(capsys, *words, status=2)
+        _, said = cli(*words, status=2)
         assert "the reciprocal of its tensor scale" in said and "is no float32 number" in said
-        _, said = run(capsys, *words, "--inexact")
+        _, said = cli(*words, "--inexact")
         assert "1 tensor scale rounded" in said
         found = checkpoint.read(out)[UP]
         np.testing.assert_array_equal(found.codes, x.codes)
         np.testing.assert_allclose(found.tensor_scale, factor, rtol=2.0**-22)
 
 
-def test_other_elements(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
-):
+def test_other_elements(tmp_path: Path, cli: Cli, rng: np.random.Generator):
     source, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     checkpoint.save(source, {UP: mxfp4(rng, 120, 124)})
     words = ("convert", source, out, "--to", "mxfp8-quantized")
-    _, said = run(capsys, *words, status=2)
+    _, said = cli(*words, status=2)
     assert "takes e4m3 codes" in said
     # Every E2M1 value of such exponents is one of E4M3: anew, but nothing is lost.
-    run(capsys, *words, "--inexact")
+    cli(*words, "--inexact")
     np.testing.assert_array_equal(values(out), values(source))
 
 
 def test_experts_of_gpt_oss_become_a_matrix_each(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
+    tmp_path: Path, cli: Cli, rng: np.random.Generator
 ):
     """For compressed-tensors: gate and up from every other row, with their biases; no bit lost."""
     fused = {
@@ -164,7 +153,7 @@ def test_experts_of_gpt_oss_become_a_matrix_each(
     checkpoint.write(model / "model.safetensors", weights, layout="gpt-oss")
     (model / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
     words = ("convert", model, out, "--to", "compressed-tensors")
-    _, said = run(capsys, *words)
+    _, said = cli(*words)
     assert "the experts of gpt-oss, one by one: 5 tensors become 19" in said and "19 copied" in said
     found = checkpoint.read(out)
     assert len(found) == 19 and set(found.quantized.values()) == {"mxfp4-pack-quantized"}
@@ -181,11 +170,11 @@ def test_experts_of_gpt_oss_become_a_matrix_each(
     # Elsewhere experts stay together; another model's gate and up may not take turns.
     checkpoint.save(tmp_path / "own.safetensors", weights)
     alone = tmp_path / "alone.safetensors"
-    _, said = run(capsys, "convert", tmp_path / "own.safetensors", alone, *words[3:], status=2)
+    _, said = cli("convert", tmp_path / "own.safetensors", alone, *words[3:], status=2)
     assert "needs names that end in '.weight'" in said
     released = tmp_path / "released.safetensors"
     checkpoint.write(released, {"mlp.mlp1_weight": fused["down_proj"]}, layout="gpt-oss-original")
-    _, said = run(capsys, "convert", released, alone, *words[3:], status=2)
+    _, said = cli("convert", released, alone, *words[3:], status=2)
     assert f"{released}: mxfp4-pack-quantized holds a matrix for each Linear" in said
 
 
@@ -207,12 +196,10 @@ def gpt_oss(folder: Path, rng: np.random.Generator, low: int) -> dict[str, mx_ja
 
 
 @pytest.mark.parametrize("layout", ["nvfp4-pack-quantized", "modelopt-nvfp4"])
-def test_gpt_oss_as_nvfp4(
-    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
-):
+def test_gpt_oss_as_nvfp4(layout: str, tmp_path: Path, cli: Cli, rng: np.random.Generator):
     """Every value stays; gate and up, which servers merge, have one tensor scale, 2^(kmax - 8)."""
     fused = gpt_oss(tmp_path / "model", rng, 3)
-    _, said = run(capsys, "convert", tmp_path / "model", tmp_path / "out", "--to", layout)
+    _, said = cli("convert", tmp_path / "model", tmp_path / "out", "--to", layout)
     assert "6 transcoded exactly" in said and "fit under no one" not in said
     found = checkpoint.read(tmp_path / "out")
     assert set(found.quantized.values()) == {layout}
@@ -229,12 +216,12 @@ def test_gpt_oss_as_nvfp4(
 
 
 def test_gate_and_up_that_fit_under_no_one_scale(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
+    tmp_path: Path, cli: Cli, rng: np.random.Generator
 ):
     """Each fits alone, so each keeps a scale of its own, and that is said."""
     fused = gpt_oss(tmp_path / "model", rng, 20)
     words = ("convert", tmp_path / "model", tmp_path / "out", "--to", "modelopt-nvfp4")
-    _, said = run(capsys, *words)
+    _, said = cli(*words)
     assert "6 transcoded exactly" in said
     assert "2 groups of tensors, such as model.layers.0.mlp.experts.0.gate_proj.weight, " in said
     assert "fit under no one tensor scale and keep their own" in said
@@ -245,11 +232,7 @@ def test_gate_and_up_that_fit_under_no_one_scale(
 
 @pytest.mark.parametrize(("factor", "merges"), [(0.5, True), (0.3, False)])
 def test_copied_queries_keys_and_values_under_unlike_tensor_scales(
-    factor: float,
-    merges: bool,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    rng: np.random.Generator,
+    factor: float, merges: bool, tmp_path: Path, cli: Cli, rng: np.random.Generator
 ):
     """Codes that fit as they are still get one tensor scale, or a line says that they cannot."""
     source, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
@@ -262,7 +245,7 @@ def test_copied_queries_keys_and_values_under_unlike_tensor_scales(
         for name, scale in zip(names, scales, strict=True)
     }
     checkpoint.save(source, model)
-    _, said = run(capsys, "convert", source, out, "--to", "modelopt-nvfp4")
+    _, said = cli("convert", source, out, "--to", "modelopt-nvfp4")
     found = checkpoint.read(out, layout="modelopt-nvfp4")
     for name, given in model.items():
         y = found[name]
@@ -275,14 +258,14 @@ def test_copied_queries_keys_and_values_under_unlike_tensor_scales(
     assert ("1 transcoded exactly" in said) == merges
 
 
-def test_a_file_that_fits_two_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_file_that_fits_two_layouts(tmp_path: Path, cli: Cli):
     """96 bits a row are 12 bytes of 24 E2M1 codes, or of 16 in six bits, under one scale."""
     source = tmp_path / "a.safetensors"
     parts = {"a.weight_packed": np.zeros((8, 12), np.uint8)}
     parts["a.weight_scale"] = np.full((8, 1), 127, np.uint8)
     safetensors.numpy.save_file(parts, source)
     words = ("convert", source, tmp_path / "b.safetensors", "--to", "mx_jax")
-    _, said = run(capsys, *words, status=2)
+    _, said = cli(*words, status=2)
     assert "fits several layouts: " in said
     assert "say which with layout=, at the command line with --from" in said
 
@@ -299,14 +282,13 @@ def test_help_names_what_can_be_written(capsys: pytest.CaptureFixture[str]):
     ("format", "layout"), [("mxfp4", "compressed-tensors"), ("mxfp8", "torchao")]
 )
 def test_blocks_that_are_no_number_reach_no_other_layout(
-    format: str, layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    format: str, layout: str, tmp_path: Path, cli: Cli
 ):
     source, out = tmp_path / "own.safetensors", tmp_path / "theirs.safetensors"
     weights = {"up.weight": mx_jax.quantize(np.full((64, 64), np.inf, np.float32), format, axis=1)}
     checkpoint.save(source, weights)
-    assert main(["convert", str(source), str(out), "--to", layout]) == 2
-    assert "up.weight has 128 of 128 blocks whose scales are NaN" in capsys.readouterr().err
-    dry = main(["convert", str(source), str(out), "--to", layout, "--dry-run"])
+    words = ("convert", source, out, "--to", layout)
+    assert "up.weight has 128 of 128 blocks whose scales are NaN" in cli.error(*words)
     # torchao's rows are not planned.
-    assert dry == (0 if layout == "torchao" else 2)
+    cli(*words, "--dry-run", status=0 if layout == "torchao" else 2)
     assert not out.exists()

@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 
 from mx_jax.cli import main
-from mx_jax.formats import (
-    BLOCK_FORMATS,
-    ELEMENT_FORMATS,
-    SCALE_FORMATS,
-    BlockFormat,
-    ElementFormat,
-)
+from mx_jax.formats import BLOCK_FORMATS, ELEMENT_FORMATS, SCALE_FORMATS, BlockFormat, ElementFormat
 
 ROOT = Path(__file__).parents[2]
 

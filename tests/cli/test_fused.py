@@ -10,7 +10,7 @@ import safetensors.numpy
 import mx_jax
 from mx_jax import checkpoint
 from mx_jax.cli import main
-from mx_jax.commands.fused import fused, unlike
+from mx_jax.commands.rules import fused, unlike
 
 NAMES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 

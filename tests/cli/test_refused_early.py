@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from mx_jax import checkpoint, recipes
-from mx_jax.cli import main
 from mx_jax.generate.decode import Generator
 from mx_jax.generate.load import load
 from mx_jax.generate.model import Llama
+from tests.cli.conftest import Cli
 from tests.generate import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -27,11 +27,10 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("size", ["much", "0", "0.0001kB"])
-def test_a_size_of_files_that_is_none(size: str, file: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_size_of_files_that_is_none(size: str, file: Path, cli: Cli):
     out = file.with_name("out")
-    words = ["quantize", str(file), str(out), "--format", "mxfp4", "--max-shard-size", size]
-    assert main(words) == 2
-    assert f"--max-shard-size needs a size as 5GB, got {size!r}" in capsys.readouterr().err
+    said = cli.error("quantize", file, out, "--format", "mxfp4", "--max-shard-size", size)
+    assert f"--max-shard-size needs a size as 5GB, got {size!r}" in said
     # Else the same with a size would be refused: OUT is there already.
     assert not out.exists()
 
@@ -65,21 +64,15 @@ def test_closed_streams_are_no_error(closed: str, file: Path):
         (["--prompt", "a", "--seed", str(2**64)], "--seed must fit 64 bits"),
     ],
 )
-def test_what_generate_cannot_take(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["generate", str(tmp_path), *words]) == 2
-    assert message in capsys.readouterr().err
+def test_what_generate_cannot_take(words: list[str], message: str, tmp_path: Path, cli: Cli):
+    assert message in cli.error("generate", tmp_path, *words)
 
 
 @pytest.mark.parametrize("strict", [(), ("--strict",)])
-def test_an_axis_that_a_tensor_has_not(
-    strict: tuple[str, ...], file: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_an_axis_that_a_tensor_has_not(strict: tuple[str, ...], file: Path, cli: Cli):
     rules, out = file.with_name("rules.toml"), file.with_name("out.safetensors")
     rules.write_text('[[rule]]\npattern = ".*"\nformat = "mxfp4"\naxis = 7\n')
-    assert main(["quantize", str(file), str(out), "--rules", str(rules), *strict]) == 2
-    said = capsys.readouterr().err
+    said = cli.error("quantize", file, out, "--rules", rules, *strict)
     assert "rule 0 has axis=7, which up of shape=[8, 64] has not" in said and not out.exists()
 
 

@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax import formats
-from mx_jax.backends.target import Backend
 from mx_jax.backends.calls import QuantizeBothCall
 from mx_jax.backends.pallas_gpu import backend_for
 from mx_jax.backends.pallas_gpu.architecture import architecture_of
 from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.target import Backend
 from mx_jax.testing.cases import QuantizeCase, dequantize_call
 from tests.gpu.compile_for import GPUS, Gpu, compile_on
 

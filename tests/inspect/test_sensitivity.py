@@ -15,7 +15,7 @@ from rich.console import Console
 
 import mx_jax
 from mx_jax import convert
-from mx_jax.commands.rules_file import read_rules
+from mx_jax.commands.rules import read_rules
 from mx_jax.inspect import Budget, Sensitivity, sensitivity
 from mx_jax.inspect.budget import best_choice
 from tests.quick import quick

@@ -164,12 +164,10 @@ CORE: dict[str, tuple[str, ...]] = {
             "test_what_is_no_key_is_refused_all_the_same",
         )
     ),
-    "mx_jax.checkpoint.exact": (
-        "tests/checkpoint/test_exact.py",
+    "mx_jax.checkpoint.scales": (
+        "tests/checkpoint/test_transcoding.py::test_decoded",
+        "tests/checkpoint/test_transcoding.py::test_every_scale",
         "tests/checkpoint/test_qarray.py::test_powers_of_two_divide_exactly",
     ),
-    "mx_jax.checkpoint.transcoding": (
-        "tests/checkpoint/test_transcoding.py",
-        "--deselect=tests/checkpoint/test_transcoding.py::test_from_gguf_to_others",
-    ),
+    "mx_jax.checkpoint.transcoding": ("tests/checkpoint/test_transcoding.py",),
 }

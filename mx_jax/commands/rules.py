@@ -1,0 +1,310 @@
+"""Rules for the tensors of a file (`rules.toml`), and what they say of each."""
+
+import dataclasses
+import functools
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mx_jax.axes import Axes
+from mx_jax.calibrate import gptq, search_scales
+from mx_jax.calibrate.scales import search_for
+from mx_jax.calibrate.ways import GPTQ, SEARCHED
+from mx_jax.checkpoint.weights import Weights, on_device
+from mx_jax.convert.report import Report
+from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, decide
+from mx_jax.formats import block_format
+from mx_jax.mxarray import MXArray
+from mx_jax.ops.quantize import quantize
+from mx_jax.ops.storing import store_weights, why_not_stored
+from mx_jax.packed import Quantized
+from mx_jax.recipes import weight_only
+from mx_jax.specs import OperandSpec
+
+_KEYS = {"pattern", "format", "recipe", "scale_rule", "scales", "axis", "skip"}
+# How scales are chosen besides a rule.
+SCALES = (SEARCHED, GPTQ)
+_DECIDING = ("format", "recipe", "skip")
+
+
+@dataclasses.dataclass(frozen=True)
+class FileRule:
+    """A rule, and along which axis the tensors that it matches have their blocks.
+
+    Attributes:
+      rule: conversion's own; its recipe's weight says format and scale rule.
+      axis: of the tensor; None: the one that its name tells.
+      scales: how scales and codes are chosen in place of the recipe's scale rule: `"mse"`, each
+        block's scale by squared error; `"gptq"`, codes by what they are multiplied with as well.
+    """
+
+    rule: Rule
+    axis: int | None = None
+    scales: str | None = None
+
+
+def read_rules(path: Path) -> tuple[FileRule, ...]:
+    """The rules of a file, in order.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: no TOML, or no rules, with the number of the one that is wrong.
+    """
+    try:
+        found = tomllib.loads(path.read_bytes().decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"rules: {path} is no TOML: {error}") from error
+    rows = found.get("rule")
+    if not isinstance(rows, list) or set(found) != {"rule"} or not rows:
+        raise ValueError(
+            f"rules: {path} must consist of [[rule]] tables, got {', '.join(found) or 'nothing'}"
+        )
+    return tuple(_rule(row, f"rules: {path}: rule {i}") for i, row in enumerate(rows))
+
+
+def format_rule(
+    pattern: str,
+    format: Any,
+    scale_rule: Any = None,
+    axis: int | None = None,
+    scales: str | None = None,
+) -> FileRule:
+    """A rule that stores weights in a format, by the scale rule that loses least for it.
+
+    Args:
+      pattern: of names.
+      format: or its name.
+      scale_rule: another rule, or its name.
+      axis: as `FileRule` has it.
+      scales: one of `SCALES`, or None for those of the rule.
+
+    Raises:
+      ValueError: unknown names, or a format whose scales cannot be searched.
+    """
+    if scales not in (None, *SCALES):
+        raise ValueError(f"scales must be one of {', '.join(SCALES)}, got scales={scales!r}")
+    if scales is not None:
+        search_for(block_format(format).scale, "scales")
+    return FileRule(Rule(pattern, weight_only(format, scale_rule)), axis, scales)
+
+
+def _rule(row: Any, where: str) -> FileRule:
+    if not isinstance(row, dict) or not isinstance(row.get("pattern"), str):
+        raise ValueError(f"{where}: needs a pattern, a regular expression, got {row!r}")
+    unknown = sorted(set(row) - _KEYS)
+    deciding = [key for key in _DECIDING if key in row]
+    axis = row.get("axis")
+    if unknown or len(deciding) != 1 or row.get("skip", True) is not True:
+        raise ValueError(
+            f"{where}: needs exactly one of format, recipe and skip = true, and may have "
+            f"scale_rule and scales (with format) and axis, got {', '.join(row)}"
+        )
+    if axis is not None and (not isinstance(axis, int) or isinstance(axis, bool)):
+        raise ValueError(f"{where}: axis must be an integer, got axis={axis!r}")
+    try:
+        if "format" in row and row.get("scale_rule") and row.get("scales"):
+            raise ValueError("scales chooses the scales; leave out scale_rule")
+        if "format" in row:
+            named = row.get("scale_rule"), axis, row.get("scales")
+            return format_rule(row["pattern"], row["format"], *named)
+        if "scale_rule" in row or "scales" in row:
+            raise ValueError("scale_rule and scales go with format; a recipe has its own")
+        recipe = None if "skip" in row else str(row["recipe"])
+        return FileRule(Rule(row["pattern"], recipe), axis)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+# What a tensor is called below its layer, and the axis of its matrix that a product contracts.
+CONTRACTED = {"weight": -1, "kernel": 0, "embedding": -1}
+_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What becomes of a tensor.
+
+    Attributes:
+      decision: of the rules; None of what has fewer than two axes.
+      axes: of one matrix in its product.
+      num_stacked: leading axes that count matrices.
+      scales: how scales and codes are chosen besides the recipe's rule: `"mse"` or `"gptq"`.
+    """
+
+    decision: Decision | None = None
+    axes: Axes | None = None
+    num_stacked: int = 0
+    scales: str | None = None
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the tensor is quantized."""
+        return self.decision is not None and self.decision.recipe is not None
+
+    @property
+    def spec(self) -> OperandSpec:
+        """Of what is quantized: format and rule."""
+        assert self.decision is not None and self.decision.recipe is not None
+        spec = self.decision.recipe.fwd.rhs
+        assert spec is not None
+        return spec
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether it is quantized under one tensor scale for all of it."""
+        return self.quantizes and self.num_stacked == 0 and self.spec.format.tensor_scale
+
+    def quantize(self, value: Any, moment: Any = None, tensor_scale: Any = None) -> MXArray:
+        """The tensor's codes and scales.
+
+        Args:
+          value: of the tensor.
+          moment: of what it is multiplied with, for GPTQ; without one, scales are searched.
+          tensor_scale: of a matrix that has to have another's; None: its own.
+        """
+        assert self.decision is not None and self.decision.recipe is not None and self.axes
+        recipe, stacked, spec = self.decision.recipe, self.num_stacked, self.spec
+        (axis,) = self.axes.contracting
+        how: Any = search_scales if moment is None else functools.partial(gptq, moment=moment)
+        if not self.scales:
+            how = functools.partial(quantize, scale_rule=spec.scale_rule)
+        by = functools.partial(how, format=spec.format, axis=axis, tensor_scale=tensor_scale)
+        found = store_weights(
+            on_device(value),
+            recipe,
+            self.axes,
+            num_stacked=stacked,
+            packed=False,
+            by=by if self.scales or tensor_scale is not None else None,
+        )
+        assert isinstance(found, MXArray)
+        return found
+
+
+def judge(rules: tuple[FileRule, ...], name: str, tensor: Any) -> Judged:
+    """Ask the rules about a tensor.
+
+    Args:
+      rules: in order.
+      name: of the tensor. Patterns match it whole, or without its last part (`.weight`), with `.`
+        or with `/` between the parts.
+      tensor: anything with a shape and a dtype, or an MXArray of such.
+    """
+    shape = tuple(tensor.shape)
+    if len(shape) < 2:
+        return Judged()
+    layer, last = _split(name)
+    path, *aliases = dict.fromkeys((layer, name, layer.replace(".", "/"), name.replace(".", "/")))
+    judging = Layer(
+        path=path, aliases=tuple(aliases), type=Unknown, kernel=shape, obstacle=_obstacle(tensor)
+    )
+    decision = decide(tuple(each.rule for each in rules), judging)
+    if decision.recipe is None or decision.rule is None:
+        return Judged(decision=decision)
+    axis = rules[decision.rule].axis
+    if axis is None and len(shape) == 2:
+        axis = CONTRACTED.get(last)
+    reason = why_not_stored(decision.recipe)
+    if axis is None:
+        reason = "which of its axes a product contracts is not known: give its rule an axis"
+    elif not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"rules: rule {decision.rule} has axis={axis}, which {name} of shape={list(shape)} has "
+            "not; give an axis of all that its pattern matches, or a rule of its own before it"
+        )
+    if reason is not None or axis is None:
+        return Judged(decision=dataclasses.replace(decision, recipe=None, reason=reason))
+    axes, stacked = _axes(axis % len(shape), len(shape))
+    scales = rules[decision.rule].scales
+    return Judged(decision=decision, axes=axes, num_stacked=stacked, scales=scales)
+
+
+def report(rules: tuple[FileRule, ...], judged: dict[str, Judged]) -> Report:
+    """What becomes of all of them, as conversion reports it."""
+    decisions = (each.decision for each in judged.values() if each.decision is not None)
+    return Report(rules=tuple(each.rule for each in rules), decisions=tuple(decisions))
+
+
+def quantized_like(judged: Judged, tensor: Any) -> Any:
+    """What `quantize` gives, with shapes and dtypes for arrays."""
+    struct = jax.ShapeDtypeStruct(tuple(tensor.shape), tensor.dtype)
+    return jax.eval_shape(judged.quantize, struct)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The layer that a tensor belongs to, and what it is called there."""
+    for mark in "/.":
+        layer, _, last = name.rpartition(mark)
+        if layer and last in CONTRACTED:
+            return layer, last
+    return name, name
+
+
+def _obstacle(tensor: Any) -> str | None:
+    if isinstance(tensor, Quantized):
+        return f"is {tensor.format.name} already"
+    if np.dtype(tensor.dtype) not in _DTYPES:
+        return f"is {tensor.dtype}; float32, bfloat16 and float16 can be quantized"
+    return None
+
+
+def _axes(axis: int, ndim: int) -> tuple[Axes, int]:
+    """Axes of a matrix, and how many axes in front count matrices: experts, say."""
+    stacked = ndim - 2 if axis >= ndim - 2 else 0
+    kept = tuple(i - stacked for i in range(stacked, ndim) if i != axis)
+    return Axes((), kept, (axis - stacked,)), stacked
+
+
+# Names of modules that are multiplied by the same input, in the families of models that there are.
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+_PLACE = {part: together for together in _TOGETHER for part in together}
+_NAME = re.compile(r"(.*[./])?(\w+)([./]\w+)")
+
+
+def fused(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Names of tensors that become one, those of a layer together; none that stand alone."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        found = _NAME.fullmatch(name)
+        if found is not None and found[2] in _PLACE:
+            key = (found[1] or "", *_PLACE[found[2]], found[3])
+            groups.setdefault(key, []).append(name)
+    return [tuple(group) for group in groups.values() if len(group) > 1]
+
+
+def unlike(scales: Mapping[str, float]) -> list[tuple[str, ...]]:
+    """Groups of `fused` whose tensor scales, by name, differ."""
+    return [group for group in fused(scales) if len({scales[name] for name in group}) > 1]
+
+
+def shared_scales(weights: Weights, judged: Mapping[str, Judged]) -> dict[str, float]:
+    """Tensor scales of matrices that are quantized alike and become one: that of the largest.
+
+    Args:
+      weights: what is quantized; the matrices of a group are read one after the other.
+      judged: what becomes of each.
+    """
+    found: dict[str, float] = {}
+    for group in fused(name for name, each in judged.items() if each.has_tensor_scale):
+        first = judged[group[0]]
+        if any((judged[n].spec, judged[n].scales) != (first.spec, first.scales) for n in group):
+            continue
+        arrays: Any = (weights.stored[name].look() for name in group)
+        amax = max(float(_largest(on_device(x))) for x in arrays)
+        # Rules differ in what they make of the largest value; a row of it has what a matrix has.
+        row = first.quantize(jnp.full((1, first.spec.format.block[1]), amax, jnp.float32))
+        assert row.tensor_scale is not None
+        found |= dict.fromkeys(group, float(row.tensor_scale.item()))
+    return found
+
+
+@jax.jit
+def _largest(x: jax.Array) -> jax.Array:
+    """The largest finite magnitude."""
+    return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0).astype(jnp.float32), initial=0)

@@ -1,0 +1,31 @@
+"""What tests of commands share."""
+
+from typing import Any
+
+import pytest
+
+from mx_jax.cli import main
+
+
+class Cli:
+    """Runs commands in this process, and gives what they print."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]):
+        self._capsys = capsys
+
+    def __call__(self, *words: Any, status: int = 0) -> tuple[str, str]:
+        """Standard output and standard error of a command that ends with that status."""
+        assert main([str(word) for word in words]) == status
+        captured = self._capsys.readouterr()
+        return captured.out, captured.err
+
+    def error(self, *words: Any) -> str:
+        """The one line that a command ends with that refuses its words."""
+        _, text = self(*words, status=2)
+        assert text.startswith("mx_jax: ") and text.count("\n") == 1
+        return text
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
