@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax import convert, inspect, recipes
-from mx_jax.inspect.capture_statistics import STATISTICS
+from mx_jax.inspect.statistics import STATISTICS
 from mx_jax.ops import dense
 from tests.needs import needs_library
 from tests.quick import quick

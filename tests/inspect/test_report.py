@@ -11,8 +11,8 @@ import pytest
 
 import mx_jax
 from mx_jax import inspect
-from mx_jax.inspect.report_findings import findings
-from mx_jax.inspect.report_page import histogram
+from mx_jax.inspect.report import findings
+from mx_jax.inspect.report_page import Histogram, Table, page
 from tests.quick import quick
 
 SECTIONS = [
@@ -180,6 +180,10 @@ def test_saturation_that_a_format_always_has_is_not_told():
 
 @pytest.mark.one_python(reason="a page is plain Python and strings")
 def test_scales_of_zeros_and_nan_do_not_stretch_a_histogram():
+    def histogram(counts: dict[int, int]) -> str:
+        text = page("", "", {"Scales": [Table((), [[Histogram(counts)]])]})
+        return text[text.index("<td>") :]
+
     drawn = histogram({-127: 5, -3: 7, -2: 1, 128: 2})
     assert drawn.count("<rect") == 2 and 'width="70"' in drawn
     assert "5 at 2^-127, as zeros are, 2 with NaN" in drawn

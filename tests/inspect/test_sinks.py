@@ -14,7 +14,7 @@ from rich.console import Console as RichConsole
 
 import mx_jax
 from mx_jax import inspect
-from mx_jax.inspect.capture_record import from_json
+from mx_jax.inspect.records import from_json
 from tests.quick import quick
 
 pytestmark = pytest.mark.one_python(reason="files are written and read in plain Python")

@@ -104,7 +104,7 @@ def test_layers_of_flax_are_not_looked_at_either():
 def test_a_step_that_is_looked_at_is_waited_for(monkeypatch):
     """What tells it may run after the call has returned: not on CPUs, where nothing would show."""
     watch, waits = inspect.capture(every=3), []
-    monkeypatch.setattr(jax, "effects_barrier", lambda: waits.append(watch._told_step))
+    monkeypatch.setattr(jax, "effects_barrier", lambda: waits.append(watch._host_step))
     with watch:
         for step in range(5):
             with inspect.at_step(step):
