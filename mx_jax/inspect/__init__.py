@@ -1,7 +1,8 @@
 """Making quantization visible: what it does as programs run, and how products are computed."""
 
-from mx_jax.inspect.bias_table import GradientBias as GradientBias
-from mx_jax.inspect.budget import Budget as Budget
+from mx_jax.inspect.bias import GradientBias as GradientBias
+from mx_jax.inspect.bias import gradient_bias as gradient_bias
+from mx_jax.inspect.bias import passes as passes
 from mx_jax.inspect.capture import NonFiniteError as NonFiniteError
 from mx_jax.inspect.capture import capture as capture
 from mx_jax.inspect.capture import guard as guard
@@ -12,13 +13,12 @@ from mx_jax.inspect.evidence import evidence_of as evidence_of
 from mx_jax.inspect.explain import explain as explain
 from mx_jax.inspect.explain import explain_call as explain_call
 from mx_jax.inspect.explanation import Explanation as Explanation
-from mx_jax.inspect.gradients import gradient_bias as gradient_bias
-from mx_jax.inspect.gradients import passes as passes
 from mx_jax.inspect.records import Record as Record
 from mx_jax.inspect.records import Scalar as Scalar
 from mx_jax.inspect.report import report as report
+from mx_jax.inspect.sensitivities import Budget as Budget
+from mx_jax.inspect.sensitivities import Sensitivity as Sensitivity
 from mx_jax.inspect.sensitivities import sensitivity as sensitivity
-from mx_jax.inspect.sensitivity_table import Sensitivity as Sensitivity
 from mx_jax.inspect.sinks import Console as Console
 from mx_jax.inspect.sinks import Csv as Csv
 from mx_jax.inspect.sinks import Jsonl as Jsonl

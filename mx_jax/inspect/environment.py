@@ -1,4 +1,4 @@
-"""What is installed here, and who would compute what: the facts behind `python -m mx_jax env`."""
+"""What is installed here, and which backend computes what: `python -m mx_jax env`."""
 
 import importlib.metadata
 import os
@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from rich.markup import escape
+from rich.table import Table
 
 from mx_jax import recipes
 from mx_jax.backends.calls import (
@@ -135,3 +137,62 @@ _EXAMPLES: dict[str, tuple[type[Call], Callable[[jax.Array], Any]]] = {
     "NVFP4 x NVFP4": _product("nvfp4"),
     "float8 x float8, scales by rows": _product("float8_rowwise"),
 }
+
+
+def tables(found: dict[str, Any]) -> list[Table]:
+    """What `describe` found, for people: one table for each kind of facts."""
+    facts = {
+        "Versions": found["versions"] | {"system": found["system"]},
+        "C++ library": _library_rows(found["cpu_library"]),
+        "Variables": {name: value or "-" for name, value in found["variables"].items()},
+    }
+    if "error" not in found:
+        facts["Devices"] = _device_rows(found)
+    pairs = [_pairs(title, rows, "what", "value") for title, rows in facts.items()]
+    if "error" in found:
+        return pairs
+    calls = _pairs("Who computes what by default", found["calls"], "call", "backend")
+    return [*pairs, calls, _backend_table(found)]
+
+
+def _library_rows(native: dict[str, str | None]) -> dict[str, str]:
+    path, used, best = (native[x] for x in ("path", "instruction_set", "best_instruction_set"))
+    if path is None or used is None:
+        return {"path": "-", "not used, because": f"{native['missing']}"}
+    more = "" if best == used else f", where the machine has {best}"
+    return {"path": path, "instruction set": used + more}
+
+
+def _device_rows(found: dict[str, Any]) -> dict[str, str]:
+    target, rows = found["target"], found["devices"]
+    capability = target["compute_capability"]
+    shown = "" if capability is None else f" {'.'.join(map(str, capability))}"
+    return {f"{row['number']} x {row['kind']}": row["platform"] for row in rows} | {
+        "calls are for": f"{target['platform']}{shown}, num_devices={target['num_devices']}"
+    }
+
+
+def _pairs(title: str, rows: dict[str, str], *columns: str) -> Table:
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows.items():
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _backend_table(found: dict[str, Any]) -> Table:
+    columns = "backend", "asked", "takes", "does not take, because"
+    table = Table(*columns, title="Backends, in order", title_justify="left")
+    for backend in found["backends"]:
+        by_reason: dict[str, list[str]] = {}
+        for call, reason in backend["rejects"].items():
+            by_reason.setdefault(reason, []).append(call)
+        reasons = [f"{', '.join(calls)}: {reason}" for reason, calls in by_reason.items()]
+        if len(by_reason) == 1 and not backend["takes"]:
+            reasons = list(by_reason)
+        table.add_row(
+            backend["name"],
+            "only if named" if backend["only_if_named"] else "by default",
+            ", ".join(backend["takes"]) or "-",
+            escape("\n".join(reasons)) or "-",
+        )
+    return table

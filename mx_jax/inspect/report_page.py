@@ -6,9 +6,9 @@ draws them by their `kind`, and escapes all texts.
 
 import dataclasses
 import functools
-import importlib.resources
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 # Exponents of scales that say nothing of how large values are.
@@ -34,7 +34,7 @@ def page(title: str, lead: str, sections: Mapping[str, Sequence[Any]]) -> str:
 def _template() -> Any:
     import jinja2  # only those who write a page wait for it
 
-    text = importlib.resources.files(__package__).joinpath("report_page.html").read_text("utf-8")
+    text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(text)
 

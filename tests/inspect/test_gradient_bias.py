@@ -16,7 +16,7 @@ import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.inspect import GradientBias, gradient_bias, passes
 from mx_jax.inspect.bias_estimate import Estimate
-from mx_jax.inspect.bias_table import Row
+from mx_jax.inspect.bias import Row
 from mx_jax.recipes import Residuals
 from tests.quick import quick
 

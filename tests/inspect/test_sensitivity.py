@@ -17,7 +17,7 @@ import mx_jax
 from mx_jax import convert
 from mx_jax.commands.rules_file import read_rules
 from mx_jax.inspect import Budget, Sensitivity, sensitivity
-from mx_jax.inspect.budget import best_choice
+from mx_jax.inspect.sensitivities import best_choice
 from tests.quick import quick
 
 FORMATS = ("mxfp4", "mxfp6_e2m3", "mxint8")
