@@ -14,14 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mx_jax import recipes
-from mx_jax.backends.calls import (
-    Call,
-    DequantizeCall,
-    MatmulCall,
-    PackCall,
-    QuantizeBothCall,
-    QuantizeCall,
-)
+from mx_jax.backends import calls
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.evidence import sources
 from mx_jax.backends.records import Selection, recording
@@ -123,16 +116,16 @@ def _selections() -> dict[str, Selection]:
     return found
 
 
-def _product(recipe: MatmulRecipe | str) -> tuple[type[Call], Callable[[jax.Array], Any]]:
-    return MatmulCall, lambda x: matmul(x, x, recipe=recipe)
+def _product(recipe: MatmulRecipe | str) -> tuple[type[calls.Call], Callable[[jax.Array], Any]]:
+    return calls.MatmulCall, lambda x: matmul(x, x, recipe=recipe)
 
 
-_EXAMPLES: dict[str, tuple[type[Call], Callable[[jax.Array], Any]]] = {
-    "cast to MXFP8": (QuantizeCall, lambda x: quantize(x, MXFP8_E4M3)),
-    "cast along both axes": (QuantizeBothCall, lambda x: quantize_both(x, MXFP8_E4M3)),
-    "dequantize MXFP8": (DequantizeCall, lambda x: dequantize(quantize(x, MXFP8_E4M3))),
+_EXAMPLES: dict[str, tuple[type[calls.Call], Callable[[jax.Array], Any]]] = {
+    "cast to MXFP8": (calls.QuantizeCall, lambda x: quantize(x, MXFP8_E4M3)),
+    "cast along both axes": (calls.QuantizeBothCall, lambda x: quantize_both(x, MXFP8_E4M3)),
+    "dequantize MXFP8": (calls.DequantizeCall, lambda x: dequantize(quantize(x, MXFP8_E4M3))),
     "bfloat16 x MXFP4": _product(recipes.weight_only(MXFP4)),
-    "pack MXFP4 weights": (PackCall, lambda x: pack_weights(quantize(x, MXFP4))),
+    "pack MXFP4 weights": (calls.PackCall, lambda x: pack_weights(quantize(x, MXFP4))),
     "MXFP8 x MXFP8": _product("mxfp8"),
     "NVFP4 x NVFP4": _product("nvfp4"),
     "float8 x float8, scales by rows": _product("float8_rowwise"),
@@ -141,18 +134,16 @@ _EXAMPLES: dict[str, tuple[type[Call], Callable[[jax.Array], Any]]] = {
 
 def tables(found: dict[str, Any]) -> list[Table]:
     """What `describe` found, for people: one table for each kind of facts."""
-    facts = {
-        "Versions": found["versions"] | {"system": found["system"]},
-        "C++ library": _library_rows(found["cpu_library"]),
-        "Variables": {name: value or "-" for name, value in found["variables"].items()},
-    }
-    if "error" not in found:
-        facts["Devices"] = _device_rows(found)
-    pairs = [_pairs(title, rows, "what", "value") for title, rows in facts.items()]
+    variables = {name: value or "-" for name, value in found["variables"].items()}
+    known = [
+        _pairs("Versions", found["versions"] | {"system": found["system"]}),
+        _pairs("C++ library", _library_rows(found["cpu_library"])),
+        _pairs("Variables", variables),
+    ]
     if "error" in found:
-        return pairs
-    calls = _pairs("Who computes what by default", found["calls"], "call", "backend")
-    return [*pairs, calls, _backend_table(found)]
+        return known
+    by_call = _pairs("Who computes what by default", found["calls"], "call", "backend")
+    return [*known, _pairs("Devices", _device_rows(found)), by_call, _backend_table(found)]
 
 
 def _library_rows(native: dict[str, str | None]) -> dict[str, str]:
@@ -172,8 +163,8 @@ def _device_rows(found: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _pairs(title: str, rows: dict[str, str], *columns: str) -> Table:
-    table = Table(*columns, title=title, title_justify="left")
+def _pairs(title: str, rows: dict[str, str], what: str = "what", value: str = "value") -> Table:
+    table = Table(what, value, title=title, title_justify="left")
     for row in rows.items():
         table.add_row(*map(escape, row))
     return table

@@ -176,8 +176,8 @@ def findings(records: Sequence[Record], scalars: Mapping[str, Sequence[Scalar]])
                 before.setdefault(number, value)
         what = f"{record.path}: the {tag.tensor} of {tag.product} ({tag.format})"
         for row in TABLE:
-            text = None if row.finding is None else row.finding(stats, before)
-            if text is not None:
+            known = row.columns and row.columns[0].number in stats
+            if known and (text := row.finding(stats, before)):
                 group = row.name, tag.path
                 sentence = f"{what} {text}, first at step {record.step}"
                 sentences.setdefault(group, (record.step, sentence))

@@ -8,7 +8,7 @@ one's power of two: gradients of 1e-25 have an SQNR too.
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,6 @@ from mx_jax.reference.statistics import Raw, count, exponent, power, relative, t
 
 Stats = Mapping[str, Any]
 
-# How values of lanes or shards become those of the whole. "squares" are sums of squares of what was
-# divided by amax's power of two.
-Join = Literal["max", "sum", "squares"]
-
 NUM_CHANNELS = 8
 # Channels that the host sorts.
 _FEW = 2**13
@@ -42,16 +38,11 @@ _MORE_SATURATED, _GROWN = 0.02, 3
 
 
 class Column(NamedTuple):
-    """A number of records as tables have it.
-
-    Attributes:
-      number: its name in `Record.stats`, in CSV files and in TensorBoard.
-      heading: in tables for people; none where files alone have it.
-      shown: what such tables have in place of the number.
-    """
+    """A number of `Record.stats` as tables have it; without a heading, files alone."""
 
     number: str
     heading: str = ""
+    # What tables for people have in its place.
     shown: Callable[[Stats], float | None] | None = None
 
     def text(self, stats: Stats, digits: int = 3) -> str:
@@ -61,14 +52,7 @@ class Column(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """A section of a report: a number over steps.
-
-    Attributes:
-      heading: of the section.
-      number: its name in `Record.stats`.
-      unit: of the axis.
-      sign: 1 if low is bad, -1 if high is.
-    """
+    """A number over steps, a section of a report; the sign is 1 if low is bad, -1 if high is."""
 
     heading: str
     number: str
@@ -82,69 +66,30 @@ class Statistic:
 
     Attributes:
       name: as `capture` takes it.
-      joins: arrays that it needs, from `of_cast` or `of_product`, and how they join.
+      joins: arrays that it needs, from `of_cast` or `of_product`, and how those of lanes and shards
+        join: "max", "sum", or "squares", sums of squares of what was divided by amax's power of 2.
       of: numbers for `Record.stats`, of these arrays on the host.
       columns: those of the numbers that tables hold.
-      finding: what a report says of a record, if it is out of the ordinary; of its numbers, and of
-        the first finite ones that the same operand had.
+      finding: what a report says of a record with the first of them, "" if nothing; of its numbers,
+        and of the first finite ones that the same operand had.
       plot: a section of a report.
       needs_before: whether it compares with the values before the cast.
       shorten: makes less of large arrays before they go to the host.
     """
 
     name: str
-    joins: Mapping[str, Join]
-    of: Callable[[Raw], dict[str, Any]]
+    joins: Mapping[str, str]
+    of: Callable[[Stats], dict[str, Any]]
     columns: tuple[Column, ...] = ()
-    finding: Callable[[Stats, Stats], str | None] | None = None
+    finding: Callable[[Stats, Stats], str] = lambda stats, first: ""
     plot: Plot | None = None
     needs_before: bool = False
-    shorten: Callable[[Raw], Raw] | None = None
-
-
-def _share(name: str) -> Callable[[Raw], float]:
-    return lambda raw: float(raw[name]) / float(raw["size"])
-
-
-def _percent(number: str) -> Callable[[Stats], float | None]:
-    return lambda stats: 100 * stats[number] if number in stats else None
-
-
-def _underflow_finding(stats: Stats, first: Stats) -> str | None:
-    if (share := stats.get("underflow", 0)) > _UNDERFLOWN:
-        return f"loses {share:.0%} of its values to zero"
-
-
-def _saturation_finding(stats: Stats, first: Stats) -> str | None:
-    share = stats.get("saturation", 0)
-    usual = first.get("saturation", 0)
-    if share > _SATURATED or share > max(_MORE_SATURATED, _GROWN * usual):
-        return f"saturates in {share:.1%} of its values"
-
-
-def _scales(raw: Raw) -> dict[str, Any]:
-    counts = raw["exponents"]
-    present = counts.nonzero()[0]
-    return {"scales": dict(zip((present - _ONE).tolist(), counts[present].tolist(), strict=True))}
-
-
-def _nonfinite(raw: Raw) -> dict[str, Any]:
-    return {"nonfinite_blocks": int(raw["bad_blocks"]), "blocks": int(raw["blocks"])}
-
-
-def _nonfinite_finding(stats: Stats, first: Stats) -> str | None:
-    if number := stats.get("nonfinite_blocks", 0):
-        return f"has Inf or NaN in {number} blocks"
+    shorten: Callable[[Raw], Raw] = lambda raw: raw
 
 
 def nonfinite(stats: Stats) -> int:
     """Blocks with Inf or NaN; of a product, entries."""
     return stats.get("nonfinite_blocks", stats.get("nonfinite", 0))
-
-
-def _sqnr(raw: Raw) -> dict[str, Any]:
-    ratio = _ratio(float(raw["signal"]), float(raw["noise"]))
-    return {"sqnr_db": 10 * math.log10(ratio) if ratio > 0 else ratio and -math.inf}
 
 
 def decibel(stats: Stats) -> float:
@@ -155,10 +100,29 @@ def decibel(stats: Stats) -> float:
     return math.inf if math.isnan(sqnr) else sqnr
 
 
-def _sqnr_finding(stats: Stats, first: Stats) -> str | None:
-    sqnr = stats.get("sqnr_db", math.nan)
-    if math.isfinite(sqnr) and (lost := first["sqnr_db"] - sqnr) > _LOST_DB:
-        return f"lost {lost:.0f} dB of SQNR since its first step"
+def _ratio(over: float, under: float) -> float:
+    if under == 0:
+        return math.nan if over == 0 else math.inf
+    return over / under
+
+
+def _percent(number: str) -> Callable[[Stats], float | None]:
+    return lambda stats: 100 * stats[number] if number in stats else None
+
+
+def _saturates(share: float, usual: float) -> bool:
+    return share > _SATURATED or share > max(_MORE_SATURATED, _GROWN * usual)
+
+
+def _scales(raw: Stats) -> dict[str, Any]:
+    counts = raw["exponents"]
+    present = counts.nonzero()[0]
+    return {"scales": dict(zip((present - _ONE).tolist(), counts[present].tolist(), strict=True))}
+
+
+def _sqnr(raw: Stats) -> dict[str, Any]:
+    ratio = _ratio(float(raw["signal"]), float(raw["noise"]))
+    return {"sqnr_db": 10 * math.log10(ratio) if ratio > 0 else ratio and -math.inf}
 
 
 def _shorten_channels(raw: Raw) -> Raw:
@@ -171,20 +135,17 @@ def _shorten_channels(raw: Raw) -> Raw:
     return raw | {"channel_amax": largest, "channel": where, "median": jnp.median(amaxes)}
 
 
-def _channels(raw: Raw) -> dict[str, Any]:
+def _channels(raw: Stats) -> dict[str, Any]:
     """The largest channels, of equal ones the first; the largest over the one in the middle."""
-    amaxes = raw["channel_amax"]
+    largest = raw["channel_amax"]
     if "channel" in raw:
-        where, largest, median = raw["channel"], amaxes, raw["median"]
+        where, median = raw["channel"], raw["median"]
     else:
-        # A partition finds the middle and the least of the largest without sorting the others.
-        size = len(amaxes)
-        low, high, least = (size - 1) // 2, size // 2, max(size - NUM_CHANNELS, 0)
-        parted = np.partition(amaxes, (low, high, least))
-        where = (amaxes >= parted[least]).nonzero()[0]
-        where = where[(-amaxes[where]).argsort(kind="stable")[:NUM_CHANNELS]]
-        largest = amaxes[where]
-        median = parted[low] if low == high else (parted[low] + parted[high]) / 2
+        median, few = np.median(largest), min(NUM_CHANNELS, largest.size)
+        least = np.partition(largest, -few)[-few]
+        where = (largest >= least).nonzero()[0]
+        where = where[(-largest[where]).argsort(kind="stable")[:few]]
+        largest = largest[where]
     pairs = zip(where.tolist(), largest.tolist(), strict=True)
     return {
         "channels": [[index, amax] for index, amax in pairs],
@@ -192,13 +153,7 @@ def _channels(raw: Raw) -> dict[str, Any]:
     }
 
 
-def _channels_finding(stats: Stats, first: Stats) -> str | None:
-    ratio = stats.get("outlier_ratio", 0)
-    if math.isfinite(ratio) and ratio > _OUTLYING:
-        return f"has an outlier: channel {stats['channels'][0][0]} is {ratio:.0f} times the median"
-
-
-def _error(raw: Raw) -> dict[str, Any]:
+def _error(raw: Stats) -> dict[str, Any]:
     exact, actual = float(raw["exact"]), float(raw["actual"])
     return {
         "error": math.sqrt(_ratio(float(raw["noise"]), exact)),
@@ -207,12 +162,6 @@ def _error(raw: Raw) -> dict[str, Any]:
         "entries": int(raw["size"]),
         "compared": int(raw["compared"]),
     }
-
-
-def _ratio(over: float, under: float) -> float:
-    if under == 0:
-        return math.nan if over == 0 else math.inf
-    return over / under
 
 
 TABLE = (
@@ -226,32 +175,51 @@ TABLE = (
     Statistic(
         name="underflow",
         joins={"underflow": "sum"},
-        of=lambda raw: {"underflow": _share("underflow")(raw)},
+        of=lambda raw: {"underflow": float(raw["underflow"]) / float(raw["size"])},
         columns=(Column("underflow", "zero %", _percent("underflow")),),
-        finding=_underflow_finding,
+        finding=lambda stats, first: (
+            f"loses {stats['underflow']:.0%} of its values to zero"
+            if stats["underflow"] > _UNDERFLOWN
+            else ""
+        ),
         needs_before=True,
     ),
     Statistic(
         name="saturation",
         joins={"saturated": "sum"},
-        of=lambda raw: {"saturation": _share("saturated")(raw)},
+        of=lambda raw: {"saturation": float(raw["saturated"]) / float(raw["size"])},
         columns=(Column("saturation", "sat. %", _percent("saturation")),),
-        finding=_saturation_finding,
+        finding=lambda stats, first: (
+            f"saturates in {stats['saturation']:.1%} of its values"
+            if _saturates(stats["saturation"], first.get("saturation", 0))
+            else ""
+        ),
         needs_before=True,
     ),
     Statistic(
         name="nonfinite",
         joins={"bad_blocks": "sum", "blocks": "sum"},
-        of=_nonfinite,
+        of=lambda raw: {
+            "nonfinite_blocks": int(raw["bad_blocks"]),
+            "blocks": int(raw["blocks"]),
+        },
         columns=(Column("nonfinite_blocks", "bad", lambda stats: nonfinite(stats) or None),),
-        finding=_nonfinite_finding,
+        finding=lambda stats, first: (
+            f"has Inf or NaN in {stats['nonfinite_blocks']} blocks"
+            if stats["nonfinite_blocks"]
+            else ""
+        ),
     ),
     Statistic(
         name="sqnr",
         joins={"signal": "squares", "noise": "squares"},
         of=_sqnr,
         columns=(Column("sqnr_db", "dB", decibel),),
-        finding=_sqnr_finding,
+        finding=lambda stats, first: (
+            f"lost {first['sqnr_db'] - stats['sqnr_db']:.0f} dB of SQNR since its first step"
+            if math.isfinite(stats["sqnr_db"]) and first["sqnr_db"] - stats["sqnr_db"] > _LOST_DB
+            else ""
+        ),
         plot=Plot("SQNR by layer", "sqnr_db", "dB", 1),
         needs_before=True,
     ),
@@ -260,18 +228,19 @@ TABLE = (
         joins={"channel_amax": "max"},
         of=_channels,
         columns=(Column("outlier_ratio", "outlier"),),
-        finding=_channels_finding,
+        finding=lambda stats, first: (
+            f"has an outlier: channel {stats['channels'][0][0]} is {stats['outlier_ratio']:.0f} "
+            "times the median"
+            if _OUTLYING < stats["outlier_ratio"] < math.inf
+            else ""
+        ),
         shorten=_shorten_channels,
     ),
     Statistic(
         name="error",
         joins={
-            "compared": "sum",
-            "bad": "sum",
-            "dot": "squares",
-            "exact": "squares",
-            "actual": "squares",
-            "noise": "squares",
+            **{"compared": "sum", "bad": "sum", "noise": "squares"},
+            **{"dot": "squares", "exact": "squares", "actual": "squares"},
         },
         of=_error,
         columns=(Column("error"), Column("cosine")),
@@ -303,7 +272,7 @@ HEADED = sorted((c for row in TABLE for c in row.columns if c.heading), key=lamb
 ARRAYS = frozenset({"before", "after"})
 """What raw statistics may hold besides: arrays of the user, which do not join."""
 
-_JOINS: dict[str, Join] = {"size": "sum"}
+_JOINS: dict[str, str] = {"size": "sum"}
 for _row in TABLE:
     _JOINS |= _row.joins
 
@@ -414,7 +383,7 @@ def of_shards(raw: Raw) -> Raw:
 
 
 def _joined(raw: Raw, maximum: Any, summed: Any) -> Raw:
-    """Each array by its `Join`; arrays of the user as they are."""
+    """Each array as its row says; arrays of the user as they are."""
     amax = maximum(raw["amax"])
     share = jnp.square(power(exponent(raw["amax"]) - exponent(amax)))
     joined = {}
@@ -431,12 +400,12 @@ def _joined(raw: Raw, maximum: Any, summed: Any) -> Raw:
 def shortened(raw: Raw) -> Raw:
     """What the host gets."""
     for row in TABLE:
-        if row.shorten is not None and row.joins.keys() <= raw.keys():
+        if row.joins.keys() <= raw.keys():
             raw = row.shorten(raw)
     return raw
 
 
-def numbers(raw: Raw, wanted: Collection[str]) -> dict[str, Any]:
+def numbers(raw: Stats, wanted: Collection[str]) -> dict[str, Any]:
     """`Record.stats` of raw statistics on the host.
 
     Args:
