@@ -295,7 +295,7 @@ def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str
         axis=axis % before.ndim - before.ndim,
         scale_axes=varying_axes(after.tensor_scale),
     )
-    rows = [row for row in TABLE if row.name in wanted and row.name in plain.OF_CASTS]
+    rows = [row for row in TABLE if row.name in wanted and row.name != "error"]
     choice = find(call)
     raw: Raw = {}
     if choice is not None and not choice.offer.is_plain:
