@@ -153,7 +153,7 @@ class GradientBias:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    """Percentages; an interval from 0 on is told as what the bias is at most."""
+    """Percentages; an interval from 0 on is given as what the bias is at most."""
     low, high = row.interval
     interval = f"at most {_percent(high)}" if low == 0 else f"{_percent(low)} to {_percent(high)}"
     known = not math.isnan(row.bias)
@@ -176,7 +176,7 @@ def _percent(value: float) -> str:
 def passes(recipe: Recipe | str) -> dict[str, Recipe]:
     """A recipe, and the same in the forward pass alone and in the backward pass alone.
 
-    For `gradient_bias`: it tells which pass bends the gradients.
+    For `gradient_bias`: it shows which pass bends the gradients.
 
     Args:
       recipe: the recipe, or its name.
@@ -244,7 +244,7 @@ def gradient_bias(
 
     Raises:
       ValueError: fewer than three batches, no recipes, a `loss` that gives no scalar, or exact
-        gradients with Inf or NaN. Those of a recipe are told as a bias of NaN.
+        gradients with Inf or NaN. Those of a recipe give a bias of NaN.
       TypeError: no recipe, or several without names.
 
     Memory: two gradients a batch on the host, and those of one batch on the device.

@@ -39,18 +39,18 @@ def capture(
     step: Any = None,
     sink: Sink | Sequence[Sink] | None = None,
 ) -> "Capture":
-    """A context in which products tell what quantization does to their operands.
+    """A context that records what quantization does to the operands of products.
 
     Each operand that is quantized gives one record, forward and backward, and so does each product:
     under `jit`, `grad`, `vmap` (lanes are one operand), `scan`, `jax.checkpoint` (what is computed
-    again is not told again), `shard_map` and with sharded inputs. Products are named by Flax's
+    again is not recorded again), `shard_map` and with sharded inputs. Products are named by Flax's
     modules or by `tag`. A function that `jit` compiled before is compiled again. While no capture
     is entered, nothing of this is in a program.
 
     Statistics are computed where the arrays are; `STATISTICS` says what there are.
 
     Of an operand that came quantized, such as a stored weight, the rule is `"stored"`. It has no
-    `underflow`, `saturation`, `sqnr` and `before`: what it was, nothing says. The error of its
+    `underflow`, `saturation`, `sqnr` and `before`: what it was is not known. The error of its
     product is that of the other operand's cast.
 
     Args:
@@ -59,7 +59,7 @@ def capture(
       stats: names of statistics, or one.
       every: every how many steps; more than 1 needs the step.
       step: of training, an integer that may be traced, for a capture that is entered at each step;
-        `at_step` tells it to one that is entered once. Without either every call counts.
+        `at_step` gives it to one that is entered once. Without either every call counts.
       sink: where records go, one or several; None: a `Memory`.
 
     Returns:
@@ -103,11 +103,11 @@ def capture(
 
 
 def scalar(name: str, value: Any) -> None:
-    """Tell a number of a step, such as the loss, to the captures in context.
+    """Record a number of a step, such as the loss, in the captures in context.
 
     Args:
       name: what it is.
-      value: a scalar, traced or not. No gradient passes. Below `shard_map` the first device tells
+      value: a scalar, traced or not. No gradient passes. Below `shard_map` the first device gives
         its own: sum or average it over devices before.
 
     Raises:
@@ -217,13 +217,8 @@ class Capture:
     def look(self, look: Look, now: Moment) -> _Observed:
         """Statistics of a product, or zeros where its step does not count."""
         tags: list[Tag] = []
-        compute = functools.partial(self._compute, look, tags)
-        due = self._due(now)
-        if due is None:
-            return _Observed(compute(), tuple(tags))
-        shapes = jax.eval_shape(compute)
-        nothing = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return _Observed(lax.cond(due, compute, nothing), tuple(tags))
+        raws = self._if_due(now, functools.partial(self._compute, look, tags))
+        return _Observed(raws, tuple(tags))
 
     def tell(self, seen: _Observed | None, looks: Sequence[Look], tap: Tap, now: Moment) -> None:
         """Send statistics to the host, and those of more products, if their step counts."""
@@ -252,23 +247,18 @@ class Capture:
         # One step has one number, which devices of shard_map agree on.
         self._if_due(now, lambda: _on_first(_device(), send))
 
-    def _due(self, now: Moment) -> jax.Array | None:
-        """Whether a step counts; None if all do."""
+    def _if_due(self, now: Moment, run: Callable[[], Any]) -> Any:
+        """What a function returns, or zeros where the step does not count."""
         if self.every == 1 or now.told:
-            return None
+            return run()
         if now.step is None:
             raise ValueError(
                 f"capture: every={self.every} needs the step, which nothing told; write `with "
                 "inspect.at_step(step):` around each step, or give step="
             )
-        return now.step % self.every == 0
-
-    def _if_due(self, now: Moment, run: Callable[[], jax.Array]) -> None:
-        due = self._due(now)
-        if due is None:
-            run()
-        else:
-            lax.cond(due, run, lambda: jnp.zeros(()))
+        shapes = jax.eval_shape(run)
+        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return lax.cond(now.step % self.every == 0, run, zeros)
 
     def _compute(self, look: Look, tags: list[Tag]) -> list[Raw]:
         """Statistics of what is wanted, whose tags are put into a list."""
@@ -487,9 +477,9 @@ def guard(filter: str | Filter | None = None, *, step: Any = None) -> Iterator[N
     """A context that raises at the first block with Inf or NaN in it that is to be quantized.
 
     Forward products come before their gradients, and the step is over before it raises: so what is
-    named is where it begins, not what tells first. With `at_step` around the compiled function that
-    is the end of the bad step. Otherwise the next step is stopped, of which JAX logs an error; or
-    the context raises at its end.
+    named is where it begins, not what is recorded first. With `at_step` around the compiled
+    function that is the end of the bad step. Otherwise the next step is stopped, of which JAX logs
+    an error; or the context raises at its end.
 
     Args:
       filter: as `capture` takes it.

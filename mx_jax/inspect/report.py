@@ -13,7 +13,7 @@ from mx_jax.checkpoint.safetensors_file import check_apart, replacing
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.inspect.records import Record, Scalar, from_json
 from mx_jax.inspect.report_checkpoint import checkpoint_page
-from mx_jax.inspect.report_page import Bad, Histogram, Sentences, Share, Table, lines, page
+from mx_jax.inspect.report_page import Bad, Histogram, Lines, Sentences, Share, Table, page
 from mx_jax.inspect.sinks import Memory
 from mx_jax.inspect.statistics import HEADED, TABLE, Plot
 from mx_jax.inspect.tensor_facts import facts_of
@@ -44,7 +44,7 @@ def report(
     values are zero; the exponents of scales; and a table of all tensors.
 
     Args:
-      source: what a capture told, or a file that `Jsonl` wrote; or a checkpoint: what
+      source: what a capture recorded, or a file that `Jsonl` wrote; or a checkpoint: what
         `checkpoint.read` gave, or a file or folder that it reads.
       out: path of the page.
       reference: weights in high precision, for a checkpoint's errors: a checkpoint too, or arrays
@@ -74,16 +74,16 @@ def report(
     if isinstance(source, str | os.PathLike):
         source = read_weights(source) if _is_checkpoint(Path(source)) else read(source)
     if isinstance(source, Weights):
-        page = _of_checkpoint(source, reference, title)
+        text = _of_checkpoint(source, reference, title)
     elif reference is not None:
         raise ValueError(
             "report: a reference belongs to a checkpoint, got the records of a run and "
             f"reference={_named(reference)!r}; what a run lost its records tell: leave it out"
         )
     else:
-        page = run_page("Run" if title is None else title, source)
+        text = run_page("Run" if title is None else title, source)
     with replacing(Path(out)) as file:
-        file.write(page.encode())
+        file.write(text.encode())
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -172,7 +172,7 @@ def findings(records: Sequence[Record], scalars: Mapping[str, Sequence[Scalar]])
         tag, stats = record.tag, record.stats
         before = first[record.path, str(tag)]
         for number, value in stats.items():
-            if isinstance(value, float) and math.isfinite(value):
+            if isinstance(value, int | float) and math.isfinite(value):
                 before.setdefault(number, value)
         what = f"{record.path}: the {tag.tensor} of {tag.product} ({tag.format})"
         for row in TABLE:
@@ -231,11 +231,11 @@ def _numbers(memory: Memory) -> list[Any]:
     blocks: list[Any] = []
     for name, own in memory.scalars.items():
         points = sorted((number.step, number.value) for number in own)
-        blocks.append(lines({name: points}, name))
+        blocks.append(Lines({name: points}, name))
         broken = sum(not math.isfinite(number.value) for number in own)
         if broken:
             blocks.append(Bad(f"{name}: {broken} of {len(own)} are not finite"))
-    return blocks or ["none told; inspect.scalar tells them"]
+    return blocks or ["none; inspect.scalar records them"]
 
 
 def _name(record: Record) -> str:
@@ -256,7 +256,7 @@ def _over_time(records: Sequence[Record], plot: Plot) -> list[Any]:
         return min((plot.sign * v for _, v in series[name] if math.isfinite(v)), default=math.inf)
 
     shown = sorted(series, key=worst)[:_LINES]
-    drawn = lines({name: series[name] for name in shown}, plot.unit)
+    drawn = Lines({name: series[name] for name in shown}, plot.unit)
     return [f"the {len(shown)} worst of {len(series)}", drawn]
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mx_jax.inspect.report_page import Bad, Histogram, Sentences, Share, Table, lines, page
+from mx_jax.inspect.report_page import Bad, Histogram, Lines, Sentences, Share, Table, page
 from mx_jax.inspect.tensor_facts import TensorFacts, size
 
 # What a reader can tell apart: lines, rows, sentences, and columns of a map with numbers in them.
@@ -139,7 +139,7 @@ def _errors(found: Sequence[TensorFacts], compared: bool) -> list[Any]:
         return ["no tensor with an error has a layer's number in its name", *unchanged]
     shown = sorted(series, key=lambda kind: min(series[kind].values()))[:_LINES]
     note = f"SQNR by layer; {len(shown)} of {len(series)} kinds of tensors, the worst first"
-    plot = lines({kind: sorted(series[kind].items()) for kind in shown}, "dB", along="layer")
+    plot = Lines({kind: sorted(series[kind].items()) for kind in shown}, "dB", along="layer")
     return [note, plot, *unchanged]
 
 

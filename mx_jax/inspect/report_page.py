@@ -135,7 +135,10 @@ class Lines:
     ):
         self.unit, self.along = unit, along
         self.named = list(series) != [unit]
+        self.drawn: list[tuple[str, str, list[Any]]] = []
         points = [point for own in series.values() for point in own if math.isfinite(point[1])]
+        if not points:
+            return
         self.first, self.last = min(step for step, _ in points), max(step for step, _ in points)
         low, high = min(value for _, value in points), max(value for _, value in points)
         self._logarithmic = low > 0 and high > 100 * low
@@ -175,11 +178,3 @@ class Lines:
             else:
                 runs.append([])
         return [run for run in runs if run]
-
-
-def lines(
-    series: Mapping[str, Sequence[tuple[int, float]]], unit: str, along: str = "step"
-) -> Lines | str:
-    """A plot, or a note where nothing is finite."""
-    finite = any(math.isfinite(value) for own in series.values() for _, value in own)
-    return Lines(series, unit, along) if finite else "no finite numbers"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -294,24 +295,31 @@ def sensitivity(
             f"loss={', '.join(f'{loss:g}' for loss in before)}; take parameters from before it "
             "diverged"
         )
-    formats = (formats,) if isinstance(formats, str) else formats
-    rows = [
-        _candidate(name, leaf, format, run, before, axis)
-        for name, leaf in weights.items()
-        for format in (*map(block_format, formats), None)
-    ]
-    by_layer = {name: [row for row in rows if row.layer == name] for name in weights}
+
+    def candidate(name: str, leaf: jax.Array, format: BlockFormat | None) -> Candidate:
+        """One layer in one format, everything else as it is."""
+        row = functools.partial(Candidate, layer=name, shape=tuple(leaf.shape), format=format)
+        if format is None:
+            return row(bytes=leaf.size * leaf.dtype.itemsize, increase=0.0, deviation=0.0)
+        increase = run({name: _as_held(leaf, format, axis)}) - before
+        n = len(increase)
+        return row(
+            bytes=math.ceil(leaf.size * format.bits_per_element / 8),
+            increase=float(increase.mean()),
+            deviation=float(increase.std(ddof=1)) / math.sqrt(n) if n > 1 else None,
+        )
+
+    formats = (*map(block_format, (formats,) if isinstance(formats, str) else formats), None)
+    rows = [[candidate(name, leaf, own) for own in formats] for name, leaf in weights.items()]
 
     def increase(chosen: Sequence[Candidate]) -> np.ndarray:
         """How far the loss of each batch rises with a choice."""
-        quantized = [own for own in chosen if own.format is not None]
-        return (
-            run({o.layer: _as_held(weights[o.layer], o.format, axis) for o in quantized}) - before
-        )
+        quantized = {own.layer: own.format for own in chosen if own.format is not None}
+        return run({x: _as_held(weights[x], own, axis) for x, own in quantized.items()}) - before
 
-    chosen, after = _choose(by_layer, budget, increase)
+    chosen, after = _choose(rows, budget, increase)
     return Sensitivity(
-        rows=tuple(rows),
+        rows=tuple(itertools.chain.from_iterable(rows)),
         choices=tuple(chosen),
         budget=budget,
         loss=float(before.mean()),
@@ -350,74 +358,52 @@ def _as_held(leaf: jax.Array, format: Any, axis: int) -> jax.Array:
     return cast(leaf, spec.format, axis=axis, scale_rule=spec.scale_rule)
 
 
-def _candidate(
-    name: str,
-    leaf: jax.Array,
-    format: Any,
-    run: Callable[[dict[str, jax.Array]], np.ndarray],
-    before: np.ndarray,
-    axis: int,
-) -> Candidate:
-    """One layer in one format, everything else as it is."""
-    row = functools.partial(Candidate, layer=name, shape=tuple(leaf.shape), format=format)
-    if format is None:
-        return row(bytes=leaf.size * leaf.dtype.itemsize, increase=0.0, deviation=0.0)
-    increase = run({name: _as_held(leaf, format, axis)}) - before
-    n = len(increase)
-    return row(
-        bytes=math.ceil(leaf.size * format.bits_per_element / 8),
-        increase=float(increase.mean()),
-        deviation=float(increase.std(ddof=1)) / math.sqrt(n) if n > 1 else None,
-    )
-
-
 def _choose(
-    by_layer: dict[str, list[Candidate]],
+    rows: Sequence[Sequence[Candidate]],
     budget: Budget,
     measure: Callable[[Sequence[Candidate]], np.ndarray],
 ) -> tuple[list[Candidate], np.ndarray]:
-    """The best choice, and how far the loss rises with it, batch by batch."""
-    # A loss of NaN would count as none that rises. A layer may always stay as it is.
-    options = [[row for row in own if math.isfinite(row.increase)] for own in by_layer.values()]
-    # A cast that lowers the loss does so by chance: it is as good as none.
-    increases = [[max(0.0, row.increase) for row in own] for own in options]
-    sizes = [[float(row.bytes) for row in own] for own in options]
+    """The best choice of one row of each layer, and how far the loss rises, batch by batch."""
+    increases = np.array([[row.increase for row in own] for own in rows])
+    # A loss of NaN would count as none that rises; a cast that lowers it does so by chance.
+    increases = np.where(np.isfinite(increases), np.maximum(increases, 0), np.inf)
+    sizes = np.array([[float(row.bytes) for row in own] for own in rows])
+
+    def measured(found: list[int]) -> tuple[list[Candidate], np.ndarray]:
+        chosen = [own[index] for own, index in zip(rows, found, strict=True)]
+        return chosen, measure(chosen)
+
     if budget.loss is None:
-        parameters = sum(math.prod(own[0].shape) for own in options)
+        parameters = sum(math.prod(own[0].shape) for own in rows)
         limit = float(budget.bytes or 0) if budget.bits is None else budget.bits * parameters / 8
         found = best_choice(increases, sizes, limit)
         if found is None:
-            least = sum(map(min, sizes))
+            least = np.where(np.isfinite(increases), sizes, np.inf).min(axis=1).sum()
             raise ValueError(
                 f"sensitivity: a budget of {budget} is {limit:,.0f} bytes, but the smallest "
                 f"formats take {least:,.0f} bytes ({8 * least / parameters:.3g} bits a parameter)"
             )
-        chosen = [own[index] for own, index in zip(options, found, strict=True)]
-        return chosen, measure(chosen)
+        return measured(found)
     limit = budget.loss
     for _ in range(_ROUNDS):
         found = best_choice(sizes, increases, limit)
         assert found is not None  # every layer may stay as it is
-        chosen = [own[index] for own, index in zip(options, found, strict=True)]
-        after = measure(chosen)
+        chosen, after = measured(found)
         if after.mean() <= budget.loss:
             return chosen, after
         rises = float(after.mean())
         limit *= 0.9 * budget.loss / rises if math.isfinite(rises) else 0.5
-    chosen = [own[-1] for own in options]
-    return chosen, measure(chosen)
+    return measured([-1] * len(rows))
 
 
-def best_choice(
-    costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], limit: float
-) -> list[int] | None:
+def best_choice(costs: Any, sizes: Any, limit: float) -> list[int] | None:
     """One option for each item, of the least summed cost, whose sizes add up to the limit at most.
 
     The multiple-choice knapsack problem, as a linear program in whole numbers.
 
     Args:
-      costs: of each item's options.
-      sizes: of each item's options, in whatever unit.
+      costs: of each item's options, `[items, options]`; Inf: not to be chosen.
+      sizes: likewise, in whatever unit.
       limit: of the sum of sizes.
 
     Returns:
@@ -430,26 +416,23 @@ def best_choice(
     """
     from scipy import optimize, sparse  # takes half a second to import
 
-    smallest = sum(min(own) for own in sizes)
-    if smallest > limit:
+    costs, sizes = np.asarray(costs, float), np.asarray(sizes, float)
+    allowed = np.isfinite(costs) & np.isfinite(sizes)
+    if np.where(allowed, sizes, np.inf).min(axis=1).sum() > limit:
         return None
-    numbers = [len(own) for own in costs]
-    item = np.repeat(np.arange(len(numbers)), numbers)
-    flat_costs, flat_sizes = (np.concatenate([*map(np.asarray, own)]) for own in (costs, sizes))
+    costs, sizes = (np.where(allowed, own, 0) for own in (costs, sizes))
     # In units of what there is to decide about, so that tolerances mean the same everywhere.
-    spread, unit = (float(own.max()) or 1.0 for own in (flat_costs, flat_sizes))
+    spread, unit = (float(own.max()) or 1.0 for own in (costs, sizes))
     # Of equally good choices the smallest one.
-    goal = flat_costs / spread + 1e-6 * flat_sizes / unit
-    one_each = sparse.csr_matrix((np.ones(len(item)), (item, np.arange(len(item)))))
+    goal = costs / spread + 1e-6 * sizes / unit
+    items, options = costs.shape
     found = optimize.milp(
-        goal,
-        integrality=np.ones(len(item)),
-        bounds=optimize.Bounds(0, 1),
+        goal.ravel(),
+        integrality=np.ones(goal.size),
+        bounds=optimize.Bounds(0, allowed.ravel().astype(float)),
         constraints=[
-            optimize.LinearConstraint(one_each, 1, 1),
-            optimize.LinearConstraint(flat_sizes[None] / unit, -np.inf, limit / unit),
+            optimize.LinearConstraint(sparse.kron(sparse.eye(items), np.ones(options)), 1, 1),
+            optimize.LinearConstraint(sizes.reshape(1, -1) / unit, -np.inf, limit / unit),
         ],
     )
-    taken = np.flatnonzero(np.round(found.x))
-    starts = np.cumsum([0, *numbers[:-1]])
-    return [int(index - start) for index, start in zip(taken, starts, strict=True)]
+    return found.x.reshape(costs.shape).argmax(axis=1).tolist()

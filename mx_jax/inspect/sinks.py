@@ -20,7 +20,7 @@ _TAG = ("path", "call", "product", "side", "axis", "format", "rule")
 
 
 class Sink(Protocol):
-    """What `capture` tells.
+    """Takes the records of a capture.
 
     Examples:
       >>> import mx_jax

@@ -70,7 +70,7 @@ class Statistic:
         join: "max", "sum", or "squares", sums of squares of what was divided by amax's power of 2.
       of: numbers for `Record.stats`, of these arrays on the host.
       columns: those of the numbers that tables hold.
-      finding: what a report says of a record with the first of them, "" if nothing; of its numbers,
+      finding: what a report says of a record with the first of them, if anything; of its numbers,
         and of the first finite ones that the same operand had.
       plot: a section of a report.
       needs_before: whether it compares with the values before the cast.
@@ -81,7 +81,7 @@ class Statistic:
     joins: Mapping[str, str]
     of: Callable[[Stats], dict[str, Any]]
     columns: tuple[Column, ...] = ()
-    finding: Callable[[Stats, Stats], str] = lambda stats, first: ""
+    finding: Callable[[Stats, Stats], str | bool] = lambda stats, first: False
     plot: Plot | None = None
     needs_before: bool = False
     shorten: Callable[[Raw], Raw] = lambda raw: raw
@@ -178,9 +178,8 @@ TABLE = (
         of=lambda raw: {"underflow": float(raw["underflow"]) / float(raw["size"])},
         columns=(Column("underflow", "zero %", _percent("underflow")),),
         finding=lambda stats, first: (
-            f"loses {stats['underflow']:.0%} of its values to zero"
-            if stats["underflow"] > _UNDERFLOWN
-            else ""
+            stats["underflow"] > _UNDERFLOWN
+            and f"loses {stats['underflow']:.0%} of its values to zero"
         ),
         needs_before=True,
     ),
@@ -190,24 +189,19 @@ TABLE = (
         of=lambda raw: {"saturation": float(raw["saturated"]) / float(raw["size"])},
         columns=(Column("saturation", "sat. %", _percent("saturation")),),
         finding=lambda stats, first: (
-            f"saturates in {stats['saturation']:.1%} of its values"
-            if _saturates(stats["saturation"], first.get("saturation", 0))
-            else ""
+            _saturates(stats["saturation"], first.get("saturation", 0))
+            and f"saturates in {stats['saturation']:.1%} of its values"
         ),
         needs_before=True,
     ),
     Statistic(
         name="nonfinite",
         joins={"bad_blocks": "sum", "blocks": "sum"},
-        of=lambda raw: {
-            "nonfinite_blocks": int(raw["bad_blocks"]),
-            "blocks": int(raw["blocks"]),
-        },
+        of=lambda raw: {"nonfinite_blocks": int(raw["bad_blocks"]), "blocks": int(raw["blocks"])},
         columns=(Column("nonfinite_blocks", "bad", lambda stats: nonfinite(stats) or None),),
         finding=lambda stats, first: (
-            f"has Inf or NaN in {stats['nonfinite_blocks']} blocks"
-            if stats["nonfinite_blocks"]
-            else ""
+            stats["nonfinite_blocks"] > 0
+            and f"has Inf or NaN in {stats['nonfinite_blocks']} blocks"
         ),
     ),
     Statistic(
@@ -216,9 +210,9 @@ TABLE = (
         of=_sqnr,
         columns=(Column("sqnr_db", "dB", decibel),),
         finding=lambda stats, first: (
-            f"lost {first['sqnr_db'] - stats['sqnr_db']:.0f} dB of SQNR since its first step"
-            if math.isfinite(stats["sqnr_db"]) and first["sqnr_db"] - stats["sqnr_db"] > _LOST_DB
-            else ""
+            math.isfinite(stats["sqnr_db"])
+            and first["sqnr_db"] - stats["sqnr_db"] > _LOST_DB
+            and f"lost {first['sqnr_db'] - stats['sqnr_db']:.0f} dB of SQNR since its first step"
         ),
         plot=Plot("SQNR by layer", "sqnr_db", "dB", 1),
         needs_before=True,
@@ -229,18 +223,21 @@ TABLE = (
         of=_channels,
         columns=(Column("outlier_ratio", "outlier"),),
         finding=lambda stats, first: (
-            f"has an outlier: channel {stats['channels'][0][0]} is {stats['outlier_ratio']:.0f} "
-            "times the median"
-            if _OUTLYING < stats["outlier_ratio"] < math.inf
-            else ""
+            _OUTLYING < stats["outlier_ratio"] < math.inf
+            and f"has an outlier: channel {stats['channels'][0][0]} is "
+            f"{stats['outlier_ratio']:.0f} times the median"
         ),
         shorten=_shorten_channels,
     ),
     Statistic(
         name="error",
         joins={
-            **{"compared": "sum", "bad": "sum", "noise": "squares"},
-            **{"dot": "squares", "exact": "squares", "actual": "squares"},
+            "compared": "sum",
+            "bad": "sum",
+            "dot": "squares",
+            "exact": "squares",
+            "actual": "squares",
+            "noise": "squares",
         },
         of=_error,
         columns=(Column("error"), Column("cosine")),

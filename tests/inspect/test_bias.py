@@ -114,32 +114,25 @@ def test_passes_are_recipes():
     assert passes("deepseek_v3")["deepseek_v3, backward alone"].residuals is Residuals.PRIMAL
 
 
-@pytest.mark.slow
-def test_a_linen_model_and_rules():
-    model, x = nn.Dense(32, name="up"), jax.random.normal(jax.random.key(0), (4, 16, 64))
-    params = quick(model.init)(jax.random.key(1), x[0])
+@pytest.mark.parametrize("library", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
+def test_models_of_flax_and_rules(library: str):
+    x = jax.random.normal(jax.random.key(0), (4, 16, 64))
+    if library == "linen":
+        model, prefix = nn.Dense(32, name="up"), "params/"
+        params = quick(model.init)(jax.random.key(1), x[0])
+    else:
+        graph, params = nnx.split(nnx.Linear(64, 8, rngs=nnx.Rngs(0)))
+        prefix = ""
 
     def loss(params: Any, x: jax.Array, rules: Any) -> jax.Array:
-        return jnp.sum(jnp.asarray(convert.linen(model, rules).apply(params, x)) ** 2)
+        if library == "linen":
+            return jnp.sum(jnp.asarray(convert.linen(model, rules).apply(params, x)) ** 2)
+        return jnp.sum(convert.nnx(nnx.merge(graph, params), rules)(x) ** 2)
 
     rules = {"all": convert.Rule(".*", "mxfp4")}
     found = gradient_bias(loss, params, x, rules, exact=convert.Rule(".*", None))
-    assert [row.parameter for row in found.parameters()][-1] != ""
-    assert {row.parameter for row in found.parameters()} == {"params/kernel", "params/bias"}
+    assert {row.parameter for row in found.parameters()} == {f"{prefix}kernel", f"{prefix}bias"}
     assert 0 < found.whole[0].one_batch < 0.5
-
-
-def test_an_nnx_model():
-    graph, state = nnx.split(nnx.Linear(64, 8, rngs=nnx.Rngs(0)))
-    x = jax.random.normal(jax.random.key(0), (4, 16, 64))
-
-    def loss(state: Any, x: jax.Array, rules: Any) -> jax.Array:
-        return jnp.sum(convert.nnx(nnx.merge(graph, state), rules)(x) ** 2)
-
-    rules = {"all": convert.Rule(".*", "mxfp4")}
-    found = gradient_bias(loss, state, x, rules, exact=convert.Rule(".*", None))
-    assert {row.parameter for row in found.parameters()} == {"kernel", "bias"}
-    assert found.whole[0].one_batch > 0
 
 
 def test_printed():
