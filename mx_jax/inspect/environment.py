@@ -47,8 +47,11 @@ def describe() -> dict[str, Any]:
       A dict with the keys `versions`, `system`, `cpu_library`, `variables`, and with `devices`,
       `target`, `backends`, `calls`, or `error` instead where JAX has no device.
     """
+    # The checkout that runs, which need not be what is installed.
+    own = sys.modules[__name__.partition(".")[0]].__version__
+    versions = {"mx_jax": own, "Python": platform.python_version()}
     found: dict[str, Any] = {
-        "versions": _versions(),
+        "versions": versions | {name: importlib.metadata.version(name) for name in _PACKAGES},
         "system": platform.platform(),
         "cpu_library": _cpu_library(),
         "variables": {name: os.environ.get(name) for name in _VARIABLES},
@@ -71,37 +74,25 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
-    # The checkout that runs, which need not be what is installed.
-    own = sys.modules[__name__.partition(".")[0]].__version__
-    others = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    return {"mx_jax": own, "Python": platform.python_version()} | others
-
-
 def _cpu_library() -> dict[str, str | None]:
     loaded = library.load()
-    here = not isinstance(loaded, str)
-    return {
-        "path": str(loaded.path) if here else None,
-        "instruction_set": loaded.isa if here else None,
-        "best_instruction_set": loaded.detected_isa if here else None,
-        "missing": None if here else loaded,
-    }
+    names = ("path", "instruction_set", "best_instruction_set", "missing")
+    if isinstance(loaded, str):
+        return dict(zip(names, (None, None, None, loaded), strict=True))
+    return dict(zip(names, (str(loaded.path), loaded.isa, loaded.detected_isa, None), strict=True))
 
 
 def _backends(selections: dict[str, Selection]) -> list[dict[str, Any]]:
-    named = only_if_named()
-    found = []
+    found, named = [], only_if_named()
     for backend in known_backends():
         reasons = {name: backend.rejects(s.call, s.target) for name, s in selections.items()}
-        found.append(
-            {
-                "name": backend.name,
-                "only_if_named": backend.name in named,
-                "takes": [name for name, reason in reasons.items() if reason is None],
-                "rejects": {name: reason for name, reason in reasons.items() if reason is not None},
-            }
-        )
+        own = {
+            "name": backend.name,
+            "only_if_named": backend.name in named,
+            "takes": [name for name, reason in reasons.items() if reason is None],
+            "rejects": {name: reason for name, reason in reasons.items() if reason is not None},
+        }
+        found.append(own)
     return found
 
 

@@ -133,10 +133,7 @@ def program_order(tag: Tag, tap: Tap, index: tuple[int, ...]) -> tuple[int, ...]
 
 
 def pack(content: Any) -> tuple[jax.Array, Any]:
-    """Arrays of 32 bits as one: a callback costs for each array that it is given.
-
-    Args:
-      content: a pytree of them.
+    """A pytree of arrays of 32 bits as one, since a callback costs for each array that it is given.
 
     Returns:
       Words, uint32, scalars first; how `unpack` reads them.

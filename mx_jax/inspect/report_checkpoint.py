@@ -22,13 +22,7 @@ _HEADS = ("tensor", "format", "shape", "size", "bits", "amax", "zeros %", "at li
 
 
 def checkpoint_page(title: str, found: Sequence[TensorFacts], reference: str | None = None) -> str:
-    """The page as text.
-
-    Args:
-      title: what was looked at.
-      found: its tensors.
-      reference: what they were compared with; None: with nothing.
-    """
+    """The page of tensors as text, and what they were compared with, if anything."""
     plural = "tensor" if len(found) == 1 else "tensors"
     lead = f"{len(found)} {plural}, {size(sum(facts.nbytes for facts in found))}"
     compared = reference is not None

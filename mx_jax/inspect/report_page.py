@@ -20,13 +20,7 @@ _COLORS = [f"hsl({(210 + 150 * number) % 360}, 60%, 50%)" for number in range(12
 
 
 def page(title: str, lead: str, sections: Mapping[str, Sequence[Any]]) -> str:
-    """A page as text.
-
-    Args:
-      title: of the page.
-      lead: a line below it.
-      sections: blocks by headings.
-    """
+    """A page as text: a title, a line below it, and blocks by headings."""
     return _template().render(title=title, lead=lead, sections=sections).lstrip()
 
 
@@ -57,14 +51,8 @@ class Bad:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table: cells are texts, `Bad`, `Share` or `Histogram`.
-
-    Attributes:
-      heads: of its columns.
-      rows: of cells.
-      left: how many columns are aligned to the left.
-      narrow: whether columns are no wider than they must be.
-    """
+    """A table: cells are texts, `Bad`, `Share` or `Histogram`; so many columns are aligned to the
+    left, and narrow ones are no wider than they must be."""
 
     kind: ClassVar = "table"
     heads: Sequence[str]
@@ -75,12 +63,8 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """A cell of a map, darker where a share is larger: 0 to 1, on a scale of roots.
-
-    Attributes:
-      value: the share.
-      numbers: whether the cell has the per cents in it, or only beneath the pointer.
-    """
+    """A cell of a map, darker where a share is larger: 0 to 1, on a scale of roots. The per cents
+    are in it, or only beneath the pointer."""
 
     kind: ClassVar = "share"
     value: float

@@ -275,14 +275,7 @@ for _row in TABLE:
 
 
 def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
-    """What the wanted statistics of a cast need, by the fastest kernel.
-
-    Args:
-      before: values.
-      after: what they became.
-      axis: along which channels are counted.
-      wanted: some of `STATISTICS`.
-    """
+    """What the wanted statistics of a cast need, by the fastest kernel; channels along an axis."""
     after = dataclasses.replace(after, primal=None)
     call = CastStatisticsCall(
         shape=after.shape,
@@ -307,25 +300,14 @@ def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str
 
 
 def of_stored(after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
-    """What is known of an operand that came quantized: nothing of what the cast lost.
-
-    Args:
-      after: the operand.
-      axis: along which channels are counted.
-      wanted: some of `STATISTICS`.
-    """
+    """What is known of an operand that came quantized: nothing of what the cast lost."""
     known = {row.name for row in TABLE if row.name in wanted and not row.needs_before}
     return of_cast(plain.finite_values(after, dequantize), after, axis, known)
 
 
 def of_product(exact: jax.Array, compared: jax.Array, actual: jax.Array) -> Raw:
-    """What the error of a product and its cosine need.
-
-    Args:
-      exact: some entries, or all, in float32.
-      compared: the same as they are.
-      actual: all entries as they are.
-    """
+    """What the error of a product and its cosine need: some entries, or all, in float32; the same
+    as they are; and all entries as they are."""
     x, y = (value.astype(jnp.float32) for value in (exact, compared))
     both = jnp.isfinite(x) & jnp.isfinite(y)
     x, y = jnp.where(both, x, 0), jnp.where(both, y, 0)
@@ -403,11 +385,7 @@ def shortened(raw: Raw) -> Raw:
 
 
 def numbers(raw: Stats, wanted: Collection[str]) -> dict[str, Any]:
-    """`Record.stats` of raw statistics on the host.
-
-    Args:
-      raw: what `shortened` gave.
-      wanted: some of `STATISTICS`; the error of a product comes with its arrays too.
+    """`Record.stats` of raw statistics, on the host; the error of a product comes with arrays too.
 
     Returns:
       `amax`; `underflow` and `saturation` as shares; `nonfinite_blocks` and `blocks`; `sqnr_db`;
