@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from mx_jax.codecs.varying import varying
 from mx_jax.inspect import statistics
 from mx_jax.inspect.flax_modules import counted_scans, module_paths
 from mx_jax.inspect.records import Record, Scalar, pack, program_order, unpack
@@ -256,8 +257,23 @@ class Capture:
                 f"capture: every={self.every} needs the step, which nothing told; write `with "
                 "inspect.at_step(step):` around each step, or give step="
             )
-        shapes = jax.eval_shape(run)
-        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        axes: list[tuple[str, ...]] = []
+
+        def typed() -> Any:
+            result = run()
+            axes[:] = (tuple(sorted(varying(x))) for x in jax.tree.leaves(result))
+            return result
+
+        leaves, tree = jax.tree.flatten(jax.eval_shape(typed))
+
+        def zeros() -> Any:
+            plain = [jnp.zeros(x.shape, x.dtype) for x in leaves]
+            # Both branches must differ along the same axes of shard_map.
+            pairs = zip(plain, axes, strict=True)
+            return jax.tree.unflatten(
+                tree, [lax.pcast(x, own, to="varying") if own else x for x, own in pairs]
+            )
+
         return lax.cond(now.step % self.every == 0, run, zeros)
 
     def _compute(self, look: Look, tags: list[Tag]) -> list[Raw]:

@@ -141,8 +141,12 @@ def _channels(raw: Stats) -> dict[str, Any]:
     if "channel" in raw:
         where, median = raw["channel"], raw["median"]
     else:
-        median, few = np.median(largest), min(NUM_CHANNELS, largest.size)
-        least = np.partition(largest, -few)[-few]
+        # One partition finds the middle and the least of the largest without sorting the others.
+        size, few = largest.size, min(NUM_CHANNELS, largest.size)
+        low, high = (size - 1) // 2, size // 2
+        parted = np.partition(largest, (low, high, size - few))
+        median = parted[low] if low == high else (parted[low] + parted[high]) / 2
+        least = parted[size - few]
         where = (largest >= least).nonzero()[0]
         where = where[(-largest[where]).argsort(kind="stable")[:few]]
         largest = largest[where]

@@ -289,3 +289,19 @@ def test_lanes_of_vmap_lie_along_an_axis_in_front(whole):
     np.testing.assert_array_equal(given.after[0], whole["input"].after)
     assert result.before.shape == result.after.shape == (3, 32, 64)
     np.testing.assert_allclose(result.before[1], 2 * whole["product"].before, rtol=1e-4, atol=1e-4)
+
+
+def test_below_shard_map_with_steps_that_do_not_count():
+    """Zeros in place of what differs from device to device have its type."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def step(x, w, number):
+        with inspect.at_step(number):
+            return jax.grad(lambda x: matmul(x, w).sum())(x)
+
+    specs: Any = {"in_specs": (P("data"), P(), P()), "out_specs": P("data")}
+    run = quick(jax.shard_map(step, mesh=mesh, **specs))
+    with inspect.capture(stats=("arrays", "amax"), every=2) as records:
+        for number in range(3):
+            run(X, W, number)
+    assert [record.step for record in of(records, "input")] == [0] * 4 + [2] * 4
