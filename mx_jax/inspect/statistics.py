@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from mx_jax.backends.calls import CastStatisticsCall
-from mx_jax.backends.select import find
+from mx_jax.backends.primitive import choose_if_any
 from mx_jax.codecs.invariants import varying_axes
 from mx_jax.codecs.varying import varying
 from mx_jax.mxarray import MXArray
@@ -290,7 +290,7 @@ def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str
         scale_axes=varying_axes(after.tensor_scale),
     )
     rows = [row for row in TABLE if row.name in wanted and row.name != "error"]
-    choice = find(call)
+    choice = choose_if_any(call)
     raw: Raw = {}
     if choice is not None and not choice.offer.is_plain:
         needed = {"amax", "size"}.union(*(row.joins for row in rows))

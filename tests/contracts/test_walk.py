@@ -70,7 +70,7 @@ def test_a_walk_is_the_same_each_time():
     first, second = walk.record(cast), walk.record(cast)
     assert first == second
     assert first.way[0] == ("ops/quantize.py", "quantize")
-    assert first.way[-1] == ("backends/primitive.py", "Implementations.__call__")
+    assert first.way[-1] == ("backends/primitive.py", "Bound.__call__")
     counts = first.counts()
     assert counts["depth"] == len(first.way) < counts["frames"]
     assert counts["way files"] < counts["files"] < counts["changes"] < counts["frames"]
