@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mx_jax.commands.output import console
-from mx_jax.inspect import environment, environment_tables
+from mx_jax.inspect import environment
 
 
 def add_to(commands: Any) -> None:
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(found, indent=1))
         return 1 if "error" in found else 0
     out = console()
-    for table in environment_tables.tables(found):
+    for table in environment.tables(found):
         out.print(table)
     if "error" in found:
         out.print(found["error"])

@@ -23,39 +23,19 @@ from typing import Any
 import numpy as np
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class InnerProducts:
-    """Inner products of n draws of an exact vector g and of its error e, float64 `[n, n]`.
+def inner_products(
+    exact: Sequence[Any] | np.ndarray, error: Sequence[Any] | np.ndarray
+) -> np.ndarray:
+    """Inner products of n draws of an exact vector g and of its error e, as arrays of one shape.
 
-    Attributes:
-      exact: `g_i . g_j`.
-      error: `e_i . e_j`.
-      mixed: `e_i . g_j`.
+    Returns:
+      Float64 `[3, n, n]`: `g_i . g_j`, `e_i . e_j` and `e_i . g_j`. Those of parts of a vector add
+      up to those of the whole.
     """
-
-    exact: np.ndarray
-    error: np.ndarray
-    mixed: np.ndarray
-
-    @classmethod
-    def of(
-        cls, exact: Sequence[Any] | np.ndarray, error: Sequence[Any] | np.ndarray
-    ) -> "InnerProducts":
-        """Of draws as arrays of one shape."""
-        g, e = (
-            np.stack([np.ravel(np.asarray(x, np.float64)) for x in own]) for own in (exact, error)
-        )
-        # Inf times 0 is no news: `estimate` looks at what comes of it.
-        with np.errstate(invalid="ignore"):
-            return cls(exact=g @ g.T, error=e @ e.T, mixed=e @ g.T)
-
-    def __add__(self, other: "InnerProducts") -> "InnerProducts":
-        """Those of two parts of a vector together."""
-        return InnerProducts(
-            exact=self.exact + other.exact,
-            error=self.error + other.error,
-            mixed=self.mixed + other.mixed,
-        )
+    g, e = (np.stack([np.ravel(np.asarray(x, np.float64)) for x in own]) for own in (exact, error))
+    # Inf times 0 is no news: `estimate` looks at what comes of it.
+    with np.errstate(invalid="ignore"):
+        return np.stack([g @ g.T, e @ e.T, e @ g.T])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +66,7 @@ class Estimate:
     signal: float = math.inf
 
 
-def estimate(products: InnerProducts, confidence: float) -> Estimate:
+def estimate(products: np.ndarray, confidence: float) -> Estimate:
     """Bias, with an interval from leaving out one draw after the other.
 
     The squared ratio `|E e|^2 / |E g|^2` is estimated, and its deviation by the jackknife with
@@ -95,53 +75,41 @@ def estimate(products: InnerProducts, confidence: float) -> Estimate:
     often than it says.
 
     Args:
-      products: of at least three draws.
+      products: what `inner_products` gave, of at least three draws.
       confidence: of the interval, 0 to 1.
     """
     from scipy.special import stdtrit  # takes longer to import than all of this module's work
 
-    n = len(products.error)
-    if not all(np.isfinite(own).all() for own in vars(products).values()):
+    n, nan = products.shape[-1], math.nan
+    if not np.isfinite(products).all():
         # `max(0.0, nan)` is 0: without this, what diverged would have no bias at all.
-        nan = math.nan
         return Estimate(bias=nan, low=nan, high=nan, uncorrected=nan, slope=nan, one=nan, draws=n)
-    error, exact = _squared_mean(products.error), _squared_mean(products.exact)
-    uncorrected = math.sqrt(_ratio(float(products.error.sum()), float(products.exact.sum())))
-    one = math.sqrt(_ratio(float(np.trace(products.error)), float(np.trace(products.exact))))
-    if error.whole == 0 and not products.error.any():
+    of_exact, of_error, _ = products
+    (exact, exacts), (error, errors), (mixed, _) = map(_squared_mean, products)
+    uncorrected = math.sqrt(_ratio(float(of_error.sum()), float(of_exact.sum())))
+    one = math.sqrt(_ratio(float(np.trace(of_error)), float(np.trace(of_exact))))
+    if not of_error.any():
         return Estimate(bias=0, low=0, high=0, uncorrected=0, slope=1, one=0, draws=n)
     # What is left of the spread of single draws in the mean of n.
-    noise = max(0.0, float(np.trace(products.exact)) / n - exact.whole) / n
-    signal = math.sqrt(_ratio(max(0.0, exact.whole), noise))
+    noise = max(0.0, float(np.trace(of_exact)) / n - exact) / n
+    signal = math.sqrt(_ratio(max(0.0, exact), noise))
     known = functools.partial(Estimate, uncorrected=uncorrected, one=one, draws=n, signal=signal)
-    if exact.whole <= 0 or (exact.without <= 0).any():
-        nan = math.nan
+    if exact <= 0 or (exacts <= 0).any():
         return known(bias=nan, low=nan, high=nan, slope=nan)
-    ratio, ratios = error.whole / exact.whole, error.without / exact.without
+    ratio, ratios = error / exact, errors / exacts
     deviation = math.sqrt((n - 1) / n * float(np.sum((ratios - ratios.mean()) ** 2)))
     half = float(stdtrit(n - 1, (1 + confidence) / 2)) * deviation
     bias, low, high = (math.sqrt(max(0.0, x)) for x in (ratio, ratio - half, ratio + half))
-    slope = 1 + _squared_mean(products.mixed).whole / exact.whole
-    return known(bias=bias, low=low, high=high, slope=slope)
+    return known(bias=bias, low=low, high=high, slope=1 + mixed / exact)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _SquaredMean:
-    """The estimate from all draws, and those that leave out one, `[n]`."""
-
-    whole: float
-    without: np.ndarray
-
-
-def _squared_mean(products: np.ndarray) -> _SquaredMean:
-    """Mean inner product of two different draws."""
+def _squared_mean(products: np.ndarray) -> tuple[float, np.ndarray]:
+    """Mean inner product of two different draws: of all, and with each one left out, `[n]`."""
     n, diagonal = len(products), np.diagonal(products)
     different = products.sum() - diagonal.sum()
     of_one = products.sum(0) + products.sum(1) - 2 * diagonal
-    return _SquaredMean(
-        whole=float(different) / (n * (n - 1)),
-        without=(different - of_one) / ((n - 1) * (n - 2)),
-    )
+    without = (different - of_one) / ((n - 1) * (n - 2))
+    return float(different) / (n * (n - 1)), without
 
 
 def _ratio(value: float, unit: float) -> float:

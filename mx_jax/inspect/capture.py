@@ -1,16 +1,35 @@
 """Tensors before and after quantization, or statistics of them, from programs as they run."""
 
+import collections
+import contextlib
+import dataclasses
+import functools
 import re
-from collections.abc import Collection, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 
-from mx_jax.inspect.capture_context import ARRAYS, Capture, Filter
-from mx_jax.inspect.capture_statistics import STATISTICS
+from mx_jax.codecs.varying import varying
+from mx_jax.inspect import statistics
+from mx_jax.inspect.flax_modules import counted_scans, module_paths
+from mx_jax.inspect.records import Record, Scalar, pack, program_order, unpack
 from mx_jax.inspect.sinks import Memory, Sink
-from mx_jax.ops.tags import moment, watching
+from mx_jax.inspect.statistics import STATISTICS, Raw
+from mx_jax.mxarray import MXArray
+from mx_jax.ops.tags import Moment, at_step, moment, watching
+from mx_jax.ops.tags import Tag
+from mx_jax.ops.watched import Look, Sight, Tap, values
+
+Filter = Callable[[Tag], bool]
+_ARRAYS = "arrays"
+_PATHS_IN_WARNING = 3
 
 
 def capture(
@@ -20,34 +39,19 @@ def capture(
     every: int = 1,
     step: Any = None,
     sink: Sink | Sequence[Sink] | None = None,
-) -> Capture:
-    """A context in which products tell what quantization does to their operands.
+) -> "Capture":
+    """A context that records what quantization does to the operands of products.
 
     Each operand that is quantized gives one record, forward and backward, and so does each product:
     under `jit`, `grad`, `vmap` (lanes are one operand), `scan`, `jax.checkpoint` (what is computed
-    again is not told again), `shard_map` and with sharded inputs. Products are named by Flax's
+    again is not recorded again), `shard_map` and with sharded inputs. Products are named by Flax's
     modules or by `tag`. A function that `jit` compiled before is compiled again. While no capture
     is entered, nothing of this is in a program.
 
-    Statistics are computed where the arrays are. They are:
-
-    - `"amax"`, of the finite values;
-    - `"scales"`: how many scales have which exponent;
-    - `"underflow"`, `"saturation"`: shares of values that became zero, or the largest code though
-      they are larger;
-    - `"nonfinite"`: blocks with Inf or NaN, and blocks in all;
-    - `"sqnr"`: signal to quantization noise, in dB;
-    - `"channels"`: the largest amaxes along the axis of the blocks, and the first over the median;
-    - `"error"`, of products: `|exact - actual| / |exact|` and their cosine, where exact is the
-      product of the same operands in float32; of gradients too. A large product is compared in a
-      fixed sample of its entries, `compared` of `entries`: the rows and columns at an odd distance,
-      at most 128 of each, so that one of 128 by 128 is compared as a whole;
-    - `"arrays"`, only if named: the values before and after, whole on one device, even where they
-      are sharded. Below `shard_map` each device gives a record with its part, and `Record.shard`
-      says which. Products are then compared as a whole.
+    Statistics are computed where the arrays are; `STATISTICS` says what there are.
 
     Of an operand that came quantized, such as a stored weight, the rule is `"stored"`. It has no
-    `underflow`, `saturation`, `sqnr` and `before`: what it was, nothing says. The error of its
+    `underflow`, `saturation`, `sqnr` and `before`: what it was is not known. The error of its
     product is that of the other operand's cast.
 
     Args:
@@ -56,7 +60,7 @@ def capture(
       stats: names of statistics, or one.
       every: every how many steps; more than 1 needs the step.
       step: of training, an integer that may be traced, for a capture that is entered at each step;
-        `at_step` tells it to one that is entered once. Without either every call counts.
+        `at_step` gives it to one that is entered once. Without either every call counts.
       sink: where records go, one or several; None: a `Memory`.
 
     Returns:
@@ -82,42 +86,296 @@ def capture(
       head output rhs mxfp4 even axis -2
     """
     names = frozenset((stats,) if isinstance(stats, str) else stats)
-    unknown = names - {*STATISTICS, ARRAYS}
+    unknown = names - {*STATISTICS, _ARRAYS}
     if unknown:
         raise ValueError(
-            f"capture: stats must be some of {', '.join((*STATISTICS, ARRAYS))}, got "
+            f"capture: stats must be some of {', '.join((*STATISTICS, _ARRAYS))}, got "
             f"stats={sorted(unknown)}"
         )
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"capture: every must be an integer of at least 1, got every={every!r}")
-    return Capture(
-        filter=as_filter(filter, "capture"),
-        given=filter,
-        stats=names,
-        every=every,
-        step=step,
-        sinks=_sinks(sink),
-    )
-
-
-def _sinks(sink: Sink | Sequence[Sink] | None) -> Sequence[Sink]:
-    """Where records go, one or several.
-
-    Raises:
-      TypeError: no sink.
-    """
-    if sink is None:
-        return (Memory(),)
-    sinks = sink if isinstance(sink, Sequence) else (sink,)
+    sinks = (Memory(),) if sink is None else sink if isinstance(sink, Sequence) else (sink,)
     if not sinks or not all(hasattr(own, "write") and hasattr(own, "close") for own in sinks):
         raise TypeError(
             "capture: sink must be a sink or several, each with write(record) and close(), got "
             f"sink={sink!r}; for a file write sink=inspect.Jsonl(path)"
         )
-    return sinks
+    return Capture(filter, stats=names, every=every, step=step, sinks=sinks)
 
 
-def as_filter(filter: str | Filter | None, operation: str) -> Filter:
+def scalar(name: str, value: Any) -> None:
+    """Record a number of a step, such as the loss, in the captures in context.
+
+    Args:
+      name: what it is.
+      value: a scalar, traced or not. No gradient passes. Below `shard_map` the first device gives
+        its own: sum or average it over devices before.
+
+    Raises:
+      ValueError: not a scalar.
+
+    Examples:
+      >>> import jax, mx_jax
+      >>> with mx_jax.inspect.capture() as records:
+      ...     jax.jit(lambda x: mx_jax.inspect.scalar("loss", x * 2))(1.5)
+      >>> print(*(number.value for number in records.scalars["loss"]))
+      3.0
+    """
+    if jnp.shape(value) != ():
+        raise ValueError(f"scalar: {name!r} must be a scalar, got shape={jnp.shape(value)}")
+    for watcher in watching.value:
+        watcher.send_scalar(name, lax.stop_gradient(jnp.asarray(value)), moment())
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("statistics",), meta_fields=("tags",)
+)
+@dataclasses.dataclass(frozen=True)
+class _Observed:
+    """Statistics on their way from a forward product to where they are sent to the host."""
+
+    statistics: list[Raw]
+    tags: tuple[Tag, ...]
+
+
+class Capture:
+    """What `capture` returns: a context, which may be entered again.
+
+    Entered again, a program that was compiled for it is not compiled anew.
+
+    Args:
+      filter: as `capture` takes it, as all others.
+    """
+
+    operation, missing = "capture", "there is no record"
+
+    def __init__(
+        self,
+        filter: str | Filter | None,
+        *,
+        stats: frozenset[str],
+        every: int = 1,
+        step: Any = None,
+        sinks: Sequence[Sink],
+    ):
+        self.given, self.filter = filter, _as_filter(filter, self.operation)
+        self.stats, self.every, self.step = stats, every, step
+        self.sinks = tuple(sinks)
+        self.uses: dict[str, tuple[Any, int]] = {}
+        self.calls: dict[str, dict[tuple[int, ...], int]] = {}
+        # What `at_step` says around the program.
+        self._host_step: int | None = None
+        # Of everything that the filter was asked about: None until then.
+        self._matched: bool | None = None
+        self._refused: dict[str, None] = {}
+        self._counts: collections.Counter[Any] = collections.Counter()
+        self._lock = threading.Lock()
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._end)
+            stack.enter_context(watching((*watching.value, self)))
+            stack.enter_context(module_paths())
+            stack.enter_context(counted_scans())
+            if self.step is not None:
+                stack.enter_context(at_step(self.step))
+            self._entered.append(stack.pop_all())
+        return self.sinks[0] if len(self.sinks) == 1 else self.sinks
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+        if self._matched is False and error[0] is None:
+            paths = ", ".join(repr(path) for path in list(self._refused)[:_PATHS_IN_WARNING])
+            hint = "; a regular expression must match a whole path"
+            warnings.warn(
+                f"{self.operation}: the filter matched none of {len(self._refused)} paths, so "
+                f"{self.missing}; got filter={self.given!r} and paths {paths}"
+                f"{hint if isinstance(self.given, str) else ''}",
+                stacklevel=2,
+            )
+
+    def _end(self) -> None:
+        # Callbacks that still run come before the sinks are closed.
+        jax.effects_barrier()
+        self.uses.clear()
+        for sink in self.sinks:
+            sink.close()
+
+    def looks_at(self, step: int) -> bool:
+        """Whether a step counts."""
+        return step % self.every == 0
+
+    @contextlib.contextmanager
+    def told(self, step: int) -> Iterator[None]:
+        """A context of a step that counts and is in no program."""
+        before, self._host_step = self._host_step, step
+        try:
+            yield
+        finally:
+            self._host_step = before
+
+    def look(self, look: Look, now: Moment) -> _Observed:
+        """Statistics of a product, or zeros where its step does not count."""
+        tags: list[Tag] = []
+        raws = self._if_due(now, functools.partial(self._compute, look, tags))
+        return _Observed(raws, tuple(tags))
+
+    def tell(self, seen: _Observed | None, looks: Sequence[Look], tap: Tap, now: Moment) -> None:
+        """Send statistics to the host, and those of more products, if their step counts."""
+
+        def send() -> jax.Array:
+            raws, tags = ([], []) if seen is None else (list(seen.statistics), list(seen.tags))
+            for look in looks:
+                own: list[Tag] = []
+                raws += self._compute(look, own)
+                tags += own
+            return self._send(raws, tuple(tags), tap, now)
+
+        self._if_due(now, send)
+
+    def send_scalar(self, name: str, value: jax.Array, now: Moment) -> None:
+        """Send a number to the host, if its step counts."""
+
+        def receive(value: Any, now: Any) -> None:
+            with self._lock:
+                self._write(Scalar(name=name, step=self._step(name, now), value=float(value)))
+
+        def send() -> jax.Array:
+            jax.debug.callback(receive, value, now)
+            return jnp.zeros(())
+
+        # One step has one number, which devices of shard_map agree on.
+        self._if_due(now, lambda: _on_first(_device(), send))
+
+    def _if_due(self, now: Moment, run: Callable[[], Any]) -> Any:
+        """What a function returns, or zeros where the step does not count."""
+        if self.every == 1 or now.told:
+            return run()
+        if now.step is None:
+            raise ValueError(
+                f"capture: every={self.every} needs the step, which nothing told; write `with "
+                "inspect.at_step(step):` around each step, or give step="
+            )
+        axes: list[tuple[str, ...]] = []
+
+        def typed() -> Any:
+            result = run()
+            axes[:] = (tuple(sorted(varying(x))) for x in jax.tree.leaves(result))
+            return result
+
+        leaves, tree = jax.tree.flatten(jax.eval_shape(typed))
+
+        def zeros() -> Any:
+            plain = [jnp.zeros(x.shape, x.dtype) for x in leaves]
+            # Both branches must differ along the same axes of shard_map.
+            pairs = zip(plain, axes, strict=True)
+            return jax.tree.unflatten(
+                tree, [lax.pcast(x, own, to="varying") if own else x for x, own in pairs]
+            )
+
+        return lax.cond(now.step % self.every == 0, run, zeros)
+
+    def _compute(self, look: Look, tags: list[Tag]) -> list[Raw]:
+        """Statistics of what is wanted, whose tags are put into a list."""
+        tags.clear()
+        raws: list[Raw] = []
+        for tag, sight in look.sights(_ARRAYS in self.stats):
+            if self._wants(tag):
+                tags.append(tag)
+                raws.append(statistics.of_shards(self._raw(sight())))
+        return raws
+
+    def _wants(self, tag: Tag) -> bool:
+        if tag.side is None and not self.stats & {"error", _ARRAYS}:
+            return False
+        wanted = self.filter(tag)
+        self._matched = bool(self._matched or wanted)
+        if not wanted:
+            self._refused[tag.path] = None
+        return wanted
+
+    def _raw(self, sight: Sight) -> Raw:
+        before, after, axis = sight.before, sight.after, sight.tag.axis
+        if not isinstance(after, MXArray):
+            assert before is not None and sight.compared is not None
+            raw = statistics.of_product(before, sight.compared, after)
+        elif before is None:
+            assert axis is not None
+            raw = statistics.of_stored(after, axis, self.stats)
+        else:
+            assert axis is not None
+            raw = statistics.of_cast(before, after, axis, self.stats)
+        if _ARRAYS in self.stats:
+            raw |= {"after": values(after)} | ({} if before is None else {"before": before})
+        return raw
+
+    def _send(self, raws: list[Raw], tags: tuple[Tag, ...], tap: Tap, now: Moment) -> jax.Array:
+        """Call the host: once, below vmap and shard_map too, or once a device if arrays go."""
+        if not tags:
+            return jnp.zeros(())
+        device = _device()
+        # Statistics are of all shards; arrays are of one, and each device has its own.
+        shard = device if _ARRAYS in self.stats else {}
+
+        @custom_vmap
+        def send(raws: list[Raw], now: Moment, shard: dict[str, jax.Array]) -> jax.Array:
+            arrays = [{k: x for k, x in raw.items() if k in statistics.ARRAYS} for raw in raws]
+            rest = [{k: x for k, x in raw.items() if k not in statistics.ARRAYS} for raw in raws]
+            words, layout = pack(([statistics.shortened(raw) for raw in rest], now, shard))
+            receive = functools.partial(self._receive, tags, tap, layout)
+            jax.debug.callback(receive, words, arrays)
+            return jnp.zeros(())
+
+        @send.def_vmap
+        def _(lanes: int, batched: Any, raws: list[Raw], now: Moment, shard: Any) -> Any:
+            theirs, own, _ = batched
+            if any(jax.tree.leaves(own)):
+                # Lanes with an index of their own are layers.
+                for lane in range(lanes):
+                    send(*_lane((raws, now, shard), batched, lane))
+                return jnp.zeros(()), False
+            joined = [
+                statistics.of_lanes(raw, each, lanes)
+                for raw, each in zip(raws, theirs, strict=True)
+            ]
+            return send(joined, now, shard), False
+
+        if shard:
+            return send(raws, now, shard)
+        return _on_first(device, lambda: send(raws, now, shard))
+
+    def _receive(self, tags: tuple[Tag, ...], tap: Tap, layout: Any, words: Any, all: Any) -> None:
+        """On the host."""
+        raws, now, shard = unpack(words, layout)
+        index = tuple(now.index)
+        with self._lock:
+            for tag, raw, arrays in zip(tags, raws, all, strict=True):
+                record = Record(
+                    tag=tag,
+                    step=self._step((tag, index, *shard.values()), now),
+                    index=index,
+                    shard=shard,
+                    order=program_order(tag, tap, index),
+                    stats=statistics.numbers(raw, self.stats),
+                    **{name: np.asarray(x) for name, x in arrays.items()},
+                )
+                self._write(record)
+
+    def _write(self, record: Record | Scalar) -> None:
+        for sink in self.sinks:
+            sink.write(record)
+
+    def _step(self, counted: Any, now: Moment) -> int:
+        """The step that is known, or how many records of this kind came before."""
+        step = self._host_step if now.told else now.step
+        if step is not None:
+            return int(step)
+        self._counts[counted] += 1
+        return self._counts[counted] - 1
+
+
+def _as_filter(filter: str | Filter | None, operation: str) -> Filter:
     """A function of a tag.
 
     Raises:
@@ -143,25 +401,125 @@ def as_filter(filter: str | Filter | None, operation: str) -> Filter:
     return filter
 
 
-def scalar(name: str, value: Any) -> None:
-    """Tell a number of a step, such as the loss, to the captures in context.
+def _device() -> dict[str, jax.Array]:
+    """Which device this is, along each axis of shard_map."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return {axis: lax.axis_index(axis) for axis in axes}
 
-    Args:
-      name: what it is.
-      value: a scalar, traced or not. No gradient passes. Below `shard_map` the first device tells
-        its own: sum or average it over devices before.
 
-    Raises:
-      ValueError: not a scalar.
+def _on_first(device: dict[str, jax.Array], run: Callable[[], jax.Array]) -> jax.Array:
+    """Run on the first device."""
+    if not device:
+        return run()
+    first = functools.reduce(jnp.logical_and, [index == 0 for index in device.values()])
+    return lax.cond(first, run, lambda: jnp.zeros(()))
+
+
+def _lane(tree: Any, batched: Any, lane: int) -> Any:
+    return jax.tree.map(lambda x, own: x[lane] if own else x, tree, tuple(batched))
+
+
+class NonFiniteError(FloatingPointError):
+    """A block that was to be quantized has Inf or NaN in it.
+
+    Attributes:
+      record: the first, in the order of the program.
 
     Examples:
-      >>> import jax, mx_jax
-      >>> with mx_jax.inspect.capture() as records:
-      ...     jax.jit(lambda x: mx_jax.inspect.scalar("loss", x * 2))(1.5)
-      >>> print(*(number.value for number in records.scalars["loss"]))
-      3.0
+      >>> from mx_jax.inspect import NonFiniteError, Record, Tag
+      >>> operand = {"side": "lhs", "axis": -1, "format": "mxfp8_e4m3", "rule": "rceil"}
+      >>> tag = Tag(path="head", product="output", **operand)
+      >>> stats = {"nonfinite_blocks": 1, "blocks": 8}
+      >>> raise NonFiniteError(Record(tag=tag, step=7, stats=stats))
+      Traceback (most recent call last):
+      mx_jax.inspect.capture.NonFiniteError: guard: a block must be finite to be quantized, ...
     """
-    if jnp.shape(value) != ():
-        raise ValueError(f"scalar: {name!r} must be a scalar, got shape={jnp.shape(value)}")
-    for watcher in watching.value:
-        watcher.send_scalar(name, lax.stop_gradient(jnp.asarray(value)), moment())
+
+    def __init__(self, record: Record):
+        self.record = record
+        stats, tag = record.stats, record.tag
+        super().__init__(
+            f"guard: a block must be finite to be quantized, got Inf or NaN in "
+            f"nonfinite_blocks={stats['nonfinite_blocks']} of blocks={stats['blocks']} at "
+            f"step={record.step}, in the {tag.tensor} of {tag.product}, path={record.path!r} "
+            f"({tag.format}, {tag.rule}, axis={tag.axis}); look at what comes before it with "
+            "inspect.capture, and lower the learning rate or keep this layer in high precision"
+        )
+
+
+class _FirstNonFinite:
+    """A sink that keeps the first bad record, and stops the program once its step is over."""
+
+    def __init__(self):
+        self.first: Record | None = None
+
+    def write(self, record: Record | Scalar) -> None:
+        if isinstance(record, Scalar):
+            return
+        first = self.first
+        if first is not None and record.step > first.step:
+            raise NonFiniteError(first)
+        if not record.stats["nonfinite_blocks"]:
+            return
+        if first is None or (record.step, record.order) < (first.step, first.order):
+            self.first = record
+
+    def close(self) -> None:
+        """Nothing ends."""
+
+    def check(self, cause: BaseException | None = None) -> None:
+        """Raise the error of a bad record, if there is one."""
+        if self.first is not None:
+            raise NonFiniteError(self.first) from cause
+
+
+class _Guard(Capture):
+    """A capture that raises as soon as a bad step is over, where `at_step` is around it."""
+
+    operation, missing = "guard", "nothing was guarded"
+
+    @contextlib.contextmanager
+    def told(self, step: int) -> Iterator[None]:
+        """A context of a step; its callbacks have run at its end."""
+        with super().told(step):
+            yield
+        for sink in self.sinks:
+            assert isinstance(sink, _FirstNonFinite)
+            sink.check()
+
+
+@contextlib.contextmanager
+def guard(filter: str | Filter | None = None, *, step: Any = None) -> Iterator[None]:
+    """A context that raises at the first block with Inf or NaN in it that is to be quantized.
+
+    Forward products come before their gradients, and the step is over before it raises: so what is
+    named is where it begins, not what is recorded first. With `at_step` around the compiled
+    function that is the end of the bad step. Otherwise the next step is stopped, of which JAX logs
+    an error; or the context raises at its end.
+
+    Args:
+      filter: as `capture` takes it.
+      step: as `capture` takes it; without one, or `at_step`, calls are counted.
+
+    Raises:
+      NonFiniteError: with the record, which has tag and step.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> x = jnp.ones((4, 64)).at[1, 40].set(jnp.inf)
+      >>> with mx_jax.inspect.guard(), mx_jax.inspect.tag("mlp"):
+      ...     _ = mx_jax.matmul(x, jnp.ones((64, 8)), recipe="mxfp8")
+      Traceback (most recent call last):
+      mx_jax.inspect.capture.NonFiniteError: guard: a block must be finite to be quantized, got ...
+    """
+    sink = _FirstNonFinite()
+    try:
+        with _Guard(filter, stats=frozenset({"nonfinite"}), step=step, sinks=(sink,)):
+            yield
+    except NonFiniteError:
+        raise
+    except Exception as error:
+        # JAX wraps what a callback raises in an error of its own.
+        sink.check(error)
+        raise
+    sink.check()

@@ -1,4 +1,4 @@
-"""What is installed here, and who would compute what: the facts behind `python -m mx_jax env`."""
+"""What is installed here, and which backend computes what: `python -m mx_jax env`."""
 
 import importlib.metadata
 import os
@@ -10,16 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from rich.markup import escape
+from rich.table import Table
 
 from mx_jax import recipes
-from mx_jax.backends.calls import (
-    Call,
-    DequantizeCall,
-    MatmulCall,
-    PackCall,
-    QuantizeBothCall,
-    QuantizeCall,
-)
+from mx_jax.backends import calls
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.evidence import sources
 from mx_jax.backends.records import Selection, recording
@@ -51,8 +46,11 @@ def describe() -> dict[str, Any]:
       A dict with the keys `versions`, `system`, `cpu_library`, `variables`, and with `devices`,
       `target`, `backends`, `calls`, or `error` instead where JAX has no device.
     """
+    # The checkout that runs, which need not be what is installed.
+    own = sys.modules[__name__.partition(".")[0]].__version__
+    versions = {"mx_jax": own, "Python": platform.python_version()}
     found: dict[str, Any] = {
-        "versions": _versions(),
+        "versions": versions | {name: importlib.metadata.version(name) for name in _PACKAGES},
         "system": platform.platform(),
         "cpu_library": _cpu_library(),
         "variables": {name: os.environ.get(name) for name in _VARIABLES},
@@ -75,37 +73,25 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
-    # The checkout that runs, which need not be what is installed.
-    own = sys.modules[__name__.partition(".")[0]].__version__
-    others = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    return {"mx_jax": own, "Python": platform.python_version()} | others
-
-
 def _cpu_library() -> dict[str, str | None]:
     loaded = library.load()
-    here = not isinstance(loaded, str)
-    return {
-        "path": str(loaded.path) if here else None,
-        "instruction_set": loaded.isa if here else None,
-        "best_instruction_set": loaded.detected_isa if here else None,
-        "missing": None if here else loaded,
-    }
+    names = ("path", "instruction_set", "best_instruction_set", "missing")
+    if isinstance(loaded, str):
+        return dict(zip(names, (None, None, None, loaded), strict=True))
+    return dict(zip(names, (str(loaded.path), loaded.isa, loaded.detected_isa, None), strict=True))
 
 
 def _backends(selections: dict[str, Selection]) -> list[dict[str, Any]]:
-    named = only_if_named()
-    found = []
+    found, named = [], only_if_named()
     for backend in known_backends():
         reasons = {name: backend.rejects(s.call, s.target) for name, s in selections.items()}
-        found.append(
-            {
-                "name": backend.name,
-                "only_if_named": backend.name in named,
-                "takes": [name for name, reason in reasons.items() if reason is None],
-                "rejects": {name: reason for name, reason in reasons.items() if reason is not None},
-            }
-        )
+        own = {
+            "name": backend.name,
+            "only_if_named": backend.name in named,
+            "takes": [name for name, reason in reasons.items() if reason is None],
+            "rejects": {name: reason for name, reason in reasons.items() if reason is not None},
+        }
+        found.append(own)
     return found
 
 
@@ -120,17 +106,74 @@ def _selections() -> dict[str, Selection]:
     return found
 
 
-def _product(recipe: MatmulRecipe | str) -> tuple[type[Call], Callable[[jax.Array], Any]]:
-    return MatmulCall, lambda x: matmul(x, x, recipe=recipe)
+def _product(recipe: MatmulRecipe | str) -> tuple[type[calls.Call], Callable[[jax.Array], Any]]:
+    return calls.MatmulCall, lambda x: matmul(x, x, recipe=recipe)
 
 
-_EXAMPLES: dict[str, tuple[type[Call], Callable[[jax.Array], Any]]] = {
-    "cast to MXFP8": (QuantizeCall, lambda x: quantize(x, MXFP8_E4M3)),
-    "cast along both axes": (QuantizeBothCall, lambda x: quantize_both(x, MXFP8_E4M3)),
-    "dequantize MXFP8": (DequantizeCall, lambda x: dequantize(quantize(x, MXFP8_E4M3))),
+_EXAMPLES: dict[str, tuple[type[calls.Call], Callable[[jax.Array], Any]]] = {
+    "cast to MXFP8": (calls.QuantizeCall, lambda x: quantize(x, MXFP8_E4M3)),
+    "cast along both axes": (calls.QuantizeBothCall, lambda x: quantize_both(x, MXFP8_E4M3)),
+    "dequantize MXFP8": (calls.DequantizeCall, lambda x: dequantize(quantize(x, MXFP8_E4M3))),
     "bfloat16 x MXFP4": _product(recipes.weight_only(MXFP4)),
-    "pack MXFP4 weights": (PackCall, lambda x: pack_weights(quantize(x, MXFP4))),
+    "pack MXFP4 weights": (calls.PackCall, lambda x: pack_weights(quantize(x, MXFP4))),
     "MXFP8 x MXFP8": _product("mxfp8"),
     "NVFP4 x NVFP4": _product("nvfp4"),
     "float8 x float8, scales by rows": _product("float8_rowwise"),
 }
+
+
+def tables(found: dict[str, Any]) -> list[Table]:
+    """What `describe` found, for people: one table for each kind of facts."""
+    variables = {name: value or "-" for name, value in found["variables"].items()}
+    known = [
+        _pairs("Versions", found["versions"] | {"system": found["system"]}),
+        _pairs("C++ library", _library_rows(found["cpu_library"])),
+        _pairs("Variables", variables),
+    ]
+    if "error" in found:
+        return known
+    by_call = _pairs("Who computes what by default", found["calls"], "call", "backend")
+    return [*known, _pairs("Devices", _device_rows(found)), by_call, _backend_table(found)]
+
+
+def _library_rows(native: dict[str, str | None]) -> dict[str, str]:
+    path, used, best = (native[x] for x in ("path", "instruction_set", "best_instruction_set"))
+    if path is None or used is None:
+        return {"path": "-", "not used, because": f"{native['missing']}"}
+    more = "" if best == used else f", where the machine has {best}"
+    return {"path": path, "instruction set": used + more}
+
+
+def _device_rows(found: dict[str, Any]) -> dict[str, str]:
+    target, rows = found["target"], found["devices"]
+    capability = target["compute_capability"]
+    shown = "" if capability is None else f" {'.'.join(map(str, capability))}"
+    return {f"{row['number']} x {row['kind']}": row["platform"] for row in rows} | {
+        "calls are for": f"{target['platform']}{shown}, num_devices={target['num_devices']}"
+    }
+
+
+def _pairs(title: str, rows: dict[str, str], what: str = "what", value: str = "value") -> Table:
+    table = Table(what, value, title=title, title_justify="left")
+    for row in rows.items():
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _backend_table(found: dict[str, Any]) -> Table:
+    columns = "backend", "asked", "takes", "does not take, because"
+    table = Table(*columns, title="Backends, in order", title_justify="left")
+    for backend in found["backends"]:
+        by_reason: dict[str, list[str]] = {}
+        for call, reason in backend["rejects"].items():
+            by_reason.setdefault(reason, []).append(call)
+        reasons = [f"{', '.join(calls)}: {reason}" for reason, calls in by_reason.items()]
+        if len(by_reason) == 1 and not backend["takes"]:
+            reasons = list(by_reason)
+        table.add_row(
+            backend["name"],
+            "only if named" if backend["only_if_named"] else "by default",
+            ", ".join(backend["takes"]) or "-",
+            escape("\n".join(reasons)) or "-",
+        )
+    return table

@@ -1,21 +1,28 @@
 """A run or a checkpoint as one page."""
 
+import collections
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mx_jax.checkpoint.foreign import read as read_weights
 from mx_jax.checkpoint.safetensors_file import check_apart, replacing
 from mx_jax.checkpoint.weights import Weights
-from mx_jax.inspect.capture_record import from_json
+from mx_jax.inspect.records import Record, Scalar, from_json
 from mx_jax.inspect.report_checkpoint import checkpoint_page
-from mx_jax.inspect.report_run import run_page
+from mx_jax.inspect.report_page import Bad, Histogram, Lines, Sentences, Share, Table, page
 from mx_jax.inspect.sinks import Memory
+from mx_jax.inspect.statistics import HEADED, TABLE, Plot
 from mx_jax.inspect.tensor_facts import facts_of
 
 FilePath = str | os.PathLike[str]
+# Lines, rows and steps that a reader can tell apart.
+_LINES, _ROWS, _STEPS = 12, 30, 12
+# Layers of a scan that a sentence names; of more it says how many.
+_NAMED = 6
 
 
 def report(
@@ -37,7 +44,7 @@ def report(
     values are zero; the exponents of scales; and a table of all tensors.
 
     Args:
-      source: what a capture told, or a file that `Jsonl` wrote; or a checkpoint: what
+      source: what a capture recorded, or a file that `Jsonl` wrote; or a checkpoint: what
         `checkpoint.read` gave, or a file or folder that it reads.
       out: path of the page.
       reference: weights in high precision, for a checkpoint's errors: a checkpoint too, or arrays
@@ -67,16 +74,16 @@ def report(
     if isinstance(source, str | os.PathLike):
         source = read_weights(source) if _is_checkpoint(Path(source)) else read(source)
     if isinstance(source, Weights):
-        page = _of_checkpoint(source, reference, title)
+        text = _of_checkpoint(source, reference, title)
     elif reference is not None:
         raise ValueError(
             "report: a reference belongs to a checkpoint, got the records of a run and "
             f"reference={_named(reference)!r}; what a run lost its records tell: leave it out"
         )
     else:
-        page = _of_run(source, title)
+        text = run_page("Run" if title is None else title, source)
     with replacing(Path(out)) as file:
-        file.write(page.encode())
+        file.write(text.encode())
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -87,12 +94,6 @@ def _is_checkpoint(path: Path) -> bool:
         # safetensors begins with a length in 64 bits, GGUF with a version in 32: neither uses all
         # of its bytes. JSON has no zero bytes.
         return 0 in file.read(8)
-
-
-def _of_run(records: Memory, title: str | None) -> str:
-    if not records.all() and not records.scalars:
-        raise ValueError(f"report: needs records, got none in records={records!r}")
-    return run_page("Run" if title is None else title, records)
 
 
 def _of_checkpoint(
@@ -130,3 +131,180 @@ def read(path: FilePath) -> Memory:
         except ValueError as error:
             raise ValueError(f"report: {path}, line {number}: {error}") from error
     return memory
+
+
+def run_page(title: str, memory: Memory) -> str:
+    """The page of a run as text: what is out of the ordinary, losses, statistics by layer.
+
+    Raises:
+      ValueError: nothing was captured.
+    """
+    found = memory.all()
+    if not found and not memory.scalars:
+        raise ValueError(f"report: needs records, got none in records={memory!r}")
+    sentences = findings(found, memory.scalars)
+    plots = [row.plot for row in TABLE if row.plot is not None]
+    sections = {
+        "Out of the ordinary": [Sentences(sentences) if sentences else "nothing"],
+        "Numbers": _numbers(memory),
+        **{plot.heading: _over_time(found, plot) for plot in plots},
+        "Worst layers": [_worst(found)],
+        "Saturation": _saturation(found),
+        "Scales": _scales(found),
+    }
+    return page(title, _lead(memory, found), sections)
+
+
+def findings(records: Sequence[Record], scalars: Mapping[str, Sequence[Scalar]]) -> list[str]:
+    """Sentences on what a reader should look at, what comes first in the run first.
+
+    Layers of one scan share a sentence: that of the first of them, which names the others. Records
+    and numbers are in the order of the run.
+    """
+    found = [pair for name, own in scalars.items() for pair in _of_numbers(name, own)]
+    sentences: dict[tuple[str, str], tuple[int, str]] = {}
+    layers: dict[tuple[str, str], dict[tuple[int, ...], None]] = {}
+    first: dict[tuple[str, str], dict[str, float]] = collections.defaultdict(dict)
+    for record in records:
+        tag, stats = record.tag, record.stats
+        before = first[record.path, str(tag)]
+        for number, value in stats.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                before.setdefault(number, value)
+        what = f"{record.path}: the {tag.tensor} of {tag.product} ({tag.format})"
+        for row in TABLE:
+            known = row.columns and row.columns[0].number in stats
+            if known and (text := row.finding(stats, before)):
+                group = row.name, tag.path
+                sentence = f"{what} {text}, first at step {record.step}"
+                sentences.setdefault(group, (record.step, sentence))
+                layers.setdefault(group, {})[record.index] = None
+    found += [
+        (step, text + _others([*layers[group]][1:])) for group, (step, text) in sentences.items()
+    ]
+    return [sentence for _, sentence in sorted(found, key=lambda pair: pair[0])]
+
+
+def _others(indices: Sequence[tuple[int, ...]]) -> str:
+    """The layers of the same scan that a sentence holds for too."""
+    if not indices:
+        return ""
+    if len(indices) > _NAMED:
+        return f"; so do {len(indices)} other layers of its scan"
+    names = ", ".join("".join(f"[{number}]" for number in index) for index in sorted(indices))
+    return f"; so do {names}" if len(indices) > 1 else f"; so does {names}"
+
+
+def _of_numbers(name: str, own: Sequence[Scalar]) -> list[tuple[int, str]]:
+    """Steps and sentences: where a number leaves its best, and where it is none."""
+    found = []
+    finite = [number for number in own if math.isfinite(number.value)]
+    if finite:
+        best = min(finite, key=lambda number: number.value)
+        over = [n.step for n in finite if n.step > best.step and n.value > 3 * abs(best.value)]
+        if over:
+            found.append((over[0], f"{name} is three times its best from step {over[0]} on"))
+    broken = next((number.step for number in own if not math.isfinite(number.value)), None)
+    if broken is not None:
+        found.append((broken, f"{name} is not finite from step {broken} on"))
+    return found
+
+
+def _lead(memory: Memory, records: Sequence[Record]) -> str:
+    """How much the page is about."""
+    numbers = (number for own in memory.scalars.values() for number in own)
+    steps = {record.step for record in (*records, *numbers)}
+    names = {_name(record): record.tag.side is None for record in records}
+    products = sum(names.values())
+    span = (
+        f"step {min(steps)}"
+        if len(steps) == 1
+        else f"{len(steps)} steps, {min(steps)} to {max(steps)}"
+    )
+    return f"{span}; {len(names) - products} operands of {products} products"
+
+
+def _numbers(memory: Memory) -> list[Any]:
+    blocks: list[Any] = []
+    for name, own in memory.scalars.items():
+        points = sorted((number.step, number.value) for number in own)
+        blocks.append(Lines({name: points}, name))
+        broken = sum(not math.isfinite(number.value) for number in own)
+        if broken:
+            blocks.append(Bad(f"{name}: {broken} of {len(own)} are not finite"))
+    return blocks or ["none; inspect.scalar records them"]
+
+
+def _name(record: Record) -> str:
+    call = f" call {record.tag.call}" if record.tag.call else ""
+    return f"{record.path} {record.tag.product} {record.tag.tensor}{call}"
+
+
+def _over_time(records: Sequence[Record], plot: Plot) -> list[Any]:
+    """The lines of those that are worst at their worst."""
+    series: dict[str, list[tuple[int, float]]] = collections.defaultdict(list)
+    for record in records:
+        if plot.number in record.stats:
+            series[_name(record)].append((record.step, record.stats[plot.number]))
+    if not series:
+        return ["not captured"]
+
+    def worst(name: str) -> float:
+        return min((plot.sign * v for _, v in series[name] if math.isfinite(v)), default=math.inf)
+
+    shown = sorted(series, key=worst)[:_LINES]
+    drawn = Lines({name: series[name] for name in shown}, plot.unit)
+    return [f"the {len(shown)} worst of {len(series)}", drawn]
+
+
+def _worst(records: Sequence[Record]) -> Table:
+    """Operands by the lowest SQNR that they had."""
+    lowest: dict[str, Record] = {}
+    for record in records:
+        sqnr = record.stats.get("sqnr_db", math.nan)
+        if not math.isnan(sqnr) and record.tag.side is not None:
+            known = lowest.get(_name(record))
+            if known is None or sqnr < known.stats["sqnr_db"]:
+                lowest[_name(record)] = record
+    ranked = sorted(lowest.items(), key=lambda pair: pair[1].stats["sqnr_db"])[:_ROWS]
+    rows = [
+        (
+            name,
+            f"{record.tag.format} ({record.tag.rule})",
+            str(record.step),
+            *(column.text(record.stats, 4) for column in HEADED),
+            ", ".join(f"{i}: {amax:.3g}" for i, amax in record.stats.get("channels", [])[:3]),
+        )
+        for name, record in ranked
+    ]
+    heads = ("operand", "format", "step", *(column.heading for column in HEADED))
+    return Table((*heads, "largest channels"), rows)
+
+
+def _saturation(records: Sequence[Record]) -> list[Any]:
+    """A map: operands by steps, those first that saturate most."""
+    found: dict[str, dict[int, float]] = collections.defaultdict(dict)
+    for record in records:
+        if "saturation" in record.stats:
+            found[_name(record)][record.step] = record.stats["saturation"]
+    if not found:
+        return ["not captured"]
+    steps = sorted({step for own in found.values() for step in own})
+    steps = sorted({steps[round(i * (len(steps) - 1) / (_STEPS - 1))] for i in range(_STEPS)})
+    ranked = sorted(found, key=lambda name: -max(found[name].values()))[:_ROWS]
+    rows = [
+        (name, *(Share(found[name][s]) if s in found[name] else "" for s in steps))
+        for name in ranked
+    ]
+    table = Table(("operand", *map(str, steps)), rows, left=1)
+    return ["% of values, by step", table]
+
+
+def _scales(records: Sequence[Record]) -> list[Any]:
+    last = {_name(record): record for record in records if record.tag.side is not None}
+    rows = [
+        (name, record.tag.format, Histogram(record.stats["scales"]))
+        for name, record in sorted(last.items())
+        if record.stats.get("scales")
+    ][: 3 * _ROWS]
+    return ["at the last step", Table(("operand", "format", "exponents"), rows)]

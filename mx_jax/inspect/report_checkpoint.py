@@ -1,14 +1,13 @@
 """The page of a checkpoint: error by tensor, worst tensors, saturation, zeros, scales."""
 
 import collections
-import html
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from mx_jax.inspect.report_page import bad, dim, histogram, page, table, told
-from mx_jax.inspect.report_plots import cells, lines
+from mx_jax.inspect.report_page import Bad, Histogram, Lines, Sentences, Share, Table, page
 from mx_jax.inspect.tensor_facts import TensorFacts, size
 
 # What a reader can tell apart: lines, rows, sentences, and columns of a map with numbers in them.
@@ -17,36 +16,33 @@ _LINES, _ROWS, _SENTENCES, _COLUMNS = 12, 30, 60, 12
 _LOST_DB, _MORE_ZEROS = 6.0, 0.2
 # A number that is a part of a path: layers.3.up, Dense_3, blk.3.attn_q.
 _NUMBER = re.compile(r"(?<![^./_])\d+(?![^./_])")
+# The column of a map for tensors of no layer, before all others.
+_NO_LAYER = -1
 _HEADS = ("tensor", "format", "shape", "size", "bits", "amax", "zeros %", "at limit %", "SQNR dB")
 
 
 def checkpoint_page(title: str, found: Sequence[TensorFacts], reference: str | None = None) -> str:
-    """The page as text.
-
-    Args:
-      title: what was looked at.
-      found: its tensors.
-      reference: what they were compared with; None: with nothing.
-    """
+    """The page of tensors as text, and what they were compared with, if anything."""
     plural = "tensor" if len(found) == 1 else "tensors"
     lead = f"{len(found)} {plural}, {size(sum(facts.nbytes for facts in found))}"
-    if reference is not None:
+    compared = reference is not None
+    if compared:
         count = sum(facts.sqnr_db is not None for facts in found)
         lead += f"; {count} compared with those of the same name in {reference}"
-    compared = reference is not None
     quantized = [facts for facts in found if facts.scales is not None]
     limit, zeros = "codes with the largest magnitude of their format", "values that are zero"
+    sentences = _findings(found)
     sections = {
-        "Out of the ordinary": told(_findings(found)),
-        "Formats": _formats(found),
+        "Out of the ordinary": [Sentences(sentences) if sentences else "nothing"],
+        "Formats": [_formats(found)],
         "Error by tensor": _errors(found, compared),
         "Worst tensors": _worst(found, compared),
         "Saturation": _map(quantized, lambda facts: facts.look.saturated, limit),
         "Zeros": _map(found, _zeros, zeros),
         "Scales": _scales(quantized),
-        "Tensors": _tensors(found),
+        "Tensors": [_tensors(found)],
     }
-    return page(title, sections, lead=f"<p>{html.escape(lead)}</p>\n")
+    return page(title, lead, sections)
 
 
 def place_of(name: str) -> tuple[str, int | None]:
@@ -107,7 +103,7 @@ def _medians(
     return {kept: statistics.median(values) for kept, values in own.items()}
 
 
-def _formats(found: Sequence[TensorFacts]) -> str:
+def _formats(found: Sequence[TensorFacts]) -> Table:
     own: dict[str, list[TensorFacts]] = collections.defaultdict(list)
     for facts in found:
         own[facts.kept_as].append(facts)
@@ -115,16 +111,16 @@ def _formats(found: Sequence[TensorFacts]) -> str:
     for kept, group in own.items():
         nbytes = sum(facts.nbytes for facts in group)
         elements = sum(math.prod(facts.shape) for facts in group)
-        texts = (kept, str(len(group)), f"{elements:,}", size(nbytes))
+        bits = f"{nbytes * 8 / max(1, elements):.4g}"
         median = f"{usual[kept]:.2f}" if kept in usual else ""
-        rows.append((*map(html.escape, texts), f"{nbytes * 8 / max(1, elements):.4g}", median))
-    return table(("format", "tensors", "values", "size", "bits", "median SQNR dB"), rows, left=1)
+        rows.append((kept, len(group), f"{elements:,}", size(nbytes), bits, median))
+    return Table(("format", "tensors", "values", "size", "bits", "median SQNR dB"), rows, left=1)
 
 
-def _errors(found: Sequence[TensorFacts], compared: bool) -> str:
+def _errors(found: Sequence[TensorFacts], compared: bool) -> list[Any]:
     """A line for each kind of tensor along the layers: those that are worst at their worst."""
     if not compared:
-        return dim("no reference was given: reference= of weights in high precision gives it")
+        return ["no reference was given: reference= of weights in high precision gives it"]
     series: dict[str, dict[int, float]] = collections.defaultdict(dict)
     for facts in found:
         kind, layer = place_of(facts.name)
@@ -132,84 +128,73 @@ def _errors(found: Sequence[TensorFacts], compared: bool) -> str:
             # Of experts, say, the worst.
             series[kind][layer] = min(series[kind].get(layer, math.inf), sqnr)
     same = sum(facts.sqnr_db == math.inf for facts in found)
-    unchanged = dim(f"{same} of {len(found)} tensors are equal to the reference") if same else ""
+    unchanged = [f"{same} of {len(found)} tensors are equal to the reference"] if same else []
     if not series:
-        return dim("no tensor with an error has a layer's number in its name") + unchanged
+        return ["no tensor with an error has a layer's number in its name", *unchanged]
     shown = sorted(series, key=lambda kind: min(series[kind].values()))[:_LINES]
-    left = dim(f"SQNR by layer; {len(shown)} of {len(series)} kinds of tensors, the worst first")
-    plot = lines({kind: sorted(series[kind].items()) for kind in shown}, "dB", along="layer")
-    return left + plot + unchanged
+    note = f"SQNR by layer; {len(shown)} of {len(series)} kinds of tensors, the worst first"
+    plot = Lines({kind: sorted(series[kind].items()) for kind in shown}, "dB", along="layer")
+    return [note, plot, *unchanged]
 
 
-def _worst(found: Sequence[TensorFacts], compared: bool) -> str:
+def _worst(found: Sequence[TensorFacts], compared: bool) -> list[Any]:
     """Tensors by the lowest SQNR."""
     if not compared:
-        return dim("no reference was given")
+        return ["no reference was given"]
     lost = [(sqnr, f) for f in found if (sqnr := f.sqnr_db) is not None and sqnr < math.inf]
     ranked = sorted(lost, key=lambda pair: pair[0])[:_ROWS]
     if not ranked:
-        return dim("nothing was compared, or nothing differs")
-    rows = [tuple(map(html.escape, facts.texts(""))) for _, facts in ranked]
-    return dim(f"the lowest SQNR; {len(ranked)} of {len(lost)} that differ") + table(
-        _HEADS, rows, left=3
-    )
+        return ["nothing was compared, or nothing differs"]
+    note = f"the lowest SQNR; {len(ranked)} of {len(lost)} that differ"
+    return [note, Table(_HEADS, [facts.texts("") for _, facts in ranked], left=3)]
 
 
-def _map(found: Sequence[TensorFacts], share: Callable[[TensorFacts], float], what: str) -> str:
+def _map(
+    found: Sequence[TensorFacts], share: Callable[[TensorFacts], float], what: str
+) -> list[Any]:
     """Kinds of tensors by layers, those first that have most; of experts, say, the largest."""
-    places: dict[str, dict[int | None, float]] = collections.defaultdict(dict)
+    places: dict[str, dict[int, float]] = collections.defaultdict(dict)
     for facts in found:
         kind, layer = place_of(facts.name)
-        places[kind][layer] = max(places[kind].get(layer, 0.0), share(facts))
+        column = _NO_LAYER if layer is None else layer
+        places[kind][column] = max(places[kind].get(column, 0.0), share(facts))
     if not places:
-        return dim("nothing is quantized")
-    layers = _in_order({layer for own in places.values() for layer in own})
+        return ["nothing is quantized"]
+    layers = sorted({layer for own in places.values() for layer in own})
     ranked = sorted(places, key=lambda kind: -max(places[kind].values()))[:_ROWS]
     numbers = len(layers) <= _COLUMNS
     rows = [
-        (html.escape(kind), *cells([places[kind].get(layer) for layer in layers], numbers))
+        (kind, *(Share(own[layer], numbers) if layer in own else "" for layer in layers))
         for kind in ranked
+        for own in (places[kind],)
     ]
-    heads = ("kind", *("-" if layer is None else str(layer) for layer in layers))
-    drawn = table(heads, rows, left=1)
-    left = f"% of {what}, by layer; {len(ranked)} of {len(places)} kinds of tensors"
-    return dim(left) + (drawn if numbers else f'<div class="narrow">{drawn}</div>')
+    heads = ("kind", *("-" if layer == _NO_LAYER else str(layer) for layer in layers))
+    note = f"% of {what}, by layer; {len(ranked)} of {len(places)} kinds of tensors"
+    return [note, Table(heads, rows, left=1, narrow=not numbers)]
 
 
-def _in_order(layers: Iterable[int | None]) -> list[int | None]:
-    return sorted(layers, key=lambda layer: -1 if layer is None else layer)
-
-
-def _scales(found: Sequence[TensorFacts]) -> str:
+def _scales(found: Sequence[TensorFacts]) -> list[Any]:
     """Histograms of each kind of tensor, over its layers."""
     kinds: dict[tuple[str, str], list[TensorFacts]] = collections.defaultdict(list)
     for facts in found:
         kinds[place_of(facts.name)[0], facts.kept_as].append(facts)
-    rows = [
-        (html.escape(kind), html.escape(kept), str(len(group)), _histogram(group))
-        for (kind, kept), group in kinds.items()
-    ]
-    if not rows:
-        return dim("nothing is quantized")
-    shown = rows[: 3 * _ROWS]
-    left = f"blocks by the power of two of their scale; {len(shown)} of {len(rows)} kinds"
-    return dim(left) + table(("kind", "format", "tensors", "exponents"), shown)
+    if not kinds:
+        return ["nothing is quantized"]
+    rows = []
+    for (kind, kept), group in list(kinds.items())[: 3 * _ROWS]:
+        counts = sum((collections.Counter(facts.scales) for facts in group), collections.Counter())
+        rows.append((kind, kept, len(group), Histogram(counts)))
+    note = f"blocks by the power of two of their scale; {len(rows)} of {len(kinds)} kinds"
+    return [note, Table(("kind", "format", "tensors", "exponents"), rows)]
 
 
-def _histogram(group: Sequence[TensorFacts]) -> str:
-    counts: Mapping[int, int] = sum(
-        (collections.Counter(facts.scales) for facts in group), collections.Counter()
-    )
-    return histogram(counts) if counts else ""
-
-
-def _tensors(found: Sequence[TensorFacts]) -> str:
+def _tensors(found: Sequence[TensorFacts]) -> Table:
     rows = [
         (
-            *map(html.escape, facts.texts("")),
-            histogram(facts.scales) if facts.scales else "",
-            bad("; ".join(facts.look.warnings)),
+            *facts.texts(""),
+            Histogram(facts.scales) if facts.scales else "",
+            Bad("; ".join(facts.look.warnings)) if facts.look.warnings else "",
         )
         for facts in found
     ]
-    return table((*_HEADS, "scales", "out of the ordinary"), rows, left=3)
+    return Table((*_HEADS, "scales", "out of the ordinary"), rows, left=3)

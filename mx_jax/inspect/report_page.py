@@ -1,117 +1,164 @@
-"""Pages of reports: one file, light and dark, nothing fetched, no script."""
+"""Pages of reports, filled into `report_page.html`: one file, light and dark, nothing fetched.
 
-import html
-import string
+A page is sections of blocks: a `str` is a note, and the classes here are all others. The template
+draws them by their `kind`, and escapes all texts.
+"""
+
+import dataclasses
+import functools
+import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
-_PAGE = string.Template("""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>$title</title>
-<style>
-:root { color-scheme: light dark; --text: #222; --page: #fff; --line: #ddd; --bar: #4571a8;
-  --dim: #666; --bad: #b00; --cell: 176, 0, 0; }
-@media (prefers-color-scheme: dark) { :root { --text: #ddd; --page: #181a1d; --line: #3a3d42;
-  --bar: #7aa7dd; --dim: #9aa0a6; --bad: #ff7a70; --cell: 255, 110, 100; } }
-body { font: 14px/1.4 system-ui, sans-serif; margin: 2em; color: var(--text);
-  background: var(--page); }
-h1 { font-size: 1.2em; }
-h2 { font-size: 1.05em; margin-top: 2em; }
-table { border-collapse: collapse; }
-th, td { padding: 0.25em 0.8em; text-align: right; border-bottom: 1px solid var(--line); }
-th { position: sticky; top: 0; background: var(--page); }
-.left1 :is(th, td):nth-child(-n+1), .left2 :is(th, td):nth-child(-n+2),
-.left3 :is(th, td):nth-child(-n+3) { text-align: left; }
-td:not(:last-child) { white-space: nowrap; }
-.narrow { overflow-x: auto; }
-.narrow :is(th, td):nth-child(n+2) { padding: 0.25em 1px; min-width: 1.4em; text-align: center; }
-.narrow td div { height: 1.3em; }
-.dim { color: var(--dim); }
-.bad { color: var(--bad); font-weight: bold; }
-rect { fill: var(--bar); }
-text { font-size: 9px; fill: var(--dim); }
-.plot text { font-size: 11px; }
-.plot line { stroke: var(--line); }
-.plot polyline { fill: none; stroke-width: 1.5; }
-.key { display: inline-block; margin-right: 1em; }
-</style>
-</head>
-<body>
-<h1>$title</h1>
-$body
-</body>
-</html>
-""")
-# Of a histogram, in pixels.
-_BAR, _HEIGHT, _MARGIN, _WIDEST = 10, 36, 12, 400
 # Exponents of scales that say nothing of how large values are.
 _ENDS = {-127: "at 2^-127, as zeros are", 128: "with NaN"}
+# Of the bars of a histogram, in pixels.
+_BAR, _BAR_HEIGHT, _WIDEST = 10, 36, 400
+# Tells twelve lines apart on light pages and on dark ones; neighbours are far from each other.
+_COLORS = [f"hsl({(210 + 150 * number) % 360}, 60%, 50%)" for number in range(12)]
 
 
-def page(title: str, sections: Mapping[str, str], lead: str = "") -> str:
-    """A page as text.
+def page(title: str, lead: str, sections: Mapping[str, Sequence[Any]]) -> str:
+    """A page as text: a title, a line below it, and blocks by headings."""
+    return _template().render(title=title, lead=lead, sections=sections).lstrip()
 
-    Args:
-      title: plain text.
-      sections: HTML by headings in plain text.
-      lead: HTML above them.
+
+@functools.cache
+def _template() -> Any:
+    import jinja2  # only those who write a page wait for it
+
+    text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sentences:
+    """A numbered list."""
+
+    kind: ClassVar = "sentences"
+    sentences: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bad:
+    """A text that is out of the ordinary: a block or a cell."""
+
+    kind: ClassVar = "bad"
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table: cells are texts, `Bad`, `Share` or `Histogram`; so many columns are aligned to the
+    left, and narrow ones are no wider than they must be."""
+
+    kind: ClassVar = "table"
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    left: int = 2
+    narrow: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A cell of a map, darker where a share is larger: 0 to 1, on a scale of roots. The per cents
+    are in it, or only beneath the pointer."""
+
+    kind: ClassVar = "share"
+    value: float
+    numbers: bool = True
+
+    @property
+    def depth(self) -> float:
+        """Of the color."""
+        return math.sqrt(min(max(self.value, 0), 1)) if math.isfinite(self.value) else 1
+
+    @property
+    def text(self) -> str:
+        """Two digits, as `0.25`, `8.1`, `42` and `100`."""
+        number = 100 * self.value
+        return "" if not self.numbers else f"{number:.2g}" if number < 10 else f"{number:.0f}"
+
+
+class Histogram:
+    """A cell: bars from the smallest power of two to the largest, and in words what is no power of
+    two: blocks of zeros, which have the least scale, and blocks with NaN."""
+
+    kind: ClassVar = "histogram"
+
+    def __init__(self, counts: Mapping[int, int]):
+        own = sorted(counts.items())
+        inside = [(e, n) for e, n in own if e not in _ENDS]
+        self.ends = ", ".join(f"{n} {_ENDS[e]}" for e, n in own if e in _ENDS)
+        self.bars: list[dict[str, Any]] = []
+        if inside:
+            first, span = inside[0][0], inside[-1][0] - inside[0][0] + 1
+            most = max(n for _, n in inside)
+            self.step = min(_BAR, max(2, _WIDEST // span))
+            self.width = max(span * self.step, 70)
+            for e, n in inside:
+                height = max(1.0, n / most * _BAR_HEIGHT)
+                bar = {"exponent": e, "count": n, "x": (e - first) * self.step, "height": height}
+                self.bars.append(bar)
+
+
+class Lines:
+    """Lines over steps, with what each is called below; what is not finite is a gap.
+
+    The axis is logarithmic where all values are positive and the largest is over 100 times the
+    smallest.
     """
-    body = "\n".join(
-        f"<h2>{html.escape(name)}</h2>\n{content}" for name, content in sections.items()
-    )
-    return _PAGE.substitute(title=html.escape(title), body=f"{lead}{body}")
 
+    kind: ClassVar = "lines"
+    WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 234, 64, 712, 22, 210
 
-def dim(text: str) -> str:
-    """A paragraph of plain text that is no news, as HTML."""
-    return f'<p class="dim">{html.escape(text)}</p>'
+    def __init__(
+        self, series: Mapping[str, Sequence[tuple[int, float]]], unit: str, along: str = "step"
+    ):
+        self.unit, self.along = unit, along
+        self.named = list(series) != [unit]
+        self.drawn: list[tuple[str, str, list[Any]]] = []
+        points = [point for own in series.values() for point in own if math.isfinite(point[1])]
+        if not points:
+            return
+        self.first, self.last = min(step for step, _ in points), max(step for step, _ in points)
+        low, high = min(value for _, value in points), max(value for _, value in points)
+        self._logarithmic = low > 0 and high > 100 * low
+        if low == high:
+            # One value has an axis around it, in its own size.
+            around = abs(low) / 2 or 1.0
+            low, high = low - around, high + around
+        self._low, self._high = self._scaled(low), self._scaled(high)
+        self.drawn = [
+            (name, _COLORS[number % len(_COLORS)], self._runs(own))
+            for number, (name, own) in enumerate(series.items())
+        ]
 
+    @property
+    def ticks(self) -> list[tuple[float, float]]:
+        """Five lines across, with their values."""
+        found = []
+        for share in (0, 0.25, 0.5, 0.75, 1):
+            value = self._high + share * (self._low - self._high)
+            y = self.TOP + share * (self.BOTTOM - self.TOP)
+            found.append((y, 10.0**value if self._logarithmic else value))
+        return found
 
-def told(sentences: Sequence[str]) -> str:
-    """A list of sentences in plain text, as HTML."""
-    if not sentences:
-        return dim("nothing")
-    return "<ol>" + "".join(f"<li>{html.escape(text)}</li>" for text in sentences) + "</ol>"
+    def _scaled(self, value: float) -> float:
+        return math.log10(value) if self._logarithmic else value
 
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 2) -> str:
-    """A table; heads are plain text, cells are HTML; so many columns are aligned to the left."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
-    lines = ("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    body = "\n".join(lines)
-    head = f"<thead><tr>{head}</tr></thead>"
-    return f'<table class="left{left}">\n{head}\n<tbody>\n{body}\n</tbody>\n</table>'
-
-
-def bad(text: str) -> str:
-    """Plain text that is out of the ordinary, as HTML; none where there is none."""
-    return f'<span class="bad">{html.escape(text)}</span>' if text else ""
-
-
-def histogram(counts: Mapping[int, int]) -> str:
-    """Bars from the smallest power of two to the largest, and in words what is no power of two:
-    blocks of zeros, which have the least scale, and blocks with NaN."""
-    bars = {e: n for e, n in counts.items() if e not in _ENDS}
-    ends = ", ".join(f"{n} {_ENDS[e]}" for e, n in sorted(counts.items()) if e in _ENDS)
-    drawn = _bars(bars) if bars else ""
-    return f'{drawn}<div class="dim">{ends}</div>' if ends else drawn
-
-
-def _bars(counts: Mapping[int, int]) -> str:
-    first, last, most = min(counts), max(counts), max(counts.values())
-    step = min(_BAR, max(2, _WIDEST // (last - first + 1)))
-    width = max((last - first + 1) * step, 70)
-    bars = "".join(
-        f'<rect x="{(e - first) * step}" y="{_HEIGHT - height:.1f}" width="{step - 1}" '
-        f'height="{height:.1f}"><title>2^{e}: {n}</title></rect>'
-        for e, n in sorted(counts.items())
-        for height in (max(1.0, n / most * _HEIGHT),)
-    )
-    return (
-        f'<svg width="{width}" height="{_HEIGHT + _MARGIN}">{bars}'
-        f'<text x="0" y="{_HEIGHT + _MARGIN - 2}">2^{first}</text>'
-        f'<text x="{width}" y="{_HEIGHT + _MARGIN - 2}" text-anchor="end">2^{last}</text></svg>'
-    )
+    def _runs(self, points: Sequence[tuple[int, float]]) -> list[list[Any]]:
+        """Points in a row that are finite: places, step and value."""
+        runs: list[list[Any]] = [[]]
+        for step, value in points:
+            if math.isfinite(value):
+                right = (step - self.first) / max(self.last - self.first, 1)
+                down = (self._high - self._scaled(value)) / (self._high - self._low)
+                x = self.LEFT + right * (self.RIGHT - self.LEFT)
+                y = self.TOP + down * (self.BOTTOM - self.TOP)
+                runs[-1].append((x, y, step, value))
+            else:
+                runs.append([])
+        return [run for run in runs if run]

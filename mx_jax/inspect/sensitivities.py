@@ -1,24 +1,226 @@
 """Which layers bear which format: one layer at a time, and the best choice under a budget."""
 
+import dataclasses
 import functools
+import itertools
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.table import Table
 
-from mx_jax.formats import block_format
-from mx_jax.inspect.budget import Budget, best_choice
-from mx_jax.inspect.gradients import path_name
-from mx_jax.inspect.sensitivity_table import Candidate, Sensitivity
+from mx_jax.formats import BlockFormat, block_format
+from mx_jax.inspect.bias import path_name
+from mx_jax.inspect.tables import aligned, rich_table
 from mx_jax.ops.quantize import cast
 from mx_jax.recipes import weight_only
 
+R = TypeVar("R")
 # Rounds of a tighter limit, until the loss that is really there fits.
 _ROUNDS = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a choice of formats may cost: one of three limits.
+
+    Attributes:
+      bytes: of all layers that are chosen for, together.
+      bits: the same as an average over their parameters, scales included: 4.5 allows some layers
+        eight bits where the others have four.
+      loss: how far the mean loss may rise, in the loss's own units.
+
+    Raises:
+      ValueError: none of the limits, several, or one that is not positive.
+
+    Examples:
+      >>> import mx_jax
+      >>> mx_jax.inspect.Budget(bits=4.5).bits
+      4.5
+    """
+
+    bytes: float | None = None
+    bits: float | None = None
+    loss: float | None = None
+
+    def __post_init__(self):
+        limits = {name: value for name, value in vars(self).items() if value is not None}
+        if len(limits) != 1 or not min(limits.values()) > 0:
+            shown = ", ".join(f"{name}={value}" for name, value in limits.items()) or "none"
+            raise ValueError(
+                "Budget: needs exactly one of bytes, bits and loss, a positive number, got "
+                f"{shown}; e.g. Budget(bits=4.5)"
+            )
+
+    def __str__(self) -> str:
+        if self.loss is not None:
+            return f"loss may rise by {self.loss:g}"
+        if self.bits is not None:
+            return f"{self.bits:g} bits a parameter"
+        return f"{self.bytes:,.0f} bytes"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One layer in one format, while everything else stays as it is.
+
+    Attributes:
+      layer: name of the parameter, joined by `/`.
+      shape: its own.
+      format: None: as it is.
+      bytes: codes and scales.
+      increase: of the mean loss.
+      deviation: standard error of the increase over batches; None of a single batch.
+    """
+
+    layer: str
+    shape: tuple[int, ...]
+    format: BlockFormat | None
+    bytes: int
+    increase: float
+    deviation: float | None
+
+    @property
+    def name(self) -> str:
+        """The format's."""
+        return "as it is" if self.format is None else self.format.name
+
+    @property
+    def pattern(self) -> str:
+        """What a rule has to match: the layer's path, with or without the parameter's name."""
+        path = re.sub(r"^params/", "", self.layer)
+        layer, slash, last = path.rpartition("/")
+        return f"{re.escape(layer)}(/{re.escape(last)})?" if slash else re.escape(path)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """Loss increases by layer and format, and the best choice under a budget. Print it.
+
+    Attributes:
+      rows: every layer in every format, and as it is.
+      choices: the row that was chosen of each layer.
+      budget: what the choice had to keep.
+      loss: mean loss before.
+      increase: of the mean loss with the whole choice, as computed.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from mx_jax.inspect import Budget, sensitivity
+      >>> params = {"up": {"kernel": jnp.ones((64, 8))}}
+      >>> loss = lambda params, batch: params["up"]["kernel"].sum()
+      >>> found = sensitivity(loss, params, [None], ["mxfp4", "mxint8"], budget=Budget(bits=5))
+      >>> found.chosen, found.bytes
+      ({'up/kernel': 'mxfp4'}, 272)
+      >>> print(found.toml().partition("[[rule]]")[2].strip())
+      pattern = "up(/kernel)?"
+      format = "mxfp4"
+    """
+
+    rows: tuple[Candidate, ...]
+    choices: tuple[Candidate, ...]
+    budget: Budget
+    loss: float
+    increase: float
+
+    @property
+    def chosen(self) -> dict[str, str | None]:
+        """The name of each layer's format; None: as it is."""
+        return {own.layer: own.format and own.format.name for own in self.choices}
+
+    @property
+    def bytes(self) -> int:
+        """Of all layers as chosen."""
+        return sum(own.bytes for own in self.choices)
+
+    @property
+    def sum_of_increases(self) -> float:
+        """What the increases of single layers add up to; `increase` is what is really there."""
+        return sum(own.increase for own in self.choices)
+
+    def rules(self, make: Callable[[str, Any], R]) -> list[R]:
+        """The choice as rules of conversion, one a layer; all others stay as they are.
+
+        Args:
+          make: `convert.Rule`, called with a pattern and a recipe, or None.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp
+          >>> from mx_jax import convert
+          >>> from mx_jax.inspect import Budget, sensitivity
+          >>> params = {"up": {"kernel": jnp.ones((64, 8))}}
+          >>> loss = lambda params, batch: jax.tree.leaves(params)[0].sum()
+          >>> found = sensitivity(loss, params, [None], ["mxfp4"], budget=Budget(bits=5))
+          >>> print(convert.weights_report(params, found.rules(convert.Rule)))
+          layer  type     kernel  rule  recipe
+          up     Unknown  64x8    0     weight_only(mxfp4)
+          1 of 1 layers converted
+        """
+        return [
+            make(own.pattern, None if own.format is None else weight_only(own.format))
+            for own in self.choices
+        ]
+
+    def toml(self) -> str:
+        """The choice as a file of rules for `python -m mx_jax quantize --rules`."""
+        lines = [f"# Chosen by mx_jax.inspect.sensitivity: {self.summary}"]
+        for own in self.choices:
+            what = (
+                "skip = true" if own.format is None else f"format = {json.dumps(own.format.name)}"
+            )
+            lines += ["", "[[rule]]", f"pattern = {json.dumps(own.pattern)}", what]
+        return "\n".join([*lines, ""])
+
+    def write(self, path: Path | str) -> None:
+        """Write `toml` to a file."""
+        Path(path).write_text(self.toml())
+
+    @property
+    def summary(self) -> str:
+        """The budget, and what the choice costs."""
+        bits = 8 * self.bytes / sum(math.prod(own.shape) for own in self.choices)
+        alone = f"single layers: {self.sum_of_increases:.3g}"
+        return (
+            f"budget: {self.budget}; {self.bytes:,} bytes, {bits:.3g} bits a parameter; "
+            f"loss {self.loss:.4g} rises by {self.increase:.3g} ({alone})"
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([aligned([self._heads(), *self._cells()]), self.summary])
+
+    def __rich__(self) -> Table:
+        title = "Loss increase, one layer at a time"
+        return rich_table(title, self._heads(), self._cells(), self.summary)
+
+    def _heads(self) -> tuple[str, ...]:
+        return ("layer", "shape", *self._formats(), "chosen")
+
+    def _formats(self) -> list[str]:
+        return list(dict.fromkeys(row.name for row in self.rows if row.format is not None))
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        """A line for each layer, the one that minds most first."""
+        known = {(row.layer, row.name): row for row in self.rows}
+        lines = []
+        for own in self.choices:
+            rows = [known[own.layer, name] for name in self._formats()]
+            shape = "x".join(map(str, own.shape))
+            # By NaN nothing can be sorted, and a layer whose loss is NaN minds most.
+            increases = (row.increase for row in rows)
+            worst = max((x if math.isfinite(x) else math.inf for x in increases), default=0.0)
+            lines.append((worst, (own.layer, shape, *map(_shown, rows), own.name)))
+        return [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
+
+
+def _shown(row: Candidate) -> str:
+    deviation = "" if row.deviation is None else f" ± {row.deviation:.1g}"
+    return f"{row.increase:+.2g}{deviation}"
 
 
 def sensitivity(
@@ -78,7 +280,14 @@ def sensitivity(
     if not batches:
         raise ValueError("sensitivity: needs at least one batch, got none")
     weights = _weights(params, layers, axis, scanned)
-    run = functools.partial(_losses, jax.jit(loss), params, batches)
+    compiled = jax.jit(loss)
+    leaves, tree = jax.tree.flatten_with_path(params)
+
+    def run(changed: dict[str, jax.Array]) -> np.ndarray:
+        """The loss of each batch, with some parameters changed."""
+        own = jax.tree.unflatten(tree, [changed.get(path_name(path), x) for path, x in leaves])
+        return np.array([float(compiled(own, batch)) for batch in batches])
+
     before = run({})
     if not np.isfinite(before).all():
         raise ValueError(
@@ -86,16 +295,31 @@ def sensitivity(
             f"loss={', '.join(f'{loss:g}' for loss in before)}; take parameters from before it "
             "diverged"
         )
-    formats = (formats,) if isinstance(formats, str) else formats
-    rows = [
-        _candidate(name, leaf, format, run, before, axis)
-        for name, leaf in weights.items()
-        for format in (*map(block_format, formats), None)
-    ]
-    by_layer = {name: [row for row in rows if row.layer == name] for name in weights}
-    chosen, after = _choose(by_layer, budget, lambda own: run(_cast(weights, own, axis)) - before)
+
+    def candidate(name: str, leaf: jax.Array, format: BlockFormat | None) -> Candidate:
+        """One layer in one format, everything else as it is."""
+        row = functools.partial(Candidate, layer=name, shape=tuple(leaf.shape), format=format)
+        if format is None:
+            return row(bytes=leaf.size * leaf.dtype.itemsize, increase=0.0, deviation=0.0)
+        increase = run({name: _as_held(leaf, format, axis)}) - before
+        n = len(increase)
+        return row(
+            bytes=math.ceil(leaf.size * format.bits_per_element / 8),
+            increase=float(increase.mean()),
+            deviation=float(increase.std(ddof=1)) / math.sqrt(n) if n > 1 else None,
+        )
+
+    formats = (*map(block_format, (formats,) if isinstance(formats, str) else formats), None)
+    rows = [[candidate(name, leaf, own) for own in formats] for name, leaf in weights.items()]
+
+    def increase(chosen: Sequence[Candidate]) -> np.ndarray:
+        """How far the loss of each batch rises with a choice."""
+        quantized = {own.layer: own.format for own in chosen if own.format is not None}
+        return run({x: _as_held(weights[x], own, axis) for x, own in quantized.items()}) - before
+
+    chosen, after = _choose(rows, budget, increase)
     return Sensitivity(
-        rows=tuple(rows),
+        rows=tuple(itertools.chain.from_iterable(rows)),
         choices=tuple(chosen),
         budget=budget,
         loss=float(before.mean()),
@@ -127,18 +351,6 @@ def _weights(params: Any, layers: str, axis: int, scanned: str | None) -> dict[s
     return found
 
 
-def _losses(
-    loss: Callable[[Any, Any], jax.Array],
-    params: Any,
-    batches: Sequence[Any],
-    changed: dict[str, jax.Array],
-) -> np.ndarray:
-    """The loss of each batch, with some parameters changed."""
-    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    params = jax.tree.unflatten(tree, [changed.get(path_name(path), x) for path, x in leaves])
-    return np.array([float(loss(params, batch)) for batch in batches])
-
-
 def _as_held(leaf: jax.Array, format: Any, axis: int) -> jax.Array:
     """Weights as a format holds them, by the scale rule that conversion takes."""
     spec = weight_only(format).fwd.rhs
@@ -146,78 +358,81 @@ def _as_held(leaf: jax.Array, format: Any, axis: int) -> jax.Array:
     return cast(leaf, spec.format, axis=axis, scale_rule=spec.scale_rule)
 
 
-def _cast(
-    weights: dict[str, jax.Array], chosen: Sequence[Candidate], axis: int
-) -> dict[str, jax.Array]:
-    return {
-        own.layer: _as_held(weights[own.layer], own.format, axis)
-        for own in chosen
-        if own.format is not None
-    }
-
-
-def _candidate(
-    name: str,
-    leaf: jax.Array,
-    format: Any,
-    run: Callable[[dict[str, jax.Array]], np.ndarray],
-    before: np.ndarray,
-    axis: int,
-) -> Candidate:
-    """One layer in one format, everything else as it is."""
-    if format is None:
-        return Candidate(
-            layer=name,
-            shape=tuple(leaf.shape),
-            format=None,
-            bytes=leaf.size * leaf.dtype.itemsize,
-            increase=0.0,
-            deviation=0.0,
-        )
-    increase = run({name: _as_held(leaf, format, axis)}) - before
-    n = len(increase)
-    return Candidate(
-        layer=name,
-        shape=tuple(leaf.shape),
-        format=format,
-        bytes=math.ceil(leaf.size * format.bits_per_element / 8),
-        increase=float(increase.mean()),
-        deviation=float(increase.std(ddof=1)) / math.sqrt(n) if n > 1 else None,
-    )
-
-
 def _choose(
-    by_layer: dict[str, list[Candidate]],
+    rows: Sequence[Sequence[Candidate]],
     budget: Budget,
     measure: Callable[[Sequence[Candidate]], np.ndarray],
 ) -> tuple[list[Candidate], np.ndarray]:
-    """The best choice, and how far the loss rises with it, batch by batch."""
-    # A loss of NaN would count as none that rises. A layer may always stay as it is.
-    options = [[row for row in own if math.isfinite(row.increase)] for own in by_layer.values()]
-    # A cast that lowers the loss does so by chance: it is as good as none.
-    increases = [[max(0.0, row.increase) for row in own] for own in options]
-    sizes = [[float(row.bytes) for row in own] for own in options]
+    """The best choice of one row of each layer, and how far the loss rises, batch by batch."""
+    increases = np.array([[row.increase for row in own] for own in rows])
+    # A loss of NaN would count as none that rises; a cast that lowers it does so by chance.
+    increases = np.where(np.isfinite(increases), np.maximum(increases, 0), np.inf)
+    sizes = np.array([[float(row.bytes) for row in own] for own in rows])
+
+    def measured(found: list[int]) -> tuple[list[Candidate], np.ndarray]:
+        chosen = [own[index] for own, index in zip(rows, found, strict=True)]
+        return chosen, measure(chosen)
+
     if budget.loss is None:
-        parameters = sum(math.prod(own[0].shape) for own in options)
+        parameters = sum(math.prod(own[0].shape) for own in rows)
         limit = float(budget.bytes or 0) if budget.bits is None else budget.bits * parameters / 8
         found = best_choice(increases, sizes, limit)
         if found is None:
-            least = sum(map(min, sizes))
+            least = np.where(np.isfinite(increases), sizes, np.inf).min(axis=1).sum()
             raise ValueError(
                 f"sensitivity: a budget of {budget} is {limit:,.0f} bytes, but the smallest "
                 f"formats take {least:,.0f} bytes ({8 * least / parameters:.3g} bits a parameter)"
             )
-        chosen = [own[index] for own, index in zip(options, found, strict=True)]
-        return chosen, measure(chosen)
+        return measured(found)
     limit = budget.loss
     for _ in range(_ROUNDS):
         found = best_choice(sizes, increases, limit)
         assert found is not None  # every layer may stay as it is
-        chosen = [own[index] for own, index in zip(options, found, strict=True)]
-        after = measure(chosen)
+        chosen, after = measured(found)
         if after.mean() <= budget.loss:
             return chosen, after
         rises = float(after.mean())
         limit *= 0.9 * budget.loss / rises if math.isfinite(rises) else 0.5
-    chosen = [own[-1] for own in options]
-    return chosen, measure(chosen)
+    return measured([-1] * len(rows))
+
+
+def best_choice(costs: Any, sizes: Any, limit: float) -> list[int] | None:
+    """One option for each item, of the least summed cost, whose sizes add up to the limit at most.
+
+    The multiple-choice knapsack problem, as a linear program in whole numbers.
+
+    Args:
+      costs: of each item's options, `[items, options]`; Inf: not to be chosen.
+      sizes: likewise, in whatever unit.
+      limit: of the sum of sizes.
+
+    Returns:
+      The index of each item's option; None where even the smallest do not fit.
+
+    Examples:
+      >>> from mx_jax.inspect.sensitivities import best_choice
+      >>> best_choice([[5, 0], [1, 0]], [[1, 3], [1, 3]], 4)
+      [1, 0]
+    """
+    from scipy import optimize, sparse  # takes half a second to import
+
+    costs, sizes = np.asarray(costs, float), np.asarray(sizes, float)
+    allowed = np.isfinite(costs) & np.isfinite(sizes)
+    if np.where(allowed, sizes, np.inf).min(axis=1).sum() > limit:
+        return None
+    costs, sizes = (np.where(allowed, own, 0) for own in (costs, sizes))
+    # In units of what there is to decide about, so that tolerances mean the same everywhere.
+    spread, unit = (float(own.max()) or 1.0 for own in (costs, sizes))
+    # Of equally good choices the smallest one.
+    goal = costs / spread + 1e-6 * sizes / unit
+    items, options = costs.shape
+    found = optimize.milp(
+        goal.ravel(),
+        integrality=np.ones(goal.size),
+        bounds=optimize.Bounds(0, allowed.ravel().astype(float)),
+        constraints=[
+            optimize.LinearConstraint(sparse.kron(sparse.eye(items), np.ones(options)), 1, 1),
+            optimize.LinearConstraint(sizes.reshape(1, -1) / unit, -np.inf, limit / unit),
+        ],
+    )
+    return found.x.reshape(costs.shape).argmax(axis=1).tolist()

@@ -104,20 +104,14 @@ def facts_of(
             try:
                 found.append(tensor_facts(name, row, row.look(), exact))
             except ValueError as error:
-                told = str(error) if name in str(error) else f"{name}: {error}"
-                raise ValueError(f"{operation}: {told}") from error
+                text = str(error) if name in str(error) else f"{name}: {error}"
+                raise ValueError(f"{operation}: {text}") from error
             step(name, row.nbytes)
     return found
 
 
 def tensor_facts(name: str, stored: Stored, value: Any, reference: Any = None) -> TensorFacts:
-    """Look at one tensor.
-
-    Args:
-      name: of it.
-      stored: how it lies in its file.
-      value: an array or an MXArray.
-      reference: what it should be, of the same shape, or None.
+    """Facts of one tensor, an array or an MXArray.
 
     Raises:
       ValueError: a reference of another shape.

@@ -17,7 +17,7 @@ from mx_jax.backends.cpu_ffi import library, statistics
 from mx_jax.backends.select import select
 from mx_jax.formats import MXFP8_E4M3
 from mx_jax.formats.block import FLOAT8_TENSORWISE_E4M3
-from mx_jax.inspect import capture_statistics
+from mx_jax.inspect import statistics as inspect_statistics
 from mx_jax.mxarray import MXArray
 from mx_jax.reference import quantize, scale_rules
 from mx_jax.reference import statistics as reference
@@ -50,7 +50,7 @@ def of_both(x: jax.Array, array: MXArray, axis: int) -> tuple[Any, Any]:
         return reference.of_cast(x, array, axis)
 
     def told(x: jax.Array, array: MXArray) -> Any:
-        return capture_statistics.of_cast(x, array, axis, capture_statistics.STATISTICS)
+        return inspect_statistics.of_cast(x, array, axis, inspect_statistics.STATISTICS)
 
     return tuple(quick(run)(x, array) for run in (told, plain))
 
@@ -146,7 +146,7 @@ def test_lanes_have_statistics_of_their_own():
     array = jax.vmap(lambda x: mx_jax.quantize(x, "mxfp4", axis=-2))(x)
 
     def told(x: jax.Array, array: MXArray) -> Any:
-        return capture_statistics.of_cast(x, array, -2, capture_statistics.STATISTICS)
+        return inspect_statistics.of_cast(x, array, -2, inspect_statistics.STATISTICS)
 
     found = quick(jax.vmap(told))(x, array)
     for lane in range(3):
@@ -163,12 +163,12 @@ import jax
 import jax.numpy as jnp
 
 import mx_jax
-from mx_jax.inspect import capture_statistics
+from mx_jax.inspect import statistics as inspect_statistics
 
 shape, axis = eval(sys.argv[1])
 x = jnp.ones(shape, jnp.bfloat16)
 array = jax.block_until_ready(mx_jax.quantize(x, "mxfp8_e4m3", axis=-1))
-told = jax.jit(lambda x, array: capture_statistics.of_cast(x, array, axis, {"channels"}))
+told = jax.jit(lambda x, array: inspect_statistics.of_cast(x, array, axis, {"channels"}))
 run = told.lower(x, array).compile()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 jax.block_until_ready(run(x, array))

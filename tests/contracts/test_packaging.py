@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,6 @@ def test_a_build_without_the_library_says_so(tmp_path: Path):
     assert result.returncode == 0, output
     assert "mx_jax: the C++ library was NOT built; the error is shown above." in output
     assert "python -m mx_jax env" in output
-    assert [wheel.name.partition("-py3-")[2] for wheel in tmp_path.glob("*.whl")] == [
-        "none-any.whl"
-    ]
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.partition("-py3-")[2] == "none-any.whl"
+    assert "mx_jax/inspect/report_page.html" in zipfile.ZipFile(wheel).namelist()

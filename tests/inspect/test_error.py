@@ -20,46 +20,31 @@ def test_sqnr_is_its_formula(rng: np.random.Generator):
     assert measured == pytest.approx(expected, abs=1e-2)
 
 
+@pytest.mark.parametrize("size", [4.0, 2.0**100, 2.0**-100], ids=["1", "large", "small"])
 @pytest.mark.parametrize(("factor", "decibels"), [(0.9, 20.0), (0.99, 40.0), (1.5, 6.0206)])
-def test_sqnr_of_known_noise(factor: float, decibels: float):
-    x = np.full(100, 4.0, np.float32)
+def test_sqnr_of_known_noise(factor: float, decibels: float, size: float):
+    """Near the ends of float32's range too, where squares leave it: the ratio is what counts."""
+    x = np.full(100, size, np.float32)
     assert sqnr_db(x, x * np.float32(factor)) == pytest.approx(decibels, abs=1e-2)
 
 
 def test_sqnr_of_equal_arrays_is_infinite():
-    assert sqnr_db(np.ones(3), np.ones(3)) == math.inf
-    assert sqnr_db(np.zeros(3), np.zeros(3)) == math.inf
+    assert sqnr_db(np.ones(3), np.ones(3)) == sqnr_db(np.zeros(3), np.zeros(3)) == math.inf
     assert math.isnan(sqnr_db(np.full(3, np.nan), np.full(3, np.nan)))
 
 
-def test_sqnr_takes_any_float_and_mxarrays(rng: np.random.Generator):
+def test_sqnr_takes_any_float_and_mxarrays_of_one_shape(rng: np.random.Generator):
     x = rng.standard_normal((4, 64)).astype(np.float32)
     quantized = mx_jax.quantize(x, "mxfp8_e4m3")
     expected = sqnr_db(x, quantized.dequantize())
     assert sqnr_db(x, quantized) == expected
     assert 25 < sqnr_db(jnp.asarray(x, jnp.bfloat16), quantized) < expected + 1
-
-
-def test_sqnr_of_different_shapes():
     message = "sqnr_db: shapes must agree, got exact.shape=(3,), approximate.shape=(1, 3)"
     with pytest.raises(ValueError, match=re.escape(message)):
         sqnr_db(np.ones(3), np.ones((1, 3)))
 
 
-def test_sqnr_does_not_overflow_where_its_values_do_not():
-    """Signals near the ends of float32's range: the ratio is what counts."""
-    x = np.array([1.0, 2.0, 3.0], np.float32)
-    for factor in (np.float32(2.0**100), np.float32(2.0**-100)):
-        expected = sqnr_db(x, x * np.float32(0.9))
-        assert sqnr_db(x * factor, x * factor * np.float32(0.9)) == pytest.approx(
-            expected, abs=0.01
-        )
-
-
-@pytest.mark.parametrize(
-    ("rule", "fraction"),
-    [("floor", 3 / 32), ("rceil", 0.0)],
-)
+@pytest.mark.parametrize(("rule", "fraction"), [("floor", 3 / 32), ("rceil", 0.0)])
 def test_saturated_fraction_counts_what_is_clipped(rule: str, fraction: float):
     """FLOOR of amax=7.9 has scale 1: of 6, -6, 6.1, 7 and 7.9 the last three do not fit."""
     x = np.zeros(32, np.float32)

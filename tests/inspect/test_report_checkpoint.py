@@ -73,14 +73,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "small.safetensors", folder / "exact.safetensors"
 
 
-def sections(path: Path) -> dict[str, str]:
-    text = path.read_text()
-    page = Page(text)
-    assert page.open == [] and page.texts["h2"] == SECTIONS
-    assert not [tag for tag, _ in page.tags if tag in ("script", "img", "iframe", "object")]
-    assert "@import" not in text and "url(" not in text and "prefers-color-scheme: dark" in text
-    parts = re.split(r"<h2>(.*?)</h2>", text)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
+@pytest.fixture
+def report(tmp_path: Path):
+    """Writes a page, and gives what its sections hold."""
+
+    def write(source: Any, **options: Any) -> dict[str, str]:
+        inspect.report(source, tmp_path / "page.html", **options)
+        return Page(tmp_path / "page.html", SECTIONS).sections
+
+    return write
 
 
 def rows(section: str) -> list[list[str]]:
@@ -88,13 +89,12 @@ def rows(section: str) -> list[list[str]]:
     return [re.findall(r"<td>(.*?)</td>", row) for row in found]
 
 
-def test_what_lost_most_stands_first(files: tuple[Path, Path], tmp_path: Path):
+def test_what_lost_most_stands_first(files: tuple[Path, Path], report: Any, tmp_path: Path):
     small, exact = files
-    inspect.report(small, tmp_path / "page.html", reference=exact, title="Three <layers>")
+    page = report(small, reference=exact, title="Three <layers>")
     text = (tmp_path / "page.html").read_text()
     assert "<h1>Three &lt;layers&gt;</h1>" in text
     assert f"5 tensors, {1 * 3 * 68 + 17 + 32} B; 5 compared with those of the same name" in text
-    page = sections(tmp_path / "page.html")
     worst = rows(page["Worst tensors"])
     # 1 - 1 / 1.5 of the amplitude is noise, or 1 - 1 / 1.01.
     ten = [f"{-20 * math.log10(1 - 1 / factor):.2f}" for factor in (1.5, 1.01, 1.01)]
@@ -102,8 +102,7 @@ def test_what_lost_most_stands_first(files: tuple[Path, Path], tmp_path: Path):
     assert "2 of 5 tensors are equal to the reference" in page["Error by tensor"]
     assert page["Error by tensor"].count("<circle") == 3
     assert f"<title>layers.*.up.weight, layer 1: {9.542:.4g}</title>" in page["Error by tensor"]
-    told = re.findall("<li>(.*?)</li>", page["Out of the ordinary"])
-    assert told == [
+    assert re.findall("<li>(.*?)</li>", page["Out of the ordinary"]) == [
         "head.weight: 100.0% of the codes have the largest magnitude of their format",
         "layers.1.up.weight: its SQNR is 9.5 dB, the median of mxfp4 (mx_jax) 40.1 dB",
         "layers.2.up.weight: 62% of its values are zero, the median of mxfp4 (mx_jax) is 0%",
@@ -111,9 +110,8 @@ def test_what_lost_most_stands_first(files: tuple[Path, Path], tmp_path: Path):
     assert rows(page["Formats"])[0] == ["mxfp4 (mx_jax)", "4", "416", "221 B", "4.25", "40.09"]
 
 
-def test_maps_and_histograms(files: tuple[Path, Path], tmp_path: Path):
-    inspect.report(files[0], tmp_path / "page.html")
-    page = sections(tmp_path / "page.html")
+def test_maps_and_histograms(files: tuple[Path, Path], report: Any):
+    page = report(files[0])
     for name in ("Error by tensor", "Worst tensors"):
         assert "no reference was given" in page[name] and "<svg" not in page[name]
     head, up = rows(page["Saturation"])
@@ -130,11 +128,10 @@ def test_maps_and_histograms(files: tuple[Path, Path], tmp_path: Path):
     assert len(rows(page["Tensors"])) == 5
 
 
-def test_wide_maps_tell_numbers_where_one_points(tmp_path: Path):
+def test_wide_maps_have_numbers_where_one_points(report: Any, tmp_path: Path):
     one = quantized(np.full((1, 32), 7), [[0]])
     checkpoint.save(tmp_path / "deep.safetensors", {f"{i}": {"up": one} for i in range(13)})
-    inspect.report(tmp_path / "deep.safetensors", tmp_path / "page.html")
-    (row,) = rows(sections(tmp_path / "page.html")["Saturation"])
+    (row,) = rows(report(tmp_path / "deep.safetensors")["Saturation"])
     assert len(row) == 14 and all(cell.endswith('title="100.000%"></div>') for cell in row[1:])
 
 
@@ -162,49 +159,47 @@ def test_weights_for_rotated_inputs_are_not_compared(files: tuple[Path, Path]):
     assert [facts.sqnr_db is None for facts in found] == [True, False]
 
 
-def test_a_folder_and_gguf(tmp_path: Path):
-    folder, out = tmp_path / "model", tmp_path / "page.html"
+def test_a_folder_and_gguf(report: Any, tmp_path: Path):
+    folder = tmp_path / "model"
     small, _ = layers()
     del small[NORM]
     checkpoint.write(folder, small, layout="mxfp4-pack-quantized", max_shard_size=100)
-    inspect.report(folder, out)
-    assert rows(sections(out)["Formats"])[0][:2] == ["mxfp4 (mxfp4-pack-quantized)", "4"]
+    assert rows(report(folder)["Formats"])[0][:2] == ["mxfp4 (mxfp4-pack-quantized)", "4"]
     file = tmp_path / "nameless"
     file.write_bytes(gguf({"blk.0.up.weight": Tensor(39, (64, 2), (b"\x7f" + bytes(16)) * 4)}))
-    inspect.report(file, out)
-    assert rows(sections(out)["Tensors"])[0][:3] == [
-        "blk.0.up.weight",
-        "mxfp4 (gguf-mxfp4)",
-        "2x64",
-    ]
+    tensor = ["blk.0.up.weight", "mxfp4 (gguf-mxfp4)", "2x64"]
+    assert rows(report(file)["Tensors"])[0][:3] == tensor
 
 
 def test_what_there_is_no_page_of(files: tuple[Path, Path], tmp_path: Path):
     out = tmp_path / "page.html"
-    with pytest.raises(ValueError, match="report: needs tensors, got none in Weights"):
-        inspect.report(Weights(tmp_path, {}), out)
-    with pytest.raises(
-        ValueError, match="report: a reference belongs to a checkpoint, got the rec"
-    ):
-        inspect.report(inspect.Memory(), out, reference=files[1])
-    with pytest.raises(FileNotFoundError, match=r"none\.safetensors"):
-        inspect.report(tmp_path / "none.safetensors", out)
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes(files[0].read_bytes()[:-8])
-    with pytest.raises(ValueError, match=r"cut\.safetensors"):
-        inspect.report(cut, out)
+    for source, reference, error, message in (
+        (Weights(tmp_path, {}), None, ValueError, "report: needs tensors, got none in Weights"),
+        (
+            inspect.Memory(),
+            files[1],
+            ValueError,
+            "report: a reference belongs to a checkpoint",
+        ),
+        (tmp_path / "none.safetensors", None, FileNotFoundError, r"none\.safetensors"),
+        (cut, None, ValueError, r"cut\.safetensors"),
+    ):
+        with pytest.raises(error, match=message):
+            inspect.report(source, out, reference=reference)
     assert not out.exists()
 
 
-def test_a_long_list_is_cut_and_says_so(tmp_path: Path):
+def test_a_long_list_is_cut_and_says_so(report: Any, tmp_path: Path):
     zeros = np.zeros(4, np.float32)
     stored = {
         f"{number}.bias": Stored(shape=(4,), nbytes=16, fetch=lambda: zeros, host=lambda: zeros)
         for number in range(62)
     }
-    inspect.report(Weights(tmp_path, stored), tmp_path / "page.html")
-    told = re.findall("<li>(.*?)</li>", sections(tmp_path / "page.html")["Out of the ordinary"])
-    assert len(told) == 61 and told[-1] == "and 2 more"
+    page = report(Weights(tmp_path, stored))
+    said = re.findall("<li>(.*?)</li>", page["Out of the ordinary"])
+    assert len(said) == 61 and said[-1] == "and 2 more"
 
 
 @pytest.mark.parametrize(

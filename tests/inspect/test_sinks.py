@@ -1,4 +1,4 @@
-"""Where records go: each sink holds what it was told, and files are read back."""
+"""Where records go: each sink holds what was written to it, and files are read back."""
 
 import csv
 import dataclasses
@@ -7,14 +7,14 @@ import json
 import math
 import sys
 import types
+from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console as RichConsole
 
-import mx_jax
 from mx_jax import inspect
-from mx_jax.inspect.capture_record import from_json
+from mx_jax.inspect.records import from_json
+from tests.inspect.kit import W, X, captured, layer
 from tests.quick import quick
 
 pytestmark = pytest.mark.one_python(reason="files are written and read in plain Python")
@@ -35,23 +35,26 @@ RECORDS = [
 ]
 
 
-def told(sink: inspect.Sink) -> None:
+def written(sink: Any) -> Any:
     for record in RECORDS:
         sink.write(record)
     sink.close()
+    return sink
 
 
 def test_memory_maps_tags_to_records():
     memory = inspect.Memory()
-    told(memory)
+    assert repr(memory) == "<Memory: 0 records of 0 tags>"
+    written(memory)
+    assert repr(memory) == "<Memory: 2 records of 1 tags, steps 4 to 5; numbers: loss>"
     assert list(memory) == [TAG] and memory[TAG] == RECORDS[:2] == memory.all()
     assert memory.scalars["loss"] == [RECORDS[2]]
 
 
 def test_lines_of_json_are_read_back(tmp_path):
     path = tmp_path / "run.jsonl"
-    told(inspect.Jsonl(path))
-    told(inspect.Jsonl(path))
+    written(inspect.Jsonl(path))
+    written(inspect.Jsonl(path))
     lines = path.read_text().splitlines()
     assert len(lines) == 6, "a run that is resumed goes on"
     first, second, loss = map(from_json, map(json.loads, lines[:3]))
@@ -66,19 +69,12 @@ def test_lines_of_json_are_read_back(tmp_path):
 
 def test_a_table_has_a_row_for_each_record(tmp_path):
     path = tmp_path / "run.csv"
-    told(inspect.Csv(path))
-    told(inspect.Csv(path))
+    written(inspect.Csv(path))
+    written(inspect.Csv(path))
     rows = list(csv.DictReader(path.read_text().splitlines()))
     assert len(rows) == 6
     assert (rows[0]["path"], rows[0]["index"], rows[0]["amax"]) == ("mlp/up", "2", "3.5")
     assert (rows[2]["path"], rows[2]["value"]) == ("loss", "nan")
-
-
-def test_memory_says_what_it_holds():
-    memory = inspect.Memory()
-    assert repr(memory) == "<Memory: 0 records of 0 tags>"
-    told(memory)
-    assert repr(memory) == "<Memory: 2 records of 1 tags, steps 4 to 5; numbers: loss>"
 
 
 def test_the_console_fits_a_terminal_and_has_the_worst_first():
@@ -99,69 +95,57 @@ def test_the_console_fits_a_terminal_and_has_the_worst_first():
 
 def test_the_console_prints_each_step():
     text = io.StringIO()
-    told(inspect.Console(RichConsole(file=text, width=200)))
+    written(inspect.Console(RichConsole(file=text, width=200)))
     found = text.getvalue()
     assert "step 4: 1 records" in found and "step 5: 1 records" in found
     assert "mlp/up[2] output input" in found and "loss = nan" in found
 
 
-class Writer:
-    def __init__(self):
-        self.told = []
+class TensorBoardX:
+    def __init__(self, folder=None):
+        self.folder, self.numbers = folder, []
 
-
-class TensorBoardX(Writer):
     def add_scalar(self, name, value, step):
-        self.told.append((step, name, value))
+        self.numbers.append((step, name, value))
 
 
-class Clu(Writer):
+class Clu:
+    def __init__(self):
+        self.numbers = []
+
     def write_scalars(self, step, scalars):
-        self.told += [(step, name, value) for name, value in scalars.items()]
+        self.numbers += [(step, name, value) for name, value in scalars.items()]
 
 
 @pytest.mark.parametrize("kind", [TensorBoardX, Clu])
 def test_tensorboard_gets_numbers(kind):
     writer = kind()
-    told(inspect.TensorBoard(writer))
-    assert (4, "mlp/up[2]/output/input/amax", 3.5) in writer.told
-    assert (5, "mlp/up/output/input/sqnr_db", 20.0) in writer.told
-    steps = [step for step, name, _ in writer.told if name.endswith("sqnr_db")]
+    written(inspect.TensorBoard(writer))
+    assert (4, "mlp/up[2]/output/input/amax", 3.5) in writer.numbers
+    assert (5, "mlp/up/output/input/sqnr_db", 20.0) in writer.numbers
+    steps = [step for step, name, _ in writer.numbers if name.endswith("sqnr_db")]
     assert steps == [5], "what is exact has no place in a plot"
-    assert [name for _, name, _ in writer.told][-1] == "loss"
-
-
-def test_a_writer_that_is_none():
-    with pytest.raises(
-        TypeError, match=r"needs a folder, or a writer with add_scalar .*, got writer of type int"
-    ):
-        inspect.TensorBoard(3)
+    assert [name for _, name, _ in writer.numbers][-1] == "loss"
 
 
 def test_tensorboard_of_a_folder(tmp_path, monkeypatch):
-    writers = {}
-
-    class SummaryWriter(TensorBoardX):
-        def __init__(self, folder):
-            super().__init__()
-            writers[folder] = self
-
-    fake = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+    fake = types.SimpleNamespace(SummaryWriter=TensorBoardX)
     monkeypatch.setitem(sys.modules, "tensorboardX", fake)
-    told(inspect.TensorBoard(tmp_path))
-    assert (4, "mlp/up[2]/output/input/amax", 3.5) in writers[str(tmp_path)].told
+    writer = written(inspect.TensorBoard(tmp_path))._writer
+    assert writer.folder == str(tmp_path)
+    assert (4, "mlp/up[2]/output/input/amax", 3.5) in writer.numbers
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     message = r"needs tensorboardX, which is not installed; pip install \"mx_jax\[tensorboard\]\""
     with pytest.raises(ImportError, match=message):
         inspect.TensorBoard(str(tmp_path))
+    message = r"needs a folder, or a writer with add_scalar .*, got writer of type int"
+    with pytest.raises(TypeError, match=message):
+        inspect.TensorBoard(3)
 
 
-def test_several_sinks_are_told_the_same(tmp_path):
+def test_several_sinks_get_the_same(tmp_path):
     memory, file = inspect.Memory(), inspect.Jsonl(tmp_path / "run.jsonl")
-    with inspect.capture(stats="amax", sink=[memory, file]) as sinks:
-        layer = quick(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
-        layer(np.ones((4, 32), np.float32), np.ones((32, 4), np.float32))
-    assert sinks == (memory, file)
+    assert captured(quick(layer), X, W, stats="amax", sink=[memory, file]) == (memory, file)
     lines = file.path.read_text().splitlines()
     assert [from_json(json.loads(line)).stats for line in lines] == [
         record.stats for record in memory.all()

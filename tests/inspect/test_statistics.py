@@ -1,20 +1,24 @@
-"""Statistics of a capture equal NumPy's over the arrays that it captured."""
+"""Arrays of a capture are those of the program, and statistics equal NumPy's over them."""
 
 import dataclasses
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax import inspect, recipes
 from mx_jax.formats import E8M0
-from mx_jax.inspect import capture_statistics
-from mx_jax.inspect.capture_message import pack, unpack
-from mx_jax.inspect.capture_numbers import finished
+from mx_jax.inspect.records import pack, unpack
+from mx_jax.inspect.statistics import numbers, shortened
 from mx_jax.reference import statistics
+from tests.inspect.kit import W, X, both, captured, of
 from tests.quick import quick
 
 RECIPES = [
@@ -31,27 +35,30 @@ RECIPES = [
 ]
 
 
+def matmul(x, w):
+    return mx_jax.matmul(x, w, recipe="mxfp4")
+
+
 def drawn(shape: tuple[int, ...], seed: int, scale: float = 1.0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     values = rng.normal(size=shape) * 2.0 ** rng.integers(-12, 3, shape)
     return (values * scale).astype(np.float32)
 
 
-def captured(recipe, x, w, stats=("arrays", *inspect.STATISTICS)) -> inspect.Memory:
+def step_of(recipe, stats=("arrays", *inspect.STATISTICS), scale=1.0) -> inspect.Memory:
+    """Records of a product and its gradients."""
     key = jax.random.key(0) if recipe.is_stochastic else None
 
     def loss(x, w):
         product = mx_jax.matmul(x, w, recipe=recipe, key=key)
         return (product * jnp.linspace(-1e-3, 1, product.size).reshape(product.shape)).sum()
 
-    with inspect.capture(stats=stats) as records:
-        quick(jax.grad(loss, argnums=(0, 1)))(x, w)
-    return records
+    return captured(both(loss), drawn((32, 64), 0, scale), drawn((64, 32), 1), stats=stats)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_numbers_are_numpys_over_what_was_captured(recipe):
-    records = captured(recipe, drawn((32, 64), 0), drawn((64, 32), 1)).all()
+    records = step_of(recipe).all()
     assert {record.tag.product for record in records} >= {"output"}
     for record in records:
         assert record.before is not None and record.after is not None
@@ -84,9 +91,7 @@ def product_of(exact: np.ndarray, actual: np.ndarray) -> dict[str, float]:
 def test_the_exact_product_is_that_of_the_operands():
     x, w = drawn((32, 64), 0), drawn((64, 32), 1)
     recipe = recipes.mxfp4()
-    (record,) = (
-        r for r in captured(recipe, x, w).all() if str(r.tag).startswith("unnamed output mx")
-    )
+    (record,) = of(step_of(recipe), "product")
     wide = x.astype(np.float64) @ w.astype(np.float64)
     assert record.before is not None
     np.testing.assert_allclose(record.before, wide, rtol=1e-5, atol=1e-5 * np.abs(wide).max())
@@ -100,9 +105,9 @@ def test_scales_saturation_and_blocks_are_those_of_the_array():
     x[3, 40] = np.inf
     x[5, 0] = 7.9
     x[5, 1:32] = 1.0
-    with inspect.capture(stats=("scales", "saturation", "nonfinite")) as records:
-        quick(lambda x, w: mx_jax.matmul(x, w, recipe=recipes.mxfp4()))(x, np.ones((64, 8), "f4"))
-    stats = next(own for own in records.all() if own.tag.side == "lhs").stats
+    names = ("scales", "saturation", "nonfinite")
+    (record,) = of(captured(quick(matmul), x, np.ones((64, 8), "f4"), stats=names), "input")
+    stats = record.stats
     spec = recipes.mxfp4().fwd.lhs
     assert spec is not None
     quantize = quick(lambda x: mx_jax.quantize(x, spec.format, scale_rule=spec.scale_rule))
@@ -119,10 +124,7 @@ def test_scales_saturation_and_blocks_are_those_of_the_array():
 @pytest.mark.slow
 def test_tiny_gradients_have_an_sqnr_too():
     """Squares of 1e-25 are zero in float32."""
-    plain, tiny = (
-        captured(recipes.mxfp4(), drawn((32, 64), 0, scale), drawn((64, 32), 1), "sqnr").all()[0]
-        for scale in (1.0, 2.0**-83)
-    )
+    plain, tiny = (step_of(recipes.mxfp4(), "sqnr", scale).all()[0] for scale in (1.0, 2.0**-83))
     assert plain.stats["sqnr_db"] == pytest.approx(tiny.stats["sqnr_db"], abs=0.2)
 
 
@@ -139,17 +141,16 @@ def test_a_planted_outlier_channel_ranks_first():
                 x = jnp.tanh(x) * (gains if number == 1 else 1)
         return x
 
-    with inspect.capture(stats="channels") as records:
-        model(x)
+    records = captured(model, x, stats="channels")
     worst = max(records.all(), key=lambda record: record.stats["outlier_ratio"])
     assert (worst.path, worst.tag.tensor) == ("layer_2", "input")
     assert worst.stats["channels"][0][0] == 37
     assert worst.stats["channels"][0][1] > 100 * worst.stats["channels"][1][1]
 
 
-def test_what_keeps_codes_tells_its_casts_once():
+def test_what_keeps_codes_records_its_casts_once():
     recipe = dataclasses.replace(recipes.mxfp8(), residuals=recipes.Residuals.QUANTIZED)
-    records = captured(recipe, drawn((32, 64), 0), drawn((64, 32), 1), ("amax", "error"))
+    records = step_of(recipe, ("amax", "error"))
     assert all(len(own) == 1 for own in records.values()) and len(records) == 9
 
 
@@ -169,13 +170,12 @@ def test_counts_are_exact_where_float32_counts_no_further(monkeypatch):
     assert "([0], [0])" in str(jax.make_jaxpr(counts)(x)), "each row by itself"
 
 
-def test_a_message_is_one_array_and_arrays_that_are_not_copied():
-    content = ([{"count": jnp.uint32(2**32 - 1), "before": jnp.ones((2, 3), jnp.bfloat16)}], -7)
-    content = jax.tree.map(jnp.asarray, content)
-    words, whole, layout = pack(content, frozenset({"before"}))
-    assert words.shape == (2,) and [array.dtype for array in whole] == [jnp.bfloat16]
-    ((raw,), step) = unpack(words, whole, layout)
-    assert (int(raw["count"]), int(step), raw["before"].shape) == (2**32 - 1, -7, (2, 3))
+def test_a_message_is_one_array():
+    content = ([{"counts": jnp.arange(3, dtype=jnp.uint32), "count": jnp.uint32(2**32 - 1)}], -7)
+    words, layout = pack(jax.tree.map(jnp.asarray, content))
+    assert words.shape == (5,)
+    ((raw,), step) = unpack(words, layout)
+    assert (raw["count"], step, raw["counts"].tolist()) == (2**32 - 1, -7, [0, 1, 2])
 
 
 @pytest.mark.parametrize(
@@ -183,28 +183,27 @@ def test_a_message_is_one_array_and_arrays_that_are_not_copied():
     [recipes.mxfp4(), pytest.param(recipes.weight_only("mxfp4"), marks=pytest.mark.slow)],
     ids=lambda recipe: recipe.name,
 )
-def test_what_came_quantized_tells_what_it_is_and_not_what_it_lost(recipe):
+def test_what_came_quantized_has_statistics_but_none_of_its_loss(recipe):
     x, w = drawn((8, 64), 0), drawn((64, 32), 1)
     w[5] = 0
     stored = mx_jax.quantize(w, "mxfp4", axis=0)
-    with inspect.capture(stats=("arrays", *inspect.STATISTICS)) as records:
-        mx_jax.matmul(x, stored, recipe=recipe)
-    (record,) = (record for record in records.all() if record.tag.rule == "stored")
-    assert (record.tag.tensor, record.tag.format, record.tag.axis) == ("weight", "mxfp4", -2)
+    run = functools.partial(mx_jax.matmul, recipe=recipe)
+    records = captured(run, x, stored, stats=("arrays", *inspect.STATISTICS))
+    ((record,), (product,)) = (of(records, tensor) for tensor in ("weight", "product"))
+    assert (record.tag.rule, record.tag.format, record.tag.axis) == ("stored", "mxfp4", -2)
     after = np.asarray(mx_jax.dequantize(stored))
     np.testing.assert_array_equal(record.after, after)
     assert record.before is None and not {"underflow", "saturation", "sqnr_db"} & set(record.stats)
     assert record.stats["amax"] == np.abs(after).max() and record.stats["blocks"] == 64
     assert sum(record.stats["scales"].values()) == 64
-    (product,) = (record for record in records.all() if record.tag.side is None)
     np.testing.assert_allclose(product.before, x @ after, rtol=1e-5, atol=1e-3)
 
 
-def test_what_came_quantized_is_told_once_below_a_gradient_and_guarded():
+def test_what_came_quantized_is_recorded_once_below_a_gradient_and_guarded():
     stored = mx_jax.quantize(drawn((64, 32), 1), "mxfp4", axis=0)
     broken = dataclasses.replace(stored, scales=stored.scales.at[1, 3].set(255))
-    with inspect.capture(stats="amax") as records:
-        jax.grad(lambda x: mx_jax.matmul(x, stored, recipe="mxfp4").sum())(jnp.ones((8, 64)))
+    step = jax.grad(lambda x: matmul(x, stored).sum())
+    records = captured(step, jnp.ones((8, 64)), stats="amax")
     found = [record.tag.product for record in records.all() if record.tag.rule == "stored"]
     assert found == ["output"]
     message = r"nonfinite_blocks=1 of blocks=64.*stored"
@@ -216,10 +215,93 @@ def test_what_came_quantized_is_told_once_below_a_gradient_and_guarded():
 def test_the_largest_channels_are_those_that_numpy_finds(size):
     amaxes = np.abs(np.random.default_rng(size).normal(size=size)).astype(np.float32)
     amaxes[-1] = amaxes[2]
-    raw = capture_statistics.shortened({"channel_amax": jnp.asarray(amaxes)})
+    raw = shortened({"channel_amax": jnp.asarray(amaxes)})
     size_of_all = {"size": np.uint32(size), "amax": amaxes.max()}
-    found = finished({name: np.asarray(x) for name, x in raw.items()} | size_of_all, ("channels",))
+    found = numbers({name: np.asarray(x) for name, x in raw.items()} | size_of_all, ("channels",))
     order = np.argsort(-amaxes, kind="stable")[:8]
     assert found["channels"] == [[int(i), float(amaxes[i])] for i in order]
     assert found["outlier_ratio"] == pytest.approx(amaxes.max() / np.median(amaxes))
     assert (len(raw) == 1) == (size <= 2**13)
+
+
+def by_tensor(run: Any, *operands: Any) -> dict[str, list[Any]]:
+    """Records of the forward product, of one device after the other."""
+    found = captured(run, *operands, stats=("arrays", "sqnr"))
+    return {
+        name: sorted(of(found, name), key=lambda record: [*record.shard.values()])
+        for name in ("input", "weight", "product")
+    }
+
+
+@pytest.fixture(scope="module")
+def whole():
+    found = by_tensor(quick(matmul), X, W)
+    assert all(len(own) == 1 and own[0].shard == {} for own in found.values())
+    return {name: own[0] for name, own in found.items()}
+
+
+def test_sharded_operands_come_whole(whole):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
+    found = by_tensor(quick(matmul), x, jax.device_put(W, NamedSharding(mesh, P())))
+    for name, (record,) in found.items():
+        np.testing.assert_allclose(record.before, whole[name].before, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(record.after, whole[name].after, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "check", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["vma", "no vma"]
+)
+def test_below_shard_map_each_device_gives_its_part(whole, check, tmp_path):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    specs: dict[str, Any] = {
+        "in_specs": (P("data"), P(None, "model")),
+        "out_specs": P("data", "model"),
+    }
+    run = quick(jax.shard_map(matmul, mesh=mesh, check_vma=check, **specs))
+    lines = inspect.Jsonl(tmp_path / "run.jsonl")
+    captured(run, X, W, stats=("arrays", "sqnr"), sink=lines)
+    found = by_tensor(run, X, W)
+    for name, parts in found.items():
+        assert [part.shard for part in parts] == [
+            {"data": i, "model": j} for i in range(2) for j in range(2)
+        ]
+        assert {part.step for part in parts} == {0}, "one call"
+        rows, columns = {"input": (2, 1), "weight": (1, 2), "product": (2, 2)}[name]
+        for part in parts:
+            i, j = (part.shard[axis] for axis in ("data", "model"))
+            for own, other in ((part.before, whole[name].before), (part.after, whole[name].after)):
+                part_of = np.split(np.split(other, rows)[i % rows], columns, axis=1)[j % columns]
+                np.testing.assert_allclose(own, part_of, rtol=1e-5, atol=1e-5)
+    sqnr = {part.stats["sqnr_db"] for part in found["input"]}
+    assert len(sqnr) == 1, "statistics are of all devices"
+    assert sqnr.pop() == pytest.approx(whole["input"].stats["sqnr_db"], rel=1e-5)
+    written = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert len(written) == len(found), "numbers are written once"
+
+
+def test_lanes_of_vmap_lie_along_an_axis_in_front(whole):
+    xs = np.stack([X, 2 * X, 3 * X])
+    found = by_tensor(quick(jax.vmap(matmul, (0, None))), xs, W)
+    ((weight,), (given,), (result,)) = (found[name] for name in ("weight", "input", "product"))
+    np.testing.assert_array_equal(given.before, xs)
+    np.testing.assert_array_equal(weight.after, whole["weight"].after)
+    np.testing.assert_array_equal(given.after[0], whole["input"].after)
+    assert result.before.shape == result.after.shape == (3, 32, 64)
+    np.testing.assert_allclose(result.before[1], 2 * whole["product"].before, rtol=1e-4, atol=1e-4)
+
+
+def test_below_shard_map_with_steps_that_do_not_count():
+    """Zeros in place of what differs from device to device have its type."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def step(x, w, number):
+        with inspect.at_step(number):
+            return jax.grad(lambda x: matmul(x, w).sum())(x)
+
+    specs: Any = {"in_specs": (P("data"), P(), P()), "out_specs": P("data")}
+    run = quick(jax.shard_map(step, mesh=mesh, **specs))
+    with inspect.capture(stats=("arrays", "amax"), every=2) as records:
+        for number in range(3):
+            run(X, W, number)
+    assert [record.step for record in of(records, "input")] == [0] * 4 + [2] * 4

@@ -1,6 +1,7 @@
-"""at_step: around the call of a compiled function, a step that nobody looks at costs nothing."""
+"""at_step and guard: a step that does not count costs nothing, and a bad one is the last."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
@@ -9,14 +10,16 @@ from jax.sharding import PartitionSpec as P
 import mx_jax
 from mx_jax import inspect
 from mx_jax.ops.tags import watching
+from tests.inspect.kit import W, X
 from tests.quick import quick
 
-W = (np.random.default_rng(0).normal(size=(64, 64)) / 8).astype(np.float32)
-X = np.random.default_rng(1).normal(size=(32, 64)).astype(np.float32)
+
+def product(x):
+    return mx_jax.matmul(x, W, recipe="mxfp8")
 
 
-def counted(function=lambda x: mx_jax.matmul(x, W, recipe="mxfp8")):
-    """A compiled function, and who watched whenever it was traced."""
+def counted(function=product):
+    """A compiled function, and how many captures ran whenever it was traced."""
     traces: list[int] = []
 
     @quick
@@ -28,7 +31,11 @@ def counted(function=lambda x: mx_jax.matmul(x, W, recipe="mxfp8")):
     return run, traces
 
 
-def test_steps_that_do_not_count_run_the_program_that_nobody_watches():
+def steps(records: inspect.Memory, name: str = "norm") -> list[int]:
+    return [number.step for number in records.scalars[name]]
+
+
+def test_steps_that_do_not_count_run_the_program_without_a_capture():
     run, traces = counted()
     run(X)
     with inspect.capture(stats="amax", every=3) as records:
@@ -36,9 +43,8 @@ def test_steps_that_do_not_count_run_the_program_that_nobody_watches():
             with inspect.at_step(step):
                 run(X)
     run(X)
-    assert traces == [0, 1], "one program unwatched, one watched, whatever the step"
-    assert [record.step for record in records.all()[::2]] == [0, 3, 6]
-    assert [number.step for number in records.scalars["norm"]] == [0, 3, 6]
+    assert traces == [0, 1], "one program without and one with it, whatever the step"
+    assert [record.step for record in records.all()[::2]] == steps(records) == [0, 3, 6]
 
 
 def test_each_capture_gets_its_own_steps():
@@ -51,8 +57,7 @@ def test_each_capture_gets_its_own_steps():
         for step in np.arange(7):
             with inspect.at_step(step):
                 run(X)
-    steps = [[number.step for number in own.scalars["norm"]] for own in (twos, threes)]
-    assert steps == [[0, 2, 4, 6], [0, 3, 6]]
+    assert (steps(twos), steps(threes)) == ([0, 2, 4, 6], [0, 3, 6])
     assert traces == [2, 0, 1, 1], "both, none, the first, the second"
 
 
@@ -60,7 +65,7 @@ def test_without_jit_and_with_a_step_that_is_traced_inside_too():
     @quick
     def inside(x, step):
         with inspect.at_step(step):
-            return mx_jax.matmul(x, W, recipe="mxfp8")
+            return product(x)
 
     with inspect.capture(stats="amax", every=4) as records:
         for step in range(6):
@@ -68,29 +73,42 @@ def test_without_jit_and_with_a_step_that_is_traced_inside_too():
                 inspect.scalar("loss", X.sum())
                 inside(X, step)
     assert {record.step for record in records.all()} == {0, 4}
-    assert [number.step for number in records.scalars["loss"]] == [0, 4]
+    assert steps(records, "loss") == [0, 4]
 
 
-def test_a_step_given_to_capture():
+def test_a_step_that_is_traced():
+    @quick
+    def run(x, step):
+        with inspect.at_step(step):
+            return jax.grad(lambda x: product(x).sum())(x)
+
+    with inspect.capture(stats="amax", every=3) as records:
+        for step in range(7):
+            run(X, step)
+    assert sorted({record.step for record in records.all()}) == [0, 3, 6]
+    assert all(len(own) == 3 for own in records.values())
+
+
+def test_a_step_given_to_capture_outside_and_inside_the_compiled_function():
     run, traces = counted()
-    sink = inspect.Memory()
+    outside, inside = inspect.Memory(), inspect.Memory()
     for step in range(4):
-        with inspect.capture(stats="amax", every=2, step=step, sink=sink):
+        with inspect.capture(stats="amax", every=2, step=step, sink=outside):
             run(X)
-    assert [number.step for number in sink.scalars["norm"]] == [0, 2]
-    assert 0 in traces
+    assert steps(outside) == [0, 2] and 0 in traces
+
+    @quick
+    def captured(x, step):
+        with inspect.capture(stats="amax", every=2, step=step, sink=inside):
+            return product(x)
+
+    for step in range(3):
+        captured(X, step)
+    jax.effects_barrier()
+    assert {record.step for record in inside.all()} == {0, 2}
 
 
-def test_guard_names_the_step():
-    run, _ = counted()
-    message = "at step=2, in the input of output"
-    with pytest.raises(inspect.NonFiniteError, match=message), inspect.guard():
-        for step in range(9):
-            with inspect.at_step(step):
-                run(X if step < 2 else X * np.inf)
-
-
-def test_layers_of_flax_are_not_looked_at_either():
+def test_layers_of_flax_do_not_count_either():
     layer = mx_jax.nn.linen.Dense(64, recipe="mxfp8")
     variables = quick(layer.init)(jax.random.key(0), X)
     run, traces = counted(lambda x: layer.apply(variables, x))
@@ -101,18 +119,18 @@ def test_layers_of_flax_are_not_looked_at_either():
     assert traces == [0, 1] and {record.step for record in records.all()} == {2}
 
 
-def test_a_step_that_is_looked_at_is_waited_for(monkeypatch):
-    """What tells it may run after the call has returned: not on CPUs, where nothing would show."""
-    watch, waits = inspect.capture(every=3), []
-    monkeypatch.setattr(jax, "effects_barrier", lambda: waits.append(watch._told_step))
-    with watch:
+def test_a_step_that_counts_is_waited_for(monkeypatch):
+    """Callbacks may run after the call has returned: not on CPUs, where nothing would show."""
+    capture, waits = inspect.capture(every=3), []
+    monkeypatch.setattr(jax, "effects_barrier", lambda: waits.append(capture._host_step))
+    with capture:
         for step in range(5):
             with inspect.at_step(step):
                 pass
     assert waits == [0, 3, None], "before the step is over, and at the end"
 
 
-def test_a_number_below_shard_map_is_told_once():
+def test_a_number_below_shard_map_is_recorded_once():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 
     def loss(x):
@@ -125,3 +143,68 @@ def test_a_number_below_shard_map_is_told_once():
         for factor in (1, 2):
             run(factor * np.arange(8.0, dtype=np.float32))
     assert [(own.step, own.value) for own in records.scalars["loss"]] == [(0, 28.0), (1, 56.0)]
+
+
+ONES = np.ones((32, 64), np.float32)
+
+
+def forward(x, w, bad):
+    for number in range(3):
+        with inspect.tag(f"layer_{number}"):
+            x = jnp.tanh(mx_jax.matmul(x, w, recipe="mxfp8"))
+            # Planted between two layers.
+            x = x + jnp.where((number == 0) & bad, jnp.inf, 0)
+    return x.sum()
+
+
+@quick
+def train_step(w, step):
+    with inspect.at_step(step):
+        return w - 1e-3 * jax.grad(forward, argnums=1)(ONES, w, step == 3)
+
+
+def test_guard_names_the_layer_and_the_step_and_stops_the_next():
+    w, steps = W, []
+    with pytest.raises(inspect.NonFiniteError) as caught, inspect.guard():
+        for step in range(50):
+            w = jax.block_until_ready(train_step(w, step))
+            steps.append(step)
+    record = caught.value.record
+    assert (record.step, record.path, record.tag.product) == (3, "layer_1", "output")
+    assert "at step=3, in the input of output, path='layer_1'" in str(caught.value)
+    assert max(steps) < 10, "not after the whole loop"
+
+
+def test_a_step_around_which_at_step_is_is_the_last(caplog):
+    step, steps = quick(product), []
+    with pytest.raises(inspect.NonFiniteError, match="at step=2, in the input"), inspect.guard():
+        for number in range(5):
+            steps.append(number)
+            with inspect.at_step(number):
+                step(ONES * (np.inf if number == 2 else 1))
+    assert steps == [0, 1, 2]
+    assert not caplog.records, "no callback fails"
+
+
+def test_without_a_next_step_it_raises_at_the_end():
+    with pytest.raises(inspect.NonFiniteError, match="at step=3"), inspect.guard():
+        train_step(W, 3)
+
+
+def test_calls_count_without_a_step():
+    step = quick(product)
+    message = r"at step=1, .* path='unnamed'"
+    with pytest.raises(inspect.NonFiniteError, match=message), inspect.guard():
+        for x in (X, X * np.inf):
+            step(x)
+
+
+@pytest.mark.slow
+def test_what_is_finite_passes_and_errors_stay_what_they_are():
+    with inspect.guard():
+        train_step(W, 0)
+    with pytest.raises(KeyError, match="own"), inspect.guard():
+        raise KeyError("own")
+    text = "guard: the filter matched none of 3 paths, so nothing was guarded; got filter='other' "
+    with pytest.warns(UserWarning, match=text), inspect.guard("other"):
+        train_step(W, 3)

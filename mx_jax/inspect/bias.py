@@ -2,29 +2,181 @@
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from rich.table import Table
 
-from mx_jax.inspect.bias_estimate import InnerProducts, estimate
-from mx_jax.inspect.bias_table import GradientBias, Row
+from mx_jax.inspect.bias_estimate import Estimate, estimate, inner_products
+from mx_jax.inspect.tables import aligned, rich_table
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.recipes import MatmulSpec, Recipe, Residuals, high_precision
 
 _HIGH = MatmulSpec(lhs=None, rhs=None)
 # Leaving one out, and then another one in each product, takes three.
 _FEWEST = 3
+# An exact mean of less than so many times its own noise is none to take shares of.
+_CLEAR = 2.0
+_COLUMNS = ("bias", "interval", "one batch", "slope")
+
 
 Loss = Callable[..., jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """The bias of one recipe, in the whole gradient or in one parameter's.
+
+    Attributes:
+      recipe: name.
+      parameter: names joined by `/`, with the layer's number behind where layers are scanned; None:
+        the whole gradient.
+      estimate: of the gradient: `bias`, `low`, `high`, `uncorrected`, `slope`, `one`, `draws`.
+      loss_increase: mean loss with the recipe less the exact one; of the whole alone.
+    """
+
+    recipe: str
+    parameter: str | None
+    estimate: Estimate
+    loss_increase: float | None = None
+
+    @property
+    def bias(self) -> float:
+        """`|E q - E g| / |E g|` without what noise adds; NaN: noise hides the exact mean.
+
+        Or a gradient has Inf or NaN, and then `one_batch` is NaN too.
+        """
+        return self.estimate.bias
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Ends of the bias's confidence interval."""
+        return self.estimate.low, self.estimate.high
+
+    @property
+    def one_batch(self) -> float:
+        """Relative error of a single batch's gradient."""
+        return self.estimate.one
+
+    @property
+    def slope(self) -> float:
+        """`E q . E g / |E g|^2`: 0.98 means a gradient that is two per cent too short."""
+        return self.estimate.slope
+
+    @property
+    def near_zero(self) -> bool:
+        """Whether the exact mean is so close to 0, beside its noise, that shares of it say little:
+        near a minimum. Tables tell how close instead."""
+        return not math.isnan(self.bias) and self.estimate.signal < _CLEAR
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientBias:
+    """Biases of mean gradients at one checkpoint. Print it, or hand it to rich.
+
+    Attributes:
+      rows: for each recipe the whole gradient, then each parameter.
+      exact_loss: mean loss of the batches in high precision.
+      confidence: of the intervals.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> batches = [*jax.random.normal(jax.random.key(0), (4, 32, 64))]
+      >>> def loss(w, x, recipe):
+      ...     return (mx_jax.matmul(x, w["up"], recipe=recipe) ** 2).mean()
+      >>> w = {"up": jax.random.normal(jax.random.key(1), (64, 8))}
+      >>> recipe = mx_jax.recipes.weight_only("mxfp4")
+      >>> found = mx_jax.inspect.gradient_bias(loss, w, batches, recipe)
+      >>> [row.parameter for row in found.parameters()], found.whole[0].bias < 0.2
+      (['up'], True)
+    """
+
+    rows: tuple[Row, ...]
+    exact_loss: float
+    confidence: float
+
+    @property
+    def whole(self) -> tuple[Row, ...]:
+        """The whole gradient, one row a recipe."""
+        return tuple(row for row in self.rows if row.parameter is None)
+
+    def parameters(self, recipe: str | None = None) -> tuple[Row, ...]:
+        """Single parameters of one recipe, the largest bias first; NaN last.
+
+        Args:
+          recipe: name; None: the only one.
+
+        Raises:
+          ValueError: unknown name, or several recipes and no name.
+        """
+        names = [row.recipe for row in self.whole]
+        if recipe is None and len(names) == 1:
+            recipe = names[0]
+        if recipe not in names:
+            raise ValueError(
+                f"GradientBias.parameters: recipe must be one of {', '.join(map(repr, names))}, "
+                f"got recipe={recipe!r}"
+            )
+        found = [row for row in self.rows if row.parameter is not None and row.recipe == recipe]
+        return tuple(sorted(found, key=lambda row: (math.isnan(row.bias), -row.bias)))
+
+    @property
+    def caption(self) -> str:
+        """How to read the numbers."""
+        draws = self.rows[0].estimate.draws
+        near = f"; near 0: less than {_CLEAR:g} times its own noise, so a share of it says little"
+        return (
+            f"n = {draws} batches at one checkpoint, loss {self.exact_loss:.4g} in high precision; "
+            f"interval: {100 * self.confidence:g} %, of other batches at the same parameters"
+            f"{near if any(row.near_zero for row in self.rows) else ''}"
+        )
+
+    def __str__(self) -> str:
+        rows = [(row.recipe, *_cells(row)) for row in self.whole]
+        return "\n".join([aligned([("recipe", *_COLUMNS, "loss"), *rows]), self.caption])
+
+    def __rich__(self) -> Table:
+        rows = [(row.recipe, *_cells(row)) for row in self.whole]
+        heads = ("recipe", *_COLUMNS, "loss")
+        return rich_table("Bias of the mean gradient", heads, rows, self.caption)
+
+    def table(self, recipe: str | None = None) -> Table:
+        """A rich table of single parameters, the largest bias first; `recipe` as `parameters`."""
+        found = self.parameters(recipe)
+        rows = [(row.parameter or ".", *_cells(row)[:-1]) for row in found]
+        title = f"Bias by parameter: {found[0].recipe}"
+        return rich_table(title, ("parameter", *_COLUMNS), rows, self.caption)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    """Percentages; an interval from 0 on is given as what the bias is at most."""
+    low, high = row.interval
+    interval = f"at most {_percent(high)}" if low == 0 else f"{_percent(low)} to {_percent(high)}"
+    known = not math.isnan(row.bias)
+    unknown = "Inf or NaN" if math.isnan(row.one_batch) else "hidden by noise"
+    if row.near_zero:
+        known, unknown = False, f"near 0: mean {row.estimate.signal:.1f} x its noise"
+    return (
+        _percent(row.bias) if known else unknown,
+        interval if known else "-",
+        _percent(row.one_batch),
+        f"{row.slope:.3f}" if known else "-",
+        "" if row.loss_increase is None else f"{row.loss_increase:+.3g}",
+    )
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g} %"
 
 
 def passes(recipe: Recipe | str) -> dict[str, Recipe]:
     """A recipe, and the same in the forward pass alone and in the backward pass alone.
 
-    For `gradient_bias`: it tells which pass bends the gradients.
+    For `gradient_bias`: it shows which pass bends the gradients.
 
     Args:
       recipe: the recipe, or its name.
@@ -92,7 +244,7 @@ def gradient_bias(
 
     Raises:
       ValueError: fewer than three batches, no recipes, a `loss` that gives no scalar, or exact
-        gradients with Inf or NaN. Those of a recipe are told as a bias of NaN.
+        gradients with Inf or NaN. Those of a recipe give a bias of NaN.
       TypeError: no recipe, or several without names.
 
     Memory: two gradients a batch on the host, and those of one batch on the device.
@@ -120,15 +272,24 @@ def gradient_bias(
             f"{_FEWEST} batches, got {len(batches)}; eight or more give a useful interval"
         )
     draw = functools.partial(_draws, loss, params, batches, key, scanned)
+    rows: list[Row] = []
     # float32 products are made of fewer bits on accelerators, and would not be exact.
     with jax.default_matmul_precision("float32"):
         exact_losses, exact_draws = draw(high_precision() if exact is None else exact)
         _check_finite(exact_losses, exact_draws)
-        rows: list[Row] = []
         for name, recipe in chosen.items():
             losses, draws = draw(recipe)
-            increase = losses - exact_losses
-            rows += _rows(name, exact_draws, draws, increase, confidence)
+            parts = {
+                parameter: inner_products(own, _errors(draws[parameter], own))
+                for parameter, own in exact_draws.items()
+            }
+            whole = estimate(np.sum([*parts.values()], axis=0), confidence)
+            increase = float((losses - exact_losses).mean())
+            rows.append(Row(recipe=name, parameter=None, estimate=whole, loss_increase=increase))
+            rows += [
+                Row(recipe=name, parameter=parameter, estimate=estimate(own, confidence))
+                for parameter, own in parts.items()
+            ]
     return GradientBias(
         rows=tuple(rows), exact_loss=float(exact_losses.mean()), confidence=confidence
     )
@@ -215,35 +376,5 @@ def path_name(path: tuple[Any, ...]) -> str:
     return "/".join(names[:-1] if boxed else names)
 
 
-def _rows(
-    name: str,
-    exact: dict[str, list[np.ndarray]],
-    draws: dict[str, list[np.ndarray]],
-    increase: np.ndarray,
-    confidence: float,
-) -> list[Row]:
-    """The whole gradient first, then each parameter."""
-    parts = {
-        parameter: InnerProducts.of(
-            own,
-            [
-                np.subtract(q, g, dtype=np.float64)
-                for q, g in zip(draws[parameter], own, strict=True)
-            ],
-        )
-        for parameter, own in exact.items()
-    }
-    whole = functools.reduce(InnerProducts.__add__, parts.values())
-    mean = float(increase.mean())
-    return [
-        Row(recipe=name, parameter=None, loss_increase=mean, estimate=estimate(whole, confidence)),
-        *(
-            Row(
-                recipe=name,
-                parameter=parameter,
-                loss_increase=None,
-                estimate=estimate(own, confidence),
-            )
-            for parameter, own in parts.items()
-        ),
-    ]
+def _errors(draws: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return [np.subtract(q, g, dtype=np.float64) for q, g in zip(draws, exact, strict=True)]

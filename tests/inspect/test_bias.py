@@ -1,4 +1,4 @@
-"""gradient_bias: planted biases are found, passes and layers are told apart."""
+"""gradient_bias: estimates are right on average, and planted biases are found."""
 
 import io
 import math
@@ -15,8 +15,8 @@ from rich.console import Console
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.inspect import GradientBias, gradient_bias, passes
-from mx_jax.inspect.bias_estimate import Estimate
-from mx_jax.inspect.bias_table import Row
+from mx_jax.inspect.bias import Row
+from mx_jax.inspect.bias_estimate import Estimate, estimate, inner_products
 from mx_jax.recipes import Residuals
 from tests.quick import quick
 
@@ -114,32 +114,25 @@ def test_passes_are_recipes():
     assert passes("deepseek_v3")["deepseek_v3, backward alone"].residuals is Residuals.PRIMAL
 
 
-@pytest.mark.slow
-def test_a_linen_model_and_rules():
-    model, x = nn.Dense(32, name="up"), jax.random.normal(jax.random.key(0), (4, 16, 64))
-    params = quick(model.init)(jax.random.key(1), x[0])
+@pytest.mark.parametrize("library", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
+def test_models_of_flax_and_rules(library: str):
+    x = jax.random.normal(jax.random.key(0), (4, 16, 64))
+    if library == "linen":
+        model, prefix = nn.Dense(32, name="up"), "params/"
+        params = quick(model.init)(jax.random.key(1), x[0])
+    else:
+        graph, params = nnx.split(nnx.Linear(64, 8, rngs=nnx.Rngs(0)))
+        prefix = ""
 
     def loss(params: Any, x: jax.Array, rules: Any) -> jax.Array:
-        return jnp.sum(jnp.asarray(convert.linen(model, rules).apply(params, x)) ** 2)
+        if library == "linen":
+            return jnp.sum(jnp.asarray(convert.linen(model, rules).apply(params, x)) ** 2)
+        return jnp.sum(convert.nnx(nnx.merge(graph, params), rules)(x) ** 2)
 
     rules = {"all": convert.Rule(".*", "mxfp4")}
     found = gradient_bias(loss, params, x, rules, exact=convert.Rule(".*", None))
-    assert [row.parameter for row in found.parameters()][-1] != ""
-    assert {row.parameter for row in found.parameters()} == {"params/kernel", "params/bias"}
+    assert {row.parameter for row in found.parameters()} == {f"{prefix}kernel", f"{prefix}bias"}
     assert 0 < found.whole[0].one_batch < 0.5
-
-
-def test_an_nnx_model():
-    graph, state = nnx.split(nnx.Linear(64, 8, rngs=nnx.Rngs(0)))
-    x = jax.random.normal(jax.random.key(0), (4, 16, 64))
-
-    def loss(state: Any, x: jax.Array, rules: Any) -> jax.Array:
-        return jnp.sum(convert.nnx(nnx.merge(graph, state), rules)(x) ** 2)
-
-    rules = {"all": convert.Rule(".*", "mxfp4")}
-    found = gradient_bias(loss, state, x, rules, exact=convert.Rule(".*", None))
-    assert {row.parameter for row in found.parameters()} == {"kernel", "bias"}
-    assert found.whole[0].one_batch > 0
 
 
 def test_printed():
@@ -206,3 +199,75 @@ def test_errors():
     empty = GradientBias(rows=(), exact_loss=0.0, confidence=0.95)
     with pytest.raises(ValueError, match="recipe must be one of , got recipe=None"):
         empty.parameters()
+
+
+def draws(bias: float, n: int, seed: int, size: int = 200) -> tuple[np.ndarray, np.ndarray]:
+    """Exact vectors and errors of n draws; the exact mean has length 1."""
+    rng = np.random.default_rng(seed)
+    exact, error = np.zeros(size), np.zeros(size)
+    exact[0], error[1] = 1.0, bias
+    noise = rng.standard_normal((2, n, size)) / np.sqrt(size)
+    return exact + 1.5 * noise[0], error + 0.3 * noise[1]
+
+
+def estimated(exact: np.ndarray, error: np.ndarray) -> Estimate:
+    return estimate(inner_products(exact, error), 0.95)
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.1, 0.5])
+def test_right_on_average_and_covered(bias: float):
+    """The uncorrected figure is not: without any bias it says ten per cent."""
+    found = [estimated(*draws(bias, 8, seed)) for seed in range(200)]
+    assert np.sqrt(np.mean([own.bias**2 for own in found])) == pytest.approx(bias, abs=0.03)
+    covered = np.mean([own.low <= bias <= own.high for own in found])
+    assert covered >= 0.93
+    if bias == 0:
+        assert np.mean([own.uncorrected for own in found]) > 0.08
+    else:
+        # An interval that always holds would not be one.
+        assert np.mean([own.low <= 2 * bias <= own.high for own in found]) < 0.1
+
+
+def test_against_the_formula():
+    """`|mean|^2 - s^2 / n`, written with the draws and not with their products."""
+    g, e = draws(0.2, 6, 0)
+    found = estimated(g, e)
+
+    def squared(x: np.ndarray) -> float:
+        return float(np.sum(x.mean(0) ** 2) - np.sum(x.var(0, ddof=1)) / len(x))
+
+    assert found.bias == pytest.approx(np.sqrt(squared(e) / squared(g)))
+    assert found.uncorrected == pytest.approx(np.linalg.norm(e.mean(0)) / np.linalg.norm(g.mean(0)))
+    assert found.one == pytest.approx(np.sqrt(np.sum(e**2) / np.sum(g**2)))
+    mixed = (squared(e + g) - squared(e) - squared(g)) / 2
+    assert found.slope == pytest.approx(1 + mixed / squared(g))
+
+
+def test_how_far_the_mean_is_from_its_noise():
+    g, e = draws(0.1, 64, 3)
+    spread = np.sqrt(np.sum(g.var(0, ddof=1)) / len(g))
+    mean = np.sqrt(np.sum(g.mean(0) ** 2) - spread**2)
+    assert estimated(g, e).signal == pytest.approx(mean / spread, rel=1e-6)
+    assert estimated(np.ones_like(g), e).signal > 1e6
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_has_no_bias_to_tell(value: float):
+    """`max(0.0, nan)` is 0: a gradient that diverged would be the best of all."""
+    g, e = draws(0.2, 5, 1)
+    e[3, 7] = value
+    found = estimated(g, e)
+    for name in ("bias", "low", "high", "uncorrected", "slope", "one"):
+        assert np.isnan(getattr(found, name)), name
+
+
+def test_what_estimates_say_without_an_error_and_without_a_mean():
+    g, e = draws(0.2, 5, 1)
+    parts = inner_products(g[:, :70], e[:, :70]) + inner_products(g[:, 70:], e[:, 70:])
+    np.testing.assert_allclose(parts, inner_products(g, e), err_msg="parts add up")
+    none = estimated(g, 0 * g)
+    assert (none.bias, none.low, none.high, none.slope, none.one) == (0, 0, 0, 1, 0)
+    shorter = estimated(g, -0.02 * g)
+    assert (shorter.slope, shorter.bias) == (pytest.approx(0.98), pytest.approx(0.02))
+    hidden = estimated(g - g.mean(0), 0.1 * g)
+    assert np.isnan([hidden.bias, hidden.low, hidden.high, hidden.slope]).all() and hidden.one > 0

@@ -1,11 +1,14 @@
-"""What a capture tells: one record an operand, a product or a number, which files hold as JSON."""
+"""Records of a capture, which files hold as JSON, and how statistics get to the host."""
 
 import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from mx_jax.ops.tags import Tag
 from mx_jax.ops.watched import Tap
@@ -51,9 +54,9 @@ class Record:
 
     def as_json(self) -> dict[str, Any]:
         """What a line of JSON holds; arrays are left out."""
-        fields = dataclasses.asdict(self.tag)
-        index, order = list(self.index), list(self.order)
-        return {"step": self.step, "index": index, "order": order, **fields, **_plain(self.stats)}
+        stats = {name: _number(value) for name, value in self.stats.items()}
+        place = {"step": self.step, "index": list(self.index), "order": list(self.order)}
+        return {**place, **dataclasses.asdict(self.tag), **stats}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,32 +100,27 @@ def from_json(fields: Mapping[str, Any]) -> Record | Scalar:
         rest = dict(fields)
         names = [field.name for field in dataclasses.fields(Tag)]
         tag = Tag(**{name: rest.pop(name) for name in names})
-        step, index, order = (rest.pop(name) for name in ("step", "index", "order"))
         return Record(
-            tag=tag, step=int(step), index=tuple(index), order=tuple(order), stats=_read(rest)
+            tag=tag,
+            step=int(rest.pop("step")),
+            index=tuple(rest.pop("index")),
+            order=tuple(rest.pop("order")),
+            stats={name: _read(value) for name, value in rest.items()},
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"no record of a capture: {error!r} in {dict(fields)}") from error
 
 
-def _plain(stats: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _number(value) if isinstance(value, float) else value for name, value in stats.items()
-    }
-
-
-def _number(value: float) -> Any:
+def _number(value: Any) -> Any:
     """JSON has no Inf and no NaN."""
-    return value if math.isfinite(value) else str(value)
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _read(stats: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        name: float(value) if isinstance(value, str) else value for name, value in stats.items()
-    }
-    if "scales" in found:
-        found["scales"] = {int(exponent): count for exponent, count in found["scales"].items()}
-    return found
+def _read(value: Any) -> Any:
+    """Numbers that JSON has as strings; its keys always are."""
+    if isinstance(value, dict):
+        return {int(key): own for key, own in value.items()}
+    return float(value) if isinstance(value, str) else value
 
 
 def program_order(tag: Tag, tap: Tap, index: tuple[int, ...]) -> tuple[int, ...]:
@@ -132,3 +130,34 @@ def program_order(tag: Tag, tap: Tap, index: tuple[int, ...]) -> tuple[int, ...]
     if tag.product == "output":
         return (0, *path, own)
     return (1, *(-number for number in (*path, own)))
+
+
+def pack(content: Any) -> tuple[jax.Array, Any]:
+    """A pytree of arrays of 32 bits as one, since a callback costs for each array that it is given.
+
+    Returns:
+      Words, uint32, scalars first; how `unpack` reads them.
+    """
+    leaves, tree = jax.tree.flatten(content)
+    words = [jnp.ravel(lax.bitcast_convert_type(x, jnp.uint32)) for x in leaves]
+    order = sorted(range(len(leaves)), key=lambda place: leaves[place].ndim > 0)
+    layout = tree, [(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves]
+    return jnp.concatenate([words[place] for place in order]), layout
+
+
+def unpack(words: Any, layout: Any) -> Any:
+    """What was packed: NumPy arrays, and numbers of Python, which NumPy reads together."""
+    tree, leaves = layout
+    words = np.asarray(words)
+    start, place = sum(not shape for shape, _ in leaves), 0
+    scalars = {dtype: words[:start].view(dtype).tolist() for _, dtype in leaves}
+    found = []
+    for shape, dtype in leaves:
+        if not shape:
+            found.append(scalars[dtype][place])
+            place += 1
+        else:
+            end = start + math.prod(shape)
+            found.append(words[start:end].view(dtype).reshape(shape))
+            start = end
+    return jax.tree.unflatten(tree, found)

@@ -1,0 +1,405 @@
+"""Statistics of casts and products: one row of `TABLE` for each, with all that is its own.
+
+On the device a statistic is a few sums and maxima, so that those of vmap's lanes and of shards add
+up to those of the whole; the host makes numbers of them. Squares are of values over the largest
+one's power of two: gradients of 1e-25 have an SQNR too.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mx_jax.backends.calls import CastStatisticsCall
+from mx_jax.backends.primitive import choose_if_any
+from mx_jax.codecs.invariants import varying_axes
+from mx_jax.codecs.varying import varying
+from mx_jax.mxarray import MXArray
+from mx_jax.ops.quantize import dequantize
+from mx_jax.reference import statistics as plain
+from mx_jax.reference.statistics import Raw, count, exponent, power, relative, total
+
+Stats = Mapping[str, Any]
+
+NUM_CHANNELS = 8
+# Channels that the host sorts.
+_FEW = 2**13
+# What float32's exponent field says of 1.
+_ONE = 127
+# Beyond these a report has a sentence: shares of values, a ratio of amaxes, dB below the first.
+_SATURATED, _UNDERFLOWN, _OUTLYING, _LOST_DB = 0.1, 0.3, 30.0, 6.0
+# Less saturates in healthy runs: 3.5 % of normal values in NVFP4. So less is reported if it grew.
+_MORE_SATURATED, _GROWN = 0.02, 3
+
+
+class Column(NamedTuple):
+    """A number of `Record.stats` as tables have it; without a heading, files alone."""
+
+    number: str
+    heading: str = ""
+    # What tables for people have in its place.
+    shown: Callable[[Stats], float | None] | None = None
+
+    def text(self, stats: Stats, digits: int = 3) -> str:
+        """The cell of a record, empty where there is no number."""
+        value = stats.get(self.number) if self.shown is None else self.shown(stats)
+        return "" if value is None or math.isnan(value) else f"{value:.{digits}g}"
+
+
+class Plot(NamedTuple):
+    """A number over steps, a section of a report; the sign is 1 if low is bad, -1 if high is."""
+
+    heading: str
+    number: str
+    unit: str
+    sign: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Statistic:
+    """One statistic.
+
+    Attributes:
+      name: as `capture` takes it.
+      joins: arrays that it needs, from `of_cast` or `of_product`, and how those of lanes and shards
+        join: "max", "sum", or "squares", sums of squares of what was divided by amax's power of 2.
+      of: numbers for `Record.stats`, of these arrays on the host.
+      columns: those of the numbers that tables hold.
+      finding: what a report says of a record with the first of them, if anything; of its numbers,
+        and of the first finite ones that the same operand had.
+      plot: a section of a report.
+      needs_before: whether it compares with the values before the cast.
+      shorten: makes less of large arrays before they go to the host.
+    """
+
+    name: str
+    joins: Mapping[str, str]
+    of: Callable[[Stats], dict[str, Any]]
+    columns: tuple[Column, ...] = ()
+    finding: Callable[[Stats, Stats], str | bool] = lambda stats, first: False
+    plot: Plot | None = None
+    needs_before: bool = False
+    shorten: Callable[[Raw], Raw] = lambda raw: raw
+
+
+def nonfinite(stats: Stats) -> int:
+    """Blocks with Inf or NaN; of a product, entries."""
+    return stats.get("nonfinite_blocks", stats.get("nonfinite", 0))
+
+
+def decibel(stats: Stats) -> float:
+    """The SQNR of an operand, or of a product against float32; Inf where it is not known."""
+    if stats.get("error", 0) > 0:
+        return -20 * math.log10(stats["error"])
+    sqnr = stats.get("sqnr_db", math.inf)
+    return math.inf if math.isnan(sqnr) else sqnr
+
+
+def _ratio(over: float, under: float) -> float:
+    if under == 0:
+        return math.nan if over == 0 else math.inf
+    return over / under
+
+
+def _percent(number: str) -> Callable[[Stats], float | None]:
+    return lambda stats: 100 * stats[number] if number in stats else None
+
+
+def _saturates(share: float, usual: float) -> bool:
+    return share > _SATURATED or share > max(_MORE_SATURATED, _GROWN * usual)
+
+
+def _scales(raw: Stats) -> dict[str, Any]:
+    counts = raw["exponents"]
+    present = counts.nonzero()[0]
+    return {"scales": dict(zip((present - _ONE).tolist(), counts[present].tolist(), strict=True))}
+
+
+def _sqnr(raw: Stats) -> dict[str, Any]:
+    ratio = _ratio(float(raw["signal"]), float(raw["noise"]))
+    return {"sqnr_db": 10 * math.log10(ratio) if ratio > 0 else ratio and -math.inf}
+
+
+def _shorten_channels(raw: Raw) -> Raw:
+    """Of many channels only the largest, and the one in the middle. The host sorts few of them
+    itself, which is a tenth of the work."""
+    amaxes = raw["channel_amax"]
+    if amaxes.size <= _FEW:
+        return raw
+    largest, where = lax.top_k(amaxes, NUM_CHANNELS)
+    return raw | {"channel_amax": largest, "channel": where, "median": jnp.median(amaxes)}
+
+
+def _channels(raw: Stats) -> dict[str, Any]:
+    """The largest channels, of equal ones the first; the largest over the one in the middle."""
+    largest = raw["channel_amax"]
+    if "channel" in raw:
+        where, median = raw["channel"], raw["median"]
+    else:
+        # One partition finds the middle and the least of the largest without sorting the others.
+        size, few = largest.size, min(NUM_CHANNELS, largest.size)
+        low, high = (size - 1) // 2, size // 2
+        parted = np.partition(largest, (low, high, size - few))
+        median = parted[low] if low == high else (parted[low] + parted[high]) / 2
+        least = parted[size - few]
+        where = (largest >= least).nonzero()[0]
+        where = where[(-largest[where]).argsort(kind="stable")[:few]]
+        largest = largest[where]
+    pairs = zip(where.tolist(), largest.tolist(), strict=True)
+    return {
+        "channels": [[index, amax] for index, amax in pairs],
+        "outlier_ratio": _ratio(float(largest[0]), float(median)),
+    }
+
+
+def _error(raw: Stats) -> dict[str, Any]:
+    exact, actual = float(raw["exact"]), float(raw["actual"])
+    return {
+        "error": math.sqrt(_ratio(float(raw["noise"]), exact)),
+        "cosine": _ratio(float(raw["dot"]), math.sqrt(exact * actual)),
+        "nonfinite": int(raw["bad"]),
+        "entries": int(raw["size"]),
+        "compared": int(raw["compared"]),
+    }
+
+
+TABLE = (
+    Statistic(
+        name="amax",
+        joins={"amax": "max"},
+        of=lambda raw: {"amax": float(raw["amax"])},
+        columns=(Column("amax", "amax"),),
+    ),
+    Statistic(name="scales", joins={"exponents": "sum"}, of=_scales),
+    Statistic(
+        name="underflow",
+        joins={"underflow": "sum"},
+        of=lambda raw: {"underflow": float(raw["underflow"]) / float(raw["size"])},
+        columns=(Column("underflow", "zero %", _percent("underflow")),),
+        finding=lambda stats, first: (
+            stats["underflow"] > _UNDERFLOWN
+            and f"loses {stats['underflow']:.0%} of its values to zero"
+        ),
+        needs_before=True,
+    ),
+    Statistic(
+        name="saturation",
+        joins={"saturated": "sum"},
+        of=lambda raw: {"saturation": float(raw["saturated"]) / float(raw["size"])},
+        columns=(Column("saturation", "sat. %", _percent("saturation")),),
+        finding=lambda stats, first: (
+            _saturates(stats["saturation"], first.get("saturation", 0))
+            and f"saturates in {stats['saturation']:.1%} of its values"
+        ),
+        needs_before=True,
+    ),
+    Statistic(
+        name="nonfinite",
+        joins={"bad_blocks": "sum", "blocks": "sum"},
+        of=lambda raw: {"nonfinite_blocks": int(raw["bad_blocks"]), "blocks": int(raw["blocks"])},
+        columns=(Column("nonfinite_blocks", "bad", lambda stats: nonfinite(stats) or None),),
+        finding=lambda stats, first: (
+            stats["nonfinite_blocks"] > 0
+            and f"has Inf or NaN in {stats['nonfinite_blocks']} blocks"
+        ),
+    ),
+    Statistic(
+        name="sqnr",
+        joins={"signal": "squares", "noise": "squares"},
+        of=_sqnr,
+        columns=(Column("sqnr_db", "dB", decibel),),
+        finding=lambda stats, first: (
+            math.isfinite(stats["sqnr_db"])
+            and first["sqnr_db"] - stats["sqnr_db"] > _LOST_DB
+            and f"lost {first['sqnr_db'] - stats['sqnr_db']:.0f} dB of SQNR since its first step"
+        ),
+        plot=Plot("SQNR by layer", "sqnr_db", "dB", 1),
+        needs_before=True,
+    ),
+    Statistic(
+        name="channels",
+        joins={"channel_amax": "max"},
+        of=_channels,
+        columns=(Column("outlier_ratio", "outlier"),),
+        finding=lambda stats, first: (
+            _OUTLYING < stats["outlier_ratio"] < math.inf
+            and f"has an outlier: channel {stats['channels'][0][0]} is "
+            f"{stats['outlier_ratio']:.0f} times the median"
+        ),
+        shorten=_shorten_channels,
+    ),
+    Statistic(
+        name="error",
+        joins={
+            "compared": "sum",
+            "bad": "sum",
+            "dot": "squares",
+            "exact": "squares",
+            "actual": "squares",
+            "noise": "squares",
+        },
+        of=_error,
+        columns=(Column("error"), Column("cosine")),
+        plot=Plot("Error of products by layer", "error", "|exact - actual| / |exact|", -1),
+    ),
+)
+STATISTICS = tuple(row.name for row in TABLE)
+"""What `capture` can compute:
+
+- `"amax"`, of the finite values;
+- `"scales"`: how many scales have which exponent;
+- `"underflow"`, `"saturation"`: shares of values that became zero, or the largest code though they
+  are larger;
+- `"nonfinite"`: blocks with Inf or NaN, and blocks in all;
+- `"sqnr"`: signal to quantization noise, in dB;
+- `"channels"`: the largest amaxes along the axis of the blocks, and the first over the median;
+- `"error"`, of products: `|exact - actual| / |exact|` and their cosine, where exact is the product
+  of the same operands in float32; of gradients too. A large product is compared in a fixed sample
+  of its entries, `compared` of `entries`: the rows and columns at an odd distance, at most 128 of
+  each, so that one of 128 by 128 is compared as a whole;
+- `"arrays"`, only if named: the values before and after, whole on one device, even where they are
+  sharded. Below `shard_map` each device gives a record with its part, and `Record.shard` says
+  which. Products are then compared as a whole.
+"""
+COLUMNS = tuple(column.number for row in TABLE for column in row.columns)
+"""Numbers that a row of a table holds."""
+HEADED = sorted((c for row in TABLE for c in row.columns if c.heading), key=lambda c: c[1] != "dB")
+"""Columns of tables for people: what they are sorted by, the SQNR, first."""
+ARRAYS = frozenset({"before", "after"})
+"""What raw statistics may hold besides: arrays of the user, which do not join."""
+
+_JOINS: dict[str, str] = {"size": "sum"}
+for _row in TABLE:
+    _JOINS |= _row.joins
+
+
+def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
+    """What the wanted statistics of a cast need, by the fastest kernel; channels along an axis."""
+    after = dataclasses.replace(after, primal=None)
+    call = CastStatisticsCall(
+        shape=after.shape,
+        dtype=np.dtype(before.dtype),
+        format=after.format,
+        blocks=after.blocks,
+        axis=axis % before.ndim - before.ndim,
+        scale_axes=varying_axes(after.tensor_scale),
+    )
+    rows = [row for row in TABLE if row.name in wanted and row.name != "error"]
+    choice = choose_if_any(call)
+    raw: Raw = {}
+    if choice is not None and not choice.offer.is_plain:
+        needed = {"amax", "size"}.union(*(row.joins for row in rows))
+        raw = choice.offer.run(before, after, call)
+        raw = {name: value for name, value in raw.items() if name in needed}
+        rows = [row for row in rows if not row.joins.keys() <= raw.keys()]
+        if not rows:
+            return raw
+    # Only what is wanted and no kernel has, of values that a kernel may decode.
+    return raw | plain.of_cast(before, after, axis, {row.name for row in rows}, dequantize)
+
+
+def of_stored(after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
+    """What is known of an operand that came quantized: nothing of what the cast lost."""
+    known = {row.name for row in TABLE if row.name in wanted and not row.needs_before}
+    return of_cast(plain.finite_values(after, dequantize), after, axis, known)
+
+
+def of_product(exact: jax.Array, compared: jax.Array, actual: jax.Array) -> Raw:
+    """What the error of a product and its cosine need: some entries, or all, in float32; the same
+    as they are; and all entries as they are."""
+    x, y = (value.astype(jnp.float32) for value in (exact, compared))
+    both = jnp.isfinite(x) & jnp.isfinite(y)
+    x, y = jnp.where(both, x, 0), jnp.where(both, y, 0)
+    largest = jnp.where(jnp.isfinite(actual), jnp.abs(actual), 0).astype(jnp.float32)
+    amax = jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(largest))
+    x, y = relative(x, amax), relative(y, amax)
+    return {
+        "amax": amax,
+        "size": jnp.full((), actual.size, jnp.uint32),
+        "compared": jnp.full((), x.size, jnp.uint32),
+        "bad": count(~both),
+        "dot": total(x * y),
+        "exact": total(x * x),
+        "actual": total(y * y),
+        "noise": total(jnp.square(x - y)),
+    }
+
+
+def of_lanes(raw: Raw, batched: Mapping[str, bool], lanes: int) -> Raw:
+    """The statistics of all lanes of a vmap, along a first axis where they differ."""
+    if not any(batched.values()):
+        return raw
+    whole = {
+        name: value if batched[name] else jnp.broadcast_to(value, (lanes, *value.shape))
+        for name, value in raw.items()
+    }
+    return _joined(
+        whole, lambda value: jnp.max(value, axis=0), lambda value: jnp.sum(value, 0, value.dtype)
+    )
+
+
+def of_shards(raw: Raw) -> Raw:
+    """The statistics of all shards, below shard_map; elsewhere what they are.
+
+    With `check_vma=False` JAX does not say what differs: there, replicas count several times.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = frozenset(mesh.manual_axes)
+    if not axes:
+        return raw
+    if any(varying(lax.axis_index(axis)) for axis in axes):
+        axes = frozenset[str]().union(*(varying(value) for value in raw.values()))
+        raw = {
+            name: lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
+            for name, value in raw.items()
+            for missing in (axes - varying(value),)
+        }
+    names = tuple(sorted(axes))
+    if not names:
+        return raw
+    return _joined(raw, lambda value: lax.pmax(value, names), lambda value: lax.psum(value, names))
+
+
+def _joined(raw: Raw, maximum: Any, summed: Any) -> Raw:
+    """Each array as its row says; arrays of the user as they are."""
+    amax = maximum(raw["amax"])
+    share = jnp.square(power(exponent(raw["amax"]) - exponent(amax)))
+    joined = {}
+    for name, value in raw.items():
+        if name in ARRAYS:
+            joined[name] = value
+        elif _JOINS[name] == "max":
+            joined[name] = maximum(value)
+        else:
+            joined[name] = summed(value * share if _JOINS[name] == "squares" else value)
+    return joined
+
+
+def shortened(raw: Raw) -> Raw:
+    """What the host gets."""
+    for row in TABLE:
+        if row.joins.keys() <= raw.keys():
+            raw = row.shorten(raw)
+    return raw
+
+
+def numbers(raw: Stats, wanted: Collection[str]) -> dict[str, Any]:
+    """`Record.stats` of raw statistics, on the host; the error of a product comes with arrays too.
+
+    Returns:
+      `amax`; `underflow` and `saturation` as shares; `nonfinite_blocks` and `blocks`; `sqnr_db`;
+      `scales`, how many have which exponent; `channels`, pairs of index and amax, the largest
+      first, and `outlier_ratio`, the largest over the middle one; of a product `error`,
+      `|exact - actual| / |exact|`, and `cosine`, of `compared` of its `entries`, and how many of
+      these are `nonfinite`.
+    """
+    found: dict[str, Any] = {}
+    for row in TABLE:
+        if row.joins.keys() <= raw.keys() and row.name in {*wanted, "error"}:
+            found |= row.of(raw)
+    return found

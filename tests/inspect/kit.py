@@ -1,0 +1,55 @@
+"""What tests of captures share: a layer, its operands, and what was recorded of it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mx_jax
+from mx_jax import inspect
+from tests.quick import quick
+
+W = (np.random.default_rng(0).normal(size=(64, 64)) / 8).astype(np.float32)
+X = np.random.default_rng(1).normal(size=(32, 64)).astype(np.float32)
+
+
+def layer(x: Any, w: Any, name: str = "layer", index: Any = None) -> jax.Array:
+    with inspect.tag(name, index=index):
+        return jnp.tanh(mx_jax.matmul(x, w, recipe="mxfp8"))
+
+
+def both(function: Any) -> Any:
+    """Compiled gradients by two operands."""
+    return quick(jax.grad(function, argnums=(0, 1)))
+
+
+def captured(function: Any, *operands: Any, **options: Any) -> inspect.Memory:
+    """What is recorded of a compiled call."""
+    with inspect.capture(**options) as records:
+        function(*operands)
+    return records
+
+
+def of(records: inspect.Memory, tensor: str, product: str = "output") -> list[inspect.Record]:
+    """Records of one operand, or of a product, in the order of the program."""
+    return [r for r in records.all() if (r.tag.product, r.tag.tensor) == (product, tensor)]
+
+
+def by_layer(records: inspect.Memory) -> dict[str, list[tuple[str, str]]]:
+    """What was recorded of each layer, with its index and call: products and tensors."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for record in records.all():
+        name = f"{record.path}#{record.tag.call}" if record.tag.call else record.path
+        found.setdefault(name, []).append((record.tag.product, record.tag.tensor))
+    return found
+
+
+def same_numbers(own: inspect.Record, other: inspect.Record) -> None:
+    """Counts are equal, and sums up to their order."""
+    assert set(own.stats) == set(other.stats)
+    for name, value in own.stats.items():
+        exact = name in ("scales", "channels", "blocks", "nonfinite_blocks")
+        expected = other.stats[name]
+        same = value == expected if exact else np.isclose(value, expected, rtol=1e-4, atol=0)
+        assert same, (own.tag, name)

@@ -1,0 +1,194 @@
+"""capture: layers of Flax have their names, and those of a scan their index."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.core import axes_scan
+from flax.nnx.transforms import iteration
+from jax import lax
+
+import mx_jax
+from mx_jax import convert, inspect, recipes
+from tests.inspect.kit import X, by_layer, captured, of
+from tests.quick import quick
+
+# Each layer has an amax of its own, which parts its records from the others'.
+WEIGHTS = np.stack([number * np.eye(64, dtype=np.float32) for number in (1, 2, 3)])
+nnx_iteration: Any = iteration
+RULE = convert.Rule(".*", recipes.mxfp8())
+
+
+class Pair(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = mx_jax.nn.linen.Dense(64, recipe="mxfp8", name="up")(x)
+        return nn.Dense(64, dot_general=recipes.mxfp8().dot_general, name="down")(x)
+
+
+class Shared(nn.Module):
+    def setup(self):
+        self.block = nn.remat(Pair)()
+
+    def __call__(self, x):
+        return self.block(self.block(x))
+
+
+def test_linen_names_its_layers_and_shared_modules_count_their_calls():
+    model = Shared()
+    variables = quick(model.init)(jax.random.key(0), X)
+    with inspect.capture(stats="amax") as records, inspect.tag("student"):
+        quick(jax.grad(lambda v: model.apply(v, X).sum()))(variables)
+    found = by_layer(records)
+    # A gradient of the first input is not wanted.
+    paths = {f"student/block/{name}" for name in ("up", "down")}
+    assert set(found) == paths | {f"{path}#1" for path in paths}
+    assert len(found["student/block/up#1"]) == 6
+
+
+@pytest.mark.slow
+def test_converted_models_name_their_layers():
+    model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
+    variables = quick(model.init)(jax.random.key(0), X)
+    records = captured(convert.linen(model, RULE).apply, variables, X, stats="amax")
+    assert {tag.path for tag in records} == {"layers_0", "layers_2"}
+
+
+def test_nnx_names_its_layers():
+    rngs = nnx.Rngs(0)
+    own = mx_jax.nn.nnx.Linear(64, 64, recipe="mxfp8", rngs=rngs)
+    attention = nnx.MultiHeadAttention(2, 64, decode=False, rngs=rngs)
+    model = nnx.Sequential(own, nnx.Linear(64, 64, rngs=rngs), attention)
+    rules = convert.Rule(".*", recipes.mxfp8(), types=(nnx.Linear, nnx.MultiHeadAttention))
+    model = convert.nnx(mx_jax.nn.nnx.name_layers(model), rules)
+    records = captured(nnx.jit(lambda model, x: model(x)), model, X[None], stats="amax")
+    assert {"layers/0", "layers/1", "layers/2/qk", "layers/2/av"} <= {tag.path for tag in records}
+
+
+@pytest.mark.slow
+def test_names_of_nnx_layers_part_them_only_in_captures():
+    first, second = (
+        mx_jax.nn.nnx.Linear(64, 64, recipe="mxfp8", rngs=nnx.Rngs(0)) for _ in range(2)
+    )
+    mx_jax.nn.nnx.name_layers(nnx.Sequential(first, second))
+    traces = []
+
+    @nnx.jit
+    def outside(layer, x):
+        traces.append(None)
+        return layer(x)
+
+    @nnx.jit
+    def inside(layer, x):
+        return layer(x)
+
+    records = captured(lambda x: inside(second, inside(first, x)), X, stats="amax")
+    assert {tag.path for tag in records} == {"layers/0", "layers/1"}
+    outside(second, outside(first, X))
+    assert len(traces) == 1
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.tanh(nn.Dense(64, use_bias=False, name="up")(x)), None
+
+
+class Model(nn.Module):
+    reverse: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        options: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        layers = nn.scan(nn.remat(Block), length=3, reverse=self.reverse, **options)
+        return layers(name="layers")(x, None)[0]
+
+
+def weights_by_index(records: inspect.Memory, product: str) -> dict[str, float]:
+    found = of(records, "weight", product)
+    amaxes = {f"{record.path}#{record.tag.call}": record.stats["amax"] for record in found}
+    assert len(amaxes) == len(found), "recorded once"
+    return amaxes
+
+
+def by_index(path: str) -> dict[str, float]:
+    return {f"{path}[{number}]#0": number + 1.0 for number in range(3)}
+
+
+@pytest.mark.parametrize(
+    "reverse", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["on", "back"]
+)
+def test_nn_scan(reverse):
+    model = convert.linen(Model(reverse), RULE)
+    variables = {"params": {"layers": {"up": {"kernel": WEIGHTS}}}}
+    step = quick(jax.grad(lambda v: model.apply(v, X).sum()))
+    records = captured(step, variables, stats="amax")
+    for product in ("output", "grad_input"):
+        assert weights_by_index(records, product) == by_index("layers/up")
+
+
+class Layer(nnx.Module):
+    def __init__(self):
+        self.up = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return nnx.tanh(self.up(x))
+
+
+def test_nnx_scan():
+    layer = Layer()
+    layer.up.kernel[...] = jnp.zeros((64, 64))
+    graph, _ = nnx.split(convert.nnx(layer, RULE))
+    stacked = nnx.state(layer)
+    stacked["up"]["kernel"] = nnx.Param(jnp.asarray(WEIGHTS))
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def run(layer, x):
+        return layer(x)
+
+    step = quick(lambda stacked: run(nnx.merge(graph, stacked), X))
+    records = captured(step, stacked, stats="amax")
+    assert weights_by_index(records, "output") == by_index("up")
+
+
+def stack(x, weights):
+    def body(x, w):
+        with jax.named_scope("block"):
+            return jnp.tanh(x @ w), None
+
+    return lax.scan(body, x, weights)[0].sum()
+
+
+def test_a_converted_function():
+    converted = convert.function(stack, RULE)
+    off = str(jax.make_jaxpr(converted)(X, WEIGHTS))
+    records = captured(quick(jax.grad(converted, argnums=1)), X, WEIGHTS, stats="amax")
+    for product in ("output", "grad_input"):
+        assert weights_by_index(records, product) == by_index("block")
+    assert str(jax.make_jaxpr(converted)(X, WEIGHTS)) == off and "iota" not in off
+
+
+def test_an_index_by_hand_is_instead_of_the_counted_one():
+    def body(x, given):
+        w, number = given
+        with inspect.tag("block", index=10 * number):
+            return mx_jax.matmul(x, w, recipe="mxfp8"), None
+
+    with inspect.capture(stats="amax") as records:
+        nnx_iteration.jax.lax.scan(body, jnp.asarray(X), (WEIGHTS, np.arange(3)))
+    assert {record.index for record in records.all()} == {(0,), (10,), (20,)}
+
+
+def test_flax_has_jaxs_scan_again_without_a_capture():
+    def scans():
+        return axes_scan.lax.scan, nnx_iteration.jax.lax.scan
+
+    with inspect.capture(stats="amax"):
+        with inspect.capture(stats="amax"):
+            assert lax.scan not in scans()
+        assert lax.scan not in scans()
+    assert scans() == (lax.scan, lax.scan) and nnx_iteration.jax is jax
