@@ -158,6 +158,13 @@ def test_the_error_of_weights_of_any_size(exponent: int, rng):
     scaled = np.ldexp(w, exponent)
     found = calibrate.output_error(scaled, mx_jax.quantize(scaled, "mxfp4", axis=0), x.T @ x)
     assert found == pytest.approx(expected, rel=1e-6)
+    zeros = np.zeros_like(w)
+    assert calibrate.output_error(zeros, mx_jax.quantize(zeros, "mxfp4", axis=0), np.eye(64)) == 0
+    ones = mx_jax.quantize(np.ones_like(w), "mxfp4", axis=0)
+    assert calibrate.output_error(zeros, ones, np.eye(64)) == np.inf
+    one_way = np.eye(64) - 0.5  # Its diagonal is positive, and the square of a sum is not.
+    with pytest.raises(ValueError, match=r"semidefinite.* an output whose square is -"):
+        calibrate.output_error(np.ones_like(w), ones, one_way)
     with pytest.raises(ValueError, match="output_error: moment must be positive semidefinite"):
         calibrate.output_error(w, mx_jax.quantize(w, "mxfp4", axis=0), -np.eye(64))
 
