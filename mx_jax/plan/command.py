@@ -160,6 +160,8 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(
                 f"plan: --{name.replace('_', '-')} must be finite and at least 1, got {value}"
             )
+    if options.vocabulary < 0:
+        raise ValueError(f"plan: --vocabulary must be at least 0, got {options.vocabulary}")
     model, setup, links = _model(options), _setup(options), _links(options.interconnect)
     if not 0 < options.efficiency <= 1:
         raise ValueError(f"plan: efficiency must be in (0, 1], got {options.efficiency}")
