@@ -220,6 +220,22 @@ def test_moments_of_a_linen_model(recipe: Any, rng):
         np.testing.assert_allclose(found[name], want[name], rtol=1e-4, atol=1e-4)
 
 
+class Twice(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        layer = nn.Dense(8, name="shared")
+        return layer(layer(x))
+
+
+def test_moments_of_a_layer_that_is_called_twice(rng):
+    x = rng.standard_normal((5, 8)).astype(np.float32)
+    variables = quick(Twice().init)(jax.random.key(0), x)
+    found = calibrate.moments(Twice(), [x], variables=variables)
+    layer = variables["params"]["shared"]
+    y = x @ layer["kernel"] + layer["bias"]
+    np.testing.assert_allclose(found["shared"], x.T @ x + y.T @ y, rtol=1e-4, atol=1e-4)
+
+
 def test_moments_of_an_nnx_model(rng):
     model, x = Nnx(nnx.Rngs(0)), rng.standard_normal((2, 5, 8)).astype(np.float32)
     found = calibrate.moments(model, [x])

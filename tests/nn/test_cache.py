@@ -254,6 +254,20 @@ def test_sizes_of_zero(axis):
         KVCache.zeros(*sizes)
 
 
+def test_keys_and_values_have_tensor_scales_of_their_own():
+    keys, scales = drawn(1), (0.002, 0.0005)
+    cache = quick(KVCache.append)(empty(format="nvfp4", tensor_scales=scales), keys, keys, 0)
+    for rows, scale in zip((cache.keys, cache.values), scales, strict=True):
+        wanted = mx_jax.cast(merge_heads(keys), "nvfp4", tensor_scale=scale)
+        np.testing.assert_array_equal(rows.read(1), wanted)
+
+
+def test_every_sequence_sees_its_own_token():
+    cache = empty().append(drawn(5), drawn(5), 0)
+    with pytest.raises(ValueError, match=r"its own token, got length=4, position=\[0 4\]"):
+        cache.attend(drawn(1), np.array([0, 4]), length=4)
+
+
 def test_no_tokens_no_sequences_and_a_list_of_positions():
     cache, none = empty(format="mxfp4").append(drawn(2), drawn(2), [1, 3]), drawn(0)
     assert cache.attend(none, 0).shape == none.shape

@@ -164,6 +164,22 @@ def test_delayed_scales_are_refused():
         jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())(X)
 
 
+def test_nested_vmaps_of_other_axes():
+    """The outer one along the last axis, the inner along the first."""
+    x = jnp.stack([jnp.stack([X, 2 * X]), jnp.stack([3 * X, 4 * X]), 5 * jnp.stack([X, X])], -1)
+
+    def slope(x, w):
+        def loss(x):
+            return (jnp.tanh(mx_jax.matmul(x, w, recipe="mxfp8")) ** 2).sum()
+
+        return jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())(x)
+
+    found = jax.vmap(jax.vmap(slope, (0, None)), (3, None))(x, W)
+    for outer, inner in ((0, 1), (2, 0)):
+        wanted = slope(x[inner, ..., outer], W)
+        np.testing.assert_allclose(found[outer, inner], wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_casts_are_identities():
     second = jax.grad(lambda x: jax.grad(lambda x: (mx_jax.cast(x, "mxfp4") ** 2).sum())(x).sum())
     assert (second(X) == 2).all()
