@@ -127,6 +127,14 @@ def test_where_arrays_lie_decides(run: Any):
         assert (run(jax.device_put(x, NamedSharding(mesh, spec))) == -1).all()
 
 
+def test_nested_vmaps():
+    """Each along an axis of its own: the outer one the last, the inner one the first."""
+    sums = lambda x, call: jnp.cumsum(x)  # noqa: E731
+    x = jnp.arange(24.0).reshape(2, 3, 4)
+    found = jax.vmap(jax.vmap(lambda x: bound(sums, sums, x)), 2)(x)
+    np.testing.assert_array_equal(found, np.moveaxis(np.cumsum(x, axis=1), 2, 0))
+
+
 def test_on_each_device_by_itself():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     each = jax.shard_map(way, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
