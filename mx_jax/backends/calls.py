@@ -81,6 +81,8 @@ class MatmulCall:
       fast_accumulation: whether a native kernel may add in lower precision.
       out_sharding: where the product lies, as `jax.lax.dot_general` takes it: only on a mesh with
         explicit axes, else None.
+      moves_codes: whether the compiler, where it splits the product between devices, is told to
+        move codes; else it moves what it likes.
     """
 
     lhs: OperandType
@@ -89,6 +91,7 @@ class MatmulCall:
     precision: Any = None
     fast_accumulation: bool = False
     out_sharding: Any = None
+    moves_codes: bool = True
 
     @property
     def text(self) -> str:

@@ -10,7 +10,7 @@ from mx_jax.backends.table import BACKENDS
 # Overrides enter the jit cache key: a function traced under one backend is not reused for another.
 only = jax.make_user_context(default_value=None)
 preferred = jax.make_user_context(default_value=())
-_added = jax.make_user_context(default_value=())
+added = jax.make_user_context(default_value=())
 
 
 def only_backend(name: str | None) -> AbstractContextManager[None]:
@@ -99,12 +99,12 @@ def with_backends(*backends: Backend) -> AbstractContextManager[None]:
     taken = sorted({name for name in names if names.count(name) > 1})
     if taken:
         raise ValueError(f"with_backends: each backend needs a name of its own, got names={taken}")
-    return _added(backends)
+    return added(backends)
 
 
 def known_backends() -> tuple[Backend, ...]:
     """Those that `with_backends` adds, and the table's."""
-    return (*_added.value, *BACKENDS)
+    return (*added.value, *BACKENDS)
 
 
 def _check_known(operation: str, name: str) -> None:

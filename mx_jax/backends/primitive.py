@@ -1,13 +1,14 @@
-"""Calls as JAX primitives: one equation each in a jaxpr, whose implementation lowering picks.
+"""Calls as JAX primitives: one equation each in a jaxpr, whose backend is selected when lowered.
 
-Lowering knows what tracing cannot: the platform of the program, and its number of devices. So an
-equation carries two implementations, and only the one that is lowered is traced.
+Lowering knows what tracing cannot: the platform of the program, and its number of devices. The
+equation carries the call, what contexts ask of selection, and what is known of the machine.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,77 +16,161 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from mx_jax.backends import named, partition
 from mx_jax.backends.calls import (
     Call,
     CastStatisticsCall,
+    MatmulCall,
+    PackCall,
     QuantizeBothCall,
     QuantizeCall,
     result_of,
 )
+from mx_jax.backends.records import Selection, active
+from mx_jax.backends.select import (
+    Choice,
+    current_target,
+    find,
+    known_backends,
+    on_request,
+    rejections_of,
+    select,
+)
+from mx_jax.backends.table import REFERENCE
+from mx_jax.backends.target import PLATFORMS, Target, machine_of, on_one_device, use_target
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.codecs.varying import vary_alike
-from mx_jax.packed import unpacked
+from mx_jax.packed import PackedMXArray, unpacked
 
-PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 _CASTS = (QuantizeCall, QuantizeBothCall, CastStatisticsCall)
 
 
+def choose(call: Call) -> Choice:
+    """The backend that takes a call here; `offer.run` binds the call as one equation.
+
+    Raises:
+      ValueError: if all reject, which happens only under `only_backend`; every reason is listed.
+    """
+    choice = choose_if_any(call)
+    return select(call) if choice is None else choice
+
+
+def choose_if_any(call: Call) -> Choice | None:
+    """As `choose`, for calls that can be made of others: None if all that are asked reject."""
+    target = current_target()
+    choice = find(call, target)
+    if active.value is not None:
+        _record(call, target, choice)
+    # What a layout gives is a type of its own, and the effects of an interpreted kernel have to be
+    # seen by JAX: both are traced in place.
+    in_place = isinstance(call, PackCall) or (
+        choice is not None and choice.offer.inline and target.counted
+    )
+    if choice is None or in_place:
+        bound = choice
+    else:
+        run = Bound(Asked.here(target))
+        bound = dataclasses.replace(choice, offer=dataclasses.replace(choice.offer, run=run))
+    if bound is None or active.value is None:
+        return bound
+    return dataclasses.replace(bound, offer=active.value.marked(bound.offer))
+
+
+def _record(call: Call, target: Target, choice: Choice | None) -> None:
+    """Add what was decided to the active record."""
+    how = "" if choice is None else choice.offer.how
+    # Devices that share a product each compute their part by the same backend.
+    by_parts = isinstance(call, MatmulCall) and partition.can_split(call)
+    if (
+        choice is not None
+        and not target.counted
+        and not isinstance(call, PackCall)
+        and (choice.offer.inline or not by_parts)
+    ):
+        names = _names_on(call, dataclasses.replace(target, counted=True))
+        if names != (choice.backend.name,):
+            others = f"by {' and '.join(names)} where the program has several devices"
+            how = f"{how}; {others}" if how else others
+    active.value.entries.append(
+        Selection(
+            call=call,
+            target=target,
+            backend=None if choice is None else choice.backend.name,
+            rejections=rejections_of(call, target) if choice is None else choice.rejections,
+            on_request=on_request(call, target, known_backends()),
+            how=how,
+            evidence=None if choice is None else choice.evidence,
+        )
+    )
+
+
+def _names_on(call: Call, target: Target) -> tuple[str, ...]:
+    """Names of the backends that compute a call on a machine."""
+    choice = find(call, target)
+    if choice is None and isinstance(call, QuantizeBothCall):
+        found = (*_names_on(call.first, target), *_names_on(call.second, target))
+        return tuple(dict.fromkeys(found))
+    return () if choice is None else (choice.backend.name,)
+
+
 @dataclasses.dataclass(frozen=True)
-class Implementations:
-    """What computes a call, as `Offer.run`: bound as one equation of a jaxpr.
+class Asked:
+    """What contexts ask of selection where a call is bound: it may be lowered outside of them.
 
     Attributes:
-      own: on the platform, and on one device alone if `one_device`.
-      other: anywhere else, in plain JAX.
-      platform: of `own`; None: every one.
-      one_device: whether `own` serves no program of several devices.
+      target: the machine, as far as tracing knows it.
+      only: what `only_backend` names.
+      preferred: what `prefer_backends` names.
+      added: what `with_backends` adds.
     """
 
-    own: Callable[..., Any]
-    other: Callable[..., Any]
-    platform: str | None
-    one_device: bool
+    target: Target
+    only: str | None
+    preferred: tuple[str, ...]
+    added: tuple[Any, ...]
+
+    @classmethod
+    def here(cls, target: Target) -> "Asked":
+        """What is asked in the contexts of the caller."""
+        return cls(target, named.only.value, named.preferred.value, named.added.value)
+
+    def machine(self, platform: str, num_devices: int) -> Target:
+        """The machine of a program; under `only_backend` calls are taken as they are."""
+        known = self.target if self.target.platform == platform else machine_of(platform)
+        devices = 1 if self.only is not None else num_devices
+        return dataclasses.replace(known, num_devices=devices, counted=True)
+
+    @contextlib.contextmanager
+    def on(self, target: Target) -> Iterator[None]:
+        """The contexts, for a machine."""
+        with (
+            named.only(self.only),
+            named.preferred(self.preferred),
+            named.added(self.added),
+            use_target(target),
+        ):
+            yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """Computes calls as equations: an `Offer.run`."""
+
+    asked: Asked
 
     def __call__(self, *operands: Any) -> Any:
         """What a call asks for: the operands, the call last."""
         *arrays, call = operands
         if has_explicit_axes():
             # Types would have to say where results lie: plain JAX's do.
-            return self.own(*operands)
+            return _compute(call, current_target(), *arrays)
         leaves, tree = jax.tree.flatten(tuple(arrays))
         if jax.sharding.get_abstract_mesh().manual_axes:
             leaves = vary_alike(leaves)
         shapes = tuple((x.shape, x.dtype) for x in map(jax.typeof, leaves))
-        types, result = _result(self, call, tree, shapes)
-        work = Work(implementations=self, call=call, tree=tree, types=types)
+        types, result = _result(call, tree, shapes)
+        work = Work(call=call, asked=self.asked, tree=tree, types=types)
         return jax.tree.unflatten(result, _primitive(type(call)).bind(*leaves, work=work))
-
-
-@dataclasses.dataclass(frozen=True)
-class Unpacking:
-    """An implementation for weights that may have been packed for another backend."""
-
-    run: Callable[..., Any]
-
-    def __call__(self, *operands: Any) -> Any:
-        """As `Offer.run`."""
-        return self.run(*map(unpacked, operands))
-
-
-@dataclasses.dataclass(frozen=True)
-class Singly:
-    """A `QuantizeBothCall` as two single casts, each as `Offer.run`."""
-
-    first: Callable[..., Any]
-    second: Callable[..., Any]
-
-    def __call__(self, x: Any, random_bits: Any, tensor_scale: Any, call: Any) -> Any:
-        """As `Offer.run`."""
-        first, second = random_bits
-        return (
-            self.first(x, first, tensor_scale, call.first),
-            self.second(x, second, tensor_scale, call.second),
-        )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -93,15 +178,15 @@ class Work:
     """The static parameter of an equation.
 
     Attributes:
-      implementations: of the call.
       call: what is computed.
+      asked: what selection is asked besides.
       tree: of the operands, whose leaves are the equation's.
       types: (shape, dtype) of the results, before any batch.
       batches: for each `vmap`, the innermost first, its size and the batched axis of each leaf.
     """
 
-    implementations: Implementations
     call: Call
+    asked: Asked
     tree: Any
     types: tuple[tuple[Any, Any], ...]
     batches: tuple[tuple[Any, tuple[int | None, ...]], ...] = ()
@@ -109,41 +194,88 @@ class Work:
     def __repr__(self) -> str:
         return self.call.text
 
-    def compute(self, own: bool, *leaves: jax.Array) -> list[jax.Array]:
-        """The results' leaves."""
-        run = self.implementations.own if own else self.implementations.other
+    def compute(self, how: Callable[..., Any], *leaves: jax.Array) -> list[jax.Array]:
+        """The results' leaves; `how` is given the call and its operands."""
 
         def compute(*leaves: jax.Array) -> list[jax.Array]:
-            return jax.tree.leaves(run(*jax.tree.unflatten(self.tree, leaves), self.call))
+            return jax.tree.leaves(how(self.call, *jax.tree.unflatten(self.tree, leaves)))
 
         for _, axes in self.batches:
             compute = jax.vmap(compute, axes)
         return compute(*leaves)
 
 
+def _compute(call: Call, target: Target, *operands: Any) -> Any:
+    """What a call asks for, by the backend that takes it on a machine."""
+    choice = find(call, target)
+    if choice is None and isinstance(call, QuantizeBothCall):
+        x, (first, second), tensor_scale = operands
+        return (
+            _compute(call.first, target, x, first, tensor_scale),
+            _compute(call.second, target, x, second, tensor_scale),
+        )
+    choice = select(call, target) if choice is None else choice
+    name = choice.backend.name
+    operands = tuple(
+        x.unpack() if isinstance(x, PackedMXArray) and x.backend != name else x for x in operands
+    )
+    return choice.offer.run(*operands, call)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnOneDevice:
+    """Computes the part of a call that one device has, selected for the part's own sizes."""
+
+    asked: Asked
+    target: Target
+
+    def __call__(self, call: Call, *operands: Any) -> Any:
+        """What a call asks for, its operands behind it."""
+        target = dataclasses.replace(self.target, num_devices=1)
+        with on_one_device(True), self.asked.on(target):
+            choice = find(call, target)
+            if choice is not None and choice.offer.inline:
+                # No kernel of this kind has been seen inside a partitioned call.
+                target = self.target
+            return _compute(call, target, *operands)
+
+
+def _plain(call: Call, *operands: Any) -> Any:
+    """The same in plain JAX, which can be differentiated."""
+    if isinstance(call, QuantizeBothCall):
+        x, (first, second), tensor_scale = operands
+        return (
+            _plain(call.first, x, first, tensor_scale),
+            _plain(call.second, x, second, tensor_scale),
+        )
+    return REFERENCE.run(call, *map(unpacked, operands))
+
+
 @functools.lru_cache(maxsize=4096)
-def _result(implementations: Implementations, call: Call, tree: Any, shapes: Any) -> Any:
+def _result(call: Call, tree: Any, shapes: Any) -> Any:
     """Types of a call's results and their tree, by arithmetic where the call tells them."""
     leaves = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     operands = jax.tree.unflatten(tree, leaves)
     result = result_of(call, *operands)
     if result is None:
-        result = jax.eval_shape(lambda *given: implementations.other(*given, call), *operands)
+        result = jax.eval_shape(functools.partial(_plain, call), *operands)
     found, result_tree = jax.tree.flatten(result)
     return tuple((x.shape, jnp.dtype(x.dtype)) for x in found), result_tree
 
 
 def implementation(equation: Any) -> Any:
-    """What an equation of a call computes, as a closed jaxpr; None of any other equation."""
+    """What an equation of a call computes on the machine that its trace was for, as a closed jaxpr;
+    None of any other equation."""
     work = equation.params.get("work")
     if not isinstance(work, Work):
         return None
-    return jax.make_jaxpr(functools.partial(work.compute, True))(*(x.aval for x in equation.invars))
+    target = dataclasses.replace(work.asked.target, num_devices=1, counted=True)
 
+    def compute(*leaves: jax.Array) -> list[jax.Array]:
+        with work.asked.on(target):
+            return work.compute(lambda call, *own: _compute(call, target, *own), *leaves)
 
-# Set where lowering knows that no devices share a call: then a compiled handler need not tell the
-# compiler how they may split it.
-on_one_device: Any = jax.make_user_context(default_value=False)
+    return jax.make_jaxpr(compute)(*(x.aval for x in equation.invars))
 
 
 @functools.cache
@@ -207,21 +339,30 @@ def _jvp(p: Any, primals: Any, tangents: Any, *, work: Work) -> Any:
     """Kernels have no derivatives; plain JAX has."""
     del p
     tangents = tuple(map(ad.instantiate_zeros, tangents))
-    return jax.jvp(functools.partial(work.compute, False), tuple(primals), tangents)
+    return jax.jvp(functools.partial(work.compute, _plain), tuple(primals), tangents)
 
 
 def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
-    given, module = work.implementations, ctx.module_context
+    module = ctx.module_context
     context = module.axis_context
     devices = num_devices(context)
-    own = given.platform in (None, platform) and (devices == 1 or not given.one_device)
-    if own and devices > 1 and (known := _devices_of(context, platform)) is not None:
+    target = work.asked.machine(platform, devices)
+    exported = module.lowering_parameters.for_export
+    known = None if devices == 1 or exported else _devices_of(context, platform)
+    if known is not None:
         # Custom partitioning wants to see devices, and JAX shows them to its own primitives alone.
         # By their position: any that are as many will do.
         context = dataclasses.replace(context, device_assignment=known)
         ctx = ctx.replace(module_context=module.replace(axis_context=context))
-    with on_one_device(devices == 1):
-        compute = functools.partial(work.compute, own)
+
+    def how(call: Call, *operands: Any) -> Any:
+        is_split = isinstance(call, MatmulCall) and known is not None and target.num_devices > 1
+        if is_split and partition.can_split(call):
+            return partition.multiply(OnOneDevice(work.asked, target), call, *operands)
+        return _compute(call, target, *operands)
+
+    with on_one_device(devices == 1), work.asked.on(target):
+        compute = functools.partial(work.compute, how)
         return mlir.lower_fun(compute, multiple_results=True)(ctx, *values)
 
 

@@ -1,21 +1,18 @@
 """Which backend takes a call: a pure function, so the whole table is testable on any machine."""
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Mapping, Sequence
 
 from mx_jax.backends import named
 from mx_jax.backends import target as machine
 from mx_jax.backends.base import NOT_OFFERED, Backend, Offer, Target
-from mx_jax.backends.calls import Call, PackCall, QuantizeBothCall, QuantizeCall
+from mx_jax.backends.calls import Call
 from mx_jax.backends.evidence.rows import Row
 from mx_jax.backends.evidence.sources import row_about, switches_on, why_asleep
 from mx_jax.backends.named import known_backends as known_backends
 from mx_jax.backends.named import only_backend as only_backend
 from mx_jax.backends.named import prefer_backends as prefer_backends
 from mx_jax.backends.named import with_backends as with_backends
-from mx_jax.backends.primitive import Implementations, Singly, Unpacking
-from mx_jax.backends.records import Selection, active
 from mx_jax.backends.table import REFERENCE
 
 
@@ -51,7 +48,9 @@ def select(
     Raises:
       ValueError: if all reject, which happens only under `only_backend`; every reason is listed.
     """
-    choice, target, rejections = _ask(call, target, backends)
+    target = current_target() if target is None else target
+    backends = known_backends() if backends is None else backends
+    choice, rejections = _first(call, _counted(target), backends)
     if choice is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in rejections)
         raise ValueError(f"no backend takes {call} on {target}: {reasons}")
@@ -62,13 +61,16 @@ def find(
     call: Call, target: Target | None = None, backends: Sequence[Backend] | None = None
 ) -> Choice | None:
     """As `select`, for calls that can be made of others: None if all that are asked reject."""
-    return _ask(call, target, backends)[0]
+    target = current_target() if target is None else target
+    backends = known_backends() if backends is None else backends
+    return _first(call, _counted(target), backends)[0]
 
 
 def on_request(
     call: Call, target: Target, backends: Sequence[Backend]
 ) -> tuple[tuple[str, str], ...]:
     """(name, why) of the backends that are asked only by name and would take the call."""
+    target = _counted(target)
     asleep = only_if_named(backends) - {named.only.value, *named.preferred.value}
     rows = _measured(call, target, backends, asleep)
     return tuple(
@@ -94,69 +96,14 @@ def _measured(
     return {name: row for name, row in found.items() if row is not None}
 
 
-def _ask(
-    call: Call, target: Target | None, backends: Sequence[Backend] | None
-) -> tuple[Choice | None, Target, list[tuple[str, str]]]:
-    """The choice, for which machine, and (name, reason) of those that reject."""
-    target = current_target() if target is None else target
-    backends = known_backends() if backends is None else backends
-    asked = target if target.counted else dataclasses.replace(target, num_devices=1, counted=True)
-    choice, rejections = _first(call, asked, backends)
-    if choice is not None:
-        choice = _bound(choice, call, target, backends)
-    if active.value is not None:
-        choice = _recorded(call, target, asked, backends, choice, rejections)
-    return choice, target, rejections
+def rejections_of(call: Call, target: Target) -> tuple[tuple[str, str], ...]:
+    """(name, reason) of the backends that reject a call, up to the first that takes it."""
+    return tuple(_first(call, _counted(target), known_backends())[1])
 
 
-def _bound(
-    choice: Choice, call: Call, target: Target, backends: Sequence[Backend]
-) -> Choice | None:
-    """What is chosen as an equation, whose lowering runs something else where it has to: elsewhere
-    the reference, and where the devices are not counted what several would choose."""
-    offer, name = choice.offer, choice.backend.name
-    if isinstance(call, PackCall):  # what a layout gives is a type of its own
-        return choice
-    other, platform, one_device = offer.run, offer.platform, False
-    if not target.counted:
-        several, other_name = _on_several(call, dataclasses.replace(target, counted=True), backends)
-        if several is None:
-            return None
-        if other_name != name:
-            how = f"by {other_name} where the program has several devices"
-            offer = dataclasses.replace(offer, how=f"{offer.how}; {how}" if offer.how else how)
-            other, platform, one_device = several, target.platform, True
-    if offer.inline and not one_device:
-        return choice
-    if platform is not None and not one_device:
-        other = _reference(call)
-    run = Implementations(offer.run, other, platform, one_device)
-    return dataclasses.replace(choice, offer=dataclasses.replace(offer, run=run), target=target)
-
-
-def _reference(call: Call) -> Callable[..., Any]:
-    """What gives the reference's results."""
-    offers = REFERENCE.offers
-    if isinstance(call, QuantizeBothCall):
-        return Singly(offers[QuantizeCall].run, offers[QuantizeCall].run)
-    return Unpacking(offers[type(call)].run)
-
-
-def _on_several(
-    call: Call, target: Target, backends: Sequence[Backend]
-) -> tuple[Callable[..., Any] | None, str]:
-    """What runs a call there, if anything does, and its backend's name."""
-    choice, _ = _first(call, target, backends)
-    if choice is not None:
-        return Unpacking(choice.offer.run), choice.backend.name
-    if not isinstance(call, QuantizeBothCall):
-        return None, ""
-    (first, name), (second, other) = (
-        _on_several(single, target, backends) for single in (call.first, call.second)
-    )
-    if first is None or second is None:
-        return None, ""
-    return Singly(first, second), name if name == other else f"{name} and {other}"
+def _counted(target: Target) -> Target:
+    """The machine as a program of one device has it, where the devices are not counted."""
+    return target if target.counted else dataclasses.replace(target, num_devices=1, counted=True)
 
 
 def _first(
@@ -202,31 +149,6 @@ def _in_order(backends: Sequence[Backend], proved: Mapping[str, Row]) -> list[Ba
         key=lambda backend: -proved[backend.name].speed,
     )
     return [*first, *(backend for backend in backends if backend not in first)]
-
-
-def _recorded(
-    call: Call,
-    target: Target,
-    asked: Target,
-    backends: Sequence[Backend],
-    choice: Choice | None,
-    rejections: Sequence[tuple[str, str]],
-) -> Choice | None:
-    """Tell whoever records what was decided; the choice, under its name if the recorder marks."""
-    active.value.entries.append(
-        Selection(
-            call=call,
-            target=target,
-            backend=None if choice is None else choice.backend.name,
-            rejections=tuple(rejections),
-            on_request=on_request(call, asked, backends),
-            how="" if choice is None else choice.offer.how,
-            evidence=None if choice is None else choice.evidence,
-        )
-    )
-    if choice is None:
-        return None
-    return dataclasses.replace(choice, offer=active.value.marked(choice.offer))
 
 
 def only_if_named(backends: Sequence[Backend] | None = None) -> set[str]:

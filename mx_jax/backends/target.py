@@ -39,6 +39,10 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 _named = jax.make_user_context(default_value=None)
 _of_arrays = jax.make_user_context(default_value=None)
 
+# Set where lowering knows that no devices share a call: then a compiled handler need not tell the
+# compiler how they may split it.
+on_one_device = jax.make_user_context(default_value=False)
+
 
 def use_target(target: Target) -> AbstractContextManager[None]:
     """A context in which every call is for this machine, whether it is there or not."""
@@ -83,19 +87,25 @@ def current_target(num_devices: int | None = None) -> Target:
     if num_devices is None:
         num_devices = _number_of(device)
         counted = num_devices == 1 or not jax.sharding.get_abstract_mesh().empty
-    platform = _platform(device)
-    numbers = None
+    return dataclasses.replace(_described(device), num_devices=num_devices, counted=counted)
+
+
+def machine_of(platform: str) -> Target:
+    """One device of a platform, as far as this host has it."""
+    try:
+        return _described(jax.devices(platform)[0])
+    except RuntimeError:  # a platform that is not here
+        return Target(platform=platform)
+
+
+def _described(device: Device) -> Target:
+    platform, numbers = _platform(device), None
     capability = getattr(device, "compute_capability", None)
     if capability is not None and platform == "cuda":
         major, _, minor = str(capability).partition(".")
         numbers = (int(major), int(minor or 0))
-    return Target(
-        platform=platform,
-        compute_capability=numbers,
-        num_devices=num_devices,
-        counted=counted,
-        device_kind=None if platform == "cpu" else device.device_kind,
-    )
+    kind = None if platform == "cpu" else device.device_kind
+    return Target(platform=platform, compute_capability=numbers, device_kind=kind)
 
 
 def _device() -> Device:

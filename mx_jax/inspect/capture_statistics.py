@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from mx_jax.backends.calls import CastStatisticsCall
-from mx_jax.backends.select import find
+from mx_jax.backends.primitive import choose_if_any
 from mx_jax.codecs.invariants import varying_axes
 from mx_jax.codecs.varying import varying
 from mx_jax.mxarray import MXArray
@@ -67,7 +67,7 @@ def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str
         axis=axis % before.ndim - before.ndim,
         scale_axes=varying_axes(after.tensor_scale),
     )
-    choice = find(call)
+    choice = choose_if_any(call)
     if choice is None or choice.offer.is_plain:
         # Then only what is wanted, of values that a kernel may decode.
         return plain.of_cast(before, after, axis, wanted, dequantize)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from mx_jax.backends.calls import AttendCall
-from mx_jax.backends.select import find
+from mx_jax.backends.primitive import choose_if_any
 from mx_jax.formats import BlockFormat
 from mx_jax.ops.quantize import dequantize
 from mx_jax.packed_rows import PackedRows, Rows
@@ -31,7 +31,7 @@ def attend_matrices(
         tokens=tokens,
         format=_format(keys),
     )
-    choice = find(call)
+    choice = choose_if_any(call)
     if call.format is not None and (choice is None or choice.offer.is_plain):
         return attend_matrices(tokens, shared, _decoded(keys), _decoded(values), position)
     if choice is None:

@@ -7,14 +7,16 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
-from mx_jax.backends.select import select
+from mx_jax.backends.primitive import choose
+from mx_jax.backends.records import active
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.explicit_axes import packed_by_shards
-from mx_jax.ops.partition import is_split, multiply_split, part_choice
+from mx_jax.ops.placing import twice
 from mx_jax.ops.unpacking import tell_of_packing, unpacked_for
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 
@@ -68,24 +70,32 @@ def multiply(
         precision=precision,
         fast_accumulation=fast_accumulation,
         out_sharding=out_sharding,
+        moves_codes=split,
     )
-    return _by_choice(lhs, rhs, call, stored, split)
-
-
-def _by_choice(
-    lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall, stored: Collection[Side], split: bool
-) -> jax.Array:
-    """A call by who takes it."""
-    choice = select(call)
-    if choice.target.num_devices > 1 and (part := part_choice(rhs, call, choice)) is not None:
-        return multiply_split(unpacked(lhs), rhs, call, part)
+    choice = choose(call)
     sides: tuple[tuple[Side, AnyOperand], ...] = ("lhs", lhs), ("rhs", rhs)
     for side, operand in sides:
         if side in stored and isinstance(operand, MXArray):
             tell_of_packing(operand, call, choice, side=side)
-    if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
+    cut = isinstance(rhs, PackedMXArray) and rhs.layout.cut is not None and _compiler_splits()
+    if isinstance(rhs, PackedMXArray) and not cut and rhs.backend != choice.backend.name:
         rhs = unpacked_for(rhs, choice)
-    lhs = unpacked(lhs)
-    if split and not jax.sharding.get_abstract_mesh().empty and is_split(rhs, call, choice):
-        return multiply_split(lhs, rhs, call, choice)
-    return choice.offer.run(lhs, rhs, call)
+    if (recorder := active.value) is not None and split and _compiler_splits():
+        recorder.entries.append(_moves(lhs, rhs, call))
+    return choice.offer.run(unpacked(lhs), rhs, call)
+
+
+def _compiler_splits() -> bool:
+    """Whether a mesh in context says that the compiler splits products between devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
+
+
+def _moves(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall) -> str:
+    """What `explain` says of a product that the compiler splits."""
+    axes = jax.sharding.get_abstract_mesh().axis_names
+    what = "whole tiles" if isinstance(rhs, PackedMXArray) else "codes and scales"
+    return (
+        f"operands of lhs.shape={call.lhs.shape}, rhs.shape={call.rhs.shape} -> {what}, where "
+        f"the compiler moves them along mesh axes={axes}{twice(lhs)}{twice(rhs)}"
+    )

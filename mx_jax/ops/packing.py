@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import OperandType, PackCall
-from mx_jax.backends.select import select
+from mx_jax.backends.primitive import choose
 from mx_jax.backends.target import follow
 from mx_jax.codecs.invariants import check_parts
 from mx_jax.mxarray import MXArray
@@ -95,7 +95,7 @@ def packed_where_they_lie(
         dtype=np.dtype(weights.dtype),
     )
     with follow(weights):
-        packed = select(call).offer.run(weights, call)
+        packed = choose(call).offer.run(weights, call)
     codes = weights.codes
     sharding = None if isinstance(codes, Tracer) else getattr(codes, "sharding", None)
     if isinstance(packed, MXArray) or not isinstance(sharding, NamedSharding):

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from mx_jax.backends.calls import DequantizeCall, QuantizeCall
-from mx_jax.backends.select import select
+from mx_jax.backends.primitive import choose
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.invariants import check_parts, varying_axes
@@ -159,7 +159,7 @@ def _dequantize(x: MXArray, *, dtype: np.dtype) -> jax.Array:
         blocks=x.blocks,
         scale_axes=varying_axes(x.tensor_scale),
     )
-    return select(call).offer.run(x, call)
+    return choose(call).offer.run(x, call)
 
 
 def cast(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.Array:
@@ -243,7 +243,7 @@ def quantize_operand(
         scale_axes=varying_axes(tensor_scale),
     )
     bits = None if key is None else draw_bits(key, call.random_shape, call.random_bits)
-    return checkpoint_name(select(call).offer.run(x, bits, tensor_scale, call), QUANTIZED)
+    return checkpoint_name(choose(call).offer.run(x, bits, tensor_scale, call), QUANTIZED)
 
 
 def draw_bits(key: jax.Array, shape: tuple[int, ...], width: int) -> jax.Array:

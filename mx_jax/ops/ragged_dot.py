@@ -5,7 +5,6 @@ group (grad_weight). Nothing is transposed: blocks lie along whichever axis is c
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +13,8 @@ from jax import lax
 
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import Operand, OperandType, RaggedCall
+from mx_jax.backends.primitive import choose
 from mx_jax.backends.records import active
-from mx_jax.backends.select import select
 from mx_jax.backends.target import follow
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import as_operand, dtype_of_product, goes_to_lax
@@ -290,7 +289,7 @@ def _scaled(
         out_dtype=dtype,
         precision=precision,
     )
-    choice = select(call)
+    choice = choose(call)
     if stored and isinstance(rhs, MXArray):
         tell_of_packing(rhs, call, choice, "ragged_dot")
     if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:

@@ -114,7 +114,8 @@ MARKS = Backend(
 
 
 def test_where_arrays_lie_decides():
-    """In jit and outside, under gradients, with a backend of one's own."""
+    """In jit and outside, under gradients, with a backend of one's own; devices that share a
+    product compute their parts by it."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     x, w = jnp.full((8, 32), 2.0), mx_jax.quantize(jnp.ones((32, 8)), "mxfp4", axis=0)
     sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
@@ -122,10 +123,10 @@ def test_where_arrays_lie_decides():
     step = jax.grad(lambda x, w: (mx_jax.matmul(x, w, recipe="mxfp4") ** 2).sum() / 2)
     with mx_jax.testing.target("cpu", num_devices=8, counted=False), with_backends(MARKS):
         for run in (product, quick(product)):
-            assert (run(x, w) == 1).all() and (run(sharded, w) == 64).all()
+            assert (run(x, w) == 1).all() and (run(sharded, w) == 1).all()
         assert (product(there, jax.device_put(w, jax.devices()[3])) == 1).all()
         w = jnp.ones((32, 8))
-        assert (quick(step)(x, w) == 1).all() and (quick(step)(sharded, w) == 512).all()
+        assert (quick(step)(x, w) == 1).all() and (quick(step)(sharded, w) == 1).all()
 
 
 def test_one_that_serves_any_number_is_taken_as_it_is():

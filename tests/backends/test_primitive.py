@@ -10,8 +10,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
-from mx_jax.backends.calls import AttendCall
-from mx_jax.backends.primitive import Implementations
+from mx_jax.axes import Axes, ProductAxes
+from mx_jax.backends.base import Backend, Offer
+from mx_jax.backends.calls import DequantizeCall, MatmulCall, OperandType
+from mx_jax.backends.named import with_backends
+from mx_jax.backends.primitive import choose
 from mx_jax.inspect import explain_call
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
@@ -65,15 +68,14 @@ def test_unsharded_programs_call_handlers(run: Any, x: jax.Array, w: jax.Array):
     assert handlers(run, *map(jax.typeof, (x, w))) == expected
 
 
-def test_sharded_programs_are_plain_jax(x: jax.Array, w: jax.Array):
-    """No handler is called, and nothing stays of the other way."""
+def test_sharded_programs_cast_in_plain_jax_and_multiply_by_handlers(x: jax.Array, w: jax.Array):
+    """Each device multiplies its part; only the compiler knows which."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     operands = jax.device_put((x, w), (NamedSharding(mesh, P("data")), NamedSharding(mesh, P())))
     assert handlers(product, *operands) == []
-    with mx_jax.only_backend("reference"):
-        expected = jax.jit(product).lower(*operands)
-    lowered = jax.jit(product).lower(*operands)
-    assert operations(lowered) == operations(expected)
+    program = jax.jit(product).lower(*operands).compile().as_text()
+    assert program is not None
+    assert set(re.findall(r'"(mx_jax_cpu_\w+)"', program)) == {"mx_jax_cpu_matmul"}
     assert_bitwise_equal(jax.jit(product)(*operands), product(x, w), what="sharded")
 
 
@@ -94,31 +96,36 @@ def test_one_read_for_both_casts_is_two_casts_on_several(x: jax.Array):
     assert "-> cpu_ffi (by reference where the program has several devices)" in text
 
 
-def operations(lowered: Any) -> list[str]:
-    """What a program computes, in order."""
-    return re.findall(r"stablehlo\.\w+", lowered.as_text())
-
-
 IDS = ["plain", "vmap", "jit", "jit of vmap"]
 
 
-# Of a call whose results no arithmetic tells: they are those of the plain implementation.
-ANY_CALL = AttendCall(queries=(), keys=(), dtypes=(), tokens=1)
+def answering(name: str, kind: type, run: Any, several: bool) -> Backend:
+    """A backend that computes one kind of call, on one device alone or on any number."""
+    offer = Offer(
+        call=kind,
+        rejects=lambda call, target: None if several or target.num_devices == 1 else "one device",
+        run=run,
+    )
+    return Backend(name=name, epsilon_bound=0.0, table=(offer,))
 
 
-def bound(own: Any, other: Any, x: jax.Array) -> jax.Array:
-    """By `own` on one CPU, by `other` anywhere else."""
-    return Implementations(own, other, "cpu", True)(x, ANY_CALL)
+# 1 where a program has one device, -1 where it has several.
+ONE = answering("one", DequantizeCall, lambda x, call: jnp.ones_like(x), False)
+SEVERAL = answering("several", DequantizeCall, lambda x, call: -jnp.ones_like(x), True)
 
 
 def way(x: jax.Array) -> jax.Array:
-    """1 where the handler is taken, -1 elsewhere."""
-    return bound(*(lambda x, call, n=n: jnp.full_like(x, n) for n in (1, -1)), x)
+    """Which of both computes a call."""
+    call = DequantizeCall(
+        shape=x.shape, dtype=np.dtype(np.float32), format=mx_jax.formats.MXFP4, blocks=((-1, 32),)
+    )
+    with with_backends(ONE, SEVERAL):
+        return choose(call).offer.run(x, call)
 
 
 @pytest.mark.parametrize("run", [way, jax.vmap(way), quick(way), quick(jax.vmap(way))], ids=IDS)
 def test_where_arrays_lie_decides(run: Any):
-    """Inside jit and outside."""
+    """Inside jit and outside, whatever is asked where the program is lowered."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     x = jnp.zeros((8, 1))
     assert (run(x) == 1).all() and (run(np.zeros((8, 1))) == 1).all()
@@ -142,14 +149,42 @@ def test_on_each_device_by_itself():
     assert (jax.pmap(way)(jnp.zeros((8, 1))) == 1).all()
 
 
-def test_derivatives_are_those_of_plain_jax():
-    def square(x: jax.Array) -> jax.Array:
-        return bound(*(lambda x, call, f=f: f(x) for f in (jnp.zeros_like, jnp.square)), x)
+def test_derivatives_are_those_of_plain_jax(x: jax.Array, w: jax.Array):
+    """A kernel has none: here one that gives zeros."""
+    zeros = answering("zeros", MatmulCall, lambda x, w, call: jnp.zeros((8, 32)), True)
+    stored = mx_jax.quantize(w, "mxfp4", axis=0)
+    axes = ProductAxes(Axes.ordered(), Axes.ordered(k_first=True))
+    call = MatmulCall(
+        lhs=OperandType.of(x, axes.lhs),
+        rhs=OperandType.of(stored, axes.rhs),
+        out_dtype=np.dtype(np.float32),
+    )
+
+    def multiply(x: jax.Array) -> jax.Array:
+        with with_backends(zeros):
+            return choose(call).offer.run(x, stored, call)
 
     for run in (lambda x: x, quick):
-        assert run(jax.grad(square))(jnp.float32(3)) == 6 and square(jnp.float32(3)) == 0
+        assert (run(multiply)(x) == 0).all()
+        slope = run(jax.grad(lambda x: multiply(x).sum()))(x)
+        expected = np.broadcast_to(np.asarray(stored.dequantize()).sum(1), x.shape)
+        np.testing.assert_allclose(slope, expected, rtol=1e-6)
+
+
+def test_lowered_for_another_platform_than_traced(x: jax.Array, w: jax.Array):
+    """The platform of the program decides: arrays on the CPU of a host that has a GPU."""
+    with mx_jax.testing.target("cuda", (9, 0)):
+        traced = jax.jit(product).trace(x, w)
+        text = traced.lower(lowering_platforms=("cpu",)).as_text()
+        expected = jax.jit(product).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    called = sorted(re.findall(r"@(mx_jax_cpu_\w+)", text))
+    assert called == handlers(product, x, w) != []
+    assert "mx_jax_cpu" not in expected
 
 
 def test_explained(x: jax.Array, w: jax.Array):
-    text = str(explain_call(product, x, w))
-    assert "-> cpu_ffi (by reference where the program has several devices)" in text
+    """Devices that share a product compute their parts as one computes all; casts are plain JAX."""
+    lines = str(explain_call(product, x, w)).splitlines()
+    found = [line.partition("->")[2] for line in lines if "->" in line]
+    cast = " cpu_ffi (by reference where the program has several devices)"
+    assert found == [cast, cast, " cpu_ffi"]

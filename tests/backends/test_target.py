@@ -48,7 +48,8 @@ def _seen(monkeypatch: pytest.MonkeyPatch):
         targets.append(current_target(num_devices))
         return targets[-1]
 
-    monkeypatch.setattr("mx_jax.backends.select.current_target", watched)
+    for module in ("select", "primitive"):
+        monkeypatch.setattr(f"mx_jax.backends.{module}.current_target", watched)
     return targets
 
 
@@ -171,15 +172,17 @@ def test_arrays_on_a_cpu_decide_outside_jit(seen: list[Target]):
 
 
 @pytest.mark.usefixtures("on_gpu_host")
-def test_what_was_chosen_for_a_gpu_is_right_on_a_cpu():
-    """A traced function does not know its devices: XLA's float8 product runs on either."""
+def test_what_was_traced_for_a_gpu_is_lowered_for_a_cpu():
+    """A traced function does not know its devices: XLA's float8 product is a GPU's."""
     jax.clear_caches()
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.integers(-3, 4, shape), jnp.float32) for shape in ((4, 64), (64, 8)))
     x, w = jax.device_put((x, w), CPU[0])
     recipe = mx_jax.recipes.float8_rowwise()
     product = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))
-    assert "f8E4M3FN>) -> tensor<4x8xf32>" in product.lower(x, w).as_text()
+    native = "f8E4M3FN>) -> tensor<4x8xf32>"
+    assert native not in product.lower(x, w).as_text()
+    assert native in product.trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
     with mx_jax.only_backend("reference"):
         expected = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))(x, w)
     np.testing.assert_array_equal(product(x, w), expected)

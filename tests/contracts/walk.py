@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mx_jax
-from mx_jax.backends.primitive import Implementations
+from mx_jax.backends.primitive import Bound
 
 PACKAGE = os.path.dirname(mx_jax.__file__) + os.sep
 _INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
@@ -114,7 +114,7 @@ def clear_caches() -> None:
 
 
 def _kernels() -> frozenset[CodeType]:
-    functions: list[Any] = [Implementations.__call__, jax.ffi.ffi_call, pl.pallas_call]
+    functions: list[Any] = [Bound.__call__, jax.ffi.ffi_call, pl.pallas_call]
     with contextlib.suppress(ImportError):
         from jax.experimental.pallas import mosaic_gpu
 

@@ -27,7 +27,6 @@ from mx_jax.backends.cpu_ffi import (
     quantize,
     quantize_both,
     ragged,
-    rejections,
     statistics,
     weights,
 )
@@ -71,7 +70,7 @@ CPU_FFI = Backend(
     name="cpu_ffi",
     epsilon_bound=2.0,
     table=(
-        _offer(MatmulCall, rejections.rejects, products.multiply),
+        _offer(MatmulCall, products.rejects, products.multiply),
         _offer(RaggedCall, ragged.rejects, ragged.multiply_groups),
         _offer(QuantizeCall, quantize.rejects, quantize.quantize),
         _offer(QuantizeBothCall, quantize_both.rejects, quantize_both.quantize_both),

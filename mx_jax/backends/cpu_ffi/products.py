@@ -1,4 +1,7 @@
-"""Products by the compiled handlers, of codes as they are or of packed weights."""
+"""Products by the compiled handlers, of codes as they are or of packed weights.
+
+Float8 under float32 scales is decoded by a handler, and multiplied by XLA's float32 dot.
+"""
 
 import dataclasses
 import math
@@ -10,22 +13,65 @@ import numpy as np
 from jax import lax
 
 from mx_jax.axes import Axes
-from mx_jax.backends.calls import MatmulCall, Operand
+from mx_jax.backends.calls import DequantizeCall, MatmulCall, Operand
+from mx_jax.backends.cpu_ffi import dequantize, rejections
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.panels import PANEL_ROWS
 from mx_jax.backends.cpu_ffi.parts import by_parts
 from mx_jax.backends.cpu_ffi.rejections import DTYPES, MATMUL, PACKED_MATMUL, block_size, names
 from mx_jax.backends.cpu_ffi.rows import ROWS, by_rows
 from mx_jax.backends.cpu_ffi.weights import PANELS
+from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
+
+
+def rejects(call: MatmulCall) -> str | None:
+    """Why no handler multiplies or decodes for a product, or None."""
+    reason = rejections.rejects(call)
+    return None if reason is None or _is_decoded(call) else reason
 
 
 def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> jax.Array:
     """The product `[*batch, *m, *n]`. Packed weights give the bits that they give unpacked."""
     if isinstance(rhs, PackedMXArray):
         return by_packed(call, lhs, rhs)
-    return by_codes(call, lhs, rhs)
+    return by_values(call, lhs, rhs) if _is_decoded(call) else by_codes(call, lhs, rhs)
+
+
+def _is_decoded(call: MatmulCall) -> bool:
+    """Whether all that is quantized is float8 under float32 scales, and not packed."""
+    found = [own for _, own in call.sides if own.format is not None]
+    return call.out_sharding is None and all(
+        own.format is not None
+        and own.format.scale.is_float32
+        and own.packed_by is None
+        and dequantize.rejects(_dequantize_call(own.shape, own.format, own.axes)) is None
+        for own in found
+    )
+
+
+def _dequantize_call(shape: tuple[int, ...], format: BlockFormat, axes: Axes) -> DequantizeCall:
+    float32 = np.dtype(np.float32)
+    return DequantizeCall(shape=shape, dtype=float32, format=format, blocks=axes.blocks(format))
+
+
+def by_values(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
+    """The reference's product, of values that the handler decodes."""
+
+    def values(x: Operand, axes: Axes) -> jax.Array:
+        if not isinstance(x, MXArray):
+            return x.astype(jnp.float32)
+        return dequantize.dequantize(x, _dequantize_call(x.shape, x.format, axes))
+
+    quantized = isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
+    return lax.dot_general(
+        values(lhs, call.lhs.axes),
+        values(rhs, call.rhs.axes),
+        call.dimension_numbers,
+        precision=lax.Precision.HIGHEST if quantized else call.precision,
+        preferred_element_type=jnp.float32,
+    ).astype(call.out_dtype)
 
 
 def by_codes(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:

@@ -1,0 +1,462 @@
+"""One product that the compiler splits between devices: what moves are codes.
+
+Left to itself, XLA dequantizes an operand where it lies and gathers values, those of a product and
+those of its gradients. Here it is told how the product is split, and asked to move codes and scales
+instead; codes of less than a byte are packed on their way. It asks when it compiles, with real
+shardings, whether or not a mesh is in context.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
+from mx_jax.codecs import packing
+from mx_jax.mxarray import MXArray
+from mx_jax.packed import Cut, PackedMXArray, unpacked
+from mx_jax.sharding.movement import Part, spec_of
+from mx_jax.sharding.partition import Factor, Factors, Share, fine_mesh, share, stored_parts
+
+# Computes a call of these operands on one device: `compute(call, lhs, rhs)`.
+Compute = Callable[..., jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A product that the compiler splits between devices.
+
+    Attributes:
+      compute: each device's part; a hashable value.
+      call: the whole product.
+      tree: of both operands.
+    """
+
+    compute: Compute
+    call: MatmulCall
+    tree: Any
+
+    @functools.cached_property
+    def axes(self) -> ProductAxes:
+        """Of the operands."""
+        return ProductAxes(self.call.lhs.axes, self.call.rhs.axes)
+
+    @functools.cached_property
+    def factors(self) -> Factors:
+        """Of the operands and the product."""
+        return Factors.of(self.axes)
+
+    def run(self, *leaves: jax.Array) -> jax.Array:
+        """The product of all of it."""
+        return self.compute(self.call, *jax.tree.unflatten(self.tree, leaves))
+
+
+def can_split(call: MatmulCall) -> bool:
+    """Whether the compiler can be told how a product is split, and may move its codes."""
+    shapes = (*call.lhs.shape, *call.rhs.shape)
+    return call.moves_codes and all(isinstance(size, int) and size > 0 for size in shapes)
+
+
+def multiply(compute: Compute, call: MatmulCall, lhs: AnyOperand, rhs: AnyOperand) -> jax.Array:
+    """A product that the compiler splits between devices.
+
+    Args:
+      compute: as `Split` has it.
+      call: the whole product.
+      lhs: the left operand.
+      rhs: the right one; packed weights are cut where their layout says how, else unpacked.
+    """
+    if isinstance(rhs, PackedMXArray) and rhs.layout.cut is None:
+        rhs = unpacked(rhs)
+        call = dataclasses.replace(call, rhs=OperandType.of(rhs, call.rhs.axes))
+    leaves, tree = jax.tree.flatten((unpacked(lhs), rhs))
+    shapes = tuple(leaf.shape for leaf in leaves)
+    return _function(Split(compute, call, tree), shapes)(*leaves)
+
+
+@functools.lru_cache(maxsize=4096)
+def _function(split: Split, shapes: tuple[tuple[int, ...], ...]) -> Any:
+    """The product with its rules for devices and batches."""
+    partitioned: Any = custom_partitioning(lambda name, *leaves: split.run(*leaves))
+    rule, summed, sizes = _sharding_rule(split, shapes)
+    partitioned.def_partition(
+        partition=functools.partial(_partition, split),
+        infer_sharding_from_operands=functools.partial(_infer, split),
+        # A reshape may have cut a mesh axis in two, which no NamedSharding of its mesh says.
+        decode_shardings=False,
+        sharding_rule=rule,
+        reduction_factors=summed,
+        **sizes,
+    )
+    batched: Any = custom_vmap(functools.partial(partitioned, _name_of(split)))
+
+    @batched.def_vmap
+    def _(size: int, in_batched: Sequence[bool], *leaves: jax.Array) -> Any:
+        wide = _batched(split.tree, split.call, size, in_batched, leaves)
+        product = multiply(split.compute, wide.call, wide.lhs, wide.rhs)
+        return jnp.moveaxis(product, wide.axis, 0), True
+
+    return batched
+
+
+def _name_of(split: Split) -> np.ndarray:
+    """An operand that nothing reads: it tells programs apart that differ in what they compute.
+
+    The compiler sees shapes alone, and so does the key of a compilation cache.
+    """
+    text = repr((split.compute, split.call, split.tree))
+    return np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32)
+
+
+# Batches ------------------------------------------------------------------------------------------
+
+
+class _Batched(NamedTuple):
+    """One product that stands for many.
+
+    Attributes:
+      lhs: with the batch among its axes, if it has one.
+      rhs: likewise.
+      call: of these.
+      axis: of the product that counts the batch.
+    """
+
+    lhs: AnyOperand
+    rhs: AnyOperand
+    call: MatmulCall
+    axis: int
+
+
+def _batched(
+    tree: Any, call: MatmulCall, size: int, in_batched: Sequence[bool], leaves: Sequence[jax.Array]
+) -> _Batched:
+    """The product whose batch both operands have, or which keeps the batch of one.
+
+    Args:
+      tree: of both operands.
+      call: of one product.
+      size: how many there are.
+      in_batched: which leaves have the batch in front.
+      leaves: of both operands.
+    """
+    lhs, rhs = jax.tree.unflatten(tree, leaves)
+    of_lhs, of_rhs = map(jax.tree.leaves, jax.tree.unflatten(tree, in_batched))
+    if any(of_rhs) and (any(of_lhs) or isinstance(rhs, PackedMXArray)):
+        lhs, rhs = _filled(lhs, of_lhs, size), _filled(rhs, of_rhs, size)
+        left, right = call.lhs.axes.in_batch(), call.rhs.axes.in_batch()
+        return _Batched(lhs, rhs, _typed(call, lhs, rhs, left, right), 0)
+    axis = len(call.lhs.axes.batch)
+    if any(of_lhs):
+        lhs, left = _kept(_filled(lhs, of_lhs, size), call.lhs.axes)
+        return _Batched(lhs, rhs, _typed(call, lhs, rhs, left, call.rhs.axes), axis)
+    rhs, right = _kept(_filled(rhs, of_rhs, size), call.rhs.axes)
+    axis += len(call.lhs.axes.kept)
+    return _Batched(lhs, rhs, _typed(call, lhs, rhs, call.lhs.axes, right), axis)
+
+
+def _typed(
+    call: MatmulCall, lhs: AnyOperand, rhs: AnyOperand, left: Axes, right: Axes
+) -> MatmulCall:
+    return dataclasses.replace(call, lhs=OperandType.of(lhs, left), rhs=OperandType.of(rhs, right))
+
+
+def _filled(operand: Any, in_batched: Sequence[bool], size: int) -> Any:
+    """An operand each of whose arrays has the batch; of a tensor scale that all share, once."""
+    leaves, tree = jax.tree.flatten(operand)
+    packed = isinstance(operand, PackedMXArray)
+    shared = not packed and len(leaves) == 3
+    filled = [
+        leaf
+        if own
+        else leaf[None]
+        if shared and number == 2
+        else jnp.broadcast_to(leaf, (size, *leaf.shape))
+        for number, (leaf, own) in enumerate(zip(leaves, in_batched, strict=True))
+    ]
+    return jax.tree.unflatten(tree, filled)
+
+
+def _kept(operand: Any, axes: Axes) -> tuple[Any, Axes]:
+    """An operand that keeps its batch as the first of the axes that the product has from it."""
+    first = min(axes.kept or axes.contracting)
+    order = (*range(1, first + 1), 0, *range(first + 1, axes.ndim + 1))
+    moved = operand.transpose(order)
+    if isinstance(operand, MXArray):
+        moved = dataclasses.replace(moved, primal=None)
+    return moved, Axes.ordered(
+        batch=len(axes.batch),
+        kept=len(axes.kept) + 1,
+        contracting=len(axes.contracting),
+        k_first=axes.k_first,
+    )
+
+
+# Devices ------------------------------------------------------------------------------------------
+
+
+def _sides(split: Split, leaves: Sequence[Any]) -> list[tuple[Side, tuple[Factor, ...], Any]]:
+    """Both operands, made of anything that has a shape, and their factors."""
+    lhs, rhs = jax.tree.unflatten(split.tree, leaves)
+    return [("lhs", split.factors.lhs, lhs), ("rhs", split.factors.rhs, rhs)]
+
+
+def _sharding_rule(
+    split: Split, shapes: Sequence[Any]
+) -> tuple[str, tuple[str, ...], dict[str, int]]:
+    """What Shardy is told: a product of codes. Scales have been placed by their cast.
+
+    Returns:
+      The rule, the factors that are summed over, the sizes of those that are less than an axis.
+    """
+    structs = [jax.ShapeDtypeStruct(shape, np.uint8) for shape in shapes]
+    sides = _sides(split, structs)
+    rhs = sides[1][2]
+    is_packed = isinstance(rhs, PackedMXArray)
+    positions, arrays, sizes = _words(rhs) if is_packed else ({}, [], {})
+    count = 0
+
+    def word(factor: Factor) -> str:
+        return positions.get(factor, f"{factor[0]}{factor[1]}")
+
+    def named(factors: Sequence[Factor], shape: Sequence[int], whole: Sequence[int]) -> str:
+        nonlocal count
+        words = []
+        for factor, length, size in zip(factors, shape, whole, strict=True):
+            words.append(word(factor) if length == size else f"own{count}")
+            count += length != size
+        return " ".join(words)
+
+    given = ["name"]
+    for _, factors, operand in sides[:1] if is_packed else sides:
+        leaves = jax.tree.leaves(operand)
+        given += [named(factors, leaf.shape, leaves[0].shape) for leaf in leaves]
+    wanted = " ".join(map(word, split.factors.out))
+    rule = f"{', '.join([*given, *arrays])} -> {wanted}"
+    summed = [f"k{number}" for number in range(len(split.axes.lhs.contracting))]
+    summed += [name for name in sizes if name.startswith("k")]
+    return rule, tuple(summed), sizes
+
+
+def _shared(split: Split, mesh: Any, leaves: Sequence[Any], wanted: Any) -> Any:
+    """What each device computes, and where both operands lie now.
+
+    Args:
+      split: the product.
+      mesh: a fine one.
+      leaves: shapes and shardings of the operands' arrays.
+      wanted: those of the product; None: wherever it comes to lie.
+    """
+    sizes, granules, stored = {}, {}, []
+    for _, own, operand in _sides(split, leaves):
+        if isinstance(operand, PackedMXArray):
+            stored.append(_stored(operand, own, mesh))
+            sizes |= dict(zip(own, operand.shape, strict=True))
+            for factor, size in _granules(operand).items():
+                granules.setdefault(factor, []).append(size)
+            continue
+        codes = jax.tree.leaves(operand)[0]
+        stored.append(stored_parts(codes.sharding, codes.shape, mesh))
+        sizes |= dict(zip(own, codes.shape, strict=True))
+        for axis, size in operand.blocks if isinstance(operand, MXArray) else ():
+            if isinstance(size, int):
+                granules.setdefault(own[axis], []).append(size)
+    anywhere = ((),) * len(split.factors.out)
+    out = anywhere if wanted is None else stored_parts(wanted.sharding, wanted.shape, mesh)
+    return share(mesh, split.factors, (*stored, out), sizes, granules), stored
+
+
+def _infer(split: Split, mesh: Any, given: Any, wanted: Any) -> Any:
+    """Where the product comes to lie: the older partitioner's question; the newer has the rule."""
+    mesh = fine_mesh(mesh, given[1])
+    each, _ = _shared(split, mesh, given[1:], None)
+    return NamedSharding(mesh, spec_of(each.product(split.factors.out)))
+
+
+def _partition(split: Split, mesh: Any, given: Any, wanted: Any) -> Any:
+    """What each device computes, and where its operands have to be for it."""
+    leaves, factors = given[1:], split.factors
+    mesh = fine_mesh(mesh, wanted)
+    each, stored = _shared(split, mesh, leaves, wanted)
+    moves: list[tuple[Part, ...]] = []
+    shardings: list[Any] = [NamedSharding(mesh, PartitionSpec(None))]
+    for (_, own, operand), lies in zip(_sides(split, leaves), stored, strict=True):
+        if isinstance(operand, PackedMXArray):
+            moves.append(())
+            parts = _specs(operand, each)
+            shardings += [NamedSharding(mesh, spec_of(part)) for part in parts]
+            continue
+        used = each.operand(own)
+        codes, *scales = jax.tree.leaves(operand)
+        moves.append(_packed_moves(operand, lies, used))
+        shardings.append(NamedSharding(mesh, spec_of(_joined(used, moves[-1]))))
+        shardings += [each.sharding(used, leaf.shape, codes.shape) for leaf in scales]
+    result = NamedSharding(mesh, spec_of(each.product(factors.out)))
+    return mesh, functools.partial(_local, split, each, moves), result, tuple(shardings)
+
+
+def _joined(used: tuple[Part, ...], moved: tuple[Part, ...]) -> tuple[Part, ...]:
+    return tuple((*part, *more) for part, more in zip(used, moved, strict=True))
+
+
+def _packed_moves(operand: Any, lies: tuple[Part, ...], used: tuple[Part, ...]) -> tuple[Part, ...]:
+    """The mesh axes along which codes are gathered packed; XLA gathers whole bytes by itself."""
+    none = ((),) * len(lies)
+    if not isinstance(operand, MXArray) or operand.format.element.bits == 8:
+        return none
+    taken = {name for part in used for name in part}
+    if any(part[: len(own)] != own for part, own in zip(lies, used, strict=True) if part):
+        return none
+    moved = tuple(part[len(own) :] for part, own in zip(lies, used, strict=True))
+    return none if taken & {name for part in moved for name in part} else moved
+
+
+def _local(
+    split: Split, each: Share, moves: Sequence[tuple[Part, ...]], name: Any, *leaves: jax.Array
+) -> jax.Array:
+    """One device's part: its codes gathered, its product, and its sums scattered or added up."""
+    del name
+    operands: list[Any] = []
+    for (_, _, operand), moved in zip(_sides(split, leaves), moves, strict=True):
+        if isinstance(operand, PackedMXArray):
+            operand = _local_packed(operand, each)
+        elif any(moved):
+            codes = _gathered(operand.codes, operand.format.element.bits, moved)
+            operand = dataclasses.replace(operand, codes=codes)
+        operands.append(operand)
+    lhs, rhs = operands
+    partial = bool(each.summed or each.scattered)
+    call = dataclasses.replace(
+        split.call,
+        lhs=OperandType.of(lhs, split.axes.lhs),
+        rhs=OperandType.of(rhs, split.axes.rhs),
+        # What devices add up is added before it is rounded.
+        out_dtype=np.dtype(np.float32) if partial else split.call.out_dtype,
+    )
+    product = split.compute(call, lhs, rhs)
+    for axis, factor in enumerate(split.factors.out):
+        if names := each.scattered.get(factor, ()):
+            product = lax.psum_scatter(product, names, scatter_dimension=axis, tiled=True)
+    if each.summed:
+        product = lax.psum(product, each.summed)
+    return product.astype(split.call.out_dtype)
+
+
+def _gathered(codes: jax.Array, bits: int, moved: tuple[Part, ...]) -> jax.Array:
+    """Codes gathered at their real width, if whole bytes of them lie along some axis."""
+    group = packing.codes_per_group(bits)
+    fitting = [axis for axis in range(codes.ndim) if codes.shape[axis] % group == 0]
+    last = max(fitting, key=lambda axis: (not moved[axis], axis), default=None)
+    if last is not None:
+        codes = jnp.moveaxis(packing.pack(jnp.moveaxis(codes, last, -1), bits), -1, last)
+    for axis, names in enumerate(moved):
+        if names:
+            codes = lax.all_gather(codes, names, axis=axis, tiled=True)
+    if last is None:
+        return codes
+    packed = jnp.moveaxis(codes, last, -1)
+    return jnp.moveaxis(packing.unpack(packed, bits, packed.shape[-1] * 8 // bits), -1, last)
+
+
+# Packed weights -----------------------------------------------------------------------------------
+
+_KEPT: Factor = ("n", 0)
+_CONTRACTED: Factor = ("k", 0)
+
+
+def _cut_of(packed: PackedMXArray) -> Cut:
+    """How devices may share packed weights that are split."""
+    assert packed.layout.cut is not None, packed
+    return packed.layout.cut(packed)
+
+
+def _factors_of(packed: PackedMXArray) -> list[tuple[Factor | None, ...]]:
+    """For each packed array what its axes count."""
+    named: dict[Any, Factor] = {"n": _KEPT, "k": _CONTRACTED}
+    named |= {axis: ("b", axis) for axis in range(len(packed.batch))}
+    return [tuple(named.get(count) for count in own) for own in _cut_of(packed).arrays]
+
+
+def _granules(packed: PackedMXArray) -> dict[Factor, int]:
+    """Of what lengths a device has whole multiples, so that it has whole tiles and parts."""
+    cut = _cut_of(packed)
+    return {_KEPT: _rows(packed, cut), _CONTRACTED: packed.k[0] // cut.parts}
+
+
+def _rows(packed: PackedMXArray, cut: Cut) -> int:
+    """Entries of the first kept axis in whole tiles."""
+    return cut.rows // math.gcd(cut.rows, math.prod(packed.kept[1:]))
+
+
+def _stored(packed: PackedMXArray, factors: Sequence[Factor], mesh: Any) -> tuple[Part, ...]:
+    """Where the values lie, by the first packed array."""
+    array, counts = jax.tree.leaves(packed)[0], _factors_of(packed)[0]
+    parts = dict(zip(counts, stored_parts(array.sharding, array.shape, mesh), strict=True))
+    return tuple(parts.get(factor, ()) for factor in factors)
+
+
+def _specs(packed: PackedMXArray, share: Share) -> list[tuple[Part, ...]]:
+    """Where the packed arrays have to be for what each device computes."""
+    return [
+        tuple(() if factor is None else share.parts[factor] for factor in own)
+        for own in _factors_of(packed)
+    ]
+
+
+def _local_packed(packed: PackedMXArray, share: Share) -> PackedMXArray:
+    """Packed weights made of one device's arrays, which tell no sizes."""
+    sizes = dict(zip(share.mesh.axis_names, share.mesh.devices.shape, strict=True))
+    kept, k = (
+        math.prod(sizes[name] for name in share.parts[factor]) for factor in (_KEPT, _CONTRACTED)
+    )
+    layout = packed.layout
+    if layout.parts is not None:
+        layout = dataclasses.replace(layout, parts=layout.parts // k)
+    return dataclasses.replace(
+        packed,
+        layout=layout,
+        kept=(packed.kept[0] // kept, *packed.kept[1:]),
+        k=(packed.k[0] // k, *packed.k[1:]),
+    )
+
+
+def _words(packed: PackedMXArray) -> tuple[Mapping[Factor, str], list[str], dict[str, int]]:
+    """What Shardy is told of tiles and parts.
+
+    Returns:
+      What an array calls a factor that has an entry for each position, and not for each tile; what
+      each packed array calls its axes; the sizes of names that are less than an axis.
+    """
+    cut = _cut_of(packed)
+    rows, entries = _rows(packed, cut), packed.kept[0]
+    positions: dict[Factor, str] = {}
+    tiles = {_CONTRACTED: "k0", _KEPT: "tiles"}
+    sizes: dict[str, int] = {}
+    if cut.parts > 1:
+        sizes["k0_inside"] = packed.k[0] // cut.parts
+        positions[_CONTRACTED] = "(k0 k0_inside)" if sizes["k0_inside"] > 1 else "k0"
+    # Shardy takes no factor of one beside another: a single tile is not split.
+    if entries % rows == 0 and entries > rows:
+        each = rows * math.prod(packed.kept[1:]) // cut.rows
+        tiles[_KEPT] = "(n0 n0_tiles)" if each > 1 else "n0"
+        sizes |= {"n0_tiles": each} if each > 1 else {}
+        positions[_KEPT] = "(n0 n0_inside)" if rows > 1 else "n0"
+        sizes |= {"n0_inside": rows} if rows > 1 else {}
+    arrays = []
+    for number, own in enumerate(_factors_of(packed)):
+        names = [
+            tiles.get(factor, "".join(map(str, factor))) if factor else f"packed{number}_{axis}"
+            for axis, factor in enumerate(own)
+        ]
+        arrays.append(" ".join(names))
+    return positions, arrays, {name: size for name, size in sizes.items() if size > 1}
