@@ -22,7 +22,7 @@ def _unraisable(error: Any, report: Any = sys.unraisablehook) -> None:
         report(error)
 
 
-def _interrupt_later(by: int) -> None:
+def _interrupt_later(by: signal.Signals) -> None:
     time.sleep(0.1)  # until the callback has returned
     _thread.interrupt_main(by)
 

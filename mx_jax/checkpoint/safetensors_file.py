@@ -149,7 +149,7 @@ def _partial(path: Path) -> tuple[Any, str]:
     """A file beside `path`, locked until it is closed or the process ends, and its name."""
     while True:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_PARTIAL, dir=path.parent)
-        if fcntl:
+        if fcntl is not None:
             with contextlib.suppress(OSError):  # no locks on that disk
                 fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
@@ -159,7 +159,9 @@ def _partial(path: Path) -> tuple[Any, str]:
 
 def _remove_abandoned(folder: Path) -> None:
     """Remove half-written files of processes that are no more: nobody has them locked."""
-    for path in folder.glob(f".*{_PARTIAL}") if fcntl else ():
+    if fcntl is None:
+        return
+    for path in folder.glob(f".*{_PARTIAL}"):
         with contextlib.suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
