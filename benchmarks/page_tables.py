@@ -50,7 +50,6 @@ _DATA = {
     "lognormal": "lognormal",
     "outliers": "outlier columns",
 }
-_LATE = 200
 # The recipes that were trained at other learning rates too.
 _SWEPT = ("mxfp8", "mxfp4")
 
@@ -77,7 +76,7 @@ def _trained(recipe: str, own: dict[int, Any], exact: dict[int, Any]) -> tuple[s
 
     loss = statistics.mean(run["final_validation_loss"] for run in own.values())
     gaps = over(lambda run: run["final_validation_loss"])
-    late = over(lambda run: statistics.mean(run["train_loss"][-_LATE:]))
+    late = over(lambda run: run["late_train_loss"])
     cells: tuple[str, ...] = ("", "", "", "")
     if own is not exact:
         each = ", ".join(f"{gap:+.2f}" for gap in gaps)

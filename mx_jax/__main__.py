@@ -1,7 +1,9 @@
 """`python -m mx_jax`."""
 
+import _thread
 import signal
 import sys
+import time
 from typing import Any, NoReturn
 
 
@@ -10,8 +12,24 @@ def _terminated(*_: Any) -> NoReturn:
     sys.exit(128 + signal.SIGTERM)
 
 
+def _unraisable(error: Any, report: Any = sys.unraisablehook) -> None:
+    """Python drops what is raised in a callback, such as JAX's for garbage collection."""
+    if issubclass(error.exc_type, KeyboardInterrupt):
+        _thread.start_new_thread(_interrupt_later, (signal.SIGINT,))
+    elif issubclass(error.exc_type, SystemExit):
+        _thread.start_new_thread(_interrupt_later, (signal.SIGTERM,))
+    else:
+        report(error)
+
+
+def _interrupt_later(by: signal.Signals) -> None:
+    time.sleep(0.1)  # until the callback has returned
+    _thread.interrupt_main(by)
+
+
 def _run() -> int:
     signal.signal(signal.SIGTERM, _terminated)
+    sys.unraisablehook = _unraisable
     try:
         from mx_jax.cli import main
 

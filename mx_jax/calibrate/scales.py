@@ -113,7 +113,7 @@ def search_scales(
       for rounding; its codes are the nearest ones under them.
 
     Raises:
-      ValueError: a format with other scales; importance of another shape, below zero or NaN.
+      ValueError: a format with other scales; importance of another shape, below zero or not finite.
 
     Examples:
       >>> import jax, mx_jax
@@ -129,11 +129,13 @@ def search_scales(
     axes = contracted(axis, w.ndim)
     sizes = tuple(w.shape[each] for each in axes)
     weights = jnp.ones(math.prod(sizes), jnp.float32) if importance is None else importance
-    if not (importance is None or isinstance(importance, Tracer) or np.min(importance) >= 0):
-        raise ValueError(
-            "search_scales: importance must be at least 0 and no NaN, got a smallest value of "
-            f"{np.min(importance)}"
-        )
+    if not (importance is None or isinstance(importance, Tracer)):
+        smallest, largest = np.min(importance, initial=0), np.max(importance, initial=0)
+        if not 0 <= smallest <= largest < math.inf:
+            raise ValueError(
+                "search_scales: importance must be finite and at least 0, got values from "
+                f"{smallest} to {largest}"
+            )
     weights = jnp.asarray(weights, jnp.float32)
     if weights.shape != (math.prod(sizes),):
         raise ValueError(
@@ -154,9 +156,16 @@ def search_scales(
 
 
 def _squared_error(q: MXArray, w: jax.Array, importance: jax.Array) -> jax.Array:
-    """`sum h (q - w)^2` over the blocks that are finite."""
-    lost = importance * (q.dequantize(jnp.float32) - w.astype(jnp.float32)) ** 2
+    """`sum h (q - w)^2` over the blocks that are finite, up to a power of two of w's largest."""
+    exact = w.astype(jnp.float32)
+    largest = jnp.max(jnp.where(jnp.isfinite(exact), jnp.abs(exact), 0), initial=0)
+    lost = importance * ((q.dequantize(jnp.float32) - exact) / _power_of_two(largest)) ** 2
     return jnp.sum(jnp.where(jnp.isnan(lost), 0, lost))
+
+
+def _power_of_two(x: jax.Array) -> jax.Array:
+    """The largest one up to x: relative to it, squares stay in float32's range."""
+    return float32.from_bits(jnp.maximum(float32.to_bits(x) & float32.INF, float32.HIDDEN))
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -171,12 +180,13 @@ def _search(w: jax.Array, first: MXArray, importance: jax.Array, search: Search)
     magnitudes = float32.to_bits(pieces) & float32.ABS
     amax = jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)
     data = BlockData(pieces, inside, amax, first.format, tensor_scale)
+    unit = _power_of_two(float32.from_bits(amax))
 
     def attempt(best: tuple[jax.Array, jax.Array], step: jax.Array):
         least, chosen = best
         moved = jnp.clip(start.astype(jnp.int32) + step, search.smallest, search.largest)
         scales = jnp.where(is_nan_scale(start, first.format.scale), start, moved.astype(jnp.uint8))
-        error = squared_error(data, scales, weights)
+        error = squared_error(data, scales, weights, unit)
         better = error < least
         return (jnp.where(better, error, least), jnp.where(better, scales, chosen)), None
 
@@ -207,10 +217,12 @@ def output_error(
       axis: the axis of length k, or the axes whose lengths multiply to k.
 
     Returns:
-      A float, at least 0; computed in float64.
+      A float, at least 0; computed in float64. Where the product is zero: 0, or infinite where the
+      quantized one is not.
 
     Raises:
-      ValueError: a moment that is no square matrix, not finite or below zero on its diagonal.
+      ValueError: a moment that is no square matrix, not finite or not positive semidefinite as far
+        as these weights show it.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
@@ -231,9 +243,16 @@ def output_error(
     def power(of: np.ndarray) -> float:
         length = math.prod(of.shape[each] for each in axes)
         rows = np.moveaxis(of, axes, range(len(axes))).reshape(length, -1)
-        return float(np.sum(rows * (weights @ rows)))
+        terms = rows * (weights @ rows)
+        if (total := float(terms.sum())) < -1e-9 * np.abs(terms).sum():
+            raise ValueError(
+                "output_error: moment must be positive semidefinite, as a sum of x x^T is, got an "
+                f"output whose square is {total}"
+            )
+        return max(total, 0.0)
 
-    return power(found - exact) / power(exact)
+    lost, whole = power(found - exact), power(exact)
+    return lost / whole if whole else math.inf if lost else 0.0
 
 
 def check_moment(moment: jax.typing.ArrayLike, asked_by: str) -> np.ndarray:

@@ -22,6 +22,11 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 # Names of the format, by dtype.
 _DTYPES = {
     "BOOL": np.bool_,
@@ -45,6 +50,8 @@ _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
 # Tensors start at multiples of it.
 _ALIGNMENT = 8
+# What the names of files end with that are not whole yet.
+_PARTIAL = ".mx_jax-partial"
 
 
 def check_name(name: str, where: str) -> None:
@@ -194,12 +201,38 @@ def header_of(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> byte
     return len(text).to_bytes(8, "little") + text
 
 
+def _partial(path: Path) -> tuple[Any, str]:
+    """A file beside `path`, locked until it is closed or the process ends, and its name."""
+    while True:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_PARTIAL, dir=path.parent)
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # no locks on that disk
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return os.fdopen(handle, "wb"), name
+        os.close(handle)  # Removed as if abandoned, before it was locked.
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove half-written files of processes that are no more: nobody has them locked."""
+    if fcntl is None:
+        return
+    for path in folder.glob(f".*{_PARTIAL}"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Any]:
-    """A file beside `path` that takes its place at the end, or is gone; errors name `path`."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    """A file beside `path` that takes its place at the end, or is gone; errors name `path`.
+
+    What a process that was killed left there goes when the next one writes to the folder.
+    """
+    _remove_abandoned(path.parent)
+    made, name = _partial(path)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with made as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

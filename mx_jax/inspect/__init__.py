@@ -26,6 +26,6 @@ from mx_jax.inspect.sinks import Memory as Memory
 from mx_jax.inspect.sinks import Sink as Sink
 from mx_jax.inspect.sinks import TensorBoard as TensorBoard
 from mx_jax.inspect.statistics import STATISTICS as STATISTICS
-from mx_jax.ops.tags import at_step as at_step
 from mx_jax.ops.tags import Tag as Tag
+from mx_jax.ops.tags import at_step as at_step
 from mx_jax.ops.tags import tag as tag

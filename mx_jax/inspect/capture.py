@@ -23,8 +23,7 @@ from mx_jax.inspect.records import Record, Scalar, pack, program_order, unpack
 from mx_jax.inspect.sinks import Memory, Sink
 from mx_jax.inspect.statistics import STATISTICS, Raw
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.tags import Moment, at_step, moment, watching
-from mx_jax.ops.tags import Tag
+from mx_jax.ops.tags import Moment, Tag, at_step, moment, watching
 from mx_jax.ops.watched import Look, Sight, Tap, values
 
 Filter = Callable[[Tag], bool]

@@ -20,8 +20,7 @@ from flax.linen.module import InterceptorContext
 from flax.nnx.transforms import iteration as nnx_iteration
 from jax import lax
 
-from mx_jax.ops.tags import watching
-from mx_jax.ops.tags import iteration, within
+from mx_jax.ops.tags import iteration, watching, within
 
 
 def module_paths() -> AbstractContextManager[Any]:

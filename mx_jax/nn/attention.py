@@ -42,6 +42,8 @@ def position_of_matrices(
     Raises:
       ValueError: no integers, another shape, or a known position below zero.
     """
+    if isinstance(position, (list, tuple)):
+        position = np.asarray(position)
     shape = jnp.shape(position)
     if not jnp.issubdtype(jnp.result_type(position), jnp.integer) or shape not in ((), (batch,)):
         raise ValueError(
@@ -83,7 +85,7 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
     needs_four_axes("attend", query=query)
     batch, tokens, num_queries, features = query.shape
     matrices = keys.shape[0]
-    if (batch * num_queries) % matrices or matrices % batch:
+    if batch * num_queries == 0 or (batch * num_queries) % matrices or matrices % batch:
         raise ValueError(
             "attend: heads of keys must divide heads of queries, got "
             f"query.shape={query.shape}, keys.shape={keys.shape}"
@@ -93,6 +95,8 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
             "attend: queries must be floats with the features of the keys, got "
             f"query.shape={query.shape}, query.dtype={query.dtype}, keys.shape={keys.shape}"
         )
+    if not tokens:
+        return query
     # One token's heads lie as matrices of keys take them.
     place = keys.codes if isinstance(keys, PackedRows) else keys
     shared = query if tokens == 1 else query.swapaxes(1, 2)

@@ -390,6 +390,8 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(
                 f"plan: --{name.replace('_', '-')} must be finite and at least 1, got {value}"
             )
+    if options.vocabulary < 0:
+        raise ValueError(f"plan: --vocabulary must be at least 0, got {options.vocabulary}")
     names = ("width", "hidden", "kv_width", "vocabulary", "experts", "experts_per_token")
     sizes = {name: getattr(options, name) for name in names}
     model = transformer(options.params, options.layers, **sizes)

@@ -114,12 +114,12 @@ ONE = answering("one", DequantizeCall, lambda x, call: jnp.ones_like(x), False)
 SEVERAL = answering("several", DequantizeCall, lambda x, call: -jnp.ones_like(x), True)
 
 
-def way(x: jax.Array) -> jax.Array:
+def way(x: jax.Array, *backends: Backend) -> jax.Array:
     """Which of both computes a call."""
     call = DequantizeCall(
         shape=x.shape, dtype=np.dtype(np.float32), format=mx_jax.formats.MXFP4, blocks=((-1, 32),)
     )
-    with with_backends(ONE, SEVERAL):
+    with with_backends(*(backends or (ONE, SEVERAL))):
         return choose(call).offer.run(x, call)
 
 
@@ -132,6 +132,14 @@ def test_where_arrays_lie_decides(run: Any):
     assert (run(jax.device_put(x, jax.devices()[5])) == 1).all()
     for spec in (P(), P("data")):
         assert (run(jax.device_put(x, NamedSharding(mesh, spec))) == -1).all()
+
+
+def test_nested_vmaps():
+    """Each along an axis of its own: the outer one the last, the inner one the first."""
+    sums = answering("sums", DequantizeCall, lambda x, call: jnp.cumsum(x), True)
+    x = jnp.arange(24.0).reshape(2, 3, 4)
+    found = jax.vmap(jax.vmap(lambda x: way(x, sums)), 2)(x)
+    np.testing.assert_array_equal(found, np.moveaxis(np.cumsum(x, axis=1), 2, 0))
 
 
 def test_on_each_device_by_itself():

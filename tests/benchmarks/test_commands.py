@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import limits
+from benchmarks.cpu_goals import GOALS
 from mx_jax.backends.cpu_ffi import library
 from tests.needs import needs_library
 
@@ -24,9 +26,8 @@ Alone = Callable[..., tuple[list[dict[str, Any]], str]]
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[list[str]], None]]:
+def command() -> Callable[[str], Callable[[list[str]], None]]:
     """The main function of a benchmark, by name."""
-    monkeypatch.syspath_prepend(str(ROOT))
     return lambda name: importlib.import_module(f"benchmarks.{name}").main
 
 
@@ -151,6 +152,26 @@ def test_compile_time(run_alone: Alone):
     assert cast["computations"] > plain["computations"] > 0
     if "default" in backends:
         assert rows["default", "mxfp4"]["after"]["instructions"] < cast["instructions"]
+
+
+@needs_library
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
+@pytest.mark.one_python(reason="a benchmark, run to see that it runs")
+def test_every_case_of_a_goal_runs(run_alone: Alone):
+    given = os.environ.get(limits.VARIABLE) or ROOT / "build" / "limits.so"
+    if not Path(given).exists():
+        pytest.skip(f"needs {limits.BUILD}")
+    options = "--size 256 --square 96 --many 2 --seconds 0 --min-rounds 2".split()
+    rows, shown = run_alone("cpu_goals", *options)
+    assert len(rows) == len(GOALS)
+    unmeasured = {row["why"] for row in rows if row["ratio"] is None}
+    assert unmeasured <= {
+        "cannot import onnxruntime",
+        "cannot import onnx",
+        "this machine has no AVX512-VNNI",
+    }
+    assert "Goals on one CPU core" in shown
 
 
 def test_peers_that_are_missing_are_named(run: Runner, monkeypatch: pytest.MonkeyPatch):

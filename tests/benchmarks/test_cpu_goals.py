@@ -1,18 +1,16 @@
-"""Goals on a CPU: what is said of what was measured, and that every case of a goal exists."""
+"""Goals on a CPU: what is said of what was measured; the library of bounds, built as it says."""
 
-import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import limits
 from benchmarks.cpu_goal_cases import FLOAT32, GROUPS, ONNX, READ, Group
 from benchmarks.cpu_goals import GOALS, VNNI, sheet, verdicts
 from benchmarks.timing import Samples
-from tests.needs import needs_library
 
 ROOT = Path(__file__).parents[2]
 BEYOND = "1 row, weights beyond the cache"
@@ -51,31 +49,48 @@ def test_every_goal_is_of_a_group_that_there_is():
     assert {goal.group for goal in GOALS} == GROUPS.keys()
 
 
-@needs_library
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
-@pytest.mark.one_python(reason="a benchmark, run to see that it runs")
-def test_every_case_runs(tmp_path: Path):
-    given = os.environ.get(limits.VARIABLE) or ROOT / "build" / "limits.so"
-    if not Path(given).exists():
-        pytest.skip(f"needs {limits.BUILD}")
-    out = tmp_path / "goals.json"
-    options = "--size 256 --square 96 --many 2 --seconds 0 --min-rounds 2 --out".split()
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.cpu_goals", *options, out],
+SCRIPT = """
+import jax.numpy as jnp
+from benchmarks import limits
+data = jnp.arange(200, dtype=jnp.uint8)
+assert (limits.copy(200, 100)(data) == data[:100]).all()
+assert limits.copy(200, 300)(data).shape == (300,)
+for instruction, run in limits.peaks().items():
+    print(instruction, run())
+print(sorted(limits.load().targets))
+"""
+
+
+def run(path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT],
         cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
+        env=os.environ | {"MX_JAX_LIMITS_LIBRARY": str(path), "MX_JAX_CPU_ISA": ""},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.one_python(reason="compiles C++, which calls no Python")
+def test_the_command_builds_what_benchmarks_load(tmp_path: Path):
+    if shutil.which("cmake") is None:
+        pytest.skip("needs CMake")
+    configure = ["cmake", "-S", ROOT / "custom_calls", "-B", tmp_path]
+    subprocess.run(
+        [*configure, f"-DPython_EXECUTABLE={sys.executable}"], check=True, capture_output=True
+    )
+    build = ["cmake", "--build", tmp_path, "--target", "limits"]
+    subprocess.run(build, check=True, capture_output=True)
+    done = run(tmp_path / "limits.so")
     assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == len(GOALS)
-    unmeasured = {row["why"] for row in rows if row["ratio"] is None}
-    assert unmeasured <= {
-        "cannot import onnxruntime",
-        "cannot import onnx",
-        "this machine has no AVX512-VNNI",
-    }
-    assert "Goals on one CPU core" in out.with_suffix(".md").read_text()
+    assert done.stdout.splitlines()[-1] == "['mx_jax_cpu_peak', 'mx_jax_cpu_traffic']"
+    assert not list(tmp_path.rglob("native*.so"))
+
+
+def test_without_it_a_benchmark_names_the_command(tmp_path: Path):
+    done = run(tmp_path / "limits.so")
+    assert done.returncode == 1
+    assert "cannot be loaded" in done.stderr
+    assert "cmake --build build --target limits" in done.stderr

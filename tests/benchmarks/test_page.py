@@ -2,11 +2,13 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
-from benchmarks import page, page_tables
+from benchmarks import page, page_tables, slim
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.one_python(reason="text from files")
 
 
@@ -18,6 +20,21 @@ def test_the_pages_are_what_the_script_writes():
         assert "".join(texts).count(f"<!-- table: {name} -->\n\n| ") == 1
     rules = [line for line in by_hand(texts[0]).splitlines() if line.startswith("|---")]
     assert len(rules) == 1, "all but the table of commands are written by the script"
+
+
+def test_results_hold_what_tables_show(tmp_path, monkeypatch):
+    """No raw numbers in git, and what is slim already stays as it is."""
+    for path in slim.RESULTS.rglob("*.json"):
+        (tmp_path / path.relative_to(slim.RESULTS)).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path.relative_to(slim.RESULTS)).write_text(path.read_text())
+    raw = tmp_path / "train_lm" / "raw.json"
+    raw.write_text(json.dumps({"runs": [{"seed": 0, "train_loss": [9.0] * 9 + [1.0] * 200}]}))
+    monkeypatch.setattr(slim, "RESULTS", tmp_path)
+    slim.main()
+    assert json.loads(raw.read_text()) == {"runs": [{"seed": 0, "late_train_loss": 1.0}]}
+    for path in (ROOT / "benchmarks" / "results").rglob("*.json"):
+        again = tmp_path / path.relative_to(ROOT / "benchmarks" / "results")
+        assert again.read_text() == path.read_text(), "run python -m benchmarks.slim"
 
 
 def by_hand(text: str) -> str:

@@ -1,22 +1,11 @@
 """The measuring code: order, ratios within rounds, spreads."""
 
-import importlib
 import time
-from pathlib import Path
-from typing import Any
 
-import pytest
-
-ROOT = Path(__file__).parents[2]
+from benchmarks import timing
 
 
-@pytest.fixture
-def timing(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.timing")
-
-
-def test_every_round_runs_every_case_once(timing: Any):
+def test_every_round_runs_every_case_once():
     ran: list[str] = []
     cases = [timing.Case(name, lambda name=name: ran.append(name)) for name in "abc"]
     samples = timing.measure(cases, seconds=0.0, min_rounds=4)
@@ -27,7 +16,7 @@ def test_every_round_runs_every_case_once(timing: Any):
     assert len({tuple(names) for names in rounds}) > 1
 
 
-def test_budget_and_limits(timing: Any):
+def test_budget_and_limits():
     case = timing.Case("nap", lambda: time.sleep(0.002))
     assert len(timing.measure([case], seconds=60, max_rounds=3)["nap"].wall) == 3
     few = timing.measure([case], seconds=0.01, min_rounds=1)["nap"]
@@ -36,7 +25,7 @@ def test_budget_and_limits(timing: Any):
     assert max(few.cpu) < 0.002
 
 
-def test_ratio_is_taken_within_rounds(timing: Any):
+def test_ratio_is_taken_within_rounds():
     # The machine slows down tenfold midway: the ratio of medians would say 10, or 1.
     slow = timing.Samples(wall=[2.0, 20.0, 20.0], cpu=[1.0, 1.0, 1.0])
     fast = timing.Samples(wall=[1.0, 10.0, 10.0], cpu=[4.0, 4.0, 4.0])
@@ -44,12 +33,12 @@ def test_ratio_is_taken_within_rounds(timing: Any):
     assert timing.ratio(slow, fast, "cpu").median == 0.25
 
 
-def test_spread(timing: Any):
+def test_spread():
     assert timing.spread([5.0]) == timing.Spread(5.0, 5.0, 5.0, 5.0)
     assert timing.spread([4.0, 1.0, 3.0, 2.0, 5.0]) == timing.Spread(3.0, 2.0, 4.0, 1.0)
 
 
-def test_results_are_waited_for(timing: Any):
+def test_results_are_waited_for():
     class Pending:
         waited = 0
 

@@ -1,10 +1,8 @@
 """The benchmarks that train or differentiate the language model, in tiny sizes."""
 
 import dataclasses
-import importlib
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,43 +14,37 @@ from mx_jax import recipes
 for package in ("matplotlib", "optax", "orbax.checkpoint", "tqdm"):
     pytest.importorskip(package)
 
+from benchmarks import fp4_ablation as ablation  # noqa: E402
+from benchmarks import fp4_rows as rows  # noqa: E402
+from benchmarks import fp4_variants, language_model, residuals  # noqa: E402
+
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """A benchmark by name."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return lambda name: importlib.import_module(f"benchmarks.{name}")
-
-
-@pytest.fixture
-def settings(module) -> Any:
-    """A model whose sizes are multiples of the block."""
-    return dataclasses.replace(
-        module("fp4_ablation").SETTINGS, d_model=32, heads=1, layers=2, context=32, batch=2
-    )
+# A model whose sizes are multiples of the block.
+SETTINGS = dataclasses.replace(
+    ablation.SETTINGS, d_model=32, heads=1, layers=2, context=32, batch=2
+)
 
 
 @pytest.mark.slow
-def test_bytes_of_linear_layers(module, settings):
+def test_bytes_of_linear_layers():
     """Kept operands are as wide as their dtype; kept codes a byte, and one of scale in 32."""
-    residuals = module("residuals")
     # x of the four linears of both blocks, [64, k] with k of 32, 32, 32 and 128.
     elements, weights = 2 * 64 * (3 * 32 + 128), 2 * 32 * (3 * 32 + 32 + 2 * 4 * 32)
     primal, codes, high = residuals.choices(recipes.mxfp8()).values()
     # W is a parameter in float32, and a copy of one in bfloat16.
-    assert residuals.linear_bytes(primal, jnp.float32, settings) == 4 * elements
-    assert residuals.linear_bytes(high, jnp.bfloat16, settings) == 2 * (elements + weights)
+    assert residuals.linear_bytes(primal, jnp.float32, SETTINGS) == 4 * elements
+    assert residuals.linear_bytes(high, jnp.bfloat16, SETTINGS) == 2 * (elements + weights)
     expected = (elements + weights) * 33 // 32
-    assert residuals.linear_bytes(codes, jnp.float32, settings) == expected
+    assert residuals.linear_bytes(codes, jnp.float32, SETTINGS) == expected
 
 
 @pytest.mark.slow
-def test_residuals(module, tmp_path):
+def test_residuals(tmp_path):
     out = tmp_path / "results.json"
     options = "--d-model 32 --layers 2 --batch 2 --context 32 --recipes mxfp8".split()
-    module("residuals").main([*options, "--size", "64x64x64", "--out", str(out)])
+    residuals.main([*options, "--size", "64x64x64", "--out", str(out)])
     plain, primal, codes, high = json.loads(out.read_text())["rows"]
     for dtype in ("float32", "bfloat16"):
         for row in (primal, high):
@@ -69,14 +61,13 @@ def test_residuals(module, tmp_path):
 
 
 @pytest.mark.slow
-def test_fp4_ablation(module, tmp_path):
+def test_fp4_ablation(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"{n} times {n} is {n * n}" for n in range(200)))
     out = tmp_path / "results.json"
     sizes = "--steps 2 --d-model 32 --heads 1 --layers 2 --context 32 --batch 2 --eval-tokens 64"
     command = [*sizes.split(), "--data", str(text), "--work", str(tmp_path / "work"), "--seeds"]
     command += ["0", "--out", str(out), "--variants", "mxfp4, ends", "mxfp4_floor"]
-    ablation = module("fp4_ablation")
     ablation.main(command)
     result = json.loads(out.read_text())
     rows = {row["name"]: row for row in result["rows"]}
@@ -101,31 +92,30 @@ def test_fp4_ablation(module, tmp_path):
     assert f"at commit {kept[1]['commit']}: " in out.with_suffix(".md").read_text()
 
 
-def test_tables_are_written_anew_without_training(module, tmp_path):
+def test_tables_are_written_anew_without_training(tmp_path):
     """From the committed results: the tables in the docs are these."""
     committed = ROOT / "benchmarks" / "results" / "train_lm_fp4" / "results.json"
     out = tmp_path / "results.json"
     complaint = r"--report: there are no results in --out=.*results\.json"
     with pytest.raises(SystemExit, match=complaint):
-        module("fp4_ablation").main(["--report", "--out", str(out)])
+        ablation.main(["--report", "--out", str(out)])
     out.write_text(committed.read_text())
-    module("fp4_ablation").main(["--report", "--out", str(out)])
+    ablation.main(["--report", "--out", str(out)])
     assert out.read_text() == committed.read_text()
     assert out.with_suffix(".md").read_text() == committed.with_suffix(".md").read_text()
     docs = (ROOT / "docs" / "training.md").read_text()
     for row in json.loads(out.read_text())["rows"]:
-        gap = module("language_model").intervals.text(row["training_gaps_percent"], "+.2f")
+        gap = language_model.intervals.text(row["training_gaps_percent"], "+.2f")
         if row["name"] != "float32" and len(row["seeds"]) > 1:
             assert f"| {row['name']} |" in docs and gap in docs
 
 
-def test_ablation_compares_with_float32_of_the_same_seed(module):
-    ablation = module("fp4_ablation")
+def test_ablation_compares_with_float32_of_the_same_seed():
     chosen = ablation.choose(["mxfp4", "mxfp4_floor"], 4)
 
     def run(name: str, seed: int, loss: float, **options: Any) -> Any:
         of = {"train_loss": [9.0] * 9 + [loss], "validation": [(10, loss)], "finished": True}
-        return module("language_model").Run(recipe=name, seed=seed, **of | options)
+        return language_model.Run(recipe=name, seed=seed, **of | options)
 
     runs = [
         run("float32", 0, 2.0),
@@ -149,10 +139,9 @@ def test_ablation_compares_with_float32_of_the_same_seed(module):
     assert ladder.rows[1][2:] == ["2", "3.0700", gap, gap, "mxfp4_floor", difference, difference]
 
 
-def test_rows_of_earlier_results_stay_beside_new_ones(module):
+def test_rows_of_earlier_results_stay_beside_new_ones():
     """New rows take the place of old ones of their name, if both have the same baseline."""
-    rows = module("fp4_rows")
-    order = module("fp4_variants").variants(4)
+    order = fp4_variants.variants(4)
 
     def result(date: str, losses: dict[str, list[float]]) -> Any:
         made = [
@@ -187,9 +176,9 @@ def test_rows_of_earlier_results_stay_beside_new_ones(module):
         rows.check_settings({"steps": 10}, {"steps": 20})
 
 
-def test_intervals_are_student_s(module):
+def test_intervals_are_student_s():
     """n = 3: 4.3027 s / sqrt(3), from a printed table of t."""
-    intervals = module("language_model").intervals
+    intervals = language_model.intervals
     found = intervals.interval([1.0, 2.0, 4.5])
     assert found.mean == 2.5 and found.n == 3 and not found.tells
     assert found.half_width == pytest.approx(4.3027 * math.sqrt(3.25) / math.sqrt(3), rel=1e-4)
@@ -199,16 +188,16 @@ def test_intervals_are_student_s(module):
     assert intervals.interval([]) is None and intervals.text([], ".1f") == "-"
 
 
-def test_variants_are_known_distinct_and_named(module):
-    every = module("fp4_variants").variants(4)
+def test_variants_are_known_distinct_and_named():
+    every = fp4_variants.variants(4)
     assert len({variant.name for variant in every}) == len(every)
     assert len({variant.precision for variant in every}) == len(every)
     with pytest.raises(SystemExit, match="unknown mxfp5; known: float32, bf16, mxfp8,"):
-        module("fp4_ablation").choose(["mxfp5"], 4)
+        ablation.choose(["mxfp5"], 4)
 
 
-def test_the_table_does_not_overwrite_the_runs(module, tmp_path):
+def test_the_table_does_not_overwrite_the_runs(tmp_path):
     out = tmp_path / "results.json"
     with pytest.raises(SystemExit, match="is where --work keeps its runs; choose another"):
-        module("fp4_ablation").main(["--work", str(tmp_path), "--out", str(out)])
+        ablation.main(["--work", str(tmp_path), "--out", str(out)])
     assert not out.exists()

@@ -158,6 +158,13 @@ def test_the_error_of_weights_of_any_size(exponent: int, rng):
     scaled = np.ldexp(w, exponent)
     found = calibrate.output_error(scaled, mx_jax.quantize(scaled, "mxfp4", axis=0), x.T @ x)
     assert found == pytest.approx(expected, rel=1e-6)
+    zeros = np.zeros_like(w)
+    assert calibrate.output_error(zeros, mx_jax.quantize(zeros, "mxfp4", axis=0), np.eye(64)) == 0
+    ones = mx_jax.quantize(np.ones_like(w), "mxfp4", axis=0)
+    assert calibrate.output_error(zeros, ones, np.eye(64)) == np.inf
+    one_way = np.eye(64) - 0.5  # Its diagonal is positive, and the square of a sum is not.
+    with pytest.raises(ValueError, match=r"semidefinite.* an output whose square is -"):
+        calibrate.output_error(np.ones_like(w), ones, one_way)
     with pytest.raises(ValueError, match="output_error: moment must be positive semidefinite"):
         calibrate.output_error(w, mx_jax.quantize(w, "mxfp4", axis=0), -np.eye(64))
 
@@ -211,6 +218,22 @@ def test_moments_of_a_linen_model(recipe: Any, rng):
     assert found.keys() == want.keys()
     for name in want if recipe is None else ["up"]:
         np.testing.assert_allclose(found[name], want[name], rtol=1e-4, atol=1e-4)
+
+
+class Twice(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        layer = nn.Dense(8, name="shared")
+        return layer(layer(x))
+
+
+def test_moments_of_a_layer_that_is_called_twice(rng):
+    x = rng.standard_normal((5, 8)).astype(np.float32)
+    variables = quick(Twice().init)(jax.random.key(0), x)
+    found = calibrate.moments(Twice(), [x], variables=variables)
+    layer = variables["params"]["shared"]
+    y = x @ layer["kernel"] + layer["bias"]
+    np.testing.assert_allclose(found["shared"], x.T @ x + y.T @ y, rtol=1e-4, atol=1e-4)
 
 
 def test_moments_of_an_nnx_model(rng):

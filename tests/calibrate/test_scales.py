@@ -106,9 +106,9 @@ def test_wrong_calls():
         calibrate.search_scales(w, "mxfp4", importance=jnp.ones(4))
 
 
-@pytest.mark.parametrize("importance", [-1.0, np.nan])
-def test_importance_below_zero(importance: float):
-    with pytest.raises(ValueError, match="search_scales: importance must be at least 0 and no NaN"):
+@pytest.mark.parametrize("importance", [-1.0, np.nan, np.inf])
+def test_importance_that_cannot_be(importance: float):
+    with pytest.raises(ValueError, match="importance must be finite and at least 0, got values"):
         calibrate.search_scales(jnp.ones((64, 4)), "mxfp4", importance=np.full(64, importance))
 
 
@@ -123,6 +123,17 @@ def test_no_tensor_loses_more_than_by_a_plain_cast(format: str, rng):
                 for q in (mx_jax.quantize(w, format, axis=0), calibrate.search_scales(w, format))
             )
             assert after <= before * (1 + 1e-6), degrees
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("exponent", [-100, 100])
+def test_squares_beyond_float32_are_compared_all_the_same(format: str, exponent: int, rng):
+    """The same scales, moved: nothing is tried in vain."""
+    w = heavy(rng, 64, 8)
+    near = calibrate.search_scales(w, format)
+    far = calibrate.search_scales(np.ldexp(w, exponent), format)
+    found = np.ldexp(np.asarray(far.dequantize()), -exponent)
+    np.testing.assert_allclose(found, near.dequantize(), rtol=1e-6)
 
 
 def test_of_equal_errors_the_first_wins():

@@ -21,6 +21,7 @@ from flax import nnx
 
 import mx_jax
 from mx_jax import checkpoint
+from mx_jax.checkpoint.safetensors_file import replacing
 from mx_jax.checkpoint.weights import on_device
 from mx_jax.formats import MXFP4, MXFP6_E3M2, NVFP4
 from tests.checkpoint.stored import assert_same, draw
@@ -325,3 +326,35 @@ def test_it_is_copied_once(monkeypatch: pytest.MonkeyPatch):
     for _ in range(8):
         found = on_device(np.ones((65, 63), np.float32)[1:])
         assert found.unsafe_buffer_pointer() == handed[-1].ctypes.data
+
+
+def test_a_name_in_two_files(tmp_path: Path):
+    for number in (1, 2):
+        arrays = {"x": np.full(3, number, np.float32)}
+        safetensors.numpy.save_file(arrays, tmp_path / f"{number}.safetensors")
+    with pytest.raises(ValueError, match=r"x is in two files, 1.safetensors and 2.safetensors"):
+        checkpoint.read(tmp_path)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from mx_jax.checkpoint.safetensors_file import replacing
+with replacing(Path(sys.argv[1])) as file:
+    file.write(b"half")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks that end with a process")
+def test_what_a_killed_process_left_goes_and_what_is_being_written_stays(tmp_path: Path):
+    words = [sys.executable, "-c", KILLED, str(tmp_path / "model.safetensors")]
+    subprocess.run(words, check=False)
+    (left,) = os.listdir(tmp_path)
+    with replacing(tmp_path / "other.safetensors") as file:
+        file.write(b"whole")
+        checkpoint.save(tmp_path / "model.safetensors", {"x": jnp.ones(3)})
+        assert left not in os.listdir(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "other.safetensors"]
+    assert (tmp_path / "other.safetensors").read_bytes() == b"whole"

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import mx_jax
 from mx_jax import checkpoint
@@ -118,9 +119,19 @@ def test_nvfp4(name: str | None, tmp_path: Path):
     x = weights["up.weight"]
     assert isinstance(x, mx_jax.MXArray) and x.format == mx_jax.formats.NVFP4
     factor = 1 if name is None else 0.25
+    assert weights.stored["up.weight"].nbytes == 36 + 4 * len(beside)
     assert x.tensor_scale is not None and x.tensor_scale.tolist() == [[factor]]
     expected = np.outer([1, 2, 0.5, 448], VALUES).reshape(1, 64) * factor
     np.testing.assert_array_equal(np.asarray(x.dequantize()), expected)
+
+
+@NO_PYTHON
+def test_a_gguf_file_in_a_folder(tmp_path: Path):
+    """The only one there is meant, unless safetensors files are the model."""
+    (tmp_path / "model.gguf").write_bytes(gguf({"up.weight": Tensor(40, (64, 1), nvfp4_blocks())}))
+    assert list(checkpoint.read(tmp_path)) == ["up.weight"]
+    safetensors.numpy.save_file({"other": np.ones(2)}, tmp_path / "model.safetensors")
+    assert list(checkpoint.read(tmp_path)) == ["other"]
 
 
 def test_nvfp4_of_experts(tmp_path: Path):

@@ -112,6 +112,7 @@ def test_gather_none_and_sequence_parallel(capsys: pytest.CaptureFixture[str]):
         (["--tokens", "0"], "--tokens must be finite and at least 1, got 0.0"),
         (["--width", "-1"], "--width must be finite and at least 1, got -1"),
         (["--params", "inf"], "--params must be finite and at least 1, got inf"),
+        (["--vocabulary", "-1"], "--vocabulary must be at least 0, got -1"),
     ],
 )
 def test_wrong_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):

@@ -77,7 +77,7 @@ def test_an_axis_that_a_tensor_has_not(strict: tuple[str, ...], file: Path, cli:
 
 
 STOPPED = """
-import os, signal, sys
+import os, signal, sys, time
 import mx_jax.__main__ as program
 from mx_jax import cli
 
@@ -90,11 +90,29 @@ sys.exit(program._run())
 """
 
 
+# The same, where the signal comes while Python calls back, and drops what is raised.
+IN_A_CALLBACK = """
+import gc
+def callback(phase, facts):
+    gc.callbacks.remove(callback)
+    os.kill(os.getpid(), signal.{name})
+    sum(range(1000))
+
+def run(arguments=None):
+    gc.callbacks.append(callback)
+    gc.collect()
+    for _ in range(2000):
+        time.sleep(0.005)
+"""
+
+
+@pytest.mark.parametrize("where", ["", IN_A_CALLBACK])
 @pytest.mark.parametrize(
     ("name", "status", "said"), [("SIGINT", 130, "mx_jax: interrupted\n"), ("SIGTERM", 143, "")]
 )
-def test_a_stopped_command_says_one_line_at_most(name: str, status: int, said: str):
-    words = [sys.executable, "-c", STOPPED.format(name=name)]
+def test_a_stopped_command_says_one_line_at_most(name: str, status: int, said: str, where: str):
+    script = STOPPED.replace("cli.main = run", f"{where}\ncli.main = run").format(name=name)
+    words = [sys.executable, "-c", script]
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (status, said)
 

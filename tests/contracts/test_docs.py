@@ -43,22 +43,6 @@ def test_docs_build(tmp_path: Path):
         assert not [text for text in headings if "{" in text], page
 
 
-@pytest.mark.by_default("gone")
-@reads_sources
-@pytest.mark.parametrize(
-    ("page", "complaint"),
-    [("[gone](gone.md)", "gone.md"), ("::: mx_jax.no_such_name", "no_such_name")],
-)
-def test_a_planted_flaw_fails(tmp_path: Path, page: str, complaint: str):
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "index.md").write_text(page)
-    config = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[0]
-    (tmp_path / "mkdocs.yml").write_text(config.replace("paths: [.]", f"paths: ['{ROOT}']"))
-    result = build(tmp_path / "site", tmp_path / "mkdocs.yml")
-    assert result.returncode == 1
-    assert complaint in result.stderr
-
-
 def run_examples(page: Path) -> list[str]:
     """Run the python blocks of a page in one namespace, and collect what went wrong."""
     text, complaints, namespace = page.read_text(), [], dict[str, Any](__name__="__main__")
@@ -95,12 +79,3 @@ def _name(page: Path) -> str:
 def test_examples(page: Path):
     complaints = run_examples(page)
     assert not complaints, "".join(complaints)
-
-
-def test_a_wrong_example_is_noticed(tmp_path: Path):
-    page = tmp_path / "page.md"
-    page.write_text("```python\nx = 1\n```\ntext\n```python\n>>> x\n2\n```\n")
-    assert "line 6" in "".join(run_examples(page))
-    page.write_text("```python\nraise KeyError('x')\n```\n")
-    with pytest.raises(KeyError):
-        run_examples(page)

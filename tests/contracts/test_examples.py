@@ -9,7 +9,6 @@ import itertools
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,19 +87,6 @@ def test_the_reference_shows_them():
     shown = {name for _, name in SHOWN.findall(pages)}
     assert "mxfp8" in shown and "no_such_name" not in shown
     assert {name.rpartition(".")[2] for name in described(public())} - shown == set()
-
-
-@reads_docstrings
-def test_one_without_is_noticed():
-    def skipped():
-        """One line.
-
-        >>> 1 / 0  # doctest: +SKIP
-        """
-
-    test = doctest.DocTestFinder().find(skipped)[0]
-    assert not runs(test)
-    assert without_example({"runs": runs, "value": SimpleNamespace()}) == ["runs"]
 
 
 def test_examples_of_values():

@@ -73,18 +73,6 @@ def test_our_names_exist(name: str):
     resolve(name)
 
 
-@reads_page
-def test_a_name_that_is_gone_is_noticed():
-    with pytest.raises((AttributeError, ImportError)):
-        resolve("mx_jax.recipes.no_such_recipe")
-
-
-@reads_page
-def test_parsing_sees_rows_and_names():
-    rows = sections("## A { #a }\n\n| x | here |\n|---|---|\n| `f(k=1)`, `g.h` | `mx_jax.cast` |\n")
-    assert rows == {"a": [("`f(k=1)`, `g.h`", "`mx_jax.cast`")]}
-
-
 def test_flax_is_complete():
     linen = importlib.import_module("flax.linen")
     theirs = {name for name in dir(linen) if FLAX_FLOAT8.fullmatch(name)}

@@ -58,18 +58,6 @@ def test_ci_runs_the_command_of_the_readme():
     assert result.stdout == TESTS + "\n"
 
 
-def test_ci_follows_the_readme(tmp_path: Path):
-    (tmp_path / ".ci").mkdir()
-    (tmp_path / ".ci" / "run").write_bytes((ROOT / ".ci" / "run").read_bytes())
-    (tmp_path / ".ci" / "run").chmod(0o755)
-    (tmp_path / "README.md").write_text(README.replace(TESTS, "echo other"))
-    assert show_ci_command(tmp_path).stdout == "echo other\n"
-    (tmp_path / "README.md").write_text(README.replace("<!-- command: tests -->", ""))
-    result = show_ci_command(tmp_path)
-    assert result.returncode == 1
-    assert "no single line of code below <!-- command: tests -->" in result.stderr
-
-
 def test_a_build_without_the_library_says_so(tmp_path: Path):
     """As pip shows it with -v. A wheel is made all the same, in plain JAX."""
     pytest.importorskip("scikit_build_core")

@@ -29,11 +29,6 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_contrast_is_that_of_the_standard():
-    assert contrast("000000", "ffffff") == pytest.approx(21)
-    assert contrast("777777", "ffffff") == pytest.approx(4.48, abs=0.01)
-
-
 @one_python
 @pytest.mark.parametrize("ground", ["page", "raised"])
 def test_dark_text_stands_out(ground: str):

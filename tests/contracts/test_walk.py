@@ -6,11 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import pytest
-
-import mx_jax
 from tests.contracts import walk
 from tests.needs import needs_library
 
@@ -50,44 +45,3 @@ def test_no_walk_exceeds_its_limits():
     measured = json.loads(run.stdout)
     assert set(measured) == set(walk.names())
     assert longer(measured) == []
-
-
-def test_a_longer_walk_is_noticed():
-    assert longer(LIMITS) == []
-    for what, limit in LIMITS["dense_forward"].items():
-        counts = LIMITS["dense_forward"] | {what: limit + 1}
-        assert longer({"dense_forward": counts}) == [
-            f"dense_forward: {what}={limit + 1}, limit {limit}"
-        ]
-
-
-@pytest.mark.slow
-def test_a_walk_is_the_same_each_time():
-    def cast() -> None:
-        with mx_jax.testing.target("cpu"):
-            jax.jit(lambda x: mx_jax.quantize(x, "mxfp4")).trace(jnp.ones((2, 32)))
-
-    first, second = walk.record(cast), walk.record(cast)
-    assert first == second
-    assert first.way[0] == ("ops/quantize.py", "quantize")
-    assert first.way[-1] == ("backends/primitive.py", "Bound.__call__")
-    counts = first.counts()
-    assert counts["depth"] == len(first.way) < counts["frames"]
-    assert counts["way files"] < counts["files"] < counts["changes"] < counts["frames"]
-
-
-def test_without_a_call_there_is_no_walk():
-    with pytest.raises(RuntimeError, match="no call was bound"):
-        walk.record(lambda: jax.jit(lambda x: x + 1).trace(jnp.ones(32)))
-
-
-def test_counts_and_drawing():
-    way = (("ops/a.py", "call"), ("ops/a.py", "inner"), ("backends/b.py", "run"))
-    entered = ("ops/a.py", "formats/c.py", "ops/a.py", "ops/a.py", "backends/b.py")
-    found = walk.Walk(way=way, entered=entered)
-    assert found.counts() == {"depth": 3, "way files": 2, "frames": 5, "files": 3, "changes": 3}
-    assert walk.draw(found).splitlines() == [
-        " 1 ops/a.py: call",
-        " 2             inner",
-        " 3     backends/b.py: run",
-    ]

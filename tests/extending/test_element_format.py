@@ -21,7 +21,6 @@ from mx_jax.cli import main
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import packing
 from mx_jax.formats import E2M1, ElementFormat
-from mx_jax.recipes import MatmulSpec, Recipe, Residuals, operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.extending.fp5 import FP5, MXFP5
 from tests.quick import quick
@@ -174,25 +173,6 @@ def test_the_command_line_refuses(text: str, message: str, capsys: pytest.Captur
     assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1
 
 
-def test_products_and_their_gradients(rng: np.random.Generator):
-    spec = operand(MXFP5, scale_rule="even")
-    both = MatmulSpec(lhs=spec, rhs=spec)
-    recipe = Recipe(name="mxfp5", fwd=both, dlhs=both, drhs=both, residuals=Residuals.PRIMAL)
-    # Square and outside jit: every cast along an axis is compiled once.
-    x, w, g = (rng.standard_normal((32, 32)).astype(np.float32) for _ in range(3))
-
-    def values(array: np.ndarray, axis: int) -> np.ndarray:
-        q = mx_jax.quantize(array, MXFP5, axis=axis, scale_rule="even")
-        return np.asarray(q.dequantize(), np.float64)
-
-    product, backward = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), x, w)
-    dx, dw = backward(g)
-    near = {"rtol": 1e-5, "atol": 1e-5}
-    np.testing.assert_allclose(product, values(x, 1) @ values(w, 0), **near)
-    np.testing.assert_allclose(dx, values(g, 1) @ values(w, 1).T, **near)
-    np.testing.assert_allclose(dw, values(x, 0).T @ values(g, 0), **near)
-
-
 def test_packed_weights_and_layers(rng: np.random.Generator):
     """Where no backend has a layout for it, packing leaves weights as they are."""
     recipe = recipes.weight_only(MXFP5)
@@ -205,26 +185,6 @@ def test_packed_weights_and_layers(rng: np.random.Generator):
     assert_bitwise_equal(layer.apply(variables, x), expected)
     stored = {"params": {"kernel": packed}}
     assert_bitwise_equal(layer.apply(stored, x), expected)
-
-
-# Its own name, and that of an element which kernels know.
-@pytest.mark.parametrize("name", ["e2m2", "e2m1"])
-@pytest.mark.parametrize(
-    ("backend", "machine"), [("cpu_ffi", ("cpu",)), ("pallas_gpu", ("cuda", (9, 0)))]
-)
-def test_kernels_refuse_it_by_its_facts(name: str, backend: str, machine: tuple):
-    """Casts and products: with the reason, and never as the E2M1 that it may be called."""
-    format = dataclasses.replace(MXFP5, element=dataclasses.replace(FP5, name=name))
-    x = jnp.ones((4, 64))
-    weights = mx_jax.quantize(jnp.ones((64, 8)), format, axis=0)
-    recipe = recipes.weight_only(format)
-    with mx_jax.testing.target(*machine), mx_jax.only_backend(backend):
-        for call in (
-            lambda: mx_jax.quantize(x, format),
-            lambda: mx_jax.matmul(x, weights, recipe=recipe),
-        ):
-            with pytest.raises(ValueError, match=rf"no backend takes .*{backend}: "):
-                jax.eval_shape(call)
 
 
 # Other shapes of codes ----------------------------------------------------------------------------

@@ -14,10 +14,11 @@ import pytest
 
 import mx_jax
 from mx_jax.formats import MXFP4, MXFP4_2D, WHOLE, BlockFormat
-from mx_jax.recipes import MatmulSpec, Recipe, Residuals, operand
+from mx_jax.recipes import operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.extending.fp5 import MXFP5
 from tests.extending.least_error import LEAST_ERROR
+from tests.extending.test_products import everywhere, multiples
 
 
 def lost(block: np.ndarray, exponent: int, format: BlockFormat) -> Fraction:
@@ -36,11 +37,6 @@ def byte(block: np.ndarray, format: BlockFormat) -> int:
     amax = np.float32(np.max(np.abs(block)))
     low = int(np.frexp(amax)[1]) - 1 - format.element.emax
     return 127 + low + (lost(block, low + 1, format) < lost(block, low, format))
-
-
-def multiples(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Multiples of 1/4 up to 16, whose squared errors float32 adds up exactly."""
-    return (rng.integers(-64, 65, shape) / 4).astype(np.float32)
 
 
 @pytest.mark.parametrize("format", [MXFP4, MXFP5], ids=lambda format: format.name)
@@ -89,48 +85,12 @@ def test_everywhere_a_rule_goes(rng: np.random.Generator):
     assert np.asarray(square.scales).tolist() == [[byte(x, MXFP4)]]
 
 
-def recipe_of(format: BlockFormat) -> Recipe:
-    spec = operand(format, scale_rule=LEAST_ERROR)
-    both = MatmulSpec(lhs=spec, rhs=spec)
-    return Recipe(name="mine", fwd=both, dlhs=both, drhs=both, residuals=Residuals.PRIMAL)
-
-
-def test_products_and_gradients(rng: np.random.Generator):
-    x, w, g = (multiples(rng, (32, 32)) for _ in range(3))
-    recipe = recipe_of(MXFP4)
-    assert "mxfp4 (least_error, nearest)" in str(recipe)
-    product, backward = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), x, w)
-    dx, dw = backward(g)
-
-    def values(array: np.ndarray, axis: int) -> np.ndarray:
-        q = mx_jax.quantize(array, MXFP4, axis=axis, scale_rule=LEAST_ERROR)
-        return np.asarray(q.dequantize(), np.float64)
-
-    # Multiples of 1/4 of few bits: float32 adds these up without rounding.
-    np.testing.assert_array_equal(product, values(x, 1) @ values(w, 0))
-    np.testing.assert_array_equal(dx, values(g, 1) @ values(w, 1).T)
-    np.testing.assert_array_equal(dw, values(x, 0).T @ values(g, 0))
-
-
 def test_it_is_asked_what_it_reads():
     """Rows of a ragged group share a scale only by rules of amax."""
-    recipe = recipe_of(dataclasses.replace(MXFP4, block=(1, WHOLE)))
+    rows = dataclasses.replace(MXFP4, block=(1, WHOLE))
+    recipe = everywhere(operand(rows, scale_rule=LEAST_ERROR))
     with pytest.raises(ValueError, match="scale_rule='least_error' cannot fill"):
         mx_jax.ragged_dot(jnp.ones((4, 64)), jnp.ones((1, 64, 8)), [4], recipe=recipe)
-
-
-@pytest.mark.parametrize("name", ["least_error", "floor"])
-@pytest.mark.parametrize(
-    ("backend", "machine"), [("cpu_ffi", ("cpu",)), ("pallas_gpu", ("cuda", (9, 0)))]
-)
-def test_kernels_refuse_it_whatever_it_is_called(name: str, backend: str, machine: tuple):
-    rule = dataclasses.replace(LEAST_ERROR, name=name)
-    with (
-        mx_jax.testing.target(*machine),
-        mx_jax.only_backend(backend),
-        pytest.raises(ValueError, match=rf"no backend takes .*{backend}: "),
-    ):
-        jax.eval_shape(lambda: mx_jax.quantize(jnp.ones((4, 64)), "mxfp4", scale_rule=rule))
 
 
 def test_a_copy_is_the_same_rule():

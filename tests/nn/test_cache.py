@@ -238,6 +238,7 @@ def test_a_position_for_each_sequence(options, tokens):
         (3.0, r"dtype=float32, shape=\(\), batch=2"),
         (np.arange(3), r"dtype=int\d+, shape=\(3,\), batch=2"),
         (np.array([0, -2]), r"got position=\[ 0 -2\]"),
+        ([0, -2], r"got position=\[ 0 -2\]"),
     ],
 )
 def test_no_positions(position, message):
@@ -253,6 +254,29 @@ def test_sizes_of_zero(axis):
     sizes[axis] = 0
     with pytest.raises(ValueError, match="needs at least one sequence, token, head and feature"):
         KVCache.zeros(*sizes)
+
+
+def test_keys_and_values_have_tensor_scales_of_their_own():
+    keys, scales = drawn(1), (0.002, 0.0005)
+    cache = quick(KVCache.append)(empty(format="nvfp4", tensor_scales=scales), keys, keys, 0)
+    for rows, scale in zip((cache.keys, cache.values), scales, strict=True):
+        wanted = mx_jax.cast(merge_heads(keys), "nvfp4", tensor_scale=scale)
+        np.testing.assert_array_equal(rows.read(1), wanted)
+
+
+def test_every_sequence_sees_its_own_token():
+    cache = empty().append(drawn(5), drawn(5), 0)
+    with pytest.raises(ValueError, match=r"its own token, got length=4, position=\[0 4\]"):
+        cache.attend(drawn(1), np.array([0, 4]), length=4)
+
+
+def test_no_tokens_no_sequences_and_a_list_of_positions():
+    cache, none = empty(format="mxfp4").append(drawn(2), drawn(2), [1, 3]), drawn(0)
+    assert cache.attend(none, 0).shape == none.shape
+    rows = np.abs(np.asarray(cache.keys.read())).reshape(BATCH, HEADS, LENGTH, FEATURES).sum((1, 3))
+    np.testing.assert_array_equal(rows != 0, [[0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0]])
+    with pytest.raises(ValueError, match=r"got query.shape=\(0, 1, 2, 32\)"):
+        cache.attend(drawn(1)[:0], 0)
 
 
 def test_length_is_the_number_of_tokens():

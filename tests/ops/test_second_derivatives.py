@@ -164,6 +164,22 @@ def test_delayed_scales_are_refused():
         jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())(X)
 
 
+def test_gradients_mapped_twice_are_differentiated():
+    """The outer vmap is over weights, the inner one over rows."""
+    x, w = jnp.stack([X, 2 * X]), jnp.stack([W, 2 * W, -W])
+
+    def loss(x, w):
+        return (jnp.tanh(mx_jax.matmul(x, w, recipe="mxfp8")) ** 2).sum()
+
+    def mapped(x):
+        return (jax.vmap(jax.vmap(jax.grad(loss), (0, None)), (None, 0))(x, w) ** 2).sum()
+
+    def one_by_one(x):
+        return sum((jax.grad(loss)(rows, own) ** 2).sum() for rows in x for own in w)
+
+    np.testing.assert_allclose(jax.grad(mapped)(x), jax.grad(one_by_one)(x), rtol=1e-4, atol=1e-4)
+
+
 def test_casts_are_identities():
     second = jax.grad(lambda x: jax.grad(lambda x: (mx_jax.cast(x, "mxfp4") ** 2).sum())(x).sum())
     assert (second(X) == 2).all()

@@ -110,6 +110,22 @@ def test_what_arrives(format: str, mesh: Mesh, arrays: Any):
     assert_bitwise_equal(moved.dequantize(), wanted)
 
 
+def test_gradients_come_back_to_where_their_rows_were(mesh: Mesh, arrays: Any):
+    """Along other axes than they went."""
+    x, g = arrays[0], np.float32(np.arange(arrays[0].size)).reshape(arrays[0].shape)
+
+    def back(x: jax.Array, g: jax.Array) -> jax.Array:
+        def forth(x: jax.Array) -> jax.Array:
+            return all_to_all(mx_jax.quantize(x, "mxfp8_e4m3"), "expert", 1, 0).primal
+
+        y, pullback = jax.vjp(forth, x)
+        return pullback(g.reshape(y.shape))[0]
+
+    run = jax.shard_map(back, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+    # Rows of the cotangent lie as `test_what_arrives` says: by receiver, then by sender.
+    np.testing.assert_array_equal(quick(run)(x, g), jnp.swapaxes(g, 0, 1))
+
+
 @pytest.mark.parametrize(
     ("format", "axes", "shape", "message"),
     [

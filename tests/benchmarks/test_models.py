@@ -1,0 +1,251 @@
+"""Benchmarks of whole models, on tiny ones: calibration, decoding, gradients, sentences."""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import mx_jax
+from benchmarks import calibration, decode, gradient_bias, language_model_formats
+from benchmarks import sentence_embeddings as sentences
+from mx_jax.generate.weights import params_from_gguf
+from tests.examples import bert
+from tests.generate.tiny import CONFIG, tensors
+
+OPTIONS = argparse.Namespace(sequences=3, length=9, calibration=3)
+text_alone = pytest.mark.one_python(reason="texts and processes")
+
+
+@pytest.mark.one_python(reason="cuts a list of numbers")
+def test_texts_are_cut_into_sequences():
+    cut = calibration.cut(range(10), 3, 3)
+    assert cut.tolist() == [[[0, 1, 2]], [[3, 4, 5]], [[6, 7, 8]]]
+    with pytest.raises(SystemExit, match="the text has 10 tokens, needs 12"):
+        calibration.cut(range(10), 4, 3)
+    assert len(calibration.manual()) > 100_000
+
+
+@pytest.mark.slow
+def test_calibration_of_a_tiny_model(rng: np.random.Generator):
+    params = params_from_gguf(tensors(), CONFIG)
+    known, held = rng.integers(0, CONFIG.vocabulary, (2, 3, 1, 9), np.int32)
+    steps: list[str] = []
+    rows = list(calibration.rows(CONFIG, params, (known, held), ["mxfp4"], steps.append))
+    ways = ["plain", "searched", "searched, weighed", "gptq of kernels", "gptq", "gptq, two tables"]
+    assert [row["way"] for row in rows] == ["", *ways]
+    assert len(steps) == 2 + 6
+    # Each treats a table in another way.
+    assert len({row["kl"] for row in rows}) == 7
+    own, four = rows[:2]
+    assert own["kl"] == 0 < 0.01 < four["kl"]
+    # The loss is that of the next token, by NumPy.
+    model = calibration.Llama(CONFIG, mx_jax.recipes.high_precision())
+    losses = []
+    for tokens in held:
+        logits = np.asarray(model.apply({"params": params}, tokens)[0], np.float64)[:, :-1]
+        chosen = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+        losses.append((np.log(np.exp(logits).sum(-1)) - chosen).mean())
+    assert own["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    gaps = {row["way"]: row["loss"] - own["loss"] for row in rows[1:]}
+    assert rows[-2]["closed"] == pytest.approx(1 - gaps["gptq"] / gaps["plain"])
+    (cells,) = (c for c in calibration.sheet(rows, OPTIONS).rows if c[0] == "mxfp4, gptq")
+    assert cells[4] == f"{100 * rows[-2]['closed']:.0f} %"
+
+
+@pytest.mark.slow
+def test_the_head_s_moment_is_that_of_what_it_multiplies(rng: np.random.Generator):
+    params = params_from_gguf(tensors(), CONFIG)
+    params["head"] = params["embedding"]
+    model = calibration.Llama(
+        dataclasses.replace(CONFIG, tied=False), mx_jax.recipes.high_precision()
+    )
+    tokens = rng.integers(0, CONFIG.vocabulary, (3, 1, 9), np.int32)
+    found = {"params": params}
+    moments = mx_jax.calibrate.moments(model, list(tokens), variables=found)
+    # The head is linear and of full rank: its inputs are what gives these logits.
+    rows = [np.asarray(model.apply({"params": params}, each)[0], np.float64)[0] for each in tokens]
+    inputs = np.linalg.lstsq(np.asarray(params["head"], np.float64), np.concatenate(rows).T)[0]
+    np.testing.assert_allclose(moments["head"], inputs @ inputs.T, rtol=1e-3, atol=1e-3)
+
+
+TINY = (
+    "--steps 4 --checkpoints 2 --seeds 0 --batches 3 --d-model 32 --heads 1 --layers 1 "
+    "--context 16 --batch 2 --variants mxfp8"
+).split()
+
+
+def test_variants_of_gradient_bias():
+    """Every variant of the ablation but the baseline, and passes of some."""
+    names = [variant.name for variant in gradient_bias.rows_to_measure(4)]
+    assert len(names) == len(set(names))
+    assert {"mxfp4_floor", "mxfp4", "mxfp4, head too", "mxfp4_backward", "quartet"} <= set(names)
+    assert {"mxfp4, forward alone", "mxfp4_floor, backward alone"} <= set(names)
+    assert "float32" not in names
+    with pytest.raises(SystemExit, match="unknown mxfp5; known: bf16, mxfp8"):
+        gradient_bias.choose(["mxfp5"], 4)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_measured_and_not_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out, work = tmp_path / "results.json", tmp_path / "work"
+    arguments = [*TINY, "--out", str(out), "--work", str(work)]
+    gradient_bias.main(arguments)
+    first = json.loads(out.read_text())
+    (row,) = first["rows"]
+    assert (row["seed"], row["step"], row["name"], row["draws"]) == (0, 2, "mxfp8", 3)
+    assert 0 < row["one"] < 0.5 and "blocks/up/kernel[0]" in row["parameters"]
+    assert "| mxfp8 |" in out.with_suffix(".md").read_text()
+    # Nothing is measured or trained twice: the kept row is marked to show it.
+    row["bias"] = 0.5
+    out.write_text(json.dumps(first))
+    capsys.readouterr()
+    gradient_bias.main(arguments)
+    assert "step 2: 0 rows" in capsys.readouterr().err
+    assert [row["bias"] for row in json.loads(out.read_text())["rows"]] == [0.5]
+    assert "| 50.0 |" in out.with_suffix(".md").read_text()
+    with pytest.raises(SystemExit, match="made with other settings"):
+        gradient_bias.main([*arguments, "--batches", "4"])
+
+
+ECHO = (
+    "import sys\nprint('{}', flush=True)\nfor line in sys.stdin: print(2 * int(line), flush=True)"
+)
+
+
+@text_alone
+def test_workers_answer_on_their_cores():
+    cores = {max(os.sched_getaffinity(0))}
+    worker = decode.Worker([sys.executable, "-c", ECHO], cores)
+    assert worker.ready == "{}\n" and worker.ask(21) == 42
+    assert os.sched_getaffinity(worker._process.pid) == cores
+    worker.close()
+    with pytest.raises(SystemExit, match="ended with status 3"):
+        decode.Worker([sys.executable, "-c", "raise SystemExit(3)"], cores)
+
+
+def spread(value):
+    return {"median": value, "q1": value, "q3": value, "smallest": value / 2}
+
+
+@text_alone
+def test_tables_of_speed():
+    def row(case, threads, cpu, wall, **more):
+        timings = {"cpu_ms": spread(cpu), "wall_ms": spread(wall)}
+        return {"case": case, "threads": threads, "timings": timings, **more}
+
+    ratios = {"speed over float32": {"median": 2.5}}
+    parts = {"parts": {"qkv": 0.002, "head": 0.004}, "bytes": 72e6}
+    none = {"parts": None, "bytes": None}
+    rows = [row("MXFP4", 1, 10, 40, **parts, **ratios), row("MXFP4", 2, 10, 5, **none, **ratios)]
+    one, two, spent = decode.sheets({"rows": rows})
+    assert one.rows == [["MXFP4", "100.0", "200.0", "10.00", "2.50"]]
+    assert two.rows == [["MXFP4", "200.0", "400.0", "5.00", "2.50"]]
+    assert spent.columns[2:] == ["head", "qkv"]
+    assert spent.rows == [["MXFP4", "72.0", "4.00", "2.00"]]
+
+
+@text_alone
+def test_table_of_loss():
+    base = {"of": "weights and cache", "format": "float32", "bits": 32}
+    rows = [
+        {**base, "loss": 3.0, "kl": 0.0, "same": 1.0},
+        {"of": "cache", "format": "mxfp4", "bits": 4.25, "loss": 3.25, "kl": 0.125, "same": 0.5},
+    ]
+    (sheet,) = language_model_formats.sheets({"rows": rows, "sequences": 1, "length": 2})
+    assert sheet.rows[1] == ["mxfp4", "cache", "4.25", "3.2500", "+0.2500", "0.12500", "50.0%"]
+
+
+@pytest.mark.one_python(reason="names of formats and rules")
+def test_every_format_and_rule_is_wanted():
+    rows = sentences.wanted(sentences.FORMATS, sentences.RULES)
+    assert len(rows) == len(set(rows))
+    casts = [row.choice for row in rows if row.way == "cast" and row.choice.words is None]
+    # Six MX formats under four rules, and three with rules of their own; alone and both.
+    assert len(casts) == 2 * (6 * 4 + 3)
+    assert sum(choice.activations is None for choice in casts) == 27
+    assert all(choice.activations in (None, choice.weights) for choice in casts)
+    assert {(row.choice.weights, row.way) for row in rows if row.way != "cast"} == {
+        (name, way) for name in ("mxfp4", "nvfp4") for way in ("searched", "gptq")
+    }
+    assert {row.choice.words for row in rows} - {None} == {*sentences.MX, "nvfp4"}
+
+
+def quality(**changes: Any) -> dict[str, Any]:
+    shares = {"cosine": 0.9, "smallest": 0.8, "nearest": 0.75, "ten": 0.5}
+    choice = {"weights": "mxfp4", "activations": None, "words": None, "scale_rule": None}
+    size = {"kernel_bytes": 5_680_000, "table_bytes": 12_900_000}
+    return {**choice, "way": "cast", "rule": "even", **shares, **size, **changes}
+
+
+@pytest.mark.one_python(reason="makes text of numbers")
+def test_what_calibration_takes_back_is_told_of_the_best_cast():
+    rows = [quality(cosine=0.8), quality(), quality(activations="mxfp4", cosine=0.5)]
+    rows += [
+        quality(way="gptq", cosine=0.94),
+        quality(way="gptq", activations="mxint8", cosine=0.9),
+    ]
+    rows += [
+        quality(way="gptq", activations="mxfp4", cosine=0.6),
+        quality(words="mxint8", cosine=0.99),
+    ]
+    result = {"quality": rows, "speed": [], "sentences": 9, "known": 7}
+    result |= {"float32_kernel_bytes": 42_500_000, "float32_table_bytes": 47_700_000}
+    casts, calibrated, words = sentences.sheets(result)
+    assert casts.rows[1] == [
+        *("mxfp4", "even", "float32", "0.90000", "0.80000", "75.0 %", "50.0 %", "5.68")
+    ]
+    assert [cells[-1] for cells in calibrated.rows] == ["40 %", "-", "20 %"]
+    assert len(casts.rows) == 3 and [cells[0] for cells in words.rows] == ["mxint8"]
+
+
+def letters(texts: list[str]) -> list[list[int]]:
+    return [[ord(letter) for letter in text] for text in texts]
+
+
+@pytest.mark.slow
+def test_sentences_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**bert.TINY, "vocab_size": 2100}))
+    save_file(bert.tensors({**bert.TINY, "vocab_size": 2100}), folder / "model.safetensors")
+    texts = [f"{'abcdefgh'[i % 8]}{chr(110 + i // 8)}{'xyz' * (i % 3)}" for i in range(40)]
+    monkeypatch.setattr(sentences.encoder, "standard_library", lambda: texts)
+    monkeypatch.setattr(sentences.encoder, "tokenizer", lambda folder: letters)
+    monkeypatch.setattr(sentences, "BATCHES", ((2, 16),))
+    # One of each kind.
+    four, eight, words = (
+        sentences.Choice("mxfp4", *rest) for rest in [(), (None, "mxint8"), (None, None, "mxfp4")]
+    )
+    chosen = [*map(sentences.Wanted, (four, eight, words)), sentences.Wanted(four, "searched")]
+    monkeypatch.setattr(sentences, "wanted", lambda formats, rules: chosen)
+    monkeypatch.setattr(sentences.encoder.batches, "__defaults__", (64,))
+    out = tmp_path / "out.json"
+    options = "--rules even --sentences 12 --known 20 --seconds 0 --min-rounds 3".split()
+    sentences.main(["--model", str(folder), "--formats", "mxfp4", *options, "--out", str(out)])
+    result = json.loads(out.read_text())
+    assert result["sentences"] == 12 and result["known"] == 20
+    rows = result["quality"]
+    # Stored weights are those of each cast once, whatever activations are.
+    found = {(row["way"], row["activations"], row["words"]): row for row in rows}
+    assert len(found) == len(rows) == 4
+    assert all(0.8 < row["smallest"] <= row["cosine"] < 0.9999 for row in rows)
+    plain, both = found["cast", None, None], found["cast", "mxint8", None]
+    assert both["cosine"] != plain["cosine"] and both["kernel_bytes"] == plain["kernel_bytes"]
+    assert found["cast", None, "mxfp4"]["table_bytes"] < plain["table_bytes"] / 2
+    assert found["searched", None, None]["cosine"] != plain["cosine"]
+    assert [row["case"] for row in result["speed"]] == ["float32", "mxfp4", "mxfp4 x itself"]
+    assert result["speed"][0]["faster"]["median"] == 1
+    assert all(row["timings"]["samples"] >= 3 for row in result["speed"])
+    assert "## Calibration" in out.with_suffix(".md").read_text()
+
+    with pytest.raises(SystemExit, match="there are 40 sentences of at most 16 tokens, needs"):
+        sentences.main(["--model", str(folder), "--sentences", "30", "--known", "20"])
+    with pytest.raises(SystemExit, match=r"there is no model\.safetensors in"):
+        sentences.main(["--model", str(tmp_path)])
