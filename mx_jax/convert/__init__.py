@@ -6,8 +6,8 @@ from mx_jax.convert.filters import every as every
 from mx_jax.convert.filters import gains as gains
 from mx_jax.convert.filters import numbered as numbered
 from mx_jax.convert.functions import function as function
-from mx_jax.convert.kind import Kind as Kind
-from mx_jax.convert.kind import Slot as Slot
+from mx_jax.convert.kinds import Kind as Kind
+from mx_jax.convert.kinds import Slot as Slot
 from mx_jax.convert.kinds import register as register
 from mx_jax.convert.linen_model import linen as linen
 from mx_jax.convert.model import original as original

@@ -10,8 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from mx_jax.convert.linen_layers import Interceptor
-from mx_jax.convert.linen_products import recorded, recorders_of
+from mx_jax.convert.linen_layers import Interceptor, recorded, recorders_of
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Rule, as_rules
 from mx_jax.inspect.abstract import of_arrays
@@ -25,7 +24,7 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = Fal
     """A module whose layers follow rules: same parameters, same names, same methods.
 
     The module is of a subclass of its own class with the same fields. While one of its methods
-    runs, layers below it are lent the products that the rules choose; nothing is stored, neither
+    runs, layers below it are given the products that the rules choose; nothing is stored, neither
     in the module nor in its variables, so checkpoints go both ways and `original` takes the
     conversion back. Modules with equal fields and rules are equal: a rebuilt model does not
     retrace. Stochastic recipes draw from the stream `"quantize"`.

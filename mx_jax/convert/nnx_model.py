@@ -8,10 +8,19 @@ import jax
 from flax import nnx as flax_nnx
 from jax.sharding import PartitionSpec
 
-from mx_jax.convert import nnx_caches
-from mx_jax.convert.kind import Kind
-from mx_jax.convert.nnx_layers import judged, put, replaced, stack, take_back
-from mx_jax.convert.nnx_products import Injected, KeyedInjected
+from mx_jax.convert.kinds import Kind
+from mx_jax.convert.nnx_layers import (
+    Injected,
+    KeyedInjected,
+    cache_obstacle,
+    judged,
+    keeps_cache,
+    put,
+    put_cache,
+    replaced,
+    stack,
+    take_back,
+)
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.nn.metadata import nnx_spec, recipe_of
@@ -80,7 +89,7 @@ def converted(model: M, rules: tuple[Rule, ...], rngs: flax_nnx.Rngs | None) -> 
         if any(decision.recipe for decision in plan.decisions):
             _inject(plan, rngs)
         if plan.cache is not None and plan.cache.cache is not None:
-            nnx_caches.put(plan.layer, plan.cache.cache)
+            put_cache(plan.layer, plan.cache.cache)
     return copy, _report(rules, plans)
 
 
@@ -97,7 +106,6 @@ def original(model: M) -> M:
         )
     copy = flax_nnx.clone(model, variables=False)
     for _, layer in list(flax_nnx.iter_modules(copy)):
-        nnx_caches.take_back(layer)
         take_back(layer)
     return copy
 
@@ -145,8 +153,8 @@ def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
             decide(rules, _judging(paths, layer, product, facts)) for product in kind.products
         ]
         cache = None
-        if nnx_caches.keeps_cache(layer) and any(rule.cache for rule in rules):
-            about = {"is_cache": True, "obstacle": nnx_caches.obstacle(layer)}
+        if keeps_cache(layer) and any(rule.cache for rule in rules):
+            about = {"is_cache": True, "obstacle": cache_obstacle(layer)}
             cache = decide(rules, _judging(paths, layer, "cache", about))
         yield _Plan(layer, kind, tuple(decisions), cache)
 

@@ -14,7 +14,7 @@ from jax import lax
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule
-from mx_jax.convert.foreign import ForeignProduct, with_products
+from mx_jax.convert.functions import TracedCall
 from mx_jax.nn.linen import RNG_STREAM
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
@@ -275,8 +275,8 @@ def test_experts_follow_the_recipe(framework: str):
         assert_bitwise_equal(left, right)
 
 
-class TestProducts:
-    """with_products, on functions."""
+class TestTracedCall:
+    """On functions."""
 
     W = jax.random.normal(jax.random.key(2), (5, 3, 40))
 
@@ -285,11 +285,12 @@ class TestProducts:
         """Shapes of the right operands; the values have to stay what they were."""
         kernels = []
 
-        def multiply(lhs, rhs, dimension_numbers, **options):
+        def multiply(lhs, rhs, dimension_numbers, *, key, **options):
             kernels.append(rhs.shape)
             return lax.dot_general(lhs, rhs, dimension_numbers, **options)
 
-        results = with_products(function, multiply, "f")(*args)
+        run = TracedCall(WEIGHT_ONLY)
+        results = run(function, args, {}, name="f", dot_general=lambda recipe: multiply)
         jax.tree.map(
             functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
             results,
@@ -312,6 +313,13 @@ class TestProducts:
 
         assert self.seen(function, X) == [(40, 3), (3, 40)]
 
+    def test_inside_loops(self):
+        def function(x):
+            x = lax.scan(lambda x, w: (x @ w.T @ w, None), x, self.W)[0]
+            return lax.cond(x.sum() > 0, lambda x: x @ self.W[0].T, lambda x: x[..., :3], x)
+
+        assert {(40, 3), (3, 40)} == {*self.seen(function, X)}
+
     def test_rows_in_groups(self):
         """A ragged_dot follows too, in a jit or not; what sums in groups stays as it is."""
         x, w, sizes = X[0], jnp.swapaxes(self.W, 1, 2), jnp.array([1, 0, 2, 0, 1])
@@ -319,29 +327,31 @@ class TestProducts:
         def function(x):
             return jax.jit(lambda x: lax.ragged_dot(x, w, sizes))(x) @ self.W[0]
 
-        with_recipe = with_products(function, ForeignProduct(recipes.mxfp8()), "f")
+        run = functools.partial(TracedCall(recipes.mxfp8()), name="f")
         y = mx_jax.ragged_dot(x, w, sizes, recipe="mxfp8")
-        assert_bitwise_equal(with_recipe(x), mx_jax.matmul(y, self.W[0], recipe="mxfp8"))
+        assert_bitwise_equal(run(function, (x,), {}), mx_jax.matmul(y, self.W[0], recipe="mxfp8"))
 
         def sums_in_groups(x):
             return lax.ragged_dot_general(x, x, jnp.array([1, 2]), SUMS_IN_GROUPS)
 
         with pytest.raises(ValueError, match="contains no dot_general or ragged_dot"):
-            with_products(sums_in_groups, ForeignProduct(recipes.mxfp8()), "f")(x)
+            run(sums_in_groups, (x,), {})
 
     def test_arguments_that_are_no_arrays(self):
         def function(subscripts: str, x: Any, *, scale: float):
             return scale * jnp.einsum(subscripts, x, self.W)
 
-        run = with_products(function, lambda *args, **_: lax.dot_general(*args), "f")
+        args, kwargs = ("btd,fhd->btfh", np.asarray(X)), {"scale": 2.0}
+        by = lambda recipe: lambda *args, key, **_: lax.dot_general(*args)  # noqa: E731
         np.testing.assert_allclose(
-            run("btd,fhd->btfh", np.asarray(X), scale=2.0),
-            function("btd,fhd->btfh", X, scale=2.0),
+            TracedCall(WEIGHT_ONLY)(function, args, kwargs, name="f", dot_general=by),
+            function(*args, **kwargs),
             rtol=1e-5,
         )
 
     def test_without_product(self):
         message = r"names the type of f, but its call contains no dot_general.* drop the type"
+        run = functools.partial(TracedCall(WEIGHT_ONLY), jnp.tanh, (X,), {}, name="f")
         with pytest.raises(ValueError, match=message):
-            with_products(jnp.tanh, lax.dot_general, "f")(X)
-        assert with_products(jnp.tanh, lax.dot_general, "f", strict=False)(X).shape == X.shape
+            run()
+        assert run(strict=False).shape == X.shape

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule, kinds
-from mx_jax.convert.waiting import waiting
+from mx_jax.convert.trees import deferred
 from mx_jax.recipes import MatmulSpec
 from tests.quick import quick
 
@@ -202,7 +202,7 @@ def test_a_waiting_product_is_mapped_as_dot_general_is(mapped: str):
             fn = jax.vmap(fn, (None, 0), out_axes=1)
         return quick(jax.value_and_grad(lambda *own: jnp.sum(jnp.sin(fn(*own))), (0, 1)))(lhs, rhs)
 
-    ours = run(waiting(recipes.high_precision().dot_general))
+    ours = run(deferred(recipes.high_precision().dot_general))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
         ours,
