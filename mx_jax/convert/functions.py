@@ -10,7 +10,7 @@ import jax
 
 from mx_jax.convert.jaxpr import DotGeneral, PlannedBody, planned, recipes_of
 from mx_jax.convert.report import Report
-from mx_jax.convert.rules import Rule, as_rules
+from mx_jax.convert.rules import Decision, Rule, as_rules
 from mx_jax.nn.randomness import RNG_STREAM
 from mx_jax.recipes import Recipe
 
@@ -140,7 +140,8 @@ class ConvertedFunction(Generic[P, R]):
 
     def _compiled(self, static: "_Static") -> Callable[..., R]:
         def run(arrays: list[Any], key: jax.Array | None) -> R:
-            program, structure, plan, result = _planned(self.function, self.rules, static, arrays)
+            program, structure, plan, found = _planned(self.function, self.rules, static, arrays)
+            result = Report(rules=self.rules, decisions=found)
             result.check("convert.function", self.strict, self._used)
             self._used.update(set(range(len(self.rules))) - set(result.unused))
             _check_key(key, recipes_of(plan), _name_of(self.function))
@@ -150,31 +151,19 @@ class ConvertedFunction(Generic[P, R]):
         return jax.jit(run)
 
 
-def report(
+def decisions(
     fn: Callable[..., Any],
-    rules: Rule | Sequence[Rule],
+    rules: tuple[Rule, ...],
     *args: Any,
     weights: int | str | Sequence[int | str] = (),
-    strict: bool = False,
     **kwargs: Any,
-) -> Report:
-    """What rules do to a function's products, from an abstract trace.
-
-    Args:
-      fn: as `function` takes it, converted or not.
-      rules: as `function` takes them.
-      *args: example arguments, arrays or `jax.ShapeDtypeStruct`.
-      weights: as `function` takes them.
-      strict: whether a rule that matched nothing is an error instead of a warning.
-      **kwargs: further arguments of the function. `rngs` may be among them, as in a converted call.
-    """
-    fn, rules = original(fn), as_rules(rules, "convert.report")
+) -> tuple[Decision, ...]:
+    """What rules say of a function's products, from an abstract trace of a call."""
+    fn = original(fn)
     if not _takes_rngs(fn):
         _check_streams(kwargs.pop("rngs", None))
     static, arrays = _split(fn, _as_arguments(weights), args, kwargs)
-    result = _planned(fn, rules, static, arrays)[-1]
-    result.check("convert.report", strict)
-    return result
+    return _planned(fn, rules, static, arrays)[-1]
 
 
 def original(fn: Callable[P, R]) -> Callable[P, R]:
@@ -241,12 +230,11 @@ class TracedCall:
 
 def _planned(
     function: Callable[..., Any], rules: tuple[Rule, ...], static: "_Static", arrays: list[Any]
-) -> tuple[Any, Any, Any, Report]:
+) -> tuple[Any, Any, Any, tuple[Decision, ...]]:
     """The jaxpr of a call, the structure of its result, the plan, and what the rules say."""
     call = functools.partial(static.call, function)
     program, shape = jax.make_jaxpr(call, return_shape=True)(arrays)
-    plan, decisions = planned(program, static.data, rules)
-    return program, jax.tree.structure(shape), plan, Report(rules=rules, decisions=decisions)
+    return program, jax.tree.structure(shape), *planned(program, static.data, rules)
 
 
 def _check_key(key: jax.Array | None, recipes: Sequence[Recipe], name: str) -> None:

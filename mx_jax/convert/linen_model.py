@@ -12,7 +12,7 @@ import jax
 
 from mx_jax.convert.linen_layers import Interceptor, recorded, recorders_of
 from mx_jax.convert.report import Report
-from mx_jax.convert.rules import Rule, as_rules
+from mx_jax.convert.rules import Decision, Rule, as_rules
 from mx_jax.inspect.abstract import of_arrays
 from mx_jax.nn.linen import RNG_STREAM
 
@@ -214,30 +214,13 @@ def _used_by(model: Any) -> set[int]:
     return set()
 
 
-def report(
-    module: nn.Module,
-    rules: Rule | Sequence[Rule],
-    *args: Any,
-    rngs: Any = None,
-    strict: bool = False,
-    **kwargs: Any,
-) -> Report:
-    """What rules do to a module, from an abstract trace of its init.
-
-    Args:
-      module: as `linen` takes it.
-      rules: as `linen` takes them.
-      *args: example arguments of the module, arrays or `jax.ShapeDtypeStruct`.
-      rngs: streams for init; default: "params", "dropout" and "quantize".
-      strict: whether a rule that matched nothing is an error instead of a warning.
-      **kwargs: further arguments, `method` among them.
-    """
-    rules = as_rules(rules, "convert.report")
+def decisions(
+    module: nn.Module, rules: tuple[Rule, ...], *args: Any, rngs: Any = None, **kwargs: Any
+) -> tuple[Decision, ...]:
+    """What rules say of a module's layers, from an abstract trace of its init."""
     converted = linen(module, rules)
     if rngs is None:
         rngs = {name: jax.random.key(0) for name in ("params", "dropout", RNG_STREAM)}
     with recorded(rules, reports=True) as record:
         jax.eval_shape(*of_arrays(functools.partial(converted.init, rngs), *args, **kwargs))
-    result = Report(rules=rules, decisions=record.decisions)
-    result.check("convert.report", strict)
-    return result
+    return record.decisions

@@ -90,7 +90,7 @@ def converted(model: M, rules: tuple[Rule, ...], rngs: flax_nnx.Rngs | None) -> 
             _inject(plan, rngs)
         if plan.cache is not None and plan.cache.cache is not None:
             put_cache(plan.layer, plan.cache.cache)
-    return copy, _report(rules, plans)
+    return copy, Report(rules=rules, decisions=_decisions(plans))
 
 
 def original(model: M) -> M:
@@ -110,18 +110,9 @@ def original(model: M) -> M:
     return copy
 
 
-def report(model: Any, rules: Rule | Sequence[Rule], *, strict: bool = False) -> Report:
-    """What rules do to a model.
-
-    Args:
-      model: as `nnx` takes it.
-      rules: as `nnx` takes them.
-      strict: whether a rule that matched nothing is an error instead of a warning.
-    """
-    rules = as_rules(rules, "convert.report")
-    result = _report(rules, _plans(original(model), rules))
-    result.check("convert.report", strict)
-    return result
+def decisions(model: Any, rules: tuple[Rule, ...]) -> tuple[Decision, ...]:
+    """What rules say of a model's layers."""
+    return _decisions(_plans(original(model), rules))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,14 +123,9 @@ class _Plan:
     cache: Decision | None
 
 
-def _report(rules: tuple[Rule, ...], plans: Iterable[_Plan]) -> Report:
-    decisions = tuple(
-        decision
-        for plan in plans
-        for decision in (*plan.decisions, plan.cache)
-        if decision is not None
-    )
-    return Report(rules=rules, decisions=decisions)
+def _decisions(plans: Iterable[_Plan]) -> tuple[Decision, ...]:
+    found = (decision for plan in plans for decision in (*plan.decisions, plan.cache))
+    return tuple(decision for decision in found if decision is not None)
 
 
 def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:

@@ -66,25 +66,25 @@ def tree(model: T, rules: Rule | Sequence[Rule], *, strict: bool = False) -> T:
       >>> up(jnp.ones(64)).shape, up.weight is model["up"].weight
       ((32,), True)
     """
-    rules, decisions = as_rules(rules, "convert.tree"), list[Decision]()
-    converted = _converted(_of_nodes(model, "convert.tree"), rules, (), decisions)
-    Report(rules=rules, decisions=tuple(decisions)).check("convert.tree", strict)
+    rules = as_rules(rules, "convert.tree")
+    converted, found = _tree(model, rules, "convert.tree")
+    Report(rules=rules, decisions=found).check("convert.tree", strict)
     return converted
 
 
-def report(model: Any, rules: Rule | Sequence[Rule], *, strict: bool = False) -> Report:
-    """What rules do to a pytree.
+def decisions(model: Any, rules: tuple[Rule, ...]) -> tuple[Decision, ...]:
+    """What rules say of the layers of a pytree."""
+    return _tree(model, rules, "convert.report")[1]
 
-    Args:
-      model: as `tree` takes it.
-      rules: as `tree` takes them.
-      strict: whether a rule that matched nothing is an error instead of a warning.
-    """
-    rules, decisions = as_rules(rules, "convert.report"), list[Decision]()
-    _converted(_of_nodes(model, "convert.report"), rules, (), decisions)
-    result = Report(rules=rules, decisions=tuple(decisions))
-    result.check("convert.report", strict)
-    return result
+
+def _tree(model: T, rules: tuple[Rule, ...], operation: str) -> tuple[T, tuple[Decision, ...]]:
+    if not has_nodes(model):
+        raise TypeError(
+            f"{operation}: needs a pytree of layers, got {type(model).__name__}; use "
+            "convert.function for a function"
+        )
+    found: list[Decision] = []
+    return _converted(original(model), rules, (), found), tuple(found)
 
 
 def original(model: T) -> T:
@@ -190,25 +190,16 @@ def _children(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
     return [(path[0] if path else None, child) for path, child in found], structure
 
 
-def _of_nodes(model: T, operation: str) -> T:
-    if not has_nodes(model):
-        raise TypeError(
-            f"{operation}: needs a pytree of layers, got {type(model).__name__}; use "
-            "convert.function for a function"
-        )
-    return original(model)
-
-
 def _converted(
-    node: Any, rules: tuple[Rule, ...], path: tuple[Any, ...], decisions: list[Decision]
+    node: Any, rules: tuple[Rule, ...], path: tuple[Any, ...], found: list[Decision]
 ) -> Any:
     """A node with its layers replaced; what was decided goes to the list, in the tree's order."""
-    found = _judged(node)
-    if found is not None:
-        kind, facts = found
+    judged = _judged(node)
+    if judged is not None:
+        kind, facts = judged
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         decision = decide(rules, Layer(path=name, type=type(node), **facts))
-        decisions.append(decision)
+        found.append(decision)
         if decision.recipe is not None:
             recipe = decision.recipe
             made = recipe.dot_general if kind is FOREIGN else kind.operation(recipe)
@@ -218,7 +209,7 @@ def _converted(
     children, structure = _children(node)
     if not has_nodes(node):
         return node
-    after = [_converted(child, rules, (*path, key), decisions) for key, child in children]
+    after = [_converted(child, rules, (*path, key), found) for key, child in children]
     if all(new is old for new, (_, old) in zip(after, children, strict=True)):
         return node
     return jax.tree.unflatten(structure, after)

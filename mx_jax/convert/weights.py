@@ -276,11 +276,8 @@ def _layers(model: flax.linen.Module | None, args: Sequence[Any]) -> Mapping[str
     """What a module's layers are, by path."""
     if model is None:
         return {}
-    with warnings.catch_warnings():
-        # Without rules nothing is converted, which is not what is asked here.
-        warnings.simplefilter("ignore", UnusedRuleWarning)
-        found = linen_model.report(linen_model.original(model), (), *args)
-    return {decision.layer.path: decision.layer for decision in found.decisions}
+    found = linen_model.decisions(linen_model.original(model), (), *args)
+    return {decision.layer.path: decision.layer for decision in found}
 
 
 def _kernels(

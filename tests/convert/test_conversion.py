@@ -1,0 +1,426 @@
+"""What every way to convert must give, stated once and asked of each: linen, nnx, trees, functions.
+
+All convert one small model, `tanh(x up) down` without biases, whose products written by hand are
+what they are compared with. What is a matter of one framework alone is in the files of their names.
+"""
+
+import dataclasses
+import functools
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mx_jax
+from mx_jax import convert, recipes
+from mx_jax.convert import Report, Rule, UnusedRuleWarning, kinds
+from tests.quick import quick
+
+MXFP8 = recipes.mxfp8()
+WEIGHT_ONLY = recipes.weight_only("mxfp4")
+STOCHASTIC = WEIGHT_ONLY.with_(
+    weights={"rounding": "stochastic", "scale_rule": "even"}, name="stochastic weight"
+)
+ALL = Rule(".*", MXFP8)
+Kernels = dict[str, jax.Array]
+_rng = np.random.default_rng(0)
+X = jnp.asarray(_rng.standard_normal((6, 40), np.float32))
+KERNELS: Kernels = {
+    "up": jnp.asarray(_rng.standard_normal((40, 64), np.float32) / 6),
+    "down": jnp.asarray(_rng.standard_normal((64, 8), np.float32) / 6),
+}
+
+
+def by_hand(up: Any, down: Any) -> Callable[[Kernels, jax.Array], jax.Array]:
+    """The model with a recipe in each product."""
+
+    def product(x: jax.Array, kernel: jax.Array, recipe: Any) -> jax.Array:
+        return x @ kernel if recipe is None else mx_jax.matmul(x, kernel, recipe=recipe)
+
+    def run(kernels: Kernels, x: jax.Array) -> jax.Array:
+        return product(jnp.tanh(product(x, kernels["up"], up)), kernels["down"], down)
+
+    return run
+
+
+class ByEinsum(nn.Module):
+    """Somebody's own layer, which multiplies by name; `multiplies=False`: not at all."""
+
+    features: int = 8
+    multiplies: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", nn.initializers.ones, (x.shape[-1], self.features))
+        return jnp.einsum("bk,kn->bn", x, kernel) if self.multiplies else x + kernel[0, 0]
+
+
+class NnxByEinsum(nnx.Module):
+    def __init__(self, kernel: Any, multiplies: bool = True):
+        self.kernel, self.multiplies = nnx.Param(kernel), multiplies
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.kernel[...]
+        return jnp.einsum("bk,kn->bn", x, kernel) if self.multiplies else x + kernel[0, 0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TreeByEinsum:
+    kernel: Any
+    multiplies: bool = dataclasses.field(default=True, metadata={"static": True})
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.kernel
+        return jnp.einsum("bk,kn->bn", x, kernel) if self.multiplies else x + kernel[0, 0]
+
+
+class Way:
+    """How one framework states the model, and how it is converted and run."""
+
+    operation: Any
+    # Somebody's own layer, which only a rule that names its type converts.
+    foreign: type | None = None
+
+    def model(self, kernels: Kernels = KERNELS) -> Any:
+        raise NotImplementedError
+
+    def run(self, model: Any, kernels: Kernels, x: jax.Array, key: Any = None) -> jax.Array:
+        """A model, converted or not, with these kernels."""
+        raise NotImplementedError
+
+    def convert(self, rules: Any, **options: Any) -> Any:
+        return self.operation(self.model(), rules, **options)
+
+    def report(self, rules: Any, **options: Any) -> Report:
+        return convert.report(self.model(), rules, **options)
+
+    def identity(self, model: Any) -> Any:
+        """What equal models have equal."""
+        return model
+
+    def foreign_layer(self, multiplies: bool = True) -> Any:
+        raise NotImplementedError
+
+    def run_foreign(self, layer: Any, kernel: jax.Array, x: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dense = functools.partial(nn.Dense, use_bias=False)
+        return dense(8, name="down")(jnp.tanh(dense(64, name="up")(x)))
+
+
+class Linen(Way):
+    operation, foreign = staticmethod(convert.linen), ByEinsum
+
+    def model(self, kernels: Kernels = KERNELS) -> Any:
+        return LinenModel()
+
+    def run(self, model: Any, kernels: Kernels, x: jax.Array, key: Any = None) -> jax.Array:
+        params = {name: {"kernel": kernel} for name, kernel in kernels.items()}
+        return model.apply({"params": params}, x, rngs=None if key is None else {"quantize": key})
+
+    def report(self, rules: Any, **options: Any) -> Report:
+        return convert.report(self.model(), rules, X, **options)
+
+    def foreign_layer(self, multiplies: bool = True) -> Any:
+        return ByEinsum(multiplies=multiplies)
+
+    def run_foreign(self, layer: Any, kernel: jax.Array, x: jax.Array) -> jax.Array:
+        return layer.apply({"params": {"kernel": kernel}}, x)
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, kernels: Kernels):
+        for name, kernel in kernels.items():
+            layer = nnx.Linear(*kernel.shape, use_bias=False, rngs=nnx.Rngs(0))
+            layer.kernel = nnx.Param(kernel)
+            setattr(self, name, layer)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jnp.tanh(self.up(x)))
+
+
+class Nnx(Way):
+    operation, foreign = staticmethod(convert.nnx), NnxByEinsum
+
+    def model(self, kernels: Kernels = KERNELS) -> Any:
+        return NnxModel(kernels)
+
+    def convert(self, rules: Any, **options: Any) -> Any:
+        # Keys are a matter of the model; the one of a call is made its seed.
+        return super().convert(rules, **options, rngs=nnx.Rngs(quantize=0))
+
+    def run(self, model: Any, kernels: Kernels, x: jax.Array, key: Any = None) -> jax.Array:
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        for name, kernel in kernels.items():
+            params[name]["kernel"] = nnx.Param(kernel)
+        if key is not None:
+            rest = jax.tree.map(
+                lambda leaf: (
+                    key if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+                ),
+                rest,
+            )
+        return nnx.merge(graph, params, rest)(x)
+
+    def identity(self, model: Any) -> Any:
+        return nnx.graphdef(model)
+
+    def foreign_layer(self, multiplies: bool = True) -> Any:
+        return NnxByEinsum(jnp.ones((40, 8)), multiplies)
+
+    def run_foreign(self, layer: Any, kernel: jax.Array, x: jax.Array) -> jax.Array:
+        graph, _ = nnx.split(layer)
+        return nnx.merge(graph, nnx.State({"kernel": nnx.Param(kernel)}))(x)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TreeLinear:
+    """As Equinox has it: of one example, a kernel `[out, in]`, and a key that it may be given."""
+
+    weight: Any
+
+    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+        return self.weight @ x
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TreeModel:
+    up: Any
+    down: Any
+
+    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+        keys = (None, None) if key is None else jax.random.split(key)
+        return self.down(jnp.tanh(self.up(x, key=keys[0])), key=keys[1])
+
+
+class Tree(Way):
+    operation, foreign = staticmethod(convert.tree), TreeByEinsum
+
+    def model(self, kernels: Kernels = KERNELS) -> Any:
+        return TreeModel(*(TreeLinear(kernels[name].T) for name in ("up", "down")))
+
+    def run(self, model: Any, kernels: Kernels, x: jax.Array, key: Any = None) -> jax.Array:
+        leaves = jax.tree.leaves(self.model(kernels))
+        model = jax.tree.unflatten(jax.tree.structure(model), leaves)
+        return jax.vmap(functools.partial(model, key=key))(x)
+
+    def identity(self, model: Any) -> Any:
+        return jax.tree.structure(model)
+
+    def foreign_layer(self, multiplies: bool = True) -> Any:
+        return [TreeByEinsum(jnp.ones((40, 8)), multiplies)]
+
+    def run_foreign(self, layer: Any, kernel: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.tree.map(lambda _: kernel, layer)[0](x)
+
+
+def function_model(kernels: Kernels, x: jax.Array) -> jax.Array:
+    with jax.named_scope("up"):
+        x = jnp.tanh(x @ kernels["up"])
+    with jax.named_scope("down"):
+        return x @ kernels["down"]
+
+
+class Function(Way):
+    def operation(self, model: Any, rules: Any, **options: Any) -> Any:
+        return convert.function(model, rules, weights=0, **options)
+
+    def model(self, kernels: Kernels = KERNELS) -> Any:
+        return function_model
+
+    def run(self, model: Any, kernels: Kernels, x: jax.Array, key: Any = None) -> jax.Array:
+        options = {} if key is None else {"rngs": {"quantize": key}}
+        return model(kernels, x, **options)
+
+    def report(self, rules: Any, **options: Any) -> Report:
+        return convert.report(function_model, rules, KERNELS, X, weights=0, **options)
+
+
+WAYS = {"linen": Linen(), "nnx": Nnx(), "tree": Tree(), "function": Function()}
+OWN_LAYERS = [name for name, way in WAYS.items() if way.foreign]
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The layer of the tree, told as its author tells it."""
+    monkeypatch.setattr(kinds, "_KINDS", [*kinds._KINDS])
+    convert.register(
+        convert.Kind(
+            tree=TreeLinear,
+            shape=lambda layer, kernel: kernel[::-1],
+            kernel=lambda layer: layer.weight,
+        )
+    )
+    yield
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest) -> Way:
+    return WAYS[request.param]
+
+
+every_way = pytest.mark.parametrize("way", WAYS, indirect=True)
+with_own_layers = pytest.mark.parametrize("way", OWN_LAYERS, indirect=True)
+
+
+def assert_equal(left: Any, right: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+@every_way
+class TestConversion:
+    """A model of layers that conversion knows."""
+
+    @pytest.mark.parametrize("rules", [[ALL], [Rule("down", None), Rule(".*", MXFP8)]], ids=len)
+    def test_products_and_gradients_are_those_by_hand(self, way: Way, rules: list[Rule]):
+        def values(run: Any) -> Any:
+            loss = lambda *args: jnp.sum(run(*args) ** 2)  # noqa: E731
+            return quick(jax.value_and_grad(loss, (0, 1)))(KERNELS, X)
+
+        ours = values(functools.partial(way.run, way.convert(rules)))
+        assert_equal(ours, values(by_hand(MXFP8, MXFP8 if len(rules) == 1 else None)))
+
+    def test_the_report_says_what_each_layer_gets(self, way: Way):
+        seen: dict[str, Any] = {}
+
+        def see(path: str, shape: Any, recipe: Any) -> bool:
+            seen[path] = shape
+            return True
+
+        report = way.report([Rule("down", None), Rule(".*", WEIGHT_ONLY)])
+        found = {own.layer.path: own for own in report.decisions}
+        assert {path: (own.rule, own.recipe, own.reason) for path, own in found.items()} == {
+            "up": (1, WEIGHT_ONLY, ""),
+            "down": (0, None, "kept by its rule"),
+        }
+        assert report.summary == "1 of 2 layers converted"
+        way.report(Rule(".*", MXFP8, filter=see))
+        assert seen == {"up": (40, 64), "down": (64, 8)}, "contracting, kept"
+
+    def test_high_precision_is_the_original(self, way: Way):
+        plain = quick(functools.partial(way.run, way.model()))(KERNELS, X)
+        for recipe in (None, recipes.high_precision()):
+            kept = way.convert(Rule(".*", recipe))
+            assert_equal(quick(functools.partial(way.run, kept))(KERNELS, X), plain)
+
+    def test_the_way_back_and_on(self, way: Way):
+        """The original is the model; new rules replace old ones; pickles are equal."""
+        model, same = way.model(), way.identity
+        once = way.convert(ALL)
+        assert same(once) != same(model)
+        assert same(convert.original(once)) == same(convert.original(model)) == same(model)
+        assert same(way.operation(once, Rule("up", WEIGHT_ONLY))) == same(
+            way.convert(Rule("up", WEIGHT_ONLY))
+        )
+        assert same(pickle.loads(pickle.dumps(once))) == same(once)
+
+    def test_rebuilt_it_is_equal(self, way: Way):
+        """So that jit finds what it compiled."""
+
+        def build(recipe: Any) -> Any:
+            return way.identity(way.convert([Rule("down", None), Rule(".*", recipe)]))
+
+        assert build(MXFP8) == build(recipes.mxfp8())
+        assert hash(build(MXFP8)) == hash(build(recipes.mxfp8()))
+        assert build(MXFP8) != build(WEIGHT_ONLY)
+
+    def test_random_bits(self, way: Way):
+        run = quick(functools.partial(way.run, way.convert(Rule(".*", STOCHASTIC))))
+        first, again, other = (run(KERNELS, X, jax.random.key(seed)) for seed in (1, 1, 2))
+        assert_equal(first, again)
+        assert np.any(first != other)
+
+    def test_random_bits_without_a_key(self, way: Way):
+        message = "recipe 'stochastic weight'.* draws random bits"
+        with pytest.raises(ValueError, match=message):
+            if isinstance(way, Nnx):
+                convert.nnx(way.model(), Rule(".*", STOCHASTIC))
+            way.run(way.convert(Rule(".*", STOCHASTIC)), KERNELS, X)
+
+    def test_rules_that_match_nothing(self, way: Way):
+        """Told of, where layers are first met; an error if strict; once by a report."""
+        name = f"convert.{next(name for name, own in WAYS.items() if own is way)}"
+        text = (
+            r": rules that matched no layer: 0 \('typo'\); no layer is converted; the model has "
+            "'(up', 'down|down', 'up)'; patterns match whole paths, and the first rule that "
+            r"matches decides(?:$|\n)"
+        )
+
+        def run(rules: Any, strict: bool = False) -> None:
+            way.run(way.convert(rules, strict=strict), KERNELS, X)
+
+        typo = Rule("typo", MXFP8)
+        with pytest.warns(UnusedRuleWarning, match=f"^{name}{text}"):
+            run(typo)
+        with pytest.raises(ValueError, match=f"^{name}{text}"):
+            run(typo, strict=True)
+        with pytest.raises(ValueError, match=r"rules that matched no layer: 1 \('typo'\); the m"):
+            run([ALL, typo], strict=True)
+        with pytest.warns(UnusedRuleWarning, match=f"^{name}: there are no rules; no layer is c"):
+            run([])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            way.report(typo)
+        assert len(caught) == 1 and re.match(f"convert.report{text}", str(caught[0].message))
+        with pytest.raises(ValueError, match=f"^convert.report{text}"):
+            way.report(typo, strict=True)
+        # Nothing was to be converted.
+        run(Rule(".*", None), strict=True)
+
+    def test_what_is_no_model_and_what_is_no_rule(self, way: Way):
+        with pytest.raises(TypeError, match=r"convert\.\w+: needs a .*, got int; use convert\.\w+"):
+            way.operation(3, ALL)
+        with pytest.raises(TypeError, match=r"convert.*: rules must be Rule objects, got 'mxfp8'"):
+            way.convert(["mxfp8"])
+
+
+@with_own_layers
+class TestOwnLayers:
+    """A layer that conversion does not know and that multiplies by name."""
+
+    def test_only_a_rule_that_names_it_converts_it(self, way: Way):
+        args = (X,) if isinstance(way, Linen) else ()
+        with pytest.warns(UnusedRuleWarning):
+            (decision,) = convert.report(way.foreign_layer(), ALL, *args).decisions
+        assert way.foreign is not None
+        assert decision.layer.kernel == (40, 8) and decision.reason == (
+            f"rule 0: only a rule with types={way.foreign.__name__} converts it"
+        )
+
+    def test_its_products_are_those_by_hand(self, way: Way):
+        rule = Rule(".*", WEIGHT_ONLY, types=way.foreign)
+        layer = way.operation(way.foreign_layer(), rule)
+
+        def values(run: Any) -> Any:
+            loss = lambda *args: jnp.sum(run(*args) ** 2)  # noqa: E731
+            return quick(jax.value_and_grad(loss, (0, 1)))(jnp.asarray(KERNELS["up"][:, :8]), X)
+
+        einsum = functools.partial(mx_jax.einsum, "bk,kn->bn", recipe=WEIGHT_ONLY)
+        assert_equal(
+            values(functools.partial(way.run_foreign, layer)),
+            values(lambda kernel, x: einsum(x, kernel)),
+        )
+        assert way.identity(convert.original(layer)) == way.identity(way.foreign_layer())
+        again = way.operation(layer, rule)
+        assert way.identity(again) == way.identity(layer), "a rebuilt model is not traced again"
+
+    def test_one_without_a_product(self, way: Way):
+        rule = Rule(".*", WEIGHT_ONLY, types=way.foreign)
+        layer = way.operation(way.foreign_layer(multiplies=False), rule)
+        with pytest.raises(ValueError, match=r"names the type of .*, but its call contains no d"):
+            way.run_foreign(layer, jnp.ones((40, 8)), X)
