@@ -24,6 +24,8 @@ from mx_jax import convert, recipes
 from mx_jax.convert import Report, Rule, UnusedRuleWarning, kinds
 from tests.quick import quick
 
+from .linen_models import FLAX, WIDTH, Compact
+
 MXFP8 = recipes.mxfp8()
 WEIGHT_ONLY = recipes.weight_only("mxfp4")
 STOCHASTIC = WEIGHT_ONLY.with_(
@@ -33,6 +35,7 @@ ALL = Rule(".*", MXFP8)
 Kernels = dict[str, jax.Array]
 _rng = np.random.default_rng(0)
 X = jnp.asarray(_rng.standard_normal((6, 40), np.float32))
+TABLE = jnp.asarray(_rng.standard_normal((9, 33), np.float32))
 KERNELS: Kernels = {
     "up": jnp.asarray(_rng.standard_normal((40, 64), np.float32) / 6),
     "down": jnp.asarray(_rng.standard_normal((64, 8), np.float32) / 6),
@@ -90,13 +93,6 @@ class Way:
     # Somebody's own layer, which only a rule that names its type converts.
     foreign: type | None = None
 
-    def model(self, kernels: Kernels = KERNELS) -> Any:
-        raise NotImplementedError
-
-    def run(self, model: Any, kernels: Kernels, x: jax.Array, key: Any = None) -> jax.Array:
-        """A model, converted or not, with these kernels."""
-        raise NotImplementedError
-
     def convert(self, rules: Any, **options: Any) -> Any:
         return self.operation(self.model(), rules, **options)
 
@@ -107,11 +103,26 @@ class Way:
         """What equal models have equal."""
         return model
 
-    def foreign_layer(self, multiplies: bool = True) -> Any:
-        raise NotImplementedError
+    def names(self, model: Any, rules: Any, x: Any = None) -> dict[str, str]:
+        """Recipe's name or reason of each path."""
+        x = np.ones((2, 3, WIDTH), np.float32) if x is None else x
+        found = convert.report(model, rules, *((x,) if isinstance(model, nn.Module) else ()))
+        return {d.layer.path: d.recipe.name if d.recipe else d.reason for d in found.decisions}
 
-    def run_foreign(self, layer: Any, kernel: jax.Array, x: jax.Array) -> jax.Array:
-        raise NotImplementedError
+
+def own_attention(query, key, value, mask=None):
+    return value
+
+
+class NnxKinds(nnx.Module):
+    def __init__(self, attention_fn: Any, rngs: nnx.Rngs):
+        options = {"attention_fn": attention_fn} if attention_fn else {}
+        self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs, **options)
+        self.split = nnx.LinearGeneral(WIDTH, (2, 5), rngs=rngs)
+        self.each_head = nnx.Einsum("bthk,hkf->bthf", (2, 5, 7), (2, 7), rngs=rngs)
+        self.merge = nnx.LinearGeneral((2, 7), WIDTH, axis=(-2, -1), rngs=rngs)
+        self.head = nnx.Linear(WIDTH, 11, rngs=rngs)
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
 
 
 class LinenModel(nn.Module):
@@ -139,6 +150,24 @@ class Linen(Way):
 
     def run_foreign(self, layer: Any, kernel: jax.Array, x: jax.Array) -> jax.Array:
         return layer.apply({"params": {"kernel": kernel}}, x)
+
+    def kinds(self, attention_fn: Any = None) -> Any:
+        own = functools.partial(FLAX.Attention, attention_fn=attention_fn)
+        return Compact(dataclasses.replace(FLAX, Attention=own) if attention_fn else FLAX)
+
+    def chosen(self, what: str) -> Any:
+        einsum = "btk,kn->btn"
+        return {
+            "dot_general": nn.Dense(4, dot_general=recipes.mxfp4().dot_general),
+            "dot_general_cls": nn.Dense(4, dot_general_cls=lambda: jax.lax.dot_general),
+            "recipe": mx_jax.nn.linen.Einsum((WIDTH, 4), einsum, recipe="mxfp4"),
+            "nothing": nn.Einsum((WIDTH,), "btk,k->btk", kernel_init=nn.initializers.ones),
+        }[what]
+
+    def embed(self, table: Any = TABLE) -> tuple[jax.Array, Any]:
+        converted = convert.linen(nn.Embed(9, 33), Rule(".*", WEIGHT_ONLY, types=nn.Embed))
+        variables = {"params": {"embedding": table}}
+        return table, lambda method, x: converted.apply(variables, x, method=method)
 
 
 class NnxModel(nnx.Module):
@@ -184,6 +213,25 @@ class Nnx(Way):
     def run_foreign(self, layer: Any, kernel: jax.Array, x: jax.Array) -> jax.Array:
         graph, _ = nnx.split(layer)
         return nnx.merge(graph, nnx.State({"kernel": nnx.Param(kernel)}))(x)
+
+    def kinds(self, attention_fn: Any = None) -> Any:
+        return nnx.eval_shape(lambda: NnxKinds(attention_fn, nnx.Rngs(0)))
+
+    def chosen(self, what: str) -> Any:
+        rngs, ones = nnx.Rngs(0), nnx.initializers.ones
+        linear = functools.partial(nnx.LinearGeneral, 4, 3, rngs=rngs)
+        return {
+            "dot_general": lambda: linear(dot_general=WEIGHT_ONLY.dot_general),
+            "dot_general_cls": lambda: linear(dot_general_cls=lambda: jax.lax.dot_general),
+            "recipe": lambda: mx_jax.nn.nnx.Linear(4, 3, recipe=STOCHASTIC, rngs=rngs),
+            "nothing": lambda: nnx.Einsum("bk,k->bk", (4,), kernel_init=ones, rngs=rngs),
+        }[what]()
+
+    def embed(self, table: Any = TABLE) -> tuple[jax.Array, Any]:
+        embed = nnx.Embed(9, 33, rngs=nnx.Rngs(0))
+        embed.embedding = nnx.Param(table)
+        converted = convert.nnx(embed, Rule(".*", WEIGHT_ONLY, types=nnx.Embed))
+        return table, lambda method, x: getattr(converted, method)(x)
 
 
 @jax.tree_util.register_dataclass
@@ -275,6 +323,7 @@ def way(request: pytest.FixtureRequest) -> Way:
 
 
 every_way = pytest.mark.parametrize("way", WAYS, indirect=True)
+of_flax = pytest.mark.parametrize("way", ["linen", "nnx"], indirect=True)
 with_own_layers = pytest.mark.parametrize("way", OWN_LAYERS, indirect=True)
 
 
@@ -424,3 +473,76 @@ class TestOwnLayers:
         layer = way.operation(way.foreign_layer(multiplies=False), rule)
         with pytest.raises(ValueError, match=r"names the type of .*, but its call contains no d"):
             way.run_foreign(layer, jnp.ones((40, 8)), X)
+
+
+@of_flax
+class TestKinds:
+    """Every kind of Flax's layers."""
+
+    def test_shapes_that_filters_see(self, way: Way):
+        seen = {}
+
+        def see(path: str, shape: Any, recipe: Any) -> bool:
+            seen[path] = shape
+            return True
+
+        way.names(way.kinds(), Rule(".*", MXFP8, filter=see))
+        assert seen == {
+            "attention/query": (WIDTH, WIDTH),
+            "attention/key": (WIDTH, WIDTH),
+            "attention/value": (WIDTH, WIDTH),
+            "attention/qk": None,
+            "attention/av": None,
+            "attention/out": (2, WIDTH // 2, WIDTH),
+            "split": (WIDTH, 10),
+            "each_head": (5, 7),
+            "merge": (2, 7, WIDTH),
+            "head": (WIDTH, 11),
+        }
+
+    def test_first_match_wins(self, way: Way):
+        rules = [Rule(".*/qk", None), Rule("attention/.*", WEIGHT_ONLY), Rule(".*", MXFP8)]
+        names = way.names(way.kinds(), rules)
+        assert names["attention/qk"] == "kept by its rule"
+        assert names["attention/av"] == names["attention/out"] == "weight_only(mxfp4)"
+        assert names["split"] == names["head"] == "mxfp8"
+
+    def test_an_attention_fn_of_ones_own(self, way: Way):
+        names = way.names(way.kinds(own_attention), Rule(".*", MXFP8))
+        linen = "its attention_fn takes no einsum"
+        reason = linen if isinstance(way, Linen) else "has its own attention_fn"
+        assert names["attention/qk"] == names["attention/av"] == reason
+        assert names["attention/query"] == "mxfp8"
+
+    @pytest.mark.parametrize("what", ["dot_general", "dot_general_cls", "recipe", "nothing"])
+    def test_what_a_user_chose_stays(self, way: Way, what: str):
+        layer = way.chosen(what)
+        reason = "contracts no axis" if what == "nothing" else f"has its own {what}"
+        with pytest.warns(UnusedRuleWarning):
+            assert way.names(layer, ALL) == {"": reason}
+        if isinstance(layer, nn.Module):
+            x = jnp.ones((2, 3, WIDTH))
+            variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+            with pytest.warns(UnusedRuleWarning):
+                ours = jax.make_jaxpr(convert.linen(layer, ALL).apply)(variables, x)
+            assert str(ours) == str(jax.make_jaxpr(layer.apply)(variables, x))
+        else:
+            with pytest.warns(UnusedRuleWarning):
+                assert nnx.graphdef(convert.nnx(layer, ALL)) == nnx.graphdef(layer)
+
+    def test_an_embedding(self, way: Way):
+        """Looked up in, and multiplied by, the quantized table; its gradient is the identity."""
+        table, call = way.embed()
+        quantized = mx_jax.cast(table, "mxfp4", scale_rule="even")
+        np.testing.assert_array_equal(call("__call__", jnp.arange(4)), quantized[:4])
+        gradient = jax.grad(lambda table: way.embed(table)[1]("__call__", jnp.arange(4)).sum())
+        np.testing.assert_array_equal(gradient(table)[:4], 1.0)
+        query = X[:2, :33]
+        expected = jnp.dot(query, quantized.T)
+        np.testing.assert_allclose(call("attend", query), expected, rtol=1e-5, atol=1e-5)
+        embed: Any = (
+            nn.Embed(9, 33) if isinstance(way, Linen) else nnx.Embed(9, 33, rngs=nnx.Rngs(0))
+        )
+        with pytest.warns(UnusedRuleWarning):
+            names = way.names(embed, ALL, jnp.arange(4))
+        assert names == {"": "rule 0: only a rule with types=Embed converts it"}

@@ -278,8 +278,6 @@ def test_calls_are_traced_once():
     assert len(traced) == 6
     sets = convert.function(lambda x, own: x @ W[0] * len(own), kept)
     assert np.all(sets(X, {1, 2}) == 2 * sets(X, {1})), "they have no hash"
-    assert convert.original(converted) is fn
-    assert convert.function(fn, kept, weights=0) == converted
     assert convert.function(converted, [], weights=0).function is fn
     assert pickle.loads(pickle.dumps(convert.function(own_gradient_of, ALL))).rules == (ALL,)
 
@@ -291,14 +289,10 @@ def test_rules_that_match_nothing():
         return jax.named_scope("a" if flag else "b")(jnp.matmul)(x, W[0])
 
     rules = [Rule("a", RECIPE), Rule("b", RECIPE)]
-    with pytest.raises(ValueError, match=r"convert.function: rules that matched no layer: 1"):
-        convert.function(fn, rules, strict=True)(X, True)
     converted = convert.function(fn, rules)
     with pytest.warns(convert.UnusedRuleWarning, match="1 \\('b'\\); the model has 'a'"):
         converted(X, True)
     converted(X, False)
-    with pytest.raises(TypeError, match=r"convert.function: needs a function, got int"):
-        convert.function(3, ALL)  # pyright: ignore[reportArgumentType]
 
 
 def test_ragged_products_and_convolutions():

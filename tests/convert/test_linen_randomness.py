@@ -37,10 +37,11 @@ def test_same_key_same_bits_as_by_hand():
     variables, x, converted, apply = setup_model(nn.Dense(5))
     by_hand = mx_jax.nn.linen.Dense(5, recipe=STOCHASTIC)
     expected = quick(lambda v, x, rngs: by_hand.apply(v, x, rngs=rngs))
-    results = [apply(variables, x, {RNG_STREAM: key}) for key in KEYS]
-    for key, result in zip(KEYS, results, strict=True):
-        np.testing.assert_array_equal(result, expected(variables, x, {RNG_STREAM: key}))
-    assert np.any(results[0] != results[1])
+    for stream in (RNG_STREAM, "params"):
+        results = [apply(variables, x, {stream: key}) for key in KEYS]
+        for key, result in zip(KEYS, results, strict=True):
+            np.testing.assert_array_equal(result, expected(variables, x, {stream: key}))
+        assert np.any(results[0] != results[1])
     del converted
 
 

@@ -90,13 +90,6 @@ def run(model: Any, rule: Rule, x: jax.Array, heads: Any) -> Any:
     return convert.nnx(model, rule)(x)
 
 
-def test_unknown_it_is_converted_only_by_name():
-    for model, args in ((Heads(), (X,)), (NnxHeads(), ())):
-        assert reason(model, *args) == f"rule 0: only a rule with types={type(model).__name__} " + (
-            "converts it"
-        )
-
-
 @pytest.mark.parametrize("model", [Heads(), NnxHeads()], ids=["linen", "nnx"])
 @pytest.mark.usefixtures("registered")
 def test_registered_it_is_a_layer_like_any_other(model: Any):
