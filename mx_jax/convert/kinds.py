@@ -159,14 +159,9 @@ class Kind:
 
 
 def einsum_shape(subscripts: str, kernel: tuple[int, ...]) -> Shape:
-    """A kernel's shape as filters see it, `(*contracting, kept)`.
+    """The shape that filters see, `(*contracting, kept)`, of a kernel in an einsum with inputs.
 
-    Args:
-      subscripts: of an einsum of inputs and kernel, with `->`.
-      kernel: shape of the kernel.
-
-    Returns:
-      None if the einsum contracts no axis of the kernel: then there is nothing to lay blocks along.
+    None if the einsum contracts no axis of the kernel: then there is nothing to lay blocks along.
     """
     inputs, _, out = subscripts.replace(" ", "").partition("->")
     left, _, right = inputs.partition(",")
@@ -347,10 +342,7 @@ def foreign_facts(
 ) -> dict[str, Any] | None:
     """Fields of `Layer` of somebody's own layer; None if it has nothing to multiply with.
 
-    Args:
-      layer: the layer.
-      kernels: shapes of its own parameters of two axes and more.
-      inner: names of its layers.
+    `kernels` are shapes of its parameters of two axes and more, `inner` names of its layers.
     """
     if not kernels or isinstance(layer, _WITHOUT_PRODUCT):
         return None

@@ -137,12 +137,7 @@ class BoundLayer:
         return hash(self._identity)
 
     def decide(self, product: str | None = None, **facts: Any) -> Decision:
-        """The rules' decision about the layer, or about one named product of it.
-
-        Args:
-          product: name of the product, a further part of the path.
-          **facts: fields of `Layer`.
-        """
+        """The rules' decision about the layer, or one product of it; facts are `Layer`'s fields."""
         path = self.path if product is None else "/".join(filter(None, (self.path, product)))
         decision = decide(self.rules, Layer(path=path, type=type(self.layer), **facts))
         for record in recorders_of(self.rules):
@@ -337,15 +332,7 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
 def _run_traced(
     bound: BoundLayer, call: Callable[..., Any], args: Any, kwargs: Any, method: str
 ) -> Any:
-    """A module without an attribute for its product: somebody's layer, or a container.
-
-    Args:
-      bound: of the module.
-      call: its method.
-      args: the method's.
-      kwargs: the method's.
-      method: the method's name.
-    """
+    """Call a module without an attribute for its product: somebody's layer, or a container."""
     path = bound.path
     if path in _tracing.get():
         return call(*args, **kwargs)
@@ -387,13 +374,7 @@ def _decide_traced(bound: BoundLayer) -> Decision | None:
 
 
 def _cache_overrides(bound: BoundLayer, method: Any, overrides: dict[str, Any]) -> dict[str, Any]:
-    """What to set on an attention while it decodes, by a rule with a cache.
-
-    Args:
-      bound: the layer.
-      method: the function that runs, below Flax's wrappers.
-      overrides: what is set already.
-    """
+    """What else to set on an attention while it decodes, by a rule with a cache."""
     layer: Any = bound.layer
     if method is not _ATTENTION_CALL or all(rule.cache is None for rule in bound.rules):
         return {}

@@ -79,9 +79,7 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = Fal
 def refuse_wrapper(model: Any, operation: str) -> None:
     """Raise TypeError for what holds a flax.linen module, and say what to convert.
 
-    Args:
-      model: e.g. transformers' `FlaxPreTrainedModel`, which reads `module` and stores `_module`.
-      operation: for the error.
+    As transformers' `FlaxPreTrainedModel`, which reads `module` and stores `_module`.
     """
     if isinstance(model, nn.Module) or not isinstance(getattr(model, "module", None), nn.Module):
         return
@@ -172,12 +170,9 @@ def _bind(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[None]:
-    """Intercept methods below a module, once however its methods nest.
+    """Intercept methods below a module at a path, once however its methods nest.
 
-    Args:
-      module: the converted module.
-      root: its path.
-      whole: whether the method meets all layers, so that a rule without one is told of.
+    If the method meets the whole module, rules that matched no layer are warned of.
     """
     rules = module._mx_rules
     active, conversion = _active.get(), (rules, root)

@@ -62,15 +62,7 @@ class KeyedInjected(nnx.Module):
         layer: str,
         name: LayerName,
     ):
-        """Make it.
-
-        Args:
-          operation: what the layer now calls, with `key`.
-          replaced: what it called before.
-          stream: where keys come from; one key for each layer of a stack.
-          layer: what errors call the layer.
-          name: its path.
-        """
+        """The attributes of `Injected`, and a stream; of a stack, one key for each layer."""
         self.operation = nnx.static(operation)
         self.replaced = nnx.static(replaced)
         self.stream = stream

@@ -114,13 +114,7 @@ class ConvertedLayer:
     """
 
     def __init__(self, layer: Any, recipe: Recipe, operation: Callable[..., Any]):
-        """Make it.
-
-        Args:
-          layer: the layer.
-          recipe: its recipe.
-          operation: what its products are made by.
-        """
+        """A layer, its recipe, and what its products are made by."""
         # Not by setattr: attributes are the layer's.
         vars(self).update(mx_layer=layer, mx_static=(recipe, operation))
 
