@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 
 import mx_jax
 from mx_jax import convert, recipes
@@ -36,6 +37,7 @@ Kernels = dict[str, jax.Array]
 _rng = np.random.default_rng(0)
 X = jnp.asarray(_rng.standard_normal((6, 40), np.float32))
 TABLE = jnp.asarray(_rng.standard_normal((9, 33), np.float32))
+OWN = jnp.asarray(_rng.standard_normal((2, 40, 8), np.float32) / 6)
 KERNELS: Kernels = {
     "up": jnp.asarray(_rng.standard_normal((40, 64), np.float32) / 6),
     "down": jnp.asarray(_rng.standard_normal((64, 8), np.float32) / 6),
@@ -54,36 +56,41 @@ def by_hand(up: Any, down: Any) -> Callable[[Kernels, jax.Array], jax.Array]:
     return run
 
 
-class ByEinsum(nn.Module):
-    """Somebody's own layer, which multiplies by name; `multiplies=False`: not at all."""
+def by_name(kind: str, x: Any, w: Any, dot: Any = jnp.matmul, ragged: Any = lax.ragged_dot) -> Any:
+    """What somebody's own layer may do with a kernel `[2, k, n]`."""
+    if kind == "product":
+        return dot(x, w[0])
+    if kind == "experts":
+        return ragged(x, w, jnp.array([4, 2]))
+    if kind == "loop":
+        return lax.scan(lambda y, w: (y + dot(x, w), None), jnp.zeros((len(x), 8)), w)[0]
+    return x + w[0, 0, 0]
 
-    features: int = 8
-    multiplies: bool = True
+
+class Own(nn.Module):
+    kind: str
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", nn.initializers.ones, (x.shape[-1], self.features))
-        return jnp.einsum("bk,kn->bn", x, kernel) if self.multiplies else x + kernel[0, 0]
+        return by_name(self.kind, x, self.param("w", nn.initializers.ones, OWN.shape))
 
 
-class NnxByEinsum(nnx.Module):
-    def __init__(self, kernel: Any, multiplies: bool = True):
-        self.kernel, self.multiplies = nnx.Param(kernel), multiplies
+class NnxOwn(nnx.Module):
+    def __init__(self, kind: str):
+        self.w, self.kind = nnx.Param(OWN), kind
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.kernel[...]
-        return jnp.einsum("bk,kn->bn", x, kernel) if self.multiplies else x + kernel[0, 0]
+        return by_name(self.kind, x, self.w[...])
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TreeByEinsum:
-    kernel: Any
-    multiplies: bool = dataclasses.field(default=True, metadata={"static": True})
+class TreeOwn:
+    w: Any
+    kind: str = dataclasses.field(metadata={"static": True})
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.kernel
-        return jnp.einsum("bk,kn->bn", x, kernel) if self.multiplies else x + kernel[0, 0]
+        return by_name(self.kind, x, self.w)
 
 
 class Way:
@@ -133,7 +140,7 @@ class LinenModel(nn.Module):
 
 
 class Linen(Way):
-    operation, foreign = staticmethod(convert.linen), ByEinsum
+    operation, foreign = staticmethod(convert.linen), Own
 
     def model(self, kernels: Kernels = KERNELS) -> Any:
         return LinenModel()
@@ -145,11 +152,11 @@ class Linen(Way):
     def report(self, rules: Any, **options: Any) -> Report:
         return convert.report(self.model(), rules, X, **options)
 
-    def foreign_layer(self, multiplies: bool = True) -> Any:
-        return ByEinsum(multiplies=multiplies)
+    def own(self, kind: str) -> Any:
+        return Own(kind)
 
-    def run_foreign(self, layer: Any, kernel: jax.Array, x: jax.Array) -> jax.Array:
-        return layer.apply({"params": {"kernel": kernel}}, x)
+    def run_own(self, layer: Any, w: jax.Array, x: jax.Array, key: Any = None) -> jax.Array:
+        return layer.apply({"params": {"w": w}}, x, rngs=None if key is None else {"quantize": key})
 
     def kinds(self, attention_fn: Any = None) -> Any:
         own = functools.partial(FLAX.Attention, attention_fn=attention_fn)
@@ -181,8 +188,17 @@ class NnxModel(nnx.Module):
         return self.down(jnp.tanh(self.up(x)))
 
 
+def with_key(state: Any, key: Any) -> Any:
+    """The state of streams as of a model that was converted with this key."""
+
+    def replaced(leaf: Any) -> Any:
+        return key if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+    return state if key is None else jax.tree.map(replaced, state)
+
+
 class Nnx(Way):
-    operation, foreign = staticmethod(convert.nnx), NnxByEinsum
+    operation, foreign = staticmethod(convert.nnx), NnxOwn
 
     def model(self, kernels: Kernels = KERNELS) -> Any:
         return NnxModel(kernels)
@@ -195,24 +211,17 @@ class Nnx(Way):
         graph, params, rest = nnx.split(model, nnx.Param, ...)
         for name, kernel in kernels.items():
             params[name]["kernel"] = nnx.Param(kernel)
-        if key is not None:
-            rest = jax.tree.map(
-                lambda leaf: (
-                    key if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-                ),
-                rest,
-            )
-        return nnx.merge(graph, params, rest)(x)
+        return nnx.merge(graph, params, with_key(rest, key))(x)
 
     def identity(self, model: Any) -> Any:
         return nnx.graphdef(model)
 
-    def foreign_layer(self, multiplies: bool = True) -> Any:
-        return NnxByEinsum(jnp.ones((40, 8)), multiplies)
+    def own(self, kind: str) -> Any:
+        return NnxOwn(kind)
 
-    def run_foreign(self, layer: Any, kernel: jax.Array, x: jax.Array) -> jax.Array:
-        graph, _ = nnx.split(layer)
-        return nnx.merge(graph, nnx.State({"kernel": nnx.Param(kernel)}))(x)
+    def run_own(self, layer: Any, w: jax.Array, x: jax.Array, key: Any = None) -> jax.Array:
+        graph, _, rest = nnx.split(layer, nnx.Param, ...)
+        return nnx.merge(graph, nnx.State({"w": nnx.Param(w)}), with_key(rest, key))(x)
 
     def kinds(self, attention_fn: Any = None) -> Any:
         return nnx.eval_shape(lambda: NnxKinds(attention_fn, nnx.Rngs(0)))
@@ -257,7 +266,7 @@ class TreeModel:
 
 
 class Tree(Way):
-    operation, foreign = staticmethod(convert.tree), TreeByEinsum
+    operation, foreign = staticmethod(convert.tree), TreeOwn
 
     def model(self, kernels: Kernels = KERNELS) -> Any:
         return TreeModel(*(TreeLinear(kernels[name].T) for name in ("up", "down")))
@@ -270,11 +279,12 @@ class Tree(Way):
     def identity(self, model: Any) -> Any:
         return jax.tree.structure(model)
 
-    def foreign_layer(self, multiplies: bool = True) -> Any:
-        return [TreeByEinsum(jnp.ones((40, 8)), multiplies)]
+    def own(self, kind: str) -> Any:
+        return [TreeOwn(OWN, kind)]
 
-    def run_foreign(self, layer: Any, kernel: jax.Array, x: jax.Array) -> jax.Array:
-        return jax.tree.map(lambda _: kernel, layer)[0](x)
+    def run_own(self, layer: Any, w: jax.Array, x: jax.Array, key: Any = None) -> jax.Array:
+        (own,) = jax.tree.map(lambda _: w, layer)
+        return own(x) if key is None else own(x, key=key)
 
 
 def function_model(kernels: Kernels, x: jax.Array) -> jax.Array:
@@ -445,34 +455,49 @@ class TestOwnLayers:
     def test_only_a_rule_that_names_it_converts_it(self, way: Way):
         args = (X,) if isinstance(way, Linen) else ()
         with pytest.warns(UnusedRuleWarning):
-            (decision,) = convert.report(way.foreign_layer(), ALL, *args).decisions
+            (decision,) = convert.report(way.own("product"), ALL, *args).decisions
         assert way.foreign is not None
-        assert decision.layer.kernel == (40, 8) and decision.reason == (
+        assert decision.layer.kernel == OWN.shape and decision.reason == (
             f"rule 0: only a rule with types={way.foreign.__name__} converts it"
         )
 
-    def test_its_products_are_those_by_hand(self, way: Way):
-        rule = Rule(".*", WEIGHT_ONLY, types=way.foreign)
-        layer = way.operation(way.foreign_layer(), rule)
+    @pytest.mark.parametrize("kind", ["product", "experts", "loop"])
+    def test_its_products_are_those_by_hand(self, way: Way, kind: str):
+        layer = way.operation(way.own(kind), Rule(".*", WEIGHT_ONLY, types=way.foreign))
+        dot, ragged = (
+            functools.partial(product, recipe=WEIGHT_ONLY)
+            for product in (mx_jax.matmul, mx_jax.ragged_dot)
+        )
 
         def values(run: Any) -> Any:
-            loss = lambda *args: jnp.sum(run(*args) ** 2)  # noqa: E731
-            return quick(jax.value_and_grad(loss, (0, 1)))(jnp.asarray(KERNELS["up"][:, :8]), X)
+            loss = lambda w, x: jnp.sum(run(w, x) ** 2)  # noqa: E731
+            return quick(jax.value_and_grad(loss, (0, 1)))(OWN, X)
 
-        einsum = functools.partial(mx_jax.einsum, "bk,kn->bn", recipe=WEIGHT_ONLY)
         assert_equal(
-            values(functools.partial(way.run_foreign, layer)),
-            values(lambda kernel, x: einsum(x, kernel)),
+            values(functools.partial(way.run_own, layer)),
+            values(lambda w, x: by_name(kind, x, w, dot, ragged)),
         )
-        assert way.identity(convert.original(layer)) == way.identity(way.foreign_layer())
-        again = way.operation(layer, rule)
-        assert way.identity(again) == way.identity(layer), "a rebuilt model is not traced again"
+
+    def test_the_way_back_and_on(self, way: Way):
+        rule, same = Rule(".*", WEIGHT_ONLY, types=way.foreign), way.identity
+        layer = way.operation(way.own("product"), rule)
+        assert same(convert.original(layer)) == same(way.own("product")) != same(layer)
+        assert same(way.operation(layer, rule)) == same(layer)
+
+    def test_random_bits(self, way: Way):
+        options = {"rngs": nnx.Rngs(quantize=0)} if isinstance(way, Nnx) else {}
+        rule = Rule(".*", STOCHASTIC, types=way.foreign)
+        layer = way.operation(way.own("product"), rule, **options)
+        first, again, other = (
+            way.run_own(layer, OWN, X, jax.random.key(seed)) for seed in (1, 1, 2)
+        )
+        assert_equal(first, again)
+        assert np.any(first != other)
 
     def test_one_without_a_product(self, way: Way):
-        rule = Rule(".*", WEIGHT_ONLY, types=way.foreign)
-        layer = way.operation(way.foreign_layer(multiplies=False), rule)
+        layer = way.operation(way.own("none"), Rule(".*", WEIGHT_ONLY, types=way.foreign))
         with pytest.raises(ValueError, match=r"names the type of .*, but its call contains no d"):
-            way.run_foreign(layer, jnp.ones((40, 8)), X)
+            way.run_own(layer, OWN, X)
 
 
 @of_flax

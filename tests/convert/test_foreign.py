@@ -15,14 +15,10 @@ import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule
 from mx_jax.convert.functions import TracedCall
-from mx_jax.nn.linen import RNG_STREAM
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
 
 WEIGHT_ONLY = recipes.weight_only("mxfp4")
-STOCHASTIC = WEIGHT_ONLY.with_(
-    weights={"rounding": "stochastic", "scale_rule": "even"}, name="stochastic weight"
-)
 X = np.random.default_rng(1).standard_normal((2, 3, 40), np.float32)
 
 
@@ -35,12 +31,6 @@ class Einsum(nn.Module):
     def __call__(self, subscripts: str, x: jax.Array) -> jax.Array:
         w = self.param("w", nn.initializers.normal(), self.shape)
         return jnp.einsum(subscripts, x, w)
-
-
-class Projection(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return Einsum((40, 2, 5), name="q")("btd,dhk->bthk", x)
 
 
 class Table(nn.Module):
@@ -59,16 +49,7 @@ class Table(nn.Module):
         return x @ self.table.T
 
 
-class NnxEinsum(nnx.Module):
-    def __init__(self, subscripts: str, shape: tuple[int, ...], rngs: nnx.Rngs):
-        self.subscripts = subscripts
-        self.w = nnx.Param(jax.random.normal(rngs.params(), shape))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.einsum(self.subscripts, x, self.w[...])
-
-
-LINEN, NNX = (Rule(".*", WEIGHT_ONLY, types=kind) for kind in (Einsum, NnxEinsum))
+LINEN = Rule(".*", WEIGHT_ONLY, types=Einsum)
 
 
 class TestLinen:
@@ -106,18 +87,6 @@ class TestLinen:
         looked_up = converted.apply(variables, tokens, method="look_up")
         np.testing.assert_array_equal(looked_up, table[:3])
 
-    @pytest.mark.slow
-    def test_stochastic(self):
-        model, rule = Projection(), Rule(".*", STOCHASTIC, types=Einsum)
-        variables = quick(model.init)(jax.random.key(0), X)
-        converted = convert.linen(model, rule)
-        one, again, other = (
-            converted.apply(variables, X, rngs={RNG_STREAM: jax.random.key(seed)})
-            for seed in (1, 1, 2)
-        )
-        np.testing.assert_array_equal(one, again)
-        assert np.any(one != other)
-
     def test_obstacles(self):
         class Outer(nn.Module):
             @nn.compact
@@ -133,14 +102,6 @@ class TestLinen:
 
 
 class TestNnx:
-    def test_stochastic(self):
-        model = NnxEinsum("btd,df->btf", (40, 5), nnx.Rngs(0))
-        rule = Rule(".*", STOCHASTIC, types=NnxEinsum)
-        converted = convert.nnx(model, rule, rngs=nnx.Rngs(3))
-        first, second = converted(X), converted(X)
-        assert np.any(first != second)
-        np.testing.assert_array_equal(convert.nnx(model, rule, rngs=nnx.Rngs(3))(X), first)
-
     def test_obstacles(self):
         class Holder(nnx.Module):
             def __init__(self, rngs: nnx.Rngs):
@@ -164,56 +125,6 @@ SUMS_IN_GROUPS = lax.RaggedDotDimensionNumbers(
     lhs_ragged_dimensions=(0,),
     rhs_group_dimensions=(),
 )
-
-
-SIZES = np.array([2, 1])
-
-
-class LinenExperts(nn.Module):
-    """As mixtures of experts have it: rows in groups, by name."""
-
-    @nn.compact
-    def __call__(self, x):
-        w = self.param("w", nn.initializers.normal(), (2, 40, 8))
-        return lax.ragged_dot(x, w, jnp.asarray(SIZES))
-
-
-class NnxExperts(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.w = nnx.Param(nnx.initializers.normal()(rngs.params(), (2, 40, 8)))
-
-    def __call__(self, x):
-        return lax.ragged_dot(x, self.w[...], jnp.asarray(SIZES))
-
-
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
-def test_experts_follow_the_recipe(framework: str):
-    rule = Rule(".*", recipes.mxfp8(), types=(LinenExperts, NnxExperts))
-    if framework == "linen":
-        layer = LinenExperts()
-        params = quick(layer.init)(jax.random.key(0), X[0])["params"]
-
-        def run(w, x):
-            return convert.linen(layer, rule).apply({"params": {"w": w}}, x)
-
-        w = params["w"]
-    else:
-        converted = convert.nnx(NnxExperts(nnx.Rngs(0)), rule)
-        graph, _ = nnx.split(converted)
-        w = converted.w[...]
-
-        def run(w, x):
-            return nnx.merge(graph, nnx.State({"w": nnx.Param(w)}))(x)
-
-    def by_hand(w, x):
-        return mx_jax.ragged_dot(x, w, SIZES, recipe="mxfp8")
-
-    actual, expected = (
-        quick(jax.value_and_grad(lambda *a, f=f: jnp.sum(f(*a) ** 2), argnums=(0, 1)))(w, X[0])
-        for f in (run, by_hand)
-    )
-    for left, right in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert_bitwise_equal(left, right)
 
 
 class TestTracedCall:
