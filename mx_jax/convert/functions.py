@@ -306,7 +306,8 @@ def _split(
 
 def _data(function: Callable[..., Any], weights: Arguments, args: Any, kwargs: Any) -> Any:
     """The arguments with True in the place of each leaf that is data, else False."""
-    names = _parameters(function)
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [own.name for own in _parameters(function) if own.kind in by_position]
     called = [
         *((i, {i, names[i]} if i < len(names) else {i}) for i in range(len(args))),
         *((name, {name, *([names.index(name)] if name in names else [])}) for name in kwargs),
@@ -325,24 +326,17 @@ def _data(function: Callable[..., Any], weights: Arguments, args: Any, kwargs: A
     }
 
 
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    """Names of a function's arguments that may be given by position."""
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        found = inspect.signature(function).parameters.values()
+        return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         # Some functions written in C have none.
         return []
-    return [
-        own.name for own in found if own.kind in (own.POSITIONAL_ONLY, own.POSITIONAL_OR_KEYWORD)
-    ]
 
 
 def _takes_rngs(function: Callable[..., Any]) -> bool:
     """Whether a function has an argument of its own called `rngs`."""
-    try:
-        return "rngs" in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
+    return any(own.name == "rngs" for own in _parameters(function))
 
 
 def _name_of(function: Callable[..., Any]) -> str:

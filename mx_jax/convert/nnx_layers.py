@@ -52,22 +52,11 @@ class Injected:
 
 
 class KeyedInjected(nnx.Module):
-    """Like `Injected`, with a stream that gives each use a fresh key."""
+    """`Injected`, with a stream that gives each use a fresh key; in a stack, one for each layer."""
 
-    def __init__(
-        self,
-        operation: Callable[..., Any],
-        replaced: Any,
-        stream: nnx.RngStream,
-        layer: str,
-        name: LayerName,
-    ):
-        """The attributes of `Injected`, and a stream; of a stack, one key for each layer."""
-        self.operation = nnx.static(operation)
-        self.replaced = nnx.static(replaced)
+    def __init__(self, injected: Injected, stream: nnx.RngStream):
+        self.injected = nnx.static(injected)
         self.stream = stream
-        self.layer = nnx.static(layer)
-        self.name = nnx.static(name)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The operation's result."""
@@ -78,8 +67,7 @@ class KeyedInjected(nnx.Module):
                 f"layers, of shape={stacked}; where the stack is run, map them with the "
                 "parameters, e.g. StateAxes({(nnx.Param, nnx.RngState): 0, ...: None})"
             )
-        with named_in_errors(self.layer), self.name.context():
-            return self.operation(*args, **options, key=self.stream())
+        return self.injected(*args, **options, key=self.stream())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,7 +186,8 @@ def take_back(layer: Any) -> None:
         return
     if _obstacle(layer, kind) is None:
         value = getattr(layer, kind.nnx.attribute)
-        if isinstance(value, Injected | KeyedInjected):
+        value = value.injected if isinstance(value, KeyedInjected) else value
+        if isinstance(value, Injected):
             setattr(layer, kind.nnx.attribute, nnx.static(value.replaced))
     promotion = getattr(layer, "promote_dtype", None)
     if isinstance(promotion, OperandPromotion):

@@ -183,17 +183,18 @@ def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
         None if decision.recipe is None else recipe_of(decision.recipe, where)
         for decision in plan.decisions
     )
-    operation, before = kind.operation(*recipes), replaced(layer, kind)
-    errors = f"{type(layer).__name__}, converted by convert.nnx"
     first = plan.decisions[0].layer.path
-    name = LayerName((first if kind.products[0] is None else first.rpartition("/")[0]) or "model")
-    stream = None
+    product: Injected | KeyedInjected = Injected(
+        operation=kind.operation(*recipes),
+        replaced=replaced(layer, kind),
+        layer=f"{type(layer).__name__}, converted by convert.nnx",
+        name=LayerName(
+            (first if kind.products[0] is None else first.rpartition("/")[0]) or "model"
+        ),
+    )
     if any(recipe is not None and recipe.is_stochastic for recipe in recipes):
         stream = _stream(plan, rngs)
-    if stream is None:
-        product = Injected(operation=operation, replaced=before, layer=errors, name=name)
-    else:
-        product = KeyedInjected(operation, before, stream, errors, name)
+        product = product if stream is None else KeyedInjected(product, stream)
     put(layer, kind, product)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from mx_jax.convert import linen_model
 from mx_jax.convert.kinds import EMBED, Kind
 from mx_jax.convert.nnx_layers import StoredEmbed, judged, stack
 from mx_jax.convert.nnx_model import converted, layers_of
-from mx_jax.convert.report import Report, UnusedRuleWarning
+from mx_jax.convert.report import Report, warn_or_raise
 from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, as_rules, decide
 from mx_jax.mxarray import MXArray
 from mx_jax.nn.stored import StoredParams
@@ -192,9 +191,7 @@ def _tell_unstored(found: Report, strict: bool) -> None:
             f"recipe={recipe.name!r}; its layers stay in high precision; a recipe that can read "
             "stored weights is weight_only('mxfp4')"
         )
-        if strict:
-            raise ValueError(text)
-        warnings.warn(text, UnusedRuleWarning, stacklevel=3)
+        warn_or_raise(text, strict)
 
 
 def weights_report(
