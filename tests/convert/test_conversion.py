@@ -9,7 +9,7 @@ import functools
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -22,16 +22,12 @@ from jax import lax
 
 import mx_jax
 from mx_jax import convert, recipes
-from mx_jax.convert import Report, Rule, UnusedRuleWarning, kinds
+from mx_jax.convert import Report, Rule, UnusedRuleWarning
 from tests.quick import quick
 
+from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, recipe_names
 from .linen_models import FLAX, WIDTH, Compact
 
-MXFP8 = recipes.mxfp8()
-WEIGHT_ONLY = recipes.weight_only("mxfp4")
-STOCHASTIC = WEIGHT_ONLY.with_(
-    weights={"rounding": "stochastic", "scale_rule": "even"}, name="stochastic weight"
-)
 ALL = Rule(".*", MXFP8)
 Kernels = dict[str, jax.Array]
 _rng = np.random.default_rng(0)
@@ -111,10 +107,8 @@ class Way:
         return model
 
     def names(self, model: Any, rules: Any, x: Any = None) -> dict[str, str]:
-        """Recipe's name or reason of each path."""
         x = np.ones((2, 3, WIDTH), np.float32) if x is None else x
-        found = convert.report(model, rules, *((x,) if isinstance(model, nn.Module) else ()))
-        return {d.layer.path: d.recipe.name if d.recipe else d.reason for d in found.decisions}
+        return recipe_names(model, rules, *((x,) if isinstance(model, nn.Module) else ()))
 
 
 def own_attention(query, key, value, mask=None):
@@ -314,9 +308,8 @@ OWN_LAYERS = [name for name, way in WAYS.items() if way.foreign]
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The layer of the tree, told as its author tells it."""
-    monkeypatch.setattr(kinds, "_KINDS", [*kinds._KINDS])
+def registered(unregistered: None) -> None:
+    """The layer of the tree, as its author registers it."""
     convert.register(
         convert.Kind(
             tree=TreeLinear,
@@ -324,7 +317,6 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             kernel=lambda layer: layer.weight,
         )
     )
-    yield
 
 
 @pytest.fixture

@@ -14,21 +14,17 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
-from mx_jax import convert, recipes
+from mx_jax import convert
 from mx_jax.convert import Rule
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.recipes import MatmulSpec
 from tests.quick import quick
 
-RECIPE = recipes.mxfp8()
+from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY
+
+RECIPE = MXFP8
 ALL = Rule(".*", RECIPE)
 BY_HAND = functools.partial(mx_jax.matmul, recipe=RECIPE)
-WEIGHT_ONLY = recipes.weight_only("mxfp4")
-STOCHASTIC = dataclasses.replace(
-    WEIGHT_ONLY,
-    name="stochastic weight",
-    fwd=MatmulSpec(lhs=None, rhs=recipes.operand("mxfp4", rounding="stochastic")),
-)
 KEY = jax.random.key(3)
 SLOW = pytest.mark.slow
 _rng = np.random.default_rng(0)

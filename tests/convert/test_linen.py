@@ -15,10 +15,9 @@ from mx_jax import convert, recipes
 from mx_jax.convert import Rule
 from tests.quick import quick
 
+from .helpers import MXFP8, WEIGHT_ONLY, recipe_names
 from .linen_models import FLAX, WIDTH, Block, Compact, example_input
 
-MXFP8 = recipes.mxfp8()
-WEIGHT_ONLY = recipes.weight_only("mxfp4")
 KEPT = (Rule(".*", None),)
 
 
@@ -29,11 +28,6 @@ def program(module: nn.Module, variables: Any, *args: Any, **options: Any) -> st
 
 def abstract_init(module: nn.Module, *args: Any) -> Any:
     return jax.eval_shape(module.init, jax.random.key(0), *args)
-
-
-def recipe_names(module: nn.Module, rules: Any, *args: Any, **options: Any) -> dict[str, str]:
-    report = convert.report(module, rules, *args, **options)
-    return {d.layer.path: d.recipe.name if d.recipe else d.reason for d in report.decisions}
 
 
 class TestModule:

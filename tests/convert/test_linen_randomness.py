@@ -15,12 +15,9 @@ from mx_jax.nn.linen import RNG_STREAM
 from mx_jax.recipes import MatmulSpec
 from tests.quick import quick
 
+from .helpers import STOCHASTIC
 from .linen_models import FLAX, WIDTH, Block, example_input, scanned
 
-# One operand of one product: little to compile.
-STOCHASTIC = recipes.weight_only("mxfp4").with_(
-    weights={"rounding": "stochastic", "scale_rule": "even"}, name="stochastic weight"
-)
 RULE = Rule(".*", STOCHASTIC)
 KEYS = [jax.random.key(seed) for seed in (1, 2)]
 

@@ -16,12 +16,9 @@ from mx_jax.convert import Rule
 from mx_jax.recipes import Recipe
 from tests.quick import quick
 
+from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, recipe_names
+
 WIDTH = 48
-MXFP8 = recipes.mxfp8()
-WEIGHT_ONLY = recipes.weight_only("mxfp4")
-STOCHASTIC = WEIGHT_ONLY.with_(
-    weights={"rounding": "stochastic", "scale_rule": "even"}, name="stochastic weight"
-)
 
 
 class Layers:
@@ -90,11 +87,6 @@ def program(model: nnx.Module, *args: Any, grad: bool = True) -> str:
 def state_paths(model: nnx.Module, *filters: Any) -> list[str]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.state(model, *filters))
     return [jax.tree_util.keystr(path) for path, _ in leaves]
-
-
-def recipe_names(model: nnx.Module, rules: Any) -> dict[str, str]:
-    report = convert.report(model, rules)
-    return {d.layer.path: d.recipe.name if d.recipe else d.reason for d in report.decisions}
 
 
 class TestModel:

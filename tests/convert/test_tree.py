@@ -5,7 +5,6 @@ example, store kernels `[out, in]` and are mapped by vmap. test_peers.py runs th
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,18 +14,14 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from mx_jax import convert, recipes
-from mx_jax.convert import Rule, kinds
+from mx_jax.convert import Rule
 from mx_jax.convert.trees import deferred
-from mx_jax.recipes import MatmulSpec
 from tests.quick import quick
+
+from .helpers import STOCHASTIC
 
 RECIPE = recipes.mxfp8()
 ALL = Rule(".*", RECIPE)
-STOCHASTIC = dataclasses.replace(
-    RECIPE,
-    name="stochastic",
-    fwd=MatmulSpec(lhs=None, rhs=recipes.operand("mxfp4", rounding="stochastic")),
-)
 _rng = np.random.default_rng(0)
 X = jnp.asarray(_rng.standard_normal((4, 32), np.float32))
 
@@ -77,9 +72,8 @@ def model() -> Model:
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def registered(unregistered: None) -> None:
     """One row, as its author writes it."""
-    monkeypatch.setattr(kinds, "_KINDS", [*kinds._KINDS])
     convert.register(
         convert.Kind(
             tree=Linear,
@@ -87,7 +81,6 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             kernel=lambda layer: layer.weight,
         )
     )
-    yield
 
 
 @pytest.mark.usefixtures("registered")
