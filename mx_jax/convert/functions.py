@@ -224,7 +224,8 @@ class TracedCall:
             )
         if callable(key):
             key = key() if plan else None
-        values = PlannedBody(program, plan, dot_general)(arrays, key)
+        # Its products go by the layer's name, without subscripts of an einsum.
+        values = PlannedBody(program, plan, dot_general, tagged=False)(arrays, key)
         return jax.tree.unflatten(structure, values)
 
 

@@ -232,12 +232,14 @@ class PlannedBody:
       program: the jaxpr, with its constants.
       plan: for the jaxpr.
       dot_general: what products of each recipe are made by.
+      tagged: whether the scope of a product is a part of its name for captures.
       traced_before: what was traced in this run, so that equal calls stay one function.
     """
 
     program: ClosedJaxpr
     plan: Plan
     dot_general: DotGeneral = lambda recipe: recipe.dot_general
+    tagged: bool = True
     traced_before: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def __call__(self, values: Sequence[Any], key: Key) -> Values:
@@ -293,7 +295,7 @@ class PlannedBody:
             assert row.turned is not None
             *operands, params, back = row.turned(*operands, params)
         # The scope that it stood in, for profiles and for what XLA says, and for who watches.
-        scope = str(eqn.source_info.name_stack)
+        scope = str(eqn.source_info.name_stack) if self.tagged else ""
         with tag(scope) if scope else contextlib.nullcontext():
             own = _of_shard(key, operands) if recipe.is_stochastic else None
             product = row.multiply(recipe, self.dot_general(recipe), operands, params, own)

@@ -321,7 +321,7 @@ def _decide_embed(bound: BoundLayer):
     return bound.decide(**EMBED.facts(layer, (layer.num_embeddings, layer.features)))
 
 
-# By the functions themselves, below Flax's wrappers: what an interceptor is told it intercepts.
+# By the functions themselves, below Flax's wrappers: what an interceptor gets to see.
 ANSWERS: dict[Any, Callable[..., Any]] = {
     inspect.unwrap(nn.Einsum.__call__): _answer_einsum,
     inspect.unwrap(nn.Embed.__call__): _answer_lookup,

@@ -185,9 +185,9 @@ def _conv(
         preferred_element_type=params["preferred_element_type"],
         key=key,
     )
-    # `to` says where batch, features and space lie in the result.
-    lies = (to[0], *to[2:], to[1])
-    return lax.transpose(product, [lies.index(axis) for axis in range(len(lies))])
+    # `to` has the axes of batch, features and space in the result.
+    axes = (to[0], *to[2:], to[1])
+    return lax.transpose(product, [axes.index(axis) for axis in range(len(axes))])
 
 
 @functools.cache

@@ -26,7 +26,7 @@ def tree(model: T, rules: Rule | Sequence[Rule], *, strict: bool = False) -> T:
     """A pytree whose layers follow rules: the same leaves at the same paths, the same methods.
 
     Nodes of known types are replaced, where a rule matches: Equinox's `Linear`, `LSTMCell` and
-    `GRUCell`, those that are told by `convert.register`, and any callable node whose type a rule
+    `GRUCell`, those of `convert.register`, and any callable node whose type a rule
     names. A replaced layer is called as it was, has its attributes and its type for `isinstance`;
     its products follow the recipe. `jax.vmap` of it is the product of the batch. Nothing else of
     the tree changes, and nothing of the model that is given.
@@ -269,7 +269,7 @@ def deferred(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         key: jax.Array | None = None,
     ) -> jax.Array:
         if out_sharding is not None:
-            # On axes of an explicit mesh JAX wants to be told at once.
+            # On axes of an explicit mesh JAX asks for the product's sharding at once.
             options = {"out_sharding": out_sharding, "key": key}
             return product(
                 lhs, rhs, dimension_numbers, precision, preferred_element_type, **options

@@ -146,7 +146,7 @@ def test_parts_of_a_model():
 
 
 @pytest.mark.parametrize("mapped", ["lhs", "rhs", "both", "twice"])
-def test_a_waiting_product_is_mapped_as_dot_general_is(mapped: str):
+def test_a_deferred_product_is_mapped_as_dot_general_is(mapped: str):
     """Where vmap's axis is batch or kept, the axes of the product lie as XLA's would."""
     lhs = jnp.asarray(_rng.standard_normal((3, 5, 4, 32), np.float32))
     rhs = jnp.asarray(_rng.standard_normal((3, 32, 6, 5), np.float32))
