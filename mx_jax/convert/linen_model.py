@@ -29,8 +29,8 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = Fal
     conversion back. Modules with equal fields and rules are equal: a rebuilt model does not
     retrace. Stochastic recipes draw from the stream `"quantize"`.
 
-    A linen module has no layers before it runs: a warning of rules that match nothing comes at the end
-    of `init`, and of an `apply` of `__call__`, unless they matched before.
+    A linen module has no layers before it runs: a warning of rules that match nothing comes at the
+    end of `init`, and of an `apply` of `__call__`, unless they matched before.
 
     Args:
       module: an unbound module; a converted one gets the new rules instead of its old.
