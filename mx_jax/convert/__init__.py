@@ -1,13 +1,9 @@
 """Converting models that know nothing of recipes, by rules, and back."""
 
 from mx_jax.convert.caches import CacheFormat as CacheFormat
-from mx_jax.convert.filters import AutoFilter as AutoFilter
-from mx_jax.convert.filters import every as every
-from mx_jax.convert.filters import gains as gains
-from mx_jax.convert.filters import numbered as numbered
 from mx_jax.convert.functions import function as function
-from mx_jax.convert.kind import Kind as Kind
-from mx_jax.convert.kind import Slot as Slot
+from mx_jax.convert.kinds import Kind as Kind
+from mx_jax.convert.kinds import Slot as Slot
 from mx_jax.convert.kinds import register as register
 from mx_jax.convert.linen_model import linen as linen
 from mx_jax.convert.model import original as original
@@ -15,9 +11,13 @@ from mx_jax.convert.model import report as report
 from mx_jax.convert.nnx_model import nnx as nnx
 from mx_jax.convert.report import Report as Report
 from mx_jax.convert.report import UnusedRuleWarning as UnusedRuleWarning
+from mx_jax.convert.rules import AutoFilter as AutoFilter
 from mx_jax.convert.rules import Decision as Decision
 from mx_jax.convert.rules import Layer as Layer
 from mx_jax.convert.rules import Rule as Rule
+from mx_jax.convert.rules import every as every
+from mx_jax.convert.rules import gains as gains
+from mx_jax.convert.rules import numbered as numbered
 from mx_jax.convert.traced_products import Conv as Conv
 from mx_jax.convert.traced_products import DotGeneral as DotGeneral
 from mx_jax.convert.traced_products import RaggedDot as RaggedDot

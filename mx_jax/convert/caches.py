@@ -1,10 +1,11 @@
 """Caches of keys and values in a block format, behind attention that knows nothing of them.
 
-Flax's attention keeps them in two arrays. What takes their place are rows of `mx_jax.nn.KVCache`;
-how a layer of each framework finds them is in `linen_caches.py` and `nnx_caches.py`.
+Flax's attention keeps them in two arrays. What takes their place are rows of `mx_jax.nn.KVCache`.
 """
 
 import dataclasses
+import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -108,7 +109,7 @@ def as_array(rows: CacheRows, batch: tuple[int, ...], heads: int) -> jax.Array:
     return values.reshape(*batch, heads, *values.shape[1:]).swapaxes(-3, -2)
 
 
-def append(
+def _append(
     cache: KVCache, query: jax.Array, keys: jax.Array, values: jax.Array, position: jax.Array
 ) -> KVCache:
     """The cache with new tokens, `[*batch, tokens, heads, features]`.
@@ -134,27 +135,62 @@ def append(
     return cache.append(one_batch(keys), one_batch(values), position)
 
 
-def attended(
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class CachedAttention:
+    """What an attention calls in place of its attention function while it decodes.
+
+    Flax's own call runs as if it did not decode, so that it makes queries, keys and values of the
+    new tokens alone. They are kept here, and attended to with all before them.
+
+    Attributes:
+      format: of the cache.
+      attention_fn: the layer's own.
+      get: from the new keys to what the layer keeps of keys and of values, and the position of its
+        next token; None where the cache has only just been made.
+      set: takes all three.
+      is_plain: from options to whether attention over codes gives what they ask for.
+      options: in place of those that the call gives.
+    """
+
+    format: CacheFormat
+    attention_fn: Callable[..., jax.Array]
+    get: Callable[[jax.Array], tuple[Any, Any, jax.Array] | None]
+    set: Callable[[CacheRows, CacheRows, jax.Array], None]
+    is_plain: Callable[[dict[str, Any]], bool]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # Flax leaves out what an attention function does not take.
+        return inspect.signature(self.attention_fn)
+
+    def __call__(
+        self, query: jax.Array, keys: jax.Array, values: jax.Array, **options: Any
+    ) -> jax.Array:
+        """Keep the keys and values of new tokens, and attend over all so far."""
+        kept = self.get(keys)
+        if kept is None:
+            # As in Flax, these are the longest text there will be, not its tokens.
+            return self.attention_fn(query, keys, values, **options)
+        *rows, position = kept
+        cache = _append(self.format.of_rows(*rows), query, keys, values, position)
+        self.set(cache.keys, cache.values, position + keys.shape[-3])
+        if self.is_plain(options):
+            return cache.attend(one_batch(query), position).reshape(query.shape)
+        mask = options.pop("mask", None)
+        attention = functools.partial(self.attention_fn, **options | dict(self.options))
+        return _over_values(cache, query, keys.shape[-2], position, attention, mask)
+
+
+def _over_values(
     cache: KVCache,
     query: jax.Array,
     heads: int,
     position: jax.Array,
-    attention: Callable[..., jax.Array] | None,
+    attention: Callable[..., jax.Array],
     mask: jax.Array | None,
 ) -> jax.Array:
-    """Attention of new tokens over a cache that holds them already.
-
-    Args:
-      cache: the cache.
-      query: `[*batch, tokens, query heads, features]`.
-      heads: of keys and values.
-      position: of the first token.
-      attention: called with query, keys, values and `mask`, the rows decoded; None: attention over
-        the codes, without a mask.
-      mask: the model's own, or None.
-    """
-    if attention is None:
-        return cache.attend(one_batch(query), position).reshape(query.shape)
+    """Attention of new tokens over the decoded rows, later ones masked."""
     batch, tokens = query.shape[:-3], query.shape[-3]
     keys, values = (as_array(rows, batch, heads) for rows in (cache.keys, cache.values))
     seen = jnp.arange(cache.length) <= position + jnp.arange(tokens)[:, None]

@@ -2,20 +2,22 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
-from mx_jax.convert.arguments import Arguments, Static, name_of, split, takes_rngs
-from mx_jax.convert.program import Plan, decided
+from mx_jax.convert.jaxpr import DotGeneral, PlannedBody, planned, recipes_of
 from mx_jax.convert.report import Report
-from mx_jax.convert.rewriting import PlannedBody
-from mx_jax.convert.rules import Rule, as_rules
+from mx_jax.convert.rules import Decision, Rule, as_rules
 from mx_jax.nn.randomness import RNG_STREAM
+from mx_jax.recipes import Recipe
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# Positions and names of arguments.
+Arguments = tuple[int | str, ...]
 # Compiled calls that one converted function keeps, one for each set of values that are no arrays.
 _NUM_CALLS = 128
 _NAMES = ("__module__", "__name__", "__qualname__", "__doc__")
@@ -85,7 +87,7 @@ def function(
             "pytree of layers"
         )
     own = as_rules(rules, "convert.function")
-    return ConvertedFunction(original(fn), own, as_arguments(weights), strict)
+    return ConvertedFunction(original(fn), own, _as_arguments(weights), strict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,9 +128,9 @@ class ConvertedFunction(Generic[P, R]):
         """The function's result, with its products made as the rules say."""
         rngs = kwargs.get("rngs")
         key = rngs.get(RNG_STREAM) if isinstance(rngs, Mapping) else None
-        if not takes_rngs(self.function):
+        if not _takes_rngs(self.function):
             _check_streams(kwargs.pop("rngs", None))
-        static, arrays = split(self.function, self.weights, args, kwargs)
+        static, arrays = _split(self.function, self.weights, args, kwargs)
         try:
             run = self._compiled_before(static)
         except TypeError:
@@ -136,44 +138,32 @@ class ConvertedFunction(Generic[P, R]):
             run = self._compiled(static)
         return run(arrays, key)
 
-    def _compiled(self, static: "Static") -> Callable[..., R]:
+    def _compiled(self, static: "_Static") -> Callable[..., R]:
         def run(arrays: list[Any], key: jax.Array | None) -> R:
-            program, shape, plan, result = _planned(self.function, self.rules, static, arrays)
+            program, structure, plan, found = _planned(self.function, self.rules, static, arrays)
+            result = Report(rules=self.rules, decisions=found)
             result.check("convert.function", self.strict, self._used)
             self._used.update(set(range(len(self.rules))) - set(result.unused))
-            _check_key(key, plan, name_of(self.function))
-            values = PlannedBody(program, plan)(arrays, key)
-            return jax.tree.unflatten(jax.tree.structure(shape), values)
+            _check_key(key, recipes_of(plan), _name_of(self.function))
+            return jax.tree.unflatten(structure, PlannedBody(program, plan)(arrays, key))
 
-        run.__name__ = run.__qualname__ = name_of(self.function)
+        run.__name__ = run.__qualname__ = _name_of(self.function)
         return jax.jit(run)
 
 
-def report(
+def decisions(
     fn: Callable[..., Any],
-    rules: Rule | Sequence[Rule],
+    rules: tuple[Rule, ...],
     *args: Any,
     weights: int | str | Sequence[int | str] = (),
-    strict: bool = False,
     **kwargs: Any,
-) -> Report:
-    """What rules do to a function's products, from an abstract trace.
-
-    Args:
-      fn: as `function` takes it, converted or not.
-      rules: as `function` takes them.
-      *args: example arguments, arrays or `jax.ShapeDtypeStruct`.
-      weights: as `function` takes them.
-      strict: whether a rule that matched nothing is an error instead of a warning.
-      **kwargs: further arguments of the function. `rngs` may be among them, as in a converted call.
-    """
-    fn, rules = original(fn), as_rules(rules, "convert.report")
-    if not takes_rngs(fn):
+) -> tuple[Decision, ...]:
+    """What rules say of a function's products, from an abstract trace of a call."""
+    fn = original(fn)
+    if not _takes_rngs(fn):
         _check_streams(kwargs.pop("rngs", None))
-    static, arrays = split(fn, as_arguments(weights), args, kwargs)
-    result = _planned(fn, rules, static, arrays)[-1]
-    result.check("convert.report", strict)
-    return result
+    static, arrays = _split(fn, _as_arguments(weights), args, kwargs)
+    return _planned(fn, rules, static, arrays)[-1]
 
 
 def original(fn: Callable[P, R]) -> Callable[P, R]:
@@ -181,28 +171,77 @@ def original(fn: Callable[P, R]) -> Callable[P, R]:
     return fn.function if isinstance(fn, ConvertedFunction) else fn
 
 
-def as_arguments(weights: int | str | Sequence[int | str]) -> Arguments:
+def _as_arguments(weights: int | str | Sequence[int | str]) -> Arguments:
     """Positions and names of arguments as a tuple."""
     return (weights,) if isinstance(weights, int | str) else tuple(weights)
 
 
+@dataclasses.dataclass(frozen=True)
+class TracedCall:
+    """Calls a function with its products made by one recipe, whatever they are called.
+
+    For layers without an attribute for their product (somebody's own Einsum, `x @ kernel`): the
+    kernel is the operand that no argument goes into.
+
+    Attributes:
+      recipe: what to quantize.
+    """
+
+    recipe: Recipe
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        *,
+        name: str,
+        key: Any = None,
+        dot_general: DotGeneral = lambda recipe: recipe.dot_general,
+        strict: bool = True,
+    ) -> Any:
+        """The function's result.
+
+        Args:
+          function: of arrays and of values that stay what they are, such as subscripts.
+          args: its arguments by position.
+          kwargs: by name.
+          name: for errors.
+          key: PRNG key, or what gives it; None if nothing draws.
+          dot_general: from the recipe to what multiplies.
+          strict: whether a function without product is an error.
+
+        Raises:
+          ValueError: with strict, if there is no product that can be quantized.
+        """
+        static, arrays = _split(function, (), args, kwargs)
+        rules = (Rule(".*", self.recipe),)
+        program, structure, plan, _ = _planned(function, rules, static, arrays)
+        if strict and not plan:
+            raise ValueError(
+                f"convert: a rule names the type of {name}, but its call contains no dot_general "
+                "or ragged_dot that can be quantized: drop the type from the rule"
+            )
+        if callable(key):
+            key = key() if plan else None
+        # Its products go by the layer's name, without subscripts of an einsum.
+        values = PlannedBody(program, plan, dot_general, tagged=False)(arrays, key)
+        return jax.tree.unflatten(structure, values)
+
+
 def _planned(
-    function: Callable[..., Any], rules: tuple[Rule, ...], static: Static, arrays: list[Any]
-) -> tuple[Any, Any, Plan, Report]:
-    """The jaxpr of a call, the shape of its result, and what the rules say of it."""
-    program, shape = jax.make_jaxpr(functools.partial(static.call, function), return_shape=True)(
-        arrays
-    )
-    plan, decisions = decided(program, static.data, rules)
-    return program, shape, plan, Report(rules=rules, decisions=decisions)
+    function: Callable[..., Any], rules: tuple[Rule, ...], static: "_Static", arrays: list[Any]
+) -> tuple[Any, Any, Any, tuple[Decision, ...]]:
+    """The jaxpr of a call, the structure of its result, the plan, and what the rules say."""
+    call = functools.partial(static.call, function)
+    program, shape = jax.make_jaxpr(call, return_shape=True)(arrays)
+    return program, jax.tree.structure(shape), *planned(program, static.data, rules)
 
 
-def _check_key(key: jax.Array | None, plan: Plan, name: str) -> None:
-    if key is not None:
-        return
-    for recipe in plan.recipes:
+def _check_key(key: jax.Array | None, recipes: Sequence[Recipe], name: str) -> None:
+    for recipe in recipes:
         # Gradients tell themselves that they need a key.
-        if recipe.fwd.is_stochastic:
+        if key is None and recipe.fwd.is_stochastic:
             raise ValueError(
                 f"convert.function: recipe {recipe.name!r} draws random bits and needs the "
                 f"{RNG_STREAM!r} stream; call {name}(..., rngs={{{RNG_STREAM!r}: key}})"
@@ -216,3 +255,91 @@ def _check_streams(rngs: Any) -> None:
         f"convert.function: the function has no argument rngs, so only the stream {RNG_STREAM!r} "
         f"is used, got rngs={rngs!r}; pass rngs={{{RNG_STREAM!r}: key}}"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Constant:
+    """What is no array, equal to what nothing can tell from it: True is not 1, 0.0 not -0.0."""
+
+    value: Any
+    kind: type
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """All of a call but its arrays.
+
+    Attributes:
+      structure: of `(args, kwargs)`.
+      constants: each leaf that is no array, None for one.
+      data: for each array, whether it is data, or in an argument that holds weights.
+    """
+
+    structure: Any
+    constants: tuple[_Constant | None, ...]
+    data: tuple[bool, ...]
+
+    def call(self, function: Callable[..., R], arrays: Sequence[Any]) -> R:
+        """The function's result, of other arrays in the places of the call's own."""
+        given = iter(arrays)
+        leaves = [next(given) if own is None else own.value for own in self.constants]
+        args, kwargs = jax.tree.unflatten(self.structure, leaves)
+        return function(*args, **kwargs)
+
+
+def _split(
+    function: Callable[..., Any], weights: Arguments, args: Any, kwargs: dict[str, Any]
+) -> tuple[_Static, list[Any]]:
+    """All of a call but its arrays, and these."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    constants = [
+        None
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        else _Constant(leaf, type(leaf), repr(leaf) if isinstance(leaf, float | complex) else "")
+        for leaf in leaves
+    ]
+    data = jax.tree.leaves(_data(function, weights, args, kwargs))
+    kept = [own for own, constant in zip(data, constants, strict=True) if constant is None]
+    arrays = [leaf for leaf, own in zip(leaves, constants, strict=True) if own is None]
+    return _Static(structure, tuple(constants), tuple(kept)), arrays
+
+
+def _data(function: Callable[..., Any], weights: Arguments, args: Any, kwargs: Any) -> Any:
+    """The arguments with True in the place of each leaf that is data, else False."""
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [own.name for own in _parameters(function) if own.kind in by_position]
+    called = [
+        *((i, {i, names[i]} if i < len(names) else {i}) for i in range(len(args))),
+        *((name, {name, *([names.index(name)] if name in names else [])}) for name in kwargs),
+    ]
+    unknown = set(weights) - set[int | str]().union(*(known for _, known in called))
+    if unknown:
+        raise ValueError(
+            f"convert.function: weights={weights!r} names arguments that {_name_of(function)} was "
+            f"not called with: {', '.join(map(repr, unknown))}; it was called with {len(args)} "
+            f"positional arguments and {sorted(kwargs)}"
+        )
+    isdata = {where: known.isdisjoint(weights) for where, known in called}
+    marked = [jax.tree.map(lambda _, i=i: isdata[i], arg) for i, arg in enumerate(args)]
+    return tuple(marked), {
+        name: jax.tree.map(lambda _, name=name: isdata[name], arg) for name, arg in kwargs.items()
+    }
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        # Some functions written in C have none.
+        return []
+
+
+def _takes_rngs(function: Callable[..., Any]) -> bool:
+    """Whether a function has an argument of its own called `rngs`."""
+    return any(own.name == "rngs" for own in _parameters(function))
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """What errors and profiles call a function."""
+    return getattr(function, "__name__", type(function).__name__)

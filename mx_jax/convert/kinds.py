@@ -1,14 +1,15 @@
-"""Kinds of layers: the one table of what they multiply with, which both frameworks' walks read.
+"""Kinds of layers: the one table of what they multiply with, and what conversion puts there.
 
-Where a layer's product is an attribute, its row says all: the walks put another product there, in
+Where a layer's product is an attribute, its row says all: conversion puts another product there, in
 linen for the length of a call (`linen_layers.py`), in nnx in a copy (`nnx_layers.py`). What linen
-calls by name is answered in `linen_answers.py`; somebody's own layer is traced (`foreign.py`).
+calls by name is answered in its place; a layer without such an attribute is traced.
 """
 
+import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -19,13 +20,176 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
 from mx_jax.axes import Axes
-from mx_jax.convert import conv
-from mx_jax.convert.foreign import ForeignProduct
-from mx_jax.convert.kind import Kind, Slot
-from mx_jax.convert.nnx_products import Attention, TablePromotion
-from mx_jax.convert.products import einsum_axes, einsum_shape
+from mx_jax.convert.functions import TracedCall
+from mx_jax.convert.operations import (
+    Attention,
+    ConvOfDotGeneral,
+    TablePromotion,
+    conv_obstacle,
+)
 from mx_jax.convert.rules import Shape
 from mx_jax.nn.nnx import RecipeEinsum
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """The attribute that layers multiply with.
+
+    Attributes:
+      types: class of the layers, or classes.
+      attribute: its name.
+      defaults: what is there unless a user put something else, which then stays; the last is what
+        such a layer multiplies with.
+
+    Examples:
+      >>> import flax.linen as nn, jax
+      >>> from mx_jax import convert
+      >>> slot = convert.Slot(nn.Dense, "dot_general", (None, jax.lax.dot_general))
+      >>> slot.holds(nn.Dense(8)), slot.holds(nn.Embed(8, 4))
+      (True, False)
+      >>> slot.obstacle(nn.Dense(8, dot_general=print), ours=())
+      'has its own dot_general'
+    """
+
+    types: type | tuple[type, ...]
+    attribute: str
+    defaults: tuple[Any, ...]
+
+    def holds(self, layer: Any) -> bool:
+        """Whether a layer has the slot; for a linen module, whether it is one of its fields."""
+        if not isinstance(layer, self.types):
+            return False
+        return not isinstance(layer, nn.Module) or self.attribute in layer.__dataclass_fields__
+
+    def obstacle(self, layer: Any, ours: type | tuple[type, ...]) -> str | None:
+        """Why the slot of a layer is not to be filled, or None.
+
+        Args:
+          layer: a layer with the slot.
+          ours: classes of what conversion puts there.
+        """
+        if getattr(layer, f"{self.attribute}_cls", None) is not None:
+            return f"has its own {self.attribute}_cls"
+        value = getattr(layer, self.attribute)
+        if isinstance(value, ours) or any(value is default for default in self.defaults):
+            return None
+        return f"has its own {self.attribute}"
+
+
+def _as_stored(layer: Any, kernel: tuple[int, ...], *call: Any) -> Shape:
+    """A kernel `[in, out]`."""
+    return kernel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """How layers of one kind are converted. What the report says of them follows from it.
+
+    Attributes:
+      linen: where flax.linen modules of this kind hold each of their products.
+      nnx: where flax.nnx modules do; several products may be made by one thing.
+      tree: class of nodes of a pytree, or classes, whose call `convert.tree` traces.
+      operation: from the recipe of each product, None for high precision, to what goes there. It is
+        called as what was there before, and with `key` if a recipe draws random bits. In a tree it
+        takes the place of `jax.lax.dot_general`, with the kernel on the right.
+      products: names of the products, if there are several.
+      shape: from the layer, the shape of its kernel and, in linen, what its product is called with
+        after the operands, to the kernel as filters see it; None if nothing is contracted. None in
+        its place: there is no kernel.
+      axes: the same to the kernel's axes in the product; None where they are not known, so that
+        no kernel is stored quantized. None in its place: `[in, out]`, if `shape` is so too.
+      kernel: the parameter whose leading axes tell a stack of nnx layers, or of nodes.
+      kernel_ndim: how many axes it has in a single layer.
+      named_only: whether only a rule that names the type converts it.
+      obstacle: why this layer cannot be converted, or None.
+      reads_stored: whether a quantized kernel is multiplied as it is where no rule decides, or by
+        its values.
+      rhs_is_kernel: whether the right operand is the kernel as it is stored, so that metadata say
+        where it lies.
+
+    Examples:
+      >>> import flax.linen as nn, jax
+      >>> from mx_jax import convert
+      >>> slot = convert.Slot(nn.Dense, "dot_general", (None, jax.lax.dot_general))
+      >>> kind = convert.Kind(linen=(slot,), operation=lambda recipe: recipe.dot_general)
+      >>> facts = kind.facts(nn.Dense(8), (64, 8))
+      >>> facts["shape"], facts["axes"].contracting
+      ((64, 8), (0,))
+    """
+
+    linen: tuple[Slot, ...] = ()
+    nnx: Slot | None = None
+    tree: type | tuple[type, ...] = ()
+    operation: Callable[..., Callable[..., Any]] = lambda recipe: recipe.dot_general
+    products: tuple[str | None, ...] = (None,)
+    shape: Callable[..., Shape] | None = _as_stored
+    axes: Callable[..., Axes | None] | None = None
+    kernel: Callable[[Any], Any] = lambda layer: layer.kernel
+    kernel_ndim: Callable[[Any], int] = lambda layer: 2
+    named_only: bool = False
+    obstacle: Callable[[Any], str | None] = lambda layer: None
+    reads_stored: bool = False
+    rhs_is_kernel: bool = False
+
+    def facts(self, layer: Any, kernel: tuple[int, ...], *call: Any) -> dict[str, Any]:
+        """Fields of `Layer` that rules judge by.
+
+        Args:
+          layer: the layer.
+          kernel: shape of its kernel in a single layer.
+          *call: what the product is called with after the operands, where that is known.
+        """
+        if self.shape is None:
+            return {"named_only": self.named_only, "obstacle": self.obstacle(layer)}
+        shape = self.shape(layer, kernel, *call)
+        obstacle = self.obstacle(layer) if shape else "contracts no axis"
+        return {
+            "kernel": kernel,
+            "shape": shape,
+            "named_only": self.named_only,
+            "obstacle": obstacle,
+            "axes": self._axes(layer, kernel, *call),
+        }
+
+    def _axes(self, layer: Any, kernel: tuple[int, ...], *call: Any) -> Axes | None:
+        if self.axes is not None:
+            return self.axes(layer, kernel, *call)
+        plain = self.shape is _as_stored and len(kernel) == 2
+        return Axes.ordered(k_first=True) if plain else None
+
+
+def einsum_shape(subscripts: str, kernel: tuple[int, ...]) -> Shape:
+    """The shape that filters see, `(*contracting, kept)`, of a kernel in an einsum with inputs.
+
+    None if the einsum contracts no axis of the kernel: then there is nothing to lay blocks along.
+    """
+    inputs, _, out = subscripts.replace(" ", "").partition("->")
+    left, _, right = inputs.partition(",")
+    letters = right.replace("...", "")
+    # An ellipsis stands for axes that nothing contracts: they are kept, or batch axes.
+    split = right.find("...") if "..." in right else len(letters)
+    tail = len(letters) - split
+    sizes = dict(zip(letters[:split], kernel, strict=False))
+    sizes |= dict(zip(letters[split:], kernel[len(kernel) - tail :], strict=False))
+    # Blocks lie along the last contracted letter in the input's order.
+    contracting = [sizes[letter] for letter in left if letter in sizes and letter not in out]
+    kept = 1
+    for letter, size in sizes.items():
+        kept *= size if letter in out and letter not in left else 1
+    return (*contracting, kept) if contracting else None
+
+
+def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes | None:
+    """A kernel's axes in an einsum of inputs and kernel; None below an ellipsis of its own."""
+    inputs, _, out = subscripts.replace(" ", "").partition("->")
+    left, _, letters = inputs.partition(",")
+    if "..." in letters or len(letters) != len(kernel):
+        return None
+    batch = tuple(i for i, c in enumerate(letters) if c in left and c in out)
+    kept = tuple(i for i, c in enumerate(letters) if c not in left and c in out)
+    # Blocks lie along the last contracted letter in the input's order.
+    contracting = tuple(letters.index(c) for c in left if c in letters and c not in out)
+    return Axes(batch, kept, contracting) if contracting else None
 
 
 def _dense_counts(layer: Any) -> tuple[int, int, int]:
@@ -78,12 +242,12 @@ EINSUM = Kind(
 CONV = Kind(
     linen=(Slot(nn.Conv, "conv_general_dilated", (None, lax.conv_general_dilated)),),
     nnx=Slot(nnx.Conv, "conv_general_dilated", (lax.conv_general_dilated,)),
-    operation=lambda recipe: conv.ConvOfDotGeneral(dot_general=recipe.dot_general),
+    operation=lambda recipe: ConvOfDotGeneral(dot_general=recipe.dot_general),
     shape=lambda layer, kernel, *call: (math.prod(kernel[:-2]), *kernel[-2:]),
     axes=lambda layer, kernel, *call: Axes.ordered(contracting=len(kernel) - 1, k_first=True),
     kernel_ndim=lambda layer: len(layer.kernel_shape),
     named_only=True,
-    obstacle=lambda layer: conv.obstacle(layer.feature_group_count, layer.input_dilation),
+    obstacle=lambda layer: conv_obstacle(layer.feature_group_count, layer.input_dilation),
 )
 EMBED = Kind(
     nnx=Slot(nnx.Embed, "promote_dtype", (promote_dtype,)),
@@ -106,7 +270,7 @@ ATTENTION = Kind(
     kernel_ndim=lambda layer: 3,
 )
 # Somebody's own layer, whose call is traced: `foreign_facts` says what rules judge by.
-FOREIGN = Kind(operation=lambda recipe: ForeignProduct(recipe))
+FOREIGN = Kind(operation=TracedCall)
 
 _KINDS: list[Kind] = [DENSE, EINSUM, CONV, EMBED, ATTENTION]
 
@@ -178,10 +342,7 @@ def foreign_facts(
 ) -> dict[str, Any] | None:
     """Fields of `Layer` of somebody's own layer; None if it has nothing to multiply with.
 
-    Args:
-      layer: the layer.
-      kernels: shapes of its own parameters of two axes and more.
-      inner: names of its layers.
+    `kernels` are shapes of its parameters of two axes and more, `inner` names of its layers.
     """
     if not kernels or isinstance(layer, _WITHOUT_PRODUCT):
         return None

@@ -1,35 +1,423 @@
 """flax.linen: how a layer gets its recipe while it is called.
 
-A layer that takes its product as an attribute (`kinds.py` has the table) is lent one for the length
-of a call: what runs is a clone that Flax bound for it, so nobody else sees the change. Layers that
-call jax.numpy by name are answered in their place: `linen_answers.py`.
+A layer that takes its product as an attribute (`kinds.py` has the table) is given another one for
+the length of a call: what runs is a clone that Flax bound for it, so nobody else sees the change.
+Layers of Flax that call jax.numpy by name are answered in their place; others are traced.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import flax.linen as nn
-from flax.core import Scope, freeze
+import jax
+import jax.numpy as jnp
+from flax.core import Scope, freeze, meta
 from flax.linen.dtypes import promote_dtype
-from flax.linen.module import InterceptorContext
+from flax.linen.module import InterceptorContext, merge_param
 
-from mx_jax.convert import linen_products as products
-from mx_jax.convert.kinds import ATTENTION, kind_of
-from mx_jax.convert.lending import lent
-from mx_jax.convert.linen_answers import ANSWERS, run_foreign
-from mx_jax.convert.linen_caches import cache_loans
-from mx_jax.convert.rules import Rule
+from mx_jax.convert.caches import CachedAttention, CacheFormat, is_plain
+from mx_jax.convert.functions import TracedCall
+from mx_jax.convert.kinds import ATTENTION, EINSUM, EMBED, Kind, foreign_facts, kind_of
+from mx_jax.convert.operations import cast_table
+from mx_jax.convert.rules import Decision, Layer, Rule, decide
 from mx_jax.nn import linen as mx_linen
-from mx_jax.nn.linen import Operation
-from mx_jax.nn.stored import stored_param
-from mx_jax.recipes import Recipe
+from mx_jax.nn.errors import named_in_errors
+from mx_jax.nn.metadata import linen_recipe, ungathered
+from mx_jax.nn.operations import Operation
+from mx_jax.nn.randomness import layer_key
+from mx_jax.nn.stored import quantized_in, stored_param
+from mx_jax.ops.tags import tag
+from mx_jax.packed import Quantized, rows_of
+from mx_jax.recipes import Recipe, high_precision
 
 # As an attention_fn takes them, whose attributes end in `_cls`.
 _EINSUMS = tuple(slot.attribute.removesuffix("_cls") for slot in ATTENTION.linen)
+_ATTENTION_CALL = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
+# Paths of layers whose products are being made anew.
+_tracing: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("tracing", default=())
+
+
+@contextlib.contextmanager
+def overriding(layer: Any, overrides: dict[str, Any]) -> Iterator[None]:
+    """Temporarily overrides a layer's attributes for one call, past Flax's checks.
+
+    Args:
+      layer: the clone that Flax bound for the call, which no other thread has.
+      overrides: by name.
+    """
+    own = vars(layer)
+    before = {name: own[name] for name in overrides if name in own}
+    for name, value in overrides.items():
+        object.__setattr__(layer, name, value)
+    try:
+        yield
+    finally:
+        for name in overrides:
+            if name in before:
+                object.__setattr__(layer, name, before[name])
+            else:
+                # A method of the class, which the override hid.
+                object.__delattr__(layer, name)
+
+
+class Recorder:
+    """Decisions in the order in which a trace meets them, and layers that no rule could reach.
+
+    Attributes:
+      rules: whose decisions are kept.
+      reports: whether every layer counts, not only those that some rule could convert.
+    """
+
+    def __init__(self, rules: tuple[Rule, ...], *, reports: bool):
+        self.rules, self.reports = rules, reports
+        self._decisions: dict[tuple[str, tuple[int, ...] | None], Decision] = {}
+        self._bare: dict[str, Layer] = {}
+
+    def add(self, decision: Decision) -> None:
+        """Keep a decision; a layer called again, or traced again, adds nothing."""
+        self._decisions.setdefault((decision.layer.path, decision.layer.kernel), decision)
+
+    def add_bare(self, layer: Layer) -> None:
+        """Keep a layer with an obstacle, in case nothing else is said of it."""
+        self._bare.setdefault(layer.path, layer)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """All of them; layers out of reach come last."""
+        known = {path for path, _ in self._decisions}
+        bare = [layer for path, layer in self._bare.items() if path not in known]
+        return (*self._decisions.values(), *(decide((), layer) for layer in bare))
+
+
+# Where decisions go while models run.
+_recorders: contextvars.ContextVar[tuple[Recorder, ...]] = contextvars.ContextVar(
+    "recorders", default=()
+)
+
+
+@contextlib.contextmanager
+def recorded(rules: tuple[Rule, ...], *, reports: bool) -> Iterator[Recorder]:
+    """A recorder of what these rules decide meanwhile."""
+    record = Recorder(rules, reports=reports)
+    token = _recorders.set((*_recorders.get(), record))
+    try:
+        yield record
+    finally:
+        _recorders.reset(token)
+
+
+def recorders_of(rules: tuple[Rule, ...]) -> list[Recorder]:
+    """The recorders that keep these rules' decisions now."""
+    return [record for record in _recorders.get() if record.rules == rules]
+
+
+class BoundLayer:
+    """One layer in one call: its path, and the rules to ask.
+
+    Equal if rules and path are, so that a jit inside the layer finds what it compiled; with a
+    stochastic recipe never equal, because each call draws from its own scope.
+    """
+
+    def __init__(self, rules: tuple[Rule, ...], layer: nn.Module, path: str):
+        self.rules, self.layer, self.path = rules, layer, path
+        stochastic = any(rule.quantizes and rule.quantizes.is_stochastic for rule in rules)
+        self._identity = (rules, path, id(self) if stochastic else 0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BoundLayer) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    def decide(self, product: str | None = None, **facts: Any) -> Decision:
+        """The rules' decision about the layer, or one product of it; facts are `Layer`'s fields."""
+        path = self.path if product is None else "/".join(filter(None, (self.path, product)))
+        decision = decide(self.rules, Layer(path=path, type=type(self.layer), **facts))
+        for record in recorders_of(self.rules):
+            record.add(decision)
+        return decision
+
+    def note(self, obstacle: str) -> None:
+        """Tell the report why no rule reaches the layer, in case nothing else is said of it."""
+        for record in recorders_of(self.rules):
+            record.add_bare(Layer(path=self.path, type=type(self.layer), obstacle=obstacle))
+
+    def key(self, recipe: Recipe) -> jax.Array | None:
+        """A key from the layer's stream, if the recipe draws random bits."""
+        return layer_key(self.layer, recipe, name=self.path or None)
+
+
+def naming(decision: Decision) -> AbstractContextManager[None]:
+    """Say in an error which layer and rule it comes from."""
+    layer = decision.layer
+    return named_in_errors(
+        f"{layer.path!r} ({layer.type.__name__}), converted by rule {decision.rule}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """What a layer multiplies with in place of its own product.
+
+    Attributes:
+      bound: who asks the rules.
+      kind: of the layer.
+      default: what the layer calls itself.
+    """
+
+    bound: BoundLayer
+    kind: Kind
+    default: Callable[..., Any]
+
+    def __call__(self, lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
+        """Ask the rules, then multiply with their recipe, or as the layer would have."""
+        facts = self.kind.facts(self.bound.layer, tuple(rhs.shape), *args)
+        decision = self.bound.decide(**facts)
+        recipe = decision.recipe
+        if recipe is None and isinstance(rhs, Quantized):
+            # A stored kernel is what it is, and only the input is as it was.
+            if self.kind.reads_stored:
+                recipe = high_precision()
+            else:
+                rhs = rhs.dequantize()
+        if recipe is None:
+            return self.default(lhs, rhs, *args, **options)
+        with naming(decision):
+            key = self.bound.key(recipe)
+            own = linen_recipe if self.kind.rhs_is_kernel else ungathered
+            recipe = own(self.bound.layer, recipe)
+            return self.kind.operation(recipe)(lhs, rhs, *args, **options, key=key)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionEinsum:
+    """One of the two products inside an attention: `query key` or `weights value`."""
+
+    bound: BoundLayer
+    product: str | None
+    precision: Any
+
+    def __call__(self, subscripts: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        """Ask the rules, then multiply with their recipe, or as the layer would have."""
+        decision = self.bound.decide(self.product)
+        if decision.recipe is None:
+            return jnp.einsum(subscripts, lhs, rhs, precision=self.precision)
+        name = self.product
+        with naming(decision), contextlib.nullcontext() if name is None else tag(name):
+            recipe = ungathered(self.bound.layer, decision.recipe)
+            key, multiply = self.bound.key(recipe), EINSUM.operation(recipe)
+            return multiply(subscripts, lhs, rhs, precision=self.precision, key=key)
+
+
+@dataclasses.dataclass(frozen=True)
+class Makes:
+    """A factory of one thing: what Flax's `*_cls` attributes take."""
+
+    product: Any
+
+    def __call__(self) -> Any:
+        """The thing."""
+        return self.product
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutPrecision:
+    """An attention function that takes no precision: Flax refuses it beside an einsum.
+
+    The einsums carry the precision instead.
+    """
+
+    attention_fn: Callable[..., jax.Array]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.attention_fn)
+        parameters = [p for p in signature.parameters.values() if p.name != "precision"]
+        return signature.replace(parameters=parameters)
+
+    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+        """The attention function's own answer."""
+        return self.attention_fn(*args, **options)
+
+
+def _answer_einsum(
+    bound: BoundLayer,
+    call: Callable[..., Any],
+    inputs: jax.Array,
+    einsum_str: str | None = None,
+) -> jax.Array:
+    """flax.linen.Einsum: with a recipe, its twin of mx_jax.nn.linen runs in its scope."""
+    layer: Any = bound.layer
+    subscripts = merge_param("einsum_str", layer.einsum_str, einsum_str)
+    facts = EINSUM.facts(layer, tuple(layer.shape), subscripts)
+    decision = bound.decide(**facts)
+    recipe = decision.recipe
+    kernel = quantized_in(layer.get_variable("params", "kernel"))
+    if recipe is None and facts["shape"] is not None and kernel is not None:
+        # A stored kernel is what it is; only the input stays in high precision.
+        recipe = high_precision()
+    if recipe is None:
+        return call(inputs, einsum_str)
+    fields = {
+        field.name: getattr(layer, field.name)
+        for field in dataclasses.fields(nn.Einsum)
+        if field.init and field.name != "parent"
+    }
+    if layer.promote_dtype is promote_dtype:
+        fields["promote_dtype"] = mx_linen.promote_operands
+    twin = mx_linen.Einsum(**fields, recipe=recipe, parent=layer.scope)
+    with naming(decision):
+        return twin(inputs, einsum_str)
+
+
+def _answer_lookup(bound: BoundLayer, call: Callable[..., Any], inputs: jax.Array) -> jax.Array:
+    """flax.linen.Embed: rows of the quantized table."""
+    recipe = _decide_embed(bound).recipe
+    layer: Any = bound.layer
+    table = quantized_in(layer.get_variable("params", "embedding"))
+    if table is not None:
+        # Only the rows that are asked for are decoded.
+        dtype = layer.dtype or table.dtype
+        return rows_of(table, jnp.asarray(inputs)).dequantize(dtype)
+    if recipe is None:
+        return call(inputs)
+    key = bound.key(recipe)
+
+    def promote(table: Any, **options: Any) -> list[Any]:
+        return [cast_table(entry, recipe, key) for entry in layer_promote(table, **options)]
+
+    layer_promote = layer.promote_dtype
+    with overriding(layer, {"promote_dtype": promote}):
+        return call(inputs)
+
+
+def _answer_attend(bound: BoundLayer, call: Callable[..., Any], query: jax.Array) -> jax.Array:
+    """flax.linen.Embed.attend: the query times the table, both along the features."""
+    decision = _decide_embed(bound)
+    recipe = decision.recipe
+    layer: Any = bound.layer
+    promote = layer.promote_dtype
+    if quantized_in(layer.get_variable("params", "embedding")) is not None:
+        recipe, promote = recipe or high_precision(), mx_linen.promote_operands
+    if recipe is None:
+        return call(query)
+    query, table = promote(query, layer.embedding, dtype=layer.dtype)
+    dimensions = (((query.ndim - 1,), (1,)), ((), ()))
+    with naming(decision):
+        key = bound.key(recipe)
+        recipe = linen_recipe(layer, recipe, "embedding")
+        return recipe.dot_general(query, table, dimensions, key=key)
+
+
+def _decide_embed(bound: BoundLayer):
+    layer: Any = bound.layer
+    return bound.decide(**EMBED.facts(layer, (layer.num_embeddings, layer.features)))
+
+
+# By the functions themselves, below Flax's wrappers: what an interceptor gets to see.
+ANSWERS: dict[Any, Callable[..., Any]] = {
+    inspect.unwrap(nn.Einsum.__call__): _answer_einsum,
+    inspect.unwrap(nn.Embed.__call__): _answer_lookup,
+    inspect.unwrap(nn.Embed.attend): _answer_attend,
+}
+
+
+def _run_traced(
+    bound: BoundLayer, call: Callable[..., Any], args: Any, kwargs: Any, method: str
+) -> Any:
+    """Call a module without an attribute for its product: somebody's layer, or a container."""
+    path = bound.path
+    if path in _tracing.get():
+        return call(*args, **kwargs)
+    layer = bound.layer
+    reported = any(record.reports for record in recorders_of(bound.rules))
+    named = any(rule.types and issubclass(type(layer), rule.types) for rule in bound.rules)
+    if layer.is_initializing():
+        # What init computes is thrown away, and it makes parameters, which only the trace that
+        # Flax began may do.
+        result = call(*args, **kwargs)
+        if named or reported:
+            _decide_traced(bound)
+        return result
+    decision = _decide_traced(bound) if named or reported else None
+    if decision is None or decision.recipe is None:
+        return call(*args, **kwargs)
+    recipe = ungathered(layer, decision.recipe)
+    token = _tracing.set((*_tracing.get(), path))
+    try:
+        with naming(decision):
+            key, strict = functools.partial(bound.key, recipe), method == "__call__"
+            run = TracedCall(recipe)
+            return run(call, args, kwargs, name=repr(path), key=key, strict=strict)
+    finally:
+        _tracing.reset(token)
+
+
+def _decide_traced(bound: BoundLayer) -> Decision | None:
+    """The rules' decision, or None if the module has no matrix of its own."""
+    own = bound.layer.variables.get("params", {})
+    kernels = [
+        tuple(value.shape)
+        for value in map(meta.unbox, own.values())
+        if getattr(value, "ndim", 0) >= 2
+    ]
+    inner = [name for name, value in own.items() if isinstance(value, Mapping)]
+    facts = foreign_facts(bound.layer, kernels, inner)
+    return None if facts is None else bound.decide(**facts)
+
+
+def _cache_overrides(bound: BoundLayer, method: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+    """What else to set on an attention while it decodes, by a rule with a cache."""
+    layer: Any = bound.layer
+    if method is not _ATTENTION_CALL or all(rule.cache is None for rule in bound.rules):
+        return {}
+    attention_fn = overrides.get("attention_fn", layer.attention_fn)
+    obstacle = None
+    if not layer.decode:
+        obstacle = "decode=False"
+    elif "mask" not in inspect.signature(attention_fn).parameters:
+        obstacle = "its attention_fn takes no mask"
+    format = bound.decide("cache", is_cache=True, obstacle=obstacle).cache
+    if format is None:
+        return {}
+    return {"decode": False, "attention_fn": _cached_attention(layer, format, attention_fn)}
+
+
+def _cached_attention(layer: nn.Module, format: CacheFormat, own: Any) -> CachedAttention:
+    """Keeps keys and values in the variables that Flax's attention would."""
+
+    def get(keys: jax.Array) -> tuple[Any, Any, jax.Array] | None:
+        started = layer.has_variable("cache", "cached_key")
+        empty = functools.partial(format.empty, keys.shape, keys.dtype)
+        kept = (
+            layer.variable("cache", "cached_key", lambda: empty().keys),
+            layer.variable("cache", "cached_value", lambda: empty().values),
+            layer.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32)),
+        )
+        return (kept[0].value, kept[1].value, kept[2].value) if started else None
+
+    def put(keys: Any, values: Any, index: jax.Array) -> None:
+        layer.put_variable("cache", "cached_key", keys)
+        layer.put_variable("cache", "cached_value", values)
+        layer.put_variable("cache", "cache_index", index)
+
+    def plain(options: dict[str, Any]) -> bool:
+        quantized = [
+            not isinstance(einsum, AttentionEinsum)
+            or einsum.bound.decide(einsum.product).recipe is not None
+            for einsum in map(options.get, _EINSUMS)
+            if einsum is not None
+        ]
+        return own is nn.dot_product_attention and not any(quantized) and is_plain(options)
+
+    return CachedAttention(format=format, attention_fn=own, get=get, set=put, is_plain=plain)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +443,7 @@ class Interceptor:
         if scope is None or path is None:
             return call(*args, **kwargs)
         _mark(scope, hash(self.rules))
-        with lent(layer, _param_loan(layer)):
+        with overriding(layer, _param_override(layer)):
             return self._run(call, args, kwargs, context, path)
 
     def _run(
@@ -69,15 +457,15 @@ class Interceptor:
         layer = context.module
         if context.method_name == "setup":
             return call(*args, **kwargs)
-        lender = products.Lender(self.rules, layer, path)
+        bound = BoundLayer(self.rules, layer, path)
         method = getattr(context.orig_method, "func", None)
         answer = ANSWERS.get(method)
         if answer is not None:
-            return answer(lender, call, *args, **kwargs)
-        loans = _loans(lender)
-        if loans is None:
-            return run_foreign(lender, call, args, kwargs, context.method_name)
-        with lent(layer, loans | cache_loans(lender, method, loans)):
+            return answer(bound, call, *args, **kwargs)
+        overrides = _overrides(bound)
+        if overrides is None:
+            return _run_traced(bound, call, args, kwargs, context.method_name)
+        with overriding(layer, overrides | _cache_overrides(bound, method, overrides)):
             return call(*args, **kwargs)
 
     def _path(self, layer: nn.Module) -> str | None:
@@ -113,7 +501,7 @@ def _mark(scope: Scope, rules: int) -> None:
     vars(scope)["push"] = push
 
 
-def _param_loan(layer: nn.Module) -> dict[str, Any]:
+def _param_override(layer: nn.Module) -> dict[str, Any]:
     """A `param` that takes quantized weights, for whatever module is not ours."""
     if isinstance(layer, mx_linen.StoredParams):
         return {}
@@ -121,49 +509,47 @@ def _param_loan(layer: nn.Module) -> dict[str, Any]:
     return {"param": functools.partial(stored_param, layer, own)}
 
 
-def _loans(lender: products.Lender) -> dict[str, Any] | None:
+def _overrides(bound: BoundLayer) -> dict[str, Any] | None:
     """What to set on a layer while it runs; None if it has no attribute for a product."""
-    layer: Any = lender.layer
+    layer: Any = bound.layer
     if isinstance(layer, Operation):
         # Part of the layer that holds it, which is noted.
         return {}
     if isinstance(getattr(layer, "recipe", None), Recipe):
-        lender.note("has its own recipe")
+        bound.note("has its own recipe")
         return {}
     kind = kind_of(layer)
     if kind is None:
         return None
     if kind is ATTENTION:
-        return _attention_loans(lender)
+        return _attention_overrides(bound)
     (slot,) = kind.linen
-    obstacle = slot.obstacle(layer, products.Product)
+    obstacle = slot.obstacle(layer, Product)
     if obstacle is not None:
-        lender.note(obstacle)
+        bound.note(obstacle)
         return {}
-    loans: dict[str, Any] = {slot.attribute: products.Product(lender, kind, slot.defaults[-1])}
+    overrides: dict[str, Any] = {slot.attribute: Product(bound, kind, slot.defaults[-1])}
     if getattr(layer, "promote_dtype", None) is promote_dtype:
         # Past Flax's own a stored kernel goes as it is.
-        loans["promote_dtype"] = mx_linen.promote_operands
-    return loans
+        overrides["promote_dtype"] = mx_linen.promote_operands
+    return overrides
 
 
-def _attention_loans(lender: products.Lender) -> dict[str, Any]:
-    layer: Any = lender.layer
+def _attention_overrides(bound: BoundLayer) -> dict[str, Any]:
+    layer: Any = bound.layer
     obstacle = None
-    if any(slot.obstacle(layer, products.Makes) for slot in ATTENTION.linen):
+    if any(slot.obstacle(layer, Makes) for slot in ATTENTION.linen):
         obstacle = "has its own einsum"
     elif not {*_EINSUMS} <= inspect.signature(layer.attention_fn).parameters.keys():
         obstacle = "its attention_fn takes no einsum"
     if obstacle is not None:
         for name in ATTENTION.products:
-            lender.decide(name, obstacle=obstacle)
+            bound.decide(name, obstacle=obstacle)
         return {}
-    loans: dict[str, Any] = {
-        slot.attribute: products.Makes(products.AttentionEinsum(lender, name, layer.precision))
+    overrides: dict[str, Any] = {
+        slot.attribute: Makes(AttentionEinsum(bound, name, layer.precision))
         for slot, name in zip(ATTENTION.linen, ATTENTION.products, strict=True)
     }
-    if layer.precision is not None and not isinstance(
-        layer.attention_fn, products.WithoutPrecision
-    ):
-        loans["attention_fn"] = products.WithoutPrecision(layer.attention_fn)
-    return loans
+    if layer.precision is not None and not isinstance(layer.attention_fn, WithoutPrecision):
+        overrides["attention_fn"] = WithoutPrecision(layer.attention_fn)
+    return overrides

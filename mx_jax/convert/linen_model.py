@@ -10,10 +10,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from mx_jax.convert.linen_layers import Interceptor
-from mx_jax.convert.linen_products import recorded, recorders_of
+from mx_jax.convert.linen_layers import Interceptor, recorded, recorders_of
 from mx_jax.convert.report import Report
-from mx_jax.convert.rules import Rule, as_rules
+from mx_jax.convert.rules import Decision, Rule, as_rules
 from mx_jax.inspect.abstract import of_arrays
 from mx_jax.nn.linen import RNG_STREAM
 
@@ -25,13 +24,13 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = Fal
     """A module whose layers follow rules: same parameters, same names, same methods.
 
     The module is of a subclass of its own class with the same fields. While one of its methods
-    runs, layers below it are lent the products that the rules choose; nothing is stored, neither
+    runs, layers below it are given the products that the rules choose; nothing is stored, neither
     in the module nor in its variables, so checkpoints go both ways and `original` takes the
     conversion back. Modules with equal fields and rules are equal: a rebuilt model does not
     retrace. Stochastic recipes draw from the stream `"quantize"`.
 
-    A linen module has no layers before it runs: rules that match nothing are told of at the end of
-    `init`, and of an `apply` of `__call__`, unless they matched before.
+    A linen module has no layers before it runs: a warning of rules that match nothing comes at the
+    end of `init`, and of an `apply` of `__call__`, unless they matched before.
 
     Args:
       module: an unbound module; a converted one gets the new rules instead of its old.
@@ -80,9 +79,7 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = Fal
 def refuse_wrapper(model: Any, operation: str) -> None:
     """Raise TypeError for what holds a flax.linen module, and say what to convert.
 
-    Args:
-      model: e.g. transformers' `FlaxPreTrainedModel`, which reads `module` and stores `_module`.
-      operation: for the error.
+    As transformers' `FlaxPreTrainedModel`, which reads `module` and stores `_module`.
     """
     if isinstance(model, nn.Module) or not isinstance(getattr(model, "module", None), nn.Module):
         return
@@ -173,12 +170,9 @@ def _bind(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[None]:
-    """Intercept methods below a module, once however its methods nest.
+    """Intercept methods below a module at a path, once however its methods nest.
 
-    Args:
-      module: the converted module.
-      root: its path.
-      whole: whether the method meets all layers, so that a rule without one is told of.
+    If the method meets the whole module, rules that matched no layer are warned of.
     """
     rules = module._mx_rules
     active, conversion = _active.get(), (rules, root)
@@ -215,30 +209,13 @@ def _used_by(model: Any) -> set[int]:
     return set()
 
 
-def report(
-    module: nn.Module,
-    rules: Rule | Sequence[Rule],
-    *args: Any,
-    rngs: Any = None,
-    strict: bool = False,
-    **kwargs: Any,
-) -> Report:
-    """What rules do to a module, from an abstract trace of its init.
-
-    Args:
-      module: as `linen` takes it.
-      rules: as `linen` takes them.
-      *args: example arguments of the module, arrays or `jax.ShapeDtypeStruct`.
-      rngs: streams for init; default: "params", "dropout" and "quantize".
-      strict: whether a rule that matched nothing is an error instead of a warning.
-      **kwargs: further arguments, `method` among them.
-    """
-    rules = as_rules(rules, "convert.report")
+def decisions(
+    module: nn.Module, rules: tuple[Rule, ...], *args: Any, rngs: Any = None, **kwargs: Any
+) -> tuple[Decision, ...]:
+    """What rules say of a module's layers, from an abstract trace of its init."""
     converted = linen(module, rules)
     if rngs is None:
         rngs = {name: jax.random.key(0) for name in ("params", "dropout", RNG_STREAM)}
     with recorded(rules, reports=True) as record:
         jax.eval_shape(*of_arrays(functools.partial(converted.init, rngs), *args, **kwargs))
-    result = Report(rules=rules, decisions=record.decisions)
-    result.check("convert.report", strict)
-    return result
+    return record.decisions

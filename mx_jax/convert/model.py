@@ -1,5 +1,6 @@
 """What conversion offers for models of both frameworks, and for functions, alike."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -8,7 +9,7 @@ import flax.nnx
 
 from mx_jax.convert import functions, linen_model, nnx_model, trees
 from mx_jax.convert.report import Report
-from mx_jax.convert.rules import Rule
+from mx_jax.convert.rules import Decision, Rule, as_rules
 
 M = TypeVar("M")
 
@@ -56,21 +57,30 @@ def report(
       head             Dense               64x10    -     (no rule matches)
       5 of 7 layers converted
     """
+    rules = as_rules(rules, "convert.report")
+    found = Report(rules=rules, decisions=_decisions(model, rules, args, options))
+    found.check("convert.report", strict)
+    return found
+
+
+def _decisions(
+    model: Any, rules: tuple[Rule, ...], args: Any, options: dict[str, Any]
+) -> tuple[Decision, ...]:
     if isinstance(model, flax.linen.Module):
-        return linen_model.report(model, rules, *args, strict=strict, **options)
+        return linen_model.decisions(model, rules, *args, **options)
     if not isinstance(model, flax.nnx.Module):
         if trees.has_nodes(model) and not args and not options:
-            return trees.report(model, rules, strict=strict)
+            return trees.decisions(model, rules)
         if not args:
             linen_model.refuse_wrapper(model, "convert.report")
         if callable(model):
-            return functions.report(model, rules, *args, strict=strict, **options)
+            return functions.decisions(model, rules, *args, **options)
     if args or options:
         raise TypeError(
             "convert.report: example arguments are for flax.linen, whose layers appear when they "
             f"are called; got them with {type(model).__name__}; drop them"
         )
-    return nnx_model.report(model, rules, strict=strict)
+    return nnx_model.decisions(model, rules)
 
 
 def original(model: M) -> M:
@@ -96,7 +106,7 @@ def original(model: M) -> M:
     """
     if isinstance(model, flax.linen.Module):
         return linen_model.original(model)  # pyright: ignore[reportReturnType]
-    if isinstance(model, functions.ConvertedFunction):
+    if isinstance(model, functions.ConvertedFunction) or inspect.isroutine(model):
         return functions.original(model)  # pyright: ignore[reportReturnType]
     if not isinstance(model, flax.nnx.Module) and trees.has_nodes(model):
         return trees.original(model)

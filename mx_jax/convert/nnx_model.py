@@ -8,10 +8,19 @@ import jax
 from flax import nnx as flax_nnx
 from jax.sharding import PartitionSpec
 
-from mx_jax.convert import nnx_caches
-from mx_jax.convert.kind import Kind
-from mx_jax.convert.nnx_layers import judged, put, replaced, stack, take_back
-from mx_jax.convert.nnx_products import Injected, KeyedInjected
+from mx_jax.convert.kinds import Kind
+from mx_jax.convert.nnx_layers import (
+    Injected,
+    KeyedInjected,
+    cache_obstacle,
+    judged,
+    keeps_cache,
+    put,
+    put_cache,
+    replaced,
+    stack,
+    take_back,
+)
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.nn.layers import nnx_spec, recipe_of
@@ -80,8 +89,8 @@ def converted(model: M, rules: tuple[Rule, ...], rngs: flax_nnx.Rngs | None) -> 
         if any(decision.recipe for decision in plan.decisions):
             _inject(plan, rngs)
         if plan.cache is not None and plan.cache.cache is not None:
-            nnx_caches.put(plan.layer, plan.cache.cache)
-    return copy, _report(rules, plans)
+            put_cache(plan.layer, plan.cache.cache)
+    return copy, Report(rules=rules, decisions=_decisions(plans))
 
 
 def original(model: M) -> M:
@@ -97,23 +106,13 @@ def original(model: M) -> M:
         )
     copy = flax_nnx.clone(model, variables=False)
     for _, layer in list(flax_nnx.iter_modules(copy)):
-        nnx_caches.take_back(layer)
         take_back(layer)
     return copy
 
 
-def report(model: Any, rules: Rule | Sequence[Rule], *, strict: bool = False) -> Report:
-    """What rules do to a model.
-
-    Args:
-      model: as `nnx` takes it.
-      rules: as `nnx` takes them.
-      strict: whether a rule that matched nothing is an error instead of a warning.
-    """
-    rules = as_rules(rules, "convert.report")
-    result = _report(rules, _plans(original(model), rules))
-    result.check("convert.report", strict)
-    return result
+def decisions(model: Any, rules: tuple[Rule, ...]) -> tuple[Decision, ...]:
+    """What rules say of a model's layers."""
+    return _decisions(_plans(original(model), rules))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,14 +123,9 @@ class _Plan:
     cache: Decision | None
 
 
-def _report(rules: tuple[Rule, ...], plans: Iterable[_Plan]) -> Report:
-    decisions = tuple(
-        decision
-        for plan in plans
-        for decision in (*plan.decisions, plan.cache)
-        if decision is not None
-    )
-    return Report(rules=rules, decisions=decisions)
+def _decisions(plans: Iterable[_Plan]) -> tuple[Decision, ...]:
+    found = (decision for plan in plans for decision in (*plan.decisions, plan.cache))
+    return tuple(decision for decision in found if decision is not None)
 
 
 def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
@@ -145,8 +139,8 @@ def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
             decide(rules, _judging(paths, layer, product, facts)) for product in kind.products
         ]
         cache = None
-        if nnx_caches.keeps_cache(layer) and any(rule.cache for rule in rules):
-            about = {"is_cache": True, "obstacle": nnx_caches.obstacle(layer)}
+        if keeps_cache(layer) and any(rule.cache for rule in rules):
+            about = {"is_cache": True, "obstacle": cache_obstacle(layer)}
             cache = decide(rules, _judging(paths, layer, "cache", about))
         yield _Plan(layer, kind, tuple(decisions), cache)
 
@@ -189,17 +183,18 @@ def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
         None if decision.recipe is None else recipe_of(decision.recipe, where)
         for decision in plan.decisions
     )
-    operation, before = kind.operation(*recipes), replaced(layer, kind)
-    errors = f"{type(layer).__name__}, converted by convert.nnx"
     first = plan.decisions[0].layer.path
-    name = LayerName((first if kind.products[0] is None else first.rpartition("/")[0]) or "model")
-    stream = None
+    product: Injected | KeyedInjected = Injected(
+        operation=kind.operation(*recipes),
+        replaced=replaced(layer, kind),
+        layer=f"{type(layer).__name__}, converted by convert.nnx",
+        name=LayerName(
+            (first if kind.products[0] is None else first.rpartition("/")[0]) or "model"
+        ),
+    )
     if any(recipe is not None and recipe.is_stochastic for recipe in recipes):
         stream = _stream(plan, rngs)
-    if stream is None:
-        product = Injected(operation=operation, replaced=before, layer=errors, name=name)
-    else:
-        product = KeyedInjected(operation, before, stream, errors, name)
+        product = product if stream is None else KeyedInjected(product, stream)
     put(layer, kind, product)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 from rich.table import Table
 from rich.text import Text
@@ -92,12 +92,17 @@ class Report:
           caches: whether the model's caches would have been met.
         """
         unused = [index for index in self.unused if index not in used]
-        if caches:
-            missed = [i for i in self.without_cache if i not in (*used, *unused)]
-            self._tell_of_caches(operation, strict, missed)
+        missed = [i for i in self.without_cache if caches and i not in (*used, *unused)]
+        if missed:
+            text = (
+                f"{operation}: rules with a cache, but no layer that keeps one: "
+                f"{self._listed(missed)}; caches are those of Flax's own MultiHeadAttention; in an "
+                "attention of your own use mx_jax.nn.KVCache"
+            )
+            warn_or_raise(text, strict)
         if self.rules and not unused:
             return
-        rules = ", ".join(f"{index} ({self.rules[index]})" for index in unused)
+        rules = self._listed(unused)
         paths = ", ".join(repr(decision.layer.path) for decision in self.decisions[:8])
         more = ", ..." if len(self.decisions) > 8 else ""
         complaint = f"rules that matched no layer: {rules}" if rules else "there are no rules"
@@ -107,22 +112,10 @@ class Report:
             f"{operation}: {complaint}; the model has {paths or 'no layer that a rule reaches'}"
             f"{more}; patterns match whole paths, and the first rule that matches decides"
         )
-        if strict:
-            raise ValueError(text)
-        warnings.warn(text, UnusedRuleWarning, stacklevel=3)
+        warn_or_raise(text, strict)
 
-    def _tell_of_caches(self, operation: str, strict: bool, missed: list[int]) -> None:
-        if not missed:
-            return
-        rules = ", ".join(f"{index} ({self.rules[index]})" for index in missed)
-        text = (
-            f"{operation}: rules with a cache, but no layer that keeps one: {rules}; caches are "
-            "those of Flax's own MultiHeadAttention; in an attention of your own use "
-            "mx_jax.nn.KVCache"
-        )
-        if strict:
-            raise ValueError(text)
-        warnings.warn(text, UnusedRuleWarning, stacklevel=4)
+    def _listed(self, indices: Iterable[int]) -> str:
+        return ", ".join(f"{index} ({self.rules[index]})" for index in indices)
 
     def __str__(self) -> str:
         rows = [COLUMNS, *map(_row, self.decisions)]
@@ -136,6 +129,13 @@ class Report:
             # A bracket in a layer's path is no markup.
             table.add_row(*map(Text, _row(decision)), style=None if decision.gets else "dim")
         return table
+
+
+def warn_or_raise(text: str, strict: bool) -> None:
+    """Warn the caller of the caller's caller, or raise ValueError if strict."""
+    if strict:
+        raise ValueError(text)
+    warnings.warn(text, UnusedRuleWarning, stacklevel=4)
 
 
 def _row(decision: Decision) -> tuple[str, ...]:

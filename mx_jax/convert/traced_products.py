@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mx_jax.convert import conv
+from mx_jax.convert.operations import ConvOfDotGeneral, conv_obstacle
 from mx_jax.ops.arguments import QUANTIZABLE
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.recipes import Recipe
@@ -71,8 +71,8 @@ class TracedProduct:
     Attributes:
       type: what rules know them as.
       facts: from parameters and operands with the kernel on the right, to fields of `Layer`.
-      multiply: from recipe, operands with the kernel on the right, parameters and a key or None to
-        the product.
+      multiply: from recipe, what multiplies by it as `jax.lax.dot_general` does, operands with the
+        kernel on the right, parameters and a key or None to the product.
       turned: from operands and parameters to those of the same product with its operands in the
         other order, and what brings its result back; None where the right operand is the kernel.
     """
@@ -106,10 +106,12 @@ def _dot_facts(lhs: Any, rhs: Any, params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _dot(recipe: Recipe, values: Any, params: dict[str, Any], key: Any) -> jax.Array:
-    lhs, rhs = values
-    params = dict(params)
-    return recipe.dot_general(lhs, rhs, params.pop("dimension_numbers"), **params, key=key)
+def _dot(
+    recipe: Recipe, dot_general: Any, values: Any, params: dict[str, Any], key: Any
+) -> jax.Array:
+    del recipe
+    options = dict(params)
+    return dot_general(*values, options.pop("dimension_numbers"), **options, key=key)
 
 
 def turned(lhs: Any, rhs: Any, params: dict[str, Any]) -> tuple[Any, Any, dict[str, Any], Any]:
@@ -143,7 +145,10 @@ def _ragged_facts(lhs: Any, rhs: Any, sizes: Any, params: dict[str, Any]) -> dic
     return {"kernel": shape, "shape": shape[1:], "obstacle": obstacle}
 
 
-def _ragged(recipe: Recipe, values: Any, params: dict[str, Any], key: Any) -> jax.Array:
+def _ragged(
+    recipe: Recipe, dot_general: Any, values: Any, params: dict[str, Any], key: Any
+) -> jax.Array:
+    del dot_general
     lhs, rhs, sizes = values
     options = {name: params[name] for name in ("precision", "preferred_element_type")}
     return ragged_dot(lhs, rhs, sizes, recipe=recipe, **options, key=key)
@@ -152,7 +157,7 @@ def _ragged(recipe: Recipe, values: Any, params: dict[str, Any], key: Any) -> ja
 def _conv_facts(lhs: Any, rhs: Any, params: dict[str, Any]) -> dict[str, Any]:
     out, into, *space = params["dimension_numbers"].rhs_spec
     taps = math.prod(rhs.shape[axis] for axis in space)
-    obstacle = conv.obstacle(params["feature_group_count"], params["lhs_dilation"])
+    obstacle = conv_obstacle(params["feature_group_count"], params["lhs_dilation"])
     if params["batch_group_count"] != 1:
         obstacle = f"batch_group_count={params['batch_group_count']}: a gradient of a convolution"
     return {
@@ -163,11 +168,14 @@ def _conv_facts(lhs: Any, rhs: Any, params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _conv(recipe: Recipe, values: Any, params: dict[str, Any], key: Any) -> jax.Array:
+def _conv(
+    recipe: Recipe, dot_general: Any, values: Any, params: dict[str, Any], key: Any
+) -> jax.Array:
     """The product of patches and kernel; channels go last, and back."""
+    del recipe
     lhs, rhs = values
     (batch, features, *space), (out, into, *taps), to = params["dimension_numbers"]
-    product = conv.ConvOfDotGeneral(dot_general=recipe.dot_general)(
+    product = ConvOfDotGeneral(dot_general=dot_general)(
         lax.transpose(lhs, (batch, *space, features)),
         lax.transpose(rhs, (*taps, into, out)),
         params["window_strides"],
@@ -177,9 +185,9 @@ def _conv(recipe: Recipe, values: Any, params: dict[str, Any], key: Any) -> jax.
         preferred_element_type=params["preferred_element_type"],
         key=key,
     )
-    # `to` says where batch, features and space lie in the result.
-    lies = (to[0], *to[2:], to[1])
-    return lax.transpose(product, [lies.index(axis) for axis in range(len(lies))])
+    # `to` has the axes of batch, features and space in the result.
+    axes = (to[0], *to[2:], to[1])
+    return lax.transpose(product, [axes.index(axis) for axis in range(len(axes))])
 
 
 @functools.cache

@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core.primitives import dot_general_p
+from jax.interpreters import ad, batching, mlir
 
-from mx_jax.convert.foreign import with_products
-from mx_jax.convert.kind import Kind
-from mx_jax.convert.kinds import FOREIGN, foreign_facts, kind_of
+from mx_jax.convert.functions import TracedCall
+from mx_jax.convert.kinds import FOREIGN, Kind, foreign_facts, kind_of
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
-from mx_jax.convert.waiting import waiting
-from mx_jax.nn.layers import named_in_errors
+from mx_jax.nn.errors import named_in_errors
 from mx_jax.recipes import Recipe
 
 T = TypeVar("T")
@@ -23,7 +26,7 @@ def tree(model: T, rules: Rule | Sequence[Rule], *, strict: bool = False) -> T:
     """A pytree whose layers follow rules: the same leaves at the same paths, the same methods.
 
     Nodes of known types are replaced, where a rule matches: Equinox's `Linear`, `LSTMCell` and
-    `GRUCell`, those that are told by `convert.register`, and any callable node whose type a rule
+    `GRUCell`, those of `convert.register`, and any callable node whose type a rule
     names. A replaced layer is called as it was, has its attributes and its type for `isinstance`;
     its products follow the recipe. `jax.vmap` of it is the product of the batch. Nothing else of
     the tree changes, and nothing of the model that is given.
@@ -63,25 +66,25 @@ def tree(model: T, rules: Rule | Sequence[Rule], *, strict: bool = False) -> T:
       >>> up(jnp.ones(64)).shape, up.weight is model["up"].weight
       ((32,), True)
     """
-    rules, decisions = as_rules(rules, "convert.tree"), list[Decision]()
-    converted = _converted(_of_nodes(model, "convert.tree"), rules, (), decisions)
-    Report(rules=rules, decisions=tuple(decisions)).check("convert.tree", strict)
+    rules = as_rules(rules, "convert.tree")
+    converted, found = _tree(model, rules, "convert.tree")
+    Report(rules=rules, decisions=found).check("convert.tree", strict)
     return converted
 
 
-def report(model: Any, rules: Rule | Sequence[Rule], *, strict: bool = False) -> Report:
-    """What rules do to a pytree.
+def decisions(model: Any, rules: tuple[Rule, ...]) -> tuple[Decision, ...]:
+    """What rules say of the layers of a pytree."""
+    return _tree(model, rules, "convert.report")[1]
 
-    Args:
-      model: as `tree` takes it.
-      rules: as `tree` takes them.
-      strict: whether a rule that matched nothing is an error instead of a warning.
-    """
-    rules, decisions = as_rules(rules, "convert.report"), list[Decision]()
-    _converted(_of_nodes(model, "convert.report"), rules, (), decisions)
-    result = Report(rules=rules, decisions=tuple(decisions))
-    result.check("convert.report", strict)
-    return result
+
+def _tree(model: T, rules: tuple[Rule, ...], operation: str) -> tuple[T, tuple[Decision, ...]]:
+    if not has_nodes(model):
+        raise TypeError(
+            f"{operation}: needs a pytree of layers, got {type(model).__name__}; use "
+            "convert.function for a function"
+        )
+    found: list[Decision] = []
+    return _converted(original(model), rules, (), found), tuple(found)
 
 
 def original(model: T) -> T:
@@ -111,13 +114,7 @@ class ConvertedLayer:
     """
 
     def __init__(self, layer: Any, recipe: Recipe, operation: Callable[..., Any]):
-        """Make it.
-
-        Args:
-          layer: the layer.
-          recipe: its recipe.
-          operation: what its products are made by.
-        """
+        """A layer, its recipe, and what its products are made by."""
         # Not by setattr: attributes are the layer's.
         vars(self).update(mx_layer=layer, mx_static=(recipe, operation))
 
@@ -150,15 +147,15 @@ class ConvertedLayer:
                 f"convert.tree: {name} gets recipe {recipe.name!r}, which draws random bits; pass "
                 "key= in the layer's call, or convert the function that calls it: convert.function"
             )
-        product, drawn = waiting(operation), iter(range(1 << 30))
-
-        def multiply(*operands: Any, **params: Any) -> Any:
-            own = None if key is None else jax.random.fold_in(key, next(drawn))
-            return product(*operands, **params, key=own if recipe.is_stochastic else None)
-
         with named_in_errors(f"{name}, converted by convert.tree"):
-            run = with_products(functools.partial(call, self.mx_layer), multiply, name)
-            return run(*args, **options)
+            return TracedCall(recipe)(
+                functools.partial(call, self.mx_layer),
+                args,
+                options,
+                name=name,
+                key=key if recipe.is_stochastic else None,
+                dot_general=lambda _: deferred(operation),
+            )
 
 
 def _flatten(node: ConvertedLayer) -> Any:
@@ -187,33 +184,26 @@ def _children(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
     return [(path[0] if path else None, child) for path, child in found], structure
 
 
-def _of_nodes(model: T, operation: str) -> T:
-    if not has_nodes(model):
-        raise TypeError(
-            f"{operation}: needs a pytree of layers, got {type(model).__name__}; use "
-            "convert.function for a function"
-        )
-    return original(model)
-
-
 def _converted(
-    node: Any, rules: tuple[Rule, ...], path: tuple[Any, ...], decisions: list[Decision]
+    node: Any, rules: tuple[Rule, ...], path: tuple[Any, ...], found: list[Decision]
 ) -> Any:
     """A node with its layers replaced; what was decided goes to the list, in the tree's order."""
-    found = _judged(node)
-    if found is not None:
-        kind, facts = found
+    judged = _judged(node)
+    if judged is not None:
+        kind, facts = judged
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         decision = decide(rules, Layer(path=name, type=type(node), **facts))
-        decisions.append(decision)
+        found.append(decision)
         if decision.recipe is not None:
-            return ConvertedLayer(node, decision.recipe, kind.operation(decision.recipe))
+            recipe = decision.recipe
+            made = recipe.dot_general if kind is FOREIGN else kind.operation(recipe)
+            return ConvertedLayer(node, recipe, made)
         if kind is not FOREIGN:
             return node
     children, structure = _children(node)
     if not has_nodes(node):
         return node
-    after = [_converted(child, rules, (*path, key), decisions) for key, child in children]
+    after = [_converted(child, rules, (*path, key), found) for key, child in children]
     if all(new is old for new, (_, old) in zip(after, children, strict=True)):
         return node
     return jax.tree.unflatten(structure, after)
@@ -246,3 +236,124 @@ def _layers(node: Any) -> Iterator[Any]:
             yield node
         for _, child in _children(node)[0]:
             yield from _layers(child)
+
+
+# Products that wait for vmap ---------------------------------------------------------------------
+
+_product_p = Primitive("mx_jax_product")
+
+
+def deferred(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A product that is made once it is known what vmap maps it over.
+
+    A product with a recipe of its own gradients would otherwise be made for each example: the
+    gradient of a kernel `[k, n]` as one for each example, `[batch, k, n]`, in blocks of one row. As
+    a primitive of its own it first becomes the product of the batch, as `jax.lax.dot_general` does,
+    and is differentiated then.
+
+    Args:
+      product: called like `jax.lax.dot_general`, and with `key`; hashable.
+
+    Returns:
+      A function of the same arguments, `out_sharding` apart.
+    """
+
+    def multiply(
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: lax.DotDimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        if out_sharding is not None:
+            # On axes of an explicit mesh JAX asks for the product's sharding at once.
+            options = {"out_sharding": out_sharding, "key": key}
+            return product(
+                lhs, rhs, dimension_numbers, precision, preferred_element_type, **options
+            )
+        dtype = preferred_element_type or jnp.result_type(lhs.dtype, rhs.dtype)
+        return _product_p.bind(
+            lhs,
+            rhs,
+            *([] if key is None else [key]),
+            dimension_numbers=dimension_numbers,
+            precision=precision,
+            preferred_element_type=jnp.dtype(dtype),
+            product=product,
+        )
+
+    return multiply
+
+
+def _make(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *key: jax.Array,
+    dimension_numbers: Any,
+    product: Callable[..., jax.Array],
+    **options: Any,
+) -> jax.Array:
+    return product(lhs, rhs, dimension_numbers, **options, key=key[0] if key else None)
+
+
+def _run(*operands: Any, **params: Any) -> jax.Array:
+    return _compiled(tuple(params.items()))(*operands)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(params: tuple[tuple[str, Any], ...]) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(_make, **dict(params)))
+
+
+def _shaped(lhs: Any, rhs: Any, *key: Any, product: Callable[..., jax.Array], **params: Any) -> Any:
+    shaped, _ = dot_general_p.abstract_eval(lhs, rhs, out_sharding=None, **params)
+    return shaped
+
+
+def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    lhs, rhs, *key = primals
+    own = tuple(ad.instantiate_zeros(tangent) for tangent in tangents[:2])
+    return jax.jvp(lambda lhs, rhs: _make(lhs, rhs, *key, **params), (lhs, rhs), own)
+
+
+def _mapped(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
+    lhs, rhs, *key = operands
+    left, right, *others = axes
+    if any(axis is not None for axis in others):
+        # A key for each: then they are as many products.
+        out = jax.vmap(functools.partial(_make, **params), tuple(axes))(*operands)
+        return out, 0
+    (lhs_k, rhs_k), (lhs_batch, rhs_batch) = params.pop("dimension_numbers")
+    lhs_k, lhs_batch = _past(left, lhs_k), _past(left, lhs_batch)
+    rhs_k, rhs_batch = _past(right, rhs_k), _past(right, rhs_batch)
+    num_batch = len(lhs_batch)
+    if left is not None and right is not None:
+        lhs_batch, rhs_batch, place = (left, *lhs_batch), (right, *rhs_batch), 0
+    elif left is not None:
+        place = num_batch + _place(left, lhs_k, lhs_batch)
+    else:
+        assert right is not None
+        kept = lhs.ndim - num_batch - len(lhs_k)
+        place = num_batch + kept + _place(right, rhs_k, rhs_batch)
+    numbers = (lhs_k, rhs_k), (lhs_batch, rhs_batch)
+    return _product_p.bind(lhs, rhs, *key, dimension_numbers=numbers, **params), place
+
+
+def _past(mapped: int | None, axes: Sequence[int]) -> tuple[int, ...]:
+    """Axes of an operand as they are numbered with the mapped one."""
+    return tuple(axis + (mapped is not None and axis >= mapped) for axis in axes)
+
+
+def _place(mapped: int, contracting: Sequence[int], batch: Sequence[int]) -> int:
+    """Where the mapped axis stands among those that are kept."""
+    return sum(axis not in (*contracting, *batch) for axis in range(mapped))
+
+
+_product_p.def_impl(_run)
+_product_p.def_abstract_eval(_shaped)
+ad.primitive_jvps[_product_p] = _differentiated
+batching.primitive_batchers[_product_p] = _mapped
+mlir.register_lowering(_product_p, mlir.lower_fun(_make, multiple_results=False))

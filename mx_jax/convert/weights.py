@@ -1,29 +1,107 @@
 """Weights quantized once, for serving: a tree of parameters or a model, by rules."""
 
 import dataclasses
-import warnings
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen
 import jax
-from flax import nnx as flax_nnx
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 from flax.core import meta
 
 from mx_jax.axes import Axes
 from mx_jax.calibrate.ways import Way
-from mx_jax.convert import linen_model, nnx_weights
-from mx_jax.convert.report import Report, UnusedRuleWarning
-from mx_jax.convert.rules import Layer, Rule, Unknown, as_rules
-from mx_jax.convert.stored import Kernel
+from mx_jax.convert import linen_model
+from mx_jax.convert.kinds import EMBED, Kind
+from mx_jax.convert.nnx_layers import StoredEmbed, judged, stack
+from mx_jax.convert.nnx_model import converted, layers_of
+from mx_jax.convert.report import Report, warn_or_raise
+from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, as_rules, decide
+from mx_jax.mxarray import MXArray
 from mx_jax.nn.stored import StoredParams
-from mx_jax.ops.storing import why_not_stored
-from mx_jax.packed import Quantized
+from mx_jax.ops.storing import store_weights, why_not_stored
+from mx_jax.packed import Quantized, gives_rows, unpacked
+from mx_jax.recipes import Recipe
 
 # What Flax's layers call what they multiply by or look up in.
 _KERNELS = ("kernel", "embedding")
 # Parameters of two axes and more that are no kernel of anything: those of a stack of layers.
 _VECTORS = ("bias", "scale")
+_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Kernel:
+    """A parameter that a rule may quantize.
+
+    Attributes:
+      decision: what the rules say of it.
+      num_stacked: how many of its leading axes count layers.
+      looked_up: whether rows are looked up in it: packed only where the layout gives them one by
+        one.
+    """
+
+    decision: Decision
+    num_stacked: int
+    looked_up: bool = False
+
+    @classmethod
+    def judge(cls, rules: tuple[Rule, ...], layer: Layer, value: Any) -> "_Kernel":
+        """Ask the rules about a parameter of a layer: its shape and dtype count."""
+        stacked = value.ndim - (value.ndim if layer.kernel is None else len(layer.kernel))
+        obstacle = layer.obstacle or _obstacle(layer, value)
+        whole = dataclasses.replace(layer, kernel=tuple(value.shape), obstacle=obstacle)
+        decision = decide(rules, whole)
+        reason = decision.recipe and why_not_stored(decision.recipe)
+        if reason:
+            decision = dataclasses.replace(decision, recipe=None, reason=reason)
+        looked_up = issubclass(layer.type, (flax.linen.Embed, nnx.Embed))
+        return cls(decision=decision, num_stacked=stacked, looked_up=looked_up)
+
+    def store(self, value: Any, pack: bool, by: Way | None) -> Any:
+        """The parameter as it is to be stored; without a recipe, as it is."""
+        layer, recipe = self.decision.layer, self.decision.recipe
+        if recipe is None or layer.axes is None:
+            return value
+        stored = store_weights(
+            jnp.asarray(value),
+            recipe,
+            layer.axes,
+            num_stacked=self.num_stacked,
+            packed=pack,
+            by=None if by is None else self._by(by),
+        )
+        return stored if not self.looked_up or gives_rows(stored) else unpacked(stored)
+
+    def _by(self, by: Way) -> Callable[[jax.Array], MXArray]:
+        layer, spec = self.decision.layer, self.decision.recipe and self.decision.recipe.fwd.rhs
+        assert layer.axes is not None and spec is not None
+        contracting, ((axis, _), *others) = layer.axes.contracting, layer.axes.blocks(spec.format)
+        if others:
+            raise ValueError(
+                f"convert.weights: by={by!r} needs blocks along one axis, but the recipe of "
+                f"{layer.path!r} has format={spec.format.name}"
+            )
+        return functools.partial(
+            by,
+            (layer.path, *layer.aliases),
+            format=spec.format,
+            axis=axis if len(contracting) == 1 else contracting,
+            looked_up=self.looked_up,
+        )
+
+
+def _obstacle(layer: Layer, value: Any) -> str | None:
+    if isinstance(value, Quantized):
+        return f"is {value.format.name} already"
+    if value.dtype not in _DTYPES:
+        return f"is {value.dtype}; float32, bfloat16 and float16 can be quantized"
+    if layer.axes is None:
+        return "which of its axes a product contracts is not known"
+    return None
 
 
 def weights(
@@ -34,7 +112,7 @@ def weights(
     args: Sequence[Any] = (),
     pack: bool = True,
     by: Way | None = None,
-    rngs: flax_nnx.Rngs | None = None,
+    rngs: nnx.Rngs | None = None,
     strict: bool = False,
 ) -> Any:
     """Kernels as MXArrays, each by the first rule that matches its layer; for inference.
@@ -82,9 +160,9 @@ def weights(
       True
     """
     rules = as_rules(rules, "convert.weights")
-    if isinstance(params, flax_nnx.Module):
+    if isinstance(params, nnx.Module):
         _check_arguments(params, model, args)
-        result, found = nnx_weights.weights(params, rules, pack=pack, by=by, rngs=rngs)
+        result, found = _weights_of_model(params, rules, pack, by, rngs)
     else:
         leaves, structure = _flat(params)
         kernels = _kernels(leaves, rules, _layers(model, args))
@@ -113,9 +191,7 @@ def _tell_unstored(found: Report, strict: bool) -> None:
             f"recipe={recipe.name!r}; its layers stay in high precision; a recipe that can read "
             "stored weights is weight_only('mxfp4')"
         )
-        if strict:
-            raise ValueError(text)
-        warnings.warn(text, UnusedRuleWarning, stacklevel=3)
+        warn_or_raise(text, strict)
 
 
 def weights_report(
@@ -146,9 +222,9 @@ def weights_report(
       1 of 2 layers converted
     """
     rules = as_rules(rules, "convert.weights_report")
-    if isinstance(params, flax_nnx.Module):
+    if isinstance(params, nnx.Module):
         _check_arguments(params, model, args)
-        found = nnx_weights.report(params, rules)
+        found = _report(rules, [own.kernel for own in _found(params, rules)])
     else:
         found = _report(rules, _kernels(_flat(params)[0], rules, _layers(model, args)))
     found.check("convert.weights_report", strict, caches=False)
@@ -164,12 +240,12 @@ def _check_arguments(params: Any, model: Any, args: Any) -> None:
 
 
 def _is_leaf(node: Any) -> bool:
-    return isinstance(node, Quantized | meta.AxisMetadata | flax_nnx.Variable)
+    return isinstance(node, Quantized | meta.AxisMetadata | nnx.Variable)
 
 
 def _flat(params: Any) -> tuple[list[tuple[tuple[str, ...], Any]], Any]:
     """Parameters with the names that lead to them, and how to put them together."""
-    if not isinstance(params, Mapping | flax_nnx.State):
+    if not isinstance(params, Mapping | nnx.State):
         raise TypeError(
             "convert.weights: needs a flax.nnx model or state, or flax.linen's parameters, got "
             f"{type(params).__name__}; of a flax.linen module pass what init gave"
@@ -183,12 +259,12 @@ def _name(key: Any) -> str:
 
 
 def _value(leaf: Any) -> Any:
-    return leaf[...] if isinstance(leaf, flax_nnx.Variable) else meta.unbox(leaf)
+    return leaf[...] if isinstance(leaf, nnx.Variable) else meta.unbox(leaf)
 
 
 def _with(leaf: Any, value: Any) -> Any:
     """A parameter with another value, boxed as it was."""
-    if isinstance(leaf, flax_nnx.Variable):
+    if isinstance(leaf, nnx.Variable):
         return leaf.replace(value)
     return leaf.replace_boxed(value) if isinstance(leaf, meta.AxisMetadata) else value
 
@@ -197,21 +273,18 @@ def _layers(model: flax.linen.Module | None, args: Sequence[Any]) -> Mapping[str
     """What a module's layers are, by path."""
     if model is None:
         return {}
-    with warnings.catch_warnings():
-        # Without rules nothing is converted, which is not what is asked here.
-        warnings.simplefilter("ignore", UnusedRuleWarning)
-        found = linen_model.report(linen_model.original(model), (), *args)
-    return {decision.layer.path: decision.layer for decision in found.decisions}
+    found = linen_model.decisions(linen_model.original(model), (), *args)
+    return {decision.layer.path: decision.layer for decision in found}
 
 
 def _kernels(
     leaves: Sequence[tuple[tuple[str, ...], Any]],
     rules: tuple[Rule, ...],
     layers: Mapping[str, Layer],
-) -> list[Kernel | None]:
+) -> list[_Kernel | None]:
     """What the rules say of each parameter; None of what is no kernel."""
     variables = any(names[0] == "params" for names, _ in leaves if len(names) > 1)
-    found: list[Kernel | None] = []
+    found: list[_Kernel | None] = []
     for names, leaf in leaves:
         value = _value(leaf)
         other = variables and names[0] != "params"
@@ -221,9 +294,12 @@ def _kernels(
         names = names[1:] if variables else names
         known = layers.get("/".join(names[:-1]))
         layer = _layer(names, value, known)
-        if isinstance(leaf, flax_nnx.Variable) and layer.type is flax.linen.Embed:
-            layer = dataclasses.replace(layer, obstacle=nnx_weights.LOOKED_UP)
-        found.append(Kernel.judge(rules, layer, value))
+        if isinstance(leaf, nnx.Variable) and layer.type is flax.linen.Embed:
+            obstacle = (
+                "flax.nnx's Embed looks rows up in an array: pass the model in place of its state"
+            )
+            layer = dataclasses.replace(layer, obstacle=obstacle)
+        found.append(_Kernel.judge(rules, layer, value))
     return found
 
 
@@ -247,6 +323,70 @@ def _layer(names: tuple[str, ...], value: Any, known: Layer | None) -> Layer:
     return dataclasses.replace(layer, shape=shape, axes=Axes.ordered(k_first=True))
 
 
-def _report(rules: tuple[Rule, ...], kernels: Sequence[Kernel | None]) -> Report:
+def _report(rules: tuple[Rule, ...], kernels: Sequence[_Kernel | None]) -> Report:
     decisions = (kernel.decision for kernel in kernels if kernel is not None)
     return Report(rules=rules, decisions=tuple(decisions))
+
+
+# flax.nnx's models -------------------------------------------------------------------------------
+
+
+def _weights_of_model(
+    model: nnx.Module, rules: tuple[Rule, ...], pack: bool, by: Way | None, rngs: nnx.Rngs | None
+) -> tuple[nnx.Module, Report]:
+    """A converted copy whose quantized kernels are new Variables; all others are the model's."""
+    copy, _ = converted(model, rules, rngs)
+    found = list(_found(copy, rules))
+    # A Variable that several layers hold stays one.
+    stored: dict[int, Any] = {}
+    for each in found:
+        if each.kernel.decision.recipe is None:
+            continue
+        variable = getattr(each.layer, each.name)
+        if id(variable) not in stored:
+            stored[id(variable)] = variable.replace(each.kernel.store(variable[...], pack, by))
+        setattr(each.layer, each.name, stored[id(variable)])
+        if type(each.layer) is nnx.Embed:
+            # Its own would ask for an array; one that is no longer Flax's does as it was written.
+            each.layer.__class__ = StoredEmbed
+    return copy, _report(rules, [each.kernel for each in found])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Found:
+    """A layer, the attribute that holds its kernel, and what the rules say of that."""
+
+    layer: Any
+    name: str
+    kernel: _Kernel
+
+
+def _found(model: nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Found]:
+    for paths, layer in layers_of(model):
+        known = judged(layer)
+        if known is None or known[1].get("kernel") is None:
+            continue
+        kind, facts = known
+        if kind is EMBED and type(layer) not in (nnx.Embed, StoredEmbed):
+            facts["obstacle"] = "a class of its own may look rows up in an array"
+        name = _attribute(kind, layer)
+        if name is None:
+            continue
+        facts["kernel"] = facts["kernel"][len(stack(layer, kind)) :]
+        if isinstance(getattr(layer, "recipe", None), Recipe):
+            # A layer of ours reads what is stored, whatever its recipe.
+            facts["obstacle"] = None
+        first, *others = ("/".join(map(str, path)) for path in paths)
+        judging = Layer(path=first, aliases=tuple(others), type=type(layer), **facts)
+        kernel = _Kernel.judge(rules, judging, getattr(layer, name)[...])
+        yield _Found(layer=layer, name=name, kernel=kernel)
+
+
+def _attribute(kind: Kind, layer: Any) -> str | None:
+    """Where a layer holds its kernel; of one that nobody registered, its first matrix."""
+    own = {name: v for name, v in vars(layer).items() if isinstance(v, nnx.Variable)}
+    try:
+        kernel = kind.kernel(layer)
+    except AttributeError:
+        kernel = next((v for v in own.values() if len(v.shape) >= 2), None)
+    return next((name for name, value in own.items() if value is kernel), None)

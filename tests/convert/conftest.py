@@ -1,6 +1,8 @@
-"""The marker `peers`: models that other packages ship, left out unless asked for by `-m peers`."""
+"""Kinds that tests register, and models of other packages, left out unless `-m peers` asks."""
 
 import pytest
+
+from mx_jax.convert import kinds
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -14,3 +16,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if peers:
         config.hook.pytest_deselected(items=peers)
         items[:] = [item for item in items if not item.get_closest_marker("peers")]
+
+
+@pytest.fixture
+def unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(kinds, "_KINDS", [*kinds._KINDS])

@@ -14,15 +14,11 @@ from jax import lax
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule
-from mx_jax.convert.foreign import ForeignProduct, with_products
-from mx_jax.nn.linen import RNG_STREAM
+from mx_jax.convert.functions import TracedCall
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
 
 WEIGHT_ONLY = recipes.weight_only("mxfp4")
-STOCHASTIC = WEIGHT_ONLY.with_(
-    weights={"rounding": "stochastic", "scale_rule": "even"}, name="stochastic weight"
-)
 X = np.random.default_rng(1).standard_normal((2, 3, 40), np.float32)
 
 
@@ -35,12 +31,6 @@ class Einsum(nn.Module):
     def __call__(self, subscripts: str, x: jax.Array) -> jax.Array:
         w = self.param("w", nn.initializers.normal(), self.shape)
         return jnp.einsum(subscripts, x, w)
-
-
-class Projection(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return Einsum((40, 2, 5), name="q")("btd,dhk->bthk", x)
 
 
 class Table(nn.Module):
@@ -59,40 +49,10 @@ class Table(nn.Module):
         return x @ self.table.T
 
 
-class NnxEinsum(nnx.Module):
-    def __init__(self, subscripts: str, shape: tuple[int, ...], rngs: nnx.Rngs):
-        self.subscripts = subscripts
-        self.w = nnx.Param(jax.random.normal(rngs.params(), shape))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.einsum(self.subscripts, x, self.w[...])
-
-
-LINEN, NNX = (Rule(".*", WEIGHT_ONLY, types=kind) for kind in (Einsum, NnxEinsum))
+LINEN = Rule(".*", WEIGHT_ONLY, types=Einsum)
 
 
 class TestLinen:
-    def test_equals_an_einsum_with_the_recipe(self):
-        model = Projection()
-        variables = quick(model.init)(jax.random.key(0), X)
-        converted = convert.linen(model, LINEN)
-        assert convert.report(model, LINEN, X).num_converted == 1
-
-        def by_hand(variables, x):
-            w = variables["params"]["q"]["w"]
-            return mx_jax.einsum("btd,dhk->bthk", x, w, recipe=WEIGHT_ONLY)
-
-        def with_gradients(function):
-            loss = lambda *args: jnp.sum(function(*args) ** 2)  # noqa: E731
-            return function(variables, X), jax.grad(loss, (0, 1))(variables, X)
-
-        jax.tree.map(
-            np.testing.assert_array_equal, with_gradients(converted.apply), with_gradients(by_hand)
-        )
-        np.testing.assert_array_equal(
-            convert.original(converted).apply(variables, X), model.apply(variables, X)
-        )
-
     @pytest.mark.slow
     def test_inside_scan_and_jit(self):
         class Stack(nn.Module):
@@ -127,18 +87,6 @@ class TestLinen:
         looked_up = converted.apply(variables, tokens, method="look_up")
         np.testing.assert_array_equal(looked_up, table[:3])
 
-    @pytest.mark.slow
-    def test_stochastic(self):
-        model, rule = Projection(), Rule(".*", STOCHASTIC, types=Einsum)
-        variables = quick(model.init)(jax.random.key(0), X)
-        converted = convert.linen(model, rule)
-        one, again, other = (
-            converted.apply(variables, X, rngs={RNG_STREAM: jax.random.key(seed)})
-            for seed in (1, 1, 2)
-        )
-        np.testing.assert_array_equal(one, again)
-        assert np.any(one != other)
-
     def test_obstacles(self):
         class Outer(nn.Module):
             @nn.compact
@@ -152,54 +100,8 @@ class TestLinen:
             "": "has layers of its own: Dense_0",
         }
 
-    def test_a_layer_without_product(self):
-        class Adds(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                return x + self.param("w", nn.initializers.ones, (3, 40))
-
-        variables = quick(Adds().init)(jax.random.key(0), X)
-        converted = convert.linen(Adds(), Rule(".*", WEIGHT_ONLY, types=Adds))
-        with pytest.raises(ValueError, match=r"names the type of '', but its call contains no dot"):
-            converted.apply(variables, X)
-
 
 class TestNnx:
-    def test_equals_an_einsum_with_the_recipe(self):
-        model = nnx.Sequential(NnxEinsum("btd,dhk->bthk", (40, 2, 5), nnx.Rngs(0)))
-        converted = convert.nnx(model, NNX)
-        layer = converted.layers[0]
-        assert isinstance(layer, NnxEinsum) and layer.w is model.layers[0].w
-        w = layer.w[...]
-        by_hand = functools.partial(mx_jax.einsum, "btd,dhk->bthk", recipe=WEIGHT_ONLY)
-        np.testing.assert_array_equal(converted(X), by_hand(X, w))
-        gradient = nnx.grad(lambda model: jnp.sum(model(X) ** 2))(converted)
-        expected = jax.grad(lambda w: jnp.sum(by_hand(X, w) ** 2))(w)
-        np.testing.assert_array_equal(jax.tree.leaves(gradient)[0], expected)
-        assert nnx.graphdef(convert.original(converted)) == nnx.graphdef(model)
-        assert nnx.graphdef(convert.nnx(converted, NNX)) == nnx.graphdef(converted)
-
-    def test_one_trace(self):
-        traces = []
-
-        @nnx.jit
-        def run(model, x):
-            traces.append(model)
-            return model(x)
-
-        for seed in (0, 1):
-            model = NnxEinsum("btd,df->btf", (40, 5), nnx.Rngs(seed))
-            run(convert.nnx(model, NNX), X)
-        assert len(traces) == 1
-
-    def test_stochastic(self):
-        model = NnxEinsum("btd,df->btf", (40, 5), nnx.Rngs(0))
-        rule = Rule(".*", STOCHASTIC, types=NnxEinsum)
-        converted = convert.nnx(model, rule, rngs=nnx.Rngs(3))
-        first, second = converted(X), converted(X)
-        assert np.any(first != second)
-        np.testing.assert_array_equal(convert.nnx(model, rule, rngs=nnx.Rngs(3))(X), first)
-
     def test_obstacles(self):
         class Holder(nnx.Module):
             def __init__(self, rngs: nnx.Rngs):
@@ -225,58 +127,8 @@ SUMS_IN_GROUPS = lax.RaggedDotDimensionNumbers(
 )
 
 
-SIZES = np.array([2, 1])
-
-
-class LinenExperts(nn.Module):
-    """As mixtures of experts have it: rows in groups, by name."""
-
-    @nn.compact
-    def __call__(self, x):
-        w = self.param("w", nn.initializers.normal(), (2, 40, 8))
-        return lax.ragged_dot(x, w, jnp.asarray(SIZES))
-
-
-class NnxExperts(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.w = nnx.Param(nnx.initializers.normal()(rngs.params(), (2, 40, 8)))
-
-    def __call__(self, x):
-        return lax.ragged_dot(x, self.w[...], jnp.asarray(SIZES))
-
-
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
-def test_experts_follow_the_recipe(framework: str):
-    rule = Rule(".*", recipes.mxfp8(), types=(LinenExperts, NnxExperts))
-    if framework == "linen":
-        layer = LinenExperts()
-        params = quick(layer.init)(jax.random.key(0), X[0])["params"]
-
-        def run(w, x):
-            return convert.linen(layer, rule).apply({"params": {"w": w}}, x)
-
-        w = params["w"]
-    else:
-        converted = convert.nnx(NnxExperts(nnx.Rngs(0)), rule)
-        graph, _ = nnx.split(converted)
-        w = converted.w[...]
-
-        def run(w, x):
-            return nnx.merge(graph, nnx.State({"w": nnx.Param(w)}))(x)
-
-    def by_hand(w, x):
-        return mx_jax.ragged_dot(x, w, SIZES, recipe="mxfp8")
-
-    actual, expected = (
-        quick(jax.value_and_grad(lambda *a, f=f: jnp.sum(f(*a) ** 2), argnums=(0, 1)))(w, X[0])
-        for f in (run, by_hand)
-    )
-    for left, right in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert_bitwise_equal(left, right)
-
-
-class TestProducts:
-    """with_products, on functions."""
+class TestTracedCall:
+    """On functions."""
 
     W = jax.random.normal(jax.random.key(2), (5, 3, 40))
 
@@ -285,11 +137,12 @@ class TestProducts:
         """Shapes of the right operands; the values have to stay what they were."""
         kernels = []
 
-        def multiply(lhs, rhs, dimension_numbers, **options):
+        def multiply(lhs, rhs, dimension_numbers, *, key, **options):
             kernels.append(rhs.shape)
             return lax.dot_general(lhs, rhs, dimension_numbers, **options)
 
-        results = with_products(function, multiply, "f")(*args)
+        run = TracedCall(WEIGHT_ONLY)
+        results = run(function, args, {}, name="f", dot_general=lambda recipe: multiply)
         jax.tree.map(
             functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
             results,
@@ -312,6 +165,13 @@ class TestProducts:
 
         assert self.seen(function, X) == [(40, 3), (3, 40)]
 
+    def test_inside_loops(self):
+        def function(x):
+            x = lax.scan(lambda x, w: (x @ w.T @ w, None), x, self.W)[0]
+            return lax.cond(x.sum() > 0, lambda x: x @ self.W[0].T, lambda x: x[..., :3], x)
+
+        assert {(40, 3), (3, 40)} == {*self.seen(function, X)}
+
     def test_rows_in_groups(self):
         """A ragged_dot follows too, in a jit or not; what sums in groups stays as it is."""
         x, w, sizes = X[0], jnp.swapaxes(self.W, 1, 2), jnp.array([1, 0, 2, 0, 1])
@@ -319,29 +179,31 @@ class TestProducts:
         def function(x):
             return jax.jit(lambda x: lax.ragged_dot(x, w, sizes))(x) @ self.W[0]
 
-        with_recipe = with_products(function, ForeignProduct(recipes.mxfp8()), "f")
+        run = functools.partial(TracedCall(recipes.mxfp8()), name="f")
         y = mx_jax.ragged_dot(x, w, sizes, recipe="mxfp8")
-        assert_bitwise_equal(with_recipe(x), mx_jax.matmul(y, self.W[0], recipe="mxfp8"))
+        assert_bitwise_equal(run(function, (x,), {}), mx_jax.matmul(y, self.W[0], recipe="mxfp8"))
 
         def sums_in_groups(x):
             return lax.ragged_dot_general(x, x, jnp.array([1, 2]), SUMS_IN_GROUPS)
 
         with pytest.raises(ValueError, match="contains no dot_general or ragged_dot"):
-            with_products(sums_in_groups, ForeignProduct(recipes.mxfp8()), "f")(x)
+            run(sums_in_groups, (x,), {})
 
     def test_arguments_that_are_no_arrays(self):
         def function(subscripts: str, x: Any, *, scale: float):
             return scale * jnp.einsum(subscripts, x, self.W)
 
-        run = with_products(function, lambda *args, **_: lax.dot_general(*args), "f")
+        args, kwargs = ("btd,fhd->btfh", np.asarray(X)), {"scale": 2.0}
+        by = lambda recipe: lambda *args, key, **_: lax.dot_general(*args)  # noqa: E731
         np.testing.assert_allclose(
-            run("btd,fhd->btfh", np.asarray(X), scale=2.0),
-            function("btd,fhd->btfh", X, scale=2.0),
+            TracedCall(WEIGHT_ONLY)(function, args, kwargs, name="f", dot_general=by),
+            function(*args, **kwargs),
             rtol=1e-5,
         )
 
     def test_without_product(self):
         message = r"names the type of f, but its call contains no dot_general.* drop the type"
+        run = functools.partial(TracedCall(WEIGHT_ONLY), jnp.tanh, (X,), {}, name="f")
         with pytest.raises(ValueError, match=message):
-            with_products(jnp.tanh, lax.dot_general, "f")(X)
-        assert with_products(jnp.tanh, lax.dot_general, "f", strict=False)(X).shape == X.shape
+            run()
+        assert run(strict=False).shape == X.shape

@@ -14,21 +14,17 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
-from mx_jax import convert, recipes
+from mx_jax import convert
 from mx_jax.convert import Rule
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.recipes import MatmulSpec
 from tests.quick import quick
 
-RECIPE = recipes.mxfp8()
+from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY
+
+RECIPE = MXFP8
 ALL = Rule(".*", RECIPE)
 BY_HAND = functools.partial(mx_jax.matmul, recipe=RECIPE)
-WEIGHT_ONLY = recipes.weight_only("mxfp4")
-STOCHASTIC = dataclasses.replace(
-    WEIGHT_ONLY,
-    name="stochastic weight",
-    fwd=MatmulSpec(lhs=None, rhs=recipes.operand("mxfp4", rounding="stochastic")),
-)
 KEY = jax.random.key(3)
 SLOW = pytest.mark.slow
 _rng = np.random.default_rng(0)
@@ -94,9 +90,9 @@ def test_the_program_multiplies_codes_where_the_report_says():
     text = jax.jit(convert.function(fn, rules, weights=0)).lower(W, X).compile().as_text()
     assert text is not None
     lines = text.splitlines()
-    casts = [line for line in lines if "u8[" in line and "mx_quantize" in line]
+    casts = [line for line in lines if "u8[" in line and "/output/" in line]
     assert {scope for scope in found for line in casts if f"/{scope}/" in line} == {"up"}
-    plain = [line for line in lines if '/dot_general"' in line and "jit(forward)" not in line]
+    plain = [line for line in lines if '/dot_general"' in line and "/output/" not in line]
     assert {scope for scope in found for line in plain if f"/{scope}/" in line} == {"down"}
 
 
@@ -278,8 +274,6 @@ def test_calls_are_traced_once():
     assert len(traced) == 6
     sets = convert.function(lambda x, own: x @ W[0] * len(own), kept)
     assert np.all(sets(X, {1, 2}) == 2 * sets(X, {1})), "they have no hash"
-    assert convert.original(converted) is fn
-    assert convert.function(fn, kept, weights=0) == converted
     assert convert.function(converted, [], weights=0).function is fn
     assert pickle.loads(pickle.dumps(convert.function(own_gradient_of, ALL))).rules == (ALL,)
 
@@ -291,14 +285,10 @@ def test_rules_that_match_nothing():
         return jax.named_scope("a" if flag else "b")(jnp.matmul)(x, W[0])
 
     rules = [Rule("a", RECIPE), Rule("b", RECIPE)]
-    with pytest.raises(ValueError, match=r"convert.function: rules that matched no layer: 1"):
-        convert.function(fn, rules, strict=True)(X, True)
     converted = convert.function(fn, rules)
     with pytest.warns(convert.UnusedRuleWarning, match="1 \\('b'\\); the model has 'a'"):
         converted(X, True)
     converted(X, False)
-    with pytest.raises(TypeError, match=r"convert.function: needs a function, got int"):
-        convert.function(3, ALL)  # pyright: ignore[reportArgumentType]
 
 
 def test_ragged_products_and_convolutions():

@@ -4,7 +4,6 @@ The GPT-2 here is a stand-in for `FlaxGPT2Module` of transformers 4.55, which ha
 kind (`FlaxConv1D`: `lax.dot_general` in a method); test_peers.py runs the real one.
 """
 
-import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -16,8 +15,9 @@ from jax import lax
 
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule
-from mx_jax.recipes import MatmulSpec
 from tests.quick import quick
+
+from .helpers import STOCHASTIC
 
 RECIPE = recipes.mxfp8()
 TOKENS = np.arange(8, dtype=np.int32).reshape(2, 4)
@@ -97,15 +97,9 @@ def test_gradients_of_gpt2():
 @pytest.mark.slow
 def test_streams_of_the_model_reach_it():
     """flax.linen's apply takes rngs itself; conversion reads its own stream there."""
-    weight_only = recipes.weight_only("mxfp4")
-    stochastic = dataclasses.replace(
-        weight_only,
-        name="stochastic weight",
-        fwd=MatmulSpec(lhs=None, rhs=recipes.operand("mxfp4", rounding="stochastic")),
-    )
     model = Gpt2()
     variables = quick(model.init)(jax.random.key(0), TOKENS)
-    converted = convert.function(model.apply, Rule(".*/c_fc", stochastic), weights=0)
+    converted = convert.function(model.apply, Rule(".*/c_fc", STOCHASTIC), weights=0)
 
     def run(quantize: int, dropout: int) -> np.ndarray:
         rngs = {"quantize": jax.random.key(quantize), "dropout": jax.random.key(dropout)}

@@ -1,9 +1,7 @@
 """convert.linen: what the converted module is, and what becomes of each kind of layer."""
 
 import copy
-import dataclasses
 import functools
-import pickle
 from typing import Any
 
 import flax.linen as nn
@@ -17,10 +15,9 @@ from mx_jax import convert, recipes
 from mx_jax.convert import Rule
 from tests.quick import quick
 
-from .linen_models import FLAX, WIDTH, Block, Compact, Setup, example_input
+from .helpers import MXFP8, WEIGHT_ONLY, recipe_names
+from .linen_models import FLAX, WIDTH, Block, Compact, example_input
 
-MXFP8 = recipes.mxfp8()
-WEIGHT_ONLY = recipes.weight_only("mxfp4")
 KEPT = (Rule(".*", None),)
 
 
@@ -33,11 +30,6 @@ def abstract_init(module: nn.Module, *args: Any) -> Any:
     return jax.eval_shape(module.init, jax.random.key(0), *args)
 
 
-def recipe_names(module: nn.Module, rules: Any, *args: Any, **options: Any) -> dict[str, str]:
-    report = convert.report(module, rules, *args, **options)
-    return {d.layer.path: d.recipe.name if d.recipe else d.reason for d in report.decisions}
-
-
 class TestModule:
     """The converted module as a module."""
 
@@ -46,33 +38,10 @@ class TestModule:
         assert isinstance(converted, Compact) and type(converted).__name__ == "Compact"
         assert converted.layers is FLAX
 
-    def test_equal_when_rebuilt(self):
-        rules = [Rule(".*/q", None), Rule(".*", recipes.mxfp8(), types=nn.Dense)]
-        same = [Rule(".*/q", None), Rule(".*", recipes.mxfp8(), types=[nn.Dense])]
-        left, right = convert.linen(Block(FLAX), rules), convert.linen(Block(FLAX), same)
-        assert left == right and hash(left) == hash(right)
-        assert left != Block(FLAX) and Block(FLAX) != left
-        assert left != convert.linen(Block(FLAX), rules[1:])
-        other = dataclasses.replace(FLAX, Dense=functools.partial(nn.Dense, use_bias=False))
-        assert left != convert.linen(Block(other), rules)
-
-    def test_original(self):
-        model = Setup(FLAX)
-        back = convert.original(convert.linen(model, KEPT))
-        assert back == model and type(back) is Setup
-        assert convert.original(model) is model
-
-    def test_converting_again_replaces_the_rules(self):
-        once = convert.linen(Block(FLAX), Rule(".*", MXFP8))
-        assert convert.linen(once, KEPT) == convert.linen(Block(FLAX), KEPT)
-
-    def test_clone_pickle_and_deepcopy(self):
+    def test_clone_and_deepcopy(self):
         converted = convert.linen(nn.Dense(3), KEPT)
         assert converted.clone() == converted
         assert converted.copy(features=4) == convert.linen(nn.Dense(4), KEPT)
-        assert pickle.loads(pickle.dumps(convert.linen(nn.LayerNorm(), KEPT))) == convert.linen(
-            nn.LayerNorm(), KEPT
-        )
         model = convert.linen(Block(FLAX), Rule(".*", MXFP8))
         assert copy.deepcopy(model) == model
 
@@ -160,59 +129,8 @@ class TestModule:
         assert "float8" not in program(dense, variables, x)
 
 
-@pytest.mark.slow
-def test_one_trace_for_rebuilt_models_and_repeated_steps():
-    traces = []
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def step(module: nn.Module, variables: Any, x: jax.Array) -> Any:
-        traces.append(module)
-        gradients = jax.grad(lambda v: jnp.sum(module.apply(v, x) ** 2))(variables)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, variables, gradients)
-
-    def build(recipe: recipes.Recipe) -> nn.Module:
-        rules = [Rule("layers_0", None), Rule(".*", recipe, filter=convert.every(2))]
-        return convert.linen(nn.Sequential((nn.Dense(8), nn.tanh, nn.Dense(4))), rules)
-
-    x = example_input()
-    variables = build(WEIGHT_ONLY).init(jax.random.key(0), x)
-    for _ in range(3):
-        variables = step(build(recipes.weight_only("mxfp4")), variables, x)
-    assert len(traces) == 1
-    step(build(recipes.weight_only("mxfp6_e2m3")), variables, x)
-    assert len(traces) == 2
-
-
 class TestLayers:
     """What becomes of each kind of layer."""
-
-    def test_first_match_wins(self):
-        rules = [Rule(".*/qk", None), Rule("attention/.*", WEIGHT_ONLY), Rule(".*", MXFP8)]
-        names = recipe_names(Compact(FLAX), rules, example_input())
-        assert names["attention/qk"] == "kept by its rule"
-        assert names["attention/av"] == names["attention/out"] == "weight_only(mxfp4)"
-        assert names["split"] == names["head"] == "mxfp8"
-
-    def test_shapes_that_filters_see(self):
-        seen = {}
-
-        def see(path: str, shape: tuple[int, ...] | None, recipe: recipes.Recipe | None) -> bool:
-            seen[path] = shape
-            return True
-
-        convert.report(Compact(FLAX), Rule(".*", MXFP8, filter=see), example_input())
-        assert seen == {
-            "attention/query": (WIDTH, WIDTH),
-            "attention/key": (WIDTH, WIDTH),
-            "attention/value": (WIDTH, WIDTH),
-            "attention/qk": None,
-            "attention/av": None,
-            "attention/out": (2, WIDTH // 2, WIDTH),
-            "split": (WIDTH, 10),
-            "each_head": (5, 7),
-            "merge": (2, 7, WIDTH),
-            "head": (WIDTH, 11),
-        }
 
     def test_attention_with_precision(self):
         attention = nn.MultiHeadDotProductAttention(2, precision=jax.lax.Precision.HIGHEST)
@@ -225,15 +143,6 @@ class TestLayers:
         assert program(converted, variables, x).count("HIGHEST") >= 10
         kept = convert.linen(attention, KEPT)
         assert program(kept, variables, x) == original
-
-    def test_attention_without_einsum(self):
-        def own(query, key, value, mask=None):
-            return value
-
-        attention = nn.MultiHeadDotProductAttention(2, attention_fn=own)
-        names = recipe_names(attention, Rule(".*", MXFP8), example_input())
-        assert names["qk"] == names["av"] == "its attention_fn takes no einsum"
-        assert names["query"] == "mxfp8"
 
     @pytest.mark.slow
     def test_attention_masks_dropout_and_sows_as_before(self):
@@ -251,35 +160,6 @@ class TestLayers:
         assert 18 < mx_jax.inspect.sqnr_db(before, after) < 60
         weights = [jax.tree.leaves(tree)[0] for tree in (sown, sown_after)]
         np.testing.assert_array_equal(weights[0] == 0, weights[1] == 0)
-
-    @pytest.mark.parametrize(
-        ("layer", "reason"),
-        [
-            (nn.Dense(4, dot_general=recipes.mxfp4().dot_general), "has its own dot_general"),
-            (
-                nn.Dense(4, dot_general_cls=lambda: jax.lax.dot_general),
-                "has its own dot_general_cls",
-            ),
-            (mx_jax.nn.linen.Dense(4, recipe=recipes.mxfp4()), "has its own recipe"),
-            (
-                mx_jax.nn.linen.Einsum((WIDTH, 4), "btk,kn->btn", recipe=recipes.mxfp4()),
-                "has its own recipe",
-            ),
-            (
-                nn.Einsum((WIDTH,), "btk,k->btk", kernel_init=nn.initializers.ones),
-                "contracts no axis",
-            ),
-        ],
-        ids=["dot_general", "dot_general_cls", "recipe", "einsum recipe", "no contraction"],
-    )
-    def test_what_a_user_chose_stays(self, layer: nn.Module, reason: str):
-        x = example_input()
-        with pytest.warns(convert.UnusedRuleWarning):
-            assert recipe_names(layer, Rule(".*", MXFP8), x) == {"": reason}
-        variables = abstract_init(layer, x)
-        converted = convert.linen(layer, Rule(".*", MXFP8))
-        with pytest.warns(convert.UnusedRuleWarning):
-            assert program(converted, variables, x) == program(layer, variables, x)
 
     def test_attention_with_its_own_einsum(self):
         attention = nn.MultiHeadDotProductAttention(
@@ -359,39 +239,12 @@ class TestLayers:
         np.testing.assert_array_equal(converted.apply(stored, x), converted.apply(variables, x))
 
 
-class TestEmbed:
-    """Only a rule that names it; lookup from, and product with, the quantized table."""
-
-    def test_lookup_and_attend(self):
-        embed, tokens = nn.Embed(9, 33), jnp.arange(4)
-        query = jax.random.normal(jax.random.key(1), (2, 33))
-        variables = quick(embed.init)(jax.random.key(0), tokens)
-        table = variables["params"]["embedding"]
-        converted = convert.linen(embed, Rule(".*", WEIGHT_ONLY, types=nn.Embed))
-        quantized = mx_jax.cast(table, "mxfp4", scale_rule="even")
-        np.testing.assert_array_equal(converted.apply(variables, tokens), quantized[:4])
-        expected = mx_jax.einsum("qd,nd->qn", query, table, recipe=WEIGHT_ONLY)
-        attended = converted.apply(variables, query, method="attend")
-        np.testing.assert_array_equal(attended, expected)
-        gradient = jax.grad(lambda v: converted.apply(v, tokens).sum())(variables)
-        np.testing.assert_array_equal(gradient["params"]["embedding"][:4], 1.0)
-
-    def test_a_rule_that_does_not_name_it(self):
-        with pytest.warns(convert.UnusedRuleWarning):
-            names = recipe_names(nn.Embed(9, 33), Rule(".*", MXFP8), jnp.arange(4))
-        assert names == {"": "rule 0: only a rule with types=Embed converts it"}
-
-
 def test_errors():
-    with pytest.raises(TypeError, match=r"needs a flax.linen module, got int; use convert.nnx"):
-        convert.linen(3, KEPT)  # pyright: ignore
     bound = nn.Dense(3).bind({"params": {}})
     with pytest.raises(ValueError, match=r"needs an unbound module, got Dense bound at ''"):
         convert.linen(bound, KEPT)
     with pytest.raises(ValueError, match=r"Dense.bind would leave layers .* method=lambda"):
         convert.linen(nn.Dense(3), KEPT).bind({"params": {}})
-    with pytest.raises(TypeError, match=r"convert.linen: rules must be Rule objects, got 'x'"):
-        convert.linen(nn.Dense(3), ["x"])  # pyright: ignore
 
 
 def test_an_error_inside_names_layer_and_rule():

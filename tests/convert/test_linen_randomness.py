@@ -15,12 +15,9 @@ from mx_jax.nn.linen import RNG_STREAM
 from mx_jax.recipes import MatmulSpec
 from tests.quick import quick
 
+from .helpers import STOCHASTIC
 from .linen_models import FLAX, WIDTH, Block, example_input, scanned
 
-# One operand of one product: little to compile.
-STOCHASTIC = recipes.weight_only("mxfp4").with_(
-    weights={"rounding": "stochastic", "scale_rule": "even"}, name="stochastic weight"
-)
 RULE = Rule(".*", STOCHASTIC)
 KEYS = [jax.random.key(seed) for seed in (1, 2)]
 
@@ -37,10 +34,11 @@ def test_same_key_same_bits_as_by_hand():
     variables, x, converted, apply = setup_model(nn.Dense(5))
     by_hand = mx_jax.nn.linen.Dense(5, recipe=STOCHASTIC)
     expected = quick(lambda v, x, rngs: by_hand.apply(v, x, rngs=rngs))
-    results = [apply(variables, x, {RNG_STREAM: key}) for key in KEYS]
-    for key, result in zip(KEYS, results, strict=True):
-        np.testing.assert_array_equal(result, expected(variables, x, {RNG_STREAM: key}))
-    assert np.any(results[0] != results[1])
+    for stream in (RNG_STREAM, "params"):
+        results = [apply(variables, x, {stream: key}) for key in KEYS]
+        for key, result in zip(KEYS, results, strict=True):
+            np.testing.assert_array_equal(result, expected(variables, x, {stream: key}))
+        assert np.any(results[0] != results[1])
     del converted
 
 

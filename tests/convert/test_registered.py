@@ -6,7 +6,6 @@ beside the layer, for linen and nnx together (before: five, in the walks of both
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -19,16 +18,12 @@ from flax import nnx
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule, kinds
-from mx_jax.recipes import MatmulSpec
+
+from .helpers import STOCHASTIC
 
 X = np.random.default_rng(1).standard_normal((3, 64), np.float32)
 WEIGHT = np.random.default_rng(2).standard_normal((2, 64, 32), np.float32)
 RECIPE = recipes.mxfp8()
-STOCHASTIC = dataclasses.replace(
-    RECIPE,
-    name="stochastic",
-    fwd=MatmulSpec(lhs=None, rhs=recipes.operand("mxfp4", rounding="stochastic")),
-)
 
 
 def multiply_heads(x: jax.Array, heads: jax.Array) -> jax.Array:
@@ -71,10 +66,8 @@ KIND = convert.Kind(
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kinds, "_KINDS", [*kinds._KINDS])
+def registered(unregistered: None) -> None:
     convert.register(KIND)
-    yield
 
 
 def reason(model: Any, *args: Any) -> str:
@@ -88,13 +81,6 @@ def run(model: Any, rule: Rule, x: jax.Array, heads: Any) -> Any:
     if isinstance(model, nn.Module):
         return convert.linen(model, rule).apply({"params": {"heads": heads}}, x)
     return convert.nnx(model, rule)(x)
-
-
-def test_unknown_it_is_converted_only_by_name():
-    for model, args in ((Heads(), (X,)), (NnxHeads(), ())):
-        assert reason(model, *args) == f"rule 0: only a rule with types={type(model).__name__} " + (
-            "converts it"
-        )
 
 
 @pytest.mark.parametrize("model", [Heads(), NnxHeads()], ids=["linen", "nnx"])

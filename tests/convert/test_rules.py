@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mx_jax import convert, recipes
 from mx_jax.convert import AutoFilter, Report, Rule, every, gains, numbered
-from mx_jax.convert.products import einsum_shape
+from mx_jax.convert.kinds import einsum_shape
 from mx_jax.convert.rules import Layer, as_rules, decide
 
 MXFP8 = recipes.mxfp8()

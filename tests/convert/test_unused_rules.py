@@ -4,7 +4,6 @@ import copy
 import functools
 import pickle
 import re
-import warnings
 
 import flax.linen as nn
 import jax
@@ -122,28 +121,6 @@ def test_a_foreign_layer_counts_where_a_rule_names_it():
     model.apply(model.init(KEY, X), X)
 
 
-def test_a_report_tells_once():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        convert.report(Model(), TYPO, X)
-    assert [str(entry.message).partition(":")[0] for entry in caught] == ["convert.report"]
-
-
-def test_no_rules():
-    linear = nnx.Linear(32, 4, rngs=nnx.Rngs(0))
-    with pytest.warns(UnusedRuleWarning, match="convert.nnx: there are no rules; no layer is conv"):
-        convert.nnx(linear, [])
-    with pytest.raises(
-        ValueError, match=r"convert\.linen: there are no rules; no layer is converted"
-    ):
-        convert.linen(Model(), [], strict=True).init(KEY, X)
-    # Nothing was to be converted.
-    convert.nnx(linear, Rule(".*", None), strict=True)
-    convert.linen(Model(), Rule(".*", None), strict=True).init(KEY, X)
-
-
 def test_nothing_is_converted():
-    with pytest.warns(UnusedRuleWarning, match=r"\('x'\); no layer is converted; the model has ''"):
-        convert.nnx(nnx.Linear(32, 4, rngs=nnx.Rngs(0)), Rule("x", MXFP8))
     with pytest.warns(UnusedRuleWarning, match="the model has no layer that a rule reaches"):
         convert.nnx(nnx.LayerNorm(32, rngs=nnx.Rngs(0)), Rule(".*", MXFP8))

@@ -1,0 +1,544 @@
+"""A jaxpr run with some of its products made anew: what rules say of each, and the regions.
+
+A region is an equation that runs jaxprs: scan, while, cond, jit, remat, shard_map; one row each.
+A jaxpr is public (`jax.extend.core`), the parameters of a primitive are not. Those read here are
+the same in JAX 0.10 and 0.12, but scan's counts of operands: `_scan_counts` knows both.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
+    DropVar,
+    Literal,
+    jaxpr_as_fun,
+    jaxprs_in_params,
+)
+from jax.extend.core.primitives import (
+    cond_p,
+    custom_jvp_call_p,
+    custom_vjp_call_p,
+    jit_p,
+    remat_p,
+    scan_p,
+    while_p,
+)
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from mx_jax.codecs.varying import varying
+from mx_jax.convert.rules import Decision, Layer, Rule, decide
+from mx_jax.convert.traced_products import TracedProduct, traced_products
+from mx_jax.ops.tags import watching
+from mx_jax.ops.tags import iteration, tag
+from mx_jax.recipes import Recipe
+
+Key = jax.Array | None
+Values = list[Any]
+# Which results of a jaxpr come from data, by which of its operands do.
+Flow = Callable[[Any, Sequence[bool]], list[bool]]
+# From the recipe to what multiplies as `jax.lax.dot_general`, with `key`.
+DotGeneral = Callable[[Recipe], Callable[..., jax.Array]]
+# What becomes of a jaxpr: index of a product's equation, below the indices of those around it and
+# of their bodies -> its recipe, and whether its operands change places. Hashable, so that equal
+# calls share what is made of them.
+Plan = tuple[tuple[tuple[int, ...], tuple[Recipe, bool]], ...]
+
+# What JAX writes around the names of what it has transformed, and what of it rules see.
+_TRANSFORMED = re.compile(r"\b(vmap|jvp|transpose)\(([^()]*)\)")
+_GRADIENTS = {"jvp", "transpose"}
+
+
+# Plans ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Product:
+    """A product of a jaxpr.
+
+    Attributes:
+      scope: names of the `jax.named_scope`s around it, joined by `/`.
+      row: how its primitive is judged and made anew.
+      facts: fields of `Layer`.
+      turned: whether the left operand is the kernel.
+      where: as in a `Plan`.
+    """
+
+    scope: str
+    row: TracedProduct
+    facts: dict[str, Any]
+    turned: bool
+    where: tuple[int, ...]
+
+
+def planned(
+    program: ClosedJaxpr, data: Sequence[bool], rules: tuple[Rule, ...]
+) -> tuple[Plan, tuple[Decision, ...]]:
+    """The plan for a jaxpr, and the decision about each of its products.
+
+    Args:
+      program: the jaxpr, with its constants.
+      data: whether each operand is data; what data go into is no kernel.
+      rules: the first that matches decides.
+    """
+    found = list(_products(program, data, "", (), None))
+    counts = collections.Counter(product.scope for product in found)
+    seen: collections.Counter[str] = collections.Counter()
+    decisions = []
+    for product in found:
+        scope, name = product.scope, _name(product.row.type)
+        numbered = f"{scope}/{name}_{seen[scope]}".lstrip("/")
+        seen[scope] += 1
+        path, *aliases = (scope, numbered) if counts[scope] == 1 else (numbered, scope)
+        outer, _, last = scope.rpartition("/")
+        if "->" in last:
+            # jnp.einsum names a scope after its subscripts.
+            aliases.append(outer)
+        layer = Layer(path=path, aliases=tuple(aliases), type=product.row.type, **product.facts)
+        decisions.append(decide(rules, layer))
+    plan = tuple(
+        (product.where, (decision.recipe, product.turned))
+        for product, decision in zip(found, decisions, strict=True)
+        if decision.recipe is not None
+    )
+    return plan, tuple(decisions)
+
+
+def recipes_of(plan: Plan) -> list[Recipe]:
+    """The recipes of a plan's products."""
+    return [recipe for _, (recipe, _) in plan]
+
+
+def _below(plan: Plan, index: int) -> Plan:
+    """What a plan says of one body, or of the bodies of one equation."""
+    return tuple((where[1:], entry) for where, entry in plan if where[0] == index)
+
+
+def _name(kind: type) -> str:
+    """As lax calls it: DotGeneral is dot_general."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def _products(
+    program: ClosedJaxpr,
+    data: Sequence[bool],
+    scope: str,
+    where: tuple[int, ...],
+    obstacle: str | None,
+) -> Iterator[_Product]:
+    """All products in order, those of inner jaxprs too."""
+    flows, _ = _flows(program, data)
+    for index, (eqn, (operands, flags)) in enumerate(zip(program.jaxpr.eqns, flows, strict=True)):
+        inside, kept = _scope(scope, eqn)
+        kept = obstacle or kept
+        if eqn.primitive in traced_products():
+            yield _product(eqn, operands, inside, (*where, index), kept)
+            continue
+        if eqn.primitive in regions():
+            bodies = regions()[eqn.primitive].bodies(eqn.params)
+        else:
+            bodies = tuple(map(closed, jaxprs_in_params(eqn.params)))
+            flags = [[True] * len(body.jaxpr.invars) for body in bodies]
+            kept = kept or _closed_to_rules(eqn.primitive)
+        for i, (body, own) in enumerate(zip(bodies, flags, strict=True)):
+            yield from _products(body, own, inside, (*where, index, i), kept)
+
+
+def _closed_to_rules(primitive: Any) -> str:
+    if primitive in (custom_vjp_call_p, custom_jvp_call_p):
+        kind = "custom_vjp" if primitive is custom_vjp_call_p else "custom_jvp"
+        return f"inside a {kind}, whose gradient is its own"
+    return f"inside {primitive.name}, whose body stays as it is"
+
+
+def _scope(outer: str, eqn: Any) -> tuple[str, str | None]:
+    """The path of an equation, and why products there are not converted, or None."""
+    name, transforms = str(eqn.source_info.name_stack), set[str]()
+    while found := _TRANSFORMED.search(name):
+        transforms.add(found[1])
+        name = name[: found.start()] + found[2] + name[found.end() :]
+    kept = None
+    if transforms & _GRADIENTS:
+        kept = "of a gradient taken inside: convert what is differentiated, then differentiate"
+    return "/".join(part for part in (outer, name) if part), kept
+
+
+def _product(
+    eqn: Any, data: list[bool], scope: str, where: tuple[int, ...], obstacle: str | None
+) -> _Product:
+    row = traced_products()[eqn.primitive]
+    operands, params = [atom.aval for atom in eqn.invars], eqn.params
+    turns = data == [False, True] and row.turned is not None
+    if row.turned is not None and turns:
+        left, right, params, _ = row.turned(*operands, params)
+        operands = [left, right]
+    facts = row.facts(*operands, params) | {"input": tuple(operands[0].shape)}
+    facts["obstacle"] = obstacle or facts["obstacle"]
+    return _Product(scope=scope, row=row, facts=facts, turned=turns, where=where)
+
+
+def _flows(
+    program: ClosedJaxpr, data: Sequence[bool]
+) -> tuple[list[tuple[list[bool], list[list[bool]]]], list[bool]]:
+    """Where data go in a jaxpr.
+
+    Args:
+      program: the jaxpr.
+      data: whether each operand is data; literals and constants are none.
+
+    Returns:
+      For each equation which of its operands are data, and of a region those of each body; and
+      which results data go into.
+    """
+    known: dict[Any, bool] = dict(zip(program.jaxpr.invars, data, strict=True))
+
+    def among(atoms: Sequence[Any]) -> list[bool]:
+        return [not isinstance(atom, Literal) and known.get(atom, False) for atom in atoms]
+
+    flows = []
+    for eqn in program.jaxpr.eqns:
+        operands = among(eqn.invars)
+        flags, results = [], [any(operands)] * len(eqn.outvars)
+        if eqn.primitive in regions():
+            flags, results = regions()[eqn.primitive].flow(eqn.params, operands, _flow)
+        flows.append((operands, flags))
+        known |= zip(eqn.outvars, results, strict=True)
+    return flows, among(program.jaxpr.outvars)
+
+
+def _flow(program: ClosedJaxpr, data: Sequence[bool]) -> list[bool]:
+    return _flows(program, data)[1]
+
+
+# Running ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlannedBody:
+    """A jaxpr as a function of its operands that follows a plan.
+
+    Equations that nothing changes are run as JAX runs them. Every equation that draws has a key of
+    its own, folded with its index, in loops with that of the iteration too.
+
+    Attributes:
+      program: the jaxpr, with its constants.
+      plan: for the jaxpr.
+      dot_general: what products of each recipe are made by.
+      tagged: whether the scope of a product is a part of its name for captures.
+      traced_before: what was traced in this run, so that equal calls stay one function.
+    """
+
+    program: ClosedJaxpr
+    plan: Plan
+    dot_general: DotGeneral = lambda recipe: recipe.dot_general
+    tagged: bool = True
+    traced_before: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, values: Sequence[Any], key: Key) -> Values:
+        """The results.
+
+        Args:
+          values: of the operands.
+          key: where products draw from; None where none has to.
+        """
+        jaxpr = self.program.jaxpr
+        known: dict[Any, Any] = dict(zip(jaxpr.constvars, self.program.consts, strict=True))
+        known |= zip(jaxpr.invars, values, strict=True)
+        changed, unchanged = {where[0] for where, _ in self.plan}, []
+        for index, eqn in enumerate(jaxpr.eqns):
+            if index not in changed:
+                unchanged.append(eqn)
+                continue
+            _run_unchanged(jaxpr, unchanged, known)
+            unchanged = []
+            operands = [_read(atom, known) for atom in eqn.invars]
+            # By equations, not by products: what rules change does not change others' keys.
+            own = folded(key, index)
+            with eqn.ctx.manager:
+                if eqn.primitive in regions():
+                    results = self._region(eqn, operands, _below(self.plan, index), own)
+                else:
+                    ((_, entry),) = _below(self.plan, index)
+                    results = [self._product(eqn, operands, *entry, own)]
+            known |= zip(eqn.outvars, results, strict=True)
+        _run_unchanged(jaxpr, unchanged, known)
+        return [_read(atom, known) for atom in jaxpr.outvars]
+
+    def traced(self, values: Sequence[Any], key: Key) -> ClosedJaxpr:
+        """The jaxpr of the results; the same for each call of the same under the same plan."""
+        called = id(self.program), self.plan, key is None
+        if called not in self.traced_before:
+            self.traced_before[called] = jax.make_jaxpr(self)(values, key)
+        return self.traced_before[called]
+
+    def _region(self, eqn: Any, operands: Values, plan: Plan, key: Key) -> Values:
+        region = regions()[eqn.primitive]
+        bodies = [
+            dataclasses.replace(self, program=body, plan=_below(plan, i))
+            for i, body in enumerate(region.bodies(eqn.params))
+        ]
+        draws = any(recipe.is_stochastic for recipe in recipes_of(plan))
+        return region.run(eqn.params, operands, bodies, key if draws else None)
+
+    def _product(self, eqn: Any, operands: Values, recipe: Recipe, turns: bool, key: Key) -> Any:
+        row, params = traced_products()[eqn.primitive], eqn.params
+        back = None
+        if turns:
+            assert row.turned is not None
+            *operands, params, back = row.turned(*operands, params)
+        # The scope that it stood in, for profiles and for what XLA says, and for who watches.
+        scope = str(eqn.source_info.name_stack) if self.tagged else ""
+        with tag(scope) if scope else contextlib.nullcontext():
+            own = _of_shard(key, operands) if recipe.is_stochastic else None
+            product = row.multiply(recipe, self.dot_general(recipe), operands, params, own)
+            return product if back is None else back(product)
+
+
+def _read(atom: Any, known: dict[Any, Any]) -> Any:
+    return atom.val if isinstance(atom, Literal) else known[atom]
+
+
+def _run_unchanged(jaxpr: Any, eqns: list[Any], known: dict[Any, Any]) -> None:
+    """Run equations that follow each other as a jaxpr of their own; its results become known."""
+    if not eqns:
+        return
+    made = dict.fromkeys(out for eqn in eqns for out in eqn.outvars if type(out) is not DropVar)
+    read = dict.fromkeys(
+        atom for eqn in eqns for atom in eqn.invars if not isinstance(atom, Literal)
+    )
+    given, results = [atom for atom in read if atom not in made], list(made)
+    part = jaxpr.replace(constvars=[], invars=given, outvars=results, eqns=eqns)
+    values = jaxpr_as_fun(ClosedJaxpr(part, []))(*(known[variable] for variable in given))
+    known |= zip(results, values, strict=True)
+
+
+def _of_shard(key: Key, operands: Values) -> Key:
+    """Below shard_map, shards that hold different operands draw different bits."""
+    for axis in sorted(frozenset[str]().union(*map(varying, operands))):
+        key = folded(key, lax.axis_index(axis))
+    return key
+
+
+# Regions ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """How equations of one primitive run their bodies.
+
+    Attributes:
+      bodies: from the parameters to the jaxprs.
+      flow: from parameters, which operands come from data, and the flow through a jaxpr, to which
+        operands of each body do, and which results.
+      run: from parameters, operands, bodies and key to the results.
+    """
+
+    bodies: Callable[[dict[str, Any]], tuple[Any, ...]]
+    flow: Callable[[dict[str, Any], list[bool], Flow], tuple[list[list[bool]], list[bool]]]
+    run: Callable[[dict[str, Any], Values, Sequence[PlannedBody], Key], Values]
+
+
+def closed(jaxpr: Any) -> ClosedJaxpr:
+    """A jaxpr with its constants: some equations hold one without."""
+    return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
+
+
+def folded(key: Key, number: Any) -> Key:
+    """A key of its own for a number; None stays None."""
+    return None if key is None else jax.random.fold_in(key, number)
+
+
+def _only_body(params: dict[str, Any]) -> tuple[Any, ...]:
+    return (closed(params["jaxpr"]),)
+
+
+def _straight(
+    params: dict[str, Any], data: list[bool], flow: Flow
+) -> tuple[list[list[bool]], list[bool]]:
+    """A body that takes the operands and gives the results."""
+    (body,) = _only_body(params)
+    return [data], flow(body, data)
+
+
+def _settled(body: Any, data: list[bool], carry: slice, flow: Flow) -> tuple[list[bool], Any]:
+    """A loop's operands once what comes from data has gone round; its results in that round."""
+    data = list(data)
+    while True:
+        results = flow(body, data)
+        after = [before or result for before, result in zip(data[carry], results, strict=False)]
+        if after == data[carry]:
+            return data, results
+        data[carry] = after
+
+
+def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands are constants, and how many are carried."""
+    if "ft_in" in params:
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+def _scan_flow(params: dict[str, Any], data: list[bool], flow: Flow):
+    num_consts, num_carry = _scan_counts(params)
+    carry = slice(num_consts, num_consts + num_carry)
+    (body,) = _only_body(params)
+    data, results = _settled(body, data, carry, flow)
+    return [data], results
+
+
+def _scan(
+    params: dict[str, Any], values: Values, bodies: Sequence[PlannedBody], key: Key
+) -> Values:
+    num_consts, num_carry = _scan_counts(params)
+    consts, rest = values[:num_consts], values[num_consts:]
+    index = jnp.arange(params["length"]) if key is not None or watching.value else None
+
+    def step(carry: Values, given: tuple[Values, Any]) -> tuple[Values, Values]:
+        own, i = given
+        with iteration(i) if watching.value else contextlib.nullcontext():
+            results = bodies[0]([*consts, *carry, *own], folded(key, i))
+        return results[:num_carry], results[num_carry:]
+
+    carry, stacked = lax.scan(
+        step,
+        rest[:num_carry],
+        (rest[num_carry:], index),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *stacked]
+
+
+def _while_bodies(params: dict[str, Any]) -> tuple[Any, ...]:
+    return params["cond_jaxpr"], params["body_jaxpr"]
+
+
+def _while_split(params: dict[str, Any], values: list[Any]) -> tuple[Any, Any, Any]:
+    """Constants of the condition, those of the body, and what goes round."""
+    first = params["cond_nconsts"]
+    second = first + params["body_nconsts"]
+    return values[:first], values[first:second], values[second:]
+
+
+def _while_flow(params: dict[str, Any], data: list[bool], flow: Flow):
+    asked, consts, start = _while_split(params, data)
+    carry = slice(len(consts), None)
+    inside, _ = _settled(params["body_jaxpr"], [*consts, *start], carry, flow)
+    return [[*asked, *inside[carry]], inside], inside[carry]
+
+
+def _while(
+    params: dict[str, Any], values: Values, bodies: Sequence[PlannedBody], key: Key
+) -> Values:
+    asked, consts, start = _while_split(params, values)
+    condition, body = bodies
+
+    def keys(i: Any) -> list[Key]:
+        own = folded(key, i)
+        return [folded(own, 0), folded(own, 1)]
+
+    def goes_on(state: tuple[Any, Values]) -> Any:
+        return condition([*asked, *state[1]], keys(state[0])[0])[0]
+
+    def step(state: tuple[Any, Values]) -> tuple[Any, Values]:
+        i, carry = state
+        return None if i is None else i + 1, body([*consts, *carry], keys(i)[1])
+
+    first = None if key is None else jnp.uint32(0)
+    return lax.while_loop(goes_on, step, (first, start))[1]
+
+
+def _cond_flow(params: dict[str, Any], data: list[bool], flow: Flow):
+    operands = data[1:]
+    results = [flow(branch, operands) for branch in params["branches"]]
+    return [operands for _ in results], [any(own) for own in zip(*results, strict=True)]
+
+
+def _cond(
+    params: dict[str, Any], values: Values, bodies: Sequence[PlannedBody], key: Key
+) -> Values:
+    index, *operands = values
+    branches = [lambda *given, body=body: body(given, key) for body in bodies]
+    platforms = params.get("branches_platforms")
+    if platforms is None:
+        return lax.switch(index, branches, *operands)
+    default, named = None, {}
+    for branch, names in zip(branches, platforms, strict=True):
+        if names is None:
+            default = branch
+        named |= dict.fromkeys(names or (), branch)
+    return lax.platform_dependent(*operands, default=default, **named)
+
+
+def _jit(params: dict[str, Any], values: Values, bodies: Sequence[PlannedBody], key: Key) -> Values:
+    """The same call of another jaxpr: name, shardings and donations stay."""
+    params = dict(params)
+    params["jaxpr"] = bodies[0].traced(values, key)
+    if key is not None:
+        values = [*values, key]
+        for name, plain in _plain_operand().items():
+            params[name] = (*params[name], plain)
+    return jit_p.bind(*values, **params)
+
+
+@functools.cache
+def _plain_operand() -> dict[str, Any]:
+    """What a jit says of an operand that nobody said anything of."""
+    (call,) = jax.make_jaxpr(jax.jit(lambda x: x))(jax.ShapeDtypeStruct((), jnp.float32)).eqns
+    names = ("in_shardings", "in_layouts", "donated_invars")
+    return {name: call.params[name][0] for name in names}
+
+
+def _remat(
+    params: dict[str, Any], values: Values, bodies: Sequence[PlannedBody], key: Key
+) -> Values:
+    prevent, policy = params["prevent_cse"], params["policy"]
+    return jax.checkpoint(bodies[0], prevent_cse=prevent, policy=policy)(values, key)
+
+
+def _shard_map(
+    params: dict[str, Any], values: Values, bodies: Sequence[PlannedBody], key: Key
+) -> Values:
+    return jax.shard_map(
+        bodies[0],
+        mesh=params["mesh"],
+        in_specs=(list(params["in_specs"]), PartitionSpec()),
+        out_specs=list(params["out_specs"]),
+        axis_names=params["newly_manual_axes"],
+        check_vma=params["check_vma"],
+    )(values, key)
+
+
+@functools.cache
+def regions() -> dict[Any, Region]:
+    """The rows, by primitive."""
+    return {
+        jit_p: Region(_only_body, _straight, _jit),
+        remat_p: Region(_only_body, _straight, _remat),
+        scan_p: Region(_only_body, _scan_flow, _scan),
+        while_p: Region(_while_bodies, _while_flow, _while),
+        cond_p: Region(lambda params: params["branches"], _cond_flow, _cond),
+        _shard_map_primitive(): Region(_only_body, _straight, _shard_map),
+    }
+
+
+def _shard_map_primitive() -> Any:
+    """What `jax.shard_map` traces to: `jax.extend` does not give it."""
+    mesh = AbstractMesh((1,), ("x",))
+    identity = jax.shard_map(
+        lambda x: x, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()
+    )
+    # Whatever mesh the caller has set.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        (call,) = jax.make_jaxpr(identity)(jax.ShapeDtypeStruct((), jnp.float32)).eqns
+    return call.primitive

@@ -1,0 +1,565 @@
+"""What every way to convert must give, stated once and asked of each: linen, nnx, trees, functions.
+
+All convert one small model, `tanh(x up) down` without biases, whose products written by hand are
+what they are compared with. What is a matter of one framework alone is in the files of their names.
+"""
+
+import dataclasses
+import functools
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import mx_jax
+from mx_jax import convert, recipes
+from mx_jax.convert import Report, Rule, UnusedRuleWarning
+from tests.quick import quick
+
+from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, recipe_names
+from .linen_models import FLAX, WIDTH, Compact
+
+ALL = Rule(".*", MXFP8)
+Kernels = dict[str, jax.Array]
+_rng = np.random.default_rng(0)
+X = jnp.asarray(_rng.standard_normal((6, 40), np.float32))
+TABLE = jnp.asarray(_rng.standard_normal((9, 33), np.float32))
+OWN = jnp.asarray(_rng.standard_normal((2, 40, 8), np.float32) / 6)
+KERNELS: Kernels = {
+    "up": jnp.asarray(_rng.standard_normal((40, 64), np.float32) / 6),
+    "down": jnp.asarray(_rng.standard_normal((64, 8), np.float32) / 6),
+}
+
+
+def by_hand(up: Any, down: Any) -> Callable[[Kernels, jax.Array], jax.Array]:
+    """The model with a recipe in each product."""
+
+    def product(x: jax.Array, kernel: jax.Array, recipe: Any) -> jax.Array:
+        return x @ kernel if recipe is None else mx_jax.matmul(x, kernel, recipe=recipe)
+
+    def run(kernels: Kernels, x: jax.Array) -> jax.Array:
+        return product(jnp.tanh(product(x, kernels["up"], up)), kernels["down"], down)
+
+    return run
+
+
+def by_name(kind: str, x: Any, w: Any, dot: Any = jnp.matmul, ragged: Any = lax.ragged_dot) -> Any:
+    """What somebody's own layer may do with a kernel `[2, k, n]`."""
+    if kind == "product":
+        return dot(x, w[0])
+    if kind == "experts":
+        return ragged(x, w, jnp.array([4, 2]))
+    if kind == "loop":
+        return lax.scan(lambda y, w: (y + dot(x, w), None), jnp.zeros((len(x), 8)), w)[0]
+    return x + w[0, 0, 0]
+
+
+class Own(nn.Module):
+    kind: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return by_name(self.kind, x, self.param("w", nn.initializers.ones, OWN.shape))
+
+
+class NnxOwn(nnx.Module):
+    def __init__(self, kind: str):
+        self.w, self.kind = nnx.Param(OWN), kind
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return by_name(self.kind, x, self.w[...])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TreeOwn:
+    w: Any
+    kind: str = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return by_name(self.kind, x, self.w)
+
+
+class Way:
+    """How one framework states the model, and how it is converted and run."""
+
+    operation: Any
+    # Somebody's own layer, which only a rule that names its type converts.
+    foreign: type | None = None
+
+    def convert(self, rules: Any, **options: Any) -> Any:
+        return self.operation(self.model(), rules, **options)
+
+    def report(self, rules: Any, **options: Any) -> Report:
+        return convert.report(self.model(), rules, **options)
+
+    def identity(self, model: Any) -> Any:
+        """What equal models have equal."""
+        return model
+
+    def names(self, model: Any, rules: Any, x: Any = None) -> dict[str, str]:
+        x = np.ones((2, 3, WIDTH), np.float32) if x is None else x
+        return recipe_names(model, rules, *((x,) if isinstance(model, nn.Module) else ()))
+
+
+def own_attention(query, key, value, mask=None):
+    return value
+
+
+class NnxKinds(nnx.Module):
+    def __init__(self, attention_fn: Any, rngs: nnx.Rngs):
+        options = {"attention_fn": attention_fn} if attention_fn else {}
+        self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs, **options)
+        self.split = nnx.LinearGeneral(WIDTH, (2, 5), rngs=rngs)
+        self.each_head = nnx.Einsum("bthk,hkf->bthf", (2, 5, 7), (2, 7), rngs=rngs)
+        self.merge = nnx.LinearGeneral((2, 7), WIDTH, axis=(-2, -1), rngs=rngs)
+        self.head = nnx.Linear(WIDTH, 11, rngs=rngs)
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dense = functools.partial(nn.Dense, use_bias=False)
+        return dense(8, name="down")(jnp.tanh(dense(64, name="up")(x)))
+
+
+class Linen(Way):
+    operation, foreign = staticmethod(convert.linen), Own
+
+    def model(self, kernels: Kernels = KERNELS) -> Any:
+        return LinenModel()
+
+    def run(self, model: Any, kernels: Kernels, x: jax.Array, key: Any = None) -> jax.Array:
+        params = {name: {"kernel": kernel} for name, kernel in kernels.items()}
+        return model.apply({"params": params}, x, rngs=None if key is None else {"quantize": key})
+
+    def report(self, rules: Any, **options: Any) -> Report:
+        return convert.report(self.model(), rules, X, **options)
+
+    def own(self, kind: str) -> Any:
+        return Own(kind)
+
+    def run_own(self, layer: Any, w: jax.Array, x: jax.Array, key: Any = None) -> jax.Array:
+        return layer.apply({"params": {"w": w}}, x, rngs=None if key is None else {"quantize": key})
+
+    def kinds(self, attention_fn: Any = None) -> Any:
+        own = functools.partial(FLAX.Attention, attention_fn=attention_fn)
+        return Compact(dataclasses.replace(FLAX, Attention=own) if attention_fn else FLAX)
+
+    def chosen(self, what: str) -> Any:
+        einsum = "btk,kn->btn"
+        return {
+            "dot_general": nn.Dense(4, dot_general=recipes.mxfp4().dot_general),
+            "dot_general_cls": nn.Dense(4, dot_general_cls=lambda: jax.lax.dot_general),
+            "recipe": mx_jax.nn.linen.Einsum((WIDTH, 4), einsum, recipe="mxfp4"),
+            "nothing": nn.Einsum((WIDTH,), "btk,k->btk", kernel_init=nn.initializers.ones),
+        }[what]
+
+    def embed(self, table: Any = TABLE) -> tuple[jax.Array, Any]:
+        converted = convert.linen(nn.Embed(9, 33), Rule(".*", WEIGHT_ONLY, types=nn.Embed))
+        variables = {"params": {"embedding": table}}
+        return table, lambda method, x: converted.apply(variables, x, method=method)
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, kernels: Kernels):
+        for name, kernel in kernels.items():
+            layer = nnx.Linear(*kernel.shape, use_bias=False, rngs=nnx.Rngs(0))
+            layer.kernel = nnx.Param(kernel)
+            setattr(self, name, layer)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def with_key(state: Any, key: Any) -> Any:
+    """The state of streams as of a model that was converted with this key."""
+
+    def replaced(leaf: Any) -> Any:
+        return key if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+    return state if key is None else jax.tree.map(replaced, state)
+
+
+class Nnx(Way):
+    operation, foreign = staticmethod(convert.nnx), NnxOwn
+
+    def model(self, kernels: Kernels = KERNELS) -> Any:
+        return NnxModel(kernels)
+
+    def convert(self, rules: Any, **options: Any) -> Any:
+        # Keys are a matter of the model; the one of a call is made its seed.
+        return super().convert(rules, **options, rngs=nnx.Rngs(quantize=0))
+
+    def run(self, model: Any, kernels: Kernels, x: jax.Array, key: Any = None) -> jax.Array:
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        for name, kernel in kernels.items():
+            params[name]["kernel"] = nnx.Param(kernel)
+        return nnx.merge(graph, params, with_key(rest, key))(x)
+
+    def identity(self, model: Any) -> Any:
+        return nnx.graphdef(model)
+
+    def own(self, kind: str) -> Any:
+        return NnxOwn(kind)
+
+    def run_own(self, layer: Any, w: jax.Array, x: jax.Array, key: Any = None) -> jax.Array:
+        graph, _, rest = nnx.split(layer, nnx.Param, ...)
+        return nnx.merge(graph, nnx.State({"w": nnx.Param(w)}), with_key(rest, key))(x)
+
+    def kinds(self, attention_fn: Any = None) -> Any:
+        return nnx.eval_shape(lambda: NnxKinds(attention_fn, nnx.Rngs(0)))
+
+    def chosen(self, what: str) -> Any:
+        rngs, ones = nnx.Rngs(0), nnx.initializers.ones
+        linear = functools.partial(nnx.LinearGeneral, 4, 3, rngs=rngs)
+        return {
+            "dot_general": lambda: linear(dot_general=WEIGHT_ONLY.dot_general),
+            "dot_general_cls": lambda: linear(dot_general_cls=lambda: jax.lax.dot_general),
+            "recipe": lambda: mx_jax.nn.nnx.Linear(4, 3, recipe=STOCHASTIC, rngs=rngs),
+            "nothing": lambda: nnx.Einsum("bk,k->bk", (4,), kernel_init=ones, rngs=rngs),
+        }[what]()
+
+    def embed(self, table: Any = TABLE) -> tuple[jax.Array, Any]:
+        embed = nnx.Embed(9, 33, rngs=nnx.Rngs(0))
+        embed.embedding = nnx.Param(table)
+        converted = convert.nnx(embed, Rule(".*", WEIGHT_ONLY, types=nnx.Embed))
+        return table, lambda method, x: getattr(converted, method)(x)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TreeLinear:
+    """As Equinox has it: of one example, a kernel `[out, in]`, and a key that it may be given."""
+
+    weight: Any
+
+    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+        return self.weight @ x
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TreeModel:
+    up: Any
+    down: Any
+
+    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+        keys = (None, None) if key is None else jax.random.split(key)
+        return self.down(jnp.tanh(self.up(x, key=keys[0])), key=keys[1])
+
+
+class Tree(Way):
+    operation, foreign = staticmethod(convert.tree), TreeOwn
+
+    def model(self, kernels: Kernels = KERNELS) -> Any:
+        return TreeModel(*(TreeLinear(kernels[name].T) for name in ("up", "down")))
+
+    def run(self, model: Any, kernels: Kernels, x: jax.Array, key: Any = None) -> jax.Array:
+        leaves = jax.tree.leaves(self.model(kernels))
+        model = jax.tree.unflatten(jax.tree.structure(model), leaves)
+        return jax.vmap(functools.partial(model, key=key))(x)
+
+    def identity(self, model: Any) -> Any:
+        return jax.tree.structure(model)
+
+    def own(self, kind: str) -> Any:
+        return [TreeOwn(OWN, kind)]
+
+    def run_own(self, layer: Any, w: jax.Array, x: jax.Array, key: Any = None) -> jax.Array:
+        (own,) = jax.tree.map(lambda _: w, layer)
+        return own(x) if key is None else own(x, key=key)
+
+
+def function_model(kernels: Kernels, x: jax.Array) -> jax.Array:
+    with jax.named_scope("up"):
+        x = jnp.tanh(x @ kernels["up"])
+    with jax.named_scope("down"):
+        return x @ kernels["down"]
+
+
+class Function(Way):
+    def operation(self, model: Any, rules: Any, **options: Any) -> Any:
+        return convert.function(model, rules, weights=0, **options)
+
+    def model(self, kernels: Kernels = KERNELS) -> Any:
+        return function_model
+
+    def run(self, model: Any, kernels: Kernels, x: jax.Array, key: Any = None) -> jax.Array:
+        options = {} if key is None else {"rngs": {"quantize": key}}
+        return model(kernels, x, **options)
+
+    def report(self, rules: Any, **options: Any) -> Report:
+        return convert.report(function_model, rules, KERNELS, X, weights=0, **options)
+
+
+WAYS = {"linen": Linen(), "nnx": Nnx(), "tree": Tree(), "function": Function()}
+OWN_LAYERS = [name for name, way in WAYS.items() if way.foreign]
+
+
+@pytest.fixture(autouse=True)
+def registered(unregistered: None) -> None:
+    """The layer of the tree, as its author registers it."""
+    convert.register(
+        convert.Kind(
+            tree=TreeLinear,
+            shape=lambda layer, kernel: kernel[::-1],
+            kernel=lambda layer: layer.weight,
+        )
+    )
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest) -> Way:
+    return WAYS[request.param]
+
+
+every_way = pytest.mark.parametrize("way", WAYS, indirect=True)
+of_flax = pytest.mark.parametrize("way", ["linen", "nnx"], indirect=True)
+with_own_layers = pytest.mark.parametrize("way", OWN_LAYERS, indirect=True)
+
+
+def assert_equal(left: Any, right: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+@every_way
+class TestConversion:
+    """A model of layers that conversion knows."""
+
+    @pytest.mark.parametrize("rules", [[ALL], [Rule("down", None), Rule(".*", MXFP8)]], ids=len)
+    def test_products_and_gradients_are_those_by_hand(self, way: Way, rules: list[Rule]):
+        def values(run: Any) -> Any:
+            loss = lambda *args: jnp.sum(run(*args) ** 2)  # noqa: E731
+            return quick(jax.value_and_grad(loss, (0, 1)))(KERNELS, X)
+
+        ours = values(functools.partial(way.run, way.convert(rules)))
+        assert_equal(ours, values(by_hand(MXFP8, MXFP8 if len(rules) == 1 else None)))
+
+    def test_the_report_says_what_each_layer_gets(self, way: Way):
+        seen: dict[str, Any] = {}
+
+        def see(path: str, shape: Any, recipe: Any) -> bool:
+            seen[path] = shape
+            return True
+
+        report = way.report([Rule("down", None), Rule(".*", WEIGHT_ONLY)])
+        found = {own.layer.path: own for own in report.decisions}
+        assert {path: (own.rule, own.recipe, own.reason) for path, own in found.items()} == {
+            "up": (1, WEIGHT_ONLY, ""),
+            "down": (0, None, "kept by its rule"),
+        }
+        assert report.summary == "1 of 2 layers converted"
+        way.report(Rule(".*", MXFP8, filter=see))
+        assert seen == {"up": (40, 64), "down": (64, 8)}, "contracting, kept"
+
+    def test_high_precision_is_the_original(self, way: Way):
+        plain = quick(functools.partial(way.run, way.model()))(KERNELS, X)
+        for recipe in (None, recipes.high_precision()):
+            kept = way.convert(Rule(".*", recipe))
+            assert_equal(quick(functools.partial(way.run, kept))(KERNELS, X), plain)
+
+    def test_the_way_back_and_on(self, way: Way):
+        """The original is the model; new rules replace old ones; pickles are equal."""
+        model, same = way.model(), way.identity
+        once = way.convert(ALL)
+        assert same(once) != same(model)
+        assert same(convert.original(once)) == same(convert.original(model)) == same(model)
+        assert same(way.operation(once, Rule("up", WEIGHT_ONLY))) == same(
+            way.convert(Rule("up", WEIGHT_ONLY))
+        )
+        assert same(pickle.loads(pickle.dumps(once))) == same(once)
+
+    def test_rebuilt_it_is_equal(self, way: Way):
+        """So that jit finds what it compiled."""
+
+        def build(recipe: Any) -> Any:
+            return way.identity(way.convert([Rule("down", None), Rule(".*", recipe)]))
+
+        assert build(MXFP8) == build(recipes.mxfp8())
+        assert hash(build(MXFP8)) == hash(build(recipes.mxfp8()))
+        assert build(MXFP8) != build(WEIGHT_ONLY)
+
+    def test_random_bits(self, way: Way):
+        run = quick(functools.partial(way.run, way.convert(Rule(".*", STOCHASTIC))))
+        first, again, other = (run(KERNELS, X, jax.random.key(seed)) for seed in (1, 1, 2))
+        assert_equal(first, again)
+        assert np.any(first != other)
+
+    def test_random_bits_without_a_key(self, way: Way):
+        message = "recipe 'stochastic weight'.* draws random bits"
+        with pytest.raises(ValueError, match=message):
+            if isinstance(way, Nnx):
+                convert.nnx(way.model(), Rule(".*", STOCHASTIC))
+            way.run(way.convert(Rule(".*", STOCHASTIC)), KERNELS, X)
+
+    def test_rules_that_match_nothing(self, way: Way):
+        """Told of, where layers are first met; an error if strict; once by a report."""
+        name = f"convert.{next(name for name, own in WAYS.items() if own is way)}"
+        text = (
+            r": rules that matched no layer: 0 \('typo'\); no layer is converted; the model has "
+            "'(up', 'down|down', 'up)'; patterns match whole paths, and the first rule that "
+            r"matches decides(?:$|\n)"
+        )
+
+        def run(rules: Any, strict: bool = False) -> None:
+            way.run(way.convert(rules, strict=strict), KERNELS, X)
+
+        typo = Rule("typo", MXFP8)
+        with pytest.warns(UnusedRuleWarning, match=f"^{name}{text}"):
+            run(typo)
+        with pytest.raises(ValueError, match=f"^{name}{text}"):
+            run(typo, strict=True)
+        with pytest.raises(ValueError, match=r"rules that matched no layer: 1 \('typo'\); the m"):
+            run([ALL, typo], strict=True)
+        with pytest.warns(UnusedRuleWarning, match=f"^{name}: there are no rules; no layer is c"):
+            run([])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            way.report(typo)
+        assert len(caught) == 1 and re.match(f"convert.report{text}", str(caught[0].message))
+        with pytest.raises(ValueError, match=f"^convert.report{text}"):
+            way.report(typo, strict=True)
+        # Nothing was to be converted.
+        run(Rule(".*", None), strict=True)
+
+    def test_what_is_no_model_and_what_is_no_rule(self, way: Way):
+        with pytest.raises(TypeError, match=r"convert\.\w+: needs a .*, got int; use convert\.\w+"):
+            way.operation(3, ALL)
+        with pytest.raises(TypeError, match=r"convert.*: rules must be Rule objects, got 'mxfp8'"):
+            way.convert(["mxfp8"])
+
+
+@with_own_layers
+class TestOwnLayers:
+    """A layer that conversion does not know and that multiplies by name."""
+
+    def test_only_a_rule_that_names_it_converts_it(self, way: Way):
+        args = (X,) if isinstance(way, Linen) else ()
+        with pytest.warns(UnusedRuleWarning):
+            (decision,) = convert.report(way.own("product"), ALL, *args).decisions
+        assert way.foreign is not None
+        assert decision.layer.kernel == OWN.shape and decision.reason == (
+            f"rule 0: only a rule with types={way.foreign.__name__} converts it"
+        )
+
+    @pytest.mark.parametrize("kind", ["product", "experts", "loop"])
+    def test_its_products_are_those_by_hand(self, way: Way, kind: str):
+        layer = way.operation(way.own(kind), Rule(".*", WEIGHT_ONLY, types=way.foreign))
+        dot, ragged = (
+            functools.partial(product, recipe=WEIGHT_ONLY)
+            for product in (mx_jax.matmul, mx_jax.ragged_dot)
+        )
+
+        def values(run: Any) -> Any:
+            loss = lambda w, x: jnp.sum(run(w, x) ** 2)  # noqa: E731
+            return quick(jax.value_and_grad(loss, (0, 1)))(OWN, X)
+
+        assert_equal(
+            values(functools.partial(way.run_own, layer)),
+            values(lambda w, x: by_name(kind, x, w, dot, ragged)),
+        )
+
+    def test_the_way_back_and_on(self, way: Way):
+        rule, same = Rule(".*", WEIGHT_ONLY, types=way.foreign), way.identity
+        layer = way.operation(way.own("product"), rule)
+        assert same(convert.original(layer)) == same(way.own("product")) != same(layer)
+        assert same(way.operation(layer, rule)) == same(layer)
+
+    def test_random_bits(self, way: Way):
+        options = {"rngs": nnx.Rngs(quantize=0)} if isinstance(way, Nnx) else {}
+        rule = Rule(".*", STOCHASTIC, types=way.foreign)
+        layer = way.operation(way.own("product"), rule, **options)
+        first, again, other = (
+            way.run_own(layer, OWN, X, jax.random.key(seed)) for seed in (1, 1, 2)
+        )
+        assert_equal(first, again)
+        assert np.any(first != other)
+
+    def test_one_without_a_product(self, way: Way):
+        layer = way.operation(way.own("none"), Rule(".*", WEIGHT_ONLY, types=way.foreign))
+        with pytest.raises(ValueError, match=r"names the type of .*, but its call contains no d"):
+            way.run_own(layer, OWN, X)
+
+
+@of_flax
+class TestKinds:
+    """Every kind of Flax's layers."""
+
+    def test_shapes_that_filters_see(self, way: Way):
+        seen = {}
+
+        def see(path: str, shape: Any, recipe: Any) -> bool:
+            seen[path] = shape
+            return True
+
+        way.names(way.kinds(), Rule(".*", MXFP8, filter=see))
+        assert seen == {
+            "attention/query": (WIDTH, WIDTH),
+            "attention/key": (WIDTH, WIDTH),
+            "attention/value": (WIDTH, WIDTH),
+            "attention/qk": None,
+            "attention/av": None,
+            "attention/out": (2, WIDTH // 2, WIDTH),
+            "split": (WIDTH, 10),
+            "each_head": (5, 7),
+            "merge": (2, 7, WIDTH),
+            "head": (WIDTH, 11),
+        }
+
+    def test_first_match_wins(self, way: Way):
+        rules = [Rule(".*/qk", None), Rule("attention/.*", WEIGHT_ONLY), Rule(".*", MXFP8)]
+        names = way.names(way.kinds(), rules)
+        assert names["attention/qk"] == "kept by its rule"
+        assert names["attention/av"] == names["attention/out"] == "weight_only(mxfp4)"
+        assert names["split"] == names["head"] == "mxfp8"
+
+    def test_an_attention_fn_of_ones_own(self, way: Way):
+        names = way.names(way.kinds(own_attention), Rule(".*", MXFP8))
+        linen = "its attention_fn takes no einsum"
+        reason = linen if isinstance(way, Linen) else "has its own attention_fn"
+        assert names["attention/qk"] == names["attention/av"] == reason
+        assert names["attention/query"] == "mxfp8"
+
+    @pytest.mark.parametrize("what", ["dot_general", "dot_general_cls", "recipe", "nothing"])
+    def test_what_a_user_chose_stays(self, way: Way, what: str):
+        layer = way.chosen(what)
+        reason = "contracts no axis" if what == "nothing" else f"has its own {what}"
+        with pytest.warns(UnusedRuleWarning):
+            assert way.names(layer, ALL) == {"": reason}
+        if isinstance(layer, nn.Module):
+            x = jnp.ones((2, 3, WIDTH))
+            variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+            with pytest.warns(UnusedRuleWarning):
+                ours = jax.make_jaxpr(convert.linen(layer, ALL).apply)(variables, x)
+            assert str(ours) == str(jax.make_jaxpr(layer.apply)(variables, x))
+        else:
+            with pytest.warns(UnusedRuleWarning):
+                assert nnx.graphdef(convert.nnx(layer, ALL)) == nnx.graphdef(layer)
+
+    def test_an_embedding(self, way: Way):
+        """Looked up in, and multiplied by, the quantized table; its gradient is the identity."""
+        table, call = way.embed()
+        quantized = mx_jax.cast(table, "mxfp4", scale_rule="even")
+        np.testing.assert_array_equal(call("__call__", jnp.arange(4)), quantized[:4])
+        gradient = jax.grad(lambda table: way.embed(table)[1]("__call__", jnp.arange(4)).sum())
+        np.testing.assert_array_equal(gradient(table)[:4], 1.0)
+        query = X[:2, :33]
+        expected = jnp.dot(query, quantized.T)
+        np.testing.assert_allclose(call("attend", query), expected, rtol=1e-5, atol=1e-5)
+        embed: Any = (
+            nn.Embed(9, 33) if isinstance(way, Linen) else nnx.Embed(9, 33, rngs=nnx.Rngs(0))
+        )
+        with pytest.warns(UnusedRuleWarning):
+            names = way.names(embed, ALL, jnp.arange(4))
+        assert names == {"": "rule 0: only a rule with types=Embed converts it"}
