@@ -37,8 +37,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from mx_jax.codecs.varying import varying
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
 from mx_jax.convert.traced_products import TracedProduct, traced_products
-from mx_jax.ops.tags import watching
-from mx_jax.ops.tags import iteration, tag
+from mx_jax.ops.tags import iteration, tag, watching
 from mx_jax.recipes import Recipe
 
 Key = jax.Array | None

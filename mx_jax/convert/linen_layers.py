@@ -28,9 +28,8 @@ from mx_jax.convert.kinds import ATTENTION, EINSUM, EMBED, Kind, foreign_facts, 
 from mx_jax.convert.operations import cast_table
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
 from mx_jax.nn import linen as mx_linen
-from mx_jax.nn.errors import named_in_errors
-from mx_jax.nn.metadata import linen_recipe, ungathered
-from mx_jax.nn.operations import Operation
+from mx_jax.nn.layers import linen_recipe, named_in_errors, ungathered
+from mx_jax.nn.linen import Operation
 from mx_jax.nn.randomness import layer_key
 from mx_jax.nn.stored import quantized_in, stored_param
 from mx_jax.ops.tags import tag

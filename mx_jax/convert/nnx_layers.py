@@ -20,7 +20,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from mx_jax.convert.caches import CachedAttention, CacheFormat, as_array, is_plain
 from mx_jax.convert.kinds import FOREIGN, Kind, foreign_facts, kind_of
 from mx_jax.nn.cache import KVCache
-from mx_jax.nn.errors import named_in_errors
+from mx_jax.nn.layers import named_in_errors
 from mx_jax.nn.nnx import RNG_STREAM, promote_operands
 from mx_jax.nn.stored import quantized_in
 from mx_jax.ops.dot_general import dot_general

@@ -16,7 +16,7 @@ from mx_jax.convert.functions import TracedCall
 from mx_jax.convert.kinds import FOREIGN, Kind, foreign_facts, kind_of
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
-from mx_jax.nn.errors import named_in_errors
+from mx_jax.nn.layers import named_in_errors
 from mx_jax.recipes import Recipe
 
 T = TypeVar("T")

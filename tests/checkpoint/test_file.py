@@ -328,14 +328,6 @@ def test_it_is_copied_once(monkeypatch: pytest.MonkeyPatch):
         assert found.unsafe_buffer_pointer() == handed[-1].ctypes.data
 
 
-def test_a_name_in_two_files(tmp_path: Path):
-    for number in (1, 2):
-        arrays = {"x": np.full(3, number, np.float32)}
-        safetensors.numpy.save_file(arrays, tmp_path / f"{number}.safetensors")
-    with pytest.raises(ValueError, match=r"x is in two files, 1.safetensors and 2.safetensors"):
-        checkpoint.read(tmp_path)
-
-
 KILLED = """
 import os, signal, sys
 from pathlib import Path
