@@ -22,7 +22,12 @@ from mx_jax.backends.pallas_gpu.tuning.measured import configured
 from mx_jax.backends.pallas_gpu.tuning.plan import Sizes, choose
 from mx_jax.backends.pallas_gpu.tuning.space import candidates, keeps_busy
 from mx_jax.backends.pallas_gpu.tuning.stripes import Stripes, add_shares
-from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.backends.pallas_gpu.tuning.tiles import (
+    COPYING_REGISTERS,
+    Tiles,
+    launch_registers,
+    multiplying_registers,
+)
 from mx_jax.measure.cases import SIZES
 
 # An architecture, one of its kernels, bits of a code.
@@ -68,6 +73,25 @@ def test_tiles_are_possible(key: Key):
 )
 def test_impossible_tiles(architecture: Architecture, kernel: Kernel, tiles: Tiles):
     assert not architecture.possible(kernel, 4, tiles)
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_no_tile_asks_for_more_registers_than_it_starts_with(bits: int):
+    """`setmaxnreg` waits until as many are free: for more than there are it would for ever."""
+    found = {tiles for _, tiles in WGMMA.tuning_of(bits).tiles}
+    for rows in (1, 16, 64, 4096):
+        found |= set(candidates(SM90, WGMMA, bits, rows))
+    for warpgroups in {tiles.n * tiles.parts // 64 for tiles in found}:
+        asked = multiplying_registers(warpgroups)
+        assert 24 <= asked <= 256 and asked % 8 == 0
+        started = launch_registers(warpgroups + 1) * (warpgroups + 1)
+        assert COPYING_REGISTERS + warpgroups * asked <= started <= 65536 // 128
+
+
+def test_registers():
+    """As ptxas reports them of three warpgroups, and of five."""
+    assert [launch_registers(count) for count in (2, 3, 4, 5)] == [256, 168, 128, 96]
+    assert [multiplying_registers(count) for count in (1, 2, 3, 4)] == [256, 232, 152, 104]
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)

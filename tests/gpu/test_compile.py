@@ -91,9 +91,25 @@ def test_hopper(name: str, limit: float, tmp_path: Path):
         assert "erialized" not in report, "wgmma waits for each instruction"
     for path in tmp_path.glob("*.ptx"):
         assert re.search(r"wgmma\.mma_async\S*k16\.f32\.bf16\.bf16", path.read_text()), path
+        assert registers_asked(path.read_text()) <= registers_given(path), path
         assert "HGMMA.64x" in disassembly(path, "sm_90a"), path
     first = tmp_path / f"mx_jax_wgmma_{name}_0.ptx"
     assert sum(issued(disassembly(first, "sm_90a"), table[0][1])) <= limit
+
+
+def registers_asked(ptx: str) -> int:
+    """What a thread of each warpgroup asks for, all together: one copies, the others multiply."""
+    (threads,) = re.findall(r"\.maxntid (\d+)", ptx)
+    (copying,) = set(re.findall(r"setmaxnreg\.dec\S* (\d+);", ptx))
+    (multiplying,) = set(re.findall(r"setmaxnreg\.inc\S* (\d+);", ptx))
+    return int(copying) + (int(threads) // 128 - 1) * int(multiplying)
+
+
+def registers_given(ptx: Path) -> int:
+    """What ptxas starts threads with, one of each warpgroup: more would be waited for for ever."""
+    (threads,) = re.findall(r"\.maxntid (\d+)", ptx.read_text())
+    (registers,) = re.findall(r"Used (\d+) registers", ptx.with_suffix(".ptxas").read_text())
+    return int(threads) // 128 * int(registers)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,14 @@ import pytest
 
 from mx_jax.backends.pallas_gpu.kernels import TCGEN05, WGMMA
 from tests.gpu import sass, test_compile
-from tests.gpu.test_compile import MAX_REGISTERS, bits_of, disassembly, slow
+from tests.gpu.test_compile import (
+    MAX_REGISTERS,
+    bits_of,
+    disassembly,
+    registers_asked,
+    registers_given,
+    slow,
+)
 from tests.gpu.test_compile_quantize import run
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu" / "grouped.json"
@@ -46,6 +53,7 @@ def test_groups(name: str, limit: float, tmp_path: Path):
         text = disassembly(path, "sm_90a")
         # Copies of activations, codes and scales; one of eight rows of the result, two of one.
         assert "UTMALDG" in text and text.count("UTMASTG") >= 3, path
+        assert registers_asked(path.read_text()) <= registers_given(path), path
         assert sum(sass.issued(text, tiles)) <= limit + 0.35 * (tiles.m > 16), path
 
 

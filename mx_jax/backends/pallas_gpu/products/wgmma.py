@@ -23,15 +23,16 @@ from mx_jax.backends.pallas_gpu.layouts.weights import CHUNK, ROWS
 from mx_jax.backends.pallas_gpu.products.program import DecodingProgram, transforms
 from mx_jax.backends.pallas_gpu.products.ring import Ring, loop, on_one_warp
 from mx_jax.backends.pallas_gpu.tuning.stripes import Stripes, add_shares
-from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.backends.pallas_gpu.tuning.tiles import (
+    COPYING_REGISTERS,
+    Tiles,
+    multiplying_registers,
+)
 from mx_jax.formats import BlockFormat
 
 # Its declared types differ between versions of JAX, and none fits its own use.
 plgpu: Any = mosaic_gpu
 
-# The memory warpgroup only issues copies: it gives the others its registers.
-_MEMORY_REGISTERS = 40
-_ALL_REGISTERS, _MOST_REGISTERS = 512, 256
 # Bytes that a row in memory is a multiple of, and that a row of a tile in shared memory has.
 _LINE, _SWIZZLE = 16, 128
 
@@ -175,13 +176,12 @@ class WgmmaProgram(DecodingProgram):
 
         @pl.when(warpgroup == self.num_warpgroups)
         def _():
-            plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+            plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
             on_one_warp(lambda: self._copy(segments, at, slots, barriers))
 
         @pl.when(warpgroup < self.num_warpgroups)
         def _():
-            registers = (_ALL_REGISTERS - _MEMORY_REGISTERS) // self.num_warpgroups
-            registers = min(registers // 8 * 8, _MOST_REGISTERS)
+            registers = multiplying_registers(self.num_warpgroups)
             plgpu.set_max_registers(registers, action="increase")
             self._decode(segments, store, slots, barriers, scratch)
 

@@ -3,6 +3,25 @@
 import dataclasses
 import math
 
+# The copying warpgroup only issues copies: it gives the others its registers.
+COPYING_REGISTERS = 40
+_PROCESSOR_REGISTERS, _MOST_REGISTERS = 65536, 256
+
+
+def launch_registers(warpgroups: int) -> int:
+    """Registers that a thread of so many warpgroups starts with: what ptxas gives, in eights."""
+    return min(_PROCESSOR_REGISTERS // (128 * warpgroups) // 8 * 8, _MOST_REGISTERS)
+
+
+def multiplying_registers(warpgroups: int) -> int:
+    """What a thread of each multiplying warpgroup asks for, beside one warpgroup that copies.
+
+    All together at most what they were launched with: `setmaxnreg` waits for registers until there
+    are as many, so for more it would wait for ever.
+    """
+    all_registers = launch_registers(warpgroups + 1) * (warpgroups + 1)
+    return min((all_registers - COPYING_REGISTERS) // warpgroups // 8 * 8, _MOST_REGISTERS)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
