@@ -1,7 +1,6 @@
 """The dense product and its two gradients, each by its own spec of the recipe."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax

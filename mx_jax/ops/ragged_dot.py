@@ -5,7 +5,6 @@ group (grad_weight). Nothing is transposed: blocks lie along whichever axis is c
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax

@@ -239,7 +239,7 @@ def test_the_hash_is_that_of_the_sources(tmp_path: Path, monkeypatch: pytest.Mon
     assert sources.source_of(REFERENCE) is None
     assert PALLAS_GPU.source is not None
     names = {path.name for path in PALLAS_GPU.source()}
-    assert {"wgmma.py", "mma.py", "tcgen05.py", "quantize_kernel.py", "kernels.py"} <= names
+    assert {"wgmma.py", "mma.py", "tcgen05.py", "quantize_kernel.py", "decode.py"} <= names
     file = tmp_path / "kernel.py"
     file.write_text("one")
     own = [dataclasses.replace(CUDNN, name=name, source=lambda: (file,)) for name in "ab"]

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mx_jax.backends.pallas_gpu.architecture import SM80, SM90, Architecture
-from mx_jax.backends.pallas_gpu.kernels import MMA
-from mx_jax.backends.pallas_gpu.layouts.weights import CHUNK, ROWS
+from mx_jax.backends.pallas_gpu.architecture import MMA, SM80, SM90, Architecture
+from mx_jax.backends.pallas_gpu.layouts import CHUNK, ROWS
 from mx_jax.formats import MXFP4, MXFP6_E3M2, MXFP8_E4M3, BlockFormat
 from tests.backends.mosaic import needs_mosaic
 
@@ -42,7 +41,7 @@ def test_threads_get_what_the_interpreter_says(
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
 
-    from mx_jax.backends.pallas_gpu.casts import decode
+    from mx_jax.backends.pallas_gpu import decode
 
     layouts = decode.plgpu.Layout
     layout = layouts.WGMMA if architecture is SM90 else layouts.MMA_LHS(jnp.bfloat16)
@@ -80,15 +79,14 @@ def test_threads_get_what_the_interpreter_says(
 def test_what_cp_async_copies_is_one_piece(bits: int):
     import jax.numpy as jnp
 
-    from mx_jax.backends.pallas_gpu.casts.decode import Decoder
-    from mx_jax.backends.pallas_gpu.products import program
+    from mx_jax.backends.pallas_gpu import decode
 
-    decoder = Decoder(format=STORED[bits])
+    decoder = decode.Decoder(format=STORED[bits])
     stored = decoder.storage
     codes = (8, 4096 // stored.group * stored.planes, ROWS, stored.words)
     arrays = codes, (8, 4096 // 2 // decoder.granularity, ROWS)
     for _, tiles in MMA.tuning_of(bits).tiles:
-        sizes = program.DecodingProgram(
+        sizes = decode.DecodingProgram(
             decoder=decoder,
             tiles=tiles,
             out_dtype=jnp.dtype("float32"),

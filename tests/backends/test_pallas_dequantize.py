@@ -9,9 +9,9 @@ import pytest
 
 from mx_jax import formats
 from mx_jax.backends.matrices import without_tensor_scale
+from mx_jax.backends.pallas_gpu import products
 from mx_jax.backends.pallas_gpu.architecture import SM80, SM90, Architecture
-from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
-from mx_jax.backends.pallas_gpu.products import decoded
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights
 from mx_jax.formats import MXFP4, BlockFormat
 from tests.backends.mosaic import interpreter, mostly_slow, needs_mosaic
 from tests.backends.test_pallas_gpu import PACKED, random_weights
@@ -34,7 +34,7 @@ def test_decodes_as_xla_does(
     weights = dataclasses.replace(weights, codes=codes, scales=jnp.asarray(scales))
     packed = PackedWeights.of(weights)
     expected = without_tensor_scale(packed.unpack()).dequantize(jnp.bfloat16)
-    values = decoded.decode(packed, architecture, interpreter())
+    values = products.decode(packed, architecture, interpreter())
     assert values.shape == (2, packed.padded_n, packed.padded_k)
     # Not bit by bit: a zero of E5M2 loses its sign, which no product shows.
     actual = np.asarray(values[:, :130, :700], np.float32)
@@ -45,6 +45,6 @@ def test_decodes_as_xla_does(
 
 def test_lowers_for_cuda(rng: np.random.Generator):
     packed = PackedWeights.of(random_weights(rng, (1, 128, 1024), MXFP4))
-    run = jax.jit(lambda packed: decoded.decode(packed, SM90, None))
+    run = jax.jit(lambda packed: products.decode(packed, SM90, None))
     text = run.trace(packed).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1

@@ -1,6 +1,6 @@
 """Kernel of Ampere, Ada and Blackwell: bfloat16 activations by weights decoded on their way to mma.
 
-Device code only; `decoded.py` pads and picks. One warpgroup copies tiles into shared memory
+Device code only; `products.py` picks. One warpgroup copies tiles into shared memory
 some steps ahead (by cp.async; by TMA where Mosaic finds it), loads its codes and scales from there,
 decodes them to bfloat16 and multiplies by mma, synchronously. As on Hopper the product is computed
 transposed, `weights[n, k] x activations[m, k]`: few activations then need no padding beyond 8 rows.
@@ -14,17 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu
 
-from mx_jax.backends.pallas_gpu.casts.decode import Decoder
-from mx_jax.backends.pallas_gpu.layouts.weights import ROWS
-from mx_jax.backends.pallas_gpu.products.program import DecodingProgram
-from mx_jax.backends.pallas_gpu.stores import store
-from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.backends.pallas_gpu.decode import Decoder, DecodingProgram
+from mx_jax.backends.pallas_gpu.device import plgpu, share, store
+from mx_jax.backends.pallas_gpu.layouts import ROWS
+from mx_jax.backends.pallas_gpu.tiles import Tiles
 from mx_jax.formats import BlockFormat
-
-# Its declared types differ between versions of JAX, and none fits its own use.
-plgpu: Any = mosaic_gpu
 
 
 def multiply(
@@ -41,7 +36,6 @@ def multiply(
     """The product `[batch, m, n]`: arguments as of `wgmma.multiply`.
 
     `tiles.n` is 64, a multiple of 8 rows of activations makes `tiles.m`, and `tiles.k` divides k'.
-    Programs that share a tile have as many steps, or one more.
     """
     decoder = Decoder(format=format, interpreted=interpret is not None)
     batch, m, k = x.shape
@@ -76,7 +70,7 @@ class MmaProgram(DecodingProgram):
     def body(self, x_gmem, codes_gmem, scales_gmem, out_gmem):
         """Copy, decode, multiply; then store the sums from registers."""
         tiles = self.tiles
-        begin, count = self._share()
+        begin, count = share(lax.axis_index("split"), tiles.splits, self.num_k)
         zeros = jnp.zeros((ROWS, tiles.m), jnp.float32)
         acc = plgpu.emit_pipeline(
             self._step,
@@ -89,17 +83,6 @@ class MmaProgram(DecodingProgram):
         rows = pl.ds(first * tiles.n, tiles.n)
         columns = pl.ds(lax.axis_index("row") * tiles.m, tiles.m)
         store(out_gmem.at[rows, columns], acc.astype(self.out_dtype))
-
-    def _share(self) -> tuple[Any, Any]:
-        """The first of a program's steps, and how many it has: static if all have as many."""
-        split, splits = lax.axis_index("split"), self.tiles.splits
-        count, rest = divmod(self.num_k, splits)
-        if not rest:
-            return split * count, count
-        begin, end = (
-            lax.div(at * jnp.int32(self.num_k), jnp.int32(splits)) for at in (split, split + 1)
-        )
-        return begin, end - begin
 
     def _in_specs(self, begin: Any) -> list[Any]:
         """Where the activations, codes and scales of each step from the first on lie."""

@@ -15,20 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
-from jax.experimental.pallas import mosaic_gpu
 
-from mx_jax.backends.pallas_gpu.casts.encode import Encoder
-from mx_jax.backends.pallas_gpu.casts.pairs import Pairs
-from mx_jax.backends.pallas_gpu.casts.tiles import Tile
-from mx_jax.backends.pallas_gpu.stores import store
+from mx_jax.backends.pallas_gpu.device import plgpu, store
+from mx_jax.backends.pallas_gpu.encode import Encoder, Pairs
+from mx_jax.backends.pallas_gpu.views import Tile
 from mx_jax.codecs.scale import opaque_divide
-
-# Its declared types differ between versions of JAX, and none fits its own use.
-plgpu: Any = mosaic_gpu
 
 
 def quantize(
@@ -53,9 +47,7 @@ def quantize(
     """
     shapes = []
     for axis in tile.axes:
-        lengths = x.shape[:axis] + x.shape[axis + 1 :]
-        order = tile.scales_order or range(len(lengths))
-        shapes += [x.shape, tuple(lengths[i] for i in order)]
+        shapes += [x.shape, x.shape[:axis] + x.shape[axis + 1 :]]
     program = QuantizeProgram(tile=tile, encoders=encoders, counts=tile.counts(x.shape))
     operands = (x,) if tensor_scales is None else (x, tensor_scales)
     return plgpu.kernel(
@@ -108,12 +100,7 @@ class QuantizeProgram:
             spread = functools.partial(_spread, axis=axis, pairs=pairs)
             codes = encoder.codes(x, stored, factor, spread, pairs)
             store(codes_gmem.at[at], codes)
-            scales = stored.astype(jnp.uint8)
-            if self.tile.scales_order:
-                scales_gmem = scales_gmem.transpose(
-                    tuple(np.argsort(self.tile.scales_order).tolist())
-                )
-            store(scales_gmem.at[at[:axis] + at[axis + 1 :]], scales)
+            store(scales_gmem.at[at[:axis] + at[axis + 1 :]], stored.astype(jnp.uint8))
 
     def _at(self) -> tuple[Any, ...]:
         """Where this program's tile lies; the last axis runs fastest."""

@@ -1,10 +1,10 @@
-"""Packed codes to bfloat16 in registers: what the kernels that multiply bfloat16 share.
+"""Packed codes to bfloat16 in registers, and the kernel that decodes whole weights.
 
 Device code. A 32-bit word holds the codes of two neighbouring columns of an operand in its halves.
 A shift and masks bring one code of each half to where bfloat16 has sign, exponent and mantissa: two
 values at a time, as many as a bfloat16 multiplication scales. All arithmetic is plain array code,
 which the interpreter runs too; only what no array operation says, that one word is two numbers, is
-written for Mosaic GPU itself (`_halves`), with a stand-in of the same meaning.
+written for Mosaic GPU itself (`_mosaic_halves`), with a stand-in of the same meaning.
 
 Imports Mosaic GPU, so only kernels import this file.
 """
@@ -12,20 +12,28 @@ Imports Mosaic GPU, so only kernels import this file.
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu
+from jax.experimental import pallas as pl
 
-from mx_jax.backends.pallas_gpu.layouts.storage import Field, Slot, Storage, storage
-from mx_jax.backends.pallas_gpu.layouts.weights import CHUNK, granularity
+from mx_jax.backends.pallas_gpu.device import plgpu, store, transforms
+from mx_jax.backends.pallas_gpu.layouts import (
+    CHUNK,
+    PAD_K,
+    ROWS,
+    Field,
+    Slot,
+    Storage,
+    granularity,
+    storage,
+)
+from mx_jax.backends.pallas_gpu.tiles import Tiles
 from mx_jax.formats import BlockFormat, ElementFormat
-
-# Its declared types differ between versions of JAX, and none fits its own use.
-plgpu: Any = mosaic_gpu
 
 # bfloat16: sign, 8 bits of exponent, 7 of mantissa.
 _MANTISSA_BITS = 7
@@ -246,3 +254,200 @@ def _mosaic_halves(arrays: Any, count: int, layout: Any) -> Any:
             mgpu.FragmentedArray(_registers=out.reshape(shape), _layout=target, _is_signed=None)
         )
     return tuple(operands)
+
+
+# What the kernels that multiply have in common ---------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodingProgram:
+    """What every warpgroup runs of a program that multiplies by weights.
+
+    Attributes:
+      decoder: of the weights.
+      tiles: sizes.
+      out_dtype: of the result.
+      batch: products.
+      num_m: tiles along m of one product.
+      num_n: tiles along n.
+      num_k: steps along k of a tile.
+      weight_tiles: tiles of 64 rows that one product's weights lie in.
+    """
+
+    decoder: Decoder
+    tiles: Tiles
+    out_dtype: Any
+    batch: int
+    num_m: int
+    num_n: int
+    num_k: int
+    weight_tiles: int
+
+    @classmethod
+    def of(
+        cls,
+        x: jax.Array,
+        codes: jax.Array,
+        n: int,
+        *,
+        decoder: Decoder,
+        tiles: Tiles,
+        out_dtype: Any,
+    ) -> Self:
+        """The program for `x[batch, m, k]` by `codes[batch, n' / 64, ...]` of n rows."""
+        batch, m, k = x.shape
+        return cls(
+            decoder=decoder,
+            tiles=tiles,
+            out_dtype=jnp.dtype(out_dtype),
+            batch=batch,
+            num_m=-(-m // tiles.m),
+            num_n=-(-n // tiles.n),
+            num_k=-(-k // tiles.k),
+            weight_tiles=codes.shape[1],
+        )
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 64 rows of weights that a program has."""
+        return self.tiles.n // ROWS
+
+    @property
+    def blocks(self) -> tuple[tuple[tuple[int, ...], Any, tuple[Any, ...]], ...]:
+        """What a step copies of activations, codes and scales: shape, dtype, how it lies.
+
+        cp.async takes what has no tiling for one piece of memory, and says nothing if it is not:
+        codes and scales of one tile of rows are.
+        """
+        tiles, decoder, rows = self.tiles, self.decoder, self.row_tiles
+        stored = decoder.storage
+        pieces = tiles.k // stored.group * stored.planes
+        return (
+            ((tiles.m, tiles.k), jnp.bfloat16, transforms(CHUNK)),
+            ((rows, pieces, ROWS, stored.words), jnp.int32, ()),
+            ((rows, tiles.k // (2 * decoder.granularity), ROWS), jnp.int32, ()),
+        )
+
+    def weights_at(self, codes: Any, scales: Any, matrix: Any, n: Any, step: Any) -> list[Any]:
+        """A step's codes and scales of a tile along n, of one product of the batch."""
+        first = matrix * self.weight_tiles + n * self.row_tiles
+        taken = []
+        for ref, (shape, _, _) in zip((codes, scales), self.blocks[1:], strict=True):
+            rows, pieces = shape[:2]
+            taken.append(ref.at[pl.ds(first, rows), pl.ds(step * pieces, pieces)])
+        return taken
+
+    def operands(
+        self, codes_smem: Any, scales_smem: Any, row_tile: Any, layout: Any
+    ) -> Iterator[tuple[Any, Any]]:
+        """The operands `[64, 64]` of a step's tile of rows, each with its columns of the step."""
+        decoder = self.decoder
+        planes = decoder.storage.planes
+        for group in range(self.tiles.k // decoder.group):
+            operands = decoder.operands(
+                codes_smem.at[row_tile, pl.ds(group * planes, planes)],
+                scales_smem.at[row_tile, pl.ds(group * decoder.pairs, decoder.pairs)],
+                layout,
+            )
+            for chunk, operand in enumerate(operands):
+                yield operand, pl.ds(group * decoder.group + chunk * CHUNK, CHUNK)
+
+
+# Weights of many rows' products -------------------------------------------------------------------
+
+# Columns of a program, at most: enough loads to wait for together.
+_COLUMNS = 512
+
+
+def dequantize(
+    codes: jax.Array,
+    scales: jax.Array,
+    *,
+    format: BlockFormat,
+    accelerated: bool,
+    interpret: Any = None,
+) -> jax.Array:
+    """Weights as bfloat16 in one pass over memory, their tensor scale left out.
+
+    For products of so many rows that XLA makes. A program decodes 64 rows of some groups of codes,
+    straight from memory to registers: programs are many and small, so while one waits, others of
+    its processor work. Where there is a tensor memory accelerator, values go through shared memory,
+    from which whole lines are copied; elsewhere threads write what they hold.
+
+    Args:
+      codes: int32 `[n / 64, k / group * planes, 64, words]`, as `PackedWeights` has them, batches
+        merged.
+      scales: int32 `[n / 64, k / (2 * granularity), 64]`.
+      format: of the weights.
+      accelerated: whether the GPU has a tensor memory accelerator: from Hopper on.
+      interpret: parameters of Mosaic's interpreter, None to compile.
+
+    Returns:
+      `[n, k]`.
+    """
+    decoder = Decoder(format=format, interpreted=interpret is not None)
+    tiles, pieces = codes.shape[:2]
+    k = pieces // decoder.storage.planes * decoder.group
+    columns = next(c for c in (_COLUMNS, _COLUMNS // 2, PAD_K) if k % c == 0)
+    program = DequantizeProgram(decoder=decoder, columns=columns, accelerated=accelerated)
+    return plgpu.kernel(
+        program.body,
+        out_type=jax.ShapeDtypeStruct((tiles * ROWS, k), jnp.bfloat16),
+        # CUDA lets only the last axis be long.
+        grid=(k // columns, tiles),
+        grid_names=("k", "tile"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        scratch_types=program.scratch_types(),
+        kernel_name=f"mx_jax_dequantize_{format.name}",
+        interpret=interpret,
+    )(codes, scales)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DequantizeProgram:
+    """What the warpgroup of each program runs.
+
+    Attributes:
+      decoder: of the weights.
+      columns: that it decodes.
+      accelerated: as `dequantize` has it.
+    """
+
+    decoder: Decoder
+    columns: int
+    accelerated: bool
+
+    def scratch_types(self) -> list[Any]:
+        """Shared memory for the values, in chunks of 64 columns."""
+        if not self.accelerated:
+            return []
+        shape = (self.columns // CHUNK, ROWS, CHUNK)
+        return [plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms(CHUNK))]
+
+    def body(self, codes_gmem, scales_gmem, out_gmem, *values_smem):
+        """Decode, write."""
+        decoder, accelerated = self.decoder, self.accelerated
+        layout = plgpu.Layout.WGMMA if accelerated else plgpu.Layout.MMA_LHS(jnp.bfloat16)
+        tile, part = lax.axis_index("tile"), lax.axis_index("k")
+        groups, planes = self.columns // decoder.group, decoder.storage.planes
+        rows = pl.ds(tile * ROWS, ROWS)
+        chunk = 0
+        for i in range(groups):
+            group = part * groups + i
+            operands = decoder.operands(
+                codes_gmem.at[tile, pl.ds(group * planes, planes)],
+                scales_gmem.at[tile, pl.ds(group * decoder.pairs, decoder.pairs)],
+                layout,
+            )
+            for values in operands:
+                columns = pl.ds(part * self.columns + chunk * CHUNK, CHUNK)
+                out = out_gmem.at[rows, columns]
+                if accelerated:
+                    values_smem[0][chunk] = values
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(values_smem[0].at[chunk], out)
+                else:
+                    store(out, values)
+                chunk += 1
+        if accelerated:
+            plgpu.wait_smem_to_gmem(0)

@@ -1,7 +1,66 @@
-"""Which rows of which group each program of a grouped kernel multiplies: plain arrays."""
+"""What one program of a kernel computes: its sizes and, of rows in groups, whose rows those are."""
+
+import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
+
+# The copying warpgroup only issues copies: it gives the others its registers.
+COPYING_REGISTERS = 40
+_PROCESSOR_REGISTERS, _MOST_REGISTERS = 65536, 256
+
+
+def launch_registers(warpgroups: int) -> int:
+    """Registers that a thread of so many warpgroups starts with: what ptxas gives, in eights."""
+    return min(_PROCESSOR_REGISTERS // (128 * warpgroups) // 8 * 8, _MOST_REGISTERS)
+
+
+def multiplying_registers(warpgroups: int) -> int:
+    """What a thread of each multiplying warpgroup asks for, beside one warpgroup that copies.
+
+    All together at most what they were launched with: `setmaxnreg` waits for registers until there
+    are as many, so for more it would wait for ever.
+    """
+    all_registers = launch_registers(warpgroups + 1) * (warpgroups + 1)
+    return min((all_registers - COPYING_REGISTERS) // warpgroups // 8 * 8, _MOST_REGISTERS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """What one program of a kernel computes.
+
+    Attributes:
+      m: rows of activations, or of the left operand.
+      n: rows of weights, or of the right operand.
+      k: length of one step along k.
+      stages: steps in flight.
+      splits: programs that share a tile's k, and whose sums are added.
+    """
+
+    m: int
+    n: int = 128
+    k: int = 128
+    stages: int = 4
+    splits: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What a kernel does with codes of one width.
+
+    Attributes:
+      tiles: (largest number of rows, tiles), ascending; the last are for any number.
+      crossover: rows from which it is faster to dequantize the weights once and let XLA multiply in
+        bfloat16. At so many rows the tensor cores are the bound for either, and a kernel decodes
+        the same weights again for every tile of rows.
+    """
+
+    tiles: tuple[tuple[float, Tiles], ...]
+    crossover: float = math.inf
+
+
+# Rows in groups ---------------------------------------------------------------------------------
 
 # What a copy of activations or of sums begins at: a tile of shared memory has so many rows.
 CHUNK_ROWS = 8

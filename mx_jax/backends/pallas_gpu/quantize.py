@@ -17,8 +17,7 @@ from mx_jax.backends.pallas_gpu.architecture import (
     current_architecture,
     rejects_machine,
 )
-from mx_jax.backends.pallas_gpu.casts.views import View, ViewOfTiles, padded
-from mx_jax.backends.pallas_gpu.layouts.scaled import SCALE_COLUMNS, SCALE_ROWS, ScaledOperand
+from mx_jax.backends.pallas_gpu.views import View, padded
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, tiny
 from mx_jax.codecs.rounding import NEAREST
@@ -214,11 +213,11 @@ def _run(
         whole = [(x.shape, block_shapes.scales_shape(x.shape, call.blocks)) for call in calls]
         return tuple(jnp.zeros(shape, jnp.uint8) for shapes in whole for shape in shapes)
     # Mosaic GPU is missing from older versions of JAX, which `rejects` keeps away from here.
-    from mx_jax.backends.pallas_gpu.casts import quantize_kernel
+    from mx_jax.backends.pallas_gpu import quantize_kernel
 
     # The kernel's order: columns before rows.
     ordered = sorted(calls, key=lambda call: call.blocks)
-    view = _view(ordered, architecture)
+    view = View.of(x.shape, tuple(call.blocks[0] for call in ordered))
     tile = view.tile(x.dtype.itemsize)
     encoders = tuple(_encoder(call, architecture, interpret is not None) for call in ordered)
     factors = iter(tensor_scales)
@@ -240,23 +239,8 @@ def _run(
     return tuple(array for call in calls for array in found[call])
 
 
-def _view(ordered: Sequence[QuantizeCall], architecture: Architecture) -> View:
-    """How the kernel sees the tensor; on Blackwell so that scales come as products take them."""
-    call = ordered[0]
-    (axis, block), rows = call.blocks[0], math.prod(call.shape[:-1])
-    assert isinstance(block, int)
-    if (
-        architecture.kernel(call.format, call.format).layout is ScaledOperand
-        and axis == -1
-        and rows % SCALE_ROWS == 0
-        and call.shape[-1] % (SCALE_COLUMNS * block) == 0
-    ):
-        return ViewOfTiles(original=call.shape, split=(rows, call.shape[-1]), block=block)
-    return View.of(call.shape, tuple(call.blocks[0] for call in ordered))
-
-
 def _encoder(call: QuantizeCall, architecture: Architecture, interpreted: bool) -> Any:
-    from mx_jax.backends.pallas_gpu.casts.encode import Encoder
+    from mx_jax.backends.pallas_gpu.encode import Encoder
 
     rule, of = call.scale_rule, call.format.scale.element
     smallest = 0.0
