@@ -26,7 +26,7 @@ from mx_jax.backends.pallas_gpu.architecture import SM90
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.formats import MXFP4, MXFP8_E4M3
 from mx_jax.measure.cases import Case as Cast
-from mx_jax.measure.subject import PLAIN
+from mx_jax.measure.subjects import PLAIN
 from tests.backends.altered import altered
 from tests.backends.mosaic import needs_mosaic
 
