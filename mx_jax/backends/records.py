@@ -9,7 +9,7 @@ import jax
 
 from mx_jax.backends.base import Offer, Target
 from mx_jax.backends.calls import Call
-from mx_jax.backends.evidence.rows import Row
+from mx_jax.backends.evidence import Row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,7 @@ from mx_jax.backends import named
 from mx_jax.backends import target as machine
 from mx_jax.backends.base import NOT_OFFERED, Backend, Offer, Target
 from mx_jax.backends.calls import Call, PackCall, QuantizeBothCall, QuantizeCall
-from mx_jax.backends.evidence.rows import Row
-from mx_jax.backends.evidence.sources import row_about, switches_on, why_asleep
+from mx_jax.backends.evidence import Row, row_about, switches_on, why_asleep
 from mx_jax.backends.named import known_backends as known_backends
 from mx_jax.backends.named import only_backend as only_backend
 from mx_jax.backends.named import prefer_backends as prefer_backends

@@ -18,7 +18,7 @@ from mx_jax.backends.calls import (
     QuantizeCall,
     RaggedCall,
 )
-from mx_jax.backends.evidence.work import Kind, Work
+from mx_jax.backends.evidence import Kind, Work
 from mx_jax.formats import MX_FORMATS, NVFP4, block_format
 from mx_jax.reference.ragged import layout_length
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
@@ -26,7 +26,7 @@ from mx_jax.testing.cases import MatmulCase, QuantizeCase
 AnyProduct = TypeVar("AnyProduct", MatmulCall, RaggedCall)
 
 FORMATS = tuple(format.name for format in (*MX_FORMATS, NVFP4))
-# Rows of activations, one of each bucket of `evidence.work.ROWS`; n and k of weights: the
+# Rows of activations, one of each bucket of `evidence.ROWS`; n and k of weights: the
 # layers of decoders, for which tiles are chosen too.
 ROWS = (1, 8, 16, 32, 64, 128, 256, 4096)
 SIZES = (

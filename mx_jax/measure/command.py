@@ -23,10 +23,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from mx_jax.backends import evidence
 from mx_jax.backends.base import Backend, Target
-from mx_jax.backends.evidence import rows as files
-from mx_jax.backends.evidence import sources
-from mx_jax.backends.evidence.rows import Row
+from mx_jax.backends.evidence import Row
 from mx_jax.backends.select import known_backends, only_if_named
 from mx_jax.formats import block_format
 from mx_jax.measure import worker
@@ -137,7 +136,7 @@ def run(given: argparse.Namespace) -> int:
     bench = Bench(
         machine=machine, backends=backends, words=words, limit=given.limit, tuning=given.tune
     )
-    return measure(bench, wanted, given.out or sources.cache_path(), deadline, given.again)
+    return measure(bench, wanted, given.out or evidence.cache_path(), deadline, given.again)
 
 
 # Processes ----------------------------------------------------------------------------------------
@@ -196,7 +195,7 @@ class Bench:
             shape=case.shape,
             device_kind=machine.target.device_kind,
             jax=jax.__version__,
-            source=sources.source_of(backend) or "",
+            source=evidence.source_of(backend) or "",
             config=tuple(sorted(found.get("config", {}).items())),
             failed=found.get("failed", ""),
             driver=machine.driver,
@@ -286,7 +285,7 @@ def _machine(words: Sequence[str]) -> Machine:
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append((name, importlib.metadata.version(name)))
-    return Machine(target=target, driver=sources.driver(), versions=tuple(versions))
+    return Machine(target=target, driver=evidence.driver(), versions=tuple(versions))
 
 
 def _what_is_missing(backends: Sequence[Backend], target: Target) -> str:
@@ -350,7 +349,7 @@ def _kept(out: Path, console: Console) -> tuple[Row, ...]:
     if not out.exists():
         return ()
     try:
-        return files.read(out, "gpu")
+        return evidence.read(out, "gpu")
     except ValueError as error:
         aside = out.with_suffix(".damaged.json")
         out.replace(aside)
@@ -360,7 +359,7 @@ def _kept(out: Path, console: Console) -> tuple[Row, ...]:
 
 def _write(out: Path, kept: Sequence[Row], rows: Sequence[Row]) -> None:
     try:
-        files.write(out, files.merged(kept, rows))
+        evidence.write(out, evidence.merged(kept, rows))
     except OSError as error:
         raise ValueError(
             f"gpu: cannot write rows, got out={str(out)!r}: {error}; name another file with --out"
@@ -376,8 +375,8 @@ def _closing(rows: Sequence[Row], out: Path, left: int, known: int) -> list[str]
     if left:
         found.append(f"{left} cases were not begun for lack of time; run it again, and it goes on.")
     found.append(f"Rows are in {out}, from the next start of Python on.")
-    if os.environ.get(sources.VARIABLE):
-        found.append(f"Now {sources.VARIABLE}={os.environ[sources.VARIABLE]} decides instead.")
+    if os.environ.get(evidence.VARIABLE):
+        found.append(f"Now {evidence.VARIABLE}={os.environ[evidence.VARIABLE]} decides instead.")
     return found
 
 

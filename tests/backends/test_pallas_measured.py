@@ -12,8 +12,7 @@ from mx_jax import formats, recipes
 from mx_jax.backends import evidence
 from mx_jax.backends.base import Config, Target
 from mx_jax.backends.calls import MatmulCall
-from mx_jax.backends.evidence import Row, Work
-from mx_jax.backends.evidence.sources import source_of
+from mx_jax.backends.evidence import Row, Work, source_of
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.architecture import MMA, SM90, SM100, WGMMA
 from mx_jax.backends.pallas_gpu.tiles import Tiles

@@ -76,8 +76,8 @@ def compile_for(folder: Path, *arguments: str) -> list[str]:
         slow("nvfp4", 3.75),
         slow("mxfp8_e4m3", 4.25),
         slow("mxfp8_e5m2", 6.8),
-        slow("mxfp6_e2m3", 4.5),
-        slow("mxfp6_e3m2", 4.75),
+        slow("mxfp6_e2m3", 4.6),
+        slow("mxfp6_e3m2", 4.85),
         slow("mxint8", 4.8),
     ],
 )

@@ -19,8 +19,7 @@ from benchmarks.timing import Spread
 from mx_jax.backends import evidence
 from mx_jax.backends.base import Target
 from mx_jax.backends.calls import QuantizeCall
-from mx_jax.backends.evidence import Row
-from mx_jax.backends.evidence.sources import source_of
+from mx_jax.backends.evidence import Row, source_of
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.architecture import SM90
 from mx_jax.backends.reference import REFERENCE

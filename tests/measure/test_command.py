@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import pytest
 
+from mx_jax.backends import evidence
 from mx_jax.backends.base import Target
-from mx_jax.backends.evidence import sources
-from mx_jax.backends.evidence.rows import Row, read, write
+from mx_jax.backends.evidence import Row, read, write
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.cli import main
 from mx_jax.measure import command
@@ -54,7 +54,7 @@ def run(out: Path, program: str, again: bool = False, seconds: float = 60.0, **f
 def test_a_hang_a_crash_and_a_refusal_cost_one_row_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv(sources.VARIABLE, "shipped")
+    monkeypatch.setenv(evidence.VARIABLE, "shipped")
     hangs = "if case[0] == 1: time.sleep(60)\n"
     crashes = "if case[0] == 16: os.abort()\n"
     started, out = time.monotonic(), tmp_path / "rows.json"
@@ -73,7 +73,7 @@ def test_a_hang_a_crash_and_a_refusal_cost_one_row_each(
     assert "Switched on by default:\n" in text
     kind = "planted: bf16 x mxfp4, up to 2^20 elements, 33 to 64 rows"
     assert f"  {kind}: 2 times the plain path's speed" in text
-    assert f"Now {sources.VARIABLE}=shipped decides instead." in text
+    assert f"Now {evidence.VARIABLE}=shipped decides instead." in text
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ import mx_jax
 from mx_jax.backends import evidence
 from mx_jax.backends.base import Backend, Target
 from mx_jax.backends.calls import RaggedCall
-from mx_jax.backends.evidence import Row
-from mx_jax.backends.evidence.sources import source_of
+from mx_jax.backends.evidence import Row, source_of
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM90
 from mx_jax.backends.reference import REFERENCE

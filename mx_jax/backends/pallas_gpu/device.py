@@ -39,6 +39,16 @@ def loop(count: Any, body: Callable[[Any], None]) -> None:
     lax.fori_loop(jnp.int32(0), jnp.int32(count), lambda i, _: body(i), None)
 
 
+def staged_loop(count: Any, stages: int, body: Callable[[Any, Any], None]) -> None:
+    """`body(i, stage)` for i from 0, by turns of the stages: found without a division."""
+
+    def step(i: Any, stage: Any) -> Any:
+        body(i, stage)
+        return jnp.where(stage == stages - 1, 0, stage + 1)
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(count), step, jnp.int32(0))
+
+
 def share(split: Any, splits: int, steps: int) -> tuple[Any, Any]:
     """The first of a program's steps, and how many it has: one more than others at most.
 
@@ -68,13 +78,12 @@ def copy_steps(
       empty: barriers at which its readers arrive.
     """
 
-    def copy(i: Any) -> None:
-        stage = lax.rem(i, jnp.int32(stages))
+    def copy(i: Any, stage: Any) -> None:
         pl.when(i >= stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
         for gmem, smem in copies(i, stage):
             plgpu.copy_gmem_to_smem(gmem, smem, full.at[stage])
 
-    loop(steps, copy)
+    staged_loop(steps, stages, copy)
 
 
 def copy_rows(tile: Any, out_gmem: Any, to: tuple[Any, Any], begin: Any, end: Any) -> None:

@@ -21,9 +21,9 @@ from mx_jax.backends.pallas_gpu.device import (
     SWIZZLE,
     copy_rows,
     copy_steps,
-    loop,
     plgpu,
     share,
+    staged_loop,
     store,
     transforms,
 )
@@ -233,8 +233,7 @@ class Tcgen05Program:
                 from_ = gmem[side + 2].at[pl.ds(tile * count, count), scales_along_k]
                 yield from_, scales[side].at[stage]
 
-        def multiply(i: Any) -> None:
-            stage = lax.rem(i, jnp.int32(tiles.stages))
+        def multiply(i: Any, stage: Any) -> None:
             plgpu.barrier_wait(full.at[stage])
             self._step(acc, i > 0, stage, codes, scales, empty, **memory)
 
@@ -248,7 +247,7 @@ class Tcgen05Program:
 
                 @pl.when(warp == 1)
                 def _():
-                    loop(steps, multiply)
+                    staged_loop(steps, tiles.stages, multiply)
                     plgpu.tcgen05_commit_arrive(done)
 
         @pl.when(warpgroup == 1)

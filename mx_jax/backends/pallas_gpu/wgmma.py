@@ -23,9 +23,9 @@ from mx_jax.backends.pallas_gpu.device import (
     SWIZZLE,
     copy_rows,
     copy_steps,
-    loop,
     plgpu,
     share,
+    staged_loop,
     store,
     transforms,
 )
@@ -190,15 +190,18 @@ class WgmmaProgram(DecodingProgram):
             plgpu.set_max_registers(multiplying_registers(self.row_tiles), action="increase")
 
             def sum_up(acc: Any) -> Any:
-                loop(steps, functools.partial(self._step, acc, smem, full, empty, operand))
+                step = functools.partial(self._step, acc, smem, full, empty, operand)
+                staged_loop(steps, self.tiles.stages, lambda _, stage: step(stage))
                 return acc[...]
 
             accumulator = plgpu.ACC((ROWS, self.tiles.m), jnp.float32)
             keep(pl.run_scoped(sum_up, accumulator), warpgroup)
 
-    def _step(self, acc: Any, smem: Any, full: Any, empty: Any, operand_smem: Any, i: Any) -> None:
+    def _step(
+        self, acc: Any, smem: Any, full: Any, empty: Any, operand_smem: Any, stage: Any
+    ) -> None:
         """A multiplying warpgroup's part of a step."""
-        warpgroup, stage = lax.axis_index("warpgroup"), lax.rem(i, jnp.int32(self.tiles.stages))
+        warpgroup = lax.axis_index("warpgroup")
         plgpu.barrier_wait(full.at[stage])
         x_smem, *weights = smem
         codes, scales = (ref.at[stage] for ref in weights)
