@@ -181,7 +181,7 @@ def _in_bfloat16(case: Case, x: tuple[Any, ...], w: jax.Array) -> jax.Array:
     if case.kind == "ragged sums":
         return grouped_dot(x[0], w, x[1], (-2, -2), None, jnp.bfloat16)
     if case.groups:
-        return lax.ragged_dot(*x[:1], w, x[1], preferred_element_type=jnp.bfloat16)
+        return lax.ragged_dot(x[0], w, x[1], preferred_element_type=jnp.bfloat16)
     numbers = (((1,), (1,)), ((), ()))
     return lax.dot_general(x[0], w, numbers, preferred_element_type=jnp.bfloat16)
 

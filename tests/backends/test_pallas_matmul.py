@@ -1,6 +1,7 @@
 """The GPU kernel's numbers, in Mosaic's interpreter on the CPU, with its race detector on."""
 
 import dataclasses
+import importlib
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from mx_jax.backends.pallas_gpu import backend_for, products
 from mx_jax.backends.pallas_gpu.architecture import SM80, SM90, SM100, Architecture
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights, storage, words_of
 from mx_jax.backends.pallas_gpu.tiles import Tiles
-from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2
+from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul
 from mx_jax.testing.backend_suite import check_matmul
@@ -346,3 +347,56 @@ def test_lowers_for_cuda_without_a_plugin(what: tuple[formats.BlockFormat, tuple
     pairs = padded_k // (2 * Decoder(format=format).granularity)
     operands = f"1x{24 if m == 17 else m}x{k}xbf16", words, f"{tiles}x{pairs}x64xi32"
     assert f"({', '.join(f'tensor<{operand}>' for operand in operands)})" in call
+
+
+FOUR = MXFP4, Tiles(m=8, n=256, k=128, stages=3), "bfloat16"
+# Shares that differ by a step, one of them beyond k; more steps than stages.
+SHARED = MXFP4, Tiles(m=8, n=128, k=128, stages=2, splits=3), "bfloat16"
+
+
+def hopper_product(format: BlockFormat, tiles: Tiles, out_dtype: str) -> tuple[Any, Any]:
+    """The kernel's, as a function to be called, and the reference's."""
+    case = case_of(format, m=(3,), n=(200,), k=(1000,), out_dtype=out_dtype)
+    x, w = whole_numbers(np.random.default_rng(0), case)
+    packed = jax.jit(PackedWeights.of)(as_batch(w))
+    how = {"architecture": SM90, "tiles": tiles, "interpret": interpreter()}
+    expected = scaled_matmul(x, w, case.call.dimension_numbers, out_dtype)
+    return lambda: products.multiply(x[None], packed, out_dtype, **how)[0], expected
+
+
+@pytest.mark.parametrize(
+    "what",
+    mostly_slow(
+        [
+            FOUR,
+            SHARED,
+            (MXFP8_E4M3, Tiles(m=16, n=128, k=256, stages=2, splits=3), "float32"),
+            (formats.NVFP4, Tiles(m=8, n=192, k=256, stages=3, splits=2), "float32"),
+            (formats.MXFP6_E2M3, Tiles(m=8, n=128, k=128, stages=3, splits=5), "float16"),
+        ],
+        FOUR,
+        SHARED,
+    ),
+    ids=str,
+)
+def test_hopper_is_the_reference_with_any_tiles(what: tuple[BlockFormat, Tiles, str]):
+    run, expected = hopper_product(*what)
+    assert_bitwise_equal(run(), expected, what="product")
+
+
+@pytest.mark.parametrize("module", ["wgmma", "device"])
+def test_each_missing_wait_is_a_race(
+    module: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """For a stage's copies, and for its readers."""
+    kernel = importlib.import_module(f"mx_jax.backends.pallas_gpu.{module}")
+
+    class Waitless:
+        """Mosaic GPU, with waits left out."""
+
+        barrier_wait = staticmethod(lambda barrier: None)
+        __getattr__ = kernel.plgpu.__getattribute__
+
+    monkeypatch.setattr(kernel, "plgpu", Waitless())
+    run, _ = hopper_product(*SHARED)
+    assert race_of(run, capfd)

@@ -74,11 +74,11 @@ def compile_for(folder: Path, *arguments: str) -> list[str]:
     [
         ("mxfp4", 3.55),
         slow("nvfp4", 3.75),
-        slow("mxfp8_e4m3", 4.25),
-        slow("mxfp8_e5m2", 6.8),
-        slow("mxfp6_e2m3", 4.6),
-        slow("mxfp6_e3m2", 4.85),
-        slow("mxint8", 4.8),
+        slow("mxfp8_e4m3", 4.15),
+        slow("mxfp8_e5m2", 6.65),
+        slow("mxfp6_e2m3", 4.4),
+        slow("mxfp6_e3m2", 4.65),
+        slow("mxint8", 4.6),
     ],
 )
 def test_hopper(name: str, limit: float, tmp_path: Path):

@@ -43,7 +43,7 @@ def compiled(folder: Path, *what: str, target: str = "sm_90a") -> list[Path]:
 # Most instructions that are issued for a code, copies too, of few rows: as without groups. The
 # entries for many rows keep less in flight between their steps.
 @pytest.mark.parametrize(
-    ("name", "limit"), [("mxfp4", 3.55), slow("nvfp4", 3.75), slow("mxfp8_e4m3", 3.95)]
+    ("name", "limit"), [("mxfp4", 3.55), slow("nvfp4", 3.75), slow("mxfp8_e4m3", 4.15)]
 )
 def test_groups(name: str, limit: float, tmp_path: Path):
     table = WGMMA.tuning_of(bits_of(name)).tiles
