@@ -142,13 +142,13 @@ def measure(
     if not error <= 1:
         say(found)
         return
-    found |= _by_the_clock(asked, chains, effort)
+    found = found | _by_the_clock(asked, chains, effort)
     say(found)
     tried, best = _tried(case, backend, kernel, asked, chains[KERNEL], effort)
-    found["tried"] = tried
+    found = found | {"tried": tried}
     if best is not None:
         chains[KERNEL] = best.pop("chain")
-        found |= best | _by_the_clock(asked, chains, effort)
+        found = found | best | _by_the_clock(asked, chains, effort)
     say(found)
     of_device = {name: on_device(chain, asked.ways[name]) for name, chain in chains.items()}
     if all(of_device.values()):
