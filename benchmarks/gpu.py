@@ -45,7 +45,7 @@ from benchmarks.gpu_products import (
 from benchmarks.gpu_steps import Step, compare_steps
 from benchmarks.timing import Case
 from mx_jax.backends.pallas_gpu.architecture import SM90, Architecture, architecture_of
-from mx_jax.backends.pallas_gpu.products.rejections import rejects
+from mx_jax.backends.pallas_gpu.rejections import rejects
 from mx_jax.backends.select import current_target
 from mx_jax.backends.target import Target
 from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, NVFP4
@@ -153,7 +153,7 @@ class ProductMakers:
         if self._of != (pair, n, k):
             self._of, self._weights = (pair, n, k), {}
         weights = self._weights
-        known = products(pair, n, k, self._target, what.m)
+        known = products(pair, n, k, self._target)
         draw = functools.cache(
             lambda: jax.random.normal(jax.random.key(1), (what.m, k), jnp.bfloat16)
         )

@@ -11,12 +11,10 @@ from jax import lax
 
 import mx_jax
 from mx_jax.backends import cudnn
+from mx_jax.backends.target import Target
+from mx_jax.backends.pallas_gpu import products as kernels
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
-from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
-from mx_jax.backends.pallas_gpu.products import decoded, scaled
-from mx_jax.backends.pallas_gpu.tuning.measured import configured
-from mx_jax.backends.pallas_gpu.tuning.space import candidates
-from mx_jax.backends.target import Config, Target
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand
 from mx_jax.formats import BlockFormat
 from mx_jax.measure.timing import copies_beyond_cache
 from mx_jax.mxarray import MXArray
@@ -24,9 +22,6 @@ from mx_jax.testing.cases import MatmulCase
 
 KERNEL, BASELINE, DEQUANTIZE = "pallas_gpu", "bf16 dot", "dequantize, dot"
 CUDNN = cudnn.CUDNN.name
-# Blackwell's kernel for many tiles, which its table does not use; from so many rows on.
-STAYING = f"{KERNEL}, pairs of programs that stay"
-_MANY = 1024
 
 # Bytes and bfloat16 operations a second, from NVIDIA's data sheets (dense).
 PEAKS = {
@@ -118,20 +113,20 @@ def kernel_product(
       architecture: the GPU.
     """
     kernel = architecture.kernel(pair.lhs, pair.rhs)
-    if kernel.layout is ScaledOperand:
+    if not kernel.decodes:
 
         def scaled_product(x: jax.Array, w: ScaledOperand) -> jax.Array:
             assert pair.lhs is not None
             left = ScaledOperand.of(_batch(mx_jax.quantize(x, pair.lhs)), left=True)
-            return scaled.multiply(left, w, jnp.bfloat16, architecture)[0]
+            return kernels.multiply_scaled(left, w, jnp.bfloat16, architecture)[0]
 
         return lambda w: ScaledOperand.of(_batch(w)), scaled_product
 
     def product(x: jax.Array, w: Any) -> jax.Array:
         x = _cast(x, pair.lhs)
-        return decoded.multiply(x[None], w, jnp.bfloat16, architecture=architecture)[0]
+        return kernels.multiply(x[None], w, jnp.bfloat16, architecture=architecture)[0]
 
-    return lambda w: kernel.layout.of(_batch(w)), product
+    return lambda w: PackedWeights.of(_batch(w)), product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,8 +149,8 @@ class Way:
         return [run(key) for key in jax.random.split(jax.random.key(0), copies)]
 
 
-def products(pair: Pair, n: int, k: int, target: Target, m: int = 1) -> dict[str, Way]:
-    """Ways to multiply m rows of a pair by weights `[n, k]` on a machine, by name."""
+def products(pair: Pair, n: int, k: int, target: Target) -> dict[str, Way]:
+    """Ways to multiply by weights `[n, k]` on a machine, by name."""
     architecture = architecture_of(target.compute_capability)
     assert architecture is not None
     lay_out, kernel = kernel_product(pair, architecture)
@@ -167,33 +162,10 @@ def products(pair: Pair, n: int, k: int, target: Target, m: int = 1) -> dict[str
             lambda x, w: dot(_cast(x, pair.lhs), w.dequantize(jnp.bfloat16)),
         ),
     }
-    config = _staying(pair, architecture)
-    if config and m >= _MANY:
-        known[STAYING] = (
-            known[KERNEL][0],
-            functools.partial(
-                _configured, architecture.kernel(pair.lhs, pair.rhs).name, config, kernel
-            ),
-        )
     case = MatmulCase(lhs=pair.lhs, rhs=pair.rhs, m=(1,), n=(n,), k=(k,), dtype="bfloat16")
     if cudnn.CUDNN.rejects(case.call, target) is None:
         known[CUDNN] = known[DEQUANTIZE][0], functools.partial(_cudnn, pair)
     return {name: Way(lay_out=way, product=of) for name, (way, of) in known.items()}
-
-
-def _staying(pair: Pair, architecture: Architecture) -> Config:
-    """The first tiles of programs that stay which the tuner would measure; none without them."""
-    kernel = architecture.kernel(pair.lhs, pair.rhs)
-    found = candidates(architecture, kernel, pair.rhs.element.bits, _MANY)
-    if kernel.load_persistent is None:
-        return ()
-    tiles = next(tiles for tiles in found if tiles.programs)
-    return tuple(sorted(dataclasses.asdict(tiles).items()))
-
-
-def _configured(name: str, config: Config, product: Product, x: jax.Array, w: Any) -> jax.Array:
-    with configured(name, config):
-        return product(x, w)
 
 
 def _cast(x: jax.Array, format: BlockFormat | None) -> jax.Array:

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mx_jax.backends.evidence import Row
-from mx_jax.backends.evidence.rows import as_json, from_json, write
+from mx_jax.backends.evidence import Row, as_json, from_json, write
 
 from .disk import writing
 from .storage import Run

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from mx_jax.backends.calls import Call
-from mx_jax.backends.evidence.rows import Row
+from mx_jax.backends.evidence import Row
 from mx_jax.backends.target import Offer, Target
 
 

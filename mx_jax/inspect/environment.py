@@ -14,9 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from mx_jax import recipes
-from mx_jax.backends import calls
+from mx_jax.backends import calls, evidence
 from mx_jax.backends.cpu_ffi import library
-from mx_jax.backends.evidence import sources
 from mx_jax.backends.records import Selection, recording
 from mx_jax.backends.select import current_target, known_backends, only_if_named
 from mx_jax.formats import MXFP4, MXFP8_E4M3
@@ -29,7 +28,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy")
 _VARIABLES = (
     library.LIBRARY_VARIABLE,
     library.ISA_VARIABLE,
-    sources.VARIABLE,
+    evidence.VARIABLE,
     "JAX_PLATFORMS",
     "JAX_ENABLE_X64",
     "JAX_NUM_CPU_DEVICES",

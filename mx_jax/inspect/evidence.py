@@ -15,7 +15,7 @@ def evidence_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tupl
 
     The function is traced as `jit` would, without computing; where no row counts, not even that.
     Another program, or the same one where other rows count, may round otherwise. A file of the
-    rows, which `mx_jax.backends.evidence.rows.write` makes, gives the same choices back:
+    rows, which `mx_jax.backends.evidence.write` makes, gives the same choices back:
     `MX_JAX_EVIDENCE` names it.
 
     Args:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mx_jax.axes import Axes
+from mx_jax.backends.target import Backend, Target
 from mx_jax.backends.calls import (
     MatmulCall,
     OperandType,
@@ -17,8 +18,7 @@ from mx_jax.backends.calls import (
     QuantizeCall,
     RaggedCall,
 )
-from mx_jax.backends.evidence.work import Kind, Work
-from mx_jax.backends.target import Backend, Target
+from mx_jax.backends.evidence import Kind, Work
 from mx_jax.formats import MX_FORMATS, NVFP4, block_format
 from mx_jax.reference.ragged import layout_length
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
@@ -26,7 +26,7 @@ from mx_jax.testing.cases import MatmulCase, QuantizeCase
 AnyProduct = TypeVar("AnyProduct", MatmulCall, RaggedCall)
 
 FORMATS = tuple(format.name for format in (*MX_FORMATS, NVFP4))
-# Rows of activations, one of each bucket of `evidence.work.ROWS`; n and k of weights: the
+# Rows of activations, one of each bucket of `evidence.ROWS`; n and k of weights: the
 # layers of decoders, for which tiles are chosen too.
 ROWS = (1, 8, 16, 32, 64, 128, 256, 4096)
 SIZES = (
@@ -64,6 +64,7 @@ class Case:
       dtype: of operands in high precision and of the product; of what is cast.
       packed: whether the weights are packed before.
       axes: that blocks of casts lie along, from the end.
+      k_first: whether the weights of a product without groups are `[k, n]`.
     """
 
     backend: str
@@ -74,12 +75,13 @@ class Case:
     packed: bool = False
     axes: tuple[int, ...] = ()
     groups: int = 0
+    k_first: bool = False
 
     @property
     def call(self) -> MatmulCall | RaggedCall | QuantizeCall | QuantizeBothCall:
         """What backends see of it."""
         if self.kind == "product":
-            return self.product(self.shape[0])
+            return self._product()
         if self.kind == "ragged product":
             return self._ragged_product()
         if self.kind == "ragged sums":
@@ -90,20 +92,26 @@ class Case:
         )
         return QuantizeBothCall(first=first, second=others[0]) if others else first
 
-    def product(self, m: int) -> MatmulCall:
-        """The product, of another number of rows."""
+    def _product(self) -> MatmulCall:
         lhs, rhs = (None if name is None else block_format(name) for name in self.formats)
-        _, n, k = self.shape
+        m, n, k = self.shape
         call = MatmulCase(
-            lhs=lhs, rhs=rhs, m=(m,), n=(n,), k=(k,), dtype=self.dtype, out_dtype=self.dtype
+            lhs=lhs,
+            rhs=rhs,
+            m=(m,),
+            n=(n,),
+            k=(k,),
+            dtype=self.dtype,
+            out_dtype=self.dtype,
+            rhs_k_first=self.k_first,
         ).call
-        return self.given(dataclasses.replace(call, precision=None))
+        return self._as_packed(dataclasses.replace(call, precision=None))
 
     def _ragged_product(self) -> RaggedCall:
         lhs, rhs = (None if name is None else block_format(name) for name in self.formats)
         (m, n, k), dtype = self.shape, np.dtype(self.dtype)
         rows, matrices = Axes.ordered(), Axes.ordered(k_first=True).in_batch()
-        return self.given(
+        return self._as_packed(
             RaggedCall(
                 lhs=OperandType(
                     shape=(m, k), axes=rows, format=lhs, dtype=dtype if lhs is None else None
@@ -136,7 +144,7 @@ class Case:
         """Rows in the layout whose groups begin with blocks."""
         return layout_length(self.shape[0], self.groups, self.unit)
 
-    def given(self, call: AnyProduct) -> AnyProduct:
+    def _as_packed(self, call: AnyProduct) -> AnyProduct:
         """A product whose weights are packed if those of the case are."""
         packed_by = self.backend if self.packed else None
         return dataclasses.replace(call, rhs=dataclasses.replace(call.rhs, packed_by=packed_by))
@@ -145,8 +153,13 @@ class Case:
     def packing(self) -> PackCall:
         """How its weights are packed."""
         call = self.call
-        assert isinstance(call, MatmulCall | RaggedCall), self
-        return packing_of(call)
+        assert isinstance(call, MatmulCall | RaggedCall) and call.rhs.format is not None, self
+        return PackCall(
+            weights=dataclasses.replace(call.rhs, packed_by=None),
+            blocks=call.rhs.axes.blocks(call.rhs.format),
+            lhs_format=call.lhs.format,
+            dtype=call.out_dtype,
+        )
 
     @property
     def work(self) -> Work:
@@ -168,17 +181,6 @@ class Case:
     def __str__(self) -> str:
         groups = f", {self.groups} groups" if self.groups else ""
         return f"{self.backend}: {self.work}, {' x '.join(map(str, self.shape))}{groups}"
-
-
-def packing_of(call: MatmulCall | RaggedCall) -> PackCall:
-    """How the weights of a product are packed."""
-    assert call.rhs.format is not None
-    return PackCall(
-        weights=dataclasses.replace(call.rhs, packed_by=None),
-        blocks=call.rhs.axes.blocks(call.rhs.format),
-        lhs_format=call.lhs.format,
-        dtype=call.out_dtype,
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,7 @@ from jax.sharding import PartitionSpec as P
 import mx_jax
 from mx_jax.backends import select
 from mx_jax.backends.calls import MatmulCall
-from mx_jax.backends.evidence import Row, Work
-from mx_jax.backends.evidence.sources import driver, source_of
+from mx_jax.backends.evidence import Row, Work, driver, source_of
 from mx_jax.backends.records import recording
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.table import BACKENDS

@@ -16,11 +16,9 @@ from mx_jax.axes import Axes
 from mx_jax.backends import evidence
 from mx_jax.backends.calls import Call, MatmulCall, OperandType, PackCall, RaggedCall
 from mx_jax.backends.cudnn import CUDNN
-from mx_jax.backends.evidence import Row, Work
-from mx_jax.backends.evidence.sources import source_of
-from mx_jax.backends.evidence.work import ROWS
+from mx_jax.backends.evidence import ROWS, Row, Work, source_of
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
-from mx_jax.backends.pallas_gpu.kernels import MMA, WGMMA
+from mx_jax.backends.pallas_gpu.architecture import MMA, WGMMA
 from mx_jax.backends.records import recording
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import Choice, current_target, find, select

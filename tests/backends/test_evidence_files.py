@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from mx_jax.backends.evidence import Row, Work, in_force, sources
-from mx_jax.backends.evidence.rows import SCHEMA, merged, read, write
+from mx_jax.backends import evidence
+from mx_jax.backends.evidence import SCHEMA, Row, Work, in_force, merged, read, write
 from mx_jax.formats import BLOCK_FORMATS, MXFP4
 from tests.extending.fp5 import MXFP5
 
@@ -43,12 +43,12 @@ FAILED = dataclasses.replace(
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A user's cache of rows that does not exist yet, and nothing read before."""
     path = tmp_path / "cache" / "evidence.json"
-    monkeypatch.setattr(sources, "cache_path", lambda: path)
-    monkeypatch.setattr(sources, "driver", lambda: ROW.driver)
-    monkeypatch.delenv(sources.VARIABLE, raising=False)
-    sources.loaded.cache_clear()
+    monkeypatch.setattr(evidence, "cache_path", lambda: path)
+    monkeypatch.setattr(evidence, "driver", lambda: ROW.driver)
+    monkeypatch.delenv(evidence.VARIABLE, raising=False)
+    evidence.loaded.cache_clear()
     yield path
-    sources.loaded.cache_clear()
+    evidence.loaded.cache_clear()
 
 
 def test_a_file_gives_the_same_rows(tmp_path: Path):
@@ -112,14 +112,14 @@ def test_damaged_files(
     assert message.endswith("measure again with `python -m mx_jax gpu`, or remove the file")
     # Found by itself, it is told once and counts as empty; named, it is an error.
     with caplog.at_level(logging.WARNING):
-        assert sources.loaded() == sources.loaded() == read(sources.SHIPPED)
+        assert evidence.loaded() == evidence.loaded() == read(evidence.SHIPPED)
     assert [record.getMessage() for record in caplog.records] == [
         f"{message}; until then it counts as empty"
     ]
-    sources.loaded.cache_clear()
-    monkeypatch.setenv(sources.VARIABLE, str(cache))
+    evidence.loaded.cache_clear()
+    monkeypatch.setenv(evidence.VARIABLE, str(cache))
     with pytest.raises(ValueError, match=r"^MX_JAX_EVIDENCE: needs a file of measured rows as"):
-        sources.loaded()
+        evidence.loaded()
 
 
 @pytest.mark.parametrize(
@@ -143,26 +143,26 @@ def test_another_schema(tmp_path: Path):
 
 
 def test_a_named_file_that_is_not_there(cache: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(sources.VARIABLE, str(cache))
+    monkeypatch.setenv(evidence.VARIABLE, str(cache))
     with pytest.raises(ValueError, match="FileNotFoundError"):
-        sources.loaded()
+        evidence.loaded()
 
 
 def test_which_rows_count(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     shipped = dataclasses.replace(ROW, driver="1.2.3", over_plain=1.5)
     other = dataclasses.replace(ROW, kernel="mma", driver="570.1")
-    monkeypatch.setattr(sources, "SHIPPED", tmp_path / "shipped.json")
-    write(sources.SHIPPED, [shipped])
+    monkeypatch.setattr(evidence, "SHIPPED", tmp_path / "shipped.json")
+    write(evidence.SHIPPED, [shipped])
     write(cache, [ROW, other])
     named = tmp_path / "named.json"
     write(named, [dataclasses.replace(ROW, kernel="named"), other])
 
     def counted(value: str | None) -> tuple[Row, ...]:
-        sources.loaded.cache_clear()
+        evidence.loaded.cache_clear()
         if value is None:
-            monkeypatch.delenv(sources.VARIABLE, raising=False)
+            monkeypatch.delenv(evidence.VARIABLE, raising=False)
         else:
-            monkeypatch.setenv(sources.VARIABLE, value)
+            monkeypatch.setenv(evidence.VARIABLE, value)
         return in_force()
 
     # A driver's rows are for that driver, but those that ship are for all.
@@ -170,7 +170,7 @@ def test_which_rows_count(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert counted("off") == ()
     assert counted("shipped") == (shipped,)
     assert [row.kernel for row in counted(str(named))] == ["named"]
-    monkeypatch.setattr(sources, "driver", lambda: None)
+    monkeypatch.setattr(evidence, "driver", lambda: None)
     assert counted(None) == (shipped,)
 
 
@@ -181,15 +181,15 @@ def test_rows_of_another_driver_are_told(
     other = dataclasses.replace(ROW, driver="570.1")
     write(cache, [ROW, other, FAILED])
     assert other not in in_force() and not caplog.records
-    sources.loaded.cache_clear()
-    monkeypatch.setenv(sources.VARIABLE, str(cache))
+    evidence.loaded.cache_clear()
+    monkeypatch.setenv(evidence.VARIABLE, str(cache))
     assert in_force() == (ROW,)
     assert (
         f"2 of 3 in MX_JAX_EVIDENCE={str(cache)!r} do not count, measured with driver=570.1, None, "
         "got driver=580.95.05; `python -m mx_jax gpu` measures here"
     ) in caplog.text
     caplog.clear()
-    sources.loaded.cache_clear()
+    evidence.loaded.cache_clear()
     write(cache, [ROW])
     assert in_force() == (ROW,) and not caplog.records
 
@@ -199,15 +199,15 @@ def test_several_processes_trace_one_program(
 ):
     write(cache, [ROW])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert sources.loaded() == read(sources.SHIPPED)
+    assert evidence.loaded() == read(evidence.SHIPPED)
     assert not caplog.records
-    sources.loaded.cache_clear()
-    monkeypatch.setenv(sources.VARIABLE, str(cache))
-    assert sources.loaded() == read(sources.SHIPPED)
+    evidence.loaded.cache_clear()
+    monkeypatch.setenv(evidence.VARIABLE, str(cache))
+    assert evidence.loaded() == read(evidence.SHIPPED)
     assert "with several processes only shipped rows count, got MX_JAX_EVIDENCE=" in caplog.text
-    sources.loaded.cache_clear()
-    monkeypatch.setenv(sources.VARIABLE, "off")
-    assert sources.loaded() == ()
+    evidence.loaded.cache_clear()
+    monkeypatch.setenv(evidence.VARIABLE, "off")
+    assert evidence.loaded() == ()
 
 
 def test_files_are_read_once(cache: Path):
@@ -225,7 +225,7 @@ def test_the_last_row_of_a_place_counts():
 
 def test_what_ships_was_measured_on_gpus():
     """And not on what simulates one."""
-    for row in read(sources.SHIPPED):
+    for row in read(evidence.SHIPPED):
         assert row.device_kind.startswith("NVIDIA ") and row.shape and row.date
 
 
@@ -234,18 +234,18 @@ def test_the_hash_is_that_of_the_sources(tmp_path: Path, monkeypatch: pytest.Mon
     from mx_jax.backends.pallas_gpu import PALLAS_GPU
     from mx_jax.backends.reference import REFERENCE
 
-    hashes = {sources.source_of(PALLAS_GPU), sources.source_of(CUDNN)}
+    hashes = {evidence.source_of(PALLAS_GPU), evidence.source_of(CUDNN)}
     assert len(hashes) == 2 and None not in hashes
-    assert sources.source_of(REFERENCE) is None
+    assert evidence.source_of(REFERENCE) is None
     assert PALLAS_GPU.source is not None
     names = {path.name for path in PALLAS_GPU.source()}
-    assert {"wgmma.py", "mma.py", "tcgen05.py", "quantize_kernel.py", "kernels.py"} <= names
+    assert {"wgmma.py", "mma.py", "tcgen05.py", "quantize_kernel.py", "decode.py"} <= names
     file = tmp_path / "kernel.py"
     file.write_text("one")
     own = [dataclasses.replace(CUDNN, name=name, source=lambda: (file,)) for name in "ab"]
-    first = sources.source_of(own[0])
+    first = evidence.source_of(own[0])
     file.write_text("two")
-    assert sources.source_of(own[0]) == first != sources.source_of(own[1])
+    assert evidence.source_of(own[0]) == first != evidence.source_of(own[1])
 
 
 @pytest.mark.parametrize(
@@ -266,4 +266,4 @@ def test_the_hash_is_that_of_the_sources(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_the_driver(text: str, version: str | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Path, "read_text", lambda self, encoding: text)
-    assert sources.driver.__wrapped__() == version
+    assert evidence.driver.__wrapped__() == version

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mx_jax.backends.evidence import sources
-from mx_jax.backends.evidence.rows import write
+from mx_jax.backends import evidence
+from mx_jax.backends.evidence import write
 from tests.backends.evidence_process import ROWS, K, N, row
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def _start(folder: Path, process: int, count: int, port: int) -> subprocess.Pope
     if process == count - 1:
         write(cache / "mx_jax" / "evidence.json", [row()])
     own = {"XDG_CACHE_HOME": str(cache), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    kept = {name: value for name, value in os.environ.items() if name != sources.VARIABLE}
+    kept = {name: value for name, value in os.environ.items() if name != evidence.VARIABLE}
     words = [sys.executable, "-m", "tests.backends.evidence_process"]
     return subprocess.Popen(
         [*words, *map(str, (process, count, port))],

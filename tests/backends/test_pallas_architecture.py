@@ -17,11 +17,9 @@ import pytest
 import mx_jax
 from mx_jax import recipes
 from mx_jax.backends.pallas_gpu import architecture
-from mx_jax.backends.pallas_gpu.architecture import SM90, SM100, Architecture
-from mx_jax.backends.pallas_gpu.kernels import MMA, TCGEN05, WGMMA
-from mx_jax.backends.pallas_gpu.products.rejections import rejects
-from mx_jax.backends.pallas_gpu.tuning.plan import choose
-from mx_jax.backends.pallas_gpu.tuning.space import candidates
+from mx_jax.backends.pallas_gpu.architecture import MMA, SM90, SM100, TCGEN05, WGMMA, Architecture
+from mx_jax.backends.pallas_gpu.rejections import rejects
+from mx_jax.backends.pallas_gpu.tuning import candidates, choose
 from mx_jax.backends.select import prefer_backends, select
 from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3
@@ -86,14 +84,6 @@ def test_tiles_follow_from_its_memory(bits: int):
             smaller += not SMALL_HOPPER.possible(WGMMA, bits, choose(SM90, WGMMA, bits, **sizes))
         assert set(candidates(SMALL_HOPPER, WGMMA, bits, m))
     assert smaller, "an H200's would not do"
-
-
-def test_a_step_gets_shorter_before_a_warpgroup_has_one_stage():
-    sizes = {"batch": 1, "m": 1, "n": 4096, "k": 8192}
-    usual, small = (choose(row, WGMMA, 4, **sizes) for row in (SM90, SMALL_HOPPER))
-    assert (usual.k, usual.stages) == (256, 12)
-    assert (small.k, small.stages) == (128, 12)
-    assert (small.n, small.parts) == (usual.n, usual.parts)
 
 
 def test_splits_follow_from_its_processors():

@@ -1,15 +1,21 @@
 """Which thread of a GPU gets which code: Mosaic's layouts, taken apart with NumPy."""
 
+import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mx_jax.backends.pallas_gpu.architecture import SM80, SM90, Architecture
-from mx_jax.backends.pallas_gpu.kernels import MMA
-from mx_jax.backends.pallas_gpu.layouts.weights import CHUNK, ROWS
+from mx_jax import formats
+from mx_jax.backends.sums import without_tensor_scale
+from mx_jax.backends.pallas_gpu import products
+from mx_jax.backends.pallas_gpu.architecture import MMA, SM80, SM90, Architecture
+from mx_jax.backends.pallas_gpu.layouts import CHUNK, ROWS, PackedWeights
 from mx_jax.formats import MXFP4, MXFP6_E3M2, MXFP8_E4M3, BlockFormat
-from tests.backends.mosaic import needs_mosaic
+from tests.backends.mosaic import interpreter, mostly_slow, needs_mosaic
+from tests.backends.test_pallas_gpu import PACKED, random_weights
 
 # One of each number of stored bits.
 STORED = {4: MXFP4, 6: MXFP6_E3M2, 8: MXFP8_E4M3}
@@ -42,7 +48,7 @@ def test_threads_get_what_the_interpreter_says(
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
 
-    from mx_jax.backends.pallas_gpu.casts import decode
+    from mx_jax.backends.pallas_gpu import decode
 
     layouts = decode.plgpu.Layout
     layout = layouts.WGMMA if architecture is SM90 else layouts.MMA_LHS(jnp.bfloat16)
@@ -80,15 +86,14 @@ def test_threads_get_what_the_interpreter_says(
 def test_what_cp_async_copies_is_one_piece(bits: int):
     import jax.numpy as jnp
 
-    from mx_jax.backends.pallas_gpu.casts.decode import Decoder
-    from mx_jax.backends.pallas_gpu.products import program
+    from mx_jax.backends.pallas_gpu import decode
 
-    decoder = Decoder(format=STORED[bits])
+    decoder = decode.Decoder(format=STORED[bits])
     stored = decoder.storage
     codes = (8, 4096 // stored.group * stored.planes, ROWS, stored.words)
     arrays = codes, (8, 4096 // 2 // decoder.granularity, ROWS)
     for _, tiles in MMA.tuning_of(bits).tiles:
-        sizes = program.DecodingProgram(
+        sizes = decode.DecodingProgram(
             decoder=decoder,
             tiles=tiles,
             out_dtype=jnp.dtype("float32"),
@@ -105,3 +110,34 @@ def test_what_cp_async_copies_is_one_piece(bits: int):
             assert all(size == 1 for size in block[: partial[-1]])
             # At least four bytes for each of 128 threads.
             assert np.prod(block) % 128 == 0
+
+
+@pytest.mark.parametrize("architecture", [SM80, SM90], ids=str)
+@pytest.mark.parametrize("format", mostly_slow(PACKED, MXFP4, formats.MXFP6_E3M2), ids=str)
+def test_decodes_as_xla_does(
+    format: BlockFormat, architecture: Architecture, rng: np.random.Generator
+):
+    weights = random_weights(rng, (2, 130, 700), format)
+    # A NaN among the codes is one of its whole block, which other tests hold.
+    codes = jnp.where(jnp.isnan(weights.dequantize(jnp.float32)), 0, weights.codes)
+    # XLA on CPU loses bfloat16's subnormals, where a GPU keeps them.
+    scales = np.clip(np.asarray(weights.scales), 40, 120)
+    if format.scale.element is None:
+        scales[0, 3], scales[1, 5, 1] = 250, 255
+    weights = dataclasses.replace(weights, codes=codes, scales=jnp.asarray(scales))
+    packed = PackedWeights.of(weights)
+    expected = without_tensor_scale(packed.unpack()).dequantize(jnp.bfloat16)
+    values = products.decode(packed, architecture, interpreter())
+    assert values.shape == (2, packed.padded_n, packed.padded_k)
+    # Not bit by bit: a zero of E5M2 loses its sign, which no product shows.
+    actual = np.asarray(values[:, :130, :700], np.float32)
+    np.testing.assert_array_equal(actual, np.asarray(expected, np.float32))
+    outside = values.at[:, :130, :700].set(0)
+    assert not np.asarray(jnp.any(outside != 0))
+
+
+def test_lowers_for_cuda(rng: np.random.Generator):
+    packed = PackedWeights.of(random_weights(rng, (1, 128, 1024), MXFP4))
+    run = jax.jit(lambda packed: products.decode(packed, SM90, None))
+    text = run.trace(packed).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1

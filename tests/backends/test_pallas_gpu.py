@@ -16,11 +16,16 @@ import mx_jax
 from mx_jax import formats
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import MatmulCall, OperandType, PackCall
-from mx_jax.backends.pallas_gpu import PALLAS_GPU
+from mx_jax.backends.pallas_gpu import PALLAS_GPU, products, rejections
 from mx_jax.backends.pallas_gpu.architecture import SM90, capabilities
-from mx_jax.backends.pallas_gpu.layouts.storage import SLOTS, Slot, codes_of, storage, words_of
-from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
-from mx_jax.backends.pallas_gpu.products import decoded, matmul, packing, rejections
+from mx_jax.backends.pallas_gpu.layouts import (
+    SLOTS,
+    PackedWeights,
+    Slot,
+    codes_of,
+    storage,
+    words_of,
+)
 from mx_jax.backends.select import current_target, only_backend, prefer_backends, select
 from mx_jax.backends.target import Target
 from mx_jax.formats import (
@@ -209,7 +214,7 @@ BLACKWELL = Target(platform="cuda", compute_capability=(10, 0))
     ],
 )
 def test_packs(call: PackCall, target: Target, reason: str | None):
-    found = packing.rejects(call, target, (0, 12, 0))
+    found = rejections.rejects_packing(call, target, (0, 12, 0))
     assert (found is None) if reason is None else (found is not None and reason in found)
 
 
@@ -239,7 +244,7 @@ def test_only_who_asks_gets_it():
 def test_importing_the_library_does_not_import_mosaic():
     mosaic, kernel = (
         "jax.experimental.pallas.mosaic_gpu",
-        "mx_jax.backends.pallas_gpu.products.wgmma",
+        "mx_jax.backends.pallas_gpu.wgmma",
     )
     code = f"import sys, mx_jax; print({mosaic!r} in sys.modules, {kernel!r} in sys.modules)"
     result = subprocess.run(
@@ -265,7 +270,7 @@ def test_jax_calls_both_kinds_gpu(version: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_float16_is_two_bfloat16_of_its_sign():
     """Every one: so an infinite weight gives each part's product the same infinity, never NaN."""
     every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    parts = decoded._bfloat16_parts(jnp.asarray(every)[None, :, None])
+    parts = products._bfloat16_parts(jnp.asarray(every)[None, :, None])
     assert parts.dtype == jnp.bfloat16 and parts.shape == (1, 2 << 16, 1)
     high, low = np.asarray(parts, np.float64).reshape(2, -1)
     np.testing.assert_array_equal(high + low, every.astype(np.float64))
@@ -281,7 +286,7 @@ def test_many_rows_of_float16_by_infinite_weights():
     codes, scales = jnp.full((1, 32), 0x7C, np.uint8), jnp.full((1, 1), 127, np.uint8)
     weights = dataclasses.replace(weights, codes=codes, scales=scales)
     x = jnp.ones((1024, 32), jnp.float16)
-    multiply = functools.partial(matmul.scaled_matmul, call=case.call, architecture=SM90)
+    multiply = functools.partial(products.scaled_matmul, call=case.call, architecture=SM90)
     out = quick(multiply)(x, weights)
     np.testing.assert_array_equal(out, np.full((1024, 1), np.inf, np.float32))
 

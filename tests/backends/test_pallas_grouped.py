@@ -13,23 +13,19 @@ import pytest
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.calls import OperandType, PackCall, RaggedCall
-from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
-from mx_jax.backends.pallas_gpu.architecture import SM90
-from mx_jax.backends.pallas_gpu.grouped import multiply
-from mx_jax.backends.pallas_gpu.grouped.rejections import rejects
-from mx_jax.backends.pallas_gpu.grouped.visits import FIELDS, num_visits, visits
-from mx_jax.backends.pallas_gpu.layouts.factors import factors_of
-from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
-from mx_jax.backends.pallas_gpu.products.packing import pack_weights
-from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 from mx_jax.backends.target import Target
+from mx_jax.backends.calls import OperandType, PackCall, RaggedCall
+from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for, grouped
+from mx_jax.backends.pallas_gpu.architecture import SM90
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights, factors_of
+from mx_jax.backends.pallas_gpu.products import pack_weights
+from mx_jax.backends.pallas_gpu.rejections import rejects_groups
+from mx_jax.backends.pallas_gpu.tiles import FIELDS, Tiles, num_visits, visits
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.ragged import scaled_ragged_dot
-from mx_jax.testing.cases import RAGGED_CASES, RaggedCase
-from mx_jax.testing.checks import check_ragged
 from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.ragged_check import RAGGED_CASES, RaggedCase, check_ragged
 from tests.backends.mosaic import (
     few_octaves,
     interpreter,
@@ -71,7 +67,7 @@ def product(case: RaggedCase, tiles: Tiles) -> tuple[Any, Any]:
         packed = jax.jit(PackedWeights.of)(matrices)
         how = {"architecture": SM90, "tiles": tiles, "interpret": interpreter()}
         how["factors"] = factors
-        return multiply.multiply(x, packed, sizes, case.out_dtype, **how)
+        return grouped.multiply(x, packed, sizes, case.out_dtype, **how)
 
     return run, expected
 
@@ -123,7 +119,7 @@ def test_a_small_groups_weights_are_read_once():
                 (case_of(NVFP4, sizes=(3, 21), k=200, rhs_k_first=False), SMALL),
                 (case_of(MXFP8_E5M2, sizes=(30, 2, 1), rows=40, n=20, out_dtype="float16"), SMALL),
                 (case_of(sizes=(0, 0)), SMALL),
-                (case_of(k=512), Tiles(m=8, n=64, k=128, stages=8, parts=4)),
+                (case_of(k=512), Tiles(m=8, n=64, k=128, stages=8)),
                 (case_of(k=512, n=130), Tiles(m=24, n=128, k=128, stages=3, splits=2)),
                 (case_of(formats.MXFP6_E2M3, sizes=(20,)), SMALL),
             )
@@ -141,7 +137,7 @@ def test_is_the_reference_after_rounding(case: RaggedCase, tiles: Tiles):
 @pytest.mark.parametrize("case", KEPT, ids=str)
 def test_is_near_float64(case: RaggedCase):
     """The shared suite's cases, tiles by the table."""
-    assert rejects(case.call, H200, NEW) is None
+    assert rejects_groups(case.call, H200, NEW) is None
     check_ragged(backend_for(architecture=SM90, interpret=interpreter()), case)
 
 
@@ -155,16 +151,15 @@ def test_packed_experts_and_a_tensor_scale_of_each(rng: np.random.Generator):
     )
     types = case.call.lhs, OperandType.of(w, case.call.rhs.axes)
     call = dataclasses.replace(case.call, lhs=types[0], rhs=types[1])
-    assert call.rhs.scale_axes == (0,) and rejects(call, H200, NEW) is None
+    assert call.rhs.scale_axes == (0,) and rejects_groups(call, H200, NEW) is None
     expected = scaled_ragged_dot(x, w, sizes, call.contracting, "float32")
     backend = backend_for(architecture=SM90, interpret=interpreter())
     run = jax.jit(lambda x, w, sizes: backend.run(call, x, w, sizes))
     np.testing.assert_allclose(run(x, w, sizes), expected, rtol=1e-6, atol=1e-3)
     one = mx_jax.quantize(jnp.ones((2, 96, 64)), "nvfp4", axis=1)
     whole = dataclasses.replace(call, rhs=OperandType.of(one, call.rhs.axes))
-    pack = jax.jit(
-        lambda w: pack_weights(w, PackCall(weights=whole.rhs, blocks=w.blocks), architecture=SM90)
-    )
+    packing = PackCall(weights=whole.rhs, blocks=one.blocks)
+    pack = jax.jit(lambda w: pack_weights(w, packing))
     expected = scaled_ragged_dot(x, one, sizes, call.contracting, "float32")
     run = jax.jit(lambda x, w, sizes: backend.run(whole, x, w, sizes))
     np.testing.assert_allclose(run(x, pack(one), sizes), expected, rtol=1e-6, atol=1e-3)
@@ -195,9 +190,9 @@ def test_nothing_of_a_group_reaches_another():
 def test_a_missing_wait_is_a_race(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    from mx_jax.backends.pallas_gpu.products import ring
+    from mx_jax.backends.pallas_gpu.device import plgpu
 
-    monkeypatch.setattr(ring.plgpu, "barrier_wait", lambda *args, **kwargs: None)
+    monkeypatch.setattr(plgpu, "barrier_wait", lambda *args, **kwargs: None)
     run, _ = product(case_of(sizes=(24,)), SMALL)
     assert race_of(run, capfd)
 
@@ -211,7 +206,7 @@ def test_storing_rows_of_another_group_is_a_race(
         found = visits(*args).reshape(-1, FIELDS)
         return found.at[:, 2].set(found[:, 1]).reshape(-1)
 
-    monkeypatch.setattr(multiply, "visits", whole_chunks)
+    monkeypatch.setattr(grouped, "visits", whole_chunks)
     run, _ = product(case_of(sizes=(4, 4), rows=8), SMALL)
     assert race_of(run, capfd)
 
@@ -276,12 +271,12 @@ TYPE = TAKEN_CALL.rhs
     ],
 )
 def test_rejects(call: RaggedCall, target: Target, reason: str | None):
-    found = rejects(call, target, NEW)
+    found = rejects_groups(call, target, NEW)
     assert found is None if reason is None else found is not None and reason in found
 
 
 def test_rejects_jax_that_does_not_clip_copies():
-    found = rejects(TAKEN_CALL, H200, (0, 11, 2))
+    found = rejects_groups(TAKEN_CALL, H200, (0, 11, 2))
     assert found == "multiplies rows in groups from jax==0.12.0 on, got jax==0.11.2"
 
 
@@ -353,7 +348,7 @@ def test_nothing_is_padded_gathered_or_masked_around_the_kernel():
     sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
 
     def run(x: Any, w: Any, sizes: Any) -> jax.Array:
-        return multiply.multiply(x, w, sizes, "bfloat16", architecture=SM90)
+        return grouped.multiply(x, w, sizes, "bfloat16", architecture=SM90)
 
     text = jax.jit(run).trace(x, w, sizes).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in text.splitlines() if "custom_call @mosaic_gpu" in line)

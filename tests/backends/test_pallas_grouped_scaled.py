@@ -8,20 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mx_jax.backends.calls import PackCall
-from mx_jax.backends.pallas_gpu.architecture import SM100
-from mx_jax.backends.pallas_gpu.grouped import multiply, scaled
-from mx_jax.backends.pallas_gpu.grouped.rejections import rejects
-from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
-from mx_jax.backends.pallas_gpu.products.packing import pack_weights
-from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
 from mx_jax.backends.target import Target
+from mx_jax.backends.calls import PackCall
+from mx_jax.backends.pallas_gpu import grouped
+from mx_jax.backends.pallas_gpu.architecture import SM100
+from mx_jax.backends.pallas_gpu.products import pack_weights
+from mx_jax.backends.pallas_gpu.rejections import rejects_groups
+from mx_jax.backends.pallas_gpu.tiles import Tiles
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
-from mx_jax.measure.cases import packing_of
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.ragged import scaled_ragged_dot
-from mx_jax.testing.cases import RaggedCase
 from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.ragged_check import RaggedCase
 from tests.backends.mosaic import few_octaves, interpreter, needs_newer_mosaic, race_of
 
 B200 = Target(platform="cuda", compute_capability=(10, 0))
@@ -68,24 +66,21 @@ def of(format: Any, **facts: Any) -> RaggedCase:
 def test_is_the_reference_after_rounding(case: RaggedCase):
     lhs, rhs, sizes = operands(case)
     how = {"architecture": SM100, "interpret": interpreter()}
-    run = jax.jit(lambda lhs, rhs: multiply.multiply_groups(lhs, rhs, sizes, case.call, **how))
+    run = jax.jit(lambda lhs, rhs: grouped.multiply_groups(lhs, rhs, sizes, case.call, **how))
     assert "grouped_tcgen05" in str(run.trace(lhs, rhs).jaxpr)
     expected = scaled_ragged_dot(lhs, rhs, sizes, case.call.contracting, case.out_dtype)
     assert_bitwise_equal(run(lhs, rhs), expected, what="product")
 
 
 @needs_newer_mosaic
-@pytest.mark.parametrize("meets", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_packed_once(meets: bool):
-    """For tensor cores, or to be decoded: then they are laid out at every call."""
+@pytest.mark.slow
+def test_packed_once():
+    """To be decoded: they are laid out at every call."""
     case = of(NVFP4, k=64)
     lhs, rhs, sizes = operands(case)
-    pack = packing_of(case.call)
-    pack = pack if meets else dataclasses.replace(pack, lhs_format=None)
-    packed = pack_weights(rhs, pack, architecture=SM100)
-    assert isinstance(packed.arrays, ScaledOperand) == meets and isinstance(pack, PackCall)
+    packed = pack_weights(rhs, PackCall(weights=case.call.rhs, blocks=rhs.blocks))
     how = {"architecture": SM100, "interpret": interpreter()}
-    run = jax.jit(lambda lhs, rhs: multiply.multiply_groups(lhs, rhs, sizes, case.call, **how))
+    run = jax.jit(lambda lhs, rhs: grouped.multiply_groups(lhs, rhs, sizes, case.call, **how))
     expected = scaled_ragged_dot(lhs, rhs, sizes, case.call.contracting, case.out_dtype)
     assert_bitwise_equal(run(lhs, packed), expected, what="product")
 
@@ -98,10 +93,10 @@ def test_packed_once(meets: bool):
 def test_a_planted_fault_is_a_race(
     planted: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """A store of a row that is another visit's; none who waits before an empty visit's pieces."""
+    """A store of a row that is another visit's; none who waits for a piece to be copied."""
     from jax.experimental.pallas import mosaic_gpu
 
-    from mx_jax.backends.pallas_gpu.grouped import tcgen05
+    from mx_jax.backends.pallas_gpu import tcgen05
 
     case = of(MXFP4, sizes=(4, 5, 0), rows=40, k=256)
     lhs, rhs, sizes = operands(case)
@@ -112,10 +107,9 @@ def test_a_planted_fault_is_a_race(
         )
     else:
         monkeypatch.setattr(mosaic_gpu, "wait_smem_to_gmem", lambda *args, **kwargs: None)
-    tiles = Tiles(m=128, n=128, k=256, stages=2, programs=2 if planted[:2] == "an" else 1)
-    monkeypatch.setattr(scaled, "tiles_for", lambda *_: tiles)
+    monkeypatch.setattr(grouped, "_tiles", lambda *_: Tiles(m=128, n=128, k=256, stages=2))
     how = {"architecture": SM100, "interpret": interpreter()}
-    assert race_of(lambda: multiply.multiply_groups(lhs, rhs, sizes, case.call, **how), capfd)
+    assert race_of(lambda: grouped.multiply_groups(lhs, rhs, sizes, case.call, **how), capfd)
 
 
 @pytest.mark.parametrize(
@@ -136,4 +130,4 @@ def test_a_planted_fault_is_a_race(
     ids=str,
 )
 def test_what_it_takes(case: RaggedCase, reason: str | None):
-    assert rejects(case.call, B200, NEW) == reason
+    assert rejects_groups(case.call, B200, NEW) == reason

@@ -14,8 +14,8 @@ from mx_jax import formats, recipes
 from mx_jax.backends.calls import RaggedCall
 from mx_jax.backends.pallas_gpu import backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM90
-from mx_jax.backends.pallas_gpu.grouped.rejections import rejects
-from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.backends.pallas_gpu.rejections import rejects_groups
+from mx_jax.backends.pallas_gpu.tiles import Tiles
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import Choice
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4, WHOLE
@@ -32,7 +32,7 @@ SUMS = tuple(case for case in RAGGED_CASES if case.contracts_rows)
 
 def group_sums(sizes: tuple[int, ...], tiles: Tiles, out_dtype: str = "float32") -> Any:
     """The kernel's sums, as a function to be called, and exact ones."""
-    from mx_jax.backends.pallas_gpu.grouped import sums
+    from mx_jax.backends.pallas_gpu import wgmma
 
     rng, rows = np.random.default_rng(0), 256
     left, right = (rng.integers(-8, 9, (rows, columns)) for columns in (64, 128))
@@ -46,7 +46,7 @@ def group_sums(sizes: tuple[int, ...], tiles: Tiles, out_dtype: str = "float32")
         jnp.asarray([0.25, 2.0], jnp.float32),
     )
     how = {"tiles": tiles, "out_dtype": out_dtype, "interpret": interpreter()}
-    return lambda: sums.group_sums(*given, **how), jnp.asarray(expected / 2, out_dtype)
+    return lambda: wgmma.group_sums(*given, **how), jnp.asarray(expected / 2, out_dtype)
 
 
 @needs_newer_mosaic
@@ -72,7 +72,7 @@ def test_is_exact(sizes: tuple[int, ...], tiles: Tiles, out_dtype: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SUMS, ids=str)
 def test_is_near_float64(case: RaggedCase):
-    assert rejects(case.call, H200, NEW) is None
+    assert rejects_groups(case.call, H200, NEW) is None
     check_ragged(backend_for(architecture=SM90, interpret=interpreter()), case)
 
 
@@ -140,7 +140,7 @@ FLOAT16 = dataclasses.replace(sums_of(None, MXFP4).lhs, dtype=jnp.dtype("float16
     ],
 )
 def test_rejects(call: RaggedCall, reason: str | None):
-    found = rejects(call, H200, NEW)
+    found = rejects_groups(call, H200, NEW)
     assert found is None if reason is None else found is not None and reason in found
 
 

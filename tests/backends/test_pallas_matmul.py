@@ -1,6 +1,7 @@
 """The GPU kernel's numbers, in Mosaic's interpreter on the CPU, with its race detector on."""
 
 import dataclasses
+import importlib
 from typing import Any
 
 import jax
@@ -9,13 +10,11 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.pallas_gpu import backend_for
+from mx_jax.backends.pallas_gpu import backend_for, products
 from mx_jax.backends.pallas_gpu.architecture import SM80, SM90, SM100, Architecture
-from mx_jax.backends.pallas_gpu.layouts.storage import storage, words_of
-from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
-from mx_jax.backends.pallas_gpu.products import decoded, matmul
-from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
-from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights, storage, words_of
+from mx_jax.backends.pallas_gpu.tiles import Tiles
+from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul
 from mx_jax.testing.backend_suite import check_matmul
@@ -72,7 +71,7 @@ def test_is_the_reference_after_rounding(
 ):
     call = case.call
     lhs, rhs = whole_numbers(rng, case)
-    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, call, **how))
+    run = jax.jit(lambda lhs, rhs: products.scaled_matmul(lhs, rhs, call, **how))
     expected = scaled_matmul(lhs, rhs, call.dimension_numbers, call.out_dtype)
     assert_bitwise_equal(run(lhs, rhs), expected, what="product")
 
@@ -107,7 +106,7 @@ def test_programs_that_share_a_tile_unevenly(
     x, w = whole_numbers(rng, case_of(MXFP4, m=(3,), n=(5,), k=(k,)))
     tiles = Tiles(m=16, n=64, k=128, stages=2, splits=splits)
     given = jnp.asarray(x)[None], PackedWeights.of(as_batch(w)), jnp.float32
-    found = decoded.multiply(*given, tiles=tiles, **how | {"architecture": SM80})
+    found = products.multiply(*given, tiles=tiles, **how | {"architecture": SM80})
     expected = scaled_matmul(x, w, case_of(MXFP4).call.dimension_numbers, jnp.float32)
     assert_bitwise_equal(found[0], expected, what="product")
 
@@ -155,7 +154,7 @@ def test_tiles_do_not_matter(
     case = case_of(MXFP4, m=(17,), n=(3,), k=(256,))
     x, w = whole_numbers(rng, case)
     packed = jax.jit(PackedWeights.of)(as_batch(w))
-    actual = decoded.multiply(x[None], packed, out_dtype, tiles=tiles, **how)
+    actual = products.multiply(x[None], packed, out_dtype, tiles=tiles, **how)
     expected = scaled_matmul(x, w, case.call.dimension_numbers, out_dtype)
     assert_bitwise_equal(actual[0], expected, what="product")
 
@@ -186,10 +185,10 @@ def test_many_rows_are_left_to_xla(
     how = {"architecture": sm90, "interpret": interpreter()}
 
     def packed(x: jax.Array, w: MXArray) -> jax.Array:
-        return decoded.multiply(x[None], PackedWeights.of(as_batch(w)), out_dtype, **how)[0]
+        return products.multiply(x[None], PackedWeights.of(as_batch(w)), out_dtype, **how)[0]
 
     def whole(x: jax.Array, w: MXArray) -> jax.Array:
-        return matmul.scaled_matmul(x, w, case.call, architecture=sm90)
+        return products.scaled_matmul(x, w, case.call, architecture=sm90)
 
     for product in (packed, whole):
         assert_bitwise_equal(jax.jit(product)(x, w), expected, what="product")
@@ -203,7 +202,7 @@ def test_under_vmap(rng: np.random.Generator, how: dict[str, Any]):
     xs = jnp.stack([x, 2 * x])
 
     def product(x):
-        return matmul.scaled_matmul(x, w, case.call, **how)
+        return products.scaled_matmul(x, w, case.call, **how)
 
     expected = jnp.stack([scaled_matmul(x, w, case.call.dimension_numbers, "float32") for x in xs])
     assert_bitwise_equal(jax.jit(jax.vmap(product))(xs), expected, what="product")
@@ -218,7 +217,7 @@ def test_what_is_not_finite_reaches_its_row_alone(how: dict[str, Any]):
     codes[1, 5], scales[2, 1] = 0x7F, 255
     rhs = dataclasses.replace(rhs, codes=jnp.asarray(codes), scales=jnp.asarray(scales))
     lhs = jnp.ones((2, 64), jnp.float16).at[1, 3].set(jnp.inf)
-    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, case.call, **how))
+    run = jax.jit(lambda lhs, rhs: products.scaled_matmul(lhs, rhs, case.call, **how))
     out = run(lhs, rhs)
     nan, inf = np.nan, np.inf
     np.testing.assert_array_equal(out, [[64, nan, nan, 64], [inf, nan, nan, inf]])
@@ -239,7 +238,7 @@ def test_float16_by_infinite_weights(architecture: Architecture, how: dict[str, 
     met = np.array([1, 1 + 3 * 2.0**-9, -1 - 2.0**-9, 2.0**-24, 0, np.inf, -np.inf], np.float16)
     lhs = jnp.zeros((7, 64), jnp.float16).at[:, 5].set(met)
     here = how | {"architecture": architecture}
-    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, case.call, **here))
+    run = jax.jit(lambda lhs, rhs: products.scaled_matmul(lhs, rhs, case.call, **here))
     weights = np.array([1, np.inf, -np.inf])
     with np.errstate(invalid="ignore"):
         expected = np.outer(met, weights).astype(np.float32)
@@ -252,14 +251,14 @@ def test_float16_by_infinite_weights(architecture: Architecture, how: dict[str, 
 def test_empty(m: tuple[int], n: tuple[int], k: tuple[int]):
     case = case_of(MXFP4, m=m, n=n, k=k)
     lhs, rhs = case.operands(np.random.default_rng(0))
-    out = matmul.scaled_matmul(lhs, rhs, case.call)
+    out = products.scaled_matmul(lhs, rhs, case.call)
     np.testing.assert_array_equal(out, np.zeros((*m, *n), np.float32))
 
 
 @pytest.mark.parametrize("format", WEIGHTS, ids=lambda format: format.name)
 def test_every_code_under_every_scale(format: formats.BlockFormat):
     """In NumPy, whose bfloat16 keeps subnormals as a GPU's does: exact, bit for bit."""
-    from mx_jax.backends.pallas_gpu.casts.decode import Decoder, place
+    from mx_jax.backends.pallas_gpu.decode import Decoder, place
 
     element, decoder = format.element, Decoder(format=format)
     codes = np.arange(1 << element.bits).astype(np.uint16)
@@ -289,7 +288,7 @@ def test_every_code_under_every_scale(format: formats.BlockFormat):
 @pytest.mark.slow
 @pytest.mark.parametrize("format", WEIGHTS, ids=lambda format: format.name)
 def test_the_interpreters_lift_is_the_same(format: formats.BlockFormat):
-    from mx_jax.backends.pallas_gpu.casts.decode import Decoder, place
+    from mx_jax.backends.pallas_gpu.decode import Decoder, place
 
     element = format.element
     if element.kind == "int":
@@ -321,7 +320,7 @@ def test_a_missing_wait_is_a_race(
     for module in (primitives, mosaic_gpu):
         monkeypatch.setattr(module, "barrier_wait", lambda *args, **kwargs: None)
     here = how | {"architecture": architecture}
-    assert race_of(lambda: matmul.scaled_matmul(x, w, case.call, **here), capfd)
+    assert race_of(lambda: products.scaled_matmul(x, w, case.call, **here), capfd)
 
 
 # As they are: what a tile has beyond one row, or beyond k, is filled and clipped. More rows than 8:
@@ -335,12 +334,12 @@ LOWERED = [
 
 @pytest.mark.parametrize("what", mostly_slow(LOWERED, LOWERED[0], *LOWERED[-2:]), ids=str)
 def test_lowers_for_cuda_without_a_plugin(what: tuple[formats.BlockFormat, tuple[int, int, int]]):
-    from mx_jax.backends.pallas_gpu.casts.decode import Decoder
+    from mx_jax.backends.pallas_gpu.decode import Decoder
 
     format, (m, n, k) = what
     case = case_of(format, m=(m,), n=(n,), k=(k,), out_dtype="bfloat16")
     arrays = case.operands(np.random.default_rng(0))
-    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, case.call, architecture=SM90))
+    run = jax.jit(lambda lhs, rhs: products.scaled_matmul(lhs, rhs, case.call, architecture=SM90))
     text = run.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in text.splitlines() if "custom_call @mosaic_gpu" in line)
     stored, tiles, padded_k = storage(format.element), (n + -n % 128) // 64, k + -k % 128
@@ -348,3 +347,56 @@ def test_lowers_for_cuda_without_a_plugin(what: tuple[formats.BlockFormat, tuple
     pairs = padded_k // (2 * Decoder(format=format).granularity)
     operands = f"1x{24 if m == 17 else m}x{k}xbf16", words, f"{tiles}x{pairs}x64xi32"
     assert f"({', '.join(f'tensor<{operand}>' for operand in operands)})" in call
+
+
+FOUR = MXFP4, Tiles(m=8, n=256, k=128, stages=3), "bfloat16"
+# Shares that differ by a step, one of them beyond k; more steps than stages.
+SHARED = MXFP4, Tiles(m=8, n=128, k=128, stages=2, splits=3), "bfloat16"
+
+
+def hopper_product(format: BlockFormat, tiles: Tiles, out_dtype: str) -> tuple[Any, Any]:
+    """The kernel's, as a function to be called, and the reference's."""
+    case = case_of(format, m=(3,), n=(200,), k=(1000,), out_dtype=out_dtype)
+    x, w = whole_numbers(np.random.default_rng(0), case)
+    packed = jax.jit(PackedWeights.of)(as_batch(w))
+    how = {"architecture": SM90, "tiles": tiles, "interpret": interpreter()}
+    expected = scaled_matmul(x, w, case.call.dimension_numbers, out_dtype)
+    return lambda: products.multiply(x[None], packed, out_dtype, **how)[0], expected
+
+
+@pytest.mark.parametrize(
+    "what",
+    mostly_slow(
+        [
+            FOUR,
+            SHARED,
+            (MXFP8_E4M3, Tiles(m=16, n=128, k=256, stages=2, splits=3), "float32"),
+            (formats.NVFP4, Tiles(m=8, n=192, k=256, stages=3, splits=2), "float32"),
+            (formats.MXFP6_E2M3, Tiles(m=8, n=128, k=128, stages=3, splits=5), "float16"),
+        ],
+        FOUR,
+        SHARED,
+    ),
+    ids=str,
+)
+def test_hopper_is_the_reference_with_any_tiles(what: tuple[BlockFormat, Tiles, str]):
+    run, expected = hopper_product(*what)
+    assert_bitwise_equal(run(), expected, what="product")
+
+
+@pytest.mark.parametrize("module", ["wgmma", "device"])
+def test_each_missing_wait_is_a_race(
+    module: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """For a stage's copies, and for its readers."""
+    kernel = importlib.import_module(f"mx_jax.backends.pallas_gpu.{module}")
+
+    class Waitless:
+        """Mosaic GPU, with waits left out."""
+
+        barrier_wait = staticmethod(lambda barrier: None)
+        __getattr__ = kernel.plgpu.__getattribute__
+
+    monkeypatch.setattr(kernel, "plgpu", Waitless())
+    run, _ = hopper_product(*SHARED)
+    assert race_of(run, capfd)

@@ -1,4 +1,4 @@
-"""Weights packed ahead of time for GPU kernels, in either layout: products in the interpreter."""
+"""Weights packed ahead of time for GPU kernels: products in the interpreter."""
 
 import dataclasses
 import functools
@@ -12,11 +12,9 @@ import pytest
 import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.backends.calls import Call, MatmulCall, OperandType, PackCall
-from mx_jax.backends.pallas_gpu import backend_for
+from mx_jax.backends.pallas_gpu import backend_for, products
 from mx_jax.backends.pallas_gpu.architecture import SM90, SM100, Architecture
-from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand, meet
-from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
-from mx_jax.backends.pallas_gpu.products import decoded
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights, meet
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import Choice
 from mx_jax.backends.target import Backend, Target
@@ -31,7 +29,6 @@ from mx_jax.testing.compare import assert_bitwise_equal
 from tests.backends.mosaic import few_octaves, interpreter, mostly_slow, needs_mosaic, whole_numbers
 
 DECODED = (*formats.MX_FORMATS, NVFP4)
-AS_THEY_ARE = (MXFP8_E4M3, MXFP8_E5M2, MXFP4, MXFP4.with_block(16), NVFP4)
 
 pytestmark = needs_mosaic
 
@@ -73,7 +70,12 @@ def operands(rng: np.random.Generator, case: MatmulCase) -> tuple[Any, MXArray]:
     [
         (SM90, case_of(MXFP4, batch=(2,), m=(3,), n=(70,), k=(100,), rhs_k_first=True)),
         pytest.param(SM90, case_of(NVFP4, m=(2, 3), n=(4, 2), k=(2, 64)), marks=pytest.mark.slow),
-        (SM100, case_of(MXFP4, MXFP4, batch=(2,), m=(3,), n=(70,), k=(100,), rhs_k_first=True)),
+        # So many rows that they are laid out for tensor cores.
+        pytest.param(
+            SM100,
+            case_of(MXFP4, MXFP4, m=(257,), n=(70,), k=(100,), rhs_k_first=True),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             SM100,
             case_of(NVFP4, NVFP4, m=(2, 3), n=(4, 2), k=(2, 64), out_dtype="bfloat16"),
@@ -102,7 +104,7 @@ def test_packed_weights_give_the_same_product(
     call, backend = case.call, backend_of(architecture)
     lhs, rhs = operands(rng, case)
     packed = jax.jit(lambda w: pack(architecture, w, call, case.lhs))(rhs)
-    assert isinstance(packed.arrays, ScaledOperand if architecture is SM100 else PackedWeights)
+    assert isinstance(packed.arrays, PackedWeights)
     product = jax.jit(lambda lhs, rhs: backend.run(call, lhs, rhs))(lhs, packed)
     expected = scaled_matmul(lhs, rhs, call.dimension_numbers, call.out_dtype)
     assert_bitwise_equal(product, expected, what="product")
@@ -113,18 +115,13 @@ def test_packed_weights_give_the_same_product(
     mostly_slow(
         [
             *((SM90, None, format) for format in DECODED),
-            *((SM100, format, format) for format in AS_THEY_ARE),
-            (SM100, None, MXFP4),
-            (SM100, MXFP8_E4M3, MXFP4),
+            (SM100, NVFP4, NVFP4),
             (SM100, MXFP4, formats.MXFP6_E2M3),
             (SM90, MXFP4, MXFP4),
         ],
         (SM90, None, MXFP8_E5M2),
         (SM90, None, formats.MXFP6_E2M3),
         (SM100, NVFP4, NVFP4),
-        (SM100, MXFP8_E4M3, MXFP8_E4M3),
-        (SM100, None, MXFP4),
-        (SM90, MXFP4, MXFP4),
     ),
     ids=str,
 )
@@ -140,8 +137,7 @@ def test_packed_weights_are_the_mxarray(
     scales = rng.integers(0, 256, w.scales.shape).astype(np.uint8)
     w = dataclasses.replace(w, codes=jnp.asarray(codes), scales=jnp.asarray(scales))
     packed = pack(architecture, w, case.call, lhs)
-    as_it_is = architecture is SM100 and lhs == format
-    assert isinstance(packed.arrays, ScaledOperand if as_it_is else PackedWeights)
+    assert isinstance(packed.arrays, PackedWeights)
     assert (packed.shape, packed.blocks, packed.backend) == (w.shape, w.blocks, "pallas_gpu")
     for field in ("codes", "scales", "tensor_scale"):
         kept, given = (getattr(each, field) for each in (packed.unpack(), w))
@@ -158,15 +154,6 @@ def test_packed_weights_are_the_mxarray(
     assert stacked.serves((2, 3), (0, 1)) and not stacked.serves((1, 2), (0,))
 
 
-def test_size_as_it_is(rng: np.random.Generator):
-    for format, bits in ((MXFP4, 4.25), (NVFP4, 4.5), (MXFP8_E4M3, 8.25)):
-        case = case_of(format, format, n=(256,), k=(512,))
-        _, w = case.operands(rng)
-        assert isinstance(w, MXArray)
-        packed = pack(SM100, w, case.call, format)
-        assert packed.nbytes == 256 * 512 * bits / 8 + 4 * format.tensor_scale
-
-
 class Asked(Exception):
     """What would have multiplied."""
 
@@ -176,7 +163,7 @@ def blackwell_that_tells(monkeypatch: pytest.MonkeyPatch) -> Architecture:
     def stop(name: str, *args: Any, **kwargs: Any):
         raise Asked(name)
 
-    monkeypatch.setattr(decoded, "_dequantize_dot", functools.partial(stop, "xla"))
+    monkeypatch.setattr(products, "_dequantize_dot", functools.partial(stop, "xla"))
     kernels = (
         dataclasses.replace(kernel, load=functools.partial(stop, kernel.name))
         for kernel in SM100.kernels
@@ -185,33 +172,26 @@ def blackwell_that_tells(monkeypatch: pytest.MonkeyPatch) -> Architecture:
 
 
 @pytest.mark.parametrize(
-    ("lhs", "rhs", "packed_for", "rows", "kernel"),
+    ("lhs", "rhs", "packed", "rows", "kernel"),
     [
-        # Packed for nothing in particular: decoded, unless many rows make up for another layout.
-        (None, MXFP4, None, 3, "mma"),
-        (MXFP4, MXFP4, None, 3, "mma"),
-        (MXFP4, MXFP4, None, 300, "tcgen05"),
-        (None, MXFP4, None, 300, "xla"),
-        (MXFP8_E4M3, MXFP4, None, 300, "xla"),
-        # Packed for quantized activations.
-        (MXFP4, MXFP4, MXFP4, 3, "tcgen05"),
-        (MXFP8_E5M2, MXFP8_E4M3, MXFP8_E5M2, 3, "tcgen05"),
-        (None, MXFP4, MXFP4, 3, "mma"),
-        (None, MXFP4, MXFP4, 300, "xla"),
-        (MXFP8_E4M3, MXFP4, MXFP4, 3, "mma"),
-        # Not packed.
-        (MXFP4, MXFP4, "not", 3, "tcgen05"),
-        (None, MXFP4, "not", 3, "mma"),
-        (NVFP4, None, "not", 3, "mma"),
-        (formats.MXINT8, formats.MXINT8, "not", 3, "mma"),
-        (MXFP8_E4M3, MXFP4, "not", 300, "xla"),
+        # Packed weights are decoded, unless many rows make up for another layout.
+        (None, MXFP4, True, 3, "mma"),
+        (MXFP4, MXFP4, True, 3, "mma"),
+        (MXFP8_E5M2, MXFP8_E4M3, True, 300, "tcgen05"),
+        (None, MXFP4, True, 300, "xla"),
+        (MXFP8_E4M3, MXFP4, True, 300, "xla"),
+        (MXFP4, MXFP4, False, 3, "tcgen05"),
+        (None, MXFP4, False, 3, "mma"),
+        (NVFP4, None, False, 3, "mma"),
+        (formats.MXINT8, formats.MXINT8, False, 3, "mma"),
+        (MXFP8_E4M3, MXFP4, False, 300, "xla"),
     ],
     ids=str,
 )
 def test_which_kernel_blackwell_starts(
     lhs: BlockFormat | None,
     rhs: BlockFormat | None,
-    packed_for: Any,
+    packed: bool,
     rows: int,
     kernel: str,
     rng: np.random.Generator,
@@ -220,13 +200,11 @@ def test_which_kernel_blackwell_starts(
     case = MatmulCase(lhs=lhs, rhs=rhs, dtype="bfloat16", m=(rows,), n=(3,), k=(64,))
     backend = backend_for(architecture=blackwell_that_tells)
     left, right = case.operands(rng)
+    if packed:
+        assert isinstance(right, MXArray)
+        right = pack(blackwell_that_tells, right, case.call, lhs)
     with pytest.raises(Asked, match=kernel):
-        if packed_for == "not":
-            jax.eval_shape(lambda x, w: backend.run(case.call, x, w), left, right)
-        else:
-            assert isinstance(right, MXArray)
-            packed = pack(blackwell_that_tells, right, case.call, packed_for)
-            jax.eval_shape(lambda x, w: backend.run(case.call, x, w), left, packed)
+        jax.eval_shape(lambda x, w: backend.run(case.call, x, w), left, right)
 
 
 # As a user's code has them ------------------------------------------------------------------------
@@ -256,26 +234,6 @@ def drawn(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(5).standard_normal(shape), jnp.float32)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "layout"),
-    [
-        (None, PackedWeights),
-        (recipes.weight_only("mxfp4"), PackedWeights),
-        (recipes.mxfp8(), PackedWeights),
-        (recipes.mxfp4(), ScaledOperand),
-    ],
-    ids=str,
-)
-def test_a_recipe_chooses_the_layout(blackwell: list[Call], recipe: Any, layout: type):
-    kernel = mx_jax.quantize(drawn(64, 6), "mxfp4", axis=0)
-    packed = mx_jax.pack_weights(kernel, recipe=recipe)
-    assert isinstance(packed, PackedMXArray) and isinstance(packed.arrays, layout)
-    (call,) = blackwell
-    assert isinstance(call, PackCall)
-    spec = None if recipe is None else recipe.fwd.lhs
-    assert call.lhs_format == (None if spec is None else spec.format)
-
-
 @pytest.mark.usefixtures("blackwell")
 @pytest.mark.parametrize("loop", mostly_slow(["scan", "vmap", "grad"], "scan"))
 @pytest.mark.filterwarnings("ignore:matmul. weights are laid out for backend pallas_gpu")
@@ -289,7 +247,7 @@ def test_layers_stacked_and_differentiated(loop: str, monkeypatch: pytest.Monkey
         at_once = mx_jax.pack_weights(kernels, num_batch=1, recipe=recipe)
         assert jax.tree.all(jax.tree.map(jnp.array_equal, at_once, layers))
         layers = at_once
-    assert isinstance(layers, PackedMXArray) and isinstance(layers.arrays, ScaledOperand)
+    assert isinstance(layers, PackedMXArray)
 
     def run(x: jax.Array, layers: Any) -> jax.Array:
         def layer(x: jax.Array, w: Any) -> jax.Array:

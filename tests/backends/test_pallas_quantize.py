@@ -14,9 +14,8 @@ import mx_jax
 from mx_jax import formats
 from mx_jax.backends import select
 from mx_jax.backends.calls import QuantizeCall
-from mx_jax.backends.pallas_gpu import backend_for
+from mx_jax.backends.pallas_gpu import backend_for, quantize
 from mx_jax.backends.pallas_gpu.architecture import SM80, SM89, SM90, SM100, Architecture
-from mx_jax.backends.pallas_gpu.casts import quantize
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Backend
 from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
@@ -220,7 +219,7 @@ def test_vmap(format: formats.BlockFormat, rng: np.random.Generator):
 def test_tiles_that_overlap_are_a_race(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    from mx_jax.backends.pallas_gpu.casts.quantize_kernel import QuantizeProgram
+    from mx_jax.backends.pallas_gpu.quantize_kernel import QuantizeProgram
 
     call = case_of(shape=(8, 1024)).call
     x = jnp.ones(call.shape, jnp.bfloat16)
@@ -248,7 +247,7 @@ MUTANTS = [
 def test_a_wrong_shift_is_noticed(
     mutant: tuple[str, Any, QuantizeCase], monkeypatch: pytest.MonkeyPatch
 ):
-    from mx_jax.backends.pallas_gpu.casts import encode
+    from mx_jax.backends.pallas_gpu import encode
 
     name, replacement, case = mutant
     monkeypatch.setattr(encode, name, replacement)

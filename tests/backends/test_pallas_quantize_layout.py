@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
-from mx_jax.backends.pallas_gpu import PALLAS_GPU
-from mx_jax.backends.pallas_gpu.casts import quantize
-from mx_jax.backends.pallas_gpu.casts import tiles as quantize_tiles
-from mx_jax.backends.pallas_gpu.casts.tiles import Tile
 from mx_jax.backends.target import Target
+from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
+from mx_jax.backends.pallas_gpu import PALLAS_GPU, quantize, views
+from mx_jax.backends.pallas_gpu.views import Tile
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
 from mx_jax.testing.cases import QuantizeCase
 from tests.backends.mosaic import needs_mosaic
@@ -101,24 +99,23 @@ def test_nothing_is_asked_of_a_device(monkeypatch: pytest.MonkeyPatch):
         assert PALLAS_GPU.rejects(call, Target(platform="cpu")) is not None
 
 
-def views(block: int, itemsize: int) -> list[tuple[tuple[int, ...], Tile]]:
+def tiles_of(block: int, itemsize: int) -> list[tuple[tuple[int, ...], Tile]]:
     """Every kind of tile, on views of whole tiles, wide and narrow."""
     line = 128 // itemsize
     found: list[tuple[tuple[int, ...], Tile]] = [
-        (view, quantize_tiles.along_rows(view[0], block, itemsize))
+        (view, views._along_rows(view[0], block, itemsize))
         for view in ((4096, block), (192, block))
     ]
     for down, across in ((2, 4), (4, 1)):
         view = (down, block, across * line)
-        found.append((view, quantize_tiles.along_columns(view, block, itemsize)))
+        found.append((view, views._along_columns(view, block, itemsize)))
         view = (down, block, across * line // block, block)
-        found.append((view, quantize_tiles.along_both(view, block, itemsize)))
-    tiles = quantize_tiles.along_rows_of_tiles(block, itemsize)
-    return [*found, ((2, 4, 32, 3, 4, block), tiles)]
+        found.append((view, views._along_both(view, block, itemsize)))
+    return found
 
 
 def layout_of(tile: Tile) -> Any:
-    from mx_jax.backends.pallas_gpu.casts.quantize_kernel import _layout
+    from mx_jax.backends.pallas_gpu.quantize_kernel import _layout
 
     return _layout(tile).to_mgpu()
 
@@ -127,7 +124,7 @@ def layout_of(tile: Tile) -> Any:
 @pytest.mark.parametrize("block", quantize.BLOCKS)
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_who_holds_what(block: int, itemsize: int):
-    for view, tile in views(block, itemsize):
+    for view, tile in tiles_of(block, itemsize):
         assert tile.padded(view) == view, "no padding in these"
         elements = np.arange(np.prod(view)).reshape(view)[tuple(map(slice, tile.shape))]
         held = of_threads(elements, layout_of(tile))
@@ -148,7 +145,7 @@ def test_who_holds_what(block: int, itemsize: int):
 @needs_mosaic
 @pytest.mark.parametrize("block", quantize.BLOCKS)
 def test_words_are_pairs_of_numbers(block: int):
-    for _, tile in views(block, 2):
+    for _, tile in tiles_of(block, 2):
         halved = tile.in_words()
         numbers = of_threads(np.arange(np.prod(tile.shape)).reshape(tile.shape), layout_of(tile))
         words = of_threads(
@@ -169,7 +166,7 @@ def test_words_are_pairs_of_numbers(block: int):
     ],
 )
 def test_what_is_padded(shape: tuple[int, ...], axis: int, itemsize: int, padding: float):
-    from mx_jax.backends.pallas_gpu.casts.views import View
+    from mx_jax.backends.pallas_gpu.views import View
 
     view = View.of(shape, ((axis, 32),))
     padded = view.tile(itemsize).padded(view.shape)
@@ -181,7 +178,7 @@ def test_what_is_padded(shape: tuple[int, ...], axis: int, itemsize: int, paddin
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_product_by_the_reciprocal_is_the_quotient(dtype: str):
     """What only a GPU computes, in NumPy, which keeps subnormals: every bfloat16, many scales."""
-    from mx_jax.backends.pallas_gpu.casts import encode
+    from mx_jax.backends.pallas_gpu import encode
 
     x = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)
     x = x[np.isfinite(x.astype(np.float32))]
@@ -203,7 +200,7 @@ def test_a_product_by_the_reciprocal_is_the_quotient(dtype: str):
 
 def test_one_permutation_takes_the_low_bytes():
     pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
-    from mx_jax.backends.pallas_gpu.casts.pairs import _LOW_BYTES
+    from mx_jax.backends.pallas_gpu.encode import _LOW_BYTES
 
     words = np.array([0x00220011, 0x00440033], np.uint32).view(np.uint8)
     chosen = [words[_LOW_BYTES >> 4 * i & 7] for i in range(4)]

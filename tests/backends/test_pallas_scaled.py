@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.pallas_gpu import backend_for
+from mx_jax.backends.pallas_gpu import backend_for, products, rejections
 from mx_jax.backends.pallas_gpu.architecture import SM100
-from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand, meet
-from mx_jax.backends.pallas_gpu.products import matmul, rejections, scaled
-from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.backends.pallas_gpu.layouts import ScaledOperand, meet
+from mx_jax.backends.pallas_gpu.tiles import Tiles
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul
@@ -62,7 +61,7 @@ def test_is_the_reference_after_rounding(
 ):
     call = case.call
     lhs, rhs = operands(rng, case)
-    run = jax.jit(lambda lhs, rhs: matmul.scaled_matmul(lhs, rhs, call, **how))
+    run = jax.jit(lambda lhs, rhs: products.scaled_matmul(lhs, rhs, call, **how))
     expected = scaled_matmul(lhs, rhs, call.dimension_numbers, call.out_dtype)
     assert_bitwise_equal(run(lhs, rhs), expected, what="product")
 
@@ -84,7 +83,7 @@ def test_tiles_do_not_matter(rng: np.random.Generator):
     def product(lhs: MXArray, rhs: MXArray) -> jax.Array:
         left, right = (ScaledOperand.of(jax.tree.map(lambda a: a[None], x)) for x in (lhs, rhs))
         how = {"tiles": tiles, "interpret": interpreter()}
-        return scaled.multiply(left, right, jnp.float32, SM100, **how)[0]
+        return products.multiply_scaled(left, right, jnp.float32, SM100, **how)[0]
 
     expected = scaled_matmul(lhs, rhs, case.call.dimension_numbers, "float32")
     assert_bitwise_equal(jax.jit(product)(lhs, rhs), expected, what="product")
@@ -122,7 +121,7 @@ def test_a_missing_wait_is_a_race(
     monkeypatch.setattr(mosaic_gpu, "barrier_wait", some)
     left, right = ScaledOperand.of(lhs), ScaledOperand.of(rhs)
     how = {"architecture": SM100, "tiles": tiles, "interpret": interpreter()}
-    assert race_of(lambda: scaled.multiply(left, right, "float32", **how), capfd)
+    assert race_of(lambda: products.multiply_scaled(left, right, "float32", **how), capfd)
     assert len(traced) == 3
 
 
@@ -148,17 +147,15 @@ def test_layout_of_scales_is_what_the_docstring_says(rng: np.random.Generator):
 @needs_newer_mosaic
 @pytest.mark.parametrize(("rows", "laid_out_rows"), [(3, 8), (70, 72), (128, 128), (130, 256)])
 def test_few_rows_are_not_padded_to_tiles(rows: int, laid_out_rows: int, rng: np.random.Generator):
-    from mx_jax.backends.pallas_gpu.products import tcgen05
+    from mx_jax.backends.pallas_gpu import tcgen05
 
     case = MatmulCase(lhs=MXFP4, rhs=MXFP4, batch=(2,), m=(rows,), n=(40,), k=(512,))
     lhs, rhs = operands(rng, case)
     left, right = ScaledOperand.of(lhs, left=True), ScaledOperand.of(rhs)
     assert left.codes.shape == (2 * laid_out_rows, 256) and right.codes.shape == (2 * 128, 256)
-    assert_bitwise_equal(left.unpack().codes, lhs.codes, what="codes")
-    assert_bitwise_equal(left.unpack().scales, lhs.scales, what="scales")
     tiles = Tiles(m=128, k=256, stages=2, splits=2)
     kernel = functools.partial(
-        tcgen05.partial_products, block=32, batch=2, tiles=tiles, out_dtype=jnp.dtype("float32")
+        tcgen05.multiply, block=32, batch=2, tiles=tiles, out_dtype=jnp.dtype("float32")
     )
     arrays = (left.elements, right.elements, left.scale_values, right.scale_values)
     assert jax.eval_shape(kernel, *arrays).shape == (2 * 2 * laid_out_rows, 128)

@@ -8,10 +8,9 @@ import pytest
 
 import mx_jax
 from mx_jax.backends.calls import MatmulCall, QuantizeBothCall
-from mx_jax.backends.pallas_gpu import PALLAS_GPU
+from mx_jax.backends.pallas_gpu import PALLAS_GPU, products
 from mx_jax.backends.pallas_gpu.architecture import SM90
-from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
-from mx_jax.backends.pallas_gpu.products import decoded
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights
 from mx_jax.formats import MXFP4, MXFP8_E4M3, BlockFormat
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 from tests.backends.mosaic import needs_newer_mosaic
@@ -33,7 +32,7 @@ def product(lhs: BlockFormat | None, rhs: BlockFormat, rows: int = 40) -> jax.Ar
 def decoding() -> jax.Array:
     """Packed weights by so many rows that they are decoded first."""
     w = PackedWeights.of(mx_jax.quantize(jnp.ones((1, N, K), jnp.bfloat16), MXFP4))
-    return decoded.multiply(jnp.ones((1, 2048, K), jnp.bfloat16), w, "bfloat16", architecture=SM90)
+    return products.multiply(jnp.ones((1, 2048, K), jnp.bfloat16), w, "bfloat16", architecture=SM90)
 
 
 def both_casts() -> tuple[mx_jax.MXArray, ...]:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from mx_jax import inspect
-from mx_jax.backends.evidence import Row, Work
-from mx_jax.backends.evidence.rows import as_json, read
+from mx_jax.backends.evidence import Row, Work, as_json, read
 from mx_jax.formats import MXFP4
 
 for package in ("matplotlib", "optax", "orbax.checkpoint", "rich", "tqdm"):

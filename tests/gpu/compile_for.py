@@ -2,18 +2,17 @@
 
     MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_for.py sm_90a mxfp4
     MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_for.py sm_100a mxfp4 mxfp4
-    MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_for.py sm_100a mxfp4 persistent
+    MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_for.py sm_90a mxfp4 dequantize
 
-One format: weights to be decoded; two: operands that are taken as they are; "persistent": likewise,
-by programs that stay, of each shape that the tuner measures. A process of its own:
-the CUDA plugin stays loaded, and a failed compile may abort. Every entry of the tuning table is
-compiled, with both dtypes that the kernel writes. The files' names end in the count of compiles
+One format: weights to be decoded; two: operands that are taken as they are; "dequantize": weights
+that are decoded for XLA. A process of its own: the CUDA plugin stays loaded, and a failed compile
+may abort. Every entry of the tuning table is compiled, with both dtypes that the kernel writes. The
+files' names end in the count of compiles
 before.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
 import os
 import sys
@@ -28,13 +27,9 @@ from jax.experimental import topologies
 
 import mx_jax
 from mx_jax import formats
+from mx_jax.backends.pallas_gpu import products
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
-from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
-from mx_jax.backends.pallas_gpu.layouts.storage import storage
-from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
-from mx_jax.backends.pallas_gpu.products import decoded
-from mx_jax.backends.pallas_gpu.tuning.space import candidates
-from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand, storage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +112,6 @@ GPUS = {
 }
 # So long that every pipeline keeps its loop.
 N, K = 256, 65536
-# Of 20 steps or 40, which seven programs share.
-UNEVEN_K = 5120
-# Rows of both operands whose tiles are more than programs that stay.
-MANY = 4096
-DTYPES = ("bfloat16", "float32")
 FORMATS = {format.name: format for format in formats.BLOCK_FORMATS}
 
 
@@ -161,22 +151,10 @@ def compile_weights(gpu: Gpu, name: str) -> None:
             compile_on(gpu, product, (x, weights.codes, weights.scales))
 
 
-def compile_uneven(gpu: Gpu, name: str, _: str) -> None:
-    """bfloat16 by weights of a format, by programs of which some have a step more."""
-    kernel = gpu.architecture.decoding
-    weights = shapes(PackedWeights.of, (1, N, UNEVEN_K), FORMATS[name])
-    x = jax.ShapeDtypeStruct((1, 8, UNEVEN_K), jnp.bfloat16)
-    for _limit, tiles in kernel.tuning_of(storage(FORMATS[name].element).bits).tiles[:2]:
-        tiles = dataclasses.replace(tiles, splits=7)
-        how = {"format": FORMATS[name], "tiles": tiles, "out_dtype": "float32"}
-        product = functools.partial(kernel.load(), n=N, **how)
-        compile_on(gpu, product, (x, weights.codes, weights.scales))
-
-
 def compile_dequantize(gpu: Gpu, name: str, _: str) -> None:
     """Packed weights to bfloat16."""
     weights = shapes(PackedWeights.of, (1, N, K), FORMATS[name])
-    compile_on(gpu, lambda w: decoded.decode(w, gpu.architecture, None), (weights,))
+    compile_on(gpu, lambda w: products.decode(w, gpu.architecture, None), (weights,))
 
 
 def lay_out(x: mx_jax.MXArray, left: bool) -> ScaledOperand:
@@ -212,48 +190,9 @@ def compile_scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
             assert sizes.temp_size_in_bytes == 0, f"bytes are not the kernel's own memory: {sizes}"
 
 
-def persistent_tiles(gpu: Gpu, name: str) -> list[Tiles]:
-    """Of each shape that the tuner measures, the first."""
-    kernel, bits = gpu.architecture.kernels[0], FORMATS[name].element.bits
-    found: dict[tuple[int, int, int], Tiles] = {}
-    for tiles in candidates(gpu.architecture, kernel, bits, MANY):
-        if tiles.programs:
-            found.setdefault((tiles.m, tiles.n, tiles.ctas), tiles)
-    return list(found.values())
-
-
-def compile_persistent(gpu: Gpu, name: str, _: str) -> None:
-    """Two operands of a format, with tensor scales, by programs that stay."""
-    kernel = gpu.architecture.kernels[0]
-    assert kernel.load_persistent is not None
-    products = kernel.load_persistent()
-    sides = (True, False)
-    operands = [shapes(functools.partial(lay_out, left=x), (MANY, K), FORMATS[name]) for x in sides]
-    factors = jax.ShapeDtypeStruct((2,), jnp.float32)
-    for tiles, out_dtype in zip(persistent_tiles(gpu, name), itertools.cycle(DTYPES)):
-
-        def product(left, right, factors, tiles=tiles, out_dtype=out_dtype):
-            return products(
-                left.elements,
-                right.elements,
-                left.scale_values,
-                right.scale_values,
-                factors,
-                block=FORMATS[name].block[1],
-                batch=1,
-                tiles=tiles,
-                out_dtype=out_dtype,
-            )
-
-        compile_on(gpu, product, (*operands, factors))
-
-
 if __name__ == "__main__":
     target, *names = sys.argv[1:]
-    special = {
-        "dequantize": compile_dequantize,
-        "persistent": compile_persistent,
-        "uneven": compile_uneven,
-    }
-    compile_formats = compile_weights if len(names) == 1 else compile_scaled
-    special.get(names[-1], compile_formats)(GPUS[target], *names)
+    if names[-1] == "dequantize":
+        compile_dequantize(GPUS[target], *names)
+    else:
+        (compile_weights if len(names) == 1 else compile_scaled)(GPUS[target], *names)

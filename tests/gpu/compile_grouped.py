@@ -7,19 +7,17 @@
 
 A format: bfloat16 by weights of each group, for every entry of the tuning table and both dtypes
 that the kernel writes; "sums": the gradient of the weights; "scaled": rows and weights of one
-format, taken as they are by programs that stay, of each shape that the tuner measures. A process of
-its own, as `compile_for` is. The files' names end in the count of compiles before.
+format, taken as they are, for every entry of the tuning table. A process of its own, as
+`compile_for` is. The files' names end in the count of compiles before.
 
-    python tests/gpu/compile_grouped.py sm_90a figures [FILE]
+    python tests/gpu/compile_grouped.py sm_90a traffic [FILE]
 
-Prints, as JSON, instructions for a code of every entry of the tables, and bytes that whole products
-move by the kernels and by XLA's own ragged product of bfloat16, counted as `traffic.py` counts.
-`traffic` prints the bytes alone.
+Prints, as JSON, bytes that whole products move by the kernels and by XLA's own ragged product of
+bfloat16, counted as `traffic.py` counts.
 """
 
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import sys
@@ -36,12 +34,9 @@ import jax.numpy as jnp
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.backends.pallas_gpu.grouped import multiply, scaled
-from mx_jax.backends.pallas_gpu.grouped.visits import visits
-from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
-from mx_jax.backends.pallas_gpu.layouts.storage import storage
-from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
-from tests.gpu import tools
+from mx_jax.backends.pallas_gpu import grouped
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand, storage
+from mx_jax.backends.pallas_gpu.tiles import visits
 from tests.gpu.compile_for import (
     FORMATS,
     GPUS,
@@ -49,10 +44,8 @@ from tests.gpu.compile_for import (
     K,
     N,
     compile_on,
-    persistent_tiles,
     shapes,
 )
-from tests.gpu.sass import issued
 from tests.gpu.traffic import kernels
 
 GROUPS, ROWS = 4, 1024
@@ -98,7 +91,7 @@ def compile_sums(gpu: Gpu) -> None:
     assert kernel.load_group_sums is not None
     rows, factors = array(2 * GROUPS, dtype="int32"), array(2, dtype="float32")
     for out_dtype in DTYPES:
-        tiles = multiply.sums_tiles(N, 2 * N)
+        tiles = grouped.sums_tiles(N, 2 * N)
         sums = functools.partial(kernel.load_group_sums(), tiles=tiles, out_dtype=out_dtype)
         compile_on(gpu, sums, (array(K, N), array(K, 2 * N), rows, factors))
 
@@ -111,33 +104,15 @@ def compile_scaled(gpu: Gpu, name: str) -> None:
     x = jax.eval_shape(lay_out, array(ROWS, K))
     w = jax.eval_shape(lay_out, array(GROUPS, N, K))
     sizes = array(GROUPS, dtype="int32")
-    for tiles, out_dtype in zip(persistent_tiles(gpu, name), itertools.cycle(DTYPES)):
+    table = kernel.tuning_of(format.element.bits).tiles
+    for (_, tiles), out_dtype in zip(table, DTYPES, strict=True):
 
         def product(x, w, sizes, tiles=tiles, out_dtype=out_dtype):
             weights = ScaledOperand.of(dataclasses.replace(w, tensor_scale=None))
             how = {"architecture": gpu.architecture, "tiles": tiles}
-            return scaled.multiply(x, weights, sizes, out_dtype, **how)
+            return grouped.multiply_scaled(x, weights, sizes, out_dtype, **how)
 
         compile_on(gpu, product, (x, w, sizes))
-
-
-def instructions(gpu: Gpu, name: str) -> Iterator[dict[str, Any]]:
-    """For a code, of every entry of a format's table; float32 written."""
-    compile_groups(gpu, name)
-    folder = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
-    stem = f"mx_jax_grouped_wgmma_{name}_"
-    found = sorted(folder.glob(f"{stem}*.ptx"), key=lambda path: int(path.stem[len(stem) :]))
-    table = gpu.architecture.decoding.tuning_of(storage(FORMATS[name].element).bits).tiles
-    for ptx, (_, tiles) in zip(found[:: len(DTYPES)], table, strict=True):
-        multiplying, copying = issued(tools.disassemble(ptx, gpu.target), tiles)
-        yield {
-            "what": "instructions for a code",
-            "weights": name,
-            "rows of a tile": tiles.m,
-            "multiplying": round(multiplying, 2),
-            "copying": round(copying, 2),
-            "sum": round(multiplying + copying, 2),
-        }
 
 
 def by_kernels(product: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,15 +185,13 @@ def traffic(gpu: Gpu) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     target, what, *file = sys.argv[1:]
-    if what in ("traffic", "figures"):
+    if what == "traffic":
         found = []
-        counts = NAMES if what == "figures" else ()
-        each = (instructions(GPUS[target], name) for name in counts)
-        for line in itertools.chain(*each, traffic(GPUS[target])):
+        for line in traffic(GPUS[target]):
             found.append(line)
             print(json.dumps(line), flush=True)
         if file:
-            told = {"counted": "tests/gpu/compile_grouped.py sm_90a figures: not measured"}
+            told = {"counted": "tests/gpu/compile_grouped.py sm_90a traffic: not measured"}
             told |= {"jax": jax.__version__, "cases": found}
             Path(file[0]).write_text(json.dumps(told, indent=1) + "\n")
     elif file:

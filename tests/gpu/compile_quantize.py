@@ -6,25 +6,20 @@
 Prints, as JSON, how many elements a thread of each cast quantizes, in order. The files' names end
 in the count of compiles before.
 
-    python tests/gpu/compile_quantize.py product mxfp8_e4m3
-
-Prints, as JSON, the operations of a Blackwell product of two operands that were just quantized.
-
 A process of its own, as `compile_for.py` is.
 """
 
 import json
 import math
 import os
-import re
 import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 
-from mx_jax.backends.pallas_gpu.casts.views import View
-from mx_jax.testing.cases import MatmulCase, QuantizeCase
+from mx_jax.backends.pallas_gpu.views import View
+from mx_jax.testing.cases import QuantizeCase
 from tests.gpu.compile_for import FORMATS, GPUS, Gpu, compile_on
 from tests.gpu.traffic import AXES, cast_by, kernel_on
 
@@ -41,26 +36,6 @@ def compile_cast(gpu: Gpu, name: str, dtype: str, way: str) -> int:
     return math.prod(view.tile(x.dtype.itemsize).shape) // 128
 
 
-def product_operations(name: str) -> list[str]:
-    """What is left of a product and its two casts once XLA has optimized them."""
-    format, gpu, shape = FORMATS[name], GPUS["sm_100a"], (512, 1024)
-    backend = kernel_on(gpu)
-    cast = cast_by(backend, format, "bfloat16", (-1,), shape)
-    rows, k = (shape[0],), (shape[1],)
-    case = MatmulCase(lhs=format, rhs=format, m=rows, n=rows, k=k, out_dtype="bfloat16")
-
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        return backend.run(case.call, *cast(x), *cast(w))
-
-    operands = (jax.ShapeDtypeStruct(shape, "bfloat16"),) * 2
-    module = compile_on(gpu, product, operands).as_text()
-    entry = module[module.index("\nENTRY") :]
-    return re.findall(r"= (?:\(.*?\)|\S+) ([a-z-]+)\(", entry)
-
-
 if __name__ == "__main__":
-    what, *names = sys.argv[1:]
-    if what == "product":
-        print(json.dumps([product_operations(name) for name in names]))
-    else:
-        print(json.dumps([compile_cast(GPUS[what], *name.split(":")) for name in names]))
+    target, *names = sys.argv[1:]
+    print(json.dumps([compile_cast(GPUS[target], *name.split(":")) for name in names]))

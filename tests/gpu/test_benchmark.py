@@ -22,7 +22,6 @@ from benchmarks.gpu_products import (
     CUDNN,
     DEQUANTIZE,
     KERNEL,
-    STAYING,
     Pair,
     Timed,
     Way,
@@ -31,11 +30,10 @@ from benchmarks.gpu_products import (
     speed_bound,
 )
 from benchmarks.timing import Spread
-from mx_jax.backends.pallas_gpu.layouts.scaled import ScaledOperand
-from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
 from mx_jax.backends.target import Target
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand
 from mx_jax.measure import timing
-from tests.backends.mosaic import needs_mosaic, needs_newer_mosaic, with_any_jax
+from tests.backends.mosaic import needs_mosaic, with_any_jax
 
 H200 = Target(platform="cuda", compute_capability=(9, 0))
 X = jnp.ones((3, 64), jnp.bfloat16)
@@ -121,22 +119,6 @@ def test_both_baselines_agree(lhs: Any):
 def run_chain(way: Way, n: int) -> Any:
     timed = timing.Way(one=way.product, x=X, copies=way.weights(n, 64, 2))
     return chain_of("any", timed, 2).run()
-
-
-@needs_newer_mosaic
-def test_many_rows_by_programs_that_stay_on_blackwell():
-    """A way of its own, since no table uses it; few rows, and other GPUs, have none."""
-    b200, pair = (
-        dataclasses.replace(H200, compute_capability=(10, 0)),
-        Pair(lhs=gpu.NVFP4, rhs=gpu.NVFP4),
-    )
-    assert STAYING not in products(pair, 512, 256, b200)
-    assert STAYING not in products(Pair(rhs=gpu.MXFP4), 512, 256, H200, 4096)
-    way = products(pair, 512, 256, b200, 4096)[STAYING]
-    weights = jax.eval_shape(way.lay_out, jax.ShapeDtypeStruct((512, 256), jnp.bfloat16))
-    x = jax.ShapeDtypeStruct((4096, 256), jnp.bfloat16)
-    jaxpr = str(jax.make_jaxpr(way.product)(x, weights))
-    assert "tcgen05_persistent" in jaxpr and "bf16[4096,512]" in jaxpr
 
 
 @pytest.mark.slow

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from mx_jax.backends.cudnn import PAIRS
-from mx_jax.backends.pallas_gpu.architecture import architecture_of, capabilities
-from mx_jax.backends.pallas_gpu.kernels import TCGEN05, WGMMA
-from mx_jax.backends.pallas_gpu.layouts.storage import storage
+from mx_jax.backends.pallas_gpu.architecture import TCGEN05, WGMMA, architecture_of, capabilities
+from mx_jax.backends.pallas_gpu.layouts import storage
 from mx_jax.formats import BLOCK_FORMATS
 from tests.gpu import tools
 from tests.gpu.sass import issued, main_loop
@@ -75,11 +74,11 @@ def compile_for(folder: Path, *arguments: str) -> list[str]:
     [
         ("mxfp4", 3.55),
         slow("nvfp4", 3.75),
-        slow("mxfp8_e4m3", 3.95),
-        slow("mxfp8_e5m2", 6.5),
-        slow("mxfp6_e2m3", 4.2),
-        slow("mxfp6_e3m2", 4.45),
-        slow("mxint8", 4.5),
+        slow("mxfp8_e4m3", 4.15),
+        slow("mxfp8_e5m2", 6.65),
+        slow("mxfp6_e2m3", 4.4),
+        slow("mxfp6_e3m2", 4.65),
+        slow("mxint8", 4.6),
     ],
 )
 def test_hopper(name: str, limit: float, tmp_path: Path):
@@ -91,9 +90,25 @@ def test_hopper(name: str, limit: float, tmp_path: Path):
         assert "erialized" not in report, "wgmma waits for each instruction"
     for path in tmp_path.glob("*.ptx"):
         assert re.search(r"wgmma\.mma_async\S*k16\.f32\.bf16\.bf16", path.read_text()), path
+        assert registers_asked(path.read_text()) <= registers_given(path), path
         assert "HGMMA.64x" in disassembly(path, "sm_90a"), path
     first = tmp_path / f"mx_jax_wgmma_{name}_0.ptx"
     assert sum(issued(disassembly(first, "sm_90a"), table[0][1])) <= limit
+
+
+def registers_asked(ptx: str) -> int:
+    """What a thread of each warpgroup asks for, all together: one copies, the others multiply."""
+    (threads,) = re.findall(r"\.maxntid (\d+)", ptx)
+    (copying,) = set(re.findall(r"setmaxnreg\.dec\S* (\d+);", ptx))
+    (multiplying,) = set(re.findall(r"setmaxnreg\.inc\S* (\d+);", ptx))
+    return int(copying) + (int(threads) // 128 - 1) * int(multiplying)
+
+
+def registers_given(ptx: Path) -> int:
+    """What ptxas starts threads with, one of each warpgroup: more would be waited for for ever."""
+    (threads,) = re.findall(r"\.maxntid (\d+)", ptx.read_text())
+    (registers,) = re.findall(r"Used (\d+) registers", ptx.with_suffix(".ptxas").read_text())
+    return int(threads) // 128 * int(registers)
 
 
 @pytest.mark.parametrize(
@@ -130,14 +145,6 @@ def test_ampere_and_what_decodes_like_it(target: str, name: str, limit: float, t
     first = tmp_path / f"mx_jax_mma_{name}_0.ptx"
     loop = main_loop(disassembly(first, target), "HMMA")
     assert len(loop) / (64 * table[0][1].k / 128) <= limit
-
-
-@pytest.mark.parametrize("target", ["sm_80", slow("sm_89"), slow("sm_100a"), slow("sm_120a")])
-def test_programs_that_share_steps_unevenly(target: str, tmp_path: Path):
-    """A number of steps that only the device knows makes no loop longer."""
-    assert len(compile_for(tmp_path, target, "mxfp4", "uneven")) == 2
-    first = tmp_path / "mx_jax_mma_mxfp4_0.ptx"
-    assert len(main_loop(disassembly(first, target), "HMMA")) / (64 * 256 / 128) <= 3.9
 
 
 # Writing two bytes for each code takes longer than so many instructions.
@@ -182,38 +189,6 @@ def test_blackwell(target: str, lhs: str, rhs: str, kind: str, tmp_path: Path):
         assert f"tcgen05.mma.cta_group::1.kind::{kind}" in path.read_text(), path
         expected = "UTCQMMA" if lhs.startswith("mxfp8") else "UTCOMMA"
         assert expected in disassembly(path, target), path
-
-
-@pytest.mark.parametrize(
-    ("target", "name", "limits"),
-    [
-        ("sm_100a", "mxfp8_e4m3", (90, 90)),
-        ("sm_100a", "nvfp4", (150, 90)),
-        slow("sm_100a", "mxfp4", (120, 90)),
-        slow("sm_103a", "mxfp8_e5m2", (90, 90)),
-        slow("sm_110a", "nvfp4", (150, 90)),
-    ],
-)
-def test_blackwell_programs_that_stay(
-    target: str, name: str, limits: tuple[int, int], tmp_path: Path
-):
-    """Two programs of a tile share its products, and tensor memory holds sums of two tiles."""
-    reports = compile_for(tmp_path, target, name, "persistent")
-    assert len(reports) == len(TCGEN05.persistent)
-    eight = name.startswith("mxfp8")
-    multiply, copied = ("UTCQMMA", 4) if eight else ("UTCOMMA", 4)
-    for path in tmp_path.glob("*.ptx"):
-        text, code = path.read_text(), disassembly(path, target)
-        ctas = TCGEN05.persistent[int(path.stem.rsplit("_", 1)[1])][2]
-        assert re.search(rf"tcgen05\.mma\.cta_group::{ctas}\.\S*block_scale", text), path
-        assert f"tcgen05.cp.cta_group::{ctas}" in text, "scales on the way to tensor memory"
-        assert ("multicast::cluster.cta_group::2" in text) == (ctas == 2), "scales for both"
-        multiplying, copying = main_loop(code, multiply), main_loop(code, "UTMALDG", multiply)
-        assert sum("UTMALDG" in instruction for instruction in copying) == copied
-        # A step of 256 by 256 takes the tensor cores some 500 cycles.
-        assert len(multiplying) <= limits[0] and len(copying) <= limits[1]
-        # Storing is another warpgroup's loop: sums are read where nothing multiplies.
-        assert not any(multiply in instruction for instruction in main_loop(code, "LDTM"))
 
 
 def test_cudnn_gets_every_product_that_its_backend_takes(tmp_path: Path):

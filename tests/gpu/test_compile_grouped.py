@@ -10,9 +10,16 @@ from pathlib import Path
 import jax
 import pytest
 
-from mx_jax.backends.pallas_gpu.kernels import TCGEN05, WGMMA
+from mx_jax.backends.pallas_gpu.architecture import TCGEN05, WGMMA
 from tests.gpu import sass, test_compile
-from tests.gpu.test_compile import MAX_REGISTERS, bits_of, disassembly, slow
+from tests.gpu.test_compile import (
+    MAX_REGISTERS,
+    bits_of,
+    disassembly,
+    registers_asked,
+    registers_given,
+    slow,
+)
 from tests.gpu.test_compile_quantize import run
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu" / "grouped.json"
@@ -36,7 +43,7 @@ def compiled(folder: Path, *what: str, target: str = "sm_90a") -> list[Path]:
 # Most instructions that are issued for a code, copies too, of few rows: as without groups. The
 # entries for many rows keep less in flight between their steps.
 @pytest.mark.parametrize(
-    ("name", "limit"), [("mxfp4", 3.55), slow("nvfp4", 3.75), slow("mxfp8_e4m3", 3.95)]
+    ("name", "limit"), [("mxfp4", 3.55), slow("nvfp4", 3.75), slow("mxfp8_e4m3", 4.15)]
 )
 def test_groups(name: str, limit: float, tmp_path: Path):
     table = WGMMA.tuning_of(bits_of(name)).tiles
@@ -46,6 +53,7 @@ def test_groups(name: str, limit: float, tmp_path: Path):
         text = disassembly(path, "sm_90a")
         # Copies of activations, codes and scales; one of eight rows of the result, two of one.
         assert "UTMALDG" in text and text.count("UTMASTG") >= 3, path
+        assert registers_asked(path.read_text()) <= registers_given(path), path
         assert sum(sass.issued(text, tiles)) <= limit + 0.35 * (tiles.m > 16), path
 
 
@@ -62,13 +70,13 @@ def test_sums(tmp_path: Path):
 def test_groups_on_blackwell(name: str, tmp_path: Path):
     """The dense kernel's products and copies; rows are stored eight at a time and one by one."""
     found = compiled(tmp_path, name, "scaled", target="sm_100a")
-    assert len(found) == len(TCGEN05.persistent)
-    for path, (_, _, ctas) in zip(found, TCGEN05.persistent, strict=True):
-        assert re.search(rf"tcgen05\.mma\.cta_group::{ctas}\.\S*block_scale", path.read_text())
+    eight = name.startswith("mxfp8")
+    assert len(found) == len(TCGEN05.tuning_of(8 if eight else 4).tiles)
+    for path in found:
+        assert re.search(r"tcgen05\.mma\.cta_group::1\.\S*block_scale", path.read_text())
         text = disassembly(path, "sm_100a")
         assert text.count("UTMASTG") >= 3, path
-        multiply = "UTCQMMA" if name.startswith("mxfp8") else "UTCOMMA"
-        assert len(sass.main_loop(text, multiply)) <= 150
+        assert len(sass.main_loop(text, "UTCQMMA" if eight else "UTCOMMA")) <= 150
 
 
 def _products(loop: list[str]) -> int:
@@ -77,7 +85,7 @@ def _products(loop: list[str]) -> int:
 
 def test_recorded_bytes():
     """Few-bit experts: a quarter of what bfloat16's move, and less in a training step too."""
-    cases = [line for line in json.loads(RECORDED.read_text())["cases"] if "MiB" in line]
+    cases = json.loads(RECORDED.read_text())["cases"]
     moved = {(line["what"], line["tokens"], line["by"]): line["MiB"] for line in cases}
     for (what, tokens, by), found in moved.items():
         if what == "experts that are stored" and by in ("mxfp4", "nvfp4"):
@@ -96,7 +104,6 @@ def test_traffic(tmp_path: Path):
     lines = run("compile_grouped.py", tmp_path, "sm_90a", "traffic").splitlines()
     recorded = json.loads(RECORDED.read_text())
     same = recorded["jax"] == jax.__version__
-    bytes_moved = [line for line in recorded["cases"] if "MiB" in line]
-    for line, before in zip(map(json.loads, lines), bytes_moved, strict=True):
+    for line, before in zip(map(json.loads, lines), recorded["cases"], strict=True):
         assert {**line, "MiB": 0, "kernels": 0} == {**before, "MiB": 0, "kernels": 0}
         assert line["MiB"] == before["MiB"] if same else line["MiB"] <= 1.05 * before["MiB"]

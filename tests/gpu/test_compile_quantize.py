@@ -107,16 +107,6 @@ def test_casts(target: str, limits: dict[str, float], tmp_path: Path):
         assert registers <= allowed, cast
 
 
-def test_blackwells_scales_need_no_transposition(tmp_path: Path):
-    names = ("mxfp8_e4m3", "nvfp4")
-    fp8, fp4 = json.loads(run("compile_quantize.py", tmp_path, "product", *names))
-    for operations in (fp8, fp4):
-        assert operations.count("custom-call") == 3
-        assert not {"transpose", "copy", "pad"} & set(operations), operations
-    # Sums of several splits, or their conversion; XLA packs four-bit codes, two to a byte.
-    assert fp8.count("fusion") <= 1
-
-
 @pytest.mark.slow
 def test_traffic(tmp_path: Path):
     """Why there is a kernel: XLA reads the tensor twice; and why not for dequantizing."""

@@ -18,15 +18,14 @@ from benchmarks.gpu_steps import Step, compare_steps
 from benchmarks.timing import Spread
 from mx_jax.backends import evidence
 from mx_jax.backends.calls import QuantizeCall
-from mx_jax.backends.evidence import Row
-from mx_jax.backends.evidence.sources import source_of
+from mx_jax.backends.evidence import Row, source_of
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.architecture import SM90
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3
 from mx_jax.measure.cases import Case as Cast
-from mx_jax.measure.subject import PLAIN
+from mx_jax.measure.subjects import PLAIN
 from tests.backends.altered import altered
 from tests.backends.mosaic import needs_mosaic
 

@@ -12,20 +12,21 @@ import pytest
 
 import mx_jax
 from mx_jax.backends import evidence
+from mx_jax.backends.target import Backend, Target
 from mx_jax.backends.calls import RaggedCall
-from mx_jax.backends.evidence import Row
-from mx_jax.backends.evidence.sources import source_of
-from mx_jax.backends.pallas_gpu import PALLAS_GPU
+from mx_jax.backends.evidence import Row, source_of
+from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
+from mx_jax.backends.pallas_gpu.architecture import SM90
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import select
-from mx_jax.backends.target import Backend, Target, use_target
-from mx_jax.measure import simulation, worker
+from mx_jax.backends.target import use_target
+from mx_jax.measure import worker
 from mx_jax.measure.cases import Case, Wanted, cases, copy_bits
 from mx_jax.measure.timing import copies_beyond_cache
 from mx_jax.measure.worker import QUICK, Effort
 from mx_jax.ops import ragged_dot as ops
 from tests.backends.altered import altered
-from tests.backends.mosaic import needs_newer_mosaic
+from tests.backends.mosaic import interpreter, needs_newer_mosaic
 
 PLANTED = dataclasses.replace(REFERENCE, name="planted", source=lambda: (Path(__file__),))
 EVERY = dataclasses.replace(QUICK, checks=None)
@@ -129,16 +130,15 @@ def test_they_are_measured_on_hopper_alone():
 
 @pytest.mark.slow
 @needs_newer_mosaic
-def test_on_a_simulated_gpu():
+def test_interpreted():
     """The interpreted kernel is right and timed; with another group's rows it is caught."""
-    own = simulation.backend()
+    own = backend_for(SM90, interpret=interpreter())
     case = sums(backend="pallas_gpu", shape=(8, 64, 64), groups=2)
-    assert case in cases([own], simulation.TARGET, simulation.WANTED)
 
     def shifted(lhs: Any, rhs: Any, sizes: jax.Array, call: RaggedCall) -> jax.Array:
         return own.offers[RaggedCall].run(lhs, rhs, jnp.roll(sizes, 1), call)
 
-    with use_target(simulation.TARGET):
+    with use_target(H200):
         answer = found(case, own, QUICK)
         wrong = found(case, altered(own, RaggedCall, shifted), QUICK)
     assert 0 < answer["error"] <= 1 and answer["over_plain"] > 0 and answer["kernel"] == "wgmma"

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from mx_jax.backends import evidence
+from mx_jax.backends.target import Backend, Config
 from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.reference import REFERENCE
-from mx_jax.backends.target import Backend, Config
-from mx_jax.measure import tune, worker
+from mx_jax.measure import worker
 from mx_jax.measure.cases import Case
 from mx_jax.measure.worker import QUICK, Effort
 from tests.backends.altered import altered
@@ -81,7 +81,7 @@ def test_the_fastest_of_the_right_ones():
 
 
 def test_what_is_not_clearly_faster_changes_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tune, "_over", lambda *_: 1.01)
+    monkeypatch.setattr(worker, "_over", lambda *_: 1.01)
     *_, last = said(planted((("slow", 1),)))
     assert "config" not in last and len(last["tried"]) == 1
 
@@ -105,10 +105,10 @@ def test_what_fails_later_leaves_what_was_found(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    monkeypatch.setattr(worker, "fastest", fail)
+    monkeypatch.setattr(worker, "_tried", fail)
     monkeypatch.setattr(worker, "THOROUGH", QUICK)
     monkeypatch.setattr(worker, "_backend", lambda case: planted(FAST))
     lines: list[str] = []
-    assert worker.answer(json.dumps(PRODUCT.as_json()), False, lines.append) == 1
+    assert worker.answer(json.dumps(PRODUCT.as_json()), lines.append) == 1
     assert json.loads(lines[-1])["over_plain"] > 0
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in capsys.readouterr().err

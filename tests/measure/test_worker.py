@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 from mx_jax.backends import evidence
+from mx_jax.backends.target import Backend, Target
 from mx_jax.backends.calls import (
     DequantizeCall,
     MatmulCall,
@@ -22,8 +22,7 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.reference import REFERENCE
-from mx_jax.backends.target import Backend, Target
-from mx_jax.measure import casts, products, ragged, worker
+from mx_jax.measure import worker
 from mx_jax.measure.cases import (
     FORMATS,
     ROWS,
@@ -35,7 +34,7 @@ from mx_jax.measure.cases import (
     copy_bits,
     rank,
 )
-from mx_jax.measure.process import run_process
+from mx_jax.measure.subjects import uneven
 from mx_jax.measure.timing import Way, copies_beyond_cache, ratios
 from mx_jax.measure.worker import QUICK, Effort
 from tests.backends.altered import altered
@@ -141,7 +140,7 @@ def test_a_right_product_in_groups_is_timed():
     answer = found(RAGGED, PLANTED, every)
     assert 0 < answer["error"] <= 1 and answer["over_plain"] > 0
     assert set(answer["microseconds"]) == {"kernel", "plain path", "bfloat16"}
-    sizes = np.asarray(ragged.uneven(RAGGED))
+    sizes = np.asarray(uneven(RAGGED))
     assert sizes.sum() == 23 and len(set(sizes)) > 1
 
 
@@ -206,33 +205,26 @@ def test_what_fails_says_so(monkeypatch: pytest.MonkeyPatch):
     def refuse(case: Case, backend: Backend, copies: int) -> None:
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS\nmore")
 
-    monkeypatch.setitem(worker.SUBJECTS, "product", refuse)
+    monkeypatch.setattr(worker, "subject", refuse)
     case = dataclasses.replace(PRODUCT, backend="reference")
-    assert worker.answer(json.dumps(case.as_json()), False, said.append) == 0
+    assert worker.answer(json.dumps(case.as_json()), said.append) == 0
     answer = json.loads(said[-1])
     assert answer["failed"] == "RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS\nmore"
     assert "in refuse" in answer["traceback"]
     unknown = dataclasses.replace(PRODUCT, backend="none")
-    worker.answer(json.dumps(unknown.as_json()), False, said.append)
+    worker.answer(json.dumps(unknown.as_json()), said.append)
     assert "gpu: knows no backend of this name" in json.loads(said[-1])["failed"]
     gpu = dataclasses.replace(PRODUCT, backend="pallas_gpu")
     monkeypatch.undo()
-    worker.answer(json.dumps(gpu.as_json()), False, said.append)
+    worker.answer(json.dumps(gpu.as_json()), said.append)
     assert (
         "pallas_gpu does not take this on Target(platform='cpu'" in json.loads(said[-1])["failed"]
     )
 
 
-def test_what_is_said_is_written_at_once():
-    """What the process does next may end it: here as a crash does, with nothing flushed."""
-    program = "import os; from mx_jax.measure.worker import _say; _say('{}'); os._exit(9)"
-    ended = run_process([sys.executable, "-E", "-c", program], 60)
-    assert (ended.stdout, ended.why) == ("{}\n", "the process ended by exit status 9"), ended
-
-
 def test_the_machine():
     said: list[str] = []
-    worker.answer('"machine"', False, said.append)
+    worker.answer('"machine"', said.append)
     assert json.loads(said[0]) == {
         "platform": "cpu",
         "compute_capability": None,
@@ -296,8 +288,3 @@ def test_a_chain_computes_each_and_lowers_one():
 def test_ratios_are_taken_within_a_round():
     samples = {"kernel": [1.0, 10.0, 1.0], "plain": [2.0, 20.0, 4.0]}
     assert ratios(samples, "kernel") == {"plain": 2.0}
-
-
-def test_subjects_are_by_kind():
-    assert products.subject is not casts.subject
-    assert {case.kind for case in all_cases(REFERENCE)} == set(worker.SUBJECTS)

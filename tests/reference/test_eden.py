@@ -12,7 +12,7 @@ import pytest
 import mx_jax
 from mx_jax.backends.calls import QuantizeCall
 from mx_jax.backends.cpu_ffi import quantize as cpu_quantize
-from mx_jax.backends.pallas_gpu.casts import quantize as pallas_quantize
+from mx_jax.backends.pallas_gpu import quantize as pallas_quantize
 from mx_jax.backends.target import Target
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.codecs.rounding import NEAREST, STOCHASTIC, Rounding

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mx_jax.axes import Side
+from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.backends.calls import (
     Call,
     MatmulCall,
@@ -19,17 +20,12 @@ from mx_jax.backends.calls import (
     RaggedCall,
     rejects_symbolic,
 )
+from mx_jax.backends.pallas_gpu import grouped, products, quantize, rejections, tuning
 from mx_jax.backends.pallas_gpu.architecture import (
     Architecture,
     architecture_of,
     rejects_devices,
 )
-from mx_jax.backends.pallas_gpu.casts import quantize
-from mx_jax.backends.pallas_gpu.grouped import multiply as grouped
-from mx_jax.backends.pallas_gpu.grouped import rejections as grouped_rejections
-from mx_jax.backends.pallas_gpu.products import matmul, packing, rejections
-from mx_jax.backends.pallas_gpu.tuning import measured
-from mx_jax.backends.target import Backend, Offer, Target
 
 
 def _offer(
@@ -55,7 +51,7 @@ def _source() -> list[Path]:
 
 
 def _kernel(call: Call, target: Target, architecture: Architecture | None = None) -> str:
-    """Which of the rows in `kernels` multiplies; the kernel that casts has no row."""
+    """Which of the machine's kernels multiplies; the kernel that casts has no row."""
     if not isinstance(call, MatmulCall | RaggedCall):
         return "quantize"
     row = architecture or architecture_of(target.compute_capability)
@@ -80,24 +76,24 @@ def backend_for(architecture: Architecture | None = None, interpret: Any = None)
             _offer(
                 MatmulCall,
                 rejections.rejects,
-                how(matmul.scaled_matmul),
-                lays_out=on(matmul.lays_out),
+                how(products.scaled_matmul),
+                lays_out=on(products.lays_out),
             ),
             _offer(
                 RaggedCall,
-                grouped_rejections.rejects,
+                rejections.rejects_groups,
                 how(grouped.multiply_groups),
                 lays_out=grouped.lays_out,
             ),
             _offer(QuantizeCall, quantize.rejects, how(quantize.quantize)),
             _offer(QuantizeBothCall, quantize.rejects, how(quantize.quantize_both)),
             # Plain JAX, for products below a shard_map too.
-            _offer(PackCall, packing.rejects, on(packing.pack_weights), partitioned=True),
+            _offer(PackCall, rejections.rejects_packing, products.pack_weights, partitioned=True),
         ),
         source=_source,
         kernel=functools.partial(_kernel, architecture=architecture),
-        configs=functools.partial(measured.configs, architecture=architecture),
-        configured=measured.configured,
+        configs=functools.partial(tuning.configs, architecture=architecture),
+        configured=tuning.configured,
     )
 
 

@@ -1,17 +1,208 @@
-"""GPUs: one row for those that have their kernels, and the memory for them, in common."""
+"""GPUs and the kernels that multiply on their tensor cores: a row each.
+
+No entry of the kernels' tables has been measured on hardware: they follow from the sizes of shared
+memory and of the register file, and from the number of processors to fill. `python -m mx_jax gpu`
+measures others on a GPU, and keeps the best in its rows.
+"""
 
 import dataclasses
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
-from mx_jax.backends.pallas_gpu.kernels import MMA, TCGEN05, WGMMA, Kernel
-from mx_jax.backends.pallas_gpu.layouts.weights import PackedWeights
-from mx_jax.backends.pallas_gpu.tuning.tiles import Tiles
+from mx_jax.backends.pallas_gpu.layouts import meet
+from mx_jax.backends.pallas_gpu.tiles import Tiles, Tuning
 from mx_jax.backends.target import Target, current_target
 from mx_jax.formats import BlockFormat
 
 Capability = tuple[int, int]
 _KIB = 1024
+_ANY = math.inf
+
+# Kernels ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Kernel:
+    """One way to multiply.
+
+    Attributes:
+      name: the instruction that multiplies; its device code is `<name>.py`.
+      decodes: whether weights are decoded to bfloat16 on their way, and meet bfloat16. Otherwise
+        both operands are taken as they are.
+      takes: whether it multiplies operands of two formats, None for high precision, of those that
+        the backend does not reject.
+      load: gives its function, whose file says what it takes. Mosaic GPU is imported then, which
+        older versions of JAX lack.
+      load_groups: gives the one for rows in groups; None: it has none.
+      load_group_sums: likewise for sums over the rows of each group.
+      possible: whether it can be compiled with tiles for codes of so many bits, as they lie in
+        memory, shared memory aside.
+      shared_memory: bytes of it that the stages and a tile of the result take, barriers left out.
+      resident: programs that one processor holds at a time, by their registers.
+      min_rows: of a tile, for few rows of the left operand.
+      widths: rows of the right operand that are worth measuring.
+      tuning: (bits of a code, as they lie in memory; tiles and crossover).
+      clips: whether tiles may reach beyond the operands.
+    """
+
+    name: str
+    decodes: bool
+    takes: Callable[[BlockFormat | None, BlockFormat | None], bool]
+    load: Callable[[], Callable[..., jax.Array]]
+    possible: Callable[[int, Tiles], bool]
+    shared_memory: Callable[[int, Tiles], int]
+    resident: int
+    min_rows: int
+    widths: tuple[int, ...]
+    tuning: tuple[tuple[int, Tuning], ...]
+    load_groups: Callable[[], Callable[..., jax.Array]] | None = None
+    load_group_sums: Callable[[], Callable[..., jax.Array]] | None = None
+    clips: bool = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def tuning_of(self, code_bits: int) -> Tuning:
+        """Its own tiles and crossover."""
+        return dict(self.tuning)[code_bits]
+
+
+def _function(module: str, name: str) -> Callable[[], Any]:
+    """A function of device code, imported when it is asked for."""
+    return lambda: getattr(importlib.import_module(f"{__package__}.{module}"), name)
+
+
+def _stages(tiles: Tiles, lhs_bits: int, rhs_bits: int) -> int:
+    """Bytes of the steps in flight. At worst, 16 codes share a scale of two bytes."""
+    step = tiles.k * (tiles.m * lhs_bits + tiles.n * (rhs_bits + 1)) // 8
+    return tiles.stages * step
+
+
+# Ampere's, which also compiles for Ada and every Blackwell.
+
+
+def _possible_mma(code_bits: int, tiles: Tiles) -> bool:
+    # A row of accumulators for every 8 activations; cp.async copies at least four tiles of 8 by 64.
+    rows = tiles.m % 8 == 0 and tiles.m <= 128
+    return rows and tiles.n == 64 and tiles.m * tiles.k % (4 * 8 * 64) == 0
+
+
+_FEW_ON_AMPERE = Tuning(
+    tiles=(
+        (8, Tiles(m=8, n=64, k=256, splits=16)),
+        (16, Tiles(m=16, n=64, splits=16)),
+        (32, Tiles(m=32, n=64, stages=3, splits=8)),
+        (_ANY, Tiles(m=64, n=64, stages=3, splits=4)),
+    ),
+    crossover=256,
+)
+MMA = Kernel(
+    name="mma",
+    decodes=True,
+    takes=lambda lhs, rhs: True,
+    load=_function("mma", "multiply"),
+    possible=_possible_mma,
+    shared_memory=lambda code_bits, tiles: _stages(tiles, 16, code_bits),
+    resident=2,
+    min_rows=8,
+    widths=(64,),
+    tuning=tuple((bits, _FEW_ON_AMPERE) for bits in (4, 6, 8)),
+)
+
+
+# Hopper's. Any number of rows of activations that 8 divides, 64 rows of weights for each
+# warpgroup: four of them where few rows multiply, two for many.
+
+# Mosaic keeps the phases of a pipeline's barriers in the bits of one word.
+_MAX_STAGES = 32
+
+
+def _possible_wgmma(code_bits: int, tiles: Tiles) -> bool:
+    """At most four warpgroups, and registers for them."""
+    warpgroups, rest = divmod(tiles.n, 64)
+    rows = tiles.m % 8 == 0 and tiles.m <= 128 and warpgroups * tiles.m <= 256
+    return rows and not rest and warpgroups <= 4 and tiles.stages <= _MAX_STAGES
+
+
+def _tuning_wgmma(k: int, few: tuple[int, int, int], many: int) -> Tuning:
+    """Stages for up to 8, 16 and 32 rows, in steps of k, and for 64: what memory has room for.
+
+    An H200 has about 36 KB on their way to each processor (4.8 TB/s in 1 us). At 32 rows, long
+    steps take more registers than there are.
+    """
+    rows = zip((8, 16, 32), (k, k, 128), few, strict=True)
+    tiles = (
+        *((m, Tiles(m=m, n=256, k=k, stages=stages, splits=16)) for m, k, stages in rows),
+        (64, Tiles(m=64, stages=many, splits=8)),
+        (_ANY, Tiles(m=128, stages=3, splits=4)),
+    )
+    return Tuning(tiles=tiles, crossover=1024)
+
+
+WGMMA = Kernel(
+    name="wgmma",
+    decodes=True,
+    takes=lambda lhs, rhs: True,
+    load=_function("wgmma", "multiply"),
+    load_groups=_function("wgmma", "grouped_products"),
+    load_group_sums=_function("wgmma", "group_sums"),
+    possible=_possible_wgmma,
+    shared_memory=lambda bits, tiles: _stages(tiles, 16, bits) + tiles.n * tiles.m * 4,
+    resident=1,
+    min_rows=8,
+    widths=(128, 256),
+    tuning=(
+        (4, _tuning_wgmma(256, (4, 4, 6), 7)),
+        (6, _tuning_wgmma(128, (7, 6, 5), 6)),
+        (8, _tuning_wgmma(128, (5, 5, 4), 5)),
+    ),
+    clips=True,
+)
+
+
+# Blackwell's: 128 by 128 or 256, with steps of 128 bytes.
+
+
+def _tuning_tcgen05(few: Tiles, many: Tiles) -> Tuning:
+    return Tuning(tiles=((256, few), (_ANY, many)))
+
+
+TCGEN05 = Kernel(
+    name="tcgen05",
+    decodes=False,
+    takes=meet,
+    load=_function("tcgen05", "multiply"),
+    load_groups=_function("tcgen05", "grouped_products"),
+    possible=lambda bits, tiles: (
+        tiles.m == 128 and tiles.n in (128, 256) and tiles.k * bits % 1024 == 0
+    ),
+    shared_memory=lambda bits, tiles: _stages(tiles, bits + 1, bits) + 2 * tiles.m * 128,
+    resident=1,
+    min_rows=128,
+    widths=(128, 256),
+    tuning=(
+        (
+            4,
+            _tuning_tcgen05(
+                Tiles(m=128, k=256, stages=4, splits=8),
+                Tiles(m=128, n=256, k=256, stages=3, splits=2),
+            ),
+        ),
+        (
+            8,
+            _tuning_tcgen05(
+                Tiles(m=128, k=256, stages=2, splits=8),
+                Tiles(m=128, n=256, k=128, stages=3, splits=2),
+            ),
+        ),
+    ),
+)
+
+# GPUs -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -46,7 +237,7 @@ class Architecture:
     kernels: tuple[Kernel, ...]
 
     def __post_init__(self):
-        if not self.kernels or self.decoding.layout is not PackedWeights:
+        if not self.kernels or not self.decoding.decodes:
             raise ValueError(
                 "Architecture: needs kernels of which the last decodes weights, got "
                 f"kernels={self.kernels}"

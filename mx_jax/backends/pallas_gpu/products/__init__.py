@@ -1,1 +1,0 @@
-"""Products: which kernel takes one, how operands reach it; kernels are named after instructions."""

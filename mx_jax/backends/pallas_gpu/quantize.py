@@ -1,0 +1,257 @@
+"""Casts by the GPU's quantizing kernel: which calls it takes, and how a tensor reaches it."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from mx_jax.backends.target import Target
+from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
+from mx_jax.backends.pallas_gpu.architecture import (
+    Architecture,
+    current_architecture,
+    rejects_machine,
+)
+from mx_jax.backends.pallas_gpu.views import View, padded
+from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs import float32, tiny
+from mx_jax.codecs.rounding import NEAREST
+from mx_jax.mxarray import MXArray
+from mx_jax.reference import quantize as reference
+from mx_jax.reference.scale_rules import AMAX, AMAX_SUBNORMAL
+
+_DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
+# A warp holds whole blocks, in both directions.
+BLOCKS = (16, 32)
+# The kernel counts elements in 32 bits.
+_MAX_ELEMENTS = 2**31 - 1
+# Rules of scales in an element format, by what they compute: whether subnormal scales are used.
+_ELEMENT_RULES = {AMAX.scales: False, AMAX_SUBNORMAL.scales: True}
+
+
+def rejects(
+    call: QuantizeCall | QuantizeBothCall,
+    target: Target,
+    jax_version: tuple[int, ...] = jax.__version_info__,
+) -> str | None:
+    """Why the kernel does not take a call on a machine, or None."""
+    reason = rejects_machine(target, jax_version)
+    if reason is not None:
+        return reason
+    if isinstance(call, QuantizeCall):
+        return _rejects(call)
+    return _rejects(call.first) or _rejects(call.second) or _rejects_pair(call)
+
+
+def _rejects(call: QuantizeCall) -> str | None:
+    if call.scale_axes:
+        return f"takes one tensor scale, got one for each position of axes={call.scale_axes}"
+    if call.dtype not in _DTYPES:
+        return f"needs float32, bfloat16 or float16, got dtype={call.dtype}"
+    if call.rounding != NEAREST:
+        return f"rounds to nearest even, got rounding={call.rounding.name!r}"
+    sizes = [size for _, size in call.blocks]
+    if len(sizes) != 1 or sizes[0] not in BLOCKS:
+        return f"takes blocks of 16 or 32 along one axis, got blocks={call.blocks}"
+    rule, element, kind = call.scale_rule, call.format.element, call.format.scale.kind
+    if rule.correction is not None:
+        return f"stores scales as the rule gives them, got {rule.name!r}, which corrects them"
+    if not call.format.is_known:
+        return f"knows the library's own formats, got other facts of {call.format.name}"
+    threshold = rule.kernel_threshold(element)
+    if kind != ("element" if threshold is None else "exponent") or (
+        threshold is None and rule.scales not in _ELEMENT_RULES
+    ):
+        return f"computes no scales by the rule {rule.name!r} for {call.format.name}"
+    if element.kind == "float" and not element.has_negative_zero:
+        return f"needs elements with a negative zero, got element={element.name}"
+    if threshold is None and element.nan_code is not None:
+        return f"needs elements without NaN under float scales, got element={element.name}"
+    if math.prod(call.shape) > _MAX_ELEMENTS:
+        return f"needs at most {_MAX_ELEMENTS} elements, got shape={call.shape}"
+    return None
+
+
+def _rejects_pair(call: QuantizeBothCall) -> str | None:
+    ((first, size),), ((second, other_size),) = call.first.blocks, call.second.blocks
+    if {first, second} != {-1, -2}:
+        return f"casts both ways along the last two axes, got axes {(first, second)}"
+    if size != other_size:
+        return f"casts both ways in blocks of one size, got {size} and {other_size}"
+    return None
+
+
+def quantize(
+    x: jax.Array,
+    random_bits: jax.Array | None,
+    tensor_scale: jax.Array | None,
+    call: QuantizeCall,
+    *,
+    architecture: Architecture | None = None,
+    interpret: Any = None,
+) -> MXArray:
+    """x quantized along one axis.
+
+    Args:
+      x: the tensor.
+      random_bits: None: `rejects` takes no rounding that draws.
+      tensor_scale: float32 `[1, ..., 1]`, or None to compute one where the format has it.
+      call: its description, which `rejects` takes.
+      architecture: the GPU; None: that of the machine it is for.
+      interpret: parameters of Mosaic's interpreter.
+    """
+    (out,) = _cast(x, (call,), tensor_scale, architecture, interpret)
+    return out
+
+
+def quantize_both(
+    x: jax.Array,
+    random_bits: tuple[jax.Array | None, jax.Array | None],
+    tensor_scale: jax.Array | None,
+    call: QuantizeBothCall,
+    *,
+    architecture: Architecture | None = None,
+    interpret: Any = None,
+) -> tuple[MXArray, MXArray]:
+    """x quantized along its last two axes, read once; see `quantize`."""
+    first, second = _cast(x, (call.first, call.second), tensor_scale, architecture, interpret)
+    return first, second
+
+
+def _cast(
+    x: jax.Array,
+    calls: tuple[QuantizeCall, ...],
+    tensor_scale: jax.Array | None,
+    architecture: Architecture | None,
+    interpret: Any,
+) -> list[MXArray]:
+    x = lax.stop_gradient(x)
+    architecture = architecture or current_architecture()
+    if len({call.format.tensor_scale for call in calls}) > 1:
+        # One may lift x, and the other must not.
+        return [_cast(x, (c,), tensor_scale, architecture, interpret)[0] for c in calls]
+    factors = [_tensor_scale(x, call, tensor_scale) for call in calls]
+    given = [factor.reshape(()) for factor in factors if factor is not None]
+    arrays = _batchable(calls, architecture, interpret)(x, *given)
+    return [
+        MXArray(
+            codes=codes,
+            scales=scales,
+            tensor_scale=factor,
+            format=call.format,
+            blocks=call.blocks,
+            dtype=call.dtype,
+        )
+        for call, factor, codes, scales in zip(
+            calls, factors, arrays[::2], arrays[1::2], strict=True
+        )
+    ]
+
+
+def _tensor_scale(
+    x: jax.Array, call: QuantizeCall, tensor_scale: jax.Array | None
+) -> jax.Array | None:
+    """The scale that is given, or computed from x by XLA; None where the format has none."""
+    if not call.format.tensor_scale or tensor_scale is not None:
+        return tensor_scale
+    pieces, inside = block_shapes.split(x, call.blocks)
+    magnitudes = float32.to_bits(pieces) & float32.ABS
+    amax = jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)
+    return reference.tensor_scale_of(amax, call.scale_rule.largest_value(call.format), x.ndim)
+
+
+def _batchable(
+    calls: tuple[QuantizeCall, ...], architecture: Architecture, interpret: Any
+) -> Callable:
+    """The kernel on x and tensor scales, batched by one more leading axis of x."""
+
+    def plain(x: jax.Array, *tensor_scales: jax.Array) -> tuple[jax.Array, ...]:
+        if not tensor_scales:
+            return _run(x, calls, (), architecture, interpret)
+
+        def run(x: jax.Array, tensor_scale: jax.Array) -> tuple[jax.Array, ...]:
+            # Where there are two, both are of the same tensor.
+            same = (tensor_scale,) * len(tensor_scales)
+            return _run(x, calls, same, architecture, interpret)
+
+        return tiny.divided(x, tensor_scales[0], run)
+
+    function: Any = custom_vmap(plain)
+
+    def batch(size: int, in_batched: Sequence[bool], x: jax.Array, *tensor_scales: jax.Array):
+        if any(in_batched[1:]):
+            # A scale for each: the kernel has one for all that it quantizes.
+            xs = x if in_batched[0] else jnp.broadcast_to(x, (size, *x.shape))
+            scales = [
+                s if batched else jnp.broadcast_to(s, (size,))
+                for s, batched in zip(tensor_scales, in_batched[1:], strict=True)
+            ]
+            out = lax.map(lambda each: function(*each), (xs, *scales))
+        else:
+            wider = tuple(dataclasses.replace(call, shape=(size, *call.shape)) for call in calls)
+            out = _batchable(wider, architecture, interpret)(x, *tensor_scales)
+        return out, (True,) * len(out)
+
+    function.def_vmap(batch)
+    return function
+
+
+def _run(
+    x: jax.Array,
+    calls: tuple[QuantizeCall, ...],
+    tensor_scales: Sequence[jax.Array],
+    architecture: Architecture,
+    interpret: Any,
+) -> tuple[jax.Array, ...]:
+    """Codes and scales of each call: a view of x, in whole tiles, through the kernel."""
+    if x.size == 0:
+        whole = [(x.shape, block_shapes.scales_shape(x.shape, call.blocks)) for call in calls]
+        return tuple(jnp.zeros(shape, jnp.uint8) for shapes in whole for shape in shapes)
+    # Mosaic GPU is missing from older versions of JAX, which `rejects` keeps away from here.
+    from mx_jax.backends.pallas_gpu import quantize_kernel
+
+    # The kernel's order: columns before rows.
+    ordered = sorted(calls, key=lambda call: call.blocks)
+    view = View.of(x.shape, tuple(call.blocks[0] for call in ordered))
+    tile = view.tile(x.dtype.itemsize)
+    encoders = tuple(_encoder(call, architecture, interpret is not None) for call in ordered)
+    factors = iter(tensor_scales)
+    given = {c: next(factors) if c.format.tensor_scale else jnp.float32(1) for c in calls}
+    outs = quantize_kernel.quantize(
+        padded(view.into(x), tile.padded(view.shape)),
+        jnp.stack([given[call] for call in ordered]) if tensor_scales else None,
+        tile=tile,
+        encoders=encoders,
+        interpret=interpret,
+    )
+    found = {
+        call: (
+            view.codes(outs[2 * i]),
+            view.scales(outs[2 * i + 1], i, block_shapes.scales_shape(x.shape, call.blocks)),
+        )
+        for i, call in enumerate(ordered)
+    }
+    return tuple(array for call in calls for array in found[call])
+
+
+def _encoder(call: QuantizeCall, architecture: Architecture, interpreted: bool) -> Any:
+    from mx_jax.backends.pallas_gpu.encode import Encoder
+
+    rule, of = call.scale_rule, call.format.scale.element
+    smallest = 0.0
+    if of is not None:
+        subnormal = _ELEMENT_RULES[rule.scales]
+        smallest = of.smallest_subnormal if subnormal else of.smallest_normal
+    return Encoder(
+        format=call.format,
+        threshold=rule.kernel_threshold(call.format.element),
+        smallest_scale=smallest,
+        converts=architecture.converts_float8,
+        packed=architecture.compares_pairs,
+        interpreted=interpreted,
+    )

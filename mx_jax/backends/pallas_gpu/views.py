@@ -1,0 +1,199 @@
+"""How the quantizing kernel sees a tensor, and what one program takes of it at a time."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Shape = tuple[int, ...]
+
+LANES = 32
+WARPS = 4
+# What a thread loads at a time, and what a warp reads of a row, where rows are longer.
+_VECTOR_BYTES = 16
+_LINE_BYTES = 128
+# Values that a thread holds of a tile of rows.
+_PER_THREAD = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """What one program quantizes of a view, and how its warps, their lanes and registers share it.
+
+    Each size below divides the one before, axis by axis; the view has as many axes.
+
+    Attributes:
+      axes: along each of these a block lies, whole.
+      shape: the tile.
+      all_warps: what four warps hold in their first registers.
+      warp: what a warp holds of that.
+      lanes: what its lanes hold in one vector each.
+      vector: what one lane loads at a time.
+    """
+
+    axes: tuple[int, ...]
+    shape: Shape
+    all_warps: Shape
+    warp: Shape
+    lanes: Shape
+    vector: Shape
+
+    def in_words(self) -> "Tile":
+        """The same tile where two elements are one word."""
+        names = ("shape", "all_warps", "warp", "lanes", "vector")
+        sizes = {name: getattr(self, name) for name in names}
+        halved = {name: (*size[:-1], size[-1] // 2) for name, size in sizes.items()}
+        return dataclasses.replace(self, **halved)
+
+    def padded(self, shape: Shape) -> Shape:
+        """The smallest view of whole tiles."""
+        return tuple(n + -n % tile for n, tile in zip(shape, self.shape, strict=True))
+
+    def counts(self, shape: Shape) -> Shape:
+        """Tiles along each axis of a view."""
+        return tuple(n // tile for n, tile in zip(shape, self.shape, strict=True))
+
+
+def _along_rows(num_blocks: int, block: int, itemsize: int) -> Tile:
+    """Of a view `[blocks, block]`: whole blocks one after another in memory."""
+    vector = _VECTOR_BYTES // itemsize
+    rows = LANES * vector // block
+    repeats = _PER_THREAD // vector
+    while num_blocks % (WARPS * rows * repeats) and repeats > 1:
+        repeats //= 2
+    return Tile(
+        axes=(1,),
+        shape=(WARPS * rows * repeats, block),
+        all_warps=(WARPS * rows, block),
+        warp=(rows, block),
+        lanes=(rows, block),
+        vector=(1, vector),
+    )
+
+
+def _along_columns(shape: Shape, block: int, itemsize: int) -> Tile:
+    """Of a view `[blocks, block, inner]`: lines of 128 bytes under each other."""
+    vector = _VECTOR_BYTES // itemsize
+    line = _LINE_BYTES // itemsize
+    down, across = _share((shape[0], shape[2]), (1, line))
+    all_warps = (down, block, across * line)
+    return Tile(
+        axes=(1,),
+        shape=all_warps,
+        all_warps=all_warps,
+        warp=(1, block, line),
+        lanes=(1, LANES * vector // line, line),
+        vector=(1, 1, vector),
+    )
+
+
+def _along_both(shape: Shape, block: int, itemsize: int) -> Tile:
+    """Of a view `[blocks, block, blocks', block]`: as `_along_columns`.
+
+    The first axis is that of columns, along the second; the other is that of rows.
+    """
+    vector = _VECTOR_BYTES // itemsize
+    line = _LINE_BYTES // itemsize
+    down, across = _share((shape[0], shape[2]), (1, line // block))
+    all_warps = (down, block, across * (line // block), block)
+    return Tile(
+        axes=(1, 3),
+        shape=all_warps,
+        all_warps=all_warps,
+        warp=(1, block, line // block, block),
+        lanes=(1, LANES * vector // line, line // block, block),
+        vector=(1, 1, 1, vector),
+    )
+
+
+def _share(lengths: tuple[int, int], sizes: tuple[int, int]) -> tuple[int, int]:
+    """How many warps lie down and across: the way that pads least, and the widest of those."""
+
+    def area(way: tuple[int, int]) -> int:
+        tiles = (size * warps for size, warps in zip(sizes, way, strict=True))
+        return math.prod(n + -n % tile for n, tile in zip(lengths, tiles, strict=True))
+
+    return min(((1, WARPS), (2, WARPS // 2), (WARPS, 1)), key=area)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class View:
+    """How the kernel sees a tensor: `[outer * length / block, block, ...]`.
+
+    Attributes:
+      original: the tensor's shape.
+      split: the same as `[outer, length]`, `[outer, length, inner]` for blocks along another axis
+        than the last, or `[outer, length, last]` for blocks along both.
+      block: elements of a block.
+      both: whether blocks lie along the last axis too.
+    """
+
+    original: tuple[int, ...]
+    split: tuple[int, ...]
+    block: int
+    both: bool = False
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], blocks: Sequence[tuple[int, Any]]) -> "View":
+        """The view for blocks along these axes, ascending."""
+        axis, block = blocks[0]
+        axis %= len(shape)
+        outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+        both = len(blocks) > 1
+        split = (outer, shape[axis], inner) if both or inner > 1 else (outer, shape[axis])
+        return cls(original=shape, split=split, block=block, both=both)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """`split` in whole blocks."""
+        blocked = (1, 2) if self.both else (1,)
+        return tuple(n + -n % self.block if i in blocked else n for i, n in enumerate(self.split))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What the kernel sees, before it is padded to whole tiles."""
+        outer, length, *inner = self.whole
+        if self.both:
+            inner = [inner[0] // self.block, self.block]
+        return (outer * (length // self.block), self.block, *inner)
+
+    def tile(self, itemsize: int) -> Tile:
+        """What one program quantizes of it."""
+        if self.both:
+            return _along_both(self.shape, self.block, itemsize)
+        if len(self.shape) == 2:
+            return _along_rows(self.shape[0], self.block, itemsize)
+        return _along_columns(self.shape, self.block, itemsize)
+
+    def into(self, x: jax.Array) -> jax.Array:
+        """The tensor as the view; a copy only where its last blocks are partial."""
+        return padded(x.reshape(self.split), self.whole).reshape(self.shape)
+
+    def codes(self, codes: jax.Array) -> jax.Array:
+        """The kernel's codes in the tensor's shape."""
+        codes = cut(codes, self.shape).reshape(self.whole)
+        return cut(codes, self.split).reshape(self.original)
+
+    def scales(self, scales: jax.Array, index: int, shape: tuple[int, ...]) -> jax.Array:
+        """The kernel's scales along the first or second of the blocked axes, in their own shape."""
+        axis = 1 + index
+        inside = 2 * axis - 1
+        kept = self.shape[:inside] + self.shape[inside + 1 :]
+        whole, split = list(self.whole), list(self.split)
+        whole[axis] = split[axis] = whole[axis] // self.block
+        return cut(cut(scales, kept).reshape(whole), tuple(split)).reshape(shape)
+
+
+def padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """x with zeros behind, up to a shape."""
+    if x.shape == shape:
+        return x
+    return jnp.pad(x, [(0, wide - n) for n, wide in zip(x.shape, shape, strict=True)])
+
+
+def cut(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """x without what padding added."""
+    return x if x.shape == shape else x[tuple(slice(n) for n in shape)]

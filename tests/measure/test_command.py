@@ -1,0 +1,245 @@
+"""`python -m mx_jax gpu`: cases in processes of their own, of which each costs one row at most."""
+
+import argparse
+import dataclasses
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from mx_jax.backends import evidence
+from mx_jax.backends.target import Target
+from mx_jax.backends.evidence import Row, read, write
+from mx_jax.backends.reference import REFERENCE
+from mx_jax.cli import main
+from mx_jax.measure import command
+from mx_jax.measure.cases import Case, Wanted
+from mx_jax.measure.command import Bench, Machine, run_process
+
+PLANTED = dataclasses.replace(REFERENCE, name="planted", source=lambda: (Path(__file__),))
+MACHINE = Machine(
+    target=Target(platform="cuda", compute_capability=(9, 0), device_kind="planted"),
+    driver="580.95.05",
+    versions=(("jaxlib", "0.12.0"),),
+)
+CASES = [
+    Case(backend="planted", kind="product", formats=(None, "mxfp4"), shape=(m, 64, 64))
+    for m in (1, 16, 64)
+]
+RIGHT = {"error": 0.5, "kernel": "k", "over_plain": 2.0, "over_bfloat16": 3.0}
+SAY_RIGHT = f"print({json.dumps(json.dumps(RIGHT))}, flush=True)"
+
+
+def bench(program: str, limit: float = 30.0, **changes: Any) -> Bench:
+    """What measures by a program: `case` is the shape that it is asked for."""
+    program = f"import json, os, sys, time\ncase = json.loads(sys.argv[1])['shape']\n{program}"
+    words = [sys.executable, "-I", "-S", "-c", program]
+    facts: dict[str, Any] = {"machine": MACHINE, "backends": [PLANTED], "words": words}
+    return Bench(**facts | {"limit": limit} | changes)
+
+
+def run(out: Path, program: str, again: bool = False, seconds: float = 60.0, **facts: Any) -> int:
+    deadline = time.monotonic() + seconds
+    return command.measure(bench(program, **facts), CASES, out, deadline, again)
+
+
+def test_a_hang_a_crash_and_a_refusal_cost_one_row_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(evidence.VARIABLE, "shipped")
+    hangs = "if case[0] == 1: time.sleep(60)\n"
+    crashes = "if case[0] == 16: os.abort()\n"
+    started, out = time.monotonic(), tmp_path / "rows.json"
+    assert run(out, hangs + crashes + SAY_RIGHT, limit=3.0) == 0
+    assert time.monotonic() - started < 20
+    hung, crashed, right = rows = read(out)
+    assert hung.failed == "no answer after 3 s: it hangs?"
+    assert crashed.failed == "the process ended by signal SIGABRT"
+    assert [row.switches_on for row in rows] == [False, False, True]
+    assert (right.error, right.over_plain, right.kernel) == (0.5, 2.0, "k")
+    assert right.work == CASES[2].work and right.driver == MACHINE.driver
+    verdicts = [command.verdict(row, rows) for row in rows]
+    assert verdicts == [f"off: failed: {hung.failed}", f"off: failed: {crashed.failed}", "on"]
+    text = capsys.readouterr().out
+    assert "planted: bf16 x mxfp4, 16 x 64 x 64: failed: the process ended by signal SIG" in text
+    assert "Switched on by default:\n" in text
+    kind = "planted: bf16 x mxfp4, up to 2^20 elements, 33 to 64 rows"
+    assert f"  {kind}: 2 times the plain path's speed" in text
+    assert f"Now {evidence.VARIABLE}=shipped decides instead." in text
+
+
+@pytest.mark.parametrize(
+    ("program", "failed"),
+    [
+        # The GPU's own clock comes last, and may take the process with it.
+        (f"{SAY_RIGHT}\nos.abort()", ""),
+        ("print('hello')", "the process gave no answer"),
+        ("sys.exit(3)", "the process ended by exit status 3"),
+        # Of several lines the last whole one counts.
+        (f"print('noise')\n{SAY_RIGHT}\nprint('I0000 cuda: warning')\nprint('{{\"err')", ""),
+    ],
+)
+def test_what_was_said_before_the_end_counts(program: str, failed: str):
+    row = bench(program).row(CASES[0], 60)
+    assert row.failed == failed and row.switches_on == (not failed)
+
+
+def test_run_again_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "rows.json"
+    assert run(out, SAY_RIGHT, seconds=-1) == 1
+    said = "3 cases were not begun for lack of time; run it again, and it goes on."
+    assert said in capsys.readouterr().out and not out.exists()
+    assert run(out, SAY_RIGHT) == 0
+    rows = read(out)
+    assert [row.shape for row in rows] == [case.shape for case in CASES]
+    # Nothing is left to do, and what is there stays.
+    assert run(out, "sys.exit(1)") == 0
+    assert "3 cases were measured before; --again measures them anew." in capsys.readouterr().out
+    assert read(out) == rows
+    # Of another driver, nothing is known; rows of the first one stay.
+    other = dataclasses.replace(MACHINE, driver=None)
+    assert run(out, SAY_RIGHT, machine=other) == 0 and len(read(out)) == 6
+    write(out, rows)
+    assert run(out, "sys.exit(1)", again=True) == 1
+    assert "Nothing is switched on." in capsys.readouterr().out
+    assert {row.failed for row in read(out)} == {"the process ended by exit status 1"}
+
+
+def test_damaged_files_go_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "rows.json"
+    out.write_text("{")
+    assert run(out, SAY_RIGHT) == 0
+    assert "put aside as" in capsys.readouterr().out
+    assert (tmp_path / "rows.damaged.json").read_text() == "{" and len(read(out)) == 3
+
+
+def test_nowhere_to_write(tmp_path: Path):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ValueError, match="gpu: cannot write rows, got out="):
+        run(file / "rows.json", SAY_RIGHT)
+
+
+def test_every_size_of_a_kind_must_be_faster():
+    row: Row = bench("").row_of(CASES[0], RIGHT)
+    slow = dataclasses.replace(row, shape=(1, 32, 64), over_plain=0.9)
+    wrong = dataclasses.replace(row, shape=(1, 32, 32), error=3.0)
+    assert command.verdict(row, [row, slow]) == "off: right and faster, but not at another size"
+    assert command.verdict(slow, [row, slow]) == "off: right, not faster"
+    assert command.verdict(wrong, [wrong]) == "off: wrong numbers"
+    assert command.summary([row, slow]) == []
+    (line,) = command.summary([row])
+    assert (
+        line == "planted: bf16 x mxfp4, up to 2^20 elements, 1 row: 2 times the plain path's speed"
+    )
+    assert command.table([row, slow, wrong]).row_count == 3
+
+
+# Processes ----------------------------------------------------------------------------------------
+
+
+def test_what_a_process_started_ends_with_it(tmp_path: Path):
+    mark = tmp_path / "mark"
+    child = f"import time; time.sleep(1.5); open({str(mark)!r}, 'w')"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    _, why, _ = run_process([sys.executable, "-c", program], 0.7)
+    assert why == "no answer after 0.7 s: it hangs?"
+    time.sleep(1.5)
+    assert not mark.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=str)
+@pytest.mark.slow
+def test_a_case_ends_with_the_command(tmp_path: Path, how: signal.Signals):
+    """Though it sleeps with the interpreter's lock held, as a compiler that hangs may."""
+    alive = tmp_path / "alive"
+    os.mkfifo(alive)
+    start = "import ctypes, os; from mx_jax.measure import command"
+    case = (
+        f"{start}; command._end_with_parent(); end = os.open({str(alive)!r}, os.O_WRONLY); "
+        "os.write(end, b'.'); ctypes.PyDLL(None).sleep(60)"
+    )
+    # Who starts tests in a shell's background starts them deaf to Ctrl-C.
+    hears = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    words = f"{start}; {hears}; command.run_process([{sys.executable!r}, '-c', {case!r}], 60)"
+    with (
+        subprocess.Popen([sys.executable, "-c", words], stderr=subprocess.DEVNULL) as parent,
+        alive.open("rb") as end,
+    ):
+        assert end.read(1) == b"."
+        parent.send_signal(how)
+        assert select.select([end], [], [], 20)[0] and end.read() == b""
+
+
+# As it is typed -----------------------------------------------------------------------------------
+
+
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str]):
+    assert main(["gpu"]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith(
+        "mx_jax: gpu: needs an NVIDIA GPU that a kernel runs on, got platform=cpu, device_kind=None"
+    )
+    assert "pallas_gpu: runs on platform=cuda, got platform=cpu" in text
+    assert 'pip install -U "jax[cuda13]"' in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sizes", "8192"], "needs NxK, as 8192x8192, got '8192'"),
+        (["--sizes", "0x4"], "needs NxK"),
+        (["--experts", "8x4"], "needs GxNxK, as 8x14336x4096, got '8x4'"),
+        (["--rows", "-1"], "needs a number of rows, got '-1'"),
+        (["--formats", "mxfp5"], "mxfp5"),
+    ],
+)
+def test_wrong_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["gpu", *words])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sizes_of_one_kind_leave_out_the_other():
+    def chosen(*words: str) -> Wanted:
+        parser = argparse.ArgumentParser()
+        command.add_to(parser.add_subparsers())
+        return command.wanted_by(parser.parse_args(["gpu", *words]))
+
+    assert chosen() == Wanted()
+    assert chosen("--sizes", "64x32") == Wanted(sizes=[(64, 32)], experts=())
+    assert chosen("--experts", "4x64x32") == Wanted(sizes=(), experts=[(4, 64, 32)])
+    rows = chosen("--rows", "7", "--formats", "mxfp4")
+    assert rows == Wanted(formats=["mxfp4"], rows=[7], ragged_rows=[7])
+
+
+def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["gpu", "--help"])
+    text = capsys.readouterr().out
+    for option in ("--minutes", "--formats", "--sizes", "--limit", "--again", "--out"):
+        assert option in text
+    assert "--one" not in text and "MX_JAX_EVIDENCE=off" in " ".join(text.split())
+    assert "Check every kernel on this machine's GPU" in " ".join(text.split())
+
+
+def test_the_command_measures_with_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """From its words to rows: the process of a case is the command's own."""
+    monkeypatch.setattr(command, "known_backends", lambda: [PLANTED])
+    monkeypatch.setattr(command, "only_if_named", lambda: {"planted"})
+    monkeypatch.setattr(command, "_machine", lambda words: MACHINE)
+    words = "--formats mxfp4 --sizes 64x64 --rows 1 --tune 0 --out"
+    assert main(["gpu", *words.split(), str(tmp_path / "rows.json")]) == 1
+    rows = read(tmp_path / "rows.json")
+    assert rows and {row.jax for row in rows} == {jax.__version__}
+    assert all("knows no backend of this name" in row.failed for row in rows)
