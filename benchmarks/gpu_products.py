@@ -11,10 +11,10 @@ from jax import lax
 
 import mx_jax
 from mx_jax.backends import cudnn
-from mx_jax.backends.target import Target
 from mx_jax.backends.pallas_gpu import products as kernels
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand
+from mx_jax.backends.target import Target
 from mx_jax.formats import BlockFormat
 from mx_jax.measure.timing import copies_beyond_cache
 from mx_jax.mxarray import MXArray

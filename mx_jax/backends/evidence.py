@@ -22,7 +22,6 @@ import jax
 import numpy as np
 import platformdirs
 
-from mx_jax.backends.target import Backend, Config, Target
 from mx_jax.backends.calls import (
     Call,
     MatmulCall,
@@ -31,6 +30,7 @@ from mx_jax.backends.calls import (
     QuantizeCall,
     RaggedCall,
 )
+from mx_jax.backends.target import Backend, Config, Target
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, ScaleFormat
 
 # What a measurement stands for: a kind of call, and the sizes that it speaks of -------------------

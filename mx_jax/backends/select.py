@@ -9,8 +9,7 @@ import jax
 
 from mx_jax.backends import target as machine
 from mx_jax.backends.calls import Call
-from mx_jax.backends.evidence import Row
-from mx_jax.backends.evidence import row_about, switches_on, why_asleep
+from mx_jax.backends.evidence import Row, row_about, switches_on, why_asleep
 from mx_jax.backends.table import BACKENDS, REFERENCE
 from mx_jax.backends.target import NOT_OFFERED, Backend, Offer, Target
 

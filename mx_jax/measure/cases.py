@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mx_jax.axes import Axes
-from mx_jax.backends.target import Backend, Target
 from mx_jax.backends.calls import (
     MatmulCall,
     OperandType,
@@ -19,6 +18,7 @@ from mx_jax.backends.calls import (
     RaggedCall,
 )
 from mx_jax.backends.evidence import Kind, Work
+from mx_jax.backends.target import Backend, Target
 from mx_jax.formats import MX_FORMATS, NVFP4, block_format
 from mx_jax.reference.ragged import layout_length
 from mx_jax.testing.cases import MatmulCase, QuantizeCase

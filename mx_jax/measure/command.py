@@ -24,9 +24,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mx_jax.backends import evidence
-from mx_jax.backends.target import Backend, Target
 from mx_jax.backends.evidence import Row
 from mx_jax.backends.select import known_backends, only_if_named
+from mx_jax.backends.target import Backend, Target
 from mx_jax.formats import block_format
 from mx_jax.measure import worker
 from mx_jax.measure.cases import Case, Wanted, all_cases, cases

@@ -12,10 +12,10 @@ import numpy as np
 from jax import lax
 
 from mx_jax.backends import evidence
-from mx_jax.backends.target import Backend
 from mx_jax.backends.calls import Call, MatmulCall, QuantizeBothCall, QuantizeCall, RaggedCall
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import Choice, current_target, find
+from mx_jax.backends.target import Backend
 from mx_jax.formats import block_format
 from mx_jax.measure.cases import Case
 from mx_jax.measure.timing import Way

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax.backends import evidence
-from mx_jax.backends.target import Backend
 from mx_jax.backends.select import current_target, known_backends
+from mx_jax.backends.target import Backend
 from mx_jax.measure.cases import Case, copy_bits
 from mx_jax.measure.subjects import (
     BFLOAT16,

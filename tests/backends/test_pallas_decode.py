@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.sums import without_tensor_scale
 from mx_jax.backends.pallas_gpu import products
 from mx_jax.backends.pallas_gpu.architecture import MMA, SM80, SM90, Architecture
 from mx_jax.backends.pallas_gpu.layouts import CHUNK, ROWS, PackedWeights
+from mx_jax.backends.sums import without_tensor_scale
 from mx_jax.formats import MXFP4, MXFP6_E3M2, MXFP8_E4M3, BlockFormat
 from tests.backends.mosaic import interpreter, mostly_slow, needs_mosaic
 from tests.backends.test_pallas_gpu import PACKED, random_weights

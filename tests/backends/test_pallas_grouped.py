@@ -13,7 +13,6 @@ import pytest
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.target import Target
 from mx_jax.backends.calls import OperandType, PackCall, RaggedCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for, grouped
 from mx_jax.backends.pallas_gpu.architecture import SM90
@@ -21,6 +20,7 @@ from mx_jax.backends.pallas_gpu.layouts import PackedWeights, factors_of
 from mx_jax.backends.pallas_gpu.products import pack_weights
 from mx_jax.backends.pallas_gpu.rejections import rejects_groups
 from mx_jax.backends.pallas_gpu.tiles import FIELDS, Tiles, num_visits, visits
+from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.ragged import scaled_ragged_dot

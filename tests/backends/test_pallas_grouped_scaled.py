@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mx_jax.backends.target import Target
 from mx_jax.backends.calls import PackCall
 from mx_jax.backends.pallas_gpu import grouped
 from mx_jax.backends.pallas_gpu.architecture import SM100
 from mx_jax.backends.pallas_gpu.products import pack_weights
 from mx_jax.backends.pallas_gpu.rejections import rejects_groups
 from mx_jax.backends.pallas_gpu.tiles import Tiles
+from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.ragged import scaled_ragged_dot

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.target import Target
 from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, quantize, views
 from mx_jax.backends.pallas_gpu.views import Tile
+from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
 from mx_jax.testing.cases import QuantizeCase
 from tests.backends.mosaic import needs_mosaic

@@ -11,7 +11,6 @@ import pytest
 import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.backends import evidence
-from mx_jax.backends.target import Config, Target
 from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.evidence import Row, Work, source_of
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
@@ -36,6 +35,7 @@ from mx_jax.backends.pallas_gpu.tiles import (
 from mx_jax.backends.pallas_gpu.tuning import candidates, choose, configs, configured, tuned
 from mx_jax.backends.select import select
 from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.target import Config, Target
 from mx_jax.measure.cases import Case
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 from tests.backends.altered import altered

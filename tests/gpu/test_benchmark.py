@@ -30,8 +30,8 @@ from benchmarks.gpu_products import (
     speed_bound,
 )
 from benchmarks.timing import Spread
-from mx_jax.backends.target import Target
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand
+from mx_jax.backends.target import Target
 from mx_jax.measure import timing
 from tests.backends.mosaic import needs_mosaic, with_any_jax
 

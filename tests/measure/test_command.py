@@ -16,9 +16,9 @@ import jax
 import pytest
 
 from mx_jax.backends import evidence
-from mx_jax.backends.target import Target
 from mx_jax.backends.evidence import Row, read, write
 from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.target import Target
 from mx_jax.cli import main
 from mx_jax.measure import command
 from mx_jax.measure.cases import Case, Wanted

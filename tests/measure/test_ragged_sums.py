@@ -12,14 +12,13 @@ import pytest
 
 import mx_jax
 from mx_jax.backends import evidence
-from mx_jax.backends.target import Backend, Target
 from mx_jax.backends.calls import RaggedCall
 from mx_jax.backends.evidence import Row, source_of
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM90
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import select
-from mx_jax.backends.target import use_target
+from mx_jax.backends.target import Backend, Target, use_target
 from mx_jax.measure import worker
 from mx_jax.measure.cases import Case, Wanted, cases, copy_bits
 from mx_jax.measure.timing import copies_beyond_cache

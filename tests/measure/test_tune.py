@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from mx_jax.backends import evidence
-from mx_jax.backends.target import Backend, Config
 from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.target import Backend, Config
 from mx_jax.measure import worker
 from mx_jax.measure.cases import Case
 from mx_jax.measure.worker import QUICK, Effort

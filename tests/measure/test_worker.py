@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from mx_jax.backends import evidence
-from mx_jax.backends.target import Backend, Target
 from mx_jax.backends.calls import (
     DequantizeCall,
     MatmulCall,
@@ -22,6 +21,7 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.target import Backend, Target
 from mx_jax.measure import worker
 from mx_jax.measure.cases import (
     FORMATS,

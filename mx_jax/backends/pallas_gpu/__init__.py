@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from mx_jax.axes import Side
-from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.backends.calls import (
     Call,
     MatmulCall,
@@ -26,6 +25,7 @@ from mx_jax.backends.pallas_gpu.architecture import (
     architecture_of,
     rejects_devices,
 )
+from mx_jax.backends.target import Backend, Offer, Target
 
 
 def _offer(

@@ -16,7 +16,6 @@ from jax import lax
 
 from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand, Operand, RaggedCall
-from mx_jax.backends.sums import as_matrices, without_tensor_scale
 from mx_jax.backends.pallas_gpu.architecture import Architecture, current_architecture
 from mx_jax.backends.pallas_gpu.layouts import (
     CHUNK,
@@ -29,6 +28,7 @@ from mx_jax.backends.pallas_gpu.layouts import (
 from mx_jax.backends.pallas_gpu.products import in_high_precision
 from mx_jax.backends.pallas_gpu.tiles import CHUNK_ROWS, FIELDS, Tiles, visits
 from mx_jax.backends.pallas_gpu.tuning import choose
+from mx_jax.backends.sums import as_matrices, without_tensor_scale
 from mx_jax.codecs import packing
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray

@@ -10,12 +10,12 @@ from jax import lax
 
 from mx_jax.axes import Side
 from mx_jax.backends.calls import MatmulCall, Operand, PackCall
-from mx_jax.backends.sums import as_matrices, without_tensor_scale
 from mx_jax.backends.pallas_gpu.architecture import Architecture, current_architecture
 from mx_jax.backends.pallas_gpu.layouts import MATRICES, PackedWeights, ScaledOperand, storage
 from mx_jax.backends.pallas_gpu.rejections import rejects_weights
 from mx_jax.backends.pallas_gpu.tiles import Tiles
 from mx_jax.backends.pallas_gpu.tuning import choose, tuned
+from mx_jax.backends.sums import as_matrices, without_tensor_scale
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from mx_jax.backends.target import Target
 from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.pallas_gpu.architecture import (
     Architecture,
@@ -18,6 +17,7 @@ from mx_jax.backends.pallas_gpu.architecture import (
     rejects_machine,
 )
 from mx_jax.backends.pallas_gpu.views import View, padded
+from mx_jax.backends.target import Target
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, tiny
 from mx_jax.codecs.rounding import NEAREST

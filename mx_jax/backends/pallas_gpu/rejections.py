@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax.axes import Side
-from mx_jax.backends.target import Target
 from mx_jax.backends.calls import MatmulCall, OperandType, PackCall, RaggedCall
-from mx_jax.backends.sums import rejects_parts_of_blocks, rejects_scale_axes
 from mx_jax.backends.pallas_gpu.architecture import (
     ARCHITECTURES,
     Kernel,
@@ -16,6 +14,8 @@ from mx_jax.backends.pallas_gpu.architecture import (
     rejects_machine,
 )
 from mx_jax.backends.pallas_gpu.layouts import MIN_BLOCK, ROWS, storage
+from mx_jax.backends.sums import rejects_parts_of_blocks, rejects_scale_axes
+from mx_jax.backends.target import Target
 from mx_jax.formats import BlockFormat, BlockSize
 
 _ACTIVATIONS = tuple(map(jnp.dtype, ("bfloat16", "float16")))

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
-from mx_jax.backends.target import Config, Target
 from mx_jax.backends.calls import Call, MatmulCall, RaggedCall
 from mx_jax.backends.pallas_gpu.architecture import Architecture, Kernel, architecture_of
 from mx_jax.backends.pallas_gpu.layouts import PAD_K, PAD_N, storage
 from mx_jax.backends.pallas_gpu.tiles import Tiles, Tuning
+from mx_jax.backends.target import Config, Target
 
 # A pipeline shorter than this has no steady state.
 _MIN_STEPS = 4
