@@ -325,8 +325,30 @@ class CastStatisticsCall:
         return self.format.name
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomBitsCall:
+    """Random bits for stochastic rounding.
+
+    Attributes:
+      shape: of the result.
+      width: how many bits each position has.
+      implementation: JAX's name for the key's, e.g. `"threefry2x32"`.
+      is_partitionable: whether `jax_threefry_partitionable` is on.
+    """
+
+    shape: tuple[int, ...]
+    width: int
+    implementation: str
+    is_partitionable: bool
+
+    @property
+    def text(self) -> str:
+        """The call in a jaxpr."""
+        return f"{self.width} of {self.implementation}"
+
+
 CastCall = QuantizeCall | QuantizeBothCall | DequantizeCall | CastStatisticsCall
-Call = MatmulCall | RaggedCall | CastCall | PackCall | AttendCall
+Call = MatmulCall | RaggedCall | CastCall | PackCall | AttendCall | RandomBitsCall
 
 
 def result_of(call: Call, *operands: Any) -> Any:
@@ -363,6 +385,8 @@ def result_of(call: Call, *operands: Any) -> Any:
             return tuple(result_of(single, x, own, tensor_scale) for single, own in pair)
         case DequantizeCall():
             return jax.ShapeDtypeStruct(operands[0].shape, call.dtype)
+        case RandomBitsCall():
+            return jax.ShapeDtypeStruct(call.shape, np.int32)
     return None
 
 

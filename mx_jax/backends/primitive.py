@@ -24,6 +24,7 @@ from mx_jax.backends.calls import (
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
+    RandomBitsCall,
     result_of,
 )
 from mx_jax.backends.records import Selection, active
@@ -45,7 +46,8 @@ from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.codecs.varying import vary_alike
 from mx_jax.packed import PackedMXArray, unpacked
 
-_CASTS = (QuantizeCall, QuantizeBothCall, CastStatisticsCall)
+# What codes and integers are the results of: no derivative reaches through them.
+_SLOPELESS = (QuantizeCall, QuantizeBothCall, CastStatisticsCall, RandomBitsCall)
 
 
 def choose(call: Call) -> Choice:
@@ -62,7 +64,9 @@ def choose_if_any(call: Call) -> Choice | None:
     """As `choose`, for calls that can be made of others: None if all that are asked reject."""
     target = current_target()
     choice = find(call, target)
-    if active.value is not None:
+    # Random bits are a part of the cast that they are drawn for.
+    recorder = None if isinstance(call, RandomBitsCall) else active.value
+    if recorder is not None:
         _record(call, target, choice)
     # What a layout gives is a type of its own, and the effects of an interpreted kernel have to be
     # seen by JAX: both are traced in place.
@@ -74,9 +78,9 @@ def choose_if_any(call: Call) -> Choice | None:
     else:
         run = Bound(Asked.here(target))
         bound = dataclasses.replace(choice, offer=dataclasses.replace(choice.offer, run=run))
-    if bound is None or active.value is None:
+    if bound is None or recorder is None:
         return bound
-    return dataclasses.replace(bound, offer=active.value.marked(bound.offer))
+    return dataclasses.replace(bound, offer=recorder.marked(bound.offer))
 
 
 def _record(call: Call, target: Target, choice: Choice | None) -> None:
@@ -292,7 +296,7 @@ def _primitive(kind: type[Call]) -> Any:
     p.def_abstract_eval(_types)
     p.def_impl(functools.partial(_eager, p))
     batching.primitive_batchers[p] = functools.partial(_batch, p)
-    ad.primitive_jvps[p] = functools.partial(_no_slope if issubclass(kind, _CASTS) else _jvp, p)
+    ad.primitive_jvps[p] = functools.partial(_no_slope if issubclass(kind, _SLOPELESS) else _jvp, p)
     for platform in PLATFORMS:
         rule = functools.partial(_lower, platform)
         # JAX lowers equal equations of a program once; not inlined, they call one function.

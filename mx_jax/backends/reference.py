@@ -15,11 +15,12 @@ from mx_jax.backends.calls import (
     PackCall,
     QuantizeCall,
     RaggedCall,
+    RandomBitsCall,
 )
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.mxarray import MXArray
 from mx_jax.packed_rows import Rows
-from mx_jax.reference import attention, matmul, quantize, ragged, statistics
+from mx_jax.reference import attention, matmul, quantize, ragged, random_bits, statistics
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
@@ -77,6 +78,11 @@ def _statistics(x: jax.Array, array: MXArray, call: CastStatisticsCall) -> stati
     return statistics.of_cast(x, array, call.axis)
 
 
+def _random_bits(data: jax.Array, call: RandomBitsCall) -> jax.Array:
+    key = jax.random.wrap_key_data(data, impl=call.implementation)
+    return random_bits.draw_bits(key, call.shape, call.width)
+
+
 def _takes_all(call: Call, target: Target) -> None:
     return None
 
@@ -96,5 +102,6 @@ REFERENCE = Backend(
         _offer(call=PackCall, run=_as_it_is),
         _offer(call=AttendCall, run=_attend, is_plain=True),
         _offer(call=CastStatisticsCall, run=_statistics, is_plain=True),
+        _offer(call=RandomBitsCall, run=_random_bits, is_plain=True),
     ),
 )

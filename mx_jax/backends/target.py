@@ -23,6 +23,7 @@ from mx_jax.backends.calls import (
     QuantizeBothCall,
     QuantizeCall,
     RaggedCall,
+    RandomBitsCall,
 )
 
 
@@ -196,6 +197,7 @@ class Offer:
         values, position, call)` to float32 like queries. CastStatisticsCall: `(x, array, call)` to
         what `reference.statistics.of_cast` gives: counts alike, sums within float32's rounding;
         subnormal values count in sums or not, as they do for the machine's arithmetic.
+        RandomBitsCall: `(data, call)` to int32, of the key's data.
       how: what computes it, in words, where the backend's name does not say it.
       lays_out: the side whose weights, which did not come packed, it brings into a layout of its
         own, at every call and in more than one kernel: then who stored them is told of
@@ -225,6 +227,7 @@ NOT_OFFERED: Mapping[type[Call], str] = {
     DequantizeCall: "dequantizes nothing: XLA fuses the reference's own code",
     PackCall: "has no layout of its own for weights",
     CastStatisticsCall: "counts nothing: XLA fuses the reference's own code",
+    RandomBitsCall: "draws nothing: XLA compiles jax.random's own code",
     AttendCall: "attends to nothing: XLA's own dot and softmax do",
 }
 

@@ -9,7 +9,12 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from mx_jax.backends.calls import DequantizeCall, QuantizeBothCall, QuantizeCall
+from mx_jax.backends.calls import (
+    DequantizeCall,
+    QuantizeBothCall,
+    QuantizeCall,
+    RandomBitsCall,
+)
 from mx_jax.backends.primitive import choose, choose_if_any
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks
@@ -252,9 +257,15 @@ quantize_operand = one_program("spec", "blocks")(cast_operand)
 
 def draw_bits(key: jax.Array, shape: tuple[int, ...], width: int) -> jax.Array:
     """Random integers of so many bits for stochastic rounding, by key and shape alone."""
-    if width > 16:
-        return (jax.random.bits(key, shape, jnp.uint32) >> (32 - width)).astype(jnp.int32)
-    return jax.random.bits(key, shape, jnp.uint16).astype(jnp.int32) >> (16 - width)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    call = RandomBitsCall(
+        shape=shape,
+        width=width,
+        implementation=str(jax.random.key_impl(key)),
+        is_partitionable=bool(jax.config.jax_threefry_partitionable),
+    )
+    return choose(call).offer.run(jax.random.key_data(key), call)
 
 
 class OperandCast(NamedTuple):

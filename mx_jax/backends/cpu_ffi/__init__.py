@@ -17,6 +17,7 @@ from mx_jax.backends.calls import (
     QuantizeBothCall,
     QuantizeCall,
     RaggedCall,
+    RandomBitsCall,
 )
 from mx_jax.backends.cpu_ffi import (
     attend,
@@ -26,6 +27,7 @@ from mx_jax.backends.cpu_ffi import (
     quantize,
     quantize_both,
     ragged,
+    random_bits,
     statistics,
     weights,
 )
@@ -77,6 +79,7 @@ CPU_FFI = Backend(
         _offer(DequantizeCall, dequantize.rejects, dequantize.dequantize),
         _offer(PackCall, weights.rejects, weights.pack),
         _offer(AttendCall, attend.rejects, attend.attend),
+        _offer(RandomBitsCall, random_bits.rejects, random_bits.random_bits),
         _offer(CastStatisticsCall, statistics.rejects, statistics.cast_statistics),
     ),
 )

@@ -1,0 +1,65 @@
+// The handler of random bits: those of `jax.random.bits` for keys of partitionable threefry.
+#include "casts/random_bits.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/checks.h"
+#include "common/dispatch.h"
+#include "common/macros.h"
+#include "common/thread_pool.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace mx {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int64_t kPart = 1 << 14;  // places of a task; 2^32 is a multiple of it
+
+const RandomBitsKernels& ChosenRandomBitsKernels() {
+#if MX_X86
+  static const RandomBitsKernels* const kKernels[kNumIsas] = {
+      &portable::kRandomBits, &avx2::kRandomBits, &avx512::kRandomBits};
+#else
+  static const RandomBitsKernels* const kKernels[kNumIsas] = {&portable::kRandomBits};
+#endif
+  return Pick(kKernels);
+}
+
+// `bits`: for each key of `[*batch, 2]` its own `[*batch, places]`.
+ffi::Error RandomBits(ffi::ThreadPool pool, ffi::Buffer<ffi::U32> keys,
+                      ffi::Result<ffi::Buffer<ffi::S32>> bits, int32_t width) {
+  const auto given = keys.dimensions(), wanted = bits->dimensions();
+  const bool fits = given.size() >= 1 && given.size() == wanted.size() && given.back() == 2 &&
+                    std::equal(given.begin(), given.end() - 1, wanted.begin());
+  if (!fits) {
+    return InvalidArgument("mx_jax random_bits: needs keys [*batch, 2] and bits [*batch, places], ",
+                           "got keys.shape=", Shape(given), ", bits.shape=", Shape(wanted));
+  }
+  if (width < 1 || width > 32) {
+    return InvalidArgument("mx_jax random_bits: needs a width of 1 to 32, got width=", width);
+  }
+  const int64_t places = wanted.back();
+  const int64_t parts = (places + kPart - 1) / kPart;
+  const int64_t num_keys = static_cast<int64_t>(keys.element_count()) / 2;
+  const uint32_t* from = keys.typed_data();
+  int32_t* to = bits->typed_data();
+  const RandomBitsKernels& kernels = ChosenRandomBitsKernels();
+  ParallelFor(pool, num_keys * parts, [&](int64_t task) {
+    const int64_t key = task / parts, first = (task - key * parts) * kPart;
+    kernels.fill(from + 2 * key, static_cast<uint64_t>(first), std::min(kPart, places - first),
+                 width, to + key * places + first);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace mx
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MxRandomBits, mx::RandomBits,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::U32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Attr<int32_t>("width"));

@@ -1,0 +1,72 @@
+"""Random bits by the compiled handler: bit for bit those of `jax.random.bits`."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mx_jax
+from mx_jax.ops.quantize import draw_bits
+from mx_jax.reference import random_bits
+from tests.needs import needs_library
+from tests.quick import quick
+
+pytestmark = needs_library
+
+P = PartitionSpec
+KEY = jax.random.key(7)
+
+
+def handlers(run: Any, *operands: Any) -> list[str]:
+    return re.findall(r"@(mx_jax_cpu_\w+)", jax.jit(run).lower(*operands).as_text())
+
+
+@pytest.mark.parametrize("width", [1, 7, 16, 17, 24, 31])
+@pytest.mark.parametrize("shape", [(1,), (3, 0), (5, 7), (2, 3, 16411)], ids=str)
+def test_the_bits_of_jax(shape: tuple[int, ...], width: int):
+    draw = lambda key: draw_bits(key, shape, width)  # noqa: E731
+    assert handlers(draw, KEY) == ["mx_jax_cpu_random_bits"]
+    found, expected = quick(draw)(KEY), random_bits.draw_bits(KEY, shape, width)
+    assert found.dtype == expected.dtype == jnp.int32
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(draw(KEY), expected)
+
+
+def test_a_key_for_each_of_a_batch():
+    keys = jax.random.split(KEY, (4, 3))
+    draw = lambda key: draw_bits(key, (33,), 16)  # noqa: E731
+    both = jax.vmap(jax.vmap(draw))
+    assert handlers(both, keys) == ["mx_jax_cpu_random_bits"]
+    expected = [[random_bits.draw_bits(key, (33,), 16) for key in row] for row in keys]
+    np.testing.assert_array_equal(quick(both)(keys), np.array(expected))
+
+
+@pytest.mark.parametrize("key", [jax.random.key(3, impl="rbg"), jax.random.PRNGKey(3)], ids=str)
+def test_other_keys(key: jax.Array):
+    """Of another implementation by JAX alone; old-style ones are of the default one."""
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    draw = lambda key: draw_bits(key, (8, 32), 16)  # noqa: E731
+    assert handlers(draw, key) == ([] if typed else ["mx_jax_cpu_random_bits"])
+    np.testing.assert_array_equal(draw(key), random_bits.draw_bits(key, (8, 32), 16))
+
+
+def test_threefry_that_does_not_partition():
+    with jax.threefry_partitionable(False):
+        draw = lambda key: draw_bits(key, (8, 32), 16)  # noqa: E731
+        assert handlers(draw, KEY) == []
+        np.testing.assert_array_equal(draw(KEY), random_bits.draw_bits(KEY, (8, 32), 16))
+
+
+def test_programs_of_several_devices():
+    """JAX's own, of which each device draws its part."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    cast = lambda x: mx_jax.cast(x, "mxfp4", rounding="stochastic", key=KEY)  # noqa: E731
+    sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
+    assert "mx_jax_cpu_random_bits" in handlers(cast, x)
+    assert handlers(cast, sharded) == []
+    np.testing.assert_array_equal(quick(cast)(sharded), quick(cast)(x))
