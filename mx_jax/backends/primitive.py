@@ -22,8 +22,7 @@ from mx_jax.backends.calls import (
     QuantizeCall,
     result_of,
 )
-from mx_jax.codecs.explicit_axes import has_explicit_axes
-from mx_jax.codecs.varying import vary_alike
+from mx_jax.codecs.explicit_axes import has_explicit_axes, vary_alike
 from mx_jax.packed import unpacked
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")

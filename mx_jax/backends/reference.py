@@ -18,7 +18,7 @@ from mx_jax.backends.calls import (
     RaggedCall,
 )
 from mx_jax.mxarray import MXArray
-from mx_jax.packed_rows import Rows
+from mx_jax.packed import Rows
 from mx_jax.reference import attention, matmul, quantize, ragged, statistics
 
 

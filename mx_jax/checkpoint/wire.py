@@ -16,7 +16,7 @@ from mx_jax.checkpoint.facts import Described, describe
 from mx_jax.checkpoint.safetensors_file import Entry
 from mx_jax.checkpoint.weights import on_device
 from mx_jax.codecs import packing
-from mx_jax.codecs.invariants import check_parts
+from mx_jax.codecs.blocks import check_parts
 from mx_jax.formats import BlockFormat, BlockSize, block_format
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked

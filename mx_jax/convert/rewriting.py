@@ -9,7 +9,7 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, DropVar, Literal, jaxpr_as_fun  # pyright: ignore
 
-from mx_jax.codecs.varying import varying
+from mx_jax.codecs.explicit_axes import varying
 from mx_jax.convert.program import Plan
 from mx_jax.convert.regions import Key, Values, folded, regions
 from mx_jax.convert.traced_products import traced_products

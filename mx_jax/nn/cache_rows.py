@@ -14,7 +14,7 @@ from mx_jax.codecs.explicit_axes import reshape_along
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.quantize import dequantize, quantize_operand
-from mx_jax.packed_rows import PackedRows, Rows
+from mx_jax.packed import PackedRows, Rows
 from mx_jax.recipes.measured import measured_operand
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from mx_jax.backends.calls import AnyOperand
-from mx_jax.codecs.invariants import check_parts
+from mx_jax.codecs.blocks import check_parts
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.checks import QUANTIZABLE
 from mx_jax.packed import PackedMXArray, Quantized

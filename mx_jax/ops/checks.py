@@ -9,8 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from mx_jax.codecs import float32
-from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.invariants import tensor_scale_shape
+from mx_jax.codecs.blocks import Blocks, tensor_scale_shape
 from mx_jax.formats import BlockFormat, BlockSize, Whole
 from mx_jax.specs import OperandSpec
 

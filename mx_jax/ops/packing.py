@@ -10,7 +10,7 @@ from mx_jax.axes import Axes
 from mx_jax.backends.calls import OperandType, PackCall
 from mx_jax.backends.select import select
 from mx_jax.backends.target import follow
-from mx_jax.codecs.invariants import check_parts
+from mx_jax.codecs.blocks import check_parts
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.checks import as_axes, as_axis
 from mx_jax.ops.recipe_names import as_recipe

@@ -13,8 +13,7 @@ from jax.core import Tracer
 from mx_jax.backends.calls import DequantizeCall, QuantizeCall
 from mx_jax.backends.select import select
 from mx_jax.backends.target import follow
-from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.invariants import check_parts, varying_axes
+from mx_jax.codecs.blocks import Blocks, check_parts, varying_axes
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockSize, Whole, check_block_size
 from mx_jax.mxarray import MXArray, straight_through

@@ -11,8 +11,7 @@ from jax.core import Tracer
 from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.select import find
 from mx_jax.backends.target import follow
-from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.invariants import varying_axes
+from mx_jax.codecs.blocks import Blocks, varying_axes
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockSize
 from mx_jax.mxarray import MXArray

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.codecs.varying import varying
+from mx_jax.codecs.explicit_axes import varying
 
 
 def sum_over(bar: jax.Array, own: frozenset[str]) -> jax.Array:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.codecs.varying import vary_alike
+from mx_jax.codecs.explicit_axes import vary_alike
 
 
 class Route(NamedTuple):

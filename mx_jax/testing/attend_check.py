@@ -10,7 +10,7 @@ from mx_jax import formats
 from mx_jax.backends.base import Backend
 from mx_jax.backends.calls import AttendCall
 from mx_jax.formats import BlockFormat
-from mx_jax.packed_rows import PackedRows, Rows
+from mx_jax.packed import PackedRows, Rows
 from mx_jax.testing.draw import draw_mxarray
 from mx_jax.testing.matmul_check import exact_values
 

@@ -39,8 +39,8 @@ EXPLAINED: dict[tuple[str, str, str], Explanation] = {
     ): same("what is nearest already stays, however often it is asked"),
     (
         "mx_jax.codecs.scale",
-        "left = lax.shift_left(top_digits, jnp.clip(shift, 0, 31)) - bottom_digits * digits",
-        "left = lax.shift_left(top_digits, jnp.clip(shift, -1, 31)) - bottom_digits * digits",
+        "twice = 2 * ((top_digits << lax.clamp(0, shift, 31)) - bottom_digits * digits)",
+        "twice = 2 * ((top_digits << lax.clamp(-1, shift, 31)) - bottom_digits * digits)",
     ): same("what becomes of shifts below 21 is left out"),
     (
         "mx_jax.reference.quantize",
@@ -49,14 +49,9 @@ EXPLAINED: dict[tuple[str, str, str], Explanation] = {
     ): same("so far from subnormals a tensor lifted and lowered gives the same scale"),
     (
         "mx_jax.codecs.scale",
-        "table = divided(jnp.arange(256, dtype=jnp.uint8), tensor_scale.reshape(1))",
-        "table = divided(jnp.arange( 257, dtype=jnp.uint8), tensor_scale.reshape(1))",
+        "table = divided(jnp.arange(256, dtype=jnp.uint8), tensor_scale.reshape(1), _corrected)",
+        "table = divided(jnp.arange( 257, dtype=jnp.uint8), tensor_scale.reshape(1), _corrected)",
     ): same("a byte never reaches the entry that is added"),
-    (
-        "mx_jax.codecs.element",
-        "significand = jnp.where(magnitude == 0, 0, mantissa | float32.HIDDEN)",
-        "significand = jnp.where(magnitude == -1, 0, mantissa | float32.HIDDEN)",
-    ): same("zero normalizes to an exponent so low that its leading bit is rounded to 0 anyway"),
     (
         "mx_jax.codecs.packing",
         "for index in range(start // given, min(count, -(-(start + wanted) // given))):",
@@ -78,12 +73,12 @@ EXPLAINED: dict[tuple[str, str, str], Explanation] = {
         "tensor_scale = None if peaks.tensor_scale is None else peaks.tensor_scale[ 1]",
     ): same("its first axis has a length of one, to which JAX clamps the index"),
     (
-        "mx_jax.codecs.reshaping",
+        "mx_jax.codecs.indexing",
         "return {new_axes[0]: sizes[old_axes[0]]}",
         "return {new_axes[0]: sizes[old_axes[ -1]]}",
     ): same("there is one old axis"),
     (
-        "mx_jax.codecs.reshaping",
+        "mx_jax.codecs.indexing",
         "yield [old_axes.pop(0)], []",
         "yield [old_axes.pop( -1)], []",
     ): same("an axis of one with blocks is cut, or all axes are WHOLE, in whichever order"),
@@ -94,24 +89,18 @@ EXPLAINED: dict[tuple[str, str, str], Explanation] = {
     ): same("the headroom is 2, and 2 * 2 = 2 ** 2"),
     (
         "mx_jax.codecs.scale",
-        "left = lax.shift_left(top_digits, jnp.clip(shift, 0, 31)) - bottom_digits * digits",
-        "left = lax.shift_left(top_digits, jnp.clip(shift, 0, 30)) - bottom_digits * digits",
+        "twice = 2 * ((top_digits << lax.clamp(0, shift, 31)) - bottom_digits * digits)",
+        "twice = 2 * ((top_digits << lax.clamp(0, shift, 30)) - bottom_digits * digits)",
     ): same("the result is used where the shift is 21 to 26"),
     (
-        "mx_jax.codecs.scale",
-        "below = jnp.where(digits == float32.HIDDEN, 4 * left, 2 * left)",
-        "below = jnp.where(digits == float32.HIDDEN, 3 * left, 2 * left)",
-    ): same("no quotient is nearer below a power of two than half its unit; rounds do the rest"),
-    (
         "mx_jax.codecs.float32",
-        "subnormal = magnitude < HIDDEN",
-        "subnormal = magnitude <= HIDDEN",
+        "pattern = select(magnitude < HIDDEN, as_float - (149 << 23), magnitude)",
+        "pattern = select(magnitude <= HIDDEN, as_float - (149 << 23), magnitude)",
     ): same("the smallest normal number is its pattern times 2^-149 too"),
     (
         "mx_jax.reference.quantize",
-        "largest = jnp.max(jnp.where(amax < float32.INF, amax, 0), initial=0).reshape((1,) * ndim)",
-        "largest = jnp.max(jnp.where(amax < float32.INF, amax, -1), initial=0)"
-        ".reshape((1,) * ndim)",
+        "largest = jnp.max(select(amax < float32.INF, amax, 0), initial=0).reshape((1,) * ndim)",
+        "largest = jnp.max(select(amax < float32.INF, amax, -1), initial=0).reshape((1,) * ndim)",
     ): same("the maximum starts at 0"),
     (
         "mx_jax.codecs.packing",
@@ -119,7 +108,7 @@ EXPLAINED: dict[tuple[str, str, str], Explanation] = {
         "field = field | (part << shift if shift >= 1 else part >> -shift)",
     ): same("a shift by 0 is the same in either direction"),
     (
-        "mx_jax.codecs.reshaping",
+        "mx_jax.codecs.indexing",
         "wanted = wanted[0]",
         "wanted = wanted[ -1]",
     ): same("there is one"),

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.backends.cpu_ffi.geometry import Axis, Geometry, Shapes, parse
 from mx_jax.backends.primitive import on_one_device
-from mx_jax.codecs.varying import vary_alike
+from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.sharding.partition import fine_mesh, stored_parts
 
 Arrays = tuple[jax.Array, ...]

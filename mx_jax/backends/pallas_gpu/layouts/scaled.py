@@ -20,8 +20,7 @@ from mx_jax.formats import (
     ElementFormat,
     ScaleFormat,
 )
-from mx_jax.formats.element import known_element
-from mx_jax.formats.scale import known_scale
+from mx_jax.formats.element import known_element, known_scale
 from mx_jax.mxarray import MXArray
 
 # Scales lie in tiles of 128 rows and 4 columns, as the tensor cores read them.
