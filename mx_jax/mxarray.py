@@ -285,16 +285,13 @@ class MXArray(ArrayOfCodes):
         check_parts(self, "MXArray.dynamic_update_slice")
         return indexing.dynamic_update_slice(self, update, start_indices)
 
-    def _parts(self) -> tuple[Any, ...]:
-        return self.codes, self.scales, self.tensor_scale, self.format, self.blocks
-
     def __repr__(self) -> str:
         # Leaves may be anything while a transformation rebuilds the tree; say what is there.
         shape = tuple(getattr(self.codes, "shape", ()))
         blocks = ", ".join(f"{axis}: {size!r}" for axis, size in self.blocks)
         text = f"MXArray({self.format.name}, shape={shape}, dtype={self.dtype}, blocks={{{blocks}}}"
         concrete = isinstance(self.codes, jax.Array) and not isinstance(self.codes, Tracer)
-        if concrete and not violation(*self._parts()):
+        if concrete and not violation(self):
             values = np.asarray(self.dequantize(jnp.float32))
             shown = np.array2string(values, threshold=20, edgeitems=2, precision=4, separator=", ")
             text += f", nbytes={self.nbytes},\n" + shown.replace("\n ", "\n")

@@ -95,35 +95,29 @@ def elements_per_block(shape: tuple[int, ...], blocks: Blocks) -> int:
     return math.prod(block_extent(size, shape[axis]) for axis, size in blocks)
 
 
-def violation(
-    codes: Any, scales: Any, tensor_scale: Any, format: BlockFormat, blocks: Blocks
-) -> str | None:
-    """The first rule that arrays break, with what they are; None if they keep all of them.
+def violation(x: Any) -> str | None:
+    """The first rule that the parts of an MXArray break, with what they are; None if they keep all.
 
-    Args:
-      codes: anything with a shape and a dtype.
-      scales: likewise.
-      tensor_scale: likewise, or None.
-      format: the block format.
-      blocks: axes from the end with block sizes.
+    Static facts alone, so it costs no computing.
     """
     for name, array, dtype in (
-        ("codes", codes, np.dtype("uint8")),
-        ("scales", scales, format.scale.storage_dtype),
+        ("codes", x.codes, np.dtype("uint8")),
+        ("scales", x.scales, x.format.scale.storage_dtype),
     ):
         found = getattr(array, "dtype", type(array).__name__)
         if found != dtype:
             return f"{name} must be {dtype.name}, got {name}.dtype={found}"
-    reason = _blocks(codes.shape, format, blocks)
+    shape = x.codes.shape
+    reason = _blocks(shape, x.format, x.blocks)
     if reason is not None:
         return reason
-    expected = scales_shape(codes.shape, blocks)
-    if _differ(scales.shape, expected):
+    expected = scales_shape(shape, x.blocks)
+    if _differ(x.scales.shape, expected):
         return (
             f"scales must have one entry a block, scales.shape={expected}, got "
-            f"scales.shape={scales.shape}, codes.shape={codes.shape}, blocks={blocks}"
+            f"scales.shape={x.scales.shape}, codes.shape={shape}, blocks={x.blocks}"
         )
-    return _tensor_scale(codes.shape, tensor_scale, format, blocks)
+    return _tensor_scale(shape, x.tensor_scale, x.format, x.blocks)
 
 
 def check_parts(x: Any, operation: str) -> None:
@@ -132,7 +126,7 @@ def check_parts(x: Any, operation: str) -> None:
     The constructor cannot ask: transformations rebuild pytrees with anything for leaves. So every
     operation asks when it is given an MXArray.
     """
-    reason = violation(x.codes, x.scales, x.tensor_scale, x.format, x.blocks)
+    reason = violation(x)
     if reason is not None:
         raise ValueError(
             f"{operation}: a malformed MXArray, format={x.format.name}: {reason}; make it with "

@@ -281,8 +281,6 @@ def past_every_mantissa(element: ElementFormat) -> int:
         always,
         past_every_mantissa,
         functions.never,
-        functions.above_power_of_two,
-        functions.rounds_up,
         functions.above_max,
     ],
 )
