@@ -61,11 +61,11 @@ def encode(
     # Unbiased exponent of the quotient above the smallest normal's; negative means subnormal.
     above = biased - (exponent + (127 + element.emin))
     fewest = 23 - element.mantissa_bits
-    shift = lax.max(fewest - above, fewest)
+    shift = jnp.maximum(fewest - above, fewest)
     # The leading bit, but for zero.
-    significand = mantissa | (lax.min(magnitude, 1) << 23)
+    significand = mantissa | (jnp.minimum(magnitude, 1) << 23)
     kept = rounding.apply(significand, shift, random_bits)
-    half = kept + (lax.clamp(0, above, 1 << 9) << element.mantissa_bits)
+    half = kept + (float32.clip(above, 0, 1 << 9) << element.mantissa_bits)
     return _with_sign(_limit(half, bits, element, saturate), bits, magnitude, element)
 
 
@@ -75,8 +75,8 @@ def _limit(half: jax.Array, bits: jax.Array, element: ElementFormat, saturate: b
         return float32.select(half > element.max_code, element.overflow_code, half)
     # Two's complement reaches one step further down than up; only INT8_FULL goes there.
     if element.negative_extra:
-        return lax.min(half, element.max_code + (bits < 0).astype(jnp.int32))
-    return lax.min(half, element.max_code)
+        return jnp.minimum(half, element.max_code + (bits < 0).astype(jnp.int32))
+    return jnp.minimum(half, element.max_code)
 
 
 def _with_sign(

@@ -29,6 +29,11 @@ def select(which: jax.Array, on_true: Any, on_false: Any) -> jax.Array:
     return lax.select(which, on_true, on_false)
 
 
+def clip(x: jax.Array, low: int, high: int) -> jax.Array:
+    """`jnp.clip` in one equation."""
+    return lax.clamp(x.dtype.type(low), x, x.dtype.type(high))
+
+
 def to_bits(x: jax.Array) -> jax.Array:
     """Int32 patterns of the float32 values equal to x; float32, bfloat16 or float16 input."""
     if x.dtype == jnp.bfloat16:

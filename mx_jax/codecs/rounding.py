@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mx_jax.codecs.float32 import clip
+
 # A significand has 24 bits; past this many dropped bits nothing but the random part can matter.
 _MAX_SHIFT = 31
 # The fewest bits that a float32 significand drops in any format.
@@ -59,18 +61,18 @@ def _built(name: str, random_bits: int, apply: Any) -> Rounding:
 def _nearest(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
     # Adding just under half, plus the bit that decides ties, makes truncation round to even.
     # Past 25 dropped bits every 24-bit significand is below half: the result is 0 there too.
-    shift = lax.min(shift, 25)
+    shift = jnp.minimum(shift, 25)
     odd = (sig >> shift) & 1
     return (sig + (lax.shift_left(jnp.int32(1), shift - 1) - 1) + odd) >> shift
 
 
 def _away(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
-    shift = lax.min(shift, 25)
+    shift = jnp.minimum(shift, 25)
     return (sig + lax.shift_left(jnp.int32(1), shift - 1)) >> shift
 
 
 def _toward_zero(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
-    return sig >> lax.min(shift, _MAX_SHIFT)
+    return sig >> jnp.minimum(shift, _MAX_SHIFT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +84,10 @@ class _Stochastic:
     def __call__(self, sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
         # Up iff floor(frac 2^n) + r >= 2^n. Every shift is at least 17 >= n, so the fraction's
         # leading n bits are what remains of the dropped part after dropping shift - n bits.
-        most = lax.min(shift, _MAX_SHIFT)
+        most = jnp.minimum(shift, _MAX_SHIFT)
         kept = sig >> most
         dropped = sig - (kept << most)
-        leading = dropped >> lax.clamp(0, shift - self.num_bits, _MAX_SHIFT)
+        leading = dropped >> clip(shift - self.num_bits, 0, _MAX_SHIFT)
         assert bits is not None, "stochastic rounding without random bits"
         return kept + ((leading + bits) >> self.num_bits)
 

@@ -21,7 +21,7 @@ from jax.custom_batching import custom_vmap
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import broadcast_like, has_explicit_axes
-from mx_jax.codecs.float32 import select
+from mx_jax.codecs.float32 import clip, select
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat, ScaleFormat
 
@@ -84,7 +84,7 @@ def nearest_quotient(near: jax.Array, numerator: jax.Array, denominator: jax.Arr
     for _ in range(3):
         exponent, digits = _parts(result)
         shift = apart - exponent
-        twice = 2 * ((top_digits << lax.clamp(0, shift, 31)) - bottom_digits * digits)
+        twice = 2 * ((top_digits << clip(shift, 0, 31)) - bottom_digits * digits)
         # Below a power of two, units are half as large.
         below = twice << (digits == float32.HIDDEN).astype(jnp.int32)
         steps = (twice > bottom_digits).astype(jnp.int32) + (twice > thrice).astype(jnp.int32)
@@ -102,7 +102,7 @@ def _parts(pattern: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def exponent_to_e8m0(exponent: jax.Array) -> jax.Array:
     """E8M0 bytes of unbiased exponents, clamped to -127..127 (byte 254 is the largest scale)."""
-    return (lax.clamp(-E8M0_BIAS, exponent, E8M0_BIAS) + E8M0_BIAS).astype(jnp.uint8)
+    return (clip(exponent, -E8M0_BIAS, E8M0_BIAS) + E8M0_BIAS).astype(jnp.uint8)
 
 
 def scale_to_float32(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
@@ -110,7 +110,7 @@ def scale_to_float32(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
     if scale.kind == "exponent":
         exponent = scales.astype(jnp.int32)
         # 2^-127 is half of the smallest normal.
-        pattern = lax.max(exponent << 23, float32.HIDDEN >> 1)
+        pattern = jnp.maximum(exponent << 23, float32.HIDDEN >> 1)
         return float32.from_bits(select(exponent == E8M0_NAN, float32.NAN, pattern))
     if scale.element is not None:
         return element_codec.decode(scales, scale.element)
@@ -250,7 +250,7 @@ def _times_power_of_two(pattern: jax.Array, exponent: jax.Array) -> jax.Array:
     biased = (magnitude >> 23) + exponent
     significand = (magnitude & float32.MANTISSA) | float32.HIDDEN
     # At most 7 significant bits, none below 2^-143: the shift into the subnormals drops zeros.
-    subnormal = significand >> lax.clamp(0, 1 - biased, 31)
+    subnormal = significand >> clip(1 - biased, 0, 31)
     moved = select(biased > 0, magnitude + (exponent << 23), subnormal)
     moved = select(biased > 254, float32.INF, moved)
     fixed = (magnitude == 0) | (magnitude >= float32.INF)

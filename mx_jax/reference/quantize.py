@@ -138,7 +138,7 @@ def tensor_scale_of(amax: jax.Array, largest_value: float, ndim: int) -> jax.Arr
     # Above 2^-64 even the smallest scale is far from subnormals.
     small = largest < (127 - 64) << 23
     scale = true_divide(lift(float32.from_bits(largest), small), largest_value)
-    bits = lax.max(lower(float32.to_bits(scale), small), 1)
+    bits = jnp.maximum(lower(float32.to_bits(scale), small), 1)
     return select(largest == 0, 1.0, float32.from_bits(bits))
 
 

@@ -20,7 +20,7 @@ from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import broadcast_like
-from mx_jax.codecs.float32 import select
+from mx_jax.codecs.float32 import clip, select
 from mx_jax.codecs.rounding import NEAREST, STOCHASTIC, Rounding
 from mx_jax.codecs.scale import (
     E8M0_BIAS,
@@ -74,7 +74,7 @@ class PowerOfTwo:
         # threshold on, what is added carries into the exponent.
         carry = (1 << 23) - min(self.threshold(element), 1 << 23)
         biased = (amax + carry >> 23) - element.emax
-        stored = lax.clamp(0, biased, 2 * E8M0_BIAS).astype(jnp.uint8)
+        stored = clip(biased, 0, 2 * E8M0_BIAS).astype(jnp.uint8)
         return select(data.amax >= float32.INF, E8M0_NAN, stored)
 
 
@@ -143,7 +143,7 @@ def _element_scale(data: BlockData, target: float, smallest: float) -> jax.Array
         small = is_tiny(data.tensor_scale)
         scale = true_divide(lift(largest, small), target)
         scale = true_divide(scale, lift(data.tensor_scale, small))
-    codes = element_codec.encode(lax.min(lax.max(scale, smallest), of.max), of)
+    codes = element_codec.encode(jnp.minimum(jnp.maximum(scale, smallest), of.max), of)
     return select(finite, codes, of.nan_code or 0)
 
 
@@ -235,7 +235,7 @@ def multiplier(data: BlockData) -> jax.Array:
     """`amax / max`, float32."""
     # Kept far from subnormals, which some platforms flush; a block of zeros has scale 1.
     scale = true_divide(float32.from_bits(data.amax), data.format.element.max)
-    scale = select(data.amax == 0, 1.0, lax.max(scale, 2.0**-100))
+    scale = select(data.amax == 0, 1.0, jnp.maximum(scale, 2.0**-100))
     return select(data.amax < float32.INF, scale, jnp.nan)
 
 

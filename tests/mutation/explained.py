@@ -39,8 +39,8 @@ EXPLAINED: dict[tuple[str, str, str], Explanation] = {
     ): same("what is nearest already stays, however often it is asked"),
     (
         "mx_jax.codecs.scale",
-        "twice = 2 * ((top_digits << lax.clamp(0, shift, 31)) - bottom_digits * digits)",
-        "twice = 2 * ((top_digits << lax.clamp(-1, shift, 31)) - bottom_digits * digits)",
+        "twice = 2 * ((top_digits << clip(shift, 0, 31)) - bottom_digits * digits)",
+        "twice = 2 * ((top_digits << clip(shift, -1, 31)) - bottom_digits * digits)",
     ): same("what becomes of shifts below 21 is left out"),
     (
         "mx_jax.reference.quantize",
@@ -89,8 +89,8 @@ EXPLAINED: dict[tuple[str, str, str], Explanation] = {
     ): same("the headroom is 2, and 2 * 2 = 2 ** 2"),
     (
         "mx_jax.codecs.scale",
-        "twice = 2 * ((top_digits << lax.clamp(0, shift, 31)) - bottom_digits * digits)",
-        "twice = 2 * ((top_digits << lax.clamp(0, shift, 30)) - bottom_digits * digits)",
+        "twice = 2 * ((top_digits << clip(shift, 0, 31)) - bottom_digits * digits)",
+        "twice = 2 * ((top_digits << clip(shift, 0, 30)) - bottom_digits * digits)",
     ): same("the result is used where the shift is 21 to 26"),
     (
         "mx_jax.codecs.float32",
