@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,13 +15,99 @@ from jax import lax
 from jax.core import Tracer
 
 from mx_jax.codecs import blocks as block_shapes
-from mx_jax.codecs import float32, indexing, packing, reshaping, updating
+from mx_jax.codecs import float32, indexing, packing
 from mx_jax.codecs import scale as scale_codec
-from mx_jax.codecs.as_numpy import AsNumpy
-from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.comparing import ComparedByValue
-from mx_jax.codecs.invariants import check_parts, violation
+from mx_jax.codecs.blocks import Blocks, check_parts, violation
 from mx_jax.formats import BlockFormat
+
+
+class ArrayOfCodes:
+    """What arrays of codes have in common: they behave as their values do.
+
+    `==` and `!=` are elementwise, of the values; and like arrays, they have no hash. Whoever wants
+    one answer about codes and scales compares these, or asks
+    `mx_jax.testing.compare.assert_bitwise_equal`. NumPy gets values.
+    """
+
+    __hash__: Any = None
+    shape: Any
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the arrays take as they are."""
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(self))
+
+    def dequantize(self, dtype: Any = None) -> jax.Array:
+        """The values."""
+        raise NotImplementedError
+
+    def transpose(self, *axes: Any) -> Any:
+        """Permute axes."""
+        raise NotImplementedError
+
+    @property
+    def T(self) -> Any:
+        """All axes reversed."""
+        return self.transpose()
+
+    @property
+    def mT(self) -> Any:
+        """The last two axes exchanged."""
+        return self.transpose(*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
+
+    def __eq__(self, other: Any) -> Any:
+        return self.dequantize() == _values(other) if _has_values(self) else NotImplemented
+
+    def __ne__(self, other: Any) -> Any:
+        return self.dequantize() != _values(other) if _has_values(self) else NotImplemented
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        _warn_of_a_writer(type(self).__name__)
+        return np.asarray(self.dequantize(), dtype=dtype)
+
+
+def _values(other: Any) -> Any:
+    return other.dequantize() if isinstance(other, ArrayOfCodes) else other
+
+
+def _has_values(x: ArrayOfCodes) -> bool:
+    """Not where leaves are shapes or shardings: these are compared by identity."""
+    return all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(x))
+
+
+# Modules that ask for an array to write it; packages stand for all that is in them.
+_WRITERS = ("numpy.lib.npyio", "numpy.lib._npyio_impl", "safetensors", "h5py")
+
+
+def _warn_of_a_writer(name: str) -> None:
+    """Warn, once for a line of the user's, if what asks for the values writes files."""
+    frame: Any = sys._getframe(2)
+    level = 3
+    if not _writes(frame):
+        return
+    while frame.f_back is not None and _writes(frame):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(
+        f"{name}: its values are written, several times as large as its codes, and are no "
+        f"{name} when they are read; mx_jax.checkpoint.save keeps the codes, to_wire gives plain "
+        "arrays of them for other writers; for the values on purpose write x.dequantize()",
+        stacklevel=level,
+    )
+
+
+def _writes(frame: Any) -> bool:
+    module = frame.f_globals.get("__name__", "")
+    return any(module == writer or module.startswith(f"{writer}.") for writer in _WRITERS)
 
 
 @functools.partial(
@@ -29,7 +117,7 @@ from mx_jax.formats import BlockFormat
     drop_fields=("primal",),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class MXArray(ComparedByValue, AsNumpy):
+class MXArray(ArrayOfCodes):
     """A tensor stored as element codes and shared block scales.
 
     `value[i] = decode(codes[i]) * scale(block of i)`. A pytree of its arrays; everything else is
@@ -74,21 +162,6 @@ class MXArray(ComparedByValue, AsNumpy):
     def shape(self) -> tuple[int, ...]:
         """Logical shape, which is the shape of the codes."""
         return self.codes.shape
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.codes.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.codes.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the arrays take as they are: one byte a code, plus the scales."""
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(self))
 
     @property
     def packed_nbytes(self) -> int:
@@ -190,13 +263,13 @@ class MXArray(ComparedByValue, AsNumpy):
           ValueError: another size, or blocks that would not stay whole.
         """
         check_parts(self, "MXArray.reshape")
-        return reshaping.reshape(self, shape, {"order": order, **options})
+        return indexing.reshape(self, shape, {"order": order, **options})
 
     @property
-    def at(self) -> updating.At:
+    def at(self) -> indexing.At:
         """`x.at[index].set(values)`: x with an MXArray in place of whole blocks."""
         check_parts(self, "MXArray.at")
-        return updating.At(self)
+        return indexing.At(self)
 
     def dynamic_update_slice(self, update: "MXArray", start_indices: Any) -> "MXArray":
         """`lax.dynamic_update_slice` of whole blocks: a cache takes new rows, and nothing moves.
@@ -210,20 +283,7 @@ class MXArray(ComparedByValue, AsNumpy):
           start_indices: one integer an axis, in elements.
         """
         check_parts(self, "MXArray.dynamic_update_slice")
-        return updating.dynamic_update_slice(self, update, start_indices)
-
-    @property
-    def T(self) -> "MXArray":
-        """All axes reversed."""
-        return self.transpose()
-
-    @property
-    def mT(self) -> "MXArray":
-        """The last two axes exchanged."""
-        return self.transpose(*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
-
-    def _parts(self) -> tuple[Any, ...]:
-        return self.codes, self.scales, self.tensor_scale, self.format, self.blocks
+        return indexing.dynamic_update_slice(self, update, start_indices)
 
     def __repr__(self) -> str:
         # Leaves may be anything while a transformation rebuilds the tree; say what is there.
@@ -231,7 +291,7 @@ class MXArray(ComparedByValue, AsNumpy):
         blocks = ", ".join(f"{axis}: {size!r}" for axis, size in self.blocks)
         text = f"MXArray({self.format.name}, shape={shape}, dtype={self.dtype}, blocks={{{blocks}}}"
         concrete = isinstance(self.codes, jax.Array) and not isinstance(self.codes, Tracer)
-        if concrete and not violation(*self._parts()):
+        if concrete and not violation(self):
             values = np.asarray(self.dequantize(jnp.float32))
             shown = np.array2string(values, threshold=20, edgeitems=2, precision=4, separator=", ")
             text += f", nbytes={self.nbytes},\n" + shown.replace("\n ", "\n")

@@ -1,8 +1,7 @@
-"""An MXArray in a backend's own layout."""
+"""MXArrays in other layouts: a backend's own, of weights, and rows at their width, of caches."""
 
 import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +11,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from mx_jax.axes import Axes
-from mx_jax.codecs.as_numpy import AsNumpy
+from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.comparing import ComparedByValue
 from mx_jax.codecs.explicit_axes import has_explicit_axes, partitions
 from mx_jax.formats import BlockFormat
-from mx_jax.mxarray import MXArray
+from mx_jax.mxarray import ArrayOfCodes, MXArray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +68,7 @@ class Layout:
     meta_fields=("layout", "kept", "k", "k_first", "format", "dtype"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class PackedMXArray(ComparedByValue, AsNumpy):
+class PackedMXArray(ArrayOfCodes):
     """Weights in the order in which one backend's kernels read them, made by `pack_weights`.
 
     It stands for the MXArray that it was made of, `[*batch, *kept, *k]` or `[*batch, *k, *kept]`:
@@ -117,6 +115,11 @@ class PackedMXArray(ComparedByValue, AsNumpy):
     def shape(self) -> tuple[int, ...]:
         """Shape of the MXArray."""
         return (*self.batch, *self.matrix_axes(self.k))
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
 
     @property
     def blocks(self) -> Blocks:
@@ -196,21 +199,6 @@ class PackedMXArray(ComparedByValue, AsNumpy):
         axes = tuple(range(start, start + len(self.k)))
         return contracting == axes and batch == tuple(range(num_batch))
 
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the arrays take."""
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(self))
-
     def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """The values; see `MXArray.dequantize`."""
         return self.unpack().dequantize(dtype)
@@ -238,16 +226,6 @@ class PackedMXArray(ComparedByValue, AsNumpy):
             # Kernels read panels of kept rows, in whichever order the MXArray names its axes.
             return dataclasses.replace(self, k_first=not self.k_first)
         return self.unpack().transpose(*axes)
-
-    @property
-    def T(self) -> "MXArray | PackedMXArray":
-        """Axes reversed."""
-        return self.transpose()
-
-    @property
-    def mT(self) -> "MXArray | PackedMXArray":
-        """The last two axes exchanged."""
-        return self.transpose(*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
 
     def __repr__(self) -> str:
         # Leaves may be anything while a transformation rebuilds the tree; say what is there.
@@ -287,3 +265,50 @@ def unpacked(x: Any) -> Any:
 def with_dtype(x: Any, dtype: jax.typing.DTypeLike) -> Any:
     """The same codes, packed or not, to be read as another dtype."""
     return dataclasses.replace(x, dtype=np.dtype(dtype))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("codes", "scales", "tensor_scale"),
+    meta_fields=("format", "features", "dtype"),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PackedRows:
+    """`[matrices, length, features]` with blocks along the features, each row packed by itself.
+
+    Attributes:
+      codes: uint8 `[matrices, length, bytes of a row]`, as `mx_jax.codecs.packing` packs them.
+      scales: `[matrices, length, blocks of a row]`.
+      tensor_scale: float32 `[1, 1, 1]`, or `[matrices, length, 1]`, one for each row; None where
+        the format has none.
+      format: the block format.
+      features: values of a row.
+      dtype: of the values.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    tensor_scale: jax.Array | None
+    format: BlockFormat
+    features: int
+    dtype: np.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the values."""
+        return (*self.codes.shape[:-1], self.features)
+
+    def unpacked(self) -> MXArray:
+        """The same rows, one code a byte."""
+        return MXArray(
+            codes=packing.unpack(self.codes, self.format.element.bits, self.features),
+            scales=self.scales,
+            tensor_scale=self.tensor_scale,
+            format=self.format,
+            blocks=((-1, self.format.block[1]),),
+            dtype=self.dtype,
+        )
+
+
+# Of keys or values.
+Rows = jax.Array | PackedRows

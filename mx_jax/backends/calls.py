@@ -8,8 +8,7 @@ import jax
 import numpy as np
 
 from mx_jax.axes import Axes, ProductAxes, Side
-from mx_jax.codecs.blocks import Blocks, scales_shape
-from mx_jax.codecs.invariants import varying_axes
+from mx_jax.codecs.blocks import Blocks, scales_shape, varying_axes
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray

@@ -42,8 +42,7 @@ from mx_jax.backends.select import (
 )
 from mx_jax.backends.table import REFERENCE
 from mx_jax.backends.target import PLATFORMS, Target, machine_of, on_one_device, use_target
-from mx_jax.codecs.explicit_axes import has_explicit_axes
-from mx_jax.codecs.varying import vary_alike
+from mx_jax.codecs.explicit_axes import has_explicit_axes, vary_alike
 from mx_jax.packed import PackedMXArray, unpacked
 
 # What codes and integers are the results of: no derivative reaches through them.

@@ -19,7 +19,7 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.mxarray import MXArray
-from mx_jax.packed_rows import Rows
+from mx_jax.packed import Rows
 from mx_jax.reference import attention, matmul, quantize, ragged, random_bits, statistics
 
 

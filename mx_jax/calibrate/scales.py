@@ -17,18 +17,17 @@ from mx_jax.codecs import float32
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import encode_scaled, is_nan_scale
 from mx_jax.formats import BlockFormat, ScaleFormat
-from mx_jax.formats.lookup import block_format
+from mx_jax.formats.block import block_format
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.quantize import quantize
-from mx_jax.reference import scale_functions
-from mx_jax.reference.scale_functions import BlockData, FromAmax, squared_error
-from mx_jax.reference.scale_rules import FLOOR, ScaleRule
+from mx_jax.reference import scale_rules
+from mx_jax.reference.scale_rules import FLOOR, BlockData, FromAmax, ScaleRule, squared_error
 
 # As `amax`, but the tensor scale leaves room for block scales above the one that fits.
 AMAX_WITH_ROOM = ScaleRule(
     name="amax_with_room",
     kinds=("element",),
-    scales=FromAmax(scale_functions.amax),
+    scales=FromAmax(scale_rules.amax),
     largest_scale=256.0,
 )
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from mx_jax.checkpoint.layouts import LAYOUTS, Layout
 from mx_jax.checkpoint.scales import decoded, effective_scales, element_values, encoded_scales
-from mx_jax.codecs.blocks import Blocks, block_extent, scales_shape
-from mx_jax.codecs.invariants import check_parts
+from mx_jax.codecs.blocks import Blocks, block_extent, check_parts, scales_shape
 from mx_jax.formats import BlockFormat, ScaleFormat, block_format
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked

@@ -19,8 +19,7 @@ import numpy as np
 from mx_jax.checkpoint.safetensors_file import Entry
 from mx_jax.checkpoint.weights import on_device
 from mx_jax.codecs import packing
-from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.invariants import check_parts
+from mx_jax.codecs.blocks import Blocks, check_parts
 from mx_jax.formats import (
     E2M1,
     E4M3_SCALE,

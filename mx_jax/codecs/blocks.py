@@ -1,4 +1,4 @@
-"""Shape algebra of blocks: cutting blocked axes in two and putting them back.
+"""Shape algebra of blocks: cutting blocked axes in two, joining them, checking what they need.
 
 `blocks` pairs axes counted from the end with block sizes, e.g. `((-2, 16), (-1, 16))`. Axes that
 are not named have blocks of one. Counting from the end keeps the pairs valid under `vmap` and
@@ -7,14 +7,17 @@ blocked.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mx_jax.codecs.explicit_axes import join_axes, split_axes
-from mx_jax.formats import WHOLE, BlockSize
+from mx_jax.formats import WHOLE, BlockFormat, BlockSize, Whole
 
 Blocks = tuple[tuple[int, BlockSize], ...]
+Shape = tuple[Any, ...]
 
 
 def block_extent(size: BlockSize, length: int) -> int:
@@ -90,3 +93,99 @@ def spread(scales: jax.Array, inside: tuple[int, ...]) -> jax.Array:
 def elements_per_block(shape: tuple[int, ...], blocks: Blocks) -> int:
     """Positions that share one scale."""
     return math.prod(block_extent(size, shape[axis]) for axis, size in blocks)
+
+
+def violation(x: Any) -> str | None:
+    """The first rule that the parts of an MXArray break, with what they are; None if they keep all.
+
+    Static facts alone, so it costs no computing.
+    """
+    for name, array, dtype in (
+        ("codes", x.codes, np.dtype("uint8")),
+        ("scales", x.scales, x.format.scale.storage_dtype),
+    ):
+        found = getattr(array, "dtype", type(array).__name__)
+        if found != dtype:
+            return f"{name} must be {dtype.name}, got {name}.dtype={found}"
+    shape = x.codes.shape
+    reason = _blocks(shape, x.format, x.blocks)
+    if reason is not None:
+        return reason
+    expected = scales_shape(shape, x.blocks)
+    if _differ(x.scales.shape, expected):
+        return (
+            f"scales must have one entry a block, scales.shape={expected}, got "
+            f"scales.shape={x.scales.shape}, codes.shape={shape}, blocks={x.blocks}"
+        )
+    return _tensor_scale(shape, x.tensor_scale, x.format, x.blocks)
+
+
+def check_parts(x: Any, operation: str) -> None:
+    """Raise ValueError unless the parts of an MXArray fit together.
+
+    The constructor cannot ask: transformations rebuild pytrees with anything for leaves. So every
+    operation asks when it is given an MXArray.
+    """
+    reason = violation(x)
+    if reason is not None:
+        raise ValueError(
+            f"{operation}: a malformed MXArray, format={x.format.name}: {reason}; make it with "
+            "mx_jax.quantize"
+        )
+
+
+def _blocks(shape: Shape, format: BlockFormat, blocks: Blocks) -> str | None:
+    axes = [axis for axis, _ in blocks]
+    if len(set(axes)) != len(axes):
+        return f"each axis may have blocks once, got blocks={blocks}"
+    for axis, size in blocks:
+        if not -len(shape) <= axis < 0:
+            return (
+                "blocks must lie along axes counted from the end, "
+                f"got blocks={blocks}, codes.shape={shape}"
+            )
+        if size not in format.block:
+            return f"blocks must be the format's, block={format.block}, got blocks={blocks}"
+        if not isinstance(size, Whole) and size < 1:
+            return f"blocks must be positive, got blocks={blocks}"
+    return None
+
+
+def _tensor_scale(
+    shape: Shape, tensor_scale: Any, format: BlockFormat, blocks: Blocks
+) -> str | None:
+    if tensor_scale is None:
+        return "tensor_scale is missing, got tensor_scale=None" if format.tensor_scale else None
+    if not format.tensor_scale:
+        return f"the format has no tensor scale, got tensor_scale.shape={tensor_scale.shape}"
+    if tensor_scale.dtype != np.dtype("float32"):
+        return f"tensor_scale must be float32, got tensor_scale.dtype={tensor_scale.dtype}"
+    return tensor_scale_shape(tensor_scale.shape, shape, blocks)
+
+
+def tensor_scale_shape(given: Shape, shape: Shape, blocks: Blocks) -> str | None:
+    """Why a tensor scale does not fit a tensor, or None: one number for all, or one for each
+    position of axes without blocks."""
+    blocked = {axis % len(shape) for axis, _ in blocks}
+    wanted = [1 if axis in blocked else length for axis, length in enumerate(shape)]
+    pairs = zip(given, wanted, strict=False)
+    if len(given) == len(shape) and all(n == 1 or not _differ((n,), (w,)) for n, w in pairs):
+        return None
+    return (
+        "tensor_scale must have an axis for each of codes, of length 1, or of the same length "
+        f"where no blocks lie, got tensor_scale.shape={given}, codes.shape={shape}, blocks={blocks}"
+    )
+
+
+def varying_axes(tensor_scale: Any) -> tuple[int, ...]:
+    """The axes along which a tensor scale is not one number for all; none if it is None."""
+    shape = () if tensor_scale is None else tensor_scale.shape
+    return tuple(axis for axis, length in enumerate(shape) if length != 1)
+
+
+def _differ(left: Shape, right: Shape) -> bool:
+    """Whether two shapes cannot be one; symbolic sizes may be anything."""
+    if len(left) != len(right):
+        return True
+    pairs = zip(left, right, strict=True)
+    return any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs)

@@ -59,37 +59,43 @@ def encode(
     magnitude = bits & float32.ABS
     biased, mantissa = float32.normalize(magnitude)
     # Unbiased exponent of the quotient above the smallest normal's; negative means subnormal.
-    above = biased - (127 + element.emin) - exponent
-    shift = (23 - element.mantissa_bits) + jnp.maximum(-above, 0)
-    significand = jnp.where(magnitude == 0, 0, mantissa | float32.HIDDEN)
+    above = biased - (exponent + (127 + element.emin))
+    fewest = 23 - element.mantissa_bits
+    shift = jnp.maximum(fewest - above, fewest)
+    # The leading bit, but for zero.
+    significand = mantissa | (jnp.minimum(magnitude, 1) << 23)
     kept = rounding.apply(significand, shift, random_bits)
-    half = kept + (jnp.clip(above, 0, 1 << 9) << element.mantissa_bits)
-    return _with_sign(_limit(half, bits, element, saturate), bits, element)
+    half = kept + (float32.clip(above, 0, 1 << 9) << element.mantissa_bits)
+    return _with_sign(_limit(half, bits, element, saturate), bits, magnitude, element)
 
 
 def _limit(half: jax.Array, bits: jax.Array, element: ElementFormat, saturate: bool) -> jax.Array:
     """Keep codes of the non-negative half in range."""
     if not saturate and element.overflow_code != element.max_code:
-        return jnp.where(half > element.max_code, element.overflow_code, half)
+        return float32.select(half > element.max_code, element.overflow_code, half)
     # Two's complement reaches one step further down than up; only INT8_FULL goes there.
-    top = element.max_code + ((bits < 0).astype(jnp.int32) if element.negative_extra else 0)
-    return jnp.minimum(half, top)
+    if element.negative_extra:
+        return jnp.minimum(half, element.max_code + (bits < 0).astype(jnp.int32))
+    return jnp.minimum(half, element.max_code)
 
 
-def _with_sign(half: jax.Array, bits: jax.Array, element: ElementFormat) -> jax.Array:
+def _with_sign(
+    half: jax.Array, bits: jax.Array, magnitude: jax.Array, element: ElementFormat
+) -> jax.Array:
     """Whole codes from the half's codes and x's patterns; NaN gets its code here."""
-    negative = bits < 0
-    nan = (bits & float32.ABS) > float32.INF
-    if element.nan_code is None:
-        half = jnp.where(nan, 0, half)
-        negative = negative & ~nan
-    else:
-        half = jnp.where(nan, element.nan_code, half)
+    nan = magnitude > float32.INF
+    half = float32.select(nan, element.nan_code or 0, half)
     if element.kind == "int":
-        return (jnp.where(negative, -half, half) & ((element.sign_code << 1) - 1)).astype(jnp.uint8)
-    # fnuz: the sign bit alone is NaN, so neither zero nor NaN takes a sign.
-    takes_sign = negative if element.has_negative_zero else negative & (half > 0)
-    return jnp.where(takes_sign, half | element.sign_code, half).astype(jnp.uint8)
+        negative = (bits < 0) & ~nan
+        code = float32.select(negative, -half, half) & ((element.sign_code << 1) - 1)
+    elif not element.has_negative_zero:
+        # fnuz: the sign bit alone is NaN, so neither zero nor NaN takes a sign.
+        code = float32.select((bits < 0) & (half > 0), half | element.sign_code, half)
+    elif element.nan_code is None:
+        code = float32.select((bits < 0) & ~nan, half | element.sign_code, half)
+    else:
+        code = half | ((bits >> 31) & element.sign_code)
+    return code.astype(jnp.uint8)
 
 
 def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
@@ -112,20 +118,20 @@ def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
 def _decode_by_conversion(codes: jax.Array, element: ElementFormat) -> jax.Array:
     native = lax.bitcast_convert_type(codes.astype(jnp.uint8), element.dtype)
     pattern = lax.bitcast_convert_type(native.astype(jnp.float32), jnp.int32)
-    return jnp.where((pattern & float32.ABS) > float32.INF, float32.NAN, pattern)
+    return float32.select((pattern & float32.ABS) > float32.INF, float32.NAN, pattern)
 
 
 def _decode_in_integers(codes: jax.Array, element: ElementFormat) -> jax.Array:
     codes = codes.astype(jnp.int32) & ((element.sign_code << 1) - 1)
     negative = codes >= element.sign_code
     if element.kind == "int":
-        half = jnp.where(negative, 2 * element.sign_code - codes, codes)
+        half = float32.select(negative, 2 * element.sign_code - codes, codes)
         return _signed(_integer_bits(half, element), negative)
     half = codes & (element.sign_code - 1)
     p, rebias = element.mantissa_bits, 127 - element.bias
     normal = (half << (23 - p)) + (rebias << 23)
     subnormal = _integer_bits(half & ((1 << p) - 1), element)
-    pattern = jnp.where(half < (1 << p), subnormal, normal)
+    pattern = float32.select(half < (1 << p), subnormal, normal)
     return _special(_signed(pattern, negative), codes, half, element)
 
 
@@ -133,11 +139,11 @@ def _integer_bits(half: jax.Array, element: ElementFormat) -> jax.Array:
     """Patterns of `half * smallest_subnormal`: an exact integer, its exponent moved."""
     pattern = lax.bitcast_convert_type(half.astype(jnp.float32), jnp.int32)
     moved = pattern + ((element.emin - element.mantissa_bits) << 23)
-    return jnp.where(half == 0, 0, moved)
+    return float32.select(half == 0, 0, moved)
 
 
 def _signed(pattern: jax.Array, negative: jax.Array) -> jax.Array:
-    return pattern | jnp.where(negative, jnp.int32(float32.SIGN), 0)
+    return pattern | (negative.astype(jnp.int32) << 31)
 
 
 def _special(
@@ -145,14 +151,14 @@ def _special(
 ) -> jax.Array:
     """Put NaN and Inf where the format reserves codes for them."""
     if not element.has_negative_zero:
-        return jnp.where(codes == element.nan_code, float32.NAN, pattern)
+        return float32.select(codes == element.nan_code, float32.NAN, pattern)
     if not element.num_reserved_codes:
         return pattern
-    special = jnp.where(half > element.max_code, float32.NAN, pattern)
+    special = float32.select(half > element.max_code, float32.NAN, pattern)
     if element.inf_code is None:
         return special
     infinity = (pattern & jnp.int32(float32.SIGN)) | float32.INF
-    return jnp.where(half == element.inf_code, infinity, special)
+    return float32.select(half == element.inf_code, infinity, special)
 
 
 def decode(

@@ -1,7 +1,8 @@
-"""Meshes with explicit axes, where the type of an array says where it lies.
+"""What the type of an array says of a mesh: its sharding, and along which axes shards vary.
 
-There JAX asks of a reshape or broadcast where its result shall lie, unless only one answer makes
-sense. On any other mesh, and without one, the functions here do nothing.
+On meshes with explicit axes JAX asks of a reshape or broadcast how its result shall be sharded,
+unless only one answer makes sense. On any other mesh, and without one, functions that reshape here
+just reshape. Inside shard_map a type names the axes along which shards differ.
 """
 
 import math
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 A = TypeVar("A", jax.Array, np.ndarray)
@@ -53,7 +55,7 @@ def reshape_along(x: jax.Array, shape: Sequence[int], like: jax.Array) -> jax.Ar
         return x.reshape(shape)
     first, *_ = partitions(sharding, like.ndim)
     place = with_partitions(sharding, [first, *[None] * (len(shape) - 1)])
-    return jax.lax.reshape(x, tuple(shape), out_sharding=place)
+    return lax.reshape(x, tuple(shape), out_sharding=place)
 
 
 def split_axes(x: A, shape: Sequence[int], inside: Sequence[int]) -> A:
@@ -74,7 +76,7 @@ def split_axes(x: A, shape: Sequence[int], inside: Sequence[int]) -> A:
         else:
             new.append(old.pop(0))
     assert isinstance(x, jax.Array)
-    return jax.lax.reshape(x, tuple(shape), out_sharding=with_partitions(sharding, new))
+    return lax.reshape(x, tuple(shape), out_sharding=with_partitions(sharding, new))
 
 
 def join_axes(y: A, shape: Sequence[int], inside: Sequence[int]) -> A:
@@ -89,10 +91,26 @@ def join_axes(y: A, shape: Sequence[int], inside: Sequence[int]) -> A:
         else:
             parts.append(part)
     assert isinstance(y, jax.Array)
-    return jax.lax.reshape(y, tuple(shape), out_sharding=with_partitions(sharding, parts))
+    return lax.reshape(y, tuple(shape), out_sharding=with_partitions(sharding, parts))
 
 
 def _devices(sharding: NamedSharding, part: Any) -> int:
     """Over how many devices an axis with these mesh axes is spread."""
     names = part if isinstance(part, tuple) else (part,) if part else ()
     return math.prod(sharding.mesh.shape[name] for name in names)
+
+
+def varying(x: jax.Array) -> frozenset[str]:
+    """The shard_map axes along which a value differs, under either of JAX's names for them."""
+    kind: Any = jax.typeof(x)
+    return frozenset(kind.vma if hasattr(kind, "vma") else kind.mat.varying)
+
+
+def vary_alike(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The same values, each differing along the axes of all of them, as JAX wants of operands."""
+    found = [varying(x) for x in arrays]
+    axes = frozenset[str]().union(*found)
+    return tuple(
+        lax.pcast(x, tuple(sorted(axes - own)), to="varying") if axes - own else x
+        for x, own in zip(arrays, found, strict=True)
+    )

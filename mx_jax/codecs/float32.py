@@ -4,6 +4,8 @@ XLA on CPU flushes subnormals on input, output and comparison; bit casts preserv
 function here works on int32 patterns.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,6 +16,22 @@ INF = 0x7F800000
 NAN = 0x7FC00000
 MANTISSA = 0x007FFFFF
 HIDDEN = 0x00800000
+
+
+def select(which: jax.Array, on_true: Any, on_false: Any) -> jax.Array:
+    """`jnp.where` of an array and another or a number; in one or two equations if shapes agree."""
+    if not isinstance(on_true, jax.Array):
+        on_true = lax.full_like(on_false, on_true)
+    elif not isinstance(on_false, jax.Array):
+        on_false = lax.full_like(on_true, on_false)
+    if not which.shape == on_true.shape == on_false.shape:
+        return jnp.where(which, on_true, on_false)
+    return lax.select(which, on_true, on_false)
+
+
+def clip(x: jax.Array, low: int, high: int) -> jax.Array:
+    """`jnp.clip` in one equation."""
+    return lax.clamp(x.dtype.type(low), x, x.dtype.type(high))
 
 
 def to_bits(x: jax.Array) -> jax.Array:
@@ -37,7 +55,7 @@ def from_bits(bits: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> jax
 def _bfloat16_bits(bits: jax.Array) -> jax.Array:
     nan = (bits & ABS) > INF
     rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-    high = (jnp.where(nan, NAN, rounded) >> 16) & 0xFFFF
+    high = (select(nan, NAN, rounded) >> 16) & 0xFFFF
     return high.astype(jnp.uint16)
 
 
@@ -64,9 +82,7 @@ def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns:
       `(biased_exponent, mantissa)`, int32.
     """
-    subnormal = magnitude < HIDDEN
     # A subnormal is its integer pattern times 2^-149, and integers convert to float32 exactly.
     as_float = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.int32)
-    pattern = jnp.where(subnormal, as_float, magnitude)
-    exponent = (pattern >> 23) - jnp.where(subnormal, jnp.int32(149), 0)
-    return exponent, pattern & MANTISSA
+    pattern = select(magnitude < HIDDEN, as_float - (149 << 23), magnitude)
+    return pattern >> 23, pattern & MANTISSA

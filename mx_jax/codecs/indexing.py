@@ -1,14 +1,28 @@
-"""Indexing and transposing a blocked tensor: what happens to its codes, scales and blocks."""
+"""Indexing, transposing, reshaping and updating a blocked tensor where every block stays whole.
+
+Updating writes codes and scales of whole blocks. A tensor scale is never written: values under
+another one than the tensor's would be wrong, so they are refused; what is only known when it runs
+becomes NaN.
+"""
 
 import dataclasses
+import math
 import operator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.core import Tracer
 
-from mx_jax.codecs.blocks import Blocks, num_blocks
-from mx_jax.formats import WHOLE, BlockSize
+from mx_jax.codecs import float32
+from mx_jax.codecs.blocks import Blocks, check_parts, num_blocks, scales_shape
+from mx_jax.codecs.scale import E8M0_NAN
+from mx_jax.formats import WHOLE, BlockSize, ScaleFormat, Whole
+
+Shape = tuple[int, ...]
 
 _REMEDY = "dequantize() first, or index whole blocks"
 
@@ -170,3 +184,292 @@ def _slice_scales(item: slice, axis: int, length: int, size: BlockSize) -> slice
             f"must start and stop between blocks with step 1, got {start}:{stop}:{step}; {_REMEDY}"
         )
     return slice(start // size, num_blocks(size, max(stop, start)))
+
+
+# Reshaping ----------------------------------------------------------------------------------------
+
+
+class Reshaped(NamedTuple):
+    """Shapes of the codes and of the scales, the shape that the tensor scale is broadcast to and
+    then gets, and the blocks."""
+
+    codes: Shape
+    scales: Shape
+    spread: Shape
+    tensor_scale: Shape
+    blocks: Blocks
+
+
+def reshape(x: Any, shape: Any, options: dict[str, Any]) -> Any:
+    """An MXArray in another shape; see `MXArray.reshape`."""
+    if {name for name, value in options.items() if value is not None} != {"order"} or (
+        options["order"] != "C"
+    ):
+        raise ValueError(
+            f"MXArray.reshape: takes order='C' alone, got {options}; dequantize() first"
+        )
+    tensor_scale = x.tensor_scale
+    given = None if tensor_scale is None else tensor_scale.shape
+    to = reshape_blocks(shape, x.shape, x.blocks, given)
+    if tensor_scale is not None:
+        tensor_scale = jnp.broadcast_to(tensor_scale, to.spread).reshape(to.tensor_scale)
+    return dataclasses.replace(
+        x,
+        codes=x.codes.reshape(to.codes),
+        scales=x.scales.reshape(to.scales),
+        tensor_scale=tensor_scale,
+        blocks=to.blocks,
+        primal=None if x.primal is None else x.primal.reshape(to.codes),
+    )
+
+
+def reshape_blocks(
+    wanted: Any, shape: Shape, blocks: Blocks, tensor_scale: Shape | None
+) -> Reshaped:
+    """What `x.reshape(wanted)` does to a blocked tensor.
+
+    Elements keep their row-major order. Axes that are joined or divided together form a group; in a
+    group, blocks may only lie along the last axis, in whole blocks, before and after.
+
+    Args:
+      wanted: the new lengths; one of them may be -1.
+      shape: logical shape.
+      blocks: axes from the end with block sizes.
+      tensor_scale: shape of the tensor scale, or None.
+
+    Raises:
+      ValueError: sizes that differ, or blocks that would not stay whole.
+      TypeError: lengths that are no integers.
+    """
+    new = _complete_shape(wanted, shape)
+    if new == shape:
+        given = tensor_scale or (1,) * len(shape)
+        return Reshaped(new, scales_shape(new, blocks), given, given, blocks)
+    if 0 in shape:
+        raise _cut(new, shape, blocks)
+    sizes = {axis % len(shape): size for axis, size in blocks}
+    given = (1,) * len(shape) if tensor_scale is None else tensor_scale
+    spread, lengths, new_sizes = list(given), [1] * len(new), {}
+    for old_axes, new_axes in _groups(shape, new, sizes):
+        blocked = [axis for axis in old_axes if axis in sizes]
+        if blocked:
+            found = _blocks_of_group(old_axes, new_axes, shape, new, sizes)
+            if found is None:
+                raise _cut(new, shape, blocks)
+            new_sizes |= found
+        if any(given[axis] != 1 for axis in old_axes):
+            if len(old_axes) > 1 and blocked:
+                raise _cut(new, shape, blocks)
+            for axis in old_axes:
+                spread[axis] = shape[axis]
+            for axis in new_axes:
+                lengths[axis] = new[axis]
+    if sizes and all(sizes.get(axis) is WHOLE for axis in range(len(shape))):
+        new_sizes = dict.fromkeys(range(len(new)), WHOLE)
+    found = tuple((axis - len(new), size) for axis, size in sorted(new_sizes.items()))
+    return Reshaped(new, scales_shape(new, found), tuple(spread), tuple(lengths), found)
+
+
+def _complete_shape(wanted: Any, shape: Shape) -> Shape:
+    """The new lengths, -1 worked out."""
+    if len(wanted) == 1 and isinstance(wanted[0], Sequence):
+        wanted = wanted[0]
+    try:
+        new = [operator.index(length) for length in wanted]
+    except TypeError:
+        raise TypeError(f"MXArray.reshape: lengths must be ints, got shape={wanted!r}") from None
+    size, known = math.prod(shape), math.prod(length for length in new if length != -1)
+    if new.count(-1) == 1 and known and size % known == 0:
+        new[new.index(-1)] = size // known
+    if any(length < 0 for length in new) or math.prod(new) != size:
+        raise ValueError(
+            f"MXArray.reshape: needs a shape of size={size}, got shape={tuple(wanted)} for an "
+            f"array of shape={shape}"
+        )
+    return tuple(new)
+
+
+def _groups(
+    shape: Shape, new: Shape, sizes: dict[int, BlockSize]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """The smallest runs of old and of new axes of one size; axes of one are in none, unless they
+    have blocks."""
+    old_axes = [axis for axis, length in enumerate(shape) if length != 1 or axis in sizes]
+    new_axes = [axis for axis, length in enumerate(new) if length != 1]
+    while old_axes:
+        if shape[old_axes[0]] == 1:
+            yield [old_axes.pop(0)], []
+            continue
+        left, right = [old_axes.pop(0)], [new_axes.pop(0)]
+        while (a := math.prod(shape[i] for i in left)) != (b := math.prod(new[i] for i in right)):
+            if a < b:
+                left.append(old_axes.pop(0))
+            else:
+                right.append(new_axes.pop(0))
+        yield left, right
+
+
+def _blocks_of_group(
+    old_axes: list[int],
+    new_axes: list[int],
+    shape: Shape,
+    new: Shape,
+    sizes: dict[int, BlockSize],
+) -> dict[int, BlockSize] | None:
+    """The blocks of a group's new axes; None if some would not stay whole."""
+    if all(sizes.get(axis) is WHOLE for axis in old_axes) and len(sizes) == len(shape):
+        return {}
+    if len(new_axes) == 1 and len(old_axes) == 1:
+        return {new_axes[0]: sizes[old_axes[0]]}
+    if any(axis in sizes for axis in old_axes[:-1]) or not new_axes:
+        return None
+    size = sizes[old_axes[-1]]
+    if isinstance(size, Whole) or shape[old_axes[-1]] % size or new[new_axes[-1]] % size:
+        return None
+    return {new_axes[-1]: size}
+
+
+def _cut(new: Shape, shape: Shape, blocks: Blocks) -> ValueError:
+    return ValueError(
+        f"MXArray.reshape: shape={new} would cut blocks, got shape={shape}, blocks={blocks}: axes "
+        f"may be joined or divided where blocks lie along the last of them, in whole blocks; "
+        f"dequantize() first, or reshape before quantizing"
+    )
+
+
+# Updating -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class At:
+    """`x.at`, to be indexed.
+
+    Attributes:
+      array: the MXArray.
+    """
+
+    array: Any
+
+    def __getitem__(self, index: Any) -> "Region":
+        return Region(self.array, index)
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """`x.at[index]`: whole blocks of an MXArray, to be set.
+
+    Attributes:
+      array: the MXArray.
+      index: as `x[index]` takes it.
+    """
+
+    array: Any
+    index: Any
+
+    def set(self, values: Any) -> Any:
+        """The MXArray with other blocks there: `values`, an MXArray of that shape."""
+        x, operation = self.array, "MXArray.at[].set"
+        indexed = index_blocks(self.index, x.shape, x.blocks)
+        here = jax.eval_shape(lambda codes: codes[indexed.codes], x.codes)
+        _check_values(values, x, here.shape, indexed.blocks, operation)
+        tensor_scale = x.tensor_scale
+        if tensor_scale is not None:
+            tensor_scale = index_tensor_scale(tensor_scale, indexed.codes)
+        scales = _valid_scales(values, _same_bits(tensor_scale, values, operation))
+        return dataclasses.replace(
+            x,
+            codes=x.codes.at[indexed.codes].set(values.codes),
+            scales=x.scales.at[indexed.scales].set(scales),
+            primal=None,
+        )
+
+
+def dynamic_update_slice(x: Any, update: Any, start_indices: Sequence[Any]) -> Any:
+    """See `MXArray.dynamic_update_slice`."""
+    operation = "MXArray.dynamic_update_slice"
+    if len(start_indices) != len(x.shape):
+        raise ValueError(
+            f"{operation}: needs a start for each axis, got {len(start_indices)} starts for "
+            f"shape={x.shape}"
+        )
+    _check_values(update, x, update.shape, x.blocks, operation)
+    starts = [jnp.asarray(start) for start in start_indices]
+    code_starts, scale_starts, aligned = list(starts), list(starts), jnp.bool_(True)
+    for axis, size in x.blocks:
+        length, taken = x.shape[axis], update.shape[axis]
+        whole = taken == length
+        if not whole and (isinstance(size, Whole) or taken % size or length % size):
+            raise ValueError(
+                f"{operation}: axis={axis} has blocks of {size!r}, which are written whole, got "
+                f"shape={x.shape}, update.shape={update.shape}; write whole blocks"
+            )
+        if whole or isinstance(size, Whole):
+            scale_starts[axis] = jnp.zeros_like(starts[axis])
+            continue
+        scale_starts[axis] = starts[axis] // size
+        # Codes and scales of the same blocks: where the start lies inside one, all become NaN.
+        code_starts[axis] = scale_starts[axis] * size
+        aligned = aligned & _aligned(starts[axis], size, axis, operation)
+    ok = aligned & _same_bits(x.tensor_scale, update, operation)
+    return dataclasses.replace(
+        x,
+        codes=lax.dynamic_update_slice(x.codes, update.codes, code_starts),
+        scales=lax.dynamic_update_slice(x.scales, _valid_scales(update, ok), scale_starts),
+        primal=None,
+    )
+
+
+def _check_values(values: Any, x: Any, shape: Any, blocks: Any, operation: str) -> None:
+    """Raise unless values are an MXArray that may stand in that part of x."""
+    if not isinstance(values, type(x)):
+        raise TypeError(
+            f"{operation}: needs an MXArray, got values of type {type(values).__name__}; quantize "
+            f"them first, format={x.format.name}, with blocks={blocks}"
+        )
+    check_parts(values, operation)
+    found = (values.shape, values.format, sorted(values.blocks))
+    if found != (shape, x.format, sorted(blocks)):
+        raise ValueError(
+            f"{operation}: values must have the format, the shape and the blocks of what they "
+            f"replace, format={x.format.name}, shape={shape}, blocks={blocks}, got "
+            f"format={values.format.name}, shape={values.shape}, blocks={values.blocks}; quantize "
+            "them likewise"
+        )
+
+
+def _aligned(start: jax.Array, size: int, axis: int, operation: str) -> jax.Array:
+    """Whether a start lies between blocks; raises if it is known not to."""
+    aligned = start % size == 0
+    if not isinstance(aligned, Tracer) and not bool(aligned):
+        raise ValueError(
+            f"{operation}: a start must lie between blocks of {size}, got start={start} on "
+            f"axis={axis}; use a multiple of {size}"
+        )
+    return aligned
+
+
+def _same_bits(tensor_scale: jax.Array | None, values: Any, operation: str) -> jax.Array:
+    """Whether values are under that tensor scale; raises if they are known not to be."""
+    if tensor_scale is None:
+        return jnp.bool_(True)
+    same = (float32.to_bits(tensor_scale) == float32.to_bits(values.tensor_scale)).all()
+    if not isinstance(same, Tracer) and not bool(same):
+        raise ValueError(
+            f"{operation}: values must be under the array's tensor scale, got "
+            f"tensor_scale={np.asarray(tensor_scale)} and values.tensor_scale="
+            f"{np.asarray(values.tensor_scale)}; quantize them with tensor_scale=x.tensor_scale"
+        )
+    return same
+
+
+def _valid_scales(values: Any, valid: jax.Array) -> jax.Array:
+    """The scales of values, or NaN."""
+    return jnp.where(valid, values.scales, _nan_of(values.format.scale))
+
+
+def _nan_of(scale: ScaleFormat) -> np.ndarray:
+    """The scale that makes its block NaN, as it is stored."""
+    if scale.is_float32:
+        return np.array(np.nan, scale.storage_dtype)
+    code = E8M0_NAN if scale.element is None else scale.element.nan_code
+    return np.array(code, scale.storage_dtype)

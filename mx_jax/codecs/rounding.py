@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mx_jax.codecs.float32 import clip
+
 # A significand has 24 bits; past this many dropped bits nothing but the random part can matter.
 _MAX_SHIFT = 31
 # The fewest bits that a float32 significand drops in any format.
@@ -82,9 +84,10 @@ class _Stochastic:
     def __call__(self, sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
         # Up iff floor(frac 2^n) + r >= 2^n. Every shift is at least 17 >= n, so the fraction's
         # leading n bits are what remains of the dropped part after dropping shift - n bits.
-        kept = sig >> jnp.minimum(shift, _MAX_SHIFT)
-        dropped = sig - lax.shift_left(kept, jnp.minimum(shift, _MAX_SHIFT))
-        leading = dropped >> jnp.clip(shift - self.num_bits, 0, _MAX_SHIFT)
+        most = jnp.minimum(shift, _MAX_SHIFT)
+        kept = sig >> most
+        dropped = sig - (kept << most)
+        leading = dropped >> clip(shift - self.num_bits, 0, _MAX_SHIFT)
         assert bits is not None, "stochastic rounding without random bits"
         return kept + ((leading + bits) >> self.num_bits)
 

@@ -3,15 +3,25 @@
 E8M0 scales are exponents and are added to exponents, never multiplied: 2^-127 is a subnormal
 float32 that XLA on CPU flushes to zero. Float scales (NVFP4, float8) are IEEE float32 arithmetic,
 step by step as their definition has it. Source: MX v1.0, section 5.4.1; torchao for NVFP4.
+
+NVFP4 divides by its tensor scale p. Of a tiny tensor p is a subnormal, which some platforms flush,
+and 1 / p may be Inf. So where p is tiny, both p and what it divides are lifted: multiplied by 2^64,
+which leaves the quotients, hence codes and block scales, as they are. What is multiplied by p is
+lowered again, in integers.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 from mx_jax.codecs import element as element_codec
-from mx_jax.codecs import float32, tiny
+from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import broadcast_like, has_explicit_axes
+from mx_jax.codecs.float32 import clip, select
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat, ScaleFormat
 
@@ -52,7 +62,7 @@ def opaque_divide(numerator: jax.Array, denominator: jax.Array | float) -> jax.A
     full = broadcast_like(denominator, numerator)
     # vmap must batch the denominator with the numerator: what it left unbatched would be a
     # broadcast scalar again, behind the barrier.
-    full = jnp.where(jnp.isnan(numerator), full, full)
+    full = lax.select(lax.ne(numerator, numerator), full, full)
     return lax.optimization_barrier(numerator / lax.optimization_barrier(full))
 
 
@@ -66,21 +76,21 @@ def nearest_quotient(near: jax.Array, numerator: jax.Array, denominator: jax.Arr
     """
     top, bottom, result = (float32.to_bits(x) for x in (numerator, denominator, near))
     (top_exponent, top_digits), (bottom_exponent, bottom_digits) = map(_parts, (top, bottom))
+    apart = top_exponent - bottom_exponent + (127 + 23)
+    given = (top_exponent > 0) & (top_exponent < 255) & (bottom_exponent > 0)
+    given &= bottom_exponent < 255
+    thrice, minus, minus_thrice = 3 * bottom_digits, -bottom_digits, -3 * bottom_digits
     # A step may cross a power of two, where units change: the next step goes by the new ones.
     for _ in range(3):
         exponent, digits = _parts(result)
-        shift = top_exponent - bottom_exponent - exponent + (127 + 23)
-        left = lax.shift_left(top_digits, jnp.clip(shift, 0, 31)) - bottom_digits * digits
+        shift = apart - exponent
+        twice = 2 * ((top_digits << clip(shift, 0, 31)) - bottom_digits * digits)
         # Below a power of two, units are half as large.
-        below = jnp.where(digits == float32.HIDDEN, 4 * left, 2 * left)
-        up = (2 * left > bottom_digits).astype(jnp.int32)
-        down = (below < -bottom_digits).astype(jnp.int32)
-        up += (2 * left > 3 * bottom_digits).astype(jnp.int32)
-        down += (below < -3 * bottom_digits).astype(jnp.int32)
-        normal = (shift > 20) & (shift < 27) & (exponent > 1) & (exponent < 254)
-        for given in (top_exponent, bottom_exponent):
-            normal &= (given > 0) & (given < 255)
-        result = jnp.where(normal, result + up - down, result)
+        below = twice << (digits == float32.HIDDEN).astype(jnp.int32)
+        steps = (twice > bottom_digits).astype(jnp.int32) + (twice > thrice).astype(jnp.int32)
+        steps -= (below < minus).astype(jnp.int32) + (below < minus_thrice).astype(jnp.int32)
+        normal = given & (shift > 20) & (shift < 27) & (exponent > 1) & (exponent < 254)
+        result = select(normal, result + steps, result)
     return float32.from_bits(result)
 
 
@@ -92,15 +102,16 @@ def _parts(pattern: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def exponent_to_e8m0(exponent: jax.Array) -> jax.Array:
     """E8M0 bytes of unbiased exponents, clamped to -127..127 (byte 254 is the largest scale)."""
-    return (jnp.clip(exponent, -E8M0_BIAS, E8M0_BIAS) + E8M0_BIAS).astype(jnp.uint8)
+    return (clip(exponent, -E8M0_BIAS, E8M0_BIAS) + E8M0_BIAS).astype(jnp.uint8)
 
 
 def scale_to_float32(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
     """Float32 values of stored scales (E8M0's 2^-127 is a subnormal: do no arithmetic with it)."""
     if scale.kind == "exponent":
         exponent = scales.astype(jnp.int32)
-        pattern = jnp.where(exponent == 0, float32.HIDDEN >> 1, exponent << 23)
-        return float32.from_bits(jnp.where(exponent == E8M0_NAN, float32.NAN, pattern))
+        # 2^-127 is half of the smallest normal.
+        pattern = jnp.maximum(exponent << 23, float32.HIDDEN >> 1)
+        return float32.from_bits(select(exponent == E8M0_NAN, float32.NAN, pattern))
     if scale.element is not None:
         return element_codec.decode(scales, scale.element)
     return scales
@@ -149,7 +160,7 @@ def encode_scaled(
         quotient = over_float_scale(values, scales, format, tensor_scale)
         codes = element_codec.encode(quotient, element, **how)
     nan_code = 0 if element.nan_code is None else element.nan_code
-    return jnp.where(is_nan_scale(scales, format.scale), jnp.uint8(nan_code), codes)
+    return select(broadcast_like(is_nan_scale(scales, format.scale), codes), nan_code, codes)
 
 
 def over_float_scale(
@@ -163,8 +174,8 @@ def over_float_scale(
         return true_divide(values, scale)
     if tensor_scale is None:
         return values * true_divide(jnp.ones_like(scale), scale)
-    small = tiny.is_tiny(tensor_scale)
-    values, tensor_scale = tiny.lift(values, small), tiny.lift(tensor_scale, small)
+    small = is_tiny(tensor_scale)
+    values, tensor_scale = lift(values, small), lift(tensor_scale, small)
     # x * ((1 / p) / s), in this order: NVFP4's own arithmetic, each step rounded.
     return values * _reciprocal(scales, tensor_scale, format.scale)
 
@@ -172,17 +183,19 @@ def over_float_scale(
 def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) -> jax.Array:
     """`(1 / p) / s` of a tensor scale p and block scales s."""
 
-    def divided(scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
+    def divided(
+        scales: jax.Array, tensor_scale: jax.Array, divide: Any = opaque_divide
+    ) -> jax.Array:
         values = scale_to_float32(scales, scale)
-        return true_divide(true_divide(jnp.ones_like(values), tensor_scale), values)
+        return divide(divide(jnp.ones_like(values), tensor_scale), values)
 
     def looked_up(scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
-        table = divided(jnp.arange(256, dtype=jnp.uint8), tensor_scale.reshape(1))
+        table = divided(jnp.arange(256, dtype=jnp.uint8), tensor_scale.reshape(1), _corrected)
         index = scales.astype(jnp.int32)
         return table.at[index].get(mode="promise_in_bounds")
 
     if tensor_scale.size != 1 or has_explicit_axes():
-        return divided(scales, tensor_scale)
+        return divided(scales, tensor_scale, true_divide)
     # Exact divisions are long: on GPUs they are done once for each code that a scale may have, and
     # kernels hand each other codes, not float32 reciprocals.
     return lax.platform_dependent(
@@ -216,15 +229,15 @@ def decode_scaled(
     pattern = element_codec.decode_bits(codes, format.element)
     if format.scale.kind == "exponent":
         moved = _times_power_of_two(pattern, scales.astype(jnp.int32) - E8M0_BIAS + exponent)
-        return jnp.where(scales == E8M0_NAN, float32.NAN, moved)
+        return select(broadcast_like(scales == E8M0_NAN, moved), float32.NAN, moved)
     values = float32.from_bits(pattern)
     scale = scale_to_float32(scales, format.scale)
     if tensor_scale is not None and lifted:
         scale = tensor_scale * scale
     elif tensor_scale is not None:
-        small = tiny.is_tiny(tensor_scale)
-        scale = tiny.lift(tensor_scale, small) * scale
-        return tiny.lower(float32.to_bits(values * scale), small)
+        small = is_tiny(tensor_scale)
+        scale = lift(tensor_scale, small) * scale
+        return lower(float32.to_bits(values * scale), small)
     divides = format.scale.kind == "divisor"
     product = true_divide(values, scale) if divides else values * scale
     return float32.to_bits(product)
@@ -237,8 +250,80 @@ def _times_power_of_two(pattern: jax.Array, exponent: jax.Array) -> jax.Array:
     biased = (magnitude >> 23) + exponent
     significand = (magnitude & float32.MANTISSA) | float32.HIDDEN
     # At most 7 significant bits, none below 2^-143: the shift into the subnormals drops zeros.
-    subnormal = significand >> jnp.clip(1 - biased, 0, 31)
-    moved = jnp.where(biased > 0, magnitude + (exponent << 23), subnormal)
-    moved = jnp.where(biased > 254, float32.INF, moved)
+    subnormal = significand >> clip(1 - biased, 0, 31)
+    moved = select(biased > 0, magnitude + (exponent << 23), subnormal)
+    moved = select(biased > 254, float32.INF, moved)
     fixed = (magnitude == 0) | (magnitude >= float32.INF)
-    return sign | jnp.where(fixed, magnitude, moved)
+    return sign | select(fixed, magnitude, moved)
+
+
+# Exponent of the power of two that lifts.
+LIFT = 64
+# 2^-100: above, no step of the arithmetic leaves the normal numbers.
+_TINY = (127 - 100) << 23
+
+
+def is_tiny(tensor_scale: jax.Array) -> jax.Array:
+    """Where a tensor scale, which is positive, is below 2^-100."""
+    return float32.to_bits(tensor_scale) < _TINY
+
+
+def lift(x: jax.Array, where: jax.Array) -> jax.Array:
+    """Float32 values, times 2^64 where asked; subnormals are the numbers that they are.
+
+    Args:
+      x: float32, bfloat16 or float16.
+      where: bool, broadcastable to x.
+    """
+    bits = float32.to_bits(x)
+    values, magnitude = float32.from_bits(bits), bits & float32.ABS
+    # A subnormal is its pattern times 2^-149, and integers below 2^24 convert exactly.
+    small = float32.to_bits(magnitude.astype(jnp.float32) * jnp.float32(2.0 ** (LIFT - 149)))
+    small = float32.from_bits(small | bits ^ magnitude)
+    lifted = select(magnitude < float32.HIDDEN, small, values * jnp.float32(2.0**LIFT))
+    return jnp.where(where, lifted, values)
+
+
+def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
+    """Float32 patterns, divided by 2^64 where asked, rounded once where the result is subnormal.
+
+    Args:
+      bits: int32 patterns of normal numbers, zeros, Inf or NaN.
+      where: bool, broadcastable to bits.
+    """
+    magnitude = bits & float32.ABS
+    # Beside 2^-62, which is subnormals' end times 2^64, the sum's last bit is their unit: addition
+    # rounds, to nearest and ties to even, and what it adds to the pattern is the result's pattern.
+    beside = float32.from_bits(magnitude) + jnp.float32(2.0**-62)
+    subnormal = float32.to_bits(beside) - ((127 - 62) << 23)
+    lowered = magnitude - (LIFT << 23)
+    lowered = select(magnitude < (127 - 62) << 23, subnormal, lowered)
+    fixed = (magnitude >= float32.INF) | ~where
+    return jnp.where(fixed, magnitude, lowered) | bits ^ magnitude
+
+
+def divided(x: jax.Array, tensor_scale: jax.Array, by: Callable[..., Any]) -> Any:
+    """`by(x, tensor_scale)`, or the same of both lifted: only if a scale is tiny, x is read for it.
+
+    Args:
+      x: what the scale divides.
+      tensor_scale: float32, broadcastable to x.
+      by: gives the same for both multiplied by one number.
+    """
+    tiny = is_tiny(tensor_scale)
+    return lax.cond(
+        any_of(tiny),
+        lambda: by(lift(x, tiny), lift(tensor_scale, tiny)),
+        lambda: by(x, tensor_scale),
+    )
+
+
+@custom_vmap
+def any_of(mask: jax.Array) -> jax.Array:
+    """`jnp.any`, also over the axes that vmap adds: a cond stays a branch there."""
+    return jnp.any(mask)
+
+
+@any_of.def_vmap
+def _any_of_batch(axis_size: int, in_batched: Any, mask: jax.Array) -> tuple[jax.Array, bool]:
+    return any_of(mask), False

@@ -34,7 +34,7 @@ from jax.extend.core.primitives import (
 )
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from mx_jax.codecs.varying import varying
+from mx_jax.codecs.explicit_axes import varying
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
 from mx_jax.convert.traced_products import TracedProduct, traced_products
 from mx_jax.ops.tags import iteration, tag, watching

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from mx_jax.codecs.varying import varying
+from mx_jax.codecs.explicit_axes import varying
 from mx_jax.inspect import statistics
 from mx_jax.inspect.flax_modules import counted_scans, module_paths
 from mx_jax.inspect.records import Record, Scalar, pack, program_order, unpack

@@ -17,8 +17,8 @@ from jax import lax
 
 from mx_jax.backends.calls import CastStatisticsCall
 from mx_jax.backends.primitive import choose_if_any
-from mx_jax.codecs.invariants import varying_axes
-from mx_jax.codecs.varying import varying
+from mx_jax.codecs.blocks import varying_axes
+from mx_jax.codecs.explicit_axes import varying
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.quantize import dequantize
 from mx_jax.reference import statistics as plain

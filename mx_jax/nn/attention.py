@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from mx_jax.codecs.explicit_axes import explicit_sharding, reshape_along
 from mx_jax.ops.attention import attend_matrices
-from mx_jax.packed_rows import PackedRows, Rows
+from mx_jax.packed import PackedRows, Rows
 
 
 def merge_heads(x: jax.Array, like: jax.Array | None = None) -> jax.Array:

@@ -21,7 +21,7 @@ from mx_jax.nn.attention import (
     position_of_matrices,
 )
 from mx_jax.ops.quantize import dequantize, quantize_operand
-from mx_jax.packed_rows import PackedRows, Rows
+from mx_jax.packed import PackedRows, Rows
 from mx_jax.recipes.base import measured_operand
 
 

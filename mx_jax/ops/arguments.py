@@ -13,8 +13,7 @@ from jax.core import Tracer
 from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.codecs import float32
-from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.invariants import check_parts, tensor_scale_shape
+from mx_jax.codecs.blocks import Blocks, check_parts, tensor_scale_shape
 from mx_jax.formats import BlockFormat, BlockSize, Whole, block_format
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray, Quantized

@@ -10,7 +10,7 @@ from mx_jax.backends.calls import AttendCall
 from mx_jax.backends.primitive import choose_if_any
 from mx_jax.formats import BlockFormat
 from mx_jax.ops.quantize import dequantize
-from mx_jax.packed_rows import PackedRows, Rows
+from mx_jax.packed import PackedRows, Rows
 from mx_jax.reference import attention
 
 

@@ -15,7 +15,7 @@ from mx_jax.backends.primitive import choose
 from mx_jax.backends.records import active
 from mx_jax.backends.select import Choice
 from mx_jax.backends.target import follow
-from mx_jax.codecs.invariants import check_parts
+from mx_jax.codecs.blocks import check_parts
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import as_axes, as_axis, as_recipe
 from mx_jax.packed import PackedMXArray

@@ -19,8 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.codecs import packing
-from mx_jax.codecs.explicit_axes import explicit_sharding
-from mx_jax.codecs.varying import varying
+from mx_jax.codecs.explicit_axes import explicit_sharding, varying
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops.tags import Free
 from mx_jax.packed import Quantized, unpacked

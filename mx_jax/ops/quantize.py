@@ -17,8 +17,7 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.backends.primitive import choose, choose_if_any
 from mx_jax.backends.target import follow
-from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.invariants import check_parts, varying_axes
+from mx_jax.codecs.blocks import Blocks, check_parts, varying_axes
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockSize, Whole, check_block_size
 from mx_jax.mxarray import MXArray, straight_through

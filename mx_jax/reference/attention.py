@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from mx_jax.packed_rows import PackedRows, Rows
+from mx_jax.packed import PackedRows, Rows
 
 
 def attend(

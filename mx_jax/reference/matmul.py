@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.codecs import tiny
+from mx_jax.codecs.scale import LIFT, is_tiny, lift
 from mx_jax.mxarray import MXArray, decode, straight_through
 
 
@@ -74,10 +74,10 @@ def scaled_values(operand: jax.Array | MXArray) -> ScaledValues:
     if operand.format.scale.kind == "exponent":
         exponent, factor = -_HEADROOM, 2.0**_HEADROOM
     elif scale is not None and scale.size == 1:
-        small = tiny.is_tiny(scale)
-        scaled = dataclasses.replace(operand, tensor_scale=tiny.lift(scale, small))
+        small = is_tiny(scale)
+        scaled = dataclasses.replace(operand, tensor_scale=lift(scale, small))
         lifted = True
-        factor = jnp.where(small, jnp.float32(2.0**-tiny.LIFT), jnp.float32(1)).reshape(())
+        factor = jnp.where(small, jnp.float32(2.0**-LIFT), jnp.float32(1)).reshape(())
     values = decode(scaled, jnp.float32, exponent=exponent, lifted=lifted)
     if operand.primal is not None:
         values = straight_through(values, operand.primal.astype(jnp.float32) / factor)

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.codecs import blocks as block_shapes
-from mx_jax.codecs import float32, tiny
+from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import has_explicit_axes
+from mx_jax.codecs.float32 import select
 from mx_jax.codecs.rounding import NEAREST, Rounding
-from mx_jax.codecs.scale import encode_scaled, true_divide
+from mx_jax.codecs.scale import encode_scaled, lift, lower, true_divide
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.scale_rules import BlockData, ScaleRule
@@ -95,7 +96,7 @@ def _largest(magnitudes: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     """The largest of each block of non-negative integers; axes inside blocks kept, at length 1."""
 
     def reduced(magnitudes: jax.Array) -> jax.Array:
-        return jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)
+        return lax.expand_dims(lax.reduce_max(magnitudes, inside), inside)
 
     if not _has_many_short_blocks(magnitudes, inside) or has_explicit_axes():
         return reduced(magnitudes)
@@ -123,7 +124,7 @@ def _largest_by_halves(magnitudes: jax.Array, axis: int) -> jax.Array:
         # Those in the middle of an odd number count twice.
         low = lax.slice_in_dim(magnitudes, 0, half, axis=axis)
         high = lax.slice_in_dim(magnitudes, length - half, length, axis=axis)
-        magnitudes = jnp.maximum(low, high)
+        magnitudes = lax.max(low, high)
     return magnitudes
 
 
@@ -133,12 +134,12 @@ def tensor_scale_of(amax: jax.Array, largest_value: float, ndim: int) -> jax.Arr
     Blocks with NaN or Inf are left out, since they become NaN by themselves; a tensor of zeros has
     scale 1, and no other a smaller one than the smallest float32.
     """
-    largest = jnp.max(jnp.where(amax < float32.INF, amax, 0), initial=0).reshape((1,) * ndim)
+    largest = jnp.max(select(amax < float32.INF, amax, 0), initial=0).reshape((1,) * ndim)
     # Above 2^-64 even the smallest scale is far from subnormals.
     small = largest < (127 - 64) << 23
-    scale = true_divide(tiny.lift(float32.from_bits(largest), small), largest_value)
-    bits = jnp.maximum(tiny.lower(float32.to_bits(scale), small), 1)
-    return jnp.where(largest == 0, jnp.float32(1), float32.from_bits(bits))
+    scale = true_divide(lift(float32.from_bits(largest), small), largest_value)
+    bits = jnp.maximum(lower(float32.to_bits(scale), small), 1)
+    return select(largest == 0, 1.0, float32.from_bits(bits))
 
 
 def dequantize(x: MXArray, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:

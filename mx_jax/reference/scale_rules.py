@@ -1,22 +1,307 @@
-"""Scale rules as values: from a block's largest magnitude to its stored scale.
+"""How scales are chosen: functions from a block's data to its stored scale, and rules by name.
+
+Power-of-two rules differ in one number. With amax = (1 + m / 2^23) * 2^E, the unbiased scale
+exponent is `E - emax`, plus one if `m >= threshold(element)`. Source: OCP MX v1.0, section 6.3
+(FLOOR); the others as torchao names them.
 
 Two rules are one if what they compute is: backends compare a rule's functions, never its name.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs import element as element_codec
+from mx_jax.codecs import float32
+from mx_jax.codecs.explicit_axes import broadcast_like
+from mx_jax.codecs.float32 import clip, select
 from mx_jax.codecs.rounding import NEAREST, STOCHASTIC, Rounding
-from mx_jax.formats import BlockFormat, ElementFormat
-from mx_jax.reference import scale_functions as functions
-from mx_jax.reference.eden import Eden
-from mx_jax.reference.scale_functions import BlockData as BlockData
-from mx_jax.reference.scale_functions import FromAmax as FromAmax
-from mx_jax.reference.scale_functions import PowerOfTwo as PowerOfTwo
+from mx_jax.codecs.scale import (
+    E8M0_BIAS,
+    E8M0_NAN,
+    decode_scaled,
+    encode_scaled,
+    exponent_to_e8m0,
+    is_nan_scale,
+    is_tiny,
+    lift,
+    over_float_scale,
+    true_divide,
+)
+from mx_jax.formats import BlockFormat, ElementFormat, ScaleFormat
+
+
+class BlockData(NamedTuple):
+    """What a rule may look at.
+
+    Attributes:
+      values: the tensor with split axes.
+      inside: axes of `values` that run inside blocks.
+      amax: int32 patterns of the largest magnitude of each block; axes inside blocks have length 1.
+      format: the block format to be filled.
+      tensor_scale: float32, broadcastable to amax, or None.
+    """
+
+    values: jax.Array
+    inside: tuple[int, ...]
+    amax: jax.Array
+    format: BlockFormat
+    tensor_scale: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerOfTwo:
+    """`2^(E - emax)`, one exponent more from a threshold of amax's mantissa on. Equal by value.
+
+    Attributes:
+      threshold: the 23-bit mantissa from which the exponent goes up by one, given the element.
+    """
+
+    threshold: Callable[[ElementFormat], int]
+
+    def __call__(self, data: BlockData) -> jax.Array:
+        element, amax = data.format.element, data.amax
+        if element.emax < 1:
+            biased, mantissa = float32.normalize(amax)
+            amax = (biased << 23) + mantissa
+        # Elsewhere a subnormal amax has the smallest scale, whatever its exponent. From the
+        # threshold on, what is added carries into the exponent.
+        carry = (1 << 23) - min(self.threshold(element), 1 << 23)
+        biased = (amax + carry >> 23) - element.emax
+        stored = clip(biased, 0, 2 * E8M0_BIAS).astype(jnp.uint8)
+        return select(data.amax >= float32.INF, E8M0_NAN, stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class FromAmax:
+    """A function of a block's amax and of nothing else: `data.values` is None there.
+
+    Attributes:
+      function: as `ScaleRule.scales`.
+    """
+
+    function: Callable[[BlockData], jax.Array]
+
+    def __call__(self, data: BlockData) -> jax.Array:
+        unseen: Any = None
+        return self.function(data._replace(values=unseen))
+
+
+def never(element: ElementFormat) -> int:
+    """FLOOR's threshold: past every mantissa."""
+    return 1 << 23
+
+
+def above_power_of_two(element: ElementFormat) -> int:
+    """CEIL's threshold."""
+    return 1
+
+
+def rounds_up(element: ElementFormat) -> int:
+    """EVEN's threshold."""
+    # Rounding to p mantissa bits, ties away, carries into the exponent from 1.11..1|1 upward.
+    return (1 << 23) - (1 << (22 - element.mantissa_bits))
+
+
+def above_max(element: ElementFormat) -> int:
+    """RCEIL's threshold."""
+    # amax <= max * 2^k compares mantissas once the exponents agree.
+    return (element.max_mantissa << (23 - element.mantissa_bits)) + 1
+
+
+def gaussian(data: BlockData) -> jax.Array:
+    """A power of two from the standard deviation."""
+    # 2.92247856 standard deviations at E2M1's 6 lose least of a normal distribution.
+    values = data.values.astype(jnp.float32)
+    mean = jnp.mean(values, axis=data.inside, keepdims=True)
+    variance = jnp.mean(jnp.square(values - mean), axis=data.inside, keepdims=True)
+    spread = jnp.sqrt(variance) * (2.92247856 / data.format.element.max) + 1e-8
+    biased = float32.to_bits(spread) >> 23
+    stored = exponent_to_e8m0(biased - 127)
+    return select(data.amax >= float32.INF, E8M0_NAN, stored)
+
+
+def _scale_element(scale: ScaleFormat) -> ElementFormat:
+    assert scale.element is not None, scale
+    return scale.element
+
+
+def _element_scale(data: BlockData, target: float, smallest: float) -> jax.Array:
+    """Codes of `amax / target` over the tensor scale, clipped; NaN where amax is not finite."""
+    of = _scale_element(data.format.scale)
+    finite = data.amax < float32.INF
+    largest = float32.from_bits(select(finite, data.amax, 0))
+    if data.tensor_scale is None:
+        scale = true_divide(largest, target)
+    else:
+        small = is_tiny(data.tensor_scale)
+        scale = true_divide(lift(largest, small), target)
+        scale = true_divide(scale, lift(data.tensor_scale, small))
+    codes = element_codec.encode(jnp.minimum(jnp.maximum(scale, smallest), of.max), of)
+    return select(finite, codes, of.nan_code or 0)
+
+
+def amax(data: BlockData) -> jax.Array:
+    """`amax / max`, at least the smallest normal scale."""
+    smallest = _scale_element(data.format.scale).smallest_normal
+    return _element_scale(data, data.format.element.max, smallest)
+
+
+def amax_subnormal(data: BlockData) -> jax.Array:
+    """`amax / max`, at least the smallest subnormal scale."""
+    smallest = _scale_element(data.format.scale).smallest_subnormal
+    return _element_scale(data, data.format.element.max, smallest)
+
+
+@dataclasses.dataclass(frozen=True)
+class AmaxBecomes:
+    """`amax / largest`, at least the smallest subnormal scale. Equal by value.
+
+    Attributes:
+      largest: what the block's largest magnitude becomes over an exact scale.
+    """
+
+    largest: float
+
+    def __call__(self, data: BlockData) -> jax.Array:
+        smallest = _scale_element(data.format.scale).smallest_subnormal
+        return _element_scale(data, self.largest, smallest)
+
+
+def four_over_six(data: BlockData) -> jax.Array:
+    """`amax / 6` or `amax / 4`, whichever loses less."""
+    candidates = [AmaxBecomes(target)(data) for target in (6.0, 4.0)]
+    six, four = (squared_error(data, scales) for scales in candidates)
+    return jnp.where(four < six, candidates[1], candidates[0])
+
+
+def squared_error(
+    data: BlockData, scales: jax.Array, importance: jax.Array | None = None
+) -> jax.Array:
+    """What scales would lose: over each block, the sum of `(decoded - x)^2`, rounded to nearest.
+
+    Args:
+      data: the blocks; their values are read.
+      scales: stored scales, of amax's shape.
+      importance: what each square counts, of the values' shape; default: 1.
+
+    Returns:
+      float32, of amax's shape; a float sum, whose last bits depend on the order.
+    """
+    codes = encode_scaled(
+        data.values,
+        scales,
+        data.format,
+        tensor_scale=data.tensor_scale,
+        rounding=NEAREST,
+        random_bits=None,
+    )
+    values = float32.from_bits(decode_scaled(codes, scales, data.format, data.tensor_scale))
+    lost = jnp.square(values - data.values.astype(jnp.float32))
+    if importance is not None:
+        lost = lost * importance
+    return jnp.sum(lost, axis=data.inside, keepdims=True)
+
+
+# torchao's guard against division by zero: amax below it counts as it.
+FLOAT8_EPSILON = 1e-12
+
+
+def divisor(data: BlockData) -> jax.Array:
+    """`max / amax`, float32."""
+    top = data.format.element.max
+    values = float32.from_bits(data.amax)
+    # float64 quotients rounded to float32 equal float32 quotients; only epsilon itself is not a
+    # float32, so its quotient is a constant.
+    scale = true_divide(jnp.full_like(values, top), values)
+    scale = select(values < FLOAT8_EPSILON, top / FLOAT8_EPSILON, scale)
+    return select(data.amax < float32.INF, scale, jnp.nan)
+
+
+def divisor_power_of_two(data: BlockData) -> jax.Array:
+    """`max / amax`, rounded down to a power of two."""
+    scale = divisor(data)
+    down = float32.from_bits(float32.to_bits(scale) & float32.INF)
+    return select(data.amax < float32.INF, down, scale)
+
+
+def multiplier(data: BlockData) -> jax.Array:
+    """`amax / max`, float32."""
+    # Kept far from subnormals, which some platforms flush; a block of zeros has scale 1.
+    scale = true_divide(float32.from_bits(data.amax), data.format.element.max)
+    scale = select(data.amax == 0, 1.0, jnp.maximum(scale, 2.0**-100))
+    return select(data.amax < float32.INF, scale, jnp.nan)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eden:
+    """Scales that make up for what rounding to nearest did to the elements (MS-EDEN).
+
+    Stored are `round(scale * <x, x> / <x, q>)` of codes q that were made with `scale`. Rounding to
+    nearest shortens or lengthens a vector in its own direction; with this factor its codes have the
+    right length again, and after a random rotation their expected value is x: with half the error
+    of stochastic rounding. Scales are rounded stochastically, so the factor is kept on average.
+    Source: Quartet II, arXiv 2601.22813; EDEN without blocks: Vargaftik et al., arXiv 2108.08842.
+
+    Attributes:
+      group: elements along the blocked axis that share a factor: as many whole blocks as it
+        holds, at least one. Over several blocks, each counts as its elements are over its scale.
+      rounding: how the product of scale and factor is rounded.
+    """
+
+    group: int
+    rounding: Rounding
+
+    def __call__(
+        self,
+        data: BlockData,
+        scales: jax.Array,
+        codes: jax.Array,
+        random_bits: jax.Array | None,
+    ) -> jax.Array:
+        """The stored scales.
+
+        The sums are float sums, whose last bits depend on their order.
+
+        Args:
+          data: what was quantized; scales are in an element format.
+          scales: stored scales that the elements were divided by, of amax's shape.
+          codes: what became of the elements.
+          random_bits: int32 of amax's shape, for stochastic rounding.
+        """
+        of = data.format.scale.element
+        assert of is not None, data.format
+        values = data.values.astype(jnp.float32)
+        x = over_float_scale(values, scales, data.format, data.tensor_scale)
+        q = element_codec.decode(codes, data.format.element)
+        # A block of NaN leaves the scales of its neighbours alone.
+        lost = is_nan_scale(scales, data.format.scale)
+        length = self._total(jnp.where(lost, 0, x * x), data.inside)
+        along = self._total(jnp.where(lost, 0, x * q), data.inside)
+        factor = jnp.where(along == 0, jnp.float32(1), true_divide(length, along))
+        return element_codec.encode(
+            element_codec.decode(scales, of) * factor,
+            of,
+            rounding=self.rounding,
+            random_bits=random_bits,
+        )
+
+    def _total(self, terms: jax.Array, inside: tuple[int, ...]) -> jax.Array:
+        """Sums over each group, at every block of it: float32 of amax's shape."""
+        num_blocks = max(self.group // terms.shape[inside[-1]], 1)
+        sums = jnp.sum(terms, axis=inside)
+        if num_blocks == 1:
+            return lax.expand_dims(sums, inside)
+        axis = inside[-1] - len(inside) - sums.ndim
+        groups, within = block_shapes.split(sums, ((axis, num_blocks),), fill=True)
+        totals = broadcast_like(jnp.sum(groups, axis=within, keepdims=True), groups)
+        return lax.expand_dims(block_shapes.merge(totals, sums.shape, within), inside)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,23 +399,23 @@ def power_of_two(name: str, threshold: Callable[[ElementFormat], int]) -> ScaleR
     return ScaleRule(name=name, kinds=("exponent",), scales=PowerOfTwo(threshold))
 
 
-FLOOR = power_of_two("floor", functions.never)
-CEIL = power_of_two("ceil", functions.above_power_of_two)
-EVEN = power_of_two("even", functions.rounds_up)
-RCEIL = power_of_two("rceil", functions.above_max)
+FLOOR = power_of_two("floor", never)
+CEIL = power_of_two("ceil", above_power_of_two)
+EVEN = power_of_two("even", rounds_up)
+RCEIL = power_of_two("rceil", above_max)
 
 # Quartet's forward scale (arXiv 2505.14669): clips on purpose. A float mean, so the only rule whose
 # bits may differ between backends that add in another order.
-GAUSSIAN = ScaleRule(name="gaussian", kinds=("exponent",), scales=functions.gaussian)
+GAUSSIAN = ScaleRule(name="gaussian", kinds=("exponent",), scales=gaussian)
 
-AMAX = ScaleRule(name="amax", kinds=("element",), scales=FromAmax(functions.amax))
+AMAX = ScaleRule(name="amax", kinds=("element",), scales=FromAmax(amax))
 AMAX_SUBNORMAL = ScaleRule(
-    name="amax_subnormal", kinds=("element",), scales=FromAmax(functions.amax_subnormal)
+    name="amax_subnormal", kinds=("element",), scales=FromAmax(amax_subnormal)
 )
 # "4/6" (arXiv 2512.02010): a block's largest value becomes 6 or 4, whichever loses less; the tensor
 # scale leaves room for the second choice, 1.5 * 256.
 FOUR_OVER_SIX = ScaleRule(
-    name="four_over_six", kinds=("element",), scales=functions.four_over_six, largest_scale=256.0
+    name="four_over_six", kinds=("element",), scales=four_over_six, largest_scale=256.0
 )
 
 
@@ -143,7 +428,7 @@ def _amax_becomes(
     return ScaleRule(
         name=name,
         kinds=("element",),
-        scales=FromAmax(functions.AmaxBecomes(largest)),
+        scales=FromAmax(AmaxBecomes(largest)),
         largest_scale=largest_scale,
         largest_element=largest,
         correction=correction,
@@ -160,15 +445,15 @@ MS_EDEN = _amax_becomes(
     "ms_eden", 6 / (17 / 16 * 0.93), 255.99, Eden(group=16, rounding=STOCHASTIC)
 )
 
-FLOAT8 = ScaleRule(name="float8", kinds=("divisor",), scales=FromAmax(functions.divisor))
+FLOAT8 = ScaleRule(name="float8", kinds=("divisor",), scales=FromAmax(divisor))
 FLOAT8_POWER_OF_TWO = ScaleRule(
     name="float8_power_of_two",
     kinds=("divisor",),
-    scales=FromAmax(functions.divisor_power_of_two),
+    scales=FromAmax(divisor_power_of_two),
 )
 # DeepSeek-V3's `scale_inv`: value = code * (amax / max).
 AMAX_MULTIPLIER = ScaleRule(
-    name="amax_multiplier", kinds=("multiplier",), scales=FromAmax(functions.multiplier)
+    name="amax_multiplier", kinds=("multiplier",), scales=FromAmax(multiplier)
 )
 
 SCALE_RULES: tuple[ScaleRule, ...] = (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.codecs import packing
-from mx_jax.codecs.varying import vary_alike
+from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.mxarray import MXArray
 
 

@@ -27,7 +27,7 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.formats import MXFP8_E4M3, WHOLE, BlockFormat, BlockSize
 from mx_jax.ops.arguments import blocks_along
-from mx_jax.packed_rows import PackedRows, Rows
+from mx_jax.packed import PackedRows, Rows
 from mx_jax.reference.scale_rules import SCALE_RULES
 from mx_jax.specs import operand
 from mx_jax.testing.compare import exact_values

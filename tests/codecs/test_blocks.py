@@ -1,4 +1,4 @@
-"""Cutting axes into blocks and putting them back."""
+"""Cutting axes into blocks and putting them back; which tensor scales fit, by shapes alone."""
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from mx_jax.codecs.blocks import (
     scales_shape,
     split,
     spread,
+    tensor_scale_shape,
+    varying_axes,
 )
 from mx_jax.formats import WHOLE
 from tests.quick import quick
@@ -95,3 +97,33 @@ def test_a_block_longer_than_its_axis_gives_the_same_bits(format: str, rule: str
         np.testing.assert_array_equal(short.scales, full.scales)
         values = map(np.asarray, map(mx_jax.dequantize, (short, full)))
         np.testing.assert_array_equal(next(values), next(values)[:, :40])
+
+
+BLOCKS = ((-1, 16),)
+
+
+@pytest.mark.parametrize(
+    ("given", "fits"),
+    [
+        ((1, 1, 1), True),
+        ((2, 1, 1), True),
+        ((2, 3, 1), True),
+        ((1, 3, 1), True),
+        ((2, 3, 2), False),
+        ((1, 1, 32), False),
+        ((3, 1, 1), False),
+        ((1, 1), False),
+        ((1, 1, 1, 1), False),
+    ],
+)
+def test_one_for_all_or_for_each_position_without_blocks(given: tuple[int, ...], fits: bool):
+    reason = tensor_scale_shape(given, (2, 3, 32), BLOCKS)
+    assert reason is None if fits else reason is not None and f"shape={given}" in reason
+
+
+def test_axes_along_which_it_differs():
+    class Of:
+        shape = (2, 1, 3)
+
+    assert varying_axes(Of) == (0, 2)
+    assert varying_axes(None) == ()

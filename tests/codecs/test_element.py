@@ -147,14 +147,9 @@ def random_patterns(rng: np.random.Generator, count: int) -> np.ndarray:
     return np.concatenate([wild, tame]).view(np.float32)
 
 
-def test_a_million_float32(rng: np.random.Generator):
-    x = random_patterns(rng, 1 << 20)
-    check_cast(x, encode_to_all(jnp.asarray(x)), "float32")
-
-
-@pytest.mark.slow
-def test_ten_million_float32(rng: np.random.Generator):
-    for _ in range(10):
+@pytest.mark.parametrize("millions", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_millions_of_float32(millions: int, rng: np.random.Generator):
+    for _ in range(millions):
         x = random_patterns(rng, 1 << 20)
         check_cast(x, encode_to_all(jnp.asarray(x)), "float32")
 

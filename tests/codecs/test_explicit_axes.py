@@ -1,10 +1,11 @@
-"""Where split and joined axes lie on a mesh with explicit axes; types alone, nothing compiled."""
+"""Where split and joined axes lie, and what varies, as types say; nothing is compiled."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 from mx_jax.codecs.explicit_axes import (
     broadcast_like,
@@ -13,10 +14,10 @@ from mx_jax.codecs.explicit_axes import (
     join_axes,
     partitions,
     split_axes,
+    vary_alike,
+    varying,
     with_partitions,
 )
-
-P = PartitionSpec
 
 
 def mesh(*types: AxisType) -> jax.sharding.Mesh:
@@ -98,3 +99,26 @@ def test_partitions():
     assert partitions(sharding, 2) == ["a", None]
     moved = with_partitions(sharding, ["b"])
     assert moved == NamedSharding(sharding.mesh, P("b"))
+
+
+def test_operands_vary_along_the_axes_of_all():
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    seen = []
+
+    def shard(x, y, z):
+        seen.append([varying(part) for part in (x, y, z)])
+        alike = vary_alike((x, y, z))
+        seen.append([varying(part) for part in alike])
+        return alike[0]
+
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    specs = (P("a"), P(None, "b"), P())
+    jax.eval_shape(jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=P("a", "b")), x, x, x)
+    assert seen[0] == [{"a"}, {"b"}, set()]
+    assert seen[1] == [{"a", "b"}] * 3
+
+
+def test_nothing_varies_outside():
+    x = jnp.ones(2)
+    assert varying(x) == frozenset()
+    assert vary_alike((x, x))[0] is x

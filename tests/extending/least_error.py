@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from mx_jax.reference.scale_functions import squared_error
-from mx_jax.reference.scale_rules import FLOOR, BlockData, ScaleRule
+from mx_jax.reference.scale_rules import FLOOR, BlockData, ScaleRule, squared_error
 
 
 def least_error(data: BlockData) -> jax.Array:

@@ -1,27 +1,49 @@
-"""Block formats: what they hold, what they refuse."""
+"""Block formats: what they hold, what they refuse, and how they are found."""
 
 import dataclasses
+import re
 
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import pytest
 
+from mx_jax import recipes
 from mx_jax.formats import (
     BLOCK_FORMATS,
     E2M1,
+    E4M3,
     E4M3_SCALE,
+    E5M2,
     E8M0,
+    ELEMENT_FORMATS,
+    F32,
     F32_DIVISOR,
     FLOAT8_ROWWISE_E4M3,
+    FLOAT8_TENSORWISE_E4M3,
     FLOAT8_TENSORWISE_E5M2,
+    INT8,
     MXFP4,
     MXFP4_2D,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
     MXFP8_E4M3,
+    MXFP8_E5M2,
+    MXINT8,
     NVFP4,
     NVFP4_2D,
     NVFP4_ONE_LEVEL,
+    SCALE_FORMATS,
     WHOLE,
     BlockFormat,
+    ElementFormat,
+    ScaleFormat,
+    any_format,
+    block_format,
     check_block_size,
 )
+from mx_jax.formats.block import FLOAT8_BLOCKWISE_2D_E8M0, FLOAT8_BLOCKWISE_E8M0, known_block
+from mx_jax.formats.element import known_element, known_scale
 
 TABLE = {
     "mxfp8_e4m3": ("e4m3", "e8m0", (1, 32), False),
@@ -111,3 +133,223 @@ def test_a_tensor_scale_needs_an_element_scale():
 def test_repr():
     assert repr(MXFP4) == "BlockFormat(mxfp4, block=(1, 32))"
     assert repr(FLOAT8_ROWWISE_E4M3) == "BlockFormat(float8_rowwise_e4m3, block=(1, WHOLE))"
+
+
+STRANGER = dataclasses.replace(E2M1, bias=2)
+
+
+@pytest.mark.parametrize(
+    ("known", "rows"),
+    [(known_element, ELEMENT_FORMATS), (known_scale, SCALE_FORMATS), (known_block, BLOCK_FORMATS)],
+    ids=["element", "scale", "block"],
+)
+def test_rows_under_any_name(known, rows):
+    for row in rows:
+        assert known(row) is row
+        assert known(dataclasses.replace(row, name="mine")) is row
+
+
+def test_parts_under_any_name():
+    mine = dataclasses.replace(E4M3_SCALE, element=dataclasses.replace(E4M3, name="mine"))
+    assert known_scale(mine) is E4M3_SCALE
+    element = dataclasses.replace(E2M1, name="mine")
+    format = dataclasses.replace(NVFP4, element=element, scale=mine)
+    assert known_block(format) is NVFP4 and format.is_known
+
+
+def test_strangers():
+    assert known_element(STRANGER) is None
+    assert known_scale(dataclasses.replace(E4M3_SCALE, element=STRANGER)) is None
+    assert known_scale(dataclasses.replace(E4M3_SCALE, element=E5M2)) is None
+    assert known_scale(dataclasses.replace(E8M0, bits=7)) is None
+    for facts in (
+        {"element": STRANGER},
+        {"scale": dataclasses.replace(E4M3_SCALE, bits=7)},
+        {"block": (1, 17)},
+        {"scale": E8M0, "tensor_scale": False, "block": (16, 1)},
+    ):
+        assert known_block(dataclasses.replace(NVFP4, **facts)) is None
+
+
+def test_kernels_ask_element_and_scale_alone():
+    assert MXFP4.with_block(7).is_known
+    assert not dataclasses.replace(MXFP4, element=STRANGER).is_known
+    assert not dataclasses.replace(MXFP4, scale=dataclasses.replace(E8M0, bits=7)).is_known
+
+
+@pytest.mark.parametrize(
+    ("format", "bits"),
+    [(MXFP4, 2), (NVFP4, 2 + 4), (MXFP8_E5M2, 3), (FLOAT8_TENSORWISE_E4M3, None)],
+    ids=lambda value: value.name if isinstance(value, BlockFormat) else None,
+)
+def test_significand_bits(format: BlockFormat, bits: int | None):
+    assert format.significand_bits == bits
+
+
+def test_significand_bits_of_elements():
+    assert [e.significand_bits for e in (E4M3, E5M2, INT8)] == [4, 3, 7]
+
+
+def fact(base: ElementFormat, **facts) -> ElementFormat | None:
+    try:
+        return dataclasses.replace(base, **facts)
+    except ValueError:
+        return None
+
+
+def test_how_many_codes_may_be_reserved():
+    """Of E2M1's eight, two stay; Inf needs a NaN beside it; the fnuz formats and INT8 have none."""
+    ok = [number for number in range(-2, 9) if fact(E2M1, num_reserved_codes=number)]
+    assert ok == list(range(7))
+    ok = [number for number in range(-2, 9) if fact(E2M1, num_reserved_codes=number, has_inf=True)]
+    assert ok == list(range(2, 7))
+    for base, facts in ((E2M1, {"has_negative_zero": False}), (INT8, {})):
+        assert fact(base, num_reserved_codes=0, **facts)
+        assert not fact(base, num_reserved_codes=1, **facts)
+        assert not fact(base, num_reserved_codes=-1, **facts)
+
+
+def test_where_a_format_ends():
+    """At most eight bits, values from 2^-22 to below 2^17."""
+    for mantissa_bits, fits in ((-1, False), (0, True), (5, True), (6, False)):
+        assert bool(fact(E2M1, mantissa_bits=mantissa_bits)) == fits
+    for exponent_bits, fits in ((0, False), (1, True)):
+        assert bool(fact(E2M1, exponent_bits=exponent_bits)) == fits
+    assert not fact(INT8, exponent_bits=2, mantissa_bits=4)
+    for bias, fits in ((22, True), (23, False), (-13, True), (-14, False)):
+        assert bool(fact(E2M1, bias=bias)) == fits
+    for scale in SCALE_FORMATS:
+        assert scale.is_float32 == (scale.bits == 32)
+    assert F32_DIVISOR.element is None
+
+
+@pytest.mark.parametrize("kind", [ElementFormat, ScaleFormat, BlockFormat])
+def test_formats_are_built_by_names(kind: type):
+    """Their facts are numbers, whose order nobody remembers."""
+    with pytest.raises(TypeError, match="positional"):
+        kind("mine")
+
+
+def test_what_facts_are_by_default():
+    fp5 = ElementFormat(name="e2m2", exponent_bits=2, mantissa_bits=2, bias=1)
+    assert (fp5.kind, fp5.num_reserved_codes, fp5.has_inf, fp5.dtype_name) == (
+        "float",
+        0,
+        False,
+        None,
+    )
+    assert (fp5.has_negative_zero, fp5.negative_extra) == (True, False)
+    mine = BlockFormat(name="mine", element=fp5, scale=E8M0)
+    assert (mine.block, mine.tensor_scale) == ((1, 32), False)
+    for block in ((0, 32), (1, 0)):
+        with pytest.raises(ValueError, match="BlockFormat mine: a block size must be a positive"):
+            dataclasses.replace(mine, block=block)
+
+
+ALL_BLOCK_NAMES = ", ".join(format.name for format in BLOCK_FORMATS)
+
+
+@pytest.mark.parametrize("format", BLOCK_FORMATS, ids=lambda format: format.name)
+def test_by_object_and_name(format: BlockFormat):
+    assert block_format(format) is format
+    assert block_format(format.name) is format
+    assert block_format(f"  {format.name.upper().replace('_', '-')} ") is format
+
+
+def test_an_own_format_needs_no_registration():
+    own = MXFP4.with_block(8)
+    assert block_format(own) is own
+
+
+@pytest.mark.parametrize(
+    ("dtype", "format"),
+    [
+        (ml_dtypes.float8_e4m3fn, MXFP8_E4M3),
+        (jnp.float8_e4m3fn, MXFP8_E4M3),
+        (np.dtype(ml_dtypes.float8_e5m2), MXFP8_E5M2),
+        (ml_dtypes.float6_e2m3fn, MXFP6_E2M3),
+        (ml_dtypes.float6_e3m2fn, MXFP6_E3M2),
+        (np.int8, MXINT8),
+        (jnp.int8, MXINT8),
+        (np.dtype("int8"), MXINT8),
+    ],
+    ids=str,
+)
+def test_by_dtype(dtype, format: BlockFormat):
+    assert block_format(dtype) is format
+
+
+def test_an_ambiguous_dtype_lists_its_formats():
+    message = "dtype=float4_e2m1fn is stored by several block formats; name one of: mxfp4, nvfp4"
+    for dtype in (ml_dtypes.float4_e2m1fn, np.dtype(ml_dtypes.float4_e2m1fn)):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            block_format(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, ml_dtypes.float8_e8m0fnu, np.uint8])
+def test_a_dtype_without_block_format_lists_all(dtype):
+    message = (
+        f"dtype={np.dtype(dtype).name} is stored by no block format; name one of: {ALL_BLOCK_NAMES}"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        block_format(dtype)
+
+
+@pytest.mark.parametrize("name", ["mxfp5", "", "fp8", "float32"])
+def test_an_unknown_name_lists_the_known(name: str):
+    message = f"unknown block format name={name!r}; known: {ALL_BLOCK_NAMES}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        block_format(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("float8_rowwise", "float8_rowwise_e4m3, float8_rowwise_e5m2"),
+        ("E2M3", "mxfp6_e2m3"),
+        ("float8_e5m2", "mxfp8_e5m2, float8_rowwise_e5m2, float8_tensorwise_e5m2"),
+    ],
+)
+def test_a_name_in_part_lists_what_may_be_meant(name: str, meant: str):
+    message = (
+        f"unknown block format name={name!r}, perhaps one of {meant}; known: {ALL_BLOCK_NAMES}"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        block_format(name)
+
+
+def test_names_of_recipes_for_all_operands_are_those_of_formats():
+    """So one name is good wherever a format or a recipe is taken."""
+    for name in ("mxfp8", "mxfp6", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4"):
+        fwd = recipes.from_name(name).fwd
+        assert fwd.lhs.format == fwd.rhs.format == block_format(name) == any_format(name)
+    assert block_format("MXFP8").name == "mxfp8_e4m3"
+
+
+@pytest.mark.parametrize("format", [3, 3.5, [1], object, {"a": 1}], ids=repr)
+def test_anything_else_is_a_type_error(format):
+    with pytest.raises((TypeError, ValueError), match=re.escape(ALL_BLOCK_NAMES)):
+        block_format(format)
+
+
+def test_any_format_finds_blocks_before_elements_before_scales():
+    # "e4m3" names an element format and a scale format: the element format comes first.
+    shadowed = {"e4m3"}
+    for format in (*BLOCK_FORMATS, *ELEMENT_FORMATS):
+        assert any_format(format.name) is format
+    for scale in SCALE_FORMATS:
+        assert (any_format(scale.name) is scale) == (scale.name not in shadowed)
+    assert any_format("E8M0") is E8M0
+    assert any_format("F32") is F32
+
+
+def test_any_format_lists_what_it_knows():
+    names = [format.name for format in (*BLOCK_FORMATS, *ELEMENT_FORMATS, *SCALE_FORMATS)]
+    message = f"unknown format name='e9m9'; known: {', '.join(names)}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        any_format("e9m9")
+
+
+def test_formats_of_recipes_alone_have_names():
+    for format in (FLOAT8_BLOCKWISE_E8M0, FLOAT8_BLOCKWISE_2D_E8M0):
+        assert block_format(format.name) is format

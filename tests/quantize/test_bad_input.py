@@ -1,6 +1,10 @@
-"""What `quantize` refuses, and what it says: operation, rule, values, remedy."""
+"""What `quantize` refuses, and MXArrays whose parts do not fit: operation, rule, values, remedy."""
 
+import dataclasses
+import functools
 import re
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +13,9 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax.formats import BLOCK_FORMATS, MXFP4, NVFP4, WHOLE
-from mx_jax.reference.scale_rules import SCALE_RULES
-from tests.needs import CPU_BACKENDS
+from mx_jax import MXArray, recipes
+from mx_jax.formats import MXFP4, NVFP4, WHOLE
+from tests.needs import CPU_BACKENDS, needs_library
 
 X = np.ones((2, 32), np.float32)
 
@@ -99,45 +103,11 @@ def test_good_block_sizes(size):
     assert stored == size
 
 
-@pytest.mark.parametrize("format", ["mxfp5", "MX", ""])
-def test_unknown_format(format: str):
-    known = ", ".join(f.name for f in BLOCK_FORMATS)
-    refuses(ValueError, f"unknown block format name={format!r}; known: {known}", X, format)
-
-
-def test_ambiguous_format():
-    message = "dtype=float4_e2m1fn is stored by several block formats; name one of: mxfp4, nvfp4"
-    refuses(ValueError, message, X, ml_dtypes.float4_e2m1fn)
-
-
-def test_format_of_the_wrong_type():
-    known = ", ".join(f.name for f in BLOCK_FORMATS)
-    message = (
-        "a block format is given as a BlockFormat, a name or a dtype, got format=3 of type int; "
-        f"known names: {known}"
-    )
-    refuses(TypeError, message, X, 3)
-
-
-def test_unknown_rule():
-    known = ", ".join(rule.name for rule in SCALE_RULES)
-    refuses(ValueError, f"unknown scale_rule='round'; known: {known}", X, MXFP4, scale_rule="round")
-
-
 @pytest.mark.parametrize("rule", [3, 1.5, ("floor",), object], ids=repr)
 def test_rule_of_the_wrong_type(rule):
     """The message names what was passed."""
     with pytest.raises((TypeError, ValueError), match=f"scale_rule={re.escape(repr(rule))}"):
         mx_jax.quantize(X, MXFP4, scale_rule=rule)
-
-
-def test_rule_that_does_not_fit():
-    fitting = ", ".join(r.name for r in SCALE_RULES if "element" in r.kinds)
-    message = (
-        "scale rule 'rceil' fills scales of kind exponent, but format=nvfp4 has e4m3 scales of "
-        f"kind element; use one of: {fitting}"
-    )
-    refuses(ValueError, message, X, NVFP4, scale_rule="rceil")
 
 
 @pytest.mark.parametrize("rounding", ["up", "", None, 3], ids=repr)
@@ -259,3 +229,129 @@ def test_errors_come_at_trace_time():
         jax.eval_shape(lambda x: mx_jax.quantize(x, MXFP4, axis=5), X)
     with pytest.raises(TypeError, match="got dtype=int32"):
         jax.jit(lambda x: mx_jax.quantize(x, MXFP4))(np.ones(3, np.int32))
+
+
+WEIGHTS = np.linspace(-3.0, 3.0, 4 * 64).astype(np.float32).reshape(64, 4)
+
+
+MX, NV = "mxfp8_e4m3", "nvfp4"
+
+
+ACTIVATIONS = np.ones((2, 64), np.float32)
+
+
+RECIPE = recipes.weight_only("mxfp8_e4m3")
+
+
+@functools.cache
+def quantized(format: str) -> MXArray:
+    return mx_jax.quantize(WEIGHTS, format, axis=0)
+
+
+def scales_of(shape: tuple[int, ...]) -> np.ndarray:
+    return np.zeros(shape, np.uint8)
+
+
+MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "scales of another shape": (
+        MX,
+        {"scales": scales_of((1, 4))},
+        r"scales.shape=\(2, 4\), got scales.shape=\(1, 4\), codes.shape=\(64, 4\)",
+    ),
+    "scales of another rank": (MX, {"scales": scales_of((2, 4, 1))}, r"scales.shape=\(2, 4, 1\)"),
+    "scales of another dtype": (
+        MX,
+        {"scales": np.zeros((2, 4), np.float32)},
+        "scales must be uint8, got scales.dtype=float32",
+    ),
+    "codes of another dtype": (
+        MX,
+        {"codes": np.zeros((64, 4), np.int32)},
+        "codes must be uint8, got codes.dtype=int32",
+    ),
+    "no codes": (MX, {"codes": None}, "codes must be uint8, got codes.dtype=NoneType"),
+    "blocks twice": (MX, {"blocks": ((-2, 32), (-2, 32))}, r"once, got blocks=\(\(-2, 32\)"),
+    "blocks of another size": (MX, {"blocks": ((-2, 16),)}, r"block=\(1, 32\), got blocks="),
+    "blocks beyond the axes": (MX, {"blocks": ((-3, 32),)}, r"from the end, got blocks=\(\(-3"),
+    "blocks from the front": (MX, {"blocks": ((0, 32),)}, r"from the end, got blocks=\(\(0"),
+    "a tensor scale too many": (
+        MX,
+        {"tensor_scale": np.ones((1, 1), np.float32)},
+        r"has no tensor scale, got tensor_scale.shape=\(1, 1\)",
+    ),
+    "no tensor scale": (NV, {"tensor_scale": None}, "missing, got tensor_scale=None"),
+    "a tensor scale of another dtype": (
+        NV,
+        {"tensor_scale": np.ones((1, 1), jnp.bfloat16)},
+        "tensor_scale must be float32, got tensor_scale.dtype=bfloat16",
+    ),
+    "a tensor scale of another rank": (
+        NV,
+        {"tensor_scale": np.ones((), np.float32)},
+        r"scale.shape=\(\)",
+    ),
+    "a tensor scale along blocks": (
+        NV,
+        {"tensor_scale": np.ones((64, 1), np.float32)},
+        r"where no blocks lie, got tensor_scale.shape=\(64, 1\)",
+    ),
+}
+
+
+ENTRIES: dict[str, Callable[[MXArray], Any]] = {
+    "dequantize": mx_jax.dequantize,
+    "MXArray.dequantize": lambda w: w.dequantize(),
+    "asarray": lambda w: jnp.asarray(w),
+    "matmul": lambda w: mx_jax.matmul(ACTIVATIONS, w, recipe=RECIPE),
+    "high precision": lambda w: mx_jax.matmul(ACTIVATIONS, w, recipe=recipes.high_precision()),
+    "left": lambda w: mx_jax.matmul(w, ACTIVATIONS, recipe=RECIPE),
+    "dot_general": lambda w: mx_jax.dot_general(
+        ACTIVATIONS, w, (((1,), (0,)), ((), ())), recipe=RECIPE
+    ),
+    "einsum": lambda w: mx_jax.einsum("mk,kn->mn", ACTIVATIONS, w, recipe=RECIPE),
+    "ragged_dot": lambda w: mx_jax.ragged_dot(ACTIVATIONS, w, jnp.array([2]), recipe=RECIPE),
+    "pack_weights": mx_jax.pack_weights,
+    "saturated_fraction": lambda w: mx_jax.inspect.saturated_fraction(WEIGHTS, w),
+    "index": lambda w: w[:, :1],
+    "reshape": lambda w: w.reshape(64, 2, 2),
+    "at": lambda w: w.at[:, :1].set(w),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed(name: str):
+    format, parts, match = MALFORMED[name]
+    with pytest.raises(ValueError, match=f"dequantize: a malformed MXArray, format=.*{match}"):
+        mx_jax.dequantize(dataclasses.replace(quantized(format), **parts))
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_refused_wherever_it_enters(entry: str):
+    malformed = dataclasses.replace(quantized(MX), scales=scales_of((1, 4)))
+    with pytest.raises(ValueError, match=r"a malformed MXArray.* make it with mx_jax.quantize"):
+        ENTRIES[entry](malformed)
+
+
+def test_refused_under_jit():
+    malformed = dataclasses.replace(quantized(MX), scales=scales_of((1, 4)))
+    with pytest.raises(ValueError, match="matmul: rhs: a malformed MXArray"):
+        jax.jit(ENTRIES["matmul"])(malformed)
+
+
+def test_trees_may_hold_anything():
+    assert "MXArray" in repr(dataclasses.replace(quantized(MX), scales=scales_of((1, 4))))
+    for leaf in (None, object(), 1, jax.ShapeDtypeStruct((3,), "float32")):
+        assert "MXArray" in repr(jax.tree.map(lambda _, leaf=leaf: leaf, quantized(MX)))
+    batched = jax.vmap(lambda x: mx_jax.quantize(x, "nvfp4"))(jnp.ones((3, 4, 32)))
+    assert jax.vmap(lambda q: q.dequantize())(batched).shape == (3, 4, 32)
+    assert mx_jax.dequantize(batched).shape == (3, 4, 32)
+
+
+@needs_library
+def test_a_mapped_packed_array_shows_itself():
+    weights = mx_jax.quantize(np.ones((256, 16), np.float32), "mxfp4", axis=0)
+    with mx_jax.only_backend("cpu_ffi"):
+        packed = mx_jax.pack_weights(weights)
+    assert not isinstance(packed, MXArray)
+    for leaf in (None, 1, object()):
+        assert "mxfp4" in repr(jax.tree.map(lambda _, leaf=leaf: leaf, packed))

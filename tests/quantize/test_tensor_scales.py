@@ -1,21 +1,34 @@
-"""A tensor scale for each matrix of a batch, as NVFP4 experts have them."""
+"""NVFP4 with a tensor scale for each matrix, and near the bottom of float32."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import mx_jax
 from mx_jax import MXArray, recipes
+from mx_jax.codecs import float32
+from mx_jax.codecs import scale as tiny
 from tests.needs import CPU_BACKENDS, needs_library
 from tests.quick import quick
 
 GENERATOR = np.random.default_rng(0)
+
+
 EXPERTS = GENERATOR.normal(size=(2, 64, 6)).astype(np.float32) * np.array([1.0, 1e4])[:, None, None]
+
+
 EXPERTS = EXPERTS.astype(np.float32)
+
+
 SCALES = np.array([1e-3, 10.0], np.float32).reshape(2, 1, 1)
+
+
 TOKENS = GENERATOR.normal(size=(2, 3, 64)).astype(np.float32)
+
+
 RECIPE = recipes.weight_only("nvfp4")
 
 
@@ -121,3 +134,169 @@ def test_both_casts_share_them():
     first, second = mx_jax.quantize_both(TOKENS, "nvfp4", tensor_scale=SCALES)
     same(first, mx_jax.quantize(TOKENS, "nvfp4", tensor_scale=SCALES))
     same(second, mx_jax.quantize(TOKENS, "nvfp4", axis=-2, tensor_scale=SCALES))
+
+
+BACKENDS = ["reference", "cpu_ffi"]
+
+
+UNIT = np.random.default_rng(0).normal(size=(32, 128))
+
+
+UNIT /= np.abs(UNIT).max()
+
+
+# Its smallest normal number, and what is below 2^-100 when divided by 2688.
+AMAXES = [1e-20, 1e-28, 3e-33, 1e-36, 1.1755e-38]
+
+
+def of_amax(amax: float) -> np.ndarray:
+    return (UNIT * amax).astype(np.float32)
+
+
+def snr_db(x: np.ndarray) -> float:
+    """In float64: float32 cannot square such errors."""
+    values = np.asarray(mx_jax.dequantize(mx_jax.quantize(x, "nvfp4"))).astype(np.float64)
+    exact = x.astype(np.float64)
+    return 10 * np.log10((exact**2).sum() / ((values - exact) ** 2).sum())
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_tiny_tensors_lose_no_more_than_others(backend: str):
+    with mx_jax.only_backend(backend):
+        wanted = snr_db(of_amax(1.0))
+        for amax in AMAXES:
+            assert snr_db(of_amax(amax)) == pytest.approx(wanted, abs=0.1), amax
+
+
+@jax.jit
+def decode(q: mx_jax.MXArray) -> list[jax.Array]:
+    """By the backend in context, which is part of jit's key."""
+    return [mx_jax.dequantize(q, dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)]
+
+
+def all_bits(q: mx_jax.MXArray) -> list[np.ndarray]:
+    assert q.tensor_scale is not None
+    values = decode(q)
+    return [
+        np.asarray(part).view(f"u{part.dtype.itemsize}") for part in (*jax.tree.leaves(q), *values)
+    ]
+
+
+def of_both_backends(make) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    found = []
+    for backend in BACKENDS:
+        with mx_jax.only_backend(backend):
+            found.append(
+                [part for q in jax.tree.leaves(make(), is_leaf=is_array) for part in all_bits(q)]
+            )
+    return found[0], found[1]
+
+
+def is_array(q: object) -> bool:
+    return isinstance(q, mx_jax.MXArray)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "amax", [pytest.param(1e-28, marks=pytest.mark.slow), 3e-33, 1.1755e-38, 1e-40]
+)
+def test_backends_agree(amax: float, dtype: str):
+    x = jnp.asarray(of_amax(amax).astype(jnp.dtype(dtype)))
+    key = jax.random.key(0)
+
+    def casts():
+        return (
+            mx_jax.quantize(x, "nvfp4"),
+            mx_jax.quantize(x, "nvfp4", scale_rule="amax_subnormal", axis=0),
+            mx_jax.quantize(x, "nvfp4", rounding="stochastic", key=key),
+            mx_jax.quantize(x, "nvfp4", tensor_scale=np.float32(2.0**-110)),
+        )
+
+    for left, right in zip(*of_both_backends(casts), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@needs_library
+def test_both_axes_in_one_read():
+    x = of_amax(1e-37)
+    with mx_jax.only_backend("cpu_ffi"):
+        both = mx_jax.quantize_both(x, "nvfp4")
+        for got, axis in zip(both, (-1, -2), strict=True):
+            want = mx_jax.quantize(x, "nvfp4", axis=axis)
+            for left, right in zip(all_bits(got), all_bits(want), strict=True):
+                np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_lanes_of_vmap_keep_to_themselves(backend: str):
+    stack = jnp.stack([of_amax(amax) for amax in (1.0, 1e-36, 0.0)])
+
+    def quantize(x):
+        q = mx_jax.quantize(x, "nvfp4")
+        return q, mx_jax.dequantize(q)
+
+    with mx_jax.only_backend(backend):
+        together = jax.jit(jax.vmap(quantize))(stack)
+        alone = jax.jit(quantize)
+        for i, x in enumerate(np.asarray(stack)):
+            for left, right in zip(*map(jax.tree.leaves, (together, alone(x))), strict=True):
+                np.testing.assert_array_equal(left[i], right)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("amax", [3e-33, 1e-36])
+def test_products(amax: float, backend: str):
+    with mx_jax.only_backend(backend):
+        left = mx_jax.quantize(of_amax(amax), "nvfp4")
+        right = mx_jax.quantize(UNIT.T[:, :8].astype(np.float32) * 1e3, "nvfp4", axis=0)
+        values = [np.asarray(q.dequantize()).astype(np.float64) for q in (left, right)]
+        got = np.asarray(mx_jax.matmul(left, right, recipe="nvfp4")).astype(np.float64)
+    bound = np.abs(values[0]) @ np.abs(values[1])
+    assert (np.abs(got - values[0] @ values[1]) <= 1e-5 * bound).all()
+    assert np.abs(got).max() > amax
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("rows", [3, 32])
+@pytest.mark.parametrize(
+    "amaxes", [(1e-16, 1e-17), (1e-17, 1e-16), (1e-35, 1.0), (1e20, 1e-40)], ids=str
+)
+def test_products_whose_scales_multiply_to_a_subnormal(
+    amaxes: tuple[float, float], rows: int, backend: str
+):
+    """The sums are normal numbers, whatever the product of the two tensor scales is."""
+    with mx_jax.only_backend(backend):
+        left = mx_jax.quantize(of_amax(amaxes[0])[:rows], "nvfp4")
+        right = mx_jax.quantize((UNIT.T[:, :8] * amaxes[1]).astype(np.float32), "nvfp4", axis=0)
+        got = np.asarray(mx_jax.matmul(left, right, recipe="nvfp4")).astype(np.float64)
+        values = [np.asarray(q.dequantize()).astype(np.float64) for q in (left, right)]
+    bound = np.abs(values[0]) @ np.abs(values[1])
+    assert (np.abs(got - values[0] @ values[1]) <= 1e-6 * bound).all()
+
+
+def test_lowering_rounds_once():
+    """Against float64: ties to even, across the border of the subnormals."""
+    patterns = np.random.default_rng(1).integers(1 << 23, 120 << 23, 100_000, dtype=np.int32)
+    patterns = np.concatenate([patterns, np.arange(60, 90, dtype=np.int32) << 23])
+    got = np.asarray(tiny.lower(jnp.asarray(patterns), jnp.asarray(True)))
+    exact = patterns.view(np.float32).astype(np.float64) * 2.0**-64
+    np.testing.assert_array_equal(got, exact.astype(np.float32).view(np.int32))
+    same = np.asarray(tiny.lower(jnp.asarray(patterns), jnp.asarray(False)))
+    np.testing.assert_array_equal(same, patterns)
+
+
+def test_lifting_is_exact():
+    patterns = np.random.default_rng(2).integers(0, 150 << 23, 100_000, dtype=np.int32)
+    patterns = np.concatenate([patterns, patterns & 0x7FFFFF])
+    x = float32.from_bits(jnp.asarray(patterns))
+    got = np.asarray(float32.to_bits(tiny.lift(x, jnp.asarray(True))))
+    exact = patterns.view(np.float32).astype(np.float64) * 2.0**64
+    np.testing.assert_array_equal(got, exact.astype(np.float32).view(np.int32))
+
+
+def test_one_tiny_scale_is_enough_to_lift():
+    """Also of the lanes of a vmap, which share the branch."""
+    some = jnp.array([[False, True], [False, False]])
+    assert [bool(tiny.any_of(row)) for row in some] == [True, False]
+    assert jax.vmap(tiny.any_of, out_axes=None)(some).tolist() is True

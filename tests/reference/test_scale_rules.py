@@ -1,14 +1,37 @@
-"""What a rule says of itself: to kernels, to casts that may leave its values out, to pickle."""
+"""Scale rules: every exponent against formulas, what a rule says of itself, and rules by name."""
 
 import dataclasses
 import pickle
+import re
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ml_dtypes import float8_e4m3fn
 
-from mx_jax.formats import E2M1, E4M3, FLOAT8_ROWWISE_E4M3, MXFP4, NVFP4
-from mx_jax.reference import scale_functions as functions
+import mx_jax
+from mx_jax.formats import (
+    BLOCK_FORMATS,
+    E2M1,
+    E4M3,
+    E4M3FNUZ,
+    E5M2FNUZ,
+    FLOAT8_BLOCKWISE_E4M3,
+    FLOAT8_ROWWISE_E4M3,
+    MX_FORMATS,
+    MXFP4,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    MXINT8,
+    NVFP4,
+    NVFP4_ONE_LEVEL,
+    BlockFormat,
+    ElementFormat,
+)
+from mx_jax.reference import scale_rules as functions
 from mx_jax.reference.scale_rules import (
     AMAX,
     AMAX_HEADROOM,
@@ -21,12 +44,132 @@ from mx_jax.reference.scale_rules import (
     MS_EDEN,
     RCEIL,
     SCALE_RULES,
+    BlockData,
     FromAmax,
     PowerOfTwo,
     ScaleRule,
     power_of_two,
     scale_rule_for,
 )
+from mx_jax.testing.compare import assert_bitwise_equal
+from tests.quantize import oracle
+
+F = np.float32
+
+
+TINY = F(2.0**-126)
+
+
+# Normal numbers beside every guard, among them 2^-100 and 1e-12 times the largest elements.
+MAGNITUDES = F(
+    [1e-12, 3e-12, 1, 1.75, 6, 448, 449, 3e30, 2.0**-100 * 448, 2.0**-99 * 448, 2.0**-101]
+)
+
+
+MAGNITUDES = np.concatenate(
+    [MAGNITUDES, np.nextafter(MAGNITUDES, F(0)), np.nextafter(MAGNITUDES, F(np.inf))]
+)
+
+
+NOT_FINITE = F([np.inf, np.nan])
+
+
+def ask(function: Any, amax: np.ndarray, format: BlockFormat, tensor_scale: Any = None):
+    patterns = amax[:, None].view(np.int32) & 0x7FFFFFFF
+    unseen: Any = None
+    run = jax.jit(lambda a, p: function(BlockData(unseen, (1,), a, format, p)))
+    return np.asarray(run(patterns, tensor_scale))[:, 0]
+
+
+def test_multiplier():
+    """amax / max, at least 2^-100; 1 for zeros, NaN for what is not finite."""
+    amax = np.concatenate([MAGNITUDES, F([0, 1e-45]), NOT_FINITE])
+    scales = ask(functions.multiplier, amax, FLOAT8_BLOCKWISE_E4M3)
+    expected = np.maximum(MAGNITUDES / F(448), F(2.0**-100))
+    assert_bitwise_equal(scales[:-4], expected)
+    assert (scales[-4], scales[-3]) == (1, F(2.0**-100)) and np.isnan(scales[-2:]).all()
+
+
+def test_divisors():
+    """max / max(amax, 1e-12), and the power of two at or below it."""
+    amax = np.concatenate([MAGNITUDES, F([0, 1e-45]), NOT_FINITE])
+    exact = F(448 / np.maximum(amax[:-2].astype(np.float64), 1e-12))
+    scales = ask(functions.divisor, amax, FLOAT8_ROWWISE_E4M3)
+    assert_bitwise_equal(scales[:-2], exact)
+    powers = ask(functions.divisor_power_of_two, amax, FLOAT8_ROWWISE_E4M3)
+    assert_bitwise_equal(powers[:-2], np.ldexp(F(1), np.frexp(exact)[1] - 1).astype(F))
+    assert np.isnan(scales[-2:]).all() and np.isnan(powers[-2:]).all()
+
+
+@pytest.mark.parametrize("tensor_scale", [None, 0.75, 2.0**-101 * 1.5])
+def test_element_scales(tensor_scale: float | None):
+    """FLOAT8 of (amax / 6) / p, at least the smallest normal, or subnormal, and at most 448."""
+    p = F(1 if tensor_scale is None else tensor_scale)
+    wanted = F([1, 2.0**-6, 2.0**-7, 3 * 2.0**-9, 2.0**-9, 2.0**-10, 448, 1000, 1.0625, 1.1875, 0])
+    finite = wanted * p * F(6)
+    amax = np.concatenate([finite, NOT_FINITE])
+    format = NVFP4_ONE_LEVEL if tensor_scale is None else NVFP4
+    for function, smallest in (
+        (functions.amax, 2.0**-6),
+        (functions.amax_subnormal, 2.0**-9),
+    ):
+        given = None if tensor_scale is None else np.full((1, 1), p)
+        codes = ask(function, amax, format, given)
+        expected = np.clip(wanted, F(smallest), F(448)).astype(float8_e4m3fn).view(np.uint8)
+        assert_bitwise_equal(codes[:-2], expected, what=function.__name__)
+        assert (codes[-2:] == 0x7F).all()
+
+
+def test_four_over_six_takes_four_where_it_loses_less():
+    """3 and 4 are codes over 4/4 and not over 4/6; 6 over 6/6 and nothing over 6/4. Ties: six."""
+    blocks = F([[4, 3, 1, 0.5], [6, 4, 2, 1], [0, 0, 0, 0], [np.inf, 1, 1, 1], [9, 0, 0, 0]])
+    patterns = np.max(blocks.view(np.int32), axis=1, keepdims=True)
+    run = jax.jit(
+        lambda x, amax: functions.four_over_six(BlockData(x, (1,), amax, NVFP4_ONE_LEVEL, None))
+    )
+    scales = np.asarray(run(blocks, patterns))[:, 0]
+    assert scales[:2].view(float8_e4m3fn).astype(F).tolist() == [1, 1]
+    # 9: 1.5 over 6, and 2.25 over 4: both exact.
+    assert scales[2:].tolist() == [0x01, 0x7F, F(1.5).astype(float8_e4m3fn).view(np.uint8)]
+
+
+def test_squared_error():
+    """Over each block by itself, the axis kept."""
+    x = F([[1, 5, -0.3], [0.5, 0.25, 7]])
+
+    @jax.jit
+    def lose(x, scales):
+        data = BlockData(x, (1,), jnp.zeros((2, 1), jnp.int32), MXFP4, None)
+        return functions.squared_error(data, scales)
+
+    lost = lose(x, np.uint8([[127], [128]]))
+    values = F([[1, 4, -0.5], [0, 0, 8]])
+    values[1, 0] = 0  # 0.25 of the scale, a tie, to even
+    np.testing.assert_allclose(lost, np.square(values - x).sum(1, keepdims=True), rtol=1e-6)
+
+
+def test_gaussian():
+    """2^floor(log2(2.92247856 deviation / 6 + 1e-8)); a block alike has the smallest deviation."""
+    rows = F([[-1, 1, -1, 1], [-3, 1, 5, 1], [2, 2, 2, 2], [np.nan, 1, 1, 1], [np.inf, 1, 1, 1]])
+    rows = np.concatenate([rows, rows[:2] * F(2.0**-25), rows[:1] * F(6 / 2.92247856 * 0.999999)])
+    amax = np.max(np.abs(rows).view(np.int32), axis=1, keepdims=True)
+    run = jax.jit(lambda x, a: functions.gaussian(BlockData(x, (1,), a, MXFP4, None)))
+    found = np.asarray(run(rows, amax))[:, 0]
+    with np.errstate(invalid="ignore"):
+        spread = rows.astype(np.float64).std(axis=1) * 2.92247856 / 6 + 1e-8
+    expected = np.floor(np.log2(np.delete(spread, [3, 4]))).astype(int) + 127
+    assert np.delete(found, [3, 4]).tolist() == expected.tolist()
+    assert found[[3, 4]].tolist() == [255, 255]
+
+
+def test_what_is_important_counts_more():
+    """Two values whose errors under a scale of one are 1/2 and 1/4."""
+    given = F([[2.5, 0.75]])
+    data = BlockData(jnp.asarray(given), (1,), given[:, :1].view(np.int32), MXFP4, None)
+    scales = np.uint8([[127]])
+    assert functions.squared_error(data, scales) == 0.5**2 + 0.25**2
+    found = functions.squared_error(data, scales, jnp.asarray(F([[4, 16]])))
+    assert found == 4 * 0.5**2 + 16 * 0.25**2
 
 
 def seven(element) -> int:
@@ -110,3 +253,193 @@ def test_even_is_overflow_aware_scaling_for_e2m1():
     np.testing.assert_array_equal(np.asarray(RCEIL.scales(data)).astype(int) - 127, rceil)
     np.testing.assert_array_equal(even, rceil - (amax / 2.0**rceil < 3.5))
     assert (even != rceil).any() and (even == rceil).any()
+
+
+PATTERNS = np.unique(
+    np.concatenate(
+        [
+            np.arange(0, 64),
+            [1 << bit for bit in range(31)],
+            np.random.default_rng(0).integers(0, 0x7F800000, 4000),
+            np.random.default_rng(1).integers(0, 1 << 24, 4000),
+        ]
+    )
+).astype(np.int32)
+
+
+def always(element: ElementFormat) -> int:
+    return 0
+
+
+def past_every_mantissa(element: ElementFormat) -> int:
+    return 1 << 25
+
+
+@pytest.mark.parametrize(
+    "threshold",
+    [
+        always,
+        past_every_mantissa,
+        functions.never,
+        functions.above_max,
+    ],
+)
+def test_every_exponent(threshold):
+    significand, exponent = np.frexp(PATTERNS.view(np.float32).astype(np.float64))
+    mantissa = (significand * 2 - 1) * 2**23
+    for format in (MXFP8_E4M3, MXFP8_E5M2, MXFP4, MXINT8):
+        element = format.element
+        data = BlockData(jnp.zeros(()), (), jnp.asarray(PATTERNS), format, None)
+        found = np.asarray(PowerOfTwo(threshold)(data))
+        wanted = exponent - 1 - element.emax + (mantissa >= threshold(element)) + 127
+        wanted = np.where(PATTERNS == 0, 0, np.clip(wanted, 0, 254))
+        np.testing.assert_array_equal(found, wanted, err_msg=format.name)
+
+
+RULES = ("floor", "ceil", "even", "rceil")
+
+
+RARE = tuple(
+    dataclasses.replace(MXFP8_E4M3, name=element.name, element=element)
+    for element in (E4M3FNUZ, E5M2FNUZ)
+)
+
+
+FORMATS = (*MX_FORMATS, *RARE)
+
+
+def boundary_mantissas() -> np.ndarray:
+    """All that have at most 8 leading bits of interest, and their neighbours."""
+    leading = np.arange(256, dtype=np.int64) << 15
+    return np.unique(np.concatenate([leading, leading + 1, leading - 1]) % (1 << 23))
+
+
+def boundary_magnitudes() -> np.ndarray:
+    """Float32 patterns of every exponent with boundary mantissas; subnormals likewise."""
+    exponents = np.arange(255, dtype=np.int64) << 23
+    normal = (exponents[1:, None] | boundary_mantissas()[None]).reshape(-1)
+    # A subnormal is a mantissa with a floating leading bit: every width of it, every boundary.
+    widths = np.arange(1, 24)
+    subnormal = ((1 << 23 | boundary_mantissas())[None] >> widths[:, None]).reshape(-1)
+    near = np.concatenate([subnormal - 1, subnormal, subnormal + 1])
+    return np.unique(np.concatenate([normal, near[near > 0], [0]])).astype(np.int32)
+
+
+def test_every_exponent_and_boundary_mantissa():
+    patterns = boundary_magnitudes()
+    amax = patterns.view(np.float32)
+
+    @jax.jit
+    def all_scales(amax):
+        return {
+            (format.name, rule): mx_jax.quantize(
+                amax[:, None], format, block_size=1, scale_rule=rule
+            ).scales[:, 0]
+            for format in FORMATS
+            for rule in RULES
+        }
+
+    scales = all_scales(amax)
+    exact = amax.astype(np.float64)
+    assert len(patterns) > 190_000 and (exact[1:] > 0).all()
+    for format in FORMATS:
+        for rule in RULES:
+            expected = oracle.scale_bytes(exact, format.element, rule)
+            what = f"{format.name} {rule}"
+            assert_bitwise_equal(scales[format.name, rule], expected, what=what)
+
+
+def test_not_finite_is_byte_255():
+    x = jnp.float32([jnp.nan, -jnp.nan, jnp.inf, -jnp.inf])[:, None]
+    for rule in RULES:
+        scales = mx_jax.quantize(x, MXFP4, block_size=1, scale_rule=rule).scales
+        assert np.asarray(scales).tolist() == [[255]] * 4
+
+
+# Scale exponents worked out by hand: amax, then floor, ceil, even, rceil of each format.
+BY_HAND = [
+    # 448 is E4M3's largest; 449 is above it; 480 = 1.875 * 2^8 rounds up to 512 from 3 bits on.
+    (MXFP8_E4M3, 448.0, (0, 1, 0, 0)),
+    (MXFP8_E4M3, 449.0, (0, 1, 0, 1)),
+    (MXFP8_E4M3, 495.0, (0, 1, 0, 1)),
+    (MXFP8_E4M3, 496.0, (0, 1, 1, 1)),  # 1.9375 * 2^8: the tie between 1.875 and 2, away
+    (MXFP8_E4M3, 512.0, (1, 1, 1, 1)),
+    (MXFP8_E5M2, 57344.0, (0, 1, 0, 0)),
+    (MXFP8_E5M2, 61440.0, (0, 1, 1, 1)),  # 1.875 * 2^15: the tie between 1.75 and 2
+    (MXFP6_E3M2, 28.0, (0, 1, 0, 0)),
+    (MXFP6_E3M2, 30.0, (0, 1, 1, 1)),
+    (MXFP4, 6.0, (0, 1, 0, 0)),
+    (MXFP4, 6.5, (0, 1, 0, 1)),
+    (MXFP4, 7.0, (0, 1, 1, 1)),  # 1.75 * 4: the tie between 1.5 and 2
+    (MXFP4, 4.0, (0, 0, 0, 0)),
+    (MXINT8, 1.984375, (0, 1, 0, 0)),
+    (MXINT8, 1.9921875, (0, 1, 1, 1)),  # half a step above 127/64
+    (MXINT8, 1.0, (0, 0, 0, 0)),
+]
+
+
+def test_by_hand():
+    @jax.jit
+    def all_scales():
+        return [
+            [
+                mx_jax.quantize(jnp.full(1, amax), format, block_size=1, scale_rule=rule).scales[0]
+                for rule in RULES
+            ]
+            for format, amax, _ in BY_HAND
+        ]
+
+    actual = [
+        (format.name, amax, tuple(int(byte) - 127 for byte in scales))
+        for (format, amax, _), scales in zip(BY_HAND, all_scales(), strict=True)
+    ]
+    assert actual == [(format.name, amax, exponents) for format, amax, exponents in BY_HAND]
+
+
+@pytest.mark.parametrize("format", BLOCK_FORMATS, ids=lambda format: format.name)
+def test_the_default_is_the_first_rule_that_fits(format: BlockFormat):
+    defaults = {
+        "exponent": "floor",
+        "element": "amax",
+        "divisor": "float8",
+        "multiplier": "amax_multiplier",
+    }
+    assert scale_rule_for(None, format).name == defaults[format.scale.kind]
+
+
+def test_rules_by_name_and_object():
+    assert [rule.name for rule in SCALE_RULES[:4]] == list(RULES)
+    for rule in SCALE_RULES:
+        fitting = [format for format in BLOCK_FORMATS if format.scale.kind in rule.kinds]
+        assert fitting
+        assert scale_rule_for(rule.name, fitting[0]) is rule
+        assert scale_rule_for(rule, fitting[0]) is rule
+    assert repr(FLOOR) == "ScaleRule(floor)"
+    assert len({rule.name for rule in SCALE_RULES}) == len(SCALE_RULES)
+
+
+@pytest.mark.parametrize("rule", ["flor", "", "FLOOR"])
+def test_an_unknown_rule_lists_the_known(rule: str):
+    names = ", ".join(known.name for known in SCALE_RULES)
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(f'unknown scale_rule={rule!r}; known: {names}')}$"
+    ):
+        scale_rule_for(rule, MXFP4)
+
+
+@pytest.mark.parametrize(
+    ("rule", "format", "needs", "has"),
+    [
+        ("amax", MXFP4, "element", "e8m0 scales of kind exponent"),
+        ("float8", MXFP4, "divisor", "e8m0 scales of kind exponent"),
+        ("rceil", NVFP4, "exponent", "e4m3 scales of kind element"),
+    ],
+)
+def test_a_rule_for_another_scale_names_both(rule: str, format: BlockFormat, needs: str, has: str):
+    fitting = [known.name for known in SCALE_RULES if format.scale.kind in known.kinds]
+    message = (
+        f"scale rule '{rule}' fills scales of kind {needs}, but format={format.name} has {has}; "
+        f"use one of: {', '.join(fitting)}"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        scale_rule_for(rule, format)

@@ -10,7 +10,7 @@ from mx_jax.backends.cpu_ffi.dequantize import format_attributes
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.quantize import rejects_parts
 from mx_jax.formats import Whole
-from mx_jax.packed_rows import PackedRows, Rows
+from mx_jax.packed import PackedRows, Rows
 
 TARGET = "mx_jax_cpu_attend"
 OF_CODES = "mx_jax_cpu_attend_codes"

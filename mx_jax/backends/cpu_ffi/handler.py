@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.backends.target import on_one_device
 from mx_jax.codecs.blocks import num_blocks
-from mx_jax.codecs.varying import vary_alike
+from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.formats import WHOLE, BlockSize, Whole
 from mx_jax.sharding.partition import fine_mesh, stored_parts
 

@@ -17,7 +17,7 @@ from mx_jax.axes import Axes
 from mx_jax.backends.calls import AnyOperand, MatmulCall, Operand, RaggedCall, rejects_symbolic
 from mx_jax.backends.cpu_ffi import rejections
 from mx_jax.backends.cpu_ffi.products import by_codes, by_packed
-from mx_jax.codecs.varying import vary_alike
+from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
 

@@ -9,8 +9,7 @@ from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.sums import rejects_scale_axes
 from mx_jax.formats import E4M3_SCALE, E8M0, MXFP8_E4M3, MXFP8_E5M2, WHOLE, BlockFormat
-from mx_jax.formats.element import known_element
-from mx_jax.formats.scale import known_scale
+from mx_jax.formats.element import known_element, known_scale
 
 # The handlers of products: of codes as they are, and of packed weights.
 MATMUL = "mx_jax_cpu_matmul"

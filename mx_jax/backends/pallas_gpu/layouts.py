@@ -24,8 +24,7 @@ from mx_jax.formats import (
     ElementFormat,
     ScaleFormat,
 )
-from mx_jax.formats.element import known_element
-from mx_jax.formats.scale import known_scale
+from mx_jax.formats.element import known_element, known_scale
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Layout, PackedMXArray
 

@@ -19,8 +19,9 @@ from mx_jax.backends.pallas_gpu.architecture import (
 from mx_jax.backends.pallas_gpu.views import View, padded
 from mx_jax.backends.target import Target
 from mx_jax.codecs import blocks as block_shapes
-from mx_jax.codecs import float32, tiny
+from mx_jax.codecs import float32
 from mx_jax.codecs.rounding import NEAREST
+from mx_jax.codecs.scale import divided
 from mx_jax.mxarray import MXArray
 from mx_jax.reference import quantize as reference
 from mx_jax.reference.scale_rules import AMAX, AMAX_SUBNORMAL
@@ -179,7 +180,7 @@ def _batchable(
             same = (tensor_scale,) * len(tensor_scales)
             return _run(x, calls, same, architecture, interpret)
 
-        return tiny.divided(x, tensor_scales[0], run)
+        return divided(x, tensor_scales[0], run)
 
     function: Any = custom_vmap(plain)
 
