@@ -1,9 +1,11 @@
-// The handler of random bits: those of `jax.random.bits` for keys of partitionable threefry.
+// The handlers of random bits and of keys: what `jax.random.bits`, `split` and `fold_in` give for
+// keys of partitionable threefry.
 #include "casts/random_bits.h"
 
 #include <algorithm>
 #include <cstdint>
 
+#include "casts/threefry.h"
 #include "common/checks.h"
 #include "common/dispatch.h"
 #include "common/macros.h"
@@ -54,8 +56,38 @@ ffi::Error RandomBits(ffi::ThreadPool pool, ffi::Buffer<ffi::U32> keys,
   return ffi::Error::Success();
 }
 
+// `derived`: for each key of `[*batch, 2]` the keys `[*batch, number, 2]` of places `first` and on.
+ffi::Error DeriveKeys(ffi::Buffer<ffi::U32> keys, ffi::Result<ffi::Buffer<ffi::U32>> derived,
+                      uint32_t first) {
+  const auto given = keys.dimensions(), wanted = derived->dimensions();
+  const bool fits = given.size() >= 1 && given.size() + 1 == wanted.size() &&
+                    given.back() == 2 && wanted.back() == 2 &&
+                    std::equal(given.begin(), given.end() - 1, wanted.begin());
+  if (!fits) {
+    return InvalidArgument("mx_jax derive_keys: needs keys [*batch, 2] and derived [*batch, ",
+                           "number, 2], got keys.shape=", Shape(given),
+                           ", derived.shape=", Shape(wanted));
+  }
+  const int64_t number = *(wanted.end() - 2);
+  const int64_t num_keys = static_cast<int64_t>(keys.element_count()) / 2;
+  const uint32_t* from = keys.typed_data();
+  uint32_t* to = derived->typed_data();
+  for (int64_t key = 0; key < num_keys; ++key, from += 2) {
+    for (int64_t i = 0; i < number; ++i, to += 2) {
+      Threefry(from[0], from[1], 0, first + static_cast<uint32_t>(i), to, to + 1);
+    }
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace mx
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MxDeriveKeys, mx::DeriveKeys,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::U32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::U32>>()
+                                  .Attr<uint32_t>("first"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MxRandomBits, mx::RandomBits,
                               xla::ffi::Ffi::Bind()

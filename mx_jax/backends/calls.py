@@ -346,8 +346,38 @@ class RandomBitsCall:
         return f"{self.width} of {self.implementation}"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeriveKeysCall:
+    """Keys made of a key.
+
+    Attributes:
+      first: what is folded in, or 0.
+      number: of keys, as `jax.random.split` gives them; None: one, as `jax.random.fold_in` does.
+      words: uint32 words of a key's data.
+      implementation: as `RandomBitsCall` has it, and is_partitionable.
+    """
+
+    first: int
+    number: int | None
+    words: int
+    implementation: str
+    is_partitionable: bool
+
+    @property
+    def text(self) -> str:
+        """The call in a jaxpr."""
+        what = f"fold {self.first}" if self.number is None else f"split {self.number}"
+        return f"{what} of {self.implementation}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the keys' data."""
+        return (self.words,) if self.number is None else (self.number, self.words)
+
+
 CastCall = QuantizeCall | QuantizeBothCall | DequantizeCall | CastStatisticsCall
-Call = MatmulCall | RaggedCall | CastCall | PackCall | AttendCall | RandomBitsCall
+RandomCall = RandomBitsCall | DeriveKeysCall
+Call = MatmulCall | RaggedCall | CastCall | PackCall | AttendCall | RandomCall
 
 
 def result_of(call: Call, *operands: Any) -> Any:
@@ -386,6 +416,8 @@ def result_of(call: Call, *operands: Any) -> Any:
             return jax.ShapeDtypeStruct(operands[0].shape, call.dtype)
         case RandomBitsCall():
             return jax.ShapeDtypeStruct(call.shape, np.int32)
+        case DeriveKeysCall():
+            return jax.ShapeDtypeStruct(call.shape, np.uint32)
     return None
 
 

@@ -20,6 +20,7 @@ from mx_jax.backends import partition
 from mx_jax.backends.calls import (
     Call,
     CastStatisticsCall,
+    DeriveKeysCall,
     MatmulCall,
     PackCall,
     QuantizeBothCall,
@@ -46,7 +47,7 @@ from mx_jax.codecs.explicit_axes import has_explicit_axes, vary_alike
 from mx_jax.packed import PackedMXArray, unpacked
 
 # What codes and integers are the results of: no derivative reaches through them.
-_SLOPELESS = (QuantizeCall, QuantizeBothCall, CastStatisticsCall, RandomBitsCall)
+_SLOPELESS = (QuantizeCall, QuantizeBothCall, CastStatisticsCall, RandomBitsCall, DeriveKeysCall)
 
 
 def choose(call: Call) -> Choice:
@@ -63,8 +64,8 @@ def choose_if_any(call: Call) -> Choice | None:
     """As `choose`, for calls that can be made of others: None if all that are asked reject."""
     target = current_target()
     choice = find(call, target)
-    # Random bits are a part of the cast that they are drawn for.
-    recorder = None if isinstance(call, RandomBitsCall) else active.value
+    # What is drawn is a part of the cast that it is drawn for.
+    recorder = None if isinstance(call, RandomBitsCall | DeriveKeysCall) else active.value
     if recorder is not None:
         _record(call, target, choice)
     # What a layout gives is a type of its own, and the effects of an interpreted kernel have to be

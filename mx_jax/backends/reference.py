@@ -10,6 +10,7 @@ from mx_jax.backends.calls import (
     Call,
     CastStatisticsCall,
     DequantizeCall,
+    DeriveKeysCall,
     MatmulCall,
     Operand,
     PackCall,
@@ -83,6 +84,13 @@ def _random_bits(data: jax.Array, call: RandomBitsCall) -> jax.Array:
     return random_bits.draw_bits(key, call.shape, call.width)
 
 
+def _derive_keys(data: jax.Array, call: DeriveKeysCall) -> jax.Array:
+    key = jax.random.wrap_key_data(data, impl=call.implementation)
+    if call.number is None:
+        return jax.random.key_data(jax.random.fold_in(key, call.first))
+    return jax.random.key_data(jax.random.split(key, call.number))
+
+
 def _takes_all(call: Call, target: Target) -> None:
     return None
 
@@ -103,5 +111,6 @@ REFERENCE = Backend(
         _offer(call=AttendCall, run=_attend, is_plain=True),
         _offer(call=CastStatisticsCall, run=_statistics, is_plain=True),
         _offer(call=RandomBitsCall, run=_random_bits, is_plain=True),
+        _offer(call=DeriveKeysCall, run=_derive_keys, is_plain=True),
     ),
 )

@@ -16,6 +16,7 @@ from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks, check_parts, tensor_scale_shape
 from mx_jax.formats import BlockFormat, BlockSize, Whole, block_format
 from mx_jax.mxarray import MXArray
+from mx_jax.ops.random import fold_in
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.specs import MatmulRecipe, OperandSpec
 
@@ -392,4 +393,4 @@ def product_key(recipe: MatmulRecipe, product: Product, key: Key) -> Key:
             "got key=None; pass key=jax.random.key(seed) to the product that is differentiated, or "
             "the stream 'quantize' to a Flax model"
         )
-    return jax.random.fold_in(key, stream)
+    return fold_in(key, stream)

@@ -28,9 +28,9 @@ from mx_jax.ops.operands import (
 )
 from mx_jax.ops.product import Kept
 from mx_jax.ops.quantize import quantize_operand
+from mx_jax.ops.random import draw_signs
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.packed import Quantized
-from mx_jax.reference import hadamard
 from mx_jax.sharding.movement import Movement, Moves
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
 
@@ -160,7 +160,7 @@ def _masked(
     spec, own = (fwd.lhs, axes.lhs) if side == "lhs" else (fwd.rhs, axes.rhs)
     signs = None
     if fwd.transform is not None:
-        signs = hadamard.draw_signs(fwd.transform, operand_keys(product_key(recipe, "fwd", key))[2])
+        signs = draw_signs(fwd.transform, operand_keys(product_key(recipe, "fwd", key))[2])
     if isinstance(operand, Kept):
         return _turned_back(bar, operand.clips(), signs, operand.length, own.block_axis)
     return bar if spec is None else _without_clipped(bar, operand, spec, own, signs)

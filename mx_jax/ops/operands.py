@@ -17,6 +17,7 @@ from mx_jax.ops.arguments import Key
 from mx_jax.ops.placing import Placed, place
 from mx_jax.ops.product import Cast, Casts
 from mx_jax.ops.quantize import cast_operand
+from mx_jax.ops.random import draw_signs, split_key
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference import hadamard
 from mx_jax.sharding.movement import STAY, Movement, Moves
@@ -119,7 +120,7 @@ def transform_operands(
     """Both operands transformed along their contracted axes, and each one's key."""
     lhs_key, rhs_key, sign_key = operand_keys(key)
     if spec.transform is not None:
-        signs = hadamard.draw_signs(spec.transform, sign_key)
+        signs = draw_signs(spec.transform, sign_key)
         lhs = _transform(lhs, signs, axes.lhs.block_axis)
         rhs = _transform(rhs, signs, axes.rhs.block_axis)
     return lhs, rhs, (lhs_key, rhs_key)
@@ -129,7 +130,7 @@ def operand_keys(key: Key) -> tuple[Any, Any, Any]:
     """Keys of the left operand, of the right one, and of the signs."""
     if key is None:
         return None, None, None
-    lhs_key, rhs_key, sign_key = jax.random.split(key, 3)
+    lhs_key, rhs_key, sign_key = split_key(key, 3)
     return lhs_key, rhs_key, sign_key
 
 

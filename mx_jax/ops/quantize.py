@@ -13,7 +13,6 @@ from mx_jax.backends.calls import (
     DequantizeCall,
     QuantizeBothCall,
     QuantizeCall,
-    RandomBitsCall,
 )
 from mx_jax.backends.primitive import choose, choose_if_any
 from mx_jax.backends.target import follow
@@ -30,6 +29,7 @@ from mx_jax.ops.arguments import (
     check_tensor_scale,
 )
 from mx_jax.ops.product import one_program, zero_bars
+from mx_jax.ops.random import draw_bits, split_key
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.scale_rules import ScaleRule
@@ -254,19 +254,6 @@ def cast_operand(
 quantize_operand = one_program("spec", "blocks")(cast_operand)
 
 
-def draw_bits(key: jax.Array, shape: tuple[int, ...], width: int) -> jax.Array:
-    """Random integers of so many bits for stochastic rounding, by key and shape alone."""
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
-    call = RandomBitsCall(
-        shape=shape,
-        width=width,
-        implementation=str(jax.random.key_impl(key)),
-        is_partitionable=bool(jax.config.jax_threefry_partitionable),
-    )
-    return choose(call).offer.run(jax.random.key_data(key), call)
-
-
 class OperandCast(NamedTuple):
     """One of the two casts: how it quantizes, and where its blocks lie."""
 
@@ -329,7 +316,7 @@ def quantize_both(
             "use quantize for one"
         )
     check_key(key, spec, "quantize_both")
-    keys = (None, None) if key is None else tuple(jax.random.split(key))
+    keys = (None, None) if key is None else tuple(split_key(key))
     both = pair[0].blocks + pair[1].blocks
     scale = check_tensor_scale(tensor_scale, spec.format, array.shape, both)
     results = quantize_operand_both(array, (pair[0], pair[1]), (keys[0], keys[1]), scale)

@@ -30,7 +30,8 @@ from mx_jax.ops.operands import (
 )
 from mx_jax.ops.placing import Placed, given_moves, place
 from mx_jax.ops.product import Cast, Casts, Given
-from mx_jax.ops.quantize import draw_bits, quantize_operand
+from mx_jax.ops.quantize import quantize_operand
+from mx_jax.ops.random import draw_bits
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.packed import Quantized
 from mx_jax.reference import ragged

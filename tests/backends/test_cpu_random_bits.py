@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
-from mx_jax.ops.quantize import draw_bits
-from mx_jax.reference import random_bits
+from mx_jax.ops.random import draw_bits, draw_signs, fold_in, split_key
+from mx_jax.reference import hadamard, random_bits
 from tests.needs import needs_library
 from tests.quick import quick
 
@@ -59,6 +59,36 @@ def test_threefry_that_does_not_partition():
         draw = lambda key: draw_bits(key, (8, 32), 16)  # noqa: E731
         assert handlers(draw, KEY) == []
         np.testing.assert_array_equal(draw(KEY), random_bits.draw_bits(KEY, (8, 32), 16))
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_the_keys_of_jax(number: int):
+    for key in (KEY, jax.random.PRNGKey(5)):
+        run = lambda key: (split_key(key, number), fold_in(key, 11))  # noqa: E731
+        assert handlers(run, key) == ["mx_jax_cpu_derive_keys"] * 2
+        expected = jax.random.split(key, number), jax.random.fold_in(key, 11)
+        for found in (quick(run)(key), run(key)):
+            for one, other in zip(found, expected, strict=True):
+                assert one.dtype == other.dtype and one.shape == other.shape
+                np.testing.assert_array_equal(*map(data, (one, other)))
+    keys = jax.random.split(KEY, 4)
+    found = quick(jax.vmap(lambda key: fold_in(key, 2)))(keys)
+    np.testing.assert_array_equal(
+        *map(data, (found, jax.vmap(lambda key: jax.random.fold_in(key, 2))(keys)))
+    )
+
+
+def data(keys: jax.Array) -> jax.Array:
+    typed = jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(keys) if typed else keys
+
+
+def test_the_signs_of_the_reference():
+    transform = hadamard.Hadamard(size=64, signs=None)
+    for seed in range(8):
+        key = jax.random.key(seed)
+        expected = hadamard.draw_signs(transform, key)
+        np.testing.assert_array_equal(draw_signs(transform, key), expected)
 
 
 def test_programs_of_several_devices():

@@ -12,6 +12,7 @@ from mx_jax.backends.calls import (
     Call,
     CastStatisticsCall,
     DequantizeCall,
+    DeriveKeysCall,
     MatmulCall,
     PackCall,
     QuantizeBothCall,
@@ -80,6 +81,7 @@ CPU_FFI = Backend(
         _offer(PackCall, weights.rejects, weights.pack),
         _offer(AttendCall, attend.rejects, attend.attend),
         _offer(RandomBitsCall, random_bits.rejects, random_bits.random_bits),
+        _offer(DeriveKeysCall, random_bits.rejects_keys, random_bits.derive_keys),
         _offer(CastStatisticsCall, statistics.rejects, statistics.cast_statistics),
     ),
 )
