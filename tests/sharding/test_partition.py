@@ -1,5 +1,6 @@
 """Products on automatic axes: what the compiler moves by itself are codes, and no more than lax."""
 
+import contextlib
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import recipes
+from mx_jax.backends.cpu_ffi import library
 from mx_jax.inspect import explain_call
 from mx_jax.sharding.partition import fine_mesh, stored_parts
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -119,6 +121,41 @@ def test_layouts(layout: str, mesh: Mesh, arrays: Any):
     text, actual = compiled(step(MXFP4), mesh, arrays, (x, w, g), (g, x, w))
     check(actual, quick(step(MXFP4))(*arrays))
     assert gathered(text) == gathered(text, "u8") == WANTED.get(layout, 0)
+
+
+CONTEXTS = {
+    "no mesh": lambda mesh: contextlib.nullcontext(),
+    "with mesh": lambda mesh: mesh,
+    "set_mesh": jax.set_mesh,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")
+@pytest.mark.by_default("no mesh")
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("layout", ["FSDP on k", "sequence, column"])
+def test_no_mesh_need_be_in_context(layout: str, context: str, mesh: Mesh, arrays: Any):
+    """Sharded arguments say what a mesh in context says: codes move, and each part runs in C++."""
+    specs = FSDP if layout == "FSDP on k" else LAYOUTS[layout]
+    wanted = tuple(NamedSharding(mesh, specs[place]) for place in (2, 0, 1))
+    places = [NamedSharding(mesh, spec) for spec in specs]
+    found = []
+    for recipe in (MXFP4, None):
+        with CONTEXTS[context](mesh):
+            operands = [jax.device_put(a, place) for a, place in zip(arrays, places, strict=True)]
+            jitted = jax.jit(step(recipe), out_shardings=wanted, compiler_options=OPTIONS)
+            program = jitted.lower(*operands).compile()
+        found.append((program.as_text(), program(*operands)))
+    (text, actual), (theirs, _) = found
+    assert gathered(text) == gathered(text, "u8") > 0
+    assert total(text) < 0.35 * total(theirs)
+    check(actual, quick(step(MXFP4))(*arrays))
+    if not isinstance(library.load(), str):
+        assert text.count('custom_call_target="mx_jax_cpu_matmul"') == 3
+
+
+def total(program: str) -> int:
+    return sum(found.nbytes for found in collectives(program))
 
 
 def test_nothing_says_where_the_product_lies(mesh: Mesh, arrays: Any):
