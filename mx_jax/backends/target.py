@@ -205,7 +205,6 @@ class Offer:
         own, at every call and in more than one kernel: then who stored them is told of
         `pack_weights`. None: neither.
       is_plain: whether it runs plain JAX alone, on any part of the operands as on all of them.
-      platform: on which `run` can be lowered; elsewhere the reference is. None: every one.
       inline: whether `run` is traced in place and not when it is lowered: interpreters of kernels
         have effects, which JAX wants to see.
     """
@@ -216,7 +215,6 @@ class Offer:
     how: str = ""
     lays_out: Callable[[Any], Side | None] = lambda call: None
     is_plain: bool = False
-    platform: str | None = None
     inline: bool = False
 
 

@@ -64,7 +64,6 @@ def _offer(
         call=call,
         rejects=lambda call, target: _rejects_machine(target, call) or rejects(call),
         run=run,
-        platform="cpu",
     )
 
 
