@@ -363,8 +363,8 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
         ctx = ctx.replace(module_context=module.replace(axis_context=context))
 
     def how(call: Call, *operands: Any) -> Any:
-        is_split = isinstance(call, MatmulCall) and known is not None and target.num_devices > 1
-        if is_split and partition.can_split(call):
+        is_split = known is not None and target.num_devices > 1
+        if is_split and isinstance(call, MatmulCall) and partition.can_split(call):
             return partition.multiply(OnOneDevice(work.asked, target), call, *operands)
         return _compute(call, target, *operands)
 

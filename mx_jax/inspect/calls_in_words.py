@@ -5,12 +5,14 @@ from mx_jax.backends.calls import (
     Call,
     CastStatisticsCall,
     DequantizeCall,
+    DeriveKeysCall,
     MatmulCall,
     OperandType,
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
     RaggedCall,
+    RandomBitsCall,
 )
 from mx_jax.backends.target import Target
 
@@ -50,6 +52,10 @@ def work_text(call: Call) -> str:
             return f"pack {_operand(call.weights)} for axes {axes}"
         case CastStatisticsCall():
             return f"statistics of a cast of {list(call.shape)} to {call.format.name}"
+        case RandomBitsCall():
+            return f"random bits {list(call.shape)}, {call.text}"
+        case DeriveKeysCall():
+            return f"keys, {call.text}"
         case AttendCall():
             held = call.dtypes[1] if call.format is None else call.format.name
             return f"attention of {list(call.queries)} over {list(call.keys)}, {held}"

@@ -163,6 +163,7 @@ def _masked(
         signs = draw_signs(fwd.transform, operand_keys(product_key(recipe, "fwd", key))[2])
     if isinstance(operand, Kept):
         return _turned_back(bar, operand.clips(), signs, operand.length, own.block_axis)
+    assert not isinstance(operand, Quantized), "codes have nothing clipped"
     return bar if spec is None else _without_clipped(bar, operand, spec, own, signs)
 
 

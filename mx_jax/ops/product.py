@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -192,7 +193,7 @@ def one_program(*static: str) -> Callable[[Callable[..., Any]], Any]:
         @functools.wraps(compute)
         def run(*given: Any, **named: Any) -> Any:
             leaves = jax.tree.leaves((given, named))
-            traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+            traced = any(isinstance(leaf, Tracer) for leaf in leaves)
             return (compute if traced else jitted)(*given, **named)
 
         return run
@@ -359,12 +360,8 @@ def _max_of_lanes_vmap(axis_size, in_batched, value, state):
     return _max_of_lanes(jnp.max(value, axis=0) if value_batched else value, state), False
 
 
-class Function(Protocol):
-    """A frozen value that computes what is differentiated."""
-
-    def __call__(self, *operands: Any) -> Any:
-        """A pytree of arrays like the values that get its derivative."""
-        ...
+# A frozen value that computes what is differentiated: a pytree of arrays like the values.
+Function = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -182,7 +182,10 @@ def four_over_six(data: BlockData) -> jax.Array:
 
 
 def squared_error(
-    data: BlockData, scales: jax.Array, importance: jax.Array | None = None
+    data: BlockData,
+    scales: jax.Array,
+    importance: jax.Array | None = None,
+    unit: jax.Array | None = None,
 ) -> jax.Array:
     """What scales would lose: over each block, the sum of `(decoded - x)^2`, rounded to nearest.
 
@@ -190,6 +193,8 @@ def squared_error(
       data: the blocks; their values are read.
       scales: stored scales, of amax's shape.
       importance: what each square counts, of the values' shape; default: 1.
+      unit: powers of two, of amax's shape, by which differences are divided before they are
+        squared, so that none leaves float32's range; default: 1.
 
     Returns:
       float32, of amax's shape; a float sum, whose last bits depend on the order.
@@ -203,7 +208,8 @@ def squared_error(
         random_bits=None,
     )
     values = float32.from_bits(decode_scaled(codes, scales, data.format, data.tensor_scale))
-    lost = jnp.square(values - data.values.astype(jnp.float32))
+    difference = values - data.values.astype(jnp.float32)
+    lost = jnp.square(difference if unit is None else difference / unit)
     if importance is not None:
         lost = lost * importance
     return jnp.sum(lost, axis=data.inside, keepdims=True)
