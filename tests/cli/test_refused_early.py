@@ -81,6 +81,9 @@ import os, signal, sys, time
 import mx_jax.__main__ as program
 from mx_jax import cli
 
+# Ignored, if who runs the tests ignores it, as shells have commands in the background do.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def run(arguments=None):
     os.kill(os.getpid(), signal.{name})
     signal.pause()
@@ -113,7 +116,9 @@ def run(arguments=None):
 def test_a_stopped_command_says_one_line_at_most(name: str, status: int, said: str, where: str):
     script = STOPPED.replace("cli.main = run", f"{where}\ncli.main = run").format(name=name)
     words = [sys.executable, "-c", script]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
     assert (result.returncode, result.stderr) == (status, said)
 
 
