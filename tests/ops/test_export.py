@@ -91,6 +91,23 @@ def test_a_new_process_needs_the_import_alone(tmp_path: Path):
 
 
 @needs_library
+@needs_library
+def test_one_program_for_cpus_and_gpus():
+    """Each platform's own way is lowered; only the CPU's has the library's calls."""
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(n) for n in mx_jax.export_targets()]
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 64)), jnp.float32)
+    function = jax.jit(FUNCTIONS["mxfp8"])
+    with mx_jax.only_backend(None):
+        program = jax.export.export(function, platforms=("cpu", "cuda"), disabled_checks=allowed)(x)
+        alone = jax.export.export(function, platforms=("cuda",))(x)
+        expected = function(x)
+    saved = jax.export.deserialize(program.serialize())
+    assert saved.platforms == ("cpu", "cuda")
+    assert "mx_jax_cpu_matmul" in saved.mlir_module()
+    assert "mx_jax_cpu" not in alone.mlir_module()
+    np.testing.assert_array_equal(saved.call(x), expected)
+
+
 def test_targets_are_those_of_the_library_that_programs_call():
     targets = mx_jax.export_targets()
     assert list(targets) == sorted(targets)
