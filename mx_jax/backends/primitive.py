@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 
 from mx_jax.backends import partition
 from mx_jax.backends.calls import (
@@ -63,7 +64,7 @@ def choose(call: Call) -> Choice:
 def choose_if_any(call: Call) -> Choice | None:
     """As `choose`, for calls that can be made of others: None if all that are asked reject."""
     target = current_target()
-    choice = find(call, target)
+    choice = _of_a_part(call, target) or find(call, target)
     # What is drawn is a part of the cast that it is drawn for.
     recorder = None if isinstance(call, RandomBitsCall | DeriveKeysCall) else active.value
     if recorder is not None:
@@ -81,6 +82,18 @@ def choose_if_any(call: Call) -> Choice | None:
     if bound is None or recorder is None:
         return bound
     return dataclasses.replace(bound, offer=recorder.marked(bound.offer))
+
+
+def _of_a_part(call: Call, target: Target) -> Choice | None:
+    """What computes each device's part of a product, where a mesh in context says that the compiler
+    splits it; None: nothing does, or nothing says so."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size == 1 or set(mesh.axis_types) != {AxisType.Auto}:
+        return None
+    if not isinstance(call, MatmulCall) or not partition.can_split(call):
+        return None
+    choice = find(call, dataclasses.replace(target, num_devices=1, counted=True))
+    return None if choice is None or choice.offer.inline else choice
 
 
 def _record(call: Call, target: Target, choice: Choice | None) -> None:

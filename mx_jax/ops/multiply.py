@@ -77,8 +77,8 @@ def multiply(
     for side, operand in sides:
         if side in stored and isinstance(operand, MXArray):
             tell_of_packing(operand, call, choice, side=side)
-    cut = isinstance(rhs, PackedMXArray) and rhs.layout.cut is not None and _compiler_splits()
-    if isinstance(rhs, PackedMXArray) and not cut and rhs.backend != choice.backend.name:
+    whole = isinstance(rhs, PackedMXArray) and rhs.layout.cut is None and _compiler_splits()
+    if isinstance(rhs, PackedMXArray) and (whole or rhs.backend != choice.backend.name):
         rhs = unpacked_for(rhs, choice)
     if (recorder := active.value) is not None and split and _compiler_splits():
         recorder.entries.append(_moves(lhs, rhs, call))

@@ -175,7 +175,9 @@ def unpacked_for(rhs: PackedMXArray, choice: Choice, operation: str = "matmul") 
       choice: the backend that takes the product, and why others do not.
       operation: what the warning names.
     """
-    reason = dict(choice.rejections).get(rhs.backend, "it is not asked here")
+    alike = rhs.backend == choice.backend.name
+    why = "devices cannot share its layout" if alike else "it is not asked here"
+    reason = dict(choice.rejections).get(rhs.backend, why)
     _tell(
         f"{operation}: packed weights are unpacked at every call: {rhs!r} belongs to backend "
         f"{rhs.backend}, and {choice.backend.name} takes this product ({rhs.backend}: {reason}); "
