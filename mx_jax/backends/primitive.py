@@ -23,9 +23,11 @@ from mx_jax.backends.calls import (
     CastStatisticsCall,
     DeriveKeysCall,
     MatmulCall,
+    OperandType,
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
+    RaggedCall,
     RandomBitsCall,
     result_of,
 )
@@ -235,10 +237,12 @@ def _compute(call: Call, target: Target, *operands: Any) -> Any:
             _compute(call.second, target, x, second, tensor_scale),
         )
     choice = select(call, target) if choice is None else choice
-    name = choice.backend.name
-    operands = tuple(
-        x.unpack() if isinstance(x, PackedMXArray) and x.backend != name else x for x in operands
-    )
+    if isinstance(call, MatmulCall | RaggedCall):
+        lhs, rhs, *rest = operands
+        if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
+            rhs = rhs.unpack()
+            call = dataclasses.replace(call, rhs=OperandType.of(rhs, call.rhs.axes))
+        operands = (lhs, rhs, *rest)
     return choice.offer.run(*operands, call)
 
 

@@ -1,5 +1,6 @@
 """One product of prepared operands in canonical order: select a backend, run it."""
 
+import dataclasses
 import functools
 from collections.abc import Collection
 from typing import Any
@@ -80,6 +81,7 @@ def multiply(
     whole = isinstance(rhs, PackedMXArray) and rhs.layout.cut is None and _compiler_splits()
     if isinstance(rhs, PackedMXArray) and (whole or rhs.backend != choice.backend.name):
         rhs = unpacked_for(rhs, choice)
+        call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
     if (recorder := active.value) is not None and split and _compiler_splits():
         recorder.entries.append(_moves(lhs, rhs, call))
     return choice.offer.run(unpacked(lhs), rhs, call)

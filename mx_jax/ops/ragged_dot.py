@@ -303,4 +303,5 @@ def _scaled(
         tell_of_packing(rhs, call, choice, "ragged_dot")
     if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
         rhs = unpacked_for(rhs, choice, "ragged_dot")
+        call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
     return choice.offer.run(lhs, rhs, sizes, call)

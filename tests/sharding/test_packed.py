@@ -302,3 +302,21 @@ def test_explained(mesh: Mesh, x: jax.Array):
     with jax.set_mesh(mesh):
         text = str(explain_call(product(0, MXFP4), x, packed))
     assert "whole tiles, where the compiler moves them along mesh axes=('data', 'model')" in text
+
+
+def test_a_layout_that_devices_cannot_share_is_unpacked():
+    """With a warning where a mesh in context says so; right in any case."""
+    name = "float8_rowwise_e4m3"
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+    w = mx_jax.quantize(
+        np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32), name, axis=0
+    )
+    packed = mx_jax.pack_weights(w)
+    assert isinstance(packed, mx_jax.PackedMXArray) and packed.layout.cut is None
+    run = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipes.weight_only(name)))
+    sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
+    expected = run(x, w)
+    np.testing.assert_allclose(run(sharded, packed), expected, rtol=1e-5, atol=1e-5)
+    with jax.set_mesh(mesh), pytest.warns(UserWarning, match="devices cannot share its layout"):
+        np.testing.assert_allclose(run(sharded, packed), expected, rtol=1e-5, atol=1e-5)
