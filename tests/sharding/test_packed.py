@@ -314,7 +314,7 @@ def test_a_layout_that_devices_cannot_share_is_unpacked():
     )
     packed = mx_jax.pack_weights(w)
     assert isinstance(packed, mx_jax.PackedMXArray) and packed.layout.cut is None
-    run = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipes.weight_only(name)))
+    run = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=mx_jax.recipes.weight_only(name)))
     sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
     expected = run(x, w)
     np.testing.assert_allclose(run(sharded, packed), expected, rtol=1e-5, atol=1e-5)
