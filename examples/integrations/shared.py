@@ -30,6 +30,8 @@ def cross_entropy(logits: jax.Array, labels: Any) -> jax.Array:
 PRODUCTS = ("output", "grad_input", "grad_weight")
 _OP = re.compile(r'op_name="([^"]*)"')
 _PRODUCT = re.compile(r"(.*?)(?:/jit\(\w+\))*/(output|grad_input|grad_weight|grad_both)/(.*)")
+# A quantized operand, as in `lhs.mxfp8_e4m3.rceil.axis-1`.
+_CAST = re.compile(r"(lhs|rhs)\.\w+\.\w+\.axis-")
 # What JAX's transformations and mx_jax's own modules add to a path.
 _WRAPPED = re.compile(r"\w+\(([^()]*)\)")
 _NOISE = re.compile(
@@ -73,8 +75,7 @@ def report(program: str | None) -> Report:
         if product is None:
             if re.search(r"\b(dot|ragged-dot)\(", line):
                 plain.add(_layer(name[1].rpartition("/")[0]))
-        elif "quantize" in product[3]:
-            both = product[2] == "grad_both"
+        elif (both := product[2] == "grad_both") or _CAST.match(product[3]):
             held = {"grad_input", "grad_weight"} if both else {product[2]}
             quantized.setdefault(_layer(product[1]), set()).update(held)
     ordered = {

@@ -156,6 +156,11 @@ class Asked:
         """What is asked in the contexts of the caller."""
         return cls(target, only_named.value, preferred_names.value, added_backends.value)
 
+    def for_platform(self, platform: str) -> "Asked":
+        """What is asked for a program of a platform: who names a backend alone names it for the one
+        that the trace is for."""
+        return self if self.target.platform == platform else dataclasses.replace(self, only=None)
+
     def machine(self, platform: str, num_devices: int) -> Target:
         """The machine of a program; under `only_backend` calls are taken as they are."""
         known = self.target if self.target.platform == platform else machine_of(platform)
@@ -370,7 +375,8 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
     module = ctx.module_context
     context = module.axis_context
     devices = num_devices(context)
-    target = work.asked.machine(platform, devices)
+    asked = work.asked.for_platform(platform)
+    target = asked.machine(platform, devices)
     exported = module.lowering_parameters.for_export
     known = None if devices == 1 or exported else _devices_of(context, platform)
     if known is not None:
@@ -382,10 +388,10 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
     def how(call: Call, *operands: Any) -> Any:
         is_split = known is not None and target.num_devices > 1
         if is_split and isinstance(call, MatmulCall) and partition.can_split(call):
-            return partition.multiply(OnOneDevice(work.asked, target), call, *operands)
+            return partition.multiply(OnOneDevice(asked, target), call, *operands)
         return _compute(call, target, *operands)
 
-    with on_one_device(devices == 1), work.asked.on(target):
+    with on_one_device(devices == 1), asked.on(target):
         compute = functools.partial(work.compute, how)
         return mlir.lower_fun(compute, multiple_results=True)(ctx, *values)
 

@@ -18,8 +18,8 @@ from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.ragged import scaled_ragged_dot
+from mx_jax.testing.cases import RaggedCase
 from mx_jax.testing.compare import assert_bitwise_equal
-from mx_jax.testing.ragged_check import RaggedCase
 from tests.backends.mosaic import few_octaves, interpreter, needs_newer_mosaic, race_of
 
 B200 = Target(platform="cuda", compute_capability=(10, 0))

@@ -174,7 +174,7 @@ def test_a_training_step_by_the_kernels_alone(
 
     with mx_jax.only_backend("reference"):
         expected = jax.jit(three)(tokens, experts, g)
-    monkeypatch.setattr(ops, "select", select)
+    monkeypatch.setattr(ops, "choose", select)
     found = jax.jit(lambda *given: three(*given))(tokens, experts, g)
     assert asked == [(False, None), (False, None), (True, None)]
     for actual, wanted in zip(found, expected, strict=True):

@@ -225,8 +225,8 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         offer = backend.offers[type(call)]
         return Choice(backend=backend, offer=offer, target=target, rejections=())
 
-    monkeypatch.setattr(ops_packing, "select", select)
-    monkeypatch.setattr(multiply, "select", select)
+    monkeypatch.setattr(ops_packing, "choose", select)
+    monkeypatch.setattr(multiply, "choose", select)
     return asked
 
 

@@ -20,9 +20,7 @@ from mx_jax.cli import command_parser
 from mx_jax.commands import output
 from mx_jax.commands.output import partial_folder
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
-from mx_jax.generate.tokenizer import Tokenizer
-from mx_jax.generate.tokenizer_gguf import tokenizer_of_gguf
-from mx_jax.generate.tokenizer_hub import tokenizer_of_folder
+from mx_jax.generate.tokenizer import Tokenizer, tokenizer_of_folder, tokenizer_of_gguf
 from tests.checkpoint.gguf_bytes import BOOL, F32, I32, STRING, U32, Tensor, array, gguf, text
 from tests.checkpoint.stored import draw, put
 

@@ -16,8 +16,8 @@ from mx_jax.backends.calls import RaggedCall
 from mx_jax.backends.evidence import Row, source_of
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM90
+from mx_jax.backends.primitive import choose
 from mx_jax.backends.reference import REFERENCE
-from mx_jax.backends.select import select
 from mx_jax.backends.target import Backend, Target, use_target
 from mx_jax.measure import worker
 from mx_jax.measure.cases import Case, Wanted, cases, copy_bits
@@ -80,7 +80,7 @@ def test_wrong_sums_are_caught_and_not_timed(run: Any):
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4"])
 def test_a_case_is_what_a_training_step_asks(recipe: str, monkeypatch: pytest.MonkeyPatch):
     asked: list[RaggedCall] = []
-    monkeypatch.setattr(ops, "select", lambda call: asked.append(call) or select(call))
+    monkeypatch.setattr(ops, "choose", lambda call: asked.append(call) or choose(call))
     x, w = jnp.zeros((100, 64), jnp.bfloat16), jnp.zeros((3, 64, 128), jnp.bfloat16)
 
     def loss(w: jax.Array) -> jax.Array:
@@ -112,7 +112,7 @@ def test_a_row_switches_the_kernel_on():
     with use_target(H200):
         for rows, name in ((), "xla_bfloat16"), ((row,), "pallas_gpu"):
             with evidence.use(rows):
-                assert select(case.call).backend.name == name
+                assert choose(case.call).backend.name == name
 
 
 @needs_newer_mosaic

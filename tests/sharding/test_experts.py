@@ -153,7 +153,7 @@ def test_there_and_back(
     if way == "ragged":
         monkeypatch.setattr(lax, "ragged_all_to_all", everyone)
         choose = lambda *operands, cpu, default: default(*operands)  # noqa: E731
-        monkeypatch.setattr(dispatch.lax, "platform_dependent", choose)
+        monkeypatch.setattr(lax, "platform_dependent", choose)
 
     def run(x: jax.Array, sizes: jax.Array) -> Any:
         sent = dispatch(x, sizes, "expert", capacity=capacity)
