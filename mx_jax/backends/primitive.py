@@ -260,7 +260,8 @@ class OnOneDevice:
 
     def __call__(self, call: Call, *operands: Any) -> Any:
         """What a call asks for, its operands behind it."""
-        target = dataclasses.replace(self.target, num_devices=1)
+        # Processes that share a program must select alike: no measurement of one of them counts.
+        target = dataclasses.replace(self.target, num_devices=1, device_kind=None)
         with on_one_device(True), self.asked.on(target):
             choice = find(call, target)
             if choice is not None and choice.offer.inline:

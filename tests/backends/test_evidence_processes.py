@@ -66,5 +66,6 @@ def test_two_processes_trace_one_program(tmp_path: Path):
     assert first["backend"] == "xla_bfloat16" and first["sum"] == ROWS * N * K
     # Alone, the same cache switches on what it is about: the row is one that counts.
     (alone,) = _run(tmp_path / "one", 1)
-    assert alone["backend"] == "planted" and alone["sum"] == ROWS * N * (K + 1)
+    # It is lowered for this machine, a CPU, all the same.
+    assert alone["backend"] == "planted" and alone["sum"] == ROWS * N * K
     assert alone["program"] != first["program"]
