@@ -86,13 +86,16 @@ def choose_if_any(call: Call) -> Choice | None:
     return dataclasses.replace(bound, offer=recorder.marked(bound.offer))
 
 
+def compiler_splits() -> bool:
+    """Whether a mesh in context says that the compiler splits products between devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
+
+
 def _of_a_part(call: Call, target: Target) -> Choice | None:
     """What computes each device's part of a product, where a mesh in context says that the compiler
     splits it; None: nothing does, or nothing says so."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.size == 1 or set(mesh.axis_types) != {AxisType.Auto}:
-        return None
-    if not isinstance(call, MatmulCall) or not partition.can_split(call):
+    if not isinstance(call, MatmulCall) or not compiler_splits() or not partition.can_split(call):
         return None
     choice = find(call, dataclasses.replace(target, num_devices=1, counted=True))
     return None if choice is None or choice.offer.inline else choice

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
 
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
-from mx_jax.backends.primitive import choose
+from mx_jax.backends.primitive import choose, compiler_splits
 from mx_jax.backends.records import active
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.mxarray import MXArray
@@ -78,19 +77,13 @@ def multiply(
     for side, operand in sides:
         if side in stored and isinstance(operand, MXArray):
             tell_of_packing(operand, call, choice, side=side)
-    whole = isinstance(rhs, PackedMXArray) and rhs.layout.cut is None and _compiler_splits()
+    whole = isinstance(rhs, PackedMXArray) and rhs.layout.cut is None and compiler_splits()
     if isinstance(rhs, PackedMXArray) and (whole or rhs.backend != choice.backend.name):
         rhs = unpacked_for(rhs, choice)
         call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
-    if (recorder := active.value) is not None and split and _compiler_splits():
+    if (recorder := active.value) is not None and split and compiler_splits():
         recorder.entries.append(_moves(lhs, rhs, call))
     return choice.offer.run(unpacked(lhs), rhs, call)
-
-
-def _compiler_splits() -> bool:
-    """Whether a mesh in context says that the compiler splits products between devices."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
 
 
 def _moves(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall) -> str:
