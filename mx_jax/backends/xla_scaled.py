@@ -281,16 +281,16 @@ def _matrices(operand: Operand | PackedMXArray, axes: Axes) -> Matrices:
 
 
 def _spread(scales: jax.Array, elements: jax.Array, axis: int) -> jax.Array:
-    """Values under their scales, in float32."""
-    values = elements.astype(jnp.float32)
+    """Values under their scales, which bfloat16 has, as they are centred."""
     if scales.dtype == jnp.bfloat16:
-        return values
+        return elements
     if scales.dtype == E8M0.dtype:
         scales = lax.bitcast_convert_type(scales, jnp.uint8)
         factors = scale_to_float32(scales, E8M0)
     else:
         factors = scales.astype(jnp.float32)
-    return values * jnp.repeat(factors, elements.shape[axis] // scales.shape[axis], axis)
+    factors = jnp.repeat(factors, elements.shape[axis] // scales.shape[axis], axis)
+    return (elements.astype(jnp.float32) * factors).astype(jnp.bfloat16)
 
 
 def _decomposed(
@@ -301,13 +301,13 @@ def _decomposed(
     *,
     dimension_numbers: Any,
 ) -> jax.Array:
-    """What the composite means, exact in each element: what other platforms would run."""
+    """What the composite means, exact in each element: what XLA runs that does not know it."""
     (((left,), (right,)), _) = dimension_numbers
     return lax.dot_general(
         _spread(lhs_scale, lhs, left),
         _spread(rhs_scale, rhs, right),
         dimension_numbers,
-        precision=lax.Precision.HIGHEST,
+        precision=lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
 
