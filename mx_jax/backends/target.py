@@ -112,7 +112,8 @@ def current_target(num_devices: int | None = None) -> Target:
         _described(device),
         num_devices=num_devices,
         counted=counted,
-        program_devices=jax.sharding.get_abstract_mesh().size,
+        # An empty mesh has none.
+        program_devices=max(1, jax.sharding.get_abstract_mesh().size),
     )
 
 

@@ -237,8 +237,8 @@ def test_programs_of_several_devices_have_none(manual: bool):
             assert ("scaled_dot" in lowered(run, x, w)) == (size == 1)
 
 
-@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (1, 2)], ids=str)
-@pytest.mark.parametrize("case", CASES[:3], ids=str)
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("case", CASES[1:3], ids=str)
 def test_vmap(case: MatmulCase, axes: tuple[int | None, int | None]):
     """One composite with one batch axis at most, and the products one by one."""
     given = [case.operands(np.random.default_rng(seed)) for seed in range(4)]
@@ -255,9 +255,8 @@ def test_vmap(case: MatmulCase, axes: tuple[int | None, int | None]):
             lambda *leaves: jnp.stack(leaves).reshape(2, 2, *leaves[0].shape), *operands
         )
 
-    first = tuple(None if axis is None else 0 for axis in axes)
     x, y = stacked(lhs, axes[0]), stacked(rhs, axes[1])
-    results = jax.vmap(jax.vmap(run, first), first)(x, y)
+    results = jax.jit(jax.vmap(jax.vmap(run, axes), axes))(x, y)
     for i in range(4):
         left, right = (v[0 if a is None else i] for v, a in zip((lhs, rhs), axes, strict=True))
         np.testing.assert_array_equal(results[i // 2, i % 2], run(left, right))
@@ -275,7 +274,7 @@ def packed(w: MXArray, target: Target = H200, **how: Any) -> PackedMXArray:
 
 def weights(format: formats.BlockFormat, shape: tuple[int, ...], axis: int) -> MXArray:
     values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    return mx_jax.quantize(jnp.asarray(values), format, axis=axis)
+    return mx_jax.quantize(jnp.asarray(values, jnp.bfloat16), format, axis=axis)
 
 
 FEW_BITS = [E4M3, pytest.param(MXFP4, marks=from_0_12), pytest.param(NVFP4, marks=from_0_12)]
@@ -335,6 +334,9 @@ def test_weights_are_packed_for_what_meets_them():
     assert packed(w, recipe=recipes.mxfp4()).backend == "xla_scaled"
     with mx_jax.testing.target("cuda", (9, 0), num_devices=4):
         assert isinstance(mx_jax.pack_weights(w), MXArray)
+    with mx_jax.testing.target("cuda", (9, 0)):
+        # Its activations are float32, and its products the reference's.
+        assert isinstance(mx_jax.pack_weights(dataclasses.replace(w, dtype=X.dtype)), MXArray)
     with mx_jax.testing.target("cuda", (9, 0)):
         x = jnp.ones((2, 64), jnp.bfloat16)
         weight_only = recipes.weight_only("mxfp4")
