@@ -15,7 +15,7 @@ from mx_jax.backends.xla_bfloat16 import HOW
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops.arguments import Key
 from mx_jax.ops.placing import Placed, place
-from mx_jax.ops.product import Cast, Casts
+from mx_jax.ops.product import note_cast
 from mx_jax.ops.quantize import cast_operand
 from mx_jax.ops.random import draw_signs, split_key
 from mx_jax.packed import PackedMXArray, Quantized
@@ -51,29 +51,6 @@ def prepare_operands(
         prepare(lhs, spec.lhs, axes.lhs, lhs_key, side=sides[0]),
         prepare(rhs, spec.rhs, axes.rhs, rhs_key, side=sides[1]),
     )
-
-
-def cast_operands(
-    lhs: AnyOperand,
-    rhs: AnyOperand,
-    spec: MatmulSpec,
-    axes: ProductAxes,
-    key: Key,
-    moves: Moves = STAY,
-) -> Casts:
-    """What `prepare_operands` quantizes, before any codes move."""
-    found, turned = _turned(lhs, rhs, spec, axes, key, moves)
-    casts: list[Cast | None] = []
-    for at, x, own, own_axes in zip(
-        found, turned, (spec.lhs, spec.rhs), (axes.lhs, axes.rhs), strict=True
-    ):
-        if own is None or isinstance(x, Quantized):
-            casts.append(None)
-            continue
-        after = prepare(x, own, own_axes, at.key, at.tensor_scale)
-        assert isinstance(after, MXArray)
-        casts.append(Cast(prescaled(x, own), after, own.scale_rule.name, own_axes.block_axis))
-    return casts[0], casts[1]
 
 
 def _turned(
@@ -207,7 +184,9 @@ def prepare(
     own = f"{side}.{spec.format.name}.{spec.scale_rule.name}.axis{axes.block_axis}"
     with jax.named_scope(own):
         drawn = key if spec.random_bits else None
-        return cast_operand(values, spec, blocks, drawn, tensor_scale)
+        codes = cast_operand(values, spec, blocks, drawn, tensor_scale)
+    note_cast(side, values, codes, spec.scale_rule.name, axes.block_axis)
+    return codes
 
 
 def prescaled(x: jax.Array, spec: OperandSpec) -> jax.Array:
