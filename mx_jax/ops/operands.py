@@ -5,13 +5,12 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from mx_jax.axes import Axes, ProductAxes, Side
-from mx_jax.backends.calls import AnyOperand, Operand
-from mx_jax.backends.records import active
-from mx_jax.backends.select import current_target
-from mx_jax.backends.xla_bfloat16 import HOW
+from mx_jax.backends.calls import AnyOperand, Operand, TransformCall
+from mx_jax.backends.primitive import choose
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops.arguments import Key
 from mx_jax.ops.placing import Placed, place
@@ -19,12 +18,9 @@ from mx_jax.ops.product import note_cast
 from mx_jax.ops.quantize import cast_operand
 from mx_jax.ops.random import draw_signs, split_key
 from mx_jax.packed import PackedMXArray, Quantized
-from mx_jax.reference import hadamard
 from mx_jax.sharding.movement import STAY, Movement, Moves
 from mx_jax.specs import MatmulSpec, OperandSpec
 
-# Scope of what transforms an operand: its products are of no recipe.
-TRANSFORM = "hadamard_transform"
 Sides = tuple[Side, Side]
 SIDES: Sides = ("lhs", "rhs")
 SWAPPED: Sides = ("rhs", "lhs")
@@ -122,26 +118,24 @@ def _transform(operand: AnyOperand, signs: jax.Array, axis: int) -> jax.Array:
 
 
 def transformed(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
-    """`hadamard.apply`, on accelerators with bfloat16's exact products where x is bfloat16."""
-    platform, in_bfloat16 = current_target().platform, x.dtype == jnp.bfloat16
-    if (recorder := active.value) is not None and platform != "cpu":
-        how = HOW if in_bfloat16 else "XLA float32 dot, HIGHEST: bfloat16 does not hold its values"
-        recorder.entries.append(
-            f"Hadamard transform of {x.dtype} {list(x.shape)} on platform={platform} -> {how}"
-        )
-    with jax.named_scope(TRANSFORM):
-        return hadamard.apply(x, signs, axis, in_bfloat16=in_bfloat16 and platform != "cpu")
+    """`T(x)`: see `reference.hadamard`."""
+    return _turn(x, signs, axis, None)
 
 
 def turned_back(y: jax.Array, signs: jax.Array, length: int, axis: int) -> jax.Array:
-    """`hadamard.invert`, on record on accelerators."""
-    platform = current_target().platform
-    if (recorder := active.value) is not None and platform != "cpu":
-        recorder.entries.append(
-            f"inverse Hadamard transform of {y.dtype} {list(y.shape)} on platform={platform} -> "
-            "XLA float32 dot, HIGHEST"
-        )
-    return hadamard.invert(y, signs, length, axis)
+    """The inverse of `transformed`, so many values along the axis."""
+    return _turn(y, signs, axis, length)
+
+
+def _turn(x: jax.Array, signs: jax.Array, axis: int, length: int | None) -> jax.Array:
+    call = TransformCall(
+        shape=x.shape,
+        dtype=np.dtype(x.dtype),
+        axis=axis % x.ndim,
+        size=signs.shape[0],
+        length=length,
+    )
+    return choose(call).offer.run(x, signs, call)
 
 
 @overload

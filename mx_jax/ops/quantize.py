@@ -230,7 +230,7 @@ def cast_operand(
     x: jax.Array,
     spec: OperandSpec,
     blocks: Blocks,
-    key: jax.Array | None = None,
+    key: Key = None,
     tensor_scale: jax.Array | None = None,
 ) -> MXArray:
     """Quantize a checked array by its spec, on the backend that takes it on the machine in context.

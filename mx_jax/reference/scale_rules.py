@@ -174,11 +174,20 @@ class AmaxBecomes:
         return _element_scale(data, self.largest, smallest)
 
 
-def four_over_six(data: BlockData) -> jax.Array:
-    """`amax / 6` or `amax / 4`, whichever loses less."""
-    candidates = [AmaxBecomes(target)(data) for target in (6.0, 4.0)]
-    six, four = (squared_error(data, scales) for scales in candidates)
-    return jnp.where(four < six, candidates[1], candidates[0])
+@dataclasses.dataclass(frozen=True)
+class LeastLoss:
+    """Of two rules the one whose scales lose less of a block; the first if they lose alike.
+
+    Attributes:
+      rules: functions of amax.
+    """
+
+    rules: tuple[AmaxBecomes, AmaxBecomes]
+
+    def __call__(self, data: BlockData) -> jax.Array:
+        first, second = (rule(data) for rule in self.rules)
+        better = squared_error(data, second) < squared_error(data, first)
+        return jnp.where(better, second, first)
 
 
 def squared_error(
@@ -186,6 +195,7 @@ def squared_error(
     scales: jax.Array,
     importance: jax.Array | None = None,
     unit: jax.Array | None = None,
+    codes: jax.Array | None = None,
 ) -> jax.Array:
     """What scales would lose: over each block, the sum of `(decoded - x)^2`, rounded to nearest.
 
@@ -195,18 +205,20 @@ def squared_error(
       importance: what each square counts, of the values' shape; default: 1.
       unit: powers of two, of amax's shape, by which differences are divided before they are
         squared, so that none leaves float32's range; default: 1.
+      codes: of the values, where they are known.
 
     Returns:
       float32, of amax's shape; a float sum, whose last bits depend on the order.
     """
-    codes = encode_scaled(
-        data.values,
-        scales,
-        data.format,
-        tensor_scale=data.tensor_scale,
-        rounding=NEAREST,
-        random_bits=None,
-    )
+    if codes is None:
+        codes = encode_scaled(
+            data.values,
+            scales,
+            data.format,
+            tensor_scale=data.tensor_scale,
+            rounding=NEAREST,
+            random_bits=None,
+        )
     values = float32.from_bits(decode_scaled(codes, scales, data.format, data.tensor_scale))
     difference = values - data.values.astype(jnp.float32)
     lost = jnp.square(difference if unit is None else difference / unit)
@@ -421,7 +433,10 @@ AMAX_SUBNORMAL = ScaleRule(
 # "4/6" (arXiv 2512.02010): a block's largest value becomes 6 or 4, whichever loses less; the tensor
 # scale leaves room for the second choice, 1.5 * 256.
 FOUR_OVER_SIX = ScaleRule(
-    name="four_over_six", kinds=("element",), scales=four_over_six, largest_scale=256.0
+    name="four_over_six",
+    kinds=("element",),
+    scales=LeastLoss((AmaxBecomes(6.0), AmaxBecomes(4.0))),
+    largest_scale=256.0,
 )
 
 
