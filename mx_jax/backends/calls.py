@@ -215,6 +215,8 @@ class DequantizeCall:
       format: block format.
       blocks: axes from the end with block sizes.
       scale_axes: axes whose positions have tensor scales of their own.
+      saturates: whether what is beyond the dtype becomes its largest number, as `mxarray.decode`
+        has it, and not Inf.
     """
 
     shape: tuple[int, ...]
@@ -222,6 +224,7 @@ class DequantizeCall:
     format: BlockFormat
     blocks: Blocks
     scale_axes: tuple[int, ...] = ()
+    saturates: bool = False
 
     @property
     def text(self) -> str:

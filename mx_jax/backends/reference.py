@@ -1,6 +1,5 @@
 """The reference as a backend: plain jnp, takes every single call on every platform."""
 
-import dataclasses
 import functools
 
 import jax
@@ -19,7 +18,7 @@ from mx_jax.backends.calls import (
     TransformCall,
 )
 from mx_jax.backends.target import Backend, Offer, Target
-from mx_jax.mxarray import MXArray
+from mx_jax.mxarray import MXArray, decode
 from mx_jax.packed import Rows
 from mx_jax.reference import attention, hadamard, matmul, quantize, ragged, random_bits, statistics
 
@@ -57,7 +56,7 @@ def _quantize(
 
 
 def _dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
-    return quantize.dequantize(dataclasses.replace(x, primal=None), call.dtype)
+    return decode(x, call.dtype, saturates=call.saturates)
 
 
 def _as_it_is(x: MXArray, call: PackCall) -> MXArray:

@@ -11,11 +11,11 @@ from jax import lax
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, Operand, TransformCall
 from mx_jax.backends.primitive import choose
-from mx_jax.mxarray import MXArray, decode
+from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key
 from mx_jax.ops.placing import Placed, place
 from mx_jax.ops.product import note_cast
-from mx_jax.ops.quantize import cast_operand
+from mx_jax.ops.quantize import cast_operand, dequantize_operand
 from mx_jax.ops.random import draw_signs, split_key
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.sharding.movement import STAY, Movement, Moves
@@ -219,11 +219,11 @@ def reuse(operand: AnyOperand, product: MatmulSpec, axes: Axes) -> Operand:
     if not isinstance(operand, MXArray):
         return operand
     if spec is None:
-        return decode(operand, operand.dtype, saturates=True)
+        return dequantize_operand(operand, operand.dtype, saturates=True)
     reusable = operand.format == spec.format and operand.blocks == axes.blocks(spec.format)
     if reusable and product.transform is None:
         return operand
-    return decode(operand, jnp.float32, saturates=True)
+    return dequantize_operand(operand, np.dtype(np.float32), saturates=True)
 
 
 def reuse_moved(

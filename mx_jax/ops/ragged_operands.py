@@ -16,7 +16,7 @@ from mx_jax.backends.calls import Operand
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import Whole
-from mx_jax.mxarray import MXArray, decode
+from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key
 from mx_jax.ops.explicit_axes import stored
 from mx_jax.ops.kept import check_whole_groups, keep
@@ -30,7 +30,7 @@ from mx_jax.ops.operands import (
 )
 from mx_jax.ops.placing import Placed, given_moves, place
 from mx_jax.ops.product import Given, note_cast
-from mx_jax.ops.quantize import quantize_operand
+from mx_jax.ops.quantize import dequantize_operand, quantize_operand
 from mx_jax.ops.random import draw_bits
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.reference import ragged
@@ -47,7 +47,8 @@ def values_of(x: Operand, spec: OperandSpec | None) -> jax.Array:
     """A saved operand's values, to be quantized anew unless it is to stay in high precision."""
     if not isinstance(x, MXArray):
         return x
-    return decode(x, x.dtype if spec is None else jnp.float32, saturates=True)
+    dtype = x.dtype if spec is None else np.dtype(np.float32)
+    return dequantize_operand(x, dtype, saturates=True)
 
 
 def padding_unit(spec: MatmulSpec) -> int:

@@ -195,7 +195,6 @@ def squared_error(
     scales: jax.Array,
     importance: jax.Array | None = None,
     unit: jax.Array | None = None,
-    codes: jax.Array | None = None,
 ) -> jax.Array:
     """What scales would lose: over each block, the sum of `(decoded - x)^2`, rounded to nearest.
 
@@ -205,20 +204,18 @@ def squared_error(
       importance: what each square counts, of the values' shape; default: 1.
       unit: powers of two, of amax's shape, by which differences are divided before they are
         squared, so that none leaves float32's range; default: 1.
-      codes: of the values, where they are known.
 
     Returns:
       float32, of amax's shape; a float sum, whose last bits depend on the order.
     """
-    if codes is None:
-        codes = encode_scaled(
-            data.values,
-            scales,
-            data.format,
-            tensor_scale=data.tensor_scale,
-            rounding=NEAREST,
-            random_bits=None,
-        )
+    codes = encode_scaled(
+        data.values,
+        scales,
+        data.format,
+        tensor_scale=data.tensor_scale,
+        rounding=NEAREST,
+        random_bits=None,
+    )
     values = float32.from_bits(decode_scaled(codes, scales, data.format, data.tensor_scale))
     difference = values - data.values.astype(jnp.float32)
     lost = jnp.square(difference if unit is None else difference / unit)

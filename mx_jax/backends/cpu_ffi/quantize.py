@@ -1,7 +1,7 @@
 """Quantizing by the compiled handler: which calls it takes, and how it is called."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ from mx_jax.backends.calls import QuantizeCall
 from mx_jax.backends.cpu_ffi.cast_axes import cast_axes, flat_blocks
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.cpu_ffi.tensor_scale import tensor_scale_of
-from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat
@@ -24,11 +23,8 @@ from mx_jax.reference.scale_rules import (
     FLOAT8,
     FLOAT8_POWER_OF_TWO,
     AmaxBecomes,
-    BlockData,
     FromAmax,
     LeastLoss,
-    ScaleRule,
-    squared_error,
 )
 
 TARGET = "mx_jax_cpu_quantize"
@@ -49,7 +45,7 @@ def rejects(call: QuantizeCall) -> str | None:
     """Why the handler does not take a call, or None."""
     if call.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"needs float32, bfloat16 or float16, got dtype={call.dtype}"
-    if _rule(_first(call)) is None:
+    if _rule(first_cast(call)) is None:
         return f"computes no scales by the rule {call.scale_rule.name!r} for {call.format.name}"
     if _rounding(call.rounding) is None:
         return f"knows no rounding={call.rounding.name!r}"
@@ -96,17 +92,12 @@ def _rule(call: QuantizeCall) -> _Rule | None:
     return found[0] if found[1] == call.format.scale.kind else None
 
 
-def _first(call: QuantizeCall) -> QuantizeCall:
+def first_cast(call: QuantizeCall) -> QuantizeCall:
     """The cast that is made first: by the rule without a correction, or by the first of two."""
     rule = dataclasses.replace(call.scale_rule, correction=None)
     if isinstance(rule.scales, LeastLoss):
-        rule = _with(rule, rule.scales.rules[0])
+        rule = dataclasses.replace(rule, scales=FromAmax(rule.scales.rules[0]))
     return dataclasses.replace(call, scale_rule=rule)
-
-
-def _with(rule: ScaleRule, function: AmaxBecomes) -> ScaleRule:
-    """A rule with another function of amax, and the same tensor scale."""
-    return dataclasses.replace(rule, scales=FromAmax(function))
 
 
 def _rounding(rounding: Rounding) -> str | None:
@@ -134,64 +125,10 @@ def quantize(
     tensor_scale: jax.Array | None,
     call: QuantizeCall,
 ) -> MXArray:
-    """x quantized by the handler; what rules do besides is plain JAX."""
-    x, rule = lax.stop_gradient(x), call.scale_rule
+    """x quantized by the handler, by a rule of amax."""
+    x = lax.stop_gradient(x)
     if call.format.tensor_scale and tensor_scale is None:
         tensor_scale = tensor_scale_of(x, call)
-    if rule.correction is not None:
-        first = _quantize(x, None, tensor_scale, _first(call))
-        data, (codes,), inside = _split(x, tensor_scale, call, first.codes)
-        drawn = None if random_bits is None else block_shapes.spread(random_bits, inside)
-        scales = block_shapes.spread(first.scales, inside)
-        scales = lax.squeeze(rule.correction(data, scales, codes, drawn), inside)
-        return dataclasses.replace(first, scales=scales)
-    if isinstance(rule.scales, LeastLoss):
-        casts = (
-            dataclasses.replace(call, scale_rule=_with(rule, function))
-            for function in rule.scales.rules
-        )
-        found = [_quantize(x, random_bits, tensor_scale, cast) for cast in casts]
-        return _least_loss(x, found, tensor_scale, call)
-    return _quantize(x, random_bits, tensor_scale, call)
-
-
-def _least_loss(
-    x: jax.Array, found: list[MXArray], tensor_scale: jax.Array | None, call: QuantizeCall
-) -> MXArray:
-    """Of two casts, in each block that which loses less where it rounds to nearest."""
-    first, second = found
-    nearest = call.rounding == NEAREST
-    data, codes, inside = _split(x, tensor_scale, call, first.codes, second.codes)
-    losses = (
-        squared_error(
-            data, block_shapes.spread(own.scales, inside), codes=codes[i] if nearest else None
-        )
-        for i, own in enumerate(found)
-    )
-    lost, other = losses
-    better = other < lost
-    codes = block_shapes.merge(jnp.where(better, codes[1], codes[0]), x.shape, inside)
-    scales = jnp.where(lax.squeeze(better, inside), second.scales, first.scales)
-    return dataclasses.replace(first, codes=codes, scales=scales)
-
-
-def _split(
-    x: jax.Array, tensor_scale: jax.Array | None, call: QuantizeCall, *arrays: jax.Array
-) -> tuple[BlockData, list[jax.Array], tuple[int, ...]]:
-    """x as rules that read values see it, arrays like it, and the axes inside blocks."""
-    pieces, inside = block_shapes.split(x, call.blocks, fill=True)
-    spread = None if tensor_scale is None else block_shapes.spread(tensor_scale, inside)
-    unseen: Any = None
-    data = BlockData(pieces, inside, unseen, call.format, spread)
-    return data, [block_shapes.split(a, call.blocks, fill=True)[0] for a in arrays], inside
-
-
-def _quantize(
-    x: jax.Array,
-    random_bits: jax.Array | None,
-    tensor_scale: jax.Array | None,
-    call: QuantizeCall,
-) -> MXArray:
     axes, optional = cast_axes(call.blocks), {}
     if tensor_scale is not None:
         optional["tensor_scale"] = axes.tensor_scale, tensor_scale
