@@ -299,6 +299,7 @@ def test_products_of_packed_weights(format: formats.BlockFormat):
     """The same bits, in a stack too, of which scan takes one after the other."""
     case = MatmulCase(lhs=None, rhs=format, dtype="bfloat16", n=(64,), k=(96,))
     x, _ = case.operands(np.random.default_rng(1))
+    assert isinstance(x, jax.Array)
     w = weights(format, (64, 96), 1)
     p = packed(w)
     expected = XLA_SCALED.run(case.call, x, w)

@@ -112,7 +112,7 @@ def on_four(gpu: Gpu, *, by_shard_map: bool) -> str:
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
         jax.default_device(mesh.devices.flat[0]),
     ):
-        return jax.jit(product).lower(x, w).compile().as_text()
+        return str(jax.jit(product).lower(x, w).compile().as_text())
 
 
 if __name__ == "__main__":
