@@ -345,3 +345,14 @@ def test_weights_are_packed_for_what_meets_them():
             lambda x, w: mx_jax.matmul(x, w, recipe=weight_only), x, packed(w)
         )
     assert "-> xla_scaled (XLA's scaled dot, FP4 from JAX 0.12.0 on)" in text
+
+
+def test_weights_on_several_devices_stay_as_they_are():
+    """Their programs have several devices too, where nothing reads this layout."""
+    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
+    w = weights(E4M3, (64, 96), 0)
+    for spec in (PartitionSpec(None, "x"), PartitionSpec()):
+        lies = jax.device_put(w, jax.sharding.NamedSharding(mesh, spec))
+        with mx_jax.testing.target("cuda", (9, 0)):
+            assert mx_jax.pack_weights(lies) is lies
+            assert isinstance(mx_jax.pack_weights(w), PackedMXArray)
