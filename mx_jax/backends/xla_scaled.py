@@ -62,7 +62,7 @@ class Native:
     pairs: tuple[tuple[Kind, Kind], ...]
 
 
-# FP8 is converted by instructions that Ada has first: before, XLA aborts.
+# FP8, elements and scales, is converted by instructions that Ada has first: before, XLA aborts.
 _FROM_ADA = ((8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
 _FROM_AMPERE = ((8, 0), (8, 6), (8, 7), *_FROM_ADA)
 # Each row comes from compiles that tests/gpu/test_compile_scaled.py repeats.
@@ -86,12 +86,16 @@ NATIVE: tuple[Native, ...] = (
         pairs=tuple(pair for own in _MXFP8 for pair in ((own, MXFP4), (MXFP4, own))),
     ),
     Native(
-        name="FP4",
+        name="MXFP4",
         jax=(0, 12, 0),
         capabilities=_FROM_AMPERE,
-        pairs=tuple(
-            pair for own in (MXFP4, NVFP4) for pair in ((own, own), (None, own), (own, None))
-        ),
+        pairs=((MXFP4, MXFP4), (None, MXFP4), (MXFP4, None)),
+    ),
+    Native(
+        name="NVFP4",
+        jax=(0, 12, 0),
+        capabilities=_FROM_ADA,
+        pairs=((NVFP4, NVFP4), (None, NVFP4), (NVFP4, None)),
     ),
 )
 

@@ -166,6 +166,7 @@ def test_one_before_the_plain_way():
             (0, 12, 0),
             "no block-scaled product of mxfp6_e2m3 by mxfp8_e4m3",
         ),
+        (MatmulCase(lhs=NVFP4, rhs=NVFP4), A100, (0, 12, 0), "not seen .* capability (8, 0)"),
         (MatmulCase(lhs=MXFP4, rhs=NVFP4), H200, (0, 12, 0), "no block-scaled product"),
         (
             MatmulCase(lhs=formats.MXFP4_2D, rhs=MXFP4),
@@ -344,7 +345,7 @@ def test_weights_are_packed_for_what_meets_them():
         text = mx_jax.inspect.explain_call(
             lambda x, w: mx_jax.matmul(x, w, recipe=weight_only), x, packed(w)
         )
-    assert "-> xla_scaled (XLA's scaled dot, FP4 from JAX 0.12.0 on)" in text
+    assert "-> xla_scaled (XLA's scaled dot, MXFP4 from JAX 0.12.0 on)" in text
 
 
 def test_weights_on_several_devices_stay_as_they_are():
