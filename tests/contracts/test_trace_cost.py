@@ -85,8 +85,9 @@ def test_tracing_and_compiling_cost_little_more_than_float32s(compiles: bool, mo
 
 
 DEPTH = 24
-# Of float32's CPU time to compile so many layers, one after the other and in a scan.
-MOST_TIMES_OF_MANY = {"unrolled": 2, "scanned": 3}
+# Of float32's CPU time to compile so many layers, one after the other and in a scan: under the
+# tests' flags of XLA. As it comes it is 1.0 to 1.3.
+MOST_TIMES_OF_MANY = {"unrolled": 5, "scanned": 3}
 
 
 def many_layers(how: str, recipe: str | None) -> Any:
