@@ -460,7 +460,7 @@ def test_what_codes_are_not_asked():
     for name in ("mean", "astype", "sum"):
         with pytest.raises(AttributeError, match=rf"'{name}': the values have it, x\.dequantize"):
             getattr(q, name)
-    with pytest.raises(AttributeError, match="MXArray has no attribute 'nothing'$"):
+    with pytest.raises(AttributeError, match=r"MXArray has no attribute 'nothing'$"):
         q.nothing  # noqa: B018
     assert not hasattr(q, "sharding")
     np.testing.assert_array_equal(jnp.ones((64, 4)) @ q, jnp.full((64, 64), 4.0))
