@@ -123,13 +123,11 @@ def _record(call: Call, target: Target, choice: Choice | None) -> None:
     how = "" if choice is None else choice.offer.how
     # Devices that share a product each compute their part by the same backend.
     by_parts = isinstance(call, MatmulCall) and partition.can_split(call)
-    if (
-        choice is not None
-        and not target.counted
-        and not isinstance(call, PackCall)
-        and (choice.offer.inline or not by_parts)
-    ):
-        names = _names_on(call, dataclasses.replace(target, counted=True))
+    if choice is not None and not target.counted and not isinstance(call, PackCall):
+        shared = dataclasses.replace(target, program_devices=target.num_devices, counted=True)
+        if by_parts and not choice.offer.inline:
+            shared = dataclasses.replace(shared, num_devices=1)
+        names = _names_on(call, shared)
         if names != (choice.backend.name,):
             others = f"by {' and '.join(names)} where the program has several devices"
             how = f"{how}; {others}" if how else others
@@ -181,11 +179,13 @@ class Asked:
         that the trace is for."""
         return self if self.target.platform == platform else dataclasses.replace(self, only=None)
 
-    def machine(self, platform: str, num_devices: int) -> Target:
+    def machine(self, platform: str, num_devices: int, program_devices: int) -> Target:
         """The machine of a program; under `only_backend` calls are taken as they are."""
         known = self.target if self.target.platform == platform else machine_of(platform)
         devices = 1 if self.only is not None else num_devices
-        return dataclasses.replace(known, num_devices=devices, counted=True)
+        return dataclasses.replace(
+            known, num_devices=devices, program_devices=program_devices, counted=True
+        )
 
     @contextlib.contextmanager
     def on(self, target: Target) -> Iterator[None]:
@@ -397,7 +397,9 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
     context = module.axis_context
     devices = num_devices(context)
     asked = work.asked.for_platform(platform)
-    target = asked.machine(platform, devices)
+    # Below shard_map each device has calls of its own; the mesh tells how many there are.
+    program_devices = getattr(getattr(context, "mesh", None), "size", devices)
+    target = asked.machine(platform, devices, program_devices)
     exported = module.lowering_parameters.for_export
     known = None if devices == 1 or exported else _devices_of(context, platform)
     if known is not None:
