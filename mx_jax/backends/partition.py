@@ -26,7 +26,7 @@ from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
 from mx_jax.codecs import packing
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Cut, PackedMXArray, unpacked
-from mx_jax.sharding.movement import Part, spec_of
+from mx_jax.sharding.movement import Part, reduced_in, spec_of
 from mx_jax.sharding.partition import Factor, Factors, Share, fine_mesh, share, stored_parts
 
 # Computes a call of these operands on one device: `compute(call, lhs, rhs)`.
@@ -335,13 +335,12 @@ def _local(
             operand = dataclasses.replace(operand, codes=codes)
         operands.append(operand)
     lhs, rhs = operands
-    partial = bool(each.summed or each.scattered)
+    partial, own = bool(each.summed or each.scattered), split.call
     call = dataclasses.replace(
-        split.call,
+        own,
         lhs=OperandType.of(lhs, split.axes.lhs),
         rhs=OperandType.of(rhs, split.axes.rhs),
-        # What devices add up is added before it is rounded.
-        out_dtype=np.dtype(np.float32) if partial else split.call.out_dtype,
+        out_dtype=reduced_in(own.out_dtype, own.reduce_dtype) if partial else own.out_dtype,
     )
     product = split.compute(call, lhs, rhs)
     for axis, factor in enumerate(split.factors.out):
@@ -349,7 +348,7 @@ def _local(
             product = lax.psum_scatter(product, names, scatter_dimension=axis, tiled=True)
     if each.summed:
         product = lax.psum(product, each.summed)
-    return product.astype(split.call.out_dtype)
+    return product.astype(own.out_dtype)
 
 
 def _gathered(codes: jax.Array, bits: int, moved: tuple[Part, ...]) -> jax.Array:

@@ -26,7 +26,7 @@ from mx_jax.ops.placing import moves_of
 from mx_jax.ops.product import Bar, Casts, Kept, one_program
 from mx_jax.ops.quantize import OperandCast, quantize_operand_both, reads_once
 from mx_jax.ops.tags import GRADIENT, Free
-from mx_jax.sharding.movement import STAY, Movement, Moves
+from mx_jax.sharding.movement import STAY, Movement, Moves, manual_axes, reduced_in
 from mx_jax.specs import MatmulRecipe, MatmulSpec, Residuals
 
 
@@ -70,6 +70,7 @@ class DenseProduct:
                 out_sharding=self.out_sharding,
                 stored=stored,
                 split=self.recipe.gather is None,
+                reduce_dtype=self.recipe.reduce_dtype,
             )
             return unscaled(product, lhs, rhs, spec)
 
@@ -159,20 +160,21 @@ class DenseProduct:
             left, right = prepare_operands(
                 back.lhs, back.rhs, back.spec, back.axes, key, back.moves, back.sides
             )
-            own = back.own
+            own, asked = back.own, self.recipe.reduce_dtype
             product = multiply(
                 left,
                 right,
                 back.axes,
-                # What devices of shard_map add up is added before it is rounded.
-                np.dtype(np.float32) if own is not None and own.manual else bar.dtype,
+                # Devices of shard_map add up what this returns.
+                reduced_in(bar.dtype, asked if manual_axes() else None),
                 precision=self.precision,
                 fast_accumulation=back.spec.fast_accumulation,
                 out_sharding=bar.out_sharding,
                 split=self.recipe.gather is None,
+                reduce_dtype=asked,
             )
             product = unscaled(product, back.lhs, back.rhs, back.spec)
-            return product if own is None else own.move_back(product).astype(bar.dtype)
+            return product if own is None else own.move_back(product)
 
     def gradient_casts(self, side: Side, g: Any, other: AnyOperand, bar: Bar, saved: Key) -> Casts:
         """What a gradient's product quantizes, g first."""

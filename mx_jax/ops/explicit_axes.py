@@ -79,10 +79,11 @@ def packed_by_shards(
     axes: ProductAxes,
     out_dtype: np.dtype,
     out_sharding: Any,
+    reduced: np.dtype,
 ) -> jax.Array:
     """A product by packed weights on explicit mesh axes: each device multiplies what it has.
 
-    The other operand is brought to where the weights lie; sums are added up in float32.
+    The other operand is brought to where the weights lie.
 
     Args:
       multiply: a product of one device's operands, given the dtype of what it gives.
@@ -91,6 +92,7 @@ def packed_by_shards(
       axes: of both.
       out_dtype: of the product.
       out_sharding: where its caller wants it; None: where operands lie.
+      reduced: in which sums are added up.
 
     Raises:
       ValueError: a block of lhs that would have a part on each of two devices.
@@ -105,8 +107,7 @@ def packed_by_shards(
     lhs, left = _brought(lhs, tuple(lies[factor] for factor in factors.lhs))
 
     def local(lhs: Operand, rhs: PackedMXArray) -> jax.Array:
-        own = np.dtype(np.float32) if summed else out_dtype
-        product = multiply(lhs, rhs.local(), out_dtype=own)
+        product = multiply(lhs, rhs.local(), out_dtype=reduced if summed else out_dtype)
         return lax.psum(product, summed).astype(out_dtype) if summed else product
 
     right = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, rhs)

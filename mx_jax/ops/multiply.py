@@ -19,6 +19,7 @@ from mx_jax.ops.explicit_axes import packed_by_shards
 from mx_jax.ops.packing import tell_of_packing, unpacked_for
 from mx_jax.ops.placing import twice
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
+from mx_jax.sharding.movement import reduced_in
 
 
 def multiply(
@@ -32,6 +33,7 @@ def multiply(
     out_sharding: Any = None,
     stored: Collection[Side] = (),
     split: bool = True,
+    reduce_dtype: np.dtype | None = None,
 ) -> jax.Array:
     """Two canonical operands to `[*batch, *m, *n]`, as they are.
 
@@ -45,6 +47,7 @@ def multiply(
       out_sharding: of the product, on a mesh with explicit axes.
       stored: which sides came quantized, so that weights could have come packed.
       split: whether codes move where the compiler, on automatic mesh axes, has to move an operand.
+      reduce_dtype: in which devices add up what each has of the sums, if wider than `out_dtype`.
 
     Returns:
       `[*batch, *m, *n]`.
@@ -55,14 +58,15 @@ def multiply(
             rhs,
             axes.dimension_numbers,
             precision=precision,
-            preferred_element_type=out_dtype,
+            preferred_element_type=reduced_in(out_dtype, reduce_dtype),
             out_sharding=out_sharding,
-        )
+        ).astype(out_dtype)
     if isinstance(rhs, PackedMXArray) and has_explicit_axes() and rhs.layout.cut is not None:
         local = functools.partial(
             multiply, axes=axes, precision=precision, fast_accumulation=fast_accumulation
         )
-        return packed_by_shards(local, unpacked(lhs), rhs, axes, out_dtype, out_sharding)
+        reduced = reduced_in(out_dtype, reduce_dtype)
+        return packed_by_shards(local, unpacked(lhs), rhs, axes, out_dtype, out_sharding, reduced)
     call = MatmulCall(
         lhs=OperandType.of(lhs, axes.lhs),
         rhs=OperandType.of(rhs, axes.rhs),
@@ -71,6 +75,7 @@ def multiply(
         fast_accumulation=fast_accumulation,
         out_sharding=out_sharding,
         moves_codes=split,
+        reduce_dtype=reduce_dtype,
     )
     choice = choose(call)
     sides: tuple[tuple[Side, AnyOperand], ...] = ("lhs", lhs), ("rhs", rhs)
@@ -92,5 +97,6 @@ def _moves(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall) -> str:
     what = "whole tiles" if isinstance(rhs, PackedMXArray) else "codes and scales"
     return (
         f"operands of lhs.shape={call.lhs.shape}, rhs.shape={call.rhs.shape} -> {what}, where "
-        f"the compiler moves them along mesh axes={axes}{twice(lhs)}{twice(rhs)}"
+        f"the compiler moves them along mesh axes={axes}{twice(lhs)}{twice(rhs)}; parts of the "
+        f"product are added up in {reduced_in(call.out_dtype, call.reduce_dtype)}"
     )

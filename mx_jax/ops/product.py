@@ -266,7 +266,8 @@ def _cotangent(product, side, g, own, other, bar, saved):
     if bar is None:
         return None
     value = product.gradient(side, g, other, bar, saved)
-    value = product.masked(side, sum_over(value, bar.varying), own, saved)
+    value = sum_over(value, bar.varying).astype(bar.dtype)
+    value = product.masked(side, value, own, saved)
     if bar.out_sharding is None or explicit_sharding(value) == bar.out_sharding:
         return value
     # Turned back where groups of a transform lie on one device.

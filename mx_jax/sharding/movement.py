@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -164,6 +165,18 @@ def as_gathered(operand: Any, movement: Movement | None) -> Any:
     if movement is None:
         return operand
     return jax.ShapeDtypeStruct(movement.gathered_shape(operand.shape), operand.dtype)
+
+
+def reduced_in(dtype: np.dtype, asked: np.dtype | None) -> np.dtype:
+    """In which dtype devices add up their parts of a product: its own, or a wider one if asked.
+
+    Examples:
+      >>> import numpy as np
+      >>> from mx_jax.sharding.movement import reduced_in
+      >>> reduced_in(np.dtype("float16"), np.dtype("float32")), reduced_in(np.dtype("float16"), None)
+      (dtype('float32'), dtype('float16'))
+    """
+    return dtype if asked is None else np.dtype(jnp.promote_types(dtype, asked))
 
 
 def manual_axes() -> frozenset[str]:
