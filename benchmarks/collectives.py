@@ -11,22 +11,20 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
 from benchmarks import environment, report
 from mx_jax import recipes
 from mx_jax.sharding import Gather
-from tests.sharding.collectives import received
+from tests.sharding.collectives import partitioned, received
 
 P = PartitionSpec
 DEVICES, LAYERS = 8, 2
@@ -92,7 +90,7 @@ def cases(recipe: str) -> Iterator[Case]:
             yield from (Case(layout, way, recipe, dtype) for dtype in DTYPES)
 
 
-def partitioned(case: Case) -> str:
+def program(case: Case) -> str:
     """The module of a case as each device runs it, before what XLA does for one platform."""
     layout = LAYOUTS[case.layout]
     kind = AxisType.Explicit if case.way == "explicit" else AxisType.Auto
@@ -114,12 +112,8 @@ def partitioned(case: Case) -> str:
         function = jax.shard_map(function, mesh=mesh, in_specs=given, out_specs=results)
     places = tuple(NamedSharding(mesh, spec) for spec in results)
     contexts = {"no mesh": contextlib.nullcontext(), "with mesh": mesh}
-    with contexts.get(case.way) or jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
-        lowered = jax.jit(function, out_shardings=places).lower(*operands)
-        options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
-        lowered.compile(compiler_options=options | {"xla_backend_optimization_level": 0})
-        (found,) = Path(folder).glob("*.after_spmd-partitioning.*.txt")
-        return found.read_text()
+    with contexts.get(case.way) or jax.set_mesh(mesh):
+        return partitioned(jax.jit(function, out_shardings=places).lower(*operands))
 
 
 def _step(case: Case, layout: Layout) -> Any:
@@ -160,7 +154,7 @@ def _step(case: Case, layout: Layout) -> Any:
 
 def counted(case: Case) -> Counter[tuple[str, str]]:
     """Bytes that each device receives, by kind of collective and dtype; of a loop, one turn's."""
-    return received(partitioned(case), DEVICES)
+    return received(program(case), DEVICES)
 
 
 def rows(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -2,8 +2,10 @@
 
 import math
 import re
+import tempfile
 from collections import Counter
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 KINDS = (
     "all-gather",
@@ -20,7 +22,7 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _LINE = re.compile(
     rf"^ *(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ({'|'.join(KINDS)})(-start)?\((.*)$", re.MULTILINE
 )
-# Groups of devices: each listed, a reshaped iota, or axes of a mesh and parts `(before)size` of them.
+# Groups of devices: listed, a reshaped iota, or axes of a mesh and parts `(before)size` of them.
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 _IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
@@ -60,6 +62,16 @@ def gathered(program: str, dtype: str | None = None) -> int:
         for found in collectives(program)
         if found.kind == "all-gather" and dtype in (None, found.dtype)
     )
+
+
+def partitioned(lowered: Any) -> str:
+    """A lowered program as each device runs it, before what XLA does for one platform: on CPUs it
+    widens bfloat16 to float32, what devices exchange too."""
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
+        lowered.compile(compiler_options=dump | {"xla_backend_optimization_level": 0})
+        (found,) = Path(folder).glob("*.after_spmd-partitioning.*.txt")
+        return found.read_text()
 
 
 def received(program: str, devices: int) -> Counter[tuple[str, str]]:
