@@ -124,8 +124,9 @@ def _step(case: Case, layout: Layout) -> Any:
     if case.recipe != PLAIN:
         multiply, recipe = mx_jax.dot_general, recipes.from_name(case.recipe)
         if inside and layout.moved in ("w", "x"):
-            lies = {"rhs": layout.w} if layout.moved == "w" else {"lhs": layout.x, "rhs": P()}
-            recipe = recipe.with_(gather=Gather("data", **lies))
+            of_w = layout.moved == "w"
+            gather = Gather("data", lhs=None if of_w else layout.x, rhs=layout.w if of_w else P())
+            recipe = recipe.with_(gather=gather)
         if case.widened:
             recipe = recipe.with_(reduce_dtype=jnp.float32)
         options["recipe"] = recipe

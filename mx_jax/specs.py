@@ -272,8 +272,8 @@ class MatmulRecipe:
         object.__setattr__(self, "reduce_dtype", _reduce_dtype(self.reduce_dtype, self.name))
         if self.reduce_dtype is not None and self.is_high_precision:
             raise ValueError(
-                f"Recipe {self.name!r}: products in high precision are jax.lax.dot_general's, which "
-                f"adds up in their own dtype, got reduce_dtype={self.reduce_dtype}; use "
+                f"Recipe {self.name!r}: products in high precision are jax.lax.dot_general's, "
+                f"added up in their own dtype, got reduce_dtype={self.reduce_dtype}; use "
                 "reduce_dtype=None, and preferred_element_type='float32' where you multiply"
             )
         specs = (self.fwd.lhs, self.fwd.rhs)

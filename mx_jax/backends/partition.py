@@ -302,7 +302,19 @@ def _partition(split: Split, mesh: Any, given: Any, wanted: Any) -> Any:
         shardings.append(NamedSharding(mesh, spec_of(_joined(used, moves[-1]))))
         shardings += [each.sharding(used, leaf.shape, codes.shape) for leaf in scales]
     result = NamedSharding(mesh, spec_of(each.product(factors.out)))
-    return mesh, functools.partial(_local, split, each, moves), result, tuple(shardings)
+    local = _without_mesh(functools.partial(_local, split, each, moves))
+    return mesh, local, result, tuple(shardings)
+
+
+def _without_mesh(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """What one device computes, while the compiler asks: explicit axes of a mesh in context would
+    be in the type of every result."""
+
+    def run(*leaves: jax.Array) -> Any:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return compute(*leaves)
+
+    return run
 
 
 def _joined(used: tuple[Part, ...], moved: tuple[Part, ...]) -> tuple[Part, ...]:

@@ -9,7 +9,9 @@ from jax import lax
 
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.target import follow
+from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.ops.arguments import (
+    Key,
     as_operand,
     as_recipe,
     check_depth,
@@ -20,7 +22,7 @@ from mx_jax.ops.arguments import (
 )
 from mx_jax.ops.canonical import canonicalize, check_dimension_numbers
 from mx_jax.ops.dense import DenseProduct
-from mx_jax.ops.explicit_axes import canonical_sharding
+from mx_jax.ops.explicit_axes import gathering, product_spec
 from mx_jax.ops.packing import packed_for
 from mx_jax.ops.placing import gathered_once, given_moves
 from mx_jax.ops.product import Given, differentiable
@@ -91,20 +93,28 @@ def dot_general(
             out_sharding=out_sharding,
         )
     key, rhs = check_matmul_key(key, recipe), packed_for(rhs, dimension_numbers)
-    lhs, rhs, recipe, moves = gathered_once(recipe, lhs, rhs)
-    lhs, rhs, axes, empty, moves = canonicalize(lhs, rhs, dimension_numbers, moves)
-    product = DenseProduct(
-        recipe=recipe,
-        axes=axes,
-        out_dtype=dtype_of_product(preferred_element_type, lhs, rhs, "dot_general"),
-        precision=precision,
-        out_sharding=canonical_sharding(out_sharding, axes, empty),
-        moves=moves,
-    )
-    with follow(lhs, rhs):
+    dtype = dtype_of_product(preferred_element_type, lhs, rhs, "dot_general")
+
+    def multiply(lhs: AnyOperand, rhs: AnyOperand, key: Key, recipe: MatmulRecipe) -> jax.Array:
+        lhs, rhs, recipe, moves = gathered_once(recipe, lhs, rhs)
+        lhs, rhs, axes, empty, moves = canonicalize(lhs, rhs, dimension_numbers, moves)
+        product = DenseProduct(
+            recipe=recipe, axes=axes, out_dtype=dtype, precision=precision, moves=moves
+        )
         run: Any = watched if watching.value else differentiable
-        value = lax.squeeze(run(product, Given.of(lhs), Given.of(rhs), key), empty)
-    return constrain(value, out_sharding)
+        return lax.squeeze(run(product, Given.of(lhs), Given.of(rhs), key), empty)
+
+    with follow(lhs, rhs):
+        if has_explicit_axes():
+            dimension_numbers = check_dimension_numbers(lhs, rhs, dimension_numbers)
+            # Types say where operands and cotangents lie, and the compiler what moves.
+            own = gathering(recipe, rhs)
+            spec = product_spec(lhs, rhs, dimension_numbers, out_sharding)
+            run: Any = jax.sharding.auto_axes(
+                lambda lhs, rhs, key: multiply(lhs.whole, rhs.whole, key, own), out_sharding=spec
+            )
+            return run(Given.of(lhs), Given.of(rhs), key)
+        return constrain(multiply(lhs, rhs, key, recipe), out_sharding)
 
 
 def _values(operand: AnyOperand) -> jax.Array:

@@ -1,7 +1,6 @@
 """One product of prepared operands in canonical order: select a backend, run it."""
 
 import dataclasses
-import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -13,9 +12,7 @@ from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
 from mx_jax.backends.primitive import choose, compiler_splits
 from mx_jax.backends.records import active
-from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.explicit_axes import packed_by_shards
 from mx_jax.ops.packing import tell_of_packing, unpacked_for
 from mx_jax.ops.placing import twice
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
@@ -61,12 +58,6 @@ def multiply(
             preferred_element_type=reduced_in(out_dtype, reduce_dtype),
             out_sharding=out_sharding,
         ).astype(out_dtype)
-    if isinstance(rhs, PackedMXArray) and has_explicit_axes() and rhs.layout.cut is not None:
-        local = functools.partial(
-            multiply, axes=axes, precision=precision, fast_accumulation=fast_accumulation
-        )
-        reduced = reduced_in(out_dtype, reduce_dtype)
-        return packed_by_shards(local, unpacked(lhs), rhs, axes, out_dtype, out_sharding, reduced)
     call = MatmulCall(
         lhs=OperandType.of(lhs, axes.lhs),
         rhs=OperandType.of(rhs, axes.rhs),

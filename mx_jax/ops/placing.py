@@ -1,15 +1,9 @@
-"""Operands on their way to a product on several devices: what moves, and whether before its cast.
-
-On a mesh with explicit axes types say where everything lies, and an operand is brought to where
-the product multiplies it. It is quantized first along the mesh axes of `recipe.gather`; without
-one, where codes of two orientations are fewer bytes than the values, which move once for a product
-and its gradients.
-"""
+"""Operands that a recipe moves to a product on several devices: as codes, or before their cast."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.axes import Axes, Side
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.records import active
 from mx_jax.codecs import blocks as block_shapes
@@ -25,14 +19,12 @@ from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
-from mx_jax.ops import explicit_axes
 from mx_jax.ops.arguments import Key
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.quantize import tensor_scale_of
-from mx_jax.sharding.gather import Gather, moving
-from mx_jax.sharding.movement import STAY, Movement, Moves, Part, parts_of
-from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
+from mx_jax.sharding.movement import STAY, Movement, Moves
+from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
 
 SIDES: tuple[Side, Side] = ("lhs", "rhs")
 
@@ -109,65 +101,6 @@ def _gathered_bwd(move, residuals, bar):
 
 
 _gathered.defvjp(_gathered_fwd, _gathered_bwd)
-
-
-def moves_of(
-    lhs: AnyOperand,
-    rhs: AnyOperand,
-    spec: MatmulSpec,
-    axes: ProductAxes,
-    out_sharding: Any,
-    given: Moves,
-    gather: Gather | None,
-) -> Moves:
-    """How both operands get to a product on a mesh with explicit axes: as types say, or as given.
-
-    An operand is gathered along the mesh axes that the product has from the other operand: what is
-    left to the product is what `jax.lax.dot_general` would be left with too.
-    """
-    sides = ((lhs, axes.lhs), (rhs, axes.rhs))
-    # Packed weights stay where they are, whatever the other operand does.
-    stored = [
-        ((),) * x.ndim if isinstance(x, PackedMXArray) else explicit_axes.stored(x)
-        for x, _ in sides
-    ]
-    brought = [
-        _along(parts, (*place.batch, *place.kept))
-        for parts, (_, place) in zip(stored, sides, strict=True)
-    ]
-    if out_sharding is not None:
-        out, num_batch = parts_of(out_sharding, axes.ndim), len(axes.lhs.batch)
-        first_n = num_batch + len(axes.lhs.kept)
-        brought[0] &= _along(out, range(first_n))
-        brought[1] &= _along(out, (*range(num_batch), *range(first_n, axes.ndim)))
-    moves = []
-    for side, (_, place) in enumerate(sides):
-        own = _along(stored[side], (*place.kept, *place.contracting))
-        names = own & brought[1 - side]
-        as_codes = _moves_codes(sides[side][0], (spec.lhs, spec.rhs)[side], gather, names)
-        move = moving(stored[side], names, as_codes=as_codes)
-        moves.append(given[side] if move is None else move)
-    return moves[0], moves[1]
-
-
-def _moves_codes(
-    operand: AnyOperand, spec: OperandSpec | None, gather: Gather | None, names: frozenset[str]
-) -> bool:
-    """Whether an operand is quantized before it moves: as told, or where that is always less.
-
-    A product and its gradients take an operand along two of its axes. So codes move twice, where
-    values that stay whole between the passes move once.
-    """
-    if gather is not None:
-        return gather.as_codes and bool(names & gather.on_mesh())
-    if spec is None or isinstance(operand, Quantized):
-        return False
-    return 2 * spec.format.bits_per_element < 8 * operand.dtype.itemsize
-
-
-def _along(parts: tuple[Part, ...], axes: Iterable[int]) -> frozenset[str]:
-    """The mesh axes of some of an array's axes."""
-    return frozenset(name for axis in axes for name in parts[axis])
 
 
 class Placed(NamedTuple):

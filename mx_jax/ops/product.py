@@ -144,6 +144,13 @@ class Given(NamedTuple):
         return cls(operand, None)
 
     @property
+    def whole(self) -> Any:
+        """The operand that this is `of`."""
+        if self.codes is None or self.value is None:
+            return self.operand
+        return dataclasses.replace(self.codes, primal=self.value)
+
+    @property
     def operand(self) -> Any:
         """What multiplies."""
         return self.value if self.codes is None else self.codes

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import EllipsisType
 from typing import Any, TypeVar
 
-import numpy as np
+import jax.numpy as jnp
 
 from mx_jax.codecs.rounding import NEAREST, Rounding, rounding_mode
 from mx_jax.formats import (
@@ -272,7 +272,7 @@ def _text(word: str, value: Any) -> str:
     if word in (*_OF_TENSORS, "lhs", "rhs", "format") and not isinstance(value, OperandSpec):
         value = block_format(value)
     if word == "reduce_dtype" and value is not None:
-        value = np.dtype(value)
+        value = jnp.dtype(value)
     value = value.value if isinstance(value, Residuals) else getattr(value, "name", value)
     return f"{word}={value}"
 

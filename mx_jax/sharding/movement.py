@@ -173,7 +173,8 @@ def reduced_in(dtype: np.dtype, asked: np.dtype | None) -> np.dtype:
     Examples:
       >>> import numpy as np
       >>> from mx_jax.sharding.movement import reduced_in
-      >>> reduced_in(np.dtype("float16"), np.dtype("float32")), reduced_in(np.dtype("float16"), None)
+      >>> half = np.dtype("float16")
+      >>> reduced_in(half, np.dtype("float32")), reduced_in(half, None)
       (dtype('float32'), dtype('float16'))
     """
     return dtype if asked is None else np.dtype(jnp.promote_types(dtype, asked))
