@@ -23,6 +23,7 @@ from mx_jax.ops.arguments import Key
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.quantize import tensor_scale_of
+from mx_jax.sharding.maxima import with_maxima, without_maxima
 from mx_jax.sharding.movement import STAY, Movement, Moves
 from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
 
@@ -108,13 +109,13 @@ class Placed(NamedTuple):
 
     Attributes:
       operand: gathered, if it moves before it is quantized.
-      move: how its codes move afterwards; None: they stay.
+      move: how its codes move afterwards (`move_codes`); None: they stay.
       key: for its random bits: inside shard_map another one on each device that has a part of it.
       tensor_scale: of all of it, where a device sees a part alone; None: the cast finds it.
     """
 
     operand: Any
-    move: Movement | None
+    move: "Movement | _Parts | None"
     key: Key
     tensor_scale: jax.Array | None = None
 
@@ -147,6 +148,12 @@ def place(
     blocks = axes.blocks(spec.format)
     check_whole_blocks(operand.shape, blocks, move, spec.format.name, stored=False)
     k = axes.block_axis
+    cut = [a for a, size in blocks if size is WHOLE and set(move.stored[a]) & set(move.manual)]
+    if cut and transform is None and not spec.scale_rule.reads_values:
+        _explain(operand, move, f"codes of {spec.format.name}, whose scales all parts agree on")
+        names = [name for a, _ in blocks for name in move.stored[a] if name in move.manual]
+        operand = with_maxima(operand, blocks, cut[0], names)
+        return Placed(operand, _Parts(move, cut[0]), _folded(key, move))
     whole = math.lcm(1 if transform is None else transform.size, spec.scale_rule.group)
     if not move.keeps_blocks(operand.shape, blocks) or (
         move.shard(operand.shape)[k] % whole and move.stored[k]
@@ -154,9 +161,32 @@ def place(
         _explain(operand, move, "values: a shard would end within a block")
         return Placed(move.move(operand), None, key)
     _explain(operand, move, f"codes and scales of {spec.format.name}")
-    if move.manual and key is not None:
-        key = jax.random.fold_in(key, lax.axis_index(move.manual))
-    return Placed(operand, move, key, agreed_scale(operand, spec, blocks, move.manual))
+    scale = agreed_scale(operand, spec, blocks, move.manual)
+    return Placed(operand, move, _folded(key, move), scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """How codes move that were cast beside the maxima of their blocks.
+
+    Attributes:
+      move: of the codes.
+      axis: along which maxima lie behind them.
+    """
+
+    move: Movement
+    axis: int
+
+    def move_codes(self, x: MXArray) -> MXArray:
+        """The codes alone, gathered."""
+        return self.move.move_codes(without_maxima(x, self.axis))
+
+
+def _folded(key: Key, move: Movement) -> Key:
+    """A key of each device's own, for the part that it has."""
+    if key is None or not move.manual:
+        return key
+    return jax.random.fold_in(key, lax.axis_index(move.manual))
 
 
 def _explain(operand: jax.Array, move: Movement, what: str) -> None:

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import partitions
+from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
 
 # The mesh axes of one axis of an array, the slowest first; () where it is whole.
@@ -119,11 +120,15 @@ class Movement:
     def move_codes(self, x: MXArray) -> MXArray:
         """A quantized operand, gathered as packed codes and scales."""
         codes = _repacked(x.codes, x.format.element.bits, self)
+        # An axis with one scale has the same on each device.
+        single = {axis % x.ndim for axis, size in x.blocks if size is WHOLE}
+        stored = tuple(() if axis in single else part for axis, part in enumerate(self.stored))
+        scales = dataclasses.replace(self, stored=stored).move(x.scales)
         tensor_scale = x.tensor_scale
         if tensor_scale is not None and any(length > 1 for length in tensor_scale.shape):
             tensor_scale = self.move(tensor_scale)
         return dataclasses.replace(
-            x, codes=codes, scales=self.move(x.scales), tensor_scale=tensor_scale, primal=None
+            x, codes=codes, scales=scales, tensor_scale=tensor_scale, primal=None
         )
 
     def move_back(self, cotangent: jax.Array) -> jax.Array:
