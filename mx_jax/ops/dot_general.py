@@ -11,7 +11,6 @@ from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.target import follow
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.ops.arguments import (
-    Key,
     as_operand,
     as_recipe,
     check_depth,
@@ -94,27 +93,32 @@ def dot_general(
         )
     key, rhs = check_matmul_key(key, recipe), packed_for(rhs, dimension_numbers)
     dtype = dtype_of_product(preferred_element_type, lhs, rhs, "dot_general")
-
-    def multiply(lhs: AnyOperand, rhs: AnyOperand, key: Key, recipe: MatmulRecipe) -> jax.Array:
-        lhs, rhs, recipe, moves = gathered_once(recipe, lhs, rhs)
-        lhs, rhs, axes, empty, moves = canonicalize(lhs, rhs, dimension_numbers, moves)
-        product = DenseProduct(
-            recipe=recipe, axes=axes, out_dtype=dtype, precision=precision, moves=moves
+    if has_explicit_axes():
+        # Types say where operands, cotangents and the product lie, and the compiler what moves.
+        dimension_numbers = check_dimension_numbers(lhs, rhs, dimension_numbers)
+        own = gathering(recipe, rhs)
+        run: Any = jax.sharding.auto_axes(
+            lambda lhs, rhs, key: dot_general(
+                lhs.whole,
+                rhs.whole,
+                dimension_numbers,
+                recipe=own,
+                precision=precision,
+                preferred_element_type=dtype,
+                key=key,
+            ),
+            out_sharding=product_spec(lhs, rhs, dimension_numbers, out_sharding),
         )
-        run: Any = watched if watching.value else differentiable
-        return lax.squeeze(run(product, Given.of(lhs), Given.of(rhs), key), empty)
-
+        return run(Given.of(lhs), Given.of(rhs), key)
+    lhs, rhs, recipe, moves = gathered_once(recipe, lhs, rhs)
+    lhs, rhs, axes, empty, moves = canonicalize(lhs, rhs, dimension_numbers, moves)
+    product = DenseProduct(
+        recipe=recipe, axes=axes, out_dtype=dtype, precision=precision, moves=moves
+    )
     with follow(lhs, rhs):
-        if has_explicit_axes():
-            dimension_numbers = check_dimension_numbers(lhs, rhs, dimension_numbers)
-            # Types say where operands and cotangents lie, and the compiler what moves.
-            own = gathering(recipe, rhs)
-            spec = product_spec(lhs, rhs, dimension_numbers, out_sharding)
-            run: Any = jax.sharding.auto_axes(
-                lambda lhs, rhs, key: multiply(lhs.whole, rhs.whole, key, own), out_sharding=spec
-            )
-            return run(Given.of(lhs), Given.of(rhs), key)
-        return constrain(multiply(lhs, rhs, key, recipe), out_sharding)
+        run = watched if watching.value else differentiable
+        value = lax.squeeze(run(product, Given.of(lhs), Given.of(rhs), key), empty)
+    return constrain(value, out_sharding)
 
 
 def _values(operand: AnyOperand) -> jax.Array:

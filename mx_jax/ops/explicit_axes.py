@@ -51,19 +51,24 @@ def product_spec(
 ) -> PartitionSpec:
     """Where `jax.lax.dot_general` would have a product lie, by what types say of its operands.
 
+    Sums of packed weights that are cut along what is contracted lie on all of its devices.
+
     Raises:
       Exception: of JAX, as its own product does: an axis that both operands shard is contracted,
         and nothing says where the sum goes.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
-    types = [
-        jax.ShapeDtypeStruct(x.shape, np.float32, sharding=NamedSharding(mesh, spec_of(stored(x))))
-        for x in (lhs, rhs)
-    ]
-    found = jax.eval_shape(
-        lambda x, y: lax.dot_general(x, y, dimension_numbers, out_sharding=out_sharding), *types
-    )
-    return found.sharding.spec
+    types = []
+    for x, contracting in zip((lhs, rhs), dimension_numbers[0], strict=True):
+        parts = stored(x)
+        if isinstance(rhs, PackedMXArray) and out_sharding is None:
+            parts = tuple(() if a in contracting else part for a, part in enumerate(parts))
+        place = NamedSharding(mesh, spec_of(parts))
+        types.append(jax.ShapeDtypeStruct(x.shape, np.float32, sharding=place))
+    product = jax.make_jaxpr(
+        lambda x, y: lax.dot_general(x, y, dimension_numbers, out_sharding=out_sharding)
+    )(*types)
+    return product.out_avals[0].sharding.spec
 
 
 def gathering(recipe: MatmulRecipe, rhs: AnyOperand) -> MatmulRecipe:

@@ -175,7 +175,7 @@ def assumptions(
     sizes = {name: getattr(setup, name) for name in AXES}
     # A model without experts has nothing to say of their axis.
     used = {name: n for name, n in sizes.items() if name not in ("expert", "pipe") or n > 1}
-    codes = ", ".join(name for name in sorted(setup.codes) if name in used) or "no axis"
+    codes = ", ".join(name for name in sorted(setup.codes) if sizes[name] > 1) or "no axis"
     sizes = ", ".join(f"{name}={n}" for name, n in used.items())
     how = "gathered or sent" if "expert" in used else "gathered"
     lines = [
