@@ -99,7 +99,8 @@ def _function(split: Split, shapes: tuple[tuple[int, ...], ...]) -> Any:
         reduction_factors=summed,
         **sizes,
     )
-    batched: Any = custom_vmap(functools.partial(partitioned, _name_of(split)))
+    name = name_of(split.compute, split.call, split.tree)
+    batched: Any = custom_vmap(functools.partial(partitioned, name))
 
     @batched.def_vmap
     def _(size: int, in_batched: Sequence[bool], *leaves: jax.Array) -> Any:
@@ -110,13 +111,12 @@ def _function(split: Split, shapes: tuple[tuple[int, ...], ...]) -> Any:
     return batched
 
 
-def _name_of(split: Split) -> np.ndarray:
+def name_of(*what: Any) -> np.ndarray:
     """An operand that nothing reads: it tells programs apart that differ in what they compute.
 
     The compiler sees shapes alone, and so does the key of a compilation cache.
     """
-    text = repr((split.compute, split.call, split.tree))
-    return np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32)
+    return np.frombuffer(hashlib.sha256(repr(what).encode()).digest(), np.uint32)
 
 
 # Batches ------------------------------------------------------------------------------------------
@@ -302,11 +302,11 @@ def _partition(split: Split, mesh: Any, given: Any, wanted: Any) -> Any:
         shardings.append(NamedSharding(mesh, spec_of(_joined(used, moves[-1]))))
         shardings += [each.sharding(used, leaf.shape, codes.shape) for leaf in scales]
     result = NamedSharding(mesh, spec_of(each.product(factors.out)))
-    local = _without_mesh(functools.partial(_local, split, each, moves))
+    local = without_mesh(functools.partial(_local, split, each, moves))
     return mesh, local, result, tuple(shardings)
 
 
-def _without_mesh(compute: Callable[..., Any]) -> Callable[..., Any]:
+def without_mesh(compute: Callable[..., Any]) -> Callable[..., Any]:
     """What one device computes, while the compiler asks: explicit axes of a mesh in context would
     be in the type of every result."""
 

@@ -65,7 +65,7 @@ def product_spec(
             parts = tuple(() if a in contracting else part for a, part in enumerate(parts))
         place = NamedSharding(mesh, spec_of(parts))
         types.append(jax.ShapeDtypeStruct(x.shape, np.float32, sharding=place))
-    product = jax.make_jaxpr(
+    product: Any = jax.make_jaxpr(
         lambda x, y: lax.dot_general(x, y, dimension_numbers, out_sharding=out_sharding)
     )(*types)
     return product.out_avals[0].sharding.spec

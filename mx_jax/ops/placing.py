@@ -7,22 +7,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
 from mx_jax.axes import Axes, Side
 from mx_jax.backends.calls import AnyOperand
+from mx_jax.backends.partition_casts import agreed_scale as agreed
 from mx_jax.backends.records import active
-from mx_jax.codecs import blocks as block_shapes
-from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
-from mx_jax.reference.quantize import tensor_scale_of
 from mx_jax.sharding.maxima import with_maxima, without_maxima
 from mx_jax.sharding.movement import STAY, Movement, Moves
 from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
@@ -244,8 +241,4 @@ def agreed_scale(
     """Inside shard_map the tensor scale is that of all parts; elsewhere a cast sees them all."""
     if not axes or not spec.format.tensor_scale:
         return None
-    pieces, inside = block_shapes.split(lax.stop_gradient(x), blocks)
-    magnitudes = float32.to_bits(pieces) & float32.ABS
-    amax = jnp.max(magnitudes, axis=inside, initial=0)
-    amax = lax.pmax(jnp.max(jnp.where(amax < float32.INF, amax, 0), initial=0), tuple(axes))
-    return tensor_scale_of(amax, spec.scale_rule.largest_value(spec.format), x.ndim)
+    return agreed(x, blocks, spec.scale_rule.largest_value(spec.format), axes)

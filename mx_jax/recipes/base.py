@@ -272,7 +272,8 @@ def _text(word: str, value: Any) -> str:
     if word in (*_OF_TENSORS, "lhs", "rhs", "format") and not isinstance(value, OperandSpec):
         value = block_format(value)
     if word == "reduce_dtype" and value is not None:
-        value = jnp.dtype(value)
+        dtype: Any = value
+        value = jnp.dtype(dtype)
     value = value.value if isinstance(value, Residuals) else getattr(value, "name", value)
     return f"{word}={value}"
 

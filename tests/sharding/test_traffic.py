@@ -32,8 +32,8 @@ FSDP = {"mxfp8": (1.016, 0.68), "mxfp4": (0.766, 0.511), "float8_rowwise": (1.01
 
 
 @functools.cache
-def total(*case: str) -> int:
-    return counted(Case(*case)).total()
+def total(layout: str, way: str, recipe: str, dtype: str) -> int:
+    return counted(Case(layout, way, recipe, dtype)).total()
 
 
 @pytest.mark.by_default("mxfp8.*no mesh-(FSDP by k|FSDP, tensor row)|mxfp4.*explicit-FSDP, scan")
