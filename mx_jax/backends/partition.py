@@ -30,7 +30,7 @@ from mx_jax.sharding.movement import Part, reduced_in, spec_of
 from mx_jax.sharding.partition import Factor, Factors, Share, fine_mesh, share, stored_parts
 
 # Computes a call of these operands on one device: `compute(call, lhs, rhs)`.
-Compute = Callable[..., jax.Array]
+Compute = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key
+from mx_jax.ops.random import fold_in
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.sharding.maxima import with_maxima, without_maxima
@@ -183,7 +184,7 @@ def _folded(key: Key, move: Movement) -> Key:
     """A key of each device's own, for the part that it has."""
     if key is None or not move.manual:
         return key
-    return jax.random.fold_in(key, lax.axis_index(move.manual))
+    return fold_in(key, lax.axis_index(move.manual))
 
 
 def _explain(operand: jax.Array, move: Movement, what: str) -> None:
