@@ -151,7 +151,7 @@ class DenseProduct:
                 right,
                 back.axes,
                 # Devices of shard_map add up what this returns.
-                reduced_in(bar.dtype, asked if manual_axes() else None),
+                bar.dtype if asked is None or not manual_axes() else reduced_in(bar.dtype, asked),
                 precision=self.precision,
                 fast_accumulation=back.spec.fast_accumulation,
                 split=self.recipe.gather is None,

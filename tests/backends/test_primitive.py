@@ -68,14 +68,17 @@ def test_unsharded_programs_call_handlers(run: Any, x: jax.Array, w: jax.Array):
     assert handlers(run, *map(jax.typeof, (x, w))) == expected
 
 
-def test_sharded_programs_cast_in_plain_jax_and_multiply_by_handlers(x: jax.Array, w: jax.Array):
-    """Each device multiplies its part; only the compiler knows which."""
+def test_sharded_programs_call_handlers_part_by_part(x: jax.Array, w: jax.Array):
+    """Each device casts and multiplies its part; only the compiler knows which."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     operands = jax.device_put((x, w), (NamedSharding(mesh, P("data")), NamedSharding(mesh, P())))
     assert handlers(product, *operands) == []
     program = jax.jit(product).lower(*operands).compile().as_text()
     assert program is not None
-    assert set(re.findall(r'"(mx_jax_cpu_\w+)"', program)) == {"mx_jax_cpu_matmul"}
+    assert set(re.findall(r'"(mx_jax_cpu_\w+)"', program)) == {
+        "mx_jax_cpu_matmul",
+        "mx_jax_cpu_quantize",
+    }
     assert_bitwise_equal(jax.jit(product)(*operands), product(x, w), what="sharded")
 
 
