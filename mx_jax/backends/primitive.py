@@ -103,8 +103,9 @@ def _of_a_part(call: Call, target: Target) -> Choice | None:
 def _record(call: Call, target: Target, choice: Choice | None) -> None:
     """Add what was decided to the active record."""
     how = "" if choice is None else choice.offer.how
-    # Devices that share a product each compute their part by the same backend.
-    by_parts = isinstance(call, MatmulCall) and partition.can_split(call)
+    # Devices that share a product or a cast each compute their part by the same backend.
+    of_matmul = isinstance(call, MatmulCall) and partition.can_split(call)
+    by_parts = of_matmul or partition_casts.can_split(call)
     if (
         choice is not None
         and not target.counted

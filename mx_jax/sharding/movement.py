@@ -97,7 +97,7 @@ class Movement:
             if not self.stored[axis]:
                 continue
             whole = not isinstance(size, int)
-            if whole and set(self.stored[axis]) & manual_axes():
+            if whole and set(self.stored[axis]) & set(self.manual):
                 return False
             if not whole and shard[axis] % size:
                 return False
