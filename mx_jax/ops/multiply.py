@@ -10,7 +10,7 @@ from jax import lax
 
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
-from mx_jax.backends.primitive import choose, compiler_splits
+from mx_jax.backends.primitive import bind, choose, compiler_splits
 from mx_jax.backends.records import active
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.packing import tell_of_packing, unpacked_for
@@ -68,6 +68,8 @@ def multiply(
         moves_codes=split,
         reduce_dtype=reduce_dtype,
     )
+    if not stored and not isinstance(rhs, PackedMXArray) and active.value is None:
+        return bind(call, unpacked(lhs), rhs)
     choice = choose(call)
     sides: tuple[tuple[Side, AnyOperand], ...] = ("lhs", lhs), ("rhs", rhs)
     for side, operand in sides:
