@@ -4,16 +4,17 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 
+from mx_jax.convert.functions import call_of_model
+from mx_jax.convert.jaxpr import Module
 from mx_jax.convert.linen_layers import Interceptor, recorded, recorders_of
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Rule, as_rules
-from mx_jax.inspect.abstract import of_arrays
 from mx_jax.nn.linen import RNG_STREAM
 
 # Conversions that are under way: (rules, path of the root).
@@ -153,11 +154,37 @@ def _under_rules(name: str):
         called = kwargs.get("method") or "__call__"
         # init makes the parameters of all layers, whichever method it runs.
         whole = name != "apply" or getattr(called, "__name__", called) == "__call__"
+        run = functools.partial(getattr(self._mx_base, name), self)
         with _converting(self, (), whole=whole):
-            return getattr(self._mx_base, name)(self, *args, **kwargs)
+            # What init computes is thrown away.
+            return run(*args, **kwargs) if name != "apply" else _traced(self, run, args, kwargs)
 
     method.__name__ = name
     return method
+
+
+def _traced(self: Any, run: Any, args: Any, kwargs: Any, runs: bool = True) -> Any:
+    """A call of the module whose products are made anew, those of its layers apart."""
+    rules, rngs = self._mx_rules, kwargs.get("rngs")
+    if not any(rule.quantizes for rule in rules) and runs:
+        return run(*args, **kwargs)
+    streams = rngs if isinstance(rngs, Mapping) else {"params": rngs}
+
+    def tell(decisions: tuple[Decision, ...]) -> None:
+        for record in recorders_of(rules):
+            for decision in decisions:
+                record.add(decision)
+
+    return call_of_model(
+        run,
+        args,
+        kwargs,
+        rules=rules,
+        modules=_known(self).modules,
+        key=streams.get(RNG_STREAM, streams.get("params")),
+        tell=tell,
+        runs=runs,
+    )
 
 
 def _bind(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,40 +209,56 @@ def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[
     reported = any(record.reports for record in recorders_of(rules))
     token = _active.set((*active, conversion))
     try:
-        intercepting = nn.intercept_methods(Interceptor(rules, root, module.name))
+        meeting = Interceptor(rules, root, module.name, _known(module).modules)
+        intercepting = nn.intercept_methods(meeting)
         with recorded(rules, reports=False) as record, intercepting:
             yield
     finally:
         _active.reset(token)
     # Not after an exception; and a report tells of its rules itself.
-    used = _used_rules(module)
+    used = _known(module).used
     result = Report(rules=rules, decisions=record.decisions)
     if whole and not reported:
         result.check("convert.linen", module._mx_strict, used)
     used |= set(range(len(rules))) - set(result.unused)
 
 
-def _used_rules(module: Any) -> set[int]:
-    """Rules that matched in earlier calls: nn.jit keeps what it traced, a mode has own layers."""
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What is known of a model from earlier calls: nn.jit keeps what it traced.
+
+    Attributes:
+      used: rules that matched; a mode has layers of its own.
+      modules: by path.
+    """
+
+    used: set[int] = dataclasses.field(default_factory=set[int])
+    modules: dict[str, Module] = dataclasses.field(default_factory=dict[str, Module])
+
+
+def _known(module: Any) -> _Known:
     try:
-        return _used_by(module if module.scope is None else type(module))
+        return _known_of(module if module.scope is None else type(module))
     except TypeError:
         # A field that cannot be hashed.
-        return _used_by(type(module))
+        return _known_of(type(module))
 
 
 @functools.lru_cache(maxsize=256)
-def _used_by(model: Any) -> set[int]:
-    return set()
+def _known_of(model: Any) -> _Known:
+    return _Known()
 
 
 def decisions(
     module: nn.Module, rules: tuple[Rule, ...], *args: Any, rngs: Any = None, **kwargs: Any
 ) -> tuple[Decision, ...]:
     """What rules say of a module's layers, from an abstract trace of its init."""
-    converted = linen(module, rules)
+    converted: Any = linen(module, rules)
     if rngs is None:
         rngs = {name: jax.random.key(0) for name in ("params", "dropout", RNG_STREAM)}
     with recorded(rules, reports=True) as record:
-        jax.eval_shape(*of_arrays(functools.partial(converted.init, rngs), *args, **kwargs))
+        # The parameters that init makes come of its keys alone.
+        run = functools.partial(converted._mx_base.init_with_output, converted)
+        with _converting(converted, (), whole=True):
+            _traced(converted, run, (rngs, *args), kwargs, runs=False)
     return record.decisions

@@ -115,6 +115,7 @@ class Layer:
       path: names joined by `/`.
       aliases: other paths of a layer that the model holds in several places.
       type: its class.
+      product: `DotGeneral`, `RaggedDot` or `Conv`, of a product that a trace shows.
       kernel: shape of its kernel as stored.
       shape: that shape as filters see it.
       named_only: whether only a rule that names its type converts it.
@@ -136,6 +137,7 @@ class Layer:
     path: str
     aliases: tuple[str, ...] = ()
     type: type
+    product: type | None = None
     kernel: tuple[int, ...] | None = None
     shape: Shape = None
     named_only: bool = False
@@ -230,11 +232,12 @@ def _handed_on(rule: Rule, layer: Layer) -> str | None:
     """Why a rule whose pattern matches hands a layer on, "" for no reason; None: it decides."""
     types: Any = rule.types
     if types is None and layer.named_only:
-        return f"only a rule with types={layer.type.__name__} converts it"
+        return f"only a rule with types={_named_by(layer)} converts it"
     if types is not None and layer.type is Unknown:
         return "parameters alone do not tell types: give the model"
     if types is not None and not issubclass(layer.type, types):
-        return ""
+        if layer.product is None or not issubclass(layer.product, types):
+            return ""
     recipe: Any = rule.recipe
     if rule.filter is None or rule.filter(layer.path, layer.shape, recipe):
         return None
@@ -242,6 +245,11 @@ def _handed_on(rule: Rule, layer: Layer) -> str | None:
     if why_not is not None:
         return why_not(layer.path, layer.shape, recipe)
     return f"{getattr(rule.filter, '__name__', rule.filter)} says no"
+
+
+def _named_by(layer: Layer) -> str:
+    """The type that a rule has to name."""
+    return layer.type.__name__ if layer.product is None else f"convert.{layer.product.__name__}"
 
 
 # Filters -----------------------------------------------------------------------------------------
