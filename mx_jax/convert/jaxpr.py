@@ -125,7 +125,7 @@ def planned(
     """
     found = [own for own in _products(program, data, "", (), None) if not _is_decided(own.scope)]
     scopes = [_scopes(own.scope, modules) for own in found]
-    counts = collections.Counter(scopes)
+    counts, of_module = collections.Counter(scopes), collections.Counter(own for own, _ in scopes)
     seen: collections.Counter[tuple[str, str]] = collections.Counter()
     decisions = []
     for product, key in zip(found, scopes, strict=True):
@@ -138,6 +138,8 @@ def planned(
         if "->" in last:
             # jnp.einsum names a scope after its subscripts.
             names.append(outer)
+        if modules is not None and of_module[module] == 1:
+            names.insert(0, "")
         known = (modules or {}).get(module, Module(product.row.type))
         path, *aliases = (
             "/".join(part for part in (base, own.lstrip("/")) if part)

@@ -9,18 +9,16 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import nnx
-from flax.linen.recurrent import DenseParams
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
 from mx_jax.axes import Axes
-from mx_jax.convert.functions import TracedCall
 from mx_jax.convert.operations import (
     Attention,
     ConvOfDotGeneral,
@@ -269,14 +267,8 @@ ATTENTION = Kind(
     kernel=lambda layer: layer.query.kernel,
     kernel_ndim=lambda layer: 3,
 )
-# Somebody's own layer, whose call is traced: `foreign_facts` says what rules judge by.
-FOREIGN = Kind(operation=TracedCall)
 
 _KINDS: list[Kind] = [DENSE, EINSUM, CONV, EMBED, ATTENTION]
-
-# Their parameters multiply elementwise.
-_WITHOUT_PRODUCT = (nnx.BatchNorm, nnx.GroupNorm, nnx.LayerNorm, nnx.RMSNorm)
-_WITHOUT_PATCHES = (nn.ConvTranspose, nn.ConvLocal, nnx.ConvTranspose)
 
 
 def register(kind: Kind) -> None:
@@ -335,24 +327,3 @@ def kind_of(layer: Any) -> Kind | None:
         if slots and all(slot is not None and slot.holds(layer) for slot in slots):
             return kind
     return None
-
-
-def foreign_facts(
-    layer: Any, kernels: Sequence[tuple[int, ...]], inner: Sequence[str]
-) -> dict[str, Any] | None:
-    """Fields of `Layer` of somebody's own layer; None if it has nothing to multiply with.
-
-    `kernels` are shapes of its parameters of two axes and more, `inner` names of its layers.
-    """
-    if not kernels or isinstance(layer, _WITHOUT_PRODUCT):
-        return None
-    obstacle = f"has layers of its own: {', '.join(inner)}" if inner else None
-    if isinstance(layer, _WITHOUT_PATCHES):
-        obstacle = "no product of patches and kernel"
-    elif isinstance(layer, DenseParams):
-        obstacle = (
-            "OptimizedLSTMCell joins its parameters in a product of its own: LSTMCell has the same "
-            "parameters and is converted, convert.function reaches either"
-        )
-    # Which axes it contracts is not known.
-    return {"kernel": kernels[0], "named_only": True, "obstacle": obstacle}

@@ -6,7 +6,6 @@ Layers of Flax that call jax.numpy by name are answered in their place; others a
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import inspect
@@ -26,6 +25,7 @@ from mx_jax.convert.caches import CachedAttention, CacheFormat, is_plain
 from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
 from mx_jax.convert.kinds import ATTENTION, EINSUM, EMBED, Kind, kind_of
 from mx_jax.convert.operations import cast_table
+from mx_jax.convert.report import recorders_of
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
 from mx_jax.nn import linen as mx_linen
 from mx_jax.nn.layers import linen_recipe, named_in_errors, ungathered
@@ -62,57 +62,6 @@ def overriding(layer: Any, overrides: dict[str, Any]) -> Iterator[None]:
             else:
                 # A method of the class, which the override hid.
                 object.__delattr__(layer, name)
-
-
-class Recorder:
-    """Decisions in the order in which a trace meets them, and layers that no rule could reach.
-
-    Attributes:
-      rules: whose decisions are kept.
-      reports: whether every layer counts, not only those that some rule could convert.
-    """
-
-    def __init__(self, rules: tuple[Rule, ...], *, reports: bool):
-        self.rules, self.reports = rules, reports
-        self._decisions: dict[tuple[str, tuple[int, ...] | None], Decision] = {}
-        self._bare: dict[str, Layer] = {}
-
-    def add(self, decision: Decision) -> None:
-        """Keep a decision; a layer called again, or traced again, adds nothing."""
-        self._decisions.setdefault((decision.layer.path, decision.layer.kernel), decision)
-
-    def add_bare(self, layer: Layer) -> None:
-        """Keep a layer with an obstacle, in case nothing else is said of it."""
-        self._bare.setdefault(layer.path, layer)
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """All of them; layers out of reach come last."""
-        known = {path for path, _ in self._decisions}
-        bare = [layer for path, layer in self._bare.items() if path not in known]
-        return (*self._decisions.values(), *(decide((), layer) for layer in bare))
-
-
-# Where decisions go while models run.
-_recorders: contextvars.ContextVar[tuple[Recorder, ...]] = contextvars.ContextVar(
-    "recorders", default=()
-)
-
-
-@contextlib.contextmanager
-def recorded(rules: tuple[Rule, ...], *, reports: bool) -> Iterator[Recorder]:
-    """A recorder of what these rules decide meanwhile."""
-    record = Recorder(rules, reports=reports)
-    token = _recorders.set((*_recorders.get(), record))
-    try:
-        yield record
-    finally:
-        _recorders.reset(token)
-
-
-def recorders_of(rules: tuple[Rule, ...]) -> list[Recorder]:
-    """The recorders that keep these rules' decisions now."""
-    return [record for record in _recorders.get() if record.rules == rules]
 
 
 class BoundLayer:

@@ -12,8 +12,8 @@ import jax
 
 from mx_jax.convert.functions import call_of_model
 from mx_jax.convert.jaxpr import Module
-from mx_jax.convert.linen_layers import Interceptor, recorded, recorders_of
-from mx_jax.convert.report import Report
+from mx_jax.convert.linen_layers import Interceptor
+from mx_jax.convert.report import Report, recorded, recorders_of
 from mx_jax.convert.rules import Decision, Rule, as_rules
 from mx_jax.nn.linen import RNG_STREAM
 
@@ -156,8 +156,14 @@ def _under_rules(name: str):
         whole = name != "apply" or getattr(called, "__name__", called) == "__call__"
         run = functools.partial(getattr(self._mx_base, name), self)
         with _converting(self, (), whole=whole):
-            # What init computes is thrown away.
-            return run(*args, **kwargs) if name != "apply" else _traced(self, run, args, kwargs)
+            if name == "apply":
+                return _traced(self, run, args, kwargs)
+            # What init computes is thrown away; what rules say of it is asked where it matters.
+            result = run(*args, **kwargs)
+            (record, *_) = recorders_of(self._mx_rules)
+            if {*Report(rules=record.rules, decisions=record.decisions).unused} - _known(self).used:
+                _traced(self, run, args, kwargs, runs=False)
+            return result
 
     method.__name__ = name
     return method

@@ -75,12 +75,7 @@ def _decisions(
             linen_model.refuse_wrapper(model, "convert.report")
         if callable(model):
             return functions.decisions(model, rules, *args, **options)
-    if args or options:
-        raise TypeError(
-            "convert.report: example arguments are for flax.linen, whose layers appear when they "
-            f"are called; got them with {type(model).__name__}; drop them"
-        )
-    return nnx_model.decisions(model, rules)
+    return nnx_model.decisions(model, rules, *args, **options)
 
 
 def original(model: M) -> M:

@@ -235,9 +235,10 @@ def _handed_on(rule: Rule, layer: Layer) -> str | None:
         return f"only a rule with types={_named_by(layer)} converts it"
     if types is not None and layer.type is Unknown:
         return "parameters alone do not tell types: give the model"
-    if types is not None and not issubclass(layer.type, types):
-        if layer.product is None or not issubclass(layer.product, types):
-            return ""
+    if types is not None and not any(
+        issubclass(own, types) for own in (layer.type, layer.product) if own is not None
+    ):
+        return ""
     recipe: Any = rule.recipe
     if rule.filter is None or rule.filter(layer.path, layer.shape, recipe):
         return None
