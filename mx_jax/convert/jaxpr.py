@@ -84,10 +84,12 @@ class Module:
     Attributes:
       type: its class.
       aliases: other paths of a module that the model holds in several places.
+      named_only: whether only a rule that names the type converts its products.
     """
 
     type: type
     aliases: tuple[str, ...] = ()
+    named_only: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,6 +149,8 @@ def planned(
             for own in names
         )
         facts = product.facts | {"type": known.type, "product": product.row.type}
+        if known.named_only:
+            facts |= {"named_only": True, "product": None}
         decisions.append(decide(rules, Layer(path=path, aliases=tuple(aliases), **facts)))
     plan = tuple(
         (product.where, (decision.recipe, product.turned))

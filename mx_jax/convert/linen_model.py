@@ -9,13 +9,16 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from flax.core import lift
+from flax.linen.transforms import lift_direct_transform
 
 from mx_jax.convert.functions import call_of_model
-from mx_jax.convert.jaxpr import Module
+from mx_jax.convert.jaxpr import Module, decided
 from mx_jax.convert.linen_layers import Interceptor
 from mx_jax.convert.report import Report, recorded, recorders_of
 from mx_jax.convert.rules import Decision, Rule, as_rules
 from mx_jax.nn.linen import RNG_STREAM
+from mx_jax.nn.randomness import layer_key
 
 # Conversions that are under way: (rules, path of the root).
 _active: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("active", default=())
@@ -143,8 +146,11 @@ def _call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
     run = functools.partial(self._mx_base._call_wrapped_method, self, fun, args, kwargs)
     if self.scope is None:
         return run()
-    with _converting(self, self.path, whole=fun.__name__ == "__call__"):
-        return run()
+    with _converting(self, self.path, whole=fun.__name__ == "__call__") as begins:
+        if not begins or fun.__name__ == "setup":
+            return run()
+        with decided():
+            return _traced_part(self, fun, args, kwargs)
 
 
 def _under_rules(name: str):
@@ -157,7 +163,10 @@ def _under_rules(name: str):
         run = functools.partial(getattr(self._mx_base, name), self)
         with _converting(self, (), whole=whole):
             if name == "apply":
-                return _traced(self, run, args, kwargs)
+                rngs = kwargs.get("rngs")
+                streams = rngs if isinstance(rngs, Mapping) else {"params": rngs}
+                key = streams.get(RNG_STREAM, streams.get("params"))
+                return _traced(self, run, args, kwargs, key)
             # What init computes is thrown away; what rules say of it is asked where it matters.
             result = run(*args, **kwargs)
             (record, *_) = recorders_of(self._mx_rules)
@@ -169,12 +178,13 @@ def _under_rules(name: str):
     return method
 
 
-def _traced(self: Any, run: Any, args: Any, kwargs: Any, runs: bool = True) -> Any:
+def _traced(
+    self: Any, run: Any, args: Any, kwargs: Any, key: jax.Array | None = None, runs: bool = True
+) -> Any:
     """A call of the module whose products are made anew, those of its layers apart."""
-    rules, rngs = self._mx_rules, kwargs.get("rngs")
+    rules = self._mx_rules
     if not any(rule.quantizes for rule in rules) and runs:
         return run(*args, **kwargs)
-    streams = rngs if isinstance(rngs, Mapping) else {"params": rngs}
 
     def tell(decisions: tuple[Decision, ...]) -> None:
         for record in recorders_of(rules):
@@ -187,10 +197,33 @@ def _traced(self: Any, run: Any, args: Any, kwargs: Any, runs: bool = True) -> A
         kwargs,
         rules=rules,
         modules=_known(self).modules,
-        key=streams.get(RNG_STREAM, streams.get("params")),
+        key=key,
         tell=tell,
         runs=runs,
     )
+
+
+def _traced_part(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
+    """As `_traced`, of a module in another, which is bound: its scope becomes an argument."""
+    key = None
+    draws = [own for rule in self._mx_rules if (own := rule.quantizes) and own.is_stochastic]
+    if draws and (self.has_rng(RNG_STREAM) or self.has_rng("params")):
+        key = layer_key(self, draws[0])
+
+    def lifted(method: Any, scope: Any, *given: Any) -> Any:
+        def run(scope_of: Any, repack: Any, variables: Any, rngs: Any, *given: Any) -> Any:
+            def call(variables: Any, rngs: Any, *given: Any) -> Any:
+                scope = scope_of(variables, rngs)
+                return method(scope, *given), repack(scope)
+
+            return _traced(self, call, (variables, rngs, *given), {}, key)
+
+        return lift.pack(run, (True,), (True,), (True,))(scope, *given)
+
+    def method(module: Any, args: Any, kwargs: Any) -> Any:
+        return module._call_wrapped_method(fun, args, kwargs)
+
+    return lift_direct_transform(lifted, (method,), self, args, kwargs)
 
 
 def _bind(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +235,7 @@ def _bind(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[None]:
+def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[bool]:
     """Intercept methods below a module at a path, once however its methods nest.
 
     If the method meets the whole module, rules that matched no layer are warned of.
@@ -210,7 +243,7 @@ def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[
     rules = module._mx_rules
     active, conversion = _active.get(), (rules, root)
     if conversion in active:
-        yield
+        yield False
         return
     reported = any(record.reports for record in recorders_of(rules))
     token = _active.set((*active, conversion))
@@ -218,7 +251,7 @@ def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[
         meeting = Interceptor(rules, root, module.name, _known(module).modules)
         intercepting = nn.intercept_methods(meeting)
         with recorded(rules, reports=False) as record, intercepting:
-            yield
+            yield True
     finally:
         _active.reset(token)
     # Not after an exception; and a report tells of its rules itself.

@@ -5,6 +5,7 @@ name, and an attention that keeps a cache in a format, become of a subclass with
 """
 
 import contextvars
+import copyreg
 import dataclasses
 import functools
 import inspect
@@ -20,7 +21,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from mx_jax.convert.caches import CachedAttention, CacheFormat, as_array, is_plain
 from mx_jax.convert.functions import call_of_model
 from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
-from mx_jax.convert.kinds import ATTENTION, Kind, kind_of
+from mx_jax.convert.kinds import ATTENTION, EMBED, Kind, kind_of
 from mx_jax.convert.report import Report, recorders_of
 from mx_jax.convert.rules import Decision, Rule
 from mx_jax.nn.cache import KVCache
@@ -204,6 +205,8 @@ def take_back(layer: Any) -> None:
 # Calls ------------------------------------------------------------------------------------------
 
 _TAG = "mx_jax"
+# Adapters are trained beside what rules quantize.
+ADAPTERS = (nnx.LoRA,)
 # They multiply nothing, or elementwise.
 _WITHOUT_PRODUCT = (nnx.BatchNorm, nnx.Dropout, nnx.GroupNorm, nnx.LayerNorm, nnx.RMSNorm)
 
@@ -214,14 +217,14 @@ class Conversion:
 
     Attributes:
       rules: that it follows.
-      strict: whether a rule that matches nothing is an error.
+      strict: whether a rule that matches nothing is an error; None: nobody is told.
       modules: those whose products a trace shows, by path.
       decisions: about the other layers.
       used: rules that matched something so far.
     """
 
     rules: tuple[Rule, ...]
-    strict: bool
+    strict: bool | None
     modules: Mapping[str, Module] = dataclasses.field(hash=False)
     decisions: tuple[Decision, ...] = dataclasses.field(compare=False)
     used: set[int] = dataclasses.field(compare=False, default_factory=set[int])
@@ -233,7 +236,7 @@ class Conversion:
             for decision in decisions:
                 record.add(decision)
         result = Report(rules=self.rules, decisions=(*self.decisions, *decisions))
-        if not path and not records:
+        if not path and not records and self.strict is not None:
             result.check("convert.nnx", self.strict, self.used)
         self.used.update(set(range(len(self.rules))) - set(result.unused))
 
@@ -251,9 +254,13 @@ class Call:
     path: str | None
 
 
-def multiplies_itself(layer: Any) -> bool:
-    """Whether only a trace of a module's call shows its products, if it has any."""
-    return bool(_methods(type(layer))) and not isinstance(layer, _WITHOUT_PRODUCT)
+def multiplies_itself(layer: Any, kind: Kind | None, converts: bool) -> bool:
+    """Whether a trace of a module's call shows products, besides those that it got others for."""
+    flaxs = class_of(layer).__module__.startswith("flax.")
+    if isinstance(layer, _WITHOUT_PRODUCT) or (flaxs and not callable(layer)):
+        return False
+    # An embedding multiplies past its attribute.
+    return not (converts and flaxs) or kind is EMBED
 
 
 def class_of(layer: Any) -> type:
@@ -270,6 +277,14 @@ def matrix_of(layer: Any) -> nnx.Param | None:
         return None
     own = (value for value in vars(layer).values() if isinstance(value, nnx.Param))
     return next((value for value in own if len(getattr(value, "shape", ())) >= 2), None)
+
+
+def read_stored(layer: Any) -> None:
+    """Make Flax's own embedding one that looks rows up in a stored table."""
+    if class_of(layer) is nnx.Embed:
+        object.__setattr__(layer, "__class__", StoredEmbed)
+        if "mx_call" in vars(layer):
+            _become(layer, _traced_methods)
 
 
 def put_call(layer: Any, call: Call, stream: nnx.RngStream | None) -> None:
@@ -371,7 +386,16 @@ def _become(layer: Any, own: Callable[[type], dict[str, Any]]) -> None:
 def _subclass(base: type, own: Callable[[type], dict[str, Any]]) -> type:
     """One for each class, so that equal models have equal graphs; it looks like its base."""
     looks = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(base)(base.__name__, (base,), looks | own(base) | {"_mx_base": base})
+    body = looks | own(base) | {"_mx_base": base, "_mx_own": staticmethod(own)}
+    return _metaclass(type(base))(base.__name__, (base,), body)
+
+
+@functools.cache
+def _metaclass(base: type) -> type:
+    """One whose classes are pickled by what they are made of: no module has them by name."""
+    made = base if base.__name__ == "_Made" else type("_Made", (base,), {})
+    copyreg.pickle(made, lambda cls: (_subclass, (cls._mx_base, cls._mx_own)))
+    return made
 
 
 # Caches -------------------------------------------------------------------------------------------

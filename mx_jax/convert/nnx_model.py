@@ -9,8 +9,9 @@ from flax import nnx as flax_nnx
 from jax.sharding import PartitionSpec
 
 from mx_jax.convert.jaxpr import Module
-from mx_jax.convert.kinds import Kind
+from mx_jax.convert.kinds import EMBED, Kind
 from mx_jax.convert.nnx_layers import (
+    ADAPTERS,
     Call,
     Conversion,
     Injected,
@@ -96,12 +97,12 @@ def converted(
     model: M,
     rules: tuple[Rule, ...],
     rngs: flax_nnx.Rngs | None,
-    strict: bool = False,
+    strict: bool | None = None,
     traced: bool = True,
 ) -> tuple[M, Report]:
     """The copy that `nnx` gives, and what the rules said of its layers, which is to be checked.
 
-    One whose call is traced checks it itself: the trace shows other products.
+    One whose call is traced checks it itself, as strict says: the trace shows other products.
     """
     copy = original(model)
     plans = list(_plans(copy, rules))
@@ -116,11 +117,19 @@ def converted(
 
 
 def _trace_calls(
-    plans: Sequence["_Plan"], rules: tuple[Rule, ...], strict: bool, rngs: flax_nnx.Rngs | None
+    plans: Sequence["_Plan"],
+    rules: tuple[Rule, ...],
+    strict: bool | None,
+    rngs: flax_nnx.Rngs | None,
 ) -> None:
     """Have the calls traced of all modules but those that got another product."""
-    calls = [plan for plan in plans if multiplies_itself(plan.layer) and not plan.converts]
-    modules = {plan.paths[0]: Module(type(plan.layer), plan.paths[1:]) for plan in calls}
+    calls = [plan for plan in plans if multiplies_itself(plan.layer, plan.kind, plan.converts)]
+    if all(plan.is_decided for plan in calls):
+        return
+    modules = {
+        plan.paths[0]: Module(type(plan.layer), plan.paths[1:], isinstance(plan.layer, ADAPTERS))
+        for plan in calls
+    }
     model = Conversion(rules, strict, modules, _decisions(plans))
     draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in rules)
     for plan in calls:
@@ -128,7 +137,7 @@ def _trace_calls(
         stream = None
         if draws and not plan.paths[0] and rngs and {RNG_STREAM, "default"} & {*rngs}:
             stream = _stream(rngs[RNG_STREAM]())
-        put_call(plan.layer, Call(model, None if plan.kind else plan.paths[0]), stream)
+        put_call(plan.layer, Call(model, None if plan.is_decided else plan.paths[0]), stream)
 
 
 def original(model: M) -> M:
@@ -191,6 +200,11 @@ class _Plan:
         return any(decision.recipe is not None for decision in self.decisions)
 
     @property
+    def is_decided(self) -> bool:
+        """Whether what a trace shows of the module is decided."""
+        return self.kind is EMBED or (self.kind is not None and not self.converts)
+
+    @property
     def judged(self) -> tuple[Decision, ...]:
         """All that rules say."""
         return self.decisions if self.cache is None else (*self.decisions, self.cache)
@@ -199,7 +213,7 @@ class _Plan:
     def unseen(self) -> tuple[Decision, ...]:
         """In its place, if only a call shows what the module's matrix is multiplied by."""
         matrix = matrix_of(self.layer)
-        if matrix is None or not multiplies_itself(self.layer):
+        if matrix is None:
             return ()
         layer = _judging(
             self.paths, self.layer, {"kernel": tuple(matrix.shape), "obstacle": _UNSEEN}

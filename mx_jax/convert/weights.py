@@ -16,7 +16,7 @@ from mx_jax.axes import Axes
 from mx_jax.calibrate.ways import Way
 from mx_jax.convert import linen_model
 from mx_jax.convert.kinds import EMBED
-from mx_jax.convert.nnx_layers import StoredEmbed, class_of, judged, matrix_of, stack
+from mx_jax.convert.nnx_layers import StoredEmbed, class_of, judged, matrix_of, read_stored, stack
 from mx_jax.convert.nnx_model import converted, layers_of
 from mx_jax.convert.report import Report, warn_or_raise
 from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, as_rules, decide
@@ -346,9 +346,8 @@ def _weights_of_model(
         if id(variable) not in stored:
             stored[id(variable)] = variable.replace(each.kernel.store(variable[...], pack, by))
         setattr(each.layer, each.name, stored[id(variable)])
-        if type(each.layer) is nnx.Embed:
-            # Its own would ask for an array; one that is no longer Flax's does as it was written.
-            each.layer.__class__ = StoredEmbed
+        # One that is no longer Flax's does as it was written.
+        read_stored(each.layer)
     return copy, _report(rules, [each.kernel for each in found])
 
 
