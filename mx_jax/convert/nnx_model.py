@@ -126,6 +126,8 @@ def _trace_calls(
     calls = [plan for plan in plans if multiplies_itself(plan.layer, plan.kind, plan.converts)]
     if all(plan.is_decided for plan in calls):
         return
+    # The whole model's call tells of rules that matched nothing.
+    calls += [plan for plan in plans if not plan.paths[0] and plan not in calls]
     modules = {
         plan.paths[0]: Module(type(plan.layer), plan.paths[1:], isinstance(plan.layer, ADAPTERS))
         for plan in calls

@@ -110,9 +110,12 @@ class Report:
         complaint = f"rules that matched no layer: {rules}" if rules else "there are no rules"
         if self.num_converted == 0 and not used:
             complaint += "; no layer is converted"
+        # Of layers that a pattern matches, and that only another rule would convert.
+        left = {own.reason: None for own in self.decisions if own.layer.named_only}
+        kept = "".join(f"; {reason}" for reason in left if "types=" in reason)
         text = (
             f"{operation}: {complaint}; the model has {paths or 'no layer that a rule reaches'}"
-            f"{more}; patterns match whole paths, and the first rule that matches decides"
+            f"{more}{kept}; patterns match whole paths, and the first rule that matches decides"
         )
         warn_or_raise(text, strict)
 
