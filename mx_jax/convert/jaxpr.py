@@ -149,6 +149,8 @@ def planned(
             for own in names
         )
         facts = product.facts | {"type": known.type, "product": product.row.type}
+        # Where nobody says which arguments are weights, any may be.
+        facts["of_activations"] = product.facts["of_activations"] and not all(data)
         if known.named_only:
             facts |= {"named_only": True, "product": None}
         decisions.append(decide(rules, Layer(path=path, aliases=tuple(aliases), **facts)))
@@ -241,7 +243,7 @@ def _product(
         left, right, params, _ = row.turned(*operands, params)
         operands = [left, right]
     facts = row.facts(*operands, params) | {"input": tuple(operands[0].shape)}
-    facts["obstacle"] = obstacle or facts["obstacle"]
+    facts |= {"obstacle": obstacle or facts["obstacle"], "of_activations": all(data[:2])}
     return _Product(scope=scope, row=row, facts=facts, turned=turns, where=where)
 
 

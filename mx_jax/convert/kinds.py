@@ -138,7 +138,8 @@ class Kind:
           *call: what the product is called with after the operands, where that is known.
         """
         if self.shape is None:
-            return {"named_only": self.named_only, "obstacle": self.obstacle(layer)}
+            own = {"named_only": self.named_only, "obstacle": self.obstacle(layer)}
+            return own | {"of_activations": True}
         shape = self.shape(layer, kernel, *call)
         obstacle = self.obstacle(layer) if shape else "contracts no axis"
         return {

@@ -151,9 +151,13 @@ class AttentionEinsum:
     product: str | None
     precision: Any
 
+    def decide(self) -> Decision:
+        """The rules' decision about the product."""
+        return self.bound.decide(self.product, **ATTENTION.facts(self.bound.layer, ()))
+
     def __call__(self, subscripts: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         """Ask the rules, then multiply with their recipe, or as the layer would have."""
-        decision = self.bound.decide(self.product)
+        decision = self.decide()
         if decision.recipe is None:
             with decided():
                 return jnp.einsum(subscripts, lhs, rhs, precision=self.precision)
@@ -314,8 +318,7 @@ def _cached_attention(layer: nn.Module, format: CacheFormat, own: Any) -> Cached
 
     def plain(options: dict[str, Any]) -> bool:
         quantized = [
-            not isinstance(einsum, AttentionEinsum)
-            or einsum.bound.decide(einsum.product).recipe is not None
+            not isinstance(einsum, AttentionEinsum) or einsum.decide().recipe is not None
             for einsum in map(options.get, _EINSUMS)
             if einsum is not None
         ]

@@ -166,7 +166,7 @@ def _under_rules(name: str):
                 rngs = kwargs.get("rngs")
                 streams = rngs if isinstance(rngs, Mapping) else {"params": rngs}
                 key = streams.get(RNG_STREAM, streams.get("params"))
-                return _traced(self, run, args, kwargs, key)
+                return _traced(self, *_with_weights(run, *args, **kwargs), key)
             # What init computes is thrown away; what rules say of it is asked where it matters.
             result = run(*args, **kwargs)
             (record, *_) = recorders_of(self._mx_rules)
@@ -176,6 +176,19 @@ def _under_rules(name: str):
 
     method.__name__ = name
     return method
+
+
+def _with_weights(
+    run: Any, variables: Any, *args: Any, **kwargs: Any
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """An `apply` whose first argument are the parameters alone, and its arguments."""
+    others = dict(variables)
+    params = {"params": others.pop("params")} if "params" in others else {}
+
+    def call(params: Any, others: Any, *args: Any, **kwargs: Any) -> Any:
+        return run({**params, **others}, *args, **kwargs)
+
+    return call, (params, others, *args), kwargs
 
 
 def _traced(

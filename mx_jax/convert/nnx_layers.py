@@ -335,11 +335,11 @@ def _traced(self: Any, model: Conversion, path: str, args: Any, kwargs: Any) -> 
     before = nnx.graphdef(nodes)
     with nnx.update_context(_TAG):
         with nnx.split_context(_TAG) as context:
-            graph, own, rest = context.split(nodes, lambda path, _: path[0] == 0, ...)
+            graph, params, rest = context.split(nodes, nnx.Param, ...)
 
-        def call(own: Any, rest: Any) -> Any:
+        def call(params: Any, rest: Any) -> Any:
             with nnx.merge_context(_TAG, True) as context:
-                inner = context.merge(graph, own, rest)
+                inner = context.merge(graph, params, rest)
             result = type(self).__call__(inner[0], *inner[1], **inner[2])
             same = nnx.graphdef(inner) == before
             with nnx.split_context(_TAG) as context:
@@ -348,7 +348,7 @@ def _traced(self: Any, model: Conversion, path: str, args: Any, kwargs: Any) -> 
 
         result, state, after = call_of_model(
             call,
-            (own, rest),
+            (params, rest),
             {},
             rules=model.rules,
             modules=model.modules,
@@ -359,7 +359,7 @@ def _traced(self: Any, model: Conversion, path: str, args: Any, kwargs: Any) -> 
             with nnx.merge_context(_TAG, False) as context:
                 context.merge(after.graph, state)
             return result
-    given = dict(nnx.to_flat_state(nnx.merge_state(own, rest)))
+    given = dict(nnx.to_flat_state(nnx.merge_state(params, rest)))
     changed = [(at, new) for at, new in nnx.to_flat_state(state) if not _same(new, given[at])]
     if changed:
         nnx.update(nodes, nnx.from_flat_state(changed))

@@ -123,6 +123,7 @@ class Layer:
       axes: of the kernel as stored, in the product; None where they are not known.
       input: shape of the other operand, where a trace tells it.
       is_cache: whether it is no product, but what an attention keeps when it decodes.
+      of_activations: whether neither operand is a weight, as far as that is known.
 
     Examples:
       >>> import flax.linen as nn, jax.numpy as jnp
@@ -145,6 +146,7 @@ class Layer:
     axes: Axes | None = None
     input: tuple[int, ...] | None = None
     is_cache: bool = False
+    of_activations: bool = False
 
 
 class Unknown:
@@ -240,6 +242,9 @@ def _handed_on(rule: Rule, layer: Layer) -> str | None:
     ):
         return ""
     recipe: Any = rule.recipe
+    fwd = None if rule.quantizes is None else rule.quantizes.fwd
+    if layer.of_activations and fwd is not None and fwd.lhs is None and fwd.rhs is not None:
+        return "its recipe quantizes weights alone, and neither operand is one"
     if rule.filter is None or rule.filter(layer.path, layer.shape, recipe):
         return None
     why_not = getattr(rule.filter, "why_not", None)

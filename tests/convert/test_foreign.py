@@ -90,7 +90,7 @@ class DecoderLayer(nnx.Module):
 
 
 TOKENS = jnp.arange(6).reshape(2, 3)
-ALL = Rule(".*", MXFP8)
+ALL, OTHER = Rule(".*", MXFP8), recipes.mxfp4()
 
 
 class TestLlama:
@@ -141,7 +141,7 @@ class TestLlama:
         model = Llama(nnx.Rngs(0))
         rules = [
             Rule("embedder", None),
-            Rule(".*/attn/.*->.*", WEIGHT_ONLY, types=Attention),
+            Rule(".*/attn/.*->.*", OTHER, types=Attention),
             Rule("layers/0/.*", MXFP8, types=Einsum),
             Rule("layers/1/.*", MXFP8, types=convert.DotGeneral),
         ]
