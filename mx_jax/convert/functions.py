@@ -184,54 +184,45 @@ def _as_arguments(weights: int | str | Sequence[int | str]) -> Arguments:
     return (weights,) if isinstance(weights, int | str) else tuple(weights)
 
 
-@dataclasses.dataclass(frozen=True)
-class TracedCall:
-    """Calls a node of a tree with its products made by one recipe, whatever they are called.
+def call_by_recipe(
+    function: Callable[..., R],
+    args: Any,
+    kwargs: dict[str, Any],
+    *,
+    recipe: Recipe,
+    name: str,
+    key: jax.Array | None,
+    dot_general: DotGeneral,
+) -> R:
+    """The result of a call whose products are made by one recipe, whatever they are called.
 
     The kernel is the operand that no argument goes into.
 
-    Attributes:
+    Args:
+      function: of arrays and of values that stay what they are, such as subscripts.
+      args: its arguments by position.
+      kwargs: by name.
       recipe: what to quantize.
+      name: for errors.
+      key: PRNG key; None if nothing draws.
+      dot_general: from the recipe to what multiplies.
+
+    Raises:
+      ValueError: there is no product that can be quantized.
     """
-
-    recipe: Recipe
-
-    def __call__(
-        self,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: dict[str, Any],
-        *,
-        name: str,
-        key: Any = None,
-        dot_general: DotGeneral = lambda recipe: recipe.dot_general,
-    ) -> Any:
-        """The function's result.
-
-        Args:
-          function: of arrays and of values that stay what they are, such as subscripts.
-          args: its arguments by position.
-          kwargs: by name.
-          name: for errors.
-          key: PRNG key; None if nothing draws.
-          dot_general: from the recipe to what multiplies.
-
-        Raises:
-          ValueError: there is no product that can be quantized.
-        """
-        static, arrays = _split(function, (), args, kwargs)
-        traced = _traced(function, (Rule(".*", self.recipe),), static, arrays)
-        if not traced.plan:
-            raise ValueError(
-                f"convert: a rule names the type of {name}, but its call contains no dot_general "
-                "or ragged_dot that can be quantized: drop the type from the rule"
-            )
-        # Its products go by the layer's name, without subscripts of an einsum.
-        return traced.run(arrays, key, dot_general=dot_general, tagged=False)
+    static, arrays = _split(function, (), args, kwargs)
+    traced = _traced(function, (Rule(".*", recipe),), static, arrays)
+    if not traced.plan:
+        raise ValueError(
+            f"convert: a rule names the type of {name}, but its call contains no dot_general "
+            "or ragged_dot that can be quantized: drop the type from the rule"
+        )
+    # Its products go by the layer's name, without subscripts of an einsum.
+    return traced.run(arrays, key, dot_general=dot_general, tagged=False)
 
 
 def call_of_model(
-    function: Callable[..., R],
+    function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
     *,
@@ -240,7 +231,7 @@ def call_of_model(
     key: jax.Array | None = None,
     tell: Callable[[tuple[Decision, ...]], None] = lambda decisions: None,
     runs: bool = True,
-) -> R | None:
+) -> Any:
     """The result of a model's call, with those products made anew that no layer has for itself.
 
     Args:

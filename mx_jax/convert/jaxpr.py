@@ -52,9 +52,8 @@ DotGeneral = Callable[[Recipe], Callable[..., jax.Array]]
 # calls share what is made of them.
 Plan = tuple[tuple[tuple[int, ...], tuple[Recipe, bool]], ...]
 
-# The scope of a module's call, by its path, and that of products that are decided already.
+# The scope of a module's call, by its path; of products that are decided already, with a "=".
 _MARK = re.compile(r"\[([^][]*)\]")
-_DECIDED = "[=]"
 # What JAX writes around the names of what it has transformed, and what of it rules see.
 _TRANSFORMED = re.compile(r"\b(vmap|jvp|transpose)\(([^()]*)\)")
 _GRADIENTS = {"jvp", "transpose"}
@@ -69,9 +68,9 @@ def in_module(path: str) -> AbstractContextManager[Any]:
     return jax.named_scope(f"[{path}]")
 
 
-def decided() -> AbstractContextManager[Any]:
+def decided(path: str = "") -> AbstractContextManager[Any]:
     """A scope whose products no rule is asked about once more."""
-    return contextlib.nullcontext() if tracing.value is None else jax.named_scope(_DECIDED)
+    return contextlib.nullcontext() if tracing.value is None else in_module(f"{path}=")
 
 
 # Plans ------------------------------------------------------------------------------------------
@@ -148,7 +147,7 @@ def planned(
             for base in (module, *known.aliases)
             for own in names
         )
-        facts = product.facts | {"type": known.type, "product": product.row.type}
+        facts: dict[str, Any] = product.facts | {"type": known.type, "product": product.row.type}
         # Where nobody says which arguments are weights, any may be.
         facts["of_activations"] = product.facts["of_activations"] and not all(data)
         if known.named_only:
@@ -164,7 +163,7 @@ def planned(
 
 def _is_decided(scope: str) -> bool:
     marks = _MARK.findall(scope)
-    return bool(marks) and f"[{marks[-1]}]" == _DECIDED
+    return bool(marks) and marks[-1].endswith("=")
 
 
 def _scopes(scope: str, modules: Mapping[str, Module] | None) -> tuple[str, str]:

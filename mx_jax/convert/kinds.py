@@ -2,7 +2,7 @@
 
 Where a layer's product is an attribute, its row says all: conversion puts another product there, in
 linen for the length of a call (`linen_layers.py`), in nnx in a copy (`nnx_layers.py`). What linen
-calls by name is answered in its place; a layer without such an attribute is traced.
+calls by name is answered in its place. All other products show in a trace (`jaxpr.py`).
 """
 
 import dataclasses
@@ -275,8 +275,8 @@ _KINDS: list[Kind] = [DENSE, EINSUM, CONV, EMBED, ATTENTION]
 def register(kind: Kind) -> None:
     """Tell conversion how layers of a kind multiply, Flax's or anybody's.
 
-    What is registered last is asked first. Without it, a layer of somebody's own is converted only
-    by a rule that names its type, and by tracing its call.
+    What is registered last is asked first. Without it, the products of a layer of somebody's own
+    are found by tracing the model's call, and cannot read stored weights.
 
     Args:
       kind: where the layers hold their product, and what takes its place.

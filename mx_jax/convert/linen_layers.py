@@ -2,7 +2,7 @@
 
 A layer that takes its product as an attribute (`kinds.py` has the table) is given another one for
 the length of a call: what runs is a clone that Flax bound for it, so nobody else sees the change.
-Layers of Flax that call jax.numpy by name are answered in their place; others are traced.
+Layers of Flax that call jax.numpy by name are answered in their place. Others show in a trace.
 """
 
 import contextlib
@@ -352,7 +352,7 @@ class Interceptor:
         if scope is None or path is None:
             return call(*args, **kwargs)
         _mark(scope, hash(self.rules))
-        self.modules[path] = Module(type(layer))
+        self.modules[path] = Module(getattr(type(layer), "_mx_base", type(layer)))
         marked = tracing.value == self.rules
         with (
             overriding(layer, _param_override(layer)),

@@ -28,8 +28,9 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = Fal
     """A module whose layers follow rules: same parameters, same names, same methods.
 
     The module is of a subclass of its own class with the same fields. While one of its methods
-    runs, layers below it are given the products that the rules choose; nothing is stored, neither
-    in the module nor in its variables, so checkpoints go both ways and `original` takes the
+    runs, layers below it that have an attribute for their product are given another one, and what
+    else the call multiplies is made anew in its jaxpr, as by `convert.function`. Nothing is stored,
+    neither in the module nor in its variables, so checkpoints go both ways and `original` takes the
     conversion back. Modules with equal fields and rules are equal: a rebuilt model does not
     retrace. Stochastic recipes draw from the stream `"quantize"`.
 

@@ -1,7 +1,7 @@
 """flax.nnx: what takes the place of a layer's product, how it gets into the layer and out again.
 
-A layer that Flax gives an attribute for its product gets another one there. One that multiplies by
-name, and an attention that keeps a cache in a format, become of a subclass with another call.
+A layer that Flax gives an attribute for its product gets another one there. Other modules, and an
+attention that keeps a cache in a format, become of a subclass with another call.
 """
 
 import contextvars
@@ -247,11 +247,13 @@ class Call:
 
     Attributes:
       model: the model.
-      path: the module's first; None if its products are decided.
+      path: the module's first.
+      is_decided: whether its products are.
     """
 
     model: Conversion
-    path: str | None
+    path: str
+    is_decided: bool
 
 
 def multiplies_itself(layer: Any, kind: Kind | None, converts: bool) -> bool:
@@ -318,9 +320,9 @@ def _in_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         here: Call = self.mx_call
         if tracing.value == here.model.rules:
-            with decided() if here.path is None else in_module(here.path):
+            with (decided if here.is_decided else in_module)(here.path):
                 return method(self, *args, **kwargs)
-        if name != "__call__" or here.path is None:
+        if name != "__call__" or here.is_decided:
             return method(self, *args, **kwargs)
         with decided():
             return _traced(self, here.model, here.path, args, kwargs)

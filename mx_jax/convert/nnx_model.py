@@ -38,7 +38,7 @@ from mx_jax.ops.tags import LayerName
 
 M = TypeVar("M", bound=flax_nnx.Module)
 Path = tuple[Any, ...]
-_UNSEEN = "its products show in a call: give the report example arguments"
+UNSEEN = "its products show in a call: give the report example arguments"
 
 
 def nnx(
@@ -57,8 +57,14 @@ def nnx(
     merge or a transform. What is set on the copy's layers is static and compares by value: a
     rebuilt model does not retrace.
 
-    Only stochastic recipes add state: a stream `"quantize"` in each layer that has one. In a stack
-    made by nnx.vmap it has a key for each layer, along the parameters' leading axis.
+    Layers that Flax gives an attribute for their product get another one there. The call of the
+    model is traced, and what else it multiplies is made anew in its jaxpr, as `convert.function`
+    does it: `convert.report` with example arguments lists both. Rules that match nothing are told
+    of when the model is first called, or at once if all of its products are attributes.
+
+    Only stochastic recipes add state: a stream `"quantize"` in each layer that has one, and one in
+    the model. In a stack made by nnx.vmap it has a key for each layer, along the parameters'
+    leading axis.
 
     Args:
       model: the model; a converted one gets the new rules instead of its old.
@@ -69,7 +75,7 @@ def nnx(
       strict: whether a rule that matched nothing is an error instead of a warning.
 
     Returns:
-      A model of the same type.
+      A model of the same type, or of a subclass that looks like it.
 
     Raises:
       TypeError: not a flax.nnx module, or not rules.
@@ -139,7 +145,7 @@ def _trace_calls(
         stream = None
         if draws and not plan.paths[0] and rngs and {RNG_STREAM, "default"} & {*rngs}:
             stream = _stream(rngs[RNG_STREAM]())
-        put_call(plan.layer, Call(model, None if plan.is_decided else plan.paths[0]), stream)
+        put_call(plan.layer, Call(model, plan.paths[0], plan.is_decided), stream)
 
 
 def original(model: M) -> M:
@@ -218,7 +224,7 @@ class _Plan:
         if matrix is None:
             return ()
         layer = _judging(
-            self.paths, self.layer, {"kernel": tuple(matrix.shape), "obstacle": _UNSEEN}
+            self.paths, self.layer, {"kernel": tuple(matrix.shape), "obstacle": UNSEEN}
         )
         return (decide((), layer),)
 

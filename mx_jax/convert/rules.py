@@ -30,8 +30,9 @@ class Rule:
         `"encoder/block_3/attention/query"`; the model itself is `""`.
       recipe: what to quantize in the layer's products, or a recipe's name; None leaves it in high
         precision.
-      types: layer type, or types; None: every type but embeddings, convolutions and layers that
-        are not Flax's, which only a rule that names them converts.
+      types: layer type, or types, of products that a trace finds also `convert.DotGeneral` and the
+        like; None: every type but embeddings, convolutions and `nnx.LoRA`, which only a rule that
+        names them converts.
       filter: `(path, shape, recipe) -> bool` with the kernel's shape as `(*contracting, kept)`,
         or None for a product without kernel; False hands the layer on to the next rule. May have a
         method `why_not` with the same arguments, whose text the report quotes. Use a function
@@ -115,7 +116,6 @@ class Layer:
       path: names joined by `/`.
       aliases: other paths of a layer that the model holds in several places.
       type: its class.
-      product: `DotGeneral`, `RaggedDot` or `Conv`, of a product that a trace shows.
       kernel: shape of its kernel as stored.
       shape: that shape as filters see it.
       named_only: whether only a rule that names its type converts it.
@@ -124,6 +124,7 @@ class Layer:
       input: shape of the other operand, where a trace tells it.
       is_cache: whether it is no product, but what an attention keeps when it decodes.
       of_activations: whether neither operand is a weight, as far as that is known.
+      product: its type `DotGeneral`, `RaggedDot` or `Conv`, where a trace shows it.
 
     Examples:
       >>> import flax.linen as nn, jax.numpy as jnp
@@ -138,7 +139,6 @@ class Layer:
     path: str
     aliases: tuple[str, ...] = ()
     type: type
-    product: type | None = None
     kernel: tuple[int, ...] | None = None
     shape: Shape = None
     named_only: bool = False
@@ -147,6 +147,7 @@ class Layer:
     input: tuple[int, ...] | None = None
     is_cache: bool = False
     of_activations: bool = False
+    product: Any = None
 
 
 class Unknown:

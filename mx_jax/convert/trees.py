@@ -12,7 +12,7 @@ from jax.extend.core import Primitive  # pyright: ignore[reportPrivateImportUsag
 from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 
-from mx_jax.convert.functions import TracedCall
+from mx_jax.convert.functions import call_by_recipe
 from mx_jax.convert.kinds import Kind, kind_of
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
@@ -148,10 +148,11 @@ class ConvertedLayer:
                 "key= in the layer's call, or convert the function that calls it: convert.function"
             )
         with named_in_errors(f"{name}, converted by convert.tree"):
-            return TracedCall(recipe)(
+            return call_by_recipe(
                 functools.partial(call, self.mx_layer),
                 args,
                 options,
+                recipe=recipe,
                 name=name,
                 key=key if recipe.is_stochastic else None,
                 dot_general=lambda _: deferred(operation),

@@ -362,8 +362,10 @@ class _Found:
 
 def _found(model: nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Found]:
     for paths, layer in layers_of(model):
-        kind, facts = judged(layer) or (None, {"kernel": ()})
-        kernel = matrix_of(layer) if kind is None else facts.get("kernel") and kind.kernel(layer)
+        kind, facts = judged(layer) or (None, {})
+        kernel: Any = matrix_of(layer) if kind is None else None
+        if kind is not None and facts.get("kernel"):
+            kernel = kind.kernel(layer)
         own = {id(v): name for name, v in vars(layer).items() if isinstance(v, nnx.Variable)}
         if id(kernel) not in own:
             continue

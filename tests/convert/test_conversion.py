@@ -444,7 +444,12 @@ class TestConversion:
 class TestOwnLayers:
     """A layer that conversion does not know and that multiplies by name."""
 
-    def test_every_rule_converts_it(self, way: Way):
+    def test_which_rules_convert_it(self, way: Way):
+        """Each; of a tree, whose nodes are converted one by one, those that name its type."""
+        if isinstance(way, Tree):
+            with pytest.warns(UnusedRuleWarning, match="only a rule with types=TreeOwn converts"):
+                assert way.operation(way.own("product"), ALL) == way.own("product")
+            return
         (decision,) = convert.report(way.own("product"), ALL, X).decisions
         layer = decision.layer
         assert (layer.path, layer.type, layer.product) == ("", way.foreign, convert.DotGeneral)
@@ -452,7 +457,7 @@ class TestOwnLayers:
 
     @pytest.mark.parametrize("kind", ["product", "experts", "loop"])
     def test_its_products_are_those_by_hand(self, way: Way, kind: str):
-        layer = way.operation(way.own(kind), Rule(".*", WEIGHT_ONLY))
+        layer = way.operation(way.own(kind), Rule(".*", WEIGHT_ONLY, types=way.foreign))
         dot, ragged = (
             functools.partial(product, recipe=WEIGHT_ONLY)
             for product in (mx_jax.matmul, mx_jax.ragged_dot)
@@ -485,7 +490,10 @@ class TestOwnLayers:
 
     def test_one_without_a_product(self, way: Way):
         layer = way.operation(way.own("none"), Rule(".*", WEIGHT_ONLY, types=way.foreign))
-        with pytest.warns(UnusedRuleWarning, match="the model has no layer that a rule reaches"):
+        missing = pytest.warns(UnusedRuleWarning, match="the model has no layer that a rule reac")
+        if isinstance(way, Tree):
+            missing = pytest.raises(ValueError, match="names the type of .*, but its call contains")
+        with missing:
             way.run_own(layer, OWN, X)
 
 

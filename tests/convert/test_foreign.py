@@ -1,6 +1,5 @@
 """Modules that are not Flax's and multiply by name: a trace of the model's call reaches them."""
 
-import functools
 import pickle
 from typing import Any
 
@@ -9,19 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax import lax
 
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule
-from mx_jax.convert.functions import TracedCall
-from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
 
 from .helpers import MXFP8, STOCHASTIC, as_function, products
-
-WEIGHT_ONLY = recipes.weight_only("mxfp4")
-X = np.random.default_rng(1).standard_normal((2, 3, 40), np.float32)
 
 
 class Llama(nnx.Module):
@@ -264,91 +257,3 @@ def test_a_tied_head_of_flaxs_embedding():
     for rules in (ALL, [Rule(".*", MXFP8, types=nnx.Embed), ALL]):
         run, state = as_function(convert.nnx(model, rules, strict=True))
         assert products(run, state, TOKENS) == {"dot_general": 1, "mx_matmul": 1}
-
-
-SUMS_IN_GROUPS = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())),
-    lhs_ragged_dimensions=(0,),
-    rhs_group_dimensions=(),
-)
-
-
-class TestTracedCall:
-    """On functions."""
-
-    W = jax.random.normal(jax.random.key(2), (5, 3, 40))
-
-    @staticmethod
-    def seen(function: Any, *args: Any) -> list[tuple[int, ...]]:
-        """Shapes of the right operands; the values have to stay what they were."""
-        kernels = []
-
-        def multiply(lhs, rhs, dimension_numbers, *, key, **options):
-            kernels.append(rhs.shape)
-            return lax.dot_general(lhs, rhs, dimension_numbers, **options)
-
-        run = TracedCall(WEIGHT_ONLY)
-        results = run(function, args, {}, name="f", dot_general=lambda recipe: multiply)
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
-            results,
-            function(*args),
-        )
-        return kernels
-
-    def test_the_kernel_is_on_the_right(self):
-        w = self.W
-        assert self.seen(lambda x: jnp.einsum("btd,fhd->btfh", x, w), X) == [w.shape]
-        assert self.seen(lambda x: jnp.einsum("fhd,btd->fhbt", w, x), X) == [w.shape]
-        # A batch axis in both; the kernel first.
-        assert len(self.seen(lambda x: jnp.einsum("fhd,bhd->bhf", w, x), X)) == 1
-        assert self.seen(lambda x: jnp.tanh(2 * w[0]) @ x[0].T, X) == [(3, 40)]
-
-    def test_inside_jit_and_several(self):
-        def function(x):
-            y = jax.jit(lambda x: jax.nn.gelu(x @ self.W[0].T))(x)
-            return {"y": y, "z": jax.nn.softmax(y) @ self.W[1]}
-
-        assert self.seen(function, X) == [(40, 3), (3, 40)]
-
-    def test_inside_loops(self):
-        def function(x):
-            x = lax.scan(lambda x, w: (x @ w.T @ w, None), x, self.W)[0]
-            return lax.cond(x.sum() > 0, lambda x: x @ self.W[0].T, lambda x: x[..., :3], x)
-
-        assert {(40, 3), (3, 40)} == {*self.seen(function, X)}
-
-    def test_rows_in_groups(self):
-        """A ragged_dot follows too, in a jit or not; what sums in groups stays as it is."""
-        x, w, sizes = X[0], jnp.swapaxes(self.W, 1, 2), jnp.array([1, 0, 2, 0, 1])
-
-        def function(x):
-            return jax.jit(lambda x: lax.ragged_dot(x, w, sizes))(x) @ self.W[0]
-
-        run = functools.partial(TracedCall(recipes.mxfp8()), name="f")
-        y = mx_jax.ragged_dot(x, w, sizes, recipe="mxfp8")
-        assert_bitwise_equal(run(function, (x,), {}), mx_jax.matmul(y, self.W[0], recipe="mxfp8"))
-
-        def sums_in_groups(x):
-            return lax.ragged_dot_general(x, x, jnp.array([1, 2]), SUMS_IN_GROUPS)
-
-        with pytest.raises(ValueError, match="contains no dot_general or ragged_dot"):
-            run(sums_in_groups, (x,), {})
-
-    def test_arguments_that_are_no_arrays(self):
-        def function(subscripts: str, x: Any, *, scale: float):
-            return scale * jnp.einsum(subscripts, x, self.W)
-
-        args, kwargs = ("btd,fhd->btfh", np.asarray(X)), {"scale": 2.0}
-        by = lambda recipe: lambda *args, key, **_: lax.dot_general(*args)  # noqa: E731
-        np.testing.assert_allclose(
-            TracedCall(WEIGHT_ONLY)(function, args, kwargs, name="f", dot_general=by),
-            function(*args, **kwargs),
-            rtol=1e-5,
-        )
-
-    def test_without_product(self):
-        message = r"names the type of f, but its call contains no dot_general.* drop the type"
-        run = functools.partial(TracedCall(WEIGHT_ONLY), jnp.tanh, (X,), {}, name="f")
-        with pytest.raises(ValueError, match=message):
-            run()
