@@ -309,7 +309,10 @@ def _methods(base: type) -> dict[str, Callable[..., Any]]:
     return {
         name: member
         for name, member in found.items()
-        if inspect.isfunction(member) and (name == "__call__" or name[0] != "_")
+        # nnx.jit makes objects of them.
+        if callable(member) and hasattr(member, "__get__") and not isinstance(member, type)
+        if not isinstance(member, staticmethod | classmethod)
+        if name == "__call__" or name[0] != "_"
     }
 
 

@@ -492,7 +492,7 @@ class TestOwnLayers:
         layer = way.operation(way.own("none"), Rule(".*", WEIGHT_ONLY, types=way.foreign))
         missing = pytest.warns(UnusedRuleWarning, match="the model has no layer that a rule reac")
         if isinstance(way, Tree):
-            missing = pytest.raises(ValueError, match="names the type of .*, but its call contains")
+            missing = pytest.raises(ValueError, match=r"names the type of .*, but its call")
         with missing:
             way.run_own(layer, OWN, X)
 

@@ -191,6 +191,18 @@ class TestLlama:
         with pytest.raises(ValueError, match="draws random bits and needs the 'quantize' stream"):
             without(TOKENS)
 
+    def test_a_call_that_is_compiled(self):
+        class Compiled(nnx.Module):
+            def __init__(self):
+                self.w = nnx.Param(jnp.ones((32, 4)))
+
+            @nnx.jit
+            def __call__(self, x: jax.Array) -> jax.Array:
+                return x @ self.w[...]
+
+        converted, x = convert.nnx(Compiled(), ALL, strict=True), jnp.ones((2, 32))
+        assert products(lambda x: converted(x), x) == {"mx_matmul": 1}
+
     def test_a_call_that_adds_variables(self):
         class Sows(nnx.Module):
             def __init__(self):

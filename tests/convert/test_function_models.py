@@ -4,6 +4,7 @@ The GPT-2 here is a stand-in for `FlaxGPT2Module` of transformers 4.55, which ha
 kind (`FlaxConv1D`: `lax.dot_general` in a method); test_peers.py runs the real one.
 """
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -103,6 +104,41 @@ def test_every_product_of_gpt2():
     assert made(by_product) == {"dot_general": 6, "mx_matmul": 5}
     # A recipe of weights alone says nothing of products without.
     assert made(Rule(".*", WEIGHT_ONLY)) == {"dot_general": 5, "mx_matmul": 6}
+
+
+def test_a_converted_part_of_another_model():
+    """Its scope is an argument of the trace: what it keeps, sows and draws is as before."""
+
+    class Part(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, *, scale: float) -> jax.Array:
+            calls = self.variable("calls", "count", lambda: jnp.zeros((), jnp.int32))
+            calls.value += 1
+            self.sow("intermediates", "input", x)
+            return nn.Dropout(0.5, deterministic=False)(Block()(x)) * scale
+
+    class Outer(nn.Module):
+        part: nn.Module
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.Dense(8)(self.part(self.part(x, scale=2.0), scale=1.0))
+
+    x, rngs = jnp.ones((2, 4, 32)), {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    plain, ours = Outer(Part()), Outer(convert.linen(Part(), Rule(".*", RECIPE), strict=True))
+    variables = plain.init(rngs, x)
+    jax.tree.map(np.testing.assert_array_equal, ours.init(rngs, x), variables)
+
+    def run(module: nn.Module) -> Any:
+        return functools.partial(module.apply, rngs=rngs, mutable=["calls", "intermediates"])
+
+    assert products(run(plain), variables, x) == {"dot_general": 11}
+    assert products(run(ours), variables, x) == {"dot_general": 1, "mx_matmul": 10}
+    (before, kept), (after, ours_kept) = run(plain)(variables, x), run(ours)(variables, x)
+    assert ours_kept["calls"]["part"]["count"] == kept["calls"]["part"]["count"] == 4
+    assert jax.tree.structure(ours_kept) == jax.tree.structure(kept)
+    # The same is dropped.
+    assert 0 < np.linalg.norm(after - before) < 0.2 * np.linalg.norm(before)
 
 
 @pytest.mark.slow
