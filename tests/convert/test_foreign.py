@@ -200,8 +200,8 @@ class TestLlama:
             def __call__(self, x: jax.Array) -> jax.Array:
                 return x @ self.w[...]
 
-        converted, x = convert.nnx(Compiled(), ALL, strict=True), jnp.ones((2, 32))
-        assert products(lambda x: converted(x), x) == {"mx_matmul": 1}
+        run, state = as_function(convert.nnx(Compiled(), ALL, strict=True))
+        assert products(run, state, jnp.ones((2, 32))) == {"mx_matmul": 1}
 
     def test_a_call_that_adds_variables(self):
         class Sows(nnx.Module):
