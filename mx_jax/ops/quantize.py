@@ -157,14 +157,20 @@ def dequantize(x: MXArray | PackedMXArray, dtype: jax.typing.DTypeLike | None = 
 
 @one_program("dtype")
 def _dequantize(x: MXArray, *, dtype: np.dtype) -> jax.Array:
+    return dequantize_operand(x, dtype, saturates=False)
+
+
+def dequantize_operand(x: MXArray, dtype: np.dtype, *, saturates: bool) -> jax.Array:
+    """`mxarray.decode`, on the backend that takes it."""
     call = DequantizeCall(
         shape=x.shape,
         dtype=dtype,
         format=x.format,
         blocks=x.blocks,
         scale_axes=varying_axes(x.tensor_scale),
+        saturates=saturates,
     )
-    return choose(call).offer.run(x, call)
+    return choose(call).offer.run(dataclasses.replace(x, primal=None), call)
 
 
 def cast(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.Array:
@@ -230,7 +236,7 @@ def cast_operand(
     x: jax.Array,
     spec: OperandSpec,
     blocks: Blocks,
-    key: jax.Array | None = None,
+    key: Key = None,
     tensor_scale: jax.Array | None = None,
 ) -> MXArray:
     """Quantize a checked array by its spec, on the backend that takes it on the machine in context.

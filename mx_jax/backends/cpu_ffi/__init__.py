@@ -12,13 +12,13 @@ from mx_jax.backends.calls import (
     Call,
     CastStatisticsCall,
     DequantizeCall,
-    DeriveKeysCall,
     MatmulCall,
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
     RaggedCall,
     RandomBitsCall,
+    TransformCall,
 )
 from mx_jax.backends.cpu_ffi import (
     attend,
@@ -30,6 +30,8 @@ from mx_jax.backends.cpu_ffi import (
     ragged,
     random_bits,
     statistics,
+    transform,
+    value_rules,
     weights,
 )
 from mx_jax.backends.target import Backend, Offer, Target
@@ -74,13 +76,13 @@ CPU_FFI = Backend(
     table=(
         _offer(MatmulCall, products.rejects, products.multiply),
         _offer(RaggedCall, ragged.rejects, ragged.multiply_groups),
-        _offer(QuantizeCall, quantize.rejects, quantize.quantize),
+        _offer(QuantizeCall, quantize.rejects, value_rules.quantize),
         _offer(QuantizeBothCall, quantize_both.rejects, quantize_both.quantize_both),
         _offer(DequantizeCall, dequantize.rejects, dequantize.dequantize),
         _offer(PackCall, weights.rejects, weights.pack),
         _offer(AttendCall, attend.rejects, attend.attend),
         _offer(RandomBitsCall, random_bits.rejects, random_bits.random_bits),
-        _offer(DeriveKeysCall, random_bits.rejects_keys, random_bits.derive_keys),
+        _offer(TransformCall, transform.rejects, transform.transform),
         _offer(CastStatisticsCall, statistics.rejects, statistics.cast_statistics),
     ),
 )

@@ -1,5 +1,8 @@
 """Quantizing by the compiled handler: which calls it takes, and how it is called."""
 
+import dataclasses
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +22,9 @@ from mx_jax.reference.scale_rules import (
     AMAX_SUBNORMAL,
     FLOAT8,
     FLOAT8_POWER_OF_TWO,
+    AmaxBecomes,
+    FromAmax,
+    LeastLoss,
 )
 
 TARGET = "mx_jax_cpu_quantize"
@@ -27,12 +33,11 @@ TARGET = "mx_jax_cpu_quantize"
 # them, and the kind of scale that it fills. Rules of powers of two are told by their threshold.
 _RULES = {
     AMAX.scales: ("amax", "element"),
-    AMAX_SUBNORMAL.scales: ("amax_subnormal", "element"),
+    AMAX_SUBNORMAL.scales: ("amax_becomes", "element"),
     FLOAT8.scales: ("float8", "divisor"),
     FLOAT8_POWER_OF_TWO.scales: ("float8_power_of_two", "divisor"),
     AMAX_MULTIPLIER.scales: ("amax_multiplier", "multiplier"),
 }
-_POWER_OF_TWO = ("exponent", "exponent")
 _ROUNDINGS = {NEAREST.apply: "nearest", AWAY.apply: "away", TOWARD_ZERO.apply: "toward_zero"}
 
 
@@ -40,10 +45,7 @@ def rejects(call: QuantizeCall) -> str | None:
     """Why the handler does not take a call, or None."""
     if call.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"needs float32, bfloat16 or float16, got dtype={call.dtype}"
-    if call.scale_rule.correction is not None:
-        name = call.scale_rule.name
-        return f"stores scales as the rule gives them, got {name!r}, which corrects them"
-    if _rule(call) is None:
+    if _rule(first_cast(call)) is None:
         return f"computes no scales by the rule {call.scale_rule.name!r} for {call.format.name}"
     if _rounding(call.rounding) is None:
         return f"knows no rounding={call.rounding.name!r}"
@@ -61,13 +63,41 @@ def rejects_parts(format: BlockFormat) -> str | None:
     return f"knows the library's own formats, got other facts of element={element}, scale={scale}"
 
 
-def _rule(call: QuantizeCall) -> tuple[str, int] | None:
-    """What the handler calls the rule, and its threshold or 0; None if it does not know it."""
-    rule, threshold = call.scale_rule, call.scale_rule.kernel_threshold(call.format.element)
-    found = _RULES.get(rule.scales) if threshold is None else _POWER_OF_TWO
-    if found is None or found[1] != call.format.scale.kind:
+class _Rule(NamedTuple):
+    """What the handler is told of a rule.
+
+    Attributes:
+      name: what it calls it.
+      threshold: of a power of two; else 0.
+      target: what amax becomes over the scale.
+    """
+
+    name: str
+    threshold: int = 0
+    target: float = 0.0
+
+
+def _rule(call: QuantizeCall) -> _Rule | None:
+    """What the handler is told of a call's rule; None if it does not know it."""
+    rule, element = call.scale_rule, call.format.element
+    if (threshold := rule.kernel_threshold(element)) is not None:
+        found = _Rule("exponent", threshold), "exponent"
+    elif isinstance(rule.scales, FromAmax) and isinstance(rule.scales.function, AmaxBecomes):
+        found = _Rule("amax_becomes", target=rule.scales.function.largest), "element"
+    elif rule.scales in _RULES:
+        name, kind = _RULES[rule.scales]
+        found = _Rule(name, target=element.max), kind
+    else:
         return None
-    return found[0], threshold or 0
+    return found[0] if found[1] == call.format.scale.kind else None
+
+
+def first_cast(call: QuantizeCall) -> QuantizeCall:
+    """The cast that is made first: by the rule without a correction, or by the first of two."""
+    rule = dataclasses.replace(call.scale_rule, correction=None)
+    if isinstance(rule.scales, LeastLoss):
+        rule = dataclasses.replace(rule, scales=FromAmax(rule.scales.rules[0]))
+    return dataclasses.replace(call, scale_rule=rule)
 
 
 def _rounding(rounding: Rounding) -> str | None:
@@ -95,7 +125,7 @@ def quantize(
     tensor_scale: jax.Array | None,
     call: QuantizeCall,
 ) -> MXArray:
-    """x quantized by the handler."""
+    """x quantized by the handler, by a rule of amax."""
     x = lax.stop_gradient(x)
     if call.format.tensor_scale and tensor_scale is None:
         tensor_scale = tensor_scale_of(x, call)
@@ -111,7 +141,6 @@ def quantize(
         dtypes=result_dtypes(call),
         attributes=hashable(attributes(call) | {"has_tensor_scale": tensor_scale is not None}),
     )
-
     codes, scales = handler(x, *(operand for _, operand in optional.values()))
     return as_mxarray(codes, scales, tensor_scale, call)
 
@@ -145,9 +174,10 @@ def attributes(call: QuantizeCall) -> dict[str, object]:
         "element": facts(call.format.element),
         "rounding": rounding,
         "random_bits": np.int32(call.rounding.random_bits),
-        "rule": rule[0],
+        "rule": rule.name,
         "scale_element": np.zeros(0, np.int32) if scale_element is None else facts(scale_element),
-        "threshold": np.int32(rule[1]),
+        "target": np.float32(rule.target),
+        "threshold": np.int32(rule.threshold),
     }
 
 
