@@ -135,7 +135,9 @@ def planned(
         names = [scope, f"{scope}/{name}_{seen[key]}"]
         seen[key] += 1
         outer, _, last = scope.rpartition("/")
-        names = names[:1] if counts[key] == 1 else names[::-1]
+        # A module's path is that of all its products, if it has several.
+        alone = bool(scope) or modules is None or of_module[module] == 1
+        names = names[:1] if alone and counts[key] == 1 else names[::-1]
         if "->" in last:
             # jnp.einsum names a scope after its subscripts.
             names.append(outer)
