@@ -52,6 +52,24 @@ from mx_jax.packed import PackedMXArray, unpacked
 _SLOPELESS = (QuantizeCall, QuantizeBothCall, CastStatisticsCall, RandomBitsCall)
 
 
+def bind(call: Call, *operands: Any) -> Any:
+    """What a call asks for, as one equation: who computes it is selected when it is lowered.
+
+    Args:
+      call: whatever is selected, it is not looked at here: that is what `choose` is for.
+      operands: as `Offer.run` takes them.
+
+    Raises:
+      ValueError: as `choose`.
+    """
+    target = current_target()
+    # A trace for a CPU has no kernels in place, unless somebody adds or names them.
+    is_told = active.value is not None or only_named.value is not None or added_backends.value
+    if target.platform != "cpu" or is_told or preferred_names.value:
+        return choose(call).offer.run(*operands, call)
+    return Bound(Asked.here(target))(*operands, call)
+
+
 def choose(call: Call) -> Choice:
     """The backend that takes a call here; `offer.run` binds the call as one equation.
 

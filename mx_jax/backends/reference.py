@@ -110,6 +110,6 @@ REFERENCE = Backend(
         _offer(call=AttendCall, run=_attend, is_plain=True),
         _offer(call=CastStatisticsCall, run=_statistics, is_plain=True),
         _offer(call=RandomBitsCall, run=_random_bits, is_plain=True),
-        _offer(call=TransformCall, run=_transform, is_plain=True),
+        _offer(call=TransformCall, run=_transform, how="XLA float32 dot, HIGHEST", is_plain=True),
     ),
 )

@@ -10,11 +10,11 @@ from jax import lax
 
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, Operand, TransformCall
-from mx_jax.backends.primitive import choose
+from mx_jax.backends.primitive import bind
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key
 from mx_jax.ops.placing import Placed, place
-from mx_jax.ops.product import note_cast
+from mx_jax.ops.product import note_cast, noted
 from mx_jax.ops.quantize import cast_operand, dequantize_operand
 from mx_jax.ops.random import draw_signs, split_key
 from mx_jax.packed import PackedMXArray, Quantized
@@ -135,7 +135,7 @@ def _turn(x: jax.Array, signs: jax.Array, axis: int, length: int | None) -> jax.
         size=signs.shape[0],
         length=length,
     )
-    return choose(call).offer.run(x, signs, call)
+    return bind(call, x, signs)
 
 
 @overload
@@ -179,7 +179,8 @@ def prepare(
     with jax.named_scope(own):
         drawn = key if spec.random_bits else None
         codes = cast_operand(values, spec, blocks, drawn, tensor_scale)
-    note_cast(side, values, codes, spec.scale_rule.name, axes.block_axis)
+    if noted.get() is not None:
+        note_cast(side, values, codes, spec.scale_rule.name, axes.block_axis)
     return codes
 
 

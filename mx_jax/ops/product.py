@@ -120,11 +120,11 @@ class Cast(NamedTuple):
 def noted_casts() -> Iterator[dict[tuple[Name, Side], Cast]]:
     """A context for those who watch, and what the products in it cast, once they did."""
     found: dict[tuple[Name, Side], Cast] = {}
-    before = _noted.set(found)
+    before = noted.set(found)
     try:
         yield found
     finally:
-        _noted.reset(before)
+        noted.reset(before)
 
 
 def note_cast(
@@ -140,13 +140,14 @@ def note_cast(
       axis: that blocks lie along, from the end.
       of: the product; None: the one that is computed.
     """
-    found = _noted.get()
+    found = noted.get()
     if found is not None:
         found[of or _computed.get(), side] = Cast(before, after, rule, axis)
 
 
-_noted: contextvars.ContextVar[dict[tuple[Name, Side], Cast] | None]
-_noted = contextvars.ContextVar("casts", default=None)
+# Where casts are noted; None: nobody watches.
+noted: contextvars.ContextVar[dict[tuple[Name, Side], Cast] | None]
+noted = contextvars.ContextVar("casts", default=None)
 _computed: contextvars.ContextVar[Name] = contextvars.ContextVar("product", default="output")
 
 
@@ -221,7 +222,7 @@ def one_program(*static: str) -> Callable[[Callable[..., Any]], Any]:
             leaves = jax.tree.leaves((given, named))
             traced = any(isinstance(leaf, Tracer) for leaf in leaves)
             # What casts give is noted as it is, not as another trace has it.
-            inline = traced or _noted.get() is not None
+            inline = traced or noted.get() is not None
             return (compute if inline else jitted)(*given, **named)
 
         return run

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax.backends.calls import RandomBitsCall
-from mx_jax.backends.primitive import choose
+from mx_jax.backends.primitive import bind
 from mx_jax.reference import random_bits
 from mx_jax.reference.hadamard import Hadamard
 
@@ -50,7 +50,7 @@ def draw_bits(key: jax.Array | DerivedKey, shape: tuple[int, ...], width: int) -
         implementation=str(jax.random.key_impl(root)),
         is_partitionable=bool(jax.config.jax_threefry_partitionable),
     )
-    return choose(call).offer.run(jax.random.key_data(root), call)
+    return bind(call, jax.random.key_data(root))
 
 
 def draw_signs(transform: Hadamard, key: jax.Array | DerivedKey | None) -> jax.Array:

@@ -31,7 +31,6 @@ from mx_jax.backends.cpu_ffi import (
     random_bits,
     statistics,
     transform,
-    value_rules,
     weights,
 )
 from mx_jax.backends.target import Backend, Offer, Target
@@ -76,7 +75,7 @@ CPU_FFI = Backend(
     table=(
         _offer(MatmulCall, products.rejects, products.multiply),
         _offer(RaggedCall, ragged.rejects, ragged.multiply_groups),
-        _offer(QuantizeCall, quantize.rejects, value_rules.quantize),
+        _offer(QuantizeCall, quantize.rejects, quantize.quantize),
         _offer(QuantizeBothCall, quantize_both.rejects, quantize_both.quantize_both),
         _offer(DequantizeCall, dequantize.rejects, dequantize.dequantize),
         _offer(PackCall, weights.rejects, weights.pack),

@@ -5,9 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.backends.calls import DequantizeCall
-from mx_jax.backends.cpu_ffi.cast_axes import cast_axes, flat_blocks
+from mx_jax.backends.cpu_ffi.cast_axes import (
+    cast_axes,
+    facts,
+    flat_blocks,
+    rejects_blocks,
+    rejects_parts,
+)
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
-from mx_jax.backends.cpu_ffi.quantize import facts, rejects_blocks, rejects_parts
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
