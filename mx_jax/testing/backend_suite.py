@@ -80,10 +80,11 @@ def _mxfp8_on_one_gpu_from_ada_on(call: Call, target: Target) -> bool:
     capability = target.compute_capability
     if target.num_devices > 1 or capability is None or capability < (8, 9):
         return False
-    if not isinstance(call, MatmulCall) or len(call.lhs.axes.contracting) > 1:
+    if not isinstance(call, MatmulCall) or len(call.lhs.axes.contracting) != 1:
         return False
     whole = all(0 not in own.shape for _, own in call.sides)
-    k = call.lhs.shape[call.lhs.axes.contracting[0]]
+    (axis,) = call.lhs.axes.contracting
+    k = call.lhs.shape[axis]
     given = (call.lhs.format, call.rhs.format)
     return whole and k % 32 == 0 and all(f in (MXFP8_E4M3, MXFP8_E5M2) for f in given)
 

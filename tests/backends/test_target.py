@@ -1,6 +1,7 @@
 """The machine that a call is for: named, that of arrays, of a mesh, the default, JAX's own."""
 
 import dataclasses
+import itertools
 import re
 import subprocess
 import sys
@@ -215,7 +216,9 @@ def test_a_named_target_goes_first_and_enters_the_cache_key(seen: list[Target]):
             assert current_target(1) == Target(platform="tpu")
             quantize.trace(here)
         quantize.trace(here)
-    assert [target.platform for target in seen] == ["cuda", "tpu", "cpu"]
+    # One trace may ask more than once.
+    asked = [platform for platform, _ in itertools.groupby(seen, lambda target: target.platform)]
+    assert asked == ["cuda", "tpu", "cpu"]
 
 
 @pytest.mark.parametrize(
