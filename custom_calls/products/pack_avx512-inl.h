@@ -195,6 +195,19 @@ struct LhsWriter {
   }
 };
 
+// One panel of up to 8 rows of lhs; a row of it may write beyond its end, where the next one follows.
+struct FewWriter {
+  char* out;
+  int64_t chunk_bytes;
+  int rows;
+
+  __attribute__((always_inline)) inline void Row(int64_t chunk, int64_t offset, __m512i low,
+                                                 __m512i) const {
+    char* to = out + chunk * chunk_bytes + offset * rows * 4;
+    _mm256_storeu_si256((__m256i*)to, _mm512_castsi512_si256(low));
+  }
+};
+
 MX_INLINE bool IsZeroBlock(const Source& source, int64_t row, int64_t block) {
   const int64_t begin = block * source.block;
   int64_t end = begin + source.block;
@@ -212,7 +225,7 @@ MX_INLINE bool IsZeroBlock(const Source& source, int64_t row, int64_t block) {
 
 MX_INLINE const uint8_t* ScalesOfBlock(const Source& source, int64_t first_row, int64_t block) {
   if (source.layout != kStrided) {
-    return source.scales + first_row / C * source.panel_bytes + block * C;
+    return ScalesAt(source, first_row, block);
   }
   return source.scales + block * source.scale_block_stride + first_row * source.scale_row_stride;
 }
@@ -307,12 +320,12 @@ MX_INLINE void WriteScales(const Writer& writer, const Source& source, int64_t c
 }
 
 struct ChunkSize {
-  int k, rows;
+  int k, rows;  // at most 32, none beyond the ends
 };
 
 MX_INLINE ChunkSize SizeOfChunk(const Source& source, int64_t first_row, int64_t chunk) {
   const int64_t k = source.k - chunk * kChunk, rows = source.rows - first_row;
-  return {k < 32 ? (int)k : 32, rows < 0 ? 0 : rows < 32 ? (int)rows : 32};
+  return {k < 0 ? 0 : k < 32 ? (int)k : 32, rows < 0 ? 0 : rows < 32 ? (int)rows : 32};
 }
 
 // The chunks that follow: whatever the prefetchers of the hardware do, they stop at pages.
@@ -347,8 +360,7 @@ MX_INLINE void PanelCodes(const char* words, __m512i low[8], __m512i high[8]) {
 MX_INLINE void ChunkCodes(const Source& source, int64_t first_row, int64_t chunk, __m512i low[8],
                           __m512i high[8]) {
   if (source.layout != kStrided) {
-    const char* panel = (const char*)source.elements + first_row / C * source.panel_bytes;
-    const char* words = panel + chunk * PanelChunkBytes(source.layout);
+    const char* words = (const char*)CodesAt(source, first_row, chunk);
     if (source.layout == kPanels4) return PanelCodes<kPanels4>(words, low, high);
     if (source.layout == kPanels6) return PanelCodes<kPanels6>(words, low, high);
     return PanelCodes<kPanels8>(words, low, high);
@@ -537,6 +549,14 @@ void PackLhs(const Source& source, int64_t first_row, char* out, int64_t stride,
   Source limited = source;
   if (limited.rows > first_row + kLhsGroupRows) limited.rows = first_row + kLhsGroupRows;
   const LhsWriter writer = {out, ChunkBytes(kType, source.block, R, true), stride};
+  Pack<kType, true>(limited, first_row, writer, range);
+}
+
+template <PanelType kType>
+void PackFew(const Source& source, int64_t first_row, int rows, char* out, ScaleRange* range) {
+  Source limited = source;
+  if (limited.rows > first_row + rows) limited.rows = first_row + rows;
+  const FewWriter writer = {out, ChunkBytes(kType, source.block, rows, true), rows};
   Pack<kType, true>(limited, first_row, writer, range);
 }
 

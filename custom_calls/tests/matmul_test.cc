@@ -186,12 +186,7 @@ bool CheckPanels(const MatmulKernels& kernels, int seed) {
 }
 
 int Run(int count) {
-#if MX_X86
-  const MatmulKernels* const all[] = {&portable::kMatmul, &avx2::kMatmul, &avx512::kMatmul,
-                                      &avx512_vnni::kMatmul, &avx512_bf16::kMatmul};
-#else
-  const MatmulKernels* const all[] = {&portable::kMatmul};
-#endif
+  const MatmulKernels* const all[] = MX_PRODUCT_KERNELS(kMatmul);
   for (int isa = 0; isa <= DetectedIsa(); ++isa) {
     for (int seed = 0; seed < count; ++seed) {
       if (!CheckPanels(*all[isa], seed)) {
