@@ -53,12 +53,12 @@ MX_INLINE __m256 ScalesOf(ScaleKind kind, const float* table, const uint8_t* byt
   return Gathered(table, wide);
 }
 
-// One block by kRows rows, 8 columns at a time, or 16 where there are registers for their sums.
+// One block by kRows rows, as many columns at a time as there are registers for their sums.
 // `left` is the chunk of lhs that the block is in, as its block `block`.
 template <Layout kLayout, int kRows>
 MX_INLINE void AddBlock(const CodesProduct& p, const uint8_t* codes, const uint8_t* scales,
                         const float* left, int block) {
-  constexpr int kGroups = kRows > 4 ? 1 : 2, kCodes = kLayout == kPanels4 ? 8 : 4;
+  constexpr int kGroups = kRows > 4 ? 1 : kRows > 1 ? 2 : 4, kCodes = kLayout == kPanels4 ? 8 : 4;
   const float* table = TablesOf(p.element).float32;
   const float* scale_table = ScaleTable(p.scale_kind, p.element, kFloat32);
   const __m256 small = _mm256_loadu_ps(table);

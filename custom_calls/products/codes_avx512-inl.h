@@ -1,4 +1,4 @@
-// Panels of codes (weights.h) by one to eight rows, decoded on their way, with AVX-512. Adds in the
+// Panels of codes (weights.h) by one to sixteen rows, decoded on their way, with AVX-512. Adds in the
 // order in which an unpacked panel is added, so the bits are the same.
 #ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_CODES_AVX512_INL_H_
 #define MX_JAX_CUSTOM_CALLS_PRODUCTS_CODES_AVX512_INL_H_
@@ -426,6 +426,10 @@ MX_INLINE void MultiplyCodesRows(const CodesProduct& p) {
   if (p.rows == 1) return MultiplyCodesOf<kType, kCoding, kBlocks, 1, kFold>(p);
   if (p.rows == 2) return MultiplyCodesOf<kType, kCoding, kBlocks, 2, kFold>(p);
   if (p.rows == 4) return MultiplyCodesOf<kType, kCoding, kBlocks, 4, kFold>(p);
+  // Integers and bfloat16 of so many rows are kept: see keep_avx512-inl.h.
+  if constexpr (kType == kFloat32) {
+    if (p.rows == 16) return MultiplyCodesOf<kType, kCoding, kBlocks, 16, kFold>(p);
+  }
   MultiplyCodesOf<kType, kCoding, kBlocks, 8, kFold>(p);
 }
 

@@ -138,7 +138,7 @@ MX_INLINE bool IsTame(const PanelSummary& panel, ScaleKind kind, const ScaleRang
          (panel.low >= 47 && panel.high <= 207 && lhs.low >= -40 && lhs.high <= 40);
 }
 
-// Tables by code, filled once; see matmul_tables.cc.
+// Tables by code, filled once; see tables.cc.
 struct ElementTables {
   int8_t int8[256];
   int16_t int16[256];
@@ -165,9 +165,9 @@ struct CodesProduct {
   bool clear;
 };
 
-// How many rows of lhs a panel for multiply_codes has, where so many are left.
-constexpr int FewRows(int64_t left) {
-  return left > 4 ? 8 : left > 2 ? 4 : (int)left;
+// How many rows of lhs a panel for multiply_codes has, where so many are left, of `most` at most.
+constexpr int FewRows(int64_t left, int most) {
+  return left > 12 && most > 8 ? 16 : left > 4 ? 8 : left > 2 ? 4 : (int)left;
 }
 
 // What decoding floats of 8 bits to float32 leaves out, a large power of two, goes in part to lhs.
@@ -183,7 +183,7 @@ struct PanelKernels {
   void (*pack_lhs)(const Source& source, int64_t first_row, char* out, int64_t stride,
                    ScaleRange* range);
   void (*pack_rhs)(const Source& source, int64_t first_row, char* out, ScaleRange* range);
-  // Packs one panel of 1 to 8 rows of lhs, which may write 28 bytes beyond its end.
+  // Packs one panel of 1 to 16 rows of lhs, which may write 60 bytes beyond its end.
   void (*pack_few)(const Source& source, int64_t first_row, int rows, char* out, ScaleRange* range);
   // tile = (clear ? 0 : tile) + lhs panel * rhs panel, over num_chunks chunks, of the first `rows`
   // rows at least.
@@ -195,7 +195,9 @@ struct PanelKernels {
   // The same for kTileRows rows, not folded, which also keeps the panel as pack_rhs gives it, for
   // the rows that follow; null where decoding it anew for them is as fast.
   void (*multiply_keeping)(const CodesProduct& product, char* keep);
-  // Whether multiply_codes takes lhs times kFoldLhs, for floats of 8 bits.
+  // The most rows that multiply_codes takes, 8 or 16; and whether it takes them times kFoldLhs, for
+  // floats of 8 bits.
+  int most_few = 8;
   bool folds = false;
 };
 

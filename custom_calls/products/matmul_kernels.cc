@@ -39,7 +39,7 @@ const MatmulKernels kMatmul = {{&kInt8Panels, &kInt16Panels, nullptr, &avx512::k
 #elif MX_RANK == MX_RANK_avx512
 const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>,       PackFew<kFloat32>,
                                      Multiply<kFloat32>, MultiplyCodes<kFloat32>, nullptr,
-                                     true};
+                                     16, true};
 const MatmulKernels kMatmul = {{nullptr, nullptr, nullptr, &kFloat32Panels}, PackCodes, Store};
 #else
 namespace {

@@ -195,7 +195,7 @@ struct LhsWriter {
   }
 };
 
-// One panel of up to 8 rows of lhs; a row of it may write beyond its end, where the next one follows.
+// One panel of up to 16 rows of lhs; a row of it may write beyond its end, where the next one follows.
 struct FewWriter {
   char* out;
   int64_t chunk_bytes;
@@ -204,7 +204,7 @@ struct FewWriter {
   __attribute__((always_inline)) inline void Row(int64_t chunk, int64_t offset, __m512i low,
                                                  __m512i) const {
     char* to = out + chunk * chunk_bytes + offset * rows * 4;
-    _mm256_storeu_si256((__m256i*)to, _mm512_castsi512_si256(low));
+    _mm512_storeu_si512(to, low);
   }
 };
 
@@ -552,10 +552,60 @@ void PackLhs(const Source& source, int64_t first_row, char* out, int64_t stride,
   Pack<kType, true>(limited, first_row, writer, range);
 }
 
+// 32 codes to a panel's elements, in their order.
+template <PanelType kType>
+MX_INLINE Elements32 Decoded(const Decoder& decoder, __m256i codes) {
+  if (kType == kInt8) {
+    return {LookupBytes(decoder, _mm512_castsi256_si512(codes)), _mm512_setzero_si512()};
+  }
+  const __m512i words = LookupWords(decoder, codes);
+  return kType == kFloat32 ? Widen(words) : Elements32{words, _mm512_setzero_si512()};
+}
+
+// One row whose elements follow each other: they are in a panel's order as they lie.
+template <PanelType kType>
+MX_INLINE void PackRow(const Source& source, int64_t row, char* out, ScaleRange* range) {
+  const Decoder decoder = MakeDecoder(source.element, kType);
+  const float* table = ScaleTable(source.scale_kind, source.element, kType);
+  const int per_chunk = kChunk / source.block;
+  const FewWriter writer = {out, ChunkBytes(kType, source.block, 1, true), 1};
+  ScaleBounds bounds = NoBounds();
+  for (int64_t chunk = 0; chunk < (source.k + kChunk - 1) / kChunk; ++chunk) {
+    __m512 scales[2][2];
+    LoadScales(source, table, row, chunk, scales, &bounds);
+    WriteScales(writer, source, chunk, scales);
+    const int64_t at = row * source.row_stride + chunk * kChunk;
+    const int count = SizeOfChunk(source, row, chunk).k;
+    const Elements32 words = source.element > kElementInt8
+                                 ? LoadValues<kType>(source, at, count)
+                                 : Decoded<kType>(decoder, LoadCodes(source, at, count));
+    char* to = out + chunk * writer.chunk_bytes + per_chunk * 4;
+#if MX_RANK >= MX_RANK_avx512_vnni
+    if (kType == kInt8) {
+      const __m512i sums =
+          _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), words.low);
+      for (int s = 0; s < per_chunk; ++s, to += 4) {
+        const __mmask16 mine = (__mmask16)((1 << source.block / 4) - 1) << s * source.block / 4;
+        const int32_t correction = -128 * _mm512_mask_reduce_add_epi32(mine, sums);
+        memcpy(to, &correction, sizeof correction);
+      }
+    }
+#endif
+    if (kType == kInt8) {
+      _mm256_storeu_si256((__m256i*)to, _mm512_castsi512_si256(words.low));
+    } else {
+      _mm512_storeu_si512(to, words.low);
+      if (kType == kFloat32) _mm512_storeu_si512(to + 64, words.high);
+    }
+  }
+  AddTo(bounds, range);
+}
+
 template <PanelType kType>
 void PackFew(const Source& source, int64_t first_row, int rows, char* out, ScaleRange* range) {
   Source limited = source;
   if (limited.rows > first_row + rows) limited.rows = first_row + rows;
+  if (rows == 1 && source.k_stride == 1) return PackRow<kType>(limited, first_row, out, range);
   const FewWriter writer = {out, ChunkBytes(kType, source.block, rows, true), rows};
   Pack<kType, true>(limited, first_row, writer, range);
 }

@@ -85,7 +85,7 @@ class ThinProduct {
     p.clear = chunk == 0;
     const char* left = memory_.data() + tile_bytes_ + (p.folded ? few_bytes_ : 0);
     for (int64_t row = 0; row < lhs.rows; row += p.rows) {
-      p.rows = FewRows(lhs.rows - row);
+      p.rows = Few(lhs.rows - row);
       p.lhs = left + chunk * ChunkBytes(sizes.type, rhs.block, p.rows, true);
       p.tile = tile + row * kTileColumns;
       panels().multiply_codes(p);
@@ -105,12 +105,13 @@ class ThinProduct {
   }
 
  private:
+  int Few(int64_t left) const { return FewRows(left, panels().most_few); }
   int64_t PanelBytes(int rows) const {
     return (sizes.chunks * ChunkBytes(sizes.type, rhs.block, rows, true) + 64 + 63) / 64 * 64;
   }
   int64_t FewBytesOf(int64_t rows) const {
     int64_t bytes = 0;
-    for (; rows > 0; rows -= FewRows(rows)) bytes += PanelBytes(FewRows(rows));
+    for (; rows > 0; rows -= Few(rows)) bytes += PanelBytes(Few(rows));
     return bytes;
   }
 
@@ -125,7 +126,7 @@ class ThinProduct {
     folds_ = MayFold();
     int rows;
     for (int64_t row = 0; row < lhs.rows; row += rows) {
-      rows = FewRows(lhs.rows - row);
+      rows = Few(lhs.rows - row);
       panels().pack_few(lhs, row, rows, to, &lhs_range);
       folds_ = folds_ && FoldLhs(rhs.block, sizes.chunks, rows, to, to + few_bytes_);
       to += PanelBytes(rows);
