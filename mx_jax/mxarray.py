@@ -71,9 +71,47 @@ class ArrayOfCodes:
     def __ne__(self, other: Any) -> Any:
         return self.dequantize() != _values(other) if _has_values(self) else NotImplemented
 
+    def __bool__(self) -> bool:
+        return bool(self.dequantize())
+
+    def __getattr__(self, name: str) -> Any:
+        name_of = type(self).__name__
+        remedy = ""
+        if not name.startswith("__") and hasattr(jax.Array, name):
+            remedy = f": the values have it, x.dequantize().{name}"
+        raise AttributeError(f"{name_of} has no attribute {name!r}{remedy}", name=name, obj=self)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         _warn_of_a_writer(type(self).__name__)
         return np.asarray(self.dequantize(), dtype=dtype)
+
+
+def _without_arithmetic(symbol: str) -> Any:
+    """Raise TypeError with the remedy, unless an array on the right knows what to do."""
+
+    def operate(self: ArrayOfCodes, other: Any) -> Any:
+        if isinstance(other, jax.Array | np.ndarray):
+            return NotImplemented
+        raise TypeError(
+            f"{type(self).__name__}: codes are not computed with, got {symbol!r} with "
+            f"{type(other).__name__}; write x.dequantize(), and quantize what comes of its values"
+        )
+
+    return operate
+
+
+for _name, _symbol in {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "truediv": "/",
+    "floordiv": "//",
+    "mod": "%",
+    "pow": "**",
+    "matmul": "@",
+}.items():
+    setattr(ArrayOfCodes, f"__{_name}__", _without_arithmetic(_symbol))
+    setattr(ArrayOfCodes, f"__r{_name}__", _without_arithmetic(_symbol))
 
 
 def _values(other: Any) -> Any:

@@ -11,7 +11,6 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(MxAttend);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxAttendCodes);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxCastStatistics);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxDequantize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(MxDeriveKeys);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxMatmul);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxMatmulPacked);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxPackWeights);
@@ -19,6 +18,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(MxQuantize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxQuantizeBoth);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxRandomBits);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxTensorScale);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(MxTransform);
 
 namespace {
 
@@ -28,7 +28,6 @@ const mx::Target kTargets[] = {
     {"mx_jax_cpu_attend_codes", reinterpret_cast<void*>(MxAttendCodes)},
     {"mx_jax_cpu_cast_statistics", reinterpret_cast<void*>(MxCastStatistics)},
     {"mx_jax_cpu_dequantize", reinterpret_cast<void*>(MxDequantize)},
-    {"mx_jax_cpu_derive_keys", reinterpret_cast<void*>(MxDeriveKeys)},
     {"mx_jax_cpu_matmul", reinterpret_cast<void*>(MxMatmul)},
     {"mx_jax_cpu_matmul_packed", reinterpret_cast<void*>(MxMatmulPacked)},
     {"mx_jax_cpu_pack_weights", reinterpret_cast<void*>(MxPackWeights)},
@@ -36,6 +35,7 @@ const mx::Target kTargets[] = {
     {"mx_jax_cpu_quantize_both", reinterpret_cast<void*>(MxQuantizeBoth)},
     {"mx_jax_cpu_random_bits", reinterpret_cast<void*>(MxRandomBits)},
     {"mx_jax_cpu_tensor_scale", reinterpret_cast<void*>(MxTensorScale)},
+    {"mx_jax_cpu_transform", reinterpret_cast<void*>(MxTransform)},
 };
 
 }  // namespace

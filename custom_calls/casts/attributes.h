@@ -63,9 +63,9 @@ inline xla::ffi::Error ParseRounding(std::string_view name, int32_t num_bits, Ro
   return xla::ffi::Error::Success();
 }
 
-// rule: "exponent" (E8M0, with a threshold), "amax", "amax_subnormal" (a scale in scale_element),
-// "float8", "float8_power_of_two" or "amax_multiplier" (float32 scales).
-inline xla::ffi::Error ParseRule(std::string_view name, int32_t threshold,
+// rule: "exponent" (E8M0, with a threshold), "amax", "amax_becomes" (a scale in scale_element; of
+// the second amax becomes the target), "float8", "float8_power_of_two" or "amax_multiplier" (float32 scales).
+inline xla::ffi::Error ParseRule(std::string_view name, int32_t threshold, float target,
                                  xla::ffi::Span<const int32_t> scale_element,
                                  const ElementFormat& element, ScaleRule* rule) {
   *rule = ScaleRule{};
@@ -80,7 +80,7 @@ inline xla::ffi::Error ParseRule(std::string_view name, int32_t threshold,
     }
     return xla::ffi::Error::Success();
   }
-  if (name == "amax" || name == "amax_subnormal") {
+  if (name == "amax" || name == "amax_becomes") {
     rule->kind = ScaleFormatKind::kElement;
     MX_RETURN_IF_ERROR(
         ParseElement("quantize", "scale_element", scale_element, &rule->scale_element));
@@ -90,6 +90,12 @@ inline xla::ffi::Error ParseRule(std::string_view name, int32_t threshold,
     }
     rule->smallest = name == "amax" ? SmallestNormal(rule->scale_element)
                                     : SmallestSubnormal(rule->scale_element);
+    if (name == "amax_becomes") {
+      if (!(target > 0.0f)) {
+        return InvalidArgument("mx_jax quantize: target must be above 0, got target=", target);
+      }
+      rule->target = target;
+    }
     return xla::ffi::Error::Success();
   }
   if (name == "float8" || name == "float8_power_of_two") {
@@ -113,6 +119,7 @@ struct CastAttributes {
   std::string_view rule;
   xla::ffi::Span<const int32_t> scale_element;
   int32_t threshold;
+  float target;
   bool has_tensor_scale;
 };
 
@@ -121,8 +128,8 @@ inline xla::ffi::Error ParseCast(const CastAttributes& attributes, QuantizePlan*
   MX_RETURN_IF_ERROR(
       ParseRounding(attributes.rounding, attributes.random_bits, &plan->rounding));
   plan->num_random_bits = attributes.random_bits;
-  return ParseRule(attributes.rule, attributes.threshold, attributes.scale_element, plan->element,
-                   &plan->rule);
+  return ParseRule(attributes.rule, attributes.threshold, attributes.target,
+                   attributes.scale_element, plan->element, &plan->rule);
 }
 
 // What scales mean: mx_jax.formats.ScaleFormat.kind.

@@ -45,6 +45,7 @@ inline xla::ffi::Error ReadCast(const xla::ffi::Dictionary& all, const std::stri
   MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "scale_element",
                                    &given.scale_element));
   MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "threshold", &given.threshold));
+  MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "target", &given.target));
   MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "has_tensor_scale",
                                    &given.has_tensor_scale));
   MX_RETURN_IF_ERROR(ParseCast(given, &cast->plan));

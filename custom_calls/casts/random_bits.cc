@@ -1,5 +1,5 @@
-// The handlers of random bits and of keys: what `jax.random.bits`, `split` and `fold_in` give for
-// keys of partitionable threefry.
+// The handler of random bits: what `jax.random.bits` gives for keys of partitionable threefry, and
+// for those that `split` and `fold_in` make of them.
 #include "casts/random_bits.h"
 
 #include <algorithm>
@@ -24,9 +24,11 @@ const RandomBitsKernels& ChosenRandomBitsKernels() {
   return Pick(kKernels);
 }
 
-// `bits`: for each key of `[*batch, 2]` its own `[*batch, places]`.
+// `bits`: for each key of `[*batch, 2]` its own `[*batch, places]`. First the key becomes the one that
+// `split` has at an index, or `fold_in` makes of it: the same function, once for each of `derivations`.
 ffi::Error RandomBits(ffi::ThreadPool pool, ffi::Buffer<ffi::U32> keys,
-                      ffi::Result<ffi::Buffer<ffi::S32>> bits, int32_t width) {
+                      ffi::Result<ffi::Buffer<ffi::S32>> bits, int32_t width,
+                      ffi::Span<const int64_t> derivations) {
   const auto given = keys.dimensions(), wanted = bits->dimensions();
   const bool fits = given.size() >= 1 && given.size() == wanted.size() && given.back() == 2 &&
                     std::equal(given.begin(), given.end() - 1, wanted.begin());
@@ -45,48 +47,23 @@ ffi::Error RandomBits(ffi::ThreadPool pool, ffi::Buffer<ffi::U32> keys,
   const RandomBitsKernels& kernels = ChosenRandomBitsKernels();
   ParallelFor(pool, num_keys * parts, [&](int64_t task) {
     const int64_t key = task / parts, first = (task - key * parts) * kPart;
-    kernels.fill(from + 2 * key, static_cast<uint64_t>(first), std::min(kPart, places - first),
+    uint32_t own[2] = {from[2 * key], from[2 * key + 1]};
+    for (const int64_t index : derivations) {
+      Threefry(own[0], own[1], 0, static_cast<uint32_t>(index), &own[0], &own[1]);
+    }
+    kernels.fill(own, static_cast<uint64_t>(first), std::min(kPart, places - first),
                  width, to + key * places + first);
   });
-  return ffi::Error::Success();
-}
-
-// `derived`: for each key of `[*batch, 2]` the keys `[*batch, number, 2]` of places `first` and on.
-ffi::Error DeriveKeys(ffi::Buffer<ffi::U32> keys, ffi::Result<ffi::Buffer<ffi::U32>> derived,
-                      uint32_t first) {
-  const auto given = keys.dimensions(), wanted = derived->dimensions();
-  const bool fits = given.size() >= 1 && given.size() + 1 == wanted.size() &&
-                    given.back() == 2 && wanted.back() == 2 &&
-                    std::equal(given.begin(), given.end() - 1, wanted.begin());
-  if (!fits) {
-    return InvalidArgument("mx_jax derive_keys: needs keys [*batch, 2] and derived [*batch, ",
-                           "number, 2], got keys.shape=", Shape(given),
-                           ", derived.shape=", Shape(wanted));
-  }
-  const int64_t number = *(wanted.end() - 2);
-  const int64_t num_keys = static_cast<int64_t>(keys.element_count()) / 2;
-  const uint32_t* from = keys.typed_data();
-  uint32_t* to = derived->typed_data();
-  for (int64_t key = 0; key < num_keys; ++key, from += 2) {
-    for (int64_t i = 0; i < number; ++i, to += 2) {
-      Threefry(from[0], from[1], 0, first + static_cast<uint32_t>(i), to, to + 1);
-    }
-  }
   return ffi::Error::Success();
 }
 
 }  // namespace
 }  // namespace mx
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MxDeriveKeys, mx::DeriveKeys,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::U32>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U32>>()
-                                  .Attr<uint32_t>("first"));
-
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MxRandomBits, mx::RandomBits,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::U32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Attr<int32_t>("width"));
+                                  .Attr<int32_t>("width")
+                                  .Attr<xla::ffi::Span<const int64_t>>("derivations"));

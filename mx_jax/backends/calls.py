@@ -215,6 +215,8 @@ class DequantizeCall:
       format: block format.
       blocks: axes from the end with block sizes.
       scale_axes: axes whose positions have tensor scales of their own.
+      saturates: whether what is beyond the dtype becomes its largest number, as `mxarray.decode`
+        has it, and not Inf.
     """
 
     shape: tuple[int, ...]
@@ -222,6 +224,7 @@ class DequantizeCall:
     format: BlockFormat
     blocks: Blocks
     scale_axes: tuple[int, ...] = ()
+    saturates: bool = False
 
     @property
     def text(self) -> str:
@@ -331,12 +334,15 @@ class RandomBitsCall:
     Attributes:
       shape: of the result.
       width: how many bits each position has.
+      derivations: what makes the key of the one that is given, as `reference.random_bits.derive`
+        takes them.
       implementation: JAX's name for the key's, e.g. `"threefry2x32"`.
       is_partitionable: whether `jax_threefry_partitionable` is on.
     """
 
     shape: tuple[int, ...]
     width: int
+    derivations: tuple[tuple[int, int | None], ...]
     implementation: str
     is_partitionable: bool
 
@@ -347,37 +353,40 @@ class RandomBitsCall:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeriveKeysCall:
-    """Keys made of a key.
+class TransformCall:
+    """A block Hadamard transform along an axis, or its inverse, to float32.
 
     Attributes:
-      first: what is folded in, or 0.
-      number: of keys, as `jax.random.split` gives them; None: one, as `jax.random.fold_in` does.
-      words: uint32 words of a key's data.
-      implementation: as `RandomBitsCall` has it, and is_partitionable.
+      shape: of the values.
+      dtype: likewise.
+      axis: along which groups lie, from the front.
+      size: values of a group.
+      length: of an inverse, how many values along the axis are wanted; None: a transform, which
+        fills the last group.
     """
 
-    first: int
-    number: int | None
-    words: int
-    implementation: str
-    is_partitionable: bool
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axis: int
+    size: int
+    length: int | None = None
 
     @property
     def text(self) -> str:
         """The call in a jaxpr."""
-        what = f"fold {self.first}" if self.number is None else f"split {self.number}"
-        return f"{what} of {self.implementation}"
+        what = "Hadamard" if self.length is None else "inverse Hadamard"
+        return f"{what} {self.size} along axis {self.axis}"
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the keys' data."""
-        return (self.words,) if self.number is None else (self.number, self.words)
+    def result_length(self) -> int:
+        """Values along the axis of the result."""
+        if self.length is not None:
+            return self.length
+        return -(-self.shape[self.axis] // self.size) * self.size
 
 
 CastCall = QuantizeCall | QuantizeBothCall | DequantizeCall | CastStatisticsCall
-RandomCall = RandomBitsCall | DeriveKeysCall
-Call = MatmulCall | RaggedCall | CastCall | PackCall | AttendCall | RandomCall
+Call = MatmulCall | RaggedCall | CastCall | PackCall | AttendCall | RandomBitsCall | TransformCall
 
 
 def result_of(call: Call, *operands: Any) -> Any:
@@ -416,8 +425,9 @@ def result_of(call: Call, *operands: Any) -> Any:
             return jax.ShapeDtypeStruct(operands[0].shape, call.dtype)
         case RandomBitsCall():
             return jax.ShapeDtypeStruct(call.shape, np.int32)
-        case DeriveKeysCall():
-            return jax.ShapeDtypeStruct(call.shape, np.uint32)
+        case TransformCall():
+            before, after = call.shape[: call.axis], call.shape[call.axis + 1 :]
+            return jax.ShapeDtypeStruct((*before, call.result_length, *after), np.float32)
     return None
 
 

@@ -21,7 +21,6 @@ from mx_jax.backends import partition
 from mx_jax.backends.calls import (
     Call,
     CastStatisticsCall,
-    DeriveKeysCall,
     MatmulCall,
     OperandType,
     PackCall,
@@ -50,7 +49,25 @@ from mx_jax.codecs.explicit_axes import has_explicit_axes, vary_alike
 from mx_jax.packed import PackedMXArray, unpacked
 
 # What codes and integers are the results of: no derivative reaches through them.
-_SLOPELESS = (QuantizeCall, QuantizeBothCall, CastStatisticsCall, RandomBitsCall, DeriveKeysCall)
+_SLOPELESS = (QuantizeCall, QuantizeBothCall, CastStatisticsCall, RandomBitsCall)
+
+
+def bind(call: Call, *operands: Any) -> Any:
+    """What a call asks for, as one equation: who computes it is selected when it is lowered.
+
+    Args:
+      call: whatever is selected, it is not looked at here: that is what `choose` is for.
+      operands: as `Offer.run` takes them.
+
+    Raises:
+      ValueError: as `choose`.
+    """
+    target = current_target()
+    # A trace for a CPU has no kernels in place, unless somebody adds or names them.
+    is_told = active.value is not None or only_named.value is not None or added_backends.value
+    if target.platform != "cpu" or is_told or preferred_names.value:
+        return choose(call).offer.run(*operands, call)
+    return Bound(Asked.here(target))(*operands, call)
 
 
 def choose(call: Call) -> Choice:
@@ -68,7 +85,7 @@ def choose_if_any(call: Call) -> Choice | None:
     target = current_target()
     choice = _of_a_part(call, target) or find(call, target)
     # What is drawn is a part of the cast that it is drawn for.
-    recorder = None if isinstance(call, RandomBitsCall | DeriveKeysCall) else active.value
+    recorder = None if isinstance(call, RandomBitsCall) else active.value
     if recorder is not None:
         _record(call, target, choice)
     # What a layout gives is a type of its own, and the effects of an interpreted kernel have to be

@@ -1,6 +1,5 @@
 """The reference as a backend: plain jnp, takes every single call on every platform."""
 
-import dataclasses
 import functools
 
 import jax
@@ -10,18 +9,18 @@ from mx_jax.backends.calls import (
     Call,
     CastStatisticsCall,
     DequantizeCall,
-    DeriveKeysCall,
     MatmulCall,
     Operand,
     PackCall,
     QuantizeCall,
     RaggedCall,
     RandomBitsCall,
+    TransformCall,
 )
 from mx_jax.backends.target import Backend, Offer, Target
-from mx_jax.mxarray import MXArray
+from mx_jax.mxarray import MXArray, decode
 from mx_jax.packed import Rows
-from mx_jax.reference import attention, matmul, quantize, ragged, random_bits, statistics
+from mx_jax.reference import attention, hadamard, matmul, quantize, ragged, random_bits, statistics
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
@@ -57,7 +56,7 @@ def _quantize(
 
 
 def _dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
-    return quantize.dequantize(dataclasses.replace(x, primal=None), call.dtype)
+    return decode(x, call.dtype, saturates=call.saturates)
 
 
 def _as_it_is(x: MXArray, call: PackCall) -> MXArray:
@@ -81,14 +80,14 @@ def _statistics(x: jax.Array, array: MXArray, call: CastStatisticsCall) -> stati
 
 def _random_bits(data: jax.Array, call: RandomBitsCall) -> jax.Array:
     key = jax.random.wrap_key_data(data, impl=call.implementation)
+    key = random_bits.derive(key, call.derivations)
     return random_bits.draw_bits(key, call.shape, call.width)
 
 
-def _derive_keys(data: jax.Array, call: DeriveKeysCall) -> jax.Array:
-    key = jax.random.wrap_key_data(data, impl=call.implementation)
-    if call.number is None:
-        return jax.random.key_data(jax.random.fold_in(key, call.first))
-    return jax.random.key_data(jax.random.split(key, call.number))
+def _transform(x: jax.Array, signs: jax.Array, call: TransformCall) -> jax.Array:
+    if call.length is None:
+        return hadamard.apply(x, signs, call.axis)
+    return hadamard.invert(x, signs, call.length, call.axis)
 
 
 def _takes_all(call: Call, target: Target) -> None:
@@ -111,6 +110,6 @@ REFERENCE = Backend(
         _offer(call=AttendCall, run=_attend, is_plain=True),
         _offer(call=CastStatisticsCall, run=_statistics, is_plain=True),
         _offer(call=RandomBitsCall, run=_random_bits, is_plain=True),
-        _offer(call=DeriveKeysCall, run=_derive_keys, is_plain=True),
+        _offer(call=TransformCall, run=_transform, how="XLA float32 dot, HIGHEST", is_plain=True),
     ),
 )

@@ -18,13 +18,13 @@ from mx_jax.backends.calls import (
     Call,
     CastStatisticsCall,
     DequantizeCall,
-    DeriveKeysCall,
     MatmulCall,
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
     RaggedCall,
     RandomBitsCall,
+    TransformCall,
 )
 
 
@@ -198,8 +198,8 @@ class Offer:
         values, position, call)` to float32 like queries. CastStatisticsCall: `(x, array, call)` to
         what `reference.statistics.of_cast` gives: counts alike, sums within float32's rounding;
         subnormal values count in sums or not, as they do for the machine's arithmetic.
-        RandomBitsCall: `(data, call)` to int32, of the key's data. DeriveKeysCall: likewise, to the
-        data of keys.
+        RandomBitsCall: `(data, call)` to int32, of the key's data. TransformCall: `(x, signs,
+        call)` to float32, within a product's bound.
       how: what computes it, in words, where the backend's name does not say it.
       lays_out: the side whose weights, which did not come packed, it brings into a layout of its
         own, at every call and in more than one kernel: then who stored them is told of
@@ -227,8 +227,8 @@ NOT_OFFERED: Mapping[type[Call], str] = {
     DequantizeCall: "dequantizes nothing: XLA fuses the reference's own code",
     PackCall: "has no layout of its own for weights",
     CastStatisticsCall: "counts nothing: XLA fuses the reference's own code",
-    DeriveKeysCall: "makes no keys: XLA compiles jax.random's own code",
     RandomBitsCall: "draws nothing: XLA compiles jax.random's own code",
+    TransformCall: "turns nothing: XLA's own dot does",
     AttendCall: "attends to nothing: XLA's own dot and softmax do",
 }
 

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.axes import Side
-from mx_jax.backends.calls import MatmulCall, Operand, OperandType, RaggedCall, rejects_symbolic
+from mx_jax.backends.calls import (
+    MatmulCall,
+    Operand,
+    OperandType,
+    RaggedCall,
+    TransformCall,
+    rejects_symbolic,
+)
 from mx_jax.backends.sums import (
     BlockScales,
     SumScale,
@@ -29,6 +36,7 @@ from mx_jax.codecs.float32 import power_of_two
 from mx_jax.codecs.scale import E8M0_BIAS, E8M0_NAN
 from mx_jax.formats import WHOLE, BlockFormat
 from mx_jax.mxarray import MXArray, decode
+from mx_jax.reference import hadamard
 from mx_jax.reference.ragged import grouped_dot
 
 HOW = "XLA bfloat16 dot, float32 sums"
@@ -203,6 +211,19 @@ def _multiply_groups(
     return (sums * (left_factor * right_factor)).astype(call.out_dtype)
 
 
+def _rejects_transform(call: TransformCall, target: Target) -> str | None:
+    """Why not: a CPU, or values that bfloat16 does not hold."""
+    if target.platform == "cpu":
+        return "for accelerators, whose units multiply bfloat16, got platform=cpu"
+    if call.dtype != jnp.bfloat16 or call.length is not None:
+        return f"needs values that bfloat16 holds, got dtype={call.dtype}"
+    return None
+
+
+def _transform(x: jax.Array, signs: jax.Array, call: TransformCall) -> jax.Array:
+    return hadamard.apply(x, signs, call.axis, in_bfloat16=True)
+
+
 # The bound is wider than the reference's: matrix units add as they like, and scales that leave the
 # sums round twice each.
 XLA_BFLOAT16 = Backend(
@@ -211,5 +232,8 @@ XLA_BFLOAT16 = Backend(
     table=(
         Offer(call=MatmulCall, rejects=_rejects_product, run=_multiply, how=HOW, is_plain=True),
         Offer(call=RaggedCall, rejects=_rejects_groups, run=_multiply_groups, how=HOW),
+        Offer(
+            call=TransformCall, rejects=_rejects_transform, run=_transform, how=HOW, is_plain=True
+        ),
     ),
 )

@@ -5,7 +5,6 @@ from mx_jax.backends.calls import (
     Call,
     CastStatisticsCall,
     DequantizeCall,
-    DeriveKeysCall,
     MatmulCall,
     OperandType,
     PackCall,
@@ -13,6 +12,7 @@ from mx_jax.backends.calls import (
     QuantizeCall,
     RaggedCall,
     RandomBitsCall,
+    TransformCall,
 )
 from mx_jax.backends.target import Target
 
@@ -54,8 +54,9 @@ def work_text(call: Call) -> str:
             return f"statistics of a cast of {list(call.shape)} to {call.format.name}"
         case RandomBitsCall():
             return f"random bits {list(call.shape)}, {call.text}"
-        case DeriveKeysCall():
-            return f"keys, {call.text}"
+        case TransformCall():
+            what = "Hadamard transform" if call.length is None else "inverse Hadamard transform"
+            return f"{what} of {call.dtype} {list(call.shape)}"
         case AttendCall():
             held = call.dtypes[1] if call.format is None else call.format.name
             return f"attention of {list(call.queries)} over {list(call.keys)}, {held}"

@@ -21,6 +21,7 @@ from mx_jax.backends.calls import (
     QuantizeBothCall,
     QuantizeCall,
     RaggedCall,
+    TransformCall,
 )
 from mx_jax.backends.records import Selection
 from mx_jax.inspect.jaxpr_products import Place
@@ -213,6 +214,11 @@ def _statistics(call: CastStatisticsCall) -> tuple[float, float]:
     return 0.0, size * (call.dtype.itemsize + call.format.bits_per_element / 8)
 
 
+def _transform(call: TransformCall) -> tuple[float, float]:
+    size = float(math.prod(call.shape))
+    return 0.0, size * (call.dtype.itemsize + 4)
+
+
 # What each kind of call is called, and costs; another kind is another line.
 _KINDS: Mapping[type[Any], tuple[str, Callable[[Any], tuple[float, float]]]] = {
     MatmulCall: ("product", _product),
@@ -223,4 +229,5 @@ _KINDS: Mapping[type[Any], tuple[str, Callable[[Any], tuple[float, float]]]] = {
     PackCall: ("pack", lambda call: (0.0, 2 * _stored(call.weights))),
     AttendCall: ("attention", _attend),
     CastStatisticsCall: ("statistics", _statistics),
+    TransformCall: ("transform", _transform),
 }

@@ -13,7 +13,6 @@ from jax.extend.core import jaxprs_in_params  # pyright: ignore[reportPrivateImp
 from jax.interpreters import partial_eval
 
 from mx_jax.backends.records import MARK
-from mx_jax.ops.operands import TRANSFORM
 
 _MARK = re.compile(rf"{re.escape(MARK)}(\d+)")
 # What transformations and calls add to names of scopes.
@@ -119,7 +118,7 @@ def _high(eqn: Any, times: int, stack: str) -> Computed:
         product=f"{eqn.primitive.name} {_shown(lhs)} x {_shown(rhs)}, to {out.dtype}",
         flops=2 * size * contracted,
         bytes=float(sum(math.prod(x.shape) * x.dtype.itemsize for x in (lhs, rhs, out))),
-        why=_why(eqn, contracted, stack),
+        why=_why(eqn, contracted),
     )
 
 
@@ -139,10 +138,8 @@ def _shown(aval: Any) -> str:
     return f"{aval.dtype} {list(aval.shape)}"
 
 
-def _why(eqn: Any, contracted: int, stack: str) -> str:
+def _why(eqn: Any, contracted: int) -> str:
     """Who asked for a product in high precision: a recipe, a rule, or code that has none."""
-    if TRANSFORM in stack:
-        return "a Hadamard transform, before its operand is quantized"
     frame = _caller(eqn)
     if frame is None:
         return "no recipe reaches it"

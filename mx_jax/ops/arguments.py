@@ -16,7 +16,7 @@ from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks, check_parts, tensor_scale_shape
 from mx_jax.formats import BlockFormat, BlockSize, Whole, block_format
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.random import fold_in
+from mx_jax.ops.random import DerivedKey, fold_in
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.specs import MatmulRecipe, OperandSpec
 
@@ -349,7 +349,7 @@ def _leading_axes(given: tuple[int, ...], shape: tuple[int, ...]) -> str | None:
     )
 
 
-Key = jax.Array | None
+Key = jax.Array | DerivedKey | None
 Product = Literal["fwd", "dlhs", "drhs"]
 
 # Which product gives which operand's cotangent.
@@ -359,7 +359,7 @@ GRADIENTS: dict[Side, Product] = {"lhs": "dlhs", "rhs": "drhs"}
 _STREAMS = {"fwd": (0, "output"), "dlhs": (1, "grad_input"), "drhs": (2, "grad_weight")}
 
 
-def check_matmul_key(key: Any, recipe: MatmulRecipe) -> Key:
+def check_matmul_key(key: Any, recipe: MatmulRecipe) -> jax.Array | None:
     """The key that a product takes: None if its recipe draws nothing, whatever was given.
 
     The gradients' own need is only known when they are taken: see `product_key`.

@@ -23,9 +23,10 @@ from mx_jax.mxarray import MXArray
 from mx_jax.ops.canonical import canonicalize
 from mx_jax.ops.dense import HIGH_PRECISION, DenseProduct
 from mx_jax.ops.multiply import multiply
-from mx_jax.ops.product import Bar, Cast, Casts, Given, differentiable, max_like, no_derivative
+from mx_jax.ops.operands import SIDES
+from mx_jax.ops.product import Bar, Given, differentiable, max_like, no_derivative, note_cast
 from mx_jax.ops.remat import QUANTIZED
-from mx_jax.ops.tags import Free, watching
+from mx_jax.ops.tags import GRADIENT, Free, watching
 from mx_jax.ops.watched import watched
 
 
@@ -218,17 +219,23 @@ class DelayedProduct:
 
     def keep(self, lhs: Any, rhs: Any, extra: DelayedStates) -> tuple[MXArray, MXArray, _Saved]:
         """Both operands quantized, and the states."""
-        lhs, new_lhs = self._quantize(lhs, extra.lhs, self.elements.lhs)
-        rhs, new_rhs = self._quantize(rhs, extra.rhs, self.elements.rhs)
-        return lhs, rhs, _Saved(extra, new_lhs, new_rhs)
+        left, new_lhs = self._quantize(lhs, extra.lhs, self.elements.lhs)
+        right, new_rhs = self._quantize(rhs, extra.rhs, self.elements.rhs)
+        note_cast("lhs", lhs, left, _RULE, self.axes.lhs.block_axis)
+        note_cast("rhs", rhs, right, _RULE, self.axes.rhs.block_axis)
+        return left, right, _Saved(extra, new_lhs, new_rhs)
 
     def cotangents(self, g: Any, saved: _Saved, both: bool) -> tuple[Any, DelayedStates]:
         """g quantized once, for one scale a tensor holds along any axis; and the next states."""
         del both
         (g, later), states = g, saved.states
-        g, new_g = self._quantize(g, states.cotangent, self.elements.cotangent)
+        codes, new_g = self._quantize(g, states.cotangent, self.elements.cotangent)
+        for side in SIDES:
+            axes, g_is_lhs = self.axes.cotangent(side)
+            axis = (axes.lhs if g_is_lhs else axes.rhs).block_axis
+            note_cast("lhs", g, codes, _RULE, axis, GRADIENT[side])
         news = (saved.lhs, saved.rhs, new_g)
-        return (g, g), DelayedStates(*map(_next_bar, news, later, states))
+        return (codes, codes), DelayedStates(*map(_next_bar, news, later, states))
 
     def gradient(self, side: Side, g: MXArray, other: Any, bar: Bar, saved: _Saved) -> jax.Array:
         """The forward's codes serve both gradients."""
@@ -241,22 +248,6 @@ class DelayedProduct:
         """The cotangent as it is: what the next step's scale is for is not masked."""
         del side, own, saved
         return bar
-
-    def casts(self, lhs: Any, rhs: Any, extra: DelayedStates) -> Casts:
-        """Both operands, with the scales of their states."""
-        left, right, _ = self.keep(lhs, rhs, extra)
-        return (
-            Cast(lhs, left, _RULE, self.axes.lhs.block_axis),
-            Cast(rhs, right, _RULE, self.axes.rhs.block_axis),
-        )
-
-    def gradient_casts(self, side: Side, g: Any, other: Any, bar: Bar, saved: _Saved) -> Casts:
-        """The incoming gradient: the other operand's codes are the forward product's."""
-        del other, bar
-        after, _ = self._quantize(g[0], saved.states.cotangent, self.elements.cotangent)
-        axes, g_is_lhs = self.axes.cotangent(side)
-        own = axes.lhs if g_is_lhs else axes.rhs
-        return Cast(g[0], after, _RULE, own.block_axis), None
 
     def in_high_precision(self) -> DenseProduct:
         """The same product of values as they are, in float32."""

@@ -16,14 +16,13 @@ from mx_jax.ops.operands import (
     SIDES,
     SWAPPED,
     Sides,
-    cast_operands,
     operand_keys,
     prepare_operands,
     reuse_moved,
     unscaled,
 )
 from mx_jax.ops.placing import moves_of
-from mx_jax.ops.product import Bar, Casts, Kept, one_program
+from mx_jax.ops.product import Bar, Kept, note_cast, noted, one_program
 from mx_jax.ops.quantize import OperandCast, quantize_operand_both, reads_once
 from mx_jax.ops.tags import GRADIENT, Free
 from mx_jax.sharding.movement import STAY, Movement, Moves
@@ -80,12 +79,6 @@ class DenseProduct:
         recipe, out = self.recipe, self.out_sharding
         return moves_of(lhs, rhs, recipe.fwd, self.axes, out, self.moves, recipe.gather)
 
-    def casts(self, lhs: AnyOperand, rhs: AnyOperand, extra: Key) -> Casts:
-        """What the product quantizes."""
-        key = product_key(self.recipe, "fwd", extra)
-        moves = self._moves_forward(lhs, rhs)
-        return cast_operands(lhs, rhs, self.recipe.fwd, self.axes, key, moves)
-
     def in_high_precision(self) -> "DenseProduct":
         """The same product of values as they are, in float32."""
         return dataclasses.replace(
@@ -137,7 +130,14 @@ class DenseProduct:
         if not reads_once(g, (left, right)):
             return g, g
         with jax.named_scope("grad_both"):
-            return quantize_operand_both(g, (left, right), (left_key, right_key))
+            pair = quantize_operand_both(g, (left, right), (left_key, right_key))
+        if noted.get() is None:
+            return pair
+        for side, cast, codes in zip(GRADIENTS, (left, right), pair, strict=True):
+            axes, g_is_lhs = self.axes.cotangent(side)
+            axis = (axes.lhs if g_is_lhs else axes.rhs).block_axis
+            note_cast("lhs", g, codes, cast.spec.scale_rule.name, axis, GRADIENT[side])
+        return pair
 
     def _cotangent_cast(self, side: Side, key: Key) -> tuple[OperandCast, Key] | None:
         """How one gradient quantizes g, and by which key; None if it changes g first, or not."""
@@ -173,13 +173,6 @@ class DenseProduct:
             )
             product = unscaled(product, back.lhs, back.rhs, back.spec)
             return product if own is None else own.move_back(product).astype(bar.dtype)
-
-    def gradient_casts(self, side: Side, g: Any, other: AnyOperand, bar: Bar, saved: Key) -> Casts:
-        """What a gradient's product quantizes, g first."""
-        back = self._operands_back(side, g, other, bar)
-        key = product_key(self.recipe, GRADIENTS[side], saved)
-        left, right = cast_operands(back.lhs, back.rhs, back.spec, back.axes, key, back.moves)
-        return (left, right) if back.sides == SIDES else (right, left)
 
     def _operands_back(self, side: Side, g: Any, other: AnyOperand, bar: Bar) -> "_Back":
         """Both operands of a gradient's product, in its order."""

@@ -11,7 +11,7 @@ from jax import lax
 
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
-from mx_jax.backends.primitive import choose, compiler_splits
+from mx_jax.backends.primitive import bind, choose, compiler_splits
 from mx_jax.backends.records import active
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.mxarray import MXArray
@@ -72,6 +72,8 @@ def multiply(
         out_sharding=out_sharding,
         moves_codes=split,
     )
+    if not stored and not isinstance(rhs, PackedMXArray) and active.value is None:
+        return bind(call, unpacked(lhs), rhs)
     choice = choose(call)
     sides: tuple[tuple[Side, AnyOperand], ...] = ("lhs", lhs), ("rhs", rhs)
     for side, operand in sides:

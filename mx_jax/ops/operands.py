@@ -5,26 +5,22 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from mx_jax.axes import Axes, ProductAxes, Side
-from mx_jax.backends.calls import AnyOperand, Operand
-from mx_jax.backends.records import active
-from mx_jax.backends.select import current_target
-from mx_jax.backends.xla_bfloat16 import HOW
-from mx_jax.mxarray import MXArray, decode
+from mx_jax.backends.calls import AnyOperand, Operand, TransformCall
+from mx_jax.backends.primitive import bind
+from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key
 from mx_jax.ops.placing import Placed, place
-from mx_jax.ops.product import Cast, Casts
-from mx_jax.ops.quantize import cast_operand
+from mx_jax.ops.product import note_cast, noted
+from mx_jax.ops.quantize import cast_operand, dequantize_operand
 from mx_jax.ops.random import draw_signs, split_key
 from mx_jax.packed import PackedMXArray, Quantized
-from mx_jax.reference import hadamard
 from mx_jax.sharding.movement import STAY, Movement, Moves
 from mx_jax.specs import MatmulSpec, OperandSpec
 
-# Scope of what transforms an operand: its products are of no recipe.
-TRANSFORM = "hadamard_transform"
 Sides = tuple[Side, Side]
 SIDES: Sides = ("lhs", "rhs")
 SWAPPED: Sides = ("rhs", "lhs")
@@ -51,29 +47,6 @@ def prepare_operands(
         prepare(lhs, spec.lhs, axes.lhs, lhs_key, side=sides[0]),
         prepare(rhs, spec.rhs, axes.rhs, rhs_key, side=sides[1]),
     )
-
-
-def cast_operands(
-    lhs: AnyOperand,
-    rhs: AnyOperand,
-    spec: MatmulSpec,
-    axes: ProductAxes,
-    key: Key,
-    moves: Moves = STAY,
-) -> Casts:
-    """What `prepare_operands` quantizes, before any codes move."""
-    found, turned = _turned(lhs, rhs, spec, axes, key, moves)
-    casts: list[Cast | None] = []
-    for at, x, own, own_axes in zip(
-        found, turned, (spec.lhs, spec.rhs), (axes.lhs, axes.rhs), strict=True
-    ):
-        if own is None or isinstance(x, Quantized):
-            casts.append(None)
-            continue
-        after = prepare(x, own, own_axes, at.key, at.tensor_scale)
-        assert isinstance(after, MXArray)
-        casts.append(Cast(prescaled(x, own), after, own.scale_rule.name, own_axes.block_axis))
-    return casts[0], casts[1]
 
 
 def _turned(
@@ -145,26 +118,24 @@ def _transform(operand: AnyOperand, signs: jax.Array, axis: int) -> jax.Array:
 
 
 def transformed(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
-    """`hadamard.apply`, on accelerators with bfloat16's exact products where x is bfloat16."""
-    platform, in_bfloat16 = current_target().platform, x.dtype == jnp.bfloat16
-    if (recorder := active.value) is not None and platform != "cpu":
-        how = HOW if in_bfloat16 else "XLA float32 dot, HIGHEST: bfloat16 does not hold its values"
-        recorder.entries.append(
-            f"Hadamard transform of {x.dtype} {list(x.shape)} on platform={platform} -> {how}"
-        )
-    with jax.named_scope(TRANSFORM):
-        return hadamard.apply(x, signs, axis, in_bfloat16=in_bfloat16 and platform != "cpu")
+    """`T(x)`: see `reference.hadamard`."""
+    return _turn(x, signs, axis, None)
 
 
 def turned_back(y: jax.Array, signs: jax.Array, length: int, axis: int) -> jax.Array:
-    """`hadamard.invert`, on record on accelerators."""
-    platform = current_target().platform
-    if (recorder := active.value) is not None and platform != "cpu":
-        recorder.entries.append(
-            f"inverse Hadamard transform of {y.dtype} {list(y.shape)} on platform={platform} -> "
-            "XLA float32 dot, HIGHEST"
-        )
-    return hadamard.invert(y, signs, length, axis)
+    """The inverse of `transformed`, so many values along the axis."""
+    return _turn(y, signs, axis, length)
+
+
+def _turn(x: jax.Array, signs: jax.Array, axis: int, length: int | None) -> jax.Array:
+    call = TransformCall(
+        shape=x.shape,
+        dtype=np.dtype(x.dtype),
+        axis=axis % x.ndim,
+        size=signs.shape[0],
+        length=length,
+    )
+    return bind(call, x, signs)
 
 
 @overload
@@ -207,7 +178,10 @@ def prepare(
     own = f"{side}.{spec.format.name}.{spec.scale_rule.name}.axis{axes.block_axis}"
     with jax.named_scope(own):
         drawn = key if spec.random_bits else None
-        return cast_operand(values, spec, blocks, drawn, tensor_scale)
+        codes = cast_operand(values, spec, blocks, drawn, tensor_scale)
+    if noted.get() is not None:
+        note_cast(side, values, codes, spec.scale_rule.name, axes.block_axis)
+    return codes
 
 
 def prescaled(x: jax.Array, spec: OperandSpec) -> jax.Array:
@@ -246,11 +220,11 @@ def reuse(operand: AnyOperand, product: MatmulSpec, axes: Axes) -> Operand:
     if not isinstance(operand, MXArray):
         return operand
     if spec is None:
-        return decode(operand, operand.dtype, saturates=True)
+        return dequantize_operand(operand, operand.dtype, saturates=True)
     reusable = operand.format == spec.format and operand.blocks == axes.blocks(spec.format)
     if reusable and product.transform is None:
         return operand
-    return decode(operand, jnp.float32, saturates=True)
+    return dequantize_operand(operand, np.dtype(np.float32), saturates=True)
 
 
 def reuse_moved(

@@ -27,6 +27,7 @@ from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.ops import explicit_axes
 from mx_jax.ops.arguments import Key
+from mx_jax.ops.random import fold_in
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.quantize import tensor_scale_of
@@ -222,7 +223,7 @@ def place(
         return Placed(move.move(operand), None, key)
     _explain(operand, move, f"codes and scales of {spec.format.name}")
     if move.manual and key is not None:
-        key = jax.random.fold_in(key, lax.axis_index(move.manual))
+        key = fold_in(key, lax.axis_index(move.manual))
     return Placed(operand, move, key, agreed_scale(operand, spec, blocks, move.manual))
 
 

@@ -4,9 +4,11 @@ An operand enters as the value that has a gradient, or as codes, or as both: cod
 a value in the same trace multiply, and the value gets their cotangent. So each side has one.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -22,7 +24,8 @@ from mx_jax.backends.calls import AnyOperand
 from mx_jax.codecs import packing
 from mx_jax.codecs.explicit_axes import explicit_sharding, varying
 from mx_jax.mxarray import MXArray, decode
-from mx_jax.ops.tags import Free
+from mx_jax.ops.tags import GRADIENT, Free
+from mx_jax.ops.tags import Product as Name
 from mx_jax.packed import Quantized, unpacked
 
 
@@ -83,14 +86,6 @@ class Product(Protocol):
         """The cotangent of one operand: the product of g and the other operand."""
         ...
 
-    def casts(self, lhs: Any, rhs: Any, extra: Any) -> "Casts":
-        """What `forward` quantizes of operands as they came."""
-        ...
-
-    def gradient_casts(self, side: Side, g: Any, other: Any, bar: Bar, saved: Any) -> "Casts":
-        """What `gradient` quantizes, g first."""
-        ...
-
     def in_high_precision(self) -> "Product":
         """The same product of values as they are, in float32."""
         ...
@@ -121,7 +116,39 @@ class Cast(NamedTuple):
     axis: int
 
 
-Casts = tuple[Cast | None, Cast | None]
+@contextlib.contextmanager
+def noted_casts() -> Iterator[dict[tuple[Name, Side], Cast]]:
+    """A context for those who watch, and what the products in it cast, once they did."""
+    found: dict[tuple[Name, Side], Cast] = {}
+    before = noted.set(found)
+    try:
+        yield found
+    finally:
+        noted.reset(before)
+
+
+def note_cast(
+    side: Side, before: Any, after: MXArray, rule: str, axis: int, of: Name | None = None
+) -> None:
+    """Note an operand as it is quantized, if somebody watches.
+
+    Args:
+      side: as the recipe has it: of a gradient's product, lhs is the incoming gradient.
+      before: what the cast is given.
+      after: what it gives.
+      rule: name of the scale rule.
+      axis: that blocks lie along, from the end.
+      of: the product; None: the one that is computed.
+    """
+    found = noted.get()
+    if found is not None:
+        found[of or _computed.get(), side] = Cast(before, after, rule, axis)
+
+
+# Where casts are noted; None: nobody watches.
+noted: contextvars.ContextVar[dict[tuple[Name, Side], Cast] | None]
+noted = contextvars.ContextVar("casts", default=None)
+_computed: contextvars.ContextVar[Name] = contextvars.ContextVar("product", default="output")
 
 
 class Given(NamedTuple):
@@ -194,7 +221,9 @@ def one_program(*static: str) -> Callable[[Callable[..., Any]], Any]:
         def run(*given: Any, **named: Any) -> Any:
             leaves = jax.tree.leaves((given, named))
             traced = any(isinstance(leaf, Tracer) for leaf in leaves)
-            return (compute if traced else jitted)(*given, **named)
+            # What casts give is noted as it is, not as another trace has it.
+            inline = traced or noted.get() is not None
+            return (compute if inline else jitted)(*given, **named)
 
         return run
 
@@ -265,7 +294,11 @@ differentiable.defvjp(product_fwd, product_bwd)
 def _cotangent(product, side, g, own, other, bar, saved):
     if bar is None:
         return None
-    value = product.gradient(side, g, other, bar, saved)
+    before = _computed.set(GRADIENT[side])
+    try:
+        value = product.gradient(side, g, other, bar, saved)
+    finally:
+        _computed.reset(before)
     value = product.masked(side, sum_over(value, bar.varying), own, saved)
     if bar.out_sharding is None or explicit_sharding(value) == bar.out_sharding:
         return value

@@ -14,7 +14,7 @@ from mx_jax.backends.calls import (
     QuantizeBothCall,
     QuantizeCall,
 )
-from mx_jax.backends.primitive import choose, choose_if_any
+from mx_jax.backends.primitive import bind, choose, choose_if_any
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks, check_parts, varying_axes
 from mx_jax.codecs.rounding import Rounding
@@ -157,14 +157,20 @@ def dequantize(x: MXArray | PackedMXArray, dtype: jax.typing.DTypeLike | None = 
 
 @one_program("dtype")
 def _dequantize(x: MXArray, *, dtype: np.dtype) -> jax.Array:
+    return dequantize_operand(x, dtype, saturates=False)
+
+
+def dequantize_operand(x: MXArray, dtype: np.dtype, *, saturates: bool) -> jax.Array:
+    """`mxarray.decode`, on the backend that takes it."""
     call = DequantizeCall(
         shape=x.shape,
         dtype=dtype,
         format=x.format,
         blocks=x.blocks,
         scale_axes=varying_axes(x.tensor_scale),
+        saturates=saturates,
     )
-    return choose(call).offer.run(x, call)
+    return bind(call, dataclasses.replace(x, primal=None))
 
 
 def cast(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.Array:
@@ -230,7 +236,7 @@ def cast_operand(
     x: jax.Array,
     spec: OperandSpec,
     blocks: Blocks,
-    key: jax.Array | None = None,
+    key: Key = None,
     tensor_scale: jax.Array | None = None,
 ) -> MXArray:
     """Quantize a checked array by its spec, on the backend that takes it on the machine in context.
@@ -247,7 +253,7 @@ def cast_operand(
         scale_axes=varying_axes(tensor_scale),
     )
     bits = None if key is None else draw_bits(key, call.random_shape, call.random_bits)
-    return checkpoint_name(choose(call).offer.run(x, bits, tensor_scale, call), QUANTIZED)
+    return checkpoint_name(bind(call, x, bits, tensor_scale), QUANTIZED)
 
 
 # Outside of a product, which is one program already.

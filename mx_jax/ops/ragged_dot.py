@@ -32,7 +32,7 @@ from mx_jax.ops.dense import HIGH_PRECISION
 from mx_jax.ops.kept import as_taken, mask_clipped
 from mx_jax.ops.operands import unscaled
 from mx_jax.ops.packing import packed_for, tell_of_packing, unpacked_for
-from mx_jax.ops.product import Bar, Casts, Given, Kept, differentiable, one_program
+from mx_jax.ops.product import Bar, Given, Kept, differentiable, one_program
 from mx_jax.ops.ragged_operands import (
     LAST,
     SECOND_LAST,
@@ -43,7 +43,6 @@ from mx_jax.ops.ragged_operands import (
     contracted_operands,
     experts_move,
     keep_both,
-    kept_casts,
     matrices_back,
     on_automatic_axes,
     prepare_kept,
@@ -248,26 +247,6 @@ class RaggedProduct:
         product = _scaled(wide, found.lhs, found.rhs, found.rows.sizes, _GRAD_RHS)
         product = unscaled(product, *found.given, spec)
         return product if move is None else move.move_back(product).astype(self.out_dtype)
-
-    def casts(self, lhs: Operand, rhs: Operand, extra: _Extra) -> Casts:
-        """What the product quantizes."""
-        key = product_key(self.recipe, "fwd", extra.key)
-        return kept_casts(lhs, rhs, _FORWARD, extra.sizes, self.recipe.fwd, key, self.move)
-
-    def gradient_casts(
-        self, side: Side, g: jax.Array, other: Any, bar: Bar, saved: _Extra
-    ) -> Casts:
-        """What a gradient's product quantizes, g first."""
-        key = product_key(self.recipe, GRADIENTS[side], saved.key)
-        other = other.operand if isinstance(other, Kept) else other
-        if side == "lhs":
-            spec = self.recipe.dlhs
-            rhs, move = matrices_back(other, self.move, spec)
-            return kept_casts(g, rhs, _GRAD_LHS, saved.sizes, spec, key, move)
-        spec = self.recipe.drhs.swapped()
-        found = contracted_operands(other, g, saved.sizes, spec, _GRAD_RHS, key)
-        own, of_g = found.casts(spec, _GRAD_RHS)
-        return of_g, own
 
     def in_high_precision(self) -> "RaggedProduct":
         """The same product of values as they are, in float32."""

@@ -16,7 +16,7 @@ from mx_jax.backends.calls import Operand
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import Whole
-from mx_jax.mxarray import MXArray, decode
+from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key
 from mx_jax.ops.explicit_axes import stored
 from mx_jax.ops.kept import check_whole_groups, keep
@@ -29,11 +29,10 @@ from mx_jax.ops.operands import (
     transform_operands,
 )
 from mx_jax.ops.placing import Placed, given_moves, place
-from mx_jax.ops.product import Cast, Casts, Given
-from mx_jax.ops.quantize import quantize_operand
+from mx_jax.ops.product import Given, note_cast
+from mx_jax.ops.quantize import dequantize_operand, quantize_operand
 from mx_jax.ops.random import draw_bits
 from mx_jax.ops.remat import QUANTIZED
-from mx_jax.packed import Quantized
 from mx_jax.reference import ragged
 from mx_jax.reference.ragged import RaggedRows, ragged_rows
 from mx_jax.sharding.movement import Movement, spec_of
@@ -48,7 +47,8 @@ def values_of(x: Operand, spec: OperandSpec | None) -> jax.Array:
     """A saved operand's values, to be quantized anew unless it is to stay in high precision."""
     if not isinstance(x, MXArray):
         return x
-    return decode(x, x.dtype if spec is None else jnp.float32, saturates=True)
+    dtype = x.dtype if spec is None else np.dtype(np.float32)
+    return dequantize_operand(x, dtype, saturates=True)
 
 
 def padding_unit(spec: MatmulSpec) -> int:
@@ -96,27 +96,6 @@ def keep_both(
     return keep(recipe, lhs, left, rows, axes.lhs), keep(recipe, rhs, right, matrices, axes.rhs)
 
 
-def kept_casts(
-    lhs: Operand,
-    rhs: Operand,
-    axes: ProductAxes,
-    sizes: jax.Array,
-    spec: MatmulSpec,
-    key: Key,
-    move: Movement | None = None,
-) -> Casts:
-    """What `prepare_kept` quantizes, before any codes move."""
-    (left, right), (rows, matrices), _ = _take_kept(lhs, rhs, axes, sizes, spec, key, move)
-    return _cast(left, rows, spec.lhs, axes.lhs), _cast(right, matrices, spec.rhs, axes.rhs)
-
-
-def _cast(before: Operand, after: Operand, spec: OperandSpec | None, axes: Axes) -> Cast | None:
-    if spec is None or isinstance(before, Quantized):
-        return None
-    assert isinstance(after, MXArray)
-    return Cast(prescaled(before, spec), after, spec.scale_rule.name, axes.block_axis)
-
-
 def _take_kept(
     lhs: Operand,
     rhs: Operand,
@@ -145,9 +124,12 @@ def _prepare_rows(sizes: jax.Array, x: Operand, spec: OperandSpec | None, key: K
         return prepare(x, spec, LAST, key)
     height = spec.format.block[0]
     if isinstance(height, Whole):
-        return _quantize_groups(ragged_rows(sizes, x.shape[0], unit=1), x, spec, LAST, key)
+        return _quantize_groups(ragged_rows(sizes, x.shape[0], unit=1), x, spec, LAST, key, "lhs")
     rows = ragged_rows(sizes, x.shape[0], unit=height)
-    return rows.restore(prepare(rows.place(x), spec, LAST, key))
+    quantized = rows.restore(prepare(rows.place(x), spec, LAST, key))
+    # Instead of the padded rows.
+    note_cast("lhs", prescaled(x, spec), quantized, spec.scale_rule.name, LAST.block_axis)
+    return quantized
 
 
 def prepare_contracted(
@@ -156,25 +138,16 @@ def prepare_contracted(
     """`[p, c]` quantized along p, where groups start with blocks."""
     if spec is None or not isinstance(spec.format.block[1], Whole):
         return prepare(x, spec, SECOND_LAST, key, side=side)
-    return _quantize_groups(rows, x, spec, SECOND_LAST, key)
+    return _quantize_groups(rows, x, spec, SECOND_LAST, key, side)
 
 
 class Contracted(NamedTuple):
-    """Operands whose rows are padded to whole groups: as given, transformed, and quantized."""
+    """Operands whose rows are padded to whole groups: as given, and quantized."""
 
     rows: RaggedRows
     given: tuple[jax.Array, jax.Array]
-    turned: tuple[Any, Any]
     lhs: Operand
     rhs: Operand
-
-    def casts(self, spec: MatmulSpec, axes: ProductAxes) -> Casts:
-        """What was quantized."""
-        left, right = self.turned
-        return (
-            _cast(left, self.lhs, spec.lhs, axes.lhs),
-            _cast(right, self.rhs, spec.rhs, axes.rhs),
-        )
 
 
 def contracted_operands(
@@ -192,19 +165,17 @@ def contracted_operands(
     """
     rows = ragged_rows(sizes, g.shape[0], padding_unit(spec))
     given = rows.place(values_of(lhs, spec.lhs)), rows.place(g)
-    turned = transform_operands(*given, spec, axes, key)
-    left, right, (lhs_key, rhs_key) = turned
+    left, right, (lhs_key, rhs_key) = transform_operands(*given, spec, axes, key)
     return Contracted(
         rows,
         given,
-        (left, right),
         prepare_contracted(rows, left, spec.lhs, lhs_key, SWAPPED[0]),
         prepare_contracted(rows, right, spec.rhs, rhs_key, SWAPPED[1]),
     )
 
 
 def _quantize_groups(
-    rows: RaggedRows, x: jax.Array, spec: OperandSpec, axes: Axes, key: Any
+    rows: RaggedRows, x: jax.Array, spec: OperandSpec, axes: Axes, key: Any, side: Side
 ) -> MXArray:
     """`[p, c]` in blocks that hold all rows of a group: scales come from the groups' peaks."""
     x = prescaled(x, spec)
@@ -212,7 +183,9 @@ def _quantize_groups(
     peaks = quantize_operand(ragged.group_peaks(x, rows), nearest, axes.blocks(spec.format))
     width = spec.rounding.random_bits
     bits = draw_bits(key, x.shape, width) if width else None
-    return checkpoint_name(ragged.encode_by_group(x, rows, peaks, spec.rounding, bits), QUANTIZED)
+    codes = ragged.encode_by_group(x, rows, peaks, spec.rounding, bits)
+    note_cast(side, x, codes, spec.scale_rule.name, axes.block_axis)
+    return checkpoint_name(codes, QUANTIZED)
 
 
 def as_group_sizes(group_sizes: Any) -> jax.Array:

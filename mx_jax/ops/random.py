@@ -1,63 +1,84 @@
-"""What stochastic rounding draws, and the keys that products draw from: JAX's own, by calls.
+"""What stochastic rounding draws, and the keys that products draw from: JAX's own bits, by calls.
 
 XLA compiles threefry anew wherever it stands, which takes longer than the rest of a layer: on CPUs
-a compiled handler gives the same bits.
+a compiled handler gives the same bits. So keys are derived where something is drawn, in its call.
 """
+
+import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mx_jax.backends.calls import DeriveKeysCall, RandomBitsCall
-from mx_jax.backends.primitive import choose
+from mx_jax.backends.calls import RandomBitsCall
+from mx_jax.backends.primitive import bind
+from mx_jax.reference import random_bits
 from mx_jax.reference.hadamard import Hadamard
 
 
-def draw_bits(key: jax.Array, shape: tuple[int, ...], width: int) -> jax.Array:
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("root",), meta_fields=("derivations",)
+)
+@dataclasses.dataclass(frozen=True)
+class DerivedKey:
+    """A key that is still to be derived.
+
+    Attributes:
+      root: a PRNG key.
+      derivations: what makes it of the root, as `reference.random_bits.derive` takes them.
+    """
+
+    root: jax.Array
+    derivations: tuple[tuple[int, int | None], ...]
+
+    def get(self) -> jax.Array:
+        """The key."""
+        return random_bits.derive(self.root, self.derivations)
+
+
+def draw_bits(key: jax.Array | DerivedKey, shape: tuple[int, ...], width: int) -> jax.Array:
     """`reference.random_bits.draw_bits`: random integers of so many bits, by key and shape."""
-    key = _typed(key)
+    of = _lazily(key)
+    root = of.root
+    if not jnp.issubdtype(root.dtype, jax.dtypes.prng_key):
+        root = jax.random.wrap_key_data(root)
     call = RandomBitsCall(
         shape=shape,
         width=width,
-        implementation=str(jax.random.key_impl(key)),
+        derivations=of.derivations,
+        implementation=str(jax.random.key_impl(root)),
         is_partitionable=bool(jax.config.jax_threefry_partitionable),
     )
-    return choose(call).offer.run(jax.random.key_data(key), call)
+    return bind(call, jax.random.key_data(root))
 
 
-def draw_signs(transform: Hadamard, key: jax.Array | None) -> jax.Array:
+def draw_signs(transform: Hadamard, key: jax.Array | DerivedKey | None) -> jax.Array:
     """`reference.hadamard.draw_signs`: a transform's signs, from the key if it draws them."""
     if transform.signs is not None:
         return jnp.asarray(transform.signs, jnp.float32)
     assert key is not None, "random signs without a key"
     # A float32 below 0.5 is drawn where the first bit is 0.
     drawn = draw_bits(key, (transform.size,), 17)
-    return jnp.where(drawn < 1 << 16, jnp.float32(1), jnp.float32(-1))
+    return 1 - 2 * (drawn >> 16).astype(jnp.float32)
 
 
-def split_key(key: jax.Array, number: int = 2) -> jax.Array:
+def split_key(key: jax.Array | DerivedKey, number: int = 2) -> tuple[DerivedKey, ...]:
     """`jax.random.split`."""
-    return _derived(key, 0, number)
+    return tuple(_derived(key, index, number) for index in range(number))
 
 
-def fold_in(key: jax.Array, place: int) -> jax.Array:
-    """`jax.random.fold_in` of a number from 0 on."""
-    return _derived(key, place, None)
+def fold_in(key: jax.Array | DerivedKey, place: Any) -> jax.Array | DerivedKey:
+    """`jax.random.fold_in` of a number, at once if it is traced."""
+    if isinstance(place, int):
+        return _derived(key, place, None)
+    return jax.random.fold_in(key.get() if isinstance(key, DerivedKey) else key, place)
 
 
-def _derived(key: jax.Array, first: int, number: int | None) -> jax.Array:
-    typed = _typed(key)
-    call = DeriveKeysCall(
-        first=first,
-        number=number,
-        words=jax.random.key_data(typed).shape[-1],
-        implementation=str(jax.random.key_impl(typed)),
-        is_partitionable=bool(jax.config.jax_threefry_partitionable),
-    )
-    data = choose(call).offer.run(jax.random.key_data(typed), call)
-    return data if typed is not key else jax.random.wrap_key_data(data, impl=call.implementation)
+def _derived(key: jax.Array | DerivedKey, index: int, number: int | None) -> DerivedKey:
+    of = _lazily(key)
+    return DerivedKey(of.root, (*of.derivations, (index, number)))
 
 
-def _typed(key: jax.Array) -> jax.Array:
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return key
-    return jax.random.wrap_key_data(key)
+def _lazily(key: jax.Array | DerivedKey) -> DerivedKey:
+    return key if isinstance(key, DerivedKey) else DerivedKey(key, ())

@@ -6,7 +6,7 @@ forward products twice, and their gradients once. Without a gradient the forward
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -16,10 +16,11 @@ import numpy as np
 from mx_jax.axes import Side
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.product import (
-    Casts,
+    Cast,
     Given,
     Kept,
     Product,
+    noted_casts,
     only,
     product_bwd,
     product_fwd,
@@ -85,7 +86,7 @@ class Look:
 
     Attributes:
       name: of the product.
-      casts: what it quantizes.
+      casts: what it quantized, and perhaps other products.
       errors: the product in float32, of all entries or of a sample; the same of the product as it
         is, and all of that.
       given: the operands as they came, of the forward product.
@@ -93,7 +94,7 @@ class Look:
 
     tap: "Tap"
     name: Name
-    casts: Callable[[], Casts]
+    casts: Mapping[tuple[Name, Side], Cast]
     errors: Callable[[bool], Errors]
     given: tuple[Any, Any] = (None, None)
 
@@ -103,11 +104,12 @@ class Look:
         Args:
           whole: whether all entries of a product are compared, however many there are.
         """
+        sides: tuple[Side, Side] = ("lhs", "rhs")
         found = [
-            _stored(given) if cast is None else cast
-            for cast, given in zip(self.casts(), self.given, strict=True)
+            self.casts.get((self.name, side)) or _stored(given)
+            for side, given in zip(sides, self.given, strict=True)
         ]
-        for side, cast in zip(("lhs", "rhs"), found, strict=True):
+        for side, cast in zip(sides, found, strict=True):
             if cast is not None:
                 tag = self._tag(side, cast.axis, cast.after.format.name, cast.rule)
                 yield tag, functools.partial(Sight, tag, cast.before, cast.after)
@@ -217,24 +219,27 @@ def watched(product: Product, lhs: Given, rhs: Given, extra: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _watched(product: Product, tap: Tap, lhs: Given, rhs: Given, extra: Any, now: Moment) -> Any:
-    result = product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
-    look = _forward_look(product, tap, lhs, rhs, extra, result)
+    with noted_casts() as casts:
+        result = product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
+    look = _forward_look(product, tap, lhs, rhs, extra, result, casts)
     for watcher in tap.watchers:
         watcher.tell(None, (look,), tap, now)
     return result
 
 
 def _watched_fwd(product, tap, lhs, rhs, extra, now):
-    result, residuals = product_fwd(product, lhs, rhs, extra)
-    look = _forward_look(product, tap, lhs, rhs, extra, result)
+    with noted_casts() as casts:
+        result, residuals = product_fwd(product, lhs, rhs, extra)
+    look = _forward_look(product, tap, lhs, rhs, extra, result, casts)
     seen = tuple(watcher.look(look, now) for watcher in tap.watchers)
     return result, (residuals, seen, now)
 
 
 def _watched_bwd(product, tap, residuals, g):
     kept, seen, now = residuals
-    bars = product_bwd(product, kept, g)
-    looks = tuple(_backward_looks(product, tap, kept, g, bars[:2]))
+    with noted_casts() as casts:
+        bars = product_bwd(product, kept, g)
+    looks = tuple(_backward_looks(product, tap, kept, g, bars[:2], casts))
     for watcher, own in zip(tap.watchers, seen, strict=True):
         watcher.tell(own, looks, tap, now)
     return *bars, zero_bars(now)
@@ -243,7 +248,7 @@ def _watched_bwd(product, tap, residuals, g):
 _watched.defvjp(_watched_fwd, _watched_bwd)
 
 
-def _forward_look(product, tap, lhs, rhs, extra, result) -> Look:
+def _forward_look(product, tap, lhs, rhs, extra, result, casts) -> Look:
     def errors(whole: bool) -> Errors:
         exact, actual = product.in_high_precision(), only(result)
         operands = values(lhs.operand), values(rhs.operand)
@@ -251,12 +256,11 @@ def _forward_look(product, tap, lhs, rhs, extra, result) -> Look:
         left, right = map(sample.operand, operands, (0, 1))
         return Errors(exact.forward(left, right, extra), sample.product(actual), actual)
 
-    given = lhs.operand, rhs.operand
-    return Look(tap, "output", lambda: product.casts(*given, extra), errors, given)
+    return Look(tap, "output", casts, errors, (lhs.operand, rhs.operand))
 
 
 def _backward_looks(
-    product: Product, tap: Tap, kept: Any, g: Any, found: Sequence[Given]
+    product: Product, tap: Tap, kept: Any, g: Any, found: Sequence[Given], casts: Any
 ) -> Iterator[Look]:
     """Of both gradients, those that there are."""
     lhs, rhs, bars, saved = kept
@@ -266,9 +270,6 @@ def _backward_looks(
     ):
         if bar is None:
             continue
-
-        def casts(side: Side = side, other=other, bar=bar) -> Casts:
-            return product.gradient_casts(side, g, other, bar, saved)
 
         def errors(
             whole: bool, side: Side = side, own=own, other=other, bar=bar, given=given

@@ -19,12 +19,12 @@ import pytest
 from mx_jax.backends.calls import (
     AttendCall,
     Call,
-    DeriveKeysCall,
     MatmulCall,
     QuantizeBothCall,
     QuantizeCall,
     RaggedCall,
     RandomBitsCall,
+    TransformCall,
 )
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.select import current_target
@@ -84,13 +84,13 @@ def _what_the_handlers_compute(call: Call, target: Target) -> bool:
         given = (call.lhs.format, call.rhs.format)
         small = max((*call.lhs.shape, *call.rhs.shape)) <= 1024
         return small and all(f is None or not f.scale.is_float32 for f in given)
-    if isinstance(call, QuantizeBothCall | RaggedCall | RandomBitsCall | DeriveKeysCall):
+    if isinstance(call, QuantizeBothCall | RaggedCall | RandomBitsCall | TransformCall):
         return True
     if isinstance(call, AttendCall):
         return call.tokens == 1 and set(call.dtypes) == {jnp.dtype(jnp.float32)}
     if isinstance(call, QuantizeCall):
         rule = call.scale_rule
-        if rule.reads_values or rule.largest_element is not None:
+        if rule.reads_values:
             return False
     return len(call.blocks) == 1 or [axis for axis, _ in call.blocks] == [-2, -1]
 

@@ -61,21 +61,28 @@ def test_threefry_that_does_not_partition():
         np.testing.assert_array_equal(draw(KEY), random_bits.draw_bits(KEY, (8, 32), 16))
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_the_keys_of_jax(number: int):
-    for key in (KEY, jax.random.PRNGKey(5)):
-        run = lambda key: (split_key(key, number), fold_in(key, 11))  # noqa: E731
-        assert handlers(run, key) == ["mx_jax_cpu_derive_keys"] * 2
-        expected = jax.random.split(key, number), jax.random.fold_in(key, 11)
-        for found in (quick(run)(key), run(key)):
-            for one, other in zip(found, expected, strict=True):
-                assert one.dtype == other.dtype and one.shape == other.shape
-                np.testing.assert_array_equal(*map(data, (one, other)))
-    keys = jax.random.split(KEY, 4)
-    found = quick(jax.vmap(lambda key: fold_in(key, 2)))(keys)
-    np.testing.assert_array_equal(
-        *map(data, (found, jax.vmap(lambda key: jax.random.fold_in(key, 2))(keys)))
-    )
+def derived(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A key of three of what is folded in, as a call has it and as JAX does."""
+    own = split_key(fold_in(key, 11), 3)[2]
+    return own, jax.random.split(jax.random.fold_in(key, 11), 3)[2]
+
+
+@pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(5)], ids=["typed", "old"])
+def test_the_keys_of_jax(key: jax.Array):
+    """Derived in the call that draws, and at once where a number is traced."""
+    draw = lambda key: draw_bits(derived(key)[0], (33,), 16)  # noqa: E731
+    assert handlers(draw, key) == ["mx_jax_cpu_random_bits"]
+    expected = random_bits.draw_bits(derived(key)[1], (33,), 16)
+    np.testing.assert_array_equal(quick(draw)(key), expected)
+    np.testing.assert_array_equal(draw(key), expected)
+    own, other = derived(key)
+    np.testing.assert_array_equal(data(own.get()), data(other))
+    found = quick(lambda key, place: fold_in(derived(key)[0], place))(key, 4)
+    np.testing.assert_array_equal(data(found), data(jax.random.fold_in(other, 4)))
+    keys = jax.random.split(key, 4)
+    found = quick(jax.vmap(draw))(keys)
+    for one, bits in zip(keys, found, strict=True):
+        np.testing.assert_array_equal(bits, random_bits.draw_bits(derived(one)[1], (33,), 16))
 
 
 def data(keys: jax.Array) -> jax.Array:

@@ -449,3 +449,22 @@ def test_quantize_is_one_program(format: str, compiled: list[str]):
     compiled.clear()
     mx_jax.quantize(x, format)
     assert len(compiled) == 1
+
+
+def test_what_codes_are_not_asked():
+    """Arithmetic and methods of arrays name the remedy; truth is that of the values."""
+    q = mx_jax.quantize(jnp.ones((4, 64)), "mxfp8")
+    for compute in (lambda: q + 1, lambda: 2 * q, lambda: q / q, lambda: q @ q, lambda: 2**q):
+        with pytest.raises(TypeError, match=r"codes are not computed with.*x\.dequantize\(\)"):
+            compute()
+    for name in ("mean", "astype", "sum"):
+        with pytest.raises(AttributeError, match=rf"'{name}': the values have it, x\.dequantize"):
+            getattr(q, name)
+    with pytest.raises(AttributeError, match=r"MXArray has no attribute 'nothing'$"):
+        q.nothing  # noqa: B018
+    assert not hasattr(q, "sharding")
+    np.testing.assert_array_equal(jnp.ones((64, 4)) @ q, jnp.full((64, 64), 4.0))
+    with pytest.raises(ValueError, match="truth value of an array with more than one element"):
+        bool(q)
+    assert bool(mx_jax.quantize(jnp.ones(1), "mxfp8"))
+    assert not bool(mx_jax.quantize(jnp.zeros(1), "mxfp8"))

@@ -125,7 +125,9 @@ def test_four_over_six_takes_four_where_it_loses_less():
     blocks = F([[4, 3, 1, 0.5], [6, 4, 2, 1], [0, 0, 0, 0], [np.inf, 1, 1, 1], [9, 0, 0, 0]])
     patterns = np.max(blocks.view(np.int32), axis=1, keepdims=True)
     run = jax.jit(
-        lambda x, amax: functions.four_over_six(BlockData(x, (1,), amax, NVFP4_ONE_LEVEL, None))
+        lambda x, amax: functions.FOUR_OVER_SIX.scales(
+            BlockData(x, (1,), amax, NVFP4_ONE_LEVEL, None)
+        )
     )
     scales = np.asarray(run(blocks, patterns))[:, 0]
     assert scales[:2].view(float8_e4m3fn).astype(F).tolist() == [1, 1]

@@ -12,13 +12,13 @@ from mx_jax.backends.calls import (
     Call,
     CastStatisticsCall,
     DequantizeCall,
-    DeriveKeysCall,
     MatmulCall,
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
     RaggedCall,
     RandomBitsCall,
+    TransformCall,
 )
 from mx_jax.backends.cpu_ffi import (
     attend,
@@ -30,6 +30,7 @@ from mx_jax.backends.cpu_ffi import (
     ragged,
     random_bits,
     statistics,
+    transform,
     weights,
 )
 from mx_jax.backends.target import Backend, Offer, Target
@@ -80,7 +81,7 @@ CPU_FFI = Backend(
         _offer(PackCall, weights.rejects, weights.pack),
         _offer(AttendCall, attend.rejects, attend.attend),
         _offer(RandomBitsCall, random_bits.rejects, random_bits.random_bits),
-        _offer(DeriveKeysCall, random_bits.rejects_keys, random_bits.derive_keys),
+        _offer(TransformCall, transform.rejects, transform.transform),
         _offer(CastStatisticsCall, statistics.rejects, statistics.cast_statistics),
     ),
 )

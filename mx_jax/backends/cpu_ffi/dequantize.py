@@ -5,9 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.backends.calls import DequantizeCall
-from mx_jax.backends.cpu_ffi.cast_axes import cast_axes, flat_blocks
+from mx_jax.backends.cpu_ffi.cast_axes import (
+    cast_axes,
+    facts,
+    flat_blocks,
+    rejects_blocks,
+    rejects_parts,
+)
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
-from mx_jax.backends.cpu_ffi.quantize import facts, rejects_blocks, rejects_parts
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
@@ -21,6 +26,8 @@ def rejects(call: DequantizeCall) -> str | None:
         return f"needs tensor scales of the first axes, got them along axes={call.scale_axes}"
     if call.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"gives float32, bfloat16 or float16, got dtype={call.dtype}"
+    if call.saturates and call.format.element.has_inf:
+        return f"keeps Inf as it is, got saturates=True with {call.format.name}, which has Inf"
     return rejects_parts(call.format) or rejects_blocks(call.blocks)
 
 
@@ -39,6 +46,10 @@ def dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
         ),
     )
     (values,) = handler(*operands)
+    if call.saturates and call.format.scale.kind == "exponent":
+        # No element is Inf: what is, was beyond the dtype.
+        largest = jnp.finfo(call.dtype).max
+        values = jnp.minimum(jnp.maximum(values, -largest), largest)
     return values
 
 

@@ -23,7 +23,7 @@ Bits = tuple[jax.Array | None, jax.Array | None]
 def rejects(call: QuantizeBothCall) -> str | None:
     """Why the handler does not take both casts, or None."""
     for single in (call.first, call.second):
-        reason = quantize.rejects(single) or _rejects_blocks(single.blocks)
+        reason = quantize.rejects(single) or _rejects_rule(single) or _rejects_blocks(single.blocks)
         if reason is not None:
             return reason
     last, other = _ordered(call)
@@ -107,6 +107,12 @@ def _rejects_blocks(blocks: Blocks) -> str | None:
     if sizes[0] > _LARGEST_BLOCK:
         return f"casts both ways blocks <= {_LARGEST_BLOCK}, got blocks={blocks}"
     return None
+
+
+def _rejects_rule(call: QuantizeCall) -> str | None:
+    if not call.scale_rule.reads_values:
+        return None
+    return f"casts both ways by rules of amax alone, got {call.scale_rule.name!r}"
 
 
 def _ordered(call: QuantizeBothCall) -> tuple[QuantizeCall, QuantizeCall]:

@@ -9,9 +9,9 @@ from jax import lax
 
 from mx_jax.backends.calls import CastStatisticsCall, rejects_symbolic
 from mx_jax.backends.cpu_ffi import library
+from mx_jax.backends.cpu_ffi.cast_axes import rejects_blocks, rejects_parts
 from mx_jax.backends.cpu_ffi.dequantize import attributes
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
-from mx_jax.backends.cpu_ffi.quantize import rejects_blocks, rejects_parts
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray

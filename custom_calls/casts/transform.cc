@@ -1,0 +1,104 @@
+// The handler of block Hadamard transforms along an axis, and of their inverses.
+#include "casts/transform.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "casts/attributes.h"
+#include "common/checks.h"
+#include "common/dispatch.h"
+#include "common/macros.h"
+#include "common/thread_pool.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace mx {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int64_t kPart = 1 << 14;  // values of a task, about
+
+const TransformKernels& ChosenTransformKernels() {
+#if MX_X86
+  static const TransformKernels* const kKernels[kNumIsas] = {
+      &portable::kTransform, &avx2::kTransform, &avx512::kTransform};
+#else
+  static const TransformKernels* const kKernels[kNumIsas] = {&portable::kTransform};
+#endif
+  return Pick(kKernels);
+}
+
+// `x` `[*batch, outer, length, inner]` and `signs` `[*batch, size]` to `[*batch, outer, out_length,
+// inner]`; out_length is length in whole groups, or less of an inverse.
+ffi::Error Transform(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> signs,
+                     ffi::Result<ffi::Buffer<ffi::F32>> out, bool is_inverse) {
+  const auto given = x.dimensions(), signed_by = signs.dimensions(), wanted = out->dimensions();
+  const size_t batch = signed_by.size() == 0 ? 0 : signed_by.size() - 1;
+  const bool fits = signed_by.size() >= 1 && given.size() == batch + 3 &&
+                    wanted.size() == batch + 3 &&
+                    std::equal(given.begin(), given.begin() + batch + 1, wanted.begin()) &&
+                    std::equal(given.begin(), given.begin() + batch, signed_by.begin()) &&
+                    given.back() == wanted.back();
+  if (!fits) {
+    return InvalidArgument(
+        "mx_jax transform: needs x [*batch, outer, length, inner], signs [*batch, size] and out ",
+        "[*batch, outer, out_length, inner], got x.shape=", Shape(given), ", signs.shape=",
+        Shape(signed_by), ", out.shape=", Shape(wanted));
+  }
+  TransformPlan plan;
+  plan.size = signed_by.back();
+  if (plan.size < 2 || plan.size > kMaxTransform || (plan.size & (plan.size - 1)) != 0) {
+    return InvalidArgument("mx_jax transform: size must be a power of two of 2 to ", kMaxTransform,
+                           ", got size=", plan.size);
+  }
+  MX_RETURN_IF_ERROR(ParseFloatType("transform", x, &plan.type));
+  plan.length = given[batch + 1];
+  plan.out_length = wanted[batch + 1];
+  plan.inner = given.back();
+  plan.is_inverse = is_inverse;
+  const int64_t groups = (plan.length + plan.size - 1) / plan.size;
+  const bool whole = is_inverse ? plan.length % plan.size == 0 &&
+                                      plan.out_length <= plan.length
+                                : plan.out_length == groups * plan.size;
+  if (!whole) {
+    return InvalidArgument("mx_jax transform: lengths must be of whole groups, got length=",
+                           plan.length, ", out_length=", plan.out_length, ", size=", plan.size);
+  }
+  const int64_t outer = given[batch], in_stride = plan.length * plan.inner;
+  const int64_t out_stride = plan.out_length * plan.inner;
+  int64_t slices = outer;
+  for (size_t axis = 0; axis < batch; ++axis) slices *= given[axis];
+  if (slices == 0 || groups == 0 || plan.inner == 0) return ffi::Error::Success();
+  const int64_t width = plan.type == FloatType::kF32 ? 4 : 2;
+  const char* from = static_cast<const char*>(x.untyped_data());
+  const TransformKernels& kernels = ChosenTransformKernels();
+  // A task has groups of one slice, or many short slices.
+  const int64_t step = std::max<int64_t>(1, kPart / (plan.size * plan.inner));
+  const int64_t parts = (groups + step - 1) / step;
+  const int64_t together = parts > 1 ? 1 : std::max<int64_t>(1, kPart / in_stride);
+  const int64_t tasks = parts > 1 ? slices * parts : (slices + together - 1) / together;
+  ParallelFor(pool, tasks, [&](int64_t task) {
+    const int64_t first = parts > 1 ? task / parts : task * together;
+    const int64_t last = std::min(slices, first + together);
+    const int64_t group = parts > 1 ? (task - first * parts) * step : 0;
+    for (int64_t slice = first; slice < last; ++slice) {
+      TransformPlan own = plan;
+      own.x = from + slice * in_stride * width;
+      own.signs = signs.typed_data() + slice / outer * plan.size;
+      own.out = out->typed_data() + slice * out_stride;
+      kernels.groups(own, group, std::min(groups, group + step));
+    }
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace mx
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MxTransform, mx::Transform,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<bool>("is_inverse"));
