@@ -10,6 +10,8 @@ import functools
 import numbers
 from typing import Any
 
+import numpy as np
+
 from mx_jax.axes import Side
 from mx_jax.codecs.rounding import Rounding, rounding_mode
 from mx_jax.formats import BlockFormat, block_format
@@ -241,9 +243,11 @@ class MatmulRecipe:
         passing it straight through.
       gather: mesh axes along which operands are gathered as codes, or names of such axes. None: on
         automatic axes those that the compiler has to gather along, on others none. `()`: none.
+      reduce_dtype: in which devices add up their parts of a product or a gradient: float32, or
+        None for the product's own dtype, as `jax.lax.dot_general` does.
 
     Raises:
-      TypeError: a name or a mask that is none.
+      TypeError: a name, a mask or a dtype that is none.
       ValueError: residuals or a mask that the forward product does not allow.
     """
 
@@ -254,6 +258,7 @@ class MatmulRecipe:
     residuals: Residuals
     mask_clipped: bool = False
     gather: Gather | None = None
+    reduce_dtype: np.dtype | None = None
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
@@ -264,6 +269,13 @@ class MatmulRecipe:
                 f"mask_clipped={self.mask_clipped!r}"
             )
         object.__setattr__(self, "gather", Gather.of(self.gather))
+        object.__setattr__(self, "reduce_dtype", _reduce_dtype(self.reduce_dtype, self.name))
+        if self.reduce_dtype is not None and self.is_high_precision:
+            raise ValueError(
+                f"Recipe {self.name!r}: products in high precision are jax.lax.dot_general's, "
+                f"added up in their own dtype, got reduce_dtype={self.reduce_dtype}; use "
+                "reduce_dtype=None, and preferred_element_type='float32' where you multiply"
+            )
         specs = (self.fwd.lhs, self.fwd.rhs)
         for spec in specs:
             if self.mask_clipped and spec and spec.scale_rule.rounding.random_bits:
@@ -294,7 +306,19 @@ class MatmulRecipe:
         return any(spec.is_stochastic for spec in (self.fwd, self.dlhs, self.drhs))
 
     def __str__(self) -> str:
+        summed = "" if self.reduce_dtype is None else f"; devices add up in {self.reduce_dtype}"
         return (
             f"{self.name}: output {self.fwd}; grad_input {self.dlhs}; "
-            f"grad_weight {self.drhs}; keeps {self.residuals.value}"
+            f"grad_weight {self.drhs}; keeps {self.residuals.value}{summed}"
         )
+
+
+def _reduce_dtype(given: Any, name: str) -> np.dtype | None:
+    if given is None:
+        return None
+    if np.dtype(given) != np.float32:
+        raise ValueError(
+            f"Recipe {name!r}: reduce_dtype must be float32, or None for the product's own dtype, "
+            f"got reduce_dtype={given!r}"
+        )
+    return np.dtype(given)

@@ -1,7 +1,7 @@
 """Models that multiply by name inside their layers, by rules: `python tunix_rules.py`.
 
-Needs `pip install google-tunix` (0.1.7); gemma's layers are reached alike. Their `Einsum` calls
-`jnp.einsum` itself and has no hook: a rule that names its type has its call traced.
+Needs `pip install google-tunix` (0.1.7); gemma's layers are reached alike. Their `Einsum` and their
+attention call `jnp.einsum` themselves and have no hook: the model's call is traced.
 """
 
 import importlib
@@ -50,16 +50,16 @@ def main(steps: int = 20) -> tuple[list[float], Report, convert.Report]:
     source = models("llama3")
     # The first rule that matches decides: the head stays in high precision.
     rules = [
-        convert.Rule("lm_head|embedder", None, types=(source.Einsum, source.Embedder)),
-        convert.Rule(".*", recipes.mxfp8(), types=(nnx.Linear, source.Einsum)),
+        convert.Rule("lm_head", None),
+        convert.Rule(".*", recipes.mxfp8()),
     ]
     model: Any = small(source)
-    decisions = convert.report(model, rules)
-    model = convert.nnx(model, rules)
-    optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
     tokens = np.random.default_rng(0).integers(0, 32, (4, 16))
     positions = np.broadcast_to(np.arange(16), tokens.shape)
     mask = jnp.tril(jnp.ones((4, 16, 16), bool))
+    decisions = convert.report(model, rules, tokens, positions, None, mask)
+    model = convert.nnx(model, rules)
+    optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
 
     @nnx.jit
     def step(model: Any, optimizer: nnx.Optimizer) -> jax.Array:

@@ -61,8 +61,11 @@ def quantized(
 
 
 def converted(model: nn.Module, choice: Choice) -> nn.Module:
-    """The model, multiplying as chosen; it takes float32 parameters or stored ones."""
-    return convert.linen(model, choice.rules())
+    """The model, multiplying as chosen; it takes float32 parameters or stored ones.
+
+    The two products of each attention stay in high precision.
+    """
+    return convert.linen(model, [convert.Rule(".*->.*", None), *choice.rules()])
 
 
 def stored(variables: Any, choice: Choice, by: calibrate.Way | None = None) -> Any:

@@ -82,6 +82,8 @@ class MatmulCall:
         explicit axes, else None.
       moves_codes: whether the compiler, where it splits the product between devices, is told to
         move codes; else it moves what it likes.
+      reduce_dtype: in which devices add up what each has of the sums, if that is wider than the
+        product's; None: in the product's.
     """
 
     lhs: OperandType
@@ -91,6 +93,7 @@ class MatmulCall:
     fast_accumulation: bool = False
     out_sharding: Any = None
     moves_codes: bool = True
+    reduce_dtype: np.dtype | None = None
 
     @property
     def text(self) -> str:

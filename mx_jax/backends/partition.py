@@ -26,11 +26,11 @@ from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
 from mx_jax.codecs import packing
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Cut, PackedMXArray, unpacked
-from mx_jax.sharding.movement import Part, spec_of
+from mx_jax.sharding.movement import Part, reduced_in, spec_of
 from mx_jax.sharding.partition import Factor, Factors, Share, fine_mesh, share, stored_parts
 
 # Computes a call of these operands on one device: `compute(call, lhs, rhs)`.
-Compute = Callable[..., jax.Array]
+Compute = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,8 @@ def _function(split: Split, shapes: tuple[tuple[int, ...], ...]) -> Any:
         reduction_factors=summed,
         **sizes,
     )
-    batched: Any = custom_vmap(functools.partial(partitioned, _name_of(split)))
+    name = name_of(split.compute, split.call, split.tree)
+    batched: Any = custom_vmap(functools.partial(partitioned, name))
 
     @batched.def_vmap
     def _(size: int, in_batched: Sequence[bool], *leaves: jax.Array) -> Any:
@@ -110,13 +111,12 @@ def _function(split: Split, shapes: tuple[tuple[int, ...], ...]) -> Any:
     return batched
 
 
-def _name_of(split: Split) -> np.ndarray:
+def name_of(*what: Any) -> np.ndarray:
     """An operand that nothing reads: it tells programs apart that differ in what they compute.
 
     The compiler sees shapes alone, and so does the key of a compilation cache.
     """
-    text = repr((split.compute, split.call, split.tree))
-    return np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32)
+    return np.frombuffer(hashlib.sha256(repr(what).encode()).digest(), np.uint32)
 
 
 # Batches ------------------------------------------------------------------------------------------
@@ -302,7 +302,19 @@ def _partition(split: Split, mesh: Any, given: Any, wanted: Any) -> Any:
         shardings.append(NamedSharding(mesh, spec_of(_joined(used, moves[-1]))))
         shardings += [each.sharding(used, leaf.shape, codes.shape) for leaf in scales]
     result = NamedSharding(mesh, spec_of(each.product(factors.out)))
-    return mesh, functools.partial(_local, split, each, moves), result, tuple(shardings)
+    local = without_mesh(functools.partial(_local, split, each, moves))
+    return mesh, local, result, tuple(shardings)
+
+
+def without_mesh(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """What one device computes, while the compiler asks: explicit axes of a mesh in context would
+    be in the type of every result."""
+
+    def run(*leaves: jax.Array) -> Any:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return compute(*leaves)
+
+    return run
 
 
 def _joined(used: tuple[Part, ...], moved: tuple[Part, ...]) -> tuple[Part, ...]:
@@ -335,13 +347,12 @@ def _local(
             operand = dataclasses.replace(operand, codes=codes)
         operands.append(operand)
     lhs, rhs = operands
-    partial = bool(each.summed or each.scattered)
+    partial, own = bool(each.summed or each.scattered), split.call
     call = dataclasses.replace(
-        split.call,
+        own,
         lhs=OperandType.of(lhs, split.axes.lhs),
         rhs=OperandType.of(rhs, split.axes.rhs),
-        # What devices add up is added before it is rounded.
-        out_dtype=np.dtype(np.float32) if partial else split.call.out_dtype,
+        out_dtype=reduced_in(own.out_dtype, own.reduce_dtype) if partial else own.out_dtype,
     )
     product = split.compute(call, lhs, rhs)
     for axis, factor in enumerate(split.factors.out):
@@ -349,7 +360,7 @@ def _local(
             product = lax.psum_scatter(product, names, scatter_dimension=axis, tiled=True)
     if each.summed:
         product = lax.psum(product, each.summed)
-    return product.astype(split.call.out_dtype)
+    return product.astype(own.out_dtype)
 
 
 def _gathered(codes: jax.Array, bits: int, moved: tuple[Part, ...]) -> jax.Array:

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
-from mx_jax.backends import partition
+from mx_jax.backends import partition, partition_casts
 from mx_jax.backends.calls import (
     Call,
     CastStatisticsCall,
@@ -121,15 +121,14 @@ def _of_a_part(call: Call, target: Target) -> Choice | None:
 def _record(call: Call, target: Target, choice: Choice | None) -> None:
     """Add what was decided to the active record."""
     how = "" if choice is None else choice.offer.how
-    # Devices that share a product each compute their part by the same backend.
-    by_parts = isinstance(call, MatmulCall) and partition.can_split(call)
-    if (
-        choice is not None
-        and not target.counted
-        and not isinstance(call, PackCall)
-        and (choice.offer.inline or not by_parts)
-    ):
-        names = _names_on(call, dataclasses.replace(target, counted=True))
+    # Devices that share a product or a cast each compute their part by the same backend.
+    of_matmul = isinstance(call, MatmulCall) and partition.can_split(call)
+    by_parts = of_matmul or partition_casts.can_split(call)
+    if choice is not None and not target.counted and not isinstance(call, PackCall):
+        shared = dataclasses.replace(target, program_devices=target.num_devices, counted=True)
+        if by_parts and not choice.offer.inline:
+            shared = dataclasses.replace(shared, num_devices=1)
+        names = _names_on(call, shared)
         if names != (choice.backend.name,):
             others = f"by {' and '.join(names)} where the program has several devices"
             how = f"{how}; {others}" if how else others
@@ -181,11 +180,13 @@ class Asked:
         that the trace is for."""
         return self if self.target.platform == platform else dataclasses.replace(self, only=None)
 
-    def machine(self, platform: str, num_devices: int) -> Target:
+    def machine(self, platform: str, num_devices: int, program_devices: int) -> Target:
         """The machine of a program; under `only_backend` calls are taken as they are."""
         known = self.target if self.target.platform == platform else machine_of(platform)
         devices = 1 if self.only is not None else num_devices
-        return dataclasses.replace(known, num_devices=devices, counted=True)
+        return dataclasses.replace(
+            known, num_devices=devices, program_devices=program_devices, counted=True
+        )
 
     @contextlib.contextmanager
     def on(self, target: Target) -> Iterator[None]:
@@ -397,7 +398,9 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
     context = module.axis_context
     devices = num_devices(context)
     asked = work.asked.for_platform(platform)
-    target = asked.machine(platform, devices)
+    # Below shard_map each device has calls of its own; the mesh tells how many there are.
+    program_devices = getattr(getattr(context, "mesh", None), "size", devices)
+    target = asked.machine(platform, devices, program_devices)
     exported = module.lowering_parameters.for_export
     known = None if devices == 1 or exported else _devices_of(context, platform)
     if known is not None:
@@ -410,11 +413,22 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
         is_split = known is not None and target.num_devices > 1
         if is_split and isinstance(call, MatmulCall) and partition.can_split(call):
             return partition.multiply(OnOneDevice(asked, target), call, *operands)
+        by_parts = is_split and not work.batches and _casts_by_parts(call, target)
+        if by_parts and isinstance(call, QuantizeCall | QuantizeBothCall):
+            return partition_casts.quantize(OnOneDevice(asked, target), call, *operands)
         return _compute(call, target, *operands)
 
     with on_one_device(devices == 1), asked.on(target):
         compute = functools.partial(work.compute, how)
         return mlir.lower_fun(compute, multiple_results=True)(ctx, *values)
+
+
+def _casts_by_parts(call: Call, target: Target) -> bool:
+    """Whether each device casts its part by a kernel, where plain JAX would cast all of it."""
+    if not partition_casts.can_split(call):
+        return False
+    choice = find(call, dataclasses.replace(target, num_devices=1, device_kind=None))
+    return choice is not None and not choice.offer.inline and choice.backend != REFERENCE
 
 
 def num_devices(context: Any) -> int:

@@ -125,6 +125,8 @@ def _first(
         elif (reason := offer.rejects(call, target)) is None:
             row = proved.get(name)
             offer = offer if row is None else backend.offer(call, row.kernel, row.config)
+            if offer.describes is not None:
+                offer = dataclasses.replace(offer, how=offer.describes(call, target))
             tried = tuple(rejections)
             choice = Choice(
                 backend=backend, offer=offer, rejections=tried, target=target, evidence=row

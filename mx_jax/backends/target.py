@@ -40,6 +40,8 @@ class Target:
         lowering tells whether the program has one device.
       device_kind: jax's name of an accelerator, e.g. `"NVIDIA H200"`, by which measurements are
         found; None for CPUs, and where it is not known.
+      program_devices: how many devices the program has, those of `jax.shard_map` too, which share
+        no call.
     """
 
     platform: str
@@ -47,6 +49,7 @@ class Target:
     num_devices: int = 1
     counted: bool = True
     device_kind: str | None = None
+    program_devices: int = 1
 
 
 # jax.Device is no type to a type checker.
@@ -105,7 +108,13 @@ def current_target(num_devices: int | None = None) -> Target:
     if num_devices is None:
         num_devices = _number_of(device)
         counted = num_devices == 1 or not jax.sharding.get_abstract_mesh().empty
-    return dataclasses.replace(_described(device), num_devices=num_devices, counted=counted)
+    return dataclasses.replace(
+        _described(device),
+        num_devices=num_devices,
+        counted=counted,
+        # An empty mesh has none.
+        program_devices=max(1, jax.sharding.get_abstract_mesh().size),
+    )
 
 
 def machine_of(platform: str) -> Target:
@@ -201,6 +210,7 @@ class Offer:
         RandomBitsCall: `(data, call)` to int32, of the key's data. TransformCall: `(x, signs,
         call)` to float32, within a product's bound.
       how: what computes it, in words, where the backend's name does not say it.
+      describes: given a call that it takes and the target, what takes the place of `how`.
       lays_out: the side whose weights, which did not come packed, it brings into a layout of its
         own, at every call and in more than one kernel: then who stored them is told of
         `pack_weights`. None: neither.
@@ -213,6 +223,7 @@ class Offer:
     rejects: Callable[[Any, Target], str | None]
     run: Callable[..., Any]
     how: str = ""
+    describes: Callable[[Any, Target], str] | None = None
     lays_out: Callable[[Any], Side | None] = lambda call: None
     is_plain: bool = False
     inline: bool = False

@@ -8,7 +8,15 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
-from mx_jax.convert.jaxpr import DotGeneral, PlannedBody, planned, recipes_of
+from mx_jax.convert.jaxpr import (
+    DotGeneral,
+    Module,
+    Plan,
+    PlannedBody,
+    planned,
+    recipes_of,
+    tracing,
+)
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Rule, as_rules
 from mx_jax.nn.randomness import RNG_STREAM
@@ -140,12 +148,12 @@ class ConvertedFunction(Generic[P, R]):
 
     def _compiled(self, static: "_Static") -> Callable[..., R]:
         def run(arrays: list[Any], key: jax.Array | None) -> R:
-            program, structure, plan, found = _planned(self.function, self.rules, static, arrays)
-            result = Report(rules=self.rules, decisions=found)
+            traced = _traced(self.function, self.rules, static, arrays)
+            result = Report(rules=self.rules, decisions=traced.decisions)
             result.check("convert.function", self.strict, self._used)
             self._used.update(set(range(len(self.rules))) - set(result.unused))
-            _check_key(key, recipes_of(plan), _name_of(self.function))
-            return jax.tree.unflatten(structure, PlannedBody(program, plan)(arrays, key))
+            _check_key(key, recipes_of(traced.plan), _name_of(self.function))
+            return traced.run(arrays, key)
 
         run.__name__ = run.__qualname__ = _name_of(self.function)
         return jax.jit(run)
@@ -163,7 +171,7 @@ def decisions(
     if not _takes_rngs(fn):
         _check_streams(kwargs.pop("rngs", None))
     static, arrays = _split(fn, _as_arguments(weights), args, kwargs)
-    return _planned(fn, rules, static, arrays)[-1]
+    return _traced(fn, rules, static, arrays).decisions
 
 
 def original(fn: Callable[P, R]) -> Callable[P, R]:
@@ -176,66 +184,122 @@ def _as_arguments(weights: int | str | Sequence[int | str]) -> Arguments:
     return (weights,) if isinstance(weights, int | str) else tuple(weights)
 
 
-@dataclasses.dataclass(frozen=True)
-class TracedCall:
-    """Calls a function with its products made by one recipe, whatever they are called.
+def call_by_recipe(
+    function: Callable[..., R],
+    args: Any,
+    kwargs: dict[str, Any],
+    *,
+    recipe: Recipe,
+    name: str,
+    key: jax.Array | None,
+    dot_general: DotGeneral,
+) -> R:
+    """The result of a call whose products are made by one recipe, whatever they are called.
 
-    For layers without an attribute for their product (somebody's own Einsum, `x @ kernel`): the
-    kernel is the operand that no argument goes into.
+    The kernel is the operand that no argument goes into.
+
+    Args:
+      function: of arrays and of values that stay what they are, such as subscripts.
+      args: its arguments by position.
+      kwargs: by name.
+      recipe: what to quantize.
+      name: for errors.
+      key: PRNG key; None if nothing draws.
+      dot_general: from the recipe to what multiplies.
+
+    Raises:
+      ValueError: there is no product that can be quantized.
+    """
+    static, arrays = _split(function, (), args, kwargs)
+    traced = _traced(function, (Rule(".*", recipe),), static, arrays)
+    if not traced.plan:
+        raise ValueError(
+            f"convert: a rule names the type of {name}, but its call contains no dot_general "
+            "or ragged_dot that can be quantized: drop the type from the rule"
+        )
+    # Its products go by the layer's name, without subscripts of an einsum.
+    return traced.run(arrays, key, dot_general=dot_general, tagged=False)
+
+
+def call_of_model(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    rules: tuple[Rule, ...],
+    modules: Mapping[str, Module],
+    key: jax.Array | None = None,
+    tell: Callable[[tuple[Decision, ...]], None] = lambda decisions: None,
+    runs: bool = True,
+) -> Any:
+    """The result of a model's call, with those products made anew that no layer has for itself.
+
+    Args:
+      function: of the state that holds the weights, and of other arguments; pure.
+      args: its arguments by position, the state first.
+      kwargs: by name.
+      rules: the first that matches a product decides.
+      modules: by path; calls may add theirs.
+      key: where products draw from, or None.
+      tell: is told what the rules say.
+      runs: whether the result is wanted.
+    """
+    static, arrays = _split(function, (0,), args, kwargs)
+    with tracing(rules):
+        traced = _traced(function, rules, static, arrays, modules)
+    tell(traced.decisions)
+    if not runs:
+        return None
+    _check_key(key, recipes_of(traced.plan), "apply")
+    return traced.run(arrays, key)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced(Generic[R]):
+    """A call as a jaxpr.
 
     Attributes:
-      recipe: what to quantize.
+      program: from the arrays of the call to those of its result.
+      plan: what becomes of it.
+      decisions: about each of its products.
+      result: from these arrays to the result.
     """
 
-    recipe: Recipe
+    program: Any
+    plan: Plan
+    decisions: tuple[Decision, ...]
+    result: Callable[[Sequence[Any]], R]
 
-    def __call__(
-        self,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: dict[str, Any],
-        *,
-        name: str,
-        key: Any = None,
-        dot_general: DotGeneral = lambda recipe: recipe.dot_general,
-        strict: bool = True,
-    ) -> Any:
-        """The function's result.
-
-        Args:
-          function: of arrays and of values that stay what they are, such as subscripts.
-          args: its arguments by position.
-          kwargs: by name.
-          name: for errors.
-          key: PRNG key, or what gives it; None if nothing draws.
-          dot_general: from the recipe to what multiplies.
-          strict: whether a function without product is an error.
-
-        Raises:
-          ValueError: with strict, if there is no product that can be quantized.
-        """
-        static, arrays = _split(function, (), args, kwargs)
-        rules = (Rule(".*", self.recipe),)
-        program, structure, plan, _ = _planned(function, rules, static, arrays)
-        if strict and not plan:
-            raise ValueError(
-                f"convert: a rule names the type of {name}, but its call contains no dot_general "
-                "or ragged_dot that can be quantized: drop the type from the rule"
-            )
-        if callable(key):
-            key = key() if plan else None
-        # Its products go by the layer's name, without subscripts of an einsum.
-        values = PlannedBody(program, plan, dot_general, tagged=False)(arrays, key)
-        return jax.tree.unflatten(structure, values)
+    def run(self, arrays: Sequence[Any], key: jax.Array | None, **options: Any) -> R:
+        """The result of a call with other arrays; options are those of `PlannedBody`."""
+        return self.result(PlannedBody(self.program, self.plan, **options)(arrays, key))
 
 
-def _planned(
-    function: Callable[..., Any], rules: tuple[Rule, ...], static: "_Static", arrays: list[Any]
-) -> tuple[Any, Any, Any, tuple[Decision, ...]]:
-    """The jaxpr of a call, the structure of its result, the plan, and what the rules say."""
-    call = functools.partial(static.call, function)
-    program, shape = jax.make_jaxpr(call, return_shape=True)(arrays)
-    return program, jax.tree.structure(shape), *planned(program, static.data, rules)
+def _traced(
+    function: Callable[..., R],
+    rules: tuple[Rule, ...],
+    static: "_Static",
+    arrays: Sequence[Any],
+    modules: Mapping[str, Module] | None = None,
+) -> _Traced[R]:
+    """A call as a jaxpr, and what the rules say of it. What it gives back may be no array too."""
+    found: list[tuple[Any, list[Any]]] = []
+
+    def call(arrays: Sequence[Any]) -> list[Any]:
+        leaves, structure = jax.tree.flatten(static.call(function, arrays))
+        found[:] = [(structure, [None if _is_array(leaf) else leaf for leaf in leaves])]
+        return [leaf for leaf in leaves if _is_array(leaf)]
+
+    def result(values: Sequence[Any]) -> R:
+        given, ((structure, leaves),) = iter(values), found
+        return jax.tree.unflatten(structure, [next(given) if x is None else x for x in leaves])
+
+    program = jax.make_jaxpr(call)(arrays)
+    return _Traced(program, *planned(program, static.data, rules, modules), result)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def _check_key(key: jax.Array | None, recipes: Sequence[Recipe], name: str) -> None:
@@ -295,7 +359,7 @@ def _split(
     leaves, structure = jax.tree.flatten((args, kwargs))
     constants = [
         None
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        if _is_array(leaf)
         else _Constant(leaf, type(leaf), repr(leaf) if isinstance(leaf, float | complex) else "")
         for leaf in leaves
     ]

@@ -10,7 +10,8 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from mx_jax.codecs.explicit_axes import varying
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
 from mx_jax.convert.traced_products import TracedProduct, traced_products
-from mx_jax.ops.tags import iteration, tag, watching
+from mx_jax.ops.tags import LayerName, iteration, place, tag, watching
 from mx_jax.recipes import Recipe
 
 Key = jax.Array | None
@@ -51,12 +52,43 @@ DotGeneral = Callable[[Recipe], Callable[..., jax.Array]]
 # calls share what is made of them.
 Plan = tuple[tuple[tuple[int, ...], tuple[Recipe, bool]], ...]
 
+# The scope of a module's call, by its path; of products that are decided already, with a "=".
+_MARK = re.compile(r"\[([^][]*)\]")
 # What JAX writes around the names of what it has transformed, and what of it rules see.
 _TRANSFORMED = re.compile(r"\b(vmap|jvp|transpose)\(([^()]*)\)")
 _GRADIENTS = {"jvp", "transpose"}
 
 
+# The rules of the model whose call is being traced, or None. In jit's key: such a trace has marks.
+tracing: Any = jax.make_user_context(default_value=None)
+
+
+def in_module(path: str) -> AbstractContextManager[Any]:
+    """A scope whose products are a module's, by its path, in a call that is traced for rules."""
+    return jax.named_scope(f"[{path}]")
+
+
+def decided(path: str = "") -> AbstractContextManager[Any]:
+    """A scope whose products no rule is asked about once more."""
+    return contextlib.nullcontext() if tracing.value is None else in_module(f"{path}=")
+
+
 # Plans ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """What rules know of a module whose call is traced.
+
+    Attributes:
+      type: its class.
+      aliases: other paths of a module that the model holds in several places.
+      named_only: whether only a rule that names the type converts its products.
+    """
+
+    type: type
+    aliases: tuple[str, ...] = ()
+    named_only: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +111,10 @@ class _Product:
 
 
 def planned(
-    program: ClosedJaxpr, data: Sequence[bool], rules: tuple[Rule, ...]
+    program: ClosedJaxpr,
+    data: Sequence[bool],
+    rules: tuple[Rule, ...],
+    modules: Mapping[str, Module] | None = None,
 ) -> tuple[Plan, tuple[Decision, ...]]:
     """The plan for a jaxpr, and the decision about each of its products.
 
@@ -87,28 +122,57 @@ def planned(
       program: the jaxpr, with its constants.
       data: whether each operand is data; what data go into is no kernel.
       rules: the first that matches decides.
+      modules: of a model, by path; None: a plain function, whose paths are scopes alone.
     """
-    found = list(_products(program, data, "", (), None))
-    counts = collections.Counter(product.scope for product in found)
-    seen: collections.Counter[str] = collections.Counter()
+    found = [own for own in _products(program, data, "", (), None) if not _is_decided(own.scope)]
+    scopes = [_scopes(own.scope, modules) for own in found]
+    counts, of_module = collections.Counter(scopes), collections.Counter(own for own, _ in scopes)
+    seen: collections.Counter[tuple[str, str]] = collections.Counter()
     decisions = []
-    for product in found:
-        scope, name = product.scope, _name(product.row.type)
-        numbered = f"{scope}/{name}_{seen[scope]}".lstrip("/")
-        seen[scope] += 1
-        path, *aliases = (scope, numbered) if counts[scope] == 1 else (numbered, scope)
+    for product, key in zip(found, scopes, strict=True):
+        module, scope = key
+        name = _name(product.row.type)
+        names = [scope, f"{scope}/{name}_{seen[key]}"]
+        seen[key] += 1
         outer, _, last = scope.rpartition("/")
+        # A module's path is that of all its products, if it has several.
+        alone = bool(scope) or modules is None or of_module[module] == 1
+        names = names[:1] if alone and counts[key] == 1 else names[::-1]
         if "->" in last:
             # jnp.einsum names a scope after its subscripts.
-            aliases.append(outer)
-        layer = Layer(path=path, aliases=tuple(aliases), type=product.row.type, **product.facts)
-        decisions.append(decide(rules, layer))
+            names.append(outer)
+        if modules is not None and of_module[module] == 1:
+            names.insert(0, "")
+        known = (modules or {}).get(module, Module(product.row.type))
+        path, *aliases = (
+            "/".join(part for part in (base, own.lstrip("/")) if part)
+            for base in (module, *known.aliases)
+            for own in names
+        )
+        facts: dict[str, Any] = product.facts | {"type": known.type, "product": product.row.type}
+        # Where nobody says which arguments are weights, any may be.
+        facts["of_activations"] = product.facts["of_activations"] and not all(data)
+        if known.named_only:
+            facts |= {"named_only": True, "product": None}
+        decisions.append(decide(rules, Layer(path=path, aliases=tuple(aliases), **facts)))
     plan = tuple(
         (product.where, (decision.recipe, product.turned))
         for product, decision in zip(found, decisions, strict=True)
         if decision.recipe is not None
     )
     return plan, tuple(decisions)
+
+
+def _is_decided(scope: str) -> bool:
+    marks = _MARK.findall(scope)
+    return bool(marks) and marks[-1].endswith("=")
+
+
+def _scopes(scope: str, modules: Mapping[str, Module] | None) -> tuple[str, str]:
+    """The path of the innermost module, and the scopes in it; of a function, all of them."""
+    marks = [] if modules is None else list(_MARK.finditer(scope))
+    rest = scope[marks[-1].end() :] if marks else _MARK.sub("", scope)
+    return marks[-1][1] if marks else "", "/".join(part for part in rest.split("/") if part)
 
 
 def recipes_of(plan: Plan) -> list[Recipe]:
@@ -180,7 +244,7 @@ def _product(
         left, right, params, _ = row.turned(*operands, params)
         operands = [left, right]
     facts = row.facts(*operands, params) | {"input": tuple(operands[0].shape)}
-    facts["obstacle"] = obstacle or facts["obstacle"]
+    facts |= {"obstacle": obstacle or facts["obstacle"], "of_activations": all(data[:2])}
     return _Product(scope=scope, row=row, facts=facts, turned=turns, where=where)
 
 
@@ -261,7 +325,7 @@ class PlannedBody:
             operands = [_read(atom, known) for atom in eqn.invars]
             # By equations, not by products: what rules change does not change others' keys.
             own = folded(key, index)
-            with eqn.ctx.manager:
+            with eqn.ctx.manager, _in_layer(eqn):
                 if eqn.primitive in regions():
                     results = self._region(eqn, operands, _below(self.plan, index), own)
                 else:
@@ -273,7 +337,7 @@ class PlannedBody:
 
     def traced(self, values: Sequence[Any], key: Key) -> ClosedJaxpr:
         """The jaxpr of the results; the same for each call of the same under the same plan."""
-        called = id(self.program), self.plan, key is None
+        called = id(self.program), self.plan, key is None, watching.value and place.value
         if called not in self.traced_before:
             self.traced_before[called] = jax.make_jaxpr(self)(values, key)
         return self.traced_before[called]
@@ -294,11 +358,17 @@ class PlannedBody:
             assert row.turned is not None
             *operands, params, back = row.turned(*operands, params)
         # The scope that it stood in, for profiles and for what XLA says, and for who watches.
-        scope = str(eqn.source_info.name_stack) if self.tagged else ""
-        with tag(scope) if scope else contextlib.nullcontext():
+        scope = "" if not self.tagged else _MARK.split(str(eqn.source_info.name_stack))[-1]
+        with tag(scope.strip("/")) if scope.strip("/") else contextlib.nullcontext():
             own = _of_shard(key, operands) if recipe.is_stochastic else None
             product = row.multiply(recipe, self.dot_general(recipe), operands, params, own)
             return product if back is None else back(product)
+
+
+def _in_layer(eqn: Any) -> AbstractContextManager[None]:
+    """A context of the module that an equation is of, if its names tell one."""
+    marks = _MARK.findall(str(eqn.source_info.name_stack))
+    return LayerName(marks[-1] or "model").context() if marks else contextlib.nullcontext()
 
 
 def _read(atom: Any, known: dict[Any, Any]) -> Any:

@@ -2,25 +2,23 @@
 
 Where a layer's product is an attribute, its row says all: conversion puts another product there, in
 linen for the length of a call (`linen_layers.py`), in nnx in a copy (`nnx_layers.py`). What linen
-calls by name is answered in its place; a layer without such an attribute is traced.
+calls by name is answered in its place. All other products show in a trace (`jaxpr.py`).
 """
 
 import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import nnx
-from flax.linen.recurrent import DenseParams
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
 from mx_jax.axes import Axes
-from mx_jax.convert.functions import TracedCall
 from mx_jax.convert.operations import (
     Attention,
     ConvOfDotGeneral,
@@ -140,7 +138,8 @@ class Kind:
           *call: what the product is called with after the operands, where that is known.
         """
         if self.shape is None:
-            return {"named_only": self.named_only, "obstacle": self.obstacle(layer)}
+            own = {"named_only": self.named_only, "obstacle": self.obstacle(layer)}
+            return own | {"of_activations": True}
         shape = self.shape(layer, kernel, *call)
         obstacle = self.obstacle(layer) if shape else "contracts no axis"
         return {
@@ -269,21 +268,15 @@ ATTENTION = Kind(
     kernel=lambda layer: layer.query.kernel,
     kernel_ndim=lambda layer: 3,
 )
-# Somebody's own layer, whose call is traced: `foreign_facts` says what rules judge by.
-FOREIGN = Kind(operation=TracedCall)
 
 _KINDS: list[Kind] = [DENSE, EINSUM, CONV, EMBED, ATTENTION]
-
-# Their parameters multiply elementwise.
-_WITHOUT_PRODUCT = (nnx.BatchNorm, nnx.GroupNorm, nnx.LayerNorm, nnx.RMSNorm)
-_WITHOUT_PATCHES = (nn.ConvTranspose, nn.ConvLocal, nnx.ConvTranspose)
 
 
 def register(kind: Kind) -> None:
     """Tell conversion how layers of a kind multiply, Flax's or anybody's.
 
-    What is registered last is asked first. Without it, a layer of somebody's own is converted only
-    by a rule that names its type, and by tracing its call.
+    What is registered last is asked first. Without it, the products of a layer of somebody's own
+    are found by tracing the model's call, and cannot read stored weights.
 
     Args:
       kind: where the layers hold their product, and what takes its place.
@@ -335,24 +328,3 @@ def kind_of(layer: Any) -> Kind | None:
         if slots and all(slot is not None and slot.holds(layer) for slot in slots):
             return kind
     return None
-
-
-def foreign_facts(
-    layer: Any, kernels: Sequence[tuple[int, ...]], inner: Sequence[str]
-) -> dict[str, Any] | None:
-    """Fields of `Layer` of somebody's own layer; None if it has nothing to multiply with.
-
-    `kernels` are shapes of its parameters of two axes and more, `inner` names of its layers.
-    """
-    if not kernels or isinstance(layer, _WITHOUT_PRODUCT):
-        return None
-    obstacle = f"has layers of its own: {', '.join(inner)}" if inner else None
-    if isinstance(layer, _WITHOUT_PATCHES):
-        obstacle = "no product of patches and kernel"
-    elif isinstance(layer, DenseParams):
-        obstacle = (
-            "OptimizedLSTMCell joins its parameters in a product of its own: LSTMCell has the same "
-            "parameters and is converted, convert.function reaches either"
-        )
-    # Which axes it contracts is not known.
-    return {"kernel": kernels[0], "named_only": True, "obstacle": obstacle}

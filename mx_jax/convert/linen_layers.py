@@ -2,30 +2,30 @@
 
 A layer that takes its product as an attribute (`kinds.py` has the table) is given another one for
 the length of a call: what runs is a clone that Flax bound for it, so nobody else sees the change.
-Layers of Flax that call jax.numpy by name are answered in their place; others are traced.
+Layers of Flax that call jax.numpy by name are answered in their place. Others show in a trace.
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import Scope, freeze, meta
+from flax.core import Scope, freeze
 from flax.linen.dtypes import promote_dtype
 from flax.linen.module import InterceptorContext, merge_param
 
 from mx_jax.convert.caches import CachedAttention, CacheFormat, is_plain
-from mx_jax.convert.functions import TracedCall
-from mx_jax.convert.kinds import ATTENTION, EINSUM, EMBED, Kind, foreign_facts, kind_of
+from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
+from mx_jax.convert.kinds import ATTENTION, EINSUM, EMBED, Kind, kind_of
 from mx_jax.convert.operations import cast_table
+from mx_jax.convert.report import recorders_of
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
 from mx_jax.nn import linen as mx_linen
 from mx_jax.nn.layers import linen_recipe, named_in_errors, ungathered
@@ -39,8 +39,6 @@ from mx_jax.recipes import Recipe, high_precision
 # As an attention_fn takes them, whose attributes end in `_cls`.
 _EINSUMS = tuple(slot.attribute.removesuffix("_cls") for slot in ATTENTION.linen)
 _ATTENTION_CALL = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
-# Paths of layers whose products are being made anew.
-_tracing: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("tracing", default=())
 
 
 @contextlib.contextmanager
@@ -64,57 +62,6 @@ def overriding(layer: Any, overrides: dict[str, Any]) -> Iterator[None]:
             else:
                 # A method of the class, which the override hid.
                 object.__delattr__(layer, name)
-
-
-class Recorder:
-    """Decisions in the order in which a trace meets them, and layers that no rule could reach.
-
-    Attributes:
-      rules: whose decisions are kept.
-      reports: whether every layer counts, not only those that some rule could convert.
-    """
-
-    def __init__(self, rules: tuple[Rule, ...], *, reports: bool):
-        self.rules, self.reports = rules, reports
-        self._decisions: dict[tuple[str, tuple[int, ...] | None], Decision] = {}
-        self._bare: dict[str, Layer] = {}
-
-    def add(self, decision: Decision) -> None:
-        """Keep a decision; a layer called again, or traced again, adds nothing."""
-        self._decisions.setdefault((decision.layer.path, decision.layer.kernel), decision)
-
-    def add_bare(self, layer: Layer) -> None:
-        """Keep a layer with an obstacle, in case nothing else is said of it."""
-        self._bare.setdefault(layer.path, layer)
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """All of them; layers out of reach come last."""
-        known = {path for path, _ in self._decisions}
-        bare = [layer for path, layer in self._bare.items() if path not in known]
-        return (*self._decisions.values(), *(decide((), layer) for layer in bare))
-
-
-# Where decisions go while models run.
-_recorders: contextvars.ContextVar[tuple[Recorder, ...]] = contextvars.ContextVar(
-    "recorders", default=()
-)
-
-
-@contextlib.contextmanager
-def recorded(rules: tuple[Rule, ...], *, reports: bool) -> Iterator[Recorder]:
-    """A recorder of what these rules decide meanwhile."""
-    record = Recorder(rules, reports=reports)
-    token = _recorders.set((*_recorders.get(), record))
-    try:
-        yield record
-    finally:
-        _recorders.reset(token)
-
-
-def recorders_of(rules: tuple[Rule, ...]) -> list[Recorder]:
-    """The recorders that keep these rules' decisions now."""
-    return [record for record in _recorders.get() if record.rules == rules]
 
 
 class BoundLayer:
@@ -187,8 +134,9 @@ class Product:
             else:
                 rhs = rhs.dequantize()
         if recipe is None:
-            return self.default(lhs, rhs, *args, **options)
-        with naming(decision):
+            with decided():
+                return self.default(lhs, rhs, *args, **options)
+        with naming(decision), decided():
             key = self.bound.key(recipe)
             own = linen_recipe if self.kind.rhs_is_kernel else ungathered
             recipe = own(self.bound.layer, recipe)
@@ -203,13 +151,18 @@ class AttentionEinsum:
     product: str | None
     precision: Any
 
+    def decide(self) -> Decision:
+        """The rules' decision about the product."""
+        return self.bound.decide(self.product, **ATTENTION.facts(self.bound.layer, ()))
+
     def __call__(self, subscripts: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         """Ask the rules, then multiply with their recipe, or as the layer would have."""
-        decision = self.bound.decide(self.product)
+        decision = self.decide()
         if decision.recipe is None:
-            return jnp.einsum(subscripts, lhs, rhs, precision=self.precision)
+            with decided():
+                return jnp.einsum(subscripts, lhs, rhs, precision=self.precision)
         name = self.product
-        with naming(decision), contextlib.nullcontext() if name is None else tag(name):
+        with naming(decision), decided(), contextlib.nullcontext() if name is None else tag(name):
             recipe = ungathered(self.bound.layer, decision.recipe)
             key, multiply = self.bound.key(recipe), EINSUM.operation(recipe)
             return multiply(subscripts, lhs, rhs, precision=self.precision, key=key)
@@ -328,50 +281,6 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _run_traced(
-    bound: BoundLayer, call: Callable[..., Any], args: Any, kwargs: Any, method: str
-) -> Any:
-    """Call a module without an attribute for its product: somebody's layer, or a container."""
-    path = bound.path
-    if path in _tracing.get():
-        return call(*args, **kwargs)
-    layer = bound.layer
-    reported = any(record.reports for record in recorders_of(bound.rules))
-    named = any(rule.types and issubclass(type(layer), rule.types) for rule in bound.rules)
-    if layer.is_initializing():
-        # What init computes is thrown away, and it makes parameters, which only the trace that
-        # Flax began may do.
-        result = call(*args, **kwargs)
-        if named or reported:
-            _decide_traced(bound)
-        return result
-    decision = _decide_traced(bound) if named or reported else None
-    if decision is None or decision.recipe is None:
-        return call(*args, **kwargs)
-    recipe = ungathered(layer, decision.recipe)
-    token = _tracing.set((*_tracing.get(), path))
-    try:
-        with naming(decision):
-            key, strict = functools.partial(bound.key, recipe), method == "__call__"
-            run = TracedCall(recipe)
-            return run(call, args, kwargs, name=repr(path), key=key, strict=strict)
-    finally:
-        _tracing.reset(token)
-
-
-def _decide_traced(bound: BoundLayer) -> Decision | None:
-    """The rules' decision, or None if the module has no matrix of its own."""
-    own = bound.layer.variables.get("params", {})
-    kernels = [
-        tuple(value.shape)
-        for value in map(meta.unbox, own.values())
-        if getattr(value, "ndim", 0) >= 2
-    ]
-    inner = [name for name, value in own.items() if isinstance(value, Mapping)]
-    facts = foreign_facts(bound.layer, kernels, inner)
-    return None if facts is None else bound.decide(**facts)
-
-
 def _cache_overrides(bound: BoundLayer, method: Any, overrides: dict[str, Any]) -> dict[str, Any]:
     """What else to set on an attention while it decodes, by a rule with a cache."""
     layer: Any = bound.layer
@@ -409,8 +318,7 @@ def _cached_attention(layer: nn.Module, format: CacheFormat, own: Any) -> Cached
 
     def plain(options: dict[str, Any]) -> bool:
         quantized = [
-            not isinstance(einsum, AttentionEinsum)
-            or einsum.bound.decide(einsum.product).recipe is not None
+            not isinstance(einsum, AttentionEinsum) or einsum.decide().recipe is not None
             for einsum in map(options.get, _EINSUMS)
             if einsum is not None
         ]
@@ -427,11 +335,13 @@ class Interceptor:
       rules: the rules.
       root: path of the converted module.
       name: its name.
+      modules: gets every module that is met, by its path.
     """
 
     rules: tuple[Rule, ...]
     root: tuple[str, ...]
     name: str | None
+    modules: dict[str, Module]
 
     def __call__(
         self, call: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext
@@ -442,7 +352,12 @@ class Interceptor:
         if scope is None or path is None:
             return call(*args, **kwargs)
         _mark(scope, hash(self.rules))
-        with overriding(layer, _param_override(layer)):
+        self.modules[path] = Module(getattr(type(layer), "_mx_base", type(layer)))
+        marked = tracing.value == self.rules
+        with (
+            overriding(layer, _param_override(layer)),
+            in_module(path) if marked else contextlib.nullcontext(),
+        ):
             return self._run(call, args, kwargs, context, path)
 
     def _run(
@@ -460,11 +375,14 @@ class Interceptor:
         method = getattr(context.orig_method, "func", None)
         answer = ANSWERS.get(method)
         if answer is not None:
-            return answer(bound, call, *args, **kwargs)
+            with decided():
+                return answer(bound, call, *args, **kwargs)
         overrides = _overrides(bound)
-        if overrides is None:
-            return _run_traced(bound, call, args, kwargs, context.method_name)
-        with overriding(layer, overrides | _cache_overrides(bound, method, overrides)):
+        own = overrides or {}
+        with (
+            overriding(layer, own | _cache_overrides(bound, method, own)),
+            decided() if overrides == {} else contextlib.nullcontext(),
+        ):
             return call(*args, **kwargs)
 
     def _path(self, layer: nn.Module) -> str | None:
@@ -509,7 +427,10 @@ def _param_override(layer: nn.Module) -> dict[str, Any]:
 
 
 def _overrides(bound: BoundLayer) -> dict[str, Any] | None:
-    """What to set on a layer while it runs; None if it has no attribute for a product."""
+    """What to set on a layer while it runs; nothing if its products are its own affair.
+
+    None if it has no attribute for a product.
+    """
     layer: Any = bound.layer
     if isinstance(layer, Operation):
         # Part of the layer that holds it, which is noted.
@@ -534,17 +455,12 @@ def _overrides(bound: BoundLayer) -> dict[str, Any] | None:
     return overrides
 
 
-def _attention_overrides(bound: BoundLayer) -> dict[str, Any]:
+def _attention_overrides(bound: BoundLayer) -> dict[str, Any] | None:
     layer: Any = bound.layer
-    obstacle = None
     if any(slot.obstacle(layer, Makes) for slot in ATTENTION.linen):
-        obstacle = "has its own einsum"
-    elif not {*_EINSUMS} <= inspect.signature(layer.attention_fn).parameters.keys():
-        obstacle = "its attention_fn takes no einsum"
-    if obstacle is not None:
-        for name in ATTENTION.products:
-            bound.decide(name, obstacle=obstacle)
-        return {}
+        return None
+    if not {*_EINSUMS} <= inspect.signature(layer.attention_fn).parameters.keys():
+        return None
     overrides: dict[str, Any] = {
         slot.attribute: Makes(AttentionEinsum(bound, name, layer.precision))
         for slot, name in zip(ATTENTION.linen, ATTENTION.products, strict=True)

@@ -4,17 +4,21 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
+from flax.core import lift
+from flax.linen.transforms import lift_direct_transform
 
-from mx_jax.convert.linen_layers import Interceptor, recorded, recorders_of
-from mx_jax.convert.report import Report
+from mx_jax.convert.functions import call_of_model
+from mx_jax.convert.jaxpr import Module, decided
+from mx_jax.convert.linen_layers import Interceptor
+from mx_jax.convert.report import Report, recorded, recorders_of
 from mx_jax.convert.rules import Decision, Rule, as_rules
-from mx_jax.inspect.abstract import of_arrays
 from mx_jax.nn.linen import RNG_STREAM
+from mx_jax.nn.randomness import layer_key
 
 # Conversions that are under way: (rules, path of the root).
 _active: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("active", default=())
@@ -24,8 +28,9 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = Fal
     """A module whose layers follow rules: same parameters, same names, same methods.
 
     The module is of a subclass of its own class with the same fields. While one of its methods
-    runs, layers below it are given the products that the rules choose; nothing is stored, neither
-    in the module nor in its variables, so checkpoints go both ways and `original` takes the
+    runs, layers below it that have an attribute for their product are given another one, and what
+    else the call multiplies is made anew in its jaxpr, as by `convert.function`. Nothing is stored,
+    neither in the module nor in its variables, so checkpoints go both ways and `original` takes the
     conversion back. Modules with equal fields and rules are equal: a rebuilt model does not
     retrace. Stochastic recipes draw from the stream `"quantize"`.
 
@@ -142,8 +147,11 @@ def _call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
     run = functools.partial(self._mx_base._call_wrapped_method, self, fun, args, kwargs)
     if self.scope is None:
         return run()
-    with _converting(self, self.path, whole=fun.__name__ == "__call__"):
-        return run()
+    with _converting(self, self.path, whole=fun.__name__ == "__call__") as begins:
+        if not begins or fun.__name__ == "setup":
+            return run()
+        with decided():
+            return _traced_part(self, fun, args, kwargs)
 
 
 def _under_rules(name: str):
@@ -153,11 +161,83 @@ def _under_rules(name: str):
         called = kwargs.get("method") or "__call__"
         # init makes the parameters of all layers, whichever method it runs.
         whole = name != "apply" or getattr(called, "__name__", called) == "__call__"
+        run = functools.partial(getattr(self._mx_base, name), self)
         with _converting(self, (), whole=whole):
-            return getattr(self._mx_base, name)(self, *args, **kwargs)
+            if name == "apply":
+                rngs = kwargs.get("rngs")
+                streams = rngs if isinstance(rngs, Mapping) else {"params": rngs}
+                key = streams.get(RNG_STREAM, streams.get("params"))
+                return _traced(self, *_with_weights(run, *args, **kwargs), key)
+            # What init computes is thrown away; what rules say of it is asked where it matters.
+            result = run(*args, **kwargs)
+            (record, *_) = recorders_of(self._mx_rules)
+            if {*Report(rules=record.rules, decisions=record.decisions).unused} - _known(self).used:
+                _traced(self, run, args, kwargs, runs=False)
+            return result
 
     method.__name__ = name
     return method
+
+
+def _with_weights(
+    run: Any, variables: Any, *args: Any, **kwargs: Any
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """An `apply` whose first argument are the parameters alone, and its arguments."""
+    others = dict(variables)
+    params = {"params": others.pop("params")} if "params" in others else {}
+
+    def call(params: Any, others: Any, *args: Any, **kwargs: Any) -> Any:
+        return run({**params, **others}, *args, **kwargs)
+
+    return call, (params, others, *args), kwargs
+
+
+def _traced(
+    self: Any, run: Any, args: Any, kwargs: Any, key: jax.Array | None = None, runs: bool = True
+) -> Any:
+    """A call of the module whose products are made anew, those of its layers apart."""
+    rules = self._mx_rules
+    if not any(rule.quantizes for rule in rules) and runs:
+        return run(*args, **kwargs)
+
+    def tell(decisions: tuple[Decision, ...]) -> None:
+        for record in recorders_of(rules):
+            for decision in decisions:
+                record.add(decision)
+
+    return call_of_model(
+        run,
+        args,
+        kwargs,
+        rules=rules,
+        modules=_known(self).modules,
+        key=key,
+        tell=tell,
+        runs=runs,
+    )
+
+
+def _traced_part(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
+    """As `_traced`, of a module in another, which is bound: its scope becomes an argument."""
+    key = None
+    draws = [own for rule in self._mx_rules if (own := rule.quantizes) and own.is_stochastic]
+    if draws and (self.has_rng(RNG_STREAM) or self.has_rng("params")):
+        key = layer_key(self, draws[0])
+
+    def lifted(method: Any, scope: Any, *given: Any) -> Any:
+        def run(scope_of: Any, repack: Any, variables: Any, rngs: Any, *given: Any) -> Any:
+            def call(variables: Any, rngs: Any, *given: Any) -> Any:
+                scope = scope_of(variables, rngs)
+                return method(scope, *given), repack(scope)
+
+            return _traced(self, call, (variables, rngs, *given), {}, key)
+
+        return lift.pack(run, (True,), (True,), (True,))(scope, *given)
+
+    def method(module: Any, args: Any, kwargs: Any) -> Any:
+        return module._call_wrapped_method(fun, args, kwargs)
+
+    return lift_direct_transform(lifted, (method,), self, args, kwargs)
 
 
 def _bind(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +249,7 @@ def _bind(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[None]:
+def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[bool]:
     """Intercept methods below a module at a path, once however its methods nest.
 
     If the method meets the whole module, rules that matched no layer are warned of.
@@ -177,45 +257,61 @@ def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[
     rules = module._mx_rules
     active, conversion = _active.get(), (rules, root)
     if conversion in active:
-        yield
+        yield False
         return
     reported = any(record.reports for record in recorders_of(rules))
     token = _active.set((*active, conversion))
     try:
-        intercepting = nn.intercept_methods(Interceptor(rules, root, module.name))
+        meeting = Interceptor(rules, root, module.name, _known(module).modules)
+        intercepting = nn.intercept_methods(meeting)
         with recorded(rules, reports=False) as record, intercepting:
-            yield
+            yield True
     finally:
         _active.reset(token)
     # Not after an exception; and a report tells of its rules itself.
-    used = _used_rules(module)
+    used = _known(module).used
     result = Report(rules=rules, decisions=record.decisions)
     if whole and not reported:
         result.check("convert.linen", module._mx_strict, used)
     used |= set(range(len(rules))) - set(result.unused)
 
 
-def _used_rules(module: Any) -> set[int]:
-    """Rules that matched in earlier calls: nn.jit keeps what it traced, a mode has own layers."""
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What is known of a model from earlier calls: nn.jit keeps what it traced.
+
+    Attributes:
+      used: rules that matched; a mode has layers of its own.
+      modules: by path.
+    """
+
+    used: set[int] = dataclasses.field(default_factory=set[int])
+    modules: dict[str, Module] = dataclasses.field(default_factory=dict[str, Module])
+
+
+def _known(module: Any) -> _Known:
     try:
-        return _used_by(module if module.scope is None else type(module))
+        return _known_of(module if module.scope is None else type(module))
     except TypeError:
         # A field that cannot be hashed.
-        return _used_by(type(module))
+        return _known_of(type(module))
 
 
 @functools.lru_cache(maxsize=256)
-def _used_by(model: Any) -> set[int]:
-    return set()
+def _known_of(model: Any) -> _Known:
+    return _Known()
 
 
 def decisions(
     module: nn.Module, rules: tuple[Rule, ...], *args: Any, rngs: Any = None, **kwargs: Any
 ) -> tuple[Decision, ...]:
     """What rules say of a module's layers, from an abstract trace of its init."""
-    converted = linen(module, rules)
+    converted: Any = linen(module, rules)
     if rngs is None:
         rngs = {name: jax.random.key(0) for name in ("params", "dropout", RNG_STREAM)}
     with recorded(rules, reports=True) as record:
-        jax.eval_shape(*of_arrays(functools.partial(converted.init, rngs), *args, **kwargs))
+        # The parameters that init makes come of its keys alone.
+        run = functools.partial(converted._mx_base.init_with_output, converted)
+        with _converting(converted, (), whole=True):
+            _traced(converted, run, (rngs, *args), kwargs, runs=False)
     return record.decisions

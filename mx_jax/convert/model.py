@@ -19,19 +19,20 @@ def report(
 ) -> Report:
     """Every layer's decision, as a table to print, and the rules that matched nothing.
 
-    Nothing is computed: a flax.nnx model and a pytree are walked, a flax.linen model and a function
-    are traced abstractly. A pytree that is called, with example arguments, is a function.
+    Nothing is computed: a pytree is walked, all others are traced abstractly. A flax.nnx model
+    without example arguments is walked too: products that its own code makes are missing then. A
+    pytree that is called, with example arguments, is a function.
 
     Args:
       model: of flax.linen or flax.nnx, a function, or a pytree of layers, converted or not.
       rules: what `convert.linen`, `nnx`, `function` or `tree` would be given.
-      *args: flax.linen, function: example arguments, arrays or `jax.ShapeDtypeStruct`.
+      *args: example arguments, arrays or `jax.ShapeDtypeStruct`.
       strict: whether a rule that matched nothing is an error instead of an `UnusedRuleWarning`.
       **options: flax.linen: keyword arguments of the module, `method`, and `rngs` for its init.
-        Function: its keyword arguments, and `weights` as `convert.function` takes them.
+        flax.nnx, function: its keyword arguments, and `weights` as `convert.function` takes them.
 
     Raises:
-      TypeError: another kind of model; arguments for a flax.nnx one.
+      TypeError: another kind of model.
       ValueError: with strict, a rule that matched nothing.
 
     Examples:
@@ -59,7 +60,8 @@ def report(
     """
     rules = as_rules(rules, "convert.report")
     found = Report(rules=rules, decisions=_decisions(model, rules, args, options))
-    found.check("convert.report", strict)
+    if all(decision.reason != nnx_model.UNSEEN for decision in found.decisions):
+        found.check("convert.report", strict)
     return found
 
 
@@ -75,12 +77,7 @@ def _decisions(
             linen_model.refuse_wrapper(model, "convert.report")
         if callable(model):
             return functions.decisions(model, rules, *args, **options)
-    if args or options:
-        raise TypeError(
-            "convert.report: example arguments are for flax.linen, whose layers appear when they "
-            f"are called; got them with {type(model).__name__}; drop them"
-        )
-    return nnx_model.decisions(model, rules)
+    return nnx_model.decisions(model, rules, *args, **options)
 
 
 def original(model: M) -> M:

@@ -1,15 +1,16 @@
 """flax.nnx: what takes the place of a layer's product, how it gets into the layer and out again.
 
-A layer that Flax gives an attribute for its product gets another one there. One that multiplies by
-name, and an attention that keeps a cache in a format, become of a subclass with another call.
+A layer that Flax gives an attribute for its product gets another one there. Other modules, and an
+attention that keeps a cache in a format, become of a subclass with another call.
 """
 
 import contextvars
+import copyreg
 import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +19,11 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from mx_jax.convert.caches import CachedAttention, CacheFormat, as_array, is_plain
-from mx_jax.convert.kinds import FOREIGN, Kind, foreign_facts, kind_of
+from mx_jax.convert.functions import call_of_model
+from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
+from mx_jax.convert.kinds import ATTENTION, EMBED, Kind, kind_of
+from mx_jax.convert.report import Report, recorders_of
+from mx_jax.convert.rules import Decision, Rule
 from mx_jax.nn.cache import KVCache
 from mx_jax.nn.layers import named_in_errors
 from mx_jax.nn.nnx import RNG_STREAM, promote_operands
@@ -47,7 +52,7 @@ class Injected:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The operation's result."""
-        with named_in_errors(self.layer), self.name.context():
+        with named_in_errors(self.layer), decided(), self.name.context():
             return self.operation(*args, **options)
 
 
@@ -124,17 +129,26 @@ def _product(query: Any, table: Any, dimensions: Any, out_sharding: Any) -> jax.
 
 
 def judged(layer: Any) -> tuple[Kind, dict[str, Any]] | None:
-    """The kind of a layer, and the fields of `Layer` that rules judge it by; None: no product."""
+    """The kind of a layer, and the fields of `Layer` that rules judge it by.
+
+    None: it has no attribute for a product, or an attention of its own there.
+    """
     kind = kind_of(layer)
     if kind is None:
-        facts = _foreign_facts(layer)
-        return None if facts is None else (FOREIGN, facts)
+        return None
+    obstacle = _obstacle(layer, kind)
+    if kind is ATTENTION and obstacle == _OWN_ATTENTION:
+        return None
     stored = tuple(kind.kernel(layer).shape)
     facts = kind.facts(layer, stored[len(stack(layer, kind)) :])
     if "kernel" in facts:
         # With the axes of a stack.
         facts["kernel"] = stored
-    return kind, facts | {"obstacle": facts["obstacle"] or _obstacle(layer, kind)}
+    return kind, facts | {"obstacle": facts["obstacle"] or obstacle}
+
+
+# Whose products a trace of the call shows.
+_OWN_ATTENTION = "has its own attention_fn"
 
 
 def _obstacle(layer: Any, kind: Kind) -> str | None:
@@ -146,9 +160,6 @@ def _obstacle(layer: Any, kind: Kind) -> str | None:
 
 def stack(layer: Any, kind: Kind) -> tuple[int, ...]:
     """The leading axes of a stack of layers made by nnx.vmap; () for a single one."""
-    if kind is FOREIGN:
-        # Such a layer does not tell them from others.
-        return ()
     shape = kind.kernel(layer).shape
     return tuple(shape[: len(shape) - kind.kernel_ndim(layer)])
 
@@ -162,10 +173,7 @@ def put(layer: Any, kind: Kind, product: Injected | KeyedInjected) -> None:
     """Make a layer multiply by a product."""
     # Static values are a part of the graph definition; a stream is data.
     wrap = nnx.static if isinstance(product, Injected) else nnx.data
-    if kind.nnx is None:
-        layer.mx_product = wrap(product)
-        _become(layer, caching=False)
-        return
+    assert kind.nnx is not None
     setattr(layer, kind.nnx.attribute, wrap(product))
     if getattr(layer, "promote_dtype", None) is promote_dtype:
         # A kernel may be an MXArray, which is then used as it is.
@@ -173,13 +181,13 @@ def put(layer: Any, kind: Kind, product: Injected | KeyedInjected) -> None:
 
 
 def take_back(layer: Any) -> None:
-    """Undo `put` and `put_cache`, if they were done."""
-    if hasattr(type(layer), "_mx_base"):
+    """Undo `put`, `put_cache` and `put_call`, if they were done."""
+    while hasattr(type(layer), "_mx_base"):
         if "mx_cache" in vars(layer):
             _take_back_cache(layer)
-            del layer.mx_cache
-        else:
-            del layer.mx_product
+        for name in ("mx_cache", "mx_call", "mx_stream"):
+            if name in vars(layer):
+                delattr(layer, name)
         object.__setattr__(layer, "__class__", type(layer)._mx_base)
     kind = kind_of(layer)
     if kind is None or kind.nnx is None:
@@ -194,44 +202,205 @@ def take_back(layer: Any) -> None:
         layer.promote_dtype = nnx.static(promotion.replaced)
 
 
-def _foreign_facts(layer: Any) -> dict[str, Any] | None:
-    """Fields of `Layer` that rules judge by; None if a layer has no matrix of its own."""
-    kernels = [
-        tuple(value.shape)
-        for value in vars(layer).values()
-        if isinstance(value, nnx.Param) and len(getattr(value, "shape", ())) >= 2
-    ]
-    inner = ["/".join(map(str, path)) for path, _ in nnx.iter_modules(layer) if path]
-    found = foreign_facts(layer, kernels, inner)
-    if found is None or found["obstacle"] or callable(layer):
-        return found
-    return found | {"obstacle": "is not callable"}
+# Calls ------------------------------------------------------------------------------------------
+
+_TAG = "mx_jax"
+# Adapters are trained beside what rules quantize.
+ADAPTERS = (nnx.LoRA,)
+# They multiply nothing, or elementwise.
+_WITHOUT_PRODUCT = (nnx.BatchNorm, nnx.Dropout, nnx.GroupNorm, nnx.LayerNorm, nnx.RMSNorm)
 
 
-# Subclasses -------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """What a converted model knows of itself; static, and equal for equal models.
+
+    Attributes:
+      rules: that it follows.
+      strict: whether a rule that matches nothing is an error; None: nobody is told.
+      modules: those whose products a trace shows, by path.
+      decisions: about the other layers.
+      used: rules that matched something so far.
+    """
+
+    rules: tuple[Rule, ...]
+    strict: bool | None
+    modules: Mapping[str, Module] = dataclasses.field(hash=False)
+    decisions: tuple[Decision, ...] = dataclasses.field(compare=False)
+    used: set[int] = dataclasses.field(compare=False, default_factory=set[int])
+
+    def tell(self, path: str, decisions: tuple[Decision, ...]) -> None:
+        """Record decisions; if they are those of the whole model, warn of rules without any."""
+        records = recorders_of(self.rules)
+        for record in records:
+            for decision in decisions:
+                record.add(decision)
+        result = Report(rules=self.rules, decisions=(*self.decisions, *decisions))
+        if not path and not records and self.strict is not None:
+            result.check("convert.nnx", self.strict, self.used)
+        self.used.update(set(range(len(self.rules))) - set(result.unused))
 
 
-def _become(layer: Any, *, caching: bool) -> None:
-    object.__setattr__(layer, "__class__", _subclass(type(layer), caching))
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a module of a converted model knows when it is called.
+
+    Attributes:
+      model: the model.
+      path: the module's first.
+      is_decided: whether its products are.
+    """
+
+    model: Conversion
+    path: str
+    is_decided: bool
+
+
+def multiplies_itself(layer: Any, kind: Kind | None, converts: bool) -> bool:
+    """Whether a trace of a module's call shows products, besides those that it got others for."""
+    flaxs = class_of(layer).__module__.startswith("flax.")
+    if isinstance(layer, _WITHOUT_PRODUCT) or (flaxs and not callable(layer)):
+        return False
+    # An embedding multiplies past its attribute.
+    return not (converts and flaxs) or kind is EMBED
+
+
+def class_of(layer: Any) -> type:
+    """The class that a module had before conversion."""
+    cls: Any = type(layer)
+    while hasattr(cls, "_mx_base"):
+        cls = cls._mx_base
+    return cls
+
+
+def matrix_of(layer: Any) -> nnx.Param | None:
+    """The first parameter of two axes or more that a module has beside known layers."""
+    if kind_of(layer) is not None or isinstance(layer, _WITHOUT_PRODUCT):
+        return None
+    own = (value for value in vars(layer).values() if isinstance(value, nnx.Param))
+    return next((value for value in own if len(getattr(value, "shape", ())) >= 2), None)
+
+
+def read_stored(layer: Any) -> None:
+    """Make Flax's own embedding one that looks rows up in a stored table."""
+    if class_of(layer) is nnx.Embed:
+        object.__setattr__(layer, "__class__", StoredEmbed)
+        if "mx_call" in vars(layer):
+            _become(layer, _traced_methods)
+
+
+def put_call(layer: Any, call: Call, stream: nnx.RngStream | None) -> None:
+    """Make a module's call one that is traced, or a part of one."""
+    layer.mx_call = nnx.static(call)
+    if stream is not None:
+        layer.mx_stream = stream
+    _become(layer, _traced_methods)
+
+
+def _traced_methods(base: type) -> dict[str, Any]:
+    return {name: _in_call(name, method) for name, method in _methods(base).items()}
 
 
 @functools.lru_cache(maxsize=1024)
-def _subclass(base: type, caching: bool) -> type:
+def _methods(base: type) -> dict[str, Callable[..., Any]]:
+    """The methods that a class does not have of flax.nnx, private ones apart."""
+    inherited = {*dir(nnx.Module)} - {"__call__"}
+    found = {name: inspect.getattr_static(base, name) for name in {*dir(base)} - inherited}
+    return {
+        name: member
+        for name, member in found.items()
+        # nnx.jit makes objects of them.
+        if callable(member) and hasattr(member, "__get__") and not isinstance(member, type)
+        if not isinstance(member, staticmethod | classmethod)
+        if name == "__call__" or name[0] != "_"
+    }
+
+
+def _in_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method whose products are its module's; the outermost call is traced."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        here: Call = self.mx_call
+        if tracing.value == here.model.rules:
+            with (decided if here.is_decided else in_module)(here.path):
+                return method(self, *args, **kwargs)
+        if name != "__call__" or here.is_decided:
+            return method(self, *args, **kwargs)
+        with decided():
+            return _traced(self, here.model, here.path, args, kwargs)
+
+    return run
+
+
+def _traced(self: Any, model: Conversion, path: str, args: Any, kwargs: Any) -> Any:
+    """A call as a function of the state of all that takes part, which changes where it did."""
+    key = self.mx_stream() if "mx_stream" in vars(self) else None
+    nodes = (self, args, kwargs)
+    before = nnx.graphdef(nodes)
+    with nnx.update_context(_TAG):
+        with nnx.split_context(_TAG) as context:
+            graph, params, rest = context.split(nodes, nnx.Param, ...)
+
+        def call(params: Any, rest: Any) -> Any:
+            with nnx.merge_context(_TAG, True) as context:
+                inner = context.merge(graph, params, rest)
+            result = type(self).__call__(inner[0], *inner[1], **inner[2])
+            same = nnx.graphdef(inner) == before
+            with nnx.split_context(_TAG) as context:
+                after, state = context.split(inner)
+            return result, state, None if same else _Graph(after)
+
+        result, state, after = call_of_model(
+            call,
+            (params, rest),
+            {},
+            rules=model.rules,
+            modules=model.modules,
+            key=key,
+            tell=functools.partial(model.tell, path),
+        )
+        if after is not None:
+            with nnx.merge_context(_TAG, False) as context:
+                context.merge(after.graph, state)
+            return result
+    given = dict(nnx.to_flat_state(nnx.merge_state(params, rest)))
+    changed = [(at, new) for at, new in nnx.to_flat_state(state) if not _same(new, given[at])]
+    if changed:
+        nnx.update(nodes, nnx.from_flat_state(changed))
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    """A graph definition as a result of a trace."""
+
+    graph: Any
+
+
+def _same(new: Any, old: Any) -> bool:
+    """Whether what a Variable holds is what it held."""
+    return all(x is y for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
+
+
+def _become(layer: Any, own: Callable[[type], dict[str, Any]]) -> None:
+    object.__setattr__(layer, "__class__", _subclass(type(layer), own))
+
+
+@functools.lru_cache(maxsize=1024)
+def _subclass(base: type, own: Callable[[type], dict[str, Any]]) -> type:
     """One for each class, so that equal models have equal graphs; it looks like its base."""
-    own: dict[str, Any] = {"__call__": _traced_call}
-    if caching:
-        own = {
-            "__call__": _caching_call,
-            "init_cache": _init_cache,
-            "attention_fn": property(_attention_fn, _set_attention_fn),
-        }
     looks = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(base)(base.__name__, (base,), looks | own | {"_mx_base": base})
+    body = looks | own(base) | {"_mx_base": base, "_mx_own": staticmethod(own)}
+    return _metaclass(type(base))(base.__name__, (base,), body)
 
 
-def _traced_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    call = functools.partial(self._mx_base.__call__, self)
-    return self.mx_product(call, args, kwargs, name=type(self).__name__)
+@functools.cache
+def _metaclass(base: type) -> type:
+    """One whose classes are pickled by what they are made of: no module has them by name."""
+    made = base if base.__name__ == "_Made" else type("_Made", (base,), {})
+    copyreg.pickle(made, lambda cls: (_subclass, (cls._mx_base, cls._mx_own)))
+    return made
 
 
 # Caches -------------------------------------------------------------------------------------------
@@ -261,7 +430,7 @@ def put_cache(layer: Any, format: CacheFormat) -> None:
         cache = format.holding(layer.cached_key[...], layer.cached_value[...])
         _keep(layer, cache, layer.cache_index[...])
     layer.mx_cache = nnx.static(format)
-    _become(layer, caching=True)
+    _become(layer, _caching)
 
 
 def _take_back_cache(layer: Any) -> None:
@@ -291,23 +460,28 @@ def _keep(layer: Any, cache: KVCache, index: jax.Array) -> None:
     layer.cache_index = nnx.Cache(index)
 
 
-def _init_cache(self: Any, *args: Any, **options: Any) -> None:
-    """As the class does it: the arrays that it makes are gone when their rows are there."""
-    self._mx_base.init_cache(self, *args, **options)
-    arrays = self.cached_key[...]
-    _keep(self, self.mx_cache.empty(arrays.shape, arrays.dtype), self.cache_index[...])
+def _caching(base: type) -> dict[str, Any]:
+    """What an attention does otherwise, whose cache is in a format."""
 
+    def init_cache(self: Any, *args: Any, **options: Any) -> None:
+        """As the class does it: the arrays that it makes are gone when their rows are there."""
+        base.init_cache(self, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
+        arrays = self.cached_key[...]
+        _keep(self, self.mx_cache.empty(arrays.shape, arrays.dtype), self.cache_index[...])
 
-def _caching_call(self: Any, *args: Any, decode: bool | None = None, **options: Any) -> Any:
-    run = functools.partial(self._mx_base.__call__, self, *args, **options)
-    decodes = self.decode if decode is None else decode
-    if not decodes or self.cached_key is None:
-        return run(decode=decode)
-    token = _decoding.set(self)
-    try:
-        return run(decode=False)
-    finally:
-        _decoding.reset(token)
+    def call(self: Any, *args: Any, decode: bool | None = None, **options: Any) -> Any:
+        run = functools.partial(base.__call__, self, *args, **options)
+        decodes = self.decode if decode is None else decode
+        if not decodes or self.cached_key is None:
+            return run(decode=decode)
+        token = _decoding.set(self)
+        try:
+            return run(decode=False)
+        finally:
+            _decoding.reset(token)
+
+    attention_fn = property(_attention_fn, _set_attention_fn)
+    return {"__call__": call, "init_cache": init_cache, "attention_fn": attention_fn}
 
 
 # The layer whose call is under way, of each thread: what it calls attention with is its alone.

@@ -1,13 +1,15 @@
 """Reports: every layer's decision as a table, and the rules that decided nothing."""
 
+import contextlib
+import contextvars
 import dataclasses
 import warnings
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 
 from rich.table import Table
 from rich.text import Text
 
-from mx_jax.convert.rules import Decision, Rule
+from mx_jax.convert.rules import Decision, Layer, Rule, decide
 
 COLUMNS = ("layer", "type", "kernel", "rule", "recipe")
 
@@ -108,9 +110,12 @@ class Report:
         complaint = f"rules that matched no layer: {rules}" if rules else "there are no rules"
         if self.num_converted == 0 and not used:
             complaint += "; no layer is converted"
+        # Of layers that a pattern matches, and that only another rule would convert.
+        left = {own.reason: None for own in self.decisions if own.layer.named_only}
+        kept = "".join(f"; {reason}" for reason in left if "types=" in reason)
         text = (
             f"{operation}: {complaint}; the model has {paths or 'no layer that a rule reaches'}"
-            f"{more}; patterns match whole paths, and the first rule that matches decides"
+            f"{more}{kept}; patterns match whole paths, and the first rule that matches decides"
         )
         warn_or_raise(text, strict)
 
@@ -129,6 +134,60 @@ class Report:
             # A bracket in a layer's path is no markup.
             table.add_row(*map(Text, _row(decision)), style=None if decision.gets else "dim")
         return table
+
+
+# Recorders ---------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Decisions in the order in which a trace meets them, and layers that no rule could reach.
+
+    Attributes:
+      rules: whose decisions are kept.
+      reports: whether every layer counts, not only those that some rule could convert.
+    """
+
+    def __init__(self, rules: tuple[Rule, ...], *, reports: bool):
+        self.rules, self.reports = rules, reports
+        self._decisions: dict[tuple[str, tuple[int, ...] | None], Decision] = {}
+        self._bare: dict[str, Layer] = {}
+
+    def add(self, decision: Decision) -> None:
+        """Keep a decision; a layer called again, or traced again, adds nothing."""
+        self._decisions.setdefault((decision.layer.path, decision.layer.kernel), decision)
+
+    def add_bare(self, layer: Layer) -> None:
+        """Keep a layer with an obstacle, in case nothing else is said of it."""
+        self._bare.setdefault(layer.path, layer)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """All of them; layers out of reach come last."""
+        known = {path for path, _ in self._decisions}
+        bare = [layer for path, layer in self._bare.items() if path not in known]
+        return (*self._decisions.values(), *(decide((), layer) for layer in bare))
+
+
+# Where decisions go while models run.
+_recorders: contextvars.ContextVar[tuple[Recorder, ...]] = contextvars.ContextVar(
+    "recorders", default=()
+)
+
+
+@contextlib.contextmanager
+def recorded(rules: tuple[Rule, ...], *, reports: bool) -> Iterator[Recorder]:
+    """A recorder of what these rules decide meanwhile."""
+    record = Recorder(rules, reports=reports)
+    token = _recorders.set((*_recorders.get(), record))
+    try:
+        yield record
+    finally:
+        _recorders.reset(token)
+
+
+def recorders_of(rules: tuple[Rule, ...]) -> list[Recorder]:
+    """The recorders that keep these rules' decisions now."""
+    return [record for record in _recorders.get() if record.rules == rules]
 
 
 def warn_or_raise(text: str, strict: bool) -> None:

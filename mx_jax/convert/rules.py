@@ -30,8 +30,9 @@ class Rule:
         `"encoder/block_3/attention/query"`; the model itself is `""`.
       recipe: what to quantize in the layer's products, or a recipe's name; None leaves it in high
         precision.
-      types: layer type, or types; None: every type but embeddings, convolutions and layers that
-        are not Flax's, which only a rule that names them converts.
+      types: layer type, or types, of products that a trace finds also `convert.DotGeneral` and the
+        like; None: every type but embeddings, convolutions and `nnx.LoRA`, which only a rule that
+        names them converts.
       filter: `(path, shape, recipe) -> bool` with the kernel's shape as `(*contracting, kept)`,
         or None for a product without kernel; False hands the layer on to the next rule. May have a
         method `why_not` with the same arguments, whose text the report quotes. Use a function
@@ -122,6 +123,8 @@ class Layer:
       axes: of the kernel as stored, in the product; None where they are not known.
       input: shape of the other operand, where a trace tells it.
       is_cache: whether it is no product, but what an attention keeps when it decodes.
+      of_activations: whether neither operand is a weight, as far as that is known.
+      product: its type `DotGeneral`, `RaggedDot` or `Conv`, where a trace shows it.
 
     Examples:
       >>> import flax.linen as nn, jax.numpy as jnp
@@ -143,6 +146,8 @@ class Layer:
     axes: Axes | None = None
     input: tuple[int, ...] | None = None
     is_cache: bool = False
+    of_activations: bool = False
+    product: Any = None
 
 
 class Unknown:
@@ -230,18 +235,28 @@ def _handed_on(rule: Rule, layer: Layer) -> str | None:
     """Why a rule whose pattern matches hands a layer on, "" for no reason; None: it decides."""
     types: Any = rule.types
     if types is None and layer.named_only:
-        return f"only a rule with types={layer.type.__name__} converts it"
+        return f"only a rule with types={_named_by(layer)} converts it"
     if types is not None and layer.type is Unknown:
         return "parameters alone do not tell types: give the model"
-    if types is not None and not issubclass(layer.type, types):
+    if types is not None and not any(
+        issubclass(own, types) for own in (layer.type, layer.product) if own is not None
+    ):
         return ""
     recipe: Any = rule.recipe
+    fwd = None if rule.quantizes is None else rule.quantizes.fwd
+    if layer.of_activations and fwd is not None and fwd.lhs is None and fwd.rhs is not None:
+        return "its recipe quantizes weights alone, and neither operand is one"
     if rule.filter is None or rule.filter(layer.path, layer.shape, recipe):
         return None
     why_not = getattr(rule.filter, "why_not", None)
     if why_not is not None:
         return why_not(layer.path, layer.shape, recipe)
     return f"{getattr(rule.filter, '__name__', rule.filter)} says no"
+
+
+def _named_by(layer: Layer) -> str:
+    """The type that a rule has to name."""
+    return layer.type.__name__ if layer.product is None else f"convert.{layer.product.__name__}"
 
 
 # Filters -----------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from jax.extend.core import Primitive  # pyright: ignore[reportPrivateImportUsag
 from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 
-from mx_jax.convert.functions import TracedCall
-from mx_jax.convert.kinds import FOREIGN, Kind, foreign_facts, kind_of
+from mx_jax.convert.functions import call_by_recipe
+from mx_jax.convert.kinds import Kind, kind_of
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.nn.layers import named_in_errors
@@ -148,10 +148,11 @@ class ConvertedLayer:
                 "key= in the layer's call, or convert the function that calls it: convert.function"
             )
         with named_in_errors(f"{name}, converted by convert.tree"):
-            return TracedCall(recipe)(
+            return call_by_recipe(
                 functools.partial(call, self.mx_layer),
                 args,
                 options,
+                recipe=recipe,
                 name=name,
                 key=key if recipe.is_stochastic else None,
                 dot_general=lambda _: deferred(operation),
@@ -196,9 +197,9 @@ def _converted(
         found.append(decision)
         if decision.recipe is not None:
             recipe = decision.recipe
-            made = recipe.dot_general if kind is FOREIGN else kind.operation(recipe)
+            made = recipe.dot_general if kind is None else kind.operation(recipe)
             return ConvertedLayer(node, recipe, made)
-        if kind is not FOREIGN:
+        if kind is not None:
             return node
     children, structure = _children(node)
     if not has_nodes(node):
@@ -209,8 +210,11 @@ def _converted(
     return jax.tree.unflatten(structure, after)
 
 
-def _judged(node: Any) -> tuple[Kind, dict[str, Any]] | None:
-    """The kind of a node, and the fields of `Layer` that rules judge it by; None: no product."""
+def _judged(node: Any) -> tuple[Kind | None, dict[str, Any]] | None:
+    """The kind of a node if it is known, and the fields of `Layer` that rules judge it by.
+
+    None: no product.
+    """
     kind = kind_of(node)
     if kind is not None and kind.tree:
         stored = getattr(kind.kernel(node), "shape", None)
@@ -225,8 +229,11 @@ def _judged(node: Any) -> tuple[Kind, dict[str, Any]] | None:
     children, _ = _children(node)
     kernels = [tuple(child.shape) for _, child in children if len(getattr(child, "shape", ())) >= 2]
     inner = [str(key) for key, child in children if any(_layers(child))]
-    facts = foreign_facts(node, kernels, inner)
-    return None if facts is None else (FOREIGN, facts)
+    if not kernels:
+        return None
+    obstacle = f"has layers of its own: {', '.join(inner)}" if inner else None
+    # Which axes it contracts is not known.
+    return None, {"kernel": kernels[0], "named_only": True, "obstacle": obstacle}
 
 
 def _layers(node: Any) -> Iterator[Any]:

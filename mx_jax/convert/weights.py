@@ -15,8 +15,8 @@ from flax.core import meta
 from mx_jax.axes import Axes
 from mx_jax.calibrate.ways import Way
 from mx_jax.convert import linen_model
-from mx_jax.convert.kinds import EMBED, Kind
-from mx_jax.convert.nnx_layers import StoredEmbed, judged, stack
+from mx_jax.convert.kinds import EMBED
+from mx_jax.convert.nnx_layers import StoredEmbed, class_of, judged, matrix_of, read_stored, stack
 from mx_jax.convert.nnx_model import converted, layers_of
 from mx_jax.convert.report import Report, warn_or_raise
 from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, as_rules, decide
@@ -346,9 +346,8 @@ def _weights_of_model(
         if id(variable) not in stored:
             stored[id(variable)] = variable.replace(each.kernel.store(variable[...], pack, by))
         setattr(each.layer, each.name, stored[id(variable)])
-        if type(each.layer) is nnx.Embed:
-            # Its own would ask for an array; one that is no longer Flax's does as it was written.
-            each.layer.__class__ = StoredEmbed
+        # One that is no longer Flax's does as it was written.
+        read_stored(each.layer)
     return copy, _report(rules, [each.kernel for each in found])
 
 
@@ -363,30 +362,20 @@ class _Found:
 
 def _found(model: nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Found]:
     for paths, layer in layers_of(model):
-        known = judged(layer)
-        if known is None or known[1].get("kernel") is None:
+        kind, facts = judged(layer) or (None, {})
+        kernel: Any = matrix_of(layer) if kind is None else None
+        if kind is not None and facts.get("kernel"):
+            kernel = kind.kernel(layer)
+        own = {id(v): name for name, v in vars(layer).items() if isinstance(v, nnx.Variable)}
+        if id(kernel) not in own:
             continue
-        kind, facts = known
-        if kind is EMBED and type(layer) not in (nnx.Embed, StoredEmbed):
+        if kind is EMBED and class_of(layer) not in (nnx.Embed, StoredEmbed):
             facts["obstacle"] = "a class of its own may look rows up in an array"
-        name = _attribute(kind, layer)
-        if name is None:
-            continue
-        facts["kernel"] = facts["kernel"][len(stack(layer, kind)) :]
         if isinstance(getattr(layer, "recipe", None), Recipe):
             # A layer of ours reads what is stored, whatever its recipe.
             facts["obstacle"] = None
-        first, *others = ("/".join(map(str, path)) for path in paths)
-        judging = Layer(path=first, aliases=tuple(others), type=type(layer), **facts)
-        kernel = _Kernel.judge(rules, judging, getattr(layer, name)[...])
-        yield _Found(layer=layer, name=name, kernel=kernel)
-
-
-def _attribute(kind: Kind, layer: Any) -> str | None:
-    """Where a layer holds its kernel; of one that nobody registered, its first matrix."""
-    own = {name: v for name, v in vars(layer).items() if isinstance(v, nnx.Variable)}
-    try:
-        kernel = kind.kernel(layer)
-    except AttributeError:
-        kernel = next((v for v in own.values() if len(v.shape) >= 2), None)
-    return next((name for name, value in own.items() if value is kernel), None)
+        stacked = () if kind is None else stack(layer, kind)
+        facts["kernel"] = tuple(kernel.shape)[len(stacked) :]
+        judging = Layer(path=paths[0], aliases=paths[1:], type=class_of(layer), **facts)
+        name = own[id(kernel)]
+        yield _Found(layer=layer, name=name, kernel=_Kernel.judge(rules, judging, kernel[...]))

@@ -85,6 +85,7 @@ def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: An
           (XLA bfloat16 dot, float32 sums)
         not xla: needs two float8 operands, got lhs in high precision
         not cpu_ffi: runs on platform=cpu, got platform=rocm
+        not xla_scaled: XLA has this product on platform=cuda, got platform=rocm
       grad_input [8, 64] x [64, 64]: high precision x high precision -> jax.lax.dot_general
       grad_weight [64, 8] x [64, 8]: high precision x high precision -> jax.lax.dot_general
 
@@ -203,6 +204,7 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str
       cast float32 [8, 64] to mxfp4 (floor, nearest) in blocks of 32 along axis -1 -> reference
         not xla: quantizes nothing: XLA fuses the reference's own code
         not cpu_ffi: runs on platform=cpu, got platform=tpu
+        not xla_scaled: quantizes nothing: XLA fuses the reference's own code
         not xla_bfloat16: quantizes nothing: XLA fuses the reference's own code
     """
     with recording() as recorder:

@@ -98,7 +98,8 @@ def _inner(eqn: Any) -> Iterator[Any]:
 
 def _place(stack: str) -> Place:
     plain = _WRAPPERS.sub("", _MARK.sub("", stack))
-    names = [name for name in plain.split("/") if name not in _NOISE]
+    # `convert` writes the path of a module in brackets.
+    names = [name for part in plain.split("/") if (name := part.strip("[=]")) not in _NOISE]
     return Place(path="/".join(dict.fromkeys(names)), backward="transpose(" in stack)
 
 

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
 
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand
@@ -21,11 +20,10 @@ from mx_jax.ops.operands import (
     reuse_moved,
     unscaled,
 )
-from mx_jax.ops.placing import moves_of
 from mx_jax.ops.product import Bar, Kept, note_cast, noted, one_program
 from mx_jax.ops.quantize import OperandCast, quantize_operand_both, reads_once
 from mx_jax.ops.tags import GRADIENT, Free
-from mx_jax.sharding.movement import STAY, Movement, Moves
+from mx_jax.sharding.movement import STAY, Movement, Moves, manual_axes, reduced_in
 from mx_jax.specs import MatmulRecipe, MatmulSpec, Residuals
 
 
@@ -38,15 +36,13 @@ class DenseProduct:
       axes: of both operands, in canonical order.
       out_dtype: dtype of the product.
       precision: for high-precision operands.
-      out_sharding: of the product, on a mesh with explicit axes.
-      moves: how the operands get to the product where no type says where they lie.
+      moves: how the operands get to the product; None: as the compiler brings them.
     """
 
     recipe: MatmulRecipe
     axes: ProductAxes
     out_dtype: np.dtype
     precision: Any = None
-    out_sharding: Any = None
     moves: Moves = STAY
 
     @one_program("self", "stored")
@@ -55,10 +51,9 @@ class DenseProduct:
         spec = self.recipe.fwd
         if isinstance(lhs, Kept) or isinstance(rhs, Kept):
             lhs, rhs, spec = as_taken(lhs, rhs, spec)
-        moves = self._moves_forward(lhs, rhs)
         key = product_key(self.recipe, "fwd", extra)
         with jax.named_scope("output"):
-            left, right = prepare_operands(lhs, rhs, spec, self.axes, key, moves)
+            left, right = prepare_operands(lhs, rhs, spec, self.axes, key, self.moves)
             product = multiply(
                 left,
                 right,
@@ -66,18 +61,11 @@ class DenseProduct:
                 self.out_dtype,
                 precision=self.precision,
                 fast_accumulation=spec.fast_accumulation,
-                out_sharding=self.out_sharding,
                 stored=stored,
                 split=self.recipe.gather is None,
+                reduce_dtype=self.recipe.reduce_dtype,
             )
             return unscaled(product, lhs, rhs, spec)
-
-    def _moves_forward(self, lhs: AnyOperand, rhs: AnyOperand) -> Moves:
-        """How the operands get to the product."""
-        if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
-            return self.moves
-        recipe, out = self.recipe, self.out_sharding
-        return moves_of(lhs, rhs, recipe.fwd, self.axes, out, self.moves, recipe.gather)
 
     def in_high_precision(self) -> "DenseProduct":
         """The same product of values as they are, in float32."""
@@ -159,44 +147,30 @@ class DenseProduct:
             left, right = prepare_operands(
                 back.lhs, back.rhs, back.spec, back.axes, key, back.moves, back.sides
             )
-            own = back.own
+            own, asked = back.own, self.recipe.reduce_dtype
             product = multiply(
                 left,
                 right,
                 back.axes,
-                # What devices of shard_map add up is added before it is rounded.
-                np.dtype(np.float32) if own is not None and own.manual else bar.dtype,
+                # Devices of shard_map add up what this returns.
+                bar.dtype if asked is None or not manual_axes() else reduced_in(bar.dtype, asked),
                 precision=self.precision,
                 fast_accumulation=back.spec.fast_accumulation,
-                out_sharding=bar.out_sharding,
                 split=self.recipe.gather is None,
+                reduce_dtype=asked,
             )
             product = unscaled(product, back.lhs, back.rhs, back.spec)
-            return product if own is None else own.move_back(product).astype(bar.dtype)
+            return product if own is None else own.move_back(product)
 
     def _operands_back(self, side: Side, g: Any, other: AnyOperand, bar: Bar) -> "_Back":
         """Both operands of a gradient's product, in its order."""
         spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
-        g_move, move, own = None, None, None
         other = other.operand if isinstance(other, Kept) else other
-        if bar.out_sharding is not None or self.moves != STAY:
-            g_move, move, own = self._moves_back(side, g, other, bar)
+        own, move = self.moves if side == "lhs" else self.moves[::-1]
         other, move = reuse_moved(other, move, spec, axes.rhs if g_is_lhs else axes.lhs)
         if g_is_lhs:
-            return _Back(g, other, spec, axes, (g_move, move), own, SIDES)
-        return _Back(other, g, spec.swapped(), axes, (move, g_move), own, SWAPPED)
-
-    def _moves_back(self, side: Side, g: Any, other: AnyOperand, bar: Bar) -> Any:
-        """How g and the other operand get to a gradient's product, and how its own operand did."""
-        (axes, g_is_lhs), (left, right) = self.axes.cotangent(side), self.moves
-        own, given = (left, right) if side == "lhs" else (right, left)
-        operands, given = ((g, other), (None, given)) if g_is_lhs else ((other, g), (given, None))
-        moves = given
-        if bar.out_sharding is not None:
-            spec, gather = self.recipe.gradient(side), self.recipe.gather
-            spec = spec if g_is_lhs else spec.swapped()
-            moves = moves_of(*operands, spec, axes, bar.out_sharding, given, gather)
-        return *(moves if g_is_lhs else moves[::-1]), own
+            return _Back(g, other, spec, axes, (None, move), own, SIDES)
+        return _Back(other, g, spec.swapped(), axes, (move, None), own, SWAPPED)
 
     def masked(self, side: Side, bar: jax.Array, own: Any, saved: Key) -> jax.Array:
         """The cotangent without what the product clipped, as the operand lay before."""

@@ -9,6 +9,7 @@ from jax import lax
 
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.target import follow
+from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.ops.arguments import (
     as_operand,
     as_recipe,
@@ -20,7 +21,7 @@ from mx_jax.ops.arguments import (
 )
 from mx_jax.ops.canonical import canonicalize, check_dimension_numbers
 from mx_jax.ops.dense import DenseProduct
-from mx_jax.ops.explicit_axes import canonical_sharding
+from mx_jax.ops.explicit_axes import gathering, product_spec
 from mx_jax.ops.packing import packed_for
 from mx_jax.ops.placing import gathered_once, given_moves
 from mx_jax.ops.product import Given, differentiable
@@ -91,18 +92,31 @@ def dot_general(
             out_sharding=out_sharding,
         )
     key, rhs = check_matmul_key(key, recipe), packed_for(rhs, dimension_numbers)
+    dtype = dtype_of_product(preferred_element_type, lhs, rhs, "dot_general")
+    if has_explicit_axes():
+        # Types say where operands, cotangents and the product lie, and the compiler what moves.
+        dimension_numbers = check_dimension_numbers(lhs, rhs, dimension_numbers)
+        own = gathering(recipe, rhs)
+        run: Any = jax.sharding.auto_axes(
+            lambda lhs, rhs, key: dot_general(
+                lhs.whole,
+                rhs.whole,
+                dimension_numbers,
+                recipe=own,
+                precision=precision,
+                preferred_element_type=dtype,
+                key=key,
+            ),
+            out_sharding=product_spec(lhs, rhs, dimension_numbers, out_sharding),
+        )
+        return run(Given.of(lhs), Given.of(rhs), key)
     lhs, rhs, recipe, moves = gathered_once(recipe, lhs, rhs)
     lhs, rhs, axes, empty, moves = canonicalize(lhs, rhs, dimension_numbers, moves)
     product = DenseProduct(
-        recipe=recipe,
-        axes=axes,
-        out_dtype=dtype_of_product(preferred_element_type, lhs, rhs, "dot_general"),
-        precision=precision,
-        out_sharding=canonical_sharding(out_sharding, axes, empty),
-        moves=moves,
+        recipe=recipe, axes=axes, out_dtype=dtype, precision=precision, moves=moves
     )
     with follow(lhs, rhs):
-        run: Any = watched if watching.value else differentiable
+        run = watched if watching.value else differentiable
         value = lax.squeeze(run(product, Given.of(lhs), Given.of(rhs), key), empty)
     return constrain(value, out_sharding)
 

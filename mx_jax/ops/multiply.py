@@ -1,7 +1,6 @@
 """One product of prepared operands in canonical order: select a backend, run it."""
 
 import dataclasses
-import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -13,12 +12,11 @@ from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
 from mx_jax.backends.primitive import bind, choose, compiler_splits
 from mx_jax.backends.records import active
-from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.explicit_axes import packed_by_shards
 from mx_jax.ops.packing import tell_of_packing, unpacked_for
 from mx_jax.ops.placing import twice
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
+from mx_jax.sharding.movement import reduced_in
 
 
 def multiply(
@@ -32,6 +30,7 @@ def multiply(
     out_sharding: Any = None,
     stored: Collection[Side] = (),
     split: bool = True,
+    reduce_dtype: np.dtype | None = None,
 ) -> jax.Array:
     """Two canonical operands to `[*batch, *m, *n]`, as they are.
 
@@ -45,6 +44,7 @@ def multiply(
       out_sharding: of the product, on a mesh with explicit axes.
       stored: which sides came quantized, so that weights could have come packed.
       split: whether codes move where the compiler, on automatic mesh axes, has to move an operand.
+      reduce_dtype: in which devices add up what each has of the sums, if wider than `out_dtype`.
 
     Returns:
       `[*batch, *m, *n]`.
@@ -55,14 +55,9 @@ def multiply(
             rhs,
             axes.dimension_numbers,
             precision=precision,
-            preferred_element_type=out_dtype,
+            preferred_element_type=reduced_in(out_dtype, reduce_dtype),
             out_sharding=out_sharding,
-        )
-    if isinstance(rhs, PackedMXArray) and has_explicit_axes() and rhs.layout.cut is not None:
-        local = functools.partial(
-            multiply, axes=axes, precision=precision, fast_accumulation=fast_accumulation
-        )
-        return packed_by_shards(local, unpacked(lhs), rhs, axes, out_dtype, out_sharding)
+        ).astype(out_dtype)
     call = MatmulCall(
         lhs=OperandType.of(lhs, axes.lhs),
         rhs=OperandType.of(rhs, axes.rhs),
@@ -71,6 +66,7 @@ def multiply(
         fast_accumulation=fast_accumulation,
         out_sharding=out_sharding,
         moves_codes=split,
+        reduce_dtype=reduce_dtype,
     )
     if not stored and not isinstance(rhs, PackedMXArray) and active.value is None:
         return bind(call, unpacked(lhs), rhs)
@@ -94,5 +90,6 @@ def _moves(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall) -> str:
     what = "whole tiles" if isinstance(rhs, PackedMXArray) else "codes and scales"
     return (
         f"operands of lhs.shape={call.lhs.shape}, rhs.shape={call.rhs.shape} -> {what}, where "
-        f"the compiler moves them along mesh axes={axes}{twice(lhs)}{twice(rhs)}"
+        f"the compiler moves them along mesh axes={axes}{twice(lhs)}{twice(rhs)}; parts of the "
+        f"product are added up in {reduced_in(call.out_dtype, call.reduce_dtype)}"
     )

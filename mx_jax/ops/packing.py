@@ -1,7 +1,9 @@
 """Weights laid out once for many products."""
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,8 @@ from mx_jax.axes import Axes, Side
 from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType, PackCall, RaggedCall
 from mx_jax.backends.primitive import choose
 from mx_jax.backends.records import active
-from mx_jax.backends.select import Choice
-from mx_jax.backends.target import follow
+from mx_jax.backends.select import Choice, current_target
+from mx_jax.backends.target import follow, use_target
 from mx_jax.codecs.blocks import check_parts
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import as_axes, as_axis, as_recipe
@@ -98,14 +100,22 @@ def packed_where_they_lie(
         lhs_format=None if activations is None else activations.format,
         dtype=np.dtype(weights.dtype),
     )
-    with follow(weights):
-        packed = choose(call).offer.run(weights, call)
     codes = weights.codes
     sharding = None if isinstance(codes, Tracer) else getattr(codes, "sharding", None)
+    with follow(weights), _on_all_of(sharding):
+        packed = choose(call).offer.run(weights, call)
     if isinstance(packed, MXArray) or not isinstance(sharding, NamedSharding):
         return packed, None
     reason = why_not_cut(packed, sharding)
     return (put_packed(packed, sharding), None) if reason is None else (weights, reason)
+
+
+def _on_all_of(sharding: Any) -> AbstractContextManager[None]:
+    """A context that knows on how many devices weights lie: their programs have as many."""
+    devices = 1 if sharding is None else len(sharding.device_set)
+    if devices == 1:
+        return nullcontext()
+    return use_target(dataclasses.replace(current_target(), program_devices=devices))
 
 
 def _axes(weights: MXArray, contracting: int | Sequence[int] | None, num_batch: int) -> Axes:

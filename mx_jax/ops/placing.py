@@ -1,39 +1,29 @@
-"""Operands on their way to a product on several devices: what moves, and whether before its cast.
-
-On a mesh with explicit axes types say where everything lies, and an operand is brought to where
-the product multiplies it. It is quantized first along the mesh axes of `recipe.gather`; without
-one, where codes of two orientations are fewer bytes than the values, which move once for a product
-and its gradients.
-"""
+"""Operands that a recipe moves to a product on several devices: as codes, or before their cast."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.axes import Axes, Side
 from mx_jax.backends.calls import AnyOperand
+from mx_jax.backends.partition_casts import agreed_scale as agreed
 from mx_jax.backends.records import active
-from mx_jax.codecs import blocks as block_shapes
-from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
-from mx_jax.ops import explicit_axes
 from mx_jax.ops.arguments import Key
 from mx_jax.ops.random import fold_in
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
-from mx_jax.reference.quantize import tensor_scale_of
-from mx_jax.sharding.gather import Gather, moving
-from mx_jax.sharding.movement import STAY, Movement, Moves, Part, parts_of
-from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
+from mx_jax.sharding.maxima import with_maxima, without_maxima
+from mx_jax.sharding.movement import STAY, Movement, Moves
+from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
 
 SIDES: tuple[Side, Side] = ("lhs", "rhs")
 
@@ -112,77 +102,18 @@ def _gathered_bwd(move, residuals, bar):
 _gathered.defvjp(_gathered_fwd, _gathered_bwd)
 
 
-def moves_of(
-    lhs: AnyOperand,
-    rhs: AnyOperand,
-    spec: MatmulSpec,
-    axes: ProductAxes,
-    out_sharding: Any,
-    given: Moves,
-    gather: Gather | None,
-) -> Moves:
-    """How both operands get to a product on a mesh with explicit axes: as types say, or as given.
-
-    An operand is gathered along the mesh axes that the product has from the other operand: what is
-    left to the product is what `jax.lax.dot_general` would be left with too.
-    """
-    sides = ((lhs, axes.lhs), (rhs, axes.rhs))
-    # Packed weights stay where they are, whatever the other operand does.
-    stored = [
-        ((),) * x.ndim if isinstance(x, PackedMXArray) else explicit_axes.stored(x)
-        for x, _ in sides
-    ]
-    brought = [
-        _along(parts, (*place.batch, *place.kept))
-        for parts, (_, place) in zip(stored, sides, strict=True)
-    ]
-    if out_sharding is not None:
-        out, num_batch = parts_of(out_sharding, axes.ndim), len(axes.lhs.batch)
-        first_n = num_batch + len(axes.lhs.kept)
-        brought[0] &= _along(out, range(first_n))
-        brought[1] &= _along(out, (*range(num_batch), *range(first_n, axes.ndim)))
-    moves = []
-    for side, (_, place) in enumerate(sides):
-        own = _along(stored[side], (*place.kept, *place.contracting))
-        names = own & brought[1 - side]
-        as_codes = _moves_codes(sides[side][0], (spec.lhs, spec.rhs)[side], gather, names)
-        move = moving(stored[side], names, as_codes=as_codes)
-        moves.append(given[side] if move is None else move)
-    return moves[0], moves[1]
-
-
-def _moves_codes(
-    operand: AnyOperand, spec: OperandSpec | None, gather: Gather | None, names: frozenset[str]
-) -> bool:
-    """Whether an operand is quantized before it moves: as told, or where that is always less.
-
-    A product and its gradients take an operand along two of its axes. So codes move twice, where
-    values that stay whole between the passes move once.
-    """
-    if gather is not None:
-        return gather.as_codes and bool(names & gather.on_mesh())
-    if spec is None or isinstance(operand, Quantized):
-        return False
-    return 2 * spec.format.bits_per_element < 8 * operand.dtype.itemsize
-
-
-def _along(parts: tuple[Part, ...], axes: Iterable[int]) -> frozenset[str]:
-    """The mesh axes of some of an array's axes."""
-    return frozenset(name for axis in axes for name in parts[axis])
-
-
 class Placed(NamedTuple):
     """An operand before its cast.
 
     Attributes:
       operand: gathered, if it moves before it is quantized.
-      move: how its codes move afterwards; None: they stay.
+      move: how its codes move afterwards (`move_codes`); None: they stay.
       key: for its random bits: inside shard_map another one on each device that has a part of it.
       tensor_scale: of all of it, where a device sees a part alone; None: the cast finds it.
     """
 
     operand: Any
-    move: Movement | None
+    move: "Movement | _Parts | None"
     key: Key
     tensor_scale: jax.Array | None = None
 
@@ -215,6 +146,12 @@ def place(
     blocks = axes.blocks(spec.format)
     check_whole_blocks(operand.shape, blocks, move, spec.format.name, stored=False)
     k = axes.block_axis
+    cut = [a for a, size in blocks if size is WHOLE and set(move.stored[a]) & set(move.manual)]
+    if cut and transform is None and not spec.scale_rule.reads_values:
+        _explain(operand, move, f"codes of {spec.format.name}, whose scales all parts agree on")
+        names = [name for a, _ in blocks for name in move.stored[a] if name in move.manual]
+        operand = with_maxima(operand, blocks, cut[0], names)
+        return Placed(operand, _Parts(move, cut[0]), _folded(key, move))
     whole = math.lcm(1 if transform is None else transform.size, spec.scale_rule.group)
     if not move.keeps_blocks(operand.shape, blocks) or (
         move.shard(operand.shape)[k] % whole and move.stored[k]
@@ -222,9 +159,32 @@ def place(
         _explain(operand, move, "values: a shard would end within a block")
         return Placed(move.move(operand), None, key)
     _explain(operand, move, f"codes and scales of {spec.format.name}")
-    if move.manual and key is not None:
-        key = fold_in(key, lax.axis_index(move.manual))
-    return Placed(operand, move, key, agreed_scale(operand, spec, blocks, move.manual))
+    scale = agreed_scale(operand, spec, blocks, move.manual)
+    return Placed(operand, move, _folded(key, move), scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """How codes move that were cast beside the maxima of their blocks.
+
+    Attributes:
+      move: of the codes.
+      axis: along which maxima lie behind them.
+    """
+
+    move: Movement
+    axis: int
+
+    def move_codes(self, x: MXArray) -> MXArray:
+        """The codes alone, gathered."""
+        return self.move.move_codes(without_maxima(x, self.axis))
+
+
+def _folded(key: Key, move: Movement) -> Key:
+    """A key of each device's own, for the part that it has."""
+    if key is None or not move.manual:
+        return key
+    return fold_in(key, lax.axis_index(move.manual))
 
 
 def _explain(operand: jax.Array, move: Movement, what: str) -> None:
@@ -282,8 +242,4 @@ def agreed_scale(
     """Inside shard_map the tensor scale is that of all parts; elsewhere a cast sees them all."""
     if not axes or not spec.format.tensor_scale:
         return None
-    pieces, inside = block_shapes.split(lax.stop_gradient(x), blocks)
-    magnitudes = float32.to_bits(pieces) & float32.ABS
-    amax = jnp.max(magnitudes, axis=inside, initial=0)
-    amax = lax.pmax(jnp.max(jnp.where(amax < float32.INF, amax, 0), initial=0), tuple(axes))
-    return tensor_scale_of(amax, spec.scale_rule.largest_value(spec.format), x.ndim)
+    return agreed(x, blocks, spec.scale_rule.largest_value(spec.format), axes)

@@ -171,6 +171,13 @@ class Given(NamedTuple):
         return cls(operand, None)
 
     @property
+    def whole(self) -> Any:
+        """The operand that this is `of`."""
+        if self.codes is None or self.value is None:
+            return self.operand
+        return dataclasses.replace(self.codes, primal=self.value)
+
+    @property
     def operand(self) -> Any:
         """What multiplies."""
         return self.value if self.codes is None else self.codes
@@ -299,7 +306,8 @@ def _cotangent(product, side, g, own, other, bar, saved):
         value = product.gradient(side, g, other, bar, saved)
     finally:
         _computed.reset(before)
-    value = product.masked(side, sum_over(value, bar.varying), own, saved)
+    value = sum_over(value, bar.varying).astype(bar.dtype)
+    value = product.masked(side, value, own, saved)
     if bar.out_sharding is None or explicit_sharding(value) == bar.out_sharding:
         return value
     # Turned back where groups of a transform lie on one device.

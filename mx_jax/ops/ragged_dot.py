@@ -53,7 +53,7 @@ from mx_jax.ops.watched import watched
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.reference import ragged
 from mx_jax.reference.ragged import ragged_rows
-from mx_jax.sharding.movement import Movement, as_gathered
+from mx_jax.sharding.movement import Movement, as_gathered, manual_axes, reduced_in
 from mx_jax.specs import MatmulRecipe, MatmulSpec, Residuals
 
 _FORWARD = ProductAxes(LAST, SECOND_LAST)
@@ -207,7 +207,9 @@ class RaggedProduct:
         key = product_key(self.recipe, GRADIENTS[side], saved.key)
         other = other.operand if isinstance(other, Kept) else other
         with jax.named_scope(GRADIENT[side]):
-            wide = dataclasses.replace(self, out_dtype=bar.dtype)
+            # Devices of shard_map add up what this returns.
+            asked = self.recipe.reduce_dtype if manual_axes() else None
+            wide = dataclasses.replace(self, out_dtype=reduced_in(bar.dtype, asked))
             if side == "rhs":
                 return wide._grad_weight(g, other, saved.sizes, key)
             spec = self.recipe.dlhs
@@ -240,13 +242,10 @@ class RaggedProduct:
     def _grad_weight(self, g: jax.Array, lhs: Operand, sizes: Any, key: Key) -> Any:
         """`[p, k]` by `[p, n]`: p are the rows, those of each group padded to whole blocks."""
         spec, move = self.recipe.drhs.swapped(), self.move
-        # What devices of shard_map add up is added before it is rounded.
-        dtype = np.dtype(np.float32) if move is not None and move.manual else self.out_dtype
-        wide = dataclasses.replace(self, out_dtype=dtype)
         found = contracted_operands(lhs, g, sizes, spec, _GRAD_RHS, key)
-        product = _scaled(wide, found.lhs, found.rhs, found.rows.sizes, _GRAD_RHS)
+        product = _scaled(self, found.lhs, found.rhs, found.rows.sizes, _GRAD_RHS)
         product = unscaled(product, *found.given, spec)
-        return product if move is None else move.move_back(product).astype(self.out_dtype)
+        return product if move is None else move.move_back(product)
 
     def in_high_precision(self) -> "RaggedProduct":
         """The same product of values as they are, in float32."""

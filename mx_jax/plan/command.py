@@ -161,9 +161,8 @@ def as_values(plans: Sequence[Plan], setup: Setup) -> list[str]:
                 moved = "gathered" if own.collective == "all-gather" else "sent"
                 lines.append(
                     f"{plan.name}: {own.tensor}s of {', '.join(row.as_values)} are {moved} along "
-                    f"{own.axis} as values in the {own.during} pass: a shard would end within a "
-                    "block, codes of two orientations are more bytes, or the recipe keeps them in "
-                    "high precision."
+                    f"{own.axis} as values in the {own.during} pass: the recipe keeps them in high "
+                    "precision, or a shard of experts would end within a block."
                 )
     return lines
 
@@ -176,7 +175,7 @@ def assumptions(
     sizes = {name: getattr(setup, name) for name in AXES}
     # A model without experts has nothing to say of their axis.
     used = {name: n for name, n in sizes.items() if name not in ("expert", "pipe") or n > 1}
-    codes = ", ".join(name for name in sorted(setup.codes) if name in used) or "no axis"
+    codes = ", ".join(name for name in sorted(setup.codes) if sizes[name] > 1) or "no axis"
     sizes = ", ".join(f"{name}={n}" for name, n in used.items())
     how = "gathered or sent" if "expert" in used else "gathered"
     lines = [
@@ -186,8 +185,7 @@ def assumptions(
         f"{setup.devices} devices ({sizes}); {setup.tokens:,} tokens a step, "
         f"{setup.local_tokens:,} a group of {setup.model}; {setup.dtype} activations, gathered "
         f"values and sums, {setup.param_dtype} parameters, {setup.moments} float32 moments.",
-        f"* moves as codes at their real width, with scales: operands {how} along {codes}, "
-        "where blocks end with shards.",
+        f"* moves as codes at their real width, with scales: operands {how} along {codes}.",
         "Weights are gathered for each pass. A device of n receives (n - 1) / n of what is "
         "gathered or scattered, twice that of what is all-reduced (a ring).",
         "Residuals: what linear layers keep"
@@ -342,10 +340,10 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--gather",
-        default="fsdp,expert",
+        default="fsdp,expert,model",
         metavar="AXES",
-        help="axes along which operands move as codes: gathered as a recipe's gather= says, or "
-        "sent by sharding.dispatch; none: as values (default: fsdp,expert)",
+        help="axes along which operands move as codes: gathered, as products on a mesh do, or "
+        "sent by sharding.dispatch; none: as values (default: fsdp,expert,model)",
     )
     group.add_argument(
         "--microbatches",

@@ -219,7 +219,7 @@ class Setup:
     dtype: np.dtype = _BFLOAT16
     param_dtype: np.dtype = _FLOAT32
     moments: int = 2
-    codes: frozenset[str] = frozenset({"fsdp", "expert"})
+    codes: frozenset[str] = frozenset({"fsdp", "expert", "model"})
     sequence: bool = False
     remat: str = "none"
 

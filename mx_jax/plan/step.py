@@ -198,11 +198,13 @@ def moved_bytes(
         return values, False
     total = 0.0
     for format, operand in zip(formats, own.operands, strict=True):
-        blocks = None if format is None else _blocks(format, own.tensor, operand)
-        if format is None or blocks is None or not _whole_blocks(own, linear, setup, blocks):
+        if format is None:
+            return values, False
+        blocks = _blocks(format, own.tensor, operand)
+        if linear.is_routed and not _whole_blocks(own, linear, setup, blocks):
             return values, False
         total += count * quantized_bytes(format, shape, blocks)
-    return min((total, True), (values, False))
+    return total, True
 
 
 def quantized_bytes(
@@ -247,7 +249,7 @@ def _shape(own: Movement, linear: Linear, setup: Setup) -> tuple[int, int]:
 def _whole_blocks(
     own: Movement, linear: Linear, setup: Setup, blocks: tuple[int | None, int | None]
 ) -> bool:
-    """Whether no block straddles two shards."""
+    """Whether no block straddles two shards: else `ragged_dot` gathers values."""
     if own.tensor == "weight":
         lengths, parts = (linear.k, linear.n), setup.weight_shards(linear)
     else:

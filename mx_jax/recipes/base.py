@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import EllipsisType
 from typing import Any, TypeVar
 
+import jax.numpy as jnp
+
 from mx_jax.codecs.rounding import NEAREST, Rounding, rounding_mode
 from mx_jax.formats import (
     MXFP4,
@@ -106,7 +108,8 @@ def with_changes(recipe: R, name: str | None, words: dict[str, Any]) -> R:
     """
     given = {word: value for word, value in words.items() if value is not ...}
     operation = f"with_: recipe {recipe.name!r}"
-    parts = {word: given[word] for word in ("mask_clipped", "gather") if word in given}
+    own = ("mask_clipped", "gather", "reduce_dtype")
+    parts = {word: given[word] for word in own if word in given}
     if "residuals" in given:
         given["residuals"] = parts["residuals"] = _residuals(given["residuals"], operation)
     _check_all_reach(recipe, given, operation)
@@ -268,6 +271,9 @@ def _text(word: str, value: Any) -> str:
         return f"{word}=high precision"
     if word in (*_OF_TENSORS, "lhs", "rhs", "format") and not isinstance(value, OperandSpec):
         value = block_format(value)
+    if word == "reduce_dtype" and value is not None:
+        dtype: Any = value
+        value = jnp.dtype(dtype)
     value = value.value if isinstance(value, Residuals) else getattr(value, "name", value)
     return f"{word}={value}"
 
@@ -313,6 +319,7 @@ class Recipe(MatmulRecipe):
         residuals: Residuals | str | EllipsisType = ...,
         mask_clipped: bool | EllipsisType = ...,
         gather: Any = ...,
+        reduce_dtype: Any = ...,
     ) -> "Recipe":
         """This recipe with some decisions made anew; everything that is not named stays.
 
@@ -339,6 +346,8 @@ class Recipe(MatmulRecipe):
           residuals: what is kept for the backward products, or its name.
           mask_clipped: whether values that the forward product clipped get no gradient.
           gather: mesh axes along which operands are gathered as codes; not shown in the name.
+          reduce_dtype: in which devices add up their parts of a product: float32, or None for the
+            product's own dtype.
 
         Raises:
           ValueError: a word that finds nothing to change, unknown names and parts, or operands

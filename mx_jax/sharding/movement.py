@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import partitions
+from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
 
 # The mesh axes of one axis of an array, the slowest first; () where it is whole.
@@ -95,7 +97,7 @@ class Movement:
             if not self.stored[axis]:
                 continue
             whole = not isinstance(size, int)
-            if whole and set(self.stored[axis]) & manual_axes():
+            if whole and set(self.stored[axis]) & set(self.manual):
                 return False
             if not whole and shard[axis] % size:
                 return False
@@ -118,11 +120,15 @@ class Movement:
     def move_codes(self, x: MXArray) -> MXArray:
         """A quantized operand, gathered as packed codes and scales."""
         codes = _repacked(x.codes, x.format.element.bits, self)
+        # An axis with one scale has the same on each device.
+        single = {axis % x.ndim for axis, size in x.blocks if size is WHOLE}
+        stored = tuple(() if axis in single else part for axis, part in enumerate(self.stored))
+        scales = dataclasses.replace(self, stored=stored).move(x.scales)
         tensor_scale = x.tensor_scale
         if tensor_scale is not None and any(length > 1 for length in tensor_scale.shape):
             tensor_scale = self.move(tensor_scale)
         return dataclasses.replace(
-            x, codes=codes, scales=self.move(x.scales), tensor_scale=tensor_scale, primal=None
+            x, codes=codes, scales=scales, tensor_scale=tensor_scale, primal=None
         )
 
     def move_back(self, cotangent: jax.Array) -> jax.Array:
@@ -164,6 +170,19 @@ def as_gathered(operand: Any, movement: Movement | None) -> Any:
     if movement is None:
         return operand
     return jax.ShapeDtypeStruct(movement.gathered_shape(operand.shape), operand.dtype)
+
+
+def reduced_in(dtype: np.dtype, asked: np.dtype | None) -> np.dtype:
+    """In which dtype devices add up their parts of a product: its own, or a wider one if asked.
+
+    Examples:
+      >>> import numpy as np
+      >>> from mx_jax.sharding.movement import reduced_in
+      >>> half = np.dtype("float16")
+      >>> reduced_in(half, np.dtype("float32")), reduced_in(half, None)
+      (dtype('float32'), dtype('float16'))
+    """
+    return dtype if asked is None else np.dtype(jnp.promote_types(dtype, asked))
 
 
 def manual_axes() -> frozenset[str]:

@@ -201,6 +201,11 @@ def share(
         parts[factor] = wider
         if factor[0] == "k" and out is not None:
             scattered[out] = (*scattered.get(out, ()), name)
+    # What is contracted lies as it does in an operand: in another order, all of it would move.
+    lies = [name for parts in stored[:2] for part in parts for name in part]
+    for factor, part in parts.items():
+        if factor[0] == "k":
+            parts[factor] = tuple(sorted(part, key=lies.index))
     for factor, part in list(scattered.items()):
         if sizes[factor] % math.prod(count[own] for own in (*parts[factor], *part)):
             del scattered[factor]

@@ -76,6 +76,18 @@ def _what_bfloat16_holds_on_accelerators(call: Call, target: Target) -> bool:
     return all(own.format in BLOCK_FORMATS or own.dtype == jnp.bfloat16 for _, own in call.sides)
 
 
+def _mxfp8_on_one_gpu_from_ada_on(call: Call, target: Target) -> bool:
+    capability = target.compute_capability
+    if target.num_devices > 1 or capability is None or capability < (8, 9):
+        return False
+    if not isinstance(call, MatmulCall) or len(call.lhs.axes.contracting) > 1:
+        return False
+    whole = all(0 not in own.shape for _, own in call.sides)
+    k = call.lhs.shape[call.lhs.axes.contracting[0]]
+    given = (call.lhs.format, call.rhs.format)
+    return whole and k % 32 == 0 and all(f in (MXFP8_E4M3, MXFP8_E5M2) for f in given)
+
+
 def _what_the_handlers_compute(call: Call, target: Target) -> bool:
     # Where nothing was built, nothing is promised.
     if target.platform != "cpu" or isinstance(library.load(), str):
@@ -120,6 +132,7 @@ def _mxfp8_and_nvfp4_on_blackwell(call: Call, target: Target) -> bool:
 PROMISES: Mapping[str, Promise] = {
     "xla": _whole_axis_float8_on_gpu,
     "cpu_ffi": _what_the_handlers_compute,
+    "xla_scaled": _mxfp8_on_one_gpu_from_ada_on,
     "xla_bfloat16": _what_bfloat16_holds_on_accelerators,
     "reference": _every_single_call,
     "pallas_gpu": _casts_and_few_bit_weights_from_ampere_on,

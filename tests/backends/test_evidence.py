@@ -31,6 +31,8 @@ from tests.backends.mosaic import with_any_jax
 
 KIND = "NVIDIA H200"
 H200 = Target(platform="cuda", compute_capability=(9, 0), device_kind=KIND)
+# What takes the case where nothing was measured, by the version of JAX.
+UNMEASURED = ("xla_scaled", "xla_bfloat16")
 CASE = MatmulCase(
     lhs=None,
     rhs=formats.MXFP4,
@@ -86,7 +88,7 @@ def test_a_row_switches_a_kernel_on():
     assert choice.evidence == row
     assert choice.rejections == ()
     without = chosen(CASE.call)
-    assert without.backend.name == "xla_bfloat16" and without.evidence is None
+    assert without.backend.name in UNMEASURED and without.evidence is None
 
 
 OTHER_CALLS = {
@@ -136,7 +138,7 @@ def test_calls_of_the_same_bucket_and_class():
     ids=str,
 )
 def test_rows_that_switch_nothing_on(changes: dict[str, Any]):
-    assert chosen(CASE.call, row_of(CASE.call, **changes)).backend.name == "xla_bfloat16"
+    assert chosen(CASE.call, row_of(CASE.call, **changes)).backend.name in UNMEASURED
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_rows_that_switch_nothing_on(changes: dict[str, Any]):
     ids=str,
 )
 def test_other_machines(target: Target):
-    assert chosen(CASE.call, row_of(CASE.call), target=target).backend.name == "xla_bfloat16"
+    assert chosen(CASE.call, row_of(CASE.call), target=target).backend.name in UNMEASURED
 
 
 def test_of_several_shapes_the_worst_decides():

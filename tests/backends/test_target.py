@@ -120,7 +120,9 @@ def test_the_default_device_decides(device: Any):
 def test_the_mesh_decides():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
-        assert current_target() == trace() == Target(platform="cpu", num_devices=2)
+        assert (
+            current_target() == trace() == Target(platform="cpu", num_devices=2, program_devices=2)
+        )
     found = []
 
     def local(x):
@@ -130,7 +132,7 @@ def test_the_mesh_decides():
     jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"))).trace(
         jnp.ones(2)
     )
-    assert found == [Target(platform="cpu", num_devices=1)]
+    assert found == [Target(platform="cpu", num_devices=1, program_devices=2)]
 
 
 def test_a_mesh_of_a_machine_that_is_not_there_decides_nothing():

@@ -1,6 +1,12 @@
-"""Recipes that tests of conversion share, and what a report says in short."""
+"""Recipes that tests of conversion share, what a report says in short, and what a program makes."""
 
+import collections
+from collections.abc import Iterator
 from typing import Any
+
+import jax
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
 from mx_jax import convert, recipes
 
@@ -16,3 +22,23 @@ def recipe_names(model: Any, rules: Any, *args: Any, **options: Any) -> dict[str
     """Recipe's name, or the reason why there is none, of each path."""
     report = convert.report(model, rules, *args, **options)
     return {d.layer.path: d.recipe.name if d.recipe else d.reason for d in report.decisions}
+
+
+def products(function: Any, *args: Any) -> dict[str, int]:
+    """How many products of each kind a program has, in every region: `mx_matmul` is converted."""
+
+    def primitives(jaxpr: Any) -> Iterator[str]:
+        for eqn in jaxpr.eqns:
+            yield eqn.primitive.name
+            for body in jaxprs_in_params(eqn.params):
+                yield from primitives(getattr(body, "jaxpr", body))
+
+    counts = collections.Counter(primitives(jax.make_jaxpr(function)(*args).jaxpr))
+    known = ("dot_general", "conv_general_dilated", "mx_matmul")
+    return {name: counts[name] for name in known if counts[name]}
+
+
+def as_function(model: nnx.Module) -> tuple[Any, Any]:
+    """An nnx model as a function of its state and of arguments, and that state."""
+    graph, state = nnx.split(model)
+    return lambda state, *args, **kwargs: nnx.merge(graph, state)(*args, **kwargs), state

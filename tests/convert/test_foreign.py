@@ -1,209 +1,271 @@
-"""Layers that are not Flax's and multiply by name: converted where a rule names their type."""
+"""Modules that are not Flax's and multiply by name: a trace of the model's call reaches them."""
 
-import functools
+import pickle
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax import lax
 
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule
-from mx_jax.convert.functions import TracedCall
-from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
 
-WEIGHT_ONLY = recipes.weight_only("mxfp4")
-X = np.random.default_rng(1).standard_normal((2, 3, 40), np.float32)
+from .helpers import MXFP8, STOCHASTIC, as_function, products
 
 
-class Einsum(nn.Module):
-    """As language models have it: subscripts come with the call."""
+class Llama(nnx.Module):
+    """As tunix has it: an Einsum of its own, attention and a tied head that multiply by name."""
 
-    shape: tuple[int, ...]
+    def __init__(self, rngs: nnx.Rngs):
+        self.embedder = Embedder(rngs)
+        self.layers = nnx.List([DecoderLayer(rngs) for _ in range(2)])
 
-    @nn.compact
-    def __call__(self, subscripts: str, x: jax.Array) -> jax.Array:
-        w = self.param("w", nn.initializers.normal(), self.shape)
-        return jnp.einsum(subscripts, x, w)
-
-
-class Table(nn.Module):
-    """A table with two methods, only one of which multiplies."""
-
-    def setup(self):
-        self.table = self.param("table", nn.initializers.normal(), (7, 40))
-
-    def look_up(self, tokens):
-        return self.table[tokens]
-
-    def __call__(self, x):
-        return self.attend(x)
-
-    def attend(self, x):
-        return x @ self.table.T
+    def __call__(self, tokens: jax.Array, cache: Any = None) -> tuple[jax.Array, Any]:
+        x = self.embedder.encode(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.embedder.decode(x), cache
 
 
-LINEN = Rule(".*", WEIGHT_ONLY, types=Einsum)
+class Embedder(nnx.Module):
+    """No call, and two methods, only one of which multiplies."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (7, 64)))
+
+    def encode(self, tokens: jax.Array) -> jax.Array:
+        return self.table[...][tokens]
+
+    def decode(self, x: jax.Array) -> jax.Array:
+        return jnp.dot(x, self.table[...].T)
 
 
-class TestLinen:
+class Einsum(nnx.Module):
+    def __init__(self, subscripts: str, shape: tuple[int, ...], rngs: nnx.Rngs):
+        self.subscripts, self.shape = subscripts, shape
+        self.w = nnx.Param(jax.random.normal(rngs.params(), shape) / 8)
+
+    @jax.named_scope("einsum")
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.einsum(self.subscripts, x, self.w[...])
+
+
+class Attention(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.q_proj = Einsum("btd,ndh->btnh", (2, 64, 32), rngs)
+        self.kv_proj = Einsum("bsd,cndh->cbsnh", (2, 2, 64, 32), rngs)
+        self.o_proj = Einsum("btnh,nhd->btd", (2, 32, 64), rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def block(self, x: jax.Array) -> jax.Array:
+        q, (k, v) = self.q_proj(x), self.kv_proj(x)
+        weights = self.dropout(nnx.softmax(jnp.einsum("btnh,bsnh->bnts", q, k)))
+        self.calls[...] += 1
+        return self.o_proj(jnp.einsum("bnts,bsnh->btnh", weights, v))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nnx.remat(self.block.__func__)(self, x)  # pyright: ignore
+
+
+class DecoderLayer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.attn = Attention(rngs)
+        self.up, self.down = nnx.Linear(64, 64, rngs=rngs), nnx.Linear(64, 64, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attn(x)
+        return x + self.down(nnx.silu(self.up(x)))
+
+
+TOKENS = jnp.arange(6).reshape(2, 3)
+ALL, OTHER = Rule(".*", MXFP8), recipes.mxfp4()
+
+
+class TestLlama:
+    def test_every_product_is_converted(self):
+        model = Llama(nnx.Rngs(0))
+        run, state = as_function(model)
+        assert products(run, state, TOKENS) == {"dot_general": 15}
+        converted = convert.nnx(model, ALL, strict=True)
+        ours, _ = as_function(converted)
+        assert products(ours, state, TOKENS) == {"mx_matmul": 15}
+        report = convert.report(model, ALL, TOKENS)
+        assert report.summary == "15 of 15 layers converted"
+        paths = {own.layer.path: own.layer.type for own in report.decisions}
+        attention = {
+            "layers/1/attn/btnh,bsnh->bnts": Attention,
+            "layers/1/attn/bnts,bsnh->btnh": Attention,
+        }
+        assert {
+            "embedder": Embedder,
+            "layers/0/up": nnx.Linear,
+            "layers/1/attn/q_proj": Einsum,
+            **attention,
+        }.items() <= paths.items()
+
+    def test_it_is_the_function_converted(self):
+        """To the bit, with its gradients; what a call changes is changed."""
+        model = Llama(nnx.Rngs(0))
+        run, _ = as_function(model)
+        ours, _ = as_function(convert.nnx(model, ALL))
+        theirs = convert.function(run, ALL, weights=0)
+        params, others = nnx.state(model, nnx.Param, ...)
+
+        def of_params(run: Any) -> Any:
+            def loss(params: Any, others: Any) -> Any:
+                # New Variables: these may change below the gradient.
+                others = jax.tree.map(jnp.asarray, others)
+                return jnp.var(run(nnx.merge_state(params, others), TOKENS)[0])
+
+            return quick(jax.value_and_grad(loss))(params, others)
+
+        jax.tree.map(np.testing.assert_array_equal, of_params(ours), of_params(theirs))
+        converted = convert.nnx(model, ALL)
+        first, second = converted(TOKENS)[0], converted(TOKENS)[0]
+        assert np.any(first != second), "dropout drew anew"
+        assert model.layers[1].attn.calls[...] == 2
+
+    def test_rules_by_path_type_and_product(self):
+        model = Llama(nnx.Rngs(0))
+        rules = [
+            Rule("embedder", None),
+            Rule(".*/attn/.*->.*", OTHER, types=Attention),
+            Rule("layers/0/.*", MXFP8, types=Einsum),
+            Rule("layers/1/.*", MXFP8, types=convert.DotGeneral),
+        ]
+        report = convert.report(model, rules, TOKENS)
+        assert [own.rule for own in report.decisions] == [
+            *[None] * 4,
+            *[2, 2, 1, 1, 2],
+            *[3, 3, 1, 1, 3],
+            0,
+        ]
+        converted = convert.nnx(model, rules, strict=True)
+        run, state = as_function(converted)
+        assert products(run, state, TOKENS) == {"dot_general": 5, "mx_matmul": 10}
+
+    def test_what_is_told_when(self):
+        """Without a call the products are not known; with one, rules that matched none are."""
+        model = Llama(nnx.Rngs(0))
+        report = convert.report(model, ALL)
+        reasons = {own.layer.path: own.reason for own in report.decisions if own.recipe is None}
+        assert len(reasons) == 7 and reasons["embedder"] == reasons["layers/0/attn/q_proj"] == (
+            "its products show in a call: give the report example arguments"
+        )
+        typo = [Rule("layers/0/atn/.*", MXFP8), ALL]
+        converted = convert.nnx(model, typo)
+        with pytest.warns(convert.UnusedRuleWarning, match=r"matched no layer: 0 .*'layers/0/up'"):
+            converted(TOKENS)
+        with pytest.raises(ValueError, match=r"convert.nnx: rules that matched no layer: 0"):
+            convert.nnx(model, typo, strict=True)(TOKENS)
+
+    def test_its_parts_when_called_alone(self):
+        """And in the closure of a jit, where nothing may change."""
+        converted = convert.nnx(Llama(nnx.Rngs(0)), ALL)
+        layer, x = converted.layers[0].attn.q_proj, jnp.ones((2, 3, 64))
+        expected = mx_jax.einsum(layer.subscripts, x, layer.w[...], recipe=MXFP8)
+        np.testing.assert_array_equal(jax.jit(lambda x: layer(x))(x), expected)
+
+    def test_copies_and_the_way_back(self):
+        model = Llama(nnx.Rngs(0))
+        converted = convert.nnx(model, ALL)
+        assert isinstance(converted, Llama) and isinstance(converted.embedder, Embedder)
+        graph = nnx.graphdef(converted)
+        assert graph == nnx.graphdef(convert.nnx(Llama(nnx.Rngs(0)), ALL))
+        assert graph == nnx.graphdef(pickle.loads(pickle.dumps(converted)))
+        assert nnx.graphdef(convert.original(converted)) == nnx.graphdef(model)
+        assert converted.embedder.table is model.embedder.table
+
+    def test_random_bits(self):
+        """Of the model's stream, new ones in each call; without one it is named."""
+        model = Llama(nnx.Rngs(0))
+        model.eval()
+        converted = convert.nnx(model, Rule(".*attn.*", STOCHASTIC), rngs=nnx.Rngs(quantize=1))
+        assert np.any(converted(TOKENS)[0] != converted(TOKENS)[0])
+        without = convert.nnx(model, Rule(".*attn.*", STOCHASTIC))
+        with pytest.raises(ValueError, match="draws random bits and needs the 'quantize' stream"):
+            without(TOKENS)
+
+    def test_a_call_that_is_compiled(self):
+        class Compiled(nnx.Module):
+            def __init__(self):
+                self.w = nnx.Param(jnp.ones((32, 4)))
+
+            @nnx.jit
+            def __call__(self, x: jax.Array) -> jax.Array:
+                return x @ self.w[...]
+
+        run, state = as_function(convert.nnx(Compiled(), ALL, strict=True))
+        assert products(run, state, jnp.ones((2, 32))) == {"mx_matmul": 1}
+
+    def test_a_call_that_adds_variables(self):
+        class Sows(nnx.Module):
+            def __init__(self):
+                self.w, self.seen = nnx.Param(jnp.ones((32, 4))), 0
+
+            def __call__(self, x: jax.Array, *, name: str) -> dict[str, Any]:
+                self.last, self.seen = nnx.Intermediate(x), self.seen + 1
+                return {"name": name, "y": x @ self.w[...], "none": None}
+
+        converted, x = convert.nnx(Sows(), ALL), jnp.ones((2, 32))
+        result = converted(x, name="head")
+        assert result["name"] == "head" and result["y"].shape == (2, 4)
+        assert converted.seen == 1
+        np.testing.assert_array_equal(converted.last[...], x)
+
     @pytest.mark.slow
-    def test_inside_scan_and_jit(self):
-        class Stack(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                def body(layer, x, _):
-                    return layer("btd,df->btf", x), None
+    def test_below_a_scan_of_layers(self):
+        """A stack made by nnx.vmap, which the model runs."""
 
-                stack = nn.scan(
-                    body, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
-                )
-                return stack(Einsum((40, 40), name="layers"), x, None)[0]
+        @nnx.split_rngs(splits=2)
+        @nnx.vmap
+        def stack(rngs: nnx.Rngs) -> Einsum:
+            return Einsum("bd,df->bf", (64, 64), rngs)
 
-        model = Stack()
-        variables = quick(model.init)(jax.random.key(0), X)
-        result = jax.jit(convert.linen(model, LINEN).apply)(variables, X)
-        expected = X
-        for w in variables["params"]["layers"]["w"]:
-            expected = mx_jax.einsum("btd,df->btf", expected, w, recipe=WEIGHT_ONLY)
-        np.testing.assert_allclose(result, expected, rtol=1e-5)
-
-    def test_every_method_that_multiplies(self):
-        model, rule = Table(), Rule(".*", WEIGHT_ONLY, types=Table)
-        variables = quick(model.init)(jax.random.key(0), X)
-        converted = convert.linen(model, rule)
-        table = variables["params"]["table"]
-        expected = mx_jax.matmul(X, table.T, recipe=WEIGHT_ONLY)
-        np.testing.assert_array_equal(converted.apply(variables, X), expected)
-        attended = converted.apply(variables, X, method="attend")
-        np.testing.assert_array_equal(attended, expected)
-        tokens = jnp.arange(3)
-        looked_up = converted.apply(variables, tokens, method="look_up")
-        np.testing.assert_array_equal(looked_up, table[:3])
-
-    def test_obstacles(self):
-        class Outer(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                return nn.Dense(3)(x) @ self.param("w", nn.initializers.ones, (3, 4))
-
-        with pytest.warns(convert.UnusedRuleWarning):
-            report = convert.report(Outer(), Rule("", WEIGHT_ONLY, types=Outer), X)
-        assert {d.layer.path: d.reason for d in report.decisions} == {
-            "Dense_0": "no rule matches",
-            "": "has layers of its own: Dense_0",
-        }
-
-
-class TestNnx:
-    def test_obstacles(self):
-        class Holder(nnx.Module):
+        class Stack(nnx.Module):
             def __init__(self, rngs: nnx.Rngs):
-                self.w = nnx.Param(jnp.ones((3, 4)))
+                self.layers = stack(rngs)
 
-        class Outer(nnx.Module):
-            def __init__(self, rngs: nnx.Rngs):
-                self.w = nnx.Param(jnp.ones((3, 4)))
-                self.holder = Holder(rngs)
+            def __call__(self, x: jax.Array) -> jax.Array:
+                scan = nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+                return scan(lambda x, layer: layer(x))(x, self.layers)
 
-        with pytest.warns(convert.UnusedRuleWarning):
-            report = convert.report(Outer(nnx.Rngs(0)), Rule(".*", WEIGHT_ONLY, types=nnx.Module))
-        assert {d.layer.path: d.reason for d in report.decisions} == {
-            "holder": "is not callable",
-            "": "has layers of its own: holder",
-        }
-
-
-SUMS_IN_GROUPS = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())),
-    lhs_ragged_dimensions=(0,),
-    rhs_group_dimensions=(),
-)
+        model, x = Stack(nnx.Rngs(0)), jnp.ones((3, 64))
+        expected = x
+        for w in model.layers.w[...]:
+            expected = mx_jax.einsum("bd,df->bf", expected, w, recipe=MXFP8)
+        converted = convert.nnx(model, Rule("layers", MXFP8), strict=True)
+        np.testing.assert_allclose(nnx.jit(converted)(x), expected, rtol=1e-5)
 
 
-class TestTracedCall:
-    """On functions."""
+def test_adapters_follow_rules_that_name_them():
+    """They are trained beside what rules quantize."""
+    model, x = nnx.LoRALinear(64, 8, lora_rank=4, rngs=nnx.Rngs(0)), jnp.ones((2, 64))
+    (_, first, second) = convert.report(model, ALL, x).decisions
+    assert first.reason == second.reason == "rule 0: only a rule with types=LoRA converts it"
+    run, state = as_function(convert.nnx(model, ALL))
+    assert products(run, state, x) == {"dot_general": 2, "mx_matmul": 1}
+    named = [ALL, Rule(".*", MXFP8, types=nnx.LoRA)]
+    run, _ = as_function(convert.nnx(model, named))
+    assert products(run, state, x) == {"mx_matmul": 3}
 
-    W = jax.random.normal(jax.random.key(2), (5, 3, 40))
 
-    @staticmethod
-    def seen(function: Any, *args: Any) -> list[tuple[int, ...]]:
-        """Shapes of the right operands; the values have to stay what they were."""
-        kernels = []
+def test_a_tied_head_of_flaxs_embedding():
+    """It follows rules that name the type, and its attribute alone: no trace adds to it."""
 
-        def multiply(lhs, rhs, dimension_numbers, *, key, **options):
-            kernels.append(rhs.shape)
-            return lax.dot_general(lhs, rhs, dimension_numbers, **options)
+    class Tied(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.embed, self.w = nnx.Embed(7, 64, rngs=rngs), nnx.Param(jnp.ones((64, 64)))
 
-        run = TracedCall(WEIGHT_ONLY)
-        results = run(function, args, {}, name="f", dot_general=lambda recipe: multiply)
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
-            results,
-            function(*args),
-        )
-        return kernels
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            return self.embed.attend(self.embed(tokens) @ self.w[...])
 
-    def test_the_kernel_is_on_the_right(self):
-        w = self.W
-        assert self.seen(lambda x: jnp.einsum("btd,fhd->btfh", x, w), X) == [w.shape]
-        assert self.seen(lambda x: jnp.einsum("fhd,btd->fhbt", w, x), X) == [w.shape]
-        # A batch axis in both; the kernel first.
-        assert len(self.seen(lambda x: jnp.einsum("fhd,bhd->bhf", w, x), X)) == 1
-        assert self.seen(lambda x: jnp.tanh(2 * w[0]) @ x[0].T, X) == [(3, 40)]
-
-    def test_inside_jit_and_several(self):
-        def function(x):
-            y = jax.jit(lambda x: jax.nn.gelu(x @ self.W[0].T))(x)
-            return {"y": y, "z": jax.nn.softmax(y) @ self.W[1]}
-
-        assert self.seen(function, X) == [(40, 3), (3, 40)]
-
-    def test_inside_loops(self):
-        def function(x):
-            x = lax.scan(lambda x, w: (x @ w.T @ w, None), x, self.W)[0]
-            return lax.cond(x.sum() > 0, lambda x: x @ self.W[0].T, lambda x: x[..., :3], x)
-
-        assert {(40, 3), (3, 40)} == {*self.seen(function, X)}
-
-    def test_rows_in_groups(self):
-        """A ragged_dot follows too, in a jit or not; what sums in groups stays as it is."""
-        x, w, sizes = X[0], jnp.swapaxes(self.W, 1, 2), jnp.array([1, 0, 2, 0, 1])
-
-        def function(x):
-            return jax.jit(lambda x: lax.ragged_dot(x, w, sizes))(x) @ self.W[0]
-
-        run = functools.partial(TracedCall(recipes.mxfp8()), name="f")
-        y = mx_jax.ragged_dot(x, w, sizes, recipe="mxfp8")
-        assert_bitwise_equal(run(function, (x,), {}), mx_jax.matmul(y, self.W[0], recipe="mxfp8"))
-
-        def sums_in_groups(x):
-            return lax.ragged_dot_general(x, x, jnp.array([1, 2]), SUMS_IN_GROUPS)
-
-        with pytest.raises(ValueError, match="contains no dot_general or ragged_dot"):
-            run(sums_in_groups, (x,), {})
-
-    def test_arguments_that_are_no_arrays(self):
-        def function(subscripts: str, x: Any, *, scale: float):
-            return scale * jnp.einsum(subscripts, x, self.W)
-
-        args, kwargs = ("btd,fhd->btfh", np.asarray(X)), {"scale": 2.0}
-        by = lambda recipe: lambda *args, key, **_: lax.dot_general(*args)  # noqa: E731
-        np.testing.assert_allclose(
-            TracedCall(WEIGHT_ONLY)(function, args, kwargs, name="f", dot_general=by),
-            function(*args, **kwargs),
-            rtol=1e-5,
-        )
-
-    def test_without_product(self):
-        message = r"names the type of f, but its call contains no dot_general.* drop the type"
-        run = functools.partial(TracedCall(WEIGHT_ONLY), jnp.tanh, (X,), {}, name="f")
-        with pytest.raises(ValueError, match=message):
-            run()
-        assert run(strict=False).shape == X.shape
+    model = Tied(nnx.Rngs(0))
+    for rules in (ALL, [Rule(".*", MXFP8, types=nnx.Embed), ALL]):
+        run, state = as_function(convert.nnx(model, rules, strict=True))
+        assert products(run, state, TOKENS) == {"dot_general": 1, "mx_matmul": 1}

@@ -303,6 +303,8 @@ def test_ragged_products_and_convolutions():
     def conv(image: jax.Array, kernel: jax.Array) -> jax.Array:
         return lax.conv(image, kernel, (2, 2), "VALID")
 
+    with pytest.warns(convert.UnusedRuleWarning, match="a rule with types=convert.Conv converts"):
+        convert.function(conv, ALL)(image, kernel)
     rules = Rule(".*", RECIPE, types=convert.Conv)
     (decision,) = decisions(conv, image, kernel, rules=rules).values()
     assert (decision.layer.shape, decision.layer.type) == ((4, 32, 3), convert.Conv)
@@ -312,6 +314,39 @@ def test_ragged_products_and_convolutions():
         lambda x, w: mx_jax.einsum("abcijf,oijf->oabc", x, w.transpose(0, 2, 3, 1), recipe=RECIPE)
     )(patches, kernel)
     np.testing.assert_allclose(ours, theirs.transpose(1, 0, 2, 3), rtol=1e-5, atol=1e-5)
+
+
+def test_sums_in_groups_stay():
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())),
+        lhs_ragged_dimensions=(0,),
+        rhs_group_dimensions=(),
+    )
+    sums = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers)
+    with pytest.warns(convert.UnusedRuleWarning):
+        (decision,) = decisions(sums, X, X, jnp.array([1, 3])).values()
+    assert decision.reason == "no product of rows in groups, as jax.lax.ragged_dot makes it"
+
+
+def test_a_recipe_of_weights_alone():
+    """It leaves a product of two activations, where it is said which arguments are weights."""
+
+    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        with jax.named_scope("scores"):
+            scores = x @ x.T
+        with jax.named_scope("mix"):
+            return scores @ (x @ w)
+
+    rules = [Rule(".*", WEIGHT_ONLY), Rule("scores", RECIPE)]
+    found = decisions(fn, W[0], X, rules=rules, weights=0)
+    assert {path: own.rule for path, own in found.items()} == {
+        "scores": 1,
+        "mix/dot_general_0": 0,
+        "mix/dot_general_1": None,
+    }
+    reason = "rule 0: its recipe quantizes weights alone, and neither operand is one"
+    assert found["mix/dot_general_1"].reason == reason
+    assert {own.rule for own in decisions(fn, W[0], X, rules=rules[:1]).values()} == {0}
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ class TestModel:
         model = abstract()
         before, paths = nnx.graphdef(model), state_paths(model)
         converted = convert.nnx(model, Rule(".*", MXFP8))
-        assert type(converted) is Model
+        assert isinstance(converted, Model) and type(converted).__name__ == "Model"
         assert converted.split is not model.split
         assert converted.split.kernel is model.split.kernel
         assert converted.shared is converted.again, "sharing is kept"
@@ -155,21 +155,12 @@ class TestLayers:
         names = recipe_names(nnx.Sequential(outer), Rule("layers/0/right/split", MXFP8))
         assert names["layers/0/left/split"] == "mxfp8"
 
-    def test_what_cannot_be_converted(self):
-        model = nnx.Sequential(nnx.LoRA(4, 2, 3, rngs=nnx.Rngs(0)))
-        reason = "rule 0: only a rule with types=LoRA converts it"
-        with pytest.warns(convert.UnusedRuleWarning):
-            assert recipe_names(model, Rule(".*", MXFP8)).popitem() == ("layers/0", reason)
-        with pytest.warns(convert.UnusedRuleWarning):
-            converted = convert.nnx(model, Rule(".*", MXFP8))
-        assert nnx.graphdef(converted) == nnx.graphdef(model)
-
     def test_linears_inside_lora(self):
         rngs = nnx.Rngs(0)
         wrapped = nnx.LoRA(4, 2, 3, base_module=nnx.Linear(4, 3, rngs=rngs), rngs=rngs)
         assert recipe_names(wrapped, Rule(".*", MXFP8)) == {
             "base_module": "mxfp8",
-            "": "has layers of its own: base_module",
+            "": "its products show in a call: give the report example arguments",
         }
         linear = nnx.LoRALinear(WIDTH, 3, lora_rank=2, rngs=rngs)
         assert recipe_names(linear, Rule(".*", MXFP8))[""] == "mxfp8"
@@ -219,7 +210,7 @@ class TestAttention:
         attention = nnx.MultiHeadAttention(
             2, 8, dropout_rate=0.5, deterministic=False, decode=False, rngs=nnx.Rngs(0)
         )
-        converted = convert.nnx(attention, Rule("(qk|av)", WEIGHT_ONLY))
+        converted = convert.nnx(attention, Rule("(qk|av)", MXFP8))
         x = draw(1, 5, 8)
         converted(x, rngs=nnx.Rngs(dropout=1), sow_weights=True)
         (weights,) = converted.attention_weights.get_value()
@@ -324,9 +315,10 @@ class TestRandomness:
         model = abstract()
         converted = convert.nnx(model, Rule("split", STOCHASTIC), rngs=nnx.Rngs(0))
         assert state_paths(converted, nnx.Param) == state_paths(model)
+        # One of the model is for products that its code writes.
         assert [path.split("]")[0] for path in state_paths(converted, nnx.RngState)] == [
-            "['split'",
-            "['split'",
+            *["['mx_stream'"] * 2,
+            *["['split'"] * 2,
         ]
 
     @pytest.mark.slow
@@ -346,8 +338,6 @@ def test_errors():
     message = r"convert.nnx: '' gets recipe 'stochastic weight', which draws .* pass rngs=nnx.Rngs"
     with pytest.raises(ValueError, match=message):
         convert.nnx(linear, Rule(".*", STOCHASTIC))
-    with pytest.raises(TypeError, match=r"example arguments are for flax.linen.* got .* Linear"):
-        convert.report(linear, Rule(".*", None), jnp.ones(3))
     with pytest.raises(TypeError, match=r"needs a flax.nnx module, got str"):
         convert.report("model", Rule(".*", None))
     with pytest.raises(TypeError, match=r"needs a flax.nnx module, got str"):

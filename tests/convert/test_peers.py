@@ -22,6 +22,8 @@ import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule
 
+from .helpers import products
+
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 TOKENS = np.arange(32, dtype=np.int32).reshape(2, 16)
@@ -86,21 +88,21 @@ CASES = [
         "BertConfig",
         {"vocab_size": 64, "max_position_embeddings": 32},
         (TOKENS, np.ones_like(TOKENS), np.zeros_like(TOKENS), POSITIONS, np.ones((2, 4))),
-        13,
+        17,
     ),
     Case(
         "FlaxLlamaForCausalLM",
         "LlamaConfig",
         {"vocab_size": 64, "max_position_embeddings": 32},
         (TOKENS, np.ones_like(TOKENS), POSITIONS),
-        15,
+        19,
     ),
     Case(
         "FlaxViTModel",
         "ViTConfig",
         {"image_size": 16, "patch_size": 8},
         (np.random.default_rng(1).standard_normal((2, 16, 16, 3), np.float32),),
-        14,
+        18,
     ),
 ]
 
@@ -160,22 +162,24 @@ def test_tunix(name: str, model: str):
         norm_eps=1e-5,
     )
     network = getattr(source, model)(config, rngs=nnx.Rngs(0))
-    # Its attention and head multiply in an Einsum of tunix's own.
-    rules = [Rule(".*", recipes.mxfp8(), types=(nnx.Linear, source.Einsum))]
-    report = convert.report(network, rules)
-    assert report.num_converted == 15
-    _, params = nnx.split(network)
+    rules = [Rule(".*", recipes.mxfp8())]
     mask = jnp.tril(jnp.ones((2, 16, 16), bool))
+    arguments = (TOKENS, POSITIONS, None, mask)
+    report = convert.report(network, rules, *arguments)
+    assert report.summary == "19 of 19 layers converted"
+    _, params = nnx.split(network)
 
     def run(network):
         graph, _ = nnx.split(network)
-        return lambda params: nnx.merge(graph, params)(TOKENS, POSITIONS, None, mask)[0]
+        return lambda params: nnx.merge(graph, params)(*arguments)[0]
+
+    assert products(run(convert.nnx(network, rules)), params) == {"mx_matmul": 19}
 
     judge(model, report, run, network, convert.nnx(network, rules), random_like(params))
 
 
-def test_gpt2_by_its_traced_call():
-    """Its layers are not Flax's: convert.linen reaches one product, convert.function each."""
+def test_gpt2():
+    """Its layers are not Flax's: modules and functions reach the same products."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, n_inner=128
@@ -184,26 +188,24 @@ def test_gpt2_by_its_traced_call():
     with pytest.raises(TypeError, match=r"put it back: model._module = convert.linen"):
         convert.linen(outer, Rule(".*", recipes.mxfp8()))
     module, arguments = outer.module, (TOKENS, np.ones_like(TOKENS), POSITIONS)
-    assert convert.report(module, Rule(".*", recipes.mxfp8()), *arguments).num_converted == 1
-    params = random_like(module.init(jax.random.key(0), *arguments)["params"])
-    rules = [Rule(".*->.*", None), Rule(".*", recipes.mxfp8())]
-
-    def apply(params: Any) -> Any:
-        return module.apply({"params": params}, *arguments)[0]
-
-    report = convert.report(apply, rules, params, weights=0)
-    kernels = [own.layer.kernel for own in report.decisions if own.recipe]
+    rules = Rule(".*", recipes.mxfp8())
+    report = convert.report(module, rules, *arguments)
+    kernels = [
+        own.layer.kernel for own in report.decisions if own.layer.type.__name__[4:8] == "Conv"
+    ]
     # Each block's c_attn, c_proj, c_fc, c_proj; the head is tied to the embedding.
-    block = [(64, 192), (64, 64), (64, 128), (128, 64)]
-    assert kernels == [*block, *block, (64, 64)]
-    judge(
-        "FlaxGPT2LMHeadModel",
-        report,
-        lambda run: run,
-        apply,
-        convert.function(apply, rules, weights=0, strict=True),
-        params,
-    )
+    assert kernels == [(64, 192), (64, 64), (64, 128), (128, 64)] * 2
+    assert report.num_converted == 13
+    params = random_like(module.init(jax.random.key(0), *arguments)["params"])
+
+    def run(module: Any) -> Any:
+        return lambda params: module.apply({"params": params}, *arguments)[0]
+
+    converted = convert.linen(module, rules, strict=True)
+    assert products(run(converted), params) == {"mx_matmul": 13}
+    function = convert.function(run(module), rules, weights=0, strict=True)
+    np.testing.assert_array_equal(jax.jit(run(converted))(params), function(params))
+    judge("FlaxGPT2LMHeadModel", report, run, module, converted, params)
 
 
 def test_equinox():

@@ -247,8 +247,7 @@ def test_an_nnx_model_gives_the_numbers_of_its_conversion():
         with pytest.warns(convert.UnusedRuleWarning, match=r"layer: 2 "):
             served = convert.weights(model, NNX_RULES)
         with pytest.warns(convert.UnusedRuleWarning, match=r"layer: 1 \('ours'\);"):
-            converted = convert.nnx(model, NNX_RULES)
-        expected = nnx.jit(run)(converted, TOKENS)
+            expected = nnx.jit(run)(convert.nnx(model, NNX_RULES), TOKENS)
         graph, state = nnx.split(served)
         actual, text = compiled(lambda s, x: nnx.merge(graph, s)(x), state, TOKENS)
     assert_bitwise_equal(actual, expected, what="output")

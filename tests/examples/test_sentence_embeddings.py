@@ -82,7 +82,8 @@ def test_conversion_quantizes_what_is_chosen(parts, tiny):
     (batch,) = parts.embedding.batches(bert.TINY_SENTENCES, 64)
     exact = quick(model.apply)(variables, batch.tokens, batch.mask)
     choice = parts.formats.Choice("mxfp4", "ceil", "mxfp8_e4m3", "mxint8")
-    report = convert.report(model, choice.rules(), batch.tokens, batch.mask)
+    rules = [convert.Rule(".*->.*", None), *choice.rules()]
+    report = convert.report(model, rules, batch.tokens, batch.mask)
     recipes = {str(each.layer.path): each.recipe for each in report.decisions}
     assert str(recipes["layer_1/up"].fwd) == "mxfp8_e4m3 (ceil, nearest) x mxfp4 (ceil, nearest)"
     assert recipes["words"].fwd.rhs.format.name == "mxint8" and recipes["positions"] is None

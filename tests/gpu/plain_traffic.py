@@ -1,4 +1,4 @@
-"""Bytes that whole products move on a GPU without any kernel of this package, beside bfloat16's.
+"""Bytes that whole products move on a GPU by default, beside bfloat16's.
 
     python tests/gpu/plain_traffic.py sm_90a [FILE]
 
@@ -89,9 +89,15 @@ def apart(gpu: Gpu, name: str, dtype: str) -> dict[str, Any]:
     return {"what": "training step, passes apart", "weights": dtype, "by": name, **found}
 
 
-def few_bit_weights(gpu: Gpu, name: str, rows: int) -> dict[str, Any]:
-    """Bfloat16 activations by quantized weights."""
-    w = jax.eval_shape(lambda w: mx_jax.quantize(w, name, axis=0), array(SIDE, SIDE))
+def few_bit_weights(gpu: Gpu, name: str, rows: int, packed: bool) -> dict[str, Any]:
+    """Bfloat16 activations by quantized weights, as they are or packed."""
+
+    def quantized(w: jax.Array) -> Any:
+        found = mx_jax.quantize(w, name, axis=0)
+        return mx_jax.pack_weights(found) if packed else found
+
+    with mx_jax.testing.target("cuda", gpu.capability):
+        w = jax.eval_shape(quantized, array(SIDE, SIDE))
     recipe = recipes.weight_only(name)
     leaves, tree = jax.tree.flatten(w)
 
@@ -99,7 +105,8 @@ def few_bit_weights(gpu: Gpu, name: str, rows: int) -> dict[str, Any]:
         return mx_jax.matmul(x, jax.tree.unflatten(tree, leaves), recipe=recipe)
 
     found = moved(gpu, product, array(rows, SIDE), *leaves)
-    return {"what": "weight-only product", "rows": rows, "by": name, **found}
+    what = "weight-only product, packed" if packed else "weight-only product"
+    return {"what": what, "rows": rows, "by": name, **found}
 
 
 def bfloat16_weights(gpu: Gpu, rows: int) -> dict[str, Any]:
@@ -115,13 +122,13 @@ def lines(gpu: Gpu) -> Iterator[dict[str, Any]]:
             steps = [count(gpu, name, dtype) for name in RECIPES]
             for line in steps:
                 yield line | {"ratio": round(line["MiB"] / steps[0]["MiB"], 2)}
-    # Few-bit weights are written as bfloat16, and read again.
-    twice = 2 * 2 * SIDE * SIDE / 2**20
     for rows in ROWS:
-        yield bfloat16_weights(gpu, rows)
-        for name in FORMATS:
-            line = few_bit_weights(gpu, name, rows)
-            yield line | {"ratio to two passes": round(line["MiB"] / twice, 2)}
+        baseline = bfloat16_weights(gpu, rows)
+        yield baseline
+        for packed in (False, True):
+            for name in FORMATS:
+                line = few_bit_weights(gpu, name, rows, packed)
+                yield line | {"ratio": round(line["MiB"] / baseline["MiB"], 3)}
 
 
 if __name__ == "__main__":

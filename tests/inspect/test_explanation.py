@@ -161,11 +161,12 @@ def test_what_cannot_be_explained():
         explain(None, 8, 64, 32)
 
 
-def test_a_plain_layer_of_an_nnx_model_has_no_recipe():
+def test_a_plain_layer_of_a_converted_nnx_model():
     layers = (nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 8, rngs=nnx.Rngs(1)))
     model = convert.nnx(nnx.Sequential(*layers), convert.Rule("layers/0", "mxfp8"))
     found = explain(model, jax.ShapeDtypeStruct((16, 64), "float32"))
-    assert [row.why for row in found.high] == ["no recipe reaches it"]
+    assert [row.why for row in found.high] == ["no rule converts its layer"]
+    assert [place.path for row in found.high for place in row.places] == ["layers/1"]
 
 
 def test_the_share_counts_every_step_of_a_scan():

@@ -1,9 +1,11 @@
-"""What devices exchange, read from a compiled program."""
+"""What devices exchange, read from a program."""
 
 import math
 import re
+import tempfile
 from collections import Counter
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 KINDS = (
     "all-gather",
@@ -17,6 +19,13 @@ _BITS = {"pred": 8, "bf16": 16, "f8e4m3fn": 8, "f8e5m2": 8}
 # What an asynchronous one gives is what its end gives.
 _OPERATION = re.compile(rf"= (\(.*?\)|\S+) ({'|'.join(KINDS)})(?:-done)?\(")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+_LINE = re.compile(
+    rf"^ *(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ({'|'.join(KINDS)})(-start)?\((.*)$", re.MULTILINE
+)
+# Groups of devices: listed, a reshaped iota, or axes of a mesh and parts `(before)size` of them.
+_LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
+_IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 
 
 class Exchange(NamedTuple):
@@ -53,3 +62,68 @@ def gathered(program: str, dtype: str | None = None) -> int:
         for found in collectives(program)
         if found.kind == "all-gather" and dtype in (None, found.dtype)
     )
+
+
+def partitioned(lowered: Any) -> str:
+    """A lowered program as each device runs it, before what XLA does for one platform: on CPUs it
+    widens bfloat16 to float32, what devices exchange too."""
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
+        lowered.compile(compiler_options=dump | {"xla_backend_optimization_level": 0})
+        (found,) = Path(folder).glob("*.after_spmd-partitioning.*.txt")
+        return found.read_text()
+
+
+def received(program: str, devices: int) -> Counter[tuple[str, str]]:
+    """Bytes that each device receives, by kind and dtype, as in a ring.
+
+    Of n devices each lacks `(n - 1) / n` of what is gathered or scattered, twice that of what is
+    all-reduced. An all-reduce of which each device keeps a slice alone counts as reduce-scatter:
+    XLA makes it one on GPUs, and on CPUs never does. What a loop repeats counts once.
+
+    Args:
+      program: a module, after partitioning.
+      devices: of groups that are not told.
+    """
+    found = Counter[tuple[str, str]]()
+    for name, result, kind, started, rest in _LINE.findall(program):
+        n = _group_size(rest) or devices
+        arrays = _ARRAY.findall(result)
+        if started and kind != "all-reduce":
+            arrays = arrays[len(arrays) // 2 :]  # behind the operands
+        part = 1
+        if kind == "all-reduce" and _is_sliced(name, program):
+            kind, part = "reduce-scatter", n
+        for dtype, shape in arrays:
+            bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
+            whole = math.prod(int(size) for size in shape.split(",") if size) * bits // 8
+            found[kind, dtype] += round(_lacking(kind, n) * whole / part)
+    return found
+
+
+def _group_size(attributes: str) -> int | None:
+    """How many devices exchange with each other; None: all."""
+    if found := _LISTED.search(attributes):
+        return found[1].count(",") + 1
+    if found := _IOTA.search(attributes):
+        return int(found[1])
+    if found := _MESH.search(attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])
+        return math.prod(int(part) if part else sizes[name] for name, part in parts)
+    return None
+
+
+def _lacking(kind: str, n: int) -> float:
+    """What a device receives of n, in parts of what the collective gives it."""
+    if kind == "reduce-scatter":
+        return n - 1
+    if kind == "collective-permute":
+        return 1
+    return (n - 1) / n * (2 if kind == "all-reduce" else 1)
+
+
+def _is_sliced(name: str, program: str) -> bool:
+    """Whether slices that begin where each device's part does are all that reads an array."""
+    uses = re.findall(rf"= \S+ ([\w\-]+)\([^)]*%{re.escape(name)}[,)]", program)
+    return bool(uses) and set(uses) == {"dynamic-slice"}

@@ -24,7 +24,7 @@ def test_the_example_learns(integration: Any):
     every = ("output", "grad_input", "grad_weight")
     # The names are tunix's own scopes.
     assert report.quantized == dict.fromkeys(("attention", "feed_forward"), every)
-    assert decisions.num_converted == 7
+    assert decisions.num_converted == 9
 
 
 def test_gemmas_einsum_is_the_product():

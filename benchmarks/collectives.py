@@ -1,0 +1,222 @@
+"""Bytes that each of eight devices receives for a product and its gradients, beside plain JAX's.
+
+Every layout in every way that a mesh is told of, in float32 and bfloat16, read from the program
+after XLA has partitioned it, on eight virtual CPU devices: counted, not measured. What follows
+there is a backend's own; on CPUs it widens bfloat16 to float32.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mx_jax
+from benchmarks import environment, report
+from mx_jax import recipes
+from mx_jax.sharding import Gather
+from tests.sharding.collectives import partitioned, received
+
+P = PartitionSpec
+DEVICES, LAYERS = 8, 2
+TOKENS, FEATURES, UNITS = 1024, 512, 768
+DIMENSIONS = (((1,), (0,)), ((), ()))
+PLAIN = "jax"
+RECIPES = ("mxfp8", "mxfp4", "float8_rowwise")
+DTYPES = ("float32", "bfloat16")
+WAYS = ("set_mesh", "no mesh", "with mesh", "explicit", "shard_map")
+
+
+class Layout(NamedTuple):
+    """Where input, kernel and product lie; their gradients lie there too.
+
+    Attributes:
+      x: `[tokens, features]`.
+      w: `[features, units]`.
+      y: `[tokens, units]`.
+      moved: which operand shard_map gathers, along "data": "x", "w" or none.
+      summed: along which mesh axis it adds up products, if it does; `moved` is "y" where it
+        scatters them.
+      layers: whether there are several, under `lax.scan`.
+    """
+
+    x: PartitionSpec
+    w: PartitionSpec
+    y: PartitionSpec
+    moved: str = ""
+    summed: str = ""
+    layers: bool = False
+
+
+# On a mesh of "data", 8, or 4 where there is "model" too, 2.
+LAYOUTS = {
+    "data": Layout(P("data"), P(), P("data")),
+    "FSDP by k": Layout(P("data"), P("data"), P("data"), "w"),
+    "FSDP by n": Layout(P("data"), P(None, "data"), P("data"), "w"),
+    "FSDP, scanned": Layout(P("data"), P("data"), P("data"), "w", layers=True),
+    "tensor, column": Layout(P(), P(None, "data"), P(None, "data")),
+    "tensor, row": Layout(P(None, "data"), P("data"), P(), summed="data"),
+    "sequence, column": Layout(P("data"), P(None, "data"), P(None, "data"), "x"),
+    "sequence, row": Layout(P(None, "data"), P("data"), P("data"), "y", summed="data"),
+    "FSDP, tensor column": Layout(P("data"), P("data", "model"), P("data", "model"), "w"),
+    "FSDP, tensor row": Layout(P("data", "model"), P("model", "data"), P("data"), "w", "model"),
+}
+
+
+class Case(NamedTuple):
+    """One program: a layout, a way, a recipe's name or `PLAIN`, the operands' dtype, and whether
+    sums are added up in float32."""
+
+    layout: str
+    way: str
+    recipe: str
+    dtype: str
+    widened: bool = False
+
+
+def cases(recipe: str) -> Iterator[Case]:
+    """All of a recipe."""
+    for layout in LAYOUTS:
+        for way in WAYS:
+            yield from (Case(layout, way, recipe, dtype) for dtype in DTYPES)
+
+
+def program(case: Case) -> str:
+    """The module of a case as each device runs it, before what XLA does for one platform."""
+    layout = LAYOUTS[case.layout]
+    kind = AxisType.Explicit if case.way == "explicit" else AxisType.Auto
+    both = "model" in str(layout)
+    axes = ("data", "model") if both else ("data",)
+    sizes = (DEVICES // 2, 2) if both else (DEVICES,)
+    mesh = jax.make_mesh(sizes, axes, axis_types=(kind,) * len(axes))
+    units = FEATURES if layout.layers else UNITS
+    stacked, kernels = layout.w, (FEATURES, units)
+    if layout.layers:
+        stacked, kernels = P(None, *layout.w), (LAYERS, *kernels)
+    given, results = (layout.x, stacked, layout.y), (layout.y, layout.x, stacked)
+    operands = [
+        jax.ShapeDtypeStruct(shape, case.dtype, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(((TOKENS, FEATURES), kernels, (TOKENS, units)), given, strict=True)
+    ]
+    function: Any = _step(case, layout)
+    if case.way == "shard_map":
+        function = jax.shard_map(function, mesh=mesh, in_specs=given, out_specs=results)
+    places = tuple(NamedSharding(mesh, spec) for spec in results)
+    contexts = {"no mesh": contextlib.nullcontext(), "with mesh": mesh}
+    with contexts.get(case.way) or jax.set_mesh(mesh):
+        return partitioned(jax.jit(function, out_shardings=places).lower(*operands))
+
+
+def _step(case: Case, layout: Layout) -> Any:
+    """A product, or layers of them, and its gradients."""
+    multiply, options, inside = lax.dot_general, dict[str, Any](), case.way == "shard_map"
+    if case.way == "explicit":
+        options["out_sharding"] = layout.y
+    if case.recipe != PLAIN:
+        multiply, recipe = mx_jax.dot_general, recipes.from_name(case.recipe)
+        if inside and layout.moved in ("w", "x"):
+            of_w = layout.moved == "w"
+            gather = Gather("data", lhs=None if of_w else layout.x, rhs=layout.w if of_w else P())
+            recipe = recipe.with_(gather=gather)
+        if case.widened:
+            recipe = recipe.with_(reduce_dtype=jnp.float32)
+        options["recipe"] = recipe
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        if inside and case.recipe == PLAIN and layout.moved == "w":
+            w = lax.all_gather(w, "data", axis=tuple(layout.w).index("data"), tiled=True)
+        if inside and case.recipe == PLAIN and layout.moved == "x":
+            x = lax.all_gather(x, "data", tiled=True)
+        y = multiply(x, w, DIMENSIONS, **options)
+        if not inside or not layout.summed:
+            return y
+        if layout.moved == "y":
+            return lax.psum_scatter(y, layout.summed, tiled=True)
+        return lax.psum(y, layout.summed)
+
+    def layers(x: jax.Array, kernels: jax.Array) -> jax.Array:
+        return lax.scan(lambda x, w: (product(x, w), None), x, kernels)[0]
+
+    def step(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+        y, pullback = jax.vjp(layers if layout.layers else product, x, w)
+        return y, *pullback(g)
+
+    return step
+
+
+def counted(case: Case) -> Counter[tuple[str, str]]:
+    """Bytes that each device receives, by kind of collective and dtype; of a loop, one turn's."""
+    return received(program(case), DEVICES)
+
+
+def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every case of every recipe, a process with eight devices for each recipe."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    own = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    found: list[dict[str, Any]] = []
+    for recipe in (PLAIN, *options.recipes):
+        command = [sys.executable, "-m", "benchmarks.collectives", "--worker", recipe]
+        done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"collectives: {recipe} failed:\n{done.stderr[-3000:]}")
+        found += map(json.loads, done.stdout.splitlines())
+    return found
+
+
+def _work(recipe: str) -> None:
+    for case in cases(recipe):
+        bytes_of = {" ".join(key): size for key, size in sorted(counted(case).items()) if size}
+        row = case._asdict() | {"bytes": bytes_of, "total": sum(bytes_of.values())}
+        print(json.dumps(row), flush=True)
+
+
+def sheets(found: Sequence[dict[str, Any]]) -> list[report.Sheet]:
+    """A table for each dtype: bytes over those of plain JAX, a column for each way."""
+    totals = {tuple(row[name] for name in Case._fields[:4]): row["total"] for row in found}
+    names = list(dict.fromkeys(row["recipe"] for row in found))
+    tables = []
+    for dtype in DTYPES:
+        sheet = report.Sheet(
+            f"Bytes that a device receives, {dtype}: {', '.join(names[1:])} over plain JAX",
+            ["layout", *WAYS],
+            notes=[
+                f"{DEVICES} devices; {TOKENS} tokens, {FEATURES} features, {UNITS} units; forward "
+                "and both gradients. Read from programs after partitioning, nothing measured."
+            ],
+        )
+        for layout in LAYOUTS:
+            cells = []
+            for way in WAYS:
+                plain = totals[layout, way, PLAIN, dtype]
+                ratios = (totals[layout, way, name, dtype] / plain for name in names[1:])
+                cells.append(", ".join(f"{ratio:.2f}" for ratio in ratios))
+            sheet.rows.append([layout, *cells])
+        tables.append(sheet)
+    return tables
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = report.parser("collectives", __doc__)
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), help="beside plain JAX")
+    parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.worker is not None:
+        return _work(options.worker)
+    found = rows(options)
+    result = {"environment": environment.describe(), "rows": found}
+    report.publish("collectives", options, result, sheets(found))
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""One cast that the compiler splits between devices: each casts its part, and no value moves.
+
+The compiler asks with real shardings, as for products. Where a shard ends within a block, the
+devices that share it agree on its largest magnitude, and on that of the whole array where there is
+a tensor scale.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall, result_of
+from mx_jax.backends.partition import Compute, name_of, without_mesh
+from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs import float32
+from mx_jax.codecs.blocks import Blocks
+from mx_jax.mxarray import MXArray
+from mx_jax.reference.quantize import tensor_scale_of
+from mx_jax.sharding.maxima import with_maxima, without_maxima
+from mx_jax.sharding.movement import Part, spec_of
+from mx_jax.sharding.partition import fine_mesh, stored_parts
+
+CastCall = QuantizeCall | QuantizeBothCall
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A cast that the compiler splits between devices.
+
+    Attributes:
+      compute: each device's part; a hashable value.
+      call: the whole cast.
+      tree: of its operands: values, random bits, tensor scale.
+    """
+
+    compute: Compute
+    call: CastCall
+    tree: Any
+
+    @property
+    def singles(self) -> tuple[QuantizeCall, ...]:
+        """The cast, or both."""
+        call = self.call
+        return (call.first, call.second) if isinstance(call, QuantizeBothCall) else (call,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values."""
+        return self.singles[0].shape
+
+    @functools.cached_property
+    def block_of(self) -> Mapping[int, int]:
+        """For each blocked axis the positions of a block."""
+        return {
+            axis % len(self.shape): block_shapes.block_extent(size, self.shape[axis])
+            for single in self.singles
+            for axis, size in single.blocks
+        }
+
+    def run(self, *leaves: jax.Array) -> list[jax.Array]:
+        """The cast of all of it."""
+        return jax.tree.leaves(self.compute(self.call, *jax.tree.unflatten(self.tree, leaves)))
+
+
+def can_split(call: Any) -> bool:
+    """Whether the compiler can be told how a cast is split: of constant sizes, under one tensor
+    scale, and with one size of blocks along each axis."""
+    if not isinstance(call, CastCall):
+        return False
+    singles = (call.first, call.second) if isinstance(call, QuantizeBothCall) else (call,)
+    shape, blocks = singles[0].shape, [pair for single in singles for pair in single.blocks]
+    constant = all(isinstance(size, int) and size > 0 for size in shape)
+    alike = len(dict(blocks)) == len(set(blocks))
+    return constant and alike and not any(single.scale_axes for single in singles)
+
+
+def quantize(compute: Compute, call: CastCall, *operands: Any) -> Any:
+    """A cast that the compiler splits between devices.
+
+    Args:
+      compute: as `Split` has it.
+      call: the whole cast.
+      operands: values, random bits and tensor scale, as calls have them.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+    split, result = Split(compute, call, tree), jax.tree.structure(result_of(call, *operands))
+    shapes = tuple(leaf.shape for leaf in leaves)
+    found = _function(split, shapes)(name_of(split.compute, call, tree), *leaves)
+    return jax.tree.unflatten(result, found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _function(split: Split, shapes: tuple[tuple[int, ...], ...]) -> Any:
+    partitioned: Any = custom_partitioning(lambda name, *leaves: split.run(*leaves))
+    rule, sizes = _sharding_rule(split, shapes)
+    partitioned.def_partition(
+        partition=functools.partial(_partition, split),
+        infer_sharding_from_operands=functools.partial(_infer, split),
+        decode_shardings=False,
+        sharding_rule=rule,
+        **sizes,
+    )
+    return partitioned
+
+
+def _sharding_rule(split: Split, shapes: Sequence[Any]) -> tuple[str, dict[str, int]]:
+    """What Shardy is told, and the sizes of factors that are less than an axis."""
+    words, blocks, sizes = [], {}, {}
+    for axis, length in enumerate(split.shape):
+        size = split.block_of.get(axis, 1)
+        if size > 1 and length > size and length % size == 0:
+            words.append(f"(a{axis} a{axis}_inside)")
+            blocks[axis], sizes[f"a{axis}_inside"] = f"a{axis}", size
+        else:
+            words.append(f"a{axis}")
+    count = 0
+
+    def named(shape: Sequence[int]) -> str:
+        nonlocal count
+        found = []
+        for axis, (length, whole) in enumerate(zip(shape, split.shape, strict=True)):
+            if length == whole:
+                found.append(words[axis])
+            elif axis in blocks and length == whole // split.block_of[axis]:
+                found.append(blocks[axis])
+            else:
+                found.append(f"own{count}")
+                count += 1
+        return " ".join(found)
+
+    given = ", ".join(["name", *map(named, shapes)])
+    return f"{given} -> {', '.join(named(result.shape) for result in _results(split))}", sizes
+
+
+def _results(split: Split) -> list[Any]:
+    """Shapes of the results' leaves."""
+    x, singles = jax.ShapeDtypeStruct(split.shape, np.float32), split.singles
+    made = [result_of(single, x, None, None) for single in singles]
+    return jax.tree.leaves(made)
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What each device casts.
+
+    Attributes:
+      parts: for each axis of the values the mesh axes that split it.
+      whole: of them, those that leave blocks whole.
+    """
+
+    parts: tuple[Part, ...]
+    whole: tuple[Part, ...]
+
+    @property
+    def names(self) -> Part:
+        """All mesh axes that split the values."""
+        return tuple(name for part in self.parts for name in part)
+
+    def shared(self, blocks: Blocks) -> dict[int, Part]:
+        """For each axis whose blocks several devices share, from the end, the mesh axes."""
+        pairs = ((axis, self.parts[axis][len(self.whole[axis]) :]) for axis, _ in blocks)
+        return {axis: names for axis, names in pairs if names}
+
+    def place(self, shape: Sequence[int], whole: Sequence[int]) -> PartitionSpec:
+        """Where an array of the values' axes lies, of which some count blocks, or one position."""
+        parts = []
+        for axis, (length, values) in enumerate(zip(shape, whole, strict=True)):
+            part = self.parts[axis] if length == values else self.whole[axis] if length > 1 else ()
+            parts.append(part)
+        return spec_of(tuple(parts))
+
+
+def _share(split: Split, mesh: Any, lies: tuple[Part, ...]) -> Share:
+    """What each device casts of values that lie so; an axis that cuts blocks unevenly is whole."""
+    count = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
+    by_amax = not any(single.scale_rule.reads_values for single in split.singles)
+    parts, whole = [], []
+    for axis, part in enumerate(lies):
+        length, size = split.shape[axis], split.block_of.get(axis, 1)
+        outer: Part = ()
+        while len(outer) < len(part) and not length // count[part[len(outer)]] % size:
+            length //= count[part[len(outer)]]
+            outer = part[: len(outer) + 1]
+        devices = math.prod(count[name] for name in part[len(outer) :])
+        inside = by_amax and length == size and size % devices == 0 and size > devices
+        parts.append(part if inside else outer)
+        whole.append(outer)
+    return Share(tuple(parts), tuple(whole))
+
+
+def _shared(split: Split, mesh: Any, leaves: Sequence[Any], wanted: Any) -> Share:
+    """By where the values lie, or their codes have to if the values are everywhere."""
+    lies = stored_parts(leaves[0].sharding, split.shape, mesh)
+    if not any(lies) and wanted is not None:
+        lies = stored_parts(wanted[0].sharding, split.shape, mesh)
+    return _share(split, mesh, lies)
+
+
+def _infer(split: Split, mesh: Any, given: Any, wanted: Any) -> Any:
+    """Where codes and scales come to lie: the older partitioner's question."""
+    mesh = fine_mesh(mesh, given[1])
+    each = _shared(split, mesh, given[1:], None)
+    return [NamedSharding(mesh, each.place(r.shape, split.shape)) for r in _results(split)]
+
+
+def _partition(split: Split, mesh: Any, given: Any, wanted: Any) -> Any:
+    """What each device computes, and where its operands have to be for it."""
+    mesh = fine_mesh(mesh, given[1])
+    each = _shared(split, mesh, given[1:], wanted)
+    places = [NamedSharding(mesh, each.place(x.shape, split.shape)) for x in given[1:]]
+    results = [NamedSharding(mesh, each.place(r.shape, split.shape)) for r in _results(split)]
+    local = without_mesh(functools.partial(_local, split, each))
+    return mesh, local, results, (NamedSharding(mesh, PartitionSpec(None)), *places)
+
+
+def _local(split: Split, each: Share, name: Any, *leaves: jax.Array) -> list[jax.Array]:
+    """One device's part."""
+    del name
+    x, bits, scale = jax.tree.unflatten(split.tree, leaves)
+    singles = split.singles
+    if scale is None and singles[0].format.tensor_scale:
+        largest = singles[0].scale_rule.largest_value(singles[0].format)
+        scale = agreed_scale(x, singles[0].blocks, largest, each.names)
+    if not any(each.shared(single.blocks) for single in singles):
+        own = [dataclasses.replace(single, shape=x.shape) for single in singles]
+        call = own[0] if len(own) == 1 else QuantizeBothCall(first=own[0], second=own[1])
+        return jax.tree.leaves(split.compute(call, x, bits, scale))
+    drawn = bits if len(singles) > 1 else (bits,)
+    found = [
+        _with_neighbours(split.compute, single, each.shared(single.blocks), x, own, scale)
+        for single, own in zip(singles, drawn, strict=True)
+    ]
+    return jax.tree.leaves(found)
+
+
+def _with_neighbours(
+    compute: Compute, call: QuantizeCall, shared: Mapping[int, Part], x: Any, bits: Any, scale: Any
+) -> MXArray:
+    """A part whose blocks other devices share, under the maxima of all."""
+    if not shared:
+        return compute(dataclasses.replace(call, shape=x.shape), x, bits, scale)
+    axis, names = next(iter(shared)), [name for part in shared.values() for name in part]
+    if bits is not None and not call.scale_rule.rounding.random_bits:
+        bits = jnp.concatenate([bits, lax.slice_in_dim(bits, 0, 1, axis=axis % x.ndim)], axis)
+    x = with_maxima(x, call.blocks, axis, names)
+    own = dataclasses.replace(call, shape=x.shape)
+    return without_maxima(compute(own, x, bits, scale), axis)
+
+
+def agreed_scale(x: jax.Array, blocks: Blocks, largest: float, names: Sequence[str]) -> jax.Array:
+    """The tensor scale of all devices' parts.
+
+    Args:
+      x: a device's part.
+      blocks: of the cast.
+      largest: what the largest magnitude becomes.
+      names: mesh axes that split the values.
+    """
+    pieces, inside = block_shapes.split(lax.stop_gradient(x), blocks)
+    amax = jnp.max(float32.to_bits(pieces) & float32.ABS, axis=inside, initial=0)
+    amax = jnp.max(jnp.where(amax < float32.INF, amax, 0), initial=0)
+    return tensor_scale_of(lax.pmax(amax, tuple(names)) if names else amax, largest, x.ndim)

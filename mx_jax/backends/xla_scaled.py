@@ -1,0 +1,558 @@
+"""XLA's own block-scaled product on GPUs, `xla.scaled_dot`: one kernel that reads codes and scales.
+
+XLA writes it in Triton: tensor cores take both operands as they are, or the kernel decodes them on
+their way. Where XLA has no kernel for a product it fails, or it dequantizes; so `NATIVE` lists what
+it has been seen to compile, and nothing else is offered.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from mx_jax.axes import Axes
+from mx_jax.backends.calls import MatmulCall, Operand, OperandType, PackCall, rejects_symbolic
+from mx_jax.backends.sums import (
+    SumScale,
+    rejects_parts_of_blocks,
+    rejects_scale_axes,
+    scaled,
+)
+from mx_jax.backends.target import Backend, Offer, Target
+from mx_jax.codecs import packing
+from mx_jax.codecs.float32 import power_of_two
+from mx_jax.codecs.scale import E8M0_BIAS, E8M0_NAN, scale_to_float32
+from mx_jax.formats import E2M1, E4M3, E4M3_SCALE, E5M2, E8M0, BlockFormat, ElementFormat
+from mx_jax.formats.element import ScaleFormat, known_element, known_scale
+from mx_jax.mxarray import MXArray
+from mx_jax.packed import Layout, PackedMXArray
+
+Version = tuple[int, ...]
+# What an operand is: an element under a scale for each block, or None for bfloat16.
+Kind = tuple[ElementFormat, ScaleFormat, int] | None
+
+MXFP8_E4M3: Kind = (E4M3, E8M0, 32)
+MXFP8_E5M2: Kind = (E5M2, E8M0, 32)
+MXFP4: Kind = (E2M1, E8M0, 32)
+NVFP4: Kind = (E2M1, E4M3_SCALE, 16)
+_MXFP8 = (MXFP8_E4M3, MXFP8_E5M2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Native:
+    """Products that XLA was seen to compile to one kernel that reads codes.
+
+    Attributes:
+      name: as `explain` has it.
+      jax: the first version of JAX.
+      capabilities: of the GPUs.
+      pairs: kinds of lhs and rhs.
+    """
+
+    name: str
+    jax: Version
+    capabilities: tuple[tuple[int, int], ...]
+    pairs: tuple[tuple[Kind, Kind], ...]
+
+
+# FP8, elements and scales, is converted by instructions that Ada has first: before, XLA aborts.
+_FROM_ADA = ((8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
+_FROM_AMPERE = ((8, 0), (8, 6), (8, 7), *_FROM_ADA)
+# Each row comes from compiles that tests/gpu/test_compile_scaled.py repeats.
+NATIVE: tuple[Native, ...] = (
+    Native(
+        name="MXFP8",
+        jax=(0, 10, 2),
+        capabilities=_FROM_ADA,
+        pairs=tuple((lhs, rhs) for lhs in (*_MXFP8, None) for rhs in _MXFP8),
+    ),
+    Native(
+        name="MXFP8 by bfloat16",
+        jax=(0, 10, 2),
+        capabilities=_FROM_ADA,
+        pairs=tuple((lhs, None) for lhs in _MXFP8),
+    ),
+    Native(
+        name="MXFP8 and MXFP4",
+        jax=(0, 12, 0),
+        capabilities=_FROM_ADA,
+        pairs=tuple(pair for own in _MXFP8 for pair in ((own, MXFP4), (MXFP4, own))),
+    ),
+    Native(
+        name="MXFP4",
+        jax=(0, 12, 0),
+        capabilities=_FROM_AMPERE,
+        pairs=((MXFP4, MXFP4), (None, MXFP4), (MXFP4, None)),
+    ),
+    Native(
+        name="NVFP4",
+        jax=(0, 12, 0),
+        capabilities=_FROM_ADA,
+        pairs=((NVFP4, NVFP4), (None, NVFP4), (NVFP4, None)),
+    ),
+)
+
+
+def kind_of(format: BlockFormat | None) -> Kind | str:
+    """What an operand of a format is to XLA, or why it is nothing."""
+    if format is None:
+        return None
+    element, scale = known_element(format.element), known_scale(format.scale)
+    if element is None or scale is None:
+        return f"multiplies the library's own formats, got {format.name} of other facts"
+    kept, block = format.block
+    if kept != 1 or not isinstance(block, int):
+        return f"needs blocks along the contracted axis alone, got {format.name}"
+    return element, scale, block
+
+
+def row_of(
+    call: MatmulCall, target: Target, jax_version: Version = jax.__version_info__
+) -> Native | str:
+    """The row that a product is in, or why in none."""
+    kinds: list[Kind] = []
+    for _, own in call.sides:
+        if isinstance(kind := kind_of(own.format), str):
+            return kind
+        kinds.append(kind)
+    pair = tuple(kinds)
+    rows = [row for row in NATIVE if pair in row.pairs]
+    text = f"{call.lhs.text} by {call.rhs.text}"
+    if not rows:
+        return f"XLA compiles no block-scaled product of {text}"
+    here = [row for row in rows if target.compute_capability in row.capabilities]
+    if not here:
+        capability = target.compute_capability
+        return f"XLA was not seen to compile {text} for compute capability {capability}"
+    row = min(here, key=lambda row: row.jax)
+    if jax_version < row.jax:
+        first, got = (".".join(map(str, version)) for version in (row.jax, jax_version))
+        return f"XLA compiles {text} from JAX {first} on, got {got}"
+    return row
+
+
+def _rejects_machine(target: Target) -> str | None:
+    if target.platform != "cuda":
+        return f"XLA has this product on platform=cuda, got platform={target.platform}"
+    devices = max(target.num_devices, target.program_devices)
+    if devices > 1:
+        return f"XLA compiles it in programs of one device, got num_devices={devices}"
+    return None
+
+
+def _rejects(call: MatmulCall, target: Target) -> str | None:
+    """Why not: another machine, or a product that XLA was not seen to compile."""
+    reason = _rejects_machine(target) or rejects_symbolic(call)
+    if reason is not None:
+        return reason
+    for side, own in call.sides:
+        if own.format is None and own.dtype != jnp.bfloat16:
+            return (
+                f"takes high precision in bfloat16, got {side}_dtype={own.dtype}, whose product "
+                "keeps the caller's precision"
+            )
+    row = row_of(call, target)
+    if isinstance(row, str):
+        return row
+    if call.out_sharding is not None:
+        return f"takes no out_sharding, got out_sharding={call.out_sharding}"
+    return (
+        _rejects_k(call) or rejects_scale_axes(call, batch=False) or rejects_parts_of_blocks(call)
+    )
+
+
+def _rejects_k(call: MatmulCall) -> str | None:
+    """Whole blocks, of which there are some."""
+    for side, own in call.sides:
+        if 0 in own.shape:
+            return f"multiplies operands that have elements, got {side}_shape={own.shape}"
+        k, block = own.shape[own.axes.contracting[-1]], own.format and own.format.block[1]
+        if isinstance(block, int) and k % block:
+            return f"needs whole blocks of {block} along k, got k={k}"
+    return None
+
+
+def _how(call: MatmulCall, target: Target) -> str:
+    """The row, in words."""
+    row = row_of(call, target)
+    assert isinstance(row, Native), row
+    return f"XLA's scaled dot, {row.name} from JAX {'.'.join(map(str, row.jax))} on"
+
+
+# Scales -------------------------------------------------------------------------------------------
+
+# Where XLA's kernel decodes operands, it multiplies bfloat16 elements by bfloat16 scales, and reads
+# E8M0's 0 as zero. (It reads NaN as Inf: the block's codes, NaN or zero, make NaN of it.)
+# Operands whose scales all lie below this one are moved up, so that the smallest are numbers
+# too. It is so small that nothing overflows, whatever bfloat16 the other operand is.
+_SMALL = E8M0_BIAS - 40
+
+
+class Centred(NamedTuple):
+    """Scales that bfloat16 has, as has every element under them.
+
+    Attributes:
+      scales: E8M0, uint8.
+      exponent: int32 `[]`: they are `2^exponent` times what they were.
+    """
+
+    scales: jax.Array
+    exponent: jax.Array
+
+
+def centred(scales: jax.Array, element: ElementFormat) -> Centred:
+    """An operand's scales, moved by one power of two where they lie at an end of float32.
+
+    Elements under the largest scale stay below 2^128; those under the smallest become normal
+    bfloat16, if all are small. What lies too far below the largest counts as zero: a scale of
+    2^-127 beside one of 2^-40. NaN stays NaN.
+
+    Args:
+      scales: E8M0, uint8, of any shape.
+      element: what they scale.
+    """
+    wide = scales.astype(jnp.int32)
+    is_nan = wide == E8M0_NAN
+    top = jnp.max(jnp.where(is_nan, 0, wide))
+    most = E8M0_NAN - 1 - element.emax
+    up = 1 + element.mantissa_bits - element.emin
+    exponent = jnp.minimum(most - top, jnp.clip(_SMALL - top, 0, up))
+    moved = jnp.maximum(wide + exponent, 0)
+    return Centred(jnp.where(is_nan, E8M0_NAN, moved).astype(jnp.uint8), exponent)
+
+
+# Operands -----------------------------------------------------------------------------------------
+
+
+class Matrices(NamedTuple):
+    """One operand as XLA takes it.
+
+    Attributes:
+      elements: `[batch, rows, k]`, or `[batch, k, rows]`.
+      scales: likewise, of blocks; None of bfloat16.
+      exponent: its scales are `2^exponent` times what they stand for, int32 `[]` or
+        `[batch, 1, 1]`; None: they are what they are.
+      k_first: whether k precedes the rows.
+    """
+
+    elements: jax.Array
+    scales: jax.Array | None
+    exponent: jax.Array | None
+    k_first: bool
+
+
+def _stacked(array: jax.Array, axes: Axes) -> jax.Array:
+    """`[batch, rows, k]`, or `[batch, k, rows]`."""
+    matrices = axes.as_matrices(array)
+    return matrices.reshape(math.prod(array.shape[: len(axes.batch)]), *matrices.shape[-2:])
+
+
+def _elements(codes: jax.Array, element: ElementFormat) -> jax.Array:
+    """Codes of eight bits as they are, of four in half a byte."""
+    narrow = codes.astype(jnp.uint4) if element.bits == 4 else codes
+    return lax.bitcast_convert_type(narrow, element.dtype)
+
+
+def _scale_values(scales: jax.Array, format: BlockFormat) -> jax.Array:
+    return lax.bitcast_convert_type(scales, format.scale.dtype)
+
+
+def _matrices(operand: Operand | PackedMXArray, axes: Axes) -> Matrices:
+    """An operand of a product; codes of four bits with k last, as tensor cores read them."""
+    if isinstance(operand, PackedMXArray):
+        return _of_packed(operand)
+    if not isinstance(operand, MXArray):
+        return Matrices(_stacked(operand, axes), None, None, axes.k_first)
+    element, k_first = operand.format.element, axes.k_first
+    codes, scales = _stacked(operand.codes, axes), _stacked(operand.scales, axes)
+    if element.bits == 4 and k_first:
+        codes, scales, k_first = codes.swapaxes(1, 2), scales.swapaxes(1, 2), False
+    exponent = None
+    if operand.format.scale.kind == "exponent":
+        scales, exponent = centred(scales, element)
+    scales = _scale_values(scales, operand.format)
+    return Matrices(_elements(codes, element), scales, exponent, k_first)
+
+
+# The product --------------------------------------------------------------------------------------
+
+
+def _spread(scales: jax.Array, elements: jax.Array, axis: int) -> jax.Array:
+    """Values under their scales, which bfloat16 has, as they are centred."""
+    if scales.dtype == jnp.bfloat16:
+        return elements
+    if scales.dtype == E8M0.dtype:
+        scales = lax.bitcast_convert_type(scales, jnp.uint8)
+        factors = scale_to_float32(scales, E8M0)
+    else:
+        factors = scales.astype(jnp.float32)
+    factors = jnp.repeat(factors, elements.shape[axis] // scales.shape[axis], axis)
+    return (elements.astype(jnp.float32) * factors).astype(jnp.bfloat16)
+
+
+def _decomposed(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_scale: jax.Array,
+    rhs_scale: jax.Array,
+    *,
+    dimension_numbers: Any,
+) -> jax.Array:
+    """What the composite means, exact in each element: what XLA runs that does not know it."""
+    (((left,), (right,)), _) = dimension_numbers
+    return lax.dot_general(
+        _spread(lhs_scale, lhs, left),
+        _spread(rhs_scale, rhs, right),
+        dimension_numbers,
+        precision=lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
+
+
+_composite = lax.composite(_decomposed, name="xla.scaled_dot")
+
+
+@functools.cache
+def _dot(k_first: tuple[bool, bool], is_scaled: tuple[bool, bool]) -> Any:
+    """Float32 `[batch, m, n]` of elements `[batch, ...]` of two operands, and scales of those that
+    have some.
+
+    XLA reads the composite's dimension numbers, which name one batch axis at most: so a `vmap` adds
+    to that, or to the rows of the one operand that it batches.
+    """
+    sides = (0, 1, *(side for side in (0, 1) if is_scaled[side]))
+
+    @custom_vmap
+    def dot(*arrays: jax.Array) -> jax.Array:
+        if arrays[0].shape[0] == 1:
+            arrays = tuple(x[0] for x in arrays)
+        batch = (0,) * (arrays[0].ndim - 2)
+        contracting = tuple((len(batch) + (not first),) for first in k_first)
+        lhs, rhs, *scales = arrays
+        given = iter(scales)
+        # XLA knows bfloat16 by a constant scale of one.
+        one = jnp.ones((1,) * lhs.ndim, jnp.bfloat16)
+        both = (next(given) if has_scale else one for has_scale in is_scaled)
+        sums = _composite(lhs, rhs, *both, dimension_numbers=(contracting, (batch, batch)))
+        return sums if batch else sums[None]
+
+    @dot.def_vmap
+    def _(size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> Any:
+        batched = [
+            any(own for own, of in zip(in_batched, sides, strict=True) if of == side)
+            for side in (0, 1)
+        ]
+        wide = []
+        for x, has_batch, side in zip(arrays, in_batched, sides, strict=True):
+            if batched[side]:
+                x = x if has_batch else jnp.broadcast_to(x, (size, *x.shape))
+                rows = 0 if all(batched) else 2 if k_first[side] else 1
+                x = _merged(jnp.moveaxis(x, 0, rows), rows)
+            wide.append(x)
+        sums = dot(*wide)
+        axis = 0 if all(batched) else 1 if batched[0] else 2
+        split = (*sums.shape[:axis], size, sums.shape[axis] // size, *sums.shape[axis + 1 :])
+        return jnp.moveaxis(sums.reshape(split), axis, 0), True
+
+    return dot
+
+
+def _merged(x: jax.Array, axis: int) -> jax.Array:
+    """An axis and the next one as one."""
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+
+
+def _multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> jax.Array:
+    """One kernel: tensor scales and powers of two multiply its float32 sums."""
+    left, right = _matrices(lhs, call.lhs.axes), _matrices(rhs, call.rhs.axes)
+    scales = [x.scales for x in (left, right) if x.scales is not None]
+    dot = _dot((left.k_first, right.k_first), (left.scales is not None, right.scales is not None))
+    sums = dot(left.elements, right.elements, *scales)
+    exponents = [x.exponent for x in (left, right) if x.exponent is not None]
+    if exponents:
+        sums = sums * power_of_two(-sum(exponents[1:], exponents[0]))
+    sums = scaled(sums, *(scale for x in (lhs, rhs) for scale in _tensor_scale(x)))
+    shape = call.lhs.shape[: call.num_batch]
+    kept = (own.axes.sizes(own.shape)[1] for _, own in call.sides)
+    return sums.astype(call.out_dtype).reshape(*shape, *(n for sizes in kept for n in sizes))
+
+
+def _tensor_scale(operand: Operand | PackedMXArray) -> tuple[SumScale, ...]:
+    """One for all sums, or one for each matrix of packed weights."""
+    if isinstance(operand, PackedMXArray):
+        values = operand.arrays.tensor_scale
+    else:
+        values = operand.tensor_scale if isinstance(operand, MXArray) else None
+    if values is None:
+        return ()
+    return (SumScale(values.reshape(() if values.size == 1 else (-1, 1, 1))),)
+
+
+# Weights ------------------------------------------------------------------------------------------
+
+
+class Packed(NamedTuple):
+    """Weights as the product reads them: codes at their width, scales that need no look at all.
+
+    Attributes:
+      codes: uint8 `[*batch, rows, bytes of k]`.
+      scales: uint8 `[*batch, rows, blocks]`, `centred`.
+      exponent: as `Matrices` has it, int32 `[*batch, 1, 1]`; None for scales that are not E8M0.
+      tensor_scale: float32 `[*batch, 1, 1]`, or None.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    exponent: jax.Array | None
+    tensor_scale: jax.Array | None
+
+
+def _rejects_packing(call: PackCall, target: Target) -> str | None:
+    """Why not: weights that no row has, or axes that make no matrices."""
+    reason = _rejects_machine(target) or call.rejects_layout()
+    if reason is not None:
+        return reason
+    weights = call.weights
+    if 0 in weights.shape:
+        return f"packs weights that have elements, got shape={weights.shape}"
+    bfloat16 = np.dtype(jnp.bfloat16)
+    if call.lhs_format is None and call.dtype != bfloat16:
+        return f"packs for activations in bfloat16, got weights of dtype={call.dtype}"
+    given = OperandType(shape=weights.shape, axes=weights.axes, format=call.lhs_format)
+    if call.lhs_format is None:
+        given = dataclasses.replace(given, dtype=bfloat16)
+    product = MatmulCall(lhs=given, rhs=weights, out_dtype=np.dtype(np.float32))
+    row = row_of(product, target)
+    if isinstance(row, str):
+        return row
+    return _rejects_k(product) or rejects_scale_axes(call, batch=False)
+
+
+def _pack(x: MXArray, call: PackCall) -> PackedMXArray:
+    """Weights with k last, their scales centred, and codes under NaN that multiply to NaN."""
+    axes, element = call.weights.axes, call.format.element
+    batch, kept, k = axes.sizes(x.shape)
+    codes, scales = axes.as_matrices(x.codes), axes.as_matrices(x.scales)
+    if axes.k_first:
+        codes, scales = codes.swapaxes(-1, -2), scales.swapaxes(-1, -2)
+    exponent = None
+    if call.format.scale.kind == "exponent":
+        centre = functools.partial(centred, element=element)
+        for _ in batch:
+            centre = jax.vmap(centre)
+        moved, exponent = centre(scales)
+        exponent = exponent[..., None, None]
+        is_nan, is_lost = scales == E8M0_NAN, moved != scales + exponent
+        block = codes.shape[-1] // scales.shape[-1]
+        spread = functools.partial(jnp.repeat, repeats=block, axis=-1)
+        codes = jnp.where(spread(is_lost), jnp.uint8(0), codes)
+        nan_code = jnp.uint8(element.nan_code or 0)
+        codes = jnp.where(spread(is_nan), nan_code, codes)
+        scales = moved
+    tensor_scale = x.tensor_scale
+    if tensor_scale is not None:
+        tensor_scale = jnp.broadcast_to(
+            tensor_scale.reshape((1,) * (len(batch) + 2)), (*batch, 1, 1)
+        )
+    arrays = Packed(packing.pack(codes, element.bits), scales, exponent, tensor_scale)
+    return PackedMXArray(
+        arrays=arrays,
+        layout=WIDTH,
+        kept=kept,
+        k=k,
+        k_first=axes.k_first,
+        format=call.format,
+        dtype=x.dtype,
+    )
+
+
+def _of_packed(packed: PackedMXArray) -> Matrices:
+    """Packed weights as an operand."""
+    arrays, format = packed.arrays, packed.format
+
+    def stacked(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, *x.shape[-2:])
+
+    codes = stacked(arrays.codes)
+    elements = lax.bitcast_convert_type(codes, format.element.dtype)
+    elements = elements.reshape(*codes.shape[:2], math.prod(packed.k))
+    exponent = None if arrays.exponent is None else stacked(arrays.exponent)
+    scales = _scale_values(stacked(arrays.scales), format)
+    return Matrices(elements, scales, exponent, False)
+
+
+def _stored(arrays: Packed) -> jax.Array:
+    """Scales as they were."""
+    if arrays.exponent is None:
+        return arrays.scales
+    wide = arrays.scales.astype(jnp.int32)
+    wide = jnp.where(wide == E8M0_NAN, wide, jnp.maximum(wide - arrays.exponent, 0))
+    return wide.astype(jnp.uint8)
+
+
+def _unpack(packed: PackedMXArray) -> MXArray:
+    """The array that was packed; blocks that count as zero are zeros."""
+    arrays, format, batch = packed.arrays, packed.format, packed.batch
+    *first, last = packed.k
+    block = format.block[1]
+    assert isinstance(block, int)
+    codes = packing.unpack(arrays.codes, format.element.bits, math.prod(packed.k))
+    codes = packed.arrange(codes, batch, packed.k)
+    scales = packed.arrange(_stored(arrays), batch, (*first, last // block))
+    tensor_scale = arrays.tensor_scale
+    if tensor_scale is not None:
+        tensor_scale = tensor_scale.reshape(*batch, *(1,) * (codes.ndim - len(batch)))
+    return MXArray(
+        codes=codes,
+        scales=scales,
+        tensor_scale=tensor_scale,
+        format=format,
+        blocks=packed.blocks,
+        dtype=packed.dtype,
+    )
+
+
+def _take(packed: PackedMXArray, indices: jax.Array) -> MXArray:
+    """Rows `[*indices, k]`, and nothing else unpacked."""
+    arrays: Packed = packed.arrays
+    codes, scales = (
+        jnp.take(x, indices, axis=0, mode="clip") for x in (arrays.codes, arrays.scales)
+    )
+    arrays = arrays._replace(codes=codes, scales=scales)
+    tensor_scale = arrays.tensor_scale
+    if tensor_scale is not None:
+        tensor_scale = tensor_scale.reshape((1,) * codes.ndim)
+    return MXArray(
+        codes=packing.unpack(codes, packed.format.element.bits, packed.k[0]),
+        scales=_stored(arrays),
+        tensor_scale=tensor_scale,
+        format=packed.format,
+        blocks=((-1, packed.format.block[1]),),
+        dtype=packed.dtype,
+    )
+
+
+# Codes at their width, k last.
+WIDTH = Layout(
+    backend="xla_scaled",
+    batch=lambda arrays: arrays.codes.shape[:-2],
+    unpack=_unpack,
+    take=_take,
+)
+
+# Not yet run on a GPU. The bound is wider than the reference's: tensor cores add as they like.
+XLA_SCALED = Backend(
+    name="xla_scaled",
+    epsilon_bound=4.0,
+    table=(
+        Offer(call=MatmulCall, rejects=_rejects, run=_multiply, describes=_how),
+        Offer(call=PackCall, rejects=_rejects_packing, run=_pack),
+    ),
+)

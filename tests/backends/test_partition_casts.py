@@ -1,0 +1,69 @@
+"""Casts in programs of several CPU devices: parts in C++, one device's bits, no value moved."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mx_jax
+from mx_jax.testing.compare import assert_bitwise_equal
+from tests.backends.test_cpu_ffi import needs_library
+from tests.sharding.collectives import collectives
+
+P = PartitionSpec
+pytestmark = needs_library
+FORMATS = (
+    *("mxfp8", "mxfp4", "nvfp4", "float8_rowwise_e4m3", "float8_tensorwise_e4m3"),
+    *("mxfp4_2d", "nvfp4_2d"),
+)
+# Whole blocks a device; eight values of a block; both axes; what nobody splits.
+SPECS = (P("a"), P(("a", "b")), P(None, ("a", "b")), P("a", "b"), P())
+
+
+@pytest.mark.by_default(r"P\(\('a', 'b'\),?\)")
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", FORMATS)
+def test_parts_are_those_of_one_device(
+    name: str, axis: int, spec: PartitionSpec, rng: np.random.Generator
+):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    x = rng.normal(size=(64, 64)) * np.exp2(rng.integers(-8, 8, size=(64, 64)))
+    x = jnp.asarray(x, jnp.bfloat16)
+    run = jax.jit(lambda x: mx_jax.quantize(x, name, axis=axis))
+    expected, placed = run(x), jax.device_put(x, NamedSharding(mesh, spec))
+    program = run.lower(placed).compile()
+    for actual, own in zip(
+        jax.tree.leaves(program(placed)), jax.tree.leaves(expected), strict=True
+    ):
+        assert_bitwise_equal(actual, own)
+    text = program.as_text() or ""
+    assert '"mx_jax_cpu_quantize"' in text
+    # Scales of blocks that devices share may be gathered to be handed out.
+    moved = [found for found in collectives(text) if found.kind != "all-reduce"]
+    assert all(found.dtype != "bf16" and found.nbytes <= x.size // 8 for found in moved)
+
+
+def test_random_bits_of_shared_blocks(rng: np.random.Generator):
+    """Each value rounds by its own bits, wherever its block's neighbours are."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    x, key = jnp.asarray(rng.normal(size=(64, 64)), jnp.float32), jax.random.key(0)
+
+    def run(x: jax.Array) -> mx_jax.MXArray:
+        return mx_jax.quantize(
+            x, "mxfp4", axis=0, scale_rule="rceil", rounding="stochastic", key=key
+        )
+
+    actual = jax.jit(run)(jax.device_put(x, NamedSharding(mesh, P("a"))))
+    assert_bitwise_equal(actual.codes, jax.jit(run)(x).codes)
+
+
+def test_rules_that_read_values_see_whole_blocks(rng: np.random.Generator):
+    """Their scales are no function of the maximum alone: values of shared blocks are gathered."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    x = jnp.asarray(rng.normal(size=(64, 64)), jnp.float32)
+    run = jax.jit(lambda x: mx_jax.quantize(x, "nvfp4", axis=0, scale_rule="four_over_six"))
+    actual = run(jax.device_put(x, NamedSharding(mesh, P("a"))))
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(run(x)), strict=True):
+        assert_bitwise_equal(one, other)

@@ -1,0 +1,359 @@
+"""XLA's scaled dot: what it takes, and where; what it is handed, which runs anywhere."""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import mx_jax
+from mx_jax import formats, recipes
+from mx_jax.backends import xla_scaled
+from mx_jax.backends.select import select
+from mx_jax.backends.target import Target
+from mx_jax.backends.xla_scaled import NATIVE, XLA_SCALED, Native, centred, row_of
+from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray
+from mx_jax.testing.backend_suite import EXTREME_CASES, ExtremeCase, check_extremes, check_matmul
+from mx_jax.testing.cases import MatmulCase
+
+H200 = Target(platform="cuda", compute_capability=(9, 0))
+B200 = Target(platform="cuda", compute_capability=(10, 0))
+A100 = Target(platform="cuda", compute_capability=(8, 0))
+E4M3, E5M2, MXFP4, NVFP4 = (
+    formats.MXFP8_E4M3,
+    formats.MXFP8_E5M2,
+    formats.MXFP4,
+    formats.NVFP4,
+)
+SQUARE = MatmulCase(lhs=E4M3, rhs=E4M3)
+CASES = (
+    SQUARE,
+    MatmulCase(lhs=E5M2, rhs=E4M3, lhs_k_first=True, rhs_k_first=True),
+    MatmulCase(lhs=MXFP4, rhs=MXFP4, batch=(2, 3), m=(2, 3), n=(4,), k=(3, 64)),
+    MatmulCase(lhs=E4M3, rhs=MXFP4, rhs_k_first=True, out_dtype="bfloat16"),
+    MatmulCase(lhs=NVFP4, rhs=NVFP4, batch=(2,), lhs_k_first=True, k=(48,)),
+    MatmulCase(lhs=None, rhs=MXFP4, dtype="bfloat16", m=(1,), rhs_k_first=True),
+    MatmulCase(lhs=None, rhs=NVFP4, dtype="bfloat16", batch=(3,), m=()),
+    MatmulCase(lhs=E4M3, rhs=None, dtype="bfloat16", n=(2, 3), k=(32,), out_dtype="float16"),
+)
+EXTREMES = tuple(
+    case
+    for case in EXTREME_CASES
+    if case.quantized_lhs
+    and not isinstance(xla_scaled.kind_of(case.rhs), str)
+    and any(xla_scaled.kind_of(case.rhs) in pair for row in NATIVE for pair in row.pairs)
+)
+from_0_12 = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12, 0), reason="XLA compiles FP4 from JAX 0.12 on"
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_products(case: MatmulCase):
+    assert isinstance(row_of(case.call, B200, (0, 12, 0)), Native)
+    check_matmul(XLA_SCALED, case)
+
+
+@pytest.mark.parametrize("case", EXTREMES, ids=str)
+def test_extremes(case: ExtremeCase):
+    check_extremes(XLA_SCALED, case)
+
+
+# Scales -------------------------------------------------------------------------------------------
+
+
+def as_xla_decodes(codes: np.ndarray, scales: np.ndarray, element: Any) -> np.ndarray:
+    """Bfloat16 elements times scales whose exponent bits are E8M0's, which makes 0 of 2^-127.
+
+    So Triton decomposes a scaled dot under `fastMath`, which XLA asks for.
+    """
+    values = np.array([element.value(int(code)) for code in codes]).astype(jnp.bfloat16)
+    factors = (scales.astype(np.uint16) << 7).view(jnp.bfloat16)
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = values.astype(np.float64).reshape(-1, *(1,) * factors.ndim)
+        product = values * factors.astype(np.float64)
+        return product.astype(jnp.bfloat16).astype(np.float64)
+
+
+@pytest.mark.parametrize("element", [formats.E4M3, formats.E5M2, formats.E2M1], ids=str)
+def test_bfloat16_has_every_element_under_centred_scales(element: Any):
+    """Beside every largest scale: never Inf; all digits, but for what lies far below it."""
+    codes = np.arange(element.max_code + 1)
+    values = np.array([element.value(int(code)) for code in codes])[:, None, None]
+    up, most = int(1 - math.log2(element.smallest_subnormal)), 254 - element.emax
+    tops = np.arange(255)
+    scales = np.minimum(np.arange(255), tops[:, None]).astype(np.uint8)
+    moved, exponents = jax.jit(jax.vmap(lambda s: centred(s, element)))(scales)
+    decoded = as_xla_decodes(codes, np.asarray(moved), element)
+    assert np.isfinite(decoded).all()
+    exponent = np.asarray(exponents)
+    exact = values * 2.0 ** (scales.astype(np.float64) - 127)
+    error = np.abs(decoded * 2.0 ** -exponent.astype(np.float64)[:, None] - exact)
+    small = tops <= 87 - up
+    assert not error[:, small].any() and (exponent[small] == up).all()
+    moved_up = decoded[:, small]
+    assert moved_up[moved_up > 0].min() >= 2.0**-126
+    # Elsewhere all under a scale that would be 2^-127 or less.
+    lost = element.max * 2.0 ** (np.maximum(tops - most, 0) - 127.0)[:, None]
+    assert (error <= lost).all() and not error[exact > lost].any()
+    np.testing.assert_array_equal(exponent, np.minimum(most - tops, np.clip(87 - tops, 0, up)))
+
+
+def test_scales_of_nan_stay():
+    """They say nothing of where the others lie, and their codes make NaN of what XLA reads."""
+    for scales, exponent in (([255, 3, 0], 10), ([255, 255], 10), ([255, 254, 20], -8)):
+        moved, found = centred(jnp.array(scales, jnp.uint8), formats.E4M3)
+        assert found == exponent
+        others = [scale + exponent for scale in scales if scale != 255]
+        assert [int(s) for s in moved if s != 255] == others
+        assert (np.asarray(moved) == 255).sum() == scales.count(255)
+    for element, written in ((formats.E4M3, formats.E4M3.nan_code), (formats.E2M1, 0)):
+        assert written is not None
+        array = mx_jax.quantize(
+            jnp.full((1, 32), jnp.nan), "mxfp8_e4m3" if element is formats.E4M3 else "mxfp4"
+        )
+        assert (np.asarray(array.codes) == written).all() and (array.scales == 255).all()
+        decoded = as_xla_decodes(np.array([written]), np.array([255], np.uint8), element)
+        assert np.isnan(decoded).all()
+
+
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp4"])
+def test_sums_are_moved_back(name: str):
+    """Powers of two from end to end of float32, each times its inverse."""
+    for exponent in (-126, -60, 0, 60, 120):
+        x = jnp.full((2, 32), 2.0**exponent)
+        y = jnp.full((3, 32), 2.0 ** -max(exponent, -120))
+        lhs, rhs = (mx_jax.quantize(a, name) for a in (x, y))
+        case = MatmulCase(lhs=lhs.format, rhs=rhs.format, m=(2,), n=(3,), k=(32,))
+        product = XLA_SCALED.run(case.call, lhs, rhs)
+        np.testing.assert_array_equal(product, 32 * 2.0 ** min(exponent + 120, 0))
+
+
+# Where --------------------------------------------------------------------------------------------
+
+
+def test_one_before_the_plain_way():
+    for target in (H200, B200):
+        choice = select(SQUARE.call, target)
+        assert choice.backend.name == "xla_scaled"
+        assert choice.offer.how == "XLA's scaled dot, MXFP8 from JAX 0.10.2 on"
+    for target in (A100, dataclasses.replace(H200, num_devices=4), Target(platform="tpu")):
+        assert select(SQUARE.call, target).backend.name == "xla_bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("case", "target", "version", "reason"),
+    [
+        (SQUARE, Target(platform="rocm"), None, "on platform=cuda, got platform=rocm"),
+        (
+            SQUARE,
+            dataclasses.replace(H200, program_devices=4),
+            None,
+            "in programs of one device, got num_devices=4",
+        ),
+        (SQUARE, A100, (0, 12, 0), "not seen to compile .* for compute capability (8, 0)"),
+        (SQUARE, Target(platform="cuda"), (0, 12, 0), "for compute capability None"),
+        (CASES[2], H200, (0, 10, 2), "mxfp4 by mxfp4 from JAX 0.12.0 on, got 0.10.2"),
+        (
+            MatmulCase(lhs=formats.MXFP6_E2M3, rhs=E4M3),
+            H200,
+            (0, 12, 0),
+            "no block-scaled product of mxfp6_e2m3 by mxfp8_e4m3",
+        ),
+        (MatmulCase(lhs=NVFP4, rhs=NVFP4), A100, (0, 12, 0), "not seen .* capability (8, 0)"),
+        (MatmulCase(lhs=MXFP4, rhs=NVFP4), H200, (0, 12, 0), "no block-scaled product"),
+        (
+            MatmulCase(lhs=formats.MXFP4_2D, rhs=MXFP4),
+            H200,
+            (0, 12, 0),
+            "blocks along the contracted axis alone, got mxfp4_2d",
+        ),
+        (MatmulCase(lhs=E4M3, rhs=E4M3, k=(90,)), H200, None, "whole blocks of 32 .*k=90"),
+        (MatmulCase(lhs=E4M3, rhs=E4M3, m=(0,)), H200, None, "have elements, got lhs_shape"),
+        (MatmulCase(lhs=None, rhs=E4M3), H200, None, "in bfloat16, got lhs_dtype=float32"),
+    ],
+)
+def test_rejections(case: MatmulCase, target: Target, version: Any, reason: str):
+    if version is None:
+        found = XLA_SCALED.rejects(case.call, target)
+    else:
+        found = row_of(case.call, target, version)
+    pattern = reason.replace("(", r"\(").replace(")", r"\)")
+    assert isinstance(found, str) and re.search(pattern, found), found
+
+
+def test_a_format_of_other_facts_is_no_row():
+    mine = dataclasses.replace(E4M3, element=dataclasses.replace(formats.E4M3, bias=6))
+    found = row_of(MatmulCase(lhs=mine, rhs=E4M3).call, H200, (0, 12, 0))
+    assert isinstance(found, str) and "of other facts" in found
+    renamed = dataclasses.replace(E4M3, name="mine")
+    assert isinstance(row_of(MatmulCase(lhs=renamed, rhs=E4M3).call, H200), Native)
+
+
+def lowered(function: Any, *operands: Any, platform: str = "cuda") -> str:
+    with mx_jax.testing.target("cuda", (9, 0)):
+        return jax.jit(function).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+
+
+def product(x: Any, w: Any) -> jax.Array:
+    return mx_jax.matmul(x, w, recipe=recipes.mxfp8())
+
+
+X, W = jnp.ones((32, 64)), jnp.ones((64, 96))
+
+
+def test_a_training_step_is_three_scaled_dots_on_a_gpu_alone():
+    def step(x: jax.Array, w: jax.Array) -> Any:
+        y, pullback = jax.vjp(product, x, w)
+        return pullback(y)
+
+    text = lowered(step, X, W)
+    assert text.count('stablehlo.composite "xla.scaled_dot"') == 3
+    assert "scaled_dot" not in lowered(step, X, W, platform="cpu")
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_programs_of_several_devices_have_none(manual: bool):
+    """Left to the compiler or by shard_map; one device of a mesh is a program of one."""
+    for size in (1, 2):
+        mesh = jax.make_mesh((size,), ("x",), (jax.sharding.AxisType.Auto,))
+        rows = PartitionSpec("x")
+        whole = PartitionSpec()
+        run = (
+            jax.shard_map(product, mesh=mesh, in_specs=(rows, whole), out_specs=rows)
+            if manual
+            else product
+        )
+        with jax.set_mesh(mesh):
+            x, w = (
+                jax.device_put(a, jax.sharding.NamedSharding(mesh, s))
+                for a, s in ((X, rows), (W, whole))
+            )
+            assert ("scaled_dot" in lowered(run, x, w)) == (size == 1)
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("case", CASES[1:3], ids=str)
+def test_vmap(case: MatmulCase, axes: tuple[int | None, int | None]):
+    """One composite with one batch axis at most, and the products one by one."""
+    given = [case.operands(np.random.default_rng(seed)) for seed in range(4)]
+    lhs, rhs = zip(*given, strict=True)
+
+    def run(lhs: Any, rhs: Any) -> jax.Array:
+        return XLA_SCALED.run(case.call, lhs, rhs)
+
+    def stacked(operands: Any, axis: int | None) -> Any:
+        # Both halves of a batch of 2 x 2, for one vmap in the other.
+        if axis is None:
+            return operands[0]
+        return jax.tree.map(
+            lambda *leaves: jnp.stack(leaves).reshape(2, 2, *leaves[0].shape), *operands
+        )
+
+    x, y = stacked(lhs, axes[0]), stacked(rhs, axes[1])
+    results = jax.jit(jax.vmap(jax.vmap(run, axes), axes))(x, y)
+    for i in range(4):
+        left, right = (v[0 if a is None else i] for v, a in zip((lhs, rhs), axes, strict=True))
+        np.testing.assert_array_equal(results[i // 2, i % 2], run(left, right))
+
+
+# Packed weights -----------------------------------------------------------------------------------
+
+
+def packed(w: MXArray, target: Target = H200, **how: Any) -> PackedMXArray:
+    with mx_jax.testing.target("cuda", target.compute_capability):
+        found = mx_jax.pack_weights(w, **how)
+    assert isinstance(found, PackedMXArray) and found.backend == "xla_scaled"
+    return found
+
+
+def weights(format: formats.BlockFormat, shape: tuple[int, ...], axis: int) -> MXArray:
+    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    return mx_jax.quantize(jnp.asarray(values, jnp.bfloat16), format, axis=axis)
+
+
+FEW_BITS = [E4M3, pytest.param(MXFP4, marks=from_0_12), pytest.param(NVFP4, marks=from_0_12)]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("format", FEW_BITS, ids=str)
+def test_packed_weights_are_the_weights(format: formats.BlockFormat, axis: int):
+    w = weights(format, (64, 96), axis)
+    p = packed(w)
+    assert p.arrays.codes.nbytes == 64 * 96 * format.element.bits // 8
+    for given, again in zip(jax.tree.leaves(w), jax.tree.leaves(p.unpack()), strict=True):
+        np.testing.assert_array_equal(given, again)
+    if axis == 1:
+        np.testing.assert_array_equal(
+            p.take(jnp.array([3, 60])).dequantize(), w.dequantize()[jnp.array([3, 60])]
+        )
+
+
+@pytest.mark.parametrize("format", FEW_BITS, ids=str)
+def test_products_of_packed_weights(format: formats.BlockFormat):
+    """The same bits, in a stack too, of which scan takes one after the other."""
+    case = MatmulCase(lhs=None, rhs=format, dtype="bfloat16", n=(64,), k=(96,))
+    x, _ = case.operands(np.random.default_rng(1))
+    assert isinstance(x, jax.Array)
+    w = weights(format, (64, 96), 1)
+    p = packed(w)
+    expected = XLA_SCALED.run(case.call, x, w)
+    call = dataclasses.replace(
+        case.call, rhs=dataclasses.replace(case.call.rhs, packed_by=p.backend)
+    )
+    np.testing.assert_array_equal(XLA_SCALED.run(call, x, p), expected)
+    stack = packed(weights(format, (3, 64, 96), 2), contracting=2, num_batch=1)
+    _, found = jax.lax.scan(lambda c, p: (c, XLA_SCALED.run(call, x, p)), None, stack)
+    for i in range(3):
+        one = jax.tree.map(lambda a, i=i: a[i], stack)
+        np.testing.assert_array_equal(found[i], XLA_SCALED.run(call, x, one))
+    whole = MatmulCase(lhs=None, rhs=format, dtype="bfloat16", batch=(3,), n=(64,), k=(96,))
+    xs = jnp.broadcast_to(x, (3, *x.shape))
+    np.testing.assert_allclose(XLA_SCALED.run(whole.call, xs, stack), found, rtol=1e-6, atol=1e-5)
+
+
+def test_packing_writes_codes_that_multiply_to_nan_and_zeros_that_count_as_zeros():
+    w = weights(E4M3, (2, 96), 1)
+    scales = jnp.array([[255, 254, 3], [120, 121, 122]], jnp.uint8)
+    p = packed(dataclasses.replace(w, scales=scales))
+    codes = np.asarray(p.arrays.codes).reshape(2, 3, 32)
+    assert (codes[0, 0] == formats.E4M3.nan_code).all() and not codes[0, 2].any()
+    assert p.arrays.exponent == -8
+    values = np.asarray(p.dequantize())
+    assert np.isnan(values[0, :32]).all() and not values[0, 64:].any()
+    np.testing.assert_array_equal(values[1], dataclasses.replace(w, scales=scales).dequantize()[1])
+
+
+@from_0_12
+def test_weights_are_packed_for_what_meets_them():
+    w = weights(MXFP4, (64, 16), 0)
+    assert packed(w, recipe=recipes.mxfp4()).backend == "xla_scaled"
+    with mx_jax.testing.target("cuda", (9, 0), num_devices=4):
+        assert isinstance(mx_jax.pack_weights(w), MXArray)
+    with mx_jax.testing.target("cuda", (9, 0)):
+        # Its activations are float32, and its products the reference's.
+        assert isinstance(mx_jax.pack_weights(dataclasses.replace(w, dtype=X.dtype)), MXArray)
+    with mx_jax.testing.target("cuda", (9, 0)):
+        x = jnp.ones((2, 64), jnp.bfloat16)
+        weight_only = recipes.weight_only("mxfp4")
+        text = mx_jax.inspect.explain_call(
+            lambda x, w: mx_jax.matmul(x, w, recipe=weight_only), x, packed(w)
+        )
+    assert "-> xla_scaled (XLA's scaled dot, MXFP4 from JAX 0.12.0 on)" in text
+
+
+def test_weights_on_several_devices_stay_as_they_are():
+    """Their programs have several devices too, where nothing reads this layout."""
+    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
+    w = weights(E4M3, (64, 96), 0)
+    for spec in (PartitionSpec(None, "x"), PartitionSpec()):
+        lies = jax.device_put(w, jax.sharding.NamedSharding(mesh, spec))
+        with mx_jax.testing.target("cuda", (9, 0)):
+            assert mx_jax.pack_weights(lies) is lies
+            assert isinstance(mx_jax.pack_weights(w), PackedMXArray)

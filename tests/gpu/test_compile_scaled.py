@@ -1,0 +1,41 @@
+"""Ahead of time: every product that `xla_scaled` offers is one scaled dot; bytes are counted.
+
+Needs the extra `gpu-compile`, no GPU: run with `pytest -m gpu_compile`.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mx_jax.backends import xla_scaled
+from tests.gpu import test_compile
+from tests.gpu.test_compile import GPUS, slow
+from tests.gpu.test_compile_quantize import run
+
+pytestmark = test_compile.pytestmark
+SCALED, PLAIN = {"scaled": 1, "other": 0}, {"scaled": 0, "other": 1}
+
+
+def test_every_capability_of_the_table_is_compiled_for():
+    named = {capability for row in xla_scaled.NATIVE for capability in row.capabilities}
+    assert named <= set(GPUS.values())
+
+
+@pytest.mark.parametrize(
+    ("target", "forms"),
+    [
+        ("sm_90a", ""),
+        slow("sm_90a", "forms"),
+        slow("sm_100a", "forms"),
+        *(slow(target, "") for target in GPUS if target not in ("sm_90a", "sm_100a")),
+    ],
+)
+def test_products(target: str, forms: str, tmp_path: Path):
+    """One scaled dot each; where devices share a product, or its program, a bfloat16 dot."""
+    found = json.loads(run("compile_scaled.py", tmp_path, target, *forms.split()))
+    wrong = {case: seen for case, seen in found["products"].items() if seen != SCALED}
+    assert not wrong
+    if target == "sm_90a":
+        assert len(found["products"]) >= 8
+    assert all(seen == PLAIN for seen in found["four devices"])

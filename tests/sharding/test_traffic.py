@@ -1,0 +1,248 @@
+"""Bytes that devices receive, beside plain JAX's in the dtype of the operands, in every way.
+
+The programs are those of `python -m benchmarks.collectives`, whose table docs/sharding.md quotes.
+"""
+
+import functools
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mx_jax
+from benchmarks import report
+from benchmarks.collectives import DTYPES, LAYOUTS, PLAIN, RECIPES, WAYS, Case, counted
+from mx_jax import recipes
+from mx_jax.inspect import explain_call
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+from tests.quick import quick
+from tests.sharding.collectives import partitioned, received
+
+P = PartitionSpec
+# Two orientations of eight bits and their scales, beside bfloat16 once; maxima that rows agree on.
+SCALES = {"mxfp8": (1.0, 1.016), "mxfp4": (1.0, 1.0), "float8_rowwise": (1.004, 1.015)}
+# FSDP in bfloat16: a gradient's two bytes an element beside two gathers of codes, and of values one
+# gather, or one in each pass.
+FSDP = {"mxfp8": (1.016, 0.68), "mxfp4": (0.766, 0.511), "float8_rowwise": (1.014, 0.68)}
+
+
+@functools.cache
+def total(layout: str, way: str, recipe: str, dtype: str) -> int:
+    return counted(Case(layout, way, recipe, dtype)).total()
+
+
+@pytest.mark.by_default("mxfp8.*no mesh-(FSDP by k|FSDP, tensor row)|mxfp4.*explicit-FSDP, scan")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_more_bytes_than_plain_jax(name: str, dtype: str, way: str, layout: str):
+    ratio = total(layout, way, name, dtype) / total(layout, way, PLAIN, dtype)
+    assert ratio <= SCALES[name][dtype == "bfloat16"]
+    if layout.startswith("FSDP by") and dtype == "bfloat16":
+        assert ratio <= FSDP[name][0]
+    if layout == "FSDP, scanned" and dtype == "bfloat16" and way != "shard_map":
+        assert ratio <= FSDP[name][1]
+
+
+def test_the_table_is_the_committed_one():
+    """Ratios of the programs above, at least those that run by default, as they are committed."""
+    found = json.loads((report.RESULTS / "collectives.json").read_text())["rows"]
+    committed = {tuple(row[field] for field in Case._fields[:4]): row["total"] for row in found}
+    for case in (
+        ("FSDP by k", "no mesh", "mxfp8", "bfloat16"),
+        ("data", "set_mesh", PLAIN, "float32"),
+    ):
+        assert total(*case) == committed[case]
+
+
+@pytest.mark.by_default("explicit-tensor, row|shard_map-(data|FSDP by k)|set_mesh-FSDP by k")
+@pytest.mark.parametrize("layout", ["data", "FSDP by k", "tensor, column", "tensor, row"])
+@pytest.mark.parametrize("way", WAYS)
+def test_float32_by_asking(way: str, layout: str):
+    """Twice the bytes of bfloat16's sums; shard_map's caller adds up products himself."""
+    if way == "shard_map" and layout == "tensor, row":
+        pytest.skip("the caller's own psum")
+    own = counted(Case(layout, way, "mxfp8", "bfloat16"))
+    wide = counted(Case(layout, way, "mxfp8", "bfloat16", widened=True))
+    sums = {key: size for key, size in own.items() if key[1] == "bf16"}
+    assert sums and {key: wide[key[0], "f32"] for key in sums} == {
+        key: 2 * size for key, size in sums.items()
+    }
+    assert not [key for key in wide if key[1] == "bf16"]
+
+
+def place(arrays: Any, mesh: Any, specs: Any) -> list[Any]:
+    return [
+        jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)
+    ]
+
+
+def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh((8,), ("d",), axis_types=(kind,))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_sums_of_shards_are_within_their_bound(wide: bool, rng: np.random.Generator):
+    """docs/sharding.md: d parts rounded to bfloat16, and d - 1 sums of them, or one rounding."""
+    x, w = rng.normal(size=(32, 512)), rng.normal(size=(512, 32))
+    x, w = (jnp.asarray(a, jnp.bfloat16) for a in (x, w))
+    recipe = recipes.mxfp8().with_(reduce_dtype=jnp.float32 if wide else None)
+    with jax.set_mesh(mesh := mesh_of(AxisType.Auto)):
+        operands = place((x, w), mesh, (P(None, "d"), P("d")))
+        product = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))(*operands)
+    spec = recipe.fwd.lhs
+    assert spec is not None
+    left, right = (
+        np.asarray(
+            mx_jax.quantize(a, spec.format, axis=axis, scale_rule=spec.scale_rule).dequantize(
+                jnp.float32
+            ),
+            np.float64,
+        )
+        for a, axis in ((x, 1), (w, 0))
+    )
+    exact, magnitude = left @ right, abs(left) @ abs(right)
+    unit, error = 2.0**-8, abs(np.asarray(product, np.float64) - exact)
+    once = unit * abs(exact) + 1e-5 * magnitude
+    assert (error <= (once if wide else 8 * unit * magnitude)).all()
+    # A bound that nothing comes near to would tell nothing.
+    assert wide or (error > once).any()
+
+
+def test_recipes_say_how_devices_add_up():
+    wide = recipes.mxfp8().with_(reduce_dtype="float32")
+    assert (
+        wide != recipes.mxfp8() and wide.with_(reduce_dtype=None, name="mxfp8") == recipes.mxfp8()
+    )
+    assert wide.name == "mxfp8, reduce_dtype=float32" and "devices add up in float32" in str(wide)
+    assert "reduce_dtype=dtype('float32')" in repr(wide)
+    with pytest.raises(ValueError, match="got reduce_dtype='bfloat16'"):
+        recipes.mxfp8().with_(reduce_dtype="bfloat16")
+    with pytest.raises(ValueError, match="preferred_element_type='float32' where you multiply"):
+        recipes.high_precision().with_(reduce_dtype="float32")
+    x = jnp.ones((64, 64), jnp.bfloat16)
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
+        for recipe, dtype in ((recipes.mxfp8(), "bfloat16"), (wide, "float32")):
+            explained = str(explain_call(functools.partial(mx_jax.matmul, recipe=recipe), x, x))
+            assert f"parts of the product are added up in {dtype}" in explained
+
+
+@pytest.mark.parametrize("name", ["mxfp4_stochastic", "nvfp4_pretraining", "mxfp4"])
+def test_square_blocks_keep_the_sharding_of_types(name: str):
+    """Sixteen columns a device, blocks of 32 by 32: each device multiplies its columns."""
+    recipe, key = recipes.from_name(name), jax.random.key(0)
+    mesh = mesh_of(AxisType.Explicit)
+
+    def run(x: Any, w: Any, g: Any) -> Any:
+        y, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe, key=key), x, w)
+        return y, *pullback(g)
+
+    arrays = [jnp.ones(shape, jnp.bfloat16) for shape in ((64, 64), (64, 128), (64, 128))]
+    with jax.set_mesh(mesh):
+        operands = place(arrays, mesh, (P(), P(None, "d"), P(None, "d")))
+        y, dx, dw = jax.eval_shape(run, *operands)
+        program = partitioned(jax.jit(run).lower(*operands))
+    assert y.sharding.spec == dw.sharding.spec == P(None, "d") and dx.sharding.spec == P(None, None)
+    found = received(program, 8)
+    assert 0 < found["all-reduce", "bf16"] <= 2 * 64 * 64 * 2 * 7 // 8
+    # Of what moves, values are those sums alone: devices that share a block share its codes.
+    assert not [key for key in found if key[1] in ("bf16", "f32") and key[0] != "all-reduce"]
+    assert found["all-gather", "u8"] < 3 * 64 * 128
+
+
+def test_shards_that_cut_blocks_agree_on_maxima(rng: np.random.Generator):
+    """Eight rows a device, four devices a block: maxima are exchanged, and codes are gathered."""
+    x, w = draw_few_octaves(rng, (64, 64)), draw_few_octaves(rng, (64, 128))
+    run = lambda x, w: mx_jax.matmul(x, w, recipe="mxfp4")  # noqa: E731
+    with jax.set_mesh(mesh := mesh_of(AxisType.Auto)):
+        operands = place((x, w), mesh, (P("d"), P("d")))
+        jitted = jax.jit(run, out_shardings=NamedSharding(mesh, P("d")))
+        found, actual = received(partitioned(jitted.lower(*operands)), 8), jitted(*operands)
+    assert {key for key, size in found.items() if size} == {
+        ("all-reduce", "s32"),
+        ("all-gather", "u8"),
+    }
+    # Two of four devices have the same scale.
+    assert found["all-gather", "u8"] == 64 * 128 // 2 * 7 // 8 + 2 * 128 // 2
+    assert found["all-reduce", "s32"] == 2 * 3 * 128 * 4 // 4
+    assert_bitwise_equal(np.asarray(actual) + 0.0, np.asarray(quick(run)(x, w)) + 0.0)
+
+
+@pytest.mark.parametrize("w_spec", [P("d"), P(None, "d")], ids=str)
+@pytest.mark.parametrize("name", ["float8_rowwise", "float8_tensorwise"])
+def test_parts_inside_shard_map_agree_on_scales(name: str, w_spec: Any, rng: np.random.Generator):
+    """Codes of rows and tensors are gathered, and are those of one device."""
+    x, w = draw_few_octaves(rng, (64, 64)), draw_few_octaves(rng, (64, 64))
+    w *= np.exp2(np.arange(64) % 7)[:, None]
+    recipe = recipes.from_name(name)
+
+    def run(x: Any, w: Any, gather: Any = None) -> Any:
+        own = recipe.with_(gather=gather)
+        y, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=own), x, w)
+        return y, *pullback(y)
+
+    gather = mx_jax.sharding.Gather("d", rhs=w_spec)
+    sharded = jax.shard_map(
+        functools.partial(run, gather=gather),
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=(P(), w_spec),
+        out_specs=(P(), P(), w_spec),
+        check_vma=False,
+    )
+    y, dx, _ = jax.jit(sharded)(x, w)
+    found = received(partitioned(jax.jit(sharded).lower(x, w)), 8)
+    assert not [
+        key
+        for key in found
+        if key[0] == "all-gather" and key[1] == "f32" and found[key] > 64 * 4 * 2
+    ]
+    expected = quick(run)(x, w)
+    np.testing.assert_allclose(y, expected[0], rtol=1e-5, atol=1e-5 * abs(expected[0]).max())
+    np.testing.assert_allclose(dx, expected[1], rtol=1e-5, atol=1e-5 * abs(expected[1]).max())
+
+
+def test_tokens_along_two_axes_are_not_permuted():
+    """Weights lie along the second of them: the sum over tokens takes both as they lie."""
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    both = P(("data", "fsdp"))
+
+    def run(x: Any, w: Any, g: Any) -> Any:
+        return jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"), x, w)[1](g)
+
+    specs = (both, P("fsdp"), both)
+    with jax.set_mesh(mesh):
+        places = [NamedSharding(mesh, spec) for spec in specs]
+        operands = [jax.ShapeDtypeStruct((256, 256), "bfloat16", sharding=s) for s in places]
+        lowered = jax.jit(run, out_shardings=tuple(places[:2])).lower(*operands)
+    kinds = {kind for kind, _ in received(partitioned(lowered), 8)}
+    assert kinds == {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+@pytest.mark.parametrize("layout", ["FSDP by k", "tensor, row"])
+def test_the_older_partitioner(layout: str):
+    """GSPMD asks where a product comes to lie, and moves the same bytes."""
+    case = Case(layout, "no mesh", "mxfp4", "bfloat16")
+    expected = counted(case)
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        assert counted(case) == expected
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+
+
+def test_mixed_axis_types():
+    """One axis explicit, one automatic: a column parallel product of FSDP's weights."""
+    mesh = jax.make_mesh((4, 2), ("fsdp", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    run = lambda x, w: mx_jax.matmul(x, w, recipe="mxfp4")  # noqa: E731
+    x = draw_few_octaves(np.random.default_rng(0), (64, 128))
+    with jax.set_mesh(mesh):
+        operands = place((x, x.T), mesh, (P("fsdp"), P(None, "model")))
+        actual = jax.jit(run)(*operands)
+    assert actual.sharding.spec[0] == "fsdp"
+    assert_bitwise_equal(np.asarray(actual) + 0.0, np.asarray(quick(run)(x, x.T)) + 0.0)
