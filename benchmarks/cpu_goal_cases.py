@@ -182,29 +182,37 @@ def squares_without_bf16(sizes: Sizes) -> Group:
 
 
 def beyond_the_cache(sizes: Sizes) -> Group:
-    """One row by each of many weights, beside reading them and ONNX Runtime's int4."""
+    """One row, and eight, by each of many weights, beside a read of MXFP4's and ONNX's int4."""
     size, many = sizes.size, sizes.many
-    stored = _operand(_MXFP4, draw("normal", (size, size)))
-    weights = [_packed(stored) for _ in range(many)]
-    xs = jnp.asarray(draw("normal", (many, 1, size), 1))
-    cases, left_out = [], {}
-    for pair in ((None, _MXFP4), (_MXINT8, _MXFP4)):
-        run = functools.partial(_each, pair)
-        cases.append(Case(_title(pair, packed=True), functools.partial(jax.jit(run), xs, weights)))
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
-    data = jnp.zeros(num_bytes, jnp.uint8) + 1
-    cases.append(Case(READ, functools.partial(jax.jit(limits.copy(num_bytes, 64)), data)))
+    xs = jnp.asarray(draw("normal", (many, 8, size), 1))
+    weights = {}
+    for format in (_MXFP4, _NVFP4, _MXFP8):
+        stored = _operand(format, draw("normal", (size, size)))
+        weights[format] = [_packed(stored) for _ in range(many)]
+    num_bytes = {
+        format: sum(leaf.nbytes for leaf in jax.tree.leaves(own)) for format, own in weights.items()
+    }
+    pairs = ((None, _MXFP4), (_MXINT8, _MXFP4), (None, _NVFP4), (None, _MXFP8))
+    cases, work, left_out = [], {}, {}
+    for pair, m in (*((pair, 1) for pair in pairs), ((_MXINT8, _MXFP4), 8)):
+        function = jax.jit(functools.partial(_each, pair))
+        name = _title(pair, packed=True) + (f", {m} rows" if m > 1 else "")
+        cases.append(Case(name, functools.partial(function, xs[:, :m], weights[pair[1]])))
+        work[name] = num_bytes[_MXFP4] / num_bytes[pair[1]]
+    data = jnp.zeros(num_bytes[_MXFP4], jnp.uint8) + 1
+    read = jax.jit(limits.copy(num_bytes[_MXFP4], 64))
+    cases.append(Case(READ, functools.partial(read, data)))
     try:
-        cases.append(Case(ONNX, int4_products(np.asarray(xs[0]), many)))
+        cases.append(Case(ONNX, int4_products(np.asarray(xs[0, :1]), many)))
     except ImportError as error:
         left_out[ONNX] = f"cannot import {error.name}"
-    return Group(cases=cases, left_out=left_out)
+    return Group(cases=cases, left_out=left_out, work=work)
 
 
 def _each(pair: Pair, xs: jax.Array, weights: Sequence[PackedMXArray]) -> list[jax.Array]:
     """The products; what is quantized of the left operand is quantized here, for each."""
     n, k = weights[0].shape
-    call = MatmulCase(lhs=pair[0], rhs=pair[1], m=(1,), n=(n,), k=(k,)).call
+    call = MatmulCase(lhs=pair[0], rhs=pair[1], m=(xs.shape[1],), n=(n,), k=(k,)).call
     return [
         CPU_FFI.run(call, _operand(pair[0], x), own) for x, own in zip(xs, weights, strict=True)
     ]

@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#include "common/isas.h"
+
 namespace mx {
 
 // The queries that one matrix of keys serves. Rows of keys and values come in runs, so that codes
@@ -30,9 +32,7 @@ struct AttendKernels {
 };
 
 // Of attend_kernels.cc, compiled for each set.
-namespace portable { extern const AttendKernels kAttend; }
-namespace avx2 { extern const AttendKernels kAttend; }
-namespace avx512 { extern const AttendKernels kAttend; }
+MX_DECLARE_KERNELS(AttendKernels, kAttend)
 
 }  // namespace mx
 

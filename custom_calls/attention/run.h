@@ -18,12 +18,7 @@ namespace mx {
 
 // The kernels of the instruction set that runs.
 inline const AttendKernels& ChosenAttendKernels() {
-#if MX_X86
-  static const AttendKernels* const kKernels[kNumIsas] = {&portable::kAttend, &avx2::kAttend,
-                                                          &avx512::kAttend};
-#else
-  static const AttendKernels* const kKernels[kNumIsas] = {&portable::kAttend};
-#endif
+  static const AttendKernels* const kKernels[kNumIsas] = MX_KERNELS(kAttend);
   return Pick(kKernels);
 }
 

@@ -48,13 +48,7 @@ constexpr Weights kWeights[] = {{"mxfp4", kE2M1, kScaleE8M0, 32},
                                 {"mxfp8_e4m3", kE4M3, kScaleE8M0, 32}};
 
 const MatmulKernels& Kernels() {
-#if MX_X86
-  static const MatmulKernels* const kernels[kNumIsas] = {
-      &portable::kMatmul, &avx2::kMatmul, &avx512::kMatmul, &avx512_vnni::kMatmul,
-      &avx512_bf16::kMatmul};
-#else
-  static const MatmulKernels* const kernels[kNumIsas] = {&portable::kMatmul};
-#endif
+  static const MatmulKernels* const kernels[kNumIsas] = MX_PRODUCT_KERNELS(kMatmul);
   return Pick(kernels);
 }
 

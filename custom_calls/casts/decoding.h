@@ -17,12 +17,7 @@ namespace mx {
 
 // The kernels of the instruction set that runs.
 inline const DequantizeKernels& ChosenDequantizeKernels() {
-#if MX_X86
-  static const DequantizeKernels* const kKernels[kNumIsas] = {
-      &portable::kDequantize, &avx2::kDequantize, &avx512::kDequantize};
-#else
-  static const DequantizeKernels* const kKernels[kNumIsas] = {&portable::kDequantize};
-#endif
+  static const DequantizeKernels* const kKernels[kNumIsas] = MX_KERNELS(kDequantize);
   return Pick(kKernels);
 }
 

@@ -6,6 +6,7 @@
 
 #include "casts/quantize.h"
 #include "common/element_codec.h"
+#include "common/isas.h"
 #include "common/scale_codec.h"
 
 namespace mx {
@@ -41,9 +42,7 @@ struct DequantizeKernels {
 };
 
 // Of dequantize_kernels.cc, compiled for each set.
-namespace portable { extern const DequantizeKernels kDequantize; }
-namespace avx2 { extern const DequantizeKernels kDequantize; }
-namespace avx512 { extern const DequantizeKernels kDequantize; }
+MX_DECLARE_KERNELS(DequantizeKernels, kDequantize)
 
 }  // namespace mx
 

@@ -20,11 +20,8 @@ inline const QuantizeKernels& ChosenQuantizeKernels() {
 #if MX_X86
   // Not every machine with a later extension of AVX-512 has this one; today's have both.
   if (CurrentIsa() > kAvx512 && HasVbmi()) return avx512_vbmi::kQuantize;
-  static const QuantizeKernels* const kKernels[kNumIsas] = {
-      &portable::kQuantize, &avx2::kQuantize, &avx512::kQuantize};
-#else
-  static const QuantizeKernels* const kKernels[kNumIsas] = {&portable::kQuantize};
 #endif
+  static const QuantizeKernels* const kKernels[kNumIsas] = MX_KERNELS(kQuantize);
   return Pick(kKernels);
 }
 

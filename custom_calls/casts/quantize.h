@@ -6,6 +6,7 @@
 
 #include "casts/float_types.h"
 #include "common/element_codec.h"
+#include "common/isas.h"
 #include "common/scale_codec.h"
 
 namespace mx {
@@ -69,10 +70,8 @@ struct QuantizeKernels {
 };
 
 // Of quantize_kernels.cc, compiled for each set.
-namespace portable { extern const QuantizeKernels kQuantize; }
-namespace avx2 { extern const QuantizeKernels kQuantize; }
-namespace avx512 { extern const QuantizeKernels kQuantize; }
-namespace avx512_vbmi { extern const QuantizeKernels kQuantize; }
+MX_DECLARE_KERNELS(QuantizeKernels, kQuantize)
+MX_DECLARE_IN(avx512_vbmi, QuantizeKernels, kQuantize)
 
 }  // namespace mx
 

@@ -20,12 +20,7 @@ namespace ffi = xla::ffi;
 constexpr int64_t kPart = 1 << 14;  // places of a task; 2^32 is a multiple of it
 
 const RandomBitsKernels& ChosenRandomBitsKernels() {
-#if MX_X86
-  static const RandomBitsKernels* const kKernels[kNumIsas] = {
-      &portable::kRandomBits, &avx2::kRandomBits, &avx512::kRandomBits};
-#else
-  static const RandomBitsKernels* const kKernels[kNumIsas] = {&portable::kRandomBits};
-#endif
+  static const RandomBitsKernels* const kKernels[kNumIsas] = MX_KERNELS(kRandomBits);
   return Pick(kKernels);
 }
 

@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#include "common/isas.h"
+
 namespace mx {
 
 struct RandomBitsKernels {
@@ -14,9 +16,7 @@ struct RandomBitsKernels {
 };
 
 // Of random_bits_kernels.cc, compiled for each set.
-namespace portable { extern const RandomBitsKernels kRandomBits; }
-namespace avx2 { extern const RandomBitsKernels kRandomBits; }
-namespace avx512 { extern const RandomBitsKernels kRandomBits; }
+MX_DECLARE_KERNELS(RandomBitsKernels, kRandomBits)
 
 }  // namespace mx
 

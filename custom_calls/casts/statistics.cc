@@ -31,12 +31,7 @@ constexpr int64_t kPartElements = 1 << 16;
 constexpr int64_t kMostParts = 64;
 
 const StatisticsKernels& ChosenStatisticsKernels() {
-#if MX_X86
-  static const StatisticsKernels* const kKernels[kNumIsas] = {
-      &portable::kStatistics, &avx2::kStatistics, &avx512::kStatistics};
-#else
-  static const StatisticsKernels* const kKernels[kNumIsas] = {&portable::kStatistics};
-#endif
+  static const StatisticsKernels* const kKernels[kNumIsas] = MX_KERNELS(kStatistics);
   return Pick(kKernels);
 }
 

@@ -6,6 +6,7 @@
 
 #include "casts/float_types.h"
 #include "common/element_codec.h"
+#include "common/isas.h"
 
 namespace mx {
 
@@ -42,9 +43,7 @@ struct StatisticsKernels {
 };
 
 // Of statistics_kernels.cc, compiled for each set.
-namespace portable { extern const StatisticsKernels kStatistics; }
-namespace avx2 { extern const StatisticsKernels kStatistics; }
-namespace avx512 { extern const StatisticsKernels kStatistics; }
+MX_DECLARE_KERNELS(StatisticsKernels, kStatistics)
 
 }  // namespace mx
 

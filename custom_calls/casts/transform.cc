@@ -7,7 +7,6 @@
 #include "casts/attributes.h"
 #include "common/checks.h"
 #include "common/dispatch.h"
-#include "common/macros.h"
 #include "common/thread_pool.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -19,12 +18,7 @@ namespace ffi = xla::ffi;
 constexpr int64_t kPart = 1 << 14;  // values of a task, about
 
 const TransformKernels& ChosenTransformKernels() {
-#if MX_X86
-  static const TransformKernels* const kKernels[kNumIsas] = {
-      &portable::kTransform, &avx2::kTransform, &avx512::kTransform};
-#else
-  static const TransformKernels* const kKernels[kNumIsas] = {&portable::kTransform};
-#endif
+  static const TransformKernels* const kKernels[kNumIsas] = MX_KERNELS(kTransform);
   return Pick(kKernels);
 }
 

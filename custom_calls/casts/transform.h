@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "casts/float_types.h"
+#include "common/isas.h"
 
 namespace mx {
 
@@ -29,9 +30,7 @@ struct TransformKernels {
 };
 
 // Of transform_kernels.cc, compiled for each set.
-namespace portable { extern const TransformKernels kTransform; }
-namespace avx2 { extern const TransformKernels kTransform; }
-namespace avx512 { extern const TransformKernels kTransform; }
+MX_DECLARE_KERNELS(TransformKernels, kTransform)
 
 }  // namespace mx
 

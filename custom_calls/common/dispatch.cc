@@ -8,7 +8,9 @@
 namespace mx {
 namespace {
 
-constexpr const char* kNames[kNumIsas] = {"portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16"};
+#define MX_NAME(name, enumerator) #name,
+constexpr const char* kNames[kNumIsas] = {MX_ISAS(MX_NAME)};
+#undef MX_NAME
 
 Isa Detect() {
 #if MX_X86

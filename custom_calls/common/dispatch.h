@@ -2,13 +2,15 @@
 #ifndef MX_JAX_CUSTOM_CALLS_COMMON_DISPATCH_H_
 #define MX_JAX_CUSTOM_CALLS_COMMON_DISPATCH_H_
 
+#include "common/isas.h"
+
 namespace mx {
 
-// In ascending order: a machine that has one has all before it. kAvx512Bf16 means VBMI too.
-enum Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 3, kAvx512Bf16 = 4 };
-constexpr int kNumIsas = 5;
+#define MX_ENUMERATOR(name, enumerator) enumerator,
+enum Isa : int { MX_ISAS(MX_ENUMERATOR) kNumIsas };
+#undef MX_ENUMERATOR
 
-// "portable", "avx2", "avx512", "avx512_vnni" or "avx512_bf16".
+// As isas.h has it.
 const char* IsaName(Isa isa);
 
 // The best that this machine has.

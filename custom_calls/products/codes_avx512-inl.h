@@ -1,5 +1,5 @@
-// Panels of codes (weights.h) by a panel of few rows, decoded on their way, with AVX-512. Adds in
-// the order in which an unpacked panel is added, so the bits are the same.
+// Panels of codes (weights.h) by one to sixteen rows, decoded on their way, with AVX-512. Adds in the
+// order in which an unpacked panel is added, so the bits are the same.
 #ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_CODES_AVX512_INL_H_
 #define MX_JAX_CUSTOM_CALLS_PRODUCTS_CODES_AVX512_INL_H_
 
@@ -55,6 +55,10 @@ MX_INLINE constexpr int CodesPerWord(Coding coding) { return coding == kCode4 ? 
 // Bytes of a panel that such codes take, of all rows: of codes of six bits, three times in four.
 MX_INLINE constexpr int BytesOfWords(Coding coding, int words) {
   return (coding == kCode6 ? words - words / 4 : words) * C * 4;
+}
+template <Coding kCoding>
+constexpr int64_t RecordBytesOf(int32_t block) {
+  return RecordScaleBytes(block) + kRecordChunks * BytesOfWords(kCoding, kChunk / CodesPerWord(kCoding));
 }
 // How many registers of codes belong together. Of codes of six bits the last of four lies in bits
 // of the others: it has no line of its own to be fetched.
@@ -231,190 +235,216 @@ MX_INLINE __m512 TameScales(ScaleKind kind, const uint8_t* bytes, float factor) 
   return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(0x1p8f * factor));
 }
 
-// Where kPanels neighbouring panels are read, and kRows rows of lhs.
-struct CodesPlace {
-  const char* lhs;
-  const char* codes;
-  const uint8_t* scales;
-  int64_t ahead;  // bytes to what is fetched meanwhile
+// Panels follow each other, so what comes next lies ahead. Far ahead it is fetched to the second level
+// of the cache: prefetchers of the hardware stop at pages, and a first level of 32 KiB must hold lhs
+// too. Near ahead it comes to the first.
+constexpr int64_t kFarAhead = 12 << 10, kNearAhead = 1 << 10;
+
+MX_INLINE void PrefetchAhead(const char* line) {
+  _mm_prefetch(line + kFarAhead, _MM_HINT_T1);
+  _mm_prefetch(line + kNearAhead, _MM_HINT_T0);
+}
+
+template <bool kValue>
+struct Constant {
+  static constexpr bool value = kValue;
 };
 
-// Panels up to this size end before a fixed distance would have paid: what is fetched is the same
-// place of the panels that come next, their scales included.
-constexpr int64_t kShortPanel = 32 << 10;
+// How many halves of a panel are multiplied at once. Many rows have sums enough in one, and no
+// registers left for totals, which stay in the tile.
+constexpr int HalvesOf(int rows) { return rows > 4 ? 1 : 2; }
 
-// One block of the sums below, `s` of its chunk; `place` moves on to the next one.
-template <PanelType kType, Coding kCoding, int kRows, int kPanels, bool kFold, bool kLifted>
-MX_INLINE void MultiplyCodesBlock(const CodesProduct& p, const CodeTable& table, int s,
-                                  int64_t chunk, CodesPlace* place,
-                                  __m512 (&total)[kRows][kPanels][2]) {
+// The count of a loop that is not to be unrolled: of several rows the instructions would not fit their
+// cache.
+template <int kRows>
+MX_INLINE int Loops(int count) {
+  if (kRows > 2) asm("" : "+r"(count));
+  return count;
+}
+
+// kTogether blocks of a record, from `first` on, by a panel of kRows rows: sums of different blocks
+// need not wait for each other. `half` is the panel's half to begin with.
+template <PanelType kType, Coding kCoding, int kBlocks, int kRows, int kTogether, bool kFold,
+          bool kLifted>
+MX_INLINE void AddBlocks(const CodesProduct& p, const CodeTable& table, const char* record,
+                         const char* left, int first, int half, float unscaled,
+                         __m512 (&total)[kRows][2]) {
+  constexpr int kHalves = HalvesOf(kRows);
   constexpr int kCodes = CodesPerWord(kCoding), kTurn = WordsPerTurn(kCoding);
   constexpr int kWords = kCodes * (int)BytesPerElement(kType) / 4;
-  const int blocks = kChunk / p.block, groups = kChunk / kCodes / blocks;
-  const float* scale_table = ScaleTable(p.scale_kind, p.element, kType);
-  const float unfold = kFold ? BiasFactor(kCoding, kLifted) / kFoldLhs : 1.0f;
-  const float factor = unfold * scale_table[p.scale_kind == kScaleE8M0 ? 127 : 0x38];
-  // Row i's values: its scale, its correction, its words.
-  const char* left[(kRows + R - 1) / R];
+  constexpr int kGroups = kChunk / kCodes / kBlocks;  // of registers, in a block
+  constexpr int kPart = kCoding == kCode4 ? kWords / 2 : kWords;
+  constexpr int64_t kLhsChunk = ChunkBytes(kType, kChunk / kBlocks, kRows, true);
+  constexpr int kFirstWord = kBlocks * kRows * (kType == kInt8 ? 2 : 1);
+  const char* codes = record + RecordScaleBytes(kChunk / kBlocks) +
+                      BytesOfWords(kCoding, first * kGroups) + 64 * half;
+  const int32_t* values[kTogether];  // of the chunk that a block is in
+  __m512i sum[kTogether][kRows][kHalves];
   MX_UNROLL
-  for (int i = 0; i < (kRows + R - 1) / R; ++i) {
-    left[i] = place->lhs + i * p.lhs_stride + chunk * ChunkBytes(kType, p.block, R, true);
-  }
-  const int correction = (blocks + s) * R;
-  int word = blocks * R * (kType == kInt8 ? 2 : 1) + s * groups * kWords * R;
-  __m512i sum[kRows][kPanels][2];
-  MX_UNROLL
-  for (int i = 0; i < kRows; ++i) {
-    const int32_t* values = (const int32_t*)left[i / R];
+  for (int t = 0; t < kTogether; ++t) {
+    const int block = (first + t) % kBlocks;
+    values[t] = (const int32_t*)(left + (first + t) / kBlocks * kLhsChunk);
     MX_UNROLL
-    for (int j = 0; j < 2 * kPanels; ++j) {
-      sum[i][j / 2][j % 2] = kType == kInt8 ? _mm512_set1_epi32(values[correction + i % R])
-                                            : _mm512_setzero_si512();
-    }
-  }
-  const auto add = [&](int turn) {
-    __m512i decoded[kPanels][2][kWords];
-    MX_UNROLL
-    for (int j = 0; j < 2 * kPanels; ++j) {
-      const char* from = place->codes + j / 2 * p.panel_bytes + 64 * (j % 2);
-      if (HasLine(kCoding, turn)) {
-        _mm_prefetch(from + BytesOfWords(kCoding, turn) + place->ahead, _MM_HINT_T0);
-      }
-      DecodeWords<kType, kCoding, kFold, kLifted>(table, LoadWord<kCoding>(from, turn),
-                                                  decoded[j / 2][j % 2]);
-    }
-    MX_UNROLL
-    for (int w = 0; w < kWords; ++w) {
+    for (int i = 0; i < kRows; ++i) {
       MX_UNROLL
-      for (int i = 0; i < kRows; ++i) {
-        const __m512i value =
-            _mm512_set1_epi32(((const int32_t*)left[i / R])[word + w * R + i % R]);
+      for (int j = 0; j < kHalves; ++j) {
+        sum[t][i][j] = kType == kInt8 ? _mm512_set1_epi32(values[t][(kBlocks + block) * kRows + i])
+                                      : _mm512_setzero_si512();
+      }
+    }
+  }
+  const auto add = [&](int g, int turn) {
+    MX_UNROLL
+    for (int t = 0; t < kTogether; ++t) {
+      const char* from = codes + BytesOfWords(kCoding, t * kGroups + g);
+      const int32_t* words =
+          values[t] + kFirstWord + ((first + t) % kBlocks * kGroups + g + turn) * kWords * kRows;
+      // Half of the words at a time, of both registers in turn: schedulers hold few instructions
+      // that wait, and those of one sum wait for each other.
+      MX_UNROLL
+      for (int part = 0; part < kWords; part += kPart) {
+        __m512i decoded[kHalves][kWords];
         MX_UNROLL
-        for (int j = 0; j < 2 * kPanels; ++j) {
-          sum[i][j / 2][j % 2] =
-              MultiplyAdd<kType>(sum[i][j / 2][j % 2], decoded[j / 2][j % 2][w], value);
+        for (int j = 0; j < kHalves; ++j) {
+          if (part == 0 && HasLine(kCoding, turn)) {
+            PrefetchAhead(from + BytesOfWords(kCoding, turn) + 64 * j);
+          }
+          DecodeWords<kType, kCoding, kFold, kLifted>(
+              table, LoadWord<kCoding>(from + 64 * j, turn), decoded[j]);
+        }
+        MX_UNROLL
+        for (int w = part; w < part + kPart; ++w) {
+          MX_UNROLL
+          for (int i = 0; i < kRows; ++i) {
+            const __m512i value = _mm512_set1_epi32(words[w * kRows + i]);
+            MX_UNROLL
+            for (int j = 0; j < kHalves; ++j) {
+              sum[t][i][j] = MultiplyAdd<kType>(sum[t][i][j], decoded[j][w], value);
+            }
+          }
         }
       }
     }
-    word += kWords * R;
   };
-  for (int g = 0; g < groups; g += kTurn) {
-    for (int turn = 0; HasLine(kCoding, turn) && turn < kTurn; ++turn) add(turn);
-    if (!HasLine(kCoding, kTurn - 1)) add(kTurn - 1);
-    place->codes += BytesOfWords(kCoding, kTurn);
-  }
-  __m512 scale[kPanels][2];
-  MX_UNROLL
-  for (int j = 0; j < 2 * kPanels; ++j) {
-    const uint8_t* from = place->scales + j / 2 * p.panel_bytes + 16 * (j % 2);
-    if (j % 2 == 0) _mm_prefetch((const char*)from + place->ahead, _MM_HINT_T0);
-    scale[j / 2][j % 2] = TameScales(p.scale_kind, from, factor);
-  }
-  place->scales += C;
-  MX_UNROLL
-  for (int i = 0; i < kRows; ++i) {
-    const float mine = ((const float*)left[i / R])[s * R + i % R];
+  for (int g = 0, groups = Loops<kRows>(kGroups); g < groups; g += kTurn) {
     MX_UNROLL
-    for (int j = 0; j < 2 * kPanels; ++j) {
-      const __m512 exact = AsFloat<kType>(sum[i][j / 2][j % 2]);
-      __m512* to = &total[i][j / 2][j % 2];
-      *to = p.scale_kind == kScaleE8M0
-                ? AddScaled<kNormal>(*to, exact, scale[j / 2][j % 2], mine)
-                : AddScaled<kProduct>(*to, exact, scale[j / 2][j % 2], mine);
+    for (int turn = 0; turn < kTurn; ++turn) add(g, turn);
+  }
+  const float factor = kFold ? BiasFactor(kCoding, kLifted) / kFoldLhs * unscaled : unscaled;
+  MX_UNROLL
+  for (int t = 0; t < kTogether; ++t) {
+    const uint8_t* scales = (const uint8_t*)record + (first + t) * C + 16 * half;
+    if ((first + t) % 2 == 0 && half == 0) PrefetchAhead((const char*)scales);
+    const float* mine = (const float*)values[t] + (first + t) % kBlocks * kRows;
+    MX_UNROLL
+    for (int j = 0; j < kHalves; ++j) {
+      const __m512 scale = TameScales(p.scale_kind, scales + 16 * j, factor);
+      MX_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        float* kept = p.tile + i * C + 16 * half;
+        const __m512 before = kHalves == 1 ? _mm512_load_ps(kept) : total[i][j];
+        const __m512 exact = AsFloat<kType>(sum[t][i][j]);
+        const __m512 after = p.scale_kind == kScaleE8M0
+                                 ? AddScaled<kNormal>(before, exact, scale, mine[i])
+                                 : AddScaled<kProduct>(before, exact, scale, mine[i]);
+        if (kHalves == 1) _mm512_store_ps(kept, after);
+        else total[i][j] = after;
+      }
     }
   }
 }
 
-// Whether a chunk of neighbouring panels has subnormal codes.
-template <int kPanels>
-MX_INLINE bool HasSubnormals(const CodesProduct& p, int panel, int64_t bit) {
-  const char* first = (const char*)p.summaries + panel * p.panel_bytes;
-  int found = 0;
-  MX_UNROLL
-  for (int j = 0; j < kPanels; ++j) {
-    found |= ((const PanelSummary*)(first + j * p.panel_bytes))->subnormal[bit / 8];
+// Whether one of some chunks has subnormal codes.
+MX_INLINE bool HasSubnormals(const PanelSummary& summary, int64_t first, int64_t last, int shift) {
+  for (int64_t bit = first >> shift; bit <= last >> shift; ++bit) {
+    if (summary.subnormal[bit / 8] >> bit % 8 & 1) return true;
   }
-  return found >> bit % 8 & 1;
+  return false;
 }
 
-// kRows rows, from `row` on, by kPanels panels, from `panel` on. Several panels at once keep the
-// multipliers busy where a row alone has too few sums.
-template <PanelType kType, Coding kCoding, int kRows, int kPanels, bool kFold>
-void MultiplyCodesOf(const CodesProduct& p, int row, int panel) {
+// kChunks chunks of a record: both, or the only one at the end of k.
+template <PanelType kType, Coding kCoding, int kBlocks, int kRows, int kChunks, bool kFold,
+          bool kLifted>
+MX_INLINE void AddRecord(const CodesProduct& p, const CodeTable& table, const char* record,
+                         const char* left, float unscaled, __m512 (&total)[kRows][2]) {
+  // Sums enough for the multipliers, and no more than there are registers for.
+  constexpr int kWanted = kRows == 1 ? 4 : kRows == 2 ? 2 : 1, kAll = kChunks * kBlocks;
+  constexpr int kTogether = kWanted < kAll ? kWanted : kAll;
+  for (int first = 0, last = Loops<kRows>(kAll); first < last; first += kTogether) {
+    for (int half = 0, halves = Loops<kRows>(2); half < halves; half += HalvesOf(kRows)) {
+      AddBlocks<kType, kCoding, kBlocks, kRows, kTogether, kFold, kLifted>(
+          p, table, record, left, first, half, unscaled, total);
+    }
+  }
+}
+
+template <PanelType kType, Coding kCoding, int kBlocks, int kRows, bool kFold>
+void MultiplyCodesOf(const CodesProduct& p) {
   constexpr bool kMayLift = kType == kFloat32 && IsByteFloat(kCoding);
+  constexpr int64_t kLhsChunk = ChunkBytes(kType, kChunk / kBlocks, kRows, true);
   const CodeTable table = MakeCodeTable<kType, kCoding>(p.element);
-  CodesPlace place = {p.lhs + row / R * p.lhs_stride, p.codes + panel * p.panel_bytes,
-                      p.scales + panel * p.panel_bytes,
-                      p.panel_bytes <= kShortPanel ? kPanels * p.panel_bytes : kPrefetchBytes};
-  float* tiles = p.tiles + panel * p.tile_stride + row * C;
-  __m512 total[kRows][kPanels][2];
-  MX_UNROLL
-  for (int i = 0; i < kRows; ++i) {
-    MX_UNROLL
-    for (int j = 0; j < 2 * kPanels; ++j) {
-      const float* from = tiles + j / 2 * p.tile_stride + i * C + j % 2 * 16;
-      total[i][j / 2][j % 2] = p.clear ? _mm512_setzero_ps() : _mm512_load_ps(from);
-    }
-  }
+  // What scale 1 stands for: the elements' own factor.
+  const float unscaled = ScaleTable(p.scale_kind, p.element,
+                                    kType)[p.scale_kind == kScaleE8M0 ? 127 : 0x38];
   const int shift = kMayLift ? SummaryShift(p.num_chunks) : 0;
-  for (int64_t chunk = 0; chunk < p.num_chunks; ++chunk) {
-    const bool lifted = kMayLift && HasSubnormals<kPanels>(p, panel, chunk >> shift);
-    for (int s = 0; s < kChunk / p.block; ++s) {
-      if (kMayLift && lifted) {
-        MultiplyCodesBlock<kType, kCoding, kRows, kPanels, kFold, kMayLift>(p, table, s, chunk,
-                                                                            &place, total);
+  constexpr bool kInTile = HalvesOf(kRows) == 1;
+  __m512 total[kRows][2];
+  MX_UNROLL
+  for (int i = 0; i < 2 * kRows; ++i) {
+    float* kept = p.tile + 16 * i;
+    if (kInTile && p.clear) _mm512_store_ps(kept, _mm512_setzero_ps());
+    if (!kInTile) total[i / 2][i % 2] = p.clear ? _mm512_setzero_ps() : _mm512_load_ps(kept);
+  }
+  const char* record = p.records;
+  const char* left = p.lhs;
+  for (int64_t chunk = 0; chunk < p.num_chunks; chunk += kRecordChunks) {
+    const bool whole = chunk + 1 < p.num_chunks;
+    const bool lifted = kMayLift && HasSubnormals(*p.summary, chunk, chunk + whole, shift);
+    const auto add = [&](auto lifts) {
+      constexpr bool kLifted = decltype(lifts)::value;
+      if (MX_LIKELY(whole)) {
+        AddRecord<kType, kCoding, kBlocks, kRows, 2, kFold, kLifted>(p, table, record, left,
+                                                                     unscaled, total);
       } else {
-        MultiplyCodesBlock<kType, kCoding, kRows, kPanels, kFold, false>(p, table, s, chunk, &place,
-                                                                         total);
+        AddRecord<kType, kCoding, kBlocks, kRows, 1, kFold, kLifted>(p, table, record, left,
+                                                                     unscaled, total);
       }
-    }
+    };
+    if (lifted) add(Constant<kMayLift>());
+    else add(Constant<false>());
+    record += RecordBytesOf<kCoding>(kChunk / kBlocks);
+    left += kRecordChunks * kLhsChunk;
   }
   MX_UNROLL
-  for (int i = 0; i < kRows; ++i) {
-    MX_UNROLL
-    for (int j = 0; j < 2 * kPanels; ++j) {
-      _mm512_store_ps(tiles + j / 2 * p.tile_stride + i * C + j % 2 * 16,
-                      total[i][j / 2][j % 2]);
-    }
+  for (int i = 0; i < 2 * kRows; ++i) {
+    if (!kInTile) _mm512_store_ps(p.tile + 16 * i, total[i / 2][i % 2]);
   }
 }
 
-// The last one or two rows.
-template <PanelType kType, Coding kCoding, bool kFold>
-MX_INLINE void MultiplyCodesPair(const CodesProduct& p, int row) {
-  int panel = 0;
-  for (; panel + 1 < p.panels; panel += 2) {
-    row + 1 == p.rows ? MultiplyCodesOf<kType, kCoding, 1, 2, kFold>(p, row, panel)
-                      : MultiplyCodesOf<kType, kCoding, 2, 2, kFold>(p, row, panel);
-  }
-  if (panel < p.panels) MultiplyCodesOf<kType, kCoding, 2, 1, kFold>(p, row, panel);
-}
-
-template <PanelType kType, Coding kCoding, bool kFold>
+template <PanelType kType, Coding kCoding, int kBlocks, bool kFold>
 MX_INLINE void MultiplyCodesRows(const CodesProduct& p) {
-  // As many rows as there are registers for their sums, beside decoded words.
-  constexpr int kMost = kType == kFloat32 ? R : 8;
-  for (int row = 0; row < p.rows;) {
-    const int left = p.rows - row;
-    if (left <= 2) return MultiplyCodesPair<kType, kCoding, kFold>(p, row);
-    for (int panel = 0; panel < p.panels; ++panel) {
-      if (left <= 4) MultiplyCodesOf<kType, kCoding, 4, 1, kFold>(p, row, panel);
-      else if (left <= R || left > kMost) {
-        MultiplyCodesOf<kType, kCoding, R, 1, kFold>(p, row, panel);
-      } else {
-        MultiplyCodesOf<kType, kCoding, kMost, 1, kFold>(p, row, panel);
-      }
-    }
-    row += left > R && left <= kMost ? kMost : R;
+  if (p.rows == 1) return MultiplyCodesOf<kType, kCoding, kBlocks, 1, kFold>(p);
+  if (p.rows == 2) return MultiplyCodesOf<kType, kCoding, kBlocks, 2, kFold>(p);
+  if (p.rows == 4) return MultiplyCodesOf<kType, kCoding, kBlocks, 4, kFold>(p);
+  // Integers and bfloat16 of so many rows are kept: see keep_avx512-inl.h.
+  if constexpr (kType == kFloat32) {
+    if (p.rows == 16) return MultiplyCodesOf<kType, kCoding, kBlocks, 16, kFold>(p);
   }
+  MultiplyCodesOf<kType, kCoding, kBlocks, 8, kFold>(p);
+}
+
+template <PanelType kType, Coding kCoding, bool kFold>
+MX_INLINE void MultiplyCodesBlocks(const CodesProduct& p) {
+  p.block == kChunk ? MultiplyCodesRows<kType, kCoding, 1, kFold>(p)
+                    : MultiplyCodesRows<kType, kCoding, 2, kFold>(p);
 }
 
 template <PanelType kType, Coding kCoding>
 MX_INLINE void MultiplyCodesAs(const CodesProduct& p) {
   if constexpr (kType == kFloat32 && IsByteFloat(kCoding)) {
-    if (p.folded) return MultiplyCodesRows<kType, kCoding, true>(p);
+    if (p.folded) return MultiplyCodesBlocks<kType, kCoding, true>(p);
   }
-  MultiplyCodesRows<kType, kCoding, false>(p);
+  MultiplyCodesBlocks<kType, kCoding, false>(p);
 }
 
 template <PanelType kType>

@@ -16,28 +16,24 @@ inline bool IsFoldable(uint32_t magnitude) {
   return (magnitude == 0) | (magnitude - lowest <= highest - lowest);
 }
 
-// Copies packed panels of float32 to `out`, times kFoldLhs. False where that might change a bit or
-// come near a subnormal.
-inline bool FoldLhs(const Source& source, const Sizes& sizes, const char* lhs, char* out) {
-  const int64_t scales = kChunk / source.block * kTileRows;
-  const int64_t panels = (source.rows + kTileRows - 1) / kTileRows;
-  int outside = 0;
-  for (int64_t panel = 0; panel < panels; ++panel) {
-    for (int64_t chunk = 0; chunk < sizes.chunks; ++chunk) {
-      const int64_t at = panel * sizes.lhs_panel + chunk * sizes.lhs_chunk;
-      const float* from = reinterpret_cast<const float*>(lhs + at);
-      float* to = reinterpret_cast<float*>(out + at);
-      std::memcpy(to, from, static_cast<size_t>(scales) * sizeof(float));
-      from += scales, to += scales;
-      for (int64_t i = 0; i < kChunk * kTileRows; ++i) {
-        uint32_t magnitude;
-        std::memcpy(&magnitude, from + i, sizeof magnitude);
-        magnitude &= 0x7fffffff;
-        outside |= !IsFoldable(magnitude);
-      }
-      if (outside) return false;
-      for (int64_t i = 0; i < kChunk * kTileRows; ++i) to[i] = from[i] * kFoldLhs;
+// Copies a panel of float32 lhs of `rows` rows to `out`, times kFoldLhs. False where that might
+// change a bit or come near a subnormal.
+inline bool FoldLhs(int32_t block, int64_t num_chunks, int rows, const char* lhs, char* out) {
+  const float* from = reinterpret_cast<const float*>(lhs);
+  float* to = reinterpret_cast<float*>(out);
+  const int64_t num_scales = kChunk / block * rows, count = kChunk * rows;
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    std::memcpy(to, from, static_cast<size_t>(num_scales) * sizeof(float));
+    from += num_scales, to += num_scales;
+    int outside = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      uint32_t magnitude;
+      std::memcpy(&magnitude, from + i, sizeof magnitude);
+      outside |= !IsFoldable(magnitude & 0x7fffffff);
     }
+    if (outside) return false;
+    for (int64_t i = 0; i < count; ++i) to[i] = from[i] * kFoldLhs;
+    from += count, to += count;
   }
   return true;
 }

@@ -49,18 +49,23 @@ void MultiplyKeepingOf(const CodesProduct& p, char* MX_RESTRICT keep) {
   const CodeTable table = MakeCodeTable<kType, kCoding>(p.element);
   const float factor = ScaleTable(p.scale_kind, p.element, kType)[kScaling == kNormal ? 127 : 0x38];
   const char* lhs = p.lhs;
-  const char* codes = p.codes;
-  const uint8_t* scales = p.scales;
+  const char* record = p.records;
   __m512 total[R][2];
   MX_UNROLL
   for (int i = 0; i < 2 * R; ++i) {
-    total[i / 2][i % 2] = p.clear ? _mm512_setzero_ps() : _mm512_load_ps(p.tiles + 16 * i);
+    total[i / 2][i % 2] = p.clear ? _mm512_setzero_ps() : _mm512_load_ps(p.tile + 16 * i);
   }
   for (int64_t chunk = 0; chunk < p.num_chunks; ++chunk) {
     const float* lhs_scales = (const float*)lhs;
     const int32_t* corrections = (const int32_t*)(lhs + kBlocks * R * 4);
     const int32_t* words = (const int32_t*)(lhs + kBlocks * R * (kType == kInt8 ? 8 : 4));
     char* columns = keep + kBlocks * C * 4;
+    // The second chunk of a record lies behind the first.
+    const int64_t second = chunk % kRecordChunks;
+    const uint8_t* scales = (const uint8_t*)record + second * kBlocks * C;
+    const char* codes = record + RecordScaleBytes(kChunk / kBlocks) +
+                        second * BytesOfWords(kCoding, kChunk / kCodes);
+    if (second) record += RecordBytesOf<kCoding>(kChunk / kBlocks);
     MX_UNROLL
     for (int s = 0; s < kBlocks; ++s) {
       __m512i sum[R][2];
@@ -100,7 +105,7 @@ void MultiplyKeepingOf(const CodesProduct& p, char* MX_RESTRICT keep) {
     keep = columns;
   }
   MX_UNROLL
-  for (int i = 0; i < 2 * R; ++i) _mm512_store_ps(p.tiles + 16 * i, total[i / 2][i % 2]);
+  for (int i = 0; i < 2 * R; ++i) _mm512_store_ps(p.tile + 16 * i, total[i / 2][i % 2]);
 }
 
 template <PanelType kType, Coding kCoding>

@@ -17,6 +17,7 @@
 
 #include <cstdint>
 
+#include "common/isas.h"
 #include "common/macros.h"
 
 namespace mx {
@@ -55,7 +56,8 @@ enum Scaling : int32_t { kNormal, kProduct, kWide };
 enum OutType : int32_t { kOutFloat32, kOutBf16, kOutF16 };
 
 // Where codes lie. kStrided: as strides say, either row_stride or k_stride being 1. The others hold
-// panels of kTileColumns rows, `panel_bytes` apart, ready for kernels (see weights.h).
+// panels of kTileColumns rows, `panel_bytes` apart, of records for kRecordChunks chunks each, ready
+// for kernels (see weights.h).
 enum Layout : int32_t { kStrided, kPanels4, kPanels6, kPanels8 };
 
 // Bytes of one chunk's codes in a panel.
@@ -63,19 +65,34 @@ constexpr int64_t PanelChunkBytes(Layout layout) {
   return kChunk * kTileColumns * (layout == kPanels4 ? 4 : layout == kPanels6 ? 6 : 8) / 8;
 }
 
-// What kernels ask about a panel of codes before they take its fast way; the last 64 bytes of it.
+constexpr int kRecordChunks = 2;
+
+// Bytes of a record's scales: of its chunks' blocks, a byte for each row. Then come its codes.
+constexpr int64_t RecordScaleBytes(int32_t block) {
+  return kRecordChunks * (kChunk / block) * kTileColumns;
+}
+constexpr int64_t RecordBytes(Layout layout, int32_t block) {
+  return RecordScaleBytes(block) + kRecordChunks * PanelChunkBytes(layout);
+}
+
+// What kernels ask about a panel of codes before they take its fast way; the first 64 bytes of it.
 struct PanelSummary {
+  uint32_t mark;      // kPanelMark
   uint8_t special;    // whether a code is NaN or Inf, or an E4M3 scale is NaN or negative
   uint8_t low, high;  // the smallest and largest scale byte
   uint8_t padding;
   // A bit for each chunk, or for a power of two of them: whether a float of 8 bits is subnormal there.
-  uint8_t subnormal[60];
+  uint8_t subnormal[56];
 };
+static_assert(sizeof(PanelSummary) == 64, "records begin at a cache line");
+// Tells panels of this layout from others of the same size, which an exported program or a pickle may
+// hold: raised whenever the layout changes.
+constexpr uint32_t kPanelMark = 0x4d580002;
 
 // By how many places the index of a chunk is shifted to that of its bit.
 MX_INLINE int SummaryShift(int64_t num_chunks) {
   int shift = 0;
-  while ((num_chunks - 1) >> shift >= 60 * 8) ++shift;
+  while ((num_chunks - 1) >> shift >= 56 * 8) ++shift;
   return shift;
 }
 
@@ -89,10 +106,24 @@ struct Source {
   int64_t rows, k;
   int64_t row_stride, k_stride;
   int64_t scale_row_stride, scale_block_stride;
+  // Of panels, `elements` points to the first record of the first one, which its summary precedes.
   Layout layout = kStrided;
   int64_t panel_bytes = 0;
-  const PanelSummary* summary = nullptr;  // of the first panel
 };
+
+// The record of a panel that holds a chunk, and what of it is the chunk's codes, a block's scales.
+MX_INLINE const uint8_t* RecordAt(const Source& source, int64_t row, int64_t chunk) {
+  return (const uint8_t*)source.elements + row / kTileColumns * source.panel_bytes +
+         chunk / kRecordChunks * RecordBytes(source.layout, source.block);
+}
+MX_INLINE const uint8_t* CodesAt(const Source& source, int64_t row, int64_t chunk) {
+  return RecordAt(source, row, chunk) + RecordScaleBytes(source.block) +
+         chunk % kRecordChunks * PanelChunkBytes(source.layout);
+}
+MX_INLINE const uint8_t* ScalesAt(const Source& source, int64_t row, int64_t block) {
+  const int64_t per_chunk = kChunk / source.block, chunk = block / per_chunk;
+  return RecordAt(source, row, chunk) + block % (per_chunk * kRecordChunks) * kTileColumns;
+}
 
 // Exponents of a panel's scales: a zero block has none, a NaN is larger than any.
 struct ScaleRange {
@@ -107,7 +138,7 @@ MX_INLINE bool IsTame(const PanelSummary& panel, ScaleKind kind, const ScaleRang
          (panel.low >= 47 && panel.high <= 207 && lhs.low >= -40 && lhs.high <= 40);
 }
 
-// Tables by code, filled once; see matmul_tables.cc.
+// Tables by code, filled once; see tables.cc.
 struct ElementTables {
   int8_t int8[256];
   int16_t int16[256];
@@ -118,46 +149,26 @@ const ElementTables& TablesOf(Element element);
 // 256 float32 scales, times the factor that the integers of a panel type were multiplied with.
 const float* ScaleTable(ScaleKind kind, Element element, PanelType type);
 
-// Up to kMostRows rows of a packed lhs by neighbouring panels of codes (weights.h), to tiles. No
-// panel is special, and all scales are within 2^-80 .. 2^80, those of lhs within 2^-40 .. 2^40.
+// A few rows of lhs by one panel of codes (weights.h), to a tile. The panel is not special, and all
+// scales are within 2^-80 .. 2^80, those of lhs within 2^-40 .. 2^40.
 struct CodesProduct {
   Element element;
   ScaleKind scale_kind;
   int32_t block;
   int64_t num_chunks;
-  const char* codes;
-  const uint8_t* scales;
-  int64_t panel_bytes;  // to the next panel's codes, and to its scales
-  int panels;
-  const PanelSummary* summaries;  // of the first panel; others follow as panels do
+  const char* records;
+  const PanelSummary* summary;
   bool folded;  // whether lhs has the factor kFoldLhs: see fold.h
-  const char* lhs;
-  int64_t lhs_stride;  // bytes to the next kTileRows rows
-  int rows;
-  float* tiles;
-  int64_t tile_stride;   // floats to the next panel's tiles; those of one panel follow each other
+  const char* lhs;  // a panel of `rows` rows
+  int rows;         // as FewRows says
+  float* tile;
   bool clear;
 };
-constexpr int kMostRows = 12;
 
-// One row by neighbouring panels of codes, with the same limits. The row has words of consecutive
-// elements, and by block a scale and, for kInt8, a correction.
-struct RowProduct {
-  Element element;
-  ScaleKind scale_kind;
-  int32_t block;
-  int64_t num_chunks;
-  const char* codes;
-  const uint8_t* scales;
-  int64_t panel_bytes;
-  int panels;
-  const PanelSummary* summaries;
-  bool folded;
-  const int32_t* words;
-  const float* lhs_scales;
-  const int32_t* corrections;
-  float* sums;  // [panels][kTileColumns]
-};
+// How many rows of lhs a panel for multiply_codes has, where so many are left, of `most` at most.
+constexpr int FewRows(int64_t left, int most) {
+  return left > 12 && most > 8 ? 16 : left > 4 ? 8 : left > 2 ? 4 : (int)left;
+}
 
 // What decoding floats of 8 bits to float32 leaves out, a large power of two, goes in part to lhs.
 // Then no value is decoded with a multiplication of its own.
@@ -172,17 +183,22 @@ struct PanelKernels {
   void (*pack_lhs)(const Source& source, int64_t first_row, char* out, int64_t stride,
                    ScaleRange* range);
   void (*pack_rhs)(const Source& source, int64_t first_row, char* out, ScaleRange* range);
+  // Packs one panel of 1 to 16 rows of lhs, which may write 60 bytes beyond its end.
+  void (*pack_few)(const Source& source, int64_t first_row, int rows, char* out, ScaleRange* range);
   // tile = (clear ? 0 : tile) + lhs panel * rhs panel, over num_chunks chunks, of the first `rows`
   // rows at least.
   void (*multiply)(int rows, int32_t block, Scaling scaling, int64_t num_chunks, const char* lhs,
                    const char* rhs, float* tile, bool clear);
-  // The same for panels of codes; null where unpacking them first is as fast.
+  // The same for a panel of codes, decoded on its way, and FewRows rows; null where unpacking it
+  // first is as fast.
   void (*multiply_codes)(const CodesProduct& product);
-  // The same for one panel and kTileRows rows, not folded, which also keeps the panel as pack_rhs
-  // gives it, for the rows that follow; null where decoding it anew for them is as fast.
+  // The same for kTileRows rows, not folded, which also keeps the panel as pack_rhs gives it, for
+  // the rows that follow; null where decoding it anew for them is as fast.
   void (*multiply_keeping)(const CodesProduct& product, char* keep);
-  // The same for one row alone; null where multiply_codes is.
-  void (*multiply_row)(const RowProduct& product);
+  // The most rows that multiply_codes takes, 8 or 16; and whether it takes them times kFoldLhs, for
+  // floats of 8 bits.
+  int most_few = 8;
+  bool folds = false;
 };
 
 // The kernels of one instruction set.
@@ -204,43 +220,33 @@ constexpr int64_t ChunkBytes(PanelType type, int32_t block, int64_t rows, bool i
          (kChunk / block * (is_lhs && type == kInt8 ? 8 : 4) + kChunk * BytesPerElement(type));
 }
 
-// `count` chunks of a source, from chunk `first` on.
+// `count` chunks of a source, from chunk `first` on; of panels, from a record's first.
 static inline Source SliceOf(const Source& source, int64_t first, int64_t count) {
   Source slice = source;
-  const int64_t bytes = source.element <= kElementInt8      ? 1
-                        : source.element == kElementFloat32 ? 4
-                                                            : 2;
-  const int64_t per_chunk = kChunk / source.block;
-  const char* elements = (const char*)source.elements;
-  int64_t scale_step = source.scale_block_stride;
   if (source.layout == kStrided) {
-    elements += first * kChunk * source.k_stride * bytes;
+    const int64_t bytes = source.element <= kElementInt8 ? 1 : source.element == kElementFloat32 ? 4 : 2;
+    const int64_t blocks = first * (kChunk / source.block);
+    slice.elements = (const char*)source.elements + first * kChunk * source.k_stride * bytes;
+    if (source.scales != nullptr) slice.scales += blocks * source.scale_block_stride;
   } else {
-    elements += first * PanelChunkBytes(source.layout);
-    scale_step = kTileColumns;
+    slice.elements = RecordAt(source, 0, first);
   }
-  slice.elements = elements;
-  if (source.scales != nullptr) slice.scales = source.scales + first * per_chunk * scale_step;
   slice.k = source.k - first * kChunk;
   if (slice.k > count * kChunk) slice.k = count * kChunk;
   return slice;
 }
 
 // Of matmul_kernels.cc, compiled for each set. What one does not speed up, it takes from another.
-namespace portable { extern const MatmulKernels kMatmul; }
-namespace avx2 { extern const MatmulKernels kMatmul; }
+MX_DECLARE_PRODUCT_KERNELS(MatmulKernels, kMatmul)
 namespace avx512 {
-extern const MatmulKernels kMatmul;
 extern const PanelKernels kFloat32Panels;
 void PackCodes(const Source& source, int64_t first_row, uint8_t* out);
 void Store(const float* tile, int rows, int columns, float alpha, OutType type, void* out,
            int64_t out_stride);
 }  // namespace avx512
 namespace avx512_vnni {
-extern const MatmulKernels kMatmul;
 extern const PanelKernels kInt8Panels, kInt16Panels;
 }  // namespace avx512_vnni
-namespace avx512_bf16 { extern const MatmulKernels kMatmul; }
 
 }  // namespace mx
 

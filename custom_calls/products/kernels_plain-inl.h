@@ -66,12 +66,12 @@ MX_INLINE float Value(const Source& source, const float* table, int64_t at) {
   }
 }
 
-// Values at position k of the first `rows` rows of a panel.
-MX_INLINE void PanelValues(Layout layout, const uint8_t* panel, const float* table, int64_t k,
+// Values at position k of a chunk, of the first `rows` rows of a panel.
+MX_INLINE void PanelValues(Layout layout, const uint8_t* codes, const float* table, int64_t k,
                            int rows, float* values) {
   constexpr int kWord = C * 4;  // bytes of one word of each row
   if (layout == kPanels6) {
-    const uint8_t* from = panel + k / 16 * 3 * kWord + k % 4;
+    const uint8_t* from = codes + k / 16 * 3 * kWord + k % 4;
     if (k % 16 < 12) {
       from += k % 16 / 4 * kWord;
       for (int i = 0; i < rows; ++i) values[i] = table[from[4 * i] & 63];
@@ -83,14 +83,14 @@ MX_INLINE void PanelValues(Layout layout, const uint8_t* panel, const float* tab
     return;
   }
   const bool nibbles = layout == kPanels4;
-  const uint8_t* from = panel + (nibbles ? k / 8 : k / 4) * kWord + k % 4;
+  const uint8_t* from = codes + (nibbles ? k / 8 : k / 4) * kWord + k % 4;
   const int shift = nibbles && k % 8 >= 4 ? 4 : 0, mask = nibbles ? 15 : 255;
   for (int i = 0; i < rows; ++i) values[i] = table[from[4 * i] >> shift & mask];
 }
 
 MX_INLINE int ScaleByte(const Source& source, int64_t row, int64_t block) {
   if (source.layout != kStrided) {
-    return source.scales[row / C * source.panel_bytes + block * C + row % C];
+    return ScalesAt(source, row, block)[row % C];
   }
   return source.scales[row * source.scale_row_stride + block * source.scale_block_stride];
 }
@@ -116,9 +116,6 @@ MX_INLINE void PackPanel(const Source& source, int64_t first_row, char* out, Sca
   const int per_chunk = kChunk / source.block;
   const int64_t left = source.rows - first_row;
   const int rows = left < 0 ? 0 : left < kRows ? (int)left : kRows;
-  const uint8_t* panel = source.layout == kStrided ? nullptr
-                                                   : (const uint8_t*)source.elements +
-                                                         first_row / C * source.panel_bytes;
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
     float* scales = (float*)out;
     float* values = scales + per_chunk * kRows;
@@ -141,8 +138,9 @@ MX_INLINE void PackPanel(const Source& source, int64_t first_row, char* out, Sca
     for (int k = 0; k < kChunk; ++k) {
       const int64_t at = (chunk * kChunk + k) * source.k_stride + first_row * source.row_stride;
       const int count = chunk * kChunk + k < source.k ? rows : 0;
-      if (panel != nullptr) {
-        PanelValues(source.layout, panel, table, chunk * kChunk + k, count, values + k * kRows);
+      if (source.layout != kStrided) {
+        PanelValues(source.layout, CodesAt(source, first_row, chunk), table, k, count,
+                    values + k * kRows);
       } else {
         for (int i = 0; i < count; ++i) {
           values[k * kRows + i] = Value(source, table, at + i * source.row_stride);
@@ -158,6 +156,13 @@ void PackLhs(const Source& source, int64_t first_row, char* out, int64_t stride,
   for (int panel = 0; panel < kLhsPanelsPerGroup; ++panel) {
     PackPanel<R>(source, first_row + panel * R, out + panel * stride, range);
   }
+}
+
+void PackFew(const Source& source, int64_t first_row, int rows, char* out, ScaleRange* range) {
+  if (rows == 1) return PackPanel<1>(source, first_row, out, range);
+  if (rows == 2) return PackPanel<2>(source, first_row, out, range);
+  if (rows == 4) return PackPanel<4>(source, first_row, out, range);
+  PackPanel<8>(source, first_row, out, range);
 }
 
 void PackRhs(const Source& source, int64_t first_row, char* out, ScaleRange* range) {

@@ -13,13 +13,7 @@
 namespace mx {
 namespace {
 
-#if MX_X86
-const MatmulKernels* const kKernels[kNumIsas] = {
-    &portable::kMatmul, &avx2::kMatmul, &avx512::kMatmul, &avx512_vnni::kMatmul,
-    &avx512_bf16::kMatmul};
-#else
-const MatmulKernels* const kKernels[kNumIsas] = {&portable::kMatmul};
-#endif
+const MatmulKernels* const kKernels[kNumIsas] = MX_PRODUCT_KERNELS(kMatmul);
 
 ffi::Error MatmulPacked(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scales,
                         TensorScales lhs_tensor_scale, ffi::AnyBuffer weights,
@@ -35,6 +29,7 @@ ffi::Error MatmulPacked(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer
   const int64_t columns = shape.size() < 2 ? 0 : shape[shape.size() - 1];
   MX_RETURN_IF_ERROR(ParseWeights(weights, rhs_element, rhs_scale, block, columns, left.k(),
                                   &problem.rhs));
+  MX_RETURN_IF_ERROR(CheckMark(problem.rhs, weights.size_bytes()));
   if (!FindProducts(lhs.dimensions(), left.rows(), weights.dimensions(), columns, shape,
                     &problem.products)) {
     return InvalidArgument("mx_jax matmul: the product of packed weights, ", Shape(shape),

@@ -4,12 +4,13 @@
 #include "common/target.h"
 #if MX_RANK >= MX_RANK_avx512
 #include "products/keep_avx512-inl.h"
-#include "products/row_avx512-inl.h"
 #include "products/unpack_avx512-inl.h"
 #else
 #include "products/kernels_plain-inl.h"
 #endif
-#if MX_RANK == MX_RANK_avx512
+#if MX_RANK == MX_RANK_avx2
+#include "products/codes_avx2-inl.h"
+#elif MX_RANK == MX_RANK_avx512
 #include "products/pack_codes_avx512-inl.h"
 #include "products/store_avx512-inl.h"
 #endif
@@ -18,34 +19,34 @@ namespace mx::MX_TARGET {
 
 #if MX_RANK == MX_RANK_avx512_bf16
 namespace {
-const PanelKernels kInt8Panels = {PackLhs<kInt8>, UnpackRhs<kInt8>, Multiply<kInt8>,
-                                  MultiplyCodes<kInt8>, MultiplyKeeping<kInt8>,
-                                  MultiplyRow<kInt8>};
-const PanelKernels kBf16Panels = {PackLhs<kBf16>, PackRhs<kBf16>, Multiply<kBf16>,
-                                  MultiplyCodes<kBf16>, MultiplyKeeping<kBf16>,
-                                  MultiplyRow<kBf16>};
+const PanelKernels kInt8Panels = {PackLhs<kInt8>,  UnpackRhs<kInt8>,     PackFew<kInt8>,
+                                  Multiply<kInt8>, MultiplyCodes<kInt8>, MultiplyKeeping<kInt8>};
+const PanelKernels kBf16Panels = {PackLhs<kBf16>,  PackRhs<kBf16>,       PackFew<kBf16>,
+                                  Multiply<kBf16>, MultiplyCodes<kBf16>, MultiplyKeeping<kBf16>};
 }  // namespace
 const MatmulKernels kMatmul = {{&kInt8Panels, &avx512_vnni::kInt16Panels, &kBf16Panels,
                                 &avx512::kFloat32Panels},
                                avx512::PackCodes,
                                avx512::Store};
 #elif MX_RANK == MX_RANK_avx512_vnni
-const PanelKernels kInt8Panels = {PackLhs<kInt8>, UnpackRhs<kInt8>, Multiply<kInt8>,
-                                  MultiplyCodes<kInt8>, MultiplyKeeping<kInt8>,
-                                  MultiplyRow<kInt8>};
-const PanelKernels kInt16Panels = {PackLhs<kInt16>, PackRhs<kInt16>, Multiply<kInt16>, nullptr,
-                                   nullptr, nullptr};
+const PanelKernels kInt8Panels = {PackLhs<kInt8>,  UnpackRhs<kInt8>,     PackFew<kInt8>,
+                                  Multiply<kInt8>, MultiplyCodes<kInt8>, MultiplyKeeping<kInt8>};
+const PanelKernels kInt16Panels = {PackLhs<kInt16>,  PackRhs<kInt16>, nullptr,
+                                   Multiply<kInt16>, nullptr,         nullptr};
 const MatmulKernels kMatmul = {{&kInt8Panels, &kInt16Panels, nullptr, &avx512::kFloat32Panels},
                                avx512::PackCodes,
                                avx512::Store};
 #elif MX_RANK == MX_RANK_avx512
-const PanelKernels kFloat32Panels = {PackLhs<kFloat32>, PackRhs<kFloat32>, Multiply<kFloat32>,
-                                     MultiplyCodes<kFloat32>, nullptr,
-                                     MultiplyRow<kFloat32>};
+const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>,       PackFew<kFloat32>,
+                                     Multiply<kFloat32>, MultiplyCodes<kFloat32>, nullptr,
+                                     16, true};
 const MatmulKernels kMatmul = {{nullptr, nullptr, nullptr, &kFloat32Panels}, PackCodes, Store};
 #else
 namespace {
-const PanelKernels kFloat32Panels = {PackLhs, PackRhs, Multiply, nullptr, nullptr, nullptr};
+#if MX_RANK < MX_RANK_avx2
+constexpr void (*MultiplyCodes)(const CodesProduct& product) = nullptr;
+#endif
+const PanelKernels kFloat32Panels = {PackLhs, PackRhs, PackFew, Multiply, MultiplyCodes, nullptr};
 }  // namespace
 const MatmulKernels kMatmul = {
     {nullptr, nullptr, nullptr, &kFloat32Panels}, PackCodesPortable, Store};

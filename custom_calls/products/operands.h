@@ -188,6 +188,15 @@ inline ffi::Error ParseWeights(const ffi::AnyBuffer& weights, std::string_view e
   return ffi::Error::Success();
 }
 
+// Whether weights were packed as this library packs them.
+inline ffi::Error CheckMark(const Source& weights, size_t num_bytes) {
+  if (num_bytes == 0 || SummaryOf(weights, 0).mark == kPanelMark) return ffi::Error::Success();
+  return InvalidArgument(
+      "mx_jax matmul: packed weights must lie as this version packs them, got mark=",
+      SummaryOf(weights, 0).mark, ", not ", kPanelMark,
+      ": they come from another version, as in an exported program or a pickle; pack them again");
+}
+
 using TensorScales = ffi::Buffer<ffi::F32>;
 
 // Shape (0,): there are none.

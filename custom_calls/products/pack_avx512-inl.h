@@ -195,6 +195,19 @@ struct LhsWriter {
   }
 };
 
+// One panel of up to 16 rows of lhs; a row of it may write beyond its end, where the next one follows.
+struct FewWriter {
+  char* out;
+  int64_t chunk_bytes;
+  int rows;
+
+  __attribute__((always_inline)) inline void Row(int64_t chunk, int64_t offset, __m512i low,
+                                                 __m512i) const {
+    char* to = out + chunk * chunk_bytes + offset * rows * 4;
+    _mm512_storeu_si512(to, low);
+  }
+};
+
 MX_INLINE bool IsZeroBlock(const Source& source, int64_t row, int64_t block) {
   const int64_t begin = block * source.block;
   int64_t end = begin + source.block;
@@ -212,7 +225,7 @@ MX_INLINE bool IsZeroBlock(const Source& source, int64_t row, int64_t block) {
 
 MX_INLINE const uint8_t* ScalesOfBlock(const Source& source, int64_t first_row, int64_t block) {
   if (source.layout != kStrided) {
-    return source.scales + first_row / C * source.panel_bytes + block * C;
+    return ScalesAt(source, first_row, block);
   }
   return source.scales + block * source.scale_block_stride + first_row * source.scale_row_stride;
 }
@@ -307,12 +320,12 @@ MX_INLINE void WriteScales(const Writer& writer, const Source& source, int64_t c
 }
 
 struct ChunkSize {
-  int k, rows;
+  int k, rows;  // at most 32, none beyond the ends
 };
 
 MX_INLINE ChunkSize SizeOfChunk(const Source& source, int64_t first_row, int64_t chunk) {
   const int64_t k = source.k - chunk * kChunk, rows = source.rows - first_row;
-  return {k < 32 ? (int)k : 32, rows < 0 ? 0 : rows < 32 ? (int)rows : 32};
+  return {k < 0 ? 0 : k < 32 ? (int)k : 32, rows < 0 ? 0 : rows < 32 ? (int)rows : 32};
 }
 
 // The chunks that follow: whatever the prefetchers of the hardware do, they stop at pages.
@@ -347,8 +360,7 @@ MX_INLINE void PanelCodes(const char* words, __m512i low[8], __m512i high[8]) {
 MX_INLINE void ChunkCodes(const Source& source, int64_t first_row, int64_t chunk, __m512i low[8],
                           __m512i high[8]) {
   if (source.layout != kStrided) {
-    const char* panel = (const char*)source.elements + first_row / C * source.panel_bytes;
-    const char* words = panel + chunk * PanelChunkBytes(source.layout);
+    const char* words = (const char*)CodesAt(source, first_row, chunk);
     if (source.layout == kPanels4) return PanelCodes<kPanels4>(words, low, high);
     if (source.layout == kPanels6) return PanelCodes<kPanels6>(words, low, high);
     return PanelCodes<kPanels8>(words, low, high);
@@ -537,6 +549,64 @@ void PackLhs(const Source& source, int64_t first_row, char* out, int64_t stride,
   Source limited = source;
   if (limited.rows > first_row + kLhsGroupRows) limited.rows = first_row + kLhsGroupRows;
   const LhsWriter writer = {out, ChunkBytes(kType, source.block, R, true), stride};
+  Pack<kType, true>(limited, first_row, writer, range);
+}
+
+// 32 codes to a panel's elements, in their order.
+template <PanelType kType>
+MX_INLINE Elements32 Decoded(const Decoder& decoder, __m256i codes) {
+  if (kType == kInt8) {
+    return {LookupBytes(decoder, _mm512_castsi256_si512(codes)), _mm512_setzero_si512()};
+  }
+  const __m512i words = LookupWords(decoder, codes);
+  return kType == kFloat32 ? Widen(words) : Elements32{words, _mm512_setzero_si512()};
+}
+
+// One row whose elements follow each other: they are in a panel's order as they lie.
+template <PanelType kType>
+MX_INLINE void PackRow(const Source& source, int64_t row, char* out, ScaleRange* range) {
+  const Decoder decoder = MakeDecoder(source.element, kType);
+  const float* table = ScaleTable(source.scale_kind, source.element, kType);
+  const int per_chunk = kChunk / source.block;
+  const FewWriter writer = {out, ChunkBytes(kType, source.block, 1, true), 1};
+  ScaleBounds bounds = NoBounds();
+  for (int64_t chunk = 0; chunk < (source.k + kChunk - 1) / kChunk; ++chunk) {
+    __m512 scales[2][2];
+    LoadScales(source, table, row, chunk, scales, &bounds);
+    WriteScales(writer, source, chunk, scales);
+    const int64_t at = row * source.row_stride + chunk * kChunk;
+    const int count = SizeOfChunk(source, row, chunk).k;
+    const Elements32 words = source.element > kElementInt8
+                                 ? LoadValues<kType>(source, at, count)
+                                 : Decoded<kType>(decoder, LoadCodes(source, at, count));
+    char* to = out + chunk * writer.chunk_bytes + per_chunk * 4;
+#if MX_RANK >= MX_RANK_avx512_vnni
+    if (kType == kInt8) {
+      const __m512i sums =
+          _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), words.low);
+      for (int s = 0; s < per_chunk; ++s, to += 4) {
+        const __mmask16 mine = (__mmask16)((1 << source.block / 4) - 1) << s * source.block / 4;
+        const int32_t correction = -128 * _mm512_mask_reduce_add_epi32(mine, sums);
+        memcpy(to, &correction, sizeof correction);
+      }
+    }
+#endif
+    if (kType == kInt8) {
+      _mm256_storeu_si256((__m256i*)to, _mm512_castsi512_si256(words.low));
+    } else {
+      _mm512_storeu_si512(to, words.low);
+      if (kType == kFloat32) _mm512_storeu_si512(to + 64, words.high);
+    }
+  }
+  AddTo(bounds, range);
+}
+
+template <PanelType kType>
+void PackFew(const Source& source, int64_t first_row, int rows, char* out, ScaleRange* range) {
+  Source limited = source;
+  if (limited.rows > first_row + rows) limited.rows = first_row + rows;
+  if (rows == 1 && source.k_stride == 1) return PackRow<kType>(limited, first_row, out, range);
+  const FewWriter writer = {out, ChunkBytes(kType, source.block, rows, true), rows};
   Pack<kType, true>(limited, first_row, writer, range);
 }
 

@@ -30,17 +30,19 @@ MX_INLINE __mmask64 SubnormalCodes(Element element, __m512i codes) {
 
 void PackCodes(const Source& source, int64_t first_row, uint8_t* out) {
   const WeightSizes sizes = SizesOfWeights(source.element, source.block, source.rows, source.k);
-  const Layout layout = LayoutOf(source.element);
+  const Source packed = PackedSource(source, out);
+  const Layout layout = packed.layout;
   const __m512i low_bits =
       _mm512_set1_epi8(layout == kPanels4 ? 15 : layout == kPanels6 ? 63 : (char)0xff);
   const int64_t num_chunks = (source.k + kChunk - 1) / kChunk;
   const int shift = SummaryShift(num_chunks);
   PanelSummary summary = {};
+  summary.mark = kPanelMark;
   __mmask64 special = 0;
-  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+  for (int64_t chunk = 0; chunk < sizes.records * kRecordChunks; ++chunk) {
     __m512i words[2][8];
     ChunkCodes(source, first_row, chunk, words[0], words[1]);
-    uint8_t* to = out + chunk * PanelChunkBytes(layout);
+    char* to = (char*)CodesAt(packed, 0, chunk);
     __mmask64 subnormal = 0;
     MX_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -53,7 +55,7 @@ void PackCodes(const Source& source, int64_t first_row, uint8_t* out) {
         if (layout == kPanels8) {
           _mm512_store_si512(to + 128 * g + 64 * half, codes);
         } else if (layout == kPanels6) {
-          char* sixteen = (char*)to + g / 4 * kSixBytes + 64 * half;
+          char* sixteen = to + g / 4 * kSixBytes + 64 * half;
           if (g % 4 == 3) StoreSixteen(&words[half][g - 3], sixteen);
         } else if (g % 2) {
           const __m512i both =
@@ -65,9 +67,8 @@ void PackCodes(const Source& source, int64_t first_row, uint8_t* out) {
     const int64_t bit = chunk >> shift;
     if (subnormal != 0) summary.subnormal[bit / 8] |= (uint8_t)(1 << bit % 8);
   }
-  uint8_t* scales = out + sizes.code_bytes;
   const int64_t num_blocks = (source.k + source.block - 1) / source.block;
-  const int64_t wanted = num_chunks * (kChunk / source.block);
+  const int64_t wanted = sizes.records * kRecordChunks * (kChunk / source.block);
   const int64_t left = source.rows - first_row;
   const int count = left < 0 ? 0 : left < 32 ? (int)left : 32;
   const bool powers = source.scale_kind == kScaleE8M0;
@@ -81,9 +82,8 @@ void PackCodes(const Source& source, int64_t first_row, uint8_t* out) {
       bytes = _mm256_mask_mov_epi8(one, FirstOf32(count), bytes);
     }
     low = _mm256_min_epu8(low, bytes), high = _mm256_max_epu8(high, bytes);
-    _mm256_store_si256((__m256i*)(scales + block * C), bytes);
+    _mm256_store_si256((__m256i*)ScalesAt(packed, 0, block), bytes);
   }
-  if (wanted % 2) _mm256_store_si256((__m256i*)(scales + wanted * C), one);
   uint8_t lowest[32], highest[32];
   _mm256_storeu_si256((__m256i*)lowest, low), _mm256_storeu_si256((__m256i*)highest, high);
   summary.low = lowest[0], summary.high = highest[0];
@@ -92,7 +92,7 @@ void PackCodes(const Source& source, int64_t first_row, uint8_t* out) {
     if (highest[i] > summary.high) summary.high = highest[i];
   }
   summary.special = special != 0 || (!powers && summary.high >= 0x7f);
-  memcpy(out + sizes.panel_bytes - sizeof summary, &summary, sizeof summary);
+  memcpy(out, &summary, sizeof summary);
 }
 
 }  // namespace mx::MX_TARGET

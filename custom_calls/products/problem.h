@@ -117,11 +117,8 @@ inline Source MatrixOf(const Source& source, int64_t index) {
   Source moved = source;
   if (source.layout != kStrided) {
     const int64_t panels = (source.rows + kTileColumns - 1) / kTileColumns;
-    const int64_t step = index * panels * source.panel_bytes;
-    moved.elements = static_cast<const char*>(source.elements) + step;
-    moved.scales = source.scales + step;
-    moved.summary = reinterpret_cast<const PanelSummary*>(
-        reinterpret_cast<const char*>(source.summary) + step);
+    moved.elements =
+        static_cast<const char*>(source.elements) + index * panels * source.panel_bytes;
     return moved;
   }
   const int64_t bytes = source.rows * source.k * ElementBytes(source.element);

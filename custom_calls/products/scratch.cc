@@ -7,6 +7,8 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#elif defined(_WIN32)
+#include <malloc.h>
 #endif
 
 namespace mx {
@@ -53,8 +55,12 @@ Scratch::Scratch(size_t size) : data_(nullptr), size_((size + kPage - 1) / kPage
       return;
     }
   }
-  void* memory = nullptr;
-  if (posix_memalign(&memory, kPage, size_) != 0) throw std::bad_alloc();
+#if defined(_WIN32)
+  void* memory = _aligned_malloc(size_, kPage);
+#else
+  void* memory = std::aligned_alloc(kPage, size_);
+#endif
+  if (memory == nullptr) throw std::bad_alloc();
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   madvise(memory, size_, MADV_HUGEPAGE);
 #endif
@@ -71,7 +77,11 @@ Scratch::~Scratch() {
       return;
     }
   }
+#if defined(_WIN32)
+  _aligned_free(data_);
+#else
   std::free(data_);
+#endif
 }
 
 }  // namespace mx

@@ -1,25 +1,237 @@
-// Products of few rows: all of lhs is packed once, and rhs is read once, a few panels at a time.
+// Products of few rows: all of lhs is packed once, and rhs is read once, panel by panel, in one of the
+// ways there are: as codes, unpacked, or unpacked while the first rows are multiplied.
 #ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_THIN_H_
 #define MX_JAX_CUSTOM_CALLS_PRODUCTS_THIN_H_
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <memory>
+#include <mutex>
 
+#include "common/float_environment.h"
 #include "common/thread_pool.h"
 #include "products/fold.h"
 #include "products/problem.h"
-#include "products/row.h"
 #include "products/scratch.h"
-#include "products/thin_panels.h"
 #include "products/weights.h"
 
 namespace mx {
 
-constexpr int64_t kThinSlice = 16;  // chunks
+// Rows up to which rhs is decoded slice by slice beside its use; with codes decoded on their way,
+// once for every few rows.
+constexpr int64_t kThinRows = 60;
+// Up to here where decoding takes many instructions: codes of 8 bits to bf16, not packed.
+constexpr int64_t kCostlyRows = 24;
+// Up to here packed codes whose decoded words kernels could keep: the second panel of rows would not
+// be full.
+constexpr int64_t kAnewRows = 11;
+
+constexpr int64_t kThinPanels = 4;  // of one task, at most
+constexpr int64_t kThinSlice = 16;  // chunks of codes as they came, packed at a time
 constexpr int64_t kThinBytes = kThinPanels * kTileColumns * (kThinSlice * kChunk + 64);
 constexpr int64_t kThinPanelBytes = 24 << 10;  // more than a panel of a slice has
+
+// One product, and its lhs in the panels that its way wants.
+class ThinProduct {
+ public:
+  ThinProduct(const MatmulKernels& kernels, const MatmulProblem& problem, const Sizes& sizes,
+              int64_t product)
+      : kernels(kernels),
+        problem(problem),
+        sizes(sizes),
+        lhs(MatrixOf(problem.lhs, problem.products[product].lhs)),
+        rhs(MatrixOf(problem.rhs, problem.products[product].rhs)),
+        product(product),
+        tile_bytes_(sizes.lhs_groups * sizes.lhs_panel * kLhsPanelsPerGroup + 64),
+        few_bytes_(as_codes() ? FewBytesOf(lhs.rows) : 0),
+        memory_(tile_bytes_ + few_bytes_ * (MayFold() ? 2 : 1)) {
+    if (as_codes()) PackFew();
+    else PackTiles(&lhs_range);
+  }
+
+  const MatmulKernels& kernels;
+  const MatmulProblem& problem;
+  const Sizes& sizes;
+  const Source lhs, rhs;
+  const int64_t product;
+  ScaleRange lhs_range;
+
+  const PanelKernels& panels() const { return *kernels.panels[sizes.type]; }
+  bool is_packed() const { return rhs.layout != kStrided; }
+
+  // Whether rhs is decoded for the first few rows and kept for the others, where its scales allow it.
+  bool as_kept() const {
+    return is_packed() && lhs.rows > kAnewRows && panels().multiply_keeping != nullptr;
+  }
+
+  // Or as codes, decoded anew for every few rows.
+  bool as_codes() const {
+    const bool costly = sizes.type == kBf16 && (rhs.element <= kE5M2 || rhs.element == kElementInt8);
+    return rhs.element <= kElementInt8 && panels().multiply_codes != nullptr && !as_kept() &&
+           lhs.rows <= (costly ? kCostlyRows : kThinRows);
+  }
+
+  // `count` chunks of a panel of codes by all rows, from `chunk` of lhs on.
+  void MultiplyCodes(const uint8_t* records, const PanelSummary& summary, int64_t chunk,
+                     int64_t count, float* tile) const {
+    CodesProduct p{};
+    p.element = rhs.element;
+    p.scale_kind = rhs.scale_kind;
+    p.block = rhs.block;
+    p.num_chunks = count;
+    p.records = reinterpret_cast<const char*>(records);
+    p.summary = &summary;
+    p.folded = folds_ && summary.high <= kMostFoldedScale;
+    p.clear = chunk == 0;
+    const char* left = memory_.data() + tile_bytes_ + (p.folded ? few_bytes_ : 0);
+    for (int64_t row = 0; row < lhs.rows; row += p.rows) {
+      p.rows = Few(lhs.rows - row);
+      p.lhs = left + chunk * ChunkBytes(sizes.type, rhs.block, p.rows, true);
+      p.tile = tile + row * kTileColumns;
+      panels().multiply_codes(p);
+      left += PanelBytes(p.rows);
+    }
+  }
+
+  // Rows in panels of kTileRows, from a chunk on. Beside codes they are packed when first wanted.
+  const char* Tiles(int64_t panel, int64_t chunk) const {
+    if (as_codes()) {
+      std::call_once(once_, [this] {
+        ScaleRange range;
+        PackTiles(&range);
+      });
+    }
+    return memory_.data() + panel * sizes.lhs_panel + chunk * sizes.lhs_chunk;
+  }
+
+ private:
+  int Few(int64_t left) const { return FewRows(left, panels().most_few); }
+  int64_t PanelBytes(int rows) const {
+    return (sizes.chunks * ChunkBytes(sizes.type, rhs.block, rows, true) + 64 + 63) / 64 * 64;
+  }
+  int64_t FewBytesOf(int64_t rows) const {
+    int64_t bytes = 0;
+    for (; rows > 0; rows -= Few(rows)) bytes += PanelBytes(Few(rows));
+    return bytes;
+  }
+
+  // Whether rhs may be multiplied faster by a folded lhs: see fold.h.
+  bool MayFold() const {
+    return panels().folds && rhs.element <= kE5M2 && rhs.scale_kind == kScaleE8M0;
+  }
+
+  void PackFew() {
+    KeepSubnormals environment;
+    char* to = memory_.data() + tile_bytes_;
+    folds_ = MayFold();
+    int rows;
+    for (int64_t row = 0; row < lhs.rows; row += rows) {
+      rows = Few(lhs.rows - row);
+      panels().pack_few(lhs, row, rows, to, &lhs_range);
+      folds_ = folds_ && FoldLhs(rhs.block, sizes.chunks, rows, to, to + few_bytes_);
+      to += PanelBytes(rows);
+    }
+  }
+
+  void PackTiles(ScaleRange* range) const {
+    KeepSubnormals environment;
+    for (int64_t group = 0; group < sizes.lhs_groups; ++group) {
+      char* to = memory_.data() + group * kLhsPanelsPerGroup * sizes.lhs_panel;
+      panels().pack_lhs(lhs, group * kLhsGroupRows, to, sizes.lhs_panel, range);
+    }
+  }
+
+  const int64_t tile_bytes_, few_bytes_;
+  Scratch memory_;
+  bool folds_ = false;
+  mutable std::once_flag once_;
+};
+
+// A few neighbouring rhs panels, and their tiles.
+struct ThinPanels {
+  int64_t first, count;
+  alignas(64) float tiles[kThinPanels][kThinRows * kTileColumns];
+  alignas(64) char unpacked[24 << 10];
+};
+
+// `count` chunks of one panel, from `chunk` on.
+struct ThinSlice {
+  int64_t panel, chunk, count;
+};
+
+// Rows from the lhs panel `first` on by a slice of one panel, unpacked from `rhs`, which begins where
+// the slice does. What follows, if it was packed ahead of time, is fetched meanwhile.
+inline void MultiplyThinRows(const ThinProduct& task, const Source& rhs, int64_t first,
+                             Scaling scaling, const ThinSlice& slice, ThinPanels* panels) {
+  const int64_t m = task.lhs.rows, shares = (m + kTileRows - 1) / kTileRows - first;
+  const int64_t row = (panels->first + slice.panel) * kTileColumns;
+  for (int64_t i = first; i * kTileRows < m; ++i) {
+    if (task.is_packed()) {
+      const int64_t bytes = slice.count / kRecordChunks * RecordBytes(rhs.layout, rhs.block);
+      const char* next = reinterpret_cast<const char*>(RecordAt(rhs, row, 0)) + bytes;
+      PrefetchShare(next, bytes, i - first, shares);
+    }
+    const int rows = static_cast<int>(std::min<int64_t>(kTileRows, m - i * kTileRows));
+    task.panels().multiply(rows, rhs.block, scaling, slice.count, task.Tiles(i, slice.chunk),
+                           panels->unpacked,
+                           panels->tiles[slice.panel] + i * kTileRows * kTileColumns,
+                           slice.chunk == 0);
+  }
+}
+
+// Slices of a panel through the unpacked form, whatever its codes and scales are. `rhs` begins with
+// chunk `chunk`, and `row` is the panel's first.
+inline void RunThinUnpacked(const ThinProduct& task, const Source& rhs, int64_t row, int64_t chunk,
+                            int64_t count, ThinPanels* panels, int64_t panel) {
+  for (int64_t part = 0; part == 0 || part < count; part += task.sizes.slice) {
+    const int64_t some = std::min(task.sizes.slice, count - part);
+    const Source slice = SliceOf(rhs, part, some);
+    ScaleRange range;
+    task.panels().pack_rhs(slice, row, panels->unpacked, &range);
+    const Scaling scaling = ChooseScaling(task.lhs, rhs, task.lhs_range, range);
+    MultiplyThinRows(task, slice, 0, scaling, {panel, chunk + part, some}, panels);
+  }
+}
+
+// Slices of a panel that was packed ahead of time: decoded as the first rows are multiplied, which
+// leaves the multipliers busy, and kept for the others.
+inline void RunThinKept(const ThinProduct& task, ThinPanels* panels, int64_t panel) {
+  const Source& rhs = task.rhs;
+  const Scaling scaling = rhs.scale_kind == kScaleE4M3 ? kProduct : kNormal;
+  CodesProduct p{};
+  p.element = rhs.element;
+  p.scale_kind = rhs.scale_kind;
+  p.block = rhs.block;
+  p.rows = kTileRows;
+  p.tile = panels->tiles[panel];
+  for (int64_t chunk = 0; chunk == 0 || chunk < task.sizes.chunks; chunk += task.sizes.slice) {
+    p.num_chunks = std::min(task.sizes.slice, task.sizes.chunks - chunk);
+    const Source slice = SliceOf(rhs, chunk, p.num_chunks);
+    const int64_t row = (panels->first + panel) * kTileColumns;
+    p.records = reinterpret_cast<const char*>(RecordAt(slice, row, 0));
+    p.lhs = task.Tiles(0, chunk);
+    p.clear = chunk == 0;
+    task.panels().multiply_keeping(p, panels->unpacked);
+    MultiplyThinRows(task, slice, 1, scaling, {panel, chunk, p.num_chunks}, panels);
+  }
+}
+
+// Weights that were packed ahead of time.
+inline void RunThinPacked(const ThinProduct& task, ThinPanels* panels) {
+  for (int64_t panel = 0; panel < panels->count; ++panel) {
+    const int64_t row = (panels->first + panel) * kTileColumns;
+    const PanelSummary& summary = SummaryOf(task.rhs, panels->first + panel);
+    const bool tame = IsTame(summary, task.rhs.scale_kind, task.lhs_range);
+    if (tame && task.as_kept()) {
+      RunThinKept(task, panels, panel);
+    } else if (tame && task.as_codes()) {
+      task.MultiplyCodes(RecordAt(task.rhs, row, 0), summary, 0, task.sizes.chunks,
+                         panels->tiles[panel]);
+    } else {
+      RunThinUnpacked(task, task.rhs, row, 0, task.sizes.chunks, panels, panel);
+    }
+  }
+}
 
 // A slice of a few panels' codes, moved close together: rows far apart evict each other from a
 // first-level cache, and no prefetcher of the hardware follows them.
@@ -48,144 +260,69 @@ inline Source Gathered(const Source& rhs, int64_t first_row, int64_t chunk, int6
   return slice;
 }
 
-// Weights that were packed ahead of time: neighbours together while they are tame.
-inline void RunThinPacked(const ThinProduct& task, ThinPanels* panels) {
-  const Source& rhs = task.rhs;
-#if defined(__GNUC__) || defined(__clang__)
-  // The summaries that the next task begins with lie far apart.
-  const char* next = reinterpret_cast<const char*>(rhs.summary) +
-                     (panels->first + kThinPanels) * rhs.panel_bytes;
-  for (int64_t j = 0; j < kThinPanels; ++j) __builtin_prefetch(next + j * rhs.panel_bytes, 0, 3);
-#endif
-  for (int64_t panel = 0; panel < panels->count;) {
-    int64_t count = 0;
-    uint8_t highest = 0;
-    const int64_t at = (panels->first + panel) * rhs.panel_bytes;
-    for (; panel + count < panels->count; ++count) {
-      const PanelSummary& summary = *reinterpret_cast<const PanelSummary*>(
-          reinterpret_cast<const char*>(rhs.summary) + at + count * rhs.panel_bytes);
-      if (!IsTame(summary, rhs.scale_kind, task.lhs_range)) break;
-      highest = std::max(highest, summary.high);
-    }
-    if (count == 0) {
-      RunThinUnpacked(task, panels, panel++);
-      continue;
-    }
-    if (task.as_kept()) {
-      for (; count > 0; --count) RunThinKept(task, panels, panel++);
-      continue;
-    }
-    MultiplyThinCodes(task, rhs, task.sizes.chunks, static_cast<const char*>(rhs.elements) + at,
-                      rhs.scales + at, count, highest, 0, panels->tiles[panel][0]);
-    panel += count;
-  }
-}
-
 // Codes as they came: gathered, and packed, slice by slice.
 inline void RunThinStrided(const ThinProduct& task, ThinPanels* panels) {
-  const Source& rhs = task.rhs;
-  Scratch gathered(kThinBytes), packed(2 * kThinPanelBytes);
-  const bool codes = task.as_codes();
-  const int64_t step = codes ? kThinSlice : task.sizes.slice;
+  Scratch gathered(kThinBytes), packed(kThinPanelBytes);
+  uint8_t* bytes = reinterpret_cast<uint8_t*>(packed.data());
+  const int64_t step = task.as_codes() ? kThinSlice : task.sizes.slice;
   for (int64_t chunk = 0; chunk == 0 || chunk < task.sizes.chunks; chunk += step) {
     const int64_t count = std::min(step, task.sizes.chunks - chunk);
     const Source slice =
-        Gathered(rhs, panels->first * kTileColumns, chunk, count, gathered.data());
-    for (int64_t panel = 0; panel < panels->count; panel += 2) {
-      const int64_t pair = codes ? std::min<int64_t>(2, panels->count - panel) : 0;
-      bool tame = codes;
-      uint8_t highest = 0;
-      Source like = slice;
-      like.panel_bytes = SizesOfWeights(rhs.element, rhs.block, kTileColumns, slice.k).panel_bytes;
-      for (int64_t j = 0; j < pair; ++j) {
-        uint8_t* to = reinterpret_cast<uint8_t*>(packed.data()) + j * like.panel_bytes;
-        task.kernels.pack_codes(slice, (panel + j) * kTileColumns, to);
-        const PanelSummary* summary = reinterpret_cast<const PanelSummary*>(to + like.panel_bytes);
-        tame = tame && IsTame(summary[-1], rhs.scale_kind, task.lhs_range);
-        highest = std::max(highest, summary[-1].high);
-      }
-      if (tame) {
-        const int64_t code_bytes =
-            SizesOfWeights(rhs.element, rhs.block, kTileColumns, slice.k).code_bytes;
-        MultiplyThinCodes(task, like, count, packed.data(),
-                          reinterpret_cast<uint8_t*>(packed.data()) + code_bytes, pair, highest,
-                          chunk,
-                          panels->tiles[panel][0]);
-        continue;
-      }
-      for (int64_t j = panel; j < std::min(panel + 2, panels->count); ++j) {
-        for (int64_t part = 0; part == 0 || part < count; part += task.sizes.slice) {
-          const int64_t some = std::min(task.sizes.slice, count - part);
-          MultiplyThinUnpacked(task, SliceOf(slice, part, some), j * kTileColumns, chunk + part,
-                               some, panels, j);
+        Gathered(task.rhs, panels->first * kTileColumns, chunk, count, gathered.data());
+    for (int64_t panel = 0; panel < panels->count; ++panel) {
+      if (task.as_codes()) {
+        task.kernels.pack_codes(slice, panel * kTileColumns, bytes);
+        const Source codes = PackedSource(slice, bytes);
+        if (IsTame(SummaryOf(codes, 0), slice.scale_kind, task.lhs_range)) {
+          task.MultiplyCodes(RecordAt(codes, 0, 0), SummaryOf(codes, 0), chunk, count,
+                             panels->tiles[panel]);
+          continue;
         }
       }
-    }
-  }
-}
-
-inline void StoreThin(const ThinProduct& task, ThinPanels* panels) {
-  const MatmulProblem& problem = task.problem;
-  const int64_t m = problem.lhs.rows, n = problem.rhs.rows;
-  const int64_t out_size = problem.out_type == kOutFloat32 ? 4 : 2;
-  char* out = static_cast<char*>(problem.out) + task.product * m * n * out_size;
-  for (int64_t j = 0; j < panels->count; ++j) {
-    const int64_t column = (panels->first + j) * kTileColumns;
-    for (int64_t i = 0; i * kTileRows < m; ++i) {
-      StoreTile(task.kernels, problem, task.product, panels->tiles[j][i],
-                static_cast<int>(std::min<int64_t>(kTileRows, m - i * kTileRows)),
-                static_cast<int>(std::min<int64_t>(kTileColumns, n - column)),
-                out + (i * kTileRows * n + column) * out_size);
+      RunThinUnpacked(task, slice, panel * kTileColumns, chunk, count, panels, panel);
     }
   }
 }
 
 // A few rhs panels times all of a few rows.
-inline void RunThinPanels(const ThinProduct& task, int64_t first_panel) {
+inline void RunThinPanels(const ThinProduct& task, int64_t first, int64_t count) {
   ThinPanels panels;
-  panels.first = first_panel;
-  panels.count = std::min(kThinPanels, task.sizes.rhs_panels - first_panel);
-  if (task.rhs.layout != kStrided && (task.as_codes() || task.as_kept())) {
+  panels.first = first;
+  panels.count = count;
+  if (task.is_packed()) {
     RunThinPacked(task, &panels);
-  } else if (task.rhs.layout == kStrided && task.rhs.element <= kElementInt8) {
+  } else if (task.rhs.element <= kElementInt8) {
     RunThinStrided(task, &panels);
   } else {
-    for (int64_t panel = 0; panel < panels.count; ++panel) RunThinUnpacked(task, &panels, panel);
+    for (int64_t panel = 0; panel < count; ++panel) {
+      RunThinUnpacked(task, task.rhs, (first + panel) * kTileColumns, 0, task.sizes.chunks, &panels,
+                      panel);
+    }
   }
-  StoreThin(task, &panels);
-}
-
-// Whether rhs is multiplied faster by a folded lhs: MatmulKernels::multiply_codes.
-inline bool WantsFold(const ThinProduct& thin) {
-  return thin.sizes.type == kFloat32 && thin.rhs.element <= kE5M2 &&
-         thin.rhs.scale_kind == kScaleE8M0 && thin.as_codes();
+  const MatmulProblem& problem = task.problem;
+  const int64_t m = task.lhs.rows, n = task.rhs.rows;
+  const int64_t out_size = problem.out_type == kOutFloat32 ? 4 : 2;
+  char* out = static_cast<char*>(problem.out) + task.product * m * n * out_size;
+  for (int64_t j = 0; j < count; ++j) {
+    const int64_t column = (first + j) * kTileColumns;
+    StoreTile(task.kernels, problem, task.product, panels.tiles[j], static_cast<int>(m),
+              static_cast<int>(std::min<int64_t>(kTileColumns, n - column)),
+              out + column * out_size);
+  }
 }
 
 template <class Pool>
 void RunThin(Pool& pool, const MatmulKernels& kernels, const MatmulProblem& problem) {
   const PanelType type = ChoosePanels(kernels, problem.lhs.element, problem.rhs.element);
-  if (IsRowProduct(kernels, problem, type) && RunRow(pool, kernels, problem, type)) return;
   const Sizes sizes = SizesOf(problem, type);
-  const int64_t group_bytes = sizes.lhs_panel * kLhsPanelsPerGroup;
-  Scratch left(sizes.lhs_groups * group_bytes + 64);
-  std::unique_ptr<Scratch> folded;
-  const int64_t num_products = static_cast<int64_t>(problem.products.size());
-  for (int64_t product = 0; product < num_products; ++product) {
-    const Source lhs = MatrixOf(problem.lhs, problem.products[product].lhs);
-    const Source rhs = MatrixOf(problem.rhs, problem.products[product].rhs);
-    ScaleRange range;
-    NoPool nobody;
-    ParallelFor(nobody, sizes.lhs_groups, [&](int64_t group) {
-      kernels.panels[type]->pack_lhs(lhs, group * kLhsGroupRows, left.data() + group * group_bytes,
-                                     sizes.lhs_panel, &range);
+  // Several tasks a thread, so that none waits long for the last one.
+  const int64_t panels = sizes.rhs_panels, wanted = panels / (4 * pool.num_threads());
+  const int64_t step = std::min(kThinPanels, std::max<int64_t>(1, wanted));
+  for (size_t product = 0; product < problem.products.size(); ++product) {
+    const ThinProduct thin(kernels, problem, sizes, static_cast<int64_t>(product));
+    ParallelFor(pool, (panels + step - 1) / step, [&](int64_t task) {
+      RunThinPanels(thin, task * step, std::min(step, panels - task * step));
     });
-    ThinProduct thin = {kernels, problem, sizes, rhs, left.data(), nullptr, range, product};
-    if (WantsFold(thin)) {
-      if (folded == nullptr) folded.reset(new Scratch(sizes.lhs_groups * group_bytes + 64));
-      if (FoldLhs(problem.lhs, sizes, left.data(), folded->data())) thin.folded = folded->data();
-    }
-    ParallelFor(pool, (sizes.rhs_panels + kThinPanels - 1) / kThinPanels,
-                [&](int64_t task) { RunThinPanels(thin, task * kThinPanels); });
   }
 }
 

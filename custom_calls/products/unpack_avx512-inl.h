@@ -18,10 +18,10 @@ void UnpackOf(const Source& source, int64_t first_row, char* out, ScaleRange* ra
   const float* scale_table = ScaleTable(source.scale_kind, source.element, kType);
   const bool powers = source.scale_kind == kScaleE8M0;
   const int64_t num_chunks = (source.k + kChunk - 1) / kChunk;
-  const char* codes = (const char*)source.elements + first_row / C * source.panel_bytes;
-  const uint8_t* scales = source.scales + first_row / C * source.panel_bytes;
   ScaleBounds bounds = NoBounds();
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    const uint8_t* scales = ScalesAt(source, first_row, chunk * kBlocks);
+    const char* codes = (const char*)CodesAt(source, first_row, chunk);
     MX_UNROLL
     for (int s = 0; s < kBlocks; ++s) {
       const __m256i bytes = _mm256_load_si256((const __m256i*)scales);
@@ -46,7 +46,6 @@ void UnpackOf(const Source& source, int64_t first_row, char* out, ScaleRange* ra
         _mm512_store_si512(out + ((line / 2 * kWords + w) * 2 + line % 2) * 64, words[w]);
       }
     }
-    codes += BytesOfWords(kCoding, kChunk / kCodes);
     out += kChunk * BytesPerElement(kType) * C;
   }
   if (powers) AddTo(bounds, range);

@@ -15,10 +15,10 @@ uint8_t CodeAt(const Source& source, int64_t row, int64_t k) {
   return layout == kPanels4 ? code & 15 : layout == kPanels6 ? code & 63 : code;
 }
 
-// Adds a row's code of position k to the zeros of a panel.
-void PutCode(Layout layout, int64_t row, int64_t k, int code, uint8_t* panel) {
+// Adds a row's code of position k of a chunk to the zeros of its codes.
+void PutCode(Layout layout, int64_t row, int64_t k, int code, uint8_t* codes) {
   constexpr int64_t kWord = kTileColumns * 4;  // bytes of one word of each row
-  uint8_t* to = panel + row * 4 + k % 4;
+  uint8_t* to = codes + row * 4 + k % 4;
   const auto add = [to](int64_t word, int bits) {
     to[word * kWord] = static_cast<uint8_t>(to[word * kWord] | bits);
   };
@@ -51,9 +51,10 @@ bool IsZeroBlock(const Source& source, int64_t row, int64_t first, int64_t last)
 
 void PackCodesPortable(const Source& source, int64_t first_row, uint8_t* out) {
   const WeightSizes sizes = SizesOfWeights(source.element, source.block, source.rows, source.k);
-  const Layout layout = LayoutOf(source.element);
+  const Source packed = PackedSource(source, out);
   std::memset(out, 0, static_cast<size_t>(sizes.panel_bytes));
   PanelSummary summary{};
+  summary.mark = kPanelMark;
   const int shift = SummaryShift((source.k + kChunk - 1) / kChunk);
   for (int64_t row = 0; row < kTileColumns; ++row) {
     for (int64_t k = 0; k < source.k; ++k) {
@@ -63,18 +64,19 @@ void PackCodesPortable(const Source& source, int64_t first_row, uint8_t* out) {
         const int64_t bit = k / kChunk >> shift;
         summary.subnormal[bit / 8] |= static_cast<uint8_t>(1 << bit % 8);
       }
-      PutCode(layout, row, k, code, out);
+      uint8_t* codes = const_cast<uint8_t*>(CodesAt(packed, 0, k / kChunk));
+      PutCode(packed.layout, row, k % kChunk, code, codes);
     }
   }
-  uint8_t* scales = out + sizes.code_bytes;
-  const int64_t num_blocks = (source.k + source.block - 1) / source.block;
+  const int64_t given = (source.k + source.block - 1) / source.block;
+  const int64_t blocks = sizes.records * kRecordChunks * (kChunk / source.block);
   const uint8_t one = source.scale_kind == kScaleE8M0 ? 127 : 0x38;
   summary.low = summary.high = one;
-  const int64_t scale_bytes =
-      sizes.panel_bytes - sizes.code_bytes - static_cast<int64_t>(sizeof summary);
-  std::memset(scales, one, static_cast<size_t>(scale_bytes));
-  for (int64_t row = 0; row < kTileColumns && first_row + row < source.rows; ++row) {
-    for (int64_t block = 0; block < num_blocks; ++block) {
+  for (int64_t block = 0; block < blocks; ++block) {
+    uint8_t* scales = const_cast<uint8_t*>(ScalesAt(packed, 0, block));
+    std::memset(scales, one, kTileColumns);
+    if (block >= given) continue;
+    for (int64_t row = 0; row < kTileColumns && first_row + row < source.rows; ++row) {
       uint8_t byte = source.scales[(first_row + row) * source.scale_row_stride +
                                    block * source.scale_block_stride];
       const int64_t first = block * source.block, last = std::min(first + source.block, source.k);
@@ -84,10 +86,10 @@ void PackCodesPortable(const Source& source, int64_t first_row, uint8_t* out) {
       summary.low = std::min(summary.low, byte);
       summary.high = std::max(summary.high, byte);
       summary.special |= source.scale_kind == kScaleE4M3 && byte >= 0x7f;
-      scales[block * kTileColumns + row] = byte;
+      scales[row] = byte;
     }
   }
-  std::memcpy(scales + scale_bytes, &summary, sizeof summary);
+  std::memcpy(out, &summary, sizeof summary);
 }
 
 }  // namespace mx

@@ -1,15 +1,16 @@
-// Weights in the order in which kernels read them, packed once: the codes of kTileColumns rows,
-// with k outermost, then their scales.
+// Weights in the order in which kernels read them, packed once: panels of kTileColumns rows with all
+// of k, each one stream from its first byte to its last.
 //
-// A panel holds, for chunks of 32 along k, words of 4 codes of each row (kPanels8), or of 8 codes
-// of at most 4 bits (kPanels4): the low half of byte b is code b of 8, the high half code 4 + b.
-// Codes of 6 bits (kPanels6) lie 16 to three words: four in each, and in bits 6 and 7 of byte b of
-// these words code 12 + b, its lowest bits in the first. So twelve of them are where a look-up of 64
-// codes wants them, and four take five instructions for a vector of each.
+// A panel begins with its PanelSummary. Records follow, each for 64 positions along k: first their
+// scale bytes, [blocks][row], then the codes of two chunks of 32. A chunk holds words of 4 codes of
+// each row (kPanels8), or of 8 codes of at most 4 bits (kPanels4): the low half of byte b is code b
+// of 8, the high half code 4 + b. Codes of 6 bits (kPanels6) lie 16 to three words: four in each, and
+// in bits 6 and 7 of byte b of these words code 12 + b, its lowest bits in the first. So twelve of
+// them are where a look-up of 64 codes wants them, and four take five instructions for a vector of
+// each.
 //
-// After all chunks come the scale bytes, [blocks][row], padded to 64 bytes, and a PanelSummary. Rows
-// and k are padded: with codes 0 under scale 1. A block of zeros has E8M0 scale 1 too, if its own
-// was small. Every instruction set reads this one layout.
+// Rows and k are padded: with codes 0 under scale 1. A block of zeros has E8M0 scale 1 too, if its
+// own was small. Every instruction set reads this one layout, for any number of rows.
 #ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_WEIGHTS_H_
 #define MX_JAX_CUSTOM_CALLS_PRODUCTS_WEIGHTS_H_
 
@@ -26,7 +27,7 @@ MX_INLINE Layout LayoutOf(Element element) {
 
 struct WeightSizes {
   int64_t panels;
-  int64_t code_bytes;  // of a panel
+  int64_t records;  // of a panel
   int64_t panel_bytes;
 };
 
@@ -34,10 +35,9 @@ MX_INLINE WeightSizes SizesOfWeights(Element element, int32_t block, int64_t row
   const int64_t chunks = (k + kChunk - 1) / kChunk;
   WeightSizes sizes;
   sizes.panels = (rows + kTileColumns - 1) / kTileColumns;
-  sizes.code_bytes = chunks * PanelChunkBytes(LayoutOf(element));
-  const int64_t scale_bytes = chunks * (kChunk / block) * kTileColumns;
-  sizes.panel_bytes =
-      sizes.code_bytes + (scale_bytes + 63) / 64 * 64 + static_cast<int64_t>(sizeof(PanelSummary));
+  sizes.records = (chunks + kRecordChunks - 1) / kRecordChunks;
+  sizes.panel_bytes = static_cast<int64_t>(sizeof(PanelSummary)) +
+                      sizes.records * RecordBytes(LayoutOf(element), block);
   return sizes;
 }
 
@@ -48,15 +48,19 @@ void PackCodesPortable(const Source& source, int64_t first_row, uint8_t* out);
 MX_INLINE Source PackedSource(const Source& like, const uint8_t* packed) {
   const WeightSizes sizes = SizesOfWeights(like.element, like.block, like.rows, like.k);
   Source source = like;
-  source.elements = packed;
-  source.scales = packed + sizes.code_bytes;
+  source.elements = packed + sizeof(PanelSummary);
+  source.scales = nullptr;
   source.layout = LayoutOf(like.element);
   source.panel_bytes = sizes.panel_bytes;
-  source.summary = reinterpret_cast<const PanelSummary*>(packed + sizes.panel_bytes) - 1;
   source.row_stride = source.k_stride = 0;
   source.scale_row_stride = 1;
-  source.scale_block_stride = kTileColumns;
+  source.scale_block_stride = 0;
   return source;
+}
+
+MX_INLINE const PanelSummary& SummaryOf(const Source& packed, int64_t panel) {
+  const char* records = (const char*)packed.elements + panel * packed.panel_bytes;
+  return ((const PanelSummary*)records)[-1];
 }
 
 }  // namespace mx

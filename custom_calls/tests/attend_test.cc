@@ -73,11 +73,7 @@ bool Check(const AttendKernels& kernels, int seed) {
 }
 
 int Run(int count) {
-#if MX_X86
-  const AttendKernels* const all[] = {&portable::kAttend, &avx2::kAttend, &avx512::kAttend};
-#else
-  const AttendKernels* const all[] = {&portable::kAttend};
-#endif
+  const AttendKernels* const all[] = MX_KERNELS(kAttend);
   const int sets = std::min<int>(DetectedIsa(), MX_X86 ? kAvx512 : kPortable) + 1;
   for (int isa = 0; isa < sets; ++isa) {
     for (int seed = 0; seed < count; ++seed) {

@@ -129,9 +129,9 @@ void Multiply(Pool& pool, const MatmulKernels& kernels, const Source& lhs, const
 bool Check(const MatmulKernels& kernels, int seed) {
   std::mt19937 random(seed);
   const int32_t block = Pick(random, 2) ? 32 : 16;
-  const int64_t sizes[] = {1, 2, 5, 6, 7, 31, 33, 61, 95, 160},
+  const int64_t sizes[] = {1, 2, 3, 5, 7, 12, 31, 33, 61, 95, 160},
                 lengths[] = {0, 1, 16, 31, 33, 70, 600};
-  const int64_t m = sizes[Pick(random, 10)], n = sizes[Pick(random, 10)];
+  const int64_t m = sizes[Pick(random, 11)], n = sizes[Pick(random, 11)];
   const int64_t k = lengths[Pick(random, 7)];
   const ScaleKind kind = block == 16 && Pick(random, 2) ? kScaleE4M3 : kScaleE8M0;
   const Element left = static_cast<Element>(Pick(random, kElementFloat32 + 1));
@@ -186,12 +186,7 @@ bool CheckPanels(const MatmulKernels& kernels, int seed) {
 }
 
 int Run(int count) {
-#if MX_X86
-  const MatmulKernels* const all[] = {&portable::kMatmul, &avx2::kMatmul, &avx512::kMatmul,
-                                      &avx512_vnni::kMatmul, &avx512_bf16::kMatmul};
-#else
-  const MatmulKernels* const all[] = {&portable::kMatmul};
-#endif
+  const MatmulKernels* const all[] = MX_PRODUCT_KERNELS(kMatmul);
   for (int isa = 0; isa <= DetectedIsa(); ++isa) {
     for (int seed = 0; seed < count; ++seed) {
       if (!CheckPanels(*all[isa], seed)) {

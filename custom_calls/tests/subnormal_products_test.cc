@@ -145,9 +145,8 @@ void CheckAllProducts(const mx::MatmulKernels& kernels, const std::string& isa) 
 int main() {
   // Tables are filled once, and hold subnormals.
   mx::TablesOf(mx::kE4M3);
-  const mx::MatmulKernels* const kernels[] = {
-      &mx::portable::kMatmul, &mx::avx2::kMatmul, &mx::avx512::kMatmul, &mx::avx512_vnni::kMatmul,
-      &mx::avx512_bf16::kMatmul};
+  using namespace mx;  // isas.h names the sets' namespaces
+  const MatmulKernels* const kernels[] = MX_PRODUCT_KERNELS(kMatmul);
   for (int isa = 0; isa <= mx::DetectedIsa(); ++isa) {
     CheckAllProducts(*kernels[isa], mx::IsaName(static_cast<mx::Isa>(isa)));
   }

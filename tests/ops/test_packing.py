@@ -74,10 +74,10 @@ def test_packed_weights_give_the_same_bits(format: BlockFormat, k_first: bool):
     ("format", "bits"), [("mxfp4", 4), ("mxfp6_e2m3", 6), ("mxfp6_e3m2", 6), ("mxint8", 8)]
 )
 def test_packed_weights_take_the_bits_of_their_codes(format: str, bits: int):
-    packed = pack(mx_jax.quantize(np.ones((64, 96), np.float32), format))
-    # And for each 32 rows, scales padded to 64 bytes and as many that sum the panel up.
-    assert packed.nbytes == 64 * 96 * bits // 8 + 64 * 96 // 32 + 2 * 32 + 2 * 64
-    assert f"{format}, shape=(64, 96), dtype=float32, backend=cpu_ffi" in repr(packed)
+    packed = pack(mx_jax.quantize(np.ones((64, 128), np.float32), format))
+    # And for each 32 rows 64 bytes that sum the panel up.
+    assert packed.nbytes == 64 * 128 * bits // 8 + 64 * 128 // 32 + 2 * 64
+    assert f"{format}, shape=(64, 128), dtype=float32, backend=cpu_ffi" in repr(packed)
 
 
 @needs_library
@@ -88,12 +88,39 @@ def test_four_codes_of_six_bits_lie_in_three_bytes(format: str):
     x = mx_jax.quantize(np.zeros((32, 32), np.float32), format)
     codes = x.codes.at[2, 16].set(0b10_0110).at[2, 16 + 13].set(0b11_1001)
     packed = pack(dataclasses.replace(x, codes=codes))
-    words = np.asarray(packed.arrays.bytes)[..., : 32 * 32 * 6 // 8].reshape(2, 3, 32, 4)
+    # Behind what sums the panel up, and the scales of two blocks.
+    words = np.asarray(packed.arrays.bytes)[..., 128 : 128 + 32 * 32 * 6 // 8].reshape(2, 3, 32, 4)
     expected = np.zeros_like(words)
     expected[1, 0, 2, 0] = 0b10_0110  # position 0 of the second sixteen
     expected[1, :, 2, 1] = np.array([0b01, 0b10, 0b11]) << 6  # position 13
     np.testing.assert_array_equal(words, expected)
     assert_bitwise_equal(packed.unpack().codes, codes, what="codes")
+
+
+@needs_library
+@pytest.mark.usefixtures("insist")
+def test_scales_lie_before_the_codes_that_they_scale():
+    """A record of 64 positions: 32 bytes for each block, then its codes."""
+    x = mx_jax.quantize(np.ones((32, 128), np.float32), "nvfp4")
+    scales = jnp.arange(32 * 8, dtype=jnp.uint8).reshape(32, 8) % 126
+    packed = pack(dataclasses.replace(x, scales=scales))
+    records = np.asarray(packed.arrays.bytes)[0, 64:].reshape(2, 4 * 32 + 64 * 32 // 2)
+    found = records[:, : 4 * 32].reshape(8, 32).T
+    np.testing.assert_array_equal(found, scales)
+    assert_bitwise_equal(packed.unpack().scales, scales, what="scales")
+
+
+@needs_library
+@pytest.mark.usefixtures("insist")
+def test_panels_of_another_version_are_refused():
+    x, packed = draw(1, 64), pack(mx_jax.quantize(draw(64, 40), "mxfp4", axis=0))
+    assert jnp.isfinite(mx_jax.matmul(x, packed, recipe=MXFP4)).all()
+    arrays = dataclasses.replace(packed.arrays, bytes=packed.arrays.bytes.at[0, 0].set(1))
+    other = dataclasses.replace(packed, arrays=arrays)
+    with pytest.raises(
+        (ValueError, jax.errors.JaxRuntimeError), match=r"another version.*; pack them again"
+    ):
+        jax.block_until_ready(mx_jax.matmul(x, other, recipe=MXFP4))
 
 
 @pytest.mark.sweep(reason="a C++ library, the same one, computes these bits")

@@ -14,7 +14,8 @@ from mx_jax.packed import PackedMXArray
 
 PANEL_ROWS = 32
 CHUNK = 32  # along k
-SUMMARY = 64  # bytes at the end of a panel; all as in custom_calls/products/weights.h
+RECORD = 2  # chunks whose scales lie together, before their codes
+SUMMARY = 64  # bytes at the front of a panel; all as in custom_calls/products/weights.h
 
 
 @functools.partial(
@@ -42,17 +43,15 @@ def unpack(packed: PackedMXArray) -> MXArray:
     """The weights that panels were made of."""
     panels, scale = packed.arrays.bytes, packed.arrays.tensor_scale
     rows, k = math.prod(packed.kept), math.prod(packed.k)
-    block = rejections.block_size(packed.format)
-    chunks, blocks = -(-k // CHUNK), -(-k // CHUNK) * (CHUNK // block)
-    batch, num_panels = panels.shape[:-2], panels.shape[-2]
-    code_bytes = chunks * _chunk_bytes(packed.format)
-    words = panels[..., :code_bytes].reshape(*batch, num_panels, -1, PANEL_ROWS, 4)
+    batch, num_panels, records = panels.shape[:-2], panels.shape[-2], _records(k)
+    block, padded = rejections.block_size(packed.format), num_panels * PANEL_ROWS
+    num_scales, num_codes = _record_bytes(packed.format)
+    split = panels[..., SUMMARY:].reshape(*batch, num_panels, records, num_scales + num_codes)
+    words = split[..., num_scales:].reshape(*batch, num_panels, -1, PANEL_ROWS, 4)
     words = _codes_of(words, packed.format.element.bits)
-    padded_rows = num_panels * PANEL_ROWS
-    codes = jnp.swapaxes(words, -3, -2).reshape(*batch, padded_rows, chunks * CHUNK)
-    scales = panels[..., code_bytes : code_bytes + blocks * PANEL_ROWS]
-    scales = jnp.swapaxes(scales.reshape(*batch, num_panels, blocks, PANEL_ROWS), -2, -1)
-    scales = scales.reshape(*batch, padded_rows, blocks)
+    codes = jnp.swapaxes(words, -3, -2).reshape(*batch, padded, records * RECORD * CHUNK)
+    scales = split[..., :num_scales].reshape(*batch, num_panels, -1, PANEL_ROWS)
+    scales = jnp.swapaxes(scales, -2, -1).reshape(*batch, padded, records * RECORD * CHUNK // block)
     scale_k = (*packed.k[:-1], -(-packed.k[-1] // block))
     ones = (1,) * (len(packed.kept) + len(packed.k))
     return MXArray(
@@ -81,14 +80,18 @@ def take(packed: PackedMXArray, indices: jax.Array) -> MXArray:
 
 def panel_bytes(format: BlockFormat, k: int) -> int:
     """Bytes of one panel, of k contracted positions."""
-    chunks = -(-k // CHUNK)
-    scales = chunks * (CHUNK // rejections.block_size(format)) * PANEL_ROWS
-    return chunks * _chunk_bytes(format) + -(-scales // 64) * 64 + SUMMARY
+    return SUMMARY + _records(k) * sum(_record_bytes(format))
 
 
-def _chunk_bytes(format: BlockFormat) -> int:
-    """Bytes of one chunk's codes."""
-    return CHUNK * PANEL_ROWS * format.element.bits // 8
+def _records(k: int) -> int:
+    """Records of a panel."""
+    return -(-k // (RECORD * CHUNK))
+
+
+def _record_bytes(format: BlockFormat) -> tuple[int, int]:
+    """Bytes of a record's scales, and of its codes."""
+    scales = RECORD * CHUNK // rejections.block_size(format) * PANEL_ROWS
+    return scales, RECORD * CHUNK * PANEL_ROWS * format.element.bits // 8
 
 
 def _codes_of(words: jax.Array, bits: int) -> jax.Array:

@@ -1,0 +1,42 @@
+// The instruction sets, in ascending order: a machine that has one has all before it. This is the one
+// list in C++; each set's flags, and what is compiled for it, are in CMakeLists.txt and BUILD.
+#ifndef MX_JAX_CUSTOM_CALLS_COMMON_ISAS_H_
+#define MX_JAX_CUSTOM_CALLS_COMMON_ISAS_H_
+
+#include "common/macros.h"
+
+// X(name, enumerator): the name is that of a namespace, of MX_TARGET, and of MX_JAX_CPU_ISA.
+// avx512_bf16 means VBMI too.
+#define MX_ISAS(X)             \
+  X(portable, kPortable)       \
+  X(avx2, kAvx2)               \
+  X(avx512, kAvx512)           \
+  X(avx512_vnni, kAvx512Vnni)  \
+  X(avx512_bf16, kAvx512Bf16)
+
+// A table of kernels called `name` in the namespaces of the sets that are compiled for this processor:
+// its declarations, and pointers to each in braces. Products have all sets, casts and attention three.
+#define MX_DECLARE_IN(isa, Kernels, name) \
+  namespace isa {                         \
+  extern const Kernels name;              \
+  }
+#if MX_X86
+#define MX_DECLARE_KERNELS(Kernels, name)    \
+  MX_DECLARE_IN(portable, Kernels, name)     \
+  MX_DECLARE_IN(avx2, Kernels, name)         \
+  MX_DECLARE_IN(avx512, Kernels, name)
+#define MX_DECLARE_PRODUCT_KERNELS(Kernels, name) \
+  MX_DECLARE_KERNELS(Kernels, name)               \
+  MX_DECLARE_IN(avx512_vnni, Kernels, name)       \
+  MX_DECLARE_IN(avx512_bf16, Kernels, name)
+#define MX_KERNELS(name) {&portable::name, &avx2::name, &avx512::name}
+#define MX_PRODUCT_KERNELS(name) \
+  {&portable::name, &avx2::name, &avx512::name, &avx512_vnni::name, &avx512_bf16::name}
+#else
+#define MX_DECLARE_KERNELS(Kernels, name) MX_DECLARE_IN(portable, Kernels, name)
+#define MX_DECLARE_PRODUCT_KERNELS(Kernels, name) MX_DECLARE_IN(portable, Kernels, name)
+#define MX_KERNELS(name) {&portable::name}
+#define MX_PRODUCT_KERNELS(name) {&portable::name}
+#endif
+
+#endif  // MX_JAX_CUSTOM_CALLS_COMMON_ISAS_H_
