@@ -11,6 +11,7 @@ import pytest
 import mx_jax
 from mx_jax import recipes
 from mx_jax.ops.arguments import product_key
+from mx_jax.ops.random import DerivedKey
 from mx_jax.recipes import MatmulSpec, Recipe, operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
@@ -104,8 +105,8 @@ def test_each_product_has_a_stream_of_its_own():
     recipe = drawing(fwd=BOTH, dlhs=BOTH, drhs=BOTH)
     for number, product in enumerate(("fwd", "dlhs", "drhs")):
         found = product_key(recipe, product, KEY)
-        assert found is not None
+        assert isinstance(found, DerivedKey)
         assert_bitwise_equal(
-            jax.random.key_data(found), jax.random.key_data(jax.random.fold_in(KEY, number))
+            jax.random.key_data(found.get()), jax.random.key_data(jax.random.fold_in(KEY, number))
         )
         assert product_key(NEAREST, product, KEY) is None
