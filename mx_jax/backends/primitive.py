@@ -441,11 +441,23 @@ def num_devices(context: Any) -> int:
     return math.prod(size for name, size in sizes.items() if name not in context.manual_axes)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Absent:
+    """A device of a machine that is not there, as far as custom partitioning asks: its place."""
+
+    id: int
+    platform: str
+    process_index: int = 0
+    device_kind: str = "absent"
+    client: Any = None
+
+
 def _devices_of(context: Any, platform: str) -> Sequence[Any] | None:
-    if getattr(context, "num_devices", None) is None or context.device_assignment:
+    number = getattr(context, "num_devices", None)
+    if number is None or context.device_assignment:
         return None
     try:
-        found = tuple(jax.devices(platform)[: context.num_devices])
+        found = tuple(jax.devices(platform)[:number])
     except RuntimeError:  # lowered for a machine that is not there
-        return None
-    return found if len(found) == context.num_devices else None
+        found = ()
+    return found if len(found) == number else tuple(_Absent(id, platform) for id in range(number))

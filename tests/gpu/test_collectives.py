@@ -34,23 +34,27 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], Any
     return {tuple(row[:-1]): row[-1] for row in map(json.loads, run.stdout.splitlines())}
 
 
-def test_explicit_axes_gather_what_lax_gathers(cases: dict[tuple[Any, ...], Any]):
-    compared = [key for key in cases if key[1:3] == ("mxfp8", "explicit") and not key[3]]
-    assert len(compared) == 7
-    for layout, _, *rest in compared:
-        ours, theirs = cases[layout, "mxfp8", *rest], cases[layout, "lax", *rest]
-        assert gathers(ours) == gathers(theirs), layout
-
-
-def test_automatic_axes_move_codes(cases: dict[tuple[Any, ...], Any]):
-    """Where lax gathers, and nowhere else; eight bits in two orientations, for bfloat16 in one."""
-    compared = [key for key in cases if key[2] == "auto" and key[1] != "lax" and not key[3]]
-    assert len(compared) == 9
+@pytest.mark.parametrize(("how", "number"), [("auto", 9), ("explicit", 7)])
+def test_codes_move_where_lax_gathers(how: str, number: int, cases: dict[tuple[Any, ...], Any]):
+    """And nowhere else; eight bits in two orientations, for bfloat16 in one."""
+    compared = [key for key in cases if key[2] == how and key[1] != "lax" and not key[3]]
+    assert len(compared) == number
     for layout, recipe, *rest in compared:
         ours, theirs = cases[layout, recipe, *rest], cases[layout, "lax", *rest]
         assert set(gathers(ours)) == ({"u8"} if gathers(theirs) else set()), layout
         ratio = 2 * RATIOS[recipe]
         assert sum(gathers(ours).values()) <= ratio * sum(gathers(theirs).values()), layout
+
+
+def test_sums_travel_in_bfloat16(cases: dict[tuple[Any, ...], Any]):
+    """As lax's do: what is added up on its way, in every layout and way."""
+    added = [
+        (key, dtype)
+        for key, found in cases.items()
+        for kind, dtype, _, nbytes in found
+        if "reduce" in kind and nbytes > UNITS
+    ]
+    assert len(added) > 20 and {dtype for _, dtype in added} == {"bf16"}, added
 
 
 def test_a_recomputed_layer_gathers_less_than_lax_in_eight_bits(cases: dict[tuple[Any, ...], Any]):
@@ -68,7 +72,7 @@ def test_gathered_codes(cases: dict[tuple[Any, ...], Any]):
         assert set(found) == {"u8"}, key
         assert found["u8"] <= RATIOS[key[1]] * BFLOAT16 * products, key
         if key[4]:
-            assert ["reduce-scatter", "f32", 1, 4 * FEATURES * UNITS // 4] in cases[key]
+            assert ["reduce-scatter", "bf16", 1, BFLOAT16 // 4] in cases[key]
 
 
 def test_rows_go_to_their_experts_as_codes(cases: dict[tuple[Any, ...], Any]):
