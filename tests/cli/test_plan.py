@@ -74,14 +74,12 @@ def test_time_says_what_it_assumes(capsys: pytest.CaptureFixture[str]):
 
 
 def test_what_moves_as_values_is_said(capsys: pytest.CaptureFixture[str]):
-    """2048 features in 128 shards of 16."""
+    """Not 2048 features in 128 shards of 16, which agree on their blocks."""
     words = ["--params", "1e9", "--layers", "16", "--width", "2048", "--mesh", "fsdp=128"]
-    assert main(["plan", *words, "--recipe", "mxfp4"]) == 0
-    text = capsys.readouterr().out
-    assert (
-        "mxfp4: weights of qkv, gate_up are gathered along fsdp as values in the forward pass: a "
-        "shard would end within a block"
-    ) in text
+    said = " are gathered along fsdp as values in the forward pass: the recipe keeps them in high"
+    for recipe, is_said in (("mxfp4", False), ("mxfp4_backward", True)):
+        assert main(["plan", *words, "--recipe", recipe]) == 0
+        assert (said in capsys.readouterr().out) is is_said
 
 
 def test_gather_none_and_sequence_parallel(capsys: pytest.CaptureFixture[str]):
