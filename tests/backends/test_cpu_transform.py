@@ -13,7 +13,7 @@ from mx_jax.reference import hadamard
 from tests.needs import needs_library
 from tests.quick import quick
 
-pytestmark = needs_library
+pytestmark = [needs_library, pytest.mark.one_python(reason="handlers are C++")]
 
 RNG = np.random.default_rng(0)
 
