@@ -63,7 +63,7 @@ def test_two_processes_trace_one_program(tmp_path: Path):
     first, second = _run(tmp_path / "two", 2)
     assert first["processes"] == second["processes"] == 2
     assert first == second, "one had a row in its cache"
-    assert first["backend"] == "xla_bfloat16" and first["sum"] == ROWS * N * K
+    assert first["backend"] == "xla_scaled" and first["sum"] == ROWS * N * K
     # Alone, the same cache switches on what it is about: the row is one that counts.
     (alone,) = _run(tmp_path / "one", 1)
     # It is lowered for this machine, a CPU, all the same.

@@ -59,7 +59,7 @@ def test_unsharded_programs_run_the_kernel():
         stored = lowered(product, operands()[0], packed)
         explained = str(explain_call(product, *operands()))
     assert "mosaic_gpu" in alone and "dot_general" not in alone
-    assert "mosaic_gpu" not in split and "dot_general" in split
+    assert "mosaic_gpu" not in split and "CustomSPMDPartitioning" in split
     assert "mosaic_gpu" in batch and "mosaic_gpu" in stored
     assert "-> pallas_gpu (by xla_bfloat16 where the program has several devices)" in explained
 
