@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 KINDS = (
     "all-gather",
     "all-reduce",
