@@ -4,7 +4,9 @@ Data that need no rounding come out the same, and so do two runs of one program.
 rounding, of speed, or of what XLA makes of a program: they keep a user's compiler.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import jax
 
@@ -17,3 +19,14 @@ if jax.__version_info__ < (0, 11):
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
 quick = functools.partial(jax.jit, compiler_options=OPTIONS)
+
+
+@contextlib.contextmanager
+def compilation_cache_off() -> Iterator[None]:
+    """Compile anew: tests share a cache of programs, from which nothing is compiled twice."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)

@@ -1,9 +1,7 @@
 """Tracing quantized layers costs little more than tracing float32's."""
 
-import contextlib
 import statistics
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -13,6 +11,7 @@ import pytest
 
 import mx_jax
 from tests.needs import needs_library
+from tests.quick import compilation_cache_off
 
 X = jnp.ones((64, 96))
 # Lines of a layer with its gradients in a jaxpr.
@@ -124,17 +123,6 @@ def test_many_layers_compile_like_float32s(how: str):
         rounds = [{r: compile_seconds(how, r) for r in (None, *RECIPES)} for _ in range(3)]
     found = {r: statistics.median(each[r] / each[None] for each in rounds) for r in RECIPES}
     assert all(ratio <= MOST_TIMES_OF_MANY[how] for ratio in found.values()), found
-
-
-@contextlib.contextmanager
-def compilation_cache_off() -> Iterator[None]:
-    """Tests share a cache of compiled programs, from which nothing is compiled twice."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
 
 
 @pytest.mark.parametrize("recipe", MOST_LINES)

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
+from tests.quick import compilation_cache_off
 
 KINDS = (
     "all-gather",
@@ -71,13 +71,9 @@ def partitioned(lowered: Any) -> str:
     widens bfloat16 to float32, what devices exchange too."""
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
-        # What the tests' cache of programs answers is not compiled, and leaves no file.
-        before = jax.config.jax_enable_compilation_cache
-        jax.config.update("jax_enable_compilation_cache", False)
-        try:
+        # What a cache of programs answers is not compiled, and leaves no file.
+        with compilation_cache_off():
             lowered.compile(compiler_options=dump | {"xla_backend_optimization_level": 0})
-        finally:
-            jax.config.update("jax_enable_compilation_cache", before)
         (found,) = Path(folder).glob("*.after_spmd-partitioning.*.txt")
         return found.read_text()
 
