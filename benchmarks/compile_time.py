@@ -30,27 +30,23 @@ from mx_jax.backends.cpu_ffi import library
 FLOAT32, REFERENCE, DEFAULT = "float32", "reference", "default"
 PHASES = ("trace", "lower", "compile")
 COUNTS = ("instructions given", "functions given", "instructions compiled", "computations compiled")
+# By default; and those that take long, by name only.
+QUICK = ("mxfp8", "mxfp4", "nvfp4", "float8_tensorwise")
+SLOW = (
+    "float8_rowwise",
+    "mxfp4_stochastic",
+    "nvfp4_pretraining",
+    "nvfp4_unbiased",
+    "nvfp4_four_over_six",
+    "quartet",
+    "quartet_ii",
+)
 # What a case is called, its recipe and the dtype of its arrays.
 CASES = {
     FLOAT32: ("high_precision", jnp.float32),
     "bfloat16": ("high_precision", jnp.bfloat16),
-    "mxfp8": ("mxfp8", jnp.float32),
-    "mxfp4": ("mxfp4", jnp.float32),
-    "nvfp4": ("nvfp4", jnp.float32),
-    "float8_tensorwise": ("float8_tensorwise", jnp.float32),
-    "float8_rowwise": ("float8_rowwise", jnp.float32),
-    "mxfp4_stochastic": ("mxfp4_stochastic", jnp.float32),
-    "nvfp4_pretraining": ("nvfp4_pretraining", jnp.float32),
-    "nvfp4_unbiased": ("nvfp4_unbiased", jnp.float32),
-    "nvfp4_four_over_six": ("nvfp4_four_over_six", jnp.float32),
-    "quartet": ("quartet", jnp.float32),
-    "quartet_ii": ("quartet_ii", jnp.float32),
+    **{name: (name, jnp.float32) for name in (*QUICK, *SLOW)},
 }
-# Those that take long: by name only.
-SLOW = (
-    "float8_rowwise",
-    *(name for name in CASES if recipes.from_name(CASES[name][0]).is_stochastic),
-)
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?[\w.\-]+ = ", re.MULTILINE)
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?[\w.\-]+ .*\{$", re.MULTILINE)
 
