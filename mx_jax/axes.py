@@ -151,3 +151,8 @@ class ProductAxes:
         g = Axes.ordered(batch=batch, kept=m, contracting=n)
         g, other = g if side == "lhs" else g.exchanged(), other.exchanged()
         return (ProductAxes(other, g), False) if own.k_first else (ProductAxes(g, other), True)
+
+    def of_g(self, side: Side) -> Axes:
+        """Axes of g in the product that gives an operand's cotangent."""
+        axes, g_is_lhs = self.cotangent(side)
+        return axes.lhs if g_is_lhs else axes.rhs

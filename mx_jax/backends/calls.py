@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from mx_jax.axes import Axes, ProductAxes, Side
-from mx_jax.codecs.blocks import Blocks, scales_shape, varying_axes
+from mx_jax.codecs.blocks import Blocks, num_blocks, scales_shape, varying_axes
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
@@ -385,7 +385,7 @@ class TransformCall:
         """Values along the axis of the result."""
         if self.length is not None:
             return self.length
-        return -(-self.shape[self.axis] // self.size) * self.size
+        return num_blocks(self.size, self.shape[self.axis]) * self.size
 
 
 CastCall = QuantizeCall | QuantizeBothCall | DequantizeCall | CastStatisticsCall

@@ -25,7 +25,7 @@ from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.quantize import tensor_scale_of
-from mx_jax.sharding.maxima import with_maxima, without_maxima
+from mx_jax.sharding.maxima import block_maxima, with_maxima, without_maxima
 from mx_jax.sharding.movement import Part, spec_of
 from mx_jax.sharding.partition import fine_mesh, stored_parts
 
@@ -49,8 +49,7 @@ class Split:
     @property
     def singles(self) -> tuple[QuantizeCall, ...]:
         """The cast, or both."""
-        call = self.call
-        return (call.first, call.second) if isinstance(call, QuantizeBothCall) else (call,)
+        return _singles(self.call)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,12 +70,16 @@ class Split:
         return jax.tree.leaves(self.compute(self.call, *jax.tree.unflatten(self.tree, leaves)))
 
 
+def _singles(call: CastCall) -> tuple[QuantizeCall, ...]:
+    return (call.first, call.second) if isinstance(call, QuantizeBothCall) else (call,)
+
+
 def can_split(call: Any) -> bool:
     """Whether the compiler can be told how a cast is split: of constant sizes, under one tensor
     scale, and with one size of blocks along each axis."""
     if not isinstance(call, CastCall):
         return False
-    singles = (call.first, call.second) if isinstance(call, QuantizeBothCall) else (call,)
+    singles = _singles(call)
     shape, blocks = singles[0].shape, [pair for single in singles for pair in single.blocks]
     constant = all(isinstance(size, int) and size > 0 for size in shape)
     alike = len(dict(blocks)) == len(set(blocks))
@@ -265,7 +268,6 @@ def agreed_scale(x: jax.Array, blocks: Blocks, largest: float, names: Sequence[s
       largest: what the largest magnitude becomes.
       names: mesh axes that split the values.
     """
-    pieces, inside = block_shapes.split(lax.stop_gradient(x), blocks)
-    amax = jnp.max(float32.to_bits(pieces) & float32.ABS, axis=inside, initial=0)
+    amax = block_maxima(x, blocks)
     amax = jnp.max(jnp.where(amax < float32.INF, amax, 0), initial=0)
     return tensor_scale_of(lax.pmax(amax, tuple(names)) if names else amax, largest, x.ndim)

@@ -231,9 +231,7 @@ class DelayedProduct:
         (g, later), states = g, saved.states
         codes, new_g = self._quantize(g, states.cotangent, self.elements.cotangent)
         for side in SIDES:
-            axes, g_is_lhs = self.axes.cotangent(side)
-            axis = (axes.lhs if g_is_lhs else axes.rhs).block_axis
-            note_cast("lhs", g, codes, _RULE, axis, GRADIENT[side])
+            note_cast("lhs", g, codes, _RULE, self.axes.of_g(side).block_axis, GRADIENT[side])
         news = (saved.lhs, saved.rhs, new_g)
         return (codes, codes), DelayedStates(*map(_next_bar, news, later, states))
 

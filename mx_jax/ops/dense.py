@@ -122,9 +122,8 @@ class DenseProduct:
         if noted.get() is None:
             return pair
         for side, cast, codes in zip(GRADIENTS, (left, right), pair, strict=True):
-            axes, g_is_lhs = self.axes.cotangent(side)
-            axis = (axes.lhs if g_is_lhs else axes.rhs).block_axis
-            note_cast("lhs", g, codes, cast.spec.scale_rule.name, axis, GRADIENT[side])
+            axis, rule = self.axes.of_g(side).block_axis, cast.spec.scale_rule.name
+            note_cast("lhs", g, codes, rule, axis, GRADIENT[side])
         return pair
 
     def _cotangent_cast(self, side: Side, key: Key) -> tuple[OperandCast, Key] | None:

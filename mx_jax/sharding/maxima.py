@@ -18,6 +18,12 @@ from mx_jax.codecs.blocks import Blocks
 from mx_jax.mxarray import MXArray
 
 
+def block_maxima(x: jax.Array, blocks: Blocks) -> jax.Array:
+    """Float32 patterns of each block's largest magnitude, int32, of the scales' shape."""
+    pieces, inside = block_shapes.split(lax.stop_gradient(x), blocks)
+    return jnp.max(float32.to_bits(pieces) & float32.ABS, axis=inside, initial=0)
+
+
 def with_maxima(x: jax.Array, blocks: Blocks, axis: int, names: Sequence[str]) -> jax.Array:
     """A device's part of an array, and behind it along an axis the maxima of its blocks.
 
@@ -27,9 +33,7 @@ def with_maxima(x: jax.Array, blocks: Blocks, axis: int, names: Sequence[str]) -
       axis: a blocked one, from the end.
       names: mesh axes of the devices that share blocks, whichever axis they cut.
     """
-    pieces, inside = block_shapes.split(lax.stop_gradient(x), blocks)
-    largest = jnp.max(float32.to_bits(pieces) & float32.ABS, axis=inside, initial=0)
-    maxima = float32.from_bits(lax.pmax(largest, tuple(names)), x.dtype)
+    maxima = float32.from_bits(lax.pmax(block_maxima(x, blocks), tuple(names)), x.dtype)
     for other, size in blocks:
         if other != axis:
             extent, length = block_shapes.block_extent(size, x.shape[other]), x.shape[other]

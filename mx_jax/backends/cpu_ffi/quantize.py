@@ -94,8 +94,13 @@ def _rule(call: QuantizeCall) -> _Rule | None:
 def _first_cast(call: QuantizeCall) -> QuantizeCall:
     """The cast that is made first: by the rule without a correction, or by the first of two."""
     rule = dataclasses.replace(call.scale_rule, correction=None)
-    if isinstance(rule.scales, LeastLoss):
-        rule = dataclasses.replace(rule, scales=FromAmax(rule.scales.rules[0]))
+    call = dataclasses.replace(call, scale_rule=rule)
+    return _by(call, rule.scales.rules[0]) if isinstance(rule.scales, LeastLoss) else call
+
+
+def _by(call: QuantizeCall, function: AmaxBecomes) -> QuantizeCall:
+    """The cast by another function of amax, and the same tensor scale."""
+    rule = dataclasses.replace(call.scale_rule, scales=FromAmax(function))
     return dataclasses.replace(call, scale_rule=rule)
 
 
@@ -113,13 +118,14 @@ def quantize(
     call: QuantizeCall,
 ) -> MXArray:
     """x quantized: elements by the handler, what some rules do besides by plain JAX."""
-    rule = call.scale_rule
-    if rule.correction is None and not isinstance(rule.scales, LeastLoss):
-        return _quantize(x, random_bits, tensor_scale, call)
-    x = lax.stop_gradient(x)
+    x, rule = lax.stop_gradient(x), call.scale_rule
     if call.format.tensor_scale and tensor_scale is None:
         tensor_scale = tensor_scale_of(x, call)
-    how = _corrected if rule.correction is not None else _of_least_loss
+    how = _quantize
+    if rule.correction is not None:
+        how = _corrected
+    elif isinstance(rule.scales, LeastLoss):
+        how = _of_least_loss
     return how(x, random_bits, tensor_scale, call)
 
 
@@ -145,12 +151,7 @@ def _of_least_loss(
 ) -> MXArray:
     """Of two casts, in each block that which loses less where it rounds to nearest."""
     assert isinstance(call.scale_rule.scales, LeastLoss)
-    casts = [
-        dataclasses.replace(
-            call, scale_rule=dataclasses.replace(call.scale_rule, scales=FromAmax(rule))
-        )
-        for rule in call.scale_rule.scales.rules
-    ]
+    casts = [_by(call, function) for function in call.scale_rule.scales.rules]
     nearest = [
         _quantize(x, None, tensor_scale, dataclasses.replace(cast, rounding=NEAREST))
         for cast in casts
@@ -186,10 +187,7 @@ def _quantize(
     tensor_scale: jax.Array | None,
     call: QuantizeCall,
 ) -> MXArray:
-    """By a rule of amax, by the handler alone."""
-    x = lax.stop_gradient(x)
-    if call.format.tensor_scale and tensor_scale is None:
-        tensor_scale = tensor_scale_of(x, call)
+    """By a rule of amax, by the handler alone, which is given the tensor scale."""
     axes, optional = cast_axes(call.blocks), {}
     if tensor_scale is not None:
         optional["tensor_scale"] = axes.tensor_scale, tensor_scale
