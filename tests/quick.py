@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterator
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 OPTIONS: dict[str, bool | int] = {
     "xla_backend_optimization_level": 0,
@@ -26,7 +27,10 @@ def compilation_cache_off() -> Iterator[None]:
     """Compile anew: tests share a cache of programs, from which nothing is compiled twice."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
+    # JAX looks at its flag once, at the first program of a process.
+    compilation_cache.reset_cache()
     try:
         yield
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
