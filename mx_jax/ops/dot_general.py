@@ -96,7 +96,8 @@ def dot_general(
     if has_explicit_axes():
         # Types say where operands, cotangents and the product lie, and the compiler what moves.
         dimension_numbers = check_dimension_numbers(lhs, rhs, dimension_numbers)
-        own = gathering(recipe, rhs)
+        out = product_spec(lhs, rhs, dimension_numbers, out_sharding, recipe)
+        own = gathering(recipe, lhs, rhs, dimension_numbers, out)
         run: Any = jax.sharding.auto_axes(
             lambda lhs, rhs, key: dot_general(
                 lhs.whole,
@@ -107,7 +108,7 @@ def dot_general(
                 preferred_element_type=dtype,
                 key=key,
             ),
-            out_sharding=product_spec(lhs, rhs, dimension_numbers, out_sharding),
+            out_sharding=out,
         )
         return run(Given.of(lhs), Given.of(rhs), key)
     lhs, rhs, recipe, moves = gathered_once(recipe, lhs, rhs)
