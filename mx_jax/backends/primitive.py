@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
 from mx_jax.backends import partition, partition_casts
+from mx_jax.backends import target as machine
 from mx_jax.backends.calls import (
     Call,
     CastStatisticsCall,
@@ -46,7 +47,7 @@ from mx_jax.backends.select import (
     select,
 )
 from mx_jax.backends.target import PLATFORMS, Target, machine_of, on_one_device, use_target
-from mx_jax.codecs.explicit_axes import has_explicit_axes, vary_alike
+from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.packed import PackedMXArray, unpacked
 
 # What codes and integers are the results of: no derivative reaches through them.
@@ -63,9 +64,9 @@ def bind(call: Call, *operands: Any) -> Any:
     Raises:
       ValueError: as `choose`.
     """
-    target = current_target()
     # A trace for a CPU has no kernels in place, unless somebody adds or names them.
     is_told = active.value is not None or only_named.value is not None or added_backends.value
+    target = machine.current_target()
     if target.platform != "cpu" or is_told or preferred_names.value:
         return choose(call).offer.run(*operands, call)
     return Bound(Asked.here(target))(*operands, call)
@@ -210,11 +211,12 @@ class Bound:
     def __call__(self, *operands: Any) -> Any:
         """What a call asks for: the operands, the call last."""
         *arrays, call = operands
-        if has_explicit_axes():
+        mesh = jax.sharding.get_abstract_mesh()
+        if AxisType.Explicit in mesh.axis_types:
             # Types would have to say where results lie: plain JAX's do.
             return _compute(call, current_target(), *arrays)
         leaves, tree = jax.tree.flatten(tuple(arrays))
-        if jax.sharding.get_abstract_mesh().manual_axes:
+        if mesh.manual_axes:
             leaves = vary_alike(leaves)
         shapes = tuple((x.shape, x.dtype) for x in map(jax.typeof, leaves))
         types, result = _result(call, tree, shapes)
