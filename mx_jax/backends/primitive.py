@@ -68,7 +68,10 @@ def bind(call: Call, *operands: Any) -> Any:
     is_told = active.value is not None or only_named.value is not None or added_backends.value
     target = machine.current_target()
     if target.platform != "cpu" or is_told or preferred_names.value:
-        return choose(call).offer.run(*operands, call)
+        choice = choose_if_any(call)
+        if choice is None and isinstance(call, QuantizeBothCall):
+            return _each(bind, call, *operands)
+        return (select(call) if choice is None else choice).offer.run(*operands, call)
     return Bound(Asked.here(target))(*operands, call)
 
 
@@ -256,15 +259,20 @@ class Work:
         return compute(*leaves)
 
 
+def _each(compute: Callable[..., Any], call: QuantizeBothCall, *operands: Any) -> Any:
+    """Two casts, one after the other."""
+    x, (first, second), tensor_scale = operands
+    return (
+        compute(call.first, x, first, tensor_scale),
+        compute(call.second, x, second, tensor_scale),
+    )
+
+
 def _compute(call: Call, target: Target, *operands: Any) -> Any:
     """What a call asks for, by the backend that takes it on a machine."""
     choice = find(call, target)
     if choice is None and isinstance(call, QuantizeBothCall):
-        x, (first, second), tensor_scale = operands
-        return (
-            _compute(call.first, target, x, first, tensor_scale),
-            _compute(call.second, target, x, second, tensor_scale),
-        )
+        return _each(lambda single, *own: _compute(single, target, *own), call, *operands)
     choice = select(call, target) if choice is None else choice
     if isinstance(call, MatmulCall | RaggedCall):
         lhs, rhs, *rest = operands
@@ -297,11 +305,7 @@ class OnOneDevice:
 def _plain(call: Call, *operands: Any) -> Any:
     """The same in plain JAX, which can be differentiated."""
     if isinstance(call, QuantizeBothCall):
-        x, (first, second), tensor_scale = operands
-        return (
-            _plain(call.first, x, first, tensor_scale),
-            _plain(call.second, x, second, tensor_scale),
-        )
+        return _each(_plain, call, *operands)
     return REFERENCE.run(call, *map(unpacked, operands))
 
 
@@ -414,6 +418,8 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
 
     def how(call: Call, *operands: Any) -> Any:
         is_split = known is not None and target.num_devices > 1
+        if is_split and isinstance(call, QuantizeBothCall) and not _casts_by_parts(call, target):
+            return _each(how, call, *operands)
         if is_split and isinstance(call, MatmulCall) and partition.can_split(call):
             return partition.multiply(OnOneDevice(asked, target), call, *operands)
         by_parts = is_split and not work.batches and _casts_by_parts(call, target)
