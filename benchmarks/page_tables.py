@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md from committed results. A new table is a row of `TABLES`."""
+"""The tables of pages of docs/ from committed results. A new table is a row of `TABLES`."""
 
 import json
 import statistics
@@ -198,6 +198,33 @@ def cpu_goals() -> Table:
     return ("", "of", "over", "goal", "Zen 5", "Zen 4"), rows
 
 
+def cpu_goals_intel() -> Table:
+    rows = [
+        (*(row[name] for name in ("group", "what", "over")), f"{row['ratio_to_reach']:g}", text)
+        for row in result("cpu/goals_intel")["rows"]
+        if (text := _reached(row)) != "not measured"
+    ]
+    return ("", "of", "over", "goal", "Intel, Emerald Rapids"), rows
+
+
+def exchanged() -> Table:
+    """MXFP8's and MXFP4's bytes over plain JAX's."""
+    names = ("layout", "dtype", "way", "recipe")
+    found = {tuple(row[n] for n in names): row["total"] for row in result("collectives")["rows"]}
+    ways = [(d, w) for d in ("float32", "bfloat16") for w in ("set_mesh", "shard_map")]
+    rows = []
+    for layout in dict.fromkeys(key[0] for key in found):
+        cells = (
+            ", ".join(
+                f"{found[layout, *way, recipe] / found[layout, *way, 'jax']:.2f}"
+                for recipe in ("mxfp8", "mxfp4")
+            )
+            for way in ways
+        )
+        rows.append((layout, *cells))
+    return ("layout", *(f"{d}, {w.replace('set_mesh', 'jit')}" for d, w in ways)), rows
+
+
 def _reached(row: Mapping[str, Any]) -> str:
     """What was measured, its limit if one is known, and whether it is the goal."""
     if row["ratio"] is None:
@@ -290,6 +317,8 @@ TABLES: dict[str, Callable[[], Table]] = {
         casts,
         products,
         cpu_goals,
+        cpu_goals_intel,
+        exchanged,
         data,
         packed_layers,
         ragged,

@@ -1,0 +1,7 @@
+"""Examples with prompts are highlighted as sessions, so that a copy leaves out prompts and output."""
+
+import re
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    return re.sub(r"^( *)```python\n(?=\1>>> )", r"\1```pycon\n", markdown, flags=re.MULTILINE)
