@@ -66,8 +66,8 @@ def training() -> Table:
     rows = [_trained(recipe, own, runs["float32"]) for recipe, own in runs.items()]
     # By gap: recipes of other seeds have another mean loss for that alone.
     rows.sort(key=lambda row: float(row[3].split()[0]) if row[3] else -100)
-    heads = ("recipe", "seeds", "loss", "gap to float32 (%)", "gap of each seed (%)")
-    return (*heads, "training gap (%)", "averaged gap (%)"), rows
+    heads = ("recipe", "seeds", "loss", "gap to float32 (%)", "training gap (%)")
+    return (*heads, "averaged gap (%)"), rows
 
 
 def _trained(recipe: str, own: dict[int, Any], exact: dict[int, Any]) -> tuple[str, ...]:
@@ -77,16 +77,13 @@ def _trained(recipe: str, own: dict[int, Any], exact: dict[int, Any]) -> tuple[s
     loss = statistics.mean(run["final_validation_loss"] for run in own.values())
     gaps = over(lambda run: run["final_validation_loss"])
     late = over(lambda run: run["late_train_loss"])
-    cells: tuple[str, ...] = ("", "", "", "")
+    cells: tuple[str, ...] = ("", "", "")
     if own is not exact:
-        each = ", ".join(f"{gap:+.2f}" for gap in gaps)
         averaged = _averaged_gaps(own, exact)
         fewer = f" (n = {len(averaged)})" if 0 < len(averaged) < len(own) else ""
-        late_cell = intervals.text(late, "+.2f")
         cells = (
             intervals.text(gaps, "+.2f"),
-            each,
-            late_cell,
+            intervals.text(late, "+.2f"),
             intervals.text(averaged, "+.2f") + fewer,
         )
     return recipe, str(len(own)), f"{loss:.4f}", *cells

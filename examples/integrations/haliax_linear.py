@@ -43,6 +43,8 @@ def quantized(model: Any, recipe: mx_jax.recipes.Recipe, keep: tuple[str, ...] =
     return jax.tree_util.tree_map_with_path(
         replace, model, is_leaf=lambda leaf: isinstance(leaf, hnn.Linear)
     )
+
+
 # --8<-- [end:lines]
 
 

@@ -92,6 +92,8 @@ def ragged_products(recipe, key=None):
 
     with mock.patch("jax.lax.ragged_dot", ragged_dot), mock.patch.object(megablox, "gmm", gmm):
         yield
+
+
 # --8<-- [end:lines]
 
 

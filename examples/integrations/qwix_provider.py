@@ -45,6 +45,8 @@ class MxProvider(qwix.QtProvider):
 
     def ragged_dot(self, lhs, rhs, group_sizes, **options):
         return self._multiply("ragged_dot", lhs, rhs, group_sizes, **options)
+
+
 # --8<-- [end:lines]
 
 

@@ -4,6 +4,7 @@ import doctest
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Tabs indent what they show.
+BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
 def build(site: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
@@ -49,15 +51,13 @@ def run_examples(page: Path) -> list[str]:
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     runner = doctest.DocTestRunner(verbose=False, optionflags=options)
     for block in BLOCK.finditer(text):
-        line = text.count("\n", 0, block.start(1))
-        if ">>>" in block[1]:
-            test = doctest.DocTestParser().get_doctest(
-                block[1], namespace, page.name, str(page), line
-            )
+        line, code = text.count("\n", 0, block.start(2)), textwrap.dedent(block[2])
+        if ">>>" in code:
+            test = doctest.DocTestParser().get_doctest(code, namespace, page.name, str(page), line)
             runner.run(test, out=complaints.append, clear_globs=False)
             namespace.update(test.globs)
         else:
-            exec(compile("\n" * line + block[1], page, "exec"), namespace)
+            exec(compile("\n" * line + code, page, "exec"), namespace)
     return complaints
 
 
