@@ -39,7 +39,13 @@ def test_docs_build(tmp_path: Path):
         # An example under a heading that the builder does not know is run into a quotation.
         html = reference.read_text()
         assert "<blockquote>" not in html and "&gt;&gt;&gt; " in html, reference
+    # What the theme's button copies is what site.css does not hide meanwhile.
+    scripts = (tmp_path / "site" / "assets" / "javascripts").glob("bundle.*.js")
+    assert "data-md-copying" in next(scripts).read_text()
+    assert "[data-md-copying] .gp" in (tmp_path / "site" / "site.css").read_text()
     for page in (tmp_path / "site").rglob("index.html"):
+        prompts = page.read_text().replace('<span class="gp">&gt;&gt;&gt; </span>', "")
+        assert "&gt;&gt;&gt; " not in prompts, page
         # An anchor that a heading names is no part of what one reads.
         headings = re.findall(r"<h[1-4][^>]*>(.*?)<", page.read_text())
         assert not [text for text in headings if "{" in text], page
