@@ -11,8 +11,7 @@ import pytest
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.backends.calls import MatmulCall
-from mx_jax.backends.records import recording
-from mx_jax.backends.select import current_target, only_backend
+from mx_jax.backends.select import current_target, only_backend, recording
 from mx_jax.backends.target import Target
 from tests.backends.mosaic import with_any_jax
 from tests.needs import needs_library
