@@ -159,7 +159,7 @@ def amplitude(axes: Any) -> None:
 def blocks(axes: Any) -> None:
     """32 values of each format; a field is as long as its bits."""
     colors = {"scale": "0.25", "sign": "C3", "exponent": "C0", "mantissa": "C9"}
-    for row, (name, found) in enumerate(numbers("blocks").items()):
+    for row, found in enumerate(numbers("blocks").values()):
         at = 0
         for position in range(32):
             fields = ["sign", "exponent", "mantissa"]
