@@ -21,6 +21,7 @@ from mx_jax.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, ElementFormat
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images" / "numerics"
 ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2, INT8)
+GATHERED = ("mxfp4", "mxfp8_e4m3")
 PRODUCTS = {"fwd": "y = x W", "dlhs": "dx = g Wᵀ", "drhs": "dW = xᵀ g"}
 RULES = ("floor", "ceil", "even", "rceil")
 FORMATS = ("mxfp4", "nvfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp8_e5m2", "mxfp8_e4m3", "mxint8")
@@ -111,6 +112,8 @@ def numbers(name: str) -> Any:
         return {format: bit_fields(format) for format in FORMATS}
     if name == "bits_and_error":
         return {format: bits_and_error(format) for format in FORMATS}
+    if name == "gathered":
+        return {name: mx_jax.formats.block_format(name).bits_per_element for name in GATHERED}
     if name == "training_step":
         return {product: operands(product) for product in PRODUCTS}
     if name == "number_lines":
@@ -221,6 +224,38 @@ def training_step(axes: Any) -> None:
     axes.set_axis_off()
 
 
+def gathered(axes: Any) -> None:
+    """FSDP on four devices: what each stores, casts, sends and multiplies by."""
+    bits = " or ".join(f"{value:g}" for value in numbers("gathered").values())
+    heads = {
+        0.0: "stores a quarter of W\n32 bits a value",
+        2.6: f"casts it\n{bits} bits",
+        5.2: "gathers the codes of all\nno values move",
+        8.6: "multiplies its tokens\nby all of W",
+    }
+    for left, head in heads.items():
+        axes.text(left, 4.05, head, va="bottom", fontsize=8)
+    for device in range(4):
+        low = 3.2 - device
+        axes.text(-0.2, low + 0.3, f"device {device}", ha="right", va="center", fontsize=8)
+        axes.bar(0.7, 0.6, bottom=low, width=1.4, color=f"C{device}", alpha=0.45)
+        axes.bar(2.8, 0.6, bottom=low, width=0.4, color=f"C{device}")
+        for other in range(4):
+            axes.bar(5.4 + 0.4 * other, 0.6, bottom=low, width=0.4, color=f"C{other}")
+            if other != device:
+                place = {"color": f"C{device}", "alpha": 0.5, "linewidth": 0.9}
+                axes.plot([3.05, 5.15], [low + 0.3, 3.5 - other], **place)
+        axes.text(8.6, low + 0.3, "x Q(W)", va="center", fontsize=9)
+        axes.annotate(
+            "", (8.4, low + 0.3), (7.0, low + 0.3), arrowprops={"arrowstyle": "->", "color": "0.4"}
+        )
+        axes.annotate(
+            "", (2.5, low + 0.3), (1.5, low + 0.3), arrowprops={"arrowstyle": "->", "color": "0.4"}
+        )
+    axes.set(xlim=(-1.6, 11.2), ylim=(0, 5.1))
+    axes.set_axis_off()
+
+
 # The page of each, and what draws it.
 PICTURES = {
     "number_lines": ("numerics", number_lines),
@@ -229,6 +264,7 @@ PICTURES = {
     "blocks": ("quantize", blocks),
     "bits_and_error": ("choosing", bits_and_error_of_formats),
     "training_step": ("recipes", training_step),
+    "gathered": ("sharding", gathered),
 }
 
 
