@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markdown.extensions.toc import slugify
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -49,6 +50,39 @@ def test_docs_build(tmp_path: Path):
         # An anchor that a heading names is no part of what one reads.
         headings = re.findall(r"<h[1-4][^>]*>(.*?)<", page.read_text())
         assert not [text for text in headings if "{" in text], page
+
+
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
+# What MkDocs does not look at.
+OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "custom_calls/README.md")
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links to files that are not there, and to headings that these do not have."""
+    found = []
+    for path, anchor in LINK.findall(page.read_text()):
+        target = (page.parent / path).resolve() if path else page
+        if target.is_file() and target.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            anchors = {slugify(heading, "-") for heading in headings}
+        else:
+            anchors = set()
+        if not target.exists() or (anchor and anchor not in anchors):
+            found.append(f"{path}#{anchor}")
+    return found
+
+
+@reads_sources
+@pytest.mark.parametrize("page", OUTSIDE)
+def test_links_outside_of_docs(page: str):
+    assert not broken_links(ROOT / page)
+
+
+def test_broken_links_are_found(tmp_path: Path):
+    (tmp_path / "there.md").write_text("## A heading\n")
+    page = tmp_path / "page.md"
+    page.write_text("[a](there.md#a-heading) [b](there.md#no) [c](none.md) [d](https://e.org)")
+    assert broken_links(page) == ["there.md#no", "none.md#"]
 
 
 def run_examples(page: Path) -> list[str]:
