@@ -220,7 +220,8 @@ def training_step(axes: Any) -> None:
             axes.text(left - 0.25, 2, rows, ha="center", va="center", fontsize=8)
             left += width + 0.8
         left += 1.2
-    axes.set(xlim=(-0.6, left - 1.5), ylim=(-0.9, 6), aspect="equal")
+    axes.set(xlim=(-0.6, left - 1.5), ylim=(-0.8, 5.8), aspect="equal")
+    axes.figure.set_size_inches(6.4, 2)
     axes.set_axis_off()
 
 
