@@ -12,6 +12,7 @@ import pytest
 from markdown.extensions.toc import slugify
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "mx_jax"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Tabs indent what they show.
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
@@ -76,6 +77,14 @@ def broken_links(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", OUTSIDE)
 def test_links_outside_of_docs(page: str):
     assert not broken_links(ROOT / page)
+
+
+@reads_sources
+def test_files_of_the_architecture_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", text))
+    assert len(named) > 5
+    assert [path for path in named if not any((at / path).exists() for at in (ROOT, PACKAGE))] == []
 
 
 def test_broken_links_are_found(tmp_path: Path):
