@@ -11,9 +11,8 @@ from benchmarks.page_tables import Table, result
 # Rows of the page, in its order, and the steps of its checkpoints; the results have more of both.
 _ROWS = (
     *("bf16", "mxfp8", "mxfp4_floor", "mxfp4", "mxfp4, forward alone", "mxfp4, backward alone"),
-    *("mxfp4_stochastic", "mxfp4, ends", "mxfp4_hadamard", "mxfp4, head too", "mxfp4_backward"),
-    *("nvfp4", "nvfp4_pretraining", "nvfp4_unbiased", "nvfp4_four_over_six"),
-    *("quartet", "quartet_ii", "deepseek_v3"),
+    *("mxfp4_stochastic", "mxfp4, ends", "mxfp4, head too", "mxfp4_backward"),
+    *("nvfp4", "nvfp4_pretraining", "nvfp4_unbiased", "quartet", "quartet_ii", "deepseek_v3"),
 )
 _STEPS, _MIDDLE = (300, 800), 300
 
