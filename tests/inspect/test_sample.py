@@ -13,10 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax import recipes
+from mx_jax.formats import E4M3, E5M2
 from mx_jax.ops import tags
+from mx_jax.ops.delayed import DelayedState, DelayedStates, Elements, delayed_dot_general
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.reference.hadamard import Hadamard
-from tests.inspect.kit import both, captured
+from tests.inspect.kit import both, captured, of
+from tests.quick import quick
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(48, 64)).astype(np.float32)
@@ -97,13 +100,37 @@ def test_operands_that_were_turned_and_kept(monkeypatch):
     check(monkeypatch, lambda x, w: mx_jax.matmul(x, w, recipe=recipe), (48, 64), (64, 40))
 
 
-@pytest.mark.slow
-def test_axes_that_lie_on_several_devices_by_their_type_count_whole(monkeypatch):
-    monkeypatch.setattr(tags, "POSITIONS", 16)
+def on_explicit_axes(function: Any, *operands: Any) -> Any:
+    """What a function returns of operands whose first axis has a type that says it is sharded."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
-        w = jax.device_put(W, NamedSharding(mesh, P(None, None)))
-        found = products(matmul, x, w)
-    assert found["output"].stats["compared"] == 48 * len(range(0, 40, 3))
-    assert found["grad_weight"].stats["compared"] == len(range(0, 64, 5)) * len(range(0, 40, 3))
+        x, w = (jax.device_put(x, NamedSharding(mesh, P(*p))) for x, p in operands)
+        return function(x, w)
+
+
+@pytest.mark.slow
+def test_products_on_explicit_axes_have_the_same_sample(monkeypatch):
+    """They are computed on automatic axes, along which anything can be sliced."""
+    monkeypatch.setattr(tags, "POSITIONS", 16)
+    expected = products(matmul, X, W)
+    found = on_explicit_axes(lambda x, w: products(matmul, x, w), (X, ("data", None)), (W, ()))
+    assert found["output"].stats["compared"] == len(range(0, 48, 3)) * len(range(0, 40, 3))
+    for name, record in found.items():
+        assert record.stats == pytest.approx(expected[name].stats, rel=1e-3)
+
+
+def test_axes_that_are_sharded_by_their_type_count_whole(monkeypatch):
+    """Of products with delayed scales, which stay on explicit axes: JAX slices no sharded axis."""
+    monkeypatch.setattr(tags, "POSITIONS", 16)
+    states = DelayedStates(*(DelayedState(jnp.float32(1 / 64), jnp.zeros(2)) for _ in range(3)))
+    elements = Elements(E4M3, E4M3, E5M2)
+
+    def delayed(x, w):
+        dimensions = (((1,), (0,)), ((), ()))
+        return delayed_dot_general(x, w, dimensions, states, elements, jnp.float32)
+
+    def run(x, w):
+        return of(captured(quick(delayed), x, w, stats="error"), "product")
+
+    (record,) = on_explicit_axes(run, (X, ("data", None)), (W, ()))
+    assert record.stats["compared"] == 48 * len(range(0, 40, 3))
