@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 import threading
 import warnings
@@ -19,8 +20,7 @@ from jax.custom_batching import custom_vmap
 from mx_jax.codecs.explicit_axes import varying
 from mx_jax.inspect import statistics
 from mx_jax.inspect.flax_modules import counted_scans, module_paths
-from mx_jax.inspect.records import Record, Scalar, pack, program_order, unpack
-from mx_jax.inspect.sinks import Memory, Sink
+from mx_jax.inspect.records import Memory, Record, Scalar, Sink
 from mx_jax.inspect.statistics import STATISTICS, Raw
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.tags import Moment, Tag, at_step, moment, watching
@@ -416,6 +416,46 @@ def _on_first(device: dict[str, jax.Array], run: Callable[[], jax.Array]) -> jax
 
 def _lane(tree: Any, batched: Any, lane: int) -> Any:
     return jax.tree.map(lambda x, own: x[lane] if own else x, tree, tuple(batched))
+
+
+def program_order(tag: Tag, tap: Tap, index: tuple[int, ...]) -> tuple[int, ...]:
+    """Where in its step: loops by their index, and gradients backwards, after all outputs."""
+    *loops, own = tap.order
+    path = [number for pair in zip(loops, index, strict=False) for number in pair]
+    if tag.product == "output":
+        return (0, *path, own)
+    return (1, *(-number for number in (*path, own)))
+
+
+def pack(content: Any) -> tuple[jax.Array, Any]:
+    """A pytree of arrays of 32 bits as one, since a callback costs for each array that it is given.
+
+    Returns:
+      Words, uint32, scalars first; how `unpack` reads them.
+    """
+    leaves, tree = jax.tree.flatten(content)
+    words = [jnp.ravel(lax.bitcast_convert_type(x, jnp.uint32)) for x in leaves]
+    order = sorted(range(len(leaves)), key=lambda place: leaves[place].ndim > 0)
+    layout = tree, [(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves]
+    return jnp.concatenate([words[place] for place in order]), layout
+
+
+def unpack(words: Any, layout: Any) -> Any:
+    """What was packed: NumPy arrays, and numbers of Python, which NumPy reads together."""
+    tree, leaves = layout
+    words = np.asarray(words)
+    start, place = sum(not shape for shape, _ in leaves), 0
+    scalars = {dtype: words[:start].view(dtype).tolist() for _, dtype in leaves}
+    found = []
+    for shape, dtype in leaves:
+        if not shape:
+            found.append(scalars[dtype][place])
+            place += 1
+        else:
+            end = start + math.prod(shape)
+            found.append(words[start:end].view(dtype).reshape(shape))
+            start = end
+    return jax.tree.unflatten(tree, found)
 
 
 class NonFiniteError(FloatingPointError):

@@ -16,8 +16,7 @@ import numpy as np
 from rich.table import Table
 
 from mx_jax.formats import BlockFormat, block_format
-from mx_jax.inspect.bias import path_name
-from mx_jax.inspect.tables import aligned, rich_table
+from mx_jax.inspect.bias import aligned, path_name, rich_table
 from mx_jax.ops.quantize import cast
 from mx_jax.recipes import weight_only
 

@@ -15,8 +15,7 @@ from rich.console import Console
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.inspect import GradientBias, gradient_bias, passes
-from mx_jax.inspect.bias import Row
-from mx_jax.inspect.bias_estimate import Estimate, estimate, inner_products
+from mx_jax.inspect.bias import Estimate, Row, estimate, inner_products
 from mx_jax.recipes import Residuals
 from tests.quick import quick
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import mx_jax
 from mx_jax import inspect, recipes
 from mx_jax.formats import E8M0
-from mx_jax.inspect.records import pack, unpack
+from mx_jax.inspect.capture import pack, unpack
 from mx_jax.inspect.statistics import numbers, shortened
 from mx_jax.reference import statistics
 from tests.inspect.kit import W, X, both, captured, of
