@@ -85,11 +85,10 @@ def capture(
       head output rhs mxfp4 even axis -2
     """
     names = frozenset((stats,) if isinstance(stats, str) else stats)
-    unknown = names - {*STATISTICS, _ARRAYS}
-    if unknown:
+    known = (*(row.name for row in statistics.TABLE), _ARRAYS)
+    if unknown := names - {*known}:
         raise ValueError(
-            f"capture: stats must be some of {', '.join((*STATISTICS, _ARRAYS))}, got "
-            f"stats={sorted(unknown)}"
+            f"capture: stats must be some of {', '.join(known)}, got stats={sorted(unknown)}"
         )
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"capture: every must be an integer of at least 1, got every={every!r}")

@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from mx_jax.inspect.statistics import COLUMNS, HEADED, decibel, nonfinite
+from mx_jax.inspect.statistics import columns, decibel, headed, nonfinite
 from mx_jax.ops.tags import Tag
 
 _TAG = ("path", "call", "product", "side", "axis", "format", "rule")
@@ -281,14 +281,14 @@ class Csv(_File):
 
     def _write(self, record: Record | Scalar) -> None:
         file = self._open()
-        rows = csv.DictWriter(file, ("step", "index", *_TAG, *COLUMNS, "value"), restval="")
+        rows = csv.DictWriter(file, ("step", "index", *_TAG, *columns(), "value"), restval="")
         if not file.tell():
             rows.writeheader()
         if isinstance(record, Scalar):
             rows.writerow({"step": record.step, "path": record.name, "value": record.value})
         else:
             row: dict[str, Any] = {name: getattr(record.tag, name) for name in _TAG}
-            row |= {name: record.stats[name] for name in COLUMNS if name in record.stats}
+            row |= {name: record.stats[name] for name in columns() if name in record.stats}
             index = "/".join(map(str, record.index))
             rows.writerow({"step": record.step, "index": index, **row})
         file.flush()
@@ -335,7 +335,7 @@ class TensorBoard(_Numbers):
             # An operand without an error has an SQNR of Inf: no news, and no point in a plot.
             numbers = {
                 f"{own}/{name}": record.stats[name]
-                for name in COLUMNS
+                for name in columns()
                 if name in record.stats and math.isfinite(record.stats[name])
             }
         if hasattr(self._writer, "write_scalars"):
@@ -390,7 +390,7 @@ class Console(_Numbers):
 
 def _table(title: str, records: Sequence[Record], rows: int) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index, heading in enumerate(("operand", "format", *(own.heading for own in HEADED))):
+    for index, heading in enumerate(("operand", "format", *(own.heading for own in headed()))):
         table.add_column(heading, justify="right" if index > 1 else "left", overflow="fold")
 
     def worst(record: Record) -> tuple[float, float]:
@@ -400,7 +400,7 @@ def _table(title: str, records: Sequence[Record], rows: int) -> Table:
         table.add_row(
             f"{record.path} {record.tag.product} {record.tag.tensor}",
             record.tag.format,
-            *(column.text(record.stats) for column in HEADED),
+            *(column.text(record.stats) for column in headed()),
         )
     return table
 

@@ -11,6 +11,7 @@ from typing import Any
 from mx_jax.checkpoint.foreign import read as read_weights
 from mx_jax.checkpoint.safetensors_file import check_apart, replacing
 from mx_jax.checkpoint.weights import Weights
+from mx_jax.inspect import statistics
 from mx_jax.inspect.records import Memory, Record, Scalar, from_json
 from mx_jax.inspect.report_checkpoint import checkpoint_page, facts_of
 from mx_jax.inspect.report_page import (
@@ -26,7 +27,7 @@ from mx_jax.inspect.report_page import (
     share_map,
     worst_lines,
 )
-from mx_jax.inspect.statistics import HEADED, TABLE, Plot
+from mx_jax.inspect.statistics import Plot, headed
 
 FilePath = str | os.PathLike[str]
 # Layers of a scan that a sentence names; of more it says how many.
@@ -150,7 +151,7 @@ def run_page(title: str, memory: Memory) -> str:
     found = memory.all()
     if not found and not memory.scalars:
         raise ValueError(f"report: needs records, got none in records={memory!r}")
-    plots = [row.plot for row in TABLE if row.plot is not None]
+    plots = [row.plot for row in statistics.TABLE if row.plot is not None]
     sections = {
         "Out of the ordinary": [Sentences(findings(found, memory.scalars))],
         "Numbers": _numbers(memory),
@@ -179,7 +180,7 @@ def findings(records: Sequence[Record], scalars: Mapping[str, Sequence[Scalar]])
             if isinstance(value, int | float) and math.isfinite(value):
                 before.setdefault(number, value)
         what = f"{record.path}: the {tag.tensor} of {tag.product} ({tag.format})"
-        for row in TABLE:
+        for row in statistics.TABLE:
             known = row.columns and row.columns[0].number in stats
             if known and (text := row.finding(stats, before)):
                 group = row.name, tag.path
@@ -274,12 +275,12 @@ def _worst(records: Sequence[Record]) -> Table:
             name,
             f"{record.tag.format} ({record.tag.rule})",
             str(record.step),
-            *(column.text(record.stats, 4) for column in HEADED),
+            *(column.text(record.stats, 4) for column in headed()),
             ", ".join(f"{i}: {amax:.3g}" for i, amax in record.stats.get("channels", [])[:3]),
         )
         for name, record in ranked
     ]
-    heads = ("operand", "format", "step", *(column.heading for column in HEADED))
+    heads = ("operand", "format", "step", *(column.heading for column in headed()))
     return Table((*heads, "largest channels"), rows)
 
 

@@ -6,6 +6,7 @@ one's power of two: gradients of 1e-25 have an SQNR too.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ from jax import lax
 from mx_jax.backends.calls import CastStatisticsCall
 from mx_jax.backends.primitive import choose_if_any
 from mx_jax.codecs.blocks import varying_axes
-from mx_jax.codecs.element import decode
 from mx_jax.codecs.explicit_axes import varying
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.quantize import dequantize
@@ -67,9 +67,11 @@ class Statistic:
 
     Attributes:
       name: as `capture` takes it.
-      joins: arrays that it needs, from `of_cast` or `of_product`, and how those of lanes and shards
-        join: "max", "sum", or "squares", sums of squares of what was divided by amax's power of 2.
-      of: numbers for `Record.stats`, of these arrays on the host.
+      joins: arrays that it needs, and how those of lanes and shards join: "max", "sum", or
+        "squares", sums of squares of what was divided by amax's power of 2.
+      of: numbers for `Record.stats`, of these arrays and `size` on the host.
+      arrays: computes them of a cast: of the values, of what they became, and the channels' axis.
+        None: `reference.statistics` has them, and kernels may, or `of_product`.
       columns: those of the numbers that tables hold.
       finding: what a report says of a record with the first of them, if anything; of its numbers,
         and of the first finite ones that the same operand had.
@@ -81,6 +83,7 @@ class Statistic:
     name: str
     joins: Mapping[str, str]
     of: Callable[[Stats], dict[str, Any]]
+    arrays: Callable[[jax.Array, MXArray, int], Raw] | None = None
     columns: tuple[Column, ...] = ()
     finding: Callable[[Stats, Stats], str | bool] = lambda stats, first: False
     plot: Plot | None = None
@@ -267,16 +270,19 @@ STATISTICS = tuple(row.name for row in TABLE)
   sharded. Below `shard_map` each device gives a record with its part, and `Record.shard` says
   which. Products are then compared as a whole.
 """
-COLUMNS = tuple(column.number for row in TABLE for column in row.columns)
-"""Numbers that a row of a table holds."""
-HEADED = sorted((c for row in TABLE for c in row.columns if c.heading), key=lambda c: c[1] != "dB")
-"""Columns of tables for people: what they are sorted by, the SQNR, first."""
 ARRAYS = frozenset({"before", "after"})
 """What raw statistics may hold besides: arrays of the user, which do not join."""
 
-_JOINS: dict[str, str] = {"size": "sum"}
-for _row in TABLE:
-    _JOINS |= _row.joins
+
+def columns() -> tuple[str, ...]:
+    """Numbers that a row of a table holds."""
+    return tuple(column.number for row in TABLE for column in row.columns)
+
+
+def headed() -> list[Column]:
+    """Columns of tables for people: what they are sorted by, the SQNR, first."""
+    found = [column for row in TABLE for column in row.columns if column.heading]
+    return sorted(found, key=lambda column: column.heading != "dB")
 
 
 def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
@@ -291,12 +297,15 @@ def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str
         scale_axes=varying_axes(after.tensor_scale),
     )
     rows = [row for row in TABLE if row.name in wanted and row.name != "error"]
-    choice = choose_if_any(call)
     raw: Raw = {}
+    for row in rows:
+        raw |= {} if row.arrays is None else row.arrays(before, after, axis)
+    rows = [row for row in rows if row.arrays is None]
+    choice = choose_if_any(call)
     if choice is not None and not choice.offer.is_plain:
         needed = {"amax", "size"}.union(*(row.joins for row in rows))
-        raw = choice.offer.run(before, after, call)
-        raw = {name: value for name, value in raw.items() if name in needed}
+        found = choice.offer.run(before, after, call)
+        raw |= {name: value for name, value in found.items() if name in needed}
         rows = [row for row in rows if not row.joins.keys() <= raw.keys()]
         if not rows:
             return raw
@@ -370,14 +379,15 @@ def _joined(raw: Raw, maximum: Any, summed: Any) -> Raw:
     """Each array as its row says; arrays of the user as they are."""
     amax = maximum(raw["amax"])
     share = jnp.square(power(exponent(raw["amax"]) - exponent(amax)))
+    joins = {"size": "sum"} | {name: how for row in TABLE for name, how in row.joins.items()}
     joined = {}
     for name, value in raw.items():
         if name in ARRAYS:
             joined[name] = value
-        elif _JOINS[name] == "max":
+        elif joins[name] == "max":
             joined[name] = maximum(value)
         else:
-            joined[name] = summed(value * share if _JOINS[name] == "squares" else value)
+            joined[name] = summed(value * share if joins[name] == "squares" else value)
     return joined
 
 
@@ -469,12 +479,8 @@ def saturated_fraction(x: jax.typing.ArrayLike, quantized: MXArray) -> float:
             "saturated_fraction: shapes must agree, got "
             f"x.shape={np.shape(x)}, quantized.shape={quantized.shape}; pass what was quantized"
         )
-    return float(_saturated(jnp.asarray(x), quantized))
+    raw = _saturated(jnp.asarray(x), quantized)
+    return float(raw["saturated"]) / max(1, quantized.size)
 
 
-@jax.jit
-def _saturated(x: jax.Array, quantized: MXArray) -> jax.Array:
-    values = jnp.abs(quantized.dequantize(jnp.float32))
-    element = quantized.format.element
-    at_limit = jnp.abs(decode(quantized.codes, element)) >= element.max
-    return jnp.mean(at_limit & (jnp.abs(x) > values))
+_saturated = jax.jit(functools.partial(plain.of_cast, axis=-1, wanted=("saturation",)))
