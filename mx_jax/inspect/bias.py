@@ -413,10 +413,7 @@ def _parts(gradient: Any, scanned: str | None) -> Iterable[tuple[str, np.ndarray
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A path in a pytree as names joined by `/`, as conversion has them.
-
-    Boxes of Flax, nnx's variables among them, end in an attribute `value`, which is not in names.
-    """
+    """A path in a pytree as names joined by `/`; boxes of Flax end in `value`, which is none."""
     names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
     boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")
     return "/".join(names[:-1] if boxed else names)
@@ -425,12 +422,8 @@ def path_name(path: tuple[Any, ...]) -> str:
 def inner_products(
     exact: Sequence[Any] | np.ndarray, error: Sequence[Any] | np.ndarray
 ) -> np.ndarray:
-    """Inner products of n draws of an exact vector g and of its error e, as arrays of one shape.
-
-    Returns:
-      Float64 `[3, n, n]`: `g_i . g_j`, `e_i . e_j` and `e_i . g_j`. Those of parts of a vector add
-      up to those of the whole.
-    """
+    """Of n draws of an exact vector g and of its error e: `g_i . g_j`, `e_i . e_j` and `e_i . g_j`,
+    float64 `[3, n, n]`. Those of parts of a vector add up to those of the whole."""
     g, e = (np.stack([np.ravel(np.asarray(x, np.float64)) for x in own]) for own in (exact, error))
     # Inf times 0 is no news: `estimate` looks at what comes of it.
     with np.errstate(invalid="ignore"):
@@ -444,10 +437,6 @@ def estimate(products: np.ndarray, confidence: float) -> Estimate:
     Student's quantile for n - 1 degrees of freedom; then the root is taken. Without a bias the
     jackknife's deviation is too large rather than too small, so the interval then holds 0 more
     often than it says.
-
-    Args:
-      products: what `inner_products` gave, of at least three draws.
-      confidence: of the interval, 0 to 1.
     """
     from scipy.special import stdtrit  # takes longer to import than all of this module's work
 

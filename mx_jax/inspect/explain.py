@@ -117,12 +117,7 @@ def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: An
 def _with_sizes(
     recipe: MatmulRecipe, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """What `_of_recipe` takes beside a recipe, by name.
-
-    Raises:
-      ValueError: a size below 0.
-      TypeError: no three whole sizes, or something else.
-    """
+    """What `_of_recipe` takes beside a recipe, by name; checked."""
     found = dict(zip(_SIZES, args, strict=False)) | kwargs
     once = len(found) == len(args) + len(kwargs)
     sizes: list[Any] = [found.get(name) for name in _SIZES]

@@ -393,14 +393,9 @@ def _joined(rows: Iterable[Row]) -> tuple[Row, ...]:
 def _rows(
     jaxpr: Any, entries: list[Any], times: int, scopes: str, *, marked: bool
 ) -> Iterator[tuple[float, Row]]:
-    """What a jaxpr computes, scans and calls included, with the place of its entry.
+    """What a jaxpr computes, scans and calls included, each with the index of its entry.
 
-    Args:
-      jaxpr: traced while a recorder marked what it recorded.
-      entries: what that recorded.
-      times: how often the jaxpr runs.
-      scopes: names around it.
-      marked: whether an entry stands for all of it.
+    It runs so many times, below these scopes; `marked` if an entry stands for all of it.
     """
     here: dict[int, str] = {}
     for eqn in jaxpr.eqns:

@@ -93,11 +93,7 @@ class Scalar:
 
 
 def from_json(fields: Mapping[str, Any]) -> Record | Scalar:
-    """What a line of JSON holds.
-
-    Raises:
-      ValueError: it is no record.
-    """
+    """The record of a line of JSON; ValueError if it is none."""
     try:
         if "scalar" in fields:
             return Scalar(
@@ -220,11 +216,7 @@ class _Numbers:
 
 
 class _File(_Numbers):
-    """A file that is appended to, and written as records come.
-
-    Args:
-      path: of the file; what it holds stays, so that a run that is resumed goes on.
-    """
+    """A file that is appended to, and written as records come."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)

@@ -128,11 +128,7 @@ def _named(reference: Mapping[str, Any] | FilePath) -> str:
 
 
 def read(path: FilePath) -> Memory:
-    """What a file of `Jsonl` holds.
-
-    Raises:
-      ValueError: a line that is no record.
-    """
+    """The records of a file of `Jsonl`; ValueError of a line that is none."""
     memory = Memory()
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -143,11 +139,7 @@ def read(path: FilePath) -> Memory:
 
 
 def run_page(title: str, memory: Memory) -> str:
-    """The page of a run as text: what is out of the ordinary, losses, statistics by layer.
-
-    Raises:
-      ValueError: nothing was captured.
-    """
+    """The page of a run as text; ValueError if nothing was captured."""
     found = memory.all()
     if not found and not memory.scalars:
         raise ValueError(f"report: needs records, got none in records={memory!r}")

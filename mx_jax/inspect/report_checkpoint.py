@@ -75,9 +75,7 @@ class TensorFacts:
         return self.format if self.stored is None else f"{self.format} ({self.stored})"
 
     def texts(self, missing: str) -> tuple[str, ...]:
-        """As rows show it: name, format, shape, bytes, bits, amax, per cents of zeros and saturated
-        codes, SQNR; `missing` where there is none.
-        """
+        """The cells of a row, of `_HEADS`; `missing` where there is no number."""
         return (
             self.name,
             self.stored_as,
@@ -105,18 +103,10 @@ def facts_of(
     operation: str,
     progress: bool = False,
 ) -> list[TensorFacts]:
-    """Look at tensors of a checkpoint, of which one at a time is in memory.
+    """Facts of tensors of a checkpoint, of which one at a time is in memory.
 
-    Args:
-      weights: the checkpoint.
-      names: of its tensors.
-      reference: what they should be, by name. What it does not have is not compared, nor are
-        weights for rotated inputs, whose values are others on purpose.
-      operation: that asks, for errors.
-      progress: whether to show a bar on stderr.
-
-    Raises:
-      ValueError: a reference of another shape, or a damaged tensor.
+    What the reference does not have is not compared, nor are weights for rotated inputs, whose
+    values are others on purpose. ValueError of a reference of another shape, or a damaged tensor.
     """
     rows, found = {name: weights.stored[name] for name in names}, []
     with progress_bar("read", sum(row.nbytes for row in rows.values()), progress) as step:
@@ -126,7 +116,7 @@ def facts_of(
                 whole = isinstance(reference, Weights)
                 exact = reference.stored[name].look() if whole else reference[name]
             try:
-                found.append(tensor_facts(name, row, row.look(), exact))
+                found.append(_facts(name, row, row.look(), exact))
             except ValueError as error:
                 text = str(error) if name in str(error) else f"{name}: {error}"
                 raise ValueError(f"{operation}: {text}") from error
@@ -134,15 +124,8 @@ def facts_of(
     return found
 
 
-def tensor_facts(name: str, stored: Stored, value: Any, reference: Any = None) -> TensorFacts:
-    """Facts of one tensor, an array or an MXArray.
-
-    Raises:
-      ValueError: a reference of another shape.
-    """
-    exponents, zero_scales = (None, 0)
-    if isinstance(value, MXArray):
-        exponents, zero_scales = _exponents(value)
+def _facts(name: str, stored: Stored, value: Any, reference: Any) -> TensorFacts:
+    exponents, zero_scales = _exponents(value) if isinstance(value, MXArray) else (None, 0)
     sqnr = None
     if reference is not None and (values := values_of(value)).dtype.kind == "f":
         sqnr = sqnr_db(values_of(reference), values)
@@ -274,9 +257,11 @@ def _medians(
     found: Sequence[TensorFacts], of: Callable[[TensorFacts], float | None]
 ) -> dict[str, float]:
     """The median of a fact by format, of tensors that have it."""
-    known = [facts for facts in found if of(facts) is not None]
-    groups = _grouped(known, lambda facts: facts.stored_as)
-    return {stored_as: statistics.median(map(of, group)) for stored_as, group in groups.items()}
+    values: dict[str, list[float]] = collections.defaultdict(list)
+    for facts in found:
+        if (value := of(facts)) is not None:
+            values[facts.stored_as].append(value)
+    return {stored_as: statistics.median(own) for stored_as, own in values.items()}
 
 
 def _formats(found: Sequence[TensorFacts]) -> Table:

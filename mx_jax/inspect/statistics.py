@@ -259,13 +259,14 @@ STATISTICS = tuple(row.name for row in TABLE)
 - `"scales"`: how many scales have which exponent;
 - `"underflow"`, `"saturation"`: shares of values that became zero, or the largest code though they
   are larger;
-- `"nonfinite"`: blocks with Inf or NaN, and blocks in all;
-- `"sqnr"`: signal to quantization noise, in dB;
-- `"channels"`: the largest amaxes along the axis of the blocks, and the first over the median;
-- `"error"`, of products: `|exact - actual| / |exact|` and their cosine, where exact is the product
-  of the same operands in float32; of gradients too. A large product is compared in a fixed sample
-  of its entries, `compared` of `entries`: the rows and columns at an odd distance, at most 128 of
-  each, so that one of 128 by 128 is compared as a whole;
+- `"nonfinite"`: blocks with Inf or NaN, and blocks in all, `nonfinite_blocks` and `blocks`;
+- `"sqnr"`: signal to quantization noise, in dB, `sqnr_db`;
+- `"channels"`: the largest amaxes along the axis of the blocks, pairs of index and amax, and the
+  first over the median, `outlier_ratio`;
+- `"error"`, of products: `|exact - actual| / |exact|` and their `cosine`, where exact is the
+  product of the same operands in float32; of gradients too. A large product is compared in a fixed
+  sample of its entries, `compared` of `entries`: the rows and columns at an odd distance, at most
+  128 of each, so that one of 128 by 128 is compared as a whole;
 - `"arrays"`, only if named: the values before and after, whole on one device, even where they are
   sharded. Below `shard_map` each device gives a record with its part, and `Record.shard` says
   which. Products are then compared as a whole.
@@ -400,15 +401,7 @@ def shortened(raw: Raw) -> Raw:
 
 
 def numbers(raw: Stats, wanted: Collection[str]) -> dict[str, Any]:
-    """`Record.stats` of raw statistics, on the host; the error of a product comes with arrays too.
-
-    Returns:
-      `amax`; `underflow` and `saturation` as shares; `nonfinite_blocks` and `blocks`; `sqnr_db`;
-      `scales`, how many have which exponent; `channels`, pairs of index and amax, the largest
-      first, and `outlier_ratio`, the largest over the middle one; of a product `error`,
-      `|exact - actual| / |exact|`, and `cosine`, of `compared` of its `entries`, and how many of
-      these are `nonfinite`.
-    """
+    """`Record.stats` of raw statistics, on the host; arrays of a product come with its error."""
     found: dict[str, Any] = {}
     for row in TABLE:
         if row.joins.keys() <= raw.keys() and row.name in {*wanted, "error"}:

@@ -1,8 +1,12 @@
-"""Arrays of a capture are those of the program, and statistics equal NumPy's over them."""
+"""Arrays of a capture are those of the program, and statistics equal NumPy's over them.
+
+The error of large products comes from a fixed sample of their entries.
+"""
 
 import dataclasses
 import functools
 import math
+import re
 from typing import Any
 
 import jax
@@ -14,13 +18,19 @@ from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax import inspect, recipes
-from mx_jax.formats import E8M0
+from mx_jax.formats import E4M3, E5M2, E8M0
+from mx_jax.inspect import saturated_fraction, sqnr_db
 from mx_jax.inspect.capture import pack, unpack
 from mx_jax.inspect.statistics import numbers, shortened
+from mx_jax.ops import tags
+from mx_jax.ops.delayed import DelayedState, DelayedStates, Elements, delayed_dot_general
+from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.reference import statistics
+from mx_jax.reference.hadamard import Hadamard
 from tests.inspect.kit import W, X, both, captured, of
 from tests.quick import quick
 
+RNG = np.random.default_rng(0)
 RECIPES = [
     recipes.mxfp4(),
     *(
@@ -305,3 +315,161 @@ def test_below_shard_map_with_steps_that_do_not_count():
         for number in range(3):
             run(X, W, number)
     assert [record.step for record in of(records, "input")] == [0] * 4 + [2] * 4
+
+
+OPERANDS = [RNG.normal(size=shape).astype(np.float32) for shape in ((48, 64), (64, 40))]
+
+
+@pytest.mark.parametrize(
+    "sizes", [[1], [128], [129], [1024], [4096], [50257], [512, 128], [64, 3, 96]]
+)
+def test_positions_are_few_at_odd_distances_and_reach_the_end(sizes):
+    found = tags.strides(sizes)
+    counts = [len(range(0, size, step)) for size, step in zip(sizes, found, strict=True)]
+    assert math.prod(counts) <= tags.POSITIONS and all(step % 2 for step in found)
+    assert math.prod(sizes) > tags.POSITIONS or found == [1] * len(sizes)
+    if len(sizes) == 1:
+        assert counts[0] >= min(sizes[0], tags.POSITIONS) // 3
+
+
+def products(function: Any, *operands: Any, stats: Any = "error") -> dict[str, Any]:
+    """Records of the three products."""
+    step = both(lambda *own: (function(*own) ** 2).sum())
+    records = captured(step, *operands, stats=stats)
+    return {record.tag.product: record for record in records.all() if record.tag.side is None}
+
+
+def test_the_error_is_that_of_the_sampled_entries(monkeypatch):
+    whole = products(matmul, *OPERANDS, stats=("arrays", "error"))
+    monkeypatch.setattr(tags, "POSITIONS", 16)
+    part = products(matmul, *OPERANDS)
+    # Rows of one operand and columns of the other: 48, 40 and 64 positions at these distances.
+    steps = {"output": (3, 3), "grad_input": (3, 5), "grad_weight": (5, 3)}
+    for name, (rows, columns) in steps.items():
+        exact, actual = (x[::rows, ::columns] for x in (whole[name].before, whole[name].after))
+        stats = part[name].stats
+        expected = np.linalg.norm(exact - actual) / np.linalg.norm(exact)
+        assert stats["error"] == pytest.approx(expected, rel=1e-4)
+        assert (stats["compared"], stats["entries"]) == (exact.size, whole[name].before.size)
+        assert whole[name].stats["compared"] == whole[name].stats["entries"]
+        assert stats["error"] == pytest.approx(whole[name].stats["error"], rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("axes", "left", "right"),
+    [
+        ("bmk,bkn->bmn", (2, 32, 64), (2, 64, 40)),
+        pytest.param("bmk,kn->bmn", (3, 32, 64), (64, 40), marks=pytest.mark.slow),
+        pytest.param("km,nk->mn", (64, 48), (40, 64), marks=pytest.mark.slow),
+    ],
+)
+def test_any_order_of_axes(axes, left, right, monkeypatch):
+    check(monkeypatch, lambda x, w: mx_jax.einsum(axes, x, w, recipe="mxfp4"), left, right)
+
+
+def check(monkeypatch, function, left, right):
+    """Sampled errors are near the whole ones; noise of other entries would not be."""
+    x, w = (RNG.normal(size=shape).astype(np.float32) for shape in (left, right))
+    whole = products(function, x, w)
+    monkeypatch.setattr(tags, "POSITIONS", 16)
+    part = products(function, x, w)
+    for name, record in part.items():
+        assert record.stats["compared"] < record.stats["entries"]
+        assert record.stats["error"] == pytest.approx(whole[name].stats["error"], rel=0.3)
+
+
+def test_columns_of_a_ragged_product(monkeypatch):
+    sizes = jnp.array([10, 0, 30])
+    check(monkeypatch, lambda x, w: ragged_dot(x, w, sizes, recipe="mxfp4"), (48, 64), (3, 64, 40))
+
+
+@pytest.mark.slow
+def test_operands_that_were_turned_and_kept(monkeypatch):
+    turned = recipes.mxfp4().with_(fwd={"transform": Hadamard(size=32, signs=(1,) * 32)})
+    recipe = dataclasses.replace(turned, residuals=recipes.Residuals.QUANTIZED)
+    check(monkeypatch, lambda x, w: mx_jax.matmul(x, w, recipe=recipe), (48, 64), (64, 40))
+
+
+def on_explicit_axes(function: Any) -> Any:
+    """What a function returns of operands of which the first one's type says that it is sharded."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        specs = P("data", None), P(None, None)
+        places = [NamedSharding(mesh, spec) for spec in specs]
+        return function(*map(jax.device_put, OPERANDS, places))
+
+
+@pytest.mark.slow
+def test_products_on_explicit_axes_have_the_same_sample(monkeypatch):
+    """They are computed on automatic axes, along which anything can be sliced."""
+    monkeypatch.setattr(tags, "POSITIONS", 16)
+    expected = products(matmul, *OPERANDS)
+    found = on_explicit_axes(lambda x, w: products(matmul, x, w))
+    assert found["output"].stats["compared"] == len(range(0, 48, 3)) * len(range(0, 40, 3))
+    for name, record in found.items():
+        assert record.stats == pytest.approx(expected[name].stats, rel=1e-3)
+
+
+def test_axes_that_are_sharded_by_their_type_count_whole(monkeypatch):
+    """Of products with delayed scales, which stay on explicit axes: JAX slices no sharded axis."""
+    monkeypatch.setattr(tags, "POSITIONS", 16)
+    states = DelayedStates(*(DelayedState(jnp.float32(1 / 64), jnp.zeros(2)) for _ in range(3)))
+    elements = Elements(E4M3, E4M3, E5M2)
+
+    def delayed(x, w):
+        dimensions = (((1,), (0,)), ((), ()))
+        return delayed_dot_general(x, w, dimensions, states, elements, jnp.float32)
+
+    def run(x, w):
+        return of(captured(quick(delayed), x, w, stats="error"), "product")
+
+    (record,) = on_explicit_axes(run)
+    assert record.stats["compared"] == 48 * len(range(0, 40, 3))
+
+
+def test_sqnr_is_its_formula(rng: np.random.Generator):
+    exact = rng.standard_normal((50, 70))
+    noisy = exact + 0.01 * rng.standard_normal((50, 70))
+    expected = 10 * math.log10(np.sum(exact**2) / np.sum((exact - noisy) ** 2))
+    measured = sqnr_db(exact.astype(np.float32), noisy.astype(np.float32))
+    assert isinstance(measured, float)
+    assert measured == pytest.approx(expected, abs=1e-2)
+
+
+@pytest.mark.parametrize("size", [4.0, 2.0**100, 2.0**-100], ids=["1", "large", "small"])
+@pytest.mark.parametrize(("factor", "decibels"), [(0.9, 20.0), (0.99, 40.0), (1.5, 6.0206)])
+def test_sqnr_of_known_noise(factor: float, decibels: float, size: float):
+    """Near the ends of float32's range too, where squares leave it: the ratio is what counts."""
+    x = np.full(100, size, np.float32)
+    assert sqnr_db(x, x * np.float32(factor)) == pytest.approx(decibels, abs=1e-2)
+
+
+def test_sqnr_of_equal_arrays_is_infinite():
+    assert sqnr_db(np.ones(3), np.ones(3)) == sqnr_db(np.zeros(3), np.zeros(3)) == math.inf
+    assert math.isnan(sqnr_db(np.full(3, np.nan), np.full(3, np.nan)))
+
+
+def test_sqnr_takes_any_float_and_mxarrays_of_one_shape(rng: np.random.Generator):
+    x = rng.standard_normal((4, 64)).astype(np.float32)
+    quantized = mx_jax.quantize(x, "mxfp8_e4m3")
+    expected = sqnr_db(x, quantized.dequantize())
+    assert sqnr_db(x, quantized) == expected
+    assert 25 < sqnr_db(jnp.asarray(x, jnp.bfloat16), quantized) < expected + 1
+    message = "sqnr_db: shapes must agree, got exact.shape=(3,), approximate.shape=(1, 3)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sqnr_db(np.ones(3), np.ones((1, 3)))
+
+
+@pytest.mark.parametrize(("rule", "fraction"), [("floor", 3 / 32), ("rceil", 0.0)])
+def test_saturated_fraction_counts_what_is_clipped(rule: str, fraction: float):
+    """FLOOR of amax=7.9 has scale 1: of 6, -6, 6.1, 7 and 7.9 the last three do not fit."""
+    x = np.zeros(32, np.float32)
+    x[:5] = [6, -6, 6.1, -7, 7.9]
+    assert saturated_fraction(x, mx_jax.quantize(x, "mxfp4", scale_rule=rule)) == fraction
+
+
+def test_saturated_fraction_of_int8():
+    """Code -127 is as much at the limit as 127 is."""
+    x = np.array([[127, 127.4, 127.9, -127.9, -127]], np.float32) / 64
+    quantized = mx_jax.quantize(x, "mxint8", block_size=8, scale_rule="floor")
+    assert saturated_fraction(x, quantized) == pytest.approx(3 / 5)
