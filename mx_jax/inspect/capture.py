@@ -538,8 +538,14 @@ def guard(filter: str | Filter | None = None, *, step: Any = None) -> Iterator[N
     """
     sink = _FirstNonFinite()
     try:
-        names = {"operation": "guard", "missing": "nothing was guarded"}
-        with Capture(filter, stats=frozenset({"nonfinite"}), step=step, sinks=(sink,), **names):
+        with Capture(
+            filter,
+            stats=frozenset({"nonfinite"}),
+            step=step,
+            sinks=(sink,),
+            operation="guard",
+            missing="nothing was guarded",
+        ):
             yield
     except NonFiniteError:
         raise
