@@ -30,9 +30,11 @@ from mx_jax.backends.calls import (
     RandomBitsCall,
     result_of,
 )
-from mx_jax.backends.records import Selection, active
 from mx_jax.backends.select import (
+    REFERENCE,
     Choice,
+    Selection,
+    active,
     added_backends,
     current_target,
     find,
@@ -43,7 +45,6 @@ from mx_jax.backends.select import (
     rejections_of,
     select,
 )
-from mx_jax.backends.table import REFERENCE
 from mx_jax.backends.target import PLATFORMS, Target, machine_of, on_one_device, use_target
 from mx_jax.codecs.explicit_axes import has_explicit_axes, vary_alike
 from mx_jax.packed import PackedMXArray, unpacked

@@ -11,7 +11,7 @@ from jax import export
 
 from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.evidence import Row, in_force
-from mx_jax.backends.records import Selection, recording
+from mx_jax.backends.select import Selection, recording
 from mx_jax.backends.target import Target, use_target
 from mx_jax.inspect.explanation import (
     Explanation,

@@ -35,7 +35,7 @@ from mx_jax.backends.calls import (
     RandomBitsCall,
     TransformCall,
 )
-from mx_jax.backends.records import MARK, Selection, recording
+from mx_jax.backends.select import MARK, Selection, recording
 from mx_jax.backends.target import Target, current_target
 from mx_jax.formats import BlockFormat
 

@@ -21,10 +21,9 @@ from mx_jax.ops.arguments import (
 )
 from mx_jax.ops.canonical import canonicalize, check_dimension_numbers
 from mx_jax.ops.dense import DenseProduct
-from mx_jax.ops.explicit_axes import gathering, product_spec
 from mx_jax.ops.packing import packed_for
-from mx_jax.ops.placing import gathered_once, given_moves
 from mx_jax.ops.product import Given, differentiable
+from mx_jax.ops.sharded_operands import gathered_once, gathering, given_moves, product_spec
 from mx_jax.ops.tags import watching
 from mx_jax.ops.watched import watched
 from mx_jax.packed import Quantized, unpacked

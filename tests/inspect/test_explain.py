@@ -15,8 +15,7 @@ import mx_jax
 import mx_jax.nn.linen as mx
 from mx_jax import convert, recipes
 from mx_jax.backends.calls import MatmulCall
-from mx_jax.backends.records import MARK, recording
-from mx_jax.backends.select import current_target, only_backend
+from mx_jax.backends.select import MARK, current_target, only_backend, recording
 from mx_jax.backends.target import Target
 from mx_jax.inspect import Explanation
 from tests.backends.mosaic import with_any_jax
