@@ -324,7 +324,7 @@ class Capture:
         def send(raws: list[Raw], now: Counters, shard: dict[str, jax.Array]) -> jax.Array:
             arrays = [{k: x for k, x in raw.items() if k in statistics.ARRAYS} for raw in raws]
             rest = [{k: x for k, x in raw.items() if k not in statistics.ARRAYS} for raw in raws]
-            words, layout = pack(([statistics.shortened(raw) for raw in rest], now, shard))
+            words, layout = pack((rest, now, shard))
             receive = functools.partial(self._receive, tags, site, layout)
             jax.debug.callback(receive, words, arrays)
             return jnp.zeros(())

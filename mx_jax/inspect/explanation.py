@@ -21,20 +21,8 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from mx_jax.backends.calls import (
-    AttendCall,
-    Call,
-    CastStatisticsCall,
-    DequantizeCall,
-    MatmulCall,
-    OperandType,
-    PackCall,
-    QuantizeBothCall,
-    QuantizeCall,
-    RaggedCall,
-    RandomBitsCall,
-    TransformCall,
-)
+from mx_jax.backends import calls
+from mx_jax.backends.calls import Call, OperandType
 from mx_jax.backends.select import MARK, Selection, recording
 from mx_jax.backends.target import Target, current_target
 from mx_jax.formats import BlockFormat
@@ -212,31 +200,31 @@ def machine_text(target: Target) -> str:
 def work_text(call: Call) -> str:
     """A call in words, with the shapes and axes of its arrays."""
     match call:
-        case MatmulCall():
+        case calls.MatmulCall():
             lhs, rhs = (_operand(own) for _, own in call.sides)
             left, right = (list(own.axes.contracting) for _, own in call.sides)
             return f"product {lhs} x {rhs} over axes {left} and {right}, to {call.out_dtype}"
-        case RaggedCall():
+        case calls.RaggedCall():
             lhs, rhs = _operand(call.lhs), _operand(call.rhs)
             return f"ragged product {lhs} x {rhs}, {call.num_groups} groups, to {call.out_dtype}"
-        case QuantizeCall():
+        case calls.QuantizeCall():
             how = f"{call.format.name} ({call.scale_rule.name}, {call.rounding.name})"
             blocks = " and ".join(f"{size} along axis {axis}" for axis, size in call.blocks)
             return f"cast {call.dtype} {list(call.shape)} to {how} in blocks of {blocks}"
-        case QuantizeBothCall():
+        case calls.QuantizeBothCall():
             return f"{work_text(call.first)}; with it {work_text(call.second)}"
-        case DequantizeCall():
+        case calls.DequantizeCall():
             return f"dequantize {call.format.name} {list(call.shape)} to {call.dtype}"
-        case PackCall():
+        case calls.PackCall():
             return f"pack {_operand(call.weights)} for axes {list(call.weights.axes.contracting)}"
-        case CastStatisticsCall():
+        case calls.CastStatisticsCall():
             return f"statistics of a cast of {list(call.shape)} to {call.format.name}"
-        case RandomBitsCall():
+        case calls.RandomBitsCall():
             return f"random bits {list(call.shape)}, {call.text}"
-        case TransformCall():
+        case calls.TransformCall():
             what = "Hadamard transform" if call.length is None else "inverse Hadamard transform"
             return f"{what} of {call.dtype} {list(call.shape)}"
-        case AttendCall():
+        case calls.AttendCall():
             dtype = call.dtypes[1] if call.format is None else call.format.name
             return f"attention of {list(call.queries)} over {list(call.keys)}, {dtype}"
 
@@ -248,36 +236,38 @@ def _operand(own: OperandType) -> str:
 def _kind_and_cost(call: Call) -> tuple[str, float, float]:
     """What a call is, in a word or two, its flops, and the bytes that it reads and writes."""
     match call:
-        case MatmulCall():
+        case calls.MatmulCall():
             batch = math.prod(call.lhs.shape[axis] for axis in call.lhs.axes.batch)
             return "product", *_product(call, call.rhs.rows, batch)
-        case RaggedCall():
+        case calls.RaggedCall():
             columns = call.rhs.shape[-1] if call.contracts_rows else call.rhs.rows
             groups = call.num_groups if call.contracts_rows else 1
             return "ragged product", *_product(call, columns, groups)
-        case QuantizeBothCall():
+        case calls.QuantizeBothCall():
             first, second = call.first, call.second
             both = _bytes(first.shape, first.format) + _bytes(second.shape, second.format)
             return "cast", 0.0, both + _bytes(first.shape, dtype=first.dtype)
-        case QuantizeCall() | DequantizeCall() | CastStatisticsCall():
-            kinds = {QuantizeCall: "cast", DequantizeCall: "dequantize"}
+        case calls.QuantizeCall() | calls.DequantizeCall() | calls.CastStatisticsCall():
+            kinds = {calls.QuantizeCall: "cast", calls.DequantizeCall: "dequantize"}
             moved = _bytes(call.shape, dtype=call.dtype) + _bytes(call.shape, call.format)
             return kinds.get(type(call), "statistics"), 0.0, moved
-        case PackCall():
+        case calls.PackCall():
             return "pack", 0.0, 2 * _stored(call.weights)
-        case TransformCall():
+        case calls.TransformCall():
             return "transform", 0.0, math.prod(call.shape) * (call.dtype.itemsize + 4.0)
-        case AttendCall():
+        case calls.AttendCall():
             matrices, length, features = call.keys
             queries = matrices * call.queries[1] * features
             moved = _bytes((queries,), dtype=call.dtypes[1])
             moved += _bytes(call.keys, call.format, call.dtypes[1])
             return "attention", 4.0 * queries * length, 2 * moved
-        case RandomBitsCall():
+        case calls.RandomBitsCall():
             return "random bits", 0.0, 4.0 * math.prod(call.shape)
 
 
-def _product(call: MatmulCall | RaggedCall, columns: int, times: int) -> tuple[float, float]:
+def _product(
+    call: calls.MatmulCall | calls.RaggedCall, columns: int, times: int
+) -> tuple[float, float]:
     """Flops, and bytes of both operands and of so many results."""
     out = times * call.lhs.rows * columns * call.out_dtype.itemsize
     flops = 2.0 * math.prod(call.lhs.shape) * columns

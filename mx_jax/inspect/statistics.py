@@ -28,8 +28,6 @@ from mx_jax.reference.statistics import Raw, count, exponent, power, relative, t
 Stats = Mapping[str, Any]
 
 NUM_CHANNELS = 8
-# Channels that the host sorts.
-_FEW = 2**13
 # What float32's exponent field says of 1.
 _ONE = 127
 # Beyond these a report has a sentence: shares of values, a ratio of amaxes, dB below the first.
@@ -77,7 +75,6 @@ class Statistic:
         and of the first finite ones that the same operand had.
       plot: a section of a report.
       needs_before: whether it compares with the values before the cast.
-      shorten: makes less of large arrays before they go to the host.
     """
 
     name: str
@@ -88,7 +85,6 @@ class Statistic:
     finding: Callable[[Stats, Stats], str | bool] = lambda stats, first: False
     plot: Plot | None = None
     needs_before: bool = False
-    shorten: Callable[[Raw], Raw] = lambda raw: raw
 
 
 def nonfinite(stats: Stats) -> int:
@@ -129,35 +125,20 @@ def _sqnr(raw: Stats) -> dict[str, Any]:
     return {"sqnr_db": 10 * math.log10(ratio) if ratio > 0 else ratio and -math.inf}
 
 
-def _shorten_channels(raw: Raw) -> Raw:
-    """Of many channels only the largest, and the one in the middle. The host sorts few of them
-    itself, which is a tenth of the work."""
-    amaxes = raw["channel_amax"]
-    if amaxes.size <= _FEW:
-        return raw
-    largest, where = lax.top_k(amaxes, NUM_CHANNELS)
-    return raw | {"channel_amax": largest, "channel": where, "median": jnp.median(amaxes)}
-
-
 def _channels(raw: Stats) -> dict[str, Any]:
     """The largest channels, of equal ones the first; the largest over the one in the middle."""
-    largest = raw["channel_amax"]
-    if "channel" in raw:
-        where, median = raw["channel"], raw["median"]
-    else:
-        # One partition finds the middle and the least of the largest without sorting the others.
-        size, few = largest.size, min(NUM_CHANNELS, largest.size)
-        low, high = (size - 1) // 2, size // 2
-        parted = np.partition(largest, (low, high, size - few))
-        median = parted[low] if low == high else (parted[low] + parted[high]) / 2
-        least = parted[size - few]
-        where = (largest >= least).nonzero()[0]
-        where = where[(-largest[where]).argsort(kind="stable")[:few]]
-        largest = largest[where]
-    pairs = zip(where.tolist(), largest.tolist(), strict=True)
+    amaxes = raw["channel_amax"]
+    # One partition finds the middle and the least of the largest without sorting the others.
+    size, few = amaxes.size, min(NUM_CHANNELS, amaxes.size)
+    low, high = (size - 1) // 2, size // 2
+    parted = np.partition(amaxes, (low, high, size - few))
+    where = (amaxes >= parted[size - few]).nonzero()[0]
+    where = where[(-amaxes[where]).argsort(kind="stable")[:few]]
+    median = parted[low] if low == high else (parted[low] + parted[high]) / 2
+    pairs = zip(where.tolist(), amaxes[where].tolist(), strict=True)
     return {
         "channels": [[index, amax] for index, amax in pairs],
-        "outlier_ratio": _ratio(float(largest[0]), float(median)),
+        "outlier_ratio": _ratio(float(amaxes[where[0]]), float(median)),
     }
 
 
@@ -235,7 +216,6 @@ TABLE = (
             and f"has an outlier: channel {stats['channels'][0][0]} is "
             f"{stats['outlier_ratio']:.0f} times the median"
         ),
-        shorten=_shorten_channels,
     ),
     Statistic(
         name="error",
@@ -390,14 +370,6 @@ def _joined(raw: Raw, maximum: Any, summed: Any) -> Raw:
         else:
             joined[name] = summed(value * share if joins[name] == "squares" else value)
     return joined
-
-
-def shortened(raw: Raw) -> Raw:
-    """What the host gets."""
-    for row in TABLE:
-        if row.joins.keys() <= raw.keys():
-            raw = row.shorten(raw)
-    return raw
 
 
 def numbers(raw: Stats, wanted: Collection[str]) -> dict[str, Any]:
