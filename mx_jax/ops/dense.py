@@ -31,7 +31,7 @@ from mx_jax.ops.operands import (
 )
 from mx_jax.ops.packing import tell_of_packing, unpacked_for
 from mx_jax.ops.product import Bar, Kept, note_cast, noted, one_program
-from mx_jax.ops.quantize import OperandCast, quantize_operand_both, reads_once
+from mx_jax.ops.quantize import OperandCast, quantize_operand_both
 from mx_jax.ops.sharded_operands import twice
 from mx_jax.ops.tags import GRADIENT, Free
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
@@ -203,8 +203,6 @@ class DenseProduct:
         if lhs_cast is None or rhs_cast is None:
             return g, g
         (left, left_key), (right, right_key) = lhs_cast, rhs_cast
-        if not reads_once(g, (left, right)):
-            return g, g
         with jax.named_scope("grad_both"):
             pair = quantize_operand_both(g, (left, right), (left_key, right_key))
         if noted.get() is None:

@@ -28,8 +28,8 @@ from mx_jax.ops.arguments import (
     goes_to_lax,
     product_key,
 )
-from mx_jax.ops.canonical import check_blocks
 from mx_jax.ops.dense import HIGH_PRECISION
+from mx_jax.ops.dot_general import check_blocks
 from mx_jax.ops.operands import as_taken, mask_clipped, operand_keys, unscaled
 from mx_jax.ops.packing import packed_for, tell_of_packing, unpacked_for
 from mx_jax.ops.product import Bar, Given, Kept, differentiable, one_program
