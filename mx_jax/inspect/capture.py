@@ -283,7 +283,7 @@ class Capture:
         for tag, observe in product.observations(_ARRAYS in self.stats):
             if self._wants(tag):
                 tags.append(tag)
-                raws.append(statistics.of_shards(self._raw(observe())))
+                raws.append(statistics.of_shards(self._raw(tag, observe())))
         return _Observed(raws, tuple(tags))
 
     def _wants(self, tag: Tag) -> bool:
@@ -295,17 +295,14 @@ class Capture:
             self._refused[tag.path] = None
         return wanted
 
-    def _raw(self, own: Observation) -> Raw:
-        before, after, axis = own.before, own.after, own.tag.axis
+    def _raw(self, tag: Tag, own: Observation) -> Raw:
+        before, after = own.before, own.after
         if not isinstance(after, MXArray):
             assert before is not None and own.compared is not None
             raw = statistics.of_product(before, own.compared, after)
-        elif before is None:
-            assert axis is not None
-            raw = statistics.of_stored(after, axis, self.stats)
         else:
-            assert axis is not None
-            raw = statistics.of_cast(before, after, axis, self.stats)
+            assert tag.axis is not None
+            raw = statistics.of_cast(before, after, tag.axis, self.stats)
         if _ARRAYS in self.stats:
             raw |= {"after": values(after)} | ({} if before is None else {"before": before})
         return raw

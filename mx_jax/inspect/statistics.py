@@ -266,8 +266,15 @@ def headed() -> list[Column]:
     return sorted(found, key=lambda column: column.heading != "dB")
 
 
-def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
-    """What the wanted statistics of a cast need, by the fastest kernel; channels along an axis."""
+def of_cast(before: jax.Array | None, after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
+    """What the wanted statistics of a cast need, by the fastest kernel; channels along an axis.
+
+    Of an operand that came quantized, whose values before are None, nothing of what the cast lost.
+    """
+    rows = [row for row in TABLE if row.name in wanted and row.name != "error"]
+    if before is None:
+        rows = [row for row in rows if not row.needs_before]
+        before = plain.finite_values(after, dequantize)
     after = dataclasses.replace(after, primal=None)
     call = CastStatisticsCall(
         shape=after.shape,
@@ -277,7 +284,6 @@ def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str
         axis=axis % before.ndim - before.ndim,
         scale_axes=varying_axes(after.tensor_scale),
     )
-    rows = [row for row in TABLE if row.name in wanted and row.name != "error"]
     raw: Raw = {}
     for row in rows:
         raw |= {} if row.arrays is None else row.arrays(before, after, axis)
@@ -292,12 +298,6 @@ def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str
             return raw
     # Only what is wanted and no kernel has, of values that a kernel may decode.
     return raw | plain.of_cast(before, after, axis, {row.name for row in rows}, dequantize)
-
-
-def of_stored(after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
-    """What is known of an operand that came quantized: nothing of what the cast lost."""
-    known = {row.name for row in TABLE if row.name in wanted and not row.needs_before}
-    return of_cast(plain.finite_values(after, dequantize), after, axis, known)
 
 
 def of_product(exact: jax.Array, compared: jax.Array, actual: jax.Array) -> Raw:

@@ -49,35 +49,18 @@ from mx_jax.packed import Quantized, unpacked
 STORED = "stored"
 
 
-@dataclasses.dataclass(frozen=True)
-class Observation:
+class Observation(NamedTuple):
     """An operand before its cast and after, or a product in float32 and as it is.
 
     Attributes:
-      tag: what it is.
-      before: the values; None of an operand that came quantized.
+      before: the values, of a large product a sample; None of an operand that came quantized.
       after: an MXArray, or the product.
-      compared: of a product, the entries that before has: all of them, or a sample.
+      compared: of a product, the entries of `after` that `before` has.
     """
 
-    tag: Tag
     before: jax.Array | None
     after: MXArray | jax.Array
     compared: jax.Array | None = None
-
-
-class Errors(NamedTuple):
-    """A product beside what it would be in float32.
-
-    Attributes:
-      exact: in float32; of a large one a sample.
-      compared: the same entries as they are.
-      actual: all of them.
-    """
-
-    exact: jax.Array
-    compared: jax.Array
-    actual: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,15 +70,14 @@ class ObservedProduct:
     Attributes:
       name: of the product.
       casts: what it quantized, and perhaps other products.
-      errors: the product in float32, of all entries or of a sample; the same of the product as it
-        is, and all of that.
+      errors: the product, of which all entries are compared or a sample.
       operands: as they came, of the forward product.
     """
 
     site: "CallSite"
     name: Name
     casts: Mapping[tuple[Name, Side], Cast]
-    errors: Callable[[bool], Errors]
+    errors: Callable[[bool], Observation]
     operands: tuple[Any, Any] = (None, None)
 
     def observations(self, whole: bool) -> Iterator[tuple[Tag, Callable[[], Observation]]]:
@@ -112,15 +94,11 @@ class ObservedProduct:
         for side, cast in zip(sides, found, strict=True):
             if cast is not None:
                 tag = self._tag(side, cast.axis, cast.after.format.name, cast.rule)
-                yield tag, functools.partial(Observation, tag, cast.before, cast.after)
+                yield tag, functools.partial(Observation, cast.before, cast.after)
         if any(found):
             formats = self._both(found, lambda cast: cast.after.format.name)
             tag = self._tag(None, None, formats, self._both(found, lambda cast: cast.rule))
-            yield tag, lambda: self._compared(tag, whole)
-
-    def _compared(self, tag: Tag, whole: bool) -> Observation:
-        errors = self.errors(whole)
-        return Observation(tag, errors.exact, errors.actual, errors.compared)
+            yield tag, lambda: self.errors(whole)
 
     def _tag(self, side: Any, axis: int | None, format: str, rule: str) -> Tag:
         site = self.site
@@ -242,23 +220,23 @@ def _watched_fwd(product, site, lhs, rhs, extra, now):
 def _watched_bwd(product, site, residuals, g):
     kept, seen, now = residuals
     with noted_casts() as casts:
-        bars = product_bwd(product, kept, g)
-    products = tuple(_backward(product, site, kept, g, bars[:2], casts))
+        cotangents = product_bwd(product, kept, g)
+    products = tuple(_backward(product, site, kept, g, cotangents[:2], casts))
     for watcher, own in zip(site.watchers, seen, strict=True):
         watcher.record(own, products, site, now)
-    return *bars, zero_bars(now)
+    return *cotangents, zero_bars(now)
 
 
 _watched.defvjp(_watched_fwd, _watched_bwd)
 
 
 def _forward(product, site, lhs, rhs, extra, result, casts) -> ObservedProduct:
-    def errors(whole: bool) -> Errors:
+    def errors(whole: bool) -> Observation:
         exact, actual = product.in_high_precision(), only(result)
         operands = values(lhs.operand), values(rhs.operand)
         sample = Sample.of(() if whole else exact.free(None), operands, actual)
         left, right = map(sample.operand, operands, (0, 1))
-        return Errors(exact.forward(left, right, extra), sample.product(actual), actual)
+        return Observation(exact.forward(left, right, extra), actual, sample.product(actual))
 
     return ObservedProduct(site, "output", casts, errors, (lhs.operand, rhs.operand))
 
@@ -277,7 +255,7 @@ def _backward(
 
         def errors(
             whole: bool, side: Side = side, own=own, other=other, bar=bar, given=given
-        ) -> Errors:
+        ) -> Observation:
             wide = dataclasses.replace(bar, dtype=np.dtype(np.float32))
             exact, actual = product.in_high_precision(), given.value
             assert actual is not None
@@ -287,7 +265,7 @@ def _backward(
             value = sum_over(exact.gradient(side, left, right, wide, saved), bar.varying)
             if isinstance(own, Kept):
                 value = product.masked(side, value, own.unmasked(), saved)
-            return Errors(value, sample.product(actual), actual)
+            return Observation(value, actual, sample.product(actual))
 
         yield ObservedProduct(site, GRADIENT[side], casts, errors)
 
