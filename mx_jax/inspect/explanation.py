@@ -7,14 +7,14 @@ import dataclasses
 import math
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import Jaxpr, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 from jax.interpreters import partial_eval
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
@@ -278,7 +278,9 @@ def _stored(operand: OperandType) -> float:
     return _bytes(operand.shape, operand.format, operand.dtype)
 
 
-def _bytes(shape: Any, format: BlockFormat | None = None, dtype: np.dtype | None = None) -> float:
+def _bytes(
+    shape: Sequence[int], format: BlockFormat | None = None, dtype: np.dtype | None = None
+) -> float:
     """Of codes and their scales, or of values."""
     if format is not None:
         return math.prod(shape) * format.bits_per_element / 8
@@ -381,7 +383,7 @@ def _joined(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def _rows(
-    jaxpr: Any, entries: list[Any], times: int, scopes: str, *, marked: bool
+    jaxpr: Jaxpr, entries: list[Selection | str], times: int, scopes: str, *, marked: bool
 ) -> Iterator[tuple[float, Row]]:
     """What a jaxpr computes, scans and calls included, each with the index of its entry.
 
