@@ -30,7 +30,7 @@ from mx_jax.ops.arguments import (
 )
 from mx_jax.ops.dense import DenseProduct
 from mx_jax.ops.packing import packed_for
-from mx_jax.ops.product import Given, differentiable
+from mx_jax.ops.product import Primal, differentiable
 from mx_jax.ops.sharded_operands import gathered_once, gathering, given_moves, product_spec
 from mx_jax.ops.tags import watching
 from mx_jax.ops.watched import watched
@@ -117,7 +117,7 @@ def dot_general(
             ),
             out_sharding=out,
         )
-        return run(Given.of(lhs), Given.of(rhs), key)
+        return run(Primal.of(lhs), Primal.of(rhs), key)
     lhs, rhs, recipe, moves = gathered_once(recipe, lhs, rhs)
     lhs, rhs, axes, empty, moves = canonicalize(lhs, rhs, dimension_numbers, moves)
     product = DenseProduct(
@@ -125,7 +125,7 @@ def dot_general(
     )
     with follow(lhs, rhs):
         run = watched if watching.value else differentiable
-        value = lax.squeeze(run(product, Given.of(lhs), Given.of(rhs), key), empty)
+        value = lax.squeeze(run(product, Primal.of(lhs), Primal.of(rhs), key), empty)
     return constrain(value, out_sharding)
 
 

@@ -17,9 +17,9 @@ from mx_jax.axes import Side
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.product import (
     Cast,
-    Given,
-    Kept,
+    Primal,
     Product,
+    Residual,
     noted_casts,
     only,
     product_bwd,
@@ -27,7 +27,7 @@ from mx_jax.ops.product import (
     stored_sides,
     sum_over,
     values,
-    zero_bars,
+    zero_cotangents,
 )
 from mx_jax.ops.tags import (
     GRADIENT,
@@ -192,14 +192,14 @@ def call_site() -> CallSite:
     return CallSite(watchers, path, call, (*here.loops, next(numbers)))
 
 
-def watched(product: Product, lhs: Given, rhs: Given, extra: Any) -> Any:
+def watched(product: Product, lhs: Primal, rhs: Primal, extra: Any) -> Any:
     """`differentiable`, reported to the captures in context."""
     return _watched(product, call_site(), lhs, rhs, extra, counters())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _watched(
-    product: Product, site: CallSite, lhs: Given, rhs: Given, extra: Any, now: Counters
+    product: Product, site: CallSite, lhs: Primal, rhs: Primal, extra: Any, now: Counters
 ) -> Any:
     with noted_casts() as casts:
         result = product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
@@ -217,14 +217,14 @@ def _watched_fwd(product, site, lhs, rhs, extra, now):
     return result, (residuals, seen, now)
 
 
-def _watched_bwd(product, site, residuals, g):
-    kept, seen, now = residuals
+def _watched_bwd(product, site, saved, g):
+    residuals, seen, now = saved
     with noted_casts() as casts:
-        cotangents = product_bwd(product, kept, g)
-    products = tuple(_backward(product, site, kept, g, cotangents[:2], casts))
+        cotangents = product_bwd(product, residuals, g)
+    products = tuple(_backward(product, site, residuals, g, cotangents[:2], casts))
     for watcher, own in zip(site.watchers, seen, strict=True):
         watcher.record(own, products, site, now)
-    return *cotangents, zero_bars(now)
+    return *cotangents, zero_cotangents(now)
 
 
 _watched.defvjp(_watched_fwd, _watched_bwd)
@@ -242,28 +242,28 @@ def _forward(product, site, lhs, rhs, extra, result, casts) -> ObservedProduct:
 
 
 def _backward(
-    product: Product, site: CallSite, kept: Any, g: Any, found: Sequence[Given], casts: Any
+    product: Product, site: CallSite, residuals: Any, g: Any, found: Sequence[Primal], casts: Any
 ) -> Iterator[ObservedProduct]:
     """Of both gradients, those that there are."""
-    lhs, rhs, bars, saved = kept
+    lhs, rhs, avals, saved = residuals
     sides: tuple[Side, Side] = ("lhs", "rhs")
-    for side, own, other, bar, given in zip(
-        sides, (lhs, rhs), (rhs, lhs), bars, found, strict=True
+    for side, own, other, aval, given in zip(
+        sides, (lhs, rhs), (rhs, lhs), avals, found, strict=True
     ):
-        if bar is None:
+        if aval is None:
             continue
 
         def errors(
-            whole: bool, side: Side = side, own=own, other=other, bar=bar, given=given
+            whole: bool, side: Side = side, own=own, other=other, aval=aval, given=given
         ) -> Observation:
-            wide = dataclasses.replace(bar, dtype=np.dtype(np.float32))
+            wide = dataclasses.replace(aval, dtype=np.dtype(np.float32))
             exact, actual = product.in_high_precision(), given.value
             assert actual is not None
             operands = only(g), values(other)
             sample = Sample.of(() if whole else _free(exact, side, own), operands, actual)
             left, right = map(sample.operand, operands, (0, 1))
-            value = sum_over(exact.gradient(side, left, right, wide, saved), bar.varying)
-            if isinstance(own, Kept):
+            value = sum_over(exact.gradient(side, left, right, wide, saved), aval.varying)
+            if isinstance(own, Residual):
                 value = product.masked(side, value, own.unmasked(), saved)
             return Observation(value, actual, sample.product(actual))
 
@@ -271,7 +271,7 @@ def _backward(
 
 
 def _free(product: Product, side: Side, own: Any) -> tuple[Free, ...]:
-    """Along which axes a gradient can be compared in part: what turned the kept operand takes all
+    """Along which axes a gradient can be compared in part: what turned the residual takes all
     that the other one gives."""
     free = product.free(side)
-    return tuple(axis for axis in free if not axis.operand) if isinstance(own, Kept) else free
+    return tuple(axis for axis in free if not axis.operand) if isinstance(own, Residual) else free
