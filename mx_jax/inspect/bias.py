@@ -260,7 +260,7 @@ def gradient_bias(
     training tells apart with dozens of seeds.
 
     The mean over n batches still has `1 / n` of the noise's square in it; here it is taken out
-    (`inspect/bias.py` has the derivation), and an interval comes from leaving out one batch
+    (the source has the derivation), and an interval comes from leaving out one batch
     after the other. It is about other batches at these parameters, not about other seeds or steps.
 
     Args:
@@ -320,13 +320,7 @@ def gradient_bias(
         for name, recipe in chosen.items():
             losses, draws = draw(recipe)
             parts = {
-                parameter: inner_products(
-                    own,
-                    [
-                        np.subtract(q, g, dtype=np.float64)
-                        for q, g in zip(draws[parameter], own, strict=True)
-                    ],
-                )
+                parameter: inner_products(own, draws[parameter])
                 for parameter, own in exact_draws.items()
             }
             whole = estimate(np.sum([*parts.values()], axis=0), confidence)
@@ -420,13 +414,17 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def inner_products(
-    exact: Sequence[Any] | np.ndarray, error: Sequence[Any] | np.ndarray
+    exact: Sequence[Any] | np.ndarray, quantized: Sequence[Any] | np.ndarray
 ) -> np.ndarray:
-    """Of n draws of an exact vector g and of its error e: `g_i . g_j`, `e_i . e_j` and `e_i . g_j`,
-    float64 `[3, n, n]`. Those of parts of a vector add up to those of the whole."""
-    g, e = (np.stack([np.ravel(np.asarray(x, np.float64)) for x in own]) for own in (exact, error))
+    """Of n draws of a vector g and of `q = g + e`: `g_i . g_j`, `e_i . e_j` and `e_i . g_j`.
+
+    Float64 `[3, n, n]`; those of parts of a vector add up to those of the whole.
+    """
+    both = exact, quantized
+    g, q = (np.stack([np.ravel(np.asarray(x, np.float64)) for x in own]) for own in both)
     # Inf times 0 is no news: `estimate` looks at what comes of it.
     with np.errstate(invalid="ignore"):
+        e = q - g
         return np.stack([g @ g.T, e @ e.T, e @ g.T])
 
 
