@@ -201,15 +201,7 @@ def checkpoint_page(title: str, found: Sequence[TensorFacts], reference: str | N
 
 
 def place_of(name: str) -> tuple[str, int | None]:
-    """What kind of tensor it is, and of which layer: the first number in its path.
-
-    Examples:
-      >>> from mx_jax.inspect.report_checkpoint import place_of
-      >>> place_of("model.layers.7.mlp.experts.12.up_proj.weight")
-      ('model.layers.*.mlp.experts.*.up_proj.weight', 7)
-      >>> place_of("lm_head.weight")
-      ('lm_head.weight', None)
-    """
+    """What kind of tensor it is, as `layers.*.up`, and of which layer: the first number."""
     number = _NUMBER.search(name)
     return _NUMBER.sub("*", name), None if number is None else int(number[0])
 
