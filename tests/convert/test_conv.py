@@ -20,6 +20,8 @@ from mx_jax.convert.operations import ConvOfDotGeneral
 from tests.needs import needs_library
 from tests.quick import quick
 
+from .helpers import recipe_names
+
 MXFP8 = recipes.mxfp8()
 CASES = {
     "1x1": dict(kernel_size=(1, 1)),
@@ -178,16 +180,22 @@ def test_own_convolutions_stay():
 
 
 @pytest.mark.slow
-def test_transposed_and_local_convolutions_stay():
-    x, models = jnp.ones((1, 4, 4, 8)), (nn.ConvTranspose(4, (2, 2)), nn.ConvLocal(4, (2, 2)))
+def test_transposed_and_local_convolutions():
+    """What is no product of patches and kernel stays; what else such a layer multiplies does not."""
+    x, strides = jnp.ones((1, 4, 4, 8)), {"strides": (2, 2)}
+    models: list[Any] = [
+        nn.ConvTranspose(4, (2, 2), **strides),
+        nnx.ConvTranspose(8, 4, (2, 2), **strides, rngs=nnx.Rngs(0)),
+        nn.ConvLocal(4, (2, 2)),
+    ]
+    rule = Rule(".*", MXFP8, types=tuple(map(type, models)))
     with pytest.warns(convert.UnusedRuleWarning):
-        reports = [
-            convert.report(model, Rule(".*", MXFP8, types=type(model)), x) for model in models
-        ]
-        model = nnx.ConvTranspose(8, 4, (2, 2), rngs=nnx.Rngs(0))
-        reports.append(convert.report(model, Rule(".*", MXFP8, types=nnx.ConvTranspose)))
-    reasons = {report.decisions[0].reason for report in reports}
-    assert reasons == {"no product of patches and kernel"}
+        *transposed, local = (recipe_names(model, rule, x) for model in models)
+    assert transposed == [{"": "input_dilation=(2, 2): a transposed convolution"}] * 2
+    assert local["conv_0"].startswith("feature_group_count=8: each group")
+    assert local["dot_general_1"] == "mxfp8"
+    # Without strides it is a convolution as any other.
+    assert recipe_names(nn.ConvTranspose(4, (2, 2)), rule, x) == {"": "mxfp8"}
 
 
 @pytest.mark.by_default("packed")
