@@ -140,24 +140,17 @@ class CachedAttention:
     """What an attention calls in place of its attention function while it decodes.
 
     Flax's own call runs as if it did not decode, so that it makes queries, keys and values of the
-    new tokens alone. They are kept here, and attended to with all before them.
-
-    Attributes:
-      format: of the cache.
-      attention_fn: the layer's own.
-      get: from the new keys to what the layer keeps of keys and of values, and the position of its
-        next token; None where the cache has only just been made.
-      set: takes all three.
-      is_plain: from options to whether attention over codes gives what they ask for.
-      options: in place of those that the call gives.
+    new tokens alone. They are cached here, and attended to with all before them.
     """
 
     format: CacheFormat
     attention_fn: Callable[..., jax.Array]
+    # From the new keys to cached keys and values, and the position of the next token; None where
+    # the cache has only just been made.
     get: Callable[[jax.Array], tuple[Any, Any, jax.Array] | None]
     set: Callable[[CacheRows, CacheRows, jax.Array], None]
+    # Whether attention over codes gives what these options ask for.
     is_plain: Callable[[dict[str, Any]], bool]
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -178,7 +171,7 @@ class CachedAttention:
         if self.is_plain(options):
             return cache.attend(one_batch(query), position).reshape(query.shape)
         mask = options.pop("mask", None)
-        attention = functools.partial(self.attention_fn, **options | dict(self.options))
+        attention = functools.partial(self.attention_fn, **options)
         return _over_values(cache, query, keys.shape[-2], position, attention, mask)
 
 

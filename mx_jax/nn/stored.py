@@ -1,4 +1,4 @@
-"""Weights that stay in their format: told apart from what is trained, and joined with it again.
+"""Weights that stay in their format: split from what is trained, and joined with it again.
 
 Codes have no gradient: `jax.grad` of a tree that holds them fails on their integers. So the tree is
 split, and the gradient is taken of the part of floating-point arrays.

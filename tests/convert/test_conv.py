@@ -181,7 +181,7 @@ def test_own_convolutions_stay():
 
 @pytest.mark.slow
 def test_transposed_and_local_convolutions():
-    """What is no product of patches and kernel stays; what else such a layer multiplies does not."""
+    """What is no product of patches and kernel stays; what else a layer multiplies does not."""
     x, strides = jnp.ones((1, 4, 4, 8)), {"strides": (2, 2)}
     models: list[Any] = [
         nn.ConvTranspose(4, (2, 2), **strides),

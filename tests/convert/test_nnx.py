@@ -304,7 +304,7 @@ class TestRandomness:
         assert len({jax.random.key_data(key).tobytes() for key in keys}) == 3
 
     def test_a_missing_stream_is_named(self):
-        message = r"convert.nnx: '' gets recipe 'stochastic weight', .* but rngs has only 'params'"
+        message = r"convert.nnx: '': recipe 'stochastic weight' .* got rngs with 'params'; pass "
         with pytest.raises(ValueError, match=message):
             convert.nnx(
                 nnx.Linear(8, 4, rngs=nnx.Rngs(0)), Rule(".*", STOCHASTIC), rngs=nnx.Rngs(params=0)
@@ -336,7 +336,7 @@ class TestRandomness:
 
 def test_errors():
     linear = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-    message = r"convert.nnx: '' gets recipe 'stochastic weight', which draws .* pass rngs=nnx.Rngs"
+    message = r"convert.nnx: '': recipe 'stochastic weight' .* got no rngs; pass rngs=nnx.Rngs"
     with pytest.raises(ValueError, match=message):
         convert.nnx(linear, Rule(".*", STOCHASTIC))
     with pytest.raises(TypeError, match=r"needs a flax.nnx module, got str"):

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mx_jax import convert, recipes
 from mx_jax.convert import AutoFilter, Report, Rule, every, gains, numbered
-from mx_jax.convert.kinds import einsum_shape
+from mx_jax.convert.kinds import _by_axes, einsum_axes
 from mx_jax.convert.rules import Layer, as_rules, decide
 
 MXFP8 = recipes.mxfp8()
@@ -249,11 +249,12 @@ class TestReport:
         ("btkh,hkd->btd", (2, 3, 6), (3, 2, 6)),
         ("bthk,hkf->bthf", (2, 3, 5), (3, 5)),
         ("...d,df->...f", (4, 5), (4, 5)),
-        ("td,...df->...tf", (7, 4, 5), (4, 5)),
-        ("td,d...f->...tf", (4, 7, 5), (4, 5)),
+        ("td,...df->...tf", (7, 4, 5), (4, 35)),
+        ("td,d...f->...tf", (4, 7, 5), (4, 35)),
+        ("b...d,d...f->b...f", (4, 7, 5), (4, 5)),
         ("btd,d->btd", (4,), None),
         ("b t d, d f -> b t f", (4, 5), (4, 5)),
     ],
 )
-def test_einsum_shape(subscripts: str, kernel: tuple[int, ...], shape: Any):
-    assert einsum_shape(subscripts, kernel) == shape
+def test_shape_of_a_kernel_in_an_einsum(subscripts: str, kernel: tuple[int, ...], shape: Any):
+    assert _by_axes(einsum_axes(subscripts, kernel), kernel) == shape
