@@ -188,9 +188,8 @@ def _under_rules(name: str):
             # What init computes is thrown away; what rules say of it is asked where it matters.
             result = run(*args, **kwargs)
             (recorder, *_) = recorders_of(self._mx_rules)
-            if {*Report(rules=self._mx_rules, decisions=recorder.decisions).unused} - _known(
-                self
-            ).used:
+            found = Report(rules=self._mx_rules, decisions=recorder.decisions)
+            if len(found.used | _known(self).used) < len(self._mx_rules):
                 _traced(self, run, args, kwargs, runs=False)
             return result
 
@@ -218,7 +217,6 @@ def _traced(
     rules = self._mx_rules
     if not any(rule.quantizes for rule in rules) and runs:
         return run(*args, **kwargs)
-
     return call_of_model(
         run,
         args,

@@ -107,22 +107,13 @@ def _patches(
     if 0 in sizes:  # cut below the kernel: no patch at all
         return jnp.zeros((x.shape[0], *sizes, math.prod(window), x.shape[-1]), x.dtype)
     taps = []
-    for flat in range(math.prod(window)):
-        # NumPy: below jit, jnp would make tracers even of constants.
-        tap = np.unravel_index(flat, tuple(window))
-        start = [int(index) * step for index, step in zip(tap, dilation, strict=True)]
-        stop = [
-            first + (size - 1) * stride + 1
-            for first, size, stride in zip(start, sizes, strides, strict=True)
+    for tap in np.ndindex(*window):
+        starts = [index * step for index, step in zip(tap, dilation, strict=True)]
+        cuts = [
+            slice(start, start + (size - 1) * stride + 1, stride)
+            for start, size, stride in zip(starts, sizes, strides, strict=True)
         ]
-        taps.append(
-            lax.slice(
-                x,
-                (0, *start, 0),
-                (x.shape[0], *stop, x.shape[-1]),
-                (1, *strides, 1),
-            )
-        )
+        taps.append(x[:, *cuts])
     return jnp.stack(taps, axis=-2)
 
 

@@ -177,8 +177,8 @@ class Decision:
     """
 
     layer: Layer
-    rule: int | None
-    recipe: Recipe | None
+    rule: int | None = None
+    recipe: Recipe | None = None
     reason: str = ""
     cache: CacheFormat | None = None
 
@@ -211,7 +211,7 @@ def as_rules(rules: Rule | Sequence[Rule], operation: str) -> tuple[Rule, ...]:
 def decide(rules: tuple[Rule, ...], layer: Layer) -> Decision:
     """The first rule that matches, with the reasons of those that handed the layer on."""
     if layer.obstacle is not None:
-        return Decision(layer=layer, rule=None, recipe=None, reason=layer.obstacle)
+        return Decision(layer=layer, reason=layer.obstacle)
     notes: list[str] = []
     for index, rule in enumerate(rules):
         if not any(re.fullmatch(rule.pattern, path) for path in (layer.path, *layer.aliases)):
@@ -219,16 +219,14 @@ def decide(rules: tuple[Rule, ...], layer: Layer) -> Decision:
         note = _handed_on(rule, layer)
         if note is None:
             if layer.is_cache and rule.cache is not None:
-                return Decision(layer=layer, rule=index, recipe=None, cache=rule.cache_format)
+                return Decision(layer=layer, rule=index, cache=rule.cache_format)
             if layer.is_cache or rule.quantizes is None:
                 # The layer's own product then, to the bit, whatever order it multiplies in.
-                return Decision(layer=layer, rule=index, recipe=None, reason="kept by its rule")
+                return Decision(layer=layer, rule=index, reason="kept by its rule")
             return Decision(layer=layer, rule=index, recipe=rule.quantizes)
         if note:
             notes.append(f"rule {index}: {note}")
-    return Decision(
-        layer=layer, rule=None, recipe=None, reason="; ".join(notes) or "no rule matches"
-    )
+    return Decision(layer=layer, reason="; ".join(notes) or "no rule matches")
 
 
 def _handed_on(rule: Rule, layer: Layer) -> str | None:

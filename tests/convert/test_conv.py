@@ -96,11 +96,6 @@ def test_equals_the_convolution(name: str):
     jax.tree.map(np.testing.assert_array_equal, products(ours), products(conv))
 
 
-def test_outside_jit():
-    conv, ours, variables, x = both("3x3 valid, strides")
-    np.testing.assert_array_equal(ours.apply(variables, x), conv.apply(variables, x))
-
-
 def test_patches_that_do_not_overlap_are_not_copied():
     x, kernel = jnp.ones((1, 8, 8, 4)), jnp.ones((4, 4, 4, 5))
     conv = ConvOfDotGeneral(dot_general=lax.dot_general)
@@ -170,13 +165,6 @@ def test_what_is_no_product(options: dict[str, Any], reason: str):
     with pytest.warns(convert.UnusedRuleWarning):
         output = quick(converted.apply)(variables, x)
     np.testing.assert_array_equal(output, quick(linen.apply)(variables, x))
-
-
-def test_own_convolutions_stay():
-    own = nn.Conv(6, (1, 1), conv_general_dilated=lambda *args, **_: args[0])
-    with pytest.warns(convert.UnusedRuleWarning):
-        report = convert.report(own, Rule(".*", MXFP8, types=nn.Conv), jnp.ones((1, 3, 3, 6)))
-    assert report.decisions[0].reason == "has its own conv_general_dilated"
 
 
 @pytest.mark.slow

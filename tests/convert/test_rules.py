@@ -219,14 +219,6 @@ class TestReport:
         with pytest.raises(ValueError, match=message):
             REPORT.check("f", strict=True)
 
-    def test_a_linen_report_warns_or_raises(self):
-        model, x = nn.Dense(4), jnp.ones((2, 8))
-        rules = [Rule("", MXFP8), Rule("nothing", MXFP4)]
-        with pytest.warns(convert.UnusedRuleWarning, match=re.escape("1 ('nothing')")):
-            convert.report(model, rules, x)
-        with pytest.raises(ValueError, match=r"convert.report: .* 1 \('nothing'\)"):
-            convert.report(model, rules, x, strict=True)
-
     def test_a_linen_report_takes_flags_shapes_and_methods(self):
         class Model(nn.Module):
             @nn.compact
