@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
-from mx_jax.sharding.gather import GatherLike
+from mx_jax.sharding.movement import GatherLike
 from mx_jax.specs import MatmulRecipe
 
 # Flax's name of the stream that stochastic recipes draw from.
