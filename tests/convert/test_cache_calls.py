@@ -114,3 +114,12 @@ def test_a_stack_that_is_converted_anew():
     nnx.vmap(lambda layer: layer.init_cache(X.shape))(stack)
     with pytest.warns(UserWarning, match="the cache of a stack is dropped .* call init_cache"):
         convert.nnx(stack, RULE)
+
+
+@pytest.mark.filterwarnings("ignore:.*sow:DeprecationWarning")
+def test_weights_are_sown_into_the_layer():
+    """Not into what stands for it while it decodes."""
+    layer = in_nnx()
+    layer(X[:, :1], sow_weights=True)
+    (weights,) = layer.attention_weights.get_value()
+    np.testing.assert_array_equal(weights, np.eye(8)[:1] * np.ones((2, 2, 1, 1)))
