@@ -100,14 +100,7 @@ def function(
 
 @dataclasses.dataclass(frozen=True)
 class ConvertedFunction(Generic[P, R]):
-    """What `convert.function` gives; equal ones are equal to jit.
-
-    Attributes:
-      function: the one that was converted.
-      rules: that its products follow.
-      weights: positions and names of the arguments that hold weights.
-      strict: whether a rule that matched nothing is an error.
-    """
+    """What `convert.function` gives, with its arguments; equal ones are equal to jit."""
 
     function: Callable[P, R]
     rules: tuple[Rule, ...]

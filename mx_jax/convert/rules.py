@@ -262,14 +262,11 @@ def _named_by(layer: Layer) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When a product of `[m, k]` and `[k, n]` is too small to gain.
+    """When a product of `[m, k]` and `[k, n]` is too small to gain."""
 
-    Attributes:
-      multiple: k and n must be multiples of it.
-      too_small: pairs (k, n); no gain where both sizes are at most these. None: any size.
-    """
-
+    # k and n must be multiples of it.
     multiple: int
+    # Pairs (k, n): no gain where both sizes are at most these. None: any size.
     too_small: tuple[tuple[int | None, int | None], ...]
 
 
@@ -378,16 +375,12 @@ def _too_small(shape: tuple[int, ...], recipe: Recipe) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Numbered:
-    """A filter by the number in a layer's path; build it with `numbered` or `every`.
-
-    Attributes:
-      indices: numbers that pass.
-      of: regular expression with one group, the number; the first place it is found counts.
-      text: how the report calls the numbers.
-    """
+    """A filter by the number in a layer's path; build it with `numbered` or `every`."""
 
     indices: range | frozenset[int]
+    # With one group, the number; the first place it is found counts.
     of: str
+    # How the report calls the numbers.
     text: str
 
     def __call__(self, path: str, shape: Shape, recipe: Recipe | None) -> bool:
