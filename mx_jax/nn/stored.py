@@ -10,7 +10,7 @@ from typing import Any
 
 import flax.linen as flax_nn
 import jax
-from flax import nnx, serialization
+from flax import serialization
 from flax.errors import ScopeParamShapeError
 
 from mx_jax.mxarray import MXArray
@@ -106,6 +106,9 @@ def trainable(path: Any, value: Any) -> bool:
       >>> sorted(gradients)
       ['bias', 'lora']
     """
+    # Late: programs of flax.linen alone need not wait for it.
+    from flax import nnx
+
     return nnx.OfType(nnx.Param)(path, value) and quantized_in(value) is None
 
 
