@@ -522,7 +522,7 @@ def _methods(base: type) -> dict[str, Callable[..., Any]]:
     return {
         name: member
         for name, member in found.items()
-        # flax_nnx.jit makes objects of them.
+        # nnx.jit makes objects of them.
         if callable(member) and hasattr(member, "__get__") and not isinstance(member, type)
         if not isinstance(member, staticmethod | classmethod)
         if name == "__call__" or name[0] != "_"
