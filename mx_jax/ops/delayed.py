@@ -29,10 +29,11 @@ from mx_jax.ops.product import (
     max_like,
     no_derivative,
     note_cast,
+    run_product,
 )
 from mx_jax.ops.remat import QUANTIZED
-from mx_jax.ops.tags import GRADIENT, Free
-from mx_jax.ops.watched import run_product
+from mx_jax.ops.tags import GRADIENT, Free, watching
+from mx_jax.ops.watched import watched
 
 
 class DelayedState(NamedTuple):
@@ -131,7 +132,8 @@ def chained_dot_general(
         elements=elements, scaling=scaling, axes=axes, out_dtype=np.dtype(out_dtype)
     )
     with follow(left, right):
-        found: Any = run_product(product, Primal.of(left), Primal.of(right), states)
+        run = watched if watching.value else run_product
+        found: Any = run(product, Primal.of(left), Primal.of(right), states)
     result, states = found
     return lax.squeeze(result, empty), states
 

@@ -10,7 +10,7 @@ import pytest
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.ops import watched
+from mx_jax.ops import product
 from mx_jax.testing.backend_suite import exact_values
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
@@ -142,7 +142,7 @@ def test_concrete_operands_are_one_program(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> None:
         raise AssertionError("differentiated")
 
-    monkeypatch.setattr(watched, "differentiable", refuse)
+    monkeypatch.setattr(product, "differentiable", refuse)
     x, w = jnp.ones((4, 64)), jnp.ones((64, 8))
     assert (mx_jax.matmul(x, w, recipe="mxfp8") == 64).all()
     with pytest.raises(AssertionError, match="differentiated"):
