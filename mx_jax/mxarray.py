@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import html
+import itertools
 import math
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -323,17 +325,47 @@ class MXArray(ArrayOfCodes):
         check_parts(self, "MXArray.dynamic_update_slice")
         return indexing.dynamic_update_slice(self, update, start_indices)
 
+    def _repr_html_(self) -> str | None:
+        """What notebooks show: the first blocks, each its scale and its first codes."""
+        if not self._is_concrete():
+            return None
+        codes, inside = block_shapes.split(self.codes, self.blocks)
+        codes = np.moveaxis(np.asarray(codes), inside, range(-len(inside), 0))
+        scales = np.asarray(self.scale_values).astype(np.float32)
+        rows = [
+            (index, f"{scales[index]:g}", bytes(codes[index].ravel()[:16]).hex(" "))
+            for index in itertools.islice(np.ndindex(scales.shape), 8)
+        ]
+        caption = f"{self.format.name}, shape={self.shape}, dtype={self.dtype}, {self.nbytes} bytes"
+        if self.tensor_scale is not None and self.tensor_scale.size == 1:
+            caption += f", tensor scale {self.tensor_scale.item():g}"
+        return html_table(caption, ("block", "scale", "codes"), rows)
+
+    def _is_concrete(self) -> bool:
+        arrays = isinstance(self.codes, jax.Array) and not isinstance(self.codes, Tracer)
+        return arrays and not violation(self)
+
     def __repr__(self) -> str:
         # Leaves may be anything while a transformation rebuilds the tree; say what is there.
         shape = tuple(getattr(self.codes, "shape", ()))
         blocks = ", ".join(f"{axis}: {size!r}" for axis, size in self.blocks)
         text = f"MXArray({self.format.name}, shape={shape}, dtype={self.dtype}, blocks={{{blocks}}}"
-        concrete = isinstance(self.codes, jax.Array) and not isinstance(self.codes, Tracer)
-        if concrete and not violation(self):
+        if self._is_concrete():
             values = np.asarray(self.dequantize(jnp.float32))
             shown = np.array2string(values, threshold=20, edgeitems=2, precision=4, separator=", ")
             text += f", nbytes={self.nbytes},\n" + shown.replace("\n ", "\n")
         return text + ")"
+
+
+def html_table(caption: str, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A table as notebooks show it; None is an empty cell."""
+
+    def row(tag: str, cells: Iterable[Any]) -> str:
+        texts = (html.escape("" if cell is None else str(cell)) for cell in cells)
+        return "<tr>" + "".join(f"<{tag}>{text}</{tag}>" for text in texts) + "</tr>"
+
+    lines = [row("th", header), *(row("td", cells) for cells in rows)]
+    return f"<table><caption>{html.escape(caption)}</caption>{''.join(lines)}</table>"
 
 
 @jax.custom_jvp

@@ -12,6 +12,7 @@ from mx_jax.backends.calls import Call
 from mx_jax.backends.evidence import Row, row_about, switches_on, why_asleep
 from mx_jax.backends.table import BACKENDS, REFERENCE
 from mx_jax.backends.target import NOT_OFFERED, Backend, Offer, Target
+from mx_jax.formats.element import unknown_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,4 +274,4 @@ def known_backends() -> tuple[Backend, ...]:
 def _check_known(operation: str, name: str) -> None:
     known = [backend.name for backend in known_backends()]
     if name not in known:
-        raise ValueError(f"{operation}: unknown backend name={name!r}; known: {', '.join(known)}")
+        raise ValueError(f"{operation}: {unknown_name('backend name', name, known)}")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.codecs.float32 import clip
+from mx_jax.formats.element import unknown_name
 
 # A significand has 24 bits; past this many dropped bits nothing but the random part can matter.
 _MAX_SHIFT = 31
@@ -125,9 +126,7 @@ def rounding_mode(rounding: Rounding | str) -> Rounding:
     """
     if isinstance(rounding, Rounding):
         return rounding
-    for known in ROUNDINGS:
-        if known.name == rounding:
-            return known
-    raise ValueError(
-        f"unknown rounding={rounding!r}; known: {', '.join(known.name for known in ROUNDINGS)}"
-    )
+    known = {mode.name: mode for mode in ROUNDINGS}
+    if not isinstance(rounding, str) or rounding not in known:
+        raise unknown_name("rounding", rounding, known)
+    return known[rounding]

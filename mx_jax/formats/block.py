@@ -30,6 +30,7 @@ from mx_jax.formats.element import (
     ScaleFormat,
     known_element,
     known_scale,
+    unknown_name,
 )
 
 
@@ -293,7 +294,7 @@ def _by_name(name: str, formats: Iterable[Any], what: str) -> Any:
     for format in formats:
         if format.name == wanted:
             return format
-    raise ValueError(f"unknown {what} name={name!r}{_meant(wanted)}; known: {_names(formats)}")
+    raise unknown_name(f"{what} name", name, [f.name for f in formats], _meant(wanted))
 
 
 def _meant(name: str) -> str:

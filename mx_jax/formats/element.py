@@ -4,12 +4,23 @@ Source: OCP Microscaling Formats (MX) v1.0, sections 5.3 and 5.4.1; ml_dtypes fo
 """
 
 import dataclasses
+import difflib
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
+
+
+def unknown_name(what: str, name: object, known: Iterable[str], hint: str = "") -> ValueError:
+    """The error about a name that nothing has; without a hint, it suggests the nearest name."""
+    known = tuple(known)
+    near = difflib.get_close_matches(str(name).lower(), known, 1)
+    if near and not hint:
+        hint = f" (did you mean {near[0]!r}?)"
+    return ValueError(f"unknown {what}={name!r}{hint}; known: {', '.join(known)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from types import EllipsisType
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -21,6 +21,8 @@ from mx_jax.formats import (
     block_format,
 )
 from mx_jax.formats.block import known_block
+from mx_jax.mxarray import html_table
+from mx_jax.ops.arguments import named_recipe
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.scale_rules import (
@@ -33,7 +35,14 @@ from mx_jax.reference.scale_rules import (
     ScaleRule,
     scale_rule_for,
 )
-from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals, operand
+from mx_jax.specs import (
+    MatmulRecipe,
+    MatmulSpec,
+    OperandSpec,
+    Residuals,
+    arguments_of,
+    operand,
+)
 
 # The rule that loses least, by measurement: FLOOR, the specification's, clips 2.4 % of normally
 # distributed values in E2M1. Others take their scale kind's default.
@@ -80,8 +89,6 @@ def measured_operand(format: Any, rounding: Rounding | str = "nearest") -> Opera
     return operand(format, scale_rule=rule, rounding=rounding)
 
 
-R = TypeVar("R", bound=MatmulRecipe)
-
 # The tensor on each side of each product, by the word for it.
 TENSORS = {
     "fwd": {"lhs": "activations", "rhs": "weights"},
@@ -92,49 +99,7 @@ _OF_TENSORS = ("weights", "activations", "gradients")
 _OF_ALL = ("scale_rule", "rounding", "transform")
 _OF_PRODUCT = ("lhs", "rhs", "transform", "fast_accumulation")
 _OF_OPERAND = ("format", "scale_rule", "rounding", "prescale")
-_HIGH = MatmulSpec(lhs=None, rhs=None)
-
-
-def with_changes(recipe: R, name: str | None, words: dict[str, Any]) -> R:
-    """The recipe with some of its decisions made anew.
-
-    Args:
-      recipe: what to start from.
-      name: of the result; None: the recipe's, with the changes after it.
-      words: of `Recipe.with_`; `...` where a word was not given.
-
-    Raises:
-      ValueError, TypeError: as `Recipe.with_` says.
-    """
-    given = {word: value for word, value in words.items() if value is not ...}
-    operation = f"with_: recipe {recipe.name!r}"
-    own = ("mask_clipped", "gather", "reduce_dtype")
-    parts = {word: given[word] for word in own if word in given}
-    if "residuals" in given:
-        given["residuals"] = parts["residuals"] = _residuals(given["residuals"], operation)
-    _check_all_reach(recipe, given, operation)
-    for product, words_of in TENSORS.items():
-        try:
-            parts[product] = _product(getattr(recipe, product), product, given)
-        except (TypeError, ValueError) as error:
-            raise type(error)(
-                f"{operation}, {product}: {error}; {product} multiplies {words_of['lhs']} and "
-                f"{words_of['rhs']}"
-            ) from None
-    result = dataclasses.replace(recipe, **parts)
-    if name is None:
-        # Where operands are gathered changes no number: tables need no word for it.
-        shown = [_text(word, given[word]) for word in given if word != "gather"]
-        same = dataclasses.replace(result, gather=recipe.gather) == recipe
-        name = recipe.name if same else ", ".join((recipe.name, *shown))
-    if kept := _clipping(recipe, result, given):
-        warnings.warn(
-            f"{operation}: {', '.join(kept)} now rounds stochastically, but keeps a scale rule "
-            "that clips, so that means come out too small; add scale_rule=None for the rule that "
-            "never clips, or name the rule to keep it",
-            stacklevel=3,
-        )
-    return dataclasses.replace(result, name=name)
+HIGH = MatmulSpec(lhs=None, rhs=None)
 
 
 def _clipping(before: MatmulRecipe, after: MatmulRecipe, given: dict[str, Any]) -> list[str]:
@@ -183,7 +148,7 @@ def _product(before: MatmulSpec, product: str, given: dict[str, Any]) -> MatmulS
     """One product: its own word first, then those of its tensors, then those of all."""
     change = given.get(product, {})
     if change is None:
-        return _HIGH
+        return HIGH
     if isinstance(change, MatmulSpec):
         return change
     if not isinstance(change, Mapping):
@@ -200,7 +165,7 @@ def _product(before: MatmulSpec, product: str, given: dict[str, Any]) -> MatmulS
         for side, word in TENSORS[product].items()
     }
     if not any(operands.values()) and "transform" not in own:
-        return _HIGH
+        return HIGH
     transform = own.get("transform", given.get("transform", before.transform))
     fast = own.get("fast_accumulation", before.fast_accumulation)
     return MatmulSpec(**operands, transform=transform, fast_accumulation=fast)
@@ -283,7 +248,7 @@ _Tensor = BlockFormat | str | OperandSpec | Mapping[str, Any] | EllipsisType | N
 _Product = MatmulSpec | Mapping[str, Any] | EllipsisType | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe(MatmulRecipe):
     """What users hold: a `MatmulRecipe` that can be injected into layers it does not know.
 
@@ -368,5 +333,55 @@ class Recipe(MatmulRecipe):
           >>> recipes.mxfp8().with_(gradients={"rounding": "stochastic"}, drhs=None).name
           'mxfp8, gradients=(rounding=stochastic), drhs=high precision'
         """
-        words = {key: value for key, value in locals().items() if key not in ("self", "name")}
-        return with_changes(self, name, words)
+        words = {word: value for word, value in locals().items() if word not in ("self", "name")}
+        given = {word: value for word, value in words.items() if value is not ...}
+        operation = f"with_: recipe {self.name!r}"
+        own = ("mask_clipped", "gather", "reduce_dtype")
+        parts = {word: given[word] for word in own if word in given}
+        if "residuals" in given:
+            given["residuals"] = parts["residuals"] = _residuals(given["residuals"], operation)
+        _check_all_reach(self, given, operation)
+        for product, words_of in TENSORS.items():
+            try:
+                parts[product] = _product(getattr(self, product), product, given)
+            except (TypeError, ValueError) as error:
+                raise type(error)(
+                    f"{operation}, {product}: {error}; {product} multiplies {words_of['lhs']} and "
+                    f"{words_of['rhs']}"
+                ) from None
+        result = dataclasses.replace(self, **parts)
+        if name is None:
+            # Where operands are gathered changes no number: tables need no word for it.
+            shown = [_text(word, given[word]) for word in given if word != "gather"]
+            same = dataclasses.replace(result, gather=self.gather) == self
+            name = self.name if same else ", ".join((self.name, *shown))
+        if kept := _clipping(self, result, given):
+            warnings.warn(
+                f"{operation}: {', '.join(kept)} now rounds stochastically, but keeps a scale rule "
+                "that clips, so that means come out too small; add scale_rule=None for the rule "
+                "that never clips, or name the rule to keep it",
+                stacklevel=2,
+            )
+        return dataclasses.replace(result, name=name)
+
+    def __repr__(self) -> str:
+        """What makes it, as Python reads it after `from mx_jax.recipes import *`."""
+        try:
+            base = named_recipe(self.name.partition(",")[0])
+        except ValueError:
+            return super().__repr__()
+        start = f"{base.name}()"
+        if base == self:
+            return start
+        fields = [field.name for field in dataclasses.fields(self)]
+        changed = [f for f in fields if f == "name" or getattr(self, f) != getattr(base, f)]
+        return f"{start}.with_({arguments_of(self, changed)})"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: the operands of the three products."""
+        specs = {product: getattr(self, product) for product in TENSORS}
+        rows = [
+            (product, spec.lhs or "high precision", spec.rhs or "high precision", spec.transform)
+            for product, spec in specs.items()
+        ]
+        return html_table(self.name, ("product", "lhs", "rhs", "transform"), rows)

@@ -19,7 +19,7 @@ from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.explicit_axes import explicit_sharding, partitions, with_partitions
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Hadamard:
     """A block Hadamard transform along the contracting axis of both operands of a product.
 
@@ -65,6 +65,11 @@ class Hadamard:
     def is_random(self) -> bool:
         """Whether the signs are drawn from a key."""
         return self.signs is None
+
+    def __repr__(self) -> str:
+        equal = self.signs is not None and len(set(self.signs)) == 1
+        signs = f"({self.signs[0]},) * {self.size}" if equal else self.signs
+        return f"Hadamard(size={self.size}, signs={signs})"
 
     def __str__(self) -> str:
         return f"Hadamard {self.size}, {'random' if self.is_random else 'fixed'} signs"

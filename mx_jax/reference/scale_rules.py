@@ -35,6 +35,7 @@ from mx_jax.codecs.scale import (
     true_divide,
 )
 from mx_jax.formats import BlockFormat, ElementFormat, ScaleFormat
+from mx_jax.formats.element import unknown_name
 
 
 class BlockData(NamedTuple):
@@ -492,11 +493,10 @@ SCALE_RULES: tuple[ScaleRule, ...] = (
 
 
 def _named(name: str) -> ScaleRule:
-    for known in SCALE_RULES:
-        if known.name == name:
-            return known
-    names = ", ".join(known.name for known in SCALE_RULES)
-    raise ValueError(f"unknown scale_rule={name!r}; known: {names}")
+    known = {rule.name: rule for rule in SCALE_RULES}
+    if name not in known:
+        raise unknown_name("scale_rule", name, known)
+    return known[name]
 
 
 def scale_rule_for(rule: ScaleRule | str | None, format: BlockFormat) -> ScaleRule:

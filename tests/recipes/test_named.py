@@ -151,9 +151,9 @@ def test_from_name():
         assert isinstance(recipes.from_name(name), Recipe)
     assert recipes.from_name("mxfp8") == recipes.mxfp8()
     known = ", ".join(recipes.names())
-    message = f"unknown recipe name='mxfp9'; known: {known}"
+    message = f"unknown recipe name='mxpf8' (did you mean 'mxfp8'?); known: {known}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        recipes.from_name("mxfp9")
+        recipes.from_name("mxpf8")
     message = "unknown recipe name='mxfp8_e5m2', a block format: recipes.weight_only and qat "
     with pytest.raises(ValueError, match=message):
         recipes.from_name("mxfp8_e5m2")

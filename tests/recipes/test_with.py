@@ -258,7 +258,7 @@ def test_the_name_says_what_was_changed(words: dict[str, Any], name: str):
             "with_: recipe 'weight_only(mxfp4)', fwd: activations are in high precision here, got "
             "activations=(rounding=stochastic); name their format too, as activations={'format'",
         ),
-        (recipes.mxfp8(), {"weights": "mxfp9"}, "unknown block format name='mxfp9'; known: mxfp8_"),
+        (recipes.mxfp8(), {"weights": "mxfp9"}, "unknown block format name='mxfp9' (did "),
         (
             recipes.mxfp4(),
             {"scale_rule": "amax"},
