@@ -30,6 +30,7 @@ from mx_jax.formats.element import (
     ScaleFormat,
     known_element,
     known_scale,
+    same_facts,
     unknown_name,
 )
 
@@ -224,11 +225,7 @@ def known_block(format: BlockFormat) -> BlockFormat | None:
     element, scale = known_element(format.element), known_scale(format.scale)
     if element is None or scale is None:
         return None
-    for known in BLOCK_FORMATS:
-        alike = dataclasses.replace(format, name=known.name, element=element, scale=scale)
-        if alike == known:
-            return known
-    return None
+    return same_facts(dataclasses.replace(format, element=element, scale=scale), BLOCK_FORMATS)
 
 
 # A dtype says nothing about blocks: it stands for the block format that the MX specification

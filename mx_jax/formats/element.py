@@ -286,10 +286,13 @@ def known_element(element: ElementFormat) -> ElementFormat | None:
       >>> known_element(dataclasses.replace(E2M1, bias=2)) is None
       True
     """
-    for known in ELEMENT_FORMATS:
-        if dataclasses.replace(element, name=known.name) == known:
-            return known
-    return None
+    return same_facts(element, ELEMENT_FORMATS)
+
+
+def same_facts(format: Any, rows: Iterable[Any]) -> Any:
+    """The row that equals a format but for its name, or None."""
+    alike = (row for row in rows if dataclasses.replace(format, name=row.name) == row)
+    return next(alike, None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -394,7 +397,4 @@ def known_scale(scale: ScaleFormat) -> ScaleFormat | None:
     element = None if scale.element is None else known_element(scale.element)
     if element is None and scale.element is not None:
         return None
-    for known in SCALE_FORMATS:
-        if dataclasses.replace(scale, name=known.name, element=element) == known:
-            return known
-    return None
+    return same_facts(dataclasses.replace(scale, element=element), SCALE_FORMATS)
