@@ -398,17 +398,6 @@ def test_by_hand():
     assert actual == [(format.name, amax, exponents) for format, amax, exponents in BY_HAND]
 
 
-@pytest.mark.parametrize("format", BLOCK_FORMATS, ids=lambda format: format.name)
-def test_the_default_is_the_first_rule_that_fits(format: BlockFormat):
-    defaults = {
-        "exponent": "floor",
-        "element": "amax",
-        "divisor": "float8",
-        "multiplier": "amax_multiplier",
-    }
-    assert scale_rule_for(None, format).name == defaults[format.scale.kind]
-
-
 def test_rules_by_name_and_object():
     assert [rule.name for rule in SCALE_RULES[:4]] == list(RULES)
     for rule in SCALE_RULES:
