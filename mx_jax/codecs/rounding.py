@@ -46,17 +46,14 @@ class Rounding:
             return rounding_mode, (self.name,)
         if self.is_stochastic:
             return stochastic, (self.random_bits,)
-        return _built, (self.name, self.random_bits, self.apply)
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return functools.partial(Rounding, **fields), ()
 
     @functools.cached_property
     def is_stochastic(self) -> bool:
         """Whether it is the library's own stochastic rounding, of any width."""
         known = 1 <= self.random_bits <= MAX_RANDOM_BITS
         return known and self == stochastic(self.random_bits)
-
-
-def _built(name: str, random_bits: int, apply: Any) -> Rounding:
-    return Rounding(name=name, random_bits=random_bits, apply=apply)
 
 
 def _nearest(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:

@@ -96,6 +96,7 @@ TENSORS = {
     "drhs": {"lhs": "gradients", "rhs": "activations"},
 }
 _OF_TENSORS = ("weights", "activations", "gradients")
+_SIDES = ("lhs", "rhs")
 _OF_ALL = ("scale_rule", "rounding", "transform")
 _OF_PRODUCT = ("lhs", "rhs", "transform", "fast_accumulation")
 _OF_OPERAND = ("format", "scale_rule", "rounding", "prescale")
@@ -137,16 +138,15 @@ def _check_all_reach(recipe: MatmulRecipe, given: dict[str, Any], operation: str
 
 def _is_reached(recipe: MatmulRecipe, product: str, given: dict[str, Any]) -> bool:
     """Whether words of tensors and of all products reach one: it quantizes, and is not whole."""
-    change = given.get(product, ...)
-    if change is None or isinstance(change, MatmulSpec):
-        return False
-    before, own = getattr(recipe, product), change if isinstance(change, Mapping) else {}
-    return any(own.get(side, getattr(before, side)) is not None for side in TENSORS[product])
-
-
-def _product(before: MatmulSpec, product: str, given: dict[str, Any]) -> MatmulSpec:
-    """One product: its own word first, then those of its tensors, then those of all."""
     change = given.get(product, {})
+    if not isinstance(change, Mapping):
+        return False
+    return any(change.get(s, getattr(getattr(recipe, product), s)) is not None for s in _SIDES)
+
+
+def _product(recipe: MatmulRecipe, product: str, given: dict[str, Any]) -> MatmulSpec:
+    """One product: its own word first, then those of its tensors, then those of all."""
+    before, change = getattr(recipe, product), given.get(product, {})
     if change is None:
         return HIGH
     if isinstance(change, MatmulSpec):
@@ -157,8 +157,7 @@ def _product(before: MatmulSpec, product: str, given: dict[str, Any]) -> MatmulS
             f"None for high precision, got {product}={change!r}"
         )
     own = _parts(change, _OF_PRODUCT, product)
-    quantizes = any(own.get(side, getattr(before, side)) is not None for side in TENSORS[product])
-    if not quantizes:
+    if not _is_reached(recipe, product, given):
         return dataclasses.replace(before, **own)
     operands = {
         side: _operand(getattr(before, side), own.get(side, given.get(word, ...)), word, given)
@@ -343,7 +342,7 @@ class Recipe(MatmulRecipe):
         _check_all_reach(self, given, operation)
         for product, words_of in TENSORS.items():
             try:
-                parts[product] = _product(getattr(self, product), product, given)
+                parts[product] = _product(self, product, given)
             except (TypeError, ValueError) as error:
                 raise type(error)(
                     f"{operation}, {product}: {error}; {product} multiplies {words_of['lhs']} and "

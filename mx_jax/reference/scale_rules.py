@@ -8,6 +8,7 @@ Two rules are one if what they compute is: backends compare a rule's functions, 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -375,9 +376,9 @@ class ScaleRule:
 
     def kernel_threshold(self, element: ElementFormat) -> int | None:
         """The threshold for an element, 1 to 2^23; None if that does not say everything."""
-        if not isinstance(self.scales, PowerOfTwo) or self.correction is not None:
+        if self.threshold is None or self.correction is not None:
             return None
-        value = self.scales.threshold(element)
+        value = self.threshold(element)
         fits = isinstance(value, int | np.integer) and 1 <= value <= 1 << 23
         return int(value) if fits else None
 
@@ -390,11 +391,7 @@ class ScaleRule:
         if self in SCALE_RULES:
             return _named, (self.name,)
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return _built, (fields,)
-
-
-def _built(fields: dict[str, Any]) -> ScaleRule:
-    return ScaleRule(**fields)
+        return functools.partial(ScaleRule, **fields), ()
 
 
 def power_of_two(name: str, threshold: Callable[[ElementFormat], int]) -> ScaleRule:
