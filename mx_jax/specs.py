@@ -18,7 +18,7 @@ from mx_jax.codecs.rounding import NEAREST, Rounding, rounding_mode
 from mx_jax.formats import BlockFormat, block_format
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.scale_rules import ScaleRule, scale_rule_for
-from mx_jax.sharding.gather import Gather
+from mx_jax.sharding.movement import Gather
 
 
 def arguments_of(x: Any, names: Iterable[str] | None = None) -> str:

@@ -25,8 +25,7 @@ from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.quantize import tensor_scale_of
-from mx_jax.sharding.maxima import block_maxima, with_maxima, without_maxima
-from mx_jax.sharding.movement import Part, spec_of
+from mx_jax.sharding.movement import Part, block_maxima, spec_of, with_maxima, without_maxima
 from mx_jax.sharding.partition import fine_mesh, stored_parts
 
 CastCall = QuantizeCall | QuantizeBothCall

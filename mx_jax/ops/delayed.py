@@ -20,9 +20,8 @@ from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import encode_scaled, true_divide
 from mx_jax.formats import F32, WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.canonical import canonicalize
-from mx_jax.ops.dense import HIGH_PRECISION, DenseProduct
-from mx_jax.ops.multiply import multiply
+from mx_jax.ops.dense import HIGH_PRECISION, DenseProduct, multiply
+from mx_jax.ops.dot_general import canonicalize
 from mx_jax.ops.operands import SIDES
 from mx_jax.ops.product import Bar, Given, differentiable, max_like, no_derivative, note_cast
 from mx_jax.ops.remat import QUANTIZED

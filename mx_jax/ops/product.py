@@ -469,7 +469,7 @@ def _lower(ctx: Any, *values: Any, of: _Derivative) -> list[Any]:
     return list(values[: of.number])
 
 
-_linked: Any = Primitive("mx_with_derivative")
+_linked: Any = Primitive("mx_derivative")
 _linked.multiple_results = True
 _linked.is_high = lambda *types, **params: False
 _linked.def_abstract_eval(_first)

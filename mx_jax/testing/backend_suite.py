@@ -33,8 +33,7 @@ from mx_jax.backends.calls import (
     TransformCall,
 )
 from mx_jax.backends.cpu_ffi import library
-from mx_jax.backends.select import current_target
-from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.select import BACKENDS, current_target
 from mx_jax.backends.target import Backend, Target
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.codecs.rounding import NEAREST
