@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -217,9 +217,9 @@ class PackedMXArray(ArrayOfCodes):
         # `x[...]` is how nnx reads a Variable: it must not cost an unpacking.
         return self if index is ... else self.unpack()[index]
 
-    def transpose(self, *axes: Any) -> "MXArray | PackedMXArray":
+    def transpose(self, *axes: int | Sequence[int]) -> "MXArray | PackedMXArray":
         """Permute axes: kept ones for contracted ones without moving a byte, others unpacked."""
-        given = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
+        given: Any = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
         order = [axis % self.ndim for axis in given] or [*reversed(range(self.ndim))]
         batch, second = len(self.batch), max(self.first_kept, self.first_k)
         if order == [*range(batch), *range(second, self.ndim), *range(batch, second)]:
@@ -252,7 +252,7 @@ def gives_rows(x: Quantized) -> bool:
     return not isinstance(x, PackedMXArray) or x.takes
 
 
-def rows_of(x: Quantized, indices: Any) -> MXArray:
+def rows_of(x: Quantized, indices: jax.Array) -> MXArray:
     """Rows `[*indices, k]` of a table `[n, k]`; no others are unpacked where the layout allows."""
     return x.take(indices) if isinstance(x, PackedMXArray) else x[indices]
 

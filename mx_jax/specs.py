@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mx_jax.axes import Side
 from mx_jax.codecs.rounding import NEAREST, Rounding, rounding_mode
 from mx_jax.formats import BlockFormat, block_format
+from mx_jax.formats.block import FormatLike
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.scale_rules import ScaleRule, scale_rule_for
 from mx_jax.sharding.movement import Gather
@@ -103,7 +105,7 @@ class OperandSpec:
 
 
 def operand(
-    format: Any,
+    format: FormatLike,
     *,
     scale_rule: ScaleRule | str | None = None,
     rounding: Rounding | str = "nearest",
@@ -134,7 +136,7 @@ def operand(
     )
 
 
-def _as_spec(given: Any, side: str) -> OperandSpec | None:
+def _as_spec(given: object, side: str) -> OperandSpec | None:
     """An operand of a `MatmulSpec`, where a format or a name stands for `operand` of it."""
     if given is None or isinstance(given, OperandSpec):
         return given
@@ -348,7 +350,7 @@ class MatmulRecipe:
         )
 
 
-def _reduce_dtype(given: Any, name: str) -> np.dtype | None:
+def _reduce_dtype(given: DTypeLike | None, name: str) -> np.dtype | None:
     if given is None:
         return None
     if np.dtype(given) != np.float32:

@@ -171,7 +171,7 @@ def tensor_scale_shape(given: Shape, shape: Shape, blocks: Blocks) -> str | None
     )
 
 
-def varying_axes(tensor_scale: Any) -> tuple[int, ...]:
+def varying_axes(tensor_scale: jax.Array | None) -> tuple[int, ...]:
     """The axes along which a tensor scale is not one number for all; none if it is None."""
     shape = () if tensor_scale is None else tensor_scale.shape
     return tuple(axis for axis, length in enumerate(shape) if length != 1)

@@ -15,6 +15,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+Spec = NamedSharding | PartitionSpec
+Partition = str | tuple[str, ...] | None
+
 A = TypeVar("A", jax.Array, np.ndarray)
 
 
@@ -31,13 +34,13 @@ def explicit_sharding(x: jax.Array | np.ndarray) -> NamedSharding | None:
     return jax.typeof(x).sharding if has_explicit_axes() and not isinstance(x, np.ndarray) else None
 
 
-def partitions(sharding: Any, ndim: int) -> list[Any]:
+def partitions(sharding: Spec, ndim: int) -> list[Any]:
     """The mesh axes of each of an array's axes, None where it is whole."""
     spec = list(sharding.spec if isinstance(sharding, NamedSharding) else sharding)
     return spec + [None] * (ndim - len(spec))
 
 
-def with_partitions(sharding: Any, parts: Sequence[Any]) -> Any:
+def with_partitions(sharding: Spec, parts: Sequence[Any]) -> Any:
     """A sharding of the same kind and mesh with other mesh axes."""
     spec = PartitionSpec(*parts)
     return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
@@ -94,7 +97,7 @@ def join_axes(y: A, shape: Sequence[int], inside: Sequence[int]) -> A:
     return lax.reshape(y, tuple(shape), out_sharding=with_partitions(sharding, parts))
 
 
-def _devices(sharding: NamedSharding, part: Any) -> int:
+def _devices(sharding: NamedSharding, part: Partition) -> int:
     """Over how many devices an axis with these mesh axes is spread."""
     names = part if isinstance(part, tuple) else (part,) if part else ()
     return math.prod(sharding.mesh.shape[name] for name in names)

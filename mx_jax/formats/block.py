@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mx_jax.formats.element import (
     E2M1,
@@ -131,6 +132,10 @@ class BlockFormat:
         return f"BlockFormat({self.name}, block={self.block})"
 
 
+# What stands for a block format: itself, its name, or the dtype whose codes are its elements.
+FormatLike = BlockFormat | DTypeLike
+
+
 def check_block_size(size: object, operation: str) -> None:
     """Raise ValueError unless `size` is a positive int or WHOLE.
 
@@ -241,7 +246,7 @@ def _names(formats: Iterable[Any]) -> str:
     return ", ".join(format.name for format in formats)
 
 
-def block_format(format: Any) -> BlockFormat:
+def block_format(format: FormatLike) -> BlockFormat:
     """The block format meant by an object, a name or a dtype.
 
     Args:
@@ -305,7 +310,7 @@ def _meant(name: str) -> str:
     return f", perhaps one of {', '.join(found)}" if found else ""
 
 
-def _by_dtype(dtype: Any) -> BlockFormat:
+def _by_dtype(dtype: DTypeLike) -> BlockFormat:
     try:
         # NumPy takes None for float64, and a list for the fields of a record.
         wanted = None if dtype is None or isinstance(dtype, list | tuple) else np.dtype(dtype)

@@ -2,10 +2,11 @@
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import EllipsisType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from mx_jax.codecs.rounding import NEAREST, Rounding, rounding_mode
@@ -20,7 +21,7 @@ from mx_jax.formats import (
     BlockFormat,
     block_format,
 )
-from mx_jax.formats.block import known_block
+from mx_jax.formats.block import FormatLike, known_block
 from mx_jax.mxarray import html_table
 from mx_jax.ops.arguments import named_recipe
 from mx_jax.ops.dot_general import RecipeDotGeneral
@@ -35,6 +36,7 @@ from mx_jax.reference.scale_rules import (
     ScaleRule,
     scale_rule_for,
 )
+from mx_jax.sharding.movement import Gather
 from mx_jax.specs import (
     MatmulRecipe,
     MatmulSpec,
@@ -74,7 +76,7 @@ def clips(rule: ScaleRule, format: BlockFormat) -> bool:
     return rule in SCALE_RULES and not format.scale.is_float32
 
 
-def measured_operand(format: Any, rounding: Rounding | str = "nearest") -> OperandSpec:
+def measured_operand(format: FormatLike, rounding: Rounding | str = "nearest") -> OperandSpec:
     """The operand spec of a format with the rule that loses least.
 
     Stochastic rounding is right on average only where nothing clips: with it, power-of-two scales
@@ -215,7 +217,7 @@ def _parts(change: Mapping[str, Any], known: tuple[str, ...], word: str) -> dict
     return dict(change)
 
 
-def _residuals(given: Any, operation: str) -> Residuals:
+def _residuals(given: object, operation: str) -> Residuals:
     try:
         return Residuals(given)
     except ValueError:
@@ -282,8 +284,8 @@ class Recipe(MatmulRecipe):
         drhs: _Product = ...,
         residuals: Residuals | str | EllipsisType = ...,
         mask_clipped: bool | EllipsisType = ...,
-        gather: Any = ...,
-        reduce_dtype: Any = ...,
+        gather: Gather | str | Sequence[str] | EllipsisType | None = ...,
+        reduce_dtype: jax.typing.DTypeLike | EllipsisType | None = ...,
     ) -> "Recipe":
         """This recipe with some decisions made anew; everything that is not named stays.
 

@@ -7,9 +7,9 @@ see `measured_operand`.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from mx_jax.formats import E4M3, block_format
+from mx_jax.formats.block import FormatLike
 from mx_jax.ops.arguments import enter_recipe
 from mx_jax.recipes.base import HIGH, Recipe, measured_operand
 from mx_jax.recipes.float8 import AXISWISE, DISABLED, Cast, Float8Config
@@ -515,7 +515,7 @@ enter_recipe("rowwise", float8_rowwise)
 enter_recipe("rowwise_with_gw_hp", float8_rowwise_with_gw_hp)
 
 
-def weight_only(format: Any, scale_rule: ScaleRule | str | None = None) -> Recipe:
+def weight_only(format: FormatLike, scale_rule: ScaleRule | str | None = None) -> Recipe:
     """Only the right operand (the weight) of the product itself is quantized.
 
     Activations and both gradient products stay in high precision: for inference, and for
@@ -546,7 +546,7 @@ def weight_only(format: Any, scale_rule: ScaleRule | str | None = None) -> Recip
     return _forward_only(f"weight_only({spec.format.name})", None, spec)
 
 
-def qat(format: Any, scale_rule: ScaleRule | str | None = None) -> Recipe:
+def qat(format: FormatLike, scale_rule: ScaleRule | str | None = None) -> Recipe:
     """Quantization-aware training: quantized forward, high-precision backward.
 
     The backward products multiply by the very values that the forward product used, dequantized:

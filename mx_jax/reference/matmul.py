@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.codecs.scale import LIFT, is_tiny, lift
 from mx_jax.mxarray import MXArray, decode, straight_through
@@ -17,8 +18,8 @@ def scaled_matmul(
     rhs: jax.Array | MXArray,
     dimension_numbers: lax.DotDimensionNumbers,
     out_dtype: jax.typing.DTypeLike,
-    precision: Any = None,
-    out_sharding: Any = None,
+    precision: lax.PrecisionLike = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """`sum over blocks of X_A X_B (sum over the block of P_A P_B)`.
 

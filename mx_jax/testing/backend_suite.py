@@ -85,7 +85,7 @@ def _compare_quantize(
     drawn = rng.integers(0, 1 << num_bits, call.random_shape, dtype=np.int32) if num_bits else None
 
     @jax.jit
-    def both(x, bits, tensor_scale):
+    def both(x: jax.Array, bits: jax.Array | None, tensor_scale: jax.Array | None):
         expected = quantize(
             x,
             call.format,
@@ -110,7 +110,7 @@ def check_quantize_both(backend: Backend, case: QuantizeBothCase) -> None:
     bits = [rng.integers(0, n, shape, dtype=np.int32) if n > 1 else None for n, shape in sizes]
 
     @jax.jit
-    def run(x, bits):
+    def run(x: jax.Array, bits: list[jax.Array | None]):
         expected = [
             quantize(x, c.format, c.blocks, c.scale_rule, rounding=c.rounding, random_bits=drawn)
             for c, drawn in zip(calls, bits, strict=True)
