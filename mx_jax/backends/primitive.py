@@ -128,7 +128,8 @@ def _record(call: Call, target: Target, choice: Choice | None) -> None:
     how = "" if choice is None else choice.offer.how
     # Devices that share a product or a cast each compute their part by the same backend.
     of_matmul = isinstance(call, MatmulCall) and partition.can_split(call)
-    by_parts = of_matmul or partition_casts.can_split(call)
+    casts = (call.first, call.second) if isinstance(call, QuantizeBothCall) else (call,)
+    by_parts = of_matmul or all(map(partition_casts.can_split, casts))
     if choice is not None and not target.counted and not isinstance(call, PackCall):
         shared = dataclasses.replace(target, program_devices=target.num_devices, counted=True)
         if by_parts and not choice.offer.inline:
@@ -418,12 +419,13 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
 
     def how(call: Call, *operands: Any) -> Any:
         is_split = known is not None and target.num_devices > 1
-        if is_split and isinstance(call, QuantizeBothCall) and not _casts_by_parts(call, target):
+        if is_split and isinstance(call, QuantizeBothCall):
+            # Each cast may be split along other axes, as its product is.
             return _each(how, call, *operands)
         if is_split and isinstance(call, MatmulCall) and partition.can_split(call):
             return partition.multiply(OnOneDevice(asked, target), call, *operands)
         by_parts = is_split and not work.batches and _casts_by_parts(call, target)
-        if by_parts and isinstance(call, QuantizeCall | QuantizeBothCall):
+        if by_parts and isinstance(call, QuantizeCall):
             return partition_casts.quantize(OnOneDevice(asked, target), call, *operands)
         return _compute(call, target, *operands)
 

@@ -28,7 +28,7 @@ from mx_jax.ops.arguments import (
     check_key,
     check_tensor_scale,
 )
-from mx_jax.ops.product import one_program, zero_bars
+from mx_jax.ops.product import one_program, zero_cotangents
 from mx_jax.ops.random import draw_bits, split_key
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.packed import PackedMXArray, unpacked
@@ -226,7 +226,7 @@ def cast_cotangent(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.
         return y
 
     def backward(key, cotangent):
-        return cast(cotangent, format, **(options | {"key": key})), zero_bars(key)
+        return cast(cotangent, format, **(options | {"key": key})), zero_cotangents(key)
 
     identity.defvjp(lambda y, key: (y, key), backward)
     return identity(array, options.get("key"))
