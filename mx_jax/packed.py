@@ -78,7 +78,7 @@ class PackedMXArray(ArrayOfCodes):
 
     Attributes:
       arrays: what the kernels read, a pytree.
-      layout: how the arrays lie, and for whom.
+      layout: of the arrays, with the backend that reads them.
       kept: sizes of the axes that products keep.
       k: sizes of the axes that products contract; blocks lie along the last.
       k_first: whether the contracted axes precede the kept ones.
@@ -151,7 +151,7 @@ class PackedMXArray(ArrayOfCodes):
         """The MXArray again; blocks of zeros may have another scale."""
         if not has_explicit_axes():
             return self.layout.unpack(self)
-        # Types would have to say where each step on the way lies.
+        # On explicit axes each intermediate value would need a sharding.
         shapes, tree = jax.tree.flatten(jax.eval_shape(self.layout.unpack, _untyped(self)))
         parts = self.partitions()
         specs = [
@@ -164,7 +164,7 @@ class PackedMXArray(ArrayOfCodes):
         return jax.tree.unflatten(tree, run(self))
 
     def partitions(self) -> list[Any]:
-        """The mesh axes of each axis of the MXArray, as the type of the first array says."""
+        """The mesh axes of each axis of the MXArray, by the aval of the first array."""
         if self.layout.cut is None or not has_explicit_axes():
             return [None] * self.ndim
         array = jax.tree.leaves(self)[0]
@@ -174,7 +174,7 @@ class PackedMXArray(ArrayOfCodes):
         return [found.get(axis) for axis in range(self.ndim)]
 
     def local(self) -> "PackedMXArray":
-        """The same of the sizes that the arrays have: shard_map cuts arrays, and tells no sizes."""
+        """The same with the sizes of its arrays: shard_map cuts arrays and keeps static sizes."""
         return self if self.layout.local is None else self.layout.local(self)
 
     def take(self, indices: jax.Array) -> MXArray:
@@ -240,7 +240,7 @@ class PackedMXArray(ArrayOfCodes):
 
 
 def _untyped(packed: PackedMXArray) -> PackedMXArray:
-    """Shapes that lie nowhere."""
+    """The same of shapes without sharding."""
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), packed)
 
 

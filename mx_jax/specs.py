@@ -237,7 +237,7 @@ class MatmulSpec:
 
 
 class Residuals(enum.Enum):
-    """What is kept between the forward and the backward pass.
+    """What is saved between the forward and the backward pass.
 
     PRIMAL: the operands as they came; the backward matmuls quantize them anew along their own
     contracting axes. QUANTIZED: the forward's codes and scales, dequantized and requantized along
@@ -272,7 +272,7 @@ class MatmulRecipe:
       fwd: the product itself.
       dlhs: gradient of the left operand; its lhs is the incoming cotangent.
       drhs: gradient of the right operand; its lhs is the incoming cotangent.
-      residuals: what is kept for the backward products.
+      residuals: what is saved for the backward products.
       mask_clipped: whether values that the forward product clipped get no gradient, instead of
         passing it straight through.
       gather: mesh axes along which operands are gathered as codes, or names of such axes. None: on

@@ -40,8 +40,8 @@ class Rounding:
         return f"Rounding({self.name})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The library's own by name and width, so that a pickle does not hold what lies inside; any
-        # other is what its function is, whatever it is called.
+        # The library's own by name and width, so that pickles hold no internals; any other by its
+        # function.
         if self in ROUNDINGS:
             return rounding_mode, (self.name,)
         if self.is_stochastic:

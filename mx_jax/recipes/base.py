@@ -64,7 +64,7 @@ UNCLIPPED: tuple[ScaleRule, ...] = (RCEIL, AMAX_HEADROOM)
 def clips(rule: ScaleRule, format: BlockFormat) -> bool:
     """Whether one of the library's own rules leaves values of a block above its largest code.
 
-    Nothing is known of other rules, unless a threshold says all of them: see `PowerOfTwo`.
+    Nothing is known of other rules, unless a threshold defines them: see `PowerOfTwo`.
     """
     if rule in UNCLIPPED or rule.correction is not None:
         return False
@@ -294,8 +294,8 @@ class Recipe(MatmulRecipe):
         (`dlhs.lhs`, `drhs.lhs`). A format brings the scale rule that loses least, one that never
         clips if the operand rounds stochastically; rounding and prescale stay. None is high
         precision, an `OperandSpec` is taken as it is, and a dict names parts: `format`,
-        `scale_rule`, `rounding`, `prescale`. What is said of one product counts more than what
-        is said of a tensor, and that more than what is said of all.
+        `scale_rule`, `rounding`, `prescale`. Words for one product override those for a tensor,
+        which override those for all products.
 
         Args:
           name: what tables call the result; None: this name, with the changes after it.
@@ -309,7 +309,7 @@ class Recipe(MatmulRecipe):
             (`lhs`, `rhs`, `transform`, `fast_accumulation`).
           dlhs: the gradient of the left operand, likewise.
           drhs: the gradient of the right operand, likewise.
-          residuals: what is kept for the backward products, or its name.
+          residuals: what is saved for the backward products, or its name.
           mask_clipped: whether values that the forward product clipped get no gradient.
           gather: mesh axes along which operands are gathered as codes; not shown in the name.
           reduce_dtype: in which devices add up their parts of a product: float32, or None for the

@@ -118,7 +118,7 @@ class Float8Config:
       fast_accumulation_grad_input: likewise in the grad_input product.
       fast_accumulation_grad_weight: likewise in the grad_weight product.
       round_scales_to_power_of_2: round scales down to powers of two, which then are exact.
-      residuals: what is kept for the backward products.
+      residuals: what is saved for the backward products.
 
     Raises:
       ValueError: one operand of a product in float8 and the other in high precision, or a tensor

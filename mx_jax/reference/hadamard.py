@@ -188,7 +188,7 @@ def _times(
 
 
 def _for_each(square: np.ndarray, groups: jax.Array, within: int) -> jax.Array:
-    """The matrix once for each of the groups' leading axes, lying where they do."""
+    """The matrix once for each of the groups' leading axes, sharded as they are."""
     place = explicit_sharding(groups)
     if place is not None:
         place = with_partitions(place, [*partitions(place, groups.ndim)[:within], None, None])

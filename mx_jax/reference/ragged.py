@@ -24,7 +24,7 @@ from mx_jax.reference.matmul import scaled_values, unscaled
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedRows:
-    """Where the rows of each group lie, in a layout whose groups start at multiples of `unit`.
+    """The places of rows in a layout whose groups start at multiples of `unit`.
 
     Attributes:
       unit: rows that a group is padded to a multiple of; 1 leaves every row in its place.
@@ -141,7 +141,7 @@ def encode_by_group(
 
     Args:
       x: `[p, c]`, in the layout of `rows`.
-      rows: says whose row is whose.
+      rows: the group of each row.
       peaks: `group_peaks`, `[g, 1, c]`, quantized in blocks that hold the whole axis -2.
       rounding: how dropped bits decide.
       random_bits: shape of x; stochastic rounding only.

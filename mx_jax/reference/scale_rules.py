@@ -386,8 +386,7 @@ class ScaleRule:
         return f"ScaleRule({self.name})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The library's own by name, so that a pickle does not hold what lies inside; any other is
-        # what its functions are, whatever it is called.
+        # The library's own by name, so that pickles hold no internals; any other by its functions.
         if self in SCALE_RULES:
             return _named, (self.name,)
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
