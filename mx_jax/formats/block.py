@@ -246,7 +246,7 @@ def _names(formats: Iterable[Any]) -> str:
     return ", ".join(format.name for format in formats)
 
 
-def block_format(format: FormatLike) -> BlockFormat:
+def block_format(format: FormatLike | None) -> BlockFormat:
     """The block format meant by an object, a name or a dtype.
 
     Args:
@@ -310,7 +310,7 @@ def _meant(name: str) -> str:
     return f", perhaps one of {', '.join(found)}" if found else ""
 
 
-def _by_dtype(dtype: DTypeLike) -> BlockFormat:
+def _by_dtype(dtype: DTypeLike | None) -> BlockFormat:
     try:
         # NumPy takes None for float64, and a list for the fields of a record.
         wanted = None if dtype is None or isinstance(dtype, list | tuple) else np.dtype(dtype)
