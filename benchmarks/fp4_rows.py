@@ -45,7 +45,6 @@ def _row(
         "gaps_percent": gaps(lambda run: run.final_loss),
         "training_gaps_percent": gaps(late_loss),
         "diverged": sorted(run.seed for run in diverged),
-        "validation": [run.validation for run in of_seed],
     }
 
 

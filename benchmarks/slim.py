@@ -1,7 +1,7 @@
 """What git keeps of a result: `python -m benchmarks.slim` after measuring anew.
 
-The tables of docs/ take medians; quartiles, clocks that no table shows and the loss of each step
-stay in what a command wrote. The Markdown beside a result has all its rows.
+The tables of docs/ take medians; quartiles, clocks that no table shows, the loss of each step and
+digits beyond the ninth stay in what a command wrote. The Markdown beside a result has all its rows.
 """
 
 import json
@@ -13,7 +13,15 @@ from benchmarks.report import RESULTS
 # Steps at the end of a run whose mean loss a table shows.
 LATE = 200
 _QUARTILES = {"median", "q1", "q3", "smallest"}
-_DROPPED = {"wall_ms", "minor_faults", "samples", "train_loss", "validation", "evidence"}
+_DROPPED = {
+    "wall_ms",
+    "minor_faults",
+    "samples",
+    "train_loss",
+    "validation",
+    "evidence",
+    "parameters",
+}
 # Kept as they are: bytes and counts that tests compare, and rows that `fp4_ablation` adds to.
 _WHOLE = ("gpu/", "mutated_checkpoints.json", "train_lm_fp4/")
 
@@ -27,6 +35,8 @@ def slimmed(x: Any) -> Any:
         if "train_loss" in x:
             kept["late_train_loss"] = statistics.mean(x["train_loss"][-LATE:])
         return kept
+    if isinstance(x, float):
+        return float(f"{x:.9g}")
     return [slimmed(each) for each in x] if isinstance(x, list) else x
 
 

@@ -5,6 +5,7 @@
 """
 
 import importlib as _importlib
+from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -44,10 +45,15 @@ _LATE = ("calibrate", "checkpoint", "convert", "inspect", "testing")
 
 
 def __getattr__(name: str) -> _Any:
+    if name == "__all__":
+        return __dir__()
     if name in _LATE:
         return _importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATE})
+    """What users need: neither what this module imports for itself nor the modules inside."""
+    own = {name for name, value in globals().items() if not isinstance(value, _ModuleType)}
+    public = {name for name in own if not name.startswith("_")}
+    return sorted({*public, *_LATE, "formats", "nn", "recipes", "sharding", "__version__"})

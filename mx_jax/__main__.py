@@ -4,15 +4,19 @@ import _thread
 import signal
 import sys
 import time
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import NoReturn
 
 
-def _terminated(*_: Any) -> NoReturn:
+def _terminated(*_: object) -> NoReturn:
     # What is half made is removed on the way out.
     sys.exit(128 + signal.SIGTERM)
 
 
-def _unraisable(error: Any, report: Any = sys.unraisablehook) -> None:
+def _unraisable(
+    error: "sys.UnraisableHookArgs",
+    report: Callable[["sys.UnraisableHookArgs"], object] = sys.unraisablehook,
+) -> None:
     """Python drops what is raised in a callback, such as JAX's for garbage collection."""
     if issubclass(error.exc_type, KeyboardInterrupt):
         _thread.start_new_thread(_interrupt_later, (signal.SIGINT,))

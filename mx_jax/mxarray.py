@@ -2,10 +2,13 @@
 
 import dataclasses
 import functools
+import html
+import itertools
 import math
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import jax
@@ -13,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from numpy.typing import DTypeLike
 
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, indexing, packing
@@ -47,11 +51,11 @@ class ArrayOfCodes:
         """Bytes that the arrays take as they are."""
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(self))
 
-    def dequantize(self, dtype: Any = None) -> jax.Array:
+    def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """The values."""
         raise NotImplementedError
 
-    def transpose(self, *axes: Any) -> Any:
+    def transpose(self, *axes: int | Sequence[int]) -> Any:
         """Permute axes."""
         raise NotImplementedError
 
@@ -65,10 +69,10 @@ class ArrayOfCodes:
         """The last two axes exchanged."""
         return self.transpose(*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
 
-    def __eq__(self, other: Any) -> Any:
+    def __eq__(self, other: object) -> Any:
         return self.dequantize() == _values(other) if _has_values(self) else NotImplemented
 
-    def __ne__(self, other: Any) -> Any:
+    def __ne__(self, other: object) -> Any:
         return self.dequantize() != _values(other) if _has_values(self) else NotImplemented
 
     def __bool__(self) -> bool:
@@ -81,7 +85,7 @@ class ArrayOfCodes:
             remedy = f": the values have it, x.dequantize().{name}"
         raise AttributeError(f"{name_of} has no attribute {name!r}{remedy}", name=name, obj=self)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         _warn_of_a_writer(type(self).__name__)
         return np.asarray(self.dequantize(), dtype=dtype)
 
@@ -89,7 +93,7 @@ class ArrayOfCodes:
 def _without_arithmetic(symbol: str) -> Any:
     """Raise TypeError with the remedy, unless an array on the right knows what to do."""
 
-    def operate(self: ArrayOfCodes, other: Any) -> Any:
+    def operate(self: ArrayOfCodes, other: object) -> Any:
         if isinstance(other, jax.Array | np.ndarray):
             return NotImplemented
         raise TypeError(
@@ -114,7 +118,7 @@ for _name, _symbol in {
     setattr(ArrayOfCodes, f"__r{_name}__", _without_arithmetic(_symbol))
 
 
-def _values(other: Any) -> Any:
+def _values(other: object) -> Any:
     return other.dequantize() if isinstance(other, ArrayOfCodes) else other
 
 
@@ -129,7 +133,7 @@ _WRITERS = ("numpy.lib.npyio", "numpy.lib._npyio_impl", "safetensors", "h5py")
 
 def _warn_of_a_writer(name: str) -> None:
     """Warn, once for a line of the user's, if what asks for the values writes files."""
-    frame: Any = sys._getframe(2)
+    frame = sys._getframe(2)
     level = 3
     if not _writes(frame):
         return
@@ -143,7 +147,7 @@ def _warn_of_a_writer(name: str) -> None:
     )
 
 
-def _writes(frame: Any) -> bool:
+def _writes(frame: FrameType) -> bool:
     module = frame.f_globals.get("__name__", "")
     return any(module == writer or module.startswith(f"{writer}.") for writer in _WRITERS)
 
@@ -282,14 +286,14 @@ class MXArray(ArrayOfCodes):
             raise TypeError("len() of an MXArray without axes")
         return self.shape[0]
 
-    def transpose(self, *axes: Any) -> "MXArray":
+    def transpose(self, *axes: int | Sequence[int]) -> "MXArray":
         """Permute axes, given one by one or as a sequence; the blocks go with them.
 
         Without arguments, reverse them.
         """
         return indexing.transpose(self, axes)
 
-    def reshape(self, *shape: Any, order: str = "C", **options: Any) -> "MXArray":
+    def reshape(self, *shape: int | Sequence[int], order: str = "C", **options: Any) -> "MXArray":
         """Join and divide axes where every block stays whole; `jnp.reshape` comes here too.
 
         Args:
@@ -309,7 +313,9 @@ class MXArray(ArrayOfCodes):
         check_parts(self, "MXArray.at")
         return indexing.At(self)
 
-    def dynamic_update_slice(self, update: "MXArray", start_indices: Any) -> "MXArray":
+    def dynamic_update_slice(
+        self, update: "MXArray", start_indices: Sequence[jax.typing.ArrayLike]
+    ) -> "MXArray":
         """`lax.dynamic_update_slice` of whole blocks: a cache takes new rows, and nothing moves.
 
         Starts may be traced. Along blocked axes they lie between blocks: any other is refused, or,
@@ -323,17 +329,47 @@ class MXArray(ArrayOfCodes):
         check_parts(self, "MXArray.dynamic_update_slice")
         return indexing.dynamic_update_slice(self, update, start_indices)
 
+    def _repr_html_(self) -> str | None:
+        """What notebooks show: the first blocks, each its scale and its first codes."""
+        if not self._is_concrete():
+            return None
+        codes, inside = block_shapes.split(self.codes, self.blocks)
+        codes = np.moveaxis(np.asarray(codes), inside, range(-len(inside), 0))
+        scales = np.asarray(self.scale_values).astype(np.float32)
+        rows = [
+            (index, f"{scales[index]:g}", bytes(codes[index].ravel()[:16]).hex(" "))
+            for index in itertools.islice(np.ndindex(scales.shape), 8)
+        ]
+        caption = f"{self.format.name}, shape={self.shape}, dtype={self.dtype}, {self.nbytes} bytes"
+        if self.tensor_scale is not None and self.tensor_scale.size == 1:
+            caption += f", tensor scale {self.tensor_scale.item():g}"
+        return html_table(caption, ("block", "scale", "codes"), rows)
+
+    def _is_concrete(self) -> bool:
+        arrays = isinstance(self.codes, jax.Array) and not isinstance(self.codes, Tracer)
+        return arrays and not violation(self)
+
     def __repr__(self) -> str:
         # Leaves may be anything while a transformation rebuilds the tree; say what is there.
         shape = tuple(getattr(self.codes, "shape", ()))
         blocks = ", ".join(f"{axis}: {size!r}" for axis, size in self.blocks)
         text = f"MXArray({self.format.name}, shape={shape}, dtype={self.dtype}, blocks={{{blocks}}}"
-        concrete = isinstance(self.codes, jax.Array) and not isinstance(self.codes, Tracer)
-        if concrete and not violation(self):
+        if self._is_concrete():
             values = np.asarray(self.dequantize(jnp.float32))
             shown = np.array2string(values, threshold=20, edgeitems=2, precision=4, separator=", ")
             text += f", nbytes={self.nbytes},\n" + shown.replace("\n ", "\n")
         return text + ")"
+
+
+def html_table(caption: str, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A table as notebooks show it; None is an empty cell."""
+
+    def row(tag: str, cells: Iterable[Any]) -> str:
+        texts = (html.escape("" if cell is None else str(cell)) for cell in cells)
+        return "<tr>" + "".join(f"<{tag}>{text}</{tag}>" for text in texts) + "</tr>"
+
+    lines = [row("th", header), *(row("td", cells) for cells in rows)]
+    return f"<table><caption>{html.escape(caption)}</caption>{''.join(lines)}</table>"
 
 
 @jax.custom_jvp
@@ -343,7 +379,9 @@ def straight_through(values: jax.Array, primal: jax.Array) -> jax.Array:
 
 
 @straight_through.defjvp
-def _straight_through_jvp(primals, tangents):
+def _straight_through_jvp(
+    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
     values, primal = primals
     return straight_through(values, primal), tangents[1].astype(values.dtype)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -78,7 +78,7 @@ class PackedMXArray(ArrayOfCodes):
 
     Attributes:
       arrays: what the kernels read, a pytree.
-      layout: how the arrays lie, and for whom.
+      layout: of the arrays, with the backend that reads them.
       kept: sizes of the axes that products keep.
       k: sizes of the axes that products contract; blocks lie along the last.
       k_first: whether the contracted axes precede the kept ones.
@@ -151,7 +151,7 @@ class PackedMXArray(ArrayOfCodes):
         """The MXArray again; blocks of zeros may have another scale."""
         if not has_explicit_axes():
             return self.layout.unpack(self)
-        # Types would have to say where each step on the way lies.
+        # On explicit axes each intermediate value would need a sharding.
         shapes, tree = jax.tree.flatten(jax.eval_shape(self.layout.unpack, _untyped(self)))
         parts = self.partitions()
         specs = [
@@ -164,7 +164,7 @@ class PackedMXArray(ArrayOfCodes):
         return jax.tree.unflatten(tree, run(self))
 
     def partitions(self) -> list[Any]:
-        """The mesh axes of each axis of the MXArray, as the type of the first array says."""
+        """The mesh axes of each axis of the MXArray, by the aval of the first array."""
         if self.layout.cut is None or not has_explicit_axes():
             return [None] * self.ndim
         array = jax.tree.leaves(self)[0]
@@ -174,7 +174,7 @@ class PackedMXArray(ArrayOfCodes):
         return [found.get(axis) for axis in range(self.ndim)]
 
     def local(self) -> "PackedMXArray":
-        """The same of the sizes that the arrays have: shard_map cuts arrays, and tells no sizes."""
+        """The same with the sizes of its arrays: shard_map cuts arrays and keeps static sizes."""
         return self if self.layout.local is None else self.layout.local(self)
 
     def take(self, indices: jax.Array) -> MXArray:
@@ -217,9 +217,9 @@ class PackedMXArray(ArrayOfCodes):
         # `x[...]` is how nnx reads a Variable: it must not cost an unpacking.
         return self if index is ... else self.unpack()[index]
 
-    def transpose(self, *axes: Any) -> "MXArray | PackedMXArray":
+    def transpose(self, *axes: int | Sequence[int]) -> "MXArray | PackedMXArray":
         """Permute axes: kept ones for contracted ones without moving a byte, others unpacked."""
-        given = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
+        given: Any = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
         order = [axis % self.ndim for axis in given] or [*reversed(range(self.ndim))]
         batch, second = len(self.batch), max(self.first_kept, self.first_k)
         if order == [*range(batch), *range(second, self.ndim), *range(batch, second)]:
@@ -240,7 +240,7 @@ class PackedMXArray(ArrayOfCodes):
 
 
 def _untyped(packed: PackedMXArray) -> PackedMXArray:
-    """Shapes that lie nowhere."""
+    """The same of shapes without sharding."""
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), packed)
 
 
@@ -252,7 +252,7 @@ def gives_rows(x: Quantized) -> bool:
     return not isinstance(x, PackedMXArray) or x.takes
 
 
-def rows_of(x: Quantized, indices: Any) -> MXArray:
+def rows_of(x: Quantized, indices: jax.Array) -> MXArray:
     """Rows `[*indices, k]` of a table `[n, k]`; no others are unpacked where the layout allows."""
     return x.take(indices) if isinstance(x, PackedMXArray) else x[indices]
 

@@ -8,19 +8,40 @@ import dataclasses
 import enum
 import functools
 import numbers
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mx_jax.axes import Side
-from mx_jax.codecs.rounding import Rounding, rounding_mode
+from mx_jax.codecs.rounding import NEAREST, Rounding, rounding_mode
 from mx_jax.formats import BlockFormat, block_format
+from mx_jax.formats.block import FormatLike
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.scale_rules import ScaleRule, scale_rule_for
 from mx_jax.sharding.movement import Gather
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+def arguments_of(x: Any, names: Iterable[str] | None = None) -> str:
+    """Fields of a dataclass as keyword arguments; default: those that have not their default."""
+    fields = {field.name: field.default for field in dataclasses.fields(x)}
+    values = {name: getattr(x, name) for name in fields if names is None or name in names}
+    if names is None:
+        values = {name: value for name, value in values.items() if value != fields[name]}
+    plain = (v.name if isinstance(v, np.dtype) else v for v in values.values())
+    return ", ".join(f"{name}={value!r}" for name, value in zip(values, plain, strict=True))
+
+
+def _name_of(value: Any, named: Callable[[Any], Any]) -> Any:
+    """The name that stands for a value, or the value, if its name stands for nothing or another."""
+    try:
+        return value.name if named(value.name) == value else value
+    except ValueError:
+        return value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class OperandSpec:
     """How one operand is quantized along its contracting axis; `operand` builds it from names.
 
@@ -71,13 +92,20 @@ class OperandSpec:
         """How many random bits an element consumes, or a scale; 0: the cast needs no key."""
         return self.scale_rule.rounding.random_bits or self.rounding.random_bits
 
+    def __repr__(self) -> str:
+        rule = _name_of(self.scale_rule, lambda name: scale_rule_for(name, self.format))
+        text = f"operand({_name_of(self.format, block_format)!r}, scale_rule={rule!r}"
+        if self.rounding != NEAREST:
+            text += f", rounding={_name_of(self.rounding, rounding_mode)!r}"
+        return f"{text}, prescale={self.prescale!r})" if self.prescale != 1 else f"{text})"
+
     def __str__(self) -> str:
         prescale = "" if self.prescale == 1 else f", times {self.prescale:g}"
         return f"{self.format.name} ({self.scale_rule.name}, {self.rounding.name}{prescale})"
 
 
 def operand(
-    format: Any,
+    format: FormatLike,
     *,
     scale_rule: ScaleRule | str | None = None,
     rounding: Rounding | str = "nearest",
@@ -108,7 +136,7 @@ def operand(
     )
 
 
-def _as_spec(given: Any, side: str) -> OperandSpec | None:
+def _as_spec(given: object, side: str) -> OperandSpec | None:
     """An operand of a `MatmulSpec`, where a format or a name stands for `operand` of it."""
     if given is None or isinstance(given, OperandSpec):
         return given
@@ -120,7 +148,7 @@ def _as_spec(given: Any, side: str) -> OperandSpec | None:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MatmulSpec:
     """The two operands of one matmul; None keeps an operand in high precision.
 
@@ -200,13 +228,16 @@ class MatmulSpec:
         """The same product with its operands exchanged."""
         return dataclasses.replace(self, lhs=self.rhs, rhs=self.lhs)
 
+    def __repr__(self) -> str:
+        return f"MatmulSpec({arguments_of(self)})"
+
     def __str__(self) -> str:
         transform = f" after {self.transform}" if self.transform else ""
         return f"{self.lhs or 'high precision'} x {self.rhs or 'high precision'}{transform}"
 
 
 class Residuals(enum.Enum):
-    """What is kept between the forward and the backward pass.
+    """What is saved between the forward and the backward pass.
 
     PRIMAL: the operands as they came; the backward matmuls quantize them anew along their own
     contracting axes. QUANTIZED: the forward's codes and scales, dequantized and requantized along
@@ -216,14 +247,17 @@ class Residuals(enum.Enum):
     Examples:
       >>> from mx_jax import recipes
       >>> recipes.mxfp4().residuals, recipes.mxfp4().with_(residuals="quantized").residuals.value
-      (<Residuals.PRIMAL: 'primal'>, 'quantized')
+      (Residuals.PRIMAL, 'quantized')
     """
 
     PRIMAL = "primal"
     QUANTIZED = "quantized"
 
+    def __repr__(self) -> str:
+        return str(self)
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MatmulRecipe:
     """What a differentiable matmul does in each of its three products.
 
@@ -238,7 +272,7 @@ class MatmulRecipe:
       fwd: the product itself.
       dlhs: gradient of the left operand; its lhs is the incoming cotangent.
       drhs: gradient of the right operand; its lhs is the incoming cotangent.
-      residuals: what is kept for the backward products.
+      residuals: what is saved for the backward products.
       mask_clipped: whether values that the forward product clipped get no gradient, instead of
         passing it straight through.
       gather: mesh axes along which operands are gathered as codes, or names of such axes. None: on
@@ -255,7 +289,7 @@ class MatmulRecipe:
     fwd: MatmulSpec
     dlhs: MatmulSpec
     drhs: MatmulSpec
-    residuals: Residuals
+    residuals: Residuals = Residuals.PRIMAL
     mask_clipped: bool = False
     gather: Gather | None = None
     reduce_dtype: np.dtype | None = None
@@ -305,6 +339,9 @@ class MatmulRecipe:
         """Whether any product needs a random key."""
         return any(spec.is_stochastic for spec in (self.fwd, self.dlhs, self.drhs))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({arguments_of(self)})"
+
     def __str__(self) -> str:
         summed = "" if self.reduce_dtype is None else f"; devices add up in {self.reduce_dtype}"
         return (
@@ -313,7 +350,7 @@ class MatmulRecipe:
         )
 
 
-def _reduce_dtype(given: Any, name: str) -> np.dtype | None:
+def _reduce_dtype(given: DTypeLike | None, name: str) -> np.dtype | None:
     if given is None:
         return None
     if np.dtype(given) != np.float32:

@@ -20,7 +20,7 @@ from mx_jax.backends.calls import (
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.packed import Rows
-from mx_jax.reference import attention, hadamard, matmul, quantize, ragged, random_bits, statistics
+from mx_jax.reference import hadamard, matmul, quantize, ragged, random_bits, statistics
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
@@ -71,7 +71,7 @@ def _attend(
     position: jax.typing.ArrayLike,
     call: AttendCall,
 ) -> jax.Array:
-    return attention.attend(queries, keys, values, position, call.tokens)
+    return matmul.attend(queries, keys, values, position, call.tokens)
 
 
 def _statistics(x: jax.Array, array: MXArray, call: CastStatisticsCall) -> statistics.Raw:

@@ -18,6 +18,7 @@ from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import NOT_OFFERED, Backend, Offer, Target
 from mx_jax.backends.xla import XLA, XLA_BFLOAT16
 from mx_jax.backends.xla_scaled import XLA_SCALED
+from mx_jax.formats.element import unknown_name
 
 # What stands before the reference is checked on the hardware that it accepts; of `xla_scaled`, that
 # XLA compiles it for that hardware. What stands behind the reference is not yet: `select` and
@@ -389,4 +390,4 @@ def known_backends() -> tuple[Backend, ...]:
 def _check_known(operation: str, name: str) -> None:
     known = [backend.name for backend in known_backends()]
     if name not in known:
-        raise ValueError(f"{operation}: unknown backend name={name!r}; known: {', '.join(known)}")
+        raise ValueError(f"{operation}: {unknown_name('backend name', name, known)}")

@@ -6,7 +6,6 @@ are not named have blocks of one. Counting from the end keeps the pairs valid un
 blocked.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -88,11 +87,6 @@ def merge(y: jax.Array, shape: tuple[int, ...], inside: tuple[int, ...]) -> jax.
 def spread(scales: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     """Give block scales an axis of one wherever `split` made an axis inside blocks."""
     return jnp.expand_dims(scales, inside)
-
-
-def elements_per_block(shape: tuple[int, ...], blocks: Blocks) -> int:
-    """Positions that share one scale."""
-    return math.prod(block_extent(size, shape[axis]) for axis, size in blocks)
 
 
 def violation(x: Any) -> str | None:
@@ -177,7 +171,7 @@ def tensor_scale_shape(given: Shape, shape: Shape, blocks: Blocks) -> str | None
     )
 
 
-def varying_axes(tensor_scale: Any) -> tuple[int, ...]:
+def varying_axes(tensor_scale: jax.Array | None) -> tuple[int, ...]:
     """The axes along which a tensor scale is not one number for all; none if it is None."""
     shape = () if tensor_scale is None else tensor_scale.shape
     return tuple(axis for axis, length in enumerate(shape) if length != 1)

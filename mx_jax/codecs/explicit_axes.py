@@ -1,4 +1,4 @@
-"""What the type of an array says of a mesh: its sharding, and along which axes shards vary.
+"""The sharding in an array's aval, and the shard_map axes along which it varies.
 
 On meshes with explicit axes JAX asks of a reshape or broadcast how its result shall be sharded,
 unless only one answer makes sense. On any other mesh, and without one, functions that reshape here
@@ -15,6 +15,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+Spec = NamedSharding | PartitionSpec
+Partition = str | tuple[str, ...] | None
+
 A = TypeVar("A", jax.Array, np.ndarray)
 
 
@@ -24,32 +27,29 @@ def has_explicit_axes() -> bool:
 
 
 def explicit_sharding(x: jax.Array | np.ndarray) -> NamedSharding | None:
-    """Where an array's type says that it lies; None on meshes without explicit axes.
-
-    NumPy's arrays lie on no mesh.
-    """
+    """The sharding in an array's aval; None of NumPy's, and on meshes without explicit axes."""
     return jax.typeof(x).sharding if has_explicit_axes() and not isinstance(x, np.ndarray) else None
 
 
-def partitions(sharding: Any, ndim: int) -> list[Any]:
+def partitions(sharding: Spec, ndim: int) -> list[Any]:
     """The mesh axes of each of an array's axes, None where it is whole."""
     spec = list(sharding.spec if isinstance(sharding, NamedSharding) else sharding)
     return spec + [None] * (ndim - len(spec))
 
 
-def with_partitions(sharding: Any, parts: Sequence[Any]) -> Any:
+def with_partitions(sharding: Spec, parts: Sequence[Any]) -> Any:
     """A sharding of the same kind and mesh with other mesh axes."""
     spec = PartitionSpec(*parts)
     return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
 
 
 def broadcast_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """x broadcast to the shape, and to the place, of another array."""
+    """x broadcast to the shape and the sharding of another array."""
     return jnp.broadcast_to(x, like.shape, out_sharding=explicit_sharding(like))
 
 
 def reshape_along(x: jax.Array, shape: Sequence[int], like: jax.Array) -> jax.Array:
-    """x reshaped, its first axis lying where the first of `like` does, the others whole."""
+    """x reshaped, its first axis sharded as the first of `like`, the others not at all."""
     sharding = explicit_sharding(like)
     if sharding is None:
         return x.reshape(shape)
@@ -80,7 +80,7 @@ def split_axes(x: A, shape: Sequence[int], inside: Sequence[int]) -> A:
 
 
 def join_axes(y: A, shape: Sequence[int], inside: Sequence[int]) -> A:
-    """Undo `split_axes`: each axis of `inside` joins the one before it, wherever either lay."""
+    """Undo `split_axes`: each axis of `inside` joins the one before, sharded as either was."""
     sharding = explicit_sharding(y)
     if sharding is None:
         return y.reshape(shape)
@@ -94,7 +94,7 @@ def join_axes(y: A, shape: Sequence[int], inside: Sequence[int]) -> A:
     return lax.reshape(y, tuple(shape), out_sharding=with_partitions(sharding, parts))
 
 
-def _devices(sharding: NamedSharding, part: Any) -> int:
+def _devices(sharding: NamedSharding, part: Partition) -> int:
     """Over how many devices an axis with these mesh axes is spread."""
     names = part if isinstance(part, tuple) else (part,) if part else ()
     return math.prod(sharding.mesh.shape[name] for name in names)

@@ -4,8 +4,6 @@ XLA on CPU flushes subnormals on input, output and comparison; bit casts preserv
 function here works on int32 patterns.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -18,13 +16,13 @@ MANTISSA = 0x007FFFFF
 HIDDEN = 0x00800000
 
 
-def select(which: jax.Array, on_true: Any, on_false: Any) -> jax.Array:
+def select(which: jax.Array, on_true: jax.Array | float, on_false: jax.Array | float) -> jax.Array:
     """`jnp.where` of an array and another or a number; in one or two equations if shapes agree."""
     if not isinstance(on_true, jax.Array):
         on_true = lax.full_like(on_false, on_true)
     elif not isinstance(on_false, jax.Array):
         on_false = lax.full_like(on_true, on_false)
-    if not which.shape == on_true.shape == on_false.shape:
+    if not which.shape == jnp.shape(on_true) == jnp.shape(on_false):
         return jnp.where(which, on_true, on_false)
     return lax.select(which, on_true, on_false)
 

@@ -114,25 +114,16 @@ def _regroup(fields: A, given: int, wanted: int) -> A:
     return xp.stack(cut, axis=-1)
 
 
-def to_blocked_scales(scales: jax.Array) -> jax.Array:
-    """Scales in the 128 x 4 tile order of tensor cores.
+def from_blocked_scales(blocked: A, rows: int, cols: int) -> A:
+    """`[rows, cols]` scales of the 128 x 4 tiles of tensor cores.
 
-    Padded with zeros to multiples of (128, 4), then ordered (rows/128, cols/4, 32, 4, 4): inside a
-    tile, row r of column c lies at `[r % 32, r // 32, c]`. Source: cuBLAS, 1D block scaling.
+    In tile (i, j), row r of column c lies at `[r % 32, r // 32, c]`; zeros fill what the tiles have
+    beyond `rows` and `cols`. Source: cuBLAS, 1D block scaling.
 
     Args:
-      scales: `[rows, cols]` bytes.
-
-    Returns:
-      `[ceil(rows/128), ceil(cols/4), 32, 4, 4]`, same dtype.
+      blocked: `[ceil(rows/128), ceil(cols/4), 32, 4, 4]` bytes.
+      rows: of the result.
+      cols: of the result.
     """
-    rows, cols = scales.shape
-    padded = jnp.pad(scales, ((0, -rows % 128), (0, -cols % 4)))
-    tiles = padded.reshape(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
-    return tiles.transpose(0, 3, 2, 1, 4)
-
-
-def from_blocked_scales(blocked: A, rows: int, cols: int) -> A:
-    """Undo `to_blocked_scales`: `[rows, cols]` bytes."""
     tiles = blocked.transpose(0, 3, 2, 1, 4)
     return tiles.reshape(tiles.shape[0] * 128, tiles.shape[3] * 4)[:rows, :cols]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.codecs.float32 import clip
+from mx_jax.formats.element import unknown_name
 
 # A significand has 24 bits; past this many dropped bits nothing but the random part can matter.
 _MAX_SHIFT = 31
@@ -39,23 +40,20 @@ class Rounding:
         return f"Rounding({self.name})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The library's own by name and width, so that a pickle does not hold what lies inside; any
-        # other is what its function is, whatever it is called.
+        # The library's own by name and width, so that pickles hold no internals; any other by its
+        # function.
         if self in ROUNDINGS:
             return rounding_mode, (self.name,)
         if self.is_stochastic:
             return stochastic, (self.random_bits,)
-        return _built, (self.name, self.random_bits, self.apply)
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return functools.partial(Rounding, **fields), ()
 
     @functools.cached_property
     def is_stochastic(self) -> bool:
         """Whether it is the library's own stochastic rounding, of any width."""
         known = 1 <= self.random_bits <= MAX_RANDOM_BITS
         return known and self == stochastic(self.random_bits)
-
-
-def _built(name: str, random_bits: int, apply: Any) -> Rounding:
-    return Rounding(name=name, random_bits=random_bits, apply=apply)
 
 
 def _nearest(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
@@ -125,9 +123,7 @@ def rounding_mode(rounding: Rounding | str) -> Rounding:
     """
     if isinstance(rounding, Rounding):
         return rounding
-    for known in ROUNDINGS:
-        if known.name == rounding:
-            return known
-    raise ValueError(
-        f"unknown rounding={rounding!r}; known: {', '.join(known.name for known in ROUNDINGS)}"
-    )
+    known = {mode.name: mode for mode in ROUNDINGS}
+    if not isinstance(rounding, str) or rounding not in known:
+        raise unknown_name("rounding", rounding, known)
+    return known[rounding]

@@ -184,7 +184,9 @@ def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) 
     """`(1 / p) / s` of a tensor scale p and block scales s."""
 
     def divided(
-        scales: jax.Array, tensor_scale: jax.Array, divide: Any = opaque_divide
+        scales: jax.Array,
+        tensor_scale: jax.Array,
+        divide: Callable[[jax.Array, jax.Array], jax.Array] = opaque_divide,
     ) -> jax.Array:
         values = scale_to_float32(scales, scale)
         return divide(divide(jnp.ones_like(values), tensor_scale), values)
@@ -325,5 +327,7 @@ def any_of(mask: jax.Array) -> jax.Array:
 
 
 @any_of.def_vmap
-def _any_of_batch(axis_size: int, in_batched: Any, mask: jax.Array) -> tuple[jax.Array, bool]:
+def _any_of_batch(
+    axis_size: int, in_batched: list[bool], mask: jax.Array
+) -> tuple[jax.Array, bool]:
     return any_of(mask), False

@@ -1,5 +1,7 @@
 """Element, scale and block formats as frozen data. No arrays, no jax."""
 
+from types import ModuleType as _ModuleType
+
 from mx_jax.formats.block import BLOCK_FORMATS as BLOCK_FORMATS
 from mx_jax.formats.block import FLOAT8_BLOCKWISE_2D_E4M3 as FLOAT8_BLOCKWISE_2D_E4M3
 from mx_jax.formats.block import FLOAT8_BLOCKWISE_2D_E8M0 as FLOAT8_BLOCKWISE_2D_E8M0
@@ -44,3 +46,8 @@ from mx_jax.formats.element import INT8_FULL as INT8_FULL
 from mx_jax.formats.element import SCALE_FORMATS as SCALE_FORMATS
 from mx_jax.formats.element import ElementFormat as ElementFormat
 from mx_jax.formats.element import ScaleFormat as ScaleFormat
+
+
+def __dir__() -> list[str]:
+    own = (name for name, value in globals().items() if not isinstance(value, _ModuleType))
+    return sorted(name for name in own if not name.startswith("_"))

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mx_jax.formats.element import (
     E2M1,
@@ -30,6 +31,8 @@ from mx_jax.formats.element import (
     ScaleFormat,
     known_element,
     known_scale,
+    same_facts,
+    unknown_name,
 )
 
 
@@ -129,6 +132,10 @@ class BlockFormat:
         return f"BlockFormat({self.name}, block={self.block})"
 
 
+# What stands for a block format: itself, its name, or the dtype whose codes are its elements.
+FormatLike = BlockFormat | DTypeLike
+
+
 def check_block_size(size: object, operation: str) -> None:
     """Raise ValueError unless `size` is a positive int or WHOLE.
 
@@ -223,11 +230,7 @@ def known_block(format: BlockFormat) -> BlockFormat | None:
     element, scale = known_element(format.element), known_scale(format.scale)
     if element is None or scale is None:
         return None
-    for known in BLOCK_FORMATS:
-        alike = dataclasses.replace(format, name=known.name, element=element, scale=scale)
-        if alike == known:
-            return known
-    return None
+    return same_facts(dataclasses.replace(format, element=element, scale=scale), BLOCK_FORMATS)
 
 
 # A dtype says nothing about blocks: it stands for the block format that the MX specification
@@ -243,7 +246,7 @@ def _names(formats: Iterable[Any]) -> str:
     return ", ".join(format.name for format in formats)
 
 
-def block_format(format: Any) -> BlockFormat:
+def block_format(format: FormatLike | None) -> BlockFormat:
     """The block format meant by an object, a name or a dtype.
 
     Args:
@@ -293,7 +296,7 @@ def _by_name(name: str, formats: Iterable[Any], what: str) -> Any:
     for format in formats:
         if format.name == wanted:
             return format
-    raise ValueError(f"unknown {what} name={name!r}{_meant(wanted)}; known: {_names(formats)}")
+    raise unknown_name(f"{what} name", name, [f.name for f in formats], _meant(wanted))
 
 
 def _meant(name: str) -> str:
@@ -307,7 +310,7 @@ def _meant(name: str) -> str:
     return f", perhaps one of {', '.join(found)}" if found else ""
 
 
-def _by_dtype(dtype: Any) -> BlockFormat:
+def _by_dtype(dtype: DTypeLike | None) -> BlockFormat:
     try:
         # NumPy takes None for float64, and a list for the fields of a record.
         wanted = None if dtype is None or isinstance(dtype, list | tuple) else np.dtype(dtype)

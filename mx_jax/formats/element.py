@@ -4,12 +4,23 @@ Source: OCP Microscaling Formats (MX) v1.0, sections 5.3 and 5.4.1; ml_dtypes fo
 """
 
 import dataclasses
+import difflib
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
+
+
+def unknown_name(what: str, name: object, known: Iterable[str], hint: str = "") -> ValueError:
+    """The error about a name that nothing has; without a hint, it suggests the nearest name."""
+    known = tuple(known)
+    near = difflib.get_close_matches(str(name).lower(), known, 1)
+    if near and not hint:
+        hint = f" (did you mean {near[0]!r}?)"
+    return ValueError(f"unknown {what}={name!r}{hint}; known: {', '.join(known)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,10 +286,13 @@ def known_element(element: ElementFormat) -> ElementFormat | None:
       >>> known_element(dataclasses.replace(E2M1, bias=2)) is None
       True
     """
-    for known in ELEMENT_FORMATS:
-        if dataclasses.replace(element, name=known.name) == known:
-            return known
-    return None
+    return same_facts(element, ELEMENT_FORMATS)
+
+
+def same_facts(format: Any, rows: Iterable[Any]) -> Any:
+    """The row that equals a format but for its name, or None."""
+    alike = (row for row in rows if dataclasses.replace(format, name=row.name) == row)
+    return next(alike, None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -383,7 +397,4 @@ def known_scale(scale: ScaleFormat) -> ScaleFormat | None:
     element = None if scale.element is None else known_element(scale.element)
     if element is None and scale.element is not None:
         return None
-    for known in SCALE_FORMATS:
-        if dataclasses.replace(scale, name=known.name, element=element) == known:
-            return known
-    return None
+    return same_facts(dataclasses.replace(scale, element=element), SCALE_FORMATS)

@@ -14,7 +14,8 @@ from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks, check_parts, tensor_scale_shape
-from mx_jax.formats import BlockFormat, BlockSize, Whole, block_format
+from mx_jax.formats import ELEMENT_FORMATS, BlockFormat, BlockSize, Whole, block_format
+from mx_jax.formats.element import unknown_name
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.random import DerivedKey, fold_in
 from mx_jax.packed import PackedMXArray, Quantized
@@ -35,6 +36,8 @@ def as_operand(x: Any, side: str, recipe: MatmulRecipe, operation: str = "matmul
         check_parts(x, f"{operation}: {side}")
     if isinstance(x, Quantized):
         return x.local() if isinstance(x, PackedMXArray) else x
+    if not recipe.is_high_precision:
+        x = _widened(x)
     dtype = getattr(x, "dtype", None)
     array = x if isinstance(x, jax.Array) else _as_array(x, side, operation)
     name = np.dtype(dtype if dtype is not None else array.dtype).name
@@ -144,7 +147,7 @@ def named_recipe(name: str) -> MatmulRecipe:
     """
     make = _NAMED.get(name.strip().lower().replace("-", "_"))
     if make is None:
-        raise ValueError(f"unknown recipe name={name!r}{_meant(name)}; known: {', '.join(_NAMED)}")
+        raise unknown_name("recipe name", name, _NAMED, _meant(name))
     return make()
 
 
@@ -189,6 +192,12 @@ def as_recipe(recipe: Any, operation: str, kind: type[R] = MatmulRecipe) -> R:
 
 
 QUANTIZABLE = ("float32", "bfloat16", "float16")
+_NARROW = {element.dtype for element in ELEMENT_FORMATS if element.kind == "float"}
+
+
+def _widened(x: Any) -> Any:
+    """Arrays of float8 and narrower floats as the same values in bfloat16, which holds them all."""
+    return x.astype(jnp.bfloat16) if getattr(x, "dtype", None) in _NARROW else x
 
 
 def as_quantizable(x: Any, operation: str) -> jax.Array:
@@ -197,6 +206,7 @@ def as_quantizable(x: Any, operation: str) -> jax.Array:
     Raises:
       TypeError: any other dtype, with the remedy.
     """
+    x = _widened(x)
     dtype = getattr(x, "dtype", None)
     array = x if isinstance(x, jax.Array) else jnp.asarray(x)
     # asarray would quietly narrow NumPy's float64 and int64: judge what was passed.

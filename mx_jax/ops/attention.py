@@ -11,14 +11,14 @@ from mx_jax.backends.primitive import choose_if_any
 from mx_jax.formats import BlockFormat
 from mx_jax.ops.quantize import dequantize
 from mx_jax.packed import PackedRows, Rows
-from mx_jax.reference import attention
+from mx_jax.reference import matmul
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def attend_matrices(
     tokens: int, shared: jax.Array, keys: Rows, values: Rows, position: Any
 ) -> jax.Array:
-    """`softmax(q k^T / sqrt(features)) v`: see `mx_jax.reference.attention.attend`.
+    """`softmax(q k^T / sqrt(features)) v`: see `mx_jax.reference.matmul.attend`.
 
     Codes that no kernel of attention reads are decoded by whichever backend does that.
     """
@@ -35,7 +35,7 @@ def attend_matrices(
     if call.format is not None and (choice is None or choice.offer.is_plain):
         return attend_matrices(tokens, shared, _decoded(keys), _decoded(values), position)
     if choice is None:
-        return attention.attend(shared, keys, values, position, tokens)
+        return matmul.attend(shared, keys, values, position, tokens)
     return choice.offer.run(shared, keys, values, position, call)
 
 
@@ -50,5 +50,5 @@ def _decoded(rows: Rows) -> jax.Array:
 @attend_matrices.defjvp
 def _(tokens: int, primals: Any, tangents: Any) -> Any:
     """Kernels have no derivatives; plain JAX has."""
-    plain = functools.partial(attention.attend, tokens=tokens)
+    plain = functools.partial(matmul.attend, tokens=tokens)
     return jax.jvp(plain, primals, tangents)

@@ -55,7 +55,7 @@ def quantize(
     within one trace; an MXArray that crosses a jit boundary is integers, which carry none.
 
     Args:
-      x: float32, bfloat16 or float16, any shape.
+      x: float32, bfloat16 or float16, any shape; float8 and narrower count as bfloat16.
       format: a `BlockFormat`, its name (`"mxfp8_e4m3"`, `"mxfp4"`, ...), or a dtype that only one
         block format stores.
       axis: the axis that blocks lie along.

@@ -1,5 +1,7 @@
 """Named recipes: functions that return a frozen Recipe."""
 
+from types import ModuleType as _ModuleType
+
 from mx_jax.ops.arguments import named_recipe as _named_recipe
 from mx_jax.ops.arguments import recipe_names as _recipe_names
 from mx_jax.recipes.base import Recipe as Recipe
@@ -66,3 +68,8 @@ def from_name(name: str) -> Recipe:
     recipe = _named_recipe(name)
     assert isinstance(recipe, Recipe)
     return recipe
+
+
+def __dir__() -> list[str]:
+    own = (name for name, value in globals().items() if not isinstance(value, _ModuleType))
+    return sorted(name for name in own if not name.startswith("_"))

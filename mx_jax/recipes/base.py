@@ -2,10 +2,11 @@
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import EllipsisType
-from typing import Any, TypeVar
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from mx_jax.codecs.rounding import NEAREST, Rounding, rounding_mode
@@ -20,7 +21,9 @@ from mx_jax.formats import (
     BlockFormat,
     block_format,
 )
-from mx_jax.formats.block import known_block
+from mx_jax.formats.block import FormatLike, known_block
+from mx_jax.mxarray import html_table
+from mx_jax.ops.arguments import named_recipe
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.scale_rules import (
@@ -33,7 +36,15 @@ from mx_jax.reference.scale_rules import (
     ScaleRule,
     scale_rule_for,
 )
-from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals, operand
+from mx_jax.sharding.movement import Gather
+from mx_jax.specs import (
+    MatmulRecipe,
+    MatmulSpec,
+    OperandSpec,
+    Residuals,
+    arguments_of,
+    operand,
+)
 
 # The rule that loses least, by measurement: FLOOR, the specification's, clips 2.4 % of normally
 # distributed values in E2M1. Others take their scale kind's default.
@@ -53,7 +64,7 @@ UNCLIPPED: tuple[ScaleRule, ...] = (RCEIL, AMAX_HEADROOM)
 def clips(rule: ScaleRule, format: BlockFormat) -> bool:
     """Whether one of the library's own rules leaves values of a block above its largest code.
 
-    Nothing is known of other rules, unless a threshold says all of them: see `PowerOfTwo`.
+    Nothing is known of other rules, unless a threshold defines them: see `PowerOfTwo`.
     """
     if rule in UNCLIPPED or rule.correction is not None:
         return False
@@ -65,7 +76,7 @@ def clips(rule: ScaleRule, format: BlockFormat) -> bool:
     return rule in SCALE_RULES and not format.scale.is_float32
 
 
-def measured_operand(format: Any, rounding: Rounding | str = "nearest") -> OperandSpec:
+def measured_operand(format: FormatLike, rounding: Rounding | str = "nearest") -> OperandSpec:
     """The operand spec of a format with the rule that loses least.
 
     Stochastic rounding is right on average only where nothing clips: with it, power-of-two scales
@@ -80,8 +91,6 @@ def measured_operand(format: Any, rounding: Rounding | str = "nearest") -> Opera
     return operand(format, scale_rule=rule, rounding=rounding)
 
 
-R = TypeVar("R", bound=MatmulRecipe)
-
 # The tensor on each side of each product, by the word for it.
 TENSORS = {
     "fwd": {"lhs": "activations", "rhs": "weights"},
@@ -89,52 +98,11 @@ TENSORS = {
     "drhs": {"lhs": "gradients", "rhs": "activations"},
 }
 _OF_TENSORS = ("weights", "activations", "gradients")
+_SIDES = ("lhs", "rhs")
 _OF_ALL = ("scale_rule", "rounding", "transform")
 _OF_PRODUCT = ("lhs", "rhs", "transform", "fast_accumulation")
 _OF_OPERAND = ("format", "scale_rule", "rounding", "prescale")
-_HIGH = MatmulSpec(lhs=None, rhs=None)
-
-
-def with_changes(recipe: R, name: str | None, words: dict[str, Any]) -> R:
-    """The recipe with some of its decisions made anew.
-
-    Args:
-      recipe: what to start from.
-      name: of the result; None: the recipe's, with the changes after it.
-      words: of `Recipe.with_`; `...` where a word was not given.
-
-    Raises:
-      ValueError, TypeError: as `Recipe.with_` says.
-    """
-    given = {word: value for word, value in words.items() if value is not ...}
-    operation = f"with_: recipe {recipe.name!r}"
-    own = ("mask_clipped", "gather", "reduce_dtype")
-    parts = {word: given[word] for word in own if word in given}
-    if "residuals" in given:
-        given["residuals"] = parts["residuals"] = _residuals(given["residuals"], operation)
-    _check_all_reach(recipe, given, operation)
-    for product, words_of in TENSORS.items():
-        try:
-            parts[product] = _product(getattr(recipe, product), product, given)
-        except (TypeError, ValueError) as error:
-            raise type(error)(
-                f"{operation}, {product}: {error}; {product} multiplies {words_of['lhs']} and "
-                f"{words_of['rhs']}"
-            ) from None
-    result = dataclasses.replace(recipe, **parts)
-    if name is None:
-        # Where operands are gathered changes no number: tables need no word for it.
-        shown = [_text(word, given[word]) for word in given if word != "gather"]
-        same = dataclasses.replace(result, gather=recipe.gather) == recipe
-        name = recipe.name if same else ", ".join((recipe.name, *shown))
-    if kept := _clipping(recipe, result, given):
-        warnings.warn(
-            f"{operation}: {', '.join(kept)} now rounds stochastically, but keeps a scale rule "
-            "that clips, so that means come out too small; add scale_rule=None for the rule that "
-            "never clips, or name the rule to keep it",
-            stacklevel=3,
-        )
-    return dataclasses.replace(result, name=name)
+HIGH = MatmulSpec(lhs=None, rhs=None)
 
 
 def _clipping(before: MatmulRecipe, after: MatmulRecipe, given: dict[str, Any]) -> list[str]:
@@ -172,18 +140,17 @@ def _check_all_reach(recipe: MatmulRecipe, given: dict[str, Any], operation: str
 
 def _is_reached(recipe: MatmulRecipe, product: str, given: dict[str, Any]) -> bool:
     """Whether words of tensors and of all products reach one: it quantizes, and is not whole."""
-    change = given.get(product, ...)
-    if change is None or isinstance(change, MatmulSpec):
-        return False
-    before, own = getattr(recipe, product), change if isinstance(change, Mapping) else {}
-    return any(own.get(side, getattr(before, side)) is not None for side in TENSORS[product])
-
-
-def _product(before: MatmulSpec, product: str, given: dict[str, Any]) -> MatmulSpec:
-    """One product: its own word first, then those of its tensors, then those of all."""
     change = given.get(product, {})
+    if not isinstance(change, Mapping):
+        return False
+    return any(change.get(s, getattr(getattr(recipe, product), s)) is not None for s in _SIDES)
+
+
+def _product(recipe: MatmulRecipe, product: str, given: dict[str, Any]) -> MatmulSpec:
+    """One product: its own word first, then those of its tensors, then those of all."""
+    before, change = getattr(recipe, product), given.get(product, {})
     if change is None:
-        return _HIGH
+        return HIGH
     if isinstance(change, MatmulSpec):
         return change
     if not isinstance(change, Mapping):
@@ -192,15 +159,14 @@ def _product(before: MatmulSpec, product: str, given: dict[str, Any]) -> MatmulS
             f"None for high precision, got {product}={change!r}"
         )
     own = _parts(change, _OF_PRODUCT, product)
-    quantizes = any(own.get(side, getattr(before, side)) is not None for side in TENSORS[product])
-    if not quantizes:
+    if not _is_reached(recipe, product, given):
         return dataclasses.replace(before, **own)
     operands = {
         side: _operand(getattr(before, side), own.get(side, given.get(word, ...)), word, given)
         for side, word in TENSORS[product].items()
     }
     if not any(operands.values()) and "transform" not in own:
-        return _HIGH
+        return HIGH
     transform = own.get("transform", given.get("transform", before.transform))
     fast = own.get("fast_accumulation", before.fast_accumulation)
     return MatmulSpec(**operands, transform=transform, fast_accumulation=fast)
@@ -251,7 +217,7 @@ def _parts(change: Mapping[str, Any], known: tuple[str, ...], word: str) -> dict
     return dict(change)
 
 
-def _residuals(given: Any, operation: str) -> Residuals:
+def _residuals(given: object, operation: str) -> Residuals:
     try:
         return Residuals(given)
     except ValueError:
@@ -283,7 +249,7 @@ _Tensor = BlockFormat | str | OperandSpec | Mapping[str, Any] | EllipsisType | N
 _Product = MatmulSpec | Mapping[str, Any] | EllipsisType | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe(MatmulRecipe):
     """What users hold: a `MatmulRecipe` that can be injected into layers it does not know.
 
@@ -318,8 +284,8 @@ class Recipe(MatmulRecipe):
         drhs: _Product = ...,
         residuals: Residuals | str | EllipsisType = ...,
         mask_clipped: bool | EllipsisType = ...,
-        gather: Any = ...,
-        reduce_dtype: Any = ...,
+        gather: Gather | str | Sequence[str] | EllipsisType | None = ...,
+        reduce_dtype: jax.typing.DTypeLike | EllipsisType | None = ...,
     ) -> "Recipe":
         """This recipe with some decisions made anew; everything that is not named stays.
 
@@ -328,8 +294,8 @@ class Recipe(MatmulRecipe):
         (`dlhs.lhs`, `drhs.lhs`). A format brings the scale rule that loses least, one that never
         clips if the operand rounds stochastically; rounding and prescale stay. None is high
         precision, an `OperandSpec` is taken as it is, and a dict names parts: `format`,
-        `scale_rule`, `rounding`, `prescale`. What is said of one product counts more than what
-        is said of a tensor, and that more than what is said of all.
+        `scale_rule`, `rounding`, `prescale`. Words for one product override those for a tensor,
+        which override those for all products.
 
         Args:
           name: what tables call the result; None: this name, with the changes after it.
@@ -343,7 +309,7 @@ class Recipe(MatmulRecipe):
             (`lhs`, `rhs`, `transform`, `fast_accumulation`).
           dlhs: the gradient of the left operand, likewise.
           drhs: the gradient of the right operand, likewise.
-          residuals: what is kept for the backward products, or its name.
+          residuals: what is saved for the backward products, or its name.
           mask_clipped: whether values that the forward product clipped get no gradient.
           gather: mesh axes along which operands are gathered as codes; not shown in the name.
           reduce_dtype: in which devices add up their parts of a product: float32, or None for the
@@ -368,5 +334,55 @@ class Recipe(MatmulRecipe):
           >>> recipes.mxfp8().with_(gradients={"rounding": "stochastic"}, drhs=None).name
           'mxfp8, gradients=(rounding=stochastic), drhs=high precision'
         """
-        words = {key: value for key, value in locals().items() if key not in ("self", "name")}
-        return with_changes(self, name, words)
+        words = {word: value for word, value in locals().items() if word not in ("self", "name")}
+        given = {word: value for word, value in words.items() if value is not ...}
+        operation = f"with_: recipe {self.name!r}"
+        own = ("mask_clipped", "gather", "reduce_dtype")
+        parts = {word: given[word] for word in own if word in given}
+        if "residuals" in given:
+            given["residuals"] = parts["residuals"] = _residuals(given["residuals"], operation)
+        _check_all_reach(self, given, operation)
+        for product, words_of in TENSORS.items():
+            try:
+                parts[product] = _product(self, product, given)
+            except (TypeError, ValueError) as error:
+                raise type(error)(
+                    f"{operation}, {product}: {error}; {product} multiplies {words_of['lhs']} and "
+                    f"{words_of['rhs']}"
+                ) from None
+        result = dataclasses.replace(self, **parts)
+        if name is None:
+            # Where operands are gathered changes no number: tables need no word for it.
+            shown = [_text(word, given[word]) for word in given if word != "gather"]
+            same = dataclasses.replace(result, gather=self.gather) == self
+            name = self.name if same else ", ".join((self.name, *shown))
+        if kept := _clipping(self, result, given):
+            warnings.warn(
+                f"{operation}: {', '.join(kept)} now rounds stochastically, but keeps a scale rule "
+                "that clips, so that means come out too small; add scale_rule=None for the rule "
+                "that never clips, or name the rule to keep it",
+                stacklevel=2,
+            )
+        return dataclasses.replace(result, name=name)
+
+    def __repr__(self) -> str:
+        """What makes it, as Python reads it after `from mx_jax.recipes import *`."""
+        try:
+            base = named_recipe(self.name.partition(",")[0])
+        except ValueError:
+            return super().__repr__()
+        start = f"{base.name}()"
+        if base == self:
+            return start
+        fields = [field.name for field in dataclasses.fields(self)]
+        changed = [f for f in fields if f == "name" or getattr(self, f) != getattr(base, f)]
+        return f"{start}.with_({arguments_of(self, changed)})"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: the operands of the three products."""
+        specs = {product: getattr(self, product) for product in TENSORS}
+        rows = [
+            (product, spec.lhs or "high precision", spec.rhs or "high precision", spec.transform)
+            for product, spec in specs.items()
+        ]
+        return html_table(self.name, ("product", "lhs", "rhs", "transform"), rows)

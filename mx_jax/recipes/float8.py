@@ -24,7 +24,8 @@ from mx_jax.reference.scale_rules import FLOAT8, FLOAT8_POWER_OF_TWO
 from mx_jax.specs import MatmulSpec, OperandSpec, Residuals, operand
 
 Granularity = Literal["tensorwise", "axiswise"]
-_KEPT = {"tensorwise": WHOLE, "axiswise": 1}
+# The word for it in names of formats, and the block's size along the kept axis.
+_GRANULARITIES = {"tensorwise": ("tensorwise", WHOLE), "axiswise": ("rowwise", 1)}
 # The pair that a platform multiplies natively, largest first: other platforms use the OCP pair.
 _FNUZ_PLATFORMS = ("rocm",)
 
@@ -63,7 +64,7 @@ class Cast:
             raise ValueError(
                 f"float8 Cast: scaling must be 'dynamic' or 'disabled', got {self.scaling!r}"
             )
-        if self.granularity not in _KEPT:
+        if self.granularity not in _GRANULARITIES:
             raise ValueError(
                 "float8 Cast: granularity must be 'tensorwise' or 'axiswise', got "
                 f"{self.granularity!r}"
@@ -117,7 +118,7 @@ class Float8Config:
       fast_accumulation_grad_input: likewise in the grad_input product.
       fast_accumulation_grad_weight: likewise in the grad_weight product.
       round_scales_to_power_of_2: round scales down to powers of two, which then are exact.
-      residuals: what is kept for the backward products.
+      residuals: what is saved for the backward products.
 
     Raises:
       ValueError: one operand of a product in float8 and the other in high precision, or a tensor
@@ -146,53 +147,39 @@ class Float8Config:
     residuals: Residuals = Residuals.PRIMAL
 
     def __post_init__(self):
-        for product, (lhs_name, lhs), (rhs_name, rhs) in self._products():
+        elements: dict[str, ElementFormat] = {}
+        for product, operands in self._casts().items():
+            (lhs_name, lhs), (rhs_name, rhs) = operands
             if lhs.is_disabled != rhs.is_disabled:
                 raise ValueError(
                     f"Float8Config: both operands of {product} must be float8 or both high "
                     f"precision, got {lhs_name}={lhs} and {rhs_name}={rhs}"
                 )
-        for tensor, first, second in self._tensors():
-            elements = (_element(first, tensor), _element(second, tensor))
-            if elements[0] != elements[1]:
-                raise ValueError(
-                    f"Float8Config: {tensor} must be cast to one element format in both products "
-                    f"it takes part in, got {elements[0].name} and {elements[1].name}; give both "
-                    "casts the same element (a disabled cast, too, has its role's by default)"
-                )
+            for name, cast in operands:
+                tensor, element = name.partition("_for_")[0], _element(cast, name)
+                first = elements.setdefault(tensor, element)
+                if first != element:
+                    raise ValueError(
+                        f"Float8Config: {tensor} must be cast to one element format in both "
+                        f"products it takes part in, got {first.name} and {element.name}; give "
+                        "both casts the same element (a disabled cast, too, has its role's by "
+                        "default)"
+                    )
 
-    def _tensors(self) -> tuple[tuple[str, Cast, Cast], ...]:
-        """(tensor, cast in its first product, cast in its second product)."""
-        return (
-            (
-                "input",
-                self.cast_config_input,
-                self.cast_config_input_for_grad_weight or self.cast_config_input,
-            ),
-            (
-                "weight",
-                self.cast_config_weight,
-                self.cast_config_weight_for_grad_input or self.cast_config_weight,
-            ),
-            (
-                "grad_output",
-                self.cast_config_grad_output,
-                self.cast_config_grad_output_for_grad_weight or self.cast_config_grad_output,
-            ),
-        )
-
-    def _products(self) -> tuple[tuple[str, tuple[str, Cast], tuple[str, Cast]], ...]:
-        """(product, left operand, right operand), operands with their names."""
-        (_, x, x_again), (_, w, w_again), (_, g, g_again) = self._tensors()
-        return (
-            ("output", ("input", x), ("weight", w)),
-            ("grad_input", ("grad_output", g), ("weight_for_grad_input", w_again)),
-            (
-                "grad_weight",
+    def _casts(self) -> dict[str, tuple[tuple[str, Cast], tuple[str, Cast]]]:
+        """The left and the right operand of each product: their names and casts."""
+        x, w, g = self.cast_config_input, self.cast_config_weight, self.cast_config_grad_output
+        x_again = self.cast_config_input_for_grad_weight or x
+        w_again = self.cast_config_weight_for_grad_input or w
+        g_again = self.cast_config_grad_output_for_grad_weight or g
+        return {
+            "output": (("input", x), ("weight", w)),
+            "grad_input": (("grad_output", g), ("weight_for_grad_input", w_again)),
+            "grad_weight": (
                 ("grad_output_for_grad_weight", g_again),
                 ("input_for_grad_weight", x_again),
             ),
-        )
+        }
 
     def recipe(self, name: str, *, platform: str | None = None) -> Recipe:
         """The recipe of this config.
@@ -208,47 +195,33 @@ class Float8Config:
             self.fast_accumulation_grad_input,
             self.fast_accumulation_grad_weight,
         )
-        specs = [
+        fwd, dlhs, drhs = (
             MatmulSpec(
-                lhs=self._spec(lhs, lhs_name, platform),
-                rhs=self._spec(rhs, rhs_name, platform),
-                fast_accumulation=may and not lhs.is_disabled,
+                lhs=self._spec(*lhs, platform),
+                rhs=self._spec(*rhs, platform),
+                fast_accumulation=may and not lhs[1].is_disabled,
             )
-            for may, (_, (lhs_name, lhs), (rhs_name, rhs)) in zip(
-                fast, self._products(), strict=True
-            )
-        ]
-        return Recipe(
-            name=name, fwd=specs[0], dlhs=specs[1], drhs=specs[2], residuals=self.residuals
+            for may, (lhs, rhs) in zip(fast, self._casts().values(), strict=True)
         )
+        return Recipe(name=name, fwd=fwd, dlhs=dlhs, drhs=drhs, residuals=self.residuals)
 
-    def _spec(self, cast: Cast, tensor: str, platform: str) -> OperandSpec | None:
+    def _spec(self, tensor: str, cast: Cast, platform: str) -> OperandSpec | None:
         if cast.is_disabled:
             return None
-        element = _native_element(_element(cast, tensor), platform)
-        return operand(
-            _block_format(element, cast.granularity),
-            scale_rule=FLOAT8_POWER_OF_TWO if self.round_scales_to_power_of_2 else FLOAT8,
+        element = _element(cast, tensor)
+        if platform in _FNUZ_PLATFORMS:
+            element = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}.get(element, element)
+        word, kept = _GRANULARITIES[cast.granularity]
+        format = BlockFormat(
+            name=f"float8_{word}_{element.name}",
+            element=element,
+            scale=F32_DIVISOR,
+            block=(kept, WHOLE),
         )
+        rule = FLOAT8_POWER_OF_TWO if self.round_scales_to_power_of_2 else FLOAT8
+        return operand(format, scale_rule=rule)
 
 
 def _element(cast: Cast, tensor: str) -> ElementFormat:
     """The cast's own element format, or its role's: gradients need range, the rest precision."""
     return cast.element or (E5M2 if tensor.startswith("grad_output") else E4M3)
-
-
-def _native_element(element: ElementFormat, platform: str) -> ElementFormat:
-    """The platform's twin of an OCP element format."""
-    if platform not in _FNUZ_PLATFORMS:
-        return element
-    return {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}.get(element, element)
-
-
-def _block_format(element: ElementFormat, granularity: Granularity) -> BlockFormat:
-    name = {"tensorwise": "tensorwise", "axiswise": "rowwise"}[granularity]
-    return BlockFormat(
-        name=f"float8_{name}_{element.name}",
-        element=element,
-        scale=F32_DIVISOR,
-        block=(_KEPT[granularity], WHOLE),
-    )

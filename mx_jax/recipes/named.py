@@ -7,41 +7,14 @@ see `measured_operand`.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
-from mx_jax.formats import (
-    E4M3,
-    FLOAT8_BLOCKWISE_2D_E4M3,
-    FLOAT8_BLOCKWISE_2D_E8M0,
-    FLOAT8_BLOCKWISE_E4M3,
-    FLOAT8_BLOCKWISE_E8M0,
-    MXFP4,
-    MXFP4_2D,
-    MXFP6_E2M3,
-    MXFP6_E3M2,
-    MXFP8_E4M3,
-    MXFP8_E5M2,
-    MXINT8,
-    NVFP4,
-    NVFP4_2D,
-    BlockFormat,
-    block_format,
-)
+from mx_jax.formats import E4M3, block_format
+from mx_jax.formats.block import FormatLike
 from mx_jax.ops.arguments import enter_recipe
-from mx_jax.recipes.base import Recipe, measured_operand
+from mx_jax.recipes.base import HIGH, Recipe, measured_operand
 from mx_jax.recipes.float8 import AXISWISE, DISABLED, Cast, Float8Config
 from mx_jax.reference.hadamard import Hadamard
-from mx_jax.reference.scale_rules import (
-    AMAX_HEADROOM,
-    AMAX_MULTIPLIER,
-    AMAX_SUBNORMAL,
-    EVEN,
-    FOUR_OVER_SIX,
-    GAUSSIAN,
-    MS_EDEN,
-    RCEIL,
-    ScaleRule,
-)
+from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import MatmulSpec, OperandSpec, Residuals, operand
 
 
@@ -55,27 +28,15 @@ def named(recipe: Callable[[], Recipe]) -> Callable[[], Recipe]:
     return recipe
 
 
-def _recipe(name: str, forward: OperandSpec, gradient: OperandSpec) -> Recipe:
-    """One format for activations and weights, one for gradients, all three products quantized."""
-    backward = MatmulSpec(lhs=gradient, rhs=forward)
-    return Recipe(
-        name=name,
-        fwd=MatmulSpec(lhs=forward, rhs=forward),
-        dlhs=backward,
-        drhs=backward,
-        residuals=Residuals.PRIMAL,
-    )
-
-
-def _uniform(name: str, format: BlockFormat) -> Recipe:
-    return _recipe(name, measured_operand(format), measured_operand(format))
-
-
-_HIGH = MatmulSpec(lhs=None, rhs=None)
+def _uniform(name: str, format: str) -> Recipe:
+    """One format for both operands of all three products."""
+    spec = measured_operand(format)
+    product = MatmulSpec(lhs=spec, rhs=spec)
+    return Recipe(name=name, fwd=product, dlhs=product, drhs=product)
 
 
 # Stochastic rounding is right on average only where nothing clips.
-_THREE_QUARTERS = operand(MXFP4, scale_rule=RCEIL, rounding="stochastic", prescale=0.75)
+_THREE_QUARTERS = operand("mxfp4", scale_rule="rceil", rounding="stochastic", prescale=0.75)
 
 
 # One fixed vector of 16 signs, as a public reference of the NVFP4 recipe has it.
@@ -92,9 +53,7 @@ def high_precision() -> Recipe:
       >>> schedule.at(899).is_high_precision, schedule.at(900).is_high_precision
       (False, True)
     """
-    return Recipe(
-        name="high_precision", fwd=_HIGH, dlhs=_HIGH, drhs=_HIGH, residuals=Residuals.PRIMAL
-    )
+    return Recipe(name="high_precision", fwd=HIGH, dlhs=HIGH, drhs=HIGH)
 
 
 @named
@@ -111,7 +70,7 @@ def mxfp8() -> Recipe:
       >>> jax.grad(loss)(jnp.ones((64, 8))).shape
       (64, 8)
     """
-    return _uniform("mxfp8", MXFP8_E4M3)
+    return _uniform("mxfp8", "mxfp8_e4m3")
 
 
 @named
@@ -123,7 +82,7 @@ def mxfp8_hybrid() -> Recipe:
       >>> print(recipes.mxfp8_hybrid().dlhs)
       mxfp8_e5m2 (rceil, nearest) x mxfp8_e4m3 (rceil, nearest)
     """
-    return _recipe("mxfp8_hybrid", measured_operand(MXFP8_E4M3), measured_operand(MXFP8_E5M2))
+    return mxfp8().with_(gradients="mxfp8_e5m2", name="mxfp8_hybrid")
 
 
 @named
@@ -138,7 +97,7 @@ def mxfp6() -> Recipe:
       >>> print(recipes.mxfp6().with_(scale_rule="floor", rounding="away").fwd.lhs)
       mxfp6_e3m2 (floor, away)
     """
-    return _uniform("mxfp6", MXFP6_E3M2)
+    return _uniform("mxfp6", "mxfp6_e3m2")
 
 
 @named
@@ -156,7 +115,7 @@ def mxfp6_e2m3() -> Recipe:
       e3m2 2 0.0625 28.0
       e2m3 3 0.125 7.5
     """
-    return _uniform("mxfp6_e2m3", MXFP6_E2M3)
+    return _uniform("mxfp6_e2m3", "mxfp6_e2m3")
 
 
 @named
@@ -169,7 +128,7 @@ def mxfp4() -> Recipe:
       >>> print(gentle.fwd.lhs, "|", gentle.dlhs.lhs)
       mxfp4 (even, nearest) | mxfp8_e5m2 (rceil, nearest)
     """
-    return _uniform("mxfp4", MXFP4)
+    return _uniform("mxfp4", "mxfp4")
 
 
 @named
@@ -183,7 +142,7 @@ def mxint8() -> Recipe:
       >>> mx_jax.quantize(jnp.array([1.0, 0.5, -0.25]), "mxint8").elements
       Array([ 64,  32, -16], dtype=int8)
     """
-    return _uniform("mxint8", MXINT8)
+    return _uniform("mxint8", "mxint8")
 
 
 @named
@@ -196,7 +155,7 @@ def nvfp4() -> Recipe:
       >>> format.block, format.scale.name, format.tensor_scale
       ((1, 16), 'e4m3', True)
     """
-    return _uniform("nvfp4", NVFP4)
+    return _uniform("nvfp4", "nvfp4")
 
 
 @named
@@ -226,13 +185,7 @@ def mxfp4_backward() -> Recipe:
     backward = MatmulSpec(
         lhs=_THREE_QUARTERS, rhs=_THREE_QUARTERS, transform=Hadamard(size=64, signs=None)
     )
-    return Recipe(
-        name="mxfp4_backward",
-        fwd=_HIGH,
-        dlhs=backward,
-        drhs=backward,
-        residuals=Residuals.PRIMAL,
-    )
+    return Recipe(name="mxfp4_backward", fwd=HIGH, dlhs=backward, drhs=backward)
 
 
 @named
@@ -258,15 +211,14 @@ def mxfp4_stochastic() -> Recipe:
       >>> recipe.is_stochastic, recipe.fwd.is_stochastic
       (True, False)
     """
-    nearest = operand(MXFP4, scale_rule=EVEN)
-    weight = operand(MXFP4_2D, scale_rule=EVEN)
-    gradient = operand(MXFP4, scale_rule=RCEIL, rounding="stochastic")
+    nearest = operand("mxfp4", scale_rule="even")
+    weight = operand("mxfp4_2d", scale_rule="even")
+    gradient = operand("mxfp4", scale_rule="rceil", rounding="stochastic")
     return Recipe(
         name="mxfp4_stochastic",
         fwd=MatmulSpec(lhs=nearest, rhs=weight),
         dlhs=MatmulSpec(lhs=gradient, rhs=weight),
         drhs=MatmulSpec(lhs=gradient, rhs=nearest, transform=Hadamard(size=32, signs=None)),
-        residuals=Residuals.PRIMAL,
     )
 
 
@@ -292,15 +244,8 @@ def mxfp4_hadamard() -> Recipe:
       >>> recipe.is_stochastic, recipe.fwd.transform, recipe.drhs.transform.size
       (False, None, 16)
     """
-    nearest = operand(MXFP4, scale_rule=EVEN)
-    plain = MatmulSpec(lhs=nearest, rhs=nearest)
-    return Recipe(
-        name="mxfp4_hadamard",
-        fwd=plain,
-        dlhs=plain,
-        drhs=dataclasses.replace(plain, transform=Hadamard(size=16, signs=(1,) * 16)),
-        residuals=Residuals.PRIMAL,
-    )
+    transform = Hadamard(size=16, signs=(1,) * 16)
+    return mxfp4().with_(drhs={"transform": transform}, name="mxfp4_hadamard")
 
 
 @named
@@ -326,7 +271,7 @@ def quartet() -> Recipe:
       >>> recipe.fwd.transform.size, recipe.mask_clipped, recipe.residuals.value
       (32, True, 'quantized')
     """
-    forward = operand(MXFP4, scale_rule=GAUSSIAN)
+    forward = operand("mxfp4", scale_rule="gaussian")
     transform = Hadamard(size=32, signs=(1,) * 32)
     backward = MatmulSpec(lhs=_THREE_QUARTERS, rhs=_THREE_QUARTERS, transform=transform)
     return Recipe(
@@ -362,15 +307,12 @@ def quartet_ii() -> Recipe:
       >>> recipe.dlhs.lhs.scale_rule.name, recipe.dlhs.transform.size
       ('ms_eden', 128)
     """
-    forward = operand(NVFP4, scale_rule=FOUR_OVER_SIX)
-    gradient = operand(NVFP4, scale_rule=MS_EDEN)
+    forward = operand("nvfp4", scale_rule="four_over_six")
+    gradient = operand("nvfp4", scale_rule="ms_eden")
     backward = MatmulSpec(lhs=gradient, rhs=gradient, transform=Hadamard(size=128, signs=None))
+    fwd = MatmulSpec(lhs=forward, rhs=forward)
     return Recipe(
-        name="quartet_ii",
-        fwd=MatmulSpec(lhs=forward, rhs=forward),
-        dlhs=backward,
-        drhs=backward,
-        residuals=Residuals.QUANTIZED,
+        name="quartet_ii", fwd=fwd, dlhs=backward, drhs=backward, residuals=Residuals.QUANTIZED
     )
 
 
@@ -402,16 +344,15 @@ def nvfp4_pretraining() -> Recipe:
       layers_2  Dense  64x10   0     (kept by its rule)
       1 of 2 layers converted
     """
-    nearest = operand(NVFP4, scale_rule=AMAX_SUBNORMAL)
-    weight = operand(NVFP4_2D, scale_rule=AMAX_SUBNORMAL)
-    gradient = operand(NVFP4, scale_rule=AMAX_SUBNORMAL, rounding="stochastic")
+    nearest = operand("nvfp4", scale_rule="amax_subnormal")
+    weight = operand("nvfp4_2d", scale_rule="amax_subnormal")
+    gradient = operand("nvfp4", scale_rule="amax_subnormal", rounding="stochastic")
     transform = Hadamard(size=16, signs=_NVFP4_SIGNS)
     return Recipe(
         name="nvfp4_pretraining",
         fwd=MatmulSpec(lhs=nearest, rhs=weight),
         dlhs=MatmulSpec(lhs=gradient, rhs=weight),
         drhs=MatmulSpec(lhs=gradient, rhs=nearest, transform=transform),
-        residuals=Residuals.PRIMAL,
     )
 
 
@@ -429,7 +370,7 @@ def nvfp4_unbiased() -> Recipe:
       >>> print(recipes.nvfp4_unbiased().dlhs)
       nvfp4 (amax_headroom, stochastic) x nvfp4_2d (amax_subnormal, nearest)
     """
-    gradients = {"scale_rule": AMAX_HEADROOM}
+    gradients = {"scale_rule": "amax_headroom"}
     return nvfp4_pretraining().with_(gradients=gradients, name="nvfp4_unbiased")
 
 
@@ -448,19 +389,14 @@ def nvfp4_four_over_six() -> Recipe:
       >>> print(recipe.fwd.lhs, "|", recipe.dlhs.lhs)
       nvfp4 (four_over_six, nearest) | nvfp4 (four_over_six, stochastic)
     """
-    return nvfp4_pretraining().with_(scale_rule=FOUR_OVER_SIX, name="nvfp4_four_over_six")
+    return nvfp4_pretraining().with_(scale_rule="four_over_six", name="nvfp4_four_over_six")
 
 
-def _blockwise(name: str, line: OperandSpec, square: OperandSpec) -> Recipe:
-    """Lines along the contracting axis for x and g, squares for W, the forward's codes kept."""
-    forward = MatmulSpec(lhs=line, rhs=square)
-    return Recipe(
-        name=name,
-        fwd=forward,
-        dlhs=forward,
-        drhs=MatmulSpec(lhs=line, rhs=line),
-        residuals=Residuals.QUANTIZED,
-    )
+def _blockwise(name: str, row: str, square: str, rule: str) -> Recipe:
+    """Rows of 128 along the contracting axis for x and g, squares for W; codes are saved."""
+    x, w = operand(row, scale_rule=rule), operand(square, scale_rule=rule)
+    fwd, drhs = MatmulSpec(lhs=x, rhs=w), MatmulSpec(lhs=x, rhs=x)
+    return Recipe(name=name, fwd=fwd, dlhs=fwd, drhs=drhs, residuals=Residuals.QUANTIZED)
 
 
 @named
@@ -484,11 +420,8 @@ def deepseek_v3() -> Recipe:
       >>> recipe.fwd.lhs.format.block, recipe.fwd.rhs.format.block, recipe.fwd.lhs.format.scale.name
       ((1, 128), (128, 128), 'f32')
     """
-    return _blockwise(
-        "deepseek_v3",
-        operand(FLOAT8_BLOCKWISE_E4M3, scale_rule=AMAX_MULTIPLIER),
-        operand(FLOAT8_BLOCKWISE_2D_E4M3, scale_rule=AMAX_MULTIPLIER),
-    )
+    formats = "float8_blockwise_e4m3", "float8_blockwise_2d_e4m3"
+    return _blockwise("deepseek_v3", *formats, "amax_multiplier")
 
 
 @named
@@ -506,11 +439,7 @@ def deepseek_v3_1() -> Recipe:
       >>> spec.format.scale.name, spec.scale_rule.name
       ('e8m0', 'rceil')
     """
-    return _blockwise(
-        "deepseek_v3_1",
-        operand(FLOAT8_BLOCKWISE_E8M0, scale_rule=RCEIL),
-        operand(FLOAT8_BLOCKWISE_2D_E8M0, scale_rule=RCEIL),
-    )
+    return _blockwise("deepseek_v3_1", "float8_blockwise_e8m0", "float8_blockwise_2d_e8m0", "rceil")
 
 
 @named
@@ -528,6 +457,14 @@ def float8_tensorwise() -> Recipe:
     return Float8Config().recipe("float8_tensorwise")
 
 
+_ROWWISE = Float8Config(
+    cast_config_input=AXISWISE,
+    cast_config_weight=AXISWISE,
+    cast_config_grad_output=Cast(granularity="axiswise", element=E4M3),
+    round_scales_to_power_of_2=True,
+)
+
+
 @named
 def float8_rowwise() -> Recipe:
     """One power-of-two scale a row or column: E4M3 everywhere, in all three products.
@@ -541,12 +478,7 @@ def float8_rowwise() -> Recipe:
       Array([[128.],
              [128.]], dtype=float32)
     """
-    return Float8Config(
-        cast_config_input=AXISWISE,
-        cast_config_weight=AXISWISE,
-        cast_config_grad_output=dataclasses.replace(AXISWISE, element=E4M3),
-        round_scales_to_power_of_2=True,
-    ).recipe("float8_rowwise")
+    return _ROWWISE.recipe("float8_rowwise")
 
 
 @named
@@ -562,15 +494,19 @@ def float8_rowwise_with_gw_hp() -> Recipe:
       >>> print(recipes.float8_rowwise_with_gw_hp().drhs)
       high precision x high precision
     """
-    return Float8Config(
-        cast_config_input=AXISWISE,
-        cast_config_weight=AXISWISE,
-        cast_config_grad_output=dataclasses.replace(AXISWISE, element=E4M3),
+    config = dataclasses.replace(
+        _ROWWISE,
         cast_config_input_for_grad_weight=DISABLED,
         cast_config_weight_for_grad_input=Cast(),
-        cast_config_grad_output_for_grad_weight=dataclasses.replace(DISABLED, element=E4M3),
-        round_scales_to_power_of_2=True,
-    ).recipe("float8_rowwise_with_gw_hp")
+        cast_config_grad_output_for_grad_weight=Cast(scaling="disabled", element=E4M3),
+    )
+    return config.recipe("float8_rowwise_with_gw_hp")
+
+
+def _forward_only(name: str, lhs: OperandSpec | None, rhs: OperandSpec) -> Recipe:
+    """The backward products are in high precision, of what the forward product multiplied."""
+    fwd = MatmulSpec(lhs=lhs, rhs=rhs)
+    return Recipe(name=name, fwd=fwd, dlhs=HIGH, drhs=HIGH, residuals=Residuals.QUANTIZED)
 
 
 # torchao's own names for its recipes.
@@ -579,7 +515,7 @@ enter_recipe("rowwise", float8_rowwise)
 enter_recipe("rowwise_with_gw_hp", float8_rowwise_with_gw_hp)
 
 
-def weight_only(format: Any, scale_rule: ScaleRule | str | None = None) -> Recipe:
+def weight_only(format: FormatLike, scale_rule: ScaleRule | str | None = None) -> Recipe:
     """Only the right operand (the weight) of the product itself is quantized.
 
     Activations and both gradient products stay in high precision: for inference, and for
@@ -607,16 +543,10 @@ def weight_only(format: Any, scale_rule: ScaleRule | str | None = None) -> Recip
     spec = measured_operand(format)
     if scale_rule is not None:
         spec = operand(format, scale_rule=scale_rule)
-    return Recipe(
-        name=f"weight_only({spec.format.name})",
-        fwd=MatmulSpec(lhs=None, rhs=spec),
-        dlhs=_HIGH,
-        drhs=_HIGH,
-        residuals=Residuals.QUANTIZED,
-    )
+    return _forward_only(f"weight_only({spec.format.name})", None, spec)
 
 
-def qat(format: Any, scale_rule: ScaleRule | str | None = None) -> Recipe:
+def qat(format: FormatLike, scale_rule: ScaleRule | str | None = None) -> Recipe:
     """Quantization-aware training: quantized forward, high-precision backward.
 
     The backward products multiply by the very values that the forward product used, dequantized:
@@ -641,13 +571,7 @@ def qat(format: Any, scale_rule: ScaleRule | str | None = None) -> Recipe:
       high precision x high precision | quantized
     """
     format = block_format(format)
-    if scale_rule is None and format.scale.kind in RCEIL.kinds:
-        scale_rule = RCEIL
+    if scale_rule is None and format.scale.kind == "exponent":
+        scale_rule = "rceil"
     spec = operand(format, scale_rule=scale_rule)
-    return Recipe(
-        name=f"qat({spec.format.name})",
-        fwd=MatmulSpec(lhs=spec, rhs=spec),
-        dlhs=_HIGH,
-        drhs=_HIGH,
-        residuals=Residuals.QUANTIZED,
-    )
+    return _forward_only(f"qat({spec.format.name})", spec, spec)

@@ -5,7 +5,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import SupportsIndex
 
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.recipes.base import Recipe
@@ -61,7 +61,7 @@ class Schedule:
             )
         object.__setattr__(self, "phases", tuple(phases))
 
-    def at(self, step: Any) -> Recipe:
+    def at(self, step: SupportsIndex) -> Recipe:
         """The recipe of one step, counted from 0.
 
         Raises:

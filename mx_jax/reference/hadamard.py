@@ -19,7 +19,7 @@ from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.explicit_axes import explicit_sharding, partitions, with_partitions
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Hadamard:
     """A block Hadamard transform along the contracting axis of both operands of a product.
 
@@ -65,6 +65,12 @@ class Hadamard:
     def is_random(self) -> bool:
         """Whether the signs are drawn from a key."""
         return self.signs is None
+
+    def __repr__(self) -> str:
+        signs = str(self.signs)
+        if self.signs and len(set(self.signs)) == 1:
+            signs = f"({self.signs[0]},) * {self.size}"
+        return f"Hadamard(size={self.size}, signs={signs})"
 
     def __str__(self) -> str:
         return f"Hadamard {self.size}, {'random' if self.is_random else 'fixed'} signs"
@@ -122,24 +128,35 @@ def apply(
     Returns:
       float32, length k' along the axis, the next multiple of g: the transform fills the padding.
     """
-    turn = _turn_bfloat16 if in_bfloat16 else _turn
+
+    def turn(groups: jax.Array, signs: jax.Array, within: int) -> jax.Array:
+        if not in_bfloat16:
+            values = groups.astype(jnp.float32) * signs
+            return _times(values, matrix(signs.size), within, lax.Precision.HIGHEST)
+        values, square = groups * signs.astype(jnp.bfloat16), _sylvester(signs.size)
+        sums = _times(values, square.astype(jnp.bfloat16), within, lax.Precision.DEFAULT)
+        return sums * jnp.float32(1 / math.sqrt(signs.size))
+
     return _in_groups(x, signs, axis, turn)
 
 
 def invert(y: jax.Array, signs: jax.Array, length: int, axis: int = -1) -> jax.Array:
     """Undo `apply` and drop its padding down to `length` values along the axis."""
-    return _in_groups(y, signs, axis, _turn_back, length)
 
+    def turn(groups: jax.Array, signs: jax.Array, within: int) -> jax.Array:
+        return _times(groups, matrix(signs.size), within, lax.Precision.HIGHEST) * signs
 
-# What happens to groups that lie along an axis, given signs that broadcast against them.
-_Turn = Callable[[jax.Array, jax.Array, int], jax.Array]
+    return _in_groups(y, signs, axis, turn, length)
 
 
 def _in_groups(
-    x: jax.Array, signs: jax.Array, axis: int, turn: _Turn, length: int | None = None
+    x: jax.Array,
+    signs: jax.Array,
+    axis: int,
+    turn: Callable[[jax.Array, jax.Array, int], jax.Array],
+    length: int | None = None,
 ) -> jax.Array:
-    """Groups along an axis turned where they lie: XLA on CPU takes long to move an axis away and
-    back."""
+    """Transform groups without moving the axis, which XLA on CPU takes long for."""
     size = signs.shape[0]
     axis %= x.ndim
     groups, (within,) = block_shapes.split(x, ((axis - x.ndim, size),), fill=True)
@@ -147,22 +164,6 @@ def _in_groups(
     turned = turn(groups, signs, within)
     length = groups.shape[axis] * size if length is None else length
     return block_shapes.merge(turned, (*x.shape[:axis], length, *x.shape[axis + 1 :]), (within,))
-
-
-def _turn(groups: jax.Array, signs: jax.Array, within: int) -> jax.Array:
-    """The transform as it is defined."""
-    values = groups.astype(jnp.float32) * signs
-    return _times(values, matrix(signs.size), within, lax.Precision.HIGHEST)
-
-
-def _turn_bfloat16(groups: jax.Array, signs: jax.Array, within: int) -> jax.Array:
-    values, signed = groups * signs.astype(jnp.bfloat16), _sylvester(signs.size)
-    sums = _times(values, signed.astype(jnp.bfloat16), within, lax.Precision.DEFAULT)
-    return sums * jnp.float32(1 / math.sqrt(signs.size))
-
-
-def _turn_back(groups: jax.Array, signs: jax.Array, within: int) -> jax.Array:
-    return _times(groups, matrix(signs.size), within, lax.Precision.HIGHEST) * signs
 
 
 def _times(
@@ -187,7 +188,7 @@ def _times(
 
 
 def _for_each(square: np.ndarray, groups: jax.Array, within: int) -> jax.Array:
-    """The matrix once for each of the groups' leading axes, lying where they do."""
+    """The matrix once for each of the groups' leading axes, sharded as they are."""
     place = explicit_sharding(groups)
     if place is not None:
         place = with_partitions(place, [*partitions(place, groups.ndim)[:within], None, None])

@@ -1,4 +1,4 @@
-"""The meaning of a scaled product, in plain jnp (OCP MX v1.0, sections 6.1 and 6.2)."""
+"""The meaning of a scaled product and of attention, in plain jnp (OCP MX v1.0, 6.1 and 6.2)."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.codecs.scale import LIFT, is_tiny, lift
 from mx_jax.mxarray import MXArray, decode, straight_through
+from mx_jax.packed import PackedRows, Rows
 
 
 def scaled_matmul(
@@ -16,8 +18,8 @@ def scaled_matmul(
     rhs: jax.Array | MXArray,
     dimension_numbers: lax.DotDimensionNumbers,
     out_dtype: jax.typing.DTypeLike,
-    precision: Any = None,
-    out_sharding: Any = None,
+    precision: lax.PrecisionLike = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """`sum over blocks of X_A X_B (sum over the block of P_A P_B)`.
 
@@ -94,3 +96,38 @@ def unscaled(product: jax.Array, lhs: ScaledValues, rhs: ScaledValues) -> jax.Ar
 
 # Scales that are rounded up bring the largest finite float32 to 2^128 at most.
 _HEADROOM = 2
+
+
+def attend(
+    shared: jax.Array,
+    keys: Rows,
+    values: Rows,
+    position: jax.typing.ArrayLike,
+    tokens: int,
+) -> jax.Array:
+    """Causal attention: `softmax(q k^T / sqrt(features)) v`, each query over rows up to its own.
+
+    Args:
+      shared: queries `[matrices, heads * tokens, features]`, those of the heads that a matrix of
+        keys serves.
+      keys: `[matrices, length, features]`, as values or as codes.
+      values: likewise.
+      position: row of the first token.
+      tokens: how many of a head follow each other.
+
+    Returns:
+      Like shared, in the dtype that keys and values promote to.
+    """
+    keys, values = _row_values(keys), _row_values(values)
+    scores = jnp.einsum("hqd,hkd->hqk", shared, keys, preferred_element_type=jnp.float32)
+    last = position + jnp.arange(tokens)
+    seen = jnp.arange(keys.shape[1]) <= jnp.tile(last, shared.shape[1] // tokens)[:, None]
+    scores = jnp.where(seen, scores * shared.shape[-1] ** -0.5, -jnp.inf)
+    weights = jax.nn.softmax(scores, -1).astype(values.dtype)
+    # Whatever rows behind the last token hold, NaN too, they take part in nothing.
+    values = jnp.where((jnp.arange(keys.shape[1]) <= last[-1])[:, None], values, 0)
+    return jnp.einsum("hqk,hkd->hqd", weights, values)
+
+
+def _row_values(rows: Rows) -> jax.Array:
+    return rows.unpacked().dequantize() if isinstance(rows, PackedRows) else rows

@@ -24,7 +24,7 @@ from mx_jax.reference.matmul import scaled_values, unscaled
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedRows:
-    """Where the rows of each group lie, in a layout whose groups start at multiples of `unit`.
+    """The places of rows in a layout whose groups start at multiples of `unit`.
 
     Attributes:
       unit: rows that a group is padded to a multiple of; 1 leaves every row in its place.
@@ -141,7 +141,7 @@ def encode_by_group(
 
     Args:
       x: `[p, c]`, in the layout of `rows`.
-      rows: says whose row is whose.
+      rows: the group of each row.
       peaks: `group_peaks`, `[g, 1, c]`, quantized in blocks that hold the whole axis -2.
       rounding: how dropped bits decide.
       random_bits: shape of x; stochastic rounding only.
@@ -178,7 +178,7 @@ def scaled_ragged_dot(
     group_sizes: jax.Array,
     contracting: tuple[int, int],
     out_dtype: jax.typing.DTypeLike,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
 ) -> jax.Array:
     """`reference.matmul.scaled_matmul` group by group: exact factors, added in float32.
 
@@ -193,21 +193,28 @@ def scaled_ragged_dot(
     Returns:
       `[p, n]` with zeros in rows of no group, or `[g, k, n]` if the rows are contracted.
     """
-    left, right = isinstance(lhs, MXArray), isinstance(rhs, MXArray)
-    if not left and not right:
+    if not isinstance(lhs, MXArray) and not isinstance(rhs, MXArray):
         return grouped_dot(lhs, rhs, group_sizes, contracting, precision, out_dtype)
-    precision = lax.Precision.HIGHEST if left and right else precision
+    if isinstance(lhs, MXArray) and isinstance(rhs, MXArray):
+        precision = lax.Precision.HIGHEST
     a, b = scaled_values(lhs), scaled_values(rhs)
     product = grouped_dot(a.values, b.values, group_sizes, contracting, precision, jnp.float32)
     return unscaled(product, a, b).astype(out_dtype)
 
 
-def grouped_dot(lhs, rhs, group_sizes, contracting, precision, dtype) -> jax.Array:
+def grouped_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    contracting: tuple[int, int],
+    precision: lax.PrecisionLike,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
     """`lax.ragged_dot_general` of the operands of `scaled_ragged_dot`, also under `vmap`."""
     rows_contracted = contracting == (-2, -2)
 
     @jax.custom_batching.custom_vmap
-    def product(lhs, rhs, group_sizes):
+    def product(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
         num_batch = group_sizes.ndim - 1
         batch = tuple(range(num_batch))
         axes = (lhs.ndim + contracting[0],), (rhs.ndim + contracting[1],)
@@ -223,7 +230,7 @@ def grouped_dot(lhs, rhs, group_sizes, contracting, precision, dtype) -> jax.Arr
         return jnp.moveaxis(result, 0, num_batch) if rows_contracted else result
 
     @product.def_vmap
-    def batched(axis_size, is_batched, *operands):
+    def batched(axis_size: int, is_batched: list[bool], *operands: jax.Array):
         # jax's own rule only takes operands that are all mapped, all along their first axis.
         every = zip(operands, is_batched, strict=True)
         return product(

@@ -8,6 +8,7 @@ Two rules are one if what they compute is: backends compare a rule's functions, 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from mx_jax.codecs.scale import (
     true_divide,
 )
 from mx_jax.formats import BlockFormat, ElementFormat, ScaleFormat
+from mx_jax.formats.element import unknown_name
 
 
 class BlockData(NamedTuple):
@@ -374,9 +376,9 @@ class ScaleRule:
 
     def kernel_threshold(self, element: ElementFormat) -> int | None:
         """The threshold for an element, 1 to 2^23; None if that does not say everything."""
-        if not isinstance(self.scales, PowerOfTwo) or self.correction is not None:
+        if self.threshold is None or self.correction is not None:
             return None
-        value = self.scales.threshold(element)
+        value = self.threshold(element)
         fits = isinstance(value, int | np.integer) and 1 <= value <= 1 << 23
         return int(value) if fits else None
 
@@ -384,16 +386,11 @@ class ScaleRule:
         return f"ScaleRule({self.name})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The library's own by name, so that a pickle does not hold what lies inside; any other is
-        # what its functions are, whatever it is called.
+        # The library's own by name, so that pickles hold no internals; any other by its functions.
         if self in SCALE_RULES:
             return _named, (self.name,)
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return _built, (fields,)
-
-
-def _built(fields: dict[str, Any]) -> ScaleRule:
-    return ScaleRule(**fields)
+        return functools.partial(ScaleRule, **fields), ()
 
 
 def power_of_two(name: str, threshold: Callable[[ElementFormat], int]) -> ScaleRule:
@@ -492,11 +489,10 @@ SCALE_RULES: tuple[ScaleRule, ...] = (
 
 
 def _named(name: str) -> ScaleRule:
-    for known in SCALE_RULES:
-        if known.name == name:
-            return known
-    names = ", ".join(known.name for known in SCALE_RULES)
-    raise ValueError(f"unknown scale_rule={name!r}; known: {names}")
+    known = {rule.name: rule for rule in SCALE_RULES}
+    if name not in known:
+        raise unknown_name("scale_rule", name, known)
+    return known[name]
 
 
 def scale_rule_for(rule: ScaleRule | str | None, format: BlockFormat) -> ScaleRule:

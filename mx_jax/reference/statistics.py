@@ -23,7 +23,7 @@ from mx_jax.reference import quantize
 Raw = dict[str, jax.Array]
 Dequantize = Callable[[MXArray, jax.typing.DTypeLike], jax.Array]
 
-# What float32's exponent field says of 1.
+# float32's exponent field of 1.
 _ONE = 127
 # Values of half of that field, and what float32 counts exactly.
 _HALF, _EXACT = 16, 2**24
@@ -126,7 +126,7 @@ def _exponents(after: MXArray) -> jax.Array:
     field = (bits >> 23) & 0xFF
     half = jnp.arange(_HALF, dtype=field.dtype)
     high, low = (
-        # Both of one rank: JAX may be told to promote none.
+        # Both of one rank: `jax_numpy_rank_promotion` may forbid others.
         (part[..., None] == lax.broadcast_to_rank(half, part.ndim + 1)).astype(jnp.float32)
         for part in (field // _HALF, field % _HALF)
     )
@@ -164,7 +164,7 @@ def power(exponent: jax.Array) -> jax.Array:
 
 
 def in_one_piece(x: jax.Array) -> jax.Array:
-    """x in one piece, where types say that it is in several: what sorts it wants it so."""
+    """x replicated, if its aval says that it is sharded: sorting needs it whole."""
     if explicit_sharding(x) is None:
         return x
     return jax.sharding.reshard(x, PartitionSpec(*(None,) * x.ndim))

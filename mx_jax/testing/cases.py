@@ -173,33 +173,6 @@ class MatmulCase:
         return f"{left}-{right}-{groups}-{self.out_dtype}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DotGeneralCase:
-    """Operand shapes and dimension numbers of a `dot_general`.
-
-    Attributes:
-      name: what is special about it.
-      lhs: shape of the left operand.
-      rhs: shape of the right operand.
-      contracting: contracted axes of (lhs, rhs).
-      batch: batch axes of (lhs, rhs).
-    """
-
-    name: str
-    lhs: Shape
-    rhs: Shape
-    contracting: tuple[Shape, Shape]
-    batch: tuple[Shape, Shape] = ((), ())
-
-    @property
-    def dimension_numbers(self) -> lax.DotDimensionNumbers:
-        """As `jax.lax.dot_general` takes them."""
-        return self.contracting, self.batch
-
-    def __str__(self) -> str:
-        return self.name
-
-
 QUANTIZE_CASES: tuple[QuantizeCase, ...] = (
     # Every format under every rule that fits it; 80 is not a multiple of any block but 16.
     *(
@@ -275,25 +248,7 @@ MATMUL_CASES: tuple[MatmulCase, ...] = (
     MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP4, k=(0,)),
 )
 
-DOT_GENERAL_CASES: tuple[DotGeneralCase, ...] = tuple(
-    DotGeneralCase(name=name, lhs=lhs, rhs=rhs, contracting=contracting, batch=batch)
-    for name, lhs, rhs, contracting, batch in (
-        ("plain", (40, 64), (64, 48), ((1,), (0,)), ((), ())),
-        ("ragged", (34, 70), (70, 37), ((1,), (0,)), ((), ())),
-        ("transposed", (70, 6), (5, 70), ((0,), (1,)), ((), ())),
-        ("odd_batch", (6, 2, 40, 3), (40, 3, 5, 2), ((2,), (0,)), ((3, 1), (1, 3))),
-        ("kept_around", (3, 40, 17), (33, 40, 2), ((1,), (1,)), ((), ())),
-        ("contracting", (6, 3, 40), (3, 40, 5), ((1, 2), (0, 1)), ((), ())),
-        ("contracting_crossed", (34, 6, 4), (4, 5, 34), ((2, 0), (0, 2)), ((), ())),
-        ("negative", (2, 6, 40), (40, 5, 2), ((-1,), (-3,)), ((-3,), (-1,))),
-        ("vectors", (70,), (70,), ((0,), (0,)), ((), ())),
-        ("row", (40,), (40, 37), ((0,), (0,)), ((), ())),
-        ("column", (37, 40), (40,), ((1,), (0,)), ((), ())),
-        ("batch_of_vectors", (40, 3), (3, 40), ((0,), (1,)), ((1,), (0,))),
-    )
-)
-
-# For measuring: what the tests do not run, but every backend is asked about.
+# Too large for tests to run: every backend is asked about them.
 LARGE_QUANTIZE_CASES: tuple[QuantizeCase, ...] = tuple(
     QuantizeCase(format=format, shape=(4096, 4096), axis=axis, dtype=dtype)
     for format in (formats.MXFP8_E4M3, formats.MXFP4)

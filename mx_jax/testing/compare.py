@@ -1,9 +1,9 @@
 """Equality of bits, with a message that says where the first difference is; values in float64."""
 
 import math
-from typing import Any
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from mx_jax.backends.calls import MatmulCall, Operand
 from mx_jax.codecs.blocks import block_extent
@@ -13,7 +13,7 @@ from mx_jax.mxarray import MXArray
 _PATTERNS = {size: np.dtype(f"uint{8 * size}") for size in (1, 2, 4, 8)}
 
 
-def bit_patterns(array: Any) -> np.ndarray:
+def bit_patterns(array: ArrayLike) -> np.ndarray:
     """The bits of an array's elements, as unsigned integers of the same width.
 
     Args:
@@ -41,7 +41,11 @@ def bit_patterns(array: Any) -> np.ndarray:
 
 
 def assert_bitwise_equal(
-    actual: Any, expected: Any, *, what: str = "array", any_nan: bool = False
+    actual: ArrayLike,
+    expected: ArrayLike,
+    *,
+    what: str = "array",
+    any_nan: bool = False,
 ) -> None:
     """Raise unless both arrays have the same dtype, shape and bits.
 

@@ -16,8 +16,8 @@ from mx_jax.backends.cpu_ffi import CPU_FFI, library
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Target
 from mx_jax.reference.scale_rules import SCALE_RULES
+from mx_jax.testing.backend_suite import draw_any_codes
 from mx_jax.testing.cases import QuantizeCase
-from mx_jax.testing.checks import draw_any_codes
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_any_bits
 

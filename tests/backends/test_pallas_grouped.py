@@ -24,8 +24,8 @@ from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.ragged import scaled_ragged_dot
+from mx_jax.testing.backend_suite import check_ragged
 from mx_jax.testing.cases import RAGGED_CASES, RaggedCase
-from mx_jax.testing.checks import check_ragged
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.backends.mosaic import (
     few_octaves,

@@ -21,8 +21,8 @@ from mx_jax.backends.select import Choice
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4, WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.ops import ragged_dot as ops
+from mx_jax.testing.backend_suite import check_ragged
 from mx_jax.testing.cases import RAGGED_CASES, RaggedCase
-from mx_jax.testing.checks import check_ragged
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.backends.mosaic import interpreter, needs_newer_mosaic, race_of
 from tests.backends.test_pallas_grouped import H200, NEW

@@ -20,8 +20,8 @@ from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Backend
 from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from mx_jax.reference.scale_rules import CEIL, EVEN, FLOOR, RCEIL
+from mx_jax.testing.backend_suite import assert_same, check_quantize, check_quantize_both
 from mx_jax.testing.cases import QuantizeBothCase, QuantizeCase
-from mx_jax.testing.checks import assert_same, check_quantize, check_quantize_both
 from mx_jax.testing.draw import draw_any_bits
 from tests.backends.mosaic import interpreter, mostly_slow, needs_mosaic, race_of
 

@@ -232,34 +232,3 @@ def test_train_step(run: Runner):
         for timing in row["timings"].values():
             check_spread(timing["wall_ms"])
     assert "| mxfp4 |" in table
-
-
-@pytest.mark.parametrize(
-    "name", ["cpu", "quantize", "sqnr", "train_step", "packed_layers", "ragged", "compile_time"]
-)
-def test_help(command: Any, name: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match="0"):
-        command(name)(["--help"])
-    shown = capsys.readouterr().out
-    assert f"python -m benchmarks.{name}" in shown
-    assert "--out" in shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ("quantize --shapes 32", "needs ROWSxCOLUMNS, got '32'"),
-        ("quantize --shapes 0x32", "needs positive sizes, got '0x32'"),
-        ("quantize --formats mxfp5", "invalid choice: 'mxfp5'"),
-        ("sqnr --size 32x32", "needs MxKxN, got '32x32'"),
-        ("sqnr --size 32x0x32", "needs positive sizes, got '32x0x32'"),
-        ("train_step --recipes mxfp5", "unknown mxfp5; known: high_precision, mxfp8"),
-    ],
-)
-def test_bad_options(
-    command: Any, arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]
-):
-    name, *options = arguments.split()
-    with pytest.raises(SystemExit) as stopped:
-        command(name)(options)
-    assert complaint in capsys.readouterr().err + str(stopped.value)

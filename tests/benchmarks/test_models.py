@@ -3,33 +3,20 @@
 import argparse
 import dataclasses
 import json
-import os
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 import mx_jax
-from benchmarks import calibration, decode, gradient_bias, language_model_formats
+from benchmarks import calibration, gradient_bias
 from benchmarks import sentence_embeddings as sentences
 from mx_jax.generate.weights import params_from_gguf
 from tests.examples import bert
 from tests.generate.tiny import CONFIG, tensors
 
 OPTIONS = argparse.Namespace(sequences=3, length=9, calibration=3)
-text_alone = pytest.mark.one_python(reason="texts and processes")
-
-
-@pytest.mark.one_python(reason="cuts a list of numbers")
-def test_texts_are_cut_into_sequences():
-    cut = calibration.cut(range(10), 3, 3)
-    assert cut.tolist() == [[[0, 1, 2]], [[3, 4, 5]], [[6, 7, 8]]]
-    with pytest.raises(SystemExit, match="the text has 10 tokens, needs 12"):
-        calibration.cut(range(10), 4, 3)
-    assert len(calibration.manual()) > 100_000
 
 
 @pytest.mark.slow
@@ -114,54 +101,6 @@ def test_a_checkpoint_measured_and_not_again(tmp_path: Path, capsys: pytest.Capt
         gradient_bias.main([*arguments, "--batches", "4"])
 
 
-ECHO = (
-    "import sys\nprint('{}', flush=True)\nfor line in sys.stdin: print(2 * int(line), flush=True)"
-)
-
-
-@text_alone
-def test_workers_answer_on_their_cores():
-    cores = {max(os.sched_getaffinity(0))}
-    worker = decode.Worker([sys.executable, "-c", ECHO], cores)
-    assert worker.ready == "{}\n" and worker.ask(21) == 42
-    assert os.sched_getaffinity(worker._process.pid) == cores
-    worker.close()
-    with pytest.raises(SystemExit, match="ended with status 3"):
-        decode.Worker([sys.executable, "-c", "raise SystemExit(3)"], cores)
-
-
-def spread(value):
-    return {"median": value, "q1": value, "q3": value, "smallest": value / 2}
-
-
-@text_alone
-def test_tables_of_speed():
-    def row(case, threads, cpu, wall, **more):
-        timings = {"cpu_ms": spread(cpu), "wall_ms": spread(wall)}
-        return {"case": case, "threads": threads, "timings": timings, **more}
-
-    ratios = {"speed over float32": {"median": 2.5}}
-    parts = {"parts": {"qkv": 0.002, "head": 0.004}, "bytes": 72e6}
-    none = {"parts": None, "bytes": None}
-    rows = [row("MXFP4", 1, 10, 40, **parts, **ratios), row("MXFP4", 2, 10, 5, **none, **ratios)]
-    one, two, spent = decode.sheets({"rows": rows})
-    assert one.rows == [["MXFP4", "100.0", "200.0", "10.00", "2.50"]]
-    assert two.rows == [["MXFP4", "200.0", "400.0", "5.00", "2.50"]]
-    assert spent.columns[2:] == ["head", "qkv"]
-    assert spent.rows == [["MXFP4", "72.0", "4.00", "2.00"]]
-
-
-@text_alone
-def test_table_of_loss():
-    base = {"of": "weights and cache", "format": "float32", "bits": 32}
-    rows = [
-        {**base, "loss": 3.0, "kl": 0.0, "same": 1.0},
-        {"of": "cache", "format": "mxfp4", "bits": 4.25, "loss": 3.25, "kl": 0.125, "same": 0.5},
-    ]
-    (sheet,) = language_model_formats.sheets({"rows": rows, "sequences": 1, "length": 2})
-    assert sheet.rows[1] == ["mxfp4", "cache", "4.25", "3.2500", "+0.2500", "0.12500", "50.0%"]
-
-
 @pytest.mark.one_python(reason="names of formats and rules")
 def test_every_format_and_rule_is_wanted():
     rows = sentences.wanted(sentences.FORMATS, sentences.RULES)
@@ -175,34 +114,6 @@ def test_every_format_and_rule_is_wanted():
         (name, way) for name in ("mxfp4", "nvfp4") for way in ("searched", "gptq")
     }
     assert {row.choice.words for row in rows} - {None} == {*sentences.MX, "nvfp4"}
-
-
-def quality(**changes: Any) -> dict[str, Any]:
-    shares = {"cosine": 0.9, "smallest": 0.8, "nearest": 0.75, "ten": 0.5}
-    choice = {"weights": "mxfp4", "activations": None, "words": None, "scale_rule": None}
-    size = {"kernel_bytes": 5_680_000, "table_bytes": 12_900_000}
-    return {**choice, "way": "cast", "rule": "even", **shares, **size, **changes}
-
-
-@pytest.mark.one_python(reason="makes text of numbers")
-def test_what_calibration_takes_back_is_told_of_the_best_cast():
-    rows = [quality(cosine=0.8), quality(), quality(activations="mxfp4", cosine=0.5)]
-    rows += [
-        quality(way="gptq", cosine=0.94),
-        quality(way="gptq", activations="mxint8", cosine=0.9),
-    ]
-    rows += [
-        quality(way="gptq", activations="mxfp4", cosine=0.6),
-        quality(words="mxint8", cosine=0.99),
-    ]
-    result = {"quality": rows, "speed": [], "sentences": 9, "known": 7}
-    result |= {"float32_kernel_bytes": 42_500_000, "float32_table_bytes": 47_700_000}
-    casts, calibrated, words = sentences.sheets(result)
-    assert casts.rows[1] == [
-        *("mxfp4", "even", "float32", "0.90000", "0.80000", "75.0 %", "50.0 %", "5.68")
-    ]
-    assert [cells[-1] for cells in calibrated.rows] == ["40 %", "-", "20 %"]
-    assert len(casts.rows) == 3 and [cells[0] for cells in words.rows] == ["mxint8"]
 
 
 def letters(texts: list[str]) -> list[list[int]]:

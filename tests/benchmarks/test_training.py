@@ -15,7 +15,6 @@ for package in ("matplotlib", "optax", "orbax.checkpoint", "tqdm"):
     pytest.importorskip(package)
 
 from benchmarks import fp4_ablation as ablation  # noqa: E402
-from benchmarks import fp4_rows as rows  # noqa: E402
 from benchmarks import fp4_variants, language_model, residuals  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -139,43 +138,6 @@ def test_ablation_compares_with_float32_of_the_same_seed():
     assert ladder.rows[1][2:] == ["2", "3.0700", gap, gap, "mxfp4_floor", difference, difference]
 
 
-def test_rows_of_earlier_results_stay_beside_new_ones():
-    """New rows take the place of old ones of their name, if both have the same baseline."""
-    order = fp4_variants.variants(4)
-
-    def result(date: str, losses: dict[str, list[float]]) -> Any:
-        made = [
-            {"name": name, "seeds": list(range(len(own))), "losses": own}
-            for name, own in losses.items()
-        ]
-        return {"environment": {"date": date, "commit": f"c{date[-1]}"}, "rows": made}
-
-    first = result("2026-01-01", {"float32": [2.0, 3.0], "mxfp4": [2.5], "quartet": [2.25, 3.5]})
-    second = result("2026-01-02", {"float32": [2.0], "quartet": [2.125], "mxfp4_floor": [2.75]})
-    third = result("2026-01-03", {"float32": [2.0, 3.0], "mxfp4_floor": [], "nvfp4": [1.5]})
-    joined = rows.joined(rows.joined(first, second, order), third, order)
-    found = [(row["name"], row["losses"], row["commit"]) for row in joined["rows"]]
-    assert found == [
-        ("float32", [2.0, 3.0], "c1"),
-        ("mxfp4_floor", [2.75], "c2"),
-        ("mxfp4", [2.5], "c1"),
-        ("nvfp4", [1.5], "c3"),
-        ("quartet", [2.125], "c2"),
-    ]
-    assert rows.when(joined["rows"]) == [
-        "Trained on 2026-01-01 at commit c1: float32; mxfp4.",
-        "Trained on 2026-01-02 at commit c2: mxfp4_floor; quartet.",
-        "Trained on 2026-01-03 at commit c3: nvfp4.",
-    ]
-    assert rows.when(first["rows"]) == []
-    other = result("2026-01-04", {"float32": [2.0, 3.5]})
-    with pytest.raises(SystemExit, match=r"float32 ends at other losses .*\{1: \(3\.0, 3\.5\)\}"):
-        rows.joined(first, other, order)
-    rows.check_settings({"steps": 10}, {"steps": 10, "later": 0})
-    with pytest.raises(SystemExit, match=r"settings differ .*\{'steps': \(10, 20\)\}"):
-        rows.check_settings({"steps": 10}, {"steps": 20})
-
-
 def test_intervals_are_student_s():
     """n = 3: 4.3027 s / sqrt(3), from a printed table of t."""
     intervals = language_model.intervals
@@ -194,10 +156,3 @@ def test_variants_are_known_distinct_and_named():
     assert len({variant.precision for variant in every}) == len(every)
     with pytest.raises(SystemExit, match="unknown mxfp5; known: float32, bf16, mxfp8,"):
         ablation.choose(["mxfp5"], 4)
-
-
-def test_the_table_does_not_overwrite_the_runs(tmp_path):
-    out = tmp_path / "results.json"
-    with pytest.raises(SystemExit, match="is where --work keeps its runs; choose another"):
-        ablation.main(["--work", str(tmp_path), "--out", str(out)])
-    assert not out.exists()

@@ -10,7 +10,6 @@ from mx_jax.codecs.indexing import (
     index_tensor_scale,
     reshape_blocks,
     transpose,
-    transpose_blocks,
 )
 from mx_jax.formats import MXFP4, WHOLE
 from mx_jax.mxarray import MXArray
@@ -22,54 +21,6 @@ B = ((-1, 32),)
 
 
 S = slice(None)
-
-
-@pytest.mark.parametrize(
-    ("index", "codes", "scales", "blocks"),
-    [
-        (1, (1, S, S), (1, S, S), B),
-        (np.int64(-1), (-1, S, S), (-1, S, S), B),
-        ((0, 2), (0, 2, S), (0, 2, S), B),
-        (..., (S, S, S), (S, S, S), B),
-        ((..., slice(32, 64)), (S, S, slice(32, 64)), (S, S, slice(1, 2)), B),
-        ((0, ..., slice(32, 80)), (0, S, slice(32, 80)), (0, S, slice(1, 3)), B),
-        ((S, S, slice(0, 32)), (S, S, slice(0, 32)), (S, S, slice(0, 1)), B),
-        ((S, S, slice(-16, None)), (S, S, slice(-16, None)), (S, S, slice(2, 3)), B),
-        ((S, S, slice(64, 32)), (S, S, slice(64, 32)), (S, S, slice(2, 2)), B),
-        ((S, S, slice(64, 3)), (S, S, slice(64, 3)), (S, S, slice(2, 2)), B),
-        ((None, 1), (None, 1, S, S), (None, 1, S, S), B),
-        ((S, S, S, None), (S, S, S, None), (S, S, slice(0, 3), None), ((-2, 32),)),
-        (slice(0, 3, 2), (slice(0, 3, 2), S, S), (slice(0, 3, 2), S, S), B),
-        ((slice(2, None), ...), (slice(2, None), S, S), (slice(2, None), S, S), B),
-    ],
-)
-def test_index(index: Any, codes: tuple, scales: tuple, blocks: Any):
-    found = index_blocks(index, SHAPE, B)
-    # A whole blocked axis may be said in either way.
-    whole = [slice(0, 3) if part == S and i == len(codes) - 1 else part for i, part in
-             enumerate(scales)]  # fmt: skip
-    assert found.codes == codes
-    assert list(found.scales) in (whole, list(scales))
-    assert found.blocks == blocks
-
-
-def test_rows_by_an_array():
-    rows = np.array([[2, 0]])
-    found = index_blocks(rows, SHAPE, B)
-    assert found.codes[0] is rows and found.scales[0] is rows
-    # Two axes in place of one: the blocked axis is still the last.
-    assert found.blocks == B
-    assert index_blocks(rows, (3, 80, 4), ((-2, 32),)).blocks == ((-2, 32),)
-
-
-@pytest.mark.parametrize(
-    ("item", "scales"),
-    [(slice(3, 50), S), (slice(50, 3), slice(0, 0)), (slice(None, None, -2), S)],
-)
-def test_whole_axes_take_any_slice(item: slice, scales: slice):
-    found = index_blocks((S, S, item), SHAPE, ((-1, WHOLE),))
-    assert (found.codes, found.scales) == ((S, S, item), (S, S, scales))
-    assert found.blocks == ((-1, WHOLE),)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +67,6 @@ def test_tensor_scales():
         for given, expected in ((one, of_one), (each, of_each)):
             found: Any = index_tensor_scale(given, index)  # pyright: ignore[reportArgumentType]
             assert found.shape == expected.shape and (found == expected).all()
-
-
-def test_transposing():
-    blocks = ((-3, 16), (-1, WHOLE))
-    assert transpose_blocks((0, 1, 2), blocks) == blocks
-    assert transpose_blocks((2, 0, 1), blocks) == ((-3, WHOLE), (-2, 16))
-    assert transpose_blocks((1, 2, 0), blocks) == ((-2, WHOLE), (-1, 16))
 
 
 @pytest.mark.parametrize("axes", [(-3, -1, -2), (0, 2, 1), (0, -1, 1)])

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 LATE = ("calibrate", "checkpoint", "convert", "inspect", "testing")
 MEASURED = """
@@ -50,9 +48,3 @@ def test_import_takes_little_beside_jax_and_flax():
 
 def test_what_few_programs_need_is_imported_when_it_is_used():
     in_new_process(CHECKED)
-
-
-def test_what_is_imported_too_early_is_noticed():
-    with pytest.raises(subprocess.CalledProcessError) as found:
-        in_new_process(f"import mx_jax.convert\n{CHECKED}")
-    assert "AssertionError" in found.value.stderr and "'convert'" in found.value.stderr

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import pydoc
 import re
 from pathlib import Path
 
@@ -256,6 +257,18 @@ def test_public_names(module: str):
     assert imported.__file__ is not None
     assert public_names(Path(imported.__file__).read_text()) == PUBLIC[module]
     assert all(hasattr(imported, name) for name in PUBLIC[module])
+
+
+@pytest.mark.parametrize("module", ["mx_jax", "mx_jax.formats", "mx_jax.recipes"])
+def test_completion_shows_public_names_alone(module: str):
+    shown = dir(importlib.import_module(module))
+    assert set(shown) - {"__version__"} == PUBLIC[module]
+
+
+def test_help_describes_what_users_call():
+    text = pydoc.plain(pydoc.render_doc(mx_jax))
+    assert "\n    matmul(" in text and "class MXArray(" in text
+    assert "_LATE" not in text and "__dir__" not in text.partition("FUNCTIONS")[2]
 
 
 @pytest.mark.parametrize("module", PUBLIC)

@@ -16,11 +16,6 @@ TOOLS = {
     "ruff format": ["ruff", "format", "--check", "--no-cache"],
     "pyright": ["pyright", "--warnings", "--pythonpath", sys.executable],
 }
-FLAWS = {
-    "ruff check": "import os\n",
-    "ruff format": "x = [1,2]\n",
-    "pyright": 'x: int = "one"\n',
-}
 
 
 def run(tool: str, *paths: Path) -> subprocess.CompletedProcess[str]:

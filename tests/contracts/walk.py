@@ -29,8 +29,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from rich.console import Console
-from rich.table import Table
 
 import mx_jax
 from mx_jax.backends.primitive import Bound
@@ -243,21 +241,12 @@ def main() -> None:
     known = [walk.__name__ for walk in WALKS]
     parser.add_argument("walks", nargs="*", metavar="WALK", help=f"default: {', '.join(known)}")
     parser.add_argument("--draw", action="store_true", help="print each way, frame by frame")
-    parser.add_argument("--json", action="store_true", help="print the counts as JSON")
     options = parser.parse_args()
-    if unknown := set(options.walks) - set(known):
-        parser.error(f"unknown walk: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
-    walks = {name: take(name) for name in options.walks or names()}
-    if options.json:
-        print(json.dumps({name: walk.counts() for name, walk in walks.items()}))
-        return
-    table = Table("walk", *COLUMNS, title="From a call to the kernel", title_justify="left")
-    for name, walk in walks.items():
-        table.add_row(name, *map(str, walk.counts().values()))
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print(table)
-    for name, walk in walks.items() if options.draw else ():
-        console.print(f"\n{name}\n{draw(walk)}", markup=False, soft_wrap=True)
+    for name in options.walks or names():
+        walk = take(name)
+        print(json.dumps({name: walk.counts()}))
+        if options.draw:
+            print(draw(walk))
 
 
 if __name__ == "__main__":

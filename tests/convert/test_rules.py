@@ -101,7 +101,7 @@ class TestRule:
                 (".*", "mxfp9"),
                 {},
                 ValueError,
-                r"Rule '.\*': unknown recipe name='mxfp9'; known: high",
+                r"Rule '.\*': unknown recipe name='mxfp9' .did you mean 'mxfp8'",
             ),
             ((".*", None), {"types": "Dense"}, TypeError, r"types must be classes.*types='Dense'"),
             ((".*", None), {"filter": 3}, TypeError, r"filter must be a function .* filter=3"),

@@ -186,19 +186,3 @@ def test_results_are_on_the_disk_before_their_name_is(example, tmp_path, monkeyp
     disk.replace("the results", path, lambda file: file.write(b"new"))
     assert events == [("results.json.partial", 3), "renamed", (tmp_path.name, "folder")]
     assert path.read_bytes() == b"new"
-
-
-@pytest.mark.slow
-def test_the_program_writes_its_results_and_plot_this_way(example, call, tmp_path, monkeypatch):
-    written = []
-    disk, storage, report = example("lm.disk"), example("lm.storage"), example("lm.report")
-
-    def replace(what, path, write):
-        written.append(path.name)
-        disk.replace(what, path, write)
-
-    monkeypatch.setattr(storage, "replace", replace)
-    monkeypatch.setattr(report, "replace", replace)
-    assert call(*OPTIONS) == 0
-    assert set(written) == {"results.json", "loss.png"}
-    assert not list((tmp_path / "out").glob("*.partial"))

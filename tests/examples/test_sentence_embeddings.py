@@ -148,19 +148,6 @@ def test_batches_and_neighbors(parts):
     assert low["nearest"] == pytest.approx(0.4) and low["ten"] == 1
 
 
-@pytest.mark.one_python(reason="reads sources as text")
-def test_sentences_of_the_standard_library(parts, tmp_path, monkeypatch):
-    one, two = ("The first of all these sentences.", "And here the second of them.")
-    (tmp_path / "a.py").write_text(f'"""{one}\n\nMore."""\ndef f():\n    """{two}"""\n')
-    (tmp_path / "b.py").write_text(f'class C:\n    """{one}"""\n    def f(self): "No."\n')
-    monkeypatch.setattr(parts.sentences.sysconfig, "get_paths", lambda: {"stdlib": tmp_path})
-    assert parts.sentences.standard_library() == [one, two]
-    assert parts.sentences.standard_library(1) == [one]
-    first = parts.sentences.first_sentence
-    assert first("One two three\nfour five six. Seven.") == ["One two three four five six."]
-    assert first("Too short.") == first("f(x) -> y[0] + z{1}; g(2) == 3.") == first("") == []
-
-
 def write_tiny(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(bert.TINY))

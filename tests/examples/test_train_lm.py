@@ -151,12 +151,7 @@ def test_a_run_is_healed_by_its_last_steps(call, results, example, monkeypatch, 
     [
         (
             ["--recipes", "mxfp4,mxfp9"],
-            "unknown recipe 'mxfp9'; known: float32, bf16, mxfp8, mxfp8_hybrid, mxfp6, mxfp6_e2m3, "
-            "mxfp4, mxint8, nvfp4, mxfp4_backward, mxfp4_stochastic, mxfp4_hadamard, quartet, "
-            "quartet_ii, nvfp4_pretraining, nvfp4_unbiased, nvfp4_four_over_six, deepseek_v3, "
-            "deepseek_v3_1, float8_tensorwise, float8_rowwise, float8_rowwise_with_gw_hp, "
-            "tensorwise, rowwise, rowwise_with_gw_hp, high_precision, "
-            "each with +ends too, or all",
+            "unknown recipe 'mxfp9'; known: float32, bf16, mxfp8, mxfp8_hybrid, mxfp6",
         ),
         (["--recipes", "mxfp9+ends"], "unknown recipe 'mxfp9+ends'; known: "),
         (
@@ -164,27 +159,14 @@ def test_a_run_is_healed_by_its_last_steps(call, results, example, monkeypatch, 
             "mxfp4+ends keeps the first and the last block in high precision, and nothing lies "
             "between them, got layers=2; pass --layers 3 or more",
         ),
-        (["--seeds", "one"], "seeds are whole numbers below 2**31, as in 0,1,2; got 'one'"),
         (["--steps", "0"], "steps must be positive, got steps=0"),
-        (["--lr", "nan"], "lr must be positive, got lr=nan"),
         (["--heads", "3"], "multiple of 2 * heads (rotary positions turn pairs), got d_model=32"),
         (["--heal", "10"], "heal is a part of the steps, as 0.1, got heal=10.0"),
-        (["--checkpoint-every", "0"], "needs a whole number >= 1, got '0'"),
-        (["--prompt", "7 €"], "characters that the text never uses: '€'"),
-        (["--context", "999"], "text too short: "),
         (["--data", "missing.txt"], "no such file: missing.txt"),
-        (["--data", "."], "cannot read .: Is a directory"),
     ],
 )
 def test_wrong_options_say_what_is_wrong(call, options, message, capsys):
     assert message in fails(capsys, lambda: call(*options))
-
-
-def test_text_that_is_not_utf8_is_refused(call, tmp_path, capsys):
-    path = tmp_path / "latin.txt"
-    path.write_bytes("Müller".encode("latin-1") * 1000)
-    message = fails(capsys, lambda: call("--data", str(path)))
-    assert f"not UTF-8 text: {path} (byte 0xfc at 1)" in message
 
 
 def test_foreign_results_are_left_alone(call, tmp_path, capsys):

@@ -295,9 +295,12 @@ def test_a_dtype_without_block_format_lists_all(dtype):
         block_format(dtype)
 
 
-@pytest.mark.parametrize("name", ["mxfp5", "", "fp8", "float32"])
-def test_an_unknown_name_lists_the_known(name: str):
-    message = f"unknown block format name={name!r}; known: {ALL_BLOCK_NAMES}"
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("MXPF4", "mxfp4"), ("nvfp", "nvfp4"), ("", None), ("float32", None)]
+)
+def test_an_unknown_name_lists_the_known(name: str, nearest: str | None):
+    hint = "" if nearest is None else f" (did you mean {nearest!r}?)"
+    message = f"unknown block format name={name!r}{hint}; known: {ALL_BLOCK_NAMES}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         block_format(name)
 

@@ -16,12 +16,49 @@ import mx_jax
 from mx_jax import recipes
 from mx_jax.recipes import MatmulSpec, OperandSpec, Recipe, Residuals, operand
 from mx_jax.testing.backend_suite import exact_values
-from mx_jax.testing.cases import DOT_GENERAL_CASES, DotGeneralCase
 from mx_jax.testing.compare import assert_bitwise_equal
-from mx_jax.testing.draw import draw_few_octaves
+from mx_jax.testing.draw import Shape, draw_few_octaves
 from tests.quick import quick
 
 HIGH = MatmulSpec(lhs=None, rhs=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DotGeneralCase:
+    """Operand shapes and dimension numbers of a `dot_general`."""
+
+    name: str
+    lhs: Shape
+    rhs: Shape
+    contracting: tuple[Shape, Shape]
+    batch: tuple[Shape, Shape] = ((), ())
+
+    @property
+    def dimension_numbers(self) -> lax.DotDimensionNumbers:
+        """As `jax.lax.dot_general` takes them."""
+        return self.contracting, self.batch
+
+    def __str__(self) -> str:
+        return self.name
+
+
+DOT_GENERAL_CASES: tuple[DotGeneralCase, ...] = tuple(
+    DotGeneralCase(name=name, lhs=lhs, rhs=rhs, contracting=contracting, batch=batch)
+    for name, lhs, rhs, contracting, batch in (
+        ("plain", (40, 64), (64, 48), ((1,), (0,)), ((), ())),
+        ("ragged", (34, 70), (70, 37), ((1,), (0,)), ((), ())),
+        ("transposed", (70, 6), (5, 70), ((0,), (1,)), ((), ())),
+        ("odd_batch", (6, 2, 40, 3), (40, 3, 5, 2), ((2,), (0,)), ((3, 1), (1, 3))),
+        ("kept_around", (3, 40, 17), (33, 40, 2), ((1,), (1,)), ((), ())),
+        ("contracting", (6, 3, 40), (3, 40, 5), ((1, 2), (0, 1)), ((), ())),
+        ("contracting_crossed", (34, 6, 4), (4, 5, 34), ((2, 0), (0, 2)), ((), ())),
+        ("negative", (2, 6, 40), (40, 5, 2), ((-1,), (-3,)), ((-3,), (-1,))),
+        ("vectors", (70,), (70,), ((0,), (0,)), ((), ())),
+        ("row", (40,), (40, 37), ((0,), (0,)), ((), ())),
+        ("column", (37, 40), (40,), ((1,), (0,)), ((), ())),
+        ("batch_of_vectors", (40, 3), (3, 40), ((0,), (1,)), ((1,), (0,))),
+    )
+)
 PLAIN = DOT_GENERAL_CASES[0]
 NUM_ROWS = 2048
 

@@ -14,7 +14,7 @@ import pytest
 
 import mx_jax
 from mx_jax import MXArray, recipes
-from mx_jax.formats import MXFP4, NVFP4, WHOLE
+from mx_jax.formats import ELEMENT_FORMATS, MXFP4, NVFP4, WHOLE, ElementFormat
 from tests.needs import CPU_BACKENDS, needs_library
 
 X = np.ones((2, 32), np.float32)
@@ -42,17 +42,46 @@ def needs_floats(dtype: str, shape: tuple) -> str:
         np.ones((2, 32), np.bool_),
         np.ones((2, 32), np.complex64),
         np.ones((2, 32), np.float64),
-        np.ones((2, 32), ml_dtypes.float8_e4m3fn),
+        np.ones((2, 32), ml_dtypes.float8_e8m0fnu),
         jnp.ones((2, 32), jnp.int32),
         jnp.ones((2, 32), jnp.complex64),
         jnp.ones((2, 32), bool),
-        jnp.ones((2, 32), jnp.float8_e5m2),
+        jnp.ones((2, 32), jnp.float8_e8m0fnu),
     ],
     ids=lambda x: f"{type(x).__name__}-{x.dtype}",
 )
 def test_dtypes(x):
     """NumPy's 64-bit types included, which jnp.asarray would quietly narrow."""
     refuses(TypeError, needs_floats(x.dtype.name, (2, 32)), x, MXFP4)
+
+
+NARROW = [element for element in ELEMENT_FORMATS if element.kind == "float"]
+
+
+@pytest.mark.parametrize("element", NARROW, ids=lambda element: element.name)
+def test_float8_and_narrower_floats_are_their_values(element: ElementFormat):
+    """bfloat16 holds every one; NumPy's float6, which XLA does not carry, included."""
+    codes = np.arange(1 << element.bits, dtype=np.uint8)
+    narrow = np.tile(codes.view(element.dtype), (4, 64))
+    narrow = np.nan_to_num(narrow.astype(np.float32), posinf=1, neginf=1).astype(element.dtype)
+    wide = narrow.astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(wide.astype(np.float32), narrow.astype(np.float32))
+    found, expected = mx_jax.quantize(narrow, MXFP4), mx_jax.quantize(wide, MXFP4)
+    assert found.dtype == expected.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found.codes, expected.codes)
+    np.testing.assert_array_equal(found.scales, expected.scales)
+    x = wide.T[:, :2]
+    product = mx_jax.matmul(narrow, x, recipe="mxfp8")
+    assert product.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(product, mx_jax.matmul(wide, x, recipe="mxfp8"))
+
+
+def test_the_gradient_of_a_float8_operand_is_float8():
+    x = jnp.full((2, 32), 0.5, jnp.float8_e4m3fn)
+    w = jnp.ones((32, 4), jnp.bfloat16)
+    dx = jax.grad(lambda x: mx_jax.matmul(x, w, recipe="mxfp8").sum().astype(jnp.float32))(x)
+    assert dx.dtype == x.dtype
+    np.testing.assert_array_equal(dx.astype(np.float32), 4)
 
 
 def test_python_numbers():

@@ -83,11 +83,6 @@ def test_gradient_with_options(x: np.ndarray, weights: np.ndarray):
         assert_bitwise_equal(gradient, weights)
 
 
-def test_gradient_outside_jit(x: np.ndarray, weights: np.ndarray):
-    gradient = jax.grad(lambda x: jnp.sum(round_trip(x, MXFP4) * weights))(x)
-    assert_bitwise_equal(gradient, weights)
-
-
 def test_gradient_through_index_and_transpose(x: np.ndarray, weights: np.ndarray):
     """The link follows what happens to the codes."""
 
@@ -283,8 +278,3 @@ def test_cast_cotangent_checks_its_options_at_once(x: np.ndarray):
         mx_jax.cast_cotangent(np.ones(3, np.int32), MXFP4)
     with pytest.raises(TypeError, match="cast: needs float32, bfloat16 or float16"):
         mx_jax.cast(np.ones(3, np.int32), MXFP4)
-
-
-def test_quantize_is_a_constant_under_stop_gradient(x: np.ndarray, weights: np.ndarray):
-    stopped = jax.grad(lambda x: jnp.sum(mx_jax.cast(jax.lax.stop_gradient(x), MXFP4) * weights))
-    assert_bitwise_equal(stopped(x), np.zeros_like(x))

@@ -10,8 +10,7 @@ from jax import lax
 
 import mx_jax
 from mx_jax import MXArray
-from mx_jax.reference.attention import attend
-from mx_jax.reference.matmul import scaled_matmul, scaled_values, unscaled
+from mx_jax.reference.matmul import attend, scaled_matmul, scaled_values, unscaled
 
 X = np.float32([[6, -3, 0.5, 1.5], [1, 2, 0, 4]])
 

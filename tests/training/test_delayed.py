@@ -44,17 +44,6 @@ def test_state_has_the_names_and_shapes_of_flaxs_own():
     assert jax.tree.map(jnp.shape, theirs["params"]) == jax.tree.map(jnp.shape, ours["params"])
 
 
-@pytest.mark.parametrize(
-    ("history", "scale"),
-    [([0.0, 0.0], 3.0), ([448.0, 896.0], 2.0), ([jnp.inf, 1.0], 3.0), ([jnp.nan, 1.0], 3.0)],
-)
-def test_the_scale_comes_from_the_history(history, scale):
-    state = DelayedState(jnp.array([3.0]), jnp.array(history))
-    new = next_state(jnp.array([[-7.0, 5.0]]), state, E4M3)
-    assert float(new.scale[0]) == scale
-    np.testing.assert_array_equal(new.amax_history, [7.0, history[0]])
-
-
 def test_a_step_overwrites_the_state_and_the_next_uses_it():
     layer = _layer()
     x = normal(64, 32) * 1000
@@ -101,6 +90,10 @@ def test_gradients_follow_float32s():
 @pytest.mark.parametrize(
     ("scaling", "history", "scale"),
     [
+        (Scaling(), [0.0, 0.0], 3.0),
+        (Scaling(), [448.0, 896.0], 2.0),
+        (Scaling(), [jnp.inf, 1.0], 3.0),
+        (Scaling(), [jnp.nan, 1.0], 3.0),
         (Scaling(margin=2), [448.0, 896.0], 8.0),
         (Scaling(margin=-1), [448.0, 896.0], 1.0),
         (Scaling(most_recent=True), [448.0, 896.0], 1.0),
@@ -112,7 +105,7 @@ def test_gradients_follow_float32s():
     ],
     ids=str,
 )
-def test_margin_and_the_most_recent_amax(scaling, history, scale):
+def test_the_scale_comes_from_the_history(scaling, history, scale):
     state = DelayedState(jnp.array([3.0]), jnp.array(history))
     new = next_state(jnp.array([[-7.0, 5.0]]), state, E4M3, scaling)
     assert float(new.scale[0]) == scale

@@ -93,13 +93,6 @@ def test_floor_is_biased_where_rceil_is_not():
     assert slope("floor") < 0.995
 
 
-@pytest.mark.parametrize("size", [2, 16, 32, 64])
-def test_hadamard_is_orthogonal(size):
-    matrix = hadamard.matrix(size)
-    np.testing.assert_allclose(matrix @ matrix.T, np.eye(size), atol=2e-7)
-    np.testing.assert_array_equal(matrix, matrix.T)
-
-
 @pytest.mark.parametrize("length", [32, 64, 50])
 def test_hadamard_inverts_and_cancels(length):
     a, b = normal(7, length), normal(7, length, seed=1)
@@ -132,25 +125,6 @@ def test_hadamard_spreads_outliers(outliers):
         assert after > before + 1.5
     else:
         assert abs(after - before) < 0.5
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"size": 12, "signs": None}, "power of two above 1, got size=12"),
-        ({"size": 1, "signs": None}, "power of two above 1, got size=1"),
-        ({"size": 4, "signs": (1, 1)}, "needs size=4 signs"),
-        ({"size": 2, "signs": (1, 0)}, "signs of 1 or -1"),
-    ],
-)
-def test_bad_transforms_say_why(options, message):
-    with pytest.raises(ValueError, match=message):
-        Hadamard(**options)
-
-
-def test_a_transform_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="both in high precision, got lhs=None and rhs=None"):
-        MatmulSpec(lhs=None, rhs=None, transform=Hadamard(size=16, signs=None))
 
 
 def test_a_transform_cannot_reach_into_an_mxarray():
