@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from mx_jax import checkpoint
-from mx_jax.checkpoint.safetensors_file import replacing
+from mx_jax.checkpoint.files import replacing
 from mx_jax.checkpoint.weights import Weights
-from mx_jax.commands.output import check_replaceable, console, say, watched
+from mx_jax.commands.output import check_replaceable, print_table, say, watched
 from mx_jax.commands.stream import add_command
 from mx_jax.inspect.report_checkpoint import checkpoint_page
 from mx_jax.inspect.tensor_facts import TensorFacts, facts_of, size
@@ -56,11 +54,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit status.
-
-    Raises:
-      ValueError: no tensor of that name, or files that are damaged.
-    """
+    """Run the command; returns the exit status."""
     page = options.html
     if page is not None and page.exists():
         for path in (options.file, options.reference):
@@ -97,16 +91,14 @@ def _chosen(weights: Weights, only: str | None) -> list[str]:
 
 def _print(found: Sequence[TensorFacts], compared: bool) -> None:
     columns = (*_COLUMNS, "SQNR dB") if compared else _COLUMNS
-    title = f"{len(found)} tensors, {size(sum(facts.nbytes for facts in found))}"
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < 3 else "right", overflow="fold")
+    rows = []
     for facts in found:
         *row, sqnr = facts.texts("-")
         scales = facts.scales
         row.append(f"2^{min(scales)} .. 2^{max(scales)}" if scales else "-")
-        table.add_row(*row, *([sqnr] if compared else []))
-    console().print(table)
+        rows.append([*row, *([sqnr] if compared else [])])
+    title = f"{len(found)} tensors, {size(sum(facts.nbytes for facts in found))}"
+    print_table(columns, rows, left=_COLUMNS[:3], title=title)
     for facts in found:
         for warning in facts.look.warnings:
             print(f"{facts.name}: {warning}")

@@ -1,6 +1,6 @@
-"""How commands print, and how what they make takes its place.
+"""How commands print, and how what they write takes its place.
 
-What an interrupted run was asked is kept beside its files: they are taken up by its like alone.
+What an interrupted run was asked is written beside its files: the same command alone resumes it.
 """
 
 import argparse
@@ -10,14 +10,14 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from mx_jax.checkpoint.folder import NUMBERED, WHOLE, read_table
-from mx_jax.checkpoint.safetensors_file import check_apart, replacing
+from mx_jax.checkpoint.files import NUMBERED, WHOLE, check_apart, read_table, write_json
 from mx_jax.generate.load import GGUF_FIELDS
 
 # What an interrupted run was asked.
@@ -31,6 +31,18 @@ def console() -> Console:
     # Through a pipe there is no terminal to fit, and a cut table would be of no use. Names of
     # tensors are printed, and a bracket in one is no markup.
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str], **options: Any
+) -> None:
+    """Print rows of cells; `left`: the columns that begin at the left, as names do."""
+    table = Table(title_justify="left", **options)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
 
 
 def say(text: str) -> None:
@@ -54,15 +66,7 @@ def partial_folder(out: Path) -> Path:
 
 
 def check_replaceable(out: Path, source: Path) -> None:
-    """Refuse an output that is part of the input, or whose folder holds what would be lost.
-
-    Args:
-      out: the file or folder to be made.
-      source: the file or folder that is read.
-
-    Raises:
-      ValueError: naming what is in the way.
-    """
+    """ValueError for an output that is part of the input, or a folder whose files would be lost."""
     check_apart(out, source, "")
     if out.is_dir() and (os.path.ismount(out) or out.samefile(Path.cwd())):
         raise ValueError(
@@ -114,13 +118,8 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def check_resumable(options: argparse.Namespace) -> None:
-    """Refuse to go on with what another command left.
-
-    Raises:
-      ValueError: OUT is whole, or another command began it; options that differ are named.
-    """
-    out: Path = options.out
-    made = partial_folder(out)
+    """ValueError where OUT is whole, or another command began it; options that differ are named."""
+    out, made = options.out, partial_folder(options.out)
     if not made.is_dir():
         if out.exists():
             raise ValueError(f"{out} is whole already; replace it with --force, without --resume")
@@ -143,8 +142,7 @@ def record_options(options: argparse.Namespace, made: Path) -> None:
     """Write what is asked to the folder that is being made; clear what a killed run left half."""
     for file in made.glob(".model*"):
         file.unlink()
-    with replacing(made / RECORD) as file:
-        file.write(json.dumps(_digests(options), indent=2).encode())
+    write_json(made / RECORD, _digests(options))
 
 
 def _digests(options: argparse.Namespace) -> dict[str, str]:

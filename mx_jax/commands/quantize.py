@@ -1,4 +1,4 @@
-"""`python -m mx_jax quantize`."""
+"""`python -m mx_jax quantize` and `dequantize`."""
 
 import argparse
 import functools
@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.calibrate.ways import GPTQ
-from mx_jax.checkpoint.safetensors_file import deferred
+from mx_jax.checkpoint.files import Entry, deferred
 from mx_jax.checkpoint.scales import effective_scales
+from mx_jax.checkpoint.weights import Stored
 from mx_jax.commands.output import console, say
 from mx_jax.commands.rules import (
     SCALES,
@@ -29,7 +31,6 @@ from mx_jax.commands.stream import (
     as_it_is,
     check_output,
     layout_for,
-    like,
     read,
     tell_of_values,
     write_out,
@@ -82,12 +83,22 @@ examples:
     format = "mxfp8_e4m3"
     scale_rule = "rceil"                      # default: what loses least
 """
+_DEQUANTIZE = """
+Write the values that quantized weights stand for, one tensor at a time, as a safetensors file that
+any program reads. Names stay.
+"""
+_DEQUANTIZE_EXAMPLES = """
+examples:
+
+    python -m mx_jax dequantize small.safetensors big.safetensors
+    python -m mx_jax dequantize model.gguf model.safetensors --dtype bfloat16
+"""
 # Where few bits cost most, and what most checkpoints leave alone: embeddings and the head.
 KEPT = r"(.*[./])?(\w*embed\w*|token_embd|wte|wpe|lm_head|output|head|tokens)"
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to a parser's subparsers."""
+    """Add both commands to a parser's subparsers."""
     parser = add_command(
         commands,
         run,
@@ -135,20 +146,31 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--strict", action="store_true", help="a rule that matches nothing is an error"
     )
+    parser = add_command(
+        commands,
+        run_dequantize,
+        "in",
+        writes=True,
+        name="dequantize",
+        help="write the values that quantized weights stand for",
+        description=_DEQUANTIZE,
+        epilog=_DEQUANTIZE_EXAMPLES,
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the values (default: what was quantized)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit status.
-
-    Raises:
-      ValueError: options that do not fit together, rules, or files that are damaged.
-    """
+    """Run the command; returns the exit status."""
     rules = _rules(options)
     if not options.dry_run:
         check_output(options)
     weights = read(options)
-    likes = {name: like(weights, name) for name in weights}
-    judged = {name: judge(rules, name, tensor) for name, tensor in likes.items()}
+    tensors = {name: as_it_is(one) for name, one in weights.stored.items()}
+    judged = {name: judge(rules, name, tensor) for name, tensor in tensors.items()}
     found = report(rules, judged)
     _check_used(options, rules, found)
     if options.dry_run:
@@ -172,12 +194,10 @@ def run(options: argparse.Namespace) -> int:
             spoilt[name] = bad
         return made
 
-    tensors = {
-        name: deferred(functools.partial(quantized, name), quantized_like(each, likes[name]))
-        if each.quantizes
-        else as_it_is(weights, name)
-        for name, each in judged.items()
-    }
+    for name, each in judged.items():
+        if each.quantizes:
+            like = quantized_like(each, tensors[name])
+            tensors[name] = deferred(functools.partial(quantized, name), like)
     tell_of_values(weights, (name for name in weights if not judged[name].quantizes))
     layout = layout_for(options.to, tensors, weights.path)
     if layout != OWN:
@@ -243,3 +263,29 @@ def _moments(options: argparse.Namespace, judged: Mapping[str, Judged]) -> dict[
     if unknown:
         say(f"{len(unknown)} of no product that is known, such as {unknown[0]}: scales by mse")
     return found
+
+
+def run_dequantize(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    check_output(options)
+    weights = read(options)
+    tensors = {name: _values(one, options.dtype) for name, one in weights.stored.items()}
+    sizes = write_out(options, weights, tensors)
+    say(f"{options.out}: {len(weights.quantized)} tensors dequantized, {sizes}")
+    return 0
+
+
+def _values(one: Stored, dtype: str | None) -> Any:
+    """A tensor's values, of a dtype or that of what was quantized."""
+    tensor = as_it_is(one)
+    if one.layout is None:
+        return tensor
+    wanted = np.dtype(jnp.dtype(tensor.dtype if dtype is None else dtype))
+
+    def fetch() -> Any:
+        value = one.fetch()
+        # What no MXArray holds comes dequantized.
+        is_quantized = isinstance(value, MXArray)
+        return value.dequantize(wanted) if is_quantized else value.astype(wanted)
+
+    return Entry(one.shape, wanted, fetch)

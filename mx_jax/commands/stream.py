@@ -2,24 +2,29 @@
 
 import argparse
 import dataclasses
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint.export import hf_quant_config
-from mx_jax.checkpoint.file import put
-from mx_jax.checkpoint.folder import Resume, read_table, write_files
+from mx_jax.checkpoint.config import hf_quant_config
+from mx_jax.checkpoint.files import (
+    WHOLE,
+    Entry,
+    deferred,
+    read_table,
+    replacing,
+    write_files,
+    write_json,
+)
 from mx_jax.checkpoint.gguf import is_gguf
 from mx_jax.checkpoint.layouts import LAYOUTS, Layout
-from mx_jax.checkpoint.safetensors_file import Entry, deferred, replacing
-from mx_jax.checkpoint.weights import Weights
+from mx_jax.checkpoint.weights import Stored, Weights
+from mx_jax.checkpoint.wire import put
 from mx_jax.commands.output import (
     RECORD,
     check_replaceable,
@@ -45,15 +50,7 @@ def add_command(
     writes: bool = False,
     **texts: str,
 ) -> argparse.ArgumentParser:
-    """Add a command that reads checkpoints to a parser's subparsers.
-
-    Args:
-      commands: the subparsers.
-      run: what the command does; gives the exit status.
-      *inputs: names of the arguments that are read.
-      writes: whether it writes one, to OUT.
-      **texts: `name`, and `help`, `description` and `epilog` as argparse has them.
-    """
+    """Add a command to subparsers that reads checkpoints, named by `inputs`, and may write OUT."""
     parser: argparse.ArgumentParser = commands.add_parser(
         texts.pop("name"), formatter_class=argparse.RawDescriptionHelpFormatter, **texts
     )
@@ -121,28 +118,20 @@ def read(options: argparse.Namespace) -> Weights:
     return checkpoint.read(vars(options)["in"], layout=options.layout)
 
 
-def like(weights: Weights, name: str) -> Any:
-    """A tensor with shapes and dtypes for arrays; read only where the header does not tell them."""
-    one = weights.stored[name]
-    if one.dtype is not None:
-        return Entry(one.shape, one.dtype, one.fetch)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights[name])
+def as_it_is(one: Stored, value: Any = None) -> Any:
+    """A tensor that is written as it was read; only where no header tells its dtype is it read now.
 
-
-def as_it_is(weights: Weights, name: str) -> Any:
-    """A tensor that is written as it was read."""
-    one = weights.stored[name]
+    Args:
+      one: the tensor.
+      value: of it, where it is at hand.
+    """
     if one.host is not None and one.dtype is not None:
         return Entry(one.shape, one.dtype, one.host)
-    return deferred(one.fetch, like(weights, name))
+    return deferred(one.fetch, one.fetch() if value is None else value)
 
 
 def check_output(options: argparse.Namespace) -> None:
-    """Refuse to replace a file unasked, before anything is read.
-
-    Raises:
-      ValueError: there is one, or no folder for it, or one file is to be resumed.
-    """
+    """ValueError, before anything is read, for an OUT that is there unasked or has no folder."""
     out, source = options.out, vars(options)["in"]
     check_replaceable(out, source)
     if options.resume and options.max_shard_size is None:
@@ -190,77 +179,59 @@ def write_out(
     Returns:
       The bytes that tensors took and take, for people.
     """
-    stated = None
+    out, largest, stated = options.out.resolve(), options.max_shard_size, None
     if layout in {row.name for row in LAYOUTS}:
         program = to if to in programs() else None
         stated = checkpoint.quantization_config(tensors, layout=layout, program=program)
-    _write_out(options, options.out.resolve(), weights, tensors, layout, stated)
+    if largest is None and is_file_name(out):
+        _write_tensors(options, out, weights, tensors, layout)
+    else:
+        made = partial_folder(out)
+        if made.exists() and not options.resume:
+            shutil.rmtree(made)
+        made.mkdir(exist_ok=True)
+        try:
+            if largest is not None:
+                record_options(options, made)
+            path = made / WHOLE if largest is None else made
+            _write_tensors(options, path, weights, tensors, layout)
+            _write_beside(weights, made, out, stated)
+            move_into_place(made, out)
+            (out / RECORD).unlink(missing_ok=True)  # whole: nothing is to be resumed
+        except BaseException:
+            if largest is None:  # nothing of it could be taken up
+                shutil.rmtree(made, ignore_errors=True)
+            raise
     files = options.out.glob("*.safetensors") if options.out.is_dir() else [options.out]
     after = sum(file.stat().st_size for file in files)
     return f"{size(stored_bytes(weights))} -> {size(after)}"
 
 
-def _write_out(
-    options: argparse.Namespace,
-    out: Path,
-    weights: Weights,
-    tensors: Mapping[str, Any],
-    layout: str | None,
-    stated: Mapping[str, Any] | None,
-) -> None:
-    """`stated`: what config.json has to say of the layout."""
-    largest = None if options.max_shard_size is None else _nbytes(options.max_shard_size)
-    # `check_resumable` has compared what this command was asked with what the earlier one was.
-    resume: Resume = "vouched" if options.resume else False
-    sizes: dict[str, Any] = {"max_shard_size": largest, "resume": resume}
-    if largest is None and is_file_name(out):
-        _write_tensors(out, weights, tensors, layout, sizes)
-        return
-    made = partial_folder(out)
-    if made.exists() and not resume:
-        shutil.rmtree(made)
-    made.mkdir(exist_ok=True)
-    try:
-        if largest is not None:
-            record_options(options, made)
-        path = made if largest is not None else made / "model.safetensors"
-        _write_tensors(path, weights, tensors, layout, sizes)
-        if weights.path.is_dir():
-            _bring_along(weights.path, made, stated)
-        elif is_gguf(weights.path):
-            # With it, `generate` reads the folder.
-            _write_table(made / GGUF_FIELDS, {key: _json(v) for key, v in weights.metadata.items()})
-        if (out / "config.json").is_file() and not (made / "config.json").is_file():
-            # It stays, and may not speak of tensors that are gone.
-            _write_config(out / "config.json", made, stated)
-        move_into_place(made, out)
-        (out / RECORD).unlink(missing_ok=True)  # whole: nothing is to be resumed
-    except BaseException:
-        if largest is None:  # nothing of it could be taken up
-            shutil.rmtree(made, ignore_errors=True)
-        raise
-
-
 def _write_tensors(
+    options: argparse.Namespace,
     path: Path,
     weights: Weights,
     tensors: Mapping[str, Any],
     layout: str | None,
-    sizes: Mapping[str, Any],
 ) -> None:
     """The file, or a folder's files and their index."""
-    paths = weights.metadata.get("paths")
+    largest, paths = options.max_shard_size, weights.metadata.get("paths")
+    how: dict[str, Any] = {
+        "max_shard_size": None if largest is None else _nbytes(largest),
+        # `check_resumable` has compared what this command was asked with what the earlier one was.
+        "resume": "vouched" if options.resume else False,
+        "progress": watched(),
+    }
     if layout == OWN or (layout is None and paths is not None):
         tree: dict[Any, Any] = {}
         for name, tensor in tensors.items():
             put(tree, paths[name] if paths else (name,), tensor, f"{path}")
-        checkpoint.save(path, tree, progress=watched(), **sizes)
+        checkpoint.save(path, tree, **how)
     elif layout is not None:
-        checkpoint.write(path, tensors, layout=layout, progress=watched(), **sizes)
+        checkpoint.write(path, tensors, layout=layout, **how)
     else:  # arrays that any reader reads
         entries = {name: Entry.of(tensor) for name, tensor in tensors.items()}
-        how: Any = {"largest": sizes["max_shard_size"], "resume": sizes["resume"]}
-        write_files(path, entries, lambda _: {"format": "pt"}, progress=watched(), **how)
+        write_files(path, entries, lambda _: {"format": "pt"}, **how)
 
 
 # What a model's folder holds beside its tensors.
@@ -270,19 +241,28 @@ _OF_TENSORS = ("*.index.json", "hf_quant_config.json")
 _QUANTIZED = ("quantization_config", "compression_config")
 
 
-def _bring_along(source: Path, out: Path, stated: Mapping[str, Any] | None) -> None:
-    """Copy what a model's folder holds beside tensors; config.json says how they are stored now."""
-    for path in sorted({path for pattern in _BESIDE for path in source.glob(pattern)}):
-        if any(path.match(pattern) for pattern in _OF_TENSORS) or not path.is_file():
-            continue
-        if path.name == "config.json":
-            _write_config(path, out, stated)
-        else:
-            with replacing(out / path.name) as file:
-                file.write(path.read_bytes())
-    # ModelOpt's loaders look for a file of its own as well.
-    if stated is not None and "quant_algo" in stated:
-        _write_table(out / "hf_quant_config.json", hf_quant_config(stated))
+def _write_beside(
+    weights: Weights, made: Path, out: Path, stated: Mapping[str, Any] | None
+) -> None:
+    """What a folder holds beside tensors; `stated`: what config.json has to say of the layout."""
+    if weights.path.is_dir():
+        for path in sorted({path for pattern in _BESIDE for path in weights.path.glob(pattern)}):
+            if any(path.match(pattern) for pattern in _OF_TENSORS) or not path.is_file():
+                continue
+            if path.name == "config.json":
+                _write_config(path, made, stated)
+            else:
+                with replacing(made / path.name) as file:
+                    file.write(path.read_bytes())
+        # ModelOpt's loaders look for a file of its own as well.
+        if stated is not None and "quant_algo" in stated:
+            write_json(made / "hf_quant_config.json", hf_quant_config(stated))
+    elif is_gguf(weights.path):
+        # With it, `generate` reads the folder.
+        write_json(made / GGUF_FIELDS, {key: _json(v) for key, v in weights.metadata.items()})
+    if (out / "config.json").is_file() and not (made / "config.json").is_file():
+        # It stays, and may not speak of tensors that are gone.
+        _write_config(out / "config.json", made, stated)
 
 
 def _write_config(path: Path, out: Path, stated: Mapping[str, Any] | None) -> None:
@@ -290,12 +270,7 @@ def _write_config(path: Path, out: Path, stated: Mapping[str, Any] | None) -> No
     config = read_table(path, "checkpoint.read")
     kept = {key: value for key, value in config.items() if key not in _QUANTIZED}
     kept |= {} if stated is None else {"quantization_config": dict(stated)}
-    _write_table(out / path.name, kept)
-
-
-def _write_table(path: Path, table: Mapping[str, Any]) -> None:
-    with replacing(path) as file:
-        file.write(json.dumps(table, indent=2).encode() + b"\n")
+    write_json(out / path.name, kept)
 
 
 def _json(field: Any) -> Any:
@@ -326,16 +301,7 @@ def tell_of_values(weights: Weights, names: Iterable[str]) -> None:
 
 
 def layout_for(to: str, tensors: Mapping[str, Any], where: Path) -> str:
-    """The layout that is meant by its name, or by that of a program and what it is to hold.
-
-    Args:
-      to: the name.
-      tensors: by name, with the formats that they have or get.
-      where: they come from, for the error.
-
-    Raises:
-      ValueError: a program that has none for the formats that are there.
-    """
+    """The layout of that name, or the one of a program's that holds the tensors' formats."""
     known = programs()
     if to == OWN or to not in known:
         return to

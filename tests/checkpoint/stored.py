@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.safetensors_file import Entry, write
+from mx_jax.checkpoint.files import Entry, write
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray

@@ -11,8 +11,8 @@ import pytest
 
 import mx_jax
 from mx_jax import checkpoint
+from mx_jax.checkpoint.files import Reader
 from mx_jax.checkpoint.layouts import LAYOUTS, Layout
-from mx_jax.checkpoint.safetensors_file import Reader
 from tests.checkpoint.stored import assert_same, draw, put
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu

@@ -173,7 +173,7 @@ def test_no_json(rng: np.random.Generator):
 
 
 def test_a_scale_that_is_none(rng: np.random.Generator):
-    facts = describe(draw(NVFP4, (2, 64), rng))
+    facts = describe(draw(formats.NVFP4_ONE_LEVEL, (2, 64), rng))
     facts["format"]["scale"]["kind"] = "exponent"
     with pytest.raises(ValueError, match=r"kind='exponent' with element=ElementFormat\(e4m3\)"):
         Described.read(facts, "here")

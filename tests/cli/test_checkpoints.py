@@ -20,9 +20,9 @@ import safetensors.numpy
 
 import mx_jax
 from mx_jax import calibrate, checkpoint
-from mx_jax.checkpoint import folder
+from mx_jax.checkpoint import files
 from mx_jax.cli import main
-from mx_jax.commands import output, stream
+from mx_jax.commands import output, rules, stream
 from mx_jax.commands.output import partial_folder
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -148,17 +148,17 @@ def test_an_interrupted_run_is_taken_up_by_its_like_alone(
     words = ("--format", "mxfp4", "--max-shard-size", "1kB")
     cli("quantize", model, whole, *words)
     assert not (whole / output.RECORD).exists()
-    write = folder.write
+    write = files.write
 
     def interrupted(path: Path, *rest: Any) -> None:
         if path.name.startswith("model-00002"):
             raise KeyboardInterrupt
         write(path, *rest)
 
-    monkeypatch.setattr(folder, "write", interrupted)
+    monkeypatch.setattr(files, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         main(["quantize", str(model), str(out), *words])
-    monkeypatch.setattr(folder, "write", write)
+    monkeypatch.setattr(files, "write", write)
     made = partial_folder(out)
     left = next(made.glob("*.safetensors"))
     assert not out.exists() and str(model) not in (made / output.RECORD).read_text()
@@ -173,13 +173,13 @@ def test_an_interrupted_run_is_taken_up_by_its_like_alone(
         x.name: x.read_bytes() for x in whole.glob("*.safetensors")
     }
     # Until another is whole, the one before stays; its files are not taken for those of a new run.
-    monkeypatch.setattr(folder, "write", interrupted)
+    monkeypatch.setattr(files, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         main(["quantize", str(model), str(out), *words, "--force", "--scales", "mse"])
     assert len([*made.glob("*.safetensors")]) == 1 and checkpoint.read(out).quantized
     # What stands is replaced by --force alone; what was half written when a run was killed goes.
     again = ("quantize", model, out, *words, "--scales", "mse", "--resume")
-    monkeypatch.setattr(folder, "write", write)
+    monkeypatch.setattr(files, "write", write)
     assert f"{out} is there already" in cli.error(*again)
     (made / ".model-00002-of-00003.safetensors.x").write_text("half")
     cli(*again, "--force")
@@ -261,11 +261,9 @@ def test_a_rule_that_matches_nothing(model: Path, tmp_path: Path, cli: Cli):
     assert "rule 0 ('nowhere') decides about no tensor" in said and "0 of 4" in said
 
 
-def test_one_tensor_at_a_time(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A tensor is read when it is written, and given up before the next is."""
-    from mx_jax.checkpoint import safetensors_file
-    from mx_jax.commands import rules
-
+@pytest.mark.parametrize("layout", ["mx_jax", "modelopt-nvfp4", "torchao"])
+def test_one_tensor_at_a_time(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A tensor is read when it is written, once for codes, scales and tensor scale together."""
     events: list[str] = []
     quantized = rules.Judged.quantize
 
@@ -275,20 +273,19 @@ def test_one_tensor_at_a_time(model: Path, tmp_path: Path, monkeypatch: pytest.M
         return quantized(self, value, *others)
 
     monkeypatch.setattr(rules.Judged, "quantize", quantize)
-    # Only the tensor scale is small: codes and scales are handed out once.
-    monkeypatch.setattr(safetensors_file, "_SMALL", 4)
     big = tmp_path / "big.safetensors"
     names = [f"layers.{i}.up.weight" for i in range(3)]
     tensors = {name: np.ones((8, 64), np.float32) for name in names}
     safetensors.numpy.save_file(tensors, big)
-    read = safetensors_file.Reader.read
+    read = files.Reader.read
 
     def reading(self: Any, name: str) -> np.ndarray:
         events.append(name)
         return read(self, name)
 
-    monkeypatch.setattr(safetensors_file.Reader, "read", reading)
-    assert main(["quantize", str(big), str(tmp_path / "o.safetensors"), "--format", "nvfp4"]) == 0
+    monkeypatch.setattr(files.Reader, "read", reading)
+    words = ["quantize", str(big), str(tmp_path / "o.safetensors"), "--format", "nvfp4"]
+    assert main([*words, "--to", layout]) == 0
     assert events == [event for name in names for event in (name, "quantize")]
 
 

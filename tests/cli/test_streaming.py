@@ -20,7 +20,7 @@ PROGRAM = textwrap.dedent(
     from pathlib import Path
     import numpy as np
     import safetensors.numpy
-    from mx_jax.checkpoint.safetensors_file import Reader
+    from mx_jax.checkpoint.files import Reader
     from mx_jax.cli import main
 
     folder, held = Path(sys.argv[1]), []
