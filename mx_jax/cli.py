@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # rich ends the program with status 1 where its reader has gone.
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
             raise
-        # The reader (head, less) has seen enough; nothing is left to say at exit either.
+        # The reader (head, less) has closed the pipe; nothing may be flushed at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What a model's config.json says of quantized weights, read and written.
+"""The `quantization_config` of a model's config.json: read, and built for weights to be written.
 
 Sources: compressed-tensors' QuantizationConfig, ModelOpt's two forms of its export's configuration,
 transformers' Mxfp4Config and FineGrainedFP8Config.
@@ -36,9 +36,9 @@ def config_of(path: Path) -> dict[str, Any]:
 def quantization_config(
     weights: Mapping[str, Any], *, layout: str, program: str | None = None
 ) -> dict[str, Any] | None:
-    """What `quantization_config` in a model's config.json has to say of weights in a layout.
+    """The `quantization_config` by which other programs find the layout of weights.
 
-    Weights are quantized, and what they multiply is not. Nothing is read but shapes and formats.
+    Weights are quantized, and what they multiply is not. Only shapes and formats are read.
 
     Args:
       weights: from names to MXArrays and plain arrays, as `write` takes them.
@@ -65,13 +65,13 @@ def quantization_config(
     for pairs in row.configs:
         said = dict(pairs)
         method = said["quant_method"]
-        if method in _STATED and program in (None, method):
-            return said | _STATED[method](row, weights)
+        if method in _ENTRIES and program in (None, method):
+            return said | _ENTRIES[method](row, weights)
     return None
 
 
 def hf_quant_config(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """ModelOpt's own file, hf_quant_config.json, from what config.json says."""
+    """ModelOpt's own file, hf_quant_config.json, from the `quantization_config`."""
     weights = stated["config_groups"]["group_0"]["weights"]
     return {
         "producer": stated["producer"],
@@ -134,7 +134,7 @@ def _modelopt(row: Layout, weights: Mapping[str, Any]) -> dict[str, Any]:
     stated: dict[str, Any] = {
         "config_groups": {"group_0": group},
         "ignore": _ignored(weights, row),
-        # What others look for to know that the rest is ModelOpt's.
+        # By which readers recognize ModelOpt's configuration.
         "producer": {"name": "modelopt"},
     }
     algorithms = [dict(pairs).get("quant_algo", "") for pairs in row.configs]
@@ -164,8 +164,8 @@ def _fp8(row: Layout, weights: Mapping[str, Any]) -> dict[str, Any]:
     return stated
 
 
-# By `quant_method`: what it says beside what the layout is known by.
-_STATED: dict[str, Callable[[Layout, Mapping[str, Any]], dict[str, Any]]] = {
+# By `quant_method`: the entries beside those that name the layout.
+_ENTRIES: dict[str, Callable[[Layout, Mapping[str, Any]], dict[str, Any]]] = {
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,

@@ -50,14 +50,14 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
 # Tensors start at multiples of it.
 _ALIGNMENT = 8
-# What the names of files end with that are not whole yet.
+# Suffix of files that are not complete yet.
 _PARTIAL = ".mx_jax-partial"
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 NUMBERED = re.compile(r"model-(\d{5})-of-(\d{5})(?:-\d+)?\.safetensors")
-# Whether files of an earlier call are kept: never, after comparing every value, or by the word of
-# a caller who knows that what it was asked is the same.
+# Whether complete files of an interrupted call are reused: never, after comparing every value, or
+# ("vouched") after comparing the first, where the caller knows that the arguments were the same.
 Resume = bool | Literal["vouched"]
 # Called with a tensor's name and its bytes once they are done.
 Step = Callable[[str, int], None]
@@ -127,7 +127,7 @@ def deferred(make: Callable[[], Any], like: Any) -> Any:
 def write(
     path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], step: Step
 ) -> None:
-    """Write a file, or nothing: it appears under its name when it is whole.
+    """Write a file atomically: it appears under its name when it is complete.
 
     Raises:
       ValueError: a dtype that the format does not have, or a tensor other than announced.
@@ -210,7 +210,7 @@ def replacing(path: Path) -> Iterator[Any]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            # A full disk says so of a descriptor alone.
+            # Where the disk is full, the error names no file.
             error.filename = os.fspath(path)
         raise
 
@@ -366,7 +366,7 @@ def _write_shard(
     resume: Resume,
     step: Step,
 ) -> str:
-    """The name of the file, written, or kept where it is there."""
+    """Write a shard, unless an equal one is there; returns the name of its file."""
     compared = 1 if resume == "vouched" else len(shard)
     for there in sorted(folder.glob(name.replace(".", "*."))) if resume else []:
         if _is_there(there, shard, metadata, compared):
@@ -384,7 +384,7 @@ def _write_shard(
 def _is_there(
     path: Path, shard: Mapping[str, Entry], metadata: Mapping[str, str], compared: int
 ) -> bool:
-    """Whether a file is what would be written, as far as its header and first tensors tell."""
+    """Whether a file equals what would be written, in its header and first tensors."""
     text = _header(shard, metadata)
     if not path.is_file():
         return False
@@ -515,7 +515,7 @@ def read_table(path: Path, where: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, table: Mapping[str, Any]) -> None:
-    """A JSON file that appears when it is whole."""
+    """Write a JSON file atomically."""
     with replacing(path) as file:
         file.write(json.dumps(table, indent=2).encode() + b"\n")
 

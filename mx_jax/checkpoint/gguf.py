@@ -173,7 +173,7 @@ class GgufTensor:
         blocks = (self.shape[-1] if self.shape else 1) // row.block
         stored = self.content[self.first : self.end]
         stored = stored.reshape(math.prod(self.shape[:-1]), blocks, row.nbytes)
-        # A scale that is no number is damage, which those who look at values report.
+        # NaN and Inf in scales are reported where values are checked, not as warnings here.
         with np.errstate(all="ignore"):
             if row.decode is not None:
                 return row.decode(stored)
@@ -183,7 +183,7 @@ class GgufTensor:
 
 
 def _open(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    """What a file says of the model, and its tensors, checked; nothing of them is read."""
+    """Metadata and tensors of a file whose header has been checked; no tensor is read."""
     if not path.is_file():
         raise FileNotFoundError(f"checkpoint: no file at {path}")
     if not is_gguf(path):

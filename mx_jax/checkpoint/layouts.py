@@ -21,7 +21,7 @@ from mx_jax.formats import (
     BlockFormat,
 )
 
-# What a header says of a tensor: safetensors' name of its dtype, and its shape.
+# A tensor in a header: safetensors' name of its dtype, and its shape.
 Facts = tuple[str, tuple[int, ...]]
 
 
@@ -140,7 +140,7 @@ class Layout:
         return any(all(config.get(key) == value for key, value in pairs) for pairs in self.configs)
 
 
-# What a `quantization_config` says where a layout is used.
+# Entries of the `quantization_config` by which a layout is known.
 _QUARK, _FP8 = {"quant_method": "quark"}, {"quant_method": "fp8"}
 
 

@@ -1,4 +1,4 @@
-"""Scales of files, checked; values in float64, which is exact; whether they look like weights."""
+"""Scales of files, checked; exact values in float64; and whether they are plausible weights."""
 
 import dataclasses
 from collections.abc import Iterator

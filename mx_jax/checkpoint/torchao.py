@@ -111,7 +111,7 @@ def _files(name: str, facts: Mapping[str, Any], readers: Mapping[str, Reader]) -
 
 
 def _stored(kind: str, data: Mapping[str, Any], files: _Files, where: str) -> Stored:
-    """Raises whatever the metadata's damage comes to; the caller says where."""
+    """Damaged metadata raise errors of many types, which the caller turns into a ValueError."""
     (codes_dtype, given, _), (scales_dtype, scales_given, _) = (
         files[role][0].facts(files[role][1]) for role in (QDATA, SCALE)
     )
@@ -197,7 +197,7 @@ def _tiles(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def torchao_parts(name: str, value: MXArray | Any) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The tensors that hold a weight, and what the file's metadata say of it.
+    """The tensors that a weight is stored as, and its entry in the file's metadata.
 
     Raises:
       ValueError: an MXArray that is none of MXTensor, NVFP4Tensor and Float8Tensor.

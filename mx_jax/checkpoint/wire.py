@@ -65,7 +65,7 @@ def describe(x: MXArray) -> dict[str, Any]:
 
 
 def description(x: MXArray, **more: Any) -> np.ndarray:
-    """What `describe` says, as bytes; `more` is said too."""
+    """The JSON of `describe`, and of `more`, as bytes."""
     return np.frombuffer(json.dumps(describe(x) | more).encode(), np.uint8)
 
 
@@ -356,7 +356,7 @@ def save(
     """
     check_sizes(max_shard_size, resume, "checkpoint.save")
     entries: dict[str, Entry] = {}
-    # Of each entry the tensor that it belongs to, and of that what is said of it.
+    # The tensor of each entry, and the description of each tensor.
     owner: dict[str, str] = {}
     described: dict[str, dict[str, Any]] = {}
     for keys, leaf in _leaves(tree, ()):

@@ -30,8 +30,8 @@ from mx_jax.commands.stream import (
     layout_for,
     programs,
     read,
+    report_dequantized,
     stored_bytes,
-    tell_of_values,
     write_out,
 )
 from mx_jax.mxarray import MXArray
@@ -141,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
             f"as {layout} without loss, such as {first.name} in {first.source}: {why}; "
             "--dry-run lists them, --inexact changes their values"
         )
-    tell_of_values(weights, weights)
+    report_dequantized(weights, weights)
     tensors = {each.name: each.tensor for each in planned}
     sizes = write_out(options, weights, tensors, layout, options.to)
     _print(changed)
@@ -184,7 +184,7 @@ def _planned(name: str, one: Stored, row: Layout | None) -> Conversion:
     same: Any = {"name": name, "tensor": as_it_is(one, x), "how": How.COPIED}
     if not isinstance(x, MXArray):
         return Conversion(source=str(one.layout), target=str(x.dtype), **same)
-    finite_scales(x, name)  # no layout holds others, and a dry run says so too
+    finite_scales(x, name)  # as when it is written: a dry run reports it too
     if x.tensor_scale is not None:
         small_tensor_scale(x, name)
     same |= {"source": x.format.name, "target": row.format.name}

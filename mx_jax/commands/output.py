@@ -81,9 +81,9 @@ def check_replaceable(out: Path, source: Path) -> None:
 
 
 def move_into_place(made: Path, out: Path) -> None:
-    """A folder that is whole takes its place, in one step where the system can exchange folders.
+    """Replace a folder by a complete one, in one step where the system can exchange folders.
 
-    What the folder there holds besides tensors, and the new one does not, stays.
+    Files of the old folder that are no tensors, and that the new one lacks, are linked into it.
     """
     if not out.exists():
         made.rename(out)
@@ -155,7 +155,7 @@ def _digests(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _facts(value: Any) -> Iterator[Any]:
-    """What tells an option from another: of files their sizes and times, of others the text."""
+    """What identifies an option's value: of files their sizes and times, of others the text."""
     if isinstance(value, list | tuple):
         for each in value:
             yield from _facts(each)

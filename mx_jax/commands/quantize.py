@@ -32,7 +32,7 @@ from mx_jax.commands.stream import (
     check_output,
     layout_for,
     read,
-    tell_of_values,
+    report_dequantized,
     write_out,
 )
 from mx_jax.convert.report import Report
@@ -198,7 +198,7 @@ def run(options: argparse.Namespace) -> int:
         if each.quantizes:
             like = quantized_like(each, tensors[name])
             tensors[name] = deferred(functools.partial(quantized, name), like)
-    tell_of_values(weights, (name for name in weights if not judged[name].quantizes))
+    report_dequantized(weights, (name for name in weights if not judged[name].quantizes))
     layout = layout_for(options.to, tensors, weights.path)
     if layout != OWN:
         # Nothing is quantized before it is written.
@@ -218,7 +218,7 @@ def _check_used(options: argparse.Namespace, rules: tuple[FileRule, ...], found:
     """Say which rules decide about no tensor; with --strict, refuse them."""
     for index in found.unused:
         text = f"quantize: rule {index} ({rules[index].rule}) decides about no tensor"
-        # That what is kept is not there is as good.
+        # The default rule for embeddings and heads may match nothing.
         if options.strict and options.rules is not None:
             raise ValueError(f"{text}; --dry-run shows the names")
         if options.rules is not None or found.num_converted == 0:
@@ -250,7 +250,7 @@ def _rules(options: argparse.Namespace) -> tuple[FileRule, ...]:
 
 
 def _moments(options: argparse.Namespace, judged: Mapping[str, Judged]) -> dict[str, Any]:
-    """Of what GPTQ's weights are multiplied with; says of which there is none."""
+    """Second moments of what GPTQ's weights are multiplied with; prints which have none."""
     wanted = [name for name, each in judged.items() if each.quantizes and each.scales == GPTQ]
     if not wanted:
         if options.texts:

@@ -1,4 +1,4 @@
-"""Rules for the tensors of a file (`rules.toml`), and what they say of each."""
+"""Rules for the tensors of a file (`rules.toml`), and what they decide about each."""
 
 import dataclasses
 import functools

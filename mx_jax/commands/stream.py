@@ -105,7 +105,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _output(text: str) -> Path:
-    """A path, which loses its last slash: what that says has to agree with the rest."""
+    """A path; a trailing slash contradicts the name of a file."""
     if text.endswith("/") and is_file_name(Path(text)):
         raise argparse.ArgumentTypeError(
             f"{text} ends as a file, .safetensors, and as a folder, /; leave out one of them"
@@ -119,7 +119,7 @@ def read(options: argparse.Namespace) -> Weights:
 
 
 def as_it_is(one: Stored, value: Any = None) -> Any:
-    """A tensor that is written as it was read; only where no header tells its dtype is it read now.
+    """A tensor to be written as it was read; it is read now where no header has its dtype.
 
     Args:
       one: the tensor.
@@ -167,7 +167,7 @@ def write_out(
     layout: str | None = None,
     to: str | None = None,
 ) -> str:
-    """Write tensors, each when its turn comes; what is made appears when it is whole.
+    """Write tensors one at a time; the file or folder appears when it is complete.
 
     Args:
       options: of the command: where to, and in files of what size.
@@ -197,7 +197,7 @@ def write_out(
             _write_tensors(options, path, weights, tensors, layout)
             _write_beside(weights, made, out, stated)
             move_into_place(made, out)
-            (out / RECORD).unlink(missing_ok=True)  # whole: nothing is to be resumed
+            (out / RECORD).unlink(missing_ok=True)  # complete: nothing to resume
         except BaseException:
             if largest is None:  # nothing of it could be taken up
                 shutil.rmtree(made, ignore_errors=True)
@@ -244,7 +244,7 @@ _QUANTIZED = ("quantization_config", "compression_config")
 def _write_beside(
     weights: Weights, made: Path, out: Path, stated: Mapping[str, Any] | None
 ) -> None:
-    """What a folder holds beside tensors; `stated`: what config.json has to say of the layout."""
+    """Write what a folder has beside tensors; `stated`: its `quantization_config`."""
     if weights.path.is_dir():
         for path in sorted({path for pattern in _BESIDE for path in weights.path.glob(pattern)}):
             if any(path.match(pattern) for pattern in _OF_TENSORS) or not path.is_file():
@@ -254,7 +254,7 @@ def _write_beside(
             else:
                 with replacing(made / path.name) as file:
                     file.write(path.read_bytes())
-        # ModelOpt's loaders look for a file of its own as well.
+        # ModelOpt's loaders read a file of its own as well.
         if stated is not None and "quant_algo" in stated:
             write_json(made / "hf_quant_config.json", hf_quant_config(stated))
     elif is_gguf(weights.path):
@@ -266,7 +266,7 @@ def _write_beside(
 
 
 def _write_config(path: Path, out: Path, stated: Mapping[str, Any] | None) -> None:
-    """A model's config.json, with what is stated of its tensors in place of what was."""
+    """Copy config.json with its `quantization_config` replaced."""
     config = read_table(path, "checkpoint.read")
     kept = {key: value for key, value in config.items() if key not in _QUANTIZED}
     kept |= {} if stated is None else {"quantization_config": dict(stated)}
@@ -293,8 +293,8 @@ def stored_bytes(weights: Weights, names: Iterable[str] | None = None) -> int:
     return sum(weights.stored[name].nbytes for name in (weights if names is None else names))
 
 
-def tell_of_values(weights: Weights, names: Iterable[str]) -> None:
-    """Say which tensors are written as the values that they stand for, and take more bytes."""
+def report_dequantized(weights: Weights, names: Iterable[str]) -> None:
+    """Print which tensors are written as the values that they stand for, and take more bytes."""
     layouts = [weights.stored[name].layout for name in names if weights.stored[name].dequantized]
     for layout in dict.fromkeys(layouts):
         say(f"{layouts.count(layout)} tensors of {layout}, which is read only, become float32")
