@@ -307,9 +307,7 @@ def write(
       weights: from names to MXArrays `[..., out, in]`, blocks along `in`, and plain arrays.
       layout: the name of one of `mx_jax.checkpoint.LAYOUTS`, or `"torchao"`.
       max_shard_size: bytes of tensors in a file, for files `model-00001-of-...` with an index.
-      resume: whether to keep whole files that an earlier call left behind, if they hold the same
-        values. Each is fetched and compared; with `"vouched"` only the first of a file, which is
-        for a caller who knows that the earlier call was for the same, and whose values take long.
+      resume: whether to keep whole files of an earlier call, as with `save`.
       progress: whether to show a bar on stderr.
 
     Raises:

@@ -1,4 +1,21 @@
-"""`python -m mx_jax convert`: each tensor as it is, under other scales, or not without loss."""
+"""Store quantized weights as another program does, without changing a value.
+
+The same codes and scales under other names, or the same codes under scales of another kind, proved
+by decoding both. What is not quantized stays as it is. What the layout cannot hold is refused, with
+the number of blocks.
+
+examples:
+
+    python -m mx_jax convert model.gguf model.safetensors --to mx_jax
+    python -m mx_jax convert small/ out/ --to compressed-tensors
+
+  MXFP4 as NVFP4, whose scales can be those of most models:
+    python -m mx_jax convert mxfp4/ nvfp4/ --to modelopt-nvfp4 --dry-run
+    python -m mx_jax convert mxfp4/ nvfp4/ --to modelopt-nvfp4
+
+LAYOUT is mx_jax, a layout's name, or that of a program, of whose layouts the one is taken that
+holds the format that is there.
+"""
 
 import argparse
 import dataclasses
@@ -35,25 +52,6 @@ from mx_jax.commands.stream import (
     write_out,
 )
 from mx_jax.mxarray import MXArray
-
-_DESCRIPTION = """
-Store quantized weights as another program does, without changing a value: the same codes and scales
-under other names, or the same codes under scales of another kind, proved by decoding both. What is
-not quantized stays as it is. What the layout cannot hold is refused, with the number of blocks.
-"""
-_EXAMPLES = """
-examples:
-
-    python -m mx_jax convert model.gguf model.safetensors --to mx_jax
-    python -m mx_jax convert small/ out/ --to compressed-tensors
-
-  MXFP4 as NVFP4, whose scales can be those of most models:
-    python -m mx_jax convert mxfp4/ nvfp4/ --to modelopt-nvfp4 --dry-run
-    python -m mx_jax convert mxfp4/ nvfp4/ --to modelopt-nvfp4
-
-LAYOUT is mx_jax, a layout's name, or that of a program, of whose layouts the one is taken that
-holds the format that is there.
-"""
 
 
 class How(enum.Enum):
@@ -95,16 +93,9 @@ class Conversion:
 def add_to(commands: Any) -> None:
     """Add the command to a parser's subparsers."""
     written = [OWN, *(row.name for row in LAYOUTS if row.rotation is None), TORCHAO]
-    parser = add_command(
-        commands,
-        run,
-        "in",
-        writes=True,
-        name="convert",
-        help="store quantized weights as another program does",
-        description=_DESCRIPTION,
-        epilog=f"{_EXAMPLES}\nlayouts: {', '.join(written)}\nprograms: {', '.join(programs())}",
-    )
+    help = "store quantized weights as another program does"
+    text = f"{__doc__}\nlayouts: {', '.join(written)}\nprograms: {', '.join(programs())}"
+    parser = add_command(commands, run, "convert", "in", help=help, text=text, writes=True)
     parser.add_argument("--to", metavar="LAYOUT", required=True, help="how to store it")
     parser.add_argument(
         "--inexact",

@@ -1,4 +1,13 @@
-"""`python -m mx_jax diff`."""
+"""Compare the tensors of two checkpoints by name.
+
+Whether they are the same to the bit, the same values stored in another way, or how far apart. The
+exit status is 0 if all values are the same, 1 if not, 2 if a file cannot be read.
+
+examples:
+
+    python -m mx_jax diff model.safetensors small.safetensors
+    python -m mx_jax diff a.safetensors b.safetensors --json
+"""
 
 import argparse
 import dataclasses
@@ -17,17 +26,6 @@ from mx_jax.commands.stream import add_command, stored_bytes
 from mx_jax.inspect.tensor_facts import values_of
 from mx_jax.mxarray import MXArray
 
-_DESCRIPTION = """
-Compare the tensors of two checkpoints by name: whether they are the same to the bit, the same
-values stored in another way, or how far apart. The exit status is 0 if all values are the same, 1
-if not, 2 if a file cannot be read.
-"""
-_EXAMPLES = """
-examples:
-
-    python -m mx_jax diff model.safetensors small.safetensors
-    python -m mx_jax diff a.safetensors b.safetensors --json
-"""
 # Values that are compared at once.
 _CHUNK = 1 << 18
 _COLUMNS = ("tensor", "A", "B", "", "SQNR dB", "max error", "values", "codes", "scales")
@@ -65,16 +63,8 @@ class Difference:
 
 def add_to(commands: Any) -> None:
     """Add the command to a parser's subparsers."""
-    parser = add_command(
-        commands,
-        run,
-        "a",
-        "b",
-        name="diff",
-        help="compare two checkpoints tensor by tensor",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-    )
+    help = "compare two checkpoints tensor by tensor"
+    parser = add_command(commands, run, "diff", "a", "b", help=help, text=__doc__)
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--all", action="store_true", help="list what is the same too")
 

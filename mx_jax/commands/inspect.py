@@ -1,4 +1,15 @@
-"""`python -m mx_jax inspect`."""
+"""Print how each tensor of a checkpoint is stored, and statistics of its values.
+
+Its bits, its largest value, the shares of zeros and of codes at their format's limit, the range of
+its block scales, and how far it is from a reference, whose tensors are found by name.
+
+examples:
+
+    python -m mx_jax inspect small.safetensors
+    python -m mx_jax inspect small.safetensors --reference model.safetensors
+    python -m mx_jax inspect model.gguf --only '.*attn.*' --json
+    python -m mx_jax inspect small.safetensors --html report.html
+"""
 
 import argparse
 import json
@@ -15,33 +26,13 @@ from mx_jax.commands.stream import add_command
 from mx_jax.inspect.report_checkpoint import checkpoint_page
 from mx_jax.inspect.tensor_facts import TensorFacts, facts_of, size
 
-_DESCRIPTION = """
-Look at the tensors of a checkpoint: how each is stored, its bits, its largest value, the shares of
-zeros and of codes at their format's limit, how its block scales lie, and how far it is from a
-reference. Tensors of the reference are found by name.
-"""
-_EXAMPLES = """
-examples:
-
-    python -m mx_jax inspect small.safetensors
-    python -m mx_jax inspect small.safetensors --reference model.safetensors
-    python -m mx_jax inspect model.gguf --only '.*attn.*' --json
-    python -m mx_jax inspect small.safetensors --html report.html
-"""
 _COLUMNS = ("tensor", "format", "shape", "size", "bits", "amax", "zeros %", "at limit %", "scales")
 
 
 def add_to(commands: Any) -> None:
     """Add the command to a parser's subparsers."""
-    parser = add_command(
-        commands,
-        run,
-        "file",
-        name="inspect",
-        help="print what the tensors of a checkpoint are",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-    )
+    help = "print what the tensors of a checkpoint are"
+    parser = add_command(commands, run, "inspect", "file", help=help, text=__doc__)
     parser.add_argument(
         "--reference", metavar="FILE", type=Path, help="what the tensors should be, for the SQNR"
     )

@@ -1,4 +1,46 @@
-"""`python -m mx_jax quantize` and `dequantize`."""
+"""Quantize the weights of a checkpoint, one tensor at a time.
+
+Blocks lie along the axis that a product contracts: the last of a matrix called .weight, the first
+of one called kernel. What already is quantized stays as it is, and so do tensors of fewer than two
+axes.
+
+examples:
+
+  everything but embeddings and head, to a file of mx_jax:
+    python -m mx_jax quantize model.safetensors small.safetensors --format mxfp4
+
+  what would happen, and why some tensors stay:
+    python -m mx_jax quantize model/ small.safetensors --format nvfp4 --dry-run
+
+  for vLLM and others, as compressed-tensors stores it:
+    python -m mx_jax quantize model/ out.safetensors --format nvfp4 --to compressed-tensors
+
+  with scales that are searched, block by block:
+    python -m mx_jax quantize model/ small.safetensors --format nvfp4 --scales mse
+
+  a language model, so that least is lost in what it says; embedding and head too:
+    python -m mx_jax quantize model/ small/ --format mxfp4 --keep '' --scales gptq
+
+  layer by layer:
+    python -m mx_jax quantize model/ small.safetensors --rules rules.toml
+
+  in files of 5 GB; after an interruption the same again with --resume:
+    python -m mx_jax quantize model/ out/ --format mxfp4 --to compressed-tensors \\
+        --max-shard-size 5GB
+
+  rules.toml, of which the first that matches decides:
+    [[rule]]
+    pattern = ".*(embed_tokens|lm_head)"      # of the whole name, without .weight
+    skip = true
+    [[rule]]
+    pattern = ".*mlp.experts.*"
+    format = "mxfp4"
+    axis = -1                                 # [experts, out, in]
+    [[rule]]
+    pattern = ".*"
+    format = "mxfp8_e4m3"
+    scale_rule = "rceil"                      # default: what loses least
+"""
 
 import argparse
 import functools
@@ -40,54 +82,10 @@ from mx_jax.convert.rules import Rule
 from mx_jax.generate.load import tensor_moments
 from mx_jax.mxarray import MXArray
 
-_DESCRIPTION = """
-Quantize the weights of a checkpoint, one tensor at a time. Blocks lie along the axis that a product
-contracts: the last of a matrix called .weight, the first of one called kernel. What already is
-quantized stays as it is, and so do tensors of fewer than two axes.
-"""
-_EXAMPLES = """
-examples:
-
-  everything but embeddings and head, to a file of mx_jax:
-    python -m mx_jax quantize model.safetensors small.safetensors --format mxfp4
-
-  what would happen, and why some tensors stay:
-    python -m mx_jax quantize model/ small.safetensors --format nvfp4 --dry-run
-
-  for vLLM and others, as compressed-tensors stores it:
-    python -m mx_jax quantize model/ out.safetensors --format nvfp4 --to compressed-tensors
-
-  with scales that are searched, block by block:
-    python -m mx_jax quantize model/ small.safetensors --format nvfp4 --scales mse
-
-  a language model, so that least is lost in what it says; embedding and head too:
-    python -m mx_jax quantize model/ small/ --format mxfp4 --keep '' --scales gptq
-
-  layer by layer:
-    python -m mx_jax quantize model/ small.safetensors --rules rules.toml
-
-  in files of 5 GB; after an interruption the same again with --resume:
-    python -m mx_jax quantize model/ out/ --format mxfp4 --to compressed-tensors \\
-        --max-shard-size 5GB
-
-  rules.toml, of which the first that matches decides:
-    [[rule]]
-    pattern = ".*(embed_tokens|lm_head)"      # of the whole name, without .weight
-    skip = true
-    [[rule]]
-    pattern = ".*mlp.experts.*"
-    format = "mxfp4"
-    axis = -1                                 # [experts, out, in]
-    [[rule]]
-    pattern = ".*"
-    format = "mxfp8_e4m3"
-    scale_rule = "rceil"                      # default: what loses least
-"""
 _DEQUANTIZE = """
 Write the values that quantized weights stand for, one tensor at a time, as a safetensors file that
 any program reads. Names stay.
-"""
-_DEQUANTIZE_EXAMPLES = """
+
 examples:
 
     python -m mx_jax dequantize small.safetensors big.safetensors
@@ -99,16 +97,8 @@ KEPT = r"(.*[./])?(\w*embed\w*|token_embd|wte|wpe|lm_head|output|head|tokens)"
 
 def add_to(commands: Any) -> None:
     """Add both commands to a parser's subparsers."""
-    parser = add_command(
-        commands,
-        run,
-        "in",
-        writes=True,
-        name="quantize",
-        help="quantize a checkpoint's weights, by a format or by rules",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-    )
+    help = "quantize a checkpoint's weights, by a format or by rules"
+    parser = add_command(commands, run, "quantize", "in", help=help, text=__doc__, writes=True)
     parser.add_argument(
         "--format",
         metavar="FORMAT",
@@ -146,16 +136,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--strict", action="store_true", help="a rule that matches nothing is an error"
     )
-    parser = add_command(
-        commands,
-        run_dequantize,
-        "in",
-        writes=True,
-        name="dequantize",
-        help="write the values that quantized weights stand for",
-        description=_DEQUANTIZE,
-        epilog=_DEQUANTIZE_EXAMPLES,
-    )
+    help = "write the values that quantized weights stand for"
+    how = {"help": help, "text": _DEQUANTIZE, "writes": True}
+    parser = add_command(commands, run_dequantize, "dequantize", "in", **how)
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),

