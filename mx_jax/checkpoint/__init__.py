@@ -1,10 +1,10 @@
 """Quantized weights on disk: codes at their real width, and beside them what they are."""
 
-from mx_jax.checkpoint.config import quantization_config as quantization_config
 from mx_jax.checkpoint.foreign import read as read
 from mx_jax.checkpoint.foreign import write as write
 from mx_jax.checkpoint.layouts import LAYOUTS as LAYOUTS
 from mx_jax.checkpoint.layouts import Layout as Layout
+from mx_jax.checkpoint.layouts import quantization_config as quantization_config
 from mx_jax.checkpoint.qarray import from_qarray as from_qarray
 from mx_jax.checkpoint.qarray import to_qarray as to_qarray
 from mx_jax.checkpoint.scales import Plausibility as Plausibility

@@ -12,7 +12,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.config import config_of
 from mx_jax.checkpoint.files import (
     DTYPE_NAMES,
     DTYPES,
@@ -24,7 +23,7 @@ from mx_jax.checkpoint.files import (
     write_files,
 )
 from mx_jax.checkpoint.gguf import gguf_in, read_gguf
-from mx_jax.checkpoint.layouts import LAYOUTS, Facts, Layout, named
+from mx_jax.checkpoint.layouts import LAYOUTS, Facts, Layout, config_of, named
 from mx_jax.checkpoint.scales import (
     block_scales,
     codes_and_scales,

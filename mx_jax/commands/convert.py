@@ -30,9 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint.config import config_of
 from mx_jax.checkpoint.files import deferred, progress_bar
-from mx_jax.checkpoint.layouts import LAYOUTS, Layout, named
+from mx_jax.checkpoint.layouts import LAYOUTS, Layout, config_of, named
 from mx_jax.checkpoint.scales import finite_scales, small_tensor_scale
 from mx_jax.checkpoint.torchao import TORCHAO
 from mx_jax.checkpoint.transcoding import single_tensor_scale, under_scales_of

@@ -21,8 +21,8 @@ from typing import Any
 from mx_jax import checkpoint
 from mx_jax.checkpoint.files import replacing
 from mx_jax.checkpoint.weights import Weights
-from mx_jax.commands.output import check_replaceable, print_table, say, watched
-from mx_jax.commands.stream import add_command
+from mx_jax.commands.output import print_table, say, watched
+from mx_jax.commands.stream import add_command, check_replaceable
 from mx_jax.inspect.report_checkpoint import checkpoint_page
 from mx_jax.inspect.tensor_facts import TensorFacts, facts_of, size
 
