@@ -12,7 +12,7 @@ import mx_jax
 from mx_jax import checkpoint
 from mx_jax.checkpoint.files import Reader
 from mx_jax.checkpoint.layouts import LAYOUTS, Layout
-from tests.checkpoint.stored import assert_same, draw, put
+from tests.checkpoint.stored import assert_same, draw, put, put_model
 
 E4M3 = ml_dtypes.float8_e4m3fn
 
@@ -272,9 +272,8 @@ def put_rotated(
         "up.act_global_scale": np.full(1, 4, bfloat16),
         "up.forward_hadamard_matrix": matrix.astype(bfloat16),
     }
-    put(folder / "model.safetensors", tensors)
     stated = {"quant_method": "fp_quant", "forward_dtype": kind}
-    (folder / "config.json").write_text(json.dumps({"quantization_config": stated}))
+    put_model(folder, tensors, {"quantization_config": stated})
 
 
 @pytest.mark.parametrize(("kind", "size"), [("mxfp4", 32), ("nvfp4", 16)])
