@@ -109,8 +109,9 @@ def run(options: argparse.Namespace) -> int:
     if not options.dry_run:
         check_output(options)
     weights = read(options)
-    held = {name: as_it_is(one) for name, one in weights.stored.items()}
-    layout = layout_for(options.to, held, weights.path)
+    # A program's layout depends on the formats that are there, which are read for it alone.
+    read_all = weights.stored.items() if options.to in programs() else ()
+    layout = layout_for(options.to, {name: as_it_is(one) for name, one in read_all}, weights.path)
     row = None if layout in (OWN, TORCHAO) else named(layout)
     if row is not None:
         apart, before = _experts_apart(weights, row), len(weights)
