@@ -93,7 +93,7 @@ def add_to(commands: Any) -> None:
     """Add the command to a parser's subparsers."""
     written = [OWN, *(row.name for row in LAYOUTS if row.rotation is None), TORCHAO]
     help = "store quantized weights as another program does"
-    text = f"{__doc__}\nlayouts: {', '.join(written)}\nprograms: {', '.join(programs())}"
+    text = f"{__doc__ or ''}\nlayouts: {', '.join(written)}\nprograms: {', '.join(programs())}"
     parser = add_command(commands, run, "convert", "in", help=help, text=text, writes=True)
     parser.add_argument("--to", metavar="LAYOUT", required=True, help="how to store it")
     parser.add_argument(
