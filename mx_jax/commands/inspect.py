@@ -23,8 +23,7 @@ from mx_jax.checkpoint.files import replacing
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.output import print_table, say, watched
 from mx_jax.commands.stream import add_command, check_replaceable
-from mx_jax.inspect.report_checkpoint import checkpoint_page
-from mx_jax.inspect.tensor_facts import TensorFacts, facts_of, size
+from mx_jax.inspect.report_checkpoint import TensorFacts, checkpoint_page, facts_of, size
 
 _COLUMNS = ("tensor", "format", "shape", "size", "bits", "amax", "zeros %", "at limit %", "scales")
 
@@ -91,5 +90,5 @@ def _print(found: Sequence[TensorFacts], compared: bool) -> None:
     title = f"{len(found)} tensors, {size(sum(facts.nbytes for facts in found))}"
     print_table(columns, rows, left=_COLUMNS[:3], title=title)
     for facts in found:
-        for warning in facts.look.warnings:
+        for warning in facts.plausibility.warnings:
             print(f"{facts.name}: {warning}")
