@@ -28,7 +28,7 @@ import mx_jax
 from benchmarks import environment, report
 from benchmarks.timing import Samples, ratio
 from mx_jax import checkpoint
-from mx_jax.checkpoint.safetensors_file import Entry, write
+from mx_jax.checkpoint.files import Entry, write
 from mx_jax.packed import PackedMXArray
 
 COMMAND = "cpu/loading"

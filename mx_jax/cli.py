@@ -6,24 +6,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mx_jax.commands import convert, dequantize, diff, env, formats, inspect, quantize
+from mx_jax.commands import convert, diff, env, formats, inspect, quantize
 from mx_jax.generate import command as generate
 from mx_jax.measure import command as measure
 from mx_jax.plan import command as plan
 
 # In the order in which --help lists them.
-COMMANDS = (
-    formats,
-    env,
-    quantize,
-    dequantize,
-    convert,
-    inspect,
-    diff,
-    generate,
-    measure,
-    plan,
-)
+COMMANDS = (formats, env, quantize, convert, inspect, diff, generate, measure, plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # rich ends the program with status 1 where its reader has gone.
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
             raise
-        # The reader (head, less) has seen enough; nothing is left to say at exit either.
+        # The reader (head, less) has closed the pipe; nothing may be flushed at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as error:

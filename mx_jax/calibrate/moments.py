@@ -1,5 +1,6 @@
 """What a model's layers are multiplied with: second moments of their inputs."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,8 +19,8 @@ Moments = dict[str, jax.Array]
 
 # What multiplies, and by which method.
 _LINEN = {nn.Dense: "__call__", nn.DenseGeneral: "__call__", nn.Embed: "attend"}
-# The collection of what modules tell of themselves.
-_TOLD = "calibrate_inputs"
+# The collection of inputs that modules sow.
+_SOWN = "calibrate_inputs"
 
 
 def moments(
@@ -90,7 +91,7 @@ def tell_input(layer: nn.Module, name: str, x: jax.Array) -> None:
     """
     # Initializing makes a variable of every collection.
     if not layer.is_initializing():
-        layer.sow(_TOLD, name, x)
+        layer.sow(_SOWN, name, x)
 
 
 def _observer(model: Any, variables: Any) -> Callable[..., Moments]:
@@ -100,11 +101,12 @@ def _observer(model: Any, variables: Any) -> Callable[..., Moments]:
                 "calibrate.moments: a flax.linen module needs variables=, got "
                 f"variables={type(variables).__name__}"
             )
-        return _linen(model, variables)
+        return functools.partial(jax.jit(functools.partial(_linen, model)), variables)
     if isinstance(model, nnx.Module):
         if variables is not None:
             raise TypeError("calibrate.moments: a flax.nnx model has its own; drop variables=")
-        return _nnx(model)
+        graph, state = nnx.split(model)
+        return functools.partial(jax.jit(functools.partial(_nnx, graph)), state)
     raise TypeError(
         "calibrate.moments: needs a flax.linen module or a flax.nnx model, got "
         f"model={type(model).__name__}"
@@ -120,63 +122,47 @@ def _add(into: Moments, path: str, x: jax.Array, axes: Sequence[int] = (-1,)) ->
     into[path] = into[path] + moment if path in into else moment
 
 
-def _linen(model: nn.Module, variables: Any) -> Callable[..., Moments]:
-    def observe(variables: Any, *args: Any) -> Moments:
-        found: Moments = {}
+def _linen(model: nn.Module, variables: Any, *args: Any) -> Moments:
+    found: Moments = {}
 
-        def look(call: Any, args: Any, options: Any, context: Any) -> Any:
-            layer, path = context.module, "/".join(context.module.path)
-            called = next((kind for kind in _LINEN if isinstance(layer, kind)), None)
-            if called is not None and context.method_name == _LINEN[called]:
-                x = (*args, *options.values())[0]
-                # Flax contracts axes in the order in which they lie, however they are named.
-                axes = sorted(contracted(getattr(layer, "axis", -1), x.ndim))
-                _add(found, path, x, axes)
-            return call(*args, **options)
+    def intercept(call: Any, args: Any, options: Any, context: Any) -> Any:
+        layer = context.module
+        called = next((kind for kind in _LINEN if isinstance(layer, kind)), None)
+        if called is not None and context.method_name == _LINEN[called]:
+            x = (*args, *options.values())[0]
+            # Flax contracts axes in the order in which they lie, however they are named.
+            axes = sorted(contracted(getattr(layer, "axis", -1), x.ndim))
+            _add(found, "/".join(layer.path), x, axes)
+        return call(*args, **options)
 
-        with nn.intercept_methods(look):
-            applied: Any = model.apply(variables, *args, mutable=[_TOLD])
-        told: Any = flatten_dict(applied[1].get(_TOLD, {}), sep="/")
-        for path, inputs in told.items():
-            for x in inputs:
-                _add(found, path, x)
-        return found
-
-    jitted = jax.jit(observe)
-    return lambda *args: jitted(variables, *args)
+    with nn.intercept_methods(intercept):
+        applied: Any = model.apply(variables, *args, mutable=[_SOWN])
+    sown: Any = flatten_dict(applied[1].get(_SOWN, {}), sep="/")
+    for path, inputs in sown.items():
+        for x in inputs:
+            _add(found, path, x)
+    return found
 
 
-def _nnx(model: nnx.Module) -> Callable[..., Moments]:
-    graph, state = nnx.split(model)
-
-    def observe(state: Any, *args: Any) -> Moments:
-        found: Moments = {}
-        watched = nnx.merge(graph, state)
-        for path, layer in nnx.iter_graph(watched):
-            name = "/".join(map(str, path))
-            if isinstance(layer, nnx.Embed):
-                layer.attend = _attending(layer.attend, found, name)
-            if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
-                layer.dot_general = _watching(layer.dot_general or lax.dot_general, found, name)
-        watched(*args)
-        return found
-
-    jitted = jax.jit(observe)
-    return lambda *args: jitted(state, *args)
+def _nnx(graph: Any, state: Any, *args: Any) -> Moments:
+    found: Moments = {}
+    model = nnx.merge(graph, state)
+    for path, layer in nnx.iter_graph(model):
+        if isinstance(layer, nnx.Embed):
+            layer.attend = _observed(layer.attend, found, path)
+        if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
+            layer.dot_general = _observed(layer.dot_general or lax.dot_general, found, path)
+    model(*args)
+    return found
 
 
-def _watching(dot_general: Any, found: Moments, path: str) -> Any:
-    def watching(lhs: jax.Array, rhs: Any, dimensions: Any, *args: Any, **options: Any) -> Any:
-        (axes, _), _ = dimensions
-        _add(found, path, lhs, axes)
-        return dot_general(lhs, rhs, dimensions, *args, **options)
+def _observed(product: Any, found: Moments, path: Sequence[Any]) -> Any:
+    """A `dot_general`, or an embedding's `attend`, whose first operand is added to the moments."""
 
-    return watching
+    def observed(lhs: jax.Array, *args: Any, **options: Any) -> Any:
+        # A dot_general's dimension numbers come after both operands.
+        axes = args[1][0][0] if len(args) > 1 else (-1,)
+        _add(found, "/".join(map(str, path)), lhs, axes)
+        return product(lhs, *args, **options)
 
-
-def _attending(attend: Any, found: Moments, path: str) -> Any:
-    def attending(query: jax.Array, *args: Any, **options: Any) -> Any:
-        _add(found, path, query)
-        return attend(query, *args, **options)
-
-    return attending
+    return observed

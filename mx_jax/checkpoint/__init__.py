@@ -1,12 +1,10 @@
 """Quantized weights on disk: codes at their real width, and beside them what they are."""
 
-from mx_jax.checkpoint.export import quantization_config as quantization_config
-from mx_jax.checkpoint.export import write as write
-from mx_jax.checkpoint.file import load as load
-from mx_jax.checkpoint.file import save as save
 from mx_jax.checkpoint.foreign import read as read
+from mx_jax.checkpoint.foreign import write as write
 from mx_jax.checkpoint.layouts import LAYOUTS as LAYOUTS
 from mx_jax.checkpoint.layouts import Layout as Layout
+from mx_jax.checkpoint.layouts import quantization_config as quantization_config
 from mx_jax.checkpoint.qarray import from_qarray as from_qarray
 from mx_jax.checkpoint.qarray import to_qarray as to_qarray
 from mx_jax.checkpoint.scales import Plausibility as Plausibility
@@ -17,4 +15,6 @@ from mx_jax.checkpoint.weights import Stored as Stored
 from mx_jax.checkpoint.weights import Weights as Weights
 from mx_jax.checkpoint.wire import from_packed as from_packed
 from mx_jax.checkpoint.wire import from_wire as from_wire
+from mx_jax.checkpoint.wire import load as load
+from mx_jax.checkpoint.wire import save as save
 from mx_jax.checkpoint.wire import to_wire as to_wire

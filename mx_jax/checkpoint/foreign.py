@@ -1,25 +1,42 @@
-"""Checkpoints of others, read tensor by tensor: a weight is known by names, dtypes and shapes."""
+"""Checkpoints of others, tensor by tensor: a weight is known by names, dtypes and shapes."""
 
+import dataclasses
 import functools
+import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.file import is_own, own_weights
-from mx_jax.checkpoint.folder import config_of, readers_of
+from mx_jax.checkpoint.files import (
+    DTYPE_NAMES,
+    DTYPES,
+    Entry,
+    Reader,
+    Resume,
+    check_sizes,
+    readers_of,
+    write_files,
+)
 from mx_jax.checkpoint.gguf import gguf_in, read_gguf
-from mx_jax.checkpoint.layouts import LAYOUTS, Facts, Layout, named
-from mx_jax.checkpoint.safetensors_file import Reader, dtype_name
-from mx_jax.checkpoint.scales import block_scales, tensor_scale
-from mx_jax.checkpoint.torchao import NAMES, TORCHAO, read_torchao
-from mx_jax.checkpoint.weights import Stored, Weights, stored_plain
-from mx_jax.checkpoint.wire import built
+from mx_jax.checkpoint.layouts import LAYOUTS, Facts, Layout, config_of, named
+from mx_jax.checkpoint.scales import (
+    block_scales,
+    codes_and_scales,
+    small_tensor_scale,
+    tensor_scale,
+)
+from mx_jax.checkpoint.torchao import NAMES, TORCHAO, read_torchao, torchao_parts
+from mx_jax.checkpoint.weights import Stored, Weights, built, stored_plain
+from mx_jax.checkpoint.wire import is_own, own_weights
 from mx_jax.codecs import packing
 from mx_jax.formats import MXFP4
 from mx_jax.mxarray import MXArray
+from mx_jax.packed import unpacked
 
 
 def read(
@@ -120,8 +137,14 @@ def _match(
             "SVDQuant, which give nonsense without them, and mx_jax does not apply them; export "
             "the model without"
         )
+    # Layouts that a weight may have, by its name, with the base of its tensors' names.
+    accepting: dict[str, tuple[str, list[Layout]]] = {}
+    for row in candidates:
+        for base in (name.removesuffix(row.codes) for name in tensors if name.endswith(row.codes)):
+            if row.accepts(base, tensors):
+                accepting.setdefault(base + row.weight, (base, []))[1].append(row)
     found: dict[str, tuple[str, Layout]] = {}
-    for weight, (base, rows) in _accepting(tensors, candidates).items():
+    for weight, (base, rows) in accepting.items():
         fitting = [row for row in rows if row.fits(base, tensors)]
         if not fitting:
             raise ValueError(f"{where}: {weight} {_misfit(rows[0], base, tensors)}")
@@ -133,21 +156,29 @@ def _match(
         found[weight] = base, fitting[0]
     taken = {name for base, row in found.values() for name in row.parts(base).values()}
     left = [name for name in tensors if name not in taken]
-    scales = [n for n in left if n.endswith(_SCALE_NAMES) or tensors[n][0] == "F8_E8M0"]
-    if scales:
-        named = "any layout that mx_jax reads"
-        if len(candidates) < len(LAYOUTS):
-            named = f"the layouts {', '.join(layout.name for layout in candidates)}"
-        shown = ", ".join(f"{name} {_facts(tensors[name])}" for name in scales[:3])
-        suffixes = [(row, s) for row in candidates for s in (row.scales, row.tensor_scale) if s]
-        rows = [(row, scales[0].removesuffix(s)) for row, s in suffixes if scales[0].endswith(s)]
-        nearest = "no such layout has scales of this name; mx_jax does not read it"
-        raise ValueError(
-            f"{where}: {len(scales)} scales belong to no weight of {named}: {shown}; "
-            f"{_nearest(rows, tensors) if rows else nearest}"
-        )
+    _check_scales(left, tensors, candidates, where)
     _check_codes(left, tensors, candidates, where)
     return found
+
+
+def _check_scales(
+    names: list[str], tensors: Mapping[str, Facts], candidates: tuple[Layout, ...], where: str
+) -> None:
+    """ValueError for scales that no row took, with what the nearest layout would need."""
+    scales = [n for n in names if n.endswith(_SCALE_NAMES) or tensors[n][0] == "F8_E8M0"]
+    if not scales:
+        return
+    of = "any layout that mx_jax reads"
+    if len(candidates) < len(LAYOUTS):
+        of = f"the layouts {', '.join(layout.name for layout in candidates)}"
+    shown = ", ".join(f"{name} {_facts(tensors[name])}" for name in scales[:3])
+    suffixes = [(row, s) for row in candidates for s in (row.scales, row.tensor_scale) if s]
+    rows = [(row, scales[0].removesuffix(s)) for row, s in suffixes if scales[0].endswith(s)]
+    nearest = "no such layout has scales of this name; mx_jax does not read it"
+    raise ValueError(
+        f"{where}: {len(scales)} scales belong to no weight of {of}: {shown}; "
+        f"{_nearest(rows, tensors) if rows else nearest}"
+    )
 
 
 def _nearest(rows: Iterable[tuple[Layout, str]], tensors: Mapping[str, Facts]) -> str:
@@ -164,11 +195,9 @@ def _facts(facts: Facts) -> str:
 def _check_codes(
     names: list[str], tensors: Mapping[str, Facts], candidates: tuple[Layout, ...], where: str
 ) -> None:
-    """ValueError for codes that no row took: as plain numbers they would be nonsense.
-
-    A bare file may hold float8 or integers without scales, so there it takes a name that only codes
-    have, or something beside it that is called a scale.
-    """
+    """ValueError for codes that no row took: as plain numbers they would be nonsense."""
+    # A bare file may hold float8 or integers without scales: there it takes a name that only codes
+    # have, or something beside it that is called a scale.
     stated = len(candidates) < len(LAYOUTS)
     scaled = {name.rpartition(".")[0] for name in tensors if "scale" in name.rpartition(".")[2]}
     for name in names:
@@ -183,19 +212,6 @@ def _check_codes(
                 f"{where}: {name} {_facts(tensors[name])} holds codes that no scales belong to: "
                 f"{nearest}; as plain numbers they would be nonsense"
             )
-
-
-def _accepting(
-    tensors: Mapping[str, Facts], candidates: tuple[Layout, ...]
-) -> dict[str, tuple[str, list[Layout]]]:
-    """Layouts that a weight may have, by its name, with the base of its tensors' names."""
-    found: dict[str, tuple[str, list[Layout]]] = {}
-    for layout in candidates:
-        for name in tensors:
-            base = name.removesuffix(layout.codes)
-            if base != name and layout.accepts(base, tensors):
-                found.setdefault(base + layout.weight, (base, []))[1].append(layout)
-    return found
 
 
 def _misfit(layout: Layout, base: str, tensors: Mapping[str, Facts]) -> str:
@@ -216,37 +232,29 @@ def _read_layouts(
 ) -> dict[str, Stored]:
     """The tensors of files, those that are a quantized weight together as one of that dtype."""
     tensors: dict[str, Facts] = {
-        name: (dtype_name(reader.tensors[name][0]), reader.tensors[name][1])
+        name: (DTYPE_NAMES[reader.tensors[name][0]], reader.tensors[name][1])
         for name, reader in readers.items()
     }
-    quantized = _match(tensors, candidates, where)
     stored: dict[str, Stored] = {}
-    taken: set[str] = set()
-    for name, (base, row) in quantized.items():
-        names = row.parts(base)
-        taken |= set(names.values())
+    plain = dict.fromkeys(tensors)
+    for name, (base, row) in _match(tensors, candidates, where).items():
+        names, rotation = row.parts(base), None
+        if row.rotation is not None:
+            # The identity asks nothing of the inputs.
+            matrix = readers[base + row.rotation].read(base + row.rotation).astype(np.float32)
+            if matrix.ndim != 2 or not np.array_equal(matrix, np.eye(*matrix.shape)):
+                rotation = base + row.rotation
         parts = {part: functools.partial(readers[n].read, n) for part, n in names.items()}
         stored[name] = Stored(
             shape=row.shape(tensors[names["codes"]][1]),
             nbytes=sum(readers[n].nbytes(n) for n in names.values()),
             fetch=functools.partial(_quantized, row, parts, dtype, f"{where}: {name}"),
             layout=row.name,
-            rotation=_rotation(readers, base, row),
+            rotation=rotation,
         )
-    for name in tensors:
-        if name not in taken:
-            stored[name] = stored_plain(readers[name], name, f"{where}: {name}")
-    return stored
-
-
-def _rotation(readers: Mapping[str, Reader], base: str, row: Layout) -> str | None:
-    """The name of the matrix that a weight's inputs are multiplied by, if it changes them."""
-    if row.rotation is None:
-        return None
-    name = base + row.rotation
-    matrix = readers[name].read(name).astype(np.float32)
-    same = matrix.ndim == 2 and np.array_equal(matrix, np.eye(*matrix.shape, dtype=np.float32))
-    return None if same else name
+        for each in names.values():
+            plain.pop(each, None)
+    return stored | {n: stored_plain(readers[n], n, f"{where}: {n}") for n in plain}
 
 
 def _quantized(
@@ -272,3 +280,124 @@ def _quantized(
     codes = packing.unpack(stored, layout.format.element.bits, shape[-1])
     scales = scales.reshape(layout.scales_shape(shape))
     return built(codes, scales, whole, layout.format, layout.blocks, dtype, where)
+
+
+# Writing ---------------------------------------------------------------------------------------
+
+
+def write(
+    path: str | os.PathLike[str],
+    weights: Mapping[str, Any],
+    *,
+    layout: str,
+    max_shard_size: int | None = None,
+    resume: Resume = False,
+    progress: bool = False,
+) -> None:
+    """Write weights as others store them, in one safetensors file or several.
+
+    What `read` gives goes back as it was. Each weight is fetched twice, to describe it and to write
+    it, and one at a time is in memory: of `Weights` that are read from files, so a model larger
+    than memory goes through. What is there stays until all is written, as with `save`.
+    `quantization_config` gives what a model's config.json has to say of it.
+
+    Args:
+      path: of the file; of a folder, where there are to be several.
+      weights: from names to MXArrays `[..., out, in]`, blocks along `in`, and plain arrays.
+      layout: the name of one of `mx_jax.checkpoint.LAYOUTS`, or `"torchao"`.
+      max_shard_size: bytes of tensors in a file, for files `model-00001-of-...` with an index.
+      resume: whether to keep whole files of an earlier call, as with `save`.
+      progress: whether to show a bar on stderr.
+
+    Raises:
+      ValueError: an MXArray of another format or other blocks than the layout's, whose name does
+        not end as its weights do, or whose rows fill no whole bytes; two tensors of one name;
+        blocks whose scales are NaN, infinite or negative.
+
+    Examples:
+      >>> import os, tempfile, jax.numpy as jnp, mx_jax
+      >>> from mx_jax import checkpoint
+      >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+      >>> weights = {"up.weight": mx_jax.quantize(jnp.ones((8, 32)), "mxfp4")}
+      >>> checkpoint.write(path, weights, layout="mxfp4-pack-quantized")
+      >>> checkpoint.read(path)["up.weight"].shape
+      (8, 32)
+    """
+    check_sizes(max_shard_size, resume, "checkpoint.write")
+    row = None if layout == TORCHAO else named(layout)
+    if row is not None and row.rotation is not None:
+        raise ValueError(
+            f"checkpoint.write: {row.name} holds weights that were rotated before they were "
+            "quantized, and is read only; choose another layout"
+        )
+    entries, metadata = _entries(weights, row)
+    metadata = {"format": "pt"} | metadata
+    if row is None:
+        metadata[NAMES] = json.dumps(list(weights))
+    sizes: Any = {"max_shard_size": max_shard_size, "resume": resume, "progress": progress}
+    write_files(Path(path), entries, lambda _: metadata, **sizes)
+
+
+def _entries(
+    weights: Mapping[str, Any], row: Layout | None
+) -> tuple[dict[str, Entry], dict[str, str]]:
+    """All tensors and the file's metadata; none is held, each is fetched when its turn comes."""
+    # Of the weight asked for last: its tensors come one after the other.
+    held: dict[str, tuple[dict[str, Entry], dict[str, str]]] = {}
+
+    def parts_of(name: str) -> tuple[dict[str, Entry], dict[str, str]]:
+        if name not in held:
+            held.clear()
+            x = unpacked(weights[name])
+            if row is None:
+                held[name] = torchao_parts(name, x)
+            else:
+                is_quantized = isinstance(x, MXArray)
+                held[name] = (_stored(name, x, row) if is_quantized else {name: Entry.of(x)}), {}
+        return held[name]
+
+    def fetch(name: str, key: str) -> Any:
+        return parts_of(name)[0][key].fetch()
+
+    entries: dict[str, Entry] = {}
+    metadata: dict[str, str] = {}
+    for name in weights:
+        parts, said = parts_of(name)
+        for key, entry in parts.items():
+            if key in entries:
+                raise ValueError(f"checkpoint.write: two tensors would be named {key!r}")
+            entries[key] = dataclasses.replace(entry, fetch=functools.partial(fetch, name, key))
+        metadata |= said
+    held.clear()
+    return entries, metadata
+
+
+def _stored(name: str, x: MXArray, row: Layout) -> dict[str, Entry]:
+    """The tensors of a quantized weight."""
+    base = name.removesuffix(row.weight)
+    bits, width = x.format.element.bits, x.shape[-1] if x.ndim else 0
+    facts = f"{name}: format={x.format.name}, shape={x.shape}, blocks={x.blocks}"
+    if dataclasses.replace(x.format, name=row.format.name) != row.format or x.blocks != row.blocks:
+        raise ValueError(
+            f"checkpoint.write: {row.name} holds {row.format.name} with blocks={row.blocks}, got "
+            f"{facts}; quantize it so, or transpose it"
+        )
+    if base + row.weight != name or width * bits % 8 or (row.split and width % 32):
+        raise ValueError(
+            f"checkpoint.write: {row.name} needs names that end in {row.weight!r} and rows of "
+            f"whole {'blocks' if row.split else 'bytes'}, got {facts}"
+        )
+    last = (width // 32, 16) if row.split else (width * bits // 8,)
+    dtypes = DTYPES[row.codes_dtype], DTYPES[row.scales_dtypes[0]]
+    entries = [*codes_and_scales(x, name, (*x.shape[:-1], *last), *dtypes)]
+    if row.tensor_scale is not None:
+        count = math.prod(getattr(x.tensor_scale, "shape", ()))
+        if count != 1:
+            raise ValueError(f"checkpoint.write: needs one tensor scale, got {count}: {facts}")
+
+        def whole() -> np.ndarray:
+            value = small_tensor_scale(x, name).reshape(row.scale_shape)
+            return np.asarray(1 / value if row.divides else value)
+
+        entries.append(Entry(row.scale_shape, np.dtype(np.float32), whole))
+    return dict(zip(row.parts(base).values(), entries, strict=True))

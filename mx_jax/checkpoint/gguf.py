@@ -21,17 +21,16 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from mx_jax.checkpoint.safetensors_file import check_name
+from mx_jax.checkpoint.files import check_name
 from mx_jax.checkpoint.scales import block_scales, tensor_scale
-from mx_jax.checkpoint.weights import Stored, Weights, plain
-from mx_jax.checkpoint.wire import built
+from mx_jax.checkpoint.weights import Stored, Weights, built, plain
 from mx_jax.formats import MXFP4, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = "general.alignment"
-# As the struct module and NumPy call them.
+# By their numbers in a file, as the struct module and NumPy call them.
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 # Arrays in arrays: nobody writes any, so a few are enough.
@@ -107,40 +106,31 @@ def _q8_0(blocks: np.ndarray) -> np.ndarray:
     return _halves(blocks[..., :2]) * blocks[..., 2:].view(np.int8)
 
 
+# Number, name, bytes and elements of a block: types whose values the package `gguf` gives.
+_OF_THE_PACKAGE = """
+6 Q5_0 22 32,      7 Q5_1 24 32,      10 Q2_K 84 256,    11 Q3_K 110 256,    12 Q4_K 144 256
+13 Q5_K 176 256,   14 Q6_K 210 256,   16 IQ2_XXS 66 256, 17 IQ2_XS 74 256,   18 IQ3_XXS 98 256
+19 IQ1_S 50 256,   20 IQ4_NL 18 32,   21 IQ3_S 110 256,  22 IQ2_S 82 256,    23 IQ4_XS 136 256
+29 IQ1_M 56 256,   34 TQ1_0 54 256,   35 TQ2_0 66 256
+"""
 # By their numbers in a file.
 GGUF_TYPES: dict[int, GgufType] = {
     0: _plain("F32", np.float32),
     1: _plain("F16", np.float16),
     2: GgufType("Q4_0", 18, 32, _q4_0),
     3: GgufType("Q4_1", 20, 32, _q4_1),
-    6: GgufType("Q5_0", 22, 32),
-    7: GgufType("Q5_1", 24, 32),
     8: GgufType("Q8_0", 34, 32, _q8_0),
-    10: GgufType("Q2_K", 84, 256),
-    11: GgufType("Q3_K", 110, 256),
-    12: GgufType("Q4_K", 144, 256),
-    13: GgufType("Q5_K", 176, 256),
-    14: GgufType("Q6_K", 210, 256),
-    16: GgufType("IQ2_XXS", 66, 256),
-    17: GgufType("IQ2_XS", 74, 256),
-    18: GgufType("IQ3_XXS", 98, 256),
-    19: GgufType("IQ1_S", 50, 256),
-    20: GgufType("IQ4_NL", 18, 32),
-    21: GgufType("IQ3_S", 110, 256),
-    22: GgufType("IQ2_S", 82, 256),
-    23: GgufType("IQ4_XS", 136, 256),
     24: _plain("I8", np.int8),
     25: _plain("I16", np.int16),
     26: _plain("I32", np.int32),
     27: _plain("I64", np.int64),
     28: _plain("F64", np.float64),
-    29: GgufType("IQ1_M", 56, 256),
     30: _plain("BF16", ml_dtypes.bfloat16),
-    34: GgufType("TQ1_0", 54, 256),
-    35: GgufType("TQ2_0", 66, 256),
     39: GgufType("MXFP4", 17, 32, _mxfp4, MXFP4),
     40: GgufType("NVFP4", 36, 64, _nvfp4, NVFP4),
 }
+_ROWS = (row.split() for row in _OF_THE_PACKAGE.strip().replace("\n", ",").split(","))
+GGUF_TYPES |= {int(number): GgufType(name, int(n), int(size)) for number, name, n, size in _ROWS}
 # What others know by these numbers, for messages: nobody stores weights in them.
 _UNREAD = {9: "Q8_1", 15: "Q8_K", 41: "Q1_0"}
 
@@ -157,17 +147,12 @@ def is_gguf(path: Path) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of a file whose header has been checked.
-
-    Attributes:
-      type: its row.
-      shape: with the last axis contiguous: ggml's, reversed.
-      first: its first byte in the file.
-      content: the file, mapped.
-    """
+    """A tensor of a file whose header has been checked."""
 
     type: GgufType
+    # With the last axis contiguous: ggml's, reversed.
     shape: tuple[int, ...]
+    # Its first byte in the file, which is mapped.
     first: int
     content: np.ndarray = dataclasses.field(repr=False)
 
@@ -176,14 +161,19 @@ class GgufTensor:
         """In the file."""
         return math.prod(self.shape) // self.type.block * self.type.nbytes
 
+    @property
+    def end(self) -> int:
+        """The first byte after it."""
+        return self.first + self.nbytes
+
     def read(self) -> Any:
         """What its type decodes its bytes to."""
         row = self.type
         # Not -1: of no rows that could be any number.
         blocks = (self.shape[-1] if self.shape else 1) // row.block
-        stored = self.content[self.first : self.first + self.nbytes]
+        stored = self.content[self.first : self.end]
         stored = stored.reshape(math.prod(self.shape[:-1]), blocks, row.nbytes)
-        # A scale that is no number is damage, which those who look at values report.
+        # NaN and Inf in scales are reported where values are checked, not as warnings here.
         with np.errstate(all="ignore"):
             if row.decode is not None:
                 return row.decode(stored)
@@ -193,7 +183,7 @@ class GgufTensor:
 
 
 def _open(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    """What a file says of the model, and its tensors, checked; nothing of them is read."""
+    """Metadata and tensors of a file whose header has been checked; no tensor is read."""
     if not path.is_file():
         raise FileNotFoundError(f"checkpoint: no file at {path}")
     if not is_gguf(path):
@@ -208,8 +198,10 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         )
     count, pairs = (cursor.number("Q", "its counts") for _ in range(2))
     metadata = _metadata(cursor, pairs)
-    infos = _tensors(cursor, count)
-    tensors = _placed(infos, _alignment(metadata, cursor.where), cursor, content)
+    alignment = metadata.get(_ALIGNMENT, 32)
+    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
+        raise ValueError(f"{cursor.where}: {_ALIGNMENT} must be a power of two, got {alignment!r}")
+    tensors = _tensors(cursor, count, alignment, content)
     left = [name for name, tensor in tensors.items() if tensor.type.decode is None]
     if left and importlib.util.find_spec("gguf") is None:
         raise ValueError(
@@ -288,9 +280,11 @@ def _value(cursor: _Cursor, kind: int, what: str, depth: int) -> Any:
     return stored != 0 if dtype == np.bool_ else stored.view(dtype)
 
 
-def _tensors(cursor: _Cursor, count: int) -> dict[str, tuple[GgufType, tuple[int, ...], int]]:
-    """Of each tensor its type, shape and offset, as the file says."""
-    found = {}
+def _tensors(
+    cursor: _Cursor, count: int, alignment: int, content: np.ndarray
+) -> dict[str, GgufTensor]:
+    """The tensors, if they are in the file, aligned and apart."""
+    found: dict[str, GgufTensor] = {}
     for index in range(count):
         name = cursor.text(f"the name of tensor {index} of {count}")
         check_name(name, cursor.where)
@@ -314,46 +308,23 @@ def _tensors(cursor: _Cursor, count: int) -> dict[str, tuple[GgufType, tuple[int
                 f"{where} has shape={shape}, and {row.name} needs rows of whole blocks of "
                 f"{row.block}"
             )
-        found[name] = row, shape, offset
-    return found
-
-
-def _alignment(metadata: Mapping[str, Any], where: str) -> int:
-    found = metadata.get(_ALIGNMENT, 32)
-    if type(found) is not int or found <= 0 or found & (found - 1):
-        raise ValueError(f"{where}: {_ALIGNMENT} must be a power of two, got {found!r}")
-    return found
-
-
-def _placed(
-    infos: Mapping[str, tuple[GgufType, tuple[int, ...], int]],
-    alignment: int,
-    cursor: _Cursor,
-    content: np.ndarray,
-) -> dict[str, GgufTensor]:
-    """The tensors, if they are in the file, aligned and apart."""
-    start = cursor.at + -cursor.at % alignment
-    placed = {
-        name: GgufTensor(row, shape, start + offset, content)
-        for name, (row, shape, offset) in infos.items()
-    }
-    for name, (_, shape, offset) in infos.items():
-        tensor = placed[name]
         if offset % alignment:
+            raise ValueError(f"{where} lies at offset={offset}, no multiple of {alignment}")
+        found[name] = GgufTensor(row, shape, offset, content)
+    # Offsets count from where the header has ended.
+    start = cursor.at + -cursor.at % alignment
+    found = {n: dataclasses.replace(each, first=start + each.first) for n, each in found.items()}
+    for name, each in found.items():
+        if each.end > len(content):
             raise ValueError(
-                f"{cursor.where}: {name} lies at offset={offset}, no multiple of {alignment}"
+                f"{cursor.where}: {name} of shape={each.shape} in {each.type.name} would end at "
+                f"byte {each.end}, and the file has {len(content)}; it is damaged or cut short"
             )
-        if tensor.first + tensor.nbytes > len(cursor.content):
-            raise ValueError(
-                f"{cursor.where}: {name} of shape={shape} in {tensor.type.name} would end at byte "
-                f"{tensor.first + tensor.nbytes}, and the file has {len(cursor.content)}; it is "
-                "damaged or cut short"
-            )
-    ordered = sorted(placed.items(), key=lambda item: item[1].first)
+    ordered = sorted(found.items(), key=lambda item: item[1].first)
     for (name, one), (other, next) in itertools.pairwise(ordered):
-        if one.first + one.nbytes > next.first:
+        if one.end > next.first:
             raise ValueError(f"{cursor.where}: {name} and {other} overlap at byte {next.first}")
-    return placed
+    return found
 
 
 # Weights --------------------------------------------------------------------------------------
@@ -373,10 +344,6 @@ def read_gguf(path: Path, where: str) -> Weights:
     MXFP4 and NVFP4 become MXArrays, all other quantized types float32 values: no MXArray holds
     blocks of integers with a float16 scale. A tensor scale beside NVFP4 is taken with it. What such
     an MXArray gives when dequantized is float32, as in ggml.
-
-    Args:
-      path: of the file.
-      where: how errors begin.
 
     Raises:
       FileNotFoundError: there is none.

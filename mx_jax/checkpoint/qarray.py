@@ -10,13 +10,12 @@ from typing import Any, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.scales import effective_scales, encoded_scales
+from mx_jax.checkpoint.scales import effective_scales, encoded_scales, float32_blocks
 from mx_jax.codecs.blocks import Blocks, block_extent
 from mx_jax.formats import (
     E2M1,
     E4M3,
     E5M2,
-    F32,
     INT8,
     MXFP4,
     MXFP8_E4M3,
@@ -60,7 +59,12 @@ def from_qarray(array: Any, *, format: BlockFormat | str | None = None) -> MXArr
       >>> mx_jax.checkpoint.from_qarray(array).format.name
       'mxfp8_e4m3'
     """
-    element = _element_of(array)
+    if getattr(array, "zero_point", None) is not None:
+        _refuse("an MXArray has no zero point; quantize with calibration_method='absmax'")
+    element = _ELEMENTS.get(np.asarray(array.qvalue).dtype)
+    if element is None:
+        known = ", ".join(dtype.name for dtype in _ELEMENTS)
+        _refuse(f"elements must be of {known}, got {array.qvalue.dtype}, qtype={array.qtype!r}")
     shape, scale = tuple(array.qvalue.shape), np.asarray(array.scale)
     if scale.dtype not in _DTYPES or scale.ndim != len(shape):
         _refuse(f"scales must be floats of qvalue's rank, got {scale.dtype}{list(scale.shape)}")
@@ -126,11 +130,9 @@ def to_qarray(x: MXArray, *, dtype: Any = None) -> Any:
     element = x.format.element
     if element.dtype_name is None or element.bits not in (4, 8):
         _refuse(f"Qwix has no elements of {element.name}, got format={x.format.name}", "to_qarray")
-    for axis, size in x.blocks:
-        if x.shape[axis] % block_extent(size, x.shape[axis]):
-            _refuse(
-                f"tiles must divide their axis, got shape={x.shape}, blocks={x.blocks}", "to_qarray"
-            )
+    if any(x.shape[axis] % block_extent(size, x.shape[axis]) for axis, size in x.blocks):
+        rule = f"tiles must divide their axis, got shape={x.shape}, blocks={x.blocks}"
+        _refuse(rule, "to_qarray")
     exact = effective_scales(x)
     exact = exact / 64 if element.kind == "int" else exact
     if x.format.scale.kind == "divisor" and (np.frexp(exact)[0] != 0.5).any():
@@ -146,30 +148,15 @@ def to_qarray(x: MXArray, *, dtype: Any = None) -> Any:
     known = known_block(x.format)
     names = [name for name, format in _NAMED.items() if known == format]
     qtype = names[0] if names else x.elements.dtype
-    made: Any = _qarray_class()
+    try:
+        made: Any = importlib.import_module("qwix").QArray
+    except ImportError as error:
+        raise ImportError(f"to_qarray: needs Qwix: pip install qwix ({error})") from error
     return made(qvalue=x.elements, scale=jnp.asarray(scale), zero_point=None, qtype=qtype)
 
 
 def _refuse(rule: str, operation: str = "from_qarray") -> NoReturn:
     raise ValueError(f"{operation}: no exact twin: {rule}")
-
-
-def _qarray_class() -> type:
-    try:
-        return importlib.import_module("qwix").QArray
-    except ImportError as error:
-        raise ImportError(f"to_qarray: needs Qwix: pip install qwix ({error})") from error
-
-
-def _element_of(array: Any) -> ElementFormat:
-    """The format of a QArray's elements; ValueError for what MXArrays do not have."""
-    if getattr(array, "zero_point", None) is not None:
-        _refuse("an MXArray has no zero point; quantize with calibration_method='absmax'")
-    element = _ELEMENTS.get(np.asarray(array.qvalue).dtype)
-    if element is None:
-        known = ", ".join(dtype.name for dtype in _ELEMENTS)
-        _refuse(f"elements must be of {known}, got {array.qvalue.dtype}, qtype={array.qtype!r}")
-    return element
 
 
 def _tiles(shape: tuple[int, ...], scales: tuple[int, ...]) -> dict[int, tuple[int, int]]:
@@ -190,11 +177,7 @@ def _with_float32(element: ElementFormat, tiles: dict[int, tuple[int, int]]) -> 
     if len(distinct) > 2:
         _refuse(f"at most two sizes of tiles, got {distinct}")
     first, last = [1, 1, *sizes][-2:] if len(sizes) < 2 else (distinct[0], distinct[-1])
-    name = "x".join(str(getattr(size, "value", size)) for size in (first, last))
-    made = BlockFormat(
-        name=f"qwix_{name}_{element.name}", element=element, scale=F32, block=(first, last)
-    )
-    return known_block(made) or made
+    return float32_blocks("qwix", element, (first, last))
 
 
 def _blocks(tiles: dict[int, tuple[int, int]], format: BlockFormat) -> Blocks:

@@ -1,21 +1,32 @@
-"""Scales of files, checked; values in float64, which is exact; whether they look like weights."""
+"""Scales of files, checked; exact values in float64; and whether they are plausible weights."""
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.codecs import blocks
+from mx_jax.checkpoint.files import Entry
+from mx_jax.codecs import blocks, packing
 from mx_jax.codecs.blocks import block_extent
-from mx_jax.formats import BlockFormat, ScaleFormat
+from mx_jax.formats import F32, BlockFormat, BlockSize, ElementFormat, ScaleFormat
+from mx_jax.formats.block import known_block
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked
 
 # Formats with a tensor scale are NVFP4: its largest element times its largest block scale.
 _NVFP4_MAX = 6.0 * 448.0
+
+
+def float32_blocks(
+    prefix: str, element: ElementFormat, block: tuple[BlockSize, BlockSize]
+) -> BlockFormat:
+    """The format of elements in blocks under float32 scales, by its known name if it has one."""
+    name = "x".join(str(getattr(size, "value", size)) for size in block)
+    name = f"{prefix}_{name}_{element.name}"
+    made = BlockFormat(name=name, element=element, scale=F32, block=block)
+    return known_block(made) or made
 
 
 def bad_scales(stored: np.ndarray, format: BlockFormat) -> np.ndarray:
@@ -28,19 +39,26 @@ def bad_scales(stored: np.ndarray, format: BlockFormat) -> np.ndarray:
     return codes == 0xFF if format.scale.kind == "exponent" else codes >= 0x7F
 
 
-def finite_scales(x: MXArray, name: str) -> np.ndarray:
-    """The scales of a weight that is written for others, who expect no block that is no number.
+def codes_and_scales(
+    x: MXArray,
+    name: str,
+    shape: tuple[int, ...],
+    codes_dtype: np.dtype,
+    scales_dtype: np.dtype,
+    bits: int | None = None,
+) -> tuple[Entry, Entry]:
+    """Those of a weight as others store them: codes at their real width, or in so many bits."""
+    width = x.format.element.bits if bits is None else bits
 
-    Raises:
-      ValueError: a scale that is NaN, infinite or negative; a tensor scale above 1, which
-        `tensor_scale` takes for one that is stored the other way around.
-    """
-    if x.tensor_scale is not None and (largest := float(np.max(x.tensor_scale))) > 1:
-        raise ValueError(
-            f"checkpoint.write: {name} has tensor_scale={largest:g}, for values beyond "
-            f"{_NVFP4_MAX:g}; readers take one above 1 for the inverse; scale the weight down, or "
-            "save it in mx_jax's own files"
-        )
+    def codes() -> np.ndarray:
+        return packing.pack(np.asarray(x.codes), width).reshape(shape).view(codes_dtype)
+
+    scales = Entry(x.scales.shape, scales_dtype, lambda: finite_scales(x, name).view(scales_dtype))
+    return Entry(shape, codes_dtype, codes), scales
+
+
+def finite_scales(x: MXArray, name: str) -> np.ndarray:
+    """The scales of a weight that is written for others, who expect no block that is no number."""
     scales = np.asarray(x.scales)
     bad = bad_scales(scales, x.format)
     if bad.any():
@@ -50,6 +68,17 @@ def finite_scales(x: MXArray, name: str) -> np.ndarray:
             "save it in mx_jax's own files"
         )
     return scales
+
+
+def small_tensor_scale(x: MXArray, name: str) -> np.ndarray:
+    """The tensor scale of such a weight; ValueError for what others take for an inverse one."""
+    if (largest := float(np.max(scale := np.asarray(x.tensor_scale)))) > 1:
+        raise ValueError(
+            f"checkpoint.write: {name} has tensor_scale={largest:g}, for values beyond "
+            f"{_NVFP4_MAX:g}; readers take one above 1 for the inverse; scale the weight down, or "
+            "save it in mx_jax's own files"
+        )
+    return scale
 
 
 def block_scales(stored: np.ndarray, format: BlockFormat, where: str) -> np.ndarray:
@@ -66,17 +95,7 @@ def block_scales(stored: np.ndarray, format: BlockFormat, where: str) -> np.ndar
 def tensor_scale(
     stored: np.ndarray, shape: tuple[int, ...], *, divides: bool, layout: str, where: str
 ) -> np.ndarray:
-    """What codes are multiplied by: one number for the tensor, or one for each of its experts.
-
-    Args:
-      stored: as it is in the file.
-      shape: of the weight; `[experts, out, in]` may have a number for each.
-      divides: whether what is stored divides.
-      layout: its name, for the error.
-      where: how errors begin.
-
-    Returns:
-      float32 `[1, ..., 1]` or `[experts, 1, 1]`.
+    """What codes are multiplied by: float32 `[1, ..., 1]`, or `[experts, 1, 1]` of three axes.
 
     Raises:
       ValueError: another count, no positive number, or one that is stored the other way around.
@@ -209,30 +228,25 @@ def plausibility(x: Quantized | jax.Array | np.ndarray) -> Plausibility:
       >>> found.zeros, found.warnings
       (1.0, ('all values are zero',))
     """
-    if not isinstance(x, Quantized):
+    if isinstance(x, Quantized):
+        given = unpacked(x)
+        magnitudes = np.asarray(given.codes) & (given.format.element.sign_code - 1)
+        largest = int((magnitudes == given.format.element.max_code).sum())
+        saturated = largest / max(given.size, 1)
+        parts, (octaves, odd) = decoded(given), _scales(given, magnitudes)
+    else:
         flat = np.asarray(x).reshape(-1)
         parts = (flat[at : at + _CHUNK].astype(np.float64) for at in range(0, flat.size, _CHUNK))
-        return _look(parts, x.size, 0.0, 0.0, [])
-    given = unpacked(x)
-    magnitude = np.bincount(
-        (np.asarray(given.codes) & (given.format.element.sign_code - 1)).ravel(), minlength=256
-    )
-    saturated = magnitude[given.format.element.max_code] / max(given.size, 1)
-    octaves, odd = _scales(given)
-    return _look(decoded(given), given.size, float(saturated), octaves, odd)
-
-
-def _look(parts: Any, size: int, saturated: float, octaves: float, odd: list[str]) -> Plausibility:
-    amax, zeros, finite = 0.0, 0, 0
+        saturated, octaves, odd = 0.0, 0.0, []
+    amax, zeros, finite, size = 0.0, 0, 0, x.size
     for values in parts:
         good = np.abs(values[np.isfinite(values)])
         amax = max(amax, float(good.max(initial=0)))
         zeros += int((good == 0).sum())
         finite += good.size
     share = zeros / max(size, 1)
-    warnings = list(odd)
-    if finite < size:
-        warnings.insert(0, f"{size - finite} of {size} values are NaN or infinite")
+    warnings = [f"{size - finite} of {size} values are NaN or infinite"] if finite < size else []
+    warnings += odd
     if size and zeros == size:
         warnings.append("all values are zero")
     elif share > _MANY_ZEROS:
@@ -254,21 +268,15 @@ def _look(parts: Any, size: int, saturated: float, octaves: float, odd: list[str
     )
 
 
-def _holds_values(x: MXArray) -> np.ndarray:
-    """Which blocks are not all zero, of the scales' shape: the scale of the others says nothing."""
-    magnitudes = np.asarray(x.codes) & (x.format.element.sign_code - 1)
-    pieces, inside = blocks.split(jnp.asarray(magnitudes != 0), x.blocks)
-    return np.asarray(pieces.any(axis=inside))
-
-
-def _scales(x: MXArray) -> tuple[float, list[str]]:
-    """Octaves that the scales span, and what is odd about them."""
-    scales = effective_scales(x)
-    odd = []
+def _scales(x: MXArray, magnitudes: np.ndarray) -> tuple[float, list[str]]:
+    """Octaves that the scales of blocks that are not all zero span, and what is odd about them."""
+    scales, odd = effective_scales(x), []
     bad = int((~np.isfinite(scales) | (scales < 0)).sum())
     if bad:
         odd.append(f"{bad} of {scales.size} scales are NaN, infinite or negative")
-    used = scales[np.isfinite(scales) & (scales > 0) & _holds_values(x)]
+    pieces, inside = blocks.split(jnp.asarray(magnitudes != 0), x.blocks)
+    holds_values = np.asarray(pieces.any(axis=inside))
+    used = scales[np.isfinite(scales) & (scales > 0) & holds_values]
     octaves = float(np.log2(used.max() / used.min())) if used.size else 0.0
     if octaves > _OCTAVES:
         odd.append(f"the scales span {octaves:.0f} octaves: are they scales of this format?")

@@ -15,10 +15,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from mx_jax.checkpoint.safetensors_file import Entry, Reader
-from mx_jax.checkpoint.scales import block_scales, finite_scales, tensor_scale
-from mx_jax.checkpoint.weights import Stored, stored_plain
-from mx_jax.checkpoint.wire import built
+from mx_jax.checkpoint.files import Entry, Reader
+from mx_jax.checkpoint.scales import (
+    block_scales,
+    codes_and_scales,
+    float32_blocks,
+    small_tensor_scale,
+    tensor_scale,
+)
+from mx_jax.checkpoint.weights import Stored, built, stored_plain
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks, scales_shape
 from mx_jax.formats import (
@@ -36,7 +41,6 @@ from mx_jax.formats import (
     BlockSize,
     Whole,
 )
-from mx_jax.formats.block import known_block
 from mx_jax.mxarray import MXArray
 
 # What users and messages call it.
@@ -58,15 +62,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def read_torchao(readers: Mapping[str, Reader], where: str) -> dict[str, Stored]:
-    """The tensors of files that torchao wrote.
-
-    Args:
-      readers: the file of each tensor.
-      where: how errors begin.
-
-    Raises:
-      ValueError: a class that is not read, or metadata that are damaged or do not fit the tensors.
-    """
+    """The tensors of files that torchao wrote; ValueError for classes and metadata not known."""
     stored: dict[str, Stored] = {}
     taken: set[str] = set()
     for name, text in _said(readers, where).items():
@@ -115,7 +111,7 @@ def _files(name: str, facts: Mapping[str, Any], readers: Mapping[str, Reader]) -
 
 
 def _stored(kind: str, data: Mapping[str, Any], files: _Files, where: str) -> Stored:
-    """Raises whatever the metadata's damage comes to; the caller says where."""
+    """Damaged metadata raise errors of many types, which the caller turns into a ValueError."""
     (codes_dtype, given, _), (scales_dtype, scales_given, _) = (
         files[role][0].facts(files[role][1]) for role in (QDATA, SCALE)
     )
@@ -191,12 +187,8 @@ def _float8(dtype: np.dtype, shape: tuple[int, ...], sizes: Any) -> tuple[BlockF
         # A size that spans the axis is the whole of it, however long.
         block[axis] = size if size in (1, 128) else WHOLE if size == length else size
     element = FLOAT8_ELEMENTS[dtype]
-    name = "x".join(str(getattr(size, "value", size)) for size in block)
-    made = BlockFormat(
-        name=f"float8_{name}_{element.name}", element=element, scale=F32, block=(block[0], block[1])
-    )
     blocks = tuple((axis, size) for axis, size in zip((-2, -1), block, strict=True) if size != 1)
-    return known_block(made) or made, blocks
+    return float32_blocks("float8", element, (block[0], block[1])), blocks
 
 
 def _tiles(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -205,12 +197,7 @@ def _tiles(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def torchao_parts(name: str, value: MXArray | Any) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The tensors that hold a weight, and what the file's metadata say of it.
-
-    Args:
-      name: of the weight.
-      value: an MXArray `[..., out, in]`, whose dtype is that of the high-precision tensor, or a
-        plain array.
+    """The tensors that a weight is stored as, and its entry in the file's metadata.
 
     Raises:
       ValueError: an MXArray that is none of MXTensor, NVFP4Tensor and Float8Tensor.
@@ -227,16 +214,25 @@ def torchao_parts(name: str, value: MXArray | Any) -> tuple[dict[str, Entry], di
 def _class_and_attributes(name: str, x: MXArray) -> tuple[str, dict[str, Any]]:
     """The class of an MXArray and its attributes."""
     dtype = {"_type": "torch.dtype", "_data": x.dtype.name}
-    in_rows = x.blocks == ((-1, x.format.block[1]),)
-    if in_rows and _alike(x.format, NVFP4):
-        said = {"block_size": 16, "orig_dtype": dtype, "use_triton_kernel": False}
-        return NVFP4_TENSOR, said | {"is_swizzled_scales": False, "act_quant_kwargs": None}
-    for element, row in ELEMENTS.items():
-        if in_rows and _alike(x.format, row):
-            return MX, _mx_attributes(element) | {"orig_dtype": dtype}
+    unset = {"act_quant_kwargs": None}
+    rows = unset | {"is_swizzled_scales": False, "orig_dtype": dtype, "block_size": 32}
+    if x.blocks == ((-1, x.format.block[1]),):
+        if _alike(x.format, NVFP4):
+            return NVFP4_TENSOR, rows | {"block_size": 16, "use_triton_kernel": False}
+        for element, row in ELEMENTS.items():
+            if _alike(x.format, row):
+                # FP6 is no dtype of torch's.
+                typed = {"_type": "torch.dtype", "_data": element}
+                named = {"elem_dtype": element if element.startswith("fp6") else typed}
+                return MX, rows | named | _kernels("EMULATED")
     is_float8 = x.format.scale == F32 and not x.format.tensor_scale
     if is_float8 and x.format.element in FLOAT8_ELEMENTS.values():
-        return FLOAT8, _float8_attributes(x) | {"dtype": dtype}
+        sizes = dict(x.blocks)
+        blocks = [sizes.get(axis - x.ndim, 1) for axis in range(x.ndim)]
+        pairs = zip(blocks, x.shape, strict=True)
+        block = [length if isinstance(size, Whole) else size for size, length in pairs]
+        said = {"block_size": block, "mm_config": None, "dtype": dtype}
+        return FLOAT8, unset | said | _kernels("AUTO")
     raise ValueError(
         f"checkpoint.write: torchao holds {', '.join(r.name for r in ELEMENTS.values())}, "
         "nvfp4 and float8 whose float32 scales multiply, blocks along the last axis, got "
@@ -244,51 +240,27 @@ def _class_and_attributes(name: str, x: MXArray) -> tuple[str, dict[str, Any]]:
     )
 
 
-def _mx_attributes(element: str) -> dict[str, Any]:
-    # FP6 is no dtype of torch's.
-    typed = {"_type": "torch.dtype", "_data": element}
-    return {
-        "elem_dtype": element if element.startswith("fp6") else typed,
-        "block_size": 32,
-        "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"},
-        "act_quant_kwargs": None,
-        "is_swizzled_scales": False,
-    }
+def _kernels(preference: str) -> dict[str, Any]:
+    return {"kernel_preference": {"_type": "KernelPreference", "_data": preference}}
 
 
-def _float8_attributes(x: MXArray) -> dict[str, Any]:
-    sizes = dict(x.blocks)
-    block = [sizes.get(axis - x.ndim, 1) for axis in range(x.ndim)]
-    pairs = zip(block, x.shape, strict=True)
-    return {
-        "block_size": [length if isinstance(size, Whole) else size for size, length in pairs],
-        "mm_config": None,
-        "act_quant_kwargs": None,
-        "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
-    }
-
-
-def _alike(one: Any, other: Any) -> bool:
+def _alike(one: BlockFormat, other: BlockFormat) -> bool:
     return dataclasses.replace(one, name=other.name) == other
 
 
 def _parts(name: str, x: MXArray) -> dict[str, Entry]:
-    bits, dtype = x.format.element.bits, x.format.scale.dtype
+    # FP6 is one code in a byte there.
+    bits, dtype = 4 if x.format.element.bits == 4 else 8, np.dtype(np.uint8)
     if bits == 4 and x.shape[-1] % 2:
         raise ValueError(f"checkpoint.write: torchao needs FP4 rows of whole bytes, got {x.shape}")
-    stored = x.format.element.dtype if bits == 8 else np.dtype(np.uint8)
-    shape = (*x.shape[:-1], x.shape[-1] // 2) if bits == 4 else x.shape
-
-    def codes() -> np.ndarray:
-        given = np.asarray(x.codes)
-        return packing.pack(given, 4) if bits == 4 else given.view(stored)
-
-    parts = {
-        QDATA: Entry(shape, stored, codes),
-        SCALE: Entry(x.scales.shape, dtype, lambda: finite_scales(x, name).view(dtype)),
-    }
+    if x.format.element.bits == 8:
+        dtype = x.format.element.dtype
+    shape = (*x.shape[:-1], x.shape[-1] * bits // 8)
+    parts = codes_and_scales(x, name, shape, dtype, x.format.scale.dtype, bits)
+    found: dict[str, Entry] = dict(zip((QDATA, SCALE), parts, strict=True))
     if x.tensor_scale is not None:
         # One number has no axes there, one an expert three.
-        whole = np.asarray(x.tensor_scale)
-        parts[TENSOR_SCALE] = Entry.of(whole.reshape(()) if whole.size == 1 else whole)
-    return parts
+        axes = () if math.prod(x.tensor_scale.shape) == 1 else tuple(x.tensor_scale.shape)
+        whole = lambda: small_tensor_scale(x, name).reshape(axes)  # noqa: E731
+        found[TENSOR_SCALE] = Entry(axes, np.dtype(np.float32), whole)
+    return found

@@ -78,7 +78,7 @@ def transcode(
       True
     """
     given = unpacked(x)
-    made, misfits = _made(given, target, tensor_scale)
+    made, misfits = under_scales_of(given, target, tensor_scale)
     if misfits.any():
         raise ValueError(
             f"transcode: {int(misfits.sum())} of {misfits.size} blocks of {made.format.name} "
@@ -89,40 +89,14 @@ def transcode(
     return made, _proved(given, made)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Fit:
-    """Whether a target can hold a tensor's values.
-
-    Attributes:
-      unfit: how many of the target's blocks cannot.
-      blocks: how many it has.
-      tensor_scale: under which that holds, or None.
-    """
-
-    unfit: int
-    blocks: int
-    tensor_scale: float | None
-
-
-def fit(x: Quantized, target: BlockFormat | str, *, tensor_scale: float | None = None) -> Fit:
-    """What `transcode` would say, which takes the same arguments.
+def under_scales_of(
+    given: MXArray, target: BlockFormat | str, tensor_scale: float | None = None
+) -> tuple[MXArray, np.ndarray]:
+    """What `transcode` makes, and which of its blocks are not what they should be.
 
     Raises:
-      ValueError: elements or axes of another kind.
+      ValueError: elements or axes of another kind, or a tensor scale that cannot be.
     """
-    made, unfit = _made(unpacked(x), target, tensor_scale)
-    return Fit(unfit=int(unfit.sum()), blocks=unfit.size, tensor_scale=_only(made))
-
-
-def _only(x: MXArray) -> float | None:
-    """The tensor scale, as a number."""
-    return None if x.tensor_scale is None else float(np.asarray(x.tensor_scale).flat[0])
-
-
-def _made(
-    given: MXArray, target: BlockFormat | str, tensor_scale: float | None
-) -> tuple[MXArray, np.ndarray]:
-    """The tensor under the target's scales, and which of its blocks are not what they should be."""
     check_parts(given, "transcode")
     row = next((row for row in LAYOUTS if row.name == target), None)
     format = row.format if row is not None else block_format(target)
@@ -215,6 +189,11 @@ def _tensor_scale(x: MXArray, format: BlockFormat, wanted: np.ndarray) -> np.nda
     return np.ldexp(ones, max(largest - _LARGEST_POWER, _SMALLEST_NORMAL))
 
 
+def single_tensor_scale(x: MXArray) -> float | None:
+    """The tensor scale as a number, the first of several; None where there is none."""
+    return None if x.tensor_scale is None else float(np.asarray(x.tensor_scale).flat[0])
+
+
 def _proved(given: MXArray, made: MXArray) -> Certificate:
     """Both decoded and compared, to the sign of zero; an error here is one of this module."""
     values = 0
@@ -228,5 +207,5 @@ def _proved(given: MXArray, made: MXArray) -> Certificate:
         shape=given.shape,
         blocks=math.prod(scales_shape(given.shape, given.blocks)),
         values=values,
-        tensor_scale=_only(made),
+        tensor_scale=single_tensor_scale(made),
     )

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.safetensors_file import Reader
+from mx_jax.checkpoint.files import Reader
+from mx_jax.codecs.blocks import Blocks, check_parts
+from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 
 # Bytes, XLA's own on CPUs.
@@ -118,13 +121,11 @@ class Weights(Mapping[str, "MXArray | jax.Array"]):
 
 
 def on_device(array: np.ndarray | jax.Array) -> jax.Array:
-    """An array of a file on the default device, or one that is on a device already.
-
-    On a CPU it is copied once: XLA takes memory over that is aligned as its own, and NumPy's comes
-    in large pages, of which few have to be mapped. `jnp.asarray` takes several times as long.
-    """
+    """An array of a file on the default device, or one that is on a device already."""
     if isinstance(array, jax.Array):
         return array
+    # Copied once on a CPU: XLA takes memory over that is aligned as its own, and NumPy's comes in
+    # large pages, of which few have to be mapped. `jnp.asarray` takes several times as long.
     held = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
     first = -held.ctypes.data % _ALIGNMENT
     held = held[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -136,11 +137,8 @@ def on_device(array: np.ndarray | jax.Array) -> jax.Array:
 def plain(array: np.ndarray, where: str) -> jax.Array:
     """An array of a file on the device; ValueError for integers that this JAX would wrap around."""
     found = on_device(array)
-    if (
-        array.dtype.kind in "iu"
-        and found.dtype != array.dtype
-        and (array != np.asarray(found)).any()
-    ):
+    narrowed = array.dtype.kind in "iu" and found.dtype != array.dtype
+    if narrowed and (array != np.asarray(found)).any():
         raise ValueError(
             f"{where}: has {array.dtype} values from {array.min()} up to {array.max()}, which jax "
             f"holds as {found.dtype}; set jax_enable_x64"
@@ -152,10 +150,27 @@ def stored_plain(reader: Reader, name: str, where: str) -> Stored:
     """A tensor that is an array as it is in the file."""
     dtype, shape, _ = reader.facts(name)
     host = functools.partial(reader.read, name)
-    return Stored(
-        shape=shape,
-        nbytes=reader.nbytes(name),
-        fetch=lambda: plain(host(), where),
-        host=host,
-        dtype=dtype,
+    fetch = lambda: plain(host(), where)  # noqa: E731
+    return Stored(shape=shape, nbytes=reader.nbytes(name), fetch=fetch, host=host, dtype=dtype)
+
+
+def built(
+    codes: np.ndarray | jax.Array,
+    scales: np.ndarray | jax.Array,
+    tensor_scale: np.ndarray | jax.Array | None,
+    format: BlockFormat,
+    blocks: Blocks,
+    dtype: Any,
+    where: str,
+) -> MXArray:
+    """An MXArray on the device, if its parts fit together; `where` begins the error."""
+    found = MXArray(
+        codes=on_device(codes),
+        scales=on_device(scales),
+        tensor_scale=None if tensor_scale is None else jnp.asarray(tensor_scale),
+        format=format,
+        blocks=blocks,
+        dtype=jnp.dtype(dtype),
     )
+    check_parts(found, where)
+    return found

@@ -1,53 +1,56 @@
 """MXArrays as plain arrays: codes at their real width, scales, and a description beside them.
 
 What saves trees of arrays (orbax, msgpack, `np.savez`) saves these, and they come back without a
-target to tell what they were. The description has every fact of the format, so that a reader needs
-no table of names, and a format of one's own comes back as it was.
+target to tell what they were; `save` and `load` do it with safetensors files. The description has
+every fact of the format, so that a reader needs no table of names, and a format of one's own comes
+back as it was.
 """
 
 import dataclasses
+import enum
+import functools
 import json
+import os
 import re
+import types
 import typing
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.safetensors_file import Entry
-from mx_jax.checkpoint.weights import on_device
+from mx_jax.checkpoint.files import (
+    Entry,
+    Reader,
+    Resume,
+    check_sizes,
+    progress_bar,
+    readers_of,
+    write_files,
+)
+from mx_jax.checkpoint.weights import Stored, Weights, built, stored_plain
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks, check_parts
-from mx_jax.formats import (
-    E2M1,
-    E4M3_SCALE,
-    MXFP4,
-    WHOLE,
-    BlockFormat,
-    BlockSize,
-    ScaleFormat,
-    Whole,
-    block_format,
-)
+from mx_jax.formats import BlockFormat, BlockSize, Whole, block_format
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked
 
 # Of the description, not of the package. A reader refuses what it does not know.
 VERSION = 1
-_KINDS = typing.get_args(ScaleFormat.__annotations__["kind"])
+# The key of the description, by which `from_wire` knows its own; in a file, of the metadata.
+DESCRIPTION = "mx_jax"
+CODES, SCALES, TENSOR_SCALE = "codes", "scales", "tensor_scale"
+Keys = tuple[str | int, ...]
 _DTYPE_NAME = re.compile(r"(u?int|float|bfloat)\d+\w*")
+
+# Descriptions ----------------------------------------------------------------------------------
 
 
 def describe(x: MXArray) -> dict[str, Any]:
     """The static facts of an MXArray, ready for `json.dumps`.
-
-    Args:
-      x: any; its arrays are not read.
-
-    Returns:
-      `version`, `shape`, `dtype`, `blocks` as `[axis from the end, size]`, and `format`.
 
     Examples:
       >>> import jax.numpy as jnp, mx_jax
@@ -56,126 +59,102 @@ def describe(x: MXArray) -> dict[str, Any]:
       >>> facts["shape"], facts["dtype"], facts["blocks"], facts["format"]["name"]
       ([2, 64], 'float32', [[-1, 32]], 'mxfp4')
     """
-    return {
-        "version": VERSION,
-        "shape": list(x.shape),
-        "dtype": x.dtype.name,
-        "blocks": [[axis, _size_out(size)] for axis, size in x.blocks],
-        "format": dataclasses.asdict(x.format)
-        | {"block": [_size_out(size) for size in x.format.block]},
-    }
+    facts = {"version": VERSION, "shape": x.shape, "dtype": x.dtype.name, "blocks": x.blocks}
+    facts["format"] = dataclasses.asdict(x.format)
+    return json.loads(json.dumps(facts, default=lambda size: size.value))
+
+
+def description(x: MXArray, **more: Any) -> np.ndarray:
+    """The JSON of `describe`, and of `more`, as bytes."""
+    return np.frombuffer(json.dumps(describe(x) | more).encode(), np.uint8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Described:
-    """What `describe` wrote, read back.
-
-    Attributes:
-      format: of the blocks.
-      blocks: axes from the end with sizes.
-      shape: of the tensor.
-      dtype: that was quantized.
-      packed: whether the codes are at their real width, or one in a byte.
-    """
+    """What `describe` wrote, read back; `packed`: codes at their real width, or one in a byte."""
 
     format: BlockFormat
     blocks: Blocks
     shape: tuple[int, ...]
-    dtype: Any
-    packed: bool
+    dtype: str
+    packed: bool = True
 
     @classmethod
     def read(cls, facts: Any, where: str) -> "Described":
-        """Check and read a description.
-
-        Args:
-          facts: what `json.loads` gave.
-          where: which tensor of what, for the error.
+        """Check and read what `json.loads` gave.
 
         Raises:
           ValueError: another version, or facts that are missing, unknown or impossible.
         """
         try:
-            version = facts["version"]
-            if version != VERSION:
+            if facts["version"] != VERSION:
+                version = facts["version"]
                 raise ValueError(f"is of version={version!r}, this mx_jax reads {VERSION}")
-            return cls(
-                format=_format_in(facts["format"]),
-                blocks=tuple((_integer(axis), _size_in(size)) for axis, size in facts["blocks"]),
-                shape=tuple(_integer(length, least=0) for length in facts["shape"]),
-                dtype=_dtype(facts["dtype"]),
-                packed=facts.get("packed") is not False,
-            )
+            # Later versions may say more.
+            known = {name: facts[name] for name in ("format", "blocks", "shape", "dtype")}
+            packed = facts.get("packed") is not False
+            found = from_json(cls, known | {"packed": packed}, "the description")
+            _check(found)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(
                 f"{where}: its description is no MXArray's: {said}; was it damaged, or written by "
                 "a newer mx_jax?"
             ) from error
+        return found
 
 
-def _format_in(facts: Mapping[str, Any]) -> BlockFormat:
-    return _made(
-        MXFP4,
-        facts,
-        element=_made(E2M1, facts["element"]),
-        scale=_scale_in(facts["scale"]),
-        block=tuple(_size_in(size) for size in facts["block"]),
-    )
+def from_json(kind: Any, facts: Any, name: str) -> Any:
+    """A value of a type, such as a dataclass, of what `json.loads` gave; ValueError for others."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        fitting = next((one for one in inner if _type_in_json(one) is type(facts)), inner[0])
+        return from_json(fitting, facts, name)
+    expected = _type_in_json(kind)
+    if type(facts) is not expected or (origin is Literal and facts not in inner):
+        raise ValueError(f"needs {name} of type {expected.__name__}, got {facts!r}")
+    if origin is tuple:
+        inner = inner[:1] * len(facts) if inner[-1] is ... else inner
+        return tuple(from_json(k, each, name) for k, each in zip(inner, facts, strict=True))
+    if dataclasses.is_dataclass(kind):
+        fields, made = typing.get_type_hints(kind), typing.cast(Any, kind)
+        read = {
+            key: from_json(fields.get(key, type(None)), each, key) for key, each in facts.items()
+        }
+        return made(**read)
+    return kind(facts) if expected is not kind and origin is None else facts
 
 
-def _scale_in(facts: Mapping[str, Any]) -> ScaleFormat:
-    element = None if facts["element"] is None else _made(E2M1, facts["element"])
-    scale = _made(E4M3_SCALE, facts, element=element)
-    if scale.kind not in _KINDS or (scale.kind == "element") != (element is not None):
-        raise ValueError(f"a scale of kind={scale.kind!r} with element={element}")
+def _type_in_json(kind: Any) -> type:
+    if dataclasses.is_dataclass(kind):
+        return dict
+    if typing.get_origin(kind) is tuple:
+        return list
+    is_word = typing.get_origin(kind) is Literal or issubclass(kind, enum.Enum)
+    return str if is_word else kind
+
+
+def _check(found: Described) -> None:
+    """ValueError for facts of the right types that are impossible all the same."""
+    least: list[tuple[int, int]] = [(length, 0) for length in found.shape]
+    least += [(size, 1) for _, size in found.blocks if not isinstance(size, Whole)]
+    for value, smallest in least:
+        if value < smallest:
+            raise ValueError(f"needs integers from {smallest}, got {value}")
+    scale = found.format.scale
+    if (scale.kind == "element") != (scale.element is not None):
+        raise ValueError(f"a scale of kind={scale.kind!r} with element={scale.element}")
     if scale.bits != (32 if scale.is_float32 else 8):
         raise ValueError(f"a scale of kind={scale.kind!r} with bits={scale.bits}")
-    return scale
+    named = [each.dtype_name for each in (found.format.element, scale, scale.element) if each]
+    for what, name in [("dtype", found.dtype), *(("dtype_name", name) for name in named if name)]:
+        if not _DTYPE_NAME.fullmatch(name):
+            raise ValueError(f"{what}={name!r} names no dtype")
+    if not jnp.issubdtype(jnp.dtype(found.dtype), jnp.floating):
+        raise ValueError(f"dtype={found.dtype!r} is no float dtype")
 
 
-def _made(like: Any, facts: Mapping[str, Any], **read: Any) -> Any:
-    """Another of the kind of `like`, of facts of its types; a dtype's name may be missing."""
-    values = {**facts, **read}
-    for name, value in values.items():
-        expected = type(getattr(like, name, None))
-        optional = value is None and name in ("dtype_name", "element")
-        if type(value) is not expected and not optional:
-            raise ValueError(f"needs {name} of type {expected.__name__}, got {value!r}")
-    name = values.get("dtype_name")
-    if name is not None and not _DTYPE_NAME.fullmatch(name):
-        raise ValueError(f"dtype_name={name!r} names no dtype")
-    return type(like)(**values)
-
-
-def _size_out(size: BlockSize) -> int | str:
-    return size.value if isinstance(size, Whole) else int(size)
-
-
-def _size_in(size: Any) -> BlockSize:
-    return WHOLE if size == WHOLE.value else _integer(size, least=1)
-
-
-def _integer(value: Any, least: int | None = None) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"needs integers, got {value!r}")
-    if least is not None and value < least:
-        raise ValueError(f"needs integers from {least}, got {value}")
-    return value
-
-
-def _dtype(name: Any) -> Any:
-    if not isinstance(name, str) or not _DTYPE_NAME.fullmatch(name):
-        raise ValueError(f"dtype={name!r} names no dtype")
-    dtype = jnp.dtype(name)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype={name!r} is no float dtype")
-    return dtype
-
-
-# The key of the description, by which `from_wire` knows its own.
-DESCRIPTION = "mx_jax"
-CODES, SCALES, TENSOR_SCALE = "codes", "scales", "tensor_scale"
+# Trees -----------------------------------------------------------------------------------------
 
 
 def from_packed(
@@ -252,15 +231,10 @@ def to_wire(tree: Any) -> Any:
         if not isinstance(leaf, Quantized):
             return leaf
         stored = unpacked(leaf)
-        arrays = {name: np.asarray(part) for name, part in parts(stored).items()}
+        arrays = {name: np.asarray(part) for name, part in _parts(stored).items()}
         return {DESCRIPTION: description(stored), **arrays}
 
     return jax.tree.map(go, tree, is_leaf=lambda leaf: isinstance(leaf, Quantized))
-
-
-def description(x: MXArray, **more: Any) -> np.ndarray:
-    """What `describe` says, as bytes; `more` is said too."""
-    return np.frombuffer(json.dumps(describe(x) | more).encode(), np.uint8)
 
 
 def from_wire(tree: Any) -> Any:
@@ -292,7 +266,7 @@ def from_wire(tree: Any) -> Any:
             facts = json.loads(np.asarray(leaf[DESCRIPTION]).tobytes())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: its description is no JSON: {error}") from error
-        return assemble(Described.read(facts, where), leaf, where)
+        return _assemble(Described.read(facts, where), leaf, where)
 
     return jax.tree.map_with_path(go, tree, is_leaf=_is_wire)
 
@@ -301,15 +275,12 @@ def _is_wire(node: Any) -> bool:
     return isinstance(node, Mapping) and {DESCRIPTION, CODES, SCALES} <= set(node)
 
 
-def parts(x: MXArray) -> dict[str, Entry]:
+def _parts(x: MXArray) -> dict[str, Entry]:
     """An MXArray's arrays as they are stored, by name; each is fetched when its turn comes."""
     check_parts(x, "to_wire")
     bits = x.format.element.bits if x.ndim else 8
-    codes = Entry(
-        _stored_shape(x.shape, bits),
-        np.dtype("uint8"),
-        lambda: packing.pack(np.asarray(x.codes), bits),
-    )
+    shape, byte = _stored_shape(x.shape, bits), np.dtype("uint8")
+    codes = Entry(shape, byte, lambda: packing.pack(np.asarray(x.codes), bits))
     found = {CODES: codes, SCALES: Entry.of(x.scales)}
     return found if x.tensor_scale is None else found | {TENSOR_SCALE: Entry.of(x.tensor_scale)}
 
@@ -319,11 +290,10 @@ def _stored_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
     return (*shape[:-1], packing.packed_length(shape[-1], bits)) if shape else ()
 
 
-def assemble(described: Described, arrays: Mapping[str, Any], where: str) -> MXArray:
-    """An MXArray of what `describe` and `parts` gave; ValueError where they do not fit."""
+def _assemble(described: Described, arrays: Mapping[str, Any], where: str) -> MXArray:
+    """An MXArray of what `describe` and `_parts` gave; ValueError where they do not fit."""
     bits = described.format.element.bits if described.packed else 8
-    shape = described.shape
-    codes = arrays[CODES]
+    shape, codes = described.shape, arrays[CODES]
     expected = _stored_shape(shape, bits)
     if tuple(codes.shape) != expected or codes.dtype != np.uint8:
         raise ValueError(
@@ -335,23 +305,226 @@ def assemble(described: Described, arrays: Mapping[str, Any], where: str) -> MXA
     return built(codes, arrays[SCALES], arrays.get(TENSOR_SCALE), *facts)
 
 
-def built(
-    codes: np.ndarray | jax.Array,
-    scales: np.ndarray | jax.Array,
-    tensor_scale: np.ndarray | jax.Array | None,
-    format: BlockFormat,
-    blocks: Blocks,
-    dtype: Any,
-    where: str,
-) -> MXArray:
-    """An MXArray on the device, if its parts fit together; `where` begins the error."""
-    found = MXArray(
-        codes=on_device(codes),
-        scales=on_device(scales),
-        tensor_scale=None if tensor_scale is None else jnp.asarray(tensor_scale),
-        format=format,
-        blocks=blocks,
-        dtype=jnp.dtype(dtype),
-    )
-    check_parts(found, where)
-    return found
+# Files -----------------------------------------------------------------------------------------
+
+
+def save(
+    path: str | os.PathLike[str],
+    tree: Mapping[Any, Any],
+    *,
+    max_shard_size: int | None = None,
+    resume: Resume = False,
+    progress: bool = False,
+) -> None:
+    """Write nested dicts of arrays and MXArrays to a safetensors file, or to several.
+
+    Codes are written at their real width: MXFP4 4.25 bits an element, MXFP6 6.25, NVFP4 4.5. The
+    header describes every format in full, so `load` needs nothing else, and other readers of
+    safetensors find plain arrays, `<path>/codes` and `<path>/scales`. One tensor at a time is
+    fetched from its device.
+
+    What is there stays as it is until all is written; killed at any moment, `load` gives all of the
+    old or all of the new. A file takes its place when it is whole. Several files change with their
+    index: where an earlier one names `model-00001-of-00004.safetensors` a new one gets
+    `model-00001-of-00004-2.safetensors`, and what is replaced is removed at last. Readers that go
+    by the index, as transformers and vLLM do, see one checkpoint.
+
+    Args:
+      path: of the file, `.safetensors` by custom; of a folder, where there are to be several.
+      tree: nested dicts, such as linen's variables or `nnx.to_pure_dict(nnx.state(model))`. Weights
+        that were packed for this machine are written as the MXArrays that they hold.
+      max_shard_size: bytes of tensors in a file, for files `model-00001-of-...` with an index, each
+        of which describes its own tensors.
+      resume: whether to keep whole files that an earlier call left behind, if they hold the same
+        values. Each is fetched and compared; with `"vouched"` only the first of a file, which is
+        for a caller who knows that the earlier call was for the same, and whose values take long.
+      progress: whether to show a bar on stderr.
+
+    Raises:
+      TypeError: what is neither a dict nor an array.
+      ValueError: two tensors of one name, a dtype that safetensors does not have, or one
+        `model.safetensors` beside the index of other files.
+
+    Examples:
+      >>> import os, tempfile, jax.numpy as jnp, mx_jax
+      >>> from mx_jax import checkpoint
+      >>> kernel = mx_jax.quantize(jnp.ones((64, 8)), "mxfp4", axis=0)
+      >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+      >>> checkpoint.save(path, {"kernel": kernel, "bias": jnp.zeros(8)})
+      >>> checkpoint.load(path)["kernel"].format.name
+      'mxfp4'
+    """
+    check_sizes(max_shard_size, resume, "checkpoint.save")
+    entries: dict[str, Entry] = {}
+    # The tensor of each entry, and the description of each tensor.
+    owner: dict[str, str] = {}
+    described: dict[str, dict[str, Any]] = {}
+    for keys, leaf in _leaves(tree, ()):
+        name = _joined(keys)
+        described[name], found = {"path": list(keys)}, {name: leaf}
+        if isinstance(leaf, Quantized):
+            leaf = unpacked(leaf)
+            described[name]["mx"] = describe(leaf)
+            found = {f"{name}/{part}": entry for part, entry in _parts(leaf).items()}
+        for key, entry in found.items():
+            if key in entries:
+                raise ValueError(f"checkpoint.save: two tensors would be named {key!r}; rename one")
+            entries[key], owner[key] = Entry.of(entry), name
+
+    def metadata(names: Collection[str]) -> dict[str, str]:
+        own = dict.fromkeys(owner[name] for name in names)
+        said = {"version": VERSION, "tensors": [described[name] for name in own]}
+        return {"format": DESCRIPTION, DESCRIPTION: json.dumps(said)}
+
+    sizes: Any = {"max_shard_size": max_shard_size, "resume": resume, "progress": progress}
+    write_files(Path(path), entries, metadata, group=owner.__getitem__, **sizes)
+
+
+def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, Any]:
+    """Read what `save` wrote.
+
+    Args:
+      path: of the file, or of the folder.
+      progress: whether to show a bar on stderr.
+
+    Returns:
+      The tree, of jax.Arrays and MXArrays of them, on the default device.
+
+    Raises:
+      FileNotFoundError: there is no file.
+      ValueError: it is damaged, cut short, of a newer version, or none that `save` wrote; it holds
+        tensors that its description lacks; or integers that do not fit JAX's 32 bits.
+
+    Examples:
+      >>> import os, tempfile, jax.numpy as jnp, mx_jax
+      >>> from mx_jax import checkpoint
+      >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+      >>> kernel = mx_jax.quantize(jnp.ones((64, 8)), "mxfp4", axis=0)
+      >>> checkpoint.save(path, {"up": {"kernel": kernel}})
+      >>> back = checkpoint.load(path)["up"]["kernel"]
+      >>> back.shape, back.blocks, os.path.getsize(path) < 64 * 8 * 4
+      ((64, 8), ((-2, 32),), True)
+    """
+    where = f"checkpoint.load: {os.fspath(path)}"
+    weights = own_weights(Path(path), readers_of(Path(path), where)[0], where)
+    tree: dict[Any, Any] = {}
+    total = sum(one.nbytes for one in weights.stored.values())
+    with progress_bar("read", total, progress) as step:
+        for name, one in weights.stored.items():
+            put(tree, weights.metadata["paths"][name], one.fetch(), where)
+            step(name, one.nbytes)
+    return tree
+
+
+def is_own(readers: Sequence[Reader]) -> bool:
+    """Whether `save` wrote one of a checkpoint's files."""
+    return any(DESCRIPTION in reader.metadata for reader in readers)
+
+
+def own_weights(path: Path, readers: Sequence[Reader], where: str) -> Weights:
+    """What `save` wrote, each tensor read when it is asked for.
+
+    Names are the tree's keys joined by `/`, and `metadata["paths"]` has the keys of each.
+
+    Raises:
+      ValueError: their metadata are damaged, of a newer version, or name what is not there; or
+        some of the files are not what `save` wrote.
+    """
+    stored, paths = {}, {}
+    for reader in readers:
+        for keys, mx in _listed(reader, where):
+            name = _joined(keys)
+            if name in paths:
+                raise ValueError(f"{where}: its metadata is damaged: {name} is there twice")
+            paths[name] = keys
+            at = f"{where}: {name}"
+            if mx is None:
+                stored[name] = stored_plain(reader, name, at)
+                continue
+            described = Described.read(mx, at)
+            stored[name] = Stored(
+                shape=described.shape,
+                nbytes=sum(map(reader.nbytes, _tensors_of(reader, name))),
+                fetch=functools.partial(_fetch, reader, name, described, at),
+                layout=DESCRIPTION,
+            )
+    return Weights(path, stored, {"paths": paths})
+
+
+def _tensors_of(reader: Reader, name: str) -> list[str]:
+    """Tensors of an MXArray; what is not there is an error, but for the tensor scale."""
+    own = [CODES, SCALES]
+    own += [TENSOR_SCALE] * (f"{name}/{TENSOR_SCALE}" in reader.tensors)
+    return [f"{name}/{part}" for part in own]
+
+
+def _fetch(reader: Reader, name: str, described: Described, where: str) -> MXArray:
+    arrays = {each.rpartition("/")[2]: reader.read(each) for each in _tensors_of(reader, name)}
+    return _assemble(described, arrays, where)
+
+
+def _leaves(node: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            if not isinstance(key, str | int) or isinstance(key, bool):
+                raise TypeError(
+                    f"checkpoint.save: keys must be str or int, got {key!r} in "
+                    f"{_joined(keys) or 'the top'}"
+                )
+            yield from _leaves(value, (*keys, key))
+    elif isinstance(node, Quantized | jax.Array | np.ndarray | Entry) and keys:
+        if not isinstance(node, Quantized) and jnp.issubdtype(node.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                f"checkpoint.save: {_joined(keys)} is a PRNG key; save jax.random.key_data of it"
+            )
+        yield keys, node
+    else:
+        raise TypeError(
+            f"checkpoint.save: needs nested dicts of arrays and MXArrays, got "
+            f"{type(node).__name__} at {_joined(keys) or 'the top'}; of a flax.nnx model save "
+            "nnx.to_pure_dict(nnx.state(model)), of boxed linen parameters nn.meta.unbox(params)"
+        )
+
+
+def _joined(keys: Keys) -> str:
+    return "/".join(map(str, keys))
+
+
+def _listed(reader: Reader, where: str) -> list[tuple[Keys, Any]]:
+    """Paths of the tensors, with the description of those that are MXArrays."""
+    text = reader.metadata.get(DESCRIPTION)
+    if text is None:
+        raise ValueError(
+            f"{where}: {reader.path.name} is a safetensors file that mx_jax did not write: its "
+            f"metadata has no {DESCRIPTION!r}; read it with safetensors"
+        )
+    try:
+        listed = json.loads(text)
+        if listed["version"] != VERSION:
+            raise ValueError(f"version={listed['version']!r}, this mx_jax reads {VERSION}")
+        paths = [(tuple(tensor["path"]), tensor.get("mx")) for tensor in listed["tensors"]]
+        for keys, _ in paths:
+            if not keys or not all(isinstance(key, str | int) for key in keys):
+                raise ValueError(f"path={list(keys)!r}")
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{where}: its metadata is damaged: {error}") from error
+    names = [(_joined(keys), mx) for keys, mx in paths]
+    said = [n for name, mx in names for n in ([name] if mx is None else _tensors_of(reader, name))]
+    if lost := sorted(set(reader.tensors) - set(said)):
+        raise ValueError(
+            f"{where}: its metadata is damaged: they do not describe {lost[0]!r}, which "
+            f"{reader.path.name} holds ({len(lost)} of {len(reader.tensors)} tensors)"
+        )
+    return paths
+
+
+def put(tree: dict[Any, Any], keys: Keys, leaf: Any, where: str) -> None:
+    """Enter a tensor at its path."""
+    *outer, last = keys
+    for key in outer:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise ValueError(f"{where}: its metadata is damaged: {_joined(keys)} is below a tensor")
+    if last in tree:
+        raise ValueError(f"{where}: its metadata is damaged: {_joined(keys)} is there twice")
+    tree[last] = leaf

@@ -1,48 +1,9 @@
-"""`python -m mx_jax convert`: each tensor as it is, under other scales, or not without loss."""
+"""Store quantized weights as another program does, without changing a value.
 
-import argparse
-import dataclasses
-import enum
-import functools
-import re
-from collections.abc import Callable, Iterator
-from typing import Any
+The same codes and scales under other names, or the same codes under scales of another kind, proved
+by decoding both. What is not quantized stays as it is. What the layout cannot hold is refused, with
+the number of blocks.
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from rich.table import Table
-
-from mx_jax import checkpoint
-from mx_jax.checkpoint.folder import config_of, progress_bar
-from mx_jax.checkpoint.layouts import LAYOUTS, Layout, named
-from mx_jax.checkpoint.safetensors_file import deferred
-from mx_jax.checkpoint.scales import finite_scales
-from mx_jax.checkpoint.torchao import TORCHAO
-from mx_jax.checkpoint.transcoding import fit
-from mx_jax.checkpoint.weights import Stored, Weights
-from mx_jax.commands.output import console, say, watched
-from mx_jax.commands.rules import Judged, format_rule, judge, quantized_like, unlike
-from mx_jax.commands.stream import (
-    OWN,
-    add_command,
-    as_it_is,
-    check_output,
-    layout_for,
-    programs,
-    read,
-    stored_bytes,
-    tell_of_values,
-    write_out,
-)
-from mx_jax.mxarray import MXArray
-
-_DESCRIPTION = """
-Store quantized weights as another program does, without changing a value: the same codes and scales
-under other names, or the same codes under scales of another kind, proved by decoding both. What is
-not quantized stays as it is. What the layout cannot hold is refused, with the number of blocks.
-"""
-_EXAMPLES = """
 examples:
 
     python -m mx_jax convert model.gguf model.safetensors --to mx_jax
@@ -55,7 +16,41 @@ examples:
 LAYOUT is mx_jax, a layout's name, or that of a program, of whose layouts the one is taken that
 holds the format that is there.
 """
-_COLUMNS = ("tensor", "from", "to", "how", "blocks", "do not fit")
+
+import argparse
+import dataclasses
+import enum
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mx_jax import checkpoint
+from mx_jax.checkpoint.files import deferred, progress_bar
+from mx_jax.checkpoint.layouts import LAYOUTS, Layout, config_of, named
+from mx_jax.checkpoint.scales import finite_scales, small_tensor_scale
+from mx_jax.checkpoint.torchao import TORCHAO
+from mx_jax.checkpoint.transcoding import single_tensor_scale, under_scales_of
+from mx_jax.checkpoint.weights import Stored, Weights
+from mx_jax.commands.output import print_table, say, watched
+from mx_jax.commands.rules import format_rule, judge, quantized_like, unlike
+from mx_jax.commands.stream import (
+    OWN,
+    add_command,
+    as_it_is,
+    check_output,
+    layout_for,
+    programs,
+    read,
+    report_dequantized,
+    stored_bytes,
+    write_out,
+)
+from mx_jax.mxarray import MXArray
 
 
 class How(enum.Enum):
@@ -75,6 +70,7 @@ class Conversion:
       name: of the tensor.
       source: its block format, or its dtype.
       target: likewise, of what is written.
+      tensor: what is written; nothing is read before.
       how: it comes there.
       blocks: of a tensor that is not merely copied, how many the layout has for it.
       unfit: how many of them cannot hold its values.
@@ -85,6 +81,7 @@ class Conversion:
     name: str
     source: str
     target: str
+    tensor: Any
     how: How
     blocks: int = 0
     unfit: int = 0
@@ -95,16 +92,9 @@ class Conversion:
 def add_to(commands: Any) -> None:
     """Add the command to a parser's subparsers."""
     written = [OWN, *(row.name for row in LAYOUTS if row.rotation is None), TORCHAO]
-    parser = add_command(
-        commands,
-        run,
-        "in",
-        writes=True,
-        name="convert",
-        help="store quantized weights as another program does",
-        description=_DESCRIPTION,
-        epilog=f"{_EXAMPLES}\nlayouts: {', '.join(written)}\nprograms: {', '.join(programs())}",
-    )
+    help = "store quantized weights as another program does"
+    text = f"{__doc__ or ''}\nlayouts: {', '.join(written)}\nprograms: {', '.join(programs())}"
+    parser = add_command(commands, run, "convert", "in", help=help, text=text, writes=True)
     parser.add_argument("--to", metavar="LAYOUT", required=True, help="how to store it")
     parser.add_argument(
         "--inexact",
@@ -115,16 +105,13 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit status.
-
-    Raises:
-      ValueError: a layout that does not hold what is there, or files that are damaged.
-    """
+    """Run the command; returns the exit status."""
     if not options.dry_run:
         check_output(options)
     weights = read(options)
-    held = {name: as_it_is(weights, name) for name in weights}
-    layout = layout_for(options.to, held, weights.path)
+    # A program's layout depends on the formats that are there, which are read for it alone.
+    read_all = weights.stored.items() if options.to in programs() else ()
+    layout = layout_for(options.to, {name: as_it_is(one) for name, one in read_all}, weights.path)
     row = None if layout in (OWN, TORCHAO) else named(layout)
     if row is not None:
         apart, before = _experts_apart(weights, row), len(weights)
@@ -145,8 +132,8 @@ def run(options: argparse.Namespace) -> int:
             f"as {layout} without loss, such as {first.name} in {first.source}: {why}; "
             "--dry-run lists them, --inexact changes their values"
         )
-    tell_of_values(weights, weights)
-    tensors = {each.name: _converted(weights, row, each) for each in planned}
+    report_dequantized(weights, weights)
+    tensors = {each.name: each.tensor for each in planned}
     sizes = write_out(options, weights, tensors, layout, options.to)
     _print(changed)
     say(f"{options.out}: {layout}, {len(weights)} tensors, {sizes}")
@@ -156,14 +143,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print(planned: list[Conversion]) -> None:
-    """A row a tensor."""
-    if not planned:
-        return
-    table = Table(*_COLUMNS, box=None)
-    for each in planned:
-        numbers = [str(each.blocks or ""), str(each.unfit or "")]
-        table.add_row(each.name, each.source, each.target, each.how.value, *numbers)
-    console().print(table)
+    columns = ("tensor", "from", "to", "how", "blocks", "do not fit")
+    rows = [
+        (
+            *(one.name, one.source, one.target, one.how.value),
+            str(one.blocks or ""),
+            str(one.unfit or ""),
+        )
+        for one in planned
+    ]
+    if rows:
+        print_table(columns, rows, left=columns, box=None)
 
 
 def _plan(weights: Weights, row: Layout | None) -> list[Conversion]:
@@ -179,40 +169,69 @@ def _plan(weights: Weights, row: Layout | None) -> list[Conversion]:
 def _planned(name: str, one: Stored, row: Layout | None) -> Conversion:
     if one.dtype is not None or row is None:
         kind = str(one.dtype or one.layout)
-        return Conversion(name=name, source=kind, target=kind, how=How.COPIED)
+        tensor = as_it_is(one)
+        return Conversion(name=name, source=kind, target=kind, tensor=tensor, how=How.COPIED)
     x = one.fetch()
+    same: Any = {"name": name, "tensor": as_it_is(one, x), "how": How.COPIED}
     if not isinstance(x, MXArray):
-        kind = str(x.dtype)
-        return Conversion(name=name, source=str(one.layout), target=kind, how=How.COPIED)
-    finite_scales(x, name)  # no layout holds others, and a dry run says so too
-    facts: dict[str, Any] = {"name": name, "source": x.format.name, "target": row.format.name}
+        return Conversion(source=str(one.layout), target=str(x.dtype), **same)
+    finite_scales(x, name)  # as when it is written: a dry run reports it too
+    if x.tensor_scale is not None:
+        small_tensor_scale(x, name)
+    same |= {"source": x.format.name, "target": row.format.name}
     if dataclasses.replace(x.format, name=row.format.name) == row.format and x.blocks == row.blocks:
-        return Conversion(**facts, **_of_the_same_format(x, row))
+        return Conversion(**same | _of_the_same_format(x, row))
     try:
-        found = fit(x, row.name)
+        changed = _transcoded(one, x, row)
     except ValueError as error:
-        facts |= {"reason": str(error), "how": How.REQUANTIZED}
-    else:
-        facts |= {"unfit": found.unfit, "blocks": found.blocks}
-        facts["how"] = How.REQUANTIZED if found.unfit else How.TRANSCODED
-        # That of what is quantized anew is not known yet, and no other's has to be it.
-        facts["tensor_scale"] = None if found.unfit else found.tensor_scale
-    if facts["how"] is How.REQUANTIZED:
-        # What cannot be quantized is refused before anything is written.
-        _judged(name, x.shape, row)
-    return Conversion(**facts)
+        changed = {"reason": str(error)}
+    if changed.get("unfit", 1):
+        # The tensor scale of what is quantized anew is not known yet, and no other's has to be it.
+        changed |= {"how": How.REQUANTIZED, "tensor_scale": None}
+        changed["tensor"] = _requantized(name, one, row)
+    return Conversion(**same | changed)
 
 
 def _of_the_same_format(x: MXArray, row: Layout) -> dict[str, Any]:
     """Of codes and scales that stay: whether the tensor scale does, where it is stored inverted."""
     if x.tensor_scale is None:
-        return {"how": How.COPIED}
+        return {}
     factor = np.asarray(x.tensor_scale)
     one = {"tensor_scale": float(factor.item()) if factor.size == 1 else None}
     if not row.divides or (1 / (1 / factor) == factor).all():
-        return {"how": How.COPIED, **one}
+        return one
     reason = f"the reciprocal of its tensor scale, {float(factor.flat[0])}, is no float32 number"
     return {"how": How.ROUNDED, "reason": reason, **one}
+
+
+def _transcoded(
+    one: Stored, x: MXArray, row: Layout, tensor_scale: float | None = None
+) -> dict[str, Any]:
+    """The same codes under the layout's scales; ValueError where they cannot stay."""
+    like, unfit = under_scales_of(x, row.name, tensor_scale)
+    scale = single_tensor_scale(like)
+
+    def make() -> MXArray:
+        stored: Any = one.fetch()
+        return checkpoint.transcode(stored, row.name, tensor_scale=scale)[0]
+
+    facts = {"how": How.TRANSCODED, "blocks": unfit.size, "unfit": int(unfit.sum())}
+    return facts | {"tensor_scale": scale, "tensor": deferred(make, like)}
+
+
+def _requantized(name: str, one: Stored, row: Layout) -> Any:
+    """Quantized anew along the last axis by the rule that loses least, or a ValueError."""
+    struct = jax.ShapeDtypeStruct(one.shape, jnp.float32)
+    judged = judge((format_rule(".*", row.format, axis=-1),), name, struct)
+    if not judged.quantizes:
+        reason = judged.decision.reason if judged.decision else "it has one axis"
+        raise ValueError(f"convert: {name} cannot be quantized to {row.format.name}: {reason}")
+
+    def make() -> MXArray:
+        stored: Any = one.fetch()
+        return judged.quantize(stored.dequantize(jnp.float32))
+
+    return deferred(make, quantized_like(judged, struct))
 
 
 def _scaled_alike(weights: Weights, planned: list[Conversion], row: Layout) -> list[Conversion]:
@@ -222,12 +241,18 @@ def _scaled_alike(weights: Weights, planned: list[Conversion], row: Layout) -> l
     apart = []
     for group in unlike(scales):
         common = max(scales[name] for name in group)
-        lower = [by_name[name] for name in group if scales[name] < common]
-        changed = [_under(weights, each, row, common) for each in lower]
-        if None in changed:
+        changed = {}
+        for name in (name for name in group if scales[name] < common):
+            x: Any = weights[name]
+            try:
+                changed[name] = _transcoded(weights.stored[name], x, row, common)
+            except ValueError:  # Codes that are copied may be under scales of any size.
+                changed[name] = {}
+        if any(facts.get("unfit", 1) for facts in changed.values()):
             apart.append(group)
             continue
-        by_name |= {each.name: each for each in changed if each is not None}
+        for name, facts in changed.items():
+            by_name[name] = dataclasses.replace(by_name[name], reason=None, **facts)
     if apart:
         say(
             f"{len(apart)} groups of tensors, such as {', '.join(apart[0])}, fit under no one "
@@ -235,60 +260,6 @@ def _scaled_alike(weights: Weights, planned: list[Conversion], row: Layout) -> l
             f"`quantize --to {row.name}` of the unquantized model gives them one"
         )
     return list(by_name.values())
-
-
-def _under(weights: Weights, one: Conversion, row: Layout, common: float) -> Conversion | None:
-    """The same values under a tensor scale of others; None: they do not fit."""
-    x: Any = weights[one.name]
-    try:
-        found = fit(x, row.name, tensor_scale=common)
-    except ValueError:  # Codes that are copied may be under scales of any size.
-        return None
-    if found.unfit:
-        return None
-    changed: Any = {"how": How.TRANSCODED, "blocks": found.blocks, "tensor_scale": common}
-    return dataclasses.replace(one, reason=None, **changed)
-
-
-def _converted(weights: Weights, row: Layout | None, planned: Conversion) -> Any:
-    """The tensor as it is to be written; nothing is read before."""
-    name, one = planned.name, weights.stored[planned.name]
-    if planned.how in (How.COPIED, How.ROUNDED) or row is None:
-        return as_it_is(weights, name)
-
-    def transcoded() -> MXArray:
-        x: Any = one.fetch()
-        return checkpoint.transcode(x, row.name, tensor_scale=planned.tensor_scale)[0]
-
-    def requantized() -> MXArray:
-        x: Any = one.fetch()
-        return _judged(name, x.shape, row).quantize(x.dequantize(jnp.float32))
-
-    struct: Any = jax.ShapeDtypeStruct
-    if planned.how is How.REQUANTIZED:
-        judged = _judged(name, one.shape, row)
-        return deferred(requantized, quantized_like(judged, struct(one.shape, jnp.float32)))
-    # Codes stay, scales are those of the layout's blocks.
-    whole = struct((1,) * len(one.shape), jnp.float32) if row.format.tensor_scale else None
-    like = MXArray(
-        codes=struct(one.shape, jnp.uint8),
-        scales=struct(row.scales_shape(one.shape), row.format.scale.storage_dtype),
-        tensor_scale=whole,
-        format=row.format,
-        blocks=row.blocks,
-        dtype=jnp.dtype("float32"),
-    )
-    return deferred(transcoded, like)
-
-
-def _judged(name: str, shape: tuple[int, ...], row: Layout) -> Judged:
-    """How a tensor is quantized anew: along its last axis, by the rule that loses least."""
-    rule = format_rule(".*", row.format, axis=-1)
-    judged = judge((rule,), name, jax.ShapeDtypeStruct(shape, jnp.float32))
-    if not judged.quantizes:
-        reason = judged.decision.reason if judged.decision else "it has one axis"
-        raise ValueError(f"convert: {name} cannot be quantized to {row.format.name}: {reason}")
-    return judged
 
 
 # gpt-oss keeps all experts of a layer in one tensor, where rows of gate and up take turns; other
@@ -304,11 +275,7 @@ _ROWS = {
 def _experts_apart(weights: Weights, row: Layout) -> Weights:
     """Weights with the experts of gpt-oss one by one, where a layout has a matrix for each module.
 
-    The same codes, scales and biases, in other tensors. Nothing is read; when one is, the tensor
-    that it is a part of is held until another's part is read.
-
-    Raises:
-      ValueError: gpt-oss as it was released, whose tensors have names of its own.
+    When one is read, the tensor that it is a part of is held until another's part is read.
     """
     if row.weight != ".weight":
         return weights
@@ -319,9 +286,6 @@ def _experts_apart(weights: Weights, row: Layout) -> Weights:
             f"{released[0]} is gpt-oss as it was released, which fuses attention as well, under "
             "names that no such program knows; convert the model of the hub"
         )
-    fused = [name for name in weights if _is_fused(weights, name)]
-    if not fused:
-        return weights
 
     @functools.lru_cache(maxsize=1)
     def whole(name: str) -> Any:
@@ -329,10 +293,8 @@ def _experts_apart(weights: Weights, row: Layout) -> Weights:
 
     stored: dict[str, Stored] = {}
     for name, one in weights.stored.items():
-        if name in fused:
-            stored |= _parts(name, one, functools.partial(whole, name))
-        else:
-            stored[name] = one
+        is_fused = _is_fused(weights, name)
+        stored |= _parts(name, one, functools.partial(whole, name)) if is_fused else {name: one}
     return dataclasses.replace(weights, stored=stored)
 
 
@@ -357,14 +319,14 @@ def _parts(name: str, one: Stored, whole: Callable[[], Any]) -> Iterator[tuple[s
     for index in range(experts):
         for part, own in _ROWS[fused].items():
             count = len(range(rows)[own])
-
-            def read(index: int = index, own: slice = own) -> Any:
-                return whole()[index, own]
-
-            def fetch(read: Callable[[], Any] = read) -> Any:
-                return jax.tree.map(jnp.asarray, read())
-
-            changed = {"fetch": fetch, "host": None if one.host is None else read}
-            nbytes = one.nbytes * count // (experts * rows)
-            part_of = dataclasses.replace(one, shape=(count, *rest), nbytes=nbytes, **changed)
-            yield f"{base}.{index}.{part}.{'bias' if bias else 'weight'}", part_of
+            read = lambda at=(index, own): whole()[at]  # noqa: E731
+            yield (
+                f"{base}.{index}.{part}.{'bias' if bias else 'weight'}",
+                dataclasses.replace(
+                    one,
+                    shape=(count, *rest),
+                    nbytes=one.nbytes * count // (experts * rows),
+                    fetch=lambda read=read: jax.tree.map(jnp.asarray, read()),
+                    host=None if one.host is None else read,
+                ),
+            )

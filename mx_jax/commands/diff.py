@@ -1,4 +1,13 @@
-"""`python -m mx_jax diff`."""
+"""Compare the tensors of two checkpoints by name.
+
+Whether they are the same to the bit, the same values stored in another way, or how far apart. The
+exit status is 0 if all values are the same, 1 if not, 2 if a file cannot be read.
+
+examples:
+
+    python -m mx_jax diff model.safetensors small.safetensors
+    python -m mx_jax diff a.safetensors b.safetensors --json
+"""
 
 import argparse
 import dataclasses
@@ -8,27 +17,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint.folder import progress_bar
+from mx_jax.checkpoint.files import progress_bar
 from mx_jax.checkpoint.weights import Weights
-from mx_jax.commands.output import console, watched
+from mx_jax.commands.output import print_table, watched
 from mx_jax.commands.stream import add_command, stored_bytes
 from mx_jax.inspect.report_checkpoint import values_of
 from mx_jax.mxarray import MXArray
 
-_DESCRIPTION = """
-Compare the tensors of two checkpoints by name: whether they are the same to the bit, the same
-values stored in another way, or how far apart. The exit status is 0 if all values are the same, 1
-if not, 2 if a file cannot be read.
-"""
-_EXAMPLES = """
-examples:
-
-    python -m mx_jax diff model.safetensors small.safetensors
-    python -m mx_jax diff a.safetensors b.safetensors --json
-"""
 # Values that are compared at once.
 _CHUNK = 1 << 18
 _COLUMNS = ("tensor", "A", "B", "", "SQNR dB", "max error", "values", "codes", "scales")
@@ -66,26 +63,14 @@ class Difference:
 
 def add_to(commands: Any) -> None:
     """Add the command to a parser's subparsers."""
-    parser = add_command(
-        commands,
-        run,
-        "a",
-        "b",
-        name="diff",
-        help="compare two checkpoints tensor by tensor",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-    )
+    help = "compare two checkpoints tensor by tensor"
+    parser = add_command(commands, run, "diff", "a", "b", help=help, text=__doc__)
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--all", action="store_true", help="list what is the same too")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit status.
-
-    Raises:
-      ValueError: files that are damaged.
-    """
+    """Run the command; returns the exit status."""
     a = checkpoint.read(options.a, layout=options.layout)
     b = checkpoint.read(options.b, layout=options.layout)
     found = _compare(a, b)
@@ -120,12 +105,11 @@ def difference(name: str, a: Any, b: Any) -> Difference:
     if tuple(a.shape) != tuple(b.shape):
         return Difference(name=name, formats=formats, result="other shape")
     values, largest, sqnr_db = _apart(values_of(a), values_of(b))
-    parts = _parts(a, b)
+    codes, scales = _parts(a, b)
     if not values:
-        alike = formats[0] == formats[1] and not any(parts)
-        return Difference(
-            name=name, formats=formats, result="same" if alike else "same values", values=0
-        )
+        alike = formats[0] == formats[1] and not (codes or scales)
+        result = "same" if alike else "same values"
+        return Difference(name=name, formats=formats, result=result, values=0)
     return Difference(
         name=name,
         formats=formats,
@@ -133,8 +117,8 @@ def difference(name: str, a: Any, b: Any) -> Difference:
         sqnr_db=sqnr_db if math.isfinite(sqnr_db) else None,
         max_error=largest if math.isfinite(largest) else None,
         values=values,
-        codes=parts[0],
-        scales=parts[1],
+        codes=codes,
+        scales=scales,
     )
 
 
@@ -178,29 +162,17 @@ def _format(x: Any) -> str | None:
 
 
 def _print(found: Sequence[Difference], total: int) -> None:
-    out = console()
     if found:
-        table = Table()
-        for index, column in enumerate(_COLUMNS):
-            table.add_column(column, justify="left" if index < 4 else "right", overflow="fold")
-        for each in found:
-            table.add_row(*_row(each))
-        out.print(table)
+        print_table(_COLUMNS, map(_row, found), left=_COLUMNS[:4])
     differing = sum(not each.equal for each in found)
-    out.print(f"{total} tensors, {differing} of them differ" if differing else f"{total} the same")
+    print(f"{total} tensors, {differing} of them differ" if differing else f"{total} the same")
 
 
 def _row(each: Difference) -> tuple[str, ...]:
     def shown(number: float | None, form: str = "") -> str:
         return "-" if number is None else format(number, form)
 
-    return (
-        each.name,
-        *(text or "-" for text in each.formats),
-        each.result,
-        shown(each.sqnr_db, ".2f"),
-        shown(each.max_error, ".4g"),
-        shown(each.values),
-        shown(each.codes),
-        shown(each.scales),
-    )
+    formats = (text or "-" for text in each.formats)
+    errors = shown(each.sqnr_db, ".2f"), shown(each.max_error, ".4g")
+    counts = map(shown, (each.values, each.codes, each.scales))
+    return (each.name, *formats, each.result, *errors, *counts)

@@ -1,10 +1,8 @@
 """`python -m mx_jax env`."""
 
 import argparse
-import contextlib
 import json
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 from mx_jax.commands.output import console
@@ -25,8 +23,14 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    with _quiet():
+    logger = logging.getLogger("mx_jax")
+    before = logger.level
+    # Not the warning that the library is missing: the table has it.
+    logger.setLevel(logging.ERROR)
+    try:
         found = environment.describe()
+    finally:
+        logger.setLevel(before)
     if options.json:
         print(json.dumps(found, indent=1))
         return 1 if "error" in found else 0
@@ -36,15 +40,3 @@ def run(options: argparse.Namespace) -> int:
     if "error" in found:
         out.print(found["error"])
     return 1 if "error" in found else 0
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warning that the library is missing: the table says it."""
-    logger = logging.getLogger("mx_jax")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

@@ -5,9 +5,7 @@ import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rich.table import Table
-
-from mx_jax.commands.output import console
+from mx_jax.commands.output import print_table
 from mx_jax.formats import (
     BLOCK_FORMATS,
     ELEMENT_FORMATS,
@@ -19,7 +17,6 @@ from mx_jax.formats import (
 )
 
 AnyFormat = BlockFormat | ElementFormat | ScaleFormat
-_CODES = ("code", "hex", "binary", "value")
 F = TypeVar("F", ElementFormat, ScaleFormat)
 
 
@@ -39,15 +36,9 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit status.
-
-    Raises:
-      ValueError: unknown formats.
-    """
-    out = console()
+    """Run the command; returns the exit status."""
     if options.values:
-        for table in _value_tables(_format(options.values)):
-            out.print(table)
+        _print_codes(_format(options.values))
         return 0
     own = (*BLOCK_FORMATS, *ELEMENT_FORMATS, *SCALE_FORMATS)
     given = [_format(each) for each in options.formats] or own
@@ -55,14 +46,10 @@ def run(options: argparse.Namespace) -> int:
     elements = _parts(given, ElementFormat, [block.element for block in blocks])
     scales = _parts(given, ScaleFormat, [block.scale for block in blocks])
     title = "Block formats (elements that share a scale: kept x contracting axis)"
-    for table in (
-        _table("Element formats", [*map(_element_row, elements)], "special values", "dtype"),
-        _table("Scale formats", [*map(_scale_row, scales)], "value", "dtype"),
-        _table(title, [*map(_block_row, blocks)], "element", "scale", "block", "tensor scale"),
-    ):
-        if table.row_count:
-            out.print(table)
-    out.print(
+    _print("Element formats", [*map(_element_row, elements)], "special values", "dtype")
+    _print("Scale formats", [*map(_scale_row, scales)], "value", "dtype")
+    _print(title, [*map(_block_row, blocks)], "element", "scale", "block", "tensor scale")
+    print(
         "emax: unbiased exponent of the largest value. Dynamic range: 20 log10(max / smallest). "
         "List every code of one with --values FORMAT."
     )
@@ -90,14 +77,10 @@ def _parts(given: Iterable[Any], kind: type[F], more: Iterable[F]) -> list[F]:
     return list(dict.fromkeys([*(each for each in given if isinstance(each, kind)), *more]))
 
 
-def _table(title: str, rows: Sequence[Mapping[str, str]], *texts: str) -> Table:
-    """Rows of cells by their column; `texts`: columns that begin at the left, as names do."""
-    table = Table(title=title, title_justify="left")
-    for column in rows[0] if rows else ():
-        table.add_column(column, justify="left" if column in ("name", *texts) else "right")
-    for row in rows:
-        table.add_row(*row.values())
-    return table
+def _print(title: str, rows: Sequence[Mapping[str, str]], *left: str) -> None:
+    """Rows of cells by their column; `left`: columns that begin at the left, as names do."""
+    if rows:
+        print_table([*rows[0]], [[*row.values()] for row in rows], ("name", *left), title=title)
 
 
 def _element_row(element: ElementFormat) -> dict[str, str]:
@@ -143,15 +126,10 @@ def _block_row(block: BlockFormat) -> dict[str, str]:
 
 
 def _specials(element: ElementFormat) -> str:
-    names = []
     if element.kind == "int":
-        return "-2 never written" if not element.negative_extra else "-2"
-    if element.has_inf:
-        names.append("Inf")
-    if element.nan_code is not None:
-        names.append("NaN")
-    names.append("-0" if element.has_negative_zero else "no -0")
-    return ", ".join(names)
+        return "-2" if element.negative_extra else "-2 never written"
+    names = ["Inf"] * element.has_inf + ["NaN"] * (element.nan_code is not None)
+    return ", ".join([*names, "-0" if element.has_negative_zero else "no -0"])
 
 
 def _power(value: float) -> str:
@@ -160,17 +138,21 @@ def _power(value: float) -> str:
     return f"2^{int(exponent)}" if float.fromhex(mantissa + "p0") == 1 else f"{value:g}"
 
 
-def _value_tables(format: AnyFormat) -> list[Table]:
-    """One table for an element or a scale, both for a block format."""
+def _print_codes(format: AnyFormat) -> None:
+    """Every code of an element or a scale; of a block format those of both."""
     if isinstance(format, BlockFormat):
-        scale = [] if format.scale.is_float32 else _value_tables(format.scale)
-        return [*_value_tables(format.element), *scale]
+        _print_codes(format.element)
+        if not format.scale.is_float32:
+            _print_codes(format.scale)
+        return
     if isinstance(format, ScaleFormat) and format.is_float32:
         raise ValueError(
             f"formats --values: {format.name} is float32, whose codes are too many to list"
         )
-    digits, rows = -(-format.bits // 4), []
-    for code in range(1 << format.bits):
-        texts = (str(code), f"0x{code:0{digits}X}", f"{code:0{format.bits}b}")
-        rows.append(dict(zip(_CODES, (*texts, repr(format.value(code))), strict=True)))
-    return [_table(f"{type(format).__name__} {format.name}", rows, _CODES[0])]
+    digits, columns = -(-format.bits // 4), ("code", "hex", "binary", "value")
+    rows = [
+        (str(code), f"0x{code:0{digits}X}", f"{code:0{format.bits}b}", repr(format.value(code)))
+        for code in range(1 << format.bits)
+    ]
+    title = f"{type(format).__name__} {format.name}"
+    print_table(columns, rows, left=columns[:1], title=title)

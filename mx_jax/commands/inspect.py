@@ -1,4 +1,15 @@
-"""`python -m mx_jax inspect`."""
+"""Print how each tensor of a checkpoint is stored, and statistics of its values.
+
+Its bits, its largest value, the shares of zeros and of codes at their format's limit, the range of
+its block scales, and how far it is from a reference, whose tensors are found by name.
+
+examples:
+
+    python -m mx_jax inspect small.safetensors
+    python -m mx_jax inspect small.safetensors --reference model.safetensors
+    python -m mx_jax inspect model.gguf --only '.*attn.*' --json
+    python -m mx_jax inspect small.safetensors --html report.html
+"""
 
 import argparse
 import json
@@ -7,42 +18,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from mx_jax import checkpoint
-from mx_jax.checkpoint.safetensors_file import replacing
+from mx_jax.checkpoint.files import replacing
 from mx_jax.checkpoint.weights import Weights
-from mx_jax.commands.output import check_replaceable, console, say, watched
-from mx_jax.commands.stream import add_command
+from mx_jax.commands.output import print_table, say, watched
+from mx_jax.commands.stream import add_command, check_replaceable
 from mx_jax.inspect.report_checkpoint import TensorFacts, checkpoint_page, facts_of, size
 
-_DESCRIPTION = """
-Look at the tensors of a checkpoint: how each is stored, its bits, its largest value, the shares of
-zeros and of codes at their format's limit, how its block scales lie, and how far it is from a
-reference. Tensors of the reference are found by name.
-"""
-_EXAMPLES = """
-examples:
-
-    python -m mx_jax inspect small.safetensors
-    python -m mx_jax inspect small.safetensors --reference model.safetensors
-    python -m mx_jax inspect model.gguf --only '.*attn.*' --json
-    python -m mx_jax inspect small.safetensors --html report.html
-"""
 _COLUMNS = ("tensor", "format", "shape", "size", "bits", "amax", "zeros %", "at limit %", "scales")
 
 
 def add_to(commands: Any) -> None:
     """Add the command to a parser's subparsers."""
-    parser = add_command(
-        commands,
-        run,
-        "file",
-        name="inspect",
-        help="print what the tensors of a checkpoint are",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-    )
+    help = "print what the tensors of a checkpoint are"
+    parser = add_command(commands, run, "inspect", "file", help=help, text=__doc__)
     parser.add_argument(
         "--reference", metavar="FILE", type=Path, help="what the tensors should be, for the SQNR"
     )
@@ -55,11 +44,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit status.
-
-    Raises:
-      ValueError: no tensor of that name, or files that are damaged.
-    """
+    """Run the command; returns the exit status."""
     page = options.html
     if page is not None and page.exists():
         for path in (options.file, options.reference):
@@ -96,16 +81,14 @@ def _chosen(weights: Weights, only: str | None) -> list[str]:
 
 def _print(found: Sequence[TensorFacts], compared: bool) -> None:
     columns = (*_COLUMNS, "SQNR dB") if compared else _COLUMNS
-    title = f"{len(found)} tensors, {size(sum(facts.nbytes for facts in found))}"
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < 3 else "right", overflow="fold")
+    rows = []
     for facts in found:
         *row, sqnr = facts.texts("-")
         scales = facts.scales
         row.append(f"2^{min(scales)} .. 2^{max(scales)}" if scales else "-")
-        table.add_row(*row, *([sqnr] if compared else []))
-    console().print(table)
+        rows.append([*row, *([sqnr] if compared else [])])
+    title = f"{len(found)} tensors, {size(sum(facts.nbytes for facts in found))}"
+    print_table(columns, rows, left=_COLUMNS[:3], title=title)
     for facts in found:
         for warning in facts.plausibility.warnings:
             print(f"{facts.name}: {warning}")

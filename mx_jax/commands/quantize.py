@@ -1,50 +1,9 @@
-"""`python -m mx_jax quantize`."""
+"""Quantize the weights of a checkpoint, one tensor at a time.
 
-import argparse
-import functools
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+Blocks lie along the axis that a product contracts: the last of a matrix called .weight, the first
+of one called kernel. What already is quantized stays as it is, and so do tensors of fewer than two
+axes.
 
-import numpy as np
-
-from mx_jax.calibrate.ways import GPTQ
-from mx_jax.checkpoint.safetensors_file import deferred
-from mx_jax.checkpoint.scales import effective_scales
-from mx_jax.commands.output import console, say
-from mx_jax.commands.rules import (
-    SCALES,
-    FileRule,
-    Judged,
-    format_rule,
-    judge,
-    quantized_like,
-    read_rules,
-    report,
-    shared_scales,
-)
-from mx_jax.commands.stream import (
-    OWN,
-    add_command,
-    as_it_is,
-    check_output,
-    layout_for,
-    like,
-    read,
-    tell_of_values,
-    write_out,
-)
-from mx_jax.convert.report import Report
-from mx_jax.convert.rules import Rule
-from mx_jax.generate.load import tensor_moments
-from mx_jax.mxarray import MXArray
-
-_DESCRIPTION = """
-Quantize the weights of a checkpoint, one tensor at a time. Blocks lie along the axis that a product
-contracts: the last of a matrix called .weight, the first of one called kernel. What already is
-quantized stays as it is, and so do tensors of fewer than two axes.
-"""
-_EXAMPLES = """
 examples:
 
   everything but embeddings and head, to a file of mx_jax:
@@ -82,22 +41,64 @@ examples:
     format = "mxfp8_e4m3"
     scale_rule = "rceil"                      # default: what loses least
 """
+
+import argparse
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mx_jax.calibrate.ways import GPTQ
+from mx_jax.checkpoint.files import Entry, deferred
+from mx_jax.checkpoint.scales import effective_scales
+from mx_jax.checkpoint.weights import Stored
+from mx_jax.commands.output import console, say
+from mx_jax.commands.rules import (
+    SCALES,
+    FileRule,
+    Judged,
+    format_rule,
+    judge,
+    quantized_like,
+    read_rules,
+    report,
+    shared_scales,
+)
+from mx_jax.commands.stream import (
+    OWN,
+    add_command,
+    as_it_is,
+    check_output,
+    layout_for,
+    read,
+    report_dequantized,
+    write_out,
+)
+from mx_jax.convert.report import Report
+from mx_jax.convert.rules import Rule
+from mx_jax.generate.load import tensor_moments
+from mx_jax.mxarray import MXArray
+
+_DEQUANTIZE = """
+Write the values that quantized weights stand for, one tensor at a time, as a safetensors file that
+any program reads. Names stay.
+
+examples:
+
+    python -m mx_jax dequantize small.safetensors big.safetensors
+    python -m mx_jax dequantize model.gguf model.safetensors --dtype bfloat16
+"""
 # Where few bits cost most, and what most checkpoints leave alone: embeddings and the head.
 KEPT = r"(.*[./])?(\w*embed\w*|token_embd|wte|wpe|lm_head|output|head|tokens)"
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to a parser's subparsers."""
-    parser = add_command(
-        commands,
-        run,
-        "in",
-        writes=True,
-        name="quantize",
-        help="quantize a checkpoint's weights, by a format or by rules",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-    )
+    """Add both commands to a parser's subparsers."""
+    help = "quantize a checkpoint's weights, by a format or by rules"
+    parser = add_command(commands, run, "quantize", "in", help=help, text=__doc__, writes=True)
     parser.add_argument(
         "--format",
         metavar="FORMAT",
@@ -135,20 +136,24 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--strict", action="store_true", help="a rule that matches nothing is an error"
     )
+    help = "write the values that quantized weights stand for"
+    how = {"help": help, "text": _DEQUANTIZE, "writes": True}
+    parser = add_command(commands, run_dequantize, "dequantize", "in", **how)
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the values (default: what was quantized)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit status.
-
-    Raises:
-      ValueError: options that do not fit together, rules, or files that are damaged.
-    """
+    """Run the command; returns the exit status."""
     rules = _rules(options)
     if not options.dry_run:
         check_output(options)
     weights = read(options)
-    likes = {name: like(weights, name) for name in weights}
-    judged = {name: judge(rules, name, tensor) for name, tensor in likes.items()}
+    tensors = {name: as_it_is(one) for name, one in weights.stored.items()}
+    judged = {name: judge(rules, name, tensor) for name, tensor in tensors.items()}
     found = report(rules, judged)
     _check_used(options, rules, found)
     if options.dry_run:
@@ -172,13 +177,11 @@ def run(options: argparse.Namespace) -> int:
             spoilt[name] = bad
         return made
 
-    tensors = {
-        name: deferred(functools.partial(quantized, name), quantized_like(each, likes[name]))
-        if each.quantizes
-        else as_it_is(weights, name)
-        for name, each in judged.items()
-    }
-    tell_of_values(weights, (name for name in weights if not judged[name].quantizes))
+    for name, each in judged.items():
+        if each.quantizes:
+            like = quantized_like(each, tensors[name])
+            tensors[name] = deferred(functools.partial(quantized, name), like)
+    report_dequantized(weights, (name for name in weights if not judged[name].quantizes))
     layout = layout_for(options.to, tensors, weights.path)
     if layout != OWN:
         # Nothing is quantized before it is written.
@@ -198,7 +201,7 @@ def _check_used(options: argparse.Namespace, rules: tuple[FileRule, ...], found:
     """Say which rules decide about no tensor; with --strict, refuse them."""
     for index in found.unused:
         text = f"quantize: rule {index} ({rules[index].rule}) decides about no tensor"
-        # That what is kept is not there is as good.
+        # The default rule for embeddings and heads may match nothing.
         if options.strict and options.rules is not None:
             raise ValueError(f"{text}; --dry-run shows the names")
         if options.rules is not None or found.num_converted == 0:
@@ -230,7 +233,7 @@ def _rules(options: argparse.Namespace) -> tuple[FileRule, ...]:
 
 
 def _moments(options: argparse.Namespace, judged: Mapping[str, Judged]) -> dict[str, Any]:
-    """Of what GPTQ's weights are multiplied with; says of which there is none."""
+    """Second moments of what GPTQ's weights are multiplied with; prints which have none."""
     wanted = [name for name, each in judged.items() if each.quantizes and each.scales == GPTQ]
     if not wanted:
         if options.texts:
@@ -243,3 +246,29 @@ def _moments(options: argparse.Namespace, judged: Mapping[str, Judged]) -> dict[
     if unknown:
         say(f"{len(unknown)} of no product that is known, such as {unknown[0]}: scales by mse")
     return found
+
+
+def run_dequantize(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    check_output(options)
+    weights = read(options)
+    tensors = {name: _values(one, options.dtype) for name, one in weights.stored.items()}
+    sizes = write_out(options, weights, tensors)
+    say(f"{options.out}: {len(weights.quantized)} tensors dequantized, {sizes}")
+    return 0
+
+
+def _values(one: Stored, dtype: str | None) -> Any:
+    """A tensor's values, of a dtype or that of what was quantized."""
+    tensor = as_it_is(one)
+    if one.layout is None:
+        return tensor
+    wanted = np.dtype(jnp.dtype(tensor.dtype if dtype is None else dtype))
+
+    def fetch() -> Any:
+        value = one.fetch()
+        # What no MXArray holds comes dequantized.
+        is_quantized = isinstance(value, MXArray)
+        return value.dequantize(wanted) if is_quantized else value.astype(wanted)
+
+    return Entry(one.shape, wanted, fetch)

@@ -1,4 +1,4 @@
-"""Rules for the tensors of a file (`rules.toml`), and what they say of each."""
+"""Rules for the tensors of a file (`rules.toml`), and what they decide about each."""
 
 import dataclasses
 import functools
@@ -50,12 +50,7 @@ class FileRule:
 
 
 def read_rules(path: Path) -> tuple[FileRule, ...]:
-    """The rules of a file, in order.
-
-    Raises:
-      FileNotFoundError: there is none.
-      ValueError: no TOML, or no rules, with the number of the one that is wrong.
-    """
+    """The rules of a file, in order; ValueError names the number of the one that is wrong."""
     try:
         found = tomllib.loads(path.read_bytes().decode())
     except (ValueError, RecursionError) as error:
@@ -76,13 +71,6 @@ def format_rule(
     scales: str | None = None,
 ) -> FileRule:
     """A rule that stores weights in a format, by the scale rule that loses least for it.
-
-    Args:
-      pattern: of names.
-      format: or its name.
-      scale_rule: another rule, or its name.
-      axis: as `FileRule` has it.
-      scales: one of `SCALES`, or None for those of the rule.
 
     Raises:
       ValueError: unknown names, or a format whose scales cannot be searched.
@@ -188,13 +176,10 @@ class Judged:
 
 
 def judge(rules: tuple[FileRule, ...], name: str, tensor: Any) -> Judged:
-    """Ask the rules about a tensor.
+    """What the first rule that matches makes of a tensor, of which shape and dtype are known.
 
-    Args:
-      rules: in order.
-      name: of the tensor. Patterns match it whole, or without its last part (`.weight`), with `.`
-        or with `/` between the parts.
-      tensor: anything with a shape and a dtype, or an MXArray of such.
+    Patterns match its name whole, or without its last part (`.weight`), with `.` or with `/`
+    between the parts.
     """
     shape = tuple(tensor.shape)
     if len(shape) < 2:
@@ -284,12 +269,7 @@ def unlike(scales: Mapping[str, float]) -> list[tuple[str, ...]]:
 
 
 def shared_scales(weights: Weights, judged: Mapping[str, Judged]) -> dict[str, float]:
-    """Tensor scales of matrices that are quantized alike and become one: that of the largest.
-
-    Args:
-      weights: what is quantized; the matrices of a group are read one after the other.
-      judged: what becomes of each.
-    """
+    """Tensor scales of matrices that are quantized alike and become one: that of the largest."""
     found: dict[str, float] = {}
     for group in fused(name for name, each in judged.items() if each.has_tensor_scale):
         first = judged[group[0]]

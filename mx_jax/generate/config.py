@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mx_jax.checkpoint.folder import read_table
+from mx_jax.checkpoint.files import read_table
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from mx_jax.calibrate.moments import Moments, moments
 from mx_jax.calibrate.ways import GPTQ, SEARCHED, Gptq, SearchedScales, Way
-from mx_jax.checkpoint.folder import progress_bar
+from mx_jax.checkpoint.files import progress_bar
 from mx_jax.checkpoint.foreign import read
 from mx_jax.checkpoint.gguf import gguf_in
 from mx_jax.checkpoint.weights import Weights

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mx_jax.checkpoint.files import check_apart, replacing
 from mx_jax.checkpoint.foreign import read as read_weights
-from mx_jax.checkpoint.safetensors_file import check_apart, replacing
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.inspect import statistics
 from mx_jax.inspect.records import Memory, Record, Scalar, from_json

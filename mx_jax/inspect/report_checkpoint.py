@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mx_jax.checkpoint.folder import progress_bar
+from mx_jax.checkpoint.files import progress_bar
 from mx_jax.checkpoint.scales import Plausibility, effective_scales, plausibility
 from mx_jax.checkpoint.weights import Stored, Weights
 from mx_jax.inspect.report_page import (

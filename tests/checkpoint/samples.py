@@ -17,8 +17,7 @@ import numpy as np
 from mx_jax import checkpoint
 from mx_jax.checkpoint.layouts import LAYOUTS, Layout
 from mx_jax.cli import command_parser
-from mx_jax.commands import output
-from mx_jax.commands.output import partial_folder
+from mx_jax.commands.stream import RECORD, partial_folder, record_options
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
 from mx_jax.generate.tokenizer import Tokenizer, tokenizer_of_folder, tokenizer_of_gguf
 from tests.checkpoint.gguf_bytes import BOOL, F32, I32, STRING, U32, Tensor, array, gguf, text
@@ -286,9 +285,9 @@ def resume(path: Path) -> None:
     words = [*_convert(path), "--resume"]
     fresh = command_parser().parse_args([*words[:2], str(path / "fresh"), *words[3:]])
     (path / "fresh").mkdir()
-    output.record_options(fresh, path / "fresh")
-    source = json.loads((path / "fresh" / output.RECORD).read_text())["in"]
-    record = partial_folder(path / "out") / output.RECORD
+    record_options(fresh, path / "fresh")
+    source = json.loads((path / "fresh" / RECORD).read_text())["in"]
+    record = partial_folder(path / "out") / RECORD
     record.write_bytes(record.read_bytes().replace(_SOURCE.encode(), source.encode()))
     quietly(*words)
     dict(checkpoint.read(path / "out"))
@@ -303,8 +302,8 @@ def _stopped() -> dict[str, bytes]:
         quietly(*_convert(path))
         options = command_parser().parse_args(_convert(path))
         made = (path / "out").rename(partial_folder(path / "out"))
-        output.record_options(options, made)
-        record = made / output.RECORD
+        record_options(options, made)
+        record = made / RECORD
         said = json.loads(record.read_text()) | {"in": _SOURCE}
         record.write_text(json.dumps(said))
         kept = [path / "model.safetensors", record, *sorted(made.glob("*-00001-*"))]

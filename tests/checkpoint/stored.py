@@ -1,5 +1,6 @@
-"""MXArrays of every kind, made without compiling a cast, and files of arrays."""
+"""Tiny checkpoints: MXArrays of every kind, made without compiling a cast, files and folders."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.safetensors_file import Entry, write
+from mx_jax import checkpoint
+from mx_jax.checkpoint.files import Entry, write
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
@@ -56,3 +58,13 @@ def put(
     """A safetensors file of arrays, whoever's it may be."""
     write(path, {n: Entry.of(x) for n, x in tensors.items()}, metadata or {}, lambda *_: None)
     return path
+
+
+def put_model(folder: Path, weights: Mapping[str, Any], config: Any, layout: str | None = None):
+    """A model's folder with its config.json: arrays as they are, or weights in a layout."""
+    folder.mkdir(exist_ok=True)
+    if layout is None:
+        put(folder / "model.safetensors", weights)
+    else:
+        checkpoint.write(folder / "model.safetensors", weights, layout=layout)
+    (folder / "config.json").write_text(json.dumps(config))

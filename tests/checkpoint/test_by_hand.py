@@ -71,21 +71,8 @@ def nibbles(stored: bytes, shape: tuple[int, ...]) -> np.ndarray:
 
 
 # Some codes of E4M3, 2^(e - 7) (1 + m / 8), subnormals m 2^-9: bits and value.
-E4M3 = {
-    0x00: 0.0,
-    0x01: 2.0**-9,
-    0x07: 7 * 2.0**-9,
-    0x08: 2.0**-6,
-    0x30: 0.5,
-    0x38: 1.0,
-    0x39: 1.125,
-    0x3C: 1.5,
-    0x40: 2.0,
-    0x7E: 448.0,
-    0xB8: -1.0,
-    0xC4: -3.0,
-    0xFE: -448.0,
-}
+E4M3 = {0x00: 0.0, 0x01: 2.0**-9, 0x07: 7 * 2.0**-9, 0x08: 2.0**-6, 0x30: 0.5, 0x38: 1.0}
+E4M3 |= {0x39: 1.125, 0x3C: 1.5, 0x40: 2.0, 0x7E: 448.0, 0xB8: -1.0, 0xC4: -3.0, 0xFE: -448.0}
 
 
 # 130 x 200 is two by two tiles of 128 x 128, three of them partial.
@@ -122,23 +109,27 @@ def values_of(folder: Path, name: str) -> np.ndarray:
     return np.asarray(found.dequantize(jnp.float32))
 
 
-def tiles(scales: list[list[float]]) -> np.ndarray:
-    """Two by two numbers over their tiles."""
-    spread = np.array(scales, np.float32).repeat(128, 0).repeat(128, 1)
-    return VALUES * spread[:ROWS, :COLUMNS]
-
-
 def blocks(size: int, scales: list[float]) -> np.ndarray:
     """Values of `FP4`, one number a block."""
     spread = np.array(scales, np.float32).reshape(2, -1).repeat(size, 1)
     return nibbles(FP4, (2, 64)) * spread
 
 
-def deepseek(layout: str, name: str, scales: str, stored: Tensor, factors: Any) -> Fixture:
+def e8m0(*exponents: int, dtype: str = "F8_E8M0") -> Tensor:
+    """Two by two scales."""
+    return tensor(dtype, (2, 2), exponents)
+
+
+def deepseek(layout: str, name: str, scales: str, stored: Tensor) -> Fixture:
+    """Codes under two by two scales, float32 or 2^(byte - 127), each of a tile."""
     said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     codes = tensor("F8_E4M3", (ROWS, COLUMNS), CODES.tobytes())
     found = {f"{name}.weight": codes, f"{name}.{scales}": stored}
-    return Fixture(layout, f"{name}.weight", found, said, tiles(factors))
+    factors = [2.0 ** (byte - 127) for byte in stored[2]]
+    if stored[0] == "F32":
+        factors = struct.unpack("<4f", stored[2])
+    spread = np.array(factors, np.float32).reshape(2, 2).repeat(128, 0).repeat(128, 1)
+    return Fixture(layout, f"{name}.weight", found, said, VALUES * spread[:ROWS, :COLUMNS])
 
 
 def fp4(
@@ -162,43 +153,19 @@ QUARK = {
 }
 MODELOPT = {"quant_method": "modelopt", "producer": {"name": "modelopt"}, "ignore": []}
 # 2^0, 2^-3, 2^1 and 2^-126, the least that bfloat16 has as a normal number.
-E8M0 = tensor("U8", (2, 2), [127, 124, 128, 1])
+E8M0 = e8m0(127, 124, 128, 1, dtype="U8")
 OCTAVES = [1, 0.125, 2, 2.0**-126]
-PROJECTION = "model.layers.0.mlp.up_proj"
+PROJECTION, QUERIES = "model.layers.0.mlp.up_proj", "layers.0.attn.wq_a"
 
 FIXTURES = [
-    deepseek(
-        "deepseek-v3",
-        PROJECTION,
-        "weight_scale_inv",
-        floats((2, 2), [1, 0.3, 1.5, 7e-4]),
-        [[1, 0.3], [1.5, 7e-4]],
-    ),
-    deepseek(
-        "deepseek-v3.1",
-        PROJECTION,
-        "weight_scale_inv",
-        tensor("F8_E8M0", (2, 2), [127, 120, 128, 110]),
-        [[1, 2.0**-7], [2, 2.0**-17]],
-    ),
-    deepseek(
-        "deepseek-v4-base",
-        "layers.0.attn.wq_a",
-        "scale",
-        floats((2, 2), [0.1, 2, 1, 3e-5]),
-        [[0.1, 2], [1, 3e-5]],
-    ),
-    deepseek(
-        "deepseek-v4",
-        "layers.0.attn.wq_a",
-        "scale",
-        tensor("F8_E8M0", (2, 2), [126, 127, 100, 129]),
-        [[0.5, 1], [2.0**-27, 4]],
-    ),
+    deepseek("deepseek-v3", PROJECTION, "weight_scale_inv", floats((2, 2), [1, 0.3, 1.5, 7e-4])),
+    deepseek("deepseek-v3.1", PROJECTION, "weight_scale_inv", e8m0(127, 120, 128, 110)),
+    deepseek("deepseek-v4-base", QUERIES, "scale", floats((2, 2), [0.1, 2, 1, 3e-5])),
+    deepseek("deepseek-v4", QUERIES, "scale", e8m0(126, 127, 100, 129)),
     fp4(
         "deepseek-v4-experts",
         "layers.0.ffn.experts.7.w2",
-        {"scale": tensor("F8_E8M0", (2, 2), [127, 124, 128, 1])},
+        {"scale": e8m0(127, 124, 128, 1)},
         {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
         blocks(32, OCTAVES),
         dtype="I8",

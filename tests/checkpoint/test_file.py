@@ -5,7 +5,6 @@ import os
 import stat
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -21,7 +19,7 @@ from flax import nnx
 
 import mx_jax
 from mx_jax import checkpoint
-from mx_jax.checkpoint.safetensors_file import replacing
+from mx_jax.checkpoint.files import replacing
 from mx_jax.checkpoint.weights import on_device
 from mx_jax.formats import MXFP4, MXFP6_E3M2, NVFP4
 from tests.checkpoint.stored import assert_same, draw
@@ -247,60 +245,6 @@ def test_headers_that_lie(sample: tuple[Path, bytes]):
         assert not put(__metadata__={"mx_jax": text})
 
 
-@pytest.mark.slow
-def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path):
-    """Twenty tensors of 16 MiB are written from a device where 320 MiB would not fit twice."""
-    program = textwrap.dedent(
-        """
-        import resource, sys, numpy as np, jax.numpy as jnp
-        from mx_jax import checkpoint
-        from mx_jax.formats import MXFP4
-        from tests.checkpoint.stored import draw
-        rng = np.random.default_rng(0)
-        tree = {str(i): draw(MXFP4, (4096, 4096), rng) for i in range(20)}
-        checkpoint.save(sys.argv[1], {"0": tree["0"]})
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        checkpoint.save(sys.argv[1], tree)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-        """
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "model.safetensors")],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert (tmp_path / "model.safetensors").stat().st_size > 160 * 2**20
-    assert int(done.stdout) < 100 * 1024  # KiB
-
-
-ARRAYS = (
-    np.arange(5),
-    np.full((2, 3), 3.5),
-    np.ones((0, 5), np.float32),
-    np.array(2.0, np.float32),
-    np.arange(24, dtype=np.float32).reshape(4, 6)[:, ::2],
-    np.array([True, False]),
-    np.arange(9).astype(ml_dtypes.bfloat16),
-    np.frombuffer(b"\x00" * 3 + b"\x01\x02\x03\x04", np.uint8)[3:],
-)
-
-
-@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}{list(array.shape)}")
-def test_as_jnp_has_it(array: np.ndarray):
-    found, expected = on_device(array), jnp.asarray(array)
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    assert (found.weak_type, found.committed) == (expected.weak_type, expected.committed)
-    np.testing.assert_array_equal(found, expected)
-
-
-def test_what_lies_there_already_stays():
-    array = jnp.ones(3)
-    assert on_device(array) is array
-    assert jax.jit(on_device)(array).shape == (3,)
-
-
 def test_a_file_may_change_afterwards(tmp_path: Path):
     """What was read is a copy: neither the file nor the caller's array is looked at again."""
     path = tmp_path / "a.safetensors"
@@ -331,7 +275,7 @@ def test_it_is_copied_once(monkeypatch: pytest.MonkeyPatch):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mx_jax.checkpoint.safetensors_file import replacing
+from mx_jax.checkpoint.files import replacing
 with replacing(Path(sys.argv[1])) as file:
     file.write(b"half")
     file.flush()

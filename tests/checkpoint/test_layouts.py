@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,11 +10,11 @@ import pytest
 
 import mx_jax
 from mx_jax import checkpoint
+from mx_jax.checkpoint.files import Reader
 from mx_jax.checkpoint.layouts import LAYOUTS, Layout
-from mx_jax.checkpoint.safetensors_file import Reader
-from tests.checkpoint.stored import assert_same, draw, put
+from tests.checkpoint.stored import assert_same, draw, put, put_model
 
-E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
+E4M3 = ml_dtypes.float8_e4m3fn
 
 
 def weight_of(row: Layout, rng: np.random.Generator) -> mx_jax.MXArray:
@@ -79,13 +78,13 @@ def test_by_hand(tmp_path: Path):
     np.testing.assert_array_equal(values.reshape(-1), expected)
 
 
-def nvfp4(**changed: Any) -> dict[str, np.ndarray]:
+def nvfp4() -> dict[str, np.ndarray]:
     return {
         "q.weight": np.full((8, 32), 0x21, np.uint8),
         "q.weight_scale": np.full((8, 4), 0.5, E4M3),
         "q.weight_scale_2": np.array(0.125, np.float32),
         "q.input_scale": np.array(0.01, np.float32),
-    } | changed
+    }
 
 
 def test_modelopt(tmp_path: Path):
@@ -107,18 +106,11 @@ def test_rows_under_one_scale(tmp_path: Path, rng: np.random.Generator):
     np.testing.assert_array_equal(weights["q.weight"].dequantize(jnp.float32), expected)
 
 
-@pytest.mark.parametrize(
-    ("changed", "complaint"),
-    [
-        ({"q.pre_quant_scale": np.ones(64, np.float32)}, "1 tensors such as q.pre_quant"),
-        ({"q.weight_scale_2": np.ones(8, np.float32)}, r"one positive number.*shape=\(8,\)"),
-    ],
-)
-def test_what_would_ruin_a_model(changed: dict[str, Any], complaint: str, tmp_path: Path):
+def test_what_would_ruin_a_model(tmp_path: Path):
     """More of it is in test_by_hand, for every layout."""
-    path = put(tmp_path / "a.safetensors", nvfp4(**changed))
-    with pytest.raises(ValueError, match=f"(?s)checkpoint.read: .*a.safetensors.*{complaint}"):
-        dict(checkpoint.read(path))
+    path = put(tmp_path / "a.safetensors", nvfp4() | {"q.pre_quant_scale": np.ones(64, np.float32)})
+    with pytest.raises(ValueError, match=r"checkpoint.read: .*: 1 tensors such as q.pre_quant"):
+        checkpoint.read(path)
 
 
 def test_a_divisor_taken_for_a_factor(tmp_path: Path):
@@ -280,9 +272,8 @@ def put_rotated(
         "up.act_global_scale": np.full(1, 4, bfloat16),
         "up.forward_hadamard_matrix": matrix.astype(bfloat16),
     }
-    put(folder / "model.safetensors", tensors)
     stated = {"quant_method": "fp_quant", "forward_dtype": kind}
-    (folder / "config.json").write_text(json.dumps({"quantization_config": stated}))
+    put_model(folder, tensors, {"quantization_config": stated})
 
 
 @pytest.mark.parametrize(("kind", "size"), [("mxfp4", 32), ("nvfp4", 16)])

@@ -68,31 +68,26 @@ def any_scales(*shape: int) -> np.ndarray:
     return np.random.default_rng(2).random(shape, np.float32) + 0.1
 
 
+FP8, FP4 = "float8_e4m3fn", "float4_e2m1fn"
+THREE = np.tile(np.float32([0.875, 24.0, 2**-8]), (64, 2))
 # dtype, scales, Qwix's name, the format asked for, the format of the result and its blocks.
 FROM: dict[str, tuple[Any, Any, Any, Any, str, Any]] = {
-    "mxfp8": ("float8_e4m3fn", powers(2, 96), "mxfp8", None, "mxfp8_e4m3", ((-2, 32),)),
-    "mxfp4": ("float4_e2m1fn", powers(64, 3), "mxfp4", None, "mxfp4", ((-1, 32),)),
-    "nvfp4": (
-        "float4_e2m1fn",
-        np.tile(np.float32([0.875, 24.0, 2**-8]), (64, 2)),
-        "nvfp4",
-        None,
-        "nvfp4_one_level",
-        ((-1, 16),),
-    ),
+    "mxfp8": (FP8, powers(2, 96), "mxfp8", None, "mxfp8_e4m3", ((-2, 32),)),
+    "mxfp4": (FP4, powers(64, 3), "mxfp4", None, "mxfp4", ((-1, 32),)),
+    "nvfp4": (FP4, THREE, "nvfp4", None, "nvfp4_one_level", ((-1, 16),)),
     "asked": ("float8_e5m2", powers(2, 96), None, "mxfp8_e5m2", "mxfp8_e5m2", ((-2, 32),)),
     "int8": ("int8", powers(2, 96), None, "mxint8", "mxint8", ((-2, 32),)),
     "int8 channels": ("int8", any_scales(1, 96), None, None, "qwix_1xwhole_int8", ((-2, WHOLE),)),
     "tensor": (
-        "float8_e4m3fn",
+        FP8,
         any_scales(1, 1),
         None,
         None,
         "qwix_wholexwhole_e4m3",
         ((-2, WHOLE), (-1, WHOLE)),
     ),
-    "tiles": ("float4_e2m1fn", any_scales(4, 3), None, None, "qwix_16x32_e2m1", None),
-    "each": ("float8_e4m3fn", any_scales(64, 96), None, None, "qwix_1x1_e4m3", ()),
+    "tiles": (FP4, any_scales(4, 3), None, None, "qwix_16x32_e2m1", None),
+    "each": (FP8, any_scales(64, 96), None, None, "qwix_1x1_e4m3", ()),
 }
 
 
@@ -160,98 +155,74 @@ def test_an_mxarray_keeps_its_values(format: str, stand_in: None):
     np.testing.assert_array_equal(back.scales, x.scales)
 
 
-BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "zero point": (
-        lambda: dataclasses.replace(drawn("int8", powers(1, 96)), zero_point=jnp.zeros((1, 96))),
-        {},
-        "no zero point",
-    ),
-    "nf4": (
-        lambda: QArray(jnp.zeros((4, 4), jnp.uint4), jnp.ones((1, 4)), None, "nf4"),
-        {},
-        "elements must be of .* got uint4, qtype='nf4'",
-    ),
-    "int4": (
-        lambda: QArray(jnp.zeros((4, 4), jnp.int4), jnp.ones((1, 4)), None, "int4"),
-        {},
-        "elements must be of float8_e4m3fn, .* got int4",
-    ),
+def zero_point() -> QArray:
+    return dataclasses.replace(drawn("int8", powers(1, 96)), zero_point=jnp.zeros((1, 96)))
+
+
+def of(dtype: str, *scales: int) -> QArray:
+    """Of 4 x 6 x 10, or fewer axes, as many as the scales have."""
+    shape = (4, 6, 10)[: len(scales)]
+    return QArray(jnp.ones(shape, jnp.dtype(dtype)), jnp.ones(scales), None, dtype)
+
+
+# What is made, the format asked for, and the complaint.
+BAD: dict[str, tuple[Any, Any, str]] = {
+    "zero point": (zero_point, None, "no zero point"),
+    "nf4": (lambda: of("uint4", 1, 6), None, "elements must be of .* got uint4, qtype='uint4'"),
+    "int4": (lambda: of("int4", 1, 6), None, "elements must be of float8_e4m3fn, .* got int4"),
     "no power of two": (
-        lambda: drawn("float8_e4m3fn", any_scales(2, 96), qtype="mxfp8"),
-        {},
+        lambda: drawn(FP8, any_scales(2, 96), qtype="mxfp8"),
+        None,
         "format=mxfp8_e4m3 has scales in e8m0, got scale=",
     ),
     "beyond E8M0": (
-        lambda: drawn("float8_e4m3fn", np.full((2, 96), 2.0**-128), qtype="mxfp8"),
-        {},
+        lambda: drawn(FP8, np.full((2, 96), 2.0**-128), qtype="mxfp8"),
+        None,
         "has scales in e8m0",
     ),
     "tiles of 16": (
-        lambda: drawn("float8_e4m3fn", powers(4, 96), qtype="mxfp8"),
-        {},
+        lambda: drawn(FP8, powers(4, 96), qtype="mxfp8"),
+        None,
         r"format=mxfp8_e4m3 has blocks of \(1, 32\), got tiles={-2: \(16, 4\)}",
     ),
-    "two axes": (lambda: drawn("float8_e4m3fn", powers(2, 3), qtype="mxfp8"), {}, "has blocks of"),
-    "one axis of two": (
-        lambda: drawn("float4_e2m1fn", powers(2, 96)),
-        {"format": "mxfp4_2d"},
-        "has blocks of",
-    ),
+    "two axes": (lambda: drawn(FP8, powers(2, 3), qtype="mxfp8"), None, "has blocks of"),
+    "one axis of two": (lambda: drawn(FP4, powers(2, 96)), "mxfp4_2d", "has blocks of"),
     "elements": (
-        lambda: drawn("float8_e4m3fn", powers(2, 96)),
-        {"format": "mxfp4"},
+        lambda: drawn(FP8, powers(2, 96)),
+        "mxfp4",
         "format=mxfp4 has other elements, or a tensor scale; got e4m3",
     ),
-    "tensor scale": (
-        lambda: drawn("float4_e2m1fn", powers(4, 96)),
-        {"format": "nvfp4"},
-        "or a tensor scale",
-    ),
-    "negative": (
-        lambda: drawn("float8_e4m3fn", -powers(2, 96)),
-        {},
-        "finite and not negative, got scale=",
-    ),
-    "infinite": (
-        lambda: drawn("float8_e4m3fn", np.full((2, 96), np.inf)),
-        {},
-        r"not negative, got scale=\[inf",
-    ),
-    "three sizes": (
-        lambda: QArray(jnp.ones((4, 6, 10), "float8_e4m3fn"), jnp.ones((2, 2, 2)), None, None),
-        {},
-        r"at most two sizes of tiles, got \[2, 3, 5\]",
-    ),
-    "rank": (lambda: drawn("int8", powers(96)), {}, r"of qvalue's rank, got float32\[96\]"),
-    "partial": (lambda: drawn("int8", powers(5, 96)), {}, "tiles must divide their axis"),
+    "tensor scale": (lambda: drawn(FP4, powers(4, 96)), "nvfp4", "or a tensor scale"),
+    "negative": (lambda: drawn(FP8, -powers(2, 96)), None, "and not negative, got scale="),
+    "infinite": (lambda: drawn(FP8, np.full((2, 96), np.inf)), None, r"negative, got scale=\[inf"),
+    "three sizes": (lambda: of(FP8, 2, 2, 2), None, r"two sizes of tiles, got \[2, 3, 5\]"),
+    "rank": (lambda: drawn("int8", powers(96)), None, r"of qvalue's rank, got float32\[96\]"),
+    "partial": (lambda: drawn("int8", powers(5, 96)), None, "tiles must divide their axis"),
 }
 
 
 @pytest.mark.parametrize("case", BAD.values(), ids=BAD)
 def test_a_qarray_without_a_twin_is_refused(case: Any):
-    array, options, message = case
+    array, asked, message = case
     with pytest.raises(ValueError, match=f"^from_qarray: no exact twin: .*{message}"):
-        from_qarray(array(), **options)
+        from_qarray(array(), format=asked)
 
 
-MXARRAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "six bits": (lambda: mx_jax.quantize(VALUES, "mxfp6_e2m3"), {}, "no elements of e2m3"),
-    "partial": (lambda: mx_jax.quantize(VALUES[:, :40], "mxfp4"), {}, r"got shape=\(64, 40\)"),
-    "divisor": (lambda: mx_jax.quantize(VALUES, "float8_rowwise_e4m3"), {}, "only powers of two"),
-    "two levels": (lambda: mx_jax.quantize(VALUES, "nvfp4"), {}, "normal numbers of dtype=float32"),
-    "small": (
-        lambda: mx_jax.quantize(VALUES * 2.0**-30, "mxfp8_e4m3"),
-        {"dtype": "float16"},
-        "normal numbers of dtype=float16",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", MXARRAYS.values(), ids=MXARRAYS)
-def test_an_mxarray_without_a_twin_is_refused(case: Any, stand_in: None):
-    x, options, message = case
+@pytest.mark.parametrize(
+    ("factor", "format", "dtype", "message"),
+    [
+        (1, "mxfp6_e2m3", None, "no elements of e2m3"),
+        (1, "float8_rowwise_e4m3", None, "only powers of two"),
+        (1, "nvfp4", None, "normal numbers of dtype=float32"),
+        (2.0**-30, "mxfp8_e4m3", "float16", "normal numbers of dtype=float16"),
+    ],
+)
+def test_an_mxarray_without_a_twin_is_refused(
+    factor: float, format: str, dtype: Any, message: str, stand_in: None
+):
+    x = mx_jax.quantize(VALUES * factor, format)
     with pytest.raises(ValueError, match=f"^to_qarray: no exact twin: .*{message}"):
-        to_qarray(x(), **options)
+        to_qarray(x, dtype=dtype)
 
 
 def test_powers_of_two_divide_exactly(stand_in: None):
@@ -260,6 +231,8 @@ def test_powers_of_two_divide_exactly(stand_in: None):
 
 
 def test_other_errors(monkeypatch: pytest.MonkeyPatch, stand_in: None):
+    with pytest.raises(ValueError, match=r"^to_qarray: no exact twin: .*got shape=\(64, 40\)"):
+        to_qarray(mx_jax.quantize(VALUES[:, :40], "mxfp4"))
     with pytest.raises(TypeError, match=r"^to_qarray: needs an MXArray, got ndarray"):
         to_qarray(VALUES)  # pyright: ignore[reportArgumentType]
     monkeypatch.setitem(sys.modules, "qwix", None)

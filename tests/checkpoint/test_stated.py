@@ -7,12 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from mx_jax import checkpoint
 from mx_jax.checkpoint.layouts import LAYOUTS
 from mx_jax.cli import main
-from tests.checkpoint.stored import draw
+from tests.checkpoint.stored import draw, put_model
 
 pytestmark = pytest.mark.one_python(reason="files, and what is said of them")
 
@@ -38,11 +37,8 @@ def test_our_reader_finds_what_is_stated(tmp_path: Path, rng: np.random.Generato
         assert (stated is None) == (row.name in UNSTATED), row.name
         if stated is None:
             continue
-        (tmp_path / row.name).mkdir()
-        checkpoint.write(tmp_path / row.name / "model.safetensors", weights, layout=row.name)
-        config = tmp_path / row.name / "config.json"
-        config.write_text(json.dumps({"quantization_config": stated}))
-        found = checkpoint.read(config.parent).quantized
+        put_model(tmp_path / row.name, weights, {"quantization_config": stated}, row.name)
+        found = checkpoint.read(tmp_path / row.name).quantized
         assert [*found.values()] == [row.name] and row.used_by(stated)
         # Norms are no matrices; a head without a tensor is tied, and no matrix of its own.
         ignored = stated.get("ignore", stated.get("modules_to_not_convert"))
@@ -78,10 +74,8 @@ def test_what_is_said_of_inputs_and_embeddings(rng: np.random.Generator):
 def test_commands_state_it(tmp_path: Path):
     """In config.json, in ModelOpt's own file as well; what is no longer so goes."""
     model = tmp_path / "model"
-    model.mkdir()
     up = np.random.default_rng(0).standard_normal((8, 64), np.float32)
-    safetensors.numpy.save_file({"up.weight": up}, model / "model.safetensors")
-    (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    put_model(model, {"up.weight": up}, {"model_type": "llama"})
 
     def run(*words: Any) -> dict[str, Any]:
         assert main([str(word) for word in words]) == 0

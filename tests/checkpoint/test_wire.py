@@ -135,6 +135,8 @@ def changed_scale(**facts: Any) -> Any:
     ("change", "complaint"),
     [
         (changed_scale(element=3), "its description is no MXArray's"),
+        (changed_scale(colour="red"), "needs colour of type NoneType, got 'red'"),
+        (changed_scale(kind="scaled"), "needs kind of type str, got 'scaled'"),
         # A table of so many codes would never be done.
         (changed_scale(bits=10**9), "a scale of kind='exponent' with bits=1000000000"),
         (changed(version=2), "is of version=2, this mx_jax reads 1"),
@@ -173,7 +175,7 @@ def test_no_json(rng: np.random.Generator):
 
 
 def test_a_scale_that_is_none(rng: np.random.Generator):
-    facts = describe(draw(NVFP4, (2, 64), rng))
+    facts = describe(draw(formats.NVFP4_ONE_LEVEL, (2, 64), rng))
     facts["format"]["scale"]["kind"] = "exponent"
     with pytest.raises(ValueError, match=r"kind='exponent' with element=ElementFormat\(e4m3\)"):
         Described.read(facts, "here")

@@ -1,5 +1,8 @@
 """What tests of commands share."""
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,3 +32,23 @@ class Cli:
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     return Cli(capsys)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A file to be written."""
+    return tmp_path / "out.safetensors"
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a file of rules, of a text or of the keys of one rule each."""
+
+    def write(text: str = "", *each: dict[str, Any]) -> Path:
+        for one in each:
+            lines = (f"{key} = {json.dumps(value)}" for key, value in one.items())
+            text += "\n".join(["[[rule]]", *lines, ""])
+        (tmp_path / "rules.toml").write_text(text)
+        return tmp_path / "rules.toml"
+
+    return write

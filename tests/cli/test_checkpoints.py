@@ -20,10 +20,10 @@ import safetensors.numpy
 
 import mx_jax
 from mx_jax import calibrate, checkpoint
-from mx_jax.checkpoint import folder
+from mx_jax.checkpoint import files
 from mx_jax.cli import main
-from mx_jax.commands import output, stream
-from mx_jax.commands.output import partial_folder
+from mx_jax.commands import rules, stream
+from mx_jax.commands.stream import partial_folder
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.checkpoint.gguf_bytes import Tensor, gguf
@@ -56,8 +56,7 @@ def values(path: Path) -> dict[str, np.ndarray]:
 # quantize -----------------------------------------------------------------------------------------
 
 
-def test_quantize_keeps_the_head_and_the_bits(model: Path, tmp_path: Path, cli: Cli):
-    out = tmp_path / "small.safetensors"
+def test_quantize_keeps_the_head_and_the_bits(model: Path, out: Path, cli: Cli):
     _, said = cli("quantize", model, out, "--format", "mxfp4")
     assert "1 of 4 tensors quantized, " in said
     found = checkpoint.read(out)
@@ -74,37 +73,24 @@ def test_quantize_keeps_the_head_and_the_bits(model: Path, tmp_path: Path, cli: 
     np.testing.assert_array_equal(stayed[HEAD], matrix(1))
 
 
-def test_rules_decide_in_order(model: Path, tmp_path: Path, cli: Cli):
-    rules, out = tmp_path / "rules.toml", tmp_path / "small.safetensors"
-    rules.write_text(
-        """
-        [[rule]]
-        pattern = "model/layers/.*"
-        format = "mxfp8_e4m3"
-        scale_rule = "floor"
-        axis = 0
-        [[rule]]
-        pattern = "lm_head.weight"
-        recipe = "nvfp4"
-        [[rule]]
-        pattern = ".*"
-        skip = true
-        """
-    )
-    cli("quantize", model, out, "--rules", rules)
+def test_rules_decide_in_order(model: Path, out: Path, rules: Any, cli: Cli):
+    layers = {"format": "mxfp8_e4m3", "scale_rule": "floor", "axis": 0}
+    head = {"pattern": "lm_head.weight", "recipe": "nvfp4"}
+    rest = {"pattern": ".*", "skip": True}
+    decided = rules("", {"pattern": "model/layers/.*"} | layers, head, rest)
+    cli("quantize", model, out, "--rules", decided)
     found = checkpoint.read(out)
     assert found[HEAD].format.name == "nvfp4" and found[UP].blocks == ((-2, 32),)
     expected = mx_jax.quantize(matrix(), "mxfp8_e4m3", axis=0)
     assert_bitwise_equal(found[UP].codes, expected.codes, what="codes")
 
 
-def test_scales_by_squared_error(model: Path, tmp_path: Path, cli: Cli):
-    rules, out = tmp_path / "rules.toml", tmp_path / "small.safetensors"
+def test_scales_by_squared_error(model: Path, out: Path, rules: Any, cli: Cli):
     cli("quantize", model, out, "--format", "nvfp4", "--scales", "mse")
     expected = calibrate.search_scales(matrix(), "nvfp4", axis=-1)
     assert_bitwise_equal(checkpoint.read(out)[UP].scales, expected.scales, what="scales")
-    rules.write_text('[[rule]]\npattern = ".*up"\nformat = "mxfp4"\nscales = "mse"\n')
-    cli("quantize", model, out, "--rules", rules, "--force")
+    up = rules("", {"pattern": ".*up", "format": "mxfp4", "scales": "mse"})
+    cli("quantize", model, out, "--rules", up, "--force")
     expected = calibrate.search_scales(matrix(), "mxfp4", axis=-1)
     assert_bitwise_equal(checkpoint.read(out)[UP].codes, expected.codes, what="codes")
     words = ("quantize", model, out, "--force", "--scales", "mse")
@@ -133,8 +119,8 @@ def test_several_files(model: Path, tmp_path: Path, cli: Cli):
 @pytest.mark.parametrize(
     "words", [("quantize", "--format", "mxfp4"), ("dequantize",), ("convert", "--to", "mx_jax")]
 )
-def test_one_file_is_not_resumed(words: tuple[str, ...], model: Path, tmp_path: Path, cli: Cli):
-    out, (command, *more) = tmp_path / "out.safetensors", words
+def test_one_file_is_not_resumed(words: tuple[str, ...], model: Path, out: Path, cli: Cli):
+    command, *more = words
     said = cli.error(command, model, out, *more, "--resume")
     assert "--resume is for several files; give --max-shard-size as well" in said
     assert not out.exists()
@@ -147,39 +133,39 @@ def test_an_interrupted_run_is_taken_up_by_its_like_alone(
     out, whole = tmp_path / "folder", tmp_path / "whole"
     words = ("--format", "mxfp4", "--max-shard-size", "1kB")
     cli("quantize", model, whole, *words)
-    assert not (whole / output.RECORD).exists()
-    write = folder.write
+    assert not (whole / stream.RECORD).exists()
+    write = files.write
 
     def interrupted(path: Path, *rest: Any) -> None:
         if path.name.startswith("model-00002"):
             raise KeyboardInterrupt
         write(path, *rest)
 
-    monkeypatch.setattr(folder, "write", interrupted)
+    monkeypatch.setattr(files, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         main(["quantize", str(model), str(out), *words])
-    monkeypatch.setattr(folder, "write", write)
+    monkeypatch.setattr(files, "write", write)
     made = partial_folder(out)
     left = next(made.glob("*.safetensors"))
-    assert not out.exists() and str(model) not in (made / output.RECORD).read_text()
+    assert not out.exists() and str(model) not in (made / stream.RECORD).read_text()
     assert "go on with --resume, or begin anew" in cli.error("quantize", model, out, *words)
     said = cli.error("quantize", model, out, *words, "--resume", "--scales", "mse")
     assert "was begun by another command: scales differ" in said and left.is_file()
     before = left.stat().st_mtime_ns
     cli("quantize", model, out, *words, "--resume")
     assert (out / left.name).stat().st_mtime_ns == before and not made.exists()
-    assert not (out / output.RECORD).exists()
+    assert not (out / stream.RECORD).exists()
     assert {x.name: x.read_bytes() for x in out.glob("*.safetensors")} == {
         x.name: x.read_bytes() for x in whole.glob("*.safetensors")
     }
     # Until another is whole, the one before stays; its files are not taken for those of a new run.
-    monkeypatch.setattr(folder, "write", interrupted)
+    monkeypatch.setattr(files, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         main(["quantize", str(model), str(out), *words, "--force", "--scales", "mse"])
     assert len([*made.glob("*.safetensors")]) == 1 and checkpoint.read(out).quantized
     # What stands is replaced by --force alone; what was half written when a run was killed goes.
     again = ("quantize", model, out, *words, "--scales", "mse", "--resume")
-    monkeypatch.setattr(folder, "write", write)
+    monkeypatch.setattr(files, "write", write)
     assert f"{out} is there already" in cli.error(*again)
     (made / ".model-00002-of-00003.safetensors.x").write_text("half")
     cli(*again, "--force")
@@ -189,11 +175,7 @@ def test_an_interrupted_run_is_taken_up_by_its_like_alone(
 
 
 def test_our_own_files_are_read_by_all(model: Path, tmp_path: Path, cli: Cli):
-    one, several, values_of = (
-        tmp_path / "one.safetensors",
-        tmp_path / "several",
-        tmp_path / "values",
-    )
+    one, several, values_of = (tmp_path / name for name in ("one.safetensors", "several", "values"))
     cli("quantize", model, one, "--format", "mxfp4")
     cli("convert", one, several, "--to", "mx_jax", "--shard-size", "600B")
     assert len([*several.glob("*.safetensors")]) == 3
@@ -206,22 +188,23 @@ def test_our_own_files_are_read_by_all(model: Path, tmp_path: Path, cli: Cli):
     cli("diff", one, values_of)
 
 
-def test_a_dry_run_says_why_and_writes_nothing(model: Path, tmp_path: Path, cli: Cli):
-    out = tmp_path / "small.safetensors"
+def test_a_dry_run_says_why_and_writes_nothing(model: Path, out: Path, cli: Cli):
     text, _ = cli("quantize", model, out, "--format", "mxfp4", "--dry-run")
     assert "weight_only(mxfp4)" in text and "kept by its rule" in text
     assert "is int64; float32" in text and "1 of 3 layers converted" in text
     assert not out.exists()
 
 
-def test_experts_need_an_axis_and_have_a_tensor_scale_each(tmp_path: Path, cli: Cli):
-    path, rules, out = (tmp_path / name for name in ("a.safetensors", "r.toml", "b.safetensors"))
+def test_experts_need_an_axis_and_have_a_tensor_scale_each(
+    tmp_path: Path, out: Path, rules: Any, cli: Cli
+):
+    path = tmp_path / "a.safetensors"
     experts = np.stack([matrix(), 8 * matrix(1)])
     safetensors.numpy.save_file({"experts.up.weight": experts}, path)
     text, _ = cli("quantize", path, out, "--format", "nvfp4", "--dry-run")
     assert "give its rule an axis" in text
-    rules.write_text('[[rule]]\npattern = ".*"\nformat = "nvfp4"\naxis = -1\n')
-    cli("quantize", path, out, "--rules", rules)
+    last = rules("", {"pattern": ".*", "format": "nvfp4", "axis": -1})
+    cli("quantize", path, out, "--rules", last)
     found = checkpoint.load(out)["experts.up.weight"]
     for index in range(2):
         expected = mx_jax.quantize(experts[index], "nvfp4")
@@ -230,42 +213,45 @@ def test_experts_need_an_axis_and_have_a_tensor_scale_each(tmp_path: Path, cli: 
 
 
 @pytest.mark.parametrize(
-    "text, complaint",
+    ("text", "complaint"),
     [
         ("rule = 3", r"must consist of [[rule]] tables"),
-        ("[[rule]]\nformat = 'mxfp4'", "rule 0: needs a pattern"),
-        ("[[rule]]\npattern = '*'\nskip = true", "rule 0: Rule: pattern must be"),
-        ("[[rule]]\npattern = 'a'\nformat = 'mxfp5'", "rule 0: unknown block format"),
-        ("[[rule]]\npattern = 'a'\nrecipe = 'mxfp5'", "rule 0: Rule 'a': unknown recipe"),
-        ("[[rule]]\npattern = 'a'", "rule 0: needs exactly one of format, recipe and skip"),
-        ("[[rule]]\npattern = 'a'\nskip = true\nformat = 'mxfp4'", "needs exactly one of"),
-        ("[[rule]]\npattern = 'a'\nskip = true\naxes = 1", "got pattern, skip, axes"),
-        ("[[rule]]\npattern = 'a'\nformat = 'mxfp4'\naxis = '1'", "axis must be an integer"),
         ("[[rule", "is no TOML"),
+        ({"format": "mxfp4"}, "rule 0: needs a pattern"),
+        ({"pattern": "*", "skip": True}, "rule 0: Rule: pattern must be"),
+        ({"pattern": "a", "format": "mxfp5"}, "rule 0: unknown block format"),
+        ({"pattern": "a", "recipe": "mxfp5"}, "rule 0: Rule 'a': unknown recipe"),
+        ({"pattern": "a"}, "rule 0: needs exactly one of format, recipe and skip"),
+        ({"pattern": "a", "skip": True, "format": "mxfp4"}, "needs exactly one of"),
+        ({"pattern": "a", "skip": True, "axes": 1}, "got pattern, skip, axes"),
+        ({"pattern": "a", "format": "mxfp4", "axis": "1"}, "axis must be an integer"),
+        (
+            {"pattern": ".*", "format": "mxfp4", "axis": 7},
+            "axis=7, which lm_head.weight of shape=[8, 64] has not",
+        ),
     ],
 )
-def test_rules_that_are_none(model: Path, tmp_path: Path, cli: Cli, text: str, complaint: str):
-    rules, out = tmp_path / "rules.toml", tmp_path / "small.safetensors"
-    rules.write_text(text)
-    said = cli.error("quantize", model, out, "--rules", rules)
-    assert str(rules) in said and complaint in said
+def test_rules_that_are_none(
+    text: Any, complaint: str, model: Path, out: Path, rules: Any, cli: Cli
+):
+    file = rules(text) if isinstance(text, str) else rules("", text)
+    for strict in ((), ("--strict",)):
+        said = cli.error("quantize", model, out, "--rules", file, *strict)
+        assert "rules: " in said and complaint in said and not out.exists()
 
 
-def test_a_rule_that_matches_nothing(model: Path, tmp_path: Path, cli: Cli):
-    rules, out = tmp_path / "rules.toml", tmp_path / "small.safetensors"
-    rules.write_text('[[rule]]\npattern = "nowhere"\nformat = "mxfp4"\n')
-    words = ("quantize", model, out, "--rules", rules)
+def test_a_rule_that_matches_nothing(model: Path, out: Path, rules: Any, cli: Cli):
+    nowhere = rules("", {"pattern": "nowhere", "format": "mxfp4"})
+    words = ("quantize", model, out, "--rules", nowhere)
     assert "rule 0 ('nowhere') decides about no tensor" in cli.error(*words, "--strict")
     assert not out.exists()
     _, said = cli(*words)
     assert "rule 0 ('nowhere') decides about no tensor" in said and "0 of 4" in said
 
 
-def test_one_tensor_at_a_time(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A tensor is read when it is written, and given up before the next is."""
-    from mx_jax.checkpoint import safetensors_file
-    from mx_jax.commands import rules
-
+@pytest.mark.parametrize("layout", ["mx_jax", "modelopt-nvfp4", "torchao"])
+def test_one_tensor_at_a_time(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A tensor is read when it is written, once for codes, scales and tensor scale together."""
     events: list[str] = []
     quantized = rules.Judged.quantize
 
@@ -275,20 +261,19 @@ def test_one_tensor_at_a_time(model: Path, tmp_path: Path, monkeypatch: pytest.M
         return quantized(self, value, *others)
 
     monkeypatch.setattr(rules.Judged, "quantize", quantize)
-    # Only the tensor scale is small: codes and scales are handed out once.
-    monkeypatch.setattr(safetensors_file, "_SMALL", 4)
     big = tmp_path / "big.safetensors"
     names = [f"layers.{i}.up.weight" for i in range(3)]
     tensors = {name: np.ones((8, 64), np.float32) for name in names}
     safetensors.numpy.save_file(tensors, big)
-    read = safetensors_file.Reader.read
+    read = files.Reader.read
 
     def reading(self: Any, name: str) -> np.ndarray:
         events.append(name)
         return read(self, name)
 
-    monkeypatch.setattr(safetensors_file.Reader, "read", reading)
-    assert main(["quantize", str(big), str(tmp_path / "o.safetensors"), "--format", "nvfp4"]) == 0
+    monkeypatch.setattr(files.Reader, "read", reading)
+    words = ["quantize", str(big), str(tmp_path / "o.safetensors"), "--format", "nvfp4"]
+    assert main([*words, "--to", layout]) == 0
     assert events == [event for name in names for event in (name, "quantize")]
 
 
@@ -311,8 +296,7 @@ def test_there_and_back_through_a_layout(model: Path, tmp_path: Path, cli: Cli):
     assert [row["result"] for row in json.loads(text)["tensors"]].count("same values") == 1
 
 
-def test_a_program_without_a_layout_for_the_format(model: Path, tmp_path: Path, cli: Cli):
-    out = tmp_path / "small.safetensors"
+def test_a_program_without_a_layout_for_the_format(model: Path, out: Path, cli: Cli):
     words = ("quantize", model, out, "--format", "mxint8", "--to", "modelopt")
     said = cli.error(*words)
     assert f"modelopt has no one layout for mxint8 ({UP})" in said and "modelopt-nvfp4" in said
@@ -320,8 +304,8 @@ def test_a_program_without_a_layout_for_the_format(model: Path, tmp_path: Path, 
     assert not out.exists()
 
 
-def test_a_tree_stays_a_tree(tmp_path: Path, cli: Cli):
-    path, out = tmp_path / "tree.safetensors", tmp_path / "out.safetensors"
+def test_a_tree_stays_a_tree(tmp_path: Path, out: Path, cli: Cli):
+    path = tmp_path / "tree.safetensors"
     checkpoint.save(path, {"layers": {0: {"kernel": jnp.asarray(matrix().T)}}})
     cli("quantize", path, out, "--format", "mxfp4")
     kernel = checkpoint.load(out)["layers"][0]["kernel"]
@@ -331,10 +315,10 @@ def test_a_tree_stays_a_tree(tmp_path: Path, cli: Cli):
     assert checkpoint.load(path)["layers"][0]["kernel"].shape == (64, 8)
 
 
-def test_gguf_of_values_that_only_ggml_stores(tmp_path: Path, cli: Cli):
+def test_gguf_of_values_that_only_ggml_stores(tmp_path: Path, out: Path, cli: Cli):
     """What no MXArray holds is float32, and that is said; llama.cpp's package reads Q6_K."""
     pytest.importorskip("gguf")
-    path, out = tmp_path / "m.gguf", tmp_path / "out.safetensors"
+    path = tmp_path / "m.gguf"
     signed = np.float16(0.5).tobytes() + bytes(range(32))
     tensors = {"token_embd.weight": Tensor(14, (256, 2), bytes(range(210)) * 2)}
     path.write_bytes(gguf(tensors | {"up.weight": Tensor(8, (32, 2), signed * 2)}))
@@ -458,8 +442,8 @@ def test_diff_says_how_far(tmp_path: Path, cli: Cli):
 
 
 @pytest.mark.parametrize("command", ["quantize", "dequantize", "convert", "inspect", "diff"])
-def test_files_that_are_damaged(command: str, model: Path, tmp_path: Path, cli: Cli):
-    bad, out = tmp_path / "bad.safetensors", tmp_path / "out.safetensors"
+def test_files_that_are_damaged(command: str, model: Path, tmp_path: Path, out: Path, cli: Cli):
+    bad = tmp_path / "bad.safetensors"
     more = {
         "quantize": [out, "--format", "mxfp4"],
         "dequantize": [out],
@@ -598,7 +582,7 @@ def test_a_folder_by_a_link_and_by_a_dot(
     assert json.loads((out / "config.json").read_text()) == {"hidden_size": 64}
     # Where folders cannot be exchanged, they are moved one after the other.
     with monkeypatch.context() as patch:
-        patch.delattr(output.ctypes, "CDLL")
+        patch.delattr(stream.ctypes, "CDLL")
         cli("quantize", model, link, "--format", "mxfp8_e4m3", "--force")
     assert "mxfp8_e4m3" in str(checkpoint.read(out)[UP]) and (out / "config.json").is_file()
     assert [*tmp_path.glob(".*")] == []

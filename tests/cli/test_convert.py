@@ -14,7 +14,7 @@ import mx_jax
 from mx_jax import checkpoint
 from mx_jax.cli import main
 from tests.checkpoint.gguf_bytes import Tensor, gguf
-from tests.checkpoint.stored import draw
+from tests.checkpoint.stored import draw, put_model
 from tests.cli.conftest import Cli
 
 pytestmark = pytest.mark.one_python(reason="files in and out")
@@ -27,14 +27,12 @@ def mxfp4(rng: np.random.Generator, low: int, high: int) -> mx_jax.MXArray:
     codes[:, ::32] = 7
     scales = rng.integers(low, high + 1, (4, 2)).astype(np.uint8)
     scales[0] = low, high
-    return mx_jax.MXArray(
-        codes=jnp.asarray(codes),
-        scales=jnp.asarray(scales),
-        tensor_scale=None,
-        format=mx_jax.formats.MXFP4,
-        blocks=((-1, 32),),
-        dtype=np.dtype(np.float32),
-    )
+    parts = {
+        "codes": jnp.asarray(codes),
+        "scales": jnp.asarray(scales),
+        "dtype": jnp.dtype("float32"),
+    }
+    return dataclasses.replace(draw(mx_jax.formats.MXFP4, (4, 64), rng), **parts)
 
 
 def values(path: Path, layout: str | None = None) -> np.ndarray:
@@ -135,23 +133,25 @@ def test_other_elements(tmp_path: Path, cli: Cli, rng: np.random.Generator):
     np.testing.assert_array_equal(values(out), values(source))
 
 
+def drawn(experts: int, rng: np.random.Generator) -> dict[str, mx_jax.MXArray]:
+    return {
+        name: draw(mx_jax.formats.MXFP4, (experts, rows, 64), rng)
+        for name, rows in (("gate_up_proj", 8), ("down_proj", 5))
+    }
+
+
 def test_experts_of_gpt_oss_become_a_matrix_each(
     tmp_path: Path, cli: Cli, rng: np.random.Generator
 ):
     """For compressed-tensors: gate and up from every other row, with their biases; no bit lost."""
-    fused = {
-        name: draw(mx_jax.formats.MXFP4, (3, rows, 64), rng)
-        for name, rows in (("gate_up_proj", 8), ("down_proj", 5))
-    }
+    fused = drawn(3, rng)
     biases = {name: rng.standard_normal((3, x.shape[1])) for name, x in fused.items()}
     base = "model.layers.0.mlp.experts"
     weights: dict[str, Any] = {f"{base}.{name}": x for name, x in fused.items()}
     weights |= {f"{base}.{name}_bias": x.astype(np.float32) for name, x in biases.items()}
     weights |= {"model.layers.0.mlp.router.weight": np.ones((3, 64), np.float32)}
     model, out = tmp_path / "model", tmp_path / "out"
-    model.mkdir()
-    checkpoint.write(model / "model.safetensors", weights, layout="gpt-oss")
-    (model / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    put_model(model, weights, {"model_type": "gpt_oss"}, "gpt-oss")
     words = ("convert", model, out, "--to", "compressed-tensors")
     _, said = cli(*words)
     assert "the experts of gpt-oss, one by one: 5 tensors become 19" in said and "19 copied" in said
@@ -180,18 +180,13 @@ def test_experts_of_gpt_oss_become_a_matrix_each(
 
 def gpt_oss(folder: Path, rng: np.random.Generator, low: int) -> dict[str, mx_jax.MXArray]:
     """A layer of two experts; the rows of gate lie `low` octaves below those of up."""
-    fused = {
-        name: draw(mx_jax.formats.MXFP4, (2, rows, 64), rng)
-        for name, rows in (("gate_up_proj", 8), ("down_proj", 5))
-    }
+    fused = drawn(2, rng)
     for name, x in fused.items():
         scales = rng.integers(118, 121, x.scales.shape).astype(np.uint8)
         scales[:, 0::2] -= low * (name == "gate_up_proj")
         fused[name] = dataclasses.replace(x, scales=jnp.asarray(scales))
-    folder.mkdir()
     weights = {f"model.layers.0.mlp.experts.{name}": x for name, x in fused.items()}
-    checkpoint.write(folder / "model.safetensors", weights, layout="gpt-oss")
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    put_model(folder, weights, {"model_type": "gpt_oss"}, "gpt-oss")
     return fused
 
 

@@ -68,14 +68,6 @@ def test_what_generate_cannot_take(words: list[str], message: str, tmp_path: Pat
     assert message in cli.error("generate", tmp_path, *words)
 
 
-@pytest.mark.parametrize("strict", [(), ("--strict",)])
-def test_an_axis_that_a_tensor_has_not(strict: tuple[str, ...], file: Path, cli: Cli):
-    rules, out = file.with_name("rules.toml"), file.with_name("out.safetensors")
-    rules.write_text('[[rule]]\npattern = ".*"\nformat = "mxfp4"\naxis = 7\n')
-    said = cli.error("quantize", file, out, "--rules", rules, *strict)
-    assert "rule 0 has axis=7, which up of shape=[8, 64] has not" in said and not out.exists()
-
-
 STOPPED = """
 import os, signal, sys, time
 import mx_jax.__main__ as program

@@ -1,0 +1,530 @@
+"""safetensors files, one or several with an index, written and read one tensor at a time.
+
+The package of that name checks what is read. It writes only what lies in memory whole, so writing
+is done here: a length, a header in JSON, and the tensors in a row, as its format description says.
+
+Readers of several files go by the index. Files of tensors get names that the earlier index does not
+have, so the checkpoint changes at the moment at which the new index takes its place.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any, Literal
+
+import jax
+import ml_dtypes
+import numpy as np
+import safetensors
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+# The format's dtypes, by its names for them.
+DTYPES = {
+    "BOOL": np.dtype(np.bool_),
+    **{
+        f"{kind}{bits}": np.dtype(f"{kind.lower()}{bits // 8}")
+        for bits in (8, 16, 32, 64)
+        for kind in "UI"
+    },
+    **{f"F{bits}": np.dtype(f"f{bits // 8}") for bits in (16, 32, 64)},
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_METADATA = "__metadata__"
+# Tensors start at multiples of it.
+_ALIGNMENT = 8
+# Suffix of files that are not complete yet.
+_PARTIAL = ".mx_jax-partial"
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+NUMBERED = re.compile(r"model-(\d{5})-of-(\d{5})(?:-\d+)?\.safetensors")
+# Whether complete files of an interrupted call are reused: never, after comparing every value, or
+# ("vouched") after comparing the first, where the caller knows that the arguments were the same.
+Resume = bool | Literal["vouched"]
+# Called with a tensor's name and its bytes once they are done.
+Step = Callable[[str, int], None]
+
+
+def check_name(name: str, where: str) -> None:
+    """ValueError for a tensor's name that a terminal would take for a command, or a line's end."""
+    if not name.isprintable():
+        raise ValueError(f"{where}: a tensor is called {name!r}: no name, but control characters")
+
+
+# One file --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entry:
+    """A tensor to be written: `fetch` makes it when its turn comes."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    fetch: Callable[[], Any]
+
+    @classmethod
+    def of(cls, array: Any) -> "Entry":
+        """Of an array, on whatever device, or of what is one already."""
+        if isinstance(array, Entry):
+            return array
+        return cls(tuple(array.shape), np.dtype(array.dtype), lambda: array)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.fetch(), dtype=dtype)
+
+
+def deferred(make: Callable[[], Any], like: Any) -> Any:
+    """`like` with an Entry for each array: `make` gives them when the first one is written.
+
+    Each array is handed out once; asked for again, it is made again.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> from mx_jax.checkpoint.files import deferred
+      >>> make = lambda: mx_jax.quantize(jnp.ones((2, 64)), "mxfp4")
+      >>> later = deferred(make, jax.eval_shape(make))
+      >>> later.format.name, later.shape, type(later.codes).__name__
+      ('mxfp4', (2, 64), 'Entry')
+    """
+    held: dict[int, np.ndarray] = {}
+
+    def part(index: int) -> np.ndarray:
+        if index not in held:
+            held.update(enumerate(map(np.asarray, jax.tree.leaves(make()))))
+        return held.pop(index)
+
+    leaves, structure = jax.tree.flatten(like)
+    entries = [
+        Entry(tuple(leaf.shape), np.dtype(leaf.dtype), lambda index=index: part(index))
+        for index, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(structure, entries)
+
+
+def write(
+    path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], step: Step
+) -> None:
+    """Write a file atomically: it appears under its name when it is complete.
+
+    Raises:
+      ValueError: a dtype that the format does not have, or a tensor other than announced.
+    """
+    text = _header(entries, metadata)
+    with replacing(path) as file:
+        file.write(text)
+        for name, entry in entries.items():
+            tensor = np.asarray(entry)
+            if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
+                raise ValueError(
+                    f"checkpoint: {name} changed while it was written: announced "
+                    f"{entry.dtype}{list(entry.shape)}, got {tensor.dtype}{list(tensor.shape)}"
+                )
+            file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
+            step(name, entry.nbytes)
+
+
+def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    end = 0
+    for name, entry in entries.items():
+        if entry.dtype not in DTYPE_NAMES:
+            raise ValueError(
+                f"checkpoint: {name} has dtype={entry.dtype}, which safetensors cannot hold; "
+                f"cast it, or keep it elsewhere; it holds {', '.join(map(str, DTYPE_NAMES))}"
+            )
+        begin, end = end, end + entry.nbytes
+        header[name] = {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _partial(path: Path) -> tuple[Any, str]:
+    """A file beside `path`, locked until it is closed or the process ends, and its name."""
+    while True:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_PARTIAL, dir=path.parent)
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # no locks on that disk
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return os.fdopen(handle, "wb"), name
+        os.close(handle)  # Removed as if abandoned, before it was locked.
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove half-written files of processes that are no more: nobody has them locked."""
+    if fcntl is None:
+        return
+    for path in folder.glob(f".*{_PARTIAL}"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Any]:
+    """A file beside `path` that takes its place at the end, or is gone; errors name `path`.
+
+    What a process that was killed left there goes when the next one writes to the folder.
+    """
+    _remove_abandoned(path.parent)
+    made, name = _partial(path)
+    try:
+        with made as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        # As a file that `open` makes: mkstemp's is for its owner alone.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, path)
+    except BaseException as error:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            # Where the disk is full, the error names no file.
+            error.filename = os.fspath(path)
+        raise
+
+
+def check_apart(out: Path, source: Path, where: str) -> None:
+    """ValueError if files are to be replaced that are read, by whatever path or link."""
+    if _identities(out) & _identities(source):
+        raise ValueError(f"{where}{out} is what is read; write to another place")
+
+
+def _identities(path: Path) -> set[tuple[int, int]]:
+    """Of a path and, of a folder, the files in it: what is the same for all links."""
+    files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else []
+    facts = [one.stat() for one in (path, *files) if one.exists()]
+    return {(one.st_dev, one.st_ino) for one in facts}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """A file whose header has been checked.
+
+    Attributes:
+      path: of the file.
+      metadata: of the header.
+      tensors: names, each with dtype, shape and first byte.
+      content: the file, mapped.
+    """
+
+    path: Path
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...], int]]
+    content: np.ndarray
+
+    @classmethod
+    def open(cls, path: Path) -> "Reader":
+        """Check a file; nothing of its tensors is read.
+
+        Raises:
+          FileNotFoundError: there is none.
+          ValueError: it is damaged or cut short, no safetensors file, or has a dtype unknown here.
+        """
+        if not path.is_file():
+            raise FileNotFoundError(f"checkpoint: no file at {path}")
+        try:
+            # Lengths, offsets and sizes: all of it is checked there before anything is believed.
+            with safetensors.safe_open(str(path), framework="numpy") as checked:
+                metadata = checked.metadata() or {}
+        except (safetensors.SafetensorError, OSError, ValueError) as error:
+            raise ValueError(f"checkpoint: {path} is no whole safetensors file: {error}") from error
+        content = np.memmap(path, np.uint8, mode="r")
+        start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+        header = json.loads(content[8:start].tobytes())
+        header.pop(_METADATA, None)
+        tensors = {}
+        for name, facts in header.items():
+            check_name(name, f"checkpoint: {path}")
+            if facts["dtype"] not in DTYPES:
+                raise ValueError(
+                    f"checkpoint: {path}: {name} has dtype={facts['dtype']}, which is not known; "
+                    f"known: {', '.join(DTYPES)}"
+                )
+            dtype, shape = DTYPES[facts["dtype"]], tuple(facts["shape"])
+            if math.prod(max(size, 1) for size in shape) * dtype.itemsize > sys.maxsize:
+                # Of no bytes, since an axis is empty, but of a shape that no array can have.
+                raise ValueError(f"checkpoint: {path}: {name} has shape={shape}, which is damaged")
+            tensors[name] = dtype, shape, start + facts["data_offsets"][0]
+        return cls(path, metadata, tensors, content)
+
+    def facts(self, name: str) -> tuple[np.dtype, tuple[int, ...], int]:
+        """Of one tensor, what `tensors` has; ValueError if it is not there."""
+        if name not in self.tensors:
+            raise ValueError(f"checkpoint: {self.path} has no tensor {name!r}")
+        return self.tensors[name]
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of one tensor."""
+        dtype, shape, _ = self.facts(name)
+        return math.prod(shape) * dtype.itemsize
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor; a view of the file."""
+        dtype, shape, first = self.facts(name)
+        return self.content[first : first + self.nbytes(name)].view(dtype).reshape(shape)
+
+
+# Several files ---------------------------------------------------------------------------------
+
+
+def check_sizes(largest: int | None, resume: Resume, where: str) -> None:
+    """ValueError for a size of files that is none, or something to resume where there is one."""
+    if resume not in (False, True, "vouched"):
+        raise ValueError(f"{where}: resume={resume!r} must be True, False or 'vouched'")
+    if largest is not None and largest < 1:
+        raise ValueError(f"{where}: max_shard_size={largest} must be positive")
+    if resume and largest is None:
+        raise ValueError(f"{where}: resume needs several files; give max_shard_size")
+
+
+def write_files(
+    path: Path,
+    entries: Mapping[str, Entry],
+    metadata: Callable[[Collection[str]], Mapping[str, str]],
+    *,
+    max_shard_size: int | None,
+    resume: Resume,
+    progress: bool,
+    group: Callable[[str], str] = str,
+) -> None:
+    """Write a file, or files of up to `max_shard_size` bytes of tensors and an index of them.
+
+    Each file appears when it is whole, the index when all are. Until then an earlier checkpoint in
+    the folder is read as it was; then its files `model.safetensors` and `model-...` go.
+
+    Args:
+      path: of the file; of the folder, which is made if it is not there.
+      entries: tensors by name; one at a time is in memory.
+      metadata: of a file's header, by the names of its tensors.
+      max_shard_size: a larger tensor has a file of its own. None: one file.
+      resume: whether to keep files that an earlier call left, if they have the same tensors of the
+        same values; of what is vouched for, only a file's first is fetched and compared.
+      progress: whether to show a bar.
+      group: from a tensor's name to what it belongs to: neighbours of one group share a file.
+
+    Raises:
+      ValueError: as `write` does; or `model.safetensors` beside an index of other files.
+    """
+    if max_shard_size is None and path.name == WHOLE and _named(path.parent) - {WHOLE}:
+        raise ValueError(
+            f"checkpoint: {path.parent} has an {INDEX} of other files, which readers of the folder "
+            f"would go by; write to another folder, or remove {INDEX} and its files"
+        )
+    total = sum(entry.nbytes for entry in entries.values())
+    with progress_bar("write", total, progress) as step:
+        if max_shard_size is None:
+            write(path, entries, metadata(entries), step)
+            return
+        path.mkdir(parents=True, exist_ok=True)
+        _keep_earlier(path)
+        shards = _cut(entries, max_shard_size, group)
+        named: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            file = _write_shard(path, name, shard, metadata(shard), resume, step)
+            named |= dict.fromkeys(shard, file)
+    _commit(path, {"metadata": {"total_size": total}, "weight_map": named})
+
+
+def _write_shard(
+    folder: Path,
+    name: str,
+    shard: Mapping[str, Entry],
+    metadata: Mapping[str, str],
+    resume: Resume,
+    step: Step,
+) -> str:
+    """Write a shard, unless an equal one is there; returns the name of its file."""
+    compared = 1 if resume == "vouched" else len(shard)
+    for there in sorted(folder.glob(name.replace(".", "*."))) if resume else []:
+        if _is_there(there, shard, metadata, compared):
+            for tensor, entry in shard.items():
+                step(tensor, entry.nbytes)
+            return there.name
+    # The name, or with a number the first that no file has.
+    stem = name.removesuffix(".safetensors")
+    names = itertools.chain([name], (f"{stem}-{i}.safetensors" for i in itertools.count(2)))
+    free = next(one for one in names if not os.path.lexists(folder / one))
+    write(folder / free, shard, metadata, step)
+    return free
+
+
+def _is_there(
+    path: Path, shard: Mapping[str, Entry], metadata: Mapping[str, str], compared: int
+) -> bool:
+    """Whether a file equals what would be written, in its header and first tensors."""
+    text = _header(shard, metadata)
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        if file.read(len(text)) != text:
+            return False
+    try:
+        reader = Reader.open(path)
+    except ValueError:
+        return False
+    return all(
+        reader.read(name).tobytes() == np.asarray(entry).tobytes()
+        for name, entry in itertools.islice(shard.items(), compared)
+    )
+
+
+def _named(folder: Path) -> set[str]:
+    """Files that a folder's index names; none where it has none, or a damaged one."""
+    try:
+        return set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return set()
+
+
+def _keep_earlier(folder: Path) -> None:
+    """Give an index to a checkpoint that is read without: what comes beside it is no part of it."""
+    files = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).is_file() or not files:
+        return
+    try:
+        _check_whole(files, "")
+        tables = {file.name: Reader.open(file).tensors for file in files}
+    except ValueError:
+        return  # Nothing that could be read.
+    write_json(folder / INDEX, {"weight_map": {t: name for name in tables for t in tables[name]}})
+
+
+def _commit(folder: Path, index: Mapping[str, object]) -> None:
+    """Put the index in place of the earlier one, and remove what only that named."""
+    whole = {WHOLE} & _named(folder)
+    write_json(folder / INDEX, index)
+    new = _named(folder)
+    for file in sorted(folder.glob("*.safetensors")):
+        if file.name not in new and (NUMBERED.fullmatch(file.name) or file.name in whole):
+            file.unlink()
+
+
+def _cut(
+    entries: Mapping[str, Entry], largest: int, group: Callable[[str], str]
+) -> list[dict[str, Entry]]:
+    """The tensors in order, cut where a file would become too large; one file at least."""
+    shards: list[dict[str, Entry]] = [{}]
+    held = 0
+    for _, names in itertools.groupby(entries, group):
+        part = {name: entries[name] for name in names}
+        size = sum(entry.nbytes for entry in part.values())
+        if shards[-1] and held + size > largest:
+            shards.append({})
+            held = 0
+        shards[-1] |= part
+        held += size
+    return shards
+
+
+def _check_whole(files: Sequence[Path], where: str, are: str = f"there and no {INDEX}") -> None:
+    """ValueError if numbered files are missing, or one is there twice; `are`: known how."""
+    found: dict[str, list[str]] = {}
+    for file in files:
+        shard = NUMBERED.fullmatch(file.name)
+        if shard is not None:
+            found.setdefault(shard[2], []).append(shard[1])
+    for count, numbers in found.items():
+        if len({*numbers}) < int(count) or len(numbers) > len({*numbers}):
+            raise ValueError(
+                f"{where}: {len(numbers)} of {int(count)} files are {are}: it was "
+                "not written to its end; write it again, or with resume=True"
+            )
+
+
+def readers_of(path: Path, where: str) -> tuple[list[Reader], dict[str, Reader]]:
+    """The files of a checkpoint, and the one of each tensor."""
+    if not path.is_dir():
+        reader = Reader.open(path)
+        return [reader], dict.fromkeys(reader.tensors, reader)
+    found: dict[str, Reader] = {}
+    if not (path / INDEX).is_file():
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"{where}: no safetensors file in this folder")
+        _check_whole(files, where)
+        opened = [Reader.open(file) for file in files]
+        for reader in opened:
+            for name in reader.tensors:
+                if name in found:
+                    raise ValueError(
+                        f"{where}: {name} is in two files, {found[name].path.name} and "
+                        f"{reader.path.name}, and no {INDEX} tells which counts; remove one"
+                    )
+                found[name] = reader
+        return opened, found
+    named = read_table(path / INDEX, "checkpoint.read").get("weight_map")
+    if not isinstance(named, dict):
+        raise ValueError(f"{where}: {INDEX} has no weight_map")
+    for file in named.values():
+        if not isinstance(file, str) or PurePath(file).name != file:
+            raise ValueError(f"{where}: {INDEX} names {file!r}, which is no file of this folder")
+    _check_whole([path / file for file in set(named.values())], where, f"named by {INDEX}")
+    readers = {file: Reader.open(path / file) for file in sorted(set(named.values()))}
+    for name, file in named.items():
+        if name not in readers[file].tensors:
+            raise ValueError(f"{where}: {INDEX} says that {name} is in {file}, which has no such")
+        found[name] = readers[file]
+    return [*readers.values()], found
+
+
+# Beside the tensors ----------------------------------------------------------------------------
+
+
+def read_table(path: Path, where: str) -> dict[str, Any]:
+    """A JSON file's table; ValueError, which begins with `where`, if it holds none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: {path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: {path} holds no table, got {type(found).__name__}")
+    return found
+
+
+def write_json(path: Path, table: Mapping[str, Any]) -> None:
+    """Write a JSON file atomically."""
+    with replacing(path) as file:
+        file.write(json.dumps(table, indent=2).encode() + b"\n")
+
+
+@contextlib.contextmanager
+def progress_bar(verb: str, total: int, shown: bool) -> Iterator[Step]:
+    """Yields a function of a tensor's name and the bytes that are done; on stderr, or nowhere."""
+    columns = TextColumn("{task.description:<40}"), BarColumn(), DownloadColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not shown) as bar:
+        task = bar.add_task(verb, total=total)
+        yield lambda name, done: bar.update(task, description=f"{verb} {name}", advance=done)
