@@ -109,6 +109,6 @@ def test_what_fails_later_leaves_what_was_found(
     monkeypatch.setattr(worker, "THOROUGH", QUICK)
     monkeypatch.setattr(worker, "_backend", lambda case: planted(FAST))
     lines: list[str] = []
-    assert worker.answer(json.dumps(PRODUCT.as_json()), lines.append) == 1
+    assert worker.answer(json.dumps(dataclasses.asdict(PRODUCT)), lines.append) == 1
     assert json.loads(lines[-1])["over_plain"] > 0
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in capsys.readouterr().err
