@@ -19,7 +19,7 @@ from benchmarks import limits, peers, report
 from benchmarks.data import draw
 from benchmarks.timing import Case, Samples, measure, pace, ratio
 from mx_jax.backends.calls import DequantizeCall, QuantizeBothCall, QuantizeCall
-from mx_jax.backends.cpu_ffi import CPU_FFI, dequantize, quantize, quantize_both
+from mx_jax.backends.cpu_ffi import CPU_FFI, casts
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.formats import block_format
 from mx_jax.testing.cases import QuantizeCase
@@ -160,7 +160,7 @@ def _both(call: QuantizeBothCall, x: jax.Array) -> list[Case]:
             backend.run(single, x, None, None) for single in (call.first, call.second)
         ]
 
-    assert quantize_both.rejects(call) is None
+    assert casts.rejects_both(call) is None
     out = jax.eval_shape(once, x)
     cases = [_case(OURS, once, x), _case(TWO, twice(HANDLERS), x)]
     return [*cases, _case(PLAIN, twice(REFERENCE), x), copy_case(_read(x, call.first), out)]
@@ -170,8 +170,8 @@ def _packed(call: Any, x: jax.Array) -> list[Case]:
     def ours(x):
         out = jax.eval_shape(plain, x)
         scale = [] if out[2] is None else [jnp.ones((1, 1), jnp.float32)]
-        return jax.ffi.ffi_call(quantize.TARGET, out[:2])(
-            x, *scale, **quantize.attributes(call), has_tensor_scale=bool(scale), packed=True
+        return jax.ffi.ffi_call(casts.QUANTIZE, out[:2])(
+            x, *scale, **casts.quantize_attributes(call), has_tensor_scale=bool(scale), packed=True
         )
 
     def plain(x):
@@ -192,7 +192,7 @@ def _back(call: Any, x: jax.Array) -> list[Case]:
     def by(backend):
         return lambda q: backend.run(back, q)
 
-    assert dequantize.rejects(back) is None
+    assert casts.rejects_dequantize(back) is None
     cases = [_case(OURS, by(HANDLERS), q), _case(PLAIN, by(REFERENCE), q)]
     return [*cases, copy_case(q, jax.eval_shape(by(HANDLERS), q))]
 

@@ -22,7 +22,7 @@ from benchmarks.timing import Case, Samples, add_pace, measure, pace, ratio
 from mx_jax import recipes
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.multiply import multiply as product
+from mx_jax.ops.dense import multiply as product
 from mx_jax.ops.operands import prepare_operands
 from mx_jax.recipes import MatmulSpec, Recipe
 

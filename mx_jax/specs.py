@@ -17,7 +17,7 @@ from mx_jax.codecs.rounding import Rounding, rounding_mode
 from mx_jax.formats import BlockFormat, block_format
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.scale_rules import ScaleRule, scale_rule_for
-from mx_jax.sharding.gather import Gather
+from mx_jax.sharding.movement import Gather
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,7 @@ inline xla::ffi::Error ParseRule(std::string_view name, int32_t threshold, float
   return InvalidArgument("mx_jax quantize: unknown rule='", name, "'");
 }
 
-// What a cast is told besides shapes, dtypes and blocks: mx_jax.backends.cpu_ffi.quantize.
+// What a cast is told besides shapes, dtypes and blocks: mx_jax.backends.cpu_ffi.casts.
 struct CastAttributes {
   xla::ffi::Span<const int32_t> element;
   std::string_view rounding;

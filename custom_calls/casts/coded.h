@@ -31,7 +31,7 @@ inline xla::ffi::Error CheckCoded(const char* operation, const xla::ffi::AnyBuff
 }
 
 // The plan reads values of a shape from codes, scales and what follows them; the attributes are
-// those of mx_jax.backends.cpu_ffi.dequantize. What it writes, the caller says.
+// those of mx_jax.backends.cpu_ffi.casts. What it writes, the caller says.
 inline xla::ffi::Error ReadCoded(const char* operation, const xla::ffi::Dictionary& attributes,
                                  const Dimensions& shape, const xla::ffi::AnyBuffer& codes,
                                  const xla::ffi::AnyBuffer& scales,

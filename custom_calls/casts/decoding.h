@@ -21,7 +21,7 @@ inline const DequantizeKernels& ChosenDequantizeKernels() {
   return Pick(kKernels);
 }
 
-// Element and scale of a plan, and the value of every code; see mx_jax.backends.cpu_ffi.dequantize.
+// Element and scale of a plan, and the value of every code; see mx_jax.backends.cpu_ffi.casts.
 inline xla::ffi::Error ReadFormat(const char* operation, const xla::ffi::Dictionary& attributes,
                                   DequantizePlan* plan) {
   xla::ffi::Span<const int32_t> element, scale_element;

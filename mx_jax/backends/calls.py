@@ -13,7 +13,7 @@ from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray, Quantized
-from mx_jax.reference.scale_rules import ScaleRule
+from mx_jax.reference.scale_rules import ScaleRule, scale_rule_for
 
 Operand = jax.Array | MXArray
 AnyOperand = Operand | PackedMXArray
@@ -98,7 +98,7 @@ class MatmulCall:
     @property
     def text(self) -> str:
         """The call in a jaxpr."""
-        return f"{self.lhs.text} x {self.rhs.text} -> {self.out_dtype}"
+        return f"{self.lhs.text} x {self.rhs.text}"
 
     @property
     def sides(self) -> tuple[tuple[Side, OperandType], ...]:
@@ -136,7 +136,7 @@ class RaggedCall:
     @property
     def text(self) -> str:
         """The call in a jaxpr."""
-        return f"{self.lhs.text} x {self.rhs.text}, {self.num_groups} groups -> {self.out_dtype}"
+        return f"{self.lhs.text} x {self.rhs.text}, {self.num_groups} groups"
 
     @property
     def contracts_rows(self) -> bool:
@@ -175,8 +175,10 @@ class QuantizeCall:
     def text(self) -> str:
         """The call in a jaxpr."""
         axes = ", ".join(str(axis) for axis, _ in self.blocks)
+        usual = self.scale_rule is scale_rule_for(None, self.format)
+        rule = "" if usual else f", {self.scale_rule.name}"
         drawn = f", {self.rounding.name}" if self.rounding.random_bits else ""
-        return f"{self.format.name} along {axes}, {self.scale_rule.name}{drawn}"
+        return f"{self.format.name} along {axes}{rule}{drawn}"
 
     @property
     def random_bits(self) -> int:

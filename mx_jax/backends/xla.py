@@ -1,24 +1,48 @@
-"""XLA's own float8 dot: whole-axis scales leave the sum, so the product needs no dequantizing.
+"""XLA's own dots: of float8 under whole-axis scales, and of bfloat16 with float32 sums.
 
-With one scale s_a for a row of lhs and s_b for a row of rhs,
-`C = (sum of a_code b_code) / s_a / s_b`: the codes go to the platform's matrix units as they are.
+With one scale s_a for a row of lhs and s_b for a row of rhs, `C = (sum of a_code b_code) / s_a /
+s_b`: the codes go to the platform's matrix units as they are. All else is decoded to bfloat16, the
+plain way of every accelerator.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.backends.calls import MatmulCall, Operand
-from mx_jax.backends.sums import row_scales, scaled
+from mx_jax.axes import Side
+from mx_jax.backends.calls import (
+    MatmulCall,
+    Operand,
+    OperandType,
+    RaggedCall,
+    TransformCall,
+    rejects_symbolic,
+)
+from mx_jax.backends.sums import (
+    BlockScales,
+    SumScale,
+    block_scales,
+    blockwise_dot,
+    row_scales,
+    scaled,
+    tensor_scale,
+    without_tensor_scale,
+)
 from mx_jax.backends.target import Backend, Offer, Target
+from mx_jax.codecs import blocks
+from mx_jax.codecs import element as element_codec
+from mx_jax.codecs.float32 import power_of_two
+from mx_jax.codecs.scale import E8M0_BIAS, E8M0_NAN
 from mx_jax.formats import WHOLE, BlockFormat
-from mx_jax.mxarray import MXArray
+from mx_jax.mxarray import MXArray, decode
+from mx_jax.reference import hadamard
+from mx_jax.reference.ragged import grouped_dot
 
 # Matrix units multiply float8 from Ada (8.9) on.
 _CUDA_CAPABILITY = (8, 9)
 
 
-def _rejects(call: MatmulCall, target: Target) -> str | None:
+def _rejects_float8(call: MatmulCall, target: Target) -> str | None:
     """Why not: a platform without float8 units, an operand that is not whole-axis float8."""
     if target.platform == "cuda":
         if target.compute_capability is None or target.compute_capability < _CUDA_CAPABILITY:
@@ -43,7 +67,7 @@ def _rejects_format(side: str, format: BlockFormat | None) -> str | None:
     return None
 
 
-def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
+def _multiply_float8(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     """The dot of the codes over the scales of the kept axes."""
     assert isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
     # On GPUs, XLA lets float8 products accumulate fast exactly when the precision is DEFAULT.
@@ -64,5 +88,205 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
 XLA = Backend(
     name="xla",
     epsilon_bound=2.0,
-    table=(Offer(call=MatmulCall, rejects=_rejects, run=_multiply, is_plain=True),),
+    table=(Offer(call=MatmulCall, rejects=_rejects_float8, run=_multiply_float8, is_plain=True),),
+)
+
+
+HOW = "XLA bfloat16 dot, float32 sums"
+_DIGITS = 8
+# Scales that are rounded up bring the largest finite float32 to 2^128, which bfloat16 has not
+# either. Like the reference, E8M0 operands are decoded as 2^-2 of what they are.
+_HEADROOM = 2
+
+
+def bfloat16_holds(format: BlockFormat) -> bool:
+    """Whether bfloat16 has all digits of an element times what stays with it inside a sum.
+
+    A tensor scale leaves the sum, float32 scales leave that of their block: the element is left.
+    """
+    digits = format.significand_bits
+    return (format.element.significand_bits if digits is None else digits) <= _DIGITS
+
+
+def _rejects(call: MatmulCall | RaggedCall, target: Target) -> str | None:
+    """Why not: a CPU, an operand that bfloat16 does not hold, scales inside the sums."""
+    if target.platform == "cpu":
+        return "for accelerators, whose units multiply bfloat16, got platform=cpu"
+    return _rejects_operand("lhs", call.lhs) or _rejects_operand("rhs", call.rhs)
+
+
+def _rejects_operand(side: Side, own: OperandType) -> str | None:
+    if own.format is None:
+        if own.dtype == jnp.bfloat16:
+            return None
+        return (
+            f"needs operands that bfloat16 holds, got {side}_dtype={own.dtype}, whose product "
+            "keeps the caller's precision"
+        )
+    if not bfloat16_holds(own.format):
+        return (
+            f"needs element times block scale in {_DIGITS} binary digits, got {side}="
+            f"{own.format.name}, significand_bits={own.format.significand_bits}"
+        )
+    if set(own.scale_axes) & set(own.axes.contracting):
+        return (
+            f"needs one tensor scale along the contracted axes, got {side} with one for each "
+            f"position of axes={own.scale_axes}"
+        )
+    return None
+
+
+def _block_size(own: OperandType) -> int | None:
+    """The size of blocks whose float32 scales change along the contracted axis, if they do."""
+    format = own.format
+    if format is None or not format.scale.is_float32 or format.block[1] is WHOLE:
+        return None
+    return int(format.block[1])
+
+
+def _rejects_product(call: MatmulCall, target: Target) -> str | None:
+    """As `_rejects`; and blocks under float32 scales lie one after another on one device."""
+    sizes = {size for _, own in call.sides if (size := _block_size(own)) is not None}
+    reason = _rejects(call, target)
+    if not sizes or reason is not None:
+        return reason
+    k = [call.lhs.shape[axis] for axis in call.lhs.axes.contracting]
+    if len(sizes) > 1 or len(k) > 1 or k == [0]:
+        return (
+            "needs blocks of one size along one contracted axis under float32 scales, got "
+            f"blocks={sorted(sizes)}, k={k}"
+        )
+    if target.num_devices > 1 or call.out_sharding is not None:
+        return (
+            "multiplies blocks under float32 scales one after another, on one device, got "
+            f"num_devices={target.num_devices}"
+        )
+    return rejects_symbolic(call)
+
+
+def _rejects_groups(call: RaggedCall, target: Target) -> str | None:
+    """As `_rejects`; and scales that leave the sums must be the same in every group."""
+    for side, own in (("lhs", call.lhs), ("rhs", call.rhs)):
+        if own.format is not None and (own.format.scale.is_float32 or own.scale_axes):
+            return (
+                f"needs one tensor scale at most outside the sums of all groups, got {side}="
+                f"{own.format.name}, a tensor scale for each position of axes={own.scale_axes}"
+            )
+    return _rejects(call, target)
+
+
+def block_values(operand: Operand) -> tuple[jax.Array, float]:
+    """Bfloat16 values without tensor scale and float32 scales, and a factor of the sums.
+
+    Args:
+      operand: bfloat16 values, or an array of which `bfloat16_holds`.
+
+    Returns:
+      An array of the operand's shape, and a power of two.
+    """
+    if not isinstance(operand, MXArray):
+        return operand, 1.0
+    if operand.format.scale.is_float32:
+        return element_codec.decode(operand.codes, operand.format.element, jnp.bfloat16), 1.0
+    if operand.format.scale.kind == "exponent":
+        return _under_exponents(operand), 2.0**_HEADROOM
+    return decode(without_tensor_scale(operand), jnp.bfloat16), 1.0
+
+
+def _scales(side: Side, operand: Operand, call: MatmulCall) -> tuple[SumScale, ...]:
+    """The scales that leave the whole sums."""
+    own = call.lhs if side == "lhs" else call.rhs
+    if not isinstance(operand, MXArray) or _block_size(own) is not None:
+        return ()
+    if operand.format.scale.is_float32:
+        return (row_scales(side, operand, call),)
+    return tensor_scale(side, operand, call)
+
+
+def _block_scales(lhs: Operand, rhs: Operand, call: MatmulCall) -> list[BlockScales]:
+    """The scales that leave the sums of blocks."""
+    return [
+        block_scales(side, operand, own.axes.contracting[0])
+        for operand, (side, own) in zip((lhs, rhs), call.sides, strict=True)
+        if isinstance(operand, MXArray) and _block_size(own) is not None
+    ]
+
+
+def _under_exponents(operand: MXArray) -> jax.Array:
+    """Bfloat16 values under E8M0 scales, times 2^-2: exact from 2^-124 on, and Inf as in float32.
+
+    Multiplied twice, each time by a normal power of two. In few operations, and none on the scales
+    alone that XLA would give a kernel of its own.
+    """
+    codes, inside = blocks.split(operand.codes, operand.blocks)
+    scales = blocks.spread(operand.scales, inside).astype(jnp.int32)
+    exponent = scales - (E8M0_BIAS + _HEADROOM)
+    half = exponent >> 1
+    first = jnp.where(scales == E8M0_NAN, jnp.float32(jnp.nan), power_of_two(half))
+    values = element_codec.decode(codes, operand.format.element)
+    values = values * first * power_of_two(exponent - half)
+    return blocks.merge(values.astype(jnp.bfloat16), operand.shape, inside)
+
+
+def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
+    """The dot of bfloat16 values, and the scales that leave its sums."""
+    (left, left_factor), (right, right_factor) = block_values(lhs), block_values(rhs)
+    sizes = _block_size(call.lhs), _block_size(call.rhs)
+    if sizes != (None, None):
+        sums = blockwise_dot(
+            left, right, sizes[0] or sizes[1] or 0, _block_scales(lhs, rhs, call), call
+        )
+    else:
+        sums = lax.dot_general(
+            left,
+            right,
+            call.dimension_numbers,
+            # Of bfloat16 there is nothing to split, whatever `jax_default_matmul_precision` says.
+            precision=lax.Precision.DEFAULT,
+            preferred_element_type=jnp.float32,
+            out_sharding=call.out_sharding,
+        )
+    sums = scaled(sums, *_scales("lhs", lhs, call), *_scales("rhs", rhs, call))
+    factor = left_factor * right_factor
+    return (sums if factor == 1.0 else sums * factor).astype(call.out_dtype)
+
+
+def _multiply_groups(
+    lhs: Operand, rhs: Operand, group_sizes: jax.Array, call: RaggedCall
+) -> jax.Array:
+    """The same of rows in groups."""
+    (left, left_factor), (right, right_factor) = block_values(lhs), block_values(rhs)
+    sums = grouped_dot(
+        left, right, group_sizes, call.contracting, lax.Precision.DEFAULT, jnp.float32
+    )
+    found = (x.tensor_scale for x in (lhs, rhs) if isinstance(x, MXArray))
+    sums = scaled(sums, *(SumScale(scale.reshape(())) for scale in found if scale is not None))
+    return (sums * (left_factor * right_factor)).astype(call.out_dtype)
+
+
+def _rejects_transform(call: TransformCall, target: Target) -> str | None:
+    """Why not: a CPU, or values that bfloat16 does not hold."""
+    if target.platform == "cpu":
+        return "for accelerators, whose units multiply bfloat16, got platform=cpu"
+    if call.dtype != jnp.bfloat16 or call.length is not None:
+        return f"needs values that bfloat16 holds, got dtype={call.dtype}"
+    return None
+
+
+def _transform(x: jax.Array, signs: jax.Array, call: TransformCall) -> jax.Array:
+    return hadamard.apply(x, signs, call.axis, in_bfloat16=True)
+
+
+# The bound is wider than the reference's: matrix units add as they like, and scales that leave the
+# sums round twice each.
+XLA_BFLOAT16 = Backend(
+    name="xla_bfloat16",
+    epsilon_bound=4.0,
+    table=(
+        Offer(call=MatmulCall, rejects=_rejects_product, run=_multiply, how=HOW, is_plain=True),
+        Offer(call=RaggedCall, rejects=_rejects_groups, run=_multiply_groups, how=HOW),
+        Offer(
+            call=TransformCall, rejects=_rejects_transform, run=_transform, how=HOW, is_plain=True
+        ),
+    ),
 )

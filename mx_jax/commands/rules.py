@@ -21,8 +21,8 @@ from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, decide
 from mx_jax.formats import block_format
 from mx_jax.mxarray import MXArray
+from mx_jax.ops.packing import store_weights, why_not_stored
 from mx_jax.ops.quantize import quantize
-from mx_jax.ops.storing import store_weights, why_not_stored
 from mx_jax.packed import Quantized
 from mx_jax.recipes import weight_only
 from mx_jax.specs import OperandSpec

@@ -16,8 +16,13 @@ from rich.table import Table
 from mx_jax import recipes
 from mx_jax.backends import calls, evidence
 from mx_jax.backends.cpu_ffi import library
-from mx_jax.backends.records import Selection, recording
-from mx_jax.backends.select import current_target, known_backends, only_if_named
+from mx_jax.backends.select import (
+    Selection,
+    current_target,
+    known_backends,
+    only_if_named,
+    recording,
+)
 from mx_jax.formats import MXFP4, MXFP8_E4M3
 from mx_jax.ops.dot_general import matmul
 from mx_jax.ops.packing import pack_weights

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from mx_jax.backends.evidence import Row, in_force
-from mx_jax.backends.records import recording
+from mx_jax.backends.select import recording
 from mx_jax.inspect.abstract import of_arrays
 
 

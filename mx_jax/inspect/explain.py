@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import export
 
 from mx_jax.backends.calls import MatmulCall
-from mx_jax.backends.records import Selection, recording
+from mx_jax.backends.select import Selection, recording
 from mx_jax.backends.target import Target, use_target
 from mx_jax.inspect.abstract import of_arrays
 from mx_jax.inspect.calls_in_words import machine_text, work_text

@@ -23,7 +23,7 @@ from mx_jax.backends.calls import (
     RaggedCall,
     TransformCall,
 )
-from mx_jax.backends.records import Selection
+from mx_jax.backends.select import Selection
 from mx_jax.inspect.jaxpr_products import Place
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mx_jax.backends.records import Recorder, Selection, recording
+from mx_jax.backends.select import Recorder, Selection, recording
 from mx_jax.backends.target import current_target
 from mx_jax.inspect.abstract import of_arrays
 from mx_jax.inspect.calls_in_words import machine_text, work_text

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 from jax.interpreters import partial_eval
 
-from mx_jax.backends.records import MARK
+from mx_jax.backends.select import MARK
 
 _MARK = re.compile(rf"{re.escape(MARK)}(\d+)")
 # What transformations and calls add to names of scopes.

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.recipes import Recipe
-from mx_jax.sharding.gather import GatherLike
+from mx_jax.sharding.movement import GatherLike
 from mx_jax.specs import MatmulRecipe
 
 AnyRecipe = TypeVar("AnyRecipe", bound=MatmulRecipe)

@@ -1,30 +1,118 @@
-"""The dense product and its two gradients, each by its own spec of the recipe."""
+"""The dense product and its two gradients, each by its own spec of the recipe.
+
+`multiply` is one product of prepared operands in canonical order, by the backend that takes it.
+"""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 
 from mx_jax.axes import ProductAxes, Side
-from mx_jax.backends.calls import AnyOperand
+from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
+from mx_jax.backends.primitive import bind, choose, compiler_splits
+from mx_jax.backends.select import active
+from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import GRADIENTS, Key, product_key
-from mx_jax.ops.kept import as_taken, keep_both, mask_clipped
-from mx_jax.ops.multiply import multiply
 from mx_jax.ops.operands import (
     SIDES,
     SWAPPED,
     Sides,
+    as_taken,
+    keep_both,
+    mask_clipped,
     operand_keys,
     prepare_operands,
     reuse_moved,
     unscaled,
 )
-from mx_jax.ops.product import Bar, Kept, note_cast, noted, one_program
-from mx_jax.ops.quantize import OperandCast, quantize_operand_both, reads_once
+from mx_jax.ops.packing import tell_of_packing, unpacked_for
+from mx_jax.ops.product import CotangentAval, Residual, note_cast, noted, one_program
+from mx_jax.ops.quantize import OperandCast, quantize_operand_both
+from mx_jax.ops.sharded_operands import twice
 from mx_jax.ops.tags import GRADIENT, Free
+from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.sharding.movement import STAY, Movement, Moves, manual_axes, reduced_in
 from mx_jax.specs import MatmulRecipe, MatmulSpec, Residuals
+
+
+def multiply(
+    lhs: AnyOperand,
+    rhs: AnyOperand,
+    axes: ProductAxes,
+    out_dtype: np.dtype,
+    *,
+    precision: Any = None,
+    fast_accumulation: bool = False,
+    out_sharding: Any = None,
+    stored: Collection[Side] = (),
+    split: bool = True,
+    reduce_dtype: np.dtype | None = None,
+) -> jax.Array:
+    """Two canonical operands to `[*batch, *m, *n]`, as they are.
+
+    Args:
+      lhs: quantized, or values that stay in high precision.
+      rhs: likewise.
+      axes: of both operands, in canonical order.
+      out_dtype: dtype of the product.
+      precision: for high-precision operands.
+      fast_accumulation: whether a native kernel may add in lower precision.
+      out_sharding: of the product, on a mesh with explicit axes.
+      stored: which sides came quantized, so that weights could have come packed.
+      split: whether codes move where the compiler, on automatic mesh axes, has to move an operand.
+      reduce_dtype: in which devices add up what each has of the sums, if wider than `out_dtype`.
+
+    Returns:
+      `[*batch, *m, *n]`.
+    """
+    if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
+        return lax.dot_general(
+            lhs,
+            rhs,
+            axes.dimension_numbers,
+            precision=precision,
+            preferred_element_type=reduced_in(out_dtype, reduce_dtype),
+            out_sharding=out_sharding,
+        ).astype(out_dtype)
+    call = MatmulCall(
+        lhs=OperandType.of(lhs, axes.lhs),
+        rhs=OperandType.of(rhs, axes.rhs),
+        out_dtype=out_dtype,
+        precision=precision,
+        fast_accumulation=fast_accumulation,
+        out_sharding=out_sharding,
+        moves_codes=split,
+        reduce_dtype=reduce_dtype,
+    )
+    if not stored and not isinstance(rhs, PackedMXArray) and active.value is None:
+        return bind(call, unpacked(lhs), rhs)
+    choice = choose(call)
+    sides: tuple[tuple[Side, AnyOperand], ...] = ("lhs", lhs), ("rhs", rhs)
+    for side, operand in sides:
+        if side in stored and isinstance(operand, MXArray):
+            tell_of_packing(operand, call, choice, side=side)
+    whole = isinstance(rhs, PackedMXArray) and rhs.layout.cut is None and compiler_splits()
+    if isinstance(rhs, PackedMXArray) and (whole or rhs.backend != choice.backend.name):
+        rhs = unpacked_for(rhs, choice)
+        call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
+    if (recorder := active.value) is not None and split and compiler_splits():
+        recorder.entries.append(_moves(lhs, rhs, call))
+    return choice.offer.run(unpacked(lhs), rhs, call)
+
+
+def _moves(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall) -> str:
+    """What `explain` says of a product that the compiler splits."""
+    axes = jax.sharding.get_abstract_mesh().axis_names
+    what = "whole tiles" if isinstance(rhs, PackedMXArray) else "codes and scales"
+    return (
+        f"operands of lhs.shape={call.lhs.shape}, rhs.shape={call.rhs.shape} -> {what}, where "
+        f"the compiler moves them along mesh axes={axes}{twice(lhs)}{twice(rhs)}; parts of the "
+        f"product are added up in {reduced_in(call.out_dtype, call.reduce_dtype)}"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +137,7 @@ class DenseProduct:
     def forward(self, lhs: Any, rhs: Any, extra: Key, stored: tuple[Side, ...] = ()) -> jax.Array:
         """The product."""
         spec = self.recipe.fwd
-        if isinstance(lhs, Kept) or isinstance(rhs, Kept):
+        if isinstance(lhs, Residual) or isinstance(rhs, Residual):
             lhs, rhs, spec = as_taken(lhs, rhs, spec)
         key = product_key(self.recipe, "fwd", extra)
         with jax.named_scope("output"):
@@ -90,7 +178,7 @@ class DenseProduct:
 
     def keep(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: Key
-    ) -> tuple[AnyOperand | Kept, AnyOperand | Kept, Key]:
+    ) -> tuple[AnyOperand | Residual, AnyOperand | Residual, Key]:
         """The operands as they came, or as the product took them, and the key."""
         if self.recipe.residuals is Residuals.QUANTIZED:
             # The same key gives the same codes as without a gradient.
@@ -115,8 +203,6 @@ class DenseProduct:
         if lhs_cast is None or rhs_cast is None:
             return g, g
         (left, left_key), (right, right_key) = lhs_cast, rhs_cast
-        if not reads_once(g, (left, right)):
-            return g, g
         with jax.named_scope("grad_both"):
             pair = quantize_operand_both(g, (left, right), (left_key, right_key))
         if noted.get() is None:
@@ -137,11 +223,13 @@ class DenseProduct:
         cast = OperandCast(own, place.blocks(own.format))
         return cast, drawn if own.random_bits else None
 
-    @one_program("self", "side", "bar")
-    def gradient(self, side: Side, g: Any, other: AnyOperand, bar: Bar, saved: Key) -> jax.Array:
+    @one_program("self", "side", "aval")
+    def gradient(
+        self, side: Side, g: Any, other: AnyOperand, aval: CotangentAval, saved: Key
+    ) -> jax.Array:
         """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
         with jax.named_scope(GRADIENT[side]):
-            back = self._operands_back(side, g, other, bar)
+            back = self._operands_back(side, g, other, aval)
             key = product_key(self.recipe, GRADIENTS[side], saved)
             left, right = prepare_operands(
                 back.lhs, back.rhs, back.spec, back.axes, key, back.moves, back.sides
@@ -152,7 +240,7 @@ class DenseProduct:
                 right,
                 back.axes,
                 # Devices of shard_map add up what this returns.
-                bar.dtype if asked is None or not manual_axes() else reduced_in(bar.dtype, asked),
+                aval.dtype if asked is None or not manual_axes() else reduced_in(aval.dtype, asked),
                 precision=self.precision,
                 fast_accumulation=back.spec.fast_accumulation,
                 split=self.recipe.gather is None,
@@ -161,19 +249,19 @@ class DenseProduct:
             product = unscaled(product, back.lhs, back.rhs, back.spec)
             return product if own is None else own.move_back(product)
 
-    def _operands_back(self, side: Side, g: Any, other: AnyOperand, bar: Bar) -> "_Back":
+    def _operands_back(self, side: Side, g: Any, other: AnyOperand, aval: CotangentAval) -> "_Back":
         """Both operands of a gradient's product, in its order."""
         spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
-        other = other.operand if isinstance(other, Kept) else other
+        other = other.operand if isinstance(other, Residual) else other
         own, move = self.moves if side == "lhs" else self.moves[::-1]
         other, move = reuse_moved(other, move, spec, axes.rhs if g_is_lhs else axes.lhs)
         if g_is_lhs:
             return _Back(g, other, spec, axes, (None, move), own, SIDES)
         return _Back(other, g, spec.swapped(), axes, (move, None), own, SWAPPED)
 
-    def masked(self, side: Side, bar: jax.Array, own: Any, saved: Key) -> jax.Array:
+    def masked(self, side: Side, cotangent: jax.Array, own: Any, saved: Key) -> jax.Array:
         """The cotangent without what the product clipped, as the operand lay before."""
-        return mask_clipped(self.recipe, side, self.axes, bar, own, saved)
+        return mask_clipped(self.recipe, side, self.axes, cotangent, own, saved)
 
 
 class _Back(NamedTuple):

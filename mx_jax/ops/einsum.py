@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.ops.arguments import as_operand, as_recipe, check_out_dtype, goes_to_lax
 from mx_jax.ops.dot_general import constrain, dot_general
-from mx_jax.ops.explicit_axes import permuted_sharding
+from mx_jax.ops.sharded_operands import permuted_sharding
 from mx_jax.packed import Quantized
 from mx_jax.specs import MatmulRecipe
 

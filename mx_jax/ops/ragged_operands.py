@@ -18,21 +18,21 @@ from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key
-from mx_jax.ops.explicit_axes import stored
-from mx_jax.ops.kept import check_whole_groups, keep
 from mx_jax.ops.operands import (
     SWAPPED,
+    check_whole_groups,
+    keep,
     operand_keys,
     prepare,
     prescaled,
     reuse_moved,
     transform_operands,
 )
-from mx_jax.ops.placing import Placed, given_moves, place
-from mx_jax.ops.product import Given, note_cast
+from mx_jax.ops.product import Primal, note_cast
 from mx_jax.ops.quantize import dequantize_operand, quantize_operand
 from mx_jax.ops.random import draw_bits
 from mx_jax.ops.remat import QUANTIZED
+from mx_jax.ops.sharded_operands import Placed, given_moves, place, stored
 from mx_jax.reference import ragged
 from mx_jax.reference.ragged import RaggedRows, ragged_rows
 from mx_jax.sharding.movement import Movement, spec_of
@@ -294,7 +294,7 @@ def matrices_back(
 
 
 def on_automatic_axes(
-    multiply: Callable[..., jax.Array], lhs: Given, rhs: Given, extra: Any, recipe: MatmulRecipe
+    multiply: Callable[..., jax.Array], lhs: Primal, rhs: Primal, extra: Any, recipe: MatmulRecipe
 ) -> jax.Array:
     """A ragged product, on explicit mesh axes as on automatic ones.
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from mx_jax.axes import Side
 from mx_jax.formats import BlockFormat
-from mx_jax.ops.experts import goes_by_row
+from mx_jax.ops.ragged_dot import goes_by_row
 from mx_jax.plan.model import Linear, Model, Setup, Split
 from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
 

@@ -18,7 +18,7 @@ from mx_jax.formats import (
     BlockFormat,
     ElementFormat,
 )
-from mx_jax.ops.choice import current_target
+from mx_jax.ops import current_target
 from mx_jax.recipes.base import Recipe
 from mx_jax.reference.scale_rules import FLOAT8, FLOAT8_POWER_OF_TWO
 from mx_jax.specs import MatmulSpec, OperandSpec, Residuals, operand

@@ -27,8 +27,7 @@ from mx_jax.backends.calls import (
     TransformCall,
 )
 from mx_jax.backends.cpu_ffi import library
-from mx_jax.backends.select import current_target
-from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.select import BACKENDS, current_target
 from mx_jax.backends.target import Backend, Target
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, WHOLE

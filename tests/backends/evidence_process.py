@@ -25,9 +25,8 @@ import mx_jax
 from mx_jax.backends import select
 from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.evidence import Row, Work, driver, source_of
-from mx_jax.backends.records import recording
 from mx_jax.backends.reference import REFERENCE
-from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.select import BACKENDS, recording
 from tests.backends.altered import altered
 
 KIND = "NVIDIA H200"

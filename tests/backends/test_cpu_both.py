@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
-from mx_jax.backends.cpu_ffi import CPU_FFI, library, quantize_both
+from mx_jax.backends.cpu_ffi import CPU_FFI, casts, library
 from mx_jax.backends.select import only_backend
 from mx_jax.backends.target import Target
 from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP4, MXFP8_E4M3, NVFP4
@@ -90,21 +90,21 @@ WRONG_CALLS = {
 def test_wrong_calls(name: str):
     changed, message = WRONG_CALLS[name]
     call = pair(along(-1), along(0))
-    attributes = quantize_both.attributes((call.first, call.second), False) | changed
+    attributes = casts._both_attributes((call.first, call.second), False) | changed
     shapes = [attributes.pop(result, shape) for result, shape in RESULTS.items()]
     results = [jax.ShapeDtypeStruct(shape, U8) for shape in shapes]
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"mx_jax quantize: .*{message}"):
-        jax.block_until_ready(jax.ffi.ffi_call(quantize_both.TARGET, results)(X, **attributes))
+        jax.block_until_ready(jax.ffi.ffi_call(casts.QUANTIZE_BOTH, results)(X, **attributes))
 
 
 def test_distant_axes_need_whole_blocks():
     call = pair(along(-1, shape=(40, 3, 64)), along(0, shape=(40, 3, 64)))
-    attributes = quantize_both.attributes((call.first, call.second), False)
+    attributes = casts._both_attributes((call.first, call.second), False)
     x = jnp.ones((40, 3, 40))
     shapes = [(40, 3, 40), (40, 3, 2), (40, 3, 40), (2, 3, 40)]
     results = [jax.ShapeDtypeStruct(shape, U8) for shape in shapes]
     with pytest.raises(jax.errors.JaxRuntimeError, match="need whole blocks along the last"):
-        jax.block_until_ready(jax.ffi.ffi_call(quantize_both.TARGET, results)(x, **attributes))
+        jax.block_until_ready(jax.ffi.ffi_call(casts.QUANTIZE_BOTH, results)(x, **attributes))
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_training_reads_cotangents_once(stochastic: bool, monkeypatch: pytest.Mo
         recipe = recipe.with_(gradients={"format": "mxfp8_e5m2", "rounding": "stochastic"})
     together, text = gradient(recipe, key)
     assert text.count("@mx_jax_cpu_quantize_both") == 1
-    monkeypatch.setattr(dense, "reads_once", lambda x, casts: False)
+    monkeypatch.setattr(dense.DenseProduct, "_quantized_cotangents", lambda self, g, key: (g, g))
     apart, text = gradient(recipe, key)
     assert "@mx_jax_cpu_quantize_both" not in text
     for left, right in zip(together, apart, strict=True):

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
-from mx_jax.backends.cpu_ffi import CPU_FFI, dequantize, library, quantize
+from mx_jax.backends.cpu_ffi import CPU_FFI, casts, library
 from mx_jax.backends.select import only_backend
 from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3
@@ -171,8 +171,8 @@ def call_quantize(x, codes=None, scales=None, *rest, **changed):
         codes or jax.ShapeDtypeStruct((4, 64), U8),
         scales or jax.ShapeDtypeStruct((4, 2), U8),
     )
-    attributes = quantize.attributes(CALL) | {"has_tensor_scale": False} | changed
-    return jax.block_until_ready(jax.ffi.ffi_call(quantize.TARGET, results)(x, *rest, **attributes))
+    attributes = casts.quantize_attributes(CALL) | {"has_tensor_scale": False} | changed
+    return jax.block_until_ready(jax.ffi.ffi_call(casts.QUANTIZE, results)(x, *rest, **attributes))
 
 
 X = jnp.ones((4, 64), F32)
@@ -232,11 +232,11 @@ def test_wrong_dequantize_calls(name: str):
     given = {"codes": (4, 64), "scales": (4, 2), "dtype": F32} | given
     codes, scales = jnp.zeros(given.pop("codes"), U8), jnp.zeros(given.pop("scales"), U8)
     result = jax.ShapeDtypeStruct((4, 64), given.pop("dtype"))
-    attributes = dequantize.attributes(CALL.format, CALL.blocks)
+    attributes = casts.array_attributes(CALL.format, CALL.blocks)
     attributes |= {"has_tensor_scale": False} | given
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"mx_jax dequantize: .*{message}"):
         jax.block_until_ready(
-            jax.ffi.ffi_call(dequantize.TARGET, result)(codes, scales, **attributes)
+            jax.ffi.ffi_call(casts.DEQUANTIZE, result)(codes, scales, **attributes)
         )
 
 
@@ -309,7 +309,7 @@ def test_export_names_the_handler():
     x = jax.random.normal(jax.random.key(0), (4, 64))
     allowed = [
         jax.export.DisabledSafetyCheck.custom_call(target)
-        for target in (quantize.TARGET, dequantize.TARGET)
+        for target in (casts.QUANTIZE, casts.DEQUANTIZE)
     ]
     exported = jax.export.export(jax.jit(cast), disabled_checks=allowed)(x)
     check_same(exported.call(x), cast(x))

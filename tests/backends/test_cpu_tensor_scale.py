@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mx_jax
-from mx_jax.backends.cpu_ffi import library, tensor_scale
+from mx_jax.backends.cpu_ffi import casts, library
 from mx_jax.formats import NVFP4, NVFP4_2D, BlockFormat
 from mx_jax.reference.quantize import quantize
 from mx_jax.testing.cases import QuantizeCase
@@ -43,7 +43,7 @@ def test_the_reference_s_scale(shape: tuple[int, ...], axis: int, dtype: str, fo
     @jax.jit
     def both(x):
         scale = quantize(x, call.format, call.blocks, call.scale_rule).tensor_scale
-        return tensor_scale.tensor_scale_of(x, call), scale
+        return casts.tensor_scale_of(x, call), scale
 
     rng = np.random.default_rng(0)
     x = rng.standard_normal(shape).astype(np.float32)
@@ -58,15 +58,15 @@ def test_the_reference_s_scale(shape: tuple[int, ...], axis: int, dtype: str, fo
 @pytest.mark.parametrize("axis", [0, 1])
 def test_an_empty_tensor_has_scale_one(shape: tuple[int, ...], axis: int):
     call = QuantizeCase(format=NVFP4, shape=shape, axis=axis).call
-    assert tensor_scale.tensor_scale_of(jnp.zeros(shape), call).tolist() == [[1.0]]
+    assert casts.tensor_scale_of(jnp.zeros(shape), call).tolist() == [[1.0]]
 
 
 def test_batches_have_a_scale_each():
     call = QuantizeCase(format=NVFP4, shape=(8, 48)).call
     x = jax.random.normal(jax.random.key(0), (3, 8, 48)) * jnp.arange(1.0, 4.0)[:, None, None]
-    many = jax.jit(jax.vmap(lambda x: tensor_scale.tensor_scale_of(x, call)))
+    many = jax.jit(jax.vmap(lambda x: casts.tensor_scale_of(x, call)))
     assert many.lower(x).as_text().count("@mx_jax_cpu_amax") == 1
-    each = jnp.stack([tensor_scale.tensor_scale_of(matrix, call) for matrix in x])
+    each = jnp.stack([casts.tensor_scale_of(matrix, call) for matrix in x])
     assert_bitwise_equal(many(x), each)
 
 
@@ -89,7 +89,7 @@ def test_wrong_calls(shape: tuple[int, ...], dtype: str, blocks: tuple[int, ...]
     result = jax.ShapeDtypeStruct(shape, dtype)
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"mx_jax amax: .*{message}"):
         jax.block_until_ready(
-            jax.ffi.ffi_call(tensor_scale.AMAX, result)(
+            jax.ffi.ffi_call(casts.LARGEST, result)(
                 jnp.ones((8, 32)), blocks=np.array(blocks, np.int64)
             )
         )
@@ -105,7 +105,7 @@ def test_wrong_calls(shape: tuple[int, ...], dtype: str, blocks: tuple[int, ...]
     ],
 )
 def test_wrong_patterns(shape: tuple[int, ...], largest_value: float, message: str):
-    call = jax.ffi.ffi_call(tensor_scale.TARGET, jax.ShapeDtypeStruct(shape, "float32"))
+    call = jax.ffi.ffi_call(casts.TENSOR_SCALE, jax.ShapeDtypeStruct(shape, "float32"))
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"mx_jax tensor_scale: .*{message}"):
         jax.block_until_ready(
             call(jnp.ones((4, 3), jnp.int32), largest_value=np.float32(largest_value))

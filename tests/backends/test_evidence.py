@@ -19,10 +19,8 @@ from mx_jax.backends.cudnn import CUDNN
 from mx_jax.backends.evidence import ROWS, Row, Work, source_of
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.architecture import MMA, WGMMA
-from mx_jax.backends.records import recording
 from mx_jax.backends.reference import REFERENCE
-from mx_jax.backends.select import Choice, current_target, find, select
-from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.select import BACKENDS, Choice, current_target, find, recording, select
 from mx_jax.backends.target import Target
 from mx_jax.measure.cases import Case
 from mx_jax.testing.cases import MatmulCase, QuantizeBothCase, QuantizeCase

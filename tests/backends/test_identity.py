@@ -17,8 +17,7 @@ import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import DequantizeCall, MatmulCall, OperandType, PackCall, QuantizeCall
-from mx_jax.backends.select import select
-from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.select import BACKENDS, select
 from mx_jax.backends.target import Target
 from mx_jax.codecs.rounding import NEAREST, ROUNDINGS, TOWARD_ZERO, Rounding, stochastic
 from mx_jax.formats import (

@@ -20,7 +20,7 @@ from mx_jax.backends.select import Choice
 from mx_jax.backends.target import Backend, Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.ops import multiply
+from mx_jax.ops import dense
 from mx_jax.ops import packing as ops_packing
 from mx_jax.packed import PackedMXArray
 from mx_jax.reference.matmul import scaled_matmul
@@ -226,7 +226,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         return Choice(backend=backend, offer=offer, target=target, rejections=())
 
     monkeypatch.setattr(ops_packing, "choose", select)
-    monkeypatch.setattr(multiply, "choose", select)
+    monkeypatch.setattr(dense, "choose", select)
     return asked
 
 

@@ -14,7 +14,7 @@ import mx_jax
 from mx_jax.backends import select
 from mx_jax.backends.calls import Call, MatmulCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
-from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.select import BACKENDS
 from mx_jax.backends.target import Offer
 from tests.backends.mosaic import interpreter, needs_mosaic
 

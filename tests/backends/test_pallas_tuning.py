@@ -37,8 +37,7 @@ from mx_jax.backends.pallas_gpu.tiles import (
     launch_registers,
     multiplying_registers,
 )
-from mx_jax.backends.select import select
-from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.select import BACKENDS, select
 from mx_jax.backends.target import Config, Target
 from mx_jax.measure.cases import Case
 from mx_jax.testing.cases import MatmulCase, QuantizeCase

@@ -14,8 +14,14 @@ from mx_jax.backends.calls import MatmulCall, QuantizeBothCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.architecture import capabilities, rejects_machine
 from mx_jax.backends.reference import REFERENCE
-from mx_jax.backends.select import current_target, find, only_backend, prefer_backends, select
-from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.select import (
+    BACKENDS,
+    current_target,
+    find,
+    only_backend,
+    prefer_backends,
+    select,
+)
 from mx_jax.backends.target import Target
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 from tests.backends.altered import altered, answering

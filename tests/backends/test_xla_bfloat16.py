@@ -18,7 +18,7 @@ from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.primitive import implementation
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Target
-from mx_jax.backends.xla_bfloat16 import XLA_BFLOAT16, bfloat16_holds
+from mx_jax.backends.xla import XLA_BFLOAT16, bfloat16_holds
 from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS
 from mx_jax.mxarray import MXArray
 from mx_jax.reference import hadamard

@@ -13,7 +13,7 @@ import pytest
 
 import mx_jax
 from mx_jax.backends.cpu_ffi import library
-from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.select import BACKENDS
 from mx_jax.cli import main
 from tests.needs import needs_library
 

@@ -13,7 +13,7 @@ from rich.console import Console
 import mx_jax
 import mx_jax.nn.linen as mx
 from mx_jax import convert, recipes
-from mx_jax.backends.records import MARK, recording
+from mx_jax.backends.select import MARK, recording
 from mx_jax.inspect import Explanation
 
 explain = mx_jax.inspect.explain

@@ -15,7 +15,7 @@ import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.backends.calls import MatmulCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.cpu_ffi import library
-from mx_jax.backends.table import BACKENDS
+from mx_jax.backends.select import BACKENDS
 from mx_jax.backends.target import Target
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 from tests.needs import needs_library

@@ -15,7 +15,7 @@ from mx_jax.axes import Axes
 from mx_jax.backends.cpu_ffi import rejections
 from mx_jax.backends.select import only_backend
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.storing import store_weights
+from mx_jax.ops.packing import store_weights
 from mx_jax.packed import PackedMXArray
 from mx_jax.recipes import weight_only
 from mx_jax.testing.compare import assert_bitwise_equal

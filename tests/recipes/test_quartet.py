@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mx_jax
 from mx_jax import recipes
 from mx_jax.recipes import Recipe
-from mx_jax.sharding.gather import Gather
+from mx_jax.sharding.movement import Gather
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
 

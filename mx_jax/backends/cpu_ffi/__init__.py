@@ -20,19 +20,7 @@ from mx_jax.backends.calls import (
     RandomBitsCall,
     TransformCall,
 )
-from mx_jax.backends.cpu_ffi import (
-    attend,
-    dequantize,
-    library,
-    products,
-    quantize,
-    quantize_both,
-    ragged,
-    random_bits,
-    statistics,
-    transform,
-    weights,
-)
+from mx_jax.backends.cpu_ffi import attend, casts, library, products, statistics, weights
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 
@@ -74,14 +62,14 @@ CPU_FFI = Backend(
     epsilon_bound=2.0,
     table=(
         _offer(MatmulCall, products.rejects, products.multiply),
-        _offer(RaggedCall, ragged.rejects, ragged.multiply_groups),
-        _offer(QuantizeCall, quantize.rejects, quantize.quantize),
-        _offer(QuantizeBothCall, quantize_both.rejects, quantize_both.quantize_both),
-        _offer(DequantizeCall, dequantize.rejects, dequantize.dequantize),
-        _offer(PackCall, weights.rejects, weights.pack),
+        _offer(RaggedCall, products.rejects_groups, products.multiply_groups),
+        _offer(QuantizeCall, casts.rejects_quantize, casts.quantize),
+        _offer(QuantizeBothCall, casts.rejects_both, casts.quantize_both),
+        _offer(DequantizeCall, casts.rejects_dequantize, casts.dequantize),
+        _offer(PackCall, weights.rejects_pack, weights.pack),
         _offer(AttendCall, attend.rejects, attend.attend),
-        _offer(RandomBitsCall, random_bits.rejects, random_bits.random_bits),
-        _offer(TransformCall, transform.rejects, transform.transform),
+        _offer(RandomBitsCall, casts.rejects_random_bits, casts.random_bits),
+        _offer(TransformCall, casts.rejects_transform, casts.transform),
         _offer(CastStatisticsCall, statistics.rejects, statistics.cast_statistics),
     ),
 )

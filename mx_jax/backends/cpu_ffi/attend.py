@@ -6,8 +6,7 @@ import numpy as np
 
 from mx_jax.backends.calls import AttendCall
 from mx_jax.backends.cpu_ffi import library
-from mx_jax.backends.cpu_ffi.cast_axes import rejects_parts
-from mx_jax.backends.cpu_ffi.dequantize import format_attributes
+from mx_jax.backends.cpu_ffi.casts import format_attributes, rejects_parts
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.formats import Whole
 from mx_jax.packed import PackedRows, Rows

@@ -9,8 +9,7 @@ from jax import lax
 
 from mx_jax.backends.calls import CastStatisticsCall, rejects_symbolic
 from mx_jax.backends.cpu_ffi import library
-from mx_jax.backends.cpu_ffi.cast_axes import rejects_blocks, rejects_parts
-from mx_jax.backends.cpu_ffi.dequantize import attributes
+from mx_jax.backends.cpu_ffi.casts import array_attributes, rejects_blocks, rejects_parts
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.formats import WHOLE
@@ -53,7 +52,7 @@ def rejects(call: CastStatisticsCall) -> str | None:
 def cast_statistics(x: jax.Array, array: MXArray, call: CastStatisticsCall) -> reference.Raw:
     """What the reference gives; sums are of squares in float64, rounded once."""
     optional = () if array.tensor_scale is None else (array.tensor_scale,)
-    told = attributes(call.format, call.blocks) | {
+    told = array_attributes(call.format, call.blocks) | {
         "axis": np.int64(call.axis),
         "has_tensor_scale": bool(optional),
     }

@@ -1,0 +1,573 @@
+"""Casts by the compiled handlers, with what they draw and transform: `custom_calls/casts/`."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mx_jax.backends.calls import (
+    DequantizeCall,
+    QuantizeBothCall,
+    QuantizeCall,
+    RandomBitsCall,
+    TransformCall,
+    rejects_symbolic,
+)
+from mx_jax.backends.cpu_ffi import library
+from mx_jax.backends.cpu_ffi.handler import Handler, hashable
+from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs.blocks import Blocks, block_extent
+from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
+from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
+from mx_jax.mxarray import MXArray
+from mx_jax.reference.scale_rules import (
+    AMAX,
+    AMAX_MULTIPLIER,
+    AMAX_SUBNORMAL,
+    FLOAT8,
+    FLOAT8_POWER_OF_TWO,
+    AmaxBecomes,
+    BlockData,
+    FromAmax,
+    LeastLoss,
+)
+
+
+class CastAxes(NamedTuple):
+    """Names of a cast's arrays' axes, such as `"*b a1 a0"` where blocks lie along the last but one.
+
+    Attributes:
+      elements: what has one entry for each element.
+      tensor_scale: one entry for all, or for each position of some of the tensor's first axes.
+      scales: what has one entry for each block, for each kind of blocks.
+    """
+
+    elements: str
+    tensor_scale: str
+    scales: tuple[str, ...]
+
+
+def cast_axes(*kinds: Blocks) -> CastAxes:
+    """Axes of a tensor with these blocks: as far as blocks lie, each has a name."""
+    depth = max(-axis for blocks in kinds for axis, _ in blocks)
+    names = [f"a{place}" for place in reversed(range(depth))]
+    scales = []
+    for blocks in kinds:
+        counted = list(names)
+        for axis, size in blocks:
+            counted[axis] += f"/{names[axis] if size is WHOLE else size}"
+        scales.append(" ".join(["*b", *counted]))
+    return CastAxes(" ".join(["*b", *names]), "*t" + " 1" * depth, tuple(scales))
+
+
+def flat_blocks(blocks: Blocks) -> np.ndarray:
+    """Axis from the end and size, in turn, ascending; 0 stands for WHOLE."""
+    pairs = [(axis, 0 if size is WHOLE else size) for axis, size in sorted(blocks)]
+    return np.array(pairs, np.int64).reshape(-1)
+
+
+def rejects_parts(format: BlockFormat) -> str | None:
+    """Why the handlers do not know a format's elements or scales, or None."""
+    if format.is_known:
+        return None
+    element, scale = format.element.name, format.scale.name
+    return f"knows the library's own formats, got other facts of element={element}, scale={scale}"
+
+
+def rejects_blocks(blocks: Blocks) -> str | None:
+    """Why the handlers cannot walk these blocks, or None."""
+    axes = sorted(axis for axis, _ in blocks)
+    if not axes:
+        return "needs a blocked axis"
+    if axes != [-2, -1] and len(axes) > 1 and any(size is not WHOLE for _, size in blocks):
+        return f"takes two-dimensional blocks of the last two axes, got blocks={blocks}"
+    if axes != list(range(axes[0], axes[-1] + 1)):
+        return f"needs neighbouring blocked axes, got blocks={blocks}"
+    return None
+
+
+def facts(element: ElementFormat) -> np.ndarray:
+    """The independent facts of a format, as `custom_calls/common/element_codec.h` orders them."""
+    numbers = (
+        element.exponent_bits,
+        element.mantissa_bits,
+        element.bias,
+        element.num_reserved_codes,
+        element.has_inf,
+        element.kind == "int",
+        element.has_negative_zero,
+        element.negative_extra,
+    )
+    return np.array(numbers, np.int32)
+
+
+LARGEST = "mx_jax_cpu_amax"
+TENSOR_SCALE = "mx_jax_cpu_tensor_scale"
+
+
+def tensor_scale_of(x: jax.Array, call: QuantizeCall) -> jax.Array:
+    """The scale of the whole tensor, from its largest finite block: the reference's."""
+    largest_value = call.scale_rule.largest_value(call.format)
+    return _scale(x.ndim, largest_value)(*_amax(x.shape, call)(x))[0]
+
+
+def _amax(shape: tuple[int, ...], call: QuantizeCall) -> Handler:
+    """Patterns of the largest finite blocks: one a row, or one a row of blocks."""
+    blocks = sorted(call.blocks)
+    (axis, size), *more = blocks
+    single = not more and math.prod(shape[axis:][1:]) == 1
+    runs = ((axis, WHOLE if single else size), *((a, WHOLE) for a in range(axis + 1, 0)))
+    axes = cast_axes(runs)
+    return Handler(
+        target=LARGEST,
+        axes=f"{axes.elements} -> {axes.scales[0]}",
+        dtypes=(np.dtype("int32"),),
+        attributes=hashable({"blocks": flat_blocks(call.blocks)}),
+    )
+
+
+def _scale(ndim: int, largest_value: float) -> Handler:
+    """The scale of all patterns but for what vmap adds in front: no axis of theirs is a batch."""
+    names = " ".join(f"a{place}" for place in reversed(range(ndim)))
+    return Handler(
+        target=TENSOR_SCALE,
+        axes=f"*b {names} -> *b{' 1' * ndim}",
+        dtypes=(np.dtype("float32"),),
+        attributes=hashable({"largest_value": np.float32(largest_value)}),
+    )
+
+
+QUANTIZE = "mx_jax_cpu_quantize"
+
+# Rules of float32 and element scales that the handler computes, by what they compute: its name for
+# them, and the kind of scale that it fills. Rules of powers of two are told by their threshold.
+_RULES = {
+    AMAX.scales: ("amax", "element"),
+    AMAX_SUBNORMAL.scales: ("amax_becomes", "element"),
+    FLOAT8.scales: ("float8", "divisor"),
+    FLOAT8_POWER_OF_TWO.scales: ("float8_power_of_two", "divisor"),
+    AMAX_MULTIPLIER.scales: ("amax_multiplier", "multiplier"),
+}
+_ROUNDINGS = {NEAREST.apply: "nearest", AWAY.apply: "away", TOWARD_ZERO.apply: "toward_zero"}
+
+
+def rejects_quantize(call: QuantizeCall) -> str | None:
+    """Why the handler does not take a call, or None."""
+    if call.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"needs float32, bfloat16 or float16, got dtype={call.dtype}"
+    if _rule(_first_cast(call)) is None:
+        return f"computes no scales by the rule {call.scale_rule.name!r} for {call.format.name}"
+    if _rounding(call.rounding) is None:
+        return f"knows no rounding={call.rounding.name!r}"
+    reason = rejects_parts(call.format)
+    if reason is not None:
+        return reason
+    return rejects_blocks(call.blocks)
+
+
+class _Rule(NamedTuple):
+    """What the handler is told of a rule.
+
+    Attributes:
+      name: what it calls it.
+      threshold: of a power of two; else 0.
+      target: what amax becomes over the scale.
+    """
+
+    name: str
+    threshold: int = 0
+    target: float = 0.0
+
+
+def _rule(call: QuantizeCall) -> _Rule | None:
+    """What the handler is told of a call's rule; None if it does not know it."""
+    rule, element = call.scale_rule, call.format.element
+    if (threshold := rule.kernel_threshold(element)) is not None:
+        found = _Rule("exponent", threshold), "exponent"
+    elif isinstance(rule.scales, FromAmax) and isinstance(rule.scales.function, AmaxBecomes):
+        found = _Rule("amax_becomes", target=rule.scales.function.largest), "element"
+    elif rule.scales in _RULES:
+        name, kind = _RULES[rule.scales]
+        found = _Rule(name, target=element.max), kind
+    else:
+        return None
+    return found[0] if found[1] == call.format.scale.kind else None
+
+
+def _first_cast(call: QuantizeCall) -> QuantizeCall:
+    """The cast that is made first: by the rule without a correction, or by the first of two."""
+    rule = dataclasses.replace(call.scale_rule, correction=None)
+    call = dataclasses.replace(call, scale_rule=rule)
+    return _by(call, rule.scales.rules[0]) if isinstance(rule.scales, LeastLoss) else call
+
+
+def _by(call: QuantizeCall, function: AmaxBecomes) -> QuantizeCall:
+    """The cast by another function of amax, and the same tensor scale."""
+    rule = dataclasses.replace(call.scale_rule, scales=FromAmax(function))
+    return dataclasses.replace(call, scale_rule=rule)
+
+
+def _rounding(rounding: Rounding) -> str | None:
+    """What the handler calls a rounding; None if it does not know it."""
+    if rounding.is_stochastic:
+        return "stochastic"
+    return None if rounding.random_bits else _ROUNDINGS.get(rounding.apply)
+
+
+def quantize(
+    x: jax.Array,
+    random_bits: jax.Array | None,
+    tensor_scale: jax.Array | None,
+    call: QuantizeCall,
+) -> MXArray:
+    """x quantized: elements by the handler, what some rules do besides by plain JAX."""
+    x, rule = lax.stop_gradient(x), call.scale_rule
+    if call.format.tensor_scale and tensor_scale is None:
+        tensor_scale = tensor_scale_of(x, call)
+    how = _quantize
+    if rule.correction is not None:
+        how = _corrected
+    elif isinstance(rule.scales, LeastLoss):
+        how = _of_least_loss
+    return how(x, random_bits, tensor_scale, call)
+
+
+def _corrected(
+    x: jax.Array, random_bits: Any, tensor_scale: jax.Array | None, call: QuantizeCall
+) -> MXArray:
+    found = _quantize(x, None, tensor_scale, _first_cast(call))
+    pieces, inside = block_shapes.split(x, call.blocks, fill=True)
+    codes, _ = block_shapes.split(found.codes, call.blocks, fill=True)
+    spread, scales, drawn = (
+        None if own is None else block_shapes.spread(own, inside)
+        for own in (tensor_scale, found.scales, random_bits)
+    )
+    unseen: Any = None
+    data = BlockData(pieces, inside, unseen, call.format, spread)
+    assert call.scale_rule.correction is not None and scales is not None
+    scales = call.scale_rule.correction(data, scales, codes, drawn)
+    return dataclasses.replace(found, scales=lax.squeeze(scales, inside))
+
+
+def _of_least_loss(
+    x: jax.Array, random_bits: Any, tensor_scale: jax.Array | None, call: QuantizeCall
+) -> MXArray:
+    """Of two casts, in each block that which loses less where it rounds to nearest."""
+    assert isinstance(call.scale_rule.scales, LeastLoss)
+    casts = [_by(call, function) for function in call.scale_rule.scales.rules]
+    nearest = [
+        _quantize(x, None, tensor_scale, dataclasses.replace(cast, rounding=NEAREST))
+        for cast in casts
+    ]
+    lost, other = (_lost(x, own, call) for own in nearest)
+    first, second = nearest
+    if call.rounding != NEAREST:
+        first, second = (_quantize(x, random_bits, tensor_scale, own) for own in casts)
+    better = other < lost
+    (left, inside), (right, _) = (
+        block_shapes.split(own.codes, call.blocks, fill=True) for own in (first, second)
+    )
+    return dataclasses.replace(
+        first,
+        codes=block_shapes.merge(jnp.where(better, right, left), x.shape, inside),
+        scales=jnp.where(lax.squeeze(better, inside), second.scales, first.scales),
+    )
+
+
+def _lost(x: jax.Array, found: MXArray, call: QuantizeCall) -> jax.Array:
+    """`reference.scale_rules.squared_error` of codes that are known."""
+    back = DequantizeCall(
+        shape=x.shape, dtype=np.dtype(np.float32), format=call.format, blocks=call.blocks
+    )
+    difference = dequantize(found, back) - x.astype(jnp.float32)
+    pieces, inside = block_shapes.split(difference, call.blocks, fill=True)
+    return jnp.sum(jnp.square(pieces), axis=inside, keepdims=True)
+
+
+def _quantize(
+    x: jax.Array,
+    random_bits: jax.Array | None,
+    tensor_scale: jax.Array | None,
+    call: QuantizeCall,
+) -> MXArray:
+    """By a rule of amax, by the handler alone, which is given the tensor scale."""
+    axes, optional = cast_axes(call.blocks), {}
+    if tensor_scale is not None:
+        optional["tensor_scale"] = axes.tensor_scale, tensor_scale
+    if random_bits is not None:
+        optional["random_bits"] = axes.elements, random_bits
+    given = ", ".join([axes.elements, *(own for own, _ in optional.values())])
+    handler = Handler(
+        target=QUANTIZE,
+        axes=f"{given} -> {axes.elements}, {axes.scales[0]}",
+        dtypes=result_dtypes(call),
+        attributes=hashable(
+            quantize_attributes(call) | {"has_tensor_scale": tensor_scale is not None}
+        ),
+    )
+    codes, scales = handler(x, *(operand for _, operand in optional.values()))
+    return as_mxarray(codes, scales, tensor_scale, call)
+
+
+def result_dtypes(call: QuantizeCall) -> tuple[np.dtype, np.dtype]:
+    """Of codes and scales."""
+    return np.dtype("uint8"), call.format.scale.storage_dtype
+
+
+def as_mxarray(
+    codes: jax.Array, scales: jax.Array, tensor_scale: jax.Array | None, call: QuantizeCall
+) -> MXArray:
+    """What the handler gave, as what backends return."""
+    return MXArray(
+        codes=codes,
+        scales=scales,
+        tensor_scale=tensor_scale,
+        format=call.format,
+        blocks=call.blocks,
+        dtype=np.dtype(call.dtype),
+    )
+
+
+def quantize_attributes(call: QuantizeCall) -> dict[str, object]:
+    """What the handler is told about a call, besides shapes and dtypes."""
+    rule, rounding = _rule(call), _rounding(call.rounding)
+    assert rule is not None and rounding is not None, call
+    scale_element = call.format.scale.element
+    return {
+        "blocks": flat_blocks(call.blocks),
+        "element": facts(call.format.element),
+        "rounding": rounding,
+        "random_bits": np.int32(call.rounding.random_bits),
+        "rule": rule.name,
+        "scale_element": np.zeros(0, np.int32) if scale_element is None else facts(scale_element),
+        "target": np.float32(rule.target),
+        "threshold": np.int32(rule.threshold),
+    }
+
+
+QUANTIZE_BOTH = "mx_jax_cpu_quantize_both"
+
+# Rows that a strip holds in the cache while both casts read it.
+_LARGEST_BLOCK = 1024
+
+Bits = tuple[jax.Array | None, jax.Array | None]
+
+
+def rejects_both(call: QuantizeBothCall) -> str | None:
+    """Why the handler does not take both casts, or None."""
+    for single in (call.first, call.second):
+        reason = rejects_quantize(single) or _rejects_rule(single) or _rejects_blocks(single.blocks)
+        if reason is not None:
+            return reason
+    last, other = _ordered(call)
+    (axis, size), (other_axis, _) = last.blocks[0], other.blocks[0]
+    if axis != -1 or other_axis == -1:
+        axes = (axis, other_axis)
+        return f"casts both ways along the last axis and another one, got axes {axes}"
+    if other_axis != -2 and last.shape[-1] % block_extent(size, last.shape[-1]):
+        return (
+            f"casts both ways along distant axes in whole blocks, got shape={last.shape}, "
+            f"blocks={last.blocks}"
+        )
+    if call.first.format.tensor_scale != call.second.format.tensor_scale:
+        return "casts both ways with tensor scales, or without, got one of each"
+    return None
+
+
+def quantize_both(
+    x: jax.Array, random_bits: Bits, tensor_scale: jax.Array | None, call: QuantizeBothCall
+) -> tuple[MXArray, MXArray]:
+    """x quantized twice by the handler."""
+    x = lax.stop_gradient(x)
+    last, other = _ordered(call)
+    swapped = last is not call.first
+    first, second = random_bits
+    bits = (second, first) if swapped else (first, second)
+    of_last, of_other = tensor_scale, tensor_scale
+    if call.first.format.tensor_scale and tensor_scale is None:
+        # One each: blocks with NaN or Inf count for neither, and they are other blocks.
+        of_last, of_other = tensor_scale_of(x, last), tensor_scale_of(x, other)
+    parts = _by_handler((last, other), bits, x, (of_last, of_other))
+    codes, scales, other_codes, other_scales = parts
+    along_last = as_mxarray(codes, scales, of_last, last)
+    along_other = as_mxarray(other_codes, other_scales, of_other, other)
+    return (along_other, along_last) if swapped else (along_last, along_other)
+
+
+def _by_handler(
+    calls: tuple[QuantizeCall, QuantizeCall],
+    bits: Bits,
+    x: jax.Array,
+    tensor_scales: tuple[jax.Array | None, jax.Array | None],
+) -> tuple[jax.Array, ...]:
+    last, other = calls
+    axes, has_tensor_scale = cast_axes(last.blocks, other.blocks), tensor_scales[0] is not None
+    operands, given = [x], [axes.elements]
+    for drawn, tensor_scale in zip(bits, tensor_scales, strict=True):
+        if tensor_scale is not None:
+            operands.append(tensor_scale)
+            given.append(axes.tensor_scale)
+        if drawn is not None:
+            operands.append(drawn)
+            given.append(axes.elements)
+    wanted = [f"{axes.elements}, {scales}" for scales in axes.scales]
+    handler = Handler(
+        target=QUANTIZE_BOTH,
+        axes=f"{', '.join(given)} -> {', '.join(wanted)}",
+        dtypes=result_dtypes(last) + result_dtypes(other),
+        attributes=hashable(_both_attributes(calls, has_tensor_scale)),
+    )
+    return handler(*operands)
+
+
+def _both_attributes(
+    calls: tuple[QuantizeCall, QuantizeCall], has_tensor_scale: bool
+) -> dict[str, object]:
+    """What the handler is told: the single cast's attributes, of the last axis and of the other."""
+    return {
+        f"{prefix}_{name}": value
+        for prefix, call in zip(("last", "other"), calls, strict=True)
+        for name, value in (
+            quantize_attributes(call) | {"has_tensor_scale": has_tensor_scale}
+        ).items()
+    }
+
+
+def _rejects_blocks(blocks: Blocks) -> str | None:
+    sizes = [size for _, size in blocks]
+    if len(sizes) != 1 or isinstance(sizes[0], Whole):
+        return f"casts both ways along one axis each, got blocks={blocks}"
+    if sizes[0] > _LARGEST_BLOCK:
+        return f"casts both ways blocks <= {_LARGEST_BLOCK}, got blocks={blocks}"
+    return None
+
+
+def _rejects_rule(call: QuantizeCall) -> str | None:
+    if not call.scale_rule.reads_values:
+        return None
+    return f"casts both ways by rules of amax alone, got {call.scale_rule.name!r}"
+
+
+def _ordered(call: QuantizeBothCall) -> tuple[QuantizeCall, QuantizeCall]:
+    """The cast along the last axis first, if there is one."""
+    if call.first.blocks[0][0] == -1:
+        return call.first, call.second
+    return call.second, call.first
+
+
+DEQUANTIZE = "mx_jax_cpu_dequantize"
+
+
+def rejects_dequantize(call: DequantizeCall) -> str | None:
+    """Why the handler does not take a call, or None."""
+    if call.scale_axes != tuple(range(len(call.scale_axes))):
+        return f"needs tensor scales of the first axes, got them along axes={call.scale_axes}"
+    if call.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"gives float32, bfloat16 or float16, got dtype={call.dtype}"
+    if call.saturates and call.format.element.has_inf:
+        return f"keeps Inf as it is, got saturates=True with {call.format.name}, which has Inf"
+    return rejects_parts(call.format) or rejects_blocks(call.blocks)
+
+
+def dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
+    """The values of x in `call.dtype`, by the handler."""
+    operands = [operand for operand in (x.codes, x.scales, x.tensor_scale) if operand is not None]
+    axes = cast_axes(x.blocks)
+    given = (axes.elements, *axes.scales, axes.tensor_scale)[: len(operands)]
+    has_tensor_scale = x.tensor_scale is not None
+    handler = Handler(
+        target=DEQUANTIZE,
+        axes=f"{', '.join(given)} -> {axes.elements}",
+        dtypes=(np.dtype(call.dtype),),
+        attributes=hashable(
+            array_attributes(x.format, x.blocks) | {"has_tensor_scale": has_tensor_scale}
+        ),
+    )
+    (values,) = handler(*operands)
+    if call.saturates and call.format.scale.kind == "exponent":
+        # No element is Inf: what is, was beyond the dtype.
+        largest = jnp.finfo(call.dtype).max
+        values = jnp.minimum(jnp.maximum(values, -largest), largest)
+    return values
+
+
+def array_attributes(format: BlockFormat, blocks: Blocks) -> dict[str, object]:
+    """What the handler is told about an array, besides shapes and dtypes."""
+    return {"blocks": flat_blocks(blocks)} | format_attributes(format)
+
+
+def format_attributes(format: BlockFormat) -> dict[str, object]:
+    """What a handler that decodes is told of a format."""
+    of = format.scale.element
+    return {
+        "element": facts(format.element),
+        "kind": format.scale.kind,
+        "scale_element": np.zeros(0, np.int32) if of is None else facts(of),
+    }
+
+
+TRANSFORM = "mx_jax_cpu_transform"
+_LARGEST_TRANSFORM = 1024
+
+
+def rejects_transform(call: TransformCall) -> str | None:
+    """Why the handler does not take a call, or None."""
+    loaded = library.load()
+    if isinstance(loaded, str) or TRANSFORM not in loaded.targets:
+        return "was built without Hadamard transforms; build it again"
+    if call.size > _LARGEST_TRANSFORM:
+        return f"turns groups of at most {_LARGEST_TRANSFORM}, got size={call.size}"
+    return rejects_symbolic(call)
+
+
+def transform(x: jax.Array, signs: jax.Array, call: TransformCall) -> jax.Array:
+    """`reference.hadamard.apply`, or `invert`, by the handler."""
+    names = [f"e{axis}" for axis in range(len(call.shape))]
+    before, after = " ".join(names[: call.axis]), " ".join(names[call.axis + 1 :])
+    handler = Handler(
+        target=TRANSFORM,
+        axes=f"*b ({before}) k ({after}), *b size -> *b ({before}) turned ({after})",
+        dtypes=(np.dtype("float32"),),
+        attributes=hashable({"is_inverse": call.length is not None}),
+        sizes=(("turned", call.result_length),),
+    )
+    (turned,) = handler(x, signs)
+    return turned
+
+
+RANDOM_BITS = "mx_jax_cpu_random_bits"
+
+
+def rejects_random_bits(call: RandomBitsCall) -> str | None:
+    """Why the handler does not take a call, or None."""
+    loaded = library.load()
+    if isinstance(loaded, str) or RANDOM_BITS not in loaded.targets:
+        return "was built without random bits; build it again"
+    if call.implementation != "threefry2x32" or not call.is_partitionable:
+        return (
+            "draws by jax_threefry_partitionable alone, got implementation="
+            f"{call.implementation!r}, partitionable={call.is_partitionable}"
+        )
+    if not call.shape:
+        return "draws for an axis at least, got shape=()"
+    return rejects_symbolic(call)
+
+
+def random_bits(data: jax.Array, call: RandomBitsCall) -> jax.Array:
+    """int32 of `call.shape`, by the handler."""
+    names = [f"e{axis}" for axis in range(len(call.shape))]
+    # A key of `split` and what `fold_in` makes are the same function of their numbers.
+    indices = np.array([index for index, _ in call.derivations], np.int64)
+    handler = Handler(
+        target=RANDOM_BITS,
+        axes=f"*b 2 -> *b ({' '.join(names)})",
+        dtypes=(np.dtype("int32"),),
+        attributes=hashable({"width": np.int32(call.width), "derivations": indices}),
+        sizes=tuple(zip(names, call.shape, strict=True)),
+    )
+    (bits,) = handler(data)
+    return bits
