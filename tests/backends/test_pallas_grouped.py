@@ -254,7 +254,7 @@ def test_rejects_jax_that_does_not_clip_copies():
 
 @needs_newer_mosaic
 @pytest.mark.parametrize("differentiated", [False, True])
-def test_stored_experts_are_told_of_packing(differentiated: bool):
+def test_stored_experts_warn_of_packing(differentiated: bool):
     """Once; not of packed experts, nor of those that the product or its gradients quantize."""
     # Of other shapes, so that nothing was traced before.
     rows = 16 if differentiated else 8

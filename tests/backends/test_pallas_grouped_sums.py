@@ -177,11 +177,11 @@ def test_explain_names_what_takes_each_product():
         with mx_jax.testing.target("cuda", (9, 0)), mx_jax.prefer_backends("pallas_gpu"):
             return mx_jax.inspect.explain_call(jax.grad(loss, (0, 1)), tokens, experts)
 
-    told = step(recipes.mxfp8())
-    products = [line for line in told.splitlines() if line.startswith("ragged product")]
+    text = step(recipes.mxfp8())
+    products = [line for line in text.splitlines() if line.startswith("ragged product")]
     assert len(products) == 3 and all("-> pallas_gpu" in line for line in products)
-    casts = [line for line in told.splitlines() if "quantize" in line or "cast" in line]
-    assert casts and all("-> pallas_gpu" in line for line in casts), told
+    casts = [line for line in text.splitlines() if "quantize" in line or "cast" in line]
+    assert casts and all("-> pallas_gpu" in line for line in casts), text
     plain = step(recipes.float8_rowwise())
     products = [line for line in plain.splitlines() if line.startswith("ragged product")]
     assert len(products) == 3 and not any("-> pallas_gpu" in line for line in products), plain
@@ -189,13 +189,13 @@ def test_explain_names_what_takes_each_product():
     weights = mx_jax.quantize(experts, "mxfp4", axis=1)
     weight_only = recipes.weight_only("mxfp4")
     with mx_jax.testing.target("cuda", (9, 0)), mx_jax.prefer_backends("pallas_gpu"):
-        told = mx_jax.inspect.explain_call(
+        text = mx_jax.inspect.explain_call(
             jax.grad(lambda x: mx_jax.ragged_dot(x, weights, sizes, recipe=weight_only).sum()),
             tokens,
         )
-    forward, gradient = (line for line in told.splitlines() if line.startswith("ragged product"))
+    forward, gradient = (line for line in text.splitlines() if line.startswith("ragged product"))
     assert forward.endswith("-> pallas_gpu")
-    assert gradient.endswith("2 groups, to bfloat16 -> jax.lax, not quantized"), told
+    assert gradient.endswith("2 groups, to bfloat16 -> jax.lax, not quantized"), text
 
 
 @needs_newer_mosaic

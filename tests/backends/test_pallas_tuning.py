@@ -225,12 +225,12 @@ def test_kernels_that_take_operands_as_they_are():
     assert all(SM100.possible(SM100.kernels[0], 8, Tiles(**dict(config))) for config in found)
 
 
-def test_what_a_kernel_is_told_is_for_it_alone():
+def test_a_configuration_is_for_one_kernel_alone():
     own = WGMMA.tuning_of(4), MMA.tuning_of(4)
     with configured("wgmma", MINE):
-        told = tuned(WGMMA, 4)
-        assert {tiles for _, tiles in told.tiles} == {Tiles(**dict(MINE))}
-        assert told.crossover == float("inf")
+        configured_tuning = tuned(WGMMA, 4)
+        assert {tiles for _, tiles in configured_tuning.tiles} == {Tiles(**dict(MINE))}
+        assert configured_tuning.crossover == float("inf")
         assert tuned(MMA, 4) == own[1]
     with configured("wgmma", (("crossover", 1),)):
         assert tuned(WGMMA, 4) == dataclasses.replace(own[0], crossover=1)
