@@ -124,7 +124,7 @@ def kernel_product(
 
     def product(x: jax.Array, w: Any) -> jax.Array:
         x = _cast(x, pair.lhs)
-        return kernels.multiply(x[None], w, jnp.bfloat16, architecture=architecture)[0]
+        return kernels.by_weights(x[None], w, jnp.bfloat16, architecture)[0]
 
     return lambda w: PackedWeights.of(_batch(w)), product
 

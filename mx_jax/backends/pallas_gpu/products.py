@@ -114,7 +114,7 @@ def scaled_matmul(
     swapped = rejects_weights(call.rhs.format) is not None
     activations, weights = (right, left) if swapped else (left, right)
     assert not isinstance(activations, PackedWeights) and not isinstance(weights, jax.Array)
-    out = _by_weights(activations, weights, call.out_dtype, architecture, interpret)
+    out = by_weights(activations, weights, call.out_dtype, architecture, interpret)
     return (out.swapaxes(1, 2) if swapped else out).reshape(shape)
 
 
@@ -171,14 +171,14 @@ def multiply_scaled(
 # Weights that a kernel decodes on their way, or that XLA multiplies once decoded ------------------
 
 
-def _by_weights(
+def by_weights(
     activations: Operand,
     weights: MXArray | PackedWeights,
     out_dtype: jax.typing.DTypeLike,
     architecture: Architecture,
-    interpret: Any,
+    interpret: Any = None,
 ) -> jax.Array:
-    """Decode or keep the activations, then multiply by weights that are decoded on their way."""
+    """Few rows by a kernel that decodes the weights; many by XLA, dequantized once."""
     activations, factor = _in_high_precision(activations)
     between = out_dtype if factor is None else jnp.float32
     if activations.shape[1] >= crossover(architecture, weights.format):
