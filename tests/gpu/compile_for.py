@@ -178,7 +178,10 @@ def compile_scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
             sizes = compile_on(gpu, product, (x, weights)).memory_analysis()
             given = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((x, weights)))
             assert sizes.argument_size_in_bytes == given, f"{sizes} for {given} bytes"
-            assert sizes.temp_size_in_bytes == 0, f"bytes are not the kernel's own memory: {sizes}"
+            # Nothing but sums of programs that share tiles, which XLA adds.
+            sums = tiles.splits * rows * N * jnp.dtype(out_dtype).itemsize
+            allowed = sums if tiles.splits > 1 else 0
+            assert sizes.temp_size_in_bytes <= allowed, f"bytes are not the kernel's own: {sizes}"
 
 
 if __name__ == "__main__":
