@@ -166,6 +166,18 @@ def test_packed_experts_and_a_tensor_scale_of_each(rng: np.random.Generator):
     np.testing.assert_allclose(run(x, pack(one), sizes), expected, rtol=1e-6, atol=1e-3)
 
 
+@needs_newer_mosaic
+@pytest.mark.slow
+def test_rows_of_no_group_are_zeros_whatever_the_scales():
+    x, w, sizes = whole_numbers(case_of(sizes=(4,), rows=16))
+    how = {"architecture": SM90, "tiles": SMALL, "interpret": interpreter()}
+    packed, factors = PackedWeights.of(_transposed(w)), jnp.full(2, jnp.nan)
+    found = products.multiply(
+        x[None], packed, "float32", group_sizes=sizes, factors=factors, **how
+    )[0]
+    assert np.isnan(found[:4]).all() and not np.asarray(found[4:]).any()
+
+
 # What goes wrong is noticed -------------------------------------------------------------------
 
 
