@@ -18,7 +18,7 @@ from jax import lax
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.target import follow
-from mx_jax.codecs.explicit_axes import has_explicit_axes
+from mx_jax.codecs.explicit_axes import has_explicit_axes, partitions, with_partitions
 from mx_jax.ops.arguments import (
     as_operand,
     as_recipe,
@@ -149,6 +149,7 @@ def matmul(
     recipe: MatmulRecipe | str,
     precision: Any = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
+    out_sharding: Any = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """`jnp.matmul` with a recipe: `[..., m, k] @ [..., k, n]`, leading axes broadcast.
@@ -159,6 +160,7 @@ def matmul(
       recipe: what to quantize, or a recipe's name.
       precision: as in `jax.lax.dot_general`.
       preferred_element_type: dtype of the product.
+      out_sharding: sharding of the product, as in `jnp.matmul`.
       key: PRNG key, if a product that runs draws random bits; others do not use it.
 
     Returns:
@@ -194,6 +196,9 @@ def matmul(
         lhs, rhs = _with_batch(lhs, batch), _with_batch(rhs, batch)
         rhs_contracting = rhs.ndim - 2
     axes = tuple(range(num_batch))
+    if drop and out_sharding is not None:
+        parts = partitions(out_sharding, num_batch + 1)
+        out_sharding = with_partitions(out_sharding, [*parts[:-1], None, parts[-1]])
     product = dot_general(
         lhs,
         rhs,
@@ -201,6 +206,7 @@ def matmul(
         recipe=recipe,
         precision=precision,
         preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
         key=key,
     )
     return jnp.squeeze(product, drop) if drop else product
