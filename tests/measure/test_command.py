@@ -43,7 +43,8 @@ def bench(program: str, limit: float = 30.0, **changes: Any) -> Bench:
     program = f"import json, os, sys, time\ncase = json.loads(sys.argv[1])['shape']\n{program}"
     words = [sys.executable, "-I", "-S", "-c", program]
     facts: dict[str, Any] = {"machine": MACHINE, "backends": [PLANTED], "words": words}
-    return Bench(**facts | {"limit": limit} | changes)
+    facts |= {"limit": limit, **changes}
+    return Bench(**facts)
 
 
 def run(out: Path, program: str, again: bool = False, seconds: float = 60.0, **facts: Any) -> int:
