@@ -102,9 +102,11 @@ def test_a_planted_fault_is_a_race(
     lhs, rhs, sizes = operands(case)
     if planted == "another group's row":
         copy = device.copy_rows
-        monkeypatch.setattr(
-            device, "copy_rows", lambda *args: copy(*args[:-1], jnp.minimum(args[-1] + 1, 128))
-        )
+
+        def one_more(tile: Any, out: Any, to: Any, begin: Any, end: Any) -> None:
+            copy(tile, out, to, begin, jnp.minimum(end + 1, 128))
+
+        monkeypatch.setattr(device, "copy_rows", one_more)
     else:
         monkeypatch.setattr(mosaic_gpu, "wait_smem_to_gmem", lambda *args, **kwargs: None)
     monkeypatch.setattr(
