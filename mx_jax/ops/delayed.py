@@ -26,10 +26,10 @@ from mx_jax.ops.operands import SIDES
 from mx_jax.ops.product import (
     CotangentAval,
     Primal,
-    differentiable,
     max_like,
     no_derivative,
     note_cast,
+    run_product,
 )
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.ops.tags import GRADIENT, Free, watching
@@ -132,8 +132,8 @@ def chained_dot_general(
         elements=elements, scaling=scaling, axes=axes, out_dtype=np.dtype(out_dtype)
     )
     with follow(left, right):
-        multiply = watched if watching.value else differentiable
-        found: Any = multiply(product, Primal.of(left), Primal.of(right), states)
+        run = watched if watching.value else run_product
+        found: Any = run(product, Primal.of(left), Primal.of(right), states)
     result, states = found
     return lax.squeeze(result, empty), states
 
